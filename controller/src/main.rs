@@ -1,0 +1,3 @@
+//! Placeholder while the controller is written.
+
+fn main() {}

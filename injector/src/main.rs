@@ -1,0 +1,3 @@
+//! Placeholder while the injector is written.
+
+fn main() {}

@@ -1,0 +1,11 @@
+//! Compiles the contracts with protox, so that no protoc is needed.
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let files = ["mesh/v1/mesh.proto", "echo/v1/echo.proto"];
+    let descriptors = protox::compile(files, ["."])?;
+    tonic_prost_build::configure().compile_fds(descriptors)?;
+    for file in files {
+        println!("cargo:rerun-if-changed={file}");
+    }
+    Ok(())
+}

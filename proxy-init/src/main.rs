@@ -1,0 +1,3 @@
+//! Placeholder while the proxy-init is written.
+
+fn main() {}

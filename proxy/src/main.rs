@@ -1,0 +1,3 @@
+//! Placeholder while the proxy is written.
+
+fn main() {}
