@@ -1,0 +1,68 @@
+# All images of the mesh, out of one shared build:
+#
+#   docker build -t diy-sm-proxy:dev --target proxy .      (make images builds them all)
+#
+# PROFILE is the cargo profile: dist is small and fast, dev is quick to build (the Tiltfile's choice).
+
+FROM rust:1.95-slim-bookworm AS build
+ARG PROFILE=dist
+WORKDIR /src
+COPY . .
+RUN --mount=type=cache,target=/usr/local/cargo/registry,sharing=locked \
+    --mount=type=cache,target=/src/target,sharing=locked \
+    cargo build --locked --profile "$PROFILE" --bins \
+      -p diy-mesh-controller -p diy-mesh-injector -p diy-mesh-proxy -p diy-mesh-proxy-init -p diy-mesh-sample-apps \
+ && mkdir /out \
+ && for program in controller injector proxy proxy-init http-client http-server grpc-client grpc-server; do \
+      strip --strip-debug -o "/out/$program" "target/$(echo "$PROFILE" | sed 's/^dev$/debug/')/$program" || exit 1; \
+    done
+
+# iptables for proxy-init: both of its kinds, with the libraries and extensions that they load, under /usr alone.
+FROM debian:bookworm-slim AS iptables
+RUN apt-get update && apt-get install -y --no-install-recommends iptables
+RUN lib="/usr/lib/$(uname -m)-linux-gnu" && mkdir -p /out/usr/sbin "/out$lib" \
+ && cp -P /usr/sbin/xtables-*-multi /usr/sbin/ip*tables-nft* /usr/sbin/ip*tables-legacy* /out/usr/sbin/ \
+ && for program in iptables iptables-restore iptables-save ip6tables ip6tables-restore ip6tables-save; do \
+      ln -s xtables-nft-multi "/out/usr/sbin/$program" || exit 1; \
+    done \
+ && cp -rL "$lib/xtables" "/out$lib/" \
+ && ldd /usr/sbin/xtables-*-multi | grep -oE '/lib[^ ]*/lib(xtables|ip[46]tc|nftnl|mnl|nfnetlink|netfilter_conntrack)\.so[^ ]*' | sort -u \
+  | xargs -I{} cp -L {} "/out$lib/"
+
+# What each image adds to: a C library and nothing else, no shell, not root.
+FROM gcr.io/distroless/cc-debian12:nonroot AS run
+
+FROM run AS controller
+COPY --from=build /out/controller /usr/local/bin/
+ENTRYPOINT ["/usr/local/bin/controller"]
+
+FROM run AS injector
+COPY --from=build /out/injector /usr/local/bin/
+ENTRYPOINT ["/usr/local/bin/injector"]
+
+FROM run AS proxy
+COPY --from=build /out/proxy /usr/local/bin/
+ENTRYPOINT ["/usr/local/bin/proxy"]
+
+# The one that is root: the kernel asks for it from whoever loads redirect rules.
+FROM run AS proxy-init
+USER 0
+COPY --from=iptables /out/ /
+COPY --from=build /out/proxy-init /usr/local/bin/
+ENTRYPOINT ["/usr/local/bin/proxy-init"]
+
+FROM run AS http-client
+COPY --from=build /out/http-client /usr/local/bin/
+ENTRYPOINT ["/usr/local/bin/http-client"]
+
+FROM run AS http-server
+COPY --from=build /out/http-server /usr/local/bin/
+ENTRYPOINT ["/usr/local/bin/http-server"]
+
+FROM run AS grpc-client
+COPY --from=build /out/grpc-client /usr/local/bin/
+ENTRYPOINT ["/usr/local/bin/grpc-client"]
+
+FROM run AS grpc-server
+COPY --from=build /out/grpc-server /usr/local/bin/
+ENTRYPOINT ["/usr/local/bin/grpc-server"]
