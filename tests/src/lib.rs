@@ -1,1 +1,3 @@
-//! Placeholder.
+//! What the end-to-end tests share; the tests themselves stand in tests/.
+
+pub mod cluster;

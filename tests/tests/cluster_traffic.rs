@@ -1,0 +1,111 @@
+//! Traffic on a cluster, meshed and not: balancing, both mixtures, a Job that ends, a rollout that nobody notices.
+
+use anyhow::{Result, ensure};
+use diy_mesh_tests::cluster::workloads::{Answers, App, distinct};
+use diy_mesh_tests::cluster::{in_namespace, wait_for};
+
+#[test]
+fn grpc_on_one_connection_reaches_both_pods() -> Result<()> {
+    in_namespace("grpc", |namespace| {
+        let server = App { program: "grpc-server", replicas: 2, ..App::http_server() };
+        let client = App { program: "grpc-client", endpoint: "http://server:80", ..App::http_client() };
+        namespace.apply(&server.service())?;
+        namespace.apply(&server.deployment())?;
+        namespace.rolled_out(server.name)?;
+        namespace.apply(&client.deployment())?;
+        namespace.rolled_out(client.name)?;
+
+        let both = namespace.pods(server.name)?;
+        wait_for("answers of both pods", || {
+            let answers = namespace.logs(client.name, client.program)?;
+            Ok((distinct(&answers, "Hostname: ").len() == both.len()).then_some(()))
+        })?;
+        let pod = &namespace.pods(client.name)?[0];
+        let connections = namespace.metric(pod, r#"connections_total{direction="outbound"}"#)?;
+        ensure!(connections == 1, "grpc-client made {connections} connections");
+        Ok(())
+    })
+}
+
+#[test]
+fn an_unmeshed_client_calls_a_meshed_server() -> Result<()> {
+    in_namespace("meshed-server", |namespace| {
+        let client = App { meshed: false, ..App::http_client() };
+        answers_come(namespace, &App::http_server(), &client)?;
+        let dump = namespace.logs("server", "proxy")?;
+        ensure!(dump.contains("Inbound connection from "), "the server's proxy shows nothing:\n{dump}");
+        Ok(())
+    })
+}
+
+#[test]
+fn a_meshed_client_calls_an_unmeshed_server() -> Result<()> {
+    in_namespace("meshed-client", |namespace| {
+        let server = App { meshed: false, ..App::http_server() };
+        answers_come(namespace, &server, &App::http_client())?;
+        let dump = namespace.logs("client", "proxy")?;
+        ensure!(dump.contains("Outbound connection to "), "the client's proxy shows nothing:\n{dump}");
+        Ok(())
+    })
+}
+
+#[test]
+fn a_job_in_the_mesh_completes() -> Result<()> {
+    in_namespace("job", |namespace| {
+        let server = App::http_server();
+        namespace.apply(&server.service())?;
+        namespace.apply(&server.deployment())?;
+        namespace.rolled_out(server.name)?;
+
+        let client = App::http_client();
+        namespace.apply(&client.job())?;
+        namespace.kubectl(&["wait", "job/client", "--for=condition=Complete", "--timeout=180s"])?;
+        let answers = Answers::count(&namespace.logs(client.name, client.program)?);
+        ensure!(answers.good > 0 && answers.bad.is_empty(), "the Job's calls: {answers:?}");
+        Ok(())
+    })
+}
+
+#[test]
+fn a_rollout_under_load_fails_no_request() -> Result<()> {
+    in_namespace("rollout", |namespace| {
+        let server = App { replicas: 2, ..App::http_server() };
+        let clients = App { replicas: 6, ..App::http_client() };
+        answers_come(namespace, &server, &clients)?;
+        let before = Answers::count(&namespace.logs(clients.name, clients.program)?).good;
+
+        for _ in 0..2 {
+            let old = namespace.pods(server.name)?;
+            namespace.kubectl(&["rollout", "restart", "deployment/server"])?;
+            namespace.rolled_out(server.name)?;
+            for pod in old {
+                namespace.kubectl(&["wait", &format!("pod/{pod}"), "--for=delete", "--timeout=180s"])?;
+            }
+        }
+
+        // Every client has gone on since the last old pod went.
+        let seen = Answers::count(&namespace.logs(clients.name, clients.program)?).good;
+        let enough = seen + 5 * clients.replicas as usize;
+        let answers = wait_for("answers after the rollout", || {
+            let answers = Answers::count(&namespace.logs(clients.name, clients.program)?);
+            Ok((answers.good + answers.bad.len() >= enough).then_some(answers))
+        })?;
+        eprintln!("rollout: {} answers, {} of them while pods came and went", answers.good, seen - before);
+        ensure!(answers.bad.is_empty(), "of {} answers these are not good: {:#?}", answers.good, answers.bad);
+        Ok(())
+    })
+}
+
+/// Starts both and waits until each pod of the client has had good answers.
+fn answers_come(namespace: &diy_mesh_tests::cluster::Namespace, server: &App<'_>, client: &App<'_>) -> Result<()> {
+    namespace.apply(&server.service())?;
+    namespace.apply(&server.deployment())?;
+    namespace.rolled_out(server.name)?;
+    namespace.apply(&client.deployment())?;
+    namespace.rolled_out(client.name)?;
+    wait_for("good answers", || {
+        let answers = Answers::count(&namespace.logs(client.name, client.program)?);
+        ensure!(answers.bad.is_empty(), "{answers:?}");
+        Ok((answers.good >= 3 * client.replicas as usize).then_some(()))
+    })
+}
