@@ -1,0 +1,358 @@
+//! What a destination is: asked of the controller when a connection first goes there, then watched. Workers hold a
+//! [`Discovery`]; one task on the main thread holds the stream. What is known outlives the stream; a destination that
+//! nobody watches is forgotten. It never decides where a request goes: that is `balance`'s work.
+
+mod table;
+mod target;
+
+use std::future::Future;
+use std::net::SocketAddr;
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use diy_mesh_proto::mesh::v1::{DiscoverRequest, DiscoverResponse};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::{Instant, Interval, MissedTickBehavior, interval, sleep, timeout};
+use tokio_stream::wrappers::UnboundedReceiverStream;
+use tonic::Streaming;
+use tracing::{debug, info, warn};
+
+use crate::control::{Control, ControlError, said};
+use table::{Table, Watched};
+pub use target::{AppProtocol, EndpointInfo, PodTarget, ServiceTarget, Target};
+
+/// Destinations that are subscribed to at once, over all workers. One more passes through to where it was going.
+const MAX_DESTINATIONS: usize = 10_000;
+/// Questions of the workers that wait for the main thread; a worker that finds it full waits.
+const QUEUED_QUESTIONS: usize = 256;
+/// One line in the log about each kind of trouble in this time.
+const LOG_EVERY: Duration = Duration::from_secs(10);
+
+/// The workers' handle: asks the main thread. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Discovery {
+    questions: mpsc::Sender<Question>,
+    ready: watch::Receiver<bool>,
+    stats: Arc<DiscoveryStats>,
+    first_answer: Duration,
+}
+
+/// What the admin server prints of discovery.
+#[derive(Debug)]
+pub struct DiscoveryStats {
+    started: std::time::Instant,
+    subscriptions: AtomicU64,
+    refused: AtomicU64,
+    broken: AtomicU64,
+    reconnects: AtomicU64,
+    connected: AtomicBool,
+    /// Milliseconds since `started`, plus one; 0: none came.
+    last_message: AtomicU64,
+}
+
+/// How long things take; tests are less patient.
+#[derive(Clone, Copy, Debug)]
+struct Timing {
+    /// A connection waits this long for its destination's first answer, then passes through.
+    first_answer: Duration,
+    /// Full jitter, up to a ceiling that doubles from the one to the other.
+    backoff: (Duration, Duration),
+    /// A stream that lived this long was a good one: the next try is a first one again.
+    good_stream: Duration,
+    /// A destination that nobody watches is kept this long.
+    idle: Duration,
+    sweep: Duration,
+    limit: usize,
+}
+
+impl Default for Timing {
+    fn default() -> Self {
+        Self {
+            first_answer: Duration::from_secs(1),
+            backoff: (Duration::from_millis(100), Duration::from_secs(10)),
+            good_stream: Duration::from_secs(10),
+            idle: Duration::from_secs(60),
+            sweep: Duration::from_secs(2),
+            limit: MAX_DESTINATIONS,
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Question {
+    destination: SocketAddr,
+    answer: oneshot::Sender<Watched>,
+}
+
+/// The handle for the workers, and the task that the main thread must run. The task ends once all handles are gone.
+pub fn start(control: Control) -> (Discovery, impl Future<Output = ()> + Send) {
+    start_with(control, Timing::default())
+}
+
+fn start_with(control: Control, timing: Timing) -> (Discovery, impl Future<Output = ()> + Send) {
+    let (questions, asked) = mpsc::channel(QUEUED_QUESTIONS);
+    let (set_ready, ready) = watch::channel(false);
+    let stats = Arc::new(DiscoveryStats::new());
+    let discovery = Discovery { questions, ready, stats: stats.clone(), first_answer: timing.first_answer };
+    let driver = async move {
+        let mut sweep = interval(timing.sweep);
+        sweep.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let table = Table::new(timing.limit);
+        Driver { table, questions: asked, requests: None, away: false, ready: set_ready, stats, sweep, timing, quiet: Quiet::default() }
+            .run(control)
+            .await;
+    };
+    (discovery, driver)
+}
+
+impl Discovery {
+    /// Discovery without a controller: every destination is [`Target::Unknown`].
+    pub fn off() -> Self {
+        let (questions, _) = mpsc::channel(1);
+        let (_, ready) = watch::channel(true);
+        Self { questions, ready, stats: Arc::new(DiscoveryStats::new()), first_answer: Duration::ZERO }
+    }
+
+    /// Nobody will ever answer.
+    pub fn is_off(&self) -> bool {
+        self.questions.is_closed()
+    }
+
+    /// What `destination` is, now and whenever that changes. Waits a bounded time for a first answer; where the controller is known
+    /// to be away it returns at once with what is known, or with [`Target::Unknown`]. The receiver is closed where nothing will
+    /// ever come: over the limit, or at the end.
+    pub async fn watch(&self, destination: SocketAddr) -> watch::Receiver<Arc<Target>> {
+        let (answer, answered) = oneshot::channel();
+        if self.questions.send(Question { destination, answer }).await.is_ok()
+            && let Ok(Watched { mut receiver, settled }) = answered.await
+        {
+            if !settled {
+                // Late or never: the target is what it is by then.
+                let _ = timeout(self.first_answer, receiver.changed()).await;
+            }
+            return receiver;
+        }
+        watch::channel(Arc::new(Target::Unknown)).1
+    }
+
+    /// True once the controller has accepted the stream, and ever after: what `/ready` waits for.
+    pub fn connected_once(&self) -> watch::Receiver<bool> {
+        self.ready.clone()
+    }
+
+    /// Counters for the admin server.
+    pub fn stats(&self) -> &DiscoveryStats {
+        &self.stats
+    }
+}
+
+impl DiscoveryStats {
+    fn new() -> Self {
+        Self {
+            started: std::time::Instant::now(),
+            subscriptions: AtomicU64::new(0),
+            refused: AtomicU64::new(0),
+            broken: AtomicU64::new(0),
+            reconnects: AtomicU64::new(0),
+            connected: AtomicBool::new(false),
+            last_message: AtomicU64::new(0),
+        }
+    }
+
+    /// Destinations that are subscribed to now.
+    pub fn subscriptions(&self) -> u64 {
+        self.subscriptions.load(Ordering::Relaxed)
+    }
+
+    /// Destinations that passed through because too many were subscribed to.
+    pub fn refused(&self) -> u64 {
+        self.refused.load(Ordering::Relaxed)
+    }
+
+    /// Things in the controller's answers that made no sense.
+    pub fn broken(&self) -> u64 {
+        self.broken.load(Ordering::Relaxed)
+    }
+
+    /// Tries to open the stream after the first one.
+    pub fn reconnects(&self) -> u64 {
+        self.reconnects.load(Ordering::Relaxed)
+    }
+
+    /// Whether the stream stands.
+    pub fn connected(&self) -> bool {
+        self.connected.load(Ordering::Relaxed)
+    }
+
+    /// How long ago the controller last sent an answer; `None`: never.
+    pub fn last_message_age(&self) -> Option<Duration> {
+        let at = self.last_message.load(Ordering::Relaxed).checked_sub(1)?;
+        Some(self.started.elapsed().saturating_sub(Duration::from_millis(at)))
+    }
+
+    fn note_message(&self) {
+        let now = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX - 1);
+        self.last_message.store(now + 1, Ordering::Relaxed);
+    }
+}
+
+/// The task on the main thread.
+struct Driver {
+    table: Table,
+    questions: mpsc::Receiver<Question>,
+    /// The way to the controller while there is a stream. Unbounded, and yet bounded by the table: the driver must not
+    /// wait for the controller to read while the controller waits for the driver to.
+    requests: Option<mpsc::UnboundedSender<DiscoverRequest>>,
+    /// The last try failed: nobody should wait for an answer.
+    away: bool,
+    ready: watch::Sender<bool>,
+    stats: Arc<DiscoveryStats>,
+    sweep: Interval,
+    timing: Timing,
+    quiet: Quiet,
+}
+
+impl Driver {
+    async fn run(mut self, control: Control) {
+        let mut failures = 0;
+        loop {
+            let (requests, outgoing) = mpsc::unbounded_channel();
+            let opening = control.clone().discover(UnboundedReceiverStream::new(outgoing));
+            let Some(opened) = self.serve_until(opening).await else { return };
+            match opened {
+                Ok(answers) => {
+                    let since = Instant::now();
+                    let Some(end) = self.follow(answers, requests).await else { return };
+                    failures = if since.elapsed() >= self.timing.good_stream { 0 } else { failures + 1 };
+                    info!("the controller's stream ended, what is known stays: {end}");
+                }
+                Err(error) => {
+                    failures += 1;
+                    self.give_up(&error);
+                }
+            }
+            let pause = backoff(self.timing.backoff, failures, fastrand::f64());
+            let Some(()) = self.serve_until(sleep(pause)).await else { return };
+            self.stats.reconnects.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Subscribes to all that is watched, and takes answers in until the stream ends; returns why. `None`: nobody is
+    /// left to take them in for.
+    async fn follow(
+        &mut self,
+        mut answers: Streaming<DiscoverResponse>,
+        requests: mpsc::UnboundedSender<DiscoverRequest>,
+    ) -> Option<String> {
+        info!("connected to the controller, {} destinations known", self.table.len());
+        self.away = false;
+        self.requests = Some(requests);
+        let resumed = self.table.resume(Instant::now(), self.timing.idle);
+        self.send(resumed);
+        self.stats.connected.store(true, Ordering::Relaxed);
+        self.ready.send_replace(true);
+        let end = loop {
+            match self.serve_until(answers.message()).await? {
+                Ok(Some(answer)) => self.take_in(answer),
+                Ok(None) => break "the controller closed it".to_owned(),
+                Err(status) => break said(&status),
+            }
+        };
+        self.requests = None;
+        self.stats.connected.store(false, Ordering::Relaxed);
+        Some(end)
+    }
+
+    /// Serves the workers and the clock while `work` is under way. `None`: no worker is left.
+    async fn serve_until<F: Future>(&mut self, work: F) -> Option<F::Output> {
+        let mut work = pin!(work);
+        loop {
+            tokio::select! {
+                output = &mut work => return Some(output),
+                question = self.questions.recv() => self.answer(question?),
+                _ = self.sweep.tick() => self.tidy(),
+            }
+        }
+    }
+
+    fn answer(&mut self, question: Question) {
+        let Question { destination, answer } = question;
+        match self.table.watch(destination) {
+            Ok((Watched { receiver, settled }, request)) => {
+                self.send(request);
+                // A worker whose connection went away meanwhile does not listen, which is fine.
+                let _ = answer.send(Watched { receiver, settled: settled || self.away });
+            }
+            // Without an answer the worker goes by Unknown.
+            Err(table::Full) => {
+                self.stats.refused.fetch_add(1, Ordering::Relaxed);
+                let limit = self.timing.limit;
+                self.quiet.now_and_then(Trouble::Full, |times| {
+                    warn!("{limit} destinations are watched, {destination} passes through undiscovered ({times} such)");
+                });
+            }
+        }
+    }
+
+    fn take_in(&mut self, answer: DiscoverResponse) {
+        self.stats.note_message();
+        debug!(destination = answer.destination, version = answer.version, "the controller answered");
+        let Self { table, quiet, stats, .. } = self;
+        table.apply(answer, &mut |problem| {
+            stats.broken.fetch_add(1, Ordering::Relaxed);
+            quiet.now_and_then(Trouble::Broken, |times| warn!("the controller's answer makes no sense: {problem} ({times} such)"));
+        });
+    }
+
+    fn tidy(&mut self) {
+        if self.requests.is_some() {
+            let requests = self.table.sweep(Instant::now(), self.timing.idle);
+            self.send(requests);
+        }
+    }
+
+    fn give_up(&mut self, error: &ControlError) {
+        self.away = true;
+        self.table.stop_waiting();
+        self.quiet.now_and_then(Trouble::Away, |times| warn!("no discovery, what is known stays: {error} ({times} tries)"));
+    }
+
+    fn send(&mut self, requests: impl IntoIterator<Item = DiscoverRequest>) {
+        self.stats.subscriptions.store(self.table.len() as u64, Ordering::Relaxed);
+        if let Some(sender) = &self.requests {
+            // Where the stream has just ended, the next one starts with all of them.
+            requests.into_iter().for_each(|request| drop(sender.send(request)));
+        }
+    }
+}
+
+/// The pause before the try after `failures` failures in a row; `jitter` is from 0 to 1.
+fn backoff((least, most): (Duration, Duration), failures: u32, jitter: f64) -> Duration {
+    let ceiling = least.saturating_mul(1 << failures.saturating_sub(1).min(16)).min(most);
+    ceiling.mul_f64(jitter)
+}
+
+/// What the log hears of only now and then.
+#[derive(Clone, Copy)]
+enum Trouble {
+    Full,
+    Broken,
+    Away,
+}
+
+/// Keeps the log short: the first of a kind is told at once, then one in a while with the count of those since.
+#[derive(Default)]
+struct Quiet([Option<Instant>; 3], [u64; 3]);
+
+impl Quiet {
+    fn now_and_then(&mut self, trouble: Trouble, tell: impl FnOnce(u64)) {
+        let (told, times) = (&mut self.0[trouble as usize], &mut self.1[trouble as usize]);
+        *times += 1;
+        if told.is_none_or(|at| at.elapsed() >= LOG_EVERY) {
+            tell(std::mem::take(times));
+            *told = Some(Instant::now());
+        }
+    }
+}
