@@ -1,59 +1,97 @@
-//! A connection's bytes: a socket, and what was read from it before anybody knew what it carries. Both paths and both
-//! HTTP versions read and write through [`Io`]; it decides nothing.
+//! A connection's bytes: a socket, and what was read from it and not yet taken. Both paths and both HTTP versions read
+//! and write through [`Io`]; it decides nothing.
+//!
+//! A worker reads into one scratch buffer that all its connections share, because a read either returns at once or
+//! holds nothing: a connection that waits owns no buffer at all.
 
+use std::cell::RefCell;
 use std::io;
-use std::net::SocketAddr;
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use bytes::{Buf, BytesMut};
+use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
-/// A connection. Bytes that detection peeked at come first when it is read.
+/// The most that one read takes: 64 KiB, what a socket's receive buffer usually holds at a time.
+const SCRATCH: usize = 64 * 1024;
+
+thread_local! {
+    static SCRATCH_BUFFER: RefCell<Vec<u8>> = RefCell::new(vec![0; SCRATCH]);
+}
+
+/// Reads once into this thread's scratch buffer, and gives what came to `take`. Zero bytes are the end of the stream.
+pub fn poll_read_scratch<R, T>(reader: &mut R, cx: &mut Context<'_>, take: impl FnOnce(&[u8], &mut Context<'_>) -> T) -> Poll<io::Result<T>>
+where
+    R: AsyncRead + Unpin,
+{
+    SCRATCH_BUFFER.with_borrow_mut(|scratch| {
+        let mut buf = ReadBuf::new(scratch);
+        ready!(Pin::new(reader).poll_read(cx, &mut buf))?;
+        Poll::Ready(Ok(take(buf.filled(), cx)))
+    })
+}
+
+/// A connection. Bytes that were read and not taken, as by detection, come first when it is read again.
 pub struct Io {
     stream: TcpStream,
-    peeked: BytesMut,
+    unread: BytesMut,
 }
 
 impl Io {
-    /// Takes over a connected socket and turns Nagle's delay off: the proxy adds no wait of its own.
+    /// Takes over a connected socket. The caller has set its options (see `accept.rs` and `connect.rs`).
     pub fn new(stream: TcpStream) -> Self {
-        // A socket whose peer has gone already refuses the option; the first read will tell.
-        let _ = stream.set_nodelay(true);
-        Self { stream, peeked: BytesMut::new() }
+        Self { stream, unread: BytesMut::new() }
     }
 
-    /// Gives bytes back: the next read returns them first.
-    pub fn unread(&mut self, mut bytes: BytesMut) {
-        if !self.peeked.is_empty() {
-            bytes.extend_from_slice(&self.peeked);
+    /// What was read and not yet taken.
+    pub fn unread(&mut self) -> &mut BytesMut {
+        &mut self.unread
+    }
+
+    /// Reads once and adds what came to [`Io::unread`]; 0 is the end of the stream.
+    pub fn poll_fill(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
+        let Self { stream, unread } = self;
+        if unread.is_empty() && unread.capacity() > 0 {
+            *unread = BytesMut::new();
         }
-        self.peeked = bytes;
-    }
-
-    /// The far side's address.
-    pub fn peer_addr(&self) -> io::Result<SocketAddr> {
-        self.stream.peer_addr()
+        poll_read_scratch(stream, cx, |bytes, _| {
+            unread.extend_from_slice(bytes);
+            bytes.len()
+        })
     }
 
     /// True where the connection can't carry another request: the peer closed it, broke it, or sent bytes that nobody
     /// asked for. Costs no system call while the socket is quiet.
     pub fn is_stale(&self) -> bool {
-        !self.peeked.is_empty() || !matches!(self.stream.try_read(&mut [0]), Err(error) if error.kind() == io::ErrorKind::WouldBlock)
+        let quiet = |error: io::Error| error.kind() == io::ErrorKind::WouldBlock;
+        !self.unread.is_empty() || !self.stream.try_read(&mut [0]).is_err_and(quiet)
+    }
+
+    /// Half-closes the connection.
+    pub fn poll_half_close(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+
+    /// Breaks the connection off: the peer sees a reset.
+    pub fn reset(self) {
+        // Where the option is refused the peer sees an end instead.
+        let _ = SockRef::from(&self.stream).set_linger(Some(Duration::ZERO));
     }
 }
 
 impl AsyncRead for Io {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        if self.peeked.is_empty() {
+        if self.unread.is_empty() {
             return Pin::new(&mut self.stream).poll_read(cx, buf);
         }
-        let length = self.peeked.len().min(buf.remaining());
-        buf.put_slice(&self.peeked[..length]);
-        self.peeked.advance(length);
-        if self.peeked.is_empty() {
-            self.peeked = BytesMut::new();
+        let length = self.unread.len().min(buf.remaining());
+        buf.put_slice(&self.unread[..length]);
+        self.unread.advance(length);
+        if self.unread.is_empty() {
+            self.unread = BytesMut::new();
         }
         Poll::Ready(Ok(()))
     }
@@ -78,5 +116,44 @@ impl AsyncWrite for Io {
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::future::poll_fn;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpListener;
+
+    async fn pair() -> (Io, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let (near, far) = tokio::join!(TcpStream::connect(listener.local_addr().unwrap()), listener.accept());
+        (Io::new(near.unwrap()), far.unwrap().0)
+    }
+
+    #[tokio::test]
+    async fn what_was_peeked_comes_first() {
+        let (mut io, mut far) = pair().await;
+        far.write_all(b"hello").await.unwrap();
+        poll_fn(|cx| io.poll_fill(cx)).await.unwrap();
+        assert_eq!(&io.unread()[..], b"hello");
+        far.write_all(b" world").await.unwrap();
+        let mut read = [0; 11];
+        io.read_exact(&mut read).await.unwrap();
+        assert_eq!(&read, b"hello world");
+    }
+
+    #[tokio::test]
+    async fn a_quiet_connection_is_fresh_and_a_closed_or_talking_one_is_stale() {
+        let (io, far) = pair().await;
+        assert!(!io.is_stale());
+        drop(far);
+        io.stream.readable().await.unwrap();
+        assert!(io.is_stale());
+        let (io, mut far) = pair().await;
+        far.write_all(b"HTTP/1.1 408 Request Timeout\r\n\r\n").await.unwrap();
+        io.stream.readable().await.unwrap();
+        assert!(io.is_stale());
     }
 }

@@ -1,0 +1,189 @@
+//! How the proxy is started: flags and environment to [`Config`], once, all problems in one report. The injector passes
+//! the ports, for proxy-init must be told the same: there are no defaults for them here.
+
+use std::path::PathBuf;
+
+use clap::Parser;
+use clap::builder::styling::Styles;
+
+use crate::dump::{Format, Mode};
+
+/// The sidecar proxy of DIY Service Mesh: carries every TCP connection of its pod.
+#[derive(Debug, Parser)]
+#[command(name = "proxy", version, styles = Styles::plain())]
+pub struct RawConfig {
+    /// Port for connections to the app, redirected by proxy-init [required]
+    #[arg(long, value_name = "PORT")]
+    inbound_port: Option<String>,
+    /// Port for connections of the app, redirected by proxy-init [required]
+    #[arg(long, value_name = "PORT")]
+    outbound_port: Option<String>,
+    /// Port of /live, /ready and /metrics [required]
+    #[arg(long, value_name = "PORT")]
+    admin_port: Option<String>,
+    /// What of the exchanges that go by is printed: full, headers or off
+    #[arg(long, value_name = "MODE", default_value = "full")]
+    dump: String,
+    /// How it is printed: text or json
+    #[arg(long, value_name = "FORMAT", default_value = "text")]
+    dump_format: String,
+    /// Worker threads, one a core given
+    #[arg(long, value_name = "N", default_value = "1")]
+    workers: String,
+    /// How long connections may finish what they carry after SIGTERM
+    #[arg(long, value_name = "SECONDS", default_value = "20")]
+    drain_seconds: String,
+    /// The controller, for example http://controller.service-mesh.svc.cluster.local.:8080 [required]
+    #[arg(long, env = "SERVICE_MESH_CONTROLLER", value_name = "URL")]
+    controller: Option<String>,
+    /// The file with the token that proves to the controller who asks [required]
+    #[arg(long, env = "SERVICE_MESH_TOKEN_FILE", value_name = "FILE")]
+    token_file: Option<PathBuf>,
+    /// This pod's name, for logs
+    #[arg(long, env = "POD_NAME", value_name = "NAME", default_value = "")]
+    pod_name: String,
+    /// This pod's namespace, for logs
+    #[arg(long, env = "POD_NAMESPACE", value_name = "NAMESPACE", default_value = "")]
+    pod_namespace: String,
+    /// What is logged to standard error, for example info or diy_mesh_proxy=debug
+    #[arg(long, env = "LOG", value_name = "FILTER", default_value = "info")]
+    log: String,
+}
+
+/// A configuration that was found right.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// Where inbound connections are redirected to.
+    pub inbound_port: u16,
+    /// Where outbound connections are redirected to.
+    pub outbound_port: u16,
+    /// Where the admin server listens.
+    pub admin_port: u16,
+    /// How much is dumped.
+    pub dump: Mode,
+    /// In which form.
+    pub dump_format: Format,
+    /// Worker threads.
+    pub workers: usize,
+    /// The longest that draining takes.
+    pub drain: std::time::Duration,
+    /// The controller's URL.
+    pub controller: tonic::transport::Uri,
+    /// Where the token lies.
+    pub token_file: PathBuf,
+    /// Who this is, "namespace/name".
+    pub pod: String,
+    /// The log's filter.
+    pub log: String,
+}
+
+impl Config {
+    /// Reads flags and environment; ends the process after `--help` and `--version`.
+    pub fn load() -> Result<Self, String> {
+        Self::from_raw(RawConfig::parse())
+    }
+
+    /// All problems at once, one a line.
+    pub fn from_raw(raw: RawConfig) -> Result<Self, String> {
+        let mut problems = Vec::new();
+        let mut port = |flag: &str, text: Option<&String>| match text.map(|text| text.parse::<u16>()) {
+            Some(Ok(port)) if port > 0 => port,
+            Some(_) => problem(&mut problems, format!("--{flag} {}: expected a port, 1 to 65535", text.map_or("", |text| text))),
+            None => problem(&mut problems, format!("--{flag}: missing; the injector passes it")),
+        };
+        let inbound_port = port("inbound-port", raw.inbound_port.as_ref());
+        let outbound_port = port("outbound-port", raw.outbound_port.as_ref());
+        let admin_port = port("admin-port", raw.admin_port.as_ref());
+        if inbound_port != 0 && (inbound_port == outbound_port || outbound_port == admin_port || inbound_port == admin_port) {
+            problems.push("--inbound-port, --outbound-port and --admin-port must differ".to_owned());
+        }
+        let dump = match raw.dump.as_str() {
+            "headers" => Mode::Headers,
+            "off" => Mode::Off,
+            "full" => Mode::Full,
+            other => {
+                problems.push(format!("--dump {other}: expected full, headers or off"));
+                Mode::Full
+            }
+        };
+        let dump_format = match raw.dump_format.as_str() {
+            "json" => Format::Json,
+            "text" => Format::Text,
+            other => {
+                problems.push(format!("--dump-format {other}: expected text or json"));
+                Format::Text
+            }
+        };
+        let mut number = |flag: &str, text: &str, most: u64| match text.parse::<u64>() {
+            Ok(number) if (1..=most).contains(&number) => number,
+            _ => {
+                problems.push(format!("--{flag} {text}: expected a number, 1 to {most}"));
+                1
+            }
+        };
+        let workers = number("workers", &raw.workers, 64) as usize;
+        let drain = std::time::Duration::from_secs(number("drain-seconds", &raw.drain_seconds, 3600));
+        let controller = parse_controller(raw.controller.as_deref()).unwrap_or_else(|problem| {
+            problems.push(problem);
+            tonic::transport::Uri::default()
+        });
+        let token_file = raw.token_file.unwrap_or_else(|| {
+            problems.push("SERVICE_MESH_TOKEN_FILE: missing; it names the file with this workload's token".to_owned());
+            PathBuf::new()
+        });
+        if let Err(error) = tracing_subscriber::EnvFilter::try_new(&raw.log) {
+            problems.push(format!("LOG={}: {error}", raw.log));
+        }
+        if !problems.is_empty() {
+            return Err(problems.join("\n"));
+        }
+        let pod = format!("{}/{}", raw.pod_namespace, raw.pod_name);
+        Ok(Self { inbound_port, outbound_port, admin_port, dump, dump_format, workers, drain, controller, token_file, pod, log: raw.log })
+    }
+}
+
+fn problem(problems: &mut Vec<String>, text: String) -> u16 {
+    problems.push(text);
+    0
+}
+
+fn parse_controller(url: Option<&str>) -> Result<tonic::transport::Uri, String> {
+    let url = url.ok_or("SERVICE_MESH_CONTROLLER: missing; for example http://controller.service-mesh.svc.cluster.local.:8080")?;
+    let expected = || format!("SERVICE_MESH_CONTROLLER={url}: expected http://HOST:PORT");
+    let uri: tonic::transport::Uri = url.parse().map_err(|_| expected())?;
+    if uri.scheme_str() == Some("http") && uri.port_u16().is_some() { Ok(uri) } else { Err(expected()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(args: &[&str]) -> Result<Config, String> {
+        Config::from_raw(RawConfig::try_parse_from([&["proxy"], args].concat()).unwrap())
+    }
+
+    const RIGHT: [&str; 10] = [
+        "--inbound-port", "4000", "--outbound-port", "5000", "--admin-port", "4001", "--controller", "http://controller:8080", "--token-file", "/token",
+    ];
+
+    #[test]
+    fn the_injectors_flags_are_enough() {
+        let config = config(&RIGHT).unwrap();
+        assert_eq!((config.inbound_port, config.outbound_port, config.admin_port, config.workers), (4000, 5000, 4001, 1));
+        assert_eq!(config.dump, Mode::Full);
+    }
+
+    #[test]
+    fn every_problem_is_in_one_report() {
+        let report = config(&["--inbound-port", "x", "--dump", "loud", "--workers", "0", "--controller", "controller", "--log", "a=b=c"]).unwrap_err();
+        for part in ["--inbound-port x", "--outbound-port: missing", "--admin-port: missing", "--dump loud", "--workers 0", "=controller:", "TOKEN_FILE: missing", "LOG="] {
+            assert!(report.contains(part), "{part} is not in:\n{report}");
+        }
+    }
+
+    #[test]
+    fn ports_must_differ() {
+        let args: Vec<&str> = RIGHT.iter().map(|arg| if *arg == "5000" { "4000" } else { arg }).collect();
+        assert!(config(&args).unwrap_err().contains("must differ"));
+    }
+}

@@ -1,0 +1,504 @@
+//! HTTP/1 heads: parsed strictly (RFC 9112), kept as they were sent, and written again for the next hop. Field names
+//! keep their case and fields their order. Nothing here reads or writes a socket.
+//!
+//! The proxy is stricter than its parser: whatever could be read in two ways by two hops is refused.
+
+use std::ops::Range;
+
+use bytes::{Bytes, BytesMut};
+use memchr::memmem;
+
+/// The most bytes of a start line and its fields together.
+pub const MAX_HEAD: usize = 64 * 1024;
+/// The most fields of a head.
+const MAX_FIELDS: usize = 128;
+
+/// Why a head was refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Refused {
+    /// Over [`MAX_HEAD`] bytes, or too many fields.
+    TooLarge,
+    /// Not HTTP/1 as RFC 9112 has it, or open to two readings.
+    Malformed(&'static str),
+}
+
+/// HTTP/1.0 or HTTP/1.1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Version {
+    /// HTTP/1.0: one exchange a connection, unless both ask for more.
+    Http10,
+    /// HTTP/1.1.
+    Http11,
+}
+
+/// Where a message's body ends (RFC 9112, section 6.3).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Framing {
+    /// There is none.
+    None,
+    /// After so many bytes.
+    Length(u64),
+    /// With the last chunk.
+    Chunked,
+    /// With the connection. Responses only.
+    UntilClose,
+}
+
+/// A request's start line and fields.
+#[derive(Debug)]
+pub struct RequestHead {
+    fields: Fields,
+    method: Range<u32>,
+    target: Range<u32>,
+    /// The client's version.
+    pub version: Version,
+    /// Where the body ends.
+    pub framing: Framing,
+    /// What the client asks of the connection.
+    pub connection: Connection,
+}
+
+/// A response's start line and fields.
+#[derive(Debug)]
+pub struct ResponseHead {
+    fields: Fields,
+    reason: Range<u32>,
+    /// The upstream's version.
+    pub version: Version,
+    /// The status code, 100 to 999.
+    pub status: u16,
+    /// Where the body ends.
+    pub framing: Framing,
+    /// What the upstream asks of the connection.
+    pub connection: Connection,
+}
+
+/// What a head says of the connection that it travels on.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Connection {
+    /// `Connection: close`.
+    pub close: bool,
+    /// `Connection: keep-alive`.
+    pub keep_alive: bool,
+    /// `Connection: upgrade`, with an `Upgrade` field that the proxy lets pass.
+    pub upgrade: bool,
+}
+
+impl Connection {
+    /// Whether the sender lets the connection carry another exchange.
+    pub fn persists(self, version: Version) -> bool {
+        !self.close && (version == Version::Http11 || self.keep_alive)
+    }
+}
+
+/// Where the head at the start of `buf` ends, if it is all there. `scanned` is how far an earlier call looked in vain;
+/// a peer that sends byte by byte costs no more than one that sends at once.
+pub fn find_end(buf: &[u8], scanned: &mut usize) -> Result<Option<usize>, Refused> {
+    let blank = buf.iter().take_while(|byte| matches!(byte, b'\r' | b'\n')).count();
+    let from = scanned.saturating_sub(3).max(blank);
+    let end = memmem::find(&buf[from.min(buf.len())..], b"\r\n\r\n").map(|at| from + at + 4);
+    if memmem::find(&buf[from.min(buf.len())..end.unwrap_or(buf.len())], b"\n\n").is_some() {
+        return Err(Refused::Malformed("a line of the head ends without CR LF"));
+    }
+    if end.unwrap_or(buf.len()) > MAX_HEAD {
+        return Err(Refused::TooLarge);
+    }
+    *scanned = buf.len();
+    Ok(end)
+}
+
+impl RequestHead {
+    /// Parses a whole head, as [`find_end`] found it.
+    pub fn parse(raw: Bytes) -> Result<Self, Refused> {
+        let mut storage = [httparse::EMPTY_HEADER; MAX_FIELDS];
+        let mut parsed = httparse::Request::new(&mut storage);
+        whole(parsed.parse(&raw), raw.len())?;
+        let (Some(method), Some(target), Some(version)) = (parsed.method, parsed.path, parsed.version) else {
+            return Err(Refused::Malformed("the request line is incomplete"));
+        };
+        let (method, target) = (span(&raw, method.as_bytes()), span(&raw, target.as_bytes()));
+        let version = if version == 0 { Version::Http10 } else { Version::Http11 };
+        let spans = Fields::spans(&raw, parsed.headers)?;
+        let fields = Fields { raw, spans };
+        let seen = fields.examine()?;
+        match (seen.hosts, version) {
+            (0, Version::Http11) => return Err(Refused::Malformed("the Host field is missing")),
+            (2.., _) => return Err(Refused::Malformed("the Host field is repeated")),
+            _ => {}
+        }
+        if seen.chunked && version == Version::Http10 {
+            return Err(Refused::Malformed("Transfer-Encoding in HTTP/1.0"));
+        }
+        let framing = match seen.length {
+            _ if seen.chunked => Framing::Chunked,
+            None | Some(0) => Framing::None,
+            Some(length) => Framing::Length(length),
+        };
+        Ok(Self { fields, method, target, version, framing, connection: seen.connection })
+    }
+
+    /// GET, POST, ...
+    pub fn method(&self) -> &[u8] {
+        self.fields.slice(&self.method)
+    }
+
+    /// As it was sent, in any of the four forms of RFC 9112, section 3.2.
+    pub fn target(&self) -> &[u8] {
+        self.fields.slice(&self.target)
+    }
+
+    /// Names and values in their order and case.
+    pub fn fields(&self) -> impl Iterator<Item = (&[u8], &[u8])> {
+        self.fields.iter()
+    }
+
+    /// Whether sending it twice has the effect of sending it once (RFC 9110, section 9.2.2).
+    pub fn is_idempotent(&self) -> bool {
+        matches!(self.method(), b"GET" | b"HEAD" | b"OPTIONS" | b"TRACE" | b"PUT" | b"DELETE")
+    }
+
+    /// Writes the head for the next hop.
+    pub fn write(&self, out: &mut BytesMut) {
+        out.reserve(self.fields.raw.len() + 32);
+        out.extend_from_slice(self.method());
+        out.extend_from_slice(b" ");
+        out.extend_from_slice(self.target());
+        out.extend_from_slice(if self.version == Version::Http10 { b" HTTP/1.0\r\n" } else { b" HTTP/1.1\r\n" });
+        self.fields.write(out, self.connection.upgrade);
+        out.extend_from_slice(b"\r\n");
+    }
+}
+
+impl ResponseHead {
+    /// Parses a whole head, as [`find_end`] found it: the answer to a request with this method.
+    pub fn parse(raw: Bytes, method: &[u8]) -> Result<Self, Refused> {
+        let mut storage = [httparse::EMPTY_HEADER; MAX_FIELDS];
+        let mut parsed = httparse::Response::new(&mut storage);
+        whole(parsed.parse(&raw), raw.len())?;
+        let (Some(status), Some(version)) = (parsed.code, parsed.version) else {
+            return Err(Refused::Malformed("the status line is incomplete"));
+        };
+        let reason = span(&raw, parsed.reason.unwrap_or_default().as_bytes());
+        let version = if version == 0 { Version::Http10 } else { Version::Http11 };
+        let spans = Fields::spans(&raw, parsed.headers)?;
+        let fields = Fields { raw, spans };
+        let seen = fields.examine()?;
+        let framing = match (status, seen.length) {
+            (100..=199 | 204 | 304, _) => Framing::None,
+            _ if method == b"HEAD" || (method == b"CONNECT" && (200..300).contains(&status)) => Framing::None,
+            _ if seen.chunked => Framing::Chunked,
+            (_, Some(0)) => Framing::None,
+            (_, Some(length)) => Framing::Length(length),
+            (_, None) => Framing::UntilClose,
+        };
+        Ok(Self { fields, reason, version, status, framing, connection: seen.connection })
+    }
+
+    /// The words behind the status code.
+    pub fn reason(&self) -> &[u8] {
+        self.fields.slice(&self.reason)
+    }
+
+    /// Names and values in their order and case.
+    pub fn fields(&self) -> impl Iterator<Item = (&[u8], &[u8])> {
+        self.fields.iter()
+    }
+
+    /// An answer on the way to the real one. (101 is the real one.)
+    pub fn is_interim(&self) -> bool {
+        (100..200).contains(&self.status) && self.status != 101
+    }
+
+    /// Writes the head for the client; `connection` is what the proxy asks of the client's connection, if anything.
+    pub fn write(&self, out: &mut BytesMut, connection: Option<&str>) {
+        out.reserve(self.fields.raw.len() + 32);
+        out.extend_from_slice(b"HTTP/1.1 ");
+        let digits = [self.status / 100, self.status / 10 % 10, self.status % 10].map(|digit| b'0' + digit as u8);
+        out.extend_from_slice(&digits);
+        out.extend_from_slice(b" ");
+        out.extend_from_slice(self.reason());
+        out.extend_from_slice(b"\r\n");
+        self.fields.write(out, self.status == 101);
+        if let Some(connection) = connection {
+            out.extend_from_slice(b"Connection: ");
+            out.extend_from_slice(connection.as_bytes());
+            out.extend_from_slice(b"\r\n");
+        }
+        out.extend_from_slice(b"\r\n");
+    }
+}
+
+/// The fields of a head, as places in its bytes.
+#[derive(Debug)]
+struct Fields {
+    raw: Bytes,
+    spans: Vec<FieldSpan>,
+}
+
+#[derive(Debug)]
+struct FieldSpan {
+    name: Range<u32>,
+    value: Range<u32>,
+    /// Means this hop only: not written for the next.
+    hop_by_hop: bool,
+}
+
+/// What one pass over the fields finds.
+#[derive(Default)]
+struct Seen {
+    hosts: usize,
+    length: Option<u64>,
+    chunked: bool,
+    connection: Connection,
+}
+
+impl Fields {
+    fn spans(raw: &[u8], parsed: &[httparse::Header<'_>]) -> Result<Vec<FieldSpan>, Refused> {
+        let mut spans: Vec<FieldSpan> = parsed
+            .iter()
+            .map(|field| FieldSpan { name: span(raw, field.name.as_bytes()), value: span(raw, field.value), hop_by_hop: false })
+            .collect();
+        let upgrade = asks_for_upgrade(parsed);
+        for (span, field) in spans.iter_mut().zip(parsed) {
+            span.hop_by_hop = match field.name.len() {
+                2 => field.name.eq_ignore_ascii_case("te") && !field.value.eq_ignore_ascii_case(b"trailers"),
+                7 => field.name.eq_ignore_ascii_case("upgrade") && !upgrade,
+                10 => field.name.eq_ignore_ascii_case("connection") || field.name.eq_ignore_ascii_case("keep-alive"),
+                14 => field.name.eq_ignore_ascii_case("http2-settings"),
+                16 => field.name.eq_ignore_ascii_case("proxy-connection"),
+                _ => false,
+            };
+        }
+        mark_nominated(&mut spans, parsed, upgrade)?;
+        Ok(spans)
+    }
+
+    fn examine(&self) -> Result<Seen, Refused> {
+        let mut seen = Seen::default();
+        let mut encodings = 0;
+        let mut upgrade = false;
+        for (span, (name, value)) in self.spans.iter().zip(self.iter()) {
+            match name.len() {
+                4 if name.eq_ignore_ascii_case(b"host") => {
+                    seen.hosts += 1;
+                    check_host(value)?;
+                }
+                7 if name.eq_ignore_ascii_case(b"upgrade") => upgrade |= !span.hop_by_hop,
+                10 if name.eq_ignore_ascii_case(b"connection") => {
+                    for option in list(value) {
+                        seen.connection.close |= option.eq_ignore_ascii_case(b"close");
+                        seen.connection.keep_alive |= option.eq_ignore_ascii_case(b"keep-alive");
+                    }
+                }
+                14 if name.eq_ignore_ascii_case(b"content-length") => {
+                    let length = parse_length(value)?;
+                    if seen.length.replace(length).is_some() {
+                        return Err(Refused::Malformed("Content-Length is repeated"));
+                    }
+                }
+                17 if name.eq_ignore_ascii_case(b"transfer-encoding") => {
+                    encodings += 1;
+                    if encodings > 1 || !value.eq_ignore_ascii_case(b"chunked") {
+                        return Err(Refused::Malformed("Transfer-Encoding is something else than chunked"));
+                    }
+                    seen.chunked = true;
+                }
+                _ => {}
+            }
+        }
+        if seen.chunked && seen.length.is_some() {
+            return Err(Refused::Malformed("Transfer-Encoding together with Content-Length"));
+        }
+        seen.connection.upgrade = upgrade;
+        Ok(seen)
+    }
+
+    fn slice(&self, span: &Range<u32>) -> &[u8] {
+        &self.raw[span.start as usize..span.end as usize]
+    }
+
+    fn iter(&self) -> impl Iterator<Item = (&[u8], &[u8])> {
+        self.spans.iter().map(|field| (self.slice(&field.name), self.slice(&field.value)))
+    }
+
+    fn write(&self, out: &mut BytesMut, upgrade: bool) {
+        for field in &self.spans {
+            if field.hop_by_hop {
+                continue;
+            }
+            out.extend_from_slice(self.slice(&field.name));
+            out.extend_from_slice(b": ");
+            out.extend_from_slice(self.slice(&field.value));
+            out.extend_from_slice(b"\r\n");
+        }
+        if upgrade {
+            out.extend_from_slice(b"Connection: Upgrade\r\n");
+        }
+    }
+}
+
+/// An upgrade that the proxy lets pass: any but h2c, which would hide what follows from policy (RFC 9113 dropped it).
+fn asks_for_upgrade(fields: &[httparse::Header<'_>]) -> bool {
+    let has = |name: &str, accept: fn(&[u8]) -> bool| {
+        fields.iter().filter(|field| field.name.eq_ignore_ascii_case(name)).flat_map(|field| list(field.value)).any(accept)
+    };
+    has("connection", |option| option.eq_ignore_ascii_case(b"upgrade"))
+        && has("upgrade", |_| true)
+        && !has("upgrade", |protocol| protocol.len() >= 3 && protocol[..3].eq_ignore_ascii_case(b"h2c"))
+}
+
+/// Marks the fields that `Connection` names (RFC 9110, section 7.6.1), but never those that frame or route a message.
+fn mark_nominated(spans: &mut [FieldSpan], parsed: &[httparse::Header<'_>], upgrade: bool) -> Result<(), Refused> {
+    const KEPT: [&[u8]; 4] = [b"close", b"keep-alive", b"upgrade", b"te"];
+    const NEVER: [&[u8]; 7] =
+        [b"host", b"content-length", b"transfer-encoding", b"content-type", b"authorization", b"cookie", b"x-called-by"];
+    for field in parsed.iter().filter(|field| field.name.eq_ignore_ascii_case("connection")) {
+        for option in list(field.value) {
+            if KEPT.iter().any(|kept| option.eq_ignore_ascii_case(kept)) {
+                continue;
+            }
+            if NEVER.iter().any(|never| option.eq_ignore_ascii_case(never)) {
+                return Err(Refused::Malformed("Connection names a field that is not the connection's"));
+            }
+            for (span, named) in spans.iter_mut().zip(parsed) {
+                span.hop_by_hop |= named.name.as_bytes().eq_ignore_ascii_case(option) && !(upgrade && option.eq_ignore_ascii_case(b"upgrade"));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The members of a comma-separated list (RFC 9110, section 5.6.1).
+fn list(value: &[u8]) -> impl Iterator<Item = &[u8]> {
+    value.split(|byte| *byte == b',').map(<[u8]>::trim_ascii).filter(|member| !member.is_empty())
+}
+
+fn parse_length(value: &[u8]) -> Result<u64, Refused> {
+    let digits = std::str::from_utf8(value).ok().filter(|text| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()));
+    digits.and_then(|text| text.parse().ok()).ok_or(Refused::Malformed("Content-Length is not a number"))
+}
+
+fn check_host(value: &[u8]) -> Result<(), Refused> {
+    let allowed = |byte: &u8| byte.is_ascii_alphanumeric() || b"-._~%!$&'()*+,;=:[]".contains(byte);
+    if value.iter().all(allowed) { Ok(()) } else { Err(Refused::Malformed("the Host field is not a host")) }
+}
+
+fn whole(parsed: httparse::Result<usize>, length: usize) -> Result<(), Refused> {
+    match parsed {
+        Ok(httparse::Status::Complete(read)) if read == length => Ok(()),
+        Ok(_) => Err(Refused::Malformed("a line of the head ends without CR LF")),
+        Err(httparse::Error::TooManyHeaders) => Err(Refused::TooLarge),
+        Err(httparse::Error::HeaderName) => Err(Refused::Malformed("a field's name is not a token")),
+        Err(httparse::Error::HeaderValue) => Err(Refused::Malformed("a field's value has a forbidden byte")),
+        Err(httparse::Error::NewLine) => Err(Refused::Malformed("a line of the head ends without CR LF")),
+        Err(httparse::Error::Version) => Err(Refused::Malformed("the version is not HTTP/1.0 or HTTP/1.1")),
+        Err(httparse::Error::Status) => Err(Refused::Malformed("the status is not a three-digit number")),
+        Err(httparse::Error::Token) => Err(Refused::Malformed("the request line has a forbidden byte")),
+    }
+}
+
+/// Where `part`, a slice of `whole`, lies in it.
+fn span(whole: &[u8], part: &[u8]) -> Range<u32> {
+    if part.is_empty() {
+        return 0..0;
+    }
+    let start = (part.as_ptr() as usize - whole.as_ptr() as usize) as u32;
+    start..start + part.len() as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request(text: &str) -> Result<RequestHead, Refused> {
+        RequestHead::parse(Bytes::copy_from_slice(text.as_bytes()))
+    }
+
+    fn response(text: &str, method: &str) -> Result<ResponseHead, Refused> {
+        ResponseHead::parse(Bytes::copy_from_slice(text.as_bytes()), method.as_bytes())
+    }
+
+    fn forwarded(text: &str) -> String {
+        let mut out = BytesMut::new();
+        request(text).unwrap().write(&mut out);
+        String::from_utf8(out.to_vec()).unwrap()
+    }
+
+    #[test]
+    fn case_and_order_and_repetition_survive() {
+        let text = "GET /a?b HTTP/1.1\r\nhOsT: x\r\nX-One: 1\r\nx-two: 2\r\nX-One: again\r\n\r\n";
+        assert_eq!(forwarded(text), text);
+    }
+
+    #[test]
+    fn what_means_this_hop_only_stays_here() {
+        let text = "GET / HTTP/1.1\r\nHost: x\r\nConnection: close, X-Mine\r\nX-Mine: 1\r\nKeep-Alive: 5\r\nProxy-Connection: a\r\nX-Other: 2\r\n\r\n";
+        assert_eq!(forwarded(text), "GET / HTTP/1.1\r\nHost: x\r\nX-Other: 2\r\n\r\n");
+        assert!(request(text).unwrap().connection.close);
+    }
+
+    #[test]
+    fn a_websocket_upgrade_passes_and_h2c_does_not() {
+        let text = "GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: keep-alive, Upgrade\r\n\r\n";
+        assert!(request(text).unwrap().connection.upgrade);
+        assert_eq!(forwarded(text), "GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n");
+        let h2c = "GET / HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\nHTTP2-Settings: AAA\r\nConnection: Upgrade, HTTP2-Settings\r\n\r\n";
+        assert_eq!(forwarded(h2c), "GET / HTTP/1.1\r\nHost: x\r\n\r\n");
+    }
+
+    #[test]
+    fn whatever_has_two_readings_is_refused() {
+        let refused = |fields: &str, why: &str| {
+            let text = format!("POST / HTTP/1.1\r\n{fields}\r\n");
+            assert_eq!(request(&text).map(|head| head.framing), Err(Refused::Malformed(why)), "{fields:?}");
+        };
+        refused("", "the Host field is missing");
+        refused("Host: a\r\nHost: a\r\n", "the Host field is repeated");
+        refused("Host: a b\r\n", "the Host field is not a host");
+        refused("Host: a\r\nContent-Length: 1\r\nContent-Length: 1\r\n", "Content-Length is repeated");
+        refused("Host: a\r\nContent-Length: 1, 1\r\n", "Content-Length is not a number");
+        refused("Host: a\r\nContent-Length: +1\r\n", "Content-Length is not a number");
+        refused("Host: a\r\nContent-Length: 99999999999999999999\r\n", "Content-Length is not a number");
+        refused("Host: a\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n", "Transfer-Encoding together with Content-Length");
+        refused("Host: a\r\nTransfer-Encoding: gzip, chunked\r\n", "Transfer-Encoding is something else than chunked");
+        refused("Host: a\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n", "Transfer-Encoding is something else than chunked");
+        refused("Host: a\r\nTransfer-Encoding: xchunked\r\n", "Transfer-Encoding is something else than chunked");
+        refused("Host: a\r\nConnection: Content-Length\r\nContent-Length: 1\r\n", "Connection names a field that is not the connection's");
+        refused("Host : a\r\n", "a field's name is not a token");
+        refused("Host: a\r\nX: 1\r\n folded\r\n", "a field's name is not a token");
+        refused("Host: a\r\nX: \0\r\n", "a field's value has a forbidden byte");
+        assert!(request("GET / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n").is_err());
+        assert!(request("GET / HTTP/1.1\r\nHost: a\nX: 1\r\n\r\n").is_ok_and(|head| head.fields().count() == 2));
+    }
+
+    #[test]
+    fn responses_end_where_rfc_9112_says() {
+        let framing = |text: &str, method: &str| response(text, method).unwrap().framing;
+        assert_eq!(framing("HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n", "GET"), Framing::Length(5));
+        assert_eq!(framing("HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n", "HEAD"), Framing::None);
+        assert_eq!(framing("HTTP/1.1 304 Not Modified\r\nContent-Length: 5\r\n\r\n", "GET"), Framing::None);
+        assert_eq!(framing("HTTP/1.1 204 No Content\r\n\r\n", "GET"), Framing::None);
+        assert_eq!(framing("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", "GET"), Framing::Chunked);
+        assert_eq!(framing("HTTP/1.1 200 OK\r\n\r\n", "GET"), Framing::UntilClose);
+        assert_eq!(framing("HTTP/1.1 200 OK\r\n\r\n", "CONNECT"), Framing::None);
+        assert!(response("HTTP/1.1 200 OK\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n", "GET").is_err());
+    }
+
+    #[test]
+    fn the_reason_survives_and_the_connection_is_ours() {
+        let mut out = BytesMut::new();
+        let text = "HTTP/1.0 299 Fine By Me\r\nConnection: close\r\nX-A: b\r\n\r\n";
+        response(text, "GET").unwrap().write(&mut out, Some("close"));
+        assert_eq!(&out[..], b"HTTP/1.1 299 Fine By Me\r\nX-A: b\r\nConnection: close\r\n\r\n");
+    }
+
+    #[test]
+    fn a_head_is_found_when_it_is_all_there_and_refused_when_it_never_ends() {
+        let mut scanned = 0;
+        assert_eq!(find_end(b"GET / HTTP/1.1\r\nHost: a\r\n\r", &mut scanned), Ok(None));
+        assert_eq!(find_end(b"GET / HTTP/1.1\r\nHost: a\r\n\r\nrest", &mut scanned), Ok(Some(27)));
+        assert_eq!(find_end(b"\r\n\r\nGET / HTTP/1.1\r\n\r\n", &mut 0), Ok(Some(22)));
+        assert_eq!(find_end(b"GET / HTTP/1.1\n\n", &mut 0), Err(Refused::Malformed("a line of the head ends without CR LF")));
+        assert_eq!(find_end(&vec![b'a'; MAX_HEAD + 1], &mut 0), Err(Refused::TooLarge));
+    }
+}

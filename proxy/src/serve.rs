@@ -1,0 +1,54 @@
+//! Steps 3 to 8, which both paths take in the same way: find out what a connection carries, and hand it to the one that
+//! carries it.
+
+use std::rc::Rc;
+use std::time::Instant;
+
+use crate::detect::Protocol;
+use crate::error::Failure;
+use crate::io::Io;
+use crate::race::{self, Start};
+use crate::worker::Flow;
+use crate::{copy, http1, http2};
+
+/// Serves a connection until it ends.
+pub async fn serve(mut client: Io, flow: &Flow) {
+    let Start { protocol, dialed } = match race::first_word(&mut client, flow).await {
+        Ok(start) => start,
+        Err(failure) => return refuse(client, flow, &failure),
+    };
+    match protocol {
+        Protocol::Http1 => {
+            if let Some((endpoint, upstream)) = dialed {
+                endpoint.pool.checkin_http1(upstream, Instant::now());
+            }
+            http1::serve(client, flow).await;
+        }
+        Protocol::Http2 => http2::serve(client, Rc::new(flow.clone())).await,
+        Protocol::Opaque => {
+            let upstream = match dialed {
+                Some((_, upstream)) => Ok(upstream),
+                None => race::dial(flow).await.map(|(_, upstream)| upstream),
+            };
+            match upstream {
+                Ok(upstream) => opaque(client, upstream, flow).await,
+                Err(failure) => refuse(client, flow, &failure),
+            }
+        }
+    }
+}
+
+/// Bytes both ways.
+async fn opaque(mut client: Io, mut upstream: Io, flow: &Flow) {
+    let begun = Instant::now();
+    let copied = copy::both(&mut client, &mut upstream).await;
+    flow.worker.metrics.opaque(flow.direction, copied.sent, copied.received);
+    flow.worker.dumps.opaque(&flow.info(), copied.sent, copied.received, begun.elapsed());
+}
+
+/// Ends a connection that can't be carried as the kernel would: with a reset.
+fn refuse(client: Io, flow: &Flow, failure: &Failure) {
+    flow.worker.metrics.failure(flow.direction, failure);
+    tracing::info!(path = flow.direction.name(), peer = %flow.peer, destination = %flow.destination.name(), code = failure.code(), "{failure}");
+    client.reset();
+}

@@ -1,0 +1,200 @@
+//! One worker thread: its listeners, what it has ([`Worker`]), and what one connection of it carries along ([`Flow`]).
+//! Workers share nothing but the configuration, the counters and the dumps' queue.
+
+use std::cell::{Cell, RefCell};
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::net::TcpStream;
+use tokio::sync::{Notify, oneshot};
+use tokio::task::LocalSet;
+use tokio_util::sync::CancellationToken;
+
+use crate::balance::{Destination, Destinations};
+use crate::config::Config;
+use crate::discovery::Discovery;
+use crate::dump::{ConnectionInfo, Direction, Dumps, ExchangeDump};
+use crate::error::Failure;
+use crate::metrics::Metrics;
+use crate::{accept, inbound, orig_dst, outbound};
+
+/// How often what nobody uses is looked for.
+const SWEEP: Duration = Duration::from_secs(5);
+
+/// What a worker is given.
+pub struct Seat {
+    /// How the proxy was started.
+    pub config: Arc<Config>,
+    /// Where exchanges are dumped to.
+    pub dumps: Dumps,
+    /// Counters.
+    pub metrics: Arc<Metrics>,
+    /// What destinations are.
+    pub discovery: Discovery,
+    /// Connections at most.
+    pub limit: usize,
+    /// Cancelled when the proxy is to end.
+    pub drain: CancellationToken,
+}
+
+/// A worker's sockets.
+pub struct Listeners {
+    /// For connections to the app.
+    pub inbound: Vec<TcpListener>,
+    /// For connections of the app.
+    pub outbound: Vec<TcpListener>,
+}
+
+/// Starts a worker on a thread of its own. The receiver is done when the worker has drained.
+pub fn spawn(number: usize, seat: Seat, listeners: Listeners) -> io::Result<oneshot::Receiver<()>> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let (done, drained) = oneshot::channel();
+    std::thread::Builder::new().name(format!("worker-{number}")).spawn(move || {
+        LocalSet::new().block_on(&runtime, Worker::new(seat).run(listeners));
+        // Nobody waits any longer where the time to drain was over.
+        let _ = done.send(());
+    })?;
+    Ok(drained)
+}
+
+/// One worker thread's own.
+pub struct Worker {
+    /// How the proxy was started.
+    pub config: Arc<Config>,
+    /// Where exchanges are dumped to.
+    pub dumps: Dumps,
+    /// Counters.
+    pub metrics: Arc<Metrics>,
+    /// The destinations that this worker meets: endpoints with their loads and pools.
+    pub destinations: Destinations,
+    /// The local app's addresses that this worker's inbound path meets, likewise.
+    pub apps: Destinations,
+    /// The dice of the balancers.
+    pub rng: RefCell<fastrand::Rng>,
+    /// Cancelled when the proxy is to end: connections finish what they carry.
+    pub drain: CancellationToken,
+    limit: usize,
+    open: Cell<usize>,
+    /// Told when no connection is open any more.
+    idle: Notify,
+}
+
+impl Worker {
+    /// A worker without connections.
+    pub fn new(seat: Seat) -> Rc<Self> {
+        Rc::new(Self {
+            config: seat.config,
+            dumps: seat.dumps,
+            metrics: seat.metrics,
+            destinations: Destinations::new(seat.discovery),
+            apps: Destinations::new(Discovery::off()),
+            rng: RefCell::new(fastrand::Rng::new()),
+            drain: seat.drain,
+            limit: seat.limit,
+            open: Cell::new(0),
+            idle: Notify::new(),
+        })
+    }
+
+    async fn run(self: Rc<Self>, listeners: Listeners) {
+        for listener in listeners.inbound {
+            let worker = self.clone();
+            tokio::task::spawn_local(accept::accept(listener, move |stream, peer| worker.take(Direction::Inbound, stream, peer)));
+        }
+        for listener in listeners.outbound {
+            let worker = self.clone();
+            tokio::task::spawn_local(accept::accept(listener, move |stream, peer| worker.take(Direction::Outbound, stream, peer)));
+        }
+        let mut sweep = tokio::time::interval(SWEEP);
+        loop {
+            tokio::select! {
+                _ = sweep.tick() => {
+                    self.destinations.evict_idle(Instant::now());
+                    self.apps.evict_idle(Instant::now());
+                }
+                () = self.drain.cancelled() => break,
+            }
+        }
+        // Late arrivals are still served: the listeners stay until nothing is open.
+        while self.open.get() > 0 {
+            self.idle.notified().await;
+        }
+    }
+
+    /// Carries an accepted connection in a task of its own; over the limit it is reset, and those that are open go on.
+    fn take(self: &Rc<Self>, direction: Direction, stream: TcpStream, peer: SocketAddr) {
+        if self.open.get() >= self.limit {
+            self.metrics.failure(direction, &Failure::Overloaded("too many connections"));
+            return crate::io::Io::new(stream).reset();
+        }
+        self.open.set(self.open.get() + 1);
+        let open = Open { worker: self.clone(), _counted: self.metrics.connection(direction) };
+        tokio::task::spawn_local(async move {
+            let worker = open.worker.clone();
+            match direction {
+                Direction::Inbound => inbound::carry(stream, peer, worker).await,
+                Direction::Outbound => outbound::carry(stream, peer, worker).await,
+            }
+            drop(open);
+        });
+    }
+
+    /// The ports that a connection must not lead back to.
+    pub fn own_ports(&self) -> [u16; 2] {
+        [self.config.inbound_port, self.config.outbound_port]
+    }
+
+    /// Says why a connection is closed at once.
+    pub fn refuse(&self, direction: Direction, peer: SocketAddr, refused: &orig_dst::Refused) {
+        tracing::warn!(path = direction.name(), %peer, "connection closed: {refused}");
+    }
+}
+
+/// One open connection, counted until it is dropped.
+struct Open {
+    worker: Rc<Worker>,
+    _counted: crate::metrics::OpenConnection,
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        let open = &self.worker.open;
+        open.set(open.get() - 1);
+        if open.get() == 0 {
+            self.worker.idle.notify_one();
+        }
+    }
+}
+
+/// One connection on its way through the proxy.
+#[derive(Clone)]
+pub struct Flow {
+    /// The worker that carries it.
+    pub worker: Rc<Worker>,
+    /// To the app or from it.
+    pub direction: Direction,
+    /// Who connected.
+    pub peer: SocketAddr,
+    /// Where it goes.
+    pub destination: Rc<Destination>,
+}
+
+impl Flow {
+    /// What dumps say of the connection.
+    pub fn info(&self) -> ConnectionInfo {
+        ConnectionInfo { direction: self.direction, peer: self.peer, destination: self.destination.address }
+    }
+
+    /// The record of an exchange that begins now, where it is to be dumped.
+    pub fn dump(&self) -> Option<ExchangeDump> {
+        self.worker.dumps.exchange(&self.info())
+    }
+
+    /// The proxy is about to end.
+    pub fn is_draining(&self) -> bool {
+        self.worker.drain.is_cancelled()
+    }
+}

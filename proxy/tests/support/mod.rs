@@ -1,0 +1,99 @@
+//! What the proxy's tests share: a worker without listeners, and connections of it that go to a given address.
+#![allow(dead_code, missing_docs)]
+
+use std::net::SocketAddr;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use clap::Parser;
+use diy_mesh_proxy::balance::Destination;
+use diy_mesh_proxy::config::{Config, RawConfig};
+use diy_mesh_proxy::discovery::Discovery;
+use diy_mesh_proxy::dump::{Direction, Dumps};
+use diy_mesh_proxy::io::Io;
+use diy_mesh_proxy::metrics::Metrics;
+use diy_mesh_proxy::serve::serve;
+use diy_mesh_proxy::worker::{Flow, Seat, Worker};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio_util::sync::CancellationToken;
+
+/// Long enough for a busy machine, short enough for a test that hangs.
+pub const DEADLINE: Duration = Duration::from_secs(20);
+
+/// Runs a test as a worker thread runs: one thread, a local set, a deadline.
+pub fn on_worker<F: Future<Output = ()>>(test: F) {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let local = tokio::task::LocalSet::new();
+    local.block_on(&runtime, async { tokio::time::timeout(DEADLINE, test).await.expect("the test took too long") });
+}
+
+pub struct Mesh {
+    pub worker: Rc<Worker>,
+    pub drain: CancellationToken,
+    pub metrics: Arc<Metrics>,
+}
+
+impl Mesh {
+    pub fn new() -> Self {
+        let args = "proxy --inbound-port 4000 --outbound-port 5000 --admin-port 4001 --controller http://c:8080 --token-file /token --dump off";
+        let config = Config::from_raw(RawConfig::parse_from(args.split(' '))).unwrap();
+        let (metrics, drain) = (Metrics::new(), CancellationToken::new());
+        let seat = Seat {
+            config: Arc::new(config),
+            dumps: Dumps::off(),
+            metrics: metrics.clone(),
+            discovery: Discovery::off(),
+            limit: 1000,
+            drain: drain.clone(),
+        };
+        Self { worker: Worker::new(seat), drain, metrics }
+    }
+
+    /// A client's connection through the proxy to `destination`.
+    pub async fn connect(&self, destination: &Rc<Destination>) -> TcpStream {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let (client, accepted) = tokio::join!(TcpStream::connect(listener.local_addr().unwrap()), listener.accept());
+        let (stream, peer) = accepted.unwrap();
+        let flow = Flow { worker: self.worker.clone(), direction: Direction::Outbound, peer, destination: destination.clone() };
+        tokio::task::spawn_local(async move { serve(Io::new(stream), &flow).await });
+        client.unwrap()
+    }
+
+    /// A client's connection through the proxy to one address.
+    pub async fn connect_to(&self, address: SocketAddr) -> TcpStream {
+        self.connect(&Rc::new(Destination::fixed(address))).await
+    }
+}
+
+/// A server for raw bytes.
+pub async fn listen() -> (TcpListener, SocketAddr) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    (listener, address)
+}
+
+/// Reads until what came ends with `end`.
+pub async fn read_until(stream: &mut TcpStream, end: &str) -> String {
+    let mut read = Vec::new();
+    while !read.ends_with(end.as_bytes()) {
+        match stream.read_u8().await {
+            Ok(byte) => read.push(byte),
+            Err(error) => panic!("{error} after {:?}", String::from_utf8_lossy(&read)),
+        }
+    }
+    String::from_utf8(read).unwrap()
+}
+
+/// Reads until the end of the stream.
+pub async fn read_all(stream: &mut TcpStream) -> String {
+    let mut read = Vec::new();
+    // A reset after the last answer is an end, too.
+    let _ = stream.read_to_end(&mut read).await;
+    String::from_utf8(read).unwrap()
+}
+
+pub async fn write(stream: &mut TcpStream, text: &str) {
+    stream.write_all(text.as_bytes()).await.unwrap();
+}
