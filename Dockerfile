@@ -17,17 +17,13 @@ RUN --mount=type=cache,target=/usr/local/cargo/registry,sharing=locked \
       strip --strip-debug -o "/out/$program" "target/$(echo "$PROFILE" | sed 's/^dev$/debug/')/$program" || exit 1; \
     done
 
-# iptables for proxy-init: both of its kinds, with the libraries and extensions that they load, under /usr alone.
+# iptables for proxy-init: both of its kinds, each a single program, with the libraries and extensions that they load.
 FROM debian:bookworm-slim AS iptables
 RUN apt-get update && apt-get install -y --no-install-recommends iptables
 RUN lib="/usr/lib/$(uname -m)-linux-gnu" && mkdir -p /out/usr/sbin "/out$lib" \
- && cp -P /usr/sbin/xtables-*-multi /usr/sbin/ip*tables-nft* /usr/sbin/ip*tables-legacy* /out/usr/sbin/ \
- && for program in iptables iptables-restore iptables-save ip6tables ip6tables-restore ip6tables-save; do \
-      ln -s xtables-nft-multi "/out/usr/sbin/$program" || exit 1; \
-    done \
- && cp -rL "$lib/xtables" "/out$lib/" \
- && ldd /usr/sbin/xtables-*-multi | grep -oE '/lib[^ ]*/lib(xtables|ip[46]tc|nftnl|mnl|nfnetlink|netfilter_conntrack)\.so[^ ]*' | sort -u \
-  | xargs -I{} cp -L {} "/out$lib/"
+ && cp /usr/sbin/xtables-nft-multi /usr/sbin/xtables-legacy-multi /out/usr/sbin/ \
+ && cp -r "$lib/xtables" "/out$lib/" \
+ && ldd /usr/sbin/xtables-*-multi | grep -oE '/[^ ]*/lib(xtables|ip[46]tc|nftnl|mnl)\.so[^ ]*' | sort -u | xargs -I{} cp -L {} "/out$lib/"
 
 # What each image adds to: a C library and nothing else, no shell, not root.
 FROM gcr.io/distroless/cc-debian12:nonroot AS run

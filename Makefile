@@ -67,8 +67,8 @@ dev-images: tools ## make all images quickly, out of a cargo build (IMAGE=PROGRA
 load: ## put the images into the cluster (LOAD='kind load docker-image')
 	@$(LOAD) $(IMAGES)
 
-# What proxy-init calls, as this machine has it.
-IPTABLES = $(foreach program,iptables-nft-restore ip6tables-nft-restore iptables-legacy-restore ip6tables-legacy-restore iptables-restore ip6tables-restore,/usr/sbin/$(program)=/usr/sbin/$(program))
+# The two kinds of iptables, one of which the kernel answers proxy-init.
+IPTABLES := $(foreach kind,nft legacy,/usr/sbin/xtables-$(kind)-multi=/usr/sbin/xtables-$(kind)-multi)
 
 # A Rust toolchain, a C compiler for the crypto library, and what namespaces and redirect rules need.
 tools:
