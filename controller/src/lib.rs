@@ -1,1 +1,141 @@
-//! Placeholder while the controller is written.
+//! The control plane: what stands behind an address, for the proxies that ask, and who may ask.
+//!
+//! The path of a change, in the order of the modules: [`catalog`] (Kubernetes, or files) sends it, [`index`] (pure) knows what it
+//! touches, [`hub`] leaves a note with whoever watches that, [`grpc`] makes the answer when the caller has room for it.
+//! [`authenticate`] stands before every call. It stores nothing: any number of replicas answer alike.
+
+pub mod admin;
+pub mod authenticate;
+pub mod catalog;
+pub mod config;
+pub mod file;
+pub mod grpc;
+pub mod hub;
+pub mod index;
+pub mod listen;
+pub mod metrics;
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use tokio::net::TcpListener;
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+
+use admin::Admin;
+use authenticate::{Authenticator, Jwks, TokenReviews, Verifier};
+pub use config::Config;
+use hub::Hub;
+use metrics::Metrics;
+
+/// Changes that wait for the index; a provider pauses when there are more.
+const CHANGES_AHEAD: usize = 1024;
+
+/// Why the controller does not start, or ends.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A port cannot be listened on.
+    #[error("cannot listen on {address} ({setting}): {source}")]
+    Bind {
+        /// The setting that names it.
+        setting: &'static str,
+        /// The address.
+        address: SocketAddr,
+        /// Why.
+        source: io::Error,
+    },
+    /// There is no cluster to talk to.
+    #[error("no way to the Kubernetes API (a ServiceAccount in a pod, or KUBECONFIG, or ~/.kube/config): {0}")]
+    Kubernetes(#[from] kube::Error),
+    /// The issuer's keys cannot be used.
+    #[error("the authenticator: {0}")]
+    Jwks(#[from] authenticate::jwks::JwksError),
+    /// The gRPC server gave up.
+    #[error("the gRPC server ended: {0}")]
+    Grpc(#[from] tonic::transport::Error),
+    /// The admin server gave up.
+    #[error("the admin server ended: {0}")]
+    Admin(#[source] io::Error),
+}
+
+/// Runs the controller until `shutdown`, then a few seconds more at most.
+pub async fn run(config: Config, shutdown: impl Future<Output = ()>) -> Result<(), Error> {
+    Controller::bind(config).await?.run(shutdown).await
+}
+
+/// A controller that listens, and answers once it runs.
+pub struct Controller {
+    catalog: Source,
+    verifier: Verifier,
+    grpc: TcpListener,
+    admin: TcpListener,
+}
+
+enum Source {
+    Kubernetes(kube::Client),
+    Files(std::path::PathBuf),
+}
+
+impl Controller {
+    /// Listens, and gets ready to talk to what the configuration names.
+    pub async fn bind(config: Config) -> Result<Controller, Error> {
+        let client = if config.needs_kubernetes() { Some(kube::Client::try_default().await?) } else { None };
+        let client = || client.clone().expect("a client was made for whatever needs Kubernetes");
+        let catalog = match config.catalog {
+            config::Catalog::Kubernetes => Source::Kubernetes(client()),
+            config::Catalog::Files(folder) => Source::Files(folder),
+        };
+        let verifier = match config.authenticator {
+            config::Authenticator::TokenReview => Verifier::TokenReview(TokenReviews::new(client())),
+            config::Authenticator::Jwks { file, issuer } => Verifier::Jwks(Jwks::open(&file, issuer)?),
+        };
+        let bind = async |setting, address| listen::bind(address).await.map_err(|source| Error::Bind { setting, address, source });
+        let grpc = bind("LISTEN", config.listen).await?;
+        let admin = bind("ADMIN_LISTEN", config.admin_listen).await?;
+        Ok(Controller { catalog, verifier, grpc, admin })
+    }
+
+    /// Where gRPC is served.
+    pub fn address(&self) -> io::Result<SocketAddr> {
+        self.grpc.local_addr()
+    }
+
+    /// Where /live, /ready and /metrics are served.
+    pub fn admin_address(&self) -> io::Result<SocketAddr> {
+        self.admin.local_addr()
+    }
+
+    /// Serves until `shutdown`, then a few seconds more at most.
+    pub async fn run(self, shutdown: impl Future<Output = ()>) -> Result<(), Error> {
+        let (hub, metrics, stopping) = (Hub::default(), Arc::new(Metrics::default()), CancellationToken::new());
+        let authenticator = Arc::new(Authenticator::new(self.verifier, metrics.clone()));
+        let context = grpc::Context { hub: hub.clone(), authenticator, metrics: metrics.clone(), stopping: stopping.clone() };
+        let routes = admin::routes(Admin { hub: hub.clone(), metrics, stopping: stopping.clone() });
+        let (sender, changes) = mpsc::channel(CHANGES_AHEAD);
+        let provider = async {
+            match self.catalog {
+                Source::Kubernetes(client) => catalog::kubernetes::run(client, sender).await,
+                Source::Files(folder) => catalog::files::run(folder, sender).await,
+            }
+        };
+        let follow = hub.follow(changes);
+        let admin = async { axum::serve(self.admin, routes).await.map_err(Error::Admin) };
+        let synced = async {
+            hub.synced().await;
+            tracing::info!("the catalog is synced");
+        };
+        let signal = async {
+            shutdown.await;
+            tracing::info!("shutting down");
+            stopping.cancel();
+        };
+        tracing::info!(grpc = ?self.grpc.local_addr(), "the controller listens");
+        tokio::select! {
+            result = grpc::serve(self.grpc, context) => Ok(result?),
+            result = admin => result,
+            // The provider and the index go on until the servers end.
+            _ = async { tokio::join!(provider, follow, synced, signal) } => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,49 @@
+//! The admin port: /live, /ready and /metrics, for probes and Prometheus. Plain HTTP, without secrets.
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use tokio_util::sync::CancellationToken;
+
+use crate::hub::Hub;
+use crate::metrics::Metrics;
+
+/// What the answers are made from.
+#[derive(Clone)]
+pub struct Admin {
+    /// Ready once its catalog is synced.
+    pub hub: Hub,
+    /// The counters.
+    pub metrics: Arc<Metrics>,
+    /// Not ready any more once it is cancelled.
+    pub stopping: CancellationToken,
+}
+
+/// The routes of the admin port.
+pub fn routes(admin: Admin) -> Router {
+    Router::new().route("/live", get(async || "live\n")).route("/ready", get(ready)).route("/metrics", get(metrics)).with_state(admin)
+}
+
+async fn ready(State(admin): State<Admin>) -> Response {
+    match reason(&admin) {
+        None => "ready\n".into_response(),
+        Some(reason) => (StatusCode::SERVICE_UNAVAILABLE, format!("not ready: {reason}\n")).into_response(),
+    }
+}
+
+fn reason(admin: &Admin) -> Option<String> {
+    if admin.stopping.is_cancelled() {
+        return Some("shutting down".to_owned());
+    }
+    let missing: Vec<&str> = admin.hub.missing().iter().map(|kind| kind.name()).collect();
+    (!missing.is_empty()).then(|| format!("the catalog is not synced, it waits for {} objects", missing.join(", ")))
+}
+
+async fn metrics(State(admin): State<Admin>) -> Response {
+    let text = admin.metrics.text(&admin.hub.counts());
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
+}

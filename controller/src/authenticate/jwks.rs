@@ -1,0 +1,169 @@
+//! Tokens checked against a file of public keys (a JWK set), for clusters without a Kubernetes API: the sandbox, plain machines.
+//!
+//! The file is looked at before each check and read again when it has changed; one that cannot be read leaves the last keys in force.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use jsonwebtoken::jwk::{Jwk, JwkSet, KeyAlgorithm};
+use jsonwebtoken::{Algorithm, AlgorithmFamily, DecodingKey, Validation};
+use serde::Deserialize;
+
+use super::{Accepted, AuthError};
+use crate::file::Stamp;
+
+/// How far the issuer's clock may be from ours, in seconds.
+const LEEWAY: u64 = 10;
+
+/// Why a file of keys is of no use.
+#[derive(Debug, thiserror::Error)]
+pub enum JwksError {
+    /// It cannot be read.
+    #[error("{path}: {source}")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// It is no JWK set.
+    #[error("{path} is not a JWK set: {source}")]
+    Parse {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: serde_json::Error,
+    },
+    /// It is one, but of no use.
+    #[error("{path} holds no public key that could check a token (RSA, P-256, P-384 or Ed25519)")]
+    Empty {
+        /// The file.
+        path: PathBuf,
+    },
+}
+
+/// Checks tokens against the keys of a file.
+pub struct Jwks {
+    path: PathBuf,
+    issuer: Option<String>,
+    keys: Mutex<Keys>,
+}
+
+struct Keys {
+    stamp: Stamp,
+    all: Vec<Key>,
+}
+
+struct Key {
+    id: Option<String>,
+    /// Where the set says it: no other algorithm will do.
+    algorithm: Option<Algorithm>,
+    key: DecodingKey,
+}
+
+#[derive(Deserialize)]
+struct Claims {
+    sub: String,
+    exp: u64,
+}
+
+impl Jwks {
+    /// Reads the keys. `issuer`, where given, is the only one whose tokens are accepted.
+    pub fn open(path: &Path, issuer: Option<String>) -> Result<Jwks, JwksError> {
+        let stamp = Stamp::of(path).map_err(|source| JwksError::Read { path: path.to_owned(), source })?;
+        let keys = Keys { stamp, all: read(path)? };
+        Ok(Jwks { path: path.to_owned(), issuer, keys: Mutex::new(keys) })
+    }
+
+    /// Whose token it is.
+    pub(super) fn verify(&self, token: &str) -> Result<Accepted, AuthError> {
+        let header = jsonwebtoken::decode_header(token).map_err(|_| refused("it is not a JWT with an algorithm that we know"))?;
+        if header.alg.family() == AlgorithmFamily::Hmac {
+            return Err(refused("its algorithm is symmetric; RS256, ES256 and their like are accepted"));
+        }
+        let validation = self.validation(header.alg);
+        let mut keys = self.keys.lock().unwrap_or_else(PoisonError::into_inner);
+        self.refresh(&mut keys);
+        let mut reason = refused("none of the issuer's keys has its key ID and algorithm");
+        for key in keys.all.iter().filter(|key| key.fits(header.alg, header.kid.as_deref())) {
+            match jsonwebtoken::decode::<Claims>(token, &key.key, &validation) {
+                Ok(token) if token.claims.sub.is_empty() => return Err(refused("it names no subject")),
+                Ok(token) => return Ok(Accepted { user: token.claims.sub.into(), expires: Some(token.claims.exp) }),
+                Err(error) => reason = refused(&self.explain(&error)),
+            }
+        }
+        Err(reason)
+    }
+
+    fn validation(&self, algorithm: Algorithm) -> Validation {
+        let mut validation = Validation::new(algorithm);
+        validation.leeway = LEEWAY;
+        validation.validate_nbf = true;
+        validation.set_audience(&[diy_mesh_proto::TOKEN_AUDIENCE]);
+        validation.set_required_spec_claims(&["exp", "aud", "sub"]);
+        if let Some(issuer) = &self.issuer {
+            validation.set_issuer(&[issuer]);
+            validation.required_spec_claims.insert("iss".to_owned());
+        }
+        validation
+    }
+
+    fn refresh(&self, keys: &mut Keys) {
+        let Ok(stamp) = Stamp::of(&self.path) else { return };
+        if !stamp.differs(&keys.stamp) {
+            return;
+        }
+        keys.stamp = stamp;
+        match read(&self.path) {
+            Ok(all) => {
+                tracing::info!(file = %self.path.display(), keys = all.len(), "the issuer's keys were read again");
+                keys.all = all;
+            }
+            Err(error) => tracing::error!("the issuer's former keys stay in force: {error}"),
+        }
+    }
+
+    fn explain(&self, error: &jsonwebtoken::errors::Error) -> String {
+        use jsonwebtoken::errors::ErrorKind;
+        match error.kind() {
+            ErrorKind::InvalidSignature => "its signature is not by any of the issuer's keys".to_owned(),
+            ErrorKind::ExpiredSignature => "it has expired".to_owned(),
+            ErrorKind::ImmatureSignature => "it is not valid yet (nbf)".to_owned(),
+            ErrorKind::InvalidAudience => format!("its audience is not {:?}", diy_mesh_proto::TOKEN_AUDIENCE),
+            ErrorKind::InvalidIssuer => format!("its issuer is not {:?}", self.issuer.as_deref().unwrap_or_default()),
+            ErrorKind::MissingRequiredClaim(claim) => format!("the claim {claim:?} is missing"),
+            _ => format!("{error}"),
+        }
+    }
+}
+
+impl Key {
+    fn fits(&self, algorithm: Algorithm, id: Option<&str>) -> bool {
+        let same_id = match (id, self.id.as_deref()) {
+            (Some(wanted), Some(id)) => wanted == id,
+            _ => true,
+        };
+        same_id && self.key.family() == algorithm.family() && self.algorithm.is_none_or(|only| only == algorithm)
+    }
+}
+
+fn read(path: &Path) -> Result<Vec<Key>, JwksError> {
+    let text = std::fs::read(path).map_err(|source| JwksError::Read { path: path.to_owned(), source })?;
+    let set: JwkSet = serde_json::from_slice(&text).map_err(|source| JwksError::Parse { path: path.to_owned(), source })?;
+    let keys: Vec<Key> = set.keys.iter().filter_map(usable).collect();
+    if keys.is_empty() { Err(JwksError::Empty { path: path.to_owned() }) } else { Ok(keys) }
+}
+
+/// A shared secret is no key to check with: whoever can read the file could make tokens.
+fn usable(jwk: &Jwk) -> Option<Key> {
+    let key = DecodingKey::from_jwk(jwk).ok().filter(|key| key.family() != AlgorithmFamily::Hmac)?;
+    let algorithm = match jwk.common.key_algorithm {
+        None | Some(KeyAlgorithm::UNKNOWN_ALGORITHM) => None,
+        Some(named) => Some(Algorithm::try_from(named).ok()?),
+    };
+    Some(Key { id: jwk.common.key_id.clone(), algorithm, key })
+}
+
+fn refused(reason: &str) -> AuthError {
+    AuthError::Refused(reason.into())
+}

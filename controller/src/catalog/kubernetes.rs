@@ -1,0 +1,205 @@
+//! The catalog of a Kubernetes cluster: all Services, EndpointSlices and Pods by watch.
+//!
+//! Each kind is watched by itself and for ever: an error is logged with what it would take, then comes a pause, then it goes on from
+//! where it was. Only what the index keeps of an object is kept; the object itself is dropped as soon as it was read.
+
+use std::fmt::Debug;
+use std::pin::pin;
+use std::time::Duration;
+
+use futures::{Stream, StreamExt};
+use k8s_openapi::api::core::v1::{Pod, Service};
+use k8s_openapi::api::discovery::v1::EndpointSlice;
+use kube::runtime::watcher::{self, Error, Event, watcher};
+use kube::{Api, Client, Resource, ResourceExt};
+use serde::de::DeserializeOwned;
+use tokio::sync::mpsc;
+
+use super::CatalogObject;
+use crate::index::object::{Change, Key, Kind, Object};
+
+const SHORTEST_PAUSE: Duration = Duration::from_millis(250);
+const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+
+/// Sends the cluster's objects, then what changes, until the receiver is gone.
+pub async fn run(client: Client, changes: mpsc::Sender<Change>) {
+    // A pod that has finished owns nothing any more: for the watch it is gone.
+    let running = watcher::Config::default().fields("status.phase!=Succeeded,status.phase!=Failed");
+    tokio::join!(
+        watch::<Service>(client.clone(), watcher::Config::default(), changes.clone()),
+        watch::<EndpointSlice>(client.clone(), watcher::Config::default(), changes.clone()),
+        watch::<Pod>(client, running, changes),
+    );
+}
+
+async fn watch<K>(client: Client, config: watcher::Config, changes: mpsc::Sender<Change>)
+where
+    K: CatalogObject + Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + 'static,
+{
+    let events = watcher(Api::<K>::all(client), config);
+    tokio::select! {
+        () = forward(events, &changes) => {}
+        () = changes.closed() => {}
+    }
+}
+
+/// From events to changes, with a growing pause after each error until there is progress again.
+async fn forward<K>(events: impl Stream<Item = Result<Event<K>, Error>>, changes: &mpsc::Sender<Change>)
+where
+    K: CatalogObject + Resource<DynamicType = ()>,
+{
+    let mut events = pin!(events);
+    let mut listed = Vec::new();
+    let mut pause = SHORTEST_PAUSE;
+    while let Some(event) = events.next().await {
+        let change = match event {
+            Ok(Event::Init) => {
+                listed = Vec::new();
+                None
+            }
+            Ok(Event::InitApply(object)) => {
+                listed.extend(convert(&object));
+                None
+            }
+            Ok(Event::InitDone) => Some(Change::Reset(K::KIND, std::mem::take(&mut listed))),
+            // What can no longer be used must not stay as it was.
+            Ok(Event::Apply(object)) => Some(convert(&object).map_or_else(|| gone(&object), Change::Apply)),
+            Ok(Event::Delete(object)) => Some(gone(&object)),
+            Err(error) => {
+                tracing::warn!("cannot watch {} objects, trying again in {} ms: {}", K::KIND, pause.as_millis(), explain(K::KIND, &error));
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(LONGEST_PAUSE);
+                None
+            }
+        };
+        if let Some(change) = change {
+            pause = SHORTEST_PAUSE;
+            if changes.send(change).await.is_err() {
+                return;
+            }
+        }
+    }
+}
+
+fn gone<K: CatalogObject + ResourceExt>(object: &K) -> Change {
+    Change::Delete(K::KIND, Key::new(&object.namespace().unwrap_or_default(), &object.name_any()))
+}
+
+fn convert<K: CatalogObject + ResourceExt>(object: &K) -> Option<Object> {
+    let converted = object.convert();
+    if let Err(error) = &converted {
+        let (namespace, name) = (object.namespace().unwrap_or_default(), object.name_any());
+        tracing::warn!("{} {namespace}/{name} is left out: {error}", K::KIND);
+    }
+    converted.ok()
+}
+
+/// An error with what the operator can do about it.
+fn explain(kind: Kind, error: &Error) -> String {
+    let status = match error {
+        Error::InitialListFailed(kube::Error::Api(status))
+        | Error::WatchStartFailed(kube::Error::Api(status))
+        | Error::WatchError(status) => status,
+        other => return chain(other),
+    };
+    if status.code != 403 {
+        return format!("{} (status {})", status.message, status.code);
+    }
+    let (resource, group) = match kind {
+        Kind::Service => ("services", "the core group"),
+        Kind::Slice => ("endpointslices", "discovery.k8s.io"),
+        Kind::Pod => ("pods", "the core group"),
+    };
+    format!(
+        "{}; the controller's ServiceAccount needs the verbs list and watch on {resource} of {group}, in all namespaces",
+        status.message
+    )
+}
+
+/// An error and all that it stems from: the last part is mostly the telling one.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        let part = error.to_string();
+        if !text.contains(&part) {
+            text = format!("{text}: {part}");
+        }
+        source = error.source();
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use kube::core::Status;
+
+    use super::*;
+
+    fn service(name: &str, ip: &str) -> Service {
+        serde_json::from_value(serde_json::json!({"metadata": {"name": name, "namespace": "shop"}, "spec": {"clusterIP": ip}})).unwrap()
+    }
+
+    fn forbidden() -> Error {
+        let status = Status::failure("services is forbidden", "Forbidden").with_code(403);
+        Error::InitialListFailed(kube::Error::Api(Box::new(status)))
+    }
+
+    async fn forwarded(events: Vec<Result<Event<Service>, Error>>) -> Vec<String> {
+        let (sender, mut receiver) = mpsc::channel(100);
+        forward(futures::stream::iter(events), &sender).await;
+        drop(sender);
+        let mut changes = Vec::new();
+        while let Some(change) = receiver.recv().await {
+            changes.push(match change {
+                Change::Apply(object) => format!("apply {}", object.key()),
+                Change::Delete(kind, key) => format!("delete {kind} {key}"),
+                Change::Reset(kind, objects) => format!("reset {kind} {}", objects.len()),
+            });
+        }
+        changes
+    }
+
+    #[tokio::test]
+    async fn a_list_becomes_one_reset_and_a_new_list_replaces_it() {
+        let events = vec![
+            Ok(Event::Init),
+            Ok(Event::InitApply(service("a", "10.0.0.1"))),
+            Ok(Event::InitApply(service("b", "10.0.0.2"))),
+            Ok(Event::InitDone),
+            Ok(Event::Apply(service("c", "10.0.0.3"))),
+            Ok(Event::Delete(service("a", "10.0.0.1"))),
+            Ok(Event::Init),
+            Ok(Event::InitDone),
+        ];
+        assert_eq!(forwarded(events).await, ["reset Service 2", "apply shop/c", "delete Service shop/a", "reset Service 0"]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn errors_pause_and_do_not_end_the_watch_and_a_half_list_is_forgotten() {
+        let events = vec![
+            Ok(Event::Init),
+            Ok(Event::InitApply(service("a", "10.0.0.1"))),
+            Err(forbidden()),
+            Err(forbidden()),
+            Ok(Event::Init),
+            Ok(Event::InitApply(service("b", "10.0.0.2"))),
+            Ok(Event::InitDone),
+        ];
+        let start = tokio::time::Instant::now();
+        assert_eq!(forwarded(events).await, ["reset Service 1"]);
+        assert_eq!(start.elapsed(), SHORTEST_PAUSE * 3, "the second pause is twice the first");
+    }
+
+    #[tokio::test]
+    async fn an_object_that_turns_unusable_is_taken_out() {
+        let events = vec![Ok(Event::Apply(service("a", "not an address")))];
+        assert_eq!(forwarded(events).await, ["delete Service shop/a"]);
+    }
+
+    #[test]
+    fn a_forbidden_watch_says_which_verbs_on_what_are_missing() {
+        let text = explain(Kind::Slice, &forbidden());
+        assert!(text.contains("verbs list and watch on endpointslices of discovery.k8s.io"), "{text}");
+    }
+}

@@ -1,0 +1,80 @@
+//! The index's values in the contract's words. Pure.
+
+use std::net::SocketAddr;
+
+use diy_mesh_proto::mesh::v1 as proto;
+
+use crate::index::object::{Key, ServicePort, TargetPort};
+use crate::index::state::{Delta, Endpoint, Target, TargetKind};
+use crate::index::view::{EndpointView, ServiceView};
+
+/// A Service; one that does not exist has its name alone, and is marked as deleted.
+pub(super) fn service(key: &Key, view: Option<&ServiceView>) -> proto::Service {
+    let mut message = proto::Service { name: key.name.to_string(), namespace: key.namespace.to_string(), ..proto::Service::default() };
+    let Some(view) = view else { return proto::Service { deleted: true, ..message } };
+    message.ports = view.service.ports.iter().map(port).collect();
+    message.cluster_ips = view.service.cluster_ips.iter().map(ToString::to_string).collect();
+    message.endpoints = view.endpoints.iter().map(|endpoint| service_endpoint(view, endpoint)).collect();
+    message.external_name = view.service.external_name.clone();
+    message
+}
+
+/// The whole state of a known destination.
+pub(super) fn snapshot(target: &Target) -> proto::Snapshot {
+    let kind = match target.kind {
+        TargetKind::Service => proto::snapshot::Kind::Service,
+        TargetKind::Pod => proto::snapshot::Kind::Pod,
+    };
+    proto::Snapshot {
+        kind: kind.into(),
+        namespace: target.key.namespace.to_string(),
+        name: target.key.name.to_string(),
+        app_protocol: target.app_protocol.clone(),
+        endpoints: target.endpoints.iter().map(endpoint).collect(),
+    }
+}
+
+/// The difference between two states of a destination.
+pub(super) fn delta(delta: &Delta) -> proto::Delta {
+    proto::Delta {
+        upserted: delta.upserted.iter().map(endpoint).collect(),
+        removed: delta.removed.iter().map(SocketAddr::to_string).collect(),
+    }
+}
+
+fn endpoint(endpoint: &Endpoint) -> proto::Endpoint {
+    let pod = endpoint.pod.as_ref();
+    proto::Endpoint {
+        address: endpoint.address.to_string(),
+        zone: endpoint.zone.to_string(),
+        pod_name: pod.map(|pod| pod.name.to_string()).unwrap_or_default(),
+        pod_namespace: pod.map(|pod| pod.namespace.to_string()).unwrap_or_default(),
+        identity: endpoint.identity.as_deref().unwrap_or_default().to_owned(),
+    }
+}
+
+fn port(port: &ServicePort) -> proto::service::Port {
+    let (target_port, target_port_name) = match &port.target {
+        TargetPort::Number(number) => ((*number).into(), String::new()),
+        TargetPort::Name(name) => (0, name.clone()),
+    };
+    proto::service::Port {
+        name: port.name.clone(),
+        port: port.port.into(),
+        target_port,
+        protocol: port.protocol.name().to_owned(),
+        target_port_name,
+        app_protocol: port.app_protocol.clone(),
+    }
+}
+
+fn service_endpoint(view: &ServiceView, endpoint: &EndpointView) -> proto::service::Endpoint {
+    proto::service::Endpoint {
+        addresses: endpoint.addresses.iter().map(ToString::to_string).collect(),
+        ready: (endpoint.ready || view.service.publish_not_ready) && !endpoint.terminating,
+        pod_name: endpoint.pod_name.to_string(),
+        terminating: endpoint.terminating,
+        zone: endpoint.zone.to_string(),
+        ports: endpoint.ports.iter().map(|(name, number)| (name.clone(), (*number).into())).collect(),
+    }
+}

@@ -1,0 +1,328 @@
+//! The hub: who asked for what, and what they have not been told yet. Between the index and the gRPC streams.
+//!
+//! Work is done per changed destination (its state is computed once, for all who watch it) and per subscriber (a note in its
+//! mailbox). A mailbox holds each topic once, however often it changes: who reads slowly gets the latest state, and no queue grows.
+
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+use std::hash::Hash;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::{Notify, mpsc, watch};
+
+use crate::index::object::{Change, Key, Kind};
+use crate::index::state::State;
+use crate::index::view::ServiceView;
+use crate::index::{Index, Touched};
+
+/// How many changes are taken in under one lock; more wait for the next round.
+const BATCH: usize = 1024;
+
+/// The index and its subscribers. Cheap to clone.
+#[derive(Clone)]
+pub struct Hub {
+    inner: Arc<Mutex<Inner>>,
+    missing: watch::Sender<BTreeSet<Kind>>,
+}
+
+#[derive(Default)]
+struct Inner {
+    index: Index,
+    destinations: HashMap<IpAddr, HashMap<u16, Watched>>,
+    named: HashMap<Key, HashMap<u64, Arc<Mailbox<Key>>>>,
+    all: HashMap<u64, Arc<Mailbox<Key>>>,
+    next_subscriber: u64,
+}
+
+/// A destination that somebody watches.
+struct Watched {
+    state: Arc<State>,
+    subscribers: HashMap<u64, Arc<Mailbox<SocketAddr>>>,
+}
+
+/// How much there is of everything, for the metrics.
+#[derive(Debug, Default, PartialEq)]
+pub struct Counts {
+    /// Objects by kind.
+    pub objects: Vec<(Kind, usize)>,
+    /// Destinations that somebody watches.
+    pub destinations: usize,
+    /// Subscriptions to them.
+    pub subscriptions: usize,
+}
+
+impl Default for Hub {
+    fn default() -> Self {
+        Hub { inner: Arc::default(), missing: watch::Sender::new(Kind::ALL.into()) }
+    }
+}
+
+impl Hub {
+    /// Takes in what a catalog provider sends, until the provider is gone.
+    pub async fn follow(&self, mut changes: mpsc::Receiver<Change>) {
+        let mut batch = Vec::new();
+        while changes.recv_many(&mut batch, BATCH).await > 0 {
+            self.apply(batch.drain(..));
+        }
+    }
+
+    /// Takes changes in and leaves a note with everyone whom they concern.
+    pub fn apply(&self, changes: impl IntoIterator<Item = Change>) {
+        let mut listed = BTreeSet::new();
+        let mut inner = self.lock();
+        let mut touched = Touched::default();
+        for change in changes {
+            if let Change::Reset(kind, _) = &change {
+                listed.insert(*kind);
+            }
+            inner.index.apply(change, &mut touched);
+        }
+        inner.publish(&touched);
+        drop(inner);
+        self.missing.send_if_modified(|missing| {
+            let before = missing.len();
+            missing.retain(|kind| !listed.contains(kind));
+            missing.len() < before
+        });
+    }
+
+    /// The kinds of object that were not listed yet; none: the catalog is synced.
+    pub fn missing(&self) -> BTreeSet<Kind> {
+        self.missing.borrow().clone()
+    }
+
+    /// Waits until the catalog is synced.
+    pub async fn synced(&self) {
+        let mut missing = self.missing.subscribe();
+        let waited = missing.wait_for(BTreeSet::is_empty).await;
+        debug_assert!(waited.is_ok(), "self holds the sender");
+    }
+
+    /// A Service as it is now.
+    pub fn service(&self, key: &Key) -> Option<ServiceView> {
+        self.lock().index.service(key)
+    }
+
+    /// All Services there are now.
+    pub fn service_keys(&self) -> BTreeSet<Key> {
+        self.lock().index.service_keys()
+    }
+
+    /// A subscriber to destinations, with none yet.
+    pub fn watch_destinations(&self) -> Destinations {
+        let id = self.lock().next_id();
+        Destinations { hub: self.clone(), id, mailbox: Arc::default(), subscribed: HashSet::new() }
+    }
+
+    /// A subscriber to the named Services, or to all where none is named. Each of them is news at first.
+    pub fn watch_services(&self, names: &BTreeSet<Key>) -> Services {
+        let mut inner = self.lock();
+        let id = inner.next_id();
+        let mailbox: Arc<Mailbox<Key>> = Arc::default();
+        if names.is_empty() {
+            inner.all.insert(id, mailbox.clone());
+            inner.index.service_keys().into_iter().for_each(|key| mailbox.put(key));
+        }
+        for name in names {
+            inner.named.entry(name.clone()).or_default().insert(id, mailbox.clone());
+            mailbox.put(name.clone());
+        }
+        Services { hub: self.clone(), id, names: names.clone(), mailbox }
+    }
+
+    /// How much there is of everything.
+    pub fn counts(&self) -> Counts {
+        let inner = self.lock();
+        let watched = || inner.destinations.values().flat_map(HashMap::values);
+        Counts {
+            objects: Kind::ALL.map(|kind| (kind, inner.index.count(kind))).into(),
+            destinations: watched().count(),
+            subscriptions: watched().map(|watched| watched.subscribers.len()).sum(),
+        }
+    }
+
+    /// A panic under the lock would be a bug of the index; what it left is still the best that we know.
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Inner {
+    fn publish(&mut self, touched: &Touched) {
+        for ip in &touched.addresses {
+            let Some(ports) = self.destinations.get_mut(ip) else { continue };
+            for (port, watched) in ports {
+                let destination = SocketAddr::new(*ip, *port);
+                let state = self.index.resolve(destination);
+                if state.version != watched.state.version {
+                    watched.state = Arc::new(state);
+                    watched.subscribers.values().for_each(|mailbox| mailbox.put(destination));
+                }
+            }
+        }
+        for key in &touched.services {
+            let named = self.named.get(key).into_iter().flat_map(HashMap::values);
+            named.chain(self.all.values()).for_each(|mailbox| mailbox.put(key.clone()));
+        }
+    }
+
+    fn next_id(&mut self) -> u64 {
+        self.next_subscriber += 1;
+        self.next_subscriber
+    }
+}
+
+/// A subscriber to destinations. Dropped, it is forgotten.
+pub struct Destinations {
+    hub: Hub,
+    id: u64,
+    mailbox: Arc<Mailbox<SocketAddr>>,
+    subscribed: HashSet<SocketAddr>,
+}
+
+impl Destinations {
+    /// Watches one more destination, whose state is news at once, also where it was watched before.
+    pub fn subscribe(&mut self, destination: SocketAddr) {
+        let mut inner = self.hub.lock();
+        let Inner { index, destinations, .. } = &mut *inner;
+        let watched = destinations.entry(destination.ip()).or_default().entry(destination.port());
+        let watched = watched.or_insert_with(|| Watched { state: Arc::new(index.resolve(destination)), subscribers: HashMap::new() });
+        watched.subscribers.insert(self.id, self.mailbox.clone());
+        self.subscribed.insert(destination);
+        self.mailbox.put(destination);
+    }
+
+    /// Watches a destination no longer.
+    pub fn unsubscribe(&mut self, destination: SocketAddr) {
+        if self.subscribed.remove(&destination) {
+            forget(&mut self.hub.lock(), destination, self.id);
+        }
+    }
+
+    /// Waits until there is news. Loses nothing when it is dropped.
+    pub async fn wait(&self) {
+        self.mailbox.wait().await;
+    }
+
+    /// The next news: a destination and its state now.
+    pub fn next(&self) -> Option<(SocketAddr, Arc<State>)> {
+        loop {
+            let destination = self.mailbox.take()?;
+            let inner = self.hub.lock();
+            let watched = inner.destinations.get(&destination.ip()).and_then(|ports| ports.get(&destination.port()));
+            // A note about a destination that was unsubscribed since is no news, even where others watch it.
+            if let Some(watched) = watched.filter(|watched| watched.subscribers.contains_key(&self.id)) {
+                return Some((destination, watched.state.clone()));
+            }
+        }
+    }
+}
+
+impl Drop for Destinations {
+    fn drop(&mut self) {
+        let mut inner = self.hub.lock();
+        for destination in &self.subscribed {
+            forget(&mut inner, *destination, self.id);
+        }
+    }
+}
+
+fn forget(inner: &mut Inner, destination: SocketAddr, subscriber: u64) {
+    let Some(ports) = inner.destinations.get_mut(&destination.ip()) else { return };
+    if let Some(watched) = ports.get_mut(&destination.port()) {
+        watched.subscribers.remove(&subscriber);
+        if watched.subscribers.is_empty() {
+            ports.remove(&destination.port());
+        }
+    }
+    if ports.is_empty() {
+        inner.destinations.remove(&destination.ip());
+    }
+}
+
+/// A subscriber to Services. Dropped, it is forgotten.
+pub struct Services {
+    hub: Hub,
+    id: u64,
+    names: BTreeSet<Key>,
+    mailbox: Arc<Mailbox<Key>>,
+}
+
+impl Services {
+    /// Waits until there is news. Loses nothing when it is dropped.
+    pub async fn wait(&self) {
+        self.mailbox.wait().await;
+    }
+
+    /// The next news: a Service as it is now, or none for one that does not exist.
+    pub fn next(&self) -> Option<(Key, Option<ServiceView>)> {
+        let key = self.mailbox.take()?;
+        let view = self.hub.service(&key);
+        Some((key, view))
+    }
+
+    /// How many Services have news at this moment.
+    pub fn waiting(&self) -> usize {
+        self.mailbox.len()
+    }
+}
+
+impl Drop for Services {
+    fn drop(&mut self) {
+        let mut inner = self.hub.lock();
+        inner.all.remove(&self.id);
+        for name in &self.names {
+            if let Some(subscribers) = inner.named.get_mut(name) {
+                subscribers.remove(&self.id);
+                if subscribers.is_empty() {
+                    inner.named.remove(name);
+                }
+            }
+        }
+    }
+}
+
+/// What a subscriber has to look at: each topic once, first come, first served.
+struct Mailbox<T> {
+    topics: Mutex<(VecDeque<T>, HashSet<T>)>,
+    news: Notify,
+}
+
+impl<T> Default for Mailbox<T> {
+    fn default() -> Self {
+        Mailbox { topics: Mutex::new((VecDeque::new(), HashSet::new())), news: Notify::new() }
+    }
+}
+
+impl<T: Clone + Eq + Hash> Mailbox<T> {
+    fn put(&self, topic: T) {
+        let mut topics = self.topics();
+        if topics.1.insert(topic.clone()) {
+            topics.0.push_back(topic);
+            drop(topics);
+            self.news.notify_one();
+        }
+    }
+
+    fn take(&self) -> Option<T> {
+        let mut topics = self.topics();
+        let topic = topics.0.pop_front()?;
+        topics.1.remove(&topic);
+        Some(topic)
+    }
+
+    fn len(&self) -> usize {
+        self.topics().0.len()
+    }
+
+    /// There is one reader, so a note that is left between the look and the wait is kept by `Notify`.
+    async fn wait(&self) {
+        while self.topics().0.is_empty() {
+            self.news.notified().await;
+        }
+    }
+
+    fn topics(&self) -> MutexGuard<'_, (VecDeque<T>, HashSet<T>)> {
+        self.topics.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

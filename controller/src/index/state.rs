@@ -1,0 +1,176 @@
+//! What a destination stands for at one moment, its version, and the difference between two such states. Pure values.
+
+use std::cmp::Ordering;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use super::object::Key;
+use super::version::{Digest, Version};
+
+/// One destination's state.
+#[derive(Clone, Debug, PartialEq)]
+pub struct State {
+    /// Its version.
+    pub version: Version,
+    /// What it stands for; none: neither a Service nor a pod.
+    pub target: Option<Target>,
+}
+
+/// What a known destination stands for.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Target {
+    /// A Service or a pod.
+    pub kind: TargetKind,
+    /// Namespace and name of the Service or the pod.
+    pub key: Key,
+    /// The Service port's application protocol, or empty.
+    pub app_protocol: String,
+    /// Those that may take new connections, ascending by address, none twice.
+    pub endpoints: Vec<Endpoint>,
+}
+
+/// The two kinds of target.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TargetKind {
+    /// A Service by its cluster IP.
+    Service,
+    /// A pod by its own IP.
+    Pod,
+}
+
+/// One endpoint of a target.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Endpoint {
+    /// Where it listens.
+    pub address: SocketAddr,
+    /// Its zone, or empty.
+    pub zone: Arc<str>,
+    /// The pod behind it, where one is named.
+    pub pod: Option<Key>,
+    /// The SPIFFE ID to expect; none: not meshed.
+    pub identity: Option<Arc<str>>,
+}
+
+/// What turns one state's endpoints into another's.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Delta {
+    /// New or changed ones.
+    pub upserted: Vec<Endpoint>,
+    /// Addresses that are gone.
+    pub removed: Vec<SocketAddr>,
+}
+
+/// How to tell a subscriber of a new state.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Update {
+    /// The whole state: there was none before, or more has changed than the endpoints.
+    Whole,
+    /// The difference to what it has.
+    Difference(Delta),
+    /// It has it already.
+    Nothing,
+}
+
+impl State {
+    /// The state of a destination that stands for `target`.
+    pub fn new(target: Option<Target>) -> State {
+        State { version: version(target.as_ref()), target }
+    }
+
+    /// How to tell a subscriber that has `before` of this state.
+    pub fn since(&self, before: &State) -> Update {
+        if self.version == before.version {
+            return Update::Nothing;
+        }
+        match (&before.target, &self.target) {
+            (Some(old), Some(new)) if (old.kind, &old.key, &old.app_protocol) == (new.kind, &new.key, &new.app_protocol) => {
+                Update::Difference(difference(&old.endpoints, &new.endpoints))
+            }
+            _ => Update::Whole,
+        }
+    }
+}
+
+/// Both lists ascend by address, so that one pass finds every difference.
+fn difference(old: &[Endpoint], new: &[Endpoint]) -> Delta {
+    let mut delta = Delta::default();
+    let (mut old, mut new) = (old.iter().peekable(), new.iter().peekable());
+    loop {
+        let order = match (old.peek(), new.peek()) {
+            (None, None) => return delta,
+            (Some(_), None) => Ordering::Less,
+            (None, Some(_)) => Ordering::Greater,
+            (Some(before), Some(after)) => before.address.cmp(&after.address),
+        };
+        let before = if order.is_le() { old.next() } else { None };
+        let after = if order.is_ge() { new.next() } else { None };
+        match (before, after) {
+            (Some(before), None) => delta.removed.push(before.address),
+            (before, Some(after)) if before != Some(after) => delta.upserted.push(after.clone()),
+            _ => {}
+        }
+    }
+}
+
+fn version(target: Option<&Target>) -> Version {
+    let Some(target) = target else { return Digest::new("unknown").finish() };
+    let mut digest = Digest::new(match target.kind {
+        TargetKind::Service => "service",
+        TargetKind::Pod => "pod",
+    });
+    digest.text(&target.key.namespace);
+    digest.text(&target.key.name);
+    digest.text(&target.app_protocol);
+    for endpoint in &target.endpoints {
+        digest.address(endpoint.address.ip());
+        digest.number(endpoint.address.port().into());
+        digest.text(&endpoint.zone);
+        digest.text(endpoint.pod.as_ref().map_or("", |pod| &pod.namespace));
+        digest.text(endpoint.pod.as_ref().map_or("", |pod| &pod.name));
+        digest.text(endpoint.identity.as_deref().unwrap_or(""));
+    }
+    digest.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn endpoint(address: &str, zone: &str) -> Endpoint {
+        Endpoint { address: address.parse().unwrap(), zone: zone.into(), pod: None, identity: None }
+    }
+
+    fn state(name: &str, endpoints: Vec<Endpoint>) -> State {
+        State::new(Some(Target { kind: TargetKind::Service, key: Key::new("shop", name), app_protocol: String::new(), endpoints }))
+    }
+
+    #[test]
+    fn a_difference_names_what_came_changed_and_went() {
+        let before = state("web", vec![endpoint("10.0.0.1:80", "a"), endpoint("10.0.0.2:80", "a"), endpoint("10.0.0.3:80", "a")]);
+        let after = state("web", vec![endpoint("10.0.0.2:80", "b"), endpoint("10.0.0.3:80", "a"), endpoint("10.0.0.4:80", "a")]);
+        let Update::Difference(delta) = after.since(&before) else { panic!("a delta is enough") };
+        assert_eq!(delta.upserted, [endpoint("10.0.0.2:80", "b"), endpoint("10.0.0.4:80", "a")]);
+        assert_eq!(delta.removed, ["10.0.0.1:80".parse().unwrap()]);
+        assert_eq!(after.since(&after.clone()), Update::Nothing);
+    }
+
+    #[test]
+    fn another_service_at_the_address_is_told_whole() {
+        assert_eq!(state("web", vec![]).since(&state("api", vec![])), Update::Whole);
+        assert_eq!(State::new(None).since(&state("web", vec![])), Update::Whole);
+        assert_eq!(state("web", vec![]).since(&State::new(None)), Update::Whole);
+    }
+
+    #[test]
+    fn versions_tell_every_field_apart() {
+        let mut versions = vec![State::new(None).version, state("web", vec![]).version, state("api", vec![]).version];
+        versions.push(state("web", vec![endpoint("10.0.0.1:80", "")]).version);
+        versions.push(state("web", vec![endpoint("10.0.0.1:81", "")]).version);
+        versions.push(state("web", vec![endpoint("10.0.0.1:80", "a")]).version);
+        versions.push(state("web", vec![Endpoint { pod: Some(Key::new("shop", "p")), ..endpoint("10.0.0.1:80", "") }]).version);
+        versions.push(state("web", vec![Endpoint { identity: Some("spiffe://x".into()), ..endpoint("10.0.0.1:80", "") }]).version);
+        for (position, version) in versions.iter().enumerate() {
+            assert!(!versions[..position].contains(version), "version {position} stands for two states");
+        }
+    }
+}

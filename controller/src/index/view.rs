@@ -1,0 +1,112 @@
+//! A Service as people and tools see it: everything, also what takes no traffic and why. Pure.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use super::object::{Key, Pod, PodReference, Service, Slice, SliceEndpoint, TargetPort};
+use super::version::{Digest, Version};
+
+/// A Service with its endpoints.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ServiceView {
+    /// The Service itself.
+    pub service: Service,
+    /// All endpoints, ready or not; those of one pod are one.
+    pub endpoints: Vec<EndpointView>,
+}
+
+/// One endpoint of a Service.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct EndpointView {
+    /// Its addresses, of both families.
+    pub addresses: BTreeSet<IpAddr>,
+    /// Whether it takes new connections.
+    pub ready: bool,
+    /// Whether it is on its way out.
+    pub terminating: bool,
+    /// The pod's name, or empty.
+    pub pod_name: Arc<str>,
+    /// Its zone, or empty.
+    pub zone: Arc<str>,
+    /// The numbers behind the Service's ports, by port name.
+    pub ports: BTreeMap<String, u16>,
+}
+
+impl ServiceView {
+    /// Equal for equal views.
+    pub fn version(&self) -> Version {
+        let mut digest = Digest::new("view");
+        digest_service(&mut digest, &self.service);
+        for endpoint in &self.endpoints {
+            digest_endpoint(&mut digest, endpoint);
+        }
+        digest.finish()
+    }
+}
+
+/// What tells endpoints apart: the pod where one is named, else the address.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+enum Who<'a> {
+    Pod(&'a Key),
+    Address(IpAddr),
+}
+
+/// Puts a Service and its slices together; `pod_of` finds the pod that a slice names.
+pub(super) fn of<'a>(service: &Service, slices: &[&Slice], pod_of: impl Fn(&PodReference) -> Option<&'a Pod>) -> ServiceView {
+    let mut all: BTreeMap<Who, EndpointView> = BTreeMap::new();
+    for slice in slices {
+        for endpoint in &slice.endpoints {
+            let who = endpoint.pod.as_ref().map_or(Who::Address(endpoint.address), |pod| Who::Pod(&pod.key));
+            let view = all.entry(who).or_default();
+            let leaving = endpoint.terminating || endpoint.pod.as_ref().and_then(&pod_of).is_some_and(|pod| pod.terminating);
+            add(view, endpoint, leaving);
+            view.ports.extend(slice.ports.iter().map(|port| (port.name.clone(), port.port)));
+        }
+    }
+    ServiceView { service: service.clone(), endpoints: all.into_values().collect() }
+}
+
+fn add(view: &mut EndpointView, endpoint: &SliceEndpoint, leaving: bool) {
+    view.addresses.insert(endpoint.address);
+    view.terminating |= leaving;
+    view.ready = (view.ready || endpoint.ready) && !view.terminating;
+    if view.zone.is_empty() {
+        view.zone = endpoint.zone.clone();
+    }
+    if let Some(pod) = &endpoint.pod {
+        view.pod_name = pod.key.name.clone();
+    }
+}
+
+fn digest_service(digest: &mut Digest, service: &Service) {
+    digest.text(&service.key.namespace);
+    digest.text(&service.key.name);
+    digest.text(&service.external_name);
+    digest.number(service.cluster_ips.len() as u64);
+    service.cluster_ips.iter().for_each(|ip| digest.address(*ip));
+    digest.number(service.ports.len() as u64);
+    for port in &service.ports {
+        digest.text(&port.name);
+        digest.number(port.port.into());
+        match &port.target {
+            TargetPort::Number(number) => digest.number((*number).into()),
+            TargetPort::Name(name) => digest.text(name),
+        }
+        digest.text(port.protocol.name());
+        digest.text(&port.app_protocol);
+    }
+}
+
+fn digest_endpoint(digest: &mut Digest, endpoint: &EndpointView) {
+    digest.number(endpoint.addresses.len() as u64);
+    endpoint.addresses.iter().for_each(|ip| digest.address(*ip));
+    digest.number(u64::from(endpoint.ready) | u64::from(endpoint.terminating) << 1);
+    digest.text(&endpoint.pod_name);
+    digest.text(&endpoint.zone);
+    digest.number(endpoint.ports.len() as u64);
+    for (name, number) in &endpoint.ports {
+        digest.text(name);
+        digest.number((*number).into());
+    }
+}

@@ -1,0 +1,264 @@
+//! A controller in this process, with a catalog of files and an issuer of its own, and a client that talks to it over loopback.
+#![allow(dead_code, clippy::unwrap_used)]
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use diy_mesh_controller::config::{Authenticator, Catalog};
+use diy_mesh_controller::{Config, Controller, Error};
+use diy_mesh_proto::mesh::v1 as proto;
+use diy_mesh_proto::mesh::v1::service_mesh_service_client::ServiceMeshServiceClient;
+use jsonwebtoken::jwk::{Jwk, JwkSet};
+use jsonwebtoken::{Algorithm, EncodingKey, Header};
+use proto::discover_request::Action;
+use proto::discover_response::Update;
+use serde_json::{Value, json};
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinHandle;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::Channel;
+use tonic::{Request, Status, Streaming};
+
+/// Longer than anything takes, so that what never comes fails the test instead of holding it up.
+pub const DEADLINE: Duration = Duration::from_secs(20);
+
+/// Who signs the tokens.
+pub struct Issuer {
+    key: EncodingKey,
+    id: String,
+}
+
+impl Issuer {
+    pub fn new(id: &str) -> Issuer {
+        let pair = rcgen::KeyPair::generate_for(&rcgen::PKCS_ECDSA_P256_SHA256).unwrap();
+        Issuer { key: EncodingKey::from_ec_pem(pair.serialize_pem().as_bytes()).unwrap(), id: id.into() }
+    }
+
+    pub fn jwks(&self) -> String {
+        let mut jwk = Jwk::from_encoding_key(&self.key, Algorithm::ES256).unwrap();
+        jwk.common.key_id = Some(self.id.clone());
+        serde_json::to_string(&JwkSet { keys: vec![jwk] }).unwrap()
+    }
+
+    pub fn sign(&self, claims: &Value) -> String {
+        let header = Header { kid: Some(self.id.clone()), ..Header::new(Algorithm::ES256) };
+        jsonwebtoken::encode(&header, claims, &self.key).unwrap()
+    }
+
+    pub fn token(&self) -> String {
+        self.sign(&claims())
+    }
+}
+
+/// The claims of a token that is good.
+pub fn claims() -> Value {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
+    json!({
+        "iss": "https://issuer.test", "aud": ["diy-service-mesh"], "sub": "system:serviceaccount:shop:web",
+        "iat": now, "nbf": now, "exp": now + 3600,
+        "kubernetes.io": {"namespace": "shop", "pod": {"name": "web-1", "uid": "1"}, "serviceaccount": {"name": "web", "uid": "2"}},
+    })
+}
+
+/// A controller and its files.
+pub struct Sandbox {
+    pub issuer: Issuer,
+    pub address: SocketAddr,
+    pub admin: SocketAddr,
+    pub dir: tempfile::TempDir,
+    stop: Option<oneshot::Sender<()>>,
+    running: JoinHandle<Result<(), Error>>,
+}
+
+impl Sandbox {
+    pub async fn start(manifests: &[(&str, String)]) -> Sandbox {
+        let dir = tempfile::tempdir().unwrap();
+        let issuer = Issuer::new("first");
+        std::fs::create_dir(dir.path().join("catalog")).unwrap();
+        for (name, text) in manifests {
+            replace(&dir.path().join("catalog").join(name), text);
+        }
+        replace(&dir.path().join("jwks.json"), &issuer.jwks());
+        let controller = Controller::bind(config(dir.path())).await.unwrap();
+        let (address, admin) = (controller.address().unwrap(), controller.admin_address().unwrap());
+        let (stop, stopped) = oneshot::channel::<()>();
+        let running = tokio::spawn(controller.run(async {
+            let _ = stopped.await;
+        }));
+        Sandbox { issuer, address, admin, dir, stop: Some(stop), running }
+    }
+
+    pub fn write(&self, name: &str, text: &str) {
+        replace(&self.dir.path().join("catalog").join(name), text);
+    }
+
+    pub fn remove(&self, name: &str) {
+        std::fs::remove_file(self.dir.path().join("catalog").join(name)).unwrap();
+    }
+
+    /// What SIGTERM does.
+    pub fn stop(&mut self) {
+        self.stop.take().unwrap().send(()).unwrap();
+    }
+
+    pub async fn ended(self) {
+        tokio::time::timeout(DEADLINE, self.running).await.expect("the controller ends").unwrap().unwrap();
+    }
+
+    pub async fn channel(&self) -> Channel {
+        tonic::transport::Endpoint::from_shared(format!("http://{}", self.address)).unwrap().connect().await.unwrap()
+    }
+
+    pub async fn client(&self) -> Client {
+        Client { client: ServiceMeshServiceClient::new(self.channel().await), token: Some(self.issuer.token()) }
+    }
+
+    pub async fn admin(&self, path: &str) -> (u16, String) {
+        use tokio::io::{AsyncReadExt, AsyncWriteExt};
+        let mut connection = tokio::net::TcpStream::connect(self.admin).await.unwrap();
+        connection.write_all(format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").as_bytes()).await.unwrap();
+        let mut text = String::new();
+        connection.read_to_string(&mut text).await.unwrap();
+        let (head, body) = text.split_once("\r\n\r\n").unwrap();
+        (head.split(' ').nth(1).unwrap().parse().unwrap(), body.to_owned())
+    }
+}
+
+pub fn config(dir: &Path) -> Config {
+    Config {
+        listen: "127.0.0.1:0".parse().unwrap(),
+        admin_listen: "127.0.0.1:0".parse().unwrap(),
+        catalog: Catalog::Files(dir.join("catalog")),
+        authenticator: Authenticator::Jwks { file: dir.join("jwks.json"), issuer: Some("https://issuer.test".into()) },
+        pod_namespace: "service-mesh".into(),
+        log: "info".into(),
+    }
+}
+
+pub fn replace(path: &Path, text: &str) {
+    let hidden = path.with_file_name(format!(".{}", path.file_name().unwrap().to_str().unwrap()));
+    std::fs::write(&hidden, text).unwrap();
+    std::fs::rename(hidden, path).unwrap();
+}
+
+/// A caller with a token.
+pub struct Client {
+    pub client: ServiceMeshServiceClient<Channel>,
+    pub token: Option<String>,
+}
+
+impl Client {
+    pub fn request<T>(&self, message: T) -> Request<T> {
+        let mut request = Request::new(message);
+        if let Some(token) = &self.token {
+            request.metadata_mut().insert("authorization", format!("Bearer {token}").parse().unwrap());
+        }
+        request
+    }
+
+    pub async fn services(&mut self, names: &[&str]) -> Result<Vec<proto::Service>, Status> {
+        let request = self.request(proto::GetServicesRequest { services: names.iter().map(|name| name.to_string()).collect() });
+        Ok(self.client.get_services(request).await?.into_inner().services)
+    }
+
+    pub async fn watch(&mut self, names: &[&str]) -> Streaming<proto::WatchServicesResponse> {
+        let request = self.request(proto::WatchServicesRequest { services: names.iter().map(|name| name.to_string()).collect() });
+        self.client.watch_services(request).await.unwrap().into_inner()
+    }
+
+    pub async fn discover(&mut self) -> Discover {
+        self.try_discover().await.unwrap()
+    }
+
+    pub async fn try_discover(&mut self) -> Result<Discover, Status> {
+        let (requests, stream) = mpsc::channel(16);
+        let answers = self.client.discover(self.request(ReceiverStream::new(stream))).await?.into_inner();
+        Ok(Discover { requests, answers })
+    }
+}
+
+/// An open Discover stream.
+pub struct Discover {
+    pub requests: mpsc::Sender<proto::DiscoverRequest>,
+    pub answers: Streaming<proto::DiscoverResponse>,
+}
+
+impl Discover {
+    pub async fn subscribe(&self, destination: &str, known_version: &str) {
+        let subscribe = proto::Subscribe { destination: destination.into(), known_version: known_version.into() };
+        self.send(Action::Subscribe(subscribe)).await;
+    }
+
+    pub async fn unsubscribe(&self, destination: &str) {
+        self.send(Action::Unsubscribe(proto::Unsubscribe { destination: destination.into() })).await;
+    }
+
+    async fn send(&self, action: Action) {
+        self.requests.send(proto::DiscoverRequest { action: Some(action) }).await.unwrap();
+    }
+
+    pub async fn answer(&mut self) -> Result<proto::DiscoverResponse, Status> {
+        let answer = tokio::time::timeout(DEADLINE, self.answers.message()).await.expect("an answer comes")?;
+        Ok(answer.expect("the stream goes on"))
+    }
+
+    /// The next answer in a few words.
+    pub async fn said(&mut self) -> String {
+        say(&self.answer().await.unwrap())
+    }
+}
+
+pub fn say(answer: &proto::DiscoverResponse) -> String {
+    let list = |endpoints: &[proto::Endpoint]| endpoints.iter().map(|endpoint| endpoint.address.clone()).collect::<Vec<_>>().join(" ");
+    let what = match answer.update.as_ref().unwrap() {
+        Update::Snapshot(snapshot) => {
+            let kind = if snapshot.kind() == proto::snapshot::Kind::Pod { "pod" } else { "service" };
+            format!("{kind} {}/{} [{}]", snapshot.namespace, snapshot.name, list(&snapshot.endpoints))
+        }
+        Update::Delta(delta) => format!("+[{}] -[{}]", list(&delta.upserted), delta.removed.join(" ")),
+        Update::Unchanged(_) => "unchanged".into(),
+        Update::Unknown(_) => "unknown".into(),
+    };
+    format!("{}: {what}", answer.destination)
+}
+
+/// A Service `shop/web` on port 80, its pods at these addresses, and one slice of them.
+pub fn web(pods: &[&str]) -> String {
+    let mut text = "apiVersion: v1
+kind: Service
+metadata: {name: web, namespace: shop}
+spec: {clusterIP: 10.96.0.7, ports: [{name: http, port: 80, targetPort: 8080, appProtocol: http}]}
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: web-1, namespace: shop, labels: {kubernetes.io/service-name: web}}
+addressType: IPv4
+ports: [{name: http, port: 8080}]
+endpoints:
+"
+    .to_owned();
+    if pods.is_empty() {
+        text = text.replace("endpoints:\n", "endpoints: []\n");
+    }
+    for pod in pods {
+        let name = pod.replace('.', "-");
+        text += &format!("- {{addresses: [{pod}], zone: a, targetRef: {{kind: Pod, name: web-{name}, namespace: shop}}}}\n");
+    }
+    for pod in pods {
+        text += &pod_manifest(&format!("web-{}", pod.replace('.', "-")), pod);
+    }
+    text
+}
+
+pub fn pod_manifest(name: &str, ip: &str) -> String {
+    format!(
+        "---
+apiVersion: v1
+kind: Pod
+metadata: {{name: {name}, namespace: shop, annotations: {{diy-service-mesh/status: injected}}}}
+spec: {{serviceAccountName: web, containers: []}}
+status: {{phase: Running, podIP: {ip}, podIPs: [{{ip: {ip}}}]}}
+"
+    )
+}
