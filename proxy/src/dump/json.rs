@@ -1,0 +1,151 @@
+//! Dumps as JSON, one object a line. Pure: a record in, a line out. An exchange has these fields:
+//!
+//! - `time` (RFC 3339, when it began), `direction` (`inbound`, `outbound`), `peer`, `destination` (address and port),
+//!   `protocol` (`http1`, `http2`, `tcp`), `duration_ms`
+//! - `request`, `response`: `start_line`, `headers` (pairs of name and value, in order), `headers_omitted`, `body` (text, where it
+//!   is text), `body_kind` (`text`, `binary`, `gzip`, ...), `body_bytes` (its whole length), `messages` (gRPC), `trailers`; `null`
+//!   where there was none
+//! - `failure`: `code` and `message`, where the proxy answered by itself; `incomplete`: what cut it off
+//! - `upgraded`: `sent` and `received` bytes of the tunnel that it became
+//!
+//! A TCP connection (`protocol` `tcp`) has `sent` and `received` instead of a request and a response. A line with `suppressed`
+//! says how many exchanges went by in the last second without a dump.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde_json::{Value, json};
+
+use super::body::Shown;
+use super::exchange::{Fields, Part, Record};
+use super::{ConnectionInfo, Opaque, mask};
+
+/// One exchange.
+pub(super) fn exchange(record: &Record) -> String {
+    let mut object = connection(&record.connection, record.time);
+    object["protocol"] = record.protocol.into();
+    object["duration_ms"] = milliseconds(record.duration);
+    object["request"] = part(&record.request);
+    object["response"] = part(&record.response);
+    if let Some((code, message)) = &record.failure {
+        object["failure"] = json!({ "code": code, "message": message });
+    }
+    if let Some(what) = record.incomplete() {
+        object["incomplete"] = what.into();
+    }
+    if let Some((sent, received)) = record.upgraded {
+        object["upgraded"] = json!({ "sent": sent, "received": received });
+    }
+    line(&object)
+}
+
+/// One connection that was not looked into.
+pub(super) fn opaque(opaque: &Opaque) -> String {
+    let mut object = connection(&opaque.connection, opaque.time);
+    object["protocol"] = "tcp".into();
+    object["duration_ms"] = milliseconds(opaque.duration);
+    object["sent"] = opaque.sent.into();
+    object["received"] = opaque.received.into();
+    line(&object)
+}
+
+/// What a second's budget left out.
+pub(super) fn suppressed(exchanges: u64) -> String {
+    line(&json!({ "time": rfc3339(SystemTime::now()), "suppressed": exchanges }))
+}
+
+fn connection(connection: &ConnectionInfo, time: SystemTime) -> Value {
+    json!({
+        "time": rfc3339(time),
+        "direction": connection.direction.name(),
+        "peer": connection.peer.to_string(),
+        "destination": connection.destination.to_string(),
+    })
+}
+
+fn part(part: &Part) -> Value {
+    if part.start_line.is_empty() {
+        return Value::Null;
+    }
+    let mut object = json!({
+        "start_line": shown(&part.start_line),
+        "headers": fields(&part.fields),
+        "body_bytes": part.body.total(),
+    });
+    if part.fields.omitted > 0 {
+        object["headers_omitted"] = part.fields.omitted.into();
+    }
+    match part.body.shown(part.field("content-encoding")) {
+        Shown::Nothing => {}
+        Shown::Text { text, .. } => {
+            object["body"] = text.into();
+            object["body_kind"] = "text".into();
+        }
+        Shown::Named { kind, .. } => object["body_kind"] = kind.into(),
+        Shown::Messages { messages, .. } => {
+            object["body_kind"] = "grpc".into();
+            object["messages"] = messages.into();
+        }
+    }
+    if !part.trailers.kept.is_empty() {
+        object["trailers"] = fields(&part.trailers);
+    }
+    object
+}
+
+fn fields(fields: &Fields) -> Value {
+    fields.kept.iter().map(|(name, value)| json!([shown(name), shown(&mask::value(name, value))])).collect()
+}
+
+fn shown(bytes: &[u8]) -> String {
+    let mut out = String::with_capacity(bytes.len());
+    mask::line(bytes, &mut out);
+    out
+}
+
+fn milliseconds(duration: std::time::Duration) -> Value {
+    // Microseconds are as fine as it gets.
+    (duration.as_micros() as f64 / 1000.0).into()
+}
+
+fn line(object: &Value) -> String {
+    format!("{object}\n")
+}
+
+/// The time in UTC to the millisecond.
+pub(super) fn rfc3339(time: SystemTime) -> String {
+    let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
+    let seconds = since.as_secs();
+    let (year, month, day) = date(seconds / 86_400);
+    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{:03}Z", since.subsec_millis())
+}
+
+/// The Gregorian date of a day counted from 1970-01-01. Counts in eras of 400 years that begin on 1 March, so that the leap
+/// day is the last of its year.
+fn date(days: u64) -> (u64, u64, u64) {
+    let days = days + 719_468;
+    let (era, day) = (days / 146_097, days % 146_097);
+    let year = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let day = day - (153 * month + 2) / 5 + 1;
+    let (month, next) = if month < 10 { (month + 3, 0) } else { (month - 9, 1) };
+    (year + era * 400 + next, month, day)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn times_are_rfc3339() {
+        let at = |milliseconds| rfc3339(UNIX_EPOCH + Duration::from_millis(milliseconds));
+        assert_eq!(at(0), "1970-01-01T00:00:00.000Z");
+        assert_eq!(at(951_782_400_000), "2000-02-29T00:00:00.000Z");
+        assert_eq!(at(1_709_251_199_999), "2024-02-29T23:59:59.999Z");
+        assert_eq!(at(1_709_251_200_000), "2024-03-01T00:00:00.000Z");
+        assert_eq!(at(1_795_305_599_001), "2026-11-21T23:59:59.001Z");
+        assert_eq!(at(4_107_542_400_000), "2100-03-01T00:00:00.000Z");
+    }
+}

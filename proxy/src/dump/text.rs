@@ -1,0 +1,141 @@
+//! Dumps as a person reads HTTP. Pure: a record in, text out.
+
+use std::fmt::Write;
+
+use super::body::Shown;
+use super::exchange::{Fields, Part, Record};
+use super::{ConnectionInfo, Direction, Opaque, mask};
+
+// Writing to a String can't fail: the results of `write!` below are not looked at.
+
+/// One exchange: a block that ends with an empty line.
+pub(super) fn exchange(record: &Record) -> String {
+    let mut out = connection(&record.connection);
+    out.push('\n');
+    if !record.request.start_line.is_empty() {
+        part(&record.request, &mut out);
+    }
+    if let Some((code, text)) = &record.failure {
+        out.push_str("[answered by the proxy: ");
+        mask::line(format!("{code}: {text}").as_bytes(), &mut out);
+        out.push_str("]\n");
+    }
+    if !record.response.start_line.is_empty() {
+        part(&record.response, &mut out);
+    }
+    if let Some((sent, received)) = record.upgraded {
+        let _ = write!(out, "[then {} sent and {} received, no longer HTTP]\n\n", bytes(sent), bytes(received));
+    }
+    if let Some(what) = record.incomplete() {
+        out.push('[');
+        mask::line(what.as_bytes(), &mut out);
+        out.push_str("]\n\n");
+    }
+    if !out.ends_with("\n\n") {
+        out.push('\n');
+    }
+    out
+}
+
+/// One connection that was not looked into: a line and an empty one.
+pub(super) fn opaque(opaque: &Opaque) -> String {
+    let duration = opaque.duration.as_secs_f64();
+    let connection = connection(&opaque.connection);
+    format!("{connection}\n[TCP: {} sent, {} received, {duration:.3} s]\n\n", bytes(opaque.sent), bytes(opaque.received))
+}
+
+/// What a second's budget left out.
+pub(super) fn suppressed(exchanges: u64) -> String {
+    let noun = if exchanges == 1 { "exchange" } else { "exchanges" };
+    format!("[{exchanges} more {noun} went by]\n\n")
+}
+
+fn connection(connection: &ConnectionInfo) -> String {
+    match connection.direction {
+        Direction::Inbound => format!("Inbound connection from {} to port: {}", connection.peer, connection.destination.port()),
+        Direction::Outbound => format!("Outbound connection to {}", connection.destination),
+    }
+}
+
+fn part(part: &Part, out: &mut String) {
+    mask::line(&part.start_line, out);
+    out.push('\n');
+    fields(&part.fields, out);
+    out.push('\n');
+    body(part, out);
+    if !part.trailers.kept.is_empty() {
+        fields(&part.trailers, out);
+        out.push('\n');
+    }
+}
+
+fn fields(fields: &Fields, out: &mut String) {
+    for (name, value) in &fields.kept {
+        mask::line(name, out);
+        out.push_str(": ");
+        mask::line(&mask::value(name, value), out);
+        if let Some(status) = grpc_status_name(name, value) {
+            // The number alone says little to a person.
+            let _ = write!(out, " ({status})");
+        }
+        out.push('\n');
+    }
+    if fields.omitted > 0 {
+        let _ = writeln!(out, "[and {} more]", fields.omitted);
+    }
+}
+
+fn body(part: &Part, out: &mut String) {
+    match part.body.shown(part.field("content-encoding")) {
+        Shown::Nothing => return,
+        Shown::Text { text, total } => {
+            mask::text(text, out);
+            if !out.ends_with('\n') {
+                out.push('\n');
+            }
+            if total > text.len() as u64 {
+                let _ = writeln!(out, "[the first {} of {}]", text.len(), bytes(total));
+            }
+        }
+        Shown::Named { kind, total } => {
+            let _ = writeln!(out, "[{kind} body, {}]", bytes(total));
+        }
+        Shown::Messages { messages, total } => {
+            let noun = if messages == 1 { "message" } else { "messages" };
+            let _ = writeln!(out, "[{messages} gRPC {noun}, {}]", bytes(total));
+        }
+    }
+    out.push('\n');
+}
+
+/// The name of a gRPC status code (the gRPC core documentation's statuscodes.md), where the field is one.
+fn grpc_status_name(name: &[u8], code: &[u8]) -> Option<&'static str> {
+    let names = [
+        "OK",
+        "CANCELLED",
+        "UNKNOWN",
+        "INVALID_ARGUMENT",
+        "DEADLINE_EXCEEDED",
+        "NOT_FOUND",
+        "ALREADY_EXISTS",
+        "PERMISSION_DENIED",
+        "RESOURCE_EXHAUSTED",
+        "FAILED_PRECONDITION",
+        "ABORTED",
+        "OUT_OF_RANGE",
+        "UNIMPLEMENTED",
+        "INTERNAL",
+        "UNAVAILABLE",
+        "DATA_LOSS",
+        "UNAUTHENTICATED",
+    ];
+    if !name.eq_ignore_ascii_case(b"grpc-status") {
+        return None;
+    }
+    let code: usize = std::str::from_utf8(code).ok()?.parse().ok()?;
+    names.get(code).copied()
+}
+
+fn bytes(count: u64) -> String {
+    if count == 1 { "1 byte".into() } else { format!("{count} bytes") }
+}
