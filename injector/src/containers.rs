@@ -1,0 +1,162 @@
+//! What a meshed pod gains: the two containers and the volume, as Kubernetes reads them. Pure.
+//!
+//! The one owner of the mesh's ports and of the proxy's uid: proxy-init and proxy take them as required flags and have no
+//! defaults of their own. Values that the API server would fill in are written out where another of its defaults could
+//! differ, so that a pod that comes back compares equal.
+
+use serde_json::{Value, json};
+
+use crate::annotations::Options;
+use crate::patch::Settings;
+
+/// The name of the sidecar.
+pub const PROXY: &str = "proxy";
+/// The name of the container that sets up the redirection.
+pub const PROXY_INIT: &str = "proxy-init";
+/// The name of the volume with the proxy's token.
+pub const TOKEN_VOLUME: &str = "diy-service-mesh-token";
+/// Where that volume is mounted, in the proxy only.
+pub const TOKEN_FOLDER: &str = "/var/run/secrets/diy-service-mesh";
+/// The user that the proxy runs as, and whose traffic is not redirected.
+pub const PROXY_UID: i64 = 1337;
+/// A proxy-init of ours has this flag: how it is told from a stranger of the same name.
+pub const PROXY_INIT_MARK: &str = "--proxy-uid";
+/// A proxy of ours has this variable: how it is told from a stranger of the same name.
+pub const PROXY_MARK: &str = "SERVICE_MESH_TOKEN_FILE";
+
+/// The ports that the proxy listens on in a pod.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ports {
+    /// Redirected inbound connections.
+    pub inbound: u16,
+    /// Redirected outbound connections.
+    pub outbound: u16,
+    /// Probes and metrics.
+    pub admin: u16,
+}
+
+impl Ports {
+    /// The usual ports: what every pod gets whose own containers leave them free.
+    pub const USUAL: Self = Self { inbound: 4000, outbound: 5000, admin: 4001 };
+
+    /// The usual ports, each moved up to the next one that no container of the pod declares. None when there is none.
+    pub fn clear_of(declared: &[u16]) -> Option<Self> {
+        let mut taken = declared.to_vec();
+        let mut next = |wanted: u16| {
+            let free = (wanted..=u16::MAX).find(|port| !taken.contains(port))?;
+            taken.push(free);
+            Some(free)
+        };
+        Some(Self { inbound: next(Self::USUAL.inbound)?, admin: next(Self::USUAL.admin)?, outbound: next(Self::USUAL.outbound)? })
+    }
+}
+
+/// The container that sets up the redirection and exits.
+pub fn proxy_init(settings: &Settings, ports: Ports, options: &Options) -> Value {
+    let mut args = vec![
+        format!("--inbound-port={}", ports.inbound),
+        format!("--outbound-port={}", ports.outbound),
+        format!("--admin-port={}", ports.admin),
+        format!("{PROXY_INIT_MARK}={PROXY_UID}"),
+    ];
+    args.extend(options.skip_inbound_ports.iter().map(|list| format!("--skip-inbound-ports={list}")));
+    args.extend(options.skip_outbound_ports.iter().map(|list| format!("--skip-outbound-ports={list}")));
+    json!({
+        "name": PROXY_INIT,
+        "image": settings.proxy_init_image,
+        "imagePullPolicy": settings.image_pull_policy.as_str(),
+        "args": args,
+        "resources": {"requests": {"cpu": "10m", "memory": "16Mi"}, "limits": {"memory": "64Mi"}},
+        // Root and two capabilities, whatever the pod says for its containers, and nothing else.
+        "securityContext": {
+            "allowPrivilegeEscalation": false,
+            "capabilities": {"add": ["NET_ADMIN", "NET_RAW"], "drop": ["ALL"]},
+            "privileged": false,
+            "readOnlyRootFilesystem": true,
+            "runAsGroup": 0,
+            "runAsNonRoot": false,
+            "runAsUser": 0,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    })
+}
+
+/// The proxy: a native sidecar, which starts before the pod's own containers and ends after them.
+pub fn proxy(settings: &Settings, ports: Ports, options: &Options) -> Value {
+    let mut args = vec![
+        format!("--inbound-port={}", ports.inbound),
+        format!("--outbound-port={}", ports.outbound),
+        format!("--admin-port={}", ports.admin),
+    ];
+    args.extend(options.dump.iter().map(|dump| format!("--dump={dump}")));
+    args.extend(options.dump_format.iter().map(|format| format!("--dump-format={format}")));
+    json!({
+        "name": PROXY,
+        "image": settings.proxy_image,
+        "imagePullPolicy": settings.image_pull_policy.as_str(),
+        "restartPolicy": "Always",
+        "args": args,
+        "env": [
+            {"name": "SERVICE_MESH_CONTROLLER", "value": settings.controller_address},
+            {"name": PROXY_MARK, "value": format!("{TOKEN_FOLDER}/token")},
+            {"name": "POD_NAME", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.name"}}},
+            {"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.namespace"}}},
+        ],
+        "ports": [{"name": "mesh-admin", "containerPort": ports.admin, "protocol": "TCP"}],
+        // The pod's other containers start once this succeeds. Two minutes without a controller, then a fresh start.
+        "startupProbe": probe("/ready", ports.admin, 1, 1, 120),
+        "readinessProbe": probe("/ready", ports.admin, 2, 2, 3),
+        // A restart breaks every connection of the pod, so it takes a minute of silence.
+        "livenessProbe": probe("/live", ports.admin, 10, 5, 6),
+        // No limit on CPU: throttling a proxy shows as latency of everything behind it.
+        "resources": {"requests": {"cpu": "10m", "memory": "16Mi"}, "limits": {"memory": "256Mi"}},
+        "securityContext": {
+            "allowPrivilegeEscalation": false,
+            "capabilities": {"drop": ["ALL"]},
+            "privileged": false,
+            "readOnlyRootFilesystem": true,
+            "runAsGroup": PROXY_UID,
+            "runAsNonRoot": true,
+            "runAsUser": PROXY_UID,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "volumeMounts": [{"name": TOKEN_VOLUME, "mountPath": TOKEN_FOLDER, "readOnly": true}],
+    })
+}
+
+fn probe(path: &str, port: u16, period: u32, timeout: u32, failures: u32) -> Value {
+    json!({
+        "httpGet": {"path": path, "port": port, "scheme": "HTTP"},
+        "periodSeconds": period,
+        "timeoutSeconds": timeout,
+        "failureThreshold": failures,
+        "successThreshold": 1,
+    })
+}
+
+/// The proxy's token, for the controller's ears only. Further sources (the mesh's roots) find room beside it.
+pub fn token_volume() -> Value {
+    json!({
+        "name": TOKEN_VOLUME,
+        "projected": {
+            "defaultMode": 420,
+            "sources": [
+                {"serviceAccountToken": {"audience": "diy-service-mesh", "expirationSeconds": 3600, "path": "token"}},
+            ],
+        },
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ports_are_the_usual_ones_unless_a_container_declares_them() {
+        assert_eq!(Ports::clear_of(&[80, 8080]), Some(Ports::USUAL));
+        assert_eq!(Ports::clear_of(&[5000, 5001]), Some(Ports { outbound: 5002, ..Ports::USUAL }));
+        assert_eq!(Ports::clear_of(&[4000]), Some(Ports { inbound: 4001, admin: 4002, outbound: 5000 }));
+        let all: Vec<u16> = (1..=u16::MAX).collect();
+        assert_eq!(Ports::clear_of(&all), None);
+    }
+}
