@@ -1,0 +1,111 @@
+//! An HTTP/1.1 client: one request at a time on a connection.
+
+use std::{convert::Infallible, net::SocketAddr, str};
+
+use anyhow::{Context, Result, bail, ensure};
+use memchr::memmem;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+};
+
+use super::Counter;
+use crate::server::BODY;
+
+/// What a usual client sends.
+pub(super) const REQUEST: &[u8] =
+    b"GET /bench/page HTTP/1.1\r\nHost: http-server.http-server.svc.cluster.local\r\nUser-Agent: bench/1\r\nAccept: */*\r\n\r\n";
+
+/// An open connection.
+pub(super) struct Connection {
+    stream: TcpStream,
+    input: Vec<u8>,
+}
+
+impl Connection {
+    pub(super) async fn open(target: SocketAddr) -> Result<Self> {
+        let stream = TcpStream::connect(target).await.with_context(|| format!("connect to {target}"))?;
+        stream.set_nodelay(true).context("set TCP_NODELAY")?;
+        Ok(Connection { stream, input: Vec::with_capacity(4096) })
+    }
+
+    /// One request and its whole response.
+    pub(super) async fn request(&mut self) -> Result<()> {
+        self.stream.write_all(REQUEST).await.context("send a request")?;
+        self.input.clear();
+        loop {
+            let read = self.stream.read_buf(&mut self.input).await.context("read a response")?;
+            ensure!(read > 0, "the connection was closed in place of a response; before that came {:?}", text(&self.input));
+            if is_complete(&self.input)? {
+                return Ok(());
+            }
+        }
+    }
+}
+
+/// Requests on one connection, for ever.
+pub(super) async fn requests(target: SocketAddr, counter: Counter) -> Result<Infallible> {
+    let mut connection = Connection::open(target).await?;
+    loop {
+        connection.request().await?;
+        counter.set(counter.get() + 1);
+    }
+}
+
+/// Connections with one request each, for ever.
+pub(super) async fn connections(target: SocketAddr, counter: Counter) -> Result<Infallible> {
+    loop {
+        Connection::open(target).await?.request().await?;
+        counter.set(counter.get() + 1);
+    }
+}
+
+/// Whether `input` is a response as the origin gives it; an error where it is another.
+pub(super) fn is_complete(input: &[u8]) -> Result<bool> {
+    let Some(end) = memmem::find(input, b"\r\n\r\n") else { return Ok(false) };
+    let (head, body) = (&input[..end], &input[end + 4..]);
+    ensure!(head.starts_with(b"HTTP/1.1 200 "), "an answer that is not 200: {:?}", text(head));
+    ensure!(content_length(head) == Some(BODY), "an answer without the origin's content-length: {:?}", text(head));
+    if body.len() > BODY {
+        bail!("{} bytes more than the response", body.len() - BODY);
+    }
+    Ok(body.len() == BODY)
+}
+
+fn content_length(head: &[u8]) -> Option<usize> {
+    const NAME: &[u8] = b"content-length:";
+    let mut lines = head.split(|&byte| byte == b'\n');
+    let line = lines.find(|line| line.get(..NAME.len()).is_some_and(|name| name.eq_ignore_ascii_case(NAME)))?;
+    str::from_utf8(&line[NAME.len()..]).ok()?.trim().parse().ok()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(&bytes[..bytes.len().min(400)]).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn response(head: &str) -> Vec<u8> {
+        [head.as_bytes(), &[b'x'; BODY]].concat()
+    }
+
+    #[test]
+    fn a_response_is_complete_with_its_last_byte() {
+        let whole = response("HTTP/1.1 200 OK\r\nContent-Length: 1024\r\n\r\n");
+        assert!((0..whole.len()).all(|cut| !is_complete(&whole[..cut]).unwrap()));
+        assert!(is_complete(&whole).unwrap());
+    }
+
+    #[test]
+    fn header_names_are_found_in_any_case() {
+        assert!(is_complete(&response("HTTP/1.1 200 OK\r\nserver: a\r\ncontent-length: 1024\r\n\r\n")).unwrap());
+    }
+
+    #[test]
+    fn an_error_is_not_counted() {
+        let problem = is_complete(b"HTTP/1.1 503 Service Unavailable\r\nx-mesh-error: no endpoint\r\n\r\n").unwrap_err();
+        assert!(problem.to_string().contains("no endpoint"), "{problem}");
+    }
+}

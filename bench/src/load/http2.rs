@@ -1,0 +1,172 @@
+//! An HTTP/2 client: a fixed number of requests in flight on a connection, plain GETs or unary gRPC calls.
+
+use std::{collections::HashMap, convert::Infallible, net::SocketAddr};
+
+use anyhow::{Context, Result, bail, ensure};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+};
+
+use super::Counter;
+use crate::{
+    http2::{END_STREAM, Field, Frame, PREFACE, Session, is_ok, kind, put_frame},
+    server::BODY,
+};
+
+const AUTHORITY: Field = Field::Literal(":authority", "http-server.http-server.svc.cluster.local");
+const AGENT: Field = Field::Literal("user-agent", "bench/1");
+const GET: [Field; 6] =
+    [Field::Static(2), Field::Static(6), AUTHORITY, Field::Literal(":path", "/bench/page"), AGENT, Field::Literal("accept", "*/*")];
+const CALL: [Field; 7] = [
+    Field::Static(3),
+    Field::Static(6),
+    AUTHORITY,
+    Field::Literal(":path", "/bench.Origin/Page"),
+    Field::Literal("content-type", "application/grpc"),
+    Field::Literal("te", "trailers"),
+    AGENT,
+];
+/// A gRPC message of 32 bytes.
+const MESSAGE: [u8; 37] = {
+    let mut message = [b'x'; 37];
+    (message[0], message[1], message[2], message[3], message[4]) = (0, 0, 0, 0, 32);
+    message
+};
+
+/// What is sent again and again.
+#[derive(Clone, Copy)]
+pub(super) enum Request {
+    /// A GET without a body.
+    Get,
+    /// A unary call with a short message; the answer has trailers.
+    Call,
+}
+
+/// Requests on one connection, for ever.
+pub(super) async fn requests(target: SocketAddr, counter: Counter, streams: usize, request: Request) -> Result<Infallible> {
+    let mut stream = TcpStream::connect(target).await.with_context(|| format!("connect to {target}"))?;
+    stream.set_nodelay(true).context("set TCP_NODELAY")?;
+    let mut client = Client { session: Session::new(MESSAGE.len()), request, next: 1, bodies: HashMap::new(), wanted: streams };
+    let mut output = PREFACE.to_vec();
+    client.session.greet(&mut output);
+    let mut input = Vec::with_capacity(64 * 1024);
+    loop {
+        stream.write_all(&output).await.context("send requests")?;
+        output.clear();
+        let read = stream.read_buf(&mut input).await.context("read responses")?;
+        ensure!(read > 0, "the connection was closed with {} requests unanswered", client.bodies.len());
+        let mut taken = 0;
+        while let Some((frame, length)) = Frame::parse(&input[taken..]) {
+            if client.receive(&frame, &mut output)? {
+                counter.set(counter.get() + 1);
+            }
+            taken += length;
+        }
+        input.drain(..taken);
+        client.send(&mut output)?;
+    }
+}
+
+struct Client {
+    session: Session,
+    request: Request,
+    next: u32,
+    /// The streams in flight, with the body bytes that have come.
+    bodies: HashMap<u32, usize>,
+    wanted: usize,
+}
+
+impl Client {
+    /// Whether the frame completes a request.
+    fn receive(&mut self, frame: &Frame, output: &mut Vec<u8>) -> Result<bool> {
+        self.session.receive(frame, output)?;
+        let Some(body) = self.bodies.get_mut(&frame.stream) else { return Ok(false) };
+        match frame.kind {
+            kind::HEADERS if *body == 0 => ensure!(is_ok(frame.content()?), "an answer that is not 200"),
+            kind::DATA => *body += frame.content()?.len(),
+            kind::RST_STREAM => bail!("a request was answered with RST_STREAM, error code {:?}", frame.content()?),
+            _ => {}
+        }
+        if !frame.ends_stream() {
+            return Ok(false);
+        }
+        let (received, expected) = (*body, self.expected());
+        self.bodies.remove(&frame.stream);
+        ensure!(received == expected, "an answer with {received} bytes in place of {expected}");
+        Ok(true)
+    }
+
+    /// Fills the connection up to the wanted number of requests in flight.
+    fn send(&mut self, output: &mut Vec<u8>) -> Result<()> {
+        if !self.session.greeted {
+            return Ok(());
+        }
+        let most = self.session.max_streams as usize;
+        ensure!(most >= self.wanted, "the peer takes {most} streams, the case needs {}", self.wanted);
+        while self.bodies.len() < self.wanted {
+            match self.request {
+                Request::Get => self.session.put_headers(output, self.next, END_STREAM, &GET),
+                Request::Call if self.session.may_send(MESSAGE.len()) => {
+                    self.session.put_headers(output, self.next, 0, &CALL);
+                    put_frame(output, kind::DATA, END_STREAM, self.next, &MESSAGE);
+                }
+                Request::Call => return Ok(()),
+            }
+            self.bodies.insert(self.next, 0);
+            self.next += 2;
+        }
+        Ok(())
+    }
+
+    fn expected(&self) -> usize {
+        match self.request {
+            Request::Get => BODY,
+            Request::Call => BODY + 5,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn client() -> Client {
+        let mut session = Session::new(MESSAGE.len());
+        session.greeted = true;
+        Client { session, request: Request::Get, next: 1, bodies: HashMap::new(), wanted: 2 }
+    }
+
+    fn receive(client: &mut Client, kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Result<bool> {
+        let mut bytes = Vec::new();
+        put_frame(&mut bytes, kind, flags, stream, payload);
+        client.receive(&Frame::parse(&bytes).unwrap().0, &mut Vec::new())
+    }
+
+    #[test]
+    fn a_request_takes_the_place_of_one_that_was_answered() {
+        let mut client = client();
+        client.send(&mut Vec::new()).unwrap();
+        assert!(!receive(&mut client, kind::HEADERS, 0, 3, &[0x88]).unwrap());
+        assert!(receive(&mut client, kind::DATA, END_STREAM, 3, &[0; BODY]).unwrap());
+        client.send(&mut Vec::new()).unwrap();
+        let mut flying: Vec<_> = client.bodies.keys().copied().collect();
+        flying.sort_unstable();
+        assert_eq!(flying, [1, 5]);
+    }
+
+    #[test]
+    fn a_short_body_and_a_bad_status_are_failures() {
+        let mut client = client();
+        client.send(&mut Vec::new()).unwrap();
+        assert!(receive(&mut client, kind::DATA, END_STREAM, 1, &[0; 10]).is_err());
+        assert!(receive(&mut client, kind::HEADERS, 0, 3, &[0x8d]).is_err());
+    }
+
+    #[test]
+    fn a_peer_with_room_for_fewer_streams_is_reported() {
+        let mut client = client();
+        client.session.max_streams = 1;
+        assert!(client.send(&mut Vec::new()).is_err());
+    }
+}

@@ -1,0 +1,115 @@
+//! Requests at a constant rate. Each is timed from when it was due if its connection was still busy then: a slow answer counts for
+//! all that had to wait behind it (no coordinated omission).
+
+use std::{
+    io::{Read, Write},
+    net::{SocketAddr, TcpStream},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use nix::sys::prctl::set_timerslack;
+
+use super::{Tally, Window, http1};
+
+/// Sends `rate` requests a second, each connection on a thread of its own, in turns. Gives the sorted times to an answer.
+pub fn constant_rate<T>(
+    rate: u32,
+    connections: u32,
+    target: SocketAddr,
+    window: Window,
+    probe: impl Fn() -> Result<T>,
+) -> Result<(Tally<T>, Vec<Duration>)> {
+    let step = Duration::from_secs(1) / rate;
+    // Time for all to connect.
+    let start = Instant::now() + Duration::from_millis(100);
+    let (count_from, end) = (start + window.warm_up, start + window.warm_up + window.length);
+    thread::scope(|scope| {
+        let turns: Vec<_> = (0..connections)
+            .map(|turn| {
+                let schedule = Schedule { first: start + step * turn, step: step * connections, count_from, end };
+                scope.spawn(move || one_connection(target, schedule))
+            })
+            .collect();
+        sleep_until(count_from);
+        let (before, began) = (probe()?, Instant::now());
+        sleep_until(end);
+        let (after, elapsed) = (probe()?, began.elapsed());
+        let mut times = Vec::new();
+        for turn in turns {
+            times.extend(turn.join().map_err(|_| anyhow!("a connection's thread panicked"))??);
+        }
+        ensure!(!times.is_empty(), "nothing was answered in {:.1} s", elapsed.as_secs_f64());
+        times.sort_unstable();
+        Ok((Tally { count: times.len() as u64, elapsed, before, after }, times))
+    })
+}
+
+/// The value below which `share` of the sorted `times` lie.
+pub fn percentile(times: &[Duration], share: f64) -> Duration {
+    let rank = (times.len() as f64 * share).ceil() as usize;
+    times.get(rank.clamp(1, times.len().max(1)) - 1).copied().unwrap_or_default()
+}
+
+#[derive(Clone, Copy)]
+struct Schedule {
+    first: Instant,
+    step: Duration,
+    count_from: Instant,
+    end: Instant,
+}
+
+fn one_connection(target: SocketAddr, schedule: Schedule) -> Result<Vec<Duration>> {
+    // Wake-ups within a microsecond of the due time, as far as the machine can.
+    set_timerslack(1000).context("set the timer's slack")?;
+    let mut stream = TcpStream::connect(target).with_context(|| format!("connect to {target}"))?;
+    stream.set_nodelay(true).context("set TCP_NODELAY")?;
+    stream.set_read_timeout(Some(Duration::from_secs(5))).context("set a read timeout")?;
+    let mut times = Vec::new();
+    let mut input = Vec::new();
+    let mut due = schedule.first;
+    while due < schedule.end {
+        let late = Instant::now() > due;
+        sleep_until(due);
+        let start = if late { due } else { Instant::now() };
+        stream.write_all(http1::REQUEST).context("send a request")?;
+        read_response(&mut stream, &mut input)?;
+        if due >= schedule.count_from {
+            times.push(start.elapsed());
+        }
+        due += schedule.step;
+    }
+    Ok(times)
+}
+
+fn read_response(stream: &mut TcpStream, input: &mut Vec<u8>) -> Result<()> {
+    let mut chunk = [0; 4096];
+    input.clear();
+    loop {
+        let read = stream.read(&mut chunk).context("read a response")?;
+        ensure!(read > 0, "the connection was closed in place of a response");
+        input.extend_from_slice(&chunk[..read]);
+        if http1::is_complete(input)? {
+            return Ok(());
+        }
+    }
+}
+
+fn sleep_until(when: Instant) {
+    thread::sleep(when.saturating_duration_since(Instant::now()));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_the_nearest_rank() {
+        let times: Vec<_> = (1..=200).map(Duration::from_micros).collect();
+        assert_eq!(percentile(&times, 0.5), Duration::from_micros(100));
+        assert_eq!(percentile(&times, 0.99), Duration::from_micros(198));
+        assert_eq!(percentile(&times[..1], 0.99), Duration::from_micros(1));
+        assert_eq!(percentile(&[], 0.5), Duration::ZERO);
+    }
+}

@@ -1,0 +1,131 @@
+//! The load generator: it runs on one thread inside the client's namespace, as the app would. It checks that every answer is a 200
+//! with the whole body: one that is not ends the measurement, for a figure with failures in it says nothing.
+
+mod http1;
+mod http2;
+mod latency;
+mod tcp;
+
+use std::{
+    cell::Cell,
+    convert::Infallible,
+    net::SocketAddr,
+    rc::Rc,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use tokio::{
+    runtime,
+    task::{JoinSet, LocalSet},
+    time::sleep,
+};
+
+pub use self::{
+    latency::{constant_rate, percentile},
+    tcp::stream_bytes,
+};
+use crate::cases::{Protocol, Traffic};
+
+/// When to count.
+#[derive(Clone, Copy, Debug)]
+pub struct Window {
+    /// Load that is not counted, first.
+    pub warm_up: Duration,
+    /// Load that is counted.
+    pub length: Duration,
+}
+
+/// What was counted inside the window.
+pub struct Tally<T> {
+    /// Requests, connections or bytes.
+    pub count: u64,
+    /// How long the window was.
+    pub elapsed: Duration,
+    /// The caller's probe before and after it.
+    pub before: T,
+    /// See `before`.
+    pub after: T,
+}
+
+/// Counts what the connections did; they share one thread.
+type Counter = Rc<Cell<u64>>;
+
+/// As many requests as go through, over connections that stay open.
+pub fn closed_loop<T>(traffic: Traffic, target: SocketAddr, window: Window, probe: impl Fn() -> Result<T>) -> Result<Tally<T>> {
+    run(target, window, probe, traffic.connections, |target, counter| async move {
+        match traffic.protocol {
+            Protocol::Http1 => http1::requests(target, counter).await,
+            Protocol::Http2 => http2::requests(target, counter, traffic.streams, http2::Request::Get).await,
+            Protocol::Grpc => http2::requests(target, counter, traffic.streams, http2::Request::Call).await,
+        }
+    })
+}
+
+/// As many connections as go through, each with one request.
+pub fn new_connections<T>(workers: usize, target: SocketAddr, window: Window, probe: impl Fn() -> Result<T>) -> Result<Tally<T>> {
+    run(target, window, probe, workers, http1::connections)
+}
+
+/// Opens connections, makes one request on each, and calls `probe` while all are open and idle.
+pub fn idle_connections<T>(number: usize, target: SocketAddr, settle: Duration, probe: impl FnOnce() -> Result<T>) -> Result<T> {
+    runtime()?.block_on(async {
+        let mut open = Vec::with_capacity(number);
+        for position in 0..number {
+            let connection = http1::Connection::open(target).await;
+            let mut connection = connection.with_context(|| format!("connection {} of {number}", position + 1))?;
+            connection.request().await.with_context(|| format!("connection {} of {number}", position + 1))?;
+            open.push(connection);
+        }
+        sleep(settle).await;
+        probe()
+    })
+}
+
+/// One request on a connection of its own.
+pub fn one_request(target: SocketAddr) -> Result<()> {
+    idle_connections(1, target, Duration::ZERO, || Ok(()))
+}
+
+fn runtime() -> Result<runtime::Runtime> {
+    runtime::Builder::new_current_thread().enable_all().build().context("start the load generator's runtime")
+}
+
+/// Starts `number` copies of `work`, which only ends by failing, and counts what they do inside the window.
+fn run<T, F>(
+    target: SocketAddr,
+    window: Window,
+    probe: impl Fn() -> Result<T>,
+    number: usize,
+    work: impl Fn(SocketAddr, Counter) -> F,
+) -> Result<Tally<T>>
+where
+    F: Future<Output = Result<Infallible>> + 'static,
+{
+    let counter = Counter::default();
+    let counted = counter.clone();
+    let local = LocalSet::new();
+    let work = local.run_until(async move {
+        let mut tasks = JoinSet::new();
+        for _ in 0..number {
+            tasks.spawn_local(work(target, counter.clone()));
+        }
+        tokio::select! {
+            Some(ended) = tasks.join_next() => Err(match ended {
+                Ok(Err(problem)) => problem,
+                Err(problem) => anyhow!(problem),
+            }),
+            tally = observe(window, &counted, probe) => tally,
+        }
+    });
+    runtime()?.block_on(work)
+}
+
+async fn observe<T>(window: Window, counter: &Cell<u64>, probe: impl Fn() -> Result<T>) -> Result<Tally<T>> {
+    sleep(window.warm_up).await;
+    let (before, start, first) = (probe()?, Instant::now(), counter.get());
+    sleep(window.length).await;
+    let (after, elapsed, count) = (probe()?, start.elapsed(), counter.get() - first);
+    ensure!(count > 0, "nothing was answered in {:.1} s", elapsed.as_secs_f64());
+    Ok(Tally { count, elapsed, before, after })
+}

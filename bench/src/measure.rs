@@ -1,0 +1,142 @@
+//! One measurement: a case on a side, into numbers.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::{
+    cases::{Case, Kind, Metric},
+    load::{self, Tally, Window},
+    process::Meter,
+    sides::Running,
+};
+
+/// How long memory and connections come to rest before an idle figure is read.
+const SETTLE: Duration = Duration::from_millis(500);
+
+/// What one measurement gave.
+pub type Numbers = Vec<(Metric, f64)>;
+
+/// CPU time so far: the client's proxy, the server's; nothing on the direct side.
+type Cpu = Vec<Duration>;
+
+/// Measures `case` on `running` once.
+pub fn measure(case: &Case, running: &mut Running, window: Window) -> Result<Numbers> {
+    running.ensure_running()?;
+    let numbers = match case.kind {
+        Kind::Start { idle_connections } => start(running, idle_connections),
+        Kind::Tcp => tcp(running, window),
+        Kind::Latency { rate, connections } => latency(running, window, rate, connections),
+        Kind::Closed(_) | Kind::Connect { .. } => requests(case, running, window),
+    };
+    let ended = running.ensure_running();
+    numbers.and_then(|numbers| ended.map(|()| numbers)).with_context(|| format!("{} through {}", case.name, running.side.name()))
+}
+
+/// Only the load of a case, for someone who looks at the proxies meanwhile.
+pub fn load_only(case: &Case, running: &Running, window: Window) -> Result<()> {
+    match case.kind {
+        Kind::Start { idle_connections } => {
+            let (target, settle) = (running.http(), window.warm_up + window.length);
+            running.pair.client.enter(|| load::idle_connections(idle_connections, target, settle, || Ok(())))
+        }
+        Kind::Tcp => tcp(running, window).map(drop),
+        Kind::Latency { rate, connections } => latency(running, window, rate, connections).map(drop),
+        Kind::Closed(_) | Kind::Connect { .. } => requests(case, running, window).map(drop),
+    }
+}
+
+fn start(running: &mut Running, connections: usize) -> Result<Numbers> {
+    running.restart()?;
+    let target = running.http();
+    let client = running.pair.client.clone();
+    let Some(proxies) = running.proxies() else { return Ok(Vec::new()) };
+    let (ready, meter) = (proxies.ready, proxies.client.meter());
+    // One more connection, so that what only the first ones bring is in the idle figure.
+    let idle = client.enter(|| load::idle_connections(1, target, SETTLE, || meter.resident()))?;
+    let more = client.enter(|| load::idle_connections(connections, target, SETTLE, || meter.resident()))?;
+    Ok(vec![
+        (Metric::Ready, ready.as_secs_f64() * 1e3),
+        (Metric::IdleMemory, megabytes(idle)),
+        (Metric::IdleConnectionsMemory, megabytes(more) - megabytes(idle)),
+    ])
+}
+
+fn requests(case: &Case, running: &Running, window: Window) -> Result<Numbers> {
+    let (target, meters) = (running.http(), running.meters());
+    let probe = || Ok((cpu(&meters)?, meters.first().map(Meter::resident).transpose()?));
+    let tally = running.pair.client.enter(|| match case.kind {
+        Kind::Connect { workers } => load::new_connections(workers, target, window, probe),
+        Kind::Closed(traffic) => load::closed_loop(traffic, target, window, probe),
+        Kind::Start { .. } | Kind::Latency { .. } | Kind::Tcp => unreachable!("measured elsewhere"),
+    })?;
+    let mut numbers = vec![(Metric::Requests, tally.count as f64 / tally.elapsed.as_secs_f64())];
+    numbers.extend(cpu_per_request(tally.count, &tally.before.0, &tally.after.0)?);
+    if matches!(case.kind, Kind::Closed(traffic) if traffic.connections > 100) {
+        numbers.extend(tally.after.1.map(|resident| (Metric::LoadedMemory, megabytes(resident))));
+    }
+    Ok(numbers)
+}
+
+fn latency(running: &Running, window: Window, rate: u32, connections: u32) -> Result<Numbers> {
+    let (target, meters) = (running.http(), running.meters());
+    let (tally, times) = running.pair.client.enter(|| load::constant_rate(rate, connections, target, window, || cpu(&meters)))?;
+    let at = |share| load::percentile(&times, share).as_secs_f64() * 1e6;
+    let mut numbers = vec![(Metric::LatencyP50, at(0.5)), (Metric::LatencyP99, at(0.99))];
+    numbers.extend(cpu_per_request(tally.count, &tally.before, &tally.after)?);
+    Ok(numbers)
+}
+
+fn tcp(running: &Running, window: Window) -> Result<Numbers> {
+    let (target, meters, server) = (running.sink(), running.meters(), &running.server);
+    let tally: Tally<Cpu> = running.pair.client.enter(|| load::stream_bytes(target, window, || server.swallowed(), || cpu(&meters)))?;
+    let gigabytes = tally.count as f64 / 1e9;
+    let mut numbers = vec![(Metric::Gigabits, gigabytes * 8.0 / tally.elapsed.as_secs_f64())];
+    if let Some(used) = used(&tally.before, &tally.after)? {
+        numbers.push((Metric::CpuPerGigabyte, used.as_secs_f64() / gigabytes));
+    }
+    Ok(numbers)
+}
+
+fn cpu_per_request(requests: u64, before: &Cpu, after: &Cpu) -> Result<Option<(Metric, f64)>> {
+    let used = used(before, after)?;
+    Ok(used.map(|used| (Metric::Cpu, used.as_secs_f64() * 1e6 / requests as f64 / after.len() as f64)))
+}
+
+/// What the proxies used between two readings. That one of them used nothing means that the traffic went past it.
+fn used(before: &Cpu, after: &Cpu) -> Result<Option<Duration>> {
+    let each: Vec<_> = before.iter().zip(after).map(|(before, after)| after.saturating_sub(*before)).collect();
+    ensure!(!each.contains(&Duration::ZERO), "a proxy used no CPU time: the traffic does not pass it");
+    Ok((!each.is_empty()).then(|| each.iter().sum()))
+}
+
+fn cpu(meters: &[Meter]) -> Result<Cpu> {
+    meters.iter().map(Meter::cpu).collect()
+}
+
+fn megabytes(bytes: u64) -> f64 {
+    bytes as f64 / 1e6
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn cpu_is_per_request_and_proxy() {
+        let number = cpu_per_request(100, &vec![MS, MS], &vec![MS * 2, MS * 4]).unwrap();
+        assert_eq!(number, Some((Metric::Cpu, 20.0)));
+    }
+
+    #[test]
+    fn a_proxy_that_sleeps_under_load_is_an_error() {
+        assert!(used(&vec![MS, MS], &vec![MS * 2, MS]).is_err());
+    }
+
+    #[test]
+    fn a_direct_connection_has_no_proxy_cost() {
+        assert_eq!(used(&vec![], &vec![]).unwrap(), None);
+    }
+}

@@ -1,0 +1,87 @@
+//! Looks into the proxies of one side while one case runs: stacks by perf, or system calls by strace.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    time::Duration,
+};
+
+use anyhow::{Context, Result, ensure};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+use crate::{
+    cases::Case,
+    config::Profile,
+    load::Window,
+    measure::load_only,
+    sides::{Proxies, Running},
+};
+
+/// Runs `case` while the profiler watches both proxies, one after the other for perf's sake: each gets a profile of its own.
+pub fn profile(how: Profile, case: &Case, running: &Running, window: Window, output: &Path) -> Result<()> {
+    let proxies = running.proxies().context("the direct side has no proxies to look at")?;
+    fs::create_dir_all(output).with_context(|| format!("make {}", output.display()))?;
+    let files = ["client", "server"].map(|role| output.join(format!("{}-{}-{role}.{}", case.name, running.side.name(), extension(how))));
+    let watchers = attach(how, proxies, &files)?;
+    let load = load_only(case, running, Window { warm_up: window.warm_up, length: window.length + Duration::from_millis(200) });
+    for watcher in watchers {
+        finish(watcher)?;
+    }
+    load?;
+    for (role, file) in ["client", "server"].iter().zip(&files) {
+        println!("\n== {}, {}, the {role}'s proxy: {}", case.title, running.side.name(), file.display());
+        println!("{}", summary(how, file)?);
+    }
+    Ok(())
+}
+
+fn extension(how: Profile) -> &'static str {
+    match how {
+        Profile::Perf => "perf.data",
+        Profile::Strace => "strace.txt",
+    }
+}
+
+fn attach(how: Profile, proxies: &Proxies, files: &[PathBuf; 2]) -> Result<Vec<Child>> {
+    let ids = [proxies.client.id(), proxies.server.id()];
+    let start = |(id, file): (u32, &PathBuf)| {
+        let mut command = match how {
+            Profile::Perf => Command::new("perf"),
+            Profile::Strace => Command::new("strace"),
+        };
+        match how {
+            Profile::Perf => command.args(["record", "--quiet", "-g", "-F", "997", "-o"]).arg(file).arg("-p").arg(id.to_string()),
+            Profile::Strace => command.args(["-c", "-f", "-o"]).arg(file).arg("-p").arg(id.to_string()),
+        };
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().context("start the profiler")
+    };
+    ids.into_iter().zip(files).map(start).collect()
+}
+
+/// Interrupted, both write what they have.
+fn finish(mut watcher: Child) -> Result<()> {
+    kill(Pid::from_raw(watcher.id() as i32), Signal::SIGINT).context("the profiler ended early; does it work here by hand?")?;
+    watcher.wait().context("wait for the profiler")?;
+    Ok(())
+}
+
+fn summary(how: Profile, file: &Path) -> Result<String> {
+    if how == Profile::Strace {
+        return fs::read_to_string(file).with_context(|| format!("read {}", file.display()));
+    }
+    let report = |arguments: &[&str]| {
+        let mut command = Command::new("perf");
+        command.args(["report", "--stdio", "--no-children", "-g", "none", "--percent-limit", "0.7", "-i"]).arg(file).args(arguments);
+        let output = command.output().context("run perf report")?;
+        let problem = String::from_utf8_lossy(&output.stderr).into_owned();
+        ensure!(output.status.success(), "perf report: {}", problem.trim());
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        anyhow::Ok(text.lines().filter(|line| !line.starts_with('#') && !line.trim().is_empty()).collect::<Vec<_>>().join("\n"))
+    };
+    let (programs, functions) = (report(&["--sort", "dso"])?, report(&["--sort", "dso,symbol"])?);
+    Ok(format!("{programs}\n\n{functions}\n\nstacks: perf report --stdio --no-children -i {}", file.display()))
+}

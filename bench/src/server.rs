@@ -1,0 +1,182 @@
+//! The origin server: answers every request with the same 1 kB over HTTP/1.1, HTTP/2 or gRPC on one port, and swallows bytes on
+//! another. It does as little as it can, so that the machine's time is left to the proxies. It never reads what is asked.
+
+use std::{
+    collections::VecDeque,
+    io,
+    net::Ipv4Addr,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+        mpsc,
+    },
+    thread,
+    time::Duration,
+};
+
+use anyhow::{Context, Result};
+use memchr::memmem;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpListener, TcpStream},
+    runtime, task,
+    time::sleep,
+};
+
+use crate::{
+    http2::{END_STREAM, Field, Frame, PREFACE, Session, kind, put_frame},
+    network::{Namespace, SERVER},
+};
+
+/// Where HTTP is served.
+pub const HTTP_PORT: u16 = 8080;
+/// Where bytes are swallowed.
+pub const SINK_PORT: u16 = 9000;
+/// The length of every response's body.
+pub const BODY: usize = 1024;
+
+const OK: Field = Field::Static(8);
+const PAGE: [Field; 4] =
+    [OK, Field::Literal("content-type", "text/plain"), Field::Literal("content-length", "1024"), Field::Literal("server", "bench-origin")];
+const REPLY: [Field; 2] = [OK, Field::Literal("content-type", "application/grpc")];
+const TRAILERS: [Field; 1] = [Field::Literal("grpc-status", "0")];
+
+/// A server that runs until the program ends.
+pub struct Server {
+    swallowed: Arc<AtomicU64>,
+}
+
+impl Server {
+    /// Starts it in `namespace`; returns when it listens.
+    pub fn start(namespace: &Namespace) -> Result<Self> {
+        let swallowed = Arc::new(AtomicU64::new(0));
+        let counter = swallowed.clone();
+        namespace.enter(|| {
+            let (ready, listening) = mpsc::channel();
+            // A thread started inside stays inside.
+            thread::Builder::new().name("origin".into()).spawn(move || run(counter, &ready)).context("start the server's thread")?;
+            listening.recv().context("the server ended before it listened")?
+        })?;
+        Ok(Server { swallowed })
+    }
+
+    /// Bytes that have arrived at the sink so far.
+    pub fn swallowed(&self) -> u64 {
+        self.swallowed.load(Ordering::Relaxed)
+    }
+}
+
+fn run(swallowed: Arc<AtomicU64>, ready: &mpsc::Sender<Result<()>>) {
+    let serve = async {
+        let http = TcpListener::bind((SERVER, HTTP_PORT)).await.context("listen for HTTP")?;
+        let sink = TcpListener::bind((Ipv4Addr::UNSPECIFIED, SINK_PORT)).await.context("listen for bytes")?;
+        // The starter may have given up; then nobody listens to this.
+        let _ = ready.send(Ok(()));
+        tokio::join!(
+            accept(http, |stream| _ = task::spawn_local(answer(stream))),
+            accept(sink, |stream| _ = task::spawn_local(swallow(stream, swallowed.clone()))),
+        );
+        Ok(())
+    };
+    let runtime = runtime::Builder::new_current_thread().enable_all().build();
+    let outcome: Result<()> = match runtime {
+        Ok(runtime) => task::LocalSet::new().block_on(&runtime, serve),
+        Err(problem) => Err(problem.into()),
+    };
+    if let Err(problem) = outcome {
+        let _ = ready.send(Err(problem));
+    }
+}
+
+async fn accept(listener: TcpListener, serve: impl Fn(TcpStream)) {
+    loop {
+        match listener.accept().await {
+            Ok((stream, _)) => serve(stream),
+            // The client has gone, or files are short, which ends with the connections of a case.
+            Err(_) => sleep(Duration::from_millis(10)).await,
+        }
+    }
+}
+
+/// One connection. What goes wrong on it ends it: the client notices and reports.
+async fn answer(mut stream: TcpStream) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    let mut input = Vec::with_capacity(16 * 1024);
+    while input.len() < PREFACE.len() && PREFACE.starts_with(&input) {
+        if stream.read_buf(&mut input).await? == 0 {
+            return Ok(());
+        }
+    }
+    if input.starts_with(PREFACE) {
+        input.drain(..PREFACE.len());
+        return answer_http2(stream, input).await;
+    }
+    answer_http1(stream, input).await
+}
+
+async fn answer_http1(mut stream: TcpStream, mut input: Vec<u8>) -> io::Result<()> {
+    let head = format!("HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: {BODY}\r\nServer: bench-origin\r\n\r\n");
+    let response = [head.as_bytes(), &[b'x'; BODY]].concat();
+    let mut output = Vec::new();
+    loop {
+        let mut taken = 0;
+        while let Some(end) = memmem::find(&input[taken..], b"\r\n\r\n") {
+            taken += end + 4;
+            output.extend_from_slice(&response);
+        }
+        input.drain(..taken);
+        stream.write_all(&output).await?;
+        output.clear();
+        if stream.read_buf(&mut input).await? == 0 {
+            return Ok(());
+        }
+    }
+}
+
+async fn answer_http2(mut stream: TcpStream, mut input: Vec<u8>) -> io::Result<()> {
+    let message = [&[0, 0, 0, 4, 0][..], &[b'x'; BODY]].concat();
+    let mut session = Session::new(message.len());
+    let mut output = Vec::new();
+    session.greet(&mut output);
+    // (stream, whether it is a call): answered when the connection's window lets them.
+    let mut waiting: VecDeque<(u32, bool)> = VecDeque::new();
+    loop {
+        let mut taken = 0;
+        while let Some((frame, length)) = Frame::parse(&input[taken..]) {
+            session.receive(&frame, &mut output).map_err(io::Error::other)?;
+            if frame.ends_stream() {
+                waiting.push_back((frame.stream, frame.kind == kind::DATA));
+            }
+            taken += length;
+        }
+        input.drain(..taken);
+        while let Some(&(id, call)) = waiting.front()
+            && session.may_send(message.len())
+        {
+            waiting.pop_front();
+            if call {
+                session.put_headers(&mut output, id, 0, &REPLY);
+                put_frame(&mut output, kind::DATA, 0, id, &message);
+                session.put_headers(&mut output, id, END_STREAM, &TRAILERS);
+            } else {
+                session.put_headers(&mut output, id, 0, &PAGE);
+                put_frame(&mut output, kind::DATA, END_STREAM, id, &message[5..]);
+            }
+        }
+        stream.write_all(&output).await?;
+        output.clear();
+        if stream.read_buf(&mut input).await? == 0 {
+            return Ok(());
+        }
+    }
+}
+
+async fn swallow(mut stream: TcpStream, swallowed: Arc<AtomicU64>) -> io::Result<()> {
+    let mut buffer = vec![0; 256 * 1024];
+    loop {
+        match stream.read(&mut buffer).await? {
+            0 => return Ok(()),
+            read => swallowed.fetch_add(read as u64, Ordering::Relaxed),
+        };
+    }
+}

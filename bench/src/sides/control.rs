@@ -1,0 +1,166 @@
+//! The real controller for the mesh sides: its catalog holds one Service with one endpoint, its keys are made for this run.
+
+use std::{
+    fs,
+    net::{Ipv4Addr, SocketAddr},
+    path::{Path, PathBuf},
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use anyhow::{Context, Result};
+use jsonwebtoken::{Algorithm, EncodingKey, Header, jwk::Jwk};
+use rcgen::KeyPair;
+use serde_json::json;
+
+use super::{reachable, write_readable};
+use crate::{
+    config::Programs,
+    network::{CLIENT, CLUSTER, ControlNetwork, Gate, Pair, SERVER},
+    process::{Meter, Process, Program},
+    server::{HTTP_PORT, SINK_PORT},
+};
+
+const ADMIN_PORT: u16 = 8081;
+
+/// The running controller. Both mesh sides share it: their pods have the same names and addresses.
+pub struct Control {
+    network: ControlNetwork,
+    controller: Process,
+}
+
+impl Control {
+    /// Writes its catalog and keys, starts it and waits until it is ready.
+    pub fn start(programs: &Programs, gate: &Gate) -> Result<Self> {
+        let network = ControlNetwork::make(gate)?;
+        let catalog = programs.state.join("catalog");
+        fs::create_dir_all(&catalog).with_context(|| format!("make {}", catalog.display()))?;
+        write_readable(&catalog.join("bench.yaml"), &objects())?;
+        let keys = programs.state.join("jwks.json");
+        write_readable(&keys, &tokens(&programs.state)?)?;
+        let arguments = ["--catalog", &format!("files:{}", catalog.display()), "--authenticator", &format!("jwks:{}", keys.display())];
+        let program = Program {
+            name: "controller".to_string(),
+            path: reachable(&programs.controller, &programs.state)?,
+            arguments: arguments.map(String::from).to_vec(),
+            environment: vec![("POD_NAMESPACE", "service-mesh".to_string())],
+            uid: 65532,
+        };
+        let mut controller = Process::start(program, &network.namespace, &programs.state)?;
+        controller.wait_ready(&network.namespace, SocketAddr::from((Ipv4Addr::LOCALHOST, ADMIN_PORT)), "/ready")?;
+        Ok(Control { network, controller })
+    }
+
+    /// Where its CPU time and memory are read.
+    pub fn meter(&self) -> Meter {
+        self.controller.meter()
+    }
+
+    /// Connects a side's pods with it.
+    pub fn plug(&mut self, pair: &Pair) -> Result<()> {
+        self.network.plug(&pair.client)?;
+        self.network.plug(&pair.server)
+    }
+}
+
+/// Who a proxy is.
+#[derive(Clone, Copy)]
+pub(super) enum Workload {
+    Client,
+    Server,
+}
+
+impl Workload {
+    const BOTH: [Workload; 2] = [Workload::Client, Workload::Server];
+
+    /// Its namespace, pod and service account.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Workload::Client => "http-client",
+            Workload::Server => "http-server",
+        }
+    }
+
+    /// Where its token lies.
+    pub(super) fn token_file(self, state: &Path) -> PathBuf {
+        state.join(format!("{}.token", self.name()))
+    }
+
+    fn uid(self) -> String {
+        format!("{}-0000-4000-8000-000000000000", self.name())
+    }
+
+    fn address(self) -> Ipv4Addr {
+        match self {
+            Workload::Client => CLIENT,
+            Workload::Server => SERVER,
+        }
+    }
+}
+
+/// Writes a token for each workload and gives the key set that proves them.
+fn tokens(state: &Path) -> Result<String> {
+    let pair = KeyPair::generate().context("make a key")?;
+    let key = EncodingKey::from_ec_pem(pair.serialize_pem().as_bytes()).context("take the key over")?;
+    let mut jwk = Jwk::from_encoding_key(&key, Algorithm::ES256).context("make a JWK")?;
+    jwk.common.key_id = Some("bench".to_string());
+    let header = Header { kid: Some("bench".to_string()), ..Header::new(Algorithm::ES256) };
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock stands before 1970")?.as_secs();
+    for workload in Workload::BOTH {
+        let name = workload.name();
+        let claims = json!({
+            "aud": ["diy-service-mesh"], "iss": "bench", "iat": now, "nbf": now, "exp": now + 24 * 3600,
+            "sub": format!("system:serviceaccount:{name}:{name}"),
+            "kubernetes.io": {
+                "namespace": name,
+                "pod": { "name": name, "uid": workload.uid() },
+                "serviceaccount": { "name": name, "uid": workload.uid() },
+            },
+        });
+        let token = jsonwebtoken::encode(&header, &claims, &key).context("sign a token")?;
+        write_readable(&workload.token_file(state), &token)?;
+    }
+    Ok(json!({ "keys": [jwk] }).to_string())
+}
+
+/// The Service, its EndpointSlice and the pods.
+fn objects() -> String {
+    let ports = [("http", 80, HTTP_PORT), ("bytes", SINK_PORT, SINK_PORT)];
+    let mut items: Vec<_> = Workload::BOTH.iter().map(|&workload| pod(workload)).collect();
+    items.push(json!({
+        "apiVersion": "v1", "kind": "Service", "metadata": { "name": "http-server", "namespace": "http-server" },
+        "spec": {
+            "type": "ClusterIP", "clusterIP": CLUSTER, "clusterIPs": [CLUSTER], "ipFamilies": ["IPv4"],
+            "selector": { "app": "http-server" },
+            "ports": ports.map(|(name, port, target)| json!({ "name": name, "port": port, "targetPort": target, "protocol": "TCP" })),
+        },
+    }));
+    items.push(json!({
+        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+        "metadata": {
+            "name": "http-server-bench", "namespace": "http-server", "labels": { "kubernetes.io/service-name": "http-server" },
+        },
+        "endpoints": [{
+            "addresses": [SERVER], "conditions": { "ready": true, "serving": true, "terminating": false },
+            "targetRef": { "kind": "Pod", "name": "http-server", "namespace": "http-server" },
+        }],
+        "ports": ports.map(|(name, _, target)| json!({ "name": name, "port": target, "protocol": "TCP" })),
+    }));
+    let documents: Vec<_> = items.iter().map(ToString::to_string).collect();
+    documents.join("\n---\n")
+}
+
+fn pod(workload: Workload) -> serde_json::Value {
+    let (name, address) = (workload.name(), workload.address());
+    json!({
+        "apiVersion": "v1", "kind": "Pod",
+        "metadata": {
+            "name": name, "namespace": name, "uid": workload.uid(), "labels": { "app": name },
+            "annotations": { "diy-service-mesh/inject": "true", "diy-service-mesh/status": "injected" },
+        },
+        "spec": { "serviceAccountName": name, "containers": [{ "name": name, "image": name }] },
+        "status": {
+            "phase": "Running", "podIP": address, "podIPs": [{ "ip": address }],
+            "conditions": [{ "type": "Ready", "status": "True" }],
+        },
+    })
+}
