@@ -7,6 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use http::StatusCode;
 
+use crate::discovery::DiscoveryStats;
 use crate::dump::Direction;
 use crate::error::Failure;
 
@@ -111,7 +112,7 @@ impl Metrics {
     }
 
     /// The exposition format of Prometheus, version 0.0.4.
-    pub fn render(&self) -> String {
+    pub fn render(&self, discovery: &DiscoveryStats) -> String {
         let mut page = Page(String::with_capacity(8 * 1024));
         page.family("connections_total", "counter", "Connections accepted.");
         self.each(|flows, direction| page.sample("connections_total", &[("direction", direction)], get(&flows.connections)));
@@ -142,6 +143,7 @@ impl Metrics {
             page.sample("opaque_bytes_total", &[("direction", direction), ("way", "sent")], get(&flows.opaque_sent));
             page.sample("opaque_bytes_total", &[("direction", direction), ("way", "received")], get(&flows.opaque_received));
         });
+        render_discovery(discovery, &mut page);
         self.render_process(&mut page);
         page.0
     }
@@ -170,6 +172,23 @@ impl Metrics {
         for direction in [Direction::Inbound, Direction::Outbound] {
             render(self.flows(direction), direction.name());
         }
+    }
+}
+
+fn render_discovery(stats: &DiscoveryStats, page: &mut Page) {
+    page.family("discovery_connected", "gauge", "1 while the stream to the controller stands.");
+    page.sample("discovery_connected", &[], u8::from(stats.connected()));
+    page.family("discovery_subscriptions", "gauge", "Destinations that the proxy is subscribed to.");
+    page.sample("discovery_subscriptions", &[], stats.subscriptions());
+    page.family("discovery_refused_total", "counter", "Destinations that passed through because too many were subscribed to.");
+    page.sample("discovery_refused_total", &[], stats.refused());
+    page.family("discovery_broken_total", "counter", "Things in the controller's answers that made no sense.");
+    page.sample("discovery_broken_total", &[], stats.broken());
+    page.family("discovery_reconnects_total", "counter", "Tries to open the stream after the first one.");
+    page.sample("discovery_reconnects_total", &[], stats.reconnects());
+    if let Some(age) = stats.last_message_age() {
+        page.family("discovery_last_message_age_seconds", "gauge", "How long ago the controller last sent an answer.");
+        page.sample("discovery_last_message_age_seconds", &[], age.as_secs_f64());
     }
 }
 
@@ -246,7 +265,7 @@ mod tests {
         metrics.request(Direction::Outbound, Protocol::Http2, StatusCode::NOT_FOUND);
         metrics.failure(Direction::Outbound, &Failure::NoEndpoint("a/b".into()));
         metrics.opaque(Direction::Inbound, 10, 20);
-        let samples = parse(&metrics.render());
+        let samples = parse(&metrics.render(crate::discovery::Discovery::off().stats()));
         let sample = |name: &str| samples[&format!("diy_mesh_proxy_{name}")];
         assert_eq!(sample("connections_total{direction=\"inbound\"}"), 2.0);
         assert_eq!(sample("connections_open{direction=\"inbound\"}"), 1.0);
@@ -256,7 +275,10 @@ mod tests {
         assert_eq!(sample("opaque_bytes_total{direction=\"inbound\",way=\"received\"}"), 20.0);
         assert!(sample("resident_memory_bytes") > 100_000.0 && sample("start_time_seconds") > 1.7e9);
         drop(open);
-        assert_eq!(parse(&metrics.render())["diy_mesh_proxy_connections_open{direction=\"inbound\"}"], 0.0);
+        assert_eq!(
+            parse(&metrics.render(crate::discovery::Discovery::off().stats()))["diy_mesh_proxy_connections_open{direction=\"inbound\"}"],
+            0.0
+        );
     }
 
     #[test]

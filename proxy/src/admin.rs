@@ -1,0 +1,271 @@
+//! The admin server: `/live`, `/ready` and `/metrics` for the kubelet, Prometheus and people. It runs on the main thread, apart
+//! from traffic, and what one of its clients can hold of it is bounded. It changes nothing.
+
+use std::convert::Infallible;
+use std::io;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::{ALLOW, CONTENT_TYPE};
+use http::{HeaderValue, Method, Request, Response, StatusCode};
+use http_body_util::Full;
+use hyper::body::Incoming;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use socket2::{Domain, Protocol, Socket, Type};
+use tokio::net::TcpStream;
+use tokio::sync::Semaphore;
+
+use crate::discovery::Discovery;
+use crate::metrics::Metrics;
+
+/// Connections at once; who comes after that waits for a place.
+const MAX_CONNECTIONS: usize = 256;
+/// How long one connection may take in all. It carries one request.
+const CONNECTION_TIME: Duration = Duration::from_secs(10);
+/// How long to wait after an error of accept(2), which is mostly a lack of files.
+const ACCEPT_BACKOFF: Duration = Duration::from_millis(100);
+const PATHS: &str = "/live     the process answers\n/ready    the proxy can carry traffic\n/metrics  counters for Prometheus\n";
+
+/// Whether the proxy can carry traffic: each part that must be up first registers a condition. Cheap to clone.
+#[derive(Clone, Debug, Default)]
+pub struct Readiness {
+    state: Arc<Mutex<ReadinessState>>,
+}
+
+#[derive(Debug, Default)]
+struct ReadinessState {
+    /// Names, and why they are not met yet; `None`: met.
+    conditions: Vec<(&'static str, Option<&'static str>)>,
+    draining: bool,
+}
+
+/// Something that must be so before the proxy is ready.
+#[derive(Debug)]
+pub struct Condition {
+    state: Arc<Mutex<ReadinessState>>,
+    index: usize,
+}
+
+impl Readiness {
+    /// Ready, as long as there is no condition.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// A condition that is not met yet, because of `reason`.
+    pub fn condition(&self, name: &'static str, reason: &'static str) -> Condition {
+        let mut state = lock(&self.state);
+        state.conditions.push((name, Some(reason)));
+        Condition { state: self.state.clone(), index: state.conditions.len() - 1 }
+    }
+
+    /// The proxy is about to end: it is not ready any more.
+    pub fn drain(&self) {
+        lock(&self.state).draining = true;
+    }
+
+    /// Why the proxy is not ready, one reason a line; empty: it is.
+    pub fn reasons(&self) -> String {
+        let state = lock(&self.state);
+        let draining = state.draining.then(|| "draining: the proxy is about to end\n".to_owned());
+        let unmet = state.conditions.iter().filter_map(|(name, reason)| reason.map(|reason| format!("{name}: {reason}\n")));
+        draining.into_iter().chain(unmet).collect()
+    }
+}
+
+impl Condition {
+    /// It is so.
+    pub fn met(&self) {
+        lock(&self.state).conditions[self.index].1 = None;
+    }
+
+    /// It is not so any more, because of `reason`.
+    pub fn unmet(&self, reason: &'static str) {
+        lock(&self.state).conditions[self.index].1 = Some(reason);
+    }
+}
+
+/// The state is right after each step, so a panic elsewhere does no harm to it.
+fn lock(state: &Mutex<ReadinessState>) -> MutexGuard<'_, ReadinessState> {
+    state.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What the admin server shows.
+#[derive(Clone)]
+pub struct Admin {
+    /// For `/ready`.
+    pub readiness: Readiness,
+    /// For `/metrics`.
+    pub metrics: Arc<Metrics>,
+    /// For `/metrics`.
+    pub discovery: Discovery,
+}
+
+/// Binds the port on all addresses, of both families where there is IPv6.
+pub fn bind(port: u16) -> io::Result<Vec<TcpListener>> {
+    let v6 = bind_one(SocketAddr::from((Ipv6Addr::UNSPECIFIED, port)));
+    let listener = match v6 {
+        Err(error) if error.kind() == io::ErrorKind::AddrInUse => Err(error),
+        Err(_) => bind_one(SocketAddr::from((Ipv4Addr::UNSPECIFIED, port))),
+        bound => bound,
+    };
+    let explained = listener.map_err(|error| io::Error::new(error.kind(), format!("can't listen on port {port} (--admin-port): {error}")));
+    Ok(vec![explained?])
+}
+
+fn bind_one(address: SocketAddr) -> io::Result<TcpListener> {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    if address.is_ipv6() {
+        socket.set_only_v6(false)?;
+    }
+    socket.set_reuse_address(true)?;
+    socket.set_nonblocking(true)?;
+    socket.bind(&address.into())?;
+    socket.listen(128)?;
+    Ok(socket.into())
+}
+
+impl Admin {
+    /// Answers on all listeners, for ever.
+    pub async fn serve(self, listeners: Vec<TcpListener>) {
+        let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+        let admin = Arc::new(self);
+        let mut loops = tokio::task::JoinSet::new();
+        for listener in listeners {
+            loops.spawn(accept(listener, places.clone(), admin.clone()));
+        }
+        loops.join_all().await;
+    }
+
+    fn answer(&self, method: &Method, path: &str) -> Response<Full<Bytes>> {
+        let (status, text) = match path {
+            _ if *method != Method::GET && *method != Method::HEAD => (StatusCode::METHOD_NOT_ALLOWED, "only GET and HEAD\n".to_owned()),
+            "/live" => (StatusCode::OK, "live\n".to_owned()),
+            "/ready" => match self.readiness.reasons() {
+                reasons if reasons.is_empty() => (StatusCode::OK, "ready\n".to_owned()),
+                reasons => (StatusCode::SERVICE_UNAVAILABLE, reasons),
+            },
+            "/metrics" => (StatusCode::OK, self.metrics.render(self.discovery.stats())),
+            _ => (StatusCode::NOT_FOUND, format!("there is no {path} here; there are\n{PATHS}")),
+        };
+        let kind = if path == "/metrics" { "text/plain; version=0.0.4; charset=utf-8" } else { "text/plain; charset=utf-8" };
+        let mut response = Response::new(Full::from(text));
+        *response.status_mut() = status;
+        response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+        if status == StatusCode::METHOD_NOT_ALLOWED {
+            response.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
+        }
+        response
+    }
+}
+
+async fn accept(listener: TcpListener, places: Arc<Semaphore>, admin: Arc<Admin>) {
+    let listener = match tokio::net::TcpListener::from_std(listener) {
+        Ok(listener) => listener,
+        Err(error) => return tracing::error!("the admin server can't listen: {error}"),
+    };
+    loop {
+        let Ok(place) = places.clone().acquire_owned().await else { return };
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                let admin = admin.clone();
+                tokio::spawn(async move {
+                    serve_connection(stream, &admin).await;
+                    drop(place);
+                });
+            }
+            Err(error) => {
+                tracing::warn!("the admin server can't accept a connection: {error}");
+                tokio::time::sleep(ACCEPT_BACKOFF).await;
+            }
+        }
+    }
+}
+
+async fn serve_connection(stream: TcpStream, admin: &Admin) {
+    let service = service_fn(async |request: Request<Incoming>| Ok::<_, Infallible>(admin.answer(request.method(), request.uri().path())));
+    let connection = hyper::server::conn::http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(CONNECTION_TIME)
+        .keep_alive(false)
+        .max_buf_size(16 * 1024)
+        .serve_connection(TokioIo::new(stream), service);
+    match tokio::time::timeout(CONNECTION_TIME, connection).await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => tracing::debug!("admin connection: {error}"),
+        Err(_) => tracing::debug!("admin connection closed: it took more than {CONNECTION_TIME:?}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    async fn start() -> (SocketAddr, Readiness) {
+        let admin = Admin { readiness: Readiness::new(), metrics: Metrics::new(), discovery: Discovery::off() };
+        let readiness = admin.readiness.clone();
+        let listeners = bind(0).unwrap();
+        let port = listeners[0].local_addr().unwrap().port();
+        tokio::spawn(admin.serve(listeners));
+        (SocketAddr::from((Ipv4Addr::LOCALHOST, port)), readiness)
+    }
+
+    async fn ask(address: SocketAddr, method: &str, path: &str) -> (u16, String) {
+        let mut stream = TcpStream::connect(address).await.unwrap();
+        stream.write_all(format!("{method} {path} HTTP/1.1\r\nhost: a\r\n\r\n").as_bytes()).await.unwrap();
+        let mut response = String::new();
+        stream.read_to_string(&mut response).await.unwrap();
+        let (head, body) = response.split_once("\r\n\r\n").unwrap();
+        (head[9..12].parse().unwrap(), body.to_owned())
+    }
+
+    #[tokio::test]
+    async fn readiness_follows_its_conditions_and_draining_ends_it() {
+        let (address, readiness) = start().await;
+        let (one, other) = (readiness.condition("listeners", "not yet"), readiness.condition("discovery", "no answer"));
+        assert_eq!(ask(address, "GET", "/ready").await, (503, "listeners: not yet\ndiscovery: no answer\n".to_owned()));
+        one.met();
+        assert_eq!(ask(address, "GET", "/ready").await, (503, "discovery: no answer\n".to_owned()));
+        other.met();
+        assert_eq!(ask(address, "GET", "/ready").await, (200, "ready\n".to_owned()));
+        one.unmet("gone");
+        assert_eq!(ask(address, "GET", "/ready").await, (503, "listeners: gone\n".to_owned()));
+        one.met();
+        readiness.drain();
+        assert_eq!(ask(address, "GET", "/ready").await.0, 503);
+        assert_eq!(ask(address, "GET", "/live").await, (200, "live\n".to_owned()));
+    }
+
+    #[tokio::test]
+    async fn metrics_are_served_and_other_paths_are_named() {
+        let (address, _) = start().await;
+        let (status, page) = ask(address, "GET", "/metrics").await;
+        assert!(status == 200 && page.contains("\ndiy_mesh_proxy_connections_open{direction=\"inbound\"} 0\n"), "{page}");
+        let (status, text) = ask(address, "GET", "/").await;
+        assert!(status == 404 && text.contains("/metrics"), "{text}");
+        assert_eq!(ask(address, "POST", "/live").await.0, 405);
+        assert_eq!(ask(address, "HEAD", "/live").await, (200, String::new()));
+    }
+
+    #[tokio::test]
+    async fn silent_clients_do_not_keep_others_out() {
+        let (address, _) = start().await;
+        let mut silent = Vec::new();
+        for _ in 0..MAX_CONNECTIONS / 2 {
+            silent.push(TcpStream::connect(address).await.unwrap());
+        }
+        assert_eq!(ask(address, "GET", "/live").await.0, 200);
+    }
+
+    #[tokio::test]
+    async fn a_port_in_use_is_named() {
+        let taken = bind(0).unwrap();
+        let port = taken[0].local_addr().unwrap().port();
+        let error = bind(port).unwrap_err();
+        assert!(error.to_string().contains(&format!("port {port} (--admin-port)")), "{error}");
+    }
+}
