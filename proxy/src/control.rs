@@ -12,8 +12,9 @@ use tonic::metadata::{Ascii, MetadataValue};
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Request, Status, Streaming};
 
-/// A connection that takes longer than this to be made, or to answer, counts as failed.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long the name, the connection and the handshake may take; and how long all of it together with the answer.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
+const OPEN_TIMEOUT: Duration = Duration::from_secs(5);
 /// A ping every so often on the quiet connection, and how long its answer may take: a controller whose machine died is
 /// noticed within the sum of both.
 const PING_EVERY: Duration = Duration::from_secs(5);
@@ -59,7 +60,7 @@ pub enum ControlError {
     #[error("the controller refused: {}", said(.0))]
     Refused(Status),
     /// Neither yes nor no.
-    #[error("the controller at {address} did not answer within {CONNECT_TIMEOUT:?}")]
+    #[error("the controller at {address} did not answer within {OPEN_TIMEOUT:?}")]
     Timeout {
         /// Who.
         address: String,
@@ -113,7 +114,7 @@ impl Control {
             let mut client = ServiceMeshServiceClient::new(self.connect().await?).max_decoding_message_size(MAX_MESSAGE);
             Ok(client.discover(request).await.map_err(ControlError::Refused)?.into_inner())
         };
-        tokio::time::timeout(CONNECT_TIMEOUT, call).await.unwrap_or(Err(ControlError::Timeout { address }))
+        tokio::time::timeout(OPEN_TIMEOUT, call).await.unwrap_or(Err(ControlError::Timeout { address }))
     }
 
     async fn connect(&self) -> Result<Channel, ControlError> {

@@ -4,6 +4,8 @@
 
 mod table;
 mod target;
+#[cfg(test)]
+mod tests;
 
 use std::future::Future;
 use std::net::SocketAddr;
@@ -122,10 +124,11 @@ impl Discovery {
 
     /// What `destination` is, now and whenever that changes. Waits a bounded time for a first answer; where the controller is known
     /// to be away it returns at once with what is known, or with [`Target::Unknown`]. The receiver is closed where nothing will
-    /// ever come: over the limit, or at the end.
+    /// ever come: over the limit, at the end, or for port 0, which is no place.
     pub async fn watch(&self, destination: SocketAddr) -> watch::Receiver<Arc<Target>> {
         let (answer, answered) = oneshot::channel();
-        if self.questions.send(Question { destination, answer }).await.is_ok()
+        if destination.port() != 0
+            && self.questions.send(Question { destination, answer }).await.is_ok()
             && let Ok(Watched { mut receiver, settled }) = answered.await
         {
             if !settled {
@@ -145,6 +148,33 @@ impl Discovery {
     /// Counters for the admin server.
     pub fn stats(&self) -> &DiscoveryStats {
         &self.stats
+    }
+}
+
+/// The main thread's place, taken by a test of the workers' side.
+#[cfg(test)]
+pub(crate) struct Questions(mpsc::Receiver<Question>);
+
+#[cfg(test)]
+impl Questions {
+    /// The next destination that is asked about, and the way to answer: it leaves the test what news can be sent to.
+    pub(crate) async fn next(&mut self) -> (SocketAddr, impl FnOnce(Arc<Target>) -> watch::Sender<Arc<Target>> + use<>) {
+        let Question { destination, answer } = self.0.recv().await.expect("a handle is left");
+        (destination, move |target| {
+            let (sender, receiver) = watch::channel(target);
+            // Whoever asked may have given up.
+            let _ = answer.send(Watched { receiver, settled: true });
+            sender
+        })
+    }
+}
+
+#[cfg(test)]
+impl Discovery {
+    /// Discovery whose questions the test answers.
+    pub(crate) fn by_hand() -> (Self, Questions) {
+        let (questions, asked) = mpsc::channel(QUEUED_QUESTIONS);
+        (Self { questions, ..Self::off() }, Questions(asked))
     }
 }
 

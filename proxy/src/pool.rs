@@ -89,3 +89,91 @@ impl Pool {
         self.http1.borrow().len()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    use tokio::net::{TcpListener, TcpStream};
+
+    /// Connections and their far ends.
+    async fn connections(count: usize) -> (Vec<Io>, Vec<TcpStream>) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("loopback");
+        let address = listener.local_addr().expect("bound");
+        let (mut near, mut far) = (Vec::new(), Vec::new());
+        for _ in 0..count {
+            let (connected, accepted) = tokio::join!(TcpStream::connect(address), listener.accept());
+            near.push(Io::new(connected.expect("loopback")));
+            far.push(accepted.expect("loopback").0);
+        }
+        (near, far)
+    }
+
+    /// Waits until the far end's leaving has arrived.
+    async fn wait_until_stale(io: &Io) {
+        let stale = async {
+            while !io.is_stale() {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(20), stale).await.expect("loopback is not that slow");
+    }
+
+    #[tokio::test]
+    async fn the_last_one_back_is_the_first_one_out() {
+        let (near, _far) = connections(3).await;
+        let (pool, now) = (Pool::default(), Instant::now());
+        near.into_iter().for_each(|io| pool.checkin_http1(io, now));
+        assert_eq!(pool.idle_http1(), 3);
+        for left in [2, 1, 0] {
+            assert!(pool.checkout_http1().is_some());
+            assert_eq!(pool.idle_http1(), left);
+        }
+        assert!(pool.checkout_http1().is_none());
+    }
+
+    #[tokio::test]
+    async fn connections_that_died_while_idle_are_not_handed_out() {
+        let (mut near, mut far) = connections(2).await;
+        drop(far.pop());
+        wait_until_stale(&near[1]).await;
+        let pool = Pool::default();
+        near.drain(..).for_each(|io| pool.checkin_http1(io, Instant::now()));
+        let alive = pool.checkout_http1().expect("the other one stands");
+        assert!(!alive.is_stale() && pool.idle_http1() == 0);
+    }
+
+    #[tokio::test]
+    async fn idle_ones_are_closed_by_age_and_dead_ones_at_once() {
+        let (near, mut far) = connections(3).await;
+        drop(far.pop());
+        wait_until_stale(&near[2]).await;
+        let (pool, start) = (Pool::default(), Instant::now());
+        for (io, age) in near.into_iter().zip([0, 10, 20]) {
+            pool.checkin_http1(io, start + Duration::from_secs(age));
+        }
+        pool.evict_idle(start + Duration::from_secs(10));
+        assert_eq!(pool.idle_http1(), 1);
+    }
+
+    #[tokio::test]
+    async fn a_closed_pool_holds_nothing_and_takes_nothing() {
+        let (near, _far) = connections(2).await;
+        let (pool, mut near) = (Pool::default(), near.into_iter());
+        let mut back = || pool.checkin_http1(near.next().expect("two were made"), Instant::now());
+        back();
+        pool.close();
+        assert_eq!(pool.idle_http1(), 0);
+        back();
+        assert!(pool.is_closed() && pool.checkout_http1().is_none());
+    }
+
+    #[tokio::test]
+    async fn no_more_than_the_limit_stay() {
+        let (near, _far) = connections(MAX_IDLE + 1).await;
+        let pool = Pool::default();
+        near.into_iter().for_each(|io| pool.checkin_http1(io, Instant::now()));
+        assert_eq!(pool.idle_http1(), MAX_IDLE);
+    }
+}

@@ -4,6 +4,8 @@
 mod endpoint;
 mod ewma;
 mod p2c;
+#[cfg(test)]
+mod tests;
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -140,7 +142,6 @@ impl Slot {
             Some(destination) => (Rc::strong_count(destination) > 1, destination.is_orphaned()),
             None => (false, false),
         };
-        // Its own count tells whether somebody waits for the first answer.
         if self.touched.take() || held {
             self.idle_since.set(None);
         }
@@ -215,7 +216,9 @@ impl State {
         let itself = || vec![endpoint::bare(address)];
         let (name, app_protocol, endpoints) = match target {
             Target::Unknown => (address.to_string(), AppProtocol::Detect, itself()),
-            Target::Service(service) => (format!("{}/{}", service.namespace, service.name), service.app_protocol, service.endpoints.clone()),
+            Target::Service(service) => {
+                (format!("{}/{}", service.namespace, service.name), service.app_protocol, service.endpoints.clone())
+            }
             Target::Pod(pod) => (format!("{}/{}", pod.namespace, pod.name), pod.app_protocol, vec![pod.endpoint.clone()]),
         };
         Self { name: name.into(), app_protocol, members: merge(before, endpoints) }

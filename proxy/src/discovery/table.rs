@@ -109,10 +109,11 @@ impl Table {
         self.entries.iter_mut().map(ask).collect()
     }
 
-    /// Forgets what nobody has watched for the time `idle`, and asks anew for what was lost. To be called while there is a stream:
-    /// without one what is known is all that there is, and is kept.
+    /// Forgets what nobody has watched for the time `idle`, sooner where the table is full, and asks anew for what was
+    /// lost. To be called while there is a stream: without one what is known is all that there is, and is kept.
     pub fn sweep(&mut self, now: Instant, idle: Duration) -> Vec<DiscoverRequest> {
         self.mark_unused(now);
+        let idle = if self.entries.len() < self.limit { idle } else { Duration::ZERO };
         let mut requests = Vec::new();
         self.entries.retain(|address, entry| {
             if entry.is_idle(now, idle) {
@@ -204,4 +205,215 @@ fn subscribe(destination: SocketAddr, entry: &Entry) -> DiscoverRequest {
 
 fn unsubscribe(destination: SocketAddr) -> DiscoverRequest {
     DiscoverRequest { action: Some(Action::Unsubscribe(Unsubscribe { destination: destination.to_string() })) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use diy_mesh_proto::mesh::v1::snapshot::Kind;
+    use diy_mesh_proto::mesh::v1::{Delta, Endpoint, Snapshot, Unchanged, Unknown};
+
+    const MINUTE: Duration = Duration::from_secs(60);
+
+    fn table() -> Table {
+        Table::new(100)
+    }
+
+    fn address(text: &str) -> SocketAddr {
+        text.parse().expect("an address")
+    }
+
+    fn endpoint(address: &str) -> Endpoint {
+        Endpoint { address: address.to_owned(), pod_name: "pod".to_owned(), pod_namespace: "shop".to_owned(), ..Endpoint::default() }
+    }
+
+    fn snapshot(kind: Kind, addresses: &[&str]) -> Update {
+        let endpoints = addresses.iter().map(|address| endpoint(address)).collect();
+        let (namespace, name) = ("shop".to_owned(), "cart".to_owned());
+        Update::Snapshot(Snapshot { kind: kind.into(), namespace, name, app_protocol: String::new(), endpoints })
+    }
+
+    fn delta(upserted: &[&str], removed: &[&str]) -> Update {
+        let upserted = upserted.iter().map(|address| endpoint(address)).collect();
+        Update::Delta(Delta { upserted, removed: removed.iter().map(ToString::to_string).collect() })
+    }
+
+    /// Applies an answer about 10.96.0.7:80, returns what was wrong with it.
+    fn apply(table: &mut Table, version: &str, update: impl Into<Option<Update>>) -> Vec<String> {
+        let mut problems = Vec::new();
+        let answer = DiscoverResponse { destination: "10.96.0.7:80".to_owned(), version: version.to_owned(), update: update.into() };
+        table.apply(answer, &mut |problem| problems.push(problem));
+        problems
+    }
+
+    fn addresses(receiver: &watch::Receiver<Arc<Target>>) -> Vec<String> {
+        match &**receiver.borrow() {
+            Target::Unknown => vec!["unknown".to_owned()],
+            Target::Service(service) => service.endpoints.iter().map(|endpoint| endpoint.address.to_string()).collect(),
+            Target::Pod(pod) => vec![format!("pod {}", pod.endpoint.address)],
+        }
+    }
+
+    /// Requests in short, sorted: "+10.96.0.7:80@version", "-10.96.0.7:80".
+    fn short(requests: impl IntoIterator<Item = DiscoverRequest>) -> Vec<String> {
+        let mut texts: Vec<_> = requests
+            .into_iter()
+            .map(|request| match request.action.expect("an action") {
+                Action::Subscribe(subscribe) => format!("+{}@{}", subscribe.destination, subscribe.known_version),
+                Action::Unsubscribe(unsubscribe) => format!("-{}", unsubscribe.destination),
+            })
+            .collect();
+        texts.sort();
+        texts
+    }
+
+    fn watch(table: &mut Table) -> watch::Receiver<Arc<Target>> {
+        table.watch(address("10.96.0.7:80")).expect("room").0.receiver
+    }
+
+    #[test]
+    fn a_snapshot_then_deltas_make_the_state() {
+        let mut table = table();
+        let receiver = watch(&mut table);
+        assert_eq!(addresses(&receiver), ["unknown"]);
+        assert!(apply(&mut table, "1", snapshot(Kind::Service, &["10.0.0.2:8080", "10.0.0.1:8080", "10.0.0.2:8080"])).is_empty());
+        assert_eq!(addresses(&receiver), ["10.0.0.1:8080", "10.0.0.2:8080"]);
+        assert!(
+            apply(&mut table, "2", delta(&["10.0.0.3:8080", "[fd00::1]:8080", "10.0.0.0:8080"], &["10.0.0.1:8080", "10.0.0.9:1"]))
+                .is_empty()
+        );
+        assert_eq!(addresses(&receiver), ["10.0.0.0:8080", "10.0.0.2:8080", "10.0.0.3:8080", "[fd00::1]:8080"]);
+        assert!(apply(&mut table, "3", Update::Unknown(Unknown {})).is_empty());
+        assert_eq!(addresses(&receiver), ["unknown"]);
+    }
+
+    #[test]
+    fn an_announced_endpoint_is_a_new_arc_and_its_sibling_the_old_one() {
+        let mut table = table();
+        let receiver = watch(&mut table);
+        let endpoints = |receiver: &watch::Receiver<Arc<Target>>| match &**receiver.borrow() {
+            Target::Service(service) => service.endpoints.clone(),
+            other => panic!("{other:?}"),
+        };
+        apply(&mut table, "1", snapshot(Kind::Service, &["10.0.0.1:80", "10.0.0.2:80"]));
+        let before = endpoints(&receiver);
+        apply(&mut table, "2", delta(&["10.0.0.2:80"], &[]));
+        let after = endpoints(&receiver);
+        assert!(Arc::ptr_eq(&before[0], &after[0]) && !Arc::ptr_eq(&before[1], &after[1]));
+    }
+
+    #[test]
+    fn one_destination_is_subscribed_to_once_however_it_is_spelled() {
+        let mut table = table();
+        let (_first, request) = table.watch(address("10.96.0.7:80")).expect("room");
+        assert_eq!(short(request), ["+10.96.0.7:80@"]);
+        let (_second, request) = table.watch(address("[::ffff:10.96.0.7]:80")).expect("room");
+        assert_eq!((request, table.len()), (None, 1));
+    }
+
+    #[test]
+    fn a_new_stream_resumes_from_the_versions_that_are_known() {
+        let (mut table, now) = (table(), Instant::now());
+        let receiver = watch(&mut table);
+        apply(&mut table, "7", snapshot(Kind::Service, &["10.0.0.1:80"]));
+        let _other = table.watch(address("10.96.0.8:80")).expect("room");
+        assert_eq!(short(table.resume(now, MINUTE)), ["+10.96.0.7:80@7", "+10.96.0.8:80@"]);
+        assert_eq!(addresses(&receiver), ["10.0.0.1:80"]);
+        assert!(apply(&mut table, "7", Update::Unchanged(Unchanged {})).is_empty());
+        assert!(apply(&mut table, "8", delta(&["10.0.0.2:80"], &[])).is_empty());
+        assert_eq!(addresses(&receiver), ["10.0.0.1:80", "10.0.0.2:80"]);
+    }
+
+    #[test]
+    fn what_cannot_be_applied_leaves_the_state_and_is_asked_for_anew() {
+        let bad: [(&str, Option<Update>); 5] = [
+            ("a delta before any snapshot", Some(delta(&["10.0.0.1:80"], &[]))),
+            ("unchanged, though nothing was known", Some(Update::Unchanged(Unchanged {}))),
+            ("neither service nor pod", Some(snapshot(Kind::Unspecified, &["10.0.0.1:80"]))),
+            ("without its endpoint", Some(snapshot(Kind::Pod, &[]))),
+            ("elsewhere", Some(snapshot(Kind::Pod, &["10.96.0.8:80"]))),
+        ];
+        for (expected, update) in bad {
+            let (mut table, now) = (table(), Instant::now());
+            let mut receiver = watch(&mut table);
+            let problems = apply(&mut table, "1", update);
+            assert!(problems.len() == 1 && problems[0].contains(expected), "{problems:?}");
+            assert!(receiver.has_changed().expect("open"), "nobody needs to wait for an answer that makes sense");
+            receiver.mark_unchanged();
+            // One question, however much nonsense follows.
+            assert_eq!(apply(&mut table, "2", delta(&[], &[])), [""; 0]);
+            assert_eq!(short(table.sweep(now, MINUTE)), ["+10.96.0.7:80@", "-10.96.0.7:80"]);
+            assert_eq!(short(table.sweep(now, MINUTE)), [""; 0]);
+            assert!(apply(&mut table, "3", snapshot(Kind::Service, &["10.0.0.1:80"])).is_empty());
+            assert_eq!(addresses(&receiver), ["10.0.0.1:80"]);
+        }
+    }
+
+    #[test]
+    fn a_flaw_in_a_snapshot_costs_one_endpoint_and_in_a_delta_no_removal() {
+        let mut table = table();
+        let receiver = watch(&mut table);
+        let wrong = ["nonsense", "10.0.0.1", "10.0.0.1:0", "0.0.0.0:80", "224.0.0.1:80", "10.0.0.1:99999"];
+        for address in wrong {
+            let problems = apply(&mut table, "1", snapshot(Kind::Service, &["10.0.0.1:80", address, "10.0.0.2:80"]));
+            assert!(problems.len() == 1 && problems[0].contains(address), "{problems:?}");
+            assert_eq!(addresses(&receiver), ["10.0.0.1:80", "10.0.0.2:80"]);
+        }
+        assert_eq!(apply(&mut table, "2", delta(&["nonsense"], &["10.0.0.1:80", "more nonsense"])).len(), 2);
+        assert_eq!(addresses(&receiver), ["10.0.0.2:80"]);
+        assert_eq!(short(table.sweep(Instant::now(), MINUTE)), ["+10.96.0.7:80@", "-10.96.0.7:80"]);
+    }
+
+    #[test]
+    fn a_pod_is_reached_where_it_is_and_may_join_the_mesh() {
+        let mut table = table();
+        let receiver = watch(&mut table);
+        assert!(apply(&mut table, "1", snapshot(Kind::Pod, &["10.96.0.7:80"])).is_empty());
+        assert_eq!(addresses(&receiver), ["pod 10.96.0.7:80"]);
+        let meshed = Endpoint { identity: "spiffe://cluster.local/ns/shop/sa/cart".to_owned(), ..endpoint("10.96.0.7:80") };
+        assert!(apply(&mut table, "2", Update::Delta(Delta { upserted: vec![meshed], removed: Vec::new() })).is_empty());
+        assert!(matches!(&**receiver.borrow(), Target::Pod(pod) if pod.endpoint.identity.is_some()));
+        assert_eq!(apply(&mut table, "3", delta(&[], &["10.96.0.7:80"])).len(), 1);
+        assert_eq!(addresses(&receiver), ["pod 10.96.0.7:80"]);
+    }
+
+    #[test]
+    fn what_nobody_watches_is_forgotten_after_a_while() {
+        let (mut table, start) = (table(), Instant::now());
+        let receiver = watch(&mut table);
+        assert_eq!(short(table.sweep(start, MINUTE)), [""; 0]);
+        drop(receiver);
+        assert_eq!(short(table.sweep(start, MINUTE)), [""; 0]);
+        let again = watch(&mut table);
+        assert_eq!(short(table.sweep(start + MINUTE, MINUTE)), [""; 0]);
+        drop(again);
+        assert_eq!(short(table.sweep(start + MINUTE, MINUTE)), [""; 0]);
+        assert_eq!(short(table.sweep(start + 2 * MINUTE, MINUTE)), ["-10.96.0.7:80"]);
+        assert_eq!(table.len(), 0);
+        // Answers that crossed the unsubscription are no fault.
+        assert!(apply(&mut table, "2", delta(&["10.0.0.2:80"], &[])).is_empty());
+    }
+
+    #[test]
+    fn a_full_table_takes_no_more_and_makes_room_at_once() {
+        let (mut table, now) = (Table::new(1), Instant::now());
+        let receiver = watch(&mut table);
+        assert!(table.watch(address("10.96.0.8:80")).is_err());
+        assert!(table.watch(address("10.96.0.7:80")).is_ok());
+        drop(receiver);
+        assert_eq!(short(table.sweep(now, MINUTE)), ["-10.96.0.7:80"]);
+        assert!(table.watch(address("10.96.0.8:80")).is_ok());
+    }
+
+    #[test]
+    fn answers_that_say_nothing_change_nothing() {
+        let mut table = table();
+        let receiver = watch(&mut table);
+        apply(&mut table, "1", snapshot(Kind::Service, &["10.0.0.1:80"]));
+        assert_eq!(apply(&mut table, "2", None).len(), 1);
+        let mut problems = Vec::new();
+        let nowhere = DiscoverResponse { destination: "nowhere".to_owned(), ..DiscoverResponse::default() };
+        table.apply(nowhere, &mut |problem| problems.push(problem));
+        assert_eq!((problems.len(), addresses(&receiver)), (1, vec!["10.0.0.1:80".to_owned()]));
+    }
 }

@@ -90,8 +90,8 @@ impl AppProtocol {
             | "secure-mqtt" => Self::Opaque,
             "tcp" | "opaque" | "redis" | "mysql" | "mariadb" | "postgres" | "postgresql" | "mongo" | "mongodb" | "mssql" | "ms-sql-s"
             | "oracle" | "cassandra" | "memcache" | "memcached" | "kafka" | "nats" | "amqp" | "rabbitmq" | "mqtt" | "zookeeper"
-            | "smtp" | "submission" | "imap" | "pop3" | "ftp" | "ssh" | "sftp" | "telnet" | "ldap" | "nntp" | "irc"
-            | "vnc" | "rfb" | "rsync" => Self::Opaque,
+            | "smtp" | "submission" | "imap" | "pop3" | "ftp" | "ssh" | "sftp" | "telnet" | "ldap" | "nntp" | "irc" | "vnc" | "rfb"
+            | "rsync" => Self::Opaque,
             _ => Self::Detect,
         }
     }
@@ -154,7 +154,9 @@ pub(super) fn with_delta(before: &Target, delta: Delta, report: &mut dyn FnMut(S
             }
             let changed = delta.upserted.into_iter().filter_map(|endpoint| read_or_report(endpoint, report)).last();
             match changed {
-                Some(endpoint) if endpoint.address != pod.endpoint.address => Err(format!("a pod's endpoint elsewhere: {}", endpoint.address)),
+                Some(endpoint) if endpoint.address != pod.endpoint.address => {
+                    Err(format!("a pod's endpoint elsewhere: {}", endpoint.address))
+                }
                 Some(endpoint) => Ok(Target::Pod(PodTarget { endpoint, ..pod.clone() })),
                 None => Ok(before.clone()),
             }
@@ -182,4 +184,27 @@ fn read_or_report(endpoint: Endpoint, report: &mut dyn FnMut(String)) -> Option<
     let pod = if endpoint.pod_name.is_empty() { String::new() } else { format!("{}/{}", endpoint.pod_namespace, endpoint.pod_name) };
     let identity = (!endpoint.identity.is_empty()).then_some(endpoint.identity);
     Some(Arc::new(EndpointInfo { address, zone: endpoint.zone, pod, identity }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn app_protocols_are_read_as_people_write_them() {
+        let cases = [
+            (AppProtocol::Detect, &["", "http", "HTTP", "kubernetes.io/http", "grpc-web", "com.example/own", "quic"][..]),
+            (AppProtocol::Http1, &["kubernetes.io/ws", "ws", "http/1.1"]),
+            (AppProtocol::Http2, &["kubernetes.io/h2c", "h2c", "grpc", "gRPC", "http2", " h2c "]),
+            (
+                AppProtocol::Opaque,
+                &["tcp", "redis", "mysql", "postgres", "postgresql", "mongo", "smtp", "https", "TLS", "kubernetes.io/wss"],
+            ),
+        ];
+        for (expected, texts) in cases {
+            for text in texts {
+                assert_eq!(AppProtocol::parse(text), expected, "{text:?}");
+            }
+        }
+    }
 }
