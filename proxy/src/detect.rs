@@ -44,11 +44,11 @@ pub fn announced(protocol: AppProtocol) -> Option<Protocol> {
 
 /// Tells HTTP/1 by its whole request line, HTTP/2 by its preface; all else is opaque.
 pub fn classify(bytes: &[u8]) -> Verdict {
-    if HTTP2_PREFACE.starts_with(bytes) {
-        return Verdict::NeedMore;
-    }
     if bytes.starts_with(HTTP2_PREFACE) {
         return Verdict::Known(Protocol::Http2);
+    }
+    if HTTP2_PREFACE.starts_with(bytes) {
+        return Verdict::NeedMore;
     }
     let blank = bytes.iter().take_while(|byte| matches!(byte, b'\r' | b'\n')).count();
     if blank > 8 {

@@ -448,7 +448,7 @@ mod tests {
 
     #[test]
     fn whatever_has_two_readings_is_refused() {
-        let refused = |fields: &str, why: &str| {
+        let refused = |fields: &str, why: &'static str| {
             let text = format!("POST / HTTP/1.1\r\n{fields}\r\n");
             assert_eq!(request(&text).map(|head| head.framing), Err(Refused::Malformed(why)), "{fields:?}");
         };

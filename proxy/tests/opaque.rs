@@ -1,0 +1,91 @@
+//! What is no HTTP, through the proxy over real sockets: whoever speaks first is heard at once, and bytes stay bytes.
+#![allow(missing_docs)]
+
+mod support;
+
+use std::rc::Rc;
+
+use diy_mesh_proxy::balance::Destination;
+use support::{Mesh, listen, on_worker, read_all, read_until, write};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+#[test]
+fn a_server_that_speaks_first_is_heard_while_the_client_waits() {
+    on_worker(async {
+        let (server, address) = listen().await;
+        let mut client = Mesh::new().connect_to(address).await;
+        let mut app = server.accept().await.unwrap().0;
+        write(&mut app, "220 mail.example ESMTP\r\n").await;
+        assert_eq!(read_until(&mut client, "\r\n").await, "220 mail.example ESMTP\r\n");
+        write(&mut client, "EHLO there\r\n").await;
+        assert_eq!(read_until(&mut app, "\r\n").await, "EHLO there\r\n");
+        app.shutdown().await.unwrap();
+        assert_eq!(read_all(&mut client).await, "");
+        write(&mut client, "still here").await;
+        client.shutdown().await.unwrap();
+        assert_eq!(read_all(&mut app).await, "still here");
+    });
+}
+
+#[test]
+fn a_client_that_speaks_first_in_its_own_protocol_is_passed_on() {
+    on_worker(async {
+        let whole: &[&[u8]] = &[b"\x16\x03\x01\x00\x05hello", b"*1\r\n$4\r\nPING\r\n", b"GET key\r\n", b"ping\n"];
+        // These might still become a request line; they are passed on when nothing more comes.
+        let unfinished: &[&[u8]] = &[b"hello", b"PRI * HT"];
+        for bytes in whole.iter().chain(unfinished) {
+            let (server, address) = listen().await;
+            let mut client = Mesh::new().connect_to(address).await;
+            client.write_all(bytes).await.unwrap();
+            let mut app = server.accept().await.unwrap().0;
+            let mut read = vec![0; bytes.len()];
+            app.read_exact(&mut read).await.unwrap();
+            assert_eq!(&read, bytes);
+            write(&mut app, "answer").await;
+            assert_eq!(read_until(&mut client, "answer").await, "answer");
+        }
+    });
+}
+
+#[test]
+fn a_slow_client_of_http_is_still_http_and_uses_the_connection_that_was_dialed() {
+    on_worker(async {
+        let (server, address) = listen().await;
+        let mut client = Mesh::new().connect_to(address).await;
+        // The client is silent: the proxy dials.
+        let mut app = server.accept().await.unwrap().0;
+        write(&mut client, "GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n").await;
+        assert_eq!(read_until(&mut app, "\r\n\r\n").await, "GET / HTTP/1.1\r\nhost: a\r\n\r\n");
+        write(&mut app, "HTTP/1.1 204 No Content\r\n\r\n").await;
+        assert_eq!(read_all(&mut client).await, "HTTP/1.1 204 No Content\r\nConnection: close\r\n\r\n");
+    });
+}
+
+#[test]
+fn a_refused_connection_looks_refused() {
+    on_worker(async {
+        let (server, address) = listen().await;
+        drop(server);
+        let mut client = Mesh::new().connect_to(address).await;
+        let error = client.read_u8().await.unwrap_err();
+        assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
+    });
+}
+
+#[test]
+fn a_client_that_leaves_without_a_word_leaves_nothing_behind() {
+    on_worker(async {
+        let (server, address) = listen().await;
+        let mesh = Mesh::new();
+        let destination = Rc::new(Destination::fixed(address));
+        let client = mesh.connect(&destination).await;
+        drop(client);
+        // Dialed or not, the app sees an end and nothing else.
+        if let Ok(accepted) = tokio::time::timeout(std::time::Duration::from_millis(200), server.accept()).await {
+            assert_eq!(read_all(&mut accepted.unwrap().0).await, "");
+        }
+        while Rc::strong_count(&destination) > 1 {
+            tokio::task::yield_now().await;
+        }
+    });
+}
