@@ -32,7 +32,8 @@ pub struct RawConfig {
     #[arg(long, env = "POD_NAMESPACE", default_value = "service-mesh")]
     pub pod_namespace: String,
     /// What is logged, for example `info` or `info,diy_mesh_controller=debug`
-    #[arg(long, env = "LOG", default_value = "info")]
+    // kube's watcher logs each error too, at greater length and with less to go by than the catalog does.
+    #[arg(long, env = "LOG", default_value = "info,kube_runtime=error")]
     pub log: String,
 }
 

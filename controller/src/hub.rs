@@ -326,3 +326,125 @@ impl<T: Clone + Eq + Hash> Mailbox<T> {
         self.topics.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::index::object::{Object, Pod};
+    use crate::index::tests::Chance;
+
+    fn pod(name: &str, ip: &str) -> Change {
+        Change::Apply(Object::Pod(Pod {
+            key: Key::new("shop", name),
+            uid: "".into(),
+            addresses: vec![ip.parse().unwrap()],
+            terminating: false,
+            created: 0,
+            zone: "".into(),
+            identity: None,
+        }))
+    }
+
+    fn destination(text: &str) -> SocketAddr {
+        text.parse().unwrap()
+    }
+
+    #[tokio::test]
+    async fn the_catalog_is_synced_once_each_kind_was_listed() {
+        let hub = Hub::default();
+        hub.apply([Change::Reset(Kind::Service, vec![]), Change::Reset(Kind::Pod, vec![])]);
+        assert_eq!(hub.missing(), [Kind::Slice].into());
+        let waiting = tokio::spawn({
+            let hub = hub.clone();
+            async move { hub.synced().await }
+        });
+        hub.apply([Change::Reset(Kind::Slice, vec![])]);
+        waiting.await.unwrap();
+        assert!(hub.missing().is_empty());
+    }
+
+    #[tokio::test]
+    async fn a_slow_reader_finds_the_latest_state_once_however_often_it_changed() {
+        let hub = Hub::default();
+        let mut reader = hub.watch_destinations();
+        reader.subscribe(destination("10.0.0.1:80"));
+        for round in 0..1000 {
+            hub.apply([pod(&format!("p{round}"), "10.0.0.1"), Change::Delete(Kind::Pod, Key::new("shop", &format!("p{}", round - 1)))]);
+        }
+        reader.wait().await;
+        let (_, state) = reader.next().unwrap();
+        assert_eq!(state.target.as_ref().unwrap().key, Key::new("shop", "p999"));
+        assert!(reader.next().is_none(), "the mailbox held the destination once");
+    }
+
+    #[test]
+    fn only_who_watches_what_changed_has_news() {
+        let hub = Hub::default();
+        let (mut one, mut other) = (hub.watch_destinations(), hub.watch_destinations());
+        one.subscribe(destination("10.0.0.1:80"));
+        other.subscribe(destination("10.0.0.2:80"));
+        assert!(one.next().is_some() && other.next().is_some());
+        hub.apply([pod("p", "10.0.0.1")]);
+        assert!(one.next().is_some());
+        assert!(other.next().is_none());
+        // Touched, yet the same: a pod behind it that changes nothing of what it stands for.
+        hub.apply([pod("p", "10.0.0.1")]);
+        assert!(one.next().is_none());
+    }
+
+    #[test]
+    fn nothing_is_left_of_subscribers_that_are_gone() {
+        let hub = Hub::default();
+        let mut one = hub.watch_destinations();
+        one.subscribe(destination("10.0.0.1:80"));
+        one.subscribe(destination("10.0.0.1:81"));
+        one.unsubscribe(destination("10.0.0.1:81"));
+        let services = hub.watch_services(&[Key::new("shop", "web")].into());
+        let all = hub.watch_services(&BTreeSet::new());
+        let counts = hub.counts();
+        assert_eq!((counts.destinations, counts.subscriptions), (1, 1));
+        drop((one, services, all));
+        let inner = hub.lock();
+        assert!(inner.destinations.is_empty() && inner.named.is_empty() && inner.all.is_empty());
+    }
+
+    #[test]
+    fn readers_of_any_pace_end_at_what_the_index_says() {
+        for seed in 0..50 {
+            let mut chance = Chance(fastrand::Rng::with_seed(seed));
+            let hub = Hub::default();
+            let mut readers: Vec<_> = (0..3).map(|_| (hub.watch_destinations(), HashMap::new())).collect();
+            for _ in 0..200 {
+                let count = chance.0.usize(..3);
+                let changes: Vec<Change> = (0..count).map(|_| chance.change()).collect();
+                hub.apply(changes);
+                let (reader, known) = &mut readers[chance.0.usize(..3)];
+                let all = Chance::destinations();
+                let some = all[chance.0.usize(..all.len())];
+                match chance.0.u8(..4) {
+                    0 => reader.subscribe(some),
+                    1 => {
+                        reader.unsubscribe(some);
+                        known.remove(&some);
+                    }
+                    _ => take(reader, known),
+                }
+            }
+            for (reader, known) in &mut readers {
+                while reader.mailbox.len() > 0 {
+                    take(reader, known);
+                }
+                assert_eq!(known.len(), reader.subscribed.len(), "seed {seed}");
+                for (destination, state) in known {
+                    assert_eq!(**state, hub.lock().index.resolve(*destination), "seed {seed}: {destination}");
+                }
+            }
+        }
+    }
+
+    fn take(reader: &Destinations, known: &mut HashMap<SocketAddr, Arc<State>>) {
+        if let Some((destination, state)) = reader.next() {
+            known.insert(destination, state);
+        }
+    }
+}

@@ -68,8 +68,13 @@ pub async fn run(config: Config, shutdown: impl Future<Output = ()>) -> Result<(
 pub struct Controller {
     catalog: Source,
     verifier: Verifier,
-    grpc: TcpListener,
-    admin: TcpListener,
+    grpc: Listener,
+    admin: Listener,
+}
+
+struct Listener {
+    socket: TcpListener,
+    address: SocketAddr,
 }
 
 enum Source {
@@ -90,20 +95,19 @@ impl Controller {
             config::Authenticator::TokenReview => Verifier::TokenReview(TokenReviews::new(client())),
             config::Authenticator::Jwks { file, issuer } => Verifier::Jwks(Jwks::open(&file, issuer)?),
         };
-        let bind = async |setting, address| listen::bind(address).await.map_err(|source| Error::Bind { setting, address, source });
         let grpc = bind("LISTEN", config.listen).await?;
         let admin = bind("ADMIN_LISTEN", config.admin_listen).await?;
         Ok(Controller { catalog, verifier, grpc, admin })
     }
 
     /// Where gRPC is served.
-    pub fn address(&self) -> io::Result<SocketAddr> {
-        self.grpc.local_addr()
+    pub fn address(&self) -> SocketAddr {
+        self.grpc.address
     }
 
     /// Where /live, /ready and /metrics are served.
-    pub fn admin_address(&self) -> io::Result<SocketAddr> {
-        self.admin.local_addr()
+    pub fn admin_address(&self) -> SocketAddr {
+        self.admin.address
     }
 
     /// Serves until `shutdown`, then a few seconds more at most.
@@ -120,7 +124,7 @@ impl Controller {
             }
         };
         let follow = hub.follow(changes);
-        let admin = async { axum::serve(self.admin, routes).await.map_err(Error::Admin) };
+        let admin = async { axum::serve(self.admin.socket, routes).await.map_err(Error::Admin) };
         let synced = async {
             hub.synced().await;
             tracing::info!("the catalog is synced");
@@ -130,12 +134,20 @@ impl Controller {
             tracing::info!("shutting down");
             stopping.cancel();
         };
-        tracing::info!(grpc = ?self.grpc.local_addr(), "the controller listens");
+        tracing::info!(grpc = %self.grpc.address, admin = %self.admin.address, "the controller listens");
         tokio::select! {
-            result = grpc::serve(self.grpc, context) => Ok(result?),
+            result = grpc::serve(self.grpc.socket, context) => Ok(result?),
             result = admin => result,
             // The provider and the index go on until the servers end.
             _ = async { tokio::join!(provider, follow, synced, signal) } => Ok(()),
         }
     }
+}
+
+async fn bind(setting: &'static str, address: SocketAddr) -> Result<Listener, Error> {
+    let listening = async {
+        let socket = listen::bind(address).await?;
+        Ok(Listener { address: socket.local_addr()?, socket })
+    };
+    listening.await.map_err(|source| Error::Bind { setting, address, source })
 }

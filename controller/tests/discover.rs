@@ -99,11 +99,33 @@ async fn a_destination_that_is_none_is_named() {
 }
 
 #[tokio::test]
-async fn a_request_without_an_action_is_refused() {
+async fn a_request_of_a_later_contract_is_passed_over() {
     let sandbox = Sandbox::start(&[]).await;
     let mut discover = sandbox.client().await.discover().await;
     discover.requests.send(proto::DiscoverRequest { action: None }).await.unwrap();
-    assert_eq!(discover.answer().await.unwrap_err().code(), tonic::Code::InvalidArgument);
+    discover.subscribe("10.96.0.7:80", "").await;
+    assert_eq!(discover.said().await, "10.96.0.7:80: unknown");
+}
+
+#[tokio::test]
+async fn a_change_reaches_every_subscriber() {
+    let sandbox = Sandbox::start(&[("web.yaml", web(&["10.0.0.1"]))]).await;
+    let mut streams = Vec::new();
+    for _ in 0..3 {
+        let mut client = sandbox.client().await;
+        for _ in 0..100 {
+            let mut discover = client.discover().await;
+            discover.subscribe("10.96.0.7:80", "").await;
+            discover.said().await;
+            streams.push(discover);
+        }
+    }
+    sandbox.write("web.yaml", &web(&["10.0.0.1", "10.0.0.2"]));
+    for discover in &mut streams {
+        assert_eq!(discover.said().await, "10.96.0.7:80: +[10.0.0.2:8080] -[]");
+    }
+    let (_, metrics) = sandbox.admin("/metrics").await;
+    assert!(metrics.contains("subscriptions{of=\"destinations\"} 1\n") && metrics.contains("of=\"subscribers\"} 300\n"), "{metrics}");
 }
 
 #[tokio::test]

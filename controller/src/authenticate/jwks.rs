@@ -167,3 +167,132 @@ fn usable(jwk: &Jwk) -> Option<Key> {
 fn refused(reason: &str) -> AuthError {
     AuthError::Refused(reason.into())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::{SystemTime, UNIX_EPOCH};
+
+    use jsonwebtoken::{EncodingKey, Header};
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    struct Issuer {
+        key: EncodingKey,
+        id: &'static str,
+    }
+
+    impl Issuer {
+        fn new(id: &'static str) -> Issuer {
+            let pair = rcgen::KeyPair::generate_for(&rcgen::PKCS_ECDSA_P256_SHA256).unwrap();
+            Issuer { key: EncodingKey::from_ec_pem(pair.serialize_pem().as_bytes()).unwrap(), id }
+        }
+
+        fn jwk(&self) -> Value {
+            let mut jwk = Jwk::from_encoding_key(&self.key, Algorithm::ES256).unwrap();
+            jwk.common.key_id = Some(self.id.to_owned());
+            serde_json::to_value(jwk).unwrap()
+        }
+
+        fn sign(&self, claims: &Value) -> String {
+            let header = Header { kid: Some(self.id.to_owned()), ..Header::new(Algorithm::ES256) };
+            jsonwebtoken::encode(&header, claims, &self.key).unwrap()
+        }
+    }
+
+    fn claims(changes: &[(&str, Value)]) -> Value {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
+        let mut claims =
+            json!({"iss": "us", "aud": ["diy-service-mesh"], "sub": "system:serviceaccount:a:b", "nbf": now, "exp": now + 600});
+        for (claim, value) in changes {
+            claims[*claim] = value.clone();
+            if value.is_null() {
+                claims.as_object_mut().unwrap().remove(*claim);
+            }
+        }
+        claims
+    }
+
+    fn write(path: &Path, keys: &[Value]) {
+        let hidden = path.with_extension("new");
+        std::fs::write(&hidden, json!({ "keys": keys }).to_string()).unwrap();
+        std::fs::rename(hidden, path).unwrap();
+    }
+
+    fn reason(jwks: &Jwks, token: &str) -> String {
+        match jwks.verify(token).unwrap_err() {
+            AuthError::Refused(reason) => reason.to_string(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_good_token_names_its_subject_and_its_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, issuer) = (dir.path().join("jwks.json"), Issuer::new("k"));
+        write(&path, &[Issuer::new("other").jwk(), issuer.jwk()]);
+        let jwks = Jwks::open(&path, Some("us".into())).unwrap();
+        let claims = claims(&[]);
+        let accepted = jwks.verify(&issuer.sign(&claims)).unwrap();
+        assert_eq!(accepted, Accepted { user: "system:serviceaccount:a:b".into(), expires: claims["exp"].as_u64() });
+    }
+
+    #[test]
+    fn each_wrong_claim_is_refused_by_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, issuer) = (dir.path().join("jwks.json"), Issuer::new("k"));
+        write(&path, &[issuer.jwk()]);
+        let jwks = Jwks::open(&path, Some("us".into())).unwrap();
+        let now = claims(&[])["nbf"].as_u64().unwrap();
+        let cases = [
+            ("aud", json!("another"), "its audience is not \"diy-service-mesh\""),
+            ("aud", Value::Null, "the claim \"aud\" is missing"),
+            ("exp", json!(now - 60), "it has expired"),
+            ("exp", Value::Null, "exp"),
+            ("nbf", json!(now + 60), "it is not valid yet (nbf)"),
+            ("iss", json!("them"), "its issuer is not \"us\""),
+            ("iss", Value::Null, "the claim \"iss\" is missing"),
+            ("sub", json!(""), "it names no subject"),
+        ];
+        for (claim, value, expected) in cases {
+            let reason = reason(&jwks, &issuer.sign(&claims(&[(claim, value.clone())])));
+            assert!(reason.contains(expected), "{claim} {value}: {reason}");
+        }
+    }
+
+    #[test]
+    fn only_asymmetric_signatures_by_a_known_key_count() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, issuer, stranger) = (dir.path().join("jwks.json"), Issuer::new("k"), Issuer::new("k"));
+        let shared = json!({"kty": "oct", "k": "c2VjcmV0", "kid": "k", "alg": "HS256"});
+        write(&path, &[shared.clone(), issuer.jwk()]);
+        let jwks = Jwks::open(&path, None).unwrap();
+        assert!(reason(&jwks, &stranger.sign(&claims(&[]))).contains("signature"));
+        let symmetric = jsonwebtoken::encode(&Header::new(Algorithm::HS256), &claims(&[]), &EncodingKey::from_secret(b"secret")).unwrap();
+        assert!(reason(&jwks, &symmetric).contains("symmetric"));
+        // {"alg":"none"}
+        let unsigned = format!("eyJhbGciOiJub25lIn0.{}.", issuer.sign(&claims(&[])).split('.').nth(1).unwrap());
+        assert!(reason(&jwks, &unsigned).contains("algorithm"));
+        assert!(reason(&jwks, "rubbish").contains("JWT"));
+        let other_id = Issuer { key: issuer.key.clone(), id: "another" };
+        assert!(reason(&jwks, &other_id.sign(&claims(&[]))).contains("key ID"));
+        write(&path, &[shared]);
+        assert!(matches!(Jwks::open(&path, None), Err(JwksError::Empty { .. })), "a shared secret alone is no key");
+    }
+
+    #[test]
+    fn new_keys_are_read_and_a_broken_file_leaves_the_former_in_force() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, old, new) = (dir.path().join("jwks.json"), Issuer::new("old"), Issuer::new("new"));
+        write(&path, &[old.jwk()]);
+        let jwks = Jwks::open(&path, None).unwrap();
+        assert!(jwks.verify(&new.sign(&claims(&[]))).is_err());
+        write(&path, &[new.jwk()]);
+        assert!(jwks.verify(&new.sign(&claims(&[]))).is_ok());
+        assert!(jwks.verify(&old.sign(&claims(&[]))).is_err());
+        std::fs::write(&path, "{").unwrap();
+        assert!(jwks.verify(&new.sign(&claims(&[]))).is_ok());
+        std::fs::remove_file(&path).unwrap();
+        assert!(jwks.verify(&new.sign(&claims(&[]))).is_ok());
+    }
+}

@@ -36,7 +36,7 @@ pub(super) async fn run(context: Context, mut requests: Streaming<proto::Discove
                 Ok(Some(request)) => if let Err(status) = stream.take(request) { break status },
                 // The caller has no more to say, and may still listen.
                 Ok(None) => reading = false,
-                Err(_) => return,
+                Err(status) => break status,
             },
             room = room_for_news(&stream.news, &answers) => {
                 let Some(room) = room else { return };
@@ -96,8 +96,8 @@ impl Stream {
                 self.subscriptions.remove(&address);
                 self.news.unsubscribe(address);
             }
-            // An action of a later version of the contract.
-            None => return Err(Status::invalid_argument("the request has no action that this controller knows (subscribe, unsubscribe)")),
+            // An action of a later version of the contract: a newer proxy must be able to live with an older controller.
+            None => tracing::debug!("a request has no action that this controller knows; it is ignored"),
         }
         Ok(())
     }
@@ -149,7 +149,93 @@ fn parse(destination: &str) -> Result<SocketAddr, Status> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
+    use crate::hub::Hub;
+    use crate::index::tests::Chance;
+
+    /// What a proxy keeps of a destination.
+    #[derive(Debug, Default, PartialEq)]
+    struct Kept {
+        version: String,
+        /// Kind, namespace, name, application protocol; none while it is unknown.
+        target: Option<(i32, String, String, String)>,
+        endpoints: BTreeMap<String, proto::Endpoint>,
+    }
+
+    impl Kept {
+        fn take(&mut self, answer: proto::DiscoverResponse) {
+            let by_address = |endpoint: proto::Endpoint| (endpoint.address.clone(), endpoint);
+            self.version = answer.version;
+            match answer.update.unwrap() {
+                Answer::Unchanged(_) => {}
+                Answer::Unknown(_) => (self.target, self.endpoints) = (None, BTreeMap::new()),
+                Answer::Snapshot(snapshot) => {
+                    self.target = Some((snapshot.kind, snapshot.namespace, snapshot.name, snapshot.app_protocol));
+                    self.endpoints = snapshot.endpoints.into_iter().map(by_address).collect();
+                }
+                Answer::Delta(delta) => {
+                    for address in delta.removed {
+                        assert!(self.endpoints.remove(&address).is_some(), "only what is there is removed");
+                    }
+                    self.endpoints.extend(delta.upserted.into_iter().map(by_address));
+                }
+            }
+        }
+    }
+
+    fn stream(hub: &Hub) -> Stream {
+        Stream { news: hub.watch_destinations(), subscriptions: HashMap::new() }
+    }
+
+    fn subscribe(destination: SocketAddr, known_version: &str) -> proto::DiscoverRequest {
+        let subscribe = proto::Subscribe { destination: destination.to_string(), known_version: known_version.to_owned() };
+        proto::DiscoverRequest { action: Some(Action::Subscribe(subscribe)) }
+    }
+
+    fn read(stream: &mut Stream, kept: &mut BTreeMap<SocketAddr, Kept>, at_most: usize) {
+        for _ in 0..at_most {
+            if let Some(answer) = stream.answer() {
+                kept.entry(answer.destination.parse().unwrap()).or_default().take(answer);
+            }
+        }
+    }
+
+    #[test]
+    fn whatever_happens_and_however_slowly_it_reads_a_proxy_ends_with_the_state_that_a_new_one_is_told() {
+        for seed in 0..50 {
+            let mut chance = Chance(fastrand::Rng::with_seed(seed));
+            let (hub, mut kept) = (Hub::default(), BTreeMap::new());
+            let mut slow = stream(&hub);
+            for step in 0..200 {
+                match chance.0.u8(..12) {
+                    // A stream that is lost, and resumes with what it has.
+                    0 => {
+                        let subscribed: Vec<SocketAddr> = slow.subscriptions.keys().copied().collect();
+                        slow = stream(&hub);
+                        for destination in subscribed {
+                            let known = kept.get(&destination).map_or("", |kept: &Kept| &kept.version);
+                            slow.take(subscribe(destination, known)).unwrap();
+                        }
+                    }
+                    1..4 => {
+                        let all = Chance::destinations();
+                        slow.take(subscribe(all[chance.0.usize(..all.len())], "")).unwrap();
+                    }
+                    4..6 => read(&mut slow, &mut kept, step % 4),
+                    _ => hub.apply([chance.change()]),
+                }
+            }
+            read(&mut slow, &mut kept, 1000);
+            let (mut fresh, mut told) = (stream(&hub), BTreeMap::new());
+            for destination in slow.subscriptions.keys() {
+                fresh.take(subscribe(*destination, "")).unwrap();
+            }
+            read(&mut fresh, &mut told, 1000);
+            assert_eq!(kept, told, "seed {seed}");
+        }
+    }
 
     #[test]
     fn destinations_are_addresses_with_a_port() {

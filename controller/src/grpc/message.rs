@@ -14,7 +14,7 @@ pub(super) fn service(key: &Key, view: Option<&ServiceView>) -> proto::Service {
     let Some(view) = view else { return proto::Service { deleted: true, ..message } };
     message.ports = view.service.ports.iter().map(port).collect();
     message.cluster_ips = view.service.cluster_ips.iter().map(ToString::to_string).collect();
-    message.endpoints = view.endpoints.iter().map(|endpoint| service_endpoint(view, endpoint)).collect();
+    message.endpoints = view.endpoints.iter().map(service_endpoint).collect();
     message.external_name = view.service.external_name.clone();
     message
 }
@@ -68,10 +68,10 @@ fn port(port: &ServicePort) -> proto::service::Port {
     }
 }
 
-fn service_endpoint(view: &ServiceView, endpoint: &EndpointView) -> proto::service::Endpoint {
+fn service_endpoint(endpoint: &EndpointView) -> proto::service::Endpoint {
     proto::service::Endpoint {
         addresses: endpoint.addresses.iter().map(ToString::to_string).collect(),
-        ready: (endpoint.ready || view.service.publish_not_ready) && !endpoint.terminating,
+        ready: endpoint.ready,
         pod_name: endpoint.pod_name.to_string(),
         terminating: endpoint.terminating,
         zone: endpoint.zone.to_string(),

@@ -270,4 +270,4 @@ fn unlink<K: Eq + Hash>(map: &mut HashMap<K, BTreeSet<Key>>, from: &K, key: &Key
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -1,1 +1,424 @@
 //! The index as its callers see it: scenarios, and properties over random histories.
+
+use std::collections::BTreeMap;
+
+use super::object::{ServicePort, SlicePort, TargetPort};
+use super::state::{Delta, Update};
+use super::*;
+
+fn key(name: &str) -> Key {
+    Key::new("shop", name)
+}
+
+fn ip(text: &str) -> IpAddr {
+    text.parse().unwrap()
+}
+
+fn service(name: &str, ips: &[&str]) -> Service {
+    let port = |name: &str, port, protocol| ServicePort {
+        name: name.into(),
+        port,
+        target: TargetPort::Name(name.into()),
+        protocol,
+        app_protocol: if name == "http" { "http".into() } else { String::new() },
+    };
+    Service {
+        key: key(name),
+        cluster_ips: ips.iter().map(|text| ip(text)).collect(),
+        ports: vec![port("http", 80, Transport::Tcp), port("admin", 9000, Transport::Tcp), port("dns", 53, Transport::Udp)],
+        external_name: String::new(),
+        publish_not_ready: false,
+    }
+}
+
+fn slice(name: &str, service: &str, port: u16, endpoints: Vec<SliceEndpoint>) -> Slice {
+    let ports = vec![
+        SlicePort { name: "http".into(), port, protocol: Transport::Tcp },
+        SlicePort { name: "admin".into(), port: port + 1, protocol: Transport::Tcp },
+        SlicePort { name: "dns".into(), port: 5353, protocol: Transport::Udp },
+    ];
+    Slice { key: key(name), service: Some(key(service)), ports, endpoints }
+}
+
+fn endpoint(address: &str, pod: &str) -> SliceEndpoint {
+    let pod = (!pod.is_empty()).then(|| PodReference { key: key(pod), uid: "".into() });
+    SliceEndpoint { address: ip(address), ready: true, terminating: false, zone: "a".into(), pod }
+}
+
+fn pod(name: &str, addresses: &[&str]) -> Pod {
+    Pod {
+        key: key(name),
+        uid: "".into(),
+        addresses: addresses.iter().map(|text| ip(text)).collect(),
+        terminating: false,
+        created: 0,
+        zone: "".into(),
+        identity: Some("spiffe://cluster.local/ns/shop/sa/web".into()),
+    }
+}
+
+fn index(objects: impl IntoIterator<Item = Object>) -> Index {
+    let mut index = Index::default();
+    for object in objects {
+        index.apply(Change::Apply(object), &mut Touched::default());
+    }
+    index
+}
+
+/// What a destination stands for, in a few words.
+fn at(index: &Index, destination: &str) -> String {
+    match index.resolve(destination.parse().unwrap()).target {
+        None => "unknown".into(),
+        Some(target) => {
+            let endpoints: Vec<String> = target.endpoints.iter().map(|endpoint| endpoint.address.to_string()).collect();
+            format!("{:?} {} [{}]", target.kind, target.key, endpoints.join(" "))
+        }
+    }
+}
+
+#[test]
+fn each_port_of_each_family_leads_to_its_own_endpoints() {
+    let index = index([
+        Object::Service(service("web", &["10.96.0.1", "fd00::1"])),
+        Object::Slice(slice("web-4", "web", 8080, vec![endpoint("10.0.0.1", "p")])),
+        Object::Slice(slice("web-6", "web", 8080, vec![endpoint("fd01::1", "p")])),
+        Object::Pod(pod("p", &["10.0.0.1", "fd01::1"])),
+    ]);
+    assert_eq!(at(&index, "10.96.0.1:80"), "Service shop/web [10.0.0.1:8080]");
+    assert_eq!(at(&index, "10.96.0.1:9000"), "Service shop/web [10.0.0.1:8081]");
+    assert_eq!(at(&index, "[fd00::1]:80"), "Service shop/web [[fd01::1]:8080]");
+    assert_eq!(at(&index, "[fd01::1]:1234"), "Pod shop/p [[fd01::1]:1234]");
+    let target = index.resolve("10.96.0.1:80".parse().unwrap()).target.unwrap();
+    assert_eq!(target.app_protocol, "http");
+    assert_eq!(target.endpoints[0].identity.as_deref(), Some("spiffe://cluster.local/ns/shop/sa/web"));
+}
+
+#[test]
+fn other_ports_and_transports_of_a_cluster_ip_are_unknown() {
+    let index = index([Object::Service(service("web", &["10.96.0.1"]))]);
+    assert_eq!(at(&index, "10.96.0.1:81"), "unknown");
+    assert_eq!(at(&index, "10.96.0.1:53"), "unknown", "UDP is not redirected");
+    assert_eq!(at(&index, "10.96.0.2:80"), "unknown");
+    assert_eq!(at(&index, "10.96.0.1:80"), "Service shop/web []", "known, with nobody behind it");
+}
+
+#[test]
+fn a_named_target_port_has_the_number_that_each_slice_says() {
+    let index = index([
+        Object::Service(service("web", &["10.96.0.1"])),
+        Object::Slice(slice("web-old", "web", 8080, vec![endpoint("10.0.0.1", "")])),
+        Object::Slice(slice("web-new", "web", 9090, vec![endpoint("10.0.0.2", "")])),
+    ]);
+    assert_eq!(at(&index, "10.96.0.1:80"), "Service shop/web [10.0.0.1:8080 10.0.0.2:9090]");
+}
+
+#[test]
+fn only_ready_endpoints_that_stay_are_listed() {
+    let mut unready = endpoint("10.0.0.2", "");
+    unready.ready = false;
+    let mut leaving = endpoint("10.0.0.3", "");
+    leaving.terminating = true;
+    let slice = slice("web-1", "web", 8080, vec![endpoint("10.0.0.1", ""), unready, leaving]);
+    let mut web = service("web", &["10.96.0.1"]);
+    let both = |web: &Service| index([Object::Service(web.clone()), Object::Slice(slice.clone())]);
+    assert_eq!(at(&both(&web), "10.96.0.1:80"), "Service shop/web [10.0.0.1:8080]");
+    web.publish_not_ready = true;
+    assert_eq!(at(&both(&web), "10.96.0.1:80"), "Service shop/web [10.0.0.1:8080 10.0.0.2:8080]");
+}
+
+#[test]
+fn a_pod_that_is_being_deleted_leaves_its_services_before_their_slices_say_so() {
+    let mut going = pod("p", &["10.0.0.1"]);
+    going.terminating = true;
+    let index = index([
+        Object::Service(service("web", &["10.96.0.1"])),
+        Object::Slice(slice("web-1", "web", 8080, vec![endpoint("10.0.0.1", "p")])),
+        Object::Pod(going),
+    ]);
+    assert_eq!(at(&index, "10.96.0.1:80"), "Service shop/web []");
+    assert_eq!(at(&index, "10.0.0.1:80"), "Pod shop/p [10.0.0.1:80]", "by its own address it is still itself");
+}
+
+#[test]
+fn an_endpoint_waits_for_its_pod_because_only_the_pod_says_whether_it_is_meshed() {
+    let mut index = index([
+        Object::Service(service("web", &["10.96.0.1"])),
+        Object::Slice(slice("web-1", "web", 8080, vec![endpoint("10.0.0.1", "p")])),
+    ]);
+    assert_eq!(at(&index, "10.96.0.1:80"), "Service shop/web []");
+    let mut touched = Touched::default();
+    index.apply(Change::Apply(Object::Pod(pod("p", &["10.0.0.1"]))), &mut touched);
+    assert!(touched.addresses.contains(&ip("10.96.0.1")));
+    assert_eq!(at(&index, "10.96.0.1:80"), "Service shop/web [10.0.0.1:8080]");
+    index.apply(Change::Delete(Kind::Pod, key("p")), &mut touched);
+    assert_eq!(at(&index, "10.96.0.1:80"), "Service shop/web []");
+}
+
+#[test]
+fn a_slice_of_a_pods_predecessor_of_the_same_name_is_not_believed() {
+    let mut stale = endpoint("10.0.0.1", "db-0");
+    stale.pod = Some(PodReference { key: key("db-0"), uid: "old".into() });
+    let mut successor = pod("db-0", &["10.0.0.2"]);
+    successor.uid = "new".into();
+    let index = index([
+        Object::Service(service("db", &["10.96.0.1"])),
+        Object::Slice(slice("db-1", "db", 8080, vec![stale])),
+        Object::Pod(successor),
+    ]);
+    assert_eq!(at(&index, "10.96.0.1:80"), "Service shop/db []");
+}
+
+#[test]
+fn an_endpoint_in_two_slices_is_one_endpoint_and_terminating_in_either_is_terminating() {
+    let mut moved = slice("web-2", "web", 8080, vec![endpoint("10.0.0.1", "p"), endpoint("10.0.0.2", "")]);
+    let objects = |moved: &Slice| {
+        index([
+            Object::Service(service("web", &["10.96.0.1"])),
+            Object::Slice(slice("web-1", "web", 8080, vec![endpoint("10.0.0.1", "p")])),
+            Object::Slice(moved.clone()),
+            Object::Pod(pod("p", &["10.0.0.1"])),
+        ])
+    };
+    assert_eq!(at(&objects(&moved), "10.96.0.1:80"), "Service shop/web [10.0.0.1:8080 10.0.0.2:8080]");
+    moved.endpoints[0].terminating = true;
+    assert_eq!(at(&objects(&moved), "10.96.0.1:80"), "Service shop/web [10.0.0.2:8080]");
+}
+
+#[test]
+fn an_address_that_passes_from_a_leaving_pod_to_a_new_one_stays_in() {
+    let mut leaving = endpoint("10.0.0.1", "old");
+    leaving.terminating = true;
+    leaving.ready = false;
+    let index = index([
+        Object::Service(service("web", &["10.96.0.1"])),
+        Object::Slice(slice("web-1", "web", 8080, vec![leaving])),
+        Object::Slice(slice("web-2", "web", 8080, vec![endpoint("10.0.0.1", "new")])),
+        Object::Pod(pod("new", &["10.0.0.1"])),
+    ]);
+    let target = index.resolve("10.96.0.1:80".parse().unwrap()).target.unwrap();
+    assert_eq!(target.endpoints.len(), 1);
+    assert_eq!(target.endpoints[0].pod, Some(key("new")));
+}
+
+#[test]
+fn of_two_pods_at_one_address_the_one_that_stays_then_the_younger_owns_it() {
+    let (mut old, mut new) = (pod("old", &["10.0.0.1"]), pod("new", &["10.0.0.1"]));
+    (old.created, new.created) = (2, 1);
+    assert_eq!(at(&index([Object::Pod(old.clone()), Object::Pod(new.clone())]), "10.0.0.1:80"), "Pod shop/old [10.0.0.1:80]");
+    old.terminating = true;
+    assert_eq!(at(&index([Object::Pod(old), Object::Pod(new)]), "10.0.0.1:80"), "Pod shop/new [10.0.0.1:80]");
+}
+
+#[test]
+fn an_address_of_a_finished_pod_goes_to_its_next_owner() {
+    let mut index = index([Object::Pod(pod("job", &["10.0.0.1"]))]);
+    // A finished pod is converted to one without addresses.
+    index.apply(Change::Apply(Object::Pod(pod("job", &[]))), &mut Touched::default());
+    assert_eq!(at(&index, "10.0.0.1:80"), "unknown");
+    index.apply(Change::Apply(Object::Pod(pod("web", &["10.0.0.1"]))), &mut Touched::default());
+    assert_eq!(at(&index, "10.0.0.1:80"), "Pod shop/web [10.0.0.1:80]");
+}
+
+#[test]
+fn a_view_shows_everything_and_joins_the_families_of_a_pod() {
+    let mut unready = endpoint("10.0.0.9", "");
+    unready.ready = false;
+    let index = index([
+        Object::Service(service("web", &["10.96.0.1", "fd00::1"])),
+        Object::Slice(slice("web-4", "web", 8080, vec![endpoint("10.0.0.1", "p"), unready])),
+        Object::Slice(slice("web-6", "web", 8080, vec![endpoint("fd01::1", "p"), endpoint("fd01::2", "unheard-of")])),
+        Object::Pod(pod("p", &["10.0.0.1", "fd01::1"])),
+    ]);
+    let view = index.service(&key("web")).unwrap();
+    assert_eq!(view.endpoints.len(), 3);
+    let joined = view.endpoints.iter().find(|endpoint| &*endpoint.pod_name == "p").unwrap();
+    assert_eq!(joined.addresses, [ip("10.0.0.1"), ip("fd01::1")].into());
+    assert_eq!(joined.ports["http"], 8080);
+    assert_eq!(view.endpoints.iter().filter(|endpoint| endpoint.ready).collect::<Vec<_>>(), [joined]);
+    assert_eq!(index.service(&key("nobody")), None);
+}
+
+#[test]
+fn the_same_object_again_touches_nothing() {
+    let objects = [Object::Service(service("web", &["10.96.0.1"])), Object::Pod(pod("p", &["10.0.0.1"]))];
+    let mut index = index(objects.clone());
+    let mut touched = Touched::default();
+    for object in objects {
+        index.apply(Change::Apply(object), &mut touched);
+    }
+    index.apply(Change::Delete(Kind::Slice, key("never-there")), &mut touched);
+    assert_eq!(touched, Touched::default());
+}
+
+#[test]
+fn a_slice_that_changes_its_service_touches_both() {
+    let mut index = index([
+        Object::Service(service("a", &["10.96.0.1"])),
+        Object::Service(service("b", &["10.96.0.2"])),
+        Object::Slice(slice("s", "a", 8080, vec![endpoint("10.0.0.1", "")])),
+    ]);
+    let mut touched = Touched::default();
+    index.apply(Change::Apply(Object::Slice(slice("s", "b", 8080, vec![endpoint("10.0.0.1", "")]))), &mut touched);
+    assert_eq!(touched.services, [key("a"), key("b")].into());
+    assert_eq!(at(&index, "10.96.0.1:80"), "Service shop/a []");
+    assert_eq!(at(&index, "10.96.0.2:80"), "Service shop/b [10.0.0.1:8080]");
+}
+
+/// A small world in which everything collides: names, addresses, references.
+pub(crate) struct Chance(pub(crate) fastrand::Rng);
+
+impl Chance {
+    const SERVICES: [&str; 3] = ["a", "b", "c"];
+    const SLICES: [&str; 4] = ["s1", "s2", "s3", "s4"];
+    const PODS: [&str; 4] = ["p1", "p2", "p3", "p4"];
+    const CLUSTER_IPS: [&str; 3] = ["10.96.0.1", "10.96.0.2", "fd00::1"];
+    const ADDRESSES: [&str; 4] = ["10.0.0.1", "10.0.0.2", "10.0.0.3", "fd01::1"];
+
+    fn one<'a>(&mut self, from: &[&'a str]) -> &'a str {
+        from[self.0.usize(..from.len())]
+    }
+
+    fn some<'a>(&mut self, from: &[&'a str]) -> Vec<&'a str> {
+        from.iter().copied().filter(|_| self.0.bool()).collect()
+    }
+
+    fn endpoint(&mut self) -> SliceEndpoint {
+        let pod = if self.0.bool() { self.one(&Self::PODS) } else { "" };
+        let mut endpoint = endpoint(self.one(&Self::ADDRESSES), pod);
+        endpoint.ready = self.0.u8(..4) > 0;
+        endpoint.terminating = self.0.u8(..4) == 0;
+        endpoint.zone = self.one(&["a", "b"]).into();
+        endpoint
+    }
+
+    pub(crate) fn object(&mut self, kind: Kind) -> Object {
+        match kind {
+            Kind::Service => {
+                let ips = self.some(&Self::CLUSTER_IPS);
+                let mut service = service(self.one(&Self::SERVICES), &ips);
+                service.publish_not_ready = self.0.bool();
+                Object::Service(service)
+            }
+            Kind::Slice => {
+                let endpoints = (0..self.0.usize(..4)).map(|_| self.endpoint()).collect();
+                Object::Slice(slice(self.one(&Self::SLICES), self.one(&Self::SERVICES), 8080 + self.0.u16(..2), endpoints))
+            }
+            Kind::Pod => {
+                let addresses = self.some(&Self::ADDRESSES);
+                let mut pod = pod(self.one(&Self::PODS), &addresses);
+                pod.terminating = self.0.u8(..4) == 0;
+                pod.created = self.0.i64(..3);
+                pod.identity = if self.0.bool() { pod.identity } else { None };
+                Object::Pod(pod)
+            }
+        }
+    }
+
+    pub(crate) fn change(&mut self) -> Change {
+        let kind = Kind::ALL[self.0.usize(..3)];
+        match self.0.u8(..10) {
+            0 => {
+                let objects: BTreeMap<Key, Object> =
+                    (0..3).map(|_| self.object(kind)).map(|object| (object.key().clone(), object)).collect();
+                Change::Reset(kind, objects.into_values().collect())
+            }
+            1..4 => Change::Delete(kind, self.object(kind).key().clone()),
+            _ => Change::Apply(self.object(kind)),
+        }
+    }
+
+    pub(crate) fn destinations() -> Vec<SocketAddr> {
+        let ips = Self::CLUSTER_IPS.iter().chain(&Self::ADDRESSES);
+        ips.flat_map(|address| [80, 9000].map(|port| SocketAddr::new(ip(address), port))).collect()
+    }
+}
+
+/// Everything that can be asked of an index.
+fn answers(index: &Index) -> (Vec<State>, Vec<Option<ServiceView>>) {
+    let views = Chance::SERVICES.map(|name| index.service(&key(name)));
+    (Chance::destinations().iter().map(|destination| index.resolve(*destination)).collect(), views.into())
+}
+
+fn remember(objects: &mut BTreeMap<(Kind, Key), Object>, change: &Change) {
+    match change {
+        Change::Apply(object) => {
+            objects.insert((object.kind(), object.key().clone()), object.clone());
+        }
+        Change::Delete(kind, key) => {
+            objects.remove(&(*kind, key.clone()));
+        }
+        Change::Reset(kind, all) => {
+            objects.retain(|(other, _), _| other != kind);
+            objects.extend(all.iter().map(|object| ((*kind, object.key().clone()), object.clone())));
+        }
+    }
+}
+
+#[test]
+fn whatever_the_history_the_same_objects_give_the_same_answers_and_versions() {
+    for seed in 0..100 {
+        let mut chance = Chance(fastrand::Rng::with_seed(seed));
+        let (mut lived, mut objects) = (Index::default(), BTreeMap::new());
+        for step in 0..60 {
+            let change = chance.change();
+            remember(&mut objects, &change);
+            lived.apply(change, &mut Touched::default());
+            if step % 10 == 9 {
+                let mut shuffled: Vec<Object> = objects.values().cloned().collect();
+                chance.0.shuffle(&mut shuffled);
+                assert_eq!(answers(&index(shuffled)), answers(&lived), "seed {seed} step {step}");
+            }
+        }
+        for kind in Kind::ALL {
+            lived.apply(Change::Reset(kind, vec![]), &mut Touched::default());
+        }
+        let links = (lived.slices_of_service.len(), lived.slices_of_pod.len(), lived.services_at.len(), lived.pods_at.len());
+        assert_eq!(links, (0, 0, 0, 0), "seed {seed}: nothing is left of what is gone");
+    }
+}
+
+#[test]
+fn whatever_changes_is_touched_and_deltas_lead_from_each_state_to_the_next() {
+    for seed in 0..100 {
+        let mut chance = Chance(fastrand::Rng::with_seed(1000 + seed));
+        let mut index = Index::default();
+        for step in 0..60 {
+            let before = answers(&index);
+            let mut touched = Touched::default();
+            index.apply(chance.change(), &mut touched);
+            let after = answers(&index);
+            for (destination, (old, new)) in Chance::destinations().iter().zip(before.0.iter().zip(&after.0)) {
+                assert!(old == new || touched.addresses.contains(&destination.ip()), "seed {seed} step {step}: {destination}");
+                assert_eq!(old == new, old.version == new.version, "seed {seed} step {step}: {destination}");
+                if let Update::Difference(delta) = new.since(old) {
+                    let endpoints = patched(&old.target.as_ref().unwrap().endpoints, &delta);
+                    assert_eq!(endpoints, new.target.as_ref().unwrap().endpoints, "seed {seed} step {step}: {destination}");
+                }
+            }
+            for (name, (old, new)) in Chance::SERVICES.iter().zip(before.1.iter().zip(&after.1)) {
+                assert!(old == new || touched.services.contains(&key(name)), "seed {seed} step {step}: {name}");
+                let versions = [old, new].map(|view| view.as_ref().map(ServiceView::version));
+                assert_eq!(
+                    old == new || old.as_ref().zip(new.as_ref()).is_some_and(|(old, new)| same_to_see(old, new)),
+                    versions[0] == versions[1]
+                );
+            }
+        }
+    }
+}
+
+/// What the contract does not show may differ without another version.
+fn same_to_see(old: &ServiceView, new: &ServiceView) -> bool {
+    let shown = |view: &ServiceView| (view.service.cluster_ips.clone(), view.endpoints.clone());
+    shown(old) == shown(new)
+}
+
+/// What a proxy does with a delta.
+fn patched(endpoints: &[Endpoint], delta: &Delta) -> Vec<Endpoint> {
+    let mut all: BTreeMap<SocketAddr, Endpoint> = endpoints.iter().map(|endpoint| (endpoint.address, endpoint.clone())).collect();
+    for address in &delta.removed {
+        assert!(all.remove(address).is_some(), "only what is there is removed");
+    }
+    all.extend(delta.upserted.iter().map(|endpoint| (endpoint.address, endpoint.clone())));
+    all.into_values().collect()
+}

@@ -80,6 +80,6 @@ mod tests {
         let mut digest = Digest::new("test");
         digest.number(7);
         digest.address("10.0.0.1".parse().unwrap());
-        assert_eq!(digest.finish().to_string().len(), 32);
+        assert_eq!(digest.finish().to_string(), "0206d90d9cb08e227638bc9ad532ceb0");
     }
 }

@@ -59,18 +59,21 @@ pub(super) fn of<'a>(service: &Service, slices: &[&Slice], pod_of: impl Fn(&PodR
         for endpoint in &slice.endpoints {
             let who = endpoint.pod.as_ref().map_or(Who::Address(endpoint.address), |pod| Who::Pod(&pod.key));
             let view = all.entry(who).or_default();
-            let leaving = endpoint.terminating || endpoint.pod.as_ref().and_then(&pod_of).is_some_and(|pod| pod.terminating);
-            add(view, endpoint, leaving);
+            let pod = endpoint.pod.as_ref().map(&pod_of);
+            // As for the proxies: an endpoint whose pod is not known has to wait.
+            let ready = (endpoint.ready || service.publish_not_ready) && pod != Some(None);
+            let leaving = endpoint.terminating || pod.flatten().is_some_and(|pod| pod.terminating);
+            add(view, endpoint, ready, leaving);
             view.ports.extend(slice.ports.iter().map(|port| (port.name.clone(), port.port)));
         }
     }
     ServiceView { service: service.clone(), endpoints: all.into_values().collect() }
 }
 
-fn add(view: &mut EndpointView, endpoint: &SliceEndpoint, leaving: bool) {
+fn add(view: &mut EndpointView, endpoint: &SliceEndpoint, ready: bool, leaving: bool) {
     view.addresses.insert(endpoint.address);
     view.terminating |= leaving;
-    view.ready = (view.ready || endpoint.ready) && !view.terminating;
+    view.ready = (view.ready || ready) && !view.terminating;
     if view.zone.is_empty() {
         view.zone = endpoint.zone.clone();
     }

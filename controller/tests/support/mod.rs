@@ -14,6 +14,7 @@ use jsonwebtoken::{Algorithm, EncodingKey, Header};
 use proto::discover_request::Action;
 use proto::discover_response::Update;
 use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
@@ -81,7 +82,7 @@ impl Sandbox {
         }
         replace(&dir.path().join("jwks.json"), &issuer.jwks());
         let controller = Controller::bind(config(dir.path())).await.unwrap();
-        let (address, admin) = (controller.address().unwrap(), controller.admin_address().unwrap());
+        let (address, admin) = (controller.address(), controller.admin_address());
         let (stop, stopped) = oneshot::channel::<()>();
         let running = tokio::spawn(controller.run(async {
             let _ = stopped.await;
@@ -115,14 +116,18 @@ impl Sandbox {
     }
 
     pub async fn admin(&self, path: &str) -> (u16, String) {
-        use tokio::io::{AsyncReadExt, AsyncWriteExt};
-        let mut connection = tokio::net::TcpStream::connect(self.admin).await.unwrap();
-        connection.write_all(format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").as_bytes()).await.unwrap();
-        let mut text = String::new();
-        connection.read_to_string(&mut text).await.unwrap();
-        let (head, body) = text.split_once("\r\n\r\n").unwrap();
-        (head.split(' ').nth(1).unwrap().parse().unwrap(), body.to_owned())
+        get(self.admin, path).await
     }
+}
+
+/// A GET, and what it answers.
+pub async fn get(address: SocketAddr, path: &str) -> (u16, String) {
+    let mut connection = tokio::net::TcpStream::connect(address).await.unwrap();
+    connection.write_all(format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").as_bytes()).await.unwrap();
+    let mut text = String::new();
+    connection.read_to_string(&mut text).await.unwrap();
+    let (head, body) = text.split_once("\r\n\r\n").unwrap();
+    (head.split(' ').nth(1).unwrap().parse().unwrap(), body.to_owned())
 }
 
 pub fn config(dir: &Path) -> Config {

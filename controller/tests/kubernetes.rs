@@ -1,0 +1,268 @@
+//! The very program against a real cluster, with the least rights that it needs: the watches, TokenReview, RBAC, SIGTERM.
+//!
+//! Needs a cluster that KUBECONFIG names and rights to make namespaces and cluster roles there; what it makes it removes:
+//! `KUBECONFIG=... cargo test -p diy-mesh-controller --test kubernetes -- --ignored`
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use diy_mesh_proto::mesh::v1::service_mesh_service_client::ServiceMeshServiceClient;
+use k8s_openapi::api::authentication::v1::{TokenRequest, TokenRequestSpec};
+use k8s_openapi::api::core::v1::{Namespace, Pod, Service, ServiceAccount};
+use k8s_openapi::api::discovery::v1::EndpointSlice;
+use k8s_openapi::api::rbac::v1::{ClusterRole, ClusterRoleBinding};
+use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
+use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::{Client, Config};
+use serde::{Serialize, de::DeserializeOwned};
+use serde_json::{Value, json};
+use support::{DEADLINE, say};
+use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::process::{Child, Command};
+use tonic::Code;
+
+const OURS: &str = "diy-service-mesh";
+
+#[tokio::test]
+#[ignore = "needs a cluster: KUBECONFIG"]
+async fn the_controller_serves_a_cluster_with_the_least_rights() {
+    let cluster = Cluster::make().await;
+    // In a task of its own, so that what it made is removed also when it fails.
+    let result = tokio::spawn(scenario(cluster.clone())).await;
+    cluster.remove().await;
+    result.unwrap();
+}
+
+async fn scenario(cluster: Cluster) {
+    let mut controller = Controller::start(&cluster).await;
+    controller.ready().await;
+
+    // Tokens, as the API server sees them.
+    let mut client = controller.client(cluster.token("web", OURS).await).await;
+    let all = client.services(&[]).await.unwrap();
+    assert!(all.iter().any(|service| service.namespace == "default" && service.name == "kubernetes"));
+    for (token, reason) in [(cluster.token("web", "another").await, "audience"), ("rubbish".to_owned(), "refused")] {
+        let status = controller.client(token).await.services(&[]).await.unwrap_err();
+        assert_eq!(status.code(), Code::Unauthenticated);
+        assert!(status.message().contains(reason), "{}", status.message());
+    }
+
+    // A Service, its pod and its slice, from nothing to gone.
+    let mut discover = client.discover().await;
+    let service: Service = cluster.create(json!({
+        "metadata": {"name": "web"}, "spec": {"ports": [{"name": "http", "port": 80, "targetPort": 8080, "appProtocol": "http"}]},
+    }));
+    let service = cluster.api::<Service>().create(&PostParams::default(), &service).await.unwrap();
+    let ip = service.spec.unwrap().cluster_ip.unwrap();
+    discover.subscribe(&format!("{ip}:80"), "").await;
+    discover.subscribe("198.51.100.7:1234", "").await;
+    let mut answers = vec![discover.said().await, discover.said().await];
+    if answers[0] == format!("{ip}:80: unknown") {
+        // The watch was slower than we.
+        answers.push(discover.said().await);
+    }
+    assert!(answers.contains(&format!("{ip}:80: service {}/web []", cluster.name)), "{answers:?}");
+    assert!(answers.contains(&"198.51.100.7:1234: unknown".to_owned()), "{answers:?}");
+
+    cluster.make_slice().await;
+    cluster.make_pod().await;
+    let mut both = [discover.answer().await.unwrap(), discover.answer().await.unwrap()];
+    both.sort_by_key(|answer| answer.destination != "198.51.100.7:1234");
+    assert_eq!(say(&both[0]), format!("198.51.100.7:1234: pod {}/web-1 [198.51.100.7:1234]", cluster.name));
+    assert_eq!(say(&both[1]), format!("{ip}:80: +[198.51.100.7:8080] -[]"));
+    let version = both[1].version.clone();
+    let mut again = client.discover().await;
+    again.subscribe(&format!("{ip}:80"), &version).await;
+    assert_eq!(again.said().await, format!("{ip}:80: unchanged"));
+
+    cluster.api::<Pod>().delete("web-1", &DeleteParams::default().grace_period(0)).await.unwrap();
+    cluster.api::<Service>().delete("web", &DeleteParams::default()).await.unwrap();
+    let mut unknown = 0;
+    while unknown < 2 {
+        unknown += usize::from(discover.said().await.ends_with(": unknown"));
+    }
+
+    // Without its rights it says so, and cannot tell who calls.
+    cluster.revoke().await;
+    let deadline = Instant::now() + DEADLINE;
+    let status = loop {
+        // Each time another token, since answers are cached. The API server takes a moment to notice.
+        match controller.client(cluster.token("web", OURS).await).await.services(&[]).await {
+            Err(status) => break status,
+            Ok(_) => assert!(Instant::now() < deadline, "the rights are never gone"),
+        }
+    };
+    assert_eq!(status.code(), Code::Unavailable);
+    assert!(status.message().contains("create on tokenreviews"), "{}", status.message());
+
+    // SIGTERM.
+    let status = controller.stop(&mut discover).await;
+    assert_eq!(status.code(), Code::Unavailable);
+
+    // A start without rights: not ready, and the log says what is missing.
+    let mut controller = Controller::start(&cluster).await;
+    controller.until("verbs list and watch on endpointslices of discovery.k8s.io").await;
+    let (code, reason) = support::get(controller.admin, "/ready").await;
+    assert_eq!(code, 503);
+    assert!(reason.contains("EndpointSlice"), "{reason}");
+}
+
+#[derive(Clone)]
+struct Cluster {
+    client: Client,
+    kubeconfig: Kubeconfig,
+    name: String,
+}
+
+impl Cluster {
+    async fn make() -> Cluster {
+        let kubeconfig = Kubeconfig::from_env().unwrap().expect("KUBECONFIG names a cluster");
+        let config = Config::from_custom_kubeconfig(kubeconfig.clone(), &KubeConfigOptions::default()).await.unwrap();
+        let name = format!("controller-test-{:08x}", fastrand::u32(..));
+        let cluster = Cluster { client: Client::try_from(config).unwrap(), kubeconfig, name: name.clone() };
+        let all = PostParams::default();
+        let namespace = cluster.create(json!({"metadata": {"name": name}}));
+        Api::<Namespace>::all(cluster.client.clone()).create(&all, &namespace).await.unwrap();
+        for account in ["controller", "web"] {
+            let account = cluster.create(json!({"metadata": {"name": account}}));
+            cluster.api::<ServiceAccount>().create(&all, &account).await.unwrap();
+        }
+        let role = cluster.create(json!({"metadata": {"name": name}, "rules": [
+            {"apiGroups": [""], "resources": ["services", "pods"], "verbs": ["list", "watch"]},
+            {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]},
+            {"apiGroups": ["authentication.k8s.io"], "resources": ["tokenreviews"], "verbs": ["create"]},
+        ]}));
+        Api::<ClusterRole>::all(cluster.client.clone()).create(&all, &role).await.unwrap();
+        let binding = cluster.create(json!({
+            "metadata": {"name": name}, "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name},
+            "subjects": [{"kind": "ServiceAccount", "name": "controller", "namespace": name}],
+        }));
+        Api::<ClusterRoleBinding>::all(cluster.client.clone()).create(&all, &binding).await.unwrap();
+        cluster
+    }
+
+    async fn remove(&self) {
+        self.revoke().await;
+        Api::<ClusterRole>::all(self.client.clone()).delete(&self.name, &DeleteParams::default()).await.unwrap();
+        Api::<Namespace>::all(self.client.clone()).delete(&self.name, &DeleteParams::default()).await.unwrap();
+    }
+
+    async fn revoke(&self) {
+        // Gone already where the scenario got so far.
+        let _ = Api::<ClusterRoleBinding>::all(self.client.clone()).delete(&self.name, &DeleteParams::default()).await;
+    }
+
+    fn api<K>(&self) -> Api<K>
+    where
+        K: kube::Resource<Scope = k8s_openapi::NamespaceResourceScope, DynamicType = ()>,
+    {
+        Api::namespaced(self.client.clone(), &self.name)
+    }
+
+    fn create<K: DeserializeOwned + Serialize>(&self, object: Value) -> K {
+        serde_json::from_value(object).unwrap()
+    }
+
+    /// Without an audience: a token for the API server itself.
+    async fn token(&self, account: &str, audience: &str) -> String {
+        let audiences = if audience.is_empty() { vec![] } else { vec![audience.to_owned()] };
+        let spec = TokenRequestSpec { audiences, expiration_seconds: Some(600), ..TokenRequestSpec::default() };
+        let request = TokenRequest { spec, ..TokenRequest::default() };
+        let answer = self.api::<ServiceAccount>().create_token_request(account, &PostParams::default(), &request).await.unwrap();
+        answer.status.unwrap().token
+    }
+
+    async fn make_slice(&self) {
+        let slice: EndpointSlice = self.create(json!({
+            "metadata": {"name": "web-by-hand", "labels": {"kubernetes.io/service-name": "web"}}, "addressType": "IPv4",
+            "ports": [{"name": "http", "port": 8080}],
+            "endpoints": [{"addresses": ["198.51.100.7"], "targetRef": {"kind": "Pod", "name": "web-1", "namespace": self.name}}],
+        }));
+        self.api::<EndpointSlice>().create(&PostParams::default(), &slice).await.unwrap();
+    }
+
+    /// A pod that no kubelet runs: its status is ours to write.
+    async fn make_pod(&self) {
+        let pod: Pod = self.create(json!({
+            "metadata": {"name": "web-1"},
+            "spec": {"schedulerName": "nobody", "serviceAccountName": "web", "containers": [{"name": "web", "image": "none"}]},
+        }));
+        self.api::<Pod>().create(&PostParams::default(), &pod).await.unwrap();
+        let status = json!({"status": {"phase": "Running", "podIP": "198.51.100.7", "podIPs": [{"ip": "198.51.100.7"}]}});
+        self.api::<Pod>().patch_status("web-1", &PatchParams::default(), &Patch::Merge(status)).await.unwrap();
+    }
+}
+
+/// The program, as a process.
+struct Controller {
+    process: Child,
+    log: tokio::io::Lines<BufReader<tokio::process::ChildStderr>>,
+    address: std::net::SocketAddr,
+    admin: std::net::SocketAddr,
+    _files: tempfile::TempDir,
+}
+
+impl Controller {
+    /// As the ServiceAccount `controller`, which has the rights of the cluster role and no others.
+    async fn start(cluster: &Cluster) -> Controller {
+        let token = cluster.token("controller", "").await;
+        let mut kubeconfig = serde_json::to_value(&cluster.kubeconfig).unwrap();
+        for user in kubeconfig["users"].as_array_mut().unwrap() {
+            user["user"] = json!({ "token": token });
+        }
+        let files = tempfile::tempdir().unwrap();
+        let path = files.path().join("kubeconfig");
+        std::fs::write(&path, kubeconfig.to_string()).unwrap();
+        let mut process = Command::new(env!("CARGO_BIN_EXE_controller"))
+            .args(["--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"])
+            .env("KUBECONFIG", &path)
+            .env("NO_COLOR", "1")
+            .stderr(Stdio::piped())
+            .kill_on_drop(true)
+            .spawn()
+            .unwrap();
+        let log = BufReader::new(process.stderr.take().unwrap()).lines();
+        let nowhere = "127.0.0.1:0".parse().unwrap();
+        let mut controller = Controller { process, log, address: nowhere, admin: nowhere, _files: files };
+        let line = controller.until("the controller listens").await;
+        let field = |name: &str| line.split(' ').find_map(|part| part.strip_prefix(name)).unwrap().parse().unwrap();
+        (controller.address, controller.admin) = (field("grpc="), field("admin="));
+        controller
+    }
+
+    async fn until(&mut self, text: &str) -> String {
+        let search = async {
+            loop {
+                let line = self.log.next_line().await.unwrap().expect("the program goes on");
+                println!("controller: {line}");
+                if line.contains(text) {
+                    return line;
+                }
+            }
+        };
+        tokio::time::timeout(DEADLINE, search).await.unwrap_or_else(|_| panic!("no line with {text:?}"))
+    }
+
+    async fn ready(&mut self) {
+        self.until("the catalog is synced").await;
+        assert_eq!(support::get(self.admin, "/ready").await, (200, "ready\n".to_owned()));
+    }
+
+    async fn client(&self, token: String) -> support::Client {
+        let channel = tonic::transport::Endpoint::from_shared(format!("http://{}", self.address)).unwrap().connect().await.unwrap();
+        support::Client { client: ServiceMeshServiceClient::new(channel), token: Some(token) }
+    }
+
+    /// SIGTERM; what an open stream says of it.
+    async fn stop(mut self, discover: &mut support::Discover) -> tonic::Status {
+        let pid = self.process.id().unwrap().to_string();
+        assert!(Command::new("kill").args(["-TERM", &pid]).status().await.unwrap().success());
+        let status = discover.answer().await.unwrap_err();
+        let exit = tokio::time::timeout(Duration::from_secs(10), self.process.wait()).await.expect("it ends").unwrap();
+        assert!(exit.success());
+        status
+    }
+}
