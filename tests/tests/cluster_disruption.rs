@@ -11,7 +11,7 @@ fn without_the_injector_only_pods_that_ask_for_the_mesh_wait() -> Result<()> {
     let _alone = alone();
     in_namespace("no-injector", |namespace| {
         let away = Away::new()?;
-        let plain = App { name: "plain", meshed: false, ..App::http_server() };
+        let plain = App { name: "plain", inject: None, ..App::http_server() };
         namespace.apply(&plain.deployment())?;
         namespace.rolled_out(plain.name)?;
 

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, ensure};
 use diy_mesh_tests::cluster::workloads::{Answers, App, distinct};
-use diy_mesh_tests::cluster::{in_namespace, wait_for};
+use diy_mesh_tests::cluster::{Namespace, in_namespace, kubectl, wait_for};
 
 #[test]
 fn grpc_on_one_connection_reaches_both_pods() -> Result<()> {
@@ -30,7 +30,7 @@ fn grpc_on_one_connection_reaches_both_pods() -> Result<()> {
 #[test]
 fn an_unmeshed_client_calls_a_meshed_server() -> Result<()> {
     in_namespace("meshed-server", |namespace| {
-        let client = App { meshed: false, ..App::http_client() };
+        let client = App { inject: None, ..App::http_client() };
         answers_come(namespace, &App::http_server(), &client)?;
         let dump = namespace.logs("server", "proxy")?;
         ensure!(dump.contains("Inbound connection from "), "the server's proxy shows nothing:\n{dump}");
@@ -41,10 +41,30 @@ fn an_unmeshed_client_calls_a_meshed_server() -> Result<()> {
 #[test]
 fn a_meshed_client_calls_an_unmeshed_server() -> Result<()> {
     in_namespace("meshed-client", |namespace| {
-        let server = App { meshed: false, ..App::http_server() };
+        let server = App { inject: None, ..App::http_server() };
         answers_come(namespace, &server, &App::http_client())?;
         let dump = namespace.logs("client", "proxy")?;
         ensure!(dump.contains("Outbound connection to "), "the client's proxy shows nothing:\n{dump}");
+        Ok(())
+    })
+}
+
+#[test]
+fn a_namespace_asks_for_its_pods_and_a_pod_may_decline() -> Result<()> {
+    in_namespace("label", |namespace| {
+        kubectl(&["label", "namespace", &namespace.name, "diy-service-mesh/inject=enabled"])?;
+        let says_nothing = App { name: "says-nothing", inject: None, ..App::http_server() };
+        let declines = App { name: "declines", inject: Some("False"), ..App::http_server() };
+        for app in [says_nothing, declines] {
+            namespace.apply(&app.deployment())?;
+            namespace.rolled_out(app.name)?;
+        }
+        let sidecars = |app: &App<'_>| {
+            let names = "jsonpath={.items[*].spec.initContainers[*].name}";
+            namespace.kubectl(&["get", "pods", "-l", &format!("app={}", app.name), "-o", names])
+        };
+        ensure!(sidecars(&says_nothing)? == "proxy-init proxy", "a pod of the namespace has {:?}", sidecars(&says_nothing)?);
+        ensure!(sidecars(&declines)?.is_empty(), "a pod that declines has {:?}", sidecars(&declines)?);
         Ok(())
     })
 }
@@ -97,7 +117,7 @@ fn a_rollout_under_load_fails_no_request() -> Result<()> {
 }
 
 /// Starts both and waits until each pod of the client has had good answers.
-fn answers_come(namespace: &diy_mesh_tests::cluster::Namespace, server: &App<'_>, client: &App<'_>) -> Result<()> {
+fn answers_come(namespace: &Namespace, server: &App<'_>, client: &App<'_>) -> Result<()> {
     namespace.apply(&server.service())?;
     namespace.apply(&server.deployment())?;
     namespace.rolled_out(server.name)?;

@@ -9,8 +9,8 @@ pub struct App<'a> {
     pub name: &'a str,
     /// The sample program: the container's name, and the end of its image's.
     pub program: &'a str,
-    /// Whether its pods ask for the mesh.
-    pub meshed: bool,
+    /// What its pods say about the mesh in the annotation `diy-service-mesh/inject`; None: nothing.
+    pub inject: Option<&'a str>,
     /// How many pods.
     pub replicas: u32,
     /// Where a client calls; of no meaning to a server.
@@ -20,12 +20,12 @@ pub struct App<'a> {
 impl App<'_> {
     /// An http-server behind a Service of the same name, port 80.
     pub fn http_server() -> App<'static> {
-        App { name: "server", program: "http-server", meshed: true, replicas: 1, endpoint: "" }
+        App { name: "server", program: "http-server", inject: Some("true"), replicas: 1, endpoint: "" }
     }
 
     /// An http-client that calls `http_server` each second.
     pub fn http_client() -> App<'static> {
-        App { name: "client", program: "http-client", meshed: true, replicas: 1, endpoint: "http://server/hello" }
+        App { name: "client", program: "http-client", inject: Some("true"), replicas: 1, endpoint: "http://server/hello" }
     }
 
     /// The manifest of its Deployment.
@@ -67,8 +67,9 @@ impl App<'_> {
             container["startupProbe"] = json!({"tcpSocket": {"port": 8080}, "periodSeconds": 1, "failureThreshold": 60});
             container["lifecycle"] = json!({"preStop": {"sleep": {"seconds": 2}}});
         }
+        let annotations = self.inject.map_or(json!({}), |value| json!({"diy-service-mesh/inject": value}));
         json!({
-            "metadata": {"labels": {"app": self.name}, "annotations": {"diy-service-mesh/inject": self.meshed.to_string()}},
+            "metadata": {"labels": {"app": self.name}, "annotations": annotations},
             "spec": {
                 "restartPolicy": restart,
                 "automountServiceAccountToken": false,
