@@ -1,1 +1,5 @@
-//! Placeholder while the mesh is written.
+//! The command line `mesh`, and the sandbox that it demonstrates the mesh in, which is also the harness of the end-to-end
+//! tests. Nothing here is needed to run the mesh.
+
+pub mod commands;
+pub mod sandbox;

@@ -1,0 +1,170 @@
+//! The endpoint controller: a Service and the pods to its EndpointSlices. Pure; it never touches files or addresses.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::{
+    api::{
+        core::v1::{ObjectReference, Pod, Service, ServicePort},
+        discovery::v1::{Endpoint, EndpointConditions, EndpointPort, EndpointSlice},
+    },
+    apimachinery::pkg::{apis::meta::v1::ObjectMeta, util::intstr::IntOrString},
+};
+
+/// The label by which a slice names its Service.
+pub(super) const SERVICE_NAME: &str = "kubernetes.io/service-name";
+
+/// The slices of a Service with a selector; none where it has no selector. `pods` are those of its namespace.
+pub(super) fn slices(service: &Service, pods: &[&Pod]) -> Vec<EndpointSlice> {
+    let Some(spec) = &service.spec else { return Vec::new() };
+    let Some(selector) = spec.selector.as_ref().filter(|selector| !selector.is_empty()) else { return Vec::new() };
+    let publish_unready = spec.publish_not_ready_addresses.unwrap_or(false);
+    // Pods that give a named port different numbers need different slices.
+    let mut groups: BTreeMap<(&str, String), (Vec<EndpointPort>, Vec<Endpoint>)> = BTreeMap::new();
+    let selected = pods.iter().filter(|pod| matches(selector, pod.metadata.labels.as_ref()) && alive(pod));
+    for pod in selected {
+        let ports: Vec<EndpointPort> = spec.ports.iter().flatten().filter_map(|port| endpoint_port(port, pod)).collect();
+        let numbers = format!("{:?}", ports.iter().map(|port| port.port).collect::<Vec<_>>());
+        for (family, address) in addresses(pod) {
+            if spec.ip_families.as_ref().is_none_or(|families| families.iter().any(|wanted| wanted == family)) {
+                let group = groups.entry((family, numbers.clone())).or_insert_with(|| (ports.clone(), Vec::new()));
+                group.1.push(endpoint(pod, address, publish_unready));
+            }
+        }
+    }
+    let name = service.metadata.name.clone().unwrap_or_default();
+    groups
+        .into_iter()
+        .enumerate()
+        .map(|(number, ((family, _), (ports, endpoints)))| EndpointSlice {
+            address_type: family.into(),
+            endpoints,
+            metadata: ObjectMeta {
+                name: Some(format!("{name}-{number}")),
+                namespace: service.metadata.namespace.clone(),
+                labels: Some(BTreeMap::from([(SERVICE_NAME.into(), name.clone())])),
+                ..ObjectMeta::default()
+            },
+            ports: Some(ports),
+        })
+        .collect()
+}
+
+/// All of the selector's labels are there.
+pub(super) fn matches(selector: &BTreeMap<String, String>, labels: Option<&BTreeMap<String, String>>) -> bool {
+    selector.iter().all(|(key, value)| labels.is_some_and(|labels| labels.get(key) == Some(value)))
+}
+
+/// The pod passes its readiness probes.
+pub(super) fn ready(pod: &Pod) -> bool {
+    let conditions = pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
+    conditions.into_iter().any(|condition| condition.type_ == "Ready" && condition.status == "True")
+}
+
+fn alive(pod: &Pod) -> bool {
+    let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
+    !matches!(phase, Some("Succeeded" | "Failed"))
+}
+
+/// Address family, as an EndpointSlice names it, and address.
+fn addresses(pod: &Pod) -> impl Iterator<Item = (&'static str, &str)> {
+    let ips = pod.status.iter().flat_map(|status| status.pod_ips.iter().flatten());
+    ips.map(|ip| (if ip.ip.contains(':') { "IPv6" } else { "IPv4" }, ip.ip.as_str()))
+}
+
+fn endpoint(pod: &Pod, address: &str, publish_unready: bool) -> Endpoint {
+    let terminating = pod.metadata.deletion_timestamp.is_some();
+    let serving = ready(pod);
+    Endpoint {
+        addresses: vec![address.to_owned()],
+        conditions: Some(EndpointConditions {
+            ready: Some(publish_unready || (serving && !terminating)),
+            serving: Some(serving),
+            terminating: Some(terminating),
+        }),
+        node_name: pod.spec.as_ref().and_then(|spec| spec.node_name.clone()),
+        target_ref: Some(ObjectReference {
+            kind: Some("Pod".into()),
+            name: pod.metadata.name.clone(),
+            namespace: pod.metadata.namespace.clone(),
+            uid: pod.metadata.uid.clone(),
+            ..ObjectReference::default()
+        }),
+        ..Endpoint::default()
+    }
+}
+
+/// `None` where the pod has no port of the name that the Service asks for.
+fn endpoint_port(port: &ServicePort, pod: &Pod) -> Option<EndpointPort> {
+    let number = match &port.target_port {
+        None => port.port,
+        Some(IntOrString::Int(number)) => *number,
+        Some(IntOrString::String(name)) => {
+            let containers = &pod.spec.as_ref()?.containers;
+            let mut ports = containers.iter().flat_map(|container| container.ports.iter().flatten());
+            ports.find(|port| port.name.as_ref() == Some(name))?.container_port
+        }
+    };
+    Some(EndpointPort {
+        app_protocol: port.app_protocol.clone(),
+        name: Some(port.name.clone().unwrap_or_default()),
+        port: Some(number),
+        protocol: Some(port.protocol.clone().unwrap_or_else(|| "TCP".into())),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn service() -> Service {
+        serde_yaml_ng::from_str(
+            "{metadata: {name: shop, namespace: a}, spec: {selector: {app: shop}, ports: [{port: 80, targetPort: web}], ipFamilies: [IPv4]}}",
+        )
+        .unwrap()
+    }
+
+    fn pod(name: &str, port: u16, ready: &str, more: &str) -> Pod {
+        let yaml = format!(
+            "{{metadata: {{name: {name}, namespace: a, labels: {{app: shop}}{more}}}, \
+             spec: {{containers: [{{name: c, ports: [{{name: web, containerPort: {port}}}]}}]}}, \
+             status: {{phase: Running, podIPs: [{{ip: 10.0.0.{port}}}, {{ip: 'fd00::{port}'}}], conditions: [{{type: Ready, status: '{ready}'}}]}}}}"
+        );
+        serde_yaml_ng::from_str(&yaml).unwrap()
+    }
+
+    fn conditions(endpoint: &Endpoint) -> (bool, bool, bool) {
+        let conditions = endpoint.conditions.as_ref().unwrap();
+        (conditions.ready.unwrap(), conditions.serving.unwrap(), conditions.terminating.unwrap())
+    }
+
+    #[test]
+    fn readiness_and_termination_are_told_apart() {
+        let pods = [
+            pod("up", 81, "True", ""),
+            pod("down", 81, "False", ""),
+            pod("leaving", 81, "True", ", deletionTimestamp: '2026-01-01T00:00:00Z'"),
+        ];
+        let slices = slices(&service(), &pods.iter().collect::<Vec<_>>());
+        assert_eq!(slices.len(), 1, "one family, one set of ports");
+        let seen: Vec<_> = slices[0].endpoints.iter().map(conditions).collect();
+        assert_eq!(seen, [(true, true, false), (false, false, false), (false, true, true)]);
+        assert_eq!(slices[0].metadata.labels.as_ref().unwrap()[SERVICE_NAME], "shop");
+    }
+
+    #[test]
+    fn a_named_port_with_two_numbers_makes_two_slices() {
+        let pods = [pod("one", 81, "True", ""), pod("two", 82, "True", "")];
+        let slices = slices(&service(), &pods.iter().collect::<Vec<_>>());
+        let ports: Vec<_> = slices.iter().map(|slice| slice.ports.as_ref().unwrap()[0].port.unwrap()).collect();
+        assert_eq!(ports, [81, 82]);
+    }
+
+    #[test]
+    fn pods_that_have_ended_or_are_others_do_not_count() {
+        let mut ended = pod("ended", 81, "False", "");
+        ended.status.as_mut().unwrap().phase = Some("Succeeded".into());
+        let mut other = pod("other", 81, "True", "");
+        other.metadata.labels = None;
+        assert!(slices(&service(), &[&ended, &other]).is_empty());
+    }
+}

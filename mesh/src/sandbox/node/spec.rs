@@ -1,0 +1,371 @@
+//! A container of a pod to the process that stands for it: which program, arguments, environment, user, rights and files.
+//! Pure but for looking whether a program is there; `exec` does what is written here.
+
+use std::{
+    collections::BTreeMap,
+    path::{Component, Path, PathBuf},
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use k8s_openapi::api::core::v1::{Container, EnvVar, EnvVarSource, ObjectFieldSelector, Pod, PodSpec};
+
+use crate::sandbox::exec::{Bind, Spec};
+
+/// Where programs lie in images, and in the sandbox's pods.
+const PROGRAMS: &str = "/usr/local/bin";
+/// The user of our images; proxy-init's is root.
+const IMAGE_USER: u32 = 65_532;
+/// What container runtimes let root do where nothing else is said.
+const DEFAULT_CAPABILITIES: [&str; 14] = [
+    "AUDIT_WRITE",
+    "CHOWN",
+    "DAC_OVERRIDE",
+    "FOWNER",
+    "FSETID",
+    "KILL",
+    "MKNOD",
+    "NET_BIND_SERVICE",
+    "NET_RAW",
+    "SETFCAP",
+    "SETGID",
+    "SETPCAP",
+    "SETUID",
+    "SYS_CHROOT",
+];
+
+/// What all containers of a pod share.
+pub(super) struct Surroundings<'a> {
+    pub(super) pod: &'a Pod,
+    /// IPv4 first.
+    pub(super) ips: &'a [String],
+    pub(super) node_ip: String,
+    /// The folder of programs on the host.
+    pub(super) programs: &'a Path,
+    /// The pod's network namespace.
+    pub(super) network: PathBuf,
+    /// The pod's folder: `hosts`, `resolv.conf`, `volumes/NAME`, `injector`, and `containers/NAME/{run,tmp}`.
+    pub(super) folder: &'a Path,
+    /// The folder for controllers: the catalog and the keys that tokens are checked with.
+    pub(super) control: &'a Path,
+    /// `key` of the ConfigMap `name` in the pod's namespace.
+    pub(super) config: &'a dyn Fn(&str, &str) -> Option<String>,
+}
+
+impl Surroundings<'_> {
+    fn spec(&self) -> &PodSpec {
+        self.pod.spec.as_ref().expect("a pod that is started has a spec")
+    }
+
+    fn private(&self, container: &Container) -> PathBuf {
+        self.folder.join("containers").join(&container.name)
+    }
+
+    /// The process for a container.
+    pub(super) fn process(&self, container: &Container) -> Result<Spec> {
+        let program = program(container.image.as_deref().unwrap_or_default())?;
+        let env = self.environment(container)?;
+        let security = container.security_context.clone().unwrap_or_default();
+        let shared = self.spec().security_context.clone().unwrap_or_default();
+        let image_user = if program == "proxy-init" { 0 } else { IMAGE_USER };
+        let uid = id(security.run_as_user.or(shared.run_as_user))?.unwrap_or(image_user);
+        let gid = id(security.run_as_group.or(shared.run_as_group))?.unwrap_or(uid);
+        ensure!(
+            uid != 0 || !security.run_as_non_root.or(shared.run_as_non_root).unwrap_or(false),
+            "container {} has runAsNonRoot and would run as root",
+            container.name
+        );
+        let mut groups = vec![gid];
+        for group in shared.supplemental_groups.into_iter().flatten().chain(shared.fs_group) {
+            groups.extend(id(Some(group))?);
+        }
+        Ok(Spec {
+            network: self.network.clone(),
+            hostname: self.pod.metadata.name.clone().unwrap_or_default().chars().take(63).collect(),
+            binds: self.binds(container)?,
+            argv: self.argv(container, program, &env)?,
+            env: env.into_iter().collect(),
+            directory: container.working_dir.clone().unwrap_or_else(|| "/".into()).into(),
+            uid,
+            gid,
+            groups,
+            capabilities: capabilities(container),
+            no_new_privileges: security.allow_privilege_escalation == Some(false),
+        })
+    }
+
+    fn argv(&self, container: &Container, program: &str, env: &BTreeMap<String, String>) -> Result<Vec<String>> {
+        let expanded = |list: &Option<Vec<String>>| -> Vec<String> { list.iter().flatten().map(|text| expand(text, env)).collect() };
+        let mut argv = expanded(&container.command);
+        let own = argv.is_empty();
+        if own {
+            let file = self.programs.join(program);
+            ensure!(
+                file.is_file(),
+                "image {}: there is no program {program} in {}; build it with `cargo build --workspace --bins`",
+                container.image.as_deref().unwrap_or_default(),
+                self.programs.display()
+            );
+            argv.push(format!("{PROGRAMS}/{program}"));
+        }
+        argv.extend(expanded(&container.args));
+        if own {
+            // There is no Kubernetes API here: these two have other sources.
+            let more: &[&str] = match program {
+                "controller" => &["--catalog", "files:/run/sandbox/catalog", "--authenticator", "jwks:/run/sandbox/jwks.json"],
+                "injector" => &["--serving-certificate", "ephemeral", "--ca-file", "/run/sandbox/ca.pem"],
+                _ => &[],
+            };
+            argv.extend(more.iter().map(|&argument| argument.to_owned()));
+        }
+        Ok(argv)
+    }
+
+    fn environment(&self, container: &Container) -> Result<BTreeMap<String, String>> {
+        ensure!(container.env_from.iter().flatten().next().is_none(), "container {}: the sandbox does not know envFrom", container.name);
+        let mut env = BTreeMap::from([
+            ("PATH".to_owned(), "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin".to_owned()),
+            ("HOSTNAME".to_owned(), self.pod.metadata.name.clone().unwrap_or_default()),
+        ]);
+        for variable in container.env.iter().flatten() {
+            let value =
+                self.variable(variable, &env).with_context(|| format!("container {}, variable {}", container.name, variable.name))?;
+            if let Some(value) = value {
+                env.insert(variable.name.clone(), value);
+            }
+        }
+        Ok(env)
+    }
+
+    fn variable(&self, variable: &EnvVar, env: &BTreeMap<String, String>) -> Result<Option<String>> {
+        match (&variable.value, &variable.value_from) {
+            (Some(value), _) => Ok(Some(expand(value, env))),
+            (None, None) => Ok(Some(String::new())),
+            (None, Some(EnvVarSource { field_ref: Some(field), .. })) => self.field(field).map(Some),
+            (None, Some(EnvVarSource { config_map_key_ref: Some(key), .. })) => {
+                let value = (self.config)(&key.name, &key.key);
+                ensure!(value.is_some() || key.optional == Some(true), "there is no ConfigMap {} with a key {}", key.name, key.key);
+                Ok(value)
+            }
+            _ => bail!("the sandbox knows the sources fieldRef and configMapKeyRef"),
+        }
+    }
+
+    /// A field of the pod, as the downward API gives it.
+    pub(super) fn field(&self, field: &ObjectFieldSelector) -> Result<String> {
+        let metadata = &self.pod.metadata;
+        let entry =
+            |map: &Option<BTreeMap<String, String>>, key: &str| map.as_ref().and_then(|map| map.get(key)).cloned().unwrap_or_default();
+        let path = field.field_path.as_str();
+        if let Some((map, key)) = path.strip_suffix("']").and_then(|path| path.split_once("['")) {
+            return match map {
+                "metadata.labels" => Ok(entry(&metadata.labels, key)),
+                "metadata.annotations" => Ok(entry(&metadata.annotations, key)),
+                _ => bail!("unknown field {path}"),
+            };
+        }
+        Ok(match path {
+            "metadata.name" => metadata.name.clone().unwrap_or_default(),
+            "metadata.namespace" => metadata.namespace.clone().unwrap_or_default(),
+            "metadata.uid" => metadata.uid.clone().unwrap_or_default(),
+            "spec.nodeName" => self.spec().node_name.clone().unwrap_or_default(),
+            "spec.serviceAccountName" => service_account(self.pod),
+            "status.podIP" => self.ips.first().cloned().unwrap_or_default(),
+            "status.podIPs" => self.ips.join(","),
+            "status.hostIP" | "status.hostIPs" => self.node_ip.clone(),
+            _ => bail!("unknown field {path}"),
+        })
+    }
+
+    fn binds(&self, container: &Container) -> Result<Vec<Bind>> {
+        let private = self.private(container);
+        let bind = |source: PathBuf, target: PathBuf, read_only| Bind { source, target, read_only };
+        let mut binds =
+            vec![bind(self.programs.to_owned(), PROGRAMS.into(), true), bind(self.folder.join("hosts"), "/etc/hosts".into(), true)];
+        if let Some(target) = self.place(Path::new("/etc/resolv.conf"), &private).filter(|target| target.exists()) {
+            binds.push(bind(self.folder.join("resolv.conf"), target, true));
+        }
+        for mount in container.volume_mounts.iter().flatten() {
+            ensure!(
+                mount.sub_path.is_none() && mount.sub_path_expr.is_none(),
+                "the sandbox does not know subPath (container {})",
+                container.name
+            );
+            let target = self.place(Path::new(&mount.mount_path), &private).with_context(|| {
+                format!("container {}: mountPath {}: the sandbox's pods have /run, /var/run and /tmp of their own, and otherwise folders that the host has", container.name, mount.mount_path)
+            })?;
+            binds.push(bind(self.folder.join("volumes").join(&mount.name), target, mount.read_only.unwrap_or(false)));
+        }
+        match program(container.image.as_deref().unwrap_or_default())? {
+            "controller" => binds.push(bind(self.control.to_owned(), private.join("run/sandbox"), true)),
+            "injector" => binds.push(bind(self.folder.join("injector"), private.join("run/sandbox"), false)),
+            _ => {}
+        }
+        binds.push(bind(private.join("tmp"), "/tmp".into(), false));
+        binds.push(bind(private.join("run"), "/run".into(), false));
+        if Path::new("/var/run").is_dir() && !Path::new("/var/run").is_symlink() {
+            binds.push(bind(private.join("run"), "/var/run".into(), false));
+        }
+        Ok(binds)
+    }
+
+    /// Where to mount what the container shall see at `path`: in one of its private trees before they are shown, or over a
+    /// file or folder of the host's. `None` where there is nothing to mount over.
+    pub(super) fn place(&self, path: &Path, private: &Path) -> Option<PathBuf> {
+        let path = match std::fs::read_link(path) {
+            Ok(target) => normal(&path.parent().unwrap_or(Path::new("/")).join(target)),
+            Err(_) => normal(path),
+        };
+        for (seen, tree) in [("/var/run", "run"), ("/run", "run"), ("/tmp", "tmp")] {
+            if let Ok(rest) = path.strip_prefix(seen) {
+                return Some(private.join(tree).join(rest));
+            }
+        }
+        path.exists().then_some(path)
+    }
+}
+
+/// The name of a pod's service account.
+pub(super) fn service_account(pod: &Pod) -> String {
+    let name = pod.spec.as_ref().and_then(|spec| spec.service_account_name.clone());
+    name.filter(|name| !name.is_empty()).unwrap_or_else(|| "default".into())
+}
+
+/// The program that stands for an image: NAME for `diy-sm-NAME`, whatever its registry, tag and digest.
+pub(super) fn program(image: &str) -> Result<&str> {
+    let name = image.split('@').next().unwrap_or_default().rsplit('/').next().unwrap_or_default();
+    let name = name.split(':').next().unwrap_or_default();
+    name.strip_prefix("diy-sm-").filter(|program| !program.is_empty()).with_context(|| {
+        format!(
+            "image {image:?}: the sandbox runs programs, not images; it knows images named diy-sm-NAME, for which it runs the program NAME"
+        )
+    })
+}
+
+fn id(value: Option<i64>) -> Result<Option<u32>> {
+    value.map(|value| u32::try_from(value).with_context(|| format!("{value} is no user or group id"))).transpose()
+}
+
+fn capabilities(container: &Container) -> Vec<String> {
+    let asked = container.security_context.as_ref().and_then(|context| context.capabilities.clone()).unwrap_or_default();
+    let (add, drop) = (asked.add.unwrap_or_default(), asked.drop.unwrap_or_default());
+    let all = drop.iter().any(|name| name == "ALL");
+    let kept =
+        DEFAULT_CAPABILITIES.iter().filter(|&&name| !all && !drop.iter().any(|dropped| dropped == name)).map(|&name| name.to_owned());
+    kept.chain(add.iter().cloned()).collect()
+}
+
+/// Replaces `$(NAME)` by the variable of that name; unknown ones stay, and `$$(NAME)` becomes `$(NAME)`.
+fn expand(text: &str, env: &BTreeMap<String, String>) -> String {
+    let mut out = String::new();
+    let mut rest = text;
+    while let Some(at) = rest.find('$') {
+        out.push_str(&rest[..at]);
+        let after = &rest[at + 1..];
+        if let Some(after) = after.strip_prefix('$') {
+            out.push('$');
+            rest = after;
+        } else if let Some((name, after)) = after.strip_prefix('(').and_then(|after| after.split_once(')')) {
+            match env.get(name) {
+                Some(value) => out.push_str(value),
+                None => out.push_str(&format!("$({name})")),
+            }
+            rest = after;
+        } else {
+            out.push('$');
+            rest = after;
+        }
+    }
+    out + rest
+}
+
+/// The path without `.` and `..`.
+fn normal(path: &Path) -> PathBuf {
+    path.components().fold(PathBuf::new(), |mut out, component| {
+        match component {
+            Component::ParentDir => drop(out.pop()),
+            Component::CurDir => {}
+            other => out.push(other),
+        }
+        out
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn process(pod: &str) -> Result<Spec> {
+        let pod: Pod = serde_yaml_ng::from_str(pod).unwrap();
+        let surroundings = Surroundings {
+            pod: &pod,
+            ips: &["10.0.0.7".into(), "fd00::7".into()],
+            node_ip: "10.0.0.1".into(),
+            programs: Path::new("/nowhere"),
+            network: "/proc/1/fd/3".into(),
+            folder: Path::new("/run/mesh/pods/u"),
+            control: Path::new("/run/mesh/control"),
+            config: &|name, key| (name == "settings" && key == "color").then(|| "red".into()),
+        };
+        surroundings.process(&pod.spec.as_ref().unwrap().containers[0])
+    }
+
+    fn with(container: &str) -> Result<Spec> {
+        process(&format!(
+            "{{metadata: {{name: p-1, namespace: a, labels: {{app: shop}}}}, spec: {{containers: [{{name: c, image: 'diy-sm-x:dev', command: [x], {container}}}]}}}}"
+        ))
+    }
+
+    #[test]
+    fn images_name_programs() {
+        assert_eq!(program("diy-sm-http-server:dev").unwrap(), "http-server");
+        assert_eq!(program("registry.example:5000/team/diy-sm-proxy@sha256:00").unwrap(), "proxy");
+        assert!(program("nginx:latest").unwrap_err().to_string().contains("nginx"));
+    }
+
+    #[test]
+    fn a_program_that_is_not_built_is_named() {
+        let error = process("{metadata: {name: p}, spec: {containers: [{name: c, image: diy-sm-proxy}]}}").unwrap_err().to_string();
+        assert!(error.contains("no program proxy in /nowhere") && error.contains("cargo build"), "{error}");
+    }
+
+    #[test]
+    fn environment_from_values_fields_and_config_maps() {
+        let spec = with(
+            "env: [{name: A, value: '1'}, {name: B, value: '$(A)$$(A)$(Z)'}, {name: IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}, \
+             {name: APP, valueFrom: {fieldRef: {fieldPath: \"metadata.labels['app']\"}}}, \
+             {name: COLOR, valueFrom: {configMapKeyRef: {name: settings, key: color}}}], args: ['--b=$(B)']",
+        )
+        .unwrap();
+        let env: BTreeMap<_, _> = spec.env.into_iter().collect();
+        assert_eq!(
+            (env["B"].as_str(), env["IP"].as_str(), env["APP"].as_str(), env["COLOR"].as_str()),
+            ("1$(A)$(Z)", "10.0.0.7", "shop", "red")
+        );
+        assert_eq!(spec.argv, ["x", "--b=1$(A)$(Z)"]);
+    }
+
+    #[test]
+    fn users_and_rights_come_from_the_security_context() {
+        let spec =
+            with("securityContext: {runAsUser: 1337, allowPrivilegeEscalation: false, capabilities: {drop: [ALL], add: [NET_ADMIN]}}")
+                .unwrap();
+        assert_eq!((spec.uid, spec.gid, spec.no_new_privileges), (1337, 1337, true));
+        assert_eq!(spec.capabilities, ["NET_ADMIN"]);
+        let spec = with("securityContext: {}").unwrap();
+        assert_eq!((spec.uid, spec.capabilities.len()), (IMAGE_USER, 14));
+        let error = with("securityContext: {runAsUser: 0, runAsNonRoot: true}").unwrap_err().to_string();
+        assert!(error.contains("runAsNonRoot"), "{error}");
+    }
+
+    #[test]
+    fn volumes_are_shown_in_private_trees_and_nowhere_that_does_not_exist() {
+        let spec =
+            with("volumeMounts: [{name: token, mountPath: /var/run/secrets/diy-service-mesh}, {name: scratch, mountPath: /tmp}]").unwrap();
+        let target = |name: &str| spec.binds.iter().find(|bind| bind.source.ends_with(name)).unwrap().target.clone();
+        assert_eq!(target("volumes/token"), Path::new("/run/mesh/pods/u/containers/c/run/secrets/diy-service-mesh"));
+        assert_eq!(target("volumes/scratch"), Path::new("/run/mesh/pods/u/containers/c/tmp"));
+        assert_eq!(spec.binds.last().unwrap().target, Path::new("/run"));
+        let error = with("volumeMounts: [{name: data, mountPath: /no-such-folder}]").unwrap_err().to_string();
+        assert!(error.contains("/no-such-folder") && error.contains("/tmp"), "{error}");
+    }
+}
