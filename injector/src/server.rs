@@ -115,7 +115,7 @@ where
 {
     let mut builder = auto::Builder::new(TokioExecutor::new());
     builder.http1().timer(TokioTimer::new()).header_read_timeout(IDLE).max_buf_size(64 * 1024);
-    builder.http2().timer(TokioTimer::new()).max_concurrent_streams(64).max_header_list_size(16 * 1024);
+    builder.http2().timer(TokioTimer::new()).max_concurrent_streams(250).max_header_list_size(16 * 1024);
     builder.http2().keep_alive_interval(Duration::from_secs(20)).keep_alive_timeout(PATIENCE);
     let service = service_fn(move |request| {
         let answer = handler(request);

@@ -1,4 +1,5 @@
-//! The webhook over HTTP: `POST /inject` with an AdmissionReview, answered by [`crate::review`].
+//! The webhook over HTTP: `POST /inject` with an AdmissionReview, answered by [`crate::review`]. The path says whether the pod's
+//! namespace asks for the mesh, so that the injector needs to read no namespaces.
 //!
 //! It bounds what callers can make it hold: the size of one body, of all bodies together, and the time that one takes.
 
@@ -17,10 +18,10 @@ use crate::metrics::Metrics;
 use crate::patch::Settings;
 use crate::review::{self, Outcome};
 
-/// The path that the API server calls.
+/// The path for pods that ask for the mesh themselves.
 pub const PATH: &str = "/inject";
-/// The query that says that the pod's namespace asks for the mesh.
-pub const NAMESPACE_ENABLED: &str = "namespace=enabled";
+/// The path for pods whose namespace asks for the mesh. (A query would be nicer; webhook configurations take none.)
+pub const PATH_FOR_ENABLED_NAMESPACES: &str = "/inject/enabled-namespace";
 /// The API server takes objects of up to 3 MiB; a review holds one and little more.
 pub const BODY_LIMIT: usize = 4 * 1024 * 1024;
 /// All bodies at hand together, in KiB. Who finds no room waits for it.
@@ -47,16 +48,18 @@ impl Webhook {
     where
         B: Body<Data = Bytes, Error: Into<Box<dyn std::error::Error + Send + Sync>>>,
     {
-        if request.uri().path() != PATH {
-            return refusal(StatusCode::NOT_FOUND, format!("nothing here: the webhook is POST {PATH}\n"));
-        }
+        let namespace_enabled = match request.uri().path() {
+            PATH => false,
+            PATH_FOR_ENABLED_NAMESPACES => true,
+            _ => return refusal(StatusCode::NOT_FOUND, format!("nothing here: the webhook is POST {PATH}\n")),
+        };
         if request.method() != Method::POST {
             let mut response = refusal(StatusCode::METHOD_NOT_ALLOWED, format!("the webhook is POST {PATH}\n"));
             response.headers_mut().insert(ALLOW, HeaderValue::from_static("POST"));
             return response;
         }
         let started = Instant::now();
-        let answered = timeout(TIME_LIMIT, self.review(request)).await.unwrap_or(Err(Failure::Late));
+        let answered = timeout(TIME_LIMIT, self.review(request.into_body(), namespace_enabled)).await.unwrap_or(Err(Failure::Late));
         self.metrics.duration(started.elapsed());
         answered.unwrap_or_else(|failure| {
             self.metrics.error();
@@ -65,12 +68,11 @@ impl Webhook {
         })
     }
 
-    async fn review<B>(&self, request: Request<B>) -> Result<Response<Full<Bytes>>, Failure>
+    async fn review<B>(&self, body: B, namespace_enabled: bool) -> Result<Response<Full<Bytes>>, Failure>
     where
         B: Body<Data = Bytes, Error: Into<Box<dyn std::error::Error + Send + Sync>>>,
     {
-        let namespace_enabled = request.uri().query().is_some_and(|query| query.split('&').any(|pair| pair == NAMESPACE_ENABLED));
-        let (body, _room) = self.body(request.into_body()).await?;
+        let (body, _room) = self.body(body).await?;
         let answer = review::answer(&self.settings, &body, namespace_enabled)?;
         let (subject, messages) = (&answer.subject, answer.messages.join("; "));
         match answer.outcome {

@@ -165,9 +165,9 @@ async fn the_namespace_speaks_for_pods_that_say_nothing() {
     let silent = json!({"metadata": {"name": "a"}, "spec": {"containers": []}});
     let (_, body) = injector.http1(post("/inject", &review(&silent))).await;
     assert_eq!(response(&body), json!({"uid": "705ab4f5-6393-11e8-b7cc-42010a800002", "allowed": true}));
-    let (_, body) = injector.http1(post("/inject?timeout=5s&namespace=enabled", &review(&silent))).await;
+    let (_, body) = injector.http1(post("/inject/enabled-namespace?timeout=5s", &review(&silent))).await;
     assert!(response(&body)["patch"].is_string());
-    let (_, body) = injector.http1(post("/inject?namespace=enabled", &review(&pod("false")))).await;
+    let (_, body) = injector.http1(post("/inject/enabled-namespace", &review(&pod("false")))).await;
     assert!(response(&body)["patch"].is_null());
 }
 

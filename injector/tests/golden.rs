@@ -1,0 +1,101 @@
+//! Each file of tests/golden/: a pod, and what the injector makes of it. `UPDATE_GOLDEN=1 cargo test -p diy-mesh-injector --test golden`
+//! writes what it makes of them now, for a person to read in the diff.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use diy_mesh_injector::patch::{Candidate, ImagePullPolicy, Settings, Verdict, decide};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+const EXPECTED: [&str; 4] = ["denied:", "leftAlone:", "notAsked:", "patched:"];
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Golden {
+    #[serde(rename = "about")]
+    _about: String,
+    namespace: String,
+    #[serde(default)]
+    enabled_namespace: bool,
+    input: Value,
+    #[serde(flatten)]
+    expected: Value,
+}
+
+fn settings() -> Settings {
+    Settings {
+        proxy_image: "diy-sm-proxy:dev".into(),
+        proxy_init_image: "diy-sm-proxy-init:dev".into(),
+        image_pull_policy: ImagePullPolicy::IfNotPresent,
+        controller_address: "http://controller.service-mesh.svc.cluster.local.:8080".into(),
+        mesh_namespace: "service-mesh".into(),
+    }
+}
+
+fn files() -> Vec<PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+    let mut files: Vec<_> = fs::read_dir(folder).expect("tests/golden").map(|entry| entry.expect("an entry").path()).collect();
+    files.sort();
+    files
+}
+
+fn read(file: &Path) -> (String, Golden) {
+    let text = fs::read_to_string(file).expect("a readable file");
+    let golden = serde_yaml_ng::from_str(&text).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+    (text, golden)
+}
+
+fn verdict(golden: &Golden) -> Verdict {
+    decide(&settings(), Candidate { pod: &golden.input, namespace: &golden.namespace, namespace_enabled: golden.enabled_namespace })
+}
+
+/// The verdict as the files have it.
+fn outcome(golden: &Golden) -> Value {
+    match verdict(golden) {
+        Verdict::NotAsked => json!({"notAsked": true}),
+        Verdict::LeftAlone(warning) => json!({"leftAlone": warning}),
+        Verdict::Denied(message) => json!({"denied": message}),
+        Verdict::Injected(injection) => {
+            let mut pod = golden.input.clone();
+            json_patch::patch(&mut pod, &injection.patch).expect("a patch that fits");
+            assert_eq!(pod, injection.pod, "the patch leads to the pod");
+            let operations = injection.patch.0.len();
+            json!({"patched": pod, "operations": operations, "warnings": injection.warnings})
+        }
+    }
+}
+
+#[test]
+fn every_pod_becomes_what_its_file_says() {
+    let update = std::env::var_os("UPDATE_GOLDEN").is_some();
+    let files = files();
+    assert!(files.len() > 15, "the files are found");
+    for file in files {
+        let (text, golden) = read(&file);
+        let outcome = outcome(&golden);
+        if update {
+            let kept =
+                text.lines().take_while(|line| !EXPECTED.iter().any(|key| line.starts_with(key)) && !line.starts_with("operations:"));
+            let kept: String = kept.flat_map(|line| [line, "\n"]).collect();
+            let new = serde_yaml_ng::to_string(&outcome).expect("YAML");
+            fs::write(&file, format!("{kept}{new}")).expect("a writable file");
+        } else {
+            let shown = serde_yaml_ng::to_string(&outcome).expect("YAML");
+            assert_eq!(outcome, golden.expected, "{}: it becomes\n{shown}", file.display());
+        }
+    }
+}
+
+#[test]
+fn a_second_time_changes_nothing() {
+    for file in files() {
+        let (_, mut golden) = read(&file);
+        if let Verdict::Injected(injection) = verdict(&golden) {
+            golden.input = injection.pod;
+            let Verdict::Injected(again) = verdict(&golden) else { panic!("{}: another verdict", file.display()) };
+            assert_eq!(again.patch.0, [], "{}", file.display());
+            assert_eq!(again.pod, golden.input);
+        }
+    }
+}

@@ -1,0 +1,184 @@
+//! What holds for every pod, on some thousand pods made at random from a fixed seed: odd ones, half-injected ones, broken ones.
+
+use diy_mesh_injector::patch::{Candidate, ImagePullPolicy, Injection, Settings, Verdict, decide};
+use fastrand::Rng;
+use serde_json::{Map, Value, json};
+
+fn settings() -> Settings {
+    Settings {
+        proxy_image: "proxy:1".into(),
+        proxy_init_image: "init:1".into(),
+        image_pull_policy: ImagePullPolicy::Always,
+        controller_address: "http://controller:8080".into(),
+        mesh_namespace: "service-mesh".into(),
+    }
+}
+
+fn judge(pod: &Value) -> Verdict {
+    decide(&settings(), Candidate { pod, namespace: "shop", namespace_enabled: true })
+}
+
+fn injected(pod: &Value) -> Option<Injection> {
+    match judge(pod) {
+        Verdict::Injected(injection) => Some(*injection),
+        _ => None,
+    }
+}
+
+#[test]
+fn a_patch_fits_leads_to_the_pod_and_is_empty_the_second_time() {
+    let mut rng = Rng::with_seed(3);
+    let mut count = 0;
+    for _ in 0..1_000 {
+        let pod = pod(&mut rng);
+        let Some(injection) = injected(&pod) else { continue };
+        count += 1;
+        let mut patched = pod.clone();
+        json_patch::patch(&mut patched, &injection.patch).unwrap_or_else(|error| panic!("{error}: {pod}"));
+        assert_eq!(patched, injection.pod, "{pod}");
+        let again = injected(&patched).unwrap_or_else(|| panic!("no longer injected: {patched}"));
+        assert_eq!(again.patch.0, [], "{pod}");
+        assert_eq!(again.pod, patched);
+    }
+    assert!(count > 200, "{count} pods were injected");
+}
+
+#[test]
+fn what_is_not_the_meshes_stays_as_it_is_and_in_its_order() {
+    let mut rng = Rng::with_seed(4);
+    for _ in 0..1_000 {
+        let pod = pod(&mut rng);
+        let Some(injection) = injected(&pod) else { continue };
+        let (before, after) = (without_ours(pod), without_ours(injection.pod));
+        assert_eq!(before, after);
+    }
+}
+
+#[test]
+fn the_meshes_containers_come_first_and_once() {
+    let mut rng = Rng::with_seed(5);
+    for _ in 0..1_000 {
+        let pod = pod(&mut rng);
+        let Some(injection) = injected(&pod) else { continue };
+        let containers = injection.pod["spec"]["initContainers"].as_array().expect("a list");
+        let names: Vec<_> = containers.iter().filter_map(|container| container["name"].as_str()).collect();
+        assert_eq!(names[..2], ["proxy-init", "proxy"], "{pod}");
+        assert!(!names[2..].contains(&"proxy") && !names[2..].contains(&"proxy-init"), "{pod}");
+    }
+}
+
+#[test]
+fn no_json_whatever_makes_it_panic() {
+    let mut rng = Rng::with_seed(6);
+    for _ in 0..4_000 {
+        let mut pod = pod(&mut rng);
+        for _ in 0..rng.usize(1..4) {
+            spoil(&mut pod, &mut rng);
+        }
+        if let Some(injection) = injected(&pod) {
+            json_patch::patch(&mut pod, &injection.patch).expect("a patch that fits");
+            assert_eq!(pod, injection.pod);
+        }
+    }
+}
+
+fn without_ours(mut pod: Value) -> Value {
+    let ours = |item: &Value| matches!(item["name"].as_str(), Some("proxy" | "proxy-init" | "diy-service-mesh-token"));
+    let spec = pod["spec"].as_object_mut().expect("a spec");
+    for list in ["initContainers", "volumes"] {
+        let items = spec.remove(list).unwrap_or_default();
+        let others = items.as_array().into_iter().flatten().filter(|item| !ours(item)).cloned();
+        spec.insert(list.into(), others.collect());
+    }
+    let metadata = pod["metadata"].as_object_mut().expect("metadata");
+    let mut annotations = metadata.remove("annotations").and_then(|map| map.as_object().cloned()).unwrap_or_default();
+    annotations.remove("diy-service-mesh/status");
+    metadata.insert("annotations".into(), Value::Object(annotations));
+    pod
+}
+
+fn pod(rng: &mut Rng) -> Value {
+    let mut pod = json!({"metadata": {"generateName": "a-"}, "spec": {"containers": [container(rng, "app")]}});
+    match rng.u8(0..4) {
+        0 => {}
+        1 => pod["metadata"]["annotations"] = Value::Null,
+        _ => pod["metadata"]["annotations"] = annotations(rng),
+    }
+    let init =
+        [json!({"name": "migrate", "image": "m"}), json!({"name": "tail", "restartPolicy": "Always"}), half_proxy(rng), half_init(rng)];
+    pod["spec"]["initContainers"] = list(rng, init);
+    let token = json!({"name": "diy-service-mesh-token", "projected": {"sources": [], "defaultMode": 256}});
+    let volumes = [json!({"name": "scratch", "emptyDir": {}}), json!({"name": "a/b~c", "configMap": {"name": "c"}}), token];
+    pod["spec"]["volumes"] = list(rng, volumes);
+    // Sometimes it comes back: injected, and changed by others since.
+    if let Some(injection) = injected(&pod).filter(|_| rng.bool()) {
+        pod = injection.pod;
+        let containers = pod["spec"]["initContainers"].as_array_mut().expect("a list");
+        let changed = rng.usize(0..containers.len());
+        containers[changed]["terminationMessagePath"] = json!("/dev/termination-log");
+        containers[changed]["volumeMounts"] =
+            json!([{"name": "kube-api-access", "mountPath": "/var/run/secrets/kubernetes.io/serviceaccount"}]);
+        rng.shuffle(containers);
+    }
+    pod
+}
+
+fn list<const N: usize>(rng: &mut Rng, items: [Value; N]) -> Value {
+    if rng.u8(0..8) == 0 {
+        return Value::Null;
+    }
+    let mut items: Vec<_> = items.into_iter().filter(|_| rng.bool()).collect();
+    rng.shuffle(&mut items);
+    Value::Array(items)
+}
+
+fn annotations(rng: &mut Rng) -> Value {
+    let all = [
+        ("diy-service-mesh/inject", "True"),
+        ("diy-service-mesh/skip-inbound-ports", "25, 80-90"),
+        ("diy-service-mesh/skip-outbound-ports", "3306"),
+        ("diy-service-mesh/dump", "off"),
+        ("diy-service-mesh/status", "unknown"),
+        ("example.com/a~b", "c"),
+    ];
+    let chosen = all.into_iter().filter(|_| rng.bool()).map(|(name, value)| (name.to_owned(), json!(value)));
+    Value::Object(chosen.collect::<Map<_, _>>())
+}
+
+fn container(rng: &mut Rng, name: &str) -> Value {
+    let port = *rng.choice(&[80, 4000, 4001, 5000, 65535]).expect("some");
+    json!({"name": name, "image": "i", "ports": [{"containerPort": port}], "unknown": {"kept": [1, null]}})
+}
+
+fn half_proxy(rng: &mut Rng) -> Value {
+    let mut proxy =
+        json!({"name": "proxy", "env": [{"name": "EXTRA", "value": "1"}, {"name": "SERVICE_MESH_TOKEN_FILE", "value": "/old"}]});
+    if rng.bool() {
+        proxy["args"] = json!(["--old"]);
+        proxy["command"] = json!(["/proxy"]);
+        proxy["env"].as_array_mut().expect("a list").push(json!({"name": "POD_NAME", "value": "old"}));
+    }
+    proxy
+}
+
+fn half_init(rng: &mut Rng) -> Value {
+    let args = if rng.bool() { json!(["--proxy-uid=1"]) } else { json!(["--proxy-uid", "1", "--old"]) };
+    json!({"name": "proxy-init", "args": args, "securityContext": {"capabilities": {"add": ["SYS_ADMIN"]}, "runAsUser": 7}})
+}
+
+/// Puts something unfit in some place.
+fn spoil(value: &mut Value, rng: &mut Rng) {
+    let inner: Vec<&mut Value> = match value {
+        Value::Object(map) => map.values_mut().collect(),
+        Value::Array(items) => items.iter_mut().collect(),
+        _ => Vec::new(),
+    };
+    let unfit =
+        [Value::Null, json!(""), json!(-1), json!(1e300), json!([]), json!({}), json!([null]), json!(["proxy"]), json!({"name": "proxy"})];
+    let count = inner.len();
+    match inner.into_iter().nth(rng.usize(0..=count)) {
+        Some(inner) if rng.u8(0..4) != 0 => spoil(inner, rng),
+        Some(inner) => *inner = rng.choice(unfit).expect("some"),
+        None => *value = rng.choice(unfit).expect("some"),
+    }
+}
