@@ -40,6 +40,9 @@ struct RawConfig {
     /// One second, once: to see that it works
     #[arg(long)]
     quick: bool,
+    /// Wait so many seconds, in all, for moments in which nothing else runs, and drop what others have disturbed
+    #[arg(long, default_value_t = 0.0, value_name = "SECONDS")]
+    patience: f64,
     /// Write every sample, median and ratio to this file as well
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -82,6 +85,8 @@ pub struct Config {
     pub window: Window,
     /// How often each measurement is made.
     pub repeats: usize,
+    /// How long to wait, in all, for a quiet machine.
+    pub patience: Duration,
     /// Where samples go.
     pub json: Option<PathBuf>,
     /// List the cases, nothing else.
@@ -161,6 +166,9 @@ impl RawConfig {
         if !(0.1..=3600.0).contains(&self.seconds) {
             problems.push(format!("--seconds {}: give between 0.1 and 3600", self.seconds));
         }
+        if !(0.0..=86_400.0).contains(&self.patience) {
+            problems.push(format!("--patience {}: give between 0 and 86400", self.patience));
+        }
         if self.repeats == 0 {
             problems.push("--repeats 0: give at least 1".to_string());
         }
@@ -182,6 +190,7 @@ impl RawConfig {
             left_out,
             window: Window { warm_up: (length / 4).min(Duration::from_millis(500)), length },
             repeats: if self.quick { 1 } else { self.repeats },
+            patience: Duration::from_secs_f64(self.patience),
             json: self.json,
             list: self.list,
             profile,

@@ -23,6 +23,7 @@ use std::{
     path::Path,
     process::ExitCode,
     thread,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, bail, ensure};
@@ -35,9 +36,10 @@ use tokio::{
 };
 
 use crate::{
-    cases::Kind,
+    cases::{Case, Kind},
     config::Config,
     machine::Reading,
+    measure::{Numbers, measure},
     network::{Gate, sweep},
     report::Results,
     sides::{Control, Running},
@@ -152,40 +154,67 @@ fn run(config: &Config, gate: &Gate) -> Result<ExitCode> {
 /// and leaves its cell to the other repeats. Gives the results, the share of the machine that others took, and the failures.
 fn measure_all(config: &Config, running: &mut [Running], control: Option<&Control>) -> Result<(Results, f64, usize)> {
     let (mut results, mut failures, mut shares) = (Results::default(), 0, Vec::new());
+    let mut patience = config.patience;
     let total = config.cases.len() * config.repeats * running.len();
     let rounds = config.cases.iter().flat_map(|case| (0..config.repeats).map(move |_| case));
     for (round, case) in rounds.enumerate() {
         for position in 0..running.len() {
-            let progress = format!("[{}/{total}]", round * running.len() + position + 1);
-            let before = reading(running, control)?;
-            let side = &mut running[position];
-            match measure::measure(case, side, config.window) {
-                Ok(numbers) => {
-                    results.add(case, side.side, &numbers);
+            let side = running[position].side;
+            let progress = format!("[{}/{total}] {} {}:", round * running.len() + position + 1, case.name, side.name());
+            match measure_quietly(case, config, running, position, control, &mut patience)? {
+                (Ok(numbers), share) => {
+                    results.add(case, side, &numbers);
                     let text: Vec<_> = numbers.iter().map(|(metric, value)| format!("{} {value:.1}", metric.name())).collect();
-                    eprint!("{progress} {} {}: {}", case.name, side.side.name(), text.join(", "));
+                    eprintln!("{progress} {} (others {:.0}%)", text.join(", "), share * 100.0);
+                    shares.push(share);
                 }
-                Err(problem) => {
+                (Err(problem), _) => {
                     failures += 1;
+                    let side = &mut running[position];
                     eprintln!("{progress} FAILED {problem:#}{}", side.last_words());
                     // A proxy that is gone or stuck must not spoil what follows.
                     if let Err(problem) = side.restart() {
                         eprintln!("{} does not start again: {problem:#}", side.side.name());
                     }
-                    continue;
                 }
             }
-            // Fresh proxies have used less than those before them: the case that starts them cannot be judged.
-            if !matches!(case.kind, Kind::Start { .. }) {
-                let share = reading(running, control)?.others_since(&before);
-                shares.push(share);
-                eprint!(" (others {:.0}%)", share * 100.0);
-            }
-            eprintln!();
         }
     }
     let others = shares.iter().sum::<f64>() / shares.len().max(1) as f64;
     Ok((results, others, failures))
+}
+
+/// One measurement, with the share of the machine that others took meanwhile. It waits for a quiet moment, and drops a measurement
+/// that others have disturbed, for as long as patience lasts.
+fn measure_quietly(
+    case: &Case,
+    config: &Config,
+    running: &mut [Running],
+    position: usize,
+    control: Option<&Control>,
+    patience: &mut Duration,
+) -> Result<(Result<Numbers>, f64)> {
+    loop {
+        let start = Instant::now();
+        let mut before = reading(running, control)?;
+        while start.elapsed() < *patience {
+            thread::sleep(Duration::from_millis(500));
+            let now = reading(running, control)?;
+            let share = std::mem::replace(&mut before, now).others_until(&now);
+            if share < QUIET {
+                break;
+            }
+        }
+        *patience = patience.saturating_sub(start.elapsed());
+        let start = Instant::now();
+        let outcome = measure(case, &mut running[position], config.window);
+        // Fresh proxies have used less than those before them, so the case that starts them cannot be told from others.
+        let share = if matches!(case.kind, Kind::Start { .. }) { 0.0 } else { before.others_until(&reading(running, control)?) };
+        if outcome.is_err() || share < QUIET || patience.is_zero() {
+            return Ok((outcome, share));
+        }
+        *patience = patience.saturating_sub(start.elapsed());
+    }
 }
 
 fn reading(running: &[Running], control: Option<&Control>) -> Result<Reading> {

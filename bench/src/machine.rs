@@ -38,12 +38,12 @@ impl Reading {
         Ok(Reading { capacity: time(capacity), busy: time(busy), own })
     }
 
-    /// The share of the machine that others took between `before` and this one, 0 to 1: other programs, and other machines on the
+    /// The share of the machine that others took between this one and `after`, 0 to 1: other programs, and other machines on the
     /// same host where the kernel can tell.
-    pub fn others_since(&self, before: &Reading) -> f64 {
+    pub fn others_until(&self, after: &Reading) -> f64 {
         let between = |later: Duration, earlier: Duration| later.saturating_sub(earlier).as_secs_f64();
-        let others = between(self.busy, before.busy) - between(self.own, before.own);
-        (others / between(self.capacity, before.capacity).max(0.01)).clamp(0.0, 1.0)
+        let others = between(after.busy, self.busy) - between(after.own, self.own);
+        (others / between(after.capacity, self.capacity).max(0.01)).clamp(0.0, 1.0)
     }
 }
 
@@ -85,7 +85,7 @@ mod tests {
             busy: Duration::from_secs(busy),
             own: Duration::from_secs(own),
         };
-        assert_eq!(at(20, 8, 3).others_since(&at(10, 2, 1)), 0.4);
-        assert_eq!(at(20, 3, 3).others_since(&at(10, 2, 1)), 0.0);
+        assert_eq!(at(10, 2, 1).others_until(&at(20, 8, 3)), 0.4);
+        assert_eq!(at(10, 2, 1).others_until(&at(20, 3, 3)), 0.0);
     }
 }

@@ -45,13 +45,18 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts `program` in `namespace`; what it prints goes to a file in `logs`.
+    /// Starts `program` in `namespace`; what it prints goes to files in `logs`.
     pub fn start(program: Program, namespace: &Namespace, logs: &Path) -> Result<Self> {
-        let log = logs.join(format!("{}.log", program.name));
-        let file = File::create(&log).with_context(|| format!("create {}", log.display()))?;
+        let create = |stream: &str| {
+            let path = logs.join(format!("{}.{stream}", program.name));
+            let file = File::create(&path).with_context(|| format!("create {}", path.display()))?;
+            anyhow::Ok((path, file))
+        };
+        // Dumps go to one, logs to the other.
+        let ((_, output), (log, errors)) = (create("out")?, create("err")?);
         let mut command = Command::new(&program.path);
         command.args(&program.arguments).env_clear().env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin").envs(program.environment);
-        command.stdin(Stdio::null()).stdout(file.try_clone().context("share the log")?).stderr(file);
+        command.stdin(Stdio::null()).stdout(output).stderr(errors);
         command.uid(program.uid).gid(program.uid).current_dir("/");
         let started = Instant::now();
         let child = namespace.spawn(&mut command)?;
@@ -92,10 +97,10 @@ impl Process {
         }
     }
 
-    /// The end of what it printed.
+    /// The end of its log.
     pub fn last_words(&self) -> String {
         let text = fs::read(&self.log).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
-        let lines: Vec<_> = text.lines().rev().take(15).collect();
+        let lines: Vec<String> = text.lines().rev().take(8).map(|line| line.chars().take(300).collect()).collect();
         if lines.is_empty() {
             return String::new();
         }
