@@ -10,7 +10,7 @@
 //! They are own starts because entering a user or process namespace needs a process of one thread.
 
 use std::{
-    io::{self, Read, Write},
+    io::{self, IsTerminal, Read, Write},
     os::{fd::AsFd, unix::net::UnixStream},
     path::{Path, PathBuf},
     process::{Child, Command, ExitCode},
@@ -69,7 +69,7 @@ pub fn init(programs: &Path) -> Result<ExitCode> {
 /// `mesh sandbox-agent`: the node.
 pub fn agent(programs: PathBuf) -> Result<ExitCode> {
     let filter = EnvFilter::try_from_env("LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).init();
+    tracing_subscriber::fmt().with_env_filter(filter).with_ansi(io::stderr().is_terminal()).with_writer(io::stderr).init();
     let control = control_socket()?;
     // Two threads: the node's own work is small, and the pods' programs need the cores.
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().context("cannot start")?;

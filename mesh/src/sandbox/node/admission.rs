@@ -79,10 +79,14 @@ fn applies(webhook: &MutatingWebhook, pod: &Pod, namespace_labels: &BTreeMap<Str
 fn condition_holds(name: &str, pod: &Pod) -> Result<bool> {
     let annotation = pod.metadata.annotations.as_ref().and_then(|annotations| annotations.get("diy-service-mesh/inject"));
     let says = |word: &str| annotation.is_some_and(|value| value.eq_ignore_ascii_case(word));
+    let on_host_network = pod.spec.as_ref().is_some_and(|spec| spec.host_network == Some(true));
     match name {
         "asks-for-the-mesh" => Ok(says("true")),
-        "does-not-opt-out" => Ok(!says("false")),
-        _ => bail!("the sandbox does not know the match condition {name:?}, only asks-for-the-mesh and does-not-opt-out"),
+        "says-nothing-itself" => Ok(annotation.is_none()),
+        // The condition's other half is about pods that a kubelet made by itself, of which the sandbox has none.
+        "can-be-injected" => Ok(!on_host_network),
+        "says-something-else-or-cannot-be-injected" => Ok(annotation.is_some() && if says("true") { on_host_network } else { !says("false") }),
+        _ => bail!("the sandbox does not know the match condition {name:?}, only those of manifests/webhook.yaml"),
     }
 }
 

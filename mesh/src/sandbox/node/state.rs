@@ -163,6 +163,8 @@ impl State {
 
     /// Brings everything in step.
     pub(super) fn sync(&mut self) -> Result<()> {
+        // Before any pod is made: one that asks for the mesh must find the webhook there.
+        self.publish_hooks();
         if self.ending.is_some() {
             self.end_pods();
         } else {
@@ -181,13 +183,17 @@ impl State {
         let namespaces: BTreeSet<&String> = self.pods.values().map(|record| &record.view.namespace).collect();
         let hosts = namespaces.into_iter().map(|namespace| (namespace.clone(), services::hosts(&services, &slices, namespace))).collect();
         node.hosts.update(hosts).context("cannot write a hosts file")?;
-        let hooks = self.current_hooks(&objects, &slices);
+        Ok(())
+    }
+
+    fn publish_hooks(&self) {
+        let objects = self.node.objects.lock().expect("nobody panics while holding it");
+        let hooks = self.current_hooks(&objects, &self.slices(&objects));
         self.hooks.send_if_modified(|current| {
             let before = format!("{current:?}");
             *current = hooks;
             before != format!("{current:?}")
         });
-        Ok(())
     }
 
     fn run_workloads(&mut self) {
