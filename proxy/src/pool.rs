@@ -4,9 +4,7 @@
 use std::cell::{Cell, RefCell};
 use std::time::Instant;
 
-use bytes::Bytes;
-use h2::client::SendRequest;
-
+use crate::http2::Connections;
 use crate::io::Io;
 
 /// Idle HTTP/1 connections that are kept per endpoint and worker.
@@ -17,7 +15,8 @@ const MAX_IDLE: usize = 256;
 pub struct Pool {
     /// In the order of their coming back: the last one is the warmest.
     http1: RefCell<Vec<Idle>>,
-    http2: RefCell<Vec<SendRequest<Bytes>>>,
+    /// HTTP/2 connections: many streams share one.
+    pub http2: Connections,
     closed: Cell<bool>,
 }
 
@@ -46,25 +45,9 @@ impl Pool {
         }
     }
 
-    /// An HTTP/2 connection; many share it, and it may turn out to be dead or full.
-    pub fn http2(&self) -> Option<SendRequest<Bytes>> {
-        self.http2.borrow().last().cloned()
-    }
-
-    /// Adds an HTTP/2 connection for others to share; no effect in a closed pool.
-    pub fn put_http2(&self, connection: SendRequest<Bytes>) {
-        if !self.closed.get() {
-            self.http2.borrow_mut().push(connection);
-        }
-    }
-
-    /// Keeps the HTTP/2 connections that `keep` says are worth it.
-    pub fn retain_http2(&self, keep: impl FnMut(&mut SendRequest<Bytes>) -> bool) {
-        self.http2.borrow_mut().retain_mut(keep);
-    }
-
-    /// Drops the HTTP/1 connections that came back before `older_than`, and those that died meanwhile.
+    /// Drops the HTTP/1 connections that came back before `older_than`, and those that died meanwhile; looks after the others.
     pub fn evict_idle(&self, older_than: Instant) {
+        self.http2.sweep(Instant::now());
         let mut idle = self.http1.borrow_mut();
         idle.retain(|connection| connection.since >= older_than && !connection.io.is_stale());
         if idle.len() < idle.capacity() / 4 {
@@ -76,7 +59,7 @@ impl Pool {
     pub fn close(&self) {
         self.closed.set(true);
         self.http1.take();
-        self.http2.take();
+        self.http2.close();
     }
 
     /// Whether [`Pool::close`] was called: the endpoint is gone.

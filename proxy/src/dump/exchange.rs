@@ -127,6 +127,13 @@ impl ExchangeDump {
         record.response.head(format!("HTTP/2 {}", parts.status.as_u16()).as_bytes(), pairs(&parts.headers));
     }
 
+    /// The answer that the proxy made by itself.
+    pub fn response_answer(&mut self, head: &http::Response<()>, body: &[u8]) {
+        let Some(record) = &mut self.record else { return };
+        record.response.head(format!("HTTP/2 {}", head.status().as_u16()).as_bytes(), pairs(head.headers()));
+        record.response.body.append(body);
+    }
+
     /// Bytes of the response's body.
     pub fn response_body(&mut self, bytes: &[u8]) {
         let Some(record) = &mut self.record else { return };

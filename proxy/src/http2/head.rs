@@ -1,0 +1,171 @@
+//! What of a request's head the proxy refuses, and the heads that it makes itself. `h2` has checked the framing by then: fields
+//! of HTTP/1 connections, repeated or misplaced pseudo-fields and a wrong Content-Length never get here.
+
+use bytes::Bytes;
+use h2::SendStream;
+use h2::server::SendResponse;
+use http::header::{CONTENT_LENGTH, CONTENT_TYPE, HOST};
+use http::request::Parts;
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Version};
+
+use crate::error::Failure;
+
+pub(super) const X_MESH_ERROR: HeaderName = HeaderName::from_static("x-mesh-error");
+pub(super) const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
+const GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
+
+/// Why the request is malformed, as RFC 9113 has it, or ambiguous to whoever reads it next.
+pub(super) fn malformed(parts: &Parts) -> Option<&'static str> {
+    if parts.headers.get_all(CONTENT_LENGTH).iter().nth(1).is_some() {
+        return Some("more than one Content-Length");
+    }
+    let authority = parts.uri.authority().map(|authority| authority.as_str());
+    if authority.is_some_and(|authority| authority.contains('@')) {
+        return Some("user information in :authority");
+    }
+    let mut hosts = parts.headers.get_all(HOST).iter();
+    if let Some(host) = hosts.next() {
+        if hosts.next().is_some() {
+            return Some("more than one Host");
+        }
+        if authority.is_some_and(|authority| !host.as_bytes().eq_ignore_ascii_case(authority.as_bytes())) {
+            return Some("Host and :authority differ");
+        }
+    }
+    if parts.method == Method::CONNECT {
+        return authority.is_none().then_some("CONNECT without :authority");
+    }
+    let path = parts.uri.path_and_query().map_or("", |path| path.as_str());
+    let asterisk = path == "*" && parts.method == Method::OPTIONS;
+    (!path.starts_with('/') && !asterisk).then_some(":path does not begin with a slash")
+}
+
+/// Makes the head fit to be sent on.
+pub(super) fn prepare(parts: &mut Parts) {
+    // Without :authority, which is right where there is a Host, `h2` knows the scheme only of what it takes for HTTP/1.
+    if parts.uri.authority().is_none() {
+        parts.version = Version::HTTP_11;
+    }
+}
+
+/// gRPC calls are answered as gRPC clients understand. gRPC-Web is HTTP to whoever carries it.
+pub(super) fn is_grpc(headers: &HeaderMap) -> bool {
+    let kind = headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes).unwrap_or_default();
+    kind.strip_prefix(b"application/grpc").is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
+}
+
+/// The far side's proxy says that its app took no connection.
+pub(super) fn says_not_delivered(parts: &http::response::Parts) -> bool {
+    let said = parts.headers.get(X_MESH_ERROR).is_some_and(|code| code == "connect-failed");
+    said && (parts.status == StatusCode::BAD_GATEWAY || parts.headers.contains_key(GRPC_STATUS))
+}
+
+/// The proxy's own answer to a request.
+pub(super) struct Answer {
+    pub head: Response<()>,
+    pub body: Bytes,
+}
+
+impl Answer {
+    pub fn new(failure: &Failure, grpc: bool, head_only: bool) -> Self {
+        let mut head = Response::new(());
+        let text = failure.to_string();
+        if grpc {
+            let headers = head.headers_mut();
+            headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+            headers.extend(grpc_failure(failure));
+            return Self { head, body: Bytes::new() };
+        }
+        *head.status_mut() = failure.status();
+        let body = Bytes::from(text + "\n");
+        let headers = head.headers_mut();
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/plain; charset=utf-8"));
+        headers.insert(CONTENT_LENGTH, body.len().into());
+        headers.insert(X_MESH_ERROR, HeaderValue::from_static(failure.code()));
+        Self { head, body: if head_only { Bytes::new() } else { body } }
+    }
+
+    /// Sends it. A client that is gone needs no answer.
+    pub fn send(self, respond: &mut SendResponse<Bytes>) -> Option<SendStream<Bytes>> {
+        let mut stream = respond.send_response(self.head, self.body.is_empty()).ok()?;
+        if !self.body.is_empty() {
+            stream.send_data(self.body, true).ok()?;
+        }
+        Some(stream)
+    }
+}
+
+/// The fields by which a gRPC call ends because of a failure.
+pub(super) fn grpc_failure(failure: &Failure) -> HeaderMap {
+    let mut fields = HeaderMap::with_capacity(3);
+    fields.insert(GRPC_STATUS, u16::from(failure.grpc_status()).into());
+    if let Ok(message) = HeaderValue::try_from(percent_encoded(&failure.to_string())) {
+        fields.insert(GRPC_MESSAGE, message);
+    }
+    fields.insert(X_MESH_ERROR, HeaderValue::from_static(failure.code()));
+    fields
+}
+
+/// As gRPC has it in `grpc-message`: bytes from space to tilde but the percent sign stay.
+fn percent_encoded(text: &str) -> String {
+    let mut encoded = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        match byte {
+            b' '..=b'~' if byte != b'%' => encoded.push(byte.into()),
+            _ => encoded.push_str(&format!("%{byte:02X}")),
+        }
+    }
+    encoded
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use http::Request;
+
+    fn parts(method: &str, uri: &str, fields: &[(&str, &str)]) -> Parts {
+        let request =
+            fields.iter().fold(Request::builder().method(method).uri(uri), |builder, (name, value)| builder.header(*name, *value));
+        request.body(()).unwrap().into_parts().0
+    }
+
+    #[test]
+    fn what_two_readers_could_take_differently_is_refused() {
+        assert_eq!(malformed(&parts("GET", "http://a/", &[("host", "A")])), None);
+        assert_eq!(malformed(&parts("GET", "/", &[("host", "a")])), None);
+        assert_eq!(malformed(&parts("GET", "/", &[])), None);
+        assert_eq!(malformed(&parts("OPTIONS", "*", &[])), None);
+        assert_eq!(malformed(&parts("CONNECT", "a:1", &[])), None);
+        let refused = [
+            parts("GET", "http://a/", &[("host", "b")]),
+            parts("GET", "/", &[("host", "a"), ("host", "a")]),
+            parts("POST", "/", &[("content-length", "1"), ("content-length", "1")]),
+            parts("GET", "http://user@a/", &[]),
+            parts("GET", "*", &[]),
+            parts("CONNECT", "/", &[]),
+        ];
+        for parts in refused {
+            assert!(malformed(&parts).is_some(), "{parts:?}");
+        }
+    }
+
+    #[test]
+    fn grpc_is_told_from_grpc_web() {
+        for (kind, grpc) in [
+            ("application/grpc", true),
+            ("application/grpc+proto", true),
+            ("application/grpc;x=y", true),
+            ("application/grpc-web", false),
+            ("application/grpc-web+proto", false),
+            ("text/plain", false),
+        ] {
+            assert_eq!(is_grpc(&parts("POST", "/", &[("content-type", kind)]).headers), grpc, "{kind}");
+        }
+        assert!(!is_grpc(&HeaderMap::new()));
+    }
+
+    #[test]
+    fn messages_are_encoded_as_grpc_has_it() {
+        assert_eq!(percent_encoded("100% of é\n"), "100%25 of %C3%A9%0A");
+    }
+}

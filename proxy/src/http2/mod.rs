@@ -1,0 +1,204 @@
+//! Steps 4 to 8 for HTTP/2 cleartext with prior knowledge, and so for gRPC: one connection of a client, many streams at once, each
+//! balanced by itself. [`serve`] is the connection, `exchange.rs` a stream; `upstream.rs` has the connections to endpoints.
+//!
+//! What one client's connection can make the proxy hold is bounded by the constants here; a flood ends that connection only.
+
+mod batched;
+mod exchange;
+mod head;
+mod relay;
+#[cfg(test)]
+mod tests;
+mod upstream;
+
+use std::cell::Cell;
+use std::future::Future;
+use std::pin::{Pin, pin};
+use std::rc::Rc;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use h2::Reason;
+use h2::server::{Builder, Connection};
+use tokio::time::{Sleep, sleep, timeout};
+use tokio_util::sync::WaitForCancellationFuture;
+
+use self::batched::Batched;
+pub use self::upstream::Connections;
+use crate::io::Io;
+use crate::worker::Flow;
+
+/// Streams that a client may have open at once on one connection.
+const MAX_STREAMS: u32 = 250;
+/// What the fields of one head may take, counted as RFC 9113 has it.
+const MAX_HEADER_LIST: u32 = 64 * 1024;
+/// What a sender may have under way on one stream before the receiver has taken it.
+const STREAM_WINDOW: u32 = 256 * 1024;
+/// The same for all streams of a connection: as much as 32 of them with receivers that take nothing.
+const CONNECTION_WINDOW: u32 = 32 * STREAM_WINDOW;
+/// What waits on one stream to be written.
+const SEND_BUFFER: usize = 64 * 1024;
+/// Streams reset by the proxy whose late frames are still told from nonsense.
+const MAX_RESETS_REMEMBERED: usize = 200;
+/// Streams that a client has opened and reset in one breath.
+const MAX_RESETS_PENDING: usize = 100;
+/// Streams that the proxy had to reset because the client broke the rules.
+const MAX_RESETS_CAUSED: usize = 100;
+/// Streams that a client may reset in a second, where it resets more than it lets come to an end.
+const MAX_RESETS_A_SECOND: u32 = 400;
+/// Bytes that a client may send in a row without anything happening on a stream: pings, settings and the like.
+const MAX_IDLE_TALK: u64 = 256 * 1024;
+/// How long the client's preface may take.
+const PREFACE_TIMEOUT: Duration = Duration::from_secs(10);
+/// A connection without streams for that long (up to twice that) is closed.
+const IDLE: Duration = Duration::from_secs(15 * 60);
+
+/// Serves a client's connection until either side ends it.
+pub async fn serve(io: Io, flow: Rc<Flow>) {
+    let io = Batched::new(io);
+    let mut handshake = pin!(settings().handshake::<_, Bytes>(io.clone()));
+    let connection = match timeout(PREFACE_TIMEOUT, io.drive(|cx| handshake.as_mut().poll(cx))).await {
+        Ok(Ok(connection)) => connection,
+        Ok(Err(error)) => return tracing::debug!(peer = %flow.peer, "no HTTP/2 preface: {error}"),
+        Err(_) => return tracing::debug!(peer = %flow.peer, "no HTTP/2 preface in time"),
+    };
+    let drain = flow.worker.drain.clone();
+    let client = Rc::new(Client::new(flow));
+    let mut drain = pin!(drain.cancelled());
+    let mut serving = Serving { connection, io: io.clone(), client, talk: 0, tick: Box::pin(sleep(IDLE)), quiet: false, draining: false };
+    io.drive(|cx| serving.poll(cx, drain.as_mut())).await;
+}
+
+fn settings() -> Builder {
+    let mut builder = Builder::new();
+    builder
+        .max_concurrent_streams(MAX_STREAMS)
+        .max_header_list_size(MAX_HEADER_LIST)
+        .initial_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(CONNECTION_WINDOW)
+        .max_send_buffer_size(SEND_BUFFER)
+        .max_concurrent_reset_streams(MAX_RESETS_REMEMBERED)
+        .max_pending_accept_reset_streams(MAX_RESETS_PENDING)
+        .max_local_error_reset_streams(Some(MAX_RESETS_CAUSED));
+    builder
+}
+
+/// A client's connection under way.
+struct Serving {
+    connection: Connection<Batched, Bytes>,
+    io: Batched,
+    client: Rc<Client>,
+    /// Bytes read when something last happened on a stream.
+    talk: u64,
+    tick: Pin<Box<Sleep>>,
+    /// There was no stream at the last tick.
+    quiet: bool,
+    draining: bool,
+}
+
+impl Serving {
+    fn poll(&mut self, cx: &mut Context<'_>, drain: Pin<&mut WaitForCancellationFuture<'_>>) -> Poll<()> {
+        if !self.draining && drain.poll(cx).is_ready() {
+            self.draining = true;
+            self.connection.graceful_shutdown();
+        }
+        loop {
+            match self.connection.poll_accept(cx) {
+                Poll::Ready(Some(Ok((request, respond)))) => {
+                    self.quiet = false;
+                    self.client.note_progress();
+                    tokio::task::spawn_local(exchange::carry(request, respond, self.client.clone()));
+                }
+                Poll::Ready(Some(Err(error))) => {
+                    tracing::debug!(peer = %self.client.flow.peer, "the client's connection ended: {error}");
+                    return Poll::Ready(());
+                }
+                Poll::Ready(None) => return Poll::Ready(()),
+                Poll::Pending if self.is_flood() => self.connection.abrupt_shutdown(Reason::ENHANCE_YOUR_CALM),
+                Poll::Pending => break,
+            }
+        }
+        while self.tick.as_mut().poll(cx).is_ready() {
+            self.tick.as_mut().reset(tokio::time::Instant::now() + IDLE);
+            let quiet = !self.connection.has_streams();
+            if quiet && self.quiet {
+                if self.draining {
+                    return Poll::Ready(());
+                }
+                self.draining = true;
+                self.connection.graceful_shutdown();
+                cx.waker().wake_by_ref();
+            }
+            self.quiet = quiet;
+        }
+        Poll::Pending
+    }
+
+    /// The client only makes work. Says so once.
+    fn is_flood(&mut self) -> bool {
+        if self.client.calm_down.take() {
+            tracing::info!(peer = %self.client.flow.peer, "connection closed: it resets streams faster than any of them ends");
+            return true;
+        }
+        let read = self.io.read_bytes();
+        if self.client.progress.take() {
+            self.talk = read;
+        }
+        let flood = read - self.talk > MAX_IDLE_TALK;
+        if flood {
+            self.talk = read;
+            tracing::info!(peer = %self.client.flow.peer, "connection closed: it talks without any stream moving on");
+        }
+        flood
+    }
+}
+
+/// What the streams of one client's connection share.
+struct Client {
+    flow: Rc<Flow>,
+    /// Something happened on a stream.
+    progress: Cell<bool>,
+    second: Cell<Instant>,
+    /// Streams that the client reset in this second, and all that ended in it.
+    resets: Cell<u32>,
+    ends: Cell<u32>,
+    calm_down: Cell<bool>,
+}
+
+impl Client {
+    fn new(flow: Rc<Flow>) -> Self {
+        let zero = || Cell::new(0);
+        Self {
+            flow,
+            progress: Cell::new(false),
+            second: Cell::new(Instant::now()),
+            resets: zero(),
+            ends: zero(),
+            calm_down: Cell::new(false),
+        }
+    }
+
+    fn note_progress(&self) {
+        self.progress.set(true);
+    }
+
+    /// A stream came to its end.
+    fn has_ended(&self) {
+        self.ends.set(self.ends.get().saturating_add(1));
+    }
+
+    /// The client reset a stream.
+    fn was_reset(&self) {
+        let now = Instant::now();
+        if now.saturating_duration_since(self.second.get()) > Duration::from_secs(1) {
+            self.second.set(now);
+            self.resets.set(0);
+            self.ends.set(0);
+        }
+        self.resets.set(self.resets.get() + 1);
+        if self.resets.get() > MAX_RESETS_A_SECOND && self.resets.get() > self.ends.get() {
+            self.calm_down.set(true);
+        }
+    }
+}

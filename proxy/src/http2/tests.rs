@@ -1,0 +1,1 @@
+//! HTTP/2 through the proxy.
