@@ -85,7 +85,9 @@ fn condition_holds(name: &str, pod: &Pod) -> Result<bool> {
         "says-nothing-itself" => Ok(annotation.is_none()),
         // The condition's other half is about pods that a kubelet made by itself, of which the sandbox has none.
         "can-be-injected" => Ok(!on_host_network),
-        "says-something-else-or-cannot-be-injected" => Ok(annotation.is_some() && if says("true") { on_host_network } else { !says("false") }),
+        "says-something-else-or-cannot-be-injected" => {
+            Ok(annotation.is_some() && if says("true") { on_host_network } else { !says("false") })
+        }
         _ => bail!("the sandbox does not know the match condition {name:?}, only those of manifests/webhook.yaml"),
     }
 }
