@@ -1,3 +1,4 @@
 //! What the end-to-end tests share; the tests themselves stand in tests/.
 
 pub mod cluster;
+pub mod sandbox;

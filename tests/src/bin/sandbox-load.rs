@@ -1,0 +1,94 @@
+//! A client for tests: `sandbox-load ADDRESS PATH WORKERS` calls an HTTP/1.1 server over kept-alive connections, each replaced
+//! after fifty requests, until /tmp/stop is there. It prints each failure and, last, `ok=N failed=N`. It never tries again: a
+//! failure is what the tests look for.
+
+use std::{
+    env,
+    error::Error,
+    io::{BufRead, BufReader, Write},
+    net::TcpStream,
+    path::Path,
+    sync::atomic::{AtomicU64, Ordering},
+    thread,
+    time::Duration,
+};
+
+const STOP: &str = "/tmp/stop";
+const REQUESTS_A_CONNECTION: usize = 50;
+const TIMEOUT: Duration = Duration::from_secs(20);
+/// Bounds the load: at most some two hundred requests a second and worker.
+const PACE: Duration = Duration::from_millis(5);
+
+static OK: AtomicU64 = AtomicU64::new(0);
+static FAILED: AtomicU64 = AtomicU64::new(0);
+
+fn main() {
+    let arguments: Vec<String> = env::args().collect();
+    let [_, address, path, workers] = &arguments[..] else {
+        eprintln!("usage: sandbox-load ADDRESS PATH WORKERS");
+        std::process::exit(2);
+    };
+    let workers = workers.parse().unwrap_or(1);
+    thread::scope(|scope| {
+        for _ in 0..workers {
+            scope.spawn(|| work(address, path));
+        }
+    });
+    println!("ok={} failed={}", OK.load(Ordering::Relaxed), FAILED.load(Ordering::Relaxed));
+}
+
+fn work(address: &str, path: &str) {
+    while !Path::new(STOP).exists() {
+        if let Err(error) = connection(address, path) {
+            FAILED.fetch_add(1, Ordering::Relaxed);
+            println!("failed: {error}");
+        }
+    }
+}
+
+fn connection(address: &str, path: &str) -> Result<(), Box<dyn Error>> {
+    let stream = TcpStream::connect(address).map_err(|error| format!("connect: {error}"))?;
+    stream.set_read_timeout(Some(TIMEOUT))?;
+    stream.set_nodelay(true)?;
+    let mut reader = BufReader::new(stream.try_clone()?);
+    let mut writer = stream;
+    for _ in 0..REQUESTS_A_CONNECTION {
+        if Path::new(STOP).exists() {
+            return Ok(());
+        }
+        write!(writer, "GET {path} HTTP/1.1\r\nHost: {address}\r\n\r\n").map_err(|error| format!("write: {error}"))?;
+        let close = response(&mut reader).map_err(|error| format!("response: {error}"))?;
+        OK.fetch_add(1, Ordering::Relaxed);
+        if close {
+            return Ok(());
+        }
+        thread::sleep(PACE);
+    }
+    Ok(())
+}
+
+/// Reads one response of status 200; whether the connection ends with it.
+fn response(reader: &mut impl BufRead) -> Result<bool, Box<dyn Error>> {
+    let (mut length, mut close) = (0, false);
+    let mut status = String::new();
+    if reader.read_line(&mut status)? == 0 {
+        return Err("the connection was closed".into());
+    }
+    loop {
+        let mut line = String::new();
+        reader.read_line(&mut line)?;
+        let line = line.trim_end().to_ascii_lowercase();
+        match line.split_once(':') {
+            Some(("content-length", value)) => length = value.trim().parse()?,
+            Some(("connection", value)) => close = value.trim() == "close",
+            None if line.is_empty() => break,
+            _ => {}
+        }
+    }
+    let mut body = vec![0; length];
+    reader.read_exact(&mut body)?;
+    if !status.starts_with("HTTP/1.1 200 ") {
+        return Err(format!("{} {}", status.trim_end(), String::from_utf8_lossy(&body)).into());
+    }
+    Ok(close)
+}

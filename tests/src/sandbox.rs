@@ -1,0 +1,127 @@
+//! What the tests in a sandbox share: starting one, the mesh in it, small workloads, and waiting for what they say. A test that
+//! has no means for a sandbox says so and passes at home; where CI is set it fails.
+
+use std::{env, path::PathBuf, time::Duration};
+
+use diy_mesh::sandbox::{Error, Sandbox, View, manifest, protocol::PodView};
+
+/// Long enough for a loaded machine; nothing waits for it that works.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// An empty sandbox, or none on a machine that cannot have one.
+pub fn empty() -> Option<Sandbox> {
+    match Sandbox::start(&programs()) {
+        Ok(sandbox) => Some(sandbox),
+        Err(Error::Launch(reason)) => {
+            assert!(env::var_os("CI").is_none_or(|value| value != "true"), "CI must be able to run this: {reason}");
+            eprintln!("SKIPPED: {reason}");
+            None
+        }
+        Err(other) => panic!("{other}"),
+    }
+}
+
+/// A sandbox with the control plane of the real manifests, and with these further objects; everything is ready.
+pub fn with_mesh(yaml: &str) -> Option<Sandbox> {
+    let sandbox = empty()?;
+    let objects = manifest::embedded().objects().expect("the embedded manifests are valid");
+    let own = ["http-client", "http-server", "grpc-client", "grpc-server"];
+    let mesh = objects.into_iter().filter(|object| !own.iter().any(|&name| object["metadata"]["namespace"] == name));
+    sandbox.apply_objects(mesh.collect()).expect("the mesh is applied");
+    sandbox.apply(yaml).expect("the test's objects are applied");
+    sandbox.wait_settled(PATIENCE).expect("everything gets ready");
+    Some(sandbox)
+}
+
+/// A sandbox with all of the walkthrough; everything is ready.
+pub fn walkthrough() -> Option<Sandbox> {
+    let sandbox = empty()?;
+    sandbox.apply_objects(manifest::embedded().objects().expect("the embedded manifests are valid")).expect("the walkthrough is applied");
+    sandbox.wait_settled(PATIENCE).expect("everything gets ready");
+    Some(sandbox)
+}
+
+/// The folder of the programs that the workspace builds.
+pub fn programs() -> PathBuf {
+    let own = env::current_exe().expect("a test knows its own path");
+    let folder = own.parent().and_then(std::path::Path::parent).expect("tests lie in target/PROFILE/deps").to_owned();
+    for program in ["mesh", "controller", "injector", "proxy", "proxy-init", "http-client", "http-server", "grpc-client", "grpc-server"] {
+        assert!(folder.join(program).is_file(), "{program} is not in {}: run `cargo build --workspace --bins` first", folder.display());
+    }
+    folder
+}
+
+/// A Deployment of http-server and its Service, in its namespace `servers`.
+pub fn http_server(replicas: u32, version: &str, annotations: &str) -> String {
+    format!(
+        "
+apiVersion: v1
+kind: Service
+metadata: {{name: http-server, namespace: servers}}
+spec: {{selector: {{app: http-server}}, ports: [{{name: http, port: 80, targetPort: http}}]}}
+---
+apiVersion: apps/v1
+kind: Deployment
+metadata: {{name: http-server, namespace: servers}}
+spec:
+  replicas: {replicas}
+  selector: {{matchLabels: {{app: http-server}}}}
+  template:
+    metadata: {{labels: {{app: http-server}}, annotations: {{{annotations}}}}}
+    spec:
+      containers:
+        - name: http-server
+          image: diy-sm-http-server:dev
+          env:
+            - {{name: HOSTNAME, valueFrom: {{fieldRef: {{fieldPath: metadata.name}}}}}}
+            - {{name: VERSION, value: '{version}'}}
+          ports: [{{name: http, containerPort: 8080}}]
+          readinessProbe: {{tcpSocket: {{port: http}}, periodSeconds: 1}}
+          lifecycle: {{preStop: {{sleep: {{seconds: 2}}}}}}
+"
+    )
+}
+
+/// A Deployment that does nothing but be there to run programs in, in its namespace `clients`.
+pub fn shell(annotations: &str) -> String {
+    format!(
+        "
+apiVersion: apps/v1
+kind: Deployment
+metadata: {{name: shell, namespace: clients}}
+spec:
+  selector: {{matchLabels: {{app: shell}}}}
+  template:
+    metadata: {{labels: {{app: shell}}, annotations: {{{annotations}}}}}
+    spec:
+      containers: [{{name: shell, image: diy-sm-http-client:dev, command: [sleep, infinity]}}]
+      terminationGracePeriodSeconds: 1
+"
+    )
+}
+
+/// The annotation with which a pod asks for the mesh.
+pub const MESHED: &str = "diy-service-mesh/inject: 'true'";
+
+/// The only pod of a workload.
+pub fn pod_of(sandbox: &Sandbox, namespace: &str, workload: &str) -> PodView {
+    let pods = sandbox.view().pods_of(namespace, workload);
+    assert_eq!(pods.len(), 1, "pods of {namespace}/{workload}");
+    pods.into_iter().next().expect("there is one")
+}
+
+/// Waits until a container has printed a line that fits, and gives it.
+pub fn wait_line(sandbox: &Sandbox, pod: &PodView, container: &str, what: &str, fits: impl Fn(&str) -> bool) -> String {
+    let find = |view: &View| view.lines(pod, container).iter().find(|line| fits(line)).cloned();
+    sandbox.wait(&format!("{}[{container}] prints {what}", pod.full_name()), PATIENCE, find).expect("the line comes")
+}
+
+/// Calls a URL from a pod with the shell's own means, and gives the status line, headers and body.
+pub fn get(sandbox: &Sandbox, pod: &PodView, container: &str, host: &str, port: u16, path: &str) -> String {
+    let script = format!(
+        "exec 3<>/dev/tcp/{host}/{port} && printf 'GET {path} HTTP/1.1\\r\\nHost: {host}\\r\\nConnection: close\\r\\n\\r\\n' >&3 && cat <&3"
+    );
+    let output = sandbox.exec(pod, container, &["timeout", "20", "bash", "-c", &script]).expect("the program is run");
+    assert_eq!(output.code, 0, "GET {host}:{port}{path}: {}", output.stderr);
+    output.stdout
+}

@@ -1,0 +1,160 @@
+//! The sandbox itself, without the mesh: does it do with pods what a cluster would do?
+
+use std::time::Duration;
+
+use diy_mesh_tests::sandbox::{PATIENCE, empty, get, http_server, pod_of, shell};
+
+#[test]
+fn a_service_is_reached_by_all_its_names_and_spread_over_its_pods() {
+    let Some(sandbox) = empty() else { return };
+    sandbox.apply(&http_server(2, "1.0", "")).unwrap();
+    sandbox.apply(&shell("")).unwrap();
+    sandbox.wait_settled(PATIENCE).unwrap();
+    let shell = pod_of(&sandbox, "clients", "shell");
+    for name in [
+        "http-server.servers.svc.cluster.local",
+        "http-server.servers.svc.cluster.local.",
+        "http-server.servers.svc",
+        "http-server.servers",
+    ] {
+        let answer = get(&sandbox, &shell, "shell", name, 80, "/hello");
+        assert!(answer.contains("Hello from the http-server service!"), "{name}: {answer}");
+    }
+    let mut hosts = std::collections::BTreeSet::new();
+    // Two pods, chosen at random: a hundred calls miss one of them once in 10^29.
+    for _ in 0..100 {
+        let answer = get(&sandbox, &shell, "shell", "http-server.servers", 80, "/hello");
+        hosts.extend(answer.split("Hostname: ").nth(1).and_then(|rest| rest.split(' ').next()).map(str::to_owned));
+        if hosts.len() == 2 {
+            return;
+        }
+    }
+    panic!("only {hosts:?} answered");
+}
+
+#[test]
+fn a_service_without_endpoints_refuses_and_comes_back() {
+    let Some(sandbox) = empty() else { return };
+    sandbox.apply(&http_server(0, "1.0", "")).unwrap();
+    sandbox.apply(&shell("")).unwrap();
+    sandbox.wait_settled(PATIENCE).unwrap();
+    let shell = pod_of(&sandbox, "clients", "shell");
+    let connect = ["bash", "-c", "exec 3<>/dev/tcp/http-server.servers/80"];
+    let refused = sandbox.exec(&shell, "shell", &connect).unwrap();
+    assert!(refused.code != 0 && refused.stderr.contains("Connection refused"), "{refused:?}");
+
+    sandbox.scale("servers", "http-server", 1).unwrap();
+    sandbox
+        .wait("the server is ready", PATIENCE, |view| view.pods_of("servers", "http-server").iter().any(|pod| pod.ready).then_some(()))
+        .unwrap();
+    // The rules follow the readiness by a moment.
+    let script = "until exec 3<>/dev/tcp/http-server.servers/80; do read -t 0.05 <> <(:); done 2>/dev/null";
+    assert_eq!(sandbox.exec(&shell, "shell", &["timeout", "20", "bash", "-c", script]).unwrap().code, 0);
+}
+
+#[test]
+fn a_container_has_its_user_its_rights_and_its_files() {
+    let Some(sandbox) = empty() else { return };
+    sandbox
+        .apply(
+            "
+apiVersion: v1
+kind: Pod
+metadata: {name: box, namespace: a, labels: {color: red}}
+spec:
+  serviceAccountName: keeper
+  securityContext: {runAsUser: 1337, runAsGroup: 1338, fsGroup: 2000}
+  terminationGracePeriodSeconds: 1
+  containers:
+    - name: box
+      image: diy-sm-http-client:dev
+      command: [sleep, infinity]
+      env: [{name: COLOR, valueFrom: {fieldRef: {fieldPath: \"metadata.labels['color']\"}}}]
+      securityContext: {allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}
+      volumeMounts:
+        - {name: token, mountPath: /var/run/secrets/diy-service-mesh}
+        - {name: scratch, mountPath: /tmp/scratch}
+    - name: admin
+      image: diy-sm-proxy-init:dev
+      command: [sleep, infinity]
+      securityContext: {runAsUser: 0, capabilities: {drop: [ALL], add: [NET_ADMIN, NET_RAW]}}
+      volumeMounts: [{name: scratch, mountPath: /tmp/scratch}]
+  volumes:
+    - {name: scratch, emptyDir: {}}
+    - name: token
+      projected: {sources: [{serviceAccountToken: {audience: diy-service-mesh, expirationSeconds: 3600, path: token}}]}
+",
+        )
+        .unwrap();
+    sandbox.wait_settled(PATIENCE).unwrap();
+    let pod = pod_of(&sandbox, "a", "box");
+    let run = |container: &str, script: &str| {
+        let output = sandbox.exec(&pod, container, &["bash", "-c", script]).unwrap();
+        assert_eq!(output.code, 0, "{script}: {}", output.stderr);
+        output.stdout.trim().to_owned()
+    };
+    assert_eq!(run("box", "id -u; id -g; id -G; hostname; echo $COLOR"), "1337\n1338\n1338 2000\nbox\nred");
+    assert_eq!(run("box", "grep -E 'CapEff|CapBnd|NoNewPrivs' /proc/self/status | cut -f 2"), "0000000000000000\n0000000000000000\n1");
+    // NET_ADMIN is bit 12, NET_RAW bit 13.
+    assert_eq!(run("admin", "id -u; grep CapEff /proc/self/status | cut -f 2"), "0\n0000000000003000");
+    assert_eq!(run("box", "tr . '\\n' < /var/run/secrets/diy-service-mesh/token | wc -l"), "2");
+    run("box", "echo shared > /tmp/scratch/file; echo own > /tmp/file");
+    assert_eq!(run("admin", "cat /tmp/scratch/file; ls /tmp"), "shared\nscratch");
+    assert_eq!(
+        run("admin", "touch /no-such-file 2>&1 || echo read-only"),
+        "touch: cannot touch '/no-such-file': Read-only file system\nread-only"
+    );
+    assert_eq!(run("box", "ls /sys/class/net 2>/dev/null >/dev/null; grep -c : /proc/self/net/dev"), "2", "lo and eth0");
+}
+
+#[test]
+fn a_container_that_ends_starts_again() {
+    let Some(sandbox) = empty() else { return };
+    sandbox
+        .apply(
+            "
+apiVersion: v1
+kind: Pod
+metadata: {name: unsteady, namespace: a}
+spec:
+  containers: [{name: unsteady, image: diy-sm-http-client:dev, command: [bash, -c, 'echo begun; exit 3']}]
+",
+        )
+        .unwrap();
+    let pod = sandbox.wait("it starts again", PATIENCE, |view| view.pods.values().find(|pod| pod.restarts() >= 1).cloned()).unwrap();
+    assert_eq!(pod.containers[0].exit_code, Some(3));
+    sandbox.wait("its second line", PATIENCE, |view| (view.lines(&pod, "unsteady").len() >= 2).then_some(())).unwrap();
+}
+
+#[test]
+fn an_unknown_image_is_said_clearly() {
+    let Some(sandbox) = empty() else { return };
+    sandbox
+        .apply("{apiVersion: v1, kind: Pod, metadata: {name: web, namespace: a}, spec: {containers: [{name: web, image: 'nginx:1'}]}}")
+        .unwrap();
+    let reason = sandbox.wait("the reason", PATIENCE, |view| view.pods.get("a/web").and_then(|pod| pod.reason.clone())).unwrap();
+    assert!(reason.contains("nginx:1") && reason.contains("diy-sm-NAME"), "{reason}");
+}
+
+#[test]
+fn a_program_that_ignores_sigterm_is_killed_after_its_grace() {
+    let Some(sandbox) = empty() else { return };
+    sandbox
+        .apply(
+            "
+apiVersion: v1
+kind: Pod
+metadata: {name: stubborn, namespace: a}
+spec:
+  terminationGracePeriodSeconds: 1
+  containers: [{name: stubborn, image: diy-sm-http-client:dev, command: [bash, -c, \"trap 'echo heard' TERM; echo up; while :; do sleep 0.1; done\"]}]
+",
+        )
+        .unwrap();
+    let pod =
+        sandbox.wait("it is up", PATIENCE, |view| view.pods.values().find(|pod| !view.lines(pod, "stubborn").is_empty()).cloned()).unwrap();
+    sandbox.delete("Pod", "a", "stubborn").unwrap();
+    sandbox.wait("it is gone", PATIENCE, |view| view.pods.is_empty().then_some(())).unwrap();
+    assert_eq!(sandbox.view().lines(&pod, "stubborn"), ["up", "heard"]);
+    sandbox.shut_down(Duration::from_secs(1)).unwrap();
+}
