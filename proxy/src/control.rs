@@ -206,7 +206,7 @@ mod tests {
         let address = format!("http://{}", listener.local_addr().expect("bound"));
         drop(listener);
         let error = Control::new(&address, None).expect("an address").discover(tokio_stream::empty()).await;
-        let text = error.err().expect("nobody listens").to_string();
+        let text = error.expect_err("nobody listens").to_string();
         assert!(text.contains(&address) && text.contains("refused"), "{text}");
     }
 }

@@ -2,6 +2,7 @@
 //! [`Discovery`]; one task on the main thread holds the stream. What is known outlives the stream; a destination that
 //! nobody watches is forgotten. It never decides where a request goes: that is `balance`'s work.
 
+mod stats;
 mod table;
 mod target;
 #[cfg(test)]
@@ -11,7 +12,7 @@ use std::future::Future;
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use diy_mesh_proto::mesh::v1::{DiscoverRequest, DiscoverResponse};
@@ -22,6 +23,7 @@ use tonic::Streaming;
 use tracing::{debug, info, warn};
 
 use crate::control::{Control, ControlError, said};
+pub use stats::DiscoveryStats;
 use table::{Table, Watched};
 pub use target::{AppProtocol, EndpointInfo, PodTarget, ServiceTarget, Target};
 
@@ -39,19 +41,6 @@ pub struct Discovery {
     ready: watch::Receiver<bool>,
     stats: Arc<DiscoveryStats>,
     first_answer: Duration,
-}
-
-/// What the admin server prints of discovery.
-#[derive(Debug)]
-pub struct DiscoveryStats {
-    started: std::time::Instant,
-    subscriptions: AtomicU64,
-    refused: AtomicU64,
-    broken: AtomicU64,
-    reconnects: AtomicU64,
-    connected: AtomicBool,
-    /// Milliseconds since `started`, plus one; 0: none came.
-    last_message: AtomicU64,
 }
 
 /// How long things take; tests are less patient.
@@ -175,56 +164,6 @@ impl Discovery {
     pub(crate) fn by_hand() -> (Self, Questions) {
         let (questions, asked) = mpsc::channel(QUEUED_QUESTIONS);
         (Self { questions, ..Self::off() }, Questions(asked))
-    }
-}
-
-impl DiscoveryStats {
-    fn new() -> Self {
-        Self {
-            started: std::time::Instant::now(),
-            subscriptions: AtomicU64::new(0),
-            refused: AtomicU64::new(0),
-            broken: AtomicU64::new(0),
-            reconnects: AtomicU64::new(0),
-            connected: AtomicBool::new(false),
-            last_message: AtomicU64::new(0),
-        }
-    }
-
-    /// Destinations that are subscribed to now.
-    pub fn subscriptions(&self) -> u64 {
-        self.subscriptions.load(Ordering::Relaxed)
-    }
-
-    /// Destinations that passed through because too many were subscribed to.
-    pub fn refused(&self) -> u64 {
-        self.refused.load(Ordering::Relaxed)
-    }
-
-    /// Things in the controller's answers that made no sense.
-    pub fn broken(&self) -> u64 {
-        self.broken.load(Ordering::Relaxed)
-    }
-
-    /// Tries to open the stream after the first one.
-    pub fn reconnects(&self) -> u64 {
-        self.reconnects.load(Ordering::Relaxed)
-    }
-
-    /// Whether the stream stands.
-    pub fn connected(&self) -> bool {
-        self.connected.load(Ordering::Relaxed)
-    }
-
-    /// How long ago the controller last sent an answer; `None`: never.
-    pub fn last_message_age(&self) -> Option<Duration> {
-        let at = self.last_message.load(Ordering::Relaxed).checked_sub(1)?;
-        Some(self.started.elapsed().saturating_sub(Duration::from_millis(at)))
-    }
-
-    fn note_message(&self) {
-        let now = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX - 1);
-        self.last_message.store(now + 1, Ordering::Relaxed);
     }
 }
 
