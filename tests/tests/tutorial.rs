@@ -1,0 +1,138 @@
+//! The tutorial's commands, run as they stand: what a chapter promises, it has to keep.
+//!
+//! A block that begins with ` ```sh test ` is run by bash in the repository's top folder. With ` ```sh test sandbox ` it needs
+//! what `mesh demo` needs, and is skipped where that is missing, unless `CI=true`. Where a block ` ```text expect ` follows, each
+//! of its lines must be a line of the output, `...` standing for anything.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::{env, fs};
+
+/// The longest that a block may take.
+const TIME_LIMIT: &str = "180";
+
+#[test]
+fn the_chapters_commands_print_what_the_chapters_say() {
+    let programs = root().join("target/debug/mesh");
+    assert!(programs.is_file(), "{} is missing: run `cargo build --workspace --bins` first", programs.display());
+    let runs: Vec<Run> =
+        chapters().iter().flat_map(|chapter| runs(chapter, &fs::read_to_string(chapter).expect("it was just listed"))).collect();
+    assert!(!runs.is_empty(), "the tutorial has no block to run: is its mark another one now?");
+    let problems: Vec<String> = runs.iter().filter_map(|run| run.problem()).collect();
+    assert!(problems.is_empty(), "{} of {} blocks failed:\n{}", problems.len(), runs.len(), problems.join("\n"));
+}
+
+#[test]
+fn dots_stand_for_anything_and_the_rest_is_literal() {
+    for (pattern, line, fits) in [
+        ("GET / HTTP/1.1", "GET / HTTP/1.1", true),
+        ("GET /", "GET / HTTP/1.1", false),
+        ("...GET / HTTP/1.1", "a/b[proxy]   GET / HTTP/1.1", true),
+        ("Outbound connection to ...:80", "Outbound connection to 10.96.0.7:80", true),
+        ("Outbound connection to ...:80", "Outbound connection to 10.96.0.7:8080", false),
+        ("one ... two ...", "one 1 two 2", true),
+        ("one ... two ...", "two 2 one 1", false),
+        ("a...a", "a", false),
+    ] {
+        assert_eq!(matches(pattern, line), fits, "{pattern:?} on {line:?}");
+    }
+}
+
+#[test]
+fn blocks_and_what_they_expect_are_found() {
+    let text = "# Title\n```sh\nno\n```\n```sh test\none\ntwo\n```\nwords\n```text expect\nyes\n```\n```sh test sandbox\nthree\n```\n```text\nno\n```\n";
+    let found = runs(Path::new("chapter.md"), text);
+    let [first, second] = found.as_slice() else { panic!("{} runs", found.len()) };
+    assert_eq!((first.script.as_str(), first.line, first.sandbox, first.expected.clone()), ("one\ntwo", 5, false, vec!["yes".to_owned()]));
+    assert_eq!((second.script.as_str(), second.line, second.sandbox, second.expected.len()), ("three", 13, true, 0));
+}
+
+/// One block to run.
+struct Run {
+    chapter: PathBuf,
+    line: usize,
+    script: String,
+    sandbox: bool,
+    expected: Vec<String>,
+}
+
+impl Run {
+    /// Runs the block; what is wrong with it, if anything is.
+    fn problem(&self) -> Option<String> {
+        let place = format!("{}:{}", self.chapter.display(), self.line);
+        if self.sandbox && !is_root() && env::var_os("CI").is_none_or(|ci| ci != "true") {
+            eprintln!("{place}: skipped: it needs root (with CI=true it is run all the same)");
+            return None;
+        }
+        // One stream for both, in the order in which a reader sees them.
+        let script = format!("exec 2>&1\n{}", self.script);
+        let output = Command::new("timeout").args([TIME_LIMIT, "bash", "-euo", "pipefail", "-c", &script]).current_dir(root()).output();
+        let output = output.unwrap_or_else(|error| panic!("{place}: cannot run bash: {error}"));
+        let text = String::from_utf8_lossy(&output.stdout);
+        let missing: Vec<_> = self.expected.iter().filter(|pattern| !text.lines().any(|line| matches(pattern, line.trim_end()))).collect();
+        if output.status.success() && missing.is_empty() {
+            eprintln!("{place}: as it says");
+            return None;
+        }
+        let missing: String = missing.iter().map(|line| format!("\n  no line is: {line}")).collect();
+        Some(format!("{place}: {}{missing}\n  the script:\n{}\n  its output:\n{text}", output.status, self.script))
+    }
+}
+
+/// The blocks to run of a chapter, each with the expectations that follow it.
+fn runs(chapter: &Path, text: &str) -> Vec<Run> {
+    let mut runs: Vec<Run> = Vec::new();
+    let mut lines = text.lines().zip(1..);
+    while let Some((line, number)) = lines.next() {
+        let Some(info) = line.strip_prefix("```") else { continue };
+        let block: Vec<&str> = lines.by_ref().map(|(line, _)| line).take_while(|line| *line != "```").collect();
+        match info {
+            "sh test" | "sh test sandbox" => runs.push(Run {
+                chapter: chapter.to_owned(),
+                line: number,
+                script: block.join("\n"),
+                sandbox: info.ends_with("sandbox"),
+                expected: Vec::new(),
+            }),
+            "text expect" => {
+                let run = runs.last_mut().unwrap_or_else(|| panic!("{}:{number}: expects something of no block", chapter.display()));
+                run.expected
+                    .extend(block.iter().map(|line| line.trim_end()).filter(|line| !matches!(*line, "" | "...")).map(str::to_owned));
+            }
+            _ => {}
+        }
+    }
+    runs
+}
+
+fn matches(pattern: &str, line: &str) -> bool {
+    let mut parts = pattern.split("...");
+    let first = parts.next().unwrap_or_default();
+    let Some(mut rest) = line.strip_prefix(first) else { return false };
+    let Some(last) = parts.next_back() else { return rest.is_empty() };
+    for part in parts {
+        match rest.find(part) {
+            Some(at) => rest = &rest[at + part.len()..],
+            None => return false,
+        }
+    }
+    rest.ends_with(last)
+}
+
+fn chapters() -> Vec<PathBuf> {
+    let folder = root().join("docs/tutorial");
+    let entries = fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
+    let paths = entries.map(|entry| entry.expect("our own folders can be read").path());
+    let mut chapters: Vec<_> = paths.filter(|path| path.extension().is_some_and(|extension| extension == "md")).collect();
+    chapters.sort();
+    chapters
+}
+
+fn is_root() -> bool {
+    fs::metadata("/proc/self").is_ok_and(|process| process.uid() == 0)
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests is a folder of the repository").to_owned()
+}
