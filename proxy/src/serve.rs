@@ -49,6 +49,6 @@ async fn opaque(mut client: Io, mut upstream: Io, flow: &Flow) {
 /// Ends a connection that can't be carried as the kernel would: with a reset.
 fn refuse(client: Io, flow: &Flow, failure: &Failure) {
     flow.worker.metrics.failure(flow.direction, failure);
-    tracing::info!(path = flow.direction.name(), peer = %flow.peer, destination = %flow.destination.name(), code = failure.code(), "{failure}");
+    tracing::debug!(path = flow.direction.name(), peer = %flow.peer, destination = %flow.destination.name(), code = failure.code(), "{failure}");
     client.reset();
 }

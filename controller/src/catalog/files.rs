@@ -137,7 +137,7 @@ impl Files {
             None => Kind::ALL.map(|kind| Change::Reset(kind, of_kind(&objects, kind))).into(),
             Some(before) => difference(before, &objects),
         };
-        tracing::info!(folder = %self.folder.display(), files = self.files.len(), objects = objects.len(), "the catalog was read");
+        tracing::debug!(folder = %self.folder.display(), files = self.files.len(), objects = objects.len(), "the catalog was read");
         self.objects = Some(objects);
         changes
     }

@@ -263,6 +263,8 @@ impl Fields {
             span.hop_by_hop = match field.name.len() {
                 2 => field.name.eq_ignore_ascii_case("te") && !field.value.eq_ignore_ascii_case(b"trailers"),
                 7 => field.name.eq_ignore_ascii_case("upgrade") && !upgrade,
+                // It tells the app who calls, which nobody but the proxy can know.
+                11 => field.name.eq_ignore_ascii_case("x-called-by"),
                 10 => field.name.eq_ignore_ascii_case("connection") || field.name.eq_ignore_ascii_case("keep-alive"),
                 14 => field.name.eq_ignore_ascii_case("http2-settings"),
                 16 => field.name.eq_ignore_ascii_case("proxy-connection"),
@@ -435,6 +437,12 @@ mod tests {
         let text = "GET / HTTP/1.1\r\nHost: x\r\nConnection: close, X-Mine\r\nX-Mine: 1\r\nKeep-Alive: 5\r\nProxy-Connection: a\r\nX-Other: 2\r\n\r\n";
         assert_eq!(forwarded(text), "GET / HTTP/1.1\r\nHost: x\r\nX-Other: 2\r\n\r\n");
         assert!(request(text).unwrap().connection.close);
+    }
+
+    #[test]
+    fn nobody_says_himself_who_he_is() {
+        let text = "GET / HTTP/1.1\r\nHost: x\r\nX-Called-By: a\r\nx-cAlled-by: b\r\nX-Called-Bye: c\r\n\r\n";
+        assert_eq!(forwarded(text), "GET / HTTP/1.1\r\nHost: x\r\nX-Called-Bye: c\r\n\r\n");
     }
 
     #[test]

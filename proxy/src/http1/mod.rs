@@ -112,6 +112,8 @@ struct Exchange<'a> {
     first: Bytes,
     /// The rest of its body.
     upload: Relay,
+    /// There is no rest: the request can be sent again.
+    replayable: bool,
     /// The client has half-closed its connection.
     client_ended: bool,
 }
@@ -135,7 +137,7 @@ impl<'a> Exchange<'a> {
         let mut head = BytesMut::new();
         request.write(&mut head);
         let upload = Relay::new(request.framing, head, false);
-        Self { client, flow, request, dump, first: Bytes::new(), upload, client_ended: false }
+        Self { client, flow, request, dump, first: Bytes::new(), upload, replayable: false, client_ended: false }
     }
 
     /// Tries endpoints until one has answered, or there is no point in trying more.
@@ -146,6 +148,7 @@ impl<'a> Exchange<'a> {
             return self.refuse(broken_request(&broken)).await;
         }
         self.first = self.upload.take_waiting();
+        self.replayable = self.upload.is_read();
         let mut avoid = Vec::new();
         for tried in 1.. {
             let stopped = match self.attempt(&avoid).await {
@@ -195,7 +198,6 @@ impl<'a> Exchange<'a> {
     /// Sends the request and passes interim responses on, until the final response's head is there; none when the
     /// client is gone.
     async fn await_response(&mut self, upstream: &mut Upstream, endpoint: &Endpoint) -> Result<Option<ResponseHead>, Stopped> {
-        let replayable = self.upload.is_read();
         self.upload.send_first(self.first.clone());
         loop {
             let mut scanned = 0;
@@ -210,7 +212,7 @@ impl<'a> Exchange<'a> {
                 Err(Ended::Upstream(reason)) => {
                     let failure = Failure::UpstreamClosed { address: endpoint.address, reason };
                     let untouched = upstream.reused && upstream.io.unread().is_empty();
-                    let again = untouched && replayable && self.request.is_idempotent();
+                    let again = untouched && self.replayable && self.request.is_idempotent();
                     return Err(Stopped { failure, again, avoid: None });
                 }
             };
@@ -296,8 +298,7 @@ impl<'a> Exchange<'a> {
     fn was_not_delivered(&self, head: &ResponseHead) -> bool {
         self.flow.direction == Direction::Outbound
             && head.status == 502
-            && self.upload.is_done()
-            && self.request.framing == Framing::None
+            && self.replayable
             && head.fields().any(|(name, value)| name.eq_ignore_ascii_case(b"x-mesh-error") && value == b"connect-failed")
             && self.flow.destination.endpoints_len() > 1
     }
