@@ -23,6 +23,8 @@ use tokio_rustls::{
     },
 };
 
+use super::cel;
+
 /// A webhook and where its servers are, in a moment.
 #[derive(Clone, Debug)]
 pub(super) struct Hook {
@@ -41,9 +43,9 @@ pub(super) struct Server {
 
 /// Passes a new pod through the webhooks that apply.
 pub(super) async fn admit(pod: Pod, namespace_labels: &BTreeMap<String, String>, hooks: &[Hook]) -> Result<Pod> {
-    let mut object = serde_json::to_value(&pod)?;
+    let mut object = serde_json::to_value(pod)?;
     for hook in hooks {
-        if applies(&hook.webhook, &pod, namespace_labels)? {
+        if applies(&hook.webhook, &object, namespace_labels)? {
             let answer = ask_any(hook, &object).await;
             if let Err(error) = answer.and_then(|answer| apply(&mut object, &answer)) {
                 let name = &hook.webhook.name;
@@ -58,38 +60,21 @@ pub(super) async fn admit(pod: Pod, namespace_labels: &BTreeMap<String, String>,
 }
 
 /// The webhook wants to see this new pod.
-fn applies(webhook: &MutatingWebhook, pod: &Pod, namespace_labels: &BTreeMap<String, String>) -> Result<bool> {
+fn applies(webhook: &MutatingWebhook, object: &Value, namespace_labels: &BTreeMap<String, String>) -> Result<bool> {
     let names = |list: Option<&Vec<String>>, name: &str| list.into_iter().flatten().any(|item| item == name || item == "*");
     let ruled =
         webhook.rules.iter().flatten().any(|rule| names(rule.operations.as_ref(), "CREATE") && names(rule.resources.as_ref(), "pods"));
-    let none = BTreeMap::new();
-    let labels = pod.metadata.labels.as_ref().unwrap_or(&none);
-    if !ruled || !selects(webhook.namespace_selector.as_ref(), namespace_labels)? || !selects(webhook.object_selector.as_ref(), labels)? {
+    let labels: BTreeMap<String, String> = serde_json::from_value(object["metadata"]["labels"].clone()).unwrap_or_default();
+    if !ruled || !selects(webhook.namespace_selector.as_ref(), namespace_labels)? || !selects(webhook.object_selector.as_ref(), &labels)? {
         return Ok(false);
     }
     for condition in webhook.match_conditions.iter().flatten() {
-        if !condition_holds(&condition.name, pod).with_context(|| format!("webhook {}", webhook.name))? {
+        let place = || format!("webhook {}, match condition {}", webhook.name, condition.name);
+        if !cel::holds(&condition.expression, object).with_context(place)? {
             return Ok(false);
         }
     }
     Ok(true)
-}
-
-/// Match conditions are CEL, which the sandbox does not evaluate: it knows those of our own manifests by their names.
-fn condition_holds(name: &str, pod: &Pod) -> Result<bool> {
-    let annotation = pod.metadata.annotations.as_ref().and_then(|annotations| annotations.get("diy-service-mesh/inject"));
-    let says = |word: &str| annotation.is_some_and(|value| value.eq_ignore_ascii_case(word));
-    let on_host_network = pod.spec.as_ref().is_some_and(|spec| spec.host_network == Some(true));
-    match name {
-        "asks-for-the-mesh" => Ok(says("true")),
-        "says-nothing-itself" => Ok(annotation.is_none()),
-        // The condition's other half is about pods that a kubelet made by itself, of which the sandbox has none.
-        "can-be-injected" => Ok(!on_host_network),
-        "says-something-else-or-cannot-be-injected" => {
-            Ok(annotation.is_some() && if says("true") { on_host_network } else { !says("false") })
-        }
-        _ => bail!("the sandbox does not know the match condition {name:?}, only those of manifests/webhook.yaml"),
-    }
 }
 
 fn selects(selector: Option<&LabelSelector>, labels: &BTreeMap<String, String>) -> Result<bool> {
@@ -116,7 +101,7 @@ async fn ask_any(hook: &Hook, object: &Value) -> Result<Value> {
     let timeout = Duration::from_secs(hook.webhook.timeout_seconds.and_then(|seconds| seconds.try_into().ok()).unwrap_or(10));
     let mut last = anyhow::anyhow!("no endpoints available for service \"{}\"", service.name);
     for server in &hook.servers {
-        match time::timeout(timeout, ask(server, &name, path, object)).await {
+        match time::timeout(timeout, ask(server, &name, path, timeout, object)).await {
             Ok(Ok(answer)) => return Ok(answer),
             Ok(Err(error)) => last = error.context(format!("https://{name}{path} at {}", server.ip)),
             Err(_) => last = anyhow::anyhow!("https://{name}{path} at {}: no answer within {} s", server.ip, timeout.as_secs()),
@@ -126,7 +111,7 @@ async fn ask_any(hook: &Hook, object: &Value) -> Result<Value> {
 }
 
 /// The response part of the AdmissionReview that comes back.
-async fn ask(server: &Server, name: &str, path: &str, object: &Value) -> Result<Value> {
+async fn ask(server: &Server, name: &str, path: &str, timeout: Duration, object: &Value) -> Result<Value> {
     let uid = format!("{:032x}", fastrand::u128(..));
     let kind = json!({"group": "", "version": "v1", "kind": "Pod"});
     let resource = json!({"group": "", "version": "v1", "resource": "pods"});
@@ -146,7 +131,7 @@ async fn ask(server: &Server, name: &str, path: &str, object: &Value) -> Result<
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
     // Its end is told by the response.
     let driver = tokio::spawn(connection);
-    let request = Request::post(format!("{path}?timeout=5s"))
+    let request = Request::post(format!("{path}?timeout={}s", timeout.as_secs()))
         .header(header::HOST, name)
         .header(header::CONTENT_TYPE, "application/json")
         .body(Full::new(Bytes::from(serde_json::to_vec(&review)?)))?;
@@ -194,27 +179,33 @@ mod tests {
         serde_json::from_value(config["webhooks"].clone()).unwrap()
     }
 
-    fn asked(annotation: Option<&str>, namespace_label: Option<&str>) -> usize {
-        let mut pod = Pod::default();
-        pod.metadata.annotations = annotation.map(|value| BTreeMap::from([("diy-service-mesh/inject".into(), value.into())]));
-        let labels = namespace_label.map(|value| BTreeMap::from([("diy-service-mesh/inject".into(), value.into())])).unwrap_or_default();
-        webhooks().iter().filter(|webhook| applies(webhook, &pod, &labels).unwrap()).count()
+    fn asked(annotation: Option<&str>, namespace_label: Option<&str>) -> Vec<String> {
+        let annotations: BTreeMap<&str, &str> = annotation.map(|value| ("diy-service-mesh/inject", value)).into_iter().collect();
+        let object = json!({"metadata": {"name": "p", "annotations": annotations}, "spec": {}});
+        let mut labels = BTreeMap::from([("kubernetes.io/metadata.name".to_owned(), "shop".to_owned())]);
+        labels.extend(namespace_label.map(|value| ("diy-service-mesh/inject".to_owned(), value.to_owned())));
+        let failing = webhooks().into_iter().filter(|webhook| webhook.failure_policy.as_deref() != Some("Ignore"));
+        failing.filter(|webhook| applies(webhook, &object, &labels).unwrap()).map(|webhook| webhook.name).collect()
     }
 
     #[test]
     fn only_pods_that_ask_are_sent_to_the_injector_and_those_once() {
-        assert_eq!(asked(None, None), 0);
-        assert_eq!(asked(Some("True"), None), 1);
-        assert_eq!(asked(Some("false"), None), 0);
-        assert_eq!(asked(None, Some("enabled")), 1);
-        assert_eq!(asked(Some("true"), Some("enabled")), 1);
-        assert_eq!(asked(Some("FALSE"), Some("enabled")), 0);
-        assert_eq!(asked(None, Some("other")), 0);
+        assert_eq!(asked(None, None).len(), 0);
+        assert_eq!(asked(Some("True"), None).len(), 1);
+        assert_eq!(asked(Some("false"), None).len(), 0);
+        assert_eq!(asked(None, Some("enabled")).len(), 1);
+        assert_eq!(asked(Some("true"), Some("enabled")).len(), 1);
+        assert_eq!(asked(Some("FALSE"), Some("enabled")).len(), 0);
+        assert_eq!(asked(None, Some("other")).len(), 0);
     }
 
     #[test]
-    fn an_unknown_match_condition_is_an_error_not_a_guess() {
-        assert!(condition_holds("something-new", &Pod::default()).unwrap_err().to_string().contains("something-new"));
+    fn a_condition_that_cannot_be_evaluated_is_an_error_that_names_it() {
+        let webhook = json!({"name": "w", "admissionReviewVersions": [], "clientConfig": {}, "sideEffects": "None",
+            "rules": [{"operations": ["CREATE"], "resources": ["pods"]}], "matchConditions": [{"name": "odd", "expression": "oldObject == 1"}]});
+        let webhook = serde_json::from_value(webhook).unwrap();
+        let error = applies(&webhook, &json!({}), &BTreeMap::new()).unwrap_err();
+        assert_eq!(format!("{error:#}"), "webhook w, match condition odd: the sandbox does not know oldObject");
     }
 
     #[test]

@@ -8,6 +8,7 @@
 mod admission;
 mod board;
 mod catalog;
+mod cel;
 mod container;
 mod endpoints;
 mod execute;
