@@ -4,10 +4,11 @@ use std::{
     fs,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
-    time::Duration,
+    thread,
+    time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -26,8 +27,11 @@ pub fn profile(how: Profile, case: &Case, running: &Running, window: Window, out
     let proxies = running.proxies().context("the direct side has no proxies to look at")?;
     fs::create_dir_all(output).with_context(|| format!("make {}", output.display()))?;
     let files = ["client", "server"].map(|role| output.join(format!("{}-{}-{role}.{}", case.name, running.side.name(), extension(how))));
-    let watchers = attach(how, proxies, &files)?;
-    let load = load_only(case, running, Window { warm_up: window.warm_up, length: window.length + Duration::from_millis(200) });
+    let mut watchers = attach(how, proxies, &files)?;
+    for (watcher, file) in watchers.iter_mut().zip(&files) {
+        wait_attached(how, watcher, file)?;
+    }
+    let load = load_only(case, running, window);
     for watcher in watchers {
         finish(watcher)?;
     }
@@ -49,6 +53,9 @@ fn extension(how: Profile) -> &'static str {
 fn attach(how: Profile, proxies: &Proxies, files: &[PathBuf; 2]) -> Result<Vec<Child>> {
     let ids = [proxies.client.id(), proxies.server.id()];
     let start = |(id, file): (u32, &PathBuf)| {
+        if file.exists() {
+            fs::remove_file(file).with_context(|| format!("remove {}", file.display()))?;
+        }
         let mut command = match how {
             Profile::Perf => Command::new("perf"),
             Profile::Strace => Command::new("strace"),
@@ -62,6 +69,20 @@ fn attach(how: Profile, proxies: &Proxies, files: &[PathBuf; 2]) -> Result<Vec<C
     ids.into_iter().zip(files).map(start).collect()
 }
 
+/// strace opens its file when it is about to begin; perf then writes what it knows of the process, far more than 1 kB.
+fn wait_attached(how: Profile, watcher: &mut Child, file: &Path) -> Result<()> {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    let begun = || fs::metadata(file).is_ok_and(|metadata| how == Profile::Strace || metadata.len() > 1024);
+    while !begun() {
+        if let Some(status) = watcher.try_wait().context("wait for the profiler")? {
+            bail!("the profiler ended at once ({status}); does it work here by hand?");
+        }
+        ensure!(Instant::now() < deadline, "the profiler did not begin within 10 s");
+        thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
+}
+
 /// Interrupted, both write what they have.
 fn finish(mut watcher: Child) -> Result<()> {
     kill(Pid::from_raw(watcher.id() as i32), Signal::SIGINT).context("the profiler ended early; does it work here by hand?")?;
@@ -73,15 +94,15 @@ fn summary(how: Profile, file: &Path) -> Result<String> {
     if how == Profile::Strace {
         return fs::read_to_string(file).with_context(|| format!("read {}", file.display()));
     }
-    let report = |arguments: &[&str]| {
+    let report = |columns: &str| {
         let mut command = Command::new("perf");
-        command.args(["report", "--stdio", "--no-children", "-g", "none", "--percent-limit", "0.7", "-i"]).arg(file).args(arguments);
+        command.args(["report", "--stdio", "--no-children", "-g", "none", "--percent-limit", "0.7", "-F", columns, "-i"]).arg(file);
         let output = command.output().context("run perf report")?;
         let problem = String::from_utf8_lossy(&output.stderr).into_owned();
         ensure!(output.status.success(), "perf report: {}", problem.trim());
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         anyhow::Ok(text.lines().filter(|line| !line.starts_with('#') && !line.trim().is_empty()).collect::<Vec<_>>().join("\n"))
     };
-    let (programs, functions) = (report(&["--sort", "dso"])?, report(&["--sort", "dso,symbol"])?);
+    let (programs, functions) = (report("overhead,dso")?, report("overhead,dso,sym")?);
     Ok(format!("{programs}\n\n{functions}\n\nstacks: perf report --stdio --no-children -i {}", file.display()))
 }
