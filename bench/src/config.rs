@@ -109,7 +109,7 @@ pub enum Profile {
 }
 
 /// The files of the programs, and where theirs go.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Programs {
     /// Ours.
     pub proxy: PathBuf,

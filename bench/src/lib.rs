@@ -40,7 +40,7 @@ use crate::{
     config::Config,
     machine::Reading,
     measure::{Numbers, measure},
-    network::{Gate, sweep},
+    network::Site,
     report::Results,
     sides::{Control, Running},
 };
@@ -68,10 +68,9 @@ fn guarded(config: Config) -> Result<ExitCode> {
     let state = config.programs.state.clone();
     // Held to the end: two runs would measure each other, and sweep each other away.
     let _lock = lock(&state)?;
-    sweep().context("remove what an earlier run left")?;
-    let gate = Gate::default();
+    let site = Site::clear(Site::BENCH)?;
     let (done, finished) = oneshot::channel();
-    let inner = gate.clone();
+    let inner = site.clone();
     let work = move || {
         // Nobody waits any more after a signal.
         let _ = done.send(run(&config, &inner));
@@ -87,8 +86,7 @@ fn guarded(config: Config) -> Result<ExitCode> {
             _ = terminate.recv() => Ok(ExitCode::from(143)),
         }
     });
-    gate.close();
-    sweep().context("clean up")?;
+    site.close()?;
     fs::remove_dir_all(&state).with_context(|| format!("remove {}", state.display()))?;
     outcome
 }
@@ -107,20 +105,20 @@ fn lock(state: &Path) -> Result<File> {
     Ok(file)
 }
 
-fn run(config: &Config, gate: &Gate) -> Result<ExitCode> {
+fn run(config: &Config, site: &Site) -> Result<ExitCode> {
     let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).context("ask for the limit of open files")?;
     setrlimit(Resource::RLIMIT_NOFILE, most, most).context("raise the limit of open files")?;
     if let Some(notice) = &config.left_out {
         eprintln!("{notice}");
     }
     let mut control = match config.sides.iter().any(|side| side.is_mesh()) {
-        true => Some(Control::start(&config.programs, gate)?),
+        true => Some(Control::start(&config.programs, site)?),
         false => None,
     };
     let (mut running, mut failures) = (Vec::new(), 0);
     for &side in &config.sides {
         eprintln!("starting {}", side.name());
-        match Running::start(side, &config.programs, gate, control.as_mut()) {
+        match Running::start(side, &config.programs, site, control.as_mut()) {
             Ok(side) => running.push(side),
             Err(problem) => {
                 failures += 1;

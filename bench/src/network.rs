@@ -7,7 +7,7 @@
 //!          10.255.0.N  ctl0 --- bridge in dmb-control, 10.255.0.1 --- ctl0  10.255.0.M
 //! ```
 //!
-//! The names have a prefix of their own, and only what has it is ever removed. Nothing changes in the machine's own namespace.
+//! The names have a prefix of their own (in place of `dmb-` here), and only what has it is ever removed. Nothing changes in the machine's own namespace.
 
 use std::{
     collections::HashSet,
@@ -37,17 +37,29 @@ pub const CLUSTER: Ipv4Addr = Ipv4Addr::new(10, 96, 0, 80);
 /// Where the controller listens, as the proxies see it.
 pub const CONTROL: Ipv4Addr = Ipv4Addr::new(10, 255, 0, 1);
 
-const PREFIX: &str = "dmb-";
 const MOUNTED: &str = "/run/netns";
 
-/// Lets processes start until it is closed, so that none starts behind the back of the cleaning up.
-#[derive(Clone, Default)]
-pub struct Gate(Arc<Mutex<bool>>);
+/// Where namespaces are made and removed: all whose names have one prefix.
+#[derive(Clone)]
+pub struct Site {
+    prefix: &'static str,
+    closed: Arc<Mutex<bool>>,
+}
 
-impl Gate {
-    /// From now on every start fails.
-    pub fn close(&self) {
-        *self.0.lock().expect("no holder of the gate panics") = true;
+impl Site {
+    /// The benchmark's own.
+    pub const BENCH: &str = "dmb-";
+
+    /// Takes a prefix over, and removes what an earlier run left there. Only one at a time may use a prefix.
+    pub fn clear(prefix: &'static str) -> Result<Self> {
+        sweep(prefix).context("remove what an earlier run left")?;
+        Ok(Site { prefix, closed: Arc::default() })
+    }
+
+    /// Ends every process in the namespaces and removes them; no process starts there any more.
+    pub fn close(&self) -> Result<()> {
+        *self.closed.lock().expect("no holder of the lock panics") = true;
+        sweep(self.prefix).context("clean up")
     }
 }
 
@@ -55,15 +67,15 @@ impl Gate {
 #[derive(Clone)]
 pub struct Namespace {
     name: String,
-    gate: Gate,
+    site: Site,
 }
 
 impl Namespace {
-    fn make(name: &str, gate: &Gate) -> Result<Self> {
-        let name = format!("{PREFIX}{name}");
+    fn make(name: &str, site: &Site) -> Result<Self> {
+        let name = format!("{}{name}", site.prefix);
         ip(&["netns", "add", &name])?;
         ip(&["-n", &name, "link", "set", "lo", "up"])?;
-        Ok(Namespace { name, gate: gate.clone() })
+        Ok(Namespace { name, site: site.clone() })
     }
 
     /// What `ip netns` calls it.
@@ -87,7 +99,7 @@ impl Namespace {
     /// Starts a process inside.
     pub fn spawn(&self, command: &mut Command) -> Result<Child> {
         self.enter(|| {
-            let closed = self.gate.0.lock().expect("no holder of the gate panics");
+            let closed = self.site.closed.lock().expect("no holder of the lock panics");
             ensure!(!*closed, "the run is being stopped");
             command.spawn().with_context(|| format!("start {}", command.get_program().display()))
         })
@@ -104,9 +116,9 @@ pub struct Pair {
 
 impl Pair {
     /// Makes both and the wire between them.
-    pub fn make(side: &str, gate: &Gate) -> Result<Self> {
-        let client = Namespace::make(&format!("{side}-client"), gate)?;
-        let server = Namespace::make(&format!("{side}-server"), gate)?;
+    pub fn make(side: &str, site: &Site) -> Result<Self> {
+        let client = Namespace::make(&format!("{side}-client"), site)?;
+        let server = Namespace::make(&format!("{side}-server"), site)?;
         wire((&client, "eth0", CLIENT), (&server, "eth0", SERVER))?;
         // The cluster IP needs a route before the redirect rules see the packet.
         ip(&["-n", client.name(), "route", "add", "default", "via", &SERVER.to_string()])?;
@@ -129,8 +141,8 @@ pub struct ControlNetwork {
 
 impl ControlNetwork {
     /// Makes it, with nothing plugged in.
-    pub fn make(gate: &Gate) -> Result<Self> {
-        let namespace = Namespace::make("control", gate)?;
+    pub fn make(site: &Site) -> Result<Self> {
+        let namespace = Namespace::make("control", site)?;
         let name = namespace.name();
         ip(&["-n", name, "link", "add", "br0", "type", "bridge"])?;
         ip(&["-n", name, "address", "add", &format!("{CONTROL}/24"), "dev", "br0"])?;
@@ -151,9 +163,8 @@ impl ControlNetwork {
     }
 }
 
-/// Removes the namespaces of this and of earlier runs, with every process inside.
-pub fn sweep() -> Result<()> {
-    let ours = ours()?;
+fn sweep(prefix: &str) -> Result<()> {
+    let ours = ours(prefix)?;
     let inodes: HashSet<u64> = ours.iter().filter_map(|path| fs::metadata(path).ok()).map(|metadata| metadata.ino()).collect();
     let deadline = Instant::now() + Duration::from_secs(5);
     loop {
@@ -176,13 +187,13 @@ pub fn sweep() -> Result<()> {
     Ok(())
 }
 
-fn ours() -> Result<Vec<PathBuf>> {
+fn ours(prefix: &str) -> Result<Vec<PathBuf>> {
     if !Path::new(MOUNTED).exists() {
         return Ok(Vec::new());
     }
     let entries = fs::read_dir(MOUNTED).with_context(|| format!("list {MOUNTED}"))?;
     let paths = entries.filter_map(|entry| entry.ok().map(|entry| entry.path()));
-    Ok(paths.filter(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(PREFIX))).collect())
+    Ok(paths.filter(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(prefix))).collect())
 }
 
 /// Those that can still run: one that has ended and waits for its parent counts as gone.

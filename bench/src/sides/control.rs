@@ -15,7 +15,7 @@ use serde_json::json;
 use super::{reachable, write_readable};
 use crate::{
     config::Programs,
-    network::{CLIENT, CLUSTER, ControlNetwork, Gate, Pair, SERVER},
+    network::{CLIENT, CLUSTER, ControlNetwork, Pair, SERVER, Site},
     process::{Meter, Process, Program},
     server::{HTTP_PORT, SINK_PORT},
 };
@@ -30,8 +30,8 @@ pub struct Control {
 
 impl Control {
     /// Writes its catalog and keys, starts it and waits until it is ready.
-    pub fn start(programs: &Programs, gate: &Gate) -> Result<Self> {
-        let network = ControlNetwork::make(gate)?;
+    pub fn start(programs: &Programs, site: &Site) -> Result<Self> {
+        let network = ControlNetwork::make(site)?;
         let catalog = programs.state.join("catalog");
         fs::create_dir_all(&catalog).with_context(|| format!("make {}", catalog.display()))?;
         write_readable(&catalog.join("bench.yaml"), &objects())?;

@@ -20,7 +20,7 @@ use crate::{
     cases::Side,
     config::Programs,
     load,
-    network::{CLUSTER, Gate, Namespace, Pair, SERVER},
+    network::{CLUSTER, Namespace, Pair, SERVER, Site},
     process::{Meter, PROXY_UID, Process},
     server::{HTTP_PORT, SINK_PORT, Server},
 };
@@ -53,8 +53,8 @@ pub struct Proxies {
 
 impl Running {
     /// Makes its namespaces and rules, starts its server and its proxies.
-    pub fn start(side: Side, programs: &Programs, gate: &Gate, control: Option<&mut Control>) -> Result<Self> {
-        let pair = Pair::make(side.name(), gate)?;
+    pub fn start(side: Side, programs: &Programs, site: &Site, control: Option<&mut Control>) -> Result<Self> {
+        let pair = Pair::make(side.name(), site)?;
         let server = Server::start(&pair.server)?;
         if side != Side::Direct {
             redirect(&programs.proxy_init, &pair.client)?;
