@@ -1,7 +1,11 @@
 //! What the tests in a sandbox share: starting one, the mesh in it, small workloads, and waiting for what they say. A test that
 //! has no means for a sandbox says so and passes at home; where CI is set it fails.
 
-use std::{env, path::PathBuf, time::Duration};
+use std::{
+    env,
+    path::PathBuf,
+    time::{Duration, Instant},
+};
 
 use diy_mesh::sandbox::{Error, Sandbox, View, manifest, protocol::PodView};
 
@@ -114,6 +118,18 @@ pub fn pod_of(sandbox: &Sandbox, namespace: &str, workload: &str) -> PodView {
 pub fn wait_line(sandbox: &Sandbox, pod: &PodView, container: &str, what: &str, fits: impl Fn(&str) -> bool) -> String {
     let find = |view: &View| view.lines(pod, container).iter().find(|line| fits(line)).cloned();
     sandbox.wait(&format!("{}[{container}] prints {what}", pod.full_name()), PATIENCE, find).expect("the line comes")
+}
+
+/// Calls a URL until it answers with status 200: readiness reaches the proxies by way of the controller, a moment later.
+pub fn wait_answered(sandbox: &Sandbox, pod: &PodView, container: &str, host: &str, port: u16, path: &str) {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let answer = get(sandbox, pod, container, host, port, path);
+        if answer.starts_with("HTTP/1.1 200 ") {
+            return;
+        }
+        assert!(Instant::now() < deadline, "{host}:{port}{path} still answers {answer}");
+    }
 }
 
 /// Calls a URL from a pod with the shell's own means, and gives the status line, headers and body.

@@ -1,0 +1,130 @@
+//! What the documents name is there: the pages and headings that they lead to, metrics, annotations, error codes. Prose that
+//! nobody checks is wrong within a month.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+#[test]
+fn links_lead_somewhere() {
+    let mut broken = Vec::new();
+    for document in documents() {
+        let text = without_code(&read(&document));
+        for target in text.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
+            if target.contains("://") {
+                continue;
+            }
+            let (path, anchor) = target.split_once('#').unwrap_or((target, ""));
+            let there = if path.is_empty() { document.clone() } else { document.parent().unwrap_or(Path::new("")).join(path) };
+            let found = root().join(&there).exists() && (anchor.is_empty() || headings(&read(&there)).contains(anchor));
+            if !found {
+                broken.push(format!("{}: {target}", document.display()));
+            }
+        }
+    }
+    none("links lead nowhere", broken);
+}
+
+#[test]
+fn metrics_are_those_of_the_programs() {
+    let mut unknown = Vec::new();
+    for (prefix, folder, keeps_prefix) in
+        [("diy_mesh_proxy_", "proxy/src", false), ("mesh_controller_", "controller/src", false), ("injector_", "injector/src", true)]
+    {
+        let sources: String = files(folder, "rs").iter().map(|path| read(path)).collect();
+        for document in documents() {
+            for name in words(&read(&document)).into_iter().filter(|word| word.starts_with(prefix)) {
+                let written = if keeps_prefix { name.as_str() } else { &name[prefix.len()..] };
+                if !sources.contains(&format!("\"{written}\"")) {
+                    unknown.push(format!("{}: {name}", document.display()));
+                }
+            }
+        }
+    }
+    none("metrics are of no program", unknown);
+}
+
+#[test]
+fn annotations_are_those_of_the_injector() {
+    let known = read(Path::new("injector/src/annotations.rs"));
+    let marker = "diy-service-mesh/";
+    let mut unknown = Vec::new();
+    for document in documents() {
+        for rest in read(&document).split(marker).skip(1) {
+            let name: String = rest.chars().take_while(|c| c.is_ascii_lowercase() || *c == '-').collect();
+            // "secrets/diy-service-mesh/token" is a path.
+            if !name.is_empty() && name != "token" && !known.contains(&format!("\"{marker}{name}\"")) {
+                unknown.push(format!("{}: {marker}{name}", document.display()));
+            }
+        }
+    }
+    none("annotations are unknown to the injector", unknown);
+}
+
+#[test]
+fn the_readme_lists_every_error_code_of_the_proxy() {
+    let source = read(Path::new("proxy/src/error.rs"));
+    let function =
+        source.split("pub fn code").nth(1).and_then(|rest| rest.split("\n    }\n").next()).expect("error.rs has a function code");
+    let codes: BTreeSet<String> = function.split("=> \"").skip(1).filter_map(|rest| rest.split('"').next()).map(str::to_owned).collect();
+    let readme = read(Path::new("README.md"));
+    let table = readme.split("| `x-mesh-error` |").nth(1).and_then(|rest| rest.split("\n\n").next()).expect("the README has the table");
+    let listed: BTreeSet<String> = table.split("\n| `").skip(1).filter_map(|rest| rest.split('`').next()).map(str::to_owned).collect();
+    assert_eq!(listed, codes, "README.md and proxy/src/error.rs differ");
+    assert!(codes.len() > 5, "error.rs is written in another way now: {codes:?}");
+}
+
+/// The anchors of a document's headings, as GitHub makes them.
+fn headings(text: &str) -> BTreeSet<String> {
+    let headings = without_code(text);
+    headings.lines().filter(|line| line.starts_with('#')).map(|line| anchor(line.trim_start_matches('#').trim())).collect()
+}
+
+fn anchor(heading: &str) -> String {
+    let kept = heading.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
+    kept.map(|c| if c == ' ' { '-' } else { c.to_ascii_lowercase() }).collect()
+}
+
+/// A document without its blocks of code, in which a `#` is a comment.
+fn without_code(text: &str) -> String {
+    text.split("```").step_by(2).collect()
+}
+
+/// Names as metrics have them.
+fn words(text: &str) -> BTreeSet<String> {
+    text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').map(str::to_owned).collect()
+}
+
+fn documents() -> Vec<PathBuf> {
+    let mut documents: Vec<PathBuf> = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "bench/README.md"].map(PathBuf::from).into();
+    documents.extend(files("docs", "md"));
+    documents
+}
+
+/// The files of a folder and of those below it, by their path from the top of the repository.
+fn files(folder: &str, extension: &str) -> Vec<PathBuf> {
+    let (mut found, mut folders) = (Vec::new(), vec![PathBuf::from(folder)]);
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(root().join(&folder)).expect("our own folders can be read") {
+            let path = folder.join(entry.expect("our own folders can be read").file_name());
+            if root().join(&path).is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|found| found == extension) {
+                found.push(path);
+            }
+        }
+    }
+    found
+}
+
+fn read(path: &Path) -> String {
+    fs::read_to_string(root().join(path)).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests is a folder of the repository").to_owned()
+}
+
+fn none(what: &str, found: Vec<String>) {
+    assert!(found.is_empty(), "{} {what}:\n  {}", found.len(), found.join("\n  "));
+}

@@ -1,0 +1,130 @@
+//! Things that happen to a mesh in its life: rollouts, restarts of its control plane, jobs that end, an injector that is away.
+
+use std::{collections::BTreeSet, thread};
+
+use diy_mesh::sandbox::{
+    Sandbox,
+    protocol::{Output, PodView},
+};
+use diy_mesh_tests::sandbox::{MESHED, PATIENCE, http_server, pod_of, shell, wait_answered, with_mesh};
+
+#[test]
+fn a_rollout_under_load_fails_no_request() {
+    let Some(sandbox) = with_mesh(&format!("{}---{}", http_server(2, "1.0", MESHED), shell(MESHED))) else { return };
+    let client = pod_of(&sandbox, "clients", "shell");
+    let before = names(&sandbox);
+    let load = under_load(&sandbox, &client, || {
+        sandbox.apply(&http_server(2, "2.0", MESHED)).unwrap();
+        sandbox
+            .wait("the rollout", PATIENCE, |view| {
+                let now: BTreeSet<_> = view
+                    .pods
+                    .values()
+                    .filter(|pod| pod.workload == "http-server")
+                    .collect::<Vec<_>>()
+                    .into_iter()
+                    .map(|pod| pod.name.clone())
+                    .collect();
+                let ready = view.pods.values().filter(|pod| pod.workload == "http-server").all(|pod| pod.ready);
+                (now.len() == 2 && ready && now.is_disjoint(&before)).then_some(())
+            })
+            .unwrap();
+    });
+    no_failure(&load);
+}
+
+#[test]
+fn a_restart_of_the_controller_under_load_fails_no_request() {
+    let Some(sandbox) = with_mesh(&format!("{}---{}", http_server(2, "1.0", MESHED), shell(MESHED))) else { return };
+    let client = pod_of(&sandbox, "clients", "shell");
+    let load = under_load(&sandbox, &client, || {
+        sandbox.scale("service-mesh", "controller", 0).unwrap();
+        let pods = |count: usize| {
+            move |view: &diy_mesh::sandbox::View| {
+                let controllers: Vec<_> = view.pods.values().filter(|pod| pod.workload == "controller").collect();
+                (controllers.len() == count && controllers.iter().all(|pod| pod.ready)).then_some(())
+            }
+        };
+        sandbox.wait("no controller", PATIENCE, pods(0)).unwrap();
+        sandbox.scale("service-mesh", "controller", 2).unwrap();
+        sandbox.wait("two controllers", PATIENCE, pods(2)).unwrap();
+    });
+    no_failure(&load);
+}
+
+#[test]
+fn a_meshed_job_completes() {
+    let job = format!(
+        "
+apiVersion: batch/v1
+kind: Job
+metadata: {{name: once, namespace: clients}}
+spec:
+  template:
+    metadata: {{annotations: {{{MESHED}}}}}
+    spec:
+      restartPolicy: Never
+      containers: [{{name: once, image: diy-sm-http-client:dev, command: [bash, -c, 'exec 3<>/dev/tcp/http-server.servers/80 && echo connected']}}]
+"
+    );
+    let Some(sandbox) = with_mesh(&http_server(1, "1.0", "")) else { return };
+    sandbox.apply(&job).unwrap();
+    let pod = sandbox
+        .wait("the job ends", PATIENCE, |view| {
+            view.pods.values().find(|pod| pod.workload == "once" && !matches!(pod.phase.as_str(), "Pending" | "Running")).cloned()
+        })
+        .unwrap();
+    assert_eq!(pod.phase, "Succeeded");
+    assert!(pod.injected && pod.containers.iter().all(|container| !container.running), "{pod:?}");
+    assert_eq!(sandbox.view().lines(&pod, "once"), ["connected"]);
+    assert_eq!(pod.containers.iter().find(|container| container.name == "proxy").unwrap().exit_code, Some(0), "the proxy ends in order");
+}
+
+#[test]
+fn without_the_injector_only_pods_that_ask_for_it_wait() {
+    let Some(sandbox) = with_mesh(&shell("")) else { return };
+    sandbox.scale("service-mesh", "injector", 0).unwrap();
+    sandbox.wait("no injector", PATIENCE, |view| (!view.pods.values().any(|pod| pod.workload == "injector")).then_some(())).unwrap();
+    let meshed = shell(MESHED).replace("name: shell,", "name: meshed,").replace("app: shell", "app: meshed");
+    let other = shell("").replace("name: shell,", "name: other,").replace("app: shell", "app: other");
+    sandbox.apply(&format!("{meshed}---{other}")).unwrap();
+    sandbox.wait("the other pod", PATIENCE, |view| view.pods_of("clients", "other").iter().any(|pod| pod.ready).then_some(())).unwrap();
+    let reason = sandbox.wait("the reason", PATIENCE, |view| view.pods_of("clients", "meshed").first()?.reason.clone()).unwrap();
+    assert!(reason.contains("failed calling webhook \"injector.diy-service-mesh.dev\""), "{reason}");
+    sandbox.scale("service-mesh", "injector", 1).unwrap();
+    sandbox.wait_settled(PATIENCE).unwrap();
+    assert!(pod_of(&sandbox, "clients", "meshed").injected);
+}
+
+fn names(sandbox: &Sandbox) -> BTreeSet<String> {
+    sandbox.view().pods_of("servers", "http-server").into_iter().map(|pod| pod.name).collect()
+}
+
+/// Calls http-server from `client` while `action` runs, and from before it until after it.
+fn under_load(sandbox: &Sandbox, client: &PodView, action: impl FnOnce()) -> Output {
+    wait_answered(sandbox, client, "shell", "http-server.servers", 80, "/hello");
+    thread::scope(|scope| {
+        let argv = ["sandbox-load", "http-server.servers:80", "/hello", "4"];
+        let load = scope.spawn(move || sandbox.exec(client, "shell", &argv).unwrap());
+        // The servers print what reaches them: the load has begun.
+        let servers = sandbox.view().pods_of("servers", "http-server");
+        sandbox
+            .wait("the load", PATIENCE, |view| {
+                servers
+                    .iter()
+                    .all(|pod| view.lines(pod, "http-server").iter().filter(|line| line.starts_with("Request #")).count() > 100)
+                    .then_some(())
+            })
+            .unwrap();
+        action();
+        let stop = sandbox.exec(client, "shell", &["touch", "/tmp/stop"]).unwrap();
+        assert_eq!(stop.code, 0, "{stop:?}");
+        load.join().unwrap()
+    })
+}
+
+fn no_failure(load: &Output) {
+    let last = load.stdout.lines().last().unwrap_or_default();
+    assert!(last.starts_with("ok=") && last.ends_with(" failed=0"), "{}{}", load.stdout, load.stderr);
+    println!("{last}");
+}
