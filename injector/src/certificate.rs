@@ -1,7 +1,7 @@
 //! The webhook's own certificates: a CA, the serving certificate that it signs, and when which of them is due. Pure but for the
 //! randomness of new keys: the time is passed in.
 //!
-//! It never reads or writes anything: [`crate::kubernetes`] keeps what is made here in a Secret, [`crate::ephemeral`] in memory.
+//! It never reads or writes anything: `kubernetes` keeps what is made here in a Secret, `ephemeral` in memory.
 //!
 //! A CA is replaced in two steps, an [`OVERLAP`] apart: first the next one joins the bundle, later it signs. So whoever has
 //! read the bundle within that time trusts the serving certificate at every moment.

@@ -25,13 +25,13 @@ pub struct Flags {
     /// When the kubelet pulls these images: Always, IfNotPresent or Never [default: IfNotPresent]
     #[arg(long, env, value_name = "POLICY")]
     pub image_pull_policy: Option<String>,
-    /// Where proxies find the controller [default: http://controller.service-mesh.svc.cluster.local.:8080]
+    /// Where proxies find the controller [default: `http://controller.service-mesh.svc.cluster.local.:8080`]
     #[arg(long, env, value_name = "URL")]
     pub controller_address: Option<String>,
-    /// Address of the webhook (HTTPS) [default: [::]:8443]
+    /// Address of the webhook (HTTPS) [default: `[::]:8443`]
     #[arg(long, env, value_name = "ADDRESS:PORT")]
     pub listen: Option<String>,
-    /// Address of /live, /ready and /metrics (HTTP) [default: [::]:8081]
+    /// Address of /live, /ready and /metrics (HTTP) [default: `[::]:8081`]
     #[arg(long, env, value_name = "ADDRESS:PORT")]
     pub admin_listen: Option<String>,
     /// The namespace that the injector runs in [default: service-mesh]
@@ -44,6 +44,10 @@ pub struct Flags {
     /// With --serving-certificate ephemeral: the file that gets the CA
     #[arg(long, env, value_name = "FILE")]
     pub ca_file: Option<PathBuf>,
+    /// With --serving-certificate kubernetes: the MutatingWebhookConfiguration whose caBundle is kept right
+    /// [default: diy-service-mesh-injector]
+    #[arg(long, env, value_name = "NAME")]
+    pub webhook_configuration: Option<String>,
     /// Further names and addresses for the serving certificate, separated by commas
     #[arg(long, env, value_name = "NAMES")]
     pub extra_san: Option<String>,
@@ -77,7 +81,10 @@ pub struct Config {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ServingCertificate {
     /// In a Secret that all replicas share.
-    Kubernetes,
+    Kubernetes {
+        /// The MutatingWebhookConfiguration whose caBundle is kept right.
+        webhook_configuration: String,
+    },
     /// In memory; whoever calls the webhook reads the CA from this file.
     Ephemeral {
         /// The file that gets the CA.
@@ -103,7 +110,7 @@ impl Config {
     pub fn from_flags(flags: Flags) -> Result<Self, Problems> {
         let mut check = Checks::default();
         let serving_certificate = check.serving_certificate(&flags);
-        let usual_delay = if serving_certificate == ServingCertificate::Kubernetes { 5 } else { 0 };
+        let usual_delay = if matches!(serving_certificate, ServingCertificate::Kubernetes { .. }) { 5 } else { 0 };
         let config = Self {
             settings: Settings {
                 proxy_image: check.image("IMAGE_TO_DEPLOY_PROXY", flags.image_to_deploy_proxy),
@@ -180,7 +187,8 @@ impl Checks {
             ("ephemeral", None) => self.0.push("SERVING_CERTIFICATE=ephemeral needs CA_FILE, the file that gets the CA".into()),
             (other, _) => self.0.push(format!("SERVING_CERTIFICATE is {other:?}, expected kubernetes or ephemeral")),
         }
-        ServingCertificate::Kubernetes
+        let webhook_configuration = given(flags.webhook_configuration.clone()).unwrap_or_else(|| "diy-service-mesh-injector".into());
+        ServingCertificate::Kubernetes { webhook_configuration }
     }
 
     fn names(&mut self, value: Option<String>) -> Vec<String> {
@@ -228,7 +236,8 @@ mod tests {
         assert_eq!(config.settings.mesh_namespace, "service-mesh");
         assert_eq!(config.listen.to_string(), "[::]:8443");
         assert_eq!(config.admin_listen.to_string(), "[::]:8081");
-        assert_eq!(config.serving_certificate, ServingCertificate::Kubernetes);
+        let webhook_configuration = "diy-service-mesh-injector".into();
+        assert_eq!(config.serving_certificate, ServingCertificate::Kubernetes { webhook_configuration });
         assert_eq!(config.shutdown_delay, Duration::from_secs(5));
     }
 

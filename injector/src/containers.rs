@@ -4,6 +4,8 @@
 //! defaults of their own. Values that the API server would fill in are written out where another of its defaults could
 //! differ, so that a pod that comes back compares equal.
 
+use std::collections::BTreeSet;
+
 use serde_json::{Value, json};
 
 use crate::annotations::Options;
@@ -17,6 +19,8 @@ pub const PROXY_INIT: &str = "proxy-init";
 pub const TOKEN_VOLUME: &str = "diy-service-mesh-token";
 /// Where that volume is mounted, in the proxy only.
 pub const TOKEN_FOLDER: &str = "/var/run/secrets/diy-service-mesh";
+/// Where Kubernetes mounts a pod's credentials for its API, in every container that it finds. The mesh's have no use for them.
+pub const API_TOKEN_FOLDER: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
 /// The user that the proxy runs as, and whose traffic is not redirected.
 pub const PROXY_UID: i64 = 1337;
 /// A proxy-init of ours has this flag: how it is told from a stranger of the same name.
@@ -40,11 +44,11 @@ impl Ports {
     pub const USUAL: Self = Self { inbound: 4000, outbound: 5000, admin: 4001 };
 
     /// The usual ports, each moved up to the next one that no container of the pod declares. None when there is none.
-    pub fn clear_of(declared: &[u16]) -> Option<Self> {
-        let mut taken = declared.to_vec();
+    pub fn clear_of(declared: impl IntoIterator<Item = u16>) -> Option<Self> {
+        let mut taken: BTreeSet<u16> = declared.into_iter().collect();
         let mut next = |wanted: u16| {
             let free = (wanted..=u16::MAX).find(|port| !taken.contains(port))?;
-            taken.push(free);
+            taken.insert(free);
             Some(free)
         };
         Some(Self { inbound: next(Self::USUAL.inbound)?, admin: next(Self::USUAL.admin)?, outbound: next(Self::USUAL.outbound)? })
@@ -153,10 +157,9 @@ mod tests {
 
     #[test]
     fn ports_are_the_usual_ones_unless_a_container_declares_them() {
-        assert_eq!(Ports::clear_of(&[80, 8080]), Some(Ports::USUAL));
-        assert_eq!(Ports::clear_of(&[5000, 5001]), Some(Ports { outbound: 5002, ..Ports::USUAL }));
-        assert_eq!(Ports::clear_of(&[4000]), Some(Ports { inbound: 4001, admin: 4002, outbound: 5000 }));
-        let all: Vec<u16> = (1..=u16::MAX).collect();
-        assert_eq!(Ports::clear_of(&all), None);
+        assert_eq!(Ports::clear_of([80, 8080]), Some(Ports::USUAL));
+        assert_eq!(Ports::clear_of([5000, 5001]), Some(Ports { outbound: 5002, ..Ports::USUAL }));
+        assert_eq!(Ports::clear_of([4000]), Some(Ports { inbound: 4001, admin: 4002, outbound: 5000 }));
+        assert_eq!(Ports::clear_of(1..=u16::MAX), None);
     }
 }

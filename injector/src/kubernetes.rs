@@ -27,8 +27,6 @@ use crate::server::stopped;
 
 /// The Secret with the webhook's certificates.
 pub const SECRET: &str = "diy-service-mesh-injector-tls";
-/// The webhook configuration whose caBundle is kept right.
-pub const WEBHOOK_CONFIGURATION: &str = "diy-service-mesh-injector";
 /// Who the API server writes down as the one who set caBundle.
 const MANAGER: &str = "diy-service-mesh-injector";
 /// Both objects are read this often, should a watch have missed something; certificates that are due are renewed then.
@@ -41,9 +39,15 @@ const ATTEMPTS: usize = 5;
 const OLDEST: (u32, u32) = (1, 29);
 
 /// Keeps both right until told to stop. Ends with an error only where trying again cannot help.
-pub async fn keep(keeper: &Keeper, names: &Names, namespace: &str, mut stop: watch::Receiver<bool>) -> Result<(), Error> {
+pub async fn keep(
+    keeper: &Keeper,
+    names: &Names,
+    namespace: &str,
+    webhook_configuration: &str,
+    mut stop: watch::Receiver<bool>,
+) -> Result<(), Error> {
     let client = Client::try_default().await.map_err(|error| Error::Client(Box::new(error)))?;
-    let mut shared = Shared::new(client, keeper, names, namespace);
+    let mut shared = Shared::new(client, keeper, names, namespace, webhook_configuration);
     tokio::select! {
         () = stopped(&mut stop) => Ok(()),
         error = shared.run() => Err(error),
@@ -55,6 +59,8 @@ struct Shared<'a> {
     client: Client,
     secrets: Api<Secret>,
     configurations: Api<MutatingWebhookConfiguration>,
+    /// The webhook configuration's name.
+    name: &'a str,
     keeper: &'a Keeper,
     names: &'a Names,
     /// What was in the Secret the last time it was read.
@@ -62,15 +68,15 @@ struct Shared<'a> {
 }
 
 impl<'a> Shared<'a> {
-    fn new(client: Client, keeper: &'a Keeper, names: &'a Names, namespace: &str) -> Self {
+    fn new(client: Client, keeper: &'a Keeper, names: &'a Names, namespace: &str, name: &'a str) -> Self {
         let secrets = Api::namespaced(client.clone(), namespace);
         let configurations = Api::all(client.clone());
-        Self { client, secrets, configurations, keeper, names, known: None }
+        Self { client, secrets, configurations, name, keeper, names, known: None }
     }
 
     async fn run(&mut self) -> Error {
         let secret = watcher::watch_object(self.secrets.clone(), SECRET).default_backoff();
-        let configuration = watcher::watch_object(self.configurations.clone(), WEBHOOK_CONFIGURATION).default_backoff();
+        let configuration = watcher::watch_object(self.configurations.clone(), self.name).default_backoff();
         let (mut secret, mut configuration) = (pin!(secret), pin!(configuration));
         let mut timer = interval(INTERVAL);
         timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -97,7 +103,7 @@ impl<'a> Shared<'a> {
             version_checked = true;
             tokio::select! {
                 Some(event) = secret.next() => log_failure(SECRET, event.err()),
-                Some(event) = configuration.next() => log_failure(WEBHOOK_CONFIGURATION, event.err()),
+                Some(event) = configuration.next() => log_failure(self.name, event.err()),
                 _ = timer.tick() => {}
             }
         }
@@ -116,7 +122,7 @@ impl<'a> Shared<'a> {
         match self.ca_bundle(&material.bundle()).await {
             Ok(true) => self.keeper.health.ready_until(material.serving_ends()),
             Ok(false) => {
-                let reason = format!("MutatingWebhookConfiguration {WEBHOOK_CONFIGURATION} does not exist");
+                let reason = format!("MutatingWebhookConfiguration {} does not exist", self.name);
                 tracing::warn!(reason, "not ready");
                 self.keeper.health.not_ready(reason);
             }
@@ -187,15 +193,15 @@ impl<'a> Shared<'a> {
 
     /// Puts caBundle right in every entry where it is not. False where there is no configuration to put right.
     async fn ca_bundle(&self, bundle: &str) -> Result<bool, Error> {
-        let read = format!("read MutatingWebhookConfiguration {WEBHOOK_CONFIGURATION}");
-        let Some(configuration) = api(&read, self.configurations.get_opt(WEBHOOK_CONFIGURATION)).await? else { return Ok(false) };
+        let read = format!("read MutatingWebhookConfiguration {}", self.name);
+        let Some(configuration) = api(&read, self.configurations.get_opt(self.name)).await? else { return Ok(false) };
         let Some(patch) = ca_bundle_patch(&configuration, bundle) else { return Ok(true) };
         let params = PatchParams { field_manager: Some(MANAGER.into()), ..PatchParams::default() };
         let patch = Patch::Strategic(patch);
-        let write = format!("put right the caBundle of MutatingWebhookConfiguration {WEBHOOK_CONFIGURATION}");
-        api(&write, self.configurations.patch(WEBHOOK_CONFIGURATION, &params, &patch)).await?;
+        let write = format!("put right the caBundle of MutatingWebhookConfiguration {}", self.name);
+        api(&write, self.configurations.patch(self.name, &params, &patch)).await?;
         self.keeper.metrics.repair();
-        tracing::info!("caBundle of MutatingWebhookConfiguration {WEBHOOK_CONFIGURATION} put right");
+        tracing::info!("caBundle of MutatingWebhookConfiguration {} put right", self.name);
         Ok(true)
     }
 }

@@ -1,8 +1,8 @@
 //! The injector: a mutating webhook. A Pod comes in, a JSON patch goes out that adds proxy-init and proxy.
 //!
-//! A request's way: [`server`] accepts it, [`tls`] decrypts, [`webhook`] bounds and reads it, [`review`] understands it,
-//! [`patch`] decides, with [`annotations`] for what the pod asks and [`containers`] for what it gains. Beside that way,
-//! [`kubernetes`] or [`ephemeral`] keep the serving certificate (made in [`certificate`]), and [`health`] tells probes.
+//! A request's way: `server` accepts it, `tls` decrypts, `webhook` bounds and reads it, `review` understands it,
+//! `patch` decides, with `annotations` for what the pod asks and `containers` for what it gains. Beside that way,
+//! `kubernetes` or `ephemeral` keep the serving certificate (made in `certificate`), and `health` tells probes.
 //!
 //! It stores nothing but its own certificates, and is not on the path of any traffic.
 
@@ -119,9 +119,9 @@ async fn certificates(config: &Config, keeper: &Keeper, stop: watch::Receiver<bo
     let service = format!("injector.{}.svc", config.settings.mesh_namespace);
     let service_names = [format!("{service}.cluster.local"), service];
     match &config.serving_certificate {
-        ServingCertificate::Kubernetes => {
+        ServingCertificate::Kubernetes { webhook_configuration } => {
             let names = Names::new(service_names.into_iter().chain(config.extra_names.clone()));
-            kubernetes::keep(keeper, &names, &config.settings.mesh_namespace, stop).await?;
+            kubernetes::keep(keeper, &names, &config.settings.mesh_namespace, webhook_configuration, stop).await?;
         }
         ServingCertificate::Ephemeral { ca_file } => {
             let local = ["localhost".into(), "127.0.0.1".into(), "::1".into()];

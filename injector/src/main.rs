@@ -10,7 +10,11 @@ use tracing_subscriber::EnvFilter;
 fn main() -> ExitCode {
     let flags = Flags::parse();
     let filter = EnvFilter::new(flags.log.as_deref().unwrap_or("info"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
+        .init();
     let config = match Config::from_flags(flags) {
         Ok(config) => config,
         Err(problems) => {
@@ -18,13 +22,9 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    match serve(config) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("injector: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    let Err(error) = serve(config) else { return ExitCode::SUCCESS };
+    eprintln!("injector: {error}");
+    ExitCode::FAILURE
 }
 
 #[tokio::main(flavor = "current_thread")]

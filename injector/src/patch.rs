@@ -85,6 +85,9 @@ pub struct Injection {
     pub warnings: Vec<String>,
 }
 
+/// Nobody reads more than these at a time.
+const PROBLEMS_TOLD: usize = 10;
+
 /// Decides on one pod.
 pub fn decide(settings: &Settings, candidate: Candidate<'_>) -> Verdict {
     match annotations::wish(candidate.pod) {
@@ -101,7 +104,10 @@ pub fn decide(settings: &Settings, candidate: Candidate<'_>) -> Verdict {
     }
     match inject(settings, candidate.pod) {
         Ok(injection) => Verdict::Injected(Box::new(injection)),
-        Err(problems) => Verdict::Denied(problems.join("; ")),
+        Err(mut problems) => {
+            problems.truncate(PROBLEMS_TOLD);
+            Verdict::Denied(problems.join("; "))
+        }
     }
 }
 
@@ -131,7 +137,7 @@ fn inject(settings: &Settings, pod: &Value) -> Result<Injection, Vec<String>> {
         problems.extend(wrong);
         Options::default()
     });
-    let ports = Ports::clear_of(&parts.declared_ports()).unwrap_or_else(|| {
+    let ports = Ports::clear_of(parts.declared_ports()).unwrap_or_else(|| {
         problems.push("the pod's containers declare every port that the proxy could listen on".into());
         Ports::USUAL
     });
@@ -210,9 +216,11 @@ impl<'a> Parts<'a> {
         init.chain(self.containers).chain(self.ephemeral_containers)
     }
 
-    fn declared_ports(&self) -> Vec<u16> {
+    /// The TCP ports that the pod's own containers say they listen on.
+    fn declared_ports(&self) -> impl Iterator<Item = u16> {
         let ports = self.own_containers().filter_map(|container| container.get("ports")?.as_array()).flatten();
-        ports.filter_map(|port| u16::try_from(port.get("containerPort")?.as_u64()?).ok()).collect()
+        let ports = ports.filter(|port| port.get("protocol").and_then(Value::as_str).is_none_or(|protocol| protocol == "TCP"));
+        ports.filter_map(|port| u16::try_from(port.get("containerPort")?.as_u64()?).ok())
     }
 
     /// Ours first, then the pod's own in their order. What others added to ours (defaults, a mount, a variable) stays.
@@ -265,12 +273,16 @@ fn name_of(object: &Value) -> &str {
     object.get("name").and_then(Value::as_str).unwrap_or_default()
 }
 
-/// An injected container brought to today's state. A command would give our arguments to another program.
+/// An injected container brought to today's state. A command would give our arguments to another program, and credentials for
+/// the Kubernetes API, which Kubernetes gives to all containers before a webhook's second look, would be there for nothing.
 fn updated(old: &Value, new: &Value) -> Value {
     let mut container = old.clone();
     overlay(&mut container, new);
     if let Some(fields) = container.as_object_mut() {
         fields.remove("command");
+        if let Some(mounts) = fields.get_mut("volumeMounts").and_then(Value::as_array_mut) {
+            mounts.retain(|mount| mount.get("mountPath").and_then(Value::as_str) != Some(containers::API_TOKEN_FOLDER));
+        }
     }
     container
 }

@@ -1,7 +1,8 @@
 //! The webhook over HTTP: `POST /inject` with an AdmissionReview, answered by [`crate::review`]. The path says whether the pod's
 //! namespace asks for the mesh, so that the injector needs to read no namespaces.
 //!
-//! It bounds what callers can make it hold: the size of one body, of all bodies together, and the time that one takes.
+//! It bounds what callers can make it hold: the size of one body, before and after parsing, of all bodies together, and the time
+//! that one takes.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -26,6 +27,8 @@ pub const PATH_FOR_ENABLED_NAMESPACES: &str = "/inject/enabled-namespace";
 pub const BODY_LIMIT: usize = 4 * 1024 * 1024;
 /// All bodies at hand together, in KiB. Who finds no room waits for it.
 const BODIES_LIMIT: usize = 16 * 1024;
+/// Values in one body. Parsed, a value takes a hundred times the room of its text; a large pod has some thousand.
+const VALUES_LIMIT: usize = 100_000;
 /// The API server waits for 5 seconds.
 const TIME_LIMIT: Duration = Duration::from_secs(4);
 
@@ -76,9 +79,9 @@ impl Webhook {
         let answer = review::answer(&self.settings, &body, namespace_enabled)?;
         let (subject, messages) = (&answer.subject, answer.messages.join("; "));
         match answer.outcome {
-            Outcome::Injected => tracing::info!(subject, messages, "injected"),
-            Outcome::Denied => tracing::warn!(subject, messages, "denied"),
-            Outcome::LeftAlone => tracing::info!(subject, messages, "left alone"),
+            Outcome::Injected => tracing::info!(%subject, %messages, "injected"),
+            Outcome::Denied => tracing::warn!(%subject, %messages, "denied"),
+            Outcome::LeftAlone => tracing::info!(%subject, %messages, "left alone"),
         }
         self.metrics.outcome(answer.outcome);
         let mut response = Response::new(Full::from(answer.body));
@@ -101,11 +104,15 @@ impl Webhook {
             Ok(_) => Failure::TooLarge,
             Err(error) => Failure::Broken(error.to_string()),
         })?;
-        Ok((body.to_bytes(), room))
+        let body = body.to_bytes();
+        if body.iter().filter(|byte| matches!(byte, b',' | b'[' | b'{')).count() > VALUES_LIMIT {
+            return Err(Failure::TooMany);
+        }
+        Ok((body, room))
     }
 }
 
-/// The handler for [`crate::server::serve`].
+/// The handler for `server::serve`.
 pub fn handler(webhook: Arc<Webhook>) -> impl Fn(Request<Incoming>) -> HandlerFuture + Clone {
     move |request| {
         let webhook = webhook.clone();
@@ -121,6 +128,8 @@ pub type HandlerFuture = std::pin::Pin<Box<dyn Future<Output = Response<Full<Byt
 enum Failure {
     #[error("the body is larger than {BODY_LIMIT} bytes")]
     TooLarge,
+    #[error("the body has more than {VALUES_LIMIT} values")]
+    TooMany,
     #[error("the body ended early: {0}")]
     Broken(String),
     #[error("the review was not complete and answered within {} seconds", TIME_LIMIT.as_secs())]
@@ -132,7 +141,7 @@ enum Failure {
 impl Failure {
     fn status(&self) -> StatusCode {
         match self {
-            Self::TooLarge => StatusCode::PAYLOAD_TOO_LARGE,
+            Self::TooLarge | Self::TooMany => StatusCode::PAYLOAD_TOO_LARGE,
             Self::Broken(_) | Self::Malformed(_) => StatusCode::BAD_REQUEST,
             Self::Late => StatusCode::SERVICE_UNAVAILABLE,
         }
@@ -213,6 +222,15 @@ mod tests {
     async fn a_body_that_announces_too_much_is_refused_unread() {
         let response = webhook().handle(post(Full::from(vec![b' '; BODY_LIMIT + 1]))).await;
         assert_eq!(response.status(), StatusCode::PAYLOAD_TOO_LARGE);
+    }
+
+    #[tokio::test]
+    async fn a_body_that_would_blow_up_when_parsed_is_refused_unparsed() {
+        let body = format!("[{}0]", "{\"a\":0},".repeat(VALUES_LIMIT));
+        assert!(body.len() < BODY_LIMIT);
+        let response = webhook().handle(post(Full::from(body))).await;
+        assert_eq!(response.status(), StatusCode::PAYLOAD_TOO_LARGE);
+        assert_eq!(text(response).await, "the body has more than 100000 values\n");
     }
 
     /// Frames without end, of no announced length.

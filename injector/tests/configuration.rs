@@ -1,0 +1,48 @@
+//! manifests/webhook.yaml and this program agree: what the API server is told to call is what is answered, and pods that do not
+//! ask are never held up by it.
+
+use std::fs;
+use std::path::Path;
+
+use diy_mesh_injector::webhook::{PATH, PATH_FOR_ENABLED_NAMESPACES};
+use serde_json::{Value, json};
+
+fn webhooks() -> Vec<Value> {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../manifests/webhook.yaml");
+    let configuration: Value = serde_yaml_ng::from_str(&fs::read_to_string(file).expect("the manifest")).expect("YAML");
+    assert_eq!(configuration["metadata"]["name"], "diy-service-mesh-injector");
+    configuration["webhooks"].as_array().expect("a list").clone()
+}
+
+#[test]
+fn every_entry_calls_a_path_that_is_answered_and_for_new_pods_only() {
+    for webhook in webhooks() {
+        let service = &webhook["clientConfig"]["service"];
+        assert_eq!((&service["name"], &service["namespace"]), (&json!("injector"), &json!("service-mesh")));
+        let of_label = !webhook["namespaceSelector"]["matchLabels"].is_null();
+        assert_eq!(service["path"], if of_label { PATH_FOR_ENABLED_NAMESPACES } else { PATH });
+        let rules =
+            json!([{"operations": ["CREATE"], "apiGroups": [""], "apiVersions": ["v1"], "resources": ["pods"], "scope": "Namespaced"}]);
+        assert_eq!(webhook["rules"], rules);
+        assert_eq!((&webhook["sideEffects"], &webhook["admissionReviewVersions"]), (&json!("None"), &json!(["v1"])));
+        assert!(webhook["clientConfig"]["caBundle"].is_null(), "no certificate in any manifest");
+    }
+}
+
+#[test]
+fn an_entry_that_can_stop_pods_has_conditions_and_leaves_the_cluster_and_the_mesh_alone() {
+    let webhooks = webhooks();
+    let (stopping, others): (Vec<_>, Vec<_>) = webhooks.iter().partition(|webhook| webhook["failurePolicy"] == "Fail");
+    assert_eq!((stopping.len(), others.len()), (2, 1));
+    for webhook in stopping {
+        assert!(webhook["matchConditions"].as_array().is_some_and(|conditions| conditions.len() == 2), "{}", webhook["name"]);
+        assert_eq!(webhook["timeoutSeconds"], 5);
+    }
+    for webhook in &webhooks {
+        let excluded = &webhook["namespaceSelector"]["matchExpressions"][0];
+        assert_eq!((&excluded["key"], &excluded["operator"]), (&json!("kubernetes.io/metadata.name"), &json!("NotIn")));
+        for namespace in ["kube-system", "service-mesh"] {
+            assert!(excluded["values"].as_array().is_some_and(|values| values.contains(&json!(namespace))), "{}", webhook["name"]);
+        }
+    }
+}

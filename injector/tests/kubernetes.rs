@@ -1,0 +1,188 @@
+//! The Secret and the caBundle on a real Kubernetes. Needs a cluster and the right to make namespaces in it:
+//! `KUBECONFIG=... cargo test -p diy-mesh-injector --test kubernetes -- --ignored`.
+//!
+//! Everything that it makes has a name of its own and is removed in the end. Its webhook configuration selects no pod of anybody.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use diy_mesh_injector::{Config, Error, Flags, Injector};
+use k8s_openapi::ByteString;
+use k8s_openapi::api::admissionregistration::v1::MutatingWebhookConfiguration;
+use k8s_openapi::api::core::v1::{Namespace, Secret};
+use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
+use kube::{Api, Client};
+use serde_json::{Value, json};
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+use tokio::time::{sleep, timeout};
+
+const SECRET: &str = "diy-service-mesh-injector-tls";
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A namespace and a webhook configuration of this test only.
+struct Cluster {
+    name: String,
+    client: Client,
+}
+
+impl Cluster {
+    async fn new() -> Self {
+        let client = Client::try_default().await.expect("KUBECONFIG names a cluster");
+        let name = format!("injector-test-{:08x}", fastrand::u32(..));
+        let namespace = serde_json::from_value(json!({"metadata": {"name": name}})).expect("a namespace");
+        Api::<Namespace>::all(client.clone()).create(&PostParams::default(), &namespace).await.expect("a new namespace");
+        let cluster = Self { name, client };
+        cluster.configure().await;
+        cluster
+    }
+
+    async fn configure(&self) {
+        let webhook = |name: &str| {
+            json!({
+                "name": name,
+                "admissionReviewVersions": ["v1"],
+                "clientConfig": {"service": {"name": "injector", "namespace": self.name, "path": "/inject"}},
+                "rules": [{"operations": ["CREATE"], "apiGroups": [""], "apiVersions": ["v1"], "resources": ["pods"]}],
+                "namespaceSelector": {"matchLabels": {"injector-test": self.name}},
+                "sideEffects": "None",
+            })
+        };
+        let webhooks = [webhook("first.injector.example"), webhook("second.injector.example")];
+        let configuration = json!({"metadata": {"name": self.name}, "webhooks": webhooks});
+        let configuration = serde_json::from_value(configuration).expect("a configuration");
+        self.configurations().create(&PostParams::default(), &configuration).await.expect("a new configuration");
+    }
+
+    fn configurations(&self) -> Api<MutatingWebhookConfiguration> {
+        Api::all(self.client.clone())
+    }
+
+    fn secrets(&self) -> Api<Secret> {
+        Api::namespaced(self.client.clone(), &self.name)
+    }
+
+    async fn start(&self) -> Running {
+        let flags = Flags {
+            image_to_deploy_proxy: Some("proxy".into()),
+            image_to_deploy_proxy_init: Some("init".into()),
+            listen: Some("127.0.0.1:0".into()),
+            admin_listen: Some("127.0.0.1:0".into()),
+            pod_namespace: Some(self.name.clone()),
+            webhook_configuration: Some(self.name.clone()),
+            shutdown_delay: Some("0".into()),
+            ..Flags::default()
+        };
+        let injector = Injector::bind(Config::from_flags(flags).expect("a configuration")).await.expect("free ports");
+        let ready = Box::pin(injector.ready());
+        let (stop, stopped) = oneshot::channel();
+        let task = tokio::spawn(injector.run(async {
+            let _ = stopped.await;
+        }));
+        Running { ready, stop, task }
+    }
+
+    async fn secret(&self) -> BTreeMap<String, ByteString> {
+        self.secrets().get(SECRET).await.expect("the Secret").data.expect("data")
+    }
+
+    async fn bundles(&self) -> Vec<Option<ByteString>> {
+        let configuration = self.configurations().get(&self.name).await.expect("the configuration");
+        configuration.webhooks.into_iter().flatten().map(|webhook| webhook.client_config.ca_bundle).collect()
+    }
+
+    /// Waits until both entries of the configuration have the Secret's CA.
+    async fn settled(&self) -> ByteString {
+        let settled = async {
+            loop {
+                let secret = self.secrets().get_opt(SECRET).await.expect("an answer");
+                let ca = secret.and_then(|secret| secret.data).and_then(|mut data| data.remove("ca.crt"));
+                if let Some(ca) = ca
+                    && self.bundles().await == [Some(ca.clone()), Some(ca.clone())]
+                {
+                    return ca;
+                }
+                sleep(Duration::from_millis(50)).await;
+            }
+        };
+        timeout(PATIENCE, settled).await.expect("the caBundle is put right")
+    }
+
+    async fn patch_configuration(&self, webhook: Value) {
+        let patch = Patch::Strategic(json!({"webhooks": [webhook]}));
+        self.configurations().patch(&self.name, &PatchParams::default(), &patch).await.expect("a patch");
+    }
+
+    async fn remove(self) {
+        self.configurations().delete(&self.name, &DeleteParams::default()).await.expect("a configuration to delete");
+        Api::<Namespace>::all(self.client.clone()).delete(&self.name, &DeleteParams::default()).await.expect("a namespace to delete");
+    }
+}
+
+struct Running {
+    ready: std::pin::Pin<Box<dyn Future<Output = ()> + Send>>,
+    stop: oneshot::Sender<()>,
+    task: JoinHandle<Result<(), Error>>,
+}
+
+impl Running {
+    async fn stop(self) {
+        self.stop.send(()).expect("it listens for the end");
+        self.task.await.expect("no panic").expect("no error");
+    }
+}
+
+#[tokio::test]
+#[ignore = "needs a cluster"]
+async fn replicas_share_one_certificate_and_keep_it_and_the_ca_bundle_right() {
+    let cluster = Cluster::new().await;
+    let mut replicas = futures::future::join_all((0..4).map(|_| cluster.start())).await;
+    for replica in &mut replicas {
+        timeout(PATIENCE, replica.ready.as_mut()).await.expect("ready");
+    }
+    let ca = cluster.settled().await;
+    let secret = cluster.secret().await;
+    assert_eq!(secret.keys().map(String::as_str).collect::<Vec<_>>(), ["ca.crt", "ca.key", "tls.crt", "tls.key"]);
+
+    // Somebody clears one caBundle, and puts nonsense into the other.
+    cluster.patch_configuration(json!({"name": "first.injector.example", "clientConfig": {"caBundle": null}})).await;
+    assert_eq!(cluster.settled().await, ca);
+    let other = diy_mesh_injector::certificate::Material::new(
+        &diy_mesh_injector::certificate::Names::new(["other.example".into()]),
+        std::time::SystemTime::now(),
+    );
+    let other = ByteString(other.expect("made").bundle().into_bytes());
+    cluster.patch_configuration(json!({"name": "second.injector.example", "clientConfig": {"caBundle": other}})).await;
+    assert_eq!(cluster.settled().await, ca);
+
+    // The configuration is deleted and applied again, as a new installation does it.
+    cluster.configurations().delete(&cluster.name, &DeleteParams::default()).await.expect("it is there");
+    cluster.configure().await;
+    assert_eq!(cluster.settled().await, ca);
+
+    // A Secret that is deleted comes back as it was, so that no caller notices.
+    cluster.secrets().delete(SECRET, &DeleteParams::default()).await.expect("it is there");
+    assert_eq!(cluster.settled().await, ca);
+    assert_eq!(cluster.secret().await, secret);
+
+    // A Secret that is spoilt is put right.
+    let spoilt = Patch::Merge(json!({"stringData": {"tls.key": "nonsense"}}));
+    cluster.secrets().patch(SECRET, &PatchParams::default(), &spoilt).await.expect("a patch");
+    let repaired = async {
+        while cluster.secret().await != secret {
+            sleep(Duration::from_millis(50)).await;
+        }
+    };
+    timeout(PATIENCE, repaired).await.expect("the Secret is put right");
+    assert_eq!(cluster.settled().await, ca);
+
+    // Who starts later adopts what is there.
+    let mut late = cluster.start().await;
+    timeout(PATIENCE, late.ready.as_mut()).await.expect("ready");
+    assert_eq!(cluster.secret().await, secret);
+    late.stop().await;
+    for replica in replicas {
+        replica.stop().await;
+    }
+    cluster.remove().await;
+}
