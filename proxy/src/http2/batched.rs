@@ -8,15 +8,20 @@ use std::io;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::time::timeout;
 
-use crate::io::Io;
+use crate::io::{Io, poll_read_scratch};
 
 /// With that much gathered, a write waits for the socket.
 const LIMIT: usize = 64 * 1024;
 /// A buffer that grew beyond this is not kept for others.
 const KEEP: usize = 2 * LIMIT;
+/// How long and how much is still read from a client that was sent away.
+const LINGER: Duration = Duration::from_secs(1);
+const MAX_LINGER: usize = 4 * 1024 * 1024;
 
 thread_local! {
     /// Emptied in the same turn in which it is filled, mostly: one buffer does for all connections of a worker.
@@ -54,6 +59,24 @@ impl Batched {
             stepped
         })
         .await
+    }
+
+    /// Reads on for a moment after the end, so that the peer gets to see the last word: closing with bytes unread would reset the
+    /// connection.
+    pub async fn linger(&self) {
+        let mut left = MAX_LINGER;
+        let drained = poll_fn(|cx| {
+            let inner = &mut *self.0.borrow_mut();
+            while left > 0 {
+                match ready!(poll_read_scratch(&mut inner.io, cx, |bytes, _| bytes.len())) {
+                    Ok(read) if read > 0 => left = left.saturating_sub(read),
+                    _ => break,
+                }
+            }
+            Poll::Ready(())
+        });
+        // Who is still sending then sees a reset.
+        let _ = timeout(LINGER, drained).await;
     }
 
     /// Bytes read so far.

@@ -66,8 +66,13 @@ pub async fn serve(io: Io, flow: Rc<Flow>) {
     let drain = flow.worker.drain.clone();
     let client = Rc::new(Client::new(flow));
     let mut drain = pin!(drain.cancelled());
-    let mut serving = Serving { connection, io: io.clone(), client, talk: 0, tick: Box::pin(sleep(IDLE)), quiet: false, draining: false };
-    io.drive(|cx| serving.poll(cx, drain.as_mut())).await;
+    let mut serving =
+        Serving { connection, io: io.clone(), client, talk: 0, tick: Box::pin(sleep(IDLE)), quiet: false, draining: false, flooded: false };
+    let sent_away = io.drive(|cx| serving.poll(cx, drain.as_mut())).await;
+    drop(serving);
+    if sent_away {
+        io.linger().await;
+    }
 }
 
 fn settings() -> Builder {
@@ -95,10 +100,12 @@ struct Serving {
     /// There was no stream at the last tick.
     quiet: bool,
     draining: bool,
+    flooded: bool,
 }
 
 impl Serving {
-    fn poll(&mut self, cx: &mut Context<'_>, drain: Pin<&mut WaitForCancellationFuture<'_>>) -> Poll<()> {
+    /// Ready when the connection has ended. True: because the client broke the rules.
+    fn poll(&mut self, cx: &mut Context<'_>, drain: Pin<&mut WaitForCancellationFuture<'_>>) -> Poll<bool> {
         if !self.draining && drain.poll(cx).is_ready() {
             self.draining = true;
             self.connection.graceful_shutdown();
@@ -112,10 +119,13 @@ impl Serving {
                 }
                 Poll::Ready(Some(Err(error))) => {
                     tracing::debug!(peer = %self.client.flow.peer, "the client's connection ended: {error}");
-                    return Poll::Ready(());
+                    return Poll::Ready(error.is_library());
                 }
-                Poll::Ready(None) => return Poll::Ready(()),
-                Poll::Pending if self.is_flood() => self.connection.abrupt_shutdown(Reason::ENHANCE_YOUR_CALM),
+                Poll::Ready(None) => return Poll::Ready(self.flooded),
+                Poll::Pending if !self.flooded && self.is_flood() => {
+                    self.flooded = true;
+                    self.connection.abrupt_shutdown(Reason::ENHANCE_YOUR_CALM);
+                }
                 Poll::Pending => break,
             }
         }
@@ -124,7 +134,7 @@ impl Serving {
             let quiet = !self.connection.has_streams();
             if quiet && self.quiet {
                 if self.draining {
-                    return Poll::Ready(());
+                    return Poll::Ready(false);
                 }
                 self.draining = true;
                 self.connection.graceful_shutdown();
@@ -135,7 +145,7 @@ impl Serving {
         Poll::Pending
     }
 
-    /// The client only makes work. Says so once.
+    /// The client only makes work.
     fn is_flood(&mut self) -> bool {
         if self.client.calm_down.take() {
             tracing::info!(peer = %self.client.flow.peer, "connection closed: it resets streams faster than any of them ends");
@@ -147,7 +157,6 @@ impl Serving {
         }
         let flood = read - self.talk > MAX_IDLE_TALK;
         if flood {
-            self.talk = read;
             tracing::info!(peer = %self.client.flow.peer, "connection closed: it talks without any stream moving on");
         }
         flood

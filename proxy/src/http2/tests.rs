@@ -1,1 +1,0 @@
-//! HTTP/2 through the proxy.

@@ -1,0 +1,355 @@
+//! Whom a request goes to, and what becomes of it where that fails.
+
+use std::cell::{Cell, RefCell};
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+use super::*;
+
+#[test]
+fn each_request_of_one_connection_is_balanced() {
+    on_worker(async {
+        let go = Rc::new(Cell::new(false));
+        let ((one, at_one), (other, at_other)) = (waiting_app(200, go.clone()).await, waiting_app(200, go.clone()).await);
+        let (mesh, destination) = Mesh::with_service(&[one, other]).await;
+        let mut client = mesh.client(&destination).await;
+        let responses: Vec<_> = (0..100).map(|_| client.send_request(get("/"), true).unwrap().0).collect();
+        until(|| at_one.get() + at_other.get() == 100).await;
+        assert!((20..=80).contains(&at_one.get()), "{} of 100", at_one.get());
+        go.set(true);
+        for response in responses {
+            assert_eq!(response.await.unwrap().status(), 200);
+        }
+    });
+}
+
+/// An app whose streams wait until they are told to go on; counts its connections' streams.
+async fn waiting_app(max_streams: u32, go: Rc<Cell<bool>>) -> (SocketAddr, Rc<Cell<usize>>) {
+    let arrived = Rc::new(Cell::new(0));
+    let mut settings = h2::server::Builder::new();
+    settings.max_concurrent_streams(max_streams);
+    let address = app_with(settings, {
+        let arrived = arrived.clone();
+        move |_, mut respond| {
+            let (arrived, go) = (arrived.clone(), go.clone());
+            async move {
+                arrived.set(arrived.get() + 1);
+                until(|| go.get()).await;
+                // The client may be gone.
+                let _ = respond.send_response(Response::new(()), true);
+            }
+        }
+    })
+    .await;
+    (address, arrived)
+}
+
+#[test]
+fn streams_share_a_connection_until_the_peer_allows_no_more() {
+    on_worker(async {
+        let go = Rc::new(Cell::new(false));
+        let (address, arrived) = waiting_app(10, go.clone()).await;
+        let mesh = Mesh::new();
+        let destination = Rc::new(Destination::fixed(address));
+        let endpoint = destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
+        let mut client = mesh.client(&destination).await;
+        let mut responses = Vec::new();
+        for count in 1..=25 {
+            responses.push(client.send_request(get("/"), true).unwrap().0);
+            until(|| arrived.get() == count).await;
+        }
+        assert_eq!(endpoint.pool.http2.len(), 3);
+        go.set(true);
+        for response in responses {
+            assert_eq!(response.await.unwrap().status(), 200);
+        }
+        assert_eq!(call(&mut client, get("/")).await.unwrap().0.status(), 200);
+        assert_eq!(endpoint.pool.http2.len(), 3);
+        // Whoever has nothing to do for a while is closed.
+        endpoint.pool.http2.sweep(std::time::Instant::now() + Duration::from_secs(61));
+        assert!(endpoint.pool.http2.is_empty());
+        assert_eq!(call(&mut client, get("/")).await.unwrap().0.status(), 200);
+    });
+}
+
+#[test]
+fn streams_that_come_at_once_dial_once() {
+    on_worker(async {
+        let go = Rc::new(Cell::new(true));
+        let (address, arrived) = waiting_app(200, go).await;
+        let mesh = Mesh::new();
+        let destination = Rc::new(Destination::fixed(address));
+        let endpoint = destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
+        let mut client = mesh.client(&destination).await;
+        let responses: Vec<_> = (0..50).map(|_| client.send_request(get("/"), true).unwrap().0).collect();
+        for response in responses {
+            assert_eq!(response.await.unwrap().status(), 200);
+        }
+        assert_eq!((arrived.get(), endpoint.pool.http2.len()), (50, 1));
+    });
+}
+
+#[test]
+fn an_upstream_that_says_goodbye_gets_no_new_streams() {
+    on_worker(async {
+        let connections = Rc::new(Cell::new(0));
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        tokio::task::spawn_local({
+            let connections = connections.clone();
+            async move {
+                loop {
+                    let (stream, _) = listener.accept().await.unwrap();
+                    connections.set(connections.get() + 1);
+                    tokio::task::spawn_local(async move {
+                        let mut connection = h2::server::handshake(stream).await.unwrap();
+                        while let Some(Ok((_, mut respond))) = connection.accept().await {
+                            connection.graceful_shutdown();
+                            respond.send_response(Response::new(()), true).unwrap();
+                        }
+                    });
+                }
+            }
+        });
+        let mut client = Mesh::new().client_of(address).await;
+        for _ in 0..20 {
+            assert_eq!(call_with(&mut client, grpc("/"), b"not to be replayed").await.unwrap().0.status(), 200);
+        }
+        assert!(connections.get() >= 5, "{} connections for 20 requests", connections.get());
+    });
+}
+
+/// A server whose first connection answers the first head with these frames; the second one echoes bodies.
+async fn app_after(frames: &'static [u8]) -> (SocketAddr, Rc<Cell<usize>>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let (address, connections) = (listener.local_addr().unwrap(), Rc::new(Cell::new(0)));
+    tokio::task::spawn_local({
+        let connections = connections.clone();
+        async move {
+            let (mut first, _) = listener.accept().await.unwrap();
+            connections.set(1);
+            // SETTINGS, then whatever the test wants once a HEADERS frame has come.
+            first.write_all(b"\0\0\0\x04\0\0\0\0\0").await.unwrap();
+            let mut preface = [0; 24];
+            first.read_exact(&mut preface).await.unwrap();
+            loop {
+                let mut head = [0; 9];
+                first.read_exact(&mut head).await.unwrap();
+                let length = u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize;
+                first.read_exact(&mut vec![0; length]).await.unwrap();
+                if head[3] == 1 {
+                    break;
+                }
+            }
+            first.write_all(frames).await.unwrap();
+            tokio::task::spawn_local(async move { while first.read_u8().await.is_ok() {} });
+            let (second, _) = listener.accept().await.unwrap();
+            connections.set(2);
+            let mut connection = h2::server::handshake(second).await.unwrap();
+            while let Some(Ok((request, mut respond))) = connection.accept().await {
+                tokio::task::spawn_local(async move {
+                    let (data, _) = read_body(&mut request.into_body()).await.unwrap();
+                    respond.send_response(Response::new(()), false).unwrap().send_data(data, true).unwrap();
+                });
+            }
+        }
+    });
+    (address, connections)
+}
+
+const GOAWAY_NOTHING_SEEN: &[u8] = b"\0\0\x08\x07\0\0\0\0\0\0\0\0\0\0\0\0\0";
+
+#[test]
+fn what_the_upstream_has_not_looked_at_is_sent_again_with_its_body() {
+    on_worker(async {
+        let (address, connections) = app_after(GOAWAY_NOTHING_SEEN).await;
+        let mut client = Mesh::new().client_of(address).await;
+        let (response, _) = call_with(&mut client, grpc("/"), b"the whole body").await.unwrap();
+        assert_eq!((&response.body()[..], connections.get()), (&b"the whole body"[..], 2));
+    });
+}
+
+#[test]
+fn a_refused_stream_is_tried_again_with_its_body() {
+    on_worker(async {
+        let refuse = Rc::new(Cell::new(2));
+        let address = app({
+            let refuse = refuse.clone();
+            move |request, mut respond| {
+                let refused = refuse.get() > 0;
+                refuse.set(refuse.get() - i32::from(refused));
+                async move {
+                    if refused {
+                        return respond.send_reset(Reason::REFUSED_STREAM);
+                    }
+                    let (data, _) = read_body(&mut request.into_body()).await.unwrap();
+                    respond.send_response(Response::new(()), false).unwrap().send_data(data, true).unwrap();
+                }
+            }
+        })
+        .await;
+        let mut client = Mesh::new().client_of(address).await;
+        let (response, _) = call_with(&mut client, grpc("/"), b"the whole body").await.unwrap();
+        assert_eq!((&response.body()[..], refuse.get()), (&b"the whole body"[..], 0));
+        // Not for ever.
+        refuse.set(100);
+        let (response, trailers) = call_with(&mut client, grpc("/"), b"x").await.unwrap();
+        assert_eq!(
+            (response.headers()["x-mesh-error"].as_bytes(), &response.headers()["grpc-status"], trailers),
+            (&b"upstream-closed"[..], &"14".parse().unwrap(), None)
+        );
+        assert_eq!(refuse.get(), 97);
+    });
+}
+
+#[test]
+fn on_a_connection_that_had_died_only_what_is_idempotent_is_sent_again() {
+    on_worker(async {
+        // The app answers one request a connection and is gone without a word when the second one comes.
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        tokio::task::spawn_local(async move {
+            loop {
+                let (stream, _) = listener.accept().await.unwrap();
+                tokio::task::spawn_local(async move {
+                    let mut connection = h2::server::handshake(stream).await.unwrap();
+                    let (_, mut respond) = connection.accept().await.unwrap().unwrap();
+                    respond.send_response(Response::new(()), true).unwrap();
+                    // The second one is read, and the connection dropped.
+                    let _ = connection.accept().await;
+                });
+            }
+        });
+        let mut client = Mesh::new().client_of(address).await;
+        assert_eq!(call(&mut client, get("/")).await.unwrap().0.status(), 200);
+        assert_eq!(call(&mut client, get("/")).await.unwrap().0.status(), 200, "sent again");
+        let (response, _) = call_with(&mut client, grpc("/"), b"x").await.unwrap();
+        assert_eq!(response.headers()["x-mesh-error"], "upstream-closed");
+        assert_eq!(response.headers()["grpc-status"], "14");
+        assert_eq!(call(&mut client, get("/")).await.unwrap().0.status(), 200);
+        let (response, _) = call(&mut client, Request::post("http://app/").body(()).unwrap()).await.unwrap();
+        assert_eq!((response.status().as_u16(), &response.headers()["x-mesh-error"]), (502, &"upstream-closed".parse().unwrap()));
+        assert!(String::from_utf8_lossy(response.body()).contains("closed the connection before it answered"));
+    });
+}
+
+#[test]
+fn a_refused_connection_is_made_up_for_by_another_endpoint() {
+    on_worker(async {
+        let (mesh, destination) = Mesh::with_service(&[named_app("one").await, nobody().await, nobody().await]).await;
+        let mut client = mesh.client(&destination).await;
+        for _ in 0..20 {
+            let (response, _) = call_with(&mut client, grpc("/"), b"x").await.unwrap();
+            assert_eq!(&response.body()[..], b"one");
+        }
+    });
+}
+
+#[test]
+fn where_nobody_listens_the_answer_says_so() {
+    on_worker(async {
+        let mesh = Mesh::new();
+        let mut client = mesh.client_of(nobody().await).await;
+        let (response, _) = call(&mut client, get("/")).await.unwrap();
+        assert_eq!((response.status().as_u16(), &response.headers()["x-mesh-error"]), (502, &"connect-failed".parse().unwrap()));
+        let (response, _) = call(&mut client, Request::head("http://app/").body(()).unwrap()).await.unwrap();
+        assert_eq!((response.status().as_u16(), response.body().len()), (502, 0));
+        let (response, trailers) = call_with(&mut client, grpc("/"), b"x").await.unwrap();
+        assert_eq!((response.status().as_u16(), &response.headers()["grpc-status"], trailers), (200, &"14".parse().unwrap(), None));
+        assert!(response.headers()["grpc-message"].to_str().unwrap().contains("can't connect to"));
+        assert_eq!(mesh.metric("failures_total{direction=\"outbound\",code=\"connect-failed\"}"), 3);
+    });
+}
+
+#[test]
+fn a_service_without_endpoints_is_named() {
+    on_worker(async {
+        let (mesh, destination) = Mesh::with_service(&[]).await;
+        let mut client = mesh.client(&destination).await;
+        let (response, _) = call(&mut client, get("/")).await.unwrap();
+        assert_eq!((response.status().as_u16(), &response.body()[..]), (503, &b"service shop/cart has no ready endpoint\n"[..]));
+    });
+}
+
+#[test]
+fn what_the_far_proxy_could_not_deliver_goes_to_another_endpoint() {
+    on_worker(async {
+        let asked = Rc::new(RefCell::new(Vec::new()));
+        let far = |name: &'static str, fails: bool| {
+            let asked = asked.clone();
+            app(move |request, mut respond| {
+                let asked = asked.clone();
+                async move {
+                    asked.borrow_mut().push(name);
+                    let (data, _) = read_body(&mut request.into_body()).await.unwrap();
+                    if fails {
+                        let response = Response::builder().header("x-mesh-error", "connect-failed").header("grpc-status", "14");
+                        respond.send_response(response.body(()).unwrap(), true).unwrap();
+                    } else {
+                        respond.send_response(Response::new(()), false).unwrap().send_data(data, true).unwrap();
+                    }
+                }
+            })
+        };
+        let (mesh, destination) = Mesh::with_service(&[far("bad", true).await, far("good", false).await]).await;
+        let mut client = mesh.client(&destination).await;
+        for _ in 0..20 {
+            let (response, _) = call_with(&mut client, grpc("/"), b"body").await.unwrap();
+            assert_eq!(&response.body()[..], b"body");
+        }
+        let bad = asked.borrow().iter().filter(|name| **name == "bad").count();
+        assert!((1..=2).contains(&bad), "{:?}", asked.borrow());
+    });
+}
+
+/// What a client reads of a response to `request` that breaks off after its first bytes.
+async fn broken_response(request: Request<()>) -> Result<(Bytes, Option<HeaderMap>), h2::Error> {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::task::spawn_local(async move {
+        let (stream, _) = listener.accept().await.unwrap();
+        let mut connection = h2::server::handshake(stream).await.unwrap();
+        let (request, mut respond) = connection.accept().await.unwrap().unwrap();
+        let mut response = Response::new(());
+        if let Some(kind) = request.headers().get("content-type") {
+            response.headers_mut().insert("content-type", kind.clone());
+        }
+        let mut stream = respond.send_response(response, false).unwrap();
+        stream.send_data(Bytes::from_static(b"part"), false).unwrap();
+        // Writes what there is, until the client's next word, and is gone.
+        let _ = connection.accept().await;
+    });
+    let mut client = Mesh::new().client_of(address).await;
+    let (response, _stream) = client.send_request(request, false).unwrap();
+    let mut body = response.await.unwrap().into_body();
+    assert_eq!(body.data().await.unwrap().unwrap(), "part");
+    let _next_word = client.send_request(get("/"), true).unwrap();
+    read_body(&mut body).await
+}
+
+#[test]
+fn a_response_that_breaks_off_is_not_taken_for_whole() {
+    on_worker(async {
+        assert_eq!(broken_response(get("/")).await.unwrap_err().reason(), Some(Reason::INTERNAL_ERROR));
+        // Of a gRPC call, the client learns it as gRPC has it.
+        let (data, trailers) = broken_response(grpc("/")).await.unwrap();
+        let trailers = trailers.unwrap();
+        assert!(data.is_empty() && trailers["grpc-status"] == "14" && trailers["x-mesh-error"] == "upstream-closed", "{trailers:?}");
+    });
+}
+
+#[test]
+fn what_is_no_http2_is_malformed() {
+    on_worker(async {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        tokio::task::spawn_local(async move {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            stream.write_all(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n").await.unwrap();
+            while stream.read_u8().await.is_ok() {}
+        });
+        let mut client = Mesh::new().client_of(address).await;
+        let (response, _) = call(&mut client, get("/")).await.unwrap();
+        assert_eq!((response.status().as_u16(), &response.headers()["x-mesh-error"]), (502, &"upstream-malformed".parse().unwrap()));
+    });
+}

@@ -1,0 +1,277 @@
+//! Clients that break the rules or only make work: their connection ends, with a reason where one can be given, and others go on.
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+use super::*;
+
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
+/// `GET / HTTP/2`, scheme http, in HPACK's static table.
+const GET: &[u8] = &[0x82, 0x84, 0x86];
+
+const HEADERS: u8 = 1;
+const RST_STREAM: u8 = 3;
+const SETTINGS: u8 = 4;
+const PING: u8 = 6;
+const GOAWAY: u8 = 7;
+const CONTINUATION: u8 = 9;
+const END_STREAM: u8 = 1;
+const END_HEADERS: u8 = 4;
+
+fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
+    [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
+}
+
+/// A client that says what it wants.
+struct Raw(TcpStream);
+
+impl Raw {
+    async fn connect(mesh: &Mesh, address: SocketAddr) -> Self {
+        let mut stream = mesh.dial(&Rc::new(Destination::fixed(address))).await;
+        stream.write_all(PREFACE).await.unwrap();
+        Self(stream)
+    }
+
+    async fn send(&mut self, bytes: &[u8]) {
+        self.0.write_all(bytes).await.unwrap();
+    }
+
+    /// Sends the same over and over while reading what comes back, until the proxy ends the connection. The code of its GOAWAY.
+    async fn flood(self, mut bytes: impl FnMut() -> Vec<u8> + 'static) -> Option<u32> {
+        let (mut read, mut write) = self.0.into_split();
+        let writer = tokio::task::spawn_local(async move { while write.write_all(&bytes()).await.is_ok() {} });
+        let mut code = None;
+        while let Some((kind, payload)) = next_frame(&mut read).await {
+            if kind == GOAWAY {
+                code = Some(u32::from_be_bytes(payload[4..8].try_into().unwrap()));
+            }
+        }
+        writer.abort();
+        code
+    }
+
+    /// The next frame of that kind; none where the connection ends without one.
+    async fn wait_for(&mut self, wanted: u8) -> Option<Vec<u8>> {
+        loop {
+            let (kind, payload) = next_frame(&mut self.0).await?;
+            if kind == wanted {
+                return Some(payload);
+            }
+        }
+    }
+}
+
+async fn next_frame(stream: &mut (impl AsyncReadExt + Unpin)) -> Option<(u8, Vec<u8>)> {
+    let mut head = [0; 9];
+    stream.read_exact(&mut head).await.ok()?;
+    let mut payload = vec![0; u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize];
+    stream.read_exact(&mut payload).await.ok()?;
+    Some((head[3], payload))
+}
+
+/// Runs a flood beside a client of the same worker and app, which must not suffer.
+async fn flood_beside_others(make: impl FnMut() -> Vec<u8> + 'static) -> Option<u32> {
+    let address = named_app("fine").await;
+    let mesh = Mesh::new();
+    let mut other = mesh.client_of(address).await;
+    assert_eq!(call(&mut other, get("/")).await.unwrap().0.status(), 200);
+    let flooding = tokio::task::spawn_local(Raw::connect(&mesh, address).await.flood(make));
+    while !flooding.is_finished() {
+        assert_eq!(call(&mut other, get("/")).await.unwrap().0.status(), 200);
+    }
+    assert_eq!(call(&mut other, get("/")).await.unwrap().0.status(), 200);
+    flooding.await.unwrap()
+}
+
+const ENHANCE_YOUR_CALM: Option<u32> = Some(11);
+
+#[test]
+fn a_flood_of_resets_ends_with_its_connection() {
+    on_worker(async {
+        let mut stream = 1;
+        let code = flood_beside_others(move || {
+            let mut bytes = Vec::new();
+            for _ in 0..50 {
+                bytes.extend(frame(HEADERS, END_HEADERS, stream, GET));
+                bytes.extend(frame(RST_STREAM, 0, stream, &8_u32.to_be_bytes()));
+                stream += 2;
+            }
+            bytes
+        });
+        assert_eq!(code.await, ENHANCE_YOUR_CALM);
+    });
+}
+
+#[test]
+fn a_flood_of_resets_of_accepted_streams_ends_with_its_connection_too() {
+    on_worker(async {
+        let address = app(|request, respond| async move {
+            let _held = (request, respond);
+            std::future::pending::<()>().await;
+        })
+        .await;
+        let mesh = Mesh::new();
+        let (mut read, mut write) = Raw::connect(&mesh, address).await.0.into_split();
+        let mut streams = (1..).step_by(2);
+        let code = 'flood: loop {
+            // Each is accepted before it is reset: the proxy answers a ping in between.
+            let batch: Vec<u32> = streams.by_ref().take(100).collect();
+            let mut bytes: Vec<u8> = batch.iter().flat_map(|stream| frame(HEADERS, END_HEADERS, *stream, GET)).collect();
+            bytes.extend(frame(PING, 0, 0, &[0; 8]));
+            // It may be gone by now, which reading tells.
+            let _ = write.write_all(&bytes).await;
+            loop {
+                match next_frame(&mut read).await {
+                    Some((GOAWAY, payload)) => break 'flood Some(u32::from_be_bytes(payload[4..8].try_into().unwrap())),
+                    Some((PING, _)) => break,
+                    Some(_) => {}
+                    None => break 'flood None,
+                }
+            }
+            let resets: Vec<u8> = batch.iter().flat_map(|stream| frame(RST_STREAM, 0, *stream, &8_u32.to_be_bytes())).collect();
+            let _ = write.write_all(&resets).await;
+        };
+        assert_eq!(code, ENHANCE_YOUR_CALM);
+    });
+}
+
+/// A client that writes much faster than it reads may miss the reason.
+fn is_sent_away(code: Option<u32>) -> bool {
+    matches!(code, None | ENHANCE_YOUR_CALM)
+}
+
+#[test]
+fn a_flood_of_pings_ends_with_its_connection() {
+    on_worker(async { assert!(is_sent_away(flood_beside_others(|| frame(PING, 0, 0, &[0; 8]).repeat(100)).await)) });
+}
+
+#[test]
+fn a_flood_of_settings_ends_with_its_connection() {
+    on_worker(async { assert!(is_sent_away(flood_beside_others(|| frame(SETTINGS, 0, 0, &[]).repeat(100)).await)) });
+}
+
+#[test]
+fn a_client_that_talks_too_much_hears_why_it_is_sent_away() {
+    on_worker(async {
+        let mesh = Mesh::new();
+        let mut raw = Raw::connect(&mesh, nobody().await).await;
+        // Priorities, which need no answer: just more than is allowed.
+        let talk = frame(2, 0, 1, &[0; 5]).repeat(usize::try_from(super::super::MAX_IDLE_TALK).unwrap() / 14 + 1);
+        raw.send(&talk).await;
+        let goaway = raw.wait_for(GOAWAY).await.unwrap();
+        assert_eq!(goaway[4..8], 11_u32.to_be_bytes());
+        assert!(raw.wait_for(GOAWAY).await.is_none());
+    });
+}
+
+#[test]
+fn a_flood_of_continuations_ends_with_its_connection() {
+    on_worker(async {
+        let mut begun = false;
+        let code = flood_beside_others(move || {
+            let (kind, block) = if begun { (CONTINUATION, &[][..]) } else { (HEADERS, GET) };
+            begun = true;
+            frame(kind, 0, 1, block)
+        });
+        assert_eq!(code.await, ENHANCE_YOUR_CALM);
+    });
+}
+
+#[test]
+fn a_head_without_end_is_not_held() {
+    on_worker(async {
+        // x-a: 1000 bytes, never indexed, again and again.
+        let field = [&[0x10, 3][..], b"x-a", &[0x7f, 0xe9, 0x06], &[b'v'; 1000]].concat();
+        let mut begun = false;
+        let code = flood_beside_others(move || {
+            let kind = if std::mem::replace(&mut begun, true) { CONTINUATION } else { HEADERS };
+            frame(kind, 0, 1, &field.repeat(16))
+        });
+        assert!(code.await.is_some());
+    });
+}
+
+#[test]
+fn a_head_over_the_limit_is_answered_with_431() {
+    on_worker(async {
+        let mesh = Mesh::new();
+        let mut client = mesh.client_of(named_app("fine").await).await;
+        let value = "v".repeat(10_000);
+        let request = (0..8).fold(Request::get("http://app/"), |request, number| request.header(format!("x-{number}"), &value));
+        let (response, _) = call(&mut client, request.body(()).unwrap()).await.unwrap();
+        assert_eq!(response.status(), 431);
+        assert_eq!(call(&mut client, get("/")).await.unwrap().0.status(), 200);
+    });
+}
+
+#[test]
+fn ambiguous_requests_are_refused_by_the_proxy() {
+    on_worker(async {
+        let mesh = Mesh::new();
+        let mut client = mesh.client_of(named_app("fine").await).await;
+        let request = |fields: &[(&'static str, &'static str)]| {
+            let mut request = get("/");
+            request.headers_mut().extend(super::fields(fields));
+            request
+        };
+        for bad in [request(&[("host", "other")]), request(&[("host", "app"), ("host", "app")])] {
+            let (response, _) = call(&mut client, bad).await.unwrap();
+            assert_eq!((response.status().as_u16(), &response.headers()["x-mesh-error"]), (400, &"bad-request".parse().unwrap()));
+        }
+        assert_eq!(call(&mut client, request(&[("host", "APP")])).await.unwrap().0.status(), 200);
+    });
+}
+
+#[test]
+fn malformed_requests_end_their_stream_only() {
+    on_worker(async {
+        let literal = |name: &[u8], value: &[u8]| [&[0x10, name.len() as u8][..], name, &[value.len() as u8], value].concat();
+        let mesh = Mesh::new();
+        let mut raw = Raw::connect(&mesh, named_app("fine").await).await;
+        let bad: [Vec<u8>; 6] = [
+            [GET, &literal(b"connection", b"close")].concat(),
+            [GET, &literal(b"transfer-encoding", b"chunked")].concat(),
+            [GET, &literal(b"te", b"gzip")].concat(),
+            [GET, &literal(b"content-length", b"5")].concat(),
+            [GET, &[0x82]].concat(),
+            [&literal(b":method", b"CONNECT"), &literal(b":protocol", b"websocket"), &[0x84, 0x86][..], &literal(b":authority", b"a")]
+                .concat(),
+        ];
+        for (index, block) in bad.iter().enumerate() {
+            let stream = 2 * u32::try_from(index).unwrap() + 1;
+            raw.send(&frame(HEADERS, END_HEADERS | END_STREAM, stream, block)).await;
+            let code = raw.wait_for(RST_STREAM).await.unwrap_or_else(|| panic!("the connection ended at {index}"));
+            assert_eq!(code, 1_u32.to_be_bytes(), "{index}");
+        }
+        raw.send(&frame(HEADERS, END_HEADERS | END_STREAM, 99, GET)).await;
+        assert_eq!(raw.wait_for(HEADERS).await.unwrap()[0], 0x88, "200");
+    });
+}
+
+#[test]
+fn more_streams_than_allowed_are_refused() {
+    on_worker(async {
+        let address = app(|request, respond| async move {
+            let _held = (request, respond);
+            std::future::pending::<()>().await;
+        })
+        .await;
+        let mesh = Mesh::new();
+        let mut raw = Raw::connect(&mesh, address).await;
+        for index in 0..=super::super::MAX_STREAMS {
+            raw.send(&frame(HEADERS, END_HEADERS, 2 * index + 1, GET)).await;
+        }
+        assert_eq!(raw.wait_for(RST_STREAM).await.unwrap(), 7_u32.to_be_bytes());
+    });
+}
+
+#[test]
+fn no_preface_no_connection() {
+    on_worker(async {
+        let mesh = Mesh::new();
+        let mut stream = mesh.dial(&Rc::new(Destination::fixed(nobody().await))).await;
+        stream.write_all(b"PRI * HTTP/2.0\r\n\r\nXX\r\n\r\n").await.unwrap();
+        let mut raw = Raw(stream);
+        assert!(raw.wait_for(HEADERS).await.is_none());
+    });
+}

@@ -1,0 +1,231 @@
+//! HTTP/2 through the proxy, over real sockets: a client, a worker without listeners, and apps.
+
+mod endpoints;
+mod hostile;
+mod passing;
+
+use std::future::{Future, poll_fn};
+use std::io::Write;
+use std::net::SocketAddr;
+use std::rc::Rc;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use bytes::Bytes;
+use clap::Parser;
+use h2::client::SendRequest;
+use h2::server::SendResponse;
+use h2::{Reason, RecvStream, SendStream};
+use http::{HeaderMap, Request, Response};
+use tokio::net::{TcpListener, TcpStream};
+use tokio_util::sync::CancellationToken;
+
+use crate::balance::Destination;
+use crate::config::{Config, RawConfig};
+use crate::discovery::{AppProtocol, Discovery, EndpointInfo, ServiceTarget, Target};
+use crate::dump::{Direction, DumpConfig, Dumps, Format, Mode};
+use crate::io::Io;
+use crate::metrics::Metrics;
+use crate::worker::{Flow, Seat, Worker};
+
+/// Long enough for a busy machine, short enough for a test that hangs.
+const DEADLINE: Duration = Duration::from_secs(30);
+
+/// Runs a test as a worker thread runs: one thread, a local set, a deadline.
+fn on_worker<F: Future<Output = ()>>(test: F) {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let local = tokio::task::LocalSet::new();
+    local.block_on(&runtime, async { tokio::time::timeout(DEADLINE, test).await.expect("the test took too long") });
+}
+
+/// What dumps are written to.
+#[derive(Clone, Default)]
+struct Output(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Output {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().map_err(|_| std::io::ErrorKind::Other)?.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// A worker of the proxy.
+struct Mesh {
+    worker: Rc<Worker>,
+    metrics: Arc<Metrics>,
+    drain: CancellationToken,
+    dumped: Output,
+}
+
+impl Mesh {
+    fn new() -> Self {
+        Self::with(Discovery::off())
+    }
+
+    fn with(discovery: Discovery) -> Self {
+        let args = "proxy --inbound-port 4000 --outbound-port 5000 --admin-port 4001 --controller http://c:8080 --token-file /token";
+        let config = Arc::new(Config::from_raw(RawConfig::parse_from(args.split(' '))).unwrap());
+        let (metrics, drain, dumped) = (Metrics::new(), CancellationToken::new(), Output::default());
+        let dump_config = DumpConfig { mode: Mode::Full, format: Format::Text, out: Box::new(dumped.clone()) };
+        let dumps = Dumps::start(dump_config, metrics.clone()).unwrap();
+        let seat = Seat { config, dumps, metrics: metrics.clone(), discovery, limit: 1000, drain: drain.clone() };
+        Self { worker: Worker::new(seat), metrics, drain, dumped }
+    }
+
+    /// A worker, and a Service of it with these endpoints.
+    async fn with_service(endpoints: &[SocketAddr]) -> (Self, Rc<Destination>) {
+        let (discovery, mut questions) = Discovery::by_hand();
+        let mesh = Self::with(discovery);
+        let mut endpoints: Vec<_> = endpoints.iter().map(|address| Arc::new(EndpointInfo::bare(*address))).collect();
+        endpoints.sort_by_key(|endpoint| endpoint.address);
+        let target = ServiceTarget { namespace: "shop".into(), name: "cart".into(), app_protocol: AppProtocol::Http2, endpoints };
+        let address = SocketAddr::from(([10, 96, 0, 7], 80));
+        let (destination, ()) = tokio::join!(mesh.worker.destinations.get_or_watch(address), async {
+            let (_, answer) = questions.next().await;
+            // The test's news end here: what is known stays.
+            drop(answer(Arc::new(Target::Service(target))));
+        });
+        (mesh, destination)
+    }
+
+    /// A client's raw connection through the proxy.
+    async fn dial(&self, destination: &Rc<Destination>) -> TcpStream {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let (client, accepted) = tokio::join!(TcpStream::connect(listener.local_addr().unwrap()), listener.accept());
+        let (stream, peer) = accepted.unwrap();
+        let flow = Flow { worker: self.worker.clone(), direction: Direction::Outbound, peer, destination: destination.clone() };
+        tokio::task::spawn_local(super::serve(Io::new(stream), Rc::new(flow)));
+        client.unwrap()
+    }
+
+    /// A client's HTTP/2 connection through the proxy.
+    async fn client(&self, destination: &Rc<Destination>) -> SendRequest<Bytes> {
+        connect(self.dial(destination).await).await
+    }
+
+    /// The same, to one address.
+    async fn client_of(&self, address: SocketAddr) -> SendRequest<Bytes> {
+        self.client(&Rc::new(Destination::fixed(address))).await
+    }
+
+    fn metric(&self, name: &str) -> u64 {
+        let page = self.metrics.render(Discovery::off().stats());
+        let line = page.lines().find_map(|line| line.strip_prefix("diy_mesh_proxy_")?.strip_prefix(name));
+        line.unwrap_or_else(|| panic!("no {name} in {page}")).trim().parse().unwrap()
+    }
+}
+
+async fn connect(stream: TcpStream) -> SendRequest<Bytes> {
+    let (sender, connection) = h2::client::handshake(stream).await.unwrap();
+    tokio::task::spawn_local(async move {
+        // How it ends, its streams tell.
+        let _ = connection.await;
+    });
+    sender
+}
+
+/// An app: what it does with each stream. Returns where it listens.
+async fn app<F: Future<Output = ()> + 'static>(
+    handle: impl Fn(Request<RecvStream>, SendResponse<Bytes>) -> F + Clone + 'static,
+) -> SocketAddr {
+    app_with(h2::server::Builder::new(), handle).await
+}
+
+async fn app_with<F: Future<Output = ()> + 'static>(
+    settings: h2::server::Builder,
+    handle: impl Fn(Request<RecvStream>, SendResponse<Bytes>) -> F + Clone + 'static,
+) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::task::spawn_local(async move {
+        loop {
+            let (stream, _) = listener.accept().await.unwrap();
+            let (handle, settings) = (handle.clone(), settings.clone());
+            tokio::task::spawn_local(async move {
+                let Ok(mut connection) = settings.handshake(stream).await else { return };
+                while let Some(Ok((request, respond))) = connection.accept().await {
+                    tokio::task::spawn_local(handle(request, respond));
+                }
+            });
+        }
+    });
+    address
+}
+
+/// An app that answers each request with its name.
+async fn named_app(name: &'static str) -> SocketAddr {
+    app(move |_, mut respond| async move {
+        let mut stream = respond.send_response(Response::new(()), false).unwrap();
+        stream.send_data(Bytes::from_static(name.as_bytes()), true).unwrap();
+    })
+    .await
+}
+
+/// Where nobody listens.
+async fn nobody() -> SocketAddr {
+    TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap()
+}
+
+fn get(path: &str) -> Request<()> {
+    Request::get(format!("http://app{path}")).body(()).unwrap()
+}
+
+fn grpc(path: &str) -> Request<()> {
+    let request = Request::post(format!("http://app{path}")).header("content-type", "application/grpc").header("te", "trailers");
+    request.body(()).unwrap()
+}
+
+/// Sends a request without a body, and reads the whole response.
+async fn call(client: &mut SendRequest<Bytes>, request: Request<()>) -> Result<(Response<Bytes>, Option<HeaderMap>), h2::Error> {
+    poll_fn(|cx| client.poll_ready(cx)).await?;
+    let (response, _) = client.send_request(request, true)?;
+    read(response.await?).await
+}
+
+/// Sends a request with a body, and reads the whole response.
+async fn call_with(
+    client: &mut SendRequest<Bytes>,
+    request: Request<()>,
+    body: &'static [u8],
+) -> Result<(Response<Bytes>, Option<HeaderMap>), h2::Error> {
+    poll_fn(|cx| client.poll_ready(cx)).await?;
+    let (response, mut stream) = client.send_request(request, false)?;
+    stream.send_data(Bytes::from_static(body), true)?;
+    read(response.await?).await
+}
+
+async fn read(response: Response<RecvStream>) -> Result<(Response<Bytes>, Option<HeaderMap>), h2::Error> {
+    let (parts, mut body) = response.into_parts();
+    let (data, trailers) = read_body(&mut body).await?;
+    Ok((Response::from_parts(parts, data), trailers))
+}
+
+async fn read_body(body: &mut RecvStream) -> Result<(Bytes, Option<HeaderMap>), h2::Error> {
+    let mut data = Vec::new();
+    while let Some(chunk) = body.data().await {
+        let chunk = chunk?;
+        body.flow_control().release_capacity(chunk.len())?;
+        data.extend_from_slice(&chunk);
+    }
+    Ok((data.into(), body.trailers().await?))
+}
+
+/// Waits until the other side resets the stream.
+async fn reset_of(stream: &mut SendStream<Bytes>) -> Reason {
+    poll_fn(|cx| stream.poll_reset(cx)).await.unwrap()
+}
+
+/// Waits for a condition.
+async fn until(mut condition: impl FnMut() -> bool) {
+    while !condition() {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}
+
+fn fields(pairs: &[(&'static str, &'static str)]) -> HeaderMap {
+    pairs.iter().map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap())).collect()
+}
