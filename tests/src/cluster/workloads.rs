@@ -65,7 +65,6 @@ impl App<'_> {
         });
         if self.program.ends_with("server") {
             container["startupProbe"] = json!({"tcpSocket": {"port": 8080}, "periodSeconds": 1, "failureThreshold": 60});
-            container["lifecycle"] = json!({"preStop": {"sleep": {"seconds": 2}}});
         }
         let annotations = self.inject.map_or(json!({}), |value| json!({"diy-service-mesh/inject": value}));
         json!({
