@@ -163,7 +163,16 @@ mod tests {
     }
 
     const RIGHT: [&str; 10] = [
-        "--inbound-port", "4000", "--outbound-port", "5000", "--admin-port", "4001", "--controller", "http://controller:8080", "--token-file", "/token",
+        "--inbound-port",
+        "4000",
+        "--outbound-port",
+        "5000",
+        "--admin-port",
+        "4001",
+        "--controller",
+        "http://controller:8080",
+        "--token-file",
+        "/token",
     ];
 
     #[test]
@@ -175,8 +184,18 @@ mod tests {
 
     #[test]
     fn every_problem_is_in_one_report() {
-        let report = config(&["--inbound-port", "x", "--dump", "loud", "--workers", "0", "--controller", "controller", "--log", "a=b=c"]).unwrap_err();
-        for part in ["--inbound-port x", "--outbound-port: missing", "--admin-port: missing", "--dump loud", "--workers 0", "=controller:", "TOKEN_FILE: missing", "LOG="] {
+        let report = config(&["--inbound-port", "x", "--dump", "loud", "--workers", "0", "--controller", "controller", "--log", "a=b=c"])
+            .unwrap_err();
+        for part in [
+            "--inbound-port x",
+            "--outbound-port: missing",
+            "--admin-port: missing",
+            "--dump loud",
+            "--workers 0",
+            "=controller:",
+            "TOKEN_FILE: missing",
+            "LOG=",
+        ] {
             assert!(report.contains(part), "{part} is not in:\n{report}");
         }
     }

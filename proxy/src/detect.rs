@@ -79,8 +79,7 @@ fn classify_line(bytes: &[u8]) -> Verdict {
 /// What bytes are taken for that [`classify`] wants more of, when no more come: a line that begins as a request does
 /// gets HTTP's answer to an incomplete one, anything else goes to whom it was for.
 pub fn take_a_guess(bytes: &[u8]) -> Protocol {
-    const METHODS: [&[u8]; 9] =
-        [b"GET /", b"HEAD /", b"POST /", b"PUT /", b"DELETE /", b"PATCH /", b"OPTIONS /", b"TRACE /", b"CONNECT "];
+    const METHODS: [&[u8]; 9] = [b"GET /", b"HEAD /", b"POST /", b"PUT /", b"DELETE /", b"PATCH /", b"OPTIONS /", b"TRACE /", b"CONNECT "];
     let http1 = METHODS.iter().any(|method| bytes.starts_with(method));
     if http1 { Protocol::Http1 } else { Protocol::Opaque }
 }
@@ -120,7 +119,16 @@ mod tests {
     #[test]
     fn what_only_looks_like_http_is_opaque() {
         let tls = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03";
-        for bytes in [&tls[..], b"*1\r\n$4\r\nPING\r\n", b"PING\r\n", b"GET key\r\n", b"EHLO mail.example\r\n", b"SSH-2.0-OpenSSH_9\r\n", b"\0\0\0\x01", b" GET"] {
+        for bytes in [
+            &tls[..],
+            b"*1\r\n$4\r\nPING\r\n",
+            b"PING\r\n",
+            b"GET key\r\n",
+            b"EHLO mail.example\r\n",
+            b"SSH-2.0-OpenSSH_9\r\n",
+            b"\0\0\0\x01",
+            b" GET",
+        ] {
             assert_eq!(classify(bytes), OPAQUE, "{bytes:?}");
         }
         assert_eq!(classify(&[b'A'; MAX_METHOD + 1]), OPAQUE);
@@ -139,7 +147,8 @@ mod tests {
     fn no_bytes_whatever_panic() {
         let mut rng = fastrand::Rng::with_seed(7);
         for _ in 0..20_000 {
-            let bytes: Vec<u8> = (0..rng.usize(0..64)).map(|_| if rng.bool() { rng.u8(..) } else { b"GET /HTP1.\r\n "[rng.usize(0..13)] }).collect();
+            let bytes: Vec<u8> =
+                (0..rng.usize(0..64)).map(|_| if rng.bool() { rng.u8(..) } else { b"GET /HTP1.\r\n "[rng.usize(0..13)] }).collect();
             classify(&bytes);
         }
     }

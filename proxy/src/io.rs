@@ -15,8 +15,11 @@ use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
-/// The most that one read takes: 64 KiB, what a socket's receive buffer usually holds at a time.
-const SCRATCH: usize = 64 * 1024;
+/// The most that one read takes for whoever passes bytes on at once: the more, the fewer system calls for bulk data.
+/// Pages that no read has needed take no memory.
+const SCRATCH: usize = 256 * 1024;
+/// The most that one read takes for whoever keeps the bytes until they are parsed.
+const FILL: usize = 64 * 1024;
 
 thread_local! {
     static SCRATCH_BUFFER: RefCell<Vec<u8>> = RefCell::new(vec![0; SCRATCH]);
@@ -27,8 +30,20 @@ pub fn poll_read_scratch<R, T>(reader: &mut R, cx: &mut Context<'_>, take: impl 
 where
     R: AsyncRead + Unpin,
 {
+    poll_read_some(reader, cx, SCRATCH, take)
+}
+
+fn poll_read_some<R, T>(
+    reader: &mut R,
+    cx: &mut Context<'_>,
+    most: usize,
+    take: impl FnOnce(&[u8], &mut Context<'_>) -> T,
+) -> Poll<io::Result<T>>
+where
+    R: AsyncRead + Unpin,
+{
     SCRATCH_BUFFER.with_borrow_mut(|scratch| {
-        let mut buf = ReadBuf::new(scratch);
+        let mut buf = ReadBuf::new(&mut scratch[..most]);
         ready!(Pin::new(reader).poll_read(cx, &mut buf))?;
         Poll::Ready(Ok(take(buf.filled(), cx)))
     })
@@ -57,7 +72,7 @@ impl Io {
         if unread.is_empty() && unread.capacity() > 0 {
             *unread = BytesMut::new();
         }
-        poll_read_scratch(stream, cx, |bytes, _| {
+        poll_read_some(stream, cx, FILL, |bytes, _| {
             unread.extend_from_slice(bytes);
             bytes.len()
         })

@@ -80,7 +80,14 @@ async fn run_main<F: Future<Output = ()>>(config: Arc<Config>, shutdown: impl Fn
     let mut workers = Vec::new();
     for number in 0..config.workers {
         let listeners = bind(&config)?;
-        let seat = worker::Seat { config: config.clone(), dumps: dumps.clone(), metrics: metrics.clone(), discovery: discovery.clone(), limit, drain: drain.clone() };
+        let seat = worker::Seat {
+            config: config.clone(),
+            dumps: dumps.clone(),
+            metrics: metrics.clone(),
+            discovery: discovery.clone(),
+            limit,
+            drain: drain.clone(),
+        };
         workers.push(worker::spawn(number, seat, listeners)?);
     }
     listening.met();

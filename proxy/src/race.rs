@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use tokio::time::timeout;
 
-use crate::balance::Endpoint;
+use crate::balance::{Endpoint, InFlight};
 use crate::connect;
 use crate::detect::{Protocol, Verdict, announced, classify, take_a_guess};
 use crate::error::Failure;
@@ -30,7 +30,17 @@ pub struct Start {
     /// What the connection carries.
     pub protocol: Protocol,
     /// The connection that was made meanwhile, if it came to that.
-    pub dialed: Option<(Rc<Endpoint>, Io)>,
+    pub dialed: Option<Dialed>,
+}
+
+/// A new connection to an endpoint, which has this one more to carry.
+pub struct Dialed {
+    /// Where to.
+    pub endpoint: Rc<Endpoint>,
+    /// The connection.
+    pub upstream: Io,
+    /// Counts against the endpoint until it is dropped.
+    pub in_flight: InFlight,
 }
 
 /// Waits for the first word of either side. Fails where there is nobody to connect to, or the client left.
@@ -44,7 +54,7 @@ pub async fn first_word(client: &mut Io, flow: &Flow) -> Result<Start, Failure> 
     let (dialed, listened) = {
         let mut dialing = pin!(dial(flow));
         let mut listening = pin!(listen(client));
-        let mut dialed: Option<(Rc<Endpoint>, Io)> = None;
+        let mut dialed: Option<Dialed> = None;
         let listened = poll_fn(|cx| {
             if let Poll::Ready(listened) = listening.as_mut().poll(cx) {
                 return Poll::Ready(listened);
@@ -58,7 +68,7 @@ pub async fn first_word(client: &mut Io, flow: &Flow) -> Result<Start, Failure> 
             }
             match &mut dialed {
                 // Its word, its end and its failure are all for the copying to pass on.
-                Some((_, upstream)) => upstream.poll_fill(cx).map(|_| Ok(Protocol::Opaque)),
+                Some(Dialed { upstream, .. }) => upstream.poll_fill(cx).map(|_| Ok(Protocol::Opaque)),
                 None => Poll::Pending,
             }
         })
@@ -69,13 +79,18 @@ pub async fn first_word(client: &mut Io, flow: &Flow) -> Result<Start, Failure> 
 }
 
 /// A connection to one of the destination's endpoints; a second and a third are tried where the first refuses.
-pub async fn dial(flow: &Flow) -> Result<(Rc<Endpoint>, Io), Failure> {
+pub async fn dial(flow: &Flow) -> Result<Dialed, Failure> {
     let mut avoid: Vec<SocketAddr> = Vec::new();
     loop {
         let endpoint = flow.destination.pick(&avoid, &mut flow.worker.rng.borrow_mut())?;
+        let mut in_flight = endpoint.begin();
         match connect::dial(endpoint.address).await {
-            Ok(upstream) => return Ok((endpoint, upstream)),
+            Ok(upstream) => {
+                in_flight.answered();
+                return Ok(Dialed { endpoint, upstream, in_flight });
+            }
             Err(failure) => {
+                in_flight.failed();
                 endpoint.quarantine(Instant::now());
                 avoid.push(endpoint.address);
                 if avoid.len() >= flow.destination.endpoints_len().min(MAX_TRIES) {

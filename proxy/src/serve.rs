@@ -7,7 +7,7 @@ use std::time::Instant;
 use crate::detect::Protocol;
 use crate::error::Failure;
 use crate::io::Io;
-use crate::race::{self, Start};
+use crate::race::{self, Dialed, Start};
 use crate::worker::Flow;
 use crate::{copy, http1, http2};
 
@@ -19,19 +19,19 @@ pub async fn serve(mut client: Io, flow: &Flow) {
     };
     match protocol {
         Protocol::Http1 => {
-            if let Some((endpoint, upstream)) = dialed {
+            if let Some(Dialed { endpoint, upstream, .. }) = dialed {
                 endpoint.pool.checkin_http1(upstream, Instant::now());
             }
             http1::serve(client, flow).await;
         }
         Protocol::Http2 => http2::serve(client, Rc::new(flow.clone())).await,
         Protocol::Opaque => {
-            let upstream = match dialed {
-                Some((_, upstream)) => Ok(upstream),
-                None => race::dial(flow).await.map(|(_, upstream)| upstream),
+            let dialed = match dialed {
+                Some(dialed) => Ok(dialed),
+                None => race::dial(flow).await,
             };
-            match upstream {
-                Ok(upstream) => opaque(client, upstream, flow).await,
+            match dialed {
+                Ok(dialed) => opaque(client, dialed, flow).await,
                 Err(failure) => refuse(client, flow, &failure),
             }
         }
@@ -39,9 +39,10 @@ pub async fn serve(mut client: Io, flow: &Flow) {
 }
 
 /// Bytes both ways.
-async fn opaque(mut client: Io, mut upstream: Io, flow: &Flow) {
+async fn opaque(mut client: Io, mut dialed: Dialed, flow: &Flow) {
     let begun = Instant::now();
-    let copied = copy::both(&mut client, &mut upstream).await;
+    let copied = copy::both(&mut client, &mut dialed.upstream).await;
+    drop(dialed.in_flight);
     flow.worker.metrics.opaque(flow.direction, copied.sent, copied.received);
     flow.worker.dumps.opaque(&flow.info(), copied.sent, copied.received, begun.elapsed());
 }

@@ -1,5 +1,5 @@
 //! HTTP/1 through the proxy, byte for byte, over real sockets: what clients and apps send, and what they must not.
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::unwrap_used)]
 
 mod support;
 
@@ -29,7 +29,11 @@ fn connections_are_kept_on_both_sides_and_pipelined_requests_are_answered_in_ord
         let (server, address) = listen().await;
         let mesh = Mesh::new();
         let mut client = mesh.connect_to(address).await;
-        write(&mut client, "GET /1 HTTP/1.1\r\nHost: a\r\n\r\nGET /2 HTTP/1.1\r\nHost: a\r\n\r\nPOST /3 HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\n\r\nx").await;
+        write(
+            &mut client,
+            "GET /1 HTTP/1.1\r\nHost: a\r\n\r\nGET /2 HTTP/1.1\r\nHost: a\r\n\r\nPOST /3 HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\n\r\nx",
+        )
+        .await;
         let mut app = server.accept().await.unwrap().0;
         for path in ["/1", "/2", "/3"] {
             let head = read_until(&mut app, "\r\n\r\n").await;
@@ -84,7 +88,10 @@ fn a_client_that_expects_100_gets_it_from_the_app() {
 fn websocket_and_connect_become_tunnels() {
     on_worker(async {
         for (request, response) in [
-            ("GET /ws HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n", "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n"),
+            (
+                "GET /ws HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+                "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+            ),
             ("CONNECT db:5432 HTTP/1.1\r\nHost: db:5432\r\n\r\n", "HTTP/1.1 200 Connected\r\n\r\n"),
         ] {
             let (server, address) = listen().await;
@@ -227,7 +234,11 @@ fn what_follows_a_body_is_a_request_of_its_own_and_framed_anew() {
         let (server, address) = listen().await;
         let mut client = Mesh::new().connect_to(address).await;
         // A hop that read the first body as empty would see GET /smuggled.
-        write(&mut client, "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1c\r\nGET /smuggled HTTP/1.1\r\n\r\nxx\r\n0\r\n\r\n").await;
+        write(
+            &mut client,
+            "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1c\r\nGET /smuggled HTTP/1.1\r\n\r\nxx\r\n0\r\n\r\n",
+        )
+        .await;
         let mut app = server.accept().await.unwrap().0;
         let seen = read_until(&mut app, "0\r\n\r\n").await;
         assert!(seen.ends_with("\r\n\r\n1c\r\nGET /smuggled HTTP/1.1\r\n\r\nxx\r\n0\r\n\r\n"), "{seen}");

@@ -332,7 +332,15 @@ mod tests {
     #[test]
     fn absurd_chunks_are_refused() {
         for input in [
-            "\r\n", "g\r\n", "-1\r\n", "0x1\r\n", "11111111111111111\r\n", "1\nx\r\n", "1\r\nxy\r\n0\r\n\r\n", "1;\0\r\nx\r\n", "0\r\nbad trailer\r\n\r\n",
+            "\r\n",
+            "g\r\n",
+            "-1\r\n",
+            "0x1\r\n",
+            "11111111111111111\r\n",
+            "1\nx\r\n",
+            "1\r\nxy\r\n0\r\n\r\n",
+            "1;\0\r\nx\r\n",
+            "0\r\nbad trailer\r\n\r\n",
             "0\r\nX: 1\n\r\n\r\n\r\n",
         ] {
             let mut relay = Relay::new(Framing::Chunked, BytesMut::new(), false);

@@ -363,7 +363,8 @@ fn mark_nominated(spans: &mut [FieldSpan], parsed: &[httparse::Header<'_>], upgr
                 return Err(Refused::Malformed("Connection names a field that is not the connection's"));
             }
             for (span, named) in spans.iter_mut().zip(parsed) {
-                span.hop_by_hop |= named.name.as_bytes().eq_ignore_ascii_case(option) && !(upgrade && option.eq_ignore_ascii_case(b"upgrade"));
+                span.hop_by_hop |=
+                    named.name.as_bytes().eq_ignore_ascii_case(option) && !(upgrade && option.eq_ignore_ascii_case(b"upgrade"));
             }
         }
     }
@@ -469,7 +470,10 @@ mod tests {
         refused("Host: a\r\nContent-Length: 99999999999999999999\r\n", "Content-Length is not a number");
         refused("Host: a\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n", "Transfer-Encoding together with Content-Length");
         refused("Host: a\r\nTransfer-Encoding: gzip, chunked\r\n", "Transfer-Encoding is something else than chunked");
-        refused("Host: a\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n", "Transfer-Encoding is something else than chunked");
+        refused(
+            "Host: a\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n",
+            "Transfer-Encoding is something else than chunked",
+        );
         refused("Host: a\r\nTransfer-Encoding: xchunked\r\n", "Transfer-Encoding is something else than chunked");
         refused("Host: a\r\nConnection: Content-Length\r\nContent-Length: 1\r\n", "Connection names a field that is not the connection's");
         refused("Host : a\r\n", "a field's name is not a token");

@@ -11,7 +11,7 @@ use std::net::SocketAddr;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::task::{Context, Poll, ready};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
 use tokio::io::AsyncWriteExt;
@@ -169,25 +169,30 @@ impl<'a> Exchange<'a> {
         let flow = self.flow;
         let final_failure = |failure| Stopped { failure, again: false, avoid: None };
         let endpoint = flow.destination.pick(avoid, &mut flow.worker.rng.borrow_mut()).map_err(final_failure)?;
+        let mut in_flight = endpoint.begin();
         let mut upstream = match connect::http1(&endpoint).await {
             Ok(upstream) => upstream,
             Err(failure) => {
-                endpoint.quarantine(std::time::Instant::now());
-                return Err(Stopped { failure, again: flow.destination.endpoints_len() > avoid.len() + 1, avoid: Some(endpoint.address) });
+                in_flight.failed();
+                endpoint.quarantine(Instant::now());
+                let again = flow.destination.endpoints_len() > avoid.len() + 1;
+                return Err(Stopped { failure, again, avoid: Some(endpoint.address) });
             }
         };
-        let mut in_flight = endpoint.begin();
         let head = match self.await_response(&mut upstream, &endpoint).await {
             Ok(Some(head)) => head,
             Ok(None) => return Ok(After::Gone),
             Err(stopped) => {
-                in_flight.failed();
+                // A pooled connection that had died says nothing of its endpoint.
+                if !stopped.again {
+                    in_flight.failed();
+                }
                 return Err(stopped);
             }
         };
         if self.was_not_delivered(&head) {
             in_flight.failed();
-            endpoint.quarantine(std::time::Instant::now());
+            endpoint.quarantine(Instant::now());
             let failure = Failure::UpstreamClosed { address: endpoint.address, reason: "its app accepts no connection".into() };
             return Err(Stopped { failure, again: true, avoid: Some(endpoint.address) });
         }
@@ -304,7 +309,13 @@ impl<'a> Exchange<'a> {
     }
 
     /// Passes the response on, and gives the upstream's connection back where it can carry another exchange.
-    async fn pass_response(&mut self, mut upstream: Io, endpoint: &Rc<Endpoint>, head: ResponseHead, in_flight: InFlight) -> Result<After, Stopped> {
+    async fn pass_response(
+        &mut self,
+        mut upstream: Io,
+        endpoint: &Rc<Endpoint>,
+        head: ResponseHead,
+        in_flight: InFlight,
+    ) -> Result<After, Stopped> {
         let flow = self.flow;
         let status = http::StatusCode::from_u16(head.status).unwrap_or(http::StatusCode::BAD_GATEWAY);
         flow.worker.metrics.request(flow.direction, Protocol::Http1, status);
@@ -315,7 +326,11 @@ impl<'a> Exchange<'a> {
         let tunnel = head.status == 101 || (self.request.method() == b"CONNECT" && (200..300).contains(&head.status));
         let plain = self.request.version == Version::Http10;
         let until_close = head.framing == Framing::UntilClose || (plain && head.framing == Framing::Chunked);
-        let keep = !tunnel && !until_close && self.request.connection.persists(self.request.version) && self.upload.is_read() && !flow.is_draining();
+        let keep = !tunnel
+            && !until_close
+            && self.request.connection.persists(self.request.version)
+            && self.upload.is_read()
+            && !flow.is_draining();
         let mut out = BytesMut::new();
         let connection = match (tunnel, keep) {
             (true, _) => None,
@@ -342,7 +357,7 @@ impl<'a> Exchange<'a> {
         }
         let reusable = head.connection.persists(head.version) && !until_close && self.upload.is_done() && !self.client_ended;
         if reusable && upstream.unread().is_empty() {
-            endpoint.pool.checkin_http1(upstream, std::time::Instant::now());
+            endpoint.pool.checkin_http1(upstream, Instant::now());
         }
         Ok(if keep && !self.client_ended { After::KeepAlive } else { After::Close })
     }
@@ -358,7 +373,10 @@ impl<'a> Exchange<'a> {
 
     /// Answers in the app's place.
     async fn refuse(mut self, failure: Failure) -> After {
-        let keep = self.upload.is_read() && self.request.connection.persists(self.request.version) && !self.client_ended && !self.flow.is_draining();
+        let keep = self.upload.is_read()
+            && self.request.connection.persists(self.request.version)
+            && !self.client_ended
+            && !self.flow.is_draining();
         answer(self.client, self.flow, &mut self.dump, keep.then_some(&self.request), &failure).await;
         if keep { After::KeepAlive } else { After::Close }
     }

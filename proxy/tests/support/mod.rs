@@ -1,5 +1,5 @@
 //! What the proxy's tests share: a worker without listeners, and connections of it that go to a given address.
-#![allow(dead_code, missing_docs)]
+#![allow(dead_code, missing_docs, clippy::unwrap_used)]
 
 use std::net::SocketAddr;
 use std::rc::Rc;
@@ -37,7 +37,8 @@ pub struct Mesh {
 
 impl Mesh {
     pub fn new() -> Self {
-        let args = "proxy --inbound-port 4000 --outbound-port 5000 --admin-port 4001 --controller http://c:8080 --token-file /token --dump off";
+        let args =
+            "proxy --inbound-port 4000 --outbound-port 5000 --admin-port 4001 --controller http://c:8080 --token-file /token --dump off";
         let config = Config::from_raw(RawConfig::parse_from(args.split(' '))).unwrap();
         let (metrics, drain) = (Metrics::new(), CancellationToken::new());
         let seat = Seat {
