@@ -144,7 +144,8 @@ impl ControlNetwork {
     pub fn make(site: &Site) -> Result<Self> {
         let namespace = Namespace::make("control", site)?;
         let name = namespace.name();
-        ip(&["-n", name, "link", "add", "br0", "type", "bridge"])?;
+        // An address of its own: it would take over the lowest of its ports', and change under those who have resolved it.
+        ip(&["-n", name, "link", "add", "br0", "address", "02:00:00:00:00:01", "type", "bridge"])?;
         ip(&["-n", name, "address", "add", &format!("{CONTROL}/24"), "dev", "br0"])?;
         ip(&["-n", name, "link", "set", "br0", "up"])?;
         Ok(ControlNetwork { namespace, plugged: 0 })
