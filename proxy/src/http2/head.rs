@@ -42,6 +42,8 @@ pub(super) fn malformed(parts: &Parts) -> Option<&'static str> {
 
 /// Makes the head fit to be sent on.
 pub(super) fn prepare(parts: &mut Parts) {
+    // It tells the app who calls, which nobody but the proxy can know.
+    parts.headers.remove("x-called-by");
     // Without :authority, which is right where there is a Host, `h2` knows the scheme only of what it takes for HTTP/1.
     if parts.uri.authority().is_none() {
         parts.version = Version::HTTP_11;
@@ -127,6 +129,13 @@ mod tests {
         let request =
             fields.iter().fold(Request::builder().method(method).uri(uri), |builder, (name, value)| builder.header(*name, *value));
         request.body(()).unwrap().into_parts().0
+    }
+
+    #[test]
+    fn nobody_says_himself_who_he_is() {
+        let mut forged = parts("GET", "http://a/", &[("x-called-by", "one"), ("x-called-by", "two"), ("x-other", "3")]);
+        prepare(&mut forged);
+        assert_eq!(forged.headers.len(), 1);
     }
 
     #[test]
