@@ -258,3 +258,29 @@ impl Fields {
 pub fn pairs(headers: &http::HeaderMap) -> impl Iterator<Item = (&[u8], &[u8])> {
     headers.iter().map(|(name, value)| (name.as_str().as_bytes(), value.as_bytes()))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dump::{Direction, Dumps};
+
+    #[test]
+    fn a_stream_that_goes_on_and_on_is_written_as_it_stands() {
+        let (dumps, output) = Dumps::recorded();
+        let address = "10.0.0.9:8080".parse().unwrap();
+        let mut dump = dumps.exchange(&ConnectionInfo { direction: Direction::Outbound, peer: address, destination: address }).unwrap();
+        dump.request_head(b"GET /watch HTTP/1.1", []);
+        dump.request_end();
+        dump.response_head(b"HTTP/1.1 200 OK", []);
+        dump.response_body(b"first");
+        dump.started -= OPEN_LIMIT + Duration::from_secs(1);
+        dump.response_body(b", second");
+        dump.response_body(b", third");
+        dumps.flush(Duration::from_secs(20));
+        let written = output.lock().unwrap().clone();
+        assert!(written.ends_with("first, second\n\n[still open; what follows is not shown]\n\n"), "{written}");
+        drop(dump);
+        dumps.flush(Duration::from_secs(20));
+        assert_eq!(*output.lock().unwrap(), written, "it is written once");
+    }
+}

@@ -144,6 +144,25 @@ impl Dumps {
         Self { shared: None }
     }
 
+    /// A handle whose text the test reads.
+    #[cfg(test)]
+    fn recorded() -> (Self, Arc<std::sync::Mutex<String>>) {
+        struct Output(Arc<std::sync::Mutex<String>>);
+        impl Write for Output {
+            fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+                self.0.lock().map_err(|_| io::ErrorKind::Other)?.push_str(&String::from_utf8_lossy(bytes));
+                Ok(bytes.len())
+            }
+
+            fn flush(&mut self) -> io::Result<()> {
+                Ok(())
+            }
+        }
+        let text = Arc::new(std::sync::Mutex::new(String::new()));
+        let config = DumpConfig { mode: Mode::Full, format: Format::Text, out: Box::new(Output(text.clone())) };
+        (Self::start(config, Metrics::new()).expect("a thread can be started"), text)
+    }
+
     /// The record of an exchange that begins now. `None`: dumps are off, or as many as one second may have went by already.
     pub fn exchange(&self, connection: &ConnectionInfo) -> Option<ExchangeDump> {
         let shared = self.shared.as_ref()?;

@@ -225,8 +225,10 @@ impl Exchange {
         match passed {
             Ok(()) => {
                 if let Some(dump) = &mut self.dump {
-                    dump.request_end();
                     dump.response_end();
+                    if self.upload.is_whole() {
+                        dump.request_end();
+                    }
                 }
                 Ok(())
             }

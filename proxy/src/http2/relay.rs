@@ -60,6 +60,11 @@ impl Relay {
         self.done || self.stopped
     }
 
+    /// Everything was passed on.
+    pub fn is_whole(&self) -> bool {
+        self.done
+    }
+
     /// The receiver wants no more: what still comes is not taken.
     pub fn stop(&mut self) {
         self.stopped = true;

@@ -353,3 +353,54 @@ fn what_is_no_http2_is_malformed() {
         assert_eq!((response.status().as_u16(), &response.headers()["x-mesh-error"]), (502, &"upstream-malformed".parse().unwrap()));
     });
 }
+
+#[test]
+fn an_upstream_that_is_gone_without_a_word_is_noticed() {
+    on_worker(async {
+        // A server that answers no ping, nor anything else.
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let destination = Rc::new(Destination::fixed(listener.local_addr().unwrap()));
+        let pool = destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
+        let mut client = Mesh::new().client(&destination).await;
+        let (mut response, _) = client.send_request(get("/"), true).unwrap();
+        let (mut silent, _) = listener.accept().await.unwrap();
+        silent.write_all(b"\0\0\0\x04\0\0\0\0\0").await.unwrap();
+        // The settings have arrived once their acknowledgement is there.
+        let mut read = Vec::new();
+        while !read.ends_with(b"\0\0\0\x04\x01\0\0\0\0") {
+            read.push(silent.read_u8().await.unwrap());
+        }
+        let now = std::time::Instant::now();
+        pool.pool.http2.sweep(now);
+        for (seconds, left) in [(10, 1), (25, 1), (39, 1), (41, 0)] {
+            pool.pool.http2.sweep(now + Duration::from_secs(seconds));
+            assert_eq!(pool.pool.http2.len(), left, "after {seconds} s");
+        }
+        let response = poll_fn(|cx| std::pin::Pin::new(&mut response).poll(cx)).await.unwrap();
+        assert_eq!(response.headers()["x-mesh-error"], "upstream-closed");
+    });
+}
+
+#[test]
+fn a_silent_upstream_that_answers_pings_is_kept() {
+    on_worker(async {
+        let go = Rc::new(Cell::new(false));
+        let (address, arrived) = waiting_app(10, go.clone()).await;
+        let destination = Rc::new(Destination::fixed(address));
+        let endpoint = destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
+        let mut client = Mesh::new().client(&destination).await;
+        let (response, _) = client.send_request(get("/"), true).unwrap();
+        until(|| arrived.get() == 1).await;
+        let now = std::time::Instant::now();
+        for round in 1..10 {
+            endpoint.pool.http2.sweep(now + round * Duration::from_secs(25));
+            // Time for the ping and its answer, which nothing here tells of but a later sweep.
+            for _ in 0..100 {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+            assert_eq!(endpoint.pool.http2.len(), 1, "{round}");
+        }
+        go.set(true);
+        assert_eq!(response.await.unwrap().status(), 200);
+    });
+}

@@ -1,5 +1,6 @@
 //! HTTP/2 through the proxy, over real sockets: a client, a worker without listeners, and apps.
 
+mod calls;
 mod endpoints;
 mod hostile;
 mod passing;
