@@ -7,7 +7,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use diy_mesh::sandbox::{Error, Sandbox, View, manifest, protocol::PodView};
+use diy_mesh::sandbox::{
+    Error, Sandbox, View, manifest,
+    protocol::{Output, PodView},
+};
 
 /// Long enough for a loaded machine; nothing waits for it that works.
 pub const PATIENCE: Duration = Duration::from_secs(60);
@@ -124,20 +127,23 @@ pub fn wait_line(sandbox: &Sandbox, pod: &PodView, container: &str, what: &str, 
 pub fn wait_answered(sandbox: &Sandbox, pod: &PodView, container: &str, host: &str, port: u16, path: &str) {
     let deadline = Instant::now() + PATIENCE;
     loop {
-        let answer = get(sandbox, pod, container, host, port, path);
-        if answer.starts_with("HTTP/1.1 200 ") {
+        let output = call(sandbox, pod, container, host, port, path);
+        if output.stdout.starts_with("HTTP/1.1 200 ") {
             return;
         }
-        assert!(Instant::now() < deadline, "{host}:{port}{path} still answers {answer}");
+        assert!(Instant::now() < deadline, "{host}:{port}{path} still answers {output:?}");
     }
 }
 
 /// Calls a URL from a pod with the shell's own means, and gives the status line, headers and body.
 pub fn get(sandbox: &Sandbox, pod: &PodView, container: &str, host: &str, port: u16, path: &str) -> String {
-    let script = format!(
-        "exec 3<>/dev/tcp/{host}/{port} && printf 'GET {path} HTTP/1.1\\r\\nHost: {host}\\r\\nConnection: close\\r\\n\\r\\n' >&3 && cat <&3"
-    );
-    let output = sandbox.exec(pod, container, &["timeout", "20", "bash", "-c", &script]).expect("the program is run");
-    assert_eq!(output.code, 0, "GET {host}:{port}{path}: {}", output.stderr);
+    let output = call(sandbox, pod, container, host, port, path);
+    assert_eq!(output.code, 0, "GET {host}:{port}{path}: {output:?}");
     output.stdout
+}
+
+fn call(sandbox: &Sandbox, pod: &PodView, container: &str, host: &str, port: u16, path: &str) -> Output {
+    let request = format!("GET {path} HTTP/1.1\\r\\nHost: {host}\\r\\nConnection: close\\r\\n\\r\\n");
+    let script = format!("exec 3<>/dev/tcp/{host}/{port} && printf '{request}' >&3 && cat <&3");
+    sandbox.exec(pod, container, &["timeout", "20", "bash", "-c", &script]).expect("the program is run")
 }

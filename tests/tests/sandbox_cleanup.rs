@@ -68,7 +68,7 @@ fn traces() -> Vec<String> {
         fs::read_dir("/sys/class/net").into_iter().flatten().flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
     let mut traces: Vec<String> =
         interfaces.filter(|name| name.strip_prefix("pod").is_some_and(|rest| rest.parse::<u16>().is_ok())).collect();
-    let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
+    let mounts = fs::read_to_string("/proc/self/mounts").expect("/proc is there");
     traces.extend(mounts.lines().filter(|line| line.contains("/run/mesh")).map(str::to_owned));
     traces.extend(Path::new("/run/mesh").exists().then(|| "/run/mesh".to_owned()));
     traces
@@ -77,7 +77,7 @@ fn traces() -> Vec<String> {
 /// Process id and start time, by which a process is told from a later one of the same id.
 fn descendants(root: u32) -> BTreeSet<(u32, String)> {
     let mut all = BTreeMap::new();
-    for entry in fs::read_dir("/proc").unwrap().flatten() {
+    for entry in fs::read_dir("/proc").expect("/proc is there").flatten() {
         if let Some((pid, parent, start)) = entry.file_name().to_str().and_then(|name| name.parse().ok()).and_then(stat) {
             all.insert(pid, (parent, start));
         }

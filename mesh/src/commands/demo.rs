@@ -45,6 +45,8 @@ enum Happening {
     Signal,
 }
 
+/// How often it says what it still waits for.
+const NEWS: Duration = Duration::from_secs(10);
 /// How long programs may take to end when the demo ends.
 const GRACE: Duration = Duration::from_secs(3);
 
@@ -95,22 +97,39 @@ struct Demo {
 
 impl Demo {
     fn watch(&mut self, happenings: &Receiver<Happening>, deadline: Option<Instant>) -> Result<End> {
+        let mut news = self.begun + NEWS;
         loop {
-            let left = deadline.map_or(Duration::from_secs(3600), |deadline| deadline.saturating_duration_since(Instant::now()));
-            match happenings.recv_timeout(left) {
+            let next = deadline.map_or(news, |deadline| deadline.min(news));
+            match happenings.recv_timeout(next.saturating_duration_since(Instant::now())) {
                 Ok(Happening::Signal) => return Ok(End::Signal),
-                Ok(Happening::Sandbox(message)) => match self.message(&message) {
-                    Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(End::Output),
-                    other => other?,
-                },
-                Err(RecvTimeoutError::Timeout) if deadline.is_some() => return Ok(End::Time),
+                Ok(Happening::Sandbox(message)) => {
+                    if let Message::Failed { reason } = &*message {
+                        bail!("the sandbox has ended: {reason}");
+                    }
+                    match self.message(&message) {
+                        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(End::Output),
+                        other => other?,
+                    }
+                }
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => bail!("the sandbox is gone"),
+            }
+            if Instant::now() >= news {
+                news += NEWS;
+                self.tell_what_is_missing()?;
             }
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
                 return Ok(End::Time);
             }
         }
+    }
+
+    fn tell_what_is_missing(&mut self) -> io::Result<()> {
+        if self.ready.is_some() {
+            return Ok(());
+        }
+        let waiting = self.sandbox.view().not_ready();
+        waiting.iter().try_for_each(|pod| self.screen.say(&format!("still waiting for {pod}")))
     }
 
     fn message(&mut self, message: &Message) -> io::Result<()> {
@@ -127,7 +146,6 @@ impl Demo {
                 }
                 Ok(())
             }
-            Message::Failed { reason } => self.screen.say(reason),
             _ => Ok(()),
         }
     }

@@ -8,7 +8,7 @@ use std::{
     path::Path,
     process::Child,
     sync::{
-        Arc, Condvar, Mutex, MutexGuard,
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
     thread,
@@ -77,7 +77,8 @@ struct Shared {
     changed: Condvar,
 }
 
-/// Told of each message before it is taken note of; where it returns false, a log line is not kept.
+/// Told of each message before it is taken note of, and last of the end, as `Failed`; where it returns false, a log line is
+/// not kept.
 type Listener = Box<dyn FnMut(&Message) -> bool + Send>;
 
 impl Sandbox {
@@ -201,20 +202,30 @@ impl Sandbox {
         }
     }
 
+    /// Waits for the inner half to go, and helps it where it does not.
     fn wait_for_child(&self) {
-        // It has been waited for already, or cannot be: either way it is gone or not ours.
-        let _ = self.child.lock().expect("nobody panics while holding it").wait();
+        let mut child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
+        let deadline = Instant::now() + Duration::from_secs(5);
+        while let Ok(None) = child.try_wait() {
+            if Instant::now() > deadline {
+                // The process that it has started ends with it, and everything with that.
+                let _ = child.kill();
+                let _ = child.wait();
+                return;
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
     }
 }
 
 impl Drop for Sandbox {
     fn drop(&mut self) {
         if thread::panicking() {
-            let view = self.shared.view.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let view = self.shared.view.lock().unwrap_or_else(PoisonError::into_inner);
             eprintln!("the sandbox at the end:\n{}", view.report());
         }
         // Nothing in there has a chance to object: the inner half ends when the socket closes, and all its processes with it.
-        let writer = self.writer.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
         let _ = writer.shutdown(std::net::Shutdown::Both);
         drop(writer);
         self.wait_for_child();
@@ -279,7 +290,8 @@ fn listen(reader: BufReader<UnixStream>, shared: &Shared, mut listener: Listener
     let read = || -> io::Result<()> {
         for line in reader.lines() {
             let message = serde_json::from_str(&line?)?;
-            let keep = listener(&message);
+            // The end is told once, below.
+            let keep = matches!(message, Message::Failed { .. }) || listener(&message);
             shared.view.lock().expect("nobody panics while holding it").note(message, keep);
             shared.changed.notify_all();
         }
@@ -289,6 +301,9 @@ fn listen(reader: BufReader<UnixStream>, shared: &Shared, mut listener: Listener
         Ok(()) => "its process is gone".to_owned(),
         Err(error) => error.to_string(),
     };
-    shared.view.lock().expect("nobody panics while holding it").ended.get_or_insert(reason);
+    let mut view = shared.view.lock().expect("nobody panics while holding it");
+    let reason = view.ended.get_or_insert(reason).clone();
+    drop(view);
+    listener(&Message::Failed { reason });
     shared.changed.notify_all();
 }

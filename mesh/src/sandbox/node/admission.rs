@@ -10,7 +10,7 @@ use hyper::{Request, client::conn::http1, header};
 use hyper_util::rt::TokioIo;
 use k8s_openapi::{
     ByteString,
-    api::{admissionregistration::v1::MutatingWebhook, core::v1::Pod},
+    api::{admissionregistration::v1::MutatingWebhook, core::v1::Pod, discovery::v1::EndpointSlice},
     apimachinery::pkg::apis::meta::v1::LabelSelector,
 };
 use serde_json::{Value, json};
@@ -23,7 +23,7 @@ use tokio_rustls::{
     },
 };
 
-use super::cel;
+use super::{cel, objects::Objects, services};
 
 /// A webhook and where its servers are, in a moment.
 #[derive(Clone, Debug)]
@@ -39,6 +39,39 @@ pub(super) struct Server {
     pub(super) port: u16,
     /// Where it has written its certificate authority.
     pub(super) ca_file: PathBuf,
+}
+
+/// The webhooks as they are now; `ca_file` names where the pod of a uid keeps its certificate authority.
+pub(super) fn hooks(objects: &Objects, slices: &[EndpointSlice], ca_file: &dyn Fn(&str) -> PathBuf) -> Vec<Hook> {
+    let webhooks = objects.webhooks.values().flat_map(|config| config.webhooks.iter().flatten());
+    webhooks
+        .map(|webhook| Hook { webhook: webhook.clone(), servers: servers(webhook, objects, slices, ca_file).unwrap_or_default() })
+        .collect()
+}
+
+/// The ready pods behind a webhook's Service; `None` where there is no such Service.
+fn servers(
+    webhook: &MutatingWebhook,
+    objects: &Objects,
+    slices: &[EndpointSlice],
+    ca_file: &dyn Fn(&str) -> PathBuf,
+) -> Option<Vec<Server>> {
+    let reference = webhook.client_config.service.as_ref()?;
+    let service = objects.services.get(&(reference.namespace.clone(), reference.name.clone()))?;
+    let wanted = service.spec.as_ref()?.ports.iter().flatten().find(|port| port.port == reference.port.unwrap_or(443))?;
+    let name = wanted.name.as_deref().unwrap_or_default();
+    let mut servers = Vec::new();
+    for slice in services::slices_of(service, slices).filter(|slice| slice.address_type == "IPv4") {
+        let same = slice.ports.iter().flatten().find(|port| port.name.as_deref().unwrap_or_default() == name);
+        let Some(port) = same.and_then(|port| port.port?.try_into().ok()) else { continue };
+        let ready =
+            slice.endpoints.iter().filter(|endpoint| endpoint.conditions.as_ref().is_some_and(|conditions| conditions.ready == Some(true)));
+        servers.extend(ready.filter_map(|endpoint| {
+            let uid = endpoint.target_ref.as_ref()?.uid.as_deref()?;
+            Some(Server { ip: endpoint.addresses.first()?.parse().ok()?, port, ca_file: ca_file(uid) })
+        }));
+    }
+    Some(servers)
 }
 
 /// Passes a new pod through the webhooks that apply.

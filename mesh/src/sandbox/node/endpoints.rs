@@ -19,15 +19,16 @@ pub(super) fn slices(service: &Service, pods: &[&Pod]) -> Vec<EndpointSlice> {
     let Some(selector) = spec.selector.as_ref().filter(|selector| !selector.is_empty()) else { return Vec::new() };
     let publish_unready = spec.publish_not_ready_addresses.unwrap_or(false);
     // Pods that give a named port different numbers need different slices.
-    let mut groups: BTreeMap<(&str, String), (Vec<EndpointPort>, Vec<Endpoint>)> = BTreeMap::new();
+    let mut groups: BTreeMap<(&str, String), Group> = BTreeMap::new();
     let selected = pods.iter().filter(|pod| matches(selector, pod.metadata.labels.as_ref()) && alive(pod));
     for pod in selected {
         let ports: Vec<EndpointPort> = spec.ports.iter().flatten().filter_map(|port| endpoint_port(port, pod)).collect();
         let numbers = format!("{:?}", ports.iter().map(|port| port.port).collect::<Vec<_>>());
         for (family, address) in addresses(pod) {
             if spec.ip_families.as_ref().is_none_or(|families| families.iter().any(|wanted| wanted == family)) {
-                let group = groups.entry((family, numbers.clone())).or_insert_with(|| (ports.clone(), Vec::new()));
-                group.1.push(endpoint(pod, address, publish_unready));
+                let group =
+                    groups.entry((family, numbers.clone())).or_insert_with(|| Group { ports: ports.clone(), endpoints: Vec::new() });
+                group.endpoints.push(endpoint(pod, address, publish_unready));
             }
         }
     }
@@ -35,18 +36,24 @@ pub(super) fn slices(service: &Service, pods: &[&Pod]) -> Vec<EndpointSlice> {
     groups
         .into_iter()
         .enumerate()
-        .map(|(number, ((family, _), (ports, endpoints)))| EndpointSlice {
+        .map(|(number, ((family, _), group))| EndpointSlice {
             address_type: family.into(),
-            endpoints,
+            endpoints: group.endpoints,
             metadata: ObjectMeta {
                 name: Some(format!("{name}-{number}")),
                 namespace: service.metadata.namespace.clone(),
                 labels: Some(BTreeMap::from([(SERVICE_NAME.into(), name.clone())])),
                 ..ObjectMeta::default()
             },
-            ports: Some(ports),
+            ports: Some(group.ports),
         })
         .collect()
+}
+
+/// What becomes one slice.
+struct Group {
+    ports: Vec<EndpointPort>,
+    endpoints: Vec<Endpoint>,
 }
 
 /// All of the selector's labels are there.

@@ -35,6 +35,14 @@ pub(super) struct PodTask {
     pub(super) events: mpsc::UnboundedSender<Event>,
 }
 
+/// A container that can be started.
+struct Prepared {
+    role: Role,
+    /// Its place on the board.
+    index: usize,
+    supervisor: Supervisor,
+}
+
 /// A container that has been started.
 struct Started {
     stop: watch::Sender<Option<Stop>>,
@@ -140,7 +148,7 @@ impl PodTask {
         ips: &[String],
         containers: &[(Container, Role)],
         board: &Arc<Board>,
-    ) -> Result<(Vec<(Role, usize, Supervisor)>, Vec<ProjectedToken>)> {
+    ) -> Result<(Vec<Prepared>, Vec<ProjectedToken>)> {
         fs::create_dir_all(&folder)?;
         let (namespace, name) = (self.view.namespace.as_str(), self.view.name.as_str());
         let own = ips.iter().map(|ip| format!("{ip} {name}\n")).collect();
@@ -171,14 +179,15 @@ impl PodTask {
                 (_, Some("Never")) => Restart::Never,
                 _ => Restart::OnFailure,
             };
-            supervisors.push((*role, index, Supervisor::new(board.clone(), index, container, restart, spec_file)?));
+            let supervisor = Supervisor::new(board.clone(), index, container, restart, spec_file)?;
+            supervisors.push(Prepared { role: *role, index, supervisor });
         }
         Ok((supervisors, tokens))
     }
 
-    async fn start(&mut self, board: &Arc<Board>, supervisors: Vec<(Role, usize, Supervisor)>, sidecars: &mut Vec<Started>) -> Outcome {
+    async fn start(&mut self, board: &Arc<Board>, supervisors: Vec<Prepared>, sidecars: &mut Vec<Started>) -> Outcome {
         let mut apps = Vec::new();
-        for (role, index, supervisor) in supervisors {
+        for Prepared { role, index, supervisor } in supervisors {
             if role == Role::App && apps.is_empty() {
                 board.phase("Running", None);
             }

@@ -124,7 +124,8 @@ fn ports(service: &Service) -> impl Iterator<Item = &ServicePort> {
     service.spec.iter().flat_map(|spec| spec.ports.iter().flatten())
 }
 
-fn slices_of<'a>(service: &'a Service, slices: &'a [EndpointSlice]) -> impl Iterator<Item = &'a EndpointSlice> {
+/// The slices of a Service.
+pub(super) fn slices_of<'a>(service: &'a Service, slices: &'a [EndpointSlice]) -> impl Iterator<Item = &'a EndpointSlice> {
     slices.iter().filter(|slice| {
         let named = slice.metadata.labels.as_ref().and_then(|labels| labels.get(SERVICE_NAME));
         slice.metadata.namespace == service.metadata.namespace && named == service.metadata.name.as_ref()

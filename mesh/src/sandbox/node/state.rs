@@ -24,7 +24,7 @@ use tokio::{
 
 use super::{
     Event, FOLDER, Node,
-    admission::{Hook, Server},
+    admission::{self, Hook},
     catalog::{Catalog, Contents},
     container::Stop,
     endpoints,
@@ -188,7 +188,8 @@ impl State {
 
     fn publish_hooks(&self) {
         let objects = self.node.objects.lock().expect("nobody panics while holding it");
-        let hooks = self.current_hooks(&objects, &self.slices(&objects));
+        let ca_file = |uid: &str| self.node.pod_folder(uid).join("injector/ca.pem");
+        let hooks = admission::hooks(&objects, &self.slices(&objects), &ca_file);
         self.hooks.send_if_modified(|current| {
             let before = format!("{current:?}");
             *current = hooks;
@@ -291,49 +292,6 @@ impl State {
             contents.add(record.pod.metadata.namespace.as_ref(), record.pod.metadata.name.as_ref(), &record.pod)?;
         }
         self.catalog.write(contents).context("cannot write the catalog")
-    }
-
-    fn current_hooks(&self, objects: &Objects, slices: &[EndpointSlice]) -> Vec<Hook> {
-        let webhooks = objects.webhooks.values().flat_map(|config| config.webhooks.iter().flatten());
-        webhooks.map(|webhook| Hook { webhook: webhook.clone(), servers: self.servers(webhook, objects, slices) }).collect()
-    }
-
-    fn servers(
-        &self,
-        webhook: &k8s_openapi::api::admissionregistration::v1::MutatingWebhook,
-        objects: &Objects,
-        slices: &[EndpointSlice],
-    ) -> Vec<Server> {
-        let Some(reference) = &webhook.client_config.service else { return Vec::new() };
-        let key = (reference.namespace.clone(), reference.name.clone());
-        let Some(service) = objects.services.get(&key).and_then(|service| service.spec.as_ref()) else { return Vec::new() };
-        let Some(port) = service.ports.iter().flatten().find(|port| port.port == reference.port.unwrap_or(443)) else { return Vec::new() };
-        let belongs = |slice: &&EndpointSlice| {
-            let labels = slice.metadata.labels.as_ref();
-            slice.metadata.namespace.as_ref() == Some(&key.0)
-                && labels.and_then(|labels| labels.get(endpoints::SERVICE_NAME)) == Some(&key.1)
-        };
-        let mut servers = Vec::new();
-        for slice in slices.iter().filter(belongs).filter(|slice| slice.address_type == "IPv4") {
-            let same = slice
-                .ports
-                .iter()
-                .flatten()
-                .find(|candidate| candidate.name.as_deref().unwrap_or_default() == port.name.as_deref().unwrap_or_default());
-            let Some(number) = same.and_then(|port| port.port).and_then(|port| u16::try_from(port).ok()) else { continue };
-            for endpoint in slice
-                .endpoints
-                .iter()
-                .filter(|endpoint| endpoint.conditions.as_ref().is_some_and(|conditions| conditions.ready == Some(true)))
-            {
-                let uid = endpoint.target_ref.as_ref().and_then(|target| target.uid.clone());
-                let ip = endpoint.addresses.first().and_then(|address| address.parse().ok());
-                if let (Some(uid), Some(ip)) = (uid, ip) {
-                    servers.push(Server { ip, port: number, ca_file: self.node.pod_folder(&uid).join("injector/ca.pem") });
-                }
-            }
-        }
-        servers
     }
 }
 

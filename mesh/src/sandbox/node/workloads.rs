@@ -291,7 +291,7 @@ mod tests {
         let failed = Owned { failed: true, ..pod.clone() };
         assert_eq!(job.plan(&[]).create, 1);
         assert_eq!(job.plan(std::slice::from_ref(&pod)).create, 0);
-        assert_eq!(job.plan(&[failed.clone()]).create, 1);
+        assert_eq!(job.plan(std::slice::from_ref(&failed)).create, 1);
         assert_eq!(job.plan(&[failed.clone(), failed.clone()]).create, 0);
         assert_eq!(job.plan(&[failed, done]).create, 0);
     }
