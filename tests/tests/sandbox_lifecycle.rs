@@ -6,7 +6,7 @@ use diy_mesh::sandbox::{
     Sandbox,
     protocol::{Output, PodView},
 };
-use diy_mesh_tests::sandbox::{MESHED, PATIENCE, http_server, pod_of, shell, wait_answered, with_mesh};
+use diy_mesh_tests::sandbox::{MESHED, PATIENCE, get, http_server, pod_of, shell, with_mesh};
 
 #[test]
 fn a_rollout_under_load_fails_no_request() {
@@ -102,10 +102,10 @@ fn names(sandbox: &Sandbox) -> BTreeSet<String> {
 
 /// Calls http-server from `client` while `action` runs, and from before it until after it.
 fn under_load(sandbox: &Sandbox, client: &PodView, action: impl FnOnce()) -> Output {
-    wait_answered(sandbox, client, "shell", "http-server.servers", 80, "/hello");
+    get(sandbox, client, "shell", "http-server.servers", 80, "/hello");
     thread::scope(|scope| {
         let argv = ["sandbox-load", "http-server.servers:80", "/hello", "4"];
-        let load = scope.spawn(move || sandbox.exec(client, "shell", &argv).unwrap());
+        let load = scope.spawn(move || sandbox.exec(client, "shell", &argv).expect("the load is run"));
         // The servers print what reaches them: the load has begun.
         let servers = sandbox.view().pods_of("servers", "http-server");
         sandbox
@@ -115,11 +115,11 @@ fn under_load(sandbox: &Sandbox, client: &PodView, action: impl FnOnce()) -> Out
                     .all(|pod| view.lines(pod, "http-server").iter().filter(|line| line.starts_with("Request #")).count() > 100)
                     .then_some(())
             })
-            .unwrap();
+            .expect("the load begins");
         action();
-        let stop = sandbox.exec(client, "shell", &["touch", "/tmp/stop"]).unwrap();
+        let stop = sandbox.exec(client, "shell", &["touch", "/tmp/stop"]).expect("touch is run");
         assert_eq!(stop.code, 0, "{stop:?}");
-        load.join().unwrap()
+        load.join().expect("it does not panic")
     })
 }
 
