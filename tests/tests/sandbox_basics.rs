@@ -20,6 +20,15 @@ fn a_service_is_reached_by_all_its_names_and_spread_over_its_pods() {
         let answer = get(&sandbox, &shell, "shell", name, 80, "/hello");
         assert!(answer.contains("Hello from the http-server service!"), "{name}: {answer}");
     }
+    let late =
+        "{apiVersion: v1, kind: Service, metadata: {name: late, namespace: clients}, spec: {clusterIP: None, ports: [{port: 8080}]}}";
+    let slice = "{apiVersion: discovery.k8s.io/v1, kind: EndpointSlice, metadata: {name: late, namespace: clients, labels: {kubernetes.io/service-name: late}}";
+    let address = sandbox.view().pods_of("servers", "http-server")[0].ip.clone().unwrap();
+    sandbox
+        .apply(&format!("{late}\n---\n{slice}, addressType: IPv4, ports: [{{port: 8080}}], endpoints: [{{addresses: [{address}]}}]}}"))
+        .unwrap();
+    // A headless Service without a selector, known to a pod that ran before, by its short name.
+    get(&sandbox, &shell, "shell", "late", 8080, "/hello");
     let mut hosts = std::collections::BTreeSet::new();
     // Two pods, chosen at random: a hundred calls miss one of them once in 10^29.
     for _ in 0..100 {
@@ -50,6 +59,22 @@ fn a_service_without_endpoints_refuses_and_comes_back() {
     // The rules follow the readiness by a moment.
     let script = "until exec 3<>/dev/tcp/http-server.servers/80; do read -t 0.05 <> <(:); done 2>/dev/null";
     assert_eq!(sandbox.exec(&shell, "shell", &["timeout", "20", "bash", "-c", script]).unwrap().code, 0);
+}
+
+#[test]
+fn a_dual_stack_service_is_reached_by_both_its_addresses() {
+    let Some(sandbox) = empty() else { return };
+    sandbox.apply(&http_server(1, "1.0", "").replace("spec: {selector:", "spec: {ipFamilyPolicy: PreferDualStack, selector:")).unwrap();
+    sandbox.apply(&shell("")).unwrap();
+    sandbox.wait_settled(PATIENCE).unwrap();
+    let shell = pod_of(&sandbox, "clients", "shell");
+    let hosts = sandbox.exec(&shell, "shell", &["grep", "http-server.servers.svc", "/etc/hosts"]).unwrap().stdout;
+    let addresses: Vec<&str> = hosts.lines().filter_map(|line| line.split(' ').next()).collect();
+    let ipv6 = std::path::Path::new("/proc/sys/net/ipv6").exists();
+    assert_eq!(addresses.len(), 1 + usize::from(ipv6), "{hosts}");
+    for address in addresses {
+        get(&sandbox, &shell, "shell", address, 80, "/hello");
+    }
 }
 
 #[test]

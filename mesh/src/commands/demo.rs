@@ -53,7 +53,7 @@ const GRACE: Duration = Duration::from_secs(3);
 /// Runs the demo.
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let objects = match &arguments.manifests {
-        Some(folder) => Files::read(folder)?.objects()?,
+        Some(folder) => Files::read(folder)?.objects().with_context(|| format!("the manifests in {}", folder.display()))?,
         None => manifest::embedded().objects()?,
     };
     // A reader that is slow slows the programs down, as a slow terminal does; memory stays bounded.

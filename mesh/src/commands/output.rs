@@ -39,6 +39,12 @@ impl Screen {
 
     /// What a pod has become.
     pub fn pod(&mut self, pod: &PodView) -> io::Result<()> {
+        // Lines to come shall stand below each other from the first one on.
+        for container in &pod.containers {
+            if self.shows([&pod.workload, &pod.name, &container.name, &pod.namespace]) {
+                self.width = self.width.max(pod.full_name().len() + container.name.len() + 2);
+            }
+        }
         let what = match () {
             () if pod.terminating => return Ok(()),
             () if pod.phase == "Succeeded" => "has completed",
@@ -52,7 +58,7 @@ impl Screen {
 
     /// A line of a container.
     pub fn line(&mut self, line: &LogLine) -> io::Result<()> {
-        if self.quiet || !self.wanted(line) {
+        if self.quiet || !self.shows([&line.workload, &line.pod, &line.container, &line.namespace]) {
             return Ok(());
         }
         let prefix = format!("{}/{}[{}]", line.namespace, line.pod, line.container);
@@ -66,8 +72,7 @@ impl Screen {
         }
     }
 
-    fn wanted(&self, line: &LogLine) -> bool {
-        let names = [&line.workload, &line.pod, &line.container, &line.namespace];
+    fn shows(&self, names: [&String; 4]) -> bool {
         self.only.is_empty() || self.only.iter().any(|only| names.contains(&only))
     }
 }
@@ -172,11 +177,11 @@ mod tests {
     #[test]
     fn only_names_workloads_pods_containers_and_namespaces() {
         let screen = |only: &str| Screen { quiet: false, only: vec![only.into()], colour: false, width: 0, told: BTreeSet::new() };
-        let line = line("shop", "proxy", "");
-        for only in ["shop", "shop-1", "proxy", "a"] {
-            assert!(screen(only).wanted(&line), "{only}");
+        let names = ["shop", "shop-1", "proxy", "a"].map(str::to_owned);
+        for only in &names {
+            assert!(screen(only).shows(names.each_ref()), "{only}");
         }
-        assert!(!screen("sho").wanted(&line));
+        assert!(!screen("sho").shows(names.each_ref()));
     }
 
     #[test]

@@ -24,12 +24,12 @@ pub struct Files(BTreeMap<PathBuf, String>);
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A file or folder of the disk.
-    #[error("cannot read {path}: {source}")]
+    #[error("cannot read {path}: {error}")]
     Read {
         /// Which one.
         path: String,
         /// Why not.
-        source: std::io::Error,
+        error: std::io::Error,
     },
     /// A file that a kustomization names.
     #[error("{by} names {path}, which is not there")]
@@ -63,13 +63,13 @@ impl Files {
         let mut files = BTreeMap::new();
         let mut folders = vec![folder.to_owned()];
         while let Some(next) = folders.pop() {
-            let failed = |source| Error::Read { path: next.display().to_string(), source };
+            let failed = |error| Error::Read { path: next.display().to_string(), error };
             for entry in fs::read_dir(&next).map_err(failed)? {
                 let path = entry.map_err(failed)?.path();
                 if path.is_dir() {
                     folders.push(path);
                 } else if path.extension().is_some_and(|extension| extension == "yaml" || extension == "yml") {
-                    let text = fs::read_to_string(&path).map_err(|source| Error::Read { path: path.display().to_string(), source })?;
+                    let text = fs::read_to_string(&path).map_err(|error| Error::Read { path: path.display().to_string(), error })?;
                     files.insert(path.strip_prefix(folder).expect("it was found below it").to_owned(), text);
                 }
             }
