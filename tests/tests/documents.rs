@@ -1,9 +1,10 @@
-//! What the documents name is there: the pages and headings that they lead to, metrics, annotations, error codes. Prose that
-//! nobody checks is wrong within a month.
+//! What the documents name is there: the pages and headings that they lead to, metrics, annotations, error codes, flags. Prose
+//! that nobody checks is wrong within a month.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 #[test]
 fn links_lead_somewhere() {
@@ -72,6 +73,46 @@ fn the_readme_lists_every_error_code_of_the_proxy() {
     let listed: BTreeSet<String> = table.split("\n| `").skip(1).filter_map(|rest| rest.split('`').next()).map(str::to_owned).collect();
     assert_eq!(listed, codes, "README.md and proxy/src/error.rs differ");
     assert!(codes.len() > 5, "error.rs is written in another way now: {codes:?}");
+}
+
+#[test]
+fn the_reference_has_every_flag_of_every_program() {
+    let reference = read(Path::new("docs/reference.md"));
+    let mut wrong = Vec::new();
+    for (heading, command) in [
+        ("proxy", &["proxy", "--help"][..]),
+        ("proxy-init", &["proxy-init", "--help"]),
+        ("controller", &["controller", "--help"]),
+        ("injector", &["injector", "--help"]),
+        ("http-server and grpc-server", &["http-server", "--help"]),
+        ("http-server and grpc-server", &["grpc-server", "--help"]),
+        ("http-client and grpc-client", &["http-client", "--help"]),
+        ("http-client and grpc-client", &["grpc-client", "--help"]),
+        ("mesh demo", &["mesh", "demo", "--help"]),
+    ] {
+        let section = reference.split(&format!("\n### {heading}\n")).nth(1).and_then(|rest| rest.split("\n#").next());
+        let section = section.unwrap_or_else(|| panic!("docs/reference.md has no section {heading}"));
+        let program = root().join("target/debug").join(command[0]);
+        let output = Command::new(&program).args(&command[1..]).output();
+        let output = output.unwrap_or_else(|error| panic!("{}: {error}; `cargo build --workspace --bins` makes it", program.display()));
+        let help = String::from_utf8_lossy(&output.stdout);
+        let there: BTreeSet<String> = help.lines().filter_map(flag).filter(|flag| flag != "help" && flag != "version").collect();
+        let told: BTreeSet<String> =
+            section.lines().filter(|line| line.starts_with('|')).flat_map(|row| row.split("`--").skip(1)).map(name).collect();
+        wrong.extend(there.symmetric_difference(&told).map(|flag| format!("{}: --{flag}", command.join(" "))));
+    }
+    none("flags are either undocumented or not there", wrong);
+}
+
+/// The flag that a line of a help text is about.
+fn flag(line: &str) -> Option<String> {
+    let line = line.trim_start();
+    let long = line.strip_prefix("--").or_else(|| line.strip_prefix('-')?.split_once(", --").map(|(_, long)| long))?;
+    Some(name(long))
+}
+
+fn name(text: &str) -> String {
+    text.chars().take_while(|c| c.is_ascii_lowercase() || *c == '-').collect()
 }
 
 /// The anchors of a document's headings, as GitHub makes them.
