@@ -9,7 +9,7 @@ use std::rc::Rc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
 use crate::balance::{Endpoint, InFlight};
 use crate::connect;
@@ -22,6 +22,8 @@ use crate::worker::Flow;
 const HEAD_START: Duration = Duration::from_millis(2);
 /// How long a client that has begun to speak may pause before what it said is taken as it is.
 const PATIENCE: Duration = Duration::from_millis(300);
+/// How long a client may still begin to speak when there was nobody to connect to.
+const SECOND_CHANCE: Duration = Duration::from_secs(1);
 /// Endpoints that one connection is tried on at most.
 const MAX_TRIES: usize = 3;
 
@@ -51,29 +53,26 @@ pub async fn first_word(client: &mut Io, flow: &Flow) -> Result<Start, Failure> 
     if let Ok(listened) = timeout(HEAD_START, listen(client)).await {
         return Ok(Start { protocol: listened?, dialed: None });
     }
-    let (dialed, listened) = {
-        let mut dialing = pin!(dial(flow));
+    let mut dialed = None;
+    let listened = {
         let mut listening = pin!(listen(client));
-        let mut dialed: Option<Dialed> = None;
-        let listened = poll_fn(|cx| {
-            if let Poll::Ready(listened) = listening.as_mut().poll(cx) {
-                return Poll::Ready(listened);
-            }
-            if dialed.is_none() {
-                match dialing.as_mut().poll(cx) {
-                    Poll::Ready(Ok(upstream)) => dialed = Some(upstream),
-                    Poll::Ready(Err(failure)) => return Poll::Ready(Err(failure)),
-                    Poll::Pending => return Poll::Pending,
+        let speaking = async { dial(flow).await.map(|upstream| dialed.insert(upstream)) };
+        let mut speaking = pin!(async {
+            match speaking.await {
+                // Its word, its end and its failure are all for the copying to pass on.
+                Ok(Dialed { upstream, .. }) => Ok(poll_fn(|cx| upstream.poll_fill(cx).map(|_| Protocol::Opaque)).await),
+                // A client that was only slow gets its answer in its own protocol.
+                Err(failure) => {
+                    sleep(SECOND_CHANCE).await;
+                    Err(failure)
                 }
             }
-            match &mut dialed {
-                // Its word, its end and its failure are all for the copying to pass on.
-                Some(Dialed { upstream, .. }) => upstream.poll_fill(cx).map(|_| Ok(Protocol::Opaque)),
-                None => Poll::Pending,
-            }
+        });
+        poll_fn(|cx| match listening.as_mut().poll(cx) {
+            Poll::Pending => speaking.as_mut().poll(cx),
+            listened => listened,
         })
-        .await;
-        (dialed, listened)
+        .await
     };
     Ok(Start { protocol: listened?, dialed })
 }

@@ -73,6 +73,20 @@ fn a_refused_connection_looks_refused() {
 }
 
 #[test]
+fn a_slow_client_of_http_is_told_in_http_that_nobody_is_there() {
+    on_worker(async {
+        let (server, address) = listen().await;
+        drop(server);
+        let mut client = Mesh::new().connect_to(address).await;
+        // Longer than the proxy waits before it dials.
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+        write(&mut client, "GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n").await;
+        let answer = read_all(&mut client).await;
+        assert!(answer.starts_with("HTTP/1.1 502 ") && answer.contains("x-mesh-error: connect-failed"), "{answer}");
+    });
+}
+
+#[test]
 fn a_client_that_leaves_without_a_word_leaves_nothing_behind() {
     on_worker(async {
         let (server, address) = listen().await;
