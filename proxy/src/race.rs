@@ -56,9 +56,8 @@ pub async fn first_word(client: &mut Io, flow: &Flow) -> Result<Start, Failure> 
     let mut dialed = None;
     let listened = {
         let mut listening = pin!(listen(client));
-        let speaking = async { dial(flow).await.map(|upstream| dialed.insert(upstream)) };
         let mut speaking = pin!(async {
-            match speaking.await {
+            match dial(flow).await.map(|new| dialed.insert(new)) {
                 // Its word, its end and its failure are all for the copying to pass on.
                 Ok(Dialed { upstream, .. }) => Ok(poll_fn(|cx| upstream.poll_fill(cx).map(|_| Protocol::Opaque)).await),
                 // A client that was only slow gets its answer in its own protocol.
