@@ -94,7 +94,8 @@ impl Config {
         let inbound_port = port("inbound-port", raw.inbound_port.as_ref());
         let outbound_port = port("outbound-port", raw.outbound_port.as_ref());
         let admin_port = port("admin-port", raw.admin_port.as_ref());
-        if inbound_port != 0 && (inbound_port == outbound_port || outbound_port == admin_port || inbound_port == admin_port) {
+        let same = |one: u16, other: u16| one != 0 && one == other;
+        if same(inbound_port, outbound_port) || same(outbound_port, admin_port) || same(inbound_port, admin_port) {
             problems.push("--inbound-port, --outbound-port and --admin-port must differ".to_owned());
         }
         let dump = match raw.dump.as_str() {
@@ -198,6 +199,7 @@ mod tests {
         ] {
             assert!(report.contains(part), "{part} is not in:\n{report}");
         }
+        assert!(!report.contains("must differ"), "ports that are missing are not the same:\n{report}");
     }
 
     #[test]
