@@ -1,6 +1,6 @@
 //! The side-by-side benchmark: direct connections, this mesh and Envoy, in turns, on one machine, printed as ratios.
 //!
-//! [`cases`] says what is measured, [`sides`] brings the four ways up, [`measure`] runs one case on one of them with the [`load`]
+//! [`cases`] says what is measured, [`sides`] brings the four ways up, [`mod@measure`] runs one case on one of them with the [`load`]
 //! generator against the [`server`], [`report`] makes the table. Load generator and server are threads of this program, each inside
 //! its [`network`] namespace; only proxies and controller are processes. What runs with TLS between the proxies will be further
 //! [`cases::Side`]s: nothing else here knows how a side reaches the server.

@@ -33,7 +33,7 @@ pub struct RawConfig {
     /// How long connections may finish what they carry after SIGTERM
     #[arg(long, value_name = "SECONDS", default_value = "20")]
     drain_seconds: String,
-    /// The controller, for example http://controller.service-mesh.svc.cluster.local.:8080 [required]
+    /// Where the controller is: `http://HOST:PORT` [required]
     #[arg(long, env = "SERVICE_MESH_CONTROLLER", value_name = "URL")]
     controller: Option<String>,
     /// The file with the token that proves to the controller who asks [required]
