@@ -15,7 +15,7 @@ use h2::{Reason, RecvStream, SendStream};
 use http::request::Parts;
 use http::{Method, Request, Response};
 
-use super::Client;
+use super::Stream;
 use super::head::{self, Answer};
 use super::relay::{Broken, Relay, Way, reason};
 use super::upstream::{Connections, Lease};
@@ -28,7 +28,7 @@ use crate::metrics::Protocol;
 const MAX_TRIES: usize = 3;
 
 /// Carries one request to an endpoint, and the response back.
-pub(super) async fn carry(request: Request<RecvStream>, respond: SendResponse<Bytes>, client: Rc<Client>) {
+pub(super) async fn carry(request: Request<RecvStream>, respond: SendResponse<Bytes>, client: Stream) {
     let (mut parts, body) = request.into_parts();
     let mut dump = client.flow.dump();
     if let Some(dump) = &mut dump {
@@ -53,7 +53,7 @@ pub(super) async fn carry(request: Request<RecvStream>, respond: SendResponse<By
 
 /// One request and its response.
 struct Exchange {
-    client: Rc<Client>,
+    client: Stream,
     respond: SendResponse<Bytes>,
     upload: Relay,
     dump: Option<ExchangeDump>,

@@ -47,7 +47,8 @@ const MAX_RESETS_PENDING: usize = 100;
 const MAX_RESETS_CAUSED: usize = 100;
 /// Streams that a client may reset in a second, where it resets more than it lets come to an end.
 const MAX_RESETS_A_SECOND: u32 = 400;
-/// Bytes that a client may send in a row without anything happening on a stream: pings, settings and the like.
+/// Bytes that a client may send in a row without anything happening on a stream, besides what the windows of its streams let it
+/// send: pings, settings and the like.
 const MAX_IDLE_TALK: u64 = 256 * 1024;
 /// How long the client's preface may take.
 const PREFACE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -115,7 +116,7 @@ impl Serving {
                 Poll::Ready(Some(Ok((request, respond)))) => {
                     self.quiet = false;
                     self.client.note_progress();
-                    tokio::task::spawn_local(exchange::carry(request, respond, self.client.clone()));
+                    tokio::task::spawn_local(exchange::carry(request, respond, Stream::open(&self.client)));
                 }
                 Poll::Ready(Some(Err(error))) => {
                     tracing::debug!(peer = %self.client.flow.peer, "the client's connection ended: {error}");
@@ -131,6 +132,7 @@ impl Serving {
         }
         while self.tick.as_mut().poll(cx).is_ready() {
             self.tick.as_mut().reset(tokio::time::Instant::now() + IDLE);
+            self.talk = self.io.read_bytes();
             let quiet = !self.connection.has_streams();
             if quiet && self.quiet {
                 if self.draining {
@@ -155,7 +157,9 @@ impl Serving {
         if self.client.progress.take() {
             self.talk = read;
         }
-        let flood = read - self.talk > MAX_IDLE_TALK;
+        // Twice a window: small frames are mostly head.
+        let bodies = 2 * u64::from(STREAM_WINDOW.saturating_mul(self.client.open.get()).min(CONNECTION_WINDOW));
+        let flood = read - self.talk > MAX_IDLE_TALK + bodies;
         if flood {
             tracing::info!(peer = %self.client.flow.peer, "connection closed: it talks without any stream moving on");
         }
@@ -166,6 +170,8 @@ impl Serving {
 /// What the streams of one client's connection share.
 struct Client {
     flow: Rc<Flow>,
+    /// Streams under way.
+    open: Cell<u32>,
     /// Something happened on a stream.
     progress: Cell<bool>,
     second: Cell<Instant>,
@@ -180,6 +186,7 @@ impl Client {
         let zero = || Cell::new(0);
         Self {
             flow,
+            open: zero(),
             progress: Cell::new(false),
             second: Cell::new(Instant::now()),
             resets: zero(),
@@ -209,5 +216,29 @@ impl Client {
         if self.resets.get() > MAX_RESETS_A_SECOND && self.resets.get() > self.ends.get() {
             self.calm_down.set(true);
         }
+    }
+}
+
+/// A stream under way, as its connection counts it.
+struct Stream(Rc<Client>);
+
+impl Stream {
+    fn open(client: &Rc<Client>) -> Self {
+        client.open.set(client.open.get() + 1);
+        Self(client.clone())
+    }
+}
+
+impl std::ops::Deref for Stream {
+    type Target = Client;
+
+    fn deref(&self) -> &Client {
+        &self.0
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        self.0.open.set(self.0.open.get() - 1);
     }
 }

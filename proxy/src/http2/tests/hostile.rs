@@ -135,6 +135,40 @@ fn a_flood_of_resets_of_accepted_streams_ends_with_its_connection_too() {
     });
 }
 
+#[test]
+fn large_uploads_at_once_are_no_flood() {
+    on_worker(async {
+        let address = app(|request, respond| async move {
+            // Held, not read.
+            let _held = (request, respond);
+            std::future::pending::<()>().await;
+        })
+        .await;
+        let mesh = Mesh::new();
+        let mut raw = Raw::connect(&mesh, address).await;
+        raw.wait_for(SETTINGS).await.unwrap();
+        raw.send(&frame(SETTINGS, 1, 0, &[])).await;
+        let (mut read, mut write) = raw.0.into_split();
+        // As much as the windows allow, in one breath: the proxy must not take a busy client for a hostile one.
+        let chunk = vec![0; 16 * 1024];
+        let upload = (0..8_u32).flat_map(|index| {
+            let stream = 2 * index + 1;
+            let data = frame(0, 0, stream, &chunk).repeat(super::super::STREAM_WINDOW as usize / chunk.len());
+            [frame(HEADERS, END_HEADERS, stream, GET), data].concat()
+        });
+        let upload: Vec<u8> = upload.chain(frame(PING, 0, 0, b"thereyet")).collect();
+        let writing = tokio::task::spawn_local(async move { write.write_all(&upload).await.map(|()| write) });
+        loop {
+            match next_frame(&mut read).await.expect("the connection stands") {
+                (PING, payload) if payload == b"thereyet" => break,
+                (GOAWAY, payload) => panic!("sent away: {payload:?}"),
+                _ => {}
+            }
+        }
+        writing.await.unwrap().unwrap();
+    });
+}
+
 /// A client that writes much faster than it reads may miss the reason.
 fn is_sent_away(code: Option<u32>) -> bool {
     matches!(code, None | ENHANCE_YOUR_CALM)
