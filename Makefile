@@ -51,8 +51,8 @@ e2e: ## the tests that need a cluster: the one that KUBECONFIG names, the images
 	@[[ -n "$${KUBECONFIG:-}" ]] || { echo "e2e: KUBECONFIG names no cluster. With kind: export KUBECONFIG=~/.kube/config" >&2; exit 2; }
 	@echo "e2e: on $$(kubectl config current-context), which gets the mesh and test namespaces"
 	@kubectl rollout restart -n service-mesh deployment 2>/dev/null || true # an image of the same name may be a newer one
-	@cargo test -p diy-mesh-controller -p diy-mesh-injector --test kubernetes -- --ignored
-	@E2E=1 cargo test -p diy-mesh-tests --test 'cluster_*' -- --nocapture
+	@cargo test --workspace --test kubernetes -- --ignored
+	@E2E=1 cargo test --workspace --test 'cluster_*' -- --nocapture
 
 bench: tools ## side by side with Envoy and with no proxy at all, printed as ratios
 	@cargo build --profile dist --workspace --bins
