@@ -3,7 +3,7 @@
 
 mod support;
 
-use support::{Mesh, listen, on_worker, read_all, read_until, write};
+use support::{Mesh, listen, on_worker, on_worker_without_waiting, read_all, read_until, write};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 const OK: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
@@ -225,6 +225,29 @@ fn hostile_requests_get_a_clear_refusal_and_reach_nobody() {
         }
         let nobody = tokio::time::timeout(std::time::Duration::from_millis(50), server.accept()).await;
         assert!(nobody.is_err(), "a refused request reached the app");
+    });
+}
+
+#[test]
+fn a_head_that_comes_a_byte_now_and_then_is_given_up_as_a_whole() {
+    on_worker_without_waiting(async {
+        let (_server, address) = listen().await;
+        let mut client = Mesh::new().connect_to(address).await;
+        let begun = tokio::time::Instant::now();
+        write(&mut client, "GET / HTTP/1.1\r\n").await;
+        let (mut read, mut written) = client.split();
+        let drip = async {
+            while written.write_all(b"X").await.is_ok() {
+                tokio::time::sleep(std::time::Duration::from_secs(7)).await
+            }
+        };
+        let mut answer = [0; 13];
+        tokio::select! {
+            _ = drip => panic!("the connection was closed without an answer"),
+            read = read.read_exact(&mut answer) => { read.unwrap(); }
+        }
+        assert_eq!(&answer, b"HTTP/1.1 408 ");
+        assert_eq!(begun.elapsed().as_secs(), 30);
     });
 }
 

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
 use tokio::io::AsyncWriteExt;
-use tokio::time::timeout;
+use tokio::time::{timeout, timeout_at};
 use tokio_util::sync::WaitForCancellationFuture;
 
 use self::body::{Broken, Relay};
@@ -78,6 +78,7 @@ enum After {
 /// The next request's head; none when the client or the proxy ends the connection between two requests.
 async fn next_request(client: &mut Io, mut drain: Pin<&mut WaitForCancellationFuture<'_>>) -> Result<Option<RequestHead>, Failure> {
     let mut scanned = 0;
+    let mut deadline = None;
     loop {
         if let Some(end) = find_end(client.unread(), &mut scanned).map_err(refused)? {
             let raw = client.unread().split_to(end).freeze();
@@ -91,7 +92,9 @@ async fn next_request(client: &mut Io, mut drain: Pin<&mut WaitForCancellationFu
             })
             .await
         } else {
-            timeout(HEAD_TIMEOUT, poll_fn(|cx| client.poll_fill(cx))).await.map_err(|_| Failure::RequestTimeout)?
+            // One deadline for the whole head: a client that sends a byte now and then gains nothing by it.
+            let deadline = *deadline.get_or_insert_with(|| tokio::time::Instant::now() + HEAD_TIMEOUT);
+            timeout_at(deadline, poll_fn(|cx| client.poll_fill(cx))).await.map_err(|_| Failure::RequestTimeout)?
         };
         match filled {
             Ok(0) | Err(_) if idle => return Ok(None),
