@@ -126,15 +126,7 @@ impl Supervisor {
     }
 
     async fn run_once(&self, stop: &mut watch::Receiver<Option<Stop>>) -> Result<i32> {
-        let mut child = Command::new("/proc/self/exe")
-            .arg("sandbox-exec")
-            .arg(&self.spec_file)
-            .env_clear()
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .context("cannot start sandbox-exec")?;
+        let mut child = super::execute::spawn(&self.spec_file)?;
         let pid = Pid::from_raw(child.id().context("a child that was not waited for has an id")?.cast_signed());
         let pumps = [self.pump(child.stdout.take()), self.pump(child.stderr.take())];
         self.board.update(self.index, |view| {

@@ -15,7 +15,7 @@ use nix::{
 };
 use tokio::{
     io::{AsyncRead, AsyncReadExt},
-    process::Command,
+    process::{Child, Command},
     sync::watch,
 };
 
@@ -44,15 +44,7 @@ impl Program {
 
     /// Runs it to its end.
     pub(super) async fn output(mut self) -> Result<Output> {
-        let mut child = Command::new("/proc/self/exe")
-            .arg("sandbox-exec")
-            .arg(&self.spec_file)
-            .env_clear()
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .context("cannot start sandbox-exec")?;
+        let mut child = spawn(&self.spec_file)?;
         let group = Pid::from_raw(child.id().context("a child that was not waited for has an id")?.cast_signed());
         let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
         let finished = async { tokio::join!(child.wait(), text(stdout), text(stderr)) };
@@ -65,6 +57,14 @@ impl Program {
         let _ = fs::remove_file(&self.spec_file);
         outcome
     }
+}
+
+/// Starts the process of a spec file, which enters its pod and becomes the program.
+pub(super) fn spawn(spec_file: &Path) -> Result<Child> {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg("sandbox-exec").arg(spec_file).env_clear();
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command.spawn().context("cannot start sandbox-exec")
 }
 
 /// All that the pipe gives, of which the first part is kept.
