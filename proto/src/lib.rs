@@ -16,5 +16,9 @@ pub mod echo {
     }
 }
 
+pub mod identity;
+
+pub use identity::Identity;
+
 /// The audience of the tokens by which workloads prove themselves to the controller.
 pub const TOKEN_AUDIENCE: &str = "diy-service-mesh";

@@ -22,6 +22,7 @@ pub mod dump;
 pub mod error;
 pub mod http1;
 pub mod http2;
+pub mod identity;
 pub mod inbound;
 pub mod io;
 pub mod metrics;

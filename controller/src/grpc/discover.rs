@@ -96,6 +96,8 @@ impl Stream {
                 self.subscriptions.remove(&address);
                 self.news.unsubscribe(address);
             }
+            // What it is and trusts: nobody asks for it yet.
+            Some(Action::Status(_)) => {}
             // An action of a later version of the contract: a newer proxy must be able to live with an older controller.
             None => tracing::debug!("a request has no action that this controller knows; it is ignored"),
         }
@@ -133,7 +135,7 @@ fn count(metrics: &Metrics, answer: &proto::DiscoverResponse) {
         Some(Answer::Snapshot(_)) => metrics.snapshots.add(1),
         Some(Answer::Delta(_)) => metrics.deltas.add(1),
         Some(Answer::Unchanged(_)) => metrics.unchanged.add(1),
-        Some(Answer::Unknown(_)) | None => metrics.unknown.add(1),
+        Some(Answer::Unknown(_) | Answer::Roots(_)) | None => metrics.unknown.add(1),
     }
 }
 
@@ -169,7 +171,7 @@ mod tests {
             let by_address = |endpoint: proto::Endpoint| (endpoint.address.clone(), endpoint);
             self.version = answer.version;
             match answer.update.unwrap() {
-                Answer::Unchanged(_) => {}
+                Answer::Unchanged(_) | Answer::Roots(_) => {}
                 Answer::Unknown(_) => (self.target, self.endpoints) = (None, BTreeMap::new()),
                 Answer::Snapshot(snapshot) => {
                     self.target = Some((snapshot.kind, snapshot.namespace, snapshot.name, snapshot.app_protocol));

@@ -224,6 +224,7 @@ pub fn say(answer: &proto::DiscoverResponse) -> String {
         Update::Delta(delta) => format!("+[{}] -[{}]", list(&delta.upserted), delta.removed.join(" ")),
         Update::Unchanged(_) => "unchanged".into(),
         Update::Unknown(_) => "unknown".into(),
+        Update::Roots(_) => "roots".into(),
     };
     format!("{}: {what}", answer.destination)
 }

@@ -166,7 +166,7 @@ impl Entry {
                 next
             }
             // What a newer controller says and this proxy can't read changes nothing.
-            None => return report("an answer of a kind that this version does not know".to_owned()),
+            Some(Update::Roots(_)) | None => return report("an answer of a kind that this version does not know".to_owned()),
         };
         match next {
             Ok(target) => self.publish(target, version),
@@ -261,6 +261,7 @@ mod tests {
             .map(|request| match request.action.expect("an action") {
                 Action::Subscribe(subscribe) => format!("+{}@{}", subscribe.destination, subscribe.known_version),
                 Action::Unsubscribe(unsubscribe) => format!("-{}", unsubscribe.destination),
+                Action::Status(status) => format!("={}", status.roots_version),
             })
             .collect();
         texts.sort();

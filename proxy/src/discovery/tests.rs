@@ -80,6 +80,7 @@ impl FakeStream {
         match request.action.expect("an action") {
             Action::Subscribe(subscribe) => format!("+{}@{}", subscribe.destination, subscribe.known_version),
             Action::Unsubscribe(unsubscribe) => format!("-{}", unsubscribe.destination),
+            Action::Status(status) => format!("={}", status.roots_version),
         }
     }
 
