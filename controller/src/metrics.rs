@@ -88,12 +88,12 @@ impl Metrics {
 }
 
 fn family(text: &mut String, name: &str, sort: &str, help: &str) {
-    let written = write!(text, "# HELP mesh_controller_{name} {help}\n# TYPE mesh_controller_{name} {sort}\n");
+    let written = write!(text, "# HELP diy_mesh_controller_{name} {help}\n# TYPE diy_mesh_controller_{name} {sort}\n");
     debug_assert!(written.is_ok(), "writing to a String cannot fail");
 }
 
 fn sample(text: &mut String, name: &str, label: &str, value: &str, number: u64) {
-    let written = writeln!(text, "mesh_controller_{name}{{{label}=\"{value}\"}} {number}");
+    let written = writeln!(text, "diy_mesh_controller_{name}{{{label}=\"{value}\"}} {number}");
     debug_assert!(written.is_ok(), "writing to a String cannot fail");
 }
 
@@ -108,11 +108,11 @@ mod tests {
         metrics.deltas.add(3);
         let held = metrics.discover_streams.hold();
         let text = metrics.text(&Counts { objects: vec![(Kind::Pod, 7)], destinations: 2, subscriptions: 5 });
-        assert!(text.contains("mesh_controller_updates_total{kind=\"delta\"} 3\n"));
-        assert!(text.contains("mesh_controller_streams{rpc=\"Discover\"} 1\n"));
-        assert!(text.contains("mesh_controller_catalog_objects{kind=\"Pod\"} 7\n"));
-        assert!(text.contains("mesh_controller_subscriptions{of=\"subscribers\"} 5\n"));
+        assert!(text.contains("diy_mesh_controller_updates_total{kind=\"delta\"} 3\n"));
+        assert!(text.contains("diy_mesh_controller_streams{rpc=\"Discover\"} 1\n"));
+        assert!(text.contains("diy_mesh_controller_catalog_objects{kind=\"Pod\"} 7\n"));
+        assert!(text.contains("diy_mesh_controller_subscriptions{of=\"subscribers\"} 5\n"));
         drop(held);
-        assert!(metrics.text(&Counts::default()).contains("mesh_controller_streams{rpc=\"Discover\"} 0\n"));
+        assert!(metrics.text(&Counts::default()).contains("diy_mesh_controller_streams{rpc=\"Discover\"} 0\n"));
     }
 }

@@ -79,14 +79,14 @@ impl Metrics {
             outcome("left_alone", &self.left_alone),
             outcome("error", &self.errors),
         ];
-        family("injector_reviews_total", "counter", "Admission reviews by how they ended.", &outcomes);
-        family("injector_review_duration_seconds", "histogram", "Time to read and answer a review.", &self.histogram());
+        family("diy_mesh_injector_reviews_total", "counter", "Admission reviews by how they ended.", &outcomes);
+        family("diy_mesh_injector_review_duration_seconds", "histogram", "Time to read and answer a review.", &self.histogram());
         let help = "Times that the caBundle of the webhook configuration was put right.";
-        family("injector_ca_bundle_repairs_total", "counter", help, &plain(&self.repairs));
+        family("diy_mesh_injector_ca_bundle_repairs_total", "counter", help, &plain(&self.repairs));
         let help = "When the serving certificate ends, in seconds since 1970.";
-        family("injector_serving_certificate_end_seconds", "gauge", help, &plain(&self.serving_ends));
+        family("diy_mesh_injector_serving_certificate_end_seconds", "gauge", help, &plain(&self.serving_ends));
         let help = "When the CA of the serving certificate ends, in seconds since 1970.";
-        family("injector_ca_certificate_end_seconds", "gauge", help, &plain(&self.ca_ends));
+        family("diy_mesh_injector_ca_certificate_end_seconds", "gauge", help, &plain(&self.ca_ends));
         text
     }
 
@@ -121,16 +121,16 @@ mod tests {
         metrics.duration(Duration::from_secs(60));
         let text = metrics.text();
         for line in [
-            "injector_reviews_total{outcome=\"injected\"} 2",
-            "injector_reviews_total{outcome=\"denied\"} 1",
-            "injector_reviews_total{outcome=\"left_alone\"} 0",
-            "injector_reviews_total{outcome=\"error\"} 1",
-            "injector_review_duration_seconds_bucket{le=\"0.0001\"} 0",
-            "injector_review_duration_seconds_bucket{le=\"0.00025\"} 1",
-            "injector_review_duration_seconds_bucket{le=\"4\"} 1",
-            "injector_review_duration_seconds_bucket{le=\"+Inf\"} 2",
-            "injector_review_duration_seconds_sum 60.0002",
-            "injector_review_duration_seconds_count 2",
+            "diy_mesh_injector_reviews_total{outcome=\"injected\"} 2",
+            "diy_mesh_injector_reviews_total{outcome=\"denied\"} 1",
+            "diy_mesh_injector_reviews_total{outcome=\"left_alone\"} 0",
+            "diy_mesh_injector_reviews_total{outcome=\"error\"} 1",
+            "diy_mesh_injector_review_duration_seconds_bucket{le=\"0.0001\"} 0",
+            "diy_mesh_injector_review_duration_seconds_bucket{le=\"0.00025\"} 1",
+            "diy_mesh_injector_review_duration_seconds_bucket{le=\"4\"} 1",
+            "diy_mesh_injector_review_duration_seconds_bucket{le=\"+Inf\"} 2",
+            "diy_mesh_injector_review_duration_seconds_sum 60.0002",
+            "diy_mesh_injector_review_duration_seconds_count 2",
         ] {
             assert!(text.lines().any(|other| other == line), "{line} is not in:\n{text}");
         }

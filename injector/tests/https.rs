@@ -245,8 +245,8 @@ async fn what_is_no_review_is_refused_and_the_next_review_is_answered() {
     assert_eq!(injector.http1(post("/inject", &review(&pod("true")))).await.0, StatusCode::OK);
     let (status, text) = injector.admin("/metrics").await;
     assert_eq!(status, StatusCode::OK);
-    assert!(text.contains("injector_reviews_total{outcome=\"error\"} 4\n"), "{text}");
-    assert!(text.contains("injector_reviews_total{outcome=\"injected\"} 1\n"), "{text}");
+    assert!(text.contains("diy_mesh_injector_reviews_total{outcome=\"error\"} 4\n"), "{text}");
+    assert!(text.contains("diy_mesh_injector_reviews_total{outcome=\"injected\"} 1\n"), "{text}");
 }
 
 #[tokio::test]

@@ -29,9 +29,11 @@ fn links_lead_somewhere() {
 #[test]
 fn metrics_are_those_of_the_programs() {
     let mut unknown = Vec::new();
-    for (prefix, folder, keeps_prefix) in
-        [("diy_mesh_proxy_", "proxy/src", false), ("mesh_controller_", "controller/src", false), ("injector_", "injector/src", true)]
-    {
+    for (prefix, folder, keeps_prefix) in [
+        ("diy_mesh_proxy_", "proxy/src", false),
+        ("diy_mesh_controller_", "controller/src", false),
+        ("diy_mesh_injector_", "injector/src", true),
+    ] {
         let sources: String = files(folder, "rs").iter().map(|path| read(path)).collect();
         for document in documents() {
             for name in words(&read(&document)).into_iter().filter(|word| word.starts_with(prefix)) {
