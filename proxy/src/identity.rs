@@ -1,5 +1,11 @@
 //! What this proxy proves itself by, and whom it trusts: [`Credentials`], held in memory only and replaced as a whole.
 
+#[cfg(test)]
+pub(crate) mod testing;
+mod verify;
+
+pub use verify::{ClientVerifier, NotThePeer, ServerVerifier, identity_of};
+
 use std::sync::Arc;
 use std::time::SystemTime;
 
@@ -25,3 +31,8 @@ pub struct Credentials {
 
 /// The credentials now and whenever they change; none until the first certificate.
 pub type CurrentCredentials = watch::Receiver<Option<Arc<Credentials>>>;
+
+/// No credentials, ever: for a proxy that has no identity. The receiver is closed.
+pub fn none() -> CurrentCredentials {
+    watch::channel(None).1
+}

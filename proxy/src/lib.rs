@@ -70,6 +70,7 @@ async fn run_main<F: Future<Output = ()>>(config: Arc<Config>, shutdown: impl Fn
     let control = Control::new(&config.controller.to_string(), Some(config.token_file.clone()))?;
     let (discovery, driver) = discovery::start(control);
     tokio::spawn(driver);
+    let credentials = identity::none();
     let readiness = admin::Readiness::new();
     let listening = readiness.condition("listeners", "not listening yet");
     let discovering = readiness.condition("discovery", "the controller has not answered yet");
@@ -86,6 +87,7 @@ async fn run_main<F: Future<Output = ()>>(config: Arc<Config>, shutdown: impl Fn
             dumps: dumps.clone(),
             metrics: metrics.clone(),
             discovery: discovery.clone(),
+            credentials: credentials.clone(),
             limit,
             drain: drain.clone(),
         };

@@ -18,6 +18,7 @@ use crate::config::Config;
 use crate::discovery::Discovery;
 use crate::dump::{ConnectionInfo, Direction, Dumps, ExchangeDump};
 use crate::error::Failure;
+use crate::identity::CurrentCredentials;
 use crate::metrics::Metrics;
 use crate::{accept, inbound, orig_dst, outbound};
 
@@ -34,6 +35,8 @@ pub struct Seat {
     pub metrics: Arc<Metrics>,
     /// What destinations are.
     pub discovery: Discovery,
+    /// By what this proxy proves itself, and whom it trusts.
+    pub credentials: CurrentCredentials,
     /// Connections at most.
     pub limit: usize,
     /// Cancelled when the proxy is to end.
@@ -68,6 +71,8 @@ pub struct Worker {
     pub dumps: Dumps,
     /// Counters.
     pub metrics: Arc<Metrics>,
+    /// By what this proxy proves itself, and whom it trusts.
+    pub credentials: CurrentCredentials,
     /// The destinations that this worker meets: endpoints with their loads and pools.
     pub destinations: Destinations,
     /// The local app's addresses that this worker's inbound path meets, likewise.
@@ -89,6 +94,7 @@ impl Worker {
             config: seat.config,
             dumps: seat.dumps,
             metrics: seat.metrics,
+            credentials: seat.credentials,
             destinations: Destinations::new(seat.discovery),
             apps: Destinations::new(Discovery::off()),
             rng: RefCell::new(fastrand::Rng::new()),

@@ -55,6 +55,7 @@ impl Mesh {
             dumps: Dumps::off(),
             metrics: metrics.clone(),
             discovery: Discovery::off(),
+            credentials: diy_mesh_proxy::identity::none(),
             limit: 1000,
             drain: drain.clone(),
         };

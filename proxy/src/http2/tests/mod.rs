@@ -73,7 +73,8 @@ impl Mesh {
         let (metrics, drain, dumped) = (Metrics::new(), CancellationToken::new(), Output::default());
         let dump_config = DumpConfig { mode: Mode::Full, format: Format::Text, out: Box::new(dumped.clone()) };
         let dumps = Dumps::start(dump_config, metrics.clone()).unwrap();
-        let seat = Seat { config, dumps, metrics: metrics.clone(), discovery, limit: 1000, drain: drain.clone() };
+        let credentials = crate::identity::none();
+        let seat = Seat { config, dumps, metrics: metrics.clone(), discovery, credentials, limit: 1000, drain: drain.clone() };
         Self { worker: Worker::new(seat), metrics, drain, dumped }
     }
 

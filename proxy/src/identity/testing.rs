@@ -1,0 +1,90 @@
+//! Authorities and leaves for tests, made on the spot. No part of the proxy.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use rcgen::{
+    BasicConstraints, Certificate, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose,
+    PublicKeyData, SanType,
+};
+use rustls::RootCertStore;
+use rustls::pki_types::CertificateDer;
+
+/// The workload that most tests are about.
+pub(crate) const WEB: &str = "spiffe://cluster.local/ns/shop/sa/web";
+
+/// Somebody who signs.
+pub(crate) struct Authority {
+    certificate: CertificateDer<'static>,
+    issuer: Issuer<'static, KeyPair>,
+}
+
+impl Authority {
+    /// A root.
+    pub fn new(name: &str) -> Self {
+        let (params, key) = (Self::params(name), KeyPair::generate().unwrap());
+        let certificate = params.self_signed(&key).unwrap().into();
+        Self { certificate, issuer: Issuer::new(params, key) }
+    }
+
+    /// An authority that this one vouches for.
+    pub fn intermediate(&self, name: &str) -> Self {
+        let (params, key) = (Self::params(name), KeyPair::generate().unwrap());
+        let certificate = params.signed_by(&key, &self.issuer).unwrap().into();
+        Self { certificate, issuer: Issuer::new(params, key) }
+    }
+
+    /// Whoever holds a certificate and its key: a thief, perhaps.
+    pub fn of(certificate: CertificateDer<'static>, key: KeyPair) -> Self {
+        let issuer = Issuer::from_ca_cert_der(&certificate, key).unwrap();
+        Self { certificate, issuer }
+    }
+
+    fn params(name: &str) -> CertificateParams {
+        let mut params = CertificateParams::default();
+        params.distinguished_name.push(DnType::CommonName, name);
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+        params
+    }
+
+    pub fn certificate(&self) -> CertificateDer<'static> {
+        self.certificate.clone()
+    }
+
+    /// This authority as the only root.
+    pub fn roots(&self) -> Arc<RootCertStore> {
+        let mut roots = RootCertStore::empty();
+        roots.add(self.certificate()).unwrap();
+        Arc::new(roots)
+    }
+
+    /// A certificate for an hour, with what the test has to change.
+    pub fn leaf(&self, identity: &str, change: impl FnOnce(&mut CertificateParams)) -> CertificateDer<'static> {
+        self.leaf_and_key(identity, change).0
+    }
+
+    /// The same, with its key.
+    pub fn leaf_and_key(&self, identity: &str, change: impl FnOnce(&mut CertificateParams)) -> (CertificateDer<'static>, KeyPair) {
+        let key = KeyPair::generate().unwrap();
+        (self.sign(identity, &key, change).into(), key)
+    }
+
+    /// A certificate for a key that somebody else made.
+    pub fn sign(&self, identity: &str, key: &impl PublicKeyData, change: impl FnOnce(&mut CertificateParams)) -> Certificate {
+        let mut params = CertificateParams::default();
+        params.not_before = (SystemTime::now() - Duration::from_secs(300)).into();
+        params.not_after = (SystemTime::now() + Duration::from_secs(3600)).into();
+        params.subject_alt_names = vec![uri(identity)];
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        params.use_authority_key_identifier_extension = true;
+        change(&mut params);
+        params.signed_by(key, &self.issuer).unwrap()
+    }
+}
+
+/// A URI SAN.
+pub(crate) fn uri(text: &str) -> SanType {
+    SanType::URI(text.try_into().unwrap())
+}
