@@ -3,7 +3,8 @@
 use std::{env, fs, io, path::Path};
 
 fn main() -> io::Result<()> {
-    let manifests = Path::new(env!("CARGO_MANIFEST_DIR")).join("../manifests").canonicalize()?;
+    let own = env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR");
+    let manifests = Path::new(&own).join("../manifests").canonicalize()?;
     println!("cargo::rerun-if-changed={}", manifests.display());
     let mut entries = Vec::new();
     collect(&manifests, &manifests, &mut entries)?;

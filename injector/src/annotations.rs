@@ -15,6 +15,8 @@ pub const SKIP_OUTBOUND_PORTS: &str = "diy-service-mesh/skip-outbound-ports";
 pub const DUMP: &str = "diy-service-mesh/dump";
 /// The form in which the proxy prints it.
 pub const DUMP_FORMAT: &str = "diy-service-mesh/dump-format";
+/// Whether the proxy lets callers in that have no identity. A namespace may say it too, by a label of this name.
+pub const INBOUND: &str = "diy-service-mesh/inbound";
 /// Written by the injector, read by the controller: this pod has a proxy.
 pub const STATUS: &str = "diy-service-mesh/status";
 /// The value of [`STATUS`].
@@ -22,6 +24,10 @@ pub const STATUS_INJECTED: &str = "injected";
 
 const DUMPS: [&str; 3] = ["full", "headers", "off"];
 const DUMP_FORMATS: [&str; 2] = ["text", "json"];
+/// Callers without an identity are refused, but for the kubelet's probes.
+pub const STRICT: &str = "strict";
+/// Callers without an identity are let in.
+pub const PERMISSIVE: &str = "permissive";
 const PORTS_FORM: &str = "ports from 1 to 65535 and ranges of them, separated by commas, such as 25,3306,9000-9100";
 
 /// What the pod itself says about being in the mesh.
@@ -48,6 +54,8 @@ pub struct Options {
     pub dump: Option<&'static str>,
     /// For `proxy --dump-format`.
     pub dump_format: Option<&'static str>,
+    /// For `proxy --inbound`.
+    pub inbound: Option<&'static str>,
 }
 
 /// Reads the pod's own word on being injected.
@@ -74,8 +82,18 @@ impl Options {
             skip_outbound_ports: ports(pod, SKIP_OUTBOUND_PORTS, &mut problems),
             dump: one_of(pod, DUMP, &DUMPS, &mut problems),
             dump_format: one_of(pod, DUMP_FORMAT, &DUMP_FORMATS, &mut problems),
+            inbound: one_of(pod, INBOUND, &[STRICT, PERMISSIVE], &mut problems),
         };
         if problems.is_empty() { Ok(options) } else { Err(problems) }
+    }
+
+    /// Connections to this port never reach the proxy.
+    pub fn skips_inbound(&self, port: u16) -> bool {
+        let number = |text: &str| text.parse::<u16>().ok();
+        self.skip_inbound_ports.iter().flat_map(|list| list.split(',')).any(|entry| {
+            let (first, last) = entry.split_once('-').unwrap_or((entry, entry));
+            matches!((number(first), number(last)), (Some(first), Some(last)) if (first..=last).contains(&port))
+        })
     }
 }
 
@@ -188,5 +206,20 @@ mod tests {
         let pod = json!({"metadata": {"annotations": {DUMP: "Headers", DUMP_FORMAT: "JSON"}}});
         let options = Options::of(&pod).expect("both are known");
         assert_eq!((options.dump, options.dump_format), (Some("headers"), Some("json")));
+    }
+
+    #[test]
+    fn skipped_ports_are_known_one_by_one() {
+        let options = Options::of(&pod(SKIP_INBOUND_PORTS, "25, 9000-9002")).expect("a good list");
+        assert_eq!([24, 25, 8999, 9000, 9002, 9003].map(|port| options.skips_inbound(port)), [false, true, false, true, true, false]);
+        assert!(!Options::default().skips_inbound(25));
+    }
+
+    #[test]
+    fn who_is_let_in_is_said_by_one_of_two_words() {
+        let read = |value| Options::of(&pod(INBOUND, value)).map(|options| options.inbound);
+        assert_eq!((read("strict"), read("Permissive ")), (Ok(Some("strict")), Ok(Some("permissive"))));
+        let problem = "annotation diy-service-mesh/inbound is \"mtls\", expected one of strict, permissive";
+        assert_eq!(read("mtls"), Err(vec![problem.into()]));
     }
 }

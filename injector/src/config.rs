@@ -28,6 +28,10 @@ pub struct Flags {
     /// Where proxies find the controller [default: `http://controller.service-mesh.svc.cluster.local.:8080`]
     #[arg(long, env, value_name = "URL")]
     pub controller_address: Option<String>,
+    /// Whom the controller's certificate must name, as proxies see it
+    /// [default: `spiffe://cluster.local/ns/POD_NAMESPACE/sa/controller`]
+    #[arg(long, env, value_name = "SPIFFE-ID")]
+    pub controller_identity: Option<String>,
     /// Address of the webhook (HTTPS) [default: `[::]:8443`]
     #[arg(long, env, value_name = "ADDRESS:PORT")]
     pub listen: Option<String>,
@@ -111,13 +115,15 @@ impl Config {
         let mut check = Checks::default();
         let serving_certificate = check.serving_certificate(&flags);
         let usual_delay = if matches!(serving_certificate, ServingCertificate::Kubernetes { .. }) { 5 } else { 0 };
+        let mesh_namespace = check.namespace(flags.pod_namespace);
         let config = Self {
             settings: Settings {
                 proxy_image: check.image("IMAGE_TO_DEPLOY_PROXY", flags.image_to_deploy_proxy),
                 proxy_init_image: check.image("IMAGE_TO_DEPLOY_PROXY_INIT", flags.image_to_deploy_proxy_init),
                 image_pull_policy: check.image_pull_policy(flags.image_pull_policy),
                 controller_address: check.controller_address(flags.controller_address),
-                mesh_namespace: check.namespace(flags.pod_namespace),
+                controller_identity: check.controller_identity(flags.controller_identity, &mesh_namespace),
+                mesh_namespace,
             },
             listen: check.address("LISTEN", flags.listen, "[::]:8443"),
             admin_listen: check.address("ADMIN_LISTEN", flags.admin_listen, "[::]:8081"),
@@ -158,6 +164,17 @@ impl Checks {
         let is_url = value.parse::<http::Uri>().is_ok_and(|uri| matches!(uri.scheme_str(), Some("http" | "https")) && uri.host().is_some());
         if !is_url {
             self.0.push(format!("CONTROLLER_ADDRESS is {value:?}, expected a URL such as http://controller:8080"));
+        }
+        value
+    }
+
+    fn controller_identity(&mut self, value: Option<String>, mesh_namespace: &str) -> String {
+        let value = given(value).unwrap_or_else(|| format!("spiffe://cluster.local/ns/{mesh_namespace}/sa/controller"));
+        let parts: Vec<&str> = value.split('/').collect();
+        let fits = matches!(parts[..], ["spiffe:", "", domain, "ns", namespace, "sa", account]
+            if [domain, namespace, account].iter().all(|part| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_graphic())));
+        if !fits {
+            self.0.push(format!("CONTROLLER_IDENTITY is {value:?}, expected spiffe://TRUST-DOMAIN/ns/NAMESPACE/sa/SERVICE-ACCOUNT"));
         }
         value
     }
@@ -233,6 +250,7 @@ mod tests {
         assert_eq!(config.settings.proxy_init_image, "init:1");
         assert_eq!(config.settings.image_pull_policy, ImagePullPolicy::IfNotPresent);
         assert_eq!(config.settings.controller_address, "http://controller.service-mesh.svc.cluster.local.:8080");
+        assert_eq!(config.settings.controller_identity, "spiffe://cluster.local/ns/service-mesh/sa/controller");
         assert_eq!(config.settings.mesh_namespace, "service-mesh");
         assert_eq!(config.listen.to_string(), "[::]:8443");
         assert_eq!(config.admin_listen.to_string(), "[::]:8081");
@@ -254,6 +272,7 @@ mod tests {
         let problems = Config::from_flags(flags(&[
             "--image-pull-policy=Sometimes",
             "--controller-address=controller",
+            "--controller-identity=controller",
             "--listen=8443",
             "--admin-listen=localhost:1",
             "--pod-namespace=-a",
@@ -261,13 +280,14 @@ mod tests {
             "--extra-san=ok.example, not a name",
             "--shutdown-delay=soon",
         ]));
-        let report = problems.expect_err("ten problems").to_string();
+        let report = problems.expect_err("eleven problems").to_string();
         for name in [
-            "has 10 problem",
+            "has 11 problem",
             "IMAGE_TO_DEPLOY_PROXY is required",
             "IMAGE_TO_DEPLOY_PROXY_INIT is required",
             "IMAGE_PULL_POLICY is \"Sometimes\"",
             "CONTROLLER_ADDRESS is \"controller\"",
+            "CONTROLLER_IDENTITY is \"controller\"",
             "ADMIN_LISTEN is \"localhost:1\"",
             "LISTEN is \"8443\"",
             "POD_NAMESPACE is \"-a\"",

@@ -17,6 +17,10 @@ pub const PROXY: &str = "proxy";
 pub const PROXY_INIT: &str = "proxy-init";
 /// The name of the volume with the proxy's token.
 pub const TOKEN_VOLUME: &str = "diy-service-mesh-token";
+/// The ConfigMap with the certificates that the mesh trusts, which the controller keeps in every namespace that has meshed pods.
+pub const ROOTS_CONFIG_MAP: &str = "diy-service-mesh-roots";
+/// The key in it, and the file that the proxy reads.
+pub const ROOTS: &str = "roots.pem";
 /// Where that volume is mounted, in the proxy only.
 pub const TOKEN_FOLDER: &str = "/var/run/secrets/diy-service-mesh";
 /// Where Kubernetes mounts a pod's credentials for its API, in every container that it finds. The mesh's have no use for them.
@@ -85,8 +89,9 @@ pub fn proxy_init(settings: &Settings, ports: Ports, options: &Options) -> Value
     })
 }
 
-/// The proxy: a native sidecar, which starts before the pod's own containers and ends after them.
-pub fn proxy(settings: &Settings, ports: Ports, options: &Options) -> Value {
+/// The proxy: a native sidecar, which starts before the pod's own containers and ends after them. `probes` are what the kubelet may
+/// ask the pod although it has no identity.
+pub fn proxy(settings: &Settings, ports: Ports, options: &Options, probes: &[String]) -> Value {
     let mut args = vec![
         format!("--inbound-port={}", ports.inbound),
         format!("--outbound-port={}", ports.outbound),
@@ -94,6 +99,8 @@ pub fn proxy(settings: &Settings, ports: Ports, options: &Options) -> Value {
     ];
     args.extend(options.dump.iter().map(|dump| format!("--dump={dump}")));
     args.extend(options.dump_format.iter().map(|format| format!("--dump-format={format}")));
+    args.extend(options.inbound.iter().map(|mode| format!("--inbound={mode}")));
+    args.extend(probes.iter().map(|probe| format!("--probe={probe}")));
     json!({
         "name": PROXY,
         "image": settings.proxy_image,
@@ -102,6 +109,8 @@ pub fn proxy(settings: &Settings, ports: Ports, options: &Options) -> Value {
         "args": args,
         "env": [
             {"name": "SERVICE_MESH_CONTROLLER", "value": settings.controller_address},
+            {"name": "SERVICE_MESH_CONTROLLER_IDENTITY", "value": settings.controller_identity},
+            {"name": "SERVICE_MESH_ROOTS_FILE", "value": format!("{TOKEN_FOLDER}/{ROOTS}")},
             {"name": PROXY_MARK, "value": format!("{TOKEN_FOLDER}/token")},
             {"name": "POD_NAME", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.name"}}},
             {"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.namespace"}}},

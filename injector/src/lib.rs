@@ -1,7 +1,8 @@
 //! The injector: a mutating webhook. A Pod comes in, a JSON patch goes out that adds proxy-init and proxy.
 //!
 //! A request's way: `server` accepts it, `tls` decrypts, `webhook` bounds and reads it, `review` understands it,
-//! `patch` decides, with `annotations` for what the pod asks and `containers` for what it gains. Beside that way,
+//! `patch` decides, with `annotations` for what the pod asks, `containers` for what it gains and `probes` for what the kubelet
+//! may ask it. Beside that way,
 //! `kubernetes` or `ephemeral` keep the serving certificate (made in `certificate`), and `health` tells probes.
 //!
 //! It stores nothing but its own certificates, and is not on the path of any traffic.
@@ -16,6 +17,7 @@ mod keeper;
 mod kubernetes;
 mod metrics;
 pub mod patch;
+mod probes;
 pub mod review;
 mod server;
 mod tls;

@@ -9,6 +9,7 @@ use serde_json::{Map, Value};
 
 use crate::annotations::{self, Options, Wish, quoted};
 use crate::containers::{self, PROXY, PROXY_INIT, PROXY_INIT_MARK, PROXY_MARK, PROXY_UID, Ports, TOKEN_VOLUME};
+use crate::probes;
 
 /// What the injected containers are made of.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -21,6 +22,8 @@ pub struct Settings {
     pub image_pull_policy: ImagePullPolicy,
     /// Where the proxies find the controller.
     pub controller_address: String,
+    /// Whom the controller's certificate must name.
+    pub controller_identity: String,
     /// The namespace of the mesh itself, whose pods are left alone.
     pub mesh_namespace: String,
 }
@@ -57,8 +60,17 @@ pub struct Candidate<'a> {
     pub pod: &'a Value,
     /// Where it is created; the pod itself need not say.
     pub namespace: &'a str,
-    /// Whether that namespace asks for the mesh on behalf of its pods.
-    pub namespace_enabled: bool,
+    /// What that namespace says on behalf of its pods.
+    pub labels: NamespaceLabels,
+}
+
+/// What a namespace's labels say on behalf of its pods. A pod's own word counts more.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NamespaceLabels {
+    /// Its pods join the mesh.
+    pub enabled: bool,
+    /// Those that do refuse callers without an identity.
+    pub strict: bool,
 }
 
 /// What becomes of a pod.
@@ -92,7 +104,7 @@ const PROBLEMS_TOLD: usize = 10;
 pub fn decide(settings: &Settings, candidate: Candidate<'_>) -> Verdict {
     match annotations::wish(candidate.pod) {
         Wish::No => return Verdict::NotAsked,
-        Wish::Unsaid if !candidate.namespace_enabled => return Verdict::NotAsked,
+        Wish::Unsaid if !candidate.labels.enabled => return Verdict::NotAsked,
         Wish::Unclear(value) => {
             let name = annotations::INJECT;
             return Verdict::LeftAlone(format!("not injected: annotation {name} is {}, expected \"true\" or \"false\"", quoted(value)));
@@ -102,7 +114,7 @@ pub fn decide(settings: &Settings, candidate: Candidate<'_>) -> Verdict {
     if let Some(reason) = unfit(settings, candidate) {
         return Verdict::LeftAlone(format!("not injected: {reason}"));
     }
-    match inject(settings, candidate.pod) {
+    match inject(settings, candidate) {
         Ok(injection) => Verdict::Injected(Box::new(injection)),
         Err(mut problems) => {
             problems.truncate(PROBLEMS_TOLD);
@@ -130,23 +142,32 @@ fn unfit(settings: &Settings, candidate: Candidate<'_>) -> Option<String> {
 }
 
 /// The pod with everything that the mesh adds, or every reason why that cannot be.
-fn inject(settings: &Settings, pod: &Value) -> Result<Injection, Vec<String>> {
+fn inject(settings: &Settings, candidate: Candidate<'_>) -> Result<Injection, Vec<String>> {
+    let pod = candidate.pod;
     let parts = Parts::of(pod)?;
     let mut problems = conflicts(&parts);
-    let options = Options::of(pod).unwrap_or_else(|wrong| {
+    let mut options = Options::of(pod).unwrap_or_else(|wrong| {
         problems.extend(wrong);
         Options::default()
     });
+    options.inbound = options.inbound.or(candidate.labels.strict.then_some(annotations::STRICT));
     let ports = Ports::clear_of(parts.declared_ports()).unwrap_or_else(|| {
         problems.push("the pod's containers declare every port that the proxy could listen on".into());
         Ports::USUAL
     });
+    let mut probes = Vec::new();
+    if options.inbound == Some(annotations::STRICT) {
+        probes = probes::of(parts.own_containers(), &options).unwrap_or_else(|wrong| {
+            problems.extend(wrong);
+            Vec::new()
+        });
+    }
     if !problems.is_empty() {
         return Err(problems);
     }
 
     let mut injected = pod.clone();
-    let ours = [containers::proxy_init(settings, ports, &options), containers::proxy(settings, ports, &options)];
+    let ours = [containers::proxy_init(settings, ports, &options), containers::proxy(settings, ports, &options, &probes)];
     set(&mut injected, "spec", "initContainers", Value::Array(parts.init_containers_with(ours)));
     set(&mut injected, "spec", "volumes", Value::Array(parts.volumes_with(containers::token_volume())));
     let mut marks = parts.annotations.cloned().unwrap_or_default();
@@ -269,7 +290,8 @@ fn is_ours(container: &Value) -> bool {
     }
 }
 
-fn name_of(object: &Value) -> &str {
+/// The name of a container, a volume, a variable or a port.
+pub(crate) fn name_of(object: &Value) -> &str {
     object.get("name").and_then(Value::as_str).unwrap_or_default()
 }
 

@@ -8,7 +8,7 @@ use k8s_openapi::ByteString;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::patch::{Candidate, Settings, Verdict, decide};
+use crate::patch::{Candidate, NamespaceLabels, Settings, Verdict, decide};
 
 const API_VERSION: &str = "admission.k8s.io/v1";
 const KIND: &str = "AdmissionReview";
@@ -55,7 +55,7 @@ pub struct Answer {
 }
 
 /// Answers one review.
-pub fn answer(settings: &Settings, body: &[u8], namespace_enabled: bool) -> Result<Answer, Malformed> {
+pub fn answer(settings: &Settings, body: &[u8], labels: NamespaceLabels) -> Result<Answer, Malformed> {
     let review: Review = serde_json::from_slice(body)?;
     if review.api_version != API_VERSION || review.kind != KIND {
         return Err(Malformed::Version(review.api_version, review.kind));
@@ -65,7 +65,7 @@ pub fn answer(settings: &Settings, body: &[u8], namespace_enabled: bool) -> Resu
         if !request.object.is_object() {
             return Err(Malformed::NoObject(request.uid));
         }
-        decide(settings, Candidate { pod: &request.object, namespace: &request.namespace, namespace_enabled })
+        decide(settings, Candidate { pod: &request.object, namespace: &request.namespace, labels })
     } else {
         Verdict::NotAsked
     };

@@ -1,5 +1,5 @@
-//! The webhook over HTTP: `POST /inject` with an AdmissionReview, answered by [`crate::review`]. The path says whether the pod's
-//! namespace asks for the mesh, so that the injector needs to read no namespaces.
+//! The webhook over HTTP: `POST /inject` with an AdmissionReview, answered by [`crate::review`]. The path says what the labels of the
+//! pod's namespace ask for, so that the injector needs to read no namespaces.
 //!
 //! It bounds what callers can make it hold: the size of one body, before and after parsing, of all bodies together, and the time
 //! that one takes.
@@ -16,13 +16,17 @@ use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 use crate::metrics::Metrics;
-use crate::patch::Settings;
+use crate::patch::{NamespaceLabels, Settings};
 use crate::review::{self, Outcome};
 
 /// The path for pods that ask for the mesh themselves.
 pub const PATH: &str = "/inject";
 /// The path for pods whose namespace asks for the mesh. (A query would be nicer; webhook configurations take none.)
 pub const PATH_FOR_ENABLED_NAMESPACES: &str = "/inject/enabled-namespace";
+/// The path for pods that ask for the mesh themselves, in a namespace that wants it strict.
+pub const PATH_FOR_STRICT_NAMESPACES: &str = "/inject/strict-namespace";
+/// The path for pods whose namespace asks for the mesh, and wants it strict.
+pub const PATH_FOR_ENABLED_STRICT_NAMESPACES: &str = "/inject/enabled-strict-namespace";
 /// The API server takes objects of up to 3 MiB; a review holds one and little more.
 pub const BODY_LIMIT: usize = 4 * 1024 * 1024;
 /// All bodies at hand together, in KiB. Who finds no room waits for it.
@@ -51,10 +55,8 @@ impl Webhook {
     where
         B: Body<Data = Bytes, Error: Into<Box<dyn std::error::Error + Send + Sync>>>,
     {
-        let namespace_enabled = match request.uri().path() {
-            PATH => false,
-            PATH_FOR_ENABLED_NAMESPACES => true,
-            _ => return refusal(StatusCode::NOT_FOUND, format!("nothing here: the webhook is POST {PATH}\n")),
+        let Some(labels) = labels(request.uri().path()) else {
+            return refusal(StatusCode::NOT_FOUND, format!("nothing here: the webhook is POST {PATH}\n"));
         };
         if request.method() != Method::POST {
             let mut response = refusal(StatusCode::METHOD_NOT_ALLOWED, format!("the webhook is POST {PATH}\n"));
@@ -62,7 +64,7 @@ impl Webhook {
             return response;
         }
         let started = Instant::now();
-        let answered = timeout(TIME_LIMIT, self.review(request.into_body(), namespace_enabled)).await.unwrap_or(Err(Failure::Late));
+        let answered = timeout(TIME_LIMIT, self.review(request.into_body(), labels)).await.unwrap_or(Err(Failure::Late));
         self.metrics.duration(started.elapsed());
         answered.unwrap_or_else(|failure| {
             self.metrics.error();
@@ -71,12 +73,12 @@ impl Webhook {
         })
     }
 
-    async fn review<B>(&self, body: B, namespace_enabled: bool) -> Result<Response<Full<Bytes>>, Failure>
+    async fn review<B>(&self, body: B, labels: NamespaceLabels) -> Result<Response<Full<Bytes>>, Failure>
     where
         B: Body<Data = Bytes, Error: Into<Box<dyn std::error::Error + Send + Sync>>>,
     {
         let (body, _room) = self.body(body).await?;
-        let answer = review::answer(&self.settings, &body, namespace_enabled)?;
+        let answer = review::answer(&self.settings, &body, labels)?;
         let (subject, messages) = (&answer.subject, answer.messages.join("; "));
         match answer.outcome {
             Outcome::Injected => tracing::info!(%subject, %messages, "injected"),
@@ -110,6 +112,18 @@ impl Webhook {
         }
         Ok((body, room))
     }
+}
+
+/// What a path says of the pod's namespace; none for a path that is not there.
+pub fn labels(path: &str) -> Option<NamespaceLabels> {
+    let (enabled, strict) = match path {
+        PATH => (false, false),
+        PATH_FOR_ENABLED_NAMESPACES => (true, false),
+        PATH_FOR_STRICT_NAMESPACES => (false, true),
+        PATH_FOR_ENABLED_STRICT_NAMESPACES => (true, true),
+        _ => return None,
+    };
+    Some(NamespaceLabels { enabled, strict })
 }
 
 /// The handler for `server::serve`.
@@ -172,7 +186,8 @@ mod tests {
             proxy_image: "proxy".into(),
             proxy_init_image: "init".into(),
             image_pull_policy: ImagePullPolicy::IfNotPresent,
-            controller_address: "http://controller".into(),
+            controller_address: "https://controller".into(),
+            controller_identity: "spiffe://cluster.local/ns/service-mesh/sa/controller".into(),
             mesh_namespace: "service-mesh".into(),
         };
         Webhook::new(settings, Arc::default())

@@ -4,7 +4,8 @@
 use std::fs;
 use std::path::Path;
 
-use diy_mesh_injector::webhook::{PATH, PATH_FOR_ENABLED_NAMESPACES};
+use diy_mesh_injector::patch::NamespaceLabels;
+use diy_mesh_injector::webhook;
 use serde_json::{Value, json};
 
 fn webhooks() -> Vec<Value> {
@@ -14,13 +15,25 @@ fn webhooks() -> Vec<Value> {
     configuration["webhooks"].as_array().expect("a list").clone()
 }
 
+/// An entry is for namespaces whose label has this value, or has another one.
+fn selects(webhook: &Value, label: &str, operator: &str, value: &str) -> bool {
+    let expressions = webhook["namespaceSelector"]["matchExpressions"].as_array().expect("a list");
+    expressions.contains(&json!({"key": label, "operator": operator, "values": [value]}))
+}
+
 #[test]
 fn every_entry_calls_a_path_that_is_answered_and_for_new_pods_only() {
     for webhook in webhooks() {
         let service = &webhook["clientConfig"]["service"];
         assert_eq!((&service["name"], &service["namespace"]), (&json!("injector"), &json!("service-mesh")));
-        let of_label = !webhook["namespaceSelector"]["matchLabels"].is_null();
-        assert_eq!(service["path"], if of_label { PATH_FOR_ENABLED_NAMESPACES } else { PATH });
+        let wanted = NamespaceLabels {
+            enabled: selects(&webhook, "diy-service-mesh/inject", "In", "enabled"),
+            strict: selects(&webhook, "diy-service-mesh/inbound", "In", "strict"),
+        };
+        let path = service["path"].as_str().expect("a path");
+        assert_eq!(webhook::labels(path), Some(wanted), "{}", webhook["name"]);
+        let fails = webhook["failurePolicy"] == "Fail";
+        assert_eq!(fails && !wanted.strict, selects(&webhook, "diy-service-mesh/inbound", "NotIn", "strict"), "{}", webhook["name"]);
         let rules =
             json!([{"operations": ["CREATE"], "apiGroups": [""], "apiVersions": ["v1"], "resources": ["pods"], "scope": "Namespaced"}]);
         assert_eq!(webhook["rules"], rules);
@@ -33,7 +46,7 @@ fn every_entry_calls_a_path_that_is_answered_and_for_new_pods_only() {
 fn an_entry_that_can_stop_pods_has_conditions_and_leaves_the_cluster_and_the_mesh_alone() {
     let webhooks = webhooks();
     let (stopping, others): (Vec<_>, Vec<_>) = webhooks.iter().partition(|webhook| webhook["failurePolicy"] == "Fail");
-    assert_eq!((stopping.len(), others.len()), (2, 1));
+    assert_eq!((stopping.len(), others.len()), (4, 1));
     for webhook in stopping {
         assert!(webhook["matchConditions"].as_array().is_some_and(|conditions| conditions.len() == 2), "{}", webhook["name"]);
         assert_eq!(webhook["timeoutSeconds"], 5);

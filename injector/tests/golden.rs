@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use diy_mesh_injector::patch::{Candidate, ImagePullPolicy, Settings, Verdict, decide};
+use diy_mesh_injector::patch::{Candidate, ImagePullPolicy, NamespaceLabels, Settings, Verdict, decide};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -18,6 +18,8 @@ struct Golden {
     namespace: String,
     #[serde(default)]
     enabled_namespace: bool,
+    #[serde(default)]
+    strict_namespace: bool,
     input: Value,
     #[serde(flatten)]
     expected: Value,
@@ -29,6 +31,7 @@ fn settings() -> Settings {
         proxy_init_image: "diy-sm-proxy-init:dev".into(),
         image_pull_policy: ImagePullPolicy::IfNotPresent,
         controller_address: "http://controller.service-mesh.svc.cluster.local.:8080".into(),
+        controller_identity: "spiffe://cluster.local/ns/service-mesh/sa/controller".into(),
         mesh_namespace: "service-mesh".into(),
     }
 }
@@ -47,7 +50,8 @@ fn read(file: &Path) -> (String, Golden) {
 }
 
 fn verdict(golden: &Golden) -> Verdict {
-    decide(&settings(), Candidate { pod: &golden.input, namespace: &golden.namespace, namespace_enabled: golden.enabled_namespace })
+    let labels = NamespaceLabels { enabled: golden.enabled_namespace, strict: golden.strict_namespace };
+    decide(&settings(), Candidate { pod: &golden.input, namespace: &golden.namespace, labels })
 }
 
 /// The verdict as the files have it.

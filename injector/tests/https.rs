@@ -169,6 +169,20 @@ async fn the_namespace_speaks_for_pods_that_say_nothing() {
     assert!(response(&body)["patch"].is_string());
     let (_, body) = injector.http1(post("/inject/enabled-namespace", &review(&pod("false")))).await;
     assert!(response(&body)["patch"].is_null());
+
+    let strict =
+        |pod: &Value| pod["spec"]["initContainers"][1]["args"].as_array().is_some_and(|args| args.contains(&json!("--inbound=strict")));
+    for (path, asked, expected) in [
+        ("/inject", pod("true"), false),
+        ("/inject/enabled-namespace", silent.clone(), false),
+        ("/inject/strict-namespace", pod("true"), true),
+        ("/inject/enabled-strict-namespace", silent.clone(), true),
+    ] {
+        let (_, body) = injector.http1(post(path, &review(&asked))).await;
+        assert_eq!(strict(&patched(&asked, &response(&body))), expected, "{path}");
+    }
+    let (_, body) = injector.http1(post("/inject/strict-namespace", &review(&silent))).await;
+    assert!(response(&body)["patch"].is_null());
 }
 
 #[tokio::test]

@@ -1,6 +1,6 @@
 //! What holds for every pod, on some thousand pods made at random from a fixed seed: odd ones, half-injected ones, broken ones.
 
-use diy_mesh_injector::patch::{Candidate, ImagePullPolicy, Injection, Settings, Verdict, decide};
+use diy_mesh_injector::patch::{Candidate, ImagePullPolicy, Injection, NamespaceLabels, Settings, Verdict, decide};
 use fastrand::Rng;
 use serde_json::{Map, Value, json};
 
@@ -9,17 +9,22 @@ fn settings() -> Settings {
         proxy_image: "proxy:1".into(),
         proxy_init_image: "init:1".into(),
         image_pull_policy: ImagePullPolicy::Always,
-        controller_address: "http://controller:8080".into(),
+        controller_address: "https://controller:8080".into(),
+        controller_identity: "spiffe://cluster.local/ns/service-mesh/sa/controller".into(),
         mesh_namespace: "service-mesh".into(),
     }
 }
 
-fn judge(pod: &Value) -> Verdict {
-    decide(&settings(), Candidate { pod, namespace: "shop", namespace_enabled: true })
+fn judge(pod: &Value, strict: bool) -> Verdict {
+    decide(&settings(), Candidate { pod, namespace: "shop", labels: NamespaceLabels { enabled: true, strict } })
 }
 
 fn injected(pod: &Value) -> Option<Injection> {
-    match judge(pod) {
+    injected_where(pod, false)
+}
+
+fn injected_where(pod: &Value, strict: bool) -> Option<Injection> {
+    match judge(pod, strict) {
         Verdict::Injected(injection) => Some(*injection),
         _ => None,
     }
@@ -68,6 +73,29 @@ fn the_meshes_containers_come_first_and_once() {
 }
 
 #[test]
+fn a_strict_namespace_says_strict_for_the_pods_that_say_nothing_and_for_no_others() {
+    let mut rng = Rng::with_seed(7);
+    let mut strict = 0;
+    for _ in 0..1_000 {
+        let pod = pod(&mut rng);
+        let Some(injection) = injected_where(&pod, true) else { continue };
+        let said = pod["metadata"]["annotations"]["diy-service-mesh/inbound"].as_str().unwrap_or("strict");
+        let proxy =
+            injection.pod["spec"]["initContainers"].as_array().expect("a list").iter().find(|container| container["name"] == "proxy");
+        let args = &proxy.expect("it is injected")["args"];
+        let args: Vec<_> = args.as_array().expect("a list").iter().filter_map(Value::as_str).collect();
+        assert!(args.contains(&format!("--inbound={said}").as_str()), "{pod}");
+        let probes = args.iter().filter(|arg| arg.starts_with("--probe=")).count();
+        let asked = pod["spec"]["containers"][0]["livenessProbe"].get("httpGet").is_some();
+        let skipped = pod["metadata"]["annotations"].get("diy-service-mesh/skip-inbound-ports").is_some();
+        assert!(said == "strict" || probes == 0, "{pod}");
+        assert!(said != "strict" || probes > 0 || !asked || skipped, "{pod}");
+        strict += usize::from(probes > 0);
+    }
+    assert!(strict > 100, "{strict} strict pods with probes");
+}
+
+#[test]
 fn no_json_whatever_makes_it_panic() {
     let mut rng = Rng::with_seed(6);
     for _ in 0..4_000 {
@@ -75,7 +103,7 @@ fn no_json_whatever_makes_it_panic() {
         for _ in 0..rng.usize(1..4) {
             spoil(&mut pod, &mut rng);
         }
-        if let Some(injection) = injected(&pod) {
+        if let Some(injection) = injected_where(&pod, rng.bool()) {
             json_patch::patch(&mut pod, &injection.patch).expect("a patch that fits");
             assert_eq!(pod, injection.pod);
         }
@@ -138,6 +166,7 @@ fn annotations(rng: &mut Rng) -> Value {
         ("diy-service-mesh/skip-inbound-ports", "25, 80-90"),
         ("diy-service-mesh/skip-outbound-ports", "3306"),
         ("diy-service-mesh/dump", "off"),
+        ("diy-service-mesh/inbound", *rng.choice(&["strict", "permissive"]).expect("some")),
         ("diy-service-mesh/status", "unknown"),
         ("example.com/a~b", "c"),
     ];
@@ -147,7 +176,18 @@ fn annotations(rng: &mut Rng) -> Value {
 
 fn container(rng: &mut Rng, name: &str) -> Value {
     let port = *rng.choice(&[80, 4000, 4001, 5000, 65535]).expect("some");
-    json!({"name": name, "image": "i", "ports": [{"containerPort": port}], "unknown": {"kept": [1, null]}})
+    let mut container =
+        json!({"name": name, "image": "i", "ports": [{"containerPort": port, "name": "web"}], "unknown": {"kept": [1, null]}});
+    let mut probe = || match rng.u8(0..4) {
+        0 => json!({"httpGet": {"path": "/health", "port": "web"}}),
+        1 => json!({"httpGet": {"port": 85}}),
+        2 => json!({"tcpSocket": {"port": port}}),
+        _ => json!({"exec": {"command": ["true"]}}),
+    };
+    container["livenessProbe"] = probe();
+    container["readinessProbe"] = probe();
+    container["lifecycle"] = json!({"preStop": probe()});
+    container
 }
 
 fn half_proxy(rng: &mut Rng) -> Value {

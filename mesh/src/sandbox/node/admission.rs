@@ -212,24 +212,34 @@ mod tests {
         serde_json::from_value(config["webhooks"].clone()).unwrap()
     }
 
-    fn asked(annotation: Option<&str>, namespace_label: Option<&str>) -> Vec<String> {
+    /// Where a pod is sent to, by the entries that can stop it.
+    fn asked(annotation: Option<&str>, inject: Option<&str>, inbound: Option<&str>) -> Vec<String> {
         let annotations: BTreeMap<&str, &str> = annotation.map(|value| ("diy-service-mesh/inject", value)).into_iter().collect();
         let object = json!({"metadata": {"name": "p", "annotations": annotations}, "spec": {}});
         let mut labels = BTreeMap::from([("kubernetes.io/metadata.name".to_owned(), "shop".to_owned())]);
-        labels.extend(namespace_label.map(|value| ("diy-service-mesh/inject".to_owned(), value.to_owned())));
+        labels.extend(inject.map(|value| ("diy-service-mesh/inject".to_owned(), value.to_owned())));
+        labels.extend(inbound.map(|value| ("diy-service-mesh/inbound".to_owned(), value.to_owned())));
         let failing = webhooks().into_iter().filter(|webhook| webhook.failure_policy.as_deref() != Some("Ignore"));
-        failing.filter(|webhook| applies(webhook, &object, &labels).unwrap()).map(|webhook| webhook.name).collect()
+        let asked = failing.filter(|webhook| applies(webhook, &object, &labels).unwrap());
+        asked.filter_map(|webhook| webhook.client_config.service?.path).collect()
     }
 
     #[test]
     fn only_pods_that_ask_are_sent_to_the_injector_and_those_once() {
-        assert_eq!(asked(None, None).len(), 0);
-        assert_eq!(asked(Some("True"), None).len(), 1);
-        assert_eq!(asked(Some("false"), None).len(), 0);
-        assert_eq!(asked(None, Some("enabled")).len(), 1);
-        assert_eq!(asked(Some("true"), Some("enabled")).len(), 1);
-        assert_eq!(asked(Some("FALSE"), Some("enabled")).len(), 0);
-        assert_eq!(asked(None, Some("other")).len(), 0);
+        for (inbound, of_pods, of_namespaces) in [
+            (None, "/inject", "/inject/enabled-namespace"),
+            (Some("permissive"), "/inject", "/inject/enabled-namespace"),
+            (Some("strict"), "/inject/strict-namespace", "/inject/enabled-strict-namespace"),
+        ] {
+            let nobody: [&str; 0] = [];
+            assert_eq!(asked(None, None, inbound), nobody);
+            assert_eq!(asked(Some("True"), None, inbound), [of_pods]);
+            assert_eq!(asked(Some("false"), None, inbound), nobody);
+            assert_eq!(asked(None, Some("enabled"), inbound), [of_namespaces]);
+            assert_eq!(asked(Some("true"), Some("enabled"), inbound), [of_pods]);
+            assert_eq!(asked(Some("FALSE"), Some("enabled"), inbound), nobody);
+            assert_eq!(asked(None, Some("other"), inbound), nobody);
+        }
     }
 
     #[test]

@@ -57,6 +57,7 @@ pub(super) struct Supervisor {
 enum PreStop {
     Sleep(Duration),
     Exec(PathBuf),
+    Http(Check),
 }
 
 /// A pipe's line never grows beyond this; kubelets cut there too.
@@ -74,7 +75,7 @@ impl Supervisor {
                 .lifecycle
                 .as_ref()
                 .and_then(|lifecycle| lifecycle.pre_stop.as_ref())
-                .map(|hook| pre_stop(hook, &spec_file))
+                .map(|hook| pre_stop(hook, container, &spec_file))
                 .transpose()
                 .with_context(place)?,
             board,
@@ -192,13 +193,20 @@ impl Supervisor {
                 command.arg("sandbox-exec").arg(spec).env_clear().stdin(Stdio::null()).kill_on_drop(true);
                 match command.output().await {
                     Ok(output) if output.status.success() => {}
-                    other => {
-                        self.board.notice(format!("the preStop hook of container {} failed: {other:?}", self.board.container(self.index)))
-                    }
+                    other => self.hook_failed(&format!("{other:?}")),
+                }
+            }
+            Some(PreStop::Http(check)) if wanted => {
+                if let Err(error) = check.run(self.board.ip()).await {
+                    self.hook_failed(&format!("{error:#}"));
                 }
             }
             _ => {}
         }
+    }
+
+    fn hook_failed(&self, why: &str) {
+        self.board.notice(format!("the preStop hook of container {} failed: {why}", self.board.container(self.index)));
     }
 
     /// Keeps the board in step with the probes; comes back when one says that the container must end.
@@ -313,11 +321,14 @@ async fn next_line(reader: &mut BufReader<impl AsyncRead + Unpin>) -> Option<Str
     }
 }
 
-fn pre_stop(hook: &LifecycleHandler, spec_file: &std::path::Path) -> Result<PreStop> {
+fn pre_stop(hook: &LifecycleHandler, container: &Container, spec_file: &std::path::Path) -> Result<PreStop> {
     if let Some(sleep) = &hook.sleep {
         return Ok(PreStop::Sleep(Duration::from_secs(sleep.seconds.try_into().unwrap_or(0))));
     }
-    let exec = hook.exec.as_ref().context("the sandbox knows the preStop hooks sleep and exec")?;
+    if let Some(http) = &hook.http_get {
+        return Ok(PreStop::Http(Check::hook(http, container)?));
+    }
+    let exec = hook.exec.as_ref().context("the sandbox knows the preStop hooks sleep, exec and httpGet")?;
     let mut spec: crate::sandbox::exec::Spec = serde_json::from_slice(&std::fs::read(spec_file)?)?;
     spec.argv = exec.command.clone().unwrap_or_default();
     let file = spec_file.with_extension("pre-stop");

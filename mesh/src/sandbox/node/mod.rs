@@ -18,7 +18,7 @@ mod network;
 mod objects;
 mod pod;
 mod probe;
-
+mod roots;
 mod services;
 mod spec;
 mod state;
@@ -50,6 +50,10 @@ struct Node {
     programs: PathBuf,
     /// The folder that controllers see.
     control: PathBuf,
+    /// The folder that controllers share: their certificate authority, with its keys.
+    authority: PathBuf,
+    /// What they have published of it.
+    roots: roots::Published,
     network: Network,
     issuer: Issuer,
     hosts: Hosts,
@@ -109,9 +113,12 @@ async fn serve(programs: PathBuf, reader: OwnedReadHalf, messages: mpsc::Sender<
     let control = Path::new(FOLDER).join("control");
     fs::create_dir_all(control.join("catalog"))?;
     fs::write(control.join("jwks.json"), issuer.jwks()?)?;
+    let authority = Path::new(FOLDER).join("authority");
+    fs::create_dir_all(&authority)?;
+    let roots = roots::watch(&authority);
     let (hooks_sender, hooks) = watch::channel(Vec::new());
     let objects = Mutex::new(Objects::default());
-    let node = Arc::new(Node { programs, control, network, issuer, hosts: Hosts::default(), hooks, objects, messages });
+    let node = Arc::new(Node { programs, control, authority, roots, network, issuer, hosts: Hosts::default(), hooks, objects, messages });
     let (events_sender, events) = mpsc::unbounded_channel();
     let state = State::new(node.clone(), events_sender, hooks_sender)?;
     node.messages.send(Message::Started).await?;
@@ -195,9 +202,11 @@ impl Node {
         Path::new(FOLDER).join("pods").join(uid)
     }
 
+    /// One that was applied, or the mesh's roots.
     fn config_map(&self, namespace: &str, name: &str) -> Option<ConfigMap> {
         let objects = self.objects.lock().expect("nobody panics while holding it");
-        objects.config_maps.get(&(namespace.to_owned(), name.to_owned())).cloned()
+        let applied = objects.config_maps.get(&(namespace.to_owned(), name.to_owned())).cloned();
+        applied.or_else(|| self.roots.borrow().as_deref().filter(|_| name == roots::CONFIG_MAP).map(roots::config_map))
     }
 }
 

@@ -19,8 +19,9 @@ use super::{
     container::{Restart, Stop, Supervisor, stopped},
     issuer::Bearer,
     network::{NODE_V4, PodNetwork},
+    roots,
     spec::{Surroundings, service_account},
-    volumes::{self, ProjectedToken},
+    volumes::{self, Live, ProjectedToken},
 };
 use crate::sandbox::protocol::{ContainerView, PodView};
 
@@ -76,7 +77,7 @@ impl PodTask {
     async fn live(&mut self, folder: PathBuf) -> Result<()> {
         let mut stop = self.stop.clone();
         tokio::select! {
-            () = self.admission() => {}
+            () = async { self.admission().await; self.roots().await } => {}
             () = stopped(&mut stop) => return Ok(()),
         }
         let network = self.node.network.pod().await?;
@@ -87,8 +88,8 @@ impl PodTask {
         self.view.ip = ips.first().cloned();
         let init = containers.iter().map(|(_, role)| *role == Role::Init).collect();
         let board = Arc::new(Board::new(self.pod.clone(), self.view.clone(), &ips, init, self.events.clone(), self.node.messages.clone()));
-        let (supervisors, tokens) = self.prepare(folder, &network, &ips, &containers, &board)?;
-        let renewal = self.renew(tokens);
+        let (supervisors, live) = self.prepare(folder, &network, &ips, &containers, &board)?;
+        let renewal = self.renew(live);
         board.phase("Pending", None);
 
         let mut sidecars = Vec::new();
@@ -128,9 +129,7 @@ impl PodTask {
                     let text = format!("{error:#}");
                     // At the start pods are made before the injector answers, and nobody needs to hear of it.
                     if text != told {
-                        self.view.reason = Some(format!("not created: {text}"));
-                        let uid = self.pod.metadata.uid.clone().unwrap_or_default();
-                        let _ = self.events.send(Event::View { uid, view: self.view.clone() });
+                        self.waits_for(format!("not created: {text}"));
                         told = text;
                     }
                 }
@@ -141,6 +140,26 @@ impl PodTask {
         }
     }
 
+    /// Waits for the mesh's roots where the pod mounts them, as a kubelet does: for as long as it takes.
+    async fn roots(&mut self) {
+        let applied = |node: &Node, namespace: &str| node.config_map(namespace, roots::CONFIG_MAP).is_some();
+        if !self.pod.spec.as_ref().is_some_and(roots::needed) || applied(&self.node, &self.view.namespace) {
+            return;
+        }
+        self.waits_for(format!("ConfigMap {} is not there: the controller makes it, and has not yet; is it running?", roots::CONFIG_MAP));
+        let mut published = self.node.roots.clone();
+        // Its sender lives as long as the node.
+        let _ = published.wait_for(Option::is_some).await;
+        self.view.reason = None;
+    }
+
+    /// Tells why the pod does not go on.
+    fn waits_for(&mut self, reason: String) {
+        self.view.reason = Some(reason);
+        let uid = self.pod.metadata.uid.clone().unwrap_or_default();
+        let _ = self.events.send(Event::View { uid, view: self.view.clone() });
+    }
+
     fn prepare(
         &self,
         folder: PathBuf,
@@ -148,7 +167,7 @@ impl PodTask {
         ips: &[String],
         containers: &[(Container, Role)],
         board: &Arc<Board>,
-    ) -> Result<(Vec<Prepared>, Vec<ProjectedToken>)> {
+    ) -> Result<(Vec<Prepared>, Live)> {
         fs::create_dir_all(&folder)?;
         let (namespace, name) = (self.view.namespace.as_str(), self.view.name.as_str());
         let own = ips.iter().map(|ip| format!("{ip} {name}\n")).collect();
@@ -163,9 +182,10 @@ impl PodTask {
             network: network.path(),
             folder: &folder,
             control: &self.node.control,
+            authority: &self.node.authority,
             config: &config,
         };
-        let tokens = volumes::prepare(
+        let live = volumes::prepare(
             &surroundings,
             &volumes::Sources { issuer: &self.node.issuer, bearer: &self.bearer(), config_map: &config_map },
         )?;
@@ -182,7 +202,7 @@ impl PodTask {
             let supervisor = Supervisor::new(board.clone(), index, container, restart, spec_file)?;
             supervisors.push(Prepared { role: *role, index, supervisor });
         }
-        Ok((supervisors, tokens))
+        Ok((supervisors, live))
     }
 
     async fn start(&mut self, board: &Arc<Board>, supervisors: Vec<Prepared>, sidecars: &mut Vec<Started>) -> Outcome {
@@ -258,17 +278,31 @@ impl PodTask {
         self.stop.borrow().unwrap_or(Stop { deadline: Instant::now() + Duration::from_secs(grace.unwrap_or(30)), pre_stop: true })
     }
 
-    fn renew(&self, tokens: Vec<ProjectedToken>) -> JoinHandle<()> {
+    /// Keeps tokens and roots in the pod's files up to date.
+    fn renew(&self, live: Live) -> JoinHandle<()> {
         let (node, bearer, events) = (self.node.clone(), self.bearer(), self.events.clone());
+        let mut published = self.node.roots.clone();
         tokio::spawn(async move {
-            let Some(period) = tokens.iter().map(ProjectedToken::renew_after).min() else { return };
+            let period = live.tokens.iter().map(ProjectedToken::renew_after).min().unwrap_or(Duration::MAX);
+            let mut due = Instant::now().checked_add(period);
+            let pod = format!("{}/{}", bearer.namespace, bearer.pod);
+            let tell = |what: &str, error: anyhow::Error| {
+                let _ = events.send(Event::Notice(format!("cannot renew {what} of {pod}: {error:#}")));
+            };
             loop {
-                time::sleep(period).await;
-                for token in &tokens {
-                    if let Err(error) = token.renew(&node.issuer, &bearer) {
-                        let _ =
-                            events.send(Event::Notice(format!("cannot renew the token of {}/{}: {error:#}", bearer.namespace, bearer.pod)));
+                let moment = due.unwrap_or_else(Instant::now);
+                tokio::select! {
+                    () = time::sleep_until(moment), if due.is_some() => {
+                        let failed = live.tokens.iter().filter_map(|token| token.renew(&node.issuer, &bearer).err());
+                        failed.for_each(|error| tell("the token", error));
+                        due = Instant::now().checked_add(period);
                     }
+                    Ok(()) = published.changed() => {
+                        let roots = published.borrow_and_update().clone().unwrap_or_default();
+                        let failed = live.roots.iter().filter_map(|file| volumes::write_roots(file, &roots).err());
+                        failed.for_each(|error| tell("the roots", error.into()));
+                    }
+                    else => return,
                 }
             }
         })

@@ -12,7 +12,7 @@ use http_body_util::Empty;
 use hyper::{Request, client::conn::http1, header};
 use hyper_util::rt::TokioIo;
 use k8s_openapi::{
-    api::core::v1::{Container, Probe},
+    api::core::v1::{Container, HTTPGetAction, Probe},
     apimachinery::pkg::util::intstr::IntOrString,
 };
 use tokio::{net::TcpStream, time};
@@ -42,9 +42,7 @@ impl Check {
     /// Reads a container's probe.
     pub(super) fn new(probe: &Probe, container: &Container) -> Result<Self> {
         let (kind, port) = if let Some(http) = &probe.http_get {
-            ensure!(http.scheme.as_deref().unwrap_or("HTTP") == "HTTP", "the sandbox probes over HTTP, not HTTPS");
-            let headers = http.http_headers.iter().flatten().map(|header| (header.name.clone(), header.value.clone())).collect();
-            (Kind::Http { path: http.path.clone().unwrap_or_else(|| "/".into()), headers }, port(&http.port, container)?)
+            http_check(http, container)?
         } else if let Some(tcp) = &probe.tcp_socket {
             (Kind::Tcp, port(&tcp.port, container)?)
         } else if let Some(grpc) = &probe.grpc {
@@ -64,6 +62,13 @@ impl Check {
             failures: count(probe.failure_threshold, 3),
             successes: count(probe.success_threshold, 1),
         })
+    }
+
+    /// Reads a container's lifecycle hook, which has as long as the pod has.
+    pub(super) fn hook(http: &HTTPGetAction, container: &Container) -> Result<Self> {
+        let (kind, port) = http_check(http, container)?;
+        let (none, forever) = (Duration::ZERO, Duration::from_secs(24 * 3600));
+        Ok(Self { kind, port, timeout: forever, period: none, initial_delay: none, failures: 1, successes: 1 })
     }
 
     /// Probes once; the error says what was wrong.
@@ -86,6 +91,14 @@ impl Check {
             Err(_) => bail!("{what}: no answer within {} s", self.timeout.as_secs()),
         }
     }
+}
+
+fn http_check(http: &HTTPGetAction, container: &Container) -> Result<(Kind, u16)> {
+    ensure!(http.scheme.as_deref().unwrap_or("HTTP") == "HTTP", "the sandbox probes over HTTP, not HTTPS");
+    let headers = http.http_headers.iter().flatten().map(|header| (header.name.clone(), header.value.clone())).collect();
+    let path = http.path.as_deref().unwrap_or_default();
+    let path = if path.starts_with('/') { path.to_owned() } else { format!("/{path}") };
+    Ok((Kind::Http { path, headers }, port(&http.port, container)?))
 }
 
 /// The number of a port that may be named.

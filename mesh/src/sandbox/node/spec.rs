@@ -47,6 +47,8 @@ pub(super) struct Surroundings<'a> {
     pub(super) folder: &'a Path,
     /// The folder for controllers: the catalog and the keys that tokens are checked with.
     pub(super) control: &'a Path,
+    /// The folder that controllers share: their certificate authority.
+    pub(super) authority: &'a Path,
     /// `key` of the ConfigMap `name` in the pod's namespace.
     pub(super) config: &'a dyn Fn(&str, &str) -> Option<String>,
 }
@@ -109,7 +111,7 @@ impl Surroundings<'_> {
         }
         argv.extend(expanded(&container.args));
         if own {
-            // There is no Kubernetes API here: these two have other sources.
+            // There is no Kubernetes API here: these two have other sources and places.
             let more: &[&str] = match program {
                 "controller" => &["--catalog", "files:/run/sandbox/catalog", "--authenticator", "jwks:/run/sandbox/jwks.json"],
                 "injector" => &["--serving-certificate", "ephemeral", "--ca-file", "/run/sandbox/ca.pem"],
@@ -196,7 +198,10 @@ impl Surroundings<'_> {
             binds.push(bind(self.folder.join("volumes").join(&mount.name), target, mount.read_only.unwrap_or(false)));
         }
         match program(container.image.as_deref().unwrap_or_default())? {
-            "controller" => binds.push(bind(self.control.to_owned(), private.join("run/sandbox"), true)),
+            "controller" => {
+                binds.push(bind(self.control.to_owned(), private.join("run/sandbox"), true));
+                binds.push(bind(self.authority.to_owned(), private.join("run/authority"), false));
+            }
             "injector" => binds.push(bind(self.folder.join("injector"), private.join("run/sandbox"), false)),
             _ => {}
         }
@@ -304,6 +309,7 @@ mod tests {
             network: "/proc/1/fd/3".into(),
             folder: Path::new("/run/mesh/pods/u"),
             control: Path::new("/run/mesh/control"),
+            authority: Path::new("/run/mesh/authority"),
             config: &|name, key| (name == "settings" && key == "color").then(|| "red".into()),
         };
         surroundings.process(&pod.spec.as_ref().unwrap().containers[0])

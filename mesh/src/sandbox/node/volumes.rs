@@ -13,6 +13,7 @@ use k8s_openapi::api::core::v1::{ConfigMap, ConfigMapProjection, Container, Volu
 
 use super::{
     issuer::{Bearer, Issuer},
+    roots,
     spec::Surroundings,
 };
 
@@ -24,6 +25,14 @@ pub(super) struct ProjectedToken {
     lifetime: Duration,
 }
 
+/// What of a pod's files changes while it runs.
+#[derive(Debug, Default)]
+pub(super) struct Live {
+    pub(super) tokens: Vec<ProjectedToken>,
+    /// Where the mesh's roots are.
+    pub(super) roots: Vec<PathBuf>,
+}
+
 /// What pods' files are made from.
 pub(super) struct Sources<'a> {
     pub(super) issuer: &'a Issuer,
@@ -32,21 +41,21 @@ pub(super) struct Sources<'a> {
     pub(super) config_map: &'a dyn Fn(&str) -> Option<ConfigMap>,
 }
 
-/// Makes all of a pod's files; the tokens among them are to be renewed.
-pub(super) fn prepare(surroundings: &Surroundings<'_>, sources: &Sources<'_>) -> Result<Vec<ProjectedToken>> {
+/// Makes all of a pod's files; what is given back is to be kept up to date.
+pub(super) fn prepare(surroundings: &Surroundings<'_>, sources: &Sources<'_>) -> Result<Live> {
     let folder = surroundings.folder;
     let spec = surroundings.pod.spec.as_ref().context("the pod has no spec")?;
     fs::write(folder.join("resolv.conf"), "# The sandbox has no name servers: see /etc/hosts.\n")?;
-    let mut tokens = Vec::new();
+    let mut live = Live::default();
     for volume in spec.volumes.iter().flatten() {
         let target = folder.join("volumes").join(&volume.name);
         fs::create_dir_all(&target)?;
-        fill(volume, &target, surroundings, sources, &mut tokens).with_context(|| format!("volume {}", volume.name))?;
+        fill(volume, &target, surroundings, sources, &mut live).with_context(|| format!("volume {}", volume.name))?;
     }
     for container in spec.init_containers.iter().flatten().chain(&spec.containers) {
         private_trees(container, surroundings)?;
     }
-    Ok(tokens)
+    Ok(live)
 }
 
 fn private_trees(container: &Container, surroundings: &Surroundings<'_>) -> Result<()> {
@@ -56,11 +65,13 @@ fn private_trees(container: &Container, surroundings: &Surroundings<'_>) -> Resu
         fs::create_dir_all(private.join(name))?;
         fs::set_permissions(private.join(name), fs::Permissions::from_mode(mode))?;
     }
-    // Where an injector writes its certificate authority: its own, as its user.
-    let authority = surroundings.folder.join("injector");
-    if process.binds.iter().any(|bind| bind.source == authority) {
-        fs::create_dir_all(&authority)?;
-        chown(&authority, Some(process.uid), Some(process.gid))?;
+    // Where an injector writes its certificate authority, its own, and the controllers theirs, a common one: each as its user.
+    for authority in [&surroundings.folder.join("injector"), surroundings.authority] {
+        if process.binds.iter().any(|bind| bind.source == *authority) {
+            fs::create_dir_all(authority)?;
+            fs::set_permissions(authority, fs::Permissions::from_mode(0o700))?;
+            chown(authority, Some(process.uid), Some(process.gid))?;
+        }
     }
     // The places to mount on: a folder for a folder, a file for a file.
     if let Some(resolv) = surroundings.place(Path::new("/etc/resolv.conf"), &private).filter(|path| path.starts_with(&private)) {
@@ -75,21 +86,15 @@ fn private_trees(container: &Container, surroundings: &Surroundings<'_>) -> Resu
     Ok(())
 }
 
-fn fill(
-    volume: &Volume,
-    target: &Path,
-    surroundings: &Surroundings<'_>,
-    sources: &Sources<'_>,
-    tokens: &mut Vec<ProjectedToken>,
-) -> Result<()> {
+fn fill(volume: &Volume, target: &Path, surroundings: &Surroundings<'_>, sources: &Sources<'_>, live: &mut Live) -> Result<()> {
     if volume.empty_dir.is_some() {
         fs::set_permissions(target, fs::Permissions::from_mode(0o777))?;
     } else if let Some(map) = &volume.config_map {
         let projection = ConfigMapProjection { items: map.items.clone(), name: map.name.clone(), optional: map.optional };
-        write_config_map(&projection, target, sources)?;
+        write_config_map(&projection, target, sources, live)?;
     } else if let Some(projected) = &volume.projected {
         for source in projected.sources.iter().flatten() {
-            project(source, target, surroundings, sources, tokens)?;
+            project(source, target, surroundings, sources, live)?;
         }
     } else {
         bail!("the sandbox knows emptyDir, configMap and projected volumes");
@@ -102,16 +107,16 @@ fn project(
     target: &Path,
     surroundings: &Surroundings<'_>,
     sources: &Sources<'_>,
-    tokens: &mut Vec<ProjectedToken>,
+    live: &mut Live,
 ) -> Result<()> {
     if let Some(token) = &source.service_account_token {
         let seconds = token.expiration_seconds.and_then(|seconds| u64::try_from(seconds).ok()).unwrap_or(3600);
         let audience = token.audience.clone().unwrap_or_else(|| "https://kubernetes.default.svc.cluster.local".into());
         let token = ProjectedToken { file: inside(target, &token.path)?, audience, lifetime: Duration::from_secs(seconds) };
         token.renew(sources.issuer, sources.bearer)?;
-        tokens.push(token);
+        live.tokens.push(token);
     } else if let Some(map) = &source.config_map {
-        write_config_map(map, target, sources)?;
+        write_config_map(map, target, sources, live)?;
     } else if let Some(fields) = &source.downward_api {
         for item in fields.items.iter().flatten() {
             let field = item.field_ref.as_ref().context("the sandbox's downward API has fieldRef only")?;
@@ -123,7 +128,7 @@ fn project(
     Ok(())
 }
 
-fn write_config_map(map: &ConfigMapProjection, target: &Path, sources: &Sources<'_>) -> Result<()> {
+fn write_config_map(map: &ConfigMapProjection, target: &Path, sources: &Sources<'_>, live: &mut Live) -> Result<()> {
     let Some(object) = (sources.config_map)(&map.name) else {
         if map.optional == Some(true) {
             return Ok(());
@@ -131,13 +136,24 @@ fn write_config_map(map: &ConfigMapProjection, target: &Path, sources: &Sources<
         bail!("there is no ConfigMap {}", map.name);
     };
     let data = object.data.unwrap_or_default();
-    match &map.items {
-        None => data.iter().try_for_each(|(key, text)| Ok(write(&inside(target, key)?, text.as_bytes())?)),
-        Some(items) => items.iter().try_for_each(|item| {
-            let text = data.get(&item.key).with_context(|| format!("ConfigMap {} has no key {}", map.name, item.key))?;
-            Ok(write(&inside(target, &item.path)?, text.as_bytes())?)
-        }),
+    let files: Vec<(&String, &String)> = match &map.items {
+        None => data.keys().map(|key| (key, key)).collect(),
+        Some(items) => items.iter().map(|item| (&item.key, &item.path)).collect(),
+    };
+    for (key, path) in files {
+        let text = data.get(key).with_context(|| format!("ConfigMap {} has no key {key}", map.name))?;
+        let file = inside(target, path)?;
+        write(&file, text.as_bytes())?;
+        if map.name == roots::CONFIG_MAP {
+            live.roots.push(file);
+        }
     }
+    Ok(())
+}
+
+/// Writes new roots over the old ones.
+pub(super) fn write_roots(file: &Path, roots: &str) -> io::Result<()> {
+    write(file, roots.as_bytes())
 }
 
 impl ProjectedToken {

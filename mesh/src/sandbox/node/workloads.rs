@@ -146,7 +146,12 @@ impl Workload {
             owner_references,
             ..ObjectMeta::default()
         };
-        Pod { metadata, spec: self.template.spec.clone(), status: None }
+        let mut spec = self.template.spec.clone();
+        if let Some(spec) = &mut spec {
+            // As an API server does, before any webhook sees the pod.
+            spec.service_account_name.get_or_insert_with(|| "default".into());
+        }
+        Pod { metadata, spec, status: None }
     }
 
     /// The hash of the template that new pods are made from.
