@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use clap::Parser;
 use clap::builder::styling::Styles;
+use diy_mesh_proto::Identity;
 
 use crate::dump::{Format, Mode};
 
@@ -33,9 +34,15 @@ pub struct RawConfig {
     /// How long connections may finish what they carry after SIGTERM
     #[arg(long, value_name = "SECONDS", default_value = "20")]
     drain_seconds: String,
-    /// Where the controller is: `http://HOST:PORT` [required]
+    /// Where the controller is: `https://HOST:PORT`; with http:// there is no identity and no TLS in the mesh [required]
     #[arg(long, env = "SERVICE_MESH_CONTROLLER", value_name = "URL")]
     controller: Option<String>,
+    /// The identity that the controller must prove, a SPIFFE ID [required with https://]
+    #[arg(long, env = "SERVICE_MESH_CONTROLLER_IDENTITY", value_name = "ID")]
+    controller_identity: Option<String>,
+    /// The file with the roots of trust, PEM [required with https://]
+    #[arg(long, env = "SERVICE_MESH_ROOTS_FILE", value_name = "FILE")]
+    roots_file: Option<PathBuf>,
     /// The file with the token that proves to the controller who asks [required]
     #[arg(long, env = "SERVICE_MESH_TOKEN_FILE", value_name = "FILE")]
     token_file: Option<PathBuf>,
@@ -69,12 +76,23 @@ pub struct Config {
     pub drain: std::time::Duration,
     /// The controller's URL.
     pub controller: tonic::transport::Uri,
+    /// How the controller proves itself. None where it is asked in the clear: then this proxy has no identity.
+    pub controller_proof: Option<ControllerProof>,
     /// Where the token lies.
     pub token_file: PathBuf,
     /// Who this is, "namespace/name".
     pub pod: String,
     /// The log's filter.
     pub log: String,
+}
+
+/// What the controller is verified by.
+#[derive(Debug, Clone)]
+pub struct ControllerProof {
+    /// Who it must be. Its trust domain is ours.
+    pub identity: Identity,
+    /// Where the roots of trust lie.
+    pub roots_file: PathBuf,
 }
 
 impl Config {
@@ -128,6 +146,10 @@ impl Config {
             problems.push(problem);
             tonic::transport::Uri::default()
         });
+        let controller_proof = match controller.scheme_str() {
+            Some("https") => parse_proof(raw.controller_identity.as_deref(), raw.roots_file, &mut problems),
+            _ => None,
+        };
         let token_file = raw.token_file.unwrap_or_else(|| {
             problems.push("SERVICE_MESH_TOKEN_FILE: missing; it names the file with this workload's token".to_owned());
             PathBuf::new()
@@ -139,7 +161,20 @@ impl Config {
             return Err(problems.join("\n"));
         }
         let pod = format!("{}/{}", raw.pod_namespace, raw.pod_name);
-        Ok(Self { inbound_port, outbound_port, admin_port, dump, dump_format, workers, drain, controller, token_file, pod, log: raw.log })
+        Ok(Self {
+            inbound_port,
+            outbound_port,
+            admin_port,
+            dump,
+            dump_format,
+            workers,
+            drain,
+            controller,
+            controller_proof,
+            token_file,
+            pod,
+            log: raw.log,
+        })
     }
 }
 
@@ -149,10 +184,29 @@ fn problem(problems: &mut Vec<String>, text: String) -> u16 {
 }
 
 fn parse_controller(url: Option<&str>) -> Result<tonic::transport::Uri, String> {
-    let url = url.ok_or("SERVICE_MESH_CONTROLLER: missing; for example http://controller.service-mesh.svc.cluster.local.:8080")?;
-    let expected = || format!("SERVICE_MESH_CONTROLLER={url}: expected http://HOST:PORT");
+    let url = url.ok_or("SERVICE_MESH_CONTROLLER: missing; for example https://controller.service-mesh.svc.cluster.local.:8080")?;
+    let expected = || format!("SERVICE_MESH_CONTROLLER={url}: expected https://HOST:PORT");
     let uri: tonic::transport::Uri = url.parse().map_err(|_| expected())?;
-    if uri.scheme_str() == Some("http") && uri.port_u16().is_some() { Ok(uri) } else { Err(expected()) }
+    if matches!(uri.scheme_str(), Some("http" | "https")) && uri.port_u16().is_some() { Ok(uri) } else { Err(expected()) }
+}
+
+fn parse_proof(identity: Option<&str>, roots_file: Option<PathBuf>, problems: &mut Vec<String>) -> Option<ControllerProof> {
+    let identity = match identity.map(str::parse) {
+        Some(Ok(identity)) => Some(identity),
+        Some(Err(problem)) => {
+            problems.push(format!("SERVICE_MESH_CONTROLLER_IDENTITY={}: {problem}", identity.unwrap_or_default()));
+            None
+        }
+        None => {
+            let example = "spiffe://cluster.local/ns/service-mesh/sa/controller";
+            problems.push(format!("SERVICE_MESH_CONTROLLER_IDENTITY: missing; for example {example}"));
+            None
+        }
+    };
+    if roots_file.is_none() {
+        problems.push("SERVICE_MESH_ROOTS_FILE: missing; it names the file with the mesh's roots of trust".to_owned());
+    }
+    Some(ControllerProof { identity: identity?, roots_file: roots_file? })
 }
 
 #[cfg(test)]
@@ -163,7 +217,7 @@ mod tests {
         Config::from_raw(RawConfig::try_parse_from([&["proxy"], args].concat()).unwrap())
     }
 
-    const RIGHT: [&str; 10] = [
+    const RIGHT: [&str; 14] = [
         "--inbound-port",
         "4000",
         "--outbound-port",
@@ -171,7 +225,11 @@ mod tests {
         "--admin-port",
         "4001",
         "--controller",
-        "http://controller:8080",
+        "https://controller:8080",
+        "--controller-identity",
+        "spiffe://cluster.local/ns/service-mesh/sa/controller",
+        "--roots-file",
+        "/roots",
         "--token-file",
         "/token",
     ];
@@ -181,6 +239,8 @@ mod tests {
         let config = config(&RIGHT).unwrap();
         assert_eq!((config.inbound_port, config.outbound_port, config.admin_port, config.workers), (4000, 5000, 4001, 1));
         assert_eq!(config.dump, Mode::Full);
+        let proof = config.controller_proof.unwrap();
+        assert_eq!((proof.identity.namespace(), proof.roots_file), ("service-mesh", PathBuf::from("/roots")));
     }
 
     #[test]
@@ -200,6 +260,21 @@ mod tests {
             assert!(report.contains(part), "{part} is not in:\n{report}");
         }
         assert!(!report.contains("must differ"), "ports that are missing are not the same:\n{report}");
+    }
+
+    #[test]
+    fn a_controller_over_tls_must_prove_itself_and_one_in_the_clear_cannot() {
+        let with = |index: usize, value: &'static str| {
+            let mut args = RIGHT;
+            args[index] = value;
+            config(&args)
+        };
+        assert!(with(9, "spiffe://cluster.local/controller").unwrap_err().contains("SERVICE_MESH_CONTROLLER_IDENTITY=spiffe://"));
+        let report = config(&RIGHT[..8]).unwrap_err();
+        for part in ["CONTROLLER_IDENTITY: missing", "ROOTS_FILE: missing"] {
+            assert!(report.contains(part), "{part} is not in:\n{report}");
+        }
+        assert!(with(7, "http://controller:8080").unwrap().controller_proof.is_none());
     }
 
     #[test]

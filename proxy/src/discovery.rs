@@ -15,6 +15,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use diy_mesh_proto::mesh::v1::discover_request::Action;
+use diy_mesh_proto::mesh::v1::discover_response::Update;
 use diy_mesh_proto::mesh::v1::{DiscoverRequest, DiscoverResponse};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval, sleep, timeout};
@@ -23,6 +25,7 @@ use tonic::Streaming;
 use tracing::{debug, info, warn};
 
 use crate::control::{Control, ControlError, said};
+use crate::identity::{CurrentCredentials, Roots, Trust};
 pub use stats::DiscoveryStats;
 use table::{Table, Watched};
 pub use target::{AppProtocol, EndpointInfo, PodTarget, ServiceTarget, Target};
@@ -77,12 +80,18 @@ struct Question {
     answer: oneshot::Sender<Watched>,
 }
 
-/// The handle for the workers, and the task that the main thread must run. The task ends once all handles are gone.
-pub fn start(control: Control) -> (Discovery, impl Future<Output = ()> + Send) {
-    start_with(control, Timing::default())
+/// The handle for the workers, and the task that the main thread must run. The task ends once all handles are gone. Roots that come
+/// over the stream go to `trust`; what came of them, by `credentials`, is said to the controller.
+pub fn start(control: Control, trust: Trust, credentials: CurrentCredentials) -> (Discovery, impl Future<Output = ()> + Send) {
+    start_with(control, trust, credentials, Timing::default())
 }
 
-fn start_with(control: Control, timing: Timing) -> (Discovery, impl Future<Output = ()> + Send) {
+fn start_with(
+    control: Control,
+    trust: Trust,
+    credentials: CurrentCredentials,
+    timing: Timing,
+) -> (Discovery, impl Future<Output = ()> + Send) {
     let (questions, asked) = mpsc::channel(QUEUED_QUESTIONS);
     let (set_ready, ready) = watch::channel(false);
     let stats = Arc::new(DiscoveryStats::new());
@@ -91,9 +100,21 @@ fn start_with(control: Control, timing: Timing) -> (Discovery, impl Future<Outpu
         let mut sweep = interval(timing.sweep);
         sweep.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let table = Table::new(timing.limit);
-        Driver { table, questions: asked, requests: None, away: false, ready: set_ready, stats, sweep, timing, quiet: Quiet::default() }
-            .run(control)
-            .await;
+        let quiet = Quiet::default();
+        let driver = Driver {
+            table,
+            questions: asked,
+            requests: None,
+            away: false,
+            ready: set_ready,
+            stats,
+            sweep,
+            timing,
+            quiet,
+            trust,
+            credentials,
+        };
+        driver.run(control).await;
     };
     (discovery, driver)
 }
@@ -181,6 +202,8 @@ struct Driver {
     sweep: Interval,
     timing: Timing,
     quiet: Quiet,
+    trust: Trust,
+    credentials: CurrentCredentials,
 }
 
 impl Driver {
@@ -218,6 +241,7 @@ impl Driver {
         info!("connected to the controller, {} destinations known", self.table.len());
         self.away = false;
         self.requests = Some(requests);
+        self.send_status();
         let resumed = self.table.resume(Instant::now(), self.timing.idle);
         self.send(resumed);
         self.stats.connected.store(true, Ordering::Relaxed);
@@ -230,6 +254,7 @@ impl Driver {
             }
         };
         self.requests = None;
+        self.trust.stream_ended();
         self.stats.connected.store(false, Ordering::Relaxed);
         Some(end)
     }
@@ -241,6 +266,7 @@ impl Driver {
             tokio::select! {
                 output = &mut work => return Some(output),
                 question = self.questions.recv() => self.answer(question?),
+                () = changed(&mut self.credentials) => self.send_status(),
                 _ = self.sweep.tick() => self.tidy(),
             }
         }
@@ -268,11 +294,24 @@ impl Driver {
     fn take_in(&mut self, answer: DiscoverResponse) {
         self.stats.note_message();
         debug!(destination = answer.destination, version = answer.version, "the controller answered");
-        let Self { table, quiet, stats, .. } = self;
-        table.apply(answer, &mut |problem| {
+        let Self { table, quiet, stats, trust, .. } = self;
+        let mut report = |problem: String| {
             stats.broken.fetch_add(1, Ordering::Relaxed);
             quiet.now_and_then(Trouble::Broken, |times| warn!("the controller's answer makes no sense: {problem} ({times} such)"));
-        });
+        };
+        match answer {
+            DiscoverResponse { update: Some(Update::Roots(roots)), version, .. } => match Roots::announced(roots, &version) {
+                Ok(roots) => trust.announce(roots),
+                Err(problem) => report(format!("its trust roots {version:?} are not taken: {problem}")),
+            },
+            answer => table.apply(answer, &mut report),
+        }
+    }
+
+    /// So the controller learns which roots are in use, and which certificate.
+    fn send_status(&mut self) {
+        let status = self.credentials.borrow_and_update().as_ref().map(|credentials| credentials.status());
+        self.send(status.map(|status| DiscoverRequest { action: Some(Action::Status(status)) }));
     }
 
     fn tidy(&mut self) {
@@ -294,6 +333,13 @@ impl Driver {
             // Where the stream has just ended, the next one starts with all of them.
             requests.into_iter().for_each(|request| drop(sender.send(request)));
         }
+    }
+}
+
+/// Done when there are other credentials; never where there will be none.
+async fn changed(credentials: &mut CurrentCredentials) {
+    if credentials.changed().await.is_err() {
+        std::future::pending().await
     }
 }
 

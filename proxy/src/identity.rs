@@ -1,21 +1,36 @@
-//! What this proxy proves itself by, and whom it trusts: [`Credentials`], held in memory only and replaced as a whole.
+//! What this proxy proves itself by, and whom it trusts: [`Credentials`], held in memory only and replaced as a whole. One task on
+//! the main thread keeps them ([`start`]); connections take the newest, and those that are open live on.
 
+mod leaf;
+mod renewal;
+mod request;
+mod roots;
+mod schedule;
+mod stats;
 #[cfg(test)]
 pub(crate) mod testing;
+#[cfg(test)]
+mod tests;
 mod verify;
 
-pub use verify::{ClientVerifier, NotThePeer, ServerVerifier, identity_of};
-
+use std::fmt;
+use std::future::Future;
 use std::sync::Arc;
-use std::time::SystemTime;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use diy_mesh_proto::Identity;
+use diy_mesh_proto::mesh::v1::ProxyStatus;
 use rustls::RootCertStore;
 use rustls::sign::CertifiedKey;
 use tokio::sync::watch;
 
+use crate::control::Control;
+pub use leaf::Leaf;
+pub use roots::{BadRoots, Roots, Trust, store};
+pub use stats::IdentityStats;
+pub use verify::{ClientVerifier, NotThePeer, ServerVerifier, identity_of};
+
 /// A certificate with its key, and the roots that peers are verified by. New connections use the newest, old ones live on.
-#[derive(Debug)]
 pub struct Credentials {
     /// Who this workload is.
     pub identity: Identity,
@@ -29,10 +44,54 @@ pub struct Credentials {
     pub not_after: SystemTime,
 }
 
-/// The credentials now and whenever they change; none until the first certificate.
+/// Without the key, whatever its own Debug may say.
+impl fmt::Debug for Credentials {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { identity, roots_version, not_after, .. } = self;
+        write!(f, "Credentials({identity}, roots {roots_version}, until {not_after:?})")
+    }
+}
+
+/// The credentials now and whenever they change; none before the first certificate, and none once the last one has ended.
 pub type CurrentCredentials = watch::Receiver<Option<Arc<Credentials>>>;
 
 /// No credentials, ever: for a proxy that has no identity. The receiver is closed.
 pub fn none() -> CurrentCredentials {
     watch::channel(None).1
+}
+
+/// The credentials, and the task that the main thread must run to have and keep them. `trust` is where newer roots appear.
+pub fn start(
+    control: Control,
+    trust_domain: String,
+    trust: Trust,
+    stats: Arc<IdentityStats>,
+) -> (CurrentCredentials, impl Future<Output = ()> + Send) {
+    let renewal = renewal::Renewal::new(control, trust_domain, trust, stats);
+    (renewal.credentials(), renewal.run())
+}
+
+impl Credentials {
+    /// What the controller is told of them.
+    pub fn status(&self) -> ProxyStatus {
+        let leaf = self.certified.cert.first().and_then(|leaf| Leaf::read(leaf).ok());
+        let (not_before, serial, issuer) = leaf.map_or((UNIX_EPOCH, String::new(), String::new()), |leaf| {
+            let Leaf { not_before, serial, issuer, .. } = leaf;
+            (not_before, serial, issuer)
+        });
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        ProxyStatus {
+            roots_version: self.roots_version.clone(),
+            certificate_not_before: seconds(not_before),
+            certificate_not_after: seconds(self.not_after),
+            certificate_serial: serial,
+            certificate_issuer: issuer,
+            proxy_version: env!("CARGO_PKG_VERSION").to_owned(),
+            clock: i64::try_from(now.as_millis()).unwrap_or(i64::MAX),
+        }
+    }
+}
+
+fn seconds(time: SystemTime) -> i64 {
+    i64::try_from(time.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()).unwrap_or(i64::MAX)
 }

@@ -3,10 +3,11 @@
 //!
 //! Read `inbound.rs` and `outbound.rs` first: the two paths, one step a line. Then `serve.rs` (what a connection carries),
 //! `http1/` and `http2/` (requests), `copy.rs` (bytes). The steps before: `accept.rs`, `orig_dst.rs`, `detect.rs` with
-//! `race.rs`; after: `balance/`, `pool.rs`, `connect.rs`. Beside them: `discovery.rs` (what destinations are), `dump.rs`
-//! (what people read), `admin.rs`, `metrics.rs`, `error.rs` (the one map of failures).
+//! `race.rs`; after: `balance/`, `pool.rs`, `connect.rs`. Beside them: `discovery.rs` (what destinations are), `identity.rs`
+//! (who we are), both by way of `control.rs`; `dump.rs` (what people read), `admin.rs`, `metrics.rs`, `error.rs` (the one map of
+//! failures).
 //!
-//! The main thread runs what is slow and shared: the admin server, discovery, the end of the process. Each worker thread
+//! The main thread runs what is slow and shared: the admin server, discovery, renewal, the end of the process. Each worker thread
 //! has its own listeners, pools and balancers, so that a request stays on one core and takes no lock.
 
 pub mod accept;
@@ -43,9 +44,12 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-use crate::config::Config;
-use crate::control::Control;
+use crate::admin::Readiness;
+use crate::config::{Config, ControllerProof};
+use crate::control::{Control, Tls};
+use crate::discovery::Discovery;
 use crate::dump::{DumpConfig, Dumps};
+use crate::identity::{CurrentCredentials, Trust};
 use crate::metrics::Metrics;
 use crate::worker::Listeners;
 
@@ -67,11 +71,8 @@ async fn run_main<F: Future<Output = ()>>(config: Arc<Config>, shutdown: impl Fn
     let metrics = Metrics::new();
     let dump_config = DumpConfig { mode: config.dump, format: config.dump_format, out: Box::new(std::io::stdout()) };
     let dumps = Dumps::start(dump_config, metrics.clone()).context("can't start the writer of dumps")?;
-    let control = Control::new(&config.controller.to_string(), Some(config.token_file.clone()))?;
-    let (discovery, driver) = discovery::start(control);
-    tokio::spawn(driver);
-    let credentials = identity::none();
     let readiness = admin::Readiness::new();
+    let (discovery, credentials) = start_control(&config, &metrics, &readiness)?;
     let listening = readiness.condition("listeners", "not listening yet");
     let discovering = readiness.condition("discovery", "the controller has not answered yet");
     let admin = admin::Admin { readiness: readiness.clone(), metrics: metrics.clone(), discovery: discovery.clone() };
@@ -117,6 +118,41 @@ async fn run_main<F: Future<Output = ()>>(config: Arc<Config>, shutdown: impl Fn
     dumps.flush(Duration::from_secs(1));
     tracing::info!("ended");
     Ok(())
+}
+
+/// Starts what talks to the controller: discovery, and, where the controller proves itself, the keeping of the own identity.
+fn start_control(config: &Config, metrics: &Metrics, readiness: &Readiness) -> anyhow::Result<(Discovery, CurrentCredentials)> {
+    let (address, token_file) = (config.controller.to_string(), Some(config.token_file.clone()));
+    let trust = Trust::default();
+    let (control, credentials) = match &config.controller_proof {
+        Some(ControllerProof { identity, roots_file }) => {
+            let tls = Tls { expected: identity.clone(), roots_file: roots_file.clone(), trust: trust.clone() };
+            let control = Control::new(&address, token_file, Some(tls))?;
+            let (credentials, renewal) =
+                identity::start(control.clone(), identity.trust_domain().to_owned(), trust.clone(), metrics.identity.clone());
+            tokio::spawn(renewal);
+            let condition = readiness.condition("identity", "no certificate yet");
+            tokio::spawn(identity_condition(credentials.clone(), condition));
+            (control, credentials)
+        }
+        None => {
+            tracing::warn!("the controller is asked in the clear ({address}): this proxy has no identity, and reaches no meshed pod");
+            (Control::new(&address, token_file, None)?, identity::none())
+        }
+    };
+    let (discovery, driver) = discovery::start(control, trust, credentials.clone());
+    tokio::spawn(driver);
+    Ok((discovery, credentials))
+}
+
+/// Ready with a certificate; not before the first one, nor after the end of the last.
+async fn identity_condition(mut credentials: CurrentCredentials, condition: admin::Condition) {
+    while credentials.changed().await.is_ok() {
+        match *credentials.borrow_and_update() {
+            Some(_) => condition.met(),
+            None => condition.unmet("the certificate has ended, and there is no new one"),
+        }
+    }
 }
 
 /// Done at SIGTERM or SIGINT.

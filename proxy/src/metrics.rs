@@ -10,6 +10,7 @@ use http::StatusCode;
 use crate::discovery::DiscoveryStats;
 use crate::dump::Direction;
 use crate::error::Failure;
+use crate::identity::IdentityStats;
 
 /// What `Failure::code` may say, in the order in which it is counted. The last is for what is missing here.
 const FAILURE_CODES: [&str; 11] = [
@@ -45,6 +46,8 @@ pub struct Metrics {
     pub dumps_suppressed: AtomicU64,
     /// Dumps that the writer had no room for.
     pub dumps_dropped: AtomicU64,
+    /// Of the certificate.
+    pub identity: Arc<IdentityStats>,
     started: SystemTime,
 }
 
@@ -81,6 +84,7 @@ impl Metrics {
             outbound: Flows::default(),
             dumps_suppressed: AtomicU64::new(0),
             dumps_dropped: AtomicU64::new(0),
+            identity: Arc::default(),
             started: SystemTime::now(),
         })
     }
@@ -144,6 +148,7 @@ impl Metrics {
             page.sample("opaque_bytes_total", &[("direction", direction), ("way", "received")], get(&flows.opaque_received));
         });
         render_discovery(discovery, &mut page);
+        render_identity(&self.identity, &mut page);
         self.render_process(&mut page);
         page.0
     }
@@ -189,6 +194,17 @@ fn render_discovery(stats: &DiscoveryStats, page: &mut Page) {
     if let Some(age) = stats.last_message_age() {
         page.family("discovery_last_message_age_seconds", "gauge", "How long ago the controller last sent an answer.");
         page.sample("discovery_last_message_age_seconds", &[], age.as_secs_f64());
+    }
+}
+
+fn render_identity(stats: &IdentityStats, page: &mut Page) {
+    page.family("certificates_total", "counter", "Certificates that the controller signed for this proxy.");
+    page.sample("certificates_total", &[], stats.certificates());
+    page.family("certificate_failures_total", "counter", "Tries to get a certificate that failed.");
+    page.sample("certificate_failures_total", &[], stats.failures());
+    if let Some(time) = stats.not_after() {
+        page.family("certificate_end_time_seconds", "gauge", "When the certificate ends, in seconds since 1970.");
+        page.sample("certificate_end_time_seconds", &[], time);
     }
 }
 

@@ -128,8 +128,8 @@ impl Running {
     }
 
     fn start_with_token(controller: SocketAddr, token_file: Option<std::path::PathBuf>, timing: Timing) -> Self {
-        let control = Control::new(&format!("http://{controller}"), token_file).expect("an address");
-        let (discovery, driver) = start_with(control, timing);
+        let control = Control::new(&format!("http://{controller}"), token_file, None).expect("an address");
+        let (discovery, driver) = start_with(control, Trust::default(), crate::identity::none(), timing);
         let mut tasks = JoinSet::new();
         tasks.spawn(driver);
         Self { discovery, _driver: tasks }
@@ -343,8 +343,8 @@ async fn each_try_carries_the_token_that_is_in_the_file_then() {
 #[tokio::test]
 async fn the_task_ends_with_the_last_handle_and_discovery_that_is_off_knows_nothing() {
     let controller = FakeController::start().await;
-    let control = Control::new(&format!("http://{}", controller.address), None).expect("an address");
-    let (discovery, driver) = start_with(control, timing());
+    let control = Control::new(&format!("http://{}", controller.address), None, None).expect("an address");
+    let (discovery, driver) = start_with(control, Trust::default(), crate::identity::none(), timing());
     let driver = tokio::spawn(driver);
     drop(discovery);
     soon(driver).await.expect("it ends well");

@@ -3,12 +3,17 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use base64::Engine as _;
+use base64::engine::general_purpose::{STANDARD, URL_SAFE_NO_PAD};
 use rcgen::{
     BasicConstraints, Certificate, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose,
     PublicKeyData, SanType,
 };
 use rustls::RootCertStore;
 use rustls::pki_types::CertificateDer;
+use x509_parser::certificate::X509Certificate;
+use x509_parser::extensions::ParsedExtension;
+use x509_parser::prelude::FromDer as _;
 
 /// The workload that most tests are about.
 pub(crate) const WEB: &str = "spiffe://cluster.local/ns/shop/sa/web";
@@ -52,6 +57,22 @@ impl Authority {
         self.certificate.clone()
     }
 
+    pub fn pem(&self) -> String {
+        let base64 = STANDARD.encode(&self.certificate);
+        let lines: Vec<&str> = base64.as_bytes().chunks(64).map(|line| std::str::from_utf8(line).unwrap()).collect();
+        format!("-----BEGIN CERTIFICATE-----\n{}\n-----END CERTIFICATE-----\n", lines.join("\n"))
+    }
+
+    /// What its certificates name it by.
+    pub fn key_id(&self) -> String {
+        let (_, parsed) = X509Certificate::from_der(&self.certificate).unwrap();
+        let id = parsed.iter_extensions().find_map(|extension| match extension.parsed_extension() {
+            ParsedExtension::SubjectKeyIdentifier(id) => Some(id.0.iter().map(|byte| format!("{byte:02x}")).collect()),
+            _ => None,
+        });
+        id.unwrap()
+    }
+
     /// This authority as the only root.
     pub fn roots(&self) -> Arc<RootCertStore> {
         let mut roots = RootCertStore::empty();
@@ -87,4 +108,10 @@ impl Authority {
 /// A URI SAN.
 pub(crate) fn uri(text: &str) -> SanType {
     SanType::URI(text.try_into().unwrap())
+}
+
+/// A token of this user, as far as a proxy reads it.
+pub(crate) fn token(user: &str) -> String {
+    let claims = serde_json::json!({ "sub": user }).to_string();
+    format!("e30.{}.signature", URL_SAFE_NO_PAD.encode(claims))
 }
