@@ -6,12 +6,14 @@
 
 pub mod admin;
 pub mod authenticate;
+pub mod authority;
 pub mod catalog;
 pub mod config;
 pub mod file;
 pub mod grpc;
 pub mod hub;
 pub mod index;
+pub mod issuer;
 pub mod listen;
 pub mod metrics;
 

@@ -1,0 +1,206 @@
+//! Authorities that are fit and unfit, and what the fit ones sign, as openssl and the SPIFFE library see it.
+
+use std::process::Command;
+
+use rcgen::{BasicConstraints, CertifiedIssuer, DnType, PKCS_ECDSA_P256_SHA256, PKCS_ECDSA_P384_SHA384, PKCS_ED25519, PKCS_RSA_SHA256};
+use x509_parser::certificate::X509Certificate;
+use x509_parser::extensions::ParsedExtension;
+use x509_parser::prelude::FromDer;
+
+use super::*;
+
+const HOUR: Duration = Duration::from_secs(3600);
+
+fn params(name: &str) -> CertificateParams {
+    let mut params = CertificateParams::default();
+    params.distinguished_name = DistinguishedName::new();
+    params.distinguished_name.push(DnType::CommonName, name);
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+    params.use_authority_key_identifier_extension = true;
+    params
+}
+
+fn root(params: CertificateParams, algorithm: &'static rcgen::SignatureAlgorithm) -> CertifiedIssuer<'static, KeyPair> {
+    CertifiedIssuer::self_signed(params, KeyPair::generate_for(algorithm).unwrap()).unwrap()
+}
+
+fn below(above: &CertifiedIssuer<'static, KeyPair>, params: CertificateParams) -> CertifiedIssuer<'static, KeyPair> {
+    CertifiedIssuer::signed_by(params, KeyPair::generate_for(&PKCS_ECDSA_P384_SHA384).unwrap(), above).unwrap()
+}
+
+fn load(chain: &[&CertifiedIssuer<'static, KeyPair>]) -> Result<Issuer, IssuerError> {
+    let text: String = chain.iter().map(|certificate| certificate.pem()).collect();
+    Issuer::from_pem(&text, &chain[0].key().serialize_pem(), SystemTime::now())
+}
+
+fn refusal(chain: &[&CertifiedIssuer<'static, KeyPair>]) -> String {
+    load(chain).unwrap_err().to_string()
+}
+
+/// A request of `shop/web`, and whose certificate it asks for.
+pub(crate) fn request() -> (Request, Identity) {
+    let (request, identity, _) = request_with_key();
+    (request, identity)
+}
+
+fn request_with_key() -> (Request, Identity, KeyPair) {
+    let identity = Identity::new("cluster.local", "shop", "web").unwrap();
+    let mut wishes = params(&identity.user());
+    wishes.use_authority_key_identifier_extension = false;
+    wishes.subject_alt_names = vec![SanType::DnsName("admin.shop".try_into().unwrap())];
+    let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).unwrap();
+    let csr = wishes.serialize_request(&key).unwrap();
+    (Request::parse(csr.der(), &identity.user()).unwrap(), identity, key)
+}
+
+#[test]
+fn authorities_of_each_sort_sign_what_openssl_and_the_spiffe_library_accept() {
+    for algorithm in [&PKCS_ECDSA_P384_SHA384, &PKCS_ECDSA_P256_SHA256, &PKCS_ED25519, &PKCS_RSA_SHA256] {
+        let root = root(params("The root"), algorithm);
+        let issuer = load(&[&root]).unwrap();
+        let (request, identity, key) = request_with_key();
+        let signed = issuer.sign(&request, &identity, SystemTime::now(), HOUR).unwrap();
+        verify(&signed, &root.pem(), issuer.chain_pem(), &identity);
+        let svid = spiffe::X509Svid::parse_from_der(&signed.der, key.serialized_der()).unwrap();
+        assert_eq!(svid.spiffe_id().to_string(), identity.as_str());
+        assert_eq!(issuer.signed(), 1);
+    }
+}
+
+#[test]
+fn an_intermediates_chain_goes_along_without_the_root() {
+    let root = root(params("The root"), &PKCS_ED25519);
+    let (upper, lower) = (below(&root, params("Upper")), params("Lower"));
+    let lower = below(&upper, lower);
+    for chain in [&[&lower, &upper][..], &[&lower, &upper, &root]] {
+        let issuer = load(chain).unwrap();
+        assert_eq!(issuer.chain_pem(), lower.pem() + &upper.pem());
+        let (request, identity) = request();
+        verify(&issuer.sign(&request, &identity, SystemTime::now(), HOUR).unwrap(), &root.pem(), issuer.chain_pem(), &identity);
+    }
+}
+
+/// As anybody else would look at it.
+fn verify(signed: &Signed, roots: &str, intermediates: &str, identity: &Identity) {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, text) in [("roots", roots), ("intermediates", intermediates), ("leaf", &signed.pem)] {
+        std::fs::write(dir.path().join(name), text).unwrap();
+    }
+    let mut openssl = Command::new("openssl");
+    openssl.current_dir(dir.path()).args(["verify", "-x509_strict", "-purpose", "sslserver", "-CAfile", "roots"]);
+    if !intermediates.is_empty() {
+        openssl.args(["-untrusted", "intermediates"]);
+    }
+    let output = openssl.arg("leaf").output().unwrap();
+    assert!(output.status.success(), "{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    let output = Command::new("openssl").current_dir(dir.path()).args(["x509", "-in", "leaf", "-noout", "-text"]).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    for part in [
+        &format!("URI:{identity}\n"),
+        "CA:FALSE",
+        "Digital Signature\n",
+        "TLS Web Server Authentication, TLS Web Client Authentication\n",
+        "NIST CURVE: P-256",
+    ] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    assert!(!text.contains("DNS:") && !text.contains("Certificate Sign"), "{text}");
+}
+
+#[test]
+fn a_certificate_says_what_the_contract_says() {
+    let root = root(params("The root"), &PKCS_ECDSA_P384_SHA384);
+    let issuer = load(&[&root]).unwrap();
+    let ((request, identity), now) = (request(), SystemTime::now());
+    let signed = issuer.sign(&request, &identity, now, HOUR).unwrap();
+    let (_, leaf) = X509Certificate::from_der(&signed.der).unwrap();
+    let seconds = |time: SystemTime| time.duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs() as i64;
+    assert_eq!(leaf.validity().not_before.timestamp(), seconds(now - BACKDATED));
+    assert_eq!(leaf.validity().not_after.timestamp(), seconds(now + HOUR));
+    assert_eq!(hex(leaf.raw_serial()), signed.serial);
+    assert_eq!(signed.serial.len(), 32);
+    let authority = leaf.extensions().iter().find_map(|extension| match extension.parsed_extension() {
+        ParsedExtension::AuthorityKeyIdentifier(identifier) => identifier.key_identifier.as_ref().map(|id| hex(id.0)),
+        _ => None,
+    });
+    assert_eq!(authority.as_deref(), Some(issuer.id()));
+    assert_ne!(signed.serial, issuer.sign(&request, &identity, now, HOUR).unwrap().serial);
+    assert!(format!("{issuer:?}").len() < 200, "Debug shows no key");
+}
+
+#[test]
+fn no_certificate_outlives_its_issuer() {
+    let now = SystemTime::now();
+    let mut short = params("Short");
+    short.not_before = (now - HOUR).into();
+    short.not_after = (now + Duration::from_secs(60)).into();
+    let issuer = load(&[&root(short, &PKCS_ED25519)]).unwrap();
+    let (request, identity) = request();
+    assert_eq!(issuer.sign(&request, &identity, now, HOUR).unwrap().not_after, issuer.not_after());
+    assert_eq!(issuer.sign(&request, &identity, now + HOUR, HOUR).unwrap_err(), SignError::Expired);
+    assert_eq!(issuer.sign(&request, &identity, now, Duration::MAX).unwrap().not_after, issuer.not_after());
+}
+
+#[test]
+fn the_controllers_own_certificate_has_its_names() {
+    let issuer = load(&[&root(params("The root"), &PKCS_ECDSA_P384_SHA384)]).unwrap();
+    let identity = Identity::new("cluster.local", "service-mesh", "controller").unwrap();
+    let names = ["controller.service-mesh.svc".to_owned(), "localhost".to_owned()];
+    let serving = issuer.sign_serving(&identity, &names, &["127.0.0.1".parse().unwrap()], SystemTime::now(), HOUR).unwrap();
+    let (_, leaf) = X509Certificate::from_der(&serving.chain[0]).unwrap();
+    let all = leaf.subject_alternative_name().unwrap().unwrap().value.general_names.iter().map(ToString::to_string);
+    let all: Vec<String> = all.collect();
+    assert_eq!(all.len(), 4, "{all:?}");
+    assert!(all[0].contains(identity.as_str()) && all[1].contains(&names[0]), "{all:?}");
+}
+
+#[test]
+fn unfit_authorities_are_refused_with_the_reason() {
+    let good = root(params("Good"), &PKCS_ECDSA_P384_SHA384);
+    let mut leaf = params("Leaf");
+    leaf.is_ca = IsCa::NoCa;
+    assert!(refusal(&[&root(leaf, &PKCS_ED25519)]).contains("\"CN=Leaf\" is not a certificate authority"));
+    let mut unsigning = params("Crl");
+    unsigning.key_usages = vec![KeyUsagePurpose::CrlSign];
+    assert!(refusal(&[&root(unsigning, &PKCS_ED25519)]).contains("lacks keyCertSign"));
+    let mut old = params("Old");
+    old.not_after = (SystemTime::now() - HOUR).into();
+    assert!(refusal(&[&root(old, &PKCS_ED25519)]).contains("has expired"));
+    let mut young = params("Young");
+    young.not_before = (SystemTime::now() + HOUR).into();
+    assert!(refusal(&[&root(young, &PKCS_ED25519)]).contains("is not valid before"));
+    let mut narrow = params("Narrow");
+    narrow.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+    let narrow = root(narrow, &PKCS_ED25519);
+    assert!(load(&[&narrow]).is_ok(), "it signs leaves, and needs none below it");
+    let reason = refusal(&[&below(&narrow, params("Below")), &narrow]);
+    assert!(reason.contains("\"CN=Narrow\" allows 0 authorities below it (path length), and there are 1"), "{reason}");
+    let stranger = root(params("Good"), &PKCS_ED25519);
+    assert!(refusal(&[&below(&good, params("Below")), &stranger]).contains("\"CN=Below\" is not signed by the certificate after it"));
+    let other = Issuer::from_pem(&good.pem(), &stranger.key().serialize_pem(), SystemTime::now()).unwrap_err();
+    assert_eq!(other, IssuerError::OtherKey { subject: "\"CN=Good\"".into() });
+    assert_eq!(Issuer::from_pem("", "", SystemTime::now()).unwrap_err(), IssuerError::NoCertificate);
+    assert_eq!(Issuer::from_pem(&good.pem(), "x", SystemTime::now()).unwrap_err(), IssuerError::NoKey);
+    let curve = KeyPair::generate_for(&rcgen::PKCS_ECDSA_P521_SHA512).unwrap();
+    assert_eq!(Issuer::from_pem(&good.pem(), &curve.serialize_pem(), SystemTime::now()).unwrap_err(), IssuerError::NoKey);
+    let broken = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
+    assert!(matches!(Issuer::from_pem(broken, "", SystemTime::now()).unwrap_err(), IssuerError::Unreadable { number: 1, .. }));
+}
+
+#[test]
+fn an_authority_made_by_openssl_with_older_key_formats_is_taken() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |arguments: &str| {
+        let output = Command::new("openssl").current_dir(dir.path()).args(arguments.split(' ')).output().unwrap();
+        assert!(output.status.success(), "{arguments}: {}", String::from_utf8_lossy(&output.stderr));
+    };
+    // "EC PARAMETERS" comes before "EC PRIVATE KEY" in what this writes.
+    run("ecparam -name prime256v1 -genkey -out key");
+    run("req -x509 -new -key key -subj /O=Shop/CN=Own -days 30 -addext basicConstraints=critical,CA:TRUE -out crt");
+    let read = |name: &str| std::fs::read_to_string(dir.path().join(name)).unwrap();
+    assert!(Issuer::from_pem(&read("crt"), &read("key"), SystemTime::now()).is_ok());
+    run("req -x509 -new -key key -subj /DC=com/DC=shop/CN=Own -days 30 -addext basicConstraints=critical,CA:TRUE -out twice");
+    let reason = Issuer::from_pem(&read("twice"), &read("key"), SystemTime::now()).unwrap_err().to_string();
+    assert!(reason.contains("an attribute twice"), "{reason}");
+}
