@@ -8,6 +8,7 @@ use clap::builder::styling::Styles;
 use diy_mesh_proto::Identity;
 
 use crate::dump::{Format, Mode};
+use crate::policy::Policy;
 
 /// The sidecar proxy of DIY Service Mesh: carries every TCP connection of its pod.
 #[derive(Debug, Parser)]
@@ -28,6 +29,12 @@ pub struct RawConfig {
     /// How it is printed: text or json
     #[arg(long, value_name = "FORMAT", default_value = "text")]
     dump_format: String,
+    /// Whom the app takes calls from: `permissive`, everybody, or `strict`, who proves by mutual TLS to be in the mesh
+    #[arg(long, value_name = "MODE", default_value = "permissive")]
+    inbound: String,
+    /// A kubelet's probe, which `strict` lets in: `http:PORT:PATH`, `tcp:PORT` or `grpc:PORT`; may be repeated
+    #[arg(long, value_name = "PROBE")]
+    probe: Vec<String>,
     /// Worker threads, one a core given
     #[arg(long, value_name = "N", default_value = "1")]
     workers: String,
@@ -70,6 +77,8 @@ pub struct Config {
     pub dump: Mode,
     /// In which form.
     pub dump_format: Format,
+    /// Whom the app takes calls from.
+    pub policy: Policy,
     /// Worker threads.
     pub workers: usize,
     /// The longest that draining takes.
@@ -133,6 +142,16 @@ impl Config {
                 Format::Text
             }
         };
+        let mut policy = Policy { strict: raw.inbound == "strict", probes: Vec::new() };
+        if !matches!(raw.inbound.as_str(), "strict" | "permissive") {
+            problems.push(format!("--inbound {}: expected strict or permissive", raw.inbound));
+        }
+        for probe in &raw.probe {
+            match probe.parse() {
+                Ok(probe) => policy.probes.push(probe),
+                Err(problem) => problems.push(format!("--probe {problem}")),
+            }
+        }
         let mut number = |flag: &str, text: &str, most: u64| match text.parse::<u64>() {
             Ok(number) if (1..=most).contains(&number) => number,
             _ => {
@@ -167,6 +186,7 @@ impl Config {
             admin_port,
             dump,
             dump_format,
+            policy,
             workers,
             drain,
             controller,

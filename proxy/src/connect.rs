@@ -13,6 +13,7 @@ use tokio::time::timeout;
 use crate::balance::Endpoint;
 use crate::error::Failure;
 use crate::io::Io;
+use crate::tls::{Inside, Tls};
 
 /// How long the kernel may take to connect.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -26,15 +27,30 @@ pub struct Upstream {
 }
 
 /// An HTTP/1 connection to the endpoint: a pooled one where there is one.
-pub async fn http1(endpoint: &Rc<Endpoint>) -> Result<Upstream, Failure> {
+pub async fn http1(endpoint: &Rc<Endpoint>, tls: &Tls) -> Result<Upstream, Failure> {
     match endpoint.pool.checkout_http1() {
         Some(io) => Ok(Upstream { io, reused: true }),
-        None => Ok(Upstream { io: dial(endpoint.address).await?, reused: false }),
+        None => Ok(Upstream { io: dial(endpoint, Inside::Http1, tls).await?, reused: false }),
     }
 }
 
-/// A new connection.
-pub async fn dial(address: SocketAddr) -> Result<Io, Failure> {
+/// A new connection: mutual TLS where the endpoint is meshed, and never anything else then.
+pub async fn dial(endpoint: &Endpoint, inside: Inside, tls: &Tls) -> Result<Io, Failure> {
+    let io = connect(endpoint.address).await?;
+    match &endpoint.identity {
+        // What goes to the pod itself never leaves it, and does not pass its own proxy again.
+        Some(expected) if !is_own(&io) => tls.connect(io, endpoint.address, expected, inside).await,
+        _ => Ok(io),
+    }
+}
+
+/// The kernel connects from the address that it connects to only where that address is this pod's.
+fn is_own(io: &Io) -> bool {
+    let socket = io.socket();
+    matches!((socket.local_addr(), socket.peer_addr()), (Ok(local), Ok(peer)) if local.ip() == peer.ip())
+}
+
+async fn connect(address: SocketAddr) -> Result<Io, Failure> {
     let stream = match timeout(CONNECT_TIMEOUT, TcpStream::connect(address)).await {
         Ok(Ok(stream)) => stream,
         Ok(Err(error)) if error.kind() == io::ErrorKind::TimedOut => return Err(Failure::ConnectTimeout(address)),

@@ -7,7 +7,7 @@ use std::task::{Context, Poll, ready};
 use bytes::{Buf, BytesMut};
 use tokio::io::AsyncWrite;
 
-use crate::io::{Io, poll_read_scratch};
+use crate::io::Io;
 
 /// What went by.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
@@ -74,7 +74,7 @@ impl Half {
     /// Reads once, and writes what came before it is copied anywhere.
     fn poll_pass(&mut self, cx: &mut Context<'_>, from: &mut Io, to: &mut Io) -> Poll<std::io::Result<()>> {
         let mut write_error = None;
-        let read = ready!(poll_read_scratch(from, cx, |bytes, cx| {
+        let read = ready!(from.poll_pass(cx, |bytes, cx| {
             let mut rest = bytes;
             while !rest.is_empty() && write_error.is_none() {
                 match Pin::new(&mut *to).poll_write(cx, rest) {

@@ -4,6 +4,7 @@
 use memchr::memchr;
 
 use crate::discovery::AppProtocol;
+use crate::tls::{self, Hello};
 
 /// The longest request line that detection waits for before it takes a known method's word for it.
 const MAX_LINE: usize = 16 * 1024;
@@ -21,6 +22,8 @@ pub enum Protocol {
     Http2,
     /// Anything else: bytes both ways. The app's own TLS is among it.
     Opaque,
+    /// TLS of the mesh, which says itself what is inside. Only what comes to the pod is looked at for it.
+    MeshTls,
 }
 
 /// What the first bytes tell.
@@ -60,6 +63,15 @@ pub fn classify(bytes: &[u8]) -> Verdict {
         Some(at) if bytes[..at].iter().all(is_token) => classify_line(&bytes[at + 1..]),
         None if bytes.len() <= MAX_METHOD && bytes.iter().all(is_token) => Verdict::NeedMore,
         _ => Verdict::Known(Protocol::Opaque),
+    }
+}
+
+/// As [`classify`], where a peer's proxy may be speaking.
+pub fn classify_inbound(bytes: &[u8]) -> Verdict {
+    match tls::look(bytes) {
+        Hello::Mesh => Verdict::Known(Protocol::MeshTls),
+        Hello::NeedMore => Verdict::NeedMore,
+        Hello::Foreign => classify(bytes),
     }
 }
 

@@ -51,6 +51,20 @@ pub enum Failure {
     /// The proxy carries all that it may hold.
     #[error("the proxy carries all that it may hold: {0}")]
     Overloaded(&'static str),
+    /// The endpoint is meshed, and there is no certificate to prove oneself to it by.
+    #[error("{0} is reached by mutual TLS only, and this proxy has no valid certificate now")]
+    NoCertificate(SocketAddr),
+    /// The peer did not prove to be who it should be, or refused this side's proof.
+    #[error("no mutual TLS with {address}: {reason}")]
+    Handshake {
+        /// Who.
+        address: SocketAddr,
+        /// Why.
+        reason: String,
+    },
+    /// The workload takes mutual TLS only, and the client came without.
+    #[error("this workload takes mutual TLS only: its callers have to be in the mesh")]
+    MtlsRequired,
     /// The connection leads back to the proxy.
     #[error("{0} leads back to the proxy: forwarding would loop")]
     Loop(SocketAddr),
@@ -60,8 +74,13 @@ impl Failure {
     /// The HTTP status that the client gets.
     pub fn status(&self) -> StatusCode {
         match self {
-            Self::NoEndpoint(_) | Self::Overloaded(_) => StatusCode::SERVICE_UNAVAILABLE,
-            Self::Connect { .. } | Self::UpstreamClosed { .. } | Self::UpstreamMalformed { .. } | Self::Loop(_) => StatusCode::BAD_GATEWAY,
+            Self::NoEndpoint(_) | Self::Overloaded(_) | Self::NoCertificate(_) => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Connect { .. }
+            | Self::UpstreamClosed { .. }
+            | Self::UpstreamMalformed { .. }
+            | Self::Handshake { .. }
+            | Self::Loop(_) => StatusCode::BAD_GATEWAY,
+            Self::MtlsRequired => StatusCode::FORBIDDEN,
             Self::ConnectTimeout(_) => StatusCode::GATEWAY_TIMEOUT,
             Self::BadRequest(_) => StatusCode::BAD_REQUEST,
             Self::HeadersTooLarge(_) => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
@@ -73,6 +92,7 @@ impl Failure {
     pub fn grpc_status(&self) -> u8 {
         match self {
             Self::ConnectTimeout(_) | Self::RequestTimeout => 4, // DEADLINE_EXCEEDED
+            Self::MtlsRequired => 7,                             // PERMISSION_DENIED
             Self::BadRequest(_) => 13,                           // INTERNAL, as gRPC maps HTTP 400
             Self::HeadersTooLarge(_) | Self::Overloaded(_) => 8, // RESOURCE_EXHAUSTED
             _ => 14,                                             // UNAVAILABLE
@@ -91,6 +111,9 @@ impl Failure {
             Self::HeadersTooLarge(_) => "headers-too-large",
             Self::RequestTimeout => "request-timeout",
             Self::Overloaded(_) => "overloaded",
+            Self::NoCertificate(_) => "no-certificate",
+            Self::Handshake { .. } => "handshake-failed",
+            Self::MtlsRequired => "mtls-required",
             Self::Loop(_) => "loop",
         }
     }

@@ -8,6 +8,7 @@ use tokio::net::TcpStream;
 use crate::dump::Direction;
 use crate::io::Io;
 use crate::orig_dst::original_destination;
+use crate::policy::Caller;
 use crate::serve::serve;
 use crate::worker::{Flow, Worker};
 
@@ -19,7 +20,7 @@ pub async fn carry(stream: TcpStream, peer: SocketAddr, worker: Rc<Worker>) {
         Err(refused) => return worker.refuse(Direction::Inbound, peer, &refused),
     };
     let destination = worker.apps.fixed(original);
-    let flow = Flow { worker, direction: Direction::Inbound, peer, destination };
-    // 3. to 8. Detect, connect, copy or serve.
-    serve(Io::new(stream), &flow).await;
+    let flow = Flow { worker, direction: Direction::Inbound, peer, destination, caller: Caller::Unproven };
+    // 3. to 8. Detect, find out who calls, connect, copy or serve.
+    serve(Io::new(stream), flow).await;
 }

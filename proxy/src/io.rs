@@ -1,10 +1,11 @@
-//! A connection's bytes: a socket, and what was read from it and not yet taken. Both paths and both HTTP versions read
-//! and write through [`Io`]; it decides nothing.
+//! A connection's bytes: a socket, its TLS session where it has one, and what was read and not yet taken. Both paths and both
+//! HTTP versions read and write through [`Io`]; it decides nothing.
 //!
 //! A worker reads into one scratch buffer that all its connections share, because a read either returns at once or
 //! holds nothing: a connection that waits owns no buffer at all.
 
 use std::cell::RefCell;
+use std::future::poll_fn;
 use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -14,6 +15,8 @@ use bytes::{Buf, BytesMut};
 use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
+
+use crate::tls::Session;
 
 /// The most that one read takes for whoever passes bytes on at once: the more, the fewer system calls for bulk data.
 /// Pages that no read has needed take no memory.
@@ -25,40 +28,36 @@ thread_local! {
     static SCRATCH_BUFFER: RefCell<Vec<u8>> = RefCell::new(vec![0; SCRATCH]);
 }
 
-/// Reads once into this thread's scratch buffer, and gives what came to `take`. Zero bytes are the end of the stream.
-pub fn poll_read_scratch<R, T>(reader: &mut R, cx: &mut Context<'_>, take: impl FnOnce(&[u8], &mut Context<'_>) -> T) -> Poll<io::Result<T>>
-where
-    R: AsyncRead + Unpin,
-{
-    poll_read_some(reader, cx, SCRATCH, take)
-}
-
-fn poll_read_some<R, T>(
-    reader: &mut R,
-    cx: &mut Context<'_>,
-    most: usize,
-    take: impl FnOnce(&[u8], &mut Context<'_>) -> T,
-) -> Poll<io::Result<T>>
-where
-    R: AsyncRead + Unpin,
-{
-    SCRATCH_BUFFER.with_borrow_mut(|scratch| {
-        let mut buf = ReadBuf::new(&mut scratch[..most]);
-        ready!(Pin::new(reader).poll_read(cx, &mut buf))?;
-        Poll::Ready(Ok(take(buf.filled(), cx)))
-    })
-}
-
 /// A connection. Bytes that were read and not taken, as by detection, come first when it is read again.
 pub struct Io {
     stream: TcpStream,
+    tls: Option<Box<Session>>,
     unread: BytesMut,
 }
 
 impl Io {
     /// Takes over a connected socket. The caller has set its options (see `accept.rs` and `connect.rs`).
     pub fn new(stream: TcpStream) -> Self {
-        Self { stream, unread: BytesMut::new() }
+        Self { stream, tls: None, unread: BytesMut::new() }
+    }
+
+    /// From here on TLS: runs the handshake of `session`, which was given what was unread.
+    pub async fn secure(mut self, session: Session) -> io::Result<Self> {
+        let mut session = Box::new(session);
+        self.unread = BytesMut::new();
+        poll_fn(|cx| session.poll_handshake(cx, &mut self.stream, &mut self.unread)).await?;
+        self.tls = Some(session);
+        Ok(self)
+    }
+
+    /// The TLS session, where there is one.
+    pub fn session(&self) -> Option<&Session> {
+        self.tls.as_deref()
+    }
+
+    /// The socket, to ask it for its addresses.
+    pub fn socket(&self) -> &TcpStream {
+        &self.stream
     }
 
     /// What was read and not yet taken.
@@ -68,26 +67,43 @@ impl Io {
 
     /// Reads once and adds what came to [`Io::unread`]; 0 is the end of the stream.
     pub fn poll_fill(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
-        let Self { stream, unread } = self;
+        let Self { stream, tls, unread } = self;
         if unread.is_empty() && unread.capacity() > 0 {
             *unread = BytesMut::new();
         }
-        poll_read_some(stream, cx, FILL, |bytes, _| {
+        poll_read_some(stream, tls, cx, FILL, |bytes, _| {
             unread.extend_from_slice(bytes);
             bytes.len()
         })
     }
 
+    /// Reads once into this thread's scratch buffer, and gives what came to `take`. Zero bytes are the end of the stream.
+    pub fn poll_pass<T>(&mut self, cx: &mut Context<'_>, take: impl FnOnce(&[u8], &mut Context<'_>) -> T) -> Poll<io::Result<T>> {
+        if self.unread.is_empty() {
+            return poll_read_some(&mut self.stream, &mut self.tls, cx, SCRATCH, take);
+        }
+        let unread = std::mem::take(&mut self.unread);
+        Poll::Ready(Ok(take(&unread, cx)))
+    }
+
     /// True where the connection can't carry another request: the peer closed it, broke it, or sent bytes that nobody
     /// asked for. Costs no system call while the socket is quiet.
-    pub fn is_stale(&self) -> bool {
-        let quiet = |error: io::Error| error.kind() == io::ErrorKind::WouldBlock;
-        !self.unread.is_empty() || !self.stream.try_read(&mut [0]).is_err_and(quiet)
+    pub fn is_stale(&mut self) -> bool {
+        if !self.unread.is_empty() {
+            return true;
+        }
+        match &mut self.tls {
+            None => !self.stream.try_read(&mut [0]).is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock),
+            Some(session) => !session.is_flushed() || SCRATCH_BUFFER.with_borrow_mut(|scratch| session.has_spoken(&self.stream, scratch)),
+        }
     }
 
     /// Half-closes the connection.
     pub fn poll_half_close(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
+        match &mut self.tls {
+            None => Pin::new(&mut self.stream).poll_shutdown(cx),
+            Some(session) => session.poll_shutdown(cx, &mut self.stream),
+        }
     }
 
     /// Breaks the connection off: the peer sees a reset.
@@ -97,10 +113,33 @@ impl Io {
     }
 }
 
+/// Reads once, at most so much, and gives the plain bytes to `take`.
+fn poll_read_some<T>(
+    stream: &mut TcpStream,
+    tls: &mut Option<Box<Session>>,
+    cx: &mut Context<'_>,
+    most: usize,
+    take: impl FnOnce(&[u8], &mut Context<'_>) -> T,
+) -> Poll<io::Result<T>> {
+    SCRATCH_BUFFER.with_borrow_mut(|scratch| match tls {
+        None => {
+            let mut buf = ReadBuf::new(&mut scratch[..most]);
+            ready!(Pin::new(stream).poll_read(cx, &mut buf))?;
+            Poll::Ready(Ok(take(buf.filled(), cx)))
+        }
+        Some(session) => session.poll_read(cx, stream, &mut scratch[..most], take),
+    })
+}
+
 impl AsyncRead for Io {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         if self.unread.is_empty() {
-            return Pin::new(&mut self.stream).poll_read(cx, buf);
+            if self.tls.is_none() {
+                return Pin::new(&mut self.stream).poll_read(cx, buf);
+            }
+            if ready!(self.poll_fill(cx))? == 0 {
+                return Poll::Ready(Ok(()));
+            }
         }
         let length = self.unread.len().min(buf.remaining());
         buf.put_slice(&self.unread[..length]);
@@ -114,30 +153,29 @@ impl AsyncRead for Io {
 
 impl AsyncWrite for Io {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(cx, buf)
-    }
-
-    fn poll_write_vectored(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bufs: &[io::IoSlice<'_>]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(cx, bufs)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
+        let Self { stream, tls, .. } = &mut *self;
+        match tls {
+            None => Pin::new(stream).poll_write(cx, buf),
+            Some(session) => session.poll_write(cx, stream, buf),
+        }
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
+        let Self { stream, tls, .. } = &mut *self;
+        match tls {
+            None => Pin::new(stream).poll_flush(cx),
+            Some(session) => session.poll_flush(cx, stream),
+        }
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
+        self.poll_half_close(cx)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::future::poll_fn;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::TcpListener;
 
@@ -161,12 +199,12 @@ mod tests {
 
     #[tokio::test]
     async fn a_quiet_connection_is_fresh_and_a_closed_or_talking_one_is_stale() {
-        let (io, far) = pair().await;
+        let (mut io, far) = pair().await;
         assert!(!io.is_stale());
         drop(far);
         io.stream.readable().await.unwrap();
         assert!(io.is_stale());
-        let (io, mut far) = pair().await;
+        let (mut io, mut far) = pair().await;
         far.write_all(b"HTTP/1.1 408 Request Timeout\r\n\r\n").await.unwrap();
         io.stream.readable().await.unwrap();
         assert!(io.is_stale());

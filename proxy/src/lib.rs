@@ -29,9 +29,11 @@ pub mod io;
 pub mod metrics;
 pub mod orig_dst;
 pub mod outbound;
+pub mod policy;
 pub mod pool;
 pub mod race;
 pub mod serve;
+pub mod tls;
 pub mod worker;
 
 use std::future::Future;

@@ -13,7 +13,7 @@ use crate::error::Failure;
 use crate::identity::IdentityStats;
 
 /// What `Failure::code` may say, in the order in which it is counted. The last is for what is missing here.
-const FAILURE_CODES: [&str; 11] = [
+const FAILURE_CODES: [&str; 14] = [
     "no-endpoint",
     "connect-failed",
     "connect-timeout",
@@ -23,6 +23,9 @@ const FAILURE_CODES: [&str; 11] = [
     "headers-too-large",
     "request-timeout",
     "overloaded",
+    "no-certificate",
+    "handshake-failed",
+    "mtls-required",
     "loop",
     "other",
 ];

@@ -8,6 +8,7 @@ use tokio::net::TcpStream;
 use crate::dump::Direction;
 use crate::io::Io;
 use crate::orig_dst::original_destination;
+use crate::policy::Caller;
 use crate::serve::serve;
 use crate::worker::{Flow, Worker};
 
@@ -19,7 +20,7 @@ pub async fn carry(stream: TcpStream, peer: SocketAddr, worker: Rc<Worker>) {
         Err(refused) => return worker.refuse(Direction::Outbound, peer, &refused),
     };
     let destination = worker.destinations.get_or_watch(original).await;
-    let flow = Flow { worker, direction: Direction::Outbound, peer, destination };
+    let flow = Flow { worker, direction: Direction::Outbound, peer, destination, caller: Caller::App };
     // 3. to 8. Detect, route, balance, connect, copy or serve.
-    serve(Io::new(stream), &flow).await;
+    serve(Io::new(stream), flow).await;
 }

@@ -29,7 +29,7 @@ impl Pool {
     /// The HTTP/1 connection that came back last and still stands. Dead ones on the way to it are dropped.
     pub fn checkout_http1(&self) -> Option<Io> {
         let mut idle = self.http1.borrow_mut();
-        while let Some(Idle { io, .. }) = idle.pop() {
+        while let Some(Idle { mut io, .. }) = idle.pop() {
             if !io.is_stale() {
                 return Some(io);
             }
@@ -49,7 +49,7 @@ impl Pool {
     pub fn evict_idle(&self, older_than: Instant) {
         self.http2.sweep(Instant::now());
         let mut idle = self.http1.borrow_mut();
-        idle.retain(|connection| connection.since >= older_than && !connection.io.is_stale());
+        idle.retain_mut(|connection| connection.since >= older_than && !connection.io.is_stale());
         if idle.len() < idle.capacity() / 4 {
             idle.shrink_to_fit();
         }
@@ -94,7 +94,7 @@ mod tests {
     }
 
     /// Waits until the far end's leaving has arrived.
-    async fn wait_until_stale(io: &Io) {
+    async fn wait_until_stale(io: &mut Io) {
         let stale = async {
             while !io.is_stale() {
                 tokio::task::yield_now().await;
@@ -120,18 +120,18 @@ mod tests {
     async fn connections_that_died_while_idle_are_not_handed_out() {
         let (mut near, mut far) = connections(2).await;
         drop(far.pop());
-        wait_until_stale(&near[1]).await;
+        wait_until_stale(&mut near[1]).await;
         let pool = Pool::default();
         near.drain(..).for_each(|io| pool.checkin_http1(io, Instant::now()));
-        let alive = pool.checkout_http1().expect("the other one stands");
+        let mut alive = pool.checkout_http1().expect("the other one stands");
         assert!(!alive.is_stale() && pool.idle_http1() == 0);
     }
 
     #[tokio::test]
     async fn idle_ones_are_closed_by_age_and_dead_ones_at_once() {
-        let (near, mut far) = connections(3).await;
+        let (mut near, mut far) = connections(3).await;
         drop(far.pop());
-        wait_until_stale(&near[2]).await;
+        wait_until_stale(&mut near[2]).await;
         let (pool, start) = (Pool::default(), Instant::now());
         for (io, age) in near.into_iter().zip([0, 10, 20]) {
             pool.checkin_http1(io, start + Duration::from_secs(age));

@@ -13,27 +13,25 @@ use tokio::time::{sleep, timeout};
 
 use crate::balance::{Endpoint, InFlight};
 use crate::connect;
-use crate::detect::{Protocol, Verdict, announced, classify, take_a_guess};
+use crate::detect::{Protocol, Verdict, announced, classify, classify_inbound, take_a_guess};
 use crate::error::Failure;
 use crate::io::Io;
+use crate::policy::Caller;
+use crate::tls::{self, Hello, Inside};
 use crate::worker::Flow;
 
 /// How long a client may be silent before the proxy dials. Whoever speaks first at all does so within this.
 const HEAD_START: Duration = Duration::from_millis(2);
 /// How long a client that has begun to speak may pause before what it said is taken as it is.
 const PATIENCE: Duration = Duration::from_millis(300);
+/// How long one may that has begun a TLS handshake.
+const HELLO_PATIENCE: Duration = Duration::from_secs(5);
+/// How long a client may be silent that has to prove who it is.
+const STRANGERS_WORD: Duration = Duration::from_secs(10);
 /// How long a client may still begin to speak when there was nobody to connect to.
 const SECOND_CHANCE: Duration = Duration::from_secs(1);
 /// Endpoints that one connection is tried on at most.
 const MAX_TRIES: usize = 3;
-
-/// What the race ended with.
-pub struct Start {
-    /// What the connection carries.
-    pub protocol: Protocol,
-    /// The connection that was made meanwhile, if it came to that.
-    pub dialed: Option<Dialed>,
-}
 
 /// A new connection to an endpoint, which has this one more to carry.
 pub struct Dialed {
@@ -45,44 +43,51 @@ pub struct Dialed {
     pub in_flight: InFlight,
 }
 
-/// Waits for the first word of either side. Fails where there is nobody to connect to, or the client left.
-pub async fn first_word(client: &mut Io, flow: &Flow) -> Result<Start, Failure> {
+/// Waits for the first word of either side: what the connection carries. The connection that it makes meanwhile, if it comes to
+/// that, is left in `dialed`. Fails where there is nobody to connect to, or the client left.
+pub async fn first_word(client: &mut Io, flow: &Flow, dialed: &mut Option<Dialed>) -> Result<Protocol, Failure> {
     if let Some(protocol) = announced(flow.destination.app_protocol()) {
-        return Ok(Start { protocol, dialed: None });
+        return Ok(protocol);
     }
-    if let Ok(listened) = timeout(HEAD_START, listen(client)).await {
-        return Ok(Start { protocol: listened?, dialed: None });
+    // A peer's proxy speaks first, and once only.
+    let classify = if flow.caller == Caller::Unproven { classify_inbound } else { classify };
+    if let Err(refused) = flow.admits_unseen() {
+        // The app hears nothing of somebody who may not come in.
+        return timeout(STRANGERS_WORD, listen(client, classify)).await.unwrap_or(Err(refused));
     }
-    let mut dialed = None;
-    let listened = {
-        let mut listening = pin!(listen(client));
-        let mut speaking = pin!(async {
-            match dial(flow).await.map(|new| dialed.insert(new)) {
-                // Its word, its end and its failure are all for the copying to pass on.
-                Ok(Dialed { upstream, .. }) => Ok(poll_fn(|cx| upstream.poll_fill(cx).map(|_| Protocol::Opaque)).await),
-                // A client that was only slow gets its answer in its own protocol.
-                Err(failure) => {
-                    sleep(SECOND_CHANCE).await;
-                    Err(failure)
-                }
+    if let Ok(listened) = timeout(HEAD_START, listen(client, classify)).await {
+        return listened;
+    }
+    let mut listening = pin!(listen(client, classify));
+    let mut speaking = pin!(async {
+        let connected = match dialed {
+            Some(dialed) => Ok(dialed),
+            None => dial(flow, Inside::Undecided).await.map(|new| dialed.insert(new)),
+        };
+        match connected {
+            // Its word, its end and its failure are all for the copying to pass on.
+            Ok(Dialed { upstream, .. }) => Ok(poll_fn(|cx| upstream.poll_fill(cx).map(|_| Protocol::Opaque)).await),
+            // A client that was only slow gets its answer in its own protocol.
+            Err(failure) => {
+                sleep(SECOND_CHANCE).await;
+                Err(failure)
             }
-        });
-        poll_fn(|cx| match listening.as_mut().poll(cx) {
-            Poll::Pending => speaking.as_mut().poll(cx),
-            listened => listened,
-        })
-        .await
-    };
-    Ok(Start { protocol: listened?, dialed })
+        }
+    });
+    poll_fn(|cx| match listening.as_mut().poll(cx) {
+        Poll::Pending => speaking.as_mut().poll(cx),
+        listened => listened,
+    })
+    .await
 }
 
 /// A connection to one of the destination's endpoints; a second and a third are tried where the first refuses.
-pub async fn dial(flow: &Flow) -> Result<Dialed, Failure> {
+pub async fn dial(flow: &Flow, inside: Inside) -> Result<Dialed, Failure> {
     let mut avoid: Vec<SocketAddr> = Vec::new();
     loop {
         let endpoint = flow.destination.pick(&avoid, &mut flow.worker.rng.borrow_mut())?;
         let mut in_flight = endpoint.begin();
-        match connect::dial(endpoint.address).await {
+        match connect::dial(&endpoint, inside, &flow.worker.tls).await {
             Ok(upstream) => {
                 in_flight.answered();
                 return Ok(Dialed { endpoint, upstream, in_flight });
@@ -100,12 +105,12 @@ pub async fn dial(flow: &Flow) -> Result<Dialed, Failure> {
 }
 
 /// The client's word, once it is long enough to tell what it is; what was read stays unread.
-async fn listen(client: &mut Io) -> Result<Protocol, Failure> {
+async fn listen(client: &mut Io, classify: fn(&[u8]) -> Verdict) -> Result<Protocol, Failure> {
     loop {
         let filled = if client.unread().is_empty() {
             poll_fn(|cx| client.poll_fill(cx)).await
         } else {
-            match timeout(PATIENCE, poll_fn(|cx| client.poll_fill(cx))).await {
+            match timeout(patience(client.unread()), poll_fn(|cx| client.poll_fill(cx))).await {
                 Ok(filled) => filled,
                 Err(_) => return Ok(take_a_guess(client.unread())),
             }
@@ -120,6 +125,11 @@ async fn listen(client: &mut Io) -> Result<Protocol, Failure> {
             return Ok(protocol);
         }
     }
+}
+
+/// Part of a request line may be all of another protocol's word. Part of a ClientHello is nothing yet to anybody.
+fn patience(begun: &[u8]) -> Duration {
+    if tls::look(begun) == Hello::NeedMore { HELLO_PATIENCE } else { PATIENCE }
 }
 
 fn left(error: &io::Error) -> Failure {

@@ -1,5 +1,5 @@
-//! Steps 3 to 8, which both paths take in the same way: find out what a connection carries, and hand it to the one that
-//! carries it.
+//! Steps 3 to 8, which both paths take in the same way: find out what a connection carries and who calls, and hand it to the one
+//! that carries it.
 
 use std::rc::Rc;
 use std::time::Instant;
@@ -7,32 +7,51 @@ use std::time::Instant;
 use crate::detect::Protocol;
 use crate::error::Failure;
 use crate::io::Io;
-use crate::race::{self, Dialed, Start};
+use crate::policy::Caller;
+use crate::race::{self, Dialed};
+use crate::tls::Inside;
 use crate::worker::Flow;
 use crate::{copy, http1, http2};
 
 /// Serves a connection until it ends.
-pub async fn serve(mut client: Io, flow: &Flow) {
-    let Start { protocol, dialed } = match race::first_word(&mut client, flow).await {
-        Ok(start) => start,
-        Err(failure) => return refuse(client, flow, &failure),
+pub async fn serve(mut client: Io, mut flow: Flow) {
+    let mut dialed = None;
+    let protocol = loop {
+        match race::first_word(&mut client, &flow, &mut dialed).await {
+            Ok(Protocol::MeshTls) => match flow.worker.tls.accept(client, flow.peer).await {
+                Ok((secured, identity, inside)) => {
+                    client = secured;
+                    flow.caller = Caller::Peer(Rc::new(identity));
+                    match inside {
+                        Inside::Http1 => break Protocol::Http1,
+                        Inside::Http2 => break Protocol::Http2,
+                        Inside::Opaque => break Protocol::Opaque,
+                        Inside::Undecided => {}
+                    }
+                }
+                Err(failure) => return note(&flow, &failure),
+            },
+            Ok(protocol) => break protocol,
+            Err(failure) => return refuse(client, &flow, &failure),
+        }
     };
     match protocol {
         Protocol::Http1 => {
             if let Some(Dialed { endpoint, upstream, .. }) = dialed {
                 endpoint.pool.checkin_http1(upstream, Instant::now());
             }
-            http1::serve(client, flow).await;
+            http1::serve(client, &flow).await;
         }
-        Protocol::Http2 => http2::serve(client, Rc::new(flow.clone())).await,
-        Protocol::Opaque => {
-            let dialed = match dialed {
-                Some(dialed) => Ok(dialed),
-                None => race::dial(flow).await,
+        Protocol::Http2 => http2::serve(client, Rc::new(flow)).await,
+        Protocol::Opaque | Protocol::MeshTls => {
+            let dialed = match (flow.admits_unseen(), dialed) {
+                (Err(refused), _) => Err(refused),
+                (Ok(()), Some(dialed)) => Ok(dialed),
+                (Ok(()), None) => race::dial(&flow, Inside::Opaque).await,
             };
             match dialed {
-                Ok(dialed) => opaque(client, dialed, flow).await,
-                Err(failure) => refuse(client, flow, &failure),
+                Ok(dialed) => opaque(client, dialed, &flow).await,
+                Err(failure) => refuse(client, &flow, &failure),
             }
         }
     }
@@ -49,7 +68,11 @@ async fn opaque(mut client: Io, mut dialed: Dialed, flow: &Flow) {
 
 /// Ends a connection that can't be carried as the kernel would: with a reset.
 fn refuse(client: Io, flow: &Flow, failure: &Failure) {
+    note(flow, failure);
+    client.reset();
+}
+
+fn note(flow: &Flow, failure: &Failure) {
     flow.worker.metrics.failure(flow.direction, failure);
     tracing::debug!(path = flow.direction.name(), peer = %flow.peer, destination = %flow.destination.name(), code = failure.code(), "{failure}");
-    client.reset();
 }

@@ -8,6 +8,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use diy_mesh_proto::Identity;
 use tokio::net::TcpStream;
 use tokio::sync::{Notify, oneshot};
 use tokio::task::LocalSet;
@@ -20,6 +21,8 @@ use crate::dump::{ConnectionInfo, Direction, Dumps, ExchangeDump};
 use crate::error::Failure;
 use crate::identity::CurrentCredentials;
 use crate::metrics::Metrics;
+use crate::policy::Caller;
+use crate::tls::Tls;
 use crate::{accept, inbound, orig_dst, outbound};
 
 /// How often what nobody uses is looked for.
@@ -71,8 +74,8 @@ pub struct Worker {
     pub dumps: Dumps,
     /// Counters.
     pub metrics: Arc<Metrics>,
-    /// By what this proxy proves itself, and whom it trusts.
-    pub credentials: CurrentCredentials,
+    /// This worker's side of mesh TLS.
+    pub tls: Tls,
     /// The destinations that this worker meets: endpoints with their loads and pools.
     pub destinations: Destinations,
     /// The local app's addresses that this worker's inbound path meets, likewise.
@@ -94,7 +97,7 @@ impl Worker {
             config: seat.config,
             dumps: seat.dumps,
             metrics: seat.metrics,
-            credentials: seat.credentials,
+            tls: Tls::new(seat.credentials),
             destinations: Destinations::new(seat.discovery),
             apps: Destinations::new(Discovery::off()),
             rng: RefCell::new(fastrand::Rng::new()),
@@ -186,6 +189,8 @@ pub struct Flow {
     pub peer: SocketAddr,
     /// Where it goes.
     pub destination: Rc<Destination>,
+    /// Who connected, as far as they have proven it.
+    pub caller: Caller,
 }
 
 impl Flow {
@@ -197,6 +202,21 @@ impl Flow {
     /// The record of an exchange that begins now, where it is to be dumped.
     pub fn dump(&self) -> Option<ExchangeDump> {
         self.worker.dumps.exchange(&self.info())
+    }
+
+    /// Whether a connection may be made for the caller, whatever they want.
+    pub fn admits_unseen(&self) -> Result<(), Failure> {
+        self.worker.config.policy.admits_unseen(&self.caller)
+    }
+
+    /// Whether this request of theirs may be passed on.
+    pub fn admits(&self, method: &[u8], target: &[u8]) -> Result<(), Failure> {
+        self.worker.config.policy.admits(&self.caller, self.destination.address.port(), method, target)
+    }
+
+    /// What the app is told of who calls.
+    pub fn called_by(&self) -> Option<&str> {
+        self.caller.identity().map(Identity::as_str)
     }
 
     /// The proxy is about to end.

@@ -7,6 +7,8 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use diy_mesh_proto::Identity;
+
 use super::ewma::PeakEwma;
 use crate::discovery::EndpointInfo;
 use crate::pool::Pool;
@@ -19,7 +21,7 @@ pub struct Endpoint {
     /// Where it listens.
     pub address: SocketAddr,
     /// The SPIFFE ID to expect where it is meshed.
-    pub identity: Option<String>,
+    pub identity: Option<Identity>,
     /// Connections to it.
     pub pool: Pool,
     pending: Cell<u32>,

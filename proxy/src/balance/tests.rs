@@ -133,7 +133,7 @@ fn who_stays_keeps_its_state_and_who_goes_takes_no_request_more() {
 #[test]
 fn another_pod_at_the_same_address_is_another_endpoint() {
     let with = |pod: &str, identity: Option<&str>| {
-        let identity = identity.map(str::to_owned);
+        let identity = identity.map(|identity| identity.parse().expect("an identity"));
         Arc::new(EndpointInfo { pod: pod.to_owned(), identity, ..EndpointInfo::bare(address("10.0.0.1:80")) })
     };
     let (sender, destination) = announced(service(&[with("shop/cart-1", None)]));

@@ -4,6 +4,7 @@
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
+use diy_mesh_proto::Identity;
 use diy_mesh_proto::mesh::v1::snapshot::Kind;
 use diy_mesh_proto::mesh::v1::{Delta, Endpoint, Snapshot};
 
@@ -68,7 +69,7 @@ pub struct EndpointInfo {
     /// The pod, as namespace/name; empty where the endpoint is no pod.
     pub pod: String,
     /// The SPIFFE ID to expect where it is meshed.
-    pub identity: Option<String>,
+    pub identity: Option<Identity>,
 }
 
 impl EndpointInfo {
@@ -182,7 +183,17 @@ fn read_or_report(endpoint: Endpoint, report: &mut dyn FnMut(String)) -> Option<
         return None;
     }
     let pod = if endpoint.pod_name.is_empty() { String::new() } else { format!("{}/{}", endpoint.pod_namespace, endpoint.pod_name) };
-    let identity = (!endpoint.identity.is_empty()).then_some(endpoint.identity);
+    let identity = match endpoint.identity.as_str() {
+        "" => None,
+        // Whom to expect can't be known, so nobody can prove to be it: better not to go there.
+        text => match text.parse() {
+            Ok(identity) => Some(identity),
+            Err(problem) => {
+                report(format!("has an endpoint {address} of the identity {text:?}: {problem}"));
+                return None;
+            }
+        },
+    };
     Some(Arc::new(EndpointInfo { address, zone: endpoint.zone, pod, identity }))
 }
 

@@ -11,6 +11,7 @@ use tokio::io::AsyncWrite;
 
 use super::head::Framing;
 use crate::io::Io;
+use crate::policy::is_called_by;
 
 /// The longest line of a chunk's size with its extensions.
 const MAX_CHUNK_LINE: usize = 4096;
@@ -255,9 +256,10 @@ impl Decoder {
 
 /// Fields that must not stand in trailers (RFC 9110, section 6.5.1): they would reframe or reroute the message.
 fn frames_or_names(name: &str) -> bool {
-    ["content-length", "transfer-encoding", "host", "connection", "trailer", "te", "upgrade", "authorization", "x-called-by"]
+    ["content-length", "transfer-encoding", "host", "connection", "trailer", "te", "upgrade", "authorization"]
         .iter()
         .any(|refused| name.eq_ignore_ascii_case(refused))
+        || is_called_by(name.as_bytes())
 }
 
 fn take(from: &mut BytesMut, at_most: u64) -> BytesMut {

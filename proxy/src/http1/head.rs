@@ -8,6 +8,10 @@ use std::ops::Range;
 use bytes::{Bytes, BytesMut};
 use memchr::memmem;
 
+use crate::policy::is_called_by;
+
+/// The field by which the app is told who calls.
+const X_CALLED_BY: &[u8] = b"X-Called-By";
 /// The most bytes of a start line and its fields together.
 pub const MAX_HEAD: usize = 64 * 1024;
 /// The most fields of a head.
@@ -152,19 +156,31 @@ impl RequestHead {
         self.fields.iter()
     }
 
+    /// The same as the app gets to see them: who calls is what the proxy knows, not what the client says.
+    pub fn fields_to_app<'a>(&'a self, called_by: Option<&'a str>) -> impl Iterator<Item = (&'a [u8], &'a [u8])> {
+        let said = self.fields.iter().filter(|(name, _)| !is_called_by(name));
+        said.chain(called_by.map(|identity| (X_CALLED_BY, identity.as_bytes())))
+    }
+
     /// Whether sending it twice has the effect of sending it once (RFC 9110, section 9.2.2).
     pub fn is_idempotent(&self) -> bool {
         matches!(self.method(), b"GET" | b"HEAD" | b"OPTIONS" | b"TRACE" | b"PUT" | b"DELETE")
     }
 
     /// Writes the head for the next hop.
-    pub fn write(&self, out: &mut BytesMut) {
-        out.reserve(self.fields.raw.len() + 32);
+    pub fn write(&self, out: &mut BytesMut, called_by: Option<&str>) {
+        out.reserve(self.fields.raw.len() + 32 + called_by.map_or(0, str::len));
         out.extend_from_slice(self.method());
         out.extend_from_slice(b" ");
         out.extend_from_slice(self.target());
         out.extend_from_slice(if self.version == Version::Http10 { b" HTTP/1.0\r\n" } else { b" HTTP/1.1\r\n" });
         self.fields.write(out, self.connection.upgrade);
+        if let Some(identity) = called_by {
+            out.extend_from_slice(X_CALLED_BY);
+            out.extend_from_slice(b": ");
+            out.extend_from_slice(identity.as_bytes());
+            out.extend_from_slice(b"\r\n");
+        }
         out.extend_from_slice(b"\r\n");
     }
 }
@@ -263,8 +279,7 @@ impl Fields {
             span.hop_by_hop = match field.name.len() {
                 2 => field.name.eq_ignore_ascii_case("te") && !field.value.eq_ignore_ascii_case(b"trailers"),
                 7 => field.name.eq_ignore_ascii_case("upgrade") && !upgrade,
-                // It tells the app who calls, which nobody but the proxy can know.
-                11 => field.name.eq_ignore_ascii_case("x-called-by"),
+                11 => is_called_by(field.name.as_bytes()),
                 10 => field.name.eq_ignore_ascii_case("connection") || field.name.eq_ignore_ascii_case("keep-alive"),
                 14 => field.name.eq_ignore_ascii_case("http2-settings"),
                 16 => field.name.eq_ignore_ascii_case("proxy-connection"),
@@ -423,7 +438,7 @@ mod tests {
 
     fn forwarded(text: &str) -> String {
         let mut out = BytesMut::new();
-        request(text).unwrap().write(&mut out);
+        request(text).unwrap().write(&mut out, None);
         String::from_utf8(out.to_vec()).unwrap()
     }
 

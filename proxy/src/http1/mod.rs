@@ -135,16 +135,19 @@ impl<'a> Exchange<'a> {
         let mut dump = flow.dump();
         if let Some(dump) = &mut dump {
             let version: &[u8] = if request.version == Version::Http10 { b"HTTP/1.0" } else { b"HTTP/1.1" };
-            dump.request_head(&[request.method(), b" ", request.target(), b" ", version].concat(), request.fields());
+            dump.request_head(&[request.method(), b" ", request.target(), b" ", version].concat(), request.fields_to_app(flow.called_by()));
         }
         let mut head = BytesMut::new();
-        request.write(&mut head);
+        request.write(&mut head, flow.called_by());
         let upload = Relay::new(request.framing, head, false);
         Self { client, flow, request, dump, first: Bytes::new(), upload, replayable: false, client_ended: false }
     }
 
     /// Tries endpoints until one has answered, or there is no point in trying more.
     async fn run(mut self) -> After {
+        if let Err(refused) = self.flow.admits(self.request.method(), self.request.target()) {
+            return self.refuse(refused).await;
+        }
         let (upload, dump) = (&mut self.upload, &mut self.dump);
         let taken = upload.take_buffered(self.client.unread(), &mut |data| show(dump, ExchangeDump::request_body, data));
         if let Err(broken) = taken {
@@ -173,7 +176,7 @@ impl<'a> Exchange<'a> {
         let final_failure = |failure| Stopped { failure, again: false, avoid: None };
         let endpoint = flow.destination.pick(avoid, &mut flow.worker.rng.borrow_mut()).map_err(final_failure)?;
         let mut in_flight = endpoint.begin();
-        let mut upstream = match connect::http1(&endpoint).await {
+        let mut upstream = match connect::http1(&endpoint, &flow.worker.tls).await {
             Ok(upstream) => upstream,
             Err(failure) => {
                 in_flight.failed();

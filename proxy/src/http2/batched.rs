@@ -13,7 +13,7 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::timeout;
 
-use crate::io::{Io, poll_read_scratch};
+use crate::io::Io;
 
 /// With that much gathered, a write waits for the socket.
 const LIMIT: usize = 64 * 1024;
@@ -68,7 +68,7 @@ impl Batched {
         let drained = poll_fn(|cx| {
             let inner = &mut *self.0.borrow_mut();
             while left > 0 {
-                match ready!(poll_read_scratch(&mut inner.io, cx, |bytes, _| bytes.len())) {
+                match ready!(inner.io.poll_pass(cx, |bytes, _| bytes.len())) {
                     Ok(read) if read > 0 => left = left.saturating_sub(read),
                     _ => break,
                 }

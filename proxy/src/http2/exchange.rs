@@ -30,6 +30,8 @@ const MAX_TRIES: usize = 3;
 /// Carries one request to an endpoint, and the response back.
 pub(super) async fn carry(request: Request<RecvStream>, respond: SendResponse<Bytes>, client: Stream) {
     let (mut parts, body) = request.into_parts();
+    let malformed = head::malformed(&parts);
+    head::prepare(&mut parts, client.flow.called_by());
     let mut dump = client.flow.dump();
     if let Some(dump) = &mut dump {
         dump.request_parts(&parts);
@@ -44,10 +46,13 @@ pub(super) async fn carry(request: Request<RecvStream>, respond: SendResponse<By
         idempotent: parts.method.is_idempotent(),
         interim: parts.headers.contains_key(http::header::EXPECT),
     };
-    if let Some(reason) = head::malformed(&parts) {
+    if let Some(reason) = malformed {
         return exchange.refuse(&Failure::BadRequest(reason));
     }
-    head::prepare(&mut parts);
+    let target = parts.uri.path_and_query().map_or("", |path| path.as_str());
+    if let Err(refused) = exchange.client.flow.admits(parts.method.as_str().as_bytes(), target.as_bytes()) {
+        return exchange.refuse(&refused);
+    }
     exchange.run(parts).await;
 }
 
@@ -165,7 +170,8 @@ impl Exchange {
 
     /// A place on a connection to the endpoint, unless the client goes away meanwhile.
     async fn lease(&mut self, endpoint: &Rc<Endpoint>) -> Result<Result<Lease, Failure>, Stopped> {
-        let mut leasing = std::pin::pin!(Connections::lease(endpoint));
+        let worker = self.client.flow.worker.clone();
+        let mut leasing = std::pin::pin!(Connections::lease(endpoint, &worker.tls));
         poll_fn(|cx| match leasing.as_mut().poll(cx) {
             Poll::Ready(leased) => Poll::Ready(Ok(leased)),
             Poll::Pending => self.respond.poll_reset(cx).map(|_| Err(Stopped::Cancelled)),

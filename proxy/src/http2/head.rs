@@ -9,8 +9,10 @@ use http::request::Parts;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Version};
 
 use crate::error::Failure;
+use crate::policy::is_called_by;
 
 pub(super) const X_MESH_ERROR: HeaderName = HeaderName::from_static("x-mesh-error");
+const X_CALLED_BY: HeaderName = HeaderName::from_static("x-called-by");
 pub(super) const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 const GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 
@@ -41,13 +43,21 @@ pub(super) fn malformed(parts: &Parts) -> Option<&'static str> {
 }
 
 /// Makes the head fit to be sent on.
-pub(super) fn prepare(parts: &mut Parts) {
-    // It tells the app who calls, which nobody but the proxy can know.
-    parts.headers.remove("x-called-by");
+pub(super) fn prepare(parts: &mut Parts, called_by: Option<&str>) {
+    remove_called_by(&mut parts.headers);
+    if let Some(identity) = called_by.and_then(|identity| HeaderValue::from_str(identity).ok()) {
+        parts.headers.insert(X_CALLED_BY, identity);
+    }
     // Without :authority, which is right where there is a Host, `h2` knows the scheme only of what it takes for HTTP/1.
     if parts.uri.authority().is_none() {
         parts.version = Version::HTTP_11;
     }
+}
+
+/// Nobody but the proxy can know who calls: what others say of it is taken out, in every spelling, of heads and of trailers.
+pub(super) fn remove_called_by(headers: &mut HeaderMap) {
+    let forged: Vec<HeaderName> = headers.keys().filter(|name| is_called_by(name.as_str().as_bytes())).cloned().collect();
+    forged.iter().for_each(|name| drop(headers.remove(name)));
 }
 
 /// gRPC calls are answered as gRPC clients understand. gRPC-Web is HTTP to whoever carries it.
@@ -134,7 +144,7 @@ mod tests {
     #[test]
     fn nobody_says_himself_who_he_is() {
         let mut forged = parts("GET", "http://a/", &[("x-called-by", "one"), ("x-called-by", "two"), ("x-other", "3")]);
-        prepare(&mut forged);
+        prepare(&mut forged, None);
         assert_eq!(forged.headers.len(), 1);
     }
 

@@ -6,6 +6,7 @@ use std::task::{Context, Poll, ready};
 use bytes::Bytes;
 use h2::{Reason, RecvStream, SendStream};
 
+use super::head::remove_called_by;
 use crate::dump::{ExchangeDump, pairs};
 
 /// Bytes of a direction that are handed to `h2` without asking whether the receiver has room: a small body takes no detour.
@@ -114,7 +115,10 @@ impl Relay {
                 }
                 Some(Err(error)) => return Poll::Ready(Err(Broken::From(error))),
                 None => match ready!(self.from.poll_trailers(cx)) {
-                    Ok(Some(trailers)) => {
+                    Ok(Some(mut trailers)) => {
+                        if self.way == Way::Request {
+                            remove_called_by(&mut trailers);
+                        }
                         if let Some(dump) = dump {
                             show_trailers(dump, self.way, &trailers);
                         }

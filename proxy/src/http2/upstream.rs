@@ -3,7 +3,6 @@
 
 use std::cell::{Cell, RefCell};
 use std::io;
-use std::net::SocketAddr;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
@@ -21,6 +20,7 @@ use super::{CONNECTION_WINDOW, MAX_HEADER_LIST, MAX_RESETS_REMEMBERED, SEND_BUFF
 use crate::balance::Endpoint;
 use crate::connect;
 use crate::error::Failure;
+use crate::tls::{Inside, Tls};
 
 /// Connections to one endpoint; where all of them are full, streams are turned away.
 const MAX_CONNECTIONS: usize = 64;
@@ -70,7 +70,7 @@ pub(super) struct Lease {
 
 impl Connections {
     /// A place for a stream on a connection to the endpoint, which is made where there is none.
-    pub(super) async fn lease(endpoint: &Rc<Endpoint>) -> Result<Lease, Failure> {
+    pub(super) async fn lease(endpoint: &Rc<Endpoint>, tls: &Tls) -> Result<Lease, Failure> {
         let connections = &endpoint.pool.http2;
         if let Some(lease) = connections.find() {
             return Ok(lease);
@@ -86,7 +86,7 @@ impl Connections {
         if connections.open.borrow().len() >= MAX_CONNECTIONS {
             return Err(Failure::Overloaded("too many streams to one endpoint"));
         }
-        let dialed = dial(endpoint.address).await;
+        let dialed = dial(endpoint, tls).await;
         connections.dials.set(connections.dials.get() + 1);
         connections.last_dial.replace(dialed.as_ref().err().map(again));
         let connection = dialed?;
@@ -214,8 +214,9 @@ impl Drop for Lease {
     }
 }
 
-async fn dial(address: SocketAddr) -> Result<Rc<Connection>, Failure> {
-    let io = Batched::new(connect::dial(address).await?);
+async fn dial(endpoint: &Endpoint, tls: &Tls) -> Result<Rc<Connection>, Failure> {
+    let address = endpoint.address;
+    let io = Batched::new(connect::dial(endpoint, Inside::Http2, tls).await?);
     let handshake = h2::client::Builder::new()
         .enable_push(false)
         .initial_max_send_streams(ASSUMED_MAX_STREAMS)

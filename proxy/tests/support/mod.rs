@@ -13,6 +13,7 @@ use diy_mesh_proxy::discovery::Discovery;
 use diy_mesh_proxy::dump::{Direction, Dumps};
 use diy_mesh_proxy::io::Io;
 use diy_mesh_proxy::metrics::Metrics;
+use diy_mesh_proxy::policy::Caller;
 use diy_mesh_proxy::serve::serve;
 use diy_mesh_proxy::worker::{Flow, Seat, Worker};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -67,8 +68,14 @@ impl Mesh {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let (client, accepted) = tokio::join!(TcpStream::connect(listener.local_addr().unwrap()), listener.accept());
         let (stream, peer) = accepted.unwrap();
-        let flow = Flow { worker: self.worker.clone(), direction: Direction::Outbound, peer, destination: destination.clone() };
-        tokio::task::spawn_local(async move { serve(Io::new(stream), &flow).await });
+        let flow = Flow {
+            worker: self.worker.clone(),
+            direction: Direction::Outbound,
+            peer,
+            destination: destination.clone(),
+            caller: Caller::App,
+        };
+        tokio::task::spawn_local(serve(Io::new(stream), flow));
         client.unwrap()
     }
 

@@ -10,6 +10,7 @@ use tonic::transport::{Endpoint, Server, Uri};
 use tonic::{Code, Status, Streaming};
 
 use super::*;
+use crate::policy::Caller;
 use crate::serve::serve;
 
 struct Echo;
@@ -44,8 +45,9 @@ async fn client_through(mesh: &Mesh, address: SocketAddr) -> EchoServiceClient<t
     let worker = mesh.worker.clone();
     tokio::task::spawn_local(async move {
         let (stream, peer) = listener.accept().await.unwrap();
-        let flow = Flow { worker, direction: Direction::Outbound, peer, destination: Rc::new(Destination::fixed(address)) };
-        serve(Io::new(stream), &flow).await;
+        let flow =
+            Flow { worker, direction: Direction::Outbound, peer, destination: Rc::new(Destination::fixed(address)), caller: Caller::App };
+        serve(Io::new(stream), flow).await;
     });
     let connector = tower::service_fn(move |_: Uri| async move { TcpStream::connect(near).await.map(TokioIo::new) });
     EchoServiceClient::new(Endpoint::from_static("http://grpc-server").connect_with_connector(connector).await.unwrap())

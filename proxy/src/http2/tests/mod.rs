@@ -27,6 +27,7 @@ use crate::discovery::{AppProtocol, Discovery, EndpointInfo, ServiceTarget, Targ
 use crate::dump::{Direction, DumpConfig, Dumps, Format, Mode};
 use crate::io::Io;
 use crate::metrics::Metrics;
+use crate::policy::Caller;
 use crate::worker::{Flow, Seat, Worker};
 
 /// Long enough for a busy machine, short enough for a test that hangs.
@@ -99,7 +100,13 @@ impl Mesh {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let (client, accepted) = tokio::join!(TcpStream::connect(listener.local_addr().unwrap()), listener.accept());
         let (stream, peer) = accepted.unwrap();
-        let flow = Flow { worker: self.worker.clone(), direction: Direction::Outbound, peer, destination: destination.clone() };
+        let flow = Flow {
+            worker: self.worker.clone(),
+            direction: Direction::Outbound,
+            peer,
+            destination: destination.clone(),
+            caller: Caller::App,
+        };
         tokio::task::spawn_local(super::serve(Io::new(stream), Rc::new(flow)));
         client.unwrap()
     }

@@ -1,0 +1,159 @@
+//! Whether bytes begin the mesh's TLS or the app's own: a look at the ClientHello's ALPN (RFC 8446, section 4.1.2; RFC 7301),
+//! without taking anything. Pure, bounded, total: any bytes give an answer.
+
+use super::Inside;
+
+/// What the first bytes of a connection are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hello {
+    /// The beginning of a ClientHello: more bytes will tell.
+    NeedMore,
+    /// A ClientHello that names one of the mesh's protocols: a peer's proxy.
+    Mesh,
+    /// Something else, or TLS of the app's own.
+    Foreign,
+}
+
+const HANDSHAKE: u8 = 22;
+const CLIENT_HELLO: u8 = 1;
+const ALPN: u16 = 16;
+/// The most that a record holds (RFC 8446, section 5.1).
+const MAX_RECORD: usize = 1 << 14;
+
+/// Looks at the first bytes of a connection. A ClientHello that is spread over several records is not the mesh's.
+pub fn look(bytes: &[u8]) -> Hello {
+    let [kind, major, _, high, low, record @ ..] = bytes else {
+        let beginning = [HANDSHAKE, 3];
+        let length = bytes.len().min(2);
+        return if bytes[..length] == beginning[..length] { Hello::NeedMore } else { Hello::Foreign };
+    };
+    let length = usize::from(u16::from_be_bytes([*high, *low]));
+    if *kind != HANDSHAKE || *major != 3 || length > MAX_RECORD || record.first().is_some_and(|kind| *kind != CLIENT_HELLO) {
+        return Hello::Foreign;
+    }
+    let Some(record) = record.get(..length) else { return Hello::NeedMore };
+    if protocols(record).is_some_and(|list| Reader(list).strings().any(|name| Inside::from_alpn(name).is_some())) {
+        return Hello::Mesh;
+    }
+    Hello::Foreign
+}
+
+/// The ALPN extension's list of a whole ClientHello.
+fn protocols(record: &[u8]) -> Option<&[u8]> {
+    let mut hello = Reader(record);
+    hello.take(1)?;
+    let length = hello.take(3)?;
+    let length = usize::from(length[0]) << 16 | usize::from(length[1]) << 8 | usize::from(length[2]);
+    let mut hello = Reader(hello.take(length)?);
+    // Version and random, session ID, cipher suites, compression methods.
+    hello.take(2 + 32)?;
+    hello.short()?;
+    hello.long()?;
+    hello.short()?;
+    let mut extensions = Reader(hello.long()?);
+    while let Some(kind) = extensions.take(2) {
+        let body = extensions.long()?;
+        if u16::from_be_bytes([kind[0], kind[1]]) == ALPN {
+            return Reader(body).long();
+        }
+    }
+    None
+}
+
+/// Takes pieces off the front; none where there is less.
+struct Reader<'a>(&'a [u8]);
+
+impl<'a> Reader<'a> {
+    fn take(&mut self, length: usize) -> Option<&'a [u8]> {
+        let (piece, rest) = self.0.split_at_checked(length)?;
+        self.0 = rest;
+        Some(piece)
+    }
+
+    /// With a length of one byte before it.
+    fn short(&mut self) -> Option<&'a [u8]> {
+        let length = usize::from(self.take(1)?[0]);
+        self.take(length)
+    }
+
+    /// With a length of two bytes before it.
+    fn long(&mut self) -> Option<&'a [u8]> {
+        let length = self.take(2)?;
+        self.take(usize::from(u16::from_be_bytes([length[0], length[1]])))
+    }
+
+    fn strings(mut self) -> impl Iterator<Item = &'a [u8]> {
+        std::iter::from_fn(move || self.short())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use rustls::client::UnbufferedClientConnection;
+    use rustls::pki_types::ServerName;
+    use rustls::unbuffered::ConnectionState;
+    use rustls::{ClientConfig, RootCertStore};
+
+    use super::*;
+
+    /// A real ClientHello that offers these protocols.
+    fn hello(protocols: &[&[u8]]) -> Vec<u8> {
+        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+        let builder = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions().expect("versions");
+        let mut config = builder.with_root_certificates(RootCertStore::empty()).with_no_client_auth();
+        config.alpn_protocols = protocols.iter().map(|name| name.to_vec()).collect();
+        let name = ServerName::try_from("example.org").expect("a name");
+        let mut connection = UnbufferedClientConnection::new(Arc::new(config), name).expect("a connection");
+        let mut out = vec![0; 8192];
+        let ConnectionState::EncodeTlsData(mut data) = connection.process_tls_records(&mut []).state.expect("a hello") else {
+            panic!("a client speaks first")
+        };
+        let length = data.encode(&mut out).expect("room");
+        out.truncate(length);
+        out
+    }
+
+    #[test]
+    fn the_meshs_hello_is_known_by_its_alpn_once_it_is_whole() {
+        let mesh = hello(&[Inside::Http2.alpn()]);
+        for length in 0..mesh.len() {
+            assert_eq!(look(&mesh[..length]), Hello::NeedMore, "{length}");
+        }
+        assert_eq!(look(&mesh), Hello::Mesh);
+        assert_eq!(look(&[&mesh[..], b"more"].concat()), Hello::Mesh);
+    }
+
+    #[test]
+    fn tls_of_the_apps_own_is_foreign() {
+        let lists: [&[&[u8]]; 5] = [&[], &[b"h2", b"http/1.1"], &[b"diy-mesh/"], &[b"diy-mesh/other"], &[b"x-diy-mesh/http1"]];
+        for protocols in lists {
+            assert_eq!(look(&hello(protocols)), Hello::Foreign, "{protocols:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_hello_is_foreign_at_its_first_byte() {
+        for bytes in [&b"GET / HTTP/1.1"[..], b"PRI", b"\0", b"\x16\x02", b"\x15\x03\x01\0\x02\x02\x28", b"\x16\x03\x01\0\x05\x02"] {
+            assert_eq!(look(bytes), Hello::Foreign, "{bytes:?}");
+        }
+        // Longer than a record may be.
+        assert_eq!(look(b"\x16\x03\x01\x40\x01\x01"), Hello::Foreign);
+    }
+
+    #[test]
+    fn no_change_of_a_hello_panics_or_waits_for_more_than_the_record() {
+        let mesh = hello(&[Inside::Http1.alpn()]);
+        let mut rng = fastrand::Rng::with_seed(11);
+        for _ in 0..20_000 {
+            let mut bytes = mesh.clone();
+            for _ in 0..rng.usize(1..6) {
+                let at = rng.usize(5..bytes.len());
+                bytes[at] = rng.u8(..);
+            }
+            assert_ne!(look(&bytes), Hello::NeedMore);
+            look(&bytes[..rng.usize(0..bytes.len())]);
+        }
+    }
+}

@@ -1,0 +1,210 @@
+//! Mesh TLS: both sides prove who they are, on the connection's original port. TLS 1.3 only; its ALPN names what is inside, so
+//! that the far side need not look. [`Tls::accept`] and [`Tls::connect`] are all that the paths see.
+//!
+//! A worker keeps the configurations that belong to the credentials of the moment. New credentials, or new roots, make new
+//! ones, with new tickets: no session outlives the certificates under which it was made. What a resumed session says of the peer
+//! is judged anew. There is no way from a failed handshake to plaintext.
+
+mod hello;
+mod session;
+#[cfg(test)]
+mod tests;
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::io;
+use std::net::SocketAddr;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use diy_mesh_proto::Identity;
+use rustls::client::{Resumption, UnbufferedClientConnection};
+use rustls::crypto::{CryptoProvider, aws_lc_rs};
+use rustls::pki_types::ServerName;
+use rustls::server::{NoServerSessionStorage, UnbufferedServerConnection};
+use rustls::{ClientConfig, CommonState, ServerConfig};
+use tokio::time::timeout;
+
+use crate::error::Failure;
+use crate::identity::{ClientVerifier, Credentials, CurrentCredentials, ServerVerifier, identity_of};
+use crate::io::Io;
+
+pub use hello::{Hello, look};
+pub use session::Session;
+
+/// How long a handshake may take.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Sessions to resume that are kept for one identity and protocol: by endpoint.
+const SESSIONS: usize = 32;
+/// Configurations that are kept; with more, all are made anew.
+const MOST_CONFIGURATIONS: usize = 4096;
+
+/// What a mesh TLS session carries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Inside {
+    /// HTTP/1.
+    Http1,
+    /// HTTP/2.
+    Http2,
+    /// Bytes that nobody reads.
+    Opaque,
+    /// The client has not spoken yet: the far side looks for itself.
+    Undecided,
+}
+
+impl Inside {
+    const ALL: [Self; 4] = [Self::Http1, Self::Http2, Self::Opaque, Self::Undecided];
+
+    /// Its name on the wire (RFC 7301).
+    pub const fn alpn(self) -> &'static [u8] {
+        match self {
+            Self::Http1 => b"diy-mesh/http1",
+            Self::Http2 => b"diy-mesh/h2",
+            Self::Opaque => b"diy-mesh/tcp",
+            Self::Undecided => b"diy-mesh/any",
+        }
+    }
+
+    /// The one of that name.
+    pub fn from_alpn(name: &[u8]) -> Option<Self> {
+        Self::ALL.into_iter().find(|inside| inside.alpn() == name)
+    }
+}
+
+/// A worker's side of every session.
+pub struct Tls {
+    credentials: CurrentCredentials,
+    keys: RefCell<Option<Rc<Keys>>>,
+}
+
+/// What belongs to one set of credentials.
+struct Keys {
+    credentials: Arc<Credentials>,
+    server: Arc<ServerConfig>,
+    clients: RefCell<HashMap<(Identity, Inside), Arc<ClientConfig>>>,
+}
+
+impl Tls {
+    /// Proves itself by the newest of these credentials.
+    pub fn new(credentials: CurrentCredentials) -> Self {
+        Self { credentials, keys: RefCell::new(None) }
+    }
+
+    /// Makes a connection to an endpoint a session with a workload that proves to be `expected`.
+    pub async fn connect(&self, io: Io, address: SocketAddr, expected: &Identity, inside: Inside) -> Result<Io, Failure> {
+        let keys = self.keys().ok_or(Failure::NoCertificate(address))?;
+        let failed = |reason: String| Failure::Handshake { address, reason };
+        let config = keys.client(expected, inside).map_err(|error| failed(error.to_string()))?;
+        // Never sent: it tells the endpoint's sessions from others.
+        let name = ServerName::IpAddress(address.ip().into());
+        let connection = UnbufferedClientConnection::new(config, name).map_err(|error| failed(error.to_string()))?;
+        let io = secure(io, Session::client(connection)).await.map_err(failed)?;
+        let peer = judge(&io).map_err(failed)?;
+        if peer != *expected {
+            return Err(failed(format!("it is {peer}, and discovery named {expected}")));
+        }
+        Ok(io)
+    }
+
+    /// Takes up a session that a peer begins: the ClientHello is unread in `io`. Who the peer is, and what is inside.
+    pub async fn accept(&self, mut io: Io, peer: SocketAddr) -> Result<(Io, Identity, Inside), Failure> {
+        let keys = self.keys().ok_or(Failure::NoCertificate(peer))?;
+        let failed = |reason: String| Failure::Handshake { address: peer, reason };
+        let connection = UnbufferedServerConnection::new(keys.server.clone()).map_err(|error| failed(error.to_string()))?;
+        let session = Session::server(connection, std::mem::take(io.unread()));
+        let io = secure(io, session).await.map_err(failed)?;
+        let identity = judge(&io).map_err(failed)?;
+        let inside = io.session().and_then(|session| session.state().alpn_protocol()).and_then(Inside::from_alpn);
+        let inside = inside.ok_or_else(|| failed("it does not say what is inside".to_owned()))?;
+        Ok((io, identity, inside))
+    }
+
+    /// The newest; none where there is no valid certificate.
+    fn keys(&self) -> Option<Rc<Keys>> {
+        let current = self.credentials.borrow().clone()?;
+        let mut keys = self.keys.borrow_mut();
+        if let Some(keys) = keys.as_ref().filter(|keys| Arc::ptr_eq(&keys.credentials, &current)) {
+            return Some(keys.clone());
+        }
+        match Keys::new(current) {
+            Ok(new) => Some(keys.insert(Rc::new(new)).clone()),
+            Err(error) => {
+                tracing::error!("the certificate can't be used: {error}");
+                None
+            }
+        }
+    }
+}
+
+async fn secure(io: Io, session: Session) -> Result<Io, String> {
+    match timeout(HANDSHAKE_TIMEOUT, io.secure(session)).await {
+        Ok(secured) => secured.map_err(|error: io::Error| error.to_string()),
+        Err(_) => Err(format!("no TLS handshake within {HANDSHAKE_TIMEOUT:?}")),
+    }
+}
+
+/// Who the peer is. The handshake has verified a new certificate; of a resumed session this is the verification.
+fn judge(io: &Io) -> Result<Identity, String> {
+    let certificates = io.session().and_then(|session| session.state().peer_certificates()).unwrap_or_default();
+    let leaf = certificates.first().ok_or("it showed no certificate")?;
+    let (identity, not_after) = identity_of(leaf).map_err(|error| error.to_string())?;
+    if not_after <= SystemTime::now() {
+        return Err("its certificate has expired".to_owned());
+    }
+    Ok(identity)
+}
+
+impl Keys {
+    fn new(credentials: Arc<Credentials>) -> Result<Self, rustls::Error> {
+        let verifier = ClientVerifier::new(credentials.roots.clone(), credentials.identity.trust_domain())
+            .map_err(|error| rustls::Error::General(error.to_string()))?;
+        let mut server = ServerConfig::builder_with_provider(provider())
+            .with_protocol_versions(&[&rustls::version::TLS13])?
+            .with_client_cert_verifier(verifier)
+            .with_cert_resolver(Arc::new(rustls::sign::SingleCertAndKey::from(credentials.certified.clone())));
+        server.alpn_protocols = Inside::ALL.map(|inside| inside.alpn().to_vec()).to_vec();
+        server.session_storage = Arc::new(NoServerSessionStorage {});
+        server.ticketer = aws_lc_rs::Ticketer::new()?;
+        server.send_tls13_tickets = 1;
+        Ok(Self { server: Arc::new(server), clients: RefCell::default(), credentials })
+    }
+
+    fn client(&self, expected: &Identity, inside: Inside) -> Result<Arc<ClientConfig>, rustls::Error> {
+        let mut clients = self.clients.borrow_mut();
+        let key = (expected.clone(), inside);
+        if let Some(config) = clients.get(&key) {
+            return Ok(config.clone());
+        }
+        let verifier = ServerVerifier::new(self.credentials.roots.clone(), expected.clone());
+        let mut config = ClientConfig::builder_with_provider(provider())
+            .with_protocol_versions(&[&rustls::version::TLS13])?
+            .dangerous()
+            .with_custom_certificate_verifier(verifier)
+            .with_client_cert_resolver(Arc::new(rustls::sign::SingleCertAndKey::from(self.credentials.certified.clone())));
+        config.alpn_protocols = vec![inside.alpn().to_vec()];
+        config.enable_sni = false;
+        config.resumption = Resumption::in_memory_sessions(SESSIONS);
+        if clients.len() >= MOST_CONFIGURATIONS {
+            clients.clear();
+        }
+        let config = Arc::new(config);
+        clients.insert(key, config.clone());
+        Ok(config)
+    }
+}
+
+/// X25519MLKEM768 first, which the library prefers. AES-128 in GCM first: both sides have AES in hardware, or are no slower.
+fn provider() -> Arc<CryptoProvider> {
+    use aws_lc_rs::cipher_suite::{TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256};
+    let suites = vec![TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256];
+    Arc::new(CryptoProvider { cipher_suites: suites, ..aws_lc_rs::default_provider() })
+}
+
+/// What was agreed on, for people and tests.
+pub fn describe(state: &CommonState) -> String {
+    let group = state.negotiated_key_exchange_group().map(|group| format!("{:?}", group.name()));
+    let suite = state.negotiated_cipher_suite().map(|suite| format!("{:?}", suite.suite()));
+    let kind = state.handshake_kind().map(|kind| format!("{kind:?}"));
+    [group, suite, kind].into_iter().flatten().collect::<Vec<_>>().join(" ")
+}

@@ -1,0 +1,479 @@
+//! Two proxies between a client and an app, with everything that goes over the wire between them on record.
+
+use std::cell::RefCell;
+use std::future::Future;
+use std::net::SocketAddr;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use clap::Parser as _;
+use rcgen::CertificateParams;
+use rustls::RootCertStore;
+use rustls::pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer};
+use rustls::sign::CertifiedKey;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use crate::balance::Destination;
+use crate::config::{Config, RawConfig};
+use crate::discovery::{AppProtocol, Discovery, EndpointInfo, PodTarget, Target};
+use crate::dump::{Direction, Dumps};
+use crate::identity::testing::{Authority, WEB};
+use crate::identity::{Credentials, none};
+use crate::io::Io;
+use crate::metrics::Metrics;
+use crate::policy::Caller;
+use crate::serve::serve;
+use crate::worker::{Flow, Seat, Worker};
+
+const CART: &str = "spiffe://cluster.local/ns/shop/sa/cart";
+const DEADLINE: Duration = Duration::from_secs(20);
+
+fn on_worker<F: Future<Output = ()>>(test: F) {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    tokio::task::LocalSet::new().block_on(&runtime, async { tokio::time::timeout(DEADLINE, test).await.expect("the test took too long") });
+}
+
+/// Credentials of a workload, by this authority.
+fn credentials(authority: &Authority, identity: &str, change: impl FnOnce(&mut CertificateParams)) -> Arc<Credentials> {
+    credentials_that_trust(authority, identity, authority.roots(), change)
+}
+
+fn credentials_that_trust(
+    authority: &Authority,
+    identity: &str,
+    roots: Arc<RootCertStore>,
+    change: impl FnOnce(&mut CertificateParams),
+) -> Arc<Credentials> {
+    let (leaf, key) = authority.leaf_and_key(identity, change);
+    let (_, not_after) = crate::identity::identity_of(&leaf).unwrap();
+    let key = PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(key.serialize_der()));
+    let certified = CertifiedKey::from_der(vec![leaf], key, &super::provider()).unwrap();
+    Arc::new(Credentials {
+        identity: identity.parse().unwrap(),
+        certified: Arc::new(certified),
+        roots,
+        roots_version: "1".into(),
+        not_after,
+    })
+}
+
+/// One proxy's worker, and the means to change its credentials.
+struct Side {
+    worker: Rc<Worker>,
+    credentials: Option<watch::Sender<Option<Arc<Credentials>>>>,
+    metrics: Arc<Metrics>,
+}
+
+impl Side {
+    fn new(credentials: Option<Arc<Credentials>>, arguments: &str, discovery: Discovery) -> Self {
+        let (sender, receiver) = watch::channel(credentials.clone());
+        let (sender, receiver) = if credentials.is_some() { (Some(sender), receiver) } else { (None, none()) };
+        let args = format!(
+            "proxy --inbound-port 4000 --outbound-port 5000 --admin-port 4001 --controller http://c:8080 --token-file /token{arguments}"
+        );
+        let config = Arc::new(Config::from_raw(RawConfig::parse_from(args.split(' '))).unwrap());
+        let metrics = Metrics::new();
+        let seat = Seat {
+            config,
+            dumps: Dumps::off(),
+            metrics: metrics.clone(),
+            discovery,
+            credentials: receiver,
+            limit: 1000,
+            drain: CancellationToken::new(),
+        };
+        Self { worker: Worker::new(seat), credentials: sender, metrics }
+    }
+
+    fn renew(&self, credentials: Arc<Credentials>) {
+        self.credentials.as_ref().unwrap().send_replace(Some(credentials));
+    }
+}
+
+/// Client → the caller's proxy → the wire → the app's proxy → app.
+struct Pair {
+    outbound: Side,
+    inbound: Side,
+    destination: Rc<Destination>,
+    /// What the wire carried, both ways, of all connections.
+    wire: Rc<RefCell<Vec<u8>>>,
+    /// Where the app's proxy is reached.
+    address: SocketAddr,
+}
+
+impl Pair {
+    /// The endpoint is announced as CART.
+    async fn new(outbound: Option<Arc<Credentials>>, inbound: Option<Arc<Credentials>>, arguments: &str, app: SocketAddr) -> Self {
+        let (discovery, mut questions) = Discovery::by_hand();
+        let outbound = Side::new(outbound, "", discovery);
+        let inbound = Side::new(inbound, arguments, Discovery::off());
+        // Not the address that loopback connects from: that would be the pod itself.
+        let listener = TcpListener::bind("127.0.0.2:0").await.unwrap();
+        let wire_listener = TcpListener::bind("127.0.0.2:0").await.unwrap();
+        let (address, wire_address) = (listener.local_addr().unwrap(), wire_listener.local_addr().unwrap());
+        let worker = inbound.worker.clone();
+        tokio::task::spawn_local(async move {
+            loop {
+                let (stream, peer) = listener.accept().await.unwrap();
+                let destination = worker.apps.fixed(app);
+                let flow = Flow { worker: worker.clone(), direction: Direction::Inbound, peer, destination, caller: Caller::Unproven };
+                tokio::task::spawn_local(serve(Io::new(stream), flow));
+            }
+        });
+        let wire = Rc::new(RefCell::new(Vec::new()));
+        tokio::task::spawn_local(tap(wire_listener, address, wire.clone()));
+        let endpoint = EndpointInfo { identity: Some(CART.parse().unwrap()), ..EndpointInfo::bare(wire_address) };
+        let pod =
+            PodTarget { namespace: "shop".into(), name: "cart-1".into(), app_protocol: AppProtocol::Detect, endpoint: Arc::new(endpoint) };
+        let (destination, ()) = tokio::join!(outbound.worker.destinations.get_or_watch(wire_address), async {
+            let (_, answer) = questions.next().await;
+            drop(answer(Arc::new(Target::Pod(pod))));
+        });
+        Self { outbound, inbound, destination, wire, address }
+    }
+
+    /// With one authority for both: WEB calls CART.
+    async fn usual(app: SocketAddr) -> Self {
+        let authority = Authority::new("root");
+        let [web, cart] = [WEB, CART].map(|identity| credentials(&authority, identity, |_| {}));
+        Self::new(Some(web), Some(cart), "", app).await
+    }
+
+    /// A client's connection through the caller's proxy.
+    async fn connect(&self) -> TcpStream {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let (client, accepted) = tokio::join!(TcpStream::connect(listener.local_addr().unwrap()), listener.accept());
+        let (stream, peer) = accepted.unwrap();
+        let (worker, destination) = (self.outbound.worker.clone(), self.destination.clone());
+        let flow = Flow { worker, direction: Direction::Outbound, peer, destination, caller: Caller::App };
+        tokio::task::spawn_local(serve(Io::new(stream), flow));
+        client.unwrap()
+    }
+
+    /// What a request of its own connection gets, up to the connection's end.
+    async fn call(&self, request: &str) -> String {
+        exchange(self.connect().await, request).await
+    }
+
+    fn saw(&self, text: &str) -> bool {
+        memchr::memmem::find(&self.wire.borrow(), text.as_bytes()).is_some()
+    }
+}
+
+/// Passes connections on and writes down what they carry.
+async fn tap(listener: TcpListener, to: SocketAddr, record: Rc<RefCell<Vec<u8>>>) {
+    loop {
+        let (near, _) = listener.accept().await.unwrap();
+        let record = record.clone();
+        tokio::task::spawn_local(async move {
+            let far = TcpStream::connect(to).await.unwrap();
+            let ((near_read, near_write), (far_read, far_write)) = (near.into_split(), far.into_split());
+            let one_way = async |mut from: tokio::net::tcp::OwnedReadHalf, mut to: tokio::net::tcp::OwnedWriteHalf| {
+                let mut piece = vec![0; 16 * 1024];
+                while let Ok(read) = from.read(&mut piece).await {
+                    record.borrow_mut().extend_from_slice(&piece[..read]);
+                    if read == 0 || to.write_all(&piece[..read]).await.is_err() {
+                        break;
+                    }
+                }
+            };
+            tokio::join!(one_way(near_read, far_write), one_way(far_read, near_write));
+        });
+    }
+}
+
+async fn exchange(mut client: TcpStream, request: &str) -> String {
+    client.write_all(request.as_bytes()).await.unwrap();
+    let mut answer = Vec::new();
+    let _ = client.read_to_end(&mut answer).await;
+    String::from_utf8(answer).unwrap()
+}
+
+/// An HTTP/1 app that answers each request with the head that it saw, and how many connections it had by then.
+async fn app() -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::task::spawn_local(async move {
+        loop {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            tokio::task::spawn_local(async move {
+                let mut seen = Vec::new();
+                while let Ok(byte) = stream.read_u8().await {
+                    seen.push(byte);
+                    if seen.ends_with(b"\r\n\r\n") {
+                        let answer = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", seen.len());
+                        stream.write_all(&[answer.as_bytes(), &seen].concat()).await.unwrap();
+                        seen.clear();
+                    }
+                }
+            });
+        }
+    });
+    address
+}
+
+const GET: &str = "GET /secret HTTP/1.1\r\nHost: cart\r\nConnection: close\r\n\r\n";
+
+#[test]
+fn a_request_crosses_the_wire_encrypted_and_the_app_learns_who_calls() {
+    on_worker(async {
+        let pair = Pair::usual(app().await).await;
+        let forged = "GET /secret HTTP/1.1\r\nHost: cart\r\nx-called-by: spiffe://cluster.local/ns/a/sa/b\r\nX_Called_By: me\r\nConnection: close\r\n\r\n";
+        let answer = pair.call(forged).await;
+        assert!(answer.ends_with(&format!("GET /secret HTTP/1.1\r\nHost: cart\r\nX-Called-By: {WEB}\r\n\r\n")), "{answer}");
+        assert!(pair.saw("diy-mesh/http1") && !pair.saw("secret") && !pair.saw("200 OK"));
+    });
+}
+
+#[test]
+fn connections_are_kept_and_new_ones_resume_the_session() {
+    on_worker(async {
+        let pair = Pair::usual(app().await).await;
+        pair.call(GET).await;
+        let after_one = pair.wire.borrow().len();
+        pair.call(GET).await;
+        assert!(pair.wire.borrow().len() - after_one < 1000, "the same connection, without another handshake");
+        let endpoint = pair.destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
+        endpoint.pool.evict_idle(std::time::Instant::now() + DEADLINE);
+        let before = pair.wire.borrow().len();
+        let io = crate::connect::dial(&endpoint, super::Inside::Http1, &pair.outbound.worker.tls).await.unwrap();
+        let said = super::describe(io.session().unwrap().state());
+        assert_eq!(said, "X25519MLKEM768 TLS13_AES_128_GCM_SHA256 Resumed", "{before}");
+        // Whom it is with is known of a resumed session, too.
+        assert_eq!(super::judge(&io).unwrap().as_str(), CART);
+    });
+}
+
+#[test]
+fn whoever_is_not_whom_discovery_named_gets_nothing() {
+    on_worker(async {
+        let (authority, stranger) = (Authority::new("root"), Authority::new("another root"));
+        let past = |params: &mut CertificateParams| params.not_after = (SystemTime::now() - Duration::from_secs(1)).into();
+        let both_roots = || {
+            let mut roots = RootCertStore::empty();
+            roots.add(authority.certificate()).unwrap();
+            roots.add(stranger.certificate()).unwrap();
+            Arc::new(roots)
+        };
+        let wrong = [
+            // A pod that took over the address, with a certificate of its own.
+            ("another workload", credentials(&authority, "spiffe://cluster.local/ns/shop/sa/thief", |_| {}), "discovery named"),
+            ("another trust domain", credentials(&authority, "spiffe://other.local/ns/shop/sa/cart", |_| {}), "spiffe://other.local"),
+            ("an expired certificate", credentials(&authority, CART, past), "xpired"),
+            ("another authority", credentials_that_trust(&stranger, CART, both_roots(), |_| {}), "UnknownIssuer"),
+        ];
+        for (what, cart, reason) in wrong {
+            let web = credentials(&authority, WEB, |_| {});
+            let pair = Pair::new(Some(web), Some(cart), "", app().await).await;
+            let answer = pair.call(GET).await;
+            assert!(answer.starts_with("HTTP/1.1 502 ") && answer.contains("x-mesh-error: handshake-failed"), "{what}: {answer}");
+            assert!(answer.contains(reason) || reason == "discovery named" && answer.contains("expected"), "{what}: {answer}");
+            assert!(!pair.saw("secret") && !pair.saw("HTTP/1.1"), "{what}");
+        }
+    });
+}
+
+#[test]
+fn a_caller_whose_proof_is_no_good_does_not_reach_the_app() {
+    on_worker(async {
+        let (authority, stranger) = (Authority::new("root"), Authority::new("another root"));
+        let past = |params: &mut CertificateParams| params.not_after = (SystemTime::now() - Duration::from_secs(1)).into();
+        let wrong = [
+            ("another trust domain", credentials(&authority, "spiffe://other.local/ns/shop/sa/web", |_| {})),
+            ("an expired certificate", credentials(&authority, WEB, past)),
+            ("another authority", credentials_that_trust(&stranger, WEB, authority.roots(), |_| {})),
+        ];
+        for (what, web) in wrong {
+            let cart = credentials(&authority, CART, |_| {});
+            let pair = Pair::new(Some(web), Some(cart), "", app().await).await;
+            let answer = pair.call(GET).await;
+            assert!(answer.starts_with("HTTP/1.1 502 "), "{what}: {answer}");
+            assert!(pair.inbound.metrics.render(Discovery::off().stats()).contains("code=\"handshake-failed\"} 1"), "{what}");
+        }
+    });
+}
+
+#[test]
+fn without_a_certificate_a_meshed_peer_is_not_spoken_to() {
+    on_worker(async {
+        let authority = Authority::new("root");
+        let pair = Pair::new(None, Some(credentials(&authority, CART, |_| {})), "", app().await).await;
+        let answer = pair.call(GET).await;
+        assert!(answer.starts_with("HTTP/1.1 503 ") && answer.contains("x-mesh-error: no-certificate"), "{answer}");
+        assert!(pair.wire.borrow().is_empty());
+        // Nor is one answered: the handshake does not begin.
+        let pair = Pair::new(Some(credentials(&authority, WEB, |_| {})), None, "", app().await).await;
+        assert!(pair.call(GET).await.contains("x-mesh-error: handshake-failed"));
+        assert!(!pair.saw("secret"));
+    });
+}
+
+#[test]
+fn a_meshed_endpoint_that_speaks_no_tls_hears_no_word_of_a_request() {
+    on_worker(async {
+        let pair = Pair::usual(app().await).await;
+        let (listener, heard) = (TcpListener::bind("127.0.0.2:0").await.unwrap(), Rc::new(RefCell::new(Vec::new())));
+        let plain = crate::balance::Destination::fixed(listener.local_addr().unwrap());
+        let record = heard.clone();
+        tokio::task::spawn_local(async move {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let mut piece = [0; 4096];
+            let read = stream.read(&mut piece).await.unwrap();
+            record.borrow_mut().extend_from_slice(&piece[..read]);
+            stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").await.unwrap();
+        });
+        let address = plain.address;
+        let io = crate::io::Io::new(TcpStream::connect(address).await.unwrap());
+        let refused = pair.outbound.worker.tls.connect(io, address, &CART.parse().unwrap(), super::Inside::Http1).await;
+        assert_eq!(refused.err().map(|failure| failure.code()), Some("handshake-failed"));
+        assert_eq!(super::look(&heard.borrow()), super::Hello::Mesh);
+    });
+}
+
+#[test]
+fn bytes_pass_both_ways_whoever_speaks_first_and_however_much_there_is() {
+    on_worker(async {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let app = listener.local_addr().unwrap();
+        tokio::task::spawn_local(async move {
+            loop {
+                let (mut stream, _) = listener.accept().await.unwrap();
+                tokio::task::spawn_local(async move {
+                    stream.write_all(b"220 ready\r\n").await.unwrap();
+                    let mut heard = Vec::new();
+                    stream.read_to_end(&mut heard).await.unwrap();
+                    // After the client's half-close.
+                    heard.reverse();
+                    stream.write_all(&heard).await.unwrap();
+                });
+            }
+        });
+        let pair = Pair::usual(app).await;
+        let mut client = pair.connect().await;
+        let mut greeting = [0; 11];
+        client.read_exact(&mut greeting).await.unwrap();
+        assert_eq!(&greeting, b"220 ready\r\n");
+        assert!(pair.saw("diy-mesh/any") && !pair.saw("220 ready"));
+        let sent: Vec<u8> = (0..3_000_000u32).map(|at| (at % 251) as u8).collect();
+        let (mut read, mut write) = client.split();
+        let mut received = Vec::new();
+        tokio::join!(
+            async {
+                write.write_all(&sent).await.unwrap();
+                write.shutdown().await.unwrap();
+            },
+            async {
+                read.read_to_end(&mut received).await.unwrap();
+            }
+        );
+        received.reverse();
+        assert!(received == sent, "{} of {}", received.len(), sent.len());
+    });
+}
+
+#[test]
+fn http2_streams_share_a_session_and_the_app_learns_who_calls() {
+    on_worker(async {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let app = listener.local_addr().unwrap();
+        tokio::task::spawn_local(async move {
+            let (stream, _) = listener.accept().await.unwrap();
+            let mut connection = h2::server::handshake(stream).await.unwrap();
+            while let Some(Ok((request, mut respond))) = connection.accept().await {
+                let callers: Vec<_> = request.headers().get_all("x-called-by").iter().cloned().collect();
+                assert!(!request.headers().contains_key("x_called_by"));
+                let response = http::Response::builder().header("x-seen", callers[0].clone()).header("x-count", callers.len());
+                respond.send_response(response.body(()).unwrap(), true).unwrap();
+            }
+        });
+        let pair = Pair::usual(app).await;
+        let (client, connection) = h2::client::handshake(pair.connect().await).await.unwrap();
+        tokio::task::spawn_local(connection);
+        for _ in 0..3 {
+            let request = http::Request::get("http://cart/secret").header("x-called-by", "me").header("x_called_by", "me");
+            let mut client = client.clone().ready().await.unwrap();
+            let (response, _) = client.send_request(request.body(()).unwrap(), true).unwrap();
+            let response = response.await.unwrap();
+            assert_eq!((&response.headers()["x-seen"], &response.headers()["x-count"]), (&WEB.parse().unwrap(), &"1".parse().unwrap()));
+        }
+        assert!(pair.saw("diy-mesh/h2") && !pair.saw("PRI *"));
+    });
+}
+
+#[test]
+fn a_strict_workload_takes_peers_and_probes_only() {
+    on_worker(async {
+        let app = app().await;
+        let authority = Authority::new("root");
+        let [web, cart] = [WEB, CART].map(|identity| credentials(&authority, identity, |_| {}));
+        let arguments = format!(" --inbound strict --probe http:{}:/healthz", app.port());
+        let pair = Pair::new(Some(web), Some(cart), &arguments, app).await;
+        assert!(pair.call(GET).await.starts_with("HTTP/1.1 200 "), "a peer");
+        let plain = async |request: &str| exchange(TcpStream::connect(pair.address).await.unwrap(), request).await;
+        let probed = plain("GET /healthz HTTP/1.1\r\nHost: cart\r\nConnection: close\r\n\r\n").await;
+        assert!(probed.starts_with("HTTP/1.1 200 ") && !probed.contains("X-Called-By"), "{probed}");
+        let refused = plain(GET).await;
+        assert!(refused.starts_with("HTTP/1.1 403 ") && refused.contains("x-mesh-error: mtls-required"), "{refused}");
+        assert_eq!(plain("*1\r\n$4\r\nPING\r\n").await, "", "opaque bytes");
+        // The second request of a probe's connection is judged by itself.
+        let second = plain(&format!("GET /healthz HTTP/1.1\r\nHost: cart\r\n\r\n{GET}")).await;
+        assert!(second.starts_with("HTTP/1.1 200 ") && second.contains("HTTP/1.1 403 "), "{second}");
+    });
+}
+
+#[test]
+fn a_new_certificate_is_used_at_once_and_old_connections_live_on() {
+    on_worker(async {
+        let (old, new) = (Authority::new("old root"), Authority::new("new root"));
+        let mut both = RootCertStore::empty();
+        both.add(old.certificate()).unwrap();
+        both.add(new.certificate()).unwrap();
+        let both = Arc::new(both);
+        let of = |authority: &Authority, identity: &str| credentials_that_trust(authority, identity, both.clone(), |_| {});
+        let pair = Pair::new(Some(of(&old, WEB)), Some(of(&old, CART)), "", app().await).await;
+        let mut kept = pair.connect().await;
+        let ask = async |client: &mut TcpStream| {
+            client.write_all(b"GET / HTTP/1.1\r\nHost: cart\r\n\r\n").await.unwrap();
+            let mut answer = Vec::new();
+            while !answer.ends_with(format!("X-Called-By: {WEB}\r\n\r\n").as_bytes()) {
+                answer.push(client.read_u8().await.unwrap());
+            }
+        };
+        ask(&mut kept).await;
+        pair.outbound.renew(of(&new, WEB));
+        pair.inbound.renew(of(&new, CART));
+        ask(&mut kept).await;
+        // Those that trust the new root alone get through by now: nothing of the old one is in use for new connections.
+        pair.outbound.renew(credentials(&new, WEB, |_| {}));
+        pair.inbound.renew(credentials(&new, CART, |_| {}));
+        let endpoint = pair.destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
+        let io = crate::connect::dial(&endpoint, super::Inside::Http1, &pair.outbound.worker.tls).await.unwrap();
+        assert!(super::describe(io.session().unwrap().state()).ends_with(" Full"), "no session outlives its certificates");
+        ask(&mut kept).await;
+    });
+}
+
+#[test]
+fn what_goes_to_the_pod_itself_does_not_leave_it_and_needs_no_tls() {
+    on_worker(async {
+        // Loopback connects from 127.0.0.1: to 127.0.0.1 it is a pod that calls its own address.
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (discovery, mut questions) = Discovery::by_hand();
+        let authority = Authority::new("root");
+        let side = Side::new(Some(credentials(&authority, CART, |_| {})), "", discovery);
+        let endpoint = Arc::new(EndpointInfo { identity: Some(CART.parse().unwrap()), ..EndpointInfo::bare(address) });
+        let pod = PodTarget { namespace: "shop".into(), name: "cart-1".into(), app_protocol: AppProtocol::Detect, endpoint };
+        let (destination, ()) = tokio::join!(side.worker.destinations.get_or_watch(address), async {
+            let (_, answer) = questions.next().await;
+            drop(answer(Arc::new(Target::Pod(pod))));
+        });
+        let endpoint = destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
+        let io = crate::connect::dial(&endpoint, super::Inside::Http1, &side.worker.tls).await.unwrap();
+        assert!(io.session().is_none());
+    });
+}
