@@ -2,6 +2,10 @@
 //! knows how to ask, once; who asks again, and when, is `discovery.rs` and `identity.rs`. It never logs the token.
 
 mod secure;
+#[cfg(test)]
+pub(crate) mod testing;
+#[cfg(test)]
+mod tests;
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -223,55 +227,4 @@ fn causes(error: &dyn std::error::Error) -> String {
         source = cause.source();
     }
     text
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn addresses_are_checked_before_anything_is_dialled() {
-        assert!(Control::new("http://controller.service-mesh.svc.cluster.local.:8080", None, None).is_ok());
-        assert!(Control::new("http://[fd00::1]:8080", None, None).is_ok());
-        for wrong in ["", "controller:8080", "ftp://controller:8080", "https://controller:8080", "http://", "http://a b:80"] {
-            let error = Control::new(wrong, None, None).expect_err(wrong).to_string();
-            assert!(error.contains("expected something like https://"), "{wrong}: {error}");
-        }
-    }
-
-    #[test]
-    fn a_token_is_sent_as_bearer_and_never_printed() {
-        let value = bearer(Path::new("t"), "abc.def").expect("a token");
-        assert_eq!(value.to_str().expect("text"), "Bearer abc.def");
-        assert!(!format!("{value:?}").contains("abc"));
-        assert!(bearer(Path::new("t"), "bell\u{7}").is_err());
-    }
-
-    #[tokio::test]
-    async fn the_token_file_is_read_at_each_call_and_its_absence_is_named() {
-        let path = std::env::temp_dir().join(format!("diy-sm-proxy-token-{}", std::process::id()));
-        let control = Control::new("http://127.0.0.1:1", Some(path.clone()), None).expect("an address");
-        let missing = control.token().await.expect_err("no file yet").to_string();
-        assert!(missing.contains(&path.display().to_string()), "{missing}");
-        for token in ["first", "second"] {
-            std::fs::write(&path, format!("{token}\n")).expect("a file in the temporary folder");
-            let value = control.token().await.expect("a token").expect("a token");
-            assert_eq!(value.to_str().expect("text"), format!("Bearer {token}"));
-        }
-        for wrong in ["", "two words", "line\nbreak"] {
-            std::fs::write(&path, wrong).expect("a file in the temporary folder");
-            assert!(control.token().await.is_err(), "{wrong:?}");
-        }
-        std::fs::remove_file(&path).expect("the file is there");
-    }
-
-    #[tokio::test]
-    async fn a_controller_that_is_away_is_an_error_that_says_where() {
-        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("loopback");
-        let address = format!("http://{}", listener.local_addr().expect("bound"));
-        drop(listener);
-        let error = Control::new(&address, None, None).expect("an address").discover(tokio_stream::empty()).await;
-        let text = error.expect_err("nobody listens").to_string();
-        assert!(text.contains(&address) && text.contains("refused"), "{text}");
-    }
 }

@@ -1,125 +1,18 @@
-//! Discovery against a controller in the same process that does as it is told. Conditions are waited for; `PATIENCE` only
-//! ends a test that hangs.
-
-use std::pin::Pin;
+//! Discovery against a controller in the same process that does as it is told. Conditions are waited for.
 
 use diy_mesh_proto::mesh::v1 as proto;
-use proto::discover_request::Action;
-use proto::discover_response::Update;
-use proto::service_mesh_service_server::{ServiceMeshService, ServiceMeshServiceServer};
-use tokio::net::TcpListener;
 use tokio::task::{JoinHandle, JoinSet};
-use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
-use tokio_util::sync::CancellationToken;
-use tonic::{Request, Response, Status};
 
 use super::*;
+use crate::control::testing::{FakeController, soon};
 
-const PATIENCE: Duration = Duration::from_secs(20);
 /// Longer than any test: whoever waits for it fails.
 const FOREVER: Duration = Duration::from_secs(3600);
-
-/// A controller, one stream at a time.
-struct FakeController {
-    address: SocketAddr,
-    streams: mpsc::Receiver<FakeStream>,
-    stop: CancellationToken,
-    server: JoinHandle<()>,
-}
-
-/// The controller's end of a stream. Dropped, it ends the stream.
-struct FakeStream {
-    requests: Streaming<DiscoverRequest>,
-    answers: mpsc::Sender<Result<DiscoverResponse, Status>>,
-    authorization: Option<String>,
-}
-
-struct FakeService(mpsc::Sender<FakeStream>);
 
 /// A proxy's discovery that runs.
 struct Running {
     discovery: Discovery,
     _driver: JoinSet<()>,
-}
-
-impl FakeController {
-    async fn start() -> Self {
-        Self::start_at(([127, 0, 0, 1], 0).into()).await
-    }
-
-    async fn start_at(address: SocketAddr) -> Self {
-        let listener = TcpListener::bind(address).await.expect("loopback");
-        let address = listener.local_addr().expect("bound");
-        let (sender, streams) = mpsc::channel(16);
-        let stop = CancellationToken::new();
-        let stopped = stop.clone().cancelled_owned();
-        let server = tonic::transport::Server::builder()
-            .add_service(ServiceMeshServiceServer::new(FakeService(sender)))
-            .serve_with_incoming_shutdown(TcpListenerStream::new(listener), stopped);
-        let server = tokio::spawn(async { server.await.expect("the fake controller serves") });
-        Self { address, streams, stop, server }
-    }
-
-    async fn stream(&mut self) -> FakeStream {
-        soon(self.streams.recv()).await.expect("the fake controller runs")
-    }
-
-    /// Ends once nothing listens any more. Streams must have been dropped.
-    async fn stop(self) -> SocketAddr {
-        self.stop.cancel();
-        drop(self.streams);
-        soon(self.server).await.expect("the fake controller ends well");
-        self.address
-    }
-}
-
-impl FakeStream {
-    /// The next request in short: "+10.96.0.7:80@version", "-10.96.0.7:80".
-    async fn request(&mut self) -> String {
-        let request = soon(self.requests.message()).await.expect("the stream stands").expect("the stream goes on");
-        match request.action.expect("an action") {
-            Action::Subscribe(subscribe) => format!("+{}@{}", subscribe.destination, subscribe.known_version),
-            Action::Unsubscribe(unsubscribe) => format!("-{}", unsubscribe.destination),
-            Action::Status(status) => format!("={}", status.roots_version),
-        }
-    }
-
-    async fn answer(&self, destination: &str, version: &str, update: Update) {
-        let answer = DiscoverResponse { destination: destination.to_owned(), version: version.to_owned(), update: Some(update) };
-        soon(self.answers.send(Ok(answer))).await.expect("the stream stands");
-    }
-}
-
-#[tonic::async_trait]
-impl ServiceMeshService for FakeService {
-    type DiscoverStream = ReceiverStream<Result<DiscoverResponse, Status>>;
-    type WatchServicesStream = Pin<Box<dyn tokio_stream::Stream<Item = Result<proto::WatchServicesResponse, Status>> + Send>>;
-
-    async fn discover(&self, request: Request<Streaming<DiscoverRequest>>) -> Result<Response<Self::DiscoverStream>, Status> {
-        let authorization = request.metadata().get("authorization").map(|value| value.to_str().expect("text").to_owned());
-        if authorization.as_deref() == Some("Bearer expired") {
-            return Err(Status::unauthenticated("the token has expired"));
-        }
-        let (answers, outgoing) = mpsc::channel(16);
-        let stream = FakeStream { requests: request.into_inner(), answers, authorization };
-        self.0.send(stream).await.map_err(|_| Status::unavailable("the test is over"))?;
-        Ok(Response::new(ReceiverStream::new(outgoing)))
-    }
-
-    async fn get_services(&self, _: Request<proto::GetServicesRequest>) -> Result<Response<proto::GetServicesResponse>, Status> {
-        Err(Status::unimplemented("proxies do not call it"))
-    }
-
-    async fn watch_services(&self, _: Request<proto::WatchServicesRequest>) -> Result<Response<Self::WatchServicesStream>, Status> {
-        Err(Status::unimplemented("proxies do not call it"))
-    }
-
-    async fn sign_certificate(
-        &self,
-        _: Request<proto::SignCertificateRequest>,
-    ) -> Result<Response<proto::SignCertificateResponse>, Status> {
-        Err(Status::unimplemented("discovery does not call it"))
-    }
 }
 
 impl Running {
@@ -146,10 +39,6 @@ impl Running {
 fn timing() -> Timing {
     let backoff = (Duration::from_millis(1), Duration::from_millis(20));
     Timing { first_answer: FOREVER, backoff, good_stream: FOREVER, idle: FOREVER, sweep: Duration::from_millis(5), limit: 100 }
-}
-
-async fn soon<T>(future: impl Future<Output = T>) -> T {
-    timeout(PATIENCE, future).await.expect("it happens before the test's patience is over")
 }
 
 async fn expect(receiver: &mut watch::Receiver<Arc<Target>>, expected: &[&str]) {

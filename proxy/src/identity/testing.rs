@@ -58,9 +58,7 @@ impl Authority {
     }
 
     pub fn pem(&self) -> String {
-        let base64 = STANDARD.encode(&self.certificate);
-        let lines: Vec<&str> = base64.as_bytes().chunks(64).map(|line| std::str::from_utf8(line).unwrap()).collect();
-        format!("-----BEGIN CERTIFICATE-----\n{}\n-----END CERTIFICATE-----\n", lines.join("\n"))
+        pem(&self.certificate)
     }
 
     /// What its certificates name it by.
@@ -103,6 +101,13 @@ impl Authority {
         change(&mut params);
         params.signed_by(key, &self.issuer).unwrap()
     }
+}
+
+/// A certificate as text.
+pub(crate) fn pem(certificate: &CertificateDer<'_>) -> String {
+    let base64 = STANDARD.encode(certificate);
+    let lines: Vec<&str> = base64.as_bytes().chunks(64).map(|line| std::str::from_utf8(line).unwrap()).collect();
+    format!("-----BEGIN CERTIFICATE-----\n{}\n-----END CERTIFICATE-----\n", lines.join("\n"))
 }
 
 /// A URI SAN.

@@ -5,7 +5,6 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use diy_mesh_proto::mesh::v1::{self as proto, SignCertificateRequest, SignCertificateResponse};
-use rcgen::CertificateSigningRequestParams;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 use tonic::Status;
@@ -14,6 +13,7 @@ use super::renewal::{Renewal, World};
 use super::testing::{Authority, WEB, token};
 use super::*;
 use crate::control::ControlError;
+use crate::control::testing::Signing;
 
 const DAY: Duration = Duration::from_secs(86_400);
 
@@ -30,9 +30,7 @@ struct FakeState {
 
 /// What the controller does.
 struct Plan {
-    authority: Arc<Authority>,
-    life: Duration,
-    roots_version: &'static str,
+    signing: Signing,
     user: &'static str,
     mood: Mood,
 }
@@ -70,12 +68,7 @@ impl World for Fake {
 
 impl Fake {
     fn answer(&self, request: &SignCertificateRequest) -> SignCertificateResponse {
-        let plan = self.0.plan.lock().unwrap();
-        let csr = CertificateSigningRequestParams::from_pem(std::str::from_utf8(&request.csr).unwrap()).unwrap();
-        let (from, until) = (self.now() - Duration::from_secs(300), self.now() + plan.life);
-        let certificate = plan.authority.sign(WEB, &csr.public_key, |leaf| (leaf.not_before, leaf.not_after) = (from.into(), until.into()));
-        let roots_version = plan.roots_version.to_owned();
-        SignCertificateResponse { cert: certificate.pem().into_bytes(), ca: plan.authority.pem().into_bytes(), roots_version }
+        self.0.plan.lock().unwrap().signing.answer(request, self.now())
     }
 
     fn plan(&self, change: impl FnOnce(&mut Plan)) {
@@ -99,7 +92,8 @@ impl Running {
 
     fn start_where(life: Duration, change: impl FnOnce(&mut Plan)) -> Self {
         let user = "system:serviceaccount:shop:web";
-        let mut plan = Plan { authority: Arc::new(Authority::new("one")), life, roots_version: "1", user, mood: Mood::Signs };
+        let signing = Signing { authority: Arc::new(Authority::new("one")), life, roots_version: "1" };
+        let mut plan = Plan { signing, user, mood: Mood::Signs };
         change(&mut plan);
         // In whole seconds, as certificates have it: what is measured below is then what was planned.
         let now = UNIX_EPOCH + Duration::from_secs(SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs());
@@ -229,7 +223,7 @@ async fn a_new_issuer_is_gone_to_within_the_time_given_and_not_again() {
     proxy.changed().await.expect("a certificate");
     sleep(Duration::from_secs(1000)).await;
     let other = Arc::new(Authority::new("other"));
-    proxy.fake.plan(|plan| (plan.authority, plan.roots_version) = (other.clone(), "2"));
+    proxy.fake.plan(|plan| (plan.signing.authority, plan.signing.roots_version) = (other.clone(), "2"));
     proxy.announce(&other, "2", &other.key_id(), 600);
     proxy.changed().await.expect("the new roots");
     let second = proxy.changed().await.expect("a certificate of the new issuer");
@@ -243,7 +237,7 @@ async fn a_new_issuer_is_gone_to_within_the_time_given_and_not_again() {
 async fn a_replica_that_lags_behind_is_asked_again_without_haste() {
     let mut proxy = Running::start(DAY);
     proxy.changed().await.expect("a certificate");
-    let authority = proxy.fake.0.plan.lock().unwrap().authority.clone();
+    let authority = proxy.fake.0.plan.lock().unwrap().signing.authority.clone();
     proxy.announce(&authority, "1", "the one that is to sign from now on", 0);
     sleep(Duration::from_secs(100)).await;
     assert!(close(&proxy.asked_at(), &[30.0, 60.0, 90.0]), "{:?}", proxy.asked_at());
@@ -253,7 +247,7 @@ async fn a_replica_that_lags_behind_is_asked_again_without_haste() {
 async fn when_the_controller_is_back_a_pod_that_waits_asks_soon() {
     let mut proxy = Running::start_where(DAY, |plan| plan.mood = Mood::Refuses);
     sleep(Duration::from_secs(100)).await;
-    let authority = proxy.fake.0.plan.lock().unwrap().authority.clone();
+    let authority = proxy.fake.0.plan.lock().unwrap().signing.authority.clone();
     proxy.fake.plan(|plan| plan.mood = Mood::Signs);
     let back = proxy.fake.now();
     proxy.announce(&authority, "1", "", 0);

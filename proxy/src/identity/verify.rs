@@ -1,6 +1,7 @@
 //! Whether a peer is who it has to be: its chain leads to the roots, it is valid now, it is for this side of TLS, and its one URI
 //! SAN is the identity expected (X.509-SVID, section 5). Both sides' verifiers for rustls. It asks nobody and remembers nothing.
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -19,7 +20,7 @@ use x509_parser::extensions::GeneralName;
 use x509_parser::prelude::FromDer as _;
 
 /// Why a certificate, whoever signed it, does not say that its holder is the peer wanted.
-#[derive(Clone, Debug, PartialEq, Eq, ThisError)]
+#[derive(Clone, PartialEq, Eq, ThisError)]
 pub enum NotThePeer {
     /// It can't be read.
     #[error("the peer's certificate can't be read")]
@@ -54,6 +55,13 @@ pub enum NotThePeer {
         /// Who called.
         actual: Identity,
     },
+}
+
+/// For people: rustls prints what it is given by others in this way alone.
+impl fmt::Debug for NotThePeer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 impl From<NotThePeer> for Error {
