@@ -25,7 +25,7 @@ pub struct Flags {
     /// When the kubelet pulls these images: Always, IfNotPresent or Never [default: IfNotPresent]
     #[arg(long, env, value_name = "POLICY")]
     pub image_pull_policy: Option<String>,
-    /// Where proxies find the controller [default: `http://controller.service-mesh.svc.cluster.local.:8080`]
+    /// Where proxies find the controller [default: `https://controller.service-mesh.svc.cluster.local.:8080`]
     #[arg(long, env, value_name = "URL")]
     pub controller_address: Option<String>,
     /// Whom the controller's certificate must name, as proxies see it
@@ -160,10 +160,12 @@ impl Checks {
     }
 
     fn controller_address(&mut self, value: Option<String>) -> String {
-        let value = given(value).unwrap_or_else(|| "http://controller.service-mesh.svc.cluster.local.:8080".into());
-        let is_url = value.parse::<http::Uri>().is_ok_and(|uri| matches!(uri.scheme_str(), Some("http" | "https")) && uri.host().is_some());
+        let value = given(value).unwrap_or_else(|| "https://controller.service-mesh.svc.cluster.local.:8080".into());
+        let is_url = value.parse::<http::Uri>().is_ok_and(|uri| uri.scheme_str() == Some("https") && uri.host().is_some());
         if !is_url {
-            self.0.push(format!("CONTROLLER_ADDRESS is {value:?}, expected a URL such as http://controller:8080"));
+            self.0.push(format!(
+                "CONTROLLER_ADDRESS is {value:?}, expected a URL such as https://controller:8080 (the controller speaks TLS)"
+            ));
         }
         value
     }
@@ -249,7 +251,7 @@ mod tests {
         assert_eq!(config.settings.proxy_image, "proxy:1");
         assert_eq!(config.settings.proxy_init_image, "init:1");
         assert_eq!(config.settings.image_pull_policy, ImagePullPolicy::IfNotPresent);
-        assert_eq!(config.settings.controller_address, "http://controller.service-mesh.svc.cluster.local.:8080");
+        assert_eq!(config.settings.controller_address, "https://controller.service-mesh.svc.cluster.local.:8080");
         assert_eq!(config.settings.controller_identity, "spiffe://cluster.local/ns/service-mesh/sa/controller");
         assert_eq!(config.settings.mesh_namespace, "service-mesh");
         assert_eq!(config.listen.to_string(), "[::]:8443");
@@ -271,7 +273,7 @@ mod tests {
     fn every_problem_is_in_one_report() {
         let problems = Config::from_flags(flags(&[
             "--image-pull-policy=Sometimes",
-            "--controller-address=controller",
+            "--controller-address=http://controller:8080",
             "--controller-identity=controller",
             "--listen=8443",
             "--admin-listen=localhost:1",
@@ -286,7 +288,7 @@ mod tests {
             "IMAGE_TO_DEPLOY_PROXY is required",
             "IMAGE_TO_DEPLOY_PROXY_INIT is required",
             "IMAGE_PULL_POLICY is \"Sometimes\"",
-            "CONTROLLER_ADDRESS is \"controller\"",
+            "CONTROLLER_ADDRESS is \"http://controller:8080\"",
             "CONTROLLER_IDENTITY is \"controller\"",
             "ADMIN_LISTEN is \"localhost:1\"",
             "LISTEN is \"8443\"",

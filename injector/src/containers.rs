@@ -147,7 +147,7 @@ fn probe(path: &str, port: u16, period: u32, timeout: u32, failures: u32) -> Val
     })
 }
 
-/// The proxy's token, for the controller's ears only. Further sources (the mesh's roots) find room beside it.
+/// The proxy's token, for the controller's ears only, and the certificates by which it knows the controller. A pod waits for both.
 pub fn token_volume() -> Value {
     json!({
         "name": TOKEN_VOLUME,
@@ -155,6 +155,7 @@ pub fn token_volume() -> Value {
             "defaultMode": 420,
             "sources": [
                 {"serviceAccountToken": {"audience": "diy-service-mesh", "expirationSeconds": 3600, "path": "token"}},
+                {"configMap": {"name": ROOTS_CONFIG_MAP, "items": [{"key": ROOTS, "path": ROOTS}]}},
             ],
         },
     })

@@ -30,7 +30,7 @@ fn settings() -> Settings {
         proxy_image: "diy-sm-proxy:dev".into(),
         proxy_init_image: "diy-sm-proxy-init:dev".into(),
         image_pull_policy: ImagePullPolicy::IfNotPresent,
-        controller_address: "http://controller.service-mesh.svc.cluster.local.:8080".into(),
+        controller_address: "https://controller.service-mesh.svc.cluster.local.:8080".into(),
         controller_identity: "spiffe://cluster.local/ns/service-mesh/sa/controller".into(),
         mesh_namespace: "service-mesh".into(),
     }

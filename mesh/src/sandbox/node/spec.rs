@@ -113,7 +113,9 @@ impl Surroundings<'_> {
         if own {
             // There is no Kubernetes API here: these two have other sources and places.
             let more: &[&str] = match program {
-                "controller" => &["--catalog", "files:/run/sandbox/catalog", "--authenticator", "jwks:/run/sandbox/jwks.json"],
+                "controller" => {
+                    &["--catalog=files:/run/sandbox/catalog", "--authenticator=jwks:/run/sandbox/jwks.json", "--ca=files:/run/authority"]
+                }
                 "injector" => &["--serving-certificate", "ephemeral", "--ca-file", "/run/sandbox/ca.pem"],
                 _ => &[],
             };
