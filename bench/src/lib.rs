@@ -2,8 +2,8 @@
 //!
 //! [`cases`] says what is measured, [`sides`] brings the four ways up, [`mod@measure`] runs one case on one of them with the [`load`]
 //! generator against the [`server`], [`report`] makes the table. Load generator and server are threads of this program, each inside
-//! its [`network`] namespace; only proxies and controller are processes. What runs with TLS between the proxies will be further
-//! [`cases::Side`]s: nothing else here knows how a side reaches the server.
+//! its [`network`] namespace; only proxies and controller are processes. The proxies of both kinds speak mutual TLS with each
+//! other; nothing but their [`cases::Side`] knows how a side reaches the server.
 
 pub mod cases;
 pub mod config;

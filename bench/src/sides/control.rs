@@ -3,6 +3,7 @@
 use std::{
     fs,
     net::{Ipv4Addr, SocketAddr},
+    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     time::{SystemTime, UNIX_EPOCH},
 };
@@ -37,7 +38,14 @@ impl Control {
         write_readable(&catalog.join("bench.yaml"), &objects())?;
         let keys = programs.state.join("jwks.json");
         write_readable(&keys, &tokens(&programs.state)?)?;
-        let arguments = ["--catalog", &format!("files:{}", catalog.display()), "--authenticator", &format!("jwks:{}", keys.display())];
+        let authority = authority(&programs.state);
+        fs::create_dir_all(&authority).with_context(|| format!("make {}", authority.display()))?;
+        // The controller writes there, the proxies read there.
+        fs::set_permissions(&authority, fs::Permissions::from_mode(0o777))
+            .with_context(|| format!("make {} writable", authority.display()))?;
+        let (catalog, keys) = (format!("files:{}", catalog.display()), format!("jwks:{}", keys.display()));
+        let authority = format!("files:{}", authority.display());
+        let arguments = ["--catalog", &catalog, "--authenticator", &keys, "--ca", &authority];
         let program = Program {
             name: "controller".to_string(),
             path: reachable(&programs.controller, &programs.state)?,
@@ -60,6 +68,16 @@ impl Control {
         self.network.plug(&pair.client)?;
         self.network.plug(&pair.server)
     }
+}
+
+/// Where the controller keeps its authority.
+fn authority(state: &Path) -> PathBuf {
+    state.join("ca")
+}
+
+/// Where the proxies find whom to trust.
+pub(super) fn roots_file(state: &Path) -> PathBuf {
+    authority(state).join("roots.pem")
 }
 
 /// Who a proxy is.

@@ -1,4 +1,4 @@
-//! Two Envoys, configured as sidecars would be: one worker, access logs off, statistics as they come.
+//! Two Envoys, configured as sidecars would be: mutual TLS between them, one worker, access logs off, statistics as they come.
 
 use std::{
     fs,
@@ -9,6 +9,10 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
+use rcgen::{
+    BasicConstraints, CertificateParams, CertifiedIssuer, ExtendedKeyUsagePurpose, IsCa, KeyPair, PKCS_ECDSA_P256_SHA256,
+    PKCS_ECDSA_P384_SHA384, SanType,
+};
 
 use super::{Proxies, reachable, write_readable};
 use crate::{
@@ -24,9 +28,10 @@ const READY: (Ipv4Addr, u16) = (Ipv4Addr::LOCALHOST, 9901);
 /// Starts both and waits until they are ready.
 pub(super) fn start(programs: &Programs, pair: &Pair) -> Result<Proxies> {
     let envoy = reachable(&binary(programs)?, &programs.state)?;
+    write_identities(&programs.state)?;
     let one = |role: &str, config: &str, namespace: &Namespace| {
         let file = programs.state.join(format!("envoy-{role}.yaml"));
-        write_readable(&file, config)?;
+        write_readable(&file, &config.replace("STATE", &programs.state.to_string_lossy()))?;
         let arguments = ["--config-path", &file.to_string_lossy(), "--concurrency", "1", "--disable-hot-restart", "--log-level", "warning"];
         let program = Program {
             name: format!("envoy-{role}"),
@@ -45,6 +50,26 @@ pub(super) fn start(programs: &Programs, pair: &Pair) -> Result<Proxies> {
 }
 
 /// The binary that was named, or the one in the Python environment, which is made at first use.
+/// An authority's certificate, and what each of the two proves itself by: of the same kinds as the mesh's.
+fn write_identities(state: &Path) -> Result<()> {
+    let mut authority = CertificateParams::default();
+    authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let key = KeyPair::generate_for(&PKCS_ECDSA_P384_SHA384).context("make the authority's key")?;
+    let issuer = CertifiedIssuer::self_signed(authority, key).context("make the authority")?;
+    write_readable(&state.join("envoy-ca.crt"), &issuer.pem())?;
+    for name in ["http-client", "http-server"] {
+        let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).context("make a key")?;
+        let mut leaf = CertificateParams::default();
+        let uri = format!("spiffe://cluster.local/ns/{name}/sa/{name}");
+        leaf.subject_alt_names = vec![SanType::URI(uri.try_into().context("write a SPIFFE ID")?)];
+        leaf.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        let certificate = leaf.signed_by(&key, &issuer).context("sign a certificate")?;
+        write_readable(&state.join(format!("{name}.crt")), &certificate.pem())?;
+        write_readable(&state.join(format!("{name}.key")), &key.serialize_pem())?;
+    }
+    Ok(())
+}
+
 fn binary(programs: &Programs) -> Result<PathBuf> {
     if let Some(envoy) = &programs.envoy {
         return Ok(envoy.clone());

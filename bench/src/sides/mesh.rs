@@ -7,7 +7,11 @@ use std::{
 
 use anyhow::Result;
 
-use super::{ADMIN_PORT, INBOUND_PORT, OUTBOUND_PORT, Proxies, control::Workload, reachable};
+use super::{
+    ADMIN_PORT, INBOUND_PORT, OUTBOUND_PORT, Proxies,
+    control::{Workload, roots_file},
+    reachable,
+};
 use crate::{
     config::Programs,
     network::{CONTROL, Namespace, Pair},
@@ -41,7 +45,9 @@ fn program(proxy: &Path, state: &Path, workload: Workload, dumps: bool) -> Progr
         path: proxy.to_path_buf(),
         arguments,
         environment: vec![
-            ("SERVICE_MESH_CONTROLLER", format!("http://{CONTROL}:8080")),
+            ("SERVICE_MESH_CONTROLLER", format!("https://{CONTROL}:8080")),
+            ("SERVICE_MESH_CONTROLLER_IDENTITY", "spiffe://cluster.local/ns/service-mesh/sa/controller".to_string()),
+            ("SERVICE_MESH_ROOTS_FILE", roots_file(state).to_string_lossy().into_owned()),
             ("SERVICE_MESH_TOKEN_FILE", workload.token_file(state).to_string_lossy().into_owned()),
             ("POD_NAME", workload.name().to_string()),
             ("POD_NAMESPACE", workload.name().to_string()),
