@@ -9,6 +9,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use tokio_util::sync::CancellationToken;
 
+use crate::authority::Kept;
 use crate::hub::Hub;
 use crate::metrics::Metrics;
 
@@ -17,6 +18,8 @@ use crate::metrics::Metrics;
 pub struct Admin {
     /// Ready once its catalog is synced.
     pub hub: Hub,
+    /// Ready once there is a CA that can be used.
+    pub authority: Kept,
     /// The counters.
     pub metrics: Arc<Metrics>,
     /// Not ready any more once it is cancelled.
@@ -39,11 +42,15 @@ fn reason(admin: &Admin) -> Option<String> {
     if admin.stopping.is_cancelled() {
         return Some("shutting down".to_owned());
     }
+    if let Some(reason) = admin.authority.missing() {
+        return Some(reason);
+    }
     let missing: Vec<&str> = admin.hub.missing().iter().map(|kind| kind.name()).collect();
     (!missing.is_empty()).then(|| format!("the catalog is not synced, it waits for {} objects", missing.join(", ")))
 }
 
 async fn metrics(State(admin): State<Admin>) -> Response {
-    let text = admin.metrics.text(&admin.hub.counts());
+    let mut text = admin.metrics.text(&admin.hub.counts());
+    admin.authority.status().metrics(&mut text);
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
 }

@@ -3,11 +3,17 @@
 use std::fmt;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use clap::Parser;
+use diy_mesh_proto::Identity;
 use tracing_subscriber::EnvFilter;
 
 use crate::authenticate::Jwks;
+
+/// Shorter ones could not be renewed in time. In seconds.
+const SHORTEST_LIFE: u64 = 10;
+const LONGEST_LIFE: u64 = 100 * 365 * 24 * 60 * 60;
 
 /// What the controller is told, as it is written.
 #[derive(Clone, Debug, Parser)]
@@ -28,6 +34,18 @@ pub struct RawConfig {
     /// The only issuer (`iss`) whose tokens are accepted, with `jwks:FILE`; without it, any that the keys belong to
     #[arg(long, env = "JWKS_ISSUER")]
     pub jwks_issuer: Option<String>,
+    /// Where the certificate authority lies, shared by all replicas: `kubernetes` (a Secret), or `files:FOLDER`
+    #[arg(long, env = "CA", default_value = "kubernetes")]
+    pub ca: String,
+    /// The trust domain of all identities
+    #[arg(long, env = "TRUST_DOMAIN", default_value = diy_mesh_proto::identity::TRUST_DOMAIN)]
+    pub trust_domain: String,
+    /// How long workloads' certificates are valid, in seconds
+    #[arg(long, env = "CERTIFICATE_LIFE", default_value_t = 24 * 60 * 60)]
+    pub certificate_life: u64,
+    /// How long a certificate authority that the controller makes is valid, in seconds
+    #[arg(long, env = "CA_LIFE", default_value_t = 365 * 24 * 60 * 60)]
+    pub ca_life: u64,
     /// The controller's own namespace
     #[arg(long, env = "POD_NAMESPACE", default_value = "service-mesh")]
     pub pod_namespace: String,
@@ -48,6 +66,14 @@ pub struct Config {
     pub catalog: Catalog,
     /// Who checks tokens.
     pub authenticator: Authenticator,
+    /// Where the certificate authority lies.
+    pub ca: Ca,
+    /// The trust domain of all identities.
+    pub trust_domain: String,
+    /// How long workloads' certificates are valid.
+    pub certificate_life: Duration,
+    /// How long a certificate authority that the controller makes is valid.
+    pub ca_life: Duration,
     /// The controller's own namespace.
     pub pod_namespace: String,
     /// What is logged.
@@ -60,6 +86,15 @@ pub enum Catalog {
     /// The cluster that the controller runs in, or that KUBECONFIG names.
     Kubernetes,
     /// A folder of manifests.
+    Files(PathBuf),
+}
+
+/// Where the certificate authority lies.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Ca {
+    /// In a Secret of the controller's own namespace.
+    Kubernetes,
+    /// In a folder.
     Files(PathBuf),
 }
 
@@ -91,7 +126,7 @@ impl fmt::Display for Problems {
 impl Config {
     /// Whether anything in it needs the Kubernetes API.
     pub fn needs_kubernetes(&self) -> bool {
-        self.catalog == Catalog::Kubernetes || self.authenticator == Authenticator::TokenReview
+        self.catalog == Catalog::Kubernetes || self.authenticator == Authenticator::TokenReview || self.ca == Ca::Kubernetes
     }
 }
 
@@ -104,6 +139,12 @@ impl TryFrom<RawConfig> for Config {
         let admin_listen = keep(&mut problems, address("ADMIN_LISTEN", &raw.admin_listen));
         let catalog = keep(&mut problems, catalog(&raw.catalog));
         let authenticator = keep(&mut problems, authenticator(&raw.authenticator, raw.jwks_issuer));
+        let ca = keep(&mut problems, ca(&raw.ca));
+        let certificate_life = keep(&mut problems, life("CERTIFICATE_LIFE (--certificate-life)", raw.certificate_life, SHORTEST_LIFE));
+        let ca_life = keep(&mut problems, life("CA_LIFE (--ca-life)", raw.ca_life, raw.certificate_life));
+        if let Err(error) = Identity::new(&raw.trust_domain, "namespace", "name") {
+            problems.push(format!("TRUST_DOMAIN (--trust-domain): {:?}: {error}", raw.trust_domain));
+        }
         if raw.pod_namespace.is_empty() {
             problems.push("POD_NAMESPACE (--pod-namespace) is empty; it is the namespace that the controller runs in".to_owned());
         }
@@ -116,9 +157,13 @@ impl TryFrom<RawConfig> for Config {
         {
             problems.push(format!("LISTEN and ADMIN_LISTEN are both {one}; they need two ports"));
         }
-        match (listen, admin_listen, catalog, authenticator) {
-            (Some(listen), Some(admin_listen), Some(catalog), Some(authenticator)) if problems.is_empty() => {
-                Ok(Config { listen, admin_listen, catalog, authenticator, pod_namespace: raw.pod_namespace, log: raw.log })
+        let lives = certificate_life.zip(ca_life);
+        match (listen, admin_listen, catalog, authenticator, ca, lives) {
+            (Some(listen), Some(admin_listen), Some(catalog), Some(authenticator), Some(ca), Some((certificate_life, ca_life)))
+                if problems.is_empty() =>
+            {
+                let RawConfig { trust_domain, pod_namespace, log, .. } = raw;
+                Ok(Config { listen, admin_listen, catalog, authenticator, ca, trust_domain, certificate_life, ca_life, pod_namespace, log })
             }
             _ => Err(Problems(problems)),
         }
@@ -142,6 +187,26 @@ fn catalog(text: &str) -> Result<Catalog, String> {
             Err(error) => Err(format!("CATALOG (--catalog): the folder {folder}: {error}")),
         },
         _ => Err(format!("CATALOG (--catalog): {text:?} is neither `kubernetes` nor `files:FOLDER`")),
+    }
+}
+
+fn ca(text: &str) -> Result<Ca, String> {
+    match text.split_once(':') {
+        None if text == "kubernetes" => Ok(Ca::Kubernetes),
+        Some(("files", folder)) if !folder.is_empty() => match Path::new(folder).metadata() {
+            Ok(metadata) if metadata.is_dir() => Ok(Ca::Files(folder.into())),
+            Ok(_) => Err(format!("CA (--ca): {folder} is not a folder; name the folder that all replicas share")),
+            Err(error) => Err(format!("CA (--ca): the folder {folder}: {error}")),
+        },
+        _ => Err(format!("CA (--ca): {text:?} is neither `kubernetes` nor `files:FOLDER`")),
+    }
+}
+
+fn life(setting: &str, seconds: u64, shortest: u64) -> Result<Duration, String> {
+    match seconds {
+        _ if seconds < shortest => Err(format!("{setting}: {seconds} seconds; it must be {shortest} at least")),
+        _ if seconds > LONGEST_LIFE => Err(format!("{setting}: {seconds} seconds; it must be {LONGEST_LIFE} (100 years) at most")),
+        _ => Ok(Duration::from_secs(seconds)),
     }
 }
 
@@ -173,6 +238,8 @@ mod tests {
         assert_eq!(config.listen, "[::]:8080".parse().unwrap());
         assert_eq!(config.admin_listen, "[::]:8081".parse().unwrap());
         assert_eq!((&config.catalog, &config.authenticator), (&Catalog::Kubernetes, &Authenticator::TokenReview));
+        assert_eq!((config.ca.clone(), config.trust_domain.as_str()), (Ca::Kubernetes, "cluster.local"));
+        assert_eq!((config.certificate_life.as_secs(), config.ca_life.as_secs()), (86_400, 31_536_000));
         assert!(config.needs_kubernetes());
     }
 
@@ -187,12 +254,22 @@ mod tests {
             "files:/nowhere/at/all",
             "--authenticator",
             "jwks:/nowhere",
+            "--ca",
+            "files",
+            "--trust-domain",
+            "Upper",
+            "--certificate-life",
+            "9",
+            "--ca-life",
+            "8",
             "--log",
             "a=b=c",
         ];
         let Problems(problems) = parse(&args).unwrap_err();
-        assert_eq!(problems.len(), 5, "{problems:#?}");
-        for (problem, part) in problems.iter().zip(["LISTEN: \"8080\"", "ADMIN_LISTEN: \"x\"", "/nowhere/at/all", "/nowhere", "LOG"]) {
+        assert_eq!(problems.len(), 9, "{problems:#?}");
+        let parts =
+            ["LISTEN: \"8080\"", "ADMIN_LISTEN: \"x\"", "/nowhere/at/all", "/nowhere", "\"files\"", "LIFE", "CA_LIFE", "Upper", "LOG"];
+        for (problem, part) in problems.iter().zip(parts) {
             assert!(problem.contains(part), "{problem}");
         }
     }

@@ -23,6 +23,7 @@ const BATCH: usize = 1024;
 pub struct Hub {
     inner: Arc<Mutex<Inner>>,
     missing: watch::Sender<BTreeSet<Kind>>,
+    meshed: watch::Sender<BTreeSet<Arc<str>>>,
 }
 
 #[derive(Default)]
@@ -53,7 +54,7 @@ pub struct Counts {
 
 impl Default for Hub {
     fn default() -> Self {
-        Hub { inner: Arc::default(), missing: watch::Sender::new(Kind::ALL.into()) }
+        Hub { inner: Arc::default(), missing: watch::Sender::new(Kind::ALL.into()), meshed: watch::Sender::default() }
     }
 }
 
@@ -78,6 +79,13 @@ impl Hub {
             inner.index.apply(change, &mut touched);
         }
         inner.publish(&touched);
+        self.meshed.send_if_modified(|meshed| {
+            let changed = !inner.index.meshed_namespaces().eq(meshed.iter());
+            if changed {
+                *meshed = inner.index.meshed_namespaces().cloned().collect();
+            }
+            changed
+        });
         drop(inner);
         self.missing.send_if_modified(|missing| {
             let before = missing.len();
@@ -96,6 +104,16 @@ impl Hub {
         let mut missing = self.missing.subscribe();
         let waited = missing.wait_for(BTreeSet::is_empty).await;
         debug_assert!(waited.is_ok(), "self holds the sender");
+    }
+
+    /// The namespaces that have meshed pods, now and whenever that changes.
+    pub fn meshed_namespaces(&self) -> watch::Receiver<BTreeSet<Arc<str>>> {
+        self.meshed.subscribe()
+    }
+
+    /// Namespace, name and UID of the meshed pods that are ready.
+    pub fn ready_meshed_pods(&self) -> Vec<(Key, Arc<str>)> {
+        self.lock().index.ready_meshed_pods().map(|pod| (pod.key.clone(), pod.uid.clone())).collect()
     }
 
     /// A Service as it is now.
@@ -339,6 +357,7 @@ mod tests {
             uid: "".into(),
             addresses: vec![ip.parse().unwrap()],
             terminating: false,
+            ready: false,
             created: 0,
             zone: "".into(),
             identity: None,

@@ -70,6 +70,7 @@ pub async fn run(config: Config, shutdown: impl Future<Output = ()>) -> Result<(
 pub struct Controller {
     catalog: Source,
     verifier: Verifier,
+    authority: authority::Options,
     grpc: Listener,
     admin: Listener,
 }
@@ -97,9 +98,19 @@ impl Controller {
             config::Authenticator::TokenReview => Verifier::TokenReview(TokenReviews::new(client())),
             config::Authenticator::Jwks { file, issuer } => Verifier::Jwks(Jwks::open(&file, issuer)?),
         };
+        let provider = match config.ca {
+            config::Ca::Kubernetes => authority::Provider::Kubernetes { client: client(), namespace: config.pod_namespace },
+            config::Ca::Files(folder) => authority::Provider::Files(folder),
+        };
+        let authority = authority::Options {
+            trust_domain: config.trust_domain,
+            certificate_life: config.certificate_life,
+            ca_life: config.ca_life,
+            provider,
+        };
         let grpc = bind("LISTEN", config.listen).await?;
         let admin = bind("ADMIN_LISTEN", config.admin_listen).await?;
-        Ok(Controller { catalog, verifier, grpc, admin })
+        Ok(Controller { catalog, verifier, authority, grpc, admin })
     }
 
     /// Where gRPC is served.
@@ -117,7 +128,8 @@ impl Controller {
         let (hub, metrics, stopping) = (Hub::default(), Arc::new(Metrics::default()), CancellationToken::new());
         let authenticator = Arc::new(Authenticator::new(self.verifier, metrics.clone()));
         let context = grpc::Context { hub: hub.clone(), authenticator, metrics: metrics.clone(), stopping: stopping.clone() };
-        let routes = admin::routes(Admin { hub: hub.clone(), metrics, stopping: stopping.clone() });
+        let (kept, keeping) = authority::keep(self.authority, &hub, Arc::new(Vec::new));
+        let routes = admin::routes(Admin { hub: hub.clone(), authority: kept, metrics, stopping: stopping.clone() });
         let (sender, changes) = mpsc::channel(CHANGES_AHEAD);
         let provider = async {
             match self.catalog {
@@ -141,7 +153,7 @@ impl Controller {
             result = grpc::serve(self.grpc.socket, context) => Ok(result?),
             result = admin => result,
             // The provider and the index go on until the servers end.
-            _ = async { tokio::join!(provider, follow, synced, signal) } => Ok(()),
+            _ = async { tokio::join!(provider, follow, synced, keeping, signal) } => Ok(()),
         }
     }
 }

@@ -87,12 +87,14 @@ impl Metrics {
     }
 }
 
-fn family(text: &mut String, name: &str, sort: &str, help: &str) {
+/// The lines that say what a number is.
+pub(crate) fn family(text: &mut String, name: &str, sort: &str, help: &str) {
     let written = write!(text, "# HELP diy_mesh_controller_{name} {help}\n# TYPE diy_mesh_controller_{name} {sort}\n");
     debug_assert!(written.is_ok(), "writing to a String cannot fail");
 }
 
-fn sample(text: &mut String, name: &str, label: &str, value: &str, number: u64) {
+/// One number of a family.
+pub(crate) fn sample(text: &mut String, name: &str, label: &str, value: &str, number: u64) {
     let written = writeln!(text, "diy_mesh_controller_{name}{{{label}=\"{value}\"}} {number}");
     debug_assert!(written.is_ok(), "writing to a String cannot fail");
 }

@@ -1,15 +1,43 @@
 //! Who vouches for the mesh now: the issuer that signs, and the roots that everybody verifies by. What signs, serves and tells
 //! proxies whom to trust watches this one value.
+//!
+//! It lies in a [`store`] that all replicas share. [`material`] says what the store's fields mean, [`rotation`] (pure) how one CA
+//! follows another and on whom that waits, [`reports`] what the replicas tell each other for it; [`keeper`] is the task that brings
+//! them together, [`publish`] puts the roots where pods find them, [`status`] says how it stands.
 
+pub mod certificate;
+mod keeper;
+pub mod material;
+pub mod publish;
+pub mod reports;
+pub mod rotation;
+pub mod status;
+pub mod store;
+
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use aws_lc_rs::digest;
+use aws_lc_rs::{digest, rand};
+use futures::FutureExt;
+use futures::future::BoxFuture;
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use tokio::sync::watch;
 
+use crate::hub::Hub;
 use crate::issuer::{Issuer, hex, pem};
+use keeper::Keeper;
+use publish::{Published, Task};
+use reports::ConnectedProxies;
+use rotation::Rules;
+use status::{Status, StatusSender};
+use store::Store;
+
+/// The common name of every CA that the controller makes: by it, it tells its own from an operator's.
+pub const NAME: &str = "diy-service-mesh CA";
+/// Files in pods follow their ConfigMap this late, at most: the kubelet looks once a minute, and what it knows may be as old.
+const SLOWEST_KUBELET: Duration = Duration::from_secs(120);
 
 /// What the controller signs with, and whom it tells everybody to trust. The two change together.
 #[derive(Debug)]
@@ -80,13 +108,126 @@ pub fn self_signed(trust_domain: &str, now: SystemTime, life: Duration) -> Resul
     let key = rcgen::KeyPair::generate_for(&rcgen::PKCS_ECDSA_P384_SHA384)?;
     let mut params = rcgen::CertificateParams::default();
     params.distinguished_name = rcgen::DistinguishedName::new();
-    params.distinguished_name.push(rcgen::DnType::CommonName, format!("DIY Service Mesh, {trust_domain}"));
+    params.distinguished_name.push(rcgen::DnType::OrganizationName, trust_domain);
+    params.distinguished_name.push(rcgen::DnType::CommonName, NAME);
     params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Constrained(0));
     params.key_usages = vec![rcgen::KeyUsagePurpose::KeyCertSign, rcgen::KeyUsagePurpose::CrlSign];
     params.use_authority_key_identifier_extension = true;
     params.not_before = (now - crate::issuer::BACKDATED).into();
     params.not_after = (now + life).into();
     Ok((params.self_signed(&key)?.pem(), key.serialize_pem()))
+}
+
+/// What the authority is told.
+pub struct Options {
+    /// The controller's trust domain.
+    pub trust_domain: String,
+    /// How long leaves live.
+    pub certificate_life: Duration,
+    /// How long a CA that it makes lives.
+    pub ca_life: Duration,
+    /// Where the CA lies.
+    pub provider: Provider,
+}
+
+/// Where the CA lies, and where the roots are published.
+#[derive(Clone)]
+pub enum Provider {
+    /// In a Secret, and a ConfigMap in each namespace with meshed pods.
+    Kubernetes {
+        /// The cluster.
+        client: kube::Client,
+        /// The mesh's own namespace.
+        namespace: String,
+    },
+    /// In a folder, both.
+    Files(PathBuf),
+}
+
+/// What others see of the authority while it is kept.
+#[derive(Clone)]
+pub struct Kept {
+    first: watch::Receiver<Option<Authority>>,
+    status: watch::Receiver<Status>,
+}
+
+impl Kept {
+    /// The authority, once there is a CA that can be used.
+    pub async fn authority(&self) -> Option<Authority> {
+        let mut first = self.first.clone();
+        first.wait_for(Option::is_some).await.ok().and_then(|first| first.clone())
+    }
+
+    /// How it stands.
+    pub fn status(&self) -> Status {
+        self.status.borrow().clone()
+    }
+
+    /// Why nothing can be signed, where that is so.
+    pub fn missing(&self) -> Option<String> {
+        let waits = || "the CA was not read yet".to_owned();
+        self.first.borrow().is_none().then(|| self.status.borrow().problem.clone().unwrap_or_else(waits))
+    }
+}
+
+/// Gets ready to keep the authority; the future that comes along does it, for ever.
+pub fn keep(options: Options, hub: &Hub, proxies: ConnectedProxies) -> (Kept, BoxFuture<'static, ()>) {
+    match options.provider.clone() {
+        Provider::Kubernetes { client, namespace } => {
+            let settle = SLOWEST_KUBELET.min(options.certificate_life / 10);
+            let store = store::kubernetes::Kubernetes::new(client.clone(), &namespace);
+            keep_in(store, settle, options, hub, proxies, |task| publish::kubernetes(client, task))
+        }
+        Provider::Files(folder) => {
+            let store = store::files::Files::new(folder.clone());
+            keep_in(store, Duration::ZERO, options, hub, proxies, |task| publish::file(folder, task))
+        }
+    }
+}
+
+fn keep_in<P: Future<Output = ()> + Send>(
+    store: impl Store,
+    settle: Duration,
+    options: Options,
+    hub: &Hub,
+    proxies: ConnectedProxies,
+    publish: impl FnOnce(Task) -> P + Send + 'static,
+) -> (Kept, BoxFuture<'static, ()>) {
+    let Options { trust_domain, certificate_life: leaf_life, ca_life, .. } = options;
+    let (first, (published, seen)) = (watch::Sender::default(), watch::channel(Published::default()));
+    let name = replica_name();
+    let status = StatusSender::new(&store.place(), &name);
+    let kept = Kept { first: first.subscribe(), status: status.sender.subscribe() };
+    let keeper = Keeper {
+        store: Arc::new(store),
+        rules: Rules { trust_domain, ca_life, leaf_life, settle },
+        name,
+        hub: hub.clone(),
+        proxies,
+        published: seen,
+        first,
+        status,
+    };
+    let (there, namespaces) = (kept.clone(), hub.meshed_namespaces());
+    let publishing = async move {
+        if let Some(authority) = there.authority().await {
+            publish(Task { trust: authority.trust(), namespaces, published }).await;
+        }
+    };
+    let both = async move {
+        tokio::join!(keeper.run(), publishing);
+    };
+    (kept, both.boxed())
+}
+
+/// The machine's name, which in a cluster is the pod's, and something of its own: two replicas may share a machine.
+fn replica_name() -> String {
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let plain = |c: &char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.');
+    let mut own = [0; 3];
+    // Without randomness the name alone has to do.
+    let _ = rand::fill(&mut own);
+    format!("{}-{}", host.trim().chars().filter(plain).take(200).collect::<String>(), hex(&own))
 }
 
 #[cfg(test)]

@@ -96,11 +96,16 @@ pub fn pod(object: &core::Pod) -> Result<Pod, ConvertError> {
         uid: object.metadata.uid.as_deref().unwrap_or_default().into(),
         addresses: if finished || host_network { vec![] } else { status.map(pod_addresses).transpose()?.unwrap_or_default() },
         terminating: object.metadata.deletion_timestamp.is_some(),
+        ready: !finished && status.is_some_and(is_ready),
         created: object.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second()),
         zone: label(&object.metadata, ZONE_LABEL).unwrap_or_default().into(),
         identity,
         key,
     })
+}
+
+fn is_ready(status: &core::PodStatus) -> bool {
+    status.conditions.iter().flatten().any(|condition| condition.type_ == "Ready" && condition.status == "True")
 }
 
 fn key(metadata: &ObjectMeta) -> Result<Key, ConvertError> {
@@ -263,9 +268,10 @@ endpoints:
         let converted = pod(&read(
             "metadata: {name: p, namespace: shop, annotations: {diy-service-mesh/status: injected}}
 spec: {serviceAccountName: clerk, containers: []}
-status: {phase: Running, podIP: 10.0.0.1, podIPs: [{ip: 10.0.0.1}, {ip: 'fd00::1'}]}",
+status: {phase: Running, podIP: 10.0.0.1, podIPs: [{ip: 10.0.0.1}, {ip: 'fd00::1'}], conditions: [{type: Ready, status: 'True'}]}",
         ))
         .unwrap();
+        assert!(converted.ready);
         assert_eq!(converted.identity.as_deref(), Some("spiffe://cluster.local/ns/shop/sa/clerk"));
         assert_eq!(converted.addresses.len(), 2);
     }

@@ -12,6 +12,7 @@ pub mod view;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::hash::Hash;
 use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 
 use object::{Change, Key, Kind, Object, Pod, PodReference, Service, Slice, SliceEndpoint, Transport};
 use state::{Endpoint, State, Target, TargetKind};
@@ -27,6 +28,8 @@ pub struct Index {
     slices_of_pod: HashMap<Key, BTreeSet<Key>>,
     services_at: HashMap<IpAddr, BTreeSet<Key>>,
     pods_at: HashMap<IpAddr, BTreeSet<Key>>,
+    /// The meshed pods of each namespace that has any.
+    meshed: BTreeMap<Arc<str>, BTreeSet<Key>>,
 }
 
 /// What changes may have touched: the only things to look at again.
@@ -71,6 +74,17 @@ impl Index {
     /// Namespace and name of every Service, in order.
     pub fn service_keys(&self) -> BTreeSet<Key> {
         self.services.keys().cloned().collect()
+    }
+
+    /// The namespaces that have meshed pods, in order.
+    pub fn meshed_namespaces(&self) -> impl Iterator<Item = &Arc<str>> {
+        self.meshed.keys()
+    }
+
+    /// The meshed pods that are ready and stay.
+    pub fn ready_meshed_pods(&self) -> impl Iterator<Item = &Pod> {
+        let meshed = self.meshed.values().flatten().map(|key| &self.pods[key]);
+        meshed.filter(|pod| pod.ready && !pod.terminating)
     }
 
     /// How many objects of a kind there are.
@@ -226,7 +240,16 @@ impl Index {
     fn set_pod(&mut self, key: &Key, new: Option<Pod>, touched: &mut Touched) {
         let old = replace(&mut self.pods, key, new);
         let new = self.pods.get(key);
-        if old.as_ref() == new {
+        let is_meshed = |pod: &Pod| pod.identity.is_some();
+        match (old.as_ref().is_some_and(is_meshed), new.is_some_and(is_meshed)) {
+            (false, true) => {
+                self.meshed.entry(key.namespace.clone()).or_default().insert(key.clone());
+            }
+            (true, false) => unlink_in_order(&mut self.meshed, &key.namespace, key),
+            _ => {}
+        }
+        // Readiness alone touches nothing.
+        if old.clone().zip(new).map_or(old.as_ref() == new, |(old, new)| Pod { ready: new.ready, ..old } == *new) {
             return;
         }
         for ip in old.iter().flat_map(|pod| &pod.addresses) {
@@ -261,6 +284,15 @@ fn replace<T>(map: &mut HashMap<Key, T>, key: &Key, new: Option<T>) -> Option<T>
 }
 
 fn unlink<K: Eq + Hash>(map: &mut HashMap<K, BTreeSet<Key>>, from: &K, key: &Key) {
+    if let Some(keys) = map.get_mut(from) {
+        keys.remove(key);
+        if keys.is_empty() {
+            map.remove(from);
+        }
+    }
+}
+
+fn unlink_in_order(map: &mut BTreeMap<Arc<str>, BTreeSet<Key>>, from: &Arc<str>, key: &Key) {
     if let Some(keys) = map.get_mut(from) {
         keys.remove(key);
         if keys.is_empty() {

@@ -221,6 +221,8 @@ pub struct Pod {
     pub addresses: Vec<IpAddr>,
     /// Whether it is being deleted.
     pub terminating: bool,
+    /// Whether all of its containers are ready. Where traffic goes does not depend on it: slices say that.
+    pub ready: bool,
     /// When it was made, in seconds since 1970; 0 where that is not said.
     pub created: i64,
     /// Its zone, or empty.

@@ -51,6 +51,7 @@ fn pod(name: &str, addresses: &[&str]) -> Pod {
         uid: "".into(),
         addresses: addresses.iter().map(|text| ip(text)).collect(),
         terminating: false,
+        ready: false,
         created: 0,
         zone: "".into(),
         identity: Some("spiffe://cluster.local/ns/shop/sa/web".into()),
@@ -421,4 +422,20 @@ fn patched(endpoints: &[Endpoint], delta: &Delta) -> Vec<Endpoint> {
     }
     all.extend(delta.upserted.iter().map(|endpoint| (endpoint.address, endpoint.clone())));
     all.into_values().collect()
+}
+
+#[test]
+fn the_namespaces_of_meshed_pods_come_and_go_with_them_and_readiness_touches_nothing() {
+    let mut index = index([Object::Pod(pod("a", &["10.0.0.1"])), Object::Pod(pod("b", &["10.0.0.2"]))]);
+    let namespaces = |index: &Index| index.meshed_namespaces().map(|name| name.to_string()).collect::<Vec<_>>();
+    assert_eq!(namespaces(&index), ["shop"]);
+    assert_eq!(index.ready_meshed_pods().count(), 0);
+    let mut touched = Touched::default();
+    index.apply(Change::Apply(Object::Pod(Pod { ready: true, ..pod("a", &["10.0.0.1"]) })), &mut touched);
+    assert_eq!(touched, Touched::default());
+    assert_eq!(index.ready_meshed_pods().map(|pod| &pod.key).collect::<Vec<_>>(), [&key("a")]);
+    index.apply(Change::Apply(Object::Pod(Pod { identity: None, ..pod("a", &["10.0.0.1"]) })), &mut touched);
+    assert_eq!(namespaces(&index), ["shop"]);
+    index.apply(Change::Delete(Kind::Pod, key("b")), &mut touched);
+    assert!(namespaces(&index).is_empty());
 }

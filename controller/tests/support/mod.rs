@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use diy_mesh_controller::config::{Authenticator, Catalog};
+use diy_mesh_controller::config::{Authenticator, Ca, Catalog};
 use diy_mesh_controller::{Config, Controller, Error};
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::mesh::v1::service_mesh_service_client::ServiceMeshServiceClient;
@@ -136,6 +136,10 @@ pub fn config(dir: &Path) -> Config {
         admin_listen: "127.0.0.1:0".parse().unwrap(),
         catalog: Catalog::Files(dir.join("catalog")),
         authenticator: Authenticator::Jwks { file: dir.join("jwks.json"), issuer: Some("https://issuer.test".into()) },
+        ca: Ca::Files(dir.into()),
+        trust_domain: "cluster.local".into(),
+        certificate_life: Duration::from_secs(86_400),
+        ca_life: Duration::from_secs(365 * 86_400),
         pod_namespace: "service-mesh".into(),
         log: "info".into(),
     }

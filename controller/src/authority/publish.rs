@@ -1,0 +1,308 @@
+//! The roots, where pods find them before they have talked to anybody: a ConfigMap in each namespace that has meshed pods, or a file.
+//!
+//! Each replica does it, and all write the same. A namespace that cannot be written waits and is tried again, and holds up no other.
+//! What was published once is kept right until somebody deletes it together with the last meshed pod; other namespaces are left alone.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::stream::FuturesUnordered;
+use futures::{StreamExt, stream};
+use k8s_openapi::api::core::v1::ConfigMap;
+use kube::api::{ListParams, Patch, PatchParams};
+use kube::runtime::WatchStreamExt;
+use kube::runtime::watcher::{self, Event, watcher};
+use kube::{Api, Client};
+use serde_json::json;
+use tokio::sync::watch;
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
+
+use super::store::files::replace;
+use super::store::kubernetes::{MANAGER, with_causes};
+use super::{Roots, Trust};
+
+/// The ConfigMap in each namespace.
+pub const CONFIG_MAP: &str = "diy-service-mesh-roots";
+/// Its key, and the file's name.
+pub const KEY: &str = "roots.pem";
+/// All are read this often, should a watch have missed something.
+const INTERVAL: Duration = Duration::from_secs(60);
+/// A file is looked at this often.
+const FILE_INTERVAL: Duration = Duration::from_secs(1);
+/// How long a request to the API may take.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How many namespaces are written at the same moment.
+const AT_ONCE: usize = 16;
+const SHORTEST_PAUSE: Duration = Duration::from_millis(250);
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+
+/// Where the roots of a version stand, and where not yet.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Published {
+    /// The version; empty: none yet.
+    pub version: String,
+    /// The namespaces that should hold it and do not, each with the reason where there is one.
+    pub waiting: BTreeMap<String, String>,
+}
+
+/// What a publisher is told.
+pub struct Task {
+    /// The roots to publish.
+    pub trust: watch::Receiver<Arc<Trust>>,
+    /// The namespaces with meshed pods.
+    pub namespaces: watch::Receiver<BTreeSet<Arc<str>>>,
+    /// Where it says how far it is.
+    pub published: watch::Sender<Published>,
+}
+
+impl Task {
+    fn roots(&mut self) -> Arc<Roots> {
+        self.trust.borrow_and_update().roots.clone()
+    }
+}
+
+/// Keeps the file FOLDER/roots.pem right, for ever.
+pub async fn file(folder: PathBuf, mut task: Task) {
+    let path = folder.join(KEY);
+    let mut ticks = interval(FILE_INTERVAL);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        let roots = task.roots();
+        let waiting = match put_right(&path, &roots.pem) {
+            Ok(()) => BTreeMap::new(),
+            Err(reason) => [(path.display().to_string(), reason)].into(),
+        };
+        tell(&task.published, Published { version: roots.version.clone(), waiting });
+        tokio::select! {
+            _ = ticks.tick() => {}
+            changed = task.trust.changed() => if changed.is_err() { return },
+        }
+    }
+}
+
+fn put_right(path: &Path, pem: &str) -> Result<(), String> {
+    if std::fs::read(path).is_ok_and(|there| there == pem.as_bytes()) {
+        return Ok(());
+    }
+    replace(path, pem.as_bytes(), 0o644).map_err(|error| error.to_string())?;
+    tracing::info!("the roots are published in {}", path.display());
+    Ok(())
+}
+
+/// Says it, and what is new about it in the log.
+fn tell(published: &watch::Sender<Published>, now: Published) {
+    published.send_if_modified(|before| {
+        for (place, reason) in now.waiting.iter().filter(|(place, reason)| !reason.is_empty() && before.waiting.get(*place) != Some(reason))
+        {
+            tracing::warn!("the roots cannot be published in {place}, trying again: {reason}");
+        }
+        let changed = *before != now;
+        *before = now;
+        changed
+    });
+}
+
+/// Keeps the ConfigMaps of a cluster right, for ever.
+pub async fn kubernetes(client: Client, mut task: Task) {
+    let all: Api<ConfigMap> = Api::all(client.clone());
+    let only_ours = format!("metadata.name={CONFIG_MAP}");
+    let mut events = pin!(watcher(all.clone(), watcher::Config::default().fields(&only_ours)).default_backoff());
+    let list = ListParams::default().fields(&only_ours);
+    let mut lists = pin!(stream::unfold(interval(INTERVAL), async |mut ticks| {
+        ticks.tick().await;
+        Some((timeout(PATIENCE, all.list(&list)).await, ticks))
+    }));
+    let mut places = Places::default();
+    let mut writing = FuturesUnordered::new();
+    loop {
+        let roots = task.roots();
+        let namespaces = task.namespaces.borrow_and_update().clone();
+        let mut wake = None;
+        if places.listed {
+            for namespace in places.due(&roots.pem, &namespaces, Instant::now(), AT_ONCE - writing.len()) {
+                writing.push(apply(client.clone(), namespace, roots.clone()));
+            }
+            let (waiting, next) = places.waiting(&roots.pem, &namespaces);
+            wake = next;
+            tell(&task.published, Published { version: roots.version.clone(), waiting });
+        }
+        tokio::select! {
+            Some(event) = events.next() => places.take(event),
+            Some(listed) = lists.next() => places.replace(listed),
+            Some((namespace, result)) = writing.next(), if !writing.is_empty() => places.wrote(namespace, result, Instant::now()),
+            changed = task.trust.changed() => if changed.is_err() { return },
+            changed = task.namespaces.changed() => if changed.is_err() { return },
+            () = sleep_until(wake.unwrap_or_else(Instant::now)), if wake.is_some() => {}
+        }
+    }
+}
+
+async fn apply(client: Client, namespace: String, roots: Arc<Roots>) -> (String, Result<String, String>) {
+    let config_map = json!({
+        "apiVersion": "v1", "kind": "ConfigMap",
+        "metadata": {"name": CONFIG_MAP, "labels": {"app.kubernetes.io/part-of": "diy-service-mesh"}},
+        "data": {KEY: roots.pem},
+    });
+    let api: Api<ConfigMap> = Api::namespaced(client, &namespace);
+    let params = PatchParams::apply(MANAGER).force();
+    let result = match timeout(PATIENCE, api.patch(CONFIG_MAP, &params, &Patch::Apply(config_map))).await {
+        Ok(Ok(_)) => Ok(roots.pem.clone()),
+        Ok(Err(error)) => Err(with_causes(&error)),
+        Err(_) => Err("the Kubernetes API does not answer".to_owned()),
+    };
+    (namespace, result)
+}
+
+/// What is known of the ConfigMaps. Pure but for what it is told.
+#[derive(Default)]
+struct Places {
+    /// Whether all were read once: before, nobody knows what is there.
+    listed: bool,
+    /// What each namespace holds.
+    there: BTreeMap<String, Option<String>>,
+    listing: BTreeMap<String, Option<String>>,
+    /// Being written.
+    busy: BTreeSet<String>,
+    failed: BTreeMap<String, Failure>,
+}
+
+struct Failure {
+    reason: String,
+    pause: Duration,
+    again: Instant,
+}
+
+impl Places {
+    fn take(&mut self, event: Result<Event<ConfigMap>, watcher::Error>) {
+        match event {
+            Ok(Event::Init) => self.listing.clear(),
+            Ok(Event::InitApply(object)) => self.listing.extend(read(object)),
+            Ok(Event::InitDone) => {
+                self.there = std::mem::take(&mut self.listing);
+                self.listed = true;
+            }
+            Ok(Event::Apply(object)) => self.there.extend(read(object)),
+            Ok(Event::Delete(object)) => {
+                self.there.remove(&object.metadata.namespace.unwrap_or_default());
+            }
+            Err(error) => tracing::warn!("the watch of ConfigMaps {CONFIG_MAP} was interrupted: {}", with_causes(&error)),
+        }
+    }
+
+    fn replace(&mut self, listed: Result<kube::Result<kube::core::ObjectList<ConfigMap>>, tokio::time::error::Elapsed>) {
+        match listed {
+            Ok(Ok(list)) => {
+                self.there = list.items.into_iter().filter_map(read).collect();
+                self.listed = true;
+            }
+            // Written without knowing what is there rather than not at all: to write the same twice does no harm.
+            Ok(Err(error)) => {
+                self.listed = true;
+                tracing::warn!("ConfigMaps {CONFIG_MAP} cannot be listed: {}", with_causes(&error));
+            }
+            Err(_) => tracing::warn!("ConfigMaps {CONFIG_MAP} cannot be listed: the Kubernetes API does not answer"),
+        }
+    }
+
+    /// The namespaces that have to be written now.
+    fn due(&mut self, pem: &str, namespaces: &BTreeSet<Arc<str>>, now: Instant, most: usize) -> Vec<String> {
+        let wrong = self.wrong(pem, namespaces);
+        let ready = |name: &String| !self.busy.contains(name) && self.failed.get(name).is_none_or(|failure| failure.again <= now);
+        let due: Vec<String> = wrong.into_iter().filter(ready).take(most).collect();
+        self.busy.extend(due.iter().cloned());
+        due
+    }
+
+    /// Those that are not right yet, and when the next one is to be tried again.
+    fn waiting(&self, pem: &str, namespaces: &BTreeSet<Arc<str>>) -> (BTreeMap<String, String>, Option<Instant>) {
+        let wrong = self.wrong(pem, namespaces);
+        let next = wrong
+            .iter()
+            .filter(|name| !self.busy.contains(*name))
+            .filter_map(|name| self.failed.get(name))
+            .map(|failure| failure.again)
+            .min();
+        let reason = |name: &String| self.failed.get(name).map(|failure| failure.reason.clone()).unwrap_or_default();
+        (wrong.into_iter().map(|name| (name.clone(), reason(&name))).collect(), next)
+    }
+
+    /// Namespaces with meshed pods, and those that hold roots already: a Deployment that is at rest will come back.
+    fn wrong(&self, pem: &str, namespaces: &BTreeSet<Arc<str>>) -> BTreeSet<String> {
+        let all = namespaces.iter().map(|name| name.to_string()).chain(self.there.keys().cloned());
+        all.filter(|name| self.there.get(name).and_then(Option::as_deref) != Some(pem)).collect()
+    }
+
+    fn wrote(&mut self, namespace: String, result: Result<String, String>, now: Instant) {
+        self.busy.remove(&namespace);
+        match result {
+            Ok(pem) => {
+                tracing::info!("the roots are published in namespace {namespace}");
+                self.failed.remove(&namespace);
+                self.there.insert(namespace, Some(pem));
+            }
+            Err(reason) => {
+                let pause = self.failed.get(&namespace).map_or(SHORTEST_PAUSE, |failure| (failure.pause * 2).min(LONGEST_PAUSE));
+                self.failed.insert(namespace, Failure { reason, pause, again: now + pause });
+            }
+        }
+    }
+}
+
+/// A namespace, and what its ConfigMap says.
+fn read(object: ConfigMap) -> Option<(String, Option<String>)> {
+    let pem = object.data.and_then(|mut data| data.remove(KEY));
+    object.metadata.namespace.map(|namespace| (namespace, pem))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn namespaces(names: &[&str]) -> BTreeSet<Arc<str>> {
+        names.iter().map(|name| Arc::from(*name)).collect()
+    }
+
+    fn holds(namespace: &str, pem: &str) -> ConfigMap {
+        let object = json!({"metadata": {"name": CONFIG_MAP, "namespace": namespace}, "data": {KEY: pem}});
+        serde_json::from_value(object).unwrap()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_failing_namespace_waits_and_holds_up_no_other() {
+        let (mut places, wanted, now) = (Places::default(), namespaces(&["bad", "good"]), Instant::now());
+        assert_eq!(places.due("A", &wanted, now, 16), ["bad", "good"]);
+        assert!(places.due("A", &wanted, now, 16).is_empty(), "both are being written");
+        places.wrote("bad".into(), Err("no".into()), now);
+        places.wrote("good".into(), Ok("A".into()), now);
+        assert!(places.due("A", &wanted, now, 16).is_empty());
+        let (waiting, next) = places.waiting("A", &wanted);
+        assert_eq!(waiting, [("bad".to_owned(), "no".to_owned())].into());
+        assert_eq!(next, Some(now + SHORTEST_PAUSE));
+        assert_eq!(places.due("A", &wanted, now + SHORTEST_PAUSE, 16), ["bad"]);
+        places.wrote("bad".into(), Err("no".into()), now);
+        assert_eq!(places.waiting("A", &wanted).1, Some(now + SHORTEST_PAUSE * 2), "the second pause is longer");
+        assert_eq!(places.due("B", &wanted, now, 16), ["good"], "new roots concern everybody");
+    }
+
+    #[test]
+    fn what_was_edited_or_deleted_is_restored_and_what_is_right_is_left_alone() {
+        let (mut places, wanted, now) = (Places::default(), namespaces(&["shop"]), Instant::now());
+        places.take(Ok(Event::Init));
+        places.take(Ok(Event::InitApply(holds("shop", "A"))));
+        places.take(Ok(Event::InitApply(holds("at-rest", "A"))));
+        assert!(!places.listed);
+        places.take(Ok(Event::InitDone));
+        assert!(places.listed);
+        assert!(places.due("A", &wanted, now, 16).is_empty());
+        places.take(Ok(Event::Apply(holds("shop", "edited"))));
+        assert_eq!(places.due("A", &wanted, now, 16), ["shop"]);
+        places.wrote("shop".into(), Ok("A".into()), now);
+        places.take(Ok(Event::Delete(holds("shop", "A"))));
+        assert_eq!(places.due("A", &wanted, now, 16), ["shop"]);
+        places.take(Ok(Event::Delete(holds("at-rest", "A"))));
+        assert_eq!(places.waiting("A", &wanted).0.len(), 1, "nobody needs it where no meshed pod is");
+    }
+}
