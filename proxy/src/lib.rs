@@ -193,3 +193,30 @@ fn connection_limit() -> usize {
     tracing::debug!(files, connections, "limits");
     usize::try_from(connections).unwrap_or(16)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::testing::soon;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_proxy_is_ready_while_it_has_a_certificate() {
+        let readiness = Readiness::new();
+        let (sender, credentials) = tokio::sync::watch::channel(None);
+        let condition = readiness.condition("identity", "no certificate yet");
+        tokio::spawn(identity_condition(credentials, condition));
+        let reasons = async |expected: &str| {
+            soon(async {
+                while readiness.reasons() != expected {
+                    tokio::task::yield_now().await;
+                }
+            })
+            .await;
+        };
+        reasons("identity: no certificate yet\n").await;
+        sender.send_replace(Some(identity::testing::credentials(&identity::testing::Authority::new("one"))));
+        reasons("").await;
+        sender.send_replace(None);
+        reasons("identity: the certificate has ended, and there is no new one\n").await;
+    }
+}

@@ -10,10 +10,14 @@ use rcgen::{
     PublicKeyData, SanType,
 };
 use rustls::RootCertStore;
-use rustls::pki_types::CertificateDer;
+use rustls::crypto::aws_lc_rs::sign::any_ecdsa_type;
+use rustls::pki_types::{CertificateDer, PrivatePkcs8KeyDer};
+use rustls::sign::CertifiedKey;
 use x509_parser::certificate::X509Certificate;
 use x509_parser::extensions::ParsedExtension;
 use x509_parser::prelude::FromDer as _;
+
+use super::{Credentials, identity_of};
 
 /// The workload that most tests are about.
 pub(crate) const WEB: &str = "spiffe://cluster.local/ns/shop/sa/web";
@@ -101,6 +105,15 @@ impl Authority {
         change(&mut params);
         params.signed_by(key, &self.issuer).unwrap()
     }
+}
+
+/// Credentials of the workload [`WEB`].
+pub(crate) fn credentials(authority: &Authority) -> Arc<Credentials> {
+    let (leaf, key) = authority.leaf_and_key(WEB, |_| {});
+    let (identity, not_after) = identity_of(&leaf).unwrap();
+    let key = any_ecdsa_type(&PrivatePkcs8KeyDer::from(key.serialize_der()).into()).unwrap();
+    let certified = Arc::new(CertifiedKey::new(vec![leaf], key));
+    Arc::new(Credentials { identity, certified, roots: authority.roots(), roots_version: "1".to_owned(), not_after })
 }
 
 /// A certificate as text.
