@@ -313,8 +313,11 @@ mod tests {
             Failure::HeadersTooLarge(0),
             Failure::RequestTimeout,
             Failure::Overloaded(""),
+            Failure::NoCertificate(address),
+            Failure::Handshake { address, reason: String::new() },
+            Failure::MtlsRequired,
             Failure::Loop(address),
         ];
-        assert_eq!(failures.each_ref().map(Failure::code), FAILURE_CODES[..10]);
+        assert_eq!(failures.each_ref().map(Failure::code), FAILURE_CODES[..13]);
     }
 }
