@@ -132,7 +132,7 @@ impl Discovery {
         self.questions.is_closed()
     }
 
-    /// What `destination` is, now and whenever that changes. Waits a bounded time for a first answer; where the controller is known
+    /// What `destination` is, now and whenever that changes. Waits a bounded time for a first answer with endpoints; where the controller is known
     /// to be away it returns at once with what is known, or with [`Target::Unknown`]. The receiver is closed where nothing will
     /// ever come: over the limit, at the end, or for port 0, which is no place.
     pub async fn watch(&self, destination: SocketAddr) -> watch::Receiver<Arc<Target>> {
@@ -143,7 +143,7 @@ impl Discovery {
         {
             if !settled {
                 // Late or never: the target is what it is by then.
-                let _ = timeout(self.first_answer, receiver.changed()).await;
+                let _ = timeout(self.first_answer, first_answer(&mut receiver)).await;
             }
             return receiver;
         }
@@ -334,6 +334,12 @@ impl Driver {
             requests.into_iter().for_each(|request| drop(sender.send(request)));
         }
     }
+}
+
+/// Done with an answer that is of use. A Service that has no endpoint yet, as all have in their first moments, gets the rest of the
+/// time that its first connection waits.
+async fn first_answer(receiver: &mut watch::Receiver<Arc<Target>>) {
+    while receiver.changed().await.is_ok() && receiver.borrow().is_without_endpoint() {}
 }
 
 /// Done when there are other credentials; never where there will be none.

@@ -72,6 +72,13 @@ pub struct EndpointInfo {
     pub identity: Option<Identity>,
 }
 
+impl Target {
+    /// A Service that nothing stands behind now.
+    pub fn is_without_endpoint(&self) -> bool {
+        matches!(self, Self::Service(service) if service.endpoints.is_empty())
+    }
+}
+
 impl EndpointInfo {
     /// An endpoint of which no more than its address is known.
     pub fn bare(address: SocketAddr) -> Self {

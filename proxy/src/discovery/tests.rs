@@ -96,6 +96,36 @@ async fn an_unknown_destination_becomes_known_and_changes() {
 }
 
 #[tokio::test]
+async fn the_first_connection_waits_for_an_endpoint_and_no_longer_than_for_an_answer() {
+    let mut controller = FakeController::start().await;
+    let proxy = Running::start(controller.address, timing());
+    let mut stream = controller.stream().await;
+    let first = proxy.ask(CART);
+    stream.request().await;
+    stream.answer(CART, "1", service(&[])).await;
+    soon(async {
+        while proxy.discovery.stats().last_message_age().is_none() {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await;
+    let mut second = soon(proxy.ask(CART)).await.expect("who comes later learns at once that there is none");
+    assert!(second.borrow().is_without_endpoint());
+    assert!(!first.is_finished());
+    stream.answer(CART, "2", delta(&["10.0.0.1:80"], &[])).await;
+    assert_eq!(addresses(&soon(first).await.expect("an answer").borrow()), ["10.0.0.1:80"]);
+    expect(&mut second, &["10.0.0.1:80"]).await;
+
+    let proxy = Running::start(controller.address, Timing { first_answer: Duration::from_millis(50), ..timing() });
+    let mut stream = controller.stream().await;
+    let asked = proxy.ask(CART);
+    stream.request().await;
+    stream.answer(CART, "1", service(&[])).await;
+    let receiver = soon(asked).await.expect("an answer");
+    assert!(addresses(&receiver.borrow()).iter().all(|address| address == "unknown"), "it has waited long enough");
+}
+
+#[tokio::test]
 async fn a_lost_controller_leaves_what_is_known_and_is_resumed_from_there() {
     let mut controller = FakeController::start().await;
     let proxy = Running::start(controller.address, timing());
