@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use clap::Parser;
 use diy_mesh_proto::Identity;
+use diy_mesh_proto::identity::TRUST_DOMAIN;
 use tracing_subscriber::EnvFilter;
 
 use crate::authenticate::Jwks;
@@ -17,7 +18,7 @@ const LONGEST_LIFE: u64 = 100 * 365 * 24 * 60 * 60;
 
 /// What the controller is told, as it is written.
 #[derive(Clone, Debug, Parser)]
-#[command(name = "controller", version, about = "The control plane of DIY Service Mesh: discovery over gRPC")]
+#[command(name = "controller", version, about = "The control plane of DIY Service Mesh: discovery and certificates over gRPC")]
 pub struct RawConfig {
     /// Where gRPC is served
     #[arg(long, env = "LISTEN", default_value = "[::]:8080")]
@@ -38,7 +39,7 @@ pub struct RawConfig {
     #[arg(long, env = "CA", default_value = "kubernetes")]
     pub ca: String,
     /// The trust domain of all identities
-    #[arg(long, env = "TRUST_DOMAIN", default_value = diy_mesh_proto::identity::TRUST_DOMAIN)]
+    #[arg(long, env = "TRUST_DOMAIN", default_value = TRUST_DOMAIN)]
     pub trust_domain: String,
     /// How long workloads' certificates are valid, in seconds
     #[arg(long, env = "CERTIFICATE_LIFE", default_value_t = 24 * 60 * 60)]
@@ -145,8 +146,9 @@ impl TryFrom<RawConfig> for Config {
         if let Err(error) = Identity::new(&raw.trust_domain, "namespace", "name") {
             problems.push(format!("TRUST_DOMAIN (--trust-domain): {:?}: {error}", raw.trust_domain));
         }
-        if raw.pod_namespace.is_empty() {
-            problems.push("POD_NAMESPACE (--pod-namespace) is empty; it is the namespace that the controller runs in".to_owned());
+        if Identity::new(TRUST_DOMAIN, &raw.pod_namespace, "controller").is_err() {
+            let namespace = &raw.pod_namespace;
+            problems.push(format!("POD_NAMESPACE (--pod-namespace): {namespace:?} is no namespace; it is the controller's own"));
         }
         if let Err(error) = EnvFilter::try_new(&raw.log) {
             problems.push(format!("LOG (--log): {:?} is no filter: {error}; for example `info`", raw.log));

@@ -24,6 +24,8 @@ pub struct Hub {
     inner: Arc<Mutex<Inner>>,
     missing: watch::Sender<BTreeSet<Kind>>,
     meshed: watch::Sender<BTreeSet<Arc<str>>>,
+    /// Sent to after each change, for whoever waits for a fact.
+    changed: watch::Sender<()>,
 }
 
 #[derive(Default)]
@@ -54,7 +56,12 @@ pub struct Counts {
 
 impl Default for Hub {
     fn default() -> Self {
-        Hub { inner: Arc::default(), missing: watch::Sender::new(Kind::ALL.into()), meshed: watch::Sender::default() }
+        Hub {
+            inner: Arc::default(),
+            missing: watch::Sender::new(Kind::ALL.into()),
+            meshed: watch::Sender::default(),
+            changed: watch::Sender::new(()),
+        }
     }
 }
 
@@ -87,6 +94,7 @@ impl Hub {
             changed
         });
         drop(inner);
+        self.changed.send_replace(());
         self.missing.send_if_modified(|missing| {
             let before = missing.len();
             missing.retain(|kind| !listed.contains(kind));
@@ -114,6 +122,22 @@ impl Hub {
     /// Namespace, name and UID of the meshed pods that are ready.
     pub fn ready_meshed_pods(&self) -> Vec<(Key, Arc<str>)> {
         self.lock().index.ready_meshed_pods().map(|pod| (pod.key.clone(), pod.uid.clone())).collect()
+    }
+
+    /// Asks the index, again after each change, until it answers.
+    pub async fn wait_for<T>(&self, ask: impl Fn(&Index) -> Option<T>) -> T {
+        let mut changed = self.changed.subscribe();
+        loop {
+            if let Some(answer) = self.ask(&ask) {
+                return answer;
+            }
+            changed.changed().await.expect("self holds the sender");
+        }
+    }
+
+    /// Asks the index as it is now. What is asked must be quick.
+    pub fn ask<T>(&self, ask: impl FnOnce(&Index) -> T) -> T {
+        ask(&self.lock().index)
     }
 
     /// A Service as it is now.

@@ -2,7 +2,10 @@
 //!
 //! The path of a change, in the order of the modules: [`catalog`] (Kubernetes, or files) sends it, [`index`] (pure) knows what it
 //! touches, [`hub`] leaves a note with whoever watches that, [`grpc`] makes the answer when the caller has room for it.
-//! [`authenticate`] stands before every call. It stores nothing: any number of replicas answer alike.
+//! [`authenticate`] stands before every call. It stores nothing but its certificate authority: any number of replicas answer alike.
+//!
+//! The path of a certificate: [`serving`] (TLS), [`grpc`] asks who calls and whether that is the pod, [`issuer`] (pure) signs with what
+//! [`authority`] says is in force. [`proxies`] knows who is connected, and what each trusts.
 
 pub mod admin;
 pub mod authenticate;
@@ -16,20 +19,28 @@ pub mod index;
 pub mod issuer;
 pub mod listen;
 pub mod metrics;
+pub mod proxies;
+pub mod serving;
 
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
+use futures::future::BoxFuture;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use admin::Admin;
 use authenticate::{Authenticator, Jwks, TokenReviews, Verifier};
+use authority::Kept;
+use authority::reports::ConnectedProxies;
 pub use config::Config;
 use hub::Hub;
 use metrics::Metrics;
+use proxies::Proxies;
+use serving::{Names, Serving};
 
 /// Changes that wait for the index; a provider pauses when there are more.
 const CHANGES_AHEAD: usize = 1024;
@@ -53,6 +64,12 @@ pub enum Error {
     /// The issuer's keys cannot be used.
     #[error("the authenticator: {0}")]
     Jwks(#[from] authenticate::jwks::JwksError),
+    /// The trust domain and the namespace do not make an identity.
+    #[error("the controller's own identity: {0}")]
+    Identity(#[from] diy_mesh_proto::identity::NotAnIdentity),
+    /// The controller has no certificate of its own.
+    #[error("the controller's own certificate: {0}")]
+    Certificate(#[from] issuer::SignError),
     /// The gRPC server gave up.
     #[error("the gRPC server ended: {0}")]
     Grpc(#[from] tonic::transport::Error),
@@ -70,7 +87,13 @@ pub async fn run(config: Config, shutdown: impl Future<Output = ()>) -> Result<(
 pub struct Controller {
     catalog: Source,
     verifier: Verifier,
-    authority: authority::Options,
+    hub: Hub,
+    proxies: Proxies,
+    authority: Kept,
+    keeping: BoxFuture<'static, ()>,
+    names: Names,
+    trust_domain: Arc<str>,
+    certificate_life: Duration,
     grpc: Listener,
     admin: Listener,
 }
@@ -98,6 +121,8 @@ impl Controller {
             config::Authenticator::TokenReview => Verifier::TokenReview(TokenReviews::new(client())),
             config::Authenticator::Jwks { file, issuer } => Verifier::Jwks(Jwks::open(&file, issuer)?),
         };
+        let names = Names::new(&config.trust_domain, &config.pod_namespace)?;
+        let (trust_domain, certificate_life) = (config.trust_domain.as_str().into(), config.certificate_life);
         let provider = match config.ca {
             config::Ca::Kubernetes => authority::Provider::Kubernetes { client: client(), namespace: config.pod_namespace },
             config::Ca::Files(folder) => authority::Provider::Files(folder),
@@ -108,14 +133,21 @@ impl Controller {
             ca_life: config.ca_life,
             provider,
         };
+        let (hub, proxies) = (Hub::default(), Proxies::default());
+        let (authority, keeping) = authority::keep(authority, &hub, connected(proxies.clone()));
         let grpc = bind("LISTEN", config.listen).await?;
         let admin = bind("ADMIN_LISTEN", config.admin_listen).await?;
-        Ok(Controller { catalog, verifier, authority, grpc, admin })
+        Ok(Controller { catalog, verifier, hub, proxies, authority, keeping, names, trust_domain, certificate_life, grpc, admin })
     }
 
     /// Where gRPC is served.
     pub fn address(&self) -> SocketAddr {
         self.grpc.address
+    }
+
+    /// Who signs, once there is somebody, and whom callers shall trust.
+    pub fn authority(&self) -> &Kept {
+        &self.authority
     }
 
     /// Where /live, /ready and /metrics are served.
@@ -125,11 +157,36 @@ impl Controller {
 
     /// Serves until `shutdown`, then a few seconds more at most.
     pub async fn run(self, shutdown: impl Future<Output = ()>) -> Result<(), Error> {
-        let (hub, metrics, stopping) = (Hub::default(), Arc::new(Metrics::default()), CancellationToken::new());
+        let (hub, metrics, stopping) = (self.hub, Arc::new(Metrics::default()), CancellationToken::new());
         let authenticator = Arc::new(Authenticator::new(self.verifier, metrics.clone()));
-        let context = grpc::Context { hub: hub.clone(), authenticator, metrics: metrics.clone(), stopping: stopping.clone() };
-        let (kept, keeping) = authority::keep(self.authority, &hub, Arc::new(Vec::new));
-        let routes = admin::routes(Admin { hub: hub.clone(), authority: kept, metrics, stopping: stopping.clone() });
+        let routes = admin::routes(Admin {
+            hub: hub.clone(),
+            authority: self.authority.clone(),
+            metrics: metrics.clone(),
+            stopping: stopping.clone(),
+        });
+        let grpc = async {
+            let authority = tokio::select! {
+                authority = self.authority.authority() => authority,
+                () = stopping.cancelled() => None,
+            };
+            let Some(authority) = authority else { return Ok(()) };
+            let serving = Serving::new(authority.clone(), self.names, self.certificate_life)?;
+            let context = grpc::Context {
+                hub: hub.clone(),
+                authenticator,
+                authority,
+                proxies: self.proxies,
+                trust_domain: self.trust_domain,
+                certificate_life: self.certificate_life,
+                metrics,
+                stopping: stopping.clone(),
+            };
+            tokio::select! {
+                result = grpc::serve(self.grpc.socket, serving.tls(), context) => Ok(result?),
+                () = serving.renew() => Ok(()),
+            }
+        };
         let (sender, changes) = mpsc::channel(CHANGES_AHEAD);
         let provider = async {
             match self.catalog {
@@ -150,12 +207,22 @@ impl Controller {
         };
         tracing::info!(grpc = %self.grpc.address, admin = %self.admin.address, "the controller listens");
         tokio::select! {
-            result = grpc::serve(self.grpc.socket, context) => Ok(result?),
+            result = grpc => result,
             result = admin => result,
-            // The provider and the index go on until the servers end.
-            _ = async { tokio::join!(provider, follow, synced, keeping, signal) } => Ok(()),
+            // The rest goes on until the servers end.
+            _ = async { tokio::join!(provider, follow, synced, self.keeping, signal) } => Ok(()),
         }
     }
+}
+
+/// The registry as the authority wants to see it.
+fn connected(proxies: Proxies) -> ConnectedProxies {
+    let seen = |proxy: proxies::ConnectedProxy| {
+        let (roots_version, issuer) = proxy.status.map(|status| (status.roots_version, status.certificate_issuer)).unwrap_or_default();
+        let pod = proxy.pod.map(|pod| (pod.namespace.to_string(), pod.name.to_string(), pod.uid.to_string()));
+        authority::reports::Connected { pod, user: proxy.user.to_string(), roots_version, issuer }
+    };
+    Arc::new(move || proxies.snapshot().into_iter().map(seen).collect())
 }
 
 async fn bind(setting: &'static str, address: SocketAddr) -> Result<Listener, Error> {

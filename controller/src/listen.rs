@@ -27,14 +27,14 @@ fn lacks_ipv6(error: &io::Error) -> bool {
 }
 
 /// The connections of a listener, without an end.
-pub fn connections(listener: TcpListener) -> impl Stream<Item = io::Result<TcpStream>> {
+pub fn connections(listener: TcpListener) -> impl Stream<Item = TcpStream> {
     futures::stream::unfold(listener, async |listener| {
         loop {
             match listener.accept().await {
                 Ok((connection, _)) => {
                     // Small messages that somebody waits for; a kernel that refuses the option merely sends them later.
                     let _ = connection.set_nodelay(true);
-                    return Some((Ok(connection), listener));
+                    return Some((connection, listener));
                 }
                 Err(error) => {
                     tracing::warn!("a connection could not be accepted: {error}");

@@ -56,6 +56,12 @@ pub struct Metrics {
     pub unchanged: Number,
     /// "Unknown" sent.
     pub unknown: Number,
+    /// Trust roots sent.
+    pub roots: Number,
+    /// Certificates signed for pods.
+    pub certificates_issued: Number,
+    /// Calls for a certificate that got none.
+    pub certificates_refused: Number,
 }
 
 impl Metrics {
@@ -71,10 +77,21 @@ impl Metrics {
         for (rpc, number) in [("Discover", &self.discover_streams), ("WatchServices", &self.watch_streams)] {
             sample(&mut text, "streams", "rpc", rpc, number.get());
         }
-        let updates = [("snapshot", &self.snapshots), ("delta", &self.deltas), ("unchanged", &self.unchanged), ("unknown", &self.unknown)];
+        let updates = [
+            ("snapshot", &self.snapshots),
+            ("delta", &self.deltas),
+            ("unchanged", &self.unchanged),
+            ("unknown", &self.unknown),
+            ("roots", &self.roots),
+        ];
         family(&mut text, "updates_total", "counter", "Discovery answers sent.");
         for (kind, number) in updates {
             sample(&mut text, "updates_total", "kind", kind, number.get());
+        }
+        let certificates = [("issued", &self.certificates_issued), ("refused", &self.certificates_refused)];
+        family(&mut text, "certificates_total", "counter", "Calls for a certificate by what became of them.");
+        for (result, number) in certificates {
+            sample(&mut text, "certificates_total", "result", result, number.get());
         }
         family(&mut text, "catalog_objects", "gauge", "Objects in the catalog.");
         for (kind, count) in &counts.objects {

@@ -202,7 +202,7 @@ struct Controller {
     log: tokio::io::Lines<BufReader<tokio::process::ChildStderr>>,
     address: std::net::SocketAddr,
     admin: std::net::SocketAddr,
-    _files: tempfile::TempDir,
+    files: tempfile::TempDir,
 }
 
 impl Controller {
@@ -218,6 +218,7 @@ impl Controller {
         std::fs::write(&path, kubeconfig.to_string()).unwrap();
         let mut process = Command::new(env!("CARGO_BIN_EXE_controller"))
             .args(["--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"])
+            .args(["--ca", &format!("files:{}", files.path().display())])
             .env("KUBECONFIG", &path)
             .env("NO_COLOR", "1")
             .stderr(Stdio::piped())
@@ -226,7 +227,7 @@ impl Controller {
             .unwrap();
         let log = BufReader::new(process.stderr.take().unwrap()).lines();
         let nowhere = "127.0.0.1:0".parse().unwrap();
-        let mut controller = Controller { process, log, address: nowhere, admin: nowhere, _files: files };
+        let mut controller = Controller { process, log, address: nowhere, admin: nowhere, files };
         let line = controller.until("the controller listens").await;
         let field = |name: &str| line.split(' ').find_map(|part| part.strip_prefix(name)).unwrap().parse().unwrap();
         (controller.address, controller.admin) = (field("grpc="), field("admin="));
@@ -252,7 +253,8 @@ impl Controller {
     }
 
     async fn client(&self, token: String) -> support::Client {
-        let channel = tonic::transport::Endpoint::from_shared(format!("http://{}", self.address)).unwrap().connect().await.unwrap();
+        let roots = std::fs::read_to_string(self.files.path().join("roots.pem")).unwrap();
+        let channel = support::connect(self.address, &roots).await.unwrap();
         support::Client { client: ServiceMeshServiceClient::new(channel), token: Some(token) }
     }
 

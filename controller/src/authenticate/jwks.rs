@@ -9,7 +9,7 @@ use jsonwebtoken::jwk::{Jwk, JwkSet, KeyAlgorithm};
 use jsonwebtoken::{Algorithm, AlgorithmFamily, DecodingKey, Validation};
 use serde::Deserialize;
 
-use super::{Accepted, AuthError};
+use super::{Accepted, AuthError, Caller, PodRef};
 use crate::file::Stamp;
 
 /// How far the issuer's clock may be from ours, in seconds.
@@ -65,6 +65,31 @@ struct Key {
 struct Claims {
     sub: String,
     exp: u64,
+    #[serde(rename = "kubernetes.io", default)]
+    kubernetes: Bound,
+}
+
+/// What Kubernetes says of a token in its private claim.
+#[derive(Default, Deserialize)]
+struct Bound {
+    namespace: Option<String>,
+    pod: Option<BoundObject>,
+}
+
+#[derive(Deserialize)]
+struct BoundObject {
+    name: String,
+    uid: String,
+}
+
+impl Claims {
+    fn caller(&self) -> Caller {
+        let Bound { namespace, pod } = &self.kubernetes;
+        let pod = pod.as_ref().and_then(|pod| PodRef::of(&self.sub, Some(&pod.name), Some(&pod.uid)));
+        // A token whose parts disagree is bound to nothing.
+        let pod = pod.filter(|pod| namespace.as_deref() == Some(&*pod.namespace));
+        Caller { user: self.sub.as_str().into(), pod }
+    }
 }
 
 impl Jwks {
@@ -88,7 +113,7 @@ impl Jwks {
         for key in keys.all.iter().filter(|key| key.fits(header.alg, header.kid.as_deref())) {
             match jsonwebtoken::decode::<Claims>(token, &key.key, &validation) {
                 Ok(token) if token.claims.sub.is_empty() => return Err(refused("it names no subject")),
-                Ok(token) => return Ok(Accepted { user: token.claims.sub.into(), expires: Some(token.claims.exp) }),
+                Ok(token) => return Ok(Accepted { caller: token.claims.caller(), expires: Some(token.claims.exp) }),
                 Err(error) => reason = refused(&self.explain(&error)),
             }
         }
@@ -234,7 +259,22 @@ mod tests {
         let jwks = Jwks::open(&path, Some("us".into())).unwrap();
         let claims = claims(&[]);
         let accepted = jwks.verify(&issuer.sign(&claims)).unwrap();
-        assert_eq!(accepted, Accepted { user: "system:serviceaccount:a:b".into(), expires: claims["exp"].as_u64() });
+        let caller = Caller { user: "system:serviceaccount:a:b".into(), pod: None };
+        assert_eq!(accepted, Accepted { caller, expires: claims["exp"].as_u64() });
+    }
+
+    #[test]
+    fn a_token_names_the_pod_that_it_is_bound_to() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, issuer) = (dir.path().join("jwks.json"), Issuer::new("k"));
+        write(&path, &[issuer.jwk()]);
+        let jwks = Jwks::open(&path, None).unwrap();
+        let pod = |kubernetes: Value| jwks.verify(&issuer.sign(&claims(&[("kubernetes.io", kubernetes)]))).unwrap().caller.pod;
+        let bound = pod(json!({"namespace": "a", "pod": {"name": "b-1", "uid": "u"}, "serviceaccount": {"name": "b", "uid": "v"}}));
+        assert_eq!(bound, Some(PodRef { namespace: "a".into(), name: "b-1".into(), uid: "u".into() }));
+        assert_eq!(pod(json!({"namespace": "a", "serviceaccount": {"name": "b", "uid": "v"}})), None);
+        assert_eq!(pod(json!({"namespace": "other", "pod": {"name": "b-1", "uid": "u"}})), None);
+        assert_eq!(pod(json!({"pod": {"name": "b-1", "uid": "u"}})), None);
     }
 
     #[test]

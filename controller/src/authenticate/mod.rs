@@ -7,6 +7,7 @@ mod cache;
 pub mod jwks;
 mod tokenreview;
 
+use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -37,6 +38,34 @@ const PATIENCE: Duration = Duration::from_secs(5);
 pub struct Caller {
     /// The user name, for example `system:serviceaccount:shop:web`.
     pub user: Arc<str>,
+    /// The pod that the token was made for and ends with; none for a token that is bound to no pod.
+    pub pod: Option<PodRef>,
+}
+
+/// One pod, and not its successor of the same name.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct PodRef {
+    /// Its namespace.
+    pub namespace: Arc<str>,
+    /// Its name.
+    pub name: Arc<str>,
+    /// Its UID.
+    pub uid: Arc<str>,
+}
+
+impl PodRef {
+    /// The pod of a service account's token: it is in the account's own namespace. None where a part is missing.
+    fn of(user: &str, name: Option<&str>, uid: Option<&str>) -> Option<PodRef> {
+        let (namespace, _) = user.strip_prefix("system:serviceaccount:")?.split_once(':')?;
+        let (name, uid) = (name.filter(|name| !name.is_empty())?, uid.filter(|uid| !uid.is_empty())?);
+        Some(PodRef { namespace: namespace.into(), name: name.into(), uid: uid.into() })
+    }
+}
+
+impl fmt::Display for PodRef {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.namespace, self.name)
+    }
 }
 
 /// Why a call is refused.
@@ -59,7 +88,7 @@ pub enum AuthError {
 /// What stands behind a token that was accepted.
 #[derive(Clone, Debug, PartialEq)]
 struct Accepted {
-    user: Arc<str>,
+    caller: Caller,
     /// The token's own end, in seconds since 1970; none where it does not say.
     expires: Option<u64>,
 }
@@ -76,7 +105,7 @@ pub enum Verifier {
 pub struct Authenticator {
     verifier: Verifier,
     turns: Semaphore,
-    accepted: Mutex<Cache<Arc<str>>>,
+    accepted: Mutex<Cache<Caller>>,
     refused: Mutex<Cache<Arc<str>>>,
     metrics: Arc<Metrics>,
 }
@@ -102,16 +131,27 @@ impl Authenticator {
             Ok(token) => self.check(token).await,
             Err(error) => Err(error),
         };
-        let counter = match &result {
+        self.count(&result);
+        result
+    }
+
+    /// Whose token it is, where a call carries it in its message.
+    pub async fn caller_by_token(&self, token: &str) -> Result<Caller, AuthError> {
+        let result = if token.is_empty() { Err(AuthError::Missing) } else { self.check(token).await };
+        self.count(&result);
+        result
+    }
+
+    fn count(&self, result: &Result<Caller, AuthError>) {
+        let counter = match result {
             Ok(_) => &self.metrics.calls_accepted,
             Err(AuthError::Unreachable(_)) => &self.metrics.calls_unchecked,
             Err(_) => &self.metrics.calls_refused,
         };
         counter.add(1);
-        result.map(|user| Caller { user })
     }
 
-    async fn check(&self, token: &str) -> Result<Arc<str>, AuthError> {
+    async fn check(&self, token: &str) -> Result<Caller, AuthError> {
         if token.len() > LONGEST_TOKEN {
             return Err(AuthError::Refused(format!("it is longer than {LONGEST_TOKEN} bytes").into()));
         }
@@ -133,16 +173,16 @@ impl Authenticator {
         }
     }
 
-    fn known(&self, hash: &TokenHash) -> Option<Result<Arc<str>, AuthError>> {
+    fn known(&self, hash: &TokenHash) -> Option<Result<Caller, AuthError>> {
         let now = Instant::now();
-        if let Some(user) = self.accepted.lock().unwrap_or_else(PoisonError::into_inner).get(hash, now) {
-            return Some(Ok(user));
+        if let Some(caller) = self.accepted.lock().unwrap_or_else(PoisonError::into_inner).get(hash, now) {
+            return Some(Ok(caller));
         }
         let reason = self.refused.lock().unwrap_or_else(PoisonError::into_inner).get(hash, now)?;
         Some(Err(AuthError::Refused(reason)))
     }
 
-    async fn ask(&self, token: &str, hash: TokenHash) -> Result<Arc<str>, AuthError> {
+    async fn ask(&self, token: &str, hash: TokenHash) -> Result<Caller, AuthError> {
         let answer = match &self.verifier {
             Verifier::TokenReview(reviews) => reviews.review(token).await,
             Verifier::Jwks(jwks) => jwks.verify(token),
@@ -151,14 +191,14 @@ impl Authenticator {
         match &answer {
             Ok(accepted) => {
                 let until = now + kept_for(accepted.expires, SystemTime::now());
-                self.accepted.lock().unwrap_or_else(PoisonError::into_inner).put(hash, accepted.user.clone(), until, now);
+                self.accepted.lock().unwrap_or_else(PoisonError::into_inner).put(hash, accepted.caller.clone(), until, now);
             }
             Err(AuthError::Refused(reason)) => {
                 self.refused.lock().unwrap_or_else(PoisonError::into_inner).put(hash, reason.clone(), now + REFUSED_FOR, now);
             }
             Err(_) => {}
         }
-        answer.map(|accepted| accepted.user)
+        answer.map(|accepted| accepted.caller)
     }
 }
 
@@ -202,6 +242,18 @@ mod tests {
         assert_eq!(bearer(&MetadataMap::new()), Err(AuthError::Missing));
         for value in ["Basic abc", "Bearer", "Bearer  ", "abc"] {
             assert_eq!(bearer(&metadata(value)), Err(AuthError::NoBearer), "{value}");
+        }
+    }
+
+    #[test]
+    fn a_pod_is_one_with_every_part() {
+        let user = "system:serviceaccount:shop:web";
+        let pod = PodRef::of(user, Some("web-1"), Some("u1")).unwrap();
+        assert_eq!((pod.to_string().as_str(), &*pod.uid), ("shop/web-1", "u1"));
+        for (user, name, uid) in
+            [(user, None, Some("u")), (user, Some("p"), None), (user, Some(""), Some("u")), ("admin", Some("p"), Some("u"))]
+        {
+            assert_eq!(PodRef::of(user, name, uid), None);
         }
     }
 

@@ -4,7 +4,7 @@ use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, TokenRe
 use kube::api::{Api, PostParams};
 use serde::Deserialize;
 
-use super::{Accepted, AuthError};
+use super::{Accepted, AuthError, Caller, PodRef};
 
 /// Asks the API server about tokens.
 pub struct TokenReviews {
@@ -41,11 +41,20 @@ fn verdict(status: TokenReviewStatus, token: &str) -> Result<Accepted, AuthError
     if !status.audiences.iter().flatten().any(|audience| audience == diy_mesh_proto::TOKEN_AUDIENCE) {
         return Err(AuthError::Refused(format!("its audience is not {:?}", diy_mesh_proto::TOKEN_AUDIENCE).into()));
     }
-    match status.user.and_then(|user| user.username).filter(|name| !name.is_empty()) {
-        Some(user) => Ok(Accepted { user: user.into(), expires: expiry(token) }),
+    let user = status.user.unwrap_or_default();
+    match user.username.as_deref().filter(|name| !name.is_empty()) {
+        Some(name) => {
+            let extra = |key| user.extra.as_ref().and_then(|extra| extra.get(key)).and_then(|values| values.first()).map(String::as_str);
+            let caller = Caller { user: name.into(), pod: PodRef::of(name, extra(POD_NAME), extra(POD_UID)) };
+            Ok(Accepted { caller, expires: expiry(token) })
+        }
         None => Err(AuthError::Refused("the API server names no user for it".into())),
     }
 }
+
+/// Where the API server says what pod a token is bound to.
+const POD_NAME: &str = "authentication.kubernetes.io/pod-name";
+const POD_UID: &str = "authentication.kubernetes.io/pod-uid";
 
 /// The token's own end. Read without a check, which the API server has made.
 fn expiry(token: &str) -> Option<u64> {
@@ -84,7 +93,17 @@ mod tests {
     #[test]
     fn authenticated_for_our_audience_is_accepted() {
         let accepted = verdict(status(true, &["diy-service-mesh"]), "no JWT").unwrap();
-        assert_eq!(accepted, Accepted { user: "system:serviceaccount:shop:web".into(), expires: None });
+        let caller = Caller { user: "system:serviceaccount:shop:web".into(), pod: None };
+        assert_eq!(accepted, Accepted { caller, expires: None });
+    }
+
+    #[test]
+    fn the_pod_of_a_bound_token_is_named() {
+        let mut status = status(true, &["diy-service-mesh"]);
+        let values = [(POD_NAME.to_owned(), vec!["web-1".to_owned()]), (POD_UID.to_owned(), vec!["u1".to_owned()])];
+        status.user.as_mut().unwrap().extra = Some(values.into());
+        let pod = PodRef { namespace: "shop".into(), name: "web-1".into(), uid: "u1".into() };
+        assert_eq!(verdict(status, "t").unwrap().caller.pod, Some(pod));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! One Discover stream: subscriptions in, what they stand for out.
+//! One Discover stream: subscriptions in, what they stand for out; the trust roots first, and whenever they change.
 //!
 //! Reading never waits for writing, nor does a slow reader hold anything up: its news wait in a mailbox as a list of addresses, and
 //! an answer is made, from the latest state, once there is room for it.
@@ -6,39 +6,60 @@
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use diy_mesh_proto::mesh::v1 as proto;
 use proto::discover_request::Action;
 use proto::discover_response::Update as Answer;
 use tokio::sync::mpsc::{self, Permit};
+use tokio::sync::watch;
 use tonic::{Status, Streaming};
 
 use super::{Context, message, service};
+use crate::authenticate::Caller;
+use crate::authority::Trust;
 use crate::hub::Destinations;
 use crate::index::state::{State, Update};
 use crate::metrics::Metrics;
+use crate::proxies;
 
 /// Far more than a pod meets; a proxy forgets idle ones.
 const MOST_SUBSCRIPTIONS: usize = 10_000;
+/// The longest text in a proxy's status; all are versions and numbers.
+const LONGEST_TEXT: usize = 128;
 
 type Answers = mpsc::Sender<Result<proto::DiscoverResponse, Status>>;
 
 /// Serves one stream until the caller leaves, errs, or the controller stops.
-pub(super) async fn run(context: Context, mut requests: Streaming<proto::DiscoverRequest>, answers: Answers) {
+pub(super) async fn run(context: Context, caller: Caller, mut requests: Streaming<proto::DiscoverRequest>, answers: Answers) {
     let _open = context.metrics.discover_streams.hold();
     let mut stream = Stream { news: context.hub.watch_destinations(), subscriptions: HashMap::new() };
+    let place = context.proxies.connect(&caller, SystemTime::now());
+    let mut trust = context.authority.trust();
+    trust.mark_changed();
     let mut reading = true;
     let end = loop {
         tokio::select! {
             () = context.stopping.cancelled() => break service::stopping(),
             () = answers.closed() => return,
+            room = room_for_roots(&mut trust, &answers) => {
+                let Some(room) = room else { return };
+                let answer = roots(&trust.borrow_and_update());
+                count(&context.metrics, &answer);
+                room.send(Ok(answer));
+            }
             request = requests.message(), if reading => match request {
+                Ok(Some(proto::DiscoverRequest { action: Some(Action::Status(status)) })) => match says(status, SystemTime::now()) {
+                    Ok(status) => place.says(status),
+                    Err(status) => break status,
+                },
                 Ok(Some(request)) => if let Err(status) = stream.take(request) { break status },
                 // The caller has no more to say, and may still listen.
                 Ok(None) => reading = false,
                 Err(status) => break status,
             },
-            room = room_for_news(&stream.news, &answers) => {
+            // Roots first: nothing of what follows is of use to a proxy that cannot verify it.
+            room = room_for_news(&stream.news, &answers), if !trust.has_changed().unwrap_or(false) => {
                 let Some(room) = room else { return };
                 if let Some(answer) = stream.answer() {
                     count(&context.metrics, &answer);
@@ -54,6 +75,19 @@ pub(super) async fn run(context: Context, mut requests: Streaming<proto::Discove
 /// Loses nothing when it is dropped: the news stays where it is until there is room. None: the caller has left.
 async fn room_for_news<'a>(news: &Destinations, answers: &'a Answers) -> Option<Permit<'a, Result<proto::DiscoverResponse, Status>>> {
     news.wait().await;
+    answers.reserve().await.ok()
+}
+
+/// The same, for roots that are not told yet. Once there is no authority any more, nothing comes.
+async fn room_for_roots<'a>(
+    trust: &mut watch::Receiver<Arc<Trust>>,
+    answers: &'a Answers,
+) -> Option<Permit<'a, Result<proto::DiscoverResponse, Status>>> {
+    if trust.changed().await.is_err() {
+        std::future::pending::<()>().await;
+    }
+    // Not told before there is room: if this is dropped while it waits, the roots are still to be told.
+    trust.mark_changed();
     answers.reserve().await.ok()
 }
 
@@ -96,10 +130,8 @@ impl Stream {
                 self.subscriptions.remove(&address);
                 self.news.unsubscribe(address);
             }
-            // What it is and trusts: nobody asks for it yet.
-            Some(Action::Status(_)) => {}
             // An action of a later version of the contract: a newer proxy must be able to live with an older controller.
-            None => tracing::debug!("a request has no action that this controller knows; it is ignored"),
+            None | Some(Action::Status(_)) => tracing::debug!("a request has no action that this controller knows; it is ignored"),
         }
         Ok(())
     }
@@ -123,6 +155,33 @@ impl Stream {
     }
 }
 
+/// What a proxy says of itself, in our words. Its texts are kept for as long as it is connected, so they are short.
+fn says(status: proto::ProxyStatus, now: SystemTime) -> Result<proxies::Status, Status> {
+    let texts = [&status.roots_version, &status.certificate_serial, &status.certificate_issuer, &status.proxy_version];
+    if texts.iter().any(|text| text.len() > LONGEST_TEXT) {
+        return Err(Status::invalid_argument(format!("status: a text is longer than {LONGEST_TEXT} bytes")));
+    }
+    let now = now.duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| i64::try_from(since.as_millis()).unwrap_or(i64::MAX));
+    Ok(proxies::Status {
+        roots_version: status.roots_version,
+        certificate_not_before: status.certificate_not_before,
+        certificate_not_after: status.certificate_not_after,
+        certificate_serial: status.certificate_serial,
+        certificate_issuer: status.certificate_issuer,
+        proxy_version: status.proxy_version,
+        clock_skew: status.clock.saturating_sub(now),
+    })
+}
+
+fn roots(trust: &Trust) -> proto::DiscoverResponse {
+    let roots = proto::Roots {
+        pem: trust.roots.pem.clone().into(),
+        issuer: trust.issuer.id().to_owned(),
+        renew_within_seconds: u32::try_from(trust.renew_within.as_secs()).unwrap_or(u32::MAX),
+    };
+    proto::DiscoverResponse { destination: String::new(), version: trust.roots.version.clone(), update: Some(Answer::Roots(roots)) }
+}
+
 fn whole(state: &State) -> Answer {
     match &state.target {
         Some(target) => Answer::Snapshot(message::snapshot(target)),
@@ -135,7 +194,8 @@ fn count(metrics: &Metrics, answer: &proto::DiscoverResponse) {
         Some(Answer::Snapshot(_)) => metrics.snapshots.add(1),
         Some(Answer::Delta(_)) => metrics.deltas.add(1),
         Some(Answer::Unchanged(_)) => metrics.unchanged.add(1),
-        Some(Answer::Unknown(_) | Answer::Roots(_)) | None => metrics.unknown.add(1),
+        Some(Answer::Roots(_)) => metrics.roots.add(1),
+        Some(Answer::Unknown(_)) | None => metrics.unknown.add(1),
     }
 }
 

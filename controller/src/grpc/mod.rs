@@ -1,15 +1,18 @@
-//! The gRPC surface: the contract's service and the health check, on one port. Thin: it authenticates, asks the hub, and says it in
+//! The gRPC surface: the contract's service and the health check, on one port, over TLS. Thin: it authenticates, asks the hub, and says it in
 //! the contract's words.
 
 mod discover;
+mod limit;
 mod message;
 mod service;
+mod sign;
 mod watch;
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use diy_mesh_proto::mesh::v1::service_mesh_service_server::{SERVICE_NAME, ServiceMeshServiceServer};
+use rustls::ServerConfig;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Server;
@@ -17,9 +20,11 @@ use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
 use crate::authenticate::Authenticator;
+use crate::authority::Authority;
 use crate::hub::Hub;
-use crate::listen;
 use crate::metrics::Metrics;
+use crate::proxies::Proxies;
+use crate::{listen, serving};
 use service::Mesh;
 
 /// The largest message that is read: a certificate request, or a list of names.
@@ -42,6 +47,14 @@ pub struct Context {
     pub hub: Hub,
     /// Who may call.
     pub authenticator: Arc<Authenticator>,
+    /// Who signs, and whom everybody trusts.
+    pub authority: Authority,
+    /// The proxies that are connected.
+    pub proxies: Proxies,
+    /// The trust domain of all identities.
+    pub trust_domain: Arc<str>,
+    /// How long workloads' certificates are valid.
+    pub certificate_life: Duration,
     /// The counters.
     pub metrics: Arc<Metrics>,
     /// Cancelled once the controller stops: streams end, so that their callers go elsewhere.
@@ -49,7 +62,7 @@ pub struct Context {
 }
 
 /// Serves until `context.stopping`, then a few seconds more at most.
-pub async fn serve(listener: TcpListener, context: Context) -> Result<(), tonic::transport::Error> {
+pub async fn serve(listener: TcpListener, tls: Arc<ServerConfig>, context: Context) -> Result<(), tonic::transport::Error> {
     let Context { hub, stopping, .. } = context.clone();
     let health = HealthReporter::new();
     report(&health, ServingStatus::NotServing).await;
@@ -63,7 +76,7 @@ pub async fn serve(listener: TcpListener, context: Context) -> Result<(), tonic:
         .max_concurrent_streams(CALLS_PER_CONNECTION)
         .add_service(health_service)
         .add_service(mesh)
-        .serve_with_incoming_shutdown(listen::connections(listener), stopping.clone().cancelled_owned());
+        .serve_with_incoming_shutdown(serving::handshakes(tls, listen::connections(listener)), stopping.clone().cancelled_owned());
 
     let state = async {
         tokio::select! {

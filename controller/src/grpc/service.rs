@@ -13,6 +13,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status, Streaming};
 
+use super::sign::Signer;
 use super::{Context, discover, message, watch};
 use crate::authenticate::{AuthError, Caller};
 use crate::index::object::Key;
@@ -27,24 +28,19 @@ type Answers<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 /// The service of the contract.
 pub(super) struct Mesh {
     context: Context,
+    signer: Signer,
 }
 
 impl Mesh {
     pub(super) fn new(context: Context) -> Mesh {
-        Mesh { context }
+        Mesh { signer: Signer::new(context.clone()), context }
     }
 
     /// Nothing is answered before this: a catalog half read would call destinations unknown that are not.
     async fn admit(&self, metadata: &MetadataMap) -> Result<Caller, Status> {
         let caller = self.context.authenticator.caller(metadata).await.map_err(refusal)?;
-        tokio::select! {
-            () = self.context.hub.synced() => Ok(caller),
-            () = self.context.stopping.cancelled() => Err(stopping()),
-            () = tokio::time::sleep(SYNC_PATIENCE) => {
-                let missing: Vec<&str> = self.context.hub.missing().iter().map(|kind| kind.name()).collect();
-                Err(Status::unavailable(format!("the catalog is not synced yet, it waits for {} objects; try again", missing.join(", "))))
-            }
-        }
+        synced(&self.context).await?;
+        Ok(caller)
     }
 }
 
@@ -75,8 +71,8 @@ impl ServiceMeshService for Mesh {
         &self,
         request: Request<proto::SignCertificateRequest>,
     ) -> Result<Response<proto::SignCertificateResponse>, Status> {
-        self.admit(request.metadata()).await?;
-        Err(Status::unimplemented("this version of the controller signs no certificates: workloads talk in plaintext"))
+        let peer = request.remote_addr();
+        Ok(Response::new(self.signer.sign(request.into_inner(), peer).await?))
     }
 
     type DiscoverStream = Answers<proto::DiscoverResponse>;
@@ -85,8 +81,20 @@ impl ServiceMeshService for Mesh {
         let caller = self.admit(request.metadata()).await?;
         tracing::debug!(caller = %caller.user, "Discover");
         let (answers, stream) = mpsc::channel(AHEAD);
-        tokio::spawn(discover::run(self.context.clone(), request.into_inner(), answers));
+        tokio::spawn(discover::run(self.context.clone(), caller, request.into_inner(), answers));
         Ok(Response::new(Box::pin(ReceiverStream::new(stream))))
+    }
+}
+
+/// Waits a while for the catalog.
+pub(super) async fn synced(context: &Context) -> Result<(), Status> {
+    tokio::select! {
+        () = context.hub.synced() => Ok(()),
+        () = context.stopping.cancelled() => Err(stopping()),
+        () = tokio::time::sleep(SYNC_PATIENCE) => {
+            let missing: Vec<&str> = context.hub.missing().iter().map(|kind| kind.name()).collect();
+            Err(Status::unavailable(format!("the catalog is not synced yet, it waits for {} objects; try again", missing.join(", "))))
+        }
     }
 }
 
@@ -95,7 +103,8 @@ pub(super) fn stopping() -> Status {
     Status::unavailable("this controller is shutting down: connect again to reach another one")
 }
 
-fn refusal(error: AuthError) -> Status {
+/// What a caller is told whose token is not good.
+pub(super) fn refusal(error: AuthError) -> Status {
     match error {
         AuthError::Unreachable(_) => Status::unavailable(format!("{error}; try again")),
         _ => Status::unauthenticated(format!(

@@ -71,6 +71,16 @@ impl Index {
         Some(view::of(service, &slices, |reference| self.pod_of(reference)))
     }
 
+    /// A pod.
+    pub fn pod(&self, key: &Key) -> Option<&Pod> {
+        self.pods.get(key)
+    }
+
+    /// The pods that an address belongs to; more than one while one takes it over from another.
+    pub fn pods_at(&self, address: IpAddr) -> impl Iterator<Item = &Pod> {
+        self.pods_at.get(&address).into_iter().flatten().map(|key| &self.pods[key])
+    }
+
     /// Namespace and name of every Service, in order.
     pub fn service_keys(&self) -> BTreeSet<Key> {
         self.services.keys().cloned().collect()
@@ -110,8 +120,7 @@ impl Index {
 
     /// The pod that an address belongs to: one that stays before one that goes, then the youngest.
     fn pod_target(&self, destination: SocketAddr) -> Option<Target> {
-        let owners = self.pods_at.get(&destination.ip())?.iter().map(|key| &self.pods[key]);
-        let pod = owners.max_by_key(|pod| (!pod.terminating, pod.created, &pod.key))?;
+        let pod = self.pods_at(destination.ip()).max_by_key(|pod| (!pod.terminating, pod.created, &pod.key))?;
         Some(Target {
             kind: TargetKind::Pod,
             key: pod.key.clone(),

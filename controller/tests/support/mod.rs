@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use diy_mesh_controller::authority::Authority;
 use diy_mesh_controller::config::{Authenticator, Ca, Catalog};
 use diy_mesh_controller::{Config, Controller, Error};
 use diy_mesh_proto::mesh::v1 as proto;
@@ -18,7 +19,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::transport::Channel;
+use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
 use tonic::{Request, Status, Streaming};
 
 /// Longer than anything takes, so that what never comes fails the test instead of holding it up.
@@ -67,6 +68,7 @@ pub struct Sandbox {
     pub issuer: Issuer,
     pub address: SocketAddr,
     pub admin: SocketAddr,
+    pub authority: Authority,
     pub dir: tempfile::TempDir,
     stop: Option<oneshot::Sender<()>>,
     running: JoinHandle<Result<(), Error>>,
@@ -77,17 +79,19 @@ impl Sandbox {
         let dir = tempfile::tempdir().unwrap();
         let issuer = Issuer::new("first");
         std::fs::create_dir(dir.path().join("catalog")).unwrap();
+        std::fs::create_dir(dir.path().join("ca")).unwrap();
         for (name, text) in manifests {
             replace(&dir.path().join("catalog").join(name), text);
         }
         replace(&dir.path().join("jwks.json"), &issuer.jwks());
         let controller = Controller::bind(config(dir.path())).await.unwrap();
-        let (address, admin) = (controller.address(), controller.admin_address());
+        let (address, admin, kept) = (controller.address(), controller.admin_address(), controller.authority().clone());
         let (stop, stopped) = oneshot::channel::<()>();
         let running = tokio::spawn(controller.run(async {
             let _ = stopped.await;
         }));
-        Sandbox { issuer, address, admin, dir, stop: Some(stop), running }
+        let authority = tokio::time::timeout(DEADLINE, kept.authority()).await.expect("there is an authority").unwrap();
+        Sandbox { issuer, address, admin, authority, dir, stop: Some(stop), running }
     }
 
     pub fn write(&self, name: &str, text: &str) {
@@ -108,7 +112,13 @@ impl Sandbox {
     }
 
     pub async fn channel(&self) -> Channel {
-        tonic::transport::Endpoint::from_shared(format!("http://{}", self.address)).unwrap().connect().await.unwrap()
+        self.try_channel().await.unwrap()
+    }
+
+    /// A client that trusts the mesh's roots of now.
+    pub async fn try_channel(&self) -> Result<Channel, tonic::transport::Error> {
+        let roots = self.authority.trust().borrow().roots.pem.clone();
+        connect(self.address, &roots).await
     }
 
     pub async fn client(&self) -> Client {
@@ -118,6 +128,12 @@ impl Sandbox {
     pub async fn admin(&self, path: &str) -> (u16, String) {
         get(self.admin, path).await
     }
+}
+
+/// A client's connection to a controller that these roots vouch for.
+pub async fn connect(address: SocketAddr, roots: &str) -> Result<Channel, tonic::transport::Error> {
+    let tls = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(roots)).domain_name("localhost");
+    Endpoint::from_shared(format!("https://{address}")).unwrap().tls_config(tls).unwrap().connect().await
 }
 
 /// A GET, and what it answers.
@@ -136,10 +152,10 @@ pub fn config(dir: &Path) -> Config {
         admin_listen: "127.0.0.1:0".parse().unwrap(),
         catalog: Catalog::Files(dir.join("catalog")),
         authenticator: Authenticator::Jwks { file: dir.join("jwks.json"), issuer: Some("https://issuer.test".into()) },
-        ca: Ca::Files(dir.into()),
+        ca: Ca::Files(dir.join("ca")),
+        ca_life: Duration::from_secs(86_400),
+        certificate_life: Duration::from_secs(3600),
         trust_domain: "cluster.local".into(),
-        certificate_life: Duration::from_secs(86_400),
-        ca_life: Duration::from_secs(365 * 86_400),
         pod_namespace: "service-mesh".into(),
         log: "info".into(),
     }
@@ -176,8 +192,11 @@ impl Client {
         self.client.watch_services(request).await.unwrap().into_inner()
     }
 
+    /// A stream on which the roots have come.
     pub async fn discover(&mut self) -> Discover {
-        self.try_discover().await.unwrap()
+        let mut discover = self.try_discover().await.unwrap();
+        assert_eq!(discover.said().await, ": roots");
+        discover
     }
 
     pub async fn try_discover(&mut self) -> Result<Discover, Status> {
@@ -203,7 +222,7 @@ impl Discover {
         self.send(Action::Unsubscribe(proto::Unsubscribe { destination: destination.into() })).await;
     }
 
-    async fn send(&self, action: Action) {
+    pub async fn send(&self, action: Action) {
         self.requests.send(proto::DiscoverRequest { action: Some(action) }).await.unwrap();
     }
 

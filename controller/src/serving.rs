@@ -1,0 +1,242 @@
+//! TLS before gRPC: who connects finds out that this is the controller. Between the listener and the gRPC server.
+//!
+//! TLS 1.3 alone, without client certificates: callers prove themselves by tokens. The certificate comes from the mesh's own issuer
+//! and is replaced while connections go on. Handshakes run beside each other, bounded in number and time, and never hold up the
+//! next; a connection that is no TLS is closed, never served.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::pin::Pin;
+use std::sync::{Arc, PoisonError, RwLock};
+use std::task::{Context, Poll};
+use std::time::{Duration, SystemTime};
+use std::{fmt, io};
+
+use diy_mesh_proto::Identity;
+use futures::{Stream, StreamExt};
+use rustls::ServerConfig;
+use rustls::crypto::aws_lc_rs;
+use rustls::server::{ClientHello, ResolvesServerCert};
+use rustls::sign::CertifiedKey;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::server::{Connected, TcpConnectInfo};
+
+use crate::authority::Authority;
+use crate::issuer::{Issuer, SignError};
+
+/// How many connections there may be: a proxy has one or two.
+const MOST_CONNECTIONS: usize = 50_000;
+/// How many of them may be in their handshake.
+const MOST_HANDSHAKES: usize = 1024;
+/// How long a handshake may take.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// After a certificate could not be made.
+const RETRY: Duration = Duration::from_secs(5);
+/// The clock is looked at so often: it may jump, a timer does not.
+const LOOK_AGAIN: Duration = Duration::from_secs(60);
+
+/// The names of the controller, for its certificate.
+#[derive(Clone, Debug)]
+pub struct Names {
+    identity: Identity,
+    dns: Vec<String>,
+}
+
+impl Names {
+    /// Those of the controller in this trust domain and namespace.
+    pub fn new(trust_domain: &str, namespace: &str) -> Result<Names, diy_mesh_proto::identity::NotAnIdentity> {
+        let name = format!("controller.{namespace}");
+        let dns = vec![format!("{name}.svc.{CLUSTER_DOMAIN}"), format!("{name}.svc"), name, "localhost".to_owned()];
+        Ok(Names { identity: Identity::new(trust_domain, namespace, "controller")?, dns })
+    }
+}
+
+/// What cluster DNS calls itself nearly everywhere. Proxies verify the identity, not this.
+const CLUSTER_DOMAIN: &str = "cluster.local";
+
+/// The certificate that is shown, replaced in time.
+pub struct Serving {
+    authority: Authority,
+    names: Names,
+    life: Duration,
+    shown: RwLock<Shown>,
+}
+
+struct Shown {
+    certified: Arc<CertifiedKey>,
+    issuer: Arc<Issuer>,
+    renew: SystemTime,
+}
+
+impl Serving {
+    /// Has the first certificate made.
+    pub fn new(authority: Authority, names: Names, life: Duration) -> Result<Arc<Serving>, SignError> {
+        let shown = RwLock::new(make(&authority, &names, life)?);
+        Ok(Arc::new(Serving { authority, names, life, shown }))
+    }
+
+    /// Has a new certificate made at two thirds of the life of each, and when another issuer signs. Ends with the authority.
+    pub async fn renew(&self) {
+        let mut trust = self.authority.trust();
+        loop {
+            let wait = match self.renew_where_due() {
+                Ok(next) => next.duration_since(SystemTime::now()).unwrap_or_default().min(LOOK_AGAIN),
+                Err(error) => {
+                    tracing::error!("the controller's own certificate cannot be renewed, the former one is shown: {error}");
+                    RETRY
+                }
+            };
+            tokio::select! {
+                changed = trust.changed() => changed.expect("self holds the authority"),
+                () = tokio::time::sleep(wait) => {}
+            }
+        }
+    }
+
+    /// When it is due next.
+    fn renew_where_due(&self) -> Result<SystemTime, SignError> {
+        let issuer = self.authority.trust().borrow().issuer.clone();
+        {
+            let shown = self.shown.read().unwrap_or_else(PoisonError::into_inner);
+            if Arc::ptr_eq(&shown.issuer, &issuer) && SystemTime::now() < shown.renew {
+                return Ok(shown.renew);
+            }
+        }
+        let new = make(&self.authority, &self.names, self.life)?;
+        tracing::info!(issuer = new.issuer.id(), "the controller's own certificate is new");
+        let renew = new.renew;
+        *self.shown.write().unwrap_or_else(PoisonError::into_inner) = new;
+        Ok(renew)
+    }
+
+    /// What TLS is spoken by.
+    pub fn tls(self: &Arc<Self>) -> Arc<ServerConfig> {
+        let mut config = ServerConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
+            .with_protocol_versions(&[&rustls::version::TLS13])
+            .expect("the provider speaks TLS 1.3")
+            .with_no_client_auth()
+            .with_cert_resolver(Arc::new(Resolver(self.clone())));
+        config.alpn_protocols = vec![b"h2".to_vec()];
+        // Whoever comes back verifies the certificate that is shown then.
+        config.send_tls13_tickets = 0;
+        Arc::new(config)
+    }
+}
+
+struct Resolver(Arc<Serving>);
+
+impl ResolvesServerCert for Resolver {
+    fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        Some(self.0.shown.read().unwrap_or_else(PoisonError::into_inner).certified.clone())
+    }
+}
+
+impl fmt::Debug for Resolver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Resolver")
+    }
+}
+
+fn make(authority: &Authority, names: &Names, life: Duration) -> Result<Shown, SignError> {
+    let issuer = authority.trust().borrow().issuer.clone();
+    let now = SystemTime::now();
+    let local = [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST)];
+    let made = issuer.sign_serving(&names.identity, &names.dns, &local, now, life)?;
+    let key = aws_lc_rs::sign::any_supported_type(&made.key).map_err(|error| SignError::Crypto(error.to_string()))?;
+    let left = made.not_after.duration_since(now).unwrap_or_default();
+    Ok(Shown { certified: Arc::new(CertifiedKey::new(made.chain, key)), issuer, renew: now + left * 2 / 3 })
+}
+
+/// The connections whose handshake is done, in the order in which that was.
+pub fn handshakes(
+    tls: Arc<ServerConfig>,
+    connections: impl Stream<Item = TcpStream> + Send + 'static,
+) -> impl Stream<Item = io::Result<Secured>> {
+    let (done, secured) = mpsc::channel(16);
+    tokio::spawn(accept(TlsAcceptor::from(tls), connections, done));
+    ReceiverStream::new(secured)
+}
+
+async fn accept(tls: TlsAcceptor, connections: impl Stream<Item = TcpStream>, done: mpsc::Sender<io::Result<Secured>>) {
+    let (all, shaking) = (Arc::new(Semaphore::new(MOST_CONNECTIONS)), Arc::new(Semaphore::new(MOST_HANDSHAKES)));
+    let mut connections = std::pin::pin!(connections);
+    loop {
+        let turn = shaking.clone().acquire_owned().await.expect("the semaphore is never closed");
+        let connection = tokio::select! {
+            () = done.closed() => return,
+            connection = connections.next() => connection,
+        };
+        let Some(connection) = connection else { return };
+        // Better to be told at once, and to go to another replica, than to wait here.
+        let Ok(place) = all.clone().try_acquire_owned() else {
+            tracing::warn!("there are {MOST_CONNECTIONS} connections, which is the most; another one was closed");
+            continue;
+        };
+        let (tls, done) = (tls.clone(), done.clone());
+        tokio::spawn(async move {
+            let _turn = turn;
+            if let Some(secured) = shake(tls, connection, place).await {
+                // Nobody takes it once the server stops.
+                let _ = done.send(Ok(secured)).await;
+            }
+        });
+    }
+}
+
+async fn shake(tls: TlsAcceptor, connection: TcpStream, place: OwnedSemaphorePermit) -> Option<Secured> {
+    let peer = connection.peer_addr().ok();
+    match tokio::time::timeout(PATIENCE, tls.accept(connection)).await {
+        Ok(Ok(stream)) => return Some(Secured { stream, _place: place }),
+        // Every TCP health check ends so.
+        Ok(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => {}
+        Ok(Err(error)) => tracing::debug!(?peer, "a TLS handshake failed: {error}"),
+        Err(_) => tracing::debug!(?peer, "a TLS handshake took longer than {} s", PATIENCE.as_secs()),
+    }
+    None
+}
+
+/// A connection over TLS, which counts until it is dropped.
+pub struct Secured {
+    stream: TlsStream<TcpStream>,
+    _place: OwnedSemaphorePermit,
+}
+
+impl Connected for Secured {
+    type ConnectInfo = TcpConnectInfo;
+
+    fn connect_info(&self) -> TcpConnectInfo {
+        self.stream.get_ref().0.connect_info()
+    }
+}
+
+impl AsyncRead for Secured {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(cx, buffer)
+    }
+}
+
+impl AsyncWrite for Secured {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(cx, bytes)
+    }
+
+    fn poll_write_vectored(mut self: Pin<&mut Self>, cx: &mut Context<'_>, slices: &[io::IoSlice<'_>]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(cx, slices)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
