@@ -224,3 +224,43 @@ impl Flow {
         self.worker.drain.is_cancelled()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::ErrorKind;
+
+    use clap::Parser as _;
+    use tokio::io::AsyncReadExt as _;
+
+    use super::*;
+    use crate::config::RawConfig;
+
+    #[tokio::test]
+    async fn over_the_limit_connections_are_reset_and_counted() {
+        let args = "proxy --inbound-port 4000 --outbound-port 5000 --admin-port 4001 --controller http://c:8080 --token-file /token";
+        let config = Arc::new(Config::from_raw(RawConfig::parse_from(args.split(' '))).unwrap());
+        let (metrics, discovery, drain) = (Metrics::new(), Discovery::off(), CancellationToken::new());
+        let (dumps, credentials) = (Dumps::off(), crate::identity::none());
+        let worker = Worker::new(Seat { config, dumps, metrics: metrics.clone(), discovery, credentials, limit: 1, drain });
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        worker.open.set(1);
+        let flood = async {
+            for _ in 0..100 {
+                let (stream, peer) = listener.accept().await.unwrap();
+                worker.take(Direction::Inbound, stream, peer);
+            }
+        };
+        let clients = async {
+            for _ in 0..100 {
+                let mut client = TcpStream::connect(address).await.unwrap();
+                let error = client.read(&mut [0]).await.expect_err("a reset");
+                assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+            }
+        };
+        tokio::join!(flood, clients);
+        assert_eq!(worker.open.get(), 1, "the one that was open is still carried");
+        let counted = metrics.render(Discovery::off().stats());
+        assert!(counted.contains("failures_total{direction=\"inbound\",code=\"overloaded\"} 100"), "{counted}");
+    }
+}
