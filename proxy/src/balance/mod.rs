@@ -215,6 +215,10 @@ impl State {
     fn of(target: &Target, address: SocketAddr, before: Vec<Member>) -> Self {
         let itself = || vec![endpoint::bare(address)];
         let (name, app_protocol, endpoints) = match target {
+            Target::Withheld => {
+                let name = format!("{address}, which was meshed when the controller last spoke of it,");
+                (name, AppProtocol::Detect, Vec::new())
+            }
             Target::Unknown => (address.to_string(), AppProtocol::Detect, itself()),
             Target::Service(service) => {
                 (format!("{}/{}", service.namespace, service.name), service.app_protocol, service.endpoints.clone())

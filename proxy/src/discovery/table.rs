@@ -1,7 +1,7 @@
 //! The destinations that this proxy has met: what is known of each, which version it is, who still listens. Pure: answers
 //! and instants go in, new values go to the listeners and requests for the controller come out.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,9 +14,14 @@ use tokio::time::Instant;
 
 use super::target::{self, Target};
 
+/// Addresses of meshed destinations that are kept in mind when all else of them is forgotten.
+const MOST_REMEMBERED: usize = 50_000;
+
 /// See the file's head.
 pub(super) struct Table {
     entries: HashMap<SocketAddr, Entry>,
+    /// Forgotten ones that led to meshed pods when they were last heard of.
+    were_meshed: HashSet<SocketAddr>,
     limit: usize,
 }
 
@@ -53,7 +58,7 @@ enum Phase {
 
 impl Table {
     pub fn new(limit: usize) -> Self {
-        Self { entries: HashMap::new(), limit }
+        Self { entries: HashMap::new(), were_meshed: HashSet::new(), limit }
     }
 
     pub fn len(&self) -> usize {
@@ -70,7 +75,9 @@ impl Table {
         if self.entries.len() >= self.limit {
             return Err(Full);
         }
-        let (listeners, receiver) = watch::channel(Arc::new(Target::Unknown));
+        // Until the controller says otherwise, what was meshed is not spoken to in the clear.
+        let first = if self.were_meshed.remove(&destination) { Target::Withheld } else { Target::Unknown };
+        let (listeners, receiver) = watch::channel(Arc::new(first));
         let entry = Entry { listeners, version: String::new(), phase: Phase::Asked, answered: false, unused_since: None };
         let request = subscribe(destination, &entry);
         self.entries.insert(destination, entry);
@@ -101,7 +108,8 @@ impl Table {
     /// the listeners have. The others are forgotten if it is time.
     pub fn resume(&mut self, now: Instant, idle: Duration) -> Vec<DiscoverRequest> {
         self.mark_unused(now);
-        self.entries.retain(|_, entry| !entry.is_idle(now, idle));
+        let were_meshed = &mut self.were_meshed;
+        self.entries.retain(|address, entry| !entry.is_idle(now, idle) || !entry.forget(*address, were_meshed));
         let ask = |(address, entry): (&SocketAddr, &mut Entry)| {
             entry.phase = Phase::Asked;
             subscribe(*address, entry)
@@ -114,11 +122,11 @@ impl Table {
     pub fn sweep(&mut self, now: Instant, idle: Duration) -> Vec<DiscoverRequest> {
         self.mark_unused(now);
         let idle = if self.entries.len() < self.limit { idle } else { Duration::ZERO };
-        let mut requests = Vec::new();
+        let (mut requests, were_meshed) = (Vec::new(), &mut self.were_meshed);
         self.entries.retain(|address, entry| {
             if entry.is_idle(now, idle) {
                 requests.push(unsubscribe(*address));
-                return false;
+                return !entry.forget(*address, were_meshed);
             }
             if entry.phase == Phase::Lost {
                 entry.phase = Phase::Asked;
@@ -140,6 +148,19 @@ impl Table {
 }
 
 impl Entry {
+    /// Keeps in mind whether it was meshed; always true.
+    fn forget(&self, address: SocketAddr, were_meshed: &mut HashSet<SocketAddr>) -> bool {
+        if self.listeners.borrow().is_meshed() {
+            if were_meshed.len() >= MOST_REMEMBERED
+                && let Some(any) = were_meshed.iter().next().copied()
+            {
+                were_meshed.remove(&any);
+            }
+            were_meshed.insert(address);
+        }
+        true
+    }
+
     fn apply(&mut self, address: SocketAddr, version: String, update: Option<Update>, report: &mut dyn FnMut(String)) {
         let mut flaws = 0;
         let mut note = |problem: String| {
@@ -249,6 +270,7 @@ mod tests {
     fn addresses(receiver: &watch::Receiver<Arc<Target>>) -> Vec<String> {
         match &**receiver.borrow() {
             Target::Unknown => vec!["unknown".to_owned()],
+            Target::Withheld => vec!["withheld".to_owned()],
             Target::Service(service) => service.endpoints.iter().map(|endpoint| endpoint.address.to_string()).collect(),
             Target::Pod(pod) => vec![format!("pod {}", pod.endpoint.address)],
         }
@@ -393,6 +415,31 @@ mod tests {
         assert_eq!(table.len(), 0);
         // Answers that crossed the unsubscription are no fault.
         assert!(apply(&mut table, "2", delta(&["10.0.0.2:80"], &[])).is_empty());
+    }
+
+    #[test]
+    fn what_was_meshed_is_withheld_until_the_controller_speaks_of_it_again() {
+        let (mut table, start) = (table(), Instant::now());
+        let forget = |table: &mut Table, receiver| {
+            drop(receiver);
+            table.sweep(start, MINUTE);
+            table.sweep(start + MINUTE, MINUTE);
+            assert_eq!(table.len(), 0);
+        };
+        let meshed = Endpoint { identity: "spiffe://cluster.local/ns/shop/sa/cart".to_owned(), ..endpoint("10.0.0.1:80") };
+        let receiver = watch(&mut table);
+        apply(&mut table, "1", snapshot(Kind::Service, &[]));
+        apply(&mut table, "2", Update::Delta(Delta { upserted: vec![meshed], removed: Vec::new() }));
+        forget(&mut table, receiver);
+        for _ in 0..2 {
+            let receiver = watch(&mut table);
+            assert_eq!(addresses(&receiver), ["withheld"]);
+            forget(&mut table, receiver);
+        }
+        let receiver = watch(&mut table);
+        apply(&mut table, "3", Update::Unknown(Unknown {}));
+        forget(&mut table, receiver);
+        assert_eq!(addresses(&watch(&mut table)), ["unknown"]);
     }
 
     #[test]

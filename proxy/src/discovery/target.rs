@@ -13,10 +13,24 @@ use diy_mesh_proto::mesh::v1::{Delta, Endpoint, Snapshot};
 pub enum Target {
     /// Neither a service's nor a pod's address, or nobody could be asked: it goes where it was going.
     Unknown,
+    /// It led to meshed pods when it was last heard of, and nobody has said anything of it since: it is not reached.
+    Withheld,
     /// A Service by cluster IP: balanced over its endpoints.
     Service(ServiceTarget),
     /// A pod by its own IP: reached as it is.
     Pod(PodTarget),
+}
+
+impl Target {
+    /// Whether any connection to it has to be mutual TLS.
+    pub fn is_meshed(&self) -> bool {
+        match self {
+            Self::Unknown => false,
+            Self::Withheld => true,
+            Self::Service(service) => service.endpoints.iter().any(|endpoint| endpoint.identity.is_some()),
+            Self::Pod(pod) => pod.endpoint.identity.is_some(),
+        }
+    }
 }
 
 /// A port of a Service.
@@ -169,7 +183,7 @@ pub(super) fn with_delta(before: &Target, delta: Delta, report: &mut dyn FnMut(S
                 None => Ok(before.clone()),
             }
         }
-        Target::Unknown => Err("a delta before any snapshot".to_owned()),
+        Target::Unknown | Target::Withheld => Err("a delta before any snapshot".to_owned()),
     }
 }
 

@@ -47,6 +47,7 @@ async fn expect(receiver: &mut watch::Receiver<Arc<Target>>, expected: &[&str]) 
 
 fn addresses(target: &Target) -> Vec<String> {
     match target {
+        Target::Withheld => vec!["withheld".to_owned()],
         Target::Unknown => vec!["unknown".to_owned()],
         Target::Service(service) => service.endpoints.iter().map(|endpoint| endpoint.address.to_string()).collect(),
         Target::Pod(pod) => vec![format!("pod {}", pod.endpoint.address)],
