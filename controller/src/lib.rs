@@ -165,6 +165,7 @@ impl Controller {
             metrics: metrics.clone(),
             stopping: stopping.clone(),
         });
+        let trust_domain = self.trust_domain.clone();
         let grpc = async {
             let authority = tokio::select! {
                 authority = self.authority.authority() => authority,
@@ -190,8 +191,8 @@ impl Controller {
         let (sender, changes) = mpsc::channel(CHANGES_AHEAD);
         let provider = async {
             match self.catalog {
-                Source::Kubernetes(client) => catalog::kubernetes::run(client, sender).await,
-                Source::Files(folder) => catalog::files::run(folder, sender).await,
+                Source::Kubernetes(client) => catalog::kubernetes::run(client, &trust_domain, sender).await,
+                Source::Files(folder) => catalog::files::run(folder, &trust_domain, sender).await,
             }
         };
         let follow = hub.follow(changes);

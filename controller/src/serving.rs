@@ -240,3 +240,54 @@ impl AsyncWrite for Secured {
         Pin::new(&mut self.stream).poll_shutdown(cx)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::authority::{Roots, Trust, self_signed};
+
+    fn trust() -> Trust {
+        let now = SystemTime::now();
+        let (certificate, key) = self_signed("cluster.local", now, Duration::from_secs(3600)).unwrap();
+        let issuer = Issuer::from_pem(&certificate, &key, now).unwrap().into();
+        Trust { issuer, roots: Roots::from_pem(&certificate).unwrap().into(), renew_within: Duration::ZERO }
+    }
+
+    fn leaf(serving: &Serving) -> Vec<u8> {
+        serving.shown.read().unwrap().certified.cert[0].to_vec()
+    }
+
+    #[test]
+    fn a_certificate_is_kept_until_it_is_due_or_another_issuer_signs() {
+        let (authority, names) = (Authority::fixed(trust()), Names::new("cluster.local", "service-mesh").unwrap());
+        let serving = Serving::new(authority.clone(), names, Duration::from_secs(3000)).unwrap();
+        let first = leaf(&serving);
+        let due = serving.renew_where_due().unwrap().duration_since(SystemTime::now()).unwrap();
+        assert!((1990..=2000).contains(&due.as_secs()), "at two thirds of its life: {due:?}");
+        assert_eq!(leaf(&serving), first);
+        serving.shown.write().unwrap().renew = SystemTime::now();
+        serving.renew_where_due().unwrap();
+        let second = leaf(&serving);
+        assert_ne!(second, first);
+        authority.publish(trust());
+        serving.renew_where_due().unwrap();
+        assert_ne!(leaf(&serving), second);
+        assert!(Arc::ptr_eq(&serving.shown.read().unwrap().issuer, &authority.trust().borrow().issuer));
+    }
+
+    #[tokio::test]
+    async fn what_is_due_is_renewed_without_anybody_asking() {
+        let (authority, names) = (Authority::fixed(trust()), Names::new("cluster.local", "service-mesh").unwrap());
+        let serving = Serving::new(authority, names, Duration::from_secs(1)).unwrap();
+        let first = leaf(&serving);
+        let changed = async {
+            while leaf(&serving) == first {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::select! {
+            () = serving.renew() => {}
+            changed = tokio::time::timeout(Duration::from_secs(20), changed) => changed.expect("it is renewed"),
+        }
+    }
+}

@@ -19,8 +19,8 @@ use crate::index::object::{Change, Key, Kind, Object};
 const INTERVAL: Duration = Duration::from_millis(200);
 
 /// Sends the folder's objects, then what changes, until the receiver is gone.
-pub async fn run(folder: PathBuf, changes: mpsc::Sender<Change>) {
-    let mut files = Files::new(folder);
+pub async fn run(folder: PathBuf, trust_domain: &str, changes: mpsc::Sender<Change>) {
+    let mut files = Files::new(folder, trust_domain);
     let mut interval = tokio::time::interval(INTERVAL);
     interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
@@ -39,6 +39,7 @@ pub async fn run(folder: PathBuf, changes: mpsc::Sender<Change>) {
 /// The folder as it was at the last look.
 struct Files {
     folder: PathBuf,
+    trust_domain: String,
     files: BTreeMap<PathBuf, File>,
     /// All objects, and the file that each is from; none before the first look that succeeded.
     objects: Option<BTreeMap<(Kind, Key), (PathBuf, Object)>>,
@@ -54,8 +55,8 @@ struct File {
 }
 
 impl Files {
-    fn new(folder: PathBuf) -> Files {
-        Files { folder, files: BTreeMap::new(), objects: None, complaints: BTreeSet::new() }
+    fn new(folder: PathBuf, trust_domain: &str) -> Files {
+        Files { folder, trust_domain: trust_domain.to_owned(), files: BTreeMap::new(), objects: None, complaints: BTreeSet::new() }
     }
 
     /// What has changed since the last look. Nothing where the folder cannot be read: what is known stays.
@@ -111,7 +112,8 @@ impl Files {
             return false;
         }
         let parsed = String::from_utf8(bytes).map_err(|error| format!("not UTF-8: {error}"));
-        let (objects, usable) = match parsed.and_then(|text| manifest::parse(&text).map_err(|error| error.to_string())) {
+        let (objects, usable) = match parsed.and_then(|text| manifest::parse(&text, &self.trust_domain).map_err(|error| error.to_string()))
+        {
             Ok(objects) => (objects, true),
             Err(reason) => {
                 tracing::error!("{}: {reason}. What the file said before stays in force", path.display());
@@ -195,7 +197,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         write(dir.path(), "a.yaml", &service("a", "10.0.0.1"));
         write(dir.path(), "notes.txt", "no manifest");
-        let mut files = Files::new(dir.path().to_owned());
+        let mut files = Files::new(dir.path().to_owned(), "cluster.local");
         assert_eq!(say(files.look()), ["reset Service 1", "reset EndpointSlice 0", "reset Pod 0"]);
         assert_eq!(say(files.look()), [""; 0]);
         write(dir.path(), "b.yml", &service("b", "10.0.0.2"));
@@ -211,7 +213,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a.yaml");
         std::fs::write(&path, service("a", "10.0.0.1")).unwrap();
-        let mut files = Files::new(dir.path().to_owned());
+        let mut files = Files::new(dir.path().to_owned(), "cluster.local");
         files.look();
         std::fs::write(&path, service("a", "10.0.0.2")).unwrap();
         assert_eq!(say(files.look()), ["apply default/a"]);
@@ -222,7 +224,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         write(dir.path(), "a.yaml", &service("a", "10.0.0.1"));
         write(dir.path(), "b.yaml", "kind: [");
-        let mut files = Files::new(dir.path().to_owned());
+        let mut files = Files::new(dir.path().to_owned(), "cluster.local");
         assert_eq!(say(files.look())[0], "reset Service 1");
         write(dir.path(), "a.yaml", "kind: [");
         assert_eq!(say(files.look()), [""; 0]);
@@ -237,7 +239,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         write(dir.path(), "1.yaml", &service("a", "10.0.0.1"));
         write(dir.path(), "2.yaml", &service("a", "10.0.0.2"));
-        let mut files = Files::new(dir.path().to_owned());
+        let mut files = Files::new(dir.path().to_owned(), "cluster.local");
         let Change::Reset(Kind::Service, services) = files.look().remove(0) else { panic!("Services come first") };
         let Object::Service(service) = &services[0] else { panic!("a Service") };
         assert_eq!(service.cluster_ips, ["10.0.0.2".parse::<std::net::IpAddr>().unwrap()]);
@@ -251,7 +253,7 @@ mod tests {
         let folder = dir.path().join("catalog");
         std::fs::create_dir(&folder).unwrap();
         write(&folder, "a.yaml", &service("a", "10.0.0.1"));
-        let mut files = Files::new(folder.clone());
+        let mut files = Files::new(folder.clone(), "cluster.local");
         files.look();
         std::fs::rename(&folder, dir.path().join("away")).unwrap();
         assert_eq!(say(files.look()), [""; 0]);

@@ -22,29 +22,29 @@ const SHORTEST_PAUSE: Duration = Duration::from_millis(250);
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
 /// Sends the cluster's objects, then what changes, until the receiver is gone.
-pub async fn run(client: Client, changes: mpsc::Sender<Change>) {
+pub async fn run(client: Client, trust_domain: &str, changes: mpsc::Sender<Change>) {
     // A pod that has finished owns nothing any more: for the watch it is gone.
     let running = watcher::Config::default().fields("status.phase!=Succeeded,status.phase!=Failed");
     tokio::join!(
-        watch::<Service>(client.clone(), watcher::Config::default(), changes.clone()),
-        watch::<EndpointSlice>(client.clone(), watcher::Config::default(), changes.clone()),
-        watch::<Pod>(client, running, changes),
+        watch::<Service>(client.clone(), watcher::Config::default(), trust_domain, changes.clone()),
+        watch::<EndpointSlice>(client.clone(), watcher::Config::default(), trust_domain, changes.clone()),
+        watch::<Pod>(client, running, trust_domain, changes),
     );
 }
 
-async fn watch<K>(client: Client, config: watcher::Config, changes: mpsc::Sender<Change>)
+async fn watch<K>(client: Client, config: watcher::Config, trust_domain: &str, changes: mpsc::Sender<Change>)
 where
     K: CatalogObject + Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + 'static,
 {
     let events = watcher(Api::<K>::all(client), config);
     tokio::select! {
-        () = forward(events, &changes) => {}
+        () = forward(events, trust_domain, &changes) => {}
         () = changes.closed() => {}
     }
 }
 
 /// From events to changes, with a growing pause after each error until there is progress again.
-async fn forward<K>(events: impl Stream<Item = Result<Event<K>, Error>>, changes: &mpsc::Sender<Change>)
+async fn forward<K>(events: impl Stream<Item = Result<Event<K>, Error>>, trust_domain: &str, changes: &mpsc::Sender<Change>)
 where
     K: CatalogObject + Resource<DynamicType = ()>,
 {
@@ -58,12 +58,12 @@ where
                 None
             }
             Ok(Event::InitApply(object)) => {
-                listed.extend(convert(&object));
+                listed.extend(convert(&object, trust_domain));
                 None
             }
             Ok(Event::InitDone) => Some(Change::Reset(K::KIND, std::mem::take(&mut listed))),
             // What can no longer be used must not stay as it was.
-            Ok(Event::Apply(object)) => Some(convert(&object).map_or_else(|| gone(&object), Change::Apply)),
+            Ok(Event::Apply(object)) => Some(convert(&object, trust_domain).map_or_else(|| gone(&object), Change::Apply)),
             Ok(Event::Delete(object)) => Some(gone(&object)),
             Err(error) => {
                 tracing::warn!("cannot watch {} objects, trying again in {} ms: {}", K::KIND, pause.as_millis(), explain(K::KIND, &error));
@@ -85,8 +85,8 @@ fn gone<K: CatalogObject + ResourceExt>(object: &K) -> Change {
     Change::Delete(K::KIND, Key::new(&object.namespace().unwrap_or_default(), &object.name_any()))
 }
 
-fn convert<K: CatalogObject + ResourceExt>(object: &K) -> Option<Object> {
-    let converted = object.convert();
+fn convert<K: CatalogObject + ResourceExt>(object: &K, trust_domain: &str) -> Option<Object> {
+    let converted = object.convert(trust_domain);
     if let Err(error) = &converted {
         let (namespace, name) = (object.namespace().unwrap_or_default(), object.name_any());
         tracing::warn!("{} {namespace}/{name} is left out: {error}", K::KIND);
@@ -147,7 +147,7 @@ mod tests {
 
     async fn forwarded(events: Vec<Result<Event<Service>, Error>>) -> Vec<String> {
         let (sender, mut receiver) = mpsc::channel(100);
-        forward(futures::stream::iter(events), &sender).await;
+        forward(futures::stream::iter(events), "cluster.local", &sender).await;
         drop(sender);
         let mut changes = Vec::new();
         while let Some(change) = receiver.recv().await {

@@ -45,12 +45,12 @@ struct List {
 }
 
 /// Every Service, EndpointSlice and Pod of the text, in its order.
-pub(super) fn parse(text: &str) -> Result<Vec<Object>, ManifestError> {
+pub(super) fn parse(text: &str, trust_domain: &str) -> Result<Vec<Object>, ManifestError> {
     let mut objects = Vec::new();
     // Each document is read twice, first for its kind alone, so that an error in the second reading has its line.
     let documents = Deserializer::from_str(text).zip(Deserializer::from_str(text));
     for (position, (first, second)) in documents.enumerate() {
-        let context = Context { text, document: position + 1 };
+        let context = Context { text, trust_domain, document: position + 1 };
         // A document that holds nothing but comments is null.
         let Some(meta) = Option::<TypeMeta>::deserialize(first).map_err(|error| context.at(&error))? else { continue };
         let kind = meta.kind.ok_or_else(|| context.within("it has no kind; every object needs apiVersion and kind"))?;
@@ -77,13 +77,14 @@ fn list_item_kind(list: &str) -> &str {
 
 struct Context<'a> {
     text: &'a str,
+    trust_domain: &'a str,
     document: usize,
 }
 
 impl Context<'_> {
     fn read<T: CatalogObject + DeserializeOwned>(&self, document: Deserializer<'_>) -> Result<Object, ManifestError> {
         let object = T::deserialize(document).map_err(|error| self.at(&error))?;
-        object.convert().map_err(|error| self.within(&format!("{}: {error}", T::KIND)))
+        object.convert(self.trust_domain).map_err(|error| self.within(&format!("{}: {error}", T::KIND)))
     }
 
     fn item(&self, item: Value, kind: &str, position: usize) -> Result<Option<Object>, ManifestError> {
@@ -91,9 +92,9 @@ impl Context<'_> {
         let kind = text("kind").unwrap_or_else(|| kind.to_owned());
         let version = text("apiVersion").unwrap_or_else(|| "v1".to_owned());
         let result = match (version.as_str(), kind.as_str()) {
-            ("v1", "Service") => read_value::<Service>(item),
-            ("discovery.k8s.io/v1", "EndpointSlice") => read_value::<EndpointSlice>(item),
-            ("v1", "Pod") => read_value::<Pod>(item),
+            ("v1", "Service") => read_value::<Service>(item, self.trust_domain),
+            ("discovery.k8s.io/v1", "EndpointSlice") => read_value::<EndpointSlice>(item, self.trust_domain),
+            ("v1", "Pod") => read_value::<Pod>(item, self.trust_domain),
             _ => return Ok(None),
         };
         result.map(Some).map_err(|reason| self.within(&format!("items[{position}]: {kind}: {reason}")))
@@ -116,9 +117,9 @@ impl Context<'_> {
     }
 }
 
-fn read_value<T: CatalogObject + DeserializeOwned>(item: Value) -> Result<Object, String> {
+fn read_value<T: CatalogObject + DeserializeOwned>(item: Value, trust_domain: &str) -> Result<Object, String> {
     let object: T = serde_yaml_ng::from_value(item).map_err(|error| error.to_string())?;
-    object.convert().map_err(|error| error.to_string())
+    object.convert(trust_domain).map_err(|error| error.to_string())
 }
 
 #[cfg(test)]
@@ -126,7 +127,7 @@ mod tests {
     use super::*;
 
     fn names(text: &str) -> Vec<String> {
-        parse(text).unwrap().iter().map(|object| format!("{} {}", object.kind(), object.key())).collect()
+        parse(text, "cluster.local").unwrap().iter().map(|object| format!("{} {}", object.kind(), object.key())).collect()
     }
 
     #[test]
@@ -150,7 +151,7 @@ mod tests {
     #[test]
     fn text_that_is_no_yaml_is_named_with_its_line_and_column() {
         let text = "apiVersion: v1\nkind: Service\nmetadata:\n  name: web\n bad: [\n";
-        let ManifestError::At { line, column, reason } = parse(text).unwrap_err() else { panic!("the place is known") };
+        let ManifestError::At { line, column, reason } = parse(text, "cluster.local").unwrap_err() else { panic!("the place is known") };
         assert_eq!(line, 5);
         assert!(column > 0 && !reason.is_empty(), "{column} {reason}");
     }
@@ -158,7 +159,7 @@ mod tests {
     #[test]
     fn a_field_of_the_wrong_type_is_named_with_its_line() {
         let text = "apiVersion: v1\nkind: Service\nmetadata:\n  name: web\nspec:\n  ports:\n  - port: eighty\n";
-        let error = parse(text).unwrap_err();
+        let error = parse(text, "cluster.local").unwrap_err();
         assert!(matches!(error, ManifestError::At { line: 7, .. }), "{error}");
         assert!(error.to_string().contains("spec.ports[0].port"), "{error}");
     }
@@ -166,9 +167,12 @@ mod tests {
     #[test]
     fn a_value_that_makes_no_sense_names_its_document() {
         let text = "apiVersion: v1\nkind: Pod\nmetadata: {name: a}\n---\napiVersion: v1\nkind: Service\nmetadata: {name: b}\nspec: {clusterIP: x}\n";
-        assert_eq!(parse(text).unwrap_err().to_string(), "document 2: Service: spec.clusterIPs: \"x\" is not an IP address");
         assert_eq!(
-            parse("metadata: {name: a}\n").unwrap_err().to_string(),
+            parse(text, "cluster.local").unwrap_err().to_string(),
+            "document 2: Service: spec.clusterIPs: \"x\" is not an IP address"
+        );
+        assert_eq!(
+            parse("metadata: {name: a}\n", "cluster.local").unwrap_err().to_string(),
             "document 1: it has no kind; every object needs apiVersion and kind"
         );
     }

@@ -14,14 +14,14 @@ use crate::index::object::{Kind, Object};
 trait CatalogObject {
     const KIND: Kind;
 
-    /// What the index keeps of it.
-    fn convert(&self) -> Result<Object, ConvertError>;
+    /// What the index keeps of it; identities are of this trust domain.
+    fn convert(&self, trust_domain: &str) -> Result<Object, ConvertError>;
 }
 
 impl CatalogObject for k8s_openapi::api::core::v1::Service {
     const KIND: Kind = Kind::Service;
 
-    fn convert(&self) -> Result<Object, ConvertError> {
+    fn convert(&self, _: &str) -> Result<Object, ConvertError> {
         convert::service(self).map(Object::Service)
     }
 }
@@ -29,7 +29,7 @@ impl CatalogObject for k8s_openapi::api::core::v1::Service {
 impl CatalogObject for k8s_openapi::api::discovery::v1::EndpointSlice {
     const KIND: Kind = Kind::Slice;
 
-    fn convert(&self) -> Result<Object, ConvertError> {
+    fn convert(&self, _: &str) -> Result<Object, ConvertError> {
         convert::slice(self).map(Object::Slice)
     }
 }
@@ -37,7 +37,7 @@ impl CatalogObject for k8s_openapi::api::discovery::v1::EndpointSlice {
 impl CatalogObject for k8s_openapi::api::core::v1::Pod {
     const KIND: Kind = Kind::Pod;
 
-    fn convert(&self) -> Result<Object, ConvertError> {
-        convert::pod(self).map(Object::Pod)
+    fn convert(&self, trust_domain: &str) -> Result<Object, ConvertError> {
+        convert::pod(self, trust_domain).map(Object::Pod)
     }
 }

@@ -15,7 +15,6 @@ use super::object::{Key, Pod, PodReference, Service, ServicePort, Slice, SliceEn
 const SERVICE_NAME_LABEL: &str = "kubernetes.io/service-name";
 const ZONE_LABEL: &str = "topology.kubernetes.io/zone";
 const STATUS_ANNOTATION: &str = "diy-service-mesh/status";
-const TRUST_DOMAIN: &str = "cluster.local";
 
 /// An object that cannot be used, and why.
 #[derive(Debug, PartialEq, thiserror::Error)]
@@ -82,7 +81,7 @@ pub fn slice(object: &discovery::EndpointSlice) -> Result<Slice, ConvertError> {
 }
 
 /// A Pod.
-pub fn pod(object: &core::Pod) -> Result<Pod, ConvertError> {
+pub fn pod(object: &core::Pod, trust_domain: &str) -> Result<Pod, ConvertError> {
     let key = key(&object.metadata)?;
     let spec = object.spec.as_ref();
     let status = object.status.as_ref();
@@ -91,7 +90,7 @@ pub fn pod(object: &core::Pod) -> Result<Pod, ConvertError> {
     let injected =
         object.metadata.annotations.as_ref().and_then(|all| all.get(STATUS_ANNOTATION)).is_some_and(|status| status == "injected");
     let account = spec.and_then(|spec| spec.service_account_name.as_deref()).filter(|name| !name.is_empty()).unwrap_or("default");
-    let identity = injected.then(|| format!("spiffe://{TRUST_DOMAIN}/ns/{}/sa/{account}", key.namespace).into());
+    let identity = injected.then(|| format!("spiffe://{trust_domain}/ns/{}/sa/{account}", key.namespace).into());
     Ok(Pod {
         uid: object.metadata.uid.as_deref().unwrap_or_default().into(),
         addresses: if finished || host_network { vec![] } else { status.map(pod_addresses).transpose()?.unwrap_or_default() },
@@ -265,14 +264,17 @@ endpoints:
 
     #[test]
     fn injected_pod_has_the_identity_of_its_service_account() {
-        let converted = pod(&read(
-            "metadata: {name: p, namespace: shop, annotations: {diy-service-mesh/status: injected}}
+        let converted = pod(
+            &read(
+                "metadata: {name: p, namespace: shop, annotations: {diy-service-mesh/status: injected}}
 spec: {serviceAccountName: clerk, containers: []}
 status: {phase: Running, podIP: 10.0.0.1, podIPs: [{ip: 10.0.0.1}, {ip: 'fd00::1'}], conditions: [{type: Ready, status: 'True'}]}",
-        ))
+            ),
+            "shop.example",
+        )
         .unwrap();
         assert!(converted.ready);
-        assert_eq!(converted.identity.as_deref(), Some("spiffe://cluster.local/ns/shop/sa/clerk"));
+        assert_eq!(converted.identity.as_deref(), Some("spiffe://shop.example/ns/shop/sa/clerk"));
         assert_eq!(converted.addresses.len(), 2);
     }
 
@@ -283,7 +285,7 @@ status: {phase: Running, podIP: 10.0.0.1, podIPs: [{ip: 10.0.0.1}, {ip: 'fd00::1
             "{metadata: {name: p}, spec: {containers: []}, status: {phase: Failed, podIP: 10.0.0.1}}",
             "{metadata: {name: p}, spec: {hostNetwork: true, containers: []}, status: {phase: Running, podIP: 10.0.0.1}}",
         ] {
-            assert!(pod(&read(text)).unwrap().addresses.is_empty(), "{text}");
+            assert!(pod(&read(text), "cluster.local").unwrap().addresses.is_empty(), "{text}");
         }
     }
 
@@ -293,6 +295,6 @@ status: {phase: Running, podIP: 10.0.0.1, podIPs: [{ip: 10.0.0.1}, {ip: 'fd00::1
         assert_eq!(wrong_ip.to_string(), "spec.clusterIPs: \"10.0.0\" is not an IP address");
         let wrong_port = service(&read("{metadata: {name: s}, spec: {ports: [{port: 70000}]}}")).unwrap_err();
         assert_eq!(wrong_port.to_string(), "spec.ports.port: 70000 is not a port (1 to 65535)");
-        assert_eq!(pod(&read("{metadata: {}}")).unwrap_err(), ConvertError::NoName);
+        assert_eq!(pod(&read("{metadata: {}}"), "cluster.local").unwrap_err(), ConvertError::NoName);
     }
 }
