@@ -20,6 +20,9 @@ use crate::control::{Control, ControlError};
 /// The wall clock, which certificates go by, is looked at this often: it may have been set, or the machine asleep.
 const LOOK: Duration = Duration::from_secs(60);
 
+/// Tries without a certificate that are closer together than this are not all told of.
+const QUIET: Duration = Duration::from_secs(3);
+
 /// What the task needs of the world.
 pub(super) trait World {
     /// The wall clock.
@@ -153,6 +156,8 @@ impl<W: World + Clone> Renewal<W> {
         self.due = now + pause;
         let times = self.failures;
         match life {
+            // The first tries follow each other fast: one line for each would say nothing new.
+            None if !times.is_power_of_two() && pause < QUIET => {}
             None => warn!("no certificate, so this pod is not ready: {problem} ({times} tries, the next in {pause:.1?})"),
             Some(life) if life.is_late(now) => {
                 let left = life.left(now).as_secs();
