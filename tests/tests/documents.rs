@@ -91,6 +91,8 @@ fn the_reference_has_every_flag_of_every_program() {
         ("http-client and grpc-client", &["http-client", "--help"]),
         ("http-client and grpc-client", &["grpc-client", "--help"]),
         ("mesh demo", &["mesh", "demo", "--help"]),
+        ("mesh identity", &["mesh", "identity", "--help"]),
+        ("mesh rotate-root", &["mesh", "rotate-root", "--help"]),
     ] {
         let section = reference.split(&format!("\n### {heading}\n")).nth(1).and_then(|rest| rest.split("\n#").next());
         let section = section.unwrap_or_else(|| panic!("docs/reference.md has no section {heading}"));

@@ -1,11 +1,14 @@
 //! What `mesh` can be asked to do; a command is a file. The hidden ones are the sandbox's own: see `sandbox::enter`.
 
 pub mod demo;
+pub mod identity;
 mod output;
+pub mod rotate_root;
+mod style;
 
 use std::{path::PathBuf, process::ExitCode};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use clap::Subcommand;
 
 use crate::sandbox::{enter, exec};
@@ -15,6 +18,10 @@ use crate::sandbox::{enter, exec};
 pub enum Command {
     /// Watch requests go through the mesh on this machine: no cluster, no Docker
     Demo(demo::Arguments),
+    /// Show whom the mesh trusts, how far a rotation is, and each workload's certificate
+    Identity(identity::Arguments),
+    /// Change the mesh's root of trust while everything runs
+    RotateRoot(rotate_root::Arguments),
     /// Make a sandbox's namespaces
     #[command(hide = true)]
     SandboxNode(Programs),
@@ -45,10 +52,18 @@ impl Command {
     pub fn run(self) -> Result<ExitCode> {
         match self {
             Self::Demo(arguments) => demo::run(&arguments),
+            Self::Identity(arguments) => identity::run(&arguments),
+            Self::RotateRoot(arguments) => rotate_root::run(&arguments),
             Self::SandboxNode(Programs { programs }) => enter::node(&programs),
             Self::SandboxInit(Programs { programs }) => enter::init(&programs),
             Self::SandboxAgent(Programs { programs }) => enter::agent(programs),
             Self::SandboxExec { spec } => exec::run(&spec).map(|never| match never {}),
         }
     }
+}
+
+/// Runs what waits for others.
+fn block_on<T>(future: impl Future<Output = T>) -> Result<T> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("cannot wait for anything")?;
+    Ok(runtime.block_on(future))
 }

@@ -76,6 +76,19 @@ impl Place {
             }
         }
     }
+
+    /// Nobody has taken it yet.
+    pub async fn pending(&self) -> Result<bool, Error> {
+        match self {
+            Self::Folder(folder) => Ok(folder.join(FILE).exists()),
+            Self::Cluster(cluster) => {
+                let secrets: Api<Secret> = Api::namespaced(cluster.client.clone(), &cluster.namespace);
+                let secret = secrets.get_metadata(SECRET).await;
+                let secret = secret.map_err(|error| Error::Secret(cluster.namespace.clone(), cluster::short(&error)))?;
+                Ok(secret.metadata.annotations.is_some_and(|annotations| annotations.contains_key(ANNOTATION)))
+            }
+        }
+    }
 }
 
 /// The file comes into being at once.
