@@ -12,6 +12,7 @@ use kube::{
 
 /// Which cluster, and where the mesh is in it.
 #[derive(Args, Clone, Debug)]
+#[group(skip)]
 pub struct Arguments {
     /// The context of the kubeconfig, if not its current one
     #[arg(long, value_name = "NAME")]

@@ -6,10 +6,13 @@ use anyhow::Result;
 use clap::Args;
 use serde_json::json;
 
-use super::style::{self, Output, Style, Tone, from_now, span, stamp};
-use crate::identity::{
-    source::{self, Source},
-    status::{Authority, Mesh, Workload},
+use super::style::{self, Output, Style, Tone};
+use crate::{
+    identity::{
+        source::{self, Source},
+        status::{Authority, Mesh, Workload},
+    },
+    time::{from_now, now, span, stamp},
 };
 
 /// What it can be told.
@@ -36,7 +39,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     })??;
     let text = match arguments.output {
         Output::Json => format!("{:#}\n", json!(mesh)),
-        Output::Text => text(&mesh, style::now(), Style::of(&io::stdout())),
+        Output::Text => text(&mesh, now(), Style::of(&io::stdout())),
     };
     style::print(&text)?;
     Ok(ExitCode::SUCCESS)
@@ -173,7 +176,7 @@ rotation      no rotation is under way
 controllers   controller-1
 
 POD          IDENTITY                                CERTIFICATE  ENDS     TRUSTS     CLOCK
-shop/till-1  spiffe://cluster.local/ns/shop/sa/till  1 h old      in 23 h   the roots  right
+shop/till-1  spiffe://cluster.local/ns/shop/sa/till  1 h old      in 23 h  the roots  right
 shop/new     spiffe://cluster.local/ns/shop/sa/till  none yet
 ";
         assert_eq!(page, expected);

@@ -1,5 +1,6 @@
 //! What `mesh` can be asked to do; a command is a file. The hidden ones are the sandbox's own: see `sandbox::enter`.
 
+pub mod check;
 pub mod demo;
 pub mod identity;
 mod output;
@@ -18,6 +19,8 @@ use crate::sandbox::{enter, exec};
 pub enum Command {
     /// Watch requests go through the mesh on this machine: no cluster, no Docker
     Demo(demo::Arguments),
+    /// Say what is wrong with the mesh of a cluster, and what to do
+    Check(check::Arguments),
     /// Show whom the mesh trusts, how far a rotation is, and each workload's certificate
     Identity(identity::Arguments),
     /// Change the mesh's root of trust while everything runs
@@ -52,6 +55,7 @@ impl Command {
     pub fn run(self) -> Result<ExitCode> {
         match self {
             Self::Demo(arguments) => demo::run(&arguments),
+            Self::Check(arguments) => check::run(&arguments),
             Self::Identity(arguments) => identity::run(&arguments),
             Self::RotateRoot(arguments) => rotate_root::run(&arguments),
             Self::SandboxNode(Programs { programs }) => enter::node(&programs),

@@ -12,11 +12,14 @@ use anyhow::{Result, bail};
 use clap::Args;
 use tokio::time::{Instant, sleep};
 
-use super::style::{self, Style, Tone, span, stamp};
-use crate::identity::{
-    request::{Place, Request},
-    source::{self, Source},
-    status::{Mesh, Rotation},
+use super::style::{self, Style, Tone};
+use crate::{
+    identity::{
+        request::{Place, Request},
+        source::{self, Source},
+        status::{Mesh, Rotation},
+    },
+    time::{span, stamp},
 };
 
 /// What it can be told.

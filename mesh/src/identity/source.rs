@@ -20,6 +20,7 @@ use crate::cluster::{self, Cluster, NoCluster};
 
 /// How the controller is reached.
 #[derive(Args, Clone, Debug)]
+#[group(skip)]
 pub struct Arguments {
     /// Which cluster.
     #[command(flatten)]
