@@ -91,6 +91,7 @@ fn the_reference_has_every_flag_of_every_program() {
         ("http-client and grpc-client", &["http-client", "--help"]),
         ("http-client and grpc-client", &["grpc-client", "--help"]),
         ("mesh demo", &["mesh", "demo", "--help"]),
+        ("mesh check", &["mesh", "check", "--help"]),
         ("mesh identity", &["mesh", "identity", "--help"]),
         ("mesh rotate-root", &["mesh", "rotate-root", "--help"]),
     ] {

@@ -44,7 +44,7 @@ pub struct Arguments {
     /// Come back as soon as the controller has answered
     #[arg(long)]
     no_wait: bool,
-    /// The folder of a controller with --ca files:FOLDER, instead of a cluster's Secret
+    /// The folder where that controller keeps its CA, instead of a cluster's Secret
     #[arg(long, value_name = "FOLDER", requires = "controller", conflicts_with_all = ["context", "namespace"])]
     ca_folder: Option<PathBuf>,
 }
