@@ -198,10 +198,13 @@ impl<S: Store> Keeper<S> {
         let now = SystemTime::now();
         let (next, answer) = match Request::read(request) {
             Ok(request) => self.rules.request(material, request, now).map_err(|error| error.to_string())?,
-            Err(reason) => (material.clone(), format!("refused: {reason}")),
+            Err(reason) => {
+                let answer = format!("refused: {reason}");
+                let progress = Progress { answer: answer.clone(), ..material.progress.clone() };
+                (Material { progress, ..material.clone() }, answer)
+            }
         };
         tracing::info!(request = request.trim(), "rotation: {answer}");
-        let next = Material { progress: Progress { answer, ..next.progress }, ..next };
         self.write(&next, Some(stored)).await
     }
 

@@ -172,7 +172,11 @@ impl Rules {
     /// What becomes of a request. Where it cannot be granted, the answer says why.
     pub fn request(&self, material: &Material, request: Request, now: SystemTime) -> Result<(Material, String), Unusable> {
         let (phase, reverting) = (material.progress.phase, material.progress.reverting);
-        let refused = |why: &str| Ok((material.clone(), format!("refused: {why}")));
+        let refused = |why: &str| {
+            let answer = format!("refused: {why}");
+            let progress = Progress { answer: answer.clone(), ..material.progress.clone() };
+            Ok((Material { progress, ..material.clone() }, answer))
+        };
         let (mut next, answer) = match (request, phase) {
             (Request::Start, Phase::Steady) if !material.current.is_ours() => {
                 return refused(
@@ -301,3 +305,6 @@ pub fn seconds(time: SystemTime) -> u64 {
 pub fn time(seconds: u64) -> SystemTime {
     SystemTime::UNIX_EPOCH + Duration::from_secs(seconds)
 }
+
+#[cfg(test)]
+mod tests;
