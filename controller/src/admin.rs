@@ -1,17 +1,18 @@
-//! The admin port: /live, /ready and /metrics, for probes and Prometheus. Plain HTTP, without secrets.
+//! The admin port: /live, /ready and /metrics, for probes and Prometheus, and /identity for people. Plain HTTP, without secrets.
 
 use std::sync::Arc;
 
-use axum::Router;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
+use axum::{Json, Router};
 use tokio_util::sync::CancellationToken;
 
 use crate::authority::Kept;
 use crate::hub::Hub;
 use crate::metrics::Metrics;
+use crate::proxies::Proxies;
 
 /// What the answers are made from.
 #[derive(Clone)]
@@ -20,6 +21,10 @@ pub struct Admin {
     pub hub: Hub,
     /// Ready once there is a CA that can be used.
     pub authority: Kept,
+    /// Who is connected.
+    pub proxies: Proxies,
+    /// The mesh's trust domain.
+    pub trust_domain: Arc<str>,
     /// The counters.
     pub metrics: Arc<Metrics>,
     /// Not ready any more once it is cancelled.
@@ -28,7 +33,8 @@ pub struct Admin {
 
 /// The routes of the admin port.
 pub fn routes(admin: Admin) -> Router {
-    Router::new().route("/live", get(async || "live\n")).route("/ready", get(ready)).route("/metrics", get(metrics)).with_state(admin)
+    let routes = Router::new().route("/live", get(async || "live\n")).route("/ready", get(ready));
+    routes.route("/metrics", get(metrics)).route("/identity", get(identity)).with_state(admin)
 }
 
 async fn ready(State(admin): State<Admin>) -> Response {
@@ -47,6 +53,11 @@ fn reason(admin: &Admin) -> Option<String> {
     }
     let missing: Vec<&str> = admin.hub.missing().iter().map(|kind| kind.name()).collect();
     (!missing.is_empty()).then(|| format!("the catalog is not synced, it waits for {} objects", missing.join(", ")))
+}
+
+async fn identity(State(admin): State<Admin>) -> Response {
+    let trust = admin.authority.trust();
+    Json(admin.authority.status().json(&admin.trust_domain, trust.as_deref(), &admin.proxies.snapshot())).into_response()
 }
 
 async fn metrics(State(admin): State<Admin>) -> Response {

@@ -162,6 +162,8 @@ impl Controller {
         let routes = admin::routes(Admin {
             hub: hub.clone(),
             authority: self.authority.clone(),
+            proxies: self.proxies.clone(),
+            trust_domain: self.trust_domain.clone(),
             metrics: metrics.clone(),
             stopping: stopping.clone(),
         });

@@ -158,6 +158,11 @@ impl Kept {
         first.wait_for(Option::is_some).await.ok().and_then(|first| first.clone())
     }
 
+    /// The trust that is in force, if there is any.
+    pub fn trust(&self) -> Option<Arc<Trust>> {
+        self.first.borrow().as_ref().map(|authority| authority.trust().borrow().clone())
+    }
+
     /// How it stands.
     pub fn status(&self) -> Status {
         self.status.borrow().clone()

@@ -4,15 +4,19 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
 
+use diy_mesh_proto::Identity;
 use serde::Serialize;
+use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
+use super::Trust;
 use super::certificate::Certificate;
 use super::material::{Ca, Material};
 use super::reports::Report;
 use super::rotation::{Phase, seconds};
 use crate::metrics::{family, sample};
+use crate::proxies::ConnectedProxy;
 
 /// How many lines a list of whom a phase waits for has at most.
 const MOST_LINES: usize = 20;
@@ -121,6 +125,15 @@ impl Status {
         }
     }
 
+    /// The answer of GET /identity: this, and the proxies that are connected to this replica.
+    pub fn json(&self, trust_domain: &str, trust: Option<&Trust>, proxies: &[ConnectedProxy]) -> Value {
+        let mut value = json!(self);
+        value["trust_domain"] = json!(trust_domain);
+        value["roots_version"] = json!(trust.map(|trust| &trust.roots.version));
+        value["proxies"] = proxies.iter().map(|proxy| describe(proxy, trust_domain, trust)).collect();
+        value
+    }
+
     /// The text that Prometheus reads.
     pub fn metrics(&self, text: &mut String) {
         family(text, "certificate_seconds_left", "gauge", "Seconds until the issuer, or the first trust root, ends.");
@@ -141,6 +154,31 @@ impl Status {
         family(text, "authority_problems", "gauge", "1 while the CA cannot be read, or not be used.");
         sample(text, "authority_problems", "of", "store", u64::from(self.problem.is_some()));
     }
+}
+
+fn describe(proxy: &ConnectedProxy, trust_domain: &str, trust: Option<&Trust>) -> Value {
+    let pod = proxy.pod.as_ref().map(|pod| json!({"namespace": &*pod.namespace, "name": &*pod.name, "uid": &*pod.uid}));
+    let certificate = proxy.status.as_ref().map(|status| {
+        json!({
+            "not_before": status.certificate_not_before,
+            "not_after": status.certificate_not_after,
+            "serial": status.certificate_serial,
+            "issuer": status.certificate_issuer,
+            "current": trust.is_some_and(|trust| trust.issuer.id() == status.certificate_issuer),
+        })
+    });
+    let status = proxy.status.as_ref();
+    json!({
+        "pod": pod,
+        "user": &*proxy.user,
+        "identity": Identity::of_user(trust_domain, &proxy.user).ok().map(|identity| identity.to_string()),
+        "connected_since": seconds(proxy.connected_since),
+        "certificate": certificate,
+        "roots_version": status.map(|status| &status.roots_version),
+        "acknowledged": status.zip(trust).is_some_and(|(status, trust)| status.roots_version == trust.roots.version),
+        "version": status.map(|status| &status.proxy_version),
+        "clock_skew_ms": status.map(|status| status.clock_skew),
+    })
 }
 
 fn roots(material: &Material) -> Vec<Facts> {
@@ -204,5 +242,61 @@ impl StatusSender {
         } else if let Some(first) = waiting.first() {
             tracing::warn!("the CA {subject} ends in {hours} h, and its rotation waits for {first} (of {} in all)", waiting.len());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::authenticate::PodRef;
+    use crate::authority::Roots;
+    use crate::authority::material::tests::start;
+
+    fn trust(material: &Material) -> Trust {
+        let roots = Roots::new(material.roots().into_iter().map(|root| root.der.clone()));
+        Trust { issuer: material.current.signs().unwrap().clone(), roots: roots.into(), renew_within: Duration::ZERO }
+    }
+
+    #[test]
+    fn people_see_the_phase_the_roots_and_each_proxys_certificate_and_no_key() {
+        let material = Material::make("cluster.local", start(), Duration::from_secs(86_400)).unwrap();
+        let trust = trust(&material);
+        let said = crate::proxies::Status {
+            roots_version: trust.roots.version.clone(),
+            certificate_not_before: 1,
+            certificate_not_after: 2,
+            certificate_serial: "0a".into(),
+            certificate_issuer: "another".into(),
+            proxy_version: "0.1.0".into(),
+            clock_skew: -7,
+        };
+        let pod = PodRef { namespace: "shop".into(), name: "web-1".into(), uid: "u".into() };
+        let user = "system:serviceaccount:shop:web".into();
+        let proxy = ConnectedProxy { pod: Some(pod), user, connected_since: start(), status: Some(said) };
+        let status = Status::of(&material, "here", "a", (0..30).map(|line| line.to_string()).collect(), BTreeMap::new());
+        let json = status.json("cluster.local", Some(&trust), &[proxy.clone(), ConnectedProxy { status: None, ..proxy }]);
+        assert_eq!((json["rotation"]["phase"].as_str(), json["trust_domain"].as_str()), (Some("steady"), Some("cluster.local")));
+        assert_eq!(json["rotation"]["waiting"].as_array().unwrap().len(), MOST_LINES + 1);
+        assert_eq!(json["roots"][0]["fingerprint"], json!(material.current.issuer().fingerprint()));
+        assert_eq!((&json["issuer"]["own"], &json["roots"][0]["role"]), (&json!(true), &json!("current")));
+        let (said, silent) = (&json["proxies"][0], &json["proxies"][1]);
+        assert_eq!(said["identity"], "spiffe://cluster.local/ns/shop/sa/web");
+        assert_eq!(said["certificate"], json!({"not_before": 1, "not_after": 2, "serial": "0a", "issuer": "another", "current": false}));
+        assert_eq!((&said["acknowledged"], &said["clock_skew_ms"], &said["pod"]["name"]), (&json!(true), &json!(-7), &json!("web-1")));
+        assert_eq!((&silent["acknowledged"], &silent["certificate"]), (&json!(false), &Value::Null));
+        assert!(!json.to_string().contains("PRIVATE"));
+    }
+
+    #[test]
+    fn metrics_say_how_long_and_how_far() {
+        let material = Material::make("cluster.local", SystemTime::now(), Duration::from_secs(86_400)).unwrap();
+        let mut text = String::new();
+        Status::of(&material, "here", "a", Vec::new(), BTreeMap::new()).metrics(&mut text);
+        assert!(text.contains("diy_mesh_controller_certificate_seconds_left{of=\"issuer\"} 86"), "{text}");
+        assert!(text.contains("diy_mesh_controller_rotation_phase{phase=\"steady\"} 1\n"), "{text}");
+        assert!(text.contains("diy_mesh_controller_rotation_phase{phase=\"switched\"} 0\n"), "{text}");
+        let mut none = String::new();
+        Status::default().metrics(&mut none);
+        assert!(!none.contains("certificate_seconds_left{"), "nothing is known yet");
     }
 }
