@@ -385,6 +385,7 @@ mod tests {
             created: 0,
             zone: "".into(),
             identity: None,
+            bypassed: Vec::new(),
         }))
     }
 

@@ -29,7 +29,12 @@ fn tap(sandbox: &Sandbox, pod: &PodView, address: &str, words: &[&str]) -> Vec<u
 #[test]
 fn a_tap_on_the_wire_reads_nothing_of_what_meshed_pods_say() {
     let plain = http_server(1, "1.0", "").replace("namespace: servers", "namespace: plain-servers");
-    let objects = format!("{}---{plain}---{}", http_server(1, "1.0", MESHED), shell(MESHED));
+    // To tap it takes a capability that containers have on most clusters anyway.
+    let tapper = shell(MESHED).replace(
+        "command: [sleep, infinity]",
+        "command: [sleep, infinity], securityContext: {runAsUser: 0, capabilities: {add: [NET_RAW]}}",
+    );
+    let objects = format!("{}---{plain}---{tapper}", http_server(1, "1.0", MESHED));
     let Some(sandbox) = with_mesh(&objects) else { return };
     let client = pod_of(&sandbox, "clients", "shell");
     // Both are reachable before the wire is tapped.

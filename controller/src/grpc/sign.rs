@@ -190,6 +190,7 @@ mod tests {
             created: 0,
             zone: "".into(),
             identity: Some("spiffe://cluster.local/ns/shop/sa/web".into()),
+            bypassed: Vec::new(),
         }))
     }
 

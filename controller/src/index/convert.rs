@@ -3,6 +3,7 @@
 //! What Kubernetes would refuse is an error here too, so that a hand-written file is told what is wrong with it.
 
 use std::net::IpAddr;
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use k8s_openapi::api::core::v1 as core;
@@ -15,6 +16,9 @@ use super::object::{Key, Pod, PodReference, Service, ServicePort, Slice, SliceEn
 const SERVICE_NAME_LABEL: &str = "kubernetes.io/service-name";
 const ZONE_LABEL: &str = "topology.kubernetes.io/zone";
 const STATUS_ANNOTATION: &str = "diy-service-mesh/status";
+/// Ports that the pod keeps from its proxy; the proxy's admin port is called this by the injector.
+const SKIP_ANNOTATION: &str = "diy-service-mesh/skip-inbound-ports";
+const ADMIN_PORT: &str = "mesh-admin";
 
 /// An object that cannot be used, and why.
 #[derive(Debug, PartialEq, thiserror::Error)]
@@ -99,8 +103,23 @@ pub fn pod(object: &core::Pod, trust_domain: &str) -> Result<Pod, ConvertError> 
         created: object.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second()),
         zone: label(&object.metadata, ZONE_LABEL).unwrap_or_default().into(),
         identity,
+        bypassed: bypassed(object),
         key,
     })
+}
+
+/// What the pod's annotation keeps from its proxy, and the proxy's own admin port. The injector has refused what is no list of ports.
+fn bypassed(object: &core::Pod) -> Vec<RangeInclusive<u16>> {
+    let list = object.metadata.annotations.as_ref().and_then(|all| all.get(SKIP_ANNOTATION)).map_or("", String::as_str);
+    let skipped = list.split(',').filter_map(|part| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        Some(first.trim().parse().ok()?..=last.trim().parse().ok()?)
+    });
+    let spec = object.spec.iter();
+    let containers = spec.flat_map(|spec| spec.init_containers.iter().flatten().chain(&spec.containers));
+    let ports = containers.flat_map(|container| container.ports.iter().flatten());
+    let admin = ports.filter(|port| port.name.as_deref() == Some(ADMIN_PORT)).filter_map(|port| u16::try_from(port.container_port).ok());
+    skipped.chain(admin.map(|port| port..=port)).collect()
 }
 
 fn is_ready(status: &core::PodStatus) -> bool {
@@ -276,6 +295,21 @@ status: {phase: Running, podIP: 10.0.0.1, podIPs: [{ip: 10.0.0.1}, {ip: 'fd00::1
         assert!(converted.ready);
         assert_eq!(converted.identity.as_deref(), Some("spiffe://shop.example/ns/shop/sa/clerk"));
         assert_eq!(converted.addresses.len(), 2);
+    }
+
+    #[test]
+    fn ports_that_do_not_pass_the_proxy_have_no_identity() {
+        let converted = pod(&read(
+            "metadata: {name: p, namespace: shop, annotations: {diy-service-mesh/status: injected, diy-service-mesh/skip-inbound-ports: '25, 9000-9100'}}
+spec: {containers: [{name: app}], initContainers: [{name: proxy, ports: [{name: mesh-admin, containerPort: 4001}]}]}",
+        ), "cluster.local")
+        .unwrap();
+        for port in [25, 9000, 9100, 4001] {
+            assert_eq!(converted.identity_at(port), None, "{port}");
+        }
+        for port in [26, 80, 8999, 9101, 4000] {
+            assert_eq!(converted.identity_at(port).as_deref(), Some("spiffe://cluster.local/ns/shop/sa/default"), "{port}");
+        }
     }
 
     #[test]

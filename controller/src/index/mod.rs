@@ -129,7 +129,7 @@ impl Index {
                 address: destination,
                 zone: pod.zone.clone(),
                 pod: Some(pod.key.clone()),
-                identity: pod.identity.clone(),
+                identity: pod.identity_at(destination.port()),
             }],
         })
     }
@@ -163,7 +163,7 @@ impl Index {
             address,
             zone: endpoint.zone.clone(),
             pod: pod.map(|pod| pod.key.clone()),
-            identity: pod.and_then(|pod| pod.identity.clone()),
+            identity: pod.and_then(|pod| pod.identity_at(address.port())),
         })
     }
 

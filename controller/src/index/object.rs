@@ -4,6 +4,7 @@
 
 use std::fmt;
 use std::net::IpAddr;
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 /// The three kinds of object that the catalog is made of.
@@ -229,4 +230,13 @@ pub struct Pod {
     pub zone: Arc<str>,
     /// The SPIFFE ID to expect of it; none where it is not meshed.
     pub identity: Option<Arc<str>>,
+    /// The ports that do not pass its proxy, where it is meshed: nobody there proves anything.
+    pub bypassed: Vec<RangeInclusive<u16>>,
+}
+
+impl Pod {
+    /// The SPIFFE ID to expect at one of its ports.
+    pub fn identity_at(&self, port: u16) -> Option<Arc<str>> {
+        self.identity.clone().filter(|_| !self.bypassed.iter().any(|ports| ports.contains(&port)))
+    }
 }

@@ -55,6 +55,7 @@ fn pod(name: &str, addresses: &[&str]) -> Pod {
         created: 0,
         zone: "".into(),
         identity: Some("spiffe://cluster.local/ns/shop/sa/web".into()),
+        bypassed: Vec::new(),
     }
 }
 
