@@ -73,6 +73,7 @@ impl Replica {
     fn knows(&self, pods: &[&str]) {
         self.hub.apply(pods.iter().map(|name| {
             Change::Apply(Object::Pod(Pod {
+                bypassed: Vec::new(),
                 key: Key::new("shop", name),
                 uid: (*name).into(),
                 addresses: vec![],
