@@ -24,8 +24,6 @@ pub struct Status {
     pub issuer: Option<Authority>,
     /// Whom everybody trusts.
     pub roots: Vec<Authority>,
-    /// The version of the roots.
-    pub roots_version: String,
     /// The proxies that are connected to this replica.
     pub proxies: Vec<Workload>,
 }
@@ -89,7 +87,7 @@ pub struct Authority {
 
 /// A connected proxy, and what it says of its certificate.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
-#[serde(default)]
+#[serde(from = "Connected")]
 pub struct Workload {
     /// The pod's namespace.
     pub namespace: String,
@@ -117,6 +115,61 @@ pub struct Workload {
     pub proxy_version: String,
     /// How far the proxy's clock is ahead of the controller's, in milliseconds.
     pub clock_skew_ms: i64,
+}
+
+/// A connected proxy as a controller describes it. What it has not said yet is null.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Connected {
+    pod: Option<Pod>,
+    /// `system:serviceaccount:NAMESPACE:NAME`.
+    user: String,
+    identity: Option<String>,
+    connected_since: u64,
+    certificate: Option<Certificate>,
+    roots_version: Option<String>,
+    acknowledged: bool,
+    version: Option<String>,
+    clock_skew_ms: Option<i64>,
+}
+
+#[derive(Deserialize)]
+struct Pod {
+    namespace: String,
+    name: String,
+    uid: String,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Certificate {
+    not_before: u64,
+    not_after: u64,
+    serial: String,
+    issuer: String,
+}
+
+impl From<Connected> for Workload {
+    fn from(proxy: Connected) -> Self {
+        // A token that is bound to no pod names its account at least.
+        let pod = proxy.pod.unwrap_or_else(|| Pod { namespace: String::new(), name: proxy.user, uid: String::new() });
+        let certificate = proxy.certificate.unwrap_or_default();
+        Self {
+            namespace: pod.namespace,
+            pod: pod.name,
+            uid: pod.uid,
+            identity: proxy.identity.unwrap_or_default(),
+            connected_since: proxy.connected_since,
+            roots_version: proxy.roots_version.unwrap_or_default(),
+            acknowledged: proxy.acknowledged,
+            certificate_not_before: certificate.not_before,
+            certificate_not_after: certificate.not_after,
+            certificate_serial: certificate.serial,
+            certificate_issuer: certificate.issuer,
+            proxy_version: proxy.version.unwrap_or_default(),
+            clock_skew_ms: proxy.clock_skew_ms.unwrap_or_default(),
+        }
+    }
 }
 
 impl Workload {
@@ -197,7 +250,11 @@ mod tests {
     fn status(phase: &str, since: u64, waiting: &[&str], proxies: &[(&str, u64, &str)]) -> Status {
         let proxies: Vec<_> = proxies
             .iter()
-            .map(|(pod, since, serial)| json!({"namespace": "shop", "pod": pod, "connected_since": since, "certificate_serial": serial}))
+            .map(|(pod, since, serial)| {
+                let certificate = json!({"not_before": 1, "not_after": 2, "serial": serial, "issuer": "aa", "current": true});
+                let pod = json!({"namespace": "shop", "name": pod, "uid": "u"});
+                json!({"pod": pod, "user": "x", "identity": null, "connected_since": since, "certificate": certificate, "clock_skew_ms": 7})
+            })
             .collect();
         serde_json::from_value(json!({
             "issuer": {"fingerprint": phase}, "rotation": {"phase": phase, "since": since, "waiting": waiting}, "proxies": proxies,
@@ -227,6 +284,14 @@ mod tests {
         let empty = Status { rotation: Rotation { since: 100, ..Rotation::default() }, ..Status::default() };
         let replicas = BTreeMap::from([("a".to_owned(), empty), ("b".to_owned(), status("steady", 9, &[], &[]))]);
         assert_eq!(Mesh::of(Answers { replicas, ..Answers::default() }).rotation.phase, "steady");
+    }
+
+    #[test]
+    fn a_proxy_that_has_said_nothing_yet_has_no_certificate() {
+        let silent = json!({"pod": null, "user": "system:serviceaccount:shop:till", "identity": null, "connected_since": 1, "certificate": null,
+            "roots_version": null, "acknowledged": false, "version": null, "clock_skew_ms": null});
+        let workload: Workload = serde_json::from_value(silent).unwrap();
+        assert_eq!((workload.has_certificate(), workload.name().as_str()), (false, "/system:serviceaccount:shop:till"));
     }
 
     #[test]
