@@ -52,6 +52,7 @@ e2e: ## the tests that need a cluster: the one that KUBECONFIG names, the images
 	@echo "e2e: on $$(kubectl config current-context), which gets the mesh and test namespaces"
 	@kubectl rollout restart -n service-mesh deployment 2>/dev/null || true # an image of the same name may be a newer one
 	@cargo test --workspace --test kubernetes -- --ignored
+	@cargo build --workspace --bins # the tests of the command line run it
 	@E2E=1 cargo test --workspace --test 'cluster_*' -- --nocapture
 
 bench: tools ## side by side with Envoy and with no proxy at all, printed as ratios
