@@ -181,7 +181,7 @@ pub fn keep(options: Options, hub: &Hub, proxies: ConnectedProxies) -> (Kept, Bo
         Provider::Kubernetes { client, namespace } => {
             let settle = SLOWEST_KUBELET.min(options.certificate_life / 10);
             let store = store::kubernetes::Kubernetes::new(client.clone(), &namespace);
-            keep_in(store, settle, options, hub, proxies, |task| publish::kubernetes(client, task))
+            keep_in(store, settle, options, hub, proxies, |task| publish::kubernetes(client, namespace, task))
         }
         Provider::Files(folder) => {
             let store = store::files::Files::new(folder.clone());

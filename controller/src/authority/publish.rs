@@ -1,7 +1,7 @@
 //! The roots, where pods find them before they have talked to anybody: a ConfigMap in each namespace that has meshed pods, or a file.
 //!
 //! Each replica does it, and all write the same. A namespace that cannot be written waits and is tried again, and holds up no other.
-//! What was published once is kept right until somebody deletes it together with the last meshed pod; other namespaces are left alone.
+//! Where this mesh has published once, it is kept right, with meshed pods or without; other namespaces are left alone.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -26,6 +26,8 @@ use super::{Roots, Trust};
 
 /// The ConfigMap in each namespace.
 pub const CONFIG_MAP: &str = "diy-service-mesh-roots";
+/// The label that says which mesh, by its own namespace, keeps the ConfigMap.
+pub const LABEL: &str = "diy-service-mesh.dev/mesh";
 /// Its key, and the file's name.
 pub const KEY: &str = "roots.pem";
 /// All are read this often, should a watch have missed something.
@@ -105,8 +107,8 @@ fn tell(published: &watch::Sender<Published>, now: Published) {
     });
 }
 
-/// Keeps the ConfigMaps of a cluster right, for ever.
-pub async fn kubernetes(client: Client, mut task: Task) {
+/// Keeps the ConfigMaps of a cluster right, for ever; `mesh` is the mesh's own namespace.
+pub async fn kubernetes(client: Client, mesh: String, mut task: Task) {
     let all: Api<ConfigMap> = Api::all(client.clone());
     let only_ours = format!("metadata.name={CONFIG_MAP}");
     let mut events = pin!(watcher(all.clone(), watcher::Config::default().fields(&only_ours)).default_backoff());
@@ -115,7 +117,7 @@ pub async fn kubernetes(client: Client, mut task: Task) {
         ticks.tick().await;
         Some((timeout(PATIENCE, all.list(&list)).await, ticks))
     }));
-    let mut places = Places::default();
+    let mut places = Places { mesh, ..Places::default() };
     let mut writing = FuturesUnordered::new();
     loop {
         let roots = task.roots();
@@ -123,7 +125,7 @@ pub async fn kubernetes(client: Client, mut task: Task) {
         let mut wake = None;
         if places.listed {
             for namespace in places.due(&roots.pem, &namespaces, Instant::now(), AT_ONCE - writing.len()) {
-                writing.push(apply(client.clone(), namespace, roots.clone()));
+                writing.push(apply(client.clone(), namespace, places.mesh.clone(), roots.clone()));
             }
             let (waiting, next) = places.waiting(&roots.pem, &namespaces);
             wake = next;
@@ -140,10 +142,10 @@ pub async fn kubernetes(client: Client, mut task: Task) {
     }
 }
 
-async fn apply(client: Client, namespace: String, roots: Arc<Roots>) -> (String, Result<String, String>) {
+async fn apply(client: Client, namespace: String, mesh: String, roots: Arc<Roots>) -> (String, Result<String, String>) {
     let config_map = json!({
         "apiVersion": "v1", "kind": "ConfigMap",
-        "metadata": {"name": CONFIG_MAP, "labels": {"app.kubernetes.io/part-of": "diy-service-mesh"}},
+        "metadata": {"name": CONFIG_MAP, "labels": {"app.kubernetes.io/part-of": "diy-service-mesh", LABEL: mesh}},
         "data": {KEY: roots.pem},
     });
     let api: Api<ConfigMap> = Api::namespaced(client, &namespace);
@@ -159,14 +161,23 @@ async fn apply(client: Client, namespace: String, roots: Arc<Roots>) -> (String,
 /// What is known of the ConfigMaps. Pure but for what it is told.
 #[derive(Default)]
 struct Places {
+    mesh: String,
     /// Whether all were read once: before, nobody knows what is there.
     listed: bool,
     /// What each namespace holds.
-    there: BTreeMap<String, Option<String>>,
-    listing: BTreeMap<String, Option<String>>,
+    there: BTreeMap<String, Held>,
+    listing: BTreeMap<String, Held>,
     /// Being written.
     busy: BTreeSet<String>,
     failed: BTreeMap<String, Failure>,
+}
+
+/// What a ConfigMap says.
+#[derive(Default)]
+struct Held {
+    pem: Option<String>,
+    /// The mesh that keeps it.
+    mesh: Option<String>,
 }
 
 struct Failure {
@@ -231,8 +242,9 @@ impl Places {
 
     /// Namespaces with meshed pods, and those that hold roots already: a Deployment that is at rest will come back.
     fn wrong(&self, pem: &str, namespaces: &BTreeSet<Arc<str>>) -> BTreeSet<String> {
-        let all = namespaces.iter().map(|name| name.to_string()).chain(self.there.keys().cloned());
-        all.filter(|name| self.there.get(name).and_then(Option::as_deref) != Some(pem)).collect()
+        let ours = self.there.iter().filter(|(_, held)| held.mesh.as_ref() == Some(&self.mesh)).map(|(name, _)| name.clone());
+        let all = namespaces.iter().map(|name| name.to_string()).chain(ours);
+        all.filter(|name| self.there.get(name).and_then(|held| held.pem.as_deref()) != Some(pem)).collect()
     }
 
     fn wrote(&mut self, namespace: String, result: Result<String, String>, now: Instant) {
@@ -241,7 +253,7 @@ impl Places {
             Ok(pem) => {
                 tracing::info!("the roots are published in namespace {namespace}");
                 self.failed.remove(&namespace);
-                self.there.insert(namespace, Some(pem));
+                self.there.insert(namespace, Held { pem: Some(pem), mesh: Some(self.mesh.clone()) });
             }
             Err(reason) => {
                 let pause = self.failed.get(&namespace).map_or(SHORTEST_PAUSE, |failure| (failure.pause * 2).min(LONGEST_PAUSE));
@@ -252,9 +264,10 @@ impl Places {
 }
 
 /// A namespace, and what its ConfigMap says.
-fn read(object: ConfigMap) -> Option<(String, Option<String>)> {
+fn read(object: ConfigMap) -> Option<(String, Held)> {
     let pem = object.data.and_then(|mut data| data.remove(KEY));
-    object.metadata.namespace.map(|namespace| (namespace, pem))
+    let mesh = object.metadata.labels.and_then(|mut labels| labels.remove(LABEL));
+    object.metadata.namespace.map(|namespace| (namespace, Held { pem, mesh }))
 }
 
 #[cfg(test)]
@@ -266,7 +279,8 @@ mod tests {
     }
 
     fn holds(namespace: &str, pem: &str) -> ConfigMap {
-        let object = json!({"metadata": {"name": CONFIG_MAP, "namespace": namespace}, "data": {KEY: pem}});
+        let metadata = json!({"name": CONFIG_MAP, "namespace": namespace, "labels": {LABEL: "mesh"}});
+        let object = json!({"metadata": metadata, "data": {KEY: pem}});
         serde_json::from_value(object).unwrap()
     }
 
@@ -289,7 +303,7 @@ mod tests {
 
     #[test]
     fn what_was_edited_or_deleted_is_restored_and_what_is_right_is_left_alone() {
-        let (mut places, wanted, now) = (Places::default(), namespaces(&["shop"]), Instant::now());
+        let (mut places, wanted, now) = (Places { mesh: "mesh".into(), ..Places::default() }, namespaces(&["shop"]), Instant::now());
         places.take(Ok(Event::Init));
         places.take(Ok(Event::InitApply(holds("shop", "A"))));
         places.take(Ok(Event::InitApply(holds("at-rest", "A"))));
@@ -304,5 +318,8 @@ mod tests {
         assert_eq!(places.due("A", &wanted, now, 16), ["shop"]);
         places.take(Ok(Event::Delete(holds("at-rest", "A"))));
         assert_eq!(places.waiting("A", &wanted).0.len(), 1, "nobody needs it where no meshed pod is");
+        places.mesh = "another".into();
+        places.take(Ok(Event::Apply(holds("at-rest", "B"))));
+        assert_eq!(places.waiting("A", &wanted).0.len(), 1, "another mesh's is left alone");
     }
 }
