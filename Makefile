@@ -29,6 +29,7 @@ demo: tools ## watch requests go through the mesh, with no cluster and no Docker
 	@cargo build --workspace --bins
 	@target/debug/mesh demo $(ARGS)
 
+test: MORE := openssl:openssl
 test: tools ## every test that needs no cluster; those in namespaces need root and say so without it
 	@cargo build --workspace --bins
 	@cargo test --workspace
@@ -77,7 +78,7 @@ IPTABLES := $(foreach kind,nft legacy,/usr/sbin/xtables-$(kind)-multi=/usr/sbin/
 tools:
 	@command -v cargo >/dev/null || { echo "Rust is missing. Install it as https://rustup.rs says, then try again." >&2; exit 1; }
 	@need=(); \
-	for pair in cc:gcc ip:iproute2 iptables-restore:iptables; do PATH=$$PATH:/usr/sbin:/sbin command -v "$${pair%%:*}" >/dev/null || need+=("$${pair##*:}"); done; \
+	for pair in cc:gcc ip:iproute2 iptables-restore:iptables $(MORE); do PATH=$$PATH:/usr/sbin:/sbin command -v "$${pair%%:*}" >/dev/null || need+=("$${pair##*:}"); done; \
 	(( $${#need[@]} == 0 )) && exit; \
 	if [[ $$(id -u) == 0 ]] && command -v apt-get >/dev/null; then \
 		echo "installing $${need[*]} with apt-get"; \
