@@ -4,6 +4,7 @@
 use std::{
     env,
     path::PathBuf,
+    thread,
     time::{Duration, Instant},
 };
 
@@ -11,6 +12,7 @@ use diy_mesh::sandbox::{
     Error, Sandbox, View, manifest,
     protocol::{Output, PodView},
 };
+use serde_json::{Value, json};
 
 /// Long enough for a loaded machine; nothing waits for it that works.
 pub const PATIENCE: Duration = Duration::from_secs(60);
@@ -30,11 +32,21 @@ pub fn empty() -> Option<Sandbox> {
 
 /// A sandbox with the control plane of the real manifests, and with these further objects; everything is ready.
 pub fn with_mesh(yaml: &str) -> Option<Sandbox> {
+    with_controller(&[], yaml)
+}
+
+/// The same, and the controllers have these variables.
+pub fn with_controller(env: &[(&str, &str)], yaml: &str) -> Option<Sandbox> {
     let sandbox = empty()?;
-    let objects = manifest::embedded().objects().expect("the embedded manifests are valid");
+    let mut objects = manifest::embedded().objects().expect("the embedded manifests are valid");
     let own = ["http-client", "http-server", "grpc-client", "grpc-server"];
-    let mesh = objects.into_iter().filter(|object| !own.iter().any(|&name| object["metadata"]["namespace"] == name));
-    sandbox.apply_objects(mesh.collect()).expect("the mesh is applied");
+    objects.retain(|object| !own.iter().any(|&name| object["metadata"]["namespace"] == name));
+    for object in objects.iter_mut().filter(|object| object["kind"] == "Deployment" && object["metadata"]["name"] == "controller") {
+        let variables = object.pointer_mut("/spec/template/spec/containers/0/env").and_then(Value::as_array_mut);
+        let variables = variables.expect("the controller has variables");
+        variables.extend(env.iter().map(|(name, value)| json!({"name": name, "value": value})));
+    }
+    sandbox.apply_objects(objects).expect("the mesh is applied");
     sandbox.apply(yaml).expect("the test's objects are applied");
     sandbox.wait_settled(PATIENCE).expect("everything gets ready");
     Some(sandbox)
@@ -140,4 +152,63 @@ fn call(sandbox: &Sandbox, pod: &PodView, container: &str, host: &str, port: u16
     let request = format!("GET {path} HTTP/1.1\\r\\nHost: {host}\\r\\nConnection: close\\r\\n\\r\\n");
     let script = format!("exec 3<>/dev/tcp/{host}/{port} && printf '{request}' >&3 && cat <&3");
     sandbox.exec(pod, container, &["timeout", "20", "bash", "-c", &script]).expect("the program is run")
+}
+
+/// Runs `mesh` in the pod of a controller that is ready, told of all that are.
+pub fn mesh(sandbox: &Sandbox, command: &[&str]) -> Output {
+    let mut controllers = sandbox.view().pods_of("service-mesh", "controller");
+    controllers.retain(|pod| pod.ready);
+    let urls = controllers.iter().filter_map(|pod| Some(format!("--controller=http://{}:8081", pod.ip.as_ref()?)));
+    let urls: Vec<String> = urls.collect();
+    let arguments: Vec<&str> = ["mesh"].iter().chain(command).copied().chain(urls.iter().map(String::as_str)).collect();
+    let controller = controllers.first().expect("a controller is ready");
+    sandbox.exec(controller, "controller", &arguments).expect("the program is run")
+}
+
+/// What `mesh identity` says.
+pub fn identity(sandbox: &Sandbox) -> Value {
+    let output = mesh(sandbox, &["identity", "--output=json"]);
+    assert_eq!(output.code, 0, "{output:?}");
+    serde_json::from_str(&output.stdout).expect("the output is JSON")
+}
+
+/// Calls http-server from `client` while `action` runs, and from before it until after it: no request may fail. Each load is a
+/// number of workers, and how many requests they send on one connection.
+pub fn under_load(sandbox: &Sandbox, client: &PodView, loads: &[[&str; 2]], action: impl FnOnce()) {
+    get(sandbox, client, "shell", "http-server.servers", 80, "/hello");
+    thread::scope(|scope| {
+        let load = |[workers, requests]: [&str; 2]| {
+            let argv = ["sandbox-load", "http-server.servers:80", "/hello", workers, requests];
+            sandbox.exec(client, "shell", &argv).expect("the load is run")
+        };
+        let running: Vec<_> = loads.iter().map(|each| scope.spawn(move || load(*each))).collect();
+        let stop = StopLoad { sandbox, client };
+        // The servers print what reaches them: the load has begun.
+        let servers = sandbox.view().pods_of("servers", "http-server");
+        let requests =
+            |view: &View, pod: &PodView| view.lines(pod, "http-server").iter().filter(|line| line.starts_with("Request #")).count();
+        let begun = |view: &View| servers.iter().all(|pod| requests(view, pod) > 100).then_some(());
+        sandbox.wait("the load", PATIENCE, begun).expect("the load begins");
+        action();
+        drop(stop);
+        for load in running {
+            let load = load.join().expect("it does not panic");
+            let last = load.stdout.lines().last().unwrap_or_default();
+            assert!(last.starts_with("ok=") && !last.starts_with("ok=0 ") && last.ends_with(" failed=0"), "{}{}", load.stdout, load.stderr);
+            println!("{last}");
+        }
+    });
+}
+
+/// Ends the load, also where a test fails in the midst of it.
+struct StopLoad<'a> {
+    sandbox: &'a Sandbox,
+    client: &'a PodView,
+}
+
+impl Drop for StopLoad<'_> {
+    fn drop(&mut self) {
+        let stop = self.sandbox.exec(self.client, "shell", &["touch", "/tmp/stop"]);
+        assert!(thread::panicking() || stop.as_ref().is_ok_and(|stop| stop.code == 0), "{stop:?}");
+    }
 }

@@ -3,45 +3,12 @@
 
 #![allow(missing_docs, clippy::unwrap_used)]
 
-use diy_mesh::sandbox::{
-    Sandbox,
-    protocol::{Output, PodView},
-};
-use diy_mesh_tests::sandbox::{MESHED, PATIENCE, empty, http_server};
-use serde_json::{Value, json};
-
-/// Leaves live for seconds, so that the old root goes while somebody watches.
-fn short_lived() -> Option<Sandbox> {
-    let sandbox = empty()?;
-    let mut objects = diy_mesh::sandbox::manifest::embedded().objects().unwrap();
-    objects.retain(|object| object["metadata"]["namespace"] == "service-mesh" || object["kind"] == "MutatingWebhookConfiguration");
-    for object in objects.iter_mut().filter(|object| object["kind"] == "Deployment" && object["metadata"]["name"] == "controller") {
-        let env = object["spec"]["template"]["spec"]["containers"][0]["env"].as_array_mut().unwrap();
-        env.push(json!({"name": "CERTIFICATE_LIFE", "value": "20"}));
-    }
-    sandbox.apply_objects(objects).unwrap();
-    sandbox.apply(&http_server(2, "1.0", MESHED)).unwrap();
-    sandbox.wait_settled(PATIENCE).expect("everything gets ready");
-    Some(sandbox)
-}
-
-/// Runs `mesh` in a controller's pod, told of all controllers.
-fn mesh(sandbox: &Sandbox, command: &[&str]) -> Output {
-    let controllers: Vec<PodView> = sandbox.view().pods_of("service-mesh", "controller");
-    let urls: Vec<String> = controllers.iter().map(|pod| format!("--controller=http://{}:8081", pod.ip.as_ref().unwrap())).collect();
-    let arguments: Vec<&str> = ["mesh"].iter().chain(command).copied().chain(urls.iter().map(String::as_str)).collect();
-    sandbox.exec(&controllers[0], "controller", &arguments).expect("the program is run")
-}
-
-fn identity(sandbox: &Sandbox) -> Value {
-    let output = mesh(sandbox, &["identity", "--output=json"]);
-    assert_eq!(output.code, 0, "{output:?}");
-    serde_json::from_str(&output.stdout).unwrap()
-}
+use diy_mesh_tests::sandbox::{MESHED, http_server, identity, mesh, with_controller};
 
 #[test]
 fn a_new_root_is_in_force_when_the_command_says_so() {
-    let Some(sandbox) = short_lived() else { return };
+    // Leaves live for seconds, so that the old root goes while somebody watches.
+    let Some(sandbox) = with_controller(&[("CERTIFICATE_LIFE", "20")], &http_server(2, "1.0", MESHED)) else { return };
     let before = identity(&sandbox);
     let workloads = before["workloads"].as_array().unwrap();
     assert_eq!((before["replicas"].as_array().unwrap().len(), workloads.len()), (2, 2), "{before:#}");

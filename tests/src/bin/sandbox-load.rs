@@ -1,6 +1,6 @@
-//! A client for tests: `sandbox-load ADDRESS PATH WORKERS` calls an HTTP/1.1 server over kept-alive connections, each replaced
-//! after fifty requests, until /tmp/stop is there. It prints each failure and, last, `ok=N failed=N`. It never tries again: a
-//! failure is what the tests look for.
+//! A client for tests: `sandbox-load ADDRESS PATH WORKERS REQUESTS` calls an HTTP/1.1 server over kept-alive connections, each
+//! replaced after so many requests, until /tmp/stop is there. It prints each failure and, last, `ok=N failed=N`. It never tries
+//! again: a failure is what the tests look for.
 
 use std::{
     env,
@@ -14,7 +14,6 @@ use std::{
 };
 
 const STOP: &str = "/tmp/stop";
-const REQUESTS_A_CONNECTION: usize = 50;
 const TIMEOUT: Duration = Duration::from_secs(20);
 /// Bounds the load: at most some two hundred requests a second and worker.
 const PACE: Duration = Duration::from_millis(5);
@@ -24,35 +23,37 @@ static FAILED: AtomicU64 = AtomicU64::new(0);
 
 fn main() {
     let arguments: Vec<String> = env::args().collect();
-    let [_, address, path, workers] = &arguments[..] else {
-        eprintln!("usage: sandbox-load ADDRESS PATH WORKERS");
-        std::process::exit(2);
-    };
-    let workers = workers.parse().unwrap_or(1);
+    let [_, address, path, workers, requests] = &arguments[..] else { usage() };
+    let (Ok(workers), Ok(requests)) = (workers.parse::<u32>(), requests.parse::<u64>()) else { usage() };
     thread::scope(|scope| {
         for _ in 0..workers {
-            scope.spawn(|| work(address, path));
+            scope.spawn(|| work(address, path, requests));
         }
     });
     println!("ok={} failed={}", OK.load(Ordering::Relaxed), FAILED.load(Ordering::Relaxed));
 }
 
-fn work(address: &str, path: &str) {
+fn usage() -> ! {
+    eprintln!("usage: sandbox-load ADDRESS PATH WORKERS REQUESTS");
+    std::process::exit(2);
+}
+
+fn work(address: &str, path: &str, requests: u64) {
     while !Path::new(STOP).exists() {
-        if let Err(error) = connection(address, path) {
+        if let Err(error) = connection(address, path, requests) {
             FAILED.fetch_add(1, Ordering::Relaxed);
             println!("failed: {error}");
         }
     }
 }
 
-fn connection(address: &str, path: &str) -> Result<(), Box<dyn Error>> {
+fn connection(address: &str, path: &str, requests: u64) -> Result<(), Box<dyn Error>> {
     let stream = TcpStream::connect(address).map_err(|error| format!("connect: {error}"))?;
     stream.set_read_timeout(Some(TIMEOUT))?;
     stream.set_nodelay(true)?;
     let mut reader = BufReader::new(stream.try_clone()?);
     let mut writer = stream;
-    for _ in 0..REQUESTS_A_CONNECTION {
+    for _ in 0..requests {
         if Path::new(STOP).exists() {
             return Ok(());
         }
