@@ -5,10 +5,7 @@ use std::time::Duration;
 
 use clap::Args;
 use k8s_openapi::apimachinery::pkg::version::Info;
-use kube::{
-    Client, Config,
-    config::{InferConfigError, KubeConfigOptions, KubeconfigError},
-};
+use kube::{Client, Config, config::KubeConfigOptions};
 
 /// Which cluster, and where the mesh is in it.
 #[derive(Args, Clone, Debug)]
@@ -37,14 +34,11 @@ pub struct Cluster {
 #[derive(Debug, thiserror::Error)]
 pub enum NoCluster {
     /// No kubeconfig, and not in a cluster either.
-    #[error("no cluster: {0}; set KUBECONFIG, or use --context")]
-    Config(#[from] Box<InferConfigError>),
-    /// The kubeconfig has no such context, or cannot be read.
-    #[error("no cluster: {0}")]
-    Context(#[from] KubeconfigError),
-    /// The configuration cannot be used.
-    #[error("no cluster: {0}")]
-    Client(#[source] Box<kube::Error>),
+    #[error("no cluster: {0}; set KUBECONFIG to the file that names yours")]
+    Config(String),
+    /// The kubeconfig has no such context, or cannot be read or used.
+    #[error("no cluster: {0}; `kubectl config get-contexts` lists them")]
+    Context(String),
     /// It does not answer.
     #[error("no cluster: {server} does not answer as one: {error}; is it running, and is the kubeconfig the right one?")]
     Silent {
@@ -61,13 +55,16 @@ impl Cluster {
     /// Connects, and makes sure that it answers.
     pub async fn connect(arguments: &Arguments) -> Result<Self, NoCluster> {
         let mut config = match &arguments.context {
-            None => Config::infer().await.map_err(Box::new)?,
-            context => Config::from_kubeconfig(&KubeConfigOptions { context: context.clone(), ..KubeConfigOptions::default() }).await?,
+            None => Config::infer().await.map_err(|error| NoCluster::Config(error.to_string()))?,
+            context => {
+                let options = KubeConfigOptions { context: context.clone(), ..KubeConfigOptions::default() };
+                Config::from_kubeconfig(&options).await.map_err(|error| NoCluster::Context(with_causes(&error)))?
+            }
         };
         config.connect_timeout = Some(PATIENCE);
         config.read_timeout = Some(Duration::from_secs(30));
         let server = config.cluster_url.to_string();
-        let client = Client::try_from(config).map_err(|error| NoCluster::Client(Box::new(error)))?;
+        let client = Client::try_from(config).map_err(|error| NoCluster::Context(with_causes(&error)))?;
         let version = match tokio::time::timeout(PATIENCE, client.apiserver_version()).await {
             Ok(Ok(version)) => version,
             Ok(Err(error)) => return Err(NoCluster::Silent { server, error: with_causes(&error) }),

@@ -33,8 +33,14 @@ fn a_mesh_that_is_well_passes_and_what_is_broken_is_named() -> Result<()> {
 
 fn a_pod_outside_of_the_mesh_is_named(namespace: &Namespace) -> Result<()> {
     namespace.apply(
-        "{apiVersion: v1, kind: Pod, metadata: {name: outside}, spec: {terminationGracePeriodSeconds: 0, containers: [
-           {name: server, image: 'diy-sm-http-server:dev', imagePullPolicy: IfNotPresent}]}}",
+        "
+apiVersion: v1
+kind: Pod
+metadata: {name: outside}
+spec:
+  terminationGracePeriodSeconds: 0
+  containers: [{name: server, image: 'diy-sm-http-server:dev', imagePullPolicy: IfNotPresent}]
+",
     )?;
     namespace.kubectl(&["annotate", "pod/outside", "diy-service-mesh/inject=true"])?;
     let report = check()?;

@@ -28,6 +28,8 @@ pub struct Arguments {
     output: Output,
 }
 
+/// Certificates count from five minutes before they were made, for clocks that are behind.
+const BACKDATED: u64 = 5 * 60;
 /// A clock that is this far off is worth a look, in milliseconds: certificates allow five minutes.
 const SKEW: i64 = 30_000;
 
@@ -112,7 +114,7 @@ fn cells(workload: &Workload, mesh: &Mesh, now: u64) -> Vec<(Tone, String)> {
     }
     let (from, to) = (workload.certificate_not_before, workload.certificate_not_after);
     let signed_by_current = mesh.issuer.as_ref().is_none_or(|issuer| issuer.id == workload.certificate_issuer);
-    let age = format!("{} old{}", span(now.saturating_sub(from)), if signed_by_current { "" } else { ", of the former CA" });
+    let age = format!("{} old{}", span(now.saturating_sub(from + BACKDATED)), if signed_by_current { "" } else { ", of the former CA" });
     cells.push((if signed_by_current { Tone::Good } else { Tone::Doubtful }, age));
     // Renewed at four fifths of its life.
     cells.push((tone(from, to, now, 10), from_now(to, now)));
@@ -176,7 +178,7 @@ rotation      no rotation is under way
 controllers   controller-1
 
 POD          IDENTITY                                CERTIFICATE  ENDS     TRUSTS     CLOCK
-shop/till-1  spiffe://cluster.local/ns/shop/sa/till  1 h old      in 23 h  the roots  right
+shop/till-1  spiffe://cluster.local/ns/shop/sa/till  55 min old   in 23 h  the roots  right
 shop/new     spiffe://cluster.local/ns/shop/sa/till  none yet
 ";
         assert_eq!(page, expected);

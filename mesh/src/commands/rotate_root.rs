@@ -148,7 +148,7 @@ fn is_news(now: &Rotation, before: &Rotation) -> bool {
 /// Shows each phase, and on whom it waits, until there is none.
 async fn watch(source: &Source, screen: &Screen) -> (Mesh, Duration) {
     let begun = Instant::now();
-    let mut told = String::new();
+    let (mut phase, mut told) = (String::new(), String::new());
     loop {
         let news = match source.ask().await {
             Ok(answers) => {
@@ -156,29 +156,41 @@ async fn watch(source: &Source, screen: &Screen) -> (Mesh, Duration) {
                 if mesh.rotation.is_steady() {
                     return (mesh, begun.elapsed());
                 }
-                progress(&mesh.rotation)
+                let heading = format!("{}: {}", mesh.rotation.phase, mesh.rotation.meaning());
+                if heading != phase {
+                    screen.say(&heading);
+                    phase = heading;
+                }
+                waits_for(&mesh.rotation.waiting)
             }
             Err(error) => format!("{error}; asking again"),
         };
-        if news != told {
-            screen.say(&news);
-            told = news;
+        if !news.is_empty() && without_seconds(&news) != told {
+            told = without_seconds(&news);
+            screen.detail(&news);
         }
         sleep(PERIOD).await;
     }
 }
 
-/// A phase in a few lines.
-fn progress(rotation: &Rotation) -> String {
-    const SHOWN: usize = 5;
-    let mut lines = format!("{}: {}", rotation.phase, rotation.meaning());
-    for whom in rotation.waiting.iter().take(SHOWN) {
-        lines += &format!("\n  waits for {whom}");
+/// The first of those that a phase waits for, and how many more: `mesh identity` lists them.
+fn waits_for(waiting: &[String]) -> String {
+    match waiting {
+        [] => String::new(),
+        [one] => format!("waits for {one}"),
+        [first, more @ ..] => format!("waits for {first}, and for {} more", more.len()),
     }
-    match rotation.waiting.len().saturating_sub(SHOWN) {
-        0 => lines,
-        more => format!("{lines}\n  and {more} more"),
+}
+
+/// A text whose countdown is not news.
+fn without_seconds(text: &str) -> String {
+    let mut words: Vec<&str> = text.split(' ').collect();
+    for index in 1..words.len() {
+        if words[index] == "s" && words[index - 1].bytes().all(|byte| byte.is_ascii_digit()) {
+            words[index - 1] = "";
+        }
     }
+    words.join(" ")
 }
 
 struct Screen {
@@ -188,12 +200,12 @@ struct Screen {
 impl Screen {
     /// Progress goes to standard error; where nobody reads it, nobody is missed.
     fn say(&self, text: &str) {
-        let (first, rest) = text.split_once('\n').map_or((text, None), |(first, rest)| (first, Some(rest)));
-        let mut lines = self.style.paint(Tone::Strong, first);
-        if let Some(rest) = rest {
-            lines += &format!("\n{}", self.style.paint(Tone::Doubtful, rest));
-        }
-        let _ = writeln!(io::stderr().lock(), "{lines}");
+        let _ = writeln!(io::stderr().lock(), "{}", self.style.paint(Tone::Strong, text));
+    }
+
+    /// What is below that.
+    fn detail(&self, text: &str) {
+        let _ = writeln!(io::stderr().lock(), "  {}", self.style.paint(Tone::Doubtful, text));
     }
 }
 
@@ -221,10 +233,11 @@ mod tests {
     }
 
     #[test]
-    fn progress_names_a_few_of_those_that_are_waited_for() {
-        let waiting = (0..7).map(|number| format!("shop/till-{number} to trust the current roots")).collect();
-        let text = progress(&Rotation { waiting, ..rotation("announcing", false) });
-        assert_eq!(text.lines().count(), 7, "{text}");
-        assert!(text.contains("waits for shop/till-0 to trust") && text.ends_with("and 2 more"), "{text}");
+    fn the_first_is_named_and_a_countdown_is_no_news() {
+        let waiting: Vec<String> = (0..3).map(|number| format!("shop/till-{number} to trust the current roots")).collect();
+        assert_eq!(waits_for(&waiting), "waits for shop/till-0 to trust the current roots, and for 2 more");
+        assert_eq!(waits_for(&[]), "");
+        assert_eq!(without_seconds("files, 75 s more"), without_seconds("files, 7 s more"));
+        assert_ne!(without_seconds("till-1 to trust"), without_seconds("till-2 to trust"));
     }
 }
