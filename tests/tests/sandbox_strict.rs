@@ -1,0 +1,76 @@
+//! A namespace whose label makes its pods strict: they join the mesh by the other label, every kind of their kubelet's probes reaches
+//! them, and what proves nothing does not. A pod that says `permissive` stays open.
+
+#![allow(missing_docs, clippy::unwrap_used)]
+
+use std::time::Instant;
+
+use diy_mesh::sandbox::{Sandbox, protocol::Output};
+use diy_mesh_tests::sandbox::{MESHED, PATIENCE, get, pod_of, shell, with_mesh};
+
+/// A Deployment and its Service; the probes are the container's.
+fn server(name: &str, program: &str, annotations: &str, probes: &str) -> String {
+    format!(
+        "
+apiVersion: v1
+kind: Service
+metadata: {{name: {name}, namespace: bank}}
+spec: {{selector: {{app: {name}}}, ports: [{{name: web, port: 80, targetPort: 8080}}]}}
+---
+apiVersion: apps/v1
+kind: Deployment
+metadata: {{name: {name}, namespace: bank}}
+spec:
+  selector: {{matchLabels: {{app: {name}}}}}
+  template:
+    metadata: {{labels: {{app: {name}}}, annotations: {{{annotations}}}}}
+    spec:
+      containers: [{{name: app, image: 'diy-sm-{program}:dev', ports: [{{name: web, containerPort: 8080}}], {probes}}}]
+      terminationGracePeriodSeconds: 1
+---
+"
+    )
+}
+
+/// Calls a server until it answers: it reaches the rules of its Service a moment after it is ready.
+fn call(sandbox: &Sandbox, namespace: &str, host: &str) -> Output {
+    let request = "POST /hello HTTP/1.1\\r\\nHost: bank\\r\\nContent-Length: 0\\r\\nConnection: close\\r\\n\\r\\n";
+    let script = format!("exec 3<>/dev/tcp/{host}.bank/80 && printf '{request}' >&3 && cat <&3");
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let pod = pod_of(sandbox, namespace, "shell");
+        let output = sandbox.exec(&pod, "shell", &["timeout", "20", "bash", "-c", &script]).unwrap();
+        if !output.stdout.is_empty() {
+            return output;
+        }
+        assert!(Instant::now() < deadline, "{host} does not answer: {output:?}");
+    }
+}
+
+#[test]
+fn a_strict_namespace_takes_its_kubelets_probes_and_its_mesh_and_nothing_else() {
+    let http = "livenessProbe: {httpGet: {port: web, path: '/hello?probe=1'}, periodSeconds: 1}, readinessProbe: {tcpSocket: {port: 8080}},
+        lifecycle: {preStop: {httpGet: {port: web, path: hello}}}";
+    let objects = [
+        "apiVersion: v1\nkind: Namespace\nmetadata: {name: bank, labels: {diy-service-mesh/inject: enabled, diy-service-mesh/inbound: strict}}\n---",
+        &server("vault", "http-server", "", http),
+        &server("ledger", "grpc-server", "", "startupProbe: {grpc: {port: 8080}, periodSeconds: 1}"),
+        &server("lobby", "http-server", "diy-service-mesh/inbound: permissive", "readinessProbe: {httpGet: {port: 8080, path: /hello}}"),
+        &shell(MESHED),
+        "---",
+        &shell("").replace("namespace: clients", "namespace: strangers"),
+    ];
+    // With it all pods are ready: every probe has got through.
+    let Some(sandbox) = with_mesh(&objects.concat()) else { return };
+    for name in ["vault", "ledger", "lobby"] {
+        assert!(pod_of(&sandbox, "bank", name).injected, "{name}");
+    }
+    get(&sandbox, &pod_of(&sandbox, "clients", "shell"), "shell", "vault.bank", 80, "/hello");
+
+    let refused = call(&sandbox, "strangers", "vault");
+    assert!(refused.stdout.contains("x-mesh-error: mtls-required"), "{refused:?}");
+    let taken = call(&sandbox, "strangers", "lobby");
+    assert!(!taken.stdout.contains("x-mesh-error") && taken.stdout.starts_with("HTTP/1.1 "), "{taken:?}");
+    let vault = pod_of(&sandbox, "bank", "vault");
+    assert_eq!(vault.restarts(), 0, "its liveness probe gets through for as long as it runs: {vault:?}");
+}
