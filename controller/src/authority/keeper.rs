@@ -32,6 +32,8 @@ const BEAT: Duration = Duration::from_secs(1);
 const CALM_BEAT: Duration = Duration::from_secs(10);
 /// A store that was emptied is filled again from memory after this time: whoever replaces what is in it may do that in two steps.
 const REFILL_AFTER: Duration = Duration::from_secs(5);
+/// How often the store may have changed between reading and writing before that counts as an error.
+const ATTEMPTS: usize = 10;
 /// How often the store is asked again after an error, at first and at last.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(250);
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
@@ -84,17 +86,25 @@ impl<S: Store> Keeper<S> {
         let store = self.store.clone();
         let mut changes = pin!(store.changes());
         let mut state = State { beat: seconds_since_1970(), ..State::default() };
-        let mut pause = SHORTEST_PAUSE;
+        let (mut pause, mut again) = (SHORTEST_PAUSE, 0);
         loop {
-            let wake = match self.round(&mut state).await {
-                Ok(Round::Again) => continue,
+            let done = match self.round(&mut state).await {
+                Ok(Round::Again) if again >= ATTEMPTS => Err(format!("{} is written by somebody all the time", self.store.place())),
+                done => done,
+            };
+            let wake = match done {
+                Ok(Round::Again) => {
+                    again += 1;
+                    continue;
+                }
                 Ok(Round::Done) => {
-                    pause = SHORTEST_PAUSE;
+                    (pause, again) = (SHORTEST_PAUSE, 0);
                     self.status.no_problem();
                     state.next_beat
                 }
                 Err(problem) => {
                     self.status.problem(problem);
+                    again = 0;
                     pause = (pause * 2).min(LONGEST_PAUSE);
                     Some(Instant::now() + pause)
                 }
@@ -118,7 +128,7 @@ impl<S: Store> Keeper<S> {
         }
         let Some(in_force) = &state.in_force else { return Ok(Round::Done) };
         if let Some(request) = &stored.request {
-            return self.grant(&in_force.material, request, &stored).await;
+            return self.grant(in_force, request, &stored).await;
         }
         if state.next_beat.is_none_or(|next| next <= Instant::now()) {
             return self.beat(state, &stored).await;
@@ -143,11 +153,11 @@ impl<S: Store> Keeper<S> {
                 Material::make(&self.rules.trust_domain, SystemTime::now(), self.rules.ca_life).map_err(|error| error.to_string())?
             }
         };
-        self.write(&material, None).await
+        self.write(material, state.in_force.as_ref(), None).await
     }
 
     /// Takes in what was read and puts it in force, or says why not.
-    async fn take_in(&self, state: &mut State, stored: &Stored) -> Result<Round, String> {
+    async fn take_in(&mut self, state: &mut State, stored: &Stored) -> Result<Round, String> {
         let now = SystemTime::now();
         let unusable = |error: &dyn std::fmt::Display| format!("the CA in {} cannot be used: {error}", self.store.place());
         let material = Material::read(&stored.fields, now).map_err(|error| unusable(&error))?;
@@ -155,7 +165,7 @@ impl<S: Store> Keeper<S> {
             && let Some((material, why)) = self.rules.by_hand(&in_force.material, &material, now)
         {
             tracing::warn!("{why}");
-            return self.write(&material, Some(stored)).await;
+            return self.write(material, Some(in_force), Some(stored)).await;
         }
         let trust = self.trust(&material, state.in_force.as_ref()).map_err(|error| unusable(&error))?;
         let digest = state_of(&material);
@@ -166,6 +176,7 @@ impl<S: Store> Keeper<S> {
                     tracing::info!(version = trust.roots.version, "there are {} trust roots now", trust.roots.certificates.len());
                 }
                 in_force.authority.publish(trust);
+                self.status.follow(Status::of(&material, &self.store.place(), &self.name, Vec::new(), BTreeMap::new()));
                 (in_force.material, in_force.state) = (material, digest);
                 state.next_beat = None;
             }
@@ -179,6 +190,7 @@ impl<S: Store> Keeper<S> {
                     self.store.place()
                 );
                 let authority = Authority::fixed(trust);
+                self.status.follow(Status::of(&material, &self.store.place(), &self.name, Vec::new(), BTreeMap::new()));
                 self.first.send_replace(Some(authority.clone()));
                 state.in_force = Some(InForce { material, state: digest, authority });
             }
@@ -194,8 +206,8 @@ impl<S: Store> Keeper<S> {
         Ok(Trust { issuer: signs.clone(), roots: Arc::new(roots), renew_within: self.rules.renew_within() })
     }
 
-    async fn grant(&self, material: &Material, request: &str, stored: &Stored) -> Result<Round, String> {
-        let now = SystemTime::now();
+    async fn grant(&self, in_force: &InForce, request: &str, stored: &Stored) -> Result<Round, String> {
+        let (material, now) = (&in_force.material, SystemTime::now());
         let (next, answer) = match Request::read(request) {
             Ok(request) => self.rules.request(material, request, now).map_err(|error| error.to_string())?,
             Err(reason) => {
@@ -205,7 +217,7 @@ impl<S: Store> Keeper<S> {
             }
         };
         tracing::info!(request = request.trim(), "rotation: {answer}");
-        self.write(&next, Some(stored)).await
+        self.write(next, Some(in_force), Some(stored)).await
     }
 
     /// Reports, judges all reports, and takes the next step where all agree.
@@ -240,7 +252,7 @@ impl<S: Store> Keeper<S> {
         match write {
             Some((material, why)) if agreed || phase == Phase::Steady => {
                 tracing::info!("rotation: {why}");
-                self.write(&material, Some(stored)).await
+                self.write(*material, Some(in_force), Some(stored)).await
             }
             _ => Ok(Round::Done),
         }
@@ -280,7 +292,9 @@ impl<S: Store> Keeper<S> {
         pods.map(|(key, uid)| (pod_digest(&key.namespace, &key.name, &uid), key.to_string())).collect()
     }
 
-    async fn write(&self, material: &Material, before: Option<&Stored>) -> Result<Round, String> {
+    async fn write(&self, mut material: Material, in_force: Option<&InForce>, before: Option<&Stored>) -> Result<Round, String> {
+        let known = in_force.map_or(0, |in_force| in_force.material.progress.generation);
+        material.progress.generation = known.max(material.progress.generation) + 1;
         match self.store.write(&material.write(), before).await.map_err(|error| with_causes(&error))? {
             Written::Done => {}
             Written::Raced => tracing::info!("another replica has written {}: reading it", self.store.place()),

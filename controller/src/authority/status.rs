@@ -207,6 +207,11 @@ impl StatusSender {
         StatusSender { sender: watch::Sender::new(status), reminded: None }
     }
 
+    /// Another state is in force; what the replicas say of it comes later.
+    pub(super) fn follow(&mut self, status: Status) {
+        self.sender.send_modify(|before| *before = Status { replicas: std::mem::take(&mut before.replicas), ..status });
+    }
+
     pub(super) fn update(&mut self, status: Status) {
         self.sender.send_replace(status);
     }

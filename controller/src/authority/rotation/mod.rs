@@ -66,6 +66,8 @@ pub struct Progress {
     pub since: u64,
     /// Why it is in this phase, for people.
     pub reason: String,
+    /// One more with each write of a controller: what has less is of old.
+    pub generation: u64,
     /// The fingerprint of the issuer in tls.crt when a controller wrote last: another one there was put there by hand.
     pub current: String,
     /// It goes back to the CA that signed before.
@@ -230,10 +232,12 @@ impl Rules {
         Step::Write(Box::new(Material { progress, ..switched }), format!("{reason}: the new CA signs from now on"))
     }
 
-    /// What an operator has done by hand, if that is what tells `read` from what was in memory; what to write, and why.
+    /// What an operator has done by hand, if that is what tells `read` from what was in memory; what to write, and why. By hand is what
+    /// no controller has written, or had written long ago: a backup.
     pub fn by_hand(&self, memory: &Material, read: &Material, now: SystemTime) -> Option<(Material, String)> {
         let (old, new) = (memory.signer(), &read.current);
-        let written_by_us = read.progress.current == new.issuer().fingerprint();
+        let newer = read.progress.generation > memory.progress.generation;
+        let written_by_us = newer && read.progress.current == new.issuer().fingerprint();
         if written_by_us || new.issuer().der == old.issuer().der {
             return None;
         }

@@ -17,6 +17,12 @@ fn ours() -> Material {
     Material::make("cluster.local", start(), YEAR).unwrap()
 }
 
+/// As the keeper writes it.
+fn later(mut material: Material) -> Material {
+    material.progress.generation += 1;
+    material
+}
+
 /// As a replica reads it that starts now.
 fn restarted(material: &Material, now: SystemTime) -> Material {
     let read = Material::read(&material.write(), now).unwrap();
@@ -231,6 +237,7 @@ fn replaced_by_hand_under_the_same_root_the_new_ca_signs_at_once() {
     let (one, two) = (of(&p256("one", Some(&root)), Some(&root)), of(&p256("two", Some(&root)), Some(&root)));
     let (next, _) = rules().by_hand(&one, &two, start()).unwrap();
     assert_eq!((next.progress.phase, next.signer()), (Phase::Steady, &two.current));
+    assert!(rules().by_hand(&one, &later(next.clone()), start()).is_none(), "the other replicas follow");
     assert!(rules().by_hand(&next, &restarted(&next, start()), start()).is_none(), "once is enough");
 }
 
@@ -246,7 +253,7 @@ fn replaced_by_hand_under_another_root_the_new_ca_waits_until_it_is_trusted() {
     assert!(why.contains("under another root"), "{why}");
     assert_eq!((adopting.progress.phase, adopting.signer()), (Phase::Adopting, &one.current));
     assert!(trusts(&adopting, &one.current) && trusts(&adopting, &two.current));
-    assert!(rules().by_hand(&one, &restarted(&adopting, start()), start()).is_none(), "the other replicas follow");
+    assert!(rules().by_hand(&one, &later(adopting.clone()), start()).is_none(), "the other replicas follow");
     assert!(asked(&adopting, Request::Abandon, start()).1.starts_with("refused"));
 
     let now = start() + minutes(3);
@@ -255,6 +262,18 @@ fn replaced_by_hand_under_another_root_the_new_ca_waits_until_it_is_trusted() {
     assert_eq!((switched.progress.phase, switched.signer()), (Phase::Switched, &two.current));
     let steady = written(&switched, &all_well(), now + minutes(10));
     assert_eq!(steady.roots().len(), 1);
+}
+
+#[test]
+fn a_backup_that_somebody_puts_back_is_no_step_of_a_rotation() {
+    let old = ours();
+    let (announced, _) = asked(&old, Request::Start, start());
+    let switched = written(&later(announced), &all_well(), start() + minutes(3));
+    let steady = later(later(written(&switched, &all_well(), start() + minutes(5))));
+    let (adopting, _) = rules().by_hand(&steady, &old, start() + minutes(9)).unwrap();
+    assert_eq!((adopting.progress.phase, adopting.signer()), (Phase::Adopting, &steady.current));
+    // A replica that was away for a whole rotation follows, on the other hand.
+    assert!(rules().by_hand(&old, &steady, start() + minutes(9)).is_none());
 }
 
 #[test]
