@@ -39,7 +39,8 @@ fn under_load_certificates_are_renewed_and_the_root_is_replaced() {
         assert_eq!(before["roots"].as_array().unwrap().len(), 1, "{before:#}");
         let mut certificates: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
         until(&sandbox, "two renewals of each proxy", |now| {
-            for workload in now["workloads"].as_array().unwrap() {
+            // One that has just connected has not said yet what it has.
+            for workload in now["workloads"].as_array().unwrap().iter().filter(|workload| workload["certificate_not_after"] != 0) {
                 assert_eq!(workload["certificate_issuer"], before["issuer"]["id"], "{workload:#}");
                 certificates.entry(workload["pod"].to_string()).or_default().insert(workload["certificate_serial"].to_string());
             }
@@ -57,7 +58,7 @@ fn under_load_certificates_are_renewed_and_the_root_is_replaced() {
 fn controllers_that_restart_in_each_phase_of_a_rotation_finish_it_under_load() {
     let Some((sandbox, client)) = short_lived() else { return };
     under_load(&sandbox, &client, &LOADS, || {
-        let mut met = BTreeSet::new();
+        let mut met = Vec::new();
         // A phase that nothing holds up takes a few seconds; once a controller has gone, its last report is waited for a while. A
         // machine that is too slow to restart somebody within that time gets another try.
         for _ in 0..3 {
@@ -68,7 +69,7 @@ fn controllers_that_restart_in_each_phase_of_a_rotation_finish_it_under_load() {
                 met.extend(restart_each(&sandbox));
             }
             until(&sandbox, "a new root alone, and all use it", |now| is_done(now, &before));
-            if PHASES.iter().all(|phase| met.contains(*phase)) {
+            if PHASES.iter().all(|phase| met.iter().filter(|began| began == phase).count() >= 2) {
                 return;
             }
         }
@@ -111,10 +112,10 @@ fn is_done(now: &Value, before: &Value) -> bool {
 }
 
 /// Replaces one controller after the other. In which phases the new ones began.
-fn restart_each(sandbox: &Sandbox) -> BTreeSet<String> {
+fn restart_each(sandbox: &Sandbox) -> Vec<String> {
     let old = sandbox.view().pods_of("service-mesh", "controller");
     let mut known: BTreeSet<String> = old.iter().map(|pod| pod.name.clone()).collect();
-    let mut phases = BTreeSet::new();
+    let mut phases = Vec::new();
     for pod in old {
         sandbox.delete("Pod", "service-mesh", &pod.name).unwrap();
         let replaced = |view: &View| {
@@ -123,7 +124,7 @@ fn restart_each(sandbox: &Sandbox) -> BTreeSet<String> {
         };
         let new = sandbox.wait("another controller", PATIENCE, replaced).unwrap();
         let line = wait_line(sandbox, &new, "controller", "what it has read", |line| line.contains("is in use"));
-        phases.insert(line.split("phase=\"").nth(1).and_then(|rest| rest.split('"').next()).unwrap().to_owned());
+        phases.push(line.split("phase=\"").nth(1).and_then(|rest| rest.split('"').next()).unwrap().to_owned());
         known.insert(new.name);
     }
     phases
