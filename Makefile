@@ -52,7 +52,7 @@ e2e: ## the tests that need a cluster: the one that KUBECONFIG names, the images
 	@[[ -n "$${KUBECONFIG:-}" ]] || { echo "e2e: KUBECONFIG names no cluster. With kind: export KUBECONFIG=~/.kube/config" >&2; exit 2; }
 	@echo "e2e: on $$(kubectl config current-context), which gets the mesh and test namespaces"
 	@kubectl rollout restart -n service-mesh deployment 2>/dev/null || true # an image of the same name may be a newer one
-	@cargo test --workspace --test kubernetes -- --ignored
+	@cargo test --workspace --test kubernetes --test kubernetes_authority -- --ignored
 	@cargo build --workspace --bins # the tests of the command line run it
 	@E2E=1 cargo test --workspace --test 'cluster_*' -- --nocapture
 
