@@ -2,7 +2,7 @@
 //! proxies whom to trust watches this one value.
 //!
 //! It lies in a [`store`] that all replicas share. [`material`] says what the store's fields mean, [`rotation`] (pure) how one CA
-//! follows another and on whom that waits, [`reports`] what the replicas tell each other for it; [`keeper`] is the task that brings
+//! follows another and on whom that waits, [`reports`] what the replicas tell each other for it; `keeper` is the task that brings
 //! them together, [`publish`] puts the roots where pods find them, [`status`] says how it stands.
 
 pub mod certificate;
