@@ -99,6 +99,11 @@ impl Failure {
         }
     }
 
+    /// Somebody has not proven who they are.
+    pub fn is_of_identity(&self) -> bool {
+        matches!(self, Self::NoCertificate(_) | Self::Handshake { .. } | Self::MtlsRequired)
+    }
+
     /// The code in `x-mesh-error` and in metrics.
     pub fn code(&self) -> &'static str {
         match self {

@@ -74,5 +74,10 @@ fn refuse(client: Io, flow: &Flow, failure: &Failure) {
 
 fn note(flow: &Flow, failure: &Failure) {
     flow.worker.metrics.failure(flow.direction, failure);
-    tracing::debug!(path = flow.direction.name(), peer = %flow.peer, destination = %flow.destination.name(), code = failure.code(), "{failure}");
+    let (path, peer, destination, code) = (flow.direction.name(), flow.peer, flow.destination.name(), failure.code());
+    // Nobody else may ever hear of it: what was refused was no HTTP, or had not come so far.
+    if failure.is_of_identity() && flow.worker.may_complain(Instant::now()) {
+        return tracing::warn!(path, %peer, %destination, code, "{failure}");
+    }
+    tracing::debug!(path, %peer, %destination, code, "{failure}");
 }

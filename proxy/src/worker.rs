@@ -28,6 +28,9 @@ use crate::{accept, inbound, orig_dst, outbound};
 /// How often what nobody uses is looked for.
 const SWEEP: Duration = Duration::from_secs(5);
 
+/// One line in the log about peers that prove nothing in this time; the metrics count them all.
+const COMPLAIN_EVERY: Duration = Duration::from_secs(10);
+
 /// What a worker is given.
 pub struct Seat {
     /// How the proxy was started.
@@ -86,6 +89,8 @@ pub struct Worker {
     pub drain: CancellationToken,
     limit: usize,
     open: Cell<usize>,
+    /// When a peer was last complained of.
+    complained: Cell<Option<Instant>>,
     /// Told when no connection is open any more.
     idle: Notify,
 }
@@ -104,6 +109,7 @@ impl Worker {
             drain: seat.drain,
             limit: seat.limit,
             open: Cell::new(0),
+            complained: Cell::new(None),
             idle: Notify::new(),
         })
     }
@@ -149,6 +155,15 @@ impl Worker {
             }
             drop(open);
         });
+    }
+
+    /// Whether a warning about a peer is due: a flood of them would be one of lines in the log.
+    pub fn may_complain(&self, now: Instant) -> bool {
+        let due = self.complained.get().is_none_or(|last| now.saturating_duration_since(last) >= COMPLAIN_EVERY);
+        if due {
+            self.complained.set(Some(now));
+        }
+        due
     }
 
     /// The ports that a connection must not lead back to.

@@ -405,6 +405,38 @@ fn http2_streams_share_a_session_and_the_app_learns_who_calls() {
 }
 
 #[test]
+fn an_upgrade_to_websocket_carries_the_caller_and_then_bytes() {
+    on_worker(async {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let app = listener.local_addr().unwrap();
+        tokio::task::spawn_local(async move {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let mut head = Vec::new();
+            while !head.ends_with(b"\r\n\r\n") {
+                head.push(stream.read_u8().await.unwrap());
+            }
+            assert!(String::from_utf8(head).unwrap().contains(&format!("X-Called-By: {WEB}\r\n")));
+            stream.write_all(b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n").await.unwrap();
+            let (mut read, mut write) = stream.split();
+            tokio::io::copy(&mut read, &mut write).await.unwrap();
+        });
+        let pair = Pair::usual(app).await;
+        let mut client = pair.connect().await;
+        client.write_all(b"GET /chat HTTP/1.1\r\nHost: cart\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n").await.unwrap();
+        let mut head = Vec::new();
+        while !head.ends_with(b"\r\n\r\n") {
+            head.push(client.read_u8().await.unwrap());
+        }
+        assert!(head.starts_with(b"HTTP/1.1 101 "));
+        client.write_all(b"a secret frame").await.unwrap();
+        let mut echoed = [0; 14];
+        client.read_exact(&mut echoed).await.unwrap();
+        assert_eq!(&echoed, b"a secret frame");
+        assert!(!pair.saw("secret") && !pair.saw("Upgrade"));
+    });
+}
+
+#[test]
 fn a_strict_workload_takes_peers_and_probes_only() {
     on_worker(async {
         let app = app().await;
