@@ -99,7 +99,7 @@ impl Tls {
         // Never sent: it tells the endpoint's sessions from others.
         let name = ServerName::IpAddress(address.ip().into());
         let connection = UnbufferedClientConnection::new(config, name).map_err(|error| failed(error.to_string()))?;
-        let io = secure(io, Session::client(connection)).await.map_err(failed)?;
+        let io = secure(io, Session::client(connection)).await.map_err(|error| failed(error.to_string()))?;
         let peer = judge(&io).map_err(failed)?;
         if peer != *expected {
             return Err(failed(format!("it is {peer}, and discovery named {expected}")));
@@ -113,7 +113,11 @@ impl Tls {
         let failed = |reason: String| Failure::Handshake { address: peer, reason };
         let connection = UnbufferedServerConnection::new(keys.server.clone()).map_err(|error| failed(error.to_string()))?;
         let session = Session::server(connection, std::mem::take(io.unread()));
-        let io = secure(io, session).await.map_err(failed)?;
+        let io = secure(io, session).await.map_err(|error| match error.kind() {
+            io::ErrorKind::InvalidData | io::ErrorKind::TimedOut => failed(error.to_string()),
+            // It may have found another way meanwhile: that says nothing of who it is.
+            _ => Failure::BadRequest("the client left in the middle of the TLS handshake"),
+        })?;
         let identity = judge(&io).map_err(failed)?;
         let inside = io.session().and_then(|session| session.state().alpn_protocol()).and_then(Inside::from_alpn);
         let inside = inside.ok_or_else(|| failed("it does not say what is inside".to_owned()))?;
@@ -137,11 +141,9 @@ impl Tls {
     }
 }
 
-async fn secure(io: Io, session: Session) -> Result<Io, String> {
-    match timeout(HANDSHAKE_TIMEOUT, io.secure(session)).await {
-        Ok(secured) => secured.map_err(|error: io::Error| error.to_string()),
-        Err(_) => Err(format!("no TLS handshake within {HANDSHAKE_TIMEOUT:?}")),
-    }
+async fn secure(io: Io, session: Session) -> io::Result<Io> {
+    let late = |_| io::Error::new(io::ErrorKind::TimedOut, format!("no TLS handshake within {HANDSHAKE_TIMEOUT:?}"));
+    timeout(HANDSHAKE_TIMEOUT, io.secure(session)).await.unwrap_or_else(|elapsed| Err(late(elapsed)))
 }
 
 /// Who the peer is. The handshake has verified a new certificate; of a resumed session this is the verification.
