@@ -10,7 +10,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use rcgen::{
-    BasicConstraints, CertificateParams, CertifiedIssuer, ExtendedKeyUsagePurpose, IsCa, KeyPair, PKCS_ECDSA_P256_SHA256,
+    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair, PKCS_ECDSA_P256_SHA256,
     PKCS_ECDSA_P384_SHA384, SanType,
 };
 
@@ -53,6 +53,8 @@ pub(super) fn start(programs: &Programs, pair: &Pair) -> Result<Proxies> {
 /// An authority's certificate, and what each of the two proves itself by: of the same kinds as the mesh's.
 fn write_identities(state: &Path) -> Result<()> {
     let mut authority = CertificateParams::default();
+    // Whose names are alike would be taken for self-signed.
+    authority.distinguished_name.push(DnType::CommonName, "bench CA");
     authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     let key = KeyPair::generate_for(&PKCS_ECDSA_P384_SHA384).context("make the authority's key")?;
     let issuer = CertifiedIssuer::self_signed(authority, key).context("make the authority")?;
@@ -60,6 +62,7 @@ fn write_identities(state: &Path) -> Result<()> {
     for name in ["http-client", "http-server"] {
         let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).context("make a key")?;
         let mut leaf = CertificateParams::default();
+        leaf.distinguished_name.push(DnType::CommonName, name);
         let uri = format!("spiffe://cluster.local/ns/{name}/sa/{name}");
         leaf.subject_alt_names = vec![SanType::URI(uri.try_into().context("write a SPIFFE ID")?)];
         leaf.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
