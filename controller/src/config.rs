@@ -8,7 +8,7 @@ use std::time::Duration;
 use clap::Parser;
 use diy_mesh_proto::Identity;
 use diy_mesh_proto::identity::TRUST_DOMAIN;
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::Targets;
 
 use crate::authenticate::Jwks;
 
@@ -78,7 +78,7 @@ pub struct Config {
     /// The controller's own namespace.
     pub pod_namespace: String,
     /// What is logged.
-    pub log: String,
+    pub log: Targets,
 }
 
 /// Where the catalog comes from.
@@ -150,9 +150,8 @@ impl TryFrom<RawConfig> for Config {
             let namespace = &raw.pod_namespace;
             problems.push(format!("POD_NAMESPACE (--pod-namespace): {namespace:?} is no namespace; it is the controller's own"));
         }
-        if let Err(error) = EnvFilter::try_new(&raw.log) {
-            problems.push(format!("LOG (--log): {:?} is no filter: {error}; for example `info`", raw.log));
-        }
+        let log = raw.log.parse().map_err(|error| format!("LOG (--log): {:?} is no filter: {error}; for example `info`", raw.log));
+        let log = keep(&mut problems, log).unwrap_or_default();
         if let (Some(one), Some(other)) = (listen, admin_listen)
             && one == other
             && one.port() != 0
@@ -164,7 +163,7 @@ impl TryFrom<RawConfig> for Config {
             (Some(listen), Some(admin_listen), Some(catalog), Some(authenticator), Some(ca), Some((certificate_life, ca_life)))
                 if problems.is_empty() =>
             {
-                let RawConfig { trust_domain, pod_namespace, log, .. } = raw;
+                let RawConfig { trust_domain, pod_namespace, .. } = raw;
                 Ok(Config { listen, admin_listen, catalog, authenticator, ca, trust_domain, certificate_life, ca_life, pod_namespace, log })
             }
             _ => Err(Problems(problems)),

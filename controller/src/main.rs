@@ -1,12 +1,14 @@
 //! The controller's start: configuration, logs, runtime, signals, exit code. Everything else is in the library.
 
+use std::io::{self, IsTerminal as _};
 use std::process::ExitCode;
 
 use clap::Parser;
 use diy_mesh_controller::Config;
 use diy_mesh_controller::config::RawConfig;
 use tokio::signal::unix::{SignalKind, signal};
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt;
+use tracing_subscriber::prelude::*;
 
 fn main() -> ExitCode {
     let config = match Config::try_from(RawConfig::parse()) {
@@ -16,11 +18,8 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    tracing_subscriber::fmt()
-        .with_env_filter(EnvFilter::new(&config.log))
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
-        .init();
+    let lines = fmt::layer().with_writer(io::stderr).with_ansi(io::stderr().is_terminal());
+    tracing_subscriber::registry().with(config.log.clone()).with(lines).init();
     match run(config) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

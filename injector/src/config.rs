@@ -59,7 +59,7 @@ pub struct Flags {
     /// [default: 5 with kubernetes, 0 with ephemeral]
     #[arg(long, env, value_name = "SECONDS")]
     pub shutdown_delay: Option<String>,
-    /// What is logged: error, warn, info, debug or trace, or a filter as RUST_LOG has it [default: info]
+    /// What is logged: error, warn, info, debug or trace, or a filter by module, such as info,diy_mesh_injector=debug [default: info]
     #[arg(long, env, value_name = "FILTER")]
     pub log: Option<String>,
 }

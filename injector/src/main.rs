@@ -1,20 +1,27 @@
 //! Starts the injector: logging, configuration, runtime, signals, exit code. Decides nothing.
 
+use std::io::{self, IsTerminal as _};
 use std::process::ExitCode;
 
 use clap::Parser;
 use diy_mesh_injector::{Config, Flags, run};
 use tokio::signal::unix::{SignalKind, signal};
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::Targets;
+use tracing_subscriber::fmt;
+use tracing_subscriber::prelude::*;
 
 fn main() -> ExitCode {
     let flags = Flags::parse();
-    let filter = EnvFilter::new(flags.log.as_deref().unwrap_or("info"));
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
-        .init();
+    let filter = flags.log.as_deref().unwrap_or("info");
+    let filter: Targets = match filter.parse() {
+        Ok(filter) => filter,
+        Err(error) => {
+            eprintln!("injector: LOG (--log): {filter:?} is no filter: {error}; for example `info`");
+            return ExitCode::from(2);
+        }
+    };
+    let lines = fmt::layer().with_writer(io::stderr).with_ansi(io::stderr().is_terminal());
+    tracing_subscriber::registry().with(filter).with(lines).init();
     let config = match Config::from_flags(flags) {
         Ok(config) => config,
         Err(problems) => {

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::Parser;
 use clap::builder::styling::Styles;
 use diy_mesh_proto::Identity;
+use tracing_subscriber::filter::Targets;
 
 use crate::dump::{Format, Mode};
 use crate::policy::Policy;
@@ -92,7 +93,7 @@ pub struct Config {
     /// Who this is, "namespace/name".
     pub pod: String,
     /// The log's filter.
-    pub log: String,
+    pub log: Targets,
 }
 
 /// What the controller is verified by.
@@ -173,9 +174,10 @@ impl Config {
             problems.push("SERVICE_MESH_TOKEN_FILE: missing; it names the file with this workload's token".to_owned());
             PathBuf::new()
         });
-        if let Err(error) = tracing_subscriber::EnvFilter::try_new(&raw.log) {
+        let log = raw.log.parse().unwrap_or_else(|error| {
             problems.push(format!("LOG={}: {error}", raw.log));
-        }
+            Targets::default()
+        });
         if !problems.is_empty() {
             return Err(problems.join("\n"));
         }
@@ -193,7 +195,7 @@ impl Config {
             controller_proof,
             token_file,
             pod,
-            log: raw.log,
+            log,
         })
     }
 }

@@ -1,9 +1,12 @@
 //! Starts the proxy: configuration, logging, runtime; the rest is `lib.rs`.
 
+use std::io::{self, IsTerminal as _};
 use std::process::ExitCode;
 
 use diy_mesh_proxy::config::Config;
 use diy_mesh_proxy::{run, shutdown_signal};
+use tracing_subscriber::fmt;
+use tracing_subscriber::prelude::*;
 
 fn main() -> ExitCode {
     let config = match Config::load() {
@@ -13,11 +16,8 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    tracing_subscriber::fmt()
-        .with_env_filter(tracing_subscriber::EnvFilter::new(&config.log))
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
-        .init();
+    let lines = fmt::layer().with_writer(io::stderr).with_ansi(io::stderr().is_terminal());
+    tracing_subscriber::registry().with(config.log.clone()).with(lines).init();
     match run(config, shutdown_signal) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

@@ -157,7 +157,7 @@ pub fn config(dir: &Path) -> Config {
         certificate_life: Duration::from_secs(3600),
         trust_domain: "cluster.local".into(),
         pod_namespace: "service-mesh".into(),
-        log: "info".into(),
+        log: tracing_subscriber::filter::Targets::new(),
     }
 }
 
