@@ -1,15 +1,16 @@
 //! Step 3, its waiting half: who speaks first decides what a connection carries. While the client is silent the proxy
 //! dials, so that a server that speaks first (SMTP, MySQL, SSH) is not kept waiting by the look at the client's bytes.
 
-use std::future::{Future, poll_fn};
+use std::future::{Future, poll_fn, ready};
 use std::io;
 use std::net::SocketAddr;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use tokio::time::{sleep, timeout};
+use tokio::task::spawn_local;
+use tokio::time::timeout;
 
 use crate::balance::{Endpoint, InFlight};
 use crate::connect;
@@ -59,26 +60,53 @@ pub async fn first_word(client: &mut Io, flow: &Flow, dialed: &mut Option<Dialed
         return listened;
     }
     let mut listening = pin!(listen(client, classify));
-    let mut speaking = pin!(async {
-        let connected = match dialed {
-            Some(dialed) => Ok(dialed),
-            None => dial(flow, Inside::Undecided).await.map(|new| dialed.insert(new)),
-        };
-        match connected {
-            // Its word, its end and its failure are all for the copying to pass on.
-            Ok(Dialed { upstream, .. }) => Ok(poll_fn(|cx| upstream.poll_fill(cx).map(|_| Protocol::Opaque)).await),
-            // A client that was only slow gets its answer in its own protocol.
-            Err(failure) => {
-                sleep(SECOND_CHANCE).await;
-                Err(failure)
-            }
+    let mut dialing: Dialing = match dialed.take() {
+        Some(dialed) => Box::pin(ready(Ok(dialed))),
+        None => {
+            let flow = flow.clone();
+            Box::pin(async move { dial(&flow, Inside::Undecided).await })
         }
+    };
+    let either = poll_fn(|cx| match listening.as_mut().poll(cx) {
+        Poll::Ready(listened) => Poll::Ready(Either::Listened(listened)),
+        Poll::Pending => dialing.as_mut().poll(cx).map(Either::Connected),
     });
-    poll_fn(|cx| match listening.as_mut().poll(cx) {
-        Poll::Pending => speaking.as_mut().poll(cx),
-        listened => listened,
-    })
-    .await
+    match either.await {
+        Either::Listened(listened) => {
+            match &listened {
+                Ok(Protocol::Http1) => drop(spawn_local(keep(dialing))),
+                // It needs a connection of its own in any case. A failure is found again by whoever dials next.
+                Ok(Protocol::Opaque) => *dialed = dialing.await.ok(),
+                _ => {}
+            }
+            listened
+        }
+        // A client that was only slow gets its answer in its own protocol.
+        Either::Connected(Err(failure)) => timeout(SECOND_CHANCE, listening).await.unwrap_or(Err(failure)),
+        Either::Connected(Ok(new)) => {
+            let upstream = &mut dialed.insert(new).upstream;
+            // Its word, its end and its failure are all for the copying to pass on.
+            poll_fn(|cx| match listening.as_mut().poll(cx) {
+                Poll::Pending => upstream.poll_fill(cx).map(|_| Ok(Protocol::Opaque)),
+                listened => listened,
+            })
+            .await
+        }
+    }
+}
+
+type Dialing = Pin<Box<dyn Future<Output = Result<Dialed, Failure>>>>;
+
+enum Either {
+    Listened(Result<Protocol, Failure>),
+    Connected(Result<Dialed, Failure>),
+}
+
+/// A connection that has begun when its client turns out to speak HTTP/1 is for whoever asks the pool next.
+async fn keep(dialing: Dialing) {
+    if let Ok(Dialed { endpoint, upstream, .. }) = dialing.await {
+        endpoint.pool.checkin_http1(upstream, Instant::now());
+    }
 }
 
 /// A connection to one of the destination's endpoints; a second and a third are tried where the first refuses.
