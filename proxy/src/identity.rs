@@ -15,12 +15,14 @@ mod verify;
 
 use std::fmt;
 use std::future::Future;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use diy_mesh_proto::Identity;
 use diy_mesh_proto::mesh::v1::ProxyStatus;
 use rustls::RootCertStore;
+use rustls::crypto::aws_lc_rs::Ticketer;
+use rustls::server::ProducesTickets;
 use rustls::sign::CertifiedKey;
 use tokio::sync::watch;
 
@@ -42,6 +44,8 @@ pub struct Credentials {
     pub roots_version: String,
     /// When the certificate ends.
     pub not_after: SystemTime,
+    /// What tickets are sealed with, from the first one on.
+    pub tickets: OnceLock<Arc<dyn ProducesTickets>>,
 }
 
 /// Without the key, whatever its own Debug may say.
@@ -72,6 +76,17 @@ pub fn start(
 }
 
 impl Credentials {
+    /// Seals and opens the tickets of sessions under these credentials, on whichever worker. Other credentials open none of them.
+    pub fn tickets(&self) -> Result<Arc<dyn ProducesTickets>, rustls::Error> {
+        match self.tickets.get() {
+            Some(tickets) => Ok(tickets.clone()),
+            None => {
+                let new = Ticketer::new()?;
+                Ok(self.tickets.get_or_init(|| new).clone())
+            }
+        }
+    }
+
     /// What the controller is told of them.
     pub fn status(&self) -> ProxyStatus {
         let leaf = self.certified.cert.first().and_then(|leaf| Leaf::read(leaf).ok());

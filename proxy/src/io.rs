@@ -5,7 +5,6 @@
 //! holds nothing: a connection that waits owns no buffer at all.
 
 use std::cell::RefCell;
-use std::future::poll_fn;
 use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -16,7 +15,7 @@ use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
-use crate::tls::Session;
+use crate::tls::{Agreed, Handshake, Session};
 
 /// The most that one read takes for whoever passes bytes on at once: the more, the fewer system calls for bulk data.
 /// Pages that no read has needed take no memory.
@@ -41,18 +40,17 @@ impl Io {
         Self { stream, tls: None, unread: BytesMut::new() }
     }
 
-    /// From here on TLS: runs the handshake of `session`, which was given what was unread.
-    pub async fn secure(mut self, session: Session) -> io::Result<Self> {
-        let mut session = Box::new(session);
+    /// From here on TLS: runs the handshake, which was given what was unread.
+    pub async fn secure(mut self, handshake: Handshake) -> io::Result<(Self, Agreed)> {
         self.unread = BytesMut::new();
-        poll_fn(|cx| session.poll_handshake(cx, &mut self.stream, &mut self.unread)).await?;
-        self.tls = Some(session);
-        Ok(self)
+        let (agreed, session) = handshake.run(&mut self.stream, &mut self.unread).await?;
+        self.tls = Some(Box::new(session));
+        Ok((self, agreed))
     }
 
-    /// The TLS session, where there is one.
-    pub fn session(&self) -> Option<&Session> {
-        self.tls.as_deref()
+    /// Whether what goes over the wire is sealed.
+    pub fn is_secured(&self) -> bool {
+        self.tls.is_some()
     }
 
     /// The socket, to ask it for its addresses.
@@ -175,6 +173,8 @@ impl AsyncWrite for Io {
 
 #[cfg(test)]
 mod tests {
+    use std::future::poll_fn;
+
     use super::*;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::TcpListener;

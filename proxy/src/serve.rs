@@ -42,7 +42,8 @@ pub async fn serve(mut client: Io, mut flow: Flow) {
             }
             http1::serve(client, &flow).await;
         }
-        Protocol::Http2 => http2::serve(client, Rc::new(flow)).await,
+        // In a box: it would double what the task of a connection takes that carries anything else.
+        Protocol::Http2 => Box::pin(http2::serve(client, Rc::new(flow))).await,
         Protocol::Opaque | Protocol::MeshTls => {
             let dialed = match (flow.admits_unseen(), dialed) {
                 (Err(refused), _) => Err(refused),

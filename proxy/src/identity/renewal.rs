@@ -3,7 +3,7 @@
 
 use std::future::Future;
 use std::pin::{Pin, pin};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
 
 use diy_mesh_proto::mesh::v1::{SignCertificateRequest, SignCertificateResponse};
@@ -140,6 +140,7 @@ impl<W: World + Clone> Renewal<W> {
             roots: roots.store.clone(),
             roots_version: roots.version.clone(),
             not_after: leaf.not_after,
+            tickets: OnceLock::new(),
         })));
         self.failures = 0;
         self.due = life.renew_at(self.world.random()).max(life.earliest());
@@ -179,6 +180,7 @@ impl<W: World + Clone> Renewal<W> {
                 roots: roots.store.clone(),
                 roots_version: roots.version.clone(),
                 not_after: old.not_after,
+                tickets: OnceLock::new(),
             }));
             true
         });

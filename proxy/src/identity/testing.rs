@@ -1,6 +1,6 @@
 //! Authorities and leaves for tests, made on the spot. No part of the proxy.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
 
 use base64::Engine as _;
@@ -113,7 +113,8 @@ pub(crate) fn credentials(authority: &Authority) -> Arc<Credentials> {
     let (identity, not_after) = identity_of(&leaf).unwrap();
     let key = any_ecdsa_type(&PrivatePkcs8KeyDer::from(key.serialize_der()).into()).unwrap();
     let certified = Arc::new(CertifiedKey::new(vec![leaf], key));
-    Arc::new(Credentials { identity, certified, roots: authority.roots(), roots_version: "1".to_owned(), not_after })
+    let (roots, roots_version, tickets) = (authority.roots(), "1".to_owned(), OnceLock::new());
+    Arc::new(Credentials { identity, certified, roots, roots_version, not_after, tickets })
 }
 
 /// A certificate as text.

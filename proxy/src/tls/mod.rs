@@ -5,8 +5,12 @@
 //! ones, with new tickets: no session outlives the certificates under which it was made. What a resumed session says of the peer
 //! is judged anew. There is no way from a failed handshake to plaintext.
 
+mod handshake;
 mod hello;
+mod record;
 mod session;
+#[cfg(test)]
+mod session_tests;
 #[cfg(test)]
 mod tests;
 
@@ -14,6 +18,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::io;
 use std::net::SocketAddr;
+use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -23,13 +28,14 @@ use rustls::client::{Resumption, UnbufferedClientConnection};
 use rustls::crypto::{CryptoProvider, aws_lc_rs};
 use rustls::pki_types::ServerName;
 use rustls::server::{NoServerSessionStorage, UnbufferedServerConnection};
-use rustls::{ClientConfig, CommonState, ServerConfig};
+use rustls::{ClientConfig, ServerConfig};
 use tokio::time::timeout;
 
 use crate::error::Failure;
 use crate::identity::{ClientVerifier, Credentials, CurrentCredentials, ServerVerifier, identity_of};
 use crate::io::Io;
 
+pub use handshake::{Agreed, Handshake};
 pub use hello::{Hello, look};
 pub use session::Session;
 
@@ -93,18 +99,24 @@ impl Tls {
 
     /// Makes a connection to an endpoint a session with a workload that proves to be `expected`.
     pub async fn connect(&self, io: Io, address: SocketAddr, expected: &Identity, inside: Inside) -> Result<Io, Failure> {
+        let (io, agreed) = self.begin(io, address, expected, inside).await?;
+        let failed = |reason: String| Failure::Handshake { address, reason };
+        let peer = judge(&agreed).map_err(failed)?;
+        if peer != *expected {
+            return Err(failed(format!("it is {peer}, and discovery named {expected}")));
+        }
+        tracing::trace!(%address, %peer, "a session: {agreed}");
+        Ok(io)
+    }
+
+    async fn begin(&self, io: Io, address: SocketAddr, expected: &Identity, inside: Inside) -> Result<(Io, Agreed), Failure> {
         let keys = self.keys().ok_or(Failure::NoCertificate(address))?;
         let failed = |reason: String| Failure::Handshake { address, reason };
         let config = keys.client(expected, inside).map_err(|error| failed(error.to_string()))?;
         // Never sent: it tells the endpoint's sessions from others.
         let name = ServerName::IpAddress(address.ip().into());
         let connection = UnbufferedClientConnection::new(config, name).map_err(|error| failed(error.to_string()))?;
-        let io = secure(io, Session::client(connection)).await.map_err(|error| failed(error.to_string()))?;
-        let peer = judge(&io).map_err(failed)?;
-        if peer != *expected {
-            return Err(failed(format!("it is {peer}, and discovery named {expected}")));
-        }
-        Ok(io)
+        secure(io, Handshake::client(connection)).await.map_err(|error| failed(error.to_string()))
     }
 
     /// Takes up a session that a peer begins: the ClientHello is unread in `io`. Who the peer is, and what is inside.
@@ -112,15 +124,15 @@ impl Tls {
         let keys = self.keys().ok_or(Failure::NoCertificate(peer))?;
         let failed = |reason: String| Failure::Handshake { address: peer, reason };
         let connection = UnbufferedServerConnection::new(keys.server.clone()).map_err(|error| failed(error.to_string()))?;
-        let session = Session::server(connection, std::mem::take(io.unread()));
-        let io = secure(io, session).await.map_err(|error| match error.kind() {
+        let handshake = Handshake::server(connection, std::mem::take(io.unread()));
+        let (io, agreed) = secure(io, handshake).await.map_err(|error| match error.kind() {
             io::ErrorKind::InvalidData | io::ErrorKind::TimedOut => failed(error.to_string()),
             // It may have found another way meanwhile: that says nothing of who it is.
             _ => Failure::BadRequest("the client left in the middle of the TLS handshake"),
         })?;
-        let identity = judge(&io).map_err(failed)?;
-        let inside = io.session().and_then(|session| session.state().alpn_protocol()).and_then(Inside::from_alpn);
-        let inside = inside.ok_or_else(|| failed("it does not say what is inside".to_owned()))?;
+        let identity = judge(&agreed).map_err(failed)?;
+        let inside =
+            agreed.alpn.as_deref().and_then(Inside::from_alpn).ok_or_else(|| failed("it does not say what is inside".to_owned()))?;
         Ok((io, identity, inside))
     }
 
@@ -141,15 +153,18 @@ impl Tls {
     }
 }
 
-async fn secure(io: Io, session: Session) -> io::Result<Io> {
-    let late = |_| io::Error::new(io::ErrorKind::TimedOut, format!("no TLS handshake within {HANDSHAKE_TIMEOUT:?}"));
-    timeout(HANDSHAKE_TIMEOUT, io.secure(session)).await.unwrap_or_else(|elapsed| Err(late(elapsed)))
+/// In a box of its own: a handshake is large and soon over, and a connection's task has room, all its life, for whatever it may
+/// wait for.
+fn secure(io: Io, handshake: Handshake) -> Pin<Box<impl Future<Output = io::Result<(Io, Agreed)>>>> {
+    Box::pin(async {
+        let late = |_| io::Error::new(io::ErrorKind::TimedOut, format!("no TLS handshake within {HANDSHAKE_TIMEOUT:?}"));
+        timeout(HANDSHAKE_TIMEOUT, io.secure(handshake)).await.unwrap_or_else(|elapsed| Err(late(elapsed)))
+    })
 }
 
 /// Who the peer is. The handshake has verified a new certificate; of a resumed session this is the verification.
-fn judge(io: &Io) -> Result<Identity, String> {
-    let certificates = io.session().and_then(|session| session.state().peer_certificates()).unwrap_or_default();
-    let leaf = certificates.first().ok_or("it showed no certificate")?;
+fn judge(agreed: &Agreed) -> Result<Identity, String> {
+    let leaf = agreed.certificate.as_ref().ok_or("it showed no certificate")?;
     let (identity, not_after) = identity_of(leaf).map_err(|error| error.to_string())?;
     if not_after <= SystemTime::now() {
         return Err("its certificate has expired".to_owned());
@@ -167,8 +182,10 @@ impl Keys {
             .with_cert_resolver(Arc::new(rustls::sign::SingleCertAndKey::from(credentials.certified.clone())));
         server.alpn_protocols = Inside::ALL.map(|inside| inside.alpn().to_vec()).to_vec();
         server.session_storage = Arc::new(NoServerSessionStorage {});
-        server.ticketer = aws_lc_rs::Ticketer::new()?;
+        server.ticketer = credentials.tickets()?;
         server.send_tls13_tickets = 1;
+        // Records are sealed and opened by `session.rs`.
+        server.enable_secret_extraction = true;
         Ok(Self { server: Arc::new(server), clients: RefCell::default(), credentials })
     }
 
@@ -186,6 +203,7 @@ impl Keys {
             .with_client_cert_resolver(Arc::new(rustls::sign::SingleCertAndKey::from(self.credentials.certified.clone())));
         config.alpn_protocols = vec![inside.alpn().to_vec()];
         config.enable_sni = false;
+        config.enable_secret_extraction = true;
         config.resumption = Resumption::in_memory_sessions(SESSIONS);
         if clients.len() >= MOST_CONFIGURATIONS {
             clients.clear();
@@ -201,12 +219,4 @@ fn provider() -> Arc<CryptoProvider> {
     use aws_lc_rs::cipher_suite::{TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256};
     let suites = vec![TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256];
     Arc::new(CryptoProvider { cipher_suites: suites, ..aws_lc_rs::default_provider() })
-}
-
-/// What was agreed on, for people and tests.
-pub fn describe(state: &CommonState) -> String {
-    let group = state.negotiated_key_exchange_group().map(|group| format!("{:?}", group.name()));
-    let suite = state.negotiated_cipher_suite().map(|suite| format!("{:?}", suite.suite()));
-    let kind = state.handshake_kind().map(|kind| format!("{kind:?}"));
-    [group, suite, kind].into_iter().flatten().collect::<Vec<_>>().join(" ")
 }

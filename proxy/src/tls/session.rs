@@ -1,8 +1,8 @@
-//! One TLS session over a socket: what is read is decrypted, what is written is encrypted, with rustls' state machine and no
-//! buffers of its own. Like `io.rs`, which holds it, it works in buffers that all connections of a worker share: a session at
-//! rest keeps no more than a record that has not fully come, or one that the socket has not fully taken.
+//! One TLS session over a socket, after its handshake: what is read is opened, what is written is sealed, between buffers that all
+//! connections of a worker share. A session at rest keeps no more than a record that has not fully come, or one that the socket
+//! has not fully taken. Beside data, the peer may send tickets, new keys, and the end (RFC 8446, sections 4.6 and 6).
 //!
-//! It knows nothing of identities: `mod.rs` sets sessions up and judges the peer.
+//! The handshake is rustls' (`handshake.rs`), and so is all that has to do with keys; records are `record.rs`.
 
 use std::cell::RefCell;
 use std::io;
@@ -10,117 +10,96 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
 use bytes::{Buf, BytesMut};
-use rustls::CommonState;
-use rustls::client::UnbufferedClientConnection;
-use rustls::server::UnbufferedServerConnection;
-use rustls::unbuffered::{ConnectionState, EncodeError, EncryptError, UnbufferedStatus};
+use rustls::ExtractedSecrets;
+use rustls::client::ClientConnectionData;
+use rustls::kernel::KernelConnection;
+use rustls::server::ServerConnectionData;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
-/// The most that one write encrypts, in plain bytes: eight full records.
-const MOST: usize = 8 * RECORD;
-/// The most plain bytes of a record (RFC 8446, section 5.1).
-const RECORD: usize = 16 * 1024;
-/// What a record has more than its plain bytes, with some to spare: head, content type, tag.
-const OVERHEAD: usize = 64;
-/// What may wait to go out with the next write, at most: the end of a handshake, a ticket.
+use super::handshake::cut_off;
+use super::record::{Alert, Broken, Kind, MOST_PLAIN, OVERHEAD, Opener, Sealer, split};
+
+/// The most that one write seals, in plain bytes: eight full records.
+const MOST: usize = 8 * MOST_PLAIN;
+/// What may wait to go out with the next write, at most: the end of a handshake.
 const HELD: usize = 16 * 1024;
+/// What a handshake message may take before it has fully come: a ticket holds the peer's certificates.
+const MOST_MESSAGE: usize = 64 * 1024;
+/// New keys that the peer may take without a byte of data between them.
+const MOST_UPDATES: u8 = 32;
+
+const NEW_SESSION_TICKET: u8 = 4;
+const KEY_UPDATE: u8 = 24;
 
 thread_local! {
-    /// Decrypted bytes on their way to whoever reads.
+    /// Opened bytes on their way to whoever reads.
     static PLAIN: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
-    /// Encrypted bytes on their way to the socket.
-    static SEALED: RefCell<Vec<u8>> = RefCell::new(vec![0; MOST + 8 * OVERHEAD + HELD]);
+    /// Sealed bytes on their way to the socket.
+    static SEALED: RefCell<Vec<u8>> = RefCell::new(vec![0; HELD + 10 * OVERHEAD + MOST]);
 }
 
 /// One side of a session.
 pub struct Session {
-    machine: Machine,
+    kernel: Kernel,
+    sealer: Sealer,
+    opener: Opener,
     /// Came from the socket: the beginning of a record.
     incoming: BytesMut,
     /// Still to go to the socket.
     outgoing: BytesMut,
     /// `outgoing` may wait for the next write.
     held: bool,
+    /// The beginning of a handshake message.
+    message: Vec<u8>,
+    /// The peer wants this side to take a new key before it writes more.
+    update_owed: bool,
+    /// How often the peer has taken a new key since it last sent data.
+    updates: u8,
     /// The peer has said that it writes no more.
     peer_ended: bool,
+    /// So has this side.
+    ended: bool,
 }
 
-enum Machine {
-    Client(UnbufferedClientConnection),
-    Server(UnbufferedServerConnection),
+/// What rustls still does for a session: it makes new keys, and keeps tickets.
+pub enum Kernel {
+    /// On the side that began.
+    Client(KernelConnection<ClientConnectionData>),
+    /// On the other side.
+    Server(KernelConnection<ServerConnectionData>),
 }
 
-/// Where the state machine stands when it has nothing more to do.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Stand {
-    /// It needs more bytes before it can go on with the handshake.
-    Handshaking,
-    /// Bytes can be sent.
-    Established,
-    /// Both sides have ended.
-    Closed,
+/// What a handshake leaves to its session.
+pub struct Leftover {
+    /// The beginning of a record.
+    pub incoming: BytesMut,
+    /// The handshake's last words.
+    pub outgoing: BytesMut,
+    /// The peer has said that it writes no more.
+    pub peer_ended: bool,
 }
 
 impl Session {
-    /// A session that has not begun, on the side that begins.
-    pub fn client(connection: UnbufferedClientConnection) -> Self {
-        Self::new(Machine::Client(connection))
+    /// None for a suite that is not one of TLS 1.3's.
+    pub fn new(kernel: Kernel, secrets: &ExtractedSecrets, leftover: Leftover) -> Option<Self> {
+        let Leftover { incoming, outgoing, peer_ended } = leftover;
+        Some(Self {
+            kernel,
+            sealer: Sealer::new(secrets.tx.0, &secrets.tx.1)?,
+            opener: Opener::new(secrets.rx.0, &secrets.rx.1)?,
+            incoming: if incoming.is_empty() { BytesMut::new() } else { incoming },
+            outgoing,
+            held: true,
+            message: Vec::new(),
+            update_owed: false,
+            updates: 0,
+            peer_ended,
+            ended: false,
+        })
     }
 
-    /// A session that has not begun, on the other side. `incoming` was read already.
-    pub fn server(connection: UnbufferedServerConnection, incoming: BytesMut) -> Self {
-        Self { incoming, ..Self::new(Machine::Server(connection)) }
-    }
-
-    fn new(machine: Machine) -> Self {
-        Self { machine, incoming: BytesMut::new(), outgoing: BytesMut::new(), held: false, peer_ended: false }
-    }
-
-    /// What was agreed on.
-    pub fn state(&self) -> &CommonState {
-        match &self.machine {
-            Machine::Client(connection) => connection,
-            Machine::Server(connection) => connection,
-        }
-    }
-
-    /// Runs the handshake. What the peer sent right after it is added to `plain`. The last words of this side leave with the
-    /// first write, or before the first wait.
-    pub fn poll_handshake(&mut self, cx: &mut Context<'_>, stream: &mut TcpStream, plain: &mut BytesMut) -> Poll<io::Result<()>> {
-        loop {
-            let mut incoming = std::mem::take(&mut self.incoming);
-            let advanced = self.advance(&mut incoming, &mut |bytes| plain.extend_from_slice(bytes));
-            let (used, stand) = match advanced {
-                Ok(advanced) => advanced,
-                Err(error) => {
-                    // The peer is told why, if the socket takes it.
-                    let _ = self.poll_flush(cx, stream);
-                    return Poll::Ready(Err(error));
-                }
-            };
-            incoming.advance(used);
-            self.incoming = incoming;
-            match stand {
-                Stand::Established => {
-                    self.held = true;
-                    return Poll::Ready(Ok(()));
-                }
-                Stand::Closed => return Poll::Ready(Err(cut_off())),
-                Stand::Handshaking => {}
-            }
-            ready!(self.poll_flush(cx, stream))?;
-            let mut piece = [0; 4096];
-            let mut buf = ReadBuf::new(&mut piece);
-            ready!(Pin::new(&mut *stream).poll_read(cx, &mut buf))?;
-            if buf.filled().is_empty() {
-                return Poll::Ready(Err(cut_off()));
-            }
-            self.incoming.extend_from_slice(buf.filled());
-        }
-    }
-
-    /// Reads until there are plain bytes, and gives them to `take`; none are the end. `scratch` is for the encrypted ones.
+    /// Reads until there are plain bytes, and gives them to `take`; none are the end. `scratch` is for the sealed ones.
     pub fn poll_read<T>(
         &mut self,
         cx: &mut Context<'_>,
@@ -134,7 +113,6 @@ impl Session {
         }
         PLAIN.with_borrow_mut(|plain| {
             loop {
-                plain.clear();
                 if self.peer_ended {
                     return Poll::Ready(Ok(take(&[], cx)));
                 }
@@ -146,14 +124,14 @@ impl Session {
                 if read == 0 {
                     return Poll::Ready(Err(cut_off()));
                 }
-                self.decrypt(&mut scratch[..before + read], plain)?;
-                if !self.outgoing.is_empty()
-                    && let Poll::Ready(Err(error)) = self.poll_flush(cx, stream)
-                {
-                    return Poll::Ready(Err(error));
-                }
-                if !plain.is_empty() {
-                    return Poll::Ready(Ok(take(plain, cx)));
+                match self.open(&scratch[..before + read], plain) {
+                    Ok(0) => {}
+                    Ok(opened) => return Poll::Ready(Ok(take(&plain[..opened], cx))),
+                    Err(error) => {
+                        // The peer is told why, if the socket takes it.
+                        let _ = self.poll_flush(cx, stream);
+                        return Poll::Ready(Err(error));
+                    }
                 }
             }
         })
@@ -167,8 +145,8 @@ impl Session {
             scratch[..before].copy_from_slice(&self.incoming);
             match stream.try_read(&mut scratch[before..]) {
                 Ok(read) if read > 0 => {
-                    let mut plain = Vec::new();
-                    if self.decrypt(&mut scratch[..before + read], &mut plain).is_err() || !plain.is_empty() || self.peer_ended {
+                    let opened = PLAIN.with_borrow_mut(|plain| self.open(&scratch[..before + read], plain));
+                    if !matches!(opened, Ok(0)) || self.peer_ended {
                         return true;
                     }
                 }
@@ -178,17 +156,11 @@ impl Session {
         }
     }
 
-    fn decrypt(&mut self, sealed: &mut [u8], plain: &mut Vec<u8>) -> io::Result<()> {
-        let (used, _) = self.advance(sealed, &mut |bytes| plain.extend_from_slice(bytes))?;
-        self.incoming = match &sealed[used..] {
-            [] => BytesMut::new(),
-            rest => BytesMut::from(rest),
-        };
-        Ok(())
-    }
-
-    /// Encrypts some of `data` and writes it. What the socket does not take now is kept, and counts as written.
+    /// Seals some of `data` and writes it. What the socket does not take now is kept, and counts as written.
     pub fn poll_write(&mut self, cx: &mut Context<'_>, stream: &mut TcpStream, data: &[u8]) -> Poll<io::Result<usize>> {
+        if self.ended {
+            return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
+        }
         if !self.held || self.outgoing.len() > HELD {
             ready!(self.poll_flush(cx, stream))?;
         }
@@ -196,9 +168,11 @@ impl Session {
         SEALED.with_borrow_mut(|sealed| {
             let mut filled = self.outgoing.len();
             sealed[..filled].copy_from_slice(&self.outgoing);
-            self.outgoing.clear();
+            self.outgoing = BytesMut::new();
             self.held = false;
-            filled += self.encrypt(data, &mut sealed[filled..])?;
+            for piece in data.chunks(MOST_PLAIN) {
+                filled += self.seal(Kind::Data, piece, &mut sealed[filled..])?;
+            }
             let mut rest = &sealed[..filled];
             while !rest.is_empty() {
                 match Pin::new(&mut *stream).poll_write(cx, rest) {
@@ -207,7 +181,9 @@ impl Session {
                     Poll::Pending => break,
                 }
             }
-            self.outgoing = if rest.is_empty() { BytesMut::new() } else { BytesMut::from(rest) };
+            if !rest.is_empty() {
+                self.outgoing = BytesMut::from(rest);
+            }
             Poll::Ready(Ok(data.len()))
         })
     }
@@ -227,14 +203,7 @@ impl Session {
 
     /// Says that this side writes no more, and half-closes the socket.
     pub fn poll_shutdown(&mut self, cx: &mut Context<'_>, stream: &mut TcpStream) -> Poll<io::Result<()>> {
-        let mut incoming = std::mem::take(&mut self.incoming);
-        let mut last = [0; 128];
-        let said = match &mut self.machine {
-            Machine::Client(connection) => say_end(connection.process_tls_records(&mut incoming), &mut last),
-            Machine::Server(connection) => say_end(connection.process_tls_records(&mut incoming), &mut last),
-        };
-        self.incoming = incoming;
-        self.outgoing.extend_from_slice(&last[..said]);
+        self.say_last(Alert::CloseNotify);
         ready!(self.poll_flush(cx, stream))?;
         Pin::new(stream).poll_shutdown(cx)
     }
@@ -244,119 +213,157 @@ impl Session {
         self.outgoing.is_empty() || self.held
     }
 
-    fn encrypt(&mut self, data: &[u8], sealed: &mut [u8]) -> io::Result<usize> {
-        // What the machine itself has to say, new keys for one, goes first; a record that has begun to come stays what it is.
-        let mut incoming = std::mem::take(&mut self.incoming);
-        let result = self.advance(&mut incoming, &mut |_| {}).and_then(|_| {
-            let before = self.outgoing.len();
-            sealed[..before].copy_from_slice(&self.outgoing);
-            self.outgoing.clear();
-            let out = &mut sealed[before..];
-            let encrypted = match &mut self.machine {
-                Machine::Client(connection) => encrypt(connection.process_tls_records(&mut incoming), data, out),
-                Machine::Server(connection) => encrypt(connection.process_tls_records(&mut incoming), data, out),
-            };
-            Ok(before + encrypted?)
-        });
-        self.incoming = incoming;
-        result
-    }
-
-    /// Lets the machine work until it needs something: how much of `sealed` it is done with, and where it stands. Plain bytes
-    /// go to `plain`, what it has to say to `outgoing`.
-    fn advance(&mut self, sealed: &mut [u8], plain: &mut dyn FnMut(&[u8])) -> io::Result<(usize, Stand)> {
-        let mut used = 0;
-        loop {
-            let (discard, turn) = match &mut self.machine {
-                Machine::Client(connection) => turn(connection.process_tls_records(&mut sealed[used..]), plain, &mut self.outgoing),
-                Machine::Server(connection) => turn(connection.process_tls_records(&mut sealed[used..]), plain, &mut self.outgoing),
-            };
-            used += discard;
-            match turn {
-                Ok(Turn::Again) => {}
-                Ok(Turn::PeerEnded) => self.peer_ended = true,
-                Ok(Turn::Stands(stand)) => return Ok((used, stand)),
-                Err(error) => {
-                    self.take_alert();
-                    return Err(io::Error::new(io::ErrorKind::InvalidData, error));
+    /// Opens all records that have fully come, and keeps the beginning of the next: how many plain bytes there are in `plain` now.
+    /// What the peer says beside data is heeded; where it can't be, an alert says so to the peer.
+    fn open(&mut self, mut sealed: &[u8], plain: &mut Vec<u8>) -> io::Result<usize> {
+        if plain.len() < sealed.len() {
+            plain.resize(sealed.len(), 0);
+        }
+        let mut filled = 0;
+        let result = loop {
+            match split(sealed) {
+                Ok(Some((record, rest))) if !self.peer_ended => {
+                    sealed = rest;
+                    match self.open_one(record, &mut plain[filled..]) {
+                        Ok(opened) => filled += opened,
+                        Err(broken) => break Err(broken),
+                    }
                 }
+                Ok(_) => break Ok(filled),
+                Err(broken) => break Err(broken),
             }
-        }
-    }
-
-    /// After an error: the alert that says so to the peer.
-    fn take_alert(&mut self) {
-        let out = &mut self.outgoing;
-        // It ends with the same error, once the alert is out.
-        let _ = match &mut self.machine {
-            Machine::Client(connection) => turn(connection.process_tls_records(&mut []), &mut |_| {}, out),
-            Machine::Server(connection) => turn(connection.process_tls_records(&mut []), &mut |_| {}, out),
         };
+        // What follows an end is nothing.
+        self.incoming = if sealed.is_empty() || self.peer_ended { BytesMut::new() } else { BytesMut::from(sealed) };
+        result.map_err(|Broken(alert, reason)| {
+            self.say_last(alert);
+            io::Error::new(io::ErrorKind::InvalidData, reason)
+        })
     }
-}
 
-enum Turn {
-    Again,
-    PeerEnded,
-    Stands(Stand),
-}
-
-fn turn<Data>(
-    status: UnbufferedStatus<'_, '_, Data>,
-    plain: &mut dyn FnMut(&[u8]),
-    outgoing: &mut BytesMut,
-) -> (usize, Result<Turn, rustls::Error>) {
-    let UnbufferedStatus { mut discard, state, .. } = status;
-    let turn = state.and_then(|state| match state {
-        ConnectionState::ReadTraffic(mut traffic) => {
-            while let Some(record) = traffic.next_record() {
-                let record = record?;
-                discard += record.discard;
-                plain(record.payload);
+    fn open_one(&mut self, record: &[u8], out: &mut [u8]) -> Result<usize, Broken> {
+        let (kind, length) = self.opener.open(record, out)?;
+        // A message of the two ends to each other is in records of its own (section 5.1).
+        if !self.message.is_empty() && kind != Kind::Handshake {
+            return Err(Broken(Alert::UnexpectedMessage, "the peer interrupts its own message"));
+        }
+        match kind {
+            Kind::Data => {
+                if length > 0 {
+                    self.updates = 0;
+                }
+                Ok(length)
             }
-            Ok(Turn::Again)
-        }
-        ConnectionState::EncodeTlsData(mut data) => {
-            let at = outgoing.len();
-            if let Err(EncodeError::InsufficientSize(size)) = data.encode(&mut []) {
-                outgoing.resize(at + size.required_size, 0);
-                data.encode(&mut outgoing[at..]).map_err(|error| rustls::Error::General(error.to_string()))?;
+            Kind::Handshake => {
+                self.message.extend_from_slice(&out[..length]);
+                self.heed_messages()?;
+                Ok(0)
             }
-            Ok(Turn::Again)
+            Kind::Alert => match out[..length] {
+                // "user_canceled" comes before an end, and says nothing more (section 6.1).
+                [_, 90] => Ok(0),
+                [_, 0] => {
+                    self.peer_ended = true;
+                    Ok(0)
+                }
+                [_, _] => Err(Broken(Alert::CloseNotify, "the peer broke the session off")),
+                _ => Err(Broken(Alert::DecodeError, "an alert is not readable")),
+            },
         }
-        ConnectionState::TransmitTlsData(data) => {
-            data.done();
-            Ok(Turn::Again)
-        }
-        ConnectionState::PeerClosed => Ok(Turn::PeerEnded),
-        ConnectionState::Closed => Ok(Turn::Stands(Stand::Closed)),
-        ConnectionState::BlockedHandshake => Ok(Turn::Stands(Stand::Handshaking)),
-        ConnectionState::WriteTraffic(_) => Ok(Turn::Stands(Stand::Established)),
-        // Early data is not offered and not accepted.
-        other => Err(rustls::Error::General(format!("an unexpected state: {other:?}"))),
-    });
-    (discard, turn)
-}
+    }
 
-fn encrypt<Data>(status: UnbufferedStatus<'_, '_, Data>, data: &[u8], out: &mut [u8]) -> io::Result<usize> {
-    match status.state {
-        Ok(ConnectionState::WriteTraffic(mut traffic)) => traffic.encrypt(data, out).map_err(|error| match error {
-            EncryptError::InsufficientSize(size) => io::Error::other(format!("{} bytes for {}", out.len(), size.required_size)),
-            EncryptError::EncryptExhausted => io::Error::other("the session's keys are used up"),
-        }),
-        Ok(_) => Err(io::ErrorKind::BrokenPipe.into()),
-        Err(error) => Err(io::Error::new(io::ErrorKind::InvalidData, error)),
+    /// Does what the handshake messages ask for that have fully come (sections 4.6.1 and 4.6.3).
+    fn heed_messages(&mut self) -> Result<(), Broken> {
+        const UNEXPECTED: Broken = Broken(Alert::UnexpectedMessage, "the peer says what has no place after the handshake");
+        let message = std::mem::take(&mut self.message);
+        let mut rest = &message[..];
+        while let Some((&[kind, high, middle, low], body)) = rest.split_first_chunk::<4>() {
+            let length = u32::from_be_bytes([0, high, middle, low]) as usize;
+            if length > MOST_MESSAGE {
+                return Err(Broken(Alert::DecodeError, "a message is too long"));
+            }
+            let Some((body, after)) = body.split_at_checked(length) else { break };
+            rest = after;
+            match (kind, &mut self.kernel, body) {
+                (NEW_SESSION_TICKET, Kernel::Client(kernel), ticket) => {
+                    kernel.handle_new_session_ticket(ticket).map_err(|_| Broken(Alert::DecodeError, "a ticket is not readable"))?;
+                }
+                // Its next record has the next key, so this must have been the record's last word.
+                (KEY_UPDATE, _, [wants @ (0 | 1)]) if rest.is_empty() => self.take_peers_next_key(*wants == 1)?,
+                _ => return Err(UNEXPECTED),
+            }
+        }
+        self.message = rest.to_vec();
+        Ok(())
+    }
+
+    fn take_peers_next_key(&mut self, owed: bool) -> Result<(), Broken> {
+        self.updates += 1;
+        if self.updates > MOST_UPDATES {
+            return Err(Broken(Alert::UnexpectedMessage, "the peer does nothing but take new keys"));
+        }
+        self.update_owed |= owed;
+        let next = match &mut self.kernel {
+            Kernel::Client(kernel) => kernel.update_rx_secret(),
+            Kernel::Server(kernel) => kernel.update_rx_secret(),
+        };
+        let opener = next.ok().and_then(|(used, secrets)| Opener::new(used, &secrets));
+        self.opener = opener.ok_or(Broken(Alert::InternalError, "there is no next key"))?;
+        Ok(())
+    }
+
+    /// Seals one record into `out`; before it, where it is time, the message that a new key follows.
+    fn seal(&mut self, kind: Kind, plain: &[u8], out: &mut [u8]) -> io::Result<usize> {
+        let mut filled = 0;
+        if self.update_owed || self.sealer.is_worn() {
+            filled = self.sealer.seal(Kind::Handshake, &[KEY_UPDATE, 0, 0, 1, 0], out).map_err(internal)?;
+            let next = match &mut self.kernel {
+                Kernel::Client(kernel) => kernel.update_tx_secret(),
+                Kernel::Server(kernel) => kernel.update_tx_secret(),
+            };
+            let sealer = next.ok().and_then(|(used, secrets)| Sealer::new(used, &secrets));
+            self.sealer = sealer.ok_or_else(|| io::Error::other("there is no next key"))?;
+            self.update_owed = false;
+        }
+        Ok(filled + self.sealer.seal(kind, plain, &mut out[filled..]).map_err(internal)?)
+    }
+
+    /// The last that this side says; what it says after that is nothing.
+    fn say_last(&mut self, alert: Alert) {
+        const WARNING: u8 = 1;
+        const FATAL: u8 = 2;
+        if self.ended {
+            return;
+        }
+        self.ended = true;
+        let level = if alert == Alert::CloseNotify { WARNING } else { FATAL };
+        let mut last = [0; 128];
+        if let Ok(length) = self.seal(Kind::Alert, &[level, alert as u8], &mut last) {
+            self.outgoing.extend_from_slice(&last[..length]);
+        }
     }
 }
 
-fn say_end<Data>(status: UnbufferedStatus<'_, '_, Data>, out: &mut [u8]) -> usize {
-    match status.state {
-        // Said before: it is not said again.
-        Ok(ConnectionState::WriteTraffic(mut traffic)) => traffic.queue_close_notify(out).unwrap_or(0),
-        _ => 0,
+#[cfg(test)]
+impl Session {
+    /// The key is worn after so many records more.
+    pub fn wear(&mut self, left: u64) {
+        self.sealer.wear(left);
+    }
+
+    /// As if the peer had asked for a new key.
+    pub fn owe_update(&mut self) {
+        self.update_owed = true;
+    }
+
+    /// Adds a record to what is to go out, whatever it says.
+    pub fn say(&mut self, kind: Kind, plain: &[u8]) {
+        let mut record = vec![0; plain.len() + OVERHEAD];
+        self.seal(kind, plain, &mut record).unwrap();
+        self.outgoing.extend_from_slice(&record);
     }
 }
 
-fn cut_off() -> io::Error {
-    io::Error::new(io::ErrorKind::UnexpectedEof, "the connection ended before its TLS session did")
+fn internal(Broken(_, reason): Broken) -> io::Error {
+    io::Error::other(reason)
 }

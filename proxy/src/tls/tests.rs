@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::future::Future;
 use std::net::SocketAddr;
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
 
 use clap::Parser as _;
@@ -58,6 +58,7 @@ fn credentials_that_trust(
         roots,
         roots_version: "1".into(),
         not_after,
+        tickets: OnceLock::new(),
     })
 }
 
@@ -159,6 +160,14 @@ impl Pair {
         exchange(self.connect().await, request).await
     }
 
+    /// What a connection of its own, beside the pool's, agrees on.
+    async fn agree(&self) -> super::Agreed {
+        let endpoint = self.destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
+        let io = Io::new(TcpStream::connect(endpoint.address).await.unwrap());
+        let cart = CART.parse().unwrap();
+        self.outbound.worker.tls.begin(io, endpoint.address, &cart, super::Inside::Http1).await.unwrap().1
+    }
+
     fn saw(&self, text: &str) -> bool {
         memchr::memmem::find(&self.wire.borrow(), text.as_bytes()).is_some()
     }
@@ -240,11 +249,56 @@ fn connections_are_kept_and_new_ones_resume_the_session() {
         let endpoint = pair.destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
         endpoint.pool.evict_idle(std::time::Instant::now() + DEADLINE);
         let before = pair.wire.borrow().len();
-        let io = crate::connect::dial(&endpoint, super::Inside::Http1, &pair.outbound.worker.tls).await.unwrap();
-        let said = super::describe(io.session().unwrap().state());
-        assert_eq!(said, "X25519MLKEM768 TLS13_AES_128_GCM_SHA256 Resumed", "{before}");
+        let agreed = pair.agree().await;
+        assert_eq!(agreed.to_string(), "X25519MLKEM768 TLS13_AES_128_GCM_SHA256 Resumed", "{before}");
         // Whom it is with is known of a resumed session, too.
-        assert_eq!(super::judge(&io).unwrap().as_str(), CART);
+        assert_eq!(super::judge(&agreed).unwrap().as_str(), CART);
+    });
+}
+
+#[test]
+fn a_session_is_resumed_by_whichever_worker() {
+    on_worker(async {
+        let authority = Authority::new("root");
+        let [web, cart] = [WEB, CART].map(|identity| watch::channel(Some(credentials(&authority, identity, |_| {}))).1);
+        let (client, servers) = (super::Tls::new(web), [cart.clone(), cart].map(super::Tls::new));
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        for (server, kind) in servers.iter().zip([" Full", " Resumed"]) {
+            let (near, far) = tokio::join!(TcpStream::connect(address), listener.accept());
+            let (near, (far, peer)) = (near.unwrap(), far.unwrap());
+            let calling = async {
+                let begun = client.begin(Io::new(near), address, &CART.parse().unwrap(), super::Inside::Opaque).await;
+                let (mut io, agreed) = begun.unwrap();
+                assert!(agreed.to_string().ends_with(kind), "{agreed}");
+                // The ticket comes before what follows it.
+                assert_eq!(io.read_u8().await.unwrap(), b'!');
+            };
+            let answering = async {
+                let (mut io, identity, _) = server.accept(Io::new(far), peer).await.unwrap();
+                assert_eq!(identity.as_str(), WEB);
+                io.write_all(b"!").await.unwrap();
+            };
+            tokio::join!(calling, answering);
+        }
+    });
+}
+
+#[test]
+fn no_handshake_is_wasted_on_a_client_that_speaks_during_it() {
+    on_worker(async {
+        let pair = Pair::usual(app().await).await;
+        let client = pair.connect().await;
+        while !pair.saw("diy-mesh/any") {
+            tokio::task::yield_now().await;
+        }
+        assert!(exchange(client, GET).await.starts_with("HTTP/1.1 200"));
+        let hellos = memchr::memmem::find_iter(&pair.wire.borrow(), b"diy-mesh/any").count()
+            + memchr::memmem::find_iter(&pair.wire.borrow(), b"diy-mesh/http1").count();
+        let endpoint = pair.destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
+        while endpoint.pool.idle_http1() < hellos {
+            tokio::task::yield_now().await;
+        }
     });
 }
 
@@ -482,9 +536,7 @@ fn a_new_certificate_is_used_at_once_and_old_connections_live_on() {
         // Those that trust the new root alone get through by now: nothing of the old one is in use for new connections.
         pair.outbound.renew(credentials(&new, WEB, |_| {}));
         pair.inbound.renew(credentials(&new, CART, |_| {}));
-        let endpoint = pair.destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
-        let io = crate::connect::dial(&endpoint, super::Inside::Http1, &pair.outbound.worker.tls).await.unwrap();
-        assert!(super::describe(io.session().unwrap().state()).ends_with(" Full"), "no session outlives its certificates");
+        assert!(pair.agree().await.to_string().ends_with(" Full"), "no session outlives its certificates");
         ask(&mut kept).await;
     });
 }
@@ -506,6 +558,6 @@ fn what_goes_to_the_pod_itself_does_not_leave_it_and_needs_no_tls() {
         });
         let endpoint = destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
         let io = crate::connect::dial(&endpoint, super::Inside::Http1, &side.worker.tls).await.unwrap();
-        assert!(io.session().is_none());
+        assert!(!io.is_secured());
     });
 }

@@ -1,0 +1,260 @@
+//! Sessions whose other end is rustls' own, which knows nothing of `session.rs`: what we seal, it opens, and the other way round.
+
+use std::future::poll_fn;
+use std::sync::Arc;
+
+use bytes::BytesMut;
+use rustls::pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer, ServerName};
+use rustls::sign::{CertifiedKey, SingleCertAndKey};
+use rustls::{ClientConfig, ServerConfig};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::{TlsAcceptor, TlsConnector, TlsStream};
+
+use super::handshake::Handshake;
+use super::record::{Kind, MOST_PLAIN};
+use super::session::Session;
+use crate::identity::testing::{Authority, WEB};
+use crate::identity::{ClientVerifier, ServerVerifier};
+
+struct Configs {
+    client: Arc<ClientConfig>,
+    server: Arc<ServerConfig>,
+}
+
+fn configs() -> Configs {
+    let authority = Authority::new("root");
+    let (leaf, key) = authority.leaf_and_key(WEB, |_| {});
+    let key = PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(key.serialize_der()));
+    let certified = Arc::new(CertifiedKey::from_der(vec![leaf], key, &super::provider()).unwrap());
+    let resolver = Arc::new(SingleCertAndKey::from(certified));
+    let versions = &[&rustls::version::TLS13];
+    let server = ServerConfig::builder_with_provider(super::provider()).with_protocol_versions(versions).unwrap();
+    let verifier = ClientVerifier::new(authority.roots(), "cluster.local").unwrap();
+    let mut server = server.with_client_cert_verifier(verifier).with_cert_resolver(resolver.clone());
+    server.enable_secret_extraction = true;
+    let client = ClientConfig::builder_with_provider(super::provider()).with_protocol_versions(versions).unwrap().dangerous();
+    let verifier = ServerVerifier::new(authority.roots(), WEB.parse().unwrap());
+    let mut client = client.with_custom_certificate_verifier(verifier).with_client_cert_resolver(resolver);
+    client.enable_secret_extraction = true;
+    Configs { client: Arc::new(client), server: Arc::new(server) }
+}
+
+/// Our end, with its socket.
+struct Ours {
+    session: Session,
+    stream: TcpStream,
+    scratch: Vec<u8>,
+    /// What came with the handshake's end.
+    early: BytesMut,
+}
+
+impl Ours {
+    async fn new(handshake: Handshake, mut stream: TcpStream) -> Self {
+        let mut early = BytesMut::new();
+        let (_, session) = handshake.run(&mut stream, &mut early).await.unwrap();
+        Self { session, stream, scratch: vec![0; 64 * 1024], early }
+    }
+
+    async fn read(&mut self) -> std::io::Result<Vec<u8>> {
+        if !self.early.is_empty() {
+            return Ok(self.early.split().to_vec());
+        }
+        let Self { session, stream, scratch, .. } = self;
+        let mut read = Vec::new();
+        // What is given to `take` is what was read, once.
+        poll_fn(|cx| session.poll_read(cx, stream, scratch, |bytes, _| read.extend_from_slice(bytes))).await?;
+        Ok(read)
+    }
+
+    async fn read_exactly(&mut self, length: usize) -> Vec<u8> {
+        let mut all = Vec::new();
+        while all.len() < length {
+            let piece = self.read().await.unwrap();
+            assert!(!piece.is_empty(), "an end after {} bytes", all.len());
+            all.extend(piece);
+        }
+        all
+    }
+
+    async fn write(&mut self, mut data: &[u8]) {
+        while !data.is_empty() {
+            let written = poll_fn(|cx| self.session.poll_write(cx, &mut self.stream, data)).await.unwrap();
+            data = &data[written..];
+        }
+        poll_fn(|cx| self.session.poll_flush(cx, &mut self.stream)).await.unwrap();
+    }
+
+    async fn close(&mut self) {
+        poll_fn(|cx| self.session.poll_shutdown(cx, &mut self.stream)).await.unwrap();
+    }
+}
+
+async fn sockets() -> (TcpStream, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let (near, far) = tokio::join!(TcpStream::connect(listener.local_addr().unwrap()), listener.accept());
+    (near.unwrap(), far.unwrap().0)
+}
+
+/// Our client, rustls' server.
+async fn our_client(configs: &Configs) -> (Ours, TlsStream<TcpStream>) {
+    let (near, far) = sockets().await;
+    let machine = rustls::client::UnbufferedClientConnection::new(configs.client.clone(), name()).unwrap();
+    let theirs = TlsAcceptor::from(configs.server.clone());
+    let (ours, theirs) = tokio::join!(
+        async {
+            let mut ours = Ours::new(Handshake::client(machine), near).await;
+            // The handshake's last words wait for a write.
+            ours.write(b"!").await;
+            ours
+        },
+        async {
+            let mut theirs = theirs.accept(far).await.unwrap();
+            assert_eq!(theirs.read_u8().await.unwrap(), b'!');
+            theirs
+        }
+    );
+    (ours, theirs.into())
+}
+
+/// Our server, rustls' client.
+async fn our_server(configs: &Configs) -> (Ours, TlsStream<TcpStream>) {
+    let (near, far) = sockets().await;
+    let machine = rustls::server::UnbufferedServerConnection::new(configs.server.clone()).unwrap();
+    let theirs = TlsConnector::from(configs.client.clone());
+    let (ours, theirs) = tokio::join!(Ours::new(Handshake::server(machine, BytesMut::new()), near), theirs.connect(name(), far));
+    (ours, theirs.unwrap().into())
+}
+
+fn name() -> ServerName<'static> {
+    ServerName::IpAddress(std::net::IpAddr::from([127, 0, 0, 1]).into())
+}
+
+fn bytes_of(length: usize) -> Vec<u8> {
+    (0..length).map(|at| (at % 251) as u8).collect()
+}
+
+/// So much each way, at once.
+async fn exchange(ours: &mut Ours, theirs: &mut TlsStream<TcpStream>, length: usize) {
+    let sent = bytes_of(length);
+    // A receiver that is slower than the sender: they take turns.
+    for piece in sent.chunks(100_000) {
+        let mut received = vec![0; piece.len()];
+        let (_, read) = tokio::join!(ours.write(piece), theirs.read_exact(&mut received));
+        read.unwrap();
+        assert!(received == piece);
+        let (written, received) =
+            tokio::join!(async { theirs.write_all(piece).await.and(theirs.flush().await) }, ours.read_exactly(piece.len()));
+        written.unwrap();
+        assert!(received == piece);
+    }
+}
+
+#[tokio::test]
+async fn bytes_pass_both_ways_in_both_roles_and_an_end_is_an_end() {
+    let configs = configs();
+    for (mut ours, mut theirs) in [our_client(&configs).await, our_server(&configs).await] {
+        exchange(&mut ours, &mut theirs, 700_000).await;
+        // Half-closed by us: the other direction goes on.
+        ours.close().await;
+        assert_eq!(theirs.read(&mut [0]).await.unwrap(), 0);
+        theirs.write_all(b"an answer after the end").await.unwrap();
+        theirs.shutdown().await.unwrap();
+        assert_eq!(ours.read_exactly(23).await, b"an answer after the end");
+        assert_eq!(ours.read().await.unwrap(), b"");
+        let refused = poll_fn(|cx| ours.session.poll_write(cx, &mut ours.stream, b"more")).await;
+        assert_eq!(refused.unwrap_err().kind(), std::io::ErrorKind::BrokenPipe);
+    }
+}
+
+#[tokio::test]
+async fn keys_are_renewed_when_they_are_worn_and_when_the_peer_asks() {
+    let configs = configs();
+    for (mut ours, mut theirs) in [our_client(&configs).await, our_server(&configs).await] {
+        for _ in 0..3 {
+            // Ours is worn in the middle of a write of several records.
+            ours.session.wear(2);
+            exchange(&mut ours, &mut theirs, 5 * MOST_PLAIN).await;
+            match &mut theirs {
+                TlsStream::Client(stream) => stream.get_mut().1.refresh_traffic_keys().unwrap(),
+                TlsStream::Server(stream) => stream.get_mut().1.refresh_traffic_keys().unwrap(),
+            }
+            exchange(&mut ours, &mut theirs, 1000).await;
+        }
+        // An update that asks for one of ours.
+        ours.session.owe_update();
+        exchange(&mut ours, &mut theirs, 1000).await;
+    }
+}
+
+#[tokio::test]
+async fn a_ticket_resumes_the_session() {
+    let configs = configs();
+    for kind in ["Full", "Resumed"] {
+        let (near, far) = sockets().await;
+        let machine = rustls::client::UnbufferedClientConnection::new(configs.client.clone(), name()).unwrap();
+        let theirs = TlsAcceptor::from(configs.server.clone());
+        let ours = async {
+            let mut near = near;
+            let (agreed, session) = Handshake::client(machine).run(&mut near, &mut BytesMut::new()).await.unwrap();
+            assert!(agreed.to_string().ends_with(kind), "{agreed}");
+            // The ticket comes before what follows it.
+            let mut ours = Ours { session, stream: near, scratch: vec![0; 64 * 1024], early: BytesMut::new() };
+            assert_eq!(ours.read_exactly(5).await, b"hello");
+        };
+        let theirs = async {
+            let mut theirs = theirs.accept(far).await.unwrap();
+            theirs.write_all(b"hello").await.unwrap();
+            theirs
+        };
+        tokio::join!(ours, theirs);
+    }
+}
+
+#[tokio::test]
+async fn what_has_no_place_in_a_session_ends_it_and_the_peer_hears_why() {
+    let configs = configs();
+    // A ticket to a server, an update of no known kind, a message that another record interrupts, two updates in one record, half an
+    // alert.
+    type Said = (Kind, &'static [u8]);
+    let cases: [&[Said]; 5] = [
+        &[(Kind::Handshake, &[4, 0, 0, 1, 0])],
+        &[(Kind::Handshake, &[24, 0, 0, 1, 7])],
+        &[(Kind::Handshake, &[24, 0, 0]), (Kind::Data, b"data")],
+        &[(Kind::Handshake, &[24, 0, 0, 1, 0, 24, 0, 0, 1, 0])],
+        &[(Kind::Alert, &[1])],
+    ];
+    for said in cases {
+        // Both ends are ours: rustls would not say such things.
+        let (near, far) = sockets().await;
+        let machines = (
+            rustls::client::UnbufferedClientConnection::new(configs.client.clone(), name()).unwrap(),
+            rustls::server::UnbufferedServerConnection::new(configs.server.clone()).unwrap(),
+        );
+        let (mut client, mut server) = tokio::join!(
+            async {
+                let mut client = Ours::new(Handshake::client(machines.0), near).await;
+                client.write(b"!").await;
+                client
+            },
+            Ours::new(Handshake::server(machines.1, BytesMut::new()), far)
+        );
+        assert_eq!(server.read_exactly(1).await, b"!");
+        for (kind, bytes) in said {
+            client.session.say(*kind, bytes);
+        }
+        poll_fn(|cx| client.session.poll_flush(cx, &mut client.stream)).await.unwrap();
+        assert_eq!(server.read().await.unwrap_err().kind(), std::io::ErrorKind::InvalidData, "{said:?}");
+        let heard = client.read().await.unwrap_err();
+        assert_eq!(heard.to_string(), "the peer broke the session off", "{said:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_connection_that_is_cut_off_is_an_error_and_no_end() {
+    let configs = configs();
+    let (mut ours, theirs) = our_client(&configs).await;
+    let TlsStream::Server(theirs) = theirs else { panic!("it is the server") };
+    drop(theirs.into_inner().0);
+    assert_eq!(ours.read().await.unwrap_err().kind(), std::io::ErrorKind::UnexpectedEof);
+}
