@@ -175,7 +175,9 @@ impl RawConfig {
         let programs = self.programs(own);
         let (sides, left_out) = self.sides(&programs, &mut problems);
         if !self.list {
-            machine_problems(machine, &sides, &programs, &mut problems);
+            let alone = !cases.is_empty() && cases.iter().all(|case| case.kind.is_alone());
+            let compared = if alone { &[][..] } else { &sides[..] };
+            machine_problems(machine, compared, &programs, &mut problems);
             self.profiler_problems(machine, &mut problems);
         }
         if !problems.is_empty() {
@@ -253,7 +255,7 @@ fn machine_problems(machine: &Machine, sides: &[Side], programs: &Programs, prob
         problems.push("run it as root: it makes network namespaces and redirect rules in them".to_string());
     }
     let mut needed = vec![("ip", "iproute2")];
-    if sides != [Side::Direct] {
+    if sides.iter().any(|side| *side != Side::Direct) {
         needed.push(("iptables-restore", "iptables"));
         if !programs.proxy_init.exists() {
             problems.push(format!("not built: {} (cargo build --profile dist, or --bin-dir FOLDER)", programs.proxy_init.display()));
@@ -268,7 +270,7 @@ fn machine_problems(machine: &Machine, sides: &[Side], programs: &Programs, prob
 
 /// What --list prints.
 pub fn list() -> String {
-    CASES.iter().map(|case| format!("{:<9}{}\n", case.name, case.title)).collect()
+    CASES.iter().map(|case| format!("{:<14}{}\n", case.name, case.title)).collect()
 }
 
 #[cfg(test)]
@@ -300,6 +302,13 @@ mod tests {
     fn a_mesh_side_that_is_asked_for_must_be_there() {
         let problems = check(&["--sides", "mesh", "--proxy-init", "/proc/self/exe"], true).unwrap_err();
         assert!(problems.contains("/nowhere/dist/controller"), "{problems}");
+    }
+
+    #[test]
+    fn the_controller_alone_needs_no_proxies() {
+        let built = ["--only", "certificates", "--proxy", "/proc/self/exe", "--controller", "/proc/self/exe"];
+        assert!(check(&built, true).is_ok_and(|config| config.sides == Side::ALL));
+        assert!(check(&["--only", "certificates,tcp", "--sides", "envoy"], true).unwrap_err().contains("proxy-init"));
     }
 
     #[test]

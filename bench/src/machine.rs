@@ -29,9 +29,12 @@ impl Reading {
         let ticks = sysconf(SysconfVar::CLK_TCK).context("ask for the clock's ticks")?.context("the clock has no ticks")?;
         let (capacity, busy) = cpu_line(&stat).context("/proc/stat has no cpu line")?;
         let time = |ticks_used: u64| Duration::from_secs_f64(ticks_used as f64 / ticks as f64);
-        let usage = getrusage(UsageWho::RUSAGE_SELF).context("ask for our own CPU time")?;
-        let own = (usage.user_time() + usage.system_time()).num_microseconds();
-        let mut own = Duration::from_micros(own.unsigned_abs());
+        let mut own = Duration::ZERO;
+        // Children that have ended: what they used is in no meter any more.
+        for who in [UsageWho::RUSAGE_SELF, UsageWho::RUSAGE_CHILDREN] {
+            let usage = getrusage(who).context("ask for our own CPU time")?;
+            own += Duration::from_micros((usage.user_time() + usage.system_time()).num_microseconds().unsigned_abs());
+        }
         for meter in meters {
             own += meter.cpu()?;
         }

@@ -28,6 +28,7 @@ pub fn measure(case: &Case, running: &mut Running, window: Window) -> Result<Num
         Kind::Tcp => tcp(running, window),
         Kind::Latency { rate, connections } => latency(running, window, rate, connections),
         Kind::Closed(_) | Kind::Connect { .. } => requests(case, running, window),
+        Kind::Certificates { .. } => unreachable!("no side is measured"),
     };
     let ended = running.ensure_running();
     numbers.and_then(|numbers| ended.map(|()| numbers)).with_context(|| format!("{} through {}", case.name, running.side.name()))
@@ -43,6 +44,7 @@ pub fn load_only(case: &Case, running: &Running, window: Window) -> Result<()> {
         Kind::Tcp => tcp(running, window).map(drop),
         Kind::Latency { rate, connections } => latency(running, window, rate, connections).map(drop),
         Kind::Closed(_) | Kind::Connect { .. } => requests(case, running, window).map(drop),
+        Kind::Certificates { .. } => unreachable!("no side is measured"),
     }
 }
 
@@ -68,7 +70,7 @@ fn requests(case: &Case, running: &Running, window: Window) -> Result<Numbers> {
     let tally = running.pair.client.enter(|| match case.kind {
         Kind::Connect { workers } => load::new_connections(workers, target, window, probe),
         Kind::Closed(traffic) => load::closed_loop(traffic, target, window, probe),
-        Kind::Start { .. } | Kind::Latency { .. } | Kind::Tcp => unreachable!("measured elsewhere"),
+        Kind::Start { .. } | Kind::Latency { .. } | Kind::Tcp | Kind::Certificates { .. } => unreachable!("measured elsewhere"),
     })?;
     let mut numbers = vec![(Metric::Requests, tally.count as f64 / tally.elapsed.as_secs_f64())];
     numbers.extend(cpu_per_request(tally.count, &tally.before.0, &tally.after.0)?);

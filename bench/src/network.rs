@@ -71,6 +71,11 @@ pub struct Namespace {
 }
 
 impl Namespace {
+    /// One with nothing but its loopback.
+    pub fn alone(name: &str, site: &Site) -> Result<Self> {
+        Self::make(name, site)
+    }
+
     fn make(name: &str, site: &Site) -> Result<Self> {
         let name = format!("{}{name}", site.prefix);
         ip(&["netns", "add", &name])?;

@@ -2,7 +2,7 @@
 
 use std::{
     fs,
-    path::{Path, PathBuf},
+    path::Path,
     process::{Child, Command, Stdio},
     thread,
     time::{Duration, Instant},
@@ -14,30 +14,25 @@ use nix::{
     unistd::Pid,
 };
 
-use crate::{
-    cases::Case,
-    config::Profile,
-    load::Window,
-    measure::load_only,
-    sides::{Proxies, Running},
-};
+use crate::{cases::Case, config::Profile};
 
-/// Runs `case` while the profiler watches both proxies, one after the other for perf's sake: each gets a profile of its own.
-pub fn profile(how: Profile, case: &Case, running: &Running, window: Window, output: &Path) -> Result<()> {
-    let proxies = running.proxies().context("the direct side has no proxies to look at")?;
+/// Runs `load`, the load of `case`, while the profiler watches the targets (what each is, its process ID), each by itself for perf's
+/// sake: each gets a profile of its own.
+pub fn profile(how: Profile, case: &Case, targets: &[(String, u32)], load: &mut dyn FnMut() -> Result<()>, output: &Path) -> Result<()> {
     fs::create_dir_all(output).with_context(|| format!("make {}", output.display()))?;
-    let files = ["client", "server"].map(|role| output.join(format!("{}-{}-{role}.{}", case.name, running.side.name(), extension(how))));
-    let mut watchers = attach(how, proxies, &files)?;
-    for (watcher, file) in watchers.iter_mut().zip(&files) {
+    let file = |what: &str| output.join(format!("{}-{what}.{}", case.name, extension(how)));
+    let files: Vec<_> = targets.iter().map(|(what, id)| (what, *id, file(what))).collect();
+    let mut watchers = files.iter().map(|(_, id, file)| attach(how, *id, file)).collect::<Result<Vec<_>>>()?;
+    for (watcher, (_, _, file)) in watchers.iter_mut().zip(&files) {
         wait_attached(how, watcher, file)?;
     }
-    let load = load_only(case, running, window);
+    let load = load();
     for watcher in watchers {
         finish(watcher)?;
     }
     load?;
-    for (role, file) in ["client", "server"].iter().zip(&files) {
-        println!("\n== {}, {}, the {role}'s proxy: {}", case.title, running.side.name(), file.display());
+    for (what, _, file) in &files {
+        println!("\n== {}, {what}: {}", case.title, file.display());
         println!("{}", summary(how, file)?);
     }
     Ok(())
@@ -50,23 +45,19 @@ fn extension(how: Profile) -> &'static str {
     }
 }
 
-fn attach(how: Profile, proxies: &Proxies, files: &[PathBuf; 2]) -> Result<Vec<Child>> {
-    let ids = [proxies.client.id(), proxies.server.id()];
-    let start = |(id, file): (u32, &PathBuf)| {
-        if file.exists() {
-            fs::remove_file(file).with_context(|| format!("remove {}", file.display()))?;
-        }
-        let mut command = match how {
-            Profile::Perf => Command::new("perf"),
-            Profile::Strace => Command::new("strace"),
-        };
-        match how {
-            Profile::Perf => command.args(["record", "--quiet", "-g", "-F", "997", "-o"]).arg(file).arg("-p").arg(id.to_string()),
-            Profile::Strace => command.args(["-c", "-f", "-o"]).arg(file).arg("-p").arg(id.to_string()),
-        };
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().context("start the profiler")
+fn attach(how: Profile, id: u32, file: &Path) -> Result<Child> {
+    if file.exists() {
+        fs::remove_file(file).with_context(|| format!("remove {}", file.display()))?;
+    }
+    let mut command = match how {
+        Profile::Perf => Command::new("perf"),
+        Profile::Strace => Command::new("strace"),
     };
-    ids.into_iter().zip(files).map(start).collect()
+    match how {
+        Profile::Perf => command.args(["record", "--quiet", "-g", "-F", "997", "-o"]).arg(file).arg("-p").arg(id.to_string()),
+        Profile::Strace => command.args(["-c", "-f", "-o"]).arg(file).arg("-p").arg(id.to_string()),
+    };
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().context("start the profiler")
 }
 
 /// strace opens its file when it is about to begin; perf then writes what it knows of the process, far more than 1 kB.

@@ -50,12 +50,13 @@ impl Results {
         metrics
     }
 
-    /// The table. A goal is what ours may be in relation to Envoy.
+    /// The table. A goal is what ours may be in relation to Envoy; of what stands alone, what it shall be.
     pub fn table(&self, cases: &[&Case], sides: &[Side], colours: bool) -> String {
         let ratios = ratios(sides);
         let mut columns: Vec<_> = sides.iter().map(|side| side.name().to_string()).collect();
         columns.extend(ratios.iter().map(|(side, to)| format!("{}/{}", side.name(), to.name())));
-        let goals = ratios.contains(&(Side::Mesh, Side::Envoy));
+        let is_alone = cases.iter().any(|case| case.kind.is_alone());
+        let goals = ratios.contains(&(Side::Mesh, Side::Envoy)) || (is_alone && sides.contains(&Side::Mesh));
         if goals {
             columns.push("goal".to_string());
         }
@@ -76,11 +77,13 @@ impl Results {
 
     fn row(&self, case: &Case, metric: Metric, sides: &[Side], ratios: &[(Side, Side)], goals: bool, colours: bool) -> String {
         let mut row = format!("  {:width$}", metric.label(), width = LABEL - 2);
+        let goal = case.goals.iter().find(|goal| goal.0 == metric).map(|goal| goal.1);
+        let (plain, decimals) = (goal.filter(|_| case.kind.is_alone()), metric.decimals());
         for &side in sides {
             let value = self.median(case, side, metric);
-            row += &cell(value.map_or("-".to_string(), |value| grouped(value, metric.decimals())), "", colours);
+            let colour = value.zip(plain).map_or("", |(value, goal)| verdict(metric, value, goal));
+            row += &cell(value.map_or("-".to_string(), |value| grouped(value, decimals)), colour, colours);
         }
-        let goal = case.goals.iter().find(|goal| goal.0 == metric).map(|goal| goal.1);
         for &(side, to) in ratios {
             let ratio = self.ratio(case, metric, side, to);
             let colour = match (ratio, goal) {
@@ -90,7 +93,8 @@ impl Results {
             row += &cell(ratio.map_or("-".to_string(), |ratio| format!("{ratio:.2}")), colour, colours);
         }
         if goals {
-            row += &cell(goal.map_or(String::new(), |goal| format!("{goal:.2}")), "", colours);
+            let goal = plain.map(|goal| grouped(goal, decimals)).or(goal.map(|goal| format!("{goal:.2}")));
+            row += &cell(goal.unwrap_or_default(), "", colours);
         }
         row.trim_end().to_string() + "\n"
     }
@@ -114,7 +118,7 @@ impl Results {
                     "case": case.name, "metric": metric.name(),
                     "sides": of_sides.collect::<serde_json::Map<_, _>>(),
                     "ratios": ratios.collect::<serde_json::Map<_, _>>(),
-                    "goal_mesh_to_envoy": goal,
+                    (if case.kind.is_alone() { "goal" } else { "goal_mesh_to_envoy" }): goal,
                 }));
             }
         }
@@ -208,6 +212,16 @@ mod tests {
         let cpu = table.lines().find(|line| line.contains("CPU")).unwrap();
         let cells: Vec<_> = cpu.split_whitespace().rev().take(6).collect();
         assert_eq!(cells, ["0.30", "0.30", "-", "120.0", "36.0", "-"]);
+    }
+
+    #[test]
+    fn what_stands_alone_is_held_to_a_figure() {
+        let (mut results, alone) = (Results::default(), case("certificates"));
+        results.add(alone, Side::Mesh, &[(Metric::CertificatesPerCore, 1234.5), (Metric::LatencyP99, 12_000.0)]);
+        let table = results.table(&[alone], &[Side::Direct, Side::Mesh], true);
+        let rows: Vec<_> = table.lines().skip(2).collect();
+        assert!(rows[0].contains("\x1b[32m        1,234\x1b[0m") && rows[0].ends_with("1,000"), "{table}");
+        assert!(rows[1].contains("\x1b[31m       12,000\x1b[0m") && rows[1].ends_with("10,000"), "{table}");
     }
 
     #[test]

@@ -5,12 +5,9 @@ use std::{
     net::{Ipv4Addr, SocketAddr},
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
-    time::{SystemTime, UNIX_EPOCH},
 };
 
 use anyhow::{Context, Result};
-use jsonwebtoken::{Algorithm, EncodingKey, Header, jwk::Jwk};
-use rcgen::KeyPair;
 use serde_json::json;
 
 use super::{reachable, write_readable};
@@ -19,6 +16,7 @@ use crate::{
     network::{CLIENT, CLUSTER, ControlNetwork, Pair, SERVER, Site},
     process::{Meter, Process, Program},
     server::{HTTP_PORT, SINK_PORT},
+    tokens,
 };
 
 const ADMIN_PORT: u16 = 8081;
@@ -103,8 +101,9 @@ impl Workload {
         state.join(format!("{}.token", self.name()))
     }
 
-    fn uid(self) -> String {
-        format!("{}-0000-4000-8000-000000000000", self.name())
+    fn pod(self) -> tokens::Pod {
+        let name = self.name().to_string();
+        tokens::Pod { namespace: name.clone(), uid: format!("{name}-0000-4000-8000-000000000000"), name }
     }
 
     fn address(self) -> Ipv4Addr {
@@ -117,27 +116,11 @@ impl Workload {
 
 /// Writes a token for each workload and gives the key set that proves them.
 fn tokens(state: &Path) -> Result<String> {
-    let pair = KeyPair::generate().context("make a key")?;
-    let key = EncodingKey::from_ec_pem(pair.serialize_pem().as_bytes()).context("take the key over")?;
-    let mut jwk = Jwk::from_encoding_key(&key, Algorithm::ES256).context("make a JWK")?;
-    jwk.common.key_id = Some("bench".to_string());
-    let header = Header { kid: Some("bench".to_string()), ..Header::new(Algorithm::ES256) };
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock stands before 1970")?.as_secs();
+    let issuer = tokens::Issuer::new()?;
     for workload in Workload::BOTH {
-        let name = workload.name();
-        let claims = json!({
-            "aud": ["diy-service-mesh"], "iss": "bench", "iat": now, "nbf": now, "exp": now + 24 * 3600,
-            "sub": format!("system:serviceaccount:{name}:{name}"),
-            "kubernetes.io": {
-                "namespace": name,
-                "pod": { "name": name, "uid": workload.uid() },
-                "serviceaccount": { "name": name, "uid": workload.uid() },
-            },
-        });
-        let token = jsonwebtoken::encode(&header, &claims, &key).context("sign a token")?;
-        write_readable(&workload.token_file(state), &token)?;
+        write_readable(&workload.token_file(state), &issuer.token(&workload.pod())?)?;
     }
-    Ok(json!({ "keys": [jwk] }).to_string())
+    issuer.key_set()
 }
 
 /// The Service, its EndpointSlice and the pods.
@@ -172,7 +155,7 @@ fn pod(workload: Workload) -> serde_json::Value {
     json!({
         "apiVersion": "v1", "kind": "Pod",
         "metadata": {
-            "name": name, "namespace": name, "uid": workload.uid(), "labels": { "app": name },
+            "name": name, "namespace": name, "uid": workload.pod().uid, "labels": { "app": name },
             "annotations": { "diy-service-mesh/inject": "true", "diy-service-mesh/status": "injected" },
         },
         "spec": { "serviceAccountName": name, "containers": [{ "name": name, "image": name }] },

@@ -144,13 +144,13 @@ fn redirect(proxy_init: &Path, namespace: &Namespace) -> Result<()> {
 }
 
 /// Writes a file that the proxies' user may read.
-fn write_readable(path: &Path, content: &str) -> Result<()> {
+pub(crate) fn write_readable(path: &Path, content: &str) -> Result<()> {
     fs::write(path, content).with_context(|| format!("write {}", path.display()))?;
     fs::set_permissions(path, Permissions::from_mode(0o644)).with_context(|| format!("make {} readable", path.display()))
 }
 
 /// A copy of a program that the proxies' user can reach, wherever the checkout lies.
-fn reachable(program: &Path, directory: &Path) -> Result<PathBuf> {
+pub(crate) fn reachable(program: &Path, directory: &Path) -> Result<PathBuf> {
     let name = program.file_name().with_context(|| format!("{} names no file", program.display()))?;
     let copy = directory.join(name);
     if !copy.exists() {
