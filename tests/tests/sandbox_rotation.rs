@@ -1,6 +1,6 @@
-//! Certificates that live for seconds, in a sandbox with real clocks: they are renewed, the root that all trust is replaced, the
-//! controllers are restarted in the midst of that, and no request fails. What the rotation does in detail is tested in
-//! `controller/tests`; what the commands print, in `sandbox_commands`.
+//! Certificates that live for seconds, in a sandbox with real clocks: they are renewed, the root that all trust is replaced, that is
+//! abandoned again, the controllers are restarted and killed in the midst of it, and no request fails. What the rotation does in
+//! detail is tested in `controller/tests`; what the commands print, in `sandbox_commands`.
 
 #![allow(missing_docs, clippy::unwrap_used)]
 
@@ -11,10 +11,13 @@ use std::{
 };
 
 use diy_mesh::sandbox::{Sandbox, View, protocol::PodView};
-use diy_mesh_tests::sandbox::{MESHED, PATIENCE, http_server, identity, mesh, pod_of, shell, under_load, wait_line, with_controller};
+use diy_mesh_tests::sandbox::{MESHED, PATIENCE, http_server, identity, mesh, pod_of, shell, under_load, with_controller};
 use serde_json::Value;
 
-const CERTIFICATE_LIFE: (&str, &str) = ("CERTIFICATE_LIFE", "20");
+/// How long certificates live, in seconds,
+const SHORT: &str = "20";
+/// and where no controller answers for as long as a container that was killed twice waits.
+const LONGER: &str = "60";
 /// Connections that are kept, ones that are replaced now and then, and one for each request.
 const LOADS: [[&str; 2]; 3] = [["1", "1000000"], ["1", "50"], ["1", "1"]];
 /// Two servers and their client.
@@ -25,15 +28,15 @@ const PHASES: [&str; 2] = ["announcing", "switched"];
 const PERIOD: Duration = Duration::from_millis(200);
 
 /// Two meshed servers, and a meshed client to call them from.
-fn short_lived() -> Option<(Sandbox, PodView)> {
-    let sandbox = with_controller(&[CERTIFICATE_LIFE], &format!("{}---{}", http_server(2, "1.0", MESHED), shell(MESHED)))?;
+fn short_lived(life: &str) -> Option<(Sandbox, PodView)> {
+    let sandbox = with_controller(&[("CERTIFICATE_LIFE", life)], &format!("{}---{}", http_server(2, "1.0", MESHED), shell(MESHED)))?;
     let client = pod_of(&sandbox, "clients", "shell");
     Some((sandbox, client))
 }
 
 #[test]
 fn under_load_certificates_are_renewed_and_the_root_is_replaced() {
-    let Some((sandbox, client)) = short_lived() else { return };
+    let Some((sandbox, client)) = short_lived(SHORT) else { return };
     under_load(&sandbox, &client, &LOADS, || {
         let before = identity(&sandbox);
         assert_eq!(before["roots"].as_array().unwrap().len(), 1, "{before:#}");
@@ -46,7 +49,7 @@ fn under_load_certificates_are_renewed_and_the_root_is_replaced() {
             }
             certificates.len() == PROXIES && certificates.values().all(|of_one| of_one.len() >= 3)
         });
-        ask_for_a_new_root(&sandbox);
+        rotate_root(&sandbox, &[]);
         until(&sandbox, "a new root alone, and all use it", |now| is_done(now, &before));
         println!("{}", mesh(&sandbox, &["identity"]).stdout);
     });
@@ -56,34 +59,92 @@ fn under_load_certificates_are_renewed_and_the_root_is_replaced() {
 
 #[test]
 fn controllers_that_restart_in_each_phase_of_a_rotation_finish_it_under_load() {
-    let Some((sandbox, client)) = short_lived() else { return };
-    under_load(&sandbox, &client, &LOADS, || {
-        let mut met = Vec::new();
-        // A phase that nothing holds up takes a few seconds; once a controller has gone, its last report is waited for a while. A
-        // machine that is too slow to restart somebody within that time gets another try.
-        for _ in 0..3 {
-            let before = identity(&sandbox);
-            ask_for_a_new_root(&sandbox);
-            for phase in PHASES {
-                until(&sandbox, phase, |now| now["rotation"]["phase"] == phase || is_done(now, &before));
-                met.extend(restart_each(&sandbox));
-            }
-            until(&sandbox, "a new root alone, and all use it", |now| is_done(now, &before));
-            if PHASES.iter().all(|phase| met.iter().filter(|began| began == phase).count() >= 2) {
-                return;
-            }
-        }
-        panic!("restarted only in {met:?}");
-    });
-    // Whoever asks a controller in the moment when it goes says so, and asks the other one.
-    let expected = ["no discovery, what is known stays", "can't be renewed"];
-    let complaints = complaints(&sandbox).into_iter().filter(|line| !expected.iter().any(|part| line.contains(part)));
-    assert_eq!(complaints.collect::<Vec<_>>(), [""; 0]);
+    let Some((sandbox, client)) = short_lived(SHORT) else { return };
+    under_load(&sandbox, &client, &LOADS, || rotate_disturbed(&sandbox, restart_each));
+    assert_eq!(unexpected_complaints(&sandbox), [""; 0]);
     every_request_came_from_its_caller(&sandbox);
 }
 
-fn ask_for_a_new_root(sandbox: &Sandbox) {
-    let asked = mesh(sandbox, &["rotate-root", "--no-wait", "--ca-folder=/run/authority"]);
+#[test]
+fn controllers_that_are_killed_finish_a_rotation_and_one_that_is_abandoned_leads_back_under_load() {
+    let Some((sandbox, client)) = short_lived(LONGER) else { return };
+    under_load(&sandbox, &client, &LOADS, || {
+        rotate_disturbed(&sandbox, |sandbox| kill(sandbox, &controllers(sandbox)));
+        abandon_before_the_switch(&sandbox);
+        abandon_after_the_switch(&sandbox);
+    });
+    assert_eq!(unexpected_complaints(&sandbox), [""; 0]);
+    every_request_came_from_its_caller(&sandbox);
+}
+
+/// Replaces the root, and in each phase of that does something to the controllers, which gives the phases in which they began again.
+fn rotate_disturbed(sandbox: &Sandbox, disturb: impl Fn(&Sandbox) -> Vec<String>) {
+    let mut met = Vec::new();
+    // A phase that nothing holds up takes a few seconds; once a controller has gone, its last report is waited for a while. A
+    // machine that is too slow to disturb somebody within that time gets another try.
+    for _ in 0..3 {
+        let before = identity(sandbox);
+        rotate_root(sandbox, &[]);
+        for phase in PHASES {
+            until(sandbox, phase, |now| now["rotation"]["phase"] == phase || is_done(now, &before));
+            met.extend(disturb(sandbox));
+        }
+        until(sandbox, "a new root alone, and all use it", |now| is_done(now, &before));
+        if PHASES.iter().all(|phase| met.iter().filter(|began| began == phase).count() >= 2) {
+            return;
+        }
+    }
+    panic!("disturbed only in {met:?}");
+}
+
+/// The next root is dropped at once: nobody has a certificate by it.
+fn abandon_before_the_switch(sandbox: &Sandbox) {
+    let before = identity(sandbox);
+    rotate_root(sandbox, &[]);
+    kill_one_in(sandbox, "announcing");
+    assert_eq!(identity(sandbox)["roots"].as_array().unwrap().len(), 2);
+    rotate_root(sandbox, &["--abandon"]);
+    until(sandbox, "the root of before alone", |now| is_as_before(now, &before));
+    let (now, page) = (identity(sandbox), mesh(sandbox, &["identity"]).stdout);
+    assert_eq!(now["rotation"]["reason"], "the rotation was abandoned", "{now:#}");
+    assert_eq!(now["rotation"]["answer"], "granted: the next root is dropped", "{now:#}");
+    assert!(page.contains("no rotation is under way"), "{page}");
+}
+
+/// It goes back the way that it came: the former root is announced again, and signs when all trust it.
+fn abandon_after_the_switch(sandbox: &Sandbox) {
+    // A machine that is too slow to do it before the rotation is over gets another try.
+    for _ in 0..3 {
+        let before = identity(sandbox);
+        rotate_root(sandbox, &[]);
+        let mut switched = false;
+        until(sandbox, "switched", |now| {
+            switched = now["rotation"]["phase"] == "switched";
+            switched || is_done(now, &before)
+        });
+        if !switched || mesh(sandbox, &["rotate-root", "--abandon", "--no-wait", "--ca-folder=/run/authority"]).code != 0 {
+            until(sandbox, "a new root alone, and all use it", |now| is_done(now, &before));
+            continue;
+        }
+        kill_one_in(sandbox, "announcing");
+        let (now, page) = (identity(sandbox), mesh(sandbox, &["identity"]).stdout);
+        assert_eq!((&now["rotation"]["reverting"], now["roots"].as_array().unwrap().len()), (&Value::Bool(true), 2), "{now:#}");
+        assert_eq!(now["rotation"]["answer"], "granted: the mesh goes back to the root before", "{now:#}");
+        assert!(page.contains("(the rotation was abandoned): the former root is announced again"), "{page}");
+        until(sandbox, "the root of before alone, and all use it", |now| is_as_before(now, &before));
+        return;
+    }
+    panic!("each rotation was over before it could be abandoned");
+}
+
+/// The last report of one that was killed is waited for a while: the phase lasts, and can be looked at.
+fn kill_one_in(sandbox: &Sandbox, phase: &str) {
+    assert_eq!(kill(sandbox, &controllers(sandbox)[..1]), [phase]);
+}
+
+/// `mesh rotate-root`, which comes back when a controller has granted it.
+fn rotate_root(sandbox: &Sandbox, flags: &[&str]) {
+    let asked = mesh(sandbox, &[&["rotate-root", "--no-wait", "--ca-folder=/run/authority"], flags].concat());
     assert!(asked.code == 0 && asked.stderr.contains("granted"), "{asked:?}");
 }
 
@@ -102,18 +163,26 @@ fn until(sandbox: &Sandbox, what: &str, mut fits: impl FnMut(&Value) -> bool) {
 
 /// Another root than before is the only one, its CA signs, and everybody trusts the one and has a certificate of the other.
 fn is_done(now: &Value, before: &Value) -> bool {
+    is_steady(now) && now["issuer"]["fingerprint"] != before["issuer"]["fingerprint"]
+}
+
+/// The root of before is the only one again, its CA signs, and everybody trusts the one and has a certificate of the other.
+fn is_as_before(now: &Value, before: &Value) -> bool {
+    is_steady(now) && now["issuer"]["fingerprint"] == before["issuer"]["fingerprint"] && now["roots"] == before["roots"]
+}
+
+fn is_steady(now: &Value) -> bool {
     let (roots, workloads) = (now["roots"].as_array().unwrap(), now["workloads"].as_array().unwrap());
     now["rotation"]["phase"] == "steady"
         && roots.len() == 1
         && roots[0]["fingerprint"] == now["issuer"]["fingerprint"]
-        && now["issuer"]["fingerprint"] != before["issuer"]["fingerprint"]
         && workloads.len() == PROXIES
         && workloads.iter().all(|one| one["acknowledged"] == true && one["certificate_issuer"] == now["issuer"]["id"])
 }
 
 /// Replaces one controller after the other. In which phases the new ones began.
 fn restart_each(sandbox: &Sandbox) -> Vec<String> {
-    let old = sandbox.view().pods_of("service-mesh", "controller");
+    let old = controllers(sandbox);
     let mut known: BTreeSet<String> = old.iter().map(|pod| pod.name.clone()).collect();
     let mut phases = Vec::new();
     for pod in old {
@@ -123,11 +192,44 @@ fn restart_each(sandbox: &Sandbox) -> Vec<String> {
             (!view.pods.contains_key(&pod.full_name())).then_some(new)
         };
         let new = sandbox.wait("another controller", PATIENCE, replaced).unwrap();
-        let line = wait_line(sandbox, &new, "controller", "what it has read", |line| line.contains("is in use"));
-        phases.push(line.split("phase=\"").nth(1).and_then(|rest| rest.split('"').next()).unwrap().to_owned());
+        phases.push(begun_in(sandbox, &new, 0));
         known.insert(new.name);
     }
     phases
+}
+
+fn controllers(sandbox: &Sandbox) -> Vec<PodView> {
+    sandbox.view().pods_of("service-mesh", "controller")
+}
+
+/// Kills these controllers at once, in the midst of whatever they do. In which phases they began again.
+fn kill(sandbox: &Sandbox, pods: &[PodView]) -> Vec<String> {
+    // Processes are seen across pods, so the pod's own is told by its network.
+    const KILL: &str = "for process in /proc/[0-9]*; do
+        [ \"$(cat $process/comm)\" = controller ] && [ $process/ns/net -ef /proc/self/ns/net ] && exec kill -9 ${process#/proc/}
+    done 2> /dev/null; exit 1";
+    let begun: Vec<usize> = pods.iter().map(|pod| beginnings(&sandbox.view(), pod).len()).collect();
+    thread::scope(|scope| {
+        for pod in pods {
+            scope.spawn(|| assert_eq!(sandbox.exec(pod, "controller", &["bash", "-c", KILL]).unwrap().code, 0));
+        }
+    });
+    let again = |(pod, begun): (&PodView, usize)| {
+        let ready = |view: &View| view.pods.get(&pod.full_name()).filter(|now| now.ready && now.restarts() > pod.restarts()).cloned();
+        sandbox.wait("a controller that was killed", PATIENCE, ready).unwrap();
+        begun_in(sandbox, pod, begun)
+    };
+    pods.iter().zip(begun).map(again).collect()
+}
+
+/// In which phase a controller was when it began, the first time or a later one.
+fn begun_in(sandbox: &Sandbox, pod: &PodView, time: usize) -> String {
+    sandbox.wait("what it has read", PATIENCE, |view| beginnings(view, pod).get(time).cloned()).unwrap()
+}
+
+fn beginnings(view: &View, pod: &PodView) -> Vec<String> {
+    let lines = view.lines(pod, "controller").iter().filter(|line| line.contains("is in use"));
+    lines.filter_map(|line| Some(line.split("phase=\"").nth(1)?.split('"').next()?.to_owned())).collect()
 }
 
 fn meshed(view: &View) -> Vec<PodView> {
@@ -139,6 +241,12 @@ fn complaints(sandbox: &Sandbox) -> Vec<String> {
     let view = sandbox.view();
     let lines = meshed(&view).into_iter().flat_map(|pod| view.lines(&pod, "proxy").to_vec());
     lines.filter(|line| line.contains("WARN") || line.contains("ERROR")).collect()
+}
+
+/// The same, without what must be said: whoever asks a controller in the moment when it goes says so, and asks another one.
+fn unexpected_complaints(sandbox: &Sandbox) -> Vec<String> {
+    let expected = ["no discovery, what is known stays", "can't be renewed"];
+    complaints(sandbox).into_iter().filter(|line| !expected.iter().any(|part| line.contains(part))).collect()
 }
 
 /// Through both proxies, over mutual TLS: the server's proxy has told it who calls.
