@@ -241,22 +241,37 @@ impl Flow {
 }
 
 #[cfg(test)]
+impl Seat {
+    /// What a test gives a worker, to change as it needs: with these arguments more, and nobody to ask.
+    pub fn for_a_test(arguments: &str) -> Self {
+        use clap::Parser as _;
+        let usual = "proxy --inbound-port 4000 --outbound-port 5000 --admin-port 4001 --controller http://c:8080 --token-file /token";
+        let raw = crate::config::RawConfig::parse_from(format!("{usual}{arguments}").split(' '));
+        Self {
+            config: Arc::new(Config::from_raw(raw).unwrap()),
+            dumps: Dumps::off(),
+            metrics: Metrics::new(),
+            discovery: Discovery::off(),
+            credentials: crate::identity::none(),
+            limit: 1000,
+            drain: CancellationToken::new(),
+        }
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use std::io::ErrorKind;
 
-    use clap::Parser as _;
     use tokio::io::AsyncReadExt as _;
 
     use super::*;
-    use crate::config::RawConfig;
 
     #[tokio::test]
     async fn over_the_limit_connections_are_reset_and_counted() {
-        let args = "proxy --inbound-port 4000 --outbound-port 5000 --admin-port 4001 --controller http://c:8080 --token-file /token";
-        let config = Arc::new(Config::from_raw(RawConfig::parse_from(args.split(' '))).unwrap());
-        let (metrics, discovery, drain) = (Metrics::new(), Discovery::off(), CancellationToken::new());
-        let (dumps, credentials) = (Dumps::off(), crate::identity::none());
-        let worker = Worker::new(Seat { config, dumps, metrics: metrics.clone(), discovery, credentials, limit: 1, drain });
+        let seat = Seat { limit: 1, ..Seat::for_a_test("") };
+        let metrics = seat.metrics.clone();
+        let worker = Worker::new(seat);
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         worker.open.set(1);

@@ -7,7 +7,6 @@ use std::rc::Rc;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
 
-use clap::Parser as _;
 use rcgen::CertificateParams;
 use rustls::RootCertStore;
 use rustls::pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer};
@@ -15,12 +14,10 @@ use rustls::sign::CertifiedKey;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
-use tokio_util::sync::CancellationToken;
 
 use crate::balance::Destination;
-use crate::config::{Config, RawConfig};
 use crate::discovery::{AppProtocol, Discovery, EndpointInfo, PodTarget, Target};
-use crate::dump::{Direction, Dumps};
+use crate::dump::Direction;
 use crate::identity::testing::{Authority, WEB};
 use crate::identity::{Credentials, none};
 use crate::io::Io;
@@ -73,20 +70,8 @@ impl Side {
     fn new(credentials: Option<Arc<Credentials>>, arguments: &str, discovery: Discovery) -> Self {
         let (sender, receiver) = watch::channel(credentials.clone());
         let (sender, receiver) = if credentials.is_some() { (Some(sender), receiver) } else { (None, none()) };
-        let args = format!(
-            "proxy --inbound-port 4000 --outbound-port 5000 --admin-port 4001 --controller http://c:8080 --token-file /token{arguments}"
-        );
-        let config = Arc::new(Config::from_raw(RawConfig::parse_from(args.split(' '))).unwrap());
-        let metrics = Metrics::new();
-        let seat = Seat {
-            config,
-            dumps: Dumps::off(),
-            metrics: metrics.clone(),
-            discovery,
-            credentials: receiver,
-            limit: 1000,
-            drain: CancellationToken::new(),
-        };
+        let seat = Seat { discovery, credentials: receiver, ..Seat::for_a_test(arguments) };
+        let metrics = seat.metrics.clone();
         Self { worker: Worker::new(seat), credentials: sender, metrics }
     }
 

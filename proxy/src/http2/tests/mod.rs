@@ -13,7 +13,6 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
-use clap::Parser;
 use h2::client::SendRequest;
 use h2::server::SendResponse;
 use h2::{Reason, RecvStream, SendStream};
@@ -22,7 +21,6 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
 
 use crate::balance::Destination;
-use crate::config::{Config, RawConfig};
 use crate::discovery::{AppProtocol, Discovery, EndpointInfo, ServiceTarget, Target};
 use crate::dump::{Direction, DumpConfig, Dumps, Format, Mode};
 use crate::io::Io;
@@ -69,14 +67,11 @@ impl Mesh {
     }
 
     fn with(discovery: Discovery) -> Self {
-        let args = "proxy --inbound-port 4000 --outbound-port 5000 --admin-port 4001 --controller http://c:8080 --token-file /token";
-        let config = Arc::new(Config::from_raw(RawConfig::parse_from(args.split(' '))).unwrap());
-        let (metrics, drain, dumped) = (Metrics::new(), CancellationToken::new(), Output::default());
+        let (seat, dumped) = (Seat::for_a_test(""), Output::default());
+        let (metrics, drain) = (seat.metrics.clone(), seat.drain.clone());
         let dump_config = DumpConfig { mode: Mode::Full, format: Format::Text, out: Box::new(dumped.clone()) };
         let dumps = Dumps::start(dump_config, metrics.clone()).unwrap();
-        let credentials = crate::identity::none();
-        let seat = Seat { config, dumps, metrics: metrics.clone(), discovery, credentials, limit: 1000, drain: drain.clone() };
-        Self { worker: Worker::new(seat), metrics, drain, dumped }
+        Self { worker: Worker::new(Seat { dumps, discovery, ..seat }), metrics, drain, dumped }
     }
 
     /// A worker, and a Service of it with these endpoints.
