@@ -6,16 +6,21 @@
 
 FROM rust:1.95-slim-bookworm AS build
 ARG PROFILE=dist
+ENV CARGO_PROFILE_DEV_DEBUG=none CARGO_PROFILE_DEV_STRIP=debuginfo
 WORKDIR /src
 COPY . .
+# Cargo goes by times. In the cache may be what another clone made of other sources at a later time, so files that it does not know are
+# given the present one.
 RUN --mount=type=cache,target=/usr/local/cargo/registry,sharing=locked \
     --mount=type=cache,target=/src/target,sharing=locked \
-    cargo build --locked --profile "$PROFILE" --bins \
+    built="target/sources-$PROFILE" && touch "$built" \
+ && find . -path ./target -prune -o -type f -print0 | xargs -0 sha256sum | sort >/tmp/sources \
+ && comm -13 "$built" /tmp/sources | cut -c 67- | xargs -r touch \
+ && cargo build --locked --profile "$PROFILE" --bins \
       -p diy-mesh-controller -p diy-mesh-injector -p diy-mesh-proxy -p diy-mesh-proxy-init -p diy-mesh-sample-apps \
- && mkdir /out \
- && for program in controller injector proxy proxy-init http-client http-server grpc-client grpc-server; do \
-      strip --strip-debug -o "/out/$program" "target/$(echo "$PROFILE" | sed 's/^dev$/debug/')/$program" || exit 1; \
-    done
+ && mv /tmp/sources "$built" \
+ && mkdir /out && cd "target/$(echo "$PROFILE" | sed 's/^dev$/debug/')" \
+ && cp controller injector proxy proxy-init http-client http-server grpc-client grpc-server /out/
 
 # iptables for proxy-init: both of its kinds, each a single program, with the libraries and extensions that they load.
 FROM debian:bookworm-slim AS iptables

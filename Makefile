@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help demo test check e2e bench images dev-images load tools
+.PHONY: help demo test check e2e tilt-ci bench images dev-images load tools
 
 APPS := controller injector proxy proxy-init http-client http-server grpc-client grpc-server
 TAG ?= dev
@@ -15,7 +15,7 @@ DOCKER_BUILD ?= docker build
 LOAD ?= kind load docker-image
 # make dev-images: a program that makes an image of programs, called as IMAGE NAME:TAG FILE[=PATH]...
 IMAGE ?=
-# Given on to the demo and to the benchmarks.
+# Given on to the demo, to the benchmarks and to the Tiltfile.
 ARGS ?=
 
 say = @printf '\033[1m%s\033[0m\n' "$(1)"
@@ -55,6 +55,10 @@ e2e: ## the tests that need a cluster: the one that KUBECONFIG names, the images
 	@cargo test --workspace --test kubernetes --test kubernetes_authority -- --ignored
 	@cargo build --workspace --bins # the tests of the command line run it
 	@E2E=1 cargo test --workspace --test 'cluster_*' -- --nocapture
+
+tilt-ci: ## the walkthrough with Tilt on a local cluster until every workload is healthy, then without it (ARGS=--network=host)
+	@tilt ci -- $(ARGS)
+	@tilt down --delete-namespaces -- $(ARGS)
 
 bench: tools ## side by side with Envoy and with no proxy at all, printed as ratios
 	@cargo build --profile dist --workspace --bins

@@ -1,5 +1,6 @@
 //! House rules that a program can check. Sizes and taste are for people to judge, not for a test.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -44,6 +45,19 @@ fn what_the_architecture_names_is_there() {
         !root().join(named).exists() && !everything.iter().any(|file| file.ends_with(named))
     });
     none("paths that ARCHITECTURE.md names are not there", gone.map(str::to_owned));
+}
+
+#[test]
+fn every_image_of_the_manifests_is_built_in_every_way() {
+    let manifests = files(&root()).into_iter().filter(|path| path.starts_with("manifests")).map(|path| read(&path)).collect::<String>();
+    let images: BTreeSet<_> = manifests.split("diy-sm-").skip(1).filter_map(|rest| rest.split_once(':')).map(|(app, _)| app).collect();
+    assert!(images.len() > 2, "the manifests name images, among them {images:?}");
+    for (file, list, end) in [("Dockerfile", "FROM run AS ", "\n"), ("Makefile", "APPS := ", "\n"), ("Tiltfile", "for app in [", "]")] {
+        let text = read(Path::new(file));
+        let listed = text.split(list).skip(1).filter_map(|rest| rest.split(end).next()).flat_map(|apps| apps.split([' ', ',', '\'']));
+        let listed: BTreeSet<_> = listed.collect();
+        none(&format!("images of the manifests are not built by the {file}"), images.difference(&listed).map(|app| (*app).to_owned()));
+    }
 }
 
 fn reads_environment(mut code: String) -> bool {
