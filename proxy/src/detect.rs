@@ -13,6 +13,9 @@ const MAX_METHOD: usize = 24;
 /// What an HTTP/2 client sends first (RFC 9113, section 3.4).
 const HTTP2_PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
+/// More than this no HTTP/2 server says before it has heard its client.
+const MAX_SETTINGS: usize = 16 * 1024;
+
 /// What a connection carries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Protocol {
@@ -96,6 +99,12 @@ pub fn take_a_guess(bytes: &[u8]) -> Protocol {
     if http1 { Protocol::Http1 } else { Protocol::Opaque }
 }
 
+/// Whether a server's first bytes are those of HTTP/2: its SETTINGS, which it sends without waiting for its client, as little as its
+/// client waits for them (RFC 9113, section 3.4). So they don't mean that the server is the one to speak first.
+pub fn is_http2_server(bytes: &[u8]) -> bool {
+    bytes.len() <= MAX_SETTINGS && matches!(bytes, [_, _, _, 4, 0, 0, 0, 0, 0, ..])
+}
+
 /// RFC 9110, section 5.6.2.
 fn is_token(byte: &u8) -> bool {
     byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(byte)
@@ -126,6 +135,14 @@ mod tests {
         }
         assert_eq!(classify(HTTP2_PREFACE), Verdict::Known(Protocol::Http2));
         assert_eq!(classify(b"PRI * HTTP/2.0\r\n\r\nXX"), OPAQUE);
+    }
+
+    #[test]
+    fn an_http2_servers_word_is_no_other_protocols() {
+        assert!(is_http2_server(b"\0\0\x12\x04\0\0\0\0\0\0\x04\0\x10\0\0\0\x05\0\0\x40\0\0\x06\0\0\x40\0"));
+        for other in [&b"\x4a\0\0\0\x0a8.0.36\0"[..], b"220 mail.example ESMTP\r\n", b"SSH-2.0-OpenSSH_9\r\n", b"\0\0\0\x04", b""] {
+            assert!(!is_http2_server(other), "{other:?}");
+        }
     }
 
     #[test]

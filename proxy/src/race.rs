@@ -6,7 +6,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
-use std::task::Poll;
+use std::task::{Poll, ready};
 use std::time::{Duration, Instant};
 
 use tokio::task::spawn_local;
@@ -14,7 +14,7 @@ use tokio::time::timeout;
 
 use crate::balance::{Endpoint, InFlight};
 use crate::connect;
-use crate::detect::{Protocol, Verdict, announced, classify, classify_inbound, take_a_guess};
+use crate::detect::{Protocol, Verdict, announced, classify, classify_inbound, is_http2_server, take_a_guess};
 use crate::error::Failure;
 use crate::io::Io;
 use crate::policy::Caller;
@@ -87,7 +87,12 @@ pub async fn first_word(client: &mut Io, flow: &Flow, dialed: &mut Option<Dialed
             let upstream = &mut dialed.insert(new).upstream;
             // Its word, its end and its failure are all for the copying to pass on.
             poll_fn(|cx| match listening.as_mut().poll(cx) {
-                Poll::Pending => upstream.poll_fill(cx).map(|_| Ok(Protocol::Opaque)),
+                Poll::Pending => loop {
+                    match ready!(upstream.poll_fill(cx)) {
+                        Ok(1..) if is_http2_server(upstream.unread()) => {}
+                        _ => return Poll::Ready(Ok(Protocol::Opaque)),
+                    }
+                },
                 listened => listened,
             })
             .await

@@ -4,6 +4,7 @@
 mod support;
 
 use std::rc::Rc;
+use std::time::Duration;
 
 use diy_mesh_proxy::balance::Destination;
 use support::{Mesh, listen, on_worker, read_all, read_until, write};
@@ -24,6 +25,32 @@ fn a_server_that_speaks_first_is_heard_while_the_client_waits() {
         write(&mut client, "still here").await;
         client.shutdown().await.unwrap();
         assert_eq!(read_all(&mut app).await, "still here");
+    });
+}
+
+#[test]
+fn an_http2_server_that_speaks_first_leaves_its_slow_client_the_word() {
+    on_worker(async {
+        // At most 77 streams, which the proxy itself does not say.
+        let settings = b"\0\0\x06\x04\0\0\0\0\0\0\x03\0\0\0\x4d";
+        let (server, address) = listen().await;
+        let mesh = Mesh::new();
+        let mut client = mesh.connect_to(address).await;
+        let mut app = server.accept().await.unwrap().0;
+        app.write_all(settings).await.unwrap();
+        let passed_on = tokio::time::timeout(Duration::from_millis(200), client.peek(&mut [0])).await;
+        assert!(passed_on.is_err(), "the app's word was taken for the first of another protocol");
+        client.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").await.unwrap();
+        let mut answer = [0; 15];
+        client.read_exact(&mut answer).await.unwrap();
+        assert!(answer[3..9] == settings[3..9] && &answer != settings, "the proxy speaks HTTP/2 itself: {answer:?}");
+        // Who turns out to go without a client's word is heard after all.
+        let mut client = mesh.connect_to(address).await;
+        let mut app = server.accept().await.unwrap().0;
+        app.write_all(settings).await.unwrap();
+        app.shutdown().await.unwrap();
+        client.read_exact(&mut answer).await.unwrap();
+        assert_eq!(&answer, settings);
     });
 }
 
