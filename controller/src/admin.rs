@@ -9,7 +9,7 @@ use axum::routing::get;
 use axum::{Json, Router};
 use tokio_util::sync::CancellationToken;
 
-use crate::authority::Kept;
+use crate::authority::{Kept, status};
 use crate::hub::Hub;
 use crate::metrics::Metrics;
 use crate::proxies::Proxies;
@@ -56,12 +56,12 @@ fn reason(admin: &Admin) -> Option<String> {
 }
 
 async fn identity(State(admin): State<Admin>) -> Response {
-    let trust = admin.authority.trust();
-    Json(admin.authority.status().json(&admin.trust_domain, trust.as_deref(), &admin.proxies.snapshot())).into_response()
+    let (status, trust) = (admin.authority.status(), admin.authority.trust());
+    Json(status::answer(status, &admin.trust_domain, trust.as_deref(), &admin.proxies.snapshot())).into_response()
 }
 
 async fn metrics(State(admin): State<Admin>) -> Response {
     let mut text = admin.metrics.text(&admin.hub.counts());
-    admin.authority.status().metrics(&mut text);
+    status::metrics(&admin.authority.status(), &mut text);
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
 }

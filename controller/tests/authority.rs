@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 
 use diy_mesh_controller::authority::reports::Connected;
 use diy_mesh_controller::authority::rotation::Phase;
-use diy_mesh_controller::authority::status::Status;
 use diy_mesh_controller::authority::{self, Authority, Kept, Options, Provider, Roots, self_signed};
 use diy_mesh_controller::hub::Hub;
 use diy_mesh_controller::index::object::{Change, Key, Kind, Object, Pod};
+use diy_mesh_proto::status::Status;
 use tokio::task::JoinHandle;
 
 const DEADLINE: Duration = Duration::from_secs(40);
@@ -111,7 +111,7 @@ impl Replica {
     }
 
     async fn until_phase(&self, phase: Phase) -> Status {
-        self.until(phase.name(), |status| status.issuer.is_some() && status.rotation.phase == phase).await
+        self.until(phase.name(), |status| status.issuer.is_some() && status.rotation.phase == phase.name()).await
     }
 
     /// As a process that is killed.
@@ -191,7 +191,7 @@ async fn a_rotation_waits_for_every_proxy_on_every_replica_and_survives_restarts
 
     request(&folder, "start\n");
     let told = one.until("waiting for b", |status| status.rotation.waiting == ["proxy shop/b to trust the current roots"]).await;
-    assert_eq!((told.rotation.phase, told.rotation.answer.as_str()), (Phase::Announcing, "granted: a new root is announced"));
+    assert_eq!((told.rotation.phase.as_str(), told.rotation.answer.as_str()), ("announcing", "granted: a new root is announced"));
     assert!(!folder.join("request").exists());
     assert_eq!((one.roots().await.certificates.len(), one.issuer().await), (2, old_issuer.clone()));
 

@@ -174,7 +174,7 @@ impl Replica {
 
     async fn until_phase(&self, phase: Phase) {
         let deadline = Instant::now() + DEADLINE;
-        while self.kept.status().issuer.is_none() || self.kept.status().rotation.phase != phase {
+        while self.kept.status().issuer.is_none() || self.kept.status().rotation.phase != phase.name() {
             assert!(Instant::now() < deadline, "never {}: {:#?}", phase.name(), self.kept.status());
             tokio::time::sleep(Duration::from_millis(50)).await;
         }

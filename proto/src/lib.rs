@@ -17,6 +17,7 @@ pub mod echo {
 }
 
 pub mod identity;
+pub mod status;
 
 pub use identity::Identity;
 

@@ -17,9 +17,9 @@ use tokio::time::{Instant, sleep_until};
 
 use super::material::Material;
 use super::publish::Published;
-use super::reports::{Agreement, Connected, ConnectedProxies, Evidence, Pulse, Report, pod_digest};
+use super::reports::{Agreement, Connected, ConnectedProxies, Evidence, Pulse, Report, few, pod_digest};
 use super::rotation::{Phase, Progress, Request, Rules, Step};
-use super::status::{Status, StatusSender};
+use super::status::{self, StatusSender};
 use super::store::kubernetes::with_causes;
 use super::store::{Store, Stored, Written};
 use super::{Authority, Roots, Trust};
@@ -176,7 +176,7 @@ impl<S: Store> Keeper<S> {
                     tracing::info!(version = trust.roots.version, "there are {} trust roots now", trust.roots.certificates.len());
                 }
                 in_force.authority.publish(trust);
-                self.status.follow(Status::of(&material, &self.store.place(), &self.name, Vec::new(), BTreeMap::new()));
+                self.status.follow(status::of(&material, &self.store.place(), &self.name, Vec::new(), BTreeMap::new()));
                 (in_force.material, in_force.state) = (material, digest);
                 state.next_beat = None;
             }
@@ -190,7 +190,7 @@ impl<S: Store> Keeper<S> {
                     self.store.place()
                 );
                 let authority = Authority::fixed(trust);
-                self.status.follow(Status::of(&material, &self.store.place(), &self.name, Vec::new(), BTreeMap::new()));
+                self.status.follow(status::of(&material, &self.store.place(), &self.name, Vec::new(), BTreeMap::new()));
                 self.first.send_replace(Some(authority.clone()));
                 state.in_force = Some(InForce { material, state: digest, authority });
             }
@@ -248,7 +248,7 @@ impl<S: Store> Keeper<S> {
         let synced = self.hub.missing().is_empty();
         let agreed = state.agreement.holds(write.is_some() && synced, &evidence);
         self.status.remind(in_force.material.signer(), &waiting, SystemTime::now());
-        self.status.update(Status::of(&in_force.material, &self.store.place(), &self.name, waiting, evidence.reports));
+        self.status.update(status::of(&in_force.material, &self.store.place(), &self.name, waiting, evidence.reports));
         match write {
             Some((material, why)) if agreed || phase == Phase::Steady => {
                 tracing::info!("rotation: {why}");
@@ -266,9 +266,9 @@ impl<S: Store> Keeper<S> {
         }
         let published = self.published.borrow();
         let namespaces = if published.version == trust.roots.version {
-            published.waiting.keys().map(|name| format!("namespace {name}")).collect()
+            few(published.waiting.keys().map(|name| format!("namespace {name}")))
         } else {
-            [format!("replica {}'s namespaces", self.name)].into_iter().collect()
+            few([format!("replica {}'s namespaces", self.name)])
         };
         let pods = connected.iter().filter_map(|proxy| proxy.pod.as_ref());
         let in_rotation = in_force.material.progress.phase != Phase::Steady;

@@ -27,11 +27,12 @@ use tokio::sync::watch;
 
 use crate::hub::Hub;
 use crate::issuer::{Issuer, hex, pem};
+use diy_mesh_proto::status::Status;
 use keeper::Keeper;
 use publish::{Published, Task};
 use reports::ConnectedProxies;
 use rotation::Rules;
-use status::{Status, StatusSender};
+use status::StatusSender;
 use store::Store;
 
 /// The common name of every CA that the controller makes: by it, it tells its own from an operator's.

@@ -4,12 +4,12 @@
 //! A report says how many; names are few, for people. The pods are all there, as digests, so that a pod that is connected to no
 //! replica is missed, however the connections are spread.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use aws_lc_rs::digest::{SHA256, digest};
-use serde::{Deserialize, Serialize};
+pub use diy_mesh_proto::status::{Few, Report};
 use tokio::time::Instant;
 
 use crate::issuer::hex;
@@ -45,71 +45,31 @@ impl Connected {
 
     /// Which ones do not match, by name.
     pub fn few(all: &[Connected], wrong: impl Fn(&Connected) -> bool) -> Few {
-        all.iter().filter(|proxy| wrong(proxy)).map(Connected::name).collect()
+        few(all.iter().filter(|proxy| wrong(proxy)).map(Connected::name))
     }
 }
 
 /// The proxies that are connected to this replica now.
 pub type ConnectedProxies = Arc<dyn Fn() -> Vec<Connected> + Send + Sync>;
 
-/// What one replica says.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct Report {
-    /// Another number in each report.
-    pub beat: u64,
-    /// The state of the store that it acts by.
-    pub state: String,
-    /// The version of the roots that it tells its proxies.
-    pub roots: String,
-    /// The id of the issuer that it signs with.
-    pub issuer: String,
-    /// How many proxies are connected to it.
-    pub connected: u64,
-    /// How many of them trust which version of the roots.
-    pub acknowledged: BTreeMap<String, u64>,
-    /// Those that do not trust the current version.
-    pub not_acknowledged: Few,
-    /// Those whose certificate is another issuer's.
-    pub not_renewed: Few,
-    /// The namespaces that do not hold the current roots.
-    pub namespaces: Few,
-    /// The connected pods, as digests; only while a rotation is under way.
-    #[serde(skip_serializing_if = "BTreeSet::is_empty")]
-    pub pods: BTreeSet<String>,
-}
-
 /// A number, and some of the names.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct Few {
-    /// How many there are.
-    pub count: u64,
-    /// At most 20 of them.
-    pub names: Vec<String>,
-}
-
-impl FromIterator<String> for Few {
-    fn from_iter<I: IntoIterator<Item = String>>(names: I) -> Few {
-        let mut few = Few::default();
-        for name in names {
-            few.count += 1;
-            if few.names.len() < FEW {
-                few.names.push(name);
-            }
+pub fn few(names: impl IntoIterator<Item = String>) -> Few {
+    let mut few = Few::default();
+    for name in names {
+        few.count += 1;
+        if few.names.len() < FEW {
+            few.names.push(name);
         }
-        few
     }
+    few
 }
 
-impl Few {
-    /// As sentences; the rest as a number.
-    fn say(&self, what: &str, lines: &mut Vec<String>) {
-        lines.extend(self.names.iter().map(|name| format!("{name} {what}")));
-        let more = self.count.saturating_sub(self.names.len() as u64);
-        if more > 0 {
-            lines.push(format!("{more} more {what}"));
-        }
+/// As sentences; the rest as a number.
+fn say(few: &Few, what: &str, lines: &mut Vec<String>) {
+    lines.extend(few.names.iter().map(|name| format!("{name} {what}")));
+    let more = few.count.saturating_sub(few.names.len() as u64);
+    if more > 0 {
+        lines.push(format!("{more} more {what}"));
     }
 }
 
@@ -135,11 +95,11 @@ impl Evidence {
     pub fn not_acknowledged(&self, absent_count: bool) -> Vec<String> {
         let mut waiting = self.behind();
         for report in self.current() {
-            report.namespaces.say("to hold the current roots", &mut waiting);
-            report.not_acknowledged.say("to trust the current roots", &mut waiting);
+            say(&report.namespaces, "to hold the current roots", &mut waiting);
+            say(&report.not_acknowledged, "to trust the current roots", &mut waiting);
         }
         if absent_count {
-            self.absent().say("to connect to the controller", &mut waiting);
+            say(&self.absent(), "to connect to the controller", &mut waiting);
         }
         waiting
     }
@@ -148,9 +108,9 @@ impl Evidence {
     pub fn not_renewed(&self) -> Vec<String> {
         let mut waiting = self.behind();
         for report in self.current() {
-            report.not_renewed.say("to renew its certificate", &mut waiting);
+            say(&report.not_renewed, "to renew its certificate", &mut waiting);
         }
-        self.absent().say("to connect to the controller", &mut waiting);
+        say(&self.absent(), "to connect to the controller", &mut waiting);
         waiting
     }
 
@@ -166,7 +126,7 @@ impl Evidence {
 
     fn absent(&self) -> Few {
         let connected = |digest: &str| self.reports.values().any(|report| report.pods.contains(digest));
-        self.pods.iter().filter(|(digest, _)| !connected(digest)).map(|(_, name)| format!("pod {name}")).collect()
+        few(self.pods.iter().filter(|(digest, _)| !connected(digest)).map(|(_, name)| format!("pod {name}")))
     }
 }
 

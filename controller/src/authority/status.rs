@@ -5,16 +5,15 @@ use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
 
 use diy_mesh_proto::Identity;
-use serde::Serialize;
-use serde_json::{Value, json};
+use diy_mesh_proto::status::{self as proto, Authority, Pod, Proxy, Report, Rotation, Status};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::Trust;
 use super::certificate::Certificate;
 use super::material::{Ca, Material};
-use super::reports::Report;
 use super::rotation::{Phase, seconds};
+use crate::issuer::BACKDATED;
 use crate::metrics::{family, sample};
 use crate::proxies::ConnectedProxy;
 
@@ -23,172 +22,117 @@ const MOST_LINES: usize = 20;
 /// That something ends soon is said this often.
 const REMIND_AFTER: Duration = Duration::from_secs(6 * 60 * 60);
 
-/// What is known of the authority. Times are seconds since 1970.
-#[derive(Clone, Debug, Default, Serialize)]
-pub struct Status {
-    /// Where the CA lies.
-    pub place: String,
-    /// This replica's name.
-    pub replica: String,
-    /// What is wrong with the store, if anything is; what was read before stays in force.
-    pub problem: Option<String>,
-    /// How far a rotation is.
-    pub rotation: Rotation,
-    /// Who signs; none before a CA was read.
-    pub issuer: Option<Facts>,
-    /// Whom everybody trusts.
-    pub roots: Vec<Facts>,
-    /// What each live replica reports.
-    pub replicas: BTreeMap<String, Report>,
-}
-
-/// How far a rotation is.
-#[derive(Clone, Debug, Default, Serialize)]
-pub struct Rotation {
-    /// The phase.
-    pub phase: Phase,
-    /// Since when.
-    pub since: u64,
-    /// Why.
-    pub reason: String,
-    /// It goes back to the CA before.
-    pub reverting: bool,
-    /// On whom it waits, for people.
-    pub waiting: Vec<String>,
-    /// What became of the last request.
-    pub answer: String,
-}
-
-/// A CA certificate.
-#[derive(Clone, Debug, Serialize)]
-pub struct Facts {
-    /// What it is in the rotation: `current`, `next`, `previous` or `kept`.
-    pub role: &'static str,
-    /// Its subject.
-    pub subject: String,
-    /// SHA-256 over its bytes.
-    pub fingerprint: String,
-    /// Its subject key identifier; empty where it has none.
-    pub id: String,
-    /// Whether the controller has made it.
-    pub own: bool,
-    /// From when it counts.
-    pub not_before: u64,
-    /// Until when.
-    pub not_after: u64,
-}
-
-impl Facts {
-    fn of(certificate: &Certificate, role: &'static str, own: bool) -> Facts {
-        Facts {
-            role,
-            subject: certificate.subject.clone(),
-            fingerprint: certificate.fingerprint(),
-            id: certificate.key_id.clone().unwrap_or_default(),
-            own,
-            not_before: seconds(certificate.not_before),
-            not_after: seconds(certificate.not_after),
-        }
+/// Of a state, and what the replicas say of it. Who is connected is not in it.
+pub(super) fn of(material: &Material, place: &str, name: &str, mut waiting: Vec<String>, replicas: BTreeMap<String, Report>) -> Status {
+    if waiting.len() > MOST_LINES {
+        let more = waiting.len() - MOST_LINES;
+        waiting.truncate(MOST_LINES);
+        waiting.push(format!("and {more} more"));
     }
+    let progress = material.progress.clone();
+    let signer = material.signer();
+    let signs = if *signer == material.current { "current" } else { "previous" };
+    let rotation = Rotation {
+        phase: progress.phase.name().to_owned(),
+        since: progress.since,
+        reason: progress.reason,
+        reverting: progress.reverting,
+        waiting,
+        answer: progress.answer,
+    };
+    let issuer = Some(authority(signer.issuer(), signs, signer.is_ours()));
+    Status { rotation, issuer, roots: roots(material), replicas, ..unknown(place, name) }
+}
 
-    fn left(&self) -> u64 {
-        self.not_after.saturating_sub(seconds(SystemTime::now()))
+/// Before anything was read.
+fn unknown(place: &str, name: &str) -> Status {
+    let rotation = Rotation { phase: Phase::default().name().to_owned(), ..Rotation::default() };
+    Status { place: place.to_owned(), replica: name.to_owned(), rotation, ..Status::default() }
+}
+
+/// The answer of GET /identity: this, and the proxies that are connected to this replica.
+pub fn answer(status: Status, trust_domain: &str, trust: Option<&Trust>, proxies: &[ConnectedProxy]) -> Status {
+    Status {
+        trust_domain: trust_domain.to_owned(),
+        roots_version: trust.map(|trust| trust.roots.version.clone()),
+        proxies: proxies.iter().map(|proxy| describe(proxy, trust_domain, trust)).collect(),
+        ..status
     }
 }
 
-impl Status {
-    /// Of a state and what the replicas say of it.
-    pub(super) fn of(material: &Material, place: &str, name: &str, mut waiting: Vec<String>, replicas: BTreeMap<String, Report>) -> Status {
-        if waiting.len() > MOST_LINES {
-            let more = waiting.len() - MOST_LINES;
-            waiting.truncate(MOST_LINES);
-            waiting.push(format!("and {more} more"));
-        }
-        let progress = material.progress.clone();
-        let signer = material.signer();
-        let signs = if *signer == material.current { "current" } else { "previous" };
-        Status {
-            place: place.to_owned(),
-            replica: name.to_owned(),
-            problem: None,
-            rotation: Rotation {
-                phase: progress.phase,
-                since: progress.since,
-                reason: progress.reason,
-                reverting: progress.reverting,
-                waiting,
-                answer: progress.answer,
-            },
-            issuer: Some(Facts::of(signer.issuer(), signs, signer.is_ours())),
-            roots: roots(material),
-            replicas,
+/// The text that Prometheus reads.
+pub fn metrics(status: &Status, text: &mut String) {
+    family(text, "certificate_seconds_left", "gauge", "Seconds until the issuer, or the first trust root, ends.");
+    let now = seconds(SystemTime::now());
+    let left = |authority: &Authority| authority.not_after.saturating_sub(now);
+    let root = status.roots.iter().filter(|root| root.role == "current").map(left).min();
+    for (of, left) in [("issuer", status.issuer.as_ref().map(left)), ("root", root)] {
+        if let Some(left) = left {
+            sample(text, "certificate_seconds_left", "of", of, left);
         }
     }
-
-    /// The answer of GET /identity: this, and the proxies that are connected to this replica.
-    pub fn json(&self, trust_domain: &str, trust: Option<&Trust>, proxies: &[ConnectedProxy]) -> Value {
-        let mut value = json!(self);
-        value["trust_domain"] = json!(trust_domain);
-        value["roots_version"] = json!(trust.map(|trust| &trust.roots.version));
-        value["proxies"] = proxies.iter().map(|proxy| describe(proxy, trust_domain, trust)).collect();
-        value
+    family(text, "rotation_phase", "gauge", "1 for the phase that the rotation of the CA is in.");
+    for phase in Phase::ALL {
+        sample(text, "rotation_phase", "phase", phase.name(), u64::from(phase.name() == status.rotation.phase));
     }
-
-    /// The text that Prometheus reads.
-    pub fn metrics(&self, text: &mut String) {
-        family(text, "certificate_seconds_left", "gauge", "Seconds until the issuer, or the first trust root, ends.");
-        let root = self.roots.iter().filter(|root| root.role == "current").map(Facts::left).min();
-        for (of, left) in [("issuer", self.issuer.as_ref().map(Facts::left)), ("root", root)] {
-            if let Some(left) = left {
-                sample(text, "certificate_seconds_left", "of", of, left);
-            }
-        }
-        family(text, "rotation_phase", "gauge", "1 for the phase that the rotation of the CA is in.");
-        for phase in Phase::ALL {
-            sample(text, "rotation_phase", "phase", phase.name(), u64::from(phase == self.rotation.phase));
-        }
-        family(text, "proxies_waited_for", "gauge", "Connected proxies, on all replicas, that do not yet have what they should.");
-        let sum = |count: fn(&Report) -> u64| self.replicas.values().map(count).sum();
-        sample(text, "proxies_waited_for", "what", "roots", sum(|report| report.not_acknowledged.count));
-        sample(text, "proxies_waited_for", "what", "certificate", sum(|report| report.not_renewed.count));
-        family(text, "authority_problems", "gauge", "1 while the CA cannot be read, or not be used.");
-        sample(text, "authority_problems", "of", "store", u64::from(self.problem.is_some()));
-    }
+    family(text, "proxies_waited_for", "gauge", "Connected proxies, on all replicas, that do not yet have what they should.");
+    let sum = |count: fn(&Report) -> u64| status.replicas.values().map(count).sum();
+    sample(text, "proxies_waited_for", "what", "roots", sum(|report| report.not_acknowledged.count));
+    sample(text, "proxies_waited_for", "what", "certificate", sum(|report| report.not_renewed.count));
+    family(text, "authority_problems", "gauge", "1 while the CA cannot be read, or not be used.");
+    sample(text, "authority_problems", "of", "store", u64::from(status.problem.is_some()));
 }
 
-fn describe(proxy: &ConnectedProxy, trust_domain: &str, trust: Option<&Trust>) -> Value {
-    let pod = proxy.pod.as_ref().map(|pod| json!({"namespace": &*pod.namespace, "name": &*pod.name, "uid": &*pod.uid}));
-    let certificate = proxy.status.as_ref().map(|status| {
-        json!({
-            "not_before": status.certificate_not_before,
-            "not_after": status.certificate_not_after,
-            "serial": status.certificate_serial,
-            "issuer": status.certificate_issuer,
-            "current": trust.is_some_and(|trust| trust.issuer.id() == status.certificate_issuer),
-        })
-    });
+fn describe(proxy: &ConnectedProxy, trust_domain: &str, trust: Option<&Trust>) -> Proxy {
+    let pod = proxy.pod.as_ref();
     let status = proxy.status.as_ref();
-    json!({
-        "pod": pod,
-        "user": &*proxy.user,
-        "identity": Identity::of_user(trust_domain, &proxy.user).ok().map(|identity| identity.to_string()),
-        "connected_since": seconds(proxy.connected_since),
-        "certificate": certificate,
-        "roots_version": status.map(|status| &status.roots_version),
-        "acknowledged": status.zip(trust).is_some_and(|(status, trust)| status.roots_version == trust.roots.version),
-        "version": status.map(|status| &status.proxy_version),
-        "clock_skew_ms": status.map(|status| status.clock_skew),
-    })
+    Proxy {
+        pod: pod.map(|pod| Pod { namespace: pod.namespace.to_string(), name: pod.name.to_string(), uid: pod.uid.to_string() }),
+        user: proxy.user.to_string(),
+        identity: Identity::of_user(trust_domain, &proxy.user).ok().map(|identity| identity.to_string()),
+        connected_since: seconds(proxy.connected_since),
+        certificate: status.map(|status| certificate(status, trust)),
+        roots_version: status.map(|status| status.roots_version.clone()),
+        acknowledged: status.zip(trust).is_some_and(|(status, trust)| status.roots_version == trust.roots.version),
+        version: status.map(|status| status.proxy_version.clone()),
+        clock_skew_ms: status.map(|status| status.clock_skew),
+    }
 }
 
-fn roots(material: &Material) -> Vec<Facts> {
-    let mut all: Vec<Facts> = Vec::new();
+fn certificate(status: &crate::proxies::Status, trust: Option<&Trust>) -> proto::Certificate {
+    let unsigned = |time: i64| u64::try_from(time).unwrap_or_default();
+    let not_before = unsigned(status.certificate_not_before);
+    proto::Certificate {
+        not_before,
+        issued_at: not_before + BACKDATED.as_secs(),
+        not_after: unsigned(status.certificate_not_after),
+        serial: status.certificate_serial.clone(),
+        issuer: status.certificate_issuer.clone(),
+        current: trust.is_some_and(|trust| trust.issuer.id() == status.certificate_issuer),
+    }
+}
+
+fn authority(certificate: &Certificate, role: &str, own: bool) -> Authority {
+    Authority {
+        role: role.to_owned(),
+        subject: certificate.subject.clone(),
+        fingerprint: certificate.fingerprint(),
+        id: certificate.key_id.clone().unwrap_or_default(),
+        own,
+        not_before: seconds(certificate.not_before),
+        issued_at: seconds(certificate.not_before + if own { BACKDATED } else { Duration::ZERO }),
+        not_after: seconds(certificate.not_after),
+    }
+}
+
+fn roots(material: &Material) -> Vec<Authority> {
+    let mut all: Vec<Authority> = Vec::new();
     let cas = [(Some(&material.current), "current"), (material.next.as_ref(), "next"), (material.previous.as_ref(), "previous")];
     let of_cas = cas.into_iter().filter_map(|(ca, role)| ca.map(|ca| (ca.roots(), role, ca.is_ours())));
     for (roots, role, own) in of_cas.chain([(material.kept.as_slice(), "kept", false)]) {
-        for facts in roots.iter().map(|root| Facts::of(root, role, own)) {
-            if !all.iter().any(|known| known.fingerprint == facts.fingerprint) {
-                all.push(facts);
+        for root in roots.iter().map(|root| authority(root, role, own)) {
+            if !all.iter().any(|known| known.fingerprint == root.fingerprint) {
+                all.push(root);
             }
         }
     }
@@ -203,8 +147,7 @@ pub(super) struct StatusSender {
 
 impl StatusSender {
     pub(super) fn new(place: &str, name: &str) -> StatusSender {
-        let status = Status { place: place.to_owned(), replica: name.to_owned(), ..Status::default() };
-        StatusSender { sender: watch::Sender::new(status), reminded: None }
+        StatusSender { sender: watch::Sender::new(unknown(place, name)), reminded: None }
     }
 
     /// Another state is in force; what the replicas say of it comes later.
@@ -252,6 +195,8 @@ impl StatusSender {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::{Value, json};
+
     use super::*;
     use crate::authenticate::PodRef;
     use crate::authority::Roots;
@@ -278,15 +223,22 @@ mod tests {
         let pod = PodRef { namespace: "shop".into(), name: "web-1".into(), uid: "u".into() };
         let user = "system:serviceaccount:shop:web".into();
         let proxy = ConnectedProxy { pod: Some(pod), user, connected_since: start(), status: Some(said) };
-        let status = Status::of(&material, "here", "a", (0..30).map(|line| line.to_string()).collect(), BTreeMap::new());
-        let json = status.json("cluster.local", Some(&trust), &[proxy.clone(), ConnectedProxy { status: None, ..proxy }]);
+        let status = of(&material, "here", "a", (0..30).map(|line| line.to_string()).collect(), BTreeMap::new());
+        let json = json!(answer(status, "cluster.local", Some(&trust), &[proxy.clone(), ConnectedProxy { status: None, ..proxy }]));
         assert_eq!((json["rotation"]["phase"].as_str(), json["trust_domain"].as_str()), (Some("steady"), Some("cluster.local")));
         assert_eq!(json["rotation"]["waiting"].as_array().unwrap().len(), MOST_LINES + 1);
         assert_eq!(json["roots"][0]["fingerprint"], json!(material.current.issuer().fingerprint()));
         assert_eq!((&json["issuer"]["own"], &json["roots"][0]["role"]), (&json!(true), &json!("current")));
         let (said, silent) = (&json["proxies"][0], &json["proxies"][1]);
         assert_eq!(said["identity"], "spiffe://cluster.local/ns/shop/sa/web");
-        assert_eq!(said["certificate"], json!({"not_before": 1, "not_after": 2, "serial": "0a", "issuer": "another", "current": false}));
+        let certificate = json!({
+            "not_before": 1, "issued_at": 301, "not_after": 2, "serial": "0a", "issuer": "another", "current": false,
+        });
+        assert_eq!(said["certificate"], certificate, "made five minutes after it counts");
+        assert_eq!(
+            (&json["issuer"]["issued_at"], &json["issuer"]["not_before"]),
+            (&json!(seconds(start())), &json!(seconds(start()) - 300))
+        );
         assert_eq!((&said["acknowledged"], &said["clock_skew_ms"], &said["pod"]["name"]), (&json!(true), &json!(-7), &json!("web-1")));
         assert_eq!((&silent["acknowledged"], &silent["certificate"]), (&json!(false), &Value::Null));
         assert!(!json.to_string().contains("PRIVATE"));
@@ -296,12 +248,12 @@ mod tests {
     fn metrics_say_how_long_and_how_far() {
         let material = Material::make("cluster.local", SystemTime::now(), Duration::from_secs(86_400)).unwrap();
         let mut text = String::new();
-        Status::of(&material, "here", "a", Vec::new(), BTreeMap::new()).metrics(&mut text);
+        metrics(&of(&material, "here", "a", Vec::new(), BTreeMap::new()), &mut text);
         assert!(text.contains("diy_mesh_controller_certificate_seconds_left{of=\"issuer\"} 86"), "{text}");
         assert!(text.contains("diy_mesh_controller_rotation_phase{phase=\"steady\"} 1\n"), "{text}");
         assert!(text.contains("diy_mesh_controller_rotation_phase{phase=\"switched\"} 0\n"), "{text}");
         let mut none = String::new();
-        Status::default().metrics(&mut none);
+        metrics(&unknown("here", "a"), &mut none);
         assert!(!none.contains("certificate_seconds_left{"), "nothing is known yet");
     }
 }

@@ -8,7 +8,7 @@ use super::{
     pods,
 };
 use crate::{
-    identity::status::{Authority, Mesh},
+    identity::status::{Authority, Mesh, is_steady, made, meaning},
     time::span,
 };
 
@@ -62,7 +62,7 @@ pub(super) fn authority(facts: &Facts) -> Vec<Finding> {
 
 fn ends_soon(what: &str, authority: &Authority, now: u64) -> Option<Finding> {
     const CHECK: &str = "authority";
-    let (life, left) = (authority.not_after.saturating_sub(authority.not_before), authority.not_after.saturating_sub(now));
+    let (life, left) = (authority.not_after.saturating_sub(made(authority)), authority.not_after.saturating_sub(now));
     let advice = if authority.own {
         "the mesh rotates it by itself at two thirds of its life: `mesh identity` shows on whom it waits; `mesh rotate-root` begins now"
     } else {
@@ -87,11 +87,11 @@ pub(super) fn rotation(facts: &Facts) -> Vec<Finding> {
     if mesh.issuer.is_none() {
         return Vec::new();
     }
-    if rotation.is_steady() {
-        return vec![Finding::ok(CHECK, rotation.meaning())];
+    if is_steady(rotation) {
+        return vec![Finding::ok(CHECK, meaning(rotation))];
     }
     let lasts = facts.now.saturating_sub(rotation.since);
-    let text = format!("{} for {}: {}", rotation.phase, span(lasts), rotation.meaning());
+    let text = format!("{} for {}: {}", rotation.phase, span(lasts), meaning(rotation));
     if lasts < LONG_PHASE || rotation.waiting.is_empty() {
         return vec![Finding::ok(CHECK, text)];
     }
@@ -149,7 +149,7 @@ pub(super) fn workloads(facts: &Facts) -> Vec<Finding> {
     let (mut ended, mut late, mut without) = (Vec::new(), Vec::new(), Vec::new());
     for workload in &mesh.workloads {
         let left = workload.certificate_not_after.saturating_sub(facts.now);
-        let life = workload.certificate_not_after.saturating_sub(workload.certificate_not_before);
+        let life = workload.certificate_not_after.saturating_sub(workload.certificate_issued_at);
         match () {
             () if !workload.has_certificate() => without.push(workload.name()),
             () if left == 0 => ended.push(workload.name()),
@@ -229,7 +229,7 @@ mod tests {
         Workload {
             namespace: "shop".into(),
             pod: "till".into(),
-            certificate_not_before: NOW + left - 86_400,
+            certificate_issued_at: NOW + left - 86_400,
             certificate_not_after: NOW + left,
             clock_skew_ms: skew,
             ..Workload::default()

@@ -10,7 +10,7 @@ use super::style::{self, Output, Style, Tone};
 use crate::{
     identity::{
         source::{self, Source},
-        status::{Authority, Mesh, Workload},
+        status::{Authority, Mesh, Workload, is_steady, made, meaning},
     },
     time::{from_now, now, span, stamp},
 };
@@ -28,8 +28,6 @@ pub struct Arguments {
     output: Output,
 }
 
-/// Certificates count from five minutes before they were made, for clocks that are behind.
-const BACKDATED: u64 = 5 * 60;
 /// A clock that is this far off is worth a look, in milliseconds: certificates allow five minutes.
 const SKEW: i64 = 30_000;
 
@@ -83,24 +81,24 @@ fn authority(authority: &Authority, now: u64) -> (Tone, String) {
     let ends = from_now(authority.not_after, now);
     let origin = if authority.own { "made by the mesh" } else { "an operator's" };
     let text = format!("{} (sha256 {fingerprint}..., {origin}), ends {ends}, {}", authority.subject, stamp(authority.not_after));
-    (tone(authority.not_before, authority.not_after, now, 3), text)
+    (tone(made(authority), authority.not_after, now, 3), text)
 }
 
 fn rotation(mesh: &Mesh, now: u64) -> (Tone, String) {
     let rotation = &mesh.rotation;
-    if rotation.is_steady() {
-        return (Tone::Good, rotation.meaning().into());
+    if is_steady(rotation) {
+        return (Tone::Good, meaning(rotation).into());
     }
     let since = span(now.saturating_sub(rotation.since));
-    (Tone::Doubtful, format!("{} for {since} ({}): {}", rotation.phase, rotation.reason, rotation.meaning()))
+    (Tone::Doubtful, format!("{} for {since} ({}): {}", rotation.phase, rotation.reason, meaning(rotation)))
 }
 
 /// Ended is bad; doubtful is what has less than one part of its life left.
-fn tone(not_before: u64, not_after: u64, now: u64, part: u64) -> Tone {
+fn tone(made: u64, not_after: u64, now: u64, part: u64) -> Tone {
     let left = not_after.saturating_sub(now);
     match () {
         () if left == 0 => Tone::Bad,
-        () if left < not_after.saturating_sub(not_before) / part => Tone::Doubtful,
+        () if left < not_after.saturating_sub(made) / part => Tone::Doubtful,
         () => Tone::Good,
     }
 }
@@ -112,12 +110,12 @@ fn cells(workload: &Workload, mesh: &Mesh, now: u64) -> Vec<(Tone, String)> {
         cells.push((Tone::Bad, "none yet".into()));
         return cells;
     }
-    let (from, to) = (workload.certificate_not_before, workload.certificate_not_after);
+    let (made, to) = (workload.certificate_issued_at, workload.certificate_not_after);
     let signed_by_current = mesh.issuer.as_ref().is_none_or(|issuer| issuer.id == workload.certificate_issuer);
-    let age = format!("{} old{}", span(now.saturating_sub(from + BACKDATED)), if signed_by_current { "" } else { ", of the former CA" });
+    let age = format!("{} old{}", span(now.saturating_sub(made)), if signed_by_current { "" } else { ", of the former CA" });
     cells.push((if signed_by_current { Tone::Good } else { Tone::Doubtful }, age));
     // Renewed at four fifths of its life.
-    cells.push((tone(from, to, now, 10), from_now(to, now)));
+    cells.push((tone(made, to, now, 10), from_now(to, now)));
     cells.push(if workload.acknowledged { (Tone::Good, "the roots".into()) } else { (Tone::Doubtful, "older roots".into()) });
     let skew = workload.clock_skew_ms;
     let clock = match skew {
@@ -148,6 +146,7 @@ mod tests {
             identity: "spiffe://cluster.local/ns/shop/sa/till".into(),
             acknowledged: true,
             certificate_not_before: 1_000,
+            certificate_issued_at: 1_300,
             certificate_not_after: 87_400,
             certificate_issuer: "aa".into(),
             clock_skew_ms: 200,

@@ -17,7 +17,7 @@ use crate::{
     identity::{
         request::{Place, Request},
         source::{self, Source},
-        status::{Mesh, Rotation},
+        status::{Mesh, Rotation, is_steady, meaning},
     },
     time::{span, stamp},
 };
@@ -110,7 +110,7 @@ enum Intent {
 }
 
 fn intent(request: Request, rotation: &Rotation) -> Intent {
-    match (request, rotation.is_steady(), rotation.reverting) {
+    match (request, is_steady(rotation), rotation.reverting) {
         (Request::Start, true, _) | (Request::Start, false, true) | (Request::Abandon, false, false) => Intent::Ask,
         (Request::Start, false, false) | (Request::Abandon, false, true) => Intent::Watch,
         (Request::Abandon, true, _) => Intent::Nothing("no rotation is under way, so there is nothing to abandon"),
@@ -153,10 +153,10 @@ async fn watch(source: &Source, screen: &Screen) -> (Mesh, Duration) {
         let news = match source.ask().await {
             Ok(answers) => {
                 let mesh = Mesh::of(answers);
-                if mesh.rotation.is_steady() {
+                if is_steady(&mesh.rotation) {
                     return (mesh, begun.elapsed());
                 }
-                let heading = format!("{}: {}", mesh.rotation.phase, mesh.rotation.meaning());
+                let heading = format!("{}: {}", mesh.rotation.phase, meaning(&mesh.rotation));
                 if heading != phase {
                     screen.say(&heading);
                     phase = heading;

@@ -1,93 +1,38 @@
-//! What the controller's replicas say of certificates, typed (the answer of their `GET /identity`), and put together: one picture
-//! of the mesh out of those of its replicas. Pure.
+//! What the controller's replicas say of certificates (the answers of their `GET /identity`), put together: one picture of the mesh
+//! out of those of its replicas. Pure.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use serde::{Deserialize, Serialize};
+pub use diy_mesh_proto::status::{Authority, Rotation, Status};
+use diy_mesh_proto::status::{Pod, Proxy};
+use serde::Serialize;
 
 use super::source::Answers;
 
-/// What one replica says. Times are seconds since 1970. Fields that a newer controller has and this program does not know are left
-/// aside; those that it lacks are empty.
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(default)]
-pub struct Status {
-    /// The mesh's trust domain.
-    pub trust_domain: String,
-    /// Where the CA lies.
-    pub place: String,
-    /// What is wrong with the CA, if anything is.
-    pub problem: Option<String>,
-    /// How far a rotation is.
-    pub rotation: Rotation,
-    /// Who signs.
-    pub issuer: Option<Authority>,
-    /// Whom everybody trusts.
-    pub roots: Vec<Authority>,
-    /// The proxies that are connected to this replica.
-    pub proxies: Vec<Workload>,
+/// None is under way.
+pub fn is_steady(rotation: &Rotation) -> bool {
+    rotation.phase == "steady"
 }
 
-/// How far a rotation of the CA is.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
-#[serde(default)]
-pub struct Rotation {
-    /// `steady`, `announcing`, `adopting` or `switched`.
-    pub phase: String,
-    /// Since when.
-    pub since: u64,
-    /// Why it is in this phase.
-    pub reason: String,
-    /// It goes back to the CA before.
-    pub reverting: bool,
-    /// On whom it waits.
-    pub waiting: Vec<String>,
-    /// What became of the last request.
-    pub answer: String,
-}
-
-impl Rotation {
-    /// None is under way.
-    pub fn is_steady(&self) -> bool {
-        self.phase == "steady"
-    }
-
-    /// What the phase is about, in a sentence.
-    pub fn meaning(&self) -> &'static str {
-        match self.phase.as_str() {
-            "steady" => "no rotation is under way",
-            "announcing" if self.reverting => "the former root is announced again; it signs once everybody trusts it",
-            "announcing" => "the new root is announced; its CA signs once everybody trusts it",
-            "adopting" => "the root of the CA that was put there by hand is announced; it signs once everybody trusts it",
-            "switched" => "the new CA signs; the old root goes once nobody uses a certificate of the old CA any more",
-            _ => "a phase that this program does not know: it is older than the controller",
-        }
+/// What the phase is about, in a sentence.
+pub fn meaning(rotation: &Rotation) -> &'static str {
+    match rotation.phase.as_str() {
+        "steady" => "no rotation is under way",
+        "announcing" if rotation.reverting => "the former root is announced again; it signs once everybody trusts it",
+        "announcing" => "the new root is announced; its CA signs once everybody trusts it",
+        "adopting" => "the root of the CA that was put there by hand is announced; it signs once everybody trusts it",
+        "switched" => "the new CA signs; the old root goes once nobody uses a certificate of the old CA any more",
+        _ => "a phase that this program does not know: it is older than the controller",
     }
 }
 
-/// A CA certificate.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
-#[serde(default)]
-pub struct Authority {
-    /// `current`, `next`, `previous` or `kept`.
-    pub role: String,
-    /// Its subject.
-    pub subject: String,
-    /// SHA-256 over its bytes.
-    pub fingerprint: String,
-    /// Its subject key identifier.
-    pub id: String,
-    /// The controller has made it.
-    pub own: bool,
-    /// From when it counts.
-    pub not_before: u64,
-    /// Until when.
-    pub not_after: u64,
+/// When a CA was made; an older controller only says from when it counts.
+pub fn made(authority: &Authority) -> u64 {
+    authority.issued_at.max(authority.not_before)
 }
 
 /// A connected proxy, and what it says of its certificate.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
-#[serde(from = "Connected")]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Workload {
     /// The pod's namespace.
     pub namespace: String,
@@ -103,8 +48,10 @@ pub struct Workload {
     pub roots_version: String,
     /// It trusts the roots that the controller announces.
     pub acknowledged: bool,
-    /// From when its certificate counts, and until when.
+    /// From when its certificate counts: a little before it was made.
     pub certificate_not_before: u64,
+    /// When it was made.
+    pub certificate_issued_at: u64,
     /// Until when.
     pub certificate_not_after: u64,
     /// Its serial number.
@@ -117,42 +64,11 @@ pub struct Workload {
     pub clock_skew_ms: i64,
 }
 
-/// A connected proxy as a controller describes it. What it has not said yet is null.
-#[derive(Default, Deserialize)]
-#[serde(default)]
-struct Connected {
-    pod: Option<Pod>,
-    /// `system:serviceaccount:NAMESPACE:NAME`.
-    user: String,
-    identity: Option<String>,
-    connected_since: u64,
-    certificate: Option<Certificate>,
-    roots_version: Option<String>,
-    acknowledged: bool,
-    version: Option<String>,
-    clock_skew_ms: Option<i64>,
-}
-
-#[derive(Deserialize)]
-struct Pod {
-    namespace: String,
-    name: String,
-    uid: String,
-}
-
-#[derive(Default, Deserialize)]
-#[serde(default)]
-struct Certificate {
-    not_before: u64,
-    not_after: u64,
-    serial: String,
-    issuer: String,
-}
-
-impl From<Connected> for Workload {
-    fn from(proxy: Connected) -> Self {
+impl From<&Proxy> for Workload {
+    fn from(proxy: &Proxy) -> Self {
+        let proxy = proxy.clone();
         // A token that is bound to no pod names its account at least.
-        let pod = proxy.pod.unwrap_or_else(|| Pod { namespace: String::new(), name: proxy.user, uid: String::new() });
+        let pod = proxy.pod.unwrap_or_else(|| Pod { name: proxy.user, ..Pod::default() });
         let certificate = proxy.certificate.unwrap_or_default();
         Self {
             namespace: pod.namespace,
@@ -163,6 +79,8 @@ impl From<Connected> for Workload {
             roots_version: proxy.roots_version.unwrap_or_default(),
             acknowledged: proxy.acknowledged,
             certificate_not_before: certificate.not_before,
+            // An older controller does not say it.
+            certificate_issued_at: certificate.issued_at.max(certificate.not_before),
             certificate_not_after: certificate.not_after,
             certificate_serial: certificate.serial,
             certificate_issuer: certificate.issuer,
@@ -216,11 +134,11 @@ impl Mesh {
         let newest = answers.replicas.values().filter(|status| status.issuer.is_some()).max_by_key(|status| status.rotation.since);
         let newest = newest.or_else(|| answers.replicas.values().next()).cloned().unwrap_or_default();
         for status in answers.replicas.values() {
-            for workload in &status.proxies {
+            for workload in status.proxies.iter().map(Workload::from) {
                 let key = (workload.namespace.clone(), workload.pod.clone());
                 let later = workloads.get(&key).is_none_or(|known| known.connected_since <= workload.connected_since);
                 if later {
-                    workloads.insert(key, workload.clone());
+                    workloads.insert(key, workload);
                 }
             }
             if (&status.rotation.phase, status.rotation.since) == (&newest.rotation.phase, newest.rotation.since) {
@@ -290,15 +208,24 @@ mod tests {
     fn a_proxy_that_has_said_nothing_yet_has_no_certificate() {
         let silent = json!({"pod": null, "user": "system:serviceaccount:shop:till", "identity": null, "connected_since": 1, "certificate": null,
             "roots_version": null, "acknowledged": false, "version": null, "clock_skew_ms": null});
-        let workload: Workload = serde_json::from_value(silent).unwrap();
+        let workload = Workload::from(&serde_json::from_value::<Proxy>(silent).unwrap());
         assert_eq!((workload.has_certificate(), workload.name().as_str()), (false, "/system:serviceaccount:shop:till"));
+    }
+
+    #[test]
+    fn a_certificate_is_as_old_as_the_controller_says_or_else_as_it_seems() {
+        let made = |certificate: serde_json::Value| {
+            Workload::from(&serde_json::from_value::<Proxy>(json!({"certificate": certificate})).unwrap()).certificate_issued_at
+        };
+        assert_eq!(made(json!({"not_before": 700, "issued_at": 1_000, "not_after": 9_000})), 1_000);
+        assert_eq!(made(json!({"not_before": 700, "not_after": 9_000})), 700);
     }
 
     #[test]
     fn every_phase_has_a_meaning() {
         for phase in ["steady", "announcing", "adopting", "switched"] {
             let rotation = Rotation { phase: phase.into(), ..Rotation::default() };
-            assert!(!rotation.meaning().contains("does not know"), "{phase}");
+            assert!(!meaning(&rotation).contains("does not know"), "{phase}");
         }
     }
 }

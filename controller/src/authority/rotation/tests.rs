@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::super::material::tests::{Made, operators, secret, start};
-use super::super::reports::{Connected, Few, Report};
+use super::super::reports::{self, Connected, Few, Report};
 use super::*;
 
 const DAY: Duration = Duration::from_secs(86_400);
@@ -47,7 +47,7 @@ fn but(change: impl FnOnce(&mut Report)) -> Evidence {
 }
 
 fn few(name: &str) -> Few {
-    [name.to_owned()].into_iter().collect()
+    reports::few([name.to_owned()])
 }
 
 fn waiting(material: &Material, evidence: &Evidence, now: SystemTime) -> Vec<String> {
@@ -110,7 +110,7 @@ fn announcing_waits_for_replicas_namespaces_proxies_and_pods_and_names_them() {
     assert_eq!(said(&but(|report| report.namespaces = few("namespace shop"))), "namespace shop to hold the current roots");
     assert!(said(&but(|report| report.state = "earlier".into())).contains("replica a to follow"));
     assert_eq!(said(&but(|report| report.pods.clear())), "pod shop/web to connect to the controller");
-    let many = but(|report| report.not_acknowledged = (0..50).map(|number| format!("proxy shop/web-{number}")).collect());
+    let many = but(|report| report.not_acknowledged = reports::few((0..50).map(|number| format!("proxy shop/web-{number}"))));
     assert_eq!(waiting(&announced, &many, now).len(), 21);
     assert_eq!(waiting(&announced, &many, now)[20], "30 more to trust the current roots");
 }
