@@ -13,6 +13,7 @@ pub mod reports;
 pub mod rotation;
 pub mod status;
 pub mod store;
+mod strangers;
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -22,6 +22,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
 
 use super::store::files::replace;
 use super::store::kubernetes::{MANAGER, with_causes};
+use super::strangers::{knows_none_of, warning};
 use super::{Roots, Trust};
 
 /// The ConfigMap in each namespace.
@@ -73,7 +74,7 @@ pub async fn file(folder: PathBuf, mut task: Task) {
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         let roots = task.roots();
-        let waiting = match put_right(&path, &roots.pem) {
+        let waiting = match put_right(&path, &roots) {
             Ok(()) => BTreeMap::new(),
             Err(reason) => [(path.display().to_string(), reason)].into(),
         };
@@ -85,13 +86,21 @@ pub async fn file(folder: PathBuf, mut task: Task) {
     }
 }
 
-fn put_right(path: &Path, pem: &str) -> Result<(), String> {
-    if std::fs::read(path).is_ok_and(|there| there == pem.as_bytes()) {
+fn put_right(path: &Path, roots: &Roots) -> Result<(), String> {
+    let there = std::fs::read_to_string(path).unwrap_or_default();
+    if there == roots.pem {
         return Ok(());
     }
-    replace(path, pem.as_bytes(), 0o644).map_err(|error| error.to_string())?;
+    replace(path, roots.pem.as_bytes(), 0o644).map_err(|error| error.to_string())?;
+    warn_of(knows_none_of(roots, &there).then(|| path.display().to_string()).into_iter().collect());
     tracing::info!("the roots are published in {}", path.display());
     Ok(())
+}
+
+fn warn_of(strangers: Vec<String>) {
+    if let Some(warning) = warning(&strangers) {
+        tracing::warn!("{warning}");
+    }
 }
 
 /// Says it, and what is new about it in the log.
@@ -124,6 +133,7 @@ pub async fn kubernetes(client: Client, mesh: String, mut task: Task) {
         let namespaces = task.namespaces.borrow_and_update().clone();
         let mut wake = None;
         if places.listed {
+            warn_of(places.strangers(&roots, &namespaces));
             for namespace in places.due(&roots.pem, &namespaces, Instant::now(), AT_ONCE - writing.len()) {
                 writing.push(apply(client.clone(), namespace, places.mesh.clone(), roots.clone()));
             }
@@ -170,6 +180,8 @@ struct Places {
     /// Being written.
     busy: BTreeSet<String>,
     failed: BTreeMap<String, Failure>,
+    /// The version of the roots that were last compared with what is there.
+    compared: String,
 }
 
 /// What a ConfigMap says.
@@ -216,6 +228,19 @@ impl Places {
             }
             Err(_) => tracing::warn!("ConfigMaps {CONFIG_MAP} cannot be listed: the Kubernetes API does not answer"),
         }
+    }
+
+    /// The namespaces whose pods know none of these roots. Told once for each set of roots.
+    fn strangers(&mut self, roots: &Roots, namespaces: &BTreeSet<Arc<str>>) -> Vec<String> {
+        if self.compared == roots.version {
+            return Vec::new();
+        }
+        self.compared.clone_from(&roots.version);
+        let of_this_mesh = |name: &String| self.there.get(name).filter(|held| held.mesh.as_ref() == Some(&self.mesh));
+        let is_stranger =
+            |name: &String| of_this_mesh(name).and_then(|held| held.pem.as_deref()).is_some_and(|pem| knows_none_of(roots, pem));
+        let wrong = self.wrong(&roots.pem, namespaces).into_iter();
+        wrong.filter(is_stranger).map(|name| format!("namespace {name}")).collect()
     }
 
     /// The namespaces that have to be written now.
@@ -272,7 +297,10 @@ fn read(object: ConfigMap) -> Option<(String, Held)> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::SystemTime;
+
     use super::*;
+    use crate::authority::self_signed;
 
     fn namespaces(names: &[&str]) -> BTreeSet<Arc<str>> {
         names.iter().map(|name| Arc::from(*name)).collect()
@@ -299,6 +327,22 @@ mod tests {
         places.wrote("bad".into(), Err("no".into()), now);
         assert_eq!(places.waiting("A", &wanted).1, Some(now + SHORTEST_PAUSE * 2), "the second pause is longer");
         assert_eq!(places.due("B", &wanted, now, 16), ["good"], "new roots concern everybody");
+    }
+
+    #[test]
+    fn namespaces_whose_pods_know_none_of_the_roots_are_told_once() {
+        let new = || Roots::from_pem(&self_signed("cluster.local", SystemTime::now(), INTERVAL).unwrap().0).unwrap();
+        let (old, now) = (new(), new());
+        let both = Roots::new([old.certificates.clone(), now.certificates.clone()].concat());
+        let (mut places, wanted) = (Places { mesh: "mesh".into(), ..Places::default() }, namespaces(&["new", "till"]));
+        for (namespace, roots) in [("shop", &old), ("till", &old), ("moved", &both), ("right", &now)] {
+            places.take(Ok(Event::Apply(holds(namespace, &roots.pem))));
+        }
+        assert_eq!(places.strangers(&now, &wanted), ["namespace shop", "namespace till"]);
+        assert!(places.strangers(&now, &wanted).is_empty(), "once is enough");
+        places.take(Ok(Event::Apply(holds("shop", &now.pem))));
+        places.mesh = "another".into();
+        assert!(places.strangers(&old, &wanted).is_empty(), "another mesh's roots are another's");
     }
 
     #[test]
