@@ -10,7 +10,7 @@ use x509_parser::certificate::X509Certificate;
 use x509_parser::extensions::ParsedExtension;
 use x509_parser::prelude::FromDer;
 
-use super::{Issuer, hex};
+use super::Issuer;
 
 /// Why a certificate authority is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -88,7 +88,10 @@ pub enum IssuerError {
 pub(super) struct Checked {
     pub(super) chain: Vec<CertificateDer<'static>>,
     pub(super) key: KeyPair,
-    pub(super) id: String,
+    /// The issuer's subject, as DER.
+    pub(super) name: Vec<u8>,
+    /// The issuer's subject key identifier.
+    pub(super) id: Vec<u8>,
     pub(super) not_after: SystemTime,
 }
 
@@ -114,21 +117,17 @@ pub(super) fn check(chain: &str, key: &str, now: SystemTime) -> Result<Checked, 
     }
     let ends = parsed.iter().map(|certificate| time(certificate.validity().not_after.timestamp()));
     let not_after = ends.min().expect("there is a certificate");
-    let id = key_identifier(&parsed[0], &key);
-    Ok(Checked { id, not_after, key, chain })
+    let (id, name) = (key_identifier(&parsed[0], &key), parsed[0].subject().as_raw().to_vec());
+    Ok(Checked { id, name, not_after, key, chain })
 }
 
 /// Makes a certificate and looks at it as a peer would: what fails here would fail in every handshake.
 pub(super) fn signs_well(issuer: &Issuer, now: SystemTime) -> Result<(), IssuerError> {
-    let unusable = |reason: &str| IssuerError::Unusable(reason.to_owned());
     let own = parse(&issuer.certificate).map_err(IssuerError::Unusable)?;
     let leaf = issuer.leaf(issuer.authority.key(), Vec::new(), now, Duration::from_secs(60));
     let leaf = leaf.map_err(|error| IssuerError::Unusable(error.to_string()))?;
     let leaf = parse(&leaf.der).map_err(IssuerError::Unusable)?;
-    if leaf.issuer().as_raw() != own.subject().as_raw() {
-        return Err(unusable("its name has an attribute twice, or in an encoding that cannot be repeated; give it a plain name (CN, O)"));
-    }
-    leaf.verify_signature(Some(own.public_key())).map_err(|_| unusable("its key does not verify what it signs"))
+    leaf.verify_signature(Some(own.public_key())).map_err(|_| IssuerError::Unusable("its key does not verify what it signs".to_owned()))
 }
 
 /// Those of a chain that peers must be sent: all but the roots, which they have or must not trust.
@@ -147,10 +146,7 @@ fn certificates(text: &str) -> Result<Vec<CertificateDer<'static>>, IssuerError>
 
 fn parse<'a>(der: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, String> {
     match X509Certificate::from_der(der) {
-        Ok(([], certificate)) => {
-            let plain = certificate.subject().iter_rdn().all(|names| names.iter().count() == 1);
-            if plain { Ok(certificate) } else { Err("its subject has a part with none or several attributes".to_owned()) }
-        }
+        Ok(([], certificate)) => Ok(certificate),
         Ok(_) => Err("something follows its end".to_owned()),
         Err(error) => Err(error.to_string()),
     }
@@ -192,12 +188,12 @@ fn private_key(text: &str) -> Result<KeyPair, IssuerError> {
 }
 
 /// As it stands in the certificate; where it does not, as it will stand in those that it signs.
-fn key_identifier(certificate: &X509Certificate<'_>, key: &KeyPair) -> String {
+fn key_identifier(certificate: &X509Certificate<'_>, key: &KeyPair) -> Vec<u8> {
     let stated = certificate.extensions().iter().find_map(|extension| match extension.parsed_extension() {
-        ParsedExtension::SubjectKeyIdentifier(identifier) => Some(hex(identifier.0)),
+        ParsedExtension::SubjectKeyIdentifier(identifier) => Some(identifier.0.to_vec()),
         _ => None,
     });
-    stated.unwrap_or_else(|| hex(&digest::digest(&digest::SHA256, &key.subject_public_key_info()).as_ref()[..20]))
+    stated.unwrap_or_else(|| digest::digest(&digest::SHA256, &key.subject_public_key_info()).as_ref()[..20].to_vec())
 }
 
 fn subject(certificate: &X509Certificate<'_>) -> String {

@@ -4,6 +4,7 @@
 //! [`Identity`] says and nothing that a [`Request`] wishes. The key never leaves this module, nor does it show in Debug.
 
 mod check;
+mod named;
 mod request;
 
 use std::fmt;
@@ -13,10 +14,13 @@ use std::time::{Duration, SystemTime};
 
 use aws_lc_rs::rand;
 use diy_mesh_proto::Identity;
-use rcgen::{CertificateParams, DistinguishedName, ExtendedKeyUsagePurpose, IsCa, KeyPair, KeyUsagePurpose, PublicKeyData, SanType};
+use rcgen::{
+    CertificateParams, DistinguishedName, ExtendedKeyUsagePurpose, IsCa, KeyIdMethod, KeyPair, KeyUsagePurpose, PublicKeyData, SanType,
+};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 
 pub use check::IssuerError;
+use named::Drafting;
 pub use request::{Request, RequestError};
 
 /// Certificates are valid from a little before they are made: clocks differ.
@@ -24,7 +28,9 @@ pub const BACKDATED: Duration = Duration::from_secs(5 * 60);
 
 /// A certificate authority that is fit to sign workloads' certificates.
 pub struct Issuer {
-    authority: rcgen::Issuer<'static, KeyPair>,
+    authority: rcgen::Issuer<'static, Drafting>,
+    /// Its subject, as it stands in its certificate.
+    name: Vec<u8>,
     certificate: CertificateDer<'static>,
     id: String,
     chain_pem: String,
@@ -75,12 +81,14 @@ impl Issuer {
     /// `chain`: the authority's own certificate, then those above it, if any. `key`: its key. Both PEM. Unfit ones are refused
     /// with a reason.
     pub fn from_pem(chain: &str, key: &str, now: SystemTime) -> Result<Issuer, IssuerError> {
-        let check::Checked { chain, key, id, not_after } = check::check(chain, key, now)?;
-        let authority = rcgen::Issuer::from_ca_cert_der(&chain[0], key).map_err(|error| IssuerError::Unusable(error.to_string()))?;
+        let check::Checked { chain, key, name, id, not_after } = check::check(chain, key, now)?;
+        let mut params = CertificateParams::default();
+        params.key_identifier_method = KeyIdMethod::PreSpecified(id.clone());
+        let authority = rcgen::Issuer::new(params, Drafting(key));
         let intermediates = check::without_roots(&chain);
         let chain_pem = intermediates.iter().map(|certificate| pem(certificate)).collect();
-        let issuer =
-            Issuer { authority, certificate: chain[0].clone(), id, chain_pem, intermediates, not_after, signed: AtomicU64::new(0) };
+        let (certificate, id, signed) = (chain[0].clone(), hex(&id), AtomicU64::new(0));
+        let issuer = Issuer { authority, name, certificate, id, chain_pem, intermediates, not_after, signed };
         check::signs_well(&issuer, now)?;
         Ok(issuer)
     }
@@ -154,8 +162,9 @@ impl Issuer {
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
         params.use_authority_key_identifier_extension = true;
-        let certificate = params.signed_by(key, &self.authority).map_err(failed)?;
-        Ok(Signed { pem: certificate.pem(), der: certificate.der().clone(), serial: hex(&serial), not_before, not_after })
+        let draft = params.signed_by(key, &self.authority).map_err(failed)?;
+        let der = named::sign(draft.der(), &self.name, self.authority.key())?;
+        Ok(Signed { pem: pem(&der), der, serial: hex(&serial), not_before, not_after })
     }
 }
 

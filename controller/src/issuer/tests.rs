@@ -8,6 +8,7 @@ use x509_parser::extensions::ParsedExtension;
 use x509_parser::prelude::FromDer;
 
 use super::*;
+use crate::authority::material::Material;
 
 const HOUR: Duration = Duration::from_secs(3600);
 
@@ -189,18 +190,33 @@ fn unfit_authorities_are_refused_with_the_reason() {
 }
 
 #[test]
-fn an_authority_made_by_openssl_with_older_key_formats_is_taken() {
+fn an_authority_made_by_openssl_is_taken_with_an_older_key_format_and_whatever_its_name() {
     let dir = tempfile::tempdir().unwrap();
     let run = |arguments: &str| {
         let output = Command::new("openssl").current_dir(dir.path()).args(arguments.split(' ')).output().unwrap();
         assert!(output.status.success(), "{arguments}: {}", String::from_utf8_lossy(&output.stderr));
     };
+    let read = |name: &str| std::fs::read_to_string(dir.path().join(name)).unwrap();
     // "EC PARAMETERS" comes before "EC PRIVATE KEY" in what this writes.
     run("ecparam -name prime256v1 -genkey -out key");
     run("req -x509 -new -key key -subj /O=Shop/CN=Own -days 30 -addext basicConstraints=critical,CA:TRUE -out crt");
-    let read = |name: &str| std::fs::read_to_string(dir.path().join(name)).unwrap();
-    assert!(Issuer::from_pem(&read("crt"), &read("key"), SystemTime::now()).is_ok());
-    run("req -x509 -new -key key -subj /DC=com/DC=shop/CN=Own -days 30 -addext basicConstraints=critical,CA:TRUE -out twice");
-    let reason = Issuer::from_pem(&read("twice"), &read("key"), SystemTime::now()).unwrap_err().to_string();
-    assert!(reason.contains("an attribute twice"), "{reason}");
+    assert!(Issuer::from_pem(&read("crt"), &read("key"), SystemTime::now()).is_ok(), "also without a key usage");
+    // Active Directory's names repeat DC; a part of a name may have several attributes; a name may be long, or not ASCII, or nothing.
+    let long = format!("/O={}/OU={}/CN=Own", "o".repeat(60), "u".repeat(60));
+    for name in ["/O=Shop/CN=Own", "/DC=com/DC=shop/CN=Own", "/O=Shop/OU=one/OU=two", "/C=DE/OU=one+CN=Own", "/CN=Läden", &long, "/"] {
+        let extensions = "-addext basicConstraints=critical,CA:TRUE -addext keyUsage=critical,keyCertSign";
+        run(&format!("req -x509 -new -utf8 -key key -subj {name} -days 30 {extensions} -out crt"));
+        let issuer = Issuer::from_pem(&read("crt"), &read("key"), SystemTime::now()).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let (request, identity) = request();
+        let signed = issuer.sign(&request, &identity, SystemTime::now(), HOUR).unwrap();
+        let (_, leaf) = X509Certificate::from_der(&signed.der).unwrap();
+        let (_, own) = X509Certificate::from_der(issuer.certificate()).unwrap();
+        assert_eq!(leaf.issuer().as_raw(), own.subject().as_raw(), "{name}");
+        if name != "/" {
+            verify(&signed, &read("crt"), "", &identity);
+        }
+        // As proxies verify it.
+        let fields = ["tls.crt", "tls.key"].map(|field| (field.to_owned(), read(&field[4..]).into_bytes()));
+        Material::read(&fields.into(), SystemTime::now()).unwrap_or_else(|error| panic!("{name}: {error}"));
+    }
 }
