@@ -23,6 +23,8 @@ use crate::worker::Flow;
 
 /// How long a client may be silent before the proxy dials. Whoever speaks first at all does so within this.
 const HEAD_START: Duration = Duration::from_millis(2);
+/// The same where it may be a peer's proxy, whose ClientHello is under way: it is never answered with the app's own first word.
+const PEERS_HEAD_START: Duration = Duration::from_millis(100);
 /// How long a client that has begun to speak may pause before what it said is taken as it is.
 const PATIENCE: Duration = Duration::from_millis(300);
 /// How long one may that has begun a TLS handshake.
@@ -51,12 +53,14 @@ pub async fn first_word(client: &mut Io, flow: &Flow, dialed: &mut Option<Dialed
         return Ok(protocol);
     }
     // A peer's proxy speaks first, and once only.
-    let classify = if flow.caller == Caller::Unproven { classify_inbound } else { classify };
+    let may_be_a_peer = flow.caller == Caller::Unproven;
+    let (classify, head_start) =
+        if may_be_a_peer { (classify_inbound as Classify, PEERS_HEAD_START) } else { (classify as Classify, HEAD_START) };
     if let Err(refused) = flow.admits_unseen() {
         // The app hears nothing of somebody who may not come in.
         return timeout(STRANGERS_WORD, listen(client, classify)).await.unwrap_or(Err(refused));
     }
-    if let Ok(listened) = timeout(HEAD_START, listen(client, classify)).await {
+    if let Ok(listened) = timeout(head_start, listen(client, classify)).await {
         return listened;
     }
     let mut listening = pin!(listen(client, classify));
@@ -100,6 +104,10 @@ pub async fn first_word(client: &mut Io, flow: &Flow, dialed: &mut Option<Dialed
     }
 }
 
+/// What bytes are.
+type Classify = fn(&[u8]) -> Verdict;
+
+/// A connection that is being made.
 type Dialing = Pin<Box<dyn Future<Output = Result<Dialed, Failure>>>>;
 
 enum Either {
@@ -138,7 +146,7 @@ pub async fn dial(flow: &Flow, inside: Inside) -> Result<Dialed, Failure> {
 }
 
 /// The client's word, once it is long enough to tell what it is; what was read stays unread.
-async fn listen(client: &mut Io, classify: fn(&[u8]) -> Verdict) -> Result<Protocol, Failure> {
+async fn listen(client: &mut Io, classify: Classify) -> Result<Protocol, Failure> {
     loop {
         let filled = if client.unread().is_empty() {
             poll_fn(|cx| client.poll_fill(cx)).await

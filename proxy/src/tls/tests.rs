@@ -270,6 +270,27 @@ fn a_session_is_resumed_by_whichever_worker() {
 }
 
 #[test]
+fn a_late_client_hello_is_not_answered_with_the_apps_own_first_word() {
+    on_worker(async {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let app = listener.local_addr().unwrap();
+        tokio::task::spawn_local(async move {
+            loop {
+                let (mut stream, _) = listener.accept().await.unwrap();
+                stream.write_all(b"220 mail.example").await.unwrap();
+            }
+        });
+        let pair = Pair::usual(app).await;
+        let late = TcpStream::connect(pair.address).await.unwrap();
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        let begun = pair.outbound.worker.tls.begin(Io::new(late), pair.address, &CART.parse().unwrap(), super::Inside::Opaque).await;
+        let mut greeting = [0; 16];
+        begun.unwrap().0.read_exact(&mut greeting).await.unwrap();
+        assert_eq!(&greeting, b"220 mail.example");
+    });
+}
+
+#[test]
 fn no_handshake_is_wasted_on_a_client_that_speaks_during_it() {
     on_worker(async {
         let pair = Pair::usual(app().await).await;
