@@ -1,7 +1,7 @@
 //! What a certificate costs the controller: proxies of pods that have just started ask for their first one, all of them others.
 //!
-//! The controller is the real program, with a catalog of these pods and the API server of [`reviews`], which answers TokenReviews at
-//! once. Those who ask are the proxy's own code ([`load`]): each on a connection of its own, as a proxy does it, with a token that
+//! The controller is the real program, with a catalog of these pods and the API server of `reviews.rs`, which answers TokenReviews at
+//! once. Those who ask are the proxy's own code (`load.rs`): each on a connection of its own, as a proxy does it, with a token that
 //! the controller has never seen, so that nothing comes from its cache. No proxy runs, and no traffic.
 
 mod asks;
