@@ -11,6 +11,7 @@ use std::{path::PathBuf, process::ExitCode};
 
 use anyhow::{Context, Result};
 use clap::Subcommand;
+use tracing_subscriber::filter::Targets;
 
 use crate::sandbox::{enter, exec};
 
@@ -33,7 +34,14 @@ pub enum Command {
     SandboxInit(Programs),
     /// Be a sandbox's node
     #[command(hide = true)]
-    SandboxAgent(Programs),
+    SandboxAgent {
+        /// The folder of the programs that stand for images
+        #[arg(long)]
+        programs: PathBuf,
+        /// What is logged
+        #[arg(long, env = "LOG", default_value = "warn")]
+        log: Targets,
+    },
     /// Become a container's program
     #[command(hide = true)]
     SandboxExec {
@@ -60,7 +68,7 @@ impl Command {
             Self::RotateRoot(arguments) => rotate_root::run(&arguments),
             Self::SandboxNode(Programs { programs }) => enter::node(&programs),
             Self::SandboxInit(Programs { programs }) => enter::init(&programs),
-            Self::SandboxAgent(Programs { programs }) => enter::agent(programs),
+            Self::SandboxAgent { programs, log } => enter::agent(programs, log),
             Self::SandboxExec { spec } => exec::run(&spec).map(|never| match never {}),
         }
     }

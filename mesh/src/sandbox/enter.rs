@@ -29,7 +29,7 @@ use nix::{
     unistd::{Pid, geteuid, setgroups, sethostname, setsid},
 };
 
-use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::filter::Targets;
 use tracing_subscriber::fmt;
 use tracing_subscriber::prelude::*;
 
@@ -69,10 +69,9 @@ pub fn init(programs: &Path) -> Result<ExitCode> {
 }
 
 /// `mesh sandbox-agent`: the node.
-pub fn agent(programs: PathBuf) -> Result<ExitCode> {
-    let filter = std::env::var("LOG").ok().and_then(|filter| filter.parse().ok());
+pub fn agent(programs: PathBuf, log: Targets) -> Result<ExitCode> {
     let lines = fmt::layer().with_ansi(io::stderr().is_terminal()).with_writer(io::stderr);
-    tracing_subscriber::registry().with(filter.unwrap_or_else(|| Targets::new().with_default(LevelFilter::WARN))).with(lines).init();
+    tracing_subscriber::registry().with(log).with(lines).init();
     let control = control_socket()?;
     // Two threads: the node's own work is small, and the pods' programs need the cores.
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().context("cannot start")?;
