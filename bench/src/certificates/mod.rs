@@ -12,11 +12,12 @@ use std::{
     fs,
     net::{Ipv4Addr, SocketAddr},
     os::unix::fs::PermissionsExt,
-    path::PathBuf,
-    time::Duration,
+    path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 
 use self::{asks::Ask, load::Load};
 use crate::{
@@ -34,6 +35,7 @@ const ADMIN_PORT: u16 = 8081;
 const EACH_SECOND: f64 = 1000.0;
 /// So many are not counted: with them the controller opens its connections to the API server.
 const FIRST: usize = 200;
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Where the controller runs, and the API server that it asks.
 pub struct Issuing {
@@ -89,9 +91,21 @@ impl Issuing {
         };
         let mut controller = Process::start(program, &self.namespace, &self.state)?;
         controller.wait_ready(&self.namespace, SocketAddr::from((Ipv4Addr::LOCALHOST, ADMIN_PORT)), "/ready")?;
-        let load = Load::new(&authority.join("roots.pem"))?;
+        let roots = authority.join("roots.pem");
+        wait_for(&roots)?;
+        let load = Load::new(&roots)?;
         Ok(Ready { controller, load, asks, namespace: self.namespace.clone(), length: window.length })
     }
+}
+
+/// The controller is ready a moment before it has published its roots.
+fn wait_for(file: &Path) -> Result<()> {
+    let deadline = Instant::now() + PATIENCE;
+    while !file.exists() {
+        ensure!(Instant::now() < deadline, "the controller has not written {} within {PATIENCE:?}", file.display());
+        thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
 }
 
 impl Ready {
@@ -102,7 +116,7 @@ impl Ready {
 
     /// As many as go through, `askers` at a time; then `rate` in each second.
     pub fn measure(mut self, askers: usize, rate: u32) -> Result<Numbers> {
-        let numbers = self.numbers(askers, rate).map_err(|problem| problem.context(self.controller.last_words()));
+        let numbers = self.numbers(askers, rate).map_err(|problem| anyhow!("{problem:#}{}", self.controller.last_words()));
         self.controller.ensure_running()?;
         numbers
     }
