@@ -53,9 +53,10 @@ pub async fn first_word(client: &mut Io, flow: &Flow, dialed: &mut Option<Dialed
         return Ok(protocol);
     }
     // A peer's proxy speaks first, and once only.
-    let may_be_a_peer = flow.caller == Caller::Unproven;
-    let (classify, head_start) =
-        if may_be_a_peer { (classify_inbound as Classify, PEERS_HEAD_START) } else { (classify as Classify, HEAD_START) };
+    let (classify, head_start): (Classify, _) = match flow.caller {
+        Caller::Unproven => (classify_inbound, PEERS_HEAD_START),
+        _ => (classify, HEAD_START),
+    };
     if let Err(refused) = flow.admits_unseen() {
         // The app hears nothing of somebody who may not come in.
         return timeout(STRANGERS_WORD, listen(client, classify)).await.unwrap_or(Err(refused));

@@ -187,6 +187,25 @@ async fn exchange(mut client: TcpStream, request: &str) -> String {
     String::from_utf8(answer).unwrap()
 }
 
+/// An app that greets before it has heard anything, and says what it hears backwards after the client's half-close.
+async fn speaks_first(greeting: &'static [u8]) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::task::spawn_local(async move {
+        loop {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            tokio::task::spawn_local(async move {
+                stream.write_all(greeting).await.unwrap();
+                let mut heard = Vec::new();
+                stream.read_to_end(&mut heard).await.unwrap();
+                heard.reverse();
+                stream.write_all(&heard).await.unwrap();
+            });
+        }
+    });
+    address
+}
+
 /// An HTTP/1 app that answers each request with the head that it saw, and how many connections it had by then.
 async fn app() -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -272,15 +291,7 @@ fn a_session_is_resumed_by_whichever_worker() {
 #[test]
 fn a_late_client_hello_is_not_answered_with_the_apps_own_first_word() {
     on_worker(async {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let app = listener.local_addr().unwrap();
-        tokio::task::spawn_local(async move {
-            loop {
-                let (mut stream, _) = listener.accept().await.unwrap();
-                stream.write_all(b"220 mail.example").await.unwrap();
-            }
-        });
-        let pair = Pair::usual(app).await;
+        let pair = Pair::usual(speaks_first(b"220 mail.example").await).await;
         let late = TcpStream::connect(pair.address).await.unwrap();
         tokio::time::sleep(Duration::from_millis(20)).await;
         let begun = pair.outbound.worker.tls.begin(Io::new(late), pair.address, &CART.parse().unwrap(), super::Inside::Opaque).await;
@@ -397,22 +408,7 @@ fn a_meshed_endpoint_that_speaks_no_tls_hears_no_word_of_a_request() {
 #[test]
 fn bytes_pass_both_ways_whoever_speaks_first_and_however_much_there_is() {
     on_worker(async {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let app = listener.local_addr().unwrap();
-        tokio::task::spawn_local(async move {
-            loop {
-                let (mut stream, _) = listener.accept().await.unwrap();
-                tokio::task::spawn_local(async move {
-                    stream.write_all(b"220 ready\r\n").await.unwrap();
-                    let mut heard = Vec::new();
-                    stream.read_to_end(&mut heard).await.unwrap();
-                    // After the client's half-close.
-                    heard.reverse();
-                    stream.write_all(&heard).await.unwrap();
-                });
-            }
-        });
-        let pair = Pair::usual(app).await;
+        let pair = Pair::usual(speaks_first(b"220 ready\r\n").await).await;
         let mut client = pair.connect().await;
         let mut greeting = [0; 11];
         client.read_exact(&mut greeting).await.unwrap();
