@@ -9,6 +9,7 @@ use std::rc::Rc;
 use std::task::{Poll, ready};
 use std::time::{Duration, Instant};
 
+use tokio::io::AsyncWriteExt;
 use tokio::task::spawn_local;
 use tokio::time::timeout;
 
@@ -79,7 +80,11 @@ pub async fn first_word(client: &mut Io, flow: &Flow, dialed: &mut Option<Dialed
     match either.await {
         Either::Listened(listened) => {
             match &listened {
-                Ok(Protocol::Http1) => drop(spawn_local(keep(dialing))),
+                Ok(Protocol::Http1) => drop(spawn_local(async move {
+                    if let Ok(dialed) = dialing.await {
+                        keep(dialed).await;
+                    }
+                })),
                 // It needs a connection of its own in any case. A failure is found again by whoever dials next.
                 Ok(Protocol::Opaque) => *dialed = dialing.await.ok(),
                 _ => {}
@@ -116,9 +121,10 @@ enum Either {
     Connected(Result<Dialed, Failure>),
 }
 
-/// A connection that has begun when its client turns out to speak HTTP/1 is for whoever asks the pool next.
-async fn keep(dialing: Dialing) {
-    if let Ok(Dialed { endpoint, upstream, .. }) = dialing.await {
+/// A connection that was made before its client turned out to speak HTTP/1 is for whoever asks the pool next. Its handshake is not
+/// over for the far side until it has heard the last word, which would else wait for the first request.
+pub async fn keep(Dialed { endpoint, mut upstream, .. }: Dialed) {
+    if upstream.flush().await.is_ok() {
         endpoint.pool.checkin_http1(upstream, Instant::now());
     }
 }

@@ -37,8 +37,8 @@ pub async fn serve(mut client: Io, mut flow: Flow) {
     };
     match protocol {
         Protocol::Http1 => {
-            if let Some(Dialed { endpoint, upstream, .. }) = dialed {
-                endpoint.pool.checkin_http1(upstream, Instant::now());
+            if let Some(dialed) = dialed {
+                race::keep(dialed).await;
             }
             http1::serve(client, &flow).await;
         }

@@ -210,7 +210,7 @@ impl Session {
 
     /// Nothing waits to be written.
     pub fn is_flushed(&self) -> bool {
-        self.outgoing.is_empty() || self.held
+        self.outgoing.is_empty()
     }
 
     /// Opens all records that have fully come, and keeps the beginning of the next: how many plain bytes there are in `plain` now.

@@ -23,6 +23,7 @@ use crate::identity::{Credentials, none};
 use crate::io::Io;
 use crate::metrics::Metrics;
 use crate::policy::Caller;
+use crate::race;
 use crate::serve::serve;
 use crate::worker::{Flow, Seat, Worker};
 
@@ -134,10 +135,14 @@ impl Pair {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let (client, accepted) = tokio::join!(TcpStream::connect(listener.local_addr().unwrap()), listener.accept());
         let (stream, peer) = accepted.unwrap();
-        let (worker, destination) = (self.outbound.worker.clone(), self.destination.clone());
-        let flow = Flow { worker, direction: Direction::Outbound, peer, destination, caller: Caller::App };
-        tokio::task::spawn_local(serve(Io::new(stream), flow));
+        tokio::task::spawn_local(serve(Io::new(stream), self.flow(peer)));
         client.unwrap()
+    }
+
+    /// What the caller's proxy knows of a client's connection.
+    fn flow(&self, peer: SocketAddr) -> Flow {
+        let (worker, destination) = (self.outbound.worker.clone(), self.destination.clone());
+        Flow { worker, direction: Direction::Outbound, peer, destination, caller: Caller::App }
     }
 
     /// What a request of its own connection gets, up to the connection's end.
@@ -316,6 +321,20 @@ fn no_handshake_is_wasted_on_a_client_that_speaks_during_it() {
         while endpoint.pool.idle_http1() < hellos {
             tokio::task::yield_now().await;
         }
+    });
+}
+
+#[test]
+fn a_connection_that_is_kept_for_later_has_ended_its_handshake() {
+    on_worker(async {
+        let app = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let pair = Pair::usual(app.local_addr().unwrap()).await;
+        let dialed = race::dial(&pair.flow(pair.address), super::Inside::Undecided).await.unwrap();
+        let endpoint = dialed.endpoint.clone();
+        race::keep(dialed).await;
+        // The app's proxy does not dial before it knows who calls.
+        app.accept().await.unwrap();
+        assert!(endpoint.pool.checkout_http1().is_some());
     });
 }
 
