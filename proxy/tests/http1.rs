@@ -138,7 +138,7 @@ fn an_http10_client_is_answered_as_it_understands() {
         let head = read_until(&mut app, "\r\n\r\n").await;
         assert_eq!(head, "GET / HTTP/1.0\r\n\r\n");
         write(&mut app, "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n").await;
-        assert!(read_all(&mut client).await.ends_with("\r\n\r\nhi"), "chunks are not for HTTP/1.0");
+        assert_eq!(read_all(&mut client).await, "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nhi", "chunks are not for HTTP/1.0");
     });
 }
 

@@ -194,6 +194,9 @@ impl ResponseHead {
         let (Some(status), Some(version)) = (parsed.code, parsed.version) else {
             return Err(Refused::Malformed("the status line is incomplete"));
         };
+        if status < 100 {
+            return Err(Refused::Malformed("the status is not a number from 100 to 999"));
+        }
         let reason = span(&raw, parsed.reason.unwrap_or_default().as_bytes());
         let version = if version == 0 { Version::Http10 } else { Version::Http11 };
         let spans = Fields::spans(&raw, parsed.headers)?;
@@ -225,6 +228,14 @@ impl ResponseHead {
         (100..200).contains(&self.status) && self.status != 101
     }
 
+    /// For a client of HTTP/1.0, to which the body goes without its chunks: it is not told of any.
+    pub fn drop_chunks(&mut self) {
+        for at in 0..self.fields.spans.len() {
+            let name = self.fields.slice(&self.fields.spans[at].name);
+            self.fields.spans[at].hop_by_hop |= name.eq_ignore_ascii_case(b"transfer-encoding");
+        }
+    }
+
     /// Writes the head for the client; `connection` is what the proxy asks of the client's connection, if anything.
     pub fn write(&self, out: &mut BytesMut, connection: Option<&str>) {
         out.reserve(self.fields.raw.len() + 32);
@@ -234,7 +245,7 @@ impl ResponseHead {
         out.extend_from_slice(b" ");
         out.extend_from_slice(self.reason());
         out.extend_from_slice(b"\r\n");
-        self.fields.write(out, self.status == 101);
+        self.fields.write(out, self.status == 101 || self.connection.upgrade);
         if let Some(connection) = connection {
             out.extend_from_slice(b"Connection: ");
             out.extend_from_slice(connection.as_bytes());
@@ -410,7 +421,7 @@ fn whole(parsed: httparse::Result<usize>, length: usize) -> Result<(), Refused> 
         Err(httparse::Error::HeaderValue) => Err(Refused::Malformed("a field's value has a forbidden byte")),
         Err(httparse::Error::NewLine) => Err(Refused::Malformed("a line of the head ends without CR LF")),
         Err(httparse::Error::Version) => Err(Refused::Malformed("the version is not HTTP/1.0 or HTTP/1.1")),
-        Err(httparse::Error::Status) => Err(Refused::Malformed("the status is not a three-digit number")),
+        Err(httparse::Error::Status) => Err(Refused::Malformed("the status is not a number from 100 to 999")),
         Err(httparse::Error::Token) => Err(Refused::Malformed("the request line has a forbidden byte")),
     }
 }
@@ -517,6 +528,23 @@ mod tests {
         let text = "HTTP/1.0 299 Fine By Me\r\nConnection: close\r\nX-A: b\r\n\r\n";
         response(text, "GET").unwrap().write(&mut out, Some("close"));
         assert_eq!(&out[..], b"HTTP/1.1 299 Fine By Me\r\nX-A: b\r\nConnection: close\r\n\r\n");
+    }
+
+    #[test]
+    fn an_upgrade_that_a_response_offers_stays_the_connections() {
+        let text = "HTTP/1.1 426 Upgrade Required\r\nUpgrade: websocket\r\nConnection: upgrade\r\nContent-Length: 0\r\n\r\n";
+        let mut out = BytesMut::new();
+        response(text, "GET").unwrap().write(&mut out, Some("close"));
+        let expected = "Upgrade: websocket\r\nContent-Length: 0\r\nConnection: Upgrade\r\nConnection: close\r\n\r\n";
+        assert_eq!(String::from_utf8_lossy(&out), format!("HTTP/1.1 426 Upgrade Required\r\n{expected}"));
+    }
+
+    #[test]
+    fn a_status_below_100_is_none() {
+        for status in ["000", "099", "99", "1000", "abc"] {
+            assert!(response(&format!("HTTP/1.1 {status} OK\r\n\r\n"), "GET").is_err(), "{status}");
+        }
+        assert_eq!(response("HTTP/1.1 999 OK\r\n\r\n", "GET").unwrap().status, 999);
     }
 
     #[test]

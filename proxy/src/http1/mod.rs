@@ -319,7 +319,7 @@ impl<'a> Exchange<'a> {
         &mut self,
         mut upstream: Io,
         endpoint: &Rc<Endpoint>,
-        head: ResponseHead,
+        mut head: ResponseHead,
         in_flight: InFlight,
     ) -> Result<After, Stopped> {
         let flow = self.flow;
@@ -337,6 +337,9 @@ impl<'a> Exchange<'a> {
             && self.request.connection.persists(self.request.version)
             && self.upload.is_read()
             && !flow.is_draining();
+        if plain {
+            head.drop_chunks();
+        }
         let mut out = BytesMut::new();
         let connection = match (tunnel, keep) {
             (true, _) => None,
