@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help demo test check e2e tilt-ci bench images dev-images load tools
+.PHONY: help demo test check fuzz e2e tilt-ci bench images dev-images load tools
 
 APPS := controller injector proxy proxy-init http-client http-server grpc-client grpc-server
 TAG ?= dev
@@ -26,14 +26,15 @@ help: ## this list
 	@printf '\nFirst time here? make demo\n'
 
 demo: tools ## watch requests go through the mesh, with no cluster and no Docker (ARGS='--for 30')
-	@cargo build --workspace --bins
+	@cargo build --bins
 	@target/debug/mesh demo $(ARGS)
 
-test: MORE := openssl:openssl
+test: MORE := openssl:openssl c++:g++
 test: tools ## every test that needs no cluster; those in namespaces need root and say so without it
 	@cargo build --workspace --bins
 	@cargo test --workspace
 
+check: MORE := c++:g++
 check: tools ## format, lints, documentation, licences, manifests
 	$(call say,formatting)
 	@cargo fmt --all --check
@@ -48,12 +49,19 @@ check: tools ## format, lints, documentation, licences, manifests
 	$(call say,Kubernetes manifests)
 	@for folder in manifests manifests/sample-apps; do kubectl kustomize "$$folder" >/dev/null && echo "$$folder: valid"; done
 
+fuzz: MORE := c++:g++
+fuzz: tools ## hand the proxy's readers bytes that libFuzzer makes up (TARGET=detect ARGS='-max_total_time=60', or INPUT=FILE)
+	@[[ " $(FUZZ_TARGETS) " == *" $(or $(TARGET),-) "* ]] || { echo "fuzz: TARGET=$(TARGET) is none of: $(FUZZ_TARGETS). For example: make fuzz TARGET=detect ARGS='-max_total_time=60'" >&2; exit 2; }
+	@RUSTFLAGS='$(FUZZ_FLAGS)' cargo build --profile fuzz --target-dir $(FUZZ) --target $(HOST) -p diy-mesh-proxy-fuzz --bin fuzz-$(TARGET)
+	@mkdir -p $(FUZZ)/found/$(TARGET) $(FUZZ)/corpus/$(TARGET)
+	@$(FUZZ)/$(HOST)/fuzz/fuzz-$(TARGET) -artifact_prefix=$(FUZZ)/found/$(TARGET)/ $(ARGS) $(or $(INPUT),$(FUZZ)/corpus/$(TARGET) proxy/fuzz/corpus/$(TARGET))
+
 e2e: ## the tests that need a cluster: the one that KUBECONFIG names, the images being there
 	@[[ -n "$${KUBECONFIG:-}" ]] || { echo "e2e: KUBECONFIG names no cluster. With kind: export KUBECONFIG=~/.kube/config" >&2; exit 2; }
 	@echo "e2e: on $$(kubectl config current-context), which gets the mesh and test namespaces"
 	@kubectl rollout restart -n service-mesh deployment 2>/dev/null || true # an image of the same name may be a newer one
 	@cargo test --workspace --test kubernetes --test kubernetes_authority -- --ignored
-	@cargo build --workspace --bins # the tests of the command line run it
+	@cargo build --bins # the tests of the command line run it
 	@E2E=1 cargo test --workspace --test 'cluster_*' -- --nocapture
 
 tilt-ci: ## the walkthrough with Tilt on a local cluster until every workload is healthy, then without it (ARGS=--network=host)
@@ -61,7 +69,7 @@ tilt-ci: ## the walkthrough with Tilt on a local cluster until every workload is
 	@tilt down --delete-namespaces -- $(ARGS)
 
 bench: tools ## side by side with Envoy and with no proxy at all, printed as ratios
-	@cargo build --profile dist --workspace --bins
+	@cargo build --profile dist --bins
 	@target/dist/bench $(ARGS)
 
 images: ## build all images by the Dockerfile (DOCKER_BUILD='docker build')
@@ -78,7 +86,15 @@ load: ## put the images into the cluster (LOAD='kind load docker-image')
 # The two kinds of iptables, one of which the kernel answers proxy-init.
 IPTABLES := $(foreach kind,nft legacy,/usr/sbin/xtables-$(kind)-multi=/usr/sbin/xtables-$(kind)-multi)
 
-# A Rust toolchain, a C compiler for the crypto library, and what namespaces and redirect rules need.
+# What `make fuzz` builds and finds: in a folder of its own, whose programs count what they run. That they are for a named platform
+# leaves build scripts and macros as they are.
+FUZZ := $(or $(CARGO_TARGET_DIR),target)/fuzz
+FUZZ_TARGETS := $(basename $(notdir $(wildcard proxy/fuzz/targets/*.rs)))
+FUZZ_FLAGS := -Cpasses=sancov-module $(addprefix -Cllvm-args=-sanitizer-coverage-,level=4 inline-8bit-counters pc-table)
+HOST = $(shell rustc -vV | sed -n 's/^host: //p')
+
+# A Rust toolchain, a C compiler for the crypto library, and what namespaces and redirect rules need. MORE is what a target needs beside
+# them: fuzz targets have a C++ compiler make libFuzzer.
 tools:
 	@command -v cargo >/dev/null || { echo "Rust is missing. Install it as https://rustup.rs says, then try again." >&2; exit 1; }
 	@need=(); \

@@ -7,7 +7,7 @@
 
 mod handshake;
 mod hello;
-mod record;
+pub mod record;
 mod session;
 #[cfg(test)]
 mod session_tests;
