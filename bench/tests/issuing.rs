@@ -1,6 +1,6 @@
 //! The real controller signs for those who ask in the measurement, in a namespace of its own; no figure is judged.
 //!
-//! Needs root, and the controller beside the tests (`cargo build --workspace --bins`). Without root it says so and is skipped, but
+//! Needs root, and the controller beside the tests (`cargo build --bins`). Without root it says so and is skipped, but
 //! not in CI.
 
 use std::{
@@ -50,6 +50,6 @@ fn controller() -> Result<PathBuf> {
     let own = env::current_exe()?;
     let folder = own.parent().and_then(Path::parent).context("tests lie in target/PROFILE/deps")?;
     let program = folder.join("controller");
-    ensure!(program.is_file(), "{} is not there: run `cargo build --workspace --bins` first", program.display());
+    ensure!(program.is_file(), "{} is not there: run `cargo build --bins` first", program.display());
     Ok(program)
 }

@@ -65,7 +65,7 @@ pub fn programs() -> PathBuf {
     let own = env::current_exe().expect("a test knows its own path");
     let folder = own.parent().and_then(std::path::Path::parent).expect("tests lie in target/PROFILE/deps").to_owned();
     for program in ["mesh", "controller", "injector", "proxy", "proxy-init", "http-client", "http-server", "grpc-client", "grpc-server"] {
-        assert!(folder.join(program).is_file(), "{program} is not in {}: run `cargo build --workspace --bins` first", folder.display());
+        assert!(folder.join(program).is_file(), "{program} is not in {}: run `cargo build --bins` first", folder.display());
     }
     folder
 }

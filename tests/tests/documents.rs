@@ -99,7 +99,7 @@ fn the_reference_has_every_flag_of_every_program() {
         let section = section.unwrap_or_else(|| panic!("docs/reference.md has no section {heading}"));
         let program = root().join("target/debug").join(command[0]);
         let output = Command::new(&program).args(&command[1..]).output();
-        let output = output.unwrap_or_else(|error| panic!("{}: {error}; `cargo build --workspace --bins` makes it", program.display()));
+        let output = output.unwrap_or_else(|error| panic!("{}: {error}; `cargo build --bins` makes it", program.display()));
         let help = String::from_utf8_lossy(&output.stdout);
         let there: BTreeSet<String> = help.lines().filter_map(flag).filter(|flag| flag != "help" && flag != "version").collect();
         let told: BTreeSet<String> =

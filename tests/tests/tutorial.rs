@@ -19,7 +19,7 @@ const AT_A_TIME: usize = 2;
 #[test]
 fn the_chapters_commands_print_what_the_chapters_say() {
     let programs = root().join("target/debug/mesh");
-    assert!(programs.is_file(), "{} is missing: run `cargo build --workspace --bins` first", programs.display());
+    assert!(programs.is_file(), "{} is missing: run `cargo build --bins` first", programs.display());
     let runs: Vec<Run> =
         chapters().iter().flat_map(|chapter| runs(chapter, &fs::read_to_string(chapter).expect("it was just listed"))).collect();
     assert!(!runs.is_empty(), "the tutorial has no block to run: is its mark another one now?");

@@ -96,7 +96,7 @@ fn missing(programs: &Path) -> Vec<String> {
         missing.extend([Ids::users(), Ids::groups()].iter().filter_map(|ids| ids.range().err()));
     }
     if !programs.join("mesh").is_file() {
-        missing.push(format!("no program mesh in {}: `cargo build --workspace --bins`", programs.display()));
+        missing.push(format!("no program mesh in {}: `cargo build --bins`", programs.display()));
     }
     missing
 }

@@ -103,7 +103,7 @@ impl Surroundings<'_> {
             let file = self.programs.join(program);
             ensure!(
                 file.is_file(),
-                "image {}: there is no program {program} in {}; build it with `cargo build --workspace --bins`",
+                "image {}: there is no program {program} in {}; build it with `cargo build --bins`",
                 container.image.as_deref().unwrap_or_default(),
                 self.programs.display()
             );
