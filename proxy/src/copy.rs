@@ -7,6 +7,7 @@ use std::task::{Context, Poll, ready};
 use bytes::{Buf, BytesMut};
 use tokio::io::AsyncWrite;
 
+use crate::detect::{Onlooker, Protocol, Verdict};
 use crate::io::Io;
 
 /// What went by.
@@ -16,12 +17,15 @@ pub struct Copied {
     pub sent: u64,
     /// Bytes to the client.
     pub received: u64,
+    /// It ended because the client turned out to speak HTTP.
+    pub was_http: bool,
 }
 
 /// Copies until both directions have ended, or either side breaks. An end of one direction is passed on as such (a
-/// half-close) and leaves the other alone.
-pub async fn both(client: &mut Io, upstream: &mut Io) -> Copied {
-    let (mut up, mut down) = (Half::default(), Half::default());
+/// half-close) and leaves the other alone. What the client says goes by the `onlooker`, where there is one, until it is settled that
+/// it is no HTTP; if it is, that ends both.
+pub async fn both(client: &mut Io, upstream: &mut Io, onlooker: Option<Onlooker>) -> Copied {
+    let (mut up, mut down) = (Half { onlooker, ..Half::default() }, Half::default());
     poll_fn(|cx| {
         // A break of either direction ends both, as a reset does without the mesh; else both have to end.
         match (up.poll(cx, client, upstream), down.poll(cx, upstream, client)) {
@@ -31,7 +35,7 @@ pub async fn both(client: &mut Io, upstream: &mut Io) -> Copied {
         }
     })
     .await;
-    Copied { sent: up.copied, received: down.copied }
+    Copied { sent: up.copied, received: down.copied, was_http: up.was_http }
 }
 
 /// One direction. It owns a buffer only while its receiver is slower than its sender.
@@ -40,6 +44,8 @@ struct Half {
     waiting: BytesMut,
     copied: u64,
     state: State,
+    onlooker: Option<Onlooker>,
+    was_http: bool,
 }
 
 #[derive(Default, Clone, Copy, PartialEq, Eq)]
@@ -75,6 +81,14 @@ impl Half {
     fn poll_pass(&mut self, cx: &mut Context<'_>, from: &mut Io, to: &mut Io) -> Poll<std::io::Result<()>> {
         let mut write_error = None;
         let read = ready!(from.poll_pass(cx, |bytes, cx| {
+            match self.onlooker.as_mut().map(|onlooker| onlooker.look(bytes)) {
+                None | Some(Verdict::NeedMore) => {}
+                Some(Verdict::Known(Protocol::Http1 | Protocol::Http2)) => {
+                    self.was_http = true;
+                    write_error = Some(std::io::ErrorKind::InvalidData.into());
+                }
+                Some(Verdict::Known(_)) => self.onlooker = None,
+            }
             let mut rest = bytes;
             while !rest.is_empty() && write_error.is_none() {
                 match Pin::new(&mut *to).poll_write(cx, rest) {
@@ -112,7 +126,7 @@ mod tests {
     #[tokio::test]
     async fn a_half_close_passes_and_the_other_direction_goes_on() {
         let ((mut client, mut client_io), (mut server, mut server_io)) = (pair().await, pair().await);
-        let copying = tokio::spawn(async move { both(&mut client_io, &mut server_io).await });
+        let copying = tokio::spawn(async move { both(&mut client_io, &mut server_io, None).await });
         client.write_all(b"question").await.unwrap();
         client.shutdown().await.unwrap();
         let mut asked = String::new();
@@ -123,13 +137,13 @@ mod tests {
         let mut answered = String::new();
         client.read_to_string(&mut answered).await.unwrap();
         assert_eq!(answered, "an answer after the end");
-        assert_eq!(copying.await.unwrap(), Copied { sent: 8, received: 23 });
+        assert_eq!(copying.await.unwrap(), Copied { sent: 8, received: 23, was_http: false });
     }
 
     #[tokio::test]
     async fn a_slow_receiver_slows_the_sender_and_loses_nothing() {
         let ((mut client, mut client_io), (mut server, mut server_io)) = (pair().await, pair().await);
-        tokio::spawn(async move { both(&mut client_io, &mut server_io).await });
+        tokio::spawn(async move { both(&mut client_io, &mut server_io, None).await });
         let sent: Vec<u8> = (0..4_000_000u32).map(|at| (at % 251) as u8).collect();
         let copy = sent.clone();
         let writing = tokio::spawn(async move {

@@ -6,10 +6,8 @@ use memchr::memchr;
 use crate::discovery::AppProtocol;
 use crate::tls::{self, Hello};
 
-/// The longest request line that detection waits for before it takes a known method's word for it.
+/// The longest request line that detection waits for; one that goes on is HTTP's to refuse.
 const MAX_LINE: usize = 16 * 1024;
-/// The longest method that anybody has registered has 17 letters; a token that goes on is no method.
-const MAX_METHOD: usize = 24;
 /// What an HTTP/2 client sends first (RFC 9113, section 3.4).
 const HTTP2_PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
@@ -48,7 +46,8 @@ pub fn announced(protocol: AppProtocol) -> Option<Protocol> {
     }
 }
 
-/// Tells HTTP/1 by its whole request line, HTTP/2 by its preface; all else is opaque.
+/// Tells HTTP/2 by its preface and HTTP/1 by its whole request line; all else is opaque. Whatever some server might read as a request
+/// counts as one, so that none gets to an app unread: those that the book does not allow are refused later.
 pub fn classify(bytes: &[u8]) -> Verdict {
     if bytes.starts_with(HTTP2_PREFACE) {
         return Verdict::Known(Protocol::Http2);
@@ -56,16 +55,18 @@ pub fn classify(bytes: &[u8]) -> Verdict {
     if HTTP2_PREFACE.starts_with(bytes) {
         return Verdict::NeedMore;
     }
-    let blank = bytes.iter().take_while(|byte| matches!(byte, b'\r' | b'\n')).count();
-    if blank > 8 {
-        return Verdict::Known(Protocol::Opaque);
+    let within = &bytes[..bytes.len().min(MAX_LINE)];
+    let blank = within.iter().take_while(|byte| is_space(byte) || **byte == b'\n').count();
+    let line = &within[blank..];
+    match line.iter().find(|byte| !is_token(byte)) {
+        Some(after) if is_space(after) || *after == b'\n' => {}
+        Some(_) => return Verdict::Known(Protocol::Opaque),
+        None => {}
     }
-    let bytes = &bytes[blank..];
-    match memchr(b' ', &bytes[..bytes.len().min(MAX_METHOD + 1)]) {
-        Some(0) => Verdict::Known(Protocol::Opaque),
-        Some(at) if bytes[..at].iter().all(is_token) => classify_line(&bytes[at + 1..]),
-        None if bytes.len() <= MAX_METHOD && bytes.iter().all(is_token) => Verdict::NeedMore,
-        _ => Verdict::Known(Protocol::Opaque),
+    match memchr(b'\n', line) {
+        Some(end) => Verdict::Known(if is_request(&line[..end]) { Protocol::Http1 } else { Protocol::Opaque }),
+        None if within.len() == MAX_LINE => Verdict::Known(Protocol::Http1),
+        None => Verdict::NeedMore,
     }
 }
 
@@ -78,32 +79,61 @@ pub fn classify_inbound(bytes: &[u8]) -> Verdict {
     }
 }
 
-/// What follows the method: a target and the version, up to the line's end. Nothing but its end tells, however the line comes: were one
-/// verdict for a part of it and another for the whole, who sends it could choose by when the parts leave.
-fn classify_line(bytes: &[u8]) -> Verdict {
-    let within = &bytes[..bytes.len().min(MAX_LINE)];
-    let line = match memchr(b'\n', within) {
-        Some(end) => within[..end].trim_ascii_end(),
-        None if within.len() == MAX_LINE => return Verdict::Known(Protocol::Http1),
-        None => return Verdict::NeedMore,
-    };
-    let version = line.rsplit(|byte| *byte == b' ').next().unwrap_or_default();
-    let http1 = version.starts_with(b"HTTP/1.") && version.len() == 8;
-    Verdict::Known(if http1 { Protocol::Http1 } else { Protocol::Opaque })
+/// Whether a whole line may be a request's. Nothing but its end tells, however the line comes: were one verdict for a part of it and
+/// another for the whole, who sends it could choose by when the parts leave.
+fn is_request(line: &[u8]) -> bool {
+    let mut words = line.split(is_space).filter(|word| !word.is_empty());
+    match (words.next(), words.next(), words.next_back()) {
+        // HTTP/0.9 has no fields, but some servers read them. In other protocols, commands are mostly in small letters.
+        (Some(b"GET"), Some(target), None) if target.starts_with(b"/") => true,
+        (_, Some(last), None) | (_, _, Some(last)) => is_version(last),
+        _ => false,
+    }
 }
 
 /// What bytes are taken for that [`classify`] wants more of, when no more come: a line that begins as a request does
-/// gets HTTP's answer to an incomplete one, anything else goes to whom it was for.
+/// gets HTTP's answer to an incomplete one, anything else goes to whom it was for, while an [`Onlooker`] looks on.
 pub fn take_a_guess(bytes: &[u8]) -> Protocol {
-    const METHODS: [&[u8]; 9] = [b"GET /", b"HEAD /", b"POST /", b"PUT /", b"DELETE /", b"PATCH /", b"OPTIONS /", b"TRACE /", b"CONNECT "];
-    let http1 = METHODS.iter().any(|method| bytes.starts_with(method));
+    let mut words = bytes.split(|byte| is_space(byte) || *byte == b'\n').filter(|word| !word.is_empty());
+    let http1 = match (words.next(), words.next()) {
+        (Some(b"CONNECT"), Some(_)) => true,
+        (Some(method), Some(target)) => {
+            method.iter().all(u8::is_ascii_uppercase) && target.starts_with(b"/") || is_version(target) || words.any(is_version)
+        }
+        _ => false,
+    };
     if http1 { Protocol::Http1 } else { Protocol::Opaque }
+}
+
+/// Looks on while bytes pass that were let go before it was settled what they are. Who pauses in the midst of a request's first line
+/// does not make another protocol of it, and gets nothing to the app that the proxy would have removed.
+#[derive(Debug, Default)]
+pub struct Onlooker {
+    seen: Vec<u8>,
+}
+
+impl Onlooker {
+    /// What all bytes so far are.
+    pub fn look(&mut self, bytes: &[u8]) -> Verdict {
+        self.seen.extend_from_slice(&bytes[..bytes.len().min(MAX_LINE - self.seen.len().min(MAX_LINE))]);
+        classify(&self.seen)
+    }
 }
 
 /// Whether a server's first bytes are those of HTTP/2: its SETTINGS, which it sends without waiting for its client, as little as its
 /// client waits for them (RFC 9113, section 3.4). So they don't mean that the server is the one to speak first.
 pub fn is_http2_server(bytes: &[u8]) -> bool {
     bytes.len() <= MAX_SETTINGS && matches!(bytes, [_, _, _, 4, 0, 0, 0, 0, 0, ..])
+}
+
+/// HTTP's name, however it goes on.
+fn is_version(word: &[u8]) -> bool {
+    word.get(..5).is_some_and(|name| name.eq_ignore_ascii_case(b"HTTP/"))
+}
+
+/// What lenient servers take for a space: RFC 9112, section 3, allows several; the rest is what Unicode calls so in Latin-1.
+fn is_space(byte: &u8) -> bool {
+    matches!(byte, b'\t' | 0x0b..=b'\r' | 0x1c..=b' ' | 0x85 | 0xa0)
 }
 
 /// RFC 9110, section 5.6.2.
@@ -135,7 +165,6 @@ mod tests {
             assert_eq!(classify(&HTTP2_PREFACE[..length]), Verdict::NeedMore, "{length}");
         }
         assert_eq!(classify(HTTP2_PREFACE), Verdict::Known(Protocol::Http2));
-        assert_eq!(classify(b"PRI * HTTP/2.0\r\n\r\nXX"), OPAQUE);
     }
 
     #[test]
@@ -154,14 +183,44 @@ mod tests {
             b"*1\r\n$4\r\nPING\r\n",
             b"PING\r\n",
             b"GET key\r\n",
+            b"get /key\r\n",
             b"EHLO mail.example\r\n",
+            b"OPTIONS rtsp://camera RTSP/1.0\r\n",
             b"SSH-2.0-OpenSSH_9\r\n",
+            b"AMQP\0\0\x09\x01",
             b"\0\0\0\x01",
-            b" GET",
+            b"\r\n\r\n\r\n",
         ] {
-            assert_eq!(classify(bytes), OPAQUE, "{bytes:?}");
+            assert_ne!(classify(bytes), HTTP1, "{bytes:?}");
+            assert_eq!(take_a_guess(bytes), Protocol::Opaque, "{bytes:?}");
+            assert!(classify(bytes) == OPAQUE || bytes.trim_ascii().is_empty(), "{bytes:?}");
         }
-        assert_eq!(classify(&[b'A'; MAX_METHOD + 1]), OPAQUE);
+    }
+
+    #[test]
+    fn what_a_lenient_server_might_read_as_a_request_is_never_opaque() {
+        let blank = [&b"\r\n".repeat(9)[..], b"GET / HTTP/1.1\r\n"].concat();
+        let long = [&[b'A'; 100][..], b" / HTTP/1.1\r\n"].concat();
+        for line in [
+            &blank[..],
+            &long,
+            b" GET / HTTP/1.1\n",
+            b"GET\t/\tHTTP/1.1\r\n",
+            b"GET / HTTP/1.1\x0b\r\n",
+            b"GET\xa0/\xa0HTTP/1.1\r\n",
+            b"GET / http/1.1\r\n",
+            b"GET / HTTP/1.10\r\n",
+            b"GET / HTTP/2.0\r\n",
+            b"GET HTTP/1.1\r\n",
+            b"GET /\0 HTTP/1.1\r\n",
+            b"GET /\r\n",
+        ] {
+            for length in 0..line.len() {
+                assert_eq!(classify(&line[..length]), Verdict::NeedMore, "{:?}", &line[..length]);
+            }
+            assert_eq!(classify(line), HTTP1, "{line:?}");
+        }
+        assert_eq!(classify(b"PRI * HTTP/2.0\r\n\r\nXX"), HTTP1);
     }
 
     #[test]
@@ -184,8 +243,10 @@ mod tests {
 
     #[test]
     fn a_client_that_stops_midway_is_taken_for_what_it_looks_like() {
-        assert_eq!(take_a_guess(b"GET /hel"), Protocol::Http1);
-        for bytes in [&b""[..], b"hello", b"PRI * HT", b"GET ke"] {
+        for bytes in [&b"GET /hel"[..], b"PROPFIND /hel", b"CONNECT mail.ex", b"FOO x HTTP/1.1\rX: y\r"] {
+            assert_eq!(take_a_guess(bytes), Protocol::Http1, "{bytes:?}");
+        }
+        for bytes in [&b""[..], b"hello", b"PRI * HT", b"GET ke", b"ruok", b"0032git-upload-pack /it.git\0host=here\0"] {
             assert_eq!(take_a_guess(bytes), Protocol::Opaque, "{bytes:?}");
         }
     }

@@ -4,7 +4,7 @@
 use std::rc::Rc;
 use std::time::Instant;
 
-use crate::detect::Protocol;
+use crate::detect::{Onlooker, Protocol, announced};
 use crate::error::Failure;
 use crate::io::Io;
 use crate::policy::Caller;
@@ -16,6 +16,8 @@ use crate::{copy, http1, http2};
 /// Serves a connection until it ends.
 pub async fn serve(mut client: Io, mut flow: Flow) {
     let mut dialed = None;
+    // Where nobody has said what the connection carries, the first bytes tell.
+    let mut onlooker = announced(flow.destination.app_protocol()).is_none().then(Onlooker::default);
     let protocol = loop {
         match race::first_word(&mut client, &flow, &mut dialed).await {
             Ok(Protocol::MeshTls) => match flow.worker.tls.accept(client, flow.peer).await {
@@ -25,7 +27,10 @@ pub async fn serve(mut client: Io, mut flow: Flow) {
                     match inside {
                         Inside::Http1 => break Protocol::Http1,
                         Inside::Http2 => break Protocol::Http2,
-                        Inside::Opaque => break Protocol::Opaque,
+                        Inside::Opaque => {
+                            onlooker = None;
+                            break Protocol::Opaque;
+                        }
                         Inside::Undecided => {}
                     }
                 }
@@ -51,7 +56,7 @@ pub async fn serve(mut client: Io, mut flow: Flow) {
                 (Ok(()), None) => race::dial(&flow, Inside::Opaque).await,
             };
             match dialed {
-                Ok(dialed) => opaque(client, dialed, &flow).await,
+                Ok(dialed) => opaque(client, dialed, &flow, onlooker).await,
                 Err(failure) => refuse(client, &flow, &failure),
             }
         }
@@ -59,10 +64,13 @@ pub async fn serve(mut client: Io, mut flow: Flow) {
 }
 
 /// Bytes both ways.
-async fn opaque(mut client: Io, mut dialed: Dialed, flow: &Flow) {
+async fn opaque(mut client: Io, mut dialed: Dialed, flow: &Flow, onlooker: Option<Onlooker>) {
     let begun = Instant::now();
-    let copied = copy::both(&mut client, &mut dialed.upstream).await;
+    let copied = copy::both(&mut client, &mut dialed.upstream, onlooker).await;
     drop(dialed.in_flight);
+    if copied.was_http {
+        refuse(client, flow, &Failure::BadRequest("an HTTP request that paused in its first line: it had been taken for another protocol"));
+    }
     flow.worker.metrics.opaque(flow.direction, copied.sent, copied.received);
     flow.worker.dumps.opaque(&flow.info(), copied.sent, copied.received, begun.elapsed());
 }

@@ -75,6 +75,31 @@ fn a_client_that_speaks_first_in_its_own_protocol_is_passed_on() {
 }
 
 #[test]
+fn a_request_that_pauses_in_its_first_line_does_not_get_past_http() {
+    on_worker(async {
+        for (begun, rest) in [("GE", "T / HTTP/1.1\r\nX-Called-By: forged\r\n\r\n"), ("PRI * HT", "TP/2.0\r\n\r\nSM\r\n\r\n forged")] {
+            let (server, address) = listen().await;
+            let mut client = Mesh::new().connect_to(address).await;
+            write(&mut client, begun).await;
+            let mut app = server.accept().await.unwrap().0;
+            assert_eq!(read_until(&mut app, begun).await, begun, "it was no request yet");
+            write(&mut client, rest).await;
+            assert_eq!(read_all(&mut app).await, "");
+            let ended = client.read(&mut [0]).await;
+            assert!(ended.is_err_and(|error| error.kind() == std::io::ErrorKind::ConnectionReset), "{begun}");
+        }
+        // What goes on as something else goes on.
+        let (server, address) = listen().await;
+        let mut client = Mesh::new().connect_to(address).await;
+        write(&mut client, "JDWP-Handshake").await;
+        let mut app = server.accept().await.unwrap().0;
+        assert_eq!(read_until(&mut app, "JDWP-Handshake").await, "JDWP-Handshake");
+        write(&mut client, "\0\0\0\x0bGET / HTTP/1.1\r\n").await;
+        assert_eq!(read_until(&mut app, "1.1\r\n").await, "\0\0\0\x0bGET / HTTP/1.1\r\n");
+    });
+}
+
+#[test]
 fn a_slow_client_of_http_is_still_http_and_uses_the_connection_that_was_dialed() {
     on_worker(async {
         let (server, address) = listen().await;

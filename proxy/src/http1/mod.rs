@@ -54,7 +54,7 @@ pub async fn serve(mut client: Io, flow: &Flow) {
             After::Close => return linger(client).await,
             After::Gone => return,
             After::Tunnel(mut upstream, mut dump) => {
-                let copied = copy::both(&mut client, &mut upstream).await;
+                let copied = copy::both(&mut client, &mut upstream, None).await;
                 if let Some(dump) = &mut dump {
                     dump.upgraded(copied.sent, copied.received);
                 }
