@@ -16,11 +16,12 @@ RUN --mount=type=cache,target=/usr/local/cargo/registry,sharing=locked \
     built="target/sources-$PROFILE" && touch "$built" \
  && find . -path ./target -prune -o -type f -print0 | xargs -0 sha256sum | sort >/tmp/sources \
  && comm -13 "$built" /tmp/sources | cut -c 67- | xargs -r touch \
- && cargo build --locked --profile "$PROFILE" --bins \
+ && cargo build --config .cargo/static.toml --locked --profile "$PROFILE" --bins \
       -p diy-mesh-controller -p diy-mesh-injector -p diy-mesh-proxy -p diy-mesh-proxy-init -p diy-mesh-sample-apps \
  && mv /tmp/sources "$built" \
- && mkdir /out && cd "target/$(echo "$PROFILE" | sed 's/^dev$/debug/')" \
- && cp controller injector proxy proxy-init http-client http-server grpc-client grpc-server /out/
+ && mkdir /out && cd "target/$(rustc --print host-tuple)/$(echo "$PROFILE" | sed 's/^dev$/debug/')" \
+ && cp controller injector proxy proxy-init http-client http-server grpc-client grpc-server /out/ \
+ && mkdir /out/etc && echo 'hosts: files dns' >/out/etc/nsswitch.conf
 
 # iptables for proxy-init: both of its kinds, each a single program, with the libraries and extensions that they load.
 FROM debian:bookworm-slim AS iptables
@@ -30,8 +31,11 @@ RUN lib="/usr/lib/$(uname -m)-linux-gnu" && mkdir -p /out/usr/sbin "/out$lib" \
  && cp -r "$lib/xtables" "/out$lib/" \
  && ldd /usr/sbin/xtables-*-multi | grep -oE '/[^ ]*/lib(xtables|ip[46]tc|nftnl|mnl)\.so[^ ]*' | sort -u | xargs -I{} cp -L {} "/out$lib/"
 
-# What each image adds to: a C library and nothing else, no shell, not root.
-FROM gcr.io/distroless/cc-debian12:nonroot AS run
+# What each image adds to: nothing, for a program is all that it takes; no shell, not root. Names are looked up as they are on
+# any Linux: in /etc/hosts, then by DNS.
+FROM scratch AS run
+COPY --from=build /out/etc/ /etc/
+USER 65532:65532
 
 FROM run AS controller
 COPY --from=build /out/controller /usr/local/bin/
@@ -45,9 +49,8 @@ FROM run AS proxy
 COPY --from=build /out/proxy /usr/local/bin/
 ENTRYPOINT ["/usr/local/bin/proxy"]
 
-# The one that is root: the kernel asks for it from whoever loads redirect rules.
-FROM run AS proxy-init
-USER 0
+# The one that is root: the kernel asks for it from whoever loads redirect rules. iptables needs a C library.
+FROM gcr.io/distroless/cc-debian12 AS proxy-init
 COPY --from=iptables /out/ /
 COPY --from=build /out/proxy-init /usr/local/bin/
 ENTRYPOINT ["/usr/local/bin/proxy-init"]

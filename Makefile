@@ -69,8 +69,8 @@ tilt-ci: ## the walkthrough with Tilt on a local cluster until every workload is
 	@tilt down --delete-namespaces -- $(ARGS)
 
 bench: tools ## side by side with Envoy and with no proxy at all, printed as ratios
-	@cargo build --profile dist --bins
-	@target/dist/bench $(ARGS)
+	@cargo build --config .cargo/static.toml --profile dist --bins
+	@target/$(HOST)/dist/bench $(ARGS)
 
 images: ## build all images by the Dockerfile (DOCKER_BUILD='docker build')
 	@for app in $(APPS); do echo "image diy-sm-$$app:$(TAG)"; $(DOCKER_BUILD) -t "diy-sm-$$app:$(TAG)" --target "$$app" .; done

@@ -220,7 +220,7 @@ impl RawConfig {
     fn sides(&self, programs: &Programs, problems: &mut Vec<String>) -> (Vec<Side>, Option<String>) {
         let missing: Vec<_> = [&programs.proxy, &programs.controller].into_iter().filter(|path| !path.exists()).collect();
         let missing: Vec<_> = missing.iter().map(|path| path.display().to_string()).collect();
-        let reason = format!("not built: {} (cargo build --profile dist, or --bin-dir FOLDER)", missing.join(", "));
+        let reason = format!("not built: {} (make bench builds them, or --bin-dir FOLDER)", missing.join(", "));
         let wanted = |side: &Side| match (self.profile.is_some(), self.sides.is_empty()) {
             (true, true) => *side == Side::Mesh,
             (_, empty) => empty || self.sides.contains(side),
@@ -258,7 +258,7 @@ fn machine_problems(machine: &Machine, sides: &[Side], programs: &Programs, prob
     if sides.iter().any(|side| *side != Side::Direct) {
         needed.push(("iptables-restore", "iptables"));
         if !programs.proxy_init.exists() {
-            problems.push(format!("not built: {} (cargo build --profile dist, or --bin-dir FOLDER)", programs.proxy_init.display()));
+            problems.push(format!("not built: {} (make bench builds them, or --bin-dir FOLDER)", programs.proxy_init.display()));
         }
     }
     if let (true, Some(envoy)) = (sides.contains(&Side::Envoy), programs.envoy.as_ref().filter(|envoy| !envoy.exists())) {
