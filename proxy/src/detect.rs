@@ -1,12 +1,10 @@
 //! Step 3: what a connection carries, told from the client's first bytes. [`classify`] is a pure function of them;
 //! waiting for them is the caller's, who must not wait where the server speaks first.
 
-use memchr::memchr;
-
 use crate::discovery::AppProtocol;
 use crate::tls::{self, Hello};
 
-/// The longest request line that detection waits for; one that goes on is HTTP's to refuse.
+/// The longest line that detection waits for.
 const MAX_LINE: usize = 16 * 1024;
 /// What an HTTP/2 client sends first (RFC 9113, section 3.4).
 const HTTP2_PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
@@ -56,17 +54,9 @@ pub fn classify(bytes: &[u8]) -> Verdict {
         return Verdict::NeedMore;
     }
     let within = &bytes[..bytes.len().min(MAX_LINE)];
-    let blank = within.iter().take_while(|byte| is_space(byte) || **byte == b'\n').count();
-    let line = &within[blank..];
-    match line.iter().find(|byte| !is_token(byte)) {
-        Some(after) if is_space(after) || *after == b'\n' => {}
-        Some(_) => return Verdict::Known(Protocol::Opaque),
-        None => {}
-    }
-    match memchr(b'\n', line) {
-        Some(end) => Verdict::Known(if is_request(&line[..end]) { Protocol::Http1 } else { Protocol::Opaque }),
-        None if within.len() == MAX_LINE => Verdict::Known(Protocol::Http1),
-        None => Verdict::NeedMore,
+    match Onlooker::default().look(within) {
+        Verdict::NeedMore if within.len() == MAX_LINE => Verdict::Known(take_a_guess(within)),
+        verdict => verdict,
     }
 }
 
@@ -76,18 +66,6 @@ pub fn classify_inbound(bytes: &[u8]) -> Verdict {
         Hello::Mesh => Verdict::Known(Protocol::MeshTls),
         Hello::NeedMore => Verdict::NeedMore,
         Hello::Foreign => classify(bytes),
-    }
-}
-
-/// Whether a whole line may be a request's. Nothing but its end tells, however the line comes: were one verdict for a part of it and
-/// another for the whole, who sends it could choose by when the parts leave.
-fn is_request(line: &[u8]) -> bool {
-    let mut words = line.split(is_space).filter(|word| !word.is_empty());
-    match (words.next(), words.next(), words.next_back()) {
-        // HTTP/0.9 has no fields, but some servers read them. In other protocols, commands are mostly in small letters.
-        (Some(b"GET"), Some(target), None) if target.starts_with(b"/") => true,
-        (_, Some(last), None) | (_, _, Some(last)) => is_version(last),
-        _ => false,
     }
 }
 
@@ -105,18 +83,69 @@ pub fn take_a_guess(bytes: &[u8]) -> Protocol {
     if http1 { Protocol::Http1 } else { Protocol::Opaque }
 }
 
-/// Looks on while bytes pass that were let go before it was settled what they are. Who pauses in the midst of a request's first line
-/// does not make another protocol of it, and gets nothing to the app that the proxy would have removed.
-#[derive(Debug, Default)]
-pub struct Onlooker {
-    seen: Vec<u8>,
+/// Whether there are bytes that no text has.
+pub fn is_binary(bytes: &[u8]) -> bool {
+    bytes.iter().any(|byte| byte.is_ascii_control() && !is_space(byte) && *byte != b'\n')
 }
 
+/// Reads a connection's first line that is not blank. Nothing but its end tells what it is, however it comes: were one verdict for a
+/// part of it and another for the whole, who sends it could choose by when the parts leave. So it also looks on where the bytes were
+/// let go before the line had ended: who pauses within a request does not make another protocol of it, and gets nothing to the app that
+/// the proxy would have removed.
+#[derive(Debug, Default)]
+pub struct Onlooker {
+    /// How many words have begun; what comes after the third is all the same.
+    words: u8,
+    within_word: bool,
+    /// The first word begins with this.
+    first: Beginning,
+    /// And so does the newest.
+    last: Beginning,
+}
+
+/// As much of a word as matters.
+type Beginning = ([u8; 5], usize);
+
 impl Onlooker {
-    /// What all bytes so far are.
+    /// What all bytes so far are, these being the newest. What only some servers might read as a request counts as one.
     pub fn look(&mut self, bytes: &[u8]) -> Verdict {
-        self.seen.extend_from_slice(&bytes[..bytes.len().min(MAX_LINE - self.seen.len().min(MAX_LINE))]);
-        classify(&self.seen)
+        for byte in bytes {
+            match byte {
+                b'\n' if self.words > 0 => {
+                    return Verdict::Known(if self.is_request() { Protocol::Http1 } else { Protocol::Opaque });
+                }
+                b'\n' => self.within_word = false,
+                _ if is_space(byte) => self.within_word = false,
+                _ => {
+                    if !self.within_word {
+                        self.within_word = true;
+                        self.words = (self.words + 1).min(3);
+                        self.last = Beginning::default();
+                    }
+                    push(&mut self.last, *byte);
+                    if self.words == 1 {
+                        if !is_token(byte) {
+                            return Verdict::Known(Protocol::Opaque);
+                        }
+                        push(&mut self.first, *byte);
+                    }
+                }
+            }
+        }
+        Verdict::NeedMore
+    }
+
+    fn is_request(&self) -> bool {
+        let [first, last] = [&self.first, &self.last].map(|(bytes, length)| &bytes[..*length]);
+        // HTTP/0.9 has no fields, but some servers read them. In other protocols, commands are mostly in small letters.
+        self.words == 2 && first == b"GET" && last.starts_with(b"/") || self.words > 1 && is_version(last)
+    }
+}
+
+fn push((bytes, length): &mut Beginning, byte: u8) {
+    if let Some(next) = bytes.get_mut(*length) {
+        *next = byte;
+        *length += 1;
     }
 }
 
@@ -224,6 +253,16 @@ mod tests {
     }
 
     #[test]
+    fn what_is_no_text_need_not_be_waited_for() {
+        let anonymous_ldap_bind = b"0\x0c\x02\x01\x01\x60\x07\x02\x01\x03\x04\0\x80\0";
+        for bytes in [&anonymous_ldap_bind[..], b"0032git-upload-pack /it.git\0host=here\0"] {
+            assert_eq!((classify(bytes), is_binary(bytes)), (Verdict::NeedMore, true), "{bytes:?}");
+            assert_eq!(take_a_guess(bytes), Protocol::Opaque, "{bytes:?}");
+        }
+        assert!(!is_binary(b"\r\nGET\t/caf\xe9 HTTP/1.1\r\n"));
+    }
+
+    #[test]
     fn a_forbidden_byte_in_a_request_line_does_not_get_the_request_past_http_when_it_comes_in_pieces() {
         // A server that takes \x0b for a space would read a request here, whose X-Called-By nobody has removed.
         let line = b"GET /\x0b HTTP/1.1\r\n";
@@ -239,6 +278,17 @@ mod tests {
         assert_eq!(classify(&line), HTTP1);
         line.extend_from_slice(b" and no version\n");
         assert_eq!(classify(&line), HTTP1);
+        assert_eq!(classify(&[b'a'; MAX_LINE]), OPAQUE);
+    }
+
+    #[test]
+    fn an_onlooker_waits_for_the_end_of_however_long_a_line() {
+        let long = vec![b'A'; 10 * MAX_LINE];
+        for (end, verdict) in [(&b" / HTTP/1.1\n"[..], HTTP1), (b" and so on\n", OPAQUE), (b"\n", OPAQUE), (b"/", OPAQUE)] {
+            let mut onlooker = Onlooker::default();
+            assert_eq!(onlooker.look(&long), Verdict::NeedMore);
+            assert_eq!(onlooker.look(end), verdict, "{end:?}");
+        }
     }
 
     #[test]

@@ -15,7 +15,7 @@ use tokio::time::timeout;
 
 use crate::balance::{Endpoint, InFlight};
 use crate::connect;
-use crate::detect::{Protocol, Verdict, announced, classify, classify_inbound, is_http2_server, take_a_guess};
+use crate::detect::{Protocol, Verdict, announced, classify, classify_inbound, is_binary, is_http2_server, take_a_guess};
 use crate::error::Failure;
 use crate::io::Io;
 use crate::policy::Caller;
@@ -175,9 +175,14 @@ async fn listen(client: &mut Io, classify: Classify) -> Result<Protocol, Failure
     }
 }
 
-/// Part of a request line may be all of another protocol's word. Part of a ClientHello is nothing yet to anybody.
+/// Part of a request line may be all of another protocol's word, and all but surely is where it is no text. Part of a ClientHello is
+/// nothing yet to anybody.
 fn patience(begun: &[u8]) -> Duration {
-    if tls::look(begun) == Hello::NeedMore { HELLO_PATIENCE } else { PATIENCE }
+    match tls::look(begun) {
+        Hello::NeedMore => HELLO_PATIENCE,
+        _ if is_binary(begun) => Duration::ZERO,
+        _ => PATIENCE,
+    }
 }
 
 fn left(error: &io::Error) -> Failure {
