@@ -26,10 +26,9 @@ RUN --mount=type=cache,target=/usr/local/cargo/registry,sharing=locked \
 # iptables for proxy-init: both of its kinds, each a single program, with the libraries and extensions that they load.
 FROM debian:bookworm-slim AS iptables
 RUN apt-get update && apt-get install -y --no-install-recommends iptables
-RUN lib="/usr/lib/$(uname -m)-linux-gnu" && mkdir -p /out/usr/sbin "/out$lib" \
- && cp /usr/sbin/xtables-nft-multi /usr/sbin/xtables-legacy-multi /out/usr/sbin/ \
- && cp -r "$lib/xtables" "/out$lib/" \
- && ldd /usr/sbin/xtables-*-multi | grep -oE '/[^ ]*/lib(xtables|ip[46]tc|nftnl|mnl)\.so[^ ]*' | sort -u | xargs -I{} cp -L {} "/out$lib/"
+RUN mkdir /out \
+ && cp --parents -r /usr/sbin/xtables-nft-multi /usr/sbin/xtables-legacy-multi "/usr/lib/$(uname -m)-linux-gnu/xtables" /out/ \
+ && ldd /usr/sbin/xtables-*-multi /out/usr/lib/*/xtables/*.so | grep -oE '/[^ :()]+ \(' | cut -d' ' -f1 | sort -u | xargs cp --parents -L -t /out
 
 # What each image adds to: nothing, for a program is all that it takes; no shell, not root. Names are looked up as they are on
 # any Linux: in /etc/hosts, then by DNS.
@@ -49,8 +48,9 @@ FROM run AS proxy
 COPY --from=build /out/proxy /usr/local/bin/
 ENTRYPOINT ["/usr/local/bin/proxy"]
 
-# The one that is root: the kernel asks for it from whoever loads redirect rules. iptables needs a C library.
-FROM gcr.io/distroless/cc-debian12 AS proxy-init
+# The one that is root: the kernel asks for it from whoever loads redirect rules.
+FROM run AS proxy-init
+USER 0
 COPY --from=iptables /out/ /
 COPY --from=build /out/proxy-init /usr/local/bin/
 ENTRYPOINT ["/usr/local/bin/proxy-init"]
