@@ -155,7 +155,7 @@ impl<'a> Shared<'a> {
             };
             match written {
                 Ok(_) => return Ok(material),
-                Err(kube::Error::Api(status)) if status.code == 409 && attempt < ATTEMPTS => {
+                Err(error) if is_lost_race(&error) && attempt < ATTEMPTS => {
                     tracing::info!("another replica has written Secret {SECRET}: reading it");
                     attempt += 1;
                 }
@@ -193,13 +193,21 @@ impl<'a> Shared<'a> {
 
     /// Puts caBundle right in every entry where it is not. False where there is no configuration to put right.
     async fn ca_bundle(&self, bundle: &str) -> Result<bool, Error> {
-        let read = format!("read MutatingWebhookConfiguration {}", self.name);
-        let Some(configuration) = api(&read, self.configurations.get_opt(self.name)).await? else { return Ok(false) };
-        let Some(patch) = ca_bundle_patch(&configuration, bundle) else { return Ok(true) };
+        let [read, write] = ["read", "put right the caBundle of"].map(|what| format!("{what} MutatingWebhookConfiguration {}", self.name));
         let params = PatchParams { field_manager: Some(MANAGER.into()), ..PatchParams::default() };
-        let patch = Patch::Strategic(patch);
-        let write = format!("put right the caBundle of MutatingWebhookConfiguration {}", self.name);
-        api(&write, self.configurations.patch(self.name, &params, &patch)).await?;
+        let mut attempt = 1;
+        loop {
+            let Some(configuration) = api(&read, self.configurations.get_opt(self.name)).await? else { return Ok(false) };
+            let Some(patch) = ca_bundle_patch(&configuration, bundle) else { return Ok(true) };
+            match api(&write, self.configurations.patch(self.name, &params, &Patch::Strategic(patch))).await {
+                Ok(_) => break,
+                Err(Error::Api(_, error)) if is_lost_race(&error) && attempt < ATTEMPTS => {
+                    tracing::info!("somebody else has changed MutatingWebhookConfiguration {}: reading it", self.name);
+                    attempt += 1;
+                }
+                Err(error) => return Err(error),
+            }
+        }
         self.keeper.metrics.repair();
         tracing::info!("caBundle of MutatingWebhookConfiguration {} put right", self.name);
         Ok(true)
@@ -233,6 +241,11 @@ fn secret(mut secret: Secret, material: &Material) -> Secret {
 fn is_too_old(major: &str, minor: &str) -> bool {
     let number = |text: &str| text.trim_end_matches(|c: char| !c.is_ascii_digit()).parse::<u32>().ok();
     matches!((number(major), number(minor)), (Some(major), Some(minor)) if (major, minor) < OLDEST)
+}
+
+/// Somebody else has written in the meantime.
+fn is_lost_race(error: &kube::Error) -> bool {
+    matches!(error, kube::Error::Api(status) if status.code == 409)
 }
 
 /// A request to the API that ends, and whose failure says what was tried.
