@@ -72,7 +72,7 @@ pub fn classify_inbound(bytes: &[u8]) -> Verdict {
 /// What bytes are taken for that [`classify`] wants more of, when no more come: a line that begins as a request does
 /// gets HTTP's answer to an incomplete one, anything else goes to whom it was for, while an [`Onlooker`] looks on.
 pub fn take_a_guess(bytes: &[u8]) -> Protocol {
-    let mut words = bytes.split(|byte| is_space(byte) || *byte == b'\n').filter(|word| !word.is_empty());
+    let mut words = bytes.split(is_space).filter(|word| !word.is_empty());
     let http1 = match (words.next(), words.next()) {
         (Some(b"CONNECT"), Some(_)) => true,
         (Some(method), Some(target)) => {
@@ -85,7 +85,7 @@ pub fn take_a_guess(bytes: &[u8]) -> Protocol {
 
 /// Whether there are bytes that no text has.
 pub fn is_binary(bytes: &[u8]) -> bool {
-    bytes.iter().any(|byte| byte.is_ascii_control() && !is_space(byte) && *byte != b'\n')
+    bytes.iter().any(|byte| byte.is_ascii_control() && !is_space(byte))
 }
 
 /// Reads a connection's first line that is not blank. Nothing but its end tells what it is, however it comes: were one verdict for a
@@ -114,7 +114,6 @@ impl Onlooker {
                 b'\n' if self.words > 0 => {
                     return Verdict::Known(if self.is_request() { Protocol::Http1 } else { Protocol::Opaque });
                 }
-                b'\n' => self.within_word = false,
                 _ if is_space(byte) => self.within_word = false,
                 _ => {
                     if !self.within_word {
@@ -160,9 +159,10 @@ fn is_version(word: &[u8]) -> bool {
     word.get(..5).is_some_and(|name| name.eq_ignore_ascii_case(b"HTTP/"))
 }
 
-/// What lenient servers take for a space: RFC 9112, section 3, allows several; the rest is what Unicode calls so in Latin-1.
+/// What lenient servers take for a space: RFC 9112, section 3, allows several; the rest is what Unicode calls so in Latin-1. An end of
+/// line among it, which who reads a line looks for first.
 fn is_space(byte: &u8) -> bool {
-    matches!(byte, b'\t' | 0x0b..=b'\r' | 0x1c..=b' ' | 0x85 | 0xa0)
+    matches!(byte, b'\t'..=b'\r' | 0x1c..=b' ' | 0x85 | 0xa0)
 }
 
 /// RFC 9110, section 5.6.2.

@@ -194,41 +194,42 @@ async fn exchange(mut client: TcpStream, request: &str) -> String {
 
 /// An app that greets before it has heard anything, and says what it hears backwards after the client's half-close.
 async fn speaks_first(greeting: &'static [u8]) -> SocketAddr {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap();
-    tokio::task::spawn_local(async move {
-        loop {
-            let (mut stream, _) = listener.accept().await.unwrap();
-            tokio::task::spawn_local(async move {
-                stream.write_all(greeting).await.unwrap();
-                let mut heard = Vec::new();
-                stream.read_to_end(&mut heard).await.unwrap();
-                heard.reverse();
-                stream.write_all(&heard).await.unwrap();
-            });
-        }
-    });
-    address
+    listening(async move |mut stream| {
+        stream.write_all(greeting).await.unwrap();
+        let mut heard = Vec::new();
+        stream.read_to_end(&mut heard).await.unwrap();
+        heard.reverse();
+        stream.write_all(&heard).await.unwrap();
+    })
+    .await
 }
 
-/// An HTTP/1 app that answers each request with the head that it saw, and how many connections it had by then.
+/// An HTTP/1 app that answers each request with the head that it saw.
 async fn app() -> SocketAddr {
+    listening(async |mut stream| {
+        let mut seen = Vec::new();
+        while let Ok(byte) = stream.read_u8().await {
+            seen.push(byte);
+            if seen.ends_with(b"\r\n\r\n") {
+                let answer = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", seen.len());
+                stream.write_all(&[answer.as_bytes(), &seen].concat()).await.unwrap();
+                seen.clear();
+            }
+        }
+    })
+    .await
+}
+
+/// An app, which carries each connection like this.
+async fn listening(carry: impl AsyncFn(TcpStream) + 'static) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
+    let carry = Rc::new(carry);
     tokio::task::spawn_local(async move {
         loop {
-            let (mut stream, _) = listener.accept().await.unwrap();
-            tokio::task::spawn_local(async move {
-                let mut seen = Vec::new();
-                while let Ok(byte) = stream.read_u8().await {
-                    seen.push(byte);
-                    if seen.ends_with(b"\r\n\r\n") {
-                        let answer = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", seen.len());
-                        stream.write_all(&[answer.as_bytes(), &seen].concat()).await.unwrap();
-                        seen.clear();
-                    }
-                }
-            });
+            let (stream, _) = listener.accept().await.unwrap();
+            let carry = carry.clone();
+            tokio::task::spawn_local(async move { carry(stream).await });
         }
     });
     address
