@@ -105,9 +105,7 @@ async fn scenario(cluster: Cluster) {
     // A start without rights: not ready, and the log says what is missing.
     let mut controller = Controller::start(&cluster).await;
     controller.until("verbs list and watch on endpointslices of discovery.k8s.io").await;
-    let (code, reason) = support::get(controller.admin, "/ready").await;
-    assert_eq!(code, 503);
-    assert!(reason.contains("EndpointSlice"), "{reason}");
+    controller.answers("/ready", |code, reason| code == 503 && reason.contains("EndpointSlice")).await;
 }
 
 #[derive(Clone)]
@@ -247,9 +245,23 @@ impl Controller {
         tokio::time::timeout(DEADLINE, search).await.unwrap_or_else(|_| panic!("no line with {text:?}"))
     }
 
+    /// With its catalog and its CA, which are read side by side.
     async fn ready(&mut self) {
         self.until("the catalog is synced").await;
-        assert_eq!(support::get(self.admin, "/ready").await, (200, "ready\n".to_owned()));
+        self.answers("/ready", |code, text| (code, text) == (200, "ready\n")).await;
+    }
+
+    /// Waits until the admin port answers so.
+    async fn answers(&self, path: &str, so: impl Fn(u16, &str) -> bool) {
+        let deadline = Instant::now() + DEADLINE;
+        loop {
+            let (code, text) = support::get(self.admin, path).await;
+            if so(code, &text) {
+                return;
+            }
+            assert!(Instant::now() < deadline, "{path} goes on answering {code} {text}");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
     }
 
     async fn client(&self, token: String) -> support::Client {

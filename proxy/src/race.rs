@@ -137,7 +137,7 @@ pub async fn dial(flow: &Flow, inside: Inside) -> Result<Dialed, Failure> {
         let mut in_flight = endpoint.begin();
         match connect::dial(&endpoint, inside, &flow.worker.tls).await {
             Ok(upstream) => {
-                in_flight.answered();
+                in_flight.opened();
                 return Ok(Dialed { endpoint, upstream, in_flight });
             }
             Err(failure) => {

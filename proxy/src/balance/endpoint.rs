@@ -81,6 +81,18 @@ impl Endpoint {
 }
 
 impl InFlight {
+    /// There is a connection for it. What that took is no latency: a connection serves many requests, and one to an endpoint that is
+    /// seldom chosen would make it dearer each time.
+    pub fn connected(&mut self) {
+        self.since = Instant::now();
+    }
+
+    /// A connection was opened that is no request: the endpoint is well, and how long the connection lasts is no latency.
+    pub fn opened(&mut self) {
+        self.observed = true;
+        self.endpoint.quarantine.survived(self.since);
+    }
+
     /// The response has begun: what it took until here is the latency, however long its body takes.
     pub fn answered(&mut self) {
         if !self.observed {
@@ -205,6 +217,27 @@ mod tests {
         assert_eq!(endpoint.pending(), 2);
         drop((one, other));
         assert_eq!(endpoint.pending(), 0);
+    }
+
+    #[test]
+    fn what_a_connection_takes_and_how_long_it_lasts_is_no_latency() {
+        let (dialed, pooled, opened) = (endpoint(), endpoint(), endpoint());
+        let mut slow = dialed.begin();
+        slow.since -= SECOND;
+        slow.connected();
+        drop(slow);
+        drop(pooled.begin());
+        let loaded = pooled.begin();
+        assert!(dialed.is_cheaper(&pooled, Instant::now()));
+        let mut connection = opened.begin();
+        connection.opened();
+        connection.since -= SECOND;
+        drop((connection, loaded));
+        // Nothing is known of it still: requests under way alone decide.
+        let under_way = dialed.begin();
+        assert!(opened.is_cheaper(&dialed, Instant::now()) && !dialed.is_cheaper(&opened, Instant::now()));
+        drop(under_way);
+        assert!(!opened.is_cheaper(&dialed, Instant::now()) && !dialed.is_cheaper(&opened, Instant::now()));
     }
 
     #[test]
