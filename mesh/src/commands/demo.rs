@@ -53,7 +53,10 @@ const GRACE: Duration = Duration::from_secs(3);
 /// Runs the demo.
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let objects = match &arguments.manifests {
-        Some(folder) => Files::read(folder)?.objects().with_context(|| format!("the manifests in {}", folder.display()))?,
+        Some(folder) => Files::read(folder).and_then(|files| files.objects()).with_context(|| {
+            let folder = folder.display();
+            format!("--manifests {folder} must name a folder of YAML files with the mesh and its apps, as this project's manifests/ is")
+        })?,
         None => manifest::embedded().objects()?,
     };
     // A reader that is slow slows the programs down, as a slow terminal does; memory stays bounded.

@@ -31,6 +31,9 @@ pub enum Error {
         /// Why not.
         error: std::io::Error,
     },
+    /// Nothing to run.
+    #[error("there are no Kubernetes objects in its YAML files")]
+    Empty,
     /// A file that a kustomization names.
     #[error("{by} names {path}, which is not there")]
     Missing {
@@ -95,7 +98,7 @@ impl Files {
         for folder in folders {
             objects.extend(self.kustomize(&folder, &mut seen)?);
         }
-        Ok(objects)
+        if objects.is_empty() { Err(Error::Empty) } else { Ok(objects) }
     }
 
     fn kustomize(&self, folder: &Path, seen: &mut Vec<PathBuf>) -> Result<Vec<Value>, Error> {
@@ -258,6 +261,10 @@ mod tests {
     fn a_missing_resource_and_bad_yaml_are_named_with_their_place() {
         let error = files(&[("kustomization.yaml", "resources: [x.yaml]")]).objects().unwrap_err().to_string();
         assert_eq!(error, "kustomization.yaml names x.yaml, which is not there");
+        for nothing in [&[][..], &[("empty.yaml", "---\n")]] {
+            let error = files(nothing).objects().unwrap_err().to_string();
+            assert_eq!(error, "there are no Kubernetes objects in its YAML files");
+        }
         let error = parse("a: b: c").unwrap_err().to_string();
         assert!(error.contains("line 1"), "{error}");
         assert!(parse("just: text").unwrap_err().to_string().contains("apiVersion"));
