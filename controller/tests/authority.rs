@@ -2,6 +2,8 @@
 //! in each phase, an operator's hand. The proxies are pretended; the stores, the tasks and the clocks are real.
 #![allow(missing_docs, clippy::unwrap_used)]
 
+mod support;
+
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -138,7 +140,7 @@ async fn follow(kept: Kept, proxies: Arc<Mutex<Vec<(String, Proxy)>>>) {
 }
 
 fn request(folder: &Path, what: &str) {
-    std::fs::write(folder.join("request"), what).unwrap();
+    write(folder, "request", what);
 }
 
 fn write(folder: &Path, name: &str, text: &str) {
@@ -156,7 +158,7 @@ async fn until_published(folder: &Path, roots: &Roots) {
 }
 
 fn folder() -> (tempfile::TempDir, PathBuf) {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = support::scratch();
     let path = dir.path().to_owned();
     (dir, path)
 }

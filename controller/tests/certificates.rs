@@ -65,7 +65,7 @@ async fn a_pod_gets_the_certificate_of_its_own_account_and_the_roots() {
     let trust = sandbox.authority.trust().borrow().clone();
     assert_eq!((response.ca.as_ref(), &response.roots_version), (trust.roots.pem.as_bytes(), &trust.roots.version));
 
-    let dir = tempfile::tempdir().unwrap();
+    let dir = support::scratch();
     std::fs::write(dir.path().join("roots"), &response.ca).unwrap();
     std::fs::write(dir.path().join("leaf"), &response.cert).unwrap();
     let openssl = |arguments: &str| {

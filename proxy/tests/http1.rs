@@ -3,7 +3,7 @@
 
 mod support;
 
-use support::{Mesh, listen, on_worker, on_worker_without_waiting, read_all, read_until, write};
+use support::{App, Mesh, listen, on_worker, on_worker_without_waiting, read_all, read_until, write};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 const OK: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
@@ -11,11 +11,11 @@ const OK: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
 #[test]
 fn bytes_in_are_bytes_out() {
     on_worker(async {
-        let (server, address) = listen().await;
+        let (mut server, address) = App::listen().await;
         let mut client = Mesh::new().connect_to(address).await;
         let request = "POST /p?q=1 HTTP/1.1\r\nhOST: a\r\nX-B: 2\r\nx-a: 1\r\nX-B: 3\r\nCoNtent-LENGTH: 5\r\n\r\nhello";
         write(&mut client, request).await;
-        let mut app = server.accept().await.unwrap().0;
+        let mut app = server.accept().await;
         assert_eq!(read_until(&mut app, "hello").await, request);
         let response = "HTTP/1.1 201 Made It\r\nSERVER: x\r\nset-Cookie: a\r\nContent-length: 3\r\nset-Cookie: b\r\n\r\nabc";
         write(&mut app, response).await;
@@ -26,7 +26,7 @@ fn bytes_in_are_bytes_out() {
 #[test]
 fn connections_are_kept_on_both_sides_and_pipelined_requests_are_answered_in_order() {
     on_worker(async {
-        let (server, address) = listen().await;
+        let (mut server, address) = App::listen().await;
         let mesh = Mesh::new();
         let mut client = mesh.connect_to(address).await;
         write(
@@ -34,7 +34,7 @@ fn connections_are_kept_on_both_sides_and_pipelined_requests_are_answered_in_ord
             "GET /1 HTTP/1.1\r\nHost: a\r\n\r\nGET /2 HTTP/1.1\r\nHost: a\r\n\r\nPOST /3 HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\n\r\nx",
         )
         .await;
-        let mut app = server.accept().await.unwrap().0;
+        let mut app = server.accept().await;
         for path in ["/1", "/2", "/3"] {
             let head = read_until(&mut app, "\r\n\r\n").await;
             assert!(head.contains(&format!(" {path} HTTP/1.1")), "{head}");
@@ -50,10 +50,10 @@ fn connections_are_kept_on_both_sides_and_pipelined_requests_are_answered_in_ord
 #[test]
 fn a_chunked_body_with_trailers_passes_both_ways() {
     on_worker(async {
-        let (server, address) = listen().await;
+        let (mut server, address) = App::listen().await;
         let mut client = Mesh::new().connect_to(address).await;
         write(&mut client, "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nTrailer: X-Sum\r\n\r\n").await;
-        let mut app = server.accept().await.unwrap().0;
+        let mut app = server.accept().await;
         read_until(&mut app, "\r\n\r\n").await;
         write(&mut client, "3\r\nabc\r\n").await;
         assert_eq!(read_until(&mut app, "abc\r\n").await, "3\r\nabc\r\n");
@@ -70,10 +70,10 @@ fn a_chunked_body_with_trailers_passes_both_ways() {
 #[test]
 fn a_client_that_expects_100_gets_it_from_the_app() {
     on_worker(async {
-        let (server, address) = listen().await;
+        let (mut server, address) = App::listen().await;
         let mut client = Mesh::new().connect_to(address).await;
         write(&mut client, "PUT / HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n").await;
-        let mut app = server.accept().await.unwrap().0;
+        let mut app = server.accept().await;
         assert!(read_until(&mut app, "\r\n\r\n").await.contains("Expect: 100-continue"));
         write(&mut app, "HTTP/1.1 100 Continue\r\n\r\n").await;
         assert_eq!(read_until(&mut client, "\r\n\r\n").await, "HTTP/1.1 100 Continue\r\n\r\n");
@@ -94,10 +94,10 @@ fn websocket_and_connect_become_tunnels() {
             ),
             ("CONNECT db:5432 HTTP/1.1\r\nHost: db:5432\r\n\r\n", "HTTP/1.1 200 Connected\r\n\r\n"),
         ] {
-            let (server, address) = listen().await;
+            let (mut server, address) = App::listen().await;
             let mut client = Mesh::new().connect_to(address).await;
             write(&mut client, request).await;
-            let mut app = server.accept().await.unwrap().0;
+            let mut app = server.accept().await;
             assert_eq!(read_until(&mut app, "\r\n\r\n").await, request);
             write(&mut app, &format!("{response}\u{1}from-app")).await;
             assert_eq!(read_until(&mut client, "from-app").await, format!("{response}\u{1}from-app"));
@@ -112,10 +112,10 @@ fn websocket_and_connect_become_tunnels() {
 #[test]
 fn a_response_without_length_ends_with_the_connection() {
     on_worker(async {
-        let (server, address) = listen().await;
+        let (mut server, address) = App::listen().await;
         let mut client = Mesh::new().connect_to(address).await;
         write(&mut client, "GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
-        let mut app = server.accept().await.unwrap().0;
+        let mut app = server.accept().await;
         read_until(&mut app, "\r\n\r\n").await;
         write(&mut app, "HTTP/1.0 200 OK\r\n\r\nuntil the end").await;
         drop(app);
@@ -126,11 +126,11 @@ fn a_response_without_length_ends_with_the_connection() {
 #[test]
 fn an_http10_client_is_answered_as_it_understands() {
     on_worker(async {
-        let (server, address) = listen().await;
+        let (mut server, address) = App::listen().await;
         let mesh = Mesh::new();
         let mut client = mesh.connect_to(address).await;
         write(&mut client, "GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n").await;
-        let mut app = server.accept().await.unwrap().0;
+        let mut app = server.accept().await;
         assert_eq!(read_until(&mut app, "\r\n\r\n").await, "GET / HTTP/1.0\r\n\r\n");
         write(&mut app, OK).await;
         assert!(read_until(&mut client, "ok").await.contains("Connection: keep-alive"));
@@ -145,11 +145,11 @@ fn an_http10_client_is_answered_as_it_understands() {
 #[test]
 fn a_half_closed_client_still_gets_its_answer_and_the_app_sees_the_end() {
     on_worker(async {
-        let (server, address) = listen().await;
+        let (mut server, address) = App::listen().await;
         let mut client = Mesh::new().connect_to(address).await;
         write(&mut client, "GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
         client.shutdown().await.unwrap();
-        let mut app = server.accept().await.unwrap().0;
+        let mut app = server.accept().await;
         assert!(read_all(&mut app).await.starts_with("GET / HTTP/1.1"));
         write(&mut app, OK).await;
         assert!(read_all(&mut client).await.ends_with("ok"));
@@ -159,12 +159,12 @@ fn a_half_closed_client_still_gets_its_answer_and_the_app_sees_the_end() {
 #[test]
 fn a_pooled_connection_that_died_costs_an_idempotent_request_nothing() {
     on_worker(async {
-        let (server, address) = listen().await;
+        let (mut server, address) = App::listen().await;
         let mesh = Mesh::new();
         let destination = std::rc::Rc::new(diy_mesh_proxy::balance::Destination::fixed(address));
         let mut client = mesh.connect(&destination).await;
         write(&mut client, "GET /1 HTTP/1.1\r\nHost: a\r\n\r\n").await;
-        let mut app = server.accept().await.unwrap().0;
+        let mut app = server.accept().await;
         read_until(&mut app, "\r\n\r\n").await;
         write(&mut app, OK).await;
         read_until(&mut client, "ok").await;
@@ -172,7 +172,7 @@ fn a_pooled_connection_that_died_costs_an_idempotent_request_nothing() {
         read_until(&mut app, "\r\n\r\n").await;
         // The app had decided to close before it read this one.
         drop(app);
-        let mut app = server.accept().await.unwrap().0;
+        let mut app = server.accept().await;
         assert!(read_until(&mut app, "\r\n\r\n").await.starts_with("GET /2 "));
         write(&mut app, OK).await;
         assert_eq!(read_until(&mut client, "ok").await, OK);
@@ -188,7 +188,7 @@ fn a_pooled_connection_that_died_costs_an_idempotent_request_nothing() {
 #[test]
 fn nobody_listening_is_502_with_the_reason_and_the_connection_goes_on() {
     on_worker(async {
-        let (server, address) = listen().await;
+        let (server, address) = App::listen().await;
         drop(server);
         let mut client = Mesh::new().connect_to(address).await;
         for _ in 0..2 {
@@ -203,7 +203,7 @@ fn nobody_listening_is_502_with_the_reason_and_the_connection_goes_on() {
 #[test]
 fn hostile_requests_get_a_clear_refusal_and_reach_nobody() {
     on_worker(async {
-        let (server, address) = listen().await;
+        let (mut server, address) = App::listen().await;
         let mesh = Mesh::new();
         let long = format!("GET / HTTP/1.1\r\nHost: a\r\nX: {}\r\n\r\n", "y".repeat(70_000));
         for (request, status, reason) in [
@@ -254,7 +254,7 @@ fn a_head_that_comes_a_byte_now_and_then_is_given_up_as_a_whole() {
 #[test]
 fn what_follows_a_body_is_a_request_of_its_own_and_framed_anew() {
     on_worker(async {
-        let (server, address) = listen().await;
+        let (mut server, address) = App::listen().await;
         let mut client = Mesh::new().connect_to(address).await;
         // A hop that read the first body as empty would see GET /smuggled.
         write(
@@ -262,7 +262,7 @@ fn what_follows_a_body_is_a_request_of_its_own_and_framed_anew() {
             "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1c\r\nGET /smuggled HTTP/1.1\r\n\r\nxx\r\n0\r\n\r\n",
         )
         .await;
-        let mut app = server.accept().await.unwrap().0;
+        let mut app = server.accept().await;
         let seen = read_until(&mut app, "0\r\n\r\n").await;
         assert!(seen.ends_with("\r\n\r\n1c\r\nGET /smuggled HTTP/1.1\r\n\r\nxx\r\n0\r\n\r\n"), "{seen}");
         write(&mut app, OK).await;
@@ -278,10 +278,10 @@ fn an_app_that_answers_nonsense_is_named() {
             "HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n",
             "nonsense\r\n\r\n",
         ] {
-            let (server, address) = listen().await;
+            let (mut server, address) = App::listen().await;
             let mut client = Mesh::new().connect_to(address).await;
             write(&mut client, "GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
-            let mut app = server.accept().await.unwrap().0;
+            let mut app = server.accept().await;
             read_until(&mut app, "\r\n\r\n").await;
             write(&mut app, response).await;
             let head = read_until(&mut client, "\r\n\r\n").await;
@@ -293,17 +293,17 @@ fn an_app_that_answers_nonsense_is_named() {
 #[test]
 fn a_draining_proxy_finishes_and_asks_the_client_to_leave() {
     on_worker(async {
-        let (server, address) = listen().await;
+        let (mut server, address) = App::listen().await;
         let mesh = Mesh::new();
         let mut idle = mesh.connect_to(address).await;
-        let mut busy = mesh.connect_to(address).await;
         write(&mut idle, "GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
-        let mut app = server.accept().await.unwrap().0;
+        let mut app = server.accept().await;
         read_until(&mut app, "\r\n\r\n").await;
         write(&mut app, OK).await;
         read_until(&mut idle, "ok").await;
+        let mut busy = mesh.connect_to(address).await;
         write(&mut busy, "GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
-        let mut app = server.accept().await.unwrap().0;
+        let mut app = server.accept().await;
         read_until(&mut app, "\r\n\r\n").await;
         mesh.drain.cancel();
         assert_eq!(read_all(&mut idle).await, "");

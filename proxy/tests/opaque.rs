@@ -7,7 +7,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use diy_mesh_proxy::balance::Destination;
-use support::{Mesh, listen, on_worker, read_all, read_until, write};
+use support::{App, Mesh, listen, on_worker, read_all, read_until, write};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 #[test]
@@ -61,10 +61,10 @@ fn a_client_that_speaks_first_in_its_own_protocol_is_passed_on() {
         // These might still become a request line; they are passed on when nothing more comes.
         let unfinished: &[&[u8]] = &[b"hello", b"PRI * HT"];
         for bytes in whole.iter().chain(unfinished) {
-            let (server, address) = listen().await;
+            let (mut server, address) = App::listen().await;
             let mut client = Mesh::new().connect_to(address).await;
             client.write_all(bytes).await.unwrap();
-            let mut app = server.accept().await.unwrap().0;
+            let mut app = server.accept().await;
             let mut read = vec![0; bytes.len()];
             app.read_exact(&mut read).await.unwrap();
             assert_eq!(&read, bytes);
@@ -78,10 +78,10 @@ fn a_client_that_speaks_first_in_its_own_protocol_is_passed_on() {
 fn a_request_that_pauses_in_its_first_line_does_not_get_past_http() {
     on_worker(async {
         for (begun, rest) in [("GE", "T / HTTP/1.1\r\nX-Called-By: forged\r\n\r\n"), ("PRI * HT", "TP/2.0\r\n\r\nSM\r\n\r\n forged")] {
-            let (server, address) = listen().await;
+            let (mut server, address) = App::listen().await;
             let mut client = Mesh::new().connect_to(address).await;
             write(&mut client, begun).await;
-            let mut app = server.accept().await.unwrap().0;
+            let mut app = server.accept().await;
             assert_eq!(read_until(&mut app, begun).await, begun, "it was no request yet");
             write(&mut client, rest).await;
             assert_eq!(read_all(&mut app).await, "");
@@ -89,10 +89,10 @@ fn a_request_that_pauses_in_its_first_line_does_not_get_past_http() {
             assert!(ended.is_err_and(|error| error.kind() == std::io::ErrorKind::ConnectionReset), "{begun}");
         }
         // What goes on as something else goes on.
-        let (server, address) = listen().await;
+        let (mut server, address) = App::listen().await;
         let mut client = Mesh::new().connect_to(address).await;
         write(&mut client, "JDWP-Handshake").await;
-        let mut app = server.accept().await.unwrap().0;
+        let mut app = server.accept().await;
         assert_eq!(read_until(&mut app, "JDWP-Handshake").await, "JDWP-Handshake");
         write(&mut client, "\0\0\0\x0bGET / HTTP/1.1\r\n").await;
         assert_eq!(read_until(&mut app, "1.1\r\n").await, "\0\0\0\x0bGET / HTTP/1.1\r\n");

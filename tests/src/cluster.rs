@@ -9,7 +9,8 @@ use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
+use workloads::{Answers, App};
 
 pub mod workloads;
 
@@ -122,6 +123,36 @@ impl Namespace {
     /// All that a container has printed, in all pods of an app, in no order.
     pub fn logs(&self, app: &str, container: &str) -> Result<String> {
         self.kubectl(&["logs", "-l", &format!("app={app}"), "-c", container, "--tail=-1", "--max-log-requests=50"])
+    }
+
+    /// What the clients of an app have been answered.
+    pub fn answers(&self, client: &App<'_>) -> Result<Answers> {
+        Ok(Answers::count(&self.logs(client.name, client.program)?))
+    }
+
+    /// Starts both and waits for good answers. Until kube-proxy and the controller have heard that the server is ready, a call
+    /// may be refused, as in any cluster; once answers have come, no call may fail. Gives how many were refused before.
+    pub fn answers_come(&self, server: &App<'_>, client: &App<'_>) -> Result<usize> {
+        self.apply(&server.service())?;
+        self.apply(&server.deployment())?;
+        self.rolled_out(server.name)?;
+        self.apply(&client.deployment())?;
+        self.rolled_out(client.name)?;
+        let each = 3 * client.replicas as usize;
+        let first = wait_for("first answers", || Ok(Some(self.answers(client)?).filter(|answers| answers.good >= each)))?;
+        self.more_answers(client, first.bad.len())?;
+        Ok(first.bad.len())
+    }
+
+    /// Waits until each client has had three more answers; a bad one, beyond those of before the first answers, is an error.
+    pub fn more_answers(&self, client: &App<'_>, refused_at_first: usize) -> Result<()> {
+        let enough = self.answers(client)?.good + 3 * client.replicas as usize;
+        let answers = wait_for("more answers", || {
+            let answers = self.answers(client)?;
+            Ok((answers.good >= enough || answers.bad.len() != refused_at_first).then_some(answers))
+        })?;
+        ensure!(answers.bad.len() == refused_at_first, "of {} answers these are not good: {:#?}", answers.good, answers.bad);
+        Ok(())
     }
 
     /// The names of an app's pods that are not on their way out.

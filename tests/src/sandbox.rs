@@ -47,6 +47,8 @@ pub fn with_controller(env: &[(&str, &str)], yaml: &str) -> Option<Sandbox> {
         variables.extend(env.iter().map(|(name, value)| json!({"name": name, "value": value})));
     }
     sandbox.apply_objects(objects).expect("the mesh is applied");
+    // Proxies that start before their controller answers say so.
+    sandbox.wait_settled(PATIENCE).expect("the mesh gets ready");
     sandbox.apply(yaml).expect("the test's objects are applied");
     sandbox.wait_settled(PATIENCE).expect("everything gets ready");
     Some(sandbox)

@@ -3,7 +3,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result, ensure};
-use diy_mesh_tests::cluster::workloads::{Answers, App};
+use diy_mesh_tests::cluster::workloads::App;
 use diy_mesh_tests::cluster::{MESH, Namespace, in_namespace, kubectl, wait_for, wait_for_mesh};
 
 #[test]
@@ -31,41 +31,25 @@ fn without_the_injector_only_pods_that_ask_for_the_mesh_wait() -> Result<()> {
 fn a_controller_that_restarts_is_not_noticed() -> Result<()> {
     let _alone = alone();
     in_namespace("no-controller", |namespace| {
-        let (server, clients) = (App::http_server(), App { replicas: 3, ..App::http_client() });
-        namespace.apply(&server.service())?;
-        namespace.apply(&server.deployment())?;
-        namespace.rolled_out(server.name)?;
-        namespace.apply(&clients.deployment())?;
-        namespace.rolled_out(clients.name)?;
-        let old_server = namespace.pods(server.name)?;
-        more_answers(namespace, &clients)?;
+        let (server, clients) = (App { replicas: 2, ..App::http_server() }, App { replicas: 3, ..App::http_client() });
+        let refused_at_first = namespace.answers_come(&server, &clients)?;
+        let more_answers = || namespace.more_answers(&clients, refused_at_first);
+        let old_servers = namespace.pods(server.name)?;
 
         // All replicas at once, with no time to say goodbye.
         kubectl(&["delete", "pods", "-n", MESH, "-l", "app=controller", "--grace-period=0", "--force"])?;
-        more_answers(namespace, &clients)?;
+        more_answers()?;
         wait_for_mesh()?;
-        more_answers(namespace, &clients)?;
+        more_answers()?;
 
-        // What changes afterwards is heard of: another server takes the place of the one that the proxies know.
+        // What changes afterwards is heard of: other servers take the place of those that the proxies know.
         namespace.kubectl(&["rollout", "restart", "deployment/server"])?;
         namespace.rolled_out(server.name)?;
-        for pod in old_server {
+        for pod in old_servers {
             namespace.kubectl(&["wait", &format!("pod/{pod}"), "--for=delete", "--timeout=180s"])?;
         }
-        more_answers(namespace, &clients)
+        more_answers()
     })
-}
-
-/// Waits until each client has had three more answers; a bad one, ever, is an error.
-fn more_answers(namespace: &Namespace, clients: &App<'_>) -> Result<()> {
-    let count = || anyhow::Ok(Answers::count(&namespace.logs(clients.name, clients.program)?));
-    let enough = count()?.good + 3 * clients.replicas as usize;
-    let answers = wait_for("answers", || {
-        let answers = count()?;
-        Ok((answers.good >= enough || !answers.bad.is_empty()).then_some(answers))
-    })?;
-    ensure!(answers.bad.is_empty(), "of {} answers these are not good: {:#?}", answers.good, answers.bad);
-    Ok(())
 }
 
 /// Why the ReplicaSet of the app that asks for the mesh cannot make its pod.

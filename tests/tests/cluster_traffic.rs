@@ -1,8 +1,8 @@
 //! Traffic on a cluster, meshed and not: balancing, both mixtures, a Job that ends, a rollout that nobody notices.
 
 use anyhow::{Result, ensure};
-use diy_mesh_tests::cluster::workloads::{Answers, App, distinct};
-use diy_mesh_tests::cluster::{Namespace, in_namespace, kubectl, wait_for};
+use diy_mesh_tests::cluster::workloads::{App, distinct};
+use diy_mesh_tests::cluster::{in_namespace, kubectl, wait_for};
 
 #[test]
 fn grpc_on_one_connection_reaches_both_pods() -> Result<()> {
@@ -31,7 +31,7 @@ fn grpc_on_one_connection_reaches_both_pods() -> Result<()> {
 fn an_unmeshed_client_calls_a_meshed_server() -> Result<()> {
     in_namespace("meshed-server", |namespace| {
         let client = App { inject: None, ..App::http_client() };
-        answers_come(namespace, &App::http_server(), &client)?;
+        namespace.answers_come(&App::http_server(), &client)?;
         let dump = namespace.logs("server", "proxy")?;
         ensure!(dump.contains("Inbound connection from "), "the server's proxy shows nothing:\n{dump}");
         Ok(())
@@ -42,7 +42,7 @@ fn an_unmeshed_client_calls_a_meshed_server() -> Result<()> {
 fn a_meshed_client_calls_an_unmeshed_server() -> Result<()> {
     in_namespace("meshed-client", |namespace| {
         let server = App { inject: None, ..App::http_server() };
-        answers_come(namespace, &server, &App::http_client())?;
+        namespace.answers_come(&server, &App::http_client())?;
         let dump = namespace.logs("client", "proxy")?;
         ensure!(dump.contains("Outbound connection to "), "the client's proxy shows nothing:\n{dump}");
         Ok(())
@@ -53,6 +53,11 @@ fn a_meshed_client_calls_an_unmeshed_server() -> Result<()> {
 fn a_namespace_asks_for_its_pods_and_a_pod_may_decline() -> Result<()> {
     in_namespace("label", |namespace| {
         kubectl(&["label", "namespace", &namespace.name, "diy-service-mesh/inject=enabled"])?;
+        wait_for("the API server to have heard of the label", || {
+            let names = "jsonpath={.spec.initContainers[*].name}";
+            let pod = namespace.kubectl(&["run", "never", "--image=never", "--dry-run=server", "-o", names])?;
+            Ok((!pod.is_empty()).then_some(()))
+        })?;
         let says_nothing = App { name: "says-nothing", inject: None, ..App::http_server() };
         let declines = App { name: "declines", inject: Some("False"), ..App::http_server() };
         for app in [says_nothing, declines] {
@@ -80,7 +85,7 @@ fn a_job_in_the_mesh_completes() -> Result<()> {
         let client = App::http_client();
         namespace.apply(&client.job())?;
         namespace.kubectl(&["wait", "job/client", "--for=condition=Complete", "--timeout=180s"])?;
-        let answers = Answers::count(&namespace.logs(client.name, client.program)?);
+        let answers = namespace.answers(&client)?;
         ensure!(answers.good > 0 && answers.bad.is_empty(), "the Job's calls: {answers:?}");
         Ok(())
     })
@@ -91,8 +96,8 @@ fn a_rollout_under_load_fails_no_request() -> Result<()> {
     in_namespace("rollout", |namespace| {
         let server = App { replicas: 2, ..App::http_server() };
         let clients = App { replicas: 6, ..App::http_client() };
-        let refused_at_first = answers_come(namespace, &server, &clients)?;
-        let before = Answers::count(&namespace.logs(clients.name, clients.program)?).good;
+        let refused_at_first = namespace.answers_come(&server, &clients)?;
+        let before = namespace.answers(&clients)?.good;
 
         for _ in 0..2 {
             let old = namespace.pods(server.name)?;
@@ -104,33 +109,14 @@ fn a_rollout_under_load_fails_no_request() -> Result<()> {
         }
 
         // Every client has gone on since the last old pod went.
-        let seen = Answers::count(&namespace.logs(clients.name, clients.program)?).good;
+        let seen = namespace.answers(&clients)?.good;
         let enough = seen + 5 * clients.replicas as usize;
         let answers = wait_for("answers after the rollout", || {
-            let answers = Answers::count(&namespace.logs(clients.name, clients.program)?);
+            let answers = namespace.answers(&clients)?;
             Ok((answers.good + answers.bad.len() >= enough).then_some(answers))
         })?;
         eprintln!("rollout: {} answers, {} of them while pods came and went", answers.good, seen - before);
         ensure!(answers.bad.len() == refused_at_first, "of {} answers these are not good: {:#?}", answers.good, answers.bad);
         Ok(())
     })
-}
-
-/// Starts both and waits for good answers. Until kube-proxy and the controller have heard that the server is ready, a call
-/// may be refused, as in any cluster; once answers have come, no call may fail. Gives what was refused before.
-fn answers_come(namespace: &Namespace, server: &App<'_>, client: &App<'_>) -> Result<usize> {
-    namespace.apply(&server.service())?;
-    namespace.apply(&server.deployment())?;
-    namespace.rolled_out(server.name)?;
-    namespace.apply(&client.deployment())?;
-    namespace.rolled_out(client.name)?;
-    let count = || Ok::<_, anyhow::Error>(Answers::count(&namespace.logs(client.name, client.program)?));
-    let each = 3 * client.replicas as usize;
-    let first = wait_for("first answers", || Ok(Some(count()?).filter(|answers| answers.good >= each)))?;
-    wait_for("more answers, and good ones only", || {
-        let answers = count()?;
-        ensure!(answers.bad.len() == first.bad.len(), "after the first answers: {answers:?}");
-        Ok((answers.good >= first.good + each).then_some(()))
-    })?;
-    Ok(first.bad.len())
 }

@@ -171,7 +171,7 @@ apiVersion: v1
 kind: Pod
 metadata: {name: stubborn, namespace: a}
 spec:
-  terminationGracePeriodSeconds: 1
+  terminationGracePeriodSeconds: 5
   containers: [{name: stubborn, image: diy-sm-http-client:dev, command: [bash, -c, \"trap 'echo heard' TERM; echo up; while :; do sleep 0.1; done\"]}]
 ",
         )

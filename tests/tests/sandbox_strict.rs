@@ -49,7 +49,8 @@ fn call(sandbox: &Sandbox, namespace: &str, host: &str) -> Output {
 
 #[test]
 fn a_strict_namespace_takes_its_kubelets_probes_and_its_mesh_and_nothing_else() {
-    let http = "livenessProbe: {httpGet: {port: web, path: '/hello?probe=1'}, periodSeconds: 1}, readinessProbe: {tcpSocket: {port: 8080}},
+    let http = "startupProbe: {httpGet: {port: web, path: /hello}, periodSeconds: 1, failureThreshold: 60},
+        livenessProbe: {httpGet: {port: web, path: '/hello?probe=1'}, periodSeconds: 1}, readinessProbe: {tcpSocket: {port: 8080}},
         lifecycle: {preStop: {httpGet: {port: web, path: hello}}}";
     let objects = [
         "apiVersion: v1\nkind: Namespace\nmetadata: {name: bank, labels: {diy-service-mesh/inject: enabled, diy-service-mesh/inbound: strict}}\n---",

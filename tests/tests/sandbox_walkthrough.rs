@@ -76,7 +76,7 @@ fn the_demo_says_what_did_not_become_ready_and_fails() {
     let pod = "{apiVersion: v1, kind: Pod, metadata: {name: never, namespace: a}, spec: {containers: [{name: never, image: 'nginx:1'}]}}";
     std::fs::write(folder.join("pod.yaml"), pod).unwrap();
     let output =
-        Command::new(programs().join("mesh")).args(["demo", "--quiet", "--for", "1", "--manifests"]).arg(&folder).output().unwrap();
+        Command::new(programs().join("mesh")).args(["demo", "--quiet", "--for", "10", "--manifests"]).arg(&folder).output().unwrap();
     std::fs::remove_dir_all(folder).unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     assert_eq!(output.status.code(), Some(1), "{text}");

@@ -50,7 +50,7 @@ pub struct Arguments {
 }
 
 /// How often the controllers are asked.
-const PERIOD: Duration = Duration::from_secs(1);
+const PERIOD: Duration = Duration::from_millis(500);
 /// Within this time a controller takes a request, and all of them tell its answer.
 const SOON: Duration = Duration::from_secs(30);
 
@@ -127,7 +127,7 @@ async fn answer(source: &Source, place: &Place, before: &Rotation) -> Result<Str
                 SOON.as_secs()
             );
         }
-        sleep(PERIOD / 4).await;
+        sleep(PERIOD / 2).await;
     }
     loop {
         // A controller that restarts in this moment is asked again.
@@ -136,7 +136,7 @@ async fn answer(source: &Source, place: &Place, before: &Rotation) -> Result<Str
             // The same answer as last time changes nothing that could be seen; then it counts after a while.
             Ok(now) if is_news(&now, before) || Instant::now() > deadline => return Ok(now.answer),
             Err(error) if Instant::now() > deadline => return Err(error.into()),
-            _ => sleep(PERIOD / 4).await,
+            _ => sleep(PERIOD / 2).await,
         }
     }
 }

@@ -226,13 +226,12 @@ mod tests {
         slow.since -= SECOND;
         slow.connected();
         drop(slow);
-        drop(pooled.begin());
-        let loaded = pooled.begin();
+        pooled.latency.succeeded(SECOND / 2, Instant::now());
         assert!(dialed.is_cheaper(&pooled, Instant::now()));
         let mut connection = opened.begin();
         connection.opened();
         connection.since -= SECOND;
-        drop((connection, loaded));
+        drop(connection);
         // Nothing is known of it still: requests under way alone decide.
         let under_way = dialed.begin();
         assert!(opened.is_cheaper(&dialed, Instant::now()) && !dialed.is_cheaper(&opened, Instant::now()));

@@ -1,9 +1,11 @@
 //! What the proxy's tests share: a worker without listeners, and connections of it that go to a given address.
 #![allow(dead_code, missing_docs, clippy::unwrap_used)]
 
+use std::future::poll_fn;
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 use clap::Parser;
@@ -16,7 +18,7 @@ use diy_mesh_proxy::metrics::Metrics;
 use diy_mesh_proxy::policy::Caller;
 use diy_mesh_proxy::serve::serve;
 use diy_mesh_proxy::worker::{Flow, Seat, Worker};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
 
@@ -90,6 +92,44 @@ pub async fn listen() -> (TcpListener, SocketAddr) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     (listener, address)
+}
+
+/// An app whose clients speak first.
+pub struct App {
+    listener: TcpListener,
+    /// Connections on which nothing was said yet: a client that is silent for two milliseconds is dialed for in vain.
+    silent: Vec<TcpStream>,
+}
+
+impl App {
+    pub async fn listen() -> (App, SocketAddr) {
+        let (listener, address) = listen().await;
+        (App { listener, silent: Vec::new() }, address)
+    }
+
+    /// The next connection on which something is said.
+    pub async fn accept(&mut self) -> TcpStream {
+        loop {
+            let silent = &self.silent;
+            let spoken = poll_fn(|cx| {
+                for (index, stream) in silent.iter().enumerate() {
+                    if let Poll::Ready(said) = stream.poll_peek(cx, &mut ReadBuf::new(&mut [0])) {
+                        return Poll::Ready((index, said.unwrap()));
+                    }
+                }
+                Poll::Pending
+            });
+            tokio::select! {
+                (index, said) = spoken => {
+                    let stream = self.silent.remove(index);
+                    if said > 0 {
+                        return stream;
+                    }
+                }
+                accepted = self.listener.accept() => self.silent.push(accepted.unwrap().0),
+            }
+        }
+    }
 }
 
 /// Reads until what came ends with `end`.

@@ -143,9 +143,7 @@ impl Loop {
                 event = self.events.recv() => self.event(event.context("the loop holds a sender")?).await?,
             }
             // What happened at the same time is looked at together.
-            while let Ok(event) = self.events.try_recv() {
-                self.event(event).await?;
-            }
+            self.waiting_events().await?;
             self.state.sync()?;
             if self.state.finished() {
                 for id in self.state.waiting_for_the_end() {
@@ -154,6 +152,13 @@ impl Loop {
                 return Ok(());
             }
         }
+    }
+
+    async fn waiting_events(&mut self) -> Result<()> {
+        while let Ok(event) = self.events.try_recv() {
+            self.event(event).await?;
+        }
+        Ok(())
     }
 
     async fn event(&mut self, event: Event) -> Result<()> {
@@ -189,6 +194,8 @@ impl Loop {
             }
         };
         self.state.sync()?;
+        // Who hears that it is done has heard of the pods that it made and of those that it ends.
+        self.waiting_events().await?;
         self.reply(id, done.map(|()| Answer::Done).map_err(|error| format!("{error:#}"))).await
     }
 

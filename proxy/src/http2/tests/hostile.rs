@@ -115,7 +115,7 @@ fn a_flood_of_resets_of_accepted_streams_ends_with_its_connection_too() {
         let mut streams = (1..).step_by(2);
         let code = 'flood: loop {
             // Each is accepted before it is reset: the proxy answers a ping in between.
-            let batch: Vec<u32> = streams.by_ref().take(100).collect();
+            let batch: Vec<u32> = streams.by_ref().take(240).collect();
             let mut bytes: Vec<u8> = batch.iter().flat_map(|stream| frame(HEADERS, END_HEADERS, *stream, GET)).collect();
             bytes.extend(frame(PING, 0, 0, &[0; 8]));
             // It may be gone by now, which reading tells.
