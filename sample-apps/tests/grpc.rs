@@ -51,7 +51,7 @@ fn the_client_goes_on_when_the_server_comes_back() {
     client.wait_for("Hostname: second Version: 2.0 Message: Hello #2 of this stream");
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread")]
 async fn the_health_is_told_and_its_watchers_do_not_hold_up_the_end() {
     let (mut server, port) = Process::start_server(GRPC_SERVER, &[]);
     let mut health = HealthClient::new(connect(port).await);
@@ -68,7 +68,7 @@ async fn the_health_is_told_and_its_watchers_do_not_hold_up_the_end() {
     assert!(!server.output().contains("requests in flight"), "{}", server.output());
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread")]
 async fn the_fail_rate_makes_messages_fail() {
     let (server, port) = Process::start_server(GRPC_SERVER, &[("FAIL_RATE", "100")]);
     let mut echo = EchoServiceClient::new(connect(port).await);
@@ -79,7 +79,7 @@ async fn the_fail_rate_makes_messages_fail() {
     assert_eq!(server.wait_for("Request #2").matches("Failed to process request").count(), 1);
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread")]
 async fn a_stream_ends_when_the_client_has_no_more_messages() {
     let (_server, port) = Process::start_server(GRPC_SERVER, &[]);
     let mut echo = EchoServiceClient::new(connect(port).await);
