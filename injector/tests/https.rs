@@ -232,7 +232,7 @@ async fn http2_answers_many_reviews_on_one_connection() {
     assert_eq!(stream.get_ref().1.alpn_protocol(), Some(&b"h2"[..]));
     let (sender, connection) = http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await.expect("HTTP/2");
     tokio::spawn(connection);
-    let answers = (0..100).map(|_| {
+    let answers = (0..200).map(|_| {
         let mut sender = sender.clone();
         async move {
             let request = post("https://injector.service-mesh.svc/inject", &review(&pod("true")));

@@ -188,7 +188,7 @@ fn a_pooled_connection_that_died_costs_an_idempotent_request_nothing() {
 #[test]
 fn nobody_listening_is_502_with_the_reason_and_the_connection_goes_on() {
     on_worker(async {
-        let (server, address) = App::listen().await;
+        let (server, address) = listen().await;
         drop(server);
         let mut client = Mesh::new().connect_to(address).await;
         for _ in 0..2 {

@@ -142,7 +142,7 @@ pub fn wait_line(sandbox: &Sandbox, pod: &PodView, container: &str, what: &str, 
 pub fn get(sandbox: &Sandbox, pod: &PodView, container: &str, host: &str, port: u16, path: &str) -> String {
     let deadline = Instant::now() + PATIENCE;
     loop {
-        let output = call(sandbox, pod, container, host, port, path);
+        let output = call(sandbox, pod, container, &format!("GET {path}"), host, port, "");
         if output.stdout.starts_with("HTTP/1.1 200 ") {
             return output.stdout;
         }
@@ -150,8 +150,21 @@ pub fn get(sandbox: &Sandbox, pod: &PodView, container: &str, host: &str, port: 
     }
 }
 
-fn call(sandbox: &Sandbox, pod: &PodView, container: &str, host: &str, port: u16, path: &str) -> Output {
-    let request = format!("GET {path} HTTP/1.1\\r\\nHost: {host}\\r\\nConnection: close\\r\\n\\r\\n");
+/// Posts nothing to a URL from a pod, until there is an answer, whatever it is: a new server reaches the rules of its Service a moment
+/// after it is ready.
+pub fn post(sandbox: &Sandbox, pod: &PodView, container: &str, host: &str, port: u16, path: &str) -> Output {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let output = call(sandbox, pod, container, &format!("POST {path}"), host, port, "Content-Length: 0\\r\\n");
+        if !output.stdout.is_empty() {
+            return output;
+        }
+        assert!(Instant::now() < deadline, "{host}:{port}{path} does not answer: {output:?}");
+    }
+}
+
+fn call(sandbox: &Sandbox, pod: &PodView, container: &str, what: &str, host: &str, port: u16, fields: &str) -> Output {
+    let request = format!("{what} HTTP/1.1\\r\\nHost: {host}\\r\\n{fields}Connection: close\\r\\n\\r\\n");
     let script = format!("exec 3<>/dev/tcp/{host}/{port} && printf '{request}' >&3 && cat <&3");
     sandbox.exec(pod, container, &["timeout", "20", "bash", "-c", &script]).expect("the program is run")
 }
@@ -172,6 +185,19 @@ pub fn identity(sandbox: &Sandbox) -> Value {
     let output = mesh(sandbox, &["identity", "--output=json"]);
     assert_eq!(output.code, 0, "{output:?}");
     serde_json::from_str(&output.stdout).expect("the output is JSON")
+}
+
+/// What `mesh identity` says once it fits.
+pub fn identity_when(sandbox: &Sandbox, what: &str, within: Duration, mut fits: impl FnMut(&Value) -> bool) -> Value {
+    let deadline = Instant::now() + within;
+    loop {
+        let now = identity(sandbox);
+        if fits(&now) {
+            return now;
+        }
+        assert!(Instant::now() < deadline, "not {what}: {now:#}");
+        thread::sleep(Duration::from_millis(200));
+    }
 }
 
 /// Calls http-server from `client` while `action` runs, and from before it until after it: no request may fail. Each load is a

@@ -3,23 +3,16 @@
 
 #![allow(missing_docs, clippy::unwrap_used)]
 
-use std::time::Instant;
-
-use diy_mesh_tests::sandbox::{MESHED, PATIENCE, http_server, identity, mesh, with_controller};
+use diy_mesh_tests::sandbox::{MESHED, PATIENCE, http_server, identity, identity_when, mesh, with_controller};
 
 #[test]
 fn a_new_root_is_in_force_when_the_command_says_so() {
     // Leaves live for seconds, so that the old root goes while somebody watches.
     let Some(sandbox) = with_controller(&[("CERTIFICATE_LIFE", "20")], &http_server(2, "1.0", MESHED)) else { return };
-    let deadline = Instant::now() + PATIENCE;
-    let before = loop {
-        let now = identity(&sandbox);
-        // One that has just connected has not said yet what it has.
-        if now["workloads"].as_array().unwrap().iter().filter(|workload| workload["certificate_not_after"] != 0).count() == 2 {
-            break now;
-        }
-        assert!(Instant::now() < deadline, "they do not say what they have: {now:#}");
-    };
+    // One that has just connected has not said yet what it has.
+    let before = identity_when(&sandbox, "both have said what they have", PATIENCE, |now| {
+        now["workloads"].as_array().unwrap().iter().filter(|workload| workload["certificate_not_after"] != 0).count() == 2
+    });
     let workloads = before["workloads"].as_array().unwrap();
     assert_eq!((before["replicas"].as_array().unwrap().len(), workloads.len()), (2, 2), "{before:#}");
     for workload in workloads {

@@ -7,11 +7,11 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use diy_mesh::sandbox::{Sandbox, View, protocol::PodView};
-use diy_mesh_tests::sandbox::{MESHED, PATIENCE, http_server, identity, mesh, pod_of, shell, under_load, with_controller};
+use diy_mesh_tests::sandbox::{MESHED, PATIENCE, http_server, identity, identity_when, mesh, pod_of, shell, under_load, with_controller};
 use serde_json::Value;
 
 /// How long certificates live, in seconds,
@@ -26,8 +26,6 @@ const PROXIES: usize = 3;
 const PHASES: [&str; 2] = ["announcing", "switched"];
 /// How long the mesh may take for what it does in the time of a certificate.
 const LONG: Duration = Duration::from_secs(3 * PATIENCE.as_secs());
-/// How often `mesh identity` is asked.
-const PERIOD: Duration = Duration::from_millis(200);
 
 /// Two meshed servers, and a meshed client to call them from.
 fn short_lived(life: &str) -> Option<(Sandbox, PodView)> {
@@ -55,7 +53,7 @@ fn under_load_certificates_are_renewed_and_the_root_is_replaced() {
         until(&sandbox, "a new root alone, and all use it", |now| is_done(now, &before));
         println!("{}", mesh(&sandbox, &["identity"]).stdout);
     });
-    assert_eq!(unexpected_complaints(&sandbox), [""; 0]);
+    assert_eq!(complaints(&sandbox), [""; 0]);
     every_request_came_from_its_caller(&sandbox);
 }
 
@@ -164,18 +162,9 @@ fn rotate_root(sandbox: &Sandbox, flags: &[&str]) {
 }
 
 /// Asks until the mesh's state fits.
-fn until(sandbox: &Sandbox, what: &str, mut fits: impl FnMut(&Value) -> bool) {
-    let deadline = Instant::now() + LONG;
-    loop {
-        let now = identity(sandbox);
-        if fits(&now) {
-            return;
-        }
-        assert!(Instant::now() < deadline, "not {what}: {now:#}");
-        thread::sleep(PERIOD);
-    }
+fn until(sandbox: &Sandbox, what: &str, fits: impl FnMut(&Value) -> bool) {
+    identity_when(sandbox, what, LONG, fits);
 }
-
 /// Another root than before is the only one, its CA signs, and everybody trusts the one and has a certificate of the other.
 fn is_done(now: &Value, before: &Value) -> bool {
     is_steady(now) && now["issuer"]["fingerprint"] != before["issuer"]["fingerprint"]
@@ -251,14 +240,17 @@ fn meshed(view: &View) -> Vec<PodView> {
     [view.pods_of("servers", "http-server"), view.pods_of("clients", "shell")].concat()
 }
 
-/// What the proxies warn of, without what must be said: whoever asks a controller in the moment when it goes, or has no time to
-/// answer, says so, and asks another one.
-fn unexpected_complaints(sandbox: &Sandbox) -> Vec<String> {
-    let expected = ["no discovery, what is known stays", "can't be renewed"];
+/// What the proxies warn of.
+fn complaints(sandbox: &Sandbox) -> Vec<String> {
     let view = sandbox.view();
     let lines = meshed(&view).into_iter().flat_map(|pod| view.lines(&pod, "proxy").to_vec());
-    let complaints = lines.filter(|line| line.contains("WARN") || line.contains("ERROR"));
-    complaints.filter(|line| !expected.iter().any(|part| line.contains(part))).collect()
+    lines.filter(|line| line.contains("WARN") || line.contains("ERROR")).collect()
+}
+
+/// The same, without what must be said: whoever asks a controller in the moment when it goes says so, and asks another one.
+fn unexpected_complaints(sandbox: &Sandbox) -> Vec<String> {
+    let expected = ["no discovery, what is known stays", "can't be renewed"];
+    complaints(sandbox).into_iter().filter(|line| !expected.iter().any(|part| line.contains(part))).collect()
 }
 
 /// Through both proxies, over mutual TLS: the server's proxy has told it who calls.

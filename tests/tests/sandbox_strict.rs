@@ -3,10 +3,7 @@
 
 #![allow(missing_docs, clippy::unwrap_used)]
 
-use std::time::Instant;
-
-use diy_mesh::sandbox::{Sandbox, protocol::Output};
-use diy_mesh_tests::sandbox::{MESHED, PATIENCE, get, pod_of, shell, with_mesh};
+use diy_mesh_tests::sandbox::{MESHED, get, pod_of, post, shell, with_mesh};
 
 /// A Deployment and its Service; the probes are the container's.
 fn server(name: &str, program: &str, annotations: &str, probes: &str) -> String {
@@ -32,21 +29,6 @@ spec:
     )
 }
 
-/// Calls a server until it answers: it reaches the rules of its Service a moment after it is ready.
-fn call(sandbox: &Sandbox, namespace: &str, host: &str) -> Output {
-    let request = "POST /hello HTTP/1.1\\r\\nHost: bank\\r\\nContent-Length: 0\\r\\nConnection: close\\r\\n\\r\\n";
-    let script = format!("exec 3<>/dev/tcp/{host}.bank/80 && printf '{request}' >&3 && cat <&3");
-    let deadline = Instant::now() + PATIENCE;
-    loop {
-        let pod = pod_of(sandbox, namespace, "shell");
-        let output = sandbox.exec(&pod, "shell", &["timeout", "20", "bash", "-c", &script]).unwrap();
-        if !output.stdout.is_empty() {
-            return output;
-        }
-        assert!(Instant::now() < deadline, "{host} does not answer: {output:?}");
-    }
-}
-
 #[test]
 fn a_strict_namespace_takes_its_kubelets_probes_and_its_mesh_and_nothing_else() {
     let http = "startupProbe: {httpGet: {port: web, path: /hello}, periodSeconds: 1, failureThreshold: 60},
@@ -68,9 +50,10 @@ fn a_strict_namespace_takes_its_kubelets_probes_and_its_mesh_and_nothing_else() 
     }
     get(&sandbox, &pod_of(&sandbox, "clients", "shell"), "shell", "vault.bank", 80, "/hello");
 
-    let refused = call(&sandbox, "strangers", "vault");
+    let stranger = pod_of(&sandbox, "strangers", "shell");
+    let refused = post(&sandbox, &stranger, "shell", "vault.bank", 80, "/hello");
     assert!(refused.stdout.contains("x-mesh-error: mtls-required"), "{refused:?}");
-    let taken = call(&sandbox, "strangers", "lobby");
+    let taken = post(&sandbox, &stranger, "shell", "lobby.bank", 80, "/hello");
     assert!(!taken.stdout.contains("x-mesh-error") && taken.stdout.starts_with("HTTP/1.1 "), "{taken:?}");
     let vault = pod_of(&sandbox, "bank", "vault");
     assert_eq!(vault.restarts(), 0, "its liveness probe gets through for as long as it runs: {vault:?}");

@@ -81,7 +81,7 @@ impl Endpoint {
 }
 
 impl InFlight {
-    /// There is a connection for it. What that took is no latency: a connection serves many requests, and one to an endpoint that is
+    /// There is a new connection for it. What that took is no latency: a connection serves many requests, and one to an endpoint that is
     /// seldom chosen would make it dearer each time.
     pub fn connected(&mut self) {
         self.since = Instant::now();

@@ -64,6 +64,7 @@ impl Writer {
 
     /// A second is over. True: nothing went by in it.
     fn tick(&mut self) -> Result<bool, Closed> {
+        // Before anybody hears that the second is over.
         let left = self.shared.upgrade().map_or(BUDGET, |shared| shared.budget.swap(BUDGET, Ordering::Relaxed));
         let told = self.tell_suppressed()?;
         Ok(left == BUDGET && !told)

@@ -185,7 +185,9 @@ impl<'a> Exchange<'a> {
                 return Err(Stopped { failure, again, avoid: Some(endpoint.address) });
             }
         };
-        in_flight.connected();
+        if !upstream.reused {
+            in_flight.connected();
+        }
         let head = match self.await_response(&mut upstream, &endpoint).await {
             Ok(Some(head)) => head,
             Ok(None) => return Ok(After::Gone),
