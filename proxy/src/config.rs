@@ -143,7 +143,7 @@ impl Config {
                 Format::Text
             }
         };
-        let mut policy = Policy { strict: raw.inbound == "strict", probes: Vec::new() };
+        let mut policy = Policy { strict: raw.inbound == "strict", ..Policy::default() };
         if !matches!(raw.inbound.as_str(), "strict" | "permissive") {
             problems.push(format!("--inbound {}: expected strict or permissive", raw.inbound));
         }

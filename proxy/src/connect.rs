@@ -26,9 +26,9 @@ pub struct Upstream {
     pub reused: bool,
 }
 
-/// An HTTP/1 connection to the endpoint: a pooled one where there is one.
-pub async fn http1(endpoint: &Rc<Endpoint>, tls: &Tls) -> Result<Upstream, Failure> {
-    match endpoint.pool.checkout_http1() {
+/// An HTTP/1 connection to the endpoint: a pooled one where there is one, and pooled ones will do.
+pub async fn http1(endpoint: &Rc<Endpoint>, pooled: bool, tls: &Tls) -> Result<Upstream, Failure> {
+    match pooled.then(|| endpoint.pool.checkout_http1()).flatten() {
         Some(io) => Ok(Upstream { io, reused: true }),
         None => Ok(Upstream { io: dial(endpoint, Inside::Http1, tls).await?, reused: false }),
     }

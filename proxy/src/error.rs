@@ -65,6 +65,9 @@ pub enum Failure {
     /// The workload takes mutual TLS only, and the client came without.
     #[error("this workload takes mutual TLS only: its callers have to be in the mesh")]
     MtlsRequired,
+    /// A CONNECT request to an app that does not declare to take any.
+    #[error("CONNECT is not allowed: the pod does not have the annotation diy-service-mesh/allow-connect: \"true\"")]
+    ConnectNotAllowed,
     /// The connection leads back to the proxy.
     #[error("{0} leads back to the proxy: forwarding would loop")]
     Loop(SocketAddr),
@@ -81,6 +84,7 @@ impl Failure {
             | Self::Handshake { .. }
             | Self::Loop(_) => StatusCode::BAD_GATEWAY,
             Self::MtlsRequired => StatusCode::FORBIDDEN,
+            Self::ConnectNotAllowed => StatusCode::METHOD_NOT_ALLOWED,
             Self::ConnectTimeout(_) => StatusCode::GATEWAY_TIMEOUT,
             Self::BadRequest(_) => StatusCode::BAD_REQUEST,
             Self::HeadersTooLarge(_) => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
@@ -95,8 +99,19 @@ impl Failure {
             Self::MtlsRequired => 7,                             // PERMISSION_DENIED
             Self::BadRequest(_) => 13,                           // INTERNAL, as gRPC maps HTTP 400
             Self::HeadersTooLarge(_) | Self::Overloaded(_) => 8, // RESOURCE_EXHAUSTED
+            Self::ConnectNotAllowed => 12,                       // UNIMPLEMENTED
             _ => 14,                                             // UNAVAILABLE
         }
+    }
+
+    /// The value of the Allow field that goes with the status (RFC 9110, section 15.5.6).
+    pub fn allow(&self) -> Option<&'static str> {
+        matches!(self, Self::ConnectNotAllowed).then_some("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS, TRACE")
+    }
+
+    /// The client's connection ends with the answer: what follows on it would be of a tunnel, or from an untrusted peer.
+    pub fn closes_connection(&self) -> bool {
+        matches!(self, Self::ConnectNotAllowed | Self::MtlsRequired)
     }
 
     /// Somebody has not proven who they are.
@@ -119,6 +134,7 @@ impl Failure {
             Self::NoCertificate(_) => "no-certificate",
             Self::Handshake { .. } => "handshake-failed",
             Self::MtlsRequired => "mtls-required",
+            Self::ConnectNotAllowed => "connect-not-allowed",
             Self::Loop(_) => "loop",
         }
     }

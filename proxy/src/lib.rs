@@ -12,6 +12,7 @@
 
 pub mod accept;
 pub mod admin;
+pub mod authority;
 pub mod balance;
 pub mod config;
 pub mod connect;

@@ -13,7 +13,7 @@ use crate::error::Failure;
 use crate::identity::IdentityStats;
 
 /// What `Failure::code` may say, in the order in which it is counted. The last is for what is missing here.
-const FAILURE_CODES: [&str; 14] = [
+const FAILURE_CODES: [&str; 15] = [
     "no-endpoint",
     "connect-failed",
     "connect-timeout",
@@ -26,6 +26,7 @@ const FAILURE_CODES: [&str; 14] = [
     "no-certificate",
     "handshake-failed",
     "mtls-required",
+    "connect-not-allowed",
     "loop",
     "other",
 ];
@@ -316,8 +317,9 @@ mod tests {
             Failure::NoCertificate(address),
             Failure::Handshake { address, reason: String::new() },
             Failure::MtlsRequired,
+            Failure::ConnectNotAllowed,
             Failure::Loop(address),
         ];
-        assert_eq!(failures.each_ref().map(Failure::code), FAILURE_CODES[..13]);
+        assert_eq!(failures.each_ref().map(Failure::code), FAILURE_CODES[..14]);
     }
 }

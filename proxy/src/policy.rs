@@ -30,6 +30,37 @@ impl Caller {
     }
 }
 
+/// What authorization sees of a request.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct RequestView<'a> {
+    /// GET, POST, ...
+    pub method: &'a [u8],
+    /// As it was sent; of HTTP/2 the path.
+    pub target: &'a [u8],
+    /// It came by HTTP/2.
+    pub http2: bool,
+    /// There is a body.
+    pub has_body: bool,
+    /// It asks for another protocol on this connection, or on this stream.
+    pub upgrade: bool,
+}
+
+impl RequestView<'_> {
+    /// It asks for a tunnel whose bytes nobody reads. Methods are case-sensitive (RFC 9110, section 9.1), servers may not be.
+    fn is_connect(&self) -> bool {
+        self.method.eq_ignore_ascii_case(b"CONNECT") && !self.upgrade
+    }
+}
+
+/// How a request may be carried.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Admission {
+    /// As any other.
+    Ordinary,
+    /// As the only exchange of its connection, on an upstream connection of its own: an exempt probe of a strict pod.
+    Probe,
+}
+
 /// Whom the pod's app takes calls from.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Policy {
@@ -37,6 +68,8 @@ pub struct Policy {
     pub strict: bool,
     /// The kubelet's, which can't.
     pub probes: Vec<Probe>,
+    /// The app takes CONNECT requests.
+    pub allow_connect: bool,
 }
 
 /// A probe that the pod declares.
@@ -54,7 +87,7 @@ pub enum Probe {
         /// The app's port.
         port: u16,
     },
-    /// A call of grpc.health.v1.Health.
+    /// A call of grpc.health.v1.Health/Check.
     Grpc {
         /// The app's port.
         port: u16,
@@ -67,20 +100,28 @@ impl Policy {
         if self.strict && *caller == Caller::Unproven { Err(Failure::MtlsRequired) } else { Ok(()) }
     }
 
-    /// Whether the app may be shown this request to its `port`.
-    pub fn admits(&self, caller: &Caller, port: u16, method: &[u8], target: &[u8]) -> Result<(), Failure> {
-        self.admits_unseen(caller).or_else(|refused| {
-            let is_probe = self.probes.iter().any(|probe| probe.is_asked_by(port, method, target));
-            if is_probe { Ok(()) } else { Err(refused) }
-        })
+    /// Whether the app may be shown this request to its `port`, and how.
+    pub fn authorize_request(&self, caller: &Caller, port: u16, request: &RequestView<'_>) -> Result<Admission, Failure> {
+        if let Err(refused) = self.admits_unseen(caller) {
+            let is_probe = self.probes.iter().any(|probe| probe.is_made_by(port, request));
+            return if is_probe { Ok(Admission::Probe) } else { Err(refused) };
+        }
+        if *caller != Caller::App && !self.allow_connect && request.is_connect() {
+            return Err(Failure::ConnectNotAllowed);
+        }
+        Ok(Admission::Ordinary)
     }
 }
 
 impl Probe {
-    fn is_asked_by(&self, to: u16, method: &[u8], target: &[u8]) -> bool {
+    /// Whether this is the probe's request, and nothing more than that: a lenient server might find a second request in a body, or
+    /// behind an upgrade. The body of a gRPC call stands in frames of its own stream.
+    fn is_made_by(&self, to: u16, request: &RequestView<'_>) -> bool {
+        let (method, target) = (request.method, request.target);
         match self {
-            Self::Http { port, path } => *port == to && method == b"GET" && target == path.as_bytes(),
-            Self::Grpc { port } => *port == to && method == b"POST" && target.starts_with(b"/grpc.health.v1.Health/"),
+            _ if request.upgrade => false,
+            Self::Http { port, path } => *port == to && method == b"GET" && target == path.as_bytes() && !request.has_body,
+            Self::Grpc { port } => *port == to && method == b"POST" && target == b"/grpc.health.v1.Health/Check" && request.http2,
             // It asks for nothing: that the connection is taken is its answer.
             Self::Tcp { .. } => false,
         }
@@ -116,12 +157,21 @@ impl fmt::Display for Probe {
     }
 }
 
-/// Whether a field is `X-Called-By` to anybody: in any case, and with the underscores that some servers read as hyphens. It tells
-/// the app who calls, which nobody but the proxy can know.
+/// Whether some server reads this field as `X-Called-By`. It tells the app who calls, which nobody but the proxy can know.
 pub fn is_called_by(name: &[u8]) -> bool {
-    const NAME: &[u8] = b"x-called-by";
-    let same = |one: &u8, other: &u8| one.eq_ignore_ascii_case(other) || (*one == b'_' && *other == b'-');
-    name.len() == NAME.len() && name.iter().zip(NAME).all(|(one, other)| same(one, other))
+    is_spelling_of(b"x_called_by", name)
+}
+
+/// Whether some server reads this field as `x-mesh-error`, which tells a caller that a proxy has answered.
+pub fn is_mesh_error(name: &[u8]) -> bool {
+    is_spelling_of(b"x_mesh_error", name)
+}
+
+/// Compares names as CGI does (RFC 3875, section 4.1.18), and servers after its fashion: without case, and each byte that is neither
+/// a letter nor a digit is an underscore. `folded` is so already.
+fn is_spelling_of(folded: &[u8], name: &[u8]) -> bool {
+    let fold = |byte: &u8| if byte.is_ascii_alphanumeric() { byte.to_ascii_lowercase() } else { b'_' };
+    name.len() == folded.len() && name.iter().zip(folded).all(|(byte, expected)| fold(byte) == *expected)
 }
 
 #[cfg(test)]
@@ -129,32 +179,43 @@ mod tests {
     use super::*;
 
     fn strict(probes: &[&str]) -> Policy {
-        Policy { strict: true, probes: probes.iter().map(|probe| probe.parse().expect("a probe")).collect() }
+        Policy { strict: true, probes: probes.iter().map(|probe| probe.parse().expect("a probe")).collect(), ..Policy::default() }
     }
 
     fn peer() -> Caller {
         Caller::Peer(Rc::new(Identity::new("cluster.local", "shop", "web").expect("an identity")))
     }
 
+    fn request<'a>(method: &'a str, target: &'a str) -> RequestView<'a> {
+        RequestView { method: method.as_bytes(), target: target.as_bytes(), ..RequestView::default() }
+    }
+
     #[test]
     fn a_strict_workload_admits_peers_its_own_app_and_probes() {
         let policy = strict(&["http:8080:/healthz?full=1", "grpc:9000", "tcp:5432"]);
         for caller in [peer(), Caller::App] {
-            assert!(policy.admits(&caller, 8080, b"POST", b"/orders").is_ok());
+            assert_eq!(policy.authorize_request(&caller, 8080, &request("POST", "/orders")).ok(), Some(Admission::Ordinary));
             assert!(policy.admits_unseen(&caller).is_ok());
         }
-        assert!(policy.admits(&Caller::Unproven, 8080, b"GET", b"/healthz?full=1").is_ok());
-        assert!(policy.admits(&Caller::Unproven, 9000, b"POST", b"/grpc.health.v1.Health/Check").is_ok());
-        let refused: [(u16, &[u8], &[u8]); 6] = [
-            (8080, b"GET", b"/healthz"),
-            (8080, b"POST", b"/healthz?full=1"),
-            (8081, b"GET", b"/healthz?full=1"),
-            (8080, b"GET", b"/healthz?full=1/../orders"),
-            (9000, b"POST", b"/echo.Echo/Say"),
-            (5432, b"GET", b"/"),
+        let probe = request("GET", "/healthz?full=1");
+        let call = RequestView { http2: true, has_body: true, ..request("POST", "/grpc.health.v1.Health/Check") };
+        let unproven = |port, request: RequestView<'_>| policy.authorize_request(&Caller::Unproven, port, &request).ok();
+        assert_eq!(unproven(8080, probe), Some(Admission::Probe));
+        assert_eq!(unproven(9000, call), Some(Admission::Probe));
+        let refused = [
+            (8080, request("GET", "/healthz")),
+            (8080, request("POST", "/healthz?full=1")),
+            (8081, probe),
+            (8080, request("GET", "/healthz?full=1/../orders")),
+            (8080, RequestView { has_body: true, ..probe }),
+            (8080, RequestView { upgrade: true, ..probe }),
+            (9000, RequestView { http2: false, ..call }),
+            (9000, RequestView { target: b"/grpc.health.v1.Health/Watch", ..call }),
+            (9000, RequestView { target: b"/echo.Echo/Say", ..call }),
+            (5432, request("GET", "/")),
         ];
-        for (port, method, target) in refused {
-            assert!(policy.admits(&Caller::Unproven, port, method, target).is_err(), "{port} {target:?}");
+        for (port, request) in refused {
+            assert_eq!(unproven(port, request), None, "{port} {request:?}");
         }
         assert!(policy.admits_unseen(&Caller::Unproven).is_err());
     }
@@ -162,7 +223,21 @@ mod tests {
     #[test]
     fn a_permissive_workload_admits_everybody() {
         let policy = Policy::default();
-        assert!(policy.admits(&Caller::Unproven, 80, b"GET", b"/").is_ok() && policy.admits_unseen(&Caller::Unproven).is_ok());
+        assert!(policy.authorize_request(&Caller::Unproven, 80, &request("GET", "/")).is_ok());
+        assert!(policy.admits_unseen(&Caller::Unproven).is_ok());
+    }
+
+    #[test]
+    fn connect_is_for_apps_that_declare_it() {
+        let (closed, open) = (Policy::default(), Policy { allow_connect: true, ..Policy::default() });
+        for method in ["CONNECT", "connect"] {
+            let tunnel = request(method, "a:1");
+            for caller in [Caller::Unproven, peer()] {
+                assert!(matches!(closed.authorize_request(&caller, 80, &tunnel), Err(Failure::ConnectNotAllowed)));
+                assert!(open.authorize_request(&caller, 80, &tunnel).is_ok());
+            }
+            assert!(closed.authorize_request(&Caller::App, 80, &tunnel).is_ok(), "the app may ask others for one");
+        }
     }
 
     #[test]
@@ -177,11 +252,12 @@ mod tests {
 
     #[test]
     fn called_by_is_known_in_every_spelling() {
-        for name in ["X-Called-By", "x-called-by", "X_CALLED_BY", "x-Called_by"] {
+        for name in ["X-Called-By", "x-called-by", "X_CALLED_BY", "x-Called_by", "X.Called.By", "x!called~by"] {
             assert!(is_called_by(name.as_bytes()), "{name}");
         }
-        for name in ["X-Called-Bye", "X-Called", "XXCalled-By", "X.Called.By"] {
+        for name in ["X-Called-Bye", "X-Called", "XXCalled-By", "X-Called-B-", "X--Called-By"] {
             assert!(!is_called_by(name.as_bytes()), "{name}");
         }
+        assert!(is_mesh_error(b"X.Mesh_Error") && !is_mesh_error(b"x-mesh-errors"));
     }
 }

@@ -21,7 +21,7 @@ use crate::dump::{ConnectionInfo, Direction, Dumps, ExchangeDump};
 use crate::error::Failure;
 use crate::identity::CurrentCredentials;
 use crate::metrics::Metrics;
-use crate::policy::Caller;
+use crate::policy::{Admission, Caller, RequestView};
 use crate::tls::Tls;
 use crate::{accept, inbound, orig_dst, outbound};
 
@@ -224,9 +224,9 @@ impl Flow {
         self.worker.config.policy.admits_unseen(&self.caller)
     }
 
-    /// Whether this request of theirs may be passed on.
-    pub fn admits(&self, method: &[u8], target: &[u8]) -> Result<(), Failure> {
-        self.worker.config.policy.admits(&self.caller, self.destination.address.port(), method, target)
+    /// Whether this request of theirs may be passed on, and how.
+    pub fn authorize_request(&self, request: &RequestView<'_>) -> Result<Admission, Failure> {
+        self.worker.config.policy.authorize_request(&self.caller, self.destination.address.port(), request)
     }
 
     /// What the app is told of who calls.

@@ -11,7 +11,7 @@ use tokio::io::AsyncWrite;
 
 use super::head::Framing;
 use crate::io::Io;
-use crate::policy::is_called_by;
+use crate::policy::{is_called_by, is_mesh_error};
 
 /// The longest line of a chunk's size with its extensions.
 const MAX_CHUNK_LINE: usize = 4096;
@@ -260,6 +260,7 @@ fn frames_or_names(name: &str) -> bool {
         .iter()
         .any(|refused| name.eq_ignore_ascii_case(refused))
         || is_called_by(name.as_bytes())
+        || is_mesh_error(name.as_bytes())
 }
 
 fn take(from: &mut BytesMut, at_most: u64) -> BytesMut {
@@ -321,7 +322,7 @@ mod tests {
 
     #[test]
     fn chunks_are_framed_anew_with_their_trailers() {
-        let input = b"3;ext=\"x\"\r\nabc\r\n0A \r\n0123456789\r\n0\r\nX-Sum: 9\r\nContent-Length: 3\r\n\r\nrest";
+        let input = b"3;ext=\"x\"\r\nabc\r\n0A \r\n0123456789\r\n0\r\nX-Sum: 9\r\nContent-Length: 3\r\nX.Called.By: a\r\nX-Mesh-Error: b\r\n\r\nrest";
         let whole = reframe(Framing::Chunked, input, input.len()).unwrap();
         assert_eq!(whole, ("3\r\nabc\r\na\r\n0123456789\r\n0\r\nX-Sum: 9\r\n\r\n".to_owned(), "rest".to_owned()));
         for step in 1..7 {

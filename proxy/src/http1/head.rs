@@ -8,7 +8,8 @@ use std::ops::Range;
 use bytes::{Bytes, BytesMut};
 use memchr::memmem;
 
-use crate::policy::is_called_by;
+use crate::authority;
+use crate::policy::{RequestView, is_called_by, is_mesh_error};
 
 /// The field by which the app is told who calls.
 const X_CALLED_BY: &[u8] = b"X-Called-By";
@@ -122,7 +123,7 @@ impl RequestHead {
         };
         let (method, target) = (span(&raw, method.as_bytes()), span(&raw, target.as_bytes()));
         let version = if version == 0 { Version::Http10 } else { Version::Http11 };
-        let spans = Fields::spans(&raw, parsed.headers)?;
+        let spans = Fields::spans(&raw, parsed.headers, version)?;
         let fields = Fields { raw, spans };
         let seen = fields.examine()?;
         match (seen.hosts, version) {
@@ -138,7 +139,48 @@ impl RequestHead {
             None | Some(0) => Framing::None,
             Some(length) => Framing::Length(length),
         };
-        Ok(Self { fields, method, target, version, framing, connection: seen.connection })
+        let head = Self { fields, method, target, version, framing, connection: seen.connection };
+        head.check_target()?;
+        Ok(head)
+    }
+
+    /// The four forms of RFC 9112, section 3.2. Where target and Host name different authorities the RFC has the target win; a server
+    /// that takes Host would read another request than the proxy, so it is refused.
+    fn check_target(&self) -> Result<(), Refused> {
+        let (method, target) = (self.method(), self.target());
+        if method == b"CONNECT" {
+            return match (self.framing, authority::is_host_and_port(target)) {
+                (_, false) => Err(Refused::Malformed("the target of CONNECT is not HOST:PORT")),
+                (Framing::None, true) => Ok(()),
+                _ => Err(Refused::Malformed("CONNECT with a body")),
+            };
+        }
+        if target.starts_with(b"/") || (target == b"*" && method == b"OPTIONS") {
+            return Ok(());
+        }
+        let Some(scheme) = memmem::find(target, b"://").filter(|end| target[..*end].iter().all(u8::is_ascii_alphanumeric)) else {
+            return Err(Refused::Malformed("the target is neither a path nor a URL"));
+        };
+        let (scheme, rest) = (&target[..scheme], &target[scheme + 3..]);
+        let named = &rest[..rest.iter().position(|byte| b"/?#".contains(byte)).unwrap_or(rest.len())];
+        let mut hosts = self.fields().filter(|(name, _)| name.eq_ignore_ascii_case(b"host"));
+        match hosts.next() {
+            Some((_, host)) if !authority::is_same(scheme, named, host) => {
+                Err(Refused::Malformed("the target and the Host field name different hosts"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// What authorization sees of it.
+    pub fn view(&self) -> RequestView<'_> {
+        RequestView {
+            method: self.method(),
+            target: self.target(),
+            http2: false,
+            has_body: self.framing != Framing::None,
+            upgrade: self.connection.upgrade,
+        }
     }
 
     /// GET, POST, ...
@@ -199,7 +241,7 @@ impl ResponseHead {
         }
         let reason = span(&raw, parsed.reason.unwrap_or_default().as_bytes());
         let version = if version == 0 { Version::Http10 } else { Version::Http11 };
-        let spans = Fields::spans(&raw, parsed.headers)?;
+        let spans = Fields::spans(&raw, parsed.headers, version)?;
         let fields = Fields { raw, spans };
         let seen = fields.examine()?;
         let framing = match (status, seen.length) {
@@ -226,6 +268,14 @@ impl ResponseHead {
     /// An answer on the way to the real one. (101 is the real one.)
     pub fn is_interim(&self) -> bool {
         (100..200).contains(&self.status) && self.status != 101
+    }
+
+    /// Removes what only a proxy of the mesh may say, from a head that did not come from one.
+    pub fn remove_mesh_error(&mut self) {
+        for at in 0..self.fields.spans.len() {
+            let name = self.fields.slice(&self.fields.spans[at].name);
+            self.fields.spans[at].hop_by_hop |= is_mesh_error(name);
+        }
     }
 
     /// For a client of HTTP/1.0, to which the body goes without its chunks: it is not told of any.
@@ -280,12 +330,12 @@ struct Seen {
 }
 
 impl Fields {
-    fn spans(raw: &[u8], parsed: &[httparse::Header<'_>]) -> Result<Vec<FieldSpan>, Refused> {
+    fn spans(raw: &[u8], parsed: &[httparse::Header<'_>], version: Version) -> Result<Vec<FieldSpan>, Refused> {
         let mut spans: Vec<FieldSpan> = parsed
             .iter()
             .map(|field| FieldSpan { name: span(raw, field.name.as_bytes()), value: span(raw, field.value), hop_by_hop: false })
             .collect();
-        let upgrade = asks_for_upgrade(parsed);
+        let upgrade = version == Version::Http11 && asks_for_upgrade(parsed);
         for (span, field) in spans.iter_mut().zip(parsed) {
             span.hop_by_hop = match field.name.len() {
                 2 => field.name.eq_ignore_ascii_case("te") && !field.value.eq_ignore_ascii_case(b"trailers"),
@@ -365,14 +415,17 @@ impl Fields {
     }
 }
 
-/// An upgrade that the proxy lets pass: any but h2c, which would hide what follows from policy (RFC 9113 dropped it).
+/// An upgrade that the proxy lets pass: any but one to HTTP, in the clear or in TLS, whose requests nobody would read.
 fn asks_for_upgrade(fields: &[httparse::Header<'_>]) -> bool {
     let has = |name: &str, accept: fn(&[u8]) -> bool| {
         fields.iter().filter(|field| field.name.eq_ignore_ascii_case(name)).flat_map(|field| list(field.value)).any(accept)
     };
-    has("connection", |option| option.eq_ignore_ascii_case(b"upgrade"))
-        && has("upgrade", |_| true)
-        && !has("upgrade", |protocol| protocol.len() >= 3 && protocol[..3].eq_ignore_ascii_case(b"h2c"))
+    has("connection", |option| option.eq_ignore_ascii_case(b"upgrade")) && has("upgrade", |_| true) && !has("upgrade", is_http)
+}
+
+/// A protocol of an Upgrade field that carries HTTP: `h2c` (RFC 7540), `HTTP/2.0` (RFC 9110, section 7.8), `TLS/1.0` (RFC 2817).
+fn is_http(protocol: &[u8]) -> bool {
+    [&b"h2"[..], b"http", b"tls"].iter().any(|name| protocol.get(..name.len()).is_some_and(|start| start.eq_ignore_ascii_case(name)))
 }
 
 /// Marks the fields that `Connection` names (RFC 9110, section 7.6.1), but never those that frame or route a message.
@@ -408,8 +461,7 @@ fn parse_length(value: &[u8]) -> Result<u64, Refused> {
 }
 
 fn check_host(value: &[u8]) -> Result<(), Refused> {
-    let allowed = |byte: &u8| byte.is_ascii_alphanumeric() || b"-._~%!$&'()*+,;=:[]".contains(byte);
-    if value.iter().all(allowed) { Ok(()) } else { Err(Refused::Malformed("the Host field is not a host")) }
+    if authority::is_text(value) { Ok(()) } else { Err(Refused::Malformed("the Host field is not a host")) }
 }
 
 fn whole(parsed: httparse::Result<usize>, length: usize) -> Result<(), Refused> {
@@ -468,7 +520,7 @@ mod tests {
 
     #[test]
     fn nobody_says_himself_who_he_is() {
-        let text = "GET / HTTP/1.1\r\nHost: x\r\nX-Called-By: a\r\nx-cAlled-by: b\r\nX-Called-Bye: c\r\n\r\n";
+        let text = "GET / HTTP/1.1\r\nHost: x\r\nX-Called-By: a\r\nx-cAlled-by: b\r\nx.called_by: d\r\nX-Called-Bye: c\r\n\r\n";
         assert_eq!(forwarded(text), "GET / HTTP/1.1\r\nHost: x\r\nX-Called-Bye: c\r\n\r\n");
     }
 
@@ -479,6 +531,39 @@ mod tests {
         assert_eq!(forwarded(text), "GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n");
         let h2c = "GET / HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\nHTTP2-Settings: AAA\r\nConnection: Upgrade, HTTP2-Settings\r\n\r\n";
         assert_eq!(forwarded(h2c), "GET / HTTP/1.1\r\nHost: x\r\n\r\n");
+        for protocol in ["websocket, h2c", "HTTP/2.0", "TLS/1.2, HTTP/1.1", "h2c-14"] {
+            let text = format!("GET / HTTP/1.1\r\nHost: x\r\nUpgrade: {protocol}\r\nConnection: Upgrade\r\n\r\n");
+            assert_eq!(forwarded(&text), "GET / HTTP/1.1\r\nHost: x\r\n\r\n", "{protocol}");
+        }
+        let old = "GET / HTTP/1.0\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n";
+        assert_eq!(forwarded(old), "GET / HTTP/1.0\r\nHost: x\r\n\r\n", "RFC 9110, section 7.8");
+    }
+
+    #[test]
+    fn a_target_that_names_another_host_than_the_host_field_is_refused() {
+        let target = |line: &str| request(&format!("{line} HTTP/1.1\r\nHost: a\r\n\r\n")).map(|_| ());
+        for passed in
+            ["GET http://a/", "GET http://A:80/x", "GET https://a:443?x", "GET http://u:p@a/", "OPTIONS *", "CONNECT b:1", "GET //b/"]
+        {
+            assert_eq!(target(passed), Ok(()), "{passed}");
+        }
+        for other in ["GET http://b/", "GET http://a:81/", "GET https://a:80/", "GET http://b\\@a/", "GET http:///x", "GET http://a@b/"] {
+            assert_eq!(target(other), Err(Refused::Malformed("the target and the Host field name different hosts")), "{other}");
+        }
+        for none in ["GET *", "GET a", "GET http:a", "GET ?://a/", "CONNECT /", "CONNECT a", "CONNECT http://a:1/"] {
+            assert!(target(none).is_err(), "{none}");
+        }
+        assert!(request("CONNECT a:1 HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\n\r\n").is_err());
+        assert!(request("GET http://a/ HTTP/1.0\r\n\r\n").is_ok(), "there is no Host to differ from");
+    }
+
+    #[test]
+    fn an_app_says_nothing_in_the_name_of_a_proxy() {
+        let mut out = BytesMut::new();
+        let mut head = response("HTTP/1.1 502 No\r\nX-Mesh-Error: connect-failed\r\nx_mesh.error: a\r\nX-A: b\r\n\r\n", "GET").unwrap();
+        head.remove_mesh_error();
+        head.write(&mut out, None);
+        assert_eq!(&out[..], b"HTTP/1.1 502 No\r\nX-A: b\r\n\r\n");
     }
 
     #[test]

@@ -27,6 +27,7 @@ use crate::dump::{Direction, ExchangeDump};
 use crate::error::Failure;
 use crate::io::Io;
 use crate::metrics::Protocol;
+use crate::policy::Admission;
 use crate::worker::Flow;
 
 /// How long a client may take to send a head once it has begun.
@@ -117,6 +118,8 @@ struct Exchange<'a> {
     upload: Relay,
     /// There is no rest: the request can be sent again.
     replayable: bool,
+    /// It is a probe that a strict pod takes from anybody: the only exchange of its connections.
+    is_probe: bool,
     /// The client has half-closed its connection.
     client_ended: bool,
 }
@@ -140,13 +143,14 @@ impl<'a> Exchange<'a> {
         let mut head = BytesMut::new();
         request.write(&mut head, flow.called_by());
         let upload = Relay::new(request.framing, head, false);
-        Self { client, flow, request, dump, first: Bytes::new(), upload, replayable: false, client_ended: false }
+        Self { client, flow, request, dump, first: Bytes::new(), upload, replayable: false, is_probe: false, client_ended: false }
     }
 
     /// Tries endpoints until one has answered, or there is no point in trying more.
     async fn run(mut self) -> After {
-        if let Err(refused) = self.flow.admits(self.request.method(), self.request.target()) {
-            return self.refuse(refused).await;
+        match self.flow.authorize_request(&self.request.view()) {
+            Ok(admission) => self.is_probe = admission == Admission::Probe,
+            Err(refused) => return self.refuse(refused).await,
         }
         let (upload, dump) = (&mut self.upload, &mut self.dump);
         let taken = upload.take_buffered(self.client.unread(), &mut |data| show(dump, ExchangeDump::request_body, data));
@@ -176,7 +180,7 @@ impl<'a> Exchange<'a> {
         let final_failure = |failure| Stopped { failure, again: false, avoid: None };
         let endpoint = flow.destination.pick(avoid, &mut flow.worker.rng.borrow_mut()).map_err(final_failure)?;
         let mut in_flight = endpoint.begin();
-        let mut upstream = match connect::http1(&endpoint, &flow.worker.tls).await {
+        let mut upstream = match connect::http1(&endpoint, !self.is_probe, &flow.worker.tls).await {
             Ok(upstream) => upstream,
             Err(failure) => {
                 in_flight.failed();
@@ -199,7 +203,7 @@ impl<'a> Exchange<'a> {
                 return Err(stopped);
             }
         };
-        if self.was_not_delivered(&head) {
+        if upstream.io.is_secured() && self.was_not_delivered(&head) {
             in_flight.failed();
             endpoint.quarantine(Instant::now());
             let failure = Failure::UpstreamClosed { address: endpoint.address, reason: "its app accepts no connection".into() };
@@ -215,7 +219,7 @@ impl<'a> Exchange<'a> {
         self.upload.send_first(self.first.clone());
         loop {
             let mut scanned = 0;
-            let head = match poll_fn(|cx| self.poll_response_head(cx, &mut upstream.io, &mut scanned)).await {
+            let mut head = match poll_fn(|cx| self.poll_response_head(cx, &mut upstream.io, &mut scanned)).await {
                 Ok(head) => head,
                 Err(Ended::Client) => return Ok(None),
                 Err(Ended::BadRequest(failure)) => return Err(Stopped { failure, again: false, avoid: None }),
@@ -230,6 +234,15 @@ impl<'a> Exchange<'a> {
                     return Err(Stopped { failure, again, avoid: None });
                 }
             };
+            if head.status == 101 && !(self.request.connection.upgrade && self.upload.is_done()) {
+                let reason = "101, and the request asked for no other protocol".to_owned();
+                let failure = Failure::UpstreamMalformed { address: endpoint.address, reason };
+                return Err(Stopped { failure, again: false, avoid: None });
+            }
+            // Only a peer's proxy, which has proven itself, speaks for the mesh.
+            if !upstream.io.is_secured() {
+                head.remove_mesh_error();
+            }
             if !head.is_interim() {
                 return Ok(Some(head));
             }
@@ -337,6 +350,7 @@ impl<'a> Exchange<'a> {
         let until_close = head.framing == Framing::UntilClose || (plain && head.framing == Framing::Chunked);
         let keep = !tunnel
             && !until_close
+            && !self.is_probe
             && self.request.connection.persists(self.request.version)
             && self.upload.is_read()
             && !flow.is_draining();
@@ -367,7 +381,8 @@ impl<'a> Exchange<'a> {
         if let Some(dump) = &mut self.dump {
             dump.response_end();
         }
-        let reusable = head.connection.persists(head.version) && !until_close && self.upload.is_done() && !self.client_ended;
+        let reusable =
+            head.connection.persists(head.version) && !until_close && self.upload.is_done() && !self.client_ended && !self.is_probe;
         if reusable && upstream.unread().is_empty() {
             endpoint.pool.checkin_http1(upstream, Instant::now());
         }
@@ -385,7 +400,8 @@ impl<'a> Exchange<'a> {
 
     /// Answers in the app's place.
     async fn refuse(mut self, failure: Failure) -> After {
-        let keep = self.upload.is_read()
+        let keep = !failure.closes_connection()
+            && self.upload.is_read()
             && self.request.connection.persists(self.request.version)
             && !self.client_ended
             && !self.flow.is_draining();
@@ -443,8 +459,9 @@ async fn answer(client: &mut Io, flow: &Flow, dump: &mut Option<ExchangeDump>, r
     }
     let text = format!("{failure}\n");
     let connection = if request.is_some() { "" } else { "connection: close\r\n" };
+    let allow = failure.allow().map(|methods| format!("allow: {methods}\r\n")).unwrap_or_default();
     let mut out = format!(
-        "HTTP/1.1 {} {}\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: {}\r\nx-mesh-error: {}\r\n{connection}\r\n",
+        "HTTP/1.1 {} {}\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: {}\r\nx-mesh-error: {}\r\n{allow}{connection}\r\n",
         status.as_u16(),
         status.canonical_reason().unwrap_or_default(),
         text.len(),

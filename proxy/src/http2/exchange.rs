@@ -23,6 +23,7 @@ use crate::balance::{Endpoint, InFlight};
 use crate::dump::{Direction, ExchangeDump};
 use crate::error::Failure;
 use crate::metrics::Protocol;
+use crate::policy::{Admission, RequestView, is_mesh_error};
 
 /// Endpoints that one request is tried on at most.
 const MAX_TRIES: usize = 3;
@@ -36,7 +37,7 @@ pub(super) async fn carry(request: Request<RecvStream>, respond: SendResponse<By
     if let Some(dump) = &mut dump {
         dump.request_parts(&parts);
     }
-    let exchange = Exchange {
+    let mut exchange = Exchange {
         client,
         respond,
         upload: Relay::new(body, Way::Request),
@@ -45,13 +46,23 @@ pub(super) async fn carry(request: Request<RecvStream>, respond: SendResponse<By
         head_only: parts.method == Method::HEAD,
         idempotent: parts.method.is_idempotent(),
         interim: parts.headers.contains_key(http::header::EXPECT),
+        is_probe: false,
     };
     if let Some(reason) = malformed {
         return exchange.refuse(&Failure::BadRequest(reason));
     }
-    let target = parts.uri.path_and_query().map_or("", |path| path.as_str());
-    if let Err(refused) = exchange.client.flow.admits(parts.method.as_str().as_bytes(), target.as_bytes()) {
-        return exchange.refuse(&refused);
+    let request = RequestView {
+        method: parts.method.as_str().as_bytes(),
+        target: parts.uri.path_and_query().map_or("", |path| path.as_str()).as_bytes(),
+        http2: true,
+        has_body: !exchange.upload.is_done(),
+        upgrade: false,
+    };
+    match exchange.client.flow.authorize_request(&request) {
+        // An exempt probe is the only exchange of its connection.
+        Ok(Admission::Probe) if exchange.client.has_probed.replace(true) => return exchange.refuse(&Failure::MtlsRequired),
+        Ok(admission) => exchange.is_probe = admission == Admission::Probe,
+        Err(refused) => return exchange.refuse(&refused),
     }
     exchange.run(parts).await;
 }
@@ -67,6 +78,8 @@ struct Exchange {
     idempotent: bool,
     /// The client waits for an interim response.
     interim: bool,
+    /// It is a probe that a strict pod takes from anybody: the only exchange of its connections.
+    is_probe: bool,
 }
 
 /// An attempt under way. Fields are dropped in this order: the stream before its place on the connection.
@@ -154,7 +167,12 @@ impl Exchange {
                 return Err(self.broke(&error, &attempt.endpoint, attempt.lease.is_reused()));
             }
         };
-        let (parts, body) = response.into_parts();
+        let (mut parts, body) = response.into_parts();
+        // Only a peer's proxy, which has proven itself, speaks for the mesh.
+        let is_peer = attempt.lease.is_secured();
+        if !is_peer {
+            head::remove(&mut parts.headers, is_mesh_error);
+        }
         if flow.direction == Direction::Outbound && head::says_not_delivered(&parts) && flow.destination.endpoints_len() > 1 {
             in_flight.failed();
             attempt.endpoint.quarantine(Instant::now());
@@ -171,7 +189,13 @@ impl Exchange {
     /// A place on a connection to the endpoint, unless the client goes away meanwhile.
     async fn lease(&mut self, endpoint: &Rc<Endpoint>) -> Result<Result<Lease, Failure>, Stopped> {
         let worker = self.client.flow.worker.clone();
-        let mut leasing = std::pin::pin!(Connections::lease(endpoint, &worker.tls));
+        let mut leasing = std::pin::pin!(async {
+            if self.is_probe {
+                Connections::lease_new(endpoint, &worker.tls).await
+            } else {
+                Connections::lease(endpoint, &worker.tls).await
+            }
+        });
         poll_fn(|cx| match leasing.as_mut().poll(cx) {
             Poll::Ready(leased) => Poll::Ready(Ok(leased)),
             Poll::Pending => self.respond.poll_reset(cx).map(|_| Err(Stopped::Cancelled)),
@@ -188,7 +212,12 @@ impl Exchange {
         while self.interim {
             match attempt.response.poll_informational(cx) {
                 // A client that is gone is noticed below.
-                Poll::Ready(Some(Ok(interim))) => drop(self.respond.send_informational(interim)),
+                Poll::Ready(Some(Ok(mut interim))) => {
+                    if !attempt.lease.is_secured() {
+                        head::remove(interim.headers_mut(), is_mesh_error);
+                    }
+                    drop(self.respond.send_informational(interim));
+                }
                 Poll::Ready(_) => self.interim = false,
                 Poll::Pending => break,
             }
@@ -220,7 +249,7 @@ impl Exchange {
         if let Some(dump) = &mut self.dump {
             dump.response_parts(&parts);
         }
-        let mut download = Relay::new(body, Way::Response);
+        let mut download = Relay::new(body, Way::Response { from_proxy: attempt.lease.is_secured() });
         let grpc = self.grpc && head::is_grpc(&parts.headers);
         let Ok(mut to_client) = self.respond.send_response(Response::from_parts(parts, ()), download.is_done()) else {
             attempt.to_upstream.send_reset(Reason::CANCEL);

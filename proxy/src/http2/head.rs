@@ -4,10 +4,11 @@
 use bytes::Bytes;
 use h2::SendStream;
 use h2::server::SendResponse;
-use http::header::{CONTENT_LENGTH, CONTENT_TYPE, HOST};
+use http::header::{ALLOW, CONTENT_LENGTH, CONTENT_TYPE, HOST};
 use http::request::Parts;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Version};
 
+use crate::authority;
 use crate::error::Failure;
 use crate::policy::is_called_by;
 
@@ -30,12 +31,14 @@ pub(super) fn malformed(parts: &Parts) -> Option<&'static str> {
         if hosts.next().is_some() {
             return Some("more than one Host");
         }
-        if authority.is_some_and(|authority| !host.as_bytes().eq_ignore_ascii_case(authority.as_bytes())) {
+        let scheme = parts.uri.scheme_str().unwrap_or_default().as_bytes();
+        if authority.is_some_and(|authority| !authority::is_same(scheme, authority.as_bytes(), host.as_bytes())) {
             return Some("Host and :authority differ");
         }
     }
     if parts.method == Method::CONNECT {
-        return authority.is_none().then_some("CONNECT without :authority");
+        let named = authority.is_some_and(|authority| authority::is_host_and_port(authority.as_bytes()));
+        return (!named).then_some("the :authority of CONNECT is not HOST:PORT");
     }
     let path = parts.uri.path_and_query().map_or("", |path| path.as_str());
     let asterisk = path == "*" && parts.method == Method::OPTIONS;
@@ -44,7 +47,7 @@ pub(super) fn malformed(parts: &Parts) -> Option<&'static str> {
 
 /// Makes the head fit to be sent on.
 pub(super) fn prepare(parts: &mut Parts, called_by: Option<&str>) {
-    remove_called_by(&mut parts.headers);
+    remove(&mut parts.headers, is_called_by);
     if let Some(identity) = called_by.and_then(|identity| HeaderValue::from_str(identity).ok()) {
         parts.headers.insert(X_CALLED_BY, identity);
     }
@@ -54,9 +57,9 @@ pub(super) fn prepare(parts: &mut Parts, called_by: Option<&str>) {
     }
 }
 
-/// Nobody but the proxy can know who calls: what others say of it is taken out, in every spelling, of heads and of trailers.
-pub(super) fn remove_called_by(headers: &mut HeaderMap) {
-    let forged: Vec<HeaderName> = headers.keys().filter(|name| is_called_by(name.as_str().as_bytes())).cloned().collect();
+/// Removes the fields of heads and trailers that only the proxy may set, in every spelling.
+pub(super) fn remove(headers: &mut HeaderMap, is_ours: fn(&[u8]) -> bool) {
+    let forged: Vec<HeaderName> = headers.keys().filter(|name| is_ours(name.as_str().as_bytes())).cloned().collect();
     forged.iter().for_each(|name| drop(headers.remove(name)));
 }
 
@@ -94,6 +97,7 @@ impl Answer {
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/plain; charset=utf-8"));
         headers.insert(CONTENT_LENGTH, body.len().into());
         headers.insert(X_MESH_ERROR, HeaderValue::from_static(failure.code()));
+        headers.extend(failure.allow().map(|methods| (ALLOW, HeaderValue::from_static(methods))));
         Self { head, body: if head_only { Bytes::new() } else { body } }
     }
 
@@ -143,7 +147,8 @@ mod tests {
 
     #[test]
     fn nobody_says_himself_who_he_is() {
-        let mut forged = parts("GET", "http://a/", &[("x-called-by", "one"), ("x-called-by", "two"), ("x-other", "3")]);
+        let mut forged =
+            parts("GET", "http://a/", &[("x-called-by", "one"), ("x-called-by", "two"), ("x.called_by", "four"), ("x-other", "3")]);
         prepare(&mut forged, None);
         assert_eq!(forged.headers.len(), 1);
     }
@@ -151,6 +156,7 @@ mod tests {
     #[test]
     fn what_two_readers_could_take_differently_is_refused() {
         assert_eq!(malformed(&parts("GET", "http://a/", &[("host", "A")])), None);
+        assert_eq!(malformed(&parts("GET", "http://a/", &[("host", "a:80")])), None);
         assert_eq!(malformed(&parts("GET", "/", &[("host", "a")])), None);
         assert_eq!(malformed(&parts("GET", "/", &[])), None);
         assert_eq!(malformed(&parts("OPTIONS", "*", &[])), None);
@@ -162,6 +168,8 @@ mod tests {
             parts("GET", "http://user@a/", &[]),
             parts("GET", "*", &[]),
             parts("CONNECT", "/", &[]),
+            parts("CONNECT", "a", &[]),
+            parts("GET", "http://a:81/", &[("host", "a")]),
         ];
         for parts in refused {
             assert!(malformed(&parts).is_some(), "{parts:?}");

@@ -107,7 +107,7 @@ struct Serving {
 impl Serving {
     /// Ready when the connection has ended. True: because the client broke the rules.
     fn poll(&mut self, cx: &mut Context<'_>, drain: Pin<&mut WaitForCancellationFuture<'_>>) -> Poll<bool> {
-        if !self.draining && drain.poll(cx).is_ready() {
+        if !self.draining && (drain.poll(cx).is_ready() || self.client.has_probed.get()) {
             self.draining = true;
             self.connection.graceful_shutdown();
         }
@@ -179,6 +179,8 @@ struct Client {
     resets: Cell<u32>,
     ends: Cell<u32>,
     calm_down: Cell<bool>,
+    /// A stream was an exempt probe of a strict pod: the connection carries no other.
+    has_probed: Cell<bool>,
 }
 
 impl Client {
@@ -192,6 +194,7 @@ impl Client {
             resets: zero(),
             ends: zero(),
             calm_down: Cell::new(false),
+            has_probed: Cell::new(false),
         }
     }
 

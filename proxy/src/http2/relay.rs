@@ -6,8 +6,9 @@ use std::task::{Context, Poll, ready};
 use bytes::Bytes;
 use h2::{Reason, RecvStream, SendStream};
 
-use super::head::remove_called_by;
+use super::head::remove;
 use crate::dump::{ExchangeDump, pairs};
+use crate::policy::{is_called_by, is_mesh_error};
 
 /// Bytes of a direction that are handed to `h2` without asking whether the receiver has room: a small body takes no detour.
 const FREE: usize = 16 * 1024;
@@ -37,7 +38,10 @@ enum Sent {
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Way {
     Request,
-    Response,
+    /// From a peer's proxy, which may speak for the mesh, or from somebody else.
+    Response {
+        from_proxy: bool,
+    },
 }
 
 /// Why a relay ended early.
@@ -116,8 +120,10 @@ impl Relay {
                 Some(Err(error)) => return Poll::Ready(Err(Broken::From(error))),
                 None => match ready!(self.from.poll_trailers(cx)) {
                     Ok(Some(mut trailers)) => {
-                        if self.way == Way::Request {
-                            remove_called_by(&mut trailers);
+                        match self.way {
+                            Way::Request => remove(&mut trailers, is_called_by),
+                            Way::Response { from_proxy: false } => remove(&mut trailers, is_mesh_error),
+                            Way::Response { from_proxy: true } => {}
                         }
                         if let Some(dump) = dump {
                             show_trailers(dump, self.way, &trailers);
@@ -187,13 +193,13 @@ pub(super) fn reason(error: &h2::Error) -> Reason {
 fn show(dump: &mut ExchangeDump, way: Way, data: &[u8]) {
     match way {
         Way::Request => dump.request_body(data),
-        Way::Response => dump.response_body(data),
+        Way::Response { .. } => dump.response_body(data),
     }
 }
 
 fn show_trailers(dump: &mut ExchangeDump, way: Way, trailers: &http::HeaderMap) {
     match way {
         Way::Request => dump.request_trailers(pairs(trailers)),
-        Way::Response => dump.response_trailers(pairs(trailers)),
+        Way::Response { .. } => dump.response_trailers(pairs(trailers)),
     }
 }

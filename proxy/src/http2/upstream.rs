@@ -45,6 +45,7 @@ pub struct Connections {
 /// One connection. Its task ends when nobody holds it any more.
 struct Connection {
     sender: RefCell<SendRequest<Bytes>>,
+    is_secured: bool,
     streams: Cell<usize>,
     /// It has carried a stream that has ended, so that it may have died meanwhile.
     reused: Cell<bool>,
@@ -94,6 +95,11 @@ impl Connections {
             connections.open.borrow_mut().push(connection.clone());
         }
         Ok(Lease::new(connection))
+    }
+
+    /// A place for a stream on a connection that carries nothing else, before it or after.
+    pub(super) async fn lease_new(endpoint: &Rc<Endpoint>, tls: &Tls) -> Result<Lease, Failure> {
+        dial(endpoint, tls).await.map(Lease::new)
     }
 
     /// Looks after the connections: to be called every few seconds. Idle ones are closed, silent ones pinged and given up.
@@ -198,6 +204,11 @@ impl Lease {
         self.connection.sender.borrow_mut().send_request(request, end_of_stream)
     }
 
+    /// The connection is a peer's, by mutual TLS.
+    pub fn is_secured(&self) -> bool {
+        self.connection.is_secured
+    }
+
     /// The connection has carried a stream before.
     pub fn is_reused(&self) -> bool {
         self.connection.reused.get()
@@ -216,7 +227,9 @@ impl Drop for Lease {
 
 async fn dial(endpoint: &Endpoint, tls: &Tls) -> Result<Rc<Connection>, Failure> {
     let address = endpoint.address;
-    let io = Batched::new(connect::dial(endpoint, Inside::Http2, tls).await?);
+    let io = connect::dial(endpoint, Inside::Http2, tls).await?;
+    let is_secured = io.is_secured();
+    let io = Batched::new(io);
     let handshake = h2::client::Builder::new()
         .enable_push(false)
         .initial_max_send_streams(ASSUMED_MAX_STREAMS)
@@ -239,6 +252,7 @@ async fn dial(endpoint: &Endpoint, tls: &Tls) -> Result<Rc<Connection>, Failure>
     let health = Health { io, ping, pinged: false, read_bytes: 0, heard: now, used: now };
     Ok(Rc::new(Connection {
         sender: RefCell::new(sender),
+        is_secured,
         streams: Cell::new(0),
         reused: Cell::new(false),
         health: RefCell::new(health),

@@ -16,7 +16,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
 use crate::balance::Destination;
-use crate::discovery::{AppProtocol, Discovery, EndpointInfo, PodTarget, Target};
+use crate::discovery::{AppProtocol, Discovery, EndpointInfo, PodTarget, ServiceTarget, Target};
 use crate::dump::Direction;
 use crate::identity::testing::{Authority, WEB};
 use crate::identity::{Credentials, none};
@@ -76,6 +76,34 @@ impl Side {
         Self { worker: Worker::new(seat), credentials: sender, metrics }
     }
 
+    /// Takes connections to this pod's `app`; returns where. Not the address that loopback connects from: that would be the caller's
+    /// own pod.
+    async fn receive(&self, app: SocketAddr) -> SocketAddr {
+        let listener = TcpListener::bind("127.0.0.2:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let worker = self.worker.clone();
+        tokio::task::spawn_local(async move {
+            loop {
+                let (stream, peer) = listener.accept().await.unwrap();
+                let destination = worker.apps.fixed(app);
+                let flow = Flow { worker: worker.clone(), direction: Direction::Inbound, peer, destination, caller: Caller::Unproven };
+                tokio::task::spawn_local(serve(Io::new(stream), flow));
+            }
+        });
+        address
+    }
+
+    /// A connection of this pod's app.
+    async fn connect(&self, destination: &Rc<Destination>) -> TcpStream {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let (client, accepted) = tokio::join!(TcpStream::connect(listener.local_addr().unwrap()), listener.accept());
+        let (stream, peer) = accepted.unwrap();
+        let (worker, destination) = (self.worker.clone(), destination.clone());
+        let flow = Flow { worker, direction: Direction::Outbound, peer, destination, caller: Caller::App };
+        tokio::task::spawn_local(serve(Io::new(stream), flow));
+        client.unwrap()
+    }
+
     fn renew(&self, credentials: Arc<Credentials>) {
         self.credentials.as_ref().unwrap().send_replace(Some(credentials));
     }
@@ -98,19 +126,9 @@ impl Pair {
         let (discovery, mut questions) = Discovery::by_hand();
         let outbound = Side::new(outbound, "", discovery);
         let inbound = Side::new(inbound, arguments, Discovery::off());
-        // Not the address that loopback connects from: that would be the pod itself.
-        let listener = TcpListener::bind("127.0.0.2:0").await.unwrap();
+        let address = inbound.receive(app).await;
         let wire_listener = TcpListener::bind("127.0.0.2:0").await.unwrap();
-        let (address, wire_address) = (listener.local_addr().unwrap(), wire_listener.local_addr().unwrap());
-        let worker = inbound.worker.clone();
-        tokio::task::spawn_local(async move {
-            loop {
-                let (stream, peer) = listener.accept().await.unwrap();
-                let destination = worker.apps.fixed(app);
-                let flow = Flow { worker: worker.clone(), direction: Direction::Inbound, peer, destination, caller: Caller::Unproven };
-                tokio::task::spawn_local(serve(Io::new(stream), flow));
-            }
-        });
+        let wire_address = wire_listener.local_addr().unwrap();
         let wire = Rc::new(RefCell::new(Vec::new()));
         tokio::task::spawn_local(tap(wire_listener, address, wire.clone()));
         let endpoint = EndpointInfo { identity: Some(CART.parse().unwrap()), ..EndpointInfo::bare(wire_address) };
@@ -132,11 +150,7 @@ impl Pair {
 
     /// A client's connection through the caller's proxy.
     async fn connect(&self) -> TcpStream {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let (client, accepted) = tokio::join!(TcpStream::connect(listener.local_addr().unwrap()), listener.accept());
-        let (stream, peer) = accepted.unwrap();
-        tokio::task::spawn_local(serve(Io::new(stream), self.flow(peer)));
-        client.unwrap()
+        self.outbound.connect(&self.destination).await
     }
 
     /// What the caller's proxy knows of a client's connection.
@@ -527,9 +541,84 @@ fn a_strict_workload_takes_peers_and_probes_only() {
         let refused = plain(GET).await;
         assert!(refused.starts_with("HTTP/1.1 403 ") && refused.contains("x-mesh-error: mtls-required"), "{refused}");
         assert_eq!(plain("*1\r\n$4\r\nPING\r\n").await, "", "opaque bytes");
-        // The second request of a probe's connection is judged by itself.
-        let second = plain(&format!("GET /healthz HTTP/1.1\r\nHost: cart\r\n\r\n{GET}")).await;
-        assert!(second.starts_with("HTTP/1.1 200 ") && second.contains("HTTP/1.1 403 "), "{second}");
+        let body = plain("GET /healthz HTTP/1.1\r\nHost: cart\r\nContent-Length: 1\r\nConnection: close\r\n\r\nx").await;
+        assert!(body.starts_with("HTTP/1.1 403 "), "{body}");
+        let upgrade = plain("GET /healthz HTTP/1.1\r\nHost: cart\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n").await;
+        assert!(upgrade.starts_with("HTTP/1.1 403 "), "{upgrade}");
+    });
+}
+
+#[test]
+fn an_exempt_probe_is_the_only_exchange_of_its_connections() {
+    on_worker(async {
+        // What a lenient app would take for its next request: whatever else comes on a connection.
+        let connections = Rc::new(RefCell::new(Vec::<Rc<RefCell<Vec<u8>>>>::new()));
+        let app = {
+            let connections = connections.clone();
+            listening(async move |mut stream| {
+                let seen = Rc::new(RefCell::new(Vec::new()));
+                connections.borrow_mut().push(seen.clone());
+                while let Ok(byte) = stream.read_u8().await {
+                    seen.borrow_mut().push(byte);
+                    if seen.borrow().ends_with(b"\r\n\r\n") {
+                        stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").await.unwrap();
+                    }
+                }
+            })
+            .await
+        };
+        let authority = Authority::new("root");
+        let [web, cart] = [WEB, CART].map(|identity| credentials(&authority, identity, |_| {}));
+        let arguments = format!(" --inbound strict --probe http:{}:/healthz", app.port());
+        let pair = Pair::new(Some(web), Some(cart), &arguments, app).await;
+        let probe = "GET /healthz HTTP/1.1\r\nHost: cart\r\n\r\n";
+        let peers = "GET /peer HTTP/1.1\r\nHost: cart\r\nConnection: close\r\n\r\n";
+        assert!(pair.call(peers).await.starts_with("HTTP/1.1 200 "), "it leaves a connection in the pool");
+        let answers = exchange(TcpStream::connect(pair.address).await.unwrap(), &probe.repeat(3)).await;
+        assert_eq!(answers, "HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n", "one answer, and the end");
+        assert!(pair.call(peers).await.starts_with("HTTP/1.1 200 "));
+        let seen: Vec<String> = connections
+            .borrow()
+            .iter()
+            .map(|seen| String::from_utf8_lossy(&seen.borrow()).replace(&format!("X-Called-By: {WEB}\r\n"), ""))
+            .collect();
+        let peers = peers.replace("Connection: close\r\n", "");
+        assert_eq!(seen, [peers.repeat(2), probe.to_owned()], "the probe had a connection of its own");
+    });
+}
+
+#[test]
+fn what_a_peers_proxy_could_not_deliver_goes_to_another_endpoint() {
+    on_worker(async {
+        let authority = Authority::new("root");
+        let [web, cart] = [WEB, CART].map(|identity| credentials(&authority, identity, |_| {}));
+        let nobody = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap();
+        let mut endpoints = Vec::new();
+        let mut sides = Vec::new();
+        for app in [nobody, app().await] {
+            let side = Side::new(Some(cart.clone()), "", Discovery::off());
+            let endpoint = EndpointInfo { identity: Some(CART.parse().unwrap()), ..EndpointInfo::bare(side.receive(app).await) };
+            endpoints.push(Arc::new(endpoint));
+            sides.push(side);
+        }
+        endpoints.sort_by_key(|endpoint| endpoint.address);
+        let (discovery, mut questions) = Discovery::by_hand();
+        let outbound = Side::new(Some(web), "", discovery);
+        let service = ServiceTarget { namespace: "shop".into(), name: "cart".into(), app_protocol: AppProtocol::Detect, endpoints };
+        let (destination, ()) = tokio::join!(outbound.worker.destinations.get_or_watch(SocketAddr::from(([10, 96, 0, 7], 80))), async {
+            let (_, answer) = questions.next().await;
+            drop(answer(Arc::new(Target::Service(service))));
+        });
+        for _ in 0..20 {
+            let post = "POST /secret HTTP/1.1\r\nHost: cart\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
+            let answer = exchange(outbound.connect(&destination).await, post).await;
+            assert!(answer.starts_with("HTTP/1.1 200 ") && !answer.contains("x-mesh-error"), "{answer}");
+        }
+        let refused = sides[0].metrics.render(Discovery::off().stats());
+        let count = refused
+            .lines()
+            .find_map(|line| line.strip_prefix("diy_mesh_proxy_failures_total{direction=\"inbound\",code=\"connect-failed\"} "));
+        assert!(matches!(count, Some("1" | "2")), "the proxy whose app is away is asked, and then left alone: {count:?}");
     });
 }
 
