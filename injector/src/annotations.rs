@@ -17,6 +17,12 @@ pub const DUMP: &str = "diy-service-mesh/dump";
 pub const DUMP_FORMAT: &str = "diy-service-mesh/dump-format";
 /// Whether the proxy lets callers in that have no identity. A namespace may say it too, by a label of this name.
 pub const INBOUND: &str = "diy-service-mesh/inbound";
+/// Ports of the pod whose connections the proxy carries without detection.
+pub const OPAQUE_PORTS: &str = "diy-service-mesh/opaque-ports";
+/// Whether the proxy lets CONNECT requests through to the pod's containers.
+pub const ALLOW_CONNECT: &str = "diy-service-mesh/allow-connect";
+/// The maximum age of an HTTP connection between proxies.
+pub const MAX_CONNECTION_AGE: &str = "diy-service-mesh/max-connection-age";
 /// Written by the injector, read by the controller: this pod has a proxy.
 pub const STATUS: &str = "diy-service-mesh/status";
 /// The value of [`STATUS`].
@@ -29,6 +35,9 @@ pub const STRICT: &str = "strict";
 /// Callers without an identity are let in.
 pub const PERMISSIVE: &str = "permissive";
 const PORTS_FORM: &str = "ports from 1 to 65535 and ranges of them, separated by commas, such as 25,3306,9000-9100";
+const DURATION_FORM: &str = "a duration from 1s to 8760h in one unit (s, m or h), such as 30m";
+/// The longest duration: a year, in seconds.
+const MAX_DURATION: u64 = 365 * 24 * 3600;
 
 /// What the pod itself says about being in the mesh.
 #[derive(Debug, PartialEq, Eq)]
@@ -56,6 +65,12 @@ pub struct Options {
     pub dump_format: Option<&'static str>,
     /// For `proxy --inbound`.
     pub inbound: Option<&'static str>,
+    /// For `proxy --opaque-ports`.
+    pub opaque_ports: Option<String>,
+    /// For `proxy --allow-connect`.
+    pub allow_connect: bool,
+    /// For `proxy --max-connection-age`, in seconds.
+    pub max_connection_age: Option<u64>,
 }
 
 /// Reads the pod's own word on being injected.
@@ -83,6 +98,10 @@ impl Options {
             dump: one_of(pod, DUMP, &DUMPS, &mut problems),
             dump_format: one_of(pod, DUMP_FORMAT, &DUMP_FORMATS, &mut problems),
             inbound: one_of(pod, INBOUND, &[STRICT, PERMISSIVE], &mut problems),
+            opaque_ports: ports(pod, OPAQUE_PORTS, &mut problems),
+            allow_connect: non_empty(pod, ALLOW_CONNECT).is_some()
+                && one_of(pod, ALLOW_CONNECT, &["true", "false"], &mut problems) == Some("true"),
+            max_connection_age: duration(pod, MAX_CONNECTION_AGE, &mut problems),
         };
         if problems.is_empty() { Ok(options) } else { Err(problems) }
     }
@@ -97,12 +116,14 @@ impl Options {
     }
 }
 
+/// The value of the pod's annotation `name`, unless it is empty.
+fn non_empty<'a>(pod: &'a Value, name: &str) -> Option<&'a str> {
+    annotation(pod, name).filter(|value| !value.trim().is_empty())
+}
+
 /// A list of ports without its blanks; none when the annotation is absent or empty.
 fn ports(pod: &Value, name: &str, problems: &mut Vec<String>) -> Option<String> {
-    let value = annotation(pod, name)?;
-    if value.trim().is_empty() {
-        return None;
-    }
+    let value = non_empty(pod, name)?;
     let entries: Option<Vec<String>> = value.split(',').map(port_or_range).collect();
     if entries.is_none() {
         problems.push(wrong(name, value, PORTS_FORM));
@@ -123,6 +144,29 @@ fn port(text: &str) -> Option<u16> {
         return None;
     }
     text.parse().ok().filter(|port| *port != 0)
+}
+
+/// A duration in seconds; none when the annotation is absent or empty.
+fn duration(pod: &Value, name: &str, problems: &mut Vec<String>) -> Option<u64> {
+    let value = non_empty(pod, name)?;
+    let seconds = seconds(value.trim());
+    if seconds.is_none() {
+        problems.push(wrong(name, value, DURATION_FORM));
+    }
+    seconds
+}
+
+fn seconds(text: &str) -> Option<u64> {
+    let (number, unit) = text.split_at_checked(text.len() - 1)?;
+    let unit = match unit {
+        "s" => 1,
+        "m" => 60,
+        "h" => 3600,
+        _ => return None,
+    };
+    // Digits only, as in a port.
+    let number: u64 = number.parse().ok().filter(|_| number.bytes().all(|byte| byte.is_ascii_digit()))?;
+    number.checked_mul(unit).filter(|seconds| (1..=MAX_DURATION).contains(seconds))
 }
 
 fn one_of(pod: &Value, name: &str, allowed: &[&'static str], problems: &mut Vec<String>) -> Option<&'static str> {
@@ -213,6 +257,35 @@ mod tests {
         let options = Options::of(&pod(SKIP_INBOUND_PORTS, "25, 9000-9002")).expect("a good list");
         assert_eq!([24, 25, 8999, 9000, 9002, 9003].map(|port| options.skips_inbound(port)), [false, true, false, true, true, false]);
         assert!(!Options::default().skips_inbound(25));
+    }
+
+    #[test]
+    fn a_duration_is_passed_on_in_seconds() {
+        let read = |value| Options::of(&pod(MAX_CONNECTION_AGE, value)).map(|options| options.max_connection_age);
+        for (value, seconds) in [("90s", 90), (" 30m ", 1800), ("12h", 43_200), ("8760h", MAX_DURATION)] {
+            assert_eq!(read(value), Ok(Some(seconds)), "{value}");
+        }
+        assert_eq!((read(""), read(" ")), (Ok(None), Ok(None)));
+        let huge = format!("{}h", u64::MAX);
+        for bad in ["30", "m", "30 m", "+30m", "-1s", "0s", "0h", "1.5h", "1h30m", "30M", "1d", "8761h", "30é", &huge] {
+            let problem = format!("annotation {MAX_CONNECTION_AGE} is {bad:?}, expected {DURATION_FORM}");
+            assert_eq!(read(bad), Err(vec![problem]));
+        }
+    }
+
+    #[test]
+    fn connect_requests_are_allowed_by_true_alone() {
+        let read = |value| Options::of(&pod(ALLOW_CONNECT, value)).map(|options| options.allow_connect);
+        assert_eq!((read("True"), read("false"), read("")), (Ok(true), Ok(false), Ok(false)));
+        let problem = "annotation diy-service-mesh/allow-connect is \"yes\", expected one of true, false";
+        assert_eq!(read("yes"), Err(vec![problem.into()]));
+    }
+
+    #[test]
+    fn opaque_ports_have_the_form_of_skipped_ports() {
+        let read = |value| Options::of(&pod(OPAQUE_PORTS, value)).map(|options| options.opaque_ports);
+        assert_eq!((read("25, 9000-9100"), read("")), (Ok(Some("25,9000-9100".into())), Ok(None)));
+        assert!(read("smtp").is_err());
     }
 
     #[test]

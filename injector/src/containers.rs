@@ -100,6 +100,9 @@ pub fn proxy(settings: &Settings, ports: Ports, options: &Options, probes: &[Str
     args.extend(options.dump.iter().map(|dump| format!("--dump={dump}")));
     args.extend(options.dump_format.iter().map(|format| format!("--dump-format={format}")));
     args.extend(options.inbound.iter().map(|mode| format!("--inbound={mode}")));
+    args.extend(options.opaque_ports.iter().map(|list| format!("--opaque-ports={list}")));
+    args.extend(options.allow_connect.then(|| "--allow-connect".to_owned()));
+    args.extend(options.max_connection_age.iter().map(|seconds| format!("--max-connection-age={seconds}")));
     args.extend(probes.iter().map(|probe| format!("--probe={probe}")));
     json!({
         "name": PROXY,

@@ -167,6 +167,9 @@ fn annotations(rng: &mut Rng) -> Value {
         ("diy-service-mesh/skip-outbound-ports", "3306"),
         ("diy-service-mesh/dump", "off"),
         ("diy-service-mesh/inbound", *rng.choice(&["strict", "permissive"]).expect("some")),
+        ("diy-service-mesh/opaque-ports", "5432"),
+        ("diy-service-mesh/allow-connect", *rng.choice(&["true", "false"]).expect("some")),
+        ("diy-service-mesh/max-connection-age", "30m"),
         ("diy-service-mesh/status", "unknown"),
         ("example.com/a~b", "c"),
     ];

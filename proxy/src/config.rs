@@ -2,6 +2,7 @@
 //! the ports, for proxy-init must be told the same: there are no defaults for them here.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::Parser;
 use clap::builder::styling::Styles;
@@ -10,6 +11,9 @@ use tracing_subscriber::filter::Targets;
 
 use crate::dump::{Format, Mode};
 use crate::policy::Policy;
+
+/// The largest `--max-connection-age`, in seconds: a year, which is longer than any certificate is valid.
+const MAX_CONNECTION_AGE: u64 = 365 * 24 * 3600;
 
 /// The sidecar proxy of DIY Service Mesh: carries every TCP connection of its pod.
 #[derive(Debug, Parser)]
@@ -36,6 +40,15 @@ pub struct RawConfig {
     /// A kubelet's probe, which `strict` lets in: `http:PORT:PATH`, `tcp:PORT` or `grpc:PORT`; may be repeated
     #[arg(long, value_name = "PROBE")]
     probe: Vec<String>,
+    /// Ports of the app whose connections are carried without detection, such as 25,9000-9100
+    #[arg(long, value_name = "LIST", default_value = "", hide_default_value = true, allow_hyphen_values = true)]
+    opaque_ports: String,
+    /// Let CONNECT requests through to the app
+    #[arg(long)]
+    allow_connect: bool,
+    /// Maximum age of an HTTP connection between proxies [default: none]
+    #[arg(long, value_name = "SECONDS", default_value = "", hide_default_value = true, allow_hyphen_values = true)]
+    max_connection_age: String,
     /// Worker threads, one a core given
     #[arg(long, value_name = "N", default_value = "1")]
     workers: String,
@@ -83,7 +96,9 @@ pub struct Config {
     /// Worker threads.
     pub workers: usize,
     /// The longest that draining takes.
-    pub drain: std::time::Duration,
+    pub drain: Duration,
+    /// The maximum age of an HTTP connection between proxies, where there is one.
+    pub max_connection_age: Option<Duration>,
     /// The controller's URL.
     pub controller: tonic::transport::Uri,
     /// How the controller proves itself. None where it is asked in the clear: then this proxy has no identity.
@@ -143,7 +158,7 @@ impl Config {
                 Format::Text
             }
         };
-        let mut policy = Policy { strict: raw.inbound == "strict", ..Policy::default() };
+        let mut policy = Policy { strict: raw.inbound == "strict", allow_connect: raw.allow_connect, ..Policy::default() };
         if !matches!(raw.inbound.as_str(), "strict" | "permissive") {
             problems.push(format!("--inbound {}: expected strict or permissive", raw.inbound));
         }
@@ -153,6 +168,10 @@ impl Config {
                 Err(problem) => problems.push(format!("--probe {problem}")),
             }
         }
+        match raw.opaque_ports.parse() {
+            Ok(ports) => policy.opaque_ports = ports,
+            Err(problem) => problems.push(format!("--opaque-ports {problem}")),
+        }
         let mut number = |flag: &str, text: &str, most: u64| match text.parse::<u64>() {
             Ok(number) if (1..=most).contains(&number) => number,
             _ => {
@@ -161,7 +180,9 @@ impl Config {
             }
         };
         let workers = number("workers", &raw.workers, 64) as usize;
-        let drain = std::time::Duration::from_secs(number("drain-seconds", &raw.drain_seconds, 3600));
+        let drain = Duration::from_secs(number("drain-seconds", &raw.drain_seconds, 3600));
+        let age = raw.max_connection_age.trim();
+        let max_connection_age = (!age.is_empty()).then(|| Duration::from_secs(number("max-connection-age", age, MAX_CONNECTION_AGE)));
         let controller = parse_controller(raw.controller.as_deref()).unwrap_or_else(|problem| {
             problems.push(problem);
             tonic::transport::Uri::default()
@@ -191,6 +212,7 @@ impl Config {
             policy,
             workers,
             drain,
+            max_connection_age,
             controller,
             controller_proof,
             token_file,
@@ -297,6 +319,24 @@ mod tests {
             assert!(report.contains(part), "{part} is not in:\n{report}");
         }
         assert!(with(7, "http://controller:8080").unwrap().controller_proof.is_none());
+    }
+
+    #[test]
+    fn settings_that_are_absent_or_empty_are_off() {
+        let given = |args: &[&str]| config(&[&RIGHT, args].concat()).unwrap();
+        for config in [given(&[]), given(&["--opaque-ports=", "--max-connection-age="])] {
+            assert_eq!((config.policy, config.max_connection_age), (Policy::default(), None));
+        }
+        let config = given(&["--opaque-ports=25,9000-9100", "--allow-connect", "--max-connection-age=1800"]);
+        assert!(config.policy.opaque_ports.contains(9050) && !config.policy.opaque_ports.contains(80) && config.policy.allow_connect);
+        assert_eq!(config.max_connection_age, Some(Duration::from_secs(1800)));
+    }
+
+    #[test]
+    fn wrong_settings_are_named_with_their_values() {
+        let report = config(&[&RIGHT[..], &["--opaque-ports=25,smtp", "--max-connection-age=0"]].concat()).unwrap_err();
+        assert!(report.contains("--opaque-ports \"smtp\": expected a port from 1 to 65535"), "{report}");
+        assert!(report.contains("--max-connection-age 0: expected a number, 1 to 31536000"), "{report}");
     }
 
     #[test]

@@ -32,6 +32,7 @@ pub mod orig_dst;
 pub mod outbound;
 pub mod policy;
 pub mod pool;
+pub mod ports;
 pub mod race;
 pub mod serve;
 pub mod tls;

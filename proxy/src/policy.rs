@@ -8,6 +8,7 @@ use std::str::FromStr;
 use diy_mesh_proto::Identity;
 
 use crate::error::Failure;
+use crate::ports::PortSet;
 
 /// Who is at the other end of a client's connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -68,7 +69,9 @@ pub struct Policy {
     pub strict: bool,
     /// The kubelet's, which can't.
     pub probes: Vec<Probe>,
-    /// The app takes CONNECT requests.
+    /// The app's ports whose connections are carried without a look at their bytes.
+    pub opaque_ports: PortSet,
+    /// Whether the app takes CONNECT requests.
     pub allow_connect: bool,
 }
 
@@ -179,7 +182,8 @@ mod tests {
     use super::*;
 
     fn strict(probes: &[&str]) -> Policy {
-        Policy { strict: true, probes: probes.iter().map(|probe| probe.parse().expect("a probe")).collect(), ..Policy::default() }
+        let probes = probes.iter().map(|probe| probe.parse().expect("a probe")).collect();
+        Policy { strict: true, probes, ..Policy::default() }
     }
 
     fn peer() -> Caller {
