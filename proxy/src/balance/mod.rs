@@ -48,6 +48,8 @@ struct Slot {
 pub struct Destination {
     /// Where they were going.
     pub address: SocketAddr,
+    /// An endpoint has announced that it takes WebSockets in HTTP/2 (RFC 8441).
+    pub takes_extended_connect: Cell<bool>,
     news: Option<RefCell<watch::Receiver<Arc<Target>>>>,
     state: RefCell<State>,
 }
@@ -154,12 +156,16 @@ impl Slot {
 impl Destination {
     /// One that is where it is: the local app, or a place that nobody needs to know more of.
     pub fn fixed(address: SocketAddr) -> Self {
-        Self { address, news: None, state: RefCell::new(State::of(&Target::Unknown, address, Vec::new())) }
+        Self::new(address, None, State::of(&Target::Unknown, address, Vec::new()))
     }
 
     fn watched(address: SocketAddr, mut news: watch::Receiver<Arc<Target>>) -> Self {
         let state = State::of(&news.borrow_and_update(), address, Vec::new());
-        Self { address, news: Some(RefCell::new(news)), state: RefCell::new(state) }
+        Self::new(address, Some(RefCell::new(news)), state)
+    }
+
+    fn new(address: SocketAddr, news: Option<RefCell<watch::Receiver<Arc<Target>>>>, state: State) -> Self {
+        Self { address, takes_extended_connect: Cell::new(false), news, state: RefCell::new(state) }
     }
 
     /// What it speaks, as far as its Service says.

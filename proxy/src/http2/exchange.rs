@@ -56,7 +56,7 @@ pub(super) async fn carry(request: Request<RecvStream>, respond: SendResponse<By
         target: parts.uri.path_and_query().map_or("", |path| path.as_str()).as_bytes(),
         http2: true,
         has_body: !exchange.upload.is_done(),
-        upgrade: false,
+        upgrade: head::extended_protocol(&parts).is_some_and(|protocol| protocol.eq_ignore_ascii_case("websocket")),
     };
     match exchange.client.flow.authorize_request(&request) {
         // An exempt probe is the only exchange of its connection.
@@ -151,6 +151,11 @@ impl Exchange {
                 return Err(Stopped::Failed { failure, again, avoid: Some(endpoint.address) });
             }
         };
+        if head::extended_protocol(&parts).is_some() && !lease.takes_extended_connect() {
+            let reason = "it does not take extended CONNECT requests".to_owned();
+            let failure = Failure::UpstreamMalformed { address: endpoint.address, reason };
+            return Err(Stopped::Failed { failure, again: false, avoid: None });
+        }
         let mut in_flight = endpoint.begin();
         let sent = lease.send(Request::from_parts(parts, ()), self.upload.is_done());
         let (response, to_upstream) = sent.map_err(|error| self.broke(&error, &endpoint, true))?;
@@ -167,6 +172,9 @@ impl Exchange {
                 return Err(self.broke(&error, &attempt.endpoint, attempt.lease.is_reused()));
             }
         };
+        if attempt.lease.takes_extended_connect() {
+            flow.destination.takes_extended_connect.set(true);
+        }
         let (mut parts, body) = response.into_parts();
         // Only a peer's proxy, which has proven itself, speaks for the mesh.
         let is_peer = attempt.lease.is_secured();

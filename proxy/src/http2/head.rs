@@ -36,13 +36,18 @@ pub(super) fn malformed(parts: &Parts) -> Option<&'static str> {
             return Some("Host and :authority differ");
         }
     }
-    if parts.method == Method::CONNECT {
+    if parts.method == Method::CONNECT && extended_protocol(parts).is_none() {
         let named = authority.is_some_and(|authority| authority::is_host_and_port(authority.as_bytes()));
         return (!named).then_some("the :authority of CONNECT is not HOST:PORT");
     }
     let path = parts.uri.path_and_query().map_or("", |path| path.as_str());
     let asterisk = path == "*" && parts.method == Method::OPTIONS;
     (!path.starts_with('/') && !asterisk).then_some(":path does not begin with a slash")
+}
+
+/// The protocol that an extended CONNECT asks for (RFC 8441, section 4).
+pub(super) fn extended_protocol(parts: &Parts) -> Option<&str> {
+    parts.extensions.get::<h2::ext::Protocol>().map(h2::ext::Protocol::as_str)
 }
 
 /// Makes the head fit to be sent on.

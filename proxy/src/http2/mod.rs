@@ -67,8 +67,17 @@ pub async fn serve(io: Io, flow: Rc<Flow>) {
     let drain = flow.worker.drain.clone();
     let client = Rc::new(Client::new(flow));
     let mut drain = pin!(drain.cancelled());
-    let mut serving =
-        Serving { connection, io: io.clone(), client, talk: 0, tick: Box::pin(sleep(IDLE)), quiet: false, draining: false, flooded: false };
+    let mut serving = Serving {
+        connection,
+        io: io.clone(),
+        client,
+        talk: 0,
+        tick: Box::pin(sleep(IDLE)),
+        quiet: false,
+        draining: false,
+        flooded: false,
+        takes_extended_connect: false,
+    };
     let sent_away = io.drive(|cx| serving.poll(cx, drain.as_mut())).await;
     drop(serving);
     if sent_away {
@@ -102,6 +111,8 @@ struct Serving {
     quiet: bool,
     draining: bool,
     flooded: bool,
+    /// The client has been told that it may open WebSockets.
+    takes_extended_connect: bool,
 }
 
 impl Serving {
@@ -110,6 +121,10 @@ impl Serving {
         if !self.draining && (drain.poll(cx).is_ready() || self.client.has_probed.get()) {
             self.draining = true;
             self.connection.graceful_shutdown();
+        }
+        if !self.takes_extended_connect && self.client.flow.destination.takes_extended_connect.get() {
+            // While the client has yet to acknowledge other settings, the next poll tries again.
+            self.takes_extended_connect = self.connection.enable_connect_protocol().is_ok();
         }
         loop {
             match self.connection.poll_accept(cx) {

@@ -209,6 +209,11 @@ impl Lease {
         self.connection.is_secured
     }
 
+    /// The peer takes WebSockets in streams (RFC 8441).
+    pub fn takes_extended_connect(&self) -> bool {
+        self.connection.sender.borrow().is_extended_connect_protocol_enabled()
+    }
+
     /// The connection has carried a stream before.
     pub fn is_reused(&self) -> bool {
         self.connection.reused.get()

@@ -2,6 +2,7 @@
 
 mod calls;
 mod endpoints;
+mod forgery;
 mod hostile;
 mod passing;
 
@@ -67,7 +68,11 @@ impl Mesh {
     }
 
     fn with(discovery: Discovery) -> Self {
-        let (seat, dumped) = (Seat::for_a_test(""), Output::default());
+        Self::with_arguments(discovery, "")
+    }
+
+    fn with_arguments(discovery: Discovery, arguments: &str) -> Self {
+        let (seat, dumped) = (Seat::for_a_test(arguments), Output::default());
         let (metrics, drain) = (seat.metrics.clone(), seat.drain.clone());
         let dump_config = DumpConfig { mode: Mode::Full, format: Format::Text, out: Box::new(dumped.clone()) };
         let dumps = Dumps::start(dump_config, metrics.clone()).unwrap();
@@ -92,16 +97,19 @@ impl Mesh {
 
     /// A client's raw connection through the proxy.
     async fn dial(&self, destination: &Rc<Destination>) -> TcpStream {
+        self.carry(Direction::Outbound, destination, Caller::App).await
+    }
+
+    /// The HTTP/2 connection of somebody who proves nothing, through the proxy to its app at `address`.
+    async fn inbound_client(&self, address: SocketAddr) -> SendRequest<Bytes> {
+        connect(self.carry(Direction::Inbound, &Rc::new(Destination::fixed(address)), Caller::Unproven).await).await
+    }
+
+    async fn carry(&self, direction: Direction, destination: &Rc<Destination>, caller: Caller) -> TcpStream {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let (client, accepted) = tokio::join!(TcpStream::connect(listener.local_addr().unwrap()), listener.accept());
         let (stream, peer) = accepted.unwrap();
-        let flow = Flow {
-            worker: self.worker.clone(),
-            direction: Direction::Outbound,
-            peer,
-            destination: destination.clone(),
-            caller: Caller::App,
-        };
+        let flow = Flow { worker: self.worker.clone(), direction, peer, destination: destination.clone(), caller };
         tokio::task::spawn_local(super::serve(Io::new(stream), Rc::new(flow)));
         client.unwrap()
     }
