@@ -386,6 +386,7 @@ mod tests {
             zone: "".into(),
             identity: None,
             bypassed: Vec::new(),
+            opaque_ports: Box::default(),
         }))
     }
 

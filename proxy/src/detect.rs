@@ -69,6 +69,15 @@ pub fn classify_inbound(bytes: &[u8]) -> Verdict {
     }
 }
 
+/// As [`classify_inbound`] on a port that the pod declares opaque: everything but mesh TLS is opaque.
+pub fn classify_inbound_opaque(bytes: &[u8]) -> Verdict {
+    match tls::look(bytes) {
+        Hello::Mesh => Verdict::Known(Protocol::MeshTls),
+        Hello::NeedMore => Verdict::NeedMore,
+        Hello::Foreign => Verdict::Known(Protocol::Opaque),
+    }
+}
+
 /// The protocol of an unfinished first line whose client sends no more for now. The beginning of a request gets HTTP's answer to an
 /// incomplete one; anything else is passed on, while an [`Onlooker`] reads the rest of the line.
 pub fn take_a_guess(bytes: &[u8]) -> Protocol {

@@ -15,7 +15,7 @@ use tokio::time::timeout;
 
 use crate::balance::{Endpoint, InFlight};
 use crate::connect;
-use crate::detect::{Protocol, Verdict, announced, classify, classify_inbound, is_binary, is_http2_server, take_a_guess};
+use crate::detect::{Protocol, Verdict, classify, classify_inbound, classify_inbound_opaque, is_binary, is_http2_server, take_a_guess};
 use crate::error::Failure;
 use crate::io::Io;
 use crate::policy::Caller;
@@ -49,23 +49,27 @@ pub struct Dialed {
 
 /// Waits for the first word of either side: what the connection carries. The connection that it makes meanwhile, if it comes to
 /// that, is left in `dialed`. Fails where there is nobody to connect to, or the client left.
-pub async fn first_word(client: &mut Io, flow: &Flow, dialed: &mut Option<Dialed>) -> Result<Protocol, Failure> {
-    if let Some(protocol) = announced(flow.destination.app_protocol()) {
-        return Ok(protocol);
-    }
-    // A peer's proxy speaks first, and once only.
-    let (classify, head_start): (Classify, _) = match flow.caller {
-        Caller::Unproven => (classify_inbound, PEERS_HEAD_START),
-        _ => (classify, HEAD_START),
+pub async fn first_word(
+    client: &mut Io,
+    flow: &Flow,
+    declared: Option<Protocol>,
+    dialed: &mut Option<Dialed>,
+) -> Result<Protocol, Failure> {
+    // A peer's proxy speaks first, and once only. Its TLS ends here on an opaque port too.
+    let (detector, head_start) = match (&flow.caller, declared) {
+        (Caller::Unproven, Some(_)) => (Detector { classify: classify_inbound_opaque, guess: |_| Protocol::Opaque }, PEERS_HEAD_START),
+        (Caller::Unproven, None) => (Detector { classify: classify_inbound, guess: take_a_guess }, PEERS_HEAD_START),
+        (_, Some(protocol)) => return Ok(protocol),
+        (_, None) => (Detector { classify, guess: take_a_guess }, HEAD_START),
     };
     if let Err(refused) = flow.admits_unseen() {
         // The app hears nothing of somebody who may not come in.
-        return timeout(STRANGERS_WORD, listen(client, classify)).await.unwrap_or(Err(refused));
+        return timeout(STRANGERS_WORD, listen(client, detector)).await.unwrap_or(Err(refused));
     }
-    if let Ok(listened) = timeout(head_start, listen(client, classify)).await {
+    if let Ok(listened) = timeout(head_start, listen(client, detector)).await {
         return listened;
     }
-    let mut listening = pin!(listen(client, classify));
+    let mut listening = pin!(listen(client, detector));
     let mut dialing: Dialing = match dialed.take() {
         Some(dialed) => Box::pin(ready(Ok(dialed))),
         None => {
@@ -99,7 +103,7 @@ pub async fn first_word(client: &mut Io, flow: &Flow, dialed: &mut Option<Dialed
             poll_fn(|cx| match listening.as_mut().poll(cx) {
                 Poll::Pending => loop {
                     match ready!(upstream.poll_fill(cx)) {
-                        Ok(1..) if is_http2_server(upstream.unread()) => {}
+                        Ok(1..) if declared.is_none() && is_http2_server(upstream.unread()) => {}
                         _ => return Poll::Ready(Ok(Protocol::Opaque)),
                     }
                 },
@@ -110,8 +114,13 @@ pub async fn first_word(client: &mut Io, flow: &Flow, dialed: &mut Option<Dialed
     }
 }
 
-/// What bytes are.
-type Classify = fn(&[u8]) -> Verdict;
+/// How the protocol is told from the client's bytes.
+#[derive(Clone, Copy)]
+struct Detector {
+    classify: fn(&[u8]) -> Verdict,
+    /// The protocol of an unfinished beginning when no more bytes come.
+    guess: fn(&[u8]) -> Protocol,
+}
 
 /// A connection that is being made.
 type Dialing = Pin<Box<dyn Future<Output = Result<Dialed, Failure>>>>;
@@ -153,23 +162,23 @@ pub async fn dial(flow: &Flow, inside: Inside) -> Result<Dialed, Failure> {
 }
 
 /// The client's word, once it is long enough to tell what it is; what was read stays unread.
-async fn listen(client: &mut Io, classify: Classify) -> Result<Protocol, Failure> {
+async fn listen(client: &mut Io, detector: Detector) -> Result<Protocol, Failure> {
     loop {
         let filled = if client.unread().is_empty() {
             poll_fn(|cx| client.poll_fill(cx)).await
         } else {
             match timeout(patience(client.unread()), poll_fn(|cx| client.poll_fill(cx))).await {
                 Ok(filled) => filled,
-                Err(_) => return Ok(take_a_guess(client.unread())),
+                Err(_) => return Ok((detector.guess)(client.unread())),
             }
         };
         match filled {
             // The client said nothing and half-closed: the server may have something to say yet.
-            Ok(0) => return Ok(take_a_guess(client.unread())),
+            Ok(0) => return Ok((detector.guess)(client.unread())),
             Ok(_) => {}
             Err(error) => return Err(left(&error)),
         }
-        if let Verdict::Known(protocol) = classify(client.unread()) {
+        if let Verdict::Known(protocol) = (detector.classify)(client.unread()) {
             return Ok(protocol);
         }
     }

@@ -4,7 +4,7 @@
 use std::rc::Rc;
 use std::time::Instant;
 
-use crate::detect::{Onlooker, Protocol, announced};
+use crate::detect::{Onlooker, Protocol};
 use crate::error::Failure;
 use crate::io::Io;
 use crate::policy::Caller;
@@ -16,22 +16,21 @@ use crate::{copy, http1, http2};
 /// Serves a connection until it ends.
 pub async fn serve(mut client: Io, mut flow: Flow) {
     let mut dialed = None;
-    // Where nobody has said what the connection carries, the first bytes tell.
-    let mut onlooker = announced(flow.destination.app_protocol()).is_none().then(Onlooker::default);
+    // Where the protocol is not declared, the first bytes tell.
+    let declared = flow.declared_protocol();
+    let onlooker = declared.is_none().then(Onlooker::default);
     let protocol = loop {
-        match race::first_word(&mut client, &flow, &mut dialed).await {
+        match race::first_word(&mut client, &flow, declared, &mut dialed).await {
             Ok(Protocol::MeshTls) => match flow.worker.tls.accept(client, flow.peer).await {
                 Ok((secured, identity, inside)) => {
                     client = secured;
                     flow.caller = Caller::Peer(Rc::new(identity));
-                    match inside {
-                        Inside::Http1 => break Protocol::Http1,
-                        Inside::Http2 => break Protocol::Http2,
-                        Inside::Opaque => {
-                            onlooker = None;
-                            break Protocol::Opaque;
-                        }
-                        Inside::Undecided => {}
+                    // The caller does not decide that nobody looks: its ALPN counts only where it leads to the HTTP parser.
+                    match (declared, inside) {
+                        (Some(protocol), _) => break protocol,
+                        (None, Inside::Http1) => break Protocol::Http1,
+                        (None, Inside::Http2) => break Protocol::Http2,
+                        (None, Inside::Opaque | Inside::Undecided) => {}
                     }
                 }
                 Err(failure) => return note(&flow, &failure),

@@ -16,6 +16,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::balance::{Destination, Destinations};
 use crate::config::Config;
+use crate::detect::{Protocol, announced};
 use crate::discovery::Discovery;
 use crate::dump::{ConnectionInfo, Direction, Dumps, ExchangeDump};
 use crate::error::Failure;
@@ -217,6 +218,18 @@ impl Flow {
     /// The record of an exchange that begins now, where it is to be dumped.
     pub fn dump(&self) -> Option<ExchangeDump> {
         self.worker.dumps.exchange(&self.info())
+    }
+
+    /// The protocol of the connection where it is declared. Inbound, only the pod's own opaque ports count; outbound, what discovery
+    /// knows of the destination.
+    pub fn declared_protocol(&self) -> Option<Protocol> {
+        match self.direction {
+            Direction::Inbound => {
+                let opaque_ports = &self.worker.config.policy.opaque_ports;
+                opaque_ports.contains(self.destination.address.port()).then_some(Protocol::Opaque)
+            }
+            Direction::Outbound => announced(self.destination.app_protocol()),
+        }
     }
 
     /// Whether a connection may be made for the caller, whatever they want.

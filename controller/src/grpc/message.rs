@@ -50,6 +50,7 @@ fn endpoint(endpoint: &Endpoint) -> proto::Endpoint {
         pod_name: pod.map(|pod| pod.name.to_string()).unwrap_or_default(),
         pod_namespace: pod.map(|pod| pod.namespace.to_string()).unwrap_or_default(),
         identity: endpoint.identity.as_deref().unwrap_or_default().to_owned(),
+        opaque: endpoint.opaque,
     }
 }
 

@@ -19,6 +19,9 @@ const STATUS_ANNOTATION: &str = "diy-service-mesh/status";
 /// Ports that the pod keeps from its proxy; the proxy's admin port is called this by the injector.
 const SKIP_ANNOTATION: &str = "diy-service-mesh/skip-inbound-ports";
 const ADMIN_PORT: &str = "mesh-admin";
+/// The init container and the argument of it in which the injector writes down the pod's opaque ports. A pod's spec does not change.
+const PROXY: &str = "proxy";
+const OPAQUE_PORTS_ARGUMENT: &str = "--opaque-ports=";
 
 /// An object that cannot be used, and why.
 #[derive(Debug, PartialEq, thiserror::Error)]
@@ -104,6 +107,7 @@ pub fn pod(object: &core::Pod, trust_domain: &str) -> Result<Pod, ConvertError> 
         zone: label(&object.metadata, ZONE_LABEL).unwrap_or_default().into(),
         identity,
         bypassed: bypassed(object),
+        opaque_ports: opaque_ports(object),
         key,
     })
 }
@@ -111,15 +115,27 @@ pub fn pod(object: &core::Pod, trust_domain: &str) -> Result<Pod, ConvertError> 
 /// What the pod's annotation keeps from its proxy, and the proxy's own admin port. The injector has refused what is no list of ports.
 fn bypassed(object: &core::Pod) -> Vec<RangeInclusive<u16>> {
     let list = object.metadata.annotations.as_ref().and_then(|all| all.get(SKIP_ANNOTATION)).map_or("", String::as_str);
-    let skipped = list.split(',').filter_map(|part| {
-        let (first, last) = part.split_once('-').unwrap_or((part, part));
-        Some(first.trim().parse().ok()?..=last.trim().parse().ok()?)
-    });
+    let skipped = ports(list);
     let spec = object.spec.iter();
     let containers = spec.flat_map(|spec| spec.init_containers.iter().flatten().chain(&spec.containers));
     let ports = containers.flat_map(|container| container.ports.iter().flatten());
     let admin = ports.filter(|port| port.name.as_deref() == Some(ADMIN_PORT)).filter_map(|port| u16::try_from(port.container_port).ok());
     skipped.chain(admin.map(|port| port..=port)).collect()
+}
+
+/// The opaque ports in the arguments of the injected proxy.
+fn opaque_ports(object: &core::Pod) -> Box<[RangeInclusive<u16>]> {
+    let containers = object.spec.iter().flat_map(|spec| spec.init_containers.iter().flatten());
+    let arguments = containers.filter(|container| container.name == PROXY).flat_map(|proxy| proxy.args.iter().flatten());
+    arguments.filter_map(|argument| argument.strip_prefix(OPAQUE_PORTS_ARGUMENT)).flat_map(ports).collect()
+}
+
+/// The ports and ranges of a list, without what is neither.
+fn ports(list: &str) -> impl Iterator<Item = RangeInclusive<u16>> {
+    list.split(',').filter_map(|part| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        Some(first.trim().parse().ok()?..=last.trim().parse().ok()?)
+    })
 }
 
 fn is_ready(status: &core::PodStatus) -> bool {
@@ -310,6 +326,24 @@ spec: {containers: [{name: app}], initContainers: [{name: proxy, ports: [{name: 
         for port in [26, 80, 8999, 9101, 4000] {
             assert_eq!(converted.identity_at(port).as_deref(), Some("spiffe://cluster.local/ns/shop/sa/default"), "{port}");
         }
+    }
+
+    #[test]
+    fn opaque_ports_are_read_from_the_proxys_arguments_and_nowhere_else() {
+        let converted = pod(
+            &read(
+                "metadata: {name: p, namespace: shop, annotations: {diy-service-mesh/status: injected, diy-service-mesh/opaque-ports: '80'}}
+spec:
+  containers: [{name: app, args: ['--opaque-ports=81']}]
+  initContainers: [{name: other, args: ['--opaque-ports=82']}, {name: proxy, args: ['--dump=off', '--opaque-ports=25,9000-9100']}]",
+            ),
+            "cluster.local",
+        )
+        .unwrap();
+        let opaque: Vec<u16> = (1..=u16::MAX).filter(|port| converted.is_opaque_at(*port)).collect();
+        assert_eq!(opaque, [vec![25], (9000..=9100).collect()].concat());
+        let plain = pod(&read("{metadata: {name: p}, spec: {containers: []}}"), "cluster.local").unwrap();
+        assert!(plain.opaque_ports.is_empty());
     }
 
     #[test]

@@ -130,6 +130,7 @@ impl Index {
                 zone: pod.zone.clone(),
                 pod: Some(pod.key.clone()),
                 identity: pod.identity_at(destination.port()),
+                opaque: pod.is_opaque_at(destination.port()),
             }],
         })
     }
@@ -164,6 +165,7 @@ impl Index {
             zone: endpoint.zone.clone(),
             pod: pod.map(|pod| pod.key.clone()),
             identity: pod.and_then(|pod| pod.identity_at(address.port())),
+            opaque: pod.is_some_and(|pod| pod.is_opaque_at(address.port())),
         })
     }
 

@@ -232,11 +232,18 @@ pub struct Pod {
     pub identity: Option<Arc<str>>,
     /// The ports that do not pass its proxy, where it is meshed: nobody there proves anything.
     pub bypassed: Vec<RangeInclusive<u16>>,
+    /// The ports whose connections its proxy carries as bytes, whatever anybody else says.
+    pub opaque_ports: Box<[RangeInclusive<u16>]>,
 }
 
 impl Pod {
     /// The SPIFFE ID to expect at one of its ports.
     pub fn identity_at(&self, port: u16) -> Option<Arc<str>> {
         self.identity.clone().filter(|_| !self.bypassed.iter().any(|ports| ports.contains(&port)))
+    }
+
+    /// Whether the pod declares one of its ports opaque.
+    pub fn is_opaque_at(&self, port: u16) -> bool {
+        self.opaque_ports.iter().any(|ports| ports.contains(&port))
     }
 }

@@ -49,6 +49,8 @@ pub struct Endpoint {
     pub pod: Option<Key>,
     /// The SPIFFE ID to expect; none: not meshed.
     pub identity: Option<Arc<str>>,
+    /// Whether the pod declares the port opaque.
+    pub opaque: bool,
 }
 
 /// What turns one state's endpoints into another's.
@@ -128,6 +130,7 @@ fn version(target: Option<&Target>) -> Version {
         digest.text(endpoint.pod.as_ref().map_or("", |pod| &pod.namespace));
         digest.text(endpoint.pod.as_ref().map_or("", |pod| &pod.name));
         digest.text(endpoint.identity.as_deref().unwrap_or(""));
+        digest.number(endpoint.opaque.into());
     }
     digest.finish()
 }
@@ -137,7 +140,7 @@ mod tests {
     use super::*;
 
     fn endpoint(address: &str, zone: &str) -> Endpoint {
-        Endpoint { address: address.parse().unwrap(), zone: zone.into(), pod: None, identity: None }
+        Endpoint { address: address.parse().unwrap(), zone: zone.into(), pod: None, identity: None, opaque: false }
     }
 
     fn state(name: &str, endpoints: Vec<Endpoint>) -> State {
@@ -169,6 +172,7 @@ mod tests {
         versions.push(state("web", vec![endpoint("10.0.0.1:80", "a")]).version);
         versions.push(state("web", vec![Endpoint { pod: Some(Key::new("shop", "p")), ..endpoint("10.0.0.1:80", "") }]).version);
         versions.push(state("web", vec![Endpoint { identity: Some("spiffe://x".into()), ..endpoint("10.0.0.1:80", "") }]).version);
+        versions.push(state("web", vec![Endpoint { opaque: true, ..endpoint("10.0.0.1:80", "") }]).version);
         for (position, version) in versions.iter().enumerate() {
             assert!(!versions[..position].contains(version), "version {position} stands for two states");
         }

@@ -56,6 +56,7 @@ fn pod(name: &str, addresses: &[&str]) -> Pod {
         zone: "".into(),
         identity: Some("spiffe://cluster.local/ns/shop/sa/web".into()),
         bypassed: Vec::new(),
+        opaque_ports: Box::default(),
     }
 }
 
@@ -93,6 +94,30 @@ fn each_port_of_each_family_leads_to_its_own_endpoints() {
     let target = index.resolve("10.96.0.1:80".parse().unwrap()).target.unwrap();
     assert_eq!(target.app_protocol, "http");
     assert_eq!(target.endpoints[0].identity.as_deref(), Some("spiffe://cluster.local/ns/shop/sa/web"));
+}
+
+#[test]
+fn a_pods_opaque_ports_are_those_of_its_endpoints_by_every_address() {
+    let declares = |ports: &[std::ops::RangeInclusive<u16>]| Object::Pod(Pod { opaque_ports: ports.into(), ..pod("p", &["10.0.0.1"]) });
+    let mut index = index([
+        Object::Service(service("web", &["10.96.0.1"])),
+        Object::Slice(slice("web-1", "web", 8080, vec![endpoint("10.0.0.1", "p"), endpoint("10.0.0.2", "")])),
+        declares(&[8080..=8080]),
+    ]);
+    let opaque = |index: &Index, destination: &str| {
+        let endpoints = index.resolve(destination.parse().unwrap()).target.unwrap().endpoints;
+        endpoints.iter().map(|endpoint| endpoint.opaque).collect::<Vec<_>>()
+    };
+    assert_eq!(opaque(&index, "10.96.0.1:80"), [true, false]);
+    assert_eq!(opaque(&index, "10.96.0.1:9000"), [false, false]);
+    assert_eq!((opaque(&index, "10.0.0.1:8080"), opaque(&index, "10.0.0.1:80")), (vec![true], vec![false]));
+    // Another pod of the name declares nothing: subscribers hear of it.
+    let before = index.resolve("10.96.0.1:80".parse().unwrap());
+    let mut touched = Touched::default();
+    index.apply(Change::Apply(declares(&[])), &mut touched);
+    assert!(touched.addresses.contains(&ip("10.96.0.1")));
+    let Update::Difference(delta) = index.resolve("10.96.0.1:80".parse().unwrap()).since(&before) else { panic!("a delta is enough") };
+    assert_eq!(delta.upserted.iter().map(|endpoint| endpoint.address.to_string()).collect::<Vec<_>>(), ["10.0.0.1:8080"]);
 }
 
 #[test]

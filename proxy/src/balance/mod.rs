@@ -168,7 +168,7 @@ impl Destination {
         Self { address, takes_extended_connect: Cell::new(false), news, state: RefCell::new(state) }
     }
 
-    /// What it speaks, as far as its Service says.
+    /// What it speaks, as far as its endpoints or its Service declare.
     pub fn app_protocol(&self) -> AppProtocol {
         self.take_news();
         self.state.borrow().app_protocol
@@ -231,6 +231,9 @@ impl State {
             }
             Target::Pod(pod) => (format!("{}/{}", pod.namespace, pod.name), pod.app_protocol, vec![pod.endpoint.clone()]),
         };
+        // The endpoints' own declaration counts more than their Service's.
+        let opaque = !endpoints.is_empty() && endpoints.iter().all(|endpoint| endpoint.opaque);
+        let app_protocol = if opaque { AppProtocol::Opaque } else { app_protocol };
         Self { name: name.into(), app_protocol, members: merge(before, endpoints) }
     }
 

@@ -162,6 +162,17 @@ fn unknown_goes_where_it_was_going_and_so_does_a_pod() {
     assert_eq!(picks(&destination, &[], 1).len(), 1);
 }
 
+#[test]
+fn a_destination_is_opaque_when_all_of_its_endpoints_are() {
+    let opaque = |text: &str| Arc::new(EndpointInfo { opaque: true, ..EndpointInfo::bare(address(text)) });
+    let (sender, destination) = announced(service(&[opaque("10.0.0.1:80"), opaque("10.0.0.2:80")]));
+    assert_eq!(destination.app_protocol(), AppProtocol::Opaque, "whatever the Service declares");
+    for others in [vec![opaque("10.0.0.1:80"), info("10.0.0.2:80")], Vec::new()] {
+        sender.send_replace(service(&others));
+        assert_eq!(destination.app_protocol(), AppProtocol::Http2, "{others:?}");
+    }
+}
+
 #[tokio::test]
 async fn those_who_ask_at_once_share_one_watch_and_one_answer() {
     let (discovery, mut questions) = Discovery::by_hand();

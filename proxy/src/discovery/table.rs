@@ -311,6 +311,21 @@ mod tests {
     }
 
     #[test]
+    fn an_endpoint_is_opaque_as_announced_last() {
+        let mut table = table();
+        let receiver = watch(&mut table);
+        let opaque = || match &**receiver.borrow() {
+            Target::Service(service) => service.endpoints.iter().map(|endpoint| endpoint.opaque).collect::<Vec<_>>(),
+            other => panic!("{other:?}"),
+        };
+        apply(&mut table, "1", snapshot(Kind::Service, &["10.0.0.1:80", "10.0.0.2:80"]));
+        assert_eq!(opaque(), [false, false]);
+        let upserted = vec![Endpoint { opaque: true, ..endpoint("10.0.0.2:80") }];
+        apply(&mut table, "2", Update::Delta(Delta { upserted, removed: Vec::new() }));
+        assert_eq!(opaque(), [false, true]);
+    }
+
+    #[test]
     fn an_announced_endpoint_is_a_new_arc_and_its_sibling_the_old_one() {
         let mut table = table();
         let receiver = watch(&mut table);

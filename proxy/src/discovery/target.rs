@@ -84,6 +84,8 @@ pub struct EndpointInfo {
     pub pod: String,
     /// The SPIFFE ID to expect where it is meshed.
     pub identity: Option<Identity>,
+    /// Whether the pod declares the port opaque.
+    pub opaque: bool,
 }
 
 impl Target {
@@ -96,7 +98,7 @@ impl Target {
 impl EndpointInfo {
     /// An endpoint of which no more than its address is known.
     pub fn bare(address: SocketAddr) -> Self {
-        Self { address, zone: String::new(), pod: String::new(), identity: None }
+        Self { address, zone: String::new(), pod: String::new(), identity: None, opaque: false }
     }
 }
 
@@ -215,7 +217,7 @@ fn read_or_report(endpoint: Endpoint, report: &mut dyn FnMut(String)) -> Option<
             }
         },
     };
-    Some(Arc::new(EndpointInfo { address, zone: endpoint.zone, pod, identity }))
+    Some(Arc::new(EndpointInfo { address, zone: endpoint.zone, pod, identity, opaque: endpoint.opaque }))
 }
 
 #[cfg(test)]

@@ -131,7 +131,8 @@ impl Pair {
         let wire_address = wire_listener.local_addr().unwrap();
         let wire = Rc::new(RefCell::new(Vec::new()));
         tokio::task::spawn_local(tap(wire_listener, address, wire.clone()));
-        let endpoint = EndpointInfo { identity: Some(CART.parse().unwrap()), ..EndpointInfo::bare(wire_address) };
+        let opaque = inbound.worker.config.policy.opaque_ports.contains(app.port());
+        let endpoint = EndpointInfo { identity: Some(CART.parse().unwrap()), opaque, ..EndpointInfo::bare(wire_address) };
         let pod =
             PodTarget { namespace: "shop".into(), name: "cart-1".into(), app_protocol: AppProtocol::Detect, endpoint: Arc::new(endpoint) };
         let (destination, ()) = tokio::join!(outbound.worker.destinations.get_or_watch(wire_address), async {
@@ -146,6 +147,18 @@ impl Pair {
         let authority = Authority::new("root");
         let [web, cart] = [WEB, CART].map(|identity| credentials(&authority, identity, |_| {}));
         Self::new(Some(web), Some(cart), "", app).await
+    }
+
+    /// The answer to bytes of a caller that has an identity and chooses the ALPN itself, up to the connection's end.
+    async fn call_as(&self, inside: super::Inside, bytes: &str) -> String {
+        let io = Io::new(TcpStream::connect(self.address).await.unwrap());
+        let cart = CART.parse().unwrap();
+        let mut io = self.outbound.worker.tls.connect(io, self.address, &cart, inside).await.unwrap();
+        io.write_all(bytes.as_bytes()).await.unwrap();
+        io.shutdown().await.unwrap();
+        let mut answer = Vec::new();
+        let _ = io.read_to_end(&mut answer).await;
+        String::from_utf8(answer).unwrap()
     }
 
     /// A client's connection through the caller's proxy.
@@ -249,14 +262,17 @@ async fn listening(carry: impl AsyncFn(TcpStream) + 'static) -> SocketAddr {
     address
 }
 
+/// A request with a caller of its own invention.
+const FORGED: &str =
+    "GET /secret HTTP/1.1\r\nHost: cart\r\nx-called-by: spiffe://cluster.local/ns/a/sa/b\r\nX_Called_By: me\r\nConnection: close\r\n\r\n";
+
 const GET: &str = "GET /secret HTTP/1.1\r\nHost: cart\r\nConnection: close\r\n\r\n";
 
 #[test]
 fn a_request_crosses_the_wire_encrypted_and_the_app_learns_who_calls() {
     on_worker(async {
         let pair = Pair::usual(app().await).await;
-        let forged = "GET /secret HTTP/1.1\r\nHost: cart\r\nx-called-by: spiffe://cluster.local/ns/a/sa/b\r\nX_Called_By: me\r\nConnection: close\r\n\r\n";
-        let answer = pair.call(forged).await;
+        let answer = pair.call(FORGED).await;
         assert!(answer.ends_with(&format!("GET /secret HTTP/1.1\r\nHost: cart\r\nX-Called-By: {WEB}\r\n\r\n")), "{answer}");
         assert!(pair.saw("diy-mesh/http1") && !pair.saw("secret") && !pair.saw("200 OK"));
     });
@@ -305,6 +321,66 @@ fn a_session_is_resumed_by_whichever_worker() {
             };
             tokio::join!(calling, answering);
         }
+    });
+}
+
+#[test]
+fn a_caller_that_calls_its_request_no_http_does_not_forge_who_calls() {
+    on_worker(async {
+        let pair = Pair::usual(app().await).await;
+        for inside in [super::Inside::Opaque, super::Inside::Undecided, super::Inside::Http1] {
+            let answer = pair.call_as(inside, FORGED).await;
+            let seen = format!("GET /secret HTTP/1.1\r\nHost: cart\r\nX-Called-By: {WEB}\r\n\r\n");
+            assert!(answer.ends_with(&seen), "{inside:?}: {answer}");
+        }
+    });
+}
+
+#[test]
+fn on_an_opaque_port_bytes_pass_untouched_whatever_the_caller_says_of_them() {
+    on_worker(async {
+        let app = app().await;
+        let authority = Authority::new("root");
+        let [web, cart] = [WEB, CART].map(|identity| credentials(&authority, identity, |_| {}));
+        let arguments = format!(" --inbound strict --opaque-ports {}", app.port());
+        let pair = Pair::new(Some(web), Some(cart), &arguments, app).await;
+        for inside in super::Inside::ALL {
+            let answer = pair.call_as(inside, FORGED).await;
+            assert!(answer.ends_with(FORGED), "{inside:?}: {answer}");
+        }
+        // The caller's proxy knows from discovery that the port is opaque.
+        let mut client = pair.connect().await;
+        client.write_all(FORGED.as_bytes()).await.unwrap();
+        client.shutdown().await.unwrap();
+        let mut answer = String::new();
+        client.read_to_string(&mut answer).await.unwrap();
+        assert!(answer.ends_with(FORGED), "{answer}");
+        assert!(pair.saw("diy-mesh/tcp") && !pair.saw("secret"));
+        // A strict pod admits no plaintext there.
+        assert_eq!(exchange(TcpStream::connect(pair.address).await.unwrap(), FORGED).await, "");
+    });
+}
+
+#[test]
+fn on_an_opaque_port_plaintext_passes_untouched_and_every_server_may_speak_first() {
+    on_worker(async {
+        let port_of = |app: SocketAddr| format!(" --opaque-ports {}", app.port());
+        let http = app().await;
+        let pair = Pair::new(None, None, &port_of(http), http).await;
+        let mut client = TcpStream::connect(pair.address).await.unwrap();
+        client.write_all(FORGED.as_bytes()).await.unwrap();
+        client.shutdown().await.unwrap();
+        let mut answer = String::new();
+        client.read_to_string(&mut answer).await.unwrap();
+        assert!(answer.ends_with(FORGED), "{answer}");
+        // Where the proxy detects, it waits for the client of a server that begins like one of HTTP/2.
+        let settings = b"\0\0\x06\x04\0\0\0\0\0\0\x03\0\0\0\x4d";
+        let server = speaks_first(settings).await;
+        let pair = Pair::new(None, None, &port_of(server), server).await;
+        let mut client = TcpStream::connect(pair.address).await.unwrap();
+        let mut greeting = [0; 15];
+        client.read_exact(&mut greeting).await.unwrap();
+        assert_eq!(&greeting, settings);
     });
 }
 
