@@ -108,12 +108,22 @@ impl Options {
 
     /// Connections to this port never reach the proxy.
     pub fn skips_inbound(&self, port: u16) -> bool {
-        let number = |text: &str| text.parse::<u16>().ok();
-        self.skip_inbound_ports.iter().flat_map(|list| list.split(',')).any(|entry| {
-            let (first, last) = entry.split_once('-').unwrap_or((entry, entry));
-            matches!((number(first), number(last)), (Some(first), Some(last)) if (first..=last).contains(&port))
-        })
+        self.skip_inbound_ports.as_deref().is_some_and(|list| contains(list, port))
     }
+
+    /// Connections to this port pass the proxy as bytes.
+    pub fn is_opaque(&self, port: u16) -> bool {
+        self.opaque_ports.as_deref().is_some_and(|list| contains(list, port))
+    }
+}
+
+/// Whether a checked list of ports contains this one.
+fn contains(list: &str, port: u16) -> bool {
+    let number = |text: &str| text.parse::<u16>().ok();
+    list.split(',').any(|entry| {
+        let (first, last) = entry.split_once('-').unwrap_or((entry, entry));
+        matches!((number(first), number(last)), (Some(first), Some(last)) if (first..=last).contains(&port))
+    })
 }
 
 /// The value of the pod's annotation `name`, unless it is empty.

@@ -24,7 +24,7 @@ pub fn of<'a>(containers: impl Iterator<Item = &'a Value>, options: &Options) ->
         for (name, action) in declared.into_iter().chain(hooks) {
             match action.map(|action| read(action, container, options)) {
                 Some(Ok(Some(probe))) if seen.insert(probe.clone()) => probes.push(probe),
-                Some(Err(port)) => problems.push(over_tls(container, name, port)),
+                Some(Err(hidden)) => problems.push(problem(container, name, &hidden)),
                 _ => {}
             }
         }
@@ -32,19 +32,35 @@ pub fn of<'a>(containers: impl Iterator<Item = &'a Value>, options: &Options) ->
     if problems.is_empty() { Ok(probes) } else { Err(problems) }
 }
 
-/// One probe; none where it does not pass the proxy. The error is the port of one over TLS, of which a proxy sees no path.
-fn read(action: &Value, container: &Value, options: &Options) -> Result<Option<String>, u16> {
+/// A probe that a proxy cannot tell from other connections, by its port.
+enum Hidden {
+    /// In the app's own TLS.
+    Tls(u16),
+    /// To a port where the proxy does not look.
+    Opaque(u16),
+}
+
+/// One probe; none where it does not pass the proxy.
+fn read(action: &Value, container: &Value, options: &Options) -> Result<Option<String>, Hidden> {
     let passes = |place: &Value| port(place, container).filter(|port| to_the_pod(place) && !options.skips_inbound(*port));
     if let Some(http) = action.get("httpGet") {
         let Some(port) = passes(http) else { return Ok(None) };
         if http.get("scheme").and_then(Value::as_str) == Some("HTTPS") {
-            return Err(port);
+            return Err(Hidden::Tls(port));
+        }
+        if options.is_opaque(port) {
+            return Err(Hidden::Opaque(port));
         }
         let path = http.get("path").and_then(Value::as_str).unwrap_or_default();
         return Ok(Some(format!("http:{port}:{}", unexpanded(&target(path)))));
     }
     let simple = ["tcpSocket", "grpc"].into_iter().find_map(|kind| Some((kind, action.get(kind)?)));
-    Ok(simple.and_then(|(kind, place)| Some(format!("{}:{}", kind.trim_end_matches("Socket"), passes(place)?))))
+    let Some((kind, port)) = simple.and_then(|(kind, place)| Some((kind, passes(place)?))) else { return Ok(None) };
+    // A connection without a byte asks for nothing: that it is accepted is the answer.
+    if kind == "grpc" && options.is_opaque(port) {
+        return Err(Hidden::Opaque(port));
+    }
+    Ok(Some(format!("{}:{port}", kind.trim_end_matches("Socket"))))
 }
 
 /// The kubelet asks the pod's own address, unless it is told another host.
@@ -81,10 +97,20 @@ fn unexpanded(text: &str) -> String {
     text.replace('$', "$$")
 }
 
-fn over_tls(container: &Value, name: &str, port: u16) -> String {
+fn problem(container: &Value, name: &str, hidden: &Hidden) -> String {
+    let (port, what, instead) = match hidden {
+        Hidden::Tls(port) => {
+            (port, format!("speaks HTTPS to port {port}, which a strict proxy cannot tell from other callers' TLS"), "without TLS")
+        }
+        Hidden::Opaque(port) => (
+            port,
+            format!("asks port {port}, which is opaque, so that a strict proxy cannot tell it from other callers"),
+            "that is not opaque",
+        ),
+    };
     format!(
-        "container {}: its {name} speaks HTTPS to port {port}, which a strict proxy cannot tell from other callers' TLS: probe a port \
-         without TLS, or leave port {port} to the application by the annotation {SKIP_INBOUND_PORTS}, or set {INBOUND} to {PERMISSIVE}",
+        "container {}: its {name} {what}: probe a port {instead}, or leave port {port} to the application by the annotation \
+         {SKIP_INBOUND_PORTS}, or set {INBOUND} to {PERMISSIVE}",
         name_of(container)
     )
 }
@@ -150,5 +176,19 @@ mod tests {
         let problems = probes(&containers, &Options::default()).expect_err("TLS");
         assert!(problems[0].starts_with("container a: its livenessProbe speaks HTTPS to port 8443"), "{problems:?}");
         assert!(problems[0].contains("diy-service-mesh/skip-inbound-ports"), "{problems:?}");
+    }
+
+    #[test]
+    fn a_probe_of_an_opaque_port_is_refused_unless_it_is_a_bare_connection() {
+        let options = Options { opaque_ports: Some("5432,9000-9100".into()), ..Options::default() };
+        let containers = json!([
+            {"name": "a", "startupProbe": {"tcpSocket": {"port": 5432}}, "livenessProbe": {"httpGet": {"port": 9000}}},
+            {"name": "b", "livenessProbe": {"grpc": {"port": 9100}}, "readinessProbe": {"httpGet": {"port": 80}}},
+        ]);
+        let problems = probes(&containers, &options).expect_err("two are hidden");
+        let of = |container: &str, port: u16| format!("container {container}: its livenessProbe asks port {port}, which is opaque");
+        assert!(problems.len() == 2 && problems[0].starts_with(&of("a", 9000)) && problems[1].starts_with(&of("b", 9100)), "{problems:?}");
+        let containers = json!([{"name": "a", "livenessProbe": {"tcpSocket": {"port": 5432}}}]);
+        assert_eq!(probes(&containers, &options), Ok(vec!["tcp:5432".into()]));
     }
 }

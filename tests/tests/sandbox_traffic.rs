@@ -54,3 +54,24 @@ fn skipped_ports_do_not_pass_the_proxy() {
     assert!(!view.lines(&client, "proxy").iter().any(|line| line.starts_with("Outbound connection to 10.96.")));
     assert!(!view.lines(&server, "proxy").iter().any(|line| line.starts_with("Inbound connection")));
 }
+
+#[test]
+fn a_pods_own_opaque_ports_bypass_detection_and_a_services_app_protocol_does_not() {
+    let service = http_server(1, "1.0", MESHED).replace("port: 80,", "port: 80, appProtocol: tcp,");
+    let pod = http_server(1, "1.0", &format!("{MESHED}, diy-service-mesh/opaque-ports: '8080'")).replace("servers", "opaque");
+    let Some(sandbox) = with_mesh(&format!("{service}---{pod}---{}", shell(MESHED))) else { return };
+    let client = pod_of(&sandbox, "clients", "shell");
+    for (namespace, host, called_by) in [("servers", "http-server.servers", true), ("opaque", "http-server.opaque", false)] {
+        let server = pod_of(&sandbox, namespace, "http-server");
+        let answer = get(&sandbox, &client, "shell", host, 80, "/hello");
+        assert!(answer.contains(HELLO), "{answer}");
+        // The readiness probe is TCP without a byte; this connection carries more.
+        let bytes = |line: &str| line.starts_with("[TCP: ") && !line.starts_with("[TCP: 0 bytes");
+        let request = |line: &str| line == "X-Called-By: spiffe://cluster.local/ns/clients/sa/default";
+        let carried = wait_line(&sandbox, &server, "proxy", "the dump", |line| bytes(line) || request(line));
+        assert_eq!(request(&carried), called_by, "{namespace}: {carried}");
+    }
+    // The caller's proxy detects neither.
+    let is_http = |line: &String| line.starts_with("GET /hello ");
+    assert!(!sandbox.view().lines(&client, "proxy").iter().any(is_http));
+}
