@@ -34,6 +34,18 @@ async fn a_pods_own_address_is_that_pod_on_any_port() {
 }
 
 #[tokio::test]
+async fn an_endpoint_is_opaque_where_the_arguments_of_its_proxy_say_so() {
+    let spec = "initContainers: [{name: proxy, args: ['--opaque-ports=5432']}], containers: []";
+    let sandbox = Sandbox::start(&[("pod.yaml", pod_manifest("db", "10.0.0.1").replace("containers: []", spec))]).await;
+    let mut discover = sandbox.client().await.discover().await;
+    for (destination, opaque) in [("10.0.0.1:5432", true), ("10.0.0.1:80", false)] {
+        discover.subscribe(destination, "").await;
+        let Some(Update::Snapshot(snapshot)) = discover.answer().await.unwrap().update else { panic!("a snapshot comes first") };
+        assert_eq!(snapshot.endpoints[0].opaque, opaque, "{destination}");
+    }
+}
+
+#[tokio::test]
 async fn an_unknown_address_becomes_known_and_unknown_again() {
     let sandbox = Sandbox::start(&[]).await;
     let mut discover = sandbox.client().await.discover().await;

@@ -25,7 +25,7 @@ pub async fn serve(mut client: Io, mut flow: Flow) {
                 Ok((secured, identity, inside)) => {
                     client = secured;
                     flow.caller = Caller::Peer(Rc::new(identity));
-                    // The caller does not decide that nobody looks: its ALPN counts only where it leads to the HTTP parser.
+                    // The caller's ALPN can't switch detection off: it counts only where it leads to an HTTP parser.
                     match (declared, inside) {
                         (Some(protocol), _) => break protocol,
                         (None, Inside::Http1) => break Protocol::Http1,

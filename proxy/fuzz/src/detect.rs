@@ -1,11 +1,13 @@
 //! Step 3: what a connection carries, told from its first bytes. How they are cut by the network must make no difference.
 
-use diy_mesh_proxy::detect::{Onlooker, Protocol, Verdict, classify, classify_inbound, is_http2_server, take_a_guess};
+use diy_mesh_proxy::detect::{
+    Onlooker, Protocol, Verdict, classify, classify_inbound, classify_inbound_opaque, is_http2_server, take_a_guess,
+};
 use diy_mesh_proxy::tls::{Hello, look};
 
 /// The first bytes of a client, or of a server.
 pub fn detect(bytes: &[u8]) {
-    for judge in [classify, classify_inbound] {
+    for judge in [classify, classify_inbound, classify_inbound_opaque] {
         crate::settles(bytes, Verdict::NeedMore, judge);
     }
     let (outbound, inbound) = (classify(bytes), classify_inbound(bytes));

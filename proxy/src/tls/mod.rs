@@ -1,5 +1,5 @@
-//! Mesh TLS: both sides prove who they are, on the connection's original port. TLS 1.3 only; its ALPN names what is inside, so
-//! that the far side need not look. [`Tls::accept`] and [`Tls::connect`] are all that the paths see.
+//! Mesh TLS: both sides prove who they are, on the connection's original port. TLS 1.3 only; its ALPN names what is inside,
+//! which counts at the far side where it is HTTP. [`Tls::accept`] and [`Tls::connect`] are all that the paths see.
 //!
 //! A worker keeps the configurations that belong to the credentials of the moment. New credentials, or new roots, make new
 //! ones, with new tickets: no session outlives the certificates under which it was made. What a resumed session says of the peer
@@ -53,7 +53,7 @@ pub enum Inside {
     Http1,
     /// HTTP/2.
     Http2,
-    /// Bytes that nobody reads.
+    /// Not HTTP, as the caller has it: the far side detects for itself, as with [`Self::Undecided`].
     Opaque,
     /// The client has not spoken yet: the far side looks for itself.
     Undecided,

@@ -337,6 +337,24 @@ fn a_caller_that_calls_its_request_no_http_does_not_forge_who_calls() {
 }
 
 #[test]
+fn a_request_that_pauses_in_its_first_line_does_not_get_past_http_in_a_session_either() {
+    on_worker(async {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let pair = Pair::usual(listener.local_addr().unwrap()).await;
+        let io = Io::new(TcpStream::connect(pair.address).await.unwrap());
+        let mut io = pair.outbound.worker.tls.connect(io, pair.address, &CART.parse().unwrap(), super::Inside::Opaque).await.unwrap();
+        io.write_all(b"GE").await.unwrap();
+        let mut app = listener.accept().await.unwrap().0;
+        let mut begun = [0; 2];
+        app.read_exact(&mut begun).await.unwrap();
+        io.write_all(b"T / HTTP/1.1\r\nX-Called-By: forged\r\n\r\n").await.unwrap();
+        let mut rest = Vec::new();
+        let _ = app.read_to_end(&mut rest).await;
+        assert_eq!((&begun, rest), (b"GE", Vec::new()));
+    });
+}
+
+#[test]
 fn on_an_opaque_port_bytes_pass_untouched_whatever_the_caller_says_of_them() {
     on_worker(async {
         let app = app().await;
