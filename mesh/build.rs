@@ -9,7 +9,10 @@ fn main() -> io::Result<()> {
     let mut entries = Vec::new();
     collect(&manifests, &manifests, &mut entries)?;
     entries.sort();
-    let list: String = entries.iter().map(|(name, path)| format!("    ({name:?}, include_str!({path:?})),\n")).collect();
+    let list: String = entries
+        .iter()
+        .map(|(name, path)| format!("    ({name:?}, include_str!({path:?})),\n"))
+        .collect();
     let out = Path::new(&env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("manifests.rs");
     fs::write(out, format!("&[\n{list}]\n"))
 }
@@ -19,8 +22,15 @@ fn collect(root: &Path, folder: &Path, entries: &mut Vec<(String, String)>) -> i
         let path = entry?.path();
         if path.is_dir() {
             collect(root, &path, entries)?;
-        } else if path.extension().is_some_and(|extension| extension == "yaml") {
-            let name = path.strip_prefix(root).expect("a file of the folder").display().to_string();
+        } else if path
+            .extension()
+            .is_some_and(|extension| extension == "yaml")
+        {
+            let name = path
+                .strip_prefix(root)
+                .expect("a file of the folder")
+                .display()
+                .to_string();
             entries.push((name, path.display().to_string()));
         }
     }

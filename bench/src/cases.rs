@@ -191,21 +191,40 @@ impl Metric {
     /// Digits after the point in the table.
     pub fn decimals(self) -> usize {
         match self {
-            Metric::Requests | Metric::LatencyP50 | Metric::LatencyP99 | Metric::AddedP50 | Metric::AddedP99 | Metric::Ready => 0,
+            Metric::Requests
+            | Metric::LatencyP50
+            | Metric::LatencyP99
+            | Metric::AddedP50
+            | Metric::AddedP99
+            | Metric::Ready => 0,
             Metric::Certificates | Metric::CertificateCpu | Metric::CertificatesPerCore => 0,
-            Metric::Cpu | Metric::LoadedMemory | Metric::Gigabits | Metric::IdleMemory | Metric::IdleConnectionsMemory => 1,
+            Metric::Cpu
+            | Metric::LoadedMemory
+            | Metric::Gigabits
+            | Metric::IdleMemory
+            | Metric::IdleConnectionsMemory => 1,
             Metric::CpuPerGigabyte => 2,
         }
     }
 
     /// Whether more is better.
     pub fn more_is_better(self) -> bool {
-        matches!(self, Metric::Requests | Metric::Gigabits | Metric::Certificates | Metric::CertificatesPerCore)
+        matches!(
+            self,
+            Metric::Requests
+                | Metric::Gigabits
+                | Metric::Certificates
+                | Metric::CertificatesPerCore
+        )
     }
 }
 
 const fn closed(protocol: Protocol, connections: usize, streams: usize) -> Kind {
-    Kind::Closed(Traffic { protocol, connections, streams })
+    Kind::Closed(Traffic {
+        protocol,
+        connections,
+        streams,
+    })
 }
 
 /// Every case, in the order in which it runs. `start` is first: it wants fresh proxies, and leaves them for the others.
@@ -213,20 +232,51 @@ pub const CASES: &[Case] = &[
     Case {
         name: "start",
         title: "Start and memory, client side",
-        kind: Kind::Start { idle_connections: 1000 },
-        goals: &[(Metric::Ready, 50.0 / 95.0), (Metric::IdleMemory, 6.0 / 67.0), (Metric::IdleConnectionsMemory, 4.0 / 16.0)],
+        kind: Kind::Start {
+            idle_connections: 1000,
+        },
+        goals: &[
+            (Metric::Ready, 50.0 / 95.0),
+            (Metric::IdleMemory, 6.0 / 67.0),
+            (Metric::IdleConnectionsMemory, 4.0 / 16.0),
+        ],
     },
-    Case { name: "h1-1", title: "HTTP/1.1, 1 connection", kind: closed(Protocol::Http1, 1, 1), goals: &[(Metric::Cpu, 36.0 / 119.6)] },
-    Case { name: "h1-32", title: "HTTP/1.1, 32 connections", kind: closed(Protocol::Http1, 32, 1), goals: &[(Metric::Cpu, 13.7 / 25.3)] },
-    Case { name: "h1-256", title: "HTTP/1.1, 256 connections", kind: closed(Protocol::Http1, 256, 1), goals: &[] },
+    Case {
+        name: "h1-1",
+        title: "HTTP/1.1, 1 connection",
+        kind: closed(Protocol::Http1, 1, 1),
+        goals: &[(Metric::Cpu, 36.0 / 119.6)],
+    },
+    Case {
+        name: "h1-32",
+        title: "HTTP/1.1, 32 connections",
+        kind: closed(Protocol::Http1, 32, 1),
+        goals: &[(Metric::Cpu, 13.7 / 25.3)],
+    },
+    Case {
+        name: "h1-256",
+        title: "HTTP/1.1, 256 connections",
+        kind: closed(Protocol::Http1, 256, 1),
+        goals: &[],
+    },
     Case {
         name: "h2-1",
         title: "HTTP/2, 1 connection x 100 streams",
         kind: closed(Protocol::Http2, 1, 100),
         goals: &[(Metric::Cpu, 8.0 / 16.7)],
     },
-    Case { name: "h2-32", title: "HTTP/2, 32 connections x 8 streams", kind: closed(Protocol::Http2, 32, 8), goals: &[] },
-    Case { name: "h2-256", title: "HTTP/2, 256 connections x 1 stream", kind: closed(Protocol::Http2, 256, 1), goals: &[] },
+    Case {
+        name: "h2-32",
+        title: "HTTP/2, 32 connections x 8 streams",
+        kind: closed(Protocol::Http2, 32, 8),
+        goals: &[],
+    },
+    Case {
+        name: "h2-256",
+        title: "HTTP/2, 256 connections x 1 stream",
+        kind: closed(Protocol::Http2, 256, 1),
+        goals: &[],
+    },
     Case {
         name: "grpc",
         title: "gRPC unary, 1 connection x 100 calls",
@@ -236,8 +286,14 @@ pub const CASES: &[Case] = &[
     Case {
         name: "latency",
         title: "HTTP/1.1 at 1,000 requests/s, 8 connections",
-        kind: Kind::Latency { rate: 1000, connections: 8 },
-        goals: &[(Metric::AddedP50, 70.0 / 228.0), (Metric::AddedP99, 160.0 / 440.0)],
+        kind: Kind::Latency {
+            rate: 1000,
+            connections: 8,
+        },
+        goals: &[
+            (Metric::AddedP50, 70.0 / 228.0),
+            (Metric::AddedP99, 160.0 / 440.0),
+        ],
     },
     Case {
         name: "connect",
@@ -249,24 +305,43 @@ pub const CASES: &[Case] = &[
         name: "tcp",
         title: "TCP, 1 connection, client to server",
         kind: Kind::Tcp,
-        goals: &[(Metric::Gigabits, 12.0 / 7.9), (Metric::CpuPerGigabyte, 0.8 / 1.4)],
+        goals: &[
+            (Metric::Gigabits, 12.0 / 7.9),
+            (Metric::CpuPerGigabyte, 0.8 / 1.4),
+        ],
     },
     Case {
         name: "certificates",
         title: "First certificates, each of another pod; timed at 250/s",
-        kind: Kind::Certificates { askers: 32, rate: 250 },
-        goals: &[(Metric::CertificatesPerCore, 1_000.0), (Metric::LatencyP99, 10_000.0)],
+        kind: Kind::Certificates {
+            askers: 32,
+            rate: 250,
+        },
+        goals: &[
+            (Metric::CertificatesPerCore, 1_000.0),
+            (Metric::LatencyP99, 10_000.0),
+        ],
     },
 ];
 
 /// The cases that `wanted` names, each by its name or by the part before its dash; all when nothing is named.
 pub fn select(wanted: &[String]) -> Result<Vec<&'static Case>, String> {
-    let matches = |case: &Case, name: &str| case.name == name || case.name.split('-').next() == Some(name);
-    if let Some(unknown) = wanted.iter().find(|name| !CASES.iter().any(|case| matches(case, name))) {
+    let matches =
+        |case: &Case, name: &str| case.name == name || case.name.split('-').next() == Some(name);
+    if let Some(unknown) = wanted
+        .iter()
+        .find(|name| !CASES.iter().any(|case| matches(case, name)))
+    {
         let known: Vec<_> = CASES.iter().map(|case| case.name).collect();
-        return Err(format!("there is no case \"{unknown}\"; known: {}", known.join(", ")));
+        return Err(format!(
+            "there is no case \"{unknown}\"; known: {}",
+            known.join(", ")
+        ));
     }
-    Ok(CASES.iter().filter(|case| wanted.is_empty() || wanted.iter().any(|name| matches(case, name))).collect())
+    Ok(CASES
+        .iter()
+        .filter(|case| wanted.is_empty() || wanted.iter().any(|name| matches(case, name)))
+        .collect())
 }
 
 #[cfg(test)]
@@ -275,7 +350,11 @@ mod tests {
 
     fn names(wanted: &[&str]) -> Vec<&'static str> {
         let wanted: Vec<_> = wanted.iter().map(|name| name.to_string()).collect();
-        select(&wanted).unwrap().iter().map(|case| case.name).collect()
+        select(&wanted)
+            .unwrap()
+            .iter()
+            .map(|case| case.name)
+            .collect()
     }
 
     #[test]
@@ -296,6 +375,9 @@ mod tests {
     #[test]
     fn an_unknown_name_is_refused_with_the_known_ones() {
         let problem = select(&["h3".to_string()]).unwrap_err();
-        assert!(problem.contains("\"h3\"") && problem.contains("h1-32"), "{problem}");
+        assert!(
+            problem.contains("\"h3\"") && problem.contains("h1-32"),
+            "{problem}"
+        );
     }
 }

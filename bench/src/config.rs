@@ -131,10 +131,14 @@ impl Config {
     /// Reads the command line; `--help` and `--version` end the program here.
     pub fn from_command_line() -> Result<Self, String> {
         let raw = RawConfig::parse();
-        let own = env::current_exe().map_err(|problem| format!("cannot find out where this program is: {problem}"))?;
+        let own = env::current_exe()
+            .map_err(|problem| format!("cannot find out where this program is: {problem}"))?;
         let own = own.parent().map(Path::to_path_buf).unwrap_or_default();
         let search = env::split_paths(&env::var_os("PATH").unwrap_or_default()).collect::<Vec<_>>();
-        let machine = Machine { is_root: nix::unistd::geteuid().is_root(), search };
+        let machine = Machine {
+            is_root: nix::unistd::geteuid().is_root(),
+            search,
+        };
         let colours = io::stdout().is_terminal() && env::var_os("NO_COLOR").is_none();
         raw.check(&own, &machine, colours)
     }
@@ -148,14 +152,20 @@ struct Machine {
 
 impl Machine {
     fn lacks(&self, program: &str) -> bool {
-        !self.search.iter().any(|folder| folder.join(program).exists())
+        !self
+            .search
+            .iter()
+            .any(|folder| folder.join(program).exists())
     }
 }
 
 impl RawConfig {
     fn check(self, own: &Path, machine: &Machine, colours: bool) -> Result<Config, String> {
         let mut problems = Vec::new();
-        let wanted = self.profile.clone().map_or(self.only.clone(), |case| vec![case]);
+        let wanted = self
+            .profile
+            .clone()
+            .map_or(self.only.clone(), |case| vec![case]);
         let cases = select(&wanted).unwrap_or_else(|problem| {
             problems.push(problem);
             Vec::new()
@@ -164,10 +174,16 @@ impl RawConfig {
             problems.push("--profile takes one case, not a group".to_string());
         }
         if !(0.1..=3600.0).contains(&self.seconds) {
-            problems.push(format!("--seconds {}: give between 0.1 and 3600", self.seconds));
+            problems.push(format!(
+                "--seconds {}: give between 0.1 and 3600",
+                self.seconds
+            ));
         }
         if !(0.0..=86_400.0).contains(&self.patience) {
-            problems.push(format!("--patience {}: give between 0 and 86400", self.patience));
+            problems.push(format!(
+                "--patience {}: give between 0 and 86400",
+                self.patience
+            ));
         }
         if self.repeats == 0 {
             problems.push("--repeats 0: give at least 1".to_string());
@@ -183,14 +199,27 @@ impl RawConfig {
         if !problems.is_empty() {
             return Err(problems.join("\nbench: "));
         }
-        let seconds = if self.quick { self.seconds.min(1.0) } else { self.seconds };
+        let seconds = if self.quick {
+            self.seconds.min(1.0)
+        } else {
+            self.seconds
+        };
         let length = Duration::from_secs_f64(seconds);
-        let profile = self.profile.map(|_| if self.strace { Profile::Strace } else { Profile::Perf });
+        let profile = self.profile.map(|_| {
+            if self.strace {
+                Profile::Strace
+            } else {
+                Profile::Perf
+            }
+        });
         Ok(Config {
             cases,
             sides,
             left_out,
-            window: Window { warm_up: (length / 4).min(Duration::from_millis(500)), length },
+            window: Window {
+                warm_up: (length / 4).min(Duration::from_millis(500)),
+                length,
+            },
             repeats: if self.quick { 1 } else { self.repeats },
             patience: Duration::from_secs_f64(self.patience),
             json: self.json,
@@ -204,7 +233,9 @@ impl RawConfig {
     fn programs(&self, own: &Path) -> Programs {
         let folder = self.bin_dir.clone().unwrap_or_else(|| own.to_path_buf());
         let output = own.parent().unwrap_or(own).join("bench");
-        let program = |named: &Option<PathBuf>, name: &str| named.clone().unwrap_or_else(|| folder.join(name));
+        let program = |named: &Option<PathBuf>, name: &str| {
+            named.clone().unwrap_or_else(|| folder.join(name))
+        };
         Programs {
             proxy: program(&self.proxy, "proxy"),
             proxy_init: program(&self.proxy_init, "proxy-init"),
@@ -217,10 +248,23 @@ impl RawConfig {
     }
 
     /// The wanted sides; when none is named, those whose programs are there, and why others are not.
-    fn sides(&self, programs: &Programs, problems: &mut Vec<String>) -> (Vec<Side>, Option<String>) {
-        let missing: Vec<_> = [&programs.proxy, &programs.controller].into_iter().filter(|path| !path.exists()).collect();
-        let missing: Vec<_> = missing.iter().map(|path| path.display().to_string()).collect();
-        let reason = format!("not built: {} (make bench builds them, or --bin-dir FOLDER)", missing.join(", "));
+    fn sides(
+        &self,
+        programs: &Programs,
+        problems: &mut Vec<String>,
+    ) -> (Vec<Side>, Option<String>) {
+        let missing: Vec<_> = [&programs.proxy, &programs.controller]
+            .into_iter()
+            .filter(|path| !path.exists())
+            .collect();
+        let missing: Vec<_> = missing
+            .iter()
+            .map(|path| path.display().to_string())
+            .collect();
+        let reason = format!(
+            "not built: {} (make bench builds them, or --bin-dir FOLDER)",
+            missing.join(", ")
+        );
         let wanted = |side: &Side| match (self.profile.is_some(), self.sides.is_empty()) {
             (true, true) => *side == Side::Mesh,
             (_, empty) => empty || self.sides.contains(side),
@@ -233,7 +277,10 @@ impl RawConfig {
             problems.push(reason);
             return (sides, None);
         }
-        (sides.into_iter().filter(|side| !side.is_mesh()).collect(), Some(format!("mesh and dumps are left out; {reason}")))
+        (
+            sides.into_iter().filter(|side| !side.is_mesh()).collect(),
+            Some(format!("mesh and dumps are left out; {reason}")),
+        )
     }
 
     fn profiler_problems(&self, machine: &Machine, problems: &mut Vec<String>) {
@@ -242,35 +289,64 @@ impl RawConfig {
             problems.push("strace is missing (Debian package strace)".to_string());
         }
         if !self.strace && machine.lacks("perf") {
-            problems.push(format!("perf is missing (Debian package linux-perf); then again: bench --profile {case}"));
+            problems.push(format!(
+                "perf is missing (Debian package linux-perf); then again: bench --profile {case}"
+            ));
         }
         if self.sides == [Side::Direct] || self.sides.len() > 1 {
-            problems.push("--profile looks at one side with proxies: --sides mesh, dumps or envoy".to_string());
+            problems.push(
+                "--profile looks at one side with proxies: --sides mesh, dumps or envoy"
+                    .to_string(),
+            );
         }
     }
 }
 
-fn machine_problems(machine: &Machine, sides: &[Side], programs: &Programs, problems: &mut Vec<String>) {
+fn machine_problems(
+    machine: &Machine,
+    sides: &[Side],
+    programs: &Programs,
+    problems: &mut Vec<String>,
+) {
     if !machine.is_root {
-        problems.push("run it as root: it makes network namespaces and redirect rules in them".to_string());
+        problems.push(
+            "run it as root: it makes network namespaces and redirect rules in them".to_string(),
+        );
     }
     let mut needed = vec![("ip", "iproute2")];
     if sides.iter().any(|side| *side != Side::Direct) {
         needed.push(("iptables-restore", "iptables"));
         if !programs.proxy_init.exists() {
-            problems.push(format!("not built: {} (make bench builds them, or --bin-dir FOLDER)", programs.proxy_init.display()));
+            problems.push(format!(
+                "not built: {} (make bench builds them, or --bin-dir FOLDER)",
+                programs.proxy_init.display()
+            ));
         }
     }
-    if let (true, Some(envoy)) = (sides.contains(&Side::Envoy), programs.envoy.as_ref().filter(|envoy| !envoy.exists())) {
-        problems.push(format!("--envoy {}: there is no such file", envoy.display()));
+    if let (true, Some(envoy)) = (
+        sides.contains(&Side::Envoy),
+        programs.envoy.as_ref().filter(|envoy| !envoy.exists()),
+    ) {
+        problems.push(format!(
+            "--envoy {}: there is no such file",
+            envoy.display()
+        ));
     }
-    let missing = needed.into_iter().filter(|(program, _)| machine.lacks(program));
-    problems.extend(missing.map(|(program, package)| format!("{program} is missing (Debian package {package})")));
+    let missing = needed
+        .into_iter()
+        .filter(|(program, _)| machine.lacks(program));
+    problems.extend(
+        missing
+            .map(|(program, package)| format!("{program} is missing (Debian package {package})")),
+    );
 }
 
 /// What --list prints.
 pub fn list() -> String {
-    CASES.iter().map(|case| format!("{:<14}{}\n", case.name, case.title)).collect()
+    CASES
+        .iter()
+        .map(|case| format!("{:<14}{}\n", case.name, case.title))
+        .collect()
 }
 
 #[cfg(test)]
@@ -279,41 +355,75 @@ mod tests {
 
     fn check(arguments: &[&str], is_root: bool) -> Result<Config, String> {
         let raw = RawConfig::try_parse_from([&["bench"], arguments].concat()).unwrap();
-        let search = if is_root { vec!["/usr/sbin".into(), "/usr/bin".into(), "/sbin".into()] } else { Vec::new() };
-        raw.check(Path::new("/nowhere/dist"), &Machine { is_root, search }, false)
+        let search = if is_root {
+            vec!["/usr/sbin".into(), "/usr/bin".into(), "/sbin".into()]
+        } else {
+            Vec::new()
+        };
+        raw.check(
+            Path::new("/nowhere/dist"),
+            &Machine { is_root, search },
+            false,
+        )
     }
 
     #[test]
     fn every_problem_is_in_one_report() {
-        let problems = check(&["--only", "h3", "--seconds", "0", "--repeats", "0"], false).unwrap_err();
-        for part in ["\"h3\"", "--seconds 0", "--repeats 0", "root", "iproute2", "iptables", "proxy-init"] {
+        let problems =
+            check(&["--only", "h3", "--seconds", "0", "--repeats", "0"], false).unwrap_err();
+        for part in [
+            "\"h3\"",
+            "--seconds 0",
+            "--repeats 0",
+            "root",
+            "iproute2",
+            "iptables",
+            "proxy-init",
+        ] {
             assert!(problems.contains(part), "{part} is not in: {problems}");
         }
     }
 
     #[test]
     fn mesh_sides_are_left_out_while_nothing_is_built_but_not_silently() {
-        let config = check(&["--proxy-init", "/proc/self/exe"], true).unwrap_or_else(|problem| panic!("{problem}"));
+        let config = check(&["--proxy-init", "/proc/self/exe"], true)
+            .unwrap_or_else(|problem| panic!("{problem}"));
         assert_eq!(config.sides, [Side::Direct, Side::Envoy]);
         assert!(config.left_out.unwrap().contains("/nowhere/dist/proxy"));
     }
 
     #[test]
     fn a_mesh_side_that_is_asked_for_must_be_there() {
-        let problems = check(&["--sides", "mesh", "--proxy-init", "/proc/self/exe"], true).unwrap_err();
+        let problems =
+            check(&["--sides", "mesh", "--proxy-init", "/proc/self/exe"], true).unwrap_err();
         assert!(problems.contains("/nowhere/dist/controller"), "{problems}");
     }
 
     #[test]
     fn the_controller_alone_needs_no_proxies() {
-        let built = ["--only", "certificates", "--proxy", "/proc/self/exe", "--controller", "/proc/self/exe"];
+        let built = [
+            "--only",
+            "certificates",
+            "--proxy",
+            "/proc/self/exe",
+            "--controller",
+            "/proc/self/exe",
+        ];
         assert!(check(&built, true).is_ok_and(|config| config.sides == Side::ALL));
-        assert!(check(&["--only", "certificates,tcp", "--sides", "envoy"], true).unwrap_err().contains("proxy-init"));
+        assert!(
+            check(&["--only", "certificates,tcp", "--sides", "envoy"], true)
+                .unwrap_err()
+                .contains("proxy-init")
+        );
     }
 
     #[test]
     fn quick_is_one_second_once() {
-        let config = check(&["--quick", "--sides", "direct"], true).unwrap_or_else(|problem| panic!("{problem}"));
-        assert_eq!((config.window.length, config.repeats), (Duration::from_secs(1), 1));
+        let config = check(&["--quick", "--sides", "direct"], true)
+            .unwrap_or_else(|problem| panic!("{problem}"));
+        assert_eq!(
+            (config.window.length, config.repeats),
+            (Duration::from_secs(1), 1)
+        );
     }
 }

@@ -68,7 +68,15 @@ impl<'a> Frame<'a> {
         let (head, rest) = bytes.split_first_chunk::<9>()?;
         let length = u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize;
         let stream = u32::from_be_bytes([head[5], head[6], head[7], head[8]]) & 0x7fff_ffff;
-        Some((Frame { kind: head[3], flags: head[4], stream, payload: rest.get(..length)? }, 9 + length))
+        Some((
+            Frame {
+                kind: head[3],
+                flags: head[4],
+                stream,
+                payload: rest.get(..length)?,
+            },
+            9 + length,
+        ))
     }
 
     /// The payload without padding and priority.
@@ -77,7 +85,9 @@ impl<'a> Frame<'a> {
         let mut content = self.payload;
         if matches!(self.kind, kind::DATA | kind::HEADERS) && self.flags & PADDED != 0 {
             let (&padding, rest) = content.split_first().ok_or_else(short)?;
-            content = rest.get(..rest.len().saturating_sub(padding as usize)).ok_or_else(short)?;
+            content = rest
+                .get(..rest.len().saturating_sub(padding as usize))
+                .ok_or_else(short)?;
         }
         if self.kind == kind::HEADERS && self.flags & PRIORITY != 0 {
             content = content.get(5..).ok_or_else(short)?;
@@ -93,7 +103,9 @@ impl<'a> Frame<'a> {
 
 /// Appends one frame.
 pub fn put_frame(out: &mut Vec<u8>, kind: u8, flags: u8, stream: u32, payload: &[u8]) {
-    let length = u32::try_from(payload.len()).expect("frames here are far below 16 MB").to_be_bytes();
+    let length = u32::try_from(payload.len())
+        .expect("frames here are far below 16 MB")
+        .to_be_bytes();
     out.extend_from_slice(&[length[1], length[2], length[3], kind, flags]);
     out.extend_from_slice(&stream.to_be_bytes());
     out.extend_from_slice(payload);
@@ -155,7 +167,10 @@ impl Session {
     /// Our SETTINGS and a wide window.
     pub fn greet(&self, out: &mut Vec<u8>) {
         let mut settings = Vec::new();
-        for (name, value) in [(MAX_CONCURRENT_STREAMS, 1000), (INITIAL_WINDOW_SIZE, 1 << 20)] {
+        for (name, value) in [
+            (MAX_CONCURRENT_STREAMS, 1000),
+            (INITIAL_WINDOW_SIZE, 1 << 20),
+        ] {
             settings.extend_from_slice(&u16::to_be_bytes(name));
             settings.extend_from_slice(&u32::to_be_bytes(value));
         }
@@ -171,8 +186,12 @@ impl Session {
                 self.apply(frame.payload)?;
                 put_frame(out, kind::SETTINGS, ACK, 0, &[]);
             }
-            kind::PING if frame.flags & ACK == 0 => put_frame(out, kind::PING, ACK, 0, frame.payload),
-            kind::WINDOW_UPDATE if frame.stream == 0 => self.send_window += i64::from(number(frame.payload, 0, frame.kind)? & 0x7fff_ffff),
+            kind::PING if frame.flags & ACK == 0 => {
+                put_frame(out, kind::PING, ACK, 0, frame.payload)
+            }
+            kind::WINDOW_UPDATE if frame.stream == 0 => {
+                self.send_window += i64::from(number(frame.payload, 0, frame.kind)? & 0x7fff_ffff)
+            }
             kind::GOAWAY => return Err(Violation::GoAway(number(frame.payload, 4, frame.kind)?)),
             _ => {}
         }
@@ -193,7 +212,9 @@ impl Session {
         let start = out.len();
         put_frame(out, kind::HEADERS, flags | END_HEADERS, stream, &[]);
         self.encode(out, fields);
-        let length = u32::try_from(out.len() - start - 9).expect("a header block here is short").to_be_bytes();
+        let length = u32::try_from(out.len() - start - 9)
+            .expect("a header block here is short")
+            .to_be_bytes();
         out[start..start + 3].copy_from_slice(&length[1..]);
     }
 
@@ -205,11 +226,15 @@ impl Session {
         for field in fields {
             match *field {
                 Field::Static(index) => out.push(0x80 | index),
-                Field::Literal(name, value) => match self.table.iter().rposition(|entry| *entry == (name, value)) {
-                    // The newest entry has index 62. Few fields are ever sent, so the index is far below 127.
-                    Some(position) => out.push(0x80 | (62 + self.table.len() - 1 - position) as u8),
-                    None => self.encode_literal(out, name, value),
-                },
+                Field::Literal(name, value) => {
+                    match self.table.iter().rposition(|entry| *entry == (name, value)) {
+                        // The newest entry has index 62. Few fields are ever sent, so the index is far below 127.
+                        Some(position) => {
+                            out.push(0x80 | (62 + self.table.len() - 1 - position) as u8)
+                        }
+                        None => self.encode_literal(out, name, value),
+                    }
+                }
             }
         }
     }
@@ -236,7 +261,9 @@ impl Session {
                     self.table.clear();
                 }
                 MAX_CONCURRENT_STREAMS => self.max_streams = value,
-                INITIAL_WINDOW_SIZE if (value as usize) < self.message => return Err(Violation::SmallWindow(value)),
+                INITIAL_WINDOW_SIZE if (value as usize) < self.message => {
+                    return Err(Violation::SmallWindow(value));
+                }
                 _ => {}
             }
         }
@@ -253,7 +280,10 @@ impl Session {
 }
 
 fn number(payload: &[u8], at: usize, kind: u8) -> Result<u32, Violation> {
-    let bytes = payload.get(at..).and_then(|rest| rest.first_chunk::<4>()).ok_or(Violation::TooShort(kind))?;
+    let bytes = payload
+        .get(at..)
+        .and_then(|rest| rest.first_chunk::<4>())
+        .ok_or(Violation::TooShort(kind))?;
     Ok(u32::from_be_bytes(*bytes))
 }
 
@@ -266,7 +296,10 @@ mod tests {
         let mut bytes = Vec::new();
         put_frame(&mut bytes, kind::DATA, END_STREAM, 5, b"hello");
         let (frame, length) = Frame::parse(&bytes).unwrap();
-        assert_eq!((frame.kind, frame.stream, frame.content().unwrap(), length), (kind::DATA, 5, &b"hello"[..], bytes.len()));
+        assert_eq!(
+            (frame.kind, frame.stream, frame.content().unwrap(), length),
+            (kind::DATA, 5, &b"hello"[..], bytes.len())
+        );
         assert!(frame.ends_stream());
     }
 
@@ -280,16 +313,28 @@ mod tests {
     #[test]
     fn padding_and_priority_are_left_out() {
         let payload = [2, 0, 0, 0, 0, 16, 0x88, 0xff, 0xff];
-        let frame = Frame { kind: kind::HEADERS, flags: PADDED | PRIORITY, stream: 1, payload: &payload };
+        let frame = Frame {
+            kind: kind::HEADERS,
+            flags: PADDED | PRIORITY,
+            stream: 1,
+            payload: &payload,
+        };
         assert_eq!(frame.content(), Ok(&[0x88][..]));
-        let cut = Frame { payload: &payload[..3], ..frame };
+        let cut = Frame {
+            payload: &payload[..3],
+            ..frame
+        };
         assert_eq!(cut.content(), Err(Violation::TooShort(kind::HEADERS)));
     }
 
     #[test]
     fn a_repeated_field_becomes_one_byte() {
         let mut session = Session::new(1);
-        let fields = [Field::Static(2), Field::Literal("a", "b"), Field::Literal("c", "d")];
+        let fields = [
+            Field::Static(2),
+            Field::Literal("a", "b"),
+            Field::Literal("c", "d"),
+        ];
         let mut first = Vec::new();
         session.encode(&mut first, &fields);
         let mut second = Vec::new();
@@ -319,8 +364,16 @@ mod tests {
         let mut session = Session::new(1024);
         assert!(session.may_send(65_000) && !session.may_send(1000));
         let mut update = Vec::new();
-        put_frame(&mut update, kind::WINDOW_UPDATE, 0, 0, &1000_u32.to_be_bytes());
-        session.receive(&Frame::parse(&update).unwrap().0, &mut Vec::new()).unwrap();
+        put_frame(
+            &mut update,
+            kind::WINDOW_UPDATE,
+            0,
+            0,
+            &1000_u32.to_be_bytes(),
+        );
+        session
+            .receive(&Frame::parse(&update).unwrap().0, &mut Vec::new())
+            .unwrap();
         assert!(session.may_send(1000));
     }
 
@@ -329,6 +382,9 @@ mod tests {
         let mut bytes = Vec::new();
         put_frame(&mut bytes, kind::GOAWAY, 0, 0, &[0, 0, 0, 1, 0, 0, 0, 11]);
         let frame = Frame::parse(&bytes).unwrap().0;
-        assert_eq!(Session::new(1).receive(&frame, &mut Vec::new()), Err(Violation::GoAway(11)));
+        assert_eq!(
+            Session::new(1).receive(&frame, &mut Vec::new()),
+            Err(Violation::GoAway(11))
+        );
     }
 }

@@ -80,11 +80,17 @@ fn guarded(config: Config) -> Result<ExitCode> {
         // Nobody waits any more after a signal.
         let _ = done.send(run(&config, &inner));
     };
-    let runtime = runtime::Builder::new_current_thread().enable_all().build().context("start the runtime")?;
+    let runtime = runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("start the runtime")?;
     let outcome = runtime.block_on(async {
         let mut interrupt = signal(SignalKind::interrupt()).context("listen for SIGINT")?;
         let mut terminate = signal(SignalKind::terminate()).context("listen for SIGTERM")?;
-        thread::Builder::new().name("bench".into()).spawn(work).context("start the benchmark's thread")?;
+        thread::Builder::new()
+            .name("bench".into())
+            .spawn(work)
+            .context("start the benchmark's thread")?;
         select! {
             outcome = finished => outcome.context("the benchmark panicked")?,
             _ = interrupt.recv() => Ok(ExitCode::from(130)),
@@ -111,7 +117,8 @@ fn lock(state: &Path) -> Result<File> {
 }
 
 fn run(config: &Config, site: &Site) -> Result<ExitCode> {
-    let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).context("ask for the limit of open files")?;
+    let (_, most) =
+        getrlimit(Resource::RLIMIT_NOFILE).context("ask for the limit of open files")?;
     setrlimit(Resource::RLIMIT_NOFILE, most, most).context("raise the limit of open files")?;
     if let Some(notice) = &config.left_out {
         eprintln!("{notice}");
@@ -127,7 +134,8 @@ fn run(config: &Config, site: &Site) -> Result<ExitCode> {
     print!("{}", results.table(&config.cases, &sides, config.colours));
     if let Some(file) = &config.json {
         let report = results.json(&config.cases, &sides, settings(config, others));
-        fs::write(file, format!("{report:#}\n")).with_context(|| format!("write {}", file.display()))?;
+        fs::write(file, format!("{report:#}\n"))
+            .with_context(|| format!("write {}", file.display()))?;
     }
     if others > QUIET {
         eprintln!(
@@ -135,7 +143,11 @@ fn run(config: &Config, site: &Site) -> Result<ExitCode> {
             others * 100.0
         );
     }
-    Ok(if failures == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if failures == 0 {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
 }
 
 /// All that is there to be measured.
@@ -149,12 +161,34 @@ struct Up {
 impl Up {
     /// Starts what the cases need. Sides that do not start are reported and left out; how many that are.
     fn start(config: &Config, site: &Site) -> Result<(Self, usize)> {
-        let (is_alone, has_mesh) = (|case: &&Case| case.kind.is_alone(), config.sides.iter().any(|side| side.is_mesh()));
-        let sides = if config.cases.iter().all(&is_alone) { &[][..] } else { &config.sides };
-        let control = if sides.iter().any(|side| side.is_mesh()) { Some(Control::start(&config.programs, site)?) } else { None };
+        let (is_alone, has_mesh) = (
+            |case: &&Case| case.kind.is_alone(),
+            config.sides.iter().any(|side| side.is_mesh()),
+        );
+        let sides = if config.cases.iter().all(&is_alone) {
+            &[][..]
+        } else {
+            &config.sides
+        };
+        let control = if sides.iter().any(|side| side.is_mesh()) {
+            Some(Control::start(&config.programs, site)?)
+        } else {
+            None
+        };
         let alone = has_mesh && config.cases.iter().any(&is_alone);
-        let issuing = if alone { Some(Issuing::start(&config.programs, site)?) } else { None };
-        let (mut up, mut failures) = (Up { running: Vec::new(), control, issuing }, 0);
+        let issuing = if alone {
+            Some(Issuing::start(&config.programs, site)?)
+        } else {
+            None
+        };
+        let (mut up, mut failures) = (
+            Up {
+                running: Vec::new(),
+                control,
+                issuing,
+            },
+            0,
+        );
         for &side in sides {
             eprintln!("starting {}", side.name());
             match Running::start(side, &config.programs, site, up.control.as_mut()) {
@@ -165,14 +199,20 @@ impl Up {
                 }
             }
         }
-        ensure!(!up.sides().is_empty(), "no side is up that these cases measure");
+        ensure!(
+            !up.sides().is_empty(),
+            "no side is up that these cases measure"
+        );
         Ok((up, failures))
     }
 
     /// The sides that have figures.
     fn sides(&self) -> Vec<Side> {
         let is_up = |side: &Side| self.running.iter().any(|running| running.side == *side);
-        Side::ALL.into_iter().filter(|side| is_up(side) || (*side == Side::Mesh && self.issuing.is_some())).collect()
+        Side::ALL
+            .into_iter()
+            .filter(|side| is_up(side) || (*side == Side::Mesh && self.issuing.is_some()))
+            .collect()
     }
 
     fn profile(&self, how: config::Profile, case: &Case, config: &Config) -> Result<()> {
@@ -183,12 +223,19 @@ impl Up {
             let ready = issuing.ready(rate, config.window)?;
             let (id, mut ready) = (ready.id(), Some(ready));
             return look(&[("controller".to_string(), id)], &mut || {
-                ready.take().map_or(Ok(()), |ready| ready.measure(askers, rate).map(drop))
+                ready
+                    .take()
+                    .map_or(Ok(()), |ready| ready.measure(askers, rate).map(drop))
             });
         }
         let running = self.running.first().context("no side is up")?;
-        let proxies = running.proxies().context("the direct side has no proxies to look at")?;
-        let targets = [("client", proxies.client.id()), ("server", proxies.server.id())];
+        let proxies = running
+            .proxies()
+            .context("the direct side has no proxies to look at")?;
+        let targets = [
+            ("client", proxies.client.id()),
+            ("server", proxies.server.id()),
+        ];
         let targets = targets.map(|(role, id)| (format!("{}-{role}", running.side.name()), id));
         look(&targets, &mut || load_only(case, running, config.window))
     }
@@ -198,20 +245,43 @@ impl Up {
     fn measure_all(&mut self, config: &Config) -> Result<(Results, f64, usize)> {
         let (mut results, mut failures, mut shares) = (Results::default(), 0, Vec::new());
         let mut patience = config.patience;
-        let rounds: Vec<(&Case, Side)> = config.cases.iter().flat_map(|case| self.rounds(case, config.repeats)).collect();
+        let rounds: Vec<(&Case, Side)> = config
+            .cases
+            .iter()
+            .flat_map(|case| self.rounds(case, config.repeats))
+            .collect();
         for (round, &(case, side)) in rounds.iter().enumerate() {
-            let progress = format!("[{}/{}] {} {}:", round + 1, rounds.len(), case.name, side.name());
+            let progress = format!(
+                "[{}/{}] {} {}:",
+                round + 1,
+                rounds.len(),
+                case.name,
+                side.name()
+            );
             match self.measure_quietly(case, side, config, &mut patience)? {
                 (Ok(numbers), share) => {
                     results.add(case, side, &numbers);
-                    let text: Vec<_> = numbers.iter().map(|(metric, value)| format!("{} {value:.1}", metric.name())).collect();
-                    eprintln!("{progress} {} (others {:.0}%)", text.join(", "), share * 100.0);
+                    let text: Vec<_> = numbers
+                        .iter()
+                        .map(|(metric, value)| format!("{} {value:.1}", metric.name()))
+                        .collect();
+                    eprintln!(
+                        "{progress} {} (others {:.0}%)",
+                        text.join(", "),
+                        share * 100.0
+                    );
                     shares.push(share);
                 }
                 (Err(problem), _) => {
                     failures += 1;
-                    let running = self.running.iter_mut().find(|running| running.side == side && !case.kind.is_alone());
-                    let words = running.as_ref().map(|running| running.last_words()).unwrap_or_default();
+                    let running = self
+                        .running
+                        .iter_mut()
+                        .find(|running| running.side == side && !case.kind.is_alone());
+                    let words = running
+                        .as_ref()
+                        .map(|running| running.last_words())
+                        .unwrap_or_default();
                     eprintln!("{progress} FAILED {problem:#}{words}");
                     // A proxy that is gone or stuck must not spoil what follows.
                     if let Some(Err(problem)) = running.map(Running::restart) {
@@ -230,12 +300,20 @@ impl Up {
             (true, Some(_)) => vec![Side::Mesh],
             (true, None) => Vec::new(),
         };
-        (0..repeats).flat_map(|_| sides.iter().map(|&side| (case, side))).collect()
+        (0..repeats)
+            .flat_map(|_| sides.iter().map(|&side| (case, side)))
+            .collect()
     }
 
     /// One measurement, with the share of the machine that others took meanwhile. It waits for a quiet moment, and drops a
     /// measurement that others have disturbed, for as long as patience lasts.
-    fn measure_quietly(&mut self, case: &Case, side: Side, config: &Config, patience: &mut Duration) -> Result<(Result<Numbers>, f64)> {
+    fn measure_quietly(
+        &mut self,
+        case: &Case,
+        side: Side,
+        config: &Config,
+        patience: &mut Duration,
+    ) -> Result<(Result<Numbers>, f64)> {
         loop {
             let start = Instant::now();
             let mut before = self.reading()?;
@@ -262,7 +340,11 @@ impl Up {
         if let (Kind::Certificates { askers, rate }, Some(issuing)) = (case.kind, &self.issuing) {
             return issuing.ready(rate, window)?.measure(askers, rate);
         }
-        let running = self.running.iter_mut().find(|running| running.side == side).context("the side is not up")?;
+        let running = self
+            .running
+            .iter_mut()
+            .find(|running| running.side == side)
+            .context("the side is not up")?;
         measure(case, running, window)
     }
 

@@ -31,7 +31,9 @@ pub fn measure(case: &Case, running: &mut Running, window: Window) -> Result<Num
         Kind::Certificates { .. } => unreachable!("no side is measured"),
     };
     let ended = running.ensure_running();
-    numbers.and_then(|numbers| ended.map(|()| numbers)).with_context(|| format!("{} through {}", case.name, running.side.name()))
+    numbers
+        .and_then(|numbers| ended.map(|()| numbers))
+        .with_context(|| format!("{} through {}", case.name, running.side.name()))
 }
 
 /// Only the load of a case, for someone who looks at the proxies meanwhile.
@@ -39,10 +41,15 @@ pub fn load_only(case: &Case, running: &Running, window: Window) -> Result<()> {
     match case.kind {
         Kind::Start { idle_connections } => {
             let (target, settle) = (running.http(), window.warm_up + window.length);
-            running.pair.client.enter(|| load::idle_connections(idle_connections, target, settle, || Ok(())))
+            running
+                .pair
+                .client
+                .enter(|| load::idle_connections(idle_connections, target, settle, || Ok(())))
         }
         Kind::Tcp => tcp(running, window).map(drop),
-        Kind::Latency { rate, connections } => latency(running, window, rate, connections).map(drop),
+        Kind::Latency { rate, connections } => {
+            latency(running, window, rate, connections).map(drop)
+        }
         Kind::Closed(_) | Kind::Connect { .. } => requests(case, running, window).map(drop),
         Kind::Certificates { .. } => unreachable!("no side is measured"),
     }
@@ -52,48 +59,85 @@ fn start(running: &mut Running, connections: usize) -> Result<Numbers> {
     running.restart()?;
     let target = running.http();
     let client = running.pair.client.clone();
-    let Some(proxies) = running.proxies() else { return Ok(Vec::new()) };
+    let Some(proxies) = running.proxies() else {
+        return Ok(Vec::new());
+    };
     let (ready, meter) = (proxies.ready, proxies.client.meter());
     // One more connection, so that what only the first ones bring is in the idle figure.
     let idle = client.enter(|| load::idle_connections(1, target, SETTLE, || meter.resident()))?;
-    let more = client.enter(|| load::idle_connections(connections, target, SETTLE, || meter.resident()))?;
+    let more = client
+        .enter(|| load::idle_connections(connections, target, SETTLE, || meter.resident()))?;
     Ok(vec![
         (Metric::Ready, ready.as_secs_f64() * 1e3),
         (Metric::IdleMemory, megabytes(idle)),
-        (Metric::IdleConnectionsMemory, megabytes(more) - megabytes(idle)),
+        (
+            Metric::IdleConnectionsMemory,
+            megabytes(more) - megabytes(idle),
+        ),
     ])
 }
 
 fn requests(case: &Case, running: &Running, window: Window) -> Result<Numbers> {
     let (target, meters) = (running.http(), running.meters());
-    let probe = || Ok((cpu(&meters)?, meters.first().map(Meter::resident).transpose()?));
+    let probe = || {
+        Ok((
+            cpu(&meters)?,
+            meters.first().map(Meter::resident).transpose()?,
+        ))
+    };
     let tally = running.pair.client.enter(|| match case.kind {
         Kind::Connect { workers } => load::new_connections(workers, target, window, probe),
         Kind::Closed(traffic) => load::closed_loop(traffic, target, window, probe),
-        Kind::Start { .. } | Kind::Latency { .. } | Kind::Tcp | Kind::Certificates { .. } => unreachable!("measured elsewhere"),
+        Kind::Start { .. } | Kind::Latency { .. } | Kind::Tcp | Kind::Certificates { .. } => {
+            unreachable!("measured elsewhere")
+        }
     })?;
-    let mut numbers = vec![(Metric::Requests, tally.count as f64 / tally.elapsed.as_secs_f64())];
-    numbers.extend(cpu_per_request(tally.count, &tally.before.0, &tally.after.0)?);
+    let mut numbers = vec![(
+        Metric::Requests,
+        tally.count as f64 / tally.elapsed.as_secs_f64(),
+    )];
+    numbers.extend(cpu_per_request(
+        tally.count,
+        &tally.before.0,
+        &tally.after.0,
+    )?);
     if matches!(case.kind, Kind::Closed(traffic) if traffic.connections > 100) {
-        numbers.extend(tally.after.1.map(|resident| (Metric::LoadedMemory, megabytes(resident))));
+        numbers.extend(
+            tally
+                .after
+                .1
+                .map(|resident| (Metric::LoadedMemory, megabytes(resident))),
+        );
     }
     Ok(numbers)
 }
 
 fn latency(running: &Running, window: Window, rate: u32, connections: u32) -> Result<Numbers> {
     let (target, meters) = (running.http(), running.meters());
-    let (tally, times) = running.pair.client.enter(|| load::constant_rate(rate, connections, target, window, || cpu(&meters)))?;
+    let (tally, times) = running
+        .pair
+        .client
+        .enter(|| load::constant_rate(rate, connections, target, window, || cpu(&meters)))?;
     let at = |share| load::percentile(&times, share).as_secs_f64() * 1e6;
-    let mut numbers = vec![(Metric::LatencyP50, at(0.5)), (Metric::LatencyP99, at(0.99))];
+    let mut numbers = vec![
+        (Metric::LatencyP50, at(0.5)),
+        (Metric::LatencyP99, at(0.99)),
+    ];
     numbers.extend(cpu_per_request(tally.count, &tally.before, &tally.after)?);
     Ok(numbers)
 }
 
 fn tcp(running: &Running, window: Window) -> Result<Numbers> {
     let (target, meters, server) = (running.sink(), running.meters(), &running.server);
-    let tally: Tally<Cpu> = running.pair.client.enter(|| load::stream_bytes(target, window, || server.swallowed(), || cpu(&meters)))?;
+    let tally: Tally<Cpu> = running
+        .pair
+        .client
+        .enter(|| load::stream_bytes(target, window, || server.swallowed(), || cpu(&meters)))?;
     let gigabytes = tally.count as f64 / 1e9;
-    let mut numbers = vec![(Metric::Gigabits, gigabytes * 8.0 / tally.elapsed.as_secs_f64())];
+    let mut numbers = vec![(
+        Metric::Gigabits,
+        gigabytes * 8.0 / tally.elapsed.as_secs_f64(),
+    )];
     if let Some(used) = used(&tally.before, &tally.after)? {
         numbers.push((Metric::CpuPerGigabyte, used.as_secs_f64() / gigabytes));
     }
@@ -102,13 +146,25 @@ fn tcp(running: &Running, window: Window) -> Result<Numbers> {
 
 fn cpu_per_request(requests: u64, before: &Cpu, after: &Cpu) -> Result<Option<(Metric, f64)>> {
     let used = used(before, after)?;
-    Ok(used.map(|used| (Metric::Cpu, used.as_secs_f64() * 1e6 / requests as f64 / after.len() as f64)))
+    Ok(used.map(|used| {
+        (
+            Metric::Cpu,
+            used.as_secs_f64() * 1e6 / requests as f64 / after.len() as f64,
+        )
+    }))
 }
 
 /// What the proxies used between two readings. That one of them used nothing means that the traffic went past it.
 fn used(before: &Cpu, after: &Cpu) -> Result<Option<Duration>> {
-    let each: Vec<_> = before.iter().zip(after).map(|(before, after)| after.saturating_sub(*before)).collect();
-    ensure!(!each.contains(&Duration::ZERO), "a proxy used no CPU time: the traffic does not pass it");
+    let each: Vec<_> = before
+        .iter()
+        .zip(after)
+        .map(|(before, after)| after.saturating_sub(*before))
+        .collect();
+    ensure!(
+        !each.contains(&Duration::ZERO),
+        "a proxy used no CPU time: the traffic does not pass it"
+    );
     Ok((!each.is_empty()).then(|| each.iter().sum()))
 }
 

@@ -53,7 +53,10 @@ impl Site {
     /// Takes a prefix over, and removes what an earlier run left there. Only one at a time may use a prefix.
     pub fn clear(prefix: &'static str) -> Result<Self> {
         sweep(prefix).context("remove what an earlier run left")?;
-        Ok(Site { prefix, closed: Arc::default() })
+        Ok(Site {
+            prefix,
+            closed: Arc::default(),
+        })
     }
 
     /// Ends every process in the namespaces and removes them; no process starts there any more.
@@ -80,7 +83,10 @@ impl Namespace {
         let name = format!("{}{name}", site.prefix);
         ip(&["netns", "add", &name])?;
         ip(&["-n", &name, "link", "set", "lo", "up"])?;
-        Ok(Namespace { name, site: site.clone() })
+        Ok(Namespace {
+            name,
+            site: site.clone(),
+        })
     }
 
     /// What `ip netns` calls it.
@@ -94,19 +100,28 @@ impl Namespace {
             let inside = scope.spawn(|| {
                 let path = Path::new(MOUNTED).join(&self.name);
                 let file = File::open(&path).with_context(|| format!("open {}", path.display()))?;
-                setns(file, CloneFlags::CLONE_NEWNET).with_context(|| format!("enter {}", self.name))?;
+                setns(file, CloneFlags::CLONE_NEWNET)
+                    .with_context(|| format!("enter {}", self.name))?;
                 work()
             });
-            inside.join().unwrap_or_else(|_| bail!("the work in {} panicked", self.name))
+            inside
+                .join()
+                .unwrap_or_else(|_| bail!("the work in {} panicked", self.name))
         })
     }
 
     /// Starts a process inside.
     pub fn spawn(&self, command: &mut Command) -> Result<Child> {
         self.enter(|| {
-            let closed = self.site.closed.lock().expect("no holder of the lock panics");
+            let closed = self
+                .site
+                .closed
+                .lock()
+                .expect("no holder of the lock panics");
             ensure!(!*closed, "the run is being stopped");
-            command.spawn().with_context(|| format!("start {}", command.get_program().display()))
+            command
+                .spawn()
+                .with_context(|| format!("start {}", command.get_program().display()))
         })
     }
 }
@@ -126,7 +141,15 @@ impl Pair {
         let server = Namespace::make(&format!("{side}-server"), site)?;
         wire((&client, "eth0", CLIENT), (&server, "eth0", SERVER))?;
         // The cluster IP needs a route before the redirect rules see the packet.
-        ip(&["-n", client.name(), "route", "add", "default", "via", &SERVER.to_string()])?;
+        ip(&[
+            "-n",
+            client.name(),
+            "route",
+            "add",
+            "default",
+            "via",
+            &SERVER.to_string(),
+        ])?;
         for namespace in [&client, &server] {
             namespace.enter(|| {
                 tune();
@@ -150,10 +173,31 @@ impl ControlNetwork {
         let namespace = Namespace::make("control", site)?;
         let name = namespace.name();
         // An address of its own: it would take over the lowest of its ports', and change under those who have resolved it.
-        ip(&["-n", name, "link", "add", "br0", "address", "02:00:00:00:00:01", "type", "bridge"])?;
-        ip(&["-n", name, "address", "add", &format!("{CONTROL}/24"), "dev", "br0"])?;
+        ip(&[
+            "-n",
+            name,
+            "link",
+            "add",
+            "br0",
+            "address",
+            "02:00:00:00:00:01",
+            "type",
+            "bridge",
+        ])?;
+        ip(&[
+            "-n",
+            name,
+            "address",
+            "add",
+            &format!("{CONTROL}/24"),
+            "dev",
+            "br0",
+        ])?;
         ip(&["-n", name, "link", "set", "br0", "up"])?;
-        Ok(ControlNetwork { namespace, plugged: 0 })
+        Ok(ControlNetwork {
+            namespace,
+            plugged: 0,
+        })
     }
 
     /// Gives a pod's namespace a second link, to here.
@@ -162,23 +206,51 @@ impl ControlNetwork {
         let address = Ipv4Addr::new(10, 255, 0, 10 + self.plugged);
         self.plugged += 1;
         let control = self.namespace.name();
-        ip(&["link", "add", "ctl0", "netns", pod.name(), "type", "veth", "peer", "name", &port, "netns", control])?;
+        ip(&[
+            "link",
+            "add",
+            "ctl0",
+            "netns",
+            pod.name(),
+            "type",
+            "veth",
+            "peer",
+            "name",
+            &port,
+            "netns",
+            control,
+        ])?;
         ip(&["-n", control, "link", "set", &port, "master", "br0", "up"])?;
-        ip(&["-n", pod.name(), "address", "add", &format!("{address}/24"), "dev", "ctl0"])?;
+        ip(&[
+            "-n",
+            pod.name(),
+            "address",
+            "add",
+            &format!("{address}/24"),
+            "dev",
+            "ctl0",
+        ])?;
         ip(&["-n", pod.name(), "link", "set", "ctl0", "up"])
     }
 }
 
 fn sweep(prefix: &str) -> Result<()> {
     let ours = ours(prefix)?;
-    let inodes: HashSet<u64> = ours.iter().filter_map(|path| fs::metadata(path).ok()).map(|metadata| metadata.ino()).collect();
+    let inodes: HashSet<u64> = ours
+        .iter()
+        .filter_map(|path| fs::metadata(path).ok())
+        .map(|metadata| metadata.ino())
+        .collect();
     let deadline = Instant::now() + Duration::from_secs(5);
     loop {
         let left = processes_in(&inodes)?;
         if left.is_empty() {
             break;
         }
-        ensure!(Instant::now() < deadline, "processes {left:?} in the benchmark's namespaces do not end");
+        ensure!(
+            Instant::now() < deadline,
+            "processes {left:?} in the benchmark's namespaces do not end"
+        );
         for process in left {
             // It may have ended by itself since.
             let _ = kill(process, Signal::SIGKILL);
@@ -199,21 +271,50 @@ fn ours(prefix: &str) -> Result<Vec<PathBuf>> {
     }
     let entries = fs::read_dir(MOUNTED).with_context(|| format!("list {MOUNTED}"))?;
     let paths = entries.filter_map(|entry| entry.ok().map(|entry| entry.path()));
-    Ok(paths.filter(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(prefix))).collect())
+    Ok(paths
+        .filter(|path| {
+            path.file_name()
+                .is_some_and(|name| name.to_string_lossy().starts_with(prefix))
+        })
+        .collect())
 }
 
 /// Those that can still run: one that has ended and waits for its parent counts as gone.
 fn processes_in(inodes: &HashSet<u64>) -> Result<Vec<Pid>> {
     let entries = fs::read_dir("/proc").context("list /proc")?;
-    let inside = |pid: &i32| fs::metadata(format!("/proc/{pid}/ns/net")).is_ok_and(|namespace| inodes.contains(&namespace.ino()));
+    let inside = |pid: &i32| {
+        fs::metadata(format!("/proc/{pid}/ns/net"))
+            .is_ok_and(|namespace| inodes.contains(&namespace.ino()))
+    };
     let pids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok());
     Ok(pids.filter(inside).map(Pid::from_raw).collect())
 }
 
 fn wire(left: (&Namespace, &str, Ipv4Addr), right: (&Namespace, &str, Ipv4Addr)) -> Result<()> {
-    ip(&["link", "add", left.1, "netns", left.0.name(), "type", "veth", "peer", "name", right.1, "netns", right.0.name()])?;
+    ip(&[
+        "link",
+        "add",
+        left.1,
+        "netns",
+        left.0.name(),
+        "type",
+        "veth",
+        "peer",
+        "name",
+        right.1,
+        "netns",
+        right.0.name(),
+    ])?;
     for (namespace, device, address) in [left, right] {
-        ip(&["-n", namespace.name(), "address", "add", &format!("{address}/24"), "dev", device])?;
+        ip(&[
+            "-n",
+            namespace.name(),
+            "address",
+            "add",
+            &format!("{address}/24"),
+            "dev",
+            device,
+        ])?;
         ip(&["-n", namespace.name(), "link", "set", device, "up"])?;
     }
     Ok(())
@@ -236,8 +337,16 @@ fn tune() {
 }
 
 fn ip(arguments: &[&str]) -> Result<()> {
-    let output = Command::new("ip").args(arguments).output().context("run ip (Debian package iproute2)")?;
+    let output = Command::new("ip")
+        .args(arguments)
+        .output()
+        .context("run ip (Debian package iproute2)")?;
     let problem = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "ip {}: {}", arguments.join(" "), problem.trim());
+    ensure!(
+        output.status.success(),
+        "ip {}: {}",
+        arguments.join(" "),
+        problem.trim()
+    );
     Ok(())
 }

@@ -55,12 +55,21 @@ impl Process {
         // Dumps go to one, logs to the other.
         let ((_, output), (log, errors)) = (create("out")?, create("err")?);
         let mut command = Command::new(&program.path);
-        command.args(&program.arguments).env_clear().env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin").envs(program.environment);
+        command
+            .args(&program.arguments)
+            .env_clear()
+            .env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
+            .envs(program.environment);
         command.stdin(Stdio::null()).stdout(output).stderr(errors);
         command.uid(program.uid).gid(program.uid).current_dir("/");
         let started = Instant::now();
         let child = namespace.spawn(&mut command)?;
-        Ok(Process { name: program.name, child, log, started })
+        Ok(Process {
+            name: program.name,
+            child,
+            log,
+            started,
+        })
     }
 
     /// The process ID.
@@ -69,20 +78,37 @@ impl Process {
     }
 
     /// Asks `path` at `address`, inside `namespace`, until it answers 200; says how long after the start that was.
-    pub fn wait_ready(&mut self, namespace: &Namespace, address: SocketAddr, path: &str) -> Result<Duration> {
+    pub fn wait_ready(
+        &mut self,
+        namespace: &Namespace,
+        address: SocketAddr,
+        path: &str,
+    ) -> Result<Duration> {
         namespace.enter(|| {
             let deadline = self.started + Duration::from_secs(20);
             loop {
                 let answer = ask(address, path);
-                if answer.as_ref().is_ok_and(|answer| answer.starts_with("HTTP/1.1 200")) {
+                if answer
+                    .as_ref()
+                    .is_ok_and(|answer| answer.starts_with("HTTP/1.1 200"))
+                {
                     return Ok(self.started.elapsed());
                 }
                 if let Some(status) = self.child.try_wait().context("wait for a child")? {
-                    bail!("{} ended while starting ({status}){}", self.name, self.last_words());
+                    bail!(
+                        "{} ended while starting ({status}){}",
+                        self.name,
+                        self.last_words()
+                    );
                 }
                 if Instant::now() >= deadline {
                     let answer = answer.unwrap_or_else(|problem| problem.to_string());
-                    bail!("{} is not ready after 20 s: {}{}", self.name, answer.trim(), self.last_words());
+                    bail!(
+                        "{} is not ready after 20 s: {}{}",
+                        self.name,
+                        answer.trim(),
+                        self.last_words()
+                    );
                 }
                 thread::sleep(Duration::from_millis(1));
             }
@@ -99,13 +125,24 @@ impl Process {
 
     /// The end of its log.
     pub fn last_words(&self) -> String {
-        let text = fs::read(&self.log).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
-        let lines: Vec<String> = text.lines().rev().take(8).map(|line| line.chars().take(300).collect()).collect();
+        let text = fs::read(&self.log)
+            .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+            .unwrap_or_default();
+        let lines: Vec<String> = text
+            .lines()
+            .rev()
+            .take(8)
+            .map(|line| line.chars().take(300).collect())
+            .collect();
         if lines.is_empty() {
             return String::new();
         }
         let lines: Vec<_> = lines.into_iter().rev().collect();
-        format!("; the last that {} printed:\n    {}", self.name, lines.join("\n    "))
+        format!(
+            "; the last that {} printed:\n    {}",
+            self.name,
+            lines.join("\n    ")
+        )
     }
 
     /// Where its CPU time and memory are read.
@@ -142,10 +179,17 @@ impl Meter {
         for task in fs::read_dir(&tasks).with_context(|| format!("list {}", tasks.display()))? {
             let file = task.context("list threads")?.path().join("schedstat");
             match fs::read_to_string(&file) {
-                Ok(text) => nanoseconds += first_number(&text).with_context(|| format!("read {}", file.display()))?,
+                Ok(text) => {
+                    nanoseconds +=
+                        first_number(&text).with_context(|| format!("read {}", file.display()))?
+                }
                 // A thread that has ended between the two calls.
-                Err(error) if matches!(error.kind(), ErrorKind::NotFound) || error.raw_os_error() == Some(3) => {}
-                Err(error) => return Err(error).with_context(|| format!("read {}", file.display())),
+                Err(error)
+                    if matches!(error.kind(), ErrorKind::NotFound)
+                        || error.raw_os_error() == Some(3) => {}
+                Err(error) => {
+                    return Err(error).with_context(|| format!("read {}", file.display()));
+                }
             }
         }
         Ok(Duration::from_nanos(nanoseconds))
@@ -155,7 +199,10 @@ impl Meter {
     pub fn resident(&self) -> Result<u64> {
         let file = self.0.join("smaps_rollup");
         let text = fs::read_to_string(&file).with_context(|| format!("read {}", file.display()))?;
-        let line = text.lines().find_map(|line| line.strip_prefix("Rss:")).context("smaps_rollup has no Rss")?;
+        let line = text
+            .lines()
+            .find_map(|line| line.strip_prefix("Rss:"))
+            .context("smaps_rollup has no Rss")?;
         Ok(first_number(line).context("smaps_rollup has no number after Rss")? * 1024)
     }
 }
@@ -167,7 +214,9 @@ fn first_number(text: &str) -> Option<u64> {
 fn ask(address: SocketAddr, path: &str) -> std::io::Result<String> {
     let mut stream = TcpStream::connect_timeout(&address, Duration::from_secs(1))?;
     stream.set_read_timeout(Some(Duration::from_secs(1)))?;
-    stream.write_all(format!("GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n").as_bytes())?;
+    stream.write_all(
+        format!("GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n").as_bytes(),
+    )?;
     let mut answer = Vec::new();
     stream.read_to_end(&mut answer)?;
     Ok(String::from_utf8_lossy(&answer).into_owned())

@@ -17,7 +17,10 @@ impl Results {
     /// Adds what one measurement gave.
     pub fn add(&mut self, case: &Case, side: Side, numbers: &[(Metric, f64)]) {
         for &(metric, value) in numbers {
-            self.0.entry((case.name, side, metric)).or_default().push(value);
+            self.0
+                .entry((case.name, side, metric))
+                .or_default()
+                .push(value);
         }
     }
 
@@ -27,20 +30,36 @@ impl Results {
         let base = match metric {
             Metric::AddedP50 => added_to(Metric::LatencyP50)?,
             Metric::AddedP99 => added_to(Metric::LatencyP99)?,
-            _ => return self.0.get(&(case.name, side, metric)).and_then(|samples| median(samples)),
+            _ => {
+                return self
+                    .0
+                    .get(&(case.name, side, metric))
+                    .and_then(|samples| median(samples));
+            }
         };
         Some(self.median(case, side, base)? - self.median(case, Side::Direct, base)?)
     }
 
     fn ratio(&self, case: &Case, metric: Metric, side: Side, to: Side) -> Option<f64> {
-        let (ours, theirs) = (self.median(case, side, metric)?, self.median(case, to, metric)?);
+        let (ours, theirs) = (
+            self.median(case, side, metric)?,
+            self.median(case, to, metric)?,
+        );
         (theirs > 0.0).then_some(ours / theirs)
     }
 
     /// The metrics that any side has in this case, in their order.
     fn metrics(&self, case: &Case) -> Vec<Metric> {
-        let mut metrics: Vec<_> = self.0.keys().filter(|key| key.0 == case.name).map(|key| key.2).collect();
-        for (base, added) in [(Metric::LatencyP50, Metric::AddedP50), (Metric::LatencyP99, Metric::AddedP99)] {
+        let mut metrics: Vec<_> = self
+            .0
+            .keys()
+            .filter(|key| key.0 == case.name)
+            .map(|key| key.2)
+            .collect();
+        for (base, added) in [
+            (Metric::LatencyP50, Metric::AddedP50),
+            (Metric::LatencyP99, Metric::AddedP99),
+        ] {
             if metrics.contains(&base) && self.median(case, Side::Direct, base).is_some() {
                 metrics.push(added);
             }
@@ -54,20 +73,31 @@ impl Results {
     pub fn table(&self, cases: &[&Case], sides: &[Side], colours: bool) -> String {
         let ratios = ratios(sides);
         let mut columns: Vec<_> = sides.iter().map(|side| side.name().to_string()).collect();
-        columns.extend(ratios.iter().map(|(side, to)| format!("{}/{}", side.name(), to.name())));
+        columns.extend(
+            ratios
+                .iter()
+                .map(|(side, to)| format!("{}/{}", side.name(), to.name())),
+        );
         let is_alone = cases.iter().any(|case| case.kind.is_alone());
-        let goals = ratios.contains(&(Side::Mesh, Side::Envoy)) || (is_alone && sides.contains(&Side::Mesh));
+        let goals = ratios.contains(&(Side::Mesh, Side::Envoy))
+            || (is_alone && sides.contains(&Side::Mesh));
         if goals {
             columns.push("goal".to_string());
         }
-        let columns: String = columns.iter().map(|column| format!("  {column:>COLUMN$}")).collect();
+        let columns: String = columns
+            .iter()
+            .map(|column| format!("  {column:>COLUMN$}"))
+            .collect();
         let mut table = bold(&format!("{:LABEL$}{columns}", ""), colours) + "\n";
         for case in cases {
             let metrics = self.metrics(case);
             if metrics.is_empty() {
                 continue;
             }
-            table += &format!("{}\n", bold(&format!("{} [{}]", case.title, case.name), colours));
+            table += &format!(
+                "{}\n",
+                bold(&format!("{} [{}]", case.title, case.name), colours)
+            );
             for metric in metrics {
                 table += &self.row(case, metric, sides, &ratios, goals, colours);
             }
@@ -75,25 +105,51 @@ impl Results {
         table
     }
 
-    fn row(&self, case: &Case, metric: Metric, sides: &[Side], ratios: &[(Side, Side)], goals: bool, colours: bool) -> String {
+    fn row(
+        &self,
+        case: &Case,
+        metric: Metric,
+        sides: &[Side],
+        ratios: &[(Side, Side)],
+        goals: bool,
+        colours: bool,
+    ) -> String {
         let mut row = format!("  {:width$}", metric.label(), width = LABEL - 2);
-        let goal = case.goals.iter().find(|goal| goal.0 == metric).map(|goal| goal.1);
+        let goal = case
+            .goals
+            .iter()
+            .find(|goal| goal.0 == metric)
+            .map(|goal| goal.1);
         let (plain, decimals) = (goal.filter(|_| case.kind.is_alone()), metric.decimals());
         for &side in sides {
             let value = self.median(case, side, metric);
-            let colour = value.zip(plain).map_or("", |(value, goal)| verdict(metric, value, goal));
-            row += &cell(value.map_or("-".to_string(), |value| grouped(value, decimals)), colour, colours);
+            let colour = value
+                .zip(plain)
+                .map_or("", |(value, goal)| verdict(metric, value, goal));
+            row += &cell(
+                value.map_or("-".to_string(), |value| grouped(value, decimals)),
+                colour,
+                colours,
+            );
         }
         for &(side, to) in ratios {
             let ratio = self.ratio(case, metric, side, to);
             let colour = match (ratio, goal) {
-                (Some(ratio), Some(goal)) if (side, to) == (Side::Mesh, Side::Envoy) => verdict(metric, ratio, goal),
+                (Some(ratio), Some(goal)) if (side, to) == (Side::Mesh, Side::Envoy) => {
+                    verdict(metric, ratio, goal)
+                }
                 _ => "",
             };
-            row += &cell(ratio.map_or("-".to_string(), |ratio| format!("{ratio:.2}")), colour, colours);
+            row += &cell(
+                ratio.map_or("-".to_string(), |ratio| format!("{ratio:.2}")),
+                colour,
+                colours,
+            );
         }
         if goals {
-            let goal = plain.map(|goal| grouped(goal, decimals)).or(goal.map(|goal| format!("{goal:.2}")));
+            let goal = plain
+                .map(|goal| grouped(goal, decimals))
+                .or(goal.map(|goal| format!("{goal:.2}")));
             row += &cell(goal.unwrap_or_default(), "", colours);
         }
         row.trim_end().to_string() + "\n"
@@ -105,15 +161,26 @@ impl Results {
         for case in cases {
             for metric in self.metrics(case) {
                 let of_sides = sides.iter().filter_map(|&side| {
-                    let samples = self.0.get(&(case.name, side, metric)).cloned().unwrap_or_default();
+                    let samples = self
+                        .0
+                        .get(&(case.name, side, metric))
+                        .cloned()
+                        .unwrap_or_default();
                     let median = self.median(case, side, metric)?;
-                    Some((side.name().to_string(), json!({ "median": median, "samples": samples })))
+                    Some((
+                        side.name().to_string(),
+                        json!({ "median": median, "samples": samples }),
+                    ))
                 });
                 let ratios = ratios(sides).into_iter().filter_map(|(side, to)| {
                     let ratio = self.ratio(case, metric, side, to)?;
                     Some((format!("{}/{}", side.name(), to.name()), json!(ratio)))
                 });
-                let goal = case.goals.iter().find(|goal| goal.0 == metric).map(|goal| goal.1);
+                let goal = case
+                    .goals
+                    .iter()
+                    .find(|goal| goal.0 == metric)
+                    .map(|goal| goal.1);
                 rows.push(json!({
                     "case": case.name, "metric": metric.name(),
                     "sides": of_sides.collect::<serde_json::Map<_, _>>(),
@@ -148,17 +215,29 @@ fn median(samples: &[f64]) -> Option<f64> {
 }
 
 fn verdict(metric: Metric, ratio: f64, goal: f64) -> &'static str {
-    let met = if metric.more_is_better() { ratio >= goal } else { ratio <= goal };
+    let met = if metric.more_is_better() {
+        ratio >= goal
+    } else {
+        ratio <= goal
+    };
     if met { "32" } else { "31" }
 }
 
 fn cell(text: String, colour: &str, colours: bool) -> String {
     let text = format!("  {text:>COLUMN$}");
-    if colours && !colour.is_empty() { format!("\x1b[{colour}m{text}\x1b[0m") } else { text }
+    if colours && !colour.is_empty() {
+        format!("\x1b[{colour}m{text}\x1b[0m")
+    } else {
+        text
+    }
 }
 
 fn bold(text: &str, colours: bool) -> String {
-    if colours { format!("\x1b[1m{text}\x1b[0m") } else { text.to_string() }
+    if colours {
+        format!("\x1b[1m{text}\x1b[0m")
+    } else {
+        text.to_string()
+    }
 }
 
 /// 1234567.8 as "1,234,568".
@@ -172,7 +251,11 @@ fn grouped(value: f64, decimals: usize) -> String {
         }
         out.push(digit);
     }
-    let sign = if value < 0.0 && text.bytes().any(|digit| (b'1'..=b'9').contains(&digit)) { "-" } else { "" };
+    let sign = if value < 0.0 && text.bytes().any(|digit| (b'1'..=b'9').contains(&digit)) {
+        "-"
+    } else {
+        ""
+    };
     let point = if fraction.is_empty() { "" } else { "." };
     format!("{sign}{out}{point}{fraction}")
 }
@@ -204,11 +287,26 @@ mod tests {
     #[test]
     fn a_row_has_values_ratios_and_the_goal() {
         let mut results = Results::default();
-        for (side, value) in [(Side::Direct, None), (Side::Mesh, Some(36.0)), (Side::Envoy, Some(120.0))] {
+        for (side, value) in [
+            (Side::Direct, None),
+            (Side::Mesh, Some(36.0)),
+            (Side::Envoy, Some(120.0)),
+        ] {
             let cpu = value.map(|value| (Metric::Cpu, value));
-            results.add(case("h1-1"), side, &[Some((Metric::Requests, 1000.0)), cpu].into_iter().flatten().collect::<Vec<_>>());
+            results.add(
+                case("h1-1"),
+                side,
+                &[Some((Metric::Requests, 1000.0)), cpu]
+                    .into_iter()
+                    .flatten()
+                    .collect::<Vec<_>>(),
+            );
         }
-        let table = results.table(&[case("h1-1")], &[Side::Direct, Side::Mesh, Side::Envoy], false);
+        let table = results.table(
+            &[case("h1-1")],
+            &[Side::Direct, Side::Mesh, Side::Envoy],
+            false,
+        );
         let cpu = table.lines().find(|line| line.contains("CPU")).unwrap();
         let cells: Vec<_> = cpu.split_whitespace().rev().take(6).collect();
         assert_eq!(cells, ["0.30", "0.30", "-", "120.0", "36.0", "-"]);
@@ -217,11 +315,24 @@ mod tests {
     #[test]
     fn what_stands_alone_is_held_to_a_figure() {
         let (mut results, alone) = (Results::default(), case("certificates"));
-        results.add(alone, Side::Mesh, &[(Metric::CertificatesPerCore, 1234.5), (Metric::LatencyP99, 12_000.0)]);
+        results.add(
+            alone,
+            Side::Mesh,
+            &[
+                (Metric::CertificatesPerCore, 1234.5),
+                (Metric::LatencyP99, 12_000.0),
+            ],
+        );
         let table = results.table(&[alone], &[Side::Direct, Side::Mesh], true);
         let rows: Vec<_> = table.lines().skip(2).collect();
-        assert!(rows[0].contains("\x1b[32m        1,234\x1b[0m") && rows[0].ends_with("1,000"), "{table}");
-        assert!(rows[1].contains("\x1b[31m       12,000\x1b[0m") && rows[1].ends_with("10,000"), "{table}");
+        assert!(
+            rows[0].contains("\x1b[32m        1,234\x1b[0m") && rows[0].ends_with("1,000"),
+            "{table}"
+        );
+        assert!(
+            rows[1].contains("\x1b[31m       12,000\x1b[0m") && rows[1].ends_with("10,000"),
+            "{table}"
+        );
     }
 
     #[test]
@@ -230,14 +341,26 @@ mod tests {
         for (side, value) in [(Side::Direct, 80.0), (Side::Mesh, 150.0)] {
             results.add(case("latency"), side, &[(Metric::LatencyP50, value)]);
         }
-        assert_eq!(results.median(case("latency"), Side::Mesh, Metric::AddedP50), Some(70.0));
-        assert_eq!(results.median(case("latency"), Side::Direct, Metric::AddedP50), None);
+        assert_eq!(
+            results.median(case("latency"), Side::Mesh, Metric::AddedP50),
+            Some(70.0)
+        );
+        assert_eq!(
+            results.median(case("latency"), Side::Direct, Metric::AddedP50),
+            None
+        );
         assert!(results.metrics(case("latency")).contains(&Metric::AddedP50));
     }
 
     #[test]
     fn colours_tell_whether_a_goal_is_met_and_are_only_used_when_asked_for() {
-        assert_eq!((verdict(Metric::Cpu, 0.3, 0.31), verdict(Metric::Requests, 0.3, 0.31)), ("32", "31"));
+        assert_eq!(
+            (
+                verdict(Metric::Cpu, 0.3, 0.31),
+                verdict(Metric::Requests, 0.3, 0.31)
+            ),
+            ("32", "31")
+        );
         assert!(!cell("1".to_string(), "32", false).contains('\x1b'));
     }
 }

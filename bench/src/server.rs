@@ -36,8 +36,12 @@ pub const SINK_PORT: u16 = 9000;
 pub const BODY: usize = 1024;
 
 const OK: Field = Field::Static(8);
-const PAGE: [Field; 4] =
-    [OK, Field::Literal("content-type", "text/plain"), Field::Literal("content-length", "1024"), Field::Literal("server", "bench-origin")];
+const PAGE: [Field; 4] = [
+    OK,
+    Field::Literal("content-type", "text/plain"),
+    Field::Literal("content-length", "1024"),
+    Field::Literal("server", "bench-origin"),
+];
 const REPLY: [Field; 2] = [OK, Field::Literal("content-type", "application/grpc")];
 const TRAILERS: [Field; 1] = [Field::Literal("grpc-status", "0")];
 
@@ -54,8 +58,13 @@ impl Server {
         namespace.enter(|| {
             let (ready, listening) = mpsc::channel();
             // A thread started inside stays inside.
-            thread::Builder::new().name("origin".into()).spawn(move || run(counter, &ready)).context("start the server's thread")?;
-            listening.recv().context("the server ended before it listened")?
+            thread::Builder::new()
+                .name("origin".into())
+                .spawn(move || run(counter, &ready))
+                .context("start the server's thread")?;
+            listening
+                .recv()
+                .context("the server ended before it listened")?
         })?;
         Ok(Server { swallowed })
     }
@@ -68,13 +77,18 @@ impl Server {
 
 fn run(swallowed: Arc<AtomicU64>, ready: &mpsc::Sender<Result<()>>) {
     let serve = async {
-        let http = TcpListener::bind((SERVER, HTTP_PORT)).await.context("listen for HTTP")?;
-        let sink = TcpListener::bind((Ipv4Addr::UNSPECIFIED, SINK_PORT)).await.context("listen for bytes")?;
+        let http = TcpListener::bind((SERVER, HTTP_PORT))
+            .await
+            .context("listen for HTTP")?;
+        let sink = TcpListener::bind((Ipv4Addr::UNSPECIFIED, SINK_PORT))
+            .await
+            .context("listen for bytes")?;
         // The starter may have given up; then nobody listens to this.
         let _ = ready.send(Ok(()));
         tokio::join!(
             accept(http, |stream| _ = task::spawn_local(answer(stream))),
-            accept(sink, |stream| _ = task::spawn_local(swallow(stream, swallowed.clone()))),
+            accept(sink, |stream| _ =
+                task::spawn_local(swallow(stream, swallowed.clone()))),
         );
         Ok(())
     };
@@ -115,7 +129,9 @@ async fn answer(mut stream: TcpStream) -> io::Result<()> {
 }
 
 async fn answer_http1(mut stream: TcpStream, mut input: Vec<u8>) -> io::Result<()> {
-    let head = format!("HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: {BODY}\r\nServer: bench-origin\r\n\r\n");
+    let head = format!(
+        "HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: {BODY}\r\nServer: bench-origin\r\n\r\n"
+    );
     let response = [head.as_bytes(), &[b'x'; BODY]].concat();
     let mut output = Vec::new();
     loop {
@@ -143,7 +159,9 @@ async fn answer_http2(mut stream: TcpStream, mut input: Vec<u8>) -> io::Result<(
     loop {
         let mut taken = 0;
         while let Some((frame, length)) = Frame::parse(&input[taken..]) {
-            session.receive(&frame, &mut output).map_err(io::Error::other)?;
+            session
+                .receive(&frame, &mut output)
+                .map_err(io::Error::other)?;
             if frame.ends_stream() {
                 waiting.push_back((frame.stream, frame.kind == kind::DATA));
             }

@@ -37,8 +37,12 @@ impl Issuer {
     /// With a new key.
     pub fn new() -> Result<Self> {
         let pair = KeyPair::generate().context("make a key")?;
-        let key = EncodingKey::from_ec_pem(pair.serialize_pem().as_bytes()).context("take the key over")?;
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock stands before 1970")?.as_secs();
+        let key = EncodingKey::from_ec_pem(pair.serialize_pem().as_bytes())
+            .context("take the key over")?;
+        let now = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .context("the clock stands before 1970")?
+            .as_secs();
         Ok(Issuer { key, now })
     }
 
@@ -51,7 +55,10 @@ impl Issuer {
 
     /// A token that is bound to the pod, good for a day.
     pub fn token(&self, pod: &Pod) -> Result<String> {
-        let header = Header { kid: Some(ID.to_string()), ..Header::new(Algorithm::ES256) };
+        let header = Header {
+            kid: Some(ID.to_string()),
+            ..Header::new(Algorithm::ES256)
+        };
         let claims = json!({
             "aud": ["diy-service-mesh"], "iss": "bench", "iat": self.now, "nbf": self.now, "exp": self.now + 24 * 3600,
             "sub": pod.user(),

@@ -20,7 +20,10 @@ use diy_mesh_bench::{
 };
 
 /// Enough for each load to be answered on a busy machine; no figure is judged.
-const WINDOW: Window = Window { warm_up: Duration::from_millis(50), length: Duration::from_secs(1) };
+const WINDOW: Window = Window {
+    warm_up: Duration::from_millis(50),
+    length: Duration::from_secs(1),
+};
 
 #[test]
 fn each_load_is_answered_and_nothing_is_left() -> Result<()> {
@@ -31,18 +34,33 @@ fn each_load_is_answered_and_nothing_is_left() -> Result<()> {
     let outcome = direct_loads(&site).and_then(|()| processes_end(&site));
     site.close()?;
     outcome?;
-    assert!(!Path::new("/run/netns/dmbt-direct-client").exists() && !Path::new("/run/netns/dmbt-sleeper-client").exists());
+    assert!(
+        !Path::new("/run/netns/dmbt-direct-client").exists()
+            && !Path::new("/run/netns/dmbt-sleeper-client").exists()
+    );
     Ok(())
 }
 
 fn direct_loads(site: &Site) -> Result<()> {
     let mut direct = Running::start(Side::Direct, &Programs::default(), site, None)?;
-    let loads = CASES.iter().filter(|case| !matches!(case.kind, Kind::Start { .. }) && !case.kind.is_alone());
+    let loads = CASES
+        .iter()
+        .filter(|case| !matches!(case.kind, Kind::Start { .. }) && !case.kind.is_alone());
     for case in loads {
         let numbers = measure(case, &mut direct, WINDOW)?;
         let expected = main_metric(case);
-        assert!(numbers.iter().any(|&(metric, value)| metric == expected && value > 0.0), "{}: {numbers:?}", case.name);
-        assert!(numbers.iter().all(|number| number.0 != Metric::Cpu), "{}: no proxy, no cost: {numbers:?}", case.name);
+        assert!(
+            numbers
+                .iter()
+                .any(|&(metric, value)| metric == expected && value > 0.0),
+            "{}: {numbers:?}",
+            case.name
+        );
+        assert!(
+            numbers.iter().all(|number| number.0 != Metric::Cpu),
+            "{}: no proxy, no cost: {numbers:?}",
+            case.name
+        );
     }
     Ok(())
 }
@@ -50,10 +68,16 @@ fn direct_loads(site: &Site) -> Result<()> {
 /// Closing the site ends what runs in its namespaces, and lets nothing else start there.
 fn processes_end(site: &Site) -> Result<()> {
     let pair = Pair::make("sleeper", site)?;
-    let mut sleeper = pair.client.spawn(Command::new("sleep").arg("1000").stdin(Stdio::null()))?;
+    let mut sleeper = pair
+        .client
+        .spawn(Command::new("sleep").arg("1000").stdin(Stdio::null()))?;
     site.close()?;
     assert!(!sleeper.wait()?.success());
-    assert!(pair.client.spawn(Command::new("true").stdin(Stdio::null())).is_err());
+    assert!(
+        pair.client
+            .spawn(Command::new("true").stdin(Stdio::null()))
+            .is_err()
+    );
     Ok(())
 }
 
@@ -67,7 +91,10 @@ fn main_metric(case: &Case) -> Metric {
 
 fn may_make_namespaces() -> bool {
     let root = nix::unistd::geteuid().is_root();
-    assert!(root || env::var_os("CI").is_none(), "in CI this test has to run as root");
+    assert!(
+        root || env::var_os("CI").is_none(),
+        "in CI this test has to run as root"
+    );
     if !root {
         eprintln!("skipped: it makes network namespaces, run it as root");
     }

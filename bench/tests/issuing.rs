@@ -10,7 +10,9 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use diy_mesh_bench::{cases::Metric, certificates::Issuing, config::Programs, load::Window, network::Site};
+use diy_mesh_bench::{
+    cases::Metric, certificates::Issuing, config::Programs, load::Window, network::Site,
+};
 
 /// Where the controller's user can read.
 const STATE: &str = "/var/lib/diy-mesh-bench-test";
@@ -18,7 +20,10 @@ const STATE: &str = "/var/lib/diy-mesh-bench-test";
 #[test]
 fn each_pod_that_asks_gets_its_certificate() -> Result<()> {
     let root = nix::unistd::geteuid().is_root();
-    assert!(root || env::var_os("CI").is_none(), "in CI this test has to run as root");
+    assert!(
+        root || env::var_os("CI").is_none(),
+        "in CI this test has to run as root"
+    );
     if !root {
         eprintln!("skipped: it makes network namespaces, run it as root");
         return Ok(());
@@ -33,14 +38,30 @@ fn each_pod_that_asks_gets_its_certificate() -> Result<()> {
 fn certificates(site: &Site) -> Result<()> {
     let state = PathBuf::from(STATE);
     fs::create_dir_all(&state)?;
-    let programs = Programs { controller: controller()?, state, ..Programs::default() };
-    let window = Window { warm_up: Duration::ZERO, length: Duration::from_millis(200) };
+    let programs = Programs {
+        controller: controller()?,
+        state,
+        ..Programs::default()
+    };
+    let window = Window {
+        warm_up: Duration::ZERO,
+        length: Duration::from_millis(200),
+    };
     let issuing = Issuing::start(&programs, site)?;
     // Twice, as when a case is repeated.
     for _ in 0..2 {
         let numbers = issuing.ready(50, window)?.measure(8, 50)?;
-        for metric in [Metric::Certificates, Metric::CertificateCpu, Metric::LatencyP99] {
-            assert!(numbers.iter().any(|&(of, value)| of == metric && value > 0.0), "{numbers:?}");
+        for metric in [
+            Metric::Certificates,
+            Metric::CertificateCpu,
+            Metric::LatencyP99,
+        ] {
+            assert!(
+                numbers
+                    .iter()
+                    .any(|&(of, value)| of == metric && value > 0.0),
+                "{numbers:?}"
+            );
         }
     }
     Ok(())
@@ -48,8 +69,15 @@ fn certificates(site: &Site) -> Result<()> {
 
 fn controller() -> Result<PathBuf> {
     let own = env::current_exe()?;
-    let folder = own.parent().and_then(Path::parent).context("tests lie in target/PROFILE/deps")?;
+    let folder = own
+        .parent()
+        .and_then(Path::parent)
+        .context("tests lie in target/PROFILE/deps")?;
     let program = folder.join("controller");
-    ensure!(program.is_file(), "{} is not there: run `cargo build --bins` first", program.display());
+    ensure!(
+        program.is_file(),
+        "{} is not there: run `cargo build --bins` first",
+        program.display()
+    );
     Ok(program)
 }

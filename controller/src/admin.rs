@@ -33,14 +33,23 @@ pub struct Admin {
 
 /// The routes of the admin port.
 pub fn routes(admin: Admin) -> Router {
-    let routes = Router::new().route("/live", get(async || "live\n")).route("/ready", get(ready));
-    routes.route("/metrics", get(metrics)).route("/identity", get(identity)).with_state(admin)
+    let routes = Router::new()
+        .route("/live", get(async || "live\n"))
+        .route("/ready", get(ready));
+    routes
+        .route("/metrics", get(metrics))
+        .route("/identity", get(identity))
+        .with_state(admin)
 }
 
 async fn ready(State(admin): State<Admin>) -> Response {
     match reason(&admin) {
         None => "ready\n".into_response(),
-        Some(reason) => (StatusCode::SERVICE_UNAVAILABLE, format!("not ready: {reason}\n")).into_response(),
+        Some(reason) => (
+            StatusCode::SERVICE_UNAVAILABLE,
+            format!("not ready: {reason}\n"),
+        )
+            .into_response(),
     }
 }
 
@@ -52,12 +61,23 @@ fn reason(admin: &Admin) -> Option<String> {
         return Some(reason);
     }
     let missing: Vec<&str> = admin.hub.missing().iter().map(|kind| kind.name()).collect();
-    (!missing.is_empty()).then(|| format!("the catalog is not synced, it waits for {} objects", missing.join(", ")))
+    (!missing.is_empty()).then(|| {
+        format!(
+            "the catalog is not synced, it waits for {} objects",
+            missing.join(", ")
+        )
+    })
 }
 
 async fn identity(State(admin): State<Admin>) -> Response {
     let (status, trust) = (admin.authority.status(), admin.authority.trust());
-    Json(status::answer(status, &admin.trust_domain, trust.as_deref(), &admin.proxies.snapshot())).into_response()
+    Json(status::answer(
+        status,
+        &admin.trust_domain,
+        trust.as_deref(),
+        &admin.proxies.snapshot(),
+    ))
+    .into_response()
 }
 
 async fn metrics(State(admin): State<Admin>) -> Response {

@@ -18,7 +18,11 @@ const LONGEST_LIFE: u64 = 100 * 365 * 24 * 60 * 60;
 
 /// What the controller is told, as it is written.
 #[derive(Clone, Debug, Parser)]
-#[command(name = "controller", version, about = "The control plane of DIY Service Mesh: discovery and certificates over gRPC")]
+#[command(
+    name = "controller",
+    version,
+    about = "The control plane of DIY Service Mesh: discovery and certificates over gRPC"
+)]
 pub struct RawConfig {
     /// Where gRPC is served
     #[arg(long, env = "LISTEN", default_value = "[::]:8080")]
@@ -120,14 +124,18 @@ pub struct Problems(pub Vec<String>);
 impl fmt::Display for Problems {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "the configuration is wrong:")?;
-        self.0.iter().try_for_each(|problem| writeln!(f, "  - {problem}"))
+        self.0
+            .iter()
+            .try_for_each(|problem| writeln!(f, "  - {problem}"))
     }
 }
 
 impl Config {
     /// Whether anything in it needs the Kubernetes API.
     pub fn needs_kubernetes(&self) -> bool {
-        self.catalog == Catalog::Kubernetes || self.authenticator == Authenticator::TokenReview || self.ca == Ca::Kubernetes
+        self.catalog == Catalog::Kubernetes
+            || self.authenticator == Authenticator::TokenReview
+            || self.ca == Ca::Kubernetes
     }
 }
 
@@ -139,32 +147,75 @@ impl TryFrom<RawConfig> for Config {
         let listen = keep(&mut problems, address("LISTEN", &raw.listen));
         let admin_listen = keep(&mut problems, address("ADMIN_LISTEN", &raw.admin_listen));
         let catalog = keep(&mut problems, catalog(&raw.catalog));
-        let authenticator = keep(&mut problems, authenticator(&raw.authenticator, raw.jwks_issuer));
+        let authenticator = keep(
+            &mut problems,
+            authenticator(&raw.authenticator, raw.jwks_issuer),
+        );
         let ca = keep(&mut problems, ca(&raw.ca));
-        let certificate_life = keep(&mut problems, life("CERTIFICATE_LIFE (--certificate-life)", raw.certificate_life, SHORTEST_LIFE));
-        let ca_life = keep(&mut problems, life("CA_LIFE (--ca-life)", raw.ca_life, raw.certificate_life));
+        let certificate_life = keep(
+            &mut problems,
+            life(
+                "CERTIFICATE_LIFE (--certificate-life)",
+                raw.certificate_life,
+                SHORTEST_LIFE,
+            ),
+        );
+        let ca_life = keep(
+            &mut problems,
+            life("CA_LIFE (--ca-life)", raw.ca_life, raw.certificate_life),
+        );
         if let Err(error) = Identity::new(&raw.trust_domain, "namespace", "name") {
-            problems.push(format!("TRUST_DOMAIN (--trust-domain): {:?}: {error}", raw.trust_domain));
+            problems.push(format!(
+                "TRUST_DOMAIN (--trust-domain): {:?}: {error}",
+                raw.trust_domain
+            ));
         }
         if Identity::new(TRUST_DOMAIN, &raw.pod_namespace, "controller").is_err() {
             let namespace = &raw.pod_namespace;
             problems.push(format!("POD_NAMESPACE (--pod-namespace): {namespace:?} is no namespace; it is the controller's own"));
         }
-        let log = raw.log.parse().map_err(|error| format!("LOG (--log): {:?} is no filter: {error}; for example `info`", raw.log));
+        let log = raw.log.parse().map_err(|error| {
+            format!(
+                "LOG (--log): {:?} is no filter: {error}; for example `info`",
+                raw.log
+            )
+        });
         let log = keep(&mut problems, log).unwrap_or_default();
         if let (Some(one), Some(other)) = (listen, admin_listen)
             && one == other
             && one.port() != 0
         {
-            problems.push(format!("LISTEN and ADMIN_LISTEN are both {one}; they need two ports"));
+            problems.push(format!(
+                "LISTEN and ADMIN_LISTEN are both {one}; they need two ports"
+            ));
         }
         let lives = certificate_life.zip(ca_life);
         match (listen, admin_listen, catalog, authenticator, ca, lives) {
-            (Some(listen), Some(admin_listen), Some(catalog), Some(authenticator), Some(ca), Some((certificate_life, ca_life)))
-                if problems.is_empty() =>
-            {
-                let RawConfig { trust_domain, pod_namespace, .. } = raw;
-                Ok(Config { listen, admin_listen, catalog, authenticator, ca, trust_domain, certificate_life, ca_life, pod_namespace, log })
+            (
+                Some(listen),
+                Some(admin_listen),
+                Some(catalog),
+                Some(authenticator),
+                Some(ca),
+                Some((certificate_life, ca_life)),
+            ) if problems.is_empty() => {
+                let RawConfig {
+                    trust_domain,
+                    pod_namespace,
+                    ..
+                } = raw;
+                Ok(Config {
+                    listen,
+                    admin_listen,
+                    catalog,
+                    authenticator,
+                    ca,
+                    trust_domain,
+                    certificate_life,
+                    ca_life,
+                    pod_namespace,
+                    log,
+                })
             }
             _ => Err(Problems(problems)),
         }
@@ -176,7 +227,9 @@ fn keep<T>(problems: &mut Vec<String>, result: Result<T, String>) -> Option<T> {
 }
 
 fn address(setting: &str, text: &str) -> Result<SocketAddr, String> {
-    text.parse().map_err(|_| format!("{setting}: {text:?} is not ADDRESS:PORT, for example [::]:8080 or 127.0.0.1:8080"))
+    text.parse().map_err(|_| {
+        format!("{setting}: {text:?} is not ADDRESS:PORT, for example [::]:8080 or 127.0.0.1:8080")
+    })
 }
 
 fn catalog(text: &str) -> Result<Catalog, String> {
@@ -184,10 +237,14 @@ fn catalog(text: &str) -> Result<Catalog, String> {
         None if text == "kubernetes" => Ok(Catalog::Kubernetes),
         Some(("files", folder)) if !folder.is_empty() => match Path::new(folder).metadata() {
             Ok(metadata) if metadata.is_dir() => Ok(Catalog::Files(folder.into())),
-            Ok(_) => Err(format!("CATALOG (--catalog): {folder} is not a folder; name the folder that holds the manifests")),
+            Ok(_) => Err(format!(
+                "CATALOG (--catalog): {folder} is not a folder; name the folder that holds the manifests"
+            )),
             Err(error) => Err(format!("CATALOG (--catalog): the folder {folder}: {error}")),
         },
-        _ => Err(format!("CATALOG (--catalog): {text:?} is neither `kubernetes` nor `files:FOLDER`")),
+        _ => Err(format!(
+            "CATALOG (--catalog): {text:?} is neither `kubernetes` nor `files:FOLDER`"
+        )),
     }
 }
 
@@ -196,17 +253,25 @@ fn ca(text: &str) -> Result<Ca, String> {
         None if text == "kubernetes" => Ok(Ca::Kubernetes),
         Some(("files", folder)) if !folder.is_empty() => match Path::new(folder).metadata() {
             Ok(metadata) if metadata.is_dir() => Ok(Ca::Files(folder.into())),
-            Ok(_) => Err(format!("CA (--ca): {folder} is not a folder; name the folder that all replicas share")),
+            Ok(_) => Err(format!(
+                "CA (--ca): {folder} is not a folder; name the folder that all replicas share"
+            )),
             Err(error) => Err(format!("CA (--ca): the folder {folder}: {error}")),
         },
-        _ => Err(format!("CA (--ca): {text:?} is neither `kubernetes` nor `files:FOLDER`")),
+        _ => Err(format!(
+            "CA (--ca): {text:?} is neither `kubernetes` nor `files:FOLDER`"
+        )),
     }
 }
 
 fn life(setting: &str, seconds: u64, shortest: u64) -> Result<Duration, String> {
     match seconds {
-        _ if seconds < shortest => Err(format!("{setting}: {seconds} seconds; it must be {shortest} at least")),
-        _ if seconds > LONGEST_LIFE => Err(format!("{setting}: {seconds} seconds; it must be {LONGEST_LIFE} (100 years) at most")),
+        _ if seconds < shortest => Err(format!(
+            "{setting}: {seconds} seconds; it must be {shortest} at least"
+        )),
+        _ if seconds > LONGEST_LIFE => Err(format!(
+            "{setting}: {seconds} seconds; it must be {LONGEST_LIFE} (100 years) at most"
+        )),
         _ => Ok(Duration::from_secs(seconds)),
     }
 }
@@ -238,9 +303,18 @@ mod tests {
         let config = parse(&[]).unwrap();
         assert_eq!(config.listen, "[::]:8080".parse().unwrap());
         assert_eq!(config.admin_listen, "[::]:8081".parse().unwrap());
-        assert_eq!((&config.catalog, &config.authenticator), (&Catalog::Kubernetes, &Authenticator::TokenReview));
-        assert_eq!((config.ca.clone(), config.trust_domain.as_str()), (Ca::Kubernetes, "cluster.local"));
-        assert_eq!((config.certificate_life.as_secs(), config.ca_life.as_secs()), (86_400, 31_536_000));
+        assert_eq!(
+            (&config.catalog, &config.authenticator),
+            (&Catalog::Kubernetes, &Authenticator::TokenReview)
+        );
+        assert_eq!(
+            (config.ca.clone(), config.trust_domain.as_str()),
+            (Ca::Kubernetes, "cluster.local")
+        );
+        assert_eq!(
+            (config.certificate_life.as_secs(), config.ca_life.as_secs()),
+            (86_400, 31_536_000)
+        );
         assert!(config.needs_kubernetes());
     }
 
@@ -268,8 +342,17 @@ mod tests {
         ];
         let Problems(problems) = parse(&args).unwrap_err();
         assert_eq!(problems.len(), 9, "{problems:#?}");
-        let parts =
-            ["LISTEN: \"8080\"", "ADMIN_LISTEN: \"x\"", "/nowhere/at/all", "/nowhere", "\"files\"", "LIFE", "CA_LIFE", "Upper", "LOG"];
+        let parts = [
+            "LISTEN: \"8080\"",
+            "ADMIN_LISTEN: \"x\"",
+            "/nowhere/at/all",
+            "/nowhere",
+            "\"files\"",
+            "LIFE",
+            "CA_LIFE",
+            "Upper",
+            "LOG",
+        ];
         for (problem, part) in problems.iter().zip(parts) {
             assert!(problem.contains(part), "{problem}");
         }
@@ -277,8 +360,12 @@ mod tests {
 
     #[test]
     fn two_listeners_need_two_ports() {
-        let Problems(problems) = parse(&["--listen", "127.0.0.1:1", "--admin-listen", "127.0.0.1:1"]).unwrap_err();
-        assert_eq!(problems, ["LISTEN and ADMIN_LISTEN are both 127.0.0.1:1; they need two ports"]);
+        let Problems(problems) =
+            parse(&["--listen", "127.0.0.1:1", "--admin-listen", "127.0.0.1:1"]).unwrap_err();
+        assert_eq!(
+            problems,
+            ["LISTEN and ADMIN_LISTEN are both 127.0.0.1:1; they need two ports"]
+        );
         assert!(parse(&["--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"]).is_ok());
     }
 

@@ -23,7 +23,10 @@ impl Stamp {
     pub fn of(path: &Path) -> io::Result<Stamp> {
         let metadata = std::fs::metadata(path)?;
         if !metadata.is_file() {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "not a regular file",
+            ));
         }
         let modified = metadata.modified()?;
         Ok(Stamp {
@@ -31,13 +34,21 @@ impl Stamp {
             length: metadata.len(),
             modified: (metadata.mtime(), metadata.mtime_nsec()),
             changed: (metadata.ctime(), metadata.ctime_nsec()),
-            settled: SystemTime::now().duration_since(modified).is_ok_and(|age| age > COARSE),
+            settled: SystemTime::now()
+                .duration_since(modified)
+                .is_ok_and(|age| age > COARSE),
         })
     }
 
     /// Whether it certainly is another file, or another content, than at the time of `earlier`.
     pub fn differs(&self, earlier: &Stamp) -> bool {
-        (self.inode, self.length, self.modified, self.changed) != (earlier.inode, earlier.length, earlier.modified, earlier.changed)
+        (self.inode, self.length, self.modified, self.changed)
+            != (
+                earlier.inode,
+                earlier.length,
+                earlier.modified,
+                earlier.changed,
+            )
     }
 
     /// Whether a change after this stamp would show in the next one.

@@ -121,7 +121,11 @@ impl Hub {
 
     /// Namespace, name and UID of the meshed pods that are ready.
     pub fn ready_meshed_pods(&self) -> Vec<(Key, Arc<str>)> {
-        self.lock().index.ready_meshed_pods().map(|pod| (pod.key.clone(), pod.uid.clone())).collect()
+        self.lock()
+            .index
+            .ready_meshed_pods()
+            .map(|pod| (pod.key.clone(), pod.uid.clone()))
+            .collect()
     }
 
     /// Asks the index, again after each change, until it answers.
@@ -153,7 +157,12 @@ impl Hub {
     /// A subscriber to destinations, with none yet.
     pub fn watch_destinations(&self) -> Destinations {
         let id = self.lock().next_id();
-        Destinations { hub: self.clone(), id, mailbox: Arc::default(), subscribed: HashSet::new() }
+        Destinations {
+            hub: self.clone(),
+            id,
+            mailbox: Arc::default(),
+            subscribed: HashSet::new(),
+        }
     }
 
     /// A subscriber to the named Services, or to all where none is named. Each of them is news at first.
@@ -163,13 +172,26 @@ impl Hub {
         let mailbox: Arc<Mailbox<Key>> = Arc::default();
         if names.is_empty() {
             inner.all.insert(id, mailbox.clone());
-            inner.index.service_keys().into_iter().for_each(|key| mailbox.put(key));
+            inner
+                .index
+                .service_keys()
+                .into_iter()
+                .for_each(|key| mailbox.put(key));
         }
         for name in names {
-            inner.named.entry(name.clone()).or_default().insert(id, mailbox.clone());
+            inner
+                .named
+                .entry(name.clone())
+                .or_default()
+                .insert(id, mailbox.clone());
             mailbox.put(name.clone());
         }
-        Services { hub: self.clone(), id, names: names.clone(), mailbox }
+        Services {
+            hub: self.clone(),
+            id,
+            names: names.clone(),
+            mailbox,
+        }
     }
 
     /// How much there is of everything.
@@ -192,19 +214,26 @@ impl Hub {
 impl Inner {
     fn publish(&mut self, touched: &Touched) {
         for ip in &touched.addresses {
-            let Some(ports) = self.destinations.get_mut(ip) else { continue };
+            let Some(ports) = self.destinations.get_mut(ip) else {
+                continue;
+            };
             for (port, watched) in ports {
                 let destination = SocketAddr::new(*ip, *port);
                 let state = self.index.resolve(destination);
                 if state.version != watched.state.version {
                     watched.state = Arc::new(state);
-                    watched.subscribers.values().for_each(|mailbox| mailbox.put(destination));
+                    watched
+                        .subscribers
+                        .values()
+                        .for_each(|mailbox| mailbox.put(destination));
                 }
             }
         }
         for key in &touched.services {
             let named = self.named.get(key).into_iter().flat_map(HashMap::values);
-            named.chain(self.all.values()).for_each(|mailbox| mailbox.put(key.clone()));
+            named
+                .chain(self.all.values())
+                .for_each(|mailbox| mailbox.put(key.clone()));
         }
     }
 
@@ -226,9 +255,19 @@ impl Destinations {
     /// Watches one more destination, whose state is news at once, also where it was watched before.
     pub fn subscribe(&mut self, destination: SocketAddr) {
         let mut inner = self.hub.lock();
-        let Inner { index, destinations, .. } = &mut *inner;
-        let watched = destinations.entry(destination.ip()).or_default().entry(destination.port());
-        let watched = watched.or_insert_with(|| Watched { state: Arc::new(index.resolve(destination)), subscribers: HashMap::new() });
+        let Inner {
+            index,
+            destinations,
+            ..
+        } = &mut *inner;
+        let watched = destinations
+            .entry(destination.ip())
+            .or_default()
+            .entry(destination.port());
+        let watched = watched.or_insert_with(|| Watched {
+            state: Arc::new(index.resolve(destination)),
+            subscribers: HashMap::new(),
+        });
         watched.subscribers.insert(self.id, self.mailbox.clone());
         self.subscribed.insert(destination);
         self.mailbox.put(destination);
@@ -251,9 +290,14 @@ impl Destinations {
         loop {
             let destination = self.mailbox.take()?;
             let inner = self.hub.lock();
-            let watched = inner.destinations.get(&destination.ip()).and_then(|ports| ports.get(&destination.port()));
+            let watched = inner
+                .destinations
+                .get(&destination.ip())
+                .and_then(|ports| ports.get(&destination.port()));
             // A note about a destination that was unsubscribed since is no news, even where others watch it.
-            if let Some(watched) = watched.filter(|watched| watched.subscribers.contains_key(&self.id)) {
+            if let Some(watched) =
+                watched.filter(|watched| watched.subscribers.contains_key(&self.id))
+            {
                 return Some((destination, watched.state.clone()));
             }
         }
@@ -270,7 +314,9 @@ impl Drop for Destinations {
 }
 
 fn forget(inner: &mut Inner, destination: SocketAddr, subscriber: u64) {
-    let Some(ports) = inner.destinations.get_mut(&destination.ip()) else { return };
+    let Some(ports) = inner.destinations.get_mut(&destination.ip()) else {
+        return;
+    };
     if let Some(watched) = ports.get_mut(&destination.port()) {
         watched.subscribers.remove(&subscriber);
         if watched.subscribers.is_empty() {
@@ -332,7 +378,10 @@ struct Mailbox<T> {
 
 impl<T> Default for Mailbox<T> {
     fn default() -> Self {
-        Mailbox { topics: Mutex::new((VecDeque::new(), HashSet::new())), news: Notify::new() }
+        Mailbox {
+            topics: Mutex::new((VecDeque::new(), HashSet::new())),
+            news: Notify::new(),
+        }
     }
 }
 
@@ -397,7 +446,10 @@ mod tests {
     #[tokio::test]
     async fn the_catalog_is_synced_once_each_kind_was_listed() {
         let hub = Hub::default();
-        hub.apply([Change::Reset(Kind::Service, vec![]), Change::Reset(Kind::Pod, vec![])]);
+        hub.apply([
+            Change::Reset(Kind::Service, vec![]),
+            Change::Reset(Kind::Pod, vec![]),
+        ]);
         assert_eq!(hub.missing(), [Kind::Slice].into());
         let waiting = tokio::spawn({
             let hub = hub.clone();
@@ -414,12 +466,18 @@ mod tests {
         let mut reader = hub.watch_destinations();
         reader.subscribe(destination("10.0.0.1:80"));
         for round in 0..1000 {
-            hub.apply([pod(&format!("p{round}"), "10.0.0.1"), Change::Delete(Kind::Pod, Key::new("shop", &format!("p{}", round - 1)))]);
+            hub.apply([
+                pod(&format!("p{round}"), "10.0.0.1"),
+                Change::Delete(Kind::Pod, Key::new("shop", &format!("p{}", round - 1))),
+            ]);
         }
         reader.wait().await;
         let (_, state) = reader.next().unwrap();
         assert_eq!(state.target.as_ref().unwrap().key, Key::new("shop", "p999"));
-        assert!(reader.next().is_none(), "the mailbox held the destination once");
+        assert!(
+            reader.next().is_none(),
+            "the mailbox held the destination once"
+        );
     }
 
     #[test]
@@ -458,7 +516,9 @@ mod tests {
         for seed in 0..50 {
             let mut chance = Chance(fastrand::Rng::with_seed(seed));
             let hub = Hub::default();
-            let mut readers: Vec<_> = (0..3).map(|_| (hub.watch_destinations(), HashMap::new())).collect();
+            let mut readers: Vec<_> = (0..3)
+                .map(|_| (hub.watch_destinations(), HashMap::new()))
+                .collect();
             for _ in 0..200 {
                 let count = chance.0.usize(..3);
                 let changes: Vec<Change> = (0..count).map(|_| chance.change()).collect();
@@ -481,7 +541,11 @@ mod tests {
                 }
                 assert_eq!(known.len(), reader.subscribed.len(), "seed {seed}");
                 for (destination, state) in known {
-                    assert_eq!(**state, hub.lock().index.resolve(*destination), "seed {seed}: {destination}");
+                    assert_eq!(
+                        **state,
+                        hub.lock().index.resolve(*destination),
+                        "seed {seed}: {destination}"
+                    );
                 }
             }
         }

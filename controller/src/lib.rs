@@ -59,7 +59,9 @@ pub enum Error {
         source: io::Error,
     },
     /// There is no cluster to talk to.
-    #[error("no way to the Kubernetes API (a ServiceAccount in a pod, or KUBECONFIG, or ~/.kube/config): {0}")]
+    #[error(
+        "no way to the Kubernetes API (a ServiceAccount in a pod, or KUBECONFIG, or ~/.kube/config): {0}"
+    )]
     Kubernetes(#[from] kube::Error),
     /// The issuer's keys cannot be used.
     #[error("the authenticator: {0}")]
@@ -111,20 +113,36 @@ enum Source {
 impl Controller {
     /// Listens, and gets ready to talk to what the configuration names.
     pub async fn bind(config: Config) -> Result<Controller, Error> {
-        let client = if config.needs_kubernetes() { Some(kube::Client::try_default().await?) } else { None };
-        let client = || client.clone().expect("a client was made for whatever needs Kubernetes");
+        let client = if config.needs_kubernetes() {
+            Some(kube::Client::try_default().await?)
+        } else {
+            None
+        };
+        let client = || {
+            client
+                .clone()
+                .expect("a client was made for whatever needs Kubernetes")
+        };
         let catalog = match config.catalog {
             config::Catalog::Kubernetes => Source::Kubernetes(client()),
             config::Catalog::Files(folder) => Source::Files(folder),
         };
         let verifier = match config.authenticator {
-            config::Authenticator::TokenReview => Verifier::TokenReview(TokenReviews::new(client())),
-            config::Authenticator::Jwks { file, issuer } => Verifier::Jwks(Jwks::open(&file, issuer)?),
+            config::Authenticator::TokenReview => {
+                Verifier::TokenReview(TokenReviews::new(client()))
+            }
+            config::Authenticator::Jwks { file, issuer } => {
+                Verifier::Jwks(Jwks::open(&file, issuer)?)
+            }
         };
         let names = Names::new(&config.trust_domain, &config.pod_namespace)?;
-        let (trust_domain, certificate_life) = (config.trust_domain.as_str().into(), config.certificate_life);
+        let (trust_domain, certificate_life) =
+            (config.trust_domain.as_str().into(), config.certificate_life);
         let provider = match config.ca {
-            config::Ca::Kubernetes => authority::Provider::Kubernetes { client: client(), namespace: config.pod_namespace },
+            config::Ca::Kubernetes => authority::Provider::Kubernetes {
+                client: client(),
+                namespace: config.pod_namespace,
+            },
             config::Ca::Files(folder) => authority::Provider::Files(folder),
         };
         let authority = authority::Options {
@@ -137,7 +155,19 @@ impl Controller {
         let (authority, keeping) = authority::keep(authority, &hub, connected(proxies.clone()));
         let grpc = bind("LISTEN", config.listen).await?;
         let admin = bind("ADMIN_LISTEN", config.admin_listen).await?;
-        Ok(Controller { catalog, verifier, hub, proxies, authority, keeping, names, trust_domain, certificate_life, grpc, admin })
+        Ok(Controller {
+            catalog,
+            verifier,
+            hub,
+            proxies,
+            authority,
+            keeping,
+            names,
+            trust_domain,
+            certificate_life,
+            grpc,
+            admin,
+        })
     }
 
     /// Where gRPC is served.
@@ -157,7 +187,11 @@ impl Controller {
 
     /// Serves until `shutdown`, then a few seconds more at most.
     pub async fn run(self, shutdown: impl Future<Output = ()>) -> Result<(), Error> {
-        let (hub, metrics, stopping) = (self.hub, Arc::new(Metrics::default()), CancellationToken::new());
+        let (hub, metrics, stopping) = (
+            self.hub,
+            Arc::new(Metrics::default()),
+            CancellationToken::new(),
+        );
         let authenticator = Arc::new(Authenticator::new(self.verifier, metrics.clone()));
         let routes = admin::routes(Admin {
             hub: hub.clone(),
@@ -173,7 +207,9 @@ impl Controller {
                 authority = self.authority.authority() => authority,
                 () = stopping.cancelled() => None,
             };
-            let Some(authority) = authority else { return Ok(()) };
+            let Some(authority) = authority else {
+                return Ok(());
+            };
             let serving = Serving::new(authority.clone(), self.names, self.certificate_life)?;
             let context = grpc::Context {
                 hub: hub.clone(),
@@ -193,12 +229,18 @@ impl Controller {
         let (sender, changes) = mpsc::channel(CHANGES_AHEAD);
         let provider = async {
             match self.catalog {
-                Source::Kubernetes(client) => catalog::kubernetes::run(client, &trust_domain, sender).await,
+                Source::Kubernetes(client) => {
+                    catalog::kubernetes::run(client, &trust_domain, sender).await
+                }
                 Source::Files(folder) => catalog::files::run(folder, &trust_domain, sender).await,
             }
         };
         let follow = hub.follow(changes);
-        let admin = async { axum::serve(self.admin.socket, routes).await.map_err(Error::Admin) };
+        let admin = async {
+            axum::serve(self.admin.socket, routes)
+                .await
+                .map_err(Error::Admin)
+        };
         let synced = async {
             hub.synced().await;
             tracing::info!("the catalog is synced");
@@ -221,9 +263,23 @@ impl Controller {
 /// The registry as the authority wants to see it.
 fn connected(proxies: Proxies) -> ConnectedProxies {
     let seen = |proxy: proxies::ConnectedProxy| {
-        let (roots_version, issuer) = proxy.status.map(|status| (status.roots_version, status.certificate_issuer)).unwrap_or_default();
-        let pod = proxy.pod.map(|pod| (pod.namespace.to_string(), pod.name.to_string(), pod.uid.to_string()));
-        authority::reports::Connected { pod, user: proxy.user.to_string(), roots_version, issuer }
+        let (roots_version, issuer) = proxy
+            .status
+            .map(|status| (status.roots_version, status.certificate_issuer))
+            .unwrap_or_default();
+        let pod = proxy.pod.map(|pod| {
+            (
+                pod.namespace.to_string(),
+                pod.name.to_string(),
+                pod.uid.to_string(),
+            )
+        });
+        authority::reports::Connected {
+            pod,
+            user: proxy.user.to_string(),
+            roots_version,
+            issuer,
+        }
     };
     Arc::new(move || proxies.snapshot().into_iter().map(seen).collect())
 }
@@ -231,7 +287,14 @@ fn connected(proxies: Proxies) -> ConnectedProxies {
 async fn bind(setting: &'static str, address: SocketAddr) -> Result<Listener, Error> {
     let listening = async {
         let socket = listen::bind(address).await?;
-        Ok(Listener { address: socket.local_addr()?, socket })
+        Ok(Listener {
+            address: socket.local_addr()?,
+            socket,
+        })
     };
-    listening.await.map_err(|source| Error::Bind { setting, address, source })
+    listening.await.map_err(|source| Error::Bind {
+        setting,
+        address,
+        source,
+    })
 }

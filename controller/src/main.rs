@@ -18,8 +18,13 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    let lines = fmt::layer().with_writer(io::stderr).with_ansi(io::stderr().is_terminal());
-    tracing_subscriber::registry().with(config.log.clone()).with(lines).init();
+    let lines = fmt::layer()
+        .with_writer(io::stderr)
+        .with_ansi(io::stderr().is_terminal());
+    tracing_subscriber::registry()
+        .with(config.log.clone())
+        .with(lines)
+        .init();
     match run(config) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -31,7 +36,10 @@ fn main() -> ExitCode {
 
 #[tokio::main]
 async fn run(config: Config) -> anyhow::Result<()> {
-    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    let (mut terminate, mut interrupt) = (
+        signal(SignalKind::terminate())?,
+        signal(SignalKind::interrupt())?,
+    );
     let shutdown = async {
         tokio::select! {
             _ = terminate.recv() => {}

@@ -68,13 +68,25 @@ impl Metrics {
     /// The text that Prometheus reads.
     pub fn text(&self, counts: &Counts) -> String {
         let mut text = String::new();
-        let calls = [("accepted", &self.calls_accepted), ("refused", &self.calls_refused), ("unchecked", &self.calls_unchecked)];
-        family(&mut text, "calls_total", "counter", "RPCs by what became of their token.");
+        let calls = [
+            ("accepted", &self.calls_accepted),
+            ("refused", &self.calls_refused),
+            ("unchecked", &self.calls_unchecked),
+        ];
+        family(
+            &mut text,
+            "calls_total",
+            "counter",
+            "RPCs by what became of their token.",
+        );
         for (result, number) in calls {
             sample(&mut text, "calls_total", "result", result, number.get());
         }
         family(&mut text, "streams", "gauge", "Streams that are open.");
-        for (rpc, number) in [("Discover", &self.discover_streams), ("WatchServices", &self.watch_streams)] {
+        for (rpc, number) in [
+            ("Discover", &self.discover_streams),
+            ("WatchServices", &self.watch_streams),
+        ] {
             sample(&mut text, "streams", "rpc", rpc, number.get());
         }
         let updates = [
@@ -84,35 +96,88 @@ impl Metrics {
             ("unknown", &self.unknown),
             ("roots", &self.roots),
         ];
-        family(&mut text, "updates_total", "counter", "Discovery answers sent.");
+        family(
+            &mut text,
+            "updates_total",
+            "counter",
+            "Discovery answers sent.",
+        );
         for (kind, number) in updates {
             sample(&mut text, "updates_total", "kind", kind, number.get());
         }
-        let certificates = [("issued", &self.certificates_issued), ("refused", &self.certificates_refused)];
-        family(&mut text, "certificates_total", "counter", "Calls for a certificate by what became of them.");
+        let certificates = [
+            ("issued", &self.certificates_issued),
+            ("refused", &self.certificates_refused),
+        ];
+        family(
+            &mut text,
+            "certificates_total",
+            "counter",
+            "Calls for a certificate by what became of them.",
+        );
         for (result, number) in certificates {
-            sample(&mut text, "certificates_total", "result", result, number.get());
+            sample(
+                &mut text,
+                "certificates_total",
+                "result",
+                result,
+                number.get(),
+            );
         }
-        family(&mut text, "catalog_objects", "gauge", "Objects in the catalog.");
+        family(
+            &mut text,
+            "catalog_objects",
+            "gauge",
+            "Objects in the catalog.",
+        );
         for (kind, count) in &counts.objects {
-            sample(&mut text, "catalog_objects", "kind", kind.name(), *count as u64);
+            sample(
+                &mut text,
+                "catalog_objects",
+                "kind",
+                kind.name(),
+                *count as u64,
+            );
         }
-        family(&mut text, "subscriptions", "gauge", "Destinations that are subscribed to, and subscriptions to them.");
-        sample(&mut text, "subscriptions", "of", "destinations", counts.destinations as u64);
-        sample(&mut text, "subscriptions", "of", "subscribers", counts.subscriptions as u64);
+        family(
+            &mut text,
+            "subscriptions",
+            "gauge",
+            "Destinations that are subscribed to, and subscriptions to them.",
+        );
+        sample(
+            &mut text,
+            "subscriptions",
+            "of",
+            "destinations",
+            counts.destinations as u64,
+        );
+        sample(
+            &mut text,
+            "subscriptions",
+            "of",
+            "subscribers",
+            counts.subscriptions as u64,
+        );
         text
     }
 }
 
 /// The lines that say what a number is.
 pub(crate) fn family(text: &mut String, name: &str, sort: &str, help: &str) {
-    let written = write!(text, "# HELP diy_mesh_controller_{name} {help}\n# TYPE diy_mesh_controller_{name} {sort}\n");
+    let written = write!(
+        text,
+        "# HELP diy_mesh_controller_{name} {help}\n# TYPE diy_mesh_controller_{name} {sort}\n"
+    );
     debug_assert!(written.is_ok(), "writing to a String cannot fail");
 }
 
 /// One number of a family.
 pub(crate) fn sample(text: &mut String, name: &str, label: &str, value: &str, number: u64) {
-    let written = writeln!(text, "diy_mesh_controller_{name}{{{label}=\"{value}\"}} {number}");
+    let written = writeln!(
+        text,
+        "diy_mesh_controller_{name}{{{label}=\"{value}\"}} {number}"
+    );
     debug_assert!(written.is_ok(), "writing to a String cannot fail");
 }
 
@@ -126,12 +191,20 @@ mod tests {
         let metrics = Metrics::default();
         metrics.deltas.add(3);
         let held = metrics.discover_streams.hold();
-        let text = metrics.text(&Counts { objects: vec![(Kind::Pod, 7)], destinations: 2, subscriptions: 5 });
+        let text = metrics.text(&Counts {
+            objects: vec![(Kind::Pod, 7)],
+            destinations: 2,
+            subscriptions: 5,
+        });
         assert!(text.contains("diy_mesh_controller_updates_total{kind=\"delta\"} 3\n"));
         assert!(text.contains("diy_mesh_controller_streams{rpc=\"Discover\"} 1\n"));
         assert!(text.contains("diy_mesh_controller_catalog_objects{kind=\"Pod\"} 7\n"));
         assert!(text.contains("diy_mesh_controller_subscriptions{of=\"subscribers\"} 5\n"));
         drop(held);
-        assert!(metrics.text(&Counts::default()).contains("diy_mesh_controller_streams{rpc=\"Discover\"} 0\n"));
+        assert!(
+            metrics
+                .text(&Counts::default())
+                .contains("diy_mesh_controller_streams{rpc=\"Discover\"} 0\n")
+        );
     }
 }

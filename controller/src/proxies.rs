@@ -58,19 +58,32 @@ pub struct Status {
 impl Proxies {
     /// Adds one, until the guard is dropped.
     pub fn connect(&self, caller: &Caller, now: SystemTime) -> Connected {
-        let proxy = ConnectedProxy { pod: caller.pod.clone(), user: caller.user.clone(), connected_since: now, status: None };
+        let proxy = ConnectedProxy {
+            pod: caller.pod.clone(),
+            user: caller.user.clone(),
+            connected_since: now,
+            status: None,
+        };
         let mut inner = self.lock();
         inner.next += 1;
         let id = inner.next;
         inner.connected.insert(id, proxy);
         drop(inner);
         self.changed.send_replace(());
-        Connected { proxies: self.clone(), id }
+        Connected {
+            proxies: self.clone(),
+            id,
+        }
     }
 
     /// All of them now, in the order in which they came. One that is about to leave an old stream may be there twice.
     pub fn snapshot(&self) -> Vec<ConnectedProxy> {
-        let mut all: Vec<_> = self.lock().connected.iter().map(|(id, proxy)| (*id, proxy.clone())).collect();
+        let mut all: Vec<_> = self
+            .lock()
+            .connected
+            .iter()
+            .map(|(id, proxy)| (*id, proxy.clone()))
+            .collect();
         all.sort_unstable_by_key(|(id, _)| *id);
         all.into_iter().map(|(_, proxy)| proxy).collect()
     }
@@ -129,17 +142,28 @@ mod tests {
     fn a_proxy_is_there_as_long_as_its_stream_and_says_the_latest() {
         let proxies = Proxies::default();
         let mut changed = proxies.changed();
-        let caller = |user: &str| Caller { user: user.into(), pod: None };
-        let (one, other) =
-            (proxies.connect(&caller("one"), SystemTime::UNIX_EPOCH), proxies.connect(&caller("other"), SystemTime::UNIX_EPOCH));
+        let caller = |user: &str| Caller {
+            user: user.into(),
+            pod: None,
+        };
+        let (one, other) = (
+            proxies.connect(&caller("one"), SystemTime::UNIX_EPOCH),
+            proxies.connect(&caller("other"), SystemTime::UNIX_EPOCH),
+        );
         assert!(changed.has_changed().unwrap());
         changed.mark_unchanged();
         one.says(status("1"));
         one.says(status("2"));
         assert!(changed.has_changed().unwrap());
         let all = proxies.snapshot();
-        assert_eq!(all.iter().map(|proxy| &*proxy.user).collect::<Vec<_>>(), ["one", "other"]);
-        assert_eq!((&all[0].status, &all[1].status), (&Some(status("2")), &None));
+        assert_eq!(
+            all.iter().map(|proxy| &*proxy.user).collect::<Vec<_>>(),
+            ["one", "other"]
+        );
+        assert_eq!(
+            (&all[0].status, &all[1].status),
+            (&Some(status("2")), &None)
+        );
         changed.mark_unchanged();
         drop(one);
         assert!(changed.has_changed().unwrap());

@@ -48,10 +48,21 @@ pub struct Names {
 
 impl Names {
     /// Those of the controller in this trust domain and namespace.
-    pub fn new(trust_domain: &str, namespace: &str) -> Result<Names, diy_mesh_proto::identity::NotAnIdentity> {
+    pub fn new(
+        trust_domain: &str,
+        namespace: &str,
+    ) -> Result<Names, diy_mesh_proto::identity::NotAnIdentity> {
         let name = format!("controller.{namespace}");
-        let dns = vec![format!("{name}.svc.{CLUSTER_DOMAIN}"), format!("{name}.svc"), name, "localhost".to_owned()];
-        Ok(Names { identity: Identity::new(trust_domain, namespace, "controller")?, dns })
+        let dns = vec![
+            format!("{name}.svc.{CLUSTER_DOMAIN}"),
+            format!("{name}.svc"),
+            name,
+            "localhost".to_owned(),
+        ];
+        Ok(Names {
+            identity: Identity::new(trust_domain, namespace, "controller")?,
+            dns,
+        })
     }
 }
 
@@ -74,9 +85,18 @@ struct Shown {
 
 impl Serving {
     /// Has the first certificate made.
-    pub fn new(authority: Authority, names: Names, life: Duration) -> Result<Arc<Serving>, SignError> {
+    pub fn new(
+        authority: Authority,
+        names: Names,
+        life: Duration,
+    ) -> Result<Arc<Serving>, SignError> {
         let shown = RwLock::new(make(&authority, &names, life)?);
-        Ok(Arc::new(Serving { authority, names, life, shown }))
+        Ok(Arc::new(Serving {
+            authority,
+            names,
+            life,
+            shown,
+        }))
     }
 
     /// Has a new certificate made at two thirds of the life of each, and when another issuer signs. Ends with the authority.
@@ -84,9 +104,14 @@ impl Serving {
         let mut trust = self.authority.trust();
         loop {
             let wait = match self.renew_where_due() {
-                Ok(next) => next.duration_since(SystemTime::now()).unwrap_or_default().min(LOOK_AGAIN),
+                Ok(next) => next
+                    .duration_since(SystemTime::now())
+                    .unwrap_or_default()
+                    .min(LOOK_AGAIN),
                 Err(error) => {
-                    tracing::error!("the controller's own certificate cannot be renewed, the former one is shown: {error}");
+                    tracing::error!(
+                        "the controller's own certificate cannot be renewed, the former one is shown: {error}"
+                    );
                     RETRY
                 }
             };
@@ -107,7 +132,10 @@ impl Serving {
             }
         }
         let new = make(&self.authority, &self.names, self.life)?;
-        tracing::info!(issuer = new.issuer.id(), "the controller's own certificate is new");
+        tracing::info!(
+            issuer = new.issuer.id(),
+            "the controller's own certificate is new"
+        );
         let renew = new.renew;
         *self.shown.write().unwrap_or_else(PoisonError::into_inner) = new;
         Ok(renew)
@@ -115,11 +143,12 @@ impl Serving {
 
     /// What TLS is spoken by.
     pub fn tls(self: &Arc<Self>) -> Arc<ServerConfig> {
-        let mut config = ServerConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
-            .with_protocol_versions(&[&rustls::version::TLS13])
-            .expect("the provider speaks TLS 1.3")
-            .with_no_client_auth()
-            .with_cert_resolver(Arc::new(Resolver(self.clone())));
+        let mut config =
+            ServerConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
+                .with_protocol_versions(&[&rustls::version::TLS13])
+                .expect("the provider speaks TLS 1.3")
+                .with_no_client_auth()
+                .with_cert_resolver(Arc::new(Resolver(self.clone())));
         config.alpn_protocols = vec![b"h2".to_vec()];
         // Whoever comes back verifies the certificate that is shown then.
         config.send_tls13_tickets = 0;
@@ -131,7 +160,14 @@ struct Resolver(Arc<Serving>);
 
 impl ResolvesServerCert for Resolver {
     fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
-        Some(self.0.shown.read().unwrap_or_else(PoisonError::into_inner).certified.clone())
+        Some(
+            self.0
+                .shown
+                .read()
+                .unwrap_or_else(PoisonError::into_inner)
+                .certified
+                .clone(),
+        )
     }
 }
 
@@ -144,11 +180,19 @@ impl fmt::Debug for Resolver {
 fn make(authority: &Authority, names: &Names, life: Duration) -> Result<Shown, SignError> {
     let issuer = authority.trust().borrow().issuer.clone();
     let now = SystemTime::now();
-    let local = [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST)];
+    let local = [
+        IpAddr::V4(Ipv4Addr::LOCALHOST),
+        IpAddr::V6(Ipv6Addr::LOCALHOST),
+    ];
     let made = issuer.sign_serving(&names.identity, &names.dns, &local, now, life)?;
-    let key = aws_lc_rs::sign::any_supported_type(&made.key).map_err(|error| SignError::Crypto(error.to_string()))?;
+    let key = aws_lc_rs::sign::any_supported_type(&made.key)
+        .map_err(|error| SignError::Crypto(error.to_string()))?;
     let left = made.not_after.duration_since(now).unwrap_or_default();
-    Ok(Shown { certified: Arc::new(CertifiedKey::new(made.chain, key)), issuer, renew: now + left * 2 / 3 })
+    Ok(Shown {
+        certified: Arc::new(CertifiedKey::new(made.chain, key)),
+        issuer,
+        renew: now + left * 2 / 3,
+    })
 }
 
 /// The connections whose handshake is done, in the order in which that was.
@@ -161,11 +205,22 @@ pub fn handshakes(
     ReceiverStream::new(secured)
 }
 
-async fn accept(tls: TlsAcceptor, connections: impl Stream<Item = TcpStream>, done: mpsc::Sender<io::Result<Secured>>) {
-    let (all, shaking) = (Arc::new(Semaphore::new(MOST_CONNECTIONS)), Arc::new(Semaphore::new(MOST_HANDSHAKES)));
+async fn accept(
+    tls: TlsAcceptor,
+    connections: impl Stream<Item = TcpStream>,
+    done: mpsc::Sender<io::Result<Secured>>,
+) {
+    let (all, shaking) = (
+        Arc::new(Semaphore::new(MOST_CONNECTIONS)),
+        Arc::new(Semaphore::new(MOST_HANDSHAKES)),
+    );
     let mut connections = std::pin::pin!(connections);
     loop {
-        let turn = shaking.clone().acquire_owned().await.expect("the semaphore is never closed");
+        let turn = shaking
+            .clone()
+            .acquire_owned()
+            .await
+            .expect("the semaphore is never closed");
         let connection = tokio::select! {
             () = done.closed() => return,
             connection = connections.next() => connection,
@@ -173,7 +228,9 @@ async fn accept(tls: TlsAcceptor, connections: impl Stream<Item = TcpStream>, do
         let Some(connection) = connection else { return };
         // Better to be told at once, and to go to another replica, than to wait here.
         let Ok(place) = all.clone().try_acquire_owned() else {
-            tracing::warn!("there are {MOST_CONNECTIONS} connections, which is the most; another one was closed");
+            tracing::warn!(
+                "there are {MOST_CONNECTIONS} connections, which is the most; another one was closed"
+            );
             continue;
         };
         let (tls, done) = (tls.clone(), done.clone());
@@ -187,14 +244,27 @@ async fn accept(tls: TlsAcceptor, connections: impl Stream<Item = TcpStream>, do
     }
 }
 
-async fn shake(tls: TlsAcceptor, connection: TcpStream, place: OwnedSemaphorePermit) -> Option<Secured> {
+async fn shake(
+    tls: TlsAcceptor,
+    connection: TcpStream,
+    place: OwnedSemaphorePermit,
+) -> Option<Secured> {
     let peer = connection.peer_addr().ok();
     match tokio::time::timeout(PATIENCE, tls.accept(connection)).await {
-        Ok(Ok(stream)) => return Some(Secured { stream, _place: place }),
+        Ok(Ok(stream)) => {
+            return Some(Secured {
+                stream,
+                _place: place,
+            });
+        }
         // Every TCP health check ends so.
         Ok(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => {}
         Ok(Err(error)) => tracing::debug!(?peer, "a TLS handshake failed: {error}"),
-        Err(_) => tracing::debug!(?peer, "a TLS handshake took longer than {} s", PATIENCE.as_secs()),
+        Err(_) => tracing::debug!(
+            ?peer,
+            "a TLS handshake took longer than {} s",
+            PATIENCE.as_secs()
+        ),
     }
     None
 }
@@ -214,17 +284,29 @@ impl Connected for Secured {
 }
 
 impl AsyncRead for Secured {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         Pin::new(&mut self.stream).poll_read(cx, buffer)
     }
 }
 
 impl AsyncWrite for Secured {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.stream).poll_write(cx, bytes)
     }
 
-    fn poll_write_vectored(mut self: Pin<&mut Self>, cx: &mut Context<'_>, slices: &[io::IoSlice<'_>]) -> Poll<io::Result<usize>> {
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.stream).poll_write_vectored(cx, slices)
     }
 
@@ -248,9 +330,14 @@ mod tests {
 
     fn trust() -> Trust {
         let now = SystemTime::now();
-        let (certificate, key) = self_signed("cluster.local", now, Duration::from_secs(3600)).unwrap();
+        let (certificate, key) =
+            self_signed("cluster.local", now, Duration::from_secs(3600)).unwrap();
         let issuer = Issuer::from_pem(&certificate, &key, now).unwrap().into();
-        Trust { issuer, roots: Roots::from_pem(&certificate).unwrap().into(), renew_within: Duration::ZERO }
+        Trust {
+            issuer,
+            roots: Roots::from_pem(&certificate).unwrap().into(),
+            renew_within: Duration::ZERO,
+        }
     }
 
     fn leaf(serving: &Serving) -> Vec<u8> {
@@ -259,11 +346,21 @@ mod tests {
 
     #[test]
     fn a_certificate_is_kept_until_it_is_due_or_another_issuer_signs() {
-        let (authority, names) = (Authority::fixed(trust()), Names::new("cluster.local", "service-mesh").unwrap());
+        let (authority, names) = (
+            Authority::fixed(trust()),
+            Names::new("cluster.local", "service-mesh").unwrap(),
+        );
         let serving = Serving::new(authority.clone(), names, Duration::from_secs(3000)).unwrap();
         let first = leaf(&serving);
-        let due = serving.renew_where_due().unwrap().duration_since(SystemTime::now()).unwrap();
-        assert!((1990..=2000).contains(&due.as_secs()), "at two thirds of its life: {due:?}");
+        let due = serving
+            .renew_where_due()
+            .unwrap()
+            .duration_since(SystemTime::now())
+            .unwrap();
+        assert!(
+            (1990..=2000).contains(&due.as_secs()),
+            "at two thirds of its life: {due:?}"
+        );
         assert_eq!(leaf(&serving), first);
         serving.shown.write().unwrap().renew = SystemTime::now();
         serving.renew_where_due().unwrap();
@@ -272,12 +369,18 @@ mod tests {
         authority.publish(trust());
         serving.renew_where_due().unwrap();
         assert_ne!(leaf(&serving), second);
-        assert!(Arc::ptr_eq(&serving.shown.read().unwrap().issuer, &authority.trust().borrow().issuer));
+        assert!(Arc::ptr_eq(
+            &serving.shown.read().unwrap().issuer,
+            &authority.trust().borrow().issuer
+        ));
     }
 
     #[tokio::test]
     async fn what_is_due_is_renewed_without_anybody_asking() {
-        let (authority, names) = (Authority::fixed(trust()), Names::new("cluster.local", "service-mesh").unwrap());
+        let (authority, names) = (
+            Authority::fixed(trust()),
+            Names::new("cluster.local", "service-mesh").unwrap(),
+        );
         let serving = Serving::new(authority, names, Duration::from_secs(1)).unwrap();
         let first = leaf(&serving);
         let changed = async {

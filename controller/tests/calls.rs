@@ -8,12 +8,18 @@ use serde_json::json;
 use support::{DEADLINE, Issuer, Sandbox, claims, config, replace, web};
 use tonic::{Code, Request, Status};
 use tonic_health::pb::health_client::HealthClient;
-use tonic_health::pb::{HealthCheckRequest, HealthCheckResponse, health_check_response::ServingStatus};
+use tonic_health::pb::{
+    HealthCheckRequest, HealthCheckResponse, health_check_response::ServingStatus,
+};
 
 fn refused<T>(result: Result<T, Status>) -> String {
     let status = result.err().expect("the call is refused");
     assert_eq!(status.code(), Code::Unauthenticated, "{status:?}");
-    assert!(status.message().contains("audience \"diy-service-mesh\""), "{}", status.message());
+    assert!(
+        status.message().contains("audience \"diy-service-mesh\""),
+        "{}",
+        status.message()
+    );
     status.message().to_owned()
 }
 
@@ -28,7 +34,10 @@ async fn every_rpc_needs_a_token() {
     refused(client.try_discover().await);
     refused(client.client.watch_services(client.request(watch())).await);
     let message = refused(client.client.sign_certificate(client.request(sign())).await);
-    assert!(message.starts_with("the call carries no token."), "{message}");
+    assert!(
+        message.starts_with("the call carries no token."),
+        "{message}"
+    );
 }
 
 #[tokio::test]
@@ -43,7 +52,10 @@ async fn bad_tokens_are_refused_with_the_reason() {
     let cases = [
         (with("aud", json!(["another"])), "its audience is not"),
         (with("exp", json!(1_000_000)), "it has expired"),
-        (with("iss", json!("https://somebody.else")), "its issuer is not"),
+        (
+            with("iss", json!("https://somebody.else")),
+            "its issuer is not",
+        ),
         (Issuer::new("first").token(), "its signature is not by"),
         ("rubbish".to_owned(), "it is not a JWT"),
         ("x".repeat(20_000), "longer than 16384 bytes"),
@@ -54,14 +66,22 @@ async fn bad_tokens_are_refused_with_the_reason() {
         for _ in 0..2 {
             let message = refused(client.services(&[]).await);
             assert!(message.contains(reason), "{reason}: {message}");
-            assert!(!message.contains(&token), "a token is never part of a message");
+            assert!(
+                !message.contains(&token),
+                "a token is never part of a message"
+            );
         }
     }
     let mut request = Request::new(proto::GetServicesRequest::default());
-    request.metadata_mut().insert("authorization", "Basic abc".parse().unwrap());
+    request
+        .metadata_mut()
+        .insert("authorization", "Basic abc".parse().unwrap());
     assert!(refused(client.client.get_services(request).await).contains("not `Bearer TOKEN`"));
     let (_, metrics) = sandbox.admin("/metrics").await;
-    assert!(metrics.contains("calls_total{result=\"refused\"} 13\n"), "{metrics}");
+    assert!(
+        metrics.contains("calls_total{result=\"refused\"} 13\n"),
+        "{metrics}"
+    );
 }
 
 #[tokio::test]
@@ -80,7 +100,10 @@ async fn too_large_a_message_is_refused_and_the_connection_lives() {
     let sandbox = Sandbox::start(&[]).await;
     let mut client = sandbox.client().await;
     let names = vec!["shop/web"; 100_000];
-    assert_eq!(client.services(&names).await.unwrap_err().code(), Code::OutOfRange);
+    assert_eq!(
+        client.services(&names).await.unwrap_err().code(),
+        Code::OutOfRange
+    );
     client.services(&[]).await.unwrap();
 }
 
@@ -90,19 +113,32 @@ async fn health_is_open_to_all_and_probes_say_ready() {
     let mut health = HealthClient::new(sandbox.channel().await);
     sandbox.client().await.services(&[]).await.unwrap();
     for service in ["", "mesh.v1.ServiceMeshService"] {
-        let mut watch = health.watch(HealthCheckRequest { service: service.into() }).await.unwrap().into_inner();
+        let mut watch = health
+            .watch(HealthCheckRequest {
+                service: service.into(),
+            })
+            .await
+            .unwrap()
+            .into_inner();
         until(&mut watch, ServingStatus::Serving).await;
     }
     assert_eq!(sandbox.admin("/live").await.0, 200);
     assert_eq!(sandbox.admin("/ready").await.0, 200);
     assert_eq!(sandbox.admin("/elsewhere").await.0, 404);
     let (_, metrics) = sandbox.admin("/metrics").await;
-    assert!(metrics.contains("catalog_objects{kind=\"Service\"} 1\n"), "{metrics}");
+    assert!(
+        metrics.contains("catalog_objects{kind=\"Service\"} 1\n"),
+        "{metrics}"
+    );
 }
 
 async fn until(watch: &mut tonic::Streaming<HealthCheckResponse>, wanted: ServingStatus) {
     loop {
-        let response = tokio::time::timeout(DEADLINE, watch.message()).await.unwrap().unwrap().unwrap();
+        let response = tokio::time::timeout(DEADLINE, watch.message())
+            .await
+            .unwrap()
+            .unwrap()
+            .unwrap();
         if response.status() == wanted {
             return;
         }
@@ -117,14 +153,22 @@ async fn on_shutdown_health_turns_streams_end_unavailable_and_it_ends_though_cli
     discover.subscribe("10.96.0.7:80", "").await;
     discover.said().await;
     let mut services = client.watch(&[]).await;
-    let mut health = HealthClient::new(sandbox.channel().await).watch(HealthCheckRequest::default()).await.unwrap().into_inner();
+    let mut health = HealthClient::new(sandbox.channel().await)
+        .watch(HealthCheckRequest::default())
+        .await
+        .unwrap()
+        .into_inner();
     until(&mut health, ServingStatus::Serving).await;
 
     sandbox.stop();
     until(&mut health, ServingStatus::NotServing).await;
     let status = discover.answer().await.unwrap_err();
     assert_eq!(status.code(), Code::Unavailable);
-    assert!(status.message().contains("shutting down"), "{}", status.message());
+    assert!(
+        status.message().contains("shutting down"),
+        "{}",
+        status.message()
+    );
     let status = loop {
         if let Err(status) = services.message().await {
             break status;
@@ -138,7 +182,18 @@ async fn on_shutdown_health_turns_streams_end_unavailable_and_it_ends_though_cli
 #[tokio::test]
 async fn a_port_that_is_taken_is_named_with_its_setting() {
     let sandbox = Sandbox::start(&[]).await;
-    let config = diy_mesh_controller::Config { admin_listen: sandbox.address, ..config(sandbox.dir.path()) };
-    let error = diy_mesh_controller::run(config, std::future::pending()).await.unwrap_err();
-    assert!(error.to_string().contains(&format!("cannot listen on {} (ADMIN_LISTEN)", sandbox.address)), "{error}");
+    let config = diy_mesh_controller::Config {
+        admin_listen: sandbox.address,
+        ..config(sandbox.dir.path())
+    };
+    let error = diy_mesh_controller::run(config, std::future::pending())
+        .await
+        .unwrap_err();
+    assert!(
+        error.to_string().contains(&format!(
+            "cannot listen on {} (ADMIN_LISTEN)",
+            sandbox.address
+        )),
+        "{error}"
+    );
 }

@@ -39,11 +39,23 @@ fn csr(name: &str) -> Vec<u8> {
     let mut params = CertificateParams::new(["admin.shop".to_owned()]).unwrap();
     params.distinguished_name = rcgen::DistinguishedName::new();
     params.distinguished_name.push(DnType::CommonName, name);
-    params.serialize_request(&KeyPair::generate().unwrap()).unwrap().pem().unwrap().into_bytes()
+    params
+        .serialize_request(&KeyPair::generate().unwrap())
+        .unwrap()
+        .pem()
+        .unwrap()
+        .into_bytes()
 }
 
-async fn sign(client: &mut Client, token: String) -> Result<proto::SignCertificateResponse, Status> {
-    let request = proto::SignCertificateRequest { name: USER.into(), token, csr: csr(USER) };
+async fn sign(
+    client: &mut Client,
+    token: String,
+) -> Result<proto::SignCertificateResponse, Status> {
+    let request = proto::SignCertificateRequest {
+        name: USER.into(),
+        token,
+        csr: csr(USER),
+    };
     Ok(client.client.sign_certificate(request).await?.into_inner())
 }
 
@@ -63,55 +75,129 @@ async fn a_pod_gets_the_certificate_of_its_own_account_and_the_roots() {
     let mut client = sandbox.client().await;
     let response = sign(&mut client, sandbox.issuer.token()).await.unwrap();
     let trust = sandbox.authority.trust().borrow().clone();
-    assert_eq!((response.ca.as_ref(), &response.roots_version), (trust.roots.pem.as_bytes(), &trust.roots.version));
+    assert_eq!(
+        (response.ca.as_ref(), &response.roots_version),
+        (trust.roots.pem.as_bytes(), &trust.roots.version)
+    );
 
     let dir = support::scratch();
     std::fs::write(dir.path().join("roots"), &response.ca).unwrap();
     std::fs::write(dir.path().join("leaf"), &response.cert).unwrap();
     let openssl = |arguments: &str| {
         let mut command = std::process::Command::new("openssl");
-        String::from_utf8(command.current_dir(dir.path()).args(arguments.split(' ')).output().unwrap().stdout).unwrap()
+        String::from_utf8(
+            command
+                .current_dir(dir.path())
+                .args(arguments.split(' '))
+                .output()
+                .unwrap()
+                .stdout,
+        )
+        .unwrap()
     };
     assert_eq!(openssl("verify -CAfile roots leaf"), "leaf: OK\n");
     let names = openssl("x509 -in leaf -noout -ext subjectAltName");
-    assert!(names.trim_end().ends_with("URI:spiffe://cluster.local/ns/shop/sa/web") && !names.contains("admin"), "{names}");
+    assert!(
+        names
+            .trim_end()
+            .ends_with("URI:spiffe://cluster.local/ns/shop/sa/web")
+            && !names.contains("admin"),
+        "{names}"
+    );
     let (_, metrics) = sandbox.admin("/metrics").await;
-    assert!(metrics.contains("certificates_total{result=\"issued\"} 1\n"), "{metrics}");
+    assert!(
+        metrics.contains("certificates_total{result=\"issued\"} 1\n"),
+        "{metrics}"
+    );
 }
 
 #[tokio::test]
 async fn nobody_gets_anybody_elses_certificate() {
-    let manifests = [("one.yaml", pod("web-1", "1", "10.0.0.1")), ("two.yaml", pod("web-2", "2", "127.0.0.1"))];
+    let manifests = [
+        ("one.yaml", pod("web-1", "1", "10.0.0.1")),
+        ("two.yaml", pod("web-2", "2", "127.0.0.1")),
+    ];
     let sandbox = Sandbox::start(&manifests).await;
     let mut client = sandbox.client().await;
     let unbound = json!({"namespace": "shop", "serviceaccount": {"name": "web", "uid": "2"}});
     for (token, code, part) in [
         (String::new(), Code::Unauthenticated, "carries no token"),
         ("rubbish".into(), Code::Unauthenticated, "it is not a JWT"),
-        (token(&sandbox, "aud", json!(["another"])), Code::Unauthenticated, "its audience is not"),
-        (token(&sandbox, "exp", json!(1_000_000)), Code::Unauthenticated, "it has expired"),
-        (token(&sandbox, "kubernetes.io", unbound), Code::PermissionDenied, "bound to no pod"),
-        (token(&sandbox, "sub", json!("system:serviceaccount:shop:admin")), Code::PermissionDenied, "not the token's user name"),
-        (sandbox.issuer.token(), Code::PermissionDenied, "comes from the address of shop/web-2"),
-        (token(&sandbox, "kubernetes.io", bound("web-1", "0")), Code::FailedPrecondition, "is not known"),
+        (
+            token(&sandbox, "aud", json!(["another"])),
+            Code::Unauthenticated,
+            "its audience is not",
+        ),
+        (
+            token(&sandbox, "exp", json!(1_000_000)),
+            Code::Unauthenticated,
+            "it has expired",
+        ),
+        (
+            token(&sandbox, "kubernetes.io", unbound),
+            Code::PermissionDenied,
+            "bound to no pod",
+        ),
+        (
+            token(&sandbox, "sub", json!("system:serviceaccount:shop:admin")),
+            Code::PermissionDenied,
+            "not the token's user name",
+        ),
+        (
+            sandbox.issuer.token(),
+            Code::PermissionDenied,
+            "comes from the address of shop/web-2",
+        ),
+        (
+            token(&sandbox, "kubernetes.io", bound("web-1", "0")),
+            Code::FailedPrecondition,
+            "is not known",
+        ),
     ] {
         let status = sign(&mut client, token.clone()).await.unwrap_err();
         assert_eq!(status.code(), code, "{part}: {status:?}");
-        assert!(status.message().contains(part), "{part}: {}", status.message());
-        assert!(token.is_empty() || !status.message().contains(&token), "a token is never part of a message");
+        assert!(
+            status.message().contains(part),
+            "{part}: {}",
+            status.message()
+        );
+        assert!(
+            token.is_empty() || !status.message().contains(&token),
+            "a token is never part of a message"
+        );
     }
     let good = token(&sandbox, "kubernetes.io", bound("web-2", "2"));
-    for csr in [csr("system:serviceaccount:shop:admin"), b"rubbish".to_vec(), vec![b'x'; 20_000]] {
-        let request = proto::SignCertificateRequest { name: USER.into(), token: good.clone(), csr };
+    for csr in [
+        csr("system:serviceaccount:shop:admin"),
+        b"rubbish".to_vec(),
+        vec![b'x'; 20_000],
+    ] {
+        let request = proto::SignCertificateRequest {
+            name: USER.into(),
+            token: good.clone(),
+            csr,
+        };
         let status = client.client.sign_certificate(request).await.unwrap_err();
         assert_eq!(status.code(), Code::InvalidArgument);
-        assert!(status.message().starts_with("csr: "), "{}", status.message());
+        assert!(
+            status.message().starts_with("csr: "),
+            "{}",
+            status.message()
+        );
     }
     sign(&mut client, good.clone()).await.unwrap();
     sign(&mut client, good.clone()).await.unwrap();
     let status = sign(&mut client, good).await.unwrap_err();
-    assert_eq!(status.code(), Code::ResourceExhausted, "five at once, then it has to wait");
-    assert!(status.message().contains("try again in"), "{}", status.message());
+    assert_eq!(
+        status.code(),
+        Code::ResourceExhausted,
+        "five at once, then it has to wait"
+    );
+    assert!(
+        status.message().contains("try again in"),
+        "{}",
+        status.message()
+    );
 }
 
 #[tokio::test]
@@ -133,7 +219,11 @@ fn next(authority: &Authority) -> Trust {
     let (certificate, key) = self_signed("cluster.local", now, Duration::from_secs(3600)).unwrap();
     let both = authority.trust().borrow().roots.pem.clone() + &certificate;
     let issuer = Issuer::from_pem(&certificate, &key, now).unwrap().into();
-    Trust { issuer, roots: Roots::from_pem(&both).unwrap().into(), renew_within: Duration::from_secs(7) }
+    Trust {
+        issuer,
+        roots: Roots::from_pem(&both).unwrap().into(),
+        renew_within: Duration::from_secs(7),
+    }
 }
 
 #[tokio::test]
@@ -143,41 +233,79 @@ async fn roots_come_first_on_a_stream_and_again_when_they_change() {
     discover.subscribe("10.0.0.1:80", "").await;
     let trust = sandbox.authority.trust();
     let first = discover.answer().await.unwrap();
-    assert_eq!((first.destination.as_str(), &first.version), ("", &trust.borrow().roots.version));
-    let Some(Update::Roots(roots)) = first.update else { panic!("roots come first") };
-    assert_eq!((roots.pem.as_ref(), roots.issuer.as_str()), (trust.borrow().roots.pem.as_bytes(), trust.borrow().issuer.id()));
+    assert_eq!(
+        (first.destination.as_str(), &first.version),
+        ("", &trust.borrow().roots.version)
+    );
+    let Some(Update::Roots(roots)) = first.update else {
+        panic!("roots come first")
+    };
+    assert_eq!(
+        (roots.pem.as_ref(), roots.issuer.as_str()),
+        (
+            trust.borrow().roots.pem.as_bytes(),
+            trust.borrow().issuer.id()
+        )
+    );
     assert_eq!(discover.said().await, "10.0.0.1:80: unknown");
 
     sandbox.authority.publish(next(&sandbox.authority));
     let second = discover.answer().await.unwrap();
     assert_ne!(second.version, first.version);
-    let Some(Update::Roots(roots)) = second.update else { panic!("new roots are told") };
-    assert_eq!((roots.issuer.as_str(), roots.renew_within_seconds), (trust.borrow().issuer.id(), 7));
+    let Some(Update::Roots(roots)) = second.update else {
+        panic!("new roots are told")
+    };
+    assert_eq!(
+        (roots.issuer.as_str(), roots.renew_within_seconds),
+        (trust.borrow().issuer.id(), 7)
+    );
 }
 
 #[tokio::test]
 async fn a_status_of_endless_texts_ends_the_stream() {
     let sandbox = Sandbox::start(&[]).await;
     let mut discover = sandbox.client().await.discover().await;
-    discover.send(Action::Status(proto::ProxyStatus { proxy_version: "x".repeat(129), ..Default::default() })).await;
-    assert_eq!(discover.answer().await.unwrap_err().code(), Code::InvalidArgument);
+    discover
+        .send(Action::Status(proto::ProxyStatus {
+            proxy_version: "x".repeat(129),
+            ..Default::default()
+        }))
+        .await;
+    assert_eq!(
+        discover.answer().await.unwrap_err().code(),
+        Code::InvalidArgument
+    );
 }
 
 /// The certificate that the controller shows to whoever trusts these roots, as `name`.
-async fn shown(sandbox: &Sandbox, roots: &str, name: &'static str) -> std::io::Result<CertificateDer<'static>> {
+async fn shown(
+    sandbox: &Sandbox,
+    roots: &str,
+    name: &'static str,
+) -> std::io::Result<CertificateDer<'static>> {
     let mut store = rustls::RootCertStore::empty();
     for certificate in CertificateDer::pem_slice_iter(roots.as_bytes()) {
         store.add(certificate.unwrap()).unwrap();
     }
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-    let builder = rustls::ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions().unwrap();
+    let builder = rustls::ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap();
     let mut config = builder.with_root_certificates(store).with_no_client_auth();
     config.alpn_protocols = vec![b"h2".to_vec()];
     let connection = TcpStream::connect(sandbox.address).await.unwrap();
-    let stream = TlsConnector::from(Arc::new(config)).connect(ServerName::try_from(name).unwrap(), connection).await?;
+    let stream = TlsConnector::from(Arc::new(config))
+        .connect(ServerName::try_from(name).unwrap(), connection)
+        .await?;
     let tls = stream.get_ref().1;
-    assert_eq!(tls.negotiated_key_exchange_group().unwrap().name(), rustls::NamedGroup::X25519MLKEM768);
-    assert_eq!(tls.protocol_version(), Some(rustls::ProtocolVersion::TLSv1_3));
+    assert_eq!(
+        tls.negotiated_key_exchange_group().unwrap().name(),
+        rustls::NamedGroup::X25519MLKEM768
+    );
+    assert_eq!(
+        tls.protocol_version(),
+        Some(rustls::ProtocolVersion::TLSv1_3)
+    );
     Ok(tls.peer_certificates().unwrap()[0].clone().into_owned())
 }
 
@@ -199,7 +327,13 @@ async fn the_controllers_certificate_follows_the_issuer_while_streams_go_on() {
     assert!(shown(&sandbox, &old, "somebody.else").await.is_err());
 
     let trust = next(&sandbox.authority);
-    let new = trust.roots.certificates.iter().find(|root| !old.contains(&diy_mesh_controller::issuer::pem(root))).unwrap().clone();
+    let new = trust
+        .roots
+        .certificates
+        .iter()
+        .find(|root| !old.contains(&diy_mesh_controller::issuer::pem(root)))
+        .unwrap()
+        .clone();
     let new = diy_mesh_controller::issuer::pem(&new);
     sandbox.authority.publish(trust);
     let changed = async {
@@ -207,7 +341,9 @@ async fn the_controllers_certificate_follows_the_issuer_while_streams_go_on() {
             tokio::task::yield_now().await;
         }
     };
-    tokio::time::timeout(DEADLINE, changed).await.expect("another certificate is shown");
+    tokio::time::timeout(DEADLINE, changed)
+        .await
+        .expect("another certificate is shown");
     assert_eq!(discover.said().await, ": roots");
     discover.subscribe("10.0.0.1:80", "").await;
     assert_eq!(discover.said().await, "10.0.0.1:80: unknown");
@@ -221,9 +357,16 @@ async fn plaintext_and_silent_connections_get_nothing_and_hold_nobody_up() {
         silent.push(TcpStream::connect(sandbox.address).await.unwrap());
     }
     let mut plain = TcpStream::connect(sandbox.address).await.unwrap();
-    tokio::io::AsyncWriteExt::write_all(&mut plain, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
+    tokio::io::AsyncWriteExt::write_all(&mut plain, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        .await
+        .unwrap();
     let mut answer = Vec::new();
-    let read = tokio::time::timeout(DEADLINE, plain.read_to_end(&mut answer)).await.unwrap();
-    assert!(read.is_err() || answer.first() == Some(&21), "a TLS alert at most: {answer:?}");
+    let read = tokio::time::timeout(DEADLINE, plain.read_to_end(&mut answer))
+        .await
+        .unwrap();
+    assert!(
+        read.is_err() || answer.first() == Some(&21),
+        "a TLS alert at most: {answer:?}"
+    );
     sandbox.client().await.services(&[]).await.unwrap();
 }

@@ -13,16 +13,36 @@ async fn a_cluster_ip_is_a_service_and_changes_come_as_deltas() {
     let mut discover = sandbox.client().await.discover().await;
     discover.subscribe("10.96.0.7:80", "").await;
     let first = discover.answer().await.unwrap();
-    assert_eq!(say(&first), "10.96.0.7:80: service shop/web [10.0.0.1:8080 10.0.0.2:8080]");
-    let Some(Update::Snapshot(snapshot)) = first.update else { panic!("a snapshot comes first") };
+    assert_eq!(
+        say(&first),
+        "10.96.0.7:80: service shop/web [10.0.0.1:8080 10.0.0.2:8080]"
+    );
+    let Some(Update::Snapshot(snapshot)) = first.update else {
+        panic!("a snapshot comes first")
+    };
     assert_eq!(snapshot.app_protocol, "http");
-    assert_eq!(snapshot.endpoints[0].identity, "spiffe://cluster.local/ns/shop/sa/web");
-    assert_eq!((snapshot.endpoints[0].zone.as_str(), snapshot.endpoints[0].pod_name.as_str()), ("a", "web-10-0-0-1"));
+    assert_eq!(
+        snapshot.endpoints[0].identity,
+        "spiffe://cluster.local/ns/shop/sa/web"
+    );
+    assert_eq!(
+        (
+            snapshot.endpoints[0].zone.as_str(),
+            snapshot.endpoints[0].pod_name.as_str()
+        ),
+        ("a", "web-10-0-0-1")
+    );
 
     sandbox.write("web.yaml", &web(&["10.0.0.2", "10.0.0.3"]));
-    assert_eq!(discover.said().await, "10.96.0.7:80: +[10.0.0.3:8080] -[10.0.0.1:8080]");
+    assert_eq!(
+        discover.said().await,
+        "10.96.0.7:80: +[10.0.0.3:8080] -[10.0.0.1:8080]"
+    );
     sandbox.write("web.yaml", &web(&[]));
-    assert_eq!(discover.said().await, "10.96.0.7:80: +[] -[10.0.0.2:8080 10.0.0.3:8080]");
+    assert_eq!(
+        discover.said().await,
+        "10.96.0.7:80: +[] -[10.0.0.2:8080 10.0.0.3:8080]"
+    );
 }
 
 #[tokio::test]
@@ -30,17 +50,26 @@ async fn a_pods_own_address_is_that_pod_on_any_port() {
     let sandbox = Sandbox::start(&[("web.yaml", web(&["10.0.0.1"]))]).await;
     let mut discover = sandbox.client().await.discover().await;
     discover.subscribe("10.0.0.1:9999", "").await;
-    assert_eq!(discover.said().await, "10.0.0.1:9999: pod shop/web-10-0-0-1 [10.0.0.1:9999]");
+    assert_eq!(
+        discover.said().await,
+        "10.0.0.1:9999: pod shop/web-10-0-0-1 [10.0.0.1:9999]"
+    );
 }
 
 #[tokio::test]
 async fn an_endpoint_is_opaque_where_the_arguments_of_its_proxy_say_so() {
     let spec = "initContainers: [{name: proxy, args: ['--opaque-ports=5432']}], containers: []";
-    let sandbox = Sandbox::start(&[("pod.yaml", pod_manifest("db", "10.0.0.1").replace("containers: []", spec))]).await;
+    let sandbox = Sandbox::start(&[(
+        "pod.yaml",
+        pod_manifest("db", "10.0.0.1").replace("containers: []", spec),
+    )])
+    .await;
     let mut discover = sandbox.client().await.discover().await;
     for (destination, opaque) in [("10.0.0.1:5432", true), ("10.0.0.1:80", false)] {
         discover.subscribe(destination, "").await;
-        let Some(Update::Snapshot(snapshot)) = discover.answer().await.unwrap().update else { panic!("a snapshot comes first") };
+        let Some(Update::Snapshot(snapshot)) = discover.answer().await.unwrap().update else {
+            panic!("a snapshot comes first")
+        };
         assert_eq!(snapshot.endpoints[0].opaque, opaque, "{destination}");
     }
 }
@@ -56,7 +85,13 @@ async fn an_unknown_address_becomes_known_and_unknown_again() {
     sandbox.write("web.yaml", &web(&["10.0.0.1"]));
     let mut both = [discover.said().await, discover.said().await];
     both.sort();
-    assert_eq!(both, ["10.0.0.1:80: pod shop/web-10-0-0-1 [10.0.0.1:80]", "10.96.0.7:80: service shop/web [10.0.0.1:8080]"]);
+    assert_eq!(
+        both,
+        [
+            "10.0.0.1:80: pod shop/web-10-0-0-1 [10.0.0.1:80]",
+            "10.96.0.7:80: service shop/web [10.0.0.1:8080]"
+        ]
+    );
     sandbox.remove("web.yaml");
     let mut both = [discover.said().await, discover.said().await];
     both.sort();
@@ -76,13 +111,19 @@ async fn what_a_proxy_has_from_before_is_not_sent_again_even_by_another_replica(
     let mut discover = other.client().await.discover().await;
     discover.subscribe("10.96.0.7:80", &version).await;
     let answer = discover.answer().await.unwrap();
-    assert_eq!((say(&answer).as_str(), answer.version), ("10.96.0.7:80: unchanged", version));
+    assert_eq!(
+        (say(&answer).as_str(), answer.version),
+        ("10.96.0.7:80: unchanged", version)
+    );
     // From there on, deltas.
     other.write("web.yaml", &web(&["10.0.0.1", "10.0.0.2"]));
     assert_eq!(discover.said().await, "10.96.0.7:80: +[10.0.0.2:8080] -[]");
     // And what is not current is sent whole.
     discover.subscribe("10.96.0.7:80", "something else").await;
-    assert_eq!(discover.said().await, "10.96.0.7:80: service shop/web [10.0.0.1:8080 10.0.0.2:8080]");
+    assert_eq!(
+        discover.said().await,
+        "10.96.0.7:80: service shop/web [10.0.0.1:8080 10.0.0.2:8080]"
+    );
 }
 
 #[tokio::test]
@@ -97,7 +138,10 @@ async fn after_unsubscribing_nothing_more_is_said_and_others_go_on() {
     assert_eq!(discover.said().await, "192.0.2.1:80: unknown");
     sandbox.write("web.yaml", &web(&["10.0.0.2"]));
     sandbox.write("more.yaml", &pod_manifest("late", "192.0.2.1"));
-    assert_eq!(discover.said().await, "192.0.2.1:80: pod shop/late [192.0.2.1:80]");
+    assert_eq!(
+        discover.said().await,
+        "192.0.2.1:80: pod shop/late [192.0.2.1:80]"
+    );
 }
 
 #[tokio::test]
@@ -107,14 +151,22 @@ async fn a_destination_that_is_none_is_named() {
     discover.subscribe("web.shop:80", "").await;
     let status = discover.answer().await.unwrap_err();
     assert_eq!(status.code(), tonic::Code::InvalidArgument);
-    assert!(status.message().contains("\"web.shop:80\""), "{}", status.message());
+    assert!(
+        status.message().contains("\"web.shop:80\""),
+        "{}",
+        status.message()
+    );
 }
 
 #[tokio::test]
 async fn a_request_of_a_later_contract_is_passed_over() {
     let sandbox = Sandbox::start(&[]).await;
     let mut discover = sandbox.client().await.discover().await;
-    discover.requests.send(proto::DiscoverRequest { action: None }).await.unwrap();
+    discover
+        .requests
+        .send(proto::DiscoverRequest { action: None })
+        .await
+        .unwrap();
     discover.subscribe("10.96.0.7:80", "").await;
     assert_eq!(discover.said().await, "10.96.0.7:80: unknown");
 }
@@ -137,7 +189,11 @@ async fn a_change_reaches_every_subscriber() {
         assert_eq!(discover.said().await, "10.96.0.7:80: +[10.0.0.2:8080] -[]");
     }
     let (_, metrics) = sandbox.admin("/metrics").await;
-    assert!(metrics.contains("subscriptions{of=\"destinations\"} 1\n") && metrics.contains("of=\"subscribers\"} 300\n"), "{metrics}");
+    assert!(
+        metrics.contains("subscriptions{of=\"destinations\"} 1\n")
+            && metrics.contains("of=\"subscribers\"} 300\n"),
+        "{metrics}"
+    );
 }
 
 #[tokio::test]
@@ -149,7 +205,10 @@ async fn a_caller_that_says_no_more_still_hears_of_changes() {
     let (requests, _) = tokio::sync::mpsc::channel(1);
     drop(std::mem::replace(&mut discover.requests, requests));
     sandbox.write("web.yaml", &web(&["10.0.0.2"]));
-    assert_eq!(discover.said().await, "10.96.0.7:80: +[10.0.0.2:8080] -[10.0.0.1:8080]");
+    assert_eq!(
+        discover.said().await,
+        "10.96.0.7:80: +[10.0.0.2:8080] -[10.0.0.1:8080]"
+    );
 }
 
 #[tokio::test]
@@ -158,7 +217,9 @@ async fn ten_thousand_subscriptions_are_served_and_one_more_is_refused() {
     let mut discover = sandbox.client().await.discover().await;
     // Written without reading in between: the stream must not get stuck on answers that nobody reads yet.
     for number in 0..10_000 {
-        discover.subscribe(&format!("10.1.{}.{}:80", number / 250, number % 250), "").await;
+        discover
+            .subscribe(&format!("10.1.{}.{}:80", number / 250, number % 250), "")
+            .await;
     }
     discover.subscribe("10.1.0.0:80", "").await;
     for _ in 0..10_000 {
@@ -171,5 +232,9 @@ async fn ten_thousand_subscriptions_are_served_and_one_more_is_refused() {
         }
     };
     assert_eq!(status.code(), tonic::Code::ResourceExhausted);
-    assert!(status.message().contains("10000 destinations"), "{}", status.message());
+    assert!(
+        status.message().contains("10000 destinations"),
+        "{}",
+        status.message()
+    );
 }

@@ -44,9 +44,17 @@ async fn scenario(cluster: Cluster) {
     // Tokens, as the API server sees them.
     let mut client = controller.client(cluster.token("web", OURS).await).await;
     let all = answered(&mut client).await.unwrap();
-    assert!(all.iter().any(|service| service.namespace == "default" && service.name == "kubernetes"));
-    for (token, reason) in [(cluster.token("web", "another").await, "audience"), ("rubbish".to_owned(), "refused")] {
-        let status = answered(&mut controller.client(token).await).await.unwrap_err();
+    assert!(
+        all.iter()
+            .any(|service| service.namespace == "default" && service.name == "kubernetes")
+    );
+    for (token, reason) in [
+        (cluster.token("web", "another").await, "audience"),
+        ("rubbish".to_owned(), "refused"),
+    ] {
+        let status = answered(&mut controller.client(token).await)
+            .await
+            .unwrap_err();
         assert_eq!(status.code(), Code::Unauthenticated);
         assert!(status.message().contains(reason), "{}", status.message());
     }
@@ -56,7 +64,11 @@ async fn scenario(cluster: Cluster) {
     let service: Service = cluster.create(json!({
         "metadata": {"name": "web"}, "spec": {"ports": [{"name": "http", "port": 80, "targetPort": 8080, "appProtocol": "http"}]},
     }));
-    let service = cluster.api::<Service>().create(&PostParams::default(), &service).await.unwrap();
+    let service = cluster
+        .api::<Service>()
+        .create(&PostParams::default(), &service)
+        .await
+        .unwrap();
     let ip = service.spec.unwrap().cluster_ip.unwrap();
     discover.subscribe(&format!("{ip}:80"), "").await;
     discover.subscribe("198.51.100.7:1234", "").await;
@@ -65,22 +77,45 @@ async fn scenario(cluster: Cluster) {
         // The watch was slower than we.
         answers.push(discover.said().await);
     }
-    assert!(answers.contains(&format!("{ip}:80: service {}/web []", cluster.name)), "{answers:?}");
-    assert!(answers.contains(&"198.51.100.7:1234: unknown".to_owned()), "{answers:?}");
+    assert!(
+        answers.contains(&format!("{ip}:80: service {}/web []", cluster.name)),
+        "{answers:?}"
+    );
+    assert!(
+        answers.contains(&"198.51.100.7:1234: unknown".to_owned()),
+        "{answers:?}"
+    );
 
     cluster.make_slice().await;
     cluster.make_pod().await;
-    let mut both = [discover.answer().await.unwrap(), discover.answer().await.unwrap()];
+    let mut both = [
+        discover.answer().await.unwrap(),
+        discover.answer().await.unwrap(),
+    ];
     both.sort_by_key(|answer| answer.destination != "198.51.100.7:1234");
-    assert_eq!(say(&both[0]), format!("198.51.100.7:1234: pod {}/web-1 [198.51.100.7:1234]", cluster.name));
+    assert_eq!(
+        say(&both[0]),
+        format!(
+            "198.51.100.7:1234: pod {}/web-1 [198.51.100.7:1234]",
+            cluster.name
+        )
+    );
     assert_eq!(say(&both[1]), format!("{ip}:80: +[198.51.100.7:8080] -[]"));
     let version = both[1].version.clone();
     let mut again = client.discover().await;
     again.subscribe(&format!("{ip}:80"), &version).await;
     assert_eq!(again.said().await, format!("{ip}:80: unchanged"));
 
-    cluster.api::<Pod>().delete("web-1", &DeleteParams::default().grace_period(0)).await.unwrap();
-    cluster.api::<Service>().delete("web", &DeleteParams::default()).await.unwrap();
+    cluster
+        .api::<Pod>()
+        .delete("web-1", &DeleteParams::default().grace_period(0))
+        .await
+        .unwrap();
+    cluster
+        .api::<Service>()
+        .delete("web", &DeleteParams::default())
+        .await
+        .unwrap();
     let mut unknown = 0;
     while unknown < 2 {
         unknown += usize::from(discover.said().await.ends_with(": unknown"));
@@ -91,9 +126,17 @@ async fn scenario(cluster: Cluster) {
     let deadline = Instant::now() + DEADLINE;
     let status = loop {
         // Each time another token, since answers are cached. The API server takes a moment to notice.
-        match controller.client(cluster.token("web", OURS).await).await.services(&[]).await {
+        match controller
+            .client(cluster.token("web", OURS).await)
+            .await
+            .services(&[])
+            .await
+        {
             Err(status) if status.message().contains("create on tokenreviews") => break status,
-            other => assert!(Instant::now() < deadline, "the rights are never gone: {other:?}"),
+            other => assert!(
+                Instant::now() < deadline,
+                "the rights are never gone: {other:?}"
+            ),
         }
     };
     assert_eq!(status.code(), Code::Unavailable);
@@ -104,8 +147,14 @@ async fn scenario(cluster: Cluster) {
 
     // A start without rights: not ready, and the log says what is missing.
     let mut controller = Controller::start(&cluster).await;
-    controller.until("verbs list and watch on endpointslices of discovery.k8s.io").await;
-    controller.answers("/ready", |code, reason| code == 503 && reason.contains("EndpointSlice")).await;
+    controller
+        .until("verbs list and watch on endpointslices of discovery.k8s.io")
+        .await;
+    controller
+        .answers("/ready", |code, reason| {
+            code == 503 && reason.contains("EndpointSlice")
+        })
+        .await;
 }
 
 /// What a client is answered, once the API server has found the time to look at its token.
@@ -113,7 +162,9 @@ async fn answered(client: &mut support::Client) -> Result<Vec<proto::Service>, t
     let deadline = Instant::now() + DEADLINE;
     loop {
         match client.services(&[]).await {
-            Err(status) if status.code() == Code::Unavailable && Instant::now() < deadline => println!("again: {}", status.message()),
+            Err(status) if status.code() == Code::Unavailable && Instant::now() < deadline => {
+                println!("again: {}", status.message())
+            }
             answer => return answer,
         }
     }
@@ -128,40 +179,70 @@ struct Cluster {
 
 impl Cluster {
     async fn make() -> Cluster {
-        let kubeconfig = Kubeconfig::from_env().unwrap().expect("KUBECONFIG names a cluster");
-        let config = Config::from_custom_kubeconfig(kubeconfig.clone(), &KubeConfigOptions::default()).await.unwrap();
+        let kubeconfig = Kubeconfig::from_env()
+            .unwrap()
+            .expect("KUBECONFIG names a cluster");
+        let config =
+            Config::from_custom_kubeconfig(kubeconfig.clone(), &KubeConfigOptions::default())
+                .await
+                .unwrap();
         let name = format!("controller-test-{:08x}", fastrand::u32(..));
-        let cluster = Cluster { client: Client::try_from(config).unwrap(), kubeconfig, name: name.clone() };
+        let cluster = Cluster {
+            client: Client::try_from(config).unwrap(),
+            kubeconfig,
+            name: name.clone(),
+        };
         let all = PostParams::default();
         let namespace = cluster.create(json!({"metadata": {"name": name}}));
-        Api::<Namespace>::all(cluster.client.clone()).create(&all, &namespace).await.unwrap();
+        Api::<Namespace>::all(cluster.client.clone())
+            .create(&all, &namespace)
+            .await
+            .unwrap();
         for account in ["controller", "web"] {
             let account = cluster.create(json!({"metadata": {"name": account}}));
-            cluster.api::<ServiceAccount>().create(&all, &account).await.unwrap();
+            cluster
+                .api::<ServiceAccount>()
+                .create(&all, &account)
+                .await
+                .unwrap();
         }
         let role = cluster.create(json!({"metadata": {"name": name}, "rules": [
             {"apiGroups": [""], "resources": ["services", "pods"], "verbs": ["list", "watch"]},
             {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]},
             {"apiGroups": ["authentication.k8s.io"], "resources": ["tokenreviews"], "verbs": ["create"]},
         ]}));
-        Api::<ClusterRole>::all(cluster.client.clone()).create(&all, &role).await.unwrap();
+        Api::<ClusterRole>::all(cluster.client.clone())
+            .create(&all, &role)
+            .await
+            .unwrap();
         let binding = cluster.create(json!({
             "metadata": {"name": name}, "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name},
             "subjects": [{"kind": "ServiceAccount", "name": "controller", "namespace": name}],
         }));
-        Api::<ClusterRoleBinding>::all(cluster.client.clone()).create(&all, &binding).await.unwrap();
+        Api::<ClusterRoleBinding>::all(cluster.client.clone())
+            .create(&all, &binding)
+            .await
+            .unwrap();
         cluster
     }
 
     async fn remove(&self) {
         self.revoke().await;
-        Api::<ClusterRole>::all(self.client.clone()).delete(&self.name, &DeleteParams::default()).await.unwrap();
-        Api::<Namespace>::all(self.client.clone()).delete(&self.name, &DeleteParams::default()).await.unwrap();
+        Api::<ClusterRole>::all(self.client.clone())
+            .delete(&self.name, &DeleteParams::default())
+            .await
+            .unwrap();
+        Api::<Namespace>::all(self.client.clone())
+            .delete(&self.name, &DeleteParams::default())
+            .await
+            .unwrap();
     }
 
     async fn revoke(&self) {
         // Gone already where the scenario got so far.
-        let _ = Api::<ClusterRoleBinding>::all(self.client.clone()).delete(&self.name, &DeleteParams::default()).await;
+        let _ = Api::<ClusterRoleBinding>::all(self.client.clone())
+            .delete(&self.name, &DeleteParams::default())
+            .await;
     }
 
     fn api<K>(&self) -> Api<K>
@@ -177,10 +258,25 @@ impl Cluster {
 
     /// Without an audience: a token for the API server itself.
     async fn token(&self, account: &str, audience: &str) -> String {
-        let audiences = if audience.is_empty() { vec![] } else { vec![audience.to_owned()] };
-        let spec = TokenRequestSpec { audiences, expiration_seconds: Some(600), ..TokenRequestSpec::default() };
-        let request = TokenRequest { spec, ..TokenRequest::default() };
-        let answer = self.api::<ServiceAccount>().create_token_request(account, &PostParams::default(), &request).await.unwrap();
+        let audiences = if audience.is_empty() {
+            vec![]
+        } else {
+            vec![audience.to_owned()]
+        };
+        let spec = TokenRequestSpec {
+            audiences,
+            expiration_seconds: Some(600),
+            ..TokenRequestSpec::default()
+        };
+        let request = TokenRequest {
+            spec,
+            ..TokenRequest::default()
+        };
+        let answer = self
+            .api::<ServiceAccount>()
+            .create_token_request(account, &PostParams::default(), &request)
+            .await
+            .unwrap();
         answer.status.unwrap().token
     }
 
@@ -190,7 +286,10 @@ impl Cluster {
             "ports": [{"name": "http", "port": 8080}],
             "endpoints": [{"addresses": ["198.51.100.7"], "targetRef": {"kind": "Pod", "name": "web-1", "namespace": self.name}}],
         }));
-        self.api::<EndpointSlice>().create(&PostParams::default(), &slice).await.unwrap();
+        self.api::<EndpointSlice>()
+            .create(&PostParams::default(), &slice)
+            .await
+            .unwrap();
     }
 
     /// A pod that no kubelet runs: its status is ours to write.
@@ -199,9 +298,15 @@ impl Cluster {
             "metadata": {"name": "web-1"},
             "spec": {"schedulerName": "nobody", "serviceAccountName": "web", "containers": [{"name": "web", "image": "none"}]},
         }));
-        self.api::<Pod>().create(&PostParams::default(), &pod).await.unwrap();
+        self.api::<Pod>()
+            .create(&PostParams::default(), &pod)
+            .await
+            .unwrap();
         let status = json!({"status": {"phase": "Running", "podIP": "198.51.100.7", "podIPs": [{"ip": "198.51.100.7"}]}});
-        self.api::<Pod>().patch_status("web-1", &PatchParams::default(), &Patch::Merge(status)).await.unwrap();
+        self.api::<Pod>()
+            .patch_status("web-1", &PatchParams::default(), &Patch::Merge(status))
+            .await
+            .unwrap();
     }
 }
 
@@ -236,9 +341,21 @@ impl Controller {
             .unwrap();
         let log = BufReader::new(process.stderr.take().unwrap()).lines();
         let nowhere = "127.0.0.1:0".parse().unwrap();
-        let mut controller = Controller { process, log, address: nowhere, admin: nowhere, files };
+        let mut controller = Controller {
+            process,
+            log,
+            address: nowhere,
+            admin: nowhere,
+            files,
+        };
         let line = controller.until("the controller listens").await;
-        let field = |name: &str| line.split(' ').find_map(|part| part.strip_prefix(name)).unwrap().parse().unwrap();
+        let field = |name: &str| {
+            line.split(' ')
+                .find_map(|part| part.strip_prefix(name))
+                .unwrap()
+                .parse()
+                .unwrap()
+        };
         (controller.address, controller.admin) = (field("grpc="), field("admin="));
         controller
     }
@@ -246,20 +363,28 @@ impl Controller {
     async fn until(&mut self, text: &str) -> String {
         let search = async {
             loop {
-                let line = self.log.next_line().await.unwrap().expect("the program goes on");
+                let line = self
+                    .log
+                    .next_line()
+                    .await
+                    .unwrap()
+                    .expect("the program goes on");
                 println!("controller: {line}");
                 if line.contains(text) {
                     return line;
                 }
             }
         };
-        tokio::time::timeout(DEADLINE, search).await.unwrap_or_else(|_| panic!("no line with {text:?}"))
+        tokio::time::timeout(DEADLINE, search)
+            .await
+            .unwrap_or_else(|_| panic!("no line with {text:?}"))
     }
 
     /// With its catalog and its CA, which are read side by side.
     async fn ready(&mut self) {
         self.until("the catalog is synced").await;
-        self.answers("/ready", |code, text| (code, text) == (200, "ready\n")).await;
+        self.answers("/ready", |code, text| (code, text) == (200, "ready\n"))
+            .await;
     }
 
     /// Waits until the admin port answers so.
@@ -270,13 +395,19 @@ impl Controller {
             if so(code, &text) {
                 return;
             }
-            assert!(Instant::now() < deadline, "{path} goes on answering {code} {text}");
+            assert!(
+                Instant::now() < deadline,
+                "{path} goes on answering {code} {text}"
+            );
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
 
     async fn client(&self, token: String) -> support::Client {
-        let (path, deadline) = (self.files.path().join("roots.pem"), Instant::now() + DEADLINE);
+        let (path, deadline) = (
+            self.files.path().join("roots.pem"),
+            Instant::now() + DEADLINE,
+        );
         let roots = loop {
             // It is ready a moment before it has published them.
             match std::fs::read_to_string(&path) {
@@ -286,15 +417,28 @@ impl Controller {
             tokio::time::sleep(Duration::from_millis(20)).await;
         };
         let channel = support::connect(self.address, &roots).await.unwrap();
-        support::Client { client: ServiceMeshServiceClient::new(channel), token: Some(token) }
+        support::Client {
+            client: ServiceMeshServiceClient::new(channel),
+            token: Some(token),
+        }
     }
 
     /// SIGTERM; what an open stream says of it.
     async fn stop(mut self, discover: &mut support::Discover) -> tonic::Status {
         let pid = self.process.id().unwrap().to_string();
-        assert!(Command::new("kill").args(["-TERM", &pid]).status().await.unwrap().success());
+        assert!(
+            Command::new("kill")
+                .args(["-TERM", &pid])
+                .status()
+                .await
+                .unwrap()
+                .success()
+        );
         let status = discover.answer().await.unwrap_err();
-        let exit = tokio::time::timeout(Duration::from_secs(10), self.process.wait()).await.expect("it ends").unwrap();
+        let exit = tokio::time::timeout(Duration::from_secs(10), self.process.wait())
+            .await
+            .expect("it ends")
+            .unwrap();
         assert!(exit.success());
         status
     }

@@ -49,7 +49,11 @@ async fn scenario(cluster: &Cluster) {
     let (one, two) = tokio::join!(Replica::start(cluster), Replica::start(cluster));
     let roots = one.roots().await;
     assert_eq!(two.roots().await, roots);
-    let secret = cluster.api::<Secret>(&cluster.mesh).get(SECRET).await.unwrap();
+    let secret = cluster
+        .api::<Secret>(&cluster.mesh)
+        .get(SECRET)
+        .await
+        .unwrap();
     assert_eq!(secret.type_.as_deref(), Some("kubernetes.io/tls"));
 
     // The roots are where the first meshed pod is, and nowhere else.
@@ -57,21 +61,49 @@ async fn scenario(cluster: &Cluster) {
     cluster.until_published(&cluster.shop, &roots).await;
     two.knows(&cluster.shop, true);
     let config_maps = cluster.api::<ConfigMap>(&cluster.shop);
-    config_maps.delete(ROOTS, &DeleteParams::default()).await.unwrap();
+    config_maps
+        .delete(ROOTS, &DeleteParams::default())
+        .await
+        .unwrap();
     cluster.until_published(&cluster.shop, &roots).await;
     let edit = Patch::Merge(json!({"data": {"roots.pem": "edited"}}));
-    config_maps.patch(ROOTS, &PatchParams::default(), &edit).await.unwrap();
+    config_maps
+        .patch(ROOTS, &PatchParams::default(), &edit)
+        .await
+        .unwrap();
     cluster.until_published(&cluster.shop, &roots).await;
-    assert!(cluster.api::<ConfigMap>(&cluster.mesh).get_opt(ROOTS).await.unwrap().is_none());
+    assert!(
+        cluster
+            .api::<ConfigMap>(&cluster.mesh)
+            .get_opt(ROOTS)
+            .await
+            .unwrap()
+            .is_none()
+    );
     // A namespace that does not exist holds up no other.
     one.knows("no-such-namespace-of-ours", false);
-    cluster.until("the failure is known", async || one.kept.status().replicas.values().any(|report| report.namespaces.count == 1)).await;
+    cluster
+        .until("the failure is known", async || {
+            one.kept
+                .status()
+                .replicas
+                .values()
+                .any(|report| report.namespaces.count == 1)
+        })
+        .await;
     one.forgets("no-such-namespace-of-ours");
 
     // A rotation, asked for by an annotation.
-    let ask = |what: &str| Patch::Merge(json!({"metadata": {"annotations": {"diy-service-mesh.dev/rotate-root": what}}}));
+    let ask = |what: &str| {
+        Patch::Merge(
+            json!({"metadata": {"annotations": {"diy-service-mesh.dev/rotate-root": what}}}),
+        )
+    };
     let secrets = cluster.api::<Secret>(&cluster.mesh);
-    secrets.patch(SECRET, &PatchParams::default(), &ask("start")).await.unwrap();
+    secrets
+        .patch(SECRET, &PatchParams::default(), &ask("start"))
+        .await
+        .unwrap();
     one.until_phase(Phase::Announcing).await;
     two.until_phase(Phase::Announcing).await;
     let both = one.roots().await;
@@ -85,29 +117,62 @@ async fn scenario(cluster: &Cluster) {
     one.until_phase(Phase::Steady).await;
     two.until_phase(Phase::Steady).await;
     let after = two.roots().await;
-    assert_eq!((one.roots().await, after.certificates.len()), (after.clone(), 1));
+    assert_eq!(
+        (one.roots().await, after.certificates.len()),
+        (after.clone(), 1)
+    );
     assert_ne!(after, roots);
     cluster.until_published(&cluster.shop, &after).await;
     let secret = secrets.get(SECRET).await.unwrap();
-    assert!(secret.metadata.annotations.is_none_or(|all| all.is_empty()), "the request is taken");
+    assert!(
+        secret.metadata.annotations.is_none_or(|all| all.is_empty()),
+        "the request is taken"
+    );
     assert!(!secret.data.unwrap().contains_key("previous.key"));
 
     // Deleted: put back. Broken: refused, and what was read stays.
-    secrets.delete(SECRET, &DeleteParams::default()).await.unwrap();
-    cluster.until("it is put back", async || secrets.get_opt(SECRET).await.unwrap().is_some()).await;
+    secrets
+        .delete(SECRET, &DeleteParams::default())
+        .await
+        .unwrap();
+    cluster
+        .until("it is put back", async || {
+            secrets.get_opt(SECRET).await.unwrap().is_some()
+        })
+        .await;
     assert_eq!(one.roots().await, after);
     let break_it = Patch::Merge(json!({"data": {"tls.key": "cnViYmlzaA=="}}));
-    secrets.patch(SECRET, &PatchParams::default(), &break_it).await.unwrap();
-    let refused = async || one.kept.status().problem.is_some_and(|problem| problem.contains("tls.key cannot be used"));
+    secrets
+        .patch(SECRET, &PatchParams::default(), &break_it)
+        .await
+        .unwrap();
+    let refused = async || {
+        one.kept
+            .status()
+            .problem
+            .is_some_and(|problem| problem.contains("tls.key cannot be used"))
+    };
     cluster.until("it is refused", refused).await;
     assert_eq!((one.roots().await, one.kept.missing()), (after, None));
 
     // An operator's own, replaced whole.
-    let (certificate, key) = self_signed("elsewhere", std::time::SystemTime::now(), Duration::from_secs(3600)).unwrap();
+    let (certificate, key) = self_signed(
+        "elsewhere",
+        std::time::SystemTime::now(),
+        Duration::from_secs(3600),
+    )
+    .unwrap();
     let operators = Patch::Merge(json!({"stringData": {"tls.crt": certificate, "tls.key": key}}));
-    secrets.patch(SECRET, &PatchParams::default(), &operators).await.unwrap();
+    secrets
+        .patch(SECRET, &PatchParams::default(), &operators)
+        .await
+        .unwrap();
     let theirs = Roots::from_pem(&certificate).unwrap();
-    cluster.until("it is followed", async || *one.roots().await == theirs && *two.roots().await == theirs).await;
+    cluster
+        .until("it is followed", async || {
+            *one.roots().await == theirs && *two.roots().await == theirs
+        })
+        .await;
     cluster.until_published(&cluster.shop, &theirs).await;
     one.task.abort();
     two.task.abort();
@@ -128,25 +193,34 @@ impl Replica {
             trust_domain: "cluster.local".into(),
             certificate_life: Duration::from_secs(30),
             ca_life: Duration::from_secs(3600),
-            provider: Provider::Kubernetes { client, namespace: cluster.mesh.clone() },
+            provider: Provider::Kubernetes {
+                client,
+                namespace: cluster.mesh.clone(),
+            },
         };
         // One proxy, that always has what its replica says.
         let follows: Arc<std::sync::Mutex<Option<Kept>>> = Arc::default();
         let connected = {
             let follows = follows.clone();
-            Arc::new(move || match follows.lock().unwrap().as_ref().and_then(Kept::trust) {
-                None => vec![],
-                Some(trust) => vec![Connected {
-                    pod: Some(("shop".into(), "web".into(), "web".into())),
-                    user: String::new(),
-                    roots_version: trust.roots.version.clone(),
-                    issuer: trust.issuer.id().to_owned(),
-                }],
-            })
+            Arc::new(
+                move || match follows.lock().unwrap().as_ref().and_then(Kept::trust) {
+                    None => vec![],
+                    Some(trust) => vec![Connected {
+                        pod: Some(("shop".into(), "web".into(), "web".into())),
+                        user: String::new(),
+                        roots_version: trust.roots.version.clone(),
+                        issuer: trust.issuer.id().to_owned(),
+                    }],
+                },
+            )
         };
         let (kept, keeping) = authority::keep(options, &hub, connected);
         *follows.lock().unwrap() = Some(kept.clone());
-        Replica { kept, hub, task: tokio::spawn(keeping) }
+        Replica {
+            kept,
+            hub,
+            task: tokio::spawn(keeping),
+        }
     }
 
     fn knows(&self, namespace: &str, ready: bool) {
@@ -165,18 +239,29 @@ impl Replica {
     }
 
     fn forgets(&self, namespace: &str) {
-        self.hub.apply([Change::Delete(Kind::Pod, Key::new(namespace, "web"))]);
+        self.hub
+            .apply([Change::Delete(Kind::Pod, Key::new(namespace, "web"))]);
     }
 
     async fn roots(&self) -> Arc<Roots> {
-        let authority = tokio::time::timeout(DEADLINE, self.kept.authority()).await.expect("there is a CA in time").unwrap();
+        let authority = tokio::time::timeout(DEADLINE, self.kept.authority())
+            .await
+            .expect("there is a CA in time")
+            .unwrap();
         authority.trust().borrow().roots.clone()
     }
 
     async fn until_phase(&self, phase: Phase) {
         let deadline = Instant::now() + DEADLINE;
-        while self.kept.status().issuer.is_none() || self.kept.status().rotation.phase != phase.name() {
-            assert!(Instant::now() < deadline, "never {}: {:#?}", phase.name(), self.kept.status());
+        while self.kept.status().issuer.is_none()
+            || self.kept.status().rotation.phase != phase.name()
+        {
+            assert!(
+                Instant::now() < deadline,
+                "never {}: {:#?}",
+                phase.name(),
+                self.kept.status()
+            );
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }
@@ -193,18 +278,37 @@ struct Cluster {
 
 impl Cluster {
     async fn make() -> Cluster {
-        let kubeconfig = Kubeconfig::from_env().unwrap().expect("KUBECONFIG names a cluster");
-        let config = Config::from_custom_kubeconfig(kubeconfig.clone(), &KubeConfigOptions::default()).await.unwrap();
+        let kubeconfig = Kubeconfig::from_env()
+            .unwrap()
+            .expect("KUBECONFIG names a cluster");
+        let config =
+            Config::from_custom_kubeconfig(kubeconfig.clone(), &KubeConfigOptions::default())
+                .await
+                .unwrap();
         let mesh = format!("authority-test-{:08x}", fastrand::u32(..));
-        let cluster = Cluster { client: Client::try_from(config).unwrap(), kubeconfig, shop: format!("{mesh}-shop"), mesh };
+        let cluster = Cluster {
+            client: Client::try_from(config).unwrap(),
+            kubeconfig,
+            shop: format!("{mesh}-shop"),
+            mesh,
+        };
         for name in [&cluster.mesh, &cluster.shop] {
-            cluster.create_global::<Namespace>(json!({"metadata": {"name": name}})).await;
+            cluster
+                .create_global::<Namespace>(json!({"metadata": {"name": name}}))
+                .await;
         }
         // The rights as the manifest has them, under other names.
-        let text = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../manifests/controller.yaml")).unwrap();
+        let text = std::fs::read_to_string(concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../manifests/controller.yaml"
+        ))
+        .unwrap();
         for document in serde_yaml_ng::Deserializer::from_str(&text) {
             let text = serde_json::to_string(&Value::deserialize(document).unwrap()).unwrap();
-            let mut object: Value = serde_json::from_str(&text.replace("\"service-mesh\"", &format!("{:?}", cluster.mesh))).unwrap();
+            let mut object: Value = serde_json::from_str(
+                &text.replace("\"service-mesh\"", &format!("{:?}", cluster.mesh)),
+            )
+            .unwrap();
             let of_all = |object: &mut Value| object["metadata"] = json!({"name": cluster.mesh});
             match object["kind"].as_str().unwrap() {
                 "ServiceAccount" => cluster.create::<ServiceAccount>(object).await,
@@ -227,27 +331,50 @@ impl Cluster {
 
     async fn remove(&self) {
         let gone = DeleteParams::default();
-        Api::<ClusterRoleBinding>::all(self.client.clone()).delete(&self.mesh, &gone).await.unwrap();
-        Api::<ClusterRole>::all(self.client.clone()).delete(&self.mesh, &gone).await.unwrap();
+        Api::<ClusterRoleBinding>::all(self.client.clone())
+            .delete(&self.mesh, &gone)
+            .await
+            .unwrap();
+        Api::<ClusterRole>::all(self.client.clone())
+            .delete(&self.mesh, &gone)
+            .await
+            .unwrap();
         for name in [&self.mesh, &self.shop] {
-            Api::<Namespace>::all(self.client.clone()).delete(name, &gone).await.unwrap();
+            Api::<Namespace>::all(self.client.clone())
+                .delete(name, &gone)
+                .await
+                .unwrap();
         }
     }
 
     /// As the ServiceAccount `controller`, which has the rights of the manifest and no others.
     async fn as_controller(&self) -> Client {
         let request = TokenRequest {
-            spec: TokenRequestSpec { expiration_seconds: Some(600), ..TokenRequestSpec::default() },
+            spec: TokenRequestSpec {
+                expiration_seconds: Some(600),
+                ..TokenRequestSpec::default()
+            },
             ..TokenRequest::default()
         };
         let accounts = self.api::<ServiceAccount>(&self.mesh);
-        let token = accounts.create_token_request("controller", &PostParams::default(), &request).await.unwrap().status.unwrap().token;
+        let token = accounts
+            .create_token_request("controller", &PostParams::default(), &request)
+            .await
+            .unwrap()
+            .status
+            .unwrap()
+            .token;
         let mut kubeconfig = serde_json::to_value(&self.kubeconfig).unwrap();
         for user in kubeconfig["users"].as_array_mut().unwrap() {
             user["user"] = json!({ "token": token });
         }
         let kubeconfig: Kubeconfig = serde_json::from_value(kubeconfig).unwrap();
-        Client::try_from(Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await.unwrap()).unwrap()
+        Client::try_from(
+            Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default())
+                .await
+                .unwrap(),
+        )
+        .unwrap()
     }
 
     async fn until(&self, what: &str, condition: impl AsyncFn() -> bool) {
@@ -261,22 +388,36 @@ impl Cluster {
     async fn until_published(&self, namespace: &str, roots: &Roots) {
         let config_maps = self.api::<ConfigMap>(namespace);
         let is_there = async || {
-            let data = config_maps.get_opt(ROOTS).await.unwrap().and_then(|config_map| config_map.data);
+            let data = config_maps
+                .get_opt(ROOTS)
+                .await
+                .unwrap()
+                .and_then(|config_map| config_map.data);
             data.is_some_and(|data| data.get("roots.pem") == Some(&roots.pem))
         };
         self.until("the roots are published", is_there).await;
     }
 
-    fn api<K: Resource<Scope = NamespaceResourceScope, DynamicType = ()>>(&self, namespace: &str) -> Api<K> {
+    fn api<K: Resource<Scope = NamespaceResourceScope, DynamicType = ()>>(
+        &self,
+        namespace: &str,
+    ) -> Api<K> {
         Api::namespaced(self.client.clone(), namespace)
     }
 
     async fn create<K>(&self, object: Value)
     where
-        K: Resource<Scope = NamespaceResourceScope, DynamicType = ()> + Clone + Debug + DeserializeOwned + serde::Serialize,
+        K: Resource<Scope = NamespaceResourceScope, DynamicType = ()>
+            + Clone
+            + Debug
+            + DeserializeOwned
+            + serde::Serialize,
     {
         let object: K = serde_json::from_value(object).unwrap();
-        self.api::<K>(&self.mesh).create(&PostParams::default(), &object).await.unwrap();
+        self.api::<K>(&self.mesh)
+            .create(&PostParams::default(), &object)
+            .await
+            .unwrap();
     }
 
     async fn create_global<K>(&self, object: Value)
@@ -285,6 +426,9 @@ impl Cluster {
         K: Resource<Scope = k8s_openapi::ClusterResourceScope>,
     {
         let object: K = serde_json::from_value(object).unwrap();
-        Api::<K>::all(self.client.clone()).create(&PostParams::default(), &object).await.unwrap();
+        Api::<K>::all(self.client.clone())
+            .create(&PostParams::default(), &object)
+            .await
+            .unwrap();
     }
 }

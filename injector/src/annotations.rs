@@ -34,7 +34,8 @@ const DUMP_FORMATS: [&str; 2] = ["text", "json"];
 pub const STRICT: &str = "strict";
 /// Callers without an identity are let in.
 pub const PERMISSIVE: &str = "permissive";
-const PORTS_FORM: &str = "ports from 1 to 65535 and ranges of them, separated by commas, such as 25,3306,9000-9100";
+const PORTS_FORM: &str =
+    "ports from 1 to 65535 and ranges of them, separated by commas, such as 25,3306,9000-9100";
 const DURATION_FORM: &str = "a duration from 1s to 8760h in one unit (s, m or h), such as 30m";
 /// The longest duration: a year, in seconds.
 const MAX_DURATION: u64 = 365 * 24 * 3600;
@@ -103,17 +104,25 @@ impl Options {
                 && one_of(pod, ALLOW_CONNECT, &["true", "false"], &mut problems) == Some("true"),
             max_connection_age: duration(pod, MAX_CONNECTION_AGE, &mut problems),
         };
-        if problems.is_empty() { Ok(options) } else { Err(problems) }
+        if problems.is_empty() {
+            Ok(options)
+        } else {
+            Err(problems)
+        }
     }
 
     /// Connections to this port never reach the proxy.
     pub fn skips_inbound(&self, port: u16) -> bool {
-        self.skip_inbound_ports.as_deref().is_some_and(|list| contains(list, port))
+        self.skip_inbound_ports
+            .as_deref()
+            .is_some_and(|list| contains(list, port))
     }
 
     /// Connections to this port pass the proxy as bytes.
     pub fn is_opaque(&self, port: u16) -> bool {
-        self.opaque_ports.as_deref().is_some_and(|list| contains(list, port))
+        self.opaque_ports
+            .as_deref()
+            .is_some_and(|list| contains(list, port))
     }
 }
 
@@ -142,7 +151,9 @@ fn ports(pod: &Value, name: &str, problems: &mut Vec<String>) -> Option<String> 
 }
 
 fn port_or_range(entry: &str) -> Option<String> {
-    let Some((first, last)) = entry.split_once('-') else { return Some(port(entry)?.to_string()) };
+    let Some((first, last)) = entry.split_once('-') else {
+        return Some(port(entry)?.to_string());
+    };
     let (first, last) = (port(first)?, port(last)?);
     (first <= last).then(|| format!("{first}-{last}"))
 }
@@ -175,22 +186,42 @@ fn seconds(text: &str) -> Option<u64> {
         _ => return None,
     };
     // Digits only, as in a port.
-    let number: u64 = number.parse().ok().filter(|_| number.bytes().all(|byte| byte.is_ascii_digit()))?;
-    number.checked_mul(unit).filter(|seconds| (1..=MAX_DURATION).contains(seconds))
+    let number: u64 = number
+        .parse()
+        .ok()
+        .filter(|_| number.bytes().all(|byte| byte.is_ascii_digit()))?;
+    number
+        .checked_mul(unit)
+        .filter(|seconds| (1..=MAX_DURATION).contains(seconds))
 }
 
-fn one_of(pod: &Value, name: &str, allowed: &[&'static str], problems: &mut Vec<String>) -> Option<&'static str> {
+fn one_of(
+    pod: &Value,
+    name: &str,
+    allowed: &[&'static str],
+    problems: &mut Vec<String>,
+) -> Option<&'static str> {
     let value = annotation(pod, name)?;
-    let found = allowed.iter().find(|known| value.trim().eq_ignore_ascii_case(known)).copied();
+    let found = allowed
+        .iter()
+        .find(|known| value.trim().eq_ignore_ascii_case(known))
+        .copied();
     if found.is_none() {
-        problems.push(wrong(name, value, &format!("one of {}", allowed.join(", "))));
+        problems.push(wrong(
+            name,
+            value,
+            &format!("one of {}", allowed.join(", ")),
+        ));
     }
     found
 }
 
 /// Values come from people and go into messages that people read: cut, and with control characters made visible.
 fn wrong(name: &str, value: &str, expected: &str) -> String {
-    format!("annotation {name} is {}, expected {expected}", quoted(value))
+    format!(
+        "annotation {name} is {}, expected {expected}",
+        quoted(value)
+    )
 }
 
 /// A value as it is safe to show: escaped, at most 64 characters of it.
@@ -224,9 +255,14 @@ mod tests {
 
     #[test]
     fn ports_and_ranges_are_passed_on_without_their_blanks() {
-        let read = |value| Options::of(&pod(SKIP_INBOUND_PORTS, value)).map(|options| options.skip_inbound_ports);
+        let read = |value| {
+            Options::of(&pod(SKIP_INBOUND_PORTS, value)).map(|options| options.skip_inbound_ports)
+        };
         assert_eq!(read("25"), Ok(Some("25".into())));
-        assert_eq!(read(" 25, 3306 ,9000 - 9100 "), Ok(Some("25,3306,9000-9100".into())));
+        assert_eq!(
+            read(" 25, 3306 ,9000 - 9100 "),
+            Ok(Some("25,3306,9000-9100".into()))
+        );
         assert_eq!(read("007"), Ok(Some("7".into())));
         assert_eq!(read("80-80"), Ok(Some("80-80".into())));
         assert_eq!(read(" "), Ok(None));
@@ -234,10 +270,32 @@ mod tests {
 
     #[test]
     fn a_bad_list_of_ports_is_refused_with_its_name_its_value_and_the_form_expected() {
-        for bad in ["x", "0", "65536", "25,", ",", "9100-9000", "1-2-3", "-5", "5-", "+5", "25;26", "80 81", "0-10", "--help", "25\n26"] {
+        for bad in [
+            "x",
+            "0",
+            "65536",
+            "25,",
+            ",",
+            "9100-9000",
+            "1-2-3",
+            "-5",
+            "5-",
+            "+5",
+            "25;26",
+            "80 81",
+            "0-10",
+            "--help",
+            "25\n26",
+        ] {
             let problems = Options::of(&pod(SKIP_OUTBOUND_PORTS, bad)).expect_err(bad);
             assert_eq!(problems.len(), 1, "{bad}");
-            assert!(problems[0].starts_with(&format!("annotation {SKIP_OUTBOUND_PORTS} is {bad:?}, expected ports")), "{}", problems[0]);
+            assert!(
+                problems[0].starts_with(&format!(
+                    "annotation {SKIP_OUTBOUND_PORTS} is {bad:?}, expected ports"
+                )),
+                "{}",
+                problems[0]
+            );
         }
     }
 
@@ -246,7 +304,10 @@ mod tests {
         let pod = json!({"metadata": {"annotations": {SKIP_INBOUND_PORTS: "a", DUMP: "loud", DUMP_FORMAT: "xml"}}});
         let problems = Options::of(&pod).expect_err("three bad values");
         assert_eq!(problems.len(), 3);
-        assert_eq!(problems[1], "annotation diy-service-mesh/dump is \"loud\", expected one of full, headers, off");
+        assert_eq!(
+            problems[1],
+            "annotation diy-service-mesh/dump is \"loud\", expected one of full, headers, off"
+        );
     }
 
     #[test]
@@ -259,50 +320,80 @@ mod tests {
     fn dumps_are_named_in_any_case_of_letters() {
         let pod = json!({"metadata": {"annotations": {DUMP: "Headers", DUMP_FORMAT: "JSON"}}});
         let options = Options::of(&pod).expect("both are known");
-        assert_eq!((options.dump, options.dump_format), (Some("headers"), Some("json")));
+        assert_eq!(
+            (options.dump, options.dump_format),
+            (Some("headers"), Some("json"))
+        );
     }
 
     #[test]
     fn skipped_ports_are_known_one_by_one() {
         let options = Options::of(&pod(SKIP_INBOUND_PORTS, "25, 9000-9002")).expect("a good list");
-        assert_eq!([24, 25, 8999, 9000, 9002, 9003].map(|port| options.skips_inbound(port)), [false, true, false, true, true, false]);
+        assert_eq!(
+            [24, 25, 8999, 9000, 9002, 9003].map(|port| options.skips_inbound(port)),
+            [false, true, false, true, true, false]
+        );
         assert!(!Options::default().skips_inbound(25));
     }
 
     #[test]
     fn a_duration_is_passed_on_in_seconds() {
-        let read = |value| Options::of(&pod(MAX_CONNECTION_AGE, value)).map(|options| options.max_connection_age);
-        for (value, seconds) in [("90s", 90), (" 30m ", 1800), ("12h", 43_200), ("8760h", MAX_DURATION)] {
+        let read = |value| {
+            Options::of(&pod(MAX_CONNECTION_AGE, value)).map(|options| options.max_connection_age)
+        };
+        for (value, seconds) in [
+            ("90s", 90),
+            (" 30m ", 1800),
+            ("12h", 43_200),
+            ("8760h", MAX_DURATION),
+        ] {
             assert_eq!(read(value), Ok(Some(seconds)), "{value}");
         }
         assert_eq!((read(""), read(" ")), (Ok(None), Ok(None)));
         let huge = format!("{}h", u64::MAX);
-        for bad in ["30", "m", "30 m", "+30m", "-1s", "0s", "0h", "1.5h", "1h30m", "30M", "1d", "8761h", "30é", &huge] {
-            let problem = format!("annotation {MAX_CONNECTION_AGE} is {bad:?}, expected {DURATION_FORM}");
+        for bad in [
+            "30", "m", "30 m", "+30m", "-1s", "0s", "0h", "1.5h", "1h30m", "30M", "1d", "8761h",
+            "30é", &huge,
+        ] {
+            let problem =
+                format!("annotation {MAX_CONNECTION_AGE} is {bad:?}, expected {DURATION_FORM}");
             assert_eq!(read(bad), Err(vec![problem]));
         }
     }
 
     #[test]
     fn connect_requests_are_allowed_by_true_alone() {
-        let read = |value| Options::of(&pod(ALLOW_CONNECT, value)).map(|options| options.allow_connect);
-        assert_eq!((read("True"), read("false"), read("")), (Ok(true), Ok(false), Ok(false)));
-        let problem = "annotation diy-service-mesh/allow-connect is \"yes\", expected one of true, false";
+        let read =
+            |value| Options::of(&pod(ALLOW_CONNECT, value)).map(|options| options.allow_connect);
+        assert_eq!(
+            (read("True"), read("false"), read("")),
+            (Ok(true), Ok(false), Ok(false))
+        );
+        let problem =
+            "annotation diy-service-mesh/allow-connect is \"yes\", expected one of true, false";
         assert_eq!(read("yes"), Err(vec![problem.into()]));
     }
 
     #[test]
     fn opaque_ports_have_the_form_of_skipped_ports() {
-        let read = |value| Options::of(&pod(OPAQUE_PORTS, value)).map(|options| options.opaque_ports);
-        assert_eq!((read("25, 9000-9100"), read("")), (Ok(Some("25,9000-9100".into())), Ok(None)));
+        let read =
+            |value| Options::of(&pod(OPAQUE_PORTS, value)).map(|options| options.opaque_ports);
+        assert_eq!(
+            (read("25, 9000-9100"), read("")),
+            (Ok(Some("25,9000-9100".into())), Ok(None))
+        );
         assert!(read("smtp").is_err());
     }
 
     #[test]
     fn who_is_let_in_is_said_by_one_of_two_words() {
         let read = |value| Options::of(&pod(INBOUND, value)).map(|options| options.inbound);
-        assert_eq!((read("strict"), read("Permissive ")), (Ok(Some("strict")), Ok(Some("permissive"))));
-        let problem = "annotation diy-service-mesh/inbound is \"mtls\", expected one of strict, permissive";
+        assert_eq!(
+            (read("strict"), read("Permissive ")),
+            (Ok(Some("strict")), Ok(Some("permissive")))
+        );
+        let problem =
+            "annotation diy-service-mesh/inbound is \"mtls\", expected one of strict, permissive";
         assert_eq!(read("mtls"), Err(vec![problem.into()]));
     }
 }

@@ -12,8 +12,8 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use rcgen::{
-    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose, PKCS_ECDSA_P256_SHA256,
-    SanType,
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose, PKCS_ECDSA_P256_SHA256, SanType,
 };
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
@@ -61,7 +61,12 @@ impl Material {
     pub fn new(names: &Names, now: SystemTime) -> Result<Self, Error> {
         let ca = Pair::ca(now)?;
         let serving = ca.sign(names, now)?;
-        Ok(Self { ca, next: None, previous: None, serving })
+        Ok(Self {
+            ca,
+            next: None,
+            previous: None,
+            serving,
+        })
     }
 
     /// What is due at this time, done; none when nothing is.
@@ -70,15 +75,24 @@ impl Material {
         if self.ca.is_due(now) && self.next.is_none() {
             renewed.next = Some(Pair::ca(now)?);
         }
-        let ripe = |next: &Pair| now >= next.certificate.not_before + SKEW + OVERLAP || self.ca.certificate.is_over(now);
+        let ripe = |next: &Pair| {
+            now >= next.certificate.not_before + SKEW + OVERLAP || self.ca.certificate.is_over(now)
+        };
         if let Some(next) = renewed.next.take_if(|next| ripe(next)) {
             renewed.previous = Some(std::mem::replace(&mut renewed.ca, next).certificate);
         }
-        if renewed.previous.as_ref().is_some_and(|previous| previous.is_over(now)) {
+        if renewed
+            .previous
+            .as_ref()
+            .is_some_and(|previous| previous.is_over(now))
+        {
             renewed.previous = None;
         }
         let serving = &renewed.serving;
-        if serving.is_due(now) || !serving.certificate.is_signed_by(&renewed.ca.certificate) || !names.are_in(&serving.certificate) {
+        if serving.is_due(now)
+            || !serving.certificate.is_signed_by(&renewed.ca.certificate)
+            || !names.are_in(&serving.certificate)
+        {
             renewed.serving = renewed.ca.sign(names, now)?;
         }
         Ok((renewed != *self).then_some(renewed))
@@ -87,17 +101,25 @@ impl Material {
     /// The CAs to trust, as PEM.
     pub fn bundle(&self) -> String {
         let next = self.next.iter().map(|next| &next.certificate);
-        let all = [&self.ca.certificate].into_iter().chain(next).chain(&self.previous);
+        let all = [&self.ca.certificate]
+            .into_iter()
+            .chain(next)
+            .chain(&self.previous);
         all.map(|certificate| certificate.pem.as_str()).collect()
     }
 
     /// What TLS serves.
     pub fn serving(&self) -> Result<Arc<CertifiedKey>, Error> {
-        let unusable = |error: &dyn std::fmt::Display| Error::Unusable(TLS_CERTIFICATE, error.to_string());
-        let certificate = CertificateDer::from_pem_slice(self.serving.certificate.pem.as_bytes()).map_err(|error| unusable(&error))?;
-        let key = PrivateKeyDer::from_pem_slice(self.serving.key.as_bytes()).map_err(|error| unusable(&error))?;
+        let unusable =
+            |error: &dyn std::fmt::Display| Error::Unusable(TLS_CERTIFICATE, error.to_string());
+        let certificate = CertificateDer::from_pem_slice(self.serving.certificate.pem.as_bytes())
+            .map_err(|error| unusable(&error))?;
+        let key = PrivateKeyDer::from_pem_slice(self.serving.key.as_bytes())
+            .map_err(|error| unusable(&error))?;
         let provider = rustls::crypto::aws_lc_rs::default_provider();
-        CertifiedKey::from_der(vec![certificate], key, &provider).map(Arc::new).map_err(|error| unusable(&error))
+        CertifiedKey::from_der(vec![certificate], key, &provider)
+            .map(Arc::new)
+            .map_err(|error| unusable(&error))
     }
 
     /// When the serving certificate ends.
@@ -132,8 +154,12 @@ impl Material {
     pub fn from_fields<'a>(field: impl Fn(&str) -> Option<&'a [u8]>) -> Result<Self, Error> {
         let material = Self {
             ca: Pair::read(&field, CA_CERTIFICATE, CA_KEY)?,
-            next: field(NEXT_CA_CERTIFICATE).map(|_| Pair::read(&field, NEXT_CA_CERTIFICATE, NEXT_CA_KEY)).transpose()?,
-            previous: field(PREVIOUS_CA_CERTIFICATE).map(|pem| Certificate::read(pem, PREVIOUS_CA_CERTIFICATE)).transpose()?,
+            next: field(NEXT_CA_CERTIFICATE)
+                .map(|_| Pair::read(&field, NEXT_CA_CERTIFICATE, NEXT_CA_KEY))
+                .transpose()?,
+            previous: field(PREVIOUS_CA_CERTIFICATE)
+                .map(|pem| Certificate::read(pem, PREVIOUS_CA_CERTIFICATE))
+                .transpose()?,
             serving: Pair::read(&field, TLS_CERTIFICATE, TLS_KEY)?,
         };
         material.serving()?;
@@ -142,7 +168,15 @@ impl Material {
 }
 
 /// All fields of a Secret that are the material's.
-pub const FIELDS: [&str; 7] = [CA_CERTIFICATE, CA_KEY, NEXT_CA_CERTIFICATE, NEXT_CA_KEY, PREVIOUS_CA_CERTIFICATE, TLS_CERTIFICATE, TLS_KEY];
+pub const FIELDS: [&str; 7] = [
+    CA_CERTIFICATE,
+    CA_KEY,
+    NEXT_CA_CERTIFICATE,
+    NEXT_CA_KEY,
+    PREVIOUS_CA_CERTIFICATE,
+    TLS_CERTIFICATE,
+    TLS_KEY,
+];
 
 const CA_CERTIFICATE: &str = "ca.crt";
 const CA_KEY: &str = "ca.key";
@@ -180,48 +214,88 @@ struct Pair {
 /// The key stays out of logs.
 impl std::fmt::Debug for Pair {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.debug_struct("Pair").field("certificate", &self.certificate).finish_non_exhaustive()
+        formatter
+            .debug_struct("Pair")
+            .field("certificate", &self.certificate)
+            .finish_non_exhaustive()
     }
 }
 
 impl Pair {
     fn ca(now: SystemTime) -> Result<Self, Error> {
         let mut params = valid(CertificateParams::default(), now, CA_LIFE);
-        params.distinguished_name.push(DnType::CommonName, "diy-service-mesh injector CA");
+        params
+            .distinguished_name
+            .push(DnType::CommonName, "diy-service-mesh injector CA");
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
-        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::DigitalSignature];
+        params.key_usages = vec![
+            KeyUsagePurpose::KeyCertSign,
+            KeyUsagePurpose::DigitalSignature,
+        ];
         let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
         let certificate = params.self_signed(&key)?;
-        Ok(Self { certificate: Certificate::read(certificate.pem().as_bytes(), CA_CERTIFICATE)?, key: key.serialize_pem() })
+        Ok(Self {
+            certificate: Certificate::read(certificate.pem().as_bytes(), CA_CERTIFICATE)?,
+            key: key.serialize_pem(),
+        })
     }
 
     fn sign(&self, names: &Names, now: SystemTime) -> Result<Self, Error> {
-        let issuer = Issuer::from_ca_cert_pem(&self.certificate.pem, KeyPair::from_pem(&self.key)?)?;
+        let issuer =
+            Issuer::from_ca_cert_pem(&self.certificate.pem, KeyPair::from_pem(&self.key)?)?;
         let mut params = valid(CertificateParams::default(), now, SERVING_LIFE);
-        params.distinguished_name.push(DnType::CommonName, "diy-service-mesh injector");
-        params.subject_alt_names = names.0.iter().map(|name| subject_alternative_name(name)).collect::<Result<_, _>>()?;
+        params
+            .distinguished_name
+            .push(DnType::CommonName, "diy-service-mesh injector");
+        params.subject_alt_names = names
+            .0
+            .iter()
+            .map(|name| subject_alternative_name(name))
+            .collect::<Result<_, _>>()?;
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
         params.use_authority_key_identifier_extension = true;
         let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
         let certificate = params.signed_by(&key, &issuer)?;
-        Ok(Self { certificate: Certificate::read(certificate.pem().as_bytes(), TLS_CERTIFICATE)?, key: key.serialize_pem() })
+        Ok(Self {
+            certificate: Certificate::read(certificate.pem().as_bytes(), TLS_CERTIFICATE)?,
+            key: key.serialize_pem(),
+        })
     }
 
-    fn read<'a>(field: &impl Fn(&str) -> Option<&'a [u8]>, certificate: &'static str, key: &'static str) -> Result<Self, Error> {
+    fn read<'a>(
+        field: &impl Fn(&str) -> Option<&'a [u8]>,
+        certificate: &'static str,
+        key: &'static str,
+    ) -> Result<Self, Error> {
         let text = field(key).ok_or(Error::Missing(key))?;
-        let text = std::str::from_utf8(text).map_err(|error| Error::Unusable(key, error.to_string()))?;
-        let pair = KeyPair::from_pem(text).map_err(|error| Error::Unusable(key, error.to_string()))?;
-        let certificate = Certificate::read(field(certificate).ok_or(Error::Missing(certificate))?, certificate)?;
+        let text =
+            std::str::from_utf8(text).map_err(|error| Error::Unusable(key, error.to_string()))?;
+        let pair =
+            KeyPair::from_pem(text).map_err(|error| Error::Unusable(key, error.to_string()))?;
+        let certificate = Certificate::read(
+            field(certificate).ok_or(Error::Missing(certificate))?,
+            certificate,
+        )?;
         if certificate.public_key != pair.public_key_raw() {
-            return Err(Error::Unusable(key, "it is not the key of its certificate".into()));
+            return Err(Error::Unusable(
+                key,
+                "it is not the key of its certificate".into(),
+            ));
         }
-        Ok(Self { certificate, key: text.into() })
+        Ok(Self {
+            certificate,
+            key: text.into(),
+        })
     }
 
     /// Two thirds of its life are over.
     fn is_due(&self, now: SystemTime) -> bool {
-        let Certificate { not_before, not_after, .. } = self.certificate;
+        let Certificate {
+            not_before,
+            not_after,
+            ..
+        } = self.certificate;
         let life = not_after.duration_since(not_before).unwrap_or_default();
         now >= not_before + life * 2 / 3
     }
@@ -254,9 +328,12 @@ impl Certificate {
     fn read(pem: &[u8], field: &'static str) -> Result<Self, Error> {
         let unusable = |error: String| Error::Unusable(field, error);
         let pem = std::str::from_utf8(pem).map_err(|error| unusable(error.to_string()))?;
-        let der = CertificateDer::from_pem_slice(pem.as_bytes()).map_err(|error| unusable(error.to_string()))?;
+        let der = CertificateDer::from_pem_slice(pem.as_bytes())
+            .map_err(|error| unusable(error.to_string()))?;
         let parsed = parse(&der).ok_or_else(|| unusable("it is no X.509 certificate".into()))?;
-        let time = |seconds: i64| SystemTime::UNIX_EPOCH + Duration::from_secs(u64::try_from(seconds).unwrap_or_default());
+        let time = |seconds: i64| {
+            SystemTime::UNIX_EPOCH + Duration::from_secs(u64::try_from(seconds).unwrap_or_default())
+        };
         let names = match parsed.subject_alternative_name() {
             Ok(Some(names)) => names.value.general_names.iter().filter_map(name).collect(),
             _ => Vec::new(),
@@ -275,23 +352,34 @@ impl Certificate {
     }
 
     fn is_signed_by(&self, ca: &Self) -> bool {
-        let der = |certificate: &Self| CertificateDer::from_pem_slice(certificate.pem.as_bytes()).ok();
-        let (Some(own), Some(ca)) = (der(self), der(ca)) else { return false };
-        let (Some(own), Some(ca)) = (parse(&own), parse(&ca)) else { return false };
+        let der =
+            |certificate: &Self| CertificateDer::from_pem_slice(certificate.pem.as_bytes()).ok();
+        let (Some(own), Some(ca)) = (der(self), der(ca)) else {
+            return false;
+        };
+        let (Some(own), Some(ca)) = (parse(&own), parse(&ca)) else {
+            return false;
+        };
         own.issuer() == ca.subject() && own.verify_signature(Some(ca.public_key())).is_ok()
     }
 }
 
 fn parse<'a>(der: &'a CertificateDer<'_>) -> Option<X509Certificate<'a>> {
-    x509_parser::parse_x509_certificate(der).ok().map(|(_, certificate)| certificate)
+    x509_parser::parse_x509_certificate(der)
+        .ok()
+        .map(|(_, certificate)| certificate)
 }
 
 fn name(name: &GeneralName<'_>) -> Option<String> {
     match name {
         GeneralName::DNSName(name) => Some((*name).into()),
         GeneralName::IPAddress(octets) => match octets.len() {
-            4 => <[u8; 4]>::try_from(*octets).ok().map(|octets| IpAddr::from(octets).to_string()),
-            _ => <[u8; 16]>::try_from(*octets).ok().map(|octets| IpAddr::from(octets).to_string()),
+            4 => <[u8; 4]>::try_from(*octets)
+                .ok()
+                .map(|octets| IpAddr::from(octets).to_string()),
+            _ => <[u8; 16]>::try_from(*octets)
+                .ok()
+                .map(|octets| IpAddr::from(octets).to_string()),
         },
         _ => None,
     }
@@ -305,7 +393,11 @@ mod tests {
     use rustls::{RootCertStore, client::WebPkiServerVerifier};
 
     fn names() -> Names {
-        Names::new(["injector.service-mesh.svc".into(), "10.0.0.1".into(), "::1".into()])
+        Names::new([
+            "injector.service-mesh.svc".into(),
+            "10.0.0.1".into(),
+            "::1".into(),
+        ])
     }
 
     fn start() -> SystemTime {
@@ -319,25 +411,45 @@ mod tests {
             roots.add(certificate.expect("PEM")).expect("a root");
         }
         let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-        let verifier = WebPkiServerVerifier::builder_with_provider(roots.into(), provider).build().expect("roots");
-        let now = UnixTime::since_unix_epoch(now.duration_since(SystemTime::UNIX_EPOCH).expect("after 1970"));
+        let verifier = WebPkiServerVerifier::builder_with_provider(roots.into(), provider)
+            .build()
+            .expect("roots");
+        let now = UnixTime::since_unix_epoch(
+            now.duration_since(SystemTime::UNIX_EPOCH)
+                .expect("after 1970"),
+        );
         let serving = material.serving().expect("usable");
         let name = ServerName::try_from(name.to_owned()).expect("a name");
-        verifier.verify_server_cert(&serving.cert[0], &[], &name, &[], now).is_ok()
+        verifier
+            .verify_server_cert(&serving.cert[0], &[], &name, &[], now)
+            .is_ok()
     }
 
     fn due(material: &Material, now: SystemTime) -> Option<Material> {
-        material.renewed(&names(), now).expect("certificates can be made")
+        material
+            .renewed(&names(), now)
+            .expect("certificates can be made")
     }
 
     #[test]
     fn what_is_made_is_trusted_by_its_names_and_nothing_is_due() {
         let material = Material::new(&names(), start()).expect("made");
         for name in ["injector.service-mesh.svc", "10.0.0.1", "::1"] {
-            assert!(is_trusted(&material.bundle(), &material, name, start()), "{name}");
+            assert!(
+                is_trusted(&material.bundle(), &material, name, start()),
+                "{name}"
+            );
         }
-        assert!(!is_trusted(&material.bundle(), &material, "other.service-mesh.svc", start()));
-        assert!(is_trusted(&material.bundle(), &material, "::1", start() - SKEW), "by a clock that is behind");
+        assert!(!is_trusted(
+            &material.bundle(),
+            &material,
+            "other.service-mesh.svc",
+            start()
+        ));
+        assert!(
+            is_trusted(&material.bundle(), &material, "::1", start() - SKEW),
+            "by a clock that is behind"
+        );
         assert_eq!(due(&material, start()), None);
         assert_eq!(due(&material, start() + DAY * 59), None);
     }
@@ -357,8 +469,16 @@ mod tests {
     fn a_new_name_gets_a_new_serving_certificate() {
         let material = Material::new(&names(), start()).expect("made");
         let more = Names::new(["injector.service-mesh.svc".into(), "new.example".into()]);
-        let renewed = material.renewed(&more, start()).expect("made").expect("due");
-        assert!(is_trusted(&material.bundle(), &renewed, "new.example", start()));
+        let renewed = material
+            .renewed(&more, start())
+            .expect("made")
+            .expect("due");
+        assert!(is_trusted(
+            &material.bundle(),
+            &renewed,
+            "new.example",
+            start()
+        ));
     }
 
     #[test]
@@ -367,14 +487,29 @@ mod tests {
         let (mut bundles, mut cas) = (vec![material.bundle()], vec![material.ca.clone()]);
         let mut now = start();
         while now < start() + DAY * 3 * 365 {
-            assert!(material.ca_ends() > material.serving_ends() && material.serving_ends() > now, "{now:?}");
+            assert!(
+                material.ca_ends() > material.serving_ends() && material.serving_ends() > now,
+                "{now:?}"
+            );
             // Half an hour where the hour of overlap runs, to see every side of it; else four days.
-            now += if material.next.is_some() { OVERLAP / 2 } else { DAY * 4 };
-            let Some(renewed) = due(&material, now) else { continue };
+            now += if material.next.is_some() {
+                OVERLAP / 2
+            } else {
+                DAY * 4
+            };
+            let Some(renewed) = due(&material, now) else {
+                continue;
+            };
             material = renewed;
             cas.push(material.ca.clone());
-            assert!(is_trusted(bundles.last().expect("one"), &material, "::1", now), "{now:?}");
-            assert!(is_trusted(&material.bundle(), &material, "::1", now), "{now:?}");
+            assert!(
+                is_trusted(bundles.last().expect("one"), &material, "::1", now),
+                "{now:?}"
+            );
+            assert!(
+                is_trusted(&material.bundle(), &material, "::1", now),
+                "{now:?}"
+            );
             bundles.push(material.bundle());
         }
         cas.dedup();
@@ -392,8 +527,16 @@ mod tests {
         let signing = due(&waiting, now + OVERLAP).expect("due");
         assert_eq!(Some(&signing.ca), waiting.next.as_ref());
         assert_eq!(signing.bundle().len(), waiting.bundle().len());
-        assert!(is_trusted(&waiting.bundle(), &signing, "::1", now + OVERLAP));
-        assert!(signing.bundle().contains(&material.ca.certificate.pem), "who still serves the old certificate is trusted");
+        assert!(is_trusted(
+            &waiting.bundle(),
+            &signing,
+            "::1",
+            now + OVERLAP
+        ));
+        assert!(
+            signing.bundle().contains(&material.ca.certificate.pem),
+            "who still serves the old certificate is trusted"
+        );
     }
 
     #[test]
@@ -412,7 +555,8 @@ mod tests {
         let signing = due(&waiting, start() + DAY * 245).expect("due");
         for material in [plain, waiting, signing] {
             let fields = material.to_fields();
-            let read = Material::from_fields(|name| fields.get(name).map(Vec::as_slice)).expect("readable");
+            let read = Material::from_fields(|name| fields.get(name).map(Vec::as_slice))
+                .expect("readable");
             assert_eq!(read, material);
             assert!(fields.keys().all(|name| FIELDS.contains(name)));
         }

@@ -102,8 +102,14 @@ pub struct Problems(pub Vec<String>);
 
 impl fmt::Display for Problems {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(formatter, "the configuration has {} problem(s):", self.0.len())?;
-        self.0.iter().try_for_each(|problem| write!(formatter, "\n  - {problem}"))
+        write!(
+            formatter,
+            "the configuration has {} problem(s):",
+            self.0.len()
+        )?;
+        self.0
+            .iter()
+            .try_for_each(|problem| write!(formatter, "\n  - {problem}"))
     }
 }
 
@@ -114,24 +120,38 @@ impl Config {
     pub fn from_flags(flags: Flags) -> Result<Self, Problems> {
         let mut check = Checks::default();
         let serving_certificate = check.serving_certificate(&flags);
-        let usual_delay = if matches!(serving_certificate, ServingCertificate::Kubernetes { .. }) { 5 } else { 0 };
+        let usual_delay = if matches!(serving_certificate, ServingCertificate::Kubernetes { .. }) {
+            5
+        } else {
+            0
+        };
         let mesh_namespace = check.namespace(flags.pod_namespace);
         let config = Self {
             settings: Settings {
                 proxy_image: check.image("IMAGE_TO_DEPLOY_PROXY", flags.image_to_deploy_proxy),
-                proxy_init_image: check.image("IMAGE_TO_DEPLOY_PROXY_INIT", flags.image_to_deploy_proxy_init),
+                proxy_init_image: check.image(
+                    "IMAGE_TO_DEPLOY_PROXY_INIT",
+                    flags.image_to_deploy_proxy_init,
+                ),
                 image_pull_policy: check.image_pull_policy(flags.image_pull_policy),
                 controller_address: check.controller_address(flags.controller_address),
-                controller_identity: check.controller_identity(flags.controller_identity, &mesh_namespace),
+                controller_identity: check
+                    .controller_identity(flags.controller_identity, &mesh_namespace),
                 mesh_namespace,
             },
             listen: check.address("LISTEN", flags.listen, "[::]:8443"),
             admin_listen: check.address("ADMIN_LISTEN", flags.admin_listen, "[::]:8081"),
             serving_certificate,
             extra_names: check.names(flags.extra_san),
-            shutdown_delay: Duration::from_secs(check.shutdown_delay(flags.shutdown_delay, usual_delay)),
+            shutdown_delay: Duration::from_secs(
+                check.shutdown_delay(flags.shutdown_delay, usual_delay),
+            ),
         };
-        if check.0.is_empty() { Ok(config) } else { Err(Problems(check.0)) }
+        if check.0.is_empty() {
+            Ok(config)
+        } else {
+            Err(Problems(check.0))
+        }
     }
 }
 
@@ -143,25 +163,38 @@ impl Checks {
     fn image(&mut self, name: &str, value: Option<String>) -> String {
         let value = given(value).unwrap_or_default();
         if value.is_empty() {
-            self.0.push(format!("{name} is required: the image that pods get, such as diy-sm-proxy:dev"));
+            self.0.push(format!(
+                "{name} is required: the image that pods get, such as diy-sm-proxy:dev"
+            ));
         } else if value.contains(|c: char| c.is_whitespace() || c.is_control()) {
-            self.0.push(format!("{name} is {value:?}, expected an image's name without blanks"));
+            self.0.push(format!(
+                "{name} is {value:?}, expected an image's name without blanks"
+            ));
         }
         value
     }
 
     fn image_pull_policy(&mut self, value: Option<String>) -> ImagePullPolicy {
-        let Some(value) = given(value) else { return ImagePullPolicy::IfNotPresent };
-        let policy = ImagePullPolicy::ALL.into_iter().find(|policy| policy.as_str() == value);
+        let Some(value) = given(value) else {
+            return ImagePullPolicy::IfNotPresent;
+        };
+        let policy = ImagePullPolicy::ALL
+            .into_iter()
+            .find(|policy| policy.as_str() == value);
         policy.unwrap_or_else(|| {
-            self.0.push(format!("IMAGE_PULL_POLICY is {value:?}, expected Always, IfNotPresent or Never"));
+            self.0.push(format!(
+                "IMAGE_PULL_POLICY is {value:?}, expected Always, IfNotPresent or Never"
+            ));
             ImagePullPolicy::IfNotPresent
         })
     }
 
     fn controller_address(&mut self, value: Option<String>) -> String {
-        let value = given(value).unwrap_or_else(|| "https://controller.service-mesh.svc.cluster.local.:8080".into());
-        let is_url = value.parse::<http::Uri>().is_ok_and(|uri| uri.scheme_str() == Some("https") && uri.host().is_some());
+        let value = given(value)
+            .unwrap_or_else(|| "https://controller.service-mesh.svc.cluster.local.:8080".into());
+        let is_url = value
+            .parse::<http::Uri>()
+            .is_ok_and(|uri| uri.scheme_str() == Some("https") && uri.host().is_some());
         if !is_url {
             self.0.push(format!(
                 "CONTROLLER_ADDRESS is {value:?}, expected a URL such as https://controller:8080 (the controller speaks TLS)"
@@ -171,7 +204,8 @@ impl Checks {
     }
 
     fn controller_identity(&mut self, value: Option<String>, mesh_namespace: &str) -> String {
-        let value = given(value).unwrap_or_else(|| format!("spiffe://cluster.local/ns/{mesh_namespace}/sa/controller"));
+        let value = given(value)
+            .unwrap_or_else(|| format!("spiffe://cluster.local/ns/{mesh_namespace}/sa/controller"));
         let parts: Vec<&str> = value.split('/').collect();
         let fits = matches!(parts[..], ["spiffe:", "", domain, "ns", namespace, "sa", account]
             if [domain, namespace, account].iter().all(|part| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_graphic())));
@@ -184,8 +218,14 @@ impl Checks {
     fn namespace(&mut self, value: Option<String>) -> String {
         let value = given(value).unwrap_or_else(|| "service-mesh".into());
         let fits = value.len() <= 63 && !value.starts_with('-') && !value.ends_with('-');
-        if !fits || !value.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-') {
-            self.0.push(format!("POD_NAMESPACE is {value:?}, expected the name of a namespace"));
+        if !fits
+            || !value
+                .bytes()
+                .all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-')
+        {
+            self.0.push(format!(
+                "POD_NAMESPACE is {value:?}, expected the name of a namespace"
+            ));
         }
         value
     }
@@ -199,34 +239,67 @@ impl Checks {
     }
 
     fn serving_certificate(&mut self, flags: &Flags) -> ServingCertificate {
-        match (given(flags.serving_certificate.clone()).as_deref().unwrap_or("kubernetes"), &flags.ca_file) {
+        match (
+            given(flags.serving_certificate.clone())
+                .as_deref()
+                .unwrap_or("kubernetes"),
+            &flags.ca_file,
+        ) {
             ("kubernetes", None) => {}
-            ("kubernetes", Some(_)) => self.0.push("CA_FILE goes with SERVING_CERTIFICATE=ephemeral only".into()),
-            ("ephemeral", Some(ca_file)) => return ServingCertificate::Ephemeral { ca_file: ca_file.clone() },
-            ("ephemeral", None) => self.0.push("SERVING_CERTIFICATE=ephemeral needs CA_FILE, the file that gets the CA".into()),
-            (other, _) => self.0.push(format!("SERVING_CERTIFICATE is {other:?}, expected kubernetes or ephemeral")),
+            ("kubernetes", Some(_)) => self
+                .0
+                .push("CA_FILE goes with SERVING_CERTIFICATE=ephemeral only".into()),
+            ("ephemeral", Some(ca_file)) => {
+                return ServingCertificate::Ephemeral {
+                    ca_file: ca_file.clone(),
+                };
+            }
+            ("ephemeral", None) => self.0.push(
+                "SERVING_CERTIFICATE=ephemeral needs CA_FILE, the file that gets the CA".into(),
+            ),
+            (other, _) => self.0.push(format!(
+                "SERVING_CERTIFICATE is {other:?}, expected kubernetes or ephemeral"
+            )),
         }
-        let webhook_configuration = given(flags.webhook_configuration.clone()).unwrap_or_else(|| "diy-service-mesh-injector".into());
-        ServingCertificate::Kubernetes { webhook_configuration }
+        let webhook_configuration = given(flags.webhook_configuration.clone())
+            .unwrap_or_else(|| "diy-service-mesh-injector".into());
+        ServingCertificate::Kubernetes {
+            webhook_configuration,
+        }
     }
 
     fn names(&mut self, value: Option<String>) -> Vec<String> {
         let value = given(value).unwrap_or_default();
-        let names: Vec<String> = value.split(',').map(str::trim).filter(|name| !name.is_empty()).map(String::from).collect();
+        let names: Vec<String> = value
+            .split(',')
+            .map(str::trim)
+            .filter(|name| !name.is_empty())
+            .map(String::from)
+            .collect();
         for name in &names {
             if rustls::pki_types::ServerName::try_from(name.as_str()).is_err() {
-                self.0.push(format!("EXTRA_SAN has {name:?}, expected a DNS name or an IP address"));
+                self.0.push(format!(
+                    "EXTRA_SAN has {name:?}, expected a DNS name or an IP address"
+                ));
             }
         }
         names
     }
 
     fn shutdown_delay(&mut self, value: Option<String>, usual: u64) -> u64 {
-        let Some(value) = given(value) else { return usual };
-        value.parse().ok().filter(|seconds| *seconds <= 300).unwrap_or_else(|| {
-            self.0.push(format!("SHUTDOWN_DELAY is {value:?}, expected a number of seconds up to 300"));
-            usual
-        })
+        let Some(value) = given(value) else {
+            return usual;
+        };
+        value
+            .parse()
+            .ok()
+            .filter(|seconds| *seconds <= 300)
+            .unwrap_or_else(|| {
+                self.0.push(format!(
+                    "SHUTDOWN_DELAY is {value:?}, expected a number of seconds up to 300"
+                ));
+                usual
+            })
     }
 }
 
@@ -243,29 +316,57 @@ mod tests {
         Flags::parse_from(["injector"].iter().chain(arguments))
     }
 
-    const IMAGES: [&str; 2] = ["--image-to-deploy-proxy=proxy:1", "--image-to-deploy-proxy-init=init:1"];
+    const IMAGES: [&str; 2] = [
+        "--image-to-deploy-proxy=proxy:1",
+        "--image-to-deploy-proxy-init=init:1",
+    ];
 
     #[test]
     fn two_images_are_all_it_takes() {
         let config = Config::from_flags(flags(&IMAGES)).expect("complete");
         assert_eq!(config.settings.proxy_image, "proxy:1");
         assert_eq!(config.settings.proxy_init_image, "init:1");
-        assert_eq!(config.settings.image_pull_policy, ImagePullPolicy::IfNotPresent);
-        assert_eq!(config.settings.controller_address, "https://controller.service-mesh.svc.cluster.local.:8080");
-        assert_eq!(config.settings.controller_identity, "spiffe://cluster.local/ns/service-mesh/sa/controller");
+        assert_eq!(
+            config.settings.image_pull_policy,
+            ImagePullPolicy::IfNotPresent
+        );
+        assert_eq!(
+            config.settings.controller_address,
+            "https://controller.service-mesh.svc.cluster.local.:8080"
+        );
+        assert_eq!(
+            config.settings.controller_identity,
+            "spiffe://cluster.local/ns/service-mesh/sa/controller"
+        );
         assert_eq!(config.settings.mesh_namespace, "service-mesh");
         assert_eq!(config.listen.to_string(), "[::]:8443");
         assert_eq!(config.admin_listen.to_string(), "[::]:8081");
         let webhook_configuration = "diy-service-mesh-injector".into();
-        assert_eq!(config.serving_certificate, ServingCertificate::Kubernetes { webhook_configuration });
+        assert_eq!(
+            config.serving_certificate,
+            ServingCertificate::Kubernetes {
+                webhook_configuration
+            }
+        );
         assert_eq!(config.shutdown_delay, Duration::from_secs(5));
     }
 
     #[test]
     fn the_sandbox_needs_no_kubernetes_and_does_not_linger() {
-        let config = Config::from_flags(flags(&[&IMAGES[..], &["--serving-certificate=ephemeral", "--ca-file=/tmp/ca"]].concat()));
+        let config = Config::from_flags(flags(
+            &[
+                &IMAGES[..],
+                &["--serving-certificate=ephemeral", "--ca-file=/tmp/ca"],
+            ]
+            .concat(),
+        ));
         let config = config.expect("complete");
-        assert_eq!(config.serving_certificate, ServingCertificate::Ephemeral { ca_file: "/tmp/ca".into() });
+        assert_eq!(
+            config.serving_certificate,
+            ServingCertificate::Ephemeral {
+                ca_file: "/tmp/ca".into()
+            }
+        );
         assert_eq!(config.shutdown_delay, Duration::ZERO);
     }
 

@@ -45,7 +45,11 @@ pub struct Ports {
 
 impl Ports {
     /// The usual ports: what every pod gets whose own containers leave them free.
-    pub const USUAL: Self = Self { inbound: 4000, outbound: 5000, admin: 4001 };
+    pub const USUAL: Self = Self {
+        inbound: 4000,
+        outbound: 5000,
+        admin: 4001,
+    };
 
     /// The usual ports, each moved up to the next one that no container of the pod declares. None when there is none.
     pub fn clear_of(declared: impl IntoIterator<Item = u16>) -> Option<Self> {
@@ -55,7 +59,11 @@ impl Ports {
             taken.insert(free);
             Some(free)
         };
-        Some(Self { inbound: next(Self::USUAL.inbound)?, admin: next(Self::USUAL.admin)?, outbound: next(Self::USUAL.outbound)? })
+        Some(Self {
+            inbound: next(Self::USUAL.inbound)?,
+            admin: next(Self::USUAL.admin)?,
+            outbound: next(Self::USUAL.outbound)?,
+        })
     }
 }
 
@@ -67,8 +75,18 @@ pub fn proxy_init(settings: &Settings, ports: Ports, options: &Options) -> Value
         format!("--admin-port={}", ports.admin),
         format!("{PROXY_INIT_MARK}={PROXY_UID}"),
     ];
-    args.extend(options.skip_inbound_ports.iter().map(|list| format!("--skip-inbound-ports={list}")));
-    args.extend(options.skip_outbound_ports.iter().map(|list| format!("--skip-outbound-ports={list}")));
+    args.extend(
+        options
+            .skip_inbound_ports
+            .iter()
+            .map(|list| format!("--skip-inbound-ports={list}")),
+    );
+    args.extend(
+        options
+            .skip_outbound_ports
+            .iter()
+            .map(|list| format!("--skip-outbound-ports={list}")),
+    );
     json!({
         "name": PROXY_INIT,
         "image": settings.proxy_init_image,
@@ -98,11 +116,31 @@ pub fn proxy(settings: &Settings, ports: Ports, options: &Options, probes: &[Str
         format!("--admin-port={}", ports.admin),
     ];
     args.extend(options.dump.iter().map(|dump| format!("--dump={dump}")));
-    args.extend(options.dump_format.iter().map(|format| format!("--dump-format={format}")));
-    args.extend(options.inbound.iter().map(|mode| format!("--inbound={mode}")));
-    args.extend(options.opaque_ports.iter().map(|list| format!("--opaque-ports={list}")));
+    args.extend(
+        options
+            .dump_format
+            .iter()
+            .map(|format| format!("--dump-format={format}")),
+    );
+    args.extend(
+        options
+            .inbound
+            .iter()
+            .map(|mode| format!("--inbound={mode}")),
+    );
+    args.extend(
+        options
+            .opaque_ports
+            .iter()
+            .map(|list| format!("--opaque-ports={list}")),
+    );
     args.extend(options.allow_connect.then(|| "--allow-connect".to_owned()));
-    args.extend(options.max_connection_age.iter().map(|seconds| format!("--max-connection-age={seconds}")));
+    args.extend(
+        options
+            .max_connection_age
+            .iter()
+            .map(|seconds| format!("--max-connection-age={seconds}")),
+    );
     args.extend(probes.iter().map(|probe| format!("--probe={probe}")));
     json!({
         "name": PROXY,
@@ -171,8 +209,21 @@ mod tests {
     #[test]
     fn ports_are_the_usual_ones_unless_a_container_declares_them() {
         assert_eq!(Ports::clear_of([80, 8080]), Some(Ports::USUAL));
-        assert_eq!(Ports::clear_of([5000, 5001]), Some(Ports { outbound: 5002, ..Ports::USUAL }));
-        assert_eq!(Ports::clear_of([4000]), Some(Ports { inbound: 4001, admin: 4002, outbound: 5000 }));
+        assert_eq!(
+            Ports::clear_of([5000, 5001]),
+            Some(Ports {
+                outbound: 5002,
+                ..Ports::USUAL
+            })
+        );
+        assert_eq!(
+            Ports::clear_of([4000]),
+            Some(Ports {
+                inbound: 4001,
+                admin: 4002,
+                outbound: 5000
+            })
+        );
         assert_eq!(Ports::clear_of(1..=u16::MAX), None);
     }
 }

@@ -25,7 +25,13 @@ pub async fn start(keeper: &Keeper, names: &Names, ca_file: &Path) -> Result<Mat
 }
 
 /// Renews them until told to stop.
-pub async fn keep(keeper: &Keeper, names: &Names, ca_file: &Path, mut material: Material, mut stop: watch::Receiver<bool>) {
+pub async fn keep(
+    keeper: &Keeper,
+    names: &Names,
+    ca_file: &Path,
+    mut material: Material,
+    mut stop: watch::Receiver<bool>,
+) {
     loop {
         tokio::select! {
             () = stopped(&mut stop) => return,
@@ -39,8 +45,15 @@ pub async fn keep(keeper: &Keeper, names: &Names, ca_file: &Path, mut material: 
     }
 }
 
-async fn renew(keeper: &Keeper, names: &Names, ca_file: &Path, material: &Material) -> Result<Option<Material>, Error> {
-    let Some(renewed) = material.renewed(names, SystemTime::now())? else { return Ok(None) };
+async fn renew(
+    keeper: &Keeper,
+    names: &Names,
+    ca_file: &Path,
+    material: &Material,
+) -> Result<Option<Material>, Error> {
+    let Some(renewed) = material.renewed(names, SystemTime::now())? else {
+        return Ok(None);
+    };
     write(ca_file, &renewed.bundle()).await?;
     keeper.serve(&renewed)?;
     keeper.health.ready_until(renewed.serving_ends());

@@ -30,7 +30,10 @@ enum State {
 impl Health {
     /// Not ready yet.
     pub fn new(metrics: Arc<Metrics>) -> Self {
-        Self { state: watch::Sender::new(State::NotReady("there is no certificate yet".into())), metrics }
+        Self {
+            state: watch::Sender::new(State::NotReady("there is no certificate yet".into())),
+            metrics,
+        }
     }
 
     /// All is well for as long as the serving certificate lives.
@@ -69,7 +72,9 @@ impl Health {
     pub fn obstacle(&self, now: SystemTime) -> Option<String> {
         match &*self.state.borrow() {
             State::NotReady(reason) => Some(reason.clone()),
-            State::ReadyUntil(end) if now >= *end => Some("the serving certificate has expired".into()),
+            State::ReadyUntil(end) if now >= *end => {
+                Some("the serving certificate has expired".into())
+            }
             State::ReadyUntil(_) => None,
             State::Stopping => Some("stopping".into()),
         }
@@ -78,7 +83,11 @@ impl Health {
     /// Returns once it is ready.
     pub async fn wait(&self) {
         let ready = |state: &State| matches!(state, State::ReadyUntil(_));
-        self.state.subscribe().wait_for(ready).await.expect("this holds the sender");
+        self.state
+            .subscribe()
+            .wait_for(ready)
+            .await
+            .expect("this holds the sender");
     }
 
     /// Answers a request to the admin server.
@@ -90,11 +99,17 @@ impl Health {
                 Some(reason) => (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")),
             },
             "/metrics" => (StatusCode::OK, self.metrics.text()),
-            _ => (StatusCode::NOT_FOUND, "nothing here: try /live, /ready or /metrics\n".into()),
+            _ => (
+                StatusCode::NOT_FOUND,
+                "nothing here: try /live, /ready or /metrics\n".into(),
+            ),
         };
         let mut response = Response::new(Full::from(text));
         *response.status_mut() = status;
-        response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8"));
+        response.headers_mut().insert(
+            CONTENT_TYPE,
+            HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8"),
+        );
         response
     }
 }
@@ -108,10 +123,16 @@ mod tests {
     fn ready_ends_with_the_certificate_and_with_the_signal_to_stop() {
         let health = Health::new(Arc::default());
         let now = SystemTime::now();
-        assert_eq!(health.obstacle(now).as_deref(), Some("there is no certificate yet"));
+        assert_eq!(
+            health.obstacle(now).as_deref(),
+            Some("there is no certificate yet")
+        );
         health.ready_until(now + Duration::from_secs(60));
         assert_eq!(health.obstacle(now), None);
-        assert_eq!(health.obstacle(now + Duration::from_secs(60)).as_deref(), Some("the serving certificate has expired"));
+        assert_eq!(
+            health.obstacle(now + Duration::from_secs(60)).as_deref(),
+            Some("the serving certificate has expired")
+        );
         health.stopping();
         health.ready_until(now + Duration::from_secs(60));
         assert_eq!(health.obstacle(now).as_deref(), Some("stopping"));

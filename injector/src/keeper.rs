@@ -46,7 +46,11 @@ pub struct Keeper {
 impl Keeper {
     /// Nothing to serve yet.
     pub fn new(health: Arc<Health>, metrics: Arc<Metrics>) -> Self {
-        Self { serving: watch::Sender::new(None), health, metrics }
+        Self {
+            serving: watch::Sender::new(None),
+            health,
+            metrics,
+        }
     }
 
     /// The newest serving certificate, now and in future.
@@ -58,7 +62,9 @@ impl Keeper {
     pub fn serve(&self, material: &Material) -> Result<(), Error> {
         let new = material.serving()?;
         let changed = self.serving.send_if_modified(|serving| {
-            let changed = serving.as_ref().is_none_or(|serving| serving.cert != new.cert);
+            let changed = serving
+                .as_ref()
+                .is_none_or(|serving| serving.cert != new.cert);
             if changed {
                 *serving = Some(new);
             }
@@ -67,7 +73,8 @@ impl Keeper {
         if changed {
             tracing::info!("serving certificate loaded");
         }
-        self.metrics.certificates(material.serving_ends(), material.ca_ends());
+        self.metrics
+            .certificates(material.serving_ends(), material.ca_ends());
         Ok(())
     }
 }

@@ -46,7 +46,9 @@ pub async fn keep(
     webhook_configuration: &str,
     mut stop: watch::Receiver<bool>,
 ) -> Result<(), Error> {
-    let client = Client::try_default().await.map_err(|error| Error::Client(Box::new(error)))?;
+    let client = Client::try_default()
+        .await
+        .map_err(|error| Error::Client(Box::new(error)))?;
     let mut shared = Shared::new(client, keeper, names, namespace, webhook_configuration);
     tokio::select! {
         () = stopped(&mut stop) => Ok(()),
@@ -68,15 +70,30 @@ struct Shared<'a> {
 }
 
 impl<'a> Shared<'a> {
-    fn new(client: Client, keeper: &'a Keeper, names: &'a Names, namespace: &str, name: &'a str) -> Self {
+    fn new(
+        client: Client,
+        keeper: &'a Keeper,
+        names: &'a Names,
+        namespace: &str,
+        name: &'a str,
+    ) -> Self {
         let secrets = Api::namespaced(client.clone(), namespace);
         let configurations = Api::all(client.clone());
-        Self { client, secrets, configurations, name, keeper, names, known: None }
+        Self {
+            client,
+            secrets,
+            configurations,
+            name,
+            keeper,
+            names,
+            known: None,
+        }
     }
 
     async fn run(&mut self) -> Error {
         let secret = watcher::watch_object(self.secrets.clone(), SECRET).default_backoff();
-        let configuration = watcher::watch_object(self.configurations.clone(), self.name).default_backoff();
+        let configuration =
+            watcher::watch_object(self.configurations.clone(), self.name).default_backoff();
         let (mut secret, mut configuration) = (pin!(secret), pin!(configuration));
         let mut timer = interval(INTERVAL);
         timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -92,7 +109,10 @@ impl<'a> Shared<'a> {
             match done.await {
                 Err(error @ Error::TooOld(_)) => return error,
                 Err(error) => {
-                    tracing::error!(error = with_causes(&error), "certificates or caBundle may be out of date; trying again");
+                    tracing::error!(
+                        error = with_causes(&error),
+                        "certificates or caBundle may be out of date; trying again"
+                    );
                     self.keeper.health.not_ready_yet(with_causes(&error));
                     sleep(pause).await;
                     pause = (pause * 2).min(Duration::from_secs(30));
@@ -111,8 +131,16 @@ impl<'a> Shared<'a> {
 
     /// Native sidecars are what the mesh rests on: an older API server would drop the field, and pods would wait forever.
     async fn check_version(&self) -> Result<(), Error> {
-        let version = api("read the version of Kubernetes", self.client.apiserver_version()).await?;
-        if is_too_old(&version.major, &version.minor) { Err(Error::TooOld(version.git_version)) } else { Ok(()) }
+        let version = api(
+            "read the version of Kubernetes",
+            self.client.apiserver_version(),
+        )
+        .await?;
+        if is_too_old(&version.major, &version.minor) {
+            Err(Error::TooOld(version.git_version))
+        } else {
+            Ok(())
+        }
     }
 
     /// The Secret first, then caBundle: whoever connects with the new bundle finds the new certificate.
@@ -136,13 +164,26 @@ impl<'a> Shared<'a> {
     async fn material(&self) -> Result<Material, Error> {
         let mut attempt = 1;
         loop {
-            let stored = api(&format!("read Secret {SECRET}"), self.secrets.get_opt(SECRET)).await?;
+            let stored = api(
+                &format!("read Secret {SECRET}"),
+                self.secrets.get_opt(SECRET),
+            )
+            .await?;
             let (material, written) = match stored {
                 None => {
                     let material = self.remembered()?;
                     tracing::info!("making Secret {SECRET}");
-                    let secret = secret(Secret { type_: Some("kubernetes.io/tls".into()), ..Secret::default() }, &material);
-                    (material, self.secrets.create(&PostParams::default(), &secret).await)
+                    let secret = secret(
+                        Secret {
+                            type_: Some("kubernetes.io/tls".into()),
+                            ..Secret::default()
+                        },
+                        &material,
+                    );
+                    (
+                        material,
+                        self.secrets.create(&PostParams::default(), &secret).await,
+                    )
                 }
                 Some(stored) => {
                     let (material, is_new) = self.read(&stored)?;
@@ -150,7 +191,12 @@ impl<'a> Shared<'a> {
                         return Ok(material);
                     }
                     let secret = secret(stored, &material);
-                    (material, self.secrets.replace(SECRET, &PostParams::default(), &secret).await)
+                    (
+                        material,
+                        self.secrets
+                            .replace(SECRET, &PostParams::default(), &secret)
+                            .await,
+                    )
                 }
             };
             match written {
@@ -159,14 +205,25 @@ impl<'a> Shared<'a> {
                     tracing::info!("another replica has written Secret {SECRET}: reading it");
                     attempt += 1;
                 }
-                Err(error) => return Err(Error::Api(format!("write Secret {SECRET}"), Box::new(error))),
+                Err(error) => {
+                    return Err(Error::Api(
+                        format!("write Secret {SECRET}"),
+                        Box::new(error),
+                    ));
+                }
             }
         }
     }
 
     /// What the Secret holds or, where that cannot be used or is due, what it should hold; and whether that is new.
     fn read(&self, stored: &Secret) -> Result<(Material, bool), Error> {
-        let field = |name: &str| stored.data.as_ref()?.get(name).map(|value| value.0.as_slice());
+        let field = |name: &str| {
+            stored
+                .data
+                .as_ref()?
+                .get(name)
+                .map(|value| value.0.as_slice())
+        };
         match Material::from_fields(field) {
             Err(error) => {
                 tracing::error!(%error, "Secret {SECRET} cannot be used: writing it anew");
@@ -186,60 +243,106 @@ impl<'a> Shared<'a> {
     fn remembered(&self) -> Result<Material, Error> {
         let now = SystemTime::now();
         match &self.known {
-            Some(known) => Ok(known.renewed(self.names, now)?.unwrap_or_else(|| known.clone())),
+            Some(known) => Ok(known
+                .renewed(self.names, now)?
+                .unwrap_or_else(|| known.clone())),
             None => Ok(Material::new(self.names, now)?),
         }
     }
 
     /// Puts caBundle right in every entry where it is not. False where there is no configuration to put right.
     async fn ca_bundle(&self, bundle: &str) -> Result<bool, Error> {
-        let [read, write] = ["read", "put right the caBundle of"].map(|what| format!("{what} MutatingWebhookConfiguration {}", self.name));
-        let params = PatchParams { field_manager: Some(MANAGER.into()), ..PatchParams::default() };
+        let [read, write] = ["read", "put right the caBundle of"]
+            .map(|what| format!("{what} MutatingWebhookConfiguration {}", self.name));
+        let params = PatchParams {
+            field_manager: Some(MANAGER.into()),
+            ..PatchParams::default()
+        };
         let mut attempt = 1;
         loop {
-            let Some(configuration) = api(&read, self.configurations.get_opt(self.name)).await? else { return Ok(false) };
-            let Some(patch) = ca_bundle_patch(&configuration, bundle) else { return Ok(true) };
-            match api(&write, self.configurations.patch(self.name, &params, &Patch::Strategic(patch))).await {
+            let Some(configuration) = api(&read, self.configurations.get_opt(self.name)).await?
+            else {
+                return Ok(false);
+            };
+            let Some(patch) = ca_bundle_patch(&configuration, bundle) else {
+                return Ok(true);
+            };
+            match api(
+                &write,
+                self.configurations
+                    .patch(self.name, &params, &Patch::Strategic(patch)),
+            )
+            .await
+            {
                 Ok(_) => break,
                 Err(Error::Api(_, error)) if is_lost_race(&error) && attempt < ATTEMPTS => {
-                    tracing::info!("somebody else has changed MutatingWebhookConfiguration {}: reading it", self.name);
+                    tracing::info!(
+                        "somebody else has changed MutatingWebhookConfiguration {}: reading it",
+                        self.name
+                    );
                     attempt += 1;
                 }
                 Err(error) => return Err(error),
             }
         }
         self.keeper.metrics.repair();
-        tracing::info!("caBundle of MutatingWebhookConfiguration {} put right", self.name);
+        tracing::info!(
+            "caBundle of MutatingWebhookConfiguration {} put right",
+            self.name
+        );
         Ok(true)
     }
 }
 
 /// A patch for the entries whose caBundle differs, if any do. It names the version that was read, so that an entry which was taken out
 /// in the meantime is not half put back. Nothing but caBundle is in it, so nothing else becomes ours.
-fn ca_bundle_patch(configuration: &MutatingWebhookConfiguration, bundle: &str) -> Option<serde_json::Value> {
+fn ca_bundle_patch(
+    configuration: &MutatingWebhookConfiguration,
+    bundle: &str,
+) -> Option<serde_json::Value> {
     let bundle = ByteString(bundle.as_bytes().to_vec());
     let webhooks = configuration.webhooks.iter().flatten();
-    let wrong = webhooks.filter(|webhook| webhook.client_config.ca_bundle.as_ref() != Some(&bundle));
-    let wrong: Vec<_> = wrong.map(|webhook| json!({"name": webhook.name, "clientConfig": {"caBundle": &bundle}})).collect();
+    let wrong =
+        webhooks.filter(|webhook| webhook.client_config.ca_bundle.as_ref() != Some(&bundle));
+    let wrong: Vec<_> = wrong
+        .map(|webhook| json!({"name": webhook.name, "clientConfig": {"caBundle": &bundle}}))
+        .collect();
     let version = &configuration.metadata.resource_version;
-    (!wrong.is_empty()).then(|| json!({"metadata": {"resourceVersion": version}, "webhooks": wrong}))
+    (!wrong.is_empty())
+        .then(|| json!({"metadata": {"resourceVersion": version}, "webhooks": wrong}))
 }
 
 /// The Secret with this material in it. What others have put into it stays.
 fn secret(mut secret: Secret, material: &Material) -> Secret {
     let data = secret.data.get_or_insert_default();
     data.retain(|name, _| !FIELDS.contains(&name.as_str()));
-    data.extend(material.to_fields().into_iter().map(|(name, value)| (name.to_owned(), ByteString(value))));
+    data.extend(
+        material
+            .to_fields()
+            .into_iter()
+            .map(|(name, value)| (name.to_owned(), ByteString(value))),
+    );
     if secret.metadata.name.is_none() {
-        let labels = BTreeMap::from([("app.kubernetes.io/part-of".into(), "diy-service-mesh".into())]);
-        secret.metadata = ObjectMeta { name: Some(SECRET.into()), labels: Some(labels), ..ObjectMeta::default() };
+        let labels = BTreeMap::from([(
+            "app.kubernetes.io/part-of".into(),
+            "diy-service-mesh".into(),
+        )]);
+        secret.metadata = ObjectMeta {
+            name: Some(SECRET.into()),
+            labels: Some(labels),
+            ..ObjectMeta::default()
+        };
     }
     secret
 }
 
 /// Cloud providers write minor versions such as "29+".
 fn is_too_old(major: &str, minor: &str) -> bool {
-    let number = |text: &str| text.trim_end_matches(|c: char| !c.is_ascii_digit()).parse::<u32>().ok();
+    let number = |text: &str| {
+        text.trim_end_matches(|c: char| !c.is_ascii_digit())
+            .parse::<u32>()
+            .ok()
+    };
     matches!((number(major), number(minor)), (Some(major), Some(minor)) if (major, minor) < OLDEST)
 }
 
@@ -288,18 +391,28 @@ mod tests {
                 json!({"name": name, "clientConfig": {"caBundle": bundle}, "admissionReviewVersions": ["v1"], "sideEffects": "None"})
             })
             .collect();
-        serde_json::from_value(json!({"metadata": {"resourceVersion": "7"}, "webhooks": webhooks})).expect("a configuration")
+        serde_json::from_value(json!({"metadata": {"resourceVersion": "7"}, "webhooks": webhooks}))
+            .expect("a configuration")
     }
 
     #[test]
     fn a_right_ca_bundle_is_left_alone() {
-        assert_eq!(ca_bundle_patch(&configuration(&[("a", Some("CA")), ("b", Some("CA"))]), "CA"), None);
+        assert_eq!(
+            ca_bundle_patch(
+                &configuration(&[("a", Some("CA")), ("b", Some("CA"))]),
+                "CA"
+            ),
+            None
+        );
         assert_eq!(ca_bundle_patch(&configuration(&[]), "CA"), None);
     }
 
     #[test]
     fn a_wrong_or_missing_ca_bundle_is_put_right_and_nothing_else_is_touched() {
-        let patch = ca_bundle_patch(&configuration(&[("a", Some("CA")), ("b", Some("old")), ("c", None)]), "CA");
+        let patch = ca_bundle_patch(
+            &configuration(&[("a", Some("CA")), ("b", Some("old")), ("c", None)]),
+            "CA",
+        );
         let expected = json!({
             "metadata": {"resourceVersion": "7"},
             "webhooks": [
@@ -312,12 +425,22 @@ mod tests {
 
     #[test]
     fn a_secret_keeps_what_others_put_into_it_and_loses_what_is_out_of_date() {
-        let material = Material::new(&Names::new(["injector".into()]), SystemTime::now()).expect("made");
+        let material =
+            Material::new(&Names::new(["injector".into()]), SystemTime::now()).expect("made");
         let fields = ["next-ca.crt", "tls.crt", "theirs"];
-        let data = fields.into_iter().map(|name| (name.into(), ByteString(b"x".to_vec()))).collect();
-        let stored = Secret { data: Some(data), ..Secret::default() };
+        let data = fields
+            .into_iter()
+            .map(|name| (name.into(), ByteString(b"x".to_vec())))
+            .collect();
+        let stored = Secret {
+            data: Some(data),
+            ..Secret::default()
+        };
         let data = secret(stored, &material).data.expect("data");
-        assert_eq!(data.keys().map(String::as_str).collect::<Vec<_>>(), ["ca.crt", "ca.key", "theirs", "tls.crt", "tls.key"]);
+        assert_eq!(
+            data.keys().map(String::as_str).collect::<Vec<_>>(),
+            ["ca.crt", "ca.key", "theirs", "tls.crt", "tls.key"]
+        );
         assert_ne!(data["tls.crt"].0, b"x");
     }
 

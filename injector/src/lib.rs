@@ -66,21 +66,35 @@ pub struct Injector {
 impl Injector {
     /// Opens the ports.
     pub async fn bind(config: Config) -> Result<Self, Error> {
-        let listen = async |address| server::bind(address).await.map_err(|error| Error::Bind(address, error));
+        let listen = async |address| {
+            server::bind(address)
+                .await
+                .map_err(|error| Error::Bind(address, error))
+        };
         let webhook = listen(config.listen).await?;
         let admin = listen(config.admin_listen).await?;
         let metrics = Arc::new(Metrics::default());
-        Ok(Self { config, webhook, admin, health: Arc::new(Health::new(metrics.clone())), metrics })
+        Ok(Self {
+            config,
+            webhook,
+            admin,
+            health: Arc::new(Health::new(metrics.clone())),
+            metrics,
+        })
     }
 
     /// Where the webhook listens.
     pub fn address(&self) -> SocketAddr {
-        self.webhook.local_addr().expect("a bound socket has an address")
+        self.webhook
+            .local_addr()
+            .expect("a bound socket has an address")
     }
 
     /// Where the admin server listens.
     pub fn admin_address(&self) -> SocketAddr {
-        self.admin.local_addr().expect("a bound socket has an address")
+        self.admin
+            .local_addr()
+            .expect("a bound socket has an address")
     }
 
     /// A future that ends once reviews can be answered.
@@ -92,7 +106,13 @@ impl Injector {
     /// Serves until `shutdown` is there, then lets the requests at hand end.
     pub async fn run(self, shutdown: impl Future<Output = ()>) -> Result<(), Error> {
         tracing::info!(webhook = %self.address(), admin = %self.admin_address(), "listening");
-        let Self { config, webhook, admin, health, metrics } = self;
+        let Self {
+            config,
+            webhook,
+            admin,
+            health,
+            metrics,
+        } = self;
         let keeper = Keeper::new(health.clone(), metrics.clone());
         let (stop, stopping) = watch::channel(false);
 
@@ -101,8 +121,16 @@ impl Injector {
             move |request| std::future::ready(health.answer(&request))
         };
         let admin = server::serve(admin, None, answer, stopping.clone());
-        let handler = webhook::handler(Arc::new(webhook::Webhook::new(config.settings.clone(), metrics)));
-        let webhook = server::serve(webhook, Some(tls::acceptor(keeper.serving())), handler, stopping.clone());
+        let handler = webhook::handler(Arc::new(webhook::Webhook::new(
+            config.settings.clone(),
+            metrics,
+        )));
+        let webhook = server::serve(
+            webhook,
+            Some(tls::acceptor(keeper.serving())),
+            handler,
+            stopping.clone(),
+        );
         let certificates = certificates(&config, &keeper, stopping);
         let signal = async {
             shutdown.await;
@@ -117,18 +145,40 @@ impl Injector {
     }
 }
 
-async fn certificates(config: &Config, keeper: &Keeper, stop: watch::Receiver<bool>) -> Result<(), Error> {
+async fn certificates(
+    config: &Config,
+    keeper: &Keeper,
+    stop: watch::Receiver<bool>,
+) -> Result<(), Error> {
     let service = format!("injector.{}.svc", config.settings.mesh_namespace);
     let service_names = [format!("{service}.cluster.local"), service];
     match &config.serving_certificate {
-        ServingCertificate::Kubernetes { webhook_configuration } => {
+        ServingCertificate::Kubernetes {
+            webhook_configuration,
+        } => {
             let names = Names::new(service_names.into_iter().chain(config.extra_names.clone()));
-            kubernetes::keep(keeper, &names, &config.settings.mesh_namespace, webhook_configuration, stop).await?;
+            kubernetes::keep(
+                keeper,
+                &names,
+                &config.settings.mesh_namespace,
+                webhook_configuration,
+                stop,
+            )
+            .await?;
         }
         ServingCertificate::Ephemeral { ca_file } => {
             let local = ["localhost".into(), "127.0.0.1".into(), "::1".into()];
-            let listen = Some(config.listen.ip()).filter(|address| !address.is_unspecified()).as_ref().map(IpAddr::to_string);
-            let names = Names::new(service_names.into_iter().chain(local).chain(listen).chain(config.extra_names.clone()));
+            let listen = Some(config.listen.ip())
+                .filter(|address| !address.is_unspecified())
+                .as_ref()
+                .map(IpAddr::to_string);
+            let names = Names::new(
+                service_names
+                    .into_iter()
+                    .chain(local)
+                    .chain(listen)
+                    .chain(config.extra_names.clone()),
+            );
             let material = ephemeral::start(keeper, &names, ca_file).await?;
             ephemeral::keep(keeper, &names, ca_file, material, stop).await;
         }

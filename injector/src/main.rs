@@ -16,12 +16,19 @@ fn main() -> ExitCode {
     let filter: Targets = match filter.parse() {
         Ok(filter) => filter,
         Err(error) => {
-            eprintln!("injector: LOG (--log): {filter:?} is no filter: {error}; for example `info`");
+            eprintln!(
+                "injector: LOG (--log): {filter:?} is no filter: {error}; for example `info`"
+            );
             return ExitCode::from(2);
         }
     };
-    let lines = fmt::layer().with_writer(io::stderr).with_ansi(io::stderr().is_terminal());
-    tracing_subscriber::registry().with(filter).with(lines).init();
+    let lines = fmt::layer()
+        .with_writer(io::stderr)
+        .with_ansi(io::stderr().is_terminal());
+    tracing_subscriber::registry()
+        .with(filter)
+        .with(lines)
+        .init();
     let config = match Config::from_flags(flags) {
         Ok(config) => config,
         Err(problems) => {
@@ -29,14 +36,19 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    let Err(error) = serve(config) else { return ExitCode::SUCCESS };
+    let Err(error) = serve(config) else {
+        return ExitCode::SUCCESS;
+    };
     eprintln!("injector: {error}");
     ExitCode::FAILURE
 }
 
 #[tokio::main(flavor = "current_thread")]
 async fn serve(config: Config) -> anyhow::Result<()> {
-    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    let (mut terminate, mut interrupt) = (
+        signal(SignalKind::terminate())?,
+        signal(SignalKind::interrupt())?,
+    );
     let shutdown = async {
         tokio::select! { _ = terminate.recv() => {}, _ = interrupt.recv() => {} }
     };

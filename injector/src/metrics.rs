@@ -57,7 +57,11 @@ impl Metrics {
 
     /// These certificates are in use.
     pub fn certificates(&self, serving_ends: SystemTime, ca_ends: SystemTime) {
-        let seconds = |time: SystemTime| time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
+        let seconds = |time: SystemTime| {
+            time.duration_since(SystemTime::UNIX_EPOCH)
+                .unwrap_or_default()
+                .as_secs()
+        };
         self.serving_ends.store(seconds(serving_ends), Relaxed);
         self.ca_ends.store(seconds(ca_ends), Relaxed);
     }
@@ -72,21 +76,51 @@ impl Metrics {
             }
         };
         let plain = |value: &AtomicU64| vec![(String::new(), value.load(Relaxed).to_string())];
-        let outcome = |name: &str, value: &AtomicU64| (format!("{{outcome=\"{name}\"}}"), value.load(Relaxed).to_string());
+        let outcome = |name: &str, value: &AtomicU64| {
+            (
+                format!("{{outcome=\"{name}\"}}"),
+                value.load(Relaxed).to_string(),
+            )
+        };
         let outcomes = [
             outcome("injected", &self.injected),
             outcome("denied", &self.denied),
             outcome("left_alone", &self.left_alone),
             outcome("error", &self.errors),
         ];
-        family("diy_mesh_injector_reviews_total", "counter", "Admission reviews by how they ended.", &outcomes);
-        family("diy_mesh_injector_review_duration_seconds", "histogram", "Time to read and answer a review.", &self.histogram());
+        family(
+            "diy_mesh_injector_reviews_total",
+            "counter",
+            "Admission reviews by how they ended.",
+            &outcomes,
+        );
+        family(
+            "diy_mesh_injector_review_duration_seconds",
+            "histogram",
+            "Time to read and answer a review.",
+            &self.histogram(),
+        );
         let help = "Times that the caBundle of the webhook configuration was put right.";
-        family("diy_mesh_injector_ca_bundle_repairs_total", "counter", help, &plain(&self.repairs));
+        family(
+            "diy_mesh_injector_ca_bundle_repairs_total",
+            "counter",
+            help,
+            &plain(&self.repairs),
+        );
         let help = "When the serving certificate ends, in seconds since 1970.";
-        family("diy_mesh_injector_serving_certificate_end_seconds", "gauge", help, &plain(&self.serving_ends));
+        family(
+            "diy_mesh_injector_serving_certificate_end_seconds",
+            "gauge",
+            help,
+            &plain(&self.serving_ends),
+        );
         let help = "When the CA of the serving certificate ends, in seconds since 1970.";
-        family("diy_mesh_injector_ca_certificate_end_seconds", "gauge", help, &plain(&self.ca_ends));
+        family(
+            "diy_mesh_injector_ca_certificate_end_seconds",
+            "gauge",
+            help,
+            &plain(&self.ca_ends),
+        );
         text
     }
 
@@ -96,11 +130,17 @@ impl Metrics {
         let mut samples = Vec::with_capacity(BOUNDS.len() + 3);
         for (bound, bucket) in BOUNDS.iter().zip(&self.buckets) {
             sum += bucket.load(Relaxed);
-            samples.push((format!("_bucket{{le=\"{}\"}}", seconds(*bound)), sum.to_string()));
+            samples.push((
+                format!("_bucket{{le=\"{}\"}}", seconds(*bound)),
+                sum.to_string(),
+            ));
         }
         let count = self.durations.load(Relaxed);
         samples.push(("_bucket{le=\"+Inf\"}".into(), count.to_string()));
-        samples.push(("_sum".into(), seconds(self.microseconds.load(Relaxed)).to_string()));
+        samples.push((
+            "_sum".into(),
+            seconds(self.microseconds.load(Relaxed)).to_string(),
+        ));
         samples.push(("_count".into(), count.to_string()));
         samples
     }
@@ -132,7 +172,10 @@ mod tests {
             "diy_mesh_injector_review_duration_seconds_sum 60.0002",
             "diy_mesh_injector_review_duration_seconds_count 2",
         ] {
-            assert!(text.lines().any(|other| other == line), "{line} is not in:\n{text}");
+            assert!(
+                text.lines().any(|other| other == line),
+                "{line} is not in:\n{text}"
+            );
         }
     }
 }

@@ -8,7 +8,9 @@ use json_patch::{AddOperation, Patch, PatchOperation, RemoveOperation};
 use serde_json::{Map, Value};
 
 use crate::annotations::{self, Options, Wish, quoted};
-use crate::containers::{self, PROXY, PROXY_INIT, PROXY_INIT_MARK, PROXY_MARK, PROXY_UID, Ports, TOKEN_VOLUME};
+use crate::containers::{
+    self, PROXY, PROXY_INIT, PROXY_INIT_MARK, PROXY_MARK, PROXY_UID, Ports, TOKEN_VOLUME,
+};
 use crate::probes;
 
 /// What the injected containers are made of.
@@ -107,7 +109,10 @@ pub fn decide(settings: &Settings, candidate: Candidate<'_>) -> Verdict {
         Wish::Unsaid if !candidate.labels.enabled => return Verdict::NotAsked,
         Wish::Unclear(value) => {
             let name = annotations::INJECT;
-            return Verdict::LeftAlone(format!("not injected: annotation {name} is {}, expected \"true\" or \"false\"", quoted(value)));
+            return Verdict::LeftAlone(format!(
+                "not injected: annotation {name} is {}, expected \"true\" or \"false\"",
+                quoted(value)
+            ));
         }
         Wish::Yes | Wish::Unsaid => {}
     }
@@ -127,13 +132,22 @@ pub fn decide(settings: &Settings, candidate: Candidate<'_>) -> Verdict {
 fn unfit(settings: &Settings, candidate: Candidate<'_>) -> Option<String> {
     let pod = candidate.pod;
     if candidate.namespace == settings.mesh_namespace {
-        return Some(format!("namespace {} is the mesh's own", candidate.namespace));
+        return Some(format!(
+            "namespace {} is the mesh's own",
+            candidate.namespace
+        ));
     }
     if pod.pointer("/spec/hostNetwork").and_then(Value::as_bool) == Some(true) {
-        return Some("the pod uses the host's network (hostNetwork), whose traffic the mesh leaves alone".into());
+        return Some(
+            "the pod uses the host's network (hostNetwork), whose traffic the mesh leaves alone"
+                .into(),
+        );
     }
     if annotations::annotation(pod, "kubernetes.io/config.mirror").is_some() {
-        return Some("the pod is static: its kubelet reads it from a file, which no webhook can change".into());
+        return Some(
+            "the pod is static: its kubelet reads it from a file, which no webhook can change"
+                .into(),
+        );
     }
     if pod.pointer("/spec/os/name").and_then(Value::as_str) == Some("windows") {
         return Some("the pod runs on Windows".into());
@@ -150,9 +164,12 @@ fn inject(settings: &Settings, candidate: Candidate<'_>) -> Result<Injection, Ve
         problems.extend(wrong);
         Options::default()
     });
-    options.inbound = options.inbound.or(candidate.labels.strict.then_some(annotations::STRICT));
+    options.inbound = options
+        .inbound
+        .or(candidate.labels.strict.then_some(annotations::STRICT));
     let ports = Ports::clear_of(parts.declared_ports()).unwrap_or_else(|| {
-        problems.push("the pod's containers declare every port that the proxy could listen on".into());
+        problems
+            .push("the pod's containers declare every port that the proxy could listen on".into());
         Ports::USUAL
     });
     let mut probes = Vec::new();
@@ -167,20 +184,49 @@ fn inject(settings: &Settings, candidate: Candidate<'_>) -> Result<Injection, Ve
     }
 
     let mut injected = pod.clone();
-    let ours = [containers::proxy_init(settings, ports, &options), containers::proxy(settings, ports, &options, &probes)];
-    set(&mut injected, "spec", "initContainers", Value::Array(parts.init_containers_with(ours)));
-    set(&mut injected, "spec", "volumes", Value::Array(parts.volumes_with(containers::token_volume())));
+    let ours = [
+        containers::proxy_init(settings, ports, &options),
+        containers::proxy(settings, ports, &options, &probes),
+    ];
+    set(
+        &mut injected,
+        "spec",
+        "initContainers",
+        Value::Array(parts.init_containers_with(ours)),
+    );
+    set(
+        &mut injected,
+        "spec",
+        "volumes",
+        Value::Array(parts.volumes_with(containers::token_volume())),
+    );
     let mut marks = parts.annotations.cloned().unwrap_or_default();
-    marks.insert(annotations::STATUS.into(), annotations::STATUS_INJECTED.into());
-    set(&mut injected, "metadata", "annotations", Value::Object(marks));
+    marks.insert(
+        annotations::STATUS.into(),
+        annotations::STATUS_INJECTED.into(),
+    );
+    set(
+        &mut injected,
+        "metadata",
+        "annotations",
+        Value::Object(marks),
+    );
 
     let patch = operations(pod, &injected);
     let warnings = moved(ports).into_iter().collect();
-    Ok(Injection { pod: injected, patch, warnings })
+    Ok(Injection {
+        pod: injected,
+        patch,
+        warnings,
+    })
 }
 
 fn moved(ports: Ports) -> Option<String> {
-    let Ports { inbound, outbound, admin } = ports;
+    let Ports {
+        inbound,
+        outbound,
+        admin,
+    } = ports;
     (ports != Ports::USUAL).then(|| {
         format!("a container declares a port that the proxy uses; it listens on {inbound} (inbound), {outbound} (outbound), {admin} (admin) instead")
     })
@@ -224,31 +270,62 @@ impl<'a> Parts<'a> {
                 None
             }
         };
-        let run_as_user = pod.pointer("/spec/securityContext/runAsUser").and_then(Value::as_i64);
+        let run_as_user = pod
+            .pointer("/spec/securityContext/runAsUser")
+            .and_then(Value::as_i64);
         if !problems.is_empty() {
             return Err(problems);
         }
-        Ok(Self { annotations, init_containers, containers, ephemeral_containers, volumes, run_as_user })
+        Ok(Self {
+            annotations,
+            init_containers,
+            containers,
+            ephemeral_containers,
+            volumes,
+            run_as_user,
+        })
     }
 
     /// The containers that are not the mesh's.
     fn own_containers(&self) -> impl Iterator<Item = &'a Value> {
-        let init = self.init_containers.iter().filter(|container| !is_ours(container));
+        let init = self
+            .init_containers
+            .iter()
+            .filter(|container| !is_ours(container));
         init.chain(self.containers).chain(self.ephemeral_containers)
     }
 
     /// The TCP ports that the pod's own containers say they listen on.
     fn declared_ports(&self) -> impl Iterator<Item = u16> {
-        let ports = self.own_containers().filter_map(|container| container.get("ports")?.as_array()).flatten();
-        let ports = ports.filter(|port| port.get("protocol").and_then(Value::as_str).is_none_or(|protocol| protocol == "TCP"));
+        let ports = self
+            .own_containers()
+            .filter_map(|container| container.get("ports")?.as_array())
+            .flatten();
+        let ports = ports.filter(|port| {
+            port.get("protocol")
+                .and_then(Value::as_str)
+                .is_none_or(|protocol| protocol == "TCP")
+        });
         ports.filter_map(|port| u16::try_from(port.get("containerPort")?.as_u64()?).ok())
     }
 
     /// Ours first, then the pod's own in their order. What others added to ours (defaults, a mount, a variable) stays.
     fn init_containers_with(&self, ours: [Value; 2]) -> Vec<Value> {
-        let old = |new: &Value| self.init_containers.iter().find(|old| is_ours(old) && old.get("name") == new.get("name"));
-        let ours = ours.into_iter().map(|new| old(&new).map_or_else(|| new.clone(), |old| updated(old, &new)));
-        ours.chain(self.init_containers.iter().filter(|container| !is_ours(container)).cloned()).collect()
+        let old = |new: &Value| {
+            self.init_containers
+                .iter()
+                .find(|old| is_ours(old) && old.get("name") == new.get("name"))
+        };
+        let ours = ours
+            .into_iter()
+            .map(|new| old(&new).map_or_else(|| new.clone(), |old| updated(old, &new)));
+        ours.chain(
+            self.init_containers
+                .iter()
+                .filter(|container| !is_ours(container))
+                .cloned(),
+        )
+        .collect()
     }
 
     fn volumes_with(&self, ours: Value) -> Vec<Value> {
@@ -266,7 +343,10 @@ fn conflicts(parts: &Parts<'_>) -> Vec<String> {
         if name == PROXY || name == PROXY_INIT {
             problems.push(format!("the pod has a container of its own named {name:?}, which is the name of one of the mesh's: rename it"));
         }
-        let user = container.pointer("/securityContext/runAsUser").and_then(Value::as_i64).or(parts.run_as_user);
+        let user = container
+            .pointer("/securityContext/runAsUser")
+            .and_then(Value::as_i64)
+            .or(parts.run_as_user);
         if user == Some(PROXY_UID) {
             problems.push(format!(
                 "container {} runs as user {PROXY_UID}, which is the proxy's, so that its traffic would bypass the mesh: choose another user",
@@ -274,7 +354,11 @@ fn conflicts(parts: &Parts<'_>) -> Vec<String> {
             ));
         }
     }
-    if parts.volumes.iter().any(|volume| name_of(volume) == TOKEN_VOLUME && volume.get("projected").is_none()) {
+    if parts
+        .volumes
+        .iter()
+        .any(|volume| name_of(volume) == TOKEN_VOLUME && volume.get("projected").is_none())
+    {
         problems.push(format!("the pod has a volume of its own named {TOKEN_VOLUME:?}, which is the name of the mesh's: rename it"));
     }
     problems
@@ -282,17 +366,31 @@ fn conflicts(parts: &Parts<'_>) -> Vec<String> {
 
 /// Whether an init container is one that an injector put there, of this version or of an older one.
 fn is_ours(container: &Value) -> bool {
-    let list = |field| container.get(field).and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
+    let list = |field| {
+        container
+            .get(field)
+            .and_then(Value::as_array)
+            .map(Vec::as_slice)
+            .unwrap_or_default()
+    };
     match name_of(container) {
-        PROXY => list("env").iter().any(|variable| name_of(variable) == PROXY_MARK),
-        PROXY_INIT => list("args").iter().filter_map(Value::as_str).any(|arg| arg.starts_with(PROXY_INIT_MARK)),
+        PROXY => list("env")
+            .iter()
+            .any(|variable| name_of(variable) == PROXY_MARK),
+        PROXY_INIT => list("args")
+            .iter()
+            .filter_map(Value::as_str)
+            .any(|arg| arg.starts_with(PROXY_INIT_MARK)),
         _ => false,
     }
 }
 
 /// The name of a container, a volume, a variable or a port.
 pub(crate) fn name_of(object: &Value) -> &str {
-    object.get("name").and_then(Value::as_str).unwrap_or_default()
+    object
+        .get("name")
+        .and_then(Value::as_str)
+        .unwrap_or_default()
 }
 
 /// An injected container brought to today's state. A command would give our arguments to another program, and credentials for
@@ -303,7 +401,9 @@ fn updated(old: &Value, new: &Value) -> Value {
     if let Some(fields) = container.as_object_mut() {
         fields.remove("command");
         if let Some(mounts) = fields.get_mut("volumeMounts").and_then(Value::as_array_mut) {
-            mounts.retain(|mount| mount.get("mountPath").and_then(Value::as_str) != Some(containers::API_TOKEN_FOLDER));
+            mounts.retain(|mount| {
+                mount.get("mountPath").and_then(Value::as_str) != Some(containers::API_TOKEN_FOLDER)
+            });
         }
     }
     container
@@ -317,7 +417,9 @@ fn overlay(base: &mut Value, ours: &Value) {
                 overlay(base.entry(field.clone()).or_insert(Value::Null), value);
             }
         }
-        (Value::Array(base), Value::Array(ours)) if let Some(key) = key_of(ours) => overlay_list(base, ours, key),
+        (Value::Array(base), Value::Array(ours)) if let Some(key) = key_of(ours) => {
+            overlay_list(base, ours, key)
+        }
         (base, ours) => *base = ours.clone(),
     }
 }
@@ -341,7 +443,9 @@ fn overlay_list(base: &mut Vec<Value>, ours: &[Value], key: &str) {
 
 /// What tells the items of a list apart, if anything does: Kubernetes merges its lists by the same fields.
 fn key_of(items: &[Value]) -> Option<&'static str> {
-    ["mountPath", "name"].into_iter().find(|key| items.iter().all(|item| item.get(key).is_some()))
+    ["mountPath", "name"]
+        .into_iter()
+        .find(|key| items.iter().all(|item| item.get(key).is_some()))
 }
 
 fn set(pod: &mut Value, part: &str, field: &str, value: Value) {
@@ -353,15 +457,26 @@ fn set(pod: &mut Value, part: &str, field: &str, value: Value) {
 /// The operations that lead from one pod to the other, valid also where lists and maps are missing.
 fn operations(before: &Value, after: &Value) -> Patch {
     let mut patch = Vec::new();
-    match (before.pointer("/metadata/annotations"), after.pointer("/metadata/annotations")) {
+    match (
+        before.pointer("/metadata/annotations"),
+        after.pointer("/metadata/annotations"),
+    ) {
         (Some(Value::Object(old)), Some(Value::Object(new))) => {
-            let changed = new.iter().filter(|(name, value)| old.get(*name) != Some(value));
-            patch.extend(changed.map(|(name, value)| add(["metadata", "annotations", name], value)));
+            let changed = new
+                .iter()
+                .filter(|(name, value)| old.get(*name) != Some(value));
+            patch
+                .extend(changed.map(|(name, value)| add(["metadata", "annotations", name], value)));
         }
         (_, new) => patch.extend(new.map(|new| add(["metadata", "annotations"], new))),
     }
     for list in ["initContainers", "volumes"] {
-        let items = |pod: &Value| pod.get("spec").and_then(|spec| spec.get(list)).and_then(Value::as_array).cloned();
+        let items = |pod: &Value| {
+            pod.get("spec")
+                .and_then(|spec| spec.get(list))
+                .and_then(Value::as_array)
+                .cloned()
+        };
         match (items(before), items(after)) {
             (Some(old), Some(new)) => list_operations(list, &old, &new, &mut patch),
             (_, new) => patch.extend(new.map(|new| add(["spec", list], &Value::Array(new)))),
@@ -372,11 +487,22 @@ fn operations(before: &Value, after: &Value) -> Patch {
 
 /// Takes out what is not in common from where the two lists begin to differ to where they are alike again, and puts the new in.
 fn list_operations(list: &str, old: &[Value], new: &[Value], patch: &mut Vec<PatchOperation>) {
-    let start = old.iter().zip(new).take_while(|(old, new)| old == new).count();
+    let start = old
+        .iter()
+        .zip(new)
+        .take_while(|(old, new)| old == new)
+        .count();
     let (old, new) = (&old[start..], &new[start..]);
-    let end = old.iter().rev().zip(new.iter().rev()).take_while(|(old, new)| old == new).count();
+    let end = old
+        .iter()
+        .rev()
+        .zip(new.iter().rev())
+        .take_while(|(old, new)| old == new)
+        .count();
     for _ in 0..old.len() - end {
-        patch.push(PatchOperation::Remove(RemoveOperation { path: pointer(["spec", list, &start.to_string()]) }));
+        patch.push(PatchOperation::Remove(RemoveOperation {
+            path: pointer(["spec", list, &start.to_string()]),
+        }));
     }
     for (offset, item) in new[..new.len() - end].iter().enumerate() {
         patch.push(add(["spec", list, &(start + offset).to_string()], item));
@@ -384,7 +510,10 @@ fn list_operations(list: &str, old: &[Value], new: &[Value], patch: &mut Vec<Pat
 }
 
 fn add<const N: usize>(path: [&str; N], value: &Value) -> PatchOperation {
-    PatchOperation::Add(AddOperation { path: pointer(path), value: value.clone() })
+    PatchOperation::Add(AddOperation {
+        path: pointer(path),
+        value: value.clone(),
+    })
 }
 
 fn pointer<const N: usize>(path: [&str; N]) -> PointerBuf {

@@ -26,7 +26,9 @@ pub enum Malformed {
     #[error("the AdmissionReview has no request")]
     NoRequest,
     /// It is about the creation of a pod and holds none.
-    #[error("the AdmissionReview's request {0:?} creates a pod, and its object is missing or no object")]
+    #[error(
+        "the AdmissionReview's request {0:?} creates a pod, and its object is missing or no object"
+    )]
     NoObject(String),
 }
 
@@ -55,7 +57,11 @@ pub struct Answer {
 }
 
 /// Answers one review.
-pub fn answer(settings: &Settings, body: &[u8], labels: NamespaceLabels) -> Result<Answer, Malformed> {
+pub fn answer(
+    settings: &Settings,
+    body: &[u8],
+    labels: NamespaceLabels,
+) -> Result<Answer, Malformed> {
     let review: Review = serde_json::from_slice(body)?;
     if review.api_version != API_VERSION || review.kind != KIND {
         return Err(Malformed::Version(review.api_version, review.kind));
@@ -65,7 +71,14 @@ pub fn answer(settings: &Settings, body: &[u8], labels: NamespaceLabels) -> Resu
         if !request.object.is_object() {
             return Err(Malformed::NoObject(request.uid));
         }
-        decide(settings, Candidate { pod: &request.object, namespace: &request.namespace, labels })
+        decide(
+            settings,
+            Candidate {
+                pod: &request.object,
+                namespace: &request.namespace,
+                labels,
+            },
+        )
     } else {
         Verdict::NotAsked
     };
@@ -73,25 +86,54 @@ pub fn answer(settings: &Settings, body: &[u8], labels: NamespaceLabels) -> Resu
     let (response, outcome) = response(request.uid, verdict)?;
     let mut messages = response.warnings.clone();
     messages.extend(response.status.iter().map(|status| status.message.clone()));
-    let body = serde_json::to_vec(&Reply { api_version: API_VERSION, kind: KIND, response })?;
-    Ok(Answer { body, outcome, subject, messages })
+    let body = serde_json::to_vec(&Reply {
+        api_version: API_VERSION,
+        kind: KIND,
+        response,
+    })?;
+    Ok(Answer {
+        body,
+        outcome,
+        subject,
+        messages,
+    })
 }
 
 /// Only pods, and only their creation: not a pod's subresources, not its updates.
 fn creates_a_pod(request: &Request) -> bool {
     let Kind { group, kind } = &request.kind;
-    request.operation == "CREATE" && group.is_empty() && kind == "Pod" && request.sub_resource.as_deref().unwrap_or_default().is_empty()
+    request.operation == "CREATE"
+        && group.is_empty()
+        && kind == "Pod"
+        && request
+            .sub_resource
+            .as_deref()
+            .unwrap_or_default()
+            .is_empty()
 }
 
 /// A pod that a controller creates has no name yet when the webhook sees it.
 fn subject(request: &Request) -> String {
-    let metadata = |field| request.object.get("metadata").and_then(|metadata| metadata.get(field)).and_then(Value::as_str);
-    let name = metadata("name").filter(|name| !name.is_empty()).or(metadata("generateName")).unwrap_or(&request.name);
+    let metadata = |field| {
+        request
+            .object
+            .get("metadata")
+            .and_then(|metadata| metadata.get(field))
+            .and_then(Value::as_str)
+    };
+    let name = metadata("name")
+        .filter(|name| !name.is_empty())
+        .or(metadata("generateName"))
+        .unwrap_or(&request.name);
     format!("{} {}/{name}", request.kind.kind, request.namespace)
 }
 
 fn response(uid: String, verdict: Verdict) -> Result<(Response, Outcome), serde_json::Error> {
-    let mut response = Response { uid, allowed: true, ..Response::default() };
+    let mut response = Response {
+        uid,
+        allowed: true,
+        ..Response::default()
+    };
     let outcome = match verdict {
         Verdict::NotAsked => Outcome::LeftAlone,
         Verdict::LeftAlone(warning) => {
@@ -100,7 +142,11 @@ fn response(uid: String, verdict: Verdict) -> Result<(Response, Outcome), serde_
         }
         Verdict::Denied(message) => {
             response.allowed = false;
-            response.status = Some(Status { code: 422, reason: "Invalid", message });
+            response.status = Some(Status {
+                code: 422,
+                reason: "Invalid",
+                message,
+            });
             Outcome::Denied
         }
         Verdict::Injected(injection) => {

@@ -38,16 +38,26 @@ const DRAIN: Duration = Duration::from_secs(10);
 /// Binds an address. A machine without IPv6 cannot bind `[::]`, and means `0.0.0.0` by it.
 pub async fn bind(address: SocketAddr) -> io::Result<TcpListener> {
     match TcpListener::bind(address).await {
-        Err(error) if error.kind() != io::ErrorKind::AddrInUse && address.is_ipv6() && address.ip().is_unspecified() => {
-            TcpListener::bind((Ipv4Addr::UNSPECIFIED, address.port())).await.map_err(|_| error)
+        Err(error)
+            if error.kind() != io::ErrorKind::AddrInUse
+                && address.is_ipv6()
+                && address.ip().is_unspecified() =>
+        {
+            TcpListener::bind((Ipv4Addr::UNSPECIFIED, address.port()))
+                .await
+                .map_err(|_| error)
         }
         bound => bound,
     }
 }
 
 /// Serves until `stop` turns true, then lets the requests at hand end.
-pub async fn serve<H, F>(listener: TcpListener, tls: Option<TlsAcceptor>, handler: H, mut stop: watch::Receiver<bool>)
-where
+pub async fn serve<H, F>(
+    listener: TcpListener,
+    tls: Option<TlsAcceptor>,
+    handler: H,
+    mut stop: watch::Receiver<bool>,
+) where
     H: Fn(Request<Incoming>) -> F + Clone + Send + Sync + 'static,
     F: Future<Output = Response<Full<Bytes>>> + Send + 'static,
 {
@@ -73,8 +83,15 @@ where
     let _ = timeout(DRAIN, async { while tasks.join_next().await.is_some() {} }).await;
 }
 
-async fn accept(listener: &TcpListener, connections: &Arc<Semaphore>) -> (TcpStream, tokio::sync::OwnedSemaphorePermit) {
-    let permit = connections.clone().acquire_owned().await.expect("the semaphore is never closed");
+async fn accept(
+    listener: &TcpListener,
+    connections: &Arc<Semaphore>,
+) -> (TcpStream, tokio::sync::OwnedSemaphorePermit) {
+    let permit = connections
+        .clone()
+        .acquire_owned()
+        .await
+        .expect("the semaphore is never closed");
     let mut pause = Duration::from_millis(5);
     loop {
         match listener.accept().await {
@@ -107,16 +124,31 @@ where
     }
 }
 
-async fn requests<S, H, F>(stream: S, handler: H, mut stop: watch::Receiver<bool>) -> Result<(), ConnectionError>
+async fn requests<S, H, F>(
+    stream: S,
+    handler: H,
+    mut stop: watch::Receiver<bool>,
+) -> Result<(), ConnectionError>
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     H: Fn(Request<Incoming>) -> F + Clone + Send + Sync + 'static,
     F: Future<Output = Response<Full<Bytes>>> + Send + 'static,
 {
     let mut builder = auto::Builder::new(TokioExecutor::new());
-    builder.http1().timer(TokioTimer::new()).header_read_timeout(IDLE).max_buf_size(64 * 1024);
-    builder.http2().timer(TokioTimer::new()).max_concurrent_streams(250).max_header_list_size(16 * 1024);
-    builder.http2().keep_alive_interval(Duration::from_secs(20)).keep_alive_timeout(PATIENCE);
+    builder
+        .http1()
+        .timer(TokioTimer::new())
+        .header_read_timeout(IDLE)
+        .max_buf_size(64 * 1024);
+    builder
+        .http2()
+        .timer(TokioTimer::new())
+        .max_concurrent_streams(250)
+        .max_header_list_size(16 * 1024);
+    builder
+        .http2()
+        .keep_alive_interval(Duration::from_secs(20))
+        .keep_alive_timeout(PATIENCE);
     let service = service_fn(move |request| {
         let answer = handler(request);
         async move { Ok::<_, Infallible>(answer.await) }

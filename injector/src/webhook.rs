@@ -47,7 +47,11 @@ pub struct Webhook {
 impl Webhook {
     /// A webhook that injects what the settings say.
     pub fn new(settings: Settings, metrics: Arc<Metrics>) -> Self {
-        Self { settings, metrics, room: Semaphore::new(BODIES_LIMIT) }
+        Self {
+            settings,
+            metrics,
+            room: Semaphore::new(BODIES_LIMIT),
+        }
     }
 
     /// Answers one request. Never fails: a failure is an answer too.
@@ -56,15 +60,25 @@ impl Webhook {
         B: Body<Data = Bytes, Error: Into<Box<dyn std::error::Error + Send + Sync>>>,
     {
         let Some(labels) = labels(request.uri().path()) else {
-            return refusal(StatusCode::NOT_FOUND, format!("nothing here: the webhook is POST {PATH}\n"));
+            return refusal(
+                StatusCode::NOT_FOUND,
+                format!("nothing here: the webhook is POST {PATH}\n"),
+            );
         };
         if request.method() != Method::POST {
-            let mut response = refusal(StatusCode::METHOD_NOT_ALLOWED, format!("the webhook is POST {PATH}\n"));
-            response.headers_mut().insert(ALLOW, HeaderValue::from_static("POST"));
+            let mut response = refusal(
+                StatusCode::METHOD_NOT_ALLOWED,
+                format!("the webhook is POST {PATH}\n"),
+            );
+            response
+                .headers_mut()
+                .insert(ALLOW, HeaderValue::from_static("POST"));
             return response;
         }
         let started = Instant::now();
-        let answered = timeout(TIME_LIMIT, self.review(request.into_body(), labels)).await.unwrap_or(Err(Failure::Late));
+        let answered = timeout(TIME_LIMIT, self.review(request.into_body(), labels))
+            .await
+            .unwrap_or(Err(Failure::Late));
         self.metrics.duration(started.elapsed());
         answered.unwrap_or_else(|failure| {
             self.metrics.error();
@@ -73,7 +87,11 @@ impl Webhook {
         })
     }
 
-    async fn review<B>(&self, body: B, labels: NamespaceLabels) -> Result<Response<Full<Bytes>>, Failure>
+    async fn review<B>(
+        &self,
+        body: B,
+        labels: NamespaceLabels,
+    ) -> Result<Response<Full<Bytes>>, Failure>
     where
         B: Body<Data = Bytes, Error: Into<Box<dyn std::error::Error + Send + Sync>>>,
     {
@@ -87,7 +105,9 @@ impl Webhook {
         }
         self.metrics.outcome(answer.outcome);
         let mut response = Response::new(Full::from(answer.body));
-        response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        response
+            .headers_mut()
+            .insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
         Ok(response)
     }
 
@@ -96,18 +116,32 @@ impl Webhook {
     where
         B: Body<Data = Bytes, Error: Into<Box<dyn std::error::Error + Send + Sync>>>,
     {
-        let most = body.size_hint().upper().map_or(BODY_LIMIT, |size| usize::try_from(size).unwrap_or(usize::MAX));
+        let most = body.size_hint().upper().map_or(BODY_LIMIT, |size| {
+            usize::try_from(size).unwrap_or(usize::MAX)
+        });
         if most > BODY_LIMIT {
             return Err(Failure::TooLarge);
         }
         let kibibytes = u32::try_from(most / 1024 + 1).expect("the limit of a body fits");
-        let room = self.room.acquire_many(kibibytes).await.expect("the semaphore is never closed");
-        let body = Limited::new(body, BODY_LIMIT).collect().await.map_err(|error| match error.downcast::<LengthLimitError>() {
-            Ok(_) => Failure::TooLarge,
-            Err(error) => Failure::Broken(error.to_string()),
-        })?;
+        let room = self
+            .room
+            .acquire_many(kibibytes)
+            .await
+            .expect("the semaphore is never closed");
+        let body = Limited::new(body, BODY_LIMIT)
+            .collect()
+            .await
+            .map_err(|error| match error.downcast::<LengthLimitError>() {
+                Ok(_) => Failure::TooLarge,
+                Err(error) => Failure::Broken(error.to_string()),
+            })?;
         let body = body.to_bytes();
-        if body.iter().filter(|byte| matches!(byte, b',' | b'[' | b'{')).count() > VALUES_LIMIT {
+        if body
+            .iter()
+            .filter(|byte| matches!(byte, b',' | b'[' | b'{'))
+            .count()
+            > VALUES_LIMIT
+        {
             return Err(Failure::TooMany);
         }
         Ok((body, room))
@@ -165,7 +199,10 @@ impl Failure {
 fn refusal(status: StatusCode, message: String) -> Response<Full<Bytes>> {
     let mut response = Response::new(Full::from(message));
     *response.status_mut() = status;
-    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("text/plain; charset=utf-8"));
+    response.headers_mut().insert(
+        CONTENT_TYPE,
+        HeaderValue::from_static("text/plain; charset=utf-8"),
+    );
     response
 }
 
@@ -198,7 +235,12 @@ mod tests {
     }
 
     async fn text(response: Response<Full<Bytes>>) -> String {
-        let body = response.into_body().collect().await.expect("a full body").to_bytes();
+        let body = response
+            .into_body()
+            .collect()
+            .await
+            .expect("a full body")
+            .to_bytes();
         String::from_utf8(body.to_vec()).expect("text")
     }
 
@@ -208,9 +250,18 @@ mod tests {
             ("", "the body is no AdmissionReview: EOF"),
             ("{", "the body is no AdmissionReview: EOF"),
             ("[]", "the body is no AdmissionReview: invalid length"),
-            ("{}", "expected apiVersion admission.k8s.io/v1 and kind AdmissionReview, got \"\" and \"\""),
-            (r#"{"apiVersion":"admission.k8s.io/v1beta1","kind":"AdmissionReview"}"#, "got \"admission.k8s.io/v1beta1\""),
-            (r#"{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview"}"#, "has no request"),
+            (
+                "{}",
+                "expected apiVersion admission.k8s.io/v1 and kind AdmissionReview, got \"\" and \"\"",
+            ),
+            (
+                r#"{"apiVersion":"admission.k8s.io/v1beta1","kind":"AdmissionReview"}"#,
+                "got \"admission.k8s.io/v1beta1\"",
+            ),
+            (
+                r#"{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview"}"#,
+                "has no request",
+            ),
             (
                 r#"{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","request":{"uid":"u","kind":{"kind":"Pod"},"operation":"CREATE"}}"#,
                 "request \"u\" creates a pod, and its object is missing",
@@ -230,12 +281,17 @@ mod tests {
         assert_eq!(response.status(), StatusCode::METHOD_NOT_ALLOWED);
         assert_eq!(response.headers()[ALLOW], "POST");
         let elsewhere = Request::post("/").body(Empty::new()).expect("a request");
-        assert_eq!(webhook().handle(elsewhere).await.status(), StatusCode::NOT_FOUND);
+        assert_eq!(
+            webhook().handle(elsewhere).await.status(),
+            StatusCode::NOT_FOUND
+        );
     }
 
     #[tokio::test]
     async fn a_body_that_announces_too_much_is_refused_unread() {
-        let response = webhook().handle(post(Full::from(vec![b' '; BODY_LIMIT + 1]))).await;
+        let response = webhook()
+            .handle(post(Full::from(vec![b' '; BODY_LIMIT + 1])))
+            .await;
         assert_eq!(response.status(), StatusCode::PAYLOAD_TOO_LARGE);
     }
 
@@ -245,7 +301,10 @@ mod tests {
         assert!(body.len() < BODY_LIMIT);
         let response = webhook().handle(post(Full::from(body))).await;
         assert_eq!(response.status(), StatusCode::PAYLOAD_TOO_LARGE);
-        assert_eq!(text(response).await, "the body has more than 100000 values\n");
+        assert_eq!(
+            text(response).await,
+            "the body has more than 100000 values\n"
+        );
     }
 
     /// Frames without end, of no announced length.
@@ -255,14 +314,20 @@ mod tests {
         type Data = Bytes;
         type Error = Infallible;
 
-        fn poll_frame(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        fn poll_frame(
+            self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
             Poll::Ready(Some(Ok(Frame::data(Bytes::from_static(&[b' '; 65536])))))
         }
     }
 
     #[tokio::test]
     async fn a_body_that_never_ends_is_cut_at_the_limit() {
-        assert_eq!(webhook().handle(post(Endless)).await.status(), StatusCode::PAYLOAD_TOO_LARGE);
+        assert_eq!(
+            webhook().handle(post(Endless)).await.status(),
+            StatusCode::PAYLOAD_TOO_LARGE
+        );
     }
 
     /// A body of unknown length whose first byte never comes.
@@ -272,7 +337,10 @@ mod tests {
         type Data = Bytes;
         type Error = Infallible;
 
-        fn poll_frame(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        fn poll_frame(
+            self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
             Poll::Pending
         }
     }
@@ -285,6 +353,9 @@ mod tests {
             assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
         }
         assert_eq!(webhook.room.available_permits(), BODIES_LIMIT);
-        assert_eq!(webhook.handle(post(Full::from("{}"))).await.status(), StatusCode::BAD_REQUEST);
+        assert_eq!(
+            webhook.handle(post(Full::from("{}"))).await.status(),
+            StatusCode::BAD_REQUEST
+        );
     }
 }

@@ -10,14 +10,23 @@ use serde_json::{Value, json};
 
 fn webhooks() -> Vec<Value> {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../manifests/webhook.yaml");
-    let configuration: Value = serde_yaml_ng::from_str(&fs::read_to_string(file).expect("the manifest")).expect("YAML");
-    assert_eq!(configuration["metadata"]["name"], "diy-service-mesh-injector");
-    configuration["webhooks"].as_array().expect("a list").clone()
+    let configuration: Value =
+        serde_yaml_ng::from_str(&fs::read_to_string(file).expect("the manifest")).expect("YAML");
+    assert_eq!(
+        configuration["metadata"]["name"],
+        "diy-service-mesh-injector"
+    );
+    configuration["webhooks"]
+        .as_array()
+        .expect("a list")
+        .clone()
 }
 
 /// An entry is for namespaces whose label has this value, or has another one.
 fn selects(webhook: &Value, label: &str, operator: &str, value: &str) -> bool {
-    let expressions = webhook["namespaceSelector"]["matchExpressions"].as_array().expect("a list");
+    let expressions = webhook["namespaceSelector"]["matchExpressions"]
+        .as_array()
+        .expect("a list");
     expressions.contains(&json!({"key": label, "operator": operator, "values": [value]}))
 }
 
@@ -25,7 +34,10 @@ fn selects(webhook: &Value, label: &str, operator: &str, value: &str) -> bool {
 fn every_entry_calls_a_path_that_is_answered_and_for_new_pods_only() {
     for webhook in webhooks() {
         let service = &webhook["clientConfig"]["service"];
-        assert_eq!((&service["name"], &service["namespace"]), (&json!("injector"), &json!("service-mesh")));
+        assert_eq!(
+            (&service["name"], &service["namespace"]),
+            (&json!("injector"), &json!("service-mesh"))
+        );
         let wanted = NamespaceLabels {
             enabled: selects(&webhook, "diy-service-mesh/inject", "In", "enabled"),
             strict: selects(&webhook, "diy-service-mesh/inbound", "In", "strict"),
@@ -33,29 +45,56 @@ fn every_entry_calls_a_path_that_is_answered_and_for_new_pods_only() {
         let path = service["path"].as_str().expect("a path");
         assert_eq!(webhook::labels(path), Some(wanted), "{}", webhook["name"]);
         let fails = webhook["failurePolicy"] == "Fail";
-        assert_eq!(fails && !wanted.strict, selects(&webhook, "diy-service-mesh/inbound", "NotIn", "strict"), "{}", webhook["name"]);
-        let rules =
-            json!([{"operations": ["CREATE"], "apiGroups": [""], "apiVersions": ["v1"], "resources": ["pods"], "scope": "Namespaced"}]);
+        assert_eq!(
+            fails && !wanted.strict,
+            selects(&webhook, "diy-service-mesh/inbound", "NotIn", "strict"),
+            "{}",
+            webhook["name"]
+        );
+        let rules = json!([{"operations": ["CREATE"], "apiGroups": [""], "apiVersions": ["v1"], "resources": ["pods"], "scope": "Namespaced"}]);
         assert_eq!(webhook["rules"], rules);
-        assert_eq!((&webhook["sideEffects"], &webhook["admissionReviewVersions"]), (&json!("None"), &json!(["v1"])));
-        assert!(webhook["clientConfig"]["caBundle"].is_null(), "no certificate in any manifest");
+        assert_eq!(
+            (&webhook["sideEffects"], &webhook["admissionReviewVersions"]),
+            (&json!("None"), &json!(["v1"]))
+        );
+        assert!(
+            webhook["clientConfig"]["caBundle"].is_null(),
+            "no certificate in any manifest"
+        );
     }
 }
 
 #[test]
 fn an_entry_that_can_stop_pods_has_conditions_and_leaves_the_cluster_and_the_mesh_alone() {
     let webhooks = webhooks();
-    let (stopping, others): (Vec<_>, Vec<_>) = webhooks.iter().partition(|webhook| webhook["failurePolicy"] == "Fail");
+    let (stopping, others): (Vec<_>, Vec<_>) = webhooks
+        .iter()
+        .partition(|webhook| webhook["failurePolicy"] == "Fail");
     assert_eq!((stopping.len(), others.len()), (4, 1));
     for webhook in stopping {
-        assert!(webhook["matchConditions"].as_array().is_some_and(|conditions| conditions.len() == 2), "{}", webhook["name"]);
+        assert!(
+            webhook["matchConditions"]
+                .as_array()
+                .is_some_and(|conditions| conditions.len() == 2),
+            "{}",
+            webhook["name"]
+        );
         assert_eq!(webhook["timeoutSeconds"], 5);
     }
     for webhook in &webhooks {
         let excluded = &webhook["namespaceSelector"]["matchExpressions"][0];
-        assert_eq!((&excluded["key"], &excluded["operator"]), (&json!("kubernetes.io/metadata.name"), &json!("NotIn")));
+        assert_eq!(
+            (&excluded["key"], &excluded["operator"]),
+            (&json!("kubernetes.io/metadata.name"), &json!("NotIn"))
+        );
         for namespace in ["kube-system", "service-mesh"] {
-            assert!(excluded["values"].as_array().is_some_and(|values| values.contains(&json!(namespace))), "{}", webhook["name"]);
+            assert!(
+                excluded["values"]
+                    .as_array()
+                    .is_some_and(|values| values.contains(&json!(namespace))),
+                "{}",
+                webhook["name"]
+            );
         }
     }
 }

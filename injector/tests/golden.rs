@@ -4,7 +4,9 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use diy_mesh_injector::patch::{Candidate, ImagePullPolicy, NamespaceLabels, Settings, Verdict, decide};
+use diy_mesh_injector::patch::{
+    Candidate, ImagePullPolicy, NamespaceLabels, Settings, Verdict, decide,
+};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -38,20 +40,34 @@ fn settings() -> Settings {
 
 fn files() -> Vec<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
-    let mut files: Vec<_> = fs::read_dir(folder).expect("tests/golden").map(|entry| entry.expect("an entry").path()).collect();
+    let mut files: Vec<_> = fs::read_dir(folder)
+        .expect("tests/golden")
+        .map(|entry| entry.expect("an entry").path())
+        .collect();
     files.sort();
     files
 }
 
 fn read(file: &Path) -> (String, Golden) {
     let text = fs::read_to_string(file).expect("a readable file");
-    let golden = serde_yaml_ng::from_str(&text).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+    let golden = serde_yaml_ng::from_str(&text)
+        .unwrap_or_else(|error| panic!("{}: {error}", file.display()));
     (text, golden)
 }
 
 fn verdict(golden: &Golden) -> Verdict {
-    let labels = NamespaceLabels { enabled: golden.enabled_namespace, strict: golden.strict_namespace };
-    decide(&settings(), Candidate { pod: &golden.input, namespace: &golden.namespace, labels })
+    let labels = NamespaceLabels {
+        enabled: golden.enabled_namespace,
+        strict: golden.strict_namespace,
+    };
+    decide(
+        &settings(),
+        Candidate {
+            pod: &golden.input,
+            namespace: &golden.namespace,
+            labels,
+        },
+    )
 }
 
 /// The verdict as the files have it.
@@ -79,14 +95,21 @@ fn every_pod_becomes_what_its_file_says() {
         let (text, golden) = read(&file);
         let outcome = outcome(&golden);
         if update {
-            let kept =
-                text.lines().take_while(|line| !EXPECTED.iter().any(|key| line.starts_with(key)) && !line.starts_with("operations:"));
+            let kept = text.lines().take_while(|line| {
+                !EXPECTED.iter().any(|key| line.starts_with(key))
+                    && !line.starts_with("operations:")
+            });
             let kept: String = kept.flat_map(|line| [line, "\n"]).collect();
             let new = serde_yaml_ng::to_string(&outcome).expect("YAML");
             fs::write(&file, format!("{kept}{new}")).expect("a writable file");
         } else {
             let shown = serde_yaml_ng::to_string(&outcome).expect("YAML");
-            assert_eq!(outcome, golden.expected, "{}: it becomes\n{shown}", file.display());
+            assert_eq!(
+                outcome,
+                golden.expected,
+                "{}: it becomes\n{shown}",
+                file.display()
+            );
         }
     }
 }
@@ -97,7 +120,9 @@ fn a_second_time_changes_nothing() {
         let (_, mut golden) = read(&file);
         if let Verdict::Injected(injection) = verdict(&golden) {
             golden.input = injection.pod;
-            let Verdict::Injected(again) = verdict(&golden) else { panic!("{}: another verdict", file.display()) };
+            let Verdict::Injected(again) = verdict(&golden) else {
+                panic!("{}: another verdict", file.display())
+            };
             assert_eq!(again.patch.0, [], "{}", file.display());
             assert_eq!(again.pod, golden.input);
         }

@@ -43,13 +43,23 @@ async fn injector() -> Running {
     };
     let config = Config::from_flags(flags).expect("a configuration");
     let injector = Injector::bind(config).await.expect("free ports");
-    let (address, admin, ready) = (injector.address(), injector.admin_address(), injector.ready());
+    let (address, admin, ready) = (
+        injector.address(),
+        injector.admin_address(),
+        injector.ready(),
+    );
     let (stop, stopped) = oneshot::channel();
     let task = tokio::spawn(injector.run(async {
         let _ = stopped.await;
     }));
     ready.await;
-    Running { address, admin, ca, stop, task }
+    Running {
+        address,
+        admin,
+        ca,
+        stop,
+        task,
+    }
 }
 
 impl Running {
@@ -59,38 +69,70 @@ impl Running {
 
     /// One request over a connection of its own.
     async fn http1(&self, request: Request<Full<Bytes>>) -> (StatusCode, Bytes) {
-        let stream = self.tls(b"http/1.1", "127.0.0.1").await.expect("a TLS connection");
-        let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.expect("HTTP/1.1");
+        let stream = self
+            .tls(b"http/1.1", "127.0.0.1")
+            .await
+            .expect("a TLS connection");
+        let (mut sender, connection) = http1::handshake(TokioIo::new(stream))
+            .await
+            .expect("HTTP/1.1");
         tokio::spawn(connection);
         whole(sender.send_request(request).await.expect("an answer")).await
     }
 
     async fn admin(&self, path: &str) -> (StatusCode, String) {
         let stream = TcpStream::connect(self.admin).await.expect("a connection");
-        let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.expect("HTTP/1.1");
+        let (mut sender, connection) = http1::handshake(TokioIo::new(stream))
+            .await
+            .expect("HTTP/1.1");
         tokio::spawn(connection);
-        let request = Request::get(path).header("host", "injector").body(Full::<Bytes>::default()).expect("a request");
+        let request = Request::get(path)
+            .header("host", "injector")
+            .body(Full::<Bytes>::default())
+            .expect("a request");
         let (status, body) = whole(sender.send_request(request).await.expect("an answer")).await;
         (status, String::from_utf8(body.to_vec()).expect("text"))
     }
 }
 
-async fn tls(address: SocketAddr, ca_file: &Path, protocol: &[u8], name: &str) -> std::io::Result<TlsStream<TcpStream>> {
+async fn tls(
+    address: SocketAddr,
+    ca_file: &Path,
+    protocol: &[u8],
+    name: &str,
+) -> std::io::Result<TlsStream<TcpStream>> {
     let mut roots = RootCertStore::empty();
     for certificate in CertificateDer::pem_file_iter(ca_file).expect("a CA file") {
-        roots.add(certificate.expect("a certificate")).expect("a root");
+        roots
+            .add(certificate.expect("a certificate"))
+            .expect("a root");
     }
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-    let builder = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions().expect("versions");
+    let builder = ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .expect("versions");
     let mut config = builder.with_root_certificates(roots).with_no_client_auth();
     config.alpn_protocols = vec![protocol.to_vec()];
     let stream = TcpStream::connect(address).await?;
-    TlsConnector::from(Arc::new(config)).connect(ServerName::try_from(name.to_owned()).expect("a name"), stream).await
+    TlsConnector::from(Arc::new(config))
+        .connect(
+            ServerName::try_from(name.to_owned()).expect("a name"),
+            stream,
+        )
+        .await
 }
 
 async fn whole(response: Response<hyper::body::Incoming>) -> (StatusCode, Bytes) {
     let status = response.status();
-    (status, response.into_body().collect().await.expect("a body").to_bytes())
+    (
+        status,
+        response
+            .into_body()
+            .collect()
+            .await
+            .expect("a body")
+            .to_bytes(),
+    )
 }
 
 fn review(pod: &Value) -> Value {
@@ -122,19 +164,30 @@ fn pod(inject: &str) -> Value {
 }
 
 fn post(path: &str, review: &Value) -> Request<Full<Bytes>> {
-    let builder = Request::post(path).header("host", "injector").header("content-type", "application/json");
-    builder.body(Full::from(review.to_string())).expect("a request")
+    let builder = Request::post(path)
+        .header("host", "injector")
+        .header("content-type", "application/json");
+    builder
+        .body(Full::from(review.to_string()))
+        .expect("a request")
 }
 
 fn response(body: &Bytes) -> Value {
     let review: Value = serde_json::from_slice(body).expect("JSON");
-    assert_eq!((&review["apiVersion"], &review["kind"]), (&json!("admission.k8s.io/v1"), &json!("AdmissionReview")));
-    assert_eq!(review["response"]["uid"], "705ab4f5-6393-11e8-b7cc-42010a800002");
+    assert_eq!(
+        (&review["apiVersion"], &review["kind"]),
+        (&json!("admission.k8s.io/v1"), &json!("AdmissionReview"))
+    );
+    assert_eq!(
+        review["response"]["uid"],
+        "705ab4f5-6393-11e8-b7cc-42010a800002"
+    );
     review["response"].clone()
 }
 
 fn patched(pod: &Value, response: &Value) -> Value {
-    let ByteString(patch) = serde_json::from_value(response["patch"].clone()).expect("a patch in base64");
+    let ByteString(patch) =
+        serde_json::from_value(response["patch"].clone()).expect("a patch in base64");
     let patch: json_patch::Patch = serde_json::from_slice(&patch).expect("a JSON patch");
     let mut pod = pod.clone();
     json_patch::patch(&mut pod, &patch).expect("a patch that fits");
@@ -148,15 +201,29 @@ async fn a_pod_that_asks_gets_a_patch_and_the_next_review_finds_nothing_to_do() 
     let (status, body) = injector.http1(post("/inject", &review(&asked))).await;
     assert_eq!(status, StatusCode::OK);
     let answer = response(&body);
-    assert_eq!((&answer["allowed"], &answer["patchType"]), (&json!(true), &json!("JSONPatch")));
-    assert_eq!(answer["auditAnnotations"], json!({"proxy-injected": "true"}));
+    assert_eq!(
+        (&answer["allowed"], &answer["patchType"]),
+        (&json!(true), &json!("JSONPatch"))
+    );
+    assert_eq!(
+        answer["auditAnnotations"],
+        json!({"proxy-injected": "true"})
+    );
     let meshed = patched(&asked, &answer);
-    let names: Vec<_> = meshed["spec"]["initContainers"].as_array().expect("a list").iter().map(|container| &container["name"]).collect();
+    let names: Vec<_> = meshed["spec"]["initContainers"]
+        .as_array()
+        .expect("a list")
+        .iter()
+        .map(|container| &container["name"])
+        .collect();
     assert_eq!(names, ["proxy-init", "proxy"]);
 
     let (_, body) = injector.http1(post("/inject", &review(&meshed))).await;
     let answer = response(&body);
-    assert_eq!((&answer["allowed"], &answer["patch"], &answer["patchType"]), (&json!(true), &Value::Null, &Value::Null));
+    assert_eq!(
+        (&answer["allowed"], &answer["patch"], &answer["patchType"]),
+        (&json!(true), &Value::Null, &Value::Null)
+    );
 }
 
 #[tokio::test]
@@ -164,14 +231,27 @@ async fn the_namespace_speaks_for_pods_that_say_nothing() {
     let injector = injector().await;
     let silent = json!({"metadata": {"name": "a"}, "spec": {"containers": []}});
     let (_, body) = injector.http1(post("/inject", &review(&silent))).await;
-    assert_eq!(response(&body), json!({"uid": "705ab4f5-6393-11e8-b7cc-42010a800002", "allowed": true}));
-    let (_, body) = injector.http1(post("/inject/enabled-namespace?timeout=5s", &review(&silent))).await;
+    assert_eq!(
+        response(&body),
+        json!({"uid": "705ab4f5-6393-11e8-b7cc-42010a800002", "allowed": true})
+    );
+    let (_, body) = injector
+        .http1(post(
+            "/inject/enabled-namespace?timeout=5s",
+            &review(&silent),
+        ))
+        .await;
     assert!(response(&body)["patch"].is_string());
-    let (_, body) = injector.http1(post("/inject/enabled-namespace", &review(&pod("false")))).await;
+    let (_, body) = injector
+        .http1(post("/inject/enabled-namespace", &review(&pod("false"))))
+        .await;
     assert!(response(&body)["patch"].is_null());
 
-    let strict =
-        |pod: &Value| pod["spec"]["initContainers"][1]["args"].as_array().is_some_and(|args| args.contains(&json!("--inbound=strict")));
+    let strict = |pod: &Value| {
+        pod["spec"]["initContainers"][1]["args"]
+            .as_array()
+            .is_some_and(|args| args.contains(&json!("--inbound=strict")))
+    };
     for (path, asked, expected) in [
         ("/inject", pod("true"), false),
         ("/inject/enabled-namespace", silent.clone(), false),
@@ -179,22 +259,34 @@ async fn the_namespace_speaks_for_pods_that_say_nothing() {
         ("/inject/enabled-strict-namespace", silent.clone(), true),
     ] {
         let (_, body) = injector.http1(post(path, &review(&asked))).await;
-        assert_eq!(strict(&patched(&asked, &response(&body))), expected, "{path}");
+        assert_eq!(
+            strict(&patched(&asked, &response(&body))),
+            expected,
+            "{path}"
+        );
     }
-    let (_, body) = injector.http1(post("/inject/strict-namespace", &review(&silent))).await;
+    let (_, body) = injector
+        .http1(post("/inject/strict-namespace", &review(&silent)))
+        .await;
     assert!(response(&body)["patch"].is_null());
 }
 
 #[tokio::test]
 async fn only_the_creation_of_pods_is_touched() {
     let injector = injector().await;
-    for (pointer, value) in
-        [("/request/operation", "UPDATE"), ("/request/kind/kind", "Deployment"), ("/request/kind/group", "other.example")]
-    {
+    for (pointer, value) in [
+        ("/request/operation", "UPDATE"),
+        ("/request/kind/kind", "Deployment"),
+        ("/request/kind/group", "other.example"),
+    ] {
         let mut review = review(&pod("true"));
         *review.pointer_mut(pointer).expect("a field") = json!(value);
         let (_, body) = injector.http1(post("/inject", &review)).await;
-        assert_eq!(response(&body), json!({"uid": "705ab4f5-6393-11e8-b7cc-42010a800002", "allowed": true}), "{pointer}");
+        assert_eq!(
+            response(&body),
+            json!({"uid": "705ab4f5-6393-11e8-b7cc-42010a800002", "allowed": true}),
+            "{pointer}"
+        );
     }
     let mut ephemeral = review(&pod("true"));
     ephemeral["request"]["subResource"] = json!("ephemeralcontainers");
@@ -216,26 +308,41 @@ async fn a_bad_annotation_denies_the_pod_and_an_unclear_wish_only_warns() {
         "{message}"
     );
 
-    let (_, body) = injector.http1(post("/inject", &review(&pod("enabled")))).await;
+    let (_, body) = injector
+        .http1(post("/inject", &review(&pod("enabled"))))
+        .await;
     let answer = response(&body);
-    assert_eq!((&answer["allowed"], &answer["patch"]), (&json!(true), &Value::Null));
+    assert_eq!(
+        (&answer["allowed"], &answer["patch"]),
+        (&json!(true), &Value::Null)
+    );
     assert_eq!(
         answer["warnings"],
-        json!(["not injected: annotation diy-service-mesh/inject is \"enabled\", expected \"true\" or \"false\""])
+        json!([
+            "not injected: annotation diy-service-mesh/inject is \"enabled\", expected \"true\" or \"false\""
+        ])
     );
 }
 
 #[tokio::test]
 async fn http2_answers_many_reviews_on_one_connection() {
     let injector = injector().await;
-    let stream = injector.tls(b"h2", "injector.service-mesh.svc").await.expect("a TLS connection");
+    let stream = injector
+        .tls(b"h2", "injector.service-mesh.svc")
+        .await
+        .expect("a TLS connection");
     assert_eq!(stream.get_ref().1.alpn_protocol(), Some(&b"h2"[..]));
-    let (sender, connection) = http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await.expect("HTTP/2");
+    let (sender, connection) = http2::handshake(TokioExecutor::new(), TokioIo::new(stream))
+        .await
+        .expect("HTTP/2");
     tokio::spawn(connection);
     let answers = (0..200).map(|_| {
         let mut sender = sender.clone();
         async move {
-            let request = post("https://injector.service-mesh.svc/inject", &review(&pod("true")));
+            let request = post(
+                "https://injector.service-mesh.svc/inject",
+                &review(&pod("true")),
+            );
             whole(sender.send_request(request).await.expect("an answer")).await
         }
     });
@@ -249,37 +356,74 @@ async fn http2_answers_many_reviews_on_one_connection() {
 async fn what_is_no_review_is_refused_and_the_next_review_is_answered() {
     let injector = injector().await;
     for body in ["", "not json", "{\"kind\":\"AdmissionReview\"}"] {
-        let request = Request::post("/inject").header("host", "injector").body(Full::from(body)).expect("a request");
+        let request = Request::post("/inject")
+            .header("host", "injector")
+            .body(Full::from(body))
+            .expect("a request");
         let (status, answer) = injector.http1(request).await;
         assert_eq!(status, StatusCode::BAD_REQUEST);
         assert!(!answer.is_empty());
     }
-    let large = Request::post("/inject").header("host", "injector").body(Full::from(vec![b' '; 5 << 20])).expect("a request");
+    let large = Request::post("/inject")
+        .header("host", "injector")
+        .body(Full::from(vec![b' '; 5 << 20]))
+        .expect("a request");
     assert_eq!(injector.http1(large).await.0, StatusCode::PAYLOAD_TOO_LARGE);
-    assert_eq!(injector.http1(post("/inject", &review(&pod("true")))).await.0, StatusCode::OK);
+    assert_eq!(
+        injector
+            .http1(post("/inject", &review(&pod("true"))))
+            .await
+            .0,
+        StatusCode::OK
+    );
     let (status, text) = injector.admin("/metrics").await;
     assert_eq!(status, StatusCode::OK);
-    assert!(text.contains("diy_mesh_injector_reviews_total{outcome=\"error\"} 4\n"), "{text}");
-    assert!(text.contains("diy_mesh_injector_reviews_total{outcome=\"injected\"} 1\n"), "{text}");
+    assert!(
+        text.contains("diy_mesh_injector_reviews_total{outcome=\"error\"} 4\n"),
+        "{text}"
+    );
+    assert!(
+        text.contains("diy_mesh_injector_reviews_total{outcome=\"injected\"} 1\n"),
+        "{text}"
+    );
 }
 
 #[tokio::test]
 async fn the_certificate_is_good_for_its_names_only() {
     let injector = injector().await;
-    for name in ["localhost", "injector.service-mesh.svc", "injector.service-mesh.svc.cluster.local", "::1"] {
+    for name in [
+        "localhost",
+        "injector.service-mesh.svc",
+        "injector.service-mesh.svc.cluster.local",
+        "::1",
+    ] {
         assert!(injector.tls(b"h2", name).await.is_ok(), "{name}");
     }
-    assert!(injector.tls(b"h2", "controller.service-mesh.svc").await.is_err());
+    assert!(
+        injector
+            .tls(b"h2", "controller.service-mesh.svc")
+            .await
+            .is_err()
+    );
 }
 
 #[tokio::test]
 async fn probes_are_answered_and_a_stop_is_clean() {
     let injector = injector().await;
-    assert_eq!(injector.admin("/live").await, (StatusCode::OK, "live\n".into()));
-    assert_eq!(injector.admin("/ready").await, (StatusCode::OK, "ready\n".into()));
+    assert_eq!(
+        injector.admin("/live").await,
+        (StatusCode::OK, "live\n".into())
+    );
+    assert_eq!(
+        injector.admin("/ready").await,
+        (StatusCode::OK, "ready\n".into())
+    );
     assert_eq!(injector.admin("/").await.0, StatusCode::NOT_FOUND);
     // An idle connection must not hold up the end.
-    let idle = injector.tls(b"http/1.1", "localhost").await.expect("a TLS connection");
+    let idle = injector
+        .tls(b"http/1.1", "localhost")
+        .await
+        .expect("a TLS connection");
     injector.stop.send(()).expect("it listens for the end");
     injector.task.await.expect("no panic").expect("no error");
     drop(idle);
@@ -296,7 +440,16 @@ async fn a_port_in_use_is_named() {
         ..Flags::default()
     };
     let config = Config::from_flags(flags).expect("a configuration");
-    assert!(matches!(config.serving_certificate, ServingCertificate::Kubernetes { .. }));
-    let error = Injector::bind(config).await.expect_err("the port is taken").to_string();
-    assert!(error.starts_with(&format!("cannot listen on {}", injector.address)), "{error}");
+    assert!(matches!(
+        config.serving_certificate,
+        ServingCertificate::Kubernetes { .. }
+    ));
+    let error = Injector::bind(config)
+        .await
+        .expect_err("the port is taken")
+        .to_string();
+    assert!(
+        error.starts_with(&format!("cannot listen on {}", injector.address)),
+        "{error}"
+    );
 }

@@ -28,10 +28,16 @@ struct Cluster {
 
 impl Cluster {
     async fn new() -> Self {
-        let client = Client::try_default().await.expect("KUBECONFIG names a cluster");
+        let client = Client::try_default()
+            .await
+            .expect("KUBECONFIG names a cluster");
         let name = format!("injector-test-{:08x}", fastrand::u32(..));
-        let namespace = serde_json::from_value(json!({"metadata": {"name": name}})).expect("a namespace");
-        Api::<Namespace>::all(client.clone()).create(&PostParams::default(), &namespace).await.expect("a new namespace");
+        let namespace =
+            serde_json::from_value(json!({"metadata": {"name": name}})).expect("a namespace");
+        Api::<Namespace>::all(client.clone())
+            .create(&PostParams::default(), &namespace)
+            .await
+            .expect("a new namespace");
         let cluster = Self { name, client };
         cluster.configure().await;
         cluster
@@ -48,10 +54,16 @@ impl Cluster {
                 "sideEffects": "None",
             })
         };
-        let webhooks = [webhook("first.injector.example"), webhook("second.injector.example")];
+        let webhooks = [
+            webhook("first.injector.example"),
+            webhook("second.injector.example"),
+        ];
         let configuration = json!({"metadata": {"name": self.name}, "webhooks": webhooks});
         let configuration = serde_json::from_value(configuration).expect("a configuration");
-        self.configurations().create(&PostParams::default(), &configuration).await.expect("a new configuration");
+        self.configurations()
+            .create(&PostParams::default(), &configuration)
+            .await
+            .expect("a new configuration");
     }
 
     fn configurations(&self) -> Api<MutatingWebhookConfiguration> {
@@ -73,7 +85,9 @@ impl Cluster {
             shutdown_delay: Some("0".into()),
             ..Flags::default()
         };
-        let injector = Injector::bind(Config::from_flags(flags).expect("a configuration")).await.expect("free ports");
+        let injector = Injector::bind(Config::from_flags(flags).expect("a configuration"))
+            .await
+            .expect("free ports");
         let ready = Box::pin(injector.ready());
         let (stop, stopped) = oneshot::channel();
         let task = tokio::spawn(injector.run(async {
@@ -83,12 +97,26 @@ impl Cluster {
     }
 
     async fn secret(&self) -> BTreeMap<String, ByteString> {
-        self.secrets().get(SECRET).await.expect("the Secret").data.expect("data")
+        self.secrets()
+            .get(SECRET)
+            .await
+            .expect("the Secret")
+            .data
+            .expect("data")
     }
 
     async fn bundles(&self) -> Vec<Option<ByteString>> {
-        let configuration = self.configurations().get(&self.name).await.expect("the configuration");
-        configuration.webhooks.into_iter().flatten().map(|webhook| webhook.client_config.ca_bundle).collect()
+        let configuration = self
+            .configurations()
+            .get(&self.name)
+            .await
+            .expect("the configuration");
+        configuration
+            .webhooks
+            .into_iter()
+            .flatten()
+            .map(|webhook| webhook.client_config.ca_bundle)
+            .collect()
     }
 
     /// Waits until both entries of the configuration have the Secret's CA.
@@ -96,7 +124,9 @@ impl Cluster {
         let settled = async {
             loop {
                 let secret = self.secrets().get_opt(SECRET).await.expect("an answer");
-                let ca = secret.and_then(|secret| secret.data).and_then(|mut data| data.remove("ca.crt"));
+                let ca = secret
+                    .and_then(|secret| secret.data)
+                    .and_then(|mut data| data.remove("ca.crt"));
                 if let Some(ca) = ca
                     && self.bundles().await == [Some(ca.clone()), Some(ca.clone())]
                 {
@@ -105,17 +135,28 @@ impl Cluster {
                 sleep(Duration::from_millis(50)).await;
             }
         };
-        timeout(PATIENCE, settled).await.expect("the caBundle is put right")
+        timeout(PATIENCE, settled)
+            .await
+            .expect("the caBundle is put right")
     }
 
     async fn patch_configuration(&self, webhook: Value) {
         let patch = Patch::Strategic(json!({"webhooks": [webhook]}));
-        self.configurations().patch(&self.name, &PatchParams::default(), &patch).await.expect("a patch");
+        self.configurations()
+            .patch(&self.name, &PatchParams::default(), &patch)
+            .await
+            .expect("a patch");
     }
 
     async fn remove(self) {
-        self.configurations().delete(&self.name, &DeleteParams::default()).await.expect("a configuration to delete");
-        Api::<Namespace>::all(self.client.clone()).delete(&self.name, &DeleteParams::default()).await.expect("a namespace to delete");
+        self.configurations()
+            .delete(&self.name, &DeleteParams::default())
+            .await
+            .expect("a configuration to delete");
+        Api::<Namespace>::all(self.client.clone())
+            .delete(&self.name, &DeleteParams::default())
+            .await
+            .expect("a namespace to delete");
     }
 }
 
@@ -138,42 +179,69 @@ async fn replicas_share_one_certificate_and_keep_it_and_the_ca_bundle_right() {
     let cluster = Cluster::new().await;
     let mut replicas = futures::future::join_all((0..4).map(|_| cluster.start())).await;
     for replica in &mut replicas {
-        timeout(PATIENCE, replica.ready.as_mut()).await.expect("ready");
+        timeout(PATIENCE, replica.ready.as_mut())
+            .await
+            .expect("ready");
     }
     let ca = cluster.settled().await;
     let secret = cluster.secret().await;
-    assert_eq!(secret.keys().map(String::as_str).collect::<Vec<_>>(), ["ca.crt", "ca.key", "tls.crt", "tls.key"]);
+    assert_eq!(
+        secret.keys().map(String::as_str).collect::<Vec<_>>(),
+        ["ca.crt", "ca.key", "tls.crt", "tls.key"]
+    );
 
     // Somebody clears one caBundle, and puts nonsense into the other.
-    cluster.patch_configuration(json!({"name": "first.injector.example", "clientConfig": {"caBundle": null}})).await;
+    cluster
+        .patch_configuration(
+            json!({"name": "first.injector.example", "clientConfig": {"caBundle": null}}),
+        )
+        .await;
     assert_eq!(cluster.settled().await, ca);
     let other = diy_mesh_injector::certificate::Material::new(
         &diy_mesh_injector::certificate::Names::new(["other.example".into()]),
         std::time::SystemTime::now(),
     );
     let other = ByteString(other.expect("made").bundle().into_bytes());
-    cluster.patch_configuration(json!({"name": "second.injector.example", "clientConfig": {"caBundle": other}})).await;
+    cluster
+        .patch_configuration(
+            json!({"name": "second.injector.example", "clientConfig": {"caBundle": other}}),
+        )
+        .await;
     assert_eq!(cluster.settled().await, ca);
 
     // The configuration is deleted and applied again, as a new installation does it.
-    cluster.configurations().delete(&cluster.name, &DeleteParams::default()).await.expect("it is there");
+    cluster
+        .configurations()
+        .delete(&cluster.name, &DeleteParams::default())
+        .await
+        .expect("it is there");
     cluster.configure().await;
     assert_eq!(cluster.settled().await, ca);
 
     // A Secret that is deleted comes back as it was, so that no caller notices.
-    cluster.secrets().delete(SECRET, &DeleteParams::default()).await.expect("it is there");
+    cluster
+        .secrets()
+        .delete(SECRET, &DeleteParams::default())
+        .await
+        .expect("it is there");
     assert_eq!(cluster.settled().await, ca);
     assert_eq!(cluster.secret().await, secret);
 
     // A Secret that is spoilt is put right.
     let spoilt = Patch::Merge(json!({"stringData": {"tls.key": "nonsense"}}));
-    cluster.secrets().patch(SECRET, &PatchParams::default(), &spoilt).await.expect("a patch");
+    cluster
+        .secrets()
+        .patch(SECRET, &PatchParams::default(), &spoilt)
+        .await
+        .expect("a patch");
     let repaired = async {
         while cluster.secret().await != secret {
             sleep(Duration::from_millis(50)).await;
         }
     };
-    timeout(PATIENCE, repaired).await.expect("the Secret is put right");
+    timeout(PATIENCE, repaired)
+        .await
+        .expect("the Secret is put right");
     assert_eq!(cluster.settled().await, ca);
 
     // Who starts later adopts what is there.

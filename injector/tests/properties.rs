@@ -1,6 +1,8 @@
 //! What holds for every pod, on some thousand pods made at random from a fixed seed: odd ones, half-injected ones, broken ones.
 
-use diy_mesh_injector::patch::{Candidate, ImagePullPolicy, Injection, NamespaceLabels, Settings, Verdict, decide};
+use diy_mesh_injector::patch::{
+    Candidate, ImagePullPolicy, Injection, NamespaceLabels, Settings, Verdict, decide,
+};
 use fastrand::Rng;
 use serde_json::{Map, Value, json};
 
@@ -16,7 +18,17 @@ fn settings() -> Settings {
 }
 
 fn judge(pod: &Value, strict: bool) -> Verdict {
-    decide(&settings(), Candidate { pod, namespace: "shop", labels: NamespaceLabels { enabled: true, strict } })
+    decide(
+        &settings(),
+        Candidate {
+            pod,
+            namespace: "shop",
+            labels: NamespaceLabels {
+                enabled: true,
+                strict,
+            },
+        },
+    )
 }
 
 fn injected(pod: &Value) -> Option<Injection> {
@@ -36,10 +48,13 @@ fn a_patch_fits_leads_to_the_pod_and_is_empty_the_second_time() {
     let mut count = 0;
     for _ in 0..1_000 {
         let pod = pod(&mut rng);
-        let Some(injection) = injected(&pod) else { continue };
+        let Some(injection) = injected(&pod) else {
+            continue;
+        };
         count += 1;
         let mut patched = pod.clone();
-        json_patch::patch(&mut patched, &injection.patch).unwrap_or_else(|error| panic!("{error}: {pod}"));
+        json_patch::patch(&mut patched, &injection.patch)
+            .unwrap_or_else(|error| panic!("{error}: {pod}"));
         assert_eq!(patched, injection.pod, "{pod}");
         let again = injected(&patched).unwrap_or_else(|| panic!("no longer injected: {patched}"));
         assert_eq!(again.patch.0, [], "{pod}");
@@ -53,7 +68,9 @@ fn what_is_not_the_meshes_stays_as_it_is_and_in_its_order() {
     let mut rng = Rng::with_seed(4);
     for _ in 0..1_000 {
         let pod = pod(&mut rng);
-        let Some(injection) = injected(&pod) else { continue };
+        let Some(injection) = injected(&pod) else {
+            continue;
+        };
         let (before, after) = (without_ours(pod), without_ours(injection.pod));
         assert_eq!(before, after);
     }
@@ -64,11 +81,21 @@ fn the_meshes_containers_come_first_and_once() {
     let mut rng = Rng::with_seed(5);
     for _ in 0..1_000 {
         let pod = pod(&mut rng);
-        let Some(injection) = injected(&pod) else { continue };
-        let containers = injection.pod["spec"]["initContainers"].as_array().expect("a list");
-        let names: Vec<_> = containers.iter().filter_map(|container| container["name"].as_str()).collect();
+        let Some(injection) = injected(&pod) else {
+            continue;
+        };
+        let containers = injection.pod["spec"]["initContainers"]
+            .as_array()
+            .expect("a list");
+        let names: Vec<_> = containers
+            .iter()
+            .filter_map(|container| container["name"].as_str())
+            .collect();
         assert_eq!(names[..2], ["proxy-init", "proxy"], "{pod}");
-        assert!(!names[2..].contains(&"proxy") && !names[2..].contains(&"proxy-init"), "{pod}");
+        assert!(
+            !names[2..].contains(&"proxy") && !names[2..].contains(&"proxy-init"),
+            "{pod}"
+        );
     }
 }
 
@@ -78,16 +105,38 @@ fn a_strict_namespace_says_strict_for_the_pods_that_say_nothing_and_for_no_other
     let mut strict = 0;
     for _ in 0..1_000 {
         let pod = pod(&mut rng);
-        let Some(injection) = injected_where(&pod, true) else { continue };
-        let said = pod["metadata"]["annotations"]["diy-service-mesh/inbound"].as_str().unwrap_or("strict");
-        let proxy =
-            injection.pod["spec"]["initContainers"].as_array().expect("a list").iter().find(|container| container["name"] == "proxy");
+        let Some(injection) = injected_where(&pod, true) else {
+            continue;
+        };
+        let said = pod["metadata"]["annotations"]["diy-service-mesh/inbound"]
+            .as_str()
+            .unwrap_or("strict");
+        let proxy = injection.pod["spec"]["initContainers"]
+            .as_array()
+            .expect("a list")
+            .iter()
+            .find(|container| container["name"] == "proxy");
         let args = &proxy.expect("it is injected")["args"];
-        let args: Vec<_> = args.as_array().expect("a list").iter().filter_map(Value::as_str).collect();
-        assert!(args.contains(&format!("--inbound={said}").as_str()), "{pod}");
-        let probes = args.iter().filter(|arg| arg.starts_with("--probe=")).count();
-        let asked = pod["spec"]["containers"][0]["livenessProbe"].get("httpGet").is_some();
-        let skipped = pod["metadata"]["annotations"].get("diy-service-mesh/skip-inbound-ports").is_some();
+        let args: Vec<_> = args
+            .as_array()
+            .expect("a list")
+            .iter()
+            .filter_map(Value::as_str)
+            .collect();
+        assert!(
+            args.contains(&format!("--inbound={said}").as_str()),
+            "{pod}"
+        );
+        let probes = args
+            .iter()
+            .filter(|arg| arg.starts_with("--probe="))
+            .count();
+        let asked = pod["spec"]["containers"][0]["livenessProbe"]
+            .get("httpGet")
+            .is_some();
+        let skipped = pod["metadata"]["annotations"]
+            .get("diy-service-mesh/skip-inbound-ports")
+            .is_some();
         assert!(said == "strict" || probes == 0, "{pod}");
         assert!(said != "strict" || probes > 0 || !asked || skipped, "{pod}");
         strict += usize::from(probes > 0);
@@ -111,15 +160,28 @@ fn no_json_whatever_makes_it_panic() {
 }
 
 fn without_ours(mut pod: Value) -> Value {
-    let ours = |item: &Value| matches!(item["name"].as_str(), Some("proxy" | "proxy-init" | "diy-service-mesh-token"));
+    let ours = |item: &Value| {
+        matches!(
+            item["name"].as_str(),
+            Some("proxy" | "proxy-init" | "diy-service-mesh-token")
+        )
+    };
     let spec = pod["spec"].as_object_mut().expect("a spec");
     for list in ["initContainers", "volumes"] {
         let items = spec.remove(list).unwrap_or_default();
-        let others = items.as_array().into_iter().flatten().filter(|item| !ours(item)).cloned();
+        let others = items
+            .as_array()
+            .into_iter()
+            .flatten()
+            .filter(|item| !ours(item))
+            .cloned();
         spec.insert(list.into(), others.collect());
     }
     let metadata = pod["metadata"].as_object_mut().expect("metadata");
-    let mut annotations = metadata.remove("annotations").and_then(|map| map.as_object().cloned()).unwrap_or_default();
+    let mut annotations = metadata
+        .remove("annotations")
+        .and_then(|map| map.as_object().cloned())
+        .unwrap_or_default();
     annotations.remove("diy-service-mesh/status");
     metadata.insert("annotations".into(), Value::Object(annotations));
     pod
@@ -132,20 +194,30 @@ fn pod(rng: &mut Rng) -> Value {
         1 => pod["metadata"]["annotations"] = Value::Null,
         _ => pod["metadata"]["annotations"] = annotations(rng),
     }
-    let init =
-        [json!({"name": "migrate", "image": "m"}), json!({"name": "tail", "restartPolicy": "Always"}), half_proxy(rng), half_init(rng)];
+    let init = [
+        json!({"name": "migrate", "image": "m"}),
+        json!({"name": "tail", "restartPolicy": "Always"}),
+        half_proxy(rng),
+        half_init(rng),
+    ];
     pod["spec"]["initContainers"] = list(rng, init);
-    let token = json!({"name": "diy-service-mesh-token", "projected": {"sources": [], "defaultMode": 256}});
-    let volumes = [json!({"name": "scratch", "emptyDir": {}}), json!({"name": "a/b~c", "configMap": {"name": "c"}}), token];
+    let token =
+        json!({"name": "diy-service-mesh-token", "projected": {"sources": [], "defaultMode": 256}});
+    let volumes = [
+        json!({"name": "scratch", "emptyDir": {}}),
+        json!({"name": "a/b~c", "configMap": {"name": "c"}}),
+        token,
+    ];
     pod["spec"]["volumes"] = list(rng, volumes);
     // Sometimes it comes back: injected, and changed by others since.
     if let Some(injection) = injected(&pod).filter(|_| rng.bool()) {
         pod = injection.pod;
-        let containers = pod["spec"]["initContainers"].as_array_mut().expect("a list");
+        let containers = pod["spec"]["initContainers"]
+            .as_array_mut()
+            .expect("a list");
         let changed = rng.usize(0..containers.len());
         containers[changed]["terminationMessagePath"] = json!("/dev/termination-log");
-        containers[changed]["volumeMounts"] =
-            json!([{"name": "kube-api-access", "mountPath": "/var/run/secrets/kubernetes.io/serviceaccount"}]);
+        containers[changed]["volumeMounts"] = json!([{"name": "kube-api-access", "mountPath": "/var/run/secrets/kubernetes.io/serviceaccount"}]);
         rng.shuffle(containers);
     }
     pod
@@ -166,21 +238,29 @@ fn annotations(rng: &mut Rng) -> Value {
         ("diy-service-mesh/skip-inbound-ports", "25, 80-90"),
         ("diy-service-mesh/skip-outbound-ports", "3306"),
         ("diy-service-mesh/dump", "off"),
-        ("diy-service-mesh/inbound", *rng.choice(&["strict", "permissive"]).expect("some")),
+        (
+            "diy-service-mesh/inbound",
+            *rng.choice(&["strict", "permissive"]).expect("some"),
+        ),
         ("diy-service-mesh/opaque-ports", "5432"),
-        ("diy-service-mesh/allow-connect", *rng.choice(&["true", "false"]).expect("some")),
+        (
+            "diy-service-mesh/allow-connect",
+            *rng.choice(&["true", "false"]).expect("some"),
+        ),
         ("diy-service-mesh/max-connection-age", "30m"),
         ("diy-service-mesh/status", "unknown"),
         ("example.com/a~b", "c"),
     ];
-    let chosen = all.into_iter().filter(|_| rng.bool()).map(|(name, value)| (name.to_owned(), json!(value)));
+    let chosen = all
+        .into_iter()
+        .filter(|_| rng.bool())
+        .map(|(name, value)| (name.to_owned(), json!(value)));
     Value::Object(chosen.collect::<Map<_, _>>())
 }
 
 fn container(rng: &mut Rng, name: &str) -> Value {
     let port = *rng.choice(&[80, 4000, 4001, 5000, 65535]).expect("some");
-    let mut container =
-        json!({"name": name, "image": "i", "ports": [{"containerPort": port, "name": "web"}], "unknown": {"kept": [1, null]}});
+    let mut container = json!({"name": name, "image": "i", "ports": [{"containerPort": port, "name": "web"}], "unknown": {"kept": [1, null]}});
     let mut probe = || match rng.u8(0..4) {
         0 => json!({"httpGet": {"path": "/health", "port": "web"}}),
         1 => json!({"httpGet": {"port": 85}}),
@@ -194,18 +274,24 @@ fn container(rng: &mut Rng, name: &str) -> Value {
 }
 
 fn half_proxy(rng: &mut Rng) -> Value {
-    let mut proxy =
-        json!({"name": "proxy", "env": [{"name": "EXTRA", "value": "1"}, {"name": "SERVICE_MESH_TOKEN_FILE", "value": "/old"}]});
+    let mut proxy = json!({"name": "proxy", "env": [{"name": "EXTRA", "value": "1"}, {"name": "SERVICE_MESH_TOKEN_FILE", "value": "/old"}]});
     if rng.bool() {
         proxy["args"] = json!(["--old"]);
         proxy["command"] = json!(["/proxy"]);
-        proxy["env"].as_array_mut().expect("a list").push(json!({"name": "POD_NAME", "value": "old"}));
+        proxy["env"]
+            .as_array_mut()
+            .expect("a list")
+            .push(json!({"name": "POD_NAME", "value": "old"}));
     }
     proxy
 }
 
 fn half_init(rng: &mut Rng) -> Value {
-    let args = if rng.bool() { json!(["--proxy-uid=1"]) } else { json!(["--proxy-uid", "1", "--old"]) };
+    let args = if rng.bool() {
+        json!(["--proxy-uid=1"])
+    } else {
+        json!(["--proxy-uid", "1", "--old"])
+    };
     json!({"name": "proxy-init", "args": args, "securityContext": {"capabilities": {"add": ["SYS_ADMIN"]}, "runAsUser": 7}})
 }
 
@@ -216,8 +302,17 @@ fn spoil(value: &mut Value, rng: &mut Rng) {
         Value::Array(items) => items.iter_mut().collect(),
         _ => Vec::new(),
     };
-    let unfit =
-        [Value::Null, json!(""), json!(-1), json!(1e300), json!([]), json!({}), json!([null]), json!(["proxy"]), json!({"name": "proxy"})];
+    let unfit = [
+        Value::Null,
+        json!(""),
+        json!(-1),
+        json!(1e300),
+        json!([]),
+        json!({}),
+        json!([null]),
+        json!(["proxy"]),
+        json!({"name": "proxy"}),
+    ];
     let count = inner.len();
     match inner.into_iter().nth(rng.usize(0..=count)) {
         Some(inner) if rng.u8(0..4) != 0 => spoil(inner, rng),

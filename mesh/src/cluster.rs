@@ -40,7 +40,9 @@ pub enum NoCluster {
     #[error("no cluster: {0}; `kubectl config get-contexts` lists them")]
     Context(String),
     /// It does not answer.
-    #[error("no cluster: {server} does not answer as one: {error}; is it running, and is the kubeconfig the right one?")]
+    #[error(
+        "no cluster: {server} does not answer as one: {error}; is it running, and is the kubeconfig the right one?"
+    )]
     Silent {
         /// Where it should be.
         server: String,
@@ -55,22 +57,44 @@ impl Cluster {
     /// Connects, and makes sure that it answers.
     pub async fn connect(arguments: &Arguments) -> Result<Self, NoCluster> {
         let mut config = match &arguments.context {
-            None => Config::infer().await.map_err(|error| NoCluster::Config(error.to_string()))?,
+            None => Config::infer()
+                .await
+                .map_err(|error| NoCluster::Config(error.to_string()))?,
             context => {
-                let options = KubeConfigOptions { context: context.clone(), ..KubeConfigOptions::default() };
-                Config::from_kubeconfig(&options).await.map_err(|error| NoCluster::Context(with_causes(&error)))?
+                let options = KubeConfigOptions {
+                    context: context.clone(),
+                    ..KubeConfigOptions::default()
+                };
+                Config::from_kubeconfig(&options)
+                    .await
+                    .map_err(|error| NoCluster::Context(with_causes(&error)))?
             }
         };
         config.connect_timeout = Some(PATIENCE);
         config.read_timeout = Some(Duration::from_secs(30));
         let server = config.cluster_url.to_string();
-        let client = Client::try_from(config).map_err(|error| NoCluster::Context(with_causes(&error)))?;
+        let client =
+            Client::try_from(config).map_err(|error| NoCluster::Context(with_causes(&error)))?;
         let version = match tokio::time::timeout(PATIENCE, client.apiserver_version()).await {
             Ok(Ok(version)) => version,
-            Ok(Err(error)) => return Err(NoCluster::Silent { server, error: with_causes(&error) }),
-            Err(_) => return Err(NoCluster::Silent { server, error: format!("no answer within {} s", PATIENCE.as_secs()) }),
+            Ok(Err(error)) => {
+                return Err(NoCluster::Silent {
+                    server,
+                    error: with_causes(&error),
+                });
+            }
+            Err(_) => {
+                return Err(NoCluster::Silent {
+                    server,
+                    error: format!("no answer within {} s", PATIENCE.as_secs()),
+                });
+            }
         };
-        Ok(Self { client, namespace: arguments.namespace.clone(), version })
+        Ok(Self {
+            client,
+            namespace: arguments.namespace.clone(),
+            version,
+        })
     }
 }
 
@@ -91,7 +115,9 @@ pub fn with_causes(error: &dyn std::error::Error) -> String {
 /// What the API server said no to, or what went wrong on the way there, in a few words.
 pub fn short(error: &kube::Error) -> String {
     match error {
-        kube::Error::Api(status) if status.code == 403 => format!("not allowed: {}", status.message),
+        kube::Error::Api(status) if status.code == 403 => {
+            format!("not allowed: {}", status.message)
+        }
         kube::Error::Api(status) => status.message.clone(),
         other => with_causes(other),
     }

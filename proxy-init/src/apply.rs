@@ -47,13 +47,18 @@ pub fn apply(rules: &Rules, search_path: &OsStr) -> Result<String, Failure> {
             }
         }
     }
-    Err(if refusals.is_empty() { Failure::NoProgram(family.program()) } else { Failure::Refused(refusals) })
+    Err(if refusals.is_empty() {
+        Failure::NoProgram(family.program())
+    } else {
+        Failure::Refused(refusals)
+    })
 }
 
 /// Whether this network namespace has an IPv6 address by which others could reach it, or it others.
 pub fn has_ipv6_address() -> bool {
     // The file is missing where the kernel has no IPv6.
-    std::fs::read_to_string("/proc/self/net/if_inet6").is_ok_and(|table| lists_global_address(&table))
+    std::fs::read_to_string("/proc/self/net/if_inet6")
+        .is_ok_and(|table| lists_global_address(&table))
 }
 
 /// One way to call an iptables: by its own name, or by the program that is all of them, as some images have it.
@@ -72,13 +77,25 @@ enum Attempt {
 fn tools(family: Family, kind: &str) -> Vec<Tool> {
     let family = family.program();
     if kind.is_empty() {
-        return vec![Tool { name: family.to_owned(), save: vec![format!("{family}-save")], restore: vec![format!("{family}-restore")] }];
+        return vec![Tool {
+            name: family.to_owned(),
+            save: vec![format!("{family}-save")],
+            restore: vec![format!("{family}-restore")],
+        }];
     }
     let name = format!("{family}-{kind}");
     let all_in_one = format!("xtables-{kind}-multi");
     vec![
-        Tool { name: name.clone(), save: vec![format!("{name}-save")], restore: vec![format!("{name}-restore")] },
-        Tool { name, save: vec![all_in_one.clone(), format!("{family}-save")], restore: vec![all_in_one, format!("{family}-restore")] },
+        Tool {
+            name: name.clone(),
+            save: vec![format!("{name}-save")],
+            restore: vec![format!("{name}-restore")],
+        },
+        Tool {
+            name,
+            save: vec![all_in_one.clone(), format!("{family}-save")],
+            restore: vec![all_in_one, format!("{family}-restore")],
+        },
     ]
 }
 
@@ -86,15 +103,23 @@ impl Tool {
     fn set(&self, rules: &Rules, search_path: &OsStr) -> Result<(), Attempt> {
         let output = self.run(&self.save, &["-t", "nat"], "", search_path)?;
         if !output.status.success() {
-            return Err(Attempt::Refused(format!("the nat table cannot be read: {}", words(&output))));
+            return Err(Attempt::Refused(format!(
+                "the nat table cannot be read: {}",
+                words(&output)
+            )));
         }
         let load = rules.load(&String::from_utf8_lossy(&output.stdout));
         let output = self.restore(&load, search_path)?;
         if output.status.success() {
             return Ok(());
         }
-        let named = line_number(&String::from_utf8_lossy(&output.stderr)).and_then(|line| load.rule_on(line)).map(str::to_owned);
-        let refused = named.map_or_else(|| self.find_refused(rules, search_path), |rule| Ok(Some(rule)))?;
+        let named = line_number(&String::from_utf8_lossy(&output.stderr))
+            .and_then(|line| load.rule_on(line))
+            .map(str::to_owned);
+        let refused = named.map_or_else(
+            || self.find_refused(rules, search_path),
+            |rule| Ok(Some(rule)),
+        )?;
         Err(Attempt::Refused(match refused {
             Some(rule) => format!("the rule `{rule}` is refused: {}", words(&output)),
             None => format!("the rules are refused: {}", words(&output)),
@@ -116,13 +141,31 @@ impl Tool {
     }
 
     fn restore(&self, load: &Load, search_path: &OsStr) -> Result<Output, Attempt> {
-        self.run(&self.restore, &["--noflush", "-w", LOCK_WAIT], load.text(), search_path)
+        self.run(
+            &self.restore,
+            &["--noflush", "-w", LOCK_WAIT],
+            load.text(),
+            search_path,
+        )
     }
 
-    fn run(&self, program: &[String], args: &[&str], input: &str, search_path: &OsStr) -> Result<Output, Attempt> {
+    fn run(
+        &self,
+        program: &[String],
+        args: &[&str],
+        input: &str,
+        search_path: &OsStr,
+    ) -> Result<Output, Attempt> {
         let mut command = Command::new(&program[0]);
-        command.args(&program[1..]).args(args).env("PATH", search_path).env("XTABLES_LOCKFILE", LOCK_FILE);
-        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+            .args(&program[1..])
+            .args(args)
+            .env("PATH", search_path)
+            .env("XTABLES_LOCKFILE", LOCK_FILE);
+        command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
         let result = command.spawn().and_then(|mut child| {
             let mut stdin = child.stdin.take().expect("piped above");
             // One that ends before it has read everything says why in its output.
@@ -141,9 +184,20 @@ impl Tool {
 fn words(output: &Output) -> String {
     let text = String::from_utf8_lossy(&output.stderr);
     let idle = ["Try `", "Error occurred at line", "#"];
-    let lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && !idle.iter().any(|words| line.starts_with(words)));
-    let lines: Vec<_> = lines.map(without_banner).map(kernels_reason).filter(|line| !line.is_empty()).collect();
-    if lines.is_empty() { output.status.to_string() } else { lines.join(", ") }
+    let lines = text
+        .lines()
+        .map(str::trim)
+        .filter(|line| !line.is_empty() && !idle.iter().any(|words| line.starts_with(words)));
+    let lines: Vec<_> = lines
+        .map(without_banner)
+        .map(kernels_reason)
+        .filter(|line| !line.is_empty())
+        .collect();
+    if lines.is_empty() {
+        output.status.to_string()
+    } else {
+        lines.join(", ")
+    }
 }
 
 /// `line 4: RULE_APPEND failed (REASON): rule in chain X` is for us REASON; `line 9 failed` is a refusal without one.
@@ -151,14 +205,24 @@ fn kernels_reason(line: &str) -> &str {
     if line.starts_with("line ") && line.ends_with(" failed") {
         return "the kernel gives no reason";
     }
-    let reason = line.strip_prefix("line ").and_then(|rest| rest.split_once(" failed (")).and_then(|(_, rest)| rest.split_once(')'));
+    let reason = line
+        .strip_prefix("line ")
+        .and_then(|rest| rest.split_once(" failed ("))
+        .and_then(|(_, rest)| rest.split_once(')'));
     reason.map_or(line, |(reason, _)| reason)
 }
 
 /// `iptables-nft-restore v1.8.9 (nf_tables): REASON` is for us REASON.
 fn without_banner(line: &str) -> &str {
-    match line.split_once(": ").or_else(|| line.strip_suffix(':').map(|banner| (banner, ""))) {
-        Some((banner, reason)) if banner.contains("tables") && (banner.contains(" v1.") || !banner.contains(' ')) => reason.trim(),
+    match line
+        .split_once(": ")
+        .or_else(|| line.strip_suffix(':').map(|banner| (banner, "")))
+    {
+        Some((banner, reason))
+            if banner.contains("tables") && (banner.contains(" v1.") || !banner.contains(' ')) =>
+        {
+            reason.trim()
+        }
         _ => line,
     }
 }
@@ -174,7 +238,9 @@ fn line_number(stderr: &str) -> Option<usize> {
 
 /// Each line: address, interface, prefix, scope, flags, name; scope 00 is global, others are of this machine or this link.
 fn lists_global_address(table: &str) -> bool {
-    table.lines().any(|line| line.split_whitespace().nth(3) == Some("00"))
+    table
+        .lines()
+        .any(|line| line.split_whitespace().nth(3) == Some("00"))
 }
 
 #[cfg(test)]
@@ -185,7 +251,11 @@ mod tests {
     use super::*;
 
     fn said(stderr: &str) -> String {
-        words(&Output { status: ExitStatus::from_raw(0x100), stdout: Vec::new(), stderr: stderr.into() })
+        words(&Output {
+            status: ExitStatus::from_raw(0x100),
+            stdout: Vec::new(),
+            stderr: stderr.into(),
+        })
     }
 
     #[test]
@@ -194,19 +264,31 @@ mod tests {
         assert_eq!(said(nft), "Invalid argument");
         let long = "iptables-restore v1.8.9 (legacy): too many ports specified\nError occurred at line: 4\nTry `iptables-restore -h' ...\n";
         assert_eq!(said(long), "too many ports specified");
-        assert_eq!(said("iptables-restore: line 5 failed\n"), "the kernel gives no reason");
+        assert_eq!(
+            said("iptables-restore: line 5 failed\n"),
+            "the kernel gives no reason"
+        );
         assert_eq!(
             said("iptables-nft-restore: line 4 failed: No chain/target/match by that name.\n"),
             "line 4 failed: No chain/target/match by that name."
         );
-        assert_eq!(said("# Warning: iptables-legacy tables present\n"), "exit status: 1");
+        assert_eq!(
+            said("# Warning: iptables-legacy tables present\n"),
+            "exit status: 1"
+        );
     }
 
     #[test]
     fn the_line_is_found_in_each_wording() {
         for (stderr, line) in [
-            ("iptables-nft-restore v1.8.9 (nf_tables): \nline 4: RULE_APPEND failed (Invalid argument)", Some(4)),
-            ("iptables-restore v1.8.9 (legacy): bad\nError occurred at line: 14\nTry `iptables-restore -h'", Some(14)),
+            (
+                "iptables-nft-restore v1.8.9 (nf_tables): \nline 4: RULE_APPEND failed (Invalid argument)",
+                Some(4),
+            ),
+            (
+                "iptables-restore v1.8.9 (legacy): bad\nError occurred at line: 14\nTry `iptables-restore -h'",
+                Some(14),
+            ),
             ("iptables-restore: line 5 failed", Some(5)),
             ("Permission denied (you must be root)", None),
             ("a line", None),

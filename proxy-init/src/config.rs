@@ -39,30 +39,61 @@ impl Config {
     /// Reads flags and environment. Ends the process for `--help`, `--version` and unknown flags.
     pub fn read() -> Result<Self, Problems> {
         let search_path = std::env::var_os("PATH").filter(|path| !path.is_empty());
-        Self::check(RawConfig::parse(), search_path.unwrap_or_else(|| USUAL_PATH.into()))
+        Self::check(
+            RawConfig::parse(),
+            search_path.unwrap_or_else(|| USUAL_PATH.into()),
+        )
     }
 
     fn check(raw: RawConfig, search_path: OsString) -> Result<Self, Problems> {
         let mut problems = Vec::new();
         let config = Self {
-            inbound_port: required(&mut problems, "--inbound-port", raw.inbound_port, parse_port),
-            outbound_port: required(&mut problems, "--outbound-port", raw.outbound_port, parse_port),
+            inbound_port: required(
+                &mut problems,
+                "--inbound-port",
+                raw.inbound_port,
+                parse_port,
+            ),
+            outbound_port: required(
+                &mut problems,
+                "--outbound-port",
+                raw.outbound_port,
+                parse_port,
+            ),
             admin_port: required(&mut problems, "--admin-port", raw.admin_port, parse_port),
             proxy_uid: required(&mut problems, "--proxy-uid", raw.proxy_uid, parse_uid),
-            skip_inbound_ports: list(&mut problems, "--skip-inbound-ports", &raw.skip_inbound_ports),
-            skip_outbound_ports: list(&mut problems, "--skip-outbound-ports", &raw.skip_outbound_ports),
+            skip_inbound_ports: list(
+                &mut problems,
+                "--skip-inbound-ports",
+                &raw.skip_inbound_ports,
+            ),
+            skip_outbound_ports: list(
+                &mut problems,
+                "--skip-outbound-ports",
+                &raw.skip_outbound_ports,
+            ),
             dry_run: raw.dry_run,
             search_path,
         };
-        let named =
-            [("--inbound-port", config.inbound_port), ("--outbound-port", config.outbound_port), ("--admin-port", config.admin_port)];
+        let named = [
+            ("--inbound-port", config.inbound_port),
+            ("--outbound-port", config.outbound_port),
+            ("--admin-port", config.admin_port),
+        ];
         for (index, (name, port)) in named.iter().enumerate() {
             // 0 stands for a port that is wrong and has been named already.
-            for (other, _) in named[..index].iter().filter(|(_, taken)| taken == port && *port != 0) {
+            for (other, _) in named[..index]
+                .iter()
+                .filter(|(_, taken)| taken == port && *port != 0)
+            {
                 problems.push(format!("{name}: `{port}` is the port of {other} too"));
             }
         }
-        if problems.is_empty() { Ok(config) } else { Err(Problems(problems)) }
+        if problems.is_empty() {
+            Ok(config)
+        } else {
+            Err(Problems(problems))
+        }
     }
 
     #[cfg(test)]
@@ -104,17 +135,34 @@ struct RawConfig {
     #[arg(long, value_name = "UID")]
     proxy_uid: Option<String>,
     /// Ports of this pod that are reached without the proxy, such as 25,9000-9100
-    #[arg(long, value_name = "LIST", default_value = "", hide_default_value = true, allow_hyphen_values = true)]
+    #[arg(
+        long,
+        value_name = "LIST",
+        default_value = "",
+        hide_default_value = true,
+        allow_hyphen_values = true
+    )]
     skip_inbound_ports: String,
     /// Ports of others that are reached without the proxy, such as 3306,9000-9100
-    #[arg(long, value_name = "LIST", default_value = "", hide_default_value = true, allow_hyphen_values = true)]
+    #[arg(
+        long,
+        value_name = "LIST",
+        default_value = "",
+        hide_default_value = true,
+        allow_hyphen_values = true
+    )]
     skip_outbound_ports: String,
     /// Print the rules of both families and change nothing; needs no privileges
     #[arg(long)]
     dry_run: bool,
 }
 
-fn required<T: Default>(problems: &mut Vec<String>, name: &str, text: Option<String>, parse: impl Fn(&str) -> Result<T, String>) -> T {
+fn required<T: Default>(
+    problems: &mut Vec<String>,
+    name: &str,
+    text: Option<String>,
+    parse: impl Fn(&str) -> Result<T, String>,
+) -> T {
     let result = text.map_or_else(|| Err("is missing".to_owned()), |text| parse(text.trim()));
     result.unwrap_or_else(|problem| {
         problems.push(format!("{name}: {problem}"));
@@ -124,7 +172,11 @@ fn required<T: Default>(problems: &mut Vec<String>, name: &str, text: Option<Str
 
 fn list(problems: &mut Vec<String>, name: &str, text: &str) -> Ports {
     Ports::parse(text).unwrap_or_else(|wrong| {
-        problems.extend(wrong.into_iter().map(|problem| format!("{name}: {problem}")));
+        problems.extend(
+            wrong
+                .into_iter()
+                .map(|problem| format!("{name}: {problem}")),
+        );
         Ports::default()
     })
 }
@@ -143,7 +195,8 @@ impl fmt::Display for Problems {
             [only] => write!(f, "the configuration has a problem: {only}"),
             all => {
                 write!(f, "the configuration has {} problems:", all.len())?;
-                all.iter().try_for_each(|problem| write!(f, "\n  - {problem}"))
+                all.iter()
+                    .try_for_each(|problem| write!(f, "\n  - {problem}"))
             }
         }
     }
@@ -170,7 +223,9 @@ mod tests {
 
     #[test]
     fn every_problem_is_in_one_report() {
-        let report = check("--inbound-port 0 --outbound-port 4001 --admin-port 4001 --skip-inbound-ports 5,x --skip-outbound-ports -1,9-3");
+        let report = check(
+            "--inbound-port 0 --outbound-port 4001 --admin-port 4001 --skip-inbound-ports 5,x --skip-outbound-ports -1,9-3",
+        );
         assert_eq!(
             report.expect_err("much is wrong"),
             "the configuration has 6 problems:\
@@ -185,7 +240,11 @@ mod tests {
 
     #[test]
     fn the_number_that_means_nobody_is_no_uid() {
-        let report = check("--inbound-port 1 --outbound-port 2 --admin-port 3 --proxy-uid 4294967295");
-        assert_eq!(report.expect_err("wrong"), "the configuration has a problem: --proxy-uid: `4294967295` is not a user's number");
+        let report =
+            check("--inbound-port 1 --outbound-port 2 --admin-port 3 --proxy-uid 4294967295");
+        assert_eq!(
+            report.expect_err("wrong"),
+            "the configuration has a problem: --proxy-uid: `4294967295` is not a user's number"
+        );
     }
 }

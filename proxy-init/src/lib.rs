@@ -36,13 +36,19 @@ pub fn run(config: &Config) -> Result<String, Error> {
     if config.dry_run {
         return Ok(dry_run(config));
     }
-    let backend4 = apply::apply(&Rules::new(config, Family::V4), &config.search_path).map_err(Error::V4)?;
+    let backend4 =
+        apply::apply(&Rules::new(config, Family::V4), &config.search_path).map_err(Error::V4)?;
     let backend6 = match apply::apply(&Rules::new(config, Family::V6), &config.search_path) {
         Ok(backend) => format!("IPv6: set by {backend}"),
         Err(failure) if apply::has_ipv6_address() => return Err(Error::V6(failure)),
-        Err(failure) => format!("IPv6: not set, and not needed, as this pod has no IPv6 address: {failure}"),
+        Err(failure) => {
+            format!("IPv6: not set, and not needed, as this pod has no IPv6 address: {failure}")
+        }
     };
-    Ok(format!("{}IPv4: set by {backend4}\n{backend6}\n", summary(config)))
+    Ok(format!(
+        "{}IPv4: set by {backend4}\n{backend6}\n",
+        summary(config)
+    ))
 }
 
 /// What a fresh namespace would get, as iptables-restore reads it.
@@ -50,15 +56,34 @@ fn dry_run(config: &Config) -> String {
     let mut text = String::new();
     for family in [Family::V4, Family::V6] {
         let load = Rules::new(config, family).load("");
-        writeln!(text, "# {family}, for {}-restore --noflush", family.program()).expect("a String takes every write");
+        writeln!(
+            text,
+            "# {family}, for {}-restore --noflush",
+            family.program()
+        )
+        .expect("a String takes every write");
         text.push_str(load.text());
     }
     text
 }
 
 fn summary(config: &Config) -> String {
-    let Config { inbound_port, outbound_port, admin_port, proxy_uid, skip_inbound_ports, skip_outbound_ports, .. } = config;
-    let skipped = |ports: &ports::Ports| if ports.is_empty() { String::new() } else { format!(", ports {ports}") };
+    let Config {
+        inbound_port,
+        outbound_port,
+        admin_port,
+        proxy_uid,
+        skip_inbound_ports,
+        skip_outbound_ports,
+        ..
+    } = config;
+    let skipped = |ports: &ports::Ports| {
+        if ports.is_empty() {
+            String::new()
+        } else {
+            format!(", ports {ports}")
+        }
+    };
     format!(
         "inbound TCP goes to port {inbound_port}, except: loopback, the admin port {admin_port}{}\n\
          outbound TCP goes to port {outbound_port}, except: loopback, the proxy's own (uid {proxy_uid}){}\n",

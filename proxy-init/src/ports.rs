@@ -20,7 +20,11 @@ impl Ports {
                 Err(problem) => problems.push(problem),
             }
         }
-        if problems.is_empty() { Ok(Self::merged(ranges)) } else { Err(problems) }
+        if problems.is_empty() {
+            Ok(Self::merged(ranges))
+        } else {
+            Err(problems)
+        }
     }
 
     /// Whether there is none.
@@ -67,7 +71,9 @@ fn parse_item(item: &str) -> Result<RangeInclusive<u16>, String> {
     match (parse_port(first.trim()), parse_port(last.trim())) {
         (Ok(first), Ok(last)) if first <= last => Ok(first..=last),
         (Ok(_), Ok(_)) => Err(format!("`{item}` ends before it begins")),
-        _ => Err(format!("`{item}` is not a range of ports from 1 to 65535, such as 9000-9100")),
+        _ => Err(format!(
+            "`{item}` is not a range of ports from 1 to 65535, such as 9000-9100"
+        )),
     }
 }
 
@@ -103,7 +109,8 @@ mod tests {
 
     #[test]
     fn every_wrong_item_is_named() {
-        let problems = Ports::parse("25,http,0,70000,9-1,1-,-5,+5,1-2-3,,5").expect_err("most of it is wrong");
+        let problems =
+            Ports::parse("25,http,0,70000,9-1,1-,-5,+5,1-2-3,,5").expect_err("most of it is wrong");
         assert_eq!(
             problems,
             [

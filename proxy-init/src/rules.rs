@@ -11,7 +11,10 @@ use crate::ports::Ports;
 /// What multiport takes in one rule; a range counts as two.
 const MULTIPORT_SLOTS: usize = 15;
 /// The chains and the built-in ones that lead to them.
-const CHAINS: [(&str, &str); 2] = [("PREROUTING", "PROXY_INBOUND"), ("OUTPUT", "PROXY_OUTBOUND")];
+const CHAINS: [(&str, &str); 2] = [
+    ("PREROUTING", "PROXY_INBOUND"),
+    ("OUTPUT", "PROXY_OUTBOUND"),
+];
 
 /// A family of addresses: each has its own rules.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,16 +58,31 @@ impl Rules {
     pub fn new(config: &Config, family: Family) -> Self {
         let mut lines = vec![
             "-A PROXY_INBOUND -i lo -j RETURN".to_owned(),
-            format!("-A PROXY_INBOUND -p tcp -m tcp --dport {} -j RETURN", config.admin_port),
+            format!(
+                "-A PROXY_INBOUND -p tcp -m tcp --dport {} -j RETURN",
+                config.admin_port
+            ),
         ];
         lines.extend(skip("PROXY_INBOUND", &config.skip_inbound_ports));
-        lines.push(format!("-A PROXY_INBOUND -p tcp -j REDIRECT --to-ports {}", config.inbound_port));
+        lines.push(format!(
+            "-A PROXY_INBOUND -p tcp -j REDIRECT --to-ports {}",
+            config.inbound_port
+        ));
 
-        lines.push(format!("-A PROXY_OUTBOUND -m owner --uid-owner {} -j RETURN", config.proxy_uid));
+        lines.push(format!(
+            "-A PROXY_OUTBOUND -m owner --uid-owner {} -j RETURN",
+            config.proxy_uid
+        ));
         lines.push("-A PROXY_OUTBOUND -o lo -j RETURN".to_owned());
-        lines.push(format!("-A PROXY_OUTBOUND -d {} -j RETURN", family.loopback()));
+        lines.push(format!(
+            "-A PROXY_OUTBOUND -d {} -j RETURN",
+            family.loopback()
+        ));
         lines.extend(skip("PROXY_OUTBOUND", &config.skip_outbound_ports));
-        lines.push(format!("-A PROXY_OUTBOUND -p tcp -j REDIRECT --to-ports {}", config.outbound_port));
+        lines.push(format!(
+            "-A PROXY_OUTBOUND -p tcp -j REDIRECT --to-ports {}",
+            config.outbound_port
+        ));
         Self { family, lines }
     }
 
@@ -103,10 +121,20 @@ impl Rules {
     /// by a kernel that says no more than that one is.
     pub fn one_by_one(&self) -> (impl Iterator<Item = (&str, Load)>, Load) {
         let single = self.lines.iter().map(|line| {
-            let tried = line.replacen("PROXY_INBOUND", "PROXY_TRIAL", 1).replacen("PROXY_OUTBOUND", "PROXY_TRIAL", 1);
-            (line.as_str(), Load(format!("*nat\n:PROXY_TRIAL - [0:0]\n{tried}\nCOMMIT\n")))
+            let tried = line.replacen("PROXY_INBOUND", "PROXY_TRIAL", 1).replacen(
+                "PROXY_OUTBOUND",
+                "PROXY_TRIAL",
+                1,
+            );
+            (
+                line.as_str(),
+                Load(format!("*nat\n:PROXY_TRIAL - [0:0]\n{tried}\nCOMMIT\n")),
+            )
         });
-        (single, Load("*nat\n:PROXY_TRIAL - [0:0]\n-X PROXY_TRIAL\nCOMMIT\n".to_owned()))
+        (
+            single,
+            Load("*nat\n:PROXY_TRIAL - [0:0]\n-X PROXY_TRIAL\nCOMMIT\n".to_owned()),
+        )
     }
 }
 
@@ -118,7 +146,10 @@ impl Load {
 
     /// The rule on a line, counted from 1; nothing where the line is no rule.
     pub fn rule_on(&self, line: usize) -> Option<&str> {
-        self.0.lines().nth(line.checked_sub(1)?).filter(|line| line.starts_with('-'))
+        self.0
+            .lines()
+            .nth(line.checked_sub(1)?)
+            .filter(|line| line.starts_with('-'))
     }
 }
 
@@ -138,14 +169,31 @@ fn skip(chain: &str, ports: &Ports) -> Vec<String> {
             _ => groups.push((slots, item)),
         }
     }
-    groups.into_iter().map(|(_, list)| format!("-A {chain} -p tcp -m multiport --dports {list} -j RETURN")).collect()
+    groups
+        .into_iter()
+        .map(|(_, list)| format!("-A {chain} -p tcp -m multiport --dports {list} -j RETURN"))
+        .collect()
 }
 
 /// The rules of a built-in chain that jump to one of ours.
 fn jumps<'a>(saved: &'a str, from: &str, chain: &str) -> Vec<&'a str> {
-    let in_chain = |line: &&str| line.strip_prefix("-A ").and_then(|rest| rest.split_once(' ')).is_some_and(|(name, _)| name == from);
-    let to_ours = |line: &&str| line.split_whitespace().collect::<Vec<_>>().windows(2).any(|pair| pair == ["-j", chain]);
-    saved.lines().map(str::trim_end).filter(in_chain).filter(to_ours).collect()
+    let in_chain = |line: &&str| {
+        line.strip_prefix("-A ")
+            .and_then(|rest| rest.split_once(' '))
+            .is_some_and(|(name, _)| name == from)
+    };
+    let to_ours = |line: &&str| {
+        line.split_whitespace()
+            .collect::<Vec<_>>()
+            .windows(2)
+            .any(|pair| pair == ["-j", chain])
+    };
+    saved
+        .lines()
+        .map(str::trim_end)
+        .filter(in_chain)
+        .filter(to_ours)
+        .collect()
 }
 
 impl fmt::Display for Family {
@@ -162,14 +210,20 @@ mod tests {
     use super::*;
 
     fn load(saved: &str) -> String {
-        Rules::new(&Config::example(), Family::V4).load(saved).text().to_owned()
+        Rules::new(&Config::example(), Family::V4)
+            .load(saved)
+            .text()
+            .to_owned()
     }
 
     #[test]
     fn a_fresh_namespace_gets_the_golden_rules() {
         assert_eq!(load(""), include_str!("../tests/golden/ipv4.rules"));
         let rules = Rules::new(&Config::example(), Family::V6);
-        assert_eq!(rules.load("").text(), include_str!("../tests/golden/ipv6.rules"));
+        assert_eq!(
+            rules.load("").text(),
+            include_str!("../tests/golden/ipv6.rules")
+        );
     }
 
     #[test]
@@ -191,18 +245,33 @@ mod tests {
         let list: Vec<_> = (1..=15).map(|n| (n * 10).to_string()).collect();
         let ports = |text: &str| skip("C", &Ports::parse(text).expect("valid"));
         assert_eq!(ports(&list.join(",")).len(), 1);
-        assert_eq!(ports(&format!("{},1000", list.join(",")))[1], "-A C -p tcp -m multiport --dports 1000 -j RETURN");
-        assert_eq!(ports(&format!("{},1000-1001", list[..14].join(",")))[1], "-A C -p tcp -m multiport --dports 1000:1001 -j RETURN");
-        assert_eq!(ports(&format!("{},1000-1001", list[..13].join(","))).len(), 1);
+        assert_eq!(
+            ports(&format!("{},1000", list.join(",")))[1],
+            "-A C -p tcp -m multiport --dports 1000 -j RETURN"
+        );
+        assert_eq!(
+            ports(&format!("{},1000-1001", list[..14].join(",")))[1],
+            "-A C -p tcp -m multiport --dports 1000:1001 -j RETURN"
+        );
+        assert_eq!(
+            ports(&format!("{},1000-1001", list[..13].join(","))).len(),
+            1
+        );
         assert_eq!(ports(""), Vec::<String>::new());
     }
 
     #[test]
     fn a_line_number_leads_back_to_its_rule() {
         let load = Rules::new(&Config::example(), Family::V4).load("");
-        assert_eq!(load.rule_on(4), Some("-A PREROUTING -p tcp -j PROXY_INBOUND"));
+        assert_eq!(
+            load.rule_on(4),
+            Some("-A PREROUTING -p tcp -j PROXY_INBOUND")
+        );
         let commit = load.text().lines().count();
-        assert_eq!([0, 1, 2, commit, commit + 1].map(|line| load.rule_on(line)), [None; 5]);
+        assert_eq!(
+            [0, 1, 2, commit, commit + 1].map(|line| load.rule_on(line)),
+            [None; 5]
+        );
     }
 
     #[test]
@@ -211,6 +280,9 @@ mod tests {
         let (mut single, _) = rules.one_by_one();
         let (line, load) = single.next().expect("there are rules");
         assert_eq!(line, "-A PROXY_INBOUND -i lo -j RETURN");
-        assert_eq!(load.text(), "*nat\n:PROXY_TRIAL - [0:0]\n-A PROXY_TRIAL -i lo -j RETURN\nCOMMIT\n");
+        assert_eq!(
+            load.text(),
+            "*nat\n:PROXY_TRIAL - [0:0]\n-A PROXY_TRIAL -i lo -j RETURN\nCOMMIT\n"
+        );
     }
 }

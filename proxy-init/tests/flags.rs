@@ -2,23 +2,61 @@
 
 use std::process::{Command, Output};
 
-const FLAGS: [&str; 8] = ["--inbound-port", "4000", "--outbound-port", "5000", "--admin-port", "4001", "--proxy-uid", "1337"];
+const FLAGS: [&str; 8] = [
+    "--inbound-port",
+    "4000",
+    "--outbound-port",
+    "5000",
+    "--admin-port",
+    "4001",
+    "--proxy-uid",
+    "1337",
+];
 
 #[test]
 fn a_dry_run_prints_the_rules_of_both_families() {
-    let output = run(&[&FLAGS[..], &["--skip-inbound-ports", "25,9000-9100", "--skip-outbound-ports", "3306", "--dry-run"]].concat());
+    let output = run(&[
+        &FLAGS[..],
+        &[
+            "--skip-inbound-ports",
+            "25,9000-9100",
+            "--skip-outbound-ports",
+            "3306",
+            "--dry-run",
+        ],
+    ]
+    .concat());
     assert!(output.status.success());
-    let (ipv4, ipv6) = (include_str!("golden/ipv4.rules"), include_str!("golden/ipv6.rules"));
-    let expected = format!("# IPv4, for iptables-restore --noflush\n{ipv4}# IPv6, for ip6tables-restore --noflush\n{ipv6}");
+    let (ipv4, ipv6) = (
+        include_str!("golden/ipv4.rules"),
+        include_str!("golden/ipv6.rules"),
+    );
+    let expected = format!(
+        "# IPv4, for iptables-restore --noflush\n{ipv4}# IPv6, for ip6tables-restore --noflush\n{ipv6}"
+    );
     assert_eq!(String::from_utf8(output.stdout).expect("UTF-8"), expected);
 }
 
 #[test]
 fn a_wrong_configuration_is_reported_whole_with_exit_code_2() {
-    let output = run(&["--inbound-port", "x", "--skip-inbound-ports", "1,b,c", "--dry-run"]);
+    let output = run(&[
+        "--inbound-port",
+        "x",
+        "--skip-inbound-ports",
+        "1,b,c",
+        "--dry-run",
+    ]);
     assert_eq!((output.status.code(), output.stdout), (Some(2), Vec::new()));
     let report = String::from_utf8(output.stderr).expect("UTF-8");
-    for part in ["6 problems", "--inbound-port: `x`", "--outbound-port: is missing", "--admin-port: ", "--proxy-uid: ", "`b`", "`c`"] {
+    for part in [
+        "6 problems",
+        "--inbound-port: `x`",
+        "--outbound-port: is missing",
+        "--admin-port: ",
+        "--proxy-uid: ",
+        "`b`",
+        "`c`",
+    ] {
         assert!(report.contains(part), "{part}: {report}");
     }
     assert_eq!(run(&["--no-such-flag"]).status.code(), Some(2));
@@ -29,10 +67,18 @@ fn help_and_version_are_there() {
     let help = String::from_utf8(run(&["--help"]).stdout).expect("UTF-8");
     assert!(help.contains("UDP never passes the proxy"), "{help}");
     let version = String::from_utf8(run(&["--version"]).stdout).expect("UTF-8");
-    assert_eq!(version, format!("proxy-init {}\n", env!("CARGO_PKG_VERSION")));
+    assert_eq!(
+        version,
+        format!("proxy-init {}\n", env!("CARGO_PKG_VERSION"))
+    );
 }
 
 /// Nothing is found in the PATH: what is tested here must work without.
 fn run(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_proxy-init")).args(args).env_clear().env("PATH", "/nonexistent").output().expect("it starts")
+    Command::new(env!("CARGO_BIN_EXE_proxy-init"))
+        .args(args)
+        .env_clear()
+        .env("PATH", "/nonexistent")
+        .output()
+        .expect("it starts")
 }

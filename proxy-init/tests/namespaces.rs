@@ -8,8 +8,22 @@ use std::process::Command;
 
 use support::{Namespace, PROXY_INIT, kind, namespaces_are_possible, programs, script, text};
 
-const FLAGS: [&str; 8] = ["--inbound-port", "4000", "--outbound-port", "5000", "--admin-port", "4001", "--proxy-uid", "1337"];
-const SKIPS: [&str; 4] = ["--skip-inbound-ports", "25,9000-9100", "--skip-outbound-ports", "3306"];
+const FLAGS: [&str; 8] = [
+    "--inbound-port",
+    "4000",
+    "--outbound-port",
+    "5000",
+    "--admin-port",
+    "4001",
+    "--proxy-uid",
+    "1337",
+];
+const SKIPS: [&str; 4] = [
+    "--skip-inbound-ports",
+    "25,9000-9100",
+    "--skip-outbound-ports",
+    "3306",
+];
 const KINDS: [&str; 2] = ["nft", "legacy"];
 
 #[test]
@@ -19,12 +33,23 @@ fn what_is_loaded_is_what_is_written_and_twice_is_as_once() {
     }
     for name in KINDS {
         let (namespace, programs) = (Namespace::new(), kind(name));
-        succeed(&namespace, &[&FLAGS[..], &SKIPS[..]].concat(), programs.path());
+        succeed(
+            &namespace,
+            &[&FLAGS[..], &SKIPS[..]].concat(),
+            programs.path(),
+        );
         let once = both_families(&namespace, name);
-        for (saved, golden) in once.iter().zip([include_str!("golden/ipv4.rules"), include_str!("golden/ipv6.rules")]) {
+        for (saved, golden) in once.iter().zip([
+            include_str!("golden/ipv4.rules"),
+            include_str!("golden/ipv6.rules"),
+        ]) {
             assert_eq!(rules(saved), rules(golden), "{name}");
         }
-        succeed(&namespace, &[&FLAGS[..], &SKIPS[..]].concat(), programs.path());
+        succeed(
+            &namespace,
+            &[&FLAGS[..], &SKIPS[..]].concat(),
+            programs.path(),
+        );
         assert_eq!(both_families(&namespace, name), once, "{name}");
     }
 }
@@ -38,21 +63,50 @@ fn other_options_replace_the_rules_and_those_of_others_stay() {
         let (namespace, programs) = (Namespace::new(), kind(name));
         let before = format!("iptables-{name}");
         namespace.run(move || {
-            let others = ["-t nat -N OTHERS", "-t nat -A PREROUTING -p udp -j OTHERS", "-t nat -A OUTPUT -p tcp --dport 99 -j ACCEPT"];
+            let others = [
+                "-t nat -N OTHERS",
+                "-t nat -A PREROUTING -p udp -j OTHERS",
+                "-t nat -A OUTPUT -p tcp --dport 99 -j ACCEPT",
+            ];
             // And what is left of ours may be wrong: a jump without -p tcp, twice.
-            let ours = ["-t nat -N PROXY_INBOUND", "-t nat -A PREROUTING -j PROXY_INBOUND", "-t nat -A PREROUTING -j PROXY_INBOUND"];
+            let ours = [
+                "-t nat -N PROXY_INBOUND",
+                "-t nat -A PREROUTING -j PROXY_INBOUND",
+                "-t nat -A PREROUTING -j PROXY_INBOUND",
+            ];
             for args in others.iter().chain(&ours) {
-                assert!(Command::new(&before).args(args.split(' ')).status().expect("it starts").success());
+                assert!(
+                    Command::new(&before)
+                        .args(args.split(' '))
+                        .status()
+                        .expect("it starts")
+                        .success()
+                );
             }
         });
-        succeed(&namespace, &[&FLAGS[..], &SKIPS[..]].concat(), programs.path());
+        succeed(
+            &namespace,
+            &[&FLAGS[..], &SKIPS[..]].concat(),
+            programs.path(),
+        );
         succeed(&namespace, &FLAGS, programs.path());
         let saved = namespace.saved(&format!("iptables-{name}-save"));
-        for line in ["-A PREROUTING -p udp -j OTHERS\n", "-A OUTPUT -p tcp -m tcp --dport 99 -j ACCEPT\n"] {
+        for line in [
+            "-A PREROUTING -p udp -j OTHERS\n",
+            "-A OUTPUT -p tcp -m tcp --dport 99 -j ACCEPT\n",
+        ] {
             assert!(saved.contains(line), "{name}: {saved}");
         }
-        assert_eq!(saved.matches("-j PROXY_INBOUND\n").count(), 1, "{name}: {saved}");
-        assert!(saved.contains("-A PREROUTING -p tcp -j PROXY_INBOUND\n") && !saved.contains("multiport"), "{name}: {saved}");
+        assert_eq!(
+            saved.matches("-j PROXY_INBOUND\n").count(),
+            1,
+            "{name}: {saved}"
+        );
+        assert!(
+            saved.contains("-A PREROUTING -p tcp -j PROXY_INBOUND\n")
+                && !saved.contains("multiport"),
+            "{name}: {saved}"
+        );
     }
 }
 
@@ -63,7 +117,14 @@ fn connections_go_where_the_rules_send_them() {
     }
     for name in KINDS {
         let (pod, peer) = pod_and_peer();
-        for (port, word) in [(4000, "inbound"), (5000, "outbound"), (4001, "admin"), (8080, "app"), (25, "app"), (9050, "app")] {
+        for (port, word) in [
+            (4000, "inbound"),
+            (5000, "outbound"),
+            (4001, "admin"),
+            (8080, "app"),
+            (25, "app"),
+            (9050, "app"),
+        ] {
             pod.serve(port, word);
         }
         for port in [80, 3306] {
@@ -72,13 +133,37 @@ fn connections_go_where_the_rules_send_them() {
         succeed(&pod, &[&FLAGS[..], &SKIPS[..]].concat(), kind(name).path());
         for (family, pod_ip, peer_ip) in addresses() {
             let heard = [8080, 80, 4001, 25, 9050, 5000].map(|port| peer.ask(pod_ip, port));
-            assert_eq!(heard, ["inbound", "inbound", "admin", "app", "app", "inbound"], "inbound, {name} {family}");
+            assert_eq!(
+                heard,
+                ["inbound", "inbound", "admin", "app", "app", "inbound"],
+                "inbound, {name} {family}"
+            );
             let heard = [80, 8080, 3306].map(|port| pod.ask(peer_ip, port));
-            assert_eq!(heard, ["outbound", "outbound", "peer"], "outbound, {name} {family}");
-            assert_eq!(pod.ask_as(1337, peer_ip, 80), "peer", "the proxy's own, {name} {family}");
-            assert_eq!(pod.ask_as(1338, peer_ip, 80), "outbound", "another user's, {name} {family}");
-            assert_eq!(pod.ask(pod_ip, 8080), "app", "the pod itself by its own address, {name} {family}");
-            assert_eq!(pod.ask_as(1337, pod_ip, 8080), "app", "the proxy to the app, {name} {family}");
+            assert_eq!(
+                heard,
+                ["outbound", "outbound", "peer"],
+                "outbound, {name} {family}"
+            );
+            assert_eq!(
+                pod.ask_as(1337, peer_ip, 80),
+                "peer",
+                "the proxy's own, {name} {family}"
+            );
+            assert_eq!(
+                pod.ask_as(1338, peer_ip, 80),
+                "outbound",
+                "another user's, {name} {family}"
+            );
+            assert_eq!(
+                pod.ask(pod_ip, 8080),
+                "app",
+                "the pod itself by its own address, {name} {family}"
+            );
+            assert_eq!(
+                pod.ask_as(1337, pod_ip, 8080),
+                "app",
+                "the proxy to the app, {name} {family}"
+            );
         }
         assert_eq!(pod.ask(Ipv4Addr::LOCALHOST, 8080), "app", "{name}");
         assert_eq!(pod.ask(Ipv4Addr::new(127, 9, 9, 9), 8080), "app", "{name}");
@@ -95,11 +180,19 @@ fn udp_is_left_alone() {
     succeed(&pod, &FLAGS, kind("nft").path());
     for (family, pod_ip, peer_ip) in addresses() {
         let (pod_socket, peer_socket) = (pod.udp(pod_ip, 8080), peer.udp(peer_ip, 53));
-        pod_socket.send_to(b"question", (peer_ip, 53)).expect("sent");
+        pod_socket
+            .send_to(b"question", (peer_ip, 53))
+            .expect("sent");
         let mut buffer = [0; 16];
         let (length, from) = peer_socket.recv_from(&mut buffer).expect("came through");
-        assert_eq!((&buffer[..length], from), (&b"question"[..], (pod_ip, 8080).into()), "{family}");
-        peer.udp(peer_ip, 54).send_to(b"other", (pod_ip, 8080)).expect("sent");
+        assert_eq!(
+            (&buffer[..length], from),
+            (&b"question"[..], (pod_ip, 8080).into()),
+            "{family}"
+        );
+        peer.udp(peer_ip, 54)
+            .send_to(b"other", (pod_ip, 8080))
+            .expect("sent");
         let (length, _) = pod_socket.recv_from(&mut buffer).expect("came through");
         assert_eq!(&buffer[..length], b"other", "{family}");
     }
@@ -110,15 +203,30 @@ fn sixty_ports_to_skip_are_skipped() {
     if !namespaces_are_possible() {
         return;
     }
-    let list: Vec<_> = (0..60).map(|n| format!("{}-{}", 10_000 + n * 10, 10_001 + n * 10)).collect();
+    let list: Vec<_> = (0..60)
+        .map(|n| format!("{}-{}", 10_000 + n * 10, 10_001 + n * 10))
+        .collect();
     for name in KINDS {
         let (pod, peer) = pod_and_peer();
-        for (port, word) in [(4000, "inbound"), (10_001, "app"), (10_591, "app"), (10_592, "app")] {
+        for (port, word) in [
+            (4000, "inbound"),
+            (10_001, "app"),
+            (10_591, "app"),
+            (10_592, "app"),
+        ] {
             pod.serve(port, word);
         }
-        succeed(&pod, &[&FLAGS[..], &["--skip-inbound-ports", &list.join(",")]].concat(), kind(name).path());
+        succeed(
+            &pod,
+            &[&FLAGS[..], &["--skip-inbound-ports", &list.join(",")]].concat(),
+            kind(name).path(),
+        );
         let (_, pod_ip, _) = addresses()[0];
-        assert_eq!([10_001, 10_591, 10_592].map(|port| peer.ask(pod_ip, port)), ["app", "app", "inbound"], "{name}");
+        assert_eq!(
+            [10_001, 10_591, 10_592].map(|port| peer.ask(pod_ip, port)),
+            ["app", "app", "inbound"],
+            "{name}"
+        );
     }
 }
 
@@ -127,15 +235,33 @@ fn each_way_to_call_iptables_is_found() {
     if !namespaces_are_possible() {
         return;
     }
-    let plain = ["iptables-save", "iptables-restore", "ip6tables-save", "ip6tables-restore"].map(|name| (name, "xtables-nft-multi"));
+    let plain = [
+        "iptables-save",
+        "iptables-restore",
+        "ip6tables-save",
+        "ip6tables-restore",
+    ]
+    .map(|name| (name, "xtables-nft-multi"));
     for (links, expected) in [
-        (vec![("xtables-nft-multi", "xtables-nft-multi")], "iptables-nft"),
-        (vec![("xtables-legacy-multi", "xtables-legacy-multi")], "iptables-legacy"),
+        (
+            vec![("xtables-nft-multi", "xtables-nft-multi")],
+            "iptables-nft",
+        ),
+        (
+            vec![("xtables-legacy-multi", "xtables-legacy-multi")],
+            "iptables-legacy",
+        ),
         (plain.to_vec(), "iptables"),
     ] {
         let (namespace, folder) = (Namespace::new(), programs(&links));
         let report = succeed(&namespace, &FLAGS, folder.path());
-        assert!(report.contains(&format!("IPv4: set by {expected}\nIPv6: set by {}\n", expected.replace("ip", "ip6"))), "{report}");
+        assert!(
+            report.contains(&format!(
+                "IPv4: set by {expected}\nIPv6: set by {}\n",
+                expected.replace("ip", "ip6")
+            )),
+            "{report}"
+        );
     }
 }
 
@@ -146,10 +272,17 @@ fn a_kind_that_the_kernel_does_not_answer_gives_way_to_the_next() {
     }
     let (namespace, folder) = (Namespace::new(), kind("legacy"));
     for family in ["iptables", "ip6tables"] {
-        script(folder.path(), &format!("{family}-nft-save"), "echo 'Could not fetch rule set generation id' >&2; exit 4");
+        script(
+            folder.path(),
+            &format!("{family}-nft-save"),
+            "echo 'Could not fetch rule set generation id' >&2; exit 4",
+        );
     }
     let report = succeed(&namespace, &FLAGS, folder.path());
-    assert!(report.ends_with("IPv4: set by iptables-legacy\nIPv6: set by ip6tables-legacy\n"), "{report}");
+    assert!(
+        report.ends_with("IPv4: set by iptables-legacy\nIPv6: set by ip6tables-legacy\n"),
+        "{report}"
+    );
 }
 
 #[test]
@@ -158,15 +291,31 @@ fn a_rule_that_the_kernel_refuses_is_named_in_one_line_and_nothing_is_changed() 
         return;
     }
     // A user namespace with root alone in it: there the kernel refuses rules about users that it does not have.
-    let script = format!("ip link set lo up; {PROXY_INIT} {} 2>&1; echo code $?; iptables-NAME-save -t nat", FLAGS.join(" "));
+    let script = format!(
+        "ip link set lo up; {PROXY_INIT} {} 2>&1; echo code $?; iptables-NAME-save -t nat",
+        FLAGS.join(" ")
+    );
     for name in KINDS {
         let programs = kind(name);
-        let script = script.replace("NAME", name).replace(PROXY_INIT, &format!("PATH={} {PROXY_INIT}", programs.path().display()));
-        let output = Command::new("unshare").args(["-Urn", "sh", "-c", &script]).output().expect("it starts");
+        let script = script.replace("NAME", name).replace(
+            PROXY_INIT,
+            &format!("PATH={} {PROXY_INIT}", programs.path().display()),
+        );
+        let output = Command::new("unshare")
+            .args(["-Urn", "sh", "-c", &script])
+            .output()
+            .expect("it starts");
         let said = text(&output.stdout);
-        let (report, saved) = said.split_once("code 1\n").unwrap_or_else(|| panic!("it did not fail: {said}"));
+        let (report, saved) = said
+            .split_once("code 1\n")
+            .unwrap_or_else(|| panic!("it did not fail: {said}"));
         let rule = "the rule `-A PROXY_OUTBOUND -m owner --uid-owner 1337 -j RETURN` is refused: ";
-        assert!(report.starts_with(&format!("proxy-init: the IPv4 rules are not set: iptables-{name}: {rule}")), "{report}");
+        assert!(
+            report.starts_with(&format!(
+                "proxy-init: the IPv4 rules are not set: iptables-{name}: {rule}"
+            )),
+            "{report}"
+        );
         assert_eq!(report.lines().count(), 1, "{report}");
         assert!(!saved.contains("PROXY_"), "{saved}");
     }
@@ -188,10 +337,22 @@ fn a_read_only_container_with_two_capabilities_is_enough() {
              exec setpriv --bounding-set=-all,+net_admin,+net_raw --no-new-privs {PROXY_INIT} {}",
             FLAGS.join(" ")
         );
-        let output = Command::new("unshare").args(["-mn", "sh", "-c", &script]).output().expect("it starts");
+        let output = Command::new("unshare")
+            .args(["-mn", "sh", "-c", &script])
+            .output()
+            .expect("it starts");
         let report = text(&output.stdout);
-        assert!(output.status.success(), "{name}: {report}{}", text(&output.stderr));
-        assert!(report.contains(&format!("IPv4: set by iptables-{name}\nIPv6: set by ip6tables-{name}\n")), "{report}");
+        assert!(
+            output.status.success(),
+            "{name}: {report}{}",
+            text(&output.stderr)
+        );
+        assert!(
+            report.contains(&format!(
+                "IPv4: set by iptables-{name}\nIPv6: set by ip6tables-{name}\n"
+            )),
+            "{report}"
+        );
     }
 }
 
@@ -218,7 +379,11 @@ fn without_ip6tables_it_fails_where_ipv6_traffic_would_pass_by_the_proxy() {
     let output = pod.proxy_init(&FLAGS, folder.path());
     let report = text(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{report}");
-    assert!(report.starts_with("proxy-init: the IPv6 rules are not set: ") && report.contains("pass by the proxy"), "{report}");
+    assert!(
+        report.starts_with("proxy-init: the IPv6 rules are not set: ")
+            && report.contains("pass by the proxy"),
+        "{report}"
+    );
     assert_eq!(report.lines().count(), 1, "{report}");
 }
 
@@ -245,19 +410,33 @@ fn both_families(namespace: &Namespace, kind: &str) -> [String; 2] {
 
 /// The rules alone, in order within each chain: iptables-save lists the chains in an order of its own.
 fn rules(saved: &str) -> Vec<&str> {
-    let mut rules: Vec<_> = saved.lines().filter(|line| line.starts_with("-A ")).collect();
+    let mut rules: Vec<_> = saved
+        .lines()
+        .filter(|line| line.starts_with("-A "))
+        .collect();
     rules.sort_by_key(|line| line.split(' ').nth(1));
     rules
 }
 
 fn pod_and_peer() -> (Namespace, Namespace) {
     let (pod, peer) = (Namespace::new(), Namespace::new());
-    pod.connect(&peer, ["10.123.0.2/24", "fd00:123::2/64"], ["10.123.0.1/24", "fd00:123::1/64"]);
+    pod.connect(
+        &peer,
+        ["10.123.0.2/24", "fd00:123::2/64"],
+        ["10.123.0.1/24", "fd00:123::1/64"],
+    );
     (pod, peer)
 }
 
 /// By family: the pod's address, the peer's.
 fn addresses() -> [(&'static str, IpAddr, IpAddr); 2] {
     let v6 = |last| Ipv6Addr::new(0xfd00, 0x123, 0, 0, 0, 0, 0, last).into();
-    [("IPv4", Ipv4Addr::new(10, 123, 0, 2).into(), Ipv4Addr::new(10, 123, 0, 1).into()), ("IPv6", v6(2), v6(1))]
+    [
+        (
+            "IPv4",
+            Ipv4Addr::new(10, 123, 0, 2).into(),
+            Ipv4Addr::new(10, 123, 0, 1).into(),
+        ),
+        ("IPv6", v6(2), v6(1)),
+    ]
 }

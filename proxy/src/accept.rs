@@ -16,7 +16,11 @@ const BACKLOG: i32 = 4096;
 /// Binds so that each worker can have a listener of its own on the same port. What is accepted inherits the options.
 pub fn bind(ip: IpAddr, port: u16) -> io::Result<StdListener> {
     let address = SocketAddr::new(ip, port);
-    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    let socket = Socket::new(
+        Domain::for_address(address),
+        Type::STREAM,
+        Some(Protocol::TCP),
+    )?;
     if ip.is_ipv6() {
         socket.set_only_v6(true)?;
     }

@@ -59,7 +59,10 @@ impl Readiness {
     pub fn condition(&self, name: &'static str, reason: &'static str) -> Condition {
         let mut state = lock(&self.state);
         state.conditions.push((name, Some(reason)));
-        Condition { state: self.state.clone(), index: state.conditions.len() - 1 }
+        Condition {
+            state: self.state.clone(),
+            index: state.conditions.len() - 1,
+        }
     }
 
     /// The proxy is about to end: it is not ready any more.
@@ -70,8 +73,13 @@ impl Readiness {
     /// Why the proxy is not ready, one reason a line; empty: it is.
     pub fn reasons(&self) -> String {
         let state = lock(&self.state);
-        let draining = state.draining.then(|| "draining: the proxy is about to end\n".to_owned());
-        let unmet = state.conditions.iter().filter_map(|(name, reason)| reason.map(|reason| format!("{name}: {reason}\n")));
+        let draining = state
+            .draining
+            .then(|| "draining: the proxy is about to end\n".to_owned());
+        let unmet = state
+            .conditions
+            .iter()
+            .filter_map(|(name, reason)| reason.map(|reason| format!("{name}: {reason}\n")));
         draining.into_iter().chain(unmet).collect()
     }
 }
@@ -112,12 +120,21 @@ pub fn bind(port: u16) -> io::Result<Vec<TcpListener>> {
         Err(_) => bind_one(SocketAddr::from((Ipv4Addr::UNSPECIFIED, port))),
         bound => bound,
     };
-    let explained = listener.map_err(|error| io::Error::new(error.kind(), format!("can't listen on port {port} (--admin-port): {error}")));
+    let explained = listener.map_err(|error| {
+        io::Error::new(
+            error.kind(),
+            format!("can't listen on port {port} (--admin-port): {error}"),
+        )
+    });
     Ok(vec![explained?])
 }
 
 fn bind_one(address: SocketAddr) -> io::Result<TcpListener> {
-    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    let socket = Socket::new(
+        Domain::for_address(address),
+        Type::STREAM,
+        Some(Protocol::TCP),
+    )?;
     if address.is_ipv6() {
         socket.set_only_v6(false)?;
     }
@@ -142,21 +159,35 @@ impl Admin {
 
     fn answer(&self, method: &Method, path: &str) -> Response<Full<Bytes>> {
         let (status, text) = match path {
-            _ if *method != Method::GET && *method != Method::HEAD => (StatusCode::METHOD_NOT_ALLOWED, "only GET and HEAD\n".to_owned()),
+            _ if *method != Method::GET && *method != Method::HEAD => (
+                StatusCode::METHOD_NOT_ALLOWED,
+                "only GET and HEAD\n".to_owned(),
+            ),
             "/live" => (StatusCode::OK, "live\n".to_owned()),
             "/ready" => match self.readiness.reasons() {
                 reasons if reasons.is_empty() => (StatusCode::OK, "ready\n".to_owned()),
                 reasons => (StatusCode::SERVICE_UNAVAILABLE, reasons),
             },
             "/metrics" => (StatusCode::OK, self.metrics.render(self.discovery.stats())),
-            _ => (StatusCode::NOT_FOUND, format!("there is no {path} here; there are\n{PATHS}")),
+            _ => (
+                StatusCode::NOT_FOUND,
+                format!("there is no {path} here; there are\n{PATHS}"),
+            ),
         };
-        let kind = if path == "/metrics" { "text/plain; version=0.0.4; charset=utf-8" } else { "text/plain; charset=utf-8" };
+        let kind = if path == "/metrics" {
+            "text/plain; version=0.0.4; charset=utf-8"
+        } else {
+            "text/plain; charset=utf-8"
+        };
         let mut response = Response::new(Full::from(text));
         *response.status_mut() = status;
-        response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+        response
+            .headers_mut()
+            .insert(CONTENT_TYPE, HeaderValue::from_static(kind));
         if status == StatusCode::METHOD_NOT_ALLOWED {
-            response.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
+            response
+                .headers_mut()
+                .insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
         }
         response
     }
@@ -168,7 +199,9 @@ async fn accept(listener: TcpListener, places: Arc<Semaphore>, admin: Arc<Admin>
         Err(error) => return tracing::error!("the admin server can't listen: {error}"),
     };
     loop {
-        let Ok(place) = places.clone().acquire_owned().await else { return };
+        let Ok(place) = places.clone().acquire_owned().await else {
+            return;
+        };
         match listener.accept().await {
             Ok((stream, _)) => {
                 let admin = admin.clone();
@@ -186,7 +219,9 @@ async fn accept(listener: TcpListener, places: Arc<Semaphore>, admin: Arc<Admin>
 }
 
 async fn serve_connection(stream: TcpStream, admin: &Admin) {
-    let service = service_fn(async |request: Request<Incoming>| Ok::<_, Infallible>(admin.answer(request.method(), request.uri().path())));
+    let service = service_fn(async |request: Request<Incoming>| {
+        Ok::<_, Infallible>(admin.answer(request.method(), request.uri().path()))
+    });
     let connection = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(CONNECTION_TIME)
@@ -206,7 +241,11 @@ mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     async fn start() -> (SocketAddr, Readiness) {
-        let admin = Admin { readiness: Readiness::new(), metrics: Metrics::new(), discovery: Discovery::off() };
+        let admin = Admin {
+            readiness: Readiness::new(),
+            metrics: Metrics::new(),
+            discovery: Discovery::off(),
+        };
         let readiness = admin.readiness.clone();
         let listeners = bind(0).unwrap();
         let port = listeners[0].local_addr().unwrap().port();
@@ -216,7 +255,10 @@ mod tests {
 
     async fn ask(address: SocketAddr, method: &str, path: &str) -> (u16, String) {
         let mut stream = TcpStream::connect(address).await.unwrap();
-        stream.write_all(format!("{method} {path} HTTP/1.1\r\nhost: a\r\n\r\n").as_bytes()).await.unwrap();
+        stream
+            .write_all(format!("{method} {path} HTTP/1.1\r\nhost: a\r\n\r\n").as_bytes())
+            .await
+            .unwrap();
         let mut response = String::new();
         stream.read_to_string(&mut response).await.unwrap();
         let (head, body) = response.split_once("\r\n\r\n").unwrap();
@@ -226,25 +268,47 @@ mod tests {
     #[tokio::test]
     async fn readiness_follows_its_conditions_and_draining_ends_it() {
         let (address, readiness) = start().await;
-        let (one, other) = (readiness.condition("listeners", "not yet"), readiness.condition("discovery", "no answer"));
-        assert_eq!(ask(address, "GET", "/ready").await, (503, "listeners: not yet\ndiscovery: no answer\n".to_owned()));
+        let (one, other) = (
+            readiness.condition("listeners", "not yet"),
+            readiness.condition("discovery", "no answer"),
+        );
+        assert_eq!(
+            ask(address, "GET", "/ready").await,
+            (503, "listeners: not yet\ndiscovery: no answer\n".to_owned())
+        );
         one.met();
-        assert_eq!(ask(address, "GET", "/ready").await, (503, "discovery: no answer\n".to_owned()));
+        assert_eq!(
+            ask(address, "GET", "/ready").await,
+            (503, "discovery: no answer\n".to_owned())
+        );
         other.met();
-        assert_eq!(ask(address, "GET", "/ready").await, (200, "ready\n".to_owned()));
+        assert_eq!(
+            ask(address, "GET", "/ready").await,
+            (200, "ready\n".to_owned())
+        );
         one.unmet("gone");
-        assert_eq!(ask(address, "GET", "/ready").await, (503, "listeners: gone\n".to_owned()));
+        assert_eq!(
+            ask(address, "GET", "/ready").await,
+            (503, "listeners: gone\n".to_owned())
+        );
         one.met();
         readiness.drain();
         assert_eq!(ask(address, "GET", "/ready").await.0, 503);
-        assert_eq!(ask(address, "GET", "/live").await, (200, "live\n".to_owned()));
+        assert_eq!(
+            ask(address, "GET", "/live").await,
+            (200, "live\n".to_owned())
+        );
     }
 
     #[tokio::test]
     async fn metrics_are_served_and_other_paths_are_named() {
         let (address, _) = start().await;
         let (status, page) = ask(address, "GET", "/metrics").await;
-        assert!(status == 200 && page.contains("\ndiy_mesh_proxy_connections_open{direction=\"inbound\"} 0\n"), "{page}");
+        assert!(
+            status == 200
+                && page.contains("\ndiy_mesh_proxy_connections_open{direction=\"inbound\"} 0\n"),
+            "{page}"
+        );
         let (status, text) = ask(address, "GET", "/").await;
         assert!(status == 404 && text.contains("/metrics"), "{text}");
         assert_eq!(ask(address, "POST", "/live").await.0, 405);
@@ -266,6 +330,11 @@ mod tests {
         let taken = bind(0).unwrap();
         let port = taken[0].local_addr().unwrap().port();
         let error = bind(port).unwrap_err();
-        assert!(error.to_string().contains(&format!("port {port} (--admin-port)")), "{error}");
+        assert!(
+            error
+                .to_string()
+                .contains(&format!("port {port} (--admin-port)")),
+            "{error}"
+        );
     }
 }

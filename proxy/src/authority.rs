@@ -10,14 +10,20 @@ pub fn is_same(scheme: &[u8], authority: &[u8], host: &[u8]) -> bool {
         Some(_) => return false,
         None => authority,
     };
-    is_text(named) && without_default_port(scheme, named).eq_ignore_ascii_case(without_default_port(scheme, host))
+    is_text(named)
+        && without_default_port(scheme, named)
+            .eq_ignore_ascii_case(without_default_port(scheme, host))
 }
 
 /// Whether this is `HOST:PORT`, as CONNECT wants it (RFC 9112, section 3.2.3).
 pub fn is_host_and_port(authority: &[u8]) -> bool {
-    let Some(colon) = authority.iter().rposition(|byte| *byte == b':') else { return false };
+    let Some(colon) = authority.iter().rposition(|byte| *byte == b':') else {
+        return false;
+    };
     let (host, port) = (&authority[..colon], &authority[colon + 1..]);
-    let number = std::str::from_utf8(port).ok().filter(|text| text.bytes().all(|byte| byte.is_ascii_digit()));
+    let number = std::str::from_utf8(port)
+        .ok()
+        .filter(|text| text.bytes().all(|byte| byte.is_ascii_digit()));
     let bracketed = host.starts_with(b"[") && host.ends_with(b"]");
     !host.is_empty()
         && is_text(host)
@@ -27,7 +33,8 @@ pub fn is_host_and_port(authority: &[u8]) -> bool {
 
 /// Whether there is nothing but what may stand in a host, a port or user information.
 pub fn is_text(part: &[u8]) -> bool {
-    part.iter().all(|byte| byte.is_ascii_alphanumeric() || b"-._~%!$&'()*+,;=:[]".contains(byte))
+    part.iter()
+        .all(|byte| byte.is_ascii_alphanumeric() || b"-._~%!$&'()*+,;=:[]".contains(byte))
 }
 
 fn without_default_port<'a>(scheme: &[u8], authority: &'a [u8]) -> &'a [u8] {
@@ -36,7 +43,10 @@ fn without_default_port<'a>(scheme: &[u8], authority: &'a [u8]) -> &'a [u8] {
         scheme if scheme.eq_ignore_ascii_case(b"https") => b":443",
         _ => b":",
     };
-    authority.strip_suffix(default).or(authority.strip_suffix(b":")).unwrap_or(authority)
+    authority
+        .strip_suffix(default)
+        .or(authority.strip_suffix(b":"))
+        .unwrap_or(authority)
 }
 
 #[cfg(test)]
@@ -56,7 +66,10 @@ mod tests {
             ("http", "[::1]:80", "[::1]"),
             ("ws", "a:81", "a:81"),
         ] {
-            assert!(is_same(scheme.as_bytes(), authority.as_bytes(), host.as_bytes()), "{scheme} {authority} {host}");
+            assert!(
+                is_same(scheme.as_bytes(), authority.as_bytes(), host.as_bytes()),
+                "{scheme} {authority} {host}"
+            );
         }
     }
 
@@ -76,7 +89,10 @@ mod tests {
             ("http", "a@b", "a@b"),
             ("http", "a\\b", "a\\b"),
         ] {
-            assert!(!is_same(scheme.as_bytes(), authority.as_bytes(), host.as_bytes()), "{scheme} {authority} {host}");
+            assert!(
+                !is_same(scheme.as_bytes(), authority.as_bytes(), host.as_bytes()),
+                "{scheme} {authority} {host}"
+            );
         }
     }
 
@@ -85,7 +101,22 @@ mod tests {
         for right in ["a:1", "mail.example:65535", "[fd00::7]:443", "10.0.0.7:80"] {
             assert!(is_host_and_port(right.as_bytes()), "{right}");
         }
-        for wrong in ["", "a", "a:", ":1", "a:0", "a:65536", "a:+1", "a:1x", "/", "a/b:1", "u@a:1", "fd00::7:443", "a b:1", "http://a:1"] {
+        for wrong in [
+            "",
+            "a",
+            "a:",
+            ":1",
+            "a:0",
+            "a:65536",
+            "a:+1",
+            "a:1x",
+            "/",
+            "a/b:1",
+            "u@a:1",
+            "fd00::7:443",
+            "a b:1",
+            "http://a:1",
+        ] {
             assert!(!is_host_and_port(wrong.as_bytes()), "{wrong}");
         }
     }

@@ -41,13 +41,25 @@ pub struct RawConfig {
     #[arg(long, value_name = "PROBE")]
     probe: Vec<String>,
     /// Ports of the app whose connections are carried without detection, such as 25,9000-9100
-    #[arg(long, value_name = "LIST", default_value = "", hide_default_value = true, allow_hyphen_values = true)]
+    #[arg(
+        long,
+        value_name = "LIST",
+        default_value = "",
+        hide_default_value = true,
+        allow_hyphen_values = true
+    )]
     opaque_ports: String,
     /// Let CONNECT requests through to the app
     #[arg(long)]
     allow_connect: bool,
     /// Maximum age of an HTTP connection between proxies [default: none]
-    #[arg(long, value_name = "SECONDS", default_value = "", hide_default_value = true, allow_hyphen_values = true)]
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        default_value = "",
+        hide_default_value = true,
+        allow_hyphen_values = true
+    )]
     max_connection_age: String,
     /// Worker threads, one a core given
     #[arg(long, value_name = "N", default_value = "1")]
@@ -71,7 +83,12 @@ pub struct RawConfig {
     #[arg(long, env = "POD_NAME", value_name = "NAME", default_value = "")]
     pod_name: String,
     /// This pod's namespace, for logs
-    #[arg(long, env = "POD_NAMESPACE", value_name = "NAMESPACE", default_value = "")]
+    #[arg(
+        long,
+        env = "POD_NAMESPACE",
+        value_name = "NAMESPACE",
+        default_value = ""
+    )]
     pod_namespace: String,
     /// What is logged to standard error, for example info or diy_mesh_proxy=debug
     #[arg(long, env = "LOG", value_name = "FILTER", default_value = "info")]
@@ -129,17 +146,31 @@ impl Config {
     /// All problems at once, one a line.
     pub fn from_raw(raw: RawConfig) -> Result<Self, String> {
         let mut problems = Vec::new();
-        let mut port = |flag: &str, text: Option<&String>| match text.map(|text| text.parse::<u16>()) {
-            Some(Ok(port)) if port > 0 => port,
-            Some(_) => problem(&mut problems, format!("--{flag} {}: expected a port, 1 to 65535", text.map_or("", |text| text))),
-            None => problem(&mut problems, format!("--{flag}: missing; the injector passes it")),
-        };
+        let mut port =
+            |flag: &str, text: Option<&String>| match text.map(|text| text.parse::<u16>()) {
+                Some(Ok(port)) if port > 0 => port,
+                Some(_) => problem(
+                    &mut problems,
+                    format!(
+                        "--{flag} {}: expected a port, 1 to 65535",
+                        text.map_or("", |text| text)
+                    ),
+                ),
+                None => problem(
+                    &mut problems,
+                    format!("--{flag}: missing; the injector passes it"),
+                ),
+            };
         let inbound_port = port("inbound-port", raw.inbound_port.as_ref());
         let outbound_port = port("outbound-port", raw.outbound_port.as_ref());
         let admin_port = port("admin-port", raw.admin_port.as_ref());
         let same = |one: u16, other: u16| one != 0 && one == other;
-        if same(inbound_port, outbound_port) || same(outbound_port, admin_port) || same(inbound_port, admin_port) {
-            problems.push("--inbound-port, --outbound-port and --admin-port must differ".to_owned());
+        if same(inbound_port, outbound_port)
+            || same(outbound_port, admin_port)
+            || same(inbound_port, admin_port)
+        {
+            problems
+                .push("--inbound-port, --outbound-port and --admin-port must differ".to_owned());
         }
         let dump = match raw.dump.as_str() {
             "headers" => Mode::Headers,
@@ -158,9 +189,16 @@ impl Config {
                 Format::Text
             }
         };
-        let mut policy = Policy { strict: raw.inbound == "strict", allow_connect: raw.allow_connect, ..Policy::default() };
+        let mut policy = Policy {
+            strict: raw.inbound == "strict",
+            allow_connect: raw.allow_connect,
+            ..Policy::default()
+        };
         if !matches!(raw.inbound.as_str(), "strict" | "permissive") {
-            problems.push(format!("--inbound {}: expected strict or permissive", raw.inbound));
+            problems.push(format!(
+                "--inbound {}: expected strict or permissive",
+                raw.inbound
+            ));
         }
         for probe in &raw.probe {
             match probe.parse() {
@@ -182,17 +220,25 @@ impl Config {
         let workers = number("workers", &raw.workers, 64) as usize;
         let drain = Duration::from_secs(number("drain-seconds", &raw.drain_seconds, 3600));
         let age = raw.max_connection_age.trim();
-        let max_connection_age = (!age.is_empty()).then(|| Duration::from_secs(number("max-connection-age", age, MAX_CONNECTION_AGE)));
+        let max_connection_age = (!age.is_empty())
+            .then(|| Duration::from_secs(number("max-connection-age", age, MAX_CONNECTION_AGE)));
         let controller = parse_controller(raw.controller.as_deref()).unwrap_or_else(|problem| {
             problems.push(problem);
             tonic::transport::Uri::default()
         });
         let controller_proof = match controller.scheme_str() {
-            Some("https") => parse_proof(raw.controller_identity.as_deref(), raw.roots_file, &mut problems),
+            Some("https") => parse_proof(
+                raw.controller_identity.as_deref(),
+                raw.roots_file,
+                &mut problems,
+            ),
             _ => None,
         };
         let token_file = raw.token_file.unwrap_or_else(|| {
-            problems.push("SERVICE_MESH_TOKEN_FILE: missing; it names the file with this workload's token".to_owned());
+            problems.push(
+                "SERVICE_MESH_TOKEN_FILE: missing; it names the file with this workload's token"
+                    .to_owned(),
+            );
             PathBuf::new()
         });
         let log = raw.log.parse().unwrap_or_else(|error| {
@@ -231,26 +277,45 @@ fn parse_controller(url: Option<&str>) -> Result<tonic::transport::Uri, String> 
     let url = url.ok_or("SERVICE_MESH_CONTROLLER: missing; for example https://controller.service-mesh.svc.cluster.local.:8080")?;
     let expected = || format!("SERVICE_MESH_CONTROLLER={url}: expected https://HOST:PORT");
     let uri: tonic::transport::Uri = url.parse().map_err(|_| expected())?;
-    if matches!(uri.scheme_str(), Some("http" | "https")) && uri.port_u16().is_some() { Ok(uri) } else { Err(expected()) }
+    if matches!(uri.scheme_str(), Some("http" | "https")) && uri.port_u16().is_some() {
+        Ok(uri)
+    } else {
+        Err(expected())
+    }
 }
 
-fn parse_proof(identity: Option<&str>, roots_file: Option<PathBuf>, problems: &mut Vec<String>) -> Option<ControllerProof> {
+fn parse_proof(
+    identity: Option<&str>,
+    roots_file: Option<PathBuf>,
+    problems: &mut Vec<String>,
+) -> Option<ControllerProof> {
     let identity = match identity.map(str::parse) {
         Some(Ok(identity)) => Some(identity),
         Some(Err(problem)) => {
-            problems.push(format!("SERVICE_MESH_CONTROLLER_IDENTITY={}: {problem}", identity.unwrap_or_default()));
+            problems.push(format!(
+                "SERVICE_MESH_CONTROLLER_IDENTITY={}: {problem}",
+                identity.unwrap_or_default()
+            ));
             None
         }
         None => {
             let example = "spiffe://cluster.local/ns/service-mesh/sa/controller";
-            problems.push(format!("SERVICE_MESH_CONTROLLER_IDENTITY: missing; for example {example}"));
+            problems.push(format!(
+                "SERVICE_MESH_CONTROLLER_IDENTITY: missing; for example {example}"
+            ));
             None
         }
     };
     if roots_file.is_none() {
-        problems.push("SERVICE_MESH_ROOTS_FILE: missing; it names the file with the mesh's roots of trust".to_owned());
+        problems.push(
+            "SERVICE_MESH_ROOTS_FILE: missing; it names the file with the mesh's roots of trust"
+                .to_owned(),
+        );
     }
-    Some(ControllerProof { identity: identity?, roots_file: roots_file? })
+    Some(ControllerProof {
+        identity: identity?,
+        roots_file: roots_file?,
+    })
 }
 
 #[cfg(test)]
@@ -281,16 +346,38 @@ mod tests {
     #[test]
     fn the_injectors_flags_are_enough() {
         let config = config(&RIGHT).unwrap();
-        assert_eq!((config.inbound_port, config.outbound_port, config.admin_port, config.workers), (4000, 5000, 4001, 1));
+        assert_eq!(
+            (
+                config.inbound_port,
+                config.outbound_port,
+                config.admin_port,
+                config.workers
+            ),
+            (4000, 5000, 4001, 1)
+        );
         assert_eq!(config.dump, Mode::Full);
         let proof = config.controller_proof.unwrap();
-        assert_eq!((proof.identity.namespace(), proof.roots_file), ("service-mesh", PathBuf::from("/roots")));
+        assert_eq!(
+            (proof.identity.namespace(), proof.roots_file),
+            ("service-mesh", PathBuf::from("/roots"))
+        );
     }
 
     #[test]
     fn every_problem_is_in_one_report() {
-        let report = config(&["--inbound-port", "x", "--dump", "loud", "--workers", "0", "--controller", "controller", "--log", "a=b=c"])
-            .unwrap_err();
+        let report = config(&[
+            "--inbound-port",
+            "x",
+            "--dump",
+            "loud",
+            "--workers",
+            "0",
+            "--controller",
+            "controller",
+            "--log",
+            "a=b=c",
+        ])
+        .unwrap_err();
         for part in [
             "--inbound-port x",
             "--outbound-port: missing",
@@ -303,7 +390,10 @@ mod tests {
         ] {
             assert!(report.contains(part), "{part} is not in:\n{report}");
         }
-        assert!(!report.contains("must differ"), "ports that are missing are not the same:\n{report}");
+        assert!(
+            !report.contains("must differ"),
+            "ports that are missing are not the same:\n{report}"
+        );
     }
 
     #[test]
@@ -313,35 +403,74 @@ mod tests {
             args[index] = value;
             config(&args)
         };
-        assert!(with(9, "spiffe://cluster.local/controller").unwrap_err().contains("SERVICE_MESH_CONTROLLER_IDENTITY=spiffe://"));
+        assert!(
+            with(9, "spiffe://cluster.local/controller")
+                .unwrap_err()
+                .contains("SERVICE_MESH_CONTROLLER_IDENTITY=spiffe://")
+        );
         let report = config(&RIGHT[..8]).unwrap_err();
         for part in ["CONTROLLER_IDENTITY: missing", "ROOTS_FILE: missing"] {
             assert!(report.contains(part), "{part} is not in:\n{report}");
         }
-        assert!(with(7, "http://controller:8080").unwrap().controller_proof.is_none());
+        assert!(
+            with(7, "http://controller:8080")
+                .unwrap()
+                .controller_proof
+                .is_none()
+        );
     }
 
     #[test]
     fn settings_that_are_absent_or_empty_are_off() {
         let given = |args: &[&str]| config(&[&RIGHT, args].concat()).unwrap();
-        for config in [given(&[]), given(&["--opaque-ports=", "--max-connection-age="])] {
-            assert_eq!((config.policy, config.max_connection_age), (Policy::default(), None));
+        for config in [
+            given(&[]),
+            given(&["--opaque-ports=", "--max-connection-age="]),
+        ] {
+            assert_eq!(
+                (config.policy, config.max_connection_age),
+                (Policy::default(), None)
+            );
         }
-        let config = given(&["--opaque-ports=25,9000-9100", "--allow-connect", "--max-connection-age=1800"]);
-        assert!(config.policy.opaque_ports.contains(9050) && !config.policy.opaque_ports.contains(80) && config.policy.allow_connect);
+        let config = given(&[
+            "--opaque-ports=25,9000-9100",
+            "--allow-connect",
+            "--max-connection-age=1800",
+        ]);
+        assert!(
+            config.policy.opaque_ports.contains(9050)
+                && !config.policy.opaque_ports.contains(80)
+                && config.policy.allow_connect
+        );
         assert_eq!(config.max_connection_age, Some(Duration::from_secs(1800)));
     }
 
     #[test]
     fn wrong_settings_are_named_with_their_values() {
-        let report = config(&[&RIGHT[..], &["--opaque-ports=25,smtp", "--max-connection-age=0"]].concat()).unwrap_err();
-        assert!(report.contains("--opaque-ports \"smtp\": expected a port from 1 to 65535"), "{report}");
-        assert!(report.contains("--max-connection-age 0: expected a number, 1 to 31536000"), "{report}");
+        let report = config(
+            &[
+                &RIGHT[..],
+                &["--opaque-ports=25,smtp", "--max-connection-age=0"],
+            ]
+            .concat(),
+        )
+        .unwrap_err();
+        assert!(
+            report.contains("--opaque-ports \"smtp\": expected a port from 1 to 65535"),
+            "{report}"
+        );
+        assert!(
+            report.contains("--max-connection-age 0: expected a number, 1 to 31536000"),
+            "{report}"
+        );
     }
 
     #[test]
     fn ports_must_differ() {
-        let args: Vec<&str> = RIGHT.iter().map(|arg| if *arg == "5000" { "4000" } else { arg }).collect();
+        let args: Vec<&str> = RIGHT
+            .iter()
+            .map(|arg| if *arg == "5000" { "4000" } else { arg })
+            .collect();
         assert!(config(&args).unwrap_err().contains("must differ"));
     }
 }

@@ -30,7 +30,10 @@ pub struct Upstream {
 pub async fn http1(endpoint: &Rc<Endpoint>, pooled: bool, tls: &Tls) -> Result<Upstream, Failure> {
     match pooled.then(|| endpoint.pool.checkout_http1()).flatten() {
         Some(io) => Ok(Upstream { io, reused: true }),
-        None => Ok(Upstream { io: dial(endpoint, Inside::Http1, tls).await?, reused: false }),
+        None => Ok(Upstream {
+            io: dial(endpoint, Inside::Http1, tls).await?,
+            reused: false,
+        }),
     }
 }
 
@@ -53,7 +56,9 @@ fn is_own(io: &Io) -> bool {
 async fn connect(address: SocketAddr) -> Result<Io, Failure> {
     let stream = match timeout(CONNECT_TIMEOUT, TcpStream::connect(address)).await {
         Ok(Ok(stream)) => stream,
-        Ok(Err(error)) if error.kind() == io::ErrorKind::TimedOut => return Err(Failure::ConnectTimeout(address)),
+        Ok(Err(error)) if error.kind() == io::ErrorKind::TimedOut => {
+            return Err(Failure::ConnectTimeout(address));
+        }
         Ok(Err(source)) => return Err(Failure::Connect { address, source }),
         Err(_) => return Err(Failure::ConnectTimeout(address)),
     };
@@ -65,5 +70,8 @@ async fn connect(address: SocketAddr) -> Result<Io, Failure> {
 
 /// How soon a peer that is gone without a word is noticed on a quiet connection: within about two minutes.
 pub fn keepalive() -> TcpKeepalive {
-    TcpKeepalive::new().with_time(Duration::from_secs(60)).with_interval(Duration::from_secs(15)).with_retries(4)
+    TcpKeepalive::new()
+        .with_time(Duration::from_secs(60))
+        .with_interval(Duration::from_secs(15))
+        .with_retries(4)
 }

@@ -11,7 +11,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use diy_mesh_proto::mesh::v1::service_mesh_service_client::ServiceMeshServiceClient;
-use diy_mesh_proto::mesh::v1::{DiscoverRequest, DiscoverResponse, SignCertificateRequest, SignCertificateResponse};
+use diy_mesh_proto::mesh::v1::{
+    DiscoverRequest, DiscoverResponse, SignCertificateRequest, SignCertificateResponse,
+};
 use http::Uri;
 use hyper_util::rt::TokioIo;
 use thiserror::Error;
@@ -44,7 +46,9 @@ const CHANNEL_BUFFER: usize = 4;
 #[derive(Debug, Error)]
 pub enum ControlError {
     /// The configured address is no address.
-    #[error("controller address {address:?}: {reason}; expected something like https://controller.service-mesh.svc.cluster.local.:8080")]
+    #[error(
+        "controller address {address:?}: {reason}; expected something like https://controller.service-mesh.svc.cluster.local.:8080"
+    )]
     Address {
         /// What was configured.
         address: String,
@@ -111,12 +115,21 @@ pub struct Control {
 impl Control {
     /// Checks the address; connects to nothing. `https` needs `tls`, and `http` goes without. Without a token file calls carry no
     /// token: only a controller without an authenticator takes them.
-    pub fn new(address: &str, token_file: Option<PathBuf>, tls: Option<Tls>) -> Result<Self, ControlError> {
-        let bad = |reason: String| ControlError::Address { address: address.to_owned(), reason };
+    pub fn new(
+        address: &str,
+        token_file: Option<PathBuf>,
+        tls: Option<Tls>,
+    ) -> Result<Self, ControlError> {
+        let bad = |reason: String| ControlError::Address {
+            address: address.to_owned(),
+            reason,
+        };
         let uri: Uri = address.parse().map_err(|error| bad(causes(&error)))?;
         match (uri.scheme_str(), &tls) {
             (Some("http"), None) | (Some("https"), Some(_)) => {}
-            (Some("https"), None) => return Err(bad("nothing says by what to verify it".to_owned())),
+            (Some("https"), None) => {
+                return Err(bad("nothing says by what to verify it".to_owned()));
+            }
             (Some(other), _) => return Err(bad(format!("scheme {other:?} is not supported here"))),
             (None, _) => return Err(bad("the scheme is missing".to_owned())),
         }
@@ -135,7 +148,12 @@ impl Control {
             .initial_stream_window_size(WINDOW)
             .initial_connection_window_size(WINDOW)
             .buffer_size(CHANNEL_BUFFER);
-        Ok(Self { address: uri, endpoint, tls, token_file })
+        Ok(Self {
+            address: uri,
+            endpoint,
+            tls,
+            token_file,
+        })
     }
 
     /// Opens the discovery stream on a connection of its own, so that each try resolves the name anew, may reach
@@ -149,25 +167,45 @@ impl Control {
             if let Some(token) = self.token().await? {
                 request.metadata_mut().insert("authorization", token);
             }
-            let mut client = ServiceMeshServiceClient::new(self.connect().await?).max_decoding_message_size(MAX_MESSAGE);
-            Ok(client.discover(request).await.map_err(ControlError::Refused)?.into_inner())
+            let mut client = ServiceMeshServiceClient::new(self.connect().await?)
+                .max_decoding_message_size(MAX_MESSAGE);
+            Ok(client
+                .discover(request)
+                .await
+                .map_err(ControlError::Refused)?
+                .into_inner())
         })
         .await
     }
 
     /// Asks for a certificate, likewise on a connection of its own; the message holds the token.
-    pub async fn sign_certificate(&self, request: SignCertificateRequest) -> Result<SignCertificateResponse, ControlError> {
+    pub async fn sign_certificate(
+        &self,
+        request: SignCertificateRequest,
+    ) -> Result<SignCertificateResponse, ControlError> {
         self.within(SIGN_TIMEOUT, async {
             let mut client = ServiceMeshServiceClient::new(self.connect().await?);
-            Ok(client.sign_certificate(request).await.map_err(ControlError::Refused)?.into_inner())
+            Ok(client
+                .sign_certificate(request)
+                .await
+                .map_err(ControlError::Refused)?
+                .into_inner())
         })
         .await
     }
 
     /// The token that lies in the file now; none where there is no file to read.
     pub async fn read_token(&self) -> Result<Option<String>, ControlError> {
-        let Some(path) = &self.token_file else { return Ok(None) };
-        let text = tokio::fs::read_to_string(path).await.map_err(|source| ControlError::TokenFile { path: path.clone(), source })?;
+        let Some(path) = &self.token_file else {
+            return Ok(None);
+        };
+        let text =
+            tokio::fs::read_to_string(path)
+                .await
+                .map_err(|source| ControlError::TokenFile {
+                    path: path.clone(),
+                    source,
+                })?;
         let token = text.trim();
         if token.is_empty() || token.contains(char::is_whitespace) {
             return Err(ControlError::NoToken(path.clone()));
@@ -175,9 +213,18 @@ impl Control {
         Ok(Some(token.to_owned()))
     }
 
-    async fn within<T>(&self, time: Duration, call: impl Future<Output = Result<T, ControlError>>) -> Result<T, ControlError> {
-        let late = || ControlError::Timeout { address: self.address.to_string(), time };
-        tokio::time::timeout(time, call).await.unwrap_or_else(|_| Err(late()))
+    async fn within<T>(
+        &self,
+        time: Duration,
+        call: impl Future<Output = Result<T, ControlError>>,
+    ) -> Result<T, ControlError> {
+        let late = || ControlError::Timeout {
+            address: self.address.to_string(),
+            time,
+        };
+        tokio::time::timeout(time, call)
+            .await
+            .unwrap_or_else(|_| Err(late()))
     }
 
     async fn connect(&self) -> Result<Channel, ControlError> {
@@ -185,20 +232,32 @@ impl Control {
             None => self.endpoint.connect().await,
             Some(tls) => {
                 let connector = tls.connector().await?;
-                let host = self.address.host().unwrap_or_default().trim_matches(['[', ']']).to_owned();
+                let host = self
+                    .address
+                    .host()
+                    .unwrap_or_default()
+                    .trim_matches(['[', ']'])
+                    .to_owned();
                 let port = self.address.port_u16().unwrap_or(443);
                 let connect = move |_| {
                     let connection = secure::connect(connector.clone(), host.clone(), port);
                     async { connection.await.map(TokioIo::new) }
                 };
-                self.endpoint.connect_with_connector(service_fn(connect)).await
+                self.endpoint
+                    .connect_with_connector(service_fn(connect))
+                    .await
             }
         };
-        connected.map_err(|error| ControlError::Connect { address: self.address.to_string(), reason: causes(&error) })
+        connected.map_err(|error| ControlError::Connect {
+            address: self.address.to_string(),
+            reason: causes(&error),
+        })
     }
 
     async fn token(&self) -> Result<Option<MetadataValue<Ascii>>, ControlError> {
-        let (Some(path), Some(token)) = (&self.token_file, self.read_token().await?) else { return Ok(None) };
+        let (Some(path), Some(token)) = (&self.token_file, self.read_token().await?) else {
+            return Ok(None);
+        };
         bearer(path, &token).map(Some)
     }
 }

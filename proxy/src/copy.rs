@@ -25,17 +25,30 @@ pub struct Copied {
 /// half-close) and leaves the other alone. What the client says goes by the `onlooker`, where there is one, until it is settled that
 /// it is no HTTP; if it is, that ends both.
 pub async fn both(client: &mut Io, upstream: &mut Io, onlooker: Option<Onlooker>) -> Copied {
-    let (mut up, mut down) = (Half { onlooker, ..Half::default() }, Half::default());
+    let (mut up, mut down) = (
+        Half {
+            onlooker,
+            ..Half::default()
+        },
+        Half::default(),
+    );
     poll_fn(|cx| {
         // A break of either direction ends both, as a reset does without the mesh; else both have to end.
-        match (up.poll(cx, client, upstream), down.poll(cx, upstream, client)) {
+        match (
+            up.poll(cx, client, upstream),
+            down.poll(cx, upstream, client),
+        ) {
             (Poll::Ready(Err(_)), _) | (_, Poll::Ready(Err(_))) => Poll::Ready(()),
             (Poll::Ready(Ok(())), Poll::Ready(Ok(()))) => Poll::Ready(()),
             _ => Poll::Pending,
         }
     })
     .await;
-    Copied { sent: up.copied, received: down.copied, was_http: up.was_http }
+    Copied {
+        sent: up.copied,
+        received: down.copied,
+        was_http: up.was_http,
+    }
 }
 
 /// One direction. It owns a buffer only while its receiver is slower than its sender.
@@ -57,7 +70,12 @@ enum State {
 }
 
 impl Half {
-    fn poll(&mut self, cx: &mut Context<'_>, from: &mut Io, to: &mut Io) -> Poll<std::io::Result<()>> {
+    fn poll(
+        &mut self,
+        cx: &mut Context<'_>,
+        from: &mut Io,
+        to: &mut Io,
+    ) -> Poll<std::io::Result<()>> {
         loop {
             while !self.waiting.is_empty() {
                 let written = ready!(Pin::new(&mut *to).poll_write(cx, &self.waiting))?;
@@ -78,7 +96,12 @@ impl Half {
     }
 
     /// Reads once, and writes what came before it is copied anywhere.
-    fn poll_pass(&mut self, cx: &mut Context<'_>, from: &mut Io, to: &mut Io) -> Poll<std::io::Result<()>> {
+    fn poll_pass(
+        &mut self,
+        cx: &mut Context<'_>,
+        from: &mut Io,
+        to: &mut Io,
+    ) -> Poll<std::io::Result<()>> {
         let mut write_error = None;
         let read = ready!(from.poll_pass(cx, |bytes, cx| {
             match self.onlooker.as_mut().map(|onlooker| onlooker.look(bytes)) {
@@ -119,13 +142,17 @@ mod tests {
 
     async fn pair() -> (TcpStream, Io) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let (near, far) = tokio::join!(TcpStream::connect(listener.local_addr().unwrap()), listener.accept());
+        let (near, far) = tokio::join!(
+            TcpStream::connect(listener.local_addr().unwrap()),
+            listener.accept()
+        );
         (near.unwrap(), Io::new(far.unwrap().0))
     }
 
     #[tokio::test]
     async fn a_half_close_passes_and_the_other_direction_goes_on() {
-        let ((mut client, mut client_io), (mut server, mut server_io)) = (pair().await, pair().await);
+        let ((mut client, mut client_io), (mut server, mut server_io)) =
+            (pair().await, pair().await);
         let copying = tokio::spawn(async move { both(&mut client_io, &mut server_io, None).await });
         client.write_all(b"question").await.unwrap();
         client.shutdown().await.unwrap();
@@ -137,12 +164,20 @@ mod tests {
         let mut answered = String::new();
         client.read_to_string(&mut answered).await.unwrap();
         assert_eq!(answered, "an answer after the end");
-        assert_eq!(copying.await.unwrap(), Copied { sent: 8, received: 23, was_http: false });
+        assert_eq!(
+            copying.await.unwrap(),
+            Copied {
+                sent: 8,
+                received: 23,
+                was_http: false
+            }
+        );
     }
 
     #[tokio::test]
     async fn a_slow_receiver_slows_the_sender_and_loses_nothing() {
-        let ((mut client, mut client_io), (mut server, mut server_io)) = (pair().await, pair().await);
+        let ((mut client, mut client_io), (mut server, mut server_io)) =
+            (pair().await, pair().await);
         tokio::spawn(async move { both(&mut client_io, &mut server_io, None).await });
         let sent: Vec<u8> = (0..4_000_000u32).map(|at| (at % 251) as u8).collect();
         let copy = sent.clone();

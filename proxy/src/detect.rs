@@ -91,7 +91,9 @@ pub fn take_a_guess(bytes: &[u8]) -> Protocol {
 
 /// Whether there are bytes that no text has.
 pub fn is_binary(bytes: &[u8]) -> bool {
-    bytes.iter().any(|byte| byte.is_ascii_control() && !is_separator(byte))
+    bytes
+        .iter()
+        .any(|byte| byte.is_ascii_control() && !is_separator(byte))
 }
 
 /// Reads a connection's first line that is not blank, in whatever pieces it arrives, and tells whether it is a request line:
@@ -124,7 +126,10 @@ impl Onlooker {
             if is_separator(byte) {
                 self.within_word = false;
                 // Only LF ends a line for certain. A server may also split lines at the other vertical separators.
-                if is_vertical(byte) && self.is_method_and_target() && !self.ends_with_another_version() {
+                if is_vertical(byte)
+                    && self.is_method_and_target()
+                    && !self.ends_with_another_version()
+                {
                     return Verdict::Known(Protocol::Http1);
                 }
                 if *byte == b'\n' && self.words > 0 {
@@ -153,8 +158,13 @@ impl Onlooker {
 
     fn is_method_and_target(&self) -> bool {
         let target = self.second.get();
-        let is_url = |scheme: &[u8]| target.get(..scheme.len()).is_some_and(|start| start.eq_ignore_ascii_case(scheme));
-        let is_target = matches!(target, [b'/' | b'*', ..]) || is_url(b"http:") || is_url(b"https:");
+        let is_url = |scheme: &[u8]| {
+            target
+                .get(..scheme.len())
+                .is_some_and(|start| start.eq_ignore_ascii_case(scheme))
+        };
+        let is_target =
+            matches!(target, [b'/' | b'*', ..]) || is_url(b"http:") || is_url(b"https:");
         is_target && METHODS.binary_search(&self.first.get()).is_ok()
     }
 
@@ -162,7 +172,10 @@ impl Onlooker {
     fn ends_with_another_version(&self) -> bool {
         let digits = |version: &[u8]| matches!(version, [b'0'..=b'9', b'.', b'0'..=b'9']);
         let word = self.last.get();
-        self.words == 3 && [&b"RTSP/"[..], b"SIP/", b"ICAP/"].iter().any(|name| word.strip_prefix(*name).is_some_and(digits))
+        self.words == 3
+            && [&b"RTSP/"[..], b"SIP/", b"ICAP/"]
+                .iter()
+                .any(|name| word.strip_prefix(*name).is_some_and(digits))
     }
 }
 
@@ -175,7 +188,10 @@ struct Prefix<const N: usize> {
 
 impl<const N: usize> Default for Prefix<N> {
     fn default() -> Self {
-        Self { bytes: [0; N], length: 0 }
+        Self {
+            bytes: [0; N],
+            length: 0,
+        }
     }
 }
 
@@ -280,7 +296,11 @@ mod tests {
     fn a_request_line_is_known_by_its_version_and_not_before() {
         let line = b"OPTIONS * HTTP/1.1\r\n";
         for length in 0..line.len() {
-            let expected = if length < "OPTIONS * HTTP/".len() { Verdict::NeedMore } else { HTTP1 };
+            let expected = if length < "OPTIONS * HTTP/".len() {
+                Verdict::NeedMore
+            } else {
+                HTTP1
+            };
             assert_eq!(classify(&line[..length]), expected, "{length}");
         }
         assert_eq!(classify(b"GET /a b HTTP/1.0\n"), HTTP1);
@@ -290,15 +310,27 @@ mod tests {
     #[test]
     fn each_prefix_of_the_preface_waits() {
         for length in 0..HTTP2_PREFACE.len() {
-            assert_eq!(classify(&HTTP2_PREFACE[..length]), Verdict::NeedMore, "{length}");
+            assert_eq!(
+                classify(&HTTP2_PREFACE[..length]),
+                Verdict::NeedMore,
+                "{length}"
+            );
         }
         assert_eq!(classify(HTTP2_PREFACE), Verdict::Known(Protocol::Http2));
     }
 
     #[test]
     fn an_http2_servers_word_is_no_other_protocols() {
-        assert!(is_http2_server(b"\0\0\x12\x04\0\0\0\0\0\0\x04\0\x10\0\0\0\x05\0\0\x40\0\0\x06\0\0\x40\0"));
-        for other in [&b"\x4a\0\0\0\x0a8.0.36\0"[..], b"220 mail.example ESMTP\r\n", b"SSH-2.0-OpenSSH_9\r\n", b"\0\0\0\x04", b""] {
+        assert!(is_http2_server(
+            b"\0\0\x12\x04\0\0\0\0\0\0\x04\0\x10\0\0\0\x05\0\0\x40\0\0\x06\0\0\x40\0"
+        ));
+        for other in [
+            &b"\x4a\0\0\0\x0a8.0.36\0"[..],
+            b"220 mail.example ESMTP\r\n",
+            b"SSH-2.0-OpenSSH_9\r\n",
+            b"\0\0\0\x04",
+            b"",
+        ] {
             assert!(!is_http2_server(other), "{other:?}");
         }
     }
@@ -310,12 +342,27 @@ mod tests {
         ("RTSP 2, a path", b"SETUP /track1 RTSP/2.0\r\n"),
         ("SIP", b"INVITE sip:bob@biloxi.example SIP/2.0\r\n"),
         ("SIP, keep-alive", b"OPTIONS sip:proxy.example SIP/2.0\r\n"),
-        ("ICAP", b"OPTIONS icap://scanner.example/avscan ICAP/1.0\r\n"),
+        (
+            "ICAP",
+            b"OPTIONS icap://scanner.example/avscan ICAP/1.0\r\n",
+        ),
         ("ICAP, any service", b"OPTIONS * ICAP/1.0\r\n"),
-        ("syslog, RFC 3164", b"<134>Nov 21 10:00:00 web nginx: 10.0.0.1 - - \"GET / HTTP/1.1\" 200 12\n"),
-        ("syslog, RFC 5424", b"<165>1 2026-11-21T10:00:00Z web nginx 12 - - \"GET /a HTTP/1.1\" 200\n"),
-        ("JSON lines", b"{\"request\":\"GET / HTTP/1.1\",\"status\":200}\n"),
-        ("JSON lines, spaced", b"{ \"request\": \"GET / HTTP/1.1\" }\n"),
+        (
+            "syslog, RFC 3164",
+            b"<134>Nov 21 10:00:00 web nginx: 10.0.0.1 - - \"GET / HTTP/1.1\" 200 12\n",
+        ),
+        (
+            "syslog, RFC 5424",
+            b"<165>1 2026-11-21T10:00:00Z web nginx 12 - - \"GET /a HTTP/1.1\" 200\n",
+        ),
+        (
+            "JSON lines",
+            b"{\"request\":\"GET / HTTP/1.1\",\"status\":200}\n",
+        ),
+        (
+            "JSON lines, spaced",
+            b"{ \"request\": \"GET / HTTP/1.1\" }\n",
+        ),
         ("memcached, get", b"get /index.html\r\n"),
         ("memcached, set", b"set /index.html 0 60 5\r\nhello\r\n"),
         ("memcached, meta", b"mg /a t v\r\n"),
@@ -330,14 +377,20 @@ mod tests {
         ("IMAP", b"a1 LOGIN fred secret\r\n"),
         ("POP3", b"APOP mrose c4c9334bac560ecc979e58001b3e22fb\r\n"),
         ("NNTP", b"GROUP misc.test\r\n"),
-        ("NATS", b"CONNECT {\"verbose\":false,\"lang\":\"go\"}\r\nPING\r\n"),
+        (
+            "NATS",
+            b"CONNECT {\"verbose\":false,\"lang\":\"go\"}\r\nPING\r\n",
+        ),
         ("STOMP", b"CONNECT\naccept-version:1.2\nhost:broker\n\n\0"),
         ("STOMP 1.2", b"STOMP\naccept-version:1.2\n\n\0"),
         ("IRC", b"NICK fred\r\nUSER fred 0 * :Fred\r\n"),
         ("beanstalkd", b"put 0 0 60 5\r\nhello\r\n"),
         ("ZooKeeper, four letters", b"ruok\n"),
         ("Graphite", b"web.GET.200 12 1795341600\n"),
-        ("InfluxDB lines", b"cpu,host=web usage=0.5 1795341600000000000\n"),
+        (
+            "InfluxDB lines",
+            b"cpu,host=web usage=0.5 1795341600000000000\n",
+        ),
         ("whois", b"example.org\r\n"),
         ("finger", b"/W fred\r\n"),
         ("gopher", b"/docs\tHTTP\r\n"),
@@ -352,16 +405,33 @@ mod tests {
         for (name, bytes) in OTHER_PROTOCOLS {
             assert_ne!(classify(bytes), HTTP1, "{name}");
             assert_eq!(take_a_guess(bytes), Protocol::Opaque, "{name}");
-            let by_byte = bytes.iter().fold((Onlooker::default(), Verdict::NeedMore), |(mut line, verdict), byte| {
-                let verdict = if verdict == Verdict::NeedMore { line.look(&[*byte]) } else { verdict };
-                (line, verdict)
-            });
+            let by_byte = bytes.iter().fold(
+                (Onlooker::default(), Verdict::NeedMore),
+                |(mut line, verdict), byte| {
+                    let verdict = if verdict == Verdict::NeedMore {
+                        line.look(&[*byte])
+                    } else {
+                        verdict
+                    };
+                    (line, verdict)
+                },
+            );
             assert_ne!(by_byte.1, HTTP1, "{name}, byte by byte");
             let has_line = bytes.contains(&b'\n');
-            assert!(!has_line || classify(bytes) == OPAQUE, "{name}: its line has ended");
+            assert!(
+                !has_line || classify(bytes) == OPAQUE,
+                "{name}: its line has ended"
+            );
         }
-        for bytes in [&b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"[..], b"\0\0\0\x01"] {
-            assert_eq!((classify(bytes), take_a_guess(bytes)), (OPAQUE, Protocol::Opaque), "{bytes:?}");
+        for bytes in [
+            &b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"[..],
+            b"\0\0\0\x01",
+        ] {
+            assert_eq!(
+                (classify(bytes), take_a_guess(bytes)),
+                (OPAQUE, Protocol::Opaque),
+                "{bytes:?}"
+            );
         }
         assert_eq!(take_a_guess(b"\r\n\r\n\r\n"), Protocol::Opaque);
     }
@@ -370,10 +440,10 @@ mod tests {
     fn lines_that_cannot_be_told_from_requests_are_http() {
         // docs/reference.md names them, and what to do: declare the port opaque.
         for line in [
-            &b"GET /a\r\n"[..],                                                        // Redis, inline
+            &b"GET /a\r\n"[..], // Redis, inline
             b"127.0.0.1 - - [21/Nov/2026:10:00:00 +0000] \"GET /\" HTTP/1.1 200 12\n", // an access log
-            b"92 <165>1 2026-11-21T10:00:00Z web nginx 12 - - GET /a HTTP/1.1\n",      // syslog, RFC 6587
-            b"SEARCH /a\n",                                                            // any protocol with such a command
+            b"92 <165>1 2026-11-21T10:00:00Z web nginx 12 - - GET /a HTTP/1.1\n", // syslog, RFC 6587
+            b"SEARCH /a\n", // any protocol with such a command
         ] {
             assert_eq!(classify(line), HTTP1, "{}", line.escape_ascii());
         }
@@ -420,7 +490,11 @@ mod tests {
             assert_eq!(classify(line), HTTP1, "{}", line.escape_ascii());
             for length in 0..line.len() {
                 let prefix = classify(&line[..length]);
-                assert!(matches!(prefix, Verdict::NeedMore | HTTP1), "{}: {prefix:?}", line[..length].escape_ascii());
+                assert!(
+                    matches!(prefix, Verdict::NeedMore | HTTP1),
+                    "{}: {prefix:?}",
+                    line[..length].escape_ascii()
+                );
             }
         }
         assert_eq!(classify(b"PRI * HTTP/2.0\r\n\r\nXX"), HTTP1);
@@ -435,15 +509,23 @@ mod tests {
     #[test]
     fn what_is_no_text_need_not_be_waited_for() {
         let anonymous_ldap_bind = b"0\x0c\x02\x01\x01\x60\x07\x02\x01\x03\x04\0\x80\0";
-        for bytes in [&anonymous_ldap_bind[..], b"0032git-upload-pack /it.git\0host=here\0"] {
-            assert_eq!((classify(bytes), is_binary(bytes)), (Verdict::NeedMore, true), "{bytes:?}");
+        for bytes in [
+            &anonymous_ldap_bind[..],
+            b"0032git-upload-pack /it.git\0host=here\0",
+        ] {
+            assert_eq!(
+                (classify(bytes), is_binary(bytes)),
+                (Verdict::NeedMore, true),
+                "{bytes:?}"
+            );
             assert_eq!(take_a_guess(bytes), Protocol::Opaque, "{bytes:?}");
         }
         assert!(!is_binary(b"\r\nGET\t/caf\xe9 HTTP/1.1\r\n"));
     }
 
     #[test]
-    fn a_forbidden_byte_in_a_request_line_does_not_get_the_request_past_http_when_it_comes_in_pieces() {
+    fn a_forbidden_byte_in_a_request_line_does_not_get_the_request_past_http_when_it_comes_in_pieces()
+     {
         // A server that takes \x0b for a space would read a request here, whose X-Called-By nobody has removed.
         let line = b"GET /\x0b HTTP/1.1\r\n";
         for length in 0..line.len() {
@@ -464,7 +546,12 @@ mod tests {
     #[test]
     fn an_onlooker_waits_for_the_end_of_however_long_a_line() {
         let long = vec![b'A'; 10 * MAX_LINE];
-        for (end, verdict) in [(&b" / HTTP/1.1\n"[..], HTTP1), (b" and so on\n", OPAQUE), (b"\n", OPAQUE), (b"/", OPAQUE)] {
+        for (end, verdict) in [
+            (&b" / HTTP/1.1\n"[..], HTTP1),
+            (b" and so on\n", OPAQUE),
+            (b"\n", OPAQUE),
+            (b"/", OPAQUE),
+        ] {
             let mut onlooker = Onlooker::default();
             assert_eq!(onlooker.look(&long), Verdict::NeedMore);
             assert_eq!(onlooker.look(end), verdict, "{end:?}");
@@ -473,10 +560,22 @@ mod tests {
 
     #[test]
     fn a_client_that_stops_midway_is_taken_for_what_it_looks_like() {
-        for bytes in [&b"GET /hel"[..], b"PROPFIND /hel", b"CONNECT /", b"FOO x HTTP/1.1\rX: y\r"] {
+        for bytes in [
+            &b"GET /hel"[..],
+            b"PROPFIND /hel",
+            b"CONNECT /",
+            b"FOO x HTTP/1.1\rX: y\r",
+        ] {
             assert_eq!(take_a_guess(bytes), Protocol::Http1, "{bytes:?}");
         }
-        for bytes in [&b""[..], b"hello", b"PRI * HT", b"GET ke", b"ruok", b"0032git-upload-pack /it.git\0host=here\0"] {
+        for bytes in [
+            &b""[..],
+            b"hello",
+            b"PRI * HT",
+            b"GET ke",
+            b"ruok",
+            b"0032git-upload-pack /it.git\0host=here\0",
+        ] {
             assert_eq!(take_a_guess(bytes), Protocol::Opaque, "{bytes:?}");
         }
     }

@@ -82,7 +82,11 @@ struct Question {
 
 /// The handle for the workers, and the task that the main thread must run. The task ends once all handles are gone. Roots that come
 /// over the stream go to `trust`; what came of them, by `credentials`, is said to the controller.
-pub fn start(control: Control, trust: Trust, credentials: CurrentCredentials) -> (Discovery, impl Future<Output = ()> + Send) {
+pub fn start(
+    control: Control,
+    trust: Trust,
+    credentials: CurrentCredentials,
+) -> (Discovery, impl Future<Output = ()> + Send) {
     start_with(control, trust, credentials, Timing::default())
 }
 
@@ -95,7 +99,12 @@ fn start_with(
     let (questions, asked) = mpsc::channel(QUEUED_QUESTIONS);
     let (set_ready, ready) = watch::channel(false);
     let stats = Arc::new(DiscoveryStats::new());
-    let discovery = Discovery { questions, ready, stats: stats.clone(), first_answer: timing.first_answer };
+    let discovery = Discovery {
+        questions,
+        ready,
+        stats: stats.clone(),
+        first_answer: timing.first_answer,
+    };
     let driver = async move {
         let mut sweep = interval(timing.sweep);
         sweep.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -124,7 +133,12 @@ impl Discovery {
     pub fn off() -> Self {
         let (questions, _) = mpsc::channel(1);
         let (_, ready) = watch::channel(true);
-        Self { questions, ready, stats: Arc::new(DiscoveryStats::new()), first_answer: Duration::ZERO }
+        Self {
+            questions,
+            ready,
+            stats: Arc::new(DiscoveryStats::new()),
+            first_answer: Duration::ZERO,
+        }
     }
 
     /// Nobody will ever answer.
@@ -138,8 +152,18 @@ impl Discovery {
     pub async fn watch(&self, destination: SocketAddr) -> watch::Receiver<Arc<Target>> {
         let (answer, answered) = oneshot::channel();
         if destination.port() != 0
-            && self.questions.send(Question { destination, answer }).await.is_ok()
-            && let Ok(Watched { mut receiver, settled }) = answered.await
+            && self
+                .questions
+                .send(Question {
+                    destination,
+                    answer,
+                })
+                .await
+                .is_ok()
+            && let Ok(Watched {
+                mut receiver,
+                settled,
+            }) = answered.await
         {
             if !settled {
                 // Late or never: the target is what it is by then.
@@ -168,12 +192,23 @@ pub(crate) struct Questions(mpsc::Receiver<Question>);
 #[cfg(test)]
 impl Questions {
     /// The next destination that is asked about, and the way to answer: it leaves the test what news can be sent to.
-    pub(crate) async fn next(&mut self) -> (SocketAddr, impl FnOnce(Arc<Target>) -> watch::Sender<Arc<Target>> + use<>) {
-        let Question { destination, answer } = self.0.recv().await.expect("a handle is left");
+    pub(crate) async fn next(
+        &mut self,
+    ) -> (
+        SocketAddr,
+        impl FnOnce(Arc<Target>) -> watch::Sender<Arc<Target>> + use<>,
+    ) {
+        let Question {
+            destination,
+            answer,
+        } = self.0.recv().await.expect("a handle is left");
         (destination, move |target| {
             let (sender, receiver) = watch::channel(target);
             // Whoever asked may have given up.
-            let _ = answer.send(Watched { receiver, settled: true });
+            let _ = answer.send(Watched {
+                receiver,
+                settled: true,
+            });
             sender
         })
     }
@@ -184,7 +219,13 @@ impl Discovery {
     /// Discovery whose questions the test answers.
     pub(crate) fn by_hand() -> (Self, Questions) {
         let (questions, asked) = mpsc::channel(QUEUED_QUESTIONS);
-        (Self { questions, ..Self::off() }, Questions(asked))
+        (
+            Self {
+                questions,
+                ..Self::off()
+            },
+            Questions(asked),
+        )
     }
 }
 
@@ -211,13 +252,23 @@ impl Driver {
         let mut failures = 0;
         loop {
             let (requests, outgoing) = mpsc::unbounded_channel();
-            let opening = control.clone().discover(UnboundedReceiverStream::new(outgoing));
-            let Some(opened) = self.serve_until(opening).await else { return };
+            let opening = control
+                .clone()
+                .discover(UnboundedReceiverStream::new(outgoing));
+            let Some(opened) = self.serve_until(opening).await else {
+                return;
+            };
             match opened {
                 Ok(answers) => {
                     let since = Instant::now();
-                    let Some(end) = self.follow(answers, requests).await else { return };
-                    failures = if since.elapsed() >= self.timing.good_stream { 0 } else { failures + 1 };
+                    let Some(end) = self.follow(answers, requests).await else {
+                        return;
+                    };
+                    failures = if since.elapsed() >= self.timing.good_stream {
+                        0
+                    } else {
+                        failures + 1
+                    };
                     info!("the controller's stream ended, what is known stays: {end}");
                 }
                 Err(error) => {
@@ -226,7 +277,9 @@ impl Driver {
                 }
             }
             let pause = backoff(self.timing.backoff, failures, fastrand::f64());
-            let Some(()) = self.serve_until(sleep(pause)).await else { return };
+            let Some(()) = self.serve_until(sleep(pause)).await else {
+                return;
+            };
             self.stats.reconnects.fetch_add(1, Ordering::Relaxed);
         }
     }
@@ -238,7 +291,10 @@ impl Driver {
         mut answers: Streaming<DiscoverResponse>,
         requests: mpsc::UnboundedSender<DiscoverRequest>,
     ) -> Option<String> {
-        info!("connected to the controller, {} destinations known", self.table.len());
+        info!(
+            "connected to the controller, {} destinations known",
+            self.table.len()
+        );
         self.away = false;
         self.requests = Some(requests);
         self.send_status();
@@ -273,12 +329,18 @@ impl Driver {
     }
 
     fn answer(&mut self, question: Question) {
-        let Question { destination, answer } = question;
+        let Question {
+            destination,
+            answer,
+        } = question;
         match self.table.watch(destination) {
             Ok((Watched { receiver, settled }, request)) => {
                 self.send(request);
                 // A worker whose connection went away meanwhile does not listen, which is fine.
-                let _ = answer.send(Watched { receiver, settled: settled || self.away });
+                let _ = answer.send(Watched {
+                    receiver,
+                    settled: settled || self.away,
+                });
             }
             // Without an answer the worker goes by Unknown.
             Err(table::Full) => {
@@ -293,16 +355,34 @@ impl Driver {
 
     fn take_in(&mut self, answer: DiscoverResponse) {
         self.stats.note_message();
-        debug!(destination = answer.destination, version = answer.version, "the controller answered");
-        let Self { table, quiet, stats, trust, .. } = self;
+        debug!(
+            destination = answer.destination,
+            version = answer.version,
+            "the controller answered"
+        );
+        let Self {
+            table,
+            quiet,
+            stats,
+            trust,
+            ..
+        } = self;
         let mut report = |problem: String| {
             stats.broken.fetch_add(1, Ordering::Relaxed);
-            quiet.now_and_then(Trouble::Broken, |times| warn!("the controller's answer makes no sense: {problem} ({times} such)"));
+            quiet.now_and_then(Trouble::Broken, |times| {
+                warn!("the controller's answer makes no sense: {problem} ({times} such)")
+            });
         };
         match answer {
-            DiscoverResponse { update: Some(Update::Roots(roots)), version, .. } => match Roots::announced(roots, &version) {
+            DiscoverResponse {
+                update: Some(Update::Roots(roots)),
+                version,
+                ..
+            } => match Roots::announced(roots, &version) {
                 Ok(roots) => trust.announce(roots),
-                Err(problem) => report(format!("its trust roots {version:?} are not taken: {problem}")),
+                Err(problem) => report(format!(
+                    "its trust roots {version:?} are not taken: {problem}"
+                )),
             },
             answer => table.apply(answer, &mut report),
         }
@@ -310,8 +390,14 @@ impl Driver {
 
     /// So the controller learns which roots are in use, and which certificate.
     fn send_status(&mut self) {
-        let status = self.credentials.borrow_and_update().as_ref().map(|credentials| credentials.status());
-        self.send(status.map(|status| DiscoverRequest { action: Some(Action::Status(status)) }));
+        let status = self
+            .credentials
+            .borrow_and_update()
+            .as_ref()
+            .map(|credentials| credentials.status());
+        self.send(status.map(|status| DiscoverRequest {
+            action: Some(Action::Status(status)),
+        }));
     }
 
     fn tidy(&mut self) {
@@ -324,14 +410,20 @@ impl Driver {
     fn give_up(&mut self, error: &ControlError) {
         self.away = true;
         self.table.stop_waiting();
-        self.quiet.now_and_then(Trouble::Away, |times| warn!("no discovery, what is known stays: {error} ({times} tries)"));
+        self.quiet.now_and_then(Trouble::Away, |times| {
+            warn!("no discovery, what is known stays: {error} ({times} tries)")
+        });
     }
 
     fn send(&mut self, requests: impl IntoIterator<Item = DiscoverRequest>) {
-        self.stats.subscriptions.store(self.table.len() as u64, Ordering::Relaxed);
+        self.stats
+            .subscriptions
+            .store(self.table.len() as u64, Ordering::Relaxed);
         if let Some(sender) = &self.requests {
             // Where the stream has just ended, the next one starts with all of them.
-            requests.into_iter().for_each(|request| drop(sender.send(request)));
+            requests
+                .into_iter()
+                .for_each(|request| drop(sender.send(request)));
         }
     }
 }
@@ -351,7 +443,9 @@ async fn changed(credentials: &mut CurrentCredentials) {
 
 /// The pause before the try after `failures` failures in a row; `jitter` is from 0 to 1.
 fn backoff((least, most): (Duration, Duration), failures: u32, jitter: f64) -> Duration {
-    let ceiling = least.saturating_mul(1 << failures.saturating_sub(1).min(16)).min(most);
+    let ceiling = least
+        .saturating_mul(1 << failures.saturating_sub(1).min(16))
+        .min(most);
     ceiling.mul_f64(jitter)
 }
 

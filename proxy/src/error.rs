@@ -66,7 +66,9 @@ pub enum Failure {
     #[error("this workload takes mutual TLS only: its callers have to be in the mesh")]
     MtlsRequired,
     /// A CONNECT request to an app that does not declare to take any.
-    #[error("CONNECT is not allowed: the pod does not have the annotation diy-service-mesh/allow-connect: \"true\"")]
+    #[error(
+        "CONNECT is not allowed: the pod does not have the annotation diy-service-mesh/allow-connect: \"true\""
+    )]
     ConnectNotAllowed,
     /// The connection leads back to the proxy.
     #[error("{0} leads back to the proxy: forwarding would loop")]
@@ -77,7 +79,9 @@ impl Failure {
     /// The HTTP status that the client gets.
     pub fn status(&self) -> StatusCode {
         match self {
-            Self::NoEndpoint(_) | Self::Overloaded(_) | Self::NoCertificate(_) => StatusCode::SERVICE_UNAVAILABLE,
+            Self::NoEndpoint(_) | Self::Overloaded(_) | Self::NoCertificate(_) => {
+                StatusCode::SERVICE_UNAVAILABLE
+            }
             Self::Connect { .. }
             | Self::UpstreamClosed { .. }
             | Self::UpstreamMalformed { .. }
@@ -106,7 +110,8 @@ impl Failure {
 
     /// The value of the Allow field that goes with the status (RFC 9110, section 15.5.6).
     pub fn allow(&self) -> Option<&'static str> {
-        matches!(self, Self::ConnectNotAllowed).then_some("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS, TRACE")
+        matches!(self, Self::ConnectNotAllowed)
+            .then_some("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS, TRACE")
     }
 
     /// The client's connection ends with the answer: what follows on it would be of a tunnel, or from an untrusted peer.
@@ -116,7 +121,10 @@ impl Failure {
 
     /// Somebody has not proven who they are.
     pub fn is_of_identity(&self) -> bool {
-        matches!(self, Self::NoCertificate(_) | Self::Handshake { .. } | Self::MtlsRequired)
+        matches!(
+            self,
+            Self::NoCertificate(_) | Self::Handshake { .. } | Self::MtlsRequired
+        )
     }
 
     /// The code in `x-mesh-error` and in metrics.

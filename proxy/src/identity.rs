@@ -51,8 +51,16 @@ pub struct Credentials {
 /// Without the key, whatever its own Debug may say.
 impl fmt::Debug for Credentials {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { identity, roots_version, not_after, .. } = self;
-        write!(f, "Credentials({identity}, roots {roots_version}, until {not_after:?})")
+        let Self {
+            identity,
+            roots_version,
+            not_after,
+            ..
+        } = self;
+        write!(
+            f,
+            "Credentials({identity}, roots {roots_version}, until {not_after:?})"
+        )
     }
 }
 
@@ -89,12 +97,24 @@ impl Credentials {
 
     /// What the controller is told of them.
     pub fn status(&self) -> ProxyStatus {
-        let leaf = self.certified.cert.first().and_then(|leaf| Leaf::read(leaf).ok());
-        let (not_before, serial, issuer) = leaf.map_or((UNIX_EPOCH, String::new(), String::new()), |leaf| {
-            let Leaf { not_before, serial, issuer, .. } = leaf;
-            (not_before, serial, issuer)
-        });
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let leaf = self
+            .certified
+            .cert
+            .first()
+            .and_then(|leaf| Leaf::read(leaf).ok());
+        let (not_before, serial, issuer) =
+            leaf.map_or((UNIX_EPOCH, String::new(), String::new()), |leaf| {
+                let Leaf {
+                    not_before,
+                    serial,
+                    issuer,
+                    ..
+                } = leaf;
+                (not_before, serial, issuer)
+            });
+        let now = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default();
         ProxyStatus {
             roots_version: self.roots_version.clone(),
             certificate_not_before: seconds(not_before),
@@ -108,5 +128,10 @@ impl Credentials {
 }
 
 fn seconds(time: SystemTime) -> i64 {
-    i64::try_from(time.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()).unwrap_or(i64::MAX)
+    i64::try_from(
+        time.duration_since(UNIX_EPOCH)
+            .unwrap_or_default()
+            .as_secs(),
+    )
+    .unwrap_or(i64::MAX)
 }

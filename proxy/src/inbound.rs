@@ -20,7 +20,13 @@ pub async fn carry(stream: TcpStream, peer: SocketAddr, worker: Rc<Worker>) {
         Err(refused) => return worker.refuse(Direction::Inbound, peer, &refused),
     };
     let destination = worker.apps.fixed(original);
-    let flow = Flow { worker, direction: Direction::Inbound, peer, destination, caller: Caller::Unproven };
+    let flow = Flow {
+        worker,
+        direction: Direction::Inbound,
+        peer,
+        destination,
+        caller: Caller::Unproven,
+    };
     // 3. to 8. Detect, find out who calls, connect, copy or serve.
     serve(Io::new(stream), flow).await;
 }

@@ -37,7 +37,11 @@ pub struct Io {
 impl Io {
     /// Takes over a connected socket. The caller has set its options (see `accept.rs` and `connect.rs`).
     pub fn new(stream: TcpStream) -> Self {
-        Self { stream, tls: None, unread: BytesMut::new() }
+        Self {
+            stream,
+            tls: None,
+            unread: BytesMut::new(),
+        }
     }
 
     /// From here on TLS: runs the handshake, which was given what was unread.
@@ -65,7 +69,11 @@ impl Io {
 
     /// Reads once and adds what came to [`Io::unread`]; 0 is the end of the stream.
     pub fn poll_fill(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
-        let Self { stream, tls, unread } = self;
+        let Self {
+            stream,
+            tls,
+            unread,
+        } = self;
         if unread.is_empty() && unread.capacity() > 0 {
             *unread = BytesMut::new();
         }
@@ -76,7 +84,11 @@ impl Io {
     }
 
     /// Reads once into this thread's scratch buffer, and gives what came to `take`. Zero bytes are the end of the stream.
-    pub fn poll_pass<T>(&mut self, cx: &mut Context<'_>, take: impl FnOnce(&[u8], &mut Context<'_>) -> T) -> Poll<io::Result<T>> {
+    pub fn poll_pass<T>(
+        &mut self,
+        cx: &mut Context<'_>,
+        take: impl FnOnce(&[u8], &mut Context<'_>) -> T,
+    ) -> Poll<io::Result<T>> {
         if self.unread.is_empty() {
             return poll_read_some(&mut self.stream, &mut self.tls, cx, SCRATCH, take);
         }
@@ -91,8 +103,15 @@ impl Io {
             return true;
         }
         match &mut self.tls {
-            None => !self.stream.try_read(&mut [0]).is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock),
-            Some(session) => !session.is_flushed() || SCRATCH_BUFFER.with_borrow_mut(|scratch| session.has_spoken(&self.stream, scratch)),
+            None => !self
+                .stream
+                .try_read(&mut [0])
+                .is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock),
+            Some(session) => {
+                !session.is_flushed()
+                    || SCRATCH_BUFFER
+                        .with_borrow_mut(|scratch| session.has_spoken(&self.stream, scratch))
+            }
         }
     }
 
@@ -130,7 +149,11 @@ fn poll_read_some<T>(
 }
 
 impl AsyncRead for Io {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         if self.unread.is_empty() {
             if self.tls.is_none() {
                 return Pin::new(&mut self.stream).poll_read(cx, buf);
@@ -150,7 +173,11 @@ impl AsyncRead for Io {
 }
 
 impl AsyncWrite for Io {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
         let Self { stream, tls, .. } = &mut *self;
         match tls {
             None => Pin::new(stream).poll_write(cx, buf),
@@ -181,7 +208,10 @@ mod tests {
 
     async fn pair() -> (Io, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let (near, far) = tokio::join!(TcpStream::connect(listener.local_addr().unwrap()), listener.accept());
+        let (near, far) = tokio::join!(
+            TcpStream::connect(listener.local_addr().unwrap()),
+            listener.accept()
+        );
         (Io::new(near.unwrap()), far.unwrap().0)
     }
 
@@ -205,7 +235,9 @@ mod tests {
         io.stream.readable().await.unwrap();
         assert!(io.is_stale());
         let (mut io, mut far) = pair().await;
-        far.write_all(b"HTTP/1.1 408 Request Timeout\r\n\r\n").await.unwrap();
+        far.write_all(b"HTTP/1.1 408 Request Timeout\r\n\r\n")
+            .await
+            .unwrap();
         io.stream.readable().await.unwrap();
         assert!(io.is_stale());
     }

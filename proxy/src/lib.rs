@@ -61,25 +61,43 @@ use crate::worker::Listeners;
 const MAX_CONNECTIONS: u64 = 50_000;
 
 /// Runs the proxy until `shutdown` is done and its connections have finished, or the time to drain is over.
-pub fn run<F: Future<Output = ()>>(config: Config, shutdown: impl FnOnce() -> F) -> anyhow::Result<()> {
+pub fn run<F: Future<Output = ()>>(
+    config: Config,
+    shutdown: impl FnOnce() -> F,
+) -> anyhow::Result<()> {
     let config = Arc::new(config);
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("can't start the main thread's runtime")?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("can't start the main thread's runtime")?;
     let result = runtime.block_on(run_main(config, shutdown));
     // Name look-ups under way would hold the process back.
     runtime.shutdown_background();
     result
 }
 
-async fn run_main<F: Future<Output = ()>>(config: Arc<Config>, shutdown: impl FnOnce() -> F) -> anyhow::Result<()> {
+async fn run_main<F: Future<Output = ()>>(
+    config: Arc<Config>,
+    shutdown: impl FnOnce() -> F,
+) -> anyhow::Result<()> {
     let shutdown = shutdown();
     let metrics = Metrics::new();
-    let dump_config = DumpConfig { mode: config.dump, format: config.dump_format, out: Box::new(std::io::stdout()) };
-    let dumps = Dumps::start(dump_config, metrics.clone()).context("can't start the writer of dumps")?;
+    let dump_config = DumpConfig {
+        mode: config.dump,
+        format: config.dump_format,
+        out: Box::new(std::io::stdout()),
+    };
+    let dumps =
+        Dumps::start(dump_config, metrics.clone()).context("can't start the writer of dumps")?;
     let readiness = admin::Readiness::new();
     let (discovery, credentials) = start_control(&config, &metrics, &readiness)?;
     let listening = readiness.condition("listeners", "not listening yet");
     let discovering = readiness.condition("discovery", "the controller has not answered yet");
-    let admin = admin::Admin { readiness: readiness.clone(), metrics: metrics.clone(), discovery: discovery.clone() };
+    let admin = admin::Admin {
+        readiness: readiness.clone(),
+        metrics: metrics.clone(),
+        discovery: discovery.clone(),
+    };
     tokio::spawn(admin.serve(admin::bind(config.admin_port)?));
 
     let drain = CancellationToken::new();
@@ -105,10 +123,19 @@ async fn run_main<F: Future<Output = ()>>(config: Arc<Config>, shutdown: impl Fn
             discovering.met();
         }
     });
-    tracing::info!(pod = config.pod, inbound = config.inbound_port, outbound = config.outbound_port, admin = config.admin_port, "started");
+    tracing::info!(
+        pod = config.pod,
+        inbound = config.inbound_port,
+        outbound = config.outbound_port,
+        admin = config.admin_port,
+        "started"
+    );
 
     shutdown.await;
-    tracing::info!("draining: connections finish what they carry, at most for {:?}", config.drain);
+    tracing::info!(
+        "draining: connections finish what they carry, at most for {:?}",
+        config.drain
+    );
     readiness.drain();
     drain.cancel();
     let deadline = Instant::now() + config.drain;
@@ -125,22 +152,42 @@ async fn run_main<F: Future<Output = ()>>(config: Arc<Config>, shutdown: impl Fn
 }
 
 /// Starts what talks to the controller: discovery, and, where the controller proves itself, the keeping of the own identity.
-fn start_control(config: &Config, metrics: &Metrics, readiness: &Readiness) -> anyhow::Result<(Discovery, CurrentCredentials)> {
-    let (address, token_file) = (config.controller.to_string(), Some(config.token_file.clone()));
+fn start_control(
+    config: &Config,
+    metrics: &Metrics,
+    readiness: &Readiness,
+) -> anyhow::Result<(Discovery, CurrentCredentials)> {
+    let (address, token_file) = (
+        config.controller.to_string(),
+        Some(config.token_file.clone()),
+    );
     let trust = Trust::default();
     let (control, credentials) = match &config.controller_proof {
-        Some(ControllerProof { identity, roots_file }) => {
-            let tls = Tls { expected: identity.clone(), roots_file: roots_file.clone(), trust: trust.clone() };
+        Some(ControllerProof {
+            identity,
+            roots_file,
+        }) => {
+            let tls = Tls {
+                expected: identity.clone(),
+                roots_file: roots_file.clone(),
+                trust: trust.clone(),
+            };
             let control = Control::new(&address, token_file, Some(tls))?;
-            let (credentials, renewal) =
-                identity::start(control.clone(), identity.trust_domain().to_owned(), trust.clone(), metrics.identity.clone());
+            let (credentials, renewal) = identity::start(
+                control.clone(),
+                identity.trust_domain().to_owned(),
+                trust.clone(),
+                metrics.identity.clone(),
+            );
             tokio::spawn(renewal);
             let condition = readiness.condition("identity", "no certificate yet");
             tokio::spawn(identity_condition(credentials.clone(), condition));
             (control, credentials)
         }
         None => {
-            tracing::warn!("the controller is asked in the clear ({address}): this proxy has no identity, and reaches no meshed pod");
+            tracing::warn!(
+                "the controller is asked in the clear ({address}): this proxy has no identity, and reaches no meshed pod"
+            );
             (Control::new(&address, token_file, None)?, identity::none())
         }
     };
@@ -161,7 +208,10 @@ async fn identity_condition(mut credentials: CurrentCredentials, condition: admi
 
 /// Done at SIGTERM or SIGINT.
 pub async fn shutdown_signal() {
-    let (Ok(mut terminate), Ok(mut interrupt)) = (signal(SignalKind::terminate()), signal(SignalKind::interrupt())) else {
+    let (Ok(mut terminate), Ok(mut interrupt)) = (
+        signal(SignalKind::terminate()),
+        signal(SignalKind::interrupt()),
+    ) else {
         tracing::error!("can't listen for signals: only SIGKILL will end this process");
         return std::future::pending().await;
     };
@@ -173,15 +223,28 @@ pub async fn shutdown_signal() {
 
 /// One worker's sockets. Inbound connections come to the pod's addresses, redirected outbound ones to loopback.
 fn bind(config: &Config) -> anyhow::Result<Listeners> {
-    let port = |flag: &str, port: u16, v4: Ipv4Addr, v6: Ipv6Addr| -> anyhow::Result<Vec<TcpListener>> {
-        let v4 = accept::bind(IpAddr::V4(v4), port).with_context(|| format!("can't listen on {v4}:{port} (--{flag})"))?;
-        // Without IPv6 there is nothing to redirect either.
-        let v6 = accept::bind(IpAddr::V6(v6), port).inspect_err(|error| tracing::debug!("no IPv6: {error}"));
-        Ok(std::iter::once(v4).chain(v6).collect())
-    };
+    let port =
+        |flag: &str, port: u16, v4: Ipv4Addr, v6: Ipv6Addr| -> anyhow::Result<Vec<TcpListener>> {
+            let v4 = accept::bind(IpAddr::V4(v4), port)
+                .with_context(|| format!("can't listen on {v4}:{port} (--{flag})"))?;
+            // Without IPv6 there is nothing to redirect either.
+            let v6 = accept::bind(IpAddr::V6(v6), port)
+                .inspect_err(|error| tracing::debug!("no IPv6: {error}"));
+            Ok(std::iter::once(v4).chain(v6).collect())
+        };
     Ok(Listeners {
-        inbound: port("inbound-port", config.inbound_port, Ipv4Addr::UNSPECIFIED, Ipv6Addr::UNSPECIFIED)?,
-        outbound: port("outbound-port", config.outbound_port, Ipv4Addr::LOCALHOST, Ipv6Addr::LOCALHOST)?,
+        inbound: port(
+            "inbound-port",
+            config.inbound_port,
+            Ipv4Addr::UNSPECIFIED,
+            Ipv6Addr::UNSPECIFIED,
+        )?,
+        outbound: port(
+            "outbound-port",
+            config.outbound_port,
+            Ipv4Addr::LOCALHOST,
+            Ipv6Addr::LOCALHOST,
+        )?,
     })
 }
 
@@ -216,7 +279,9 @@ mod tests {
             .await;
         };
         reasons("identity: no certificate yet\n").await;
-        sender.send_replace(Some(identity::testing::credentials(&identity::testing::Authority::new("one"))));
+        sender.send_replace(Some(identity::testing::credentials(
+            &identity::testing::Authority::new("one"),
+        )));
         reasons("").await;
         sender.send_replace(None);
         reasons("identity: the certificate has ended, and there is no new one\n").await;

@@ -16,8 +16,13 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    let lines = fmt::layer().with_writer(io::stderr).with_ansi(io::stderr().is_terminal());
-    tracing_subscriber::registry().with(config.log.clone()).with(lines).init();
+    let lines = fmt::layer()
+        .with_writer(io::stderr)
+        .with_ansi(io::stderr().is_terminal());
+    tracing_subscriber::registry()
+        .with(config.log.clone())
+        .with(lines)
+        .init();
     match run(config, shutdown_signal) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

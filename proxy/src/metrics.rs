@@ -76,7 +76,10 @@ pub struct OpenConnection {
 
 impl Drop for OpenConnection {
     fn drop(&mut self) {
-        self.metrics.flows(self.direction).connections_closed.fetch_add(1, Ordering::Relaxed);
+        self.metrics
+            .flows(self.direction)
+            .connections_closed
+            .fetch_add(1, Ordering::Relaxed);
     }
 }
 
@@ -95,8 +98,13 @@ impl Metrics {
 
     /// A connection was accepted.
     pub fn connection(self: &Arc<Self>, direction: Direction) -> OpenConnection {
-        self.flows(direction).connections.fetch_add(1, Ordering::Relaxed);
-        OpenConnection { metrics: self.clone(), direction }
+        self.flows(direction)
+            .connections
+            .fetch_add(1, Ordering::Relaxed);
+        OpenConnection {
+            metrics: self.clone(),
+            direction,
+        }
     }
 
     /// A request was answered with this status, by the app or by the proxy.
@@ -107,7 +115,10 @@ impl Metrics {
 
     /// The proxy could not carry a request or a connection.
     pub fn failure(&self, direction: Direction, failure: &Failure) {
-        let index = FAILURE_CODES.iter().position(|code| *code == failure.code()).unwrap_or(FAILURE_CODES.len() - 1);
+        let index = FAILURE_CODES
+            .iter()
+            .position(|code| *code == failure.code())
+            .unwrap_or(FAILURE_CODES.len() - 1);
         self.flows(direction).failures[index].fetch_add(1, Ordering::Relaxed);
     }
 
@@ -123,33 +134,85 @@ impl Metrics {
     pub fn render(&self, discovery: &DiscoveryStats) -> String {
         let mut page = Page(String::with_capacity(8 * 1024));
         page.family("connections_total", "counter", "Connections accepted.");
-        self.each(|flows, direction| page.sample("connections_total", &[("direction", direction)], get(&flows.connections)));
+        self.each(|flows, direction| {
+            page.sample(
+                "connections_total",
+                &[("direction", direction)],
+                get(&flows.connections),
+            )
+        });
         page.family("connections_open", "gauge", "Connections open now.");
         self.each(|flows, direction| {
             // Closed is read first: a connection that opens and closes meanwhile can't make it negative.
             let closed = get(&flows.connections_closed);
-            page.sample("connections_open", &[("direction", direction)], get(&flows.connections) - closed);
+            page.sample(
+                "connections_open",
+                &[("direction", direction)],
+                get(&flows.connections) - closed,
+            );
         });
-        page.family("requests_total", "counter", "Requests answered, by the class of the status.");
+        page.family(
+            "requests_total",
+            "counter",
+            "Requests answered, by the class of the status.",
+        );
         self.each(|flows, direction| {
             for (protocol, classes) in ["http1", "http2"].into_iter().zip(&flows.requests) {
                 for (class, count) in CLASSES.into_iter().zip(classes) {
-                    page.sample("requests_total", &[("direction", direction), ("protocol", protocol), ("class", class)], get(count));
+                    page.sample(
+                        "requests_total",
+                        &[
+                            ("direction", direction),
+                            ("protocol", protocol),
+                            ("class", class),
+                        ],
+                        get(count),
+                    );
                 }
             }
         });
-        page.family("failures_total", "counter", "Requests and connections that the proxy could not carry, by its error code.");
+        page.family(
+            "failures_total",
+            "counter",
+            "Requests and connections that the proxy could not carry, by its error code.",
+        );
         self.each(|flows, direction| {
             for (code, count) in FAILURE_CODES.into_iter().zip(&flows.failures) {
-                page.sample("failures_total", &[("direction", direction), ("code", code)], get(count));
+                page.sample(
+                    "failures_total",
+                    &[("direction", direction), ("code", code)],
+                    get(count),
+                );
             }
         });
-        page.family("opaque_connections_total", "counter", "Connections passed through unread that are over.");
-        self.each(|flows, direction| page.sample("opaque_connections_total", &[("direction", direction)], get(&flows.opaque_connections)));
-        page.family("opaque_bytes_total", "counter", "Bytes of connections passed through unread, as the client sent and received them.");
+        page.family(
+            "opaque_connections_total",
+            "counter",
+            "Connections passed through unread that are over.",
+        );
         self.each(|flows, direction| {
-            page.sample("opaque_bytes_total", &[("direction", direction), ("way", "sent")], get(&flows.opaque_sent));
-            page.sample("opaque_bytes_total", &[("direction", direction), ("way", "received")], get(&flows.opaque_received));
+            page.sample(
+                "opaque_connections_total",
+                &[("direction", direction)],
+                get(&flows.opaque_connections),
+            )
+        });
+        page.family(
+            "opaque_bytes_total",
+            "counter",
+            "Bytes of connections passed through unread, as the client sent and received them.",
+        );
+        self.each(|flows, direction| {
+            page.sample(
+                "opaque_bytes_total",
+                &[("direction", direction), ("way", "sent")],
+                get(&flows.opaque_sent),
+            );
+            page.sample(
+                "opaque_bytes_total",
+                &[("direction", direction), ("way", "received")],
+                get(&flows.opaque_received),
+            );
         });
         render_discovery(discovery, &mut page);
         render_identity(&self.identity, &mut page);
@@ -158,16 +221,39 @@ impl Metrics {
     }
 
     fn render_process(&self, page: &mut Page) {
-        page.family("dumps_suppressed_total", "counter", "Exchanges beyond the budget for dumps.");
+        page.family(
+            "dumps_suppressed_total",
+            "counter",
+            "Exchanges beyond the budget for dumps.",
+        );
         page.sample("dumps_suppressed_total", &[], get(&self.dumps_suppressed));
-        page.family("dumps_dropped_total", "counter", "Dumps that the writer had no room for.");
+        page.family(
+            "dumps_dropped_total",
+            "counter",
+            "Dumps that the writer had no room for.",
+        );
         page.sample("dumps_dropped_total", &[], get(&self.dumps_dropped));
         if let Some(bytes) = resident_memory() {
-            page.family("resident_memory_bytes", "gauge", "Resident memory of the process.");
+            page.family(
+                "resident_memory_bytes",
+                "gauge",
+                "Resident memory of the process.",
+            );
             page.sample("resident_memory_bytes", &[], bytes);
         }
-        page.family("start_time_seconds", "gauge", "When the process started, in seconds since 1970.");
-        page.sample("start_time_seconds", &[], self.started.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64());
+        page.family(
+            "start_time_seconds",
+            "gauge",
+            "When the process started, in seconds since 1970.",
+        );
+        page.sample(
+            "start_time_seconds",
+            &[],
+            self.started
+                .duration_since(UNIX_EPOCH)
+                .unwrap_or_default()
+                .as_secs_f64(),
+        );
     }
 
     fn flows(&self, direction: Direction) -> &Flows {
@@ -185,29 +271,65 @@ impl Metrics {
 }
 
 fn render_discovery(stats: &DiscoveryStats, page: &mut Page) {
-    page.family("discovery_connected", "gauge", "1 while the stream to the controller stands.");
+    page.family(
+        "discovery_connected",
+        "gauge",
+        "1 while the stream to the controller stands.",
+    );
     page.sample("discovery_connected", &[], u8::from(stats.connected()));
-    page.family("discovery_subscriptions", "gauge", "Destinations that the proxy is subscribed to.");
+    page.family(
+        "discovery_subscriptions",
+        "gauge",
+        "Destinations that the proxy is subscribed to.",
+    );
     page.sample("discovery_subscriptions", &[], stats.subscriptions());
-    page.family("discovery_refused_total", "counter", "Destinations that passed through because too many were subscribed to.");
+    page.family(
+        "discovery_refused_total",
+        "counter",
+        "Destinations that passed through because too many were subscribed to.",
+    );
     page.sample("discovery_refused_total", &[], stats.refused());
-    page.family("discovery_broken_total", "counter", "Things in the controller's answers that made no sense.");
+    page.family(
+        "discovery_broken_total",
+        "counter",
+        "Things in the controller's answers that made no sense.",
+    );
     page.sample("discovery_broken_total", &[], stats.broken());
-    page.family("discovery_reconnects_total", "counter", "Tries to open the stream after the first one.");
+    page.family(
+        "discovery_reconnects_total",
+        "counter",
+        "Tries to open the stream after the first one.",
+    );
     page.sample("discovery_reconnects_total", &[], stats.reconnects());
     if let Some(age) = stats.last_message_age() {
-        page.family("discovery_last_message_age_seconds", "gauge", "How long ago the controller last sent an answer.");
+        page.family(
+            "discovery_last_message_age_seconds",
+            "gauge",
+            "How long ago the controller last sent an answer.",
+        );
         page.sample("discovery_last_message_age_seconds", &[], age.as_secs_f64());
     }
 }
 
 fn render_identity(stats: &IdentityStats, page: &mut Page) {
-    page.family("certificates_total", "counter", "Certificates that the controller signed for this proxy.");
+    page.family(
+        "certificates_total",
+        "counter",
+        "Certificates that the controller signed for this proxy.",
+    );
     page.sample("certificates_total", &[], stats.certificates());
-    page.family("certificate_failures_total", "counter", "Tries to get a certificate that failed.");
+    page.family(
+        "certificate_failures_total",
+        "counter",
+        "Tries to get a certificate that failed.",
+    );
     page.sample("certificate_failures_total", &[], stats.failures());
     if let Some(time) = stats.not_after() {
-        page.family("certificate_end_time_seconds", "gauge", "When the certificate ends, in seconds since 1970.");
+        page.family(
+            "certificate_end_time_seconds",
+            "gauge",
+            "When the certificate ends, in seconds since 1970.",
+        );
         page.sample("certificate_end_time_seconds", &[], time);
     }
 }
@@ -219,7 +341,9 @@ fn get(counter: &AtomicU64) -> u64 {
 /// The process's resident memory in bytes, where the kernel tells.
 fn resident_memory() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmRSS:"))?;
     let kibibytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     Some(kibibytes * 1024)
 }
@@ -229,15 +353,26 @@ struct Page(String);
 
 impl Page {
     fn family(&mut self, name: &str, kind: &str, help: &str) {
-        let _ = writeln!(self.0, "# HELP diy_mesh_proxy_{name} {help}\n# TYPE diy_mesh_proxy_{name} {kind}");
+        let _ = writeln!(
+            self.0,
+            "# HELP diy_mesh_proxy_{name} {help}\n# TYPE diy_mesh_proxy_{name} {kind}"
+        );
     }
 
     fn sample(&mut self, name: &str, labels: &[(&str, &'static str)], value: impl Display) {
         let _ = write!(self.0, "diy_mesh_proxy_{name}");
         for (index, (label, value)) in labels.iter().enumerate() {
-            let _ = write!(self.0, "{}{label}=\"{value}\"", if index == 0 { '{' } else { ',' });
+            let _ = write!(
+                self.0,
+                "{}{label}=\"{value}\"",
+                if index == 0 { '{' } else { ',' }
+            );
         }
-        let _ = writeln!(self.0, "{} {value}", if labels.is_empty() { "" } else { "}" });
+        let _ = writeln!(
+            self.0,
+            "{} {value}",
+            if labels.is_empty() { "" } else { "}" }
+        );
     }
 }
 
@@ -256,10 +391,18 @@ mod tests {
             } else if let Some(kind) = line.strip_prefix("# TYPE ") {
                 let (name, kind) = kind.split_once(' ').expect("a type");
                 assert_eq!(name, family, "TYPE follows HELP");
-                assert!(["counter", "gauge"].contains(&kind) && (kind == "counter") == name.ends_with("_total"), "{line}");
+                assert!(
+                    ["counter", "gauge"].contains(&kind)
+                        && (kind == "counter") == name.ends_with("_total"),
+                    "{line}"
+                );
             } else {
                 let (name, value) = line.rsplit_once(' ').expect("a value");
-                assert_eq!(name.split('{').next(), Some(family.as_str()), "samples follow their family");
+                assert_eq!(
+                    name.split('{').next(),
+                    Some(family.as_str()),
+                    "samples follow their family"
+                );
                 if let Some((_, labels)) = name.split_once('{') {
                     for label in labels.strip_suffix('}').expect("closed labels").split(',') {
                         let (label, value) = label.split_once('=').expect("a label");
@@ -271,7 +414,12 @@ mod tests {
                         );
                     }
                 }
-                assert!(samples.insert(name.to_owned(), value.parse().expect("a number")).is_none(), "{line} stands twice");
+                assert!(
+                    samples
+                        .insert(name.to_owned(), value.parse().expect("a number"))
+                        .is_none(),
+                    "{line} stands twice"
+                );
             }
         }
         samples
@@ -289,11 +437,25 @@ mod tests {
         let sample = |name: &str| samples[&format!("diy_mesh_proxy_{name}")];
         assert_eq!(sample("connections_total{direction=\"inbound\"}"), 2.0);
         assert_eq!(sample("connections_open{direction=\"inbound\"}"), 1.0);
-        assert_eq!(sample("requests_total{direction=\"outbound\",protocol=\"http2\",class=\"4xx\"}"), 1.0);
-        assert_eq!(sample("requests_total{direction=\"outbound\",protocol=\"http1\",class=\"4xx\"}"), 0.0);
-        assert_eq!(sample("failures_total{direction=\"outbound\",code=\"no-endpoint\"}"), 1.0);
-        assert_eq!(sample("opaque_bytes_total{direction=\"inbound\",way=\"received\"}"), 20.0);
-        assert!(sample("resident_memory_bytes") > 100_000.0 && sample("start_time_seconds") > 1.7e9);
+        assert_eq!(
+            sample("requests_total{direction=\"outbound\",protocol=\"http2\",class=\"4xx\"}"),
+            1.0
+        );
+        assert_eq!(
+            sample("requests_total{direction=\"outbound\",protocol=\"http1\",class=\"4xx\"}"),
+            0.0
+        );
+        assert_eq!(
+            sample("failures_total{direction=\"outbound\",code=\"no-endpoint\"}"),
+            1.0
+        );
+        assert_eq!(
+            sample("opaque_bytes_total{direction=\"inbound\",way=\"received\"}"),
+            20.0
+        );
+        assert!(
+            sample("resident_memory_bytes") > 100_000.0 && sample("start_time_seconds") > 1.7e9
+        );
         drop(open);
         assert_eq!(
             parse(&metrics.render(crate::discovery::Discovery::off().stats()))["diy_mesh_proxy_connections_open{direction=\"inbound\"}"],
@@ -306,16 +468,28 @@ mod tests {
         let address = std::net::SocketAddr::from(([127, 0, 0, 1], 1));
         let failures = [
             Failure::NoEndpoint(String::new()),
-            Failure::Connect { address, source: std::io::ErrorKind::Other.into() },
+            Failure::Connect {
+                address,
+                source: std::io::ErrorKind::Other.into(),
+            },
             Failure::ConnectTimeout(address),
-            Failure::UpstreamClosed { address, reason: String::new() },
-            Failure::UpstreamMalformed { address, reason: String::new() },
+            Failure::UpstreamClosed {
+                address,
+                reason: String::new(),
+            },
+            Failure::UpstreamMalformed {
+                address,
+                reason: String::new(),
+            },
             Failure::BadRequest(""),
             Failure::HeadersTooLarge(0),
             Failure::RequestTimeout,
             Failure::Overloaded(""),
             Failure::NoCertificate(address),
-            Failure::Handshake { address, reason: String::new() },
+            Failure::Handshake {
+                address,
+                reason: String::new(),
+            },
             Failure::MtlsRequired,
             Failure::ConnectNotAllowed,
             Failure::Loop(address),

@@ -20,7 +20,13 @@ pub async fn carry(stream: TcpStream, peer: SocketAddr, worker: Rc<Worker>) {
         Err(refused) => return worker.refuse(Direction::Outbound, peer, &refused),
     };
     let destination = worker.destinations.get_or_watch(original).await;
-    let flow = Flow { worker, direction: Direction::Outbound, peer, destination, caller: Caller::App };
+    let flow = Flow {
+        worker,
+        direction: Direction::Outbound,
+        peer,
+        destination,
+        caller: Caller::App,
+    };
     // 3. to 8. Detect, route, balance, connect, copy or serve.
     serve(Io::new(stream), flow).await;
 }

@@ -100,14 +100,30 @@ pub enum Probe {
 impl Policy {
     /// Whether a connection to the app may be made for this caller before anything is known of what they want.
     pub fn admits_unseen(&self, caller: &Caller) -> Result<(), Failure> {
-        if self.strict && *caller == Caller::Unproven { Err(Failure::MtlsRequired) } else { Ok(()) }
+        if self.strict && *caller == Caller::Unproven {
+            Err(Failure::MtlsRequired)
+        } else {
+            Ok(())
+        }
     }
 
     /// Whether the app may be shown this request to its `port`, and how.
-    pub fn authorize_request(&self, caller: &Caller, port: u16, request: &RequestView<'_>) -> Result<Admission, Failure> {
+    pub fn authorize_request(
+        &self,
+        caller: &Caller,
+        port: u16,
+        request: &RequestView<'_>,
+    ) -> Result<Admission, Failure> {
         if let Err(refused) = self.admits_unseen(caller) {
-            let is_probe = self.probes.iter().any(|probe| probe.is_made_by(port, request));
-            return if is_probe { Ok(Admission::Probe) } else { Err(refused) };
+            let is_probe = self
+                .probes
+                .iter()
+                .any(|probe| probe.is_made_by(port, request));
+            return if is_probe {
+                Ok(Admission::Probe)
+            } else {
+                Err(refused)
+            };
         }
         if *caller != Caller::App && !self.allow_connect && request.is_connect() {
             return Err(Failure::ConnectNotAllowed);
@@ -123,8 +139,15 @@ impl Probe {
         let (method, target) = (request.method, request.target);
         match self {
             _ if request.upgrade => false,
-            Self::Http { port, path } => *port == to && method == b"GET" && target == path.as_bytes() && !request.has_body,
-            Self::Grpc { port } => *port == to && method == b"POST" && target == b"/grpc.health.v1.Health/Check" && request.http2,
+            Self::Http { port, path } => {
+                *port == to && method == b"GET" && target == path.as_bytes() && !request.has_body
+            }
+            Self::Grpc { port } => {
+                *port == to
+                    && method == b"POST"
+                    && target == b"/grpc.health.v1.Health/Check"
+                    && request.http2
+            }
             // It asks for nothing: that the connection is taken is its answer.
             Self::Tcp { .. } => false,
         }
@@ -137,14 +160,26 @@ impl FromStr for Probe {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let expected = || format!("{text:?}: expected http:PORT:PATH, tcp:PORT or grpc:PORT");
-        let port = |text: &str| text.parse::<u16>().ok().filter(|port| *port != 0).ok_or_else(expected);
+        let port = |text: &str| {
+            text.parse::<u16>()
+                .ok()
+                .filter(|port| *port != 0)
+                .ok_or_else(expected)
+        };
         match text.split_once(':').ok_or_else(expected)? {
             ("http", rest) => match rest.split_once(':') {
-                Some((number, path)) if path.starts_with('/') => Ok(Self::Http { port: port(number)?, path: path.to_owned() }),
+                Some((number, path)) if path.starts_with('/') => Ok(Self::Http {
+                    port: port(number)?,
+                    path: path.to_owned(),
+                }),
                 _ => Err(expected()),
             },
-            ("tcp", number) => Ok(Self::Tcp { port: port(number)? }),
-            ("grpc", number) => Ok(Self::Grpc { port: port(number)? }),
+            ("tcp", number) => Ok(Self::Tcp {
+                port: port(number)?,
+            }),
+            ("grpc", number) => Ok(Self::Grpc {
+                port: port(number)?,
+            }),
             _ => Err(expected()),
         }
     }
@@ -173,8 +208,18 @@ pub fn is_mesh_error(name: &[u8]) -> bool {
 /// Compares names as CGI does (RFC 3875, section 4.1.18), and servers after its fashion: without case, and each byte that is neither
 /// a letter nor a digit is an underscore. `folded` is so already.
 fn is_spelling_of(folded: &[u8], name: &[u8]) -> bool {
-    let fold = |byte: &u8| if byte.is_ascii_alphanumeric() { byte.to_ascii_lowercase() } else { b'_' };
-    name.len() == folded.len() && name.iter().zip(folded).all(|(byte, expected)| fold(byte) == *expected)
+    let fold = |byte: &u8| {
+        if byte.is_ascii_alphanumeric() {
+            byte.to_ascii_lowercase()
+        } else {
+            b'_'
+        }
+    };
+    name.len() == folded.len()
+        && name
+            .iter()
+            .zip(folded)
+            .all(|(byte, expected)| fold(byte) == *expected)
 }
 
 #[cfg(test)]
@@ -182,28 +227,54 @@ mod tests {
     use super::*;
 
     fn strict(probes: &[&str]) -> Policy {
-        let probes = probes.iter().map(|probe| probe.parse().expect("a probe")).collect();
-        Policy { strict: true, probes, ..Policy::default() }
+        let probes = probes
+            .iter()
+            .map(|probe| probe.parse().expect("a probe"))
+            .collect();
+        Policy {
+            strict: true,
+            probes,
+            ..Policy::default()
+        }
     }
 
     fn peer() -> Caller {
-        Caller::Peer(Rc::new(Identity::new("cluster.local", "shop", "web").expect("an identity")))
+        Caller::Peer(Rc::new(
+            Identity::new("cluster.local", "shop", "web").expect("an identity"),
+        ))
     }
 
     fn request<'a>(method: &'a str, target: &'a str) -> RequestView<'a> {
-        RequestView { method: method.as_bytes(), target: target.as_bytes(), ..RequestView::default() }
+        RequestView {
+            method: method.as_bytes(),
+            target: target.as_bytes(),
+            ..RequestView::default()
+        }
     }
 
     #[test]
     fn a_strict_workload_admits_peers_its_own_app_and_probes() {
         let policy = strict(&["http:8080:/healthz?full=1", "grpc:9000", "tcp:5432"]);
         for caller in [peer(), Caller::App] {
-            assert_eq!(policy.authorize_request(&caller, 8080, &request("POST", "/orders")).ok(), Some(Admission::Ordinary));
+            assert_eq!(
+                policy
+                    .authorize_request(&caller, 8080, &request("POST", "/orders"))
+                    .ok(),
+                Some(Admission::Ordinary)
+            );
             assert!(policy.admits_unseen(&caller).is_ok());
         }
         let probe = request("GET", "/healthz?full=1");
-        let call = RequestView { http2: true, has_body: true, ..request("POST", "/grpc.health.v1.Health/Check") };
-        let unproven = |port, request: RequestView<'_>| policy.authorize_request(&Caller::Unproven, port, &request).ok();
+        let call = RequestView {
+            http2: true,
+            has_body: true,
+            ..request("POST", "/grpc.health.v1.Health/Check")
+        };
+        let unproven = |port, request: RequestView<'_>| {
+            policy
+                .authorize_request(&Caller::Unproven, port, &request)
+                .ok()
+        };
         assert_eq!(unproven(8080, probe), Some(Admission::Probe));
         assert_eq!(unproven(9000, call), Some(Admission::Probe));
         let refused = [
@@ -211,11 +282,41 @@ mod tests {
             (8080, request("POST", "/healthz?full=1")),
             (8081, probe),
             (8080, request("GET", "/healthz?full=1/../orders")),
-            (8080, RequestView { has_body: true, ..probe }),
-            (8080, RequestView { upgrade: true, ..probe }),
-            (9000, RequestView { http2: false, ..call }),
-            (9000, RequestView { target: b"/grpc.health.v1.Health/Watch", ..call }),
-            (9000, RequestView { target: b"/echo.Echo/Say", ..call }),
+            (
+                8080,
+                RequestView {
+                    has_body: true,
+                    ..probe
+                },
+            ),
+            (
+                8080,
+                RequestView {
+                    upgrade: true,
+                    ..probe
+                },
+            ),
+            (
+                9000,
+                RequestView {
+                    http2: false,
+                    ..call
+                },
+            ),
+            (
+                9000,
+                RequestView {
+                    target: b"/grpc.health.v1.Health/Watch",
+                    ..call
+                },
+            ),
+            (
+                9000,
+                RequestView {
+                    target: b"/echo.Echo/Say",
+                    ..call
+                },
+            ),
             (5432, request("GET", "/")),
         ];
         for (port, request) in refused {
@@ -227,39 +328,88 @@ mod tests {
     #[test]
     fn a_permissive_workload_admits_everybody() {
         let policy = Policy::default();
-        assert!(policy.authorize_request(&Caller::Unproven, 80, &request("GET", "/")).is_ok());
+        assert!(
+            policy
+                .authorize_request(&Caller::Unproven, 80, &request("GET", "/"))
+                .is_ok()
+        );
         assert!(policy.admits_unseen(&Caller::Unproven).is_ok());
     }
 
     #[test]
     fn connect_is_for_apps_that_declare_it() {
-        let (closed, open) = (Policy::default(), Policy { allow_connect: true, ..Policy::default() });
+        let (closed, open) = (
+            Policy::default(),
+            Policy {
+                allow_connect: true,
+                ..Policy::default()
+            },
+        );
         for method in ["CONNECT", "connect"] {
             let tunnel = request(method, "a:1");
             for caller in [Caller::Unproven, peer()] {
-                assert!(matches!(closed.authorize_request(&caller, 80, &tunnel), Err(Failure::ConnectNotAllowed)));
+                assert!(matches!(
+                    closed.authorize_request(&caller, 80, &tunnel),
+                    Err(Failure::ConnectNotAllowed)
+                ));
                 assert!(open.authorize_request(&caller, 80, &tunnel).is_ok());
             }
-            assert!(closed.authorize_request(&Caller::App, 80, &tunnel).is_ok(), "the app may ask others for one");
+            assert!(
+                closed.authorize_request(&Caller::App, 80, &tunnel).is_ok(),
+                "the app may ask others for one"
+            );
         }
     }
 
     #[test]
     fn probes_are_read_as_they_are_written() {
         for text in ["http:8080:/a:b?c", "tcp:1", "grpc:65535"] {
-            assert_eq!(text.parse::<Probe>().map(|probe| probe.to_string()).as_deref(), Ok(text));
+            assert_eq!(
+                text.parse::<Probe>()
+                    .map(|probe| probe.to_string())
+                    .as_deref(),
+                Ok(text)
+            );
         }
-        for wrong in ["", "http", "http:80", "http:80:x", "http::/x", "tcp:0", "tcp:65536", "grpc:x", "exec:80"] {
-            assert!(wrong.parse::<Probe>().is_err_and(|problem| problem.contains("expected http:PORT:PATH")), "{wrong}");
+        for wrong in [
+            "",
+            "http",
+            "http:80",
+            "http:80:x",
+            "http::/x",
+            "tcp:0",
+            "tcp:65536",
+            "grpc:x",
+            "exec:80",
+        ] {
+            assert!(
+                wrong
+                    .parse::<Probe>()
+                    .is_err_and(|problem| problem.contains("expected http:PORT:PATH")),
+                "{wrong}"
+            );
         }
     }
 
     #[test]
     fn called_by_is_known_in_every_spelling() {
-        for name in ["X-Called-By", "x-called-by", "X_CALLED_BY", "x-Called_by", "X.Called.By", "x!called~by"] {
+        for name in [
+            "X-Called-By",
+            "x-called-by",
+            "X_CALLED_BY",
+            "x-Called_by",
+            "X.Called.By",
+            "x!called~by",
+        ] {
             assert!(is_called_by(name.as_bytes()), "{name}");
         }
-        for name in ["X-Called-Bye", "X-Called", "XXCalled-By", "X-Called-B-", "X--Called-By"] {
+        for name in [
+            "X-Called-Bye",
+            "X-Called",
+            "XXCalled-By",
+            "X-Called-B-",
+            "X--Called-By",
+        ] {
             assert!(!is_called_by(name.as_bytes()), "{name}");
         }
         assert!(is_mesh_error(b"X.Mesh_Error") && !is_mesh_error(b"x-mesh-errors"));

@@ -86,7 +86,8 @@ mod tests {
         let address = listener.local_addr().expect("bound");
         let (mut near, mut far) = (Vec::new(), Vec::new());
         for _ in 0..count {
-            let (connected, accepted) = tokio::join!(TcpStream::connect(address), listener.accept());
+            let (connected, accepted) =
+                tokio::join!(TcpStream::connect(address), listener.accept());
             near.push(Io::new(connected.expect("loopback")));
             far.push(accepted.expect("loopback").0);
         }
@@ -100,7 +101,9 @@ mod tests {
                 tokio::task::yield_now().await;
             }
         };
-        tokio::time::timeout(Duration::from_secs(20), stale).await.expect("loopback is not that slow");
+        tokio::time::timeout(Duration::from_secs(20), stale)
+            .await
+            .expect("loopback is not that slow");
     }
 
     #[tokio::test]
@@ -122,7 +125,8 @@ mod tests {
         drop(far.pop());
         wait_until_stale(&mut near[1]).await;
         let pool = Pool::default();
-        near.drain(..).for_each(|io| pool.checkin_http1(io, Instant::now()));
+        near.drain(..)
+            .for_each(|io| pool.checkin_http1(io, Instant::now()));
         let mut alive = pool.checkout_http1().expect("the other one stands");
         assert!(!alive.is_stale() && pool.idle_http1() == 0);
     }
@@ -156,7 +160,8 @@ mod tests {
     async fn no_more_than_the_limit_stay() {
         let (near, _far) = connections(MAX_IDLE + 1).await;
         let pool = Pool::default();
-        near.into_iter().for_each(|io| pool.checkin_http1(io, Instant::now()));
+        near.into_iter()
+            .for_each(|io| pool.checkin_http1(io, Instant::now()));
         assert_eq!(pool.idle_http1(), MAX_IDLE);
     }
 }

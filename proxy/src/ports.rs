@@ -22,7 +22,10 @@ impl FromStr for PortSet {
         if text.trim().is_empty() {
             return Ok(Self::default());
         }
-        text.split(',').map(|item| parse_item(item.trim())).collect::<Result<_, _>>().map(Self)
+        text.split(',')
+            .map(|item| parse_item(item.trim()))
+            .collect::<Result<_, _>>()
+            .map(Self)
     }
 }
 
@@ -35,7 +38,9 @@ fn parse_item(item: &str) -> Result<RangeInclusive<u16>, String> {
     let (first, last) = item.split_once('-').unwrap_or((item, item));
     match (port(first.trim()), port(last.trim())) {
         (Some(first), Some(last)) if first <= last => Ok(first..=last),
-        _ => Err(format!("{item:?}: expected a port from 1 to 65535 or a range of ports, such as 9000-9100")),
+        _ => Err(format!(
+            "{item:?}: expected a port from 1 to 65535 or a range of ports, such as 9000-9100"
+        )),
     }
 }
 
@@ -46,16 +51,31 @@ mod tests {
     #[test]
     fn a_set_contains_its_single_ports_and_its_ranges() {
         let ports: PortSet = "25, 9000-9002,65535".parse().unwrap();
-        assert_eq!([24, 25, 8999, 9000, 9002, 9003, 65535].map(|port| ports.contains(port)), [false, true, false, true, true, false, true]);
+        assert_eq!(
+            [24, 25, 8999, 9000, 9002, 9003, 65535].map(|port| ports.contains(port)),
+            [false, true, false, true, true, false, true]
+        );
         assert_eq!(" ".parse(), Ok(PortSet::default()));
         assert!(!PortSet::default().contains(25));
     }
 
     #[test]
     fn a_wrong_item_is_named() {
-        for bad in ["x", "0", "65536", "9100-9000", "1-2-3", "-5", "5-", "+5", "80 81"] {
+        for bad in [
+            "x",
+            "0",
+            "65536",
+            "9100-9000",
+            "1-2-3",
+            "-5",
+            "5-",
+            "+5",
+            "80 81",
+        ] {
             assert!(
-                format!("25,{bad}").parse::<PortSet>().is_err_and(|problem| problem.starts_with(&format!("{bad:?}: expected"))),
+                format!("25,{bad}")
+                    .parse::<PortSet>()
+                    .is_err_and(|problem| problem.starts_with(&format!("{bad:?}: expected"))),
                 "{bad}"
             );
         }

@@ -15,7 +15,10 @@ use tokio::time::timeout;
 
 use crate::balance::{Endpoint, InFlight};
 use crate::connect;
-use crate::detect::{Protocol, Verdict, classify, classify_inbound, classify_inbound_opaque, is_binary, is_http2_server, take_a_guess};
+use crate::detect::{
+    Protocol, Verdict, classify, classify_inbound, classify_inbound_opaque, is_binary,
+    is_http2_server, take_a_guess,
+};
 use crate::error::Failure;
 use crate::io::Io;
 use crate::policy::Caller;
@@ -57,14 +60,34 @@ pub async fn first_word(
 ) -> Result<Protocol, Failure> {
     // A peer's proxy speaks first, and once only. Its TLS ends here on an opaque port too.
     let (detector, head_start) = match (&flow.caller, declared) {
-        (Caller::Unproven, Some(_)) => (Detector { classify: classify_inbound_opaque, guess: |_| Protocol::Opaque }, PEERS_HEAD_START),
-        (Caller::Unproven, None) => (Detector { classify: classify_inbound, guess: take_a_guess }, PEERS_HEAD_START),
+        (Caller::Unproven, Some(_)) => (
+            Detector {
+                classify: classify_inbound_opaque,
+                guess: |_| Protocol::Opaque,
+            },
+            PEERS_HEAD_START,
+        ),
+        (Caller::Unproven, None) => (
+            Detector {
+                classify: classify_inbound,
+                guess: take_a_guess,
+            },
+            PEERS_HEAD_START,
+        ),
         (_, Some(protocol)) => return Ok(protocol),
-        (_, None) => (Detector { classify, guess: take_a_guess }, HEAD_START),
+        (_, None) => (
+            Detector {
+                classify,
+                guess: take_a_guess,
+            },
+            HEAD_START,
+        ),
     };
     if let Err(refused) = flow.admits_unseen() {
         // The app hears nothing of somebody who may not come in.
-        return timeout(STRANGERS_WORD, listen(client, detector)).await.unwrap_or(Err(refused));
+        return timeout(STRANGERS_WORD, listen(client, detector))
+            .await
+            .unwrap_or(Err(refused));
     }
     if let Ok(listened) = timeout(head_start, listen(client, detector)).await {
         return listened;
@@ -96,7 +119,9 @@ pub async fn first_word(
             listened
         }
         // A client that was only slow gets its answer in its own protocol.
-        Either::Connected(Err(failure)) => timeout(SECOND_CHANCE, listening).await.unwrap_or(Err(failure)),
+        Either::Connected(Err(failure)) => timeout(SECOND_CHANCE, listening)
+            .await
+            .unwrap_or(Err(failure)),
         Either::Connected(Ok(new)) => {
             let upstream = &mut dialed.insert(new).upstream;
             // Its word, its end and its failure are all for the copying to pass on.
@@ -132,7 +157,13 @@ enum Either {
 
 /// A connection that was made before its client turned out to speak HTTP/1 is for whoever asks the pool next. Its handshake is not
 /// over for the far side until it has heard the last word, which would else wait for the first request.
-pub async fn keep(Dialed { endpoint, mut upstream, .. }: Dialed) {
+pub async fn keep(
+    Dialed {
+        endpoint,
+        mut upstream,
+        ..
+    }: Dialed,
+) {
     if upstream.flush().await.is_ok() {
         endpoint.pool.checkin_http1(upstream, Instant::now());
     }
@@ -142,12 +173,18 @@ pub async fn keep(Dialed { endpoint, mut upstream, .. }: Dialed) {
 pub async fn dial(flow: &Flow, inside: Inside) -> Result<Dialed, Failure> {
     let mut avoid: Vec<SocketAddr> = Vec::new();
     loop {
-        let endpoint = flow.destination.pick(&avoid, &mut flow.worker.rng.borrow_mut())?;
+        let endpoint = flow
+            .destination
+            .pick(&avoid, &mut flow.worker.rng.borrow_mut())?;
         let mut in_flight = endpoint.begin();
         match connect::dial(&endpoint, inside, &flow.worker.tls).await {
             Ok(upstream) => {
                 in_flight.opened();
-                return Ok(Dialed { endpoint, upstream, in_flight });
+                return Ok(Dialed {
+                    endpoint,
+                    upstream,
+                    in_flight,
+                });
             }
             Err(failure) => {
                 in_flight.failed();
@@ -167,7 +204,12 @@ async fn listen(client: &mut Io, detector: Detector) -> Result<Protocol, Failure
         let filled = if client.unread().is_empty() {
             poll_fn(|cx| client.poll_fill(cx)).await
         } else {
-            match timeout(patience(client.unread()), poll_fn(|cx| client.poll_fill(cx))).await {
+            match timeout(
+                patience(client.unread()),
+                poll_fn(|cx| client.poll_fill(cx)),
+            )
+            .await
+            {
                 Ok(filled) => filled,
                 Err(_) => return Ok((detector.guess)(client.unread())),
             }

@@ -68,10 +68,20 @@ async fn opaque(mut client: Io, mut dialed: Dialed, flow: &Flow, onlooker: Optio
     let copied = copy::both(&mut client, &mut dialed.upstream, onlooker).await;
     drop(dialed.in_flight);
     if copied.was_http {
-        refuse(client, flow, &Failure::BadRequest("an HTTP request that paused in its first line: it had been taken for another protocol"));
+        refuse(
+            client,
+            flow,
+            &Failure::BadRequest(
+                "an HTTP request that paused in its first line: it had been taken for another protocol",
+            ),
+        );
     }
-    flow.worker.metrics.opaque(flow.direction, copied.sent, copied.received);
-    flow.worker.dumps.opaque(&flow.info(), copied.sent, copied.received, begun.elapsed());
+    flow.worker
+        .metrics
+        .opaque(flow.direction, copied.sent, copied.received);
+    flow.worker
+        .dumps
+        .opaque(&flow.info(), copied.sent, copied.received, begun.elapsed());
 }
 
 /// Ends a connection that can't be carried as the kernel would: with a reset.
@@ -82,7 +92,12 @@ fn refuse(client: Io, flow: &Flow, failure: &Failure) {
 
 fn note(flow: &Flow, failure: &Failure) {
     flow.worker.metrics.failure(flow.direction, failure);
-    let (path, peer, destination, code) = (flow.direction.name(), flow.peer, flow.destination.name(), failure.code());
+    let (path, peer, destination, code) = (
+        flow.direction.name(),
+        flow.peer,
+        flow.destination.name(),
+        failure.code(),
+    );
     // Nobody else may ever hear of it: what was refused was no HTTP, or had not come so far.
     if failure.is_of_identity() && flow.worker.may_complain(Instant::now()) {
         return tracing::warn!(path, %peer, %destination, code, "{failure}");

@@ -60,13 +60,17 @@ pub struct Listeners {
 
 /// Starts a worker on a thread of its own. The receiver is done when the worker has drained.
 pub fn spawn(number: usize, seat: Seat, listeners: Listeners) -> io::Result<oneshot::Receiver<()>> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
     let (done, drained) = oneshot::channel();
-    std::thread::Builder::new().name(format!("worker-{number}")).spawn(move || {
-        LocalSet::new().block_on(&runtime, Worker::new(seat).run(listeners));
-        // Nobody waits any longer where the time to drain was over.
-        let _ = done.send(());
-    })?;
+    std::thread::Builder::new()
+        .name(format!("worker-{number}"))
+        .spawn(move || {
+            LocalSet::new().block_on(&runtime, Worker::new(seat).run(listeners));
+            // Nobody waits any longer where the time to drain was over.
+            let _ = done.send(());
+        })?;
     Ok(drained)
 }
 
@@ -118,11 +122,15 @@ impl Worker {
     async fn run(self: Rc<Self>, listeners: Listeners) {
         for listener in listeners.inbound {
             let worker = self.clone();
-            tokio::task::spawn_local(accept::accept(listener, move |stream, peer| worker.take(Direction::Inbound, stream, peer)));
+            tokio::task::spawn_local(accept::accept(listener, move |stream, peer| {
+                worker.take(Direction::Inbound, stream, peer)
+            }));
         }
         for listener in listeners.outbound {
             let worker = self.clone();
-            tokio::task::spawn_local(accept::accept(listener, move |stream, peer| worker.take(Direction::Outbound, stream, peer)));
+            tokio::task::spawn_local(accept::accept(listener, move |stream, peer| {
+                worker.take(Direction::Outbound, stream, peer)
+            }));
         }
         let mut sweep = tokio::time::interval(SWEEP);
         loop {
@@ -143,11 +151,15 @@ impl Worker {
     /// Carries an accepted connection in a task of its own; over the limit it is reset, and those that are open go on.
     fn take(self: &Rc<Self>, direction: Direction, stream: TcpStream, peer: SocketAddr) {
         if self.open.get() >= self.limit {
-            self.metrics.failure(direction, &Failure::Overloaded("too many connections"));
+            self.metrics
+                .failure(direction, &Failure::Overloaded("too many connections"));
             return crate::io::Io::new(stream).reset();
         }
         self.open.set(self.open.get() + 1);
-        let open = Open { worker: self.clone(), _counted: self.metrics.connection(direction) };
+        let open = Open {
+            worker: self.clone(),
+            _counted: self.metrics.connection(direction),
+        };
         tokio::task::spawn_local(async move {
             let worker = open.worker.clone();
             match direction {
@@ -160,7 +172,10 @@ impl Worker {
 
     /// Whether a warning about a peer is due: a flood of them would be one of lines in the log.
     pub fn may_complain(&self, now: Instant) -> bool {
-        let due = self.complained.get().is_none_or(|last| now.saturating_duration_since(last) >= COMPLAIN_EVERY);
+        let due = self
+            .complained
+            .get()
+            .is_none_or(|last| now.saturating_duration_since(last) >= COMPLAIN_EVERY);
         if due {
             self.complained.set(Some(now));
         }
@@ -212,7 +227,11 @@ pub struct Flow {
 impl Flow {
     /// What dumps say of the connection.
     pub fn info(&self) -> ConnectionInfo {
-        ConnectionInfo { direction: self.direction, peer: self.peer, destination: self.destination.address }
+        ConnectionInfo {
+            direction: self.direction,
+            peer: self.peer,
+            destination: self.destination.address,
+        }
     }
 
     /// The record of an exchange that begins now, where it is to be dumped.
@@ -226,7 +245,9 @@ impl Flow {
         match self.direction {
             Direction::Inbound => {
                 let opaque_ports = &self.worker.config.policy.opaque_ports;
-                opaque_ports.contains(self.destination.address.port()).then_some(Protocol::Opaque)
+                opaque_ports
+                    .contains(self.destination.address.port())
+                    .then_some(Protocol::Opaque)
             }
             Direction::Outbound => announced(self.destination.app_protocol()),
         }
@@ -239,7 +260,11 @@ impl Flow {
 
     /// Whether this request of theirs may be passed on, and how.
     pub fn authorize_request(&self, request: &RequestView<'_>) -> Result<Admission, Failure> {
-        self.worker.config.policy.authorize_request(&self.caller, self.destination.address.port(), request)
+        self.worker.config.policy.authorize_request(
+            &self.caller,
+            self.destination.address.port(),
+            request,
+        )
     }
 
     /// What the app is told of who calls.
@@ -282,7 +307,10 @@ mod tests {
 
     #[tokio::test]
     async fn over_the_limit_connections_are_reset_and_counted() {
-        let seat = Seat { limit: 1, ..Seat::for_a_test("") };
+        let seat = Seat {
+            limit: 1,
+            ..Seat::for_a_test("")
+        };
         let metrics = seat.metrics.clone();
         let worker = Worker::new(seat);
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -302,8 +330,15 @@ mod tests {
             }
         };
         tokio::join!(flood, clients);
-        assert_eq!(worker.open.get(), 1, "the one that was open is still carried");
+        assert_eq!(
+            worker.open.get(),
+            1,
+            "the one that was open is still carried"
+        );
         let counted = metrics.render(Discovery::off().stats());
-        assert!(counted.contains("failures_total{direction=\"inbound\",code=\"overloaded\"} 100"), "{counted}");
+        assert!(
+            counted.contains("failures_total{direction=\"inbound\",code=\"overloaded\"} 100"),
+            "{counted}"
+        );
     }
 }

@@ -14,15 +14,24 @@ fn connect_opens_no_unread_tunnel_into_the_pod() {
     on_worker(async {
         let (mut server, address) = App::listen().await;
         let mesh = Mesh::new();
-        for connect in
-            ["CONNECT a:80 HTTP/1.1\r\nHost: a:80\r\n\r\n", "connect a:80 HTTP/1.1\r\nHost: a\r\n\r\n", "CONNECT a:80 HTTP/1.0\r\n\r\n"]
-        {
+        for connect in [
+            "CONNECT a:80 HTTP/1.1\r\nHost: a:80\r\n\r\n",
+            "connect a:80 HTTP/1.1\r\nHost: a\r\n\r\n",
+            "CONNECT a:80 HTTP/1.0\r\n\r\n",
+        ] {
             let mut client = mesh.connect_inbound(address).await;
             write(&mut client, &format!("{connect}{FORGED}")).await;
             let answer = read_all(&mut client).await;
-            let refused = answer.starts_with("HTTP/1.1 405 Method Not Allowed\r\n") || answer.starts_with("HTTP/1.1 400 ");
-            assert!(refused && answer.matches("HTTP/1.1 ").count() == 1, "one answer, and the end: {answer}");
-            assert!(answer.contains("400") || answer.contains("\r\nallow: GET, "), "{answer}");
+            let refused = answer.starts_with("HTTP/1.1 405 Method Not Allowed\r\n")
+                || answer.starts_with("HTTP/1.1 400 ");
+            assert!(
+                refused && answer.matches("HTTP/1.1 ").count() == 1,
+                "one answer, and the end: {answer}"
+            );
+            assert!(
+                answer.contains("400") || answer.contains("\r\nallow: GET, "),
+                "{answer}"
+            );
         }
         // As the second request of a connection.
         let mut client = mesh.connect_inbound(address).await;
@@ -31,9 +40,15 @@ fn connect_opens_no_unread_tunnel_into_the_pod() {
         read_until(&mut app, "\r\n\r\n").await;
         write(&mut app, OK).await;
         let answers = read_all(&mut client).await;
-        assert!(answers.starts_with(OK) && answers[OK.len()..].starts_with("HTTP/1.1 405 "), "{answers}");
+        assert!(
+            answers.starts_with(OK) && answers[OK.len()..].starts_with("HTTP/1.1 405 "),
+            "{answers}"
+        );
         drop((client, mesh));
-        assert!(!read_all(&mut app).await.contains("CONNECT"), "the app saw it");
+        assert!(
+            !read_all(&mut app).await.contains("CONNECT"),
+            "the app saw it"
+        );
     });
 }
 
@@ -42,18 +57,31 @@ fn connect_is_for_pods_that_declare_it_and_for_the_pods_own_app() {
     on_worker(async {
         let (mut server, address) = App::listen().await;
         let declared = Mesh::with(|config| config.policy.allow_connect = true);
-        for mut client in [declared.connect_inbound(address).await, Mesh::new().connect_to(address).await] {
+        for mut client in [
+            declared.connect_inbound(address).await,
+            Mesh::new().connect_to(address).await,
+        ] {
             write(&mut client, "CONNECT a:80 HTTP/1.1\r\nHost: a:80\r\n\r\n").await;
             let mut app = server.accept().await;
-            assert_eq!(read_until(&mut app, "\r\n\r\n").await, "CONNECT a:80 HTTP/1.1\r\nHost: a:80\r\n\r\n");
+            assert_eq!(
+                read_until(&mut app, "\r\n\r\n").await,
+                "CONNECT a:80 HTTP/1.1\r\nHost: a:80\r\n\r\n"
+            );
             write(&mut app, "HTTP/1.1 200 OK\r\n\r\n").await;
-            assert_eq!(read_until(&mut client, "\r\n\r\n").await, "HTTP/1.1 200 OK\r\n\r\n");
+            assert_eq!(
+                read_until(&mut client, "\r\n\r\n").await,
+                "HTTP/1.1 200 OK\r\n\r\n"
+            );
             client.write_all(b"\x16\x03\x01").await.unwrap();
             assert_eq!(read_until(&mut app, "\x01").await, "\x16\x03\x01");
         }
         // Only one with a host and a port.
         let mut client = declared.connect_inbound(address).await;
-        write(&mut client, &format!("CONNECT / HTTP/1.1\r\nHost: a\r\n\r\n{FORGED}")).await;
+        write(
+            &mut client,
+            &format!("CONNECT / HTTP/1.1\r\nHost: a\r\n\r\n{FORGED}"),
+        )
+        .await;
         assert!(read_all(&mut client).await.starts_with("HTTP/1.1 400 "));
     });
 }
@@ -61,15 +89,32 @@ fn connect_is_for_pods_that_declare_it_and_for_the_pods_own_app() {
 #[test]
 fn an_answer_that_switches_protocols_needs_a_request_for_it() {
     on_worker(async {
-        for asked in ["", "Upgrade: websocket\r\n", "Connection: Upgrade\r\n", "Connection: Upgrade\r\nUpgrade: h2c\r\n"] {
+        for asked in [
+            "",
+            "Upgrade: websocket\r\n",
+            "Connection: Upgrade\r\n",
+            "Connection: Upgrade\r\nUpgrade: h2c\r\n",
+        ] {
             let (mut server, address) = App::listen().await;
             let mut client = Mesh::new().connect_inbound(address).await;
-            write(&mut client, &format!("GET / HTTP/1.1\r\nHost: a\r\n{asked}\r\n")).await;
+            write(
+                &mut client,
+                &format!("GET / HTTP/1.1\r\nHost: a\r\n{asked}\r\n"),
+            )
+            .await;
             let mut app = server.accept().await;
             read_until(&mut app, "\r\n\r\n").await;
-            write(&mut app, "HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: Upgrade\r\n\r\n").await;
+            write(
+                &mut app,
+                "HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: Upgrade\r\n\r\n",
+            )
+            .await;
             let head = read_until(&mut client, "\r\n\r\n").await;
-            assert!(head.starts_with("HTTP/1.1 502 ") && head.contains("x-mesh-error: upstream-malformed"), "{asked:?}: {head}");
+            assert!(
+                head.starts_with("HTTP/1.1 502 ")
+                    && head.contains("x-mesh-error: upstream-malformed"),
+                "{asked:?}: {head}"
+            );
             write(&mut client, FORGED).await;
             client.shutdown().await.unwrap();
             assert_eq!(read_all(&mut app).await, "", "{asked:?}");
@@ -80,12 +125,25 @@ fn an_answer_that_switches_protocols_needs_a_request_for_it() {
 #[test]
 fn what_a_lenient_server_reads_as_a_request_is_refused() {
     on_worker(async {
-        for line in ["GET / HTTP/1.1 x", "GET / x HTTP/1.1", "GET\u{a0}/\u{2003}HTTP/1.1", "GET / RTSP/1.0 x", "GET /"] {
+        for line in [
+            "GET / HTTP/1.1 x",
+            "GET / x HTTP/1.1",
+            "GET\u{a0}/\u{2003}HTTP/1.1",
+            "GET / RTSP/1.0 x",
+            "GET /",
+        ] {
             let (mut server, address) = App::listen().await;
             let mut client = Mesh::new().connect_inbound(address).await;
-            write(&mut client, &format!("{line}\r\nHost: a\r\nX-Called-By: forged\r\n\r\n")).await;
+            write(
+                &mut client,
+                &format!("{line}\r\nHost: a\r\nX-Called-By: forged\r\n\r\n"),
+            )
+            .await;
             let answer = read_all(&mut client).await;
-            assert!(answer.starts_with("HTTP/1.1 400 ") && answer.contains("x-mesh-error: bad-request"), "{line}: {answer}");
+            assert!(
+                answer.starts_with("HTTP/1.1 400 ") && answer.contains("x-mesh-error: bad-request"),
+                "{line}: {answer}"
+            );
             assert!(server.heard_nothing().await, "{line}");
         }
     });
@@ -96,7 +154,9 @@ fn the_callers_identity_is_removed_in_every_spelling() {
     on_worker(async {
         let (mut server, address) = App::listen().await;
         let mut client = Mesh::new().connect_inbound(address).await;
-        let forged = ["X-Called-By", "x_called_by", "X.Called.By", "x!called~by"].map(|name| format!("{name}: forged\r\n")).concat();
+        let forged = ["X-Called-By", "x_called_by", "X.Called.By", "x!called~by"]
+            .map(|name| format!("{name}: forged\r\n"))
+            .concat();
         write(
             &mut client,
             &format!("POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n{forged}\r\n0\r\n{forged}X-Sum: 1\r\n\r\n"),
@@ -104,7 +164,10 @@ fn the_callers_identity_is_removed_in_every_spelling() {
         .await;
         let mut app = server.accept().await;
         let seen = read_until(&mut app, "X-Sum: 1\r\n\r\n").await;
-        assert_eq!(seen, "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX-Sum: 1\r\n\r\n");
+        assert_eq!(
+            seen,
+            "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX-Sum: 1\r\n\r\n"
+        );
     });
 }
 
@@ -113,15 +176,24 @@ fn an_app_does_not_speak_for_the_mesh() {
     on_worker(async {
         let (mut server, address) = App::listen().await;
         let mesh = Mesh::new();
-        for mut client in [mesh.connect_inbound(address).await, mesh.connect_to(address).await] {
-            write(&mut client, "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\n\r\nx").await;
+        for mut client in [
+            mesh.connect_inbound(address).await,
+            mesh.connect_to(address).await,
+        ] {
+            write(
+                &mut client,
+                "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\n\r\nx",
+            )
+            .await;
             let mut app = server.accept().await;
             read_until(&mut app, "\r\n\r\nx").await;
             let forged = "X-Mesh-Error: connect-failed\r\nx_mesh.error: connect-failed\r\n";
             write(&mut app, &format!("HTTP/1.1 103 Early Hints\r\n{forged}\r\nHTTP/1.1 502 No\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n{forged}\r\n0\r\n{forged}\r\n")).await;
             let answers = read_until(&mut client, "\r\n0\r\n\r\n").await;
             assert!(
-                answers.starts_with("HTTP/1.1 103 ") && answers.contains("HTTP/1.1 502 No\r\n") && !answers.contains("rror"),
+                answers.starts_with("HTTP/1.1 103 ")
+                    && answers.contains("HTTP/1.1 502 No\r\n")
+                    && !answers.contains("rror"),
                 "{answers}"
             );
         }
@@ -133,11 +205,23 @@ fn a_target_and_a_host_field_that_differ_are_refused() {
     on_worker(async {
         let (mut server, address) = App::listen().await;
         let mut client = Mesh::new().connect_to(address).await;
-        write(&mut client, "GET http://b/ HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n").await;
+        write(
+            &mut client,
+            "GET http://b/ HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n",
+        )
+        .await;
         assert!(read_all(&mut client).await.starts_with("HTTP/1.1 400 "));
         assert!(server.heard_nothing().await);
         let mut client = Mesh::new().connect_to(address).await;
-        write(&mut client, "GET HTTP://u@A:80/ HTTP/1.1\r\nHost: a\r\n\r\n").await;
-        assert!(read_until(&mut server.accept().await, "\r\n\r\n").await.starts_with("GET HTTP://u@A:80/ "));
+        write(
+            &mut client,
+            "GET HTTP://u@A:80/ HTTP/1.1\r\nHost: a\r\n\r\n",
+        )
+        .await;
+        assert!(
+            read_until(&mut server.accept().await, "\r\n\r\n")
+                .await
+                .starts_with("GET HTTP://u@A:80/ ")
+        );
     });
 }

@@ -3,7 +3,9 @@
 
 mod support;
 
-use support::{App, Mesh, listen, on_worker, on_worker_without_waiting, read_all, read_until, write};
+use support::{
+    App, Mesh, listen, on_worker, on_worker_without_waiting, read_all, read_until, write,
+};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 const OK: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
@@ -41,8 +43,16 @@ fn connections_are_kept_on_both_sides_and_pipelined_requests_are_answered_in_ord
             if path == "/3" {
                 assert_eq!(app.read_u8().await.unwrap(), b'x');
             }
-            write(&mut app, &format!("HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n={path}")).await;
-            assert!(read_until(&mut client, &format!("={path}")).await.starts_with("HTTP/1.1 200 OK\r\n"));
+            write(
+                &mut app,
+                &format!("HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n={path}"),
+            )
+            .await;
+            assert!(
+                read_until(&mut client, &format!("={path}"))
+                    .await
+                    .starts_with("HTTP/1.1 200 OK\r\n")
+            );
         }
     });
 }
@@ -52,18 +62,36 @@ fn a_chunked_body_with_trailers_passes_both_ways() {
     on_worker(async {
         let (mut server, address) = App::listen().await;
         let mut client = Mesh::new().connect_to(address).await;
-        write(&mut client, "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nTrailer: X-Sum\r\n\r\n").await;
+        write(
+            &mut client,
+            "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nTrailer: X-Sum\r\n\r\n",
+        )
+        .await;
         let mut app = server.accept().await;
         read_until(&mut app, "\r\n\r\n").await;
         write(&mut client, "3\r\nabc\r\n").await;
         assert_eq!(read_until(&mut app, "abc\r\n").await, "3\r\nabc\r\n");
         // The app answers while the client is still sending.
-        write(&mut app, "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n").await;
-        assert!(read_until(&mut client, "2\r\nhi\r\n").await.contains("Transfer-Encoding: chunked"));
+        write(
+            &mut app,
+            "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n",
+        )
+        .await;
+        assert!(
+            read_until(&mut client, "2\r\nhi\r\n")
+                .await
+                .contains("Transfer-Encoding: chunked")
+        );
         write(&mut client, "0\r\nX-Sum: 1\r\n\r\n").await;
-        assert_eq!(read_until(&mut app, "\r\n\r\n").await, "0\r\nX-Sum: 1\r\n\r\n");
+        assert_eq!(
+            read_until(&mut app, "\r\n\r\n").await,
+            "0\r\nX-Sum: 1\r\n\r\n"
+        );
         write(&mut app, "0\r\nX-Took: 2\r\n\r\n").await;
-        assert_eq!(read_until(&mut client, "\r\n\r\n").await, "0\r\nX-Took: 2\r\n\r\n");
+        assert_eq!(
+            read_until(&mut client, "\r\n\r\n").await,
+            "0\r\nX-Took: 2\r\n\r\n"
+        );
     });
 }
 
@@ -72,11 +100,22 @@ fn a_client_that_expects_100_gets_it_from_the_app() {
     on_worker(async {
         let (mut server, address) = App::listen().await;
         let mut client = Mesh::new().connect_to(address).await;
-        write(&mut client, "PUT / HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n").await;
+        write(
+            &mut client,
+            "PUT / HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n",
+        )
+        .await;
         let mut app = server.accept().await;
-        assert!(read_until(&mut app, "\r\n\r\n").await.contains("Expect: 100-continue"));
+        assert!(
+            read_until(&mut app, "\r\n\r\n")
+                .await
+                .contains("Expect: 100-continue")
+        );
         write(&mut app, "HTTP/1.1 100 Continue\r\n\r\n").await;
-        assert_eq!(read_until(&mut client, "\r\n\r\n").await, "HTTP/1.1 100 Continue\r\n\r\n");
+        assert_eq!(
+            read_until(&mut client, "\r\n\r\n").await,
+            "HTTP/1.1 100 Continue\r\n\r\n"
+        );
         write(&mut client, "hi").await;
         assert_eq!(read_until(&mut app, "hi").await, "hi");
         write(&mut app, OK).await;
@@ -92,7 +131,10 @@ fn websocket_and_connect_become_tunnels() {
                 "GET /ws HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
                 "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
             ),
-            ("CONNECT db:5432 HTTP/1.1\r\nHost: db:5432\r\n\r\n", "HTTP/1.1 200 Connected\r\n\r\n"),
+            (
+                "CONNECT db:5432 HTTP/1.1\r\nHost: db:5432\r\n\r\n",
+                "HTTP/1.1 200 Connected\r\n\r\n",
+            ),
         ] {
             let (mut server, address) = App::listen().await;
             let mut client = Mesh::new().connect_to(address).await;
@@ -100,9 +142,15 @@ fn websocket_and_connect_become_tunnels() {
             let mut app = server.accept().await;
             assert_eq!(read_until(&mut app, "\r\n\r\n").await, request);
             write(&mut app, &format!("{response}\u{1}from-app")).await;
-            assert_eq!(read_until(&mut client, "from-app").await, format!("{response}\u{1}from-app"));
+            assert_eq!(
+                read_until(&mut client, "from-app").await,
+                format!("{response}\u{1}from-app")
+            );
             write(&mut client, "\u{2}from-client").await;
-            assert_eq!(read_until(&mut app, "from-client").await, "\u{2}from-client");
+            assert_eq!(
+                read_until(&mut app, "from-client").await,
+                "\u{2}from-client"
+            );
             client.shutdown().await.unwrap();
             assert_eq!(read_all(&mut app).await, "");
         }
@@ -119,7 +167,10 @@ fn a_response_without_length_ends_with_the_connection() {
         read_until(&mut app, "\r\n\r\n").await;
         write(&mut app, "HTTP/1.0 200 OK\r\n\r\nuntil the end").await;
         drop(app);
-        assert_eq!(read_all(&mut client).await, "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nuntil the end");
+        assert_eq!(
+            read_all(&mut client).await,
+            "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nuntil the end"
+        );
     });
 }
 
@@ -129,16 +180,35 @@ fn an_http10_client_is_answered_as_it_understands() {
         let (mut server, address) = App::listen().await;
         let mesh = Mesh::new();
         let mut client = mesh.connect_to(address).await;
-        write(&mut client, "GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n").await;
+        write(
+            &mut client,
+            "GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n",
+        )
+        .await;
         let mut app = server.accept().await;
-        assert_eq!(read_until(&mut app, "\r\n\r\n").await, "GET / HTTP/1.0\r\n\r\n");
+        assert_eq!(
+            read_until(&mut app, "\r\n\r\n").await,
+            "GET / HTTP/1.0\r\n\r\n"
+        );
         write(&mut app, OK).await;
-        assert!(read_until(&mut client, "ok").await.contains("Connection: keep-alive"));
+        assert!(
+            read_until(&mut client, "ok")
+                .await
+                .contains("Connection: keep-alive")
+        );
         write(&mut client, "GET / HTTP/1.0\r\n\r\n").await;
         let head = read_until(&mut app, "\r\n\r\n").await;
         assert_eq!(head, "GET / HTTP/1.0\r\n\r\n");
-        write(&mut app, "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n").await;
-        assert_eq!(read_all(&mut client).await, "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nhi", "chunks are not for HTTP/1.0");
+        write(
+            &mut app,
+            "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n",
+        )
+        .await;
+        assert_eq!(
+            read_all(&mut client).await,
+            "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nhi",
+            "chunks are not for HTTP/1.0"
+        );
     });
 }
 
@@ -173,15 +243,27 @@ fn a_pooled_connection_that_died_costs_an_idempotent_request_nothing() {
         // The app had decided to close before it read this one.
         drop(app);
         let mut app = server.accept().await;
-        assert!(read_until(&mut app, "\r\n\r\n").await.starts_with("GET /2 "));
+        assert!(
+            read_until(&mut app, "\r\n\r\n")
+                .await
+                .starts_with("GET /2 ")
+        );
         write(&mut app, OK).await;
         assert_eq!(read_until(&mut client, "ok").await, OK);
         // One that may have had an effect is not sent twice.
-        write(&mut client, "POST /3 HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\n\r\nx").await;
+        write(
+            &mut client,
+            "POST /3 HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\n\r\nx",
+        )
+        .await;
         read_until(&mut app, "\r\n\r\n").await;
         drop(app);
-        let answer = read_until(&mut client, "\n").await + &read_until(&mut client, "\r\n\r\n").await;
-        assert!(answer.starts_with("HTTP/1.1 502 ") && answer.contains("x-mesh-error: upstream-closed"), "{answer}");
+        let answer =
+            read_until(&mut client, "\n").await + &read_until(&mut client, "\r\n\r\n").await;
+        assert!(
+            answer.starts_with("HTTP/1.1 502 ") && answer.contains("x-mesh-error: upstream-closed"),
+            "{answer}"
+        );
     });
 }
 
@@ -194,7 +276,11 @@ fn nobody_listening_is_502_with_the_reason_and_the_connection_goes_on() {
         for _ in 0..2 {
             write(&mut client, "GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
             let head = read_until(&mut client, "\r\n\r\n").await;
-            assert!(head.starts_with("HTTP/1.1 502 Bad Gateway\r\n") && head.contains("x-mesh-error: connect-failed"), "{head}");
+            assert!(
+                head.starts_with("HTTP/1.1 502 Bad Gateway\r\n")
+                    && head.contains("x-mesh-error: connect-failed"),
+                "{head}"
+            );
             read_until(&mut client, "\n").await;
         }
     });
@@ -205,25 +291,56 @@ fn hostile_requests_get_a_clear_refusal_and_reach_nobody() {
     on_worker(async {
         let (mut server, address) = App::listen().await;
         let mesh = Mesh::new();
-        let long = format!("GET / HTTP/1.1\r\nHost: a\r\nX: {}\r\n\r\n", "y".repeat(70_000));
+        let long = format!(
+            "GET / HTTP/1.1\r\nHost: a\r\nX: {}\r\n\r\n",
+            "y".repeat(70_000)
+        );
         for (request, status, reason) in [
             ("GET / HTTP/1.1\r\n\r\n", "400", "the Host field is missing"),
-            ("GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", "400", "the Host field is repeated"),
-            ("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nxx", "400", "Content-Length is repeated"),
-            ("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", "400", "together with"),
-            ("POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding : chunked\r\n\r\n0\r\n\r\n", "400", "a field's name is not a token"),
-            ("POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\n", "400", "at most 16 digits"),
-            ("GET / HTTP/1.1\r\nHost: a\r\nBad Name: 1\r\n\r\n", "400", "a field's name is not a token"),
+            (
+                "GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+                "400",
+                "the Host field is repeated",
+            ),
+            (
+                "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nxx",
+                "400",
+                "Content-Length is repeated",
+            ),
+            (
+                "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+                "400",
+                "together with",
+            ),
+            (
+                "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
+                "400",
+                "a field's name is not a token",
+            ),
+            (
+                "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\n",
+                "400",
+                "at most 16 digits",
+            ),
+            (
+                "GET / HTTP/1.1\r\nHost: a\r\nBad Name: 1\r\n\r\n",
+                "400",
+                "a field's name is not a token",
+            ),
             ("GET / HTTP/1.1\nHost: a\n\n", "400", "without CR LF"),
             (long.as_str(), "431", "over 65536 bytes"),
         ] {
             let mut client = mesh.connect_to(address).await;
             write(&mut client, request).await;
             let answer = read_all(&mut client).await;
-            assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")) && answer.contains(reason), "{request:.60?} got {answer:?}");
+            assert!(
+                answer.starts_with(&format!("HTTP/1.1 {status} ")) && answer.contains(reason),
+                "{request:.60?} got {answer:?}"
+            );
             assert!(answer.contains("connection: close"));
         }
-        let nobody = tokio::time::timeout(std::time::Duration::from_millis(50), server.accept()).await;
+        let nobody =
+            tokio::time::timeout(std::time::Duration::from_millis(50), server.accept()).await;
         assert!(nobody.is_err(), "a refused request reached the app");
     });
 }
@@ -264,7 +381,10 @@ fn what_follows_a_body_is_a_request_of_its_own_and_framed_anew() {
         .await;
         let mut app = server.accept().await;
         let seen = read_until(&mut app, "0\r\n\r\n").await;
-        assert!(seen.ends_with("\r\n\r\n1c\r\nGET /smuggled HTTP/1.1\r\n\r\nxx\r\n0\r\n\r\n"), "{seen}");
+        assert!(
+            seen.ends_with("\r\n\r\n1c\r\nGET /smuggled HTTP/1.1\r\n\r\nxx\r\n0\r\n\r\n"),
+            "{seen}"
+        );
         write(&mut app, OK).await;
         assert_eq!(read_until(&mut client, "ok").await, OK);
     });
@@ -285,7 +405,11 @@ fn an_app_that_answers_nonsense_is_named() {
             read_until(&mut app, "\r\n\r\n").await;
             write(&mut app, response).await;
             let head = read_until(&mut client, "\r\n\r\n").await;
-            assert!(head.starts_with("HTTP/1.1 502 ") && head.contains("x-mesh-error: upstream-malformed"), "{head}");
+            assert!(
+                head.starts_with("HTTP/1.1 502 ")
+                    && head.contains("x-mesh-error: upstream-malformed"),
+                "{head}"
+            );
         }
     });
 }
@@ -308,6 +432,9 @@ fn a_draining_proxy_finishes_and_asks_the_client_to_leave() {
         mesh.drain.cancel();
         assert_eq!(read_all(&mut idle).await, "");
         write(&mut app, OK).await;
-        assert_eq!(read_all(&mut busy).await, "HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok");
+        assert_eq!(
+            read_all(&mut busy).await,
+            "HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok"
+        );
     });
 }

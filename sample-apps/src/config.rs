@@ -48,16 +48,19 @@ impl ServerConfig {
 
     fn check(raw: RawServer) -> Result<Self, Problems> {
         let mut problems = Vec::new();
-        let mut number = |variable: &str, text: Option<String>, default: u16, max: u16| match given(text) {
-            None => default,
-            Some(text) => match text.parse::<u16>() {
-                Ok(number) if number <= max => number,
-                _ => {
-                    problems.push(format!("{variable}: `{text}` is not a whole number from 0 to {max}"));
-                    default
-                }
-            },
-        };
+        let mut number =
+            |variable: &str, text: Option<String>, default: u16, max: u16| match given(text) {
+                None => default,
+                Some(text) => match text.parse::<u16>() {
+                    Ok(number) if number <= max => number,
+                    _ => {
+                        problems.push(format!(
+                            "{variable}: `{text}` is not a whole number from 0 to {max}"
+                        ));
+                        default
+                    }
+                },
+            };
         let listen_port = number("LISTEN_PORT", raw.listen_port, 8080, u16::MAX);
         let fail_rate = number("FAIL_RATE", raw.fail_rate, 0, 100);
         if !problems.is_empty() {
@@ -93,9 +96,13 @@ impl ClientConfig {
                 if let Some(authority) = endpoint.authority() {
                     let plain = authority.as_str().len() == authority.host().len();
                     if authority.as_str().contains('@') {
-                        problems.push(format!("ENDPOINT: `{text}` has a user name, which is not supported"));
+                        problems.push(format!(
+                            "ENDPOINT: `{text}` has a user name, which is not supported"
+                        ));
                     } else if !plain && authority.port_u16().is_none_or(|port| port == 0) {
-                        problems.push(format!("ENDPOINT: `{text}` has no port from 1 to 65535 after its colon"));
+                        problems.push(format!(
+                            "ENDPOINT: `{text}` has no port from 1 to 65535 after its colon"
+                        ));
                     }
                 }
                 if problems.is_empty() {
@@ -113,7 +120,8 @@ impl std::fmt::Display for Problems {
             [only] => write!(f, "the configuration has a problem: {only}"),
             all => {
                 write!(f, "the configuration has {} problems:", all.len())?;
-                all.iter().try_for_each(|problem| write!(f, "\n  - {problem}"))
+                all.iter()
+                    .try_for_each(|problem| write!(f, "\n  - {problem}"))
             }
         }
     }
@@ -144,15 +152,23 @@ struct RawClient {
     endpoint: Option<String>,
 }
 
-fn parse<T: CommandFactory + FromArgMatches>(program: Program, args: impl IntoIterator<Item = OsString>) -> T {
-    let command = T::command().name(program.name).bin_name(program.name).about(program.about).version(env!("CARGO_PKG_VERSION"));
+fn parse<T: CommandFactory + FromArgMatches>(
+    program: Program,
+    args: impl IntoIterator<Item = OsString>,
+) -> T {
+    let command = T::command()
+        .name(program.name)
+        .bin_name(program.name)
+        .about(program.about)
+        .version(env!("CARGO_PKG_VERSION"));
     let matches = command.get_matches_from(args);
     T::from_arg_matches(&matches).unwrap_or_else(|error| error.exit())
 }
 
 /// An empty variable counts as one that is not there: manifests often set them so.
 fn given(text: Option<String>) -> Option<String> {
-    text.map(|text| text.trim().to_owned()).filter(|text| !text.is_empty())
+    text.map(|text| text.trim().to_owned())
+        .filter(|text| !text.is_empty())
 }
 
 fn own_hostname() -> String {
@@ -182,13 +198,20 @@ mod tests {
     #[test]
     fn the_whole_range_is_accepted() {
         let config = ServerConfig::check(raw("65535", "100")).expect("valid");
-        let expected = ServerConfig { listen_port: 65535, fail_rate: 100, hostname: "h".to_owned(), version: "2.0".to_owned() };
+        let expected = ServerConfig {
+            listen_port: 65535,
+            fail_rate: 100,
+            hostname: "h".to_owned(),
+            version: "2.0".to_owned(),
+        };
         assert_eq!(config, expected);
     }
 
     #[test]
     fn every_problem_is_in_one_report() {
-        let report = ServerConfig::check(raw("65536", "101")).expect_err("both are wrong").to_string();
+        let report = ServerConfig::check(raw("65536", "101"))
+            .expect_err("both are wrong")
+            .to_string();
         assert_eq!(
             report,
             "the configuration has 2 problems:\
@@ -206,15 +229,32 @@ mod tests {
 
     #[test]
     fn a_name_with_a_trailing_dot_is_kept() {
-        let config = ClientConfig::check(RawClient::default(), "http://a.b.svc.cluster.local./hello").expect("valid");
-        assert_eq!(config.endpoint.authority().expect("has one").as_str(), "a.b.svc.cluster.local.");
+        let config =
+            ClientConfig::check(RawClient::default(), "http://a.b.svc.cluster.local./hello")
+                .expect("valid");
+        assert_eq!(
+            config.endpoint.authority().expect("has one").as_str(),
+            "a.b.svc.cluster.local."
+        );
     }
 
     #[test]
     fn endpoints_that_cannot_be_called_are_refused() {
-        for bad in ["https://host/", "/hello", "host:80", "http://", "http://a b/", "http://me@host/", "http://host:99999/"] {
-            let raw = RawClient { endpoint: Some(bad.to_owned()) };
-            let report = ClientConfig::check(raw, "http://unused/").expect_err(bad).to_string();
+        for bad in [
+            "https://host/",
+            "/hello",
+            "host:80",
+            "http://",
+            "http://a b/",
+            "http://me@host/",
+            "http://host:99999/",
+        ] {
+            let raw = RawClient {
+                endpoint: Some(bad.to_owned()),
+            };
+            let report = ClientConfig::check(raw, "http://unused/")
+                .expect_err(bad)
+                .to_string();
             assert!(report.contains(&format!("ENDPOINT: `{bad}`")), "{report}");
         }
     }

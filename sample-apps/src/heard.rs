@@ -54,7 +54,10 @@ impl Heard {
 impl<T> Hearing<T> {
     /// Starts to keep what `inner` reads.
     pub fn new(inner: T) -> Self {
-        Self { inner, heard: Heard::default() }
+        Self {
+            inner,
+            heard: Heard::default(),
+        }
     }
 
     /// What has been read, shared.
@@ -70,10 +73,18 @@ fn find(bytes: &[u8], what: &[u8]) -> Option<usize> {
 fn same_headers(head: &[u8], parsed: &HeaderMap) -> bool {
     let mut raw = Vec::new();
     for line in head.split(|byte| *byte == b'\n').skip(1) {
-        let Some(colon) = line.iter().position(|byte| *byte == b':') else { return false };
-        raw.push((line[..colon].to_ascii_lowercase(), line[colon + 1..].trim_ascii().to_vec()));
+        let Some(colon) = line.iter().position(|byte| *byte == b':') else {
+            return false;
+        };
+        raw.push((
+            line[..colon].to_ascii_lowercase(),
+            line[colon + 1..].trim_ascii().to_vec(),
+        ));
     }
-    let mut parsed: Vec<_> = parsed.iter().map(|(name, value)| (name.as_str().as_bytes().to_vec(), value.as_bytes().to_vec())).collect();
+    let mut parsed: Vec<_> = parsed
+        .iter()
+        .map(|(name, value)| (name.as_str().as_bytes().to_vec(), value.as_bytes().to_vec()))
+        .collect();
     // Sorted by name alone and stably: the values of one name keep their order.
     raw.sort_by(|a, b| a.0.cmp(&b.0));
     parsed.sort_by(|a, b| a.0.cmp(&b.0));
@@ -81,7 +92,11 @@ fn same_headers(head: &[u8], parsed: &HeaderMap) -> bool {
 }
 
 impl<T: AsyncRead + Unpin> AsyncRead for Hearing<T> {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         let before = buf.filled().len();
         let result = Pin::new(&mut this.inner).poll_read(cx, buf);
@@ -93,7 +108,11 @@ impl<T: AsyncRead + Unpin> AsyncRead for Hearing<T> {
 }
 
 impl<T: AsyncWrite + Unpin> AsyncWrite for Hearing<T> {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.get_mut().inner).poll_write(cx, buf)
     }
 
@@ -105,7 +124,11 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for Hearing<T> {
         Pin::new(&mut self.get_mut().inner).poll_shutdown(cx)
     }
 
-    fn poll_write_vectored(self: Pin<&mut Self>, cx: &mut Context<'_>, bufs: &[io::IoSlice<'_>]) -> Poll<io::Result<usize>> {
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.get_mut().inner).poll_write_vectored(cx, bufs)
     }
 
@@ -136,26 +159,56 @@ mod tests {
     #[test]
     fn a_head_comes_back_as_it_was_sent() {
         let heard = Heard::default();
-        heard.push(b"GET /hello HTTP/1.1\r\nHost: a\r\nx-Odd:  1 \r\nAccept: b\r\nX-ODD: 2\r\n\r\n");
-        let parsed = headers(&[("host", "a"), ("x-odd", "1"), ("x-odd", "2"), ("accept", "b")]);
-        let head = heard.take_head("GET /hello HTTP/1.1", &parsed).expect("found");
-        assert_eq!(head, "GET /hello HTTP/1.1\nHost: a\nx-Odd:  1 \nAccept: b\nX-ODD: 2");
-        assert_eq!(heard.take_head("GET /hello HTTP/1.1", &parsed), None, "taken once");
+        heard
+            .push(b"GET /hello HTTP/1.1\r\nHost: a\r\nx-Odd:  1 \r\nAccept: b\r\nX-ODD: 2\r\n\r\n");
+        let parsed = headers(&[
+            ("host", "a"),
+            ("x-odd", "1"),
+            ("x-odd", "2"),
+            ("accept", "b"),
+        ]);
+        let head = heard
+            .take_head("GET /hello HTTP/1.1", &parsed)
+            .expect("found");
+        assert_eq!(
+            head,
+            "GET /hello HTTP/1.1\nHost: a\nx-Odd:  1 \nAccept: b\nX-ODD: 2"
+        );
+        assert_eq!(
+            heard.take_head("GET /hello HTTP/1.1", &parsed),
+            None,
+            "taken once"
+        );
     }
 
     #[test]
     fn pipelined_heads_come_in_turn() {
         let heard = Heard::default();
         heard.push(b"GET / HTTP/1.1\r\nHost: one\r\n\r\nGET / HTTP/1.1\r\nHOST: two\r\n\r\n");
-        assert_eq!(heard.take_head("GET / HTTP/1.1", &headers(&[("host", "one")])).as_deref(), Some("GET / HTTP/1.1\nHost: one"));
-        assert_eq!(heard.take_head("GET / HTTP/1.1", &headers(&[("host", "two")])).as_deref(), Some("GET / HTTP/1.1\nHOST: two"));
+        assert_eq!(
+            heard
+                .take_head("GET / HTTP/1.1", &headers(&[("host", "one")]))
+                .as_deref(),
+            Some("GET / HTTP/1.1\nHost: one")
+        );
+        assert_eq!(
+            heard
+                .take_head("GET / HTTP/1.1", &headers(&[("host", "two")]))
+                .as_deref(),
+            Some("GET / HTTP/1.1\nHOST: two")
+        );
     }
 
     #[test]
     fn a_body_that_looks_like_a_head_is_passed_over() {
         let heard = Heard::default();
         heard.push(b"5\r\nGET / HTTP/1.1\r\nHost: false\r\n\r\n\r\n0\r\n\r\nGET / HTTP/1.1\r\nHost: true\r\n\r\n");
-        assert_eq!(heard.take_head("GET / HTTP/1.1", &headers(&[("host", "true")])).as_deref(), Some("GET / HTTP/1.1\nHost: true"));
+        assert_eq!(
+            heard
+                .take_head("GET / HTTP/1.1", &headers(&[("host", "true")]))
+                .as_deref(),
+            Some("GET / HTTP/1.1\nHost: true")
+        );
     }
 
     #[test]
@@ -166,6 +219,10 @@ mod tests {
         }
         heard.push(b"GET / HTTP/1.1\r\n\r\n");
         assert_eq!(heard.0.lock().expect("not poisoned").len(), KEPT);
-        assert!(heard.take_head("GET / HTTP/1.1", &HeaderMap::new()).is_some());
+        assert!(
+            heard
+                .take_head("GET / HTTP/1.1", &HeaderMap::new())
+                .is_some()
+        );
     }
 }

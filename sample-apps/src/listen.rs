@@ -23,11 +23,19 @@ pub fn dual_stack(port: u16) -> io::Result<TcpListener> {
         Err(error) if error.kind() != io::ErrorKind::AddrInUse => bind(any4),
         result => result,
     }
-    .map_err(|error| io::Error::new(error.kind(), format!("cannot listen on port {port}: {error}")))
+    .map_err(|error| {
+        io::Error::new(
+            error.kind(),
+            format!("cannot listen on port {port}: {error}"),
+        )
+    })
 }
 
 /// The connections that come in, until `stop`; then the port is closed at once. A failure to accept is printed and never the end.
-pub fn incoming(listener: TcpListener, stop: CancellationToken) -> ReceiverStream<io::Result<TcpStream>> {
+pub fn incoming(
+    listener: TcpListener,
+    stop: CancellationToken,
+) -> ReceiverStream<io::Result<TcpStream>> {
     let (sender, receiver) = mpsc::channel(1);
     tokio::spawn(stop.run_until_cancelled_owned(async move {
         loop {
@@ -50,7 +58,11 @@ pub fn incoming(listener: TcpListener, stop: CancellationToken) -> ReceiverStrea
 }
 
 fn bind(address: SocketAddr) -> io::Result<TcpListener> {
-    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    let socket = Socket::new(
+        Domain::for_address(address),
+        Type::STREAM,
+        Some(Protocol::TCP),
+    )?;
     if address.is_ipv6() {
         socket.set_only_v6(false)?;
     }
@@ -71,7 +83,10 @@ mod tests {
     async fn an_ipv4_client_is_heard() {
         let listener = dual_stack(0).expect("a free port");
         let port = listener.local_addr().expect("bound").port();
-        let (client, accepted) = tokio::join!(TcpStream::connect((Ipv4Addr::LOCALHOST, port)), listener.accept());
+        let (client, accepted) = tokio::join!(
+            TcpStream::connect((Ipv4Addr::LOCALHOST, port)),
+            listener.accept()
+        );
         client.expect("connected");
         accepted.expect("accepted");
     }
@@ -79,15 +94,24 @@ mod tests {
     #[tokio::test]
     async fn stopping_closes_the_port_and_ends_the_stream() {
         let listener = dual_stack(0).expect("a free port");
-        let address = (Ipv4Addr::LOCALHOST, listener.local_addr().expect("bound").port());
+        let address = (
+            Ipv4Addr::LOCALHOST,
+            listener.local_addr().expect("bound").port(),
+        );
         let stop = CancellationToken::new();
         let mut connections = incoming(listener, stop.clone());
         let client = TcpStream::connect(address).await.expect("connected");
-        connections.next().await.expect("one came").expect("accepted");
+        connections
+            .next()
+            .await
+            .expect("one came")
+            .expect("accepted");
         stop.cancel();
         assert!(connections.next().await.is_none());
         drop(client);
-        TcpStream::connect(address).await.expect_err("nobody listens");
+        TcpStream::connect(address)
+            .await
+            .expect_err("nobody listens");
     }
 
     #[tokio::test]
@@ -95,6 +119,9 @@ mod tests {
         let first = dual_stack(0).expect("a free port");
         let port = first.local_addr().expect("bound").port();
         let error = dual_stack(port).expect_err("taken").to_string();
-        assert!(error.contains(&format!("cannot listen on port {port}")), "{error}");
+        assert!(
+            error.contains(&format!("cannot listen on port {port}")),
+            "{error}"
+        );
     }
 }

@@ -11,7 +11,11 @@ use tokio_util::sync::CancellationToken;
 /// Runs a program whose configuration has been read: `work` gets the token that SIGTERM and SIGINT cancel.
 ///
 /// A wrong configuration ends with exit code 2, a failure with 1. A look-up of a name that is still under way does not hold up the end.
-pub fn run<C, P, E, F>(name: &str, config: Result<C, P>, work: impl FnOnce(C, CancellationToken) -> F) -> ExitCode
+pub fn run<C, P, E, F>(
+    name: &str,
+    config: Result<C, P>,
+    work: impl FnOnce(C, CancellationToken) -> F,
+) -> ExitCode
 where
     P: Display,
     E: Display,
@@ -24,13 +28,19 @@ where
             return ExitCode::from(2);
         }
     };
-    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+    let runtime = match tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+    {
         Ok(runtime) => runtime,
         Err(error) => return failed(name, &format!("cannot start: {error}")),
     };
     let result = runtime.block_on(async {
-        let stop = stop_on_signals().map_err(|error| format!("cannot wait for signals: {error}"))?;
-        work(config, stop).await.map_err(|error| format!("{error:#}"))
+        let stop =
+            stop_on_signals().map_err(|error| format!("cannot wait for signals: {error}"))?;
+        work(config, stop)
+            .await
+            .map_err(|error| format!("{error:#}"))
     });
     runtime.shutdown_background();
     match result {
@@ -50,7 +60,10 @@ pub fn print(block: &str) -> io::Result<()> {
 }
 
 fn stop_on_signals() -> io::Result<CancellationToken> {
-    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    let (mut terminate, mut interrupt) = (
+        signal(SignalKind::terminate())?,
+        signal(SignalKind::interrupt())?,
+    );
     let token = CancellationToken::new();
     let stop = token.clone();
     tokio::spawn(async move {

@@ -15,24 +15,46 @@ use tonic_health::pb::health_client::HealthClient;
 #[test]
 fn both_methods_are_echoed_and_shown_on_both_sides() {
     let (mut server, port) = Process::start_server(GRPC_SERVER, &[]);
-    let mut client = Process::start(GRPC_CLIENT, &[("ENDPOINT", &format!("http://127.0.0.1:{port}"))]);
-    let echo = |message| format!("\n\nEcho from the grpc-server service! Hostname: tester Version: 1.0 Message: {message}\n");
+    let mut client = Process::start(
+        GRPC_CLIENT,
+        &[("ENDPOINT", &format!("http://127.0.0.1:{port}"))],
+    );
+    let echo = |message| {
+        format!(
+            "\n\nEcho from the grpc-server service! Hostname: tester Version: 1.0 Message: {message}\n"
+        )
+    };
     client.wait_for(&echo("Hello #2"));
     client.wait_for(&echo("Hello #2 of this stream"));
     let heard = client.output();
-    assert!(heard.contains("Response #1\n/echo.v1.EchoService/Echo"), "{heard}");
+    assert!(
+        heard.contains("Response #1\n/echo.v1.EchoService/Echo"),
+        "{heard}"
+    );
     assert!(!heard.contains("failed"), "{heard}");
     for method in ["Echo", "EchoStream"] {
         server.wait_for(&format!("\n/echo.v1.EchoService/{method}\n"));
     }
     let seen = server.wait_for("\n\nHello #2 of this stream\n---");
-    assert!(seen.contains(&format!("user-agent: diy-grpc-client/{}", env!("CARGO_PKG_VERSION"))), "{seen}");
+    assert!(
+        seen.contains(&format!(
+            "user-agent: diy-grpc-client/{}",
+            env!("CARGO_PKG_VERSION")
+        )),
+        "{seen}"
+    );
 
     // The client's stream is open: it must not hold up the server's end.
     server.signal(Signal::SIGTERM);
     assert_eq!(server.exit().code(), Some(0));
-    assert!(!server.output().contains("requests in flight"), "{}", server.output());
-    client.wait_for("Request failed: /echo.v1.EchoService/EchoStream: Unavailable: the server ended the stream");
+    assert!(
+        !server.output().contains("requests in flight"),
+        "{}",
+        server.output()
+    );
+    client.wait_for(
+        "Request failed: /echo.v1.EchoService/EchoStream: Unavailable: the server ended the stream",
+    );
     client.signal(Signal::SIGTERM);
     assert_eq!(client.exit().code(), Some(0));
 }
@@ -40,13 +62,23 @@ fn both_methods_are_echoed_and_shown_on_both_sides() {
 #[test]
 fn the_client_goes_on_when_the_server_comes_back() {
     let (server, port) = Process::start_server(GRPC_SERVER, &[("HOSTNAME", "first")]);
-    let client = Process::start(GRPC_CLIENT, &[("ENDPOINT", &format!("http://localhost:{port}"))]);
+    let client = Process::start(
+        GRPC_CLIENT,
+        &[("ENDPOINT", &format!("http://localhost:{port}"))],
+    );
     client.wait_for("Hostname: first Version: 1.0 Message: Hello #1 of this stream");
     drop(server);
     client.wait_for("Request failed: /echo.v1.EchoService/EchoStream");
     client.wait_for("Request failed: /echo.v1.EchoService/Echo:");
     let port = port.to_string();
-    let _server = Process::start(GRPC_SERVER, &[("LISTEN_PORT", &port), ("HOSTNAME", "second"), ("VERSION", "2.0")]);
+    let _server = Process::start(
+        GRPC_SERVER,
+        &[
+            ("LISTEN_PORT", &port),
+            ("HOSTNAME", "second"),
+            ("VERSION", "2.0"),
+        ],
+    );
     client.wait_for("Hostname: second Version: 2.0 Message: Hello #1 of this stream");
     client.wait_for("Hostname: second Version: 2.0 Message: Hello #2 of this stream");
 }
@@ -56,46 +88,105 @@ async fn the_health_is_told_and_its_watchers_do_not_hold_up_the_end() {
     let (mut server, port) = Process::start_server(GRPC_SERVER, &[]);
     let mut health = HealthClient::new(connect(port).await);
     for service in ["", "echo.v1.EchoService"] {
-        let request = HealthCheckRequest { service: service.to_owned() };
+        let request = HealthCheckRequest {
+            service: service.to_owned(),
+        };
         let answer = health.check(request).await.expect("answered").into_inner();
         assert_eq!(answer.status(), ServingStatus::Serving, "{service}");
     }
-    let mut watch = health.watch(HealthCheckRequest { service: String::new() }).await.expect("watched").into_inner();
-    assert_eq!(watch.message().await.expect("told").expect("not the end").status(), ServingStatus::Serving);
+    let mut watch = health
+        .watch(HealthCheckRequest {
+            service: String::new(),
+        })
+        .await
+        .expect("watched")
+        .into_inner();
+    assert_eq!(
+        watch
+            .message()
+            .await
+            .expect("told")
+            .expect("not the end")
+            .status(),
+        ServingStatus::Serving
+    );
     server.signal(Signal::SIGTERM);
     while watch.message().await.is_ok_and(|message| message.is_some()) {}
     assert_eq!(server.exit().code(), Some(0));
-    assert!(!server.output().contains("requests in flight"), "{}", server.output());
+    assert!(
+        !server.output().contains("requests in flight"),
+        "{}",
+        server.output()
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_fail_rate_makes_messages_fail() {
     let (server, port) = Process::start_server(GRPC_SERVER, &[("FAIL_RATE", "100")]);
     let mut echo = EchoServiceClient::new(connect(port).await);
-    let request = || EchoRequest { message: "x".to_owned() };
-    assert_eq!(echo.echo(request()).await.expect_err("fails").code(), Code::Internal);
-    let mut stream = echo.echo_stream(tokio_stream::iter([request(), request()])).await.expect("opened").into_inner();
-    assert_eq!(stream.message().await.expect_err("fails").code(), Code::Internal);
-    assert_eq!(server.wait_for("Request #2").matches("Failed to process request").count(), 1);
+    let request = || EchoRequest {
+        message: "x".to_owned(),
+    };
+    assert_eq!(
+        echo.echo(request()).await.expect_err("fails").code(),
+        Code::Internal
+    );
+    let mut stream = echo
+        .echo_stream(tokio_stream::iter([request(), request()]))
+        .await
+        .expect("opened")
+        .into_inner();
+    assert_eq!(
+        stream.message().await.expect_err("fails").code(),
+        Code::Internal
+    );
+    assert_eq!(
+        server
+            .wait_for("Request #2")
+            .matches("Failed to process request")
+            .count(),
+        1
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stream_ends_when_the_client_has_no_more_messages() {
     let (_server, port) = Process::start_server(GRPC_SERVER, &[]);
     let mut echo = EchoServiceClient::new(connect(port).await);
-    let messages = tokio_stream::iter((0..100).map(|n| EchoRequest { message: n.to_string() }));
-    let mut answers = echo.echo_stream(messages).await.expect("opened").into_inner();
+    let messages = tokio_stream::iter((0..100).map(|n| EchoRequest {
+        message: n.to_string(),
+    }));
+    let mut answers = echo
+        .echo_stream(messages)
+        .await
+        .expect("opened")
+        .into_inner();
     for n in 0..100 {
-        assert_eq!(answers.message().await.expect("answered").expect("not the end").message, n.to_string());
+        assert_eq!(
+            answers
+                .message()
+                .await
+                .expect("answered")
+                .expect("not the end")
+                .message,
+            n.to_string()
+        );
     }
     assert_eq!(answers.message().await.expect("ended in good order"), None);
 }
 
 #[test]
 fn wrong_configuration_is_reported_whole_with_exit_code_2() {
-    let (code, _, report) = run(GRPC_SERVER, &[], &[("LISTEN_PORT", "-1"), ("FAIL_RATE", "101")]);
+    let (code, _, report) = run(
+        GRPC_SERVER,
+        &[],
+        &[("LISTEN_PORT", "-1"), ("FAIL_RATE", "101")],
+    );
     assert_eq!(code, 2);
-    assert!(report.contains("LISTEN_PORT: `-1`") && report.contains("FAIL_RATE: `101`"), "{report}");
+    assert!(
+        report.contains("LISTEN_PORT: `-1`") && report.contains("FAIL_RATE: `101`"),
+        "{report}"
+    );
     assert_eq!(run(GRPC_CLIENT, &["--endpoint", "grpc://a/"], &[]).0, 2);
 }
 
@@ -103,11 +194,18 @@ fn wrong_configuration_is_reported_whole_with_exit_code_2() {
 fn help_and_version_are_there() {
     for (program, name) in [(GRPC_SERVER, "grpc-server"), (GRPC_CLIENT, "grpc-client")] {
         let (code, version, _) = run(program, &["--version"], &[]);
-        assert_eq!((code, version), (0, format!("{name} {}\n", env!("CARGO_PKG_VERSION"))));
+        assert_eq!(
+            (code, version),
+            (0, format!("{name} {}\n", env!("CARGO_PKG_VERSION")))
+        );
         assert_eq!(run(program, &["--help"], &[]).0, 0);
     }
 }
 
 async fn connect(port: u16) -> Channel {
-    Endpoint::from_shared(format!("http://127.0.0.1:{port}")).expect("valid").connect().await.expect("connected")
+    Endpoint::from_shared(format!("http://127.0.0.1:{port}"))
+        .expect("valid")
+        .connect()
+        .await
+        .expect("connected")
 }

@@ -38,7 +38,10 @@ pub fn in_namespace(name: &str, test: impl FnOnce(&Namespace) -> Result<()>) -> 
 pub fn with_mesh() -> Result<bool> {
     if std::env::var_os("E2E").is_none() {
         // Not by eprintln!, which nobody hears of in a test that passes.
-        writeln!(std::io::stderr(), "skipped: needs a cluster; make e2e runs it on the one that KUBECONFIG names")?;
+        writeln!(
+            std::io::stderr(),
+            "skipped: needs a cluster; make e2e runs it on the one that KUBECONFIG names"
+        )?;
         return Ok(false);
     }
     static UP: Mutex<bool> = Mutex::new(false);
@@ -66,7 +69,15 @@ pub fn sample_apps() -> String {
 /// Waits for a Deployment to have all its replicas, of its newest version, ready.
 pub fn rolled_out(namespace: &str, deployment: &str) -> Result<()> {
     let timeout = format!("--timeout={}s", SOON.as_secs());
-    kubectl(&["rollout", "status", "-n", namespace, &format!("deployment/{deployment}"), &timeout]).map(drop)
+    kubectl(&[
+        "rollout",
+        "status",
+        "-n",
+        namespace,
+        &format!("deployment/{deployment}"),
+        &timeout,
+    ])
+    .map(drop)
 }
 
 /// Runs kubectl and gives what it prints; its complaint is the error.
@@ -84,7 +95,9 @@ pub fn wait_for<T>(what: &str, mut look: impl FnMut() -> Result<Option<T>>) -> R
         }
         if Instant::now() > deadline {
             return match seen {
-                Err(error) => Err(error.context(format!("{what}: not within {} s", SOON.as_secs()))),
+                Err(error) => {
+                    Err(error.context(format!("{what}: not within {} s", SOON.as_secs())))
+                }
                 Ok(_) => bail!("{what}: not within {} s", SOON.as_secs()),
             };
         }
@@ -122,7 +135,15 @@ impl Namespace {
 
     /// All that a container has printed, in all pods of an app, in no order.
     pub fn logs(&self, app: &str, container: &str) -> Result<String> {
-        self.kubectl(&["logs", "-l", &format!("app={app}"), "-c", container, "--tail=-1", "--max-log-requests=50"])
+        self.kubectl(&[
+            "logs",
+            "-l",
+            &format!("app={app}"),
+            "-c",
+            container,
+            "--tail=-1",
+            "--max-log-requests=50",
+        ])
     }
 
     /// What the clients of an app have been answered.
@@ -139,7 +160,9 @@ impl Namespace {
         self.apply(&client.deployment())?;
         self.rolled_out(client.name)?;
         let each = 3 * client.replicas as usize;
-        let first = wait_for("first answers", || Ok(Some(self.answers(client)?).filter(|answers| answers.good >= each)))?;
+        let first = wait_for("first answers", || {
+            Ok(Some(self.answers(client)?).filter(|answers| answers.good >= each))
+        })?;
         self.more_answers(client, first.bad.len())?;
         Ok(first.bad.len())
     }
@@ -149,24 +172,49 @@ impl Namespace {
         let enough = self.answers(client)?.good + 3 * client.replicas as usize;
         let answers = wait_for("more answers", || {
             let answers = self.answers(client)?;
-            Ok((answers.good >= enough || answers.bad.len() != refused_at_first).then_some(answers))
+            Ok(
+                (answers.good >= enough || answers.bad.len() != refused_at_first)
+                    .then_some(answers),
+            )
         })?;
-        ensure!(answers.bad.len() == refused_at_first, "of {} answers these are not good: {:#?}", answers.good, answers.bad);
+        ensure!(
+            answers.bad.len() == refused_at_first,
+            "of {} answers these are not good: {:#?}",
+            answers.good,
+            answers.bad
+        );
         Ok(())
     }
 
     /// The names of an app's pods that are not on their way out.
     pub fn pods(&self, app: &str) -> Result<Vec<String>> {
         let template = r#"{{range .items}}{{if not .metadata.deletionTimestamp}}{{.metadata.name}}{{"\n"}}{{end}}{{end}}"#;
-        let names = self.kubectl(&["get", "pods", "-l", &format!("app={app}"), "-o", &format!("go-template={template}")])?;
+        let names = self.kubectl(&[
+            "get",
+            "pods",
+            "-l",
+            &format!("app={app}"),
+            "-o",
+            &format!("go-template={template}"),
+        ])?;
         Ok(names.lines().map(str::to_owned).collect())
     }
 
     /// One number out of what a pod's proxy tells Prometheus, for example `connections_total{direction="outbound"}`.
     pub fn metric(&self, pod: &str, sample: &str) -> Result<u64> {
-        let page = kubectl(&["get", "--raw", &format!("/api/v1/namespaces/{}/pods/{pod}:4001/proxy/metrics", self.name)])?;
+        let page = kubectl(&[
+            "get",
+            "--raw",
+            &format!(
+                "/api/v1/namespaces/{}/pods/{pod}:4001/proxy/metrics",
+                self.name
+            ),
+        ])?;
         let sample = format!("diy_mesh_proxy_{sample} ");
-        let value = page.lines().find_map(|line| line.strip_prefix(&sample)).with_context(|| format!("no {sample}in:\n{page}"))?;
+        let value = page
+            .lines()
+            .find_map(|line| line.strip_prefix(&sample))
+            .with_context(|| format!("no {sample}in:\n{page}"))?;
         value.parse().with_context(|| format!("{sample}{value}"))
     }
 
@@ -174,10 +222,23 @@ impl Namespace {
         let commands: [&[&str]; 3] = [
             &["get", "pods", "-o", "wide"],
             &["get", "events", "--sort-by=.lastTimestamp"],
-            &["logs", "-l", "app", "--all-containers", "--prefix", "--tail=25", "--max-log-requests=100"],
+            &[
+                "logs",
+                "-l",
+                "app",
+                "--all-containers",
+                "--prefix",
+                "--tail=25",
+                "--max-log-requests=100",
+            ],
         ];
         let part = |command: &&[&str]| {
-            format!("--- kubectl {}\n{}", command.join(" "), self.kubectl(command).unwrap_or_else(|error| format!("{error:#}")))
+            format!(
+                "--- kubectl {}\n{}",
+                command.join(" "),
+                self.kubectl(command)
+                    .unwrap_or_else(|error| format!("{error:#}"))
+            )
         };
         commands.iter().map(part).collect::<Vec<_>>().join("\n")
     }
@@ -193,12 +254,27 @@ impl Drop for Namespace {
 
 fn kubectl_with_input(arguments: &[&str], input: &str) -> Result<String> {
     let mut command = Command::new("kubectl");
-    command.args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+        .args(arguments)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
     let mut child = command.spawn().context("kubectl is missing")?;
-    child.stdin.take().expect("piped above").write_all(input.as_bytes()).context("cannot write to kubectl")?;
-    let output = child.wait_with_output().context("cannot read what kubectl prints")?;
+    child
+        .stdin
+        .take()
+        .expect("piped above")
+        .write_all(input.as_bytes())
+        .context("cannot write to kubectl")?;
+    let output = child
+        .wait_with_output()
+        .context("cannot read what kubectl prints")?;
     if !output.status.success() {
-        bail!("kubectl {}: {}", arguments.join(" "), String::from_utf8_lossy(&output.stderr).trim());
+        bail!(
+            "kubectl {}: {}",
+            arguments.join(" "),
+            String::from_utf8_lossy(&output.stderr).trim()
+        );
     }
     String::from_utf8(output.stdout).context("kubectl prints something that is not text")
 }

@@ -22,7 +22,10 @@ pub fn empty() -> Option<Sandbox> {
     match Sandbox::start(&programs()) {
         Ok(sandbox) => Some(sandbox),
         Err(Error::Launch(reason)) => {
-            assert!(env::var_os("CI").is_none_or(|value| value != "true"), "CI must be able to run this: {reason}");
+            assert!(
+                env::var_os("CI").is_none_or(|value| value != "true"),
+                "CI must be able to run this: {reason}"
+            );
             eprintln!("SKIPPED: {reason}");
             None
         }
@@ -38,36 +41,76 @@ pub fn with_mesh(yaml: &str) -> Option<Sandbox> {
 /// The same, and the controllers have these variables.
 pub fn with_controller(env: &[(&str, &str)], yaml: &str) -> Option<Sandbox> {
     let sandbox = empty()?;
-    let mut objects = manifest::embedded().objects().expect("the embedded manifests are valid");
+    let mut objects = manifest::embedded()
+        .objects()
+        .expect("the embedded manifests are valid");
     let own = ["http-client", "http-server", "grpc-client", "grpc-server"];
-    objects.retain(|object| !own.iter().any(|&name| object["metadata"]["namespace"] == name));
-    for object in objects.iter_mut().filter(|object| object["kind"] == "Deployment" && object["metadata"]["name"] == "controller") {
-        let variables = object.pointer_mut("/spec/template/spec/containers/0/env").and_then(Value::as_array_mut);
+    objects.retain(|object| {
+        !own.iter()
+            .any(|&name| object["metadata"]["namespace"] == name)
+    });
+    for object in objects.iter_mut().filter(|object| {
+        object["kind"] == "Deployment" && object["metadata"]["name"] == "controller"
+    }) {
+        let variables = object
+            .pointer_mut("/spec/template/spec/containers/0/env")
+            .and_then(Value::as_array_mut);
         let variables = variables.expect("the controller has variables");
-        variables.extend(env.iter().map(|(name, value)| json!({"name": name, "value": value})));
+        variables.extend(
+            env.iter()
+                .map(|(name, value)| json!({"name": name, "value": value})),
+        );
     }
     sandbox.apply_objects(objects).expect("the mesh is applied");
     // Proxies that start before their controller answers say so.
     sandbox.wait_settled(PATIENCE).expect("the mesh gets ready");
     sandbox.apply(yaml).expect("the test's objects are applied");
-    sandbox.wait_settled(PATIENCE).expect("everything gets ready");
+    sandbox
+        .wait_settled(PATIENCE)
+        .expect("everything gets ready");
     Some(sandbox)
 }
 
 /// A sandbox with all of the walkthrough; everything is ready.
 pub fn walkthrough() -> Option<Sandbox> {
     let sandbox = empty()?;
-    sandbox.apply_objects(manifest::embedded().objects().expect("the embedded manifests are valid")).expect("the walkthrough is applied");
-    sandbox.wait_settled(PATIENCE).expect("everything gets ready");
+    sandbox
+        .apply_objects(
+            manifest::embedded()
+                .objects()
+                .expect("the embedded manifests are valid"),
+        )
+        .expect("the walkthrough is applied");
+    sandbox
+        .wait_settled(PATIENCE)
+        .expect("everything gets ready");
     Some(sandbox)
 }
 
 /// The folder of the programs that the workspace builds.
 pub fn programs() -> PathBuf {
     let own = env::current_exe().expect("a test knows its own path");
-    let folder = own.parent().and_then(std::path::Path::parent).expect("tests lie in target/PROFILE/deps").to_owned();
-    for program in ["mesh", "controller", "injector", "proxy", "proxy-init", "http-client", "http-server", "grpc-client", "grpc-server"] {
-        assert!(folder.join(program).is_file(), "{program} is not in {}: run `cargo build --bins` first", folder.display());
+    let folder = own
+        .parent()
+        .and_then(std::path::Path::parent)
+        .expect("tests lie in target/PROFILE/deps")
+        .to_owned();
+    for program in [
+        "mesh",
+        "controller",
+        "injector",
+        "proxy",
+        "proxy-init",
+        "http-client",
+        "http-server",
+        "grpc-client",
+        "grpc-server",
+    ] {
+        assert!(
+            folder.join(program).is_file(),
+            "{program} is not in {}: run `cargo build --bins` first",
+            folder.display()
+        );
     }
     folder
 }
@@ -132,52 +175,125 @@ pub fn pod_of(sandbox: &Sandbox, namespace: &str, workload: &str) -> PodView {
 }
 
 /// Waits until a container has printed a line that fits, and gives it.
-pub fn wait_line(sandbox: &Sandbox, pod: &PodView, container: &str, what: &str, fits: impl Fn(&str) -> bool) -> String {
-    let find = |view: &View| view.lines(pod, container).iter().find(|line| fits(line)).cloned();
-    sandbox.wait(&format!("{}[{container}] prints {what}", pod.full_name()), PATIENCE, find).expect("the line comes")
+pub fn wait_line(
+    sandbox: &Sandbox,
+    pod: &PodView,
+    container: &str,
+    what: &str,
+    fits: impl Fn(&str) -> bool,
+) -> String {
+    let find = |view: &View| {
+        view.lines(pod, container)
+            .iter()
+            .find(|line| fits(line))
+            .cloned()
+    };
+    sandbox
+        .wait(
+            &format!("{}[{container}] prints {what}", pod.full_name()),
+            PATIENCE,
+            find,
+        )
+        .expect("the line comes")
 }
 
 /// Calls a URL from a pod, with the shell's own means, until it answers with status 200, and gives status line, headers and
 /// body. The first calls may fail: readiness reaches rules and proxies a moment after it is there.
-pub fn get(sandbox: &Sandbox, pod: &PodView, container: &str, host: &str, port: u16, path: &str) -> String {
+pub fn get(
+    sandbox: &Sandbox,
+    pod: &PodView,
+    container: &str,
+    host: &str,
+    port: u16,
+    path: &str,
+) -> String {
     let deadline = Instant::now() + PATIENCE;
     loop {
-        let output = call(sandbox, pod, container, &format!("GET {path}"), host, port, "");
+        let output = call(
+            sandbox,
+            pod,
+            container,
+            &format!("GET {path}"),
+            host,
+            port,
+            "",
+        );
         if output.stdout.starts_with("HTTP/1.1 200 ") {
             return output.stdout;
         }
-        assert!(Instant::now() < deadline, "{host}:{port}{path} still answers {output:?}");
+        assert!(
+            Instant::now() < deadline,
+            "{host}:{port}{path} still answers {output:?}"
+        );
     }
 }
 
 /// Posts nothing to a URL from a pod, until there is an answer, whatever it is: a new server reaches the rules of its Service a moment
 /// after it is ready.
-pub fn post(sandbox: &Sandbox, pod: &PodView, container: &str, host: &str, port: u16, path: &str) -> Output {
+pub fn post(
+    sandbox: &Sandbox,
+    pod: &PodView,
+    container: &str,
+    host: &str,
+    port: u16,
+    path: &str,
+) -> Output {
     let deadline = Instant::now() + PATIENCE;
     loop {
-        let output = call(sandbox, pod, container, &format!("POST {path}"), host, port, "Content-Length: 0\\r\\n");
+        let output = call(
+            sandbox,
+            pod,
+            container,
+            &format!("POST {path}"),
+            host,
+            port,
+            "Content-Length: 0\\r\\n",
+        );
         if !output.stdout.is_empty() {
             return output;
         }
-        assert!(Instant::now() < deadline, "{host}:{port}{path} does not answer: {output:?}");
+        assert!(
+            Instant::now() < deadline,
+            "{host}:{port}{path} does not answer: {output:?}"
+        );
     }
 }
 
-fn call(sandbox: &Sandbox, pod: &PodView, container: &str, what: &str, host: &str, port: u16, fields: &str) -> Output {
-    let request = format!("{what} HTTP/1.1\\r\\nHost: {host}\\r\\n{fields}Connection: close\\r\\n\\r\\n");
+fn call(
+    sandbox: &Sandbox,
+    pod: &PodView,
+    container: &str,
+    what: &str,
+    host: &str,
+    port: u16,
+    fields: &str,
+) -> Output {
+    let request =
+        format!("{what} HTTP/1.1\\r\\nHost: {host}\\r\\n{fields}Connection: close\\r\\n\\r\\n");
     let script = format!("exec 3<>/dev/tcp/{host}/{port} && printf '{request}' >&3 && cat <&3");
-    sandbox.exec(pod, container, &["timeout", "20", "bash", "-c", &script]).expect("the program is run")
+    sandbox
+        .exec(pod, container, &["timeout", "20", "bash", "-c", &script])
+        .expect("the program is run")
 }
 
 /// Runs `mesh` in the pod of a controller that is ready, told of all that are.
 pub fn mesh(sandbox: &Sandbox, command: &[&str]) -> Output {
     let mut controllers = sandbox.view().pods_of("service-mesh", "controller");
     controllers.retain(|pod| pod.ready);
-    let urls = controllers.iter().filter_map(|pod| Some(format!("--controller=http://{}:8081", pod.ip.as_ref()?)));
+    let urls = controllers
+        .iter()
+        .filter_map(|pod| Some(format!("--controller=http://{}:8081", pod.ip.as_ref()?)));
     let urls: Vec<String> = urls.collect();
-    let arguments: Vec<&str> = ["mesh"].iter().chain(command).copied().chain(urls.iter().map(String::as_str)).collect();
+    let arguments: Vec<&str> = ["mesh"]
+        .iter()
+        .chain(command)
+        .copied()
+        .chain(urls.iter().map(String::as_str))
+        .collect();
     let controller = controllers.first().expect("a controller is ready");
-    sandbox.exec(controller, "controller", &arguments).expect("the program is run")
+    sandbox
+        .exec(controller, "controller", &arguments)
+        .expect("the program is run")
 }
 
 /// What `mesh identity` says.
@@ -188,7 +304,12 @@ pub fn identity(sandbox: &Sandbox) -> Value {
 }
 
 /// What `mesh identity` says once it fits.
-pub fn identity_when(sandbox: &Sandbox, what: &str, within: Duration, mut fits: impl FnMut(&Value) -> bool) -> Value {
+pub fn identity_when(
+    sandbox: &Sandbox,
+    what: &str,
+    within: Duration,
+    mut fits: impl FnMut(&Value) -> bool,
+) -> Value {
     let deadline = Instant::now() + within;
     loop {
         let now = identity(sandbox);
@@ -203,26 +324,62 @@ pub fn identity_when(sandbox: &Sandbox, what: &str, within: Duration, mut fits: 
 /// Calls http-server from `client` while `action` runs, and from before it until after it: no request may fail. Each load is a
 /// number of workers, and how many requests they send on one connection.
 pub fn under_load(sandbox: &Sandbox, client: &PodView, loads: &[[&str; 2]], action: impl FnOnce()) {
-    get(sandbox, client, "shell", "http-server.servers", 80, "/hello");
+    get(
+        sandbox,
+        client,
+        "shell",
+        "http-server.servers",
+        80,
+        "/hello",
+    );
     thread::scope(|scope| {
         let load = |[workers, requests]: [&str; 2]| {
-            let argv = ["sandbox-load", "http-server.servers:80", "/hello", workers, requests];
-            sandbox.exec(client, "shell", &argv).expect("the load is run")
+            let argv = [
+                "sandbox-load",
+                "http-server.servers:80",
+                "/hello",
+                workers,
+                requests,
+            ];
+            sandbox
+                .exec(client, "shell", &argv)
+                .expect("the load is run")
         };
-        let running: Vec<_> = loads.iter().map(|each| scope.spawn(move || load(*each))).collect();
+        let running: Vec<_> = loads
+            .iter()
+            .map(|each| scope.spawn(move || load(*each)))
+            .collect();
         let stop = StopLoad { sandbox, client };
         // The servers print what reaches them: the load has begun.
         let servers = sandbox.view().pods_of("servers", "http-server");
-        let requests =
-            |view: &View, pod: &PodView| view.lines(pod, "http-server").iter().filter(|line| line.starts_with("Request #")).count();
-        let begun = |view: &View| servers.iter().all(|pod| requests(view, pod) > 100).then_some(());
-        sandbox.wait("the load", PATIENCE, begun).expect("the load begins");
+        let requests = |view: &View, pod: &PodView| {
+            view.lines(pod, "http-server")
+                .iter()
+                .filter(|line| line.starts_with("Request #"))
+                .count()
+        };
+        let begun = |view: &View| {
+            servers
+                .iter()
+                .all(|pod| requests(view, pod) > 100)
+                .then_some(())
+        };
+        sandbox
+            .wait("the load", PATIENCE, begun)
+            .expect("the load begins");
         action();
         drop(stop);
         for load in running {
             let load = load.join().expect("it does not panic");
             let last = load.stdout.lines().last().unwrap_or_default();
-            assert!(last.starts_with("ok=") && !last.starts_with("ok=0 ") && last.ends_with(" failed=0"), "{}{}", load.stdout, load.stderr);
+            assert!(
+                last.starts_with("ok=")
+                    && !last.starts_with("ok=0 ")
+                    && last.ends_with(" failed=0"),
+                "{}{}",
+                load.stdout,
+                load.stderr
+            );
             println!("{last}");
         }
     });
@@ -236,7 +393,12 @@ struct StopLoad<'a> {
 
 impl Drop for StopLoad<'_> {
     fn drop(&mut self) {
-        let stop = self.sandbox.exec(self.client, "shell", &["touch", "/tmp/stop"]);
-        assert!(thread::panicking() || stop.as_ref().is_ok_and(|stop| stop.code == 0), "{stop:?}");
+        let stop = self
+            .sandbox
+            .exec(self.client, "shell", &["touch", "/tmp/stop"]);
+        assert!(
+            thread::panicking() || stop.as_ref().is_ok_and(|stop| stop.code == 0),
+            "{stop:?}"
+        );
     }
 }

@@ -15,10 +15,24 @@ fn a_mesh_that_is_well_passes_and_what_is_broken_is_named() -> Result<()> {
     in_namespace("check", |namespace| {
         wait_for("mesh check finds no problem", || {
             let report = check()?;
-            let parts = ["kubernetes", "controller", "injector", "rights", "webhook", "caBundle", "injection", "authority"];
+            let parts = [
+                "kubernetes",
+                "controller",
+                "injector",
+                "rights",
+                "webhook",
+                "caBundle",
+                "injection",
+                "authority",
+            ];
             // What other tests leave behind may still be going.
-            let well = report["ok"] == true && parts.iter().all(|name| level(&report, name) == "ok");
-            if well { Ok(Some(())) } else { Err(anyhow::anyhow!("{report:#}")) }
+            let well =
+                report["ok"] == true && parts.iter().all(|name| level(&report, name) == "ok");
+            if well {
+                Ok(Some(()))
+            } else {
+                Err(anyhow::anyhow!("{report:#}"))
+            }
         })?;
         a_pod_outside_of_the_mesh_is_named(namespace)?;
         let stopped = Stopped::new()?;
@@ -26,7 +40,9 @@ fn a_mesh_that_is_well_passes_and_what_is_broken_is_named() -> Result<()> {
         drop(stopped);
         result?;
         rolled_out(MESH, "injector")?;
-        wait_for("the injector puts the caBundle right", || Ok((level(&check()?, "caBundle") == "ok").then_some(())))
+        wait_for("the injector puts the caBundle right", || {
+            Ok((level(&check()?, "caBundle") == "ok").then_some(()))
+        })
     })
 }
 
@@ -45,27 +61,53 @@ spec:
     let report = check()?;
     let finding = finding(&report, "pods").context("pods are checked")?;
     let name = format!("{}/outside", namespace.name);
-    let named = finding["details"].as_array().is_some_and(|details| details.iter().any(|detail| *detail == name.as_str()));
+    let named = finding["details"]
+        .as_array()
+        .is_some_and(|details| details.iter().any(|detail| *detail == name.as_str()));
     ensure!(finding["level"] == "problem" && named, "{finding:#}");
-    namespace.kubectl(&["delete", "pod/outside", "--wait=true"]).map(drop)
+    namespace
+        .kubectl(&["delete", "pod/outside", "--wait=true"])
+        .map(drop)
 }
 
 /// With another authority's certificate in the caBundle; the injector, which would put it right, is away.
 fn a_foreign_ca_bundle_is_told(namespace: &Namespace) -> Result<()> {
     let other = wait_for("the cluster's own CA is published", || {
-        let pem = namespace.kubectl(&["get", "configmap/kube-root-ca.crt", "-o", "jsonpath={.data.ca\\.crt}"])?;
+        let pem = namespace.kubectl(&[
+            "get",
+            "configmap/kube-root-ca.crt",
+            "-o",
+            "jsonpath={.data.ca\\.crt}",
+        ])?;
         Ok((!pem.is_empty()).then_some(pem))
     })?;
     let literal = format!("--from-literal=ca={other}");
-    let encoded = kubectl(&["create", "secret", "generic", "x", &literal, "--dry-run=client", "-o", "jsonpath={.data.ca}"])?;
-    let patch = format!(r#"[{{"op": "replace", "path": "/webhooks/0/clientConfig/caBundle", "value": "{encoded}"}}]"#);
+    let encoded = kubectl(&[
+        "create",
+        "secret",
+        "generic",
+        "x",
+        &literal,
+        "--dry-run=client",
+        "-o",
+        "jsonpath={.data.ca}",
+    ])?;
+    let patch = format!(
+        r#"[{{"op": "replace", "path": "/webhooks/0/clientConfig/caBundle", "value": "{encoded}"}}]"#
+    );
     kubectl(&["patch", WEBHOOK, "--type=json", "-p", &patch])?;
     wait_for("the caBundle and the injector are named", || {
         let report = check()?;
         let finding = finding(&report, "caBundle").context("the caBundle is checked")?;
         let named = finding["details"] == serde_json::json!(["injector.diy-service-mesh.dev"]);
-        let all = ["caBundle", "injector", "injection"].iter().all(|name| level(&report, name) == "problem");
-        if named && all && report["ok"] == false { Ok(Some(())) } else { Err(anyhow::anyhow!("{report:#}")) }
+        let all = ["caBundle", "injector", "injection"]
+            .iter()
+            .all(|name| level(&report, name) == "problem");
+        if named && all && report["ok"] == false {
+            Ok(Some(()))
+        } else {
+            Err(anyhow::anyhow!("{report:#}"))
+        }
     })
 }
 
@@ -77,7 +119,16 @@ impl Stopped {
         kubectl(&["scale", "-n", MESH, "deployment/injector", "--replicas=0"])?;
         let stopped = Self;
         wait_for("the injector is away", || {
-            let pods = kubectl(&["get", "pods", "-n", MESH, "-l", "app=injector", "-o", "name"])?;
+            let pods = kubectl(&[
+                "get",
+                "pods",
+                "-n",
+                MESH,
+                "-l",
+                "app=injector",
+                "-o",
+                "name",
+            ])?;
             Ok(pods.trim().is_empty().then_some(()))
         })?;
         Ok(stopped)
@@ -94,18 +145,34 @@ impl Drop for Stopped {
 
 /// What `mesh check` says; its exit code must say the same.
 fn check() -> Result<Value> {
-    let output = Command::new(programs().join("mesh")).args(["check", "--output", "json"]).output().context("mesh does not start")?;
+    let output = Command::new(programs().join("mesh"))
+        .args(["check", "--output", "json"])
+        .output()
+        .context("mesh does not start")?;
     let text = String::from_utf8_lossy(&output.stdout);
-    let report: Value =
-        serde_json::from_str(&text).with_context(|| format!("no report: {text}{}", String::from_utf8_lossy(&output.stderr)))?;
-    ensure!(output.status.code() == Some(if report["ok"] == true { 0 } else { 1 }), "exit code {:?} with {report:#}", output.status.code());
+    let report: Value = serde_json::from_str(&text).with_context(|| {
+        format!(
+            "no report: {text}{}",
+            String::from_utf8_lossy(&output.stderr)
+        )
+    })?;
+    ensure!(
+        output.status.code() == Some(if report["ok"] == true { 0 } else { 1 }),
+        "exit code {:?} with {report:#}",
+        output.status.code()
+    );
     Ok(report)
 }
 
 fn finding<'a>(report: &'a Value, check: &str) -> Option<&'a Value> {
-    report["checks"].as_array()?.iter().find(|finding| finding["check"] == check)
+    report["checks"]
+        .as_array()?
+        .iter()
+        .find(|finding| finding["check"] == check)
 }
 
 fn level<'a>(report: &'a Value, check: &str) -> &'a str {
-    finding(report, check).and_then(|finding| finding["level"].as_str()).unwrap_or("not checked")
+    finding(report, check)
+        .and_then(|finding| finding["level"].as_str())
+        .unwrap_or("not checked")
 }

@@ -43,21 +43,51 @@ fn walk() -> Result<()> {
 /// What people come to see: the requests, in the proxies' own output.
 fn proxies_show_requests() -> Result<()> {
     let outbound = logs("http-client", "deployment/http-client", "proxy")?;
-    shows(&outbound, &["Outbound connection to ", "GET /hello HTTP/1.1", "HTTP/1.1 200 OK", "Hello from the http-server service!"])?;
+    shows(
+        &outbound,
+        &[
+            "Outbound connection to ",
+            "GET /hello HTTP/1.1",
+            "HTTP/1.1 200 OK",
+            "Hello from the http-server service!",
+        ],
+    )?;
     for version in ["http-server-v1", "http-server-v2"] {
         let inbound = logs("http-server", &format!("deployment/{version}"), "proxy")?;
-        shows(&inbound, &["Inbound connection from ", " to port: 8080", "GET /hello HTTP/1.1", "HTTP/1.1 200 OK"])?;
+        shows(
+            &inbound,
+            &[
+                "Inbound connection from ",
+                " to port: 8080",
+                "GET /hello HTTP/1.1",
+                "HTTP/1.1 200 OK",
+            ],
+        )?;
     }
     let grpc = logs("grpc-client", "deployment/grpc-client", "proxy")?;
-    shows(&grpc, &["Outbound connection to ", "/echo.v1.EchoService/Echo", "grpc-status: 0"])
+    shows(
+        &grpc,
+        &[
+            "Outbound connection to ",
+            "/echo.v1.EchoService/Echo",
+            "grpc-status: 0",
+        ],
+    )
 }
 
 fn shows(log: &str, expected: &[&str]) -> Result<()> {
-    let missing: Vec<_> = expected.iter().filter(|text| !log.contains(**text)).collect();
-    ensure!(missing.is_empty(), "a proxy does not show {missing:?}; it shows:\n{log}");
+    let missing: Vec<_> = expected
+        .iter()
+        .filter(|text| !log.contains(**text))
+        .collect();
+    ensure!(
+        missing.is_empty(),
+        "a proxy does not show {missing:?}; it shows:\n{log}"
+    );
     Ok(())
 }
 
 fn logs(namespace: &str, what: &str, container: &str) -> Result<String> {
-    kubectl(&["logs", "-n", namespace, what, "-c", container, "--tail=-1"]).with_context(|| format!("the logs of {what}, {container}"))
+    kubectl(&["logs", "-n", namespace, what, "-c", container, "--tail=-1"])
+        .with_context(|| format!("the logs of {what}, {container}"))
 }

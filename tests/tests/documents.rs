@@ -11,13 +11,22 @@ fn links_lead_somewhere() {
     let mut broken = Vec::new();
     for document in documents() {
         let text = without_code(&read(&document));
-        for target in text.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
+        for target in text
+            .split("](")
+            .skip(1)
+            .filter_map(|rest| rest.split(')').next())
+        {
             if target.contains("://") {
                 continue;
             }
             let (path, anchor) = target.split_once('#').unwrap_or((target, ""));
-            let there = if path.is_empty() { document.clone() } else { document.parent().unwrap_or(Path::new("")).join(path) };
-            let found = root().join(&there).exists() && (anchor.is_empty() || headings(&read(&there)).contains(anchor));
+            let there = if path.is_empty() {
+                document.clone()
+            } else {
+                document.parent().unwrap_or(Path::new("")).join(path)
+            };
+            let found = root().join(&there).exists()
+                && (anchor.is_empty() || headings(&read(&there)).contains(anchor));
             if !found {
                 broken.push(format!("{}: {target}", document.display()));
             }
@@ -36,8 +45,15 @@ fn metrics_are_those_of_the_programs() {
     ] {
         let sources: String = files(folder, "rs").iter().map(|path| read(path)).collect();
         for document in documents() {
-            for name in words(&read(&document)).into_iter().filter(|word| word.starts_with(prefix)) {
-                let written = if keeps_prefix { name.as_str() } else { &name[prefix.len()..] };
+            for name in words(&read(&document))
+                .into_iter()
+                .filter(|word| word.starts_with(prefix))
+            {
+                let written = if keeps_prefix {
+                    name.as_str()
+                } else {
+                    &name[prefix.len()..]
+                };
                 if !sources.contains(&format!("\"{written}\"")) {
                     unknown.push(format!("{}: {name}", document.display()));
                 }
@@ -54,9 +70,14 @@ fn annotations_are_those_of_the_injector() {
     let mut unknown = Vec::new();
     for document in documents() {
         for rest in read(&document).split(marker).skip(1) {
-            let name: String = rest.chars().take_while(|c| c.is_ascii_lowercase() || *c == '-').collect();
+            let name: String = rest
+                .chars()
+                .take_while(|c| c.is_ascii_lowercase() || *c == '-')
+                .collect();
             // "secrets/diy-service-mesh/token" and ".../roots.pem" are paths.
-            if !["", "token", "roots"].contains(&name.as_str()) && !known.contains(&format!("\"{marker}{name}\"")) {
+            if !["", "token", "roots"].contains(&name.as_str())
+                && !known.contains(&format!("\"{marker}{name}\""))
+            {
                 unknown.push(format!("{}: {marker}{name}", document.display()));
             }
         }
@@ -67,14 +88,34 @@ fn annotations_are_those_of_the_injector() {
 #[test]
 fn the_readme_lists_every_error_code_of_the_proxy() {
     let source = read(Path::new("proxy/src/error.rs"));
-    let function =
-        source.split("pub fn code").nth(1).and_then(|rest| rest.split("\n    }\n").next()).expect("error.rs has a function code");
-    let codes: BTreeSet<String> = function.split("=> \"").skip(1).filter_map(|rest| rest.split('"').next()).map(str::to_owned).collect();
+    let function = source
+        .split("pub fn code")
+        .nth(1)
+        .and_then(|rest| rest.split("\n    }\n").next())
+        .expect("error.rs has a function code");
+    let codes: BTreeSet<String> = function
+        .split("=> \"")
+        .skip(1)
+        .filter_map(|rest| rest.split('"').next())
+        .map(str::to_owned)
+        .collect();
     let readme = read(Path::new("README.md"));
-    let table = readme.split("| `x-mesh-error` |").nth(1).and_then(|rest| rest.split("\n\n").next()).expect("the README has the table");
-    let listed: BTreeSet<String> = table.split("\n| `").skip(1).filter_map(|rest| rest.split('`').next()).map(str::to_owned).collect();
+    let table = readme
+        .split("| `x-mesh-error` |")
+        .nth(1)
+        .and_then(|rest| rest.split("\n\n").next())
+        .expect("the README has the table");
+    let listed: BTreeSet<String> = table
+        .split("\n| `")
+        .skip(1)
+        .filter_map(|rest| rest.split('`').next())
+        .map(str::to_owned)
+        .collect();
     assert_eq!(listed, codes, "README.md and proxy/src/error.rs differ");
-    assert!(codes.len() > 5, "error.rs is written in another way now: {codes:?}");
+    assert!(
+        codes.len() > 5,
+        "error.rs is written in another way now: {codes:?}"
+    );
 }
 
 #[test]
@@ -95,16 +136,37 @@ fn the_reference_has_every_flag_of_every_program() {
         ("mesh identity", &["mesh", "identity", "--help"]),
         ("mesh rotate-root", &["mesh", "rotate-root", "--help"]),
     ] {
-        let section = reference.split(&format!("\n### {heading}\n")).nth(1).and_then(|rest| rest.split("\n#").next());
-        let section = section.unwrap_or_else(|| panic!("docs/reference.md has no section {heading}"));
+        let section = reference
+            .split(&format!("\n### {heading}\n"))
+            .nth(1)
+            .and_then(|rest| rest.split("\n#").next());
+        let section =
+            section.unwrap_or_else(|| panic!("docs/reference.md has no section {heading}"));
         let program = root().join("target/debug").join(command[0]);
         let output = Command::new(&program).args(&command[1..]).output();
-        let output = output.unwrap_or_else(|error| panic!("{}: {error}; `cargo build --bins` makes it", program.display()));
+        let output = output.unwrap_or_else(|error| {
+            panic!(
+                "{}: {error}; `cargo build --bins` makes it",
+                program.display()
+            )
+        });
         let help = String::from_utf8_lossy(&output.stdout);
-        let there: BTreeSet<String> = help.lines().filter_map(flag).filter(|flag| flag != "help" && flag != "version").collect();
-        let told: BTreeSet<String> =
-            section.lines().filter(|line| line.starts_with('|')).flat_map(|row| row.split("`--").skip(1)).map(name).collect();
-        wrong.extend(there.symmetric_difference(&told).map(|flag| format!("{}: --{flag}", command.join(" "))));
+        let there: BTreeSet<String> = help
+            .lines()
+            .filter_map(flag)
+            .filter(|flag| flag != "help" && flag != "version")
+            .collect();
+        let told: BTreeSet<String> = section
+            .lines()
+            .filter(|line| line.starts_with('|'))
+            .flat_map(|row| row.split("`--").skip(1))
+            .map(name)
+            .collect();
+        wrong.extend(
+            there
+                .symmetric_difference(&told)
+                .map(|flag| format!("{}: --{flag}", command.join(" "))),
+        );
     }
     none("flags are either undocumented or not there", wrong);
 }
@@ -112,23 +174,42 @@ fn the_reference_has_every_flag_of_every_program() {
 /// The flag that a line of a help text is about.
 fn flag(line: &str) -> Option<String> {
     let line = line.trim_start();
-    let long = line.strip_prefix("--").or_else(|| line.strip_prefix('-')?.split_once(", --").map(|(_, long)| long))?;
+    let long = line.strip_prefix("--").or_else(|| {
+        line.strip_prefix('-')?
+            .split_once(", --")
+            .map(|(_, long)| long)
+    })?;
     Some(name(long))
 }
 
 fn name(text: &str) -> String {
-    text.chars().take_while(|c| c.is_ascii_lowercase() || *c == '-').collect()
+    text.chars()
+        .take_while(|c| c.is_ascii_lowercase() || *c == '-')
+        .collect()
 }
 
 /// The anchors of a document's headings, as GitHub makes them.
 fn headings(text: &str) -> BTreeSet<String> {
     let headings = without_code(text);
-    headings.lines().filter(|line| line.starts_with('#')).map(|line| anchor(line.trim_start_matches('#').trim())).collect()
+    headings
+        .lines()
+        .filter(|line| line.starts_with('#'))
+        .map(|line| anchor(line.trim_start_matches('#').trim()))
+        .collect()
 }
 
 fn anchor(heading: &str) -> String {
-    let kept = heading.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
-    kept.map(|c| if c == ' ' { '-' } else { c.to_ascii_lowercase() }).collect()
+    let kept = heading
+        .chars()
+        .filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
+    kept.map(|c| {
+        if c == ' ' {
+            '-'
+        } else {
+            c.to_ascii_lowercase()
+        }
+    })
+    .collect()
 }
 
 /// A document without its blocks of code, in which a `#` is a comment.
@@ -138,11 +219,20 @@ fn without_code(text: &str) -> String {
 
 /// Names as metrics have them.
 fn words(text: &str) -> BTreeSet<String> {
-    text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').map(str::to_owned).collect()
+    text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_')
+        .map(str::to_owned)
+        .collect()
 }
 
 fn documents() -> Vec<PathBuf> {
-    let mut documents: Vec<PathBuf> = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "bench/README.md"].map(PathBuf::from).into();
+    let mut documents: Vec<PathBuf> = [
+        "README.md",
+        "ARCHITECTURE.md",
+        "CONTRIBUTING.md",
+        "bench/README.md",
+    ]
+    .map(PathBuf::from)
+    .into();
     documents.extend(files("docs", "md"));
     documents
 }
@@ -164,13 +254,22 @@ fn files(folder: &str, extension: &str) -> Vec<PathBuf> {
 }
 
 fn read(path: &Path) -> String {
-    fs::read_to_string(root().join(path)).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+    fs::read_to_string(root().join(path))
+        .unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
 fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests is a folder of the repository").to_owned()
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .expect("tests is a folder of the repository")
+        .to_owned()
 }
 
 fn none(what: &str, found: Vec<String>) {
-    assert!(found.is_empty(), "{} {what}:\n  {}", found.len(), found.join("\n  "));
+    assert!(
+        found.is_empty(),
+        "{} {what}:\n  {}",
+        found.len(),
+        found.join("\n  ")
+    );
 }

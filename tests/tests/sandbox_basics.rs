@@ -18,12 +18,17 @@ fn a_service_is_reached_by_all_its_names_and_spread_over_its_pods() {
         "http-server.servers",
     ] {
         let answer = get(&sandbox, &shell, "shell", name, 80, "/hello");
-        assert!(answer.contains("Hello from the http-server service!"), "{name}: {answer}");
+        assert!(
+            answer.contains("Hello from the http-server service!"),
+            "{name}: {answer}"
+        );
     }
-    let late =
-        "{apiVersion: v1, kind: Service, metadata: {name: late, namespace: clients}, spec: {clusterIP: None, ports: [{port: 8080}]}}";
+    let late = "{apiVersion: v1, kind: Service, metadata: {name: late, namespace: clients}, spec: {clusterIP: None, ports: [{port: 8080}]}}";
     let slice = "{apiVersion: discovery.k8s.io/v1, kind: EndpointSlice, metadata: {name: late, namespace: clients, labels: {kubernetes.io/service-name: late}}";
-    let address = sandbox.view().pods_of("servers", "http-server")[0].ip.clone().unwrap();
+    let address = sandbox.view().pods_of("servers", "http-server")[0]
+        .ip
+        .clone()
+        .unwrap();
     sandbox
         .apply(&format!("{late}\n---\n{slice}, addressType: IPv4, ports: [{{port: 8080}}], endpoints: [{{addresses: [{address}]}}]}}"))
         .unwrap();
@@ -32,8 +37,21 @@ fn a_service_is_reached_by_all_its_names_and_spread_over_its_pods() {
     let mut hosts = std::collections::BTreeSet::new();
     // Two pods, chosen at random: a hundred calls miss one of them once in 10^29.
     for _ in 0..100 {
-        let answer = get(&sandbox, &shell, "shell", "http-server.servers", 80, "/hello");
-        hosts.extend(answer.split("Hostname: ").nth(1).and_then(|rest| rest.split(' ').next()).map(str::to_owned));
+        let answer = get(
+            &sandbox,
+            &shell,
+            "shell",
+            "http-server.servers",
+            80,
+            "/hello",
+        );
+        hosts.extend(
+            answer
+                .split("Hostname: ")
+                .nth(1)
+                .and_then(|rest| rest.split(' ').next())
+                .map(str::to_owned),
+        );
         if hosts.len() == 2 {
             return;
         }
@@ -50,26 +68,56 @@ fn a_service_without_endpoints_refuses_and_comes_back() {
     let shell = pod_of(&sandbox, "clients", "shell");
     let connect = ["bash", "-c", "exec 3<>/dev/tcp/http-server.servers/80"];
     let refused = sandbox.exec(&shell, "shell", &connect).unwrap();
-    assert!(refused.code != 0 && refused.stderr.contains("Connection refused"), "{refused:?}");
+    assert!(
+        refused.code != 0 && refused.stderr.contains("Connection refused"),
+        "{refused:?}"
+    );
 
     sandbox.scale("servers", "http-server", 1).unwrap();
     sandbox
-        .wait("the server is ready", PATIENCE, |view| view.pods_of("servers", "http-server").iter().any(|pod| pod.ready).then_some(()))
+        .wait("the server is ready", PATIENCE, |view| {
+            view.pods_of("servers", "http-server")
+                .iter()
+                .any(|pod| pod.ready)
+                .then_some(())
+        })
         .unwrap();
     // The rules follow the readiness by a moment.
-    let script = "until exec 3<>/dev/tcp/http-server.servers/80; do read -t 0.05 <> <(:); done 2>/dev/null";
-    assert_eq!(sandbox.exec(&shell, "shell", &["timeout", "20", "bash", "-c", script]).unwrap().code, 0);
+    let script =
+        "until exec 3<>/dev/tcp/http-server.servers/80; do read -t 0.05 <> <(:); done 2>/dev/null";
+    assert_eq!(
+        sandbox
+            .exec(&shell, "shell", &["timeout", "20", "bash", "-c", script])
+            .unwrap()
+            .code,
+        0
+    );
 }
 
 #[test]
 fn a_dual_stack_service_is_reached_by_both_its_addresses() {
     let Some(sandbox) = empty() else { return };
-    sandbox.apply(&http_server(1, "1.0", "").replace("spec: {selector:", "spec: {ipFamilyPolicy: PreferDualStack, selector:")).unwrap();
+    sandbox
+        .apply(&http_server(1, "1.0", "").replace(
+            "spec: {selector:",
+            "spec: {ipFamilyPolicy: PreferDualStack, selector:",
+        ))
+        .unwrap();
     sandbox.apply(&shell("")).unwrap();
     sandbox.wait_settled(PATIENCE).unwrap();
     let shell = pod_of(&sandbox, "clients", "shell");
-    let hosts = sandbox.exec(&shell, "shell", &["grep", "http-server.servers.svc", "/etc/hosts"]).unwrap().stdout;
-    let addresses: Vec<&str> = hosts.lines().filter_map(|line| line.split(' ').next()).collect();
+    let hosts = sandbox
+        .exec(
+            &shell,
+            "shell",
+            &["grep", "http-server.servers.svc", "/etc/hosts"],
+        )
+        .unwrap()
+        .stdout;
+    let addresses: Vec<&str> = hosts
+        .lines()
+        .filter_map(|line| line.split(' ').next())
+        .collect();
     let ipv6 = std::path::Path::new("/proc/sys/net/ipv6").exists();
     assert_eq!(addresses.len(), 1 + usize::from(ipv6), "{hosts}");
     for address in addresses {
@@ -114,22 +162,55 @@ spec:
     sandbox.wait_settled(PATIENCE).unwrap();
     let pod = pod_of(&sandbox, "a", "box");
     let run = |container: &str, script: &str| {
-        let output = sandbox.exec(&pod, container, &["bash", "-c", script]).unwrap();
+        let output = sandbox
+            .exec(&pod, container, &["bash", "-c", script])
+            .unwrap();
         assert_eq!(output.code, 0, "{script}: {}", output.stderr);
         output.stdout.trim().to_owned()
     };
-    assert_eq!(run("box", "id -u; id -g; id -G; hostname; echo $COLOR"), "1337\n1338\n1338 2000\nbox\nred");
-    assert_eq!(run("box", "grep -E 'CapEff|CapBnd|NoNewPrivs' /proc/self/status | cut -f 2"), "0000000000000000\n0000000000000000\n1");
+    assert_eq!(
+        run("box", "id -u; id -g; id -G; hostname; echo $COLOR"),
+        "1337\n1338\n1338 2000\nbox\nred"
+    );
+    assert_eq!(
+        run(
+            "box",
+            "grep -E 'CapEff|CapBnd|NoNewPrivs' /proc/self/status | cut -f 2"
+        ),
+        "0000000000000000\n0000000000000000\n1"
+    );
     // NET_ADMIN is bit 12, NET_RAW bit 13.
-    assert_eq!(run("admin", "id -u; grep CapEff /proc/self/status | cut -f 2"), "0\n0000000000003000");
-    assert_eq!(run("box", "tr . '\\n' < /var/run/secrets/diy-service-mesh/token | wc -l"), "2");
-    run("box", "echo shared > /tmp/scratch/file; echo own > /tmp/file");
-    assert_eq!(run("admin", "cat /tmp/scratch/file; ls /tmp"), "shared\nscratch");
+    assert_eq!(
+        run("admin", "id -u; grep CapEff /proc/self/status | cut -f 2"),
+        "0\n0000000000003000"
+    );
+    assert_eq!(
+        run(
+            "box",
+            "tr . '\\n' < /var/run/secrets/diy-service-mesh/token | wc -l"
+        ),
+        "2"
+    );
+    run(
+        "box",
+        "echo shared > /tmp/scratch/file; echo own > /tmp/file",
+    );
+    assert_eq!(
+        run("admin", "cat /tmp/scratch/file; ls /tmp"),
+        "shared\nscratch"
+    );
     assert_eq!(
         run("admin", "touch /no-such-file 2>&1 || echo read-only"),
         "touch: cannot touch '/no-such-file': Read-only file system\nread-only"
     );
-    assert_eq!(run("box", "ls /sys/class/net 2>/dev/null >/dev/null; grep -c : /proc/self/net/dev"), "2", "lo and eth0");
+    assert_eq!(
+        run(
+            "box",
+            "ls /sys/class/net 2>/dev/null >/dev/null; grep -c : /proc/self/net/dev"
+        ),
+        "2",
+        "lo and eth0"
+    );
 }
 
 #[test]
@@ -146,9 +227,17 @@ spec:
 ",
         )
         .unwrap();
-    let pod = sandbox.wait("it starts again", PATIENCE, |view| view.pods.values().find(|pod| pod.restarts() >= 1).cloned()).unwrap();
+    let pod = sandbox
+        .wait("it starts again", PATIENCE, |view| {
+            view.pods.values().find(|pod| pod.restarts() >= 1).cloned()
+        })
+        .unwrap();
     assert_eq!(pod.containers[0].exit_code, Some(3));
-    sandbox.wait("its second line", PATIENCE, |view| (view.lines(&pod, "unsteady").len() >= 2).then_some(())).unwrap();
+    sandbox
+        .wait("its second line", PATIENCE, |view| {
+            (view.lines(&pod, "unsteady").len() >= 2).then_some(())
+        })
+        .unwrap();
 }
 
 #[test]
@@ -157,8 +246,15 @@ fn an_unknown_image_is_said_clearly() {
     sandbox
         .apply("{apiVersion: v1, kind: Pod, metadata: {name: web, namespace: a}, spec: {containers: [{name: web, image: 'nginx:1'}]}}")
         .unwrap();
-    let reason = sandbox.wait("the reason", PATIENCE, |view| view.pods.get("a/web").and_then(|pod| pod.reason.clone())).unwrap();
-    assert!(reason.contains("nginx:1") && reason.contains("diy-sm-NAME"), "{reason}");
+    let reason = sandbox
+        .wait("the reason", PATIENCE, |view| {
+            view.pods.get("a/web").and_then(|pod| pod.reason.clone())
+        })
+        .unwrap();
+    assert!(
+        reason.contains("nginx:1") && reason.contains("diy-sm-NAME"),
+        "{reason}"
+    );
 }
 
 #[test]
@@ -176,10 +272,20 @@ spec:
 ",
         )
         .unwrap();
-    let pod =
-        sandbox.wait("it is up", PATIENCE, |view| view.pods.values().find(|pod| !view.lines(pod, "stubborn").is_empty()).cloned()).unwrap();
+    let pod = sandbox
+        .wait("it is up", PATIENCE, |view| {
+            view.pods
+                .values()
+                .find(|pod| !view.lines(pod, "stubborn").is_empty())
+                .cloned()
+        })
+        .unwrap();
     sandbox.delete("Pod", "a", "stubborn").unwrap();
-    sandbox.wait("it is gone", PATIENCE, |view| view.pods.is_empty().then_some(())).unwrap();
+    sandbox
+        .wait("it is gone", PATIENCE, |view| {
+            view.pods.is_empty().then_some(())
+        })
+        .unwrap();
     assert_eq!(sandbox.view().lines(&pod, "stubborn"), ["up", "heard"]);
     sandbox.shut_down(Duration::from_secs(1)).unwrap();
 }

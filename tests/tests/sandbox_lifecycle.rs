@@ -3,11 +3,19 @@
 use std::collections::BTreeSet;
 
 use diy_mesh::sandbox::Sandbox;
-use diy_mesh_tests::sandbox::{MESHED, PATIENCE, http_server, pod_of, shell, under_load, with_mesh};
+use diy_mesh_tests::sandbox::{
+    MESHED, PATIENCE, http_server, pod_of, shell, under_load, with_mesh,
+};
 
 #[test]
 fn a_rollout_under_load_fails_no_request() {
-    let Some(sandbox) = with_mesh(&format!("{}---{}", http_server(2, "1.0", MESHED), shell(MESHED))) else { return };
+    let Some(sandbox) = with_mesh(&format!(
+        "{}---{}",
+        http_server(2, "1.0", MESHED),
+        shell(MESHED)
+    )) else {
+        return;
+    };
     let client = pod_of(&sandbox, "clients", "shell");
     let before = names(&sandbox);
     under_load(&sandbox, &client, &[["4", "50"]], || {
@@ -22,7 +30,11 @@ fn a_rollout_under_load_fails_no_request() {
                     .into_iter()
                     .map(|pod| pod.name.clone())
                     .collect();
-                let ready = view.pods.values().filter(|pod| pod.workload == "http-server").all(|pod| pod.ready);
+                let ready = view
+                    .pods
+                    .values()
+                    .filter(|pod| pod.workload == "http-server")
+                    .all(|pod| pod.ready);
                 (now.len() == 2 && ready && now.is_disjoint(&before)).then_some(())
             })
             .unwrap();
@@ -31,14 +43,25 @@ fn a_rollout_under_load_fails_no_request() {
 
 #[test]
 fn a_restart_of_the_controller_under_load_fails_no_request() {
-    let Some(sandbox) = with_mesh(&format!("{}---{}", http_server(2, "1.0", MESHED), shell(MESHED))) else { return };
+    let Some(sandbox) = with_mesh(&format!(
+        "{}---{}",
+        http_server(2, "1.0", MESHED),
+        shell(MESHED)
+    )) else {
+        return;
+    };
     let client = pod_of(&sandbox, "clients", "shell");
     under_load(&sandbox, &client, &[["4", "50"]], || {
         sandbox.scale("service-mesh", "controller", 0).unwrap();
         let pods = |count: usize| {
             move |view: &diy_mesh::sandbox::View| {
-                let controllers: Vec<_> = view.pods.values().filter(|pod| pod.workload == "controller").collect();
-                (controllers.len() == count && controllers.iter().all(|pod| pod.ready)).then_some(())
+                let controllers: Vec<_> = view
+                    .pods
+                    .values()
+                    .filter(|pod| pod.workload == "controller")
+                    .collect();
+                (controllers.len() == count && controllers.iter().all(|pod| pod.ready))
+                    .then_some(())
             }
         };
         sandbox.wait("no controller", PATIENCE, pods(0)).unwrap();
@@ -62,35 +85,82 @@ spec:
       containers: [{{name: once, image: diy-sm-http-client:dev, command: [bash, -c, 'exec 3<>/dev/tcp/http-server.servers/80 && echo connected']}}]
 "
     );
-    let Some(sandbox) = with_mesh(&http_server(1, "1.0", "")) else { return };
+    let Some(sandbox) = with_mesh(&http_server(1, "1.0", "")) else {
+        return;
+    };
     sandbox.apply(&job).unwrap();
     let pod = sandbox
         .wait("the job ends", PATIENCE, |view| {
-            view.pods.values().find(|pod| pod.workload == "once" && !matches!(pod.phase.as_str(), "Pending" | "Running")).cloned()
+            view.pods
+                .values()
+                .find(|pod| {
+                    pod.workload == "once" && !matches!(pod.phase.as_str(), "Pending" | "Running")
+                })
+                .cloned()
         })
         .unwrap();
     assert_eq!(pod.phase, "Succeeded");
-    assert!(pod.injected && pod.containers.iter().all(|container| !container.running), "{pod:?}");
+    assert!(
+        pod.injected && pod.containers.iter().all(|container| !container.running),
+        "{pod:?}"
+    );
     assert_eq!(sandbox.view().lines(&pod, "once"), ["connected"]);
-    assert_eq!(pod.containers.iter().find(|container| container.name == "proxy").unwrap().exit_code, Some(0), "the proxy ends in order");
+    assert_eq!(
+        pod.containers
+            .iter()
+            .find(|container| container.name == "proxy")
+            .unwrap()
+            .exit_code,
+        Some(0),
+        "the proxy ends in order"
+    );
 }
 
 #[test]
 fn without_the_injector_only_pods_that_ask_for_it_wait() {
-    let Some(sandbox) = with_mesh(&shell("")) else { return };
+    let Some(sandbox) = with_mesh(&shell("")) else {
+        return;
+    };
     sandbox.scale("service-mesh", "injector", 0).unwrap();
-    sandbox.wait("no injector", PATIENCE, |view| (!view.pods.values().any(|pod| pod.workload == "injector")).then_some(())).unwrap();
-    let meshed = shell(MESHED).replace("name: shell,", "name: meshed,").replace("app: shell", "app: meshed");
-    let other = shell("").replace("name: shell,", "name: other,").replace("app: shell", "app: other");
+    sandbox
+        .wait("no injector", PATIENCE, |view| {
+            (!view.pods.values().any(|pod| pod.workload == "injector")).then_some(())
+        })
+        .unwrap();
+    let meshed = shell(MESHED)
+        .replace("name: shell,", "name: meshed,")
+        .replace("app: shell", "app: meshed");
+    let other = shell("")
+        .replace("name: shell,", "name: other,")
+        .replace("app: shell", "app: other");
     sandbox.apply(&format!("{meshed}---{other}")).unwrap();
-    sandbox.wait("the other pod", PATIENCE, |view| view.pods_of("clients", "other").iter().any(|pod| pod.ready).then_some(())).unwrap();
-    let reason = sandbox.wait("the reason", PATIENCE, |view| view.pods_of("clients", "meshed").first()?.reason.clone()).unwrap();
-    assert!(reason.contains("failed calling webhook \"injector.diy-service-mesh.dev\""), "{reason}");
+    sandbox
+        .wait("the other pod", PATIENCE, |view| {
+            view.pods_of("clients", "other")
+                .iter()
+                .any(|pod| pod.ready)
+                .then_some(())
+        })
+        .unwrap();
+    let reason = sandbox
+        .wait("the reason", PATIENCE, |view| {
+            view.pods_of("clients", "meshed").first()?.reason.clone()
+        })
+        .unwrap();
+    assert!(
+        reason.contains("failed calling webhook \"injector.diy-service-mesh.dev\""),
+        "{reason}"
+    );
     sandbox.scale("service-mesh", "injector", 1).unwrap();
     sandbox.wait_settled(PATIENCE).unwrap();
     assert!(pod_of(&sandbox, "clients", "meshed").injected);
 }
 
 fn names(sandbox: &Sandbox) -> BTreeSet<String> {
-    sandbox.view().pods_of("servers", "http-server").into_iter().map(|pod| pod.name).collect()
+    sandbox
+        .view()
+        .pods_of("servers", "http-server")
+        .into_iter()
+        .map(|pod| pod.name)
+        .collect()
 }

@@ -25,9 +25,13 @@ fn the_demo_runs_without_root() {
         .collect();
     let root = nix::unistd::geteuid().is_root();
     if !root || !missing.is_empty() {
-        let reason =
-            format!("needs root (is there: {root}) and the programs of Debian's packages uidmap and util-linux (missing: {missing:?})");
-        assert!(env::var_os("CI").is_none_or(|value| value != "true"), "CI must be able to run this: {reason}");
+        let reason = format!(
+            "needs root (is there: {root}) and the programs of Debian's packages uidmap and util-linux (missing: {missing:?})"
+        );
+        assert!(
+            env::var_os("CI").is_none_or(|value| value != "true"),
+            "CI must be able to run this: {reason}"
+        );
         eprintln!("SKIPPED: {reason}");
         return;
     }
@@ -46,13 +50,21 @@ fn the_demo_runs_without_root() {
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
-    let mut lines = BufReader::new(demo.stdout.take().unwrap()).lines().map(|line| line.unwrap());
-    let ready = lines.by_ref().any(|line| line.contains("everything is ready after"));
+    let mut lines = BufReader::new(demo.stdout.take().unwrap())
+        .lines()
+        .map(|line| line.unwrap());
+    let ready = lines
+        .by_ref()
+        .any(|line| line.contains("everything is ready after"));
     kill(Pid::from_raw(demo.id().cast_signed()), Signal::SIGTERM).unwrap();
     let rest: Vec<String> = lines.collect();
     let status = demo.wait().unwrap();
     fs::remove_dir(folder.join("programs")).unwrap();
     fs::remove_dir_all(&folder).unwrap();
     assert!(ready && status.success(), "ready: {ready}, {status}");
-    assert!(rest.iter().any(|line| line.contains("6 of them with a proxy")), "{rest:?}");
+    assert!(
+        rest.iter()
+            .any(|line| line.contains("6 of them with a proxy")),
+        "{rest:?}"
+    );
 }

@@ -37,24 +37,53 @@ fn a_strict_namespace_takes_its_kubelets_probes_and_its_mesh_and_nothing_else() 
     let objects = [
         "apiVersion: v1\nkind: Namespace\nmetadata: {name: bank, labels: {diy-service-mesh/inject: enabled, diy-service-mesh/inbound: strict}}\n---",
         &server("vault", "http-server", "", http),
-        &server("ledger", "grpc-server", "", "startupProbe: {grpc: {port: 8080}, periodSeconds: 1}"),
-        &server("lobby", "http-server", "diy-service-mesh/inbound: permissive", "readinessProbe: {httpGet: {port: 8080, path: /hello}}"),
+        &server(
+            "ledger",
+            "grpc-server",
+            "",
+            "startupProbe: {grpc: {port: 8080}, periodSeconds: 1}",
+        ),
+        &server(
+            "lobby",
+            "http-server",
+            "diy-service-mesh/inbound: permissive",
+            "readinessProbe: {httpGet: {port: 8080, path: /hello}}",
+        ),
         &shell(MESHED),
         "---",
         &shell("").replace("namespace: clients", "namespace: strangers"),
     ];
     // With it all pods are ready: every probe has got through.
-    let Some(sandbox) = with_mesh(&objects.concat()) else { return };
+    let Some(sandbox) = with_mesh(&objects.concat()) else {
+        return;
+    };
     for name in ["vault", "ledger", "lobby"] {
         assert!(pod_of(&sandbox, "bank", name).injected, "{name}");
     }
-    get(&sandbox, &pod_of(&sandbox, "clients", "shell"), "shell", "vault.bank", 80, "/hello");
+    get(
+        &sandbox,
+        &pod_of(&sandbox, "clients", "shell"),
+        "shell",
+        "vault.bank",
+        80,
+        "/hello",
+    );
 
     let stranger = pod_of(&sandbox, "strangers", "shell");
     let refused = post(&sandbox, &stranger, "shell", "vault.bank", 80, "/hello");
-    assert!(refused.stdout.contains("x-mesh-error: mtls-required"), "{refused:?}");
+    assert!(
+        refused.stdout.contains("x-mesh-error: mtls-required"),
+        "{refused:?}"
+    );
     let taken = post(&sandbox, &stranger, "shell", "lobby.bank", 80, "/hello");
-    assert!(!taken.stdout.contains("x-mesh-error") && taken.stdout.starts_with("HTTP/1.1 "), "{taken:?}");
+    assert!(
+        !taken.stdout.contains("x-mesh-error") && taken.stdout.starts_with("HTTP/1.1 "),
+        "{taken:?}"
+    );
     let vault = pod_of(&sandbox, "bank", "vault");
-    assert_eq!(vault.restarts(), 0, "its liveness probe gets through for as long as it runs: {vault:?}");
+    assert_eq!(
+        vault.restarts(),
+        0,
+        "its liveness probe gets through for as long as it runs: {vault:?}"
+    );
 }

@@ -21,14 +21,30 @@ fn both_versions_answer_and_the_proxies_show_it() {
             line.contains("Hello from the http-server service!") && line.contains(version)
         });
     }
-    wait_line(&sandbox, &client, "proxy", "the dump of an outbound request", |line| line.starts_with("Outbound connection to 10.96."));
+    wait_line(
+        &sandbox,
+        &client,
+        "proxy",
+        "the dump of an outbound request",
+        |line| line.starts_with("Outbound connection to 10.96."),
+    );
     for name in ["http-server-v1", "http-server-v2"] {
         let server = pod_of(&sandbox, "http-server", name);
         let from = format!("Inbound connection from {}:", client.ip.as_ref().unwrap());
-        let line = wait_line(&sandbox, &server, "proxy", "the dump of an inbound request", |line| line.starts_with(&from));
+        let line = wait_line(
+            &sandbox,
+            &server,
+            "proxy",
+            "the dump of an inbound request",
+            |line| line.starts_with(&from),
+        );
         assert!(line.ends_with(" to port: 8080"), "{line}");
-        wait_line(&sandbox, &server, "proxy", "the request line", |line| line == "GET /hello HTTP/1.1");
-        wait_line(&sandbox, &server, "proxy", "the status line", |line| line == "HTTP/1.1 200 OK");
+        wait_line(&sandbox, &server, "proxy", "the request line", |line| {
+            line == "GET /hello HTTP/1.1"
+        });
+        wait_line(&sandbox, &server, "proxy", "the status line", |line| {
+            line == "HTTP/1.1 200 OK"
+        });
     }
 }
 
@@ -40,7 +56,9 @@ fn grpc_calls_of_one_connection_reach_both_pods() {
     assert_eq!(servers.len(), 2);
     for server in servers {
         let answer = format!("Hostname: {} ", server.name);
-        wait_line(&sandbox, &client, "grpc-client", &answer, |line| line.contains(&answer));
+        wait_line(&sandbox, &client, "grpc-client", &answer, |line| {
+            line.contains(&answer)
+        });
     }
 }
 
@@ -55,14 +73,30 @@ fn the_demo_ends_on_ctrl_c_with_a_summary() {
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
-    let mut lines = BufReader::new(demo.stdout.take().unwrap()).lines().map(|line| line.unwrap());
-    let ready = lines.by_ref().find(|line| line.contains("everything is ready after") || line.starts_with("not everything became ready"));
+    let mut lines = BufReader::new(demo.stdout.take().unwrap())
+        .lines()
+        .map(|line| line.unwrap());
+    let ready = lines.by_ref().find(|line| {
+        line.contains("everything is ready after")
+            || line.starts_with("not everything became ready")
+    });
     assert!(ready.unwrap().contains("everything is ready after"));
-    let shown = lines.by_ref().find(|line| line.contains("Response #")).unwrap();
-    assert!(shown.starts_with("http-client/http-client-") && shown.contains("[http-client]"), "{shown}");
+    let shown = lines
+        .by_ref()
+        .find(|line| line.contains("Response #"))
+        .unwrap();
+    assert!(
+        shown.starts_with("http-client/http-client-") && shown.contains("[http-client]"),
+        "{shown}"
+    );
     kill(Pid::from_raw(demo.id().cast_signed()), Signal::SIGINT).unwrap();
     let rest: Vec<String> = lines.collect();
-    assert!(rest.iter().any(|line| line.starts_with("mesh demo: ran ") && line.contains("6 of them with a proxy")), "{rest:?}");
+    assert!(
+        rest.iter()
+            .any(|line| line.starts_with("mesh demo: ran ")
+                && line.contains("6 of them with a proxy")),
+        "{rest:?}"
+    );
     assert!(demo.wait().unwrap().success());
 }
 
@@ -75,10 +109,16 @@ fn the_demo_says_what_did_not_become_ready_and_fails() {
     std::fs::create_dir_all(&folder).unwrap();
     let pod = "{apiVersion: v1, kind: Pod, metadata: {name: never, namespace: a}, spec: {containers: [{name: never, image: 'nginx:1'}]}}";
     std::fs::write(folder.join("pod.yaml"), pod).unwrap();
-    let output =
-        Command::new(programs().join("mesh")).args(["demo", "--quiet", "--for", "10", "--manifests"]).arg(&folder).output().unwrap();
+    let output = Command::new(programs().join("mesh"))
+        .args(["demo", "--quiet", "--for", "10", "--manifests"])
+        .arg(&folder)
+        .output()
+        .unwrap();
     std::fs::remove_dir_all(folder).unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     assert_eq!(output.status.code(), Some(1), "{text}");
-    assert!(text.contains("not everything became ready:\n  a/never (Pending): image \"nginx:1\""), "{text}");
+    assert!(
+        text.contains("not everything became ready:\n  a/never (Pending): image \"nginx:1\""),
+        "{text}"
+    );
 }

@@ -22,10 +22,24 @@ const BUSY: u32 = 6;
 #[test]
 fn the_chapters_commands_print_what_the_chapters_say() {
     let programs = root().join("target/debug/mesh");
-    assert!(programs.is_file(), "{} is missing: run `cargo build --bins` first", programs.display());
-    let runs: Vec<Run> =
-        chapters().iter().flat_map(|chapter| runs(chapter, &fs::read_to_string(chapter).expect("it was just listed"))).collect();
-    assert!(!runs.is_empty(), "the tutorial has no block to run: is its mark another one now?");
+    assert!(
+        programs.is_file(),
+        "{} is missing: run `cargo build --bins` first",
+        programs.display()
+    );
+    let runs: Vec<Run> = chapters()
+        .iter()
+        .flat_map(|chapter| {
+            runs(
+                chapter,
+                &fs::read_to_string(chapter).expect("it was just listed"),
+            )
+        })
+        .collect();
+    assert!(
+        !runs.is_empty(),
+        "the tutorial has no block to run: is its mark another one now?"
+    );
     let (next, problems) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     std::thread::scope(|scope| {
         for _ in 0..AT_A_TIME {
@@ -35,13 +49,24 @@ fn the_chapters_commands_print_what_the_chapters_say() {
                         eprintln!("{problem}\nand once more, with {BUSY} times the seconds");
                         run.problem(BUSY)
                     });
-                    problems.lock().expect("nobody panics while holding it").extend(problem);
+                    problems
+                        .lock()
+                        .expect("nobody panics while holding it")
+                        .extend(problem);
                 }
             });
         }
     });
-    let problems: Vec<String> = problems.into_inner().expect("nobody panics while holding it");
-    assert!(problems.is_empty(), "{} of {} blocks failed:\n{}", problems.len(), runs.len(), problems.join("\n"));
+    let problems: Vec<String> = problems
+        .into_inner()
+        .expect("nobody panics while holding it");
+    assert!(
+        problems.is_empty(),
+        "{} of {} blocks failed:\n{}",
+        problems.len(),
+        runs.len(),
+        problems.join("\n")
+    );
 }
 
 #[test]
@@ -50,8 +75,16 @@ fn dots_stand_for_anything_and_the_rest_is_literal() {
         ("GET / HTTP/1.1", "GET / HTTP/1.1", true),
         ("GET /", "GET / HTTP/1.1", false),
         ("...GET / HTTP/1.1", "a/b[proxy]   GET / HTTP/1.1", true),
-        ("Outbound connection to ...:80", "Outbound connection to 10.96.0.7:80", true),
-        ("Outbound connection to ...:80", "Outbound connection to 10.96.0.7:8080", false),
+        (
+            "Outbound connection to ...:80",
+            "Outbound connection to 10.96.0.7:80",
+            true,
+        ),
+        (
+            "Outbound connection to ...:80",
+            "Outbound connection to 10.96.0.7:8080",
+            false,
+        ),
         ("one ... two ...", "one 1 two 2", true),
         ("one ... two ...", "two 2 one 1", false),
         ("a...a", "a", false),
@@ -64,9 +97,27 @@ fn dots_stand_for_anything_and_the_rest_is_literal() {
 fn blocks_and_what_they_expect_are_found() {
     let text = "# Title\n```sh\nno\n```\n```sh test\none\ntwo\n```\nwords\n```text expect\nyes\n```\n```sh test sandbox\nthree\n```\n```text\nno\n```\n";
     let found = runs(Path::new("chapter.md"), text);
-    let [first, second] = found.as_slice() else { panic!("{} runs", found.len()) };
-    assert_eq!((first.script.as_str(), first.line, first.sandbox, first.expected.clone()), ("one\ntwo", 5, false, vec!["yes".to_owned()]));
-    assert_eq!((second.script.as_str(), second.line, second.sandbox, second.expected.len()), ("three", 13, true, 0));
+    let [first, second] = found.as_slice() else {
+        panic!("{} runs", found.len())
+    };
+    assert_eq!(
+        (
+            first.script.as_str(),
+            first.line,
+            first.sandbox,
+            first.expected.clone()
+        ),
+        ("one\ntwo", 5, false, vec!["yes".to_owned()])
+    );
+    assert_eq!(
+        (
+            second.script.as_str(),
+            second.line,
+            second.sandbox,
+            second.expected.len()
+        ),
+        ("three", 13, true, 0)
+    );
 }
 
 #[test]
@@ -96,16 +147,29 @@ impl Run {
         }
         // One stream for both, in the order in which a reader sees them.
         let script = format!("exec 2>&1\n{}", stretched(&self.script, times));
-        let output = Command::new("timeout").args([TIME_LIMIT, "bash", "-euo", "pipefail", "-c", &script]).current_dir(root()).output();
+        let output = Command::new("timeout")
+            .args([TIME_LIMIT, "bash", "-euo", "pipefail", "-c", &script])
+            .current_dir(root())
+            .output();
         let output = output.unwrap_or_else(|error| panic!("{place}: cannot run bash: {error}"));
         let text = String::from_utf8_lossy(&output.stdout);
-        let missing: Vec<_> = self.expected.iter().filter(|pattern| !text.lines().any(|line| matches(pattern, line.trim_end()))).collect();
+        let missing: Vec<_> = self
+            .expected
+            .iter()
+            .filter(|pattern| !text.lines().any(|line| matches(pattern, line.trim_end())))
+            .collect();
         if output.status.success() && missing.is_empty() {
             eprintln!("{place}: as it says");
             return None;
         }
-        let missing: String = missing.iter().map(|line| format!("\n  no line is: {line}")).collect();
-        Some(format!("{place}: {}{missing}\n  the script:\n{}\n  its output:\n{text}", output.status, self.script))
+        let missing: String = missing
+            .iter()
+            .map(|line| format!("\n  no line is: {line}"))
+            .collect();
+        Some(format!(
+            "{place}: {}{missing}\n  the script:\n{}\n  its output:\n{text}",
+            output.status, self.script
+        ))
     }
 }
 
@@ -114,8 +178,14 @@ fn runs(chapter: &Path, text: &str) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
     let mut lines = text.lines().zip(1..);
     while let Some((line, number)) = lines.next() {
-        let Some(info) = line.strip_prefix("```") else { continue };
-        let block: Vec<&str> = lines.by_ref().map(|(line, _)| line).take_while(|line| *line != "```").collect();
+        let Some(info) = line.strip_prefix("```") else {
+            continue;
+        };
+        let block: Vec<&str> = lines
+            .by_ref()
+            .map(|(line, _)| line)
+            .take_while(|line| *line != "```")
+            .collect();
         match info {
             "sh test" | "sh test sandbox" => runs.push(Run {
                 chapter: chapter.to_owned(),
@@ -125,9 +195,19 @@ fn runs(chapter: &Path, text: &str) -> Vec<Run> {
                 expected: Vec::new(),
             }),
             "text expect" => {
-                let run = runs.last_mut().unwrap_or_else(|| panic!("{}:{number}: expects something of no block", chapter.display()));
-                run.expected
-                    .extend(block.iter().map(|line| line.trim_end()).filter(|line| !matches!(*line, "" | "...")).map(str::to_owned));
+                let run = runs.last_mut().unwrap_or_else(|| {
+                    panic!(
+                        "{}:{number}: expects something of no block",
+                        chapter.display()
+                    )
+                });
+                run.expected.extend(
+                    block
+                        .iter()
+                        .map(|line| line.trim_end())
+                        .filter(|line| !matches!(*line, "" | "..."))
+                        .map(str::to_owned),
+                );
             }
             _ => {}
         }
@@ -139,16 +219,24 @@ fn runs(chapter: &Path, text: &str) -> Vec<Run> {
 fn stretched(script: &str, times: u32) -> String {
     let mut limit = false;
     let word = |word: &str| {
-        let seconds = if std::mem::replace(&mut limit, matches!(word, "--for" | "timeout")) { word.parse::<u32>().ok() } else { None };
+        let seconds = if std::mem::replace(&mut limit, matches!(word, "--for" | "timeout")) {
+            word.parse::<u32>().ok()
+        } else {
+            None
+        };
         seconds.map_or(word.to_owned(), |seconds| (seconds * times).to_string())
     };
     script.split(' ').map(word).collect::<Vec<_>>().join(" ")
 }
 
 fn matches(pattern: &str, line: &str) -> bool {
-    let Some((first, rest)) = pattern.split_once("...") else { return pattern == line };
+    let Some((first, rest)) = pattern.split_once("...") else {
+        return pattern == line;
+    };
     let (middle, last) = rest.rsplit_once("...").unwrap_or(("", rest));
-    let Some(mut line) = line.strip_prefix(first) else { return false };
+    let Some(mut line) = line.strip_prefix(first) else {
+        return false;
+    };
     for part in middle.split("...") {
         match line.find(part) {
             Some(at) => line = &line[at + part.len()..],
@@ -160,9 +248,12 @@ fn matches(pattern: &str, line: &str) -> bool {
 
 fn chapters() -> Vec<PathBuf> {
     let folder = root().join("docs/tutorial");
-    let entries = fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
+    let entries =
+        fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
     let paths = entries.map(|entry| entry.expect("our own folders can be read").path());
-    let mut chapters: Vec<_> = paths.filter(|path| path.extension().is_some_and(|extension| extension == "md")).collect();
+    let mut chapters: Vec<_> = paths
+        .filter(|path| path.extension().is_some_and(|extension| extension == "md"))
+        .collect();
     chapters.sort();
     chapters
 }
@@ -172,5 +263,8 @@ fn is_root() -> bool {
 }
 
 fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests is a folder of the repository").to_owned()
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .expect("tests is a folder of the repository")
+        .to_owned()
 }

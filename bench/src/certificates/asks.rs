@@ -17,29 +17,54 @@ pub type Ask = SignCertificateRequest;
 pub fn prepare(count: usize) -> Result<(Vec<Ask>, String)> {
     let issuer = Issuer::new()?;
     let pods: Vec<Pod> = (0..count).map(pod).collect();
-    let asks = pods.iter().map(|pod| ask(pod, &issuer)).collect::<Result<_>>()?;
-    let catalog: Vec<String> = pods.iter().enumerate().map(|(number, pod)| manifest(number, pod)).collect();
+    let asks = pods
+        .iter()
+        .map(|pod| ask(pod, &issuer))
+        .collect::<Result<_>>()?;
+    let catalog: Vec<String> = pods
+        .iter()
+        .enumerate()
+        .map(|(number, pod)| manifest(number, pod))
+        .collect();
     Ok((asks, catalog.join("\n---\n")))
 }
 
 fn pod(number: usize) -> Pod {
     let namespace = format!("shop-{}", number % NAMESPACES);
-    Pod { name: format!("till-6d4cf56db6-{number:05}"), namespace, uid: format!("00000000-0000-4000-8000-{number:012}") }
+    Pod {
+        name: format!("till-6d4cf56db6-{number:05}"),
+        namespace,
+        uid: format!("00000000-0000-4000-8000-{number:012}"),
+    }
 }
 
 fn ask(pod: &Pod, issuer: &Issuer) -> Result<Ask> {
     let user = pod.user();
     let mut params = CertificateParams::default();
     params.distinguished_name = DistinguishedName::new();
-    params.distinguished_name.push(DnType::CommonName, user.as_str());
+    params
+        .distinguished_name
+        .push(DnType::CommonName, user.as_str());
     let key = KeyPair::generate_for(&rcgen::PKCS_ECDSA_P256_SHA256).context("make a key")?;
-    let csr = params.serialize_request(&key).and_then(|request| request.pem()).context("make a certificate signing request")?;
-    Ok(Ask { name: user, token: issuer.token(pod)?, csr: csr.into() })
+    let csr = params
+        .serialize_request(&key)
+        .and_then(|request| request.pem())
+        .context("make a certificate signing request")?;
+    Ok(Ask {
+        name: user,
+        token: issuer.token(pod)?,
+        csr: csr.into(),
+    })
 }
 
 /// Nobody asks from these addresses: whose the address is that asks is looked up all the same.
 fn manifest(number: usize, pod: &Pod) -> String {
-    let address = format!("10.{}.{}.{}", 128 + number / 65_536, number / 256 % 256, number % 256);
+    let address = format!(
+        "10.{}.{}.{}",
+        128 + number / 65_536,
+        number / 256 % 256,
+        number % 256
+    );
     json!({
         "apiVersion": "v1", "kind": "Pod",
         "metadata": {
@@ -64,9 +89,33 @@ mod tests {
     #[test]
     fn each_asks_for_itself() {
         let (asks, catalog) = prepare(120).unwrap();
-        assert_eq!(asks.iter().map(|ask| &ask.token).collect::<HashSet<_>>().len(), 120);
-        assert_eq!(asks.iter().map(|ask| &ask.csr).collect::<HashSet<_>>().len(), 120);
-        assert_eq!(asks.iter().map(|ask| &ask.name).collect::<HashSet<_>>().len(), NAMESPACES);
-        assert_eq!(catalog.lines().filter(|line| line.contains("\"kind\":\"Pod\"")).count(), 120);
+        assert_eq!(
+            asks.iter()
+                .map(|ask| &ask.token)
+                .collect::<HashSet<_>>()
+                .len(),
+            120
+        );
+        assert_eq!(
+            asks.iter()
+                .map(|ask| &ask.csr)
+                .collect::<HashSet<_>>()
+                .len(),
+            120
+        );
+        assert_eq!(
+            asks.iter()
+                .map(|ask| &ask.name)
+                .collect::<HashSet<_>>()
+                .len(),
+            NAMESPACES
+        );
+        assert_eq!(
+            catalog
+                .lines()
+                .filter(|line| line.contains("\"kind\":\"Pod\""))
+                .count(),
+            120
+        );
     }
 }

@@ -29,8 +29,14 @@ impl Load {
     /// The controller is verified by the roots in this file.
     pub fn new(roots: &Path) -> Result<Self> {
         let expected: Identity = IDENTITY.parse().context("the controller's identity")?;
-        let tls = Tls { expected, roots_file: roots.to_path_buf(), trust: Trust::default() };
-        Ok(Load(Control::new(CONTROLLER, None, Some(tls)).context("reach the controller")?))
+        let tls = Tls {
+            expected,
+            roots_file: roots.to_path_buf(),
+            trust: Trust::default(),
+        };
+        Ok(Load(
+            Control::new(CONTROLLER, None, Some(tls)).context("reach the controller")?,
+        ))
     }
 
     /// So many at a time, each as soon as there is a place. How long all of them took.
@@ -74,17 +80,27 @@ impl Load {
 /// One connection and one certificate.
 async fn one(control: Control, ask: Ask) -> Result<Duration> {
     let start = Instant::now();
-    let answer = control.sign_certificate(ask).await.context("ask for a certificate")?;
+    let answer = control
+        .sign_certificate(ask)
+        .await
+        .context("ask for a certificate")?;
     let took = start.elapsed();
-    ensure!(answer.cert.starts_with(b"-----BEGIN CERTIFICATE-----"), "the answer holds no certificate");
+    ensure!(
+        answer.cert.starts_with(b"-----BEGIN CERTIFICATE-----"),
+        "the answer holds no certificate"
+    );
     Ok(took)
 }
 
 fn finish(done: Option<Result<Result<Duration>, tokio::task::JoinError>>) -> Result<Duration> {
-    done.ok_or_else(|| anyhow!("nobody is asking"))?.map_err(|problem| anyhow!(problem))?
+    done.ok_or_else(|| anyhow!("nobody is asking"))?
+        .map_err(|problem| anyhow!(problem))?
 }
 
 /// One thread, so that the controller has the others.
 fn runtime() -> Result<Runtime> {
-    runtime::Builder::new_current_thread().enable_all().build().context("start the runtime of those who ask")
+    runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("start the runtime of those who ask")
 }

@@ -68,7 +68,12 @@ impl Issuing {
             .with_context(|| format!("make {} writable", authority.display()))?;
         let kubeconfig = state.join("kubeconfig");
         write_readable(&kubeconfig, &reviews::start(&namespace)?)?;
-        Ok(Issuing { namespace, programs: programs.clone(), state, kubeconfig })
+        Ok(Issuing {
+            namespace,
+            programs: programs.clone(),
+            state,
+            kubeconfig,
+        })
     }
 
     /// Starts a fresh controller, which has seen none of those who will ask it in this window at such a rate.
@@ -78,7 +83,12 @@ impl Issuing {
         let (asks, catalog) = asks::prepare(count.ceil() as usize)?;
         let (folder, authority) = (self.state.join("catalog"), self.state.join("ca"));
         write_readable(&folder.join("pods.yaml"), &catalog)?;
-        let arguments = ["--catalog", &format!("files:{}", folder.display()), "--ca", &format!("files:{}", authority.display())];
+        let arguments = [
+            "--catalog",
+            &format!("files:{}", folder.display()),
+            "--ca",
+            &format!("files:{}", authority.display()),
+        ];
         let program = Program {
             name: "controller-of-certificates".to_string(),
             path: reachable(&self.programs.controller, &self.programs.state)?,
@@ -90,11 +100,21 @@ impl Issuing {
             uid: 65532,
         };
         let mut controller = Process::start(program, &self.namespace, &self.state)?;
-        controller.wait_ready(&self.namespace, SocketAddr::from((Ipv4Addr::LOCALHOST, ADMIN_PORT)), "/ready")?;
+        controller.wait_ready(
+            &self.namespace,
+            SocketAddr::from((Ipv4Addr::LOCALHOST, ADMIN_PORT)),
+            "/ready",
+        )?;
         let roots = authority.join("roots.pem");
         wait_for(&roots)?;
         let load = Load::new(&roots)?;
-        Ok(Ready { controller, load, asks, namespace: self.namespace.clone(), length: window.length })
+        Ok(Ready {
+            controller,
+            load,
+            asks,
+            namespace: self.namespace.clone(),
+            length: window.length,
+        })
     }
 }
 
@@ -102,7 +122,11 @@ impl Issuing {
 fn wait_for(file: &Path) -> Result<()> {
     let deadline = Instant::now() + PATIENCE;
     while !file.exists() {
-        ensure!(Instant::now() < deadline, "the controller has not written {} within {PATIENCE:?}", file.display());
+        ensure!(
+            Instant::now() < deadline,
+            "the controller has not written {} within {PATIENCE:?}",
+            file.display()
+        );
         thread::sleep(Duration::from_millis(5));
     }
     Ok(())
@@ -116,14 +140,17 @@ impl Ready {
 
     /// As many as go through, `askers` at a time; then `rate` in each second.
     pub fn measure(mut self, askers: usize, rate: u32) -> Result<Numbers> {
-        let numbers = self.numbers(askers, rate).map_err(|problem| anyhow!("{problem:#}{}", self.controller.last_words()));
+        let numbers = self
+            .numbers(askers, rate)
+            .map_err(|problem| anyhow!("{problem:#}{}", self.controller.last_words()));
         self.controller.ensure_running()?;
         numbers
     }
 
     fn numbers(&mut self, askers: usize, rate: u32) -> Result<Numbers> {
         let mut asks = std::mem::take(&mut self.asks);
-        let paced = asks.split_off(asks.len() - (self.length.as_secs_f64() * f64::from(rate)) as usize);
+        let paced =
+            asks.split_off(asks.len() - (self.length.as_secs_f64() * f64::from(rate)) as usize);
         let counted = asks.split_off(FIRST);
         let (count, load, meter) = (counted.len() as f64, &self.load, self.controller.meter());
         let (elapsed, used, times) = self.namespace.enter(|| {
@@ -133,7 +160,10 @@ impl Ready {
             let used = meter.cpu()?.saturating_sub(before);
             Ok((elapsed, used, load.at_rate(paced, rate)?))
         })?;
-        ensure!(!used.is_zero(), "the controller used no CPU time: somebody else has answered");
+        ensure!(
+            !used.is_zero(),
+            "the controller used no CPU time: somebody else has answered"
+        );
         let at = |share| percentile(&times, share).as_secs_f64() * 1e6;
         Ok(vec![
             (Metric::Certificates, count / elapsed.as_secs_f64()),

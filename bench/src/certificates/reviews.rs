@@ -28,13 +28,18 @@ const PORT: u16 = 6443;
 
 /// Starts it inside, until the program ends. Gives the kubeconfig by which it is reached.
 pub fn start(namespace: &Namespace) -> Result<String> {
-    let CertifiedKey { cert, signing_key } =
-        generate_simple_self_signed(["127.0.0.1".to_string()]).context("make the API server's certificate")?;
+    let CertifiedKey { cert, signing_key } = generate_simple_self_signed(["127.0.0.1".to_string()])
+        .context("make the API server's certificate")?;
     let authority = STANDARD.encode(cert.pem());
-    let key = PrivateKeyDer::try_from(signing_key.serialize_der()).map_err(|problem| anyhow::anyhow!("{problem}"))?;
+    let key = PrivateKeyDer::try_from(signing_key.serialize_der())
+        .map_err(|problem| anyhow::anyhow!("{problem}"))?;
     let tls = ServerConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
         .with_safe_default_protocol_versions()
-        .and_then(|config| config.with_no_client_auth().with_single_cert(vec![cert.der().clone()], key))
+        .and_then(|config| {
+            config
+                .with_no_client_auth()
+                .with_single_cert(vec![cert.der().clone()], key)
+        })
         .context("set the API server's TLS up")?;
     namespace.enter(|| {
         let (ready, listening) = mpsc::channel();
@@ -43,7 +48,9 @@ pub fn start(namespace: &Namespace) -> Result<String> {
             .name("api-server".into())
             .spawn(move || serve(TlsAcceptor::from(Arc::new(tls)), &ready))
             .context("start the API server's thread")?;
-        listening.recv().context("the API server ended before it listened")?
+        listening
+            .recv()
+            .context("the API server ended before it listened")?
     })?;
     let config = json!({
         "apiVersion": "v1", "kind": "Config", "current-context": "bench",
@@ -56,12 +63,20 @@ pub fn start(namespace: &Namespace) -> Result<String> {
 
 fn serve(tls: TlsAcceptor, ready: &mpsc::Sender<Result<()>>) {
     let work = async {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, PORT)).await.context("listen as the API server")?;
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, PORT))
+            .await
+            .context("listen as the API server")?;
         let _ = ready.send(Ok(()));
-        let routes = Router::new().route("/apis/authentication.k8s.io/v1/tokenreviews", post(review));
-        axum::serve(Secured { listener, tls }, routes).await.context("serve as the API server")
+        let routes =
+            Router::new().route("/apis/authentication.k8s.io/v1/tokenreviews", post(review));
+        axum::serve(Secured { listener, tls }, routes)
+            .await
+            .context("serve as the API server")
     };
-    let runtime = runtime::Builder::new_current_thread().enable_all().build().context("start the API server's runtime");
+    let runtime = runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("start the API server's runtime");
     if let Err(problem) = runtime.and_then(|runtime| runtime.block_on(work)) {
         let _ = ready.send(Err(problem));
     }
@@ -118,18 +133,45 @@ struct Object {
 async fn review(Json(question): Json<Value>) -> (StatusCode, Json<Value>) {
     let token = question["spec"]["token"].as_str().unwrap_or_default();
     let Ok(claims) = jsonwebtoken::dangerous::insecure_decode_claims::<Claims>(token) else {
-        return (StatusCode::BAD_REQUEST, Json(json!({ "kind": "Status", "status": "Failure", "message": "no token", "code": 400 })));
+        return (
+            StatusCode::BAD_REQUEST,
+            Json(
+                json!({ "kind": "Status", "status": "Failure", "message": "no token", "code": 400 }),
+            ),
+        );
     };
-    let Claims { sub, aud, kubernetes: Bound { namespace, pod, serviceaccount } } = claims;
+    let Claims {
+        sub,
+        aud,
+        kubernetes:
+            Bound {
+                namespace,
+                pod,
+                serviceaccount,
+            },
+    } = claims;
     let extra = BTreeMap::from([
-        ("credential-id", "JTI=8d2f4a52-6a0c-4a6d-9d51-5f1e3d8a7c10".to_string()),
+        (
+            "credential-id",
+            "JTI=8d2f4a52-6a0c-4a6d-9d51-5f1e3d8a7c10".to_string(),
+        ),
         ("node-name", "node-1".to_string()),
-        ("node-uid", "5b1f7c0e-2f2b-4a0e-8f43-0d8f6c9d7e21".to_string()),
+        (
+            "node-uid",
+            "5b1f7c0e-2f2b-4a0e-8f43-0d8f6c9d7e21".to_string(),
+        ),
         ("pod-name", pod.name),
         ("pod-uid", pod.uid),
     ]);
-    let extra: BTreeMap<_, _> = extra.into_iter().map(|(key, value)| (format!("authentication.kubernetes.io/{key}"), [value])).collect();
-    let groups = ["system:serviceaccounts".to_string(), format!("system:serviceaccounts:{namespace}"), "system:authenticated".to_string()];
+    let extra: BTreeMap<_, _> = extra
+        .into_iter()
+        .map(|(key, value)| (format!("authentication.kubernetes.io/{key}"), [value]))
+        .collect();
+    let groups = [
+        "system:serviceaccounts".to_string(),
+        format!("system:serviceaccounts:{namespace}"),
+        "system:authenticated".to_string(),
+    ];
     let answer = json!({
         "kind": "TokenReview", "apiVersion": "authentication.k8s.io/v1", "metadata": { "creationTimestamp": null },
         "spec": question["spec"],

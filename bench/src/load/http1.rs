@@ -24,18 +24,34 @@ pub(super) struct Connection {
 
 impl Connection {
     pub(super) async fn open(target: SocketAddr) -> Result<Self> {
-        let stream = TcpStream::connect(target).await.with_context(|| format!("connect to {target}"))?;
+        let stream = TcpStream::connect(target)
+            .await
+            .with_context(|| format!("connect to {target}"))?;
         stream.set_nodelay(true).context("set TCP_NODELAY")?;
-        Ok(Connection { stream, input: Vec::with_capacity(4096) })
+        Ok(Connection {
+            stream,
+            input: Vec::with_capacity(4096),
+        })
     }
 
     /// One request and its whole response.
     pub(super) async fn request(&mut self) -> Result<()> {
-        self.stream.write_all(REQUEST).await.context("send a request")?;
+        self.stream
+            .write_all(REQUEST)
+            .await
+            .context("send a request")?;
         self.input.clear();
         loop {
-            let read = self.stream.read_buf(&mut self.input).await.context("read a response")?;
-            ensure!(read > 0, "the connection was closed in place of a response; before that came {:?}", text(&self.input));
+            let read = self
+                .stream
+                .read_buf(&mut self.input)
+                .await
+                .context("read a response")?;
+            ensure!(
+                read > 0,
+                "the connection was closed in place of a response; before that came {:?}",
+                text(&self.input)
+            );
             if is_complete(&self.input)? {
                 return Ok(());
             }
@@ -62,10 +78,20 @@ pub(super) async fn connections(target: SocketAddr, counter: Counter) -> Result<
 
 /// Whether `input` is a response as the origin gives it; an error where it is another.
 pub(super) fn is_complete(input: &[u8]) -> Result<bool> {
-    let Some(end) = memmem::find(input, b"\r\n\r\n") else { return Ok(false) };
+    let Some(end) = memmem::find(input, b"\r\n\r\n") else {
+        return Ok(false);
+    };
     let (head, body) = (&input[..end], &input[end + 4..]);
-    ensure!(head.starts_with(b"HTTP/1.1 200 "), "an answer that is not 200: {:?}", text(head));
-    ensure!(content_length(head) == Some(BODY), "an answer without the origin's content-length: {:?}", text(head));
+    ensure!(
+        head.starts_with(b"HTTP/1.1 200 "),
+        "an answer that is not 200: {:?}",
+        text(head)
+    );
+    ensure!(
+        content_length(head) == Some(BODY),
+        "an answer without the origin's content-length: {:?}",
+        text(head)
+    );
     if body.len() > BODY {
         bail!("{} bytes more than the response", body.len() - BODY);
     }
@@ -75,8 +101,15 @@ pub(super) fn is_complete(input: &[u8]) -> Result<bool> {
 fn content_length(head: &[u8]) -> Option<usize> {
     const NAME: &[u8] = b"content-length:";
     let mut lines = head.split(|&byte| byte == b'\n');
-    let line = lines.find(|line| line.get(..NAME.len()).is_some_and(|name| name.eq_ignore_ascii_case(NAME)))?;
-    str::from_utf8(&line[NAME.len()..]).ok()?.trim().parse().ok()
+    let line = lines.find(|line| {
+        line.get(..NAME.len())
+            .is_some_and(|name| name.eq_ignore_ascii_case(NAME))
+    })?;
+    str::from_utf8(&line[NAME.len()..])
+        .ok()?
+        .trim()
+        .parse()
+        .ok()
 }
 
 fn text(bytes: &[u8]) -> String {
@@ -100,12 +133,19 @@ mod tests {
 
     #[test]
     fn header_names_are_found_in_any_case() {
-        assert!(is_complete(&response("HTTP/1.1 200 OK\r\nserver: a\r\ncontent-length: 1024\r\n\r\n")).unwrap());
+        assert!(
+            is_complete(&response(
+                "HTTP/1.1 200 OK\r\nserver: a\r\ncontent-length: 1024\r\n\r\n"
+            ))
+            .unwrap()
+        );
     }
 
     #[test]
     fn an_error_is_not_counted() {
-        let problem = is_complete(b"HTTP/1.1 503 Service Unavailable\r\nx-mesh-error: no endpoint\r\n\r\n").unwrap_err();
+        let problem =
+            is_complete(b"HTTP/1.1 503 Service Unavailable\r\nx-mesh-error: no endpoint\r\n\r\n")
+                .unwrap_err();
         assert!(problem.to_string().contains("no endpoint"), "{problem}");
     }
 }

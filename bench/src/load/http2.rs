@@ -16,8 +16,14 @@ use crate::{
 
 const AUTHORITY: Field = Field::Literal(":authority", "http-server.http-server.svc.cluster.local");
 const AGENT: Field = Field::Literal("user-agent", "bench/1");
-const GET: [Field; 6] =
-    [Field::Static(2), Field::Static(6), AUTHORITY, Field::Literal(":path", "/bench/page"), AGENT, Field::Literal("accept", "*/*")];
+const GET: [Field; 6] = [
+    Field::Static(2),
+    Field::Static(6),
+    AUTHORITY,
+    Field::Literal(":path", "/bench/page"),
+    AGENT,
+    Field::Literal("accept", "*/*"),
+];
 const CALL: [Field; 7] = [
     Field::Static(3),
     Field::Static(6),
@@ -44,18 +50,38 @@ pub(super) enum Request {
 }
 
 /// Requests on one connection, for ever.
-pub(super) async fn requests(target: SocketAddr, counter: Counter, streams: usize, request: Request) -> Result<Infallible> {
-    let mut stream = TcpStream::connect(target).await.with_context(|| format!("connect to {target}"))?;
+pub(super) async fn requests(
+    target: SocketAddr,
+    counter: Counter,
+    streams: usize,
+    request: Request,
+) -> Result<Infallible> {
+    let mut stream = TcpStream::connect(target)
+        .await
+        .with_context(|| format!("connect to {target}"))?;
     stream.set_nodelay(true).context("set TCP_NODELAY")?;
-    let mut client = Client { session: Session::new(MESSAGE.len()), request, next: 1, bodies: HashMap::new(), wanted: streams };
+    let mut client = Client {
+        session: Session::new(MESSAGE.len()),
+        request,
+        next: 1,
+        bodies: HashMap::new(),
+        wanted: streams,
+    };
     let mut output = PREFACE.to_vec();
     client.session.greet(&mut output);
     let mut input = Vec::with_capacity(64 * 1024);
     loop {
         stream.write_all(&output).await.context("send requests")?;
         output.clear();
-        let read = stream.read_buf(&mut input).await.context("read responses")?;
-        ensure!(read > 0, "the connection was closed with {} requests unanswered", client.bodies.len());
+        let read = stream
+            .read_buf(&mut input)
+            .await
+            .context("read responses")?;
+        ensure!(
+            read > 0,
+            "the connection was closed with {} requests unanswered",
+            client.bodies.len()
+        );
         let mut taken = 0;
         while let Some((frame, length)) = Frame::parse(&input[taken..]) {
             if client.receive(&frame, &mut output)? {
@@ -81,11 +107,18 @@ impl Client {
     /// Whether the frame completes a request.
     fn receive(&mut self, frame: &Frame, output: &mut Vec<u8>) -> Result<bool> {
         self.session.receive(frame, output)?;
-        let Some(body) = self.bodies.get_mut(&frame.stream) else { return Ok(false) };
+        let Some(body) = self.bodies.get_mut(&frame.stream) else {
+            return Ok(false);
+        };
         match frame.kind {
-            kind::HEADERS if *body == 0 => ensure!(is_ok(frame.content()?), "an answer that is not 200"),
+            kind::HEADERS if *body == 0 => {
+                ensure!(is_ok(frame.content()?), "an answer that is not 200")
+            }
             kind::DATA => *body += frame.content()?.len(),
-            kind::RST_STREAM => bail!("a request was answered with RST_STREAM, error code {:?}", frame.content()?),
+            kind::RST_STREAM => bail!(
+                "a request was answered with RST_STREAM, error code {:?}",
+                frame.content()?
+            ),
             _ => {}
         }
         if !frame.ends_stream() {
@@ -93,7 +126,10 @@ impl Client {
         }
         let (received, expected) = (*body, self.expected());
         self.bodies.remove(&frame.stream);
-        ensure!(received == expected, "an answer with {received} bytes in place of {expected}");
+        ensure!(
+            received == expected,
+            "an answer with {received} bytes in place of {expected}"
+        );
         Ok(true)
     }
 
@@ -103,10 +139,16 @@ impl Client {
             return Ok(());
         }
         let most = self.session.max_streams as usize;
-        ensure!(most >= self.wanted, "the peer takes {most} streams, the case needs {}", self.wanted);
+        ensure!(
+            most >= self.wanted,
+            "the peer takes {most} streams, the case needs {}",
+            self.wanted
+        );
         while self.bodies.len() < self.wanted {
             match self.request {
-                Request::Get => self.session.put_headers(output, self.next, END_STREAM, &GET),
+                Request::Get => self
+                    .session
+                    .put_headers(output, self.next, END_STREAM, &GET),
                 Request::Call if self.session.may_send(MESSAGE.len()) => {
                     self.session.put_headers(output, self.next, 0, &CALL);
                     put_frame(output, kind::DATA, END_STREAM, self.next, &MESSAGE);
@@ -134,10 +176,22 @@ mod tests {
     fn client() -> Client {
         let mut session = Session::new(MESSAGE.len());
         session.greeted = true;
-        Client { session, request: Request::Get, next: 1, bodies: HashMap::new(), wanted: 2 }
+        Client {
+            session,
+            request: Request::Get,
+            next: 1,
+            bodies: HashMap::new(),
+            wanted: 2,
+        }
     }
 
-    fn receive(client: &mut Client, kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Result<bool> {
+    fn receive(
+        client: &mut Client,
+        kind: u8,
+        flags: u8,
+        stream: u32,
+        payload: &[u8],
+    ) -> Result<bool> {
         let mut bytes = Vec::new();
         put_frame(&mut bytes, kind, flags, stream, payload);
         client.receive(&Frame::parse(&bytes).unwrap().0, &mut Vec::new())

@@ -24,11 +24,19 @@ pub fn constant_rate<T>(
     let step = Duration::from_secs(1) / rate;
     // Time for all to connect.
     let start = Instant::now() + Duration::from_millis(100);
-    let (count_from, end) = (start + window.warm_up, start + window.warm_up + window.length);
+    let (count_from, end) = (
+        start + window.warm_up,
+        start + window.warm_up + window.length,
+    );
     thread::scope(|scope| {
         let turns: Vec<_> = (0..connections)
             .map(|turn| {
-                let schedule = Schedule { first: start + step * turn, step: step * connections, count_from, end };
+                let schedule = Schedule {
+                    first: start + step * turn,
+                    step: step * connections,
+                    count_from,
+                    end,
+                };
                 scope.spawn(move || one_connection(target, schedule))
             })
             .collect();
@@ -38,18 +46,36 @@ pub fn constant_rate<T>(
         let (after, elapsed) = (probe()?, began.elapsed());
         let mut times = Vec::new();
         for turn in turns {
-            times.extend(turn.join().map_err(|_| anyhow!("a connection's thread panicked"))??);
+            times.extend(
+                turn.join()
+                    .map_err(|_| anyhow!("a connection's thread panicked"))??,
+            );
         }
-        ensure!(!times.is_empty(), "nothing was answered in {:.1} s", elapsed.as_secs_f64());
+        ensure!(
+            !times.is_empty(),
+            "nothing was answered in {:.1} s",
+            elapsed.as_secs_f64()
+        );
         times.sort_unstable();
-        Ok((Tally { count: times.len() as u64, elapsed, before, after }, times))
+        Ok((
+            Tally {
+                count: times.len() as u64,
+                elapsed,
+                before,
+                after,
+            },
+            times,
+        ))
     })
 }
 
 /// The value below which `share` of the sorted `times` lie.
 pub fn percentile(times: &[Duration], share: f64) -> Duration {
     let rank = (times.len() as f64 * share).ceil() as usize;
-    times.get(rank.clamp(1, times.len().max(1)) - 1).copied().unwrap_or_default()
+    times
+        .get(rank.clamp(1, times.len().max(1)) - 1)
+        .copied()
+        .unwrap_or_default()
 }
 
 #[derive(Clone, Copy)]
@@ -65,7 +91,9 @@ fn one_connection(target: SocketAddr, schedule: Schedule) -> Result<Vec<Duration
     set_timerslack(1000).context("set the timer's slack")?;
     let mut stream = TcpStream::connect(target).with_context(|| format!("connect to {target}"))?;
     stream.set_nodelay(true).context("set TCP_NODELAY")?;
-    stream.set_read_timeout(Some(Duration::from_secs(5))).context("set a read timeout")?;
+    stream
+        .set_read_timeout(Some(Duration::from_secs(5)))
+        .context("set a read timeout")?;
     let mut times = Vec::new();
     let mut input = Vec::new();
     let mut due = schedule.first;

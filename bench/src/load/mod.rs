@@ -52,29 +52,58 @@ pub struct Tally<T> {
 type Counter = Rc<Cell<u64>>;
 
 /// As many requests as go through, over connections that stay open.
-pub fn closed_loop<T>(traffic: Traffic, target: SocketAddr, window: Window, probe: impl Fn() -> Result<T>) -> Result<Tally<T>> {
-    run(target, window, probe, traffic.connections, |target, counter| async move {
-        match traffic.protocol {
-            Protocol::Http1 => http1::requests(target, counter).await,
-            Protocol::Http2 => http2::requests(target, counter, traffic.streams, http2::Request::Get).await,
-            Protocol::Grpc => http2::requests(target, counter, traffic.streams, http2::Request::Call).await,
-        }
-    })
+pub fn closed_loop<T>(
+    traffic: Traffic,
+    target: SocketAddr,
+    window: Window,
+    probe: impl Fn() -> Result<T>,
+) -> Result<Tally<T>> {
+    run(
+        target,
+        window,
+        probe,
+        traffic.connections,
+        |target, counter| async move {
+            match traffic.protocol {
+                Protocol::Http1 => http1::requests(target, counter).await,
+                Protocol::Http2 => {
+                    http2::requests(target, counter, traffic.streams, http2::Request::Get).await
+                }
+                Protocol::Grpc => {
+                    http2::requests(target, counter, traffic.streams, http2::Request::Call).await
+                }
+            }
+        },
+    )
 }
 
 /// As many connections as go through, each with one request.
-pub fn new_connections<T>(workers: usize, target: SocketAddr, window: Window, probe: impl Fn() -> Result<T>) -> Result<Tally<T>> {
+pub fn new_connections<T>(
+    workers: usize,
+    target: SocketAddr,
+    window: Window,
+    probe: impl Fn() -> Result<T>,
+) -> Result<Tally<T>> {
     run(target, window, probe, workers, http1::connections)
 }
 
 /// Opens connections, makes one request on each, and calls `probe` while all are open and idle.
-pub fn idle_connections<T>(number: usize, target: SocketAddr, settle: Duration, probe: impl FnOnce() -> Result<T>) -> Result<T> {
+pub fn idle_connections<T>(
+    number: usize,
+    target: SocketAddr,
+    settle: Duration,
+    probe: impl FnOnce() -> Result<T>,
+) -> Result<T> {
     runtime()?.block_on(async {
         let mut open = Vec::with_capacity(number);
         for position in 0..number {
             let connection = http1::Connection::open(target).await;
-            let mut connection = connection.with_context(|| format!("connection {} of {number}", position + 1))?;
-            connection.request().await.with_context(|| format!("connection {} of {number}", position + 1))?;
+            let mut connection =
+                connection.with_context(|| format!("connection {} of {number}", position + 1))?;
+            connection
+                .request()
+                .await
+                .with_context(|| format!("connection {} of {number}", position + 1))?;
             open.push(connection);
         }
         sleep(settle).await;
@@ -88,7 +117,10 @@ pub fn one_request(target: SocketAddr) -> Result<()> {
 }
 
 fn runtime() -> Result<runtime::Runtime> {
-    runtime::Builder::new_current_thread().enable_all().build().context("start the load generator's runtime")
+    runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("start the load generator's runtime")
 }
 
 /// Starts `number` copies of `work`, which only ends by failing, and counts what they do inside the window.
@@ -121,11 +153,24 @@ where
     runtime()?.block_on(work)
 }
 
-async fn observe<T>(window: Window, counter: &Cell<u64>, probe: impl Fn() -> Result<T>) -> Result<Tally<T>> {
+async fn observe<T>(
+    window: Window,
+    counter: &Cell<u64>,
+    probe: impl Fn() -> Result<T>,
+) -> Result<Tally<T>> {
     sleep(window.warm_up).await;
     let (before, start, first) = (probe()?, Instant::now(), counter.get());
     sleep(window.length).await;
     let (after, elapsed, count) = (probe()?, start.elapsed(), counter.get() - first);
-    ensure!(count > 0, "nothing was answered in {:.1} s", elapsed.as_secs_f64());
-    Ok(Tally { count, elapsed, before, after })
+    ensure!(
+        count > 0,
+        "nothing was answered in {:.1} s",
+        elapsed.as_secs_f64()
+    );
+    Ok(Tally {
+        count,
+        elapsed,
+        before,
+        after,
+    })
 }

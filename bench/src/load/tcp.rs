@@ -13,10 +13,17 @@ use anyhow::{Context, Result, anyhow, ensure};
 use super::{Tally, Window};
 
 /// Sends bytes to `target`; `arrived` says how many have come out so far.
-pub fn stream_bytes<T>(target: SocketAddr, window: Window, arrived: impl Fn() -> u64, probe: impl Fn() -> Result<T>) -> Result<Tally<T>> {
+pub fn stream_bytes<T>(
+    target: SocketAddr,
+    window: Window,
+    arrived: impl Fn() -> u64,
+    probe: impl Fn() -> Result<T>,
+) -> Result<Tally<T>> {
     let stop = AtomicBool::new(false);
     let stream = TcpStream::connect(target).with_context(|| format!("connect to {target}"))?;
-    stream.set_write_timeout(Some(Duration::from_secs(5))).context("set a write timeout")?;
+    stream
+        .set_write_timeout(Some(Duration::from_secs(5)))
+        .context("set a write timeout")?;
     thread::scope(|scope| {
         let writer = scope.spawn(|| write(&stream, &stop));
         thread::sleep(window.warm_up);
@@ -26,9 +33,20 @@ pub fn stream_bytes<T>(target: SocketAddr, window: Window, arrived: impl Fn() ->
         stop.store(true, Ordering::Relaxed);
         // Wakes a writer that is stuck.
         let _ = stream.shutdown(Shutdown::Both);
-        writer.join().map_err(|_| anyhow!("the writer panicked"))??;
-        ensure!(count > 0, "no bytes arrived in {:.1} s", elapsed.as_secs_f64());
-        Ok(Tally { count, elapsed, before, after })
+        writer
+            .join()
+            .map_err(|_| anyhow!("the writer panicked"))??;
+        ensure!(
+            count > 0,
+            "no bytes arrived in {:.1} s",
+            elapsed.as_secs_f64()
+        );
+        Ok(Tally {
+            count,
+            elapsed,
+            before,
+            after,
+        })
     })
 }
 

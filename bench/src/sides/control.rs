@@ -41,9 +41,19 @@ impl Control {
         // The controller writes there, the proxies read there.
         fs::set_permissions(&authority, fs::Permissions::from_mode(0o777))
             .with_context(|| format!("make {} writable", authority.display()))?;
-        let (catalog, keys) = (format!("files:{}", catalog.display()), format!("jwks:{}", keys.display()));
+        let (catalog, keys) = (
+            format!("files:{}", catalog.display()),
+            format!("jwks:{}", keys.display()),
+        );
         let authority = format!("files:{}", authority.display());
-        let arguments = ["--catalog", &catalog, "--authenticator", &keys, "--ca", &authority];
+        let arguments = [
+            "--catalog",
+            &catalog,
+            "--authenticator",
+            &keys,
+            "--ca",
+            &authority,
+        ];
         let program = Program {
             name: "controller".to_string(),
             path: reachable(&programs.controller, &programs.state)?,
@@ -52,8 +62,15 @@ impl Control {
             uid: 65532,
         };
         let mut controller = Process::start(program, &network.namespace, &programs.state)?;
-        controller.wait_ready(&network.namespace, SocketAddr::from((Ipv4Addr::LOCALHOST, ADMIN_PORT)), "/ready")?;
-        Ok(Control { network, controller })
+        controller.wait_ready(
+            &network.namespace,
+            SocketAddr::from((Ipv4Addr::LOCALHOST, ADMIN_PORT)),
+            "/ready",
+        )?;
+        Ok(Control {
+            network,
+            controller,
+        })
     }
 
     /// Where its CPU time and memory are read.
@@ -103,7 +120,11 @@ impl Workload {
 
     fn pod(self) -> tokens::Pod {
         let name = self.name().to_string();
-        tokens::Pod { namespace: name.clone(), uid: format!("{name}-0000-4000-8000-000000000000"), name }
+        tokens::Pod {
+            namespace: name.clone(),
+            uid: format!("{name}-0000-4000-8000-000000000000"),
+            name,
+        }
     }
 
     fn address(self) -> Ipv4Addr {
@@ -126,7 +147,10 @@ fn tokens(state: &Path) -> Result<String> {
 /// The Service, its EndpointSlice and the pods.
 fn objects() -> String {
     let ports = [("http", 80, HTTP_PORT), ("bytes", SINK_PORT, SINK_PORT)];
-    let mut items: Vec<_> = Workload::BOTH.iter().map(|&workload| pod(workload)).collect();
+    let mut items: Vec<_> = Workload::BOTH
+        .iter()
+        .map(|&workload| pod(workload))
+        .collect();
     items.push(json!({
         "apiVersion": "v1", "kind": "Service", "metadata": { "name": "http-server", "namespace": "http-server" },
         "spec": {

@@ -10,8 +10,8 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use rcgen::{
-    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair, PKCS_ECDSA_P256_SHA256,
-    PKCS_ECDSA_P384_SHA384, SanType,
+    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa,
+    KeyPair, PKCS_ECDSA_P256_SHA256, PKCS_ECDSA_P384_SHA384, SanType,
 };
 
 use super::{Proxies, reachable, write_readable};
@@ -31,8 +31,19 @@ pub(super) fn start(programs: &Programs, pair: &Pair) -> Result<Proxies> {
     write_identities(&programs.state)?;
     let one = |role: &str, config: &str, namespace: &Namespace| {
         let file = programs.state.join(format!("envoy-{role}.yaml"));
-        write_readable(&file, &config.replace("STATE", &programs.state.to_string_lossy()))?;
-        let arguments = ["--config-path", &file.to_string_lossy(), "--concurrency", "1", "--disable-hot-restart", "--log-level", "warning"];
+        write_readable(
+            &file,
+            &config.replace("STATE", &programs.state.to_string_lossy()),
+        )?;
+        let arguments = [
+            "--config-path",
+            &file.to_string_lossy(),
+            "--concurrency",
+            "1",
+            "--disable-hot-restart",
+            "--log-level",
+            "warning",
+        ];
         let program = Program {
             name: format!("envoy-{role}"),
             path: envoy.clone(),
@@ -46,7 +57,11 @@ pub(super) fn start(programs: &Programs, pair: &Pair) -> Result<Proxies> {
     };
     let (server, _) = one("server", SERVER, &pair.server)?;
     let (client, ready) = one("client", CLIENT, &pair.client)?;
-    Ok(Proxies { client, server, ready })
+    Ok(Proxies {
+        client,
+        server,
+        ready,
+    })
 }
 
 /// The binary that was named, or the one in the Python environment, which is made at first use.
@@ -54,7 +69,9 @@ pub(super) fn start(programs: &Programs, pair: &Pair) -> Result<Proxies> {
 fn write_identities(state: &Path) -> Result<()> {
     let mut authority = CertificateParams::default();
     // Whose names are alike would be taken for self-signed.
-    authority.distinguished_name.push(DnType::CommonName, "bench CA");
+    authority
+        .distinguished_name
+        .push(DnType::CommonName, "bench CA");
     authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     let key = KeyPair::generate_for(&PKCS_ECDSA_P384_SHA384).context("make the authority's key")?;
     let issuer = CertifiedIssuer::self_signed(authority, key).context("make the authority")?;
@@ -65,8 +82,13 @@ fn write_identities(state: &Path) -> Result<()> {
         leaf.distinguished_name.push(DnType::CommonName, name);
         let uri = format!("spiffe://cluster.local/ns/{name}/sa/{name}");
         leaf.subject_alt_names = vec![SanType::URI(uri.try_into().context("write a SPIFFE ID")?)];
-        leaf.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
-        let certificate = leaf.signed_by(&key, &issuer).context("sign a certificate")?;
+        leaf.extended_key_usages = vec![
+            ExtendedKeyUsagePurpose::ServerAuth,
+            ExtendedKeyUsagePurpose::ClientAuth,
+        ];
+        let certificate = leaf
+            .signed_by(&key, &issuer)
+            .context("sign a certificate")?;
         write_readable(&state.join(format!("{name}.crt")), &certificate.pem())?;
         write_readable(&state.join(format!("{name}.key")), &key.serialize_pem())?;
     }
@@ -82,25 +104,40 @@ fn binary(programs: &Programs) -> Result<PathBuf> {
         return Ok(envoy);
     }
     install(environment)?;
-    installed(environment).with_context(|| format!("{ENVOY_PACKAGE} left no binary in {}", environment.display()))
+    installed(environment).with_context(|| {
+        format!(
+            "{ENVOY_PACKAGE} left no binary in {}",
+            environment.display()
+        )
+    })
 }
 
 fn installed(environment: &Path) -> Option<PathBuf> {
     let versions = fs::read_dir(environment.join("lib")).ok()?;
-    let mut candidates = versions.filter_map(|version| Some(version.ok()?.path().join("site-packages/envoy/_bin/envoy")));
+    let mut candidates = versions
+        .filter_map(|version| Some(version.ok()?.path().join("site-packages/envoy/_bin/envoy")));
     candidates.find(|candidate| candidate.exists())
 }
 
 /// Installs Envoy into a Python environment of its own.
 fn install(environment: &Path) -> Result<()> {
     eprintln!("installing {ENVOY_PACKAGE} into {}", environment.display());
-    let path = environment.to_str().context("the target folder's name is not UTF-8")?;
+    let path = environment
+        .to_str()
+        .context("the target folder's name is not UTF-8")?;
     let pip = format!("{path}/bin/pip");
-    for command in [["python3", "-m", "venv", path], [&pip, "install", "--quiet", ENVOY_PACKAGE]] {
+    for command in [
+        ["python3", "-m", "venv", path],
+        [&pip, "install", "--quiet", ENVOY_PACKAGE],
+    ] {
         let run = Command::new(command[0]).args(&command[1..]).output();
-        let output = run.with_context(|| format!("run {} (Debian packages python3, python3-venv)", command[0]))?;
+        let output = run.with_context(|| {
+            format!("run {} (Debian packages python3, python3-venv)", command[0])
+        })?;
         let problem = [output.stdout, output.stderr].concat();
-        let problem = str::from_utf8(&problem).unwrap_or("it printed no text").trim();
+        let problem = str::from_utf8(&problem)
+            .unwrap_or("it printed no text")
+            .trim();
         ensure!(
             output.status.success(),
             "{}: {problem}\n(Debian packages python3, python3-venv; or name a binary: --envoy PATH)",

@@ -53,7 +53,12 @@ pub struct Proxies {
 
 impl Running {
     /// Makes its namespaces and rules, starts its server and its proxies.
-    pub fn start(side: Side, programs: &Programs, site: &Site, control: Option<&mut Control>) -> Result<Self> {
+    pub fn start(
+        side: Side,
+        programs: &Programs,
+        site: &Site,
+        control: Option<&mut Control>,
+    ) -> Result<Self> {
         let pair = Pair::make(side.name(), site)?;
         let server = Server::start(&pair.server)?;
         if side != Side::Direct {
@@ -63,7 +68,13 @@ impl Running {
         if let (true, Some(control)) = (side.is_mesh(), control) {
             control.plug(&pair)?;
         }
-        let mut running = Running { side, pair, server, programs: programs.clone(), proxies: None };
+        let mut running = Running {
+            side,
+            pair,
+            server,
+            programs: programs.clone(),
+            proxies: None,
+        };
         running.restart()?;
         Ok(running)
     }
@@ -79,7 +90,13 @@ impl Running {
         };
         let http = self.http();
         let answer = self.pair.client.enter(|| load::one_request(http));
-        answer.with_context(|| format!("the first request through {} failed{}", self.side.name(), self.last_words()))
+        answer.with_context(|| {
+            format!(
+                "the first request through {} failed{}",
+                self.side.name(),
+                self.last_words()
+            )
+        })
     }
 
     /// Where the client dials for HTTP.
@@ -105,13 +122,20 @@ impl Running {
 
     /// Meters of the proxies: the client's, the server's; none on the direct side.
     pub fn meters(&self) -> Vec<Meter> {
-        self.proxies.iter().flat_map(|proxies| [proxies.client.meter(), proxies.server.meter()]).collect()
+        self.proxies
+            .iter()
+            .flat_map(|proxies| [proxies.client.meter(), proxies.server.meter()])
+            .collect()
     }
 
     /// Fails if a proxy is not there.
     pub fn ensure_running(&mut self) -> Result<()> {
         let Some(proxies) = &mut self.proxies else {
-            ensure!(self.side == Side::Direct, "the proxies of {} are not up", self.side.name());
+            ensure!(
+                self.side == Side::Direct,
+                "the proxies of {} are not up",
+                self.side.name()
+            );
             return Ok(());
         };
         proxies.client.ensure_running()?;
@@ -120,7 +144,10 @@ impl Running {
 
     /// What its proxies printed last, for an error's message.
     pub fn last_words(&self) -> String {
-        let words = self.proxies.as_ref().map(|proxies| proxies.client.last_words() + &proxies.server.last_words());
+        let words = self
+            .proxies
+            .as_ref()
+            .map(|proxies| proxies.client.last_words() + &proxies.server.last_words());
         words.unwrap_or_default()
     }
 }
@@ -136,26 +163,41 @@ fn redirect(proxy_init: &Path, namespace: &Namespace) -> Result<()> {
     ] {
         command.arg(flag).arg(value.to_string());
     }
-    command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
-    let output = namespace.spawn(&mut command)?.wait_with_output().context("wait for proxy-init")?;
+    command
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped());
+    let output = namespace
+        .spawn(&mut command)?
+        .wait_with_output()
+        .context("wait for proxy-init")?;
     let problem = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "proxy-init failed in {}: {}", namespace.name(), problem.trim());
+    ensure!(
+        output.status.success(),
+        "proxy-init failed in {}: {}",
+        namespace.name(),
+        problem.trim()
+    );
     Ok(())
 }
 
 /// Writes a file that the proxies' user may read.
 pub(crate) fn write_readable(path: &Path, content: &str) -> Result<()> {
     fs::write(path, content).with_context(|| format!("write {}", path.display()))?;
-    fs::set_permissions(path, Permissions::from_mode(0o644)).with_context(|| format!("make {} readable", path.display()))
+    fs::set_permissions(path, Permissions::from_mode(0o644))
+        .with_context(|| format!("make {} readable", path.display()))
 }
 
 /// A copy of a program that the proxies' user can reach, wherever the checkout lies.
 pub(crate) fn reachable(program: &Path, directory: &Path) -> Result<PathBuf> {
-    let name = program.file_name().with_context(|| format!("{} names no file", program.display()))?;
+    let name = program
+        .file_name()
+        .with_context(|| format!("{} names no file", program.display()))?;
     let copy = directory.join(name);
     if !copy.exists() {
-        fs::copy(program, &copy).with_context(|| format!("copy {} to {}", program.display(), copy.display()))?;
-        fs::set_permissions(&copy, Permissions::from_mode(0o755)).with_context(|| format!("make {} executable", copy.display()))?;
+        fs::copy(program, &copy)
+            .with_context(|| format!("copy {} to {}", program.display(), copy.display()))?;
+        fs::set_permissions(&copy, Permissions::from_mode(0o755))
+            .with_context(|| format!("make {} executable", copy.display()))?;
     }
     Ok(copy)
 }

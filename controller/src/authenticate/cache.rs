@@ -20,12 +20,20 @@ struct Entry<T> {
 
 impl<T: Clone> Cache<T> {
     pub(super) fn new(capacity: usize) -> Self {
-        Cache { entries: HashMap::new(), order: VecDeque::new(), arrivals: 0, capacity }
+        Cache {
+            entries: HashMap::new(),
+            order: VecDeque::new(),
+            arrivals: 0,
+            capacity,
+        }
     }
 
     /// The value, unless it has ended.
     pub(super) fn get(&self, key: &[u8; 32], now: Instant) -> Option<T> {
-        self.entries.get(key).filter(|entry| now < entry.until).map(|entry| entry.value.clone())
+        self.entries
+            .get(key)
+            .filter(|entry| now < entry.until)
+            .map(|entry| entry.value.clone())
     }
 
     /// Keeps a value until then, and lets go of what has ended, or is oldest, where there is no room.
@@ -34,11 +42,22 @@ impl<T: Clone> Cache<T> {
             return;
         }
         self.arrivals += 1;
-        self.entries.insert(key, Entry { value, until, arrival: self.arrivals });
+        self.entries.insert(
+            key,
+            Entry {
+                value,
+                until,
+                arrival: self.arrivals,
+            },
+        );
         self.order.push_back((key, self.arrivals));
         while let Some((oldest, arrival)) = self.order.front() {
-            let current = self.entries.get(oldest).filter(|entry| entry.arrival == *arrival);
-            let keep = current.is_some_and(|entry| now < entry.until) && self.order.len() <= self.capacity;
+            let current = self
+                .entries
+                .get(oldest)
+                .filter(|entry| entry.arrival == *arrival);
+            let keep =
+                current.is_some_and(|entry| now < entry.until) && self.order.len() <= self.capacity;
             if keep {
                 break;
             }
@@ -79,12 +98,21 @@ mod tests {
         for number in 0..100 {
             cache.put(key(number), number, later, now);
         }
-        assert_eq!((0..100).filter(|number| cache.get(&key(*number), now).is_some()).collect::<Vec<_>>(), [97, 98, 99]);
+        assert_eq!(
+            (0..100)
+                .filter(|number| cache.get(&key(*number), now).is_some())
+                .collect::<Vec<_>>(),
+            [97, 98, 99]
+        );
         for _ in 0..100 {
             cache.put(key(99), 99, later, now);
         }
         assert!(cache.order.len() <= 3 && cache.entries.len() <= 3);
-        assert_eq!(cache.get(&key(99), now), Some(99), "a replaced entry is not lost with its former place");
+        assert_eq!(
+            cache.get(&key(99), now),
+            Some(99),
+            "a replaced entry is not lost with its former place"
+        );
     }
 
     #[test]
@@ -92,7 +120,12 @@ mod tests {
         let now = Instant::now();
         let mut cache = Cache::new(100);
         cache.put(key(1), 1, now + Duration::from_secs(1), now);
-        cache.put(key(2), 2, now + Duration::from_secs(9), now + Duration::from_secs(2));
+        cache.put(
+            key(2),
+            2,
+            now + Duration::from_secs(9),
+            now + Duration::from_secs(2),
+        );
         assert_eq!(cache.entries.len(), 1);
     }
 }

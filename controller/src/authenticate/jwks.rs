@@ -85,35 +85,64 @@ struct BoundObject {
 impl Claims {
     fn caller(&self) -> Caller {
         let Bound { namespace, pod } = &self.kubernetes;
-        let pod = pod.as_ref().and_then(|pod| PodRef::of(&self.sub, Some(&pod.name), Some(&pod.uid)));
+        let pod = pod
+            .as_ref()
+            .and_then(|pod| PodRef::of(&self.sub, Some(&pod.name), Some(&pod.uid)));
         // A token whose parts disagree is bound to nothing.
         let pod = pod.filter(|pod| namespace.as_deref() == Some(&*pod.namespace));
-        Caller { user: self.sub.as_str().into(), pod }
+        Caller {
+            user: self.sub.as_str().into(),
+            pod,
+        }
     }
 }
 
 impl Jwks {
     /// Reads the keys. `issuer`, where given, is the only one whose tokens are accepted.
     pub fn open(path: &Path, issuer: Option<String>) -> Result<Jwks, JwksError> {
-        let stamp = Stamp::of(path).map_err(|source| JwksError::Read { path: path.to_owned(), source })?;
-        let keys = Keys { stamp, all: read(path)? };
-        Ok(Jwks { path: path.to_owned(), issuer, keys: Mutex::new(keys) })
+        let stamp = Stamp::of(path).map_err(|source| JwksError::Read {
+            path: path.to_owned(),
+            source,
+        })?;
+        let keys = Keys {
+            stamp,
+            all: read(path)?,
+        };
+        Ok(Jwks {
+            path: path.to_owned(),
+            issuer,
+            keys: Mutex::new(keys),
+        })
     }
 
     /// Whose token it is.
     pub(super) fn verify(&self, token: &str) -> Result<Accepted, AuthError> {
-        let header = jsonwebtoken::decode_header(token).map_err(|_| refused("it is not a JWT with an algorithm that we know"))?;
+        let header = jsonwebtoken::decode_header(token)
+            .map_err(|_| refused("it is not a JWT with an algorithm that we know"))?;
         if header.alg.family() == AlgorithmFamily::Hmac {
-            return Err(refused("its algorithm is symmetric; RS256, ES256 and their like are accepted"));
+            return Err(refused(
+                "its algorithm is symmetric; RS256, ES256 and their like are accepted",
+            ));
         }
         let validation = self.validation(header.alg);
         let mut keys = self.keys.lock().unwrap_or_else(PoisonError::into_inner);
         self.refresh(&mut keys);
         let mut reason = refused("none of the issuer's keys has its key ID and algorithm");
-        for key in keys.all.iter().filter(|key| key.fits(header.alg, header.kid.as_deref())) {
+        for key in keys
+            .all
+            .iter()
+            .filter(|key| key.fits(header.alg, header.kid.as_deref()))
+        {
             match jsonwebtoken::decode::<Claims>(token, &key.key, &validation) {
-                Ok(token) if token.claims.sub.is_empty() => return Err(refused("it names no subject")),
-                Ok(token) => return Ok(Accepted { caller: token.claims.caller(), expires: Some(token.claims.exp) }),
+                Ok(token) if token.claims.sub.is_empty() => {
+                    return Err(refused("it names no subject"));
+                }
+                Ok(token) => {
+                    return Ok(Accepted {
+                        caller: token.claims.caller(),
+                        expires: Some(token.claims.exp),
+                    });
+                }
                 Err(error) => reason = refused(&self.explain(&error)),
             }
         }
@@ -134,7 +163,9 @@ impl Jwks {
     }
 
     fn refresh(&self, keys: &mut Keys) {
-        let Ok(stamp) = Stamp::of(&self.path) else { return };
+        let Ok(stamp) = Stamp::of(&self.path) else {
+            return;
+        };
         if !stamp.differs(&keys.stamp) {
             return;
         }
@@ -151,11 +182,18 @@ impl Jwks {
     fn explain(&self, error: &jsonwebtoken::errors::Error) -> String {
         use jsonwebtoken::errors::ErrorKind;
         match error.kind() {
-            ErrorKind::InvalidSignature => "its signature is not by any of the issuer's keys".to_owned(),
+            ErrorKind::InvalidSignature => {
+                "its signature is not by any of the issuer's keys".to_owned()
+            }
             ErrorKind::ExpiredSignature => "it has expired".to_owned(),
             ErrorKind::ImmatureSignature => "it is not valid yet (nbf)".to_owned(),
-            ErrorKind::InvalidAudience => format!("its audience is not {:?}", diy_mesh_proto::TOKEN_AUDIENCE),
-            ErrorKind::InvalidIssuer => format!("its issuer is not {:?}", self.issuer.as_deref().unwrap_or_default()),
+            ErrorKind::InvalidAudience => {
+                format!("its audience is not {:?}", diy_mesh_proto::TOKEN_AUDIENCE)
+            }
+            ErrorKind::InvalidIssuer => format!(
+                "its issuer is not {:?}",
+                self.issuer.as_deref().unwrap_or_default()
+            ),
             ErrorKind::MissingRequiredClaim(claim) => format!("the claim {claim:?} is missing"),
             _ => format!("{error}"),
         }
@@ -168,25 +206,45 @@ impl Key {
             (Some(wanted), Some(id)) => wanted == id,
             _ => true,
         };
-        same_id && self.key.family() == algorithm.family() && self.algorithm.is_none_or(|only| only == algorithm)
+        same_id
+            && self.key.family() == algorithm.family()
+            && self.algorithm.is_none_or(|only| only == algorithm)
     }
 }
 
 fn read(path: &Path) -> Result<Vec<Key>, JwksError> {
-    let text = std::fs::read(path).map_err(|source| JwksError::Read { path: path.to_owned(), source })?;
-    let set: JwkSet = serde_json::from_slice(&text).map_err(|source| JwksError::Parse { path: path.to_owned(), source })?;
+    let text = std::fs::read(path).map_err(|source| JwksError::Read {
+        path: path.to_owned(),
+        source,
+    })?;
+    let set: JwkSet = serde_json::from_slice(&text).map_err(|source| JwksError::Parse {
+        path: path.to_owned(),
+        source,
+    })?;
     let keys: Vec<Key> = set.keys.iter().filter_map(usable).collect();
-    if keys.is_empty() { Err(JwksError::Empty { path: path.to_owned() }) } else { Ok(keys) }
+    if keys.is_empty() {
+        Err(JwksError::Empty {
+            path: path.to_owned(),
+        })
+    } else {
+        Ok(keys)
+    }
 }
 
 /// A shared secret is no key to check with: whoever can read the file could make tokens.
 fn usable(jwk: &Jwk) -> Option<Key> {
-    let key = DecodingKey::from_jwk(jwk).ok().filter(|key| key.family() != AlgorithmFamily::Hmac)?;
+    let key = DecodingKey::from_jwk(jwk)
+        .ok()
+        .filter(|key| key.family() != AlgorithmFamily::Hmac)?;
     let algorithm = match jwk.common.key_algorithm {
         None | Some(KeyAlgorithm::UNKNOWN_ALGORITHM) => None,
         Some(named) => Some(Algorithm::try_from(named).ok()?),
     };
-    Some(Key { id: jwk.common.key_id.clone(), algorithm, key })
+    Some(Key {
+        id: jwk.common.key_id.clone(),
+        algorithm,
+        key,
+    })
 }
 
 fn refused(reason: &str) -> AuthError {
@@ -210,7 +268,10 @@ mod tests {
     impl Issuer {
         fn new(id: &'static str) -> Issuer {
             let pair = rcgen::KeyPair::generate_for(&rcgen::PKCS_ECDSA_P256_SHA256).unwrap();
-            Issuer { key: EncodingKey::from_ec_pem(pair.serialize_pem().as_bytes()).unwrap(), id }
+            Issuer {
+                key: EncodingKey::from_ec_pem(pair.serialize_pem().as_bytes()).unwrap(),
+                id,
+            }
         }
 
         fn jwk(&self) -> Value {
@@ -220,15 +281,20 @@ mod tests {
         }
 
         fn sign(&self, claims: &Value) -> String {
-            let header = Header { kid: Some(self.id.to_owned()), ..Header::new(Algorithm::ES256) };
+            let header = Header {
+                kid: Some(self.id.to_owned()),
+                ..Header::new(Algorithm::ES256)
+            };
             jsonwebtoken::encode(&header, claims, &self.key).unwrap()
         }
     }
 
     fn claims(changes: &[(&str, Value)]) -> Value {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
-        let mut claims =
-            json!({"iss": "us", "aud": ["diy-service-mesh"], "sub": "system:serviceaccount:a:b", "nbf": now, "exp": now + 600});
+        let now = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap()
+            .as_secs();
+        let mut claims = json!({"iss": "us", "aud": ["diy-service-mesh"], "sub": "system:serviceaccount:a:b", "nbf": now, "exp": now + 600});
         for (claim, value) in changes {
             claims[*claim] = value.clone();
             if value.is_null() {
@@ -259,8 +325,17 @@ mod tests {
         let jwks = Jwks::open(&path, Some("us".into())).unwrap();
         let claims = claims(&[]);
         let accepted = jwks.verify(&issuer.sign(&claims)).unwrap();
-        let caller = Caller { user: "system:serviceaccount:a:b".into(), pod: None };
-        assert_eq!(accepted, Accepted { caller, expires: claims["exp"].as_u64() });
+        let caller = Caller {
+            user: "system:serviceaccount:a:b".into(),
+            pod: None,
+        };
+        assert_eq!(
+            accepted,
+            Accepted {
+                caller,
+                expires: claims["exp"].as_u64()
+            }
+        );
     }
 
     #[test]
@@ -269,11 +344,31 @@ mod tests {
         let (path, issuer) = (dir.path().join("jwks.json"), Issuer::new("k"));
         write(&path, &[issuer.jwk()]);
         let jwks = Jwks::open(&path, None).unwrap();
-        let pod = |kubernetes: Value| jwks.verify(&issuer.sign(&claims(&[("kubernetes.io", kubernetes)]))).unwrap().caller.pod;
-        let bound = pod(json!({"namespace": "a", "pod": {"name": "b-1", "uid": "u"}, "serviceaccount": {"name": "b", "uid": "v"}}));
-        assert_eq!(bound, Some(PodRef { namespace: "a".into(), name: "b-1".into(), uid: "u".into() }));
-        assert_eq!(pod(json!({"namespace": "a", "serviceaccount": {"name": "b", "uid": "v"}})), None);
-        assert_eq!(pod(json!({"namespace": "other", "pod": {"name": "b-1", "uid": "u"}})), None);
+        let pod = |kubernetes: Value| {
+            jwks.verify(&issuer.sign(&claims(&[("kubernetes.io", kubernetes)])))
+                .unwrap()
+                .caller
+                .pod
+        };
+        let bound = pod(
+            json!({"namespace": "a", "pod": {"name": "b-1", "uid": "u"}, "serviceaccount": {"name": "b", "uid": "v"}}),
+        );
+        assert_eq!(
+            bound,
+            Some(PodRef {
+                namespace: "a".into(),
+                name: "b-1".into(),
+                uid: "u".into()
+            })
+        );
+        assert_eq!(
+            pod(json!({"namespace": "a", "serviceaccount": {"name": "b", "uid": "v"}})),
+            None
+        );
+        assert_eq!(
+            pod(json!({"namespace": "other", "pod": {"name": "b-1", "uid": "u"}})),
+            None
+        );
         assert_eq!(pod(json!({"pod": {"name": "b-1", "uid": "u"}})), None);
     }
 
@@ -285,7 +380,11 @@ mod tests {
         let jwks = Jwks::open(&path, Some("us".into())).unwrap();
         let now = claims(&[])["nbf"].as_u64().unwrap();
         let cases = [
-            ("aud", json!("another"), "its audience is not \"diy-service-mesh\""),
+            (
+                "aud",
+                json!("another"),
+                "its audience is not \"diy-service-mesh\"",
+            ),
             ("aud", Value::Null, "the claim \"aud\" is missing"),
             ("exp", json!(now - 60), "it has expired"),
             ("exp", Value::Null, "exp"),
@@ -303,27 +402,49 @@ mod tests {
     #[test]
     fn only_asymmetric_signatures_by_a_known_key_count() {
         let dir = tempfile::tempdir().unwrap();
-        let (path, issuer, stranger) = (dir.path().join("jwks.json"), Issuer::new("k"), Issuer::new("k"));
+        let (path, issuer, stranger) = (
+            dir.path().join("jwks.json"),
+            Issuer::new("k"),
+            Issuer::new("k"),
+        );
         let shared = json!({"kty": "oct", "k": "c2VjcmV0", "kid": "k", "alg": "HS256"});
         write(&path, &[shared.clone(), issuer.jwk()]);
         let jwks = Jwks::open(&path, None).unwrap();
         assert!(reason(&jwks, &stranger.sign(&claims(&[]))).contains("signature"));
-        let symmetric = jsonwebtoken::encode(&Header::new(Algorithm::HS256), &claims(&[]), &EncodingKey::from_secret(b"secret")).unwrap();
+        let symmetric = jsonwebtoken::encode(
+            &Header::new(Algorithm::HS256),
+            &claims(&[]),
+            &EncodingKey::from_secret(b"secret"),
+        )
+        .unwrap();
         assert!(reason(&jwks, &symmetric).contains("symmetric"));
         // {"alg":"none"}
-        let unsigned = format!("eyJhbGciOiJub25lIn0.{}.", issuer.sign(&claims(&[])).split('.').nth(1).unwrap());
+        let unsigned = format!(
+            "eyJhbGciOiJub25lIn0.{}.",
+            issuer.sign(&claims(&[])).split('.').nth(1).unwrap()
+        );
         assert!(reason(&jwks, &unsigned).contains("algorithm"));
         assert!(reason(&jwks, "rubbish").contains("JWT"));
-        let other_id = Issuer { key: issuer.key.clone(), id: "another" };
+        let other_id = Issuer {
+            key: issuer.key.clone(),
+            id: "another",
+        };
         assert!(reason(&jwks, &other_id.sign(&claims(&[]))).contains("key ID"));
         write(&path, &[shared]);
-        assert!(matches!(Jwks::open(&path, None), Err(JwksError::Empty { .. })), "a shared secret alone is no key");
+        assert!(
+            matches!(Jwks::open(&path, None), Err(JwksError::Empty { .. })),
+            "a shared secret alone is no key"
+        );
     }
 
     #[test]
     fn new_keys_are_read_and_a_broken_file_leaves_the_former_in_force() {
         let dir = tempfile::tempdir().unwrap();
-        let (path, old, new) = (dir.path().join("jwks.json"), Issuer::new("old"), Issuer::new("new"));
+        let (path, old, new) = (
+            dir.path().join("jwks.json"),
+            Issuer::new("old"),
+            Issuer::new("new"),
+        );
         write(&path, &[old.jwk()]);
         let jwks = Jwks::open(&path, None).unwrap();
         assert!(jwks.verify(&new.sign(&claims(&[]))).is_err());

@@ -56,9 +56,18 @@ pub struct PodRef {
 impl PodRef {
     /// The pod of a service account's token: it is in the account's own namespace. None where a part is missing.
     fn of(user: &str, name: Option<&str>, uid: Option<&str>) -> Option<PodRef> {
-        let (namespace, _) = user.strip_prefix("system:serviceaccount:")?.split_once(':')?;
-        let (name, uid) = (name.filter(|name| !name.is_empty())?, uid.filter(|uid| !uid.is_empty())?);
-        Some(PodRef { namespace: namespace.into(), name: name.into(), uid: uid.into() })
+        let (namespace, _) = user
+            .strip_prefix("system:serviceaccount:")?
+            .split_once(':')?;
+        let (name, uid) = (
+            name.filter(|name| !name.is_empty())?,
+            uid.filter(|uid| !uid.is_empty())?,
+        );
+        Some(PodRef {
+            namespace: namespace.into(),
+            name: name.into(),
+            uid: uid.into(),
+        })
     }
 }
 
@@ -137,7 +146,11 @@ impl Authenticator {
 
     /// Whose token it is, where a call carries it in its message.
     pub async fn caller_by_token(&self, token: &str) -> Result<Caller, AuthError> {
-        let result = if token.is_empty() { Err(AuthError::Missing) } else { self.check(token).await };
+        let result = if token.is_empty() {
+            Err(AuthError::Missing)
+        } else {
+            self.check(token).await
+        };
         self.count(&result);
         result
     }
@@ -153,14 +166,20 @@ impl Authenticator {
 
     async fn check(&self, token: &str) -> Result<Caller, AuthError> {
         if token.len() > LONGEST_TOKEN {
-            return Err(AuthError::Refused(format!("it is longer than {LONGEST_TOKEN} bytes").into()));
+            return Err(AuthError::Refused(
+                format!("it is longer than {LONGEST_TOKEN} bytes").into(),
+            ));
         }
         let hash = hash(token);
         if let Some(known) = self.known(&hash) {
             return known;
         }
         let question = async {
-            let _turn = self.turns.acquire().await.expect("the semaphore is never closed");
+            let _turn = self
+                .turns
+                .acquire()
+                .await
+                .expect("the semaphore is never closed");
             // Whoever had the turn before may have asked the same.
             match self.known(&hash) {
                 Some(known) => known,
@@ -169,16 +188,27 @@ impl Authenticator {
         };
         match tokio::time::timeout(PATIENCE, question).await {
             Ok(answer) => answer,
-            Err(_) => Err(AuthError::Unreachable(format!("no answer within {} s", PATIENCE.as_secs()).into())),
+            Err(_) => Err(AuthError::Unreachable(
+                format!("no answer within {} s", PATIENCE.as_secs()).into(),
+            )),
         }
     }
 
     fn known(&self, hash: &TokenHash) -> Option<Result<Caller, AuthError>> {
         let now = Instant::now();
-        if let Some(caller) = self.accepted.lock().unwrap_or_else(PoisonError::into_inner).get(hash, now) {
+        if let Some(caller) = self
+            .accepted
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get(hash, now)
+        {
             return Some(Ok(caller));
         }
-        let reason = self.refused.lock().unwrap_or_else(PoisonError::into_inner).get(hash, now)?;
+        let reason = self
+            .refused
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get(hash, now)?;
         Some(Err(AuthError::Refused(reason)))
     }
 
@@ -191,10 +221,16 @@ impl Authenticator {
         match &answer {
             Ok(accepted) => {
                 let until = now + kept_for(accepted.expires, SystemTime::now());
-                self.accepted.lock().unwrap_or_else(PoisonError::into_inner).put(hash, accepted.caller.clone(), until, now);
+                self.accepted
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .put(hash, accepted.caller.clone(), until, now);
             }
             Err(AuthError::Refused(reason)) => {
-                self.refused.lock().unwrap_or_else(PoisonError::into_inner).put(hash, reason.clone(), now + REFUSED_FOR, now);
+                self.refused
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .put(hash, reason.clone(), now + REFUSED_FOR, now);
             }
             Err(_) => {}
         }
@@ -204,21 +240,37 @@ impl Authenticator {
 
 /// An accepted token is kept for a minute, and never beyond its own end.
 fn kept_for(expires: Option<u64>, now: SystemTime) -> Duration {
-    let Some(expires) = expires else { return ACCEPTED_FOR };
+    let Some(expires) = expires else {
+        return ACCEPTED_FOR;
+    };
     let end = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(expires));
-    end.map_or(ACCEPTED_FOR, |end| end.duration_since(now).unwrap_or_default()).min(ACCEPTED_FOR)
+    end.map_or(ACCEPTED_FOR, |end| {
+        end.duration_since(now).unwrap_or_default()
+    })
+    .min(ACCEPTED_FOR)
 }
 
 fn bearer(metadata: &MetadataMap) -> Result<&str, AuthError> {
-    let value = metadata.get("authorization").ok_or(AuthError::Missing)?.to_str().map_err(|_| AuthError::NoBearer)?;
+    let value = metadata
+        .get("authorization")
+        .ok_or(AuthError::Missing)?
+        .to_str()
+        .map_err(|_| AuthError::NoBearer)?;
     let (scheme, token) = value.split_once(' ').ok_or(AuthError::NoBearer)?;
     let token = token.trim();
-    if scheme.eq_ignore_ascii_case("bearer") && !token.is_empty() { Ok(token) } else { Err(AuthError::NoBearer) }
+    if scheme.eq_ignore_ascii_case("bearer") && !token.is_empty() {
+        Ok(token)
+    } else {
+        Err(AuthError::NoBearer)
+    }
 }
 
 fn hash(token: &str) -> TokenHash {
     let digest = digest::digest(&digest::SHA256, token.as_bytes());
-    digest.as_ref().try_into().expect("a SHA-256 digest has 32 bytes")
+    digest
+        .as_ref()
+        .try_into()
+        .expect("a SHA-256 digest has 32 bytes")
 }
 
 #[cfg(test)]
@@ -241,7 +293,11 @@ mod tests {
     fn other_schemes_and_empty_tokens_are_no_bearer_tokens() {
         assert_eq!(bearer(&MetadataMap::new()), Err(AuthError::Missing));
         for value in ["Basic abc", "Bearer", "Bearer  ", "abc"] {
-            assert_eq!(bearer(&metadata(value)), Err(AuthError::NoBearer), "{value}");
+            assert_eq!(
+                bearer(&metadata(value)),
+                Err(AuthError::NoBearer),
+                "{value}"
+            );
         }
     }
 
@@ -250,9 +306,12 @@ mod tests {
         let user = "system:serviceaccount:shop:web";
         let pod = PodRef::of(user, Some("web-1"), Some("u1")).unwrap();
         assert_eq!((pod.to_string().as_str(), &*pod.uid), ("shop/web-1", "u1"));
-        for (user, name, uid) in
-            [(user, None, Some("u")), (user, Some("p"), None), (user, Some(""), Some("u")), ("admin", Some("p"), Some("u"))]
-        {
+        for (user, name, uid) in [
+            (user, None, Some("u")),
+            (user, Some("p"), None),
+            (user, Some(""), Some("u")),
+            ("admin", Some("p"), Some("u")),
+        ] {
             assert_eq!(PodRef::of(user, name, uid), None);
         }
     }

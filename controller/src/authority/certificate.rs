@@ -45,30 +45,55 @@ pub struct Certificate {
 impl Certificate {
     /// All certificates of a PEM text, in its order; other kinds of block are left out. At least one, or why not.
     pub fn all(pem: &[u8]) -> Result<Vec<Certificate>, String> {
-        let text = std::str::from_utf8(pem).map_err(|_| "it is not PEM: it is not even text".to_owned())?;
-        let blocks: Vec<&str> = text.split_inclusive(END).filter_map(|part| part.find(BEGIN).map(|begin| &part[begin..])).collect();
+        let text = std::str::from_utf8(pem)
+            .map_err(|_| "it is not PEM: it is not even text".to_owned())?;
+        let blocks: Vec<&str> = text
+            .split_inclusive(END)
+            .filter_map(|part| part.find(BEGIN).map(|begin| &part[begin..]))
+            .collect();
         if blocks.is_empty() {
             return Err(format!("it holds no PEM block that begins with {BEGIN}"));
         }
         let mut all = Vec::new();
         for (position, block) in blocks.iter().enumerate() {
-            all.push(Certificate::one(block).map_err(|reason| format!("its certificate number {}: {reason}", position + 1))?);
+            all.push(
+                Certificate::one(block).map_err(|reason| {
+                    format!("its certificate number {}: {reason}", position + 1)
+                })?,
+            );
         }
         Ok(all)
     }
 
     fn one(block: &str) -> Result<Certificate, String> {
-        let der = CertificateDer::from_pem_slice(block.as_bytes()).map_err(|error| format!("the PEM block is broken: {error}"))?;
+        let der = CertificateDer::from_pem_slice(block.as_bytes())
+            .map_err(|error| format!("the PEM block is broken: {error}"))?;
         let parsed = parse(&der)?;
-        let usage = parsed.key_usage().map_err(|error| format!("its key usage is broken: {error}"))?;
-        let key_id = parsed.extensions().iter().find_map(|extension| match extension.parsed_extension() {
-            ParsedExtension::SubjectKeyIdentifier(id) => Some(hex(id.0)),
-            _ => None,
-        });
+        let usage = parsed
+            .key_usage()
+            .map_err(|error| format!("its key usage is broken: {error}"))?;
+        let key_id =
+            parsed
+                .extensions()
+                .iter()
+                .find_map(|extension| match extension.parsed_extension() {
+                    ParsedExtension::SubjectKeyIdentifier(id) => Some(hex(id.0)),
+                    _ => None,
+                });
         let certificate = Certificate {
-            pem: block.lines().map(str::trim).filter(|line| !line.is_empty()).flat_map(|line| [line, "\n"]).collect(),
+            pem: block
+                .lines()
+                .map(str::trim)
+                .filter(|line| !line.is_empty())
+                .flat_map(|line| [line, "\n"])
+                .collect(),
             subject: parsed.subject().to_string(),
-            common_name: parsed.subject().iter_common_name().find_map(|name| name.as_str().ok()).unwrap_or_default().to_owned(),
+            common_name: parsed
+                .subject()
+                .iter_common_name()
+                .find_map(|name| name.as_str().ok())
+                .unwrap_or_default()
+                .to_owned(),
             issuer: parsed.issuer().to_string(),
             not_before: time(parsed.validity().not_before.timestamp()),
             not_after: time(parsed.validity().not_after.timestamp()),
@@ -91,7 +116,9 @@ impl Certificate {
 
     /// Whether `other`'s key has signed it.
     pub fn is_signed_by(&self, other: &Certificate) -> bool {
-        let (Ok(own), Ok(other)) = (parse(&self.der), parse(&other.der)) else { return false };
+        let (Ok(own), Ok(other)) = (parse(&self.der), parse(&other.der)) else {
+            return false;
+        };
         own.issuer() == other.subject() && own.verify_signature(Some(other.public_key())).is_ok()
     }
 

@@ -17,7 +17,9 @@ use tokio::time::{Instant, sleep_until};
 
 use super::material::Material;
 use super::publish::Published;
-use super::reports::{Agreement, Connected, ConnectedProxies, Evidence, Pulse, Report, few, pod_digest};
+use super::reports::{
+    Agreement, Connected, ConnectedProxies, Evidence, Pulse, Report, few, pod_digest,
+};
 use super::rotation::{Phase, Progress, Request, Rules, Step};
 use super::status::{self, StatusSender};
 use super::store::kubernetes::with_causes;
@@ -85,11 +87,17 @@ impl<S: Store> Keeper<S> {
     pub(super) async fn run(mut self) {
         let store = self.store.clone();
         let mut changes = pin!(store.changes());
-        let mut state = State { beat: seconds_since_1970(), ..State::default() };
+        let mut state = State {
+            beat: seconds_since_1970(),
+            ..State::default()
+        };
         let (mut pause, mut again) = (SHORTEST_PAUSE, 0);
         loop {
             let done = match self.round(&mut state).await {
-                Ok(Round::Again) if again >= ATTEMPTS => Err(format!("{} is written by somebody all the time", self.store.place())),
+                Ok(Round::Again) if again >= ATTEMPTS => Err(format!(
+                    "{} is written by somebody all the time",
+                    self.store.place()
+                )),
                 done => done,
             };
             let wake = match done {
@@ -117,8 +125,14 @@ impl<S: Store> Keeper<S> {
     }
 
     async fn round(&mut self, state: &mut State) -> Result<Round, String> {
-        let stored = self.store.read().await.map_err(|error| with_causes(&error))?;
-        let Some(stored) = stored else { return self.fill(state).await };
+        let stored = self
+            .store
+            .read()
+            .await
+            .map_err(|error| with_causes(&error))?;
+        let Some(stored) = stored else {
+            return self.fill(state).await;
+        };
         state.empty_since = None;
         if state.version.as_ref() != Some(&stored.version) {
             if let Round::Again = self.take_in(state, &stored).await? {
@@ -126,7 +140,9 @@ impl<S: Store> Keeper<S> {
             }
             state.version = Some(stored.version.clone());
         }
-        let Some(in_force) = &state.in_force else { return Ok(Round::Done) };
+        let Some(in_force) = &state.in_force else {
+            return Ok(Round::Done);
+        };
         if let Some(request) = &stored.request {
             return self.grant(in_force, request, &stored).await;
         }
@@ -145,12 +161,20 @@ impl<S: Store> Keeper<S> {
                     state.next_beat = Some(since + REFILL_AFTER);
                     return Ok(Round::Done);
                 }
-                tracing::warn!("{} is empty: it is filled again with the CA that is in force", self.store.place());
+                tracing::warn!(
+                    "{} is empty: it is filled again with the CA that is in force",
+                    self.store.place()
+                );
                 in_force.material.clone()
             }
             None => {
                 tracing::info!("{} holds no CA: one is made", self.store.place());
-                Material::make(&self.rules.trust_domain, SystemTime::now(), self.rules.ca_life).map_err(|error| error.to_string())?
+                Material::make(
+                    &self.rules.trust_domain,
+                    SystemTime::now(),
+                    self.rules.ca_life,
+                )
+                .map_err(|error| error.to_string())?
             }
         };
         self.write(material, state.in_force.as_ref(), None).await
@@ -159,7 +183,9 @@ impl<S: Store> Keeper<S> {
     /// Takes in what was read and puts it in force, or says why not.
     async fn take_in(&mut self, state: &mut State, stored: &Stored) -> Result<Round, String> {
         let now = SystemTime::now();
-        let unusable = |error: &dyn std::fmt::Display| format!("the CA in {} cannot be used: {error}", self.store.place());
+        let unusable = |error: &dyn std::fmt::Display| {
+            format!("the CA in {} cannot be used: {error}", self.store.place())
+        };
         let material = Material::read(&stored.fields, now).map_err(|error| unusable(&error))?;
         if let Some(in_force) = &state.in_force
             && let Some((material, why)) = self.rules.by_hand(&in_force.material, &material, now)
@@ -167,16 +193,28 @@ impl<S: Store> Keeper<S> {
             tracing::warn!("{why}");
             return self.write(material, Some(in_force), Some(stored)).await;
         }
-        let trust = self.trust(&material, state.in_force.as_ref()).map_err(|error| unusable(&error))?;
+        let trust = self
+            .trust(&material, state.in_force.as_ref())
+            .map_err(|error| unusable(&error))?;
         let digest = state_of(&material);
         match &mut state.in_force {
             Some(in_force) if in_force.state == digest => {}
             Some(in_force) => {
                 if in_force.authority.trust().borrow().roots.version != trust.roots.version {
-                    tracing::info!(version = trust.roots.version, "there are {} trust roots now", trust.roots.certificates.len());
+                    tracing::info!(
+                        version = trust.roots.version,
+                        "there are {} trust roots now",
+                        trust.roots.certificates.len()
+                    );
                 }
                 in_force.authority.publish(trust);
-                self.status.follow(status::of(&material, &self.store.place(), &self.name, Vec::new(), BTreeMap::new()));
+                self.status.follow(status::of(
+                    &material,
+                    &self.store.place(),
+                    &self.name,
+                    Vec::new(),
+                    BTreeMap::new(),
+                ));
                 (in_force.material, in_force.state) = (material, digest);
                 state.next_beat = None;
             }
@@ -190,9 +228,19 @@ impl<S: Store> Keeper<S> {
                     self.store.place()
                 );
                 let authority = Authority::fixed(trust);
-                self.status.follow(status::of(&material, &self.store.place(), &self.name, Vec::new(), BTreeMap::new()));
+                self.status.follow(status::of(
+                    &material,
+                    &self.store.place(),
+                    &self.name,
+                    Vec::new(),
+                    BTreeMap::new(),
+                ));
                 self.first.send_replace(Some(authority.clone()));
-                state.in_force = Some(InForce { material, state: digest, authority });
+                state.in_force = Some(InForce {
+                    material,
+                    state: digest,
+                    authority,
+                });
             }
         }
         Ok(Round::Done)
@@ -200,20 +248,46 @@ impl<S: Store> Keeper<S> {
 
     /// The trust that a state means. An issuer that goes on signing stays the one that it is.
     fn trust(&self, material: &Material, before: Option<&InForce>) -> Result<Trust, String> {
-        let same = before.map(|before| before.material.signer()).filter(|signer| *signer == material.signer());
-        let signs = same.unwrap_or(material.signer()).signs().ok_or("the CA that signs has ended, or its key is not there")?;
+        let same = before
+            .map(|before| before.material.signer())
+            .filter(|signer| *signer == material.signer());
+        let signs = same
+            .unwrap_or(material.signer())
+            .signs()
+            .ok_or("the CA that signs has ended, or its key is not there")?;
         let roots = Roots::new(material.roots().into_iter().map(|root| root.der.clone()));
-        Ok(Trust { issuer: signs.clone(), roots: Arc::new(roots), renew_within: self.rules.renew_within() })
+        Ok(Trust {
+            issuer: signs.clone(),
+            roots: Arc::new(roots),
+            renew_within: self.rules.renew_within(),
+        })
     }
 
-    async fn grant(&self, in_force: &InForce, request: &str, stored: &Stored) -> Result<Round, String> {
+    async fn grant(
+        &self,
+        in_force: &InForce,
+        request: &str,
+        stored: &Stored,
+    ) -> Result<Round, String> {
         let (material, now) = (&in_force.material, SystemTime::now());
         let (next, answer) = match Request::read(request) {
-            Ok(request) => self.rules.request(material, request, now).map_err(|error| error.to_string())?,
+            Ok(request) => self
+                .rules
+                .request(material, request, now)
+                .map_err(|error| error.to_string())?,
             Err(reason) => {
                 let answer = format!("refused: {reason}");
-                let progress = Progress { answer: answer.clone(), ..material.progress.clone() };
-                (Material { progress, ..material.clone() }, answer)
+                let progress = Progress {
+                    answer: answer.clone(),
+                    ..material.progress.clone()
+                };
+                (
+                    Material {
+                        progress,
+                        ..material.clone()
+                    },
+                    answer,
+                )
             }
         };
         tracing::info!(request = request.trim(), "rotation: {answer}");
@@ -222,33 +296,68 @@ impl<S: Store> Keeper<S> {
 
     /// Reports, judges all reports, and takes the next step where all agree.
     async fn beat(&mut self, state: &mut State, stored: &Stored) -> Result<Round, String> {
-        let Some(in_force) = &state.in_force else { return Ok(Round::Done) };
+        let Some(in_force) = &state.in_force else {
+            return Ok(Round::Done);
+        };
         let phase = in_force.material.progress.phase;
-        state.next_beat = Some(Instant::now() + if phase == Phase::Steady { CALM_BEAT } else { BEAT });
+        state.next_beat = Some(
+            Instant::now()
+                + if phase == Phase::Steady {
+                    CALM_BEAT
+                } else {
+                    BEAT
+                },
+        );
         state.beat += 1;
         let connected = (self.proxies)();
         let report = self.report(in_force, state.beat, &connected);
         let text = serde_json::to_string(&report).expect("numbers and texts are JSON");
-        self.store.report(&self.name, Some(&text)).await.map_err(|error| with_causes(&error))?;
-        let others = self.store.reports().await.map_err(|error| with_causes(&error))?;
-        let mut reports: BTreeMap<String, Report> =
-            others.into_iter().filter_map(|(name, text)| Some((name, serde_json::from_str(&text).ok()?))).collect();
+        self.store
+            .report(&self.name, Some(&text))
+            .await
+            .map_err(|error| with_causes(&error))?;
+        let others = self
+            .store
+            .reports()
+            .await
+            .map_err(|error| with_causes(&error))?;
+        let mut reports: BTreeMap<String, Report> = others
+            .into_iter()
+            .filter_map(|(name, text)| Some((name, serde_json::from_str(&text).ok()?)))
+            .collect();
         reports.insert(self.name.clone(), report);
         let (live, gone) = state.pulse.feel(reports, Instant::now());
         for name in gone {
             tracing::info!("replica {name} has gone: its report is removed");
-            self.store.report(&name, None).await.map_err(|error| with_causes(&error))?;
+            self.store
+                .report(&name, None)
+                .await
+                .map_err(|error| with_causes(&error))?;
         }
-        let evidence = Evidence { state: in_force.state.clone(), reports: live, pods: self.pods() };
-        let step = self.rules.next(&in_force.material, &evidence, SystemTime::now()).map_err(|error| error.to_string())?;
+        let evidence = Evidence {
+            state: in_force.state.clone(),
+            reports: live,
+            pods: self.pods(),
+        };
+        let step = self
+            .rules
+            .next(&in_force.material, &evidence, SystemTime::now())
+            .map_err(|error| error.to_string())?;
         let (waiting, write) = match step {
             Step::Stay(waiting) => (waiting, None),
             Step::Write(material, why) => (Vec::new(), Some((material, why))),
         };
         let synced = self.hub.missing().is_empty();
         let agreed = state.agreement.holds(write.is_some() && synced, &evidence);
-        self.status.remind(in_force.material.signer(), &waiting, SystemTime::now());
-        self.status.update(status::of(&in_force.material, &self.store.place(), &self.name, waiting, evidence.reports));
+        self.status
+            .remind(in_force.material.signer(), &waiting, SystemTime::now());
+        self.status.update(status::of(
+            &in_force.material,
+            &self.store.place(),
+            &self.name,
+            waiting,
+            evidence.reports,
+        ));
         match write {
             Some((material, why)) if agreed || phase == Phase::Steady => {
                 tracing::info!("rotation: {why}");
@@ -266,7 +375,10 @@ impl<S: Store> Keeper<S> {
         }
         let published = self.published.borrow();
         let namespaces = if published.version == trust.roots.version {
-            few(published.waiting.keys().map(|name| format!("namespace {name}")))
+            few(published
+                .waiting
+                .keys()
+                .map(|name| format!("namespace {name}")))
         } else {
             few([format!("replica {}'s namespaces", self.name)])
         };
@@ -279,25 +391,44 @@ impl<S: Store> Keeper<S> {
             issuer: trust.issuer.id().to_owned(),
             connected: connected.len() as u64,
             acknowledged,
-            not_acknowledged: Connected::few(connected, |proxy| proxy.roots_version != trust.roots.version),
+            not_acknowledged: Connected::few(connected, |proxy| {
+                proxy.roots_version != trust.roots.version
+            }),
             not_renewed: Connected::few(connected, |proxy| proxy.issuer != trust.issuer.id()),
             namespaces,
-            pods: pods.filter(|_| in_rotation).map(|(namespace, name, uid)| pod_digest(namespace, name, uid)).collect(),
+            pods: pods
+                .filter(|_| in_rotation)
+                .map(|(namespace, name, uid)| pod_digest(namespace, name, uid))
+                .collect(),
         }
     }
 
     /// The ready meshed pods, by digest.
     fn pods(&self) -> BTreeMap<String, String> {
         let pods = self.hub.ready_meshed_pods().into_iter();
-        pods.map(|(key, uid)| (pod_digest(&key.namespace, &key.name, &uid), key.to_string())).collect()
+        pods.map(|(key, uid)| (pod_digest(&key.namespace, &key.name, &uid), key.to_string()))
+            .collect()
     }
 
-    async fn write(&self, mut material: Material, in_force: Option<&InForce>, before: Option<&Stored>) -> Result<Round, String> {
+    async fn write(
+        &self,
+        mut material: Material,
+        in_force: Option<&InForce>,
+        before: Option<&Stored>,
+    ) -> Result<Round, String> {
         let known = in_force.map_or(0, |in_force| in_force.material.progress.generation);
         material.progress.generation = known.max(material.progress.generation) + 1;
-        match self.store.write(&material.write(), before).await.map_err(|error| with_causes(&error))? {
+        match self
+            .store
+            .write(&material.write(), before)
+            .await
+            .map_err(|error| with_causes(&error))?
+        {
             Written::Done => {}
-            Written::Raced => tracing::info!("another replica has written {}: reading it", self.store.place()),
+            Written::Raced => tracing::info!(
+                "another replica has written {}: reading it",
+                self.store.place()
+            ),
         }
         Ok(Round::Again)
     }

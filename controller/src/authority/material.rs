@@ -33,9 +33,21 @@ pub const FIELDS: [&str; 11] = [
     "kept.crt",
     "rotation.json",
 ];
-const CURRENT: Names = Names { chain: "tls.crt", key: "tls.key", roots: "ca.crt" };
-const NEXT: Names = Names { chain: "next.crt", key: "next.key", roots: "next.roots.crt" };
-const PREVIOUS: Names = Names { chain: "previous.crt", key: "previous.key", roots: "previous.roots.crt" };
+const CURRENT: Names = Names {
+    chain: "tls.crt",
+    key: "tls.key",
+    roots: "ca.crt",
+};
+const NEXT: Names = Names {
+    chain: "next.crt",
+    key: "next.key",
+    roots: "next.roots.crt",
+};
+const PREVIOUS: Names = Names {
+    chain: "previous.crt",
+    key: "previous.key",
+    roots: "previous.roots.crt",
+};
 const KEPT: &str = "kept.crt";
 const ROTATION: &str = "rotation.json";
 
@@ -86,44 +98,82 @@ impl Material {
     pub fn make(trust_domain: &str, now: SystemTime, life: Duration) -> Result<Material, Unusable> {
         let current = Ca::make(trust_domain, now, life)?;
         let progress = Progress::steady(now, "made by the controller", &current);
-        Ok(Material { current, next: None, previous: None, kept: Vec::new(), progress })
+        Ok(Material {
+            current,
+            next: None,
+            previous: None,
+            kept: Vec::new(),
+            progress,
+        })
     }
 
     /// Reads and checks the fields.
     pub fn read(fields: &Fields, now: SystemTime) -> Result<Material, Unusable> {
         let current = Ca::read(fields, &CURRENT, now, Use::Signs)?;
         let given = |names: &Names| fields.contains_key(names.chain);
-        let next = if given(&NEXT) { Some(Ca::read(fields, &NEXT, now, Use::Signs)?) } else { None };
-        let previous = if given(&PREVIOUS) { Some(Ca::read(fields, &PREVIOUS, now, Use::Trusted)?) } else { None };
+        let next = if given(&NEXT) {
+            Some(Ca::read(fields, &NEXT, now, Use::Signs)?)
+        } else {
+            None
+        };
+        let previous = if given(&PREVIOUS) {
+            Some(Ca::read(fields, &PREVIOUS, now, Use::Trusted)?)
+        } else {
+            None
+        };
         let kept = certificates(fields, KEPT)?.unwrap_or_default();
         let mut progress: Progress = match fields.get(ROTATION) {
             None => Progress::default(),
-            Some(bytes) => serde_json::from_slice(bytes)
-                .map_err(|error| Unusable::Field { field: ROTATION, reason: format!("{error}; remove it to begin in the phase steady") })?,
+            Some(bytes) => serde_json::from_slice(bytes).map_err(|error| Unusable::Field {
+                field: ROTATION,
+                reason: format!("{error}; remove it to begin in the phase steady"),
+            })?,
         };
         // Who takes a partner out by hand has ended the rotation.
         let partner = match progress.phase {
             Phase::Steady => true,
             Phase::Announcing => next.is_some(),
-            Phase::Adopting => previous.as_ref().is_some_and(|previous| previous.signs.is_some()),
+            Phase::Adopting => previous
+                .as_ref()
+                .is_some_and(|previous| previous.signs.is_some()),
             Phase::Switched => previous.is_some(),
         };
         if !partner {
             progress.phase = Phase::Steady;
         }
-        Ok(Material { current, next, previous, kept, progress })
+        Ok(Material {
+            current,
+            next,
+            previous,
+            kept,
+            progress,
+        })
     }
 
     /// As fields. What is absent here shall be absent there.
     pub fn write(&self) -> Fields {
         let mut fields = Fields::new();
         self.current.write(&mut fields, &CURRENT);
-        self.next.iter().for_each(|next| next.write(&mut fields, &NEXT));
-        self.previous.iter().for_each(|previous| previous.write(&mut fields, &PREVIOUS));
+        self.next
+            .iter()
+            .for_each(|next| next.write(&mut fields, &NEXT));
+        self.previous
+            .iter()
+            .for_each(|previous| previous.write(&mut fields, &PREVIOUS));
         if !self.kept.is_empty() {
-            fields.insert(KEPT.to_owned(), self.kept.iter().map(|root| root.pem.as_str()).collect::<String>().into_bytes());
+            fields.insert(
+                KEPT.to_owned(),
+                self.kept
+                    .iter()
+                    .map(|root| root.pem.as_str())
+                    .collect::<String>()
+                    .into_bytes(),
+            );
         }
-        fields.insert(ROTATION.to_owned(), serde_json::to_vec(&self.progress).expect("numbers and texts are JSON"));
+        fields.insert(
+            ROTATION.to_owned(),
+            serde_json::to_vec(&self.progress).expect("numbers and texts are JSON"),
+        );
         fields
     }
 
@@ -137,8 +187,17 @@ impl Material {
 
     /// All roots to trust, each once, in the same order on every replica.
     pub fn roots(&self) -> Vec<&Certificate> {
-        let all = [Some(&self.current), self.next.as_ref(), self.previous.as_ref()];
-        let mut roots: Vec<&Certificate> = all.into_iter().flatten().flat_map(Ca::roots).chain(&self.kept).collect();
+        let all = [
+            Some(&self.current),
+            self.next.as_ref(),
+            self.previous.as_ref(),
+        ];
+        let mut roots: Vec<&Certificate> = all
+            .into_iter()
+            .flatten()
+            .flat_map(Ca::roots)
+            .chain(&self.kept)
+            .collect();
         roots.sort_by(|one, other| one.der.cmp(&other.der));
         roots.dedup_by(|one, other| one.der == other.der);
         roots
@@ -151,7 +210,11 @@ impl Material {
             Phase::Adopting => [None, previous],
             Phase::Steady | Phase::Announcing | Phase::Switched => [current, previous],
         };
-        all.into_iter().flatten().flat_map(Ca::roots).chain(&self.kept).collect()
+        all.into_iter()
+            .flatten()
+            .flat_map(Ca::roots)
+            .chain(&self.kept)
+            .collect()
     }
 }
 
@@ -170,7 +233,8 @@ pub struct Ca {
 
 impl PartialEq for Ca {
     fn eq(&self, other: &Ca) -> bool {
-        (&self.chain, &self.key, &self.given_roots) == (&other.chain, &other.key, &other.given_roots)
+        (&self.chain, &self.key, &self.given_roots)
+            == (&other.chain, &other.key, &other.given_roots)
     }
 }
 
@@ -179,7 +243,12 @@ impl Eq for Ca {}
 /// The key stays out of logs.
 impl fmt::Debug for Ca {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Ca({}, {})", self.issuer().subject, &self.issuer().fingerprint()[..16])
+        write!(
+            f,
+            "Ca({}, {})",
+            self.issuer().subject,
+            &self.issuer().fingerprint()[..16]
+        )
     }
 }
 
@@ -201,7 +270,8 @@ struct Names {
 impl Ca {
     /// Makes a root CA.
     pub fn make(trust_domain: &str, now: SystemTime, life: Duration) -> Result<Ca, Unusable> {
-        let (certificate, key) = self_signed(trust_domain, now, life).map_err(|error| Unusable::Make(error.to_string()))?;
+        let (certificate, key) = self_signed(trust_domain, now, life)
+            .map_err(|error| Unusable::Make(error.to_string()))?;
         let made = |name: &str, pem: String| (name.to_owned(), pem.into_bytes());
         let fields = [made(CURRENT.chain, certificate), made(CURRENT.key, key)].into();
         Ca::read(&fields, &CURRENT, now, Use::Signs)
@@ -219,53 +289,104 @@ impl Ca {
 
     /// What it is trusted by.
     pub fn roots(&self) -> &[Certificate] {
-        if self.given_roots.is_empty() { &self.chain[..1] } else { &self.given_roots }
+        if self.given_roots.is_empty() {
+            &self.chain[..1]
+        } else {
+            &self.given_roots
+        }
     }
 
     /// Whether the controller has made it; an operator's own is never rotated by itself.
     pub fn is_ours(&self) -> bool {
-        self.issuer().common_name == NAME && self.roots().iter().any(|root| root.der == self.issuer().der)
+        self.issuer().common_name == NAME
+            && self
+                .roots()
+                .iter()
+                .any(|root| root.der == self.issuer().der)
     }
 
     /// When the first of its certificates ends that every leaf needs.
     pub fn ends(&self) -> SystemTime {
-        let chain = self.chain.iter().map(|certificate| certificate.not_after).min().expect("a chain has an issuer");
-        let root = self.roots().iter().map(|root| root.not_after).max().expect("a CA has a root");
+        let chain = self
+            .chain
+            .iter()
+            .map(|certificate| certificate.not_after)
+            .min()
+            .expect("a chain has an issuer");
+        let root = self
+            .roots()
+            .iter()
+            .map(|root| root.not_after)
+            .max()
+            .expect("a CA has a root");
         chain.min(root)
     }
 
     /// When it was made: ours are backdated, for clocks that are behind.
     pub fn begins(&self) -> SystemTime {
-        self.issuer().not_before + if self.is_ours() { BACKDATED } else { Duration::ZERO }
+        self.issuer().not_before
+            + if self.is_ours() {
+                BACKDATED
+            } else {
+                Duration::ZERO
+            }
     }
 
     /// How long it counts.
     pub fn life(&self) -> Duration {
-        self.ends().duration_since(self.begins()).unwrap_or_default()
+        self.ends()
+            .duration_since(self.begins())
+            .unwrap_or_default()
     }
 
     /// Whether a chain from its issuer leads to one of these roots.
     pub fn leads_to(&self, roots: &[&Certificate]) -> bool {
-        let is_root = |certificate: &Certificate| roots.iter().any(|root| root.der == certificate.der);
-        self.chain.iter().any(|link| is_root(link) || roots.iter().any(|root| link.is_signed_by(root)))
+        let is_root =
+            |certificate: &Certificate| roots.iter().any(|root| root.der == certificate.der);
+        self.chain
+            .iter()
+            .any(|link| is_root(link) || roots.iter().any(|root| link.is_signed_by(root)))
     }
 
     fn is_short_enough_for(&self, root: &Certificate) -> bool {
-        let below = self.chain.iter().filter(|link| link.der != root.der).count();
-        root.path_length.is_none_or(|allowed| below <= allowed as usize)
+        let below = self
+            .chain
+            .iter()
+            .filter(|link| link.der != root.der)
+            .count();
+        root.path_length
+            .is_none_or(|allowed| below <= allowed as usize)
     }
 
     fn read(fields: &Fields, names: &Names, now: SystemTime, purpose: Use) -> Result<Ca, Unusable> {
         let missing = |field, hint| Unusable::Missing { field, hint };
-        let chain = certificates(fields, names.chain)?.ok_or(missing(names.chain, "the CA's certificate belongs there, as PEM"))?;
+        let chain = certificates(fields, names.chain)?.ok_or(missing(
+            names.chain,
+            "the CA's certificate belongs there, as PEM",
+        ))?;
         let given_roots = certificates(fields, names.roots)?.unwrap_or_default();
         let key = fields.get(names.key).filter(|key| !key.is_empty());
-        let wrong_key = |reason: &str| Unusable::Field { field: names.key, reason: reason.to_owned() };
-        let text = |key: &Vec<u8>| std::str::from_utf8(key).map(Arc::from).map_err(|_| wrong_key("it is not PEM, it is not even text"));
+        let wrong_key = |reason: &str| Unusable::Field {
+            field: names.key,
+            reason: reason.to_owned(),
+        };
+        let text = |key: &Vec<u8>| {
+            std::str::from_utf8(key)
+                .map(Arc::from)
+                .map_err(|_| wrong_key("it is not PEM, it is not even text"))
+        };
         let key: Option<Arc<str>> = key.map(text).transpose()?;
-        let mut ca = Ca { chain, key, given_roots, signs: None };
+        let mut ca = Ca {
+            chain,
+            key,
+            given_roots,
+            signs: None,
+        };
         let usable = match &ca.key {
-            None => Err(missing(names.key, "the CA's private key belongs there, as PEM")),
+            None => Err(missing(
+                names.key,
+                "the CA's private key belongs there, as PEM",
+            )),
             Some(key) => ca.usable(key, names, now),
         };
         match usable {
@@ -279,56 +400,120 @@ impl Ca {
     /// What signs by it, once all about it is right.
     fn usable(&self, key: &str, names: &Names, now: SystemTime) -> Result<Issuer, Unusable> {
         let wrong = |field, reason| Err(Unusable::Field { field, reason });
-        let issuer = Issuer::from_pem(&self.chain_pem(), key, now).map_err(|error| match error {
-            IssuerError::NoKey | IssuerError::OtherKey { .. } => Unusable::Field { field: names.key, reason: error.to_string() },
-            error => Unusable::Field { field: names.chain, reason: error.to_string() },
-        })?;
+        let issuer =
+            Issuer::from_pem(&self.chain_pem(), key, now).map_err(|error| match error {
+                IssuerError::NoKey | IssuerError::OtherKey { .. } => Unusable::Field {
+                    field: names.key,
+                    reason: error.to_string(),
+                },
+                error => Unusable::Field {
+                    field: names.chain,
+                    reason: error.to_string(),
+                },
+            })?;
         if self.given_roots.is_empty() && !self.issuer().is_self_signed() {
             let (who, above) = (&self.issuer().subject, &self.issuer().issuer);
-            return wrong(names.roots, format!("it is missing, and {who} is an intermediate, signed by {above}; put the root there"));
+            return wrong(
+                names.roots,
+                format!(
+                    "it is missing, and {who} is an intermediate, signed by {above}; put the root there"
+                ),
+            );
         }
         if let Some(root) = self.given_roots.iter().find(|root| !root.may_sign) {
-            return wrong(names.roots, format!("the certificate of {} is no CA's", root.subject));
+            return wrong(
+                names.roots,
+                format!("the certificate of {} is no CA's", root.subject),
+            );
         }
         if !self.leads_to(&self.roots().iter().collect::<Vec<_>>()) {
-            return wrong(names.roots, format!("none of its certificates has signed the chain in {}", names.chain));
+            return wrong(
+                names.roots,
+                format!(
+                    "none of its certificates has signed the chain in {}",
+                    names.chain
+                ),
+            );
         }
-        let valid: Vec<&Certificate> = self.roots().iter().filter(|root| root.not_after > now).collect();
+        let valid: Vec<&Certificate> = self
+            .roots()
+            .iter()
+            .filter(|root| root.not_after > now)
+            .collect();
         if !self.leads_to(&valid) {
-            return wrong(names.roots, format!("the root that the chain in {} leads to has ended", names.chain));
+            return wrong(
+                names.roots,
+                format!(
+                    "the root that the chain in {} leads to has ended",
+                    names.chain
+                ),
+            );
         }
         // Some verifiers hold a root to this, and some do not.
-        let wide: Vec<&Certificate> = valid.into_iter().filter(|root| self.is_short_enough_for(root)).collect();
+        let wide: Vec<&Certificate> = valid
+            .into_iter()
+            .filter(|root| self.is_short_enough_for(root))
+            .collect();
         if !self.leads_to(&wide) {
-            return wrong(names.roots, format!("the root's path length allows no chain as long as the one in {}", names.chain));
+            return wrong(
+                names.roots,
+                format!(
+                    "the root's path length allows no chain as long as the one in {}",
+                    names.chain
+                ),
+            );
         }
         self.verify_a_leaf(&issuer, names, now)?;
         Ok(issuer)
     }
 
     /// Signs a leaf and has it verified by the roots as a proxy does: what that finds is found before a proxy does.
-    fn verify_a_leaf(&self, issuer: &Issuer, names: &Names, now: SystemTime) -> Result<(), Unusable> {
+    fn verify_a_leaf(
+        &self,
+        issuer: &Issuer,
+        names: &Names,
+        now: SystemTime,
+    ) -> Result<(), Unusable> {
         let refused = |error: &dyn fmt::Display| Unusable::Field {
             field: names.chain,
             reason: format!("proxies would refuse what it signs: {error}"),
         };
         let somebody = Identity::new("cluster.local", "none", "none").expect("these are names");
-        let leaf = issuer.sign_serving(&somebody, &[], &[], now, BACKDATED).map_err(|error| refused(&error))?;
+        let leaf = issuer
+            .sign_serving(&somebody, &[], &[], now, BACKDATED)
+            .map_err(|error| refused(&error))?;
         let mut roots = RootCertStore::empty();
         for root in self.roots() {
             let added = roots.add(root.der.clone());
-            added.map_err(|error| Unusable::Field { field: names.roots, reason: format!("{}: {error}", root.subject) })?;
+            added.map_err(|error| Unusable::Field {
+                field: names.roots,
+                reason: format!("{}: {error}", root.subject),
+            })?;
         }
         let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-        let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider).build().map_err(|error| refused(&error))?;
-        let now = UnixTime::since_unix_epoch(now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default());
-        let (leaf, intermediates) = leaf.chain.split_first().expect("a chain begins with its leaf");
-        verifier.verify_client_cert(leaf, intermediates, now).map(|_| ()).map_err(|error| refused(&error))
+        let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider)
+            .build()
+            .map_err(|error| refused(&error))?;
+        let now = UnixTime::since_unix_epoch(
+            now.duration_since(SystemTime::UNIX_EPOCH)
+                .unwrap_or_default(),
+        );
+        let (leaf, intermediates) = leaf
+            .chain
+            .split_first()
+            .expect("a chain begins with its leaf");
+        verifier
+            .verify_client_cert(leaf, intermediates, now)
+            .map(|_| ())
+            .map_err(|error| refused(&error))
     }
 
     /// The chain as PEM, the issuer first.
     fn chain_pem(&self) -> String {
-        self.chain.iter().map(|certificate| certificate.pem.as_str()).collect()
+        self.chain
+            .iter()
+            .map(|certificate| certificate.pem.as_str())
+            .collect()
     }
 
     fn write(&self, fields: &mut Fields, names: &Names) {
@@ -337,20 +522,31 @@ impl Ca {
             fields.insert(names.key.to_owned(), key.as_bytes().to_vec());
         }
         if !self.given_roots.is_empty() {
-            let pem: String = self.given_roots.iter().map(|root| root.pem.as_str()).collect();
+            let pem: String = self
+                .given_roots
+                .iter()
+                .map(|root| root.pem.as_str())
+                .collect();
             fields.insert(names.roots.to_owned(), pem.into_bytes());
         }
     }
 }
 
-fn certificates(fields: &Fields, field: &'static str) -> Result<Option<Vec<Certificate>>, Unusable> {
+fn certificates(
+    fields: &Fields,
+    field: &'static str,
+) -> Result<Option<Vec<Certificate>>, Unusable> {
     let pem = fields.get(field).filter(|pem| !pem.is_empty());
-    pem.map(|pem| Certificate::all(pem).map_err(|reason| Unusable::Field { field, reason })).transpose()
+    pem.map(|pem| Certificate::all(pem).map_err(|reason| Unusable::Field { field, reason }))
+        .transpose()
 }
 
 #[cfg(test)]
 pub(super) mod tests {
-    use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, KeyPair, KeyUsagePurpose, SignatureAlgorithm};
+    use rcgen::{
+        BasicConstraints, CertificateParams, DnType, IsCa, KeyPair, KeyUsagePurpose,
+        SignatureAlgorithm,
+    };
 
     use super::*;
 
@@ -384,18 +580,29 @@ pub(super) mod tests {
         let key = KeyPair::generate_for(algorithm).unwrap();
         let certificate = match by {
             None => params.self_signed(&key).unwrap(),
-            Some(by) => params.signed_by(&key, &rcgen::Issuer::from_params(&by.params, &by.key)).unwrap(),
+            Some(by) => params
+                .signed_by(&key, &rcgen::Issuer::from_params(&by.params, &by.key))
+                .unwrap(),
         };
-        Made { pem: certificate.pem(), params, key }
+        Made {
+            pem: certificate.pem(),
+            params,
+            key,
+        }
     }
 
     pub(in crate::authority) fn fields(all: &[(&str, &str)]) -> Fields {
-        all.iter().map(|(name, value)| ((*name).to_owned(), value.as_bytes().to_vec())).collect()
+        all.iter()
+            .map(|(name, value)| ((*name).to_owned(), value.as_bytes().to_vec()))
+            .collect()
     }
 
     pub(in crate::authority) fn secret(chain: &[&Made], roots: &[&Made]) -> Fields {
         let pem = |all: &[&Made]| all.iter().map(|made| made.pem.as_str()).collect::<String>();
-        let mut all = fields(&[("tls.crt", &pem(chain)), ("tls.key", &chain[0].key.serialize_pem())]);
+        let mut all = fields(&[
+            ("tls.crt", &pem(chain)),
+            ("tls.key", &chain[0].key.serialize_pem()),
+        ]);
         if !roots.is_empty() {
             all.extend(fields(&[("ca.crt", &pem(roots))]));
         }
@@ -413,10 +620,20 @@ pub(super) mod tests {
         let made = Material::make("cluster.local", start(), YEAR).unwrap();
         assert_eq!(Material::read(&made.write(), start()).unwrap(), made);
         assert!(made.current.is_ours());
-        assert_eq!(made.current.issuer().subject, "O=cluster.local, CN=diy-service-mesh CA");
-        assert_eq!((made.current.begins(), made.current.ends()), (start(), start() + YEAR));
+        assert_eq!(
+            made.current.issuer().subject,
+            "O=cluster.local, CN=diy-service-mesh CA"
+        );
+        assert_eq!(
+            (made.current.begins(), made.current.ends()),
+            (start(), start() + YEAR)
+        );
         assert_eq!(made.roots(), [made.current.issuer()]);
-        assert!(made.write().keys().all(|name| FIELDS.contains(&name.as_str())));
+        assert!(
+            made.write()
+                .keys()
+                .all(|name| FIELDS.contains(&name.as_str()))
+        );
         assert!(!format!("{made:?}").contains("PRIVATE"));
     }
 
@@ -436,7 +653,11 @@ pub(super) mod tests {
             assert_eq!(read.roots().len(), 1);
             assert_eq!(read.roots()[0].subject, "CN=root");
             let written = read.write();
-            assert_eq!(written["tls.crt"].as_slice(), chained["tls.crt"].as_slice(), "{algorithm:?}");
+            assert_eq!(
+                written["tls.crt"].as_slice(),
+                chained["tls.crt"].as_slice(),
+                "{algorithm:?}"
+            );
             assert_eq!(written["tls.key"], chained["tls.key"]);
         }
     }
@@ -457,33 +678,62 @@ pub(super) mod tests {
             all.remove(name);
             all
         };
-        let ended = operators("ended", None, P256, |params| params.not_after = (start() - Duration::from_secs(60)).into());
-        let later = operators("later", None, P256, |params| params.not_before = (start() + YEAR / 2).into());
+        let ended = operators("ended", None, P256, |params| {
+            params.not_after = (start() - Duration::from_secs(60)).into()
+        });
+        let later = operators("later", None, P256, |params| {
+            params.not_before = (start() + YEAR / 2).into()
+        });
         let leaf = operators("leaf", None, P256, |params| params.is_ca = IsCa::NoCa);
-        let narrow = operators("narrow", None, P256, |params| params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0)));
+        let narrow = operators("narrow", None, P256, |params| {
+            params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0))
+        });
         let below = operators("below", Some(&narrow), P256, |_| {});
-        let old_root = operators("old-root", None, P256, |params| params.not_after = (start() - Duration::from_secs(60)).into());
+        let old_root = operators("old-root", None, P256, |params| {
+            params.not_after = (start() - Duration::from_secs(60)).into()
+        });
         let orphan = operators("orphan", Some(&old_root), P256, |_| {});
         for (fields, parts) in [
             (without("tls.crt"), ["tls.crt", "missing"]),
             (without("tls.key"), ["tls.key", "missing"]),
             (with("tls.crt", "rubbish"), ["tls.crt", "no PEM block"]),
             (with("tls.key", "rubbish"), ["tls.key", "no private key"]),
-            (with("tls.key", &other.key.serialize_pem()), ["tls.key", "does not belong"]),
-            (with("ca.crt", &other.pem), ["ca.crt", "none of its certificates has signed"]),
-            (with("ca.crt", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----"), ["ca.crt", "certificate number 1"]),
+            (
+                with("tls.key", &other.key.serialize_pem()),
+                ["tls.key", "does not belong"],
+            ),
+            (
+                with("ca.crt", &other.pem),
+                ["ca.crt", "none of its certificates has signed"],
+            ),
+            (
+                with(
+                    "ca.crt",
+                    "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----",
+                ),
+                ["ca.crt", "certificate number 1"],
+            ),
             (with("rotation.json", "{"), ["rotation.json", "remove it"]),
             (with("next.crt", &other.pem), ["next.key", "missing"]),
             (secret(&[&issuer], &[]), ["ca.crt", "put the root there"]),
-            (secret(&[&issuer, &other], &[&good]), ["tls.crt", "not signed by the certificate after it"]),
+            (
+                secret(&[&issuer, &other], &[&good]),
+                ["tls.crt", "not signed by the certificate after it"],
+            ),
             (secret(&[&ended], &[]), ["tls.crt", "expired"]),
             (secret(&[&later], &[]), ["tls.crt", "not valid before"]),
-            (secret(&[&leaf], &[]), ["tls.crt", "not a certificate authority"]),
+            (
+                secret(&[&leaf], &[]),
+                ["tls.crt", "not a certificate authority"],
+            ),
             (secret(&[&below], &[&narrow]), ["ca.crt", "path length"]),
             (secret(&[&orphan], &[&old_root]), ["ca.crt", "has ended"]),
         ] {
             let refusal = refusal(&fields);
-            assert!(parts.iter().all(|part| refusal.contains(part)), "{parts:?}: {refusal}");
+            assert!(
+                parts.iter().all(|part| refusal.contains(part)),
+                "{parts:?}: {refusal}"
+            );
             assert!(!refusal.contains("PRIVATE"), "{refusal}");
         }
     }
@@ -494,8 +744,14 @@ pub(super) mod tests {
         material.next = Some(Ca::make("cluster.local", start(), YEAR).unwrap());
         material.progress.phase = Phase::Announcing;
         let mut fields = material.write();
-        assert_eq!(Material::read(&fields, start()).unwrap().progress.phase, Phase::Announcing);
+        assert_eq!(
+            Material::read(&fields, start()).unwrap().progress.phase,
+            Phase::Announcing
+        );
         fields.remove("next.crt");
-        assert_eq!(Material::read(&fields, start()).unwrap().progress.phase, Phase::Steady);
+        assert_eq!(
+            Material::read(&fields, start()).unwrap().progress.phase,
+            Phase::Steady
+        );
     }
 }

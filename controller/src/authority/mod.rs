@@ -70,14 +70,24 @@ impl Roots {
         certificates.sort_by(|one, other| one.as_ref().cmp(other.as_ref()));
         certificates.dedup();
         let mut hash = digest::Context::new(&digest::SHA256);
-        certificates.iter().for_each(|certificate| hash.update(certificate));
+        certificates
+            .iter()
+            .for_each(|certificate| hash.update(certificate));
         let version = hex(&hash.finish().as_ref()[..16]);
-        Roots { pem: certificates.iter().map(|certificate| pem(certificate)).collect(), version, certificates }
+        Roots {
+            pem: certificates
+                .iter()
+                .map(|certificate| pem(certificate))
+                .collect(),
+            version,
+            certificates,
+        }
     }
 
     /// The set of the certificates in a text.
     pub fn from_pem(text: &str) -> Result<Roots, rustls::pki_types::pem::Error> {
-        let certificates: Vec<_> = CertificateDer::pem_slice_iter(text.as_bytes()).collect::<Result<_, _>>()?;
+        let certificates: Vec<_> =
+            CertificateDer::pem_slice_iter(text.as_bytes()).collect::<Result<_, _>>()?;
         Ok(Roots::new(certificates))
     }
 }
@@ -91,7 +101,9 @@ pub struct Authority {
 impl Authority {
     /// With this trust in force until another one is [published](Authority::publish).
     pub fn fixed(trust: Trust) -> Authority {
-        Authority { trust: watch::Sender::new(Arc::new(trust)) }
+        Authority {
+            trust: watch::Sender::new(Arc::new(trust)),
+        }
     }
 
     /// The trust in force, now and whenever it changes.
@@ -106,14 +118,25 @@ impl Authority {
 }
 
 /// A new root that signs by itself: its certificate and its key, as PEM.
-pub fn self_signed(trust_domain: &str, now: SystemTime, life: Duration) -> Result<(String, String), rcgen::Error> {
+pub fn self_signed(
+    trust_domain: &str,
+    now: SystemTime,
+    life: Duration,
+) -> Result<(String, String), rcgen::Error> {
     let key = rcgen::KeyPair::generate_for(&rcgen::PKCS_ECDSA_P384_SHA384)?;
     let mut params = rcgen::CertificateParams::default();
     params.distinguished_name = rcgen::DistinguishedName::new();
-    params.distinguished_name.push(rcgen::DnType::OrganizationName, trust_domain);
-    params.distinguished_name.push(rcgen::DnType::CommonName, NAME);
+    params
+        .distinguished_name
+        .push(rcgen::DnType::OrganizationName, trust_domain);
+    params
+        .distinguished_name
+        .push(rcgen::DnType::CommonName, NAME);
     params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Constrained(0));
-    params.key_usages = vec![rcgen::KeyUsagePurpose::KeyCertSign, rcgen::KeyUsagePurpose::CrlSign];
+    params.key_usages = vec![
+        rcgen::KeyUsagePurpose::KeyCertSign,
+        rcgen::KeyUsagePurpose::CrlSign,
+    ];
     params.use_authority_key_identifier_extension = true;
     params.not_before = (now - crate::issuer::BACKDATED).into();
     params.not_after = (now + life).into();
@@ -157,12 +180,19 @@ impl Kept {
     /// The authority, once there is a CA that can be used.
     pub async fn authority(&self) -> Option<Authority> {
         let mut first = self.first.clone();
-        first.wait_for(Option::is_some).await.ok().and_then(|first| first.clone())
+        first
+            .wait_for(Option::is_some)
+            .await
+            .ok()
+            .and_then(|first| first.clone())
     }
 
     /// The trust that is in force, if there is any.
     pub fn trust(&self) -> Option<Arc<Trust>> {
-        self.first.borrow().as_ref().map(|authority| authority.trust().borrow().clone())
+        self.first
+            .borrow()
+            .as_ref()
+            .map(|authority| authority.trust().borrow().clone())
     }
 
     /// How it stands.
@@ -173,21 +203,32 @@ impl Kept {
     /// Why nothing can be signed, where that is so.
     pub fn missing(&self) -> Option<String> {
         let waits = || "the CA was not read yet".to_owned();
-        self.first.borrow().is_none().then(|| self.status.borrow().problem.clone().unwrap_or_else(waits))
+        self.first
+            .borrow()
+            .is_none()
+            .then(|| self.status.borrow().problem.clone().unwrap_or_else(waits))
     }
 }
 
 /// Gets ready to keep the authority; the future that comes along does it, for ever.
-pub fn keep(options: Options, hub: &Hub, proxies: ConnectedProxies) -> (Kept, BoxFuture<'static, ()>) {
+pub fn keep(
+    options: Options,
+    hub: &Hub,
+    proxies: ConnectedProxies,
+) -> (Kept, BoxFuture<'static, ()>) {
     match options.provider.clone() {
         Provider::Kubernetes { client, namespace } => {
             let settle = SLOWEST_KUBELET.min(options.certificate_life / 10);
             let store = store::kubernetes::Kubernetes::new(client.clone(), &namespace);
-            keep_in(store, settle, options, hub, proxies, |task| publish::kubernetes(client, namespace, task))
+            keep_in(store, settle, options, hub, proxies, |task| {
+                publish::kubernetes(client, namespace, task)
+            })
         }
         Provider::Files(folder) => {
             let store = store::files::Files::new(folder.clone());
-            keep_in(store, Duration::ZERO, options, hub, proxies, |task| publish::file(folder, task))
+            keep_in(store, Duration::ZERO, options, hub, proxies, |task| {
+                publish::file(folder, task)
+            })
         }
     }
 }
@@ -200,14 +241,30 @@ fn keep_in<P: Future<Output = ()> + Send>(
     proxies: ConnectedProxies,
     publish: impl FnOnce(Task) -> P + Send + 'static,
 ) -> (Kept, BoxFuture<'static, ()>) {
-    let Options { trust_domain, certificate_life: leaf_life, ca_life, .. } = options;
-    let (first, (published, seen)) = (watch::Sender::default(), watch::channel(Published::default()));
+    let Options {
+        trust_domain,
+        certificate_life: leaf_life,
+        ca_life,
+        ..
+    } = options;
+    let (first, (published, seen)) = (
+        watch::Sender::default(),
+        watch::channel(Published::default()),
+    );
     let name = replica_name();
     let status = StatusSender::new(&store.place(), &name);
-    let kept = Kept { first: first.subscribe(), status: status.sender.subscribe() };
+    let kept = Kept {
+        first: first.subscribe(),
+        status: status.sender.subscribe(),
+    };
     let keeper = Keeper {
         store: Arc::new(store),
-        rules: Rules { trust_domain, ca_life, leaf_life, settle },
+        rules: Rules {
+            trust_domain,
+            ca_life,
+            leaf_life,
+            settle,
+        },
         name,
         hub: hub.clone(),
         proxies,
@@ -218,7 +275,12 @@ fn keep_in<P: Future<Output = ()> + Send>(
     let (there, namespaces) = (kept.clone(), hub.meshed_namespaces());
     let publishing = async move {
         if let Some(authority) = there.authority().await {
-            publish(Task { trust: authority.trust(), namespaces, published }).await;
+            publish(Task {
+                trust: authority.trust(),
+                namespaces,
+                published,
+            })
+            .await;
         }
     };
     let both = async move {
@@ -234,7 +296,15 @@ fn replica_name() -> String {
     let mut own = [0; 3];
     // Without randomness the name alone has to do.
     let _ = rand::fill(&mut own);
-    format!("{}-{}", host.trim().chars().filter(plain).take(200).collect::<String>(), hex(&own))
+    format!(
+        "{}-{}",
+        host.trim()
+            .chars()
+            .filter(plain)
+            .take(200)
+            .collect::<String>(),
+        hex(&own)
+    )
 }
 
 #[cfg(test)]
@@ -244,7 +314,11 @@ mod tests {
     #[test]
     fn equal_sets_have_equal_versions_in_whatever_order_they_are_given() {
         let now = SystemTime::now();
-        let new = || self_signed("cluster.local", now, Duration::from_secs(3600)).unwrap().0;
+        let new = || {
+            self_signed("cluster.local", now, Duration::from_secs(3600))
+                .unwrap()
+                .0
+        };
         let (one, other) = (new(), new());
         let roots = |text: &str| Roots::from_pem(text).unwrap();
         let both = roots(&(one.clone() + &other));
@@ -259,9 +333,14 @@ mod tests {
     async fn a_change_reaches_whoever_watches() {
         let now = SystemTime::now();
         let trust = || {
-            let (certificate, key) = self_signed("cluster.local", now, Duration::from_secs(3600)).unwrap();
+            let (certificate, key) =
+                self_signed("cluster.local", now, Duration::from_secs(3600)).unwrap();
             let issuer = Issuer::from_pem(&certificate, &key, now).unwrap();
-            Trust { issuer: issuer.into(), roots: Roots::from_pem(&certificate).unwrap().into(), renew_within: Duration::ZERO }
+            Trust {
+                issuer: issuer.into(),
+                roots: Roots::from_pem(&certificate).unwrap().into(),
+                renew_within: Duration::ZERO,
+            }
         };
         let authority = Authority::fixed(trust());
         let mut watcher = authority.trust();

@@ -78,7 +78,13 @@ pub async fn file(folder: PathBuf, mut task: Task) {
             Ok(()) => BTreeMap::new(),
             Err(reason) => [(path.display().to_string(), reason)].into(),
         };
-        tell(&task.published, Published { version: roots.version.clone(), waiting });
+        tell(
+            &task.published,
+            Published {
+                version: roots.version.clone(),
+                waiting,
+            },
+        );
         tokio::select! {
             _ = ticks.tick() => {}
             changed = task.trust.changed() => if changed.is_err() { return },
@@ -92,7 +98,12 @@ fn put_right(path: &Path, roots: &Roots) -> Result<(), String> {
         return Ok(());
     }
     replace(path, roots.pem.as_bytes(), 0o644).map_err(|error| error.to_string())?;
-    warn_of(knows_none_of(roots, &there).then(|| path.display().to_string()).into_iter().collect());
+    warn_of(
+        knows_none_of(roots, &there)
+            .then(|| path.display().to_string())
+            .into_iter()
+            .collect(),
+    );
     tracing::info!("the roots are published in {}", path.display());
     Ok(())
 }
@@ -106,8 +117,9 @@ fn warn_of(strangers: Vec<String>) {
 /// Says it, and what is new about it in the log.
 fn tell(published: &watch::Sender<Published>, now: Published) {
     published.send_if_modified(|before| {
-        for (place, reason) in now.waiting.iter().filter(|(place, reason)| !reason.is_empty() && before.waiting.get(*place) != Some(reason))
-        {
+        for (place, reason) in now.waiting.iter().filter(|(place, reason)| {
+            !reason.is_empty() && before.waiting.get(*place) != Some(reason)
+        }) {
             tracing::warn!("the roots cannot be published in {place}, trying again: {reason}");
         }
         let changed = *before != now;
@@ -120,13 +132,17 @@ fn tell(published: &watch::Sender<Published>, now: Published) {
 pub async fn kubernetes(client: Client, mesh: String, mut task: Task) {
     let all: Api<ConfigMap> = Api::all(client.clone());
     let only_ours = format!("metadata.name={CONFIG_MAP}");
-    let mut events = pin!(watcher(all.clone(), watcher::Config::default().fields(&only_ours)).default_backoff());
+    let mut events =
+        pin!(watcher(all.clone(), watcher::Config::default().fields(&only_ours)).default_backoff());
     let list = ListParams::default().fields(&only_ours);
     let mut lists = pin!(stream::unfold(interval(INTERVAL), async |mut ticks| {
         ticks.tick().await;
         Some((timeout(PATIENCE, all.list(&list)).await, ticks))
     }));
-    let mut places = Places { mesh, ..Places::default() };
+    let mut places = Places {
+        mesh,
+        ..Places::default()
+    };
     let mut writing = FuturesUnordered::new();
     loop {
         let roots = task.roots();
@@ -134,12 +150,28 @@ pub async fn kubernetes(client: Client, mesh: String, mut task: Task) {
         let mut wake = None;
         if places.listed {
             warn_of(places.strangers(&roots, &namespaces));
-            for namespace in places.due(&roots.pem, &namespaces, Instant::now(), AT_ONCE - writing.len()) {
-                writing.push(apply(client.clone(), namespace, places.mesh.clone(), roots.clone()));
+            for namespace in places.due(
+                &roots.pem,
+                &namespaces,
+                Instant::now(),
+                AT_ONCE - writing.len(),
+            ) {
+                writing.push(apply(
+                    client.clone(),
+                    namespace,
+                    places.mesh.clone(),
+                    roots.clone(),
+                ));
             }
             let (waiting, next) = places.waiting(&roots.pem, &namespaces);
             wake = next;
-            tell(&task.published, Published { version: roots.version.clone(), waiting });
+            tell(
+                &task.published,
+                Published {
+                    version: roots.version.clone(),
+                    waiting,
+                },
+            );
         }
         tokio::select! {
             Some(event) = events.next() => places.take(event),
@@ -152,7 +184,12 @@ pub async fn kubernetes(client: Client, mesh: String, mut task: Task) {
     }
 }
 
-async fn apply(client: Client, namespace: String, mesh: String, roots: Arc<Roots>) -> (String, Result<String, String>) {
+async fn apply(
+    client: Client,
+    namespace: String,
+    mesh: String,
+    roots: Arc<Roots>,
+) -> (String, Result<String, String>) {
     let config_map = json!({
         "apiVersion": "v1", "kind": "ConfigMap",
         "metadata": {"name": CONFIG_MAP, "labels": {"app.kubernetes.io/part-of": "diy-service-mesh", LABEL: mesh}},
@@ -160,7 +197,12 @@ async fn apply(client: Client, namespace: String, mesh: String, roots: Arc<Roots
     });
     let api: Api<ConfigMap> = Api::namespaced(client, &namespace);
     let params = PatchParams::apply(MANAGER).force();
-    let result = match timeout(PATIENCE, api.patch(CONFIG_MAP, &params, &Patch::Apply(config_map))).await {
+    let result = match timeout(
+        PATIENCE,
+        api.patch(CONFIG_MAP, &params, &Patch::Apply(config_map)),
+    )
+    .await
+    {
         Ok(Ok(_)) => Ok(roots.pem.clone()),
         Ok(Err(error)) => Err(with_causes(&error)),
         Err(_) => Err("the Kubernetes API does not answer".to_owned()),
@@ -209,13 +251,23 @@ impl Places {
             }
             Ok(Event::Apply(object)) => self.there.extend(read(object)),
             Ok(Event::Delete(object)) => {
-                self.there.remove(&object.metadata.namespace.unwrap_or_default());
+                self.there
+                    .remove(&object.metadata.namespace.unwrap_or_default());
             }
-            Err(error) => tracing::warn!("the watch of ConfigMaps {CONFIG_MAP} was interrupted: {}", with_causes(&error)),
+            Err(error) => tracing::warn!(
+                "the watch of ConfigMaps {CONFIG_MAP} was interrupted: {}",
+                with_causes(&error)
+            ),
         }
     }
 
-    fn replace(&mut self, listed: Result<kube::Result<kube::core::ObjectList<ConfigMap>>, tokio::time::error::Elapsed>) {
+    fn replace(
+        &mut self,
+        listed: Result<
+            kube::Result<kube::core::ObjectList<ConfigMap>>,
+            tokio::time::error::Elapsed,
+        >,
+    ) {
         match listed {
             Ok(Ok(list)) => {
                 self.there = list.items.into_iter().filter_map(read).collect();
@@ -224,9 +276,14 @@ impl Places {
             // Written without knowing what is there rather than not at all: to write the same twice does no harm.
             Ok(Err(error)) => {
                 self.listed = true;
-                tracing::warn!("ConfigMaps {CONFIG_MAP} cannot be listed: {}", with_causes(&error));
+                tracing::warn!(
+                    "ConfigMaps {CONFIG_MAP} cannot be listed: {}",
+                    with_causes(&error)
+                );
             }
-            Err(_) => tracing::warn!("ConfigMaps {CONFIG_MAP} cannot be listed: the Kubernetes API does not answer"),
+            Err(_) => tracing::warn!(
+                "ConfigMaps {CONFIG_MAP} cannot be listed: the Kubernetes API does not answer"
+            ),
         }
     }
 
@@ -236,24 +293,50 @@ impl Places {
             return Vec::new();
         }
         self.compared.clone_from(&roots.version);
-        let of_this_mesh = |name: &String| self.there.get(name).filter(|held| held.mesh.as_ref() == Some(&self.mesh));
-        let is_stranger =
-            |name: &String| of_this_mesh(name).and_then(|held| held.pem.as_deref()).is_some_and(|pem| knows_none_of(roots, pem));
+        let of_this_mesh = |name: &String| {
+            self.there
+                .get(name)
+                .filter(|held| held.mesh.as_ref() == Some(&self.mesh))
+        };
+        let is_stranger = |name: &String| {
+            of_this_mesh(name)
+                .and_then(|held| held.pem.as_deref())
+                .is_some_and(|pem| knows_none_of(roots, pem))
+        };
         let wrong = self.wrong(&roots.pem, namespaces).into_iter();
-        wrong.filter(is_stranger).map(|name| format!("namespace {name}")).collect()
+        wrong
+            .filter(is_stranger)
+            .map(|name| format!("namespace {name}"))
+            .collect()
     }
 
     /// The namespaces that have to be written now.
-    fn due(&mut self, pem: &str, namespaces: &BTreeSet<Arc<str>>, now: Instant, most: usize) -> Vec<String> {
+    fn due(
+        &mut self,
+        pem: &str,
+        namespaces: &BTreeSet<Arc<str>>,
+        now: Instant,
+        most: usize,
+    ) -> Vec<String> {
         let wrong = self.wrong(pem, namespaces);
-        let ready = |name: &String| !self.busy.contains(name) && self.failed.get(name).is_none_or(|failure| failure.again <= now);
+        let ready = |name: &String| {
+            !self.busy.contains(name)
+                && self
+                    .failed
+                    .get(name)
+                    .is_none_or(|failure| failure.again <= now)
+        };
         let due: Vec<String> = wrong.into_iter().filter(ready).take(most).collect();
         self.busy.extend(due.iter().cloned());
         due
     }
 
     /// Those that are not right yet, and when the next one is to be tried again.
-    fn waiting(&self, pem: &str, namespaces: &BTreeSet<Arc<str>>) -> (BTreeMap<String, String>, Option<Instant>) {
+    fn waiting(
+        &self,
+        pem: &str,
+        namespaces: &BTreeSet<Arc<str>>,
+    ) -> (BTreeMap<String, String>, Option<Instant>) {
         let wrong = self.wrong(pem, namespaces);
         let next = wrong
             .iter()
@@ -261,15 +344,31 @@ impl Places {
             .filter_map(|name| self.failed.get(name))
             .map(|failure| failure.again)
             .min();
-        let reason = |name: &String| self.failed.get(name).map(|failure| failure.reason.clone()).unwrap_or_default();
-        (wrong.into_iter().map(|name| (name.clone(), reason(&name))).collect(), next)
+        let reason = |name: &String| {
+            self.failed
+                .get(name)
+                .map(|failure| failure.reason.clone())
+                .unwrap_or_default()
+        };
+        (
+            wrong
+                .into_iter()
+                .map(|name| (name.clone(), reason(&name)))
+                .collect(),
+            next,
+        )
     }
 
     /// Namespaces with meshed pods, and those that hold roots already: a Deployment that is at rest will come back.
     fn wrong(&self, pem: &str, namespaces: &BTreeSet<Arc<str>>) -> BTreeSet<String> {
-        let ours = self.there.iter().filter(|(_, held)| held.mesh.as_ref() == Some(&self.mesh)).map(|(name, _)| name.clone());
+        let ours = self
+            .there
+            .iter()
+            .filter(|(_, held)| held.mesh.as_ref() == Some(&self.mesh))
+            .map(|(name, _)| name.clone());
         let all = namespaces.iter().map(|name| name.to_string()).chain(ours);
-        all.filter(|name| self.there.get(name).and_then(|held| held.pem.as_deref()) != Some(pem)).collect()
+        all.filter(|name| self.there.get(name).and_then(|held| held.pem.as_deref()) != Some(pem))
+            .collect()
     }
 
     fn wrote(&mut self, namespace: String, result: Result<String, String>, now: Instant) {
@@ -278,11 +377,29 @@ impl Places {
             Ok(pem) => {
                 tracing::info!("the roots are published in namespace {namespace}");
                 self.failed.remove(&namespace);
-                self.there.insert(namespace, Held { pem: Some(pem), mesh: Some(self.mesh.clone()) });
+                self.there.insert(
+                    namespace,
+                    Held {
+                        pem: Some(pem),
+                        mesh: Some(self.mesh.clone()),
+                    },
+                );
             }
             Err(reason) => {
-                let pause = self.failed.get(&namespace).map_or(SHORTEST_PAUSE, |failure| (failure.pause * 2).min(LONGEST_PAUSE));
-                self.failed.insert(namespace, Failure { reason, pause, again: now + pause });
+                let pause = self
+                    .failed
+                    .get(&namespace)
+                    .map_or(SHORTEST_PAUSE, |failure| {
+                        (failure.pause * 2).min(LONGEST_PAUSE)
+                    });
+                self.failed.insert(
+                    namespace,
+                    Failure {
+                        reason,
+                        pause,
+                        again: now + pause,
+                    },
+                );
             }
         }
     }
@@ -291,8 +408,14 @@ impl Places {
 /// A namespace, and what its ConfigMap says.
 fn read(object: ConfigMap) -> Option<(String, Held)> {
     let pem = object.data.and_then(|mut data| data.remove(KEY));
-    let mesh = object.metadata.labels.and_then(|mut labels| labels.remove(LABEL));
-    object.metadata.namespace.map(|namespace| (namespace, Held { pem, mesh }))
+    let mesh = object
+        .metadata
+        .labels
+        .and_then(|mut labels| labels.remove(LABEL));
+    object
+        .metadata
+        .namespace
+        .map(|namespace| (namespace, Held { pem, mesh }))
 }
 
 #[cfg(test)]
@@ -307,16 +430,24 @@ mod tests {
     }
 
     fn holds(namespace: &str, pem: &str) -> ConfigMap {
-        let metadata = json!({"name": CONFIG_MAP, "namespace": namespace, "labels": {LABEL: "mesh"}});
+        let metadata =
+            json!({"name": CONFIG_MAP, "namespace": namespace, "labels": {LABEL: "mesh"}});
         let object = json!({"metadata": metadata, "data": {KEY: pem}});
         serde_json::from_value(object).unwrap()
     }
 
     #[tokio::test(start_paused = true)]
     async fn one_failing_namespace_waits_and_holds_up_no_other() {
-        let (mut places, wanted, now) = (Places::default(), namespaces(&["bad", "good"]), Instant::now());
+        let (mut places, wanted, now) = (
+            Places::default(),
+            namespaces(&["bad", "good"]),
+            Instant::now(),
+        );
         assert_eq!(places.due("A", &wanted, now, 16), ["bad", "good"]);
-        assert!(places.due("A", &wanted, now, 16).is_empty(), "both are being written");
+        assert!(
+            places.due("A", &wanted, now, 16).is_empty(),
+            "both are being written"
+        );
         places.wrote("bad".into(), Err("no".into()), now);
         places.wrote("good".into(), Ok("A".into()), now);
         assert!(places.due("A", &wanted, now, 16).is_empty());
@@ -325,29 +456,68 @@ mod tests {
         assert_eq!(next, Some(now + SHORTEST_PAUSE));
         assert_eq!(places.due("A", &wanted, now + SHORTEST_PAUSE, 16), ["bad"]);
         places.wrote("bad".into(), Err("no".into()), now);
-        assert_eq!(places.waiting("A", &wanted).1, Some(now + SHORTEST_PAUSE * 2), "the second pause is longer");
-        assert_eq!(places.due("B", &wanted, now, 16), ["good"], "new roots concern everybody");
+        assert_eq!(
+            places.waiting("A", &wanted).1,
+            Some(now + SHORTEST_PAUSE * 2),
+            "the second pause is longer"
+        );
+        assert_eq!(
+            places.due("B", &wanted, now, 16),
+            ["good"],
+            "new roots concern everybody"
+        );
     }
 
     #[test]
     fn namespaces_whose_pods_know_none_of_the_roots_are_told_once() {
-        let new = || Roots::from_pem(&self_signed("cluster.local", SystemTime::now(), INTERVAL).unwrap().0).unwrap();
+        let new = || {
+            Roots::from_pem(
+                &self_signed("cluster.local", SystemTime::now(), INTERVAL)
+                    .unwrap()
+                    .0,
+            )
+            .unwrap()
+        };
         let (old, now) = (new(), new());
         let both = Roots::new([old.certificates.clone(), now.certificates.clone()].concat());
-        let (mut places, wanted) = (Places { mesh: "mesh".into(), ..Places::default() }, namespaces(&["new", "till"]));
-        for (namespace, roots) in [("shop", &old), ("till", &old), ("moved", &both), ("right", &now)] {
+        let (mut places, wanted) = (
+            Places {
+                mesh: "mesh".into(),
+                ..Places::default()
+            },
+            namespaces(&["new", "till"]),
+        );
+        for (namespace, roots) in [
+            ("shop", &old),
+            ("till", &old),
+            ("moved", &both),
+            ("right", &now),
+        ] {
             places.take(Ok(Event::Apply(holds(namespace, &roots.pem))));
         }
-        assert_eq!(places.strangers(&now, &wanted), ["namespace shop", "namespace till"]);
+        assert_eq!(
+            places.strangers(&now, &wanted),
+            ["namespace shop", "namespace till"]
+        );
         assert!(places.strangers(&now, &wanted).is_empty(), "once is enough");
         places.take(Ok(Event::Apply(holds("shop", &now.pem))));
         places.mesh = "another".into();
-        assert!(places.strangers(&old, &wanted).is_empty(), "another mesh's roots are another's");
+        assert!(
+            places.strangers(&old, &wanted).is_empty(),
+            "another mesh's roots are another's"
+        );
     }
 
     #[test]
     fn what_was_edited_or_deleted_is_restored_and_what_is_right_is_left_alone() {
-        let (mut places, wanted, now) = (Places { mesh: "mesh".into(), ..Places::default() }, namespaces(&["shop"]), Instant::now());
+        let (mut places, wanted, now) = (
+            Places {
+                mesh: "mesh".into(),
+                ..Places::default()
+            },
+            namespaces(&["shop"]),
+            Instant::now(),
+        );
         places.take(Ok(Event::Init));
         places.take(Ok(Event::InitApply(holds("shop", "A"))));
         places.take(Ok(Event::InitApply(holds("at-rest", "A"))));
@@ -361,9 +531,17 @@ mod tests {
         places.take(Ok(Event::Delete(holds("shop", "A"))));
         assert_eq!(places.due("A", &wanted, now, 16), ["shop"]);
         places.take(Ok(Event::Delete(holds("at-rest", "A"))));
-        assert_eq!(places.waiting("A", &wanted).0.len(), 1, "nobody needs it where no meshed pod is");
+        assert_eq!(
+            places.waiting("A", &wanted).0.len(),
+            1,
+            "nobody needs it where no meshed pod is"
+        );
         places.mesh = "another".into();
         places.take(Ok(Event::Apply(holds("at-rest", "B"))));
-        assert_eq!(places.waiting("A", &wanted).0.len(), 1, "another mesh's is left alone");
+        assert_eq!(
+            places.waiting("A", &wanted).0.len(),
+            1,
+            "another mesh's is left alone"
+        );
     }
 }

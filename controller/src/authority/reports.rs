@@ -75,7 +75,11 @@ fn say(few: &Few, what: &str, lines: &mut Vec<String>) {
 
 /// A pod, short: by its UID, or by its name where it has none.
 pub fn pod_digest(namespace: &str, name: &str, uid: &str) -> String {
-    let text = if uid.is_empty() { format!("{namespace}/{name}") } else { uid.to_owned() };
+    let text = if uid.is_empty() {
+        format!("{namespace}/{name}")
+    } else {
+        uid.to_owned()
+    };
     hex(&digest(&SHA256, text.as_bytes()).as_ref()[..6])
 }
 
@@ -95,8 +99,16 @@ impl Evidence {
     pub fn not_acknowledged(&self, absent_count: bool) -> Vec<String> {
         let mut waiting = self.behind();
         for report in self.current() {
-            say(&report.namespaces, "to hold the current roots", &mut waiting);
-            say(&report.not_acknowledged, "to trust the current roots", &mut waiting);
+            say(
+                &report.namespaces,
+                "to hold the current roots",
+                &mut waiting,
+            );
+            say(
+                &report.not_acknowledged,
+                "to trust the current roots",
+                &mut waiting,
+            );
         }
         if absent_count {
             say(&self.absent(), "to connect to the controller", &mut waiting);
@@ -108,25 +120,44 @@ impl Evidence {
     pub fn not_renewed(&self) -> Vec<String> {
         let mut waiting = self.behind();
         for report in self.current() {
-            say(&report.not_renewed, "to renew its certificate", &mut waiting);
+            say(
+                &report.not_renewed,
+                "to renew its certificate",
+                &mut waiting,
+            );
         }
         say(&self.absent(), "to connect to the controller", &mut waiting);
         waiting
     }
 
     fn current(&self) -> impl Iterator<Item = &Report> {
-        self.reports.values().filter(|report| report.state == self.state)
+        self.reports
+            .values()
+            .filter(|report| report.state == self.state)
     }
 
     /// The replicas that act by another state.
     fn behind(&self) -> Vec<String> {
-        let behind = self.reports.iter().filter(|(_, report)| report.state != self.state);
-        behind.map(|(name, _)| format!("replica {name} to follow")).collect()
+        let behind = self
+            .reports
+            .iter()
+            .filter(|(_, report)| report.state != self.state);
+        behind
+            .map(|(name, _)| format!("replica {name} to follow"))
+            .collect()
     }
 
     fn absent(&self) -> Few {
-        let connected = |digest: &str| self.reports.values().any(|report| report.pods.contains(digest));
-        few(self.pods.iter().filter(|(digest, _)| !connected(digest)).map(|(_, name)| format!("pod {name}")))
+        let connected = |digest: &str| {
+            self.reports
+                .values()
+                .any(|report| report.pods.contains(digest))
+        };
+        few(self
+            .pods
+            .iter()
+            .filter(|(digest, _)| !connected(digest))
+            .map(|(_, name)| format!("pod {name}")))
     }
 }
 
@@ -136,7 +167,11 @@ pub struct Pulse(BTreeMap<String, (u64, Instant)>);
 
 impl Pulse {
     /// Takes in all reports there are; gives back the live ones, and the names of those that are to be removed.
-    pub fn feel(&mut self, reports: BTreeMap<String, Report>, now: Instant) -> (BTreeMap<String, Report>, Vec<String>) {
+    pub fn feel(
+        &mut self,
+        reports: BTreeMap<String, Report>,
+        now: Instant,
+    ) -> (BTreeMap<String, Report>, Vec<String>) {
         self.0.retain(|name, _| reports.contains_key(name));
         let (mut live, mut gone) = (BTreeMap::new(), Vec::new());
         for (name, report) in reports {
@@ -167,7 +202,11 @@ impl Agreement {
             self.0 = None;
             return false;
         }
-        let beats: BTreeMap<String, u64> = evidence.reports.iter().map(|(name, report)| (name.clone(), report.beat)).collect();
+        let beats: BTreeMap<String, u64> = evidence
+            .reports
+            .iter()
+            .map(|(name, report)| (name.clone(), report.beat))
+            .collect();
         match &self.0 {
             Some((state, first)) if *state == evidence.state && first.keys().eq(beats.keys()) => {
                 beats.iter().all(|(name, beat)| first[name] != *beat)

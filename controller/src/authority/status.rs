@@ -23,7 +23,13 @@ const MOST_LINES: usize = 20;
 const REMIND_AFTER: Duration = Duration::from_secs(6 * 60 * 60);
 
 /// Of a state, and what the replicas say of it. Who is connected is not in it.
-pub(super) fn of(material: &Material, place: &str, name: &str, mut waiting: Vec<String>, replicas: BTreeMap<String, Report>) -> Status {
+pub(super) fn of(
+    material: &Material,
+    place: &str,
+    name: &str,
+    mut waiting: Vec<String>,
+    replicas: BTreeMap<String, Report>,
+) -> Status {
     if waiting.len() > MOST_LINES {
         let more = waiting.len() - MOST_LINES;
         waiting.truncate(MOST_LINES);
@@ -31,7 +37,11 @@ pub(super) fn of(material: &Material, place: &str, name: &str, mut waiting: Vec<
     }
     let progress = material.progress.clone();
     let signer = material.signer();
-    let signs = if *signer == material.current { "current" } else { "previous" };
+    let signs = if *signer == material.current {
+        "current"
+    } else {
+        "previous"
+    };
     let rotation = Rotation {
         phase: progress.phase.name().to_owned(),
         since: progress.since,
@@ -41,59 +51,138 @@ pub(super) fn of(material: &Material, place: &str, name: &str, mut waiting: Vec<
         answer: progress.answer,
     };
     let issuer = Some(authority(signer.issuer(), signs, signer.is_ours()));
-    Status { rotation, issuer, roots: roots(material), replicas, ..unknown(place, name) }
+    Status {
+        rotation,
+        issuer,
+        roots: roots(material),
+        replicas,
+        ..unknown(place, name)
+    }
 }
 
 /// Before anything was read.
 fn unknown(place: &str, name: &str) -> Status {
-    let rotation = Rotation { phase: Phase::default().name().to_owned(), ..Rotation::default() };
-    Status { place: place.to_owned(), replica: name.to_owned(), rotation, ..Status::default() }
+    let rotation = Rotation {
+        phase: Phase::default().name().to_owned(),
+        ..Rotation::default()
+    };
+    Status {
+        place: place.to_owned(),
+        replica: name.to_owned(),
+        rotation,
+        ..Status::default()
+    }
 }
 
 /// The answer of GET /identity: this, and the proxies that are connected to this replica.
-pub fn answer(status: Status, trust_domain: &str, trust: Option<&Trust>, proxies: &[ConnectedProxy]) -> Status {
+pub fn answer(
+    status: Status,
+    trust_domain: &str,
+    trust: Option<&Trust>,
+    proxies: &[ConnectedProxy],
+) -> Status {
     Status {
         trust_domain: trust_domain.to_owned(),
         roots_version: trust.map(|trust| trust.roots.version.clone()),
-        proxies: proxies.iter().map(|proxy| describe(proxy, trust_domain, trust)).collect(),
+        proxies: proxies
+            .iter()
+            .map(|proxy| describe(proxy, trust_domain, trust))
+            .collect(),
         ..status
     }
 }
 
 /// The text that Prometheus reads.
 pub fn metrics(status: &Status, text: &mut String) {
-    family(text, "certificate_seconds_left", "gauge", "Seconds until the issuer, or the first trust root, ends.");
+    family(
+        text,
+        "certificate_seconds_left",
+        "gauge",
+        "Seconds until the issuer, or the first trust root, ends.",
+    );
     let now = seconds(SystemTime::now());
     let left = |authority: &Authority| authority.not_after.saturating_sub(now);
-    let root = status.roots.iter().filter(|root| root.role == "current").map(left).min();
+    let root = status
+        .roots
+        .iter()
+        .filter(|root| root.role == "current")
+        .map(left)
+        .min();
     for (of, left) in [("issuer", status.issuer.as_ref().map(left)), ("root", root)] {
         if let Some(left) = left {
             sample(text, "certificate_seconds_left", "of", of, left);
         }
     }
-    family(text, "rotation_phase", "gauge", "1 for the phase that the rotation of the CA is in.");
+    family(
+        text,
+        "rotation_phase",
+        "gauge",
+        "1 for the phase that the rotation of the CA is in.",
+    );
     for phase in Phase::ALL {
-        sample(text, "rotation_phase", "phase", phase.name(), u64::from(phase.name() == status.rotation.phase));
+        sample(
+            text,
+            "rotation_phase",
+            "phase",
+            phase.name(),
+            u64::from(phase.name() == status.rotation.phase),
+        );
     }
-    family(text, "proxies_waited_for", "gauge", "Connected proxies, on all replicas, that do not yet have what they should.");
+    family(
+        text,
+        "proxies_waited_for",
+        "gauge",
+        "Connected proxies, on all replicas, that do not yet have what they should.",
+    );
     let sum = |count: fn(&Report) -> u64| status.replicas.values().map(count).sum();
-    sample(text, "proxies_waited_for", "what", "roots", sum(|report| report.not_acknowledged.count));
-    sample(text, "proxies_waited_for", "what", "certificate", sum(|report| report.not_renewed.count));
-    family(text, "authority_problems", "gauge", "1 while the CA cannot be read, or not be used.");
-    sample(text, "authority_problems", "of", "store", u64::from(status.problem.is_some()));
+    sample(
+        text,
+        "proxies_waited_for",
+        "what",
+        "roots",
+        sum(|report| report.not_acknowledged.count),
+    );
+    sample(
+        text,
+        "proxies_waited_for",
+        "what",
+        "certificate",
+        sum(|report| report.not_renewed.count),
+    );
+    family(
+        text,
+        "authority_problems",
+        "gauge",
+        "1 while the CA cannot be read, or not be used.",
+    );
+    sample(
+        text,
+        "authority_problems",
+        "of",
+        "store",
+        u64::from(status.problem.is_some()),
+    );
 }
 
 fn describe(proxy: &ConnectedProxy, trust_domain: &str, trust: Option<&Trust>) -> Proxy {
     let pod = proxy.pod.as_ref();
     let status = proxy.status.as_ref();
     Proxy {
-        pod: pod.map(|pod| Pod { namespace: pod.namespace.to_string(), name: pod.name.to_string(), uid: pod.uid.to_string() }),
+        pod: pod.map(|pod| Pod {
+            namespace: pod.namespace.to_string(),
+            name: pod.name.to_string(),
+            uid: pod.uid.to_string(),
+        }),
         user: proxy.user.to_string(),
-        identity: Identity::of_user(trust_domain, &proxy.user).ok().map(|identity| identity.to_string()),
+        identity: Identity::of_user(trust_domain, &proxy.user)
+            .ok()
+            .map(|identity| identity.to_string()),
         connected_since: seconds(proxy.connected_since),
         certificate: status.map(|status| certificate(status, trust)),
         roots_version: status.map(|status| status.roots_version.clone()),
-        acknowledged: status.zip(trust).is_some_and(|(status, trust)| status.roots_version == trust.roots.version),
+        acknowledged: status
+            .zip(trust)
+            .is_some_and(|(status, trust)| status.roots_version == trust.roots.version),
         version: status.map(|status| status.proxy_version.clone()),
         clock_skew_ms: status.map(|status| status.clock_skew),
     }
@@ -127,11 +216,20 @@ fn authority(certificate: &Certificate, role: &str, own: bool) -> Authority {
 
 fn roots(material: &Material) -> Vec<Authority> {
     let mut all: Vec<Authority> = Vec::new();
-    let cas = [(Some(&material.current), "current"), (material.next.as_ref(), "next"), (material.previous.as_ref(), "previous")];
-    let of_cas = cas.into_iter().filter_map(|(ca, role)| ca.map(|ca| (ca.roots(), role, ca.is_ours())));
+    let cas = [
+        (Some(&material.current), "current"),
+        (material.next.as_ref(), "next"),
+        (material.previous.as_ref(), "previous"),
+    ];
+    let of_cas = cas
+        .into_iter()
+        .filter_map(|(ca, role)| ca.map(|ca| (ca.roots(), role, ca.is_ours())));
     for (roots, role, own) in of_cas.chain([(material.kept.as_slice(), "kept", false)]) {
         for root in roots.iter().map(|root| authority(root, role, own)) {
-            if !all.iter().any(|known| known.fingerprint == root.fingerprint) {
+            if !all
+                .iter()
+                .any(|known| known.fingerprint == root.fingerprint)
+            {
                 all.push(root);
             }
         }
@@ -147,12 +245,20 @@ pub(super) struct StatusSender {
 
 impl StatusSender {
     pub(super) fn new(place: &str, name: &str) -> StatusSender {
-        StatusSender { sender: watch::Sender::new(unknown(place, name)), reminded: None }
+        StatusSender {
+            sender: watch::Sender::new(unknown(place, name)),
+            reminded: None,
+        }
     }
 
     /// Another state is in force; what the replicas say of it comes later.
     pub(super) fn follow(&mut self, status: Status) {
-        self.sender.send_modify(|before| *before = Status { replicas: std::mem::take(&mut before.replicas), ..status });
+        self.sender.send_modify(|before| {
+            *before = Status {
+                replicas: std::mem::take(&mut before.replicas),
+                ..status
+            }
+        });
     }
 
     pub(super) fn update(&mut self, status: Status) {
@@ -164,7 +270,11 @@ impl StatusSender {
         self.sender.send_if_modified(|status| {
             let new = status.problem.as_ref() != Some(&problem);
             if new {
-                let consequence = if status.issuer.is_some() { "what was read before stays in force" } else { "nothing can be signed" };
+                let consequence = if status.issuer.is_some() {
+                    "what was read before stays in force"
+                } else {
+                    "nothing can be signed"
+                };
                 tracing::error!("{problem}; {consequence}");
                 status.problem = Some(problem);
             }
@@ -173,22 +283,30 @@ impl StatusSender {
     }
 
     pub(super) fn no_problem(&mut self) {
-        self.sender.send_if_modified(|status| status.problem.take().is_some());
+        self.sender
+            .send_if_modified(|status| status.problem.take().is_some());
     }
 
     /// From a third of its life on, says that a CA ends.
     pub(super) fn remind(&mut self, ca: &Ca, waiting: &[String], now: SystemTime) {
         let left = ca.ends().duration_since(now).unwrap_or_default();
-        let is_long_ago = self.reminded.is_none_or(|reminded| reminded.elapsed() >= REMIND_AFTER);
+        let is_long_ago = self
+            .reminded
+            .is_none_or(|reminded| reminded.elapsed() >= REMIND_AFTER);
         if left > ca.life() / 3 || !is_long_ago {
             return;
         }
         self.reminded = Some(Instant::now());
         let (subject, hours) = (&ca.issuer().subject, left.as_secs() / 3600);
         if !ca.is_ours() {
-            tracing::warn!("the CA {subject}, or what is above it, ends in {hours} h: put its successor into tls.crt, tls.key and ca.crt");
+            tracing::warn!(
+                "the CA {subject}, or what is above it, ends in {hours} h: put its successor into tls.crt, tls.key and ca.crt"
+            );
         } else if let Some(first) = waiting.first() {
-            tracing::warn!("the CA {subject} ends in {hours} h, and its rotation waits for {first} (of {} in all)", waiting.len());
+            tracing::warn!(
+                "the CA {subject} ends in {hours} h, and its rotation waits for {first} (of {} in all)",
+                waiting.len()
+            );
         }
     }
 }
@@ -204,12 +322,17 @@ mod tests {
 
     fn trust(material: &Material) -> Trust {
         let roots = Roots::new(material.roots().into_iter().map(|root| root.der.clone()));
-        Trust { issuer: material.current.signs().unwrap().clone(), roots: roots.into(), renew_within: Duration::ZERO }
+        Trust {
+            issuer: material.current.signs().unwrap().clone(),
+            roots: roots.into(),
+            renew_within: Duration::ZERO,
+        }
     }
 
     #[test]
     fn people_see_the_phase_the_roots_and_each_proxys_certificate_and_no_key() {
-        let material = Material::make("cluster.local", start(), Duration::from_secs(86_400)).unwrap();
+        let material =
+            Material::make("cluster.local", start(), Duration::from_secs(86_400)).unwrap();
         let trust = trust(&material);
         let said = crate::proxies::Status {
             roots_version: trust.roots.version.clone(),
@@ -220,40 +343,114 @@ mod tests {
             proxy_version: "0.1.0".into(),
             clock_skew: -7,
         };
-        let pod = PodRef { namespace: "shop".into(), name: "web-1".into(), uid: "u".into() };
+        let pod = PodRef {
+            namespace: "shop".into(),
+            name: "web-1".into(),
+            uid: "u".into(),
+        };
         let user = "system:serviceaccount:shop:web".into();
-        let proxy = ConnectedProxy { pod: Some(pod), user, connected_since: start(), status: Some(said) };
-        let status = of(&material, "here", "a", (0..30).map(|line| line.to_string()).collect(), BTreeMap::new());
-        let json = json!(answer(status, "cluster.local", Some(&trust), &[proxy.clone(), ConnectedProxy { status: None, ..proxy }]));
-        assert_eq!((json["rotation"]["phase"].as_str(), json["trust_domain"].as_str()), (Some("steady"), Some("cluster.local")));
-        assert_eq!(json["rotation"]["waiting"].as_array().unwrap().len(), MOST_LINES + 1);
-        assert_eq!(json["roots"][0]["fingerprint"], json!(material.current.issuer().fingerprint()));
-        assert_eq!((&json["issuer"]["own"], &json["roots"][0]["role"]), (&json!(true), &json!("current")));
+        let proxy = ConnectedProxy {
+            pod: Some(pod),
+            user,
+            connected_since: start(),
+            status: Some(said),
+        };
+        let status = of(
+            &material,
+            "here",
+            "a",
+            (0..30).map(|line| line.to_string()).collect(),
+            BTreeMap::new(),
+        );
+        let json = json!(answer(
+            status,
+            "cluster.local",
+            Some(&trust),
+            &[
+                proxy.clone(),
+                ConnectedProxy {
+                    status: None,
+                    ..proxy
+                }
+            ]
+        ));
+        assert_eq!(
+            (
+                json["rotation"]["phase"].as_str(),
+                json["trust_domain"].as_str()
+            ),
+            (Some("steady"), Some("cluster.local"))
+        );
+        assert_eq!(
+            json["rotation"]["waiting"].as_array().unwrap().len(),
+            MOST_LINES + 1
+        );
+        assert_eq!(
+            json["roots"][0]["fingerprint"],
+            json!(material.current.issuer().fingerprint())
+        );
+        assert_eq!(
+            (&json["issuer"]["own"], &json["roots"][0]["role"]),
+            (&json!(true), &json!("current"))
+        );
         let (said, silent) = (&json["proxies"][0], &json["proxies"][1]);
         assert_eq!(said["identity"], "spiffe://cluster.local/ns/shop/sa/web");
         let certificate = json!({
             "not_before": 1, "issued_at": 301, "not_after": 2, "serial": "0a", "issuer": "another", "current": false,
         });
-        assert_eq!(said["certificate"], certificate, "made five minutes after it counts");
+        assert_eq!(
+            said["certificate"], certificate,
+            "made five minutes after it counts"
+        );
         assert_eq!(
             (&json["issuer"]["issued_at"], &json["issuer"]["not_before"]),
             (&json!(seconds(start())), &json!(seconds(start()) - 300))
         );
-        assert_eq!((&said["acknowledged"], &said["clock_skew_ms"], &said["pod"]["name"]), (&json!(true), &json!(-7), &json!("web-1")));
-        assert_eq!((&silent["acknowledged"], &silent["certificate"]), (&json!(false), &Value::Null));
+        assert_eq!(
+            (
+                &said["acknowledged"],
+                &said["clock_skew_ms"],
+                &said["pod"]["name"]
+            ),
+            (&json!(true), &json!(-7), &json!("web-1"))
+        );
+        assert_eq!(
+            (&silent["acknowledged"], &silent["certificate"]),
+            (&json!(false), &Value::Null)
+        );
         assert!(!json.to_string().contains("PRIVATE"));
     }
 
     #[test]
     fn metrics_say_how_long_and_how_far() {
-        let material = Material::make("cluster.local", SystemTime::now(), Duration::from_secs(86_400)).unwrap();
+        let material = Material::make(
+            "cluster.local",
+            SystemTime::now(),
+            Duration::from_secs(86_400),
+        )
+        .unwrap();
         let mut text = String::new();
-        metrics(&of(&material, "here", "a", Vec::new(), BTreeMap::new()), &mut text);
-        assert!(text.contains("diy_mesh_controller_certificate_seconds_left{of=\"issuer\"} 86"), "{text}");
-        assert!(text.contains("diy_mesh_controller_rotation_phase{phase=\"steady\"} 1\n"), "{text}");
-        assert!(text.contains("diy_mesh_controller_rotation_phase{phase=\"switched\"} 0\n"), "{text}");
+        metrics(
+            &of(&material, "here", "a", Vec::new(), BTreeMap::new()),
+            &mut text,
+        );
+        assert!(
+            text.contains("diy_mesh_controller_certificate_seconds_left{of=\"issuer\"} 86"),
+            "{text}"
+        );
+        assert!(
+            text.contains("diy_mesh_controller_rotation_phase{phase=\"steady\"} 1\n"),
+            "{text}"
+        );
+        assert!(
+            text.contains("diy_mesh_controller_rotation_phase{phase=\"switched\"} 0\n"),
+            "{text}"
+        );
         let mut none = String::new();
         metrics(&unknown("here", "a"), &mut none);
-        assert!(!none.contains("certificate_seconds_left{"), "nothing is known yet");
+        assert!(
+            !none.contains("certificate_seconds_left{"),
+            "nothing is known yet"
+        );
     }
 }

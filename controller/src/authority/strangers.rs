@@ -8,15 +8,26 @@ const FEW: usize = 5;
 
 /// Whether roots that stand somewhere have none in common with these. Where no root can be read, nobody trusts any.
 pub(super) fn knows_none_of(roots: &Roots, there: &str) -> bool {
-    let there = Roots::from_pem(there).map(|roots| roots.certificates).unwrap_or_default();
+    let there = Roots::from_pem(there)
+        .map(|roots| roots.certificates)
+        .unwrap_or_default();
     !there.is_empty() && !there.iter().any(|root| roots.certificates.contains(root))
 }
 
 /// What it means that this is so in these places, and what to do. None where there are none.
 pub(super) fn warning(places: &[String]) -> Option<String> {
     let more = places.len().saturating_sub(FEW);
-    let named = places.iter().take(FEW).map(String::as_str).collect::<Vec<_>>().join(", ");
-    let rest = if more > 0 { format!(" and {more} more") } else { String::new() };
+    let named = places
+        .iter()
+        .take(FEW)
+        .map(String::as_str)
+        .collect::<Vec<_>>()
+        .join(", ");
+    let rest = if more > 0 {
+        format!(" and {more} more")
+    } else {
+        String::new()
+    };
     (!places.is_empty()).then(|| {
         format!(
             "the CA was replaced, under another root, while no controller had the one before: the trust roots in {named}{rest} have none in \
@@ -38,7 +49,15 @@ mod tests {
 
     #[test]
     fn only_sets_without_a_common_root_are_strangers() {
-        let new = || self_signed("cluster.local", SystemTime::now(), Duration::from_secs(3600)).unwrap().0;
+        let new = || {
+            self_signed(
+                "cluster.local",
+                SystemTime::now(),
+                Duration::from_secs(3600),
+            )
+            .unwrap()
+            .0
+        };
         let (old, next, other) = (new(), new(), new());
         let both = Roots::from_pem(&(old.clone() + &next)).unwrap();
         let alone = Roots::from_pem(&next).unwrap();
@@ -51,7 +70,9 @@ mod tests {
     #[test]
     fn the_warning_names_a_few_places_what_happens_and_what_to_do() {
         assert_eq!(warning(&[]), None);
-        let places: Vec<String> = (1..=7).map(|number| format!("namespace shop-{number}")).collect();
+        let places: Vec<String> = (1..=7)
+            .map(|number| format!("namespace shop-{number}"))
+            .collect();
         let text = warning(&places).unwrap();
         for part in [
             "namespace shop-1, ",
@@ -62,6 +83,10 @@ mod tests {
         ] {
             assert!(text.contains(part), "{part}: {text}");
         }
-        assert!(warning(&places[..1]).unwrap().contains("roots in namespace shop-1 have"));
+        assert!(
+            warning(&places[..1])
+                .unwrap()
+                .contains("roots in namespace shop-1 have")
+        );
     }
 }

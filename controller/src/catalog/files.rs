@@ -56,7 +56,13 @@ struct File {
 
 impl Files {
     fn new(folder: PathBuf, trust_domain: &str) -> Files {
-        Files { folder, trust_domain: trust_domain.to_owned(), files: BTreeMap::new(), objects: None, complaints: BTreeSet::new() }
+        Files {
+            folder,
+            trust_domain: trust_domain.to_owned(),
+            files: BTreeMap::new(),
+            objects: None,
+            complaints: BTreeSet::new(),
+        }
     }
 
     /// What has changed since the last look. Nothing where the folder cannot be read: what is known stays.
@@ -74,7 +80,10 @@ impl Files {
         let paths = match list(&self.folder) {
             Ok(paths) => paths,
             Err(error) => {
-                complaints.insert(format!("{}: the folder of the catalog cannot be read: {error}", self.folder.display()));
+                complaints.insert(format!(
+                    "{}: the folder of the catalog cannot be read: {error}",
+                    self.folder.display()
+                ));
                 return vec![];
             }
         };
@@ -108,19 +117,37 @@ impl Files {
         let former = self.files.remove(&path);
         if let Some(file) = former.as_ref().filter(|file| file.digest == digest) {
             let objects = file.objects.clone();
-            self.files.insert(path, File { stamp, digest, objects });
+            self.files.insert(
+                path,
+                File {
+                    stamp,
+                    digest,
+                    objects,
+                },
+            );
             return false;
         }
         let parsed = String::from_utf8(bytes).map_err(|error| format!("not UTF-8: {error}"));
-        let (objects, usable) = match parsed.and_then(|text| manifest::parse(&text, &self.trust_domain).map_err(|error| error.to_string()))
-        {
+        let (objects, usable) = match parsed.and_then(|text| {
+            manifest::parse(&text, &self.trust_domain).map_err(|error| error.to_string())
+        }) {
             Ok(objects) => (objects, true),
             Err(reason) => {
-                tracing::error!("{}: {reason}. What the file said before stays in force", path.display());
+                tracing::error!(
+                    "{}: {reason}. What the file said before stays in force",
+                    path.display()
+                );
                 (former.map(|file| file.objects).unwrap_or_default(), false)
             }
         };
-        self.files.insert(path, File { stamp, digest, objects });
+        self.files.insert(
+            path,
+            File {
+                stamp,
+                digest,
+                objects,
+            },
+        );
         usable
     }
 
@@ -131,12 +158,18 @@ impl Files {
                 let key = (object.kind(), object.key().clone());
                 if let Some((other, _)) = objects.insert(key, (path.clone(), object.clone())) {
                     let (kind, key) = (object.kind(), object.key());
-                    tracing::warn!("{kind} {key} stands in {} and in {}: the latter counts", other.display(), path.display());
+                    tracing::warn!(
+                        "{kind} {key} stands in {} and in {}: the latter counts",
+                        other.display(),
+                        path.display()
+                    );
                 }
             }
         }
         let changes = match &self.objects {
-            None => Kind::ALL.map(|kind| Change::Reset(kind, of_kind(&objects, kind))).into(),
+            None => Kind::ALL
+                .map(|kind| Change::Reset(kind, of_kind(&objects, kind)))
+                .into(),
             Some(before) => difference(before, &objects),
         };
         tracing::debug!(folder = %self.folder.display(), files = self.files.len(), objects = objects.len(), "the catalog was read");
@@ -146,13 +179,26 @@ impl Files {
 }
 
 fn of_kind(objects: &BTreeMap<(Kind, Key), (PathBuf, Object)>, kind: Kind) -> Vec<Object> {
-    objects.values().filter(|(_, object)| object.kind() == kind).map(|(_, object)| object.clone()).collect()
+    objects
+        .values()
+        .filter(|(_, object)| object.kind() == kind)
+        .map(|(_, object)| object.clone())
+        .collect()
 }
 
-fn difference(before: &BTreeMap<(Kind, Key), (PathBuf, Object)>, after: &BTreeMap<(Kind, Key), (PathBuf, Object)>) -> Vec<Change> {
-    let gone = before.keys().filter(|key| !after.contains_key(*key)).map(|(kind, key)| Change::Delete(*kind, key.clone()));
-    let changed = after.iter().filter(|(key, (_, object))| before.get(*key).is_none_or(|(_, old)| old != object));
-    gone.chain(changed.map(|(_, (_, object))| Change::Apply(object.clone()))).collect()
+fn difference(
+    before: &BTreeMap<(Kind, Key), (PathBuf, Object)>,
+    after: &BTreeMap<(Kind, Key), (PathBuf, Object)>,
+) -> Vec<Change> {
+    let gone = before
+        .keys()
+        .filter(|key| !after.contains_key(*key))
+        .map(|(kind, key)| Change::Delete(*kind, key.clone()));
+    let changed = after
+        .iter()
+        .filter(|(key, (_, object))| before.get(*key).is_none_or(|(_, old)| old != object));
+    gone.chain(changed.map(|(_, (_, object))| Change::Apply(object.clone())))
+        .collect()
 }
 
 /// Files that begin with a dot are a writer's own: it renames them when they are complete.
@@ -160,8 +206,13 @@ fn list(folder: &Path) -> io::Result<BTreeSet<PathBuf>> {
     let mut paths = BTreeSet::new();
     for entry in std::fs::read_dir(folder)? {
         let path = entry?.path();
-        let manifest = matches!(path.extension().and_then(|extension| extension.to_str()), Some("yaml" | "yml" | "json"));
-        let hidden = path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"."));
+        let manifest = matches!(
+            path.extension().and_then(|extension| extension.to_str()),
+            Some("yaml" | "yml" | "json")
+        );
+        let hidden = path
+            .file_name()
+            .is_some_and(|name| name.as_encoded_bytes().starts_with(b"."));
         if manifest && !hidden && path.is_file() {
             paths.insert(path);
         }
@@ -174,7 +225,9 @@ mod tests {
     use super::*;
 
     fn service(name: &str, ip: &str) -> String {
-        format!("apiVersion: v1\nkind: Service\nmetadata: {{name: {name}}}\nspec: {{clusterIP: {ip}}}\n")
+        format!(
+            "apiVersion: v1\nkind: Service\nmetadata: {{name: {name}}}\nspec: {{clusterIP: {ip}}}\n"
+        )
     }
 
     fn write(folder: &Path, name: &str, text: &str) {
@@ -198,7 +251,10 @@ mod tests {
         write(dir.path(), "a.yaml", &service("a", "10.0.0.1"));
         write(dir.path(), "notes.txt", "no manifest");
         let mut files = Files::new(dir.path().to_owned(), "cluster.local");
-        assert_eq!(say(files.look()), ["reset Service 1", "reset EndpointSlice 0", "reset Pod 0"]);
+        assert_eq!(
+            say(files.look()),
+            ["reset Service 1", "reset EndpointSlice 0", "reset Pod 0"]
+        );
         assert_eq!(say(files.look()), [""; 0]);
         write(dir.path(), "b.yml", &service("b", "10.0.0.2"));
         assert_eq!(say(files.look()), ["apply default/b"]);
@@ -240,11 +296,22 @@ mod tests {
         write(dir.path(), "1.yaml", &service("a", "10.0.0.1"));
         write(dir.path(), "2.yaml", &service("a", "10.0.0.2"));
         let mut files = Files::new(dir.path().to_owned(), "cluster.local");
-        let Change::Reset(Kind::Service, services) = files.look().remove(0) else { panic!("Services come first") };
-        let Object::Service(service) = &services[0] else { panic!("a Service") };
-        assert_eq!(service.cluster_ips, ["10.0.0.2".parse::<std::net::IpAddr>().unwrap()]);
+        let Change::Reset(Kind::Service, services) = files.look().remove(0) else {
+            panic!("Services come first")
+        };
+        let Object::Service(service) = &services[0] else {
+            panic!("a Service")
+        };
+        assert_eq!(
+            service.cluster_ips,
+            ["10.0.0.2".parse::<std::net::IpAddr>().unwrap()]
+        );
         std::fs::remove_file(dir.path().join("2.yaml")).unwrap();
-        assert_eq!(say(files.look()), ["apply default/a"], "the other file's object is back in force");
+        assert_eq!(
+            say(files.look()),
+            ["apply default/a"],
+            "the other file's object is back in force"
+        );
     }
 
     #[test]

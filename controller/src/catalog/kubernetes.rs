@@ -26,15 +26,35 @@ pub async fn run(client: Client, trust_domain: &str, changes: mpsc::Sender<Chang
     // A pod that has finished owns nothing any more: for the watch it is gone.
     let running = watcher::Config::default().fields("status.phase!=Succeeded,status.phase!=Failed");
     tokio::join!(
-        watch::<Service>(client.clone(), watcher::Config::default(), trust_domain, changes.clone()),
-        watch::<EndpointSlice>(client.clone(), watcher::Config::default(), trust_domain, changes.clone()),
+        watch::<Service>(
+            client.clone(),
+            watcher::Config::default(),
+            trust_domain,
+            changes.clone()
+        ),
+        watch::<EndpointSlice>(
+            client.clone(),
+            watcher::Config::default(),
+            trust_domain,
+            changes.clone()
+        ),
         watch::<Pod>(client, running, trust_domain, changes),
     );
 }
 
-async fn watch<K>(client: Client, config: watcher::Config, trust_domain: &str, changes: mpsc::Sender<Change>)
-where
-    K: CatalogObject + Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + 'static,
+async fn watch<K>(
+    client: Client,
+    config: watcher::Config,
+    trust_domain: &str,
+    changes: mpsc::Sender<Change>,
+) where
+    K: CatalogObject
+        + Resource<DynamicType = ()>
+        + Clone
+        + Debug
+        + DeserializeOwned
+        + Send
+        + 'static,
 {
     let events = watcher(Api::<K>::all(client), config);
     tokio::select! {
@@ -44,8 +64,11 @@ where
 }
 
 /// From events to changes, with a growing pause after each error until there is progress again.
-async fn forward<K>(events: impl Stream<Item = Result<Event<K>, Error>>, trust_domain: &str, changes: &mpsc::Sender<Change>)
-where
+async fn forward<K>(
+    events: impl Stream<Item = Result<Event<K>, Error>>,
+    trust_domain: &str,
+    changes: &mpsc::Sender<Change>,
+) where
     K: CatalogObject + Resource<DynamicType = ()>,
 {
     let mut events = pin!(events);
@@ -63,10 +86,17 @@ where
             }
             Ok(Event::InitDone) => Some(Change::Reset(K::KIND, std::mem::take(&mut listed))),
             // What can no longer be used must not stay as it was.
-            Ok(Event::Apply(object)) => Some(convert(&object, trust_domain).map_or_else(|| gone(&object), Change::Apply)),
+            Ok(Event::Apply(object)) => {
+                Some(convert(&object, trust_domain).map_or_else(|| gone(&object), Change::Apply))
+            }
             Ok(Event::Delete(object)) => Some(gone(&object)),
             Err(error) => {
-                tracing::warn!("cannot watch {} objects, trying again in {} ms: {}", K::KIND, pause.as_millis(), explain(K::KIND, &error));
+                tracing::warn!(
+                    "cannot watch {} objects, trying again in {} ms: {}",
+                    K::KIND,
+                    pause.as_millis(),
+                    explain(K::KIND, &error)
+                );
                 tokio::time::sleep(pause).await;
                 pause = (pause * 2).min(LONGEST_PAUSE);
                 None
@@ -82,7 +112,10 @@ where
 }
 
 fn gone<K: CatalogObject + ResourceExt>(object: &K) -> Change {
-    Change::Delete(K::KIND, Key::new(&object.namespace().unwrap_or_default(), &object.name_any()))
+    Change::Delete(
+        K::KIND,
+        Key::new(&object.namespace().unwrap_or_default(), &object.name_any()),
+    )
 }
 
 fn convert<K: CatalogObject + ResourceExt>(object: &K, trust_domain: &str) -> Option<Object> {
@@ -172,7 +205,15 @@ mod tests {
             Ok(Event::Init),
             Ok(Event::InitDone),
         ];
-        assert_eq!(forwarded(events).await, ["reset Service 2", "apply shop/c", "delete Service shop/a", "reset Service 0"]);
+        assert_eq!(
+            forwarded(events).await,
+            [
+                "reset Service 2",
+                "apply shop/c",
+                "delete Service shop/a",
+                "reset Service 0"
+            ]
+        );
     }
 
     #[tokio::test(start_paused = true)]
@@ -188,7 +229,11 @@ mod tests {
         ];
         let start = tokio::time::Instant::now();
         assert_eq!(forwarded(events).await, ["reset Service 1"]);
-        assert_eq!(start.elapsed(), SHORTEST_PAUSE * 3, "the second pause is twice the first");
+        assert_eq!(
+            start.elapsed(),
+            SHORTEST_PAUSE * 3,
+            "the second pause is twice the first"
+        );
     }
 
     #[tokio::test]
@@ -200,6 +245,9 @@ mod tests {
     #[test]
     fn a_forbidden_watch_says_which_verbs_on_what_are_missing() {
         let text = explain(Kind::Slice, &forbidden());
-        assert!(text.contains("verbs list and watch on endpointslices of discovery.k8s.io"), "{text}");
+        assert!(
+            text.contains("verbs list and watch on endpointslices of discovery.k8s.io"),
+            "{text}"
+        );
     }
 }

@@ -50,13 +50,28 @@ pub(super) fn parse(text: &str, trust_domain: &str) -> Result<Vec<Object>, Manif
     // Each document is read twice, first for its kind alone, so that an error in the second reading has its line.
     let documents = Deserializer::from_str(text).zip(Deserializer::from_str(text));
     for (position, (first, second)) in documents.enumerate() {
-        let context = Context { text, trust_domain, document: position + 1 };
+        let context = Context {
+            text,
+            trust_domain,
+            document: position + 1,
+        };
         // A document that holds nothing but comments is null.
-        let Some(meta) = Option::<TypeMeta>::deserialize(first).map_err(|error| context.at(&error))? else { continue };
-        let kind = meta.kind.ok_or_else(|| context.within("it has no kind; every object needs apiVersion and kind"))?;
-        match (meta.api_version.as_deref().unwrap_or_default(), kind.as_str()) {
+        let Some(meta) =
+            Option::<TypeMeta>::deserialize(first).map_err(|error| context.at(&error))?
+        else {
+            continue;
+        };
+        let kind = meta.kind.ok_or_else(|| {
+            context.within("it has no kind; every object needs apiVersion and kind")
+        })?;
+        match (
+            meta.api_version.as_deref().unwrap_or_default(),
+            kind.as_str(),
+        ) {
             ("v1", "Service") => objects.push(context.read::<Service>(second)?),
-            ("discovery.k8s.io/v1", "EndpointSlice") => objects.push(context.read::<EndpointSlice>(second)?),
+            ("discovery.k8s.io/v1", "EndpointSlice") => {
+                objects.push(context.read::<EndpointSlice>(second)?)
+            }
             ("v1", "Pod") => objects.push(context.read::<Pod>(second)?),
             ("v1", list) if list.ends_with("List") => {
                 let list = List::deserialize(second).map_err(|error| context.at(&error))?;
@@ -82,22 +97,36 @@ struct Context<'a> {
 }
 
 impl Context<'_> {
-    fn read<T: CatalogObject + DeserializeOwned>(&self, document: Deserializer<'_>) -> Result<Object, ManifestError> {
+    fn read<T: CatalogObject + DeserializeOwned>(
+        &self,
+        document: Deserializer<'_>,
+    ) -> Result<Object, ManifestError> {
         let object = T::deserialize(document).map_err(|error| self.at(&error))?;
-        object.convert(self.trust_domain).map_err(|error| self.within(&format!("{}: {error}", T::KIND)))
+        object
+            .convert(self.trust_domain)
+            .map_err(|error| self.within(&format!("{}: {error}", T::KIND)))
     }
 
-    fn item(&self, item: Value, kind: &str, position: usize) -> Result<Option<Object>, ManifestError> {
+    fn item(
+        &self,
+        item: Value,
+        kind: &str,
+        position: usize,
+    ) -> Result<Option<Object>, ManifestError> {
         let text = |field: &str| item.get(field).and_then(Value::as_str).map(str::to_owned);
         let kind = text("kind").unwrap_or_else(|| kind.to_owned());
         let version = text("apiVersion").unwrap_or_else(|| "v1".to_owned());
         let result = match (version.as_str(), kind.as_str()) {
             ("v1", "Service") => read_value::<Service>(item, self.trust_domain),
-            ("discovery.k8s.io/v1", "EndpointSlice") => read_value::<EndpointSlice>(item, self.trust_domain),
+            ("discovery.k8s.io/v1", "EndpointSlice") => {
+                read_value::<EndpointSlice>(item, self.trust_domain)
+            }
             ("v1", "Pod") => read_value::<Pod>(item, self.trust_domain),
             _ => return Ok(None),
         };
-        result.map(Some).map_err(|reason| self.within(&format!("items[{position}]: {kind}: {reason}")))
+        result
+            .map(Some)
+            .map_err(|reason| self.within(&format!("items[{position}]: {kind}: {reason}")))
     }
 
     fn at(&self, error: &serde_yaml_ng::Error) -> ManifestError {
@@ -106,20 +135,36 @@ impl Context<'_> {
             Some(location) => {
                 // The parser appends the place to some of its messages, and says it in its own way.
                 let reason = error.to_string();
-                let reason = reason.split(" at line ").next().unwrap_or(&reason).to_owned();
-                ManifestError::At { line: location.line().min(self.text.lines().count().max(1)), column: location.column(), reason }
+                let reason = reason
+                    .split(" at line ")
+                    .next()
+                    .unwrap_or(&reason)
+                    .to_owned();
+                ManifestError::At {
+                    line: location.line().min(self.text.lines().count().max(1)),
+                    column: location.column(),
+                    reason,
+                }
             }
         }
     }
 
     fn within(&self, reason: &str) -> ManifestError {
-        ManifestError::In { document: self.document, reason: reason.to_owned() }
+        ManifestError::In {
+            document: self.document,
+            reason: reason.to_owned(),
+        }
     }
 }
 
-fn read_value<T: CatalogObject + DeserializeOwned>(item: Value, trust_domain: &str) -> Result<Object, String> {
+fn read_value<T: CatalogObject + DeserializeOwned>(
+    item: Value,
+    trust_domain: &str,
+) -> Result<Object, String> {
     let object: T = serde_yaml_ng::from_value(item).map_err(|error| error.to_string())?;
-    object.convert(trust_domain).map_err(|error| error.to_string())
+    object
+        .convert(trust_domain)
+        .map_err(|error| error.to_string())
 }
 
 #[cfg(test)]
@@ -127,7 +172,11 @@ mod tests {
     use super::*;
 
     fn names(text: &str) -> Vec<String> {
-        parse(text, "cluster.local").unwrap().iter().map(|object| format!("{} {}", object.kind(), object.key())).collect()
+        parse(text, "cluster.local")
+            .unwrap()
+            .iter()
+            .map(|object| format!("{} {}", object.kind(), object.key()))
+            .collect()
     }
 
     #[test]
@@ -135,13 +184,19 @@ mod tests {
         let text = "# a comment alone\n---\napiVersion: v1\nkind: Service\nmetadata: {name: web, namespace: shop}\n---\n\
                     apiVersion: apps/v1\nkind: Deployment\nmetadata: {name: web}\nspec: {anything: goes}\n---\n---\n\
                     apiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\naddressType: IPv4\nendpoints: []\nmetadata: {name: web-1}\n";
-        assert_eq!(names(text), ["Service shop/web", "EndpointSlice default/web-1"]);
+        assert_eq!(
+            names(text),
+            ["Service shop/web", "EndpointSlice default/web-1"]
+        );
         assert_eq!(names(""), [""; 0]);
     }
 
     #[test]
     fn json_and_what_kubectl_prints_are_read_too() {
-        assert_eq!(names(r#"{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}}"#), ["Pod default/p"]);
+        assert_eq!(
+            names(r#"{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}}"#),
+            ["Pod default/p"]
+        );
         let list = r#"{"apiVersion": "v1", "kind": "List", "items": [
             {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p", "namespace": "a"}},
             {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c"}}]}"#;
@@ -151,7 +206,14 @@ mod tests {
     #[test]
     fn text_that_is_no_yaml_is_named_with_its_line_and_column() {
         let text = "apiVersion: v1\nkind: Service\nmetadata:\n  name: web\n bad: [\n";
-        let ManifestError::At { line, column, reason } = parse(text, "cluster.local").unwrap_err() else { panic!("the place is known") };
+        let ManifestError::At {
+            line,
+            column,
+            reason,
+        } = parse(text, "cluster.local").unwrap_err()
+        else {
+            panic!("the place is known")
+        };
         assert_eq!(line, 5);
         assert!(column > 0 && !reason.is_empty(), "{column} {reason}");
     }
@@ -160,7 +222,10 @@ mod tests {
     fn a_field_of_the_wrong_type_is_named_with_its_line() {
         let text = "apiVersion: v1\nkind: Service\nmetadata:\n  name: web\nspec:\n  ports:\n  - port: eighty\n";
         let error = parse(text, "cluster.local").unwrap_err();
-        assert!(matches!(error, ManifestError::At { line: 7, .. }), "{error}");
+        assert!(
+            matches!(error, ManifestError::At { line: 7, .. }),
+            "{error}"
+        );
         assert!(error.to_string().contains("spec.ports[0].port"), "{error}");
     }
 
@@ -172,7 +237,9 @@ mod tests {
             "document 2: Service: spec.clusterIPs: \"x\" is not an IP address"
         );
         assert_eq!(
-            parse("metadata: {name: a}\n", "cluster.local").unwrap_err().to_string(),
+            parse("metadata: {name: a}\n", "cluster.local")
+                .unwrap_err()
+                .to_string(),
             "document 1: it has no kind; every object needs apiVersion and kind"
         );
     }

@@ -31,9 +31,17 @@ const LONGEST_TEXT: usize = 128;
 type Answers = mpsc::Sender<Result<proto::DiscoverResponse, Status>>;
 
 /// Serves one stream until the caller leaves, errs, or the controller stops.
-pub(super) async fn run(context: Context, caller: Caller, mut requests: Streaming<proto::DiscoverRequest>, answers: Answers) {
+pub(super) async fn run(
+    context: Context,
+    caller: Caller,
+    mut requests: Streaming<proto::DiscoverRequest>,
+    answers: Answers,
+) {
     let _open = context.metrics.discover_streams.hold();
-    let mut stream = Stream { news: context.hub.watch_destinations(), subscriptions: HashMap::new() };
+    let mut stream = Stream {
+        news: context.hub.watch_destinations(),
+        subscriptions: HashMap::new(),
+    };
     let place = context.proxies.connect(&caller, SystemTime::now());
     let mut trust = context.authority.trust();
     trust.mark_changed();
@@ -73,7 +81,10 @@ pub(super) async fn run(context: Context, caller: Caller, mut requests: Streamin
 }
 
 /// Loses nothing when it is dropped: the news stays where it is until there is room. None: the caller has left.
-async fn room_for_news<'a>(news: &Destinations, answers: &'a Answers) -> Option<Permit<'a, Result<proto::DiscoverResponse, Status>>> {
+async fn room_for_news<'a>(
+    news: &Destinations,
+    answers: &'a Answers,
+) -> Option<Permit<'a, Result<proto::DiscoverResponse, Status>>> {
     news.wait().await;
     answers.reserve().await.ok()
 }
@@ -114,15 +125,30 @@ enum Has {
 impl Stream {
     fn take(&mut self, request: proto::DiscoverRequest) -> Result<(), Status> {
         match request.action {
-            Some(Action::Subscribe(proto::Subscribe { destination, known_version })) => {
+            Some(Action::Subscribe(proto::Subscribe {
+                destination,
+                known_version,
+            })) => {
                 let address = parse(&destination)?;
-                if self.subscriptions.len() >= MOST_SUBSCRIPTIONS && !self.subscriptions.contains_key(&address) {
+                if self.subscriptions.len() >= MOST_SUBSCRIPTIONS
+                    && !self.subscriptions.contains_key(&address)
+                {
                     return Err(Status::resource_exhausted(format!(
                         "{MOST_SUBSCRIPTIONS} destinations are subscribed to on this stream, which is the most; unsubscribe from idle ones"
                     )));
                 }
-                let has = if known_version.is_empty() { Has::Nothing } else { Has::Version(known_version) };
-                self.subscriptions.insert(address, Subscription { destination: destination.into(), has });
+                let has = if known_version.is_empty() {
+                    Has::Nothing
+                } else {
+                    Has::Version(known_version)
+                };
+                self.subscriptions.insert(
+                    address,
+                    Subscription {
+                        destination: destination.into(),
+                        has,
+                    },
+                );
                 self.news.subscribe(address);
             }
             Some(Action::Unsubscribe(proto::Unsubscribe { destination })) => {
@@ -131,7 +157,9 @@ impl Stream {
                 self.news.unsubscribe(address);
             }
             // An action of a later version of the contract: a newer proxy must be able to live with an older controller.
-            None | Some(Action::Status(_)) => tracing::debug!("a request has no action that this controller knows; it is ignored"),
+            None | Some(Action::Status(_)) => {
+                tracing::debug!("a request has no action that this controller knows; it is ignored")
+            }
         }
         Ok(())
     }
@@ -151,17 +179,32 @@ impl Stream {
             },
         };
         subscription.has = Has::Told(state);
-        Some(proto::DiscoverResponse { destination: subscription.destination.to_string(), version, update: Some(update) })
+        Some(proto::DiscoverResponse {
+            destination: subscription.destination.to_string(),
+            version,
+            update: Some(update),
+        })
     }
 }
 
 /// What a proxy says of itself, in our words. Its texts are kept for as long as it is connected, so they are short.
 fn says(status: proto::ProxyStatus, now: SystemTime) -> Result<proxies::Status, Status> {
-    let texts = [&status.roots_version, &status.certificate_serial, &status.certificate_issuer, &status.proxy_version];
+    let texts = [
+        &status.roots_version,
+        &status.certificate_serial,
+        &status.certificate_issuer,
+        &status.proxy_version,
+    ];
     if texts.iter().any(|text| text.len() > LONGEST_TEXT) {
-        return Err(Status::invalid_argument(format!("status: a text is longer than {LONGEST_TEXT} bytes")));
+        return Err(Status::invalid_argument(format!(
+            "status: a text is longer than {LONGEST_TEXT} bytes"
+        )));
     }
-    let now = now.duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| i64::try_from(since.as_millis()).unwrap_or(i64::MAX));
+    let now = now
+        .duration_since(SystemTime::UNIX_EPOCH)
+        .map_or(0, |since| {
+            i64::try_from(since.as_millis()).unwrap_or(i64::MAX)
+        });
     Ok(proxies::Status {
         roots_version: status.roots_version,
         certificate_not_before: status.certificate_not_before,
@@ -179,7 +222,11 @@ fn roots(trust: &Trust) -> proto::DiscoverResponse {
         issuer: trust.issuer.id().to_owned(),
         renew_within_seconds: u32::try_from(trust.renew_within.as_secs()).unwrap_or(u32::MAX),
     };
-    proto::DiscoverResponse { destination: String::new(), version: trust.roots.version.clone(), update: Some(Answer::Roots(roots)) }
+    proto::DiscoverResponse {
+        destination: String::new(),
+        version: trust.roots.version.clone(),
+        update: Some(Answer::Roots(roots)),
+    }
 }
 
 fn whole(state: &State) -> Answer {
@@ -201,7 +248,10 @@ fn count(metrics: &Metrics, answer: &proto::DiscoverResponse) {
 
 /// An IPv4 address in IPv6 clothes is the IPv4 address, and scopes mean nothing across machines.
 fn parse(destination: &str) -> Result<SocketAddr, Status> {
-    let address = destination.parse::<SocketAddr>().ok().filter(|address| address.port() != 0);
+    let address = destination
+        .parse::<SocketAddr>()
+        .ok()
+        .filter(|address| address.port() != 0);
     address.map(|address| SocketAddr::new(address.ip().to_canonical(), address.port())).ok_or_else(|| {
         Status::invalid_argument(format!(
             "destination {destination:?} is not ADDRESS:PORT, for example \"10.96.0.7:80\" or \"[fd00::7]:80\""
@@ -234,38 +284,58 @@ mod tests {
                 Answer::Unchanged(_) | Answer::Roots(_) => {}
                 Answer::Unknown(_) => (self.target, self.endpoints) = (None, BTreeMap::new()),
                 Answer::Snapshot(snapshot) => {
-                    self.target = Some((snapshot.kind, snapshot.namespace, snapshot.name, snapshot.app_protocol));
+                    self.target = Some((
+                        snapshot.kind,
+                        snapshot.namespace,
+                        snapshot.name,
+                        snapshot.app_protocol,
+                    ));
                     self.endpoints = snapshot.endpoints.into_iter().map(by_address).collect();
                 }
                 Answer::Delta(delta) => {
                     for address in delta.removed {
-                        assert!(self.endpoints.remove(&address).is_some(), "only what is there is removed");
+                        assert!(
+                            self.endpoints.remove(&address).is_some(),
+                            "only what is there is removed"
+                        );
                     }
-                    self.endpoints.extend(delta.upserted.into_iter().map(by_address));
+                    self.endpoints
+                        .extend(delta.upserted.into_iter().map(by_address));
                 }
             }
         }
     }
 
     fn stream(hub: &Hub) -> Stream {
-        Stream { news: hub.watch_destinations(), subscriptions: HashMap::new() }
+        Stream {
+            news: hub.watch_destinations(),
+            subscriptions: HashMap::new(),
+        }
     }
 
     fn subscribe(destination: SocketAddr, known_version: &str) -> proto::DiscoverRequest {
-        let subscribe = proto::Subscribe { destination: destination.to_string(), known_version: known_version.to_owned() };
-        proto::DiscoverRequest { action: Some(Action::Subscribe(subscribe)) }
+        let subscribe = proto::Subscribe {
+            destination: destination.to_string(),
+            known_version: known_version.to_owned(),
+        };
+        proto::DiscoverRequest {
+            action: Some(Action::Subscribe(subscribe)),
+        }
     }
 
     fn read(stream: &mut Stream, kept: &mut BTreeMap<SocketAddr, Kept>, at_most: usize) {
         for _ in 0..at_most {
             if let Some(answer) = stream.answer() {
-                kept.entry(answer.destination.parse().unwrap()).or_default().take(answer);
+                kept.entry(answer.destination.parse().unwrap())
+                    .or_default()
+                    .take(answer);
             }
         }
     }
 
     #[test]
-    fn whatever_happens_and_however_slowly_it_reads_a_proxy_ends_with_the_state_that_a_new_one_is_told() {
+    fn whatever_happens_and_however_slowly_it_reads_a_proxy_ends_with_the_state_that_a_new_one_is_told()
+     {
         for seed in 0..50 {
             let mut chance = Chance(fastrand::Rng::with_seed(seed));
             let (hub, mut kept) = (Hub::default(), BTreeMap::new());
@@ -274,16 +344,20 @@ mod tests {
                 match chance.0.u8(..12) {
                     // A stream that is lost, and resumes with what it has.
                     0 => {
-                        let subscribed: Vec<SocketAddr> = slow.subscriptions.keys().copied().collect();
+                        let subscribed: Vec<SocketAddr> =
+                            slow.subscriptions.keys().copied().collect();
                         slow = stream(&hub);
                         for destination in subscribed {
-                            let known = kept.get(&destination).map_or("", |kept: &Kept| &kept.version);
+                            let known = kept
+                                .get(&destination)
+                                .map_or("", |kept: &Kept| &kept.version);
                             slow.take(subscribe(destination, known)).unwrap();
                         }
                     }
                     1..4 => {
                         let all = Chance::destinations();
-                        slow.take(subscribe(all[chance.0.usize(..all.len())], "")).unwrap();
+                        slow.take(subscribe(all[chance.0.usize(..all.len())], ""))
+                            .unwrap();
                     }
                     4..6 => read(&mut slow, &mut kept, step % 4),
                     _ => hub.apply([chance.change()]),
@@ -301,13 +375,33 @@ mod tests {
 
     #[test]
     fn destinations_are_addresses_with_a_port() {
-        assert_eq!(parse("10.96.0.7:80").unwrap(), "10.96.0.7:80".parse().unwrap());
-        assert_eq!(parse("[fd00::7]:80").unwrap(), "[fd00::7]:80".parse().unwrap());
-        assert_eq!(parse("[::ffff:10.96.0.7]:80").unwrap(), "10.96.0.7:80".parse().unwrap());
-        for text in ["", "10.96.0.7", "10.96.0.7:0", "web.shop:80", "10.96.0.7:80 ", "fd00::7:80"] {
+        assert_eq!(
+            parse("10.96.0.7:80").unwrap(),
+            "10.96.0.7:80".parse().unwrap()
+        );
+        assert_eq!(
+            parse("[fd00::7]:80").unwrap(),
+            "[fd00::7]:80".parse().unwrap()
+        );
+        assert_eq!(
+            parse("[::ffff:10.96.0.7]:80").unwrap(),
+            "10.96.0.7:80".parse().unwrap()
+        );
+        for text in [
+            "",
+            "10.96.0.7",
+            "10.96.0.7:0",
+            "web.shop:80",
+            "10.96.0.7:80 ",
+            "fd00::7:80",
+        ] {
             let status = parse(text).unwrap_err();
             assert_eq!(status.code(), tonic::Code::InvalidArgument);
-            assert!(status.message().contains(&format!("{text:?}")), "{}", status.message());
+            assert!(
+                status.message().contains(&format!("{text:?}")),
+                "{}",
+                status.message()
+            );
         }
     }
 }

@@ -26,7 +26,13 @@ impl Limiter {
         if self.whole_again.len() >= MOST_PODS && !self.whole_again.contains_key(uid) {
             return Err(EVERY);
         }
-        let whole_again = self.whole_again.get(uid).copied().filter(|whole| *whole > now).unwrap_or(now) + EVERY;
+        let whole_again = self
+            .whole_again
+            .get(uid)
+            .copied()
+            .filter(|whole| *whole > now)
+            .unwrap_or(now)
+            + EVERY;
         match (whole_again - now).checked_sub(EVERY * BURST) {
             Some(wait) if !wait.is_zero() => Err(wait),
             _ => {
@@ -57,7 +63,11 @@ mod tests {
             assert_eq!(limiter.take(&one, now), Ok(()));
         }
         assert_eq!(limiter.take(&one, now), Err(EVERY));
-        assert_eq!(limiter.take(&one, now + EVERY / 4), Err(EVERY * 3 / 4), "a refusal costs nothing");
+        assert_eq!(
+            limiter.take(&one, now + EVERY / 4),
+            Err(EVERY * 3 / 4),
+            "a refusal costs nothing"
+        );
         assert_eq!(limiter.take(&other, now), Ok(()));
         assert_eq!(limiter.take(&one, now + EVERY), Ok(()));
         assert_eq!(limiter.take(&one, now + EVERY), Err(EVERY));
@@ -65,7 +75,10 @@ mod tests {
         for _ in 0..BURST {
             assert_eq!(limiter.take(&one, later), Ok(()));
         }
-        assert!(limiter.take(&one, later).is_err(), "a long rest earns one burst");
+        assert!(
+            limiter.take(&one, later).is_err(),
+            "a long rest earns one burst"
+        );
     }
 
     #[test]
@@ -75,7 +88,11 @@ mod tests {
             limiter.take(&pod.to_string().into(), now).unwrap();
         }
         assert_eq!(limiter.take(&"one more".into(), now), Err(EVERY));
-        assert_eq!(limiter.take(&"0".into(), now), Ok(()), "those that are known go on");
+        assert_eq!(
+            limiter.take(&"0".into(), now),
+            Ok(()),
+            "those that are known go on"
+        );
         limiter.take(&"later".into(), now + EVERY * 3).unwrap();
         assert_eq!(limiter.whole_again.len(), 1);
     }

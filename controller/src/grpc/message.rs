@@ -10,10 +10,24 @@ use crate::index::view::{EndpointView, ServiceView};
 
 /// A Service; one that does not exist has its name alone, and is marked as deleted.
 pub(super) fn service(key: &Key, view: Option<&ServiceView>) -> proto::Service {
-    let mut message = proto::Service { name: key.name.to_string(), namespace: key.namespace.to_string(), ..proto::Service::default() };
-    let Some(view) = view else { return proto::Service { deleted: true, ..message } };
+    let mut message = proto::Service {
+        name: key.name.to_string(),
+        namespace: key.namespace.to_string(),
+        ..proto::Service::default()
+    };
+    let Some(view) = view else {
+        return proto::Service {
+            deleted: true,
+            ..message
+        };
+    };
     message.ports = view.service.ports.iter().map(port).collect();
-    message.cluster_ips = view.service.cluster_ips.iter().map(ToString::to_string).collect();
+    message.cluster_ips = view
+        .service
+        .cluster_ips
+        .iter()
+        .map(ToString::to_string)
+        .collect();
     message.endpoints = view.endpoints.iter().map(service_endpoint).collect();
     message.external_name = view.service.external_name.clone();
     message
@@ -76,6 +90,10 @@ fn service_endpoint(endpoint: &EndpointView) -> proto::service::Endpoint {
         pod_name: endpoint.pod_name.to_string(),
         terminating: endpoint.terminating,
         zone: endpoint.zone.to_string(),
-        ports: endpoint.ports.iter().map(|(name, number)| (name.clone(), (*number).into())).collect(),
+        ports: endpoint
+            .ports
+            .iter()
+            .map(|(name, number)| (name.clone(), (*number).into()))
+            .collect(),
     }
 }

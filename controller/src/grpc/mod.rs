@@ -11,7 +11,9 @@ mod watch;
 use std::sync::Arc;
 use std::time::Duration;
 
-use diy_mesh_proto::mesh::v1::service_mesh_service_server::{SERVICE_NAME, ServiceMeshServiceServer};
+use diy_mesh_proto::mesh::v1::service_mesh_service_server::{
+    SERVICE_NAME, ServiceMeshServiceServer,
+};
 use rustls::ServerConfig;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
@@ -62,13 +64,19 @@ pub struct Context {
 }
 
 /// Serves until `context.stopping`, then a few seconds more at most.
-pub async fn serve(listener: TcpListener, tls: Arc<ServerConfig>, context: Context) -> Result<(), tonic::transport::Error> {
+pub async fn serve(
+    listener: TcpListener,
+    tls: Arc<ServerConfig>,
+    context: Context,
+) -> Result<(), tonic::transport::Error> {
     let Context { hub, stopping, .. } = context.clone();
     let health = HealthReporter::new();
     report(&health, ServingStatus::NotServing).await;
-    let health_service =
-        tonic_health::pb::health_server::HealthServer::new(tonic_health::server::HealthService::from_health_reporter(health.clone()));
-    let mesh = ServiceMeshServiceServer::new(Mesh::new(context)).max_decoding_message_size(LARGEST_MESSAGE);
+    let health_service = tonic_health::pb::health_server::HealthServer::new(
+        tonic_health::server::HealthService::from_health_reporter(health.clone()),
+    );
+    let mesh = ServiceMeshServiceServer::new(Mesh::new(context))
+        .max_decoding_message_size(LARGEST_MESSAGE);
     let server = Server::builder()
         .http2_keepalive_interval(Some(PING_AFTER))
         .http2_keepalive_timeout(Some(PING_PATIENCE))
@@ -76,7 +84,10 @@ pub async fn serve(listener: TcpListener, tls: Arc<ServerConfig>, context: Conte
         .max_concurrent_streams(CALLS_PER_CONNECTION)
         .add_service(health_service)
         .add_service(mesh)
-        .serve_with_incoming_shutdown(serving::handshakes(tls, listen::connections(listener)), stopping.clone().cancelled_owned());
+        .serve_with_incoming_shutdown(
+            serving::handshakes(tls, listen::connections(listener)),
+            stopping.clone().cancelled_owned(),
+        );
 
     let state = async {
         tokio::select! {

@@ -33,12 +33,20 @@ pub(super) struct Mesh {
 
 impl Mesh {
     pub(super) fn new(context: Context) -> Mesh {
-        Mesh { signer: Signer::new(context.clone()), context }
+        Mesh {
+            signer: Signer::new(context.clone()),
+            context,
+        }
     }
 
     /// Nothing is answered before this: a catalog half read would call destinations unknown that are not.
     async fn admit(&self, metadata: &MetadataMap) -> Result<Caller, Status> {
-        let caller = self.context.authenticator.caller(metadata).await.map_err(refusal)?;
+        let caller = self
+            .context
+            .authenticator
+            .caller(metadata)
+            .await
+            .map_err(refusal)?;
         synced(&self.context).await?;
         Ok(caller)
     }
@@ -46,19 +54,28 @@ impl Mesh {
 
 #[tonic::async_trait]
 impl ServiceMeshService for Mesh {
-    async fn get_services(&self, request: Request<proto::GetServicesRequest>) -> Result<Response<proto::GetServicesResponse>, Status> {
+    async fn get_services(
+        &self,
+        request: Request<proto::GetServicesRequest>,
+    ) -> Result<Response<proto::GetServicesResponse>, Status> {
         self.admit(request.metadata()).await?;
         let mut names = keys(&request.get_ref().services)?;
         if names.is_empty() {
             names = self.context.hub.service_keys();
         }
-        let services = names.iter().map(|key| message::service(key, self.context.hub.service(key).as_ref())).collect();
+        let services = names
+            .iter()
+            .map(|key| message::service(key, self.context.hub.service(key).as_ref()))
+            .collect();
         Ok(Response::new(proto::GetServicesResponse { services }))
     }
 
     type WatchServicesStream = Answers<proto::WatchServicesResponse>;
 
-    async fn watch_services(&self, request: Request<proto::WatchServicesRequest>) -> Result<Response<Self::WatchServicesStream>, Status> {
+    async fn watch_services(
+        &self,
+        request: Request<proto::WatchServicesRequest>,
+    ) -> Result<Response<Self::WatchServicesStream>, Status> {
         let caller = self.admit(request.metadata()).await?;
         let names = keys(&request.get_ref().services)?;
         tracing::debug!(caller = %caller.user, services = names.len(), "WatchServices");
@@ -72,16 +89,26 @@ impl ServiceMeshService for Mesh {
         request: Request<proto::SignCertificateRequest>,
     ) -> Result<Response<proto::SignCertificateResponse>, Status> {
         let peer = request.remote_addr();
-        Ok(Response::new(self.signer.sign(request.into_inner(), peer).await?))
+        Ok(Response::new(
+            self.signer.sign(request.into_inner(), peer).await?,
+        ))
     }
 
     type DiscoverStream = Answers<proto::DiscoverResponse>;
 
-    async fn discover(&self, request: Request<Streaming<proto::DiscoverRequest>>) -> Result<Response<Self::DiscoverStream>, Status> {
+    async fn discover(
+        &self,
+        request: Request<Streaming<proto::DiscoverRequest>>,
+    ) -> Result<Response<Self::DiscoverStream>, Status> {
         let caller = self.admit(request.metadata()).await?;
         tracing::debug!(caller = %caller.user, "Discover");
         let (answers, stream) = mpsc::channel(AHEAD);
-        tokio::spawn(discover::run(self.context.clone(), caller, request.into_inner(), answers));
+        tokio::spawn(discover::run(
+            self.context.clone(),
+            caller,
+            request.into_inner(),
+            answers,
+        ));
         Ok(Response::new(Box::pin(ReceiverStream::new(stream))))
     }
 }
@@ -120,10 +147,14 @@ fn keys(names: &[String]) -> Result<BTreeSet<Key>, Status> {
 
 fn key(name: &str) -> Result<Key, Status> {
     match name.split_once('/') {
-        Some((namespace, service)) if !namespace.is_empty() && !service.is_empty() && !service.contains('/') => {
+        Some((namespace, service))
+            if !namespace.is_empty() && !service.is_empty() && !service.contains('/') =>
+        {
             Ok(Key::new(namespace, service))
         }
-        _ => Err(Status::invalid_argument(format!("services: {name:?} is not NAMESPACE/NAME"))),
+        _ => Err(Status::invalid_argument(format!(
+            "services: {name:?} is not NAMESPACE/NAME"
+        ))),
     }
 }
 
@@ -137,7 +168,11 @@ mod tests {
         for name in ["", "web", "/web", "shop/", "a/b/c"] {
             let status = key(name).unwrap_err();
             assert_eq!(status.code(), tonic::Code::InvalidArgument);
-            assert!(status.message().contains(&format!("{name:?}")), "{}", status.message());
+            assert!(
+                status.message().contains(&format!("{name:?}")),
+                "{}",
+                status.message()
+            );
         }
     }
 
@@ -145,7 +180,14 @@ mod tests {
     fn a_refusal_says_what_to_do_and_an_unreachable_authenticator_is_not_the_callers_fault() {
         let status = refusal(AuthError::Missing);
         assert_eq!(status.code(), tonic::Code::Unauthenticated);
-        assert!(status.message().contains("kubectl create token"), "{}", status.message());
-        assert_eq!(refusal(AuthError::Unreachable("down".into())).code(), tonic::Code::Unavailable);
+        assert!(
+            status.message().contains("kubectl create token"),
+            "{}",
+            status.message()
+        );
+        assert_eq!(
+            refusal(AuthError::Unreachable("down".into())).code(),
+            tonic::Code::Unavailable
+        );
     }
 }

@@ -11,7 +11,11 @@ use crate::index::object::Key;
 use crate::index::version::Version;
 
 /// Serves one stream until the caller leaves or the controller stops.
-pub(super) async fn run(context: Context, names: BTreeSet<Key>, answers: mpsc::Sender<Result<proto::WatchServicesResponse, Status>>) {
+pub(super) async fn run(
+    context: Context,
+    names: BTreeSet<Key>,
+    answers: mpsc::Sender<Result<proto::WatchServicesResponse, Status>>,
+) {
     let _open = context.metrics.watch_streams.hold();
     let news = context.hub.watch_services(&names);
     let mut told: HashMap<Key, Option<Version>> = HashMap::new();
@@ -20,7 +24,14 @@ pub(super) async fn run(context: Context, names: BTreeSet<Key>, answers: mpsc::S
     loop {
         if unsynced == Some(0) {
             unsynced = None;
-            if answers.send(Ok(proto::WatchServicesResponse { service: None, synced: true })).await.is_err() {
+            if answers
+                .send(Ok(proto::WatchServicesResponse {
+                    service: None,
+                    synced: true,
+                }))
+                .await
+                .is_err()
+            {
                 return;
             }
         }
@@ -30,13 +41,18 @@ pub(super) async fn run(context: Context, names: BTreeSet<Key>, answers: mpsc::S
             room = async { news.wait().await; answers.reserve().await } => room,
         };
         let Ok(room) = room else { return };
-        let Some((key, view)) = news.next() else { continue };
+        let Some((key, view)) = news.next() else {
+            continue;
+        };
         unsynced = unsynced.map(|left| left - 1);
         let version = view.as_ref().map(|view| view.version());
         if told.get(&key) == Some(&version) {
             continue;
         }
-        room.send(Ok(proto::WatchServicesResponse { service: Some(message::service(&key, view.as_ref())), synced: false }));
+        room.send(Ok(proto::WatchServicesResponse {
+            service: Some(message::service(&key, view.as_ref())),
+            synced: false,
+        }));
         // One that is gone is remembered only where the caller named it: names that come and go must not add up.
         if version.is_none() && names.is_empty() {
             told.remove(&key);

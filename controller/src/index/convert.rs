@@ -11,7 +11,10 @@ use k8s_openapi::api::discovery::v1 as discovery;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
-use super::object::{Key, Pod, PodReference, Service, ServicePort, Slice, SliceEndpoint, SlicePort, TargetPort, Transport};
+use super::object::{
+    Key, Pod, PodReference, Service, ServicePort, Slice, SliceEndpoint, SlicePort, TargetPort,
+    Transport,
+};
 
 const SERVICE_NAME_LABEL: &str = "kubernetes.io/service-name";
 const ZONE_LABEL: &str = "topology.kubernetes.io/zone";
@@ -59,14 +62,29 @@ pub enum ConvertError {
 pub fn service(object: &core::Service) -> Result<Service, ConvertError> {
     let key = key(&object.metadata)?;
     let Some(spec) = &object.spec else {
-        return Ok(Service { key, cluster_ips: vec![], ports: vec![], external_name: String::new(), publish_not_ready: false });
+        return Ok(Service {
+            key,
+            cluster_ips: vec![],
+            ports: vec![],
+            external_name: String::new(),
+            publish_not_ready: false,
+        });
     };
     let external = spec.type_.as_deref() == Some("ExternalName");
     Ok(Service {
         key,
         cluster_ips: if external { vec![] } else { cluster_ips(spec)? },
-        ports: spec.ports.iter().flatten().map(service_port).collect::<Result<_, _>>()?,
-        external_name: if external { spec.external_name.clone().unwrap_or_default() } else { String::new() },
+        ports: spec
+            .ports
+            .iter()
+            .flatten()
+            .map(service_port)
+            .collect::<Result<_, _>>()?,
+        external_name: if external {
+            spec.external_name.clone().unwrap_or_default()
+        } else {
+            String::new()
+        },
         publish_not_ready: spec.publish_not_ready_addresses.unwrap_or(false),
     })
 }
@@ -74,7 +92,10 @@ pub fn service(object: &core::Service) -> Result<Service, ConvertError> {
 /// An EndpointSlice. One without the label that names its Service belongs to none; one of names (FQDN) has no endpoints.
 pub fn slice(object: &discovery::EndpointSlice) -> Result<Slice, ConvertError> {
     let key = key(&object.metadata)?;
-    let service = label(&object.metadata, SERVICE_NAME_LABEL).map(|name| Key { namespace: key.namespace.clone(), name: name.into() });
+    let service = label(&object.metadata, SERVICE_NAME_LABEL).map(|name| Key {
+        namespace: key.namespace.clone(),
+        name: name.into(),
+    });
     let addresses = matches!(object.address_type.as_str(), "IPv4" | "IPv6");
     let mut endpoints = Vec::new();
     for endpoint in object.endpoints.iter().filter(|_| addresses) {
@@ -84,7 +105,12 @@ pub fn slice(object: &discovery::EndpointSlice) -> Result<Slice, ConvertError> {
     for port in object.ports.iter().flatten() {
         ports.extend(slice_port(port)?);
     }
-    Ok(Slice { key, service, ports, endpoints })
+    Ok(Slice {
+        key,
+        service,
+        ports,
+        endpoints,
+    })
 }
 
 /// A Pod.
@@ -92,19 +118,40 @@ pub fn pod(object: &core::Pod, trust_domain: &str) -> Result<Pod, ConvertError> 
     let key = key(&object.metadata)?;
     let spec = object.spec.as_ref();
     let status = object.status.as_ref();
-    let finished = matches!(status.and_then(|status| status.phase.as_deref()), Some("Succeeded" | "Failed"));
+    let finished = matches!(
+        status.and_then(|status| status.phase.as_deref()),
+        Some("Succeeded" | "Failed")
+    );
     let host_network = spec.and_then(|spec| spec.host_network).unwrap_or(false);
-    let injected =
-        object.metadata.annotations.as_ref().and_then(|all| all.get(STATUS_ANNOTATION)).is_some_and(|status| status == "injected");
-    let account = spec.and_then(|spec| spec.service_account_name.as_deref()).filter(|name| !name.is_empty()).unwrap_or("default");
-    let identity = injected.then(|| format!("spiffe://{trust_domain}/ns/{}/sa/{account}", key.namespace).into());
+    let injected = object
+        .metadata
+        .annotations
+        .as_ref()
+        .and_then(|all| all.get(STATUS_ANNOTATION))
+        .is_some_and(|status| status == "injected");
+    let account = spec
+        .and_then(|spec| spec.service_account_name.as_deref())
+        .filter(|name| !name.is_empty())
+        .unwrap_or("default");
+    let identity = injected
+        .then(|| format!("spiffe://{trust_domain}/ns/{}/sa/{account}", key.namespace).into());
     Ok(Pod {
         uid: object.metadata.uid.as_deref().unwrap_or_default().into(),
-        addresses: if finished || host_network { vec![] } else { status.map(pod_addresses).transpose()?.unwrap_or_default() },
+        addresses: if finished || host_network {
+            vec![]
+        } else {
+            status.map(pod_addresses).transpose()?.unwrap_or_default()
+        },
         terminating: object.metadata.deletion_timestamp.is_some(),
         ready: !finished && status.is_some_and(is_ready),
-        created: object.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second()),
-        zone: label(&object.metadata, ZONE_LABEL).unwrap_or_default().into(),
+        created: object
+            .metadata
+            .creation_timestamp
+            .as_ref()
+            .map_or(0, |time| time.0.as_second()),
+        zone: label(&object.metadata, ZONE_LABEL)
+            .unwrap_or_default()
+            .into(),
         identity,
         bypassed: bypassed(object),
         opaque_ports: opaque_ports(object),
@@ -114,20 +161,40 @@ pub fn pod(object: &core::Pod, trust_domain: &str) -> Result<Pod, ConvertError> 
 
 /// What the pod's annotation keeps from its proxy, and the proxy's own admin port. The injector has refused what is no list of ports.
 fn bypassed(object: &core::Pod) -> Vec<RangeInclusive<u16>> {
-    let list = object.metadata.annotations.as_ref().and_then(|all| all.get(SKIP_ANNOTATION)).map_or("", String::as_str);
+    let list = object
+        .metadata
+        .annotations
+        .as_ref()
+        .and_then(|all| all.get(SKIP_ANNOTATION))
+        .map_or("", String::as_str);
     let skipped = ports(list);
     let spec = object.spec.iter();
-    let containers = spec.flat_map(|spec| spec.init_containers.iter().flatten().chain(&spec.containers));
+    let containers = spec.flat_map(|spec| {
+        spec.init_containers
+            .iter()
+            .flatten()
+            .chain(&spec.containers)
+    });
     let ports = containers.flat_map(|container| container.ports.iter().flatten());
-    let admin = ports.filter(|port| port.name.as_deref() == Some(ADMIN_PORT)).filter_map(|port| u16::try_from(port.container_port).ok());
+    let admin = ports
+        .filter(|port| port.name.as_deref() == Some(ADMIN_PORT))
+        .filter_map(|port| u16::try_from(port.container_port).ok());
     skipped.chain(admin.map(|port| port..=port)).collect()
 }
 
 /// The opaque ports in the arguments of the injected proxy.
 fn opaque_ports(object: &core::Pod) -> Box<[RangeInclusive<u16>]> {
-    let containers = object.spec.iter().flat_map(|spec| spec.init_containers.iter().flatten());
-    let arguments = containers.filter(|container| container.name == PROXY).flat_map(|proxy| proxy.args.iter().flatten());
-    arguments.filter_map(|argument| argument.strip_prefix(OPAQUE_PORTS_ARGUMENT)).flat_map(ports).collect()
+    let containers = object
+        .spec
+        .iter()
+        .flat_map(|spec| spec.init_containers.iter().flatten());
+    let arguments = containers
+        .filter(|container| container.name == PROXY)
+        .flat_map(|proxy| proxy.args.iter().flatten());
+    arguments
+        .filter_map(|argument| argument.strip_prefix(OPAQUE_PORTS_ARGUMENT))
+        .flat_map(ports)
+        .collect()
 }
 
 /// The ports and ranges of a list, without what is neither.
@@ -139,22 +206,49 @@ fn ports(list: &str) -> impl Iterator<Item = RangeInclusive<u16>> {
 }
 
 fn is_ready(status: &core::PodStatus) -> bool {
-    status.conditions.iter().flatten().any(|condition| condition.type_ == "Ready" && condition.status == "True")
+    status
+        .conditions
+        .iter()
+        .flatten()
+        .any(|condition| condition.type_ == "Ready" && condition.status == "True")
 }
 
 fn key(metadata: &ObjectMeta) -> Result<Key, ConvertError> {
-    let name = metadata.name.as_deref().filter(|name| !name.is_empty()).ok_or(ConvertError::NoName)?;
-    Ok(Key::new(metadata.namespace.as_deref().filter(|namespace| !namespace.is_empty()).unwrap_or("default"), name))
+    let name = metadata
+        .name
+        .as_deref()
+        .filter(|name| !name.is_empty())
+        .ok_or(ConvertError::NoName)?;
+    Ok(Key::new(
+        metadata
+            .namespace
+            .as_deref()
+            .filter(|namespace| !namespace.is_empty())
+            .unwrap_or("default"),
+        name,
+    ))
 }
 
 fn label<'a>(metadata: &'a ObjectMeta, name: &str) -> Option<&'a str> {
-    metadata.labels.as_ref()?.get(name).map(String::as_str).filter(|value| !value.is_empty())
+    metadata
+        .labels
+        .as_ref()?
+        .get(name)
+        .map(String::as_str)
+        .filter(|value| !value.is_empty())
 }
 
 fn cluster_ips(spec: &core::ServiceSpec) -> Result<Vec<IpAddr>, ConvertError> {
     let listed = spec.cluster_ips.as_deref().unwrap_or_default();
-    let all = if listed.is_empty() { spec.cluster_ip.as_slice() } else { listed };
-    all.iter().filter(|ip| !ip.is_empty() && *ip != "None").map(|ip| address("spec.clusterIPs", ip)).collect()
+    let all = if listed.is_empty() {
+        spec.cluster_ip.as_slice()
+    } else {
+        listed
+    };
+    all.iter()
+        .filter(|ip| !ip.is_empty() && *ip != "None")
+        .map(|ip| address("spec.clusterIPs", ip))
+        .collect()
 }
 
 fn service_port(port: &core::ServicePort) -> Result<ServicePort, ConvertError> {
@@ -164,7 +258,9 @@ fn service_port(port: &core::ServicePort) -> Result<ServicePort, ConvertError> {
         // Written by hand, 0 and the empty text mean what leaving it out means.
         Some(IntOrString::Int(0)) => TargetPort::Number(number),
         Some(IntOrString::String(name)) if name.is_empty() => TargetPort::Number(number),
-        Some(IntOrString::Int(target)) => TargetPort::Number(port_number("spec.ports.targetPort", *target)?),
+        Some(IntOrString::Int(target)) => {
+            TargetPort::Number(port_number("spec.ports.targetPort", *target)?)
+        }
         Some(IntOrString::String(name)) => TargetPort::Name(name.clone()),
     };
     Ok(ServicePort {
@@ -178,7 +274,9 @@ fn service_port(port: &core::ServicePort) -> Result<ServicePort, ConvertError> {
 
 /// None for a port without a number, which stands for "all ports" and leads nowhere.
 fn slice_port(port: &discovery::EndpointPort) -> Result<Option<SlicePort>, ConvertError> {
-    let Some(number) = port.port else { return Ok(None) };
+    let Some(number) = port.port else {
+        return Ok(None);
+    };
     Ok(Some(SlicePort {
         name: port.name.clone().unwrap_or_default(),
         port: port_number("ports.port", number)?,
@@ -186,14 +284,32 @@ fn slice_port(port: &discovery::EndpointPort) -> Result<Option<SlicePort>, Conve
     }))
 }
 
-fn slice_endpoint(endpoint: &discovery::Endpoint, namespace: &Arc<str>) -> Result<Option<SliceEndpoint>, ConvertError> {
-    let Some(first) = endpoint.addresses.first() else { return Ok(None) };
+fn slice_endpoint(
+    endpoint: &discovery::Endpoint,
+    namespace: &Arc<str>,
+) -> Result<Option<SliceEndpoint>, ConvertError> {
+    let Some(first) = endpoint.addresses.first() else {
+        return Ok(None);
+    };
     let conditions = endpoint.conditions.clone().unwrap_or_default();
-    let pod = endpoint.target_ref.as_ref().filter(|target| target.kind.as_deref() == Some("Pod")).and_then(|target| {
-        let name = target.name.as_deref()?;
-        let namespace = target.namespace.as_deref().map_or_else(|| namespace.clone(), Arc::from);
-        Some(PodReference { key: Key { namespace, name: name.into() }, uid: target.uid.as_deref().unwrap_or_default().into() })
-    });
+    let pod = endpoint
+        .target_ref
+        .as_ref()
+        .filter(|target| target.kind.as_deref() == Some("Pod"))
+        .and_then(|target| {
+            let name = target.name.as_deref()?;
+            let namespace = target
+                .namespace
+                .as_deref()
+                .map_or_else(|| namespace.clone(), Arc::from);
+            Some(PodReference {
+                key: Key {
+                    namespace,
+                    name: name.into(),
+                },
+                uid: target.uid.as_deref().unwrap_or_default().into(),
+            })
+        });
     Ok(Some(SliceEndpoint {
         address: address("endpoints.addresses", first)?,
         ready: conditions.ready.unwrap_or(true),
@@ -206,7 +322,10 @@ fn slice_endpoint(endpoint: &discovery::Endpoint, namespace: &Arc<str>) -> Resul
 fn pod_addresses(status: &core::PodStatus) -> Result<Vec<IpAddr>, ConvertError> {
     let listed = status.pod_ips.iter().flatten().map(|ip| ip.ip.as_str());
     let mut addresses = Vec::new();
-    for ip in listed.chain(status.pod_ip.as_deref()).filter(|ip| !ip.is_empty()) {
+    for ip in listed
+        .chain(status.pod_ip.as_deref())
+        .filter(|ip| !ip.is_empty())
+    {
         let ip = address("status.podIPs", ip)?;
         if !addresses.contains(&ip) {
             addresses.push(ip);
@@ -216,11 +335,17 @@ fn pod_addresses(status: &core::PodStatus) -> Result<Vec<IpAddr>, ConvertError> 
 }
 
 fn address(field: &'static str, value: &str) -> Result<IpAddr, ConvertError> {
-    value.parse().map_err(|_| ConvertError::Address { field, value: value.to_owned() })
+    value.parse().map_err(|_| ConvertError::Address {
+        field,
+        value: value.to_owned(),
+    })
 }
 
 fn port_number(field: &'static str, value: i32) -> Result<u16, ConvertError> {
-    u16::try_from(value).ok().filter(|port| *port != 0).ok_or(ConvertError::Port { field, value })
+    u16::try_from(value)
+        .ok()
+        .filter(|port| *port != 0)
+        .ok_or(ConvertError::Port { field, value })
 }
 
 fn transport(field: &'static str, value: Option<&str>) -> Result<Transport, ConvertError> {
@@ -228,7 +353,10 @@ fn transport(field: &'static str, value: Option<&str>) -> Result<Transport, Conv
         "TCP" | "" => Ok(Transport::Tcp),
         "UDP" => Ok(Transport::Udp),
         "SCTP" => Ok(Transport::Sctp),
-        other => Err(ConvertError::Protocol { field, value: other.to_owned() }),
+        other => Err(ConvertError::Protocol {
+            field,
+            value: other.to_owned(),
+        }),
     }
 }
 
@@ -253,20 +381,35 @@ spec:
   - {name: dns, port: 53, protocol: UDP}",
         ))
         .unwrap();
-        assert_eq!(converted.cluster_ips, ["10.96.0.7".parse::<IpAddr>().unwrap(), "fd00::7".parse().unwrap()]);
+        assert_eq!(
+            converted.cluster_ips,
+            [
+                "10.96.0.7".parse::<IpAddr>().unwrap(),
+                "fd00::7".parse().unwrap()
+            ]
+        );
         assert_eq!(converted.ports[0].target, TargetPort::Number(8080));
         assert_eq!(converted.ports[0].app_protocol, "http");
-        assert_eq!(converted.ports[1].target, TargetPort::Name("admin-port".into()));
+        assert_eq!(
+            converted.ports[1].target,
+            TargetPort::Name("admin-port".into())
+        );
         assert_eq!(converted.ports[2].target, TargetPort::Number(53));
         assert_eq!(converted.ports[2].protocol, Transport::Udp);
     }
 
     #[test]
     fn headless_and_external_services_have_no_cluster_ip() {
-        let headless = service(&read("{metadata: {name: db}, spec: {clusterIP: None, clusterIPs: [None]}}")).unwrap();
+        let headless = service(&read(
+            "{metadata: {name: db}, spec: {clusterIP: None, clusterIPs: [None]}}",
+        ))
+        .unwrap();
         assert!(headless.cluster_ips.is_empty());
         assert_eq!(headless.key, Key::new("default", "db"));
-        let external = service(&read("{metadata: {name: out}, spec: {type: ExternalName, externalName: example.org}}")).unwrap();
+        let external = service(&read(
+            "{metadata: {name: out}, spec: {type: ExternalName, externalName: example.org}}",
+        ))
+        .unwrap();
         assert!(external.cluster_ips.is_empty());
         assert_eq!(external.external_name, "example.org");
     }
@@ -283,16 +426,33 @@ endpoints:
         ))
         .unwrap();
         assert_eq!(converted.service, Some(Key::new("shop", "web")));
-        assert_eq!(converted.ports, [SlicePort { name: "http".into(), port: 8080, protocol: Transport::Tcp }]);
-        assert_eq!(converted.endpoints.len(), 2, "addresses beyond an endpoint's first mean nothing");
+        assert_eq!(
+            converted.ports,
+            [SlicePort {
+                name: "http".into(),
+                port: 8080,
+                protocol: Transport::Tcp
+            }]
+        );
+        assert_eq!(
+            converted.endpoints.len(),
+            2,
+            "addresses beyond an endpoint's first mean nothing"
+        );
         assert!(converted.endpoints[0].ready && !converted.endpoints[0].terminating);
         assert!(!converted.endpoints[1].ready && converted.endpoints[1].terminating);
-        assert_eq!(converted.endpoints[1].pod.as_ref().unwrap().key, Key::new("shop", "web-x"));
+        assert_eq!(
+            converted.endpoints[1].pod.as_ref().unwrap().key,
+            Key::new("shop", "web-x")
+        );
     }
 
     #[test]
     fn slice_of_names_has_no_endpoints() {
-        let converted = slice(&read("{metadata: {name: s}, addressType: FQDN, endpoints: [{addresses: [example.org]}]}")).unwrap();
+        let converted = slice(&read(
+            "{metadata: {name: s}, addressType: FQDN, endpoints: [{addresses: [example.org]}]}",
+        ))
+        .unwrap();
         assert!(converted.endpoints.is_empty());
         assert_eq!(converted.service, None);
     }
@@ -309,7 +469,10 @@ status: {phase: Running, podIP: 10.0.0.1, podIPs: [{ip: 10.0.0.1}, {ip: 'fd00::1
         )
         .unwrap();
         assert!(converted.ready);
-        assert_eq!(converted.identity.as_deref(), Some("spiffe://shop.example/ns/shop/sa/clerk"));
+        assert_eq!(
+            converted.identity.as_deref(),
+            Some("spiffe://shop.example/ns/shop/sa/clerk")
+        );
         assert_eq!(converted.addresses.len(), 2);
     }
 
@@ -324,7 +487,11 @@ spec: {containers: [{name: app}], initContainers: [{name: proxy, ports: [{name: 
             assert_eq!(converted.identity_at(port), None, "{port}");
         }
         for port in [26, 80, 8999, 9101, 4000] {
-            assert_eq!(converted.identity_at(port).as_deref(), Some("spiffe://cluster.local/ns/shop/sa/default"), "{port}");
+            assert_eq!(
+                converted.identity_at(port).as_deref(),
+                Some("spiffe://cluster.local/ns/shop/sa/default"),
+                "{port}"
+            );
         }
     }
 
@@ -340,9 +507,15 @@ spec:
             "cluster.local",
         )
         .unwrap();
-        let opaque: Vec<u16> = (1..=u16::MAX).filter(|port| converted.is_opaque_at(*port)).collect();
+        let opaque: Vec<u16> = (1..=u16::MAX)
+            .filter(|port| converted.is_opaque_at(*port))
+            .collect();
         assert_eq!(opaque, [vec![25], (9000..=9100).collect()].concat());
-        let plain = pod(&read("{metadata: {name: p}, spec: {containers: []}}"), "cluster.local").unwrap();
+        let plain = pod(
+            &read("{metadata: {name: p}, spec: {containers: []}}"),
+            "cluster.local",
+        )
+        .unwrap();
         assert!(plain.opaque_ports.is_empty());
     }
 
@@ -353,16 +526,35 @@ spec:
             "{metadata: {name: p}, spec: {containers: []}, status: {phase: Failed, podIP: 10.0.0.1}}",
             "{metadata: {name: p}, spec: {hostNetwork: true, containers: []}, status: {phase: Running, podIP: 10.0.0.1}}",
         ] {
-            assert!(pod(&read(text), "cluster.local").unwrap().addresses.is_empty(), "{text}");
+            assert!(
+                pod(&read(text), "cluster.local")
+                    .unwrap()
+                    .addresses
+                    .is_empty(),
+                "{text}"
+            );
         }
     }
 
     #[test]
     fn errors_name_the_field_and_the_value() {
-        let wrong_ip = service(&read("{metadata: {name: s}, spec: {clusterIP: 10.0.0}}")).unwrap_err();
-        assert_eq!(wrong_ip.to_string(), "spec.clusterIPs: \"10.0.0\" is not an IP address");
-        let wrong_port = service(&read("{metadata: {name: s}, spec: {ports: [{port: 70000}]}}")).unwrap_err();
-        assert_eq!(wrong_port.to_string(), "spec.ports.port: 70000 is not a port (1 to 65535)");
-        assert_eq!(pod(&read("{metadata: {}}"), "cluster.local").unwrap_err(), ConvertError::NoName);
+        let wrong_ip =
+            service(&read("{metadata: {name: s}, spec: {clusterIP: 10.0.0}}")).unwrap_err();
+        assert_eq!(
+            wrong_ip.to_string(),
+            "spec.clusterIPs: \"10.0.0\" is not an IP address"
+        );
+        let wrong_port = service(&read(
+            "{metadata: {name: s}, spec: {ports: [{port: 70000}]}}",
+        ))
+        .unwrap_err();
+        assert_eq!(
+            wrong_port.to_string(),
+            "spec.ports.port: 70000 is not a port (1 to 65535)"
+        );
+        assert_eq!(
+            pod(&read("{metadata: {}}"), "cluster.local").unwrap_err(),
+            ConvertError::NoName
+        );
     }
 }

@@ -14,7 +14,9 @@ use std::hash::Hash;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
-use object::{Change, Key, Kind, Object, Pod, PodReference, Service, Slice, SliceEndpoint, Transport};
+use object::{
+    Change, Key, Kind, Object, Pod, PodReference, Service, Slice, SliceEndpoint, Transport,
+};
 use state::{Endpoint, State, Target, TargetKind};
 use view::ServiceView;
 
@@ -48,8 +50,13 @@ impl Index {
             Change::Apply(object) => self.set(object, touched),
             Change::Delete(kind, key) => self.remove(kind, &key, touched),
             Change::Reset(kind, objects) => {
-                let kept: HashSet<Key> = objects.iter().map(|object| object.key().clone()).collect();
-                for gone in self.keys(kind).into_iter().filter(|key| !kept.contains(key)) {
+                let kept: HashSet<Key> =
+                    objects.iter().map(|object| object.key().clone()).collect();
+                for gone in self
+                    .keys(kind)
+                    .into_iter()
+                    .filter(|key| !kept.contains(key))
+                {
                     self.remove(kind, &gone, touched);
                 }
                 for object in objects {
@@ -61,14 +68,19 @@ impl Index {
 
     /// What a destination stands for: a Service's port, else a pod, else nothing known.
     pub fn resolve(&self, destination: SocketAddr) -> State {
-        State::new(self.service_target(destination).or_else(|| self.pod_target(destination)))
+        State::new(
+            self.service_target(destination)
+                .or_else(|| self.pod_target(destination)),
+        )
     }
 
     /// A Service as people and tools see it; none where it does not exist.
     pub fn service(&self, key: &Key) -> Option<ServiceView> {
         let service = self.services.get(key)?;
         let slices: Vec<&Slice> = self.slices_of(key).collect();
-        Some(view::of(service, &slices, |reference| self.pod_of(reference)))
+        Some(view::of(service, &slices, |reference| {
+            self.pod_of(reference)
+        }))
     }
 
     /// A pod.
@@ -78,7 +90,11 @@ impl Index {
 
     /// The pods that an address belongs to; more than one while one takes it over from another.
     pub fn pods_at(&self, address: IpAddr) -> impl Iterator<Item = &Pod> {
-        self.pods_at.get(&address).into_iter().flatten().map(|key| &self.pods[key])
+        self.pods_at
+            .get(&address)
+            .into_iter()
+            .flatten()
+            .map(|key| &self.pods[key])
     }
 
     /// Namespace and name of every Service, in order.
@@ -109,7 +125,10 @@ impl Index {
     /// TCP alone is redirected, so a port of another transport is no destination.
     fn service_target(&self, destination: SocketAddr) -> Option<Target> {
         let service = &self.services[self.services_at.get(&destination.ip())?.first()?];
-        let port = service.ports.iter().find(|port| port.port == destination.port() && port.protocol == Transport::Tcp)?;
+        let port = service
+            .ports
+            .iter()
+            .find(|port| port.port == destination.port() && port.protocol == Transport::Tcp)?;
         Some(Target {
             kind: TargetKind::Service,
             key: service.key.clone(),
@@ -120,7 +139,9 @@ impl Index {
 
     /// The pod that an address belongs to: one that stays before one that goes, then the youngest.
     fn pod_target(&self, destination: SocketAddr) -> Option<Target> {
-        let pod = self.pods_at(destination.ip()).max_by_key(|pod| (!pod.terminating, pod.created, &pod.key))?;
+        let pod = self
+            .pods_at(destination.ip())
+            .max_by_key(|pod| (!pod.terminating, pod.created, &pod.key))?;
         Some(Target {
             kind: TargetKind::Pod,
             key: pod.key.clone(),
@@ -139,24 +160,44 @@ impl Index {
     fn endpoints(&self, service: &Service, port: &str, ipv6: bool) -> Vec<Endpoint> {
         let mut all: BTreeMap<SocketAddr, Vec<&SliceEndpoint>> = BTreeMap::new();
         for slice in self.slices_of(&service.key) {
-            for number in slice.ports.iter().filter(|candidate| candidate.name == port && candidate.protocol == Transport::Tcp) {
-                for endpoint in slice.endpoints.iter().filter(|endpoint| endpoint.address.is_ipv6() == ipv6) {
-                    all.entry(SocketAddr::new(endpoint.address, number.port)).or_default().push(endpoint);
+            for number in slice
+                .ports
+                .iter()
+                .filter(|candidate| candidate.name == port && candidate.protocol == Transport::Tcp)
+            {
+                for endpoint in slice
+                    .endpoints
+                    .iter()
+                    .filter(|endpoint| endpoint.address.is_ipv6() == ipv6)
+                {
+                    all.entry(SocketAddr::new(endpoint.address, number.port))
+                        .or_default()
+                        .push(endpoint);
                 }
             }
         }
-        all.into_iter().filter_map(|(address, same)| self.usable(service, address, &same)).collect()
+        all.into_iter()
+            .filter_map(|(address, same)| self.usable(service, address, &same))
+            .collect()
     }
 
     /// Several slices may hold one address while an endpoint moves between them: any that calls its pod terminating is right.
-    fn usable(&self, service: &Service, address: SocketAddr, same: &[&SliceEndpoint]) -> Option<Endpoint> {
+    fn usable(
+        &self,
+        service: &Service,
+        address: SocketAddr,
+        same: &[&SliceEndpoint],
+    ) -> Option<Endpoint> {
         let chosen = same.iter().find_map(|endpoint| {
             let pod = match &endpoint.pod {
                 None => None,
                 // Only the pod says whether it is meshed: an endpoint whose pod is not known (yet, or any more) has to wait.
                 Some(reference) => Some(self.pod_of(reference)?),
             };
-            let leaving = pod.is_some_and(|pod| pod.terminating) || same.iter().any(|other| other.terminating && other.pod == endpoint.pod);
+            let leaving = pod.is_some_and(|pod| pod.terminating)
+                || same
+                    .iter()
+                    .any(|other| other.terminating && other.pod == endpoint.pod);
             let ready = endpoint.ready || service.publish_not_ready;
             (ready && !leaving).then_some((endpoint, pod))
         });
@@ -177,7 +218,11 @@ impl Index {
 
     /// In the order of their names, so that what wins does not depend on the order of events.
     fn slices_of(&self, service: &Key) -> impl Iterator<Item = &Slice> {
-        self.slices_of_service.get(service).into_iter().flatten().map(|key| &self.slices[key])
+        self.slices_of_service
+            .get(service)
+            .into_iter()
+            .flatten()
+            .map(|key| &self.slices[key])
     }
 
     fn keys(&self, kind: Kind) -> Vec<Key> {
@@ -190,7 +235,9 @@ impl Index {
 
     fn set(&mut self, object: Object, touched: &mut Touched) {
         match object {
-            Object::Service(service) => self.set_service(&service.key.clone(), Some(service), touched),
+            Object::Service(service) => {
+                self.set_service(&service.key.clone(), Some(service), touched)
+            }
             Object::Slice(slice) => self.set_slice(&slice.key.clone(), Some(slice), touched),
             Object::Pod(pod) => self.set_pod(&pod.key.clone(), Some(pod), touched),
         }
@@ -231,19 +278,37 @@ impl Index {
             if let Some(service) = &slice.service {
                 unlink(&mut self.slices_of_service, service, key);
             }
-            for pod in slice.endpoints.iter().filter_map(|endpoint| endpoint.pod.as_ref()) {
+            for pod in slice
+                .endpoints
+                .iter()
+                .filter_map(|endpoint| endpoint.pod.as_ref())
+            {
                 unlink(&mut self.slices_of_pod, &pod.key, key);
             }
         }
         if let Some(slice) = new {
             if let Some(service) = &slice.service {
-                self.slices_of_service.entry(service.clone()).or_default().insert(key.clone());
+                self.slices_of_service
+                    .entry(service.clone())
+                    .or_default()
+                    .insert(key.clone());
             }
-            for pod in slice.endpoints.iter().filter_map(|endpoint| endpoint.pod.as_ref()) {
-                self.slices_of_pod.entry(pod.key.clone()).or_default().insert(key.clone());
+            for pod in slice
+                .endpoints
+                .iter()
+                .filter_map(|endpoint| endpoint.pod.as_ref())
+            {
+                self.slices_of_pod
+                    .entry(pod.key.clone())
+                    .or_default()
+                    .insert(key.clone());
             }
         }
-        for service in old.iter().chain(new).filter_map(|slice| slice.service.as_ref()) {
+        for service in old
+            .iter()
+            .chain(new)
+            .filter_map(|slice| slice.service.as_ref())
+        {
             touch_service(&self.services, service, touched);
         }
     }
@@ -252,15 +317,30 @@ impl Index {
         let old = replace(&mut self.pods, key, new);
         let new = self.pods.get(key);
         let is_meshed = |pod: &Pod| pod.identity.is_some();
-        match (old.as_ref().is_some_and(is_meshed), new.is_some_and(is_meshed)) {
+        match (
+            old.as_ref().is_some_and(is_meshed),
+            new.is_some_and(is_meshed),
+        ) {
             (false, true) => {
-                self.meshed.entry(key.namespace.clone()).or_default().insert(key.clone());
+                self.meshed
+                    .entry(key.namespace.clone())
+                    .or_default()
+                    .insert(key.clone());
             }
             (true, false) => unlink_in_order(&mut self.meshed, &key.namespace, key),
             _ => {}
         }
         // Readiness alone touches nothing.
-        if old.clone().zip(new).map_or(old.as_ref() == new, |(old, new)| Pod { ready: new.ready, ..old } == *new) {
+        if old
+            .clone()
+            .zip(new)
+            .map_or(old.as_ref() == new, |(old, new)| {
+                Pod {
+                    ready: new.ready,
+                    ..old
+                } == *new
+            })
+        {
             return;
         }
         for ip in old.iter().flat_map(|pod| &pod.addresses) {

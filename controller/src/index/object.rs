@@ -50,7 +50,10 @@ pub struct Key {
 impl Key {
     /// The key of `name` in `namespace`.
     pub fn new(namespace: &str, name: &str) -> Key {
-        Key { namespace: namespace.into(), name: name.into() }
+        Key {
+            namespace: namespace.into(),
+            name: name.into(),
+        }
     }
 }
 
@@ -239,7 +242,9 @@ pub struct Pod {
 impl Pod {
     /// The SPIFFE ID to expect at one of its ports.
     pub fn identity_at(&self, port: u16) -> Option<Arc<str>> {
-        self.identity.clone().filter(|_| !self.bypassed.iter().any(|ports| ports.contains(&port)))
+        self.identity
+            .clone()
+            .filter(|_| !self.bypassed.iter().any(|ports| ports.contains(&port)))
     }
 
     /// Whether the pod declares one of its ports opaque.

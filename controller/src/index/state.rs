@@ -76,7 +76,10 @@ pub enum Update {
 impl State {
     /// The state of a destination that stands for `target`.
     pub fn new(target: Option<Target>) -> State {
-        State { version: version(target.as_ref()), target }
+        State {
+            version: version(target.as_ref()),
+            target,
+        }
     }
 
     /// How to tell a subscriber that has `before` of this state.
@@ -85,7 +88,10 @@ impl State {
             return Update::Nothing;
         }
         match (&before.target, &self.target) {
-            (Some(old), Some(new)) if (old.kind, &old.key, &old.app_protocol) == (new.kind, &new.key, &new.app_protocol) => {
+            (Some(old), Some(new))
+                if (old.kind, &old.key, &old.app_protocol)
+                    == (new.kind, &new.key, &new.app_protocol) =>
+            {
                 Update::Difference(difference(&old.endpoints, &new.endpoints))
             }
             _ => Update::Whole,
@@ -115,7 +121,9 @@ fn difference(old: &[Endpoint], new: &[Endpoint]) -> Delta {
 }
 
 fn version(target: Option<&Target>) -> Version {
-    let Some(target) = target else { return Digest::new("unknown").finish() };
+    let Some(target) = target else {
+        return Digest::new("unknown").finish();
+    };
     let mut digest = Digest::new(match target.kind {
         TargetKind::Service => "service",
         TargetKind::Pod => "pod",
@@ -140,41 +148,108 @@ mod tests {
     use super::*;
 
     fn endpoint(address: &str, zone: &str) -> Endpoint {
-        Endpoint { address: address.parse().unwrap(), zone: zone.into(), pod: None, identity: None, opaque: false }
+        Endpoint {
+            address: address.parse().unwrap(),
+            zone: zone.into(),
+            pod: None,
+            identity: None,
+            opaque: false,
+        }
     }
 
     fn state(name: &str, endpoints: Vec<Endpoint>) -> State {
-        State::new(Some(Target { kind: TargetKind::Service, key: Key::new("shop", name), app_protocol: String::new(), endpoints }))
+        State::new(Some(Target {
+            kind: TargetKind::Service,
+            key: Key::new("shop", name),
+            app_protocol: String::new(),
+            endpoints,
+        }))
     }
 
     #[test]
     fn a_difference_names_what_came_changed_and_went() {
-        let before = state("web", vec![endpoint("10.0.0.1:80", "a"), endpoint("10.0.0.2:80", "a"), endpoint("10.0.0.3:80", "a")]);
-        let after = state("web", vec![endpoint("10.0.0.2:80", "b"), endpoint("10.0.0.3:80", "a"), endpoint("10.0.0.4:80", "a")]);
-        let Update::Difference(delta) = after.since(&before) else { panic!("a delta is enough") };
-        assert_eq!(delta.upserted, [endpoint("10.0.0.2:80", "b"), endpoint("10.0.0.4:80", "a")]);
+        let before = state(
+            "web",
+            vec![
+                endpoint("10.0.0.1:80", "a"),
+                endpoint("10.0.0.2:80", "a"),
+                endpoint("10.0.0.3:80", "a"),
+            ],
+        );
+        let after = state(
+            "web",
+            vec![
+                endpoint("10.0.0.2:80", "b"),
+                endpoint("10.0.0.3:80", "a"),
+                endpoint("10.0.0.4:80", "a"),
+            ],
+        );
+        let Update::Difference(delta) = after.since(&before) else {
+            panic!("a delta is enough")
+        };
+        assert_eq!(
+            delta.upserted,
+            [endpoint("10.0.0.2:80", "b"), endpoint("10.0.0.4:80", "a")]
+        );
         assert_eq!(delta.removed, ["10.0.0.1:80".parse().unwrap()]);
         assert_eq!(after.since(&after.clone()), Update::Nothing);
     }
 
     #[test]
     fn another_service_at_the_address_is_told_whole() {
-        assert_eq!(state("web", vec![]).since(&state("api", vec![])), Update::Whole);
+        assert_eq!(
+            state("web", vec![]).since(&state("api", vec![])),
+            Update::Whole
+        );
         assert_eq!(State::new(None).since(&state("web", vec![])), Update::Whole);
         assert_eq!(state("web", vec![]).since(&State::new(None)), Update::Whole);
     }
 
     #[test]
     fn versions_tell_every_field_apart() {
-        let mut versions = vec![State::new(None).version, state("web", vec![]).version, state("api", vec![]).version];
+        let mut versions = vec![
+            State::new(None).version,
+            state("web", vec![]).version,
+            state("api", vec![]).version,
+        ];
         versions.push(state("web", vec![endpoint("10.0.0.1:80", "")]).version);
         versions.push(state("web", vec![endpoint("10.0.0.1:81", "")]).version);
         versions.push(state("web", vec![endpoint("10.0.0.1:80", "a")]).version);
-        versions.push(state("web", vec![Endpoint { pod: Some(Key::new("shop", "p")), ..endpoint("10.0.0.1:80", "") }]).version);
-        versions.push(state("web", vec![Endpoint { identity: Some("spiffe://x".into()), ..endpoint("10.0.0.1:80", "") }]).version);
-        versions.push(state("web", vec![Endpoint { opaque: true, ..endpoint("10.0.0.1:80", "") }]).version);
+        versions.push(
+            state(
+                "web",
+                vec![Endpoint {
+                    pod: Some(Key::new("shop", "p")),
+                    ..endpoint("10.0.0.1:80", "")
+                }],
+            )
+            .version,
+        );
+        versions.push(
+            state(
+                "web",
+                vec![Endpoint {
+                    identity: Some("spiffe://x".into()),
+                    ..endpoint("10.0.0.1:80", "")
+                }],
+            )
+            .version,
+        );
+        versions.push(
+            state(
+                "web",
+                vec![Endpoint {
+                    opaque: true,
+                    ..endpoint("10.0.0.1:80", "")
+                }],
+            )
+            .version,
+        );
         for (position, version) in versions.iter().enumerate() {
-            assert!(!versions[..position].contains(version), "version {position} stands for two states");
+            assert!(
+                !versions[..position].contains(version),
+                "version {position} stands for two states"
+            );
         }
     }
 }

@@ -20,12 +20,20 @@ fn service(name: &str, ips: &[&str]) -> Service {
         port,
         target: TargetPort::Name(name.into()),
         protocol,
-        app_protocol: if name == "http" { "http".into() } else { String::new() },
+        app_protocol: if name == "http" {
+            "http".into()
+        } else {
+            String::new()
+        },
     };
     Service {
         key: key(name),
         cluster_ips: ips.iter().map(|text| ip(text)).collect(),
-        ports: vec![port("http", 80, Transport::Tcp), port("admin", 9000, Transport::Tcp), port("dns", 53, Transport::Udp)],
+        ports: vec![
+            port("http", 80, Transport::Tcp),
+            port("admin", 9000, Transport::Tcp),
+            port("dns", 53, Transport::Udp),
+        ],
         external_name: String::new(),
         publish_not_ready: false,
     }
@@ -33,16 +41,42 @@ fn service(name: &str, ips: &[&str]) -> Service {
 
 fn slice(name: &str, service: &str, port: u16, endpoints: Vec<SliceEndpoint>) -> Slice {
     let ports = vec![
-        SlicePort { name: "http".into(), port, protocol: Transport::Tcp },
-        SlicePort { name: "admin".into(), port: port + 1, protocol: Transport::Tcp },
-        SlicePort { name: "dns".into(), port: 5353, protocol: Transport::Udp },
+        SlicePort {
+            name: "http".into(),
+            port,
+            protocol: Transport::Tcp,
+        },
+        SlicePort {
+            name: "admin".into(),
+            port: port + 1,
+            protocol: Transport::Tcp,
+        },
+        SlicePort {
+            name: "dns".into(),
+            port: 5353,
+            protocol: Transport::Udp,
+        },
     ];
-    Slice { key: key(name), service: Some(key(service)), ports, endpoints }
+    Slice {
+        key: key(name),
+        service: Some(key(service)),
+        ports,
+        endpoints,
+    }
 }
 
 fn endpoint(address: &str, pod: &str) -> SliceEndpoint {
-    let pod = (!pod.is_empty()).then(|| PodReference { key: key(pod), uid: "".into() });
-    SliceEndpoint { address: ip(address), ready: true, terminating: false, zone: "a".into(), pod }
+    let pod = (!pod.is_empty()).then(|| PodReference {
+        key: key(pod),
+        uid: "".into(),
+    });
+    SliceEndpoint {
+        address: ip(address),
+        ready: true,
+        terminating: false,
+        zone: "a".into(),
+        pod,
+    }
 }
 
 fn pod(name: &str, addresses: &[&str]) -> Pod {
@@ -73,7 +107,11 @@ fn at(index: &Index, destination: &str) -> String {
     match index.resolve(destination.parse().unwrap()).target {
         None => "unknown".into(),
         Some(target) => {
-            let endpoints: Vec<String> = target.endpoints.iter().map(|endpoint| endpoint.address.to_string()).collect();
+            let endpoints: Vec<String> = target
+                .endpoints
+                .iter()
+                .map(|endpoint| endpoint.address.to_string())
+                .collect();
             format!("{:?} {} [{}]", target.kind, target.key, endpoints.join(" "))
         }
     }
@@ -87,56 +125,127 @@ fn each_port_of_each_family_leads_to_its_own_endpoints() {
         Object::Slice(slice("web-6", "web", 8080, vec![endpoint("fd01::1", "p")])),
         Object::Pod(pod("p", &["10.0.0.1", "fd01::1"])),
     ]);
-    assert_eq!(at(&index, "10.96.0.1:80"), "Service shop/web [10.0.0.1:8080]");
-    assert_eq!(at(&index, "10.96.0.1:9000"), "Service shop/web [10.0.0.1:8081]");
-    assert_eq!(at(&index, "[fd00::1]:80"), "Service shop/web [[fd01::1]:8080]");
+    assert_eq!(
+        at(&index, "10.96.0.1:80"),
+        "Service shop/web [10.0.0.1:8080]"
+    );
+    assert_eq!(
+        at(&index, "10.96.0.1:9000"),
+        "Service shop/web [10.0.0.1:8081]"
+    );
+    assert_eq!(
+        at(&index, "[fd00::1]:80"),
+        "Service shop/web [[fd01::1]:8080]"
+    );
     assert_eq!(at(&index, "[fd01::1]:1234"), "Pod shop/p [[fd01::1]:1234]");
-    let target = index.resolve("10.96.0.1:80".parse().unwrap()).target.unwrap();
+    let target = index
+        .resolve("10.96.0.1:80".parse().unwrap())
+        .target
+        .unwrap();
     assert_eq!(target.app_protocol, "http");
-    assert_eq!(target.endpoints[0].identity.as_deref(), Some("spiffe://cluster.local/ns/shop/sa/web"));
+    assert_eq!(
+        target.endpoints[0].identity.as_deref(),
+        Some("spiffe://cluster.local/ns/shop/sa/web")
+    );
 }
 
 #[test]
 fn a_pods_opaque_ports_are_those_of_its_endpoints_by_every_address() {
-    let declares = |ports: &[std::ops::RangeInclusive<u16>]| Object::Pod(Pod { opaque_ports: ports.into(), ..pod("p", &["10.0.0.1"]) });
+    let declares = |ports: &[std::ops::RangeInclusive<u16>]| {
+        Object::Pod(Pod {
+            opaque_ports: ports.into(),
+            ..pod("p", &["10.0.0.1"])
+        })
+    };
     let mut index = index([
         Object::Service(service("web", &["10.96.0.1"])),
-        Object::Slice(slice("web-1", "web", 8080, vec![endpoint("10.0.0.1", "p"), endpoint("10.0.0.2", "")])),
+        Object::Slice(slice(
+            "web-1",
+            "web",
+            8080,
+            vec![endpoint("10.0.0.1", "p"), endpoint("10.0.0.2", "")],
+        )),
         declares(&[8080..=8080]),
     ]);
     let opaque = |index: &Index, destination: &str| {
-        let endpoints = index.resolve(destination.parse().unwrap()).target.unwrap().endpoints;
-        endpoints.iter().map(|endpoint| endpoint.opaque).collect::<Vec<_>>()
+        let endpoints = index
+            .resolve(destination.parse().unwrap())
+            .target
+            .unwrap()
+            .endpoints;
+        endpoints
+            .iter()
+            .map(|endpoint| endpoint.opaque)
+            .collect::<Vec<_>>()
     };
     assert_eq!(opaque(&index, "10.96.0.1:80"), [true, false]);
     assert_eq!(opaque(&index, "10.96.0.1:9000"), [false, false]);
-    assert_eq!((opaque(&index, "10.0.0.1:8080"), opaque(&index, "10.0.0.1:80")), (vec![true], vec![false]));
+    assert_eq!(
+        (
+            opaque(&index, "10.0.0.1:8080"),
+            opaque(&index, "10.0.0.1:80")
+        ),
+        (vec![true], vec![false])
+    );
     // Another pod of the name declares nothing: subscribers hear of it.
     let before = index.resolve("10.96.0.1:80".parse().unwrap());
     let mut touched = Touched::default();
     index.apply(Change::Apply(declares(&[])), &mut touched);
     assert!(touched.addresses.contains(&ip("10.96.0.1")));
-    let Update::Difference(delta) = index.resolve("10.96.0.1:80".parse().unwrap()).since(&before) else { panic!("a delta is enough") };
-    assert_eq!(delta.upserted.iter().map(|endpoint| endpoint.address.to_string()).collect::<Vec<_>>(), ["10.0.0.1:8080"]);
+    let Update::Difference(delta) = index
+        .resolve("10.96.0.1:80".parse().unwrap())
+        .since(&before)
+    else {
+        panic!("a delta is enough")
+    };
+    assert_eq!(
+        delta
+            .upserted
+            .iter()
+            .map(|endpoint| endpoint.address.to_string())
+            .collect::<Vec<_>>(),
+        ["10.0.0.1:8080"]
+    );
 }
 
 #[test]
 fn other_ports_and_transports_of_a_cluster_ip_are_unknown() {
     let index = index([Object::Service(service("web", &["10.96.0.1"]))]);
     assert_eq!(at(&index, "10.96.0.1:81"), "unknown");
-    assert_eq!(at(&index, "10.96.0.1:53"), "unknown", "UDP is not redirected");
+    assert_eq!(
+        at(&index, "10.96.0.1:53"),
+        "unknown",
+        "UDP is not redirected"
+    );
     assert_eq!(at(&index, "10.96.0.2:80"), "unknown");
-    assert_eq!(at(&index, "10.96.0.1:80"), "Service shop/web []", "known, with nobody behind it");
+    assert_eq!(
+        at(&index, "10.96.0.1:80"),
+        "Service shop/web []",
+        "known, with nobody behind it"
+    );
 }
 
 #[test]
 fn a_named_target_port_has_the_number_that_each_slice_says() {
     let index = index([
         Object::Service(service("web", &["10.96.0.1"])),
-        Object::Slice(slice("web-old", "web", 8080, vec![endpoint("10.0.0.1", "")])),
-        Object::Slice(slice("web-new", "web", 9090, vec![endpoint("10.0.0.2", "")])),
+        Object::Slice(slice(
+            "web-old",
+            "web",
+            8080,
+            vec![endpoint("10.0.0.1", "")],
+        )),
+        Object::Slice(slice(
+            "web-new",
+            "web",
+            9090,
+            vec![endpoint("10.0.0.2", "")],
+        )),
     ]);
-    assert_eq!(at(&index, "10.96.0.1:80"), "Service shop/web [10.0.0.1:8080 10.0.0.2:9090]");
+    assert_eq!(
+        at(&index, "10.96.0.1:80"),
+        "Service shop/web [10.0.0.1:8080 10.0.0.2:9090]"
+    );
 }
 
 #[test]
@@ -145,12 +254,23 @@ fn only_ready_endpoints_that_stay_are_listed() {
     unready.ready = false;
     let mut leaving = endpoint("10.0.0.3", "");
     leaving.terminating = true;
-    let slice = slice("web-1", "web", 8080, vec![endpoint("10.0.0.1", ""), unready, leaving]);
+    let slice = slice(
+        "web-1",
+        "web",
+        8080,
+        vec![endpoint("10.0.0.1", ""), unready, leaving],
+    );
     let mut web = service("web", &["10.96.0.1"]);
     let both = |web: &Service| index([Object::Service(web.clone()), Object::Slice(slice.clone())]);
-    assert_eq!(at(&both(&web), "10.96.0.1:80"), "Service shop/web [10.0.0.1:8080]");
+    assert_eq!(
+        at(&both(&web), "10.96.0.1:80"),
+        "Service shop/web [10.0.0.1:8080]"
+    );
     web.publish_not_ready = true;
-    assert_eq!(at(&both(&web), "10.96.0.1:80"), "Service shop/web [10.0.0.1:8080 10.0.0.2:8080]");
+    assert_eq!(
+        at(&both(&web), "10.96.0.1:80"),
+        "Service shop/web [10.0.0.1:8080 10.0.0.2:8080]"
+    );
 }
 
 #[test]
@@ -163,7 +283,11 @@ fn a_pod_that_is_being_deleted_leaves_its_services_before_their_slices_say_so() 
         Object::Pod(going),
     ]);
     assert_eq!(at(&index, "10.96.0.1:80"), "Service shop/web []");
-    assert_eq!(at(&index, "10.0.0.1:80"), "Pod shop/p [10.0.0.1:80]", "by its own address it is still itself");
+    assert_eq!(
+        at(&index, "10.0.0.1:80"),
+        "Pod shop/p [10.0.0.1:80]",
+        "by its own address it is still itself"
+    );
 }
 
 #[test]
@@ -174,9 +298,15 @@ fn an_endpoint_waits_for_its_pod_because_only_the_pod_says_whether_it_is_meshed(
     ]);
     assert_eq!(at(&index, "10.96.0.1:80"), "Service shop/web []");
     let mut touched = Touched::default();
-    index.apply(Change::Apply(Object::Pod(pod("p", &["10.0.0.1"]))), &mut touched);
+    index.apply(
+        Change::Apply(Object::Pod(pod("p", &["10.0.0.1"]))),
+        &mut touched,
+    );
     assert!(touched.addresses.contains(&ip("10.96.0.1")));
-    assert_eq!(at(&index, "10.96.0.1:80"), "Service shop/web [10.0.0.1:8080]");
+    assert_eq!(
+        at(&index, "10.96.0.1:80"),
+        "Service shop/web [10.0.0.1:8080]"
+    );
     index.apply(Change::Delete(Kind::Pod, key("p")), &mut touched);
     assert_eq!(at(&index, "10.96.0.1:80"), "Service shop/web []");
 }
@@ -184,7 +314,10 @@ fn an_endpoint_waits_for_its_pod_because_only_the_pod_says_whether_it_is_meshed(
 #[test]
 fn a_slice_of_a_pods_predecessor_of_the_same_name_is_not_believed() {
     let mut stale = endpoint("10.0.0.1", "db-0");
-    stale.pod = Some(PodReference { key: key("db-0"), uid: "old".into() });
+    stale.pod = Some(PodReference {
+        key: key("db-0"),
+        uid: "old".into(),
+    });
     let mut successor = pod("db-0", &["10.0.0.2"]);
     successor.uid = "new".into();
     let index = index([
@@ -197,7 +330,12 @@ fn a_slice_of_a_pods_predecessor_of_the_same_name_is_not_believed() {
 
 #[test]
 fn an_endpoint_in_two_slices_is_one_endpoint_and_terminating_in_either_is_terminating() {
-    let mut moved = slice("web-2", "web", 8080, vec![endpoint("10.0.0.1", "p"), endpoint("10.0.0.2", "")]);
+    let mut moved = slice(
+        "web-2",
+        "web",
+        8080,
+        vec![endpoint("10.0.0.1", "p"), endpoint("10.0.0.2", "")],
+    );
     let objects = |moved: &Slice| {
         index([
             Object::Service(service("web", &["10.96.0.1"])),
@@ -206,9 +344,15 @@ fn an_endpoint_in_two_slices_is_one_endpoint_and_terminating_in_either_is_termin
             Object::Pod(pod("p", &["10.0.0.1"])),
         ])
     };
-    assert_eq!(at(&objects(&moved), "10.96.0.1:80"), "Service shop/web [10.0.0.1:8080 10.0.0.2:8080]");
+    assert_eq!(
+        at(&objects(&moved), "10.96.0.1:80"),
+        "Service shop/web [10.0.0.1:8080 10.0.0.2:8080]"
+    );
     moved.endpoints[0].terminating = true;
-    assert_eq!(at(&objects(&moved), "10.96.0.1:80"), "Service shop/web [10.0.0.2:8080]");
+    assert_eq!(
+        at(&objects(&moved), "10.96.0.1:80"),
+        "Service shop/web [10.0.0.2:8080]"
+    );
 }
 
 #[test]
@@ -219,10 +363,18 @@ fn an_address_that_passes_from_a_leaving_pod_to_a_new_one_stays_in() {
     let index = index([
         Object::Service(service("web", &["10.96.0.1"])),
         Object::Slice(slice("web-1", "web", 8080, vec![leaving])),
-        Object::Slice(slice("web-2", "web", 8080, vec![endpoint("10.0.0.1", "new")])),
+        Object::Slice(slice(
+            "web-2",
+            "web",
+            8080,
+            vec![endpoint("10.0.0.1", "new")],
+        )),
         Object::Pod(pod("new", &["10.0.0.1"])),
     ]);
-    let target = index.resolve("10.96.0.1:80".parse().unwrap()).target.unwrap();
+    let target = index
+        .resolve("10.96.0.1:80".parse().unwrap())
+        .target
+        .unwrap();
     assert_eq!(target.endpoints.len(), 1);
     assert_eq!(target.endpoints[0].pod, Some(key("new")));
 }
@@ -231,18 +383,33 @@ fn an_address_that_passes_from_a_leaving_pod_to_a_new_one_stays_in() {
 fn of_two_pods_at_one_address_the_one_that_stays_then_the_younger_owns_it() {
     let (mut old, mut new) = (pod("old", &["10.0.0.1"]), pod("new", &["10.0.0.1"]));
     (old.created, new.created) = (2, 1);
-    assert_eq!(at(&index([Object::Pod(old.clone()), Object::Pod(new.clone())]), "10.0.0.1:80"), "Pod shop/old [10.0.0.1:80]");
+    assert_eq!(
+        at(
+            &index([Object::Pod(old.clone()), Object::Pod(new.clone())]),
+            "10.0.0.1:80"
+        ),
+        "Pod shop/old [10.0.0.1:80]"
+    );
     old.terminating = true;
-    assert_eq!(at(&index([Object::Pod(old), Object::Pod(new)]), "10.0.0.1:80"), "Pod shop/new [10.0.0.1:80]");
+    assert_eq!(
+        at(&index([Object::Pod(old), Object::Pod(new)]), "10.0.0.1:80"),
+        "Pod shop/new [10.0.0.1:80]"
+    );
 }
 
 #[test]
 fn an_address_of_a_finished_pod_goes_to_its_next_owner() {
     let mut index = index([Object::Pod(pod("job", &["10.0.0.1"]))]);
     // A finished pod is converted to one without addresses.
-    index.apply(Change::Apply(Object::Pod(pod("job", &[]))), &mut Touched::default());
+    index.apply(
+        Change::Apply(Object::Pod(pod("job", &[]))),
+        &mut Touched::default(),
+    );
     assert_eq!(at(&index, "10.0.0.1:80"), "unknown");
-    index.apply(Change::Apply(Object::Pod(pod("web", &["10.0.0.1"]))), &mut Touched::default());
+    index.apply(
+        Change::Apply(Object::Pod(pod("web", &["10.0.0.1"]))),
+        &mut Touched::default(),
+    );
     assert_eq!(at(&index, "10.0.0.1:80"), "Pod shop/web [10.0.0.1:80]");
 }
 
@@ -252,28 +419,54 @@ fn a_view_shows_everything_and_joins_the_families_of_a_pod() {
     unready.ready = false;
     let index = index([
         Object::Service(service("web", &["10.96.0.1", "fd00::1"])),
-        Object::Slice(slice("web-4", "web", 8080, vec![endpoint("10.0.0.1", "p"), unready])),
-        Object::Slice(slice("web-6", "web", 8080, vec![endpoint("fd01::1", "p"), endpoint("fd01::2", "unheard-of")])),
+        Object::Slice(slice(
+            "web-4",
+            "web",
+            8080,
+            vec![endpoint("10.0.0.1", "p"), unready],
+        )),
+        Object::Slice(slice(
+            "web-6",
+            "web",
+            8080,
+            vec![endpoint("fd01::1", "p"), endpoint("fd01::2", "unheard-of")],
+        )),
         Object::Pod(pod("p", &["10.0.0.1", "fd01::1"])),
     ]);
     let view = index.service(&key("web")).unwrap();
     assert_eq!(view.endpoints.len(), 3);
-    let joined = view.endpoints.iter().find(|endpoint| &*endpoint.pod_name == "p").unwrap();
+    let joined = view
+        .endpoints
+        .iter()
+        .find(|endpoint| &*endpoint.pod_name == "p")
+        .unwrap();
     assert_eq!(joined.addresses, [ip("10.0.0.1"), ip("fd01::1")].into());
     assert_eq!(joined.ports["http"], 8080);
-    assert_eq!(view.endpoints.iter().filter(|endpoint| endpoint.ready).collect::<Vec<_>>(), [joined]);
+    assert_eq!(
+        view.endpoints
+            .iter()
+            .filter(|endpoint| endpoint.ready)
+            .collect::<Vec<_>>(),
+        [joined]
+    );
     assert_eq!(index.service(&key("nobody")), None);
 }
 
 #[test]
 fn the_same_object_again_touches_nothing() {
-    let objects = [Object::Service(service("web", &["10.96.0.1"])), Object::Pod(pod("p", &["10.0.0.1"]))];
+    let objects = [
+        Object::Service(service("web", &["10.96.0.1"])),
+        Object::Pod(pod("p", &["10.0.0.1"])),
+    ];
     let mut index = index(objects.clone());
     let mut touched = Touched::default();
     for object in objects {
         index.apply(Change::Apply(object), &mut touched);
     }
-    index.apply(Change::Delete(Kind::Slice, key("never-there")), &mut touched);
+    index.apply(
+        Change::Delete(Kind::Slice, key("never-there")),
+        &mut touched,
+    );
     assert_eq!(touched, Touched::default());
 }
 
@@ -285,7 +478,15 @@ fn a_slice_that_changes_its_service_touches_both() {
         Object::Slice(slice("s", "a", 8080, vec![endpoint("10.0.0.1", "")])),
     ]);
     let mut touched = Touched::default();
-    index.apply(Change::Apply(Object::Slice(slice("s", "b", 8080, vec![endpoint("10.0.0.1", "")]))), &mut touched);
+    index.apply(
+        Change::Apply(Object::Slice(slice(
+            "s",
+            "b",
+            8080,
+            vec![endpoint("10.0.0.1", "")],
+        ))),
+        &mut touched,
+    );
     assert_eq!(touched.services, [key("a"), key("b")].into());
     assert_eq!(at(&index, "10.96.0.1:80"), "Service shop/a []");
     assert_eq!(at(&index, "10.96.0.2:80"), "Service shop/b [10.0.0.1:8080]");
@@ -310,7 +511,11 @@ impl Chance {
     }
 
     fn endpoint(&mut self) -> SliceEndpoint {
-        let pod = if self.0.bool() { self.one(&Self::PODS) } else { "" };
+        let pod = if self.0.bool() {
+            self.one(&Self::PODS)
+        } else {
+            ""
+        };
         let mut endpoint = endpoint(self.one(&Self::ADDRESSES), pod);
         endpoint.ready = self.0.u8(..4) > 0;
         endpoint.terminating = self.0.u8(..4) == 0;
@@ -328,7 +533,12 @@ impl Chance {
             }
             Kind::Slice => {
                 let endpoints = (0..self.0.usize(..4)).map(|_| self.endpoint()).collect();
-                Object::Slice(slice(self.one(&Self::SLICES), self.one(&Self::SERVICES), 8080 + self.0.u16(..2), endpoints))
+                Object::Slice(slice(
+                    self.one(&Self::SLICES),
+                    self.one(&Self::SERVICES),
+                    8080 + self.0.u16(..2),
+                    endpoints,
+                ))
             }
             Kind::Pod => {
                 let addresses = self.some(&Self::ADDRESSES);
@@ -345,8 +555,10 @@ impl Chance {
         let kind = Kind::ALL[self.0.usize(..3)];
         match self.0.u8(..10) {
             0 => {
-                let objects: BTreeMap<Key, Object> =
-                    (0..3).map(|_| self.object(kind)).map(|object| (object.key().clone(), object)).collect();
+                let objects: BTreeMap<Key, Object> = (0..3)
+                    .map(|_| self.object(kind))
+                    .map(|object| (object.key().clone(), object))
+                    .collect();
                 Change::Reset(kind, objects.into_values().collect())
             }
             1..4 => Change::Delete(kind, self.object(kind).key().clone()),
@@ -356,14 +568,21 @@ impl Chance {
 
     pub(crate) fn destinations() -> Vec<SocketAddr> {
         let ips = Self::CLUSTER_IPS.iter().chain(&Self::ADDRESSES);
-        ips.flat_map(|address| [80, 9000].map(|port| SocketAddr::new(ip(address), port))).collect()
+        ips.flat_map(|address| [80, 9000].map(|port| SocketAddr::new(ip(address), port)))
+            .collect()
     }
 }
 
 /// Everything that can be asked of an index.
 fn answers(index: &Index) -> (Vec<State>, Vec<Option<ServiceView>>) {
     let views = Chance::SERVICES.map(|name| index.service(&key(name)));
-    (Chance::destinations().iter().map(|destination| index.resolve(*destination)).collect(), views.into())
+    (
+        Chance::destinations()
+            .iter()
+            .map(|destination| index.resolve(*destination))
+            .collect(),
+        views.into(),
+    )
 }
 
 fn remember(objects: &mut BTreeMap<(Kind, Key), Object>, change: &Change) {
@@ -376,7 +595,10 @@ fn remember(objects: &mut BTreeMap<(Kind, Key), Object>, change: &Change) {
         }
         Change::Reset(kind, all) => {
             objects.retain(|(other, _), _| other != kind);
-            objects.extend(all.iter().map(|object| ((*kind, object.key().clone()), object.clone())));
+            objects.extend(
+                all.iter()
+                    .map(|object| ((*kind, object.key().clone()), object.clone())),
+            );
         }
     }
 }
@@ -393,14 +615,27 @@ fn whatever_the_history_the_same_objects_give_the_same_answers_and_versions() {
             if step % 10 == 9 {
                 let mut shuffled: Vec<Object> = objects.values().cloned().collect();
                 chance.0.shuffle(&mut shuffled);
-                assert_eq!(answers(&index(shuffled)), answers(&lived), "seed {seed} step {step}");
+                assert_eq!(
+                    answers(&index(shuffled)),
+                    answers(&lived),
+                    "seed {seed} step {step}"
+                );
             }
         }
         for kind in Kind::ALL {
             lived.apply(Change::Reset(kind, vec![]), &mut Touched::default());
         }
-        let links = (lived.slices_of_service.len(), lived.slices_of_pod.len(), lived.services_at.len(), lived.pods_at.len());
-        assert_eq!(links, (0, 0, 0, 0), "seed {seed}: nothing is left of what is gone");
+        let links = (
+            lived.slices_of_service.len(),
+            lived.slices_of_pod.len(),
+            lived.services_at.len(),
+            lived.pods_at.len(),
+        );
+        assert_eq!(
+            links,
+            (0, 0, 0, 0),
+            "seed {seed}: nothing is left of what is gone"
+        );
     }
 }
 
@@ -414,19 +649,40 @@ fn whatever_changes_is_touched_and_deltas_lead_from_each_state_to_the_next() {
             let mut touched = Touched::default();
             index.apply(chance.change(), &mut touched);
             let after = answers(&index);
-            for (destination, (old, new)) in Chance::destinations().iter().zip(before.0.iter().zip(&after.0)) {
-                assert!(old == new || touched.addresses.contains(&destination.ip()), "seed {seed} step {step}: {destination}");
-                assert_eq!(old == new, old.version == new.version, "seed {seed} step {step}: {destination}");
+            for (destination, (old, new)) in Chance::destinations()
+                .iter()
+                .zip(before.0.iter().zip(&after.0))
+            {
+                assert!(
+                    old == new || touched.addresses.contains(&destination.ip()),
+                    "seed {seed} step {step}: {destination}"
+                );
+                assert_eq!(
+                    old == new,
+                    old.version == new.version,
+                    "seed {seed} step {step}: {destination}"
+                );
                 if let Update::Difference(delta) = new.since(old) {
                     let endpoints = patched(&old.target.as_ref().unwrap().endpoints, &delta);
-                    assert_eq!(endpoints, new.target.as_ref().unwrap().endpoints, "seed {seed} step {step}: {destination}");
+                    assert_eq!(
+                        endpoints,
+                        new.target.as_ref().unwrap().endpoints,
+                        "seed {seed} step {step}: {destination}"
+                    );
                 }
             }
             for (name, (old, new)) in Chance::SERVICES.iter().zip(before.1.iter().zip(&after.1)) {
-                assert!(old == new || touched.services.contains(&key(name)), "seed {seed} step {step}: {name}");
+                assert!(
+                    old == new || touched.services.contains(&key(name)),
+                    "seed {seed} step {step}: {name}"
+                );
                 let versions = [old, new].map(|view| view.as_ref().map(ServiceView::version));
                 assert_eq!(
-                    old == new || old.as_ref().zip(new.as_ref()).is_some_and(|(old, new)| same_to_see(old, new)),
+                    old == new
+                        || old
+                            .as_ref()
+                            .zip(new.as_ref())
+                            .is_some_and(|(old, new)| same_to_see(old, new)),
                     versions[0] == versions[1]
                 );
             }
@@ -442,25 +698,62 @@ fn same_to_see(old: &ServiceView, new: &ServiceView) -> bool {
 
 /// What a proxy does with a delta.
 fn patched(endpoints: &[Endpoint], delta: &Delta) -> Vec<Endpoint> {
-    let mut all: BTreeMap<SocketAddr, Endpoint> = endpoints.iter().map(|endpoint| (endpoint.address, endpoint.clone())).collect();
+    let mut all: BTreeMap<SocketAddr, Endpoint> = endpoints
+        .iter()
+        .map(|endpoint| (endpoint.address, endpoint.clone()))
+        .collect();
     for address in &delta.removed {
-        assert!(all.remove(address).is_some(), "only what is there is removed");
+        assert!(
+            all.remove(address).is_some(),
+            "only what is there is removed"
+        );
     }
-    all.extend(delta.upserted.iter().map(|endpoint| (endpoint.address, endpoint.clone())));
+    all.extend(
+        delta
+            .upserted
+            .iter()
+            .map(|endpoint| (endpoint.address, endpoint.clone())),
+    );
     all.into_values().collect()
 }
 
 #[test]
 fn the_namespaces_of_meshed_pods_come_and_go_with_them_and_readiness_touches_nothing() {
-    let mut index = index([Object::Pod(pod("a", &["10.0.0.1"])), Object::Pod(pod("b", &["10.0.0.2"]))]);
-    let namespaces = |index: &Index| index.meshed_namespaces().map(|name| name.to_string()).collect::<Vec<_>>();
+    let mut index = index([
+        Object::Pod(pod("a", &["10.0.0.1"])),
+        Object::Pod(pod("b", &["10.0.0.2"])),
+    ]);
+    let namespaces = |index: &Index| {
+        index
+            .meshed_namespaces()
+            .map(|name| name.to_string())
+            .collect::<Vec<_>>()
+    };
     assert_eq!(namespaces(&index), ["shop"]);
     assert_eq!(index.ready_meshed_pods().count(), 0);
     let mut touched = Touched::default();
-    index.apply(Change::Apply(Object::Pod(Pod { ready: true, ..pod("a", &["10.0.0.1"]) })), &mut touched);
+    index.apply(
+        Change::Apply(Object::Pod(Pod {
+            ready: true,
+            ..pod("a", &["10.0.0.1"])
+        })),
+        &mut touched,
+    );
     assert_eq!(touched, Touched::default());
-    assert_eq!(index.ready_meshed_pods().map(|pod| &pod.key).collect::<Vec<_>>(), [&key("a")]);
-    index.apply(Change::Apply(Object::Pod(Pod { identity: None, ..pod("a", &["10.0.0.1"]) })), &mut touched);
+    assert_eq!(
+        index
+            .ready_meshed_pods()
+            .map(|pod| &pod.key)
+            .collect::<Vec<_>>(),
+        [&key("a")]
+    );
+    index.apply(
+        Change::Apply(Object::Pod(Pod {
+            identity: None,
+            ..pod("a", &["10.0.0.1"])
+        })),
+        &mut touched,
+    );
     assert_eq!(namespaces(&index), ["shop"]);
     index.apply(Change::Delete(Kind::Pod, key("b")), &mut touched);
     assert!(namespaces(&index).is_empty());

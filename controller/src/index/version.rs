@@ -55,7 +55,10 @@ impl Digest {
 
     pub(super) fn finish(self) -> Version {
         let full = self.0.finish();
-        let (half, _) = full.as_ref().split_first_chunk::<16>().expect("a SHA-256 digest has 32 bytes");
+        let (half, _) = full
+            .as_ref()
+            .split_first_chunk::<16>()
+            .expect("a SHA-256 digest has 32 bytes");
         Version(*half)
     }
 }
@@ -80,6 +83,9 @@ mod tests {
         let mut digest = Digest::new("test");
         digest.number(7);
         digest.address("10.0.0.1".parse().unwrap());
-        assert_eq!(digest.finish().to_string(), "0206d90d9cb08e227638bc9ad532ceb0");
+        assert_eq!(
+            digest.finish().to_string(),
+            "0206d90d9cb08e227638bc9ad532ceb0"
+        );
     }
 }

@@ -53,21 +53,36 @@ enum Who<'a> {
 }
 
 /// Puts a Service and its slices together; `pod_of` finds the pod that a slice names.
-pub(super) fn of<'a>(service: &Service, slices: &[&Slice], pod_of: impl Fn(&PodReference) -> Option<&'a Pod>) -> ServiceView {
+pub(super) fn of<'a>(
+    service: &Service,
+    slices: &[&Slice],
+    pod_of: impl Fn(&PodReference) -> Option<&'a Pod>,
+) -> ServiceView {
     let mut all: BTreeMap<Who, EndpointView> = BTreeMap::new();
     for slice in slices {
         for endpoint in &slice.endpoints {
-            let who = endpoint.pod.as_ref().map_or(Who::Address(endpoint.address), |pod| Who::Pod(&pod.key));
+            let who = endpoint
+                .pod
+                .as_ref()
+                .map_or(Who::Address(endpoint.address), |pod| Who::Pod(&pod.key));
             let view = all.entry(who).or_default();
             let pod = endpoint.pod.as_ref().map(&pod_of);
             // As for the proxies: an endpoint whose pod is not known has to wait.
             let ready = (endpoint.ready || service.publish_not_ready) && pod != Some(None);
             let leaving = endpoint.terminating || pod.flatten().is_some_and(|pod| pod.terminating);
             add(view, endpoint, ready, leaving);
-            view.ports.extend(slice.ports.iter().map(|port| (port.name.clone(), port.port)));
+            view.ports.extend(
+                slice
+                    .ports
+                    .iter()
+                    .map(|port| (port.name.clone(), port.port)),
+            );
         }
     }
-    ServiceView { service: service.clone(), endpoints: all.into_values().collect() }
+    ServiceView {
+        service: service.clone(),
+        endpoints: all.into_values().collect(),
+    }
 }
 
 fn add(view: &mut EndpointView, endpoint: &SliceEndpoint, ready: bool, leaving: bool) {
@@ -87,7 +102,10 @@ fn digest_service(digest: &mut Digest, service: &Service) {
     digest.text(&service.key.name);
     digest.text(&service.external_name);
     digest.number(service.cluster_ips.len() as u64);
-    service.cluster_ips.iter().for_each(|ip| digest.address(*ip));
+    service
+        .cluster_ips
+        .iter()
+        .for_each(|ip| digest.address(*ip));
     digest.number(service.ports.len() as u64);
     for port in &service.ports {
         digest.text(&port.name);

@@ -39,7 +39,9 @@ pub enum IssuerError {
         subject: String,
     },
     /// It allows fewer authorities below it than there are.
-    #[error("{subject} allows {allowed} authorities below it (path length), and there are {below}; use an intermediate with more")]
+    #[error(
+        "{subject} allows {allowed} authorities below it (path length), and there are {below}; use an intermediate with more"
+    )]
     PathLength {
         /// Whose certificate.
         subject: String,
@@ -65,13 +67,17 @@ pub enum IssuerError {
         when: String,
     },
     /// The chain does not hang together.
-    #[error("{subject} is not signed by the certificate after it; give the issuer first, then whoever signed each")]
+    #[error(
+        "{subject} is not signed by the certificate after it; give the issuer first, then whoever signed each"
+    )]
     Chain {
         /// Whose certificate.
         subject: String,
     },
     /// There is no key in the text.
-    #[error("no private key is in it that could be used: P-256, P-384, Ed25519 or RSA (2048 bits or more), not encrypted, as PEM")]
+    #[error(
+        "no private key is in it that could be used: P-256, P-384, Ed25519 or RSA (2048 bits or more), not encrypted, as PEM"
+    )]
     NoKey,
     /// The key is another certificate's.
     #[error("the private key does not belong to the certificate of {subject}")]
@@ -99,49 +105,88 @@ pub(super) fn check(chain: &str, key: &str, now: SystemTime) -> Result<Checked, 
     let chain = certificates(chain)?;
     let mut parsed = Vec::new();
     for (position, der) in chain.iter().enumerate() {
-        parsed.push(parse(der).map_err(|reason| IssuerError::Unreadable { number: position + 1, reason })?);
+        parsed.push(parse(der).map_err(|reason| IssuerError::Unreadable {
+            number: position + 1,
+            reason,
+        })?);
     }
     for (below, certificate) in parsed.iter().enumerate() {
         authority(certificate, below)?;
         valid(certificate, now)?;
         if let Some(above) = parsed.get(below + 1)
             && (certificate.issuer().as_raw() != above.subject().as_raw()
-                || certificate.verify_signature(Some(above.public_key())).is_err())
+                || certificate
+                    .verify_signature(Some(above.public_key()))
+                    .is_err())
         {
-            return Err(IssuerError::Chain { subject: subject(certificate) });
+            return Err(IssuerError::Chain {
+                subject: subject(certificate),
+            });
         }
     }
     let key = private_key(key)?;
     if *parsed[0].public_key().subject_public_key.data != *key.der_bytes() {
-        return Err(IssuerError::OtherKey { subject: subject(&parsed[0]) });
+        return Err(IssuerError::OtherKey {
+            subject: subject(&parsed[0]),
+        });
     }
-    let ends = parsed.iter().map(|certificate| time(certificate.validity().not_after.timestamp()));
+    let ends = parsed
+        .iter()
+        .map(|certificate| time(certificate.validity().not_after.timestamp()));
     let not_after = ends.min().expect("there is a certificate");
-    let (id, name) = (key_identifier(&parsed[0], &key), parsed[0].subject().as_raw().to_vec());
-    Ok(Checked { id, name, not_after, key, chain })
+    let (id, name) = (
+        key_identifier(&parsed[0], &key),
+        parsed[0].subject().as_raw().to_vec(),
+    );
+    Ok(Checked {
+        id,
+        name,
+        not_after,
+        key,
+        chain,
+    })
 }
 
 /// Makes a certificate and looks at it as a peer would: what fails here would fail in every handshake.
 pub(super) fn signs_well(issuer: &Issuer, now: SystemTime) -> Result<(), IssuerError> {
     let own = parse(&issuer.certificate).map_err(IssuerError::Unusable)?;
-    let leaf = issuer.leaf(issuer.authority.key(), Vec::new(), now, Duration::from_secs(60));
+    let leaf = issuer.leaf(
+        issuer.authority.key(),
+        Vec::new(),
+        now,
+        Duration::from_secs(60),
+    );
     let leaf = leaf.map_err(|error| IssuerError::Unusable(error.to_string()))?;
     let leaf = parse(&leaf.der).map_err(IssuerError::Unusable)?;
-    leaf.verify_signature(Some(own.public_key())).map_err(|_| IssuerError::Unusable("its key does not verify what it signs".to_owned()))
+    leaf.verify_signature(Some(own.public_key()))
+        .map_err(|_| IssuerError::Unusable("its key does not verify what it signs".to_owned()))
 }
 
 /// Those of a chain that peers must be sent: all but the roots, which they have or must not trust.
 pub(super) fn without_roots(chain: &[CertificateDer<'static>]) -> Vec<CertificateDer<'static>> {
-    let signs_itself = |der: &CertificateDer<'_>| parse(der).is_ok_and(|certificate| certificate.issuer() == certificate.subject());
-    chain.iter().filter(|certificate| !signs_itself(certificate)).cloned().collect()
+    let signs_itself = |der: &CertificateDer<'_>| {
+        parse(der).is_ok_and(|certificate| certificate.issuer() == certificate.subject())
+    };
+    chain
+        .iter()
+        .filter(|certificate| !signs_itself(certificate))
+        .cloned()
+        .collect()
 }
 
 fn certificates(text: &str) -> Result<Vec<CertificateDer<'static>>, IssuerError> {
     let mut all = Vec::new();
     for (position, certificate) in CertificateDer::pem_slice_iter(text.as_bytes()).enumerate() {
-        all.push(certificate.map_err(|error| IssuerError::Unreadable { number: position + 1, reason: error.to_string() })?);
+        all.push(certificate.map_err(|error| IssuerError::Unreadable {
+            number: position + 1,
+            reason: error.to_string(),
+        })?);
     }
-    if all.is_empty() { Err(IssuerError::NoCertificate) } else { Ok(all) }
+    if all.is_empty() {
+        Err(IssuerError::NoCertificate)
+    } else {
+        Ok(all)
+    }
 }
 
 fn parse<'a>(der: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, String> {
@@ -154,17 +199,27 @@ fn parse<'a>(der: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, String>
 
 fn authority(certificate: &X509Certificate<'_>, below: usize) -> Result<(), IssuerError> {
     let subject = || subject(certificate);
-    let constraints = certificate.basic_constraints().ok().flatten().map(|extension| extension.value);
+    let constraints = certificate
+        .basic_constraints()
+        .ok()
+        .flatten()
+        .map(|extension| extension.value);
     let Some(constraints) = constraints.filter(|constraints| constraints.ca) else {
         return Err(IssuerError::NoAuthority { subject: subject() });
     };
     // RFC 5280, section 4.2.1.3: without the extension, every use is allowed.
-    let usage = certificate.key_usage().map_err(|error| IssuerError::Unusable(format!("{}: {error}", subject())))?;
+    let usage = certificate
+        .key_usage()
+        .map_err(|error| IssuerError::Unusable(format!("{}: {error}", subject())))?;
     if usage.is_some_and(|usage| !usage.value.key_cert_sign()) {
         return Err(IssuerError::NoCertificateSigning { subject: subject() });
     }
     match constraints.path_len_constraint {
-        Some(allowed) if (allowed as usize) < below => Err(IssuerError::PathLength { subject: subject(), allowed, below }),
+        Some(allowed) if (allowed as usize) < below => Err(IssuerError::PathLength {
+            subject: subject(),
+            allowed,
+            below,
+        }),
         _ => Ok(()),
     }
 }
@@ -172,10 +227,16 @@ fn authority(certificate: &X509Certificate<'_>, below: usize) -> Result<(), Issu
 fn valid(certificate: &X509Certificate<'_>, now: SystemTime) -> Result<(), IssuerError> {
     let validity = certificate.validity();
     if time(validity.not_after.timestamp()) <= now {
-        return Err(IssuerError::Expired { subject: subject(certificate), when: validity.not_after.to_string() });
+        return Err(IssuerError::Expired {
+            subject: subject(certificate),
+            when: validity.not_after.to_string(),
+        });
     }
     if time(validity.not_before.timestamp()) > now {
-        return Err(IssuerError::NotYet { subject: subject(certificate), when: validity.not_before.to_string() });
+        return Err(IssuerError::NotYet {
+            subject: subject(certificate),
+            when: validity.not_before.to_string(),
+        });
     }
     Ok(())
 }
@@ -183,17 +244,32 @@ fn valid(certificate: &X509Certificate<'_>, now: SystemTime) -> Result<(), Issue
 fn private_key(text: &str) -> Result<KeyPair, IssuerError> {
     let der = PrivateKeyDer::from_pem_slice(text.as_bytes()).map_err(|_| IssuerError::NoKey)?;
     let key = KeyPair::try_from(&der).map_err(|_| IssuerError::NoKey)?;
-    let usable = [&rcgen::PKCS_ECDSA_P384_SHA384, &rcgen::PKCS_ECDSA_P256_SHA256, &rcgen::PKCS_ED25519, &rcgen::PKCS_RSA_SHA256];
-    if usable.contains(&key.algorithm()) { Ok(key) } else { Err(IssuerError::NoKey) }
+    let usable = [
+        &rcgen::PKCS_ECDSA_P384_SHA384,
+        &rcgen::PKCS_ECDSA_P256_SHA256,
+        &rcgen::PKCS_ED25519,
+        &rcgen::PKCS_RSA_SHA256,
+    ];
+    if usable.contains(&key.algorithm()) {
+        Ok(key)
+    } else {
+        Err(IssuerError::NoKey)
+    }
 }
 
 /// As it stands in the certificate; where it does not, as it will stand in those that it signs.
 fn key_identifier(certificate: &X509Certificate<'_>, key: &KeyPair) -> Vec<u8> {
-    let stated = certificate.extensions().iter().find_map(|extension| match extension.parsed_extension() {
-        ParsedExtension::SubjectKeyIdentifier(identifier) => Some(identifier.0.to_vec()),
-        _ => None,
-    });
-    stated.unwrap_or_else(|| digest::digest(&digest::SHA256, &key.subject_public_key_info()).as_ref()[..20].to_vec())
+    let stated =
+        certificate
+            .extensions()
+            .iter()
+            .find_map(|extension| match extension.parsed_extension() {
+                ParsedExtension::SubjectKeyIdentifier(identifier) => Some(identifier.0.to_vec()),
+                _ => None,
+            });
+    stated.unwrap_or_else(|| {
+        digest::digest(&digest::SHA256, &key.subject_public_key_info()).as_ref()[..20].to_vec()
+    })
 }
 
 fn subject(certificate: &X509Certificate<'_>) -> String {

@@ -15,7 +15,8 @@ use std::time::{Duration, SystemTime};
 use aws_lc_rs::rand;
 use diy_mesh_proto::Identity;
 use rcgen::{
-    CertificateParams, DistinguishedName, ExtendedKeyUsagePurpose, IsCa, KeyIdMethod, KeyPair, KeyUsagePurpose, PublicKeyData, SanType,
+    CertificateParams, DistinguishedName, ExtendedKeyUsagePurpose, IsCa, KeyIdMethod, KeyPair,
+    KeyUsagePurpose, PublicKeyData, SanType,
 };
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 
@@ -81,20 +82,44 @@ impl Issuer {
     /// `chain`: the authority's own certificate, then those above it, if any. `key`: its key. Both PEM. Unfit ones are refused
     /// with a reason.
     pub fn from_pem(chain: &str, key: &str, now: SystemTime) -> Result<Issuer, IssuerError> {
-        let check::Checked { chain, key, name, id, not_after } = check::check(chain, key, now)?;
+        let check::Checked {
+            chain,
+            key,
+            name,
+            id,
+            not_after,
+        } = check::check(chain, key, now)?;
         let mut params = CertificateParams::default();
         params.key_identifier_method = KeyIdMethod::PreSpecified(id.clone());
         let authority = rcgen::Issuer::new(params, Drafting(key));
         let intermediates = check::without_roots(&chain);
-        let chain_pem = intermediates.iter().map(|certificate| pem(certificate)).collect();
+        let chain_pem = intermediates
+            .iter()
+            .map(|certificate| pem(certificate))
+            .collect();
         let (certificate, id, signed) = (chain[0].clone(), hex(&id), AtomicU64::new(0));
-        let issuer = Issuer { authority, name, certificate, id, chain_pem, intermediates, not_after, signed };
+        let issuer = Issuer {
+            authority,
+            name,
+            certificate,
+            id,
+            chain_pem,
+            intermediates,
+            not_after,
+            signed,
+        };
         check::signs_well(&issuer, now)?;
         Ok(issuer)
     }
 
     /// Makes the certificate of `identity` for the key of `request`: valid for `life` from `now`, never beyond the issuer's own end.
-    pub fn sign(&self, request: &Request, identity: &Identity, now: SystemTime, life: Duration) -> Result<Signed, SignError> {
+    pub fn sign(
+        &self,
+        request: &Request,
+        identity: &Identity,
+        now: SystemTime,
+        life: Duration,
+    ) -> Result<Signed, SignError> {
         self.signed.fetch_add(1, Ordering::Relaxed);
         self.leaf(&request.key, vec![uri(identity)?], now, life)
     }
@@ -117,7 +142,12 @@ impl Issuer {
         let leaf = self.leaf(&key, all, now, life)?;
         let chain = [vec![leaf.der], self.intermediates.clone()].concat();
         let key = PrivateKeyDer::Pkcs8(key.serialized_der().to_vec().into());
-        Ok(Serving { chain, key, not_before: leaf.not_before, not_after: leaf.not_after })
+        Ok(Serving {
+            chain,
+            key,
+            not_before: leaf.not_before,
+            not_after: leaf.not_after,
+        })
     }
 
     /// Its subject key identifier, hexadecimal: what the certificates that it signs name as their authority.
@@ -145,8 +175,16 @@ impl Issuer {
         self.signed.load(Ordering::Relaxed)
     }
 
-    fn leaf(&self, key: &impl PublicKeyData, names: Vec<SanType>, now: SystemTime, life: Duration) -> Result<Signed, SignError> {
-        let not_after = now.checked_add(life).map_or(self.not_after, |end| end.min(self.not_after));
+    fn leaf(
+        &self,
+        key: &impl PublicKeyData,
+        names: Vec<SanType>,
+        now: SystemTime,
+        life: Duration,
+    ) -> Result<Signed, SignError> {
+        let not_after = now
+            .checked_add(life)
+            .map_or(self.not_after, |end| end.min(self.not_after));
         if not_after <= now {
             return Err(SignError::Expired);
         }
@@ -160,17 +198,29 @@ impl Issuer {
         params.serial_number = Some(serial.to_vec().into());
         params.is_ca = IsCa::ExplicitNoCa;
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        params.extended_key_usages = vec![
+            ExtendedKeyUsagePurpose::ServerAuth,
+            ExtendedKeyUsagePurpose::ClientAuth,
+        ];
         params.use_authority_key_identifier_extension = true;
         let draft = params.signed_by(key, &self.authority).map_err(failed)?;
         let der = named::sign(draft.der(), &self.name, self.authority.key())?;
-        Ok(Signed { pem: pem(&der), der, serial: hex(&serial), not_before, not_after })
+        Ok(Signed {
+            pem: pem(&der),
+            der,
+            serial: hex(&serial),
+            not_before,
+            not_after,
+        })
     }
 }
 
 impl fmt::Debug for Issuer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Issuer").field("id", &self.id).field("not_after", &self.not_after).finish_non_exhaustive()
+        f.debug_struct("Issuer")
+            .field("id", &self.id)
+            .field("not_after", &self.not_after)
+            .finish_non_exhaustive()
     }
 }
 
@@ -193,7 +243,10 @@ fn serial() -> Result<[u8; 16], SignError> {
 /// A certificate as text.
 pub fn pem(certificate: &CertificateDer<'_>) -> String {
     let block = pem::Pem::new("CERTIFICATE", certificate.as_ref());
-    pem::encode_config(&block, pem::EncodeConfig::new().set_line_ending(pem::LineEnding::LF))
+    pem::encode_config(
+        &block,
+        pem::EncodeConfig::new().set_line_ending(pem::LineEnding::LF),
+    )
 }
 
 /// Lower-case, two digits a byte.

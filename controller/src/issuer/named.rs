@@ -30,7 +30,11 @@ impl SigningKey for Drafting {
 }
 
 /// The certificate of a draft by [`Drafting`], with `issuer` (a Name, as DER) in the place of the name there, and signed.
-pub(super) fn sign(draft: &CertificateDer<'_>, issuer: &[u8], key: &Drafting) -> Result<CertificateDer<'static>, SignError> {
+pub(super) fn sign(
+    draft: &CertificateDer<'_>,
+    issuer: &[u8],
+    key: &Drafting,
+) -> Result<CertificateDer<'static>, SignError> {
     let (_, certificate) = Sequence::from_der(draft).map_err(failed)?;
     let (after, content) = Sequence::from_der(certificate.as_ref()).map_err(failed)?;
     let (_, algorithm) = element(after)?;
@@ -55,7 +59,9 @@ fn element(bytes: &[u8]) -> Result<(&[u8], &[u8]), SignError> {
 }
 
 fn sequence(parts: &[&[u8]]) -> Result<Vec<u8>, SignError> {
-    Sequence::new(parts.concat().into()).to_der_vec().map_err(failed)
+    Sequence::new(parts.concat().into())
+        .to_der_vec()
+        .map_err(failed)
 }
 
 fn failed(error: impl std::fmt::Display) -> SignError {

@@ -51,7 +51,8 @@ impl Request {
         let der = if bytes.first() == Some(&DER_SEQUENCE) {
             CertificateSigningRequestDer::from(bytes)
         } else {
-            CertificateSigningRequestDer::from_pem_slice(bytes).map_err(|_| RequestError::NoRequest)?
+            CertificateSigningRequestDer::from_pem_slice(bytes)
+                .map_err(|_| RequestError::NoRequest)?
         };
         match X509CertificationRequest::from_der(&der) {
             Ok(([], request)) => check(&request, user),
@@ -65,17 +66,33 @@ const DER_SEQUENCE: u8 = 0x30;
 
 fn check(request: &X509CertificationRequest<'_>, user: &str) -> Result<Request, RequestError> {
     let info = &request.certification_request_info;
-    let key = SubjectPublicKeyInfo::from_der(info.subject_pki.raw).map_err(|_| RequestError::Key)?;
-    let signed = [&rcgen::PKCS_ECDSA_P256_SHA256, &rcgen::PKCS_ECDSA_P384_SHA384, &rcgen::PKCS_ED25519];
-    if !signed.iter().any(|algorithm| **algorithm == *rcgen::PublicKeyData::algorithm(&key)) {
+    let key =
+        SubjectPublicKeyInfo::from_der(info.subject_pki.raw).map_err(|_| RequestError::Key)?;
+    let signed = [
+        &rcgen::PKCS_ECDSA_P256_SHA256,
+        &rcgen::PKCS_ECDSA_P384_SHA384,
+        &rcgen::PKCS_ED25519,
+    ];
+    if !signed
+        .iter()
+        .any(|algorithm| **algorithm == *rcgen::PublicKeyData::algorithm(&key))
+    {
         return Err(RequestError::Key);
     }
-    request.verify_signature().map_err(|_| RequestError::Signature)?;
+    request
+        .verify_signature()
+        .map_err(|_| RequestError::Signature)?;
     let mut names = info.subject.iter_common_name();
-    let found = names.next().and_then(|name| name.as_str().ok()).unwrap_or_default();
+    let found = names
+        .next()
+        .and_then(|name| name.as_str().ok())
+        .unwrap_or_default();
     if found != user || names.next().is_some() {
         // What it says goes back to who said it, and to the log: no more of it than tells it apart.
-        return Err(RequestError::CommonName { found: found.chars().take(300).collect(), expected: user.to_owned() });
+        return Err(RequestError::CommonName {
+            found: found.chars().take(300).collect(),
+            expected: user.to_owned(),
+        });
     }
     Ok(Request { key })
 }
@@ -95,25 +112,52 @@ mod tests {
         params
     }
 
-    fn request(params: &CertificateParams, algorithm: &'static SignatureAlgorithm) -> (Vec<u8>, String) {
-        let request = params.serialize_request(&KeyPair::generate_for(algorithm).unwrap()).unwrap();
+    fn request(
+        params: &CertificateParams,
+        algorithm: &'static SignatureAlgorithm,
+    ) -> (Vec<u8>, String) {
+        let request = params
+            .serialize_request(&KeyPair::generate_for(algorithm).unwrap())
+            .unwrap();
         (request.der().to_vec(), request.pem().unwrap())
     }
 
     #[test]
     fn pem_and_der_with_each_sort_of_key_are_taken() {
-        for algorithm in [&rcgen::PKCS_ECDSA_P256_SHA256, &rcgen::PKCS_ECDSA_P384_SHA384, &rcgen::PKCS_ED25519] {
+        for algorithm in [
+            &rcgen::PKCS_ECDSA_P256_SHA256,
+            &rcgen::PKCS_ECDSA_P384_SHA384,
+            &rcgen::PKCS_ED25519,
+        ] {
             let (der, pem) = request(&params(USER), algorithm);
             assert!(Request::parse(&der, USER).is_ok(), "{algorithm:?}");
-            assert!(Request::parse(pem.as_bytes(), USER).is_ok(), "{algorithm:?}");
+            assert!(
+                Request::parse(pem.as_bytes(), USER).is_ok(),
+                "{algorithm:?}"
+            );
         }
     }
 
     #[test]
     fn only_the_senders_own_name_will_do() {
-        for name in ["system:serviceaccount:shop:admin", "", "system:serviceaccount:shop:web ", "system:serviceaccount:shop:web\0"] {
-            let error = Request::parse(&request(&params(name), &rcgen::PKCS_ECDSA_P256_SHA256).0, USER).unwrap_err();
-            assert_eq!(error, RequestError::CommonName { found: name.into(), expected: USER.into() });
+        for name in [
+            "system:serviceaccount:shop:admin",
+            "",
+            "system:serviceaccount:shop:web ",
+            "system:serviceaccount:shop:web\0",
+        ] {
+            let error = Request::parse(
+                &request(&params(name), &rcgen::PKCS_ECDSA_P256_SHA256).0,
+                USER,
+            )
+            .unwrap_err();
+            assert_eq!(
+                error,
+                RequestError::CommonName {
+                    found: name.into(),
+                    expected: USER.into()
+                }
+            );
         }
         let mut nameless = params(USER);
         nameless.distinguished_name = rcgen::DistinguishedName::new();
@@ -124,7 +168,11 @@ mod tests {
     fn wishes_are_read_over() {
         let mut greedy = params(USER);
         greedy.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        greedy.subject_alt_names = vec![rcgen::SanType::URI("spiffe://cluster.local/ns/shop/sa/admin".try_into().unwrap())];
+        greedy.subject_alt_names = vec![rcgen::SanType::URI(
+            "spiffe://cluster.local/ns/shop/sa/admin"
+                .try_into()
+                .unwrap(),
+        )];
         greedy.key_usages = vec![rcgen::KeyUsagePurpose::KeyCertSign];
         assert!(Request::parse(&request(&greedy, &rcgen::PKCS_ECDSA_P256_SHA256).0, USER).is_ok());
     }
@@ -133,14 +181,34 @@ mod tests {
     fn a_broken_signature_is_refused() {
         let (mut der, _) = request(&params(USER), &rcgen::PKCS_ED25519);
         *der.last_mut().unwrap() ^= 1;
-        assert_eq!(Request::parse(&der, USER).unwrap_err(), RequestError::Signature);
+        assert_eq!(
+            Request::parse(&der, USER).unwrap_err(),
+            RequestError::Signature
+        );
         // Another's key in one's own request: the signature is by the key that one has.
-        let (one, other) = (request(&params(USER), &rcgen::PKCS_ED25519).0, request(&params(USER), &rcgen::PKCS_ED25519).0);
-        let key = |der: &[u8]| X509CertificationRequest::from_der(der).unwrap().1.certification_request_info.subject_pki.raw.to_vec();
+        let (one, other) = (
+            request(&params(USER), &rcgen::PKCS_ED25519).0,
+            request(&params(USER), &rcgen::PKCS_ED25519).0,
+        );
+        let key = |der: &[u8]| {
+            X509CertificationRequest::from_der(der)
+                .unwrap()
+                .1
+                .certification_request_info
+                .subject_pki
+                .raw
+                .to_vec()
+        };
         let (own, stolen) = (key(&one), key(&other));
-        let place = one.windows(own.len()).position(|window| window == own).unwrap();
+        let place = one
+            .windows(own.len())
+            .position(|window| window == own)
+            .unwrap();
         let forged = [&one[..place], &stolen, &one[place + own.len()..]].concat();
-        assert_eq!(Request::parse(&forged, USER).unwrap_err(), RequestError::Signature);
+        assert_eq!(
+            Request::parse(&forged, USER).unwrap_err(),
+            RequestError::Signature
+        );
     }
 
     #[test]
@@ -148,20 +216,48 @@ mod tests {
         // openssl req -new -newkey rsa:1024 -nodes -subj /CN=system:serviceaccount:shop:web -outform DER
         let small = include_bytes!("testdata/rsa-1024.der");
         assert_eq!(Request::parse(small, USER).unwrap_err(), RequestError::Key);
-        assert_eq!(Request::parse(&request(&params(USER), &rcgen::PKCS_RSA_SHA256).0, USER).unwrap_err(), RequestError::Key);
-        assert_eq!(Request::parse(&request(&params(USER), &rcgen::PKCS_ECDSA_P521_SHA512).0, USER).unwrap_err(), RequestError::Key);
+        assert_eq!(
+            Request::parse(&request(&params(USER), &rcgen::PKCS_RSA_SHA256).0, USER).unwrap_err(),
+            RequestError::Key
+        );
+        assert_eq!(
+            Request::parse(
+                &request(&params(USER), &rcgen::PKCS_ECDSA_P521_SHA512).0,
+                USER
+            )
+            .unwrap_err(),
+            RequestError::Key
+        );
     }
 
     #[test]
     fn rubbish_of_any_size_is_refused() {
         let (der, pem) = request(&params(USER), &rcgen::PKCS_ECDSA_P256_SHA256);
-        assert_eq!(Request::parse(&vec![b'0'; LONGEST + 1], USER).unwrap_err(), RequestError::TooLong(LONGEST + 1));
+        assert_eq!(
+            Request::parse(&vec![b'0'; LONGEST + 1], USER).unwrap_err(),
+            RequestError::TooLong(LONGEST + 1)
+        );
         let longer = [der.as_slice(), b"x"].concat();
-        for bytes in [&b""[..], b"0", b"x", b"-----BEGIN CERTIFICATE REQUEST-----", &[0x30, 0x80], &longer, &der[..der.len() - 1]] {
-            assert_eq!(Request::parse(bytes, USER).unwrap_err(), RequestError::NoRequest, "{bytes:?}");
+        for bytes in [
+            &b""[..],
+            b"0",
+            b"x",
+            b"-----BEGIN CERTIFICATE REQUEST-----",
+            &[0x30, 0x80],
+            &longer,
+            &der[..der.len() - 1],
+        ] {
+            assert_eq!(
+                Request::parse(bytes, USER).unwrap_err(),
+                RequestError::NoRequest,
+                "{bytes:?}"
+            );
         }
         let certificate = pem.replace("CERTIFICATE REQUEST", "CERTIFICATE");
-        assert_eq!(Request::parse(certificate.as_bytes(), USER).unwrap_err(), RequestError::NoRequest);
+        assert_eq!(
+            Request::parse(certificate.as_bytes(), USER).unwrap_err(),
+            RequestError::NoRequest
+        );
         let whole = Request::parse(&der, USER).unwrap();
         let mut chance = fastrand::Rng::with_seed(4);
         for _ in 0..5_000 {

@@ -2,7 +2,10 @@
 
 use std::process::Command;
 
-use rcgen::{BasicConstraints, CertifiedIssuer, DnType, PKCS_ECDSA_P256_SHA256, PKCS_ECDSA_P384_SHA384, PKCS_ED25519, PKCS_RSA_SHA256};
+use rcgen::{
+    BasicConstraints, CertifiedIssuer, DnType, PKCS_ECDSA_P256_SHA256, PKCS_ECDSA_P384_SHA384,
+    PKCS_ED25519, PKCS_RSA_SHA256,
+};
 use x509_parser::certificate::X509Certificate;
 use x509_parser::extensions::ParsedExtension;
 use x509_parser::prelude::FromDer;
@@ -22,12 +25,23 @@ fn params(name: &str) -> CertificateParams {
     params
 }
 
-fn root(params: CertificateParams, algorithm: &'static rcgen::SignatureAlgorithm) -> CertifiedIssuer<'static, KeyPair> {
+fn root(
+    params: CertificateParams,
+    algorithm: &'static rcgen::SignatureAlgorithm,
+) -> CertifiedIssuer<'static, KeyPair> {
     CertifiedIssuer::self_signed(params, KeyPair::generate_for(algorithm).unwrap()).unwrap()
 }
 
-fn below(above: &CertifiedIssuer<'static, KeyPair>, params: CertificateParams) -> CertifiedIssuer<'static, KeyPair> {
-    CertifiedIssuer::signed_by(params, KeyPair::generate_for(&PKCS_ECDSA_P384_SHA384).unwrap(), above).unwrap()
+fn below(
+    above: &CertifiedIssuer<'static, KeyPair>,
+    params: CertificateParams,
+) -> CertifiedIssuer<'static, KeyPair> {
+    CertifiedIssuer::signed_by(
+        params,
+        KeyPair::generate_for(&PKCS_ECDSA_P384_SHA384).unwrap(),
+        above,
+    )
+    .unwrap()
 }
 
 fn load(chain: &[&CertifiedIssuer<'static, KeyPair>]) -> Result<Issuer, IssuerError> {
@@ -52,16 +66,27 @@ fn request_with_key() -> (Request, Identity, KeyPair) {
     wishes.subject_alt_names = vec![SanType::DnsName("admin.shop".try_into().unwrap())];
     let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).unwrap();
     let csr = wishes.serialize_request(&key).unwrap();
-    (Request::parse(csr.der(), &identity.user()).unwrap(), identity, key)
+    (
+        Request::parse(csr.der(), &identity.user()).unwrap(),
+        identity,
+        key,
+    )
 }
 
 #[test]
 fn authorities_of_each_sort_sign_what_openssl_and_the_spiffe_library_accept() {
-    for algorithm in [&PKCS_ECDSA_P384_SHA384, &PKCS_ECDSA_P256_SHA256, &PKCS_ED25519, &PKCS_RSA_SHA256] {
+    for algorithm in [
+        &PKCS_ECDSA_P384_SHA384,
+        &PKCS_ECDSA_P256_SHA256,
+        &PKCS_ED25519,
+        &PKCS_RSA_SHA256,
+    ] {
         let root = root(params("The root"), algorithm);
         let issuer = load(&[&root]).unwrap();
         let (request, identity, key) = request_with_key();
-        let signed = issuer.sign(&request, &identity, SystemTime::now(), HOUR).unwrap();
+        let signed = issuer
+            .sign(&request, &identity, SystemTime::now(), HOUR)
+            .unwrap();
         verify(&signed, &root.pem(), issuer.chain_pem(), &identity);
         let svid = spiffe::X509Svid::parse_from_der(&signed.der, key.serialized_der()).unwrap();
         assert_eq!(svid.spiffe_id().to_string(), identity.as_str());
@@ -78,24 +103,51 @@ fn an_intermediates_chain_goes_along_without_the_root() {
         let issuer = load(chain).unwrap();
         assert_eq!(issuer.chain_pem(), lower.pem() + &upper.pem());
         let (request, identity) = request();
-        verify(&issuer.sign(&request, &identity, SystemTime::now(), HOUR).unwrap(), &root.pem(), issuer.chain_pem(), &identity);
+        verify(
+            &issuer
+                .sign(&request, &identity, SystemTime::now(), HOUR)
+                .unwrap(),
+            &root.pem(),
+            issuer.chain_pem(),
+            &identity,
+        );
     }
 }
 
 /// As anybody else would look at it.
 fn verify(signed: &Signed, roots: &str, intermediates: &str, identity: &Identity) {
     let dir = tempfile::tempdir().unwrap();
-    for (name, text) in [("roots", roots), ("intermediates", intermediates), ("leaf", &signed.pem)] {
+    for (name, text) in [
+        ("roots", roots),
+        ("intermediates", intermediates),
+        ("leaf", &signed.pem),
+    ] {
         std::fs::write(dir.path().join(name), text).unwrap();
     }
     let mut openssl = Command::new("openssl");
-    openssl.current_dir(dir.path()).args(["verify", "-x509_strict", "-purpose", "sslserver", "-CAfile", "roots"]);
+    openssl.current_dir(dir.path()).args([
+        "verify",
+        "-x509_strict",
+        "-purpose",
+        "sslserver",
+        "-CAfile",
+        "roots",
+    ]);
     if !intermediates.is_empty() {
         openssl.args(["-untrusted", "intermediates"]);
     }
     let output = openssl.arg("leaf").output().unwrap();
-    assert!(output.status.success(), "{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    let output = Command::new("openssl").current_dir(dir.path()).args(["x509", "-in", "leaf", "-noout", "-text"]).output().unwrap();
+    assert!(
+        output.status.success(),
+        "{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let output = Command::new("openssl")
+        .current_dir(dir.path())
+        .args(["x509", "-in", "leaf", "-noout", "-text"])
+        .output()
+        .unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     for part in [
         &format!("URI:{identity}\n"),
@@ -106,7 +158,10 @@ fn verify(signed: &Signed, roots: &str, intermediates: &str, identity: &Identity
     ] {
         assert!(text.contains(part), "{part}: {text}");
     }
-    assert!(!text.contains("DNS:") && !text.contains("Certificate Sign"), "{text}");
+    assert!(
+        !text.contains("DNS:") && !text.contains("Certificate Sign"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -116,17 +171,32 @@ fn a_certificate_says_what_the_contract_says() {
     let ((request, identity), now) = (request(), SystemTime::now());
     let signed = issuer.sign(&request, &identity, now, HOUR).unwrap();
     let (_, leaf) = X509Certificate::from_der(&signed.der).unwrap();
-    let seconds = |time: SystemTime| time.duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs() as i64;
-    assert_eq!(leaf.validity().not_before.timestamp(), seconds(now - BACKDATED));
+    let seconds = |time: SystemTime| {
+        time.duration_since(SystemTime::UNIX_EPOCH)
+            .unwrap()
+            .as_secs() as i64
+    };
+    assert_eq!(
+        leaf.validity().not_before.timestamp(),
+        seconds(now - BACKDATED)
+    );
     assert_eq!(leaf.validity().not_after.timestamp(), seconds(now + HOUR));
     assert_eq!(hex(leaf.raw_serial()), signed.serial);
     assert_eq!(signed.serial.len(), 32);
-    let authority = leaf.extensions().iter().find_map(|extension| match extension.parsed_extension() {
-        ParsedExtension::AuthorityKeyIdentifier(identifier) => identifier.key_identifier.as_ref().map(|id| hex(id.0)),
-        _ => None,
-    });
+    let authority =
+        leaf.extensions()
+            .iter()
+            .find_map(|extension| match extension.parsed_extension() {
+                ParsedExtension::AuthorityKeyIdentifier(identifier) => {
+                    identifier.key_identifier.as_ref().map(|id| hex(id.0))
+                }
+                _ => None,
+            });
     assert_eq!(authority.as_deref(), Some(issuer.id()));
-    assert_ne!(signed.serial, issuer.sign(&request, &identity, now, HOUR).unwrap().serial);
+    assert_ne!(
+        signed.serial,
+        issuer.sign(&request, &identity, now, HOUR).unwrap().serial
+    );
     assert!(format!("{issuer:?}").len() < 200, "Debug shows no key");
 }
 
@@ -138,22 +208,60 @@ fn no_certificate_outlives_its_issuer() {
     short.not_after = (now + Duration::from_secs(60)).into();
     let issuer = load(&[&root(short, &PKCS_ED25519)]).unwrap();
     let (request, identity) = request();
-    assert_eq!(issuer.sign(&request, &identity, now, HOUR).unwrap().not_after, issuer.not_after());
-    assert_eq!(issuer.sign(&request, &identity, now + HOUR, HOUR).unwrap_err(), SignError::Expired);
-    assert_eq!(issuer.sign(&request, &identity, now, Duration::MAX).unwrap().not_after, issuer.not_after());
+    assert_eq!(
+        issuer
+            .sign(&request, &identity, now, HOUR)
+            .unwrap()
+            .not_after,
+        issuer.not_after()
+    );
+    assert_eq!(
+        issuer
+            .sign(&request, &identity, now + HOUR, HOUR)
+            .unwrap_err(),
+        SignError::Expired
+    );
+    assert_eq!(
+        issuer
+            .sign(&request, &identity, now, Duration::MAX)
+            .unwrap()
+            .not_after,
+        issuer.not_after()
+    );
 }
 
 #[test]
 fn the_controllers_own_certificate_has_its_names() {
     let issuer = load(&[&root(params("The root"), &PKCS_ECDSA_P384_SHA384)]).unwrap();
     let identity = Identity::new("cluster.local", "service-mesh", "controller").unwrap();
-    let names = ["controller.service-mesh.svc".to_owned(), "localhost".to_owned()];
-    let serving = issuer.sign_serving(&identity, &names, &["127.0.0.1".parse().unwrap()], SystemTime::now(), HOUR).unwrap();
+    let names = [
+        "controller.service-mesh.svc".to_owned(),
+        "localhost".to_owned(),
+    ];
+    let serving = issuer
+        .sign_serving(
+            &identity,
+            &names,
+            &["127.0.0.1".parse().unwrap()],
+            SystemTime::now(),
+            HOUR,
+        )
+        .unwrap();
     let (_, leaf) = X509Certificate::from_der(&serving.chain[0]).unwrap();
-    let all = leaf.subject_alternative_name().unwrap().unwrap().value.general_names.iter().map(ToString::to_string);
+    let all = leaf
+        .subject_alternative_name()
+        .unwrap()
+        .unwrap()
+        .value
+        .general_names
+        .iter()
+        .map(ToString::to_string);
     let all: Vec<String> = all.collect();
     assert_eq!(all.len(), 4, "{all:?}");
-    assert!(all[0].contains(identity.as_str()) && all[1].contains(&names[0]), "{all:?}");
+    assert!(
+        all[0].contains(identity.as_str()) && all[1].contains(&names[0]),
+        "{all:?}"
+    );
 }
 
 #[test]
@@ -161,7 +269,10 @@ fn unfit_authorities_are_refused_with_the_reason() {
     let good = root(params("Good"), &PKCS_ECDSA_P384_SHA384);
     let mut leaf = params("Leaf");
     leaf.is_ca = IsCa::NoCa;
-    assert!(refusal(&[&root(leaf, &PKCS_ED25519)]).contains("\"CN=Leaf\" is not a certificate authority"));
+    assert!(
+        refusal(&[&root(leaf, &PKCS_ED25519)])
+            .contains("\"CN=Leaf\" is not a certificate authority")
+    );
     let mut unsigning = params("Crl");
     unsigning.key_usages = vec![KeyUsagePurpose::CrlSign];
     assert!(refusal(&[&root(unsigning, &PKCS_ED25519)]).contains("lacks keyCertSign"));
@@ -174,41 +285,100 @@ fn unfit_authorities_are_refused_with_the_reason() {
     let mut narrow = params("Narrow");
     narrow.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
     let narrow = root(narrow, &PKCS_ED25519);
-    assert!(load(&[&narrow]).is_ok(), "it signs leaves, and needs none below it");
+    assert!(
+        load(&[&narrow]).is_ok(),
+        "it signs leaves, and needs none below it"
+    );
     let reason = refusal(&[&below(&narrow, params("Below")), &narrow]);
-    assert!(reason.contains("\"CN=Narrow\" allows 0 authorities below it (path length), and there are 1"), "{reason}");
+    assert!(
+        reason
+            .contains("\"CN=Narrow\" allows 0 authorities below it (path length), and there are 1"),
+        "{reason}"
+    );
     let stranger = root(params("Good"), &PKCS_ED25519);
-    assert!(refusal(&[&below(&good, params("Below")), &stranger]).contains("\"CN=Below\" is not signed by the certificate after it"));
-    let other = Issuer::from_pem(&good.pem(), &stranger.key().serialize_pem(), SystemTime::now()).unwrap_err();
-    assert_eq!(other, IssuerError::OtherKey { subject: "\"CN=Good\"".into() });
-    assert_eq!(Issuer::from_pem("", "", SystemTime::now()).unwrap_err(), IssuerError::NoCertificate);
-    assert_eq!(Issuer::from_pem(&good.pem(), "x", SystemTime::now()).unwrap_err(), IssuerError::NoKey);
+    assert!(
+        refusal(&[&below(&good, params("Below")), &stranger])
+            .contains("\"CN=Below\" is not signed by the certificate after it")
+    );
+    let other = Issuer::from_pem(
+        &good.pem(),
+        &stranger.key().serialize_pem(),
+        SystemTime::now(),
+    )
+    .unwrap_err();
+    assert_eq!(
+        other,
+        IssuerError::OtherKey {
+            subject: "\"CN=Good\"".into()
+        }
+    );
+    assert_eq!(
+        Issuer::from_pem("", "", SystemTime::now()).unwrap_err(),
+        IssuerError::NoCertificate
+    );
+    assert_eq!(
+        Issuer::from_pem(&good.pem(), "x", SystemTime::now()).unwrap_err(),
+        IssuerError::NoKey
+    );
     let curve = KeyPair::generate_for(&rcgen::PKCS_ECDSA_P521_SHA512).unwrap();
-    assert_eq!(Issuer::from_pem(&good.pem(), &curve.serialize_pem(), SystemTime::now()).unwrap_err(), IssuerError::NoKey);
+    assert_eq!(
+        Issuer::from_pem(&good.pem(), &curve.serialize_pem(), SystemTime::now()).unwrap_err(),
+        IssuerError::NoKey
+    );
     let broken = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
-    assert!(matches!(Issuer::from_pem(broken, "", SystemTime::now()).unwrap_err(), IssuerError::Unreadable { number: 1, .. }));
+    assert!(matches!(
+        Issuer::from_pem(broken, "", SystemTime::now()).unwrap_err(),
+        IssuerError::Unreadable { number: 1, .. }
+    ));
 }
 
 #[test]
 fn an_authority_made_by_openssl_is_taken_with_an_older_key_format_and_whatever_its_name() {
     let dir = tempfile::tempdir().unwrap();
     let run = |arguments: &str| {
-        let output = Command::new("openssl").current_dir(dir.path()).args(arguments.split(' ')).output().unwrap();
-        assert!(output.status.success(), "{arguments}: {}", String::from_utf8_lossy(&output.stderr));
+        let output = Command::new("openssl")
+            .current_dir(dir.path())
+            .args(arguments.split(' '))
+            .output()
+            .unwrap();
+        assert!(
+            output.status.success(),
+            "{arguments}: {}",
+            String::from_utf8_lossy(&output.stderr)
+        );
     };
     let read = |name: &str| std::fs::read_to_string(dir.path().join(name)).unwrap();
     // "EC PARAMETERS" comes before "EC PRIVATE KEY" in what this writes.
     run("ecparam -name prime256v1 -genkey -out key");
-    run("req -x509 -new -key key -subj /O=Shop/CN=Own -days 30 -addext basicConstraints=critical,CA:TRUE -out crt");
-    assert!(Issuer::from_pem(&read("crt"), &read("key"), SystemTime::now()).is_ok(), "also without a key usage");
+    run(
+        "req -x509 -new -key key -subj /O=Shop/CN=Own -days 30 -addext basicConstraints=critical,CA:TRUE -out crt",
+    );
+    assert!(
+        Issuer::from_pem(&read("crt"), &read("key"), SystemTime::now()).is_ok(),
+        "also without a key usage"
+    );
     // Active Directory's names repeat DC; a part of a name may have several attributes; a name may be long, or not ASCII, or nothing.
     let long = format!("/O={}/OU={}/CN=Own", "o".repeat(60), "u".repeat(60));
-    for name in ["/O=Shop/CN=Own", "/DC=com/DC=shop/CN=Own", "/O=Shop/OU=one/OU=two", "/C=DE/OU=one+CN=Own", "/CN=Läden", &long, "/"] {
-        let extensions = "-addext basicConstraints=critical,CA:TRUE -addext keyUsage=critical,keyCertSign";
-        run(&format!("req -x509 -new -utf8 -key key -subj {name} -days 30 {extensions} -out crt"));
-        let issuer = Issuer::from_pem(&read("crt"), &read("key"), SystemTime::now()).unwrap_or_else(|error| panic!("{name}: {error}"));
+    for name in [
+        "/O=Shop/CN=Own",
+        "/DC=com/DC=shop/CN=Own",
+        "/O=Shop/OU=one/OU=two",
+        "/C=DE/OU=one+CN=Own",
+        "/CN=Läden",
+        &long,
+        "/",
+    ] {
+        let extensions =
+            "-addext basicConstraints=critical,CA:TRUE -addext keyUsage=critical,keyCertSign";
+        run(&format!(
+            "req -x509 -new -utf8 -key key -subj {name} -days 30 {extensions} -out crt"
+        ));
+        let issuer = Issuer::from_pem(&read("crt"), &read("key"), SystemTime::now())
+            .unwrap_or_else(|error| panic!("{name}: {error}"));
         let (request, identity) = request();
-        let signed = issuer.sign(&request, &identity, SystemTime::now(), HOUR).unwrap();
+        let signed = issuer
+            .sign(&request, &identity, SystemTime::now(), HOUR)
+            .unwrap();
         let (_, leaf) = X509Certificate::from_der(&signed.der).unwrap();
         let (_, own) = X509Certificate::from_der(issuer.certificate()).unwrap();
         assert_eq!(leaf.issuer().as_raw(), own.subject().as_raw(), "{name}");
@@ -216,7 +386,9 @@ fn an_authority_made_by_openssl_is_taken_with_an_older_key_format_and_whatever_i
             verify(&signed, &read("crt"), "", &identity);
         }
         // As proxies verify it.
-        let fields = ["tls.crt", "tls.key"].map(|field| (field.to_owned(), read(&field[4..]).into_bytes()));
-        Material::read(&fields.into(), SystemTime::now()).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let fields =
+            ["tls.crt", "tls.key"].map(|field| (field.to_owned(), read(&field[4..]).into_bytes()));
+        Material::read(&fields.into(), SystemTime::now())
+            .unwrap_or_else(|error| panic!("{name}: {error}"));
     }
 }

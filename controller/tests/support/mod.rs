@@ -29,7 +29,12 @@ pub const DEADLINE: Duration = Duration::from_secs(20);
 /// a disk may be busy for seconds.
 pub fn scratch() -> tempfile::TempDir {
     let memory = Path::new("/dev/shm");
-    if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }.unwrap()
+    if memory.is_dir() {
+        tempfile::tempdir_in(memory)
+    } else {
+        tempfile::tempdir()
+    }
+    .unwrap()
 }
 
 /// Who signs the tokens.
@@ -41,7 +46,10 @@ pub struct Issuer {
 impl Issuer {
     pub fn new(id: &str) -> Issuer {
         let pair = rcgen::KeyPair::generate_for(&rcgen::PKCS_ECDSA_P256_SHA256).unwrap();
-        Issuer { key: EncodingKey::from_ec_pem(pair.serialize_pem().as_bytes()).unwrap(), id: id.into() }
+        Issuer {
+            key: EncodingKey::from_ec_pem(pair.serialize_pem().as_bytes()).unwrap(),
+            id: id.into(),
+        }
     }
 
     pub fn jwks(&self) -> String {
@@ -51,7 +59,10 @@ impl Issuer {
     }
 
     pub fn sign(&self, claims: &Value) -> String {
-        let header = Header { kid: Some(self.id.clone()), ..Header::new(Algorithm::ES256) };
+        let header = Header {
+            kid: Some(self.id.clone()),
+            ..Header::new(Algorithm::ES256)
+        };
         jsonwebtoken::encode(&header, claims, &self.key).unwrap()
     }
 
@@ -62,7 +73,10 @@ impl Issuer {
 
 /// The claims of a token that is good.
 pub fn claims() -> Value {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
+    let now = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap()
+        .as_secs();
     json!({
         "iss": "https://issuer.test", "aud": ["diy-service-mesh"], "sub": "system:serviceaccount:shop:web",
         "iat": now, "nbf": now, "exp": now + 3600,
@@ -92,13 +106,28 @@ impl Sandbox {
         }
         replace(&dir.path().join("jwks.json"), &issuer.jwks());
         let controller = Controller::bind(config(dir.path())).await.unwrap();
-        let (address, admin, kept) = (controller.address(), controller.admin_address(), controller.authority().clone());
+        let (address, admin, kept) = (
+            controller.address(),
+            controller.admin_address(),
+            controller.authority().clone(),
+        );
         let (stop, stopped) = oneshot::channel::<()>();
         let running = tokio::spawn(controller.run(async {
             let _ = stopped.await;
         }));
-        let authority = tokio::time::timeout(DEADLINE, kept.authority()).await.expect("there is an authority").unwrap();
-        Sandbox { issuer, address, admin, authority, dir, stop: Some(stop), running }
+        let authority = tokio::time::timeout(DEADLINE, kept.authority())
+            .await
+            .expect("there is an authority")
+            .unwrap();
+        Sandbox {
+            issuer,
+            address,
+            admin,
+            authority,
+            dir,
+            stop: Some(stop),
+            running,
+        }
     }
 
     pub fn write(&self, name: &str, text: &str) {
@@ -115,7 +144,11 @@ impl Sandbox {
     }
 
     pub async fn ended(self) {
-        tokio::time::timeout(DEADLINE, self.running).await.expect("the controller ends").unwrap().unwrap();
+        tokio::time::timeout(DEADLINE, self.running)
+            .await
+            .expect("the controller ends")
+            .unwrap()
+            .unwrap();
     }
 
     pub async fn channel(&self) -> Channel {
@@ -129,7 +162,10 @@ impl Sandbox {
     }
 
     pub async fn client(&self) -> Client {
-        Client { client: ServiceMeshServiceClient::new(self.channel().await), token: Some(self.issuer.token()) }
+        Client {
+            client: ServiceMeshServiceClient::new(self.channel().await),
+            token: Some(self.issuer.token()),
+        }
     }
 
     pub async fn admin(&self, path: &str) -> (u16, String) {
@@ -139,18 +175,33 @@ impl Sandbox {
 
 /// A client's connection to a controller that these roots vouch for.
 pub async fn connect(address: SocketAddr, roots: &str) -> Result<Channel, tonic::transport::Error> {
-    let tls = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(roots)).domain_name("localhost");
-    Endpoint::from_shared(format!("https://{address}")).unwrap().tls_config(tls).unwrap().connect().await
+    let tls = ClientTlsConfig::new()
+        .ca_certificate(Certificate::from_pem(roots))
+        .domain_name("localhost");
+    Endpoint::from_shared(format!("https://{address}"))
+        .unwrap()
+        .tls_config(tls)
+        .unwrap()
+        .connect()
+        .await
 }
 
 /// A GET, and what it answers.
 pub async fn get(address: SocketAddr, path: &str) -> (u16, String) {
     let mut connection = tokio::net::TcpStream::connect(address).await.unwrap();
-    connection.write_all(format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").as_bytes()).await.unwrap();
+    connection
+        .write_all(
+            format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").as_bytes(),
+        )
+        .await
+        .unwrap();
     let mut text = String::new();
     connection.read_to_string(&mut text).await.unwrap();
     let (head, body) = text.split_once("\r\n\r\n").unwrap();
-    (head.split(' ').nth(1).unwrap().parse().unwrap(), body.to_owned())
+    (
+        head.split(' ').nth(1).unwrap().parse().unwrap(),
+        body.to_owned(),
+    )
 }
 
 pub fn config(dir: &Path) -> Config {
@@ -158,7 +209,10 @@ pub fn config(dir: &Path) -> Config {
         listen: "127.0.0.1:0".parse().unwrap(),
         admin_listen: "127.0.0.1:0".parse().unwrap(),
         catalog: Catalog::Files(dir.join("catalog")),
-        authenticator: Authenticator::Jwks { file: dir.join("jwks.json"), issuer: Some("https://issuer.test".into()) },
+        authenticator: Authenticator::Jwks {
+            file: dir.join("jwks.json"),
+            issuer: Some("https://issuer.test".into()),
+        },
         ca: Ca::Files(dir.join("ca")),
         ca_life: Duration::from_secs(86_400),
         certificate_life: Duration::from_secs(3600),
@@ -184,19 +238,34 @@ impl Client {
     pub fn request<T>(&self, message: T) -> Request<T> {
         let mut request = Request::new(message);
         if let Some(token) = &self.token {
-            request.metadata_mut().insert("authorization", format!("Bearer {token}").parse().unwrap());
+            request
+                .metadata_mut()
+                .insert("authorization", format!("Bearer {token}").parse().unwrap());
         }
         request
     }
 
     pub async fn services(&mut self, names: &[&str]) -> Result<Vec<proto::Service>, Status> {
-        let request = self.request(proto::GetServicesRequest { services: names.iter().map(|name| name.to_string()).collect() });
-        Ok(self.client.get_services(request).await?.into_inner().services)
+        let request = self.request(proto::GetServicesRequest {
+            services: names.iter().map(|name| name.to_string()).collect(),
+        });
+        Ok(self
+            .client
+            .get_services(request)
+            .await?
+            .into_inner()
+            .services)
     }
 
     pub async fn watch(&mut self, names: &[&str]) -> Streaming<proto::WatchServicesResponse> {
-        let request = self.request(proto::WatchServicesRequest { services: names.iter().map(|name| name.to_string()).collect() });
-        self.client.watch_services(request).await.unwrap().into_inner()
+        let request = self.request(proto::WatchServicesRequest {
+            services: names.iter().map(|name| name.to_string()).collect(),
+        });
+        self.client
+            .watch_services(request)
+            .await
+            .unwrap()
+            .into_inner()
     }
 
     /// A stream on which the roots have come.
@@ -208,7 +277,11 @@ impl Client {
 
     pub async fn try_discover(&mut self) -> Result<Discover, Status> {
         let (requests, stream) = mpsc::channel(16);
-        let answers = self.client.discover(self.request(ReceiverStream::new(stream))).await?.into_inner();
+        let answers = self
+            .client
+            .discover(self.request(ReceiverStream::new(stream)))
+            .await?
+            .into_inner();
         Ok(Discover { requests, answers })
     }
 }
@@ -221,20 +294,33 @@ pub struct Discover {
 
 impl Discover {
     pub async fn subscribe(&self, destination: &str, known_version: &str) {
-        let subscribe = proto::Subscribe { destination: destination.into(), known_version: known_version.into() };
+        let subscribe = proto::Subscribe {
+            destination: destination.into(),
+            known_version: known_version.into(),
+        };
         self.send(Action::Subscribe(subscribe)).await;
     }
 
     pub async fn unsubscribe(&self, destination: &str) {
-        self.send(Action::Unsubscribe(proto::Unsubscribe { destination: destination.into() })).await;
+        self.send(Action::Unsubscribe(proto::Unsubscribe {
+            destination: destination.into(),
+        }))
+        .await;
     }
 
     pub async fn send(&self, action: Action) {
-        self.requests.send(proto::DiscoverRequest { action: Some(action) }).await.unwrap();
+        self.requests
+            .send(proto::DiscoverRequest {
+                action: Some(action),
+            })
+            .await
+            .unwrap();
     }
 
     pub async fn answer(&mut self) -> Result<proto::DiscoverResponse, Status> {
-        let answer = tokio::time::timeout(DEADLINE, self.answers.message()).await.expect("an answer comes")?;
+        let answer = tokio::time::timeout(DEADLINE, self.answers.message())
+            .await
+            .expect("an answer comes")?;
         Ok(answer.expect("the stream goes on"))
     }
 
@@ -245,13 +331,32 @@ impl Discover {
 }
 
 pub fn say(answer: &proto::DiscoverResponse) -> String {
-    let list = |endpoints: &[proto::Endpoint]| endpoints.iter().map(|endpoint| endpoint.address.clone()).collect::<Vec<_>>().join(" ");
+    let list = |endpoints: &[proto::Endpoint]| {
+        endpoints
+            .iter()
+            .map(|endpoint| endpoint.address.clone())
+            .collect::<Vec<_>>()
+            .join(" ")
+    };
     let what = match answer.update.as_ref().unwrap() {
         Update::Snapshot(snapshot) => {
-            let kind = if snapshot.kind() == proto::snapshot::Kind::Pod { "pod" } else { "service" };
-            format!("{kind} {}/{} [{}]", snapshot.namespace, snapshot.name, list(&snapshot.endpoints))
+            let kind = if snapshot.kind() == proto::snapshot::Kind::Pod {
+                "pod"
+            } else {
+                "service"
+            };
+            format!(
+                "{kind} {}/{} [{}]",
+                snapshot.namespace,
+                snapshot.name,
+                list(&snapshot.endpoints)
+            )
         }
-        Update::Delta(delta) => format!("+[{}] -[{}]", list(&delta.upserted), delta.removed.join(" ")),
+        Update::Delta(delta) => format!(
+            "+[{}] -[{}]",
+            list(&delta.upserted),
+            delta.removed.join(" ")
+        ),
         Update::Unchanged(_) => "unchanged".into(),
         Update::Unknown(_) => "unknown".into(),
         Update::Roots(_) => "roots".into(),
@@ -279,7 +384,9 @@ endpoints:
     }
     for pod in pods {
         let name = pod.replace('.', "-");
-        text += &format!("- {{addresses: [{pod}], zone: a, targetRef: {{kind: Pod, name: web-{name}, namespace: shop}}}}\n");
+        text += &format!(
+            "- {{addresses: [{pod}], zone: a, targetRef: {{kind: Pod, name: web-{name}, namespace: shop}}}}\n"
+        );
     }
     for pod in pods {
         text += &pod_manifest(&format!("web-{}", pod.replace('.', "-")), pod);

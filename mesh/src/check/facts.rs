@@ -81,10 +81,28 @@ impl Facts {
         let (client, namespace) = (&cluster.client, cluster.namespace.as_str());
         let every = ListParams::default();
         let roots = ListParams::default().fields(&format!("metadata.name={ROOTS}"));
-        let (all_nodes, all_namespaces, all_pods) = (Api::all(client.clone()), Api::all(client.clone()), Api::all(client.clone()));
-        let (own, all_maps) = (Api::namespaced(client.clone(), namespace), Api::all(client.clone()));
+        let (all_nodes, all_namespaces, all_pods) = (
+            Api::all(client.clone()),
+            Api::all(client.clone()),
+            Api::all(client.clone()),
+        );
+        let (own, all_maps) = (
+            Api::namespaced(client.clone(), namespace),
+            Api::all(client.clone()),
+        );
         let source = Source::Cluster(Box::new(cluster.clone()));
-        let (nodes, namespaces, pods, deployments, roots, webhook, serving, identity, rights, trial) = join!(
+        let (
+            nodes,
+            namespaces,
+            pods,
+            deployments,
+            roots,
+            webhook,
+            serving,
+            identity,
+            rights,
+            trial,
+        ) = join!(
             list(&all_nodes, &every),
             list(&all_namespaces, &every),
             list(&all_pods, &every),
@@ -122,7 +140,10 @@ where
     let mut params = params.clone().limit(500);
     let mut items = Vec::new();
     loop {
-        let page = api.list(&params).await.map_err(|error| cluster::short(&error))?;
+        let page = api
+            .list(&params)
+            .await
+            .map_err(|error| cluster::short(&error))?;
         items.extend(page.items);
         match page.metadata.continue_.filter(|token| !token.is_empty()) {
             Some(token) => params = params.continue_token(&token),
@@ -133,13 +154,18 @@ where
 
 async fn webhook(cluster: &Cluster) -> Known<Option<MutatingWebhookConfiguration>> {
     let api = Api::all(cluster.client.clone());
-    api.get_opt(WEBHOOK).await.map_err(|error| cluster::short(&error))
+    api.get_opt(WEBHOOK)
+        .await
+        .map_err(|error| cluster::short(&error))
 }
 
 /// Of the injector's Secret nothing but the certificate is kept.
 async fn serving(cluster: &Cluster) -> Known<Option<String>> {
     let api: Api<Secret> = Api::namespaced(cluster.client.clone(), &cluster.namespace);
-    let secret = api.get_opt(SERVING).await.map_err(|error| cluster::short(&error))?;
+    let secret = api
+        .get_opt(SERVING)
+        .await
+        .map_err(|error| cluster::short(&error))?;
     let certificate = secret.and_then(|secret| secret.data?.remove("tls.crt"));
     Ok(certificate.map(|certificate| String::from_utf8_lossy(&certificate.0).into_owned()))
 }
@@ -152,10 +178,22 @@ async fn trial(cluster: &Cluster) -> Known<Trial> {
         "spec": {"containers": [{"name": "trial", "image": "mesh-check-trial", "ports": [{"containerPort": 8080}]}]},
     });
     let pod = serde_json::from_value(pod).map_err(|error| error.to_string())?;
-    match api.create(&PostParams { dry_run: true, ..PostParams::default() }, &pod).await {
+    match api
+        .create(
+            &PostParams {
+                dry_run: true,
+                ..PostParams::default()
+            },
+            &pod,
+        )
+        .await
+    {
         Ok(pod) if super::pods::is_injected(&pod) => Ok(Trial::Injected),
         Ok(_) => Ok(Trial::LeftAlone),
-        Err(kube::Error::Api(status)) if status.message.contains("calling webhook") && status.message.contains(WEBHOOK_DOMAIN) => {
+        Err(kube::Error::Api(status))
+            if status.message.contains("calling webhook")
+                && status.message.contains(WEBHOOK_DOMAIN) =>
+        {
             Ok(Trial::Failed(status.message))
         }
         Err(error) => Err(cluster::short(&error)),
@@ -184,8 +222,10 @@ pub(super) mod testing {
         Facts {
             namespace: "service-mesh".into(),
             now: NOW,
-            version: object(json!({"major": "1", "minor": "34", "gitVersion": "v1.34.1", "buildDate": "", "compiler": "", "gitCommit": "",
-                "gitTreeState": "", "goVersion": "", "platform": ""})),
+            version: object(
+                json!({"major": "1", "minor": "34", "gitVersion": "v1.34.1", "buildDate": "", "compiler": "", "gitCommit": "",
+                "gitTreeState": "", "goVersion": "", "platform": ""}),
+            ),
             nodes: why(),
             namespaces: why(),
             pods: why(),
@@ -209,10 +249,18 @@ pub(super) mod testing {
 
     /// One that is in the mesh, and whose proxy is in this state.
     pub(crate) fn meshed(name: &str, proxy: Value) -> Pod {
-        let mut pod = pod(name, json!({"diy-service-mesh/inject": "true", "diy-service-mesh/status": "injected"}));
+        let mut pod = pod(
+            name,
+            json!({"diy-service-mesh/inject": "true", "diy-service-mesh/status": "injected"}),
+        );
         let spec = pod.spec.as_mut().expect("it has one");
-        spec.init_containers = Some(vec![object(json!({"name": "proxy", "image": "diy-sm-proxy:1.0", "restartPolicy": "Always"}))]);
-        pod.status.as_mut().expect("it has one").init_container_statuses = Some(vec![object(proxy)]);
+        spec.init_containers = Some(vec![object(
+            json!({"name": "proxy", "image": "diy-sm-proxy:1.0", "restartPolicy": "Always"}),
+        )]);
+        pod.status
+            .as_mut()
+            .expect("it has one")
+            .init_container_statuses = Some(vec![object(proxy)]);
         pod
     }
 

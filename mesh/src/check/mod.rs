@@ -47,15 +47,28 @@ const NAMED: usize = 10;
 
 impl Finding {
     fn ok(check: &'static str, text: impl Into<String>) -> Self {
-        Self { check, level: Level::Ok, text: text.into(), details: Vec::new(), advice: String::new() }
+        Self {
+            check,
+            level: Level::Ok,
+            text: text.into(),
+            details: Vec::new(),
+            advice: String::new(),
+        }
     }
 
     fn warning(check: &'static str, text: impl Into<String>, advice: impl Into<String>) -> Self {
-        Self { level: Level::Warning, advice: advice.into(), ..Self::ok(check, text) }
+        Self {
+            level: Level::Warning,
+            advice: advice.into(),
+            ..Self::ok(check, text)
+        }
     }
 
     fn problem(check: &'static str, text: impl Into<String>, advice: impl Into<String>) -> Self {
-        Self { level: Level::Problem, ..Self::warning(check, text, advice) }
+        Self {
+            level: Level::Problem,
+            ..Self::warning(check, text, advice)
+        }
     }
 
     /// A fact that nobody told.
@@ -106,15 +119,29 @@ mod tests {
 
     #[test]
     fn a_few_are_named_and_the_rest_are_counted() {
-        let finding = Finding::problem("x", "y", "z").naming((0..13).map(|number| number.to_string()));
-        assert_eq!((finding.details.len(), finding.details[10].as_str()), (11, "and 3 more"));
+        let finding =
+            Finding::problem("x", "y", "z").naming((0..13).map(|number| number.to_string()));
+        assert_eq!(
+            (finding.details.len(), finding.details[10].as_str()),
+            (11, "and 3 more")
+        );
     }
 
     #[test]
     fn of_a_cluster_that_tells_nothing_nothing_is_said_to_be_well_but_its_version() {
         let facts = facts::testing::untold();
         let findings = all(&facts);
-        assert!(findings.iter().all(|finding| finding.level != Level::Ok || finding.check == "kubernetes"), "{findings:?}");
-        assert!(findings.iter().all(|finding| finding.level != Level::Problem), "{findings:?}");
+        assert!(
+            findings
+                .iter()
+                .all(|finding| finding.level != Level::Ok || finding.check == "kubernetes"),
+            "{findings:?}"
+        );
+        assert!(
+            findings
+                .iter()
+                .all(|finding| finding.level != Level::Problem),
+            "{findings:?}"
+        );
     }
 }

@@ -11,8 +11,7 @@ use super::{Finding, count, facts::Facts, pods};
 
 /// The first version whose kubelets and API servers have native sidecars switched on.
 const OLDEST: (u32, u32) = (1, 29);
-const TOO_OLD: &str =
-    "the mesh needs Kubernetes 1.29 or newer: its proxies are native sidecars, which older versions do not start in order";
+const TOO_OLD: &str = "the mesh needs Kubernetes 1.29 or newer: its proxies are native sidecars, which older versions do not start in order";
 
 /// API server and kubelets know native sidecars.
 pub(super) fn kubernetes(facts: &Facts) -> Vec<Finding> {
@@ -20,24 +19,48 @@ pub(super) fn kubernetes(facts: &Facts) -> Vec<Finding> {
     let server = &facts.version.git_version;
     let mut findings = Vec::new();
     if is_old(&format!("{}.{}", facts.version.major, facts.version.minor)) {
-        findings.push(Finding::problem(CHECK, format!("the API server is {server}, which is too old"), TOO_OLD));
+        findings.push(Finding::problem(
+            CHECK,
+            format!("the API server is {server}, which is too old"),
+            TOO_OLD,
+        ));
     }
     let versions = facts.nodes.as_ref().map(|nodes| {
         let version = |node: &k8s_openapi::api::core::v1::Node| {
-            Some((node.metadata.name.clone()?, node.status.as_ref()?.node_info.as_ref()?.kubelet_version.clone()))
+            Some((
+                node.metadata.name.clone()?,
+                node.status
+                    .as_ref()?
+                    .node_info
+                    .as_ref()?
+                    .kubelet_version
+                    .clone(),
+            ))
         };
         nodes.iter().filter_map(version).collect::<Vec<_>>()
     });
     match versions {
         Err(why) => findings.push(Finding::unknown("kubelets", why)),
         Ok(nodes) => {
-            let old: Vec<String> =
-                nodes.iter().filter(|(_, version)| is_old(version)).map(|(name, version)| format!("{name}: {version}")).collect();
+            let old: Vec<String> = nodes
+                .iter()
+                .filter(|(_, version)| is_old(version))
+                .map(|(name, version)| format!("{name}: {version}"))
+                .collect();
             if !old.is_empty() {
-                let text = format!("{} with a kubelet that is too old", count(old.len(), "node", "nodes"));
+                let text = format!(
+                    "{} with a kubelet that is too old",
+                    count(old.len(), "node", "nodes")
+                );
                 findings.push(Finding::problem(CHECK, text, TOO_OLD).naming(old));
             } else if findings.is_empty() {
-                return vec![Finding::ok(CHECK, format!("Kubernetes {server}, {}", count(nodes.len(), "node", "nodes")))];
+                return vec![Finding::ok(
+                    CHECK,
+                    format!(
+                        "Kubernetes {server}, {}",
+                        count(nodes.len(), "node", "nodes")
+                    ),
+                )];
             }
         }
     }
@@ -68,10 +91,20 @@ pub(super) fn parts(facts: &Facts) -> Vec<Finding> {
                 "install the mesh (kubectl apply -k manifests), or name its namespace with --namespace",
             );
         };
-        let wanted = deployment.spec.as_ref().and_then(|spec| spec.replicas).unwrap_or(1);
-        let available = deployment.status.as_ref().and_then(|status| status.available_replicas).unwrap_or(0);
+        let wanted = deployment
+            .spec
+            .as_ref()
+            .and_then(|spec| spec.replicas)
+            .unwrap_or(1);
+        let available = deployment
+            .status
+            .as_ref()
+            .and_then(|status| status.available_replicas)
+            .unwrap_or(0);
         let text = format!("{available} of {wanted} replicas are available");
-        let advice = format!("kubectl describe -n {namespace} deployment/{check}; kubectl logs -n {namespace} deployment/{check}");
+        let advice = format!(
+            "kubectl describe -n {namespace} deployment/{check}; kubectl logs -n {namespace} deployment/{check}"
+        );
         match available {
             0 => Finding::problem(check, format!("{text}: {without}"), advice),
             _ if available < wanted => Finding::warning(check, text, advice),
@@ -79,28 +112,57 @@ pub(super) fn parts(facts: &Facts) -> Vec<Finding> {
         }
     };
     vec![
-        part("controller", "proxies get no certificates and learn of no changes; what they know goes on"),
+        part(
+            "controller",
+            "proxies get no certificates and learn of no changes; what they know goes on",
+        ),
         part("injector", "no pod that asks for the mesh can be made"),
     ]
 }
 
 fn find<'a>(deployments: &'a [Deployment], name: &str) -> Option<&'a Deployment> {
-    deployments.iter().find(|deployment| deployment.metadata.name.as_deref() == Some(name))
+    deployments
+        .iter()
+        .find(|deployment| deployment.metadata.name.as_deref() == Some(name))
 }
 
 /// The parts are of one version, and running proxies are what new pods would get.
 pub(super) fn versions(facts: &Facts) -> Vec<Finding> {
     const CHECK: &str = "versions";
-    let Ok(deployments) = &facts.deployments else { return Vec::new() };
-    let container = |name: &str| find(deployments, name)?.spec.as_ref()?.template.spec.as_ref()?.containers.first();
-    let (Some(controller), Some(injector)) = (container("controller"), container("injector")) else { return Vec::new() };
+    let Ok(deployments) = &facts.deployments else {
+        return Vec::new();
+    };
+    let container = |name: &str| {
+        find(deployments, name)?
+            .spec
+            .as_ref()?
+            .template
+            .spec
+            .as_ref()?
+            .containers
+            .first()
+    };
+    let (Some(controller), Some(injector)) = (container("controller"), container("injector"))
+    else {
+        return Vec::new();
+    };
     let proxy = variable(injector, "IMAGE_TO_DEPLOY_PROXY").unwrap_or_default();
-    let images = [controller.image.as_deref().unwrap_or_default(), injector.image.as_deref().unwrap_or_default(), proxy];
+    let images = [
+        controller.image.as_deref().unwrap_or_default(),
+        injector.image.as_deref().unwrap_or_default(),
+        proxy,
+    ];
     let mut findings = Vec::new();
     if images.iter().any(|image| tag(image) != tag(images[0])) {
         let text = "controller, injector and the proxies of new pods are of different versions";
-        findings
-            .push(Finding::warning(CHECK, text, "finish the update: apply the manifests of one version").naming(images.map(str::to_owned)));
+        findings.push(
+            Finding::warning(
+                CHECK,
+                text,
+                "finish the update: apply the manifests of one version",
+            )
+            .naming(images.map(str::to_owned)),
+        );
     }
     match &facts.pods {
         Err(why) => findings.push(Finding::unknown(CHECK, why)),
@@ -108,39 +170,72 @@ pub(super) fn versions(facts: &Facts) -> Vec<Finding> {
     }
     if let Ok(mesh) = &facts.identity {
         let mut versions: BTreeMap<&str, usize> = BTreeMap::new();
-        mesh.workloads.iter().filter(|workload| !workload.proxy_version.is_empty()).for_each(|workload| {
-            *versions.entry(&workload.proxy_version).or_default() += 1;
-        });
+        mesh.workloads
+            .iter()
+            .filter(|workload| !workload.proxy_version.is_empty())
+            .for_each(|workload| {
+                *versions.entry(&workload.proxy_version).or_default() += 1;
+            });
         if versions.len() > 1 {
-            let details = versions.iter().map(|(version, number)| format!("{version}: {}", count(*number, "proxy", "proxies")));
+            let details = versions.iter().map(|(version, number)| {
+                format!("{version}: {}", count(*number, "proxy", "proxies"))
+            });
             let text = "the proxies that run are of different versions";
-            findings.push(Finding::warning(CHECK, text, "restart what is older when it suits: kubectl rollout restart").naming(details));
+            findings.push(
+                Finding::warning(
+                    CHECK,
+                    text,
+                    "restart what is older when it suits: kubectl rollout restart",
+                )
+                .naming(details),
+            );
         }
     }
     if findings.is_empty() {
-        findings.push(Finding::ok(CHECK, format!("all parts are of one version ({})", tag(images[0]))));
+        findings.push(Finding::ok(
+            CHECK,
+            format!("all parts are of one version ({})", tag(images[0])),
+        ));
     }
     findings
 }
 
 fn other_proxies(pods: &[Pod], expected: &str) -> Option<Finding> {
-    let image = |pod: &Pod| Some(pods::proxy(pod)?.image.clone()?).filter(|image| image != expected);
-    let others: Vec<String> = pods::meshed(pods).filter_map(|pod| Some(format!("{}: {}", pods::name(pod), image(pod)?))).collect();
+    let image =
+        |pod: &Pod| Some(pods::proxy(pod)?.image.clone()?).filter(|image| image != expected);
+    let others: Vec<String> = pods::meshed(pods)
+        .filter_map(|pod| Some(format!("{}: {}", pods::name(pod), image(pod)?)))
+        .collect();
     (!others.is_empty()).then(|| {
-        let text = format!("{} with another proxy than new pods get ({expected})", count(others.len(), "pod", "pods"));
-        Finding::warning("versions", text, "a pod keeps the proxy that it got: kubectl rollout restart its workload when it suits")
-            .naming(others)
+        let text = format!(
+            "{} with another proxy than new pods get ({expected})",
+            count(others.len(), "pod", "pods")
+        );
+        Finding::warning(
+            "versions",
+            text,
+            "a pod keeps the proxy that it got: kubectl rollout restart its workload when it suits",
+        )
+        .naming(others)
     })
 }
 
 fn variable<'a>(container: &'a Container, name: &str) -> Option<&'a str> {
-    container.env.iter().flatten().find(|variable| variable.name == name)?.value.as_deref()
+    container
+        .env
+        .iter()
+        .flatten()
+        .find(|variable| variable.name == name)?
+        .value
+        .as_deref()
 }
 
 /// What tells versions of an image apart: its digest or its tag.
 fn tag(image: &str) -> &str {
     let last = image.rsplit('/').next().unwrap_or_default();
-    last.split_once('@').or_else(|| last.split_once(':')).map_or("latest", |(_, tag)| tag)
+    last.split_once('@')
+        .or_else(|| last.split_once(':'))
+        .map_or("latest", |(_, tag)| tag)
 }
 
 #[cfg(test)]
@@ -156,7 +251,10 @@ mod tests {
     fn with_parts(available: i32, proxy: &str) -> Facts {
         let env = json!([{"name": "IMAGE_TO_DEPLOY_PROXY", "value": proxy}]);
         Facts {
-            deployments: Ok(vec![deployment("controller", available, json!([])), deployment("injector", 2, env)]),
+            deployments: Ok(vec![
+                deployment("controller", available, json!([])),
+                deployment("injector", 2, env),
+            ]),
             pods: Ok(vec![meshed("a", ready())]),
             ..untold()
         }
@@ -164,9 +262,20 @@ mod tests {
 
     #[test]
     fn versions_are_read_as_they_are_written() {
-        assert!(["v1.28.15", "1.28+", "v1.9.0", "0.5"].into_iter().all(is_old));
-        assert!(!["v1.29.0", "1.34", "v2.0.0", "v1.30.1+k3s1", "", "dev"].into_iter().any(is_old));
-        assert_eq!(["a:1.0", "host:5000/a", "x/a:1@sha256:00"].map(tag), ["1.0", "latest", "sha256:00"]);
+        assert!(
+            ["v1.28.15", "1.28+", "v1.9.0", "0.5"]
+                .into_iter()
+                .all(is_old)
+        );
+        assert!(
+            !["v1.29.0", "1.34", "v2.0.0", "v1.30.1+k3s1", "", "dev"]
+                .into_iter()
+                .any(is_old)
+        );
+        assert_eq!(
+            ["a:1.0", "host:5000/a", "x/a:1@sha256:00"].map(tag),
+            ["1.0", "latest", "sha256:00"]
+        );
     }
 
     #[test]
@@ -176,26 +285,60 @@ mod tests {
                 "kubeProxyVersion": "", "machineID": "", "operatingSystem": "", "osImage": "", "systemUUID": ""});
             object(json!({"metadata": {"name": name}, "status": {"nodeInfo": info}}))
         };
-        let findings = kubernetes(&Facts { nodes: Ok(vec![node("a", "v1.34.0"), node("b", "v1.27.1")]), ..untold() });
-        assert_eq!((findings[0].level, findings[0].details.as_slice()), (Level::Problem, &["b: v1.27.1".to_owned()][..]));
-        let findings = kubernetes(&Facts { nodes: Ok(vec![node("a", "v1.34.0")]), ..untold() });
-        assert_eq!(findings, [Finding::ok("kubernetes", "Kubernetes v1.34.1, 1 node")]);
+        let findings = kubernetes(&Facts {
+            nodes: Ok(vec![node("a", "v1.34.0"), node("b", "v1.27.1")]),
+            ..untold()
+        });
+        assert_eq!(
+            (findings[0].level, findings[0].details.as_slice()),
+            (Level::Problem, &["b: v1.27.1".to_owned()][..])
+        );
+        let findings = kubernetes(&Facts {
+            nodes: Ok(vec![node("a", "v1.34.0")]),
+            ..untold()
+        });
+        assert_eq!(
+            findings,
+            [Finding::ok("kubernetes", "Kubernetes v1.34.1, 1 node")]
+        );
     }
 
     #[test]
     fn parts_that_are_away_are_told_with_what_it_means() {
-        let levels = |facts: &Facts| parts(facts).iter().map(|finding| finding.level).collect::<Vec<_>>();
+        let levels = |facts: &Facts| {
+            parts(facts)
+                .iter()
+                .map(|finding| finding.level)
+                .collect::<Vec<_>>()
+        };
         assert_eq!(levels(&with_parts(2, "")), [Level::Ok, Level::Ok]);
         assert_eq!(levels(&with_parts(1, "")), [Level::Warning, Level::Ok]);
         assert_eq!(levels(&with_parts(0, "")), [Level::Problem, Level::Ok]);
-        let missing = parts(&Facts { deployments: Ok(Vec::new()), ..untold() });
-        assert!(missing[0].text.contains("there is no Deployment service-mesh/controller"), "{missing:?}");
+        let missing = parts(&Facts {
+            deployments: Ok(Vec::new()),
+            ..untold()
+        });
+        assert!(
+            missing[0]
+                .text
+                .contains("there is no Deployment service-mesh/controller"),
+            "{missing:?}"
+        );
     }
 
     #[test]
     fn parts_and_proxies_of_other_versions_are_warned_of() {
-        let levels = |proxy: &str| versions(&with_parts(2, proxy)).iter().map(|finding| finding.level).collect::<Vec<_>>();
+        let levels = |proxy: &str| {
+            versions(&with_parts(2, proxy))
+                .iter()
+                .map(|finding| finding.level)
+                .collect::<Vec<_>>()
+        };
         assert_eq!(levels("diy-sm-proxy:1.0"), [Level::Ok]);
-        assert_eq!(levels("diy-sm-proxy:1.1"), [Level::Warning, Level::Warning], "the tag, and the pod that has the old one");
+        assert_eq!(
+            levels("diy-sm-proxy:1.1"),
+            [Level::Warning, Level::Warning],
+            "the tag, and the pod that has the old one"
+        );
     }
 }

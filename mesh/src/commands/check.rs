@@ -14,9 +14,11 @@ use crate::{
 
 /// What it can be told.
 #[derive(Args, Debug)]
-#[command(after_help = "Exit code: 0, no problem (there may be warnings); 1, a problem; 2, there is no cluster to look at.\n\n\
+#[command(
+    after_help = "Exit code: 0, no problem (there may be warnings); 1, a problem; 2, there is no cluster to look at.\n\n\
     Examples:\n  mesh check\n  mesh check --context staging --namespace mesh\n  \
-    mesh check --output json | jq -r '.checks[] | select(.level != \"ok\") | .text'")]
+    mesh check --output json | jq -r '.checks[] | select(.level != \"ok\") | .text'"
+)]
 pub struct Arguments {
     #[command(flatten)]
     cluster: cluster::Arguments,
@@ -39,33 +41,65 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         }
     };
     let findings = check::all(&facts);
-    let ok = findings.iter().all(|finding| finding.level != Level::Problem);
+    let ok = findings
+        .iter()
+        .all(|finding| finding.level != Level::Problem);
     style::print(&match arguments.output {
         Output::Json => format!("{:#}\n", json!({"ok": ok, "checks": findings})),
         Output::Text => text(&findings, Style::of(&io::stdout())),
     })?;
-    Ok(if ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if ok {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
 }
 
 fn text(findings: &[Finding], style: Style) -> String {
     let mut text = String::new();
-    let width = findings.iter().map(|finding| finding.check.len()).max().unwrap_or(0);
+    let width = findings
+        .iter()
+        .map(|finding| finding.check.len())
+        .max()
+        .unwrap_or(0);
     for finding in findings {
         let (tone, word) = look(finding.level);
         let indent = " ".repeat(9 + width + 2);
-        text += &format!("{}{:width$}  {}\n", style.paint(tone, &format!("{word:9}")), finding.check, finding.text);
-        text.extend(finding.details.iter().map(|detail| format!("{indent}  {detail}\n")));
+        text += &format!(
+            "{}{:width$}  {}\n",
+            style.paint(tone, &format!("{word:9}")),
+            finding.check,
+            finding.text
+        );
+        text.extend(
+            finding
+                .details
+                .iter()
+                .map(|detail| format!("{indent}  {detail}\n")),
+        );
         if !finding.advice.is_empty() {
-            text += &format!("{indent}{}\n", style.paint(Tone::Strong, &format!("-> {}", finding.advice)));
+            text += &format!(
+                "{indent}{}\n",
+                style.paint(Tone::Strong, &format!("-> {}", finding.advice))
+            );
         }
     }
-    let number = |level: Level| findings.iter().filter(|finding| finding.level == level).count();
+    let number = |level: Level| {
+        findings
+            .iter()
+            .filter(|finding| finding.level == level)
+            .count()
+    };
     let (problems, warnings) = (number(Level::Problem), number(Level::Warning));
     let plural = |number: usize| if number == 1 { "" } else { "s" };
     text + &match (problems, warnings) {
         (0, 0) => "\nall is well\n".into(),
         (0, _) => format!("\nno problem, {warnings} warning{}\n", plural(warnings)),
-        _ => format!("\n{problems} problem{}, {warnings} warning{}\n", plural(problems), plural(warnings)),
+        _ => format!(
+            "\n{problems} problem{}, {warnings} warning{}\n",
+            plural(problems),
+            plural(warnings)
+        ),
     }
 }
 
@@ -90,7 +124,10 @@ mod tests {
             details: details.iter().map(|detail| (*detail).to_owned()).collect(),
             advice: advice.into(),
         };
-        let findings = [finding(Level::Ok, "pods", &[], ""), finding(Level::Problem, "webhook", &["a", "b"], "do this")];
+        let findings = [
+            finding(Level::Ok, "pods", &[], ""),
+            finding(Level::Problem, "webhook", &["a", "b"], "do this"),
+        ];
         let expected = "\
 ok       pods     it is so
 problem  webhook  it is so

@@ -64,7 +64,9 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     watch_signals(sender.clone())?;
     let begun = Instant::now();
     let mut screen = Screen::new(arguments.quiet, arguments.only.clone());
-    screen.say("starting a sandbox of network namespaces; Ctrl-C ends it and leaves nothing behind")?;
+    screen.say(
+        "starting a sandbox of network namespaces; Ctrl-C ends it and leaves nothing behind",
+    )?;
     let sandbox = Sandbox::start_with(
         &programs()?,
         Box::new(move |message| {
@@ -74,8 +76,16 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         }),
     )?;
     sandbox.apply_objects(objects)?;
-    let deadline = arguments.seconds.map(|seconds| begun + Duration::from_secs(seconds));
-    let mut demo = Demo { sandbox, screen, summary: Summary::default(), begun, ready: None };
+    let deadline = arguments
+        .seconds
+        .map(|seconds| begun + Duration::from_secs(seconds));
+    let mut demo = Demo {
+        sandbox,
+        screen,
+        summary: Summary::default(),
+        begun,
+        ready: None,
+    };
     let end = demo.watch(&happenings, deadline)?;
     demo.finish(end, &happenings)
 }
@@ -99,7 +109,11 @@ struct Demo {
 }
 
 impl Demo {
-    fn watch(&mut self, happenings: &Receiver<Happening>, deadline: Option<Instant>) -> Result<End> {
+    fn watch(
+        &mut self,
+        happenings: &Receiver<Happening>,
+        deadline: Option<Instant>,
+    ) -> Result<End> {
         let mut news = self.begun + NEWS;
         loop {
             let next = deadline.map_or(news, |deadline| deadline.min(news));
@@ -110,7 +124,9 @@ impl Demo {
                         bail!("the sandbox has ended: {reason}");
                     }
                     match self.message(&message) {
-                        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(End::Output),
+                        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
+                            return Ok(End::Output);
+                        }
                         other => other?,
                     }
                 }
@@ -132,7 +148,9 @@ impl Demo {
             return Ok(());
         }
         let waiting = self.sandbox.view().not_ready();
-        waiting.iter().try_for_each(|pod| self.screen.say(&format!("still waiting for {pod}")))
+        waiting
+            .iter()
+            .try_for_each(|pod| self.screen.say(&format!("still waiting for {pod}")))
     }
 
     fn message(&mut self, message: &Message) -> io::Result<()> {
@@ -145,7 +163,10 @@ impl Demo {
                 if self.ready.is_none() && self.summary.all_settled() {
                     let took = self.begun.elapsed();
                     self.ready = Some(took);
-                    self.screen.say(&format!("everything is ready after {:.1} s", took.as_secs_f64()))?;
+                    self.screen.say(&format!(
+                        "everything is ready after {:.1} s",
+                        took.as_secs_f64()
+                    ))?;
                 }
                 Ok(())
             }
@@ -164,7 +185,10 @@ impl Demo {
                     std::process::exit(130);
                 }
             }
-            stopping.join().expect("shut_down does not panic").context("cannot end the sandbox in order")
+            stopping
+                .join()
+                .expect("shut_down does not panic")
+                .context("cannot end the sandbox in order")
         })?;
         if end == End::Output {
             return Ok(ExitCode::SUCCESS);
@@ -179,35 +203,50 @@ impl Demo {
                 writeln!(out, "  {pod}")?;
             }
         }
-        Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+        Ok(if failed {
+            ExitCode::FAILURE
+        } else {
+            ExitCode::SUCCESS
+        })
     }
 }
 
 /// The folder of this program, where the others are too.
 fn programs() -> Result<PathBuf> {
     let own = std::env::current_exe().context("cannot find the folder of this program")?;
-    Ok(own.parent().context("this program is in no folder")?.to_owned())
+    Ok(own
+        .parent()
+        .context("this program is in no folder")?
+        .to_owned())
 }
 
 fn watch_signals(sender: SyncSender<Happening>) -> Result<()> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
     let (mut interrupt, mut terminate, mut hangup) = {
         let _inside = runtime.enter();
-        (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?, signal(SignalKind::hangup())?)
+        (
+            signal(SignalKind::interrupt())?,
+            signal(SignalKind::terminate())?,
+            signal(SignalKind::hangup())?,
+        )
     };
-    thread::Builder::new().name("signals".into()).spawn(move || {
-        loop {
-            runtime.block_on(async {
-                tokio::select! {
-                    _ = interrupt.recv() => {}
-                    _ = terminate.recv() => {}
-                    _ = hangup.recv() => {}
+    thread::Builder::new()
+        .name("signals".into())
+        .spawn(move || {
+            loop {
+                runtime.block_on(async {
+                    tokio::select! {
+                        _ = interrupt.recv() => {}
+                        _ = terminate.recv() => {}
+                        _ = hangup.recv() => {}
+                    }
+                });
+                if sender.send(Happening::Signal).is_err() {
+                    return;
                 }
-            });
-            if sender.send(Happening::Signal).is_err() {
-                return;
             }
-        }
-    })?;
+        })?;
     Ok(())
 }

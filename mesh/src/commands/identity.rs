@@ -17,9 +17,11 @@ use crate::{
 
 /// What it can be told.
 #[derive(Args, Debug)]
-#[command(after_help = "Examples:\n  mesh identity                         the mesh of the kubeconfig's current cluster\n  \
+#[command(
+    after_help = "Examples:\n  mesh identity                         the mesh of the kubeconfig's current cluster\n  \
     mesh identity --output json | jq '.workloads[] | select(.acknowledged | not)'\n  \
-    mesh identity --controller http://127.0.0.1:8081")]
+    mesh identity --controller http://127.0.0.1:8081"
+)]
 pub struct Arguments {
     #[command(flatten)]
     source: source::Arguments,
@@ -48,21 +50,45 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
 fn text(mesh: &Mesh, now: u64, style: Style) -> String {
     let label = |text: &str| (Tone::Strong, text.to_owned());
     let plain = |text: String| (Tone::Good, text);
-    let mut rows = vec![vec![label("trust domain"), (Tone::Strong, mesh.trust_domain.clone())]];
+    let mut rows = vec![vec![
+        label("trust domain"),
+        (Tone::Strong, mesh.trust_domain.clone()),
+    ]];
     if let Some(issuer) = &mesh.issuer {
         rows.push(vec![label("signs"), authority(issuer, now)]);
     }
     rows.push(vec![label("kept in"), (Tone::Faint, mesh.place.clone())]);
     for (index, root) in mesh.roots.iter().enumerate() {
-        let role = if root.role == "current" { String::new() } else { format!("{}: ", root.role) };
+        let role = if root.role == "current" {
+            String::new()
+        } else {
+            format!("{}: ", root.role)
+        };
         let (tone, text) = authority(root, now);
-        rows.push(vec![label(if index == 0 { "trust roots" } else { "" }), (tone, format!("{role}{text}"))]);
+        rows.push(vec![
+            label(if index == 0 { "trust roots" } else { "" }),
+            (tone, format!("{role}{text}")),
+        ]);
     }
     rows.push(vec![label("rotation"), rotation(mesh, now)]);
-    rows.extend(mesh.rotation.waiting.iter().map(|whom| vec![label(""), (Tone::Doubtful, format!("waits for {whom}"))]));
+    rows.extend(
+        mesh.rotation
+            .waiting
+            .iter()
+            .map(|whom| vec![label(""), (Tone::Doubtful, format!("waits for {whom}"))]),
+    );
     rows.push(vec![label("controllers"), plain(mesh.replicas.join(", "))]);
-    rows.extend(mesh.problems.iter().map(|(name, problem)| vec![label(""), (Tone::Bad, format!("{name}: {problem}"))]));
-    rows.extend(mesh.silent.iter().map(|(name, why)| vec![label(""), (Tone::Bad, format!("{name} does not answer: {why}"))]));
+    rows.extend(
+        mesh.problems
+            .iter()
+            .map(|(name, problem)| vec![label(""), (Tone::Bad, format!("{name}: {problem}"))]),
+    );
+    rows.extend(mesh.silent.iter().map(|(name, why)| {
+        vec![
+            label(""),
+            (Tone::Bad, format!("{name} does not answer: {why}")),
+        ]
+    }));
     let mut text = style.table(&rows);
     text.push('\n');
     if mesh.workloads.is_empty() {
@@ -71,7 +97,11 @@ fn text(mesh: &Mesh, now: u64, style: Style) -> String {
     }
     let headings = ["POD", "IDENTITY", "CERTIFICATE", "ENDS", "TRUSTS", "CLOCK"];
     let mut rows = vec![headings.map(label).to_vec()];
-    rows.extend(mesh.workloads.iter().map(|workload| cells(workload, mesh, now)));
+    rows.extend(
+        mesh.workloads
+            .iter()
+            .map(|workload| cells(workload, mesh, now)),
+    );
     text + &style.table(&rows)
 }
 
@@ -79,8 +109,16 @@ fn text(mesh: &Mesh, now: u64, style: Style) -> String {
 fn authority(authority: &Authority, now: u64) -> (Tone, String) {
     let fingerprint: String = authority.fingerprint.chars().take(16).collect();
     let ends = from_now(authority.not_after, now);
-    let origin = if authority.own { "made by the mesh" } else { "an operator's" };
-    let text = format!("{} (sha256 {fingerprint}..., {origin}), ends {ends}, {}", authority.subject, stamp(authority.not_after));
+    let origin = if authority.own {
+        "made by the mesh"
+    } else {
+        "an operator's"
+    };
+    let text = format!(
+        "{} (sha256 {fingerprint}..., {origin}), ends {ends}, {}",
+        authority.subject,
+        stamp(authority.not_after)
+    );
     (tone(made(authority), authority.not_after, now, 3), text)
 }
 
@@ -90,7 +128,15 @@ fn rotation(mesh: &Mesh, now: u64) -> (Tone, String) {
         return (Tone::Good, meaning(rotation).into());
     }
     let since = span(now.saturating_sub(rotation.since));
-    (Tone::Doubtful, format!("{} for {since} ({}): {}", rotation.phase, rotation.reason, meaning(rotation)))
+    (
+        Tone::Doubtful,
+        format!(
+            "{} for {since} ({}): {}",
+            rotation.phase,
+            rotation.reason,
+            meaning(rotation)
+        ),
+    )
 }
 
 /// Ended is bad; doubtful is what has less than one part of its life left.
@@ -110,19 +156,55 @@ fn cells(workload: &Workload, mesh: &Mesh, now: u64) -> Vec<(Tone, String)> {
         cells.push((Tone::Bad, "none yet".into()));
         return cells;
     }
-    let (made, to) = (workload.certificate_issued_at, workload.certificate_not_after);
-    let signed_by_current = mesh.issuer.as_ref().is_none_or(|issuer| issuer.id == workload.certificate_issuer);
-    let age = format!("{} old{}", span(now.saturating_sub(made)), if signed_by_current { "" } else { ", of the former CA" });
-    cells.push((if signed_by_current { Tone::Good } else { Tone::Doubtful }, age));
+    let (made, to) = (
+        workload.certificate_issued_at,
+        workload.certificate_not_after,
+    );
+    let signed_by_current = mesh
+        .issuer
+        .as_ref()
+        .is_none_or(|issuer| issuer.id == workload.certificate_issuer);
+    let age = format!(
+        "{} old{}",
+        span(now.saturating_sub(made)),
+        if signed_by_current {
+            ""
+        } else {
+            ", of the former CA"
+        }
+    );
+    cells.push((
+        if signed_by_current {
+            Tone::Good
+        } else {
+            Tone::Doubtful
+        },
+        age,
+    ));
     // Renewed at four fifths of its life.
     cells.push((tone(made, to, now, 10), from_now(to, now)));
-    cells.push(if workload.acknowledged { (Tone::Good, "the roots".into()) } else { (Tone::Doubtful, "older roots".into()) });
+    cells.push(if workload.acknowledged {
+        (Tone::Good, "the roots".into())
+    } else {
+        (Tone::Doubtful, "older roots".into())
+    });
     let skew = workload.clock_skew_ms;
     let clock = match skew {
         _ if skew.abs() < 1_000 => "right".into(),
-        _ => format!("{} {}", span(skew.unsigned_abs() / 1_000), if skew > 0 { "ahead" } else { "behind" }),
+        _ => format!(
+            "{} {}",
+            span(skew.unsigned_abs() / 1_000),
+            if skew > 0 { "ahead" } else { "behind" }
+        ),
     };
-    cells.push((if skew.abs() < SKEW { Tone::Good } else { Tone::Bad }, clock));
+    cells.push((
+        if skew.abs() < SKEW {
+            Tone::Good
+        } else {
+            Tone::Bad
+        },
+        clock,
+    ));
     cells
 }
 
@@ -152,11 +234,18 @@ mod tests {
             clock_skew_ms: 200,
             ..Workload::default()
         };
-        let waiting = Workload { pod: "new".into(), certificate_not_after: 0, ..workload.clone() };
+        let waiting = Workload {
+            pod: "new".into(),
+            certificate_not_after: 0,
+            ..workload.clone()
+        };
         Mesh {
             trust_domain: "cluster.local".into(),
             place: "Secret a/b".into(),
-            rotation: crate::identity::status::Rotation { phase: "steady".into(), ..Default::default() },
+            rotation: crate::identity::status::Rotation {
+                phase: "steady".into(),
+                ..Default::default()
+            },
             issuer: Some(root.clone()),
             roots: vec![root],
             replicas: vec!["controller-1".into()],
@@ -189,7 +278,8 @@ shop/new     spiffe://cluster.local/ns/shop/sa/till  none yet
         mesh.rotation.phase = "announcing".into();
         mesh.rotation.waiting = vec!["shop/till-1 to trust the current roots".into()];
         mesh.silent.insert("controller-2".into(), "gone".into());
-        mesh.problems.insert("controller-1".into(), "Secret a/b holds no CA".into());
+        mesh.problems
+            .insert("controller-1".into(), "Secret a/b holds no CA".into());
         mesh.workloads[0].acknowledged = false;
         mesh.workloads[0].certificate_issuer = "bb".into();
         mesh.workloads[0].clock_skew_ms = -90_000;

@@ -76,6 +76,9 @@ impl Command {
 
 /// Runs what waits for others.
 fn block_on<T>(future: impl Future<Output = T>) -> Result<T> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("cannot wait for anything")?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("cannot wait for anything")?;
     Ok(runtime.block_on(future))
 }

@@ -24,8 +24,15 @@ pub struct Screen {
 impl Screen {
     /// A screen that shows what `only` names, or all.
     pub fn new(quiet: bool, only: Vec<String>) -> Self {
-        let colour = io::stdout().is_terminal() && env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
-        Self { quiet, only, colour, width: 0, told: BTreeSet::new() }
+        let colour = io::stdout().is_terminal()
+            && env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
+        Self {
+            quiet,
+            only,
+            colour,
+            width: 0,
+            told: BTreeSet::new(),
+        }
     }
 
     /// A line of the demo itself.
@@ -33,7 +40,11 @@ impl Screen {
         if self.quiet {
             return Ok(());
         }
-        let (on, off) = if self.colour { ("\x1b[1m", "\x1b[0m") } else { ("", "") };
+        let (on, off) = if self.colour {
+            ("\x1b[1m", "\x1b[0m")
+        } else {
+            ("", "")
+        };
         writeln!(io::stdout().lock(), "{on}mesh demo: {text}{off}")
     }
 
@@ -42,7 +53,9 @@ impl Screen {
         // Lines to come shall stand below each other from the first one on.
         for container in &pod.containers {
             if self.shows([&pod.workload, &pod.name, &container.name, &pod.namespace]) {
-                self.width = self.width.max(pod.full_name().len() + container.name.len() + 2);
+                self.width = self
+                    .width
+                    .max(pod.full_name().len() + container.name.len() + 2);
             }
         }
         let what = match () {
@@ -53,12 +66,17 @@ impl Screen {
             () => return Ok(()),
         };
         let text = format!("{} {what}", pod.full_name());
-        if self.told.insert(text.clone()) { self.say(&text) } else { Ok(()) }
+        if self.told.insert(text.clone()) {
+            self.say(&text)
+        } else {
+            Ok(())
+        }
     }
 
     /// A line of a container.
     pub fn line(&mut self, line: &LogLine) -> io::Result<()> {
-        if self.quiet || !self.shows([&line.workload, &line.pod, &line.container, &line.namespace]) {
+        if self.quiet || !self.shows([&line.workload, &line.pod, &line.container, &line.namespace])
+        {
             return Ok(());
         }
         let prefix = format!("{}/{}[{}]", line.namespace, line.pod, line.container);
@@ -66,7 +84,12 @@ impl Screen {
         let width = self.width;
         let mut out = io::stdout().lock();
         if self.colour {
-            writeln!(out, "\x1b[{}m{prefix:width$}\x1b[0m {}", colour(&prefix), line.line)
+            writeln!(
+                out,
+                "\x1b[{}m{prefix:width$}\x1b[0m {}",
+                colour(&prefix),
+                line.line
+            )
         } else {
             writeln!(out, "{prefix:width$} {}", line.line)
         }
@@ -82,7 +105,11 @@ fn colour(prefix: &str) -> u64 {
     let mut hasher = DefaultHasher::new();
     prefix.hash(&mut hasher);
     let number = hasher.finish() % 12;
-    if number < 6 { 31 + number } else { 91 + number - 6 }
+    if number < 6 {
+        31 + number
+    } else {
+        91 + number - 6
+    }
 }
 
 /// What a demo has seen.
@@ -111,7 +138,9 @@ impl Summary {
                 self.restarts.insert(pod.full_name(), pod.restarts());
                 self.pods.insert(pod.full_name(), pod.clone());
             }
-            Message::PodGone { namespace, name } => drop(self.pods.remove(&format!("{namespace}/{name}"))),
+            Message::PodGone { namespace, name } => {
+                drop(self.pods.remove(&format!("{namespace}/{name}")))
+            }
             Message::Log(line) => {
                 let counts = self.counts.entry(line.workload.clone()).or_default();
                 let count = match line.line.as_str() {
@@ -135,7 +164,10 @@ impl Summary {
 
     /// The summary at the end.
     pub fn text(&self, ran: Duration, ready: Option<Duration>) -> String {
-        let ready = ready.map_or_else(|| "never all ready".to_owned(), |took| format!("all ready after {:.1} s", took.as_secs_f64()));
+        let ready = ready.map_or_else(
+            || "never all ready".to_owned(),
+            |took| format!("all ready after {:.1} s", took.as_secs_f64()),
+        );
         let meshed = self.pods.values().filter(|pod| pod.injected).count();
         let restarts: u32 = self.restarts.values().sum();
         let mut out = format!(
@@ -151,7 +183,11 @@ impl Summary {
                 (counts.outbound, "outbound exchanges shown"),
                 (counts.inbound, "inbound exchanges shown"),
             ];
-            let said: Vec<String> = said.iter().filter(|(count, _)| *count > 0).map(|(count, what)| format!("{count} {what}")).collect();
+            let said: Vec<String> = said
+                .iter()
+                .filter(|(count, _)| *count > 0)
+                .map(|(count, what)| format!("{count} {what}"))
+                .collect();
             if !said.is_empty() {
                 out += &format!("\n  {workload:15} {}", said.join(", "));
             }
@@ -176,7 +212,13 @@ mod tests {
 
     #[test]
     fn only_names_workloads_pods_containers_and_namespaces() {
-        let screen = |only: &str| Screen { quiet: false, only: vec![only.into()], colour: false, width: 0, told: BTreeSet::new() };
+        let screen = |only: &str| Screen {
+            quiet: false,
+            only: vec![only.into()],
+            colour: false,
+            width: 0,
+            told: BTreeSet::new(),
+        };
         let names = ["shop", "shop-1", "proxy", "a"].map(str::to_owned);
         for only in &names {
             assert!(screen(only).shows(names.each_ref()), "{only}");
@@ -187,8 +229,15 @@ mod tests {
     #[test]
     fn the_summary_counts_what_was_printed() {
         let mut summary = Summary::default();
-        let pod =
-            |ready| Message::Pod(PodView { namespace: "a".into(), name: "shop-1".into(), ready, injected: true, ..PodView::default() });
+        let pod = |ready| {
+            Message::Pod(PodView {
+                namespace: "a".into(),
+                name: "shop-1".into(),
+                ready,
+                injected: true,
+                ..PodView::default()
+            })
+        };
         assert!(!summary.all_settled());
         summary.note(&pod(false));
         assert!(!summary.all_settled());
@@ -198,7 +247,15 @@ mod tests {
             summary.note(&Message::Log(line("shop", "shop", text)));
         }
         let text = summary.text(Duration::from_secs(30), Some(Duration::from_millis(1234)));
-        assert!(text.contains("ran 30 s, all ready after 1.2 s; 1 pods, 1 of them with a proxy, 0 restarts"), "{text}");
-        assert!(text.contains("shop            2 requests answered"), "{text}");
+        assert!(
+            text.contains(
+                "ran 30 s, all ready after 1.2 s; 1 pods, 1 of them with a proxy, 0 restarts"
+            ),
+            "{text}"
+        );
+        assert!(
+            text.contains("shop            2 requests answered"),
+            "{text}"
+        );
     }
 }

@@ -57,7 +57,9 @@ const SOON: Duration = Duration::from_secs(30);
 /// Asks for it, and watches.
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     super::block_on(async {
-        let screen = Screen { style: Style::of(&io::stderr()) };
+        let screen = Screen {
+            style: Style::of(&io::stderr()),
+        };
         tokio::select! {
             done = rotate(arguments, &screen) => done,
             interrupted = tokio::signal::ctrl_c() => {
@@ -74,9 +76,15 @@ async fn rotate(arguments: &Arguments, screen: &Screen) -> Result<ExitCode> {
     let place = match (&arguments.ca_folder, &source) {
         (Some(folder), _) => Place::Folder(folder.clone()),
         (None, Source::Cluster(cluster)) => Place::Cluster(cluster.clone()),
-        (None, Source::Urls(_)) => bail!("--controller needs --ca-folder: where the request is left for it"),
+        (None, Source::Urls(_)) => {
+            bail!("--controller needs --ca-folder: where the request is left for it")
+        }
     };
-    let request = if arguments.abandon { Request::Abandon } else { Request::Start };
+    let request = if arguments.abandon {
+        Request::Abandon
+    } else {
+        Request::Start
+    };
     let before = Mesh::of(source.ask().await?);
     match intent(request, &before.rotation) {
         Intent::Nothing(why) => bail!("{why}"),
@@ -95,8 +103,21 @@ async fn rotate(arguments: &Arguments, screen: &Screen) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let (done, took) = watch(&source, screen).await;
-    let root = done.issuer.map(|issuer| format!("; {} signs, until {}", issuer.subject, stamp(issuer.not_after))).unwrap_or_default();
-    style::print(&format!("done after {}: {}{root}\n", span(took.as_secs()), done.rotation.reason))?;
+    let root = done
+        .issuer
+        .map(|issuer| {
+            format!(
+                "; {} signs, until {}",
+                issuer.subject,
+                stamp(issuer.not_after)
+            )
+        })
+        .unwrap_or_default();
+    style::print(&format!(
+        "done after {}: {}{root}\n",
+        span(took.as_secs()),
+        done.rotation.reason
+    ))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -111,9 +132,13 @@ enum Intent {
 
 fn intent(request: Request, rotation: &Rotation) -> Intent {
     match (request, is_steady(rotation), rotation.reverting) {
-        (Request::Start, true, _) | (Request::Start, false, true) | (Request::Abandon, false, false) => Intent::Ask,
+        (Request::Start, true, _)
+        | (Request::Start, false, true)
+        | (Request::Abandon, false, false) => Intent::Ask,
         (Request::Start, false, false) | (Request::Abandon, false, true) => Intent::Watch,
-        (Request::Abandon, true, _) => Intent::Nothing("no rotation is under way, so there is nothing to abandon"),
+        (Request::Abandon, true, _) => {
+            Intent::Nothing("no rotation is under way, so there is nothing to abandon")
+        }
     }
 }
 
@@ -142,7 +167,13 @@ async fn answer(source: &Source, place: &Place, before: &Rotation) -> Result<Str
 }
 
 fn is_news(now: &Rotation, before: &Rotation) -> bool {
-    (&now.phase, now.since, now.reverting, &now.answer) != (&before.phase, before.since, before.reverting, &before.answer)
+    (&now.phase, now.since, now.reverting, &now.answer)
+        != (
+            &before.phase,
+            before.since,
+            before.reverting,
+            &before.answer,
+        )
 }
 
 /// Shows each phase, and on whom it waits, until there is none.
@@ -200,12 +231,20 @@ struct Screen {
 impl Screen {
     /// Progress goes to standard error; where nobody reads it, nobody is missed.
     fn say(&self, text: &str) {
-        let _ = writeln!(io::stderr().lock(), "{}", self.style.paint(Tone::Strong, text));
+        let _ = writeln!(
+            io::stderr().lock(),
+            "{}",
+            self.style.paint(Tone::Strong, text)
+        );
     }
 
     /// What is below that.
     fn detail(&self, text: &str) {
-        let _ = writeln!(io::stderr().lock(), "  {}", self.style.paint(Tone::Doubtful, text));
+        let _ = writeln!(
+            io::stderr().lock(),
+            "  {}",
+            self.style.paint(Tone::Doubtful, text)
+        );
     }
 }
 
@@ -214,7 +253,11 @@ mod tests {
     use super::*;
 
     fn rotation(phase: &str, reverting: bool) -> Rotation {
-        Rotation { phase: phase.into(), reverting, ..Rotation::default() }
+        Rotation {
+            phase: phase.into(),
+            reverting,
+            ..Rotation::default()
+        }
     }
 
     #[test]
@@ -227,17 +270,35 @@ mod tests {
             (Request::Abandon, "switched", false, Intent::Ask),
             (Request::Abandon, "announcing", true, Intent::Watch),
         ] {
-            assert_eq!(intent(request, &rotation(phase, reverting)), expected, "{request:?} {phase} {reverting}");
+            assert_eq!(
+                intent(request, &rotation(phase, reverting)),
+                expected,
+                "{request:?} {phase} {reverting}"
+            );
         }
-        assert!(matches!(intent(Request::Abandon, &rotation("steady", false)), Intent::Nothing(_)));
+        assert!(matches!(
+            intent(Request::Abandon, &rotation("steady", false)),
+            Intent::Nothing(_)
+        ));
     }
 
     #[test]
     fn the_first_is_named_and_a_countdown_is_no_news() {
-        let waiting: Vec<String> = (0..3).map(|number| format!("shop/till-{number} to trust the current roots")).collect();
-        assert_eq!(waits_for(&waiting), "waits for shop/till-0 to trust the current roots, and for 2 more");
+        let waiting: Vec<String> = (0..3)
+            .map(|number| format!("shop/till-{number} to trust the current roots"))
+            .collect();
+        assert_eq!(
+            waits_for(&waiting),
+            "waits for shop/till-0 to trust the current roots, and for 2 more"
+        );
         assert_eq!(waits_for(&[]), "");
-        assert_eq!(without_seconds("files, 75 s more"), without_seconds("files, 7 s more"));
-        assert_ne!(without_seconds("till-1 to trust"), without_seconds("till-2 to trust"));
+        assert_eq!(
+            without_seconds("files, 75 s more"),
+            without_seconds("files, 7 s more")
+        );
+        assert_ne!(
+            without_seconds("till-1 to trust"),
+            without_seconds("till-2 to trust")
+        );
     }
 }

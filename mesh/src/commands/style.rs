@@ -44,7 +44,10 @@ impl Style {
 
     /// What standard output, or standard error, can show.
     pub fn of(stream: &impl IsTerminal) -> Self {
-        Self { colour: stream.is_terminal() && env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()) }
+        Self {
+            colour: stream.is_terminal()
+                && env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()),
+        }
     }
 
     /// A text in a tone.
@@ -56,20 +59,38 @@ impl Style {
             Tone::Faint => "2",
             Tone::Strong => "1",
         };
-        if self.colour { format!("\x1b[{code}m{text}\x1b[0m") } else { text.to_owned() }
+        if self.colour {
+            format!("\x1b[{code}m{text}\x1b[0m")
+        } else {
+            text.to_owned()
+        }
     }
 
     /// Rows below each other, each cell in its tone; the last one of a row is as long as it is.
     pub fn table(self, rows: &[Vec<(Tone, String)>]) -> String {
         let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
-        let width = |column: usize| rows.iter().filter_map(|row| row.get(column)).map(|(_, text)| text.chars().count()).max().unwrap_or(0);
+        let width = |column: usize| {
+            rows.iter()
+                .filter_map(|row| row.get(column))
+                .map(|(_, text)| text.chars().count())
+                .max()
+                .unwrap_or(0)
+        };
         let widths: Vec<usize> = (0..columns).map(width).collect();
         let mut table = String::new();
         for row in rows {
             for (column, (tone, text)) in row.iter().enumerate() {
                 let last = column + 1 == row.len();
-                let padding = if last { 0 } else { widths[column] + 2 - text.chars().count() };
-                table += &if *tone == Tone::Faint && text.is_empty() { String::new() } else { self.paint(*tone, text) };
+                let padding = if last {
+                    0
+                } else {
+                    widths[column] + 2 - text.chars().count()
+                };
+                table += &if *tone == Tone::Faint && text.is_empty() {
+                    String::new()
+                } else {
+                    self.paint(*tone, text)
+                };
                 table += &" ".repeat(padding);
             }
             table.truncate(table.trim_end_matches(' ').len());
@@ -94,6 +115,9 @@ mod tests {
     #[test]
     fn cells_stand_below_each_other() {
         let row = |cells: [&str; 3]| cells.map(|cell| (Tone::Good, cell.to_owned())).to_vec();
-        assert_eq!(Style::PLAIN.table(&[row(["a", "bb", "c"]), row(["long", "é", ""])]), "a     bb  c\nlong  é\n");
+        assert_eq!(
+            Style::PLAIN.table(&[row(["a", "bb", "c"]), row(["long", "é", ""])]),
+            "a     bb  c\nlong  é\n"
+        );
     }
 }

@@ -68,11 +68,16 @@ impl Place {
         match self {
             Self::Folder(folder) => write(folder, request),
             Self::Cluster(cluster) => {
-                let secrets: Api<Secret> = Api::namespaced(cluster.client.clone(), &cluster.namespace);
+                let secrets: Api<Secret> =
+                    Api::namespaced(cluster.client.clone(), &cluster.namespace);
                 let patch = json!({"metadata": {"annotations": {ANNOTATION: request.word()}}});
                 // The answer is the Secret's metadata alone: the CA's key does not come this way.
-                let patched = secrets.patch_metadata(SECRET, &PatchParams::default(), &Patch::Merge(patch)).await;
-                patched.map(drop).map_err(|error| Error::Secret(cluster.namespace.clone(), cluster::short(&error)))
+                let patched = secrets
+                    .patch_metadata(SECRET, &PatchParams::default(), &Patch::Merge(patch))
+                    .await;
+                patched.map(drop).map_err(|error| {
+                    Error::Secret(cluster.namespace.clone(), cluster::short(&error))
+                })
             }
         }
     }
@@ -82,10 +87,16 @@ impl Place {
         match self {
             Self::Folder(folder) => Ok(folder.join(FILE).exists()),
             Self::Cluster(cluster) => {
-                let secrets: Api<Secret> = Api::namespaced(cluster.client.clone(), &cluster.namespace);
+                let secrets: Api<Secret> =
+                    Api::namespaced(cluster.client.clone(), &cluster.namespace);
                 let secret = secrets.get_metadata(SECRET).await;
-                let secret = secret.map_err(|error| Error::Secret(cluster.namespace.clone(), cluster::short(&error)))?;
-                Ok(secret.metadata.annotations.is_some_and(|annotations| annotations.contains_key(ANNOTATION)))
+                let secret = secret.map_err(|error| {
+                    Error::Secret(cluster.namespace.clone(), cluster::short(&error))
+                })?;
+                Ok(secret
+                    .metadata
+                    .annotations
+                    .is_some_and(|annotations| annotations.contains_key(ANNOTATION)))
             }
         }
     }
@@ -97,7 +108,8 @@ fn write(folder: &Path, request: Request) -> Result<(), Error> {
         return Err(Error::NoFolder(folder.to_owned()));
     }
     let (new, file) = (folder.join(format!("{FILE}.new")), folder.join(FILE));
-    let written = fs::write(&new, format!("{}\n", request.word())).and_then(|()| fs::rename(&new, &file));
+    let written =
+        fs::write(&new, format!("{}\n", request.word())).and_then(|()| fs::rename(&new, &file));
     written.map_err(|error| Error::File(file, error))
 }
 
@@ -113,7 +125,10 @@ mod tests {
         assert!(error.contains("holds no CA"), "{error}");
         fs::write(folder.join("tls.crt"), "").unwrap();
         write(&folder, Request::Abandon).unwrap();
-        assert_eq!(fs::read_to_string(folder.join("request")).unwrap(), "abandon\n");
+        assert_eq!(
+            fs::read_to_string(folder.join("request")).unwrap(),
+            "abandon\n"
+        );
         fs::remove_dir_all(folder).unwrap();
     }
 }

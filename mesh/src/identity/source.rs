@@ -52,7 +52,9 @@ pub enum Error {
     #[error("cannot list the controller's pods in namespace {0}: {1}")]
     Pods(String, String),
     /// There are none.
-    #[error("no controller runs in namespace {0}: is the mesh installed there? (kubectl get pods -n {0}; --namespace names another)")]
+    #[error(
+        "no controller runs in namespace {0}: is the mesh installed there? (kubectl get pods -n {0}; --namespace names another)"
+    )]
     Nobody(String),
     /// None of them answers.
     #[error("no controller answers: {0}")]
@@ -78,10 +80,14 @@ impl Source {
     /// Finds out whom to ask.
     pub async fn new(arguments: &Arguments) -> Result<Self, Error> {
         if arguments.controller.is_empty() {
-            return Ok(Self::Cluster(Box::new(Cluster::connect(&arguments.cluster).await?)));
+            return Ok(Self::Cluster(Box::new(
+                Cluster::connect(&arguments.cluster).await?,
+            )));
         }
         let urls = arguments.controller.iter().map(|text| {
-            let uri = format!("{}/identity", text.trim_end_matches('/')).parse::<Uri>().ok();
+            let uri = format!("{}/identity", text.trim_end_matches('/'))
+                .parse::<Uri>()
+                .ok();
             let uri = uri.filter(|uri| uri.scheme_str() == Some("http") && uri.host().is_some());
             uri.ok_or_else(|| Error::Url(text.clone()))
         });
@@ -93,10 +99,17 @@ impl Source {
         let mut tasks = JoinSet::new();
         match self {
             Self::Urls(urls) => {
-                let client: HttpClient<HttpConnector, Empty<Bytes>> = HttpClient::builder(TokioExecutor::new()).build_http();
+                let client: HttpClient<HttpConnector, Empty<Bytes>> =
+                    HttpClient::builder(TokioExecutor::new()).build_http();
                 for url in urls {
                     let (client, url) = (client.clone(), url.clone());
-                    tasks.spawn(async move { (url.authority().map_or_else(String::new, ToString::to_string), get(&client, url).await) });
+                    tasks.spawn(async move {
+                        (
+                            url.authority()
+                                .map_or_else(String::new, ToString::to_string),
+                            get(&client, url).await,
+                        )
+                    });
                 }
             }
             Self::Cluster(cluster) => {
@@ -112,13 +125,20 @@ impl Source {
         let mut answers = Answers::default();
         while let Some(answer) = tasks.join_next().await {
             let Ok((name, answer)) = answer else { continue };
-            match answer.and_then(|text| serde_json::from_str(&text).map_err(|error| format!("it answers something else: {error}"))) {
+            match answer.and_then(|text| {
+                serde_json::from_str(&text)
+                    .map_err(|error| format!("it answers something else: {error}"))
+            }) {
                 Ok(status) => drop(answers.replicas.insert(name, status)),
                 Err(error) => drop(answers.silent.insert(name, error)),
             }
         }
         if answers.replicas.is_empty() {
-            let silent: Vec<String> = answers.silent.iter().map(|(name, why)| format!("{name}: {why}")).collect();
+            let silent: Vec<String> = answers
+                .silent
+                .iter()
+                .map(|(name, why)| format!("{name}: {why}"))
+                .collect();
             return Err(Error::Silent(silent.join("; ")));
         }
         Ok(answers)
@@ -129,18 +149,33 @@ impl Source {
 async fn controllers(cluster: &Cluster) -> Result<Vec<String>, Error> {
     let namespace = &cluster.namespace;
     let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), namespace);
-    let pods = pods.list(&ListParams::default().labels("app=controller")).await;
+    let pods = pods
+        .list(&ListParams::default().labels("app=controller"))
+        .await;
     let pods = pods.map_err(|error| Error::Pods(namespace.clone(), cluster::short(&error)))?;
     let running = pods.items.into_iter().filter(|pod| {
-        pod.metadata.deletion_timestamp.is_none() && pod.status.as_ref().is_some_and(|status| status.phase.as_deref() == Some("Running"))
+        pod.metadata.deletion_timestamp.is_none()
+            && pod
+                .status
+                .as_ref()
+                .is_some_and(|status| status.phase.as_deref() == Some("Running"))
     });
     let names: Vec<String> = running.filter_map(|pod| pod.metadata.name).collect();
-    if names.is_empty() { Err(Error::Nobody(namespace.clone())) } else { Ok(names) }
+    if names.is_empty() {
+        Err(Error::Nobody(namespace.clone()))
+    } else {
+        Ok(names)
+    }
 }
 
 async fn through_api_server(cluster: &Cluster, pod: &str) -> Result<String, String> {
-    let path = format!("/api/v1/namespaces/{}/pods/{pod}:{ADMIN_PORT}/proxy/identity", cluster.namespace);
-    let request = Request::get(path).body(Vec::new()).map_err(|error| error.to_string())?;
+    let path = format!(
+        "/api/v1/namespaces/{}/pods/{pod}:{ADMIN_PORT}/proxy/identity",
+        cluster.namespace
+    );
+    let request = Request::get(path)
+        .body(Vec::new())
+        .map_err(|error| error.to_string())?;
     match timeout(PATIENCE, cluster.client.request_text(request)).await {
         Ok(answer) => answer.map_err(|error| cluster::short(&error)),
         Err(_) => Err(format!("no answer within {} s", PATIENCE.as_secs())),
@@ -149,11 +184,24 @@ async fn through_api_server(cluster: &Cluster, pod: &str) -> Result<String, Stri
 
 async fn get(client: &HttpClient<HttpConnector, Empty<Bytes>>, url: Uri) -> Result<String, String> {
     let answer = async {
-        let response = client.get(url).await.map_err(|error| cluster::with_causes(&error))?;
+        let response = client
+            .get(url)
+            .await
+            .map_err(|error| cluster::with_causes(&error))?;
         let status = response.status();
-        let body = Limited::new(response.into_body(), LARGEST).collect().await.map_err(|error| error.to_string())?.to_bytes();
+        let body = Limited::new(response.into_body(), LARGEST)
+            .collect()
+            .await
+            .map_err(|error| error.to_string())?
+            .to_bytes();
         let text = String::from_utf8_lossy(&body).into_owned();
-        if status.is_success() { Ok(text) } else { Err(format!("status {status}: {}", text.trim())) }
+        if status.is_success() {
+            Ok(text)
+        } else {
+            Err(format!("status {status}: {}", text.trim()))
+        }
     };
-    timeout(PATIENCE, answer).await.unwrap_or_else(|_| Err(format!("no answer within {} s", PATIENCE.as_secs())))
+    timeout(PATIENCE, answer)
+        .await
+        .unwrap_or_else(|_| Err(format!("no answer within {} s", PATIENCE.as_secs())))
 }

@@ -18,10 +18,16 @@ pub fn is_steady(rotation: &Rotation) -> bool {
 pub fn meaning(rotation: &Rotation) -> &'static str {
     match rotation.phase.as_str() {
         "steady" => "no rotation is under way",
-        "announcing" if rotation.reverting => "the former root is announced again; it signs once everybody trusts it",
+        "announcing" if rotation.reverting => {
+            "the former root is announced again; it signs once everybody trusts it"
+        }
         "announcing" => "the new root is announced; its CA signs once everybody trusts it",
-        "adopting" => "the root of the CA that was put there by hand is announced; it signs once everybody trusts it",
-        "switched" => "the new CA signs; the old root goes once nobody uses a certificate of the old CA any more",
+        "adopting" => {
+            "the root of the CA that was put there by hand is announced; it signs once everybody trusts it"
+        }
+        "switched" => {
+            "the new CA signs; the old root goes once nobody uses a certificate of the old CA any more"
+        }
         _ => "a phase that this program does not know: it is older than the controller",
     }
 }
@@ -68,7 +74,10 @@ impl From<&Proxy> for Workload {
     fn from(proxy: &Proxy) -> Self {
         let proxy = proxy.clone();
         // A token that is bound to no pod names its account at least.
-        let pod = proxy.pod.unwrap_or_else(|| Pod { name: proxy.user, ..Pod::default() });
+        let pod = proxy.pod.unwrap_or_else(|| Pod {
+            name: proxy.user,
+            ..Pod::default()
+        });
         let certificate = proxy.certificate.unwrap_or_default();
         Self {
             namespace: pod.namespace,
@@ -131,27 +140,44 @@ impl Mesh {
     pub fn of(answers: Answers) -> Self {
         let mut workloads: BTreeMap<(String, String), Workload> = BTreeMap::new();
         let mut waiting = BTreeSet::new();
-        let newest = answers.replicas.values().filter(|status| status.issuer.is_some()).max_by_key(|status| status.rotation.since);
-        let newest = newest.or_else(|| answers.replicas.values().next()).cloned().unwrap_or_default();
+        let newest = answers
+            .replicas
+            .values()
+            .filter(|status| status.issuer.is_some())
+            .max_by_key(|status| status.rotation.since);
+        let newest = newest
+            .or_else(|| answers.replicas.values().next())
+            .cloned()
+            .unwrap_or_default();
         for status in answers.replicas.values() {
             for workload in status.proxies.iter().map(Workload::from) {
                 let key = (workload.namespace.clone(), workload.pod.clone());
-                let later = workloads.get(&key).is_none_or(|known| known.connected_since <= workload.connected_since);
+                let later = workloads
+                    .get(&key)
+                    .is_none_or(|known| known.connected_since <= workload.connected_since);
                 if later {
                     workloads.insert(key, workload);
                 }
             }
-            if (&status.rotation.phase, status.rotation.since) == (&newest.rotation.phase, newest.rotation.since) {
+            if (&status.rotation.phase, status.rotation.since)
+                == (&newest.rotation.phase, newest.rotation.since)
+            {
                 waiting.extend(status.rotation.waiting.iter().cloned());
             }
         }
-        let problems = answers.replicas.iter().filter_map(|(name, status)| Some((name.clone(), status.problem.clone()?)));
+        let problems = answers
+            .replicas
+            .iter()
+            .filter_map(|(name, status)| Some((name.clone(), status.problem.clone()?)));
         Self {
             problems: problems.collect(),
             replicas: answers.replicas.keys().cloned().collect(),
             silent: answers.silent,
             workloads: workloads.into_values().collect(),
-            rotation: Rotation { waiting: waiting.into_iter().collect(), ..newest.rotation },
+            rotation: Rotation {
+                waiting: waiting.into_iter().collect(),
+                ..newest.rotation
+            },
             trust_domain: newest.trust_domain,
             place: newest.place,
             issuer: newest.issuer,
@@ -184,24 +210,66 @@ mod tests {
     #[test]
     fn replicas_are_put_together_and_the_latest_phase_counts() {
         let replicas = BTreeMap::from([
-            ("a".to_owned(), status("announcing", 5, &["x to trust"], &[("till", 1, "old"), ("desk", 4, "d")])),
-            ("b".to_owned(), status("switched", 9, &["y to renew", "z to renew"], &[("till", 3, "new")])),
+            (
+                "a".to_owned(),
+                status(
+                    "announcing",
+                    5,
+                    &["x to trust"],
+                    &[("till", 1, "old"), ("desk", 4, "d")],
+                ),
+            ),
+            (
+                "b".to_owned(),
+                status(
+                    "switched",
+                    9,
+                    &["y to renew", "z to renew"],
+                    &[("till", 3, "new")],
+                ),
+            ),
             ("c".to_owned(), status("switched", 9, &["y to renew"], &[])),
         ]);
-        let mesh = Mesh::of(Answers { replicas, silent: BTreeMap::from([("d".into(), "gone".into())]) });
-        assert_eq!((mesh.rotation.phase.as_str(), mesh.rotation.waiting.len()), ("switched", 2));
+        let mesh = Mesh::of(Answers {
+            replicas,
+            silent: BTreeMap::from([("d".into(), "gone".into())]),
+        });
+        assert_eq!(
+            (mesh.rotation.phase.as_str(), mesh.rotation.waiting.len()),
+            ("switched", 2)
+        );
         assert_eq!(mesh.issuer.unwrap().fingerprint, "switched");
-        let workloads: Vec<_> =
-            mesh.workloads.iter().map(|workload| (workload.pod.as_str(), workload.certificate_serial.as_str())).collect();
+        let workloads: Vec<_> = mesh
+            .workloads
+            .iter()
+            .map(|workload| (workload.pod.as_str(), workload.certificate_serial.as_str()))
+            .collect();
         assert_eq!(workloads, [("desk", "d"), ("till", "new")]);
         assert_eq!((mesh.replicas.len(), mesh.silent.len()), (3, 1));
     }
 
     #[test]
     fn a_replica_that_has_read_no_authority_yet_does_not_count() {
-        let empty = Status { rotation: Rotation { since: 100, ..Rotation::default() }, ..Status::default() };
-        let replicas = BTreeMap::from([("a".to_owned(), empty), ("b".to_owned(), status("steady", 9, &[], &[]))]);
-        assert_eq!(Mesh::of(Answers { replicas, ..Answers::default() }).rotation.phase, "steady");
+        let empty = Status {
+            rotation: Rotation {
+                since: 100,
+                ..Rotation::default()
+            },
+            ..Status::default()
+        };
+        let replicas = BTreeMap::from([
+            ("a".to_owned(), empty),
+            ("b".to_owned(), status("steady", 9, &[], &[])),
+        ]);
+        assert_eq!(
+            Mesh::of(Answers {
+                replicas,
+                ..Answers::default()
+            })
+            .rotation
+            .phase,
+            "steady"
+        );
     }
 
     #[test]
@@ -209,22 +277,34 @@ mod tests {
         let silent = json!({"pod": null, "user": "system:serviceaccount:shop:till", "identity": null, "connected_since": 1, "certificate": null,
             "roots_version": null, "acknowledged": false, "version": null, "clock_skew_ms": null});
         let workload = Workload::from(&serde_json::from_value::<Proxy>(silent).unwrap());
-        assert_eq!((workload.has_certificate(), workload.name().as_str()), (false, "/system:serviceaccount:shop:till"));
+        assert_eq!(
+            (workload.has_certificate(), workload.name().as_str()),
+            (false, "/system:serviceaccount:shop:till")
+        );
     }
 
     #[test]
     fn a_certificate_is_as_old_as_the_controller_says_or_else_as_it_seems() {
         let made = |certificate: serde_json::Value| {
-            Workload::from(&serde_json::from_value::<Proxy>(json!({"certificate": certificate})).unwrap()).certificate_issued_at
+            Workload::from(
+                &serde_json::from_value::<Proxy>(json!({"certificate": certificate})).unwrap(),
+            )
+            .certificate_issued_at
         };
-        assert_eq!(made(json!({"not_before": 700, "issued_at": 1_000, "not_after": 9_000})), 1_000);
+        assert_eq!(
+            made(json!({"not_before": 700, "issued_at": 1_000, "not_after": 9_000})),
+            1_000
+        );
         assert_eq!(made(json!({"not_before": 700, "not_after": 9_000})), 700);
     }
 
     #[test]
     fn every_phase_has_a_meaning() {
         for phase in ["steady", "announcing", "adopting", "switched"] {
-            let rotation = Rotation { phase: phase.into(), ..Rotation::default() };
+            let rotation = Rotation {
+                phase: phase.into(),
+                ..Rotation::default()
+            };
             assert!(!meaning(&rotation).contains("does not know"), "{phase}");
         }
     }

@@ -90,13 +90,21 @@ impl Sandbox {
     /// Starts an empty sandbox whose messages a listener hears, on a thread of its own; it returns whether to keep a log line.
     pub fn start_with(programs: &Path, listener: Listener) -> Result<Self, Error> {
         let launched = launch(programs)?;
-        let shared = Arc::new(Shared { view: Mutex::default(), changed: Condvar::new() });
+        let shared = Arc::new(Shared {
+            view: Mutex::default(),
+            changed: Condvar::new(),
+        });
         let theirs = shared.clone();
         thread::Builder::new()
             .name("sandbox-messages".into())
             .spawn(move || listen(launched.reader, &theirs, listener))
             .map_err(LaunchError::Io)?;
-        Ok(Self { child: Mutex::new(launched.child), writer: Mutex::new(launched.writer), shared, next: AtomicU64::new(1) })
+        Ok(Self {
+            child: Mutex::new(launched.child),
+            writer: Mutex::new(launched.writer),
+            shared,
+            next: AtomicU64::new(1),
+        })
     }
 
     /// Creates or replaces the objects of a YAML text.
@@ -111,12 +119,22 @@ impl Sandbox {
 
     /// Deletes an object, for example a `Deployment`, or a `Pod`, which its workload then replaces.
     pub fn delete(&self, kind: &str, namespace: &str, name: &str) -> Result<(), Error> {
-        self.call(Call::Delete { kind: kind.into(), namespace: namespace.into(), name: name.into() }).map(drop)
+        self.call(Call::Delete {
+            kind: kind.into(),
+            namespace: namespace.into(),
+            name: name.into(),
+        })
+        .map(drop)
     }
 
     /// Changes a Deployment's number of replicas; with 0 it is stopped.
     pub fn scale(&self, namespace: &str, name: &str, replicas: i32) -> Result<(), Error> {
-        self.call(Call::Scale { namespace: namespace.into(), name: name.into(), replicas }).map(drop)
+        self.call(Call::Scale {
+            namespace: namespace.into(),
+            name: name.into(),
+            replicas,
+        })
+        .map(drop)
     }
 
     /// Runs a program in a container of a pod, to its end; several can run at once from several threads.
@@ -134,7 +152,12 @@ impl Sandbox {
     }
 
     /// Waits until `find` finds something in what is known; `what` is said when it does not in time.
-    pub fn wait<T>(&self, what: &str, within: Duration, mut find: impl FnMut(&View) -> Option<T>) -> Result<T, Error> {
+    pub fn wait<T>(
+        &self,
+        what: &str,
+        within: Duration,
+        mut find: impl FnMut(&View) -> Option<T>,
+    ) -> Result<T, Error> {
         let deadline = Instant::now() + within;
         let mut view = self.view();
         loop {
@@ -146,9 +169,18 @@ impl Sandbox {
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(Error::Deadline { what: what.into(), within, state: view.describe() });
+                return Err(Error::Deadline {
+                    what: what.into(),
+                    within,
+                    state: view.describe(),
+                });
             }
-            view = self.shared.changed.wait_timeout(view, left).expect("nobody panics while holding it").0;
+            view = self
+                .shared
+                .changed
+                .wait_timeout(view, left)
+                .expect("nobody panics while holding it")
+                .0;
         }
     }
 
@@ -162,13 +194,18 @@ impl Sandbox {
 
     /// What is known now. It is locked while it is looked at.
     pub fn view(&self) -> MutexGuard<'_, View> {
-        self.shared.view.lock().expect("nobody panics while holding it")
+        self.shared
+            .view
+            .lock()
+            .expect("nobody panics while holding it")
     }
 
     /// Ends all pods in order, then everything else. Programs that take longer than `grace` are killed.
     pub fn shut_down(&self, grace: Duration) -> Result<(), Error> {
         let milliseconds = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
-        match self.call(Call::Shutdown { grace_milliseconds: milliseconds }) {
+        match self.call(Call::Shutdown {
+            grace_milliseconds: milliseconds,
+        }) {
             // Ending is what was asked for.
             Ok(_) | Err(Error::Ended(_)) => {}
             Err(error) => return Err(error),
@@ -179,14 +216,21 @@ impl Sandbox {
 
     /// The id of the outermost process of the inner half.
     pub fn process_id(&self) -> u32 {
-        self.child.lock().expect("nobody panics while holding it").id()
+        self.child
+            .lock()
+            .expect("nobody panics while holding it")
+            .id()
     }
 
     fn call(&self, call: Call) -> Result<Answer, Error> {
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         let mut line = serde_json::to_vec(&Request { id, call }).expect("requests are plain data");
         line.push(b'\n');
-        let written = self.writer.lock().expect("nobody panics while holding it").write_all(&line);
+        let written = self
+            .writer
+            .lock()
+            .expect("nobody panics while holding it")
+            .write_all(&line);
         let mut view = self.view();
         loop {
             if let Some(reply) = view.replies.remove(&id) {
@@ -198,7 +242,11 @@ impl Sandbox {
             if let Err(error) = &written {
                 return Err(Error::Ended(error.to_string()));
             }
-            view = self.shared.changed.wait(view).expect("nobody panics while holding it");
+            view = self
+                .shared
+                .changed
+                .wait(view)
+                .expect("nobody panics while holding it");
         }
     }
 
@@ -221,7 +269,11 @@ impl Sandbox {
 impl Drop for Sandbox {
     fn drop(&mut self) {
         if thread::panicking() {
-            let view = self.shared.view.lock().unwrap_or_else(PoisonError::into_inner);
+            let view = self
+                .shared
+                .view
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
             eprintln!("the sandbox at the end:\n{}", view.report());
         }
         // Nothing in there has a chance to object: the inner half ends when the socket closes, and all its processes with it.
@@ -235,23 +287,48 @@ impl Drop for Sandbox {
 impl View {
     /// The lines of a container; none where it has printed none.
     pub fn lines(&self, pod: &PodView, container: &str) -> &[String] {
-        self.logs.get(&pod.full_name()).and_then(|logs| logs.get(container)).map_or(&[], Vec::as_slice)
+        self.logs
+            .get(&pod.full_name())
+            .and_then(|logs| logs.get(container))
+            .map_or(&[], Vec::as_slice)
     }
 
     /// The pods that a workload has made and that are not about to end.
     pub fn pods_of(&self, namespace: &str, workload: &str) -> Vec<PodView> {
-        self.pods.values().filter(|pod| pod.namespace == namespace && pod.workload == workload && !pod.terminating).cloned().collect()
+        self.pods
+            .values()
+            .filter(|pod| {
+                pod.namespace == namespace && pod.workload == workload && !pod.terminating
+            })
+            .cloned()
+            .collect()
     }
 
     /// The pods that are not ready, and why.
     pub fn not_ready(&self) -> Vec<String> {
-        let waiting = self.pods.values().filter(|pod| !pod.settled() && !pod.terminating);
-        waiting.map(|pod| format!("{} ({}): {}", pod.full_name(), pod.phase, pod.reason.as_deref().unwrap_or("no reason known"))).collect()
+        let waiting = self
+            .pods
+            .values()
+            .filter(|pod| !pod.settled() && !pod.terminating);
+        waiting
+            .map(|pod| {
+                format!(
+                    "{} ({}): {}",
+                    pod.full_name(),
+                    pod.phase,
+                    pod.reason.as_deref().unwrap_or("no reason known")
+                )
+            })
+            .collect()
     }
 
     fn describe(&self) -> String {
         let waiting = self.not_ready();
-        if waiting.is_empty() { format!("{} pods, all ready", self.pods.len()) } else { format!("not ready: {}", waiting.join("; ")) }
+        if waiting.is_empty() {
+            format!("{} pods, all ready", self.pods.len())
+        } else {
+            format!("not ready: {}", waiting.join("; "))
+        }
     }
 
     /// Everything that helps to understand a failed test, the last lines of each container.
@@ -273,9 +350,14 @@ impl View {
     fn note(&mut self, message: Message, keep: bool) {
         match message {
             Message::Pod(pod) => drop(self.pods.insert(pod.full_name(), pod)),
-            Message::PodGone { namespace, name } => drop(self.pods.remove(&format!("{namespace}/{name}"))),
+            Message::PodGone { namespace, name } => {
+                drop(self.pods.remove(&format!("{namespace}/{name}")))
+            }
             Message::Log(line) if keep => {
-                let pod = self.logs.entry(format!("{}/{}", line.namespace, line.pod)).or_default();
+                let pod = self
+                    .logs
+                    .entry(format!("{}/{}", line.namespace, line.pod))
+                    .or_default();
                 pod.entry(line.container).or_default().push(line.line);
             }
             Message::Notice(text) => self.notices.push(text),
@@ -292,7 +374,11 @@ fn listen(reader: BufReader<UnixStream>, shared: &Shared, mut listener: Listener
             let message = serde_json::from_str(&line?)?;
             // The end is told once, below.
             let keep = matches!(message, Message::Failed { .. }) || listener(&message);
-            shared.view.lock().expect("nobody panics while holding it").note(message, keep);
+            shared
+                .view
+                .lock()
+                .expect("nobody panics while holding it")
+                .note(message, keep);
             shared.changed.notify_all();
         }
         Ok(())

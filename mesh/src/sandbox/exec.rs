@@ -65,34 +65,62 @@ pub struct Bind {
 /// Becomes the program that the file at `spec` describes.
 pub fn run(spec: &Path) -> Result<Infallible> {
     let text = fs::read(spec).with_context(|| format!("cannot read {}", spec.display()))?;
-    let spec: Spec = serde_json::from_slice(&text).context("the container's description does not parse")?;
+    let spec: Spec =
+        serde_json::from_slice(&text).context("the container's description does not parse")?;
     enter(&spec)?;
     give_up_privileges(&spec)?;
-    let (program, arguments) = spec.argv.split_first().context("the container has no program")?;
-    let error = Command::new(program).args(arguments).env_clear().envs(spec.env.iter().map(|(k, v)| (OsStr::new(k), v))).exec();
+    let (program, arguments) = spec
+        .argv
+        .split_first()
+        .context("the container has no program")?;
+    let error = Command::new(program)
+        .args(arguments)
+        .env_clear()
+        .envs(spec.env.iter().map(|(k, v)| (OsStr::new(k), v)))
+        .exec();
     Err(error).with_context(|| format!("cannot start {program}"))
 }
 
 fn enter(spec: &Spec) -> Result<()> {
-    let network =
-        File::open(&spec.network).with_context(|| format!("cannot open the pod's network namespace {}", spec.network.display()))?;
+    let network = File::open(&spec.network).with_context(|| {
+        format!(
+            "cannot open the pod's network namespace {}",
+            spec.network.display()
+        )
+    })?;
     setns(network, CloneFlags::CLONE_NEWNET).context("cannot enter the pod's network namespace")?;
-    unshare(CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWUTS).context("cannot make the container's own mount namespace")?;
+    unshare(CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWUTS)
+        .context("cannot make the container's own mount namespace")?;
     sethostname(&spec.hostname).context("cannot set the host name")?;
     // A container is its own session: a signal to its group reaches all of it and nothing else.
     setsid().context("cannot start a session")?;
     let none: Option<&str> = None;
-    mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).context("cannot detach the container's mounts")?;
+    mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)
+        .context("cannot detach the container's mounts")?;
     for bind in &spec.binds {
-        let place = || format!("cannot show {} at {}", bind.source.display(), bind.target.display());
-        mount(Some(&bind.source), &bind.target, none, MsFlags::MS_BIND | MsFlags::MS_REC, none).with_context(place)?;
+        let place = || {
+            format!(
+                "cannot show {} at {}",
+                bind.source.display(),
+                bind.target.display()
+            )
+        };
+        mount(
+            Some(&bind.source),
+            &bind.target,
+            none,
+            MsFlags::MS_BIND | MsFlags::MS_REC,
+            none,
+        )
+        .with_context(place)?;
         if bind.read_only {
             make_read_only(&bind.target).with_context(place)?;
         }
     }
     // The host's own files are there to be read. What of them lies on further file systems is guarded by its permissions.
     make_read_only(Path::new("/")).context("cannot make / read-only")?;
-    std::env::set_current_dir(&spec.directory).with_context(|| format!("no working directory {}", spec.directory.display()))
+    std::env::set_current_dir(&spec.directory)
+        .with_context(|| format!("no working directory {}", spec.directory.display()))
 }
 
 /// Without root in the first user namespace a remount must keep the flags that the mount already has.
@@ -115,8 +143,13 @@ fn make_read_only(target: &Path) -> Result<()> {
 
 fn give_up_privileges(spec: &Spec) -> Result<()> {
     for capability in caps::read(None, CapSet::Bounding).context("cannot read the capabilities")? {
-        if !spec.capabilities.iter().any(|name| is_named(capability, name)) {
-            caps::drop(None, CapSet::Bounding, capability).with_context(|| format!("cannot drop {capability}"))?;
+        if !spec
+            .capabilities
+            .iter()
+            .any(|name| is_named(capability, name))
+        {
+            caps::drop(None, CapSet::Bounding, capability)
+                .with_context(|| format!("cannot drop {capability}"))?;
         }
     }
     caps::clear(None, CapSet::Inheritable).context("cannot clear the inheritable capabilities")?;

@@ -56,14 +56,24 @@ pub(super) fn launch(programs: &Path) -> Result<Launched, LaunchError> {
         child.kill()?;
         let status = child.wait()?;
         return Err(match error {
-            LaunchError::Io(_) => LaunchError::Failed(format!("it ended at once ({status}, signal {:?})", status.signal())),
+            LaunchError::Io(_) => LaunchError::Failed(format!(
+                "it ended at once ({status}, signal {:?})",
+                status.signal()
+            )),
             other => other,
         });
     }
-    Ok(Launched { child, writer: ours, reader })
+    Ok(Launched {
+        child,
+        writer: ours,
+        reader,
+    })
 }
 
-fn wait_until_started(reader: &mut impl BufRead, writer: &mut impl Write) -> Result<(), LaunchError> {
+fn wait_until_started(
+    reader: &mut impl BufRead,
+    writer: &mut impl Write,
+) -> Result<(), LaunchError> {
     loop {
         let mut line = String::new();
         if reader.read_line(&mut line)? == 0 {
@@ -93,10 +103,17 @@ fn missing(programs: &Path) -> Vec<String> {
     if !geteuid().is_root() {
         need("newuidmap", "uidmap");
         need("newgidmap", "uidmap");
-        missing.extend([Ids::users(), Ids::groups()].iter().filter_map(|ids| ids.range().err()));
+        missing.extend(
+            [Ids::users(), Ids::groups()]
+                .iter()
+                .filter_map(|ids| ids.range().err()),
+        );
     }
     if !programs.join("mesh").is_file() {
-        missing.push(format!("no program mesh in {}: `cargo build --bins`", programs.display()));
+        missing.push(format!(
+            "no program mesh in {}: `cargo build --bins`",
+            programs.display()
+        ));
     }
     missing
 }
@@ -104,22 +121,43 @@ fn missing(programs: &Path) -> Vec<String> {
 /// PATH, and the folders of administrators' programs, which an ordinary user's PATH may lack.
 pub(super) fn search_path() -> std::ffi::OsString {
     let given = env::var_os("PATH").unwrap_or_default();
-    let folders = env::split_paths(&given).chain(["/usr/sbin", "/sbin", "/usr/bin", "/bin"].map(PathBuf::from));
+    let folders = env::split_paths(&given)
+        .chain(["/usr/sbin", "/sbin", "/usr/bin", "/bin"].map(PathBuf::from));
     env::join_paths(folders).unwrap_or(given)
 }
 
 fn find(program: &str) -> Option<PathBuf> {
-    env::split_paths(&search_path()).map(|folder| folder.join(program)).find(|path| path.is_file())
+    env::split_paths(&search_path())
+        .map(|folder| folder.join(program))
+        .find(|path| path.is_file())
 }
 
 fn map_ids(pid: i32) -> Result<(), LaunchError> {
     for ids in [Ids::users(), Ids::groups()] {
-        let (first, count) = ids.range().map_err(|reason| LaunchError::Missing(vec![reason]))?;
-        let arguments = [pid.to_string(), "0".into(), ids.own.to_string(), "1".into(), "1".into(), first.to_string(), count.to_string()];
-        let output = Command::new(ids.tool).args(&arguments).env("PATH", search_path()).output()?;
+        let (first, count) = ids
+            .range()
+            .map_err(|reason| LaunchError::Missing(vec![reason]))?;
+        let arguments = [
+            pid.to_string(),
+            "0".into(),
+            ids.own.to_string(),
+            "1".into(),
+            "1".into(),
+            first.to_string(),
+            count.to_string(),
+        ];
+        let output = Command::new(ids.tool)
+            .args(&arguments)
+            .env("PATH", search_path())
+            .output()?;
         if !output.status.success() {
             let said = String::from_utf8_lossy(&output.stderr);
-            return Err(LaunchError::Failed(format!("{} {}: {}", ids.tool, arguments.join(" "), said.trim())));
+            return Err(LaunchError::Failed(format!(
+                "{} {}: {}",
+                ids.tool,
+                arguments.join(" "),
+                said.trim()
+            )));
         }
     }
     Ok(())
@@ -138,17 +176,29 @@ const IDS: u32 = 65_535;
 impl Ids {
     fn users() -> Self {
         debug_assert_eq!(getuid(), geteuid());
-        Self { own: getuid().as_raw(), tool: "newuidmap", file: "/etc/subuid" }
+        Self {
+            own: getuid().as_raw(),
+            tool: "newuidmap",
+            file: "/etc/subuid",
+        }
     }
 
     fn groups() -> Self {
         debug_assert_eq!(getgid(), getegid());
-        Self { own: getgid().as_raw(), tool: "newgidmap", file: "/etc/subgid" }
+        Self {
+            own: getgid().as_raw(),
+            tool: "newgidmap",
+            file: "/etc/subgid",
+        }
     }
 
     /// The first id of a range that belongs to this user, and how many of it we map.
     fn range(&self) -> Result<(u32, u32), String> {
-        let name = User::from_uid(getuid()).ok().flatten().map(|user| user.name).unwrap_or_default();
+        let name = User::from_uid(getuid())
+            .ok()
+            .flatten()
+            .map(|user| user.name)
+            .unwrap_or_default();
         let text = fs::read_to_string(self.file).unwrap_or_default();
         subordinate_range(&text, &name, getuid().as_raw()).ok_or_else(|| {
             format!(
@@ -163,7 +213,11 @@ impl Ids {
 fn subordinate_range(text: &str, name: &str, uid: u32) -> Option<(u32, u32)> {
     text.lines().find_map(|line| {
         let mut fields = line.split(':');
-        let (owner, first, count) = (fields.next()?, fields.next()?.parse().ok()?, fields.next()?.parse::<u32>().ok()?);
+        let (owner, first, count) = (
+            fields.next()?,
+            fields.next()?.parse().ok()?,
+            fields.next()?.parse::<u32>().ok()?,
+        );
         ((owner == name || owner == uid.to_string()) && count >= IDS).then_some((first, IDS))
     })
 }

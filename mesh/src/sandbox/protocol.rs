@@ -170,7 +170,10 @@ impl PodView {
 
     /// How often its containers have been started again.
     pub fn restarts(&self) -> u32 {
-        self.containers.iter().map(|container| container.restarts).sum()
+        self.containers
+            .iter()
+            .map(|container| container.restarts)
+            .sum()
     }
 }
 

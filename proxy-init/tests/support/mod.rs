@@ -23,7 +23,10 @@ pub const PROXY_INIT: &str = env!("CARGO_BIN_EXE_proxy-init");
 pub fn namespaces_are_possible() -> bool {
     let root = nix::unistd::geteuid().is_root();
     if !root {
-        assert!(std::env::var_os("CI").is_none(), "in CI these tests run as root");
+        assert!(
+            std::env::var_os("CI").is_none(),
+            "in CI these tests run as root"
+        );
         println!("skipped: network namespaces need root");
     }
     root
@@ -44,27 +47,49 @@ impl Namespace {
         std::thread::spawn(move || {
             unshare(CloneFlags::CLONE_NEWNET).expect("root may make a network namespace");
             command("ip", &["link", "set", "lo", "up"]);
-            ready.send(File::open("/proc/thread-self/ns/net").expect("a namespace has a file")).expect("waited for");
+            ready
+                .send(File::open("/proc/thread-self/ns/net").expect("a namespace has a file"))
+                .expect("waited for");
             queue.into_iter().for_each(|job| job());
         });
-        Self { handle: handle.recv().expect("the thread is in its namespace"), jobs }
+        Self {
+            handle: handle.recv().expect("the thread is in its namespace"),
+            jobs,
+        }
     }
 
     /// Runs a closure inside, with all sockets that it makes and programs that it starts.
     pub fn run<T: Send + 'static>(&self, work: impl FnOnce() -> T + Send + 'static) -> T {
         let (sender, result) = mpsc::channel();
         let job: Job = Box::new(move || {
-            let outcome: Result<T, Box<dyn Any + Send>> = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
+            let outcome: Result<T, Box<dyn Any + Send>> =
+                std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
             sender.send(outcome).ok();
         });
-        self.jobs.send(job).expect("the thread lives as long as the namespace");
-        result.recv().expect("answered").unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        self.jobs
+            .send(job)
+            .expect("the thread lives as long as the namespace");
+        result
+            .recv()
+            .expect("answered")
+            .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     }
 
     /// Lays a cable to another namespace: `eth0` at both ends, with an IPv4 and an IPv6 address each.
     pub fn connect(&self, other: &Namespace, own: [&'static str; 2], others: [&'static str; 2]) {
-        let peer = format!("/proc/{}/fd/{}", std::process::id(), other.handle.as_raw_fd());
-        self.run(move || command("ip", &["link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", &peer]));
+        let peer = format!(
+            "/proc/{}/fd/{}",
+            std::process::id(),
+            other.handle.as_raw_fd()
+        );
+        self.run(move || {
+            command(
+                "ip",
+                &[
+                    "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", &peer,
+                ],
+            )
+        });
         for (end, addresses) in [(self, own), (other, others)] {
             end.run(move || {
                 command("ip", &["addr", "add", addresses[0], "dev", "eth0"]);
@@ -78,14 +103,24 @@ impl Namespace {
     pub fn proxy_init(&self, args: &[&str], path: &Path) -> Output {
         let args: Vec<OsString> = args.iter().map(OsString::from).collect();
         let path = path.as_os_str().to_owned();
-        self.run(move || Command::new(PROXY_INIT).args(args).env_clear().env("PATH", path).output().expect("it starts"))
+        self.run(move || {
+            Command::new(PROXY_INIT)
+                .args(args)
+                .env_clear()
+                .env("PATH", path)
+                .output()
+                .expect("it starts")
+        })
     }
 
     /// What `iptables-save` shows of the nat table, without its comments, which have the time in them.
     pub fn saved(&self, program: &str) -> String {
         let program = program.to_owned();
         let text = self.run(move || command(&program, &["-t", "nat"]));
-        text.lines().filter(|line| !line.starts_with('#')).map(|line| format!("{line}\n")).collect()
+        text.lines()
+            .filter(|line| !line.starts_with('#'))
+            .map(|line| format!("{line}\n"))
+            .collect()
     }
 
     /// Serves TCP on a port of both families, and answers whatever connects with `word`.
@@ -94,7 +129,9 @@ impl Namespace {
         std::thread::spawn(move || {
             for connection in listener.incoming() {
                 // A client that has gone has read enough.
-                connection.and_then(|mut connection| connection.write_all(word.as_bytes())).ok();
+                connection
+                    .and_then(|mut connection| connection.write_all(word.as_bytes()))
+                    .ok();
             }
         });
     }
@@ -103,7 +140,8 @@ impl Namespace {
     pub fn ask(&self, address: impl Into<IpAddr>, port: u16) -> String {
         let address = SocketAddr::new(address.into(), port);
         self.run(move || {
-            let mut stream = TcpStream::connect_timeout(&address, PATIENCE).unwrap_or_else(|error| panic!("{address}: {error}"));
+            let mut stream = TcpStream::connect_timeout(&address, PATIENCE)
+                .unwrap_or_else(|error| panic!("{address}: {error}"));
             stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
             let mut word = String::new();
             stream.read_to_string(&mut word).expect("answered");
@@ -115,7 +153,11 @@ impl Namespace {
     pub fn ask_as(&self, uid: u32, address: impl Into<IpAddr>, port: u16) -> String {
         let script = format!("exec 3<>/dev/tcp/{}/{port} && cat <&3", address.into());
         self.run(move || {
-            let output = Command::new("bash").args(["-c", &script]).uid(uid).output().expect("bash starts");
+            let output = Command::new("bash")
+                .args(["-c", &script])
+                .uid(uid)
+                .output()
+                .expect("bash starts");
             assert!(output.status.success(), "{}", text(&output.stderr));
             text(&output.stdout)
         })
@@ -140,9 +182,16 @@ pub fn programs(links: &[(&str, &str)]) -> tempfile::TempDir {
 
 /// A folder for PATH with the four programs of one kind of iptables.
 pub fn kind(kind: &str) -> tempfile::TempDir {
-    let names: Vec<_> =
-        ["iptables", "ip6tables"].iter().flat_map(|family| ["save", "restore"].map(|what| format!("{family}-{kind}-{what}"))).collect();
-    programs(&names.iter().map(|name| (name.as_str(), name.as_str())).collect::<Vec<_>>())
+    let names: Vec<_> = ["iptables", "ip6tables"]
+        .iter()
+        .flat_map(|family| ["save", "restore"].map(|what| format!("{family}-{kind}-{what}")))
+        .collect();
+    programs(
+        &names
+            .iter()
+            .map(|name| (name.as_str(), name.as_str()))
+            .collect::<Vec<_>>(),
+    )
 }
 
 /// Puts a shell script into a folder of programs.
@@ -159,8 +208,15 @@ pub fn text(bytes: &[u8]) -> String {
 
 /// Runs a program that must not fail: its output.
 fn command(program: &str, args: &[&str]) -> String {
-    let output = Command::new(find(program)).args(args).output().unwrap_or_else(|error| panic!("{program}: {error}"));
-    assert!(output.status.success(), "{program} {args:?}: {}", text(&output.stderr));
+    let output = Command::new(find(program))
+        .args(args)
+        .output()
+        .unwrap_or_else(|error| panic!("{program}: {error}"));
+    assert!(
+        output.status.success(),
+        "{program} {args:?}: {}",
+        text(&output.stderr)
+    );
     text(&output.stdout)
 }
 
@@ -168,6 +224,10 @@ fn command(program: &str, args: &[&str]) -> String {
 fn find(program: &str) -> PathBuf {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let usual = ["/usr/sbin", "/sbin", "/usr/local/sbin"].map(PathBuf::from);
-    let mut places = std::env::split_paths(OsStr::new(&path)).chain(usual).map(|folder| folder.join(program));
-    places.find(|place| place.exists()).unwrap_or_else(|| panic!("`{program}` is missing: apt-get install iptables iproute2"))
+    let mut places = std::env::split_paths(OsStr::new(&path))
+        .chain(usual)
+        .map(|folder| folder.join(program));
+    places
+        .find(|place| place.exists())
+        .unwrap_or_else(|| panic!("`{program}` is missing: apt-get install iptables iproute2"))
 }

@@ -1,7 +1,8 @@
 //! Step 3: what a connection carries, told from its first bytes. How they are cut by the network must make no difference.
 
 use diy_mesh_proxy::detect::{
-    Onlooker, Protocol, Verdict, classify, classify_inbound, classify_inbound_opaque, is_http2_server, take_a_guess,
+    Onlooker, Protocol, Verdict, classify, classify_inbound, classify_inbound_opaque,
+    is_http2_server, take_a_guess,
 };
 use diy_mesh_proxy::tls::{Hello, look};
 
@@ -11,7 +12,11 @@ pub fn detect(bytes: &[u8]) {
         crate::settles(bytes, Verdict::NeedMore, judge);
     }
     let (outbound, inbound) = (classify(bytes), classify_inbound(bytes));
-    assert_ne!(outbound, Verdict::Known(Protocol::MeshTls), "only what comes in is looked at for it");
+    assert_ne!(
+        outbound,
+        Verdict::Known(Protocol::MeshTls),
+        "only what comes in is looked at for it"
+    );
     let expected = match look(bytes) {
         Hello::Mesh => Verdict::Known(Protocol::MeshTls),
         Hello::NeedMore => Verdict::NeedMore,
@@ -20,12 +25,21 @@ pub fn detect(bytes: &[u8]) {
     assert_eq!(inbound, expected);
     if outbound == Verdict::NeedMore {
         let guess = take_a_guess(bytes);
-        assert!(matches!(guess, Protocol::Http1 | Protocol::Opaque), "{guess:?}");
+        assert!(
+            matches!(guess, Protocol::Http1 | Protocol::Opaque),
+            "{guess:?}"
+        );
     }
     if !bytes.starts_with(b"PRI") && bytes.len() < crate::LONG / 2 {
         let (mut onlooker, (first, rest)) = (Onlooker::default(), bytes.split_at(bytes.len() / 2));
         let early = onlooker.look(first);
-        assert!(early == outbound || early == Verdict::NeedMore && onlooker.look(rest) == outbound, "{early:?}, then {outbound:?}");
+        assert!(
+            early == outbound || early == Verdict::NeedMore && onlooker.look(rest) == outbound,
+            "{early:?}, then {outbound:?}"
+        );
     }
-    assert!(!is_http2_server(bytes) || outbound != Verdict::Known(Protocol::Http2), "a client's word and a server's");
+    assert!(
+        !is_http2_server(bytes) || outbound != Verdict::Known(Protocol::Http2),
+        "a client's word and a server's"
+    );
 }

@@ -11,8 +11,17 @@ pub fn hello(bytes: &[u8]) {
     crate::settles(bytes, Hello::NeedMore, look);
     let verdict = look(bytes);
     if verdict == Hello::Mesh {
-        let all = [Inside::Http1, Inside::Http2, Inside::Opaque, Inside::Undecided];
-        assert!(all.iter().any(|inside| crate::contains(bytes, inside.alpn())), "the mesh's, and names none of its protocols");
+        let all = [
+            Inside::Http1,
+            Inside::Http2,
+            Inside::Opaque,
+            Inside::Undecided,
+        ];
+        assert!(
+            all.iter()
+                .any(|inside| crate::contains(bytes, inside.alpn())),
+            "the mesh's, and names none of its protocols"
+        );
     }
     if is_in_one_record(bytes) && rustls_reads_the_meshs(bytes) {
         assert_eq!(verdict, Hello::Mesh, "rustls would have taken it");
@@ -21,7 +30,11 @@ pub fn hello(bytes: &[u8]) {
 
 /// A ClientHello that is spread over several records is not the mesh's.
 fn is_in_one_record(bytes: &[u8]) -> bool {
-    let Some((&[22, _, _, high, low, 1, zero, middle, last], _)) = bytes.split_first_chunk::<HEADS>() else { return false };
+    let Some((&[22, _, _, high, low, 1, zero, middle, last], _)) =
+        bytes.split_first_chunk::<HEADS>()
+    else {
+        return false;
+    };
     u32::from_be_bytes([0, zero, middle, last]) + 4 <= u32::from(u16::from_be_bytes([high, low]))
 }
 
@@ -36,7 +49,9 @@ fn rustls_reads_the_meshs(bytes: &[u8]) -> bool {
             Ok(None) => {}
             Ok(Some(accepted)) => {
                 let hello = accepted.client_hello();
-                return hello.alpn().is_some_and(|mut names| names.any(|name| Inside::from_alpn(name).is_some()));
+                return hello
+                    .alpn()
+                    .is_some_and(|mut names| names.any(|name| Inside::from_alpn(name).is_some()));
             }
             Err(_) => return false,
         }

@@ -2,7 +2,9 @@
 
 use bytes::{Bytes, BytesMut};
 use diy_mesh_proxy::http1::body::Relay;
-use diy_mesh_proxy::http1::head::{Framing, MAX_HEAD, RequestHead, ResponseHead, Version, find_end};
+use diy_mesh_proxy::http1::head::{
+    Framing, MAX_HEAD, RequestHead, ResponseHead, Version, find_end,
+};
 
 const CALLER: &str = "spiffe://cluster.local/ns/shop/sa/web";
 /// The fields that say where a message ends and where it goes; beside them, who calls.
@@ -16,11 +18,15 @@ const MOST_WAITING: usize = 16 * 1024;
 pub fn head(bytes: &[u8]) {
     let found = find_end(bytes, &mut 0);
     let mut scanned = 0;
-    let by_pieces = (0..=bytes.len()).map(|length| find_end(&bytes[..length], &mut scanned)).find(|found| *found != Ok(None));
+    let by_pieces = (0..=bytes.len())
+        .map(|length| find_end(&bytes[..length], &mut scanned))
+        .find(|found| *found != Ok(None));
     let by_pieces = by_pieces.unwrap_or(Ok(None));
     assert_eq!(by_pieces.ok(), found.ok(), "byte by byte, and at once");
     let Ok(end) = found else { return };
-    let Some(end) = end else { return assert!(bytes.len() <= MAX_HEAD) };
+    let Some(end) = end else {
+        return assert!(bytes.len() <= MAX_HEAD);
+    };
     assert!(end <= MAX_HEAD);
     let raw = Bytes::copy_from_slice(&bytes[..end]);
     if let Ok(request) = RequestHead::parse(raw.clone()) {
@@ -35,9 +41,18 @@ pub fn head(bytes: &[u8]) {
 }
 
 fn request_head(request: &RequestHead) {
-    assert_ne!(request.framing, Framing::UntilClose, "a request ends before its connection");
-    let called = request.fields_to_app(Some(CALLER)).filter(|(name, _)| names_a_caller(name));
-    assert!(called.map(|(_, value)| value).eq([CALLER.as_bytes()]), "who calls is what the proxy knows");
+    assert_ne!(
+        request.framing,
+        Framing::UntilClose,
+        "a request ends before its connection"
+    );
+    let called = request
+        .fields_to_app(Some(CALLER))
+        .filter(|(name, _)| names_a_caller(name));
+    assert!(
+        called.map(|(_, value)| value).eq([CALLER.as_bytes()]),
+        "who calls is what the proxy knows"
+    );
     for called_by in [None, Some(CALLER)] {
         let mut out = BytesMut::new();
         request.write(&mut out, called_by);
@@ -45,12 +60,24 @@ fn request_head(request: &RequestHead) {
             continue;
         }
         let again = RequestHead::parse(one_head(&out)).expect("what was accepted once");
-        assert_eq!((again.method(), again.target(), again.version), (request.method(), request.target(), request.version));
-        assert_eq!((again.framing, again.connection.upgrade), (request.framing, request.connection.upgrade));
-        let called = again.fields().filter(|(name, _)| names_a_caller(name)).map(|(_, value)| value);
+        assert_eq!(
+            (again.method(), again.target(), again.version),
+            (request.method(), request.target(), request.version)
+        );
+        assert_eq!(
+            (again.framing, again.connection.upgrade),
+            (request.framing, request.connection.upgrade)
+        );
+        let called = again
+            .fields()
+            .filter(|(name, _)| names_a_caller(name))
+            .map(|(_, value)| value);
         assert!(called.eq(called_by.map(str::as_bytes)), "{out:?}");
         let ours = |name: &[u8]| name == b"Connection" || names_a_caller(name);
-        in_order(again.fields().filter(|(name, _)| !ours(name)), request.fields());
+        in_order(
+            again.fields().filter(|(name, _)| !ours(name)),
+            request.fields(),
+        );
         let mut twice = BytesMut::new();
         again.write(&mut twice, called_by);
         assert_eq!(twice, out);
@@ -58,7 +85,11 @@ fn request_head(request: &RequestHead) {
 }
 
 fn response_head(response: &ResponseHead, method: &[u8]) {
-    assert!((100..=999).contains(&response.status), "{}", response.status);
+    assert!(
+        (100..=999).contains(&response.status),
+        "{}",
+        response.status
+    );
     for connection in [None, Some("close"), Some("keep-alive")] {
         let mut out = BytesMut::new();
         response.write(&mut out, connection);
@@ -66,10 +97,22 @@ fn response_head(response: &ResponseHead, method: &[u8]) {
             continue;
         }
         let again = ResponseHead::parse(one_head(&out), method).expect("what was accepted once");
-        assert_eq!((again.status, again.reason(), again.framing), (response.status, response.reason(), response.framing));
+        assert_eq!(
+            (again.status, again.reason(), again.framing),
+            (response.status, response.reason(), response.framing)
+        );
         assert_eq!(again.version, Version::Http11);
-        assert_eq!((again.connection.close, again.connection.keep_alive), (connection == Some("close"), connection == Some("keep-alive")));
-        in_order(again.fields().filter(|(name, _)| name != b"Connection"), response.fields());
+        assert_eq!(
+            (again.connection.close, again.connection.keep_alive),
+            (
+                connection == Some("close"),
+                connection == Some("keep-alive")
+            )
+        );
+        in_order(
+            again.fields().filter(|(name, _)| name != b"Connection"),
+            response.fields(),
+        );
         let mut twice = BytesMut::new();
         again.write(&mut twice, connection);
         assert_eq!(twice, out);
@@ -85,7 +128,11 @@ fn without_chunks(response: &mut ResponseHead, method: &[u8]) {
         return;
     }
     let again = ResponseHead::parse(one_head(&out), method).expect("what was accepted once");
-    let expected = if response.framing == Framing::Chunked { Framing::UntilClose } else { response.framing };
+    let expected = if response.framing == Framing::Chunked {
+        Framing::UntilClose
+    } else {
+        response.framing
+    };
     assert_eq!(again.framing, expected);
 }
 
@@ -99,21 +146,33 @@ fn is_over_a_limit(out: &[u8]) -> bool {
 fn one_head(out: &BytesMut) -> Bytes {
     assert_eq!(find_end(out, &mut 0), Ok(Some(out.len())), "{out:?}");
     let ends = out.windows(2).filter(|pair| pair == b"\r\n").count();
-    let alone = out.iter().filter(|byte| matches!(byte, b'\r' | b'\n' | b'\0')).count();
+    let alone = out
+        .iter()
+        .filter(|byte| matches!(byte, b'\r' | b'\n' | b'\0'))
+        .count();
     assert_eq!(alone, 2 * ends, "{out:?}");
     out.clone().freeze()
 }
 
 /// In every spelling that a server might take for it.
 fn names_a_caller(name: &[u8]) -> bool {
-    String::from_utf8_lossy(name).to_ascii_lowercase().replace('_', "-") == "x-called-by"
+    String::from_utf8_lossy(name)
+        .to_ascii_lowercase()
+        .replace('_', "-")
+        == "x-called-by"
 }
 
 /// No field was added, changed or moved.
-fn in_order<'a>(sent: impl Iterator<Item = (&'a [u8], &'a [u8])>, came: impl Iterator<Item = (&'a [u8], &'a [u8])>) {
+fn in_order<'a>(
+    sent: impl Iterator<Item = (&'a [u8], &'a [u8])>,
+    came: impl Iterator<Item = (&'a [u8], &'a [u8])>,
+) {
     let mut came = came;
     for field in sent {
-        assert!(came.any(|one| one == field), "{field:?} was not there, or not in this place");
+        assert!(
+            came.any(|one| one == field),
+            "{field:?} was not there, or not in this place"
+        );
     }
 }
 
@@ -121,40 +180,82 @@ fn in_order<'a>(sent: impl Iterator<Item = (&'a [u8], &'a [u8])>, came: impl Ite
 pub fn body(bytes: &[u8]) {
     chunked(bytes);
     for length in [0, 1, bytes.len() / 2, bytes.len(), bytes.len() + 1] {
-        let taken = Taken::by_pieces_of(bytes.len().max(1), bytes, Framing::Length(length as u64), false);
+        let taken = Taken::by_pieces_of(
+            bytes.len().max(1),
+            bytes,
+            Framing::Length(length as u64),
+            false,
+        );
         let (body, left) = bytes.split_at(length.min(bytes.len()));
-        assert_eq!((&taken.body[..], &taken.framed[..], &taken.left[..]), (body, body, left));
+        assert_eq!(
+            (&taken.body[..], &taken.framed[..], &taken.left[..]),
+            (body, body, left)
+        );
         assert_eq!((taken.ended, taken.broken), (length <= bytes.len(), false));
     }
     let taken = Taken::by_pieces_of(7, bytes, Framing::UntilClose, false);
-    assert_eq!((&taken.body[..], &taken.framed[..], taken.ended, taken.broken), (bytes, bytes, false, false));
+    assert_eq!(
+        (
+            &taken.body[..],
+            &taken.framed[..],
+            taken.ended,
+            taken.broken
+        ),
+        (bytes, bytes, false, false)
+    );
 }
 
 fn chunked(bytes: &[u8]) {
     let whole = Taken::by_pieces_of(bytes.len().max(1), bytes, Framing::Chunked, false);
     let plain = Taken::by_pieces_of(bytes.len().max(1), bytes, Framing::Chunked, true);
     assert_eq!(plain.framed, plain.body);
-    assert_eq!((&plain.body, plain.ended, plain.broken), (&whole.body, whole.ended, whole.broken));
-    assert!(whole.ended || whole.broken || whole.left.len() <= MOST_WAITING, "{} bytes wait", whole.left.len());
+    assert_eq!(
+        (&plain.body, plain.ended, plain.broken),
+        (&whole.body, whole.ended, whole.broken)
+    );
+    assert!(
+        whole.ended || whole.broken || whole.left.len() <= MOST_WAITING,
+        "{} bytes wait",
+        whole.left.len()
+    );
     let (read, trailers) = careless(&whole.framed);
     assert_eq!(read, whole.body, "what was framed anew");
     assert_eq!(trailers.is_some(), whole.ended, "its end is the end");
     if let Some(trailers) = trailers {
-        assert_eq!(find_end(&[b"x\r\n", trailers].concat(), &mut 0), Ok(Some(3 + trailers.len())), "one end");
-        let names = trailers.split(|byte| *byte == b'\n').filter_map(|line| line.split(|byte| *byte == b':').next());
+        assert_eq!(
+            find_end(&[b"x\r\n", trailers].concat(), &mut 0),
+            Ok(Some(3 + trailers.len())),
+            "one end"
+        );
+        let names = trailers
+            .split(|byte| *byte == b'\n')
+            .filter_map(|line| line.split(|byte| *byte == b':').next());
         for name in names.map(String::from_utf8_lossy) {
-            let forbidden = NEVER_IN_TRAILERS.iter().any(|never| name.eq_ignore_ascii_case(never)) || names_a_caller(name.as_bytes());
+            let forbidden = NEVER_IN_TRAILERS
+                .iter()
+                .any(|never| name.eq_ignore_ascii_case(never))
+                || names_a_caller(name.as_bytes());
             assert!(!forbidden, "{name} in trailers");
         }
         let again = Taken::by_pieces_of(whole.framed.len(), &whole.framed, Framing::Chunked, false);
-        assert_eq!((again.framed, again.left, again.ended), (whole.framed.clone(), Vec::new(), true));
+        assert_eq!(
+            (again.framed, again.left, again.ended),
+            (whole.framed.clone(), Vec::new(), true)
+        );
     }
     for step in [1, 2, 5, 61] {
         let pieces = Taken::by_pieces_of(step, bytes, Framing::Chunked, false);
-        assert_eq!((&pieces.body, pieces.ended, pieces.broken), (&whole.body, whole.ended, whole.broken), "by pieces of {step}");
+        assert_eq!(
+            (&pieces.body, pieces.ended, pieces.broken),
+            (&whole.body, whole.ended, whole.broken),
+            "by pieces of {step}"
+        );
         let (read, rest) = careless(&pieces.framed);
         assert_eq!((&read, rest), (&whole.body, trailers));
-        assert!(!pieces.ended || pieces.left == whole.left, "by pieces of {step} it ends elsewhere");
+        assert!(
+            !pieces.ended || pieces.left == whole.left,
+            "by pieces of {step} it ends elsewhere"
+        );
     }
 }
 
@@ -173,12 +274,20 @@ impl Taken {
         let (mut from, mut body, mut broken) = (BytesMut::new(), Vec::new(), false);
         for piece in bytes.chunks(step) {
             from.extend_from_slice(piece);
-            broken = relay.take_buffered(&mut from, &mut |data| body.extend_from_slice(data)).is_err();
+            broken = relay
+                .take_buffered(&mut from, &mut |data| body.extend_from_slice(data))
+                .is_err();
             if broken {
                 break;
             }
         }
-        Self { body, framed: relay.take_waiting().to_vec(), left: from.to_vec(), ended: relay.is_read(), broken }
+        Self {
+            body,
+            framed: relay.take_waiting().to_vec(),
+            left: from.to_vec(),
+            ended: relay.is_read(),
+            broken,
+        }
     }
 }
 
@@ -186,8 +295,14 @@ impl Taken {
 fn careless(mut framed: &[u8]) -> (Vec<u8>, Option<&[u8]>) {
     let mut body = Vec::new();
     while !framed.is_empty() {
-        let end = framed.windows(2).position(|pair| pair == b"\r\n").expect("a size ends with CR LF");
-        let size = std::str::from_utf8(&framed[..end]).ok().and_then(|size| usize::from_str_radix(size, 16).ok()).expect("a size");
+        let end = framed
+            .windows(2)
+            .position(|pair| pair == b"\r\n")
+            .expect("a size ends with CR LF");
+        let size = std::str::from_utf8(&framed[..end])
+            .ok()
+            .and_then(|size| usize::from_str_radix(size, 16).ok())
+            .expect("a size");
         framed = &framed[end + 2..];
         if size == 0 {
             return (body, Some(framed));

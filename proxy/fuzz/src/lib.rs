@@ -18,28 +18,52 @@ pub use record::record;
 pub type Target = fn(&[u8]);
 
 /// All targets. Each has a folder of its name in `corpus/`, and a file in `targets/`.
-pub const TARGETS: [(&str, Target); 6] =
-    [("body", body), ("detect", detect), ("head", head), ("hello", hello), ("identity", identity), ("record", record)];
+pub const TARGETS: [(&str, Target); 6] = [
+    ("body", body),
+    ("detect", detect),
+    ("head", head),
+    ("hello", hello),
+    ("identity", identity),
+    ("record", record),
+];
 
 /// Longer than anything that detection waits for: a record of TLS, or a request line with its method.
 const LONG: usize = 17 * 1024;
 
 /// A verdict on the first bytes of a connection stands once it has been given, however many more bytes follow, and bytes enough bring
 /// one about. `waits` is the answer that is none yet.
-fn settles<Verdict: Copy + PartialEq + std::fmt::Debug>(bytes: &[u8], waits: Verdict, judge: impl Fn(&[u8]) -> Verdict) {
+fn settles<Verdict: Copy + PartialEq + std::fmt::Debug>(
+    bytes: &[u8],
+    waits: Verdict,
+    judge: impl Fn(&[u8]) -> Verdict,
+) {
     // Each beginning of a short input; some of a long one, or a run would try few of them.
     let step = 1 + bytes.len() / 256;
     let mut verdict = waits;
     for length in (0..bytes.len()).step_by(step).chain([bytes.len()]) {
         let next = judge(&bytes[..length]);
-        assert!(verdict == waits || next == verdict, "{verdict:?} became {next:?} with {length} bytes");
+        assert!(
+            verdict == waits || next == verdict,
+            "{verdict:?} became {next:?} with {length} bytes"
+        );
         verdict = next;
     }
     let mut longer = bytes.to_vec();
-    for more in [&b"a"[..], b" HTTP/1.1\r\n\r\n", b"\n\0\x16\x03", &[b'a'; LONG], b" HTTP/1.1\r\n", b"\0\n"] {
+    for more in [
+        &b"a"[..],
+        b" HTTP/1.1\r\n\r\n",
+        b"\n\0\x16\x03",
+        &[b'a'; LONG],
+        b" HTTP/1.1\r\n",
+        b"\0\n",
+    ] {
         longer.extend_from_slice(more);
         let next = judge(&longer);
-        assert!(verdict == waits || next == verdict, "{verdict:?} became {next:?} with {} more bytes", longer.len() - bytes.len());
+        assert!(
+            verdict == waits || next == verdict,
+            "{verdict:?} became {next:?} with {} more bytes",
+            longer.len() - bytes.len()
+        );
         verdict = next;
     }
     assert_ne!(verdict, waits, "with {} bytes", longer.len());

@@ -1,7 +1,9 @@
 //! TLS records after the handshake: those of anybody, and those that a peer has sealed who means ill.
 
 use aws_lc_rs::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
-use diy_mesh_proxy::tls::record::{Alert, Broken, Kind, MOST_PLAIN, OVERHEAD, Opener, Sealer, split};
+use diy_mesh_proxy::tls::record::{
+    Alert, Broken, Kind, MOST_PLAIN, OVERHEAD, Opener, Sealer, split,
+};
 use rustls::ConnectionTrafficSecrets;
 use rustls::crypto::cipher::{AeadKey, Iv};
 
@@ -52,7 +54,9 @@ fn forged(mut bytes: &[u8]) {
 
 /// What is sealed is opened, once, and only as it was sealed.
 fn sealed_by_us(bytes: &[u8]) {
-    let Some((&first, plain)) = bytes.split_first() else { return };
+    let Some((&first, plain)) = bytes.split_first() else {
+        return;
+    };
     let plain = &plain[..plain.len().min(MOST_PLAIN)];
     let kind = [Kind::Alert, Kind::Handshake, Kind::Data][usize::from(first) % 3];
     let mut sealer = Sealer::new(0, &secrets()).expect("a suite of TLS 1.3");
@@ -65,29 +69,49 @@ fn sealed_by_us(bytes: &[u8]) {
     assert!(opener.open(&record, &mut out).is_err(), "opened twice");
     let at = usize::from(first) % record.len();
     record[at] ^= 1;
-    assert!(self::opener().open(&record, &mut out).is_err(), "byte {at} was changed");
+    assert!(
+        self::opener().open(&record, &mut out).is_err(),
+        "byte {at} was changed"
+    );
 }
 
 /// A record of the peer's own making: what is in it is looked at as it stands in RFC 8446, section 5.4.
 fn sealed_by_the_peer(bytes: &[u8]) {
     let inside = &bytes[..bytes.len().min(LONGEST - HEAD - TAG)];
-    let [high, low] = u16::try_from(inside.len() + TAG).expect("no longer than a record").to_be_bytes();
+    let [high, low] = u16::try_from(inside.len() + TAG)
+        .expect("no longer than a record")
+        .to_be_bytes();
     let head = [Kind::Data as u8, 3, 3, high, low];
     let key = LessSafeKey::new(UnboundKey::new(&AES_256_GCM, &KEY).expect("a key's length"));
     let mut sealed = inside.to_vec();
-    key.seal_in_place_append_tag(Nonce::assume_unique_for_key(IV), Aad::from(head), &mut sealed).expect("room for all of it");
+    key.seal_in_place_append_tag(
+        Nonce::assume_unique_for_key(IV),
+        Aad::from(head),
+        &mut sealed,
+    )
+    .expect("room for all of it");
     let record = [&head[..], &sealed].concat();
     let mut out = vec![0; record.len()];
     let opened = opener().open(&record, &mut out);
     let content = inside.iter().rposition(|byte| *byte != 0);
-    let kind = content.and_then(|at| [Kind::Alert, Kind::Handshake, Kind::Data].into_iter().find(|kind| *kind as u8 == inside[at]));
+    let kind = content.and_then(|at| {
+        [Kind::Alert, Kind::Handshake, Kind::Data]
+            .into_iter()
+            .find(|kind| *kind as u8 == inside[at])
+    });
     match (content, kind) {
-        (Some(at), _) if at > MOST_PLAIN => assert_eq!(opened.map_err(|Broken(alert, _)| alert), Err(Alert::RecordOverflow)),
+        (Some(at), _) if at > MOST_PLAIN => assert_eq!(
+            opened.map_err(|Broken(alert, _)| alert),
+            Err(Alert::RecordOverflow)
+        ),
         (Some(at), Some(kind)) => {
             assert_eq!(opened, Ok((kind, at)));
             assert_eq!(out[..at], inside[..at]);
         }
-        _ => assert_eq!(opened.map_err(|Broken(alert, _)| alert), Err(Alert::UnexpectedMessage)),
+        _ => assert_eq!(
+            opened.map_err(|Broken(alert, _)| alert),
+            Err(Alert::UnexpectedMessage)
+        ),
     }
 }
 
@@ -96,5 +120,8 @@ fn opener() -> Opener {
 }
 
 fn secrets() -> ConnectionTrafficSecrets {
-    ConnectionTrafficSecrets::Aes256Gcm { key: AeadKey::from(KEY), iv: Iv::new(IV) }
+    ConnectionTrafficSecrets::Aes256Gcm {
+        key: AeadKey::from(KEY),
+        iv: Iv::new(IV),
+    }
 }

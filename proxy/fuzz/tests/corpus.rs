@@ -20,7 +20,11 @@ fn each_target_has_seeds_and_a_program_and_there_are_no_others() {
     assert_eq!(names("corpus"), targets, "folders in corpus/");
     assert_eq!(names("targets"), targets, "files in targets/");
     let manifest = fs::read_to_string(folder("Cargo.toml")).unwrap();
-    let programs: BTreeSet<_> = manifest.split("name = \"fuzz-").skip(1).map(|rest| rest.split('"').next().unwrap().to_owned()).collect();
+    let programs: BTreeSet<_> = manifest
+        .split("name = \"fuzz-")
+        .skip(1)
+        .map(|rest| rest.split('"').next().unwrap().to_owned())
+        .collect();
     assert_eq!(programs, targets, "programs in Cargo.toml");
     for target in targets {
         assert!(!seeds(&target).is_empty(), "corpus/{target} is empty");
@@ -70,24 +74,39 @@ fn change(bytes: &mut Vec<u8>, seeds: &[Vec<u8>], rng: &mut Rng) {
         }
         _ => {
             if let Some(byte) = bytes.get_mut(at) {
-                *byte = if rng.bool() { rng.u8(..) } else { *byte ^ (1 << rng.u8(0..8)) };
+                *byte = if rng.bool() {
+                    rng.u8(..)
+                } else {
+                    *byte ^ (1 << rng.u8(0..8))
+                };
             }
         }
     }
 }
 
 fn holds(target: Target, bytes: &[u8], which: &str) {
-    assert!(catch_unwind(|| target(bytes)).is_ok(), "{which}: {}", bytes.escape_ascii());
+    assert!(
+        catch_unwind(|| target(bytes)).is_ok(),
+        "{which}: {}",
+        bytes.escape_ascii()
+    );
 }
 
 /// A target's seeds by their name.
 fn seeds(target: &str) -> BTreeMap<String, Vec<u8>> {
-    let files = fs::read_dir(folder("corpus").join(target)).unwrap().map(|file| file.unwrap().path());
-    files.map(|path| (stem(&path), fs::read(&path).unwrap())).collect()
+    let files = fs::read_dir(folder("corpus").join(target))
+        .unwrap()
+        .map(|file| file.unwrap().path());
+    files
+        .map(|path| (stem(&path), fs::read(&path).unwrap()))
+        .collect()
 }
 
 fn names(inside: &str) -> BTreeSet<String> {
-    fs::read_dir(folder(inside)).unwrap().map(|entry| stem(&entry.unwrap().path())).collect()
+    fs::read_dir(folder(inside))
+        .unwrap()
+        .map(|entry| stem(&entry.unwrap().path()))
+        .collect()
 }
 
 fn stem(path: &Path) -> String {

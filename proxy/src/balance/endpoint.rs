@@ -52,7 +52,11 @@ impl Endpoint {
     /// A request goes there now.
     pub fn begin(self: &Rc<Self>) -> InFlight {
         self.pending.set(self.pending.get() + 1);
-        InFlight { endpoint: self.clone(), since: Instant::now(), observed: false }
+        InFlight {
+            endpoint: self.clone(),
+            since: Instant::now(),
+            observed: false,
+        }
     }
 
     /// The endpoint refused a connection: it is passed over for a while, where there are others.
@@ -71,7 +75,8 @@ impl Endpoint {
     }
 
     pub(super) fn is_cheaper(&self, other: &Self, now: Instant) -> bool {
-        self.latency.is_cheaper(self.pending.get(), &other.latency, other.pending.get(), now)
+        self.latency
+            .is_cheaper(self.pending.get(), &other.latency, other.pending.get(), now)
     }
 
     /// Discovery says anew that it takes connections.
@@ -98,7 +103,9 @@ impl InFlight {
         if !self.observed {
             self.observed = true;
             let now = Instant::now();
-            self.endpoint.latency.succeeded(now.saturating_duration_since(self.since), now);
+            self.endpoint
+                .latency
+                .succeeded(now.saturating_duration_since(self.since), now);
             self.endpoint.quarantine.survived(self.since);
         }
     }
@@ -108,7 +115,9 @@ impl InFlight {
         if !self.observed {
             self.observed = true;
             let now = Instant::now();
-            self.endpoint.latency.failed(now.saturating_duration_since(self.since), now);
+            self.endpoint
+                .latency
+                .failed(now.saturating_duration_since(self.since), now);
         }
     }
 }
@@ -178,7 +187,9 @@ mod tests {
     const SECOND: Duration = Duration::from_secs(1);
 
     fn endpoint() -> Rc<Endpoint> {
-        Rc::new(Endpoint::new(&EndpointInfo::bare(([127, 0, 0, 1], 80).into())))
+        Rc::new(Endpoint::new(&EndpointInfo::bare(
+            ([127, 0, 0, 1], 80).into(),
+        )))
     }
 
     #[test]
@@ -234,9 +245,15 @@ mod tests {
         drop(connection);
         // Nothing is known of it still: requests under way alone decide.
         let under_way = dialed.begin();
-        assert!(opened.is_cheaper(&dialed, Instant::now()) && !dialed.is_cheaper(&opened, Instant::now()));
+        assert!(
+            opened.is_cheaper(&dialed, Instant::now())
+                && !dialed.is_cheaper(&opened, Instant::now())
+        );
         drop(under_way);
-        assert!(!opened.is_cheaper(&dialed, Instant::now()) && !dialed.is_cheaper(&opened, Instant::now()));
+        assert!(
+            !opened.is_cheaper(&dialed, Instant::now())
+                && !dialed.is_cheaper(&opened, Instant::now())
+        );
     }
 
     #[test]

@@ -47,8 +47,12 @@ impl PeakEwma {
 
     /// There was no response, or none worth the name, after this time.
     pub fn failed(&self, latency: Duration, now: Instant) {
-        let penalty = (self.estimate(now).unwrap_or(ASSUMED_SECONDS) + NOISE_SECONDS) * FAILURE_FACTOR;
-        self.observe(latency.as_secs_f64().max(penalty.min(FAILURE_CAP_SECONDS)), now);
+        let penalty =
+            (self.estimate(now).unwrap_or(ASSUMED_SECONDS) + NOISE_SECONDS) * FAILURE_FACTOR;
+        self.observe(
+            latency.as_secs_f64().max(penalty.min(FAILURE_CAP_SECONDS)),
+            now,
+        );
     }
 
     fn observe(&self, latency: f64, now: Instant) {
@@ -64,7 +68,9 @@ impl PeakEwma {
 
     /// In seconds; `None`: nothing was ever observed.
     fn estimate(&self, now: Instant) -> Option<f64> {
-        self.0.get().map(|observed| observed.seconds * observed.weight(now))
+        self.0
+            .get()
+            .map(|observed| observed.seconds * observed.weight(now))
     }
 }
 
@@ -87,7 +93,10 @@ mod tests {
 
     fn assert_estimate(ewma: &PeakEwma, now: Instant, expected_ms: f64) {
         let estimate = ewma.estimate(now).expect("observed") * 1000.0;
-        assert!((estimate - expected_ms).abs() < 0.001, "{estimate} ms, expected {expected_ms} ms");
+        assert!(
+            (estimate - expected_ms).abs() < 0.001,
+            "{estimate} ms, expected {expected_ms} ms"
+        );
     }
 
     #[test]
@@ -99,13 +108,21 @@ mod tests {
         ewma.succeeded(100 * MS, start);
         assert_estimate(&ewma, start, 100.0);
         // Without observations: to 1/e in 10 seconds.
-        assert_estimate(&ewma, start + Duration::from_secs(10), 100.0 / std::f64::consts::E);
+        assert_estimate(
+            &ewma,
+            start + Duration::from_secs(10),
+            100.0 / std::f64::consts::E,
+        );
         // An observation right after changes next to nothing, one 10 seconds later most of it.
         ewma.succeeded(MS, start);
         assert_estimate(&ewma, start, 100.0);
         let later = start + Duration::from_secs(10);
         ewma.succeeded(MS, later);
-        assert_estimate(&ewma, later, 100.0 / std::f64::consts::E + (1.0 - 1.0 / std::f64::consts::E));
+        assert_estimate(
+            &ewma,
+            later,
+            100.0 / std::f64::consts::E + (1.0 - 1.0 / std::f64::consts::E),
+        );
     }
 
     #[test]
@@ -132,7 +149,11 @@ mod tests {
     #[test]
     fn failing_fast_does_not_look_fast() {
         let now = Instant::now();
-        let (failing, healthy, fresh) = (PeakEwma::default(), PeakEwma::default(), PeakEwma::default());
+        let (failing, healthy, fresh) = (
+            PeakEwma::default(),
+            PeakEwma::default(),
+            PeakEwma::default(),
+        );
         for ewma in [&failing, &healthy] {
             ewma.succeeded(10 * MS, now);
         }

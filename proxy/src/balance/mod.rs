@@ -70,20 +70,31 @@ struct Member {
 impl Destinations {
     /// Those that discovery knows; where it is off, as for the inbound path, each is where it is.
     pub fn new(discovery: Discovery) -> Self {
-        Self { discovery, slots: RefCell::default(), limit: MAX_DESTINATIONS }
+        Self {
+            discovery,
+            slots: RefCell::default(),
+            limit: MAX_DESTINATIONS,
+        }
     }
 
     /// The destination at `address`. Where it is new, waits for discovery's first answer, a bounded time.
     pub async fn get_or_watch(&self, address: SocketAddr) -> Rc<Destination> {
-        let Some(slot) = self.slot(address) else { return Rc::new(self.make(address).await) };
+        let Some(slot) = self.slot(address) else {
+            return Rc::new(self.make(address).await);
+        };
         slot.touched.set(true);
-        slot.destination.get_or_init(async || Rc::new(self.make(address).await)).await.clone()
+        slot.destination
+            .get_or_init(async || Rc::new(self.make(address).await))
+            .await
+            .clone()
     }
 
     /// The destination at `address`, taken as it is: discovery is not asked.
     pub fn fixed(&self, address: SocketAddr) -> Rc<Destination> {
         let fixed = || Rc::new(Destination::fixed(address));
-        let Some(slot) = self.slot(address) else { return fixed() };
+        let Some(slot) = self.slot(address) else {
+            return fixed();
+        };
         slot.touched.set(true);
         if let Some(destination) = slot.destination.get() {
             return destination.clone();
@@ -156,7 +167,11 @@ impl Slot {
 impl Destination {
     /// One that is where it is: the local app, or a place that nobody needs to know more of.
     pub fn fixed(address: SocketAddr) -> Self {
-        Self::new(address, None, State::of(&Target::Unknown, address, Vec::new()))
+        Self::new(
+            address,
+            None,
+            State::of(&Target::Unknown, address, Vec::new()),
+        )
     }
 
     fn watched(address: SocketAddr, mut news: watch::Receiver<Arc<Target>>) -> Self {
@@ -164,8 +179,17 @@ impl Destination {
         Self::new(address, Some(RefCell::new(news)), state)
     }
 
-    fn new(address: SocketAddr, news: Option<RefCell<watch::Receiver<Arc<Target>>>>, state: State) -> Self {
-        Self { address, takes_extended_connect: Cell::new(false), news, state: RefCell::new(state) }
+    fn new(
+        address: SocketAddr,
+        news: Option<RefCell<watch::Receiver<Arc<Target>>>>,
+        state: State,
+    ) -> Self {
+        Self {
+            address,
+            takes_extended_connect: Cell::new(false),
+            news,
+            state: RefCell::new(state),
+        }
     }
 
     /// What it speaks, as far as its endpoints or its Service declare.
@@ -181,10 +205,17 @@ impl Destination {
 
     /// The endpoint for the next request: the better of two drawn at random, none of those that were tried. One that refused a
     /// connection lately only where all have. Fails where there is none, or none is left.
-    pub fn pick(&self, tried: &[SocketAddr], rng: &mut fastrand::Rng) -> Result<Rc<Endpoint>, Failure> {
+    pub fn pick(
+        &self,
+        tried: &[SocketAddr],
+        rng: &mut fastrand::Rng,
+    ) -> Result<Rc<Endpoint>, Failure> {
         self.take_news();
         let state = self.state.borrow();
-        state.pick(tried, rng).cloned().ok_or_else(|| Failure::NoEndpoint(state.name.to_string()))
+        state
+            .pick(tried, rng)
+            .cloned()
+            .ok_or_else(|| Failure::NoEndpoint(state.name.to_string()))
     }
 
     /// How many endpoints there are.
@@ -207,13 +238,19 @@ impl Destination {
     fn tidy(&self, connections_since: Option<Instant>) {
         self.take_news();
         if let Some(since) = connections_since {
-            self.state.borrow().members.iter().for_each(|member| member.endpoint.pool.evict_idle(since));
+            self.state
+                .borrow()
+                .members
+                .iter()
+                .for_each(|member| member.endpoint.pool.evict_idle(since));
         }
     }
 
     /// Discovery will never say more of it.
     fn is_orphaned(&self) -> bool {
-        self.news.as_ref().is_some_and(|news| news.borrow().has_changed().is_err())
+        self.news
+            .as_ref()
+            .is_some_and(|news| news.borrow().has_changed().is_err())
     }
 }
 
@@ -222,19 +259,34 @@ impl State {
         let itself = || vec![endpoint::bare(address)];
         let (name, app_protocol, endpoints) = match target {
             Target::Withheld => {
-                let name = format!("{address}, which was meshed when the controller last spoke of it,");
+                let name =
+                    format!("{address}, which was meshed when the controller last spoke of it,");
                 (name, AppProtocol::Detect, Vec::new())
             }
             Target::Unknown => (address.to_string(), AppProtocol::Detect, itself()),
-            Target::Service(service) => {
-                (format!("{}/{}", service.namespace, service.name), service.app_protocol, service.endpoints.clone())
-            }
-            Target::Pod(pod) => (format!("{}/{}", pod.namespace, pod.name), pod.app_protocol, vec![pod.endpoint.clone()]),
+            Target::Service(service) => (
+                format!("{}/{}", service.namespace, service.name),
+                service.app_protocol,
+                service.endpoints.clone(),
+            ),
+            Target::Pod(pod) => (
+                format!("{}/{}", pod.namespace, pod.name),
+                pod.app_protocol,
+                vec![pod.endpoint.clone()],
+            ),
         };
         // The endpoints' own declaration counts more than their Service's.
         let opaque = !endpoints.is_empty() && endpoints.iter().all(|endpoint| endpoint.opaque);
-        let app_protocol = if opaque { AppProtocol::Opaque } else { app_protocol };
-        Self { name: name.into(), app_protocol, members: merge(before, endpoints) }
+        let app_protocol = if opaque {
+            AppProtocol::Opaque
+        } else {
+            app_protocol
+        };
+        Self {
+            name: name.into(),
+            app_protocol,
+            members: merge(before, endpoints),
+        }
     }
 
     fn pick(&self, tried: &[SocketAddr], rng: &mut fastrand::Rng) -> Option<&Rc<Endpoint>> {
@@ -247,7 +299,14 @@ impl State {
         let is_cheaper = |one, other| at(one).is_cheaper(at(other), now);
         let healthy = |index| untried(at(index)) && !at(index).is_quarantined(now);
         let chosen = p2c::choose(self.members.len(), rng, healthy, is_cheaper);
-        let chosen = chosen.or_else(|| p2c::choose(self.members.len(), rng, |index| untried(at(index)), is_cheaper));
+        let chosen = chosen.or_else(|| {
+            p2c::choose(
+                self.members.len(),
+                rng,
+                |index| untried(at(index)),
+                is_cheaper,
+            )
+        });
         chosen.map(at)
     }
 }

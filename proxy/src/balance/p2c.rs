@@ -17,15 +17,23 @@ pub(super) fn choose(
     is_cheaper: impl Fn(usize, usize) -> bool,
 ) -> Option<usize> {
     let first = draw(count, rng, &usable)?;
-    let Some(second) = draw(count, rng, |index| index != first && usable(index)) else { return Some(first) };
-    Some(if is_cheaper(second, first) { second } else { first })
+    let Some(second) = draw(count, rng, |index| index != first && usable(index)) else {
+        return Some(first);
+    };
+    Some(if is_cheaper(second, first) {
+        second
+    } else {
+        first
+    })
 }
 
 fn draw(count: usize, rng: &mut Rng, usable: impl Fn(usize) -> bool) -> Option<usize> {
     if count == 0 {
         return None;
     }
-    let drawn = (0..DRAWS).map(|_| rng.usize(..count)).find(|index| usable(*index));
+    let drawn = (0..DRAWS)
+        .map(|_| rng.usize(..count))
+        .find(|index| usable(*index));
     drawn.or_else(|| {
         let start = rng.usize(..count);
         (start..count).chain(0..start).find(|index| usable(*index))
@@ -40,7 +48,12 @@ mod tests {
         false
     }
 
-    fn counts(count: usize, picks: usize, usable: impl Fn(usize) -> bool, is_cheaper: impl Fn(usize, usize) -> bool) -> Vec<usize> {
+    fn counts(
+        count: usize,
+        picks: usize,
+        usable: impl Fn(usize) -> bool,
+        is_cheaper: impl Fn(usize, usize) -> bool,
+    ) -> Vec<usize> {
         let mut rng = Rng::with_seed(7);
         let mut counts = vec![0; count];
         for _ in 0..picks {
@@ -61,7 +74,10 @@ mod tests {
         let counts = counts(4, 12_000, |_| true, |one, other| one < other);
         // Of the 6 pairs of 4, the cheapest wins 3, the next 2, the next 1, and the dearest none.
         for (count, expected) in counts.into_iter().zip([6000_usize, 4000, 2000, 0]) {
-            assert!(count.abs_diff(expected) < 300, "{count} where {expected} was expected");
+            assert!(
+                count.abs_diff(expected) < 300,
+                "{count} where {expected} was expected"
+            );
         }
     }
 
@@ -69,7 +85,11 @@ mod tests {
     fn only_usable_ones_are_taken_and_share_alike() {
         let counts = counts(10, 9_000, |index| index % 3 == 0, alike);
         for (index, count) in counts.into_iter().enumerate() {
-            if index % 3 == 0 { assert!((1900..2600).contains(&count), "{count}") } else { assert_eq!(count, 0) }
+            if index % 3 == 0 {
+                assert!((1900..2600).contains(&count), "{count}")
+            } else {
+                assert_eq!(count, 0)
+            }
         }
     }
 

@@ -38,7 +38,10 @@ impl Tls {
         let config = ClientConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
             .with_protocol_versions(&[&rustls::version::TLS13])
             .expect("the provider has TLS 1.3");
-        let mut config = config.dangerous().with_custom_certificate_verifier(verifier).with_no_client_auth();
+        let mut config = config
+            .dangerous()
+            .with_custom_certificate_verifier(verifier)
+            .with_no_client_auth();
         config.alpn_protocols = vec![HTTP2.to_vec()];
         // Each connection is the only one with its roots.
         config.resumption = Resumption::disabled();
@@ -66,13 +69,25 @@ impl Tls {
 
     async fn mounted(&self) -> Result<RootCertStore, ControlError> {
         let path = &self.roots_file;
-        let pem = tokio::fs::read(path).await.map_err(|source| ControlError::RootsFile { path: path.clone(), source })?;
-        store(&pem).map_err(|reason| ControlError::BadRootsFile { path: path.clone(), reason })
+        let pem = tokio::fs::read(path)
+            .await
+            .map_err(|source| ControlError::RootsFile {
+                path: path.clone(),
+                source,
+            })?;
+        store(&pem).map_err(|reason| ControlError::BadRootsFile {
+            path: path.clone(),
+            reason,
+        })
     }
 }
 
 /// One connection, with HTTP/2 agreed on.
-pub(super) async fn connect(connector: TlsConnector, host: String, port: u16) -> std::io::Result<TlsStream<TcpStream>> {
+pub(super) async fn connect(
+    connector: TlsConnector,
+    host: String,
+    port: u16,
+) -> std::io::Result<TlsStream<TcpStream>> {
     let tcp = TcpStream::connect((host.as_str(), port)).await?;
     tcp.set_nodelay(true)?;
     let stream = connector.connect(server_name(&host), tcp).await?;

@@ -11,7 +11,9 @@ use diy_mesh_proto::mesh::v1 as proto;
 use proto::discover_request::Action;
 use proto::discover_response::Update;
 use proto::service_mesh_service_server::{ServiceMeshService, ServiceMeshServiceServer};
-use proto::{DiscoverRequest, DiscoverResponse, ProxyStatus, SignCertificateRequest, SignCertificateResponse};
+use proto::{
+    DiscoverRequest, DiscoverResponse, ProxyStatus, SignCertificateRequest, SignCertificateResponse,
+};
 use rcgen::CertificateSigningRequestParams;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
@@ -32,7 +34,9 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 pub(crate) const CONTROLLER: &str = "spiffe://cluster.local/ns/service-mesh/sa/controller";
 
 pub(crate) async fn soon<T>(future: impl Future<Output = T>) -> T {
-    timeout(PATIENCE, future).await.expect("it happens before the test's patience is over")
+    timeout(PATIENCE, future)
+        .await
+        .expect("it happens before the test's patience is over")
 }
 
 /// One stream at a time.
@@ -77,8 +81,17 @@ impl FakeController {
     /// Over TLS, with a certificate of `authority` for `identity`.
     pub async fn start_tls(address: SocketAddr, authority: &Authority, identity: &str) -> Self {
         let (certificate, key) = authority.leaf_and_key(identity, |_| {});
-        let identity = Identity::from_pem(crate::identity::testing::pem(&certificate), key.serialize_pem());
-        Self::start_with(address, Server::builder().tls_config(ServerTlsConfig::new().identity(identity)).unwrap()).await
+        let identity = Identity::from_pem(
+            crate::identity::testing::pem(&certificate),
+            key.serialize_pem(),
+        );
+        Self::start_with(
+            address,
+            Server::builder()
+                .tls_config(ServerTlsConfig::new().identity(identity))
+                .unwrap(),
+        )
+        .await
     }
 
     async fn start_with(address: SocketAddr, mut server: Server) -> Self {
@@ -87,16 +100,27 @@ impl FakeController {
         let (sender, streams) = mpsc::channel(16);
         let (stop, signing) = (CancellationToken::new(), Arc::default());
         let stopped = stop.clone().cancelled_owned();
-        let service = FakeService { streams: sender, signing: Arc::clone(&signing) };
+        let service = FakeService {
+            streams: sender,
+            signing: Arc::clone(&signing),
+        };
         let server = server
             .add_service(ServiceMeshServiceServer::new(service))
             .serve_with_incoming_shutdown(TcpListenerStream::new(listener), stopped);
         let server = tokio::spawn(async { server.await.expect("the fake controller serves") });
-        Self { address, signing, streams, stop, server }
+        Self {
+            address,
+            signing,
+            streams,
+            stop,
+            server,
+        }
     }
 
     pub async fn stream(&mut self) -> FakeStream {
-        soon(self.streams.recv()).await.expect("the fake controller runs")
+        soon(self.streams.recv())
+            .await
+            .expect("the fake controller runs")
     }
 
     /// Signs from now on, or no more.
@@ -108,7 +132,9 @@ impl FakeController {
     pub async fn stop(self) -> SocketAddr {
         self.stop.cancel();
         drop(self.streams);
-        soon(self.server).await.expect("the fake controller ends well");
+        soon(self.server)
+            .await
+            .expect("the fake controller ends well");
         self.address
     }
 }
@@ -117,7 +143,9 @@ impl FakeStream {
     /// The next request in short: "+10.96.0.7:80@version", "-10.96.0.7:80", "=version of the roots".
     pub async fn request(&mut self) -> String {
         match self.action().await {
-            Action::Subscribe(subscribe) => format!("+{}@{}", subscribe.destination, subscribe.known_version),
+            Action::Subscribe(subscribe) => {
+                format!("+{}@{}", subscribe.destination, subscribe.known_version)
+            }
             Action::Unsubscribe(unsubscribe) => format!("-{}", unsubscribe.destination),
             Action::Status(status) => format!("={}", status.roots_version),
         }
@@ -132,52 +160,100 @@ impl FakeStream {
     }
 
     async fn action(&mut self) -> Action {
-        let request = soon(self.requests.message()).await.expect("the stream stands").expect("the stream goes on");
+        let request = soon(self.requests.message())
+            .await
+            .expect("the stream stands")
+            .expect("the stream goes on");
         request.action.expect("an action")
     }
 
     pub async fn answer(&self, destination: &str, version: &str, update: Update) {
-        let answer = DiscoverResponse { destination: destination.to_owned(), version: version.to_owned(), update: Some(update) };
-        soon(self.answers.send(Ok(answer))).await.expect("the stream stands");
+        let answer = DiscoverResponse {
+            destination: destination.to_owned(),
+            version: version.to_owned(),
+            update: Some(update),
+        };
+        soon(self.answers.send(Ok(answer)))
+            .await
+            .expect("the stream stands");
     }
 }
 
 #[tonic::async_trait]
 impl ServiceMeshService for FakeService {
     type DiscoverStream = ReceiverStream<Result<DiscoverResponse, Status>>;
-    type WatchServicesStream = Pin<Box<dyn tokio_stream::Stream<Item = Result<proto::WatchServicesResponse, Status>> + Send>>;
+    type WatchServicesStream = Pin<
+        Box<dyn tokio_stream::Stream<Item = Result<proto::WatchServicesResponse, Status>> + Send>,
+    >;
 
-    async fn discover(&self, request: Request<Streaming<DiscoverRequest>>) -> Result<Response<Self::DiscoverStream>, Status> {
-        let authorization = request.metadata().get("authorization").map(|value| value.to_str().expect("text").to_owned());
+    async fn discover(
+        &self,
+        request: Request<Streaming<DiscoverRequest>>,
+    ) -> Result<Response<Self::DiscoverStream>, Status> {
+        let authorization = request
+            .metadata()
+            .get("authorization")
+            .map(|value| value.to_str().expect("text").to_owned());
         if authorization.as_deref() == Some("Bearer expired") {
             return Err(Status::unauthenticated("the token has expired"));
         }
         let (answers, outgoing) = mpsc::channel(16);
-        let stream = FakeStream { requests: request.into_inner(), answers, authorization };
-        self.streams.send(stream).await.map_err(|_| Status::unavailable("the test is over"))?;
+        let stream = FakeStream {
+            requests: request.into_inner(),
+            answers,
+            authorization,
+        };
+        self.streams
+            .send(stream)
+            .await
+            .map_err(|_| Status::unavailable("the test is over"))?;
         Ok(Response::new(ReceiverStream::new(outgoing)))
     }
 
-    async fn get_services(&self, _: Request<proto::GetServicesRequest>) -> Result<Response<proto::GetServicesResponse>, Status> {
+    async fn get_services(
+        &self,
+        _: Request<proto::GetServicesRequest>,
+    ) -> Result<Response<proto::GetServicesResponse>, Status> {
         Err(Status::unimplemented("proxies do not call it"))
     }
 
-    async fn watch_services(&self, _: Request<proto::WatchServicesRequest>) -> Result<Response<Self::WatchServicesStream>, Status> {
+    async fn watch_services(
+        &self,
+        _: Request<proto::WatchServicesRequest>,
+    ) -> Result<Response<Self::WatchServicesStream>, Status> {
         Err(Status::unimplemented("proxies do not call it"))
     }
 
-    async fn sign_certificate(&self, request: Request<SignCertificateRequest>) -> Result<Response<SignCertificateResponse>, Status> {
-        let signing = self.signing.lock().unwrap().clone().ok_or_else(|| Status::unavailable("not now"))?;
-        Ok(Response::new(signing.answer(request.get_ref(), SystemTime::now())))
+    async fn sign_certificate(
+        &self,
+        request: Request<SignCertificateRequest>,
+    ) -> Result<Response<SignCertificateResponse>, Status> {
+        let signing = self
+            .signing
+            .lock()
+            .unwrap()
+            .clone()
+            .ok_or_else(|| Status::unavailable("not now"))?;
+        Ok(Response::new(
+            signing.answer(request.get_ref(), SystemTime::now()),
+        ))
     }
 }
 
 impl Signing {
     /// What a right controller answers to the workload [`WEB`].
-    pub fn answer(&self, request: &SignCertificateRequest, now: SystemTime) -> SignCertificateResponse {
-        let csr = CertificateSigningRequestParams::from_pem(std::str::from_utf8(&request.csr).unwrap()).unwrap();
+    pub fn answer(
+        &self,
+        request: &SignCertificateRequest,
+        now: SystemTime,
+    ) -> SignCertificateResponse {
+        let csr =
+            CertificateSigningRequestParams::from_pem(std::str::from_utf8(&request.csr).unwrap())
+                .unwrap();
         let (from, until) = (now - Duration::from_secs(300), now + self.life);
-        let certificate = self.authority.sign(WEB, &csr.public_key, |leaf| (leaf.not_before, leaf.not_after) = (from.into(), until.into()));
+        let certificate = self.authority.sign(WEB, &csr.public_key, |leaf| {
+            (leaf.not_before, leaf.not_after) = (from.into(), until.into())
+        });
         SignCertificateResponse {
             cert: certificate.pem().into_bytes(),
             ca: self.authority.pem().into_bytes(),
@@ -210,6 +286,10 @@ impl Mounted {
     }
 
     pub fn tls(&self, trust: &Trust) -> Tls {
-        Tls { expected: CONTROLLER.parse().unwrap(), roots_file: self.roots_file(), trust: trust.clone() }
+        Tls {
+            expected: CONTROLLER.parse().unwrap(),
+            roots_file: self.roots_file(),
+            trust: trust.clone(),
+        }
     }
 }

@@ -57,7 +57,11 @@ impl DiscoveryStats {
     /// How long ago the controller last sent an answer; `None`: never.
     pub fn last_message_age(&self) -> Option<Duration> {
         let at = self.last_message.load(Ordering::Relaxed).checked_sub(1)?;
-        Some(self.started.elapsed().saturating_sub(Duration::from_millis(at)))
+        Some(
+            self.started
+                .elapsed()
+                .saturating_sub(Duration::from_millis(at)),
+        )
     }
 
     /// An answer came.

@@ -58,7 +58,11 @@ enum Phase {
 
 impl Table {
     pub fn new(limit: usize) -> Self {
-        Self { entries: HashMap::new(), were_meshed: HashSet::new(), limit }
+        Self {
+            entries: HashMap::new(),
+            were_meshed: HashSet::new(),
+            limit,
+        }
     }
 
     pub fn len(&self) -> usize {
@@ -66,34 +70,67 @@ impl Table {
     }
 
     /// A listener for `destination`, and the request to send where it is new.
-    pub fn watch(&mut self, destination: SocketAddr) -> Result<(Watched, Option<DiscoverRequest>), Full> {
+    pub fn watch(
+        &mut self,
+        destination: SocketAddr,
+    ) -> Result<(Watched, Option<DiscoverRequest>), Full> {
         let destination = target::canonical(destination);
         if let Some(entry) = self.entries.get_mut(&destination) {
             entry.unused_since = None;
-            return Ok((Watched { receiver: entry.listeners.subscribe(), settled: entry.answered }, None));
+            return Ok((
+                Watched {
+                    receiver: entry.listeners.subscribe(),
+                    settled: entry.answered,
+                },
+                None,
+            ));
         }
         if self.entries.len() >= self.limit {
             return Err(Full);
         }
         // Until the controller says otherwise, what was meshed is not spoken to in the clear.
-        let first = if self.were_meshed.remove(&destination) { Target::Withheld } else { Target::Unknown };
+        let first = if self.were_meshed.remove(&destination) {
+            Target::Withheld
+        } else {
+            Target::Unknown
+        };
         let (listeners, receiver) = watch::channel(Arc::new(first));
-        let entry = Entry { listeners, version: String::new(), phase: Phase::Asked, answered: false, unused_since: None };
+        let entry = Entry {
+            listeners,
+            version: String::new(),
+            phase: Phase::Asked,
+            answered: false,
+            unused_since: None,
+        };
         let request = subscribe(destination, &entry);
         self.entries.insert(destination, entry);
-        Ok((Watched { receiver, settled: false }, Some(request)))
+        Ok((
+            Watched {
+                receiver,
+                settled: false,
+            },
+            Some(request),
+        ))
     }
 
     /// Takes an answer in. `report` hears what is wrong with it; what is right counts all the same. Answers about what nobody
     /// watches any more cross our unsubscription on the wire and are no fault.
     pub fn apply(&mut self, answer: DiscoverResponse, report: &mut dyn FnMut(String)) {
-        let DiscoverResponse { destination, version, update } = answer;
+        let DiscoverResponse {
+            destination,
+            version,
+            update,
+        } = answer;
         let Ok(address) = destination.parse::<SocketAddr>() else {
-            return report(format!("an answer about {destination:?}, which is no address"));
+            return report(format!(
+                "an answer about {destination:?}, which is no address"
+            ));
         };
         let address = target::canonical(address);
         if let Some(entry) = self.entries.get_mut(&address) {
-            entry.apply(address, version, update, &mut |problem| report(format!("{address}: {problem}")));
+            entry.apply(address, version, update, &mut |problem| {
+                report(format!("{address}: {problem}"))
+            });
         }
     }
 
@@ -109,7 +146,9 @@ impl Table {
     pub fn resume(&mut self, now: Instant, idle: Duration) -> Vec<DiscoverRequest> {
         self.mark_unused(now);
         let were_meshed = &mut self.were_meshed;
-        self.entries.retain(|address, entry| !entry.is_idle(now, idle) || !entry.forget(*address, were_meshed));
+        self.entries.retain(|address, entry| {
+            !entry.is_idle(now, idle) || !entry.forget(*address, were_meshed)
+        });
         let ask = |(address, entry): (&SocketAddr, &mut Entry)| {
             entry.phase = Phase::Asked;
             subscribe(*address, entry)
@@ -121,7 +160,11 @@ impl Table {
     /// lost. To be called while there is a stream: without one what is known is all that there is, and is kept.
     pub fn sweep(&mut self, now: Instant, idle: Duration) -> Vec<DiscoverRequest> {
         self.mark_unused(now);
-        let idle = if self.entries.len() < self.limit { idle } else { Duration::ZERO };
+        let idle = if self.entries.len() < self.limit {
+            idle
+        } else {
+            Duration::ZERO
+        };
         let (mut requests, were_meshed) = (Vec::new(), &mut self.were_meshed);
         self.entries.retain(|address, entry| {
             if entry.is_idle(now, idle) {
@@ -142,7 +185,11 @@ impl Table {
 
     fn mark_unused(&mut self, now: Instant) {
         for entry in self.entries.values_mut() {
-            entry.unused_since = if entry.listeners.receiver_count() > 0 { None } else { entry.unused_since.or(Some(now)) };
+            entry.unused_since = if entry.listeners.receiver_count() > 0 {
+                None
+            } else {
+                entry.unused_since.or(Some(now))
+            };
         }
     }
 }
@@ -161,7 +208,13 @@ impl Entry {
         true
     }
 
-    fn apply(&mut self, address: SocketAddr, version: String, update: Option<Update>, report: &mut dyn FnMut(String)) {
+    fn apply(
+        &mut self,
+        address: SocketAddr,
+        version: String,
+        update: Option<Update>,
+        report: &mut dyn FnMut(String),
+    ) {
         let mut flaws = 0;
         let mut note = |problem: String| {
             flaws += 1;
@@ -176,7 +229,9 @@ impl Entry {
             }
             Some(Update::Unchanged(_)) => Err("unchanged, though nothing was known".to_owned()),
             Some(Update::Delta(_)) if self.phase == Phase::Lost => return,
-            Some(Update::Delta(_)) if self.phase == Phase::Asked => Err("a delta before any snapshot".to_owned()),
+            Some(Update::Delta(_)) if self.phase == Phase::Asked => {
+                Err("a delta before any snapshot".to_owned())
+            }
             Some(Update::Delta(delta)) => {
                 let before = self.listeners.borrow().clone();
                 let next = target::with_delta(&before, delta, &mut note);
@@ -187,7 +242,9 @@ impl Entry {
                 next
             }
             // What a newer controller says and this proxy can't read changes nothing.
-            Some(Update::Roots(_)) | None => return report("an answer of a kind that this version does not know".to_owned()),
+            Some(Update::Roots(_)) | None => {
+                return report("an answer of a kind that this version does not know".to_owned());
+            }
         };
         match next {
             Ok(target) => self.publish(target, version),
@@ -215,17 +272,27 @@ impl Entry {
     }
 
     fn is_idle(&self, now: Instant, idle: Duration) -> bool {
-        self.unused_since.is_some_and(|since| now.saturating_duration_since(since) >= idle)
+        self.unused_since
+            .is_some_and(|since| now.saturating_duration_since(since) >= idle)
     }
 }
 
 fn subscribe(destination: SocketAddr, entry: &Entry) -> DiscoverRequest {
-    let action = Action::Subscribe(Subscribe { destination: destination.to_string(), known_version: entry.version.clone() });
-    DiscoverRequest { action: Some(action) }
+    let action = Action::Subscribe(Subscribe {
+        destination: destination.to_string(),
+        known_version: entry.version.clone(),
+    });
+    DiscoverRequest {
+        action: Some(action),
+    }
 }
 
 fn unsubscribe(destination: SocketAddr) -> DiscoverRequest {
-    DiscoverRequest { action: Some(Action::Unsubscribe(Unsubscribe { destination: destination.to_string() })) }
+    DiscoverRequest {
+        action: Some(Action::Unsubscribe(Unsubscribe {
+            destination: destination.to_string(),
+        })),
+    }
 }
 
 #[cfg(test)]
@@ -245,24 +312,42 @@ mod tests {
     }
 
     fn endpoint(address: &str) -> Endpoint {
-        Endpoint { address: address.to_owned(), pod_name: "pod".to_owned(), pod_namespace: "shop".to_owned(), ..Endpoint::default() }
+        Endpoint {
+            address: address.to_owned(),
+            pod_name: "pod".to_owned(),
+            pod_namespace: "shop".to_owned(),
+            ..Endpoint::default()
+        }
     }
 
     fn snapshot(kind: Kind, addresses: &[&str]) -> Update {
         let endpoints = addresses.iter().map(|address| endpoint(address)).collect();
         let (namespace, name) = ("shop".to_owned(), "cart".to_owned());
-        Update::Snapshot(Snapshot { kind: kind.into(), namespace, name, app_protocol: String::new(), endpoints })
+        Update::Snapshot(Snapshot {
+            kind: kind.into(),
+            namespace,
+            name,
+            app_protocol: String::new(),
+            endpoints,
+        })
     }
 
     fn delta(upserted: &[&str], removed: &[&str]) -> Update {
         let upserted = upserted.iter().map(|address| endpoint(address)).collect();
-        Update::Delta(Delta { upserted, removed: removed.iter().map(ToString::to_string).collect() })
+        Update::Delta(Delta {
+            upserted,
+            removed: removed.iter().map(ToString::to_string).collect(),
+        })
     }
 
     /// Applies an answer about 10.96.0.7:80, returns what was wrong with it.
     fn apply(table: &mut Table, version: &str, update: impl Into<Option<Update>>) -> Vec<String> {
         let mut problems = Vec::new();
-        let answer = DiscoverResponse { destination: "10.96.0.7:80".to_owned(), version: version.to_owned(), update: update.into() };
+        let answer = DiscoverResponse {
+            destination: "10.96.0.7:80".to_owned(),
+            version: version.to_owned(),
+            update: update.into(),
+        };
         table.apply(answer, &mut |problem| problems.push(problem));
         problems
     }
@@ -271,7 +356,11 @@ mod tests {
         match &**receiver.borrow() {
             Target::Unknown => vec!["unknown".to_owned()],
             Target::Withheld => vec!["withheld".to_owned()],
-            Target::Service(service) => service.endpoints.iter().map(|endpoint| endpoint.address.to_string()).collect(),
+            Target::Service(service) => service
+                .endpoints
+                .iter()
+                .map(|endpoint| endpoint.address.to_string())
+                .collect(),
             Target::Pod(pod) => vec![format!("pod {}", pod.endpoint.address)],
         }
     }
@@ -281,7 +370,9 @@ mod tests {
         let mut texts: Vec<_> = requests
             .into_iter()
             .map(|request| match request.action.expect("an action") {
-                Action::Subscribe(subscribe) => format!("+{}@{}", subscribe.destination, subscribe.known_version),
+                Action::Subscribe(subscribe) => {
+                    format!("+{}@{}", subscribe.destination, subscribe.known_version)
+                }
                 Action::Unsubscribe(unsubscribe) => format!("-{}", unsubscribe.destination),
                 Action::Status(status) => format!("={}", status.roots_version),
             })
@@ -291,7 +382,11 @@ mod tests {
     }
 
     fn watch(table: &mut Table) -> watch::Receiver<Arc<Target>> {
-        table.watch(address("10.96.0.7:80")).expect("room").0.receiver
+        table
+            .watch(address("10.96.0.7:80"))
+            .expect("room")
+            .0
+            .receiver
     }
 
     #[test]
@@ -299,13 +394,38 @@ mod tests {
         let mut table = table();
         let receiver = watch(&mut table);
         assert_eq!(addresses(&receiver), ["unknown"]);
-        assert!(apply(&mut table, "1", snapshot(Kind::Service, &["10.0.0.2:8080", "10.0.0.1:8080", "10.0.0.2:8080"])).is_empty());
+        assert!(
+            apply(
+                &mut table,
+                "1",
+                snapshot(
+                    Kind::Service,
+                    &["10.0.0.2:8080", "10.0.0.1:8080", "10.0.0.2:8080"]
+                )
+            )
+            .is_empty()
+        );
         assert_eq!(addresses(&receiver), ["10.0.0.1:8080", "10.0.0.2:8080"]);
         assert!(
-            apply(&mut table, "2", delta(&["10.0.0.3:8080", "[fd00::1]:8080", "10.0.0.0:8080"], &["10.0.0.1:8080", "10.0.0.9:1"]))
-                .is_empty()
+            apply(
+                &mut table,
+                "2",
+                delta(
+                    &["10.0.0.3:8080", "[fd00::1]:8080", "10.0.0.0:8080"],
+                    &["10.0.0.1:8080", "10.0.0.9:1"]
+                )
+            )
+            .is_empty()
         );
-        assert_eq!(addresses(&receiver), ["10.0.0.0:8080", "10.0.0.2:8080", "10.0.0.3:8080", "[fd00::1]:8080"]);
+        assert_eq!(
+            addresses(&receiver),
+            [
+                "10.0.0.0:8080",
+                "10.0.0.2:8080",
+                "10.0.0.3:8080",
+                "[fd00::1]:8080"
+            ]
+        );
         assert!(apply(&mut table, "3", Update::Unknown(Unknown {})).is_empty());
         assert_eq!(addresses(&receiver), ["unknown"]);
     }
@@ -315,13 +435,31 @@ mod tests {
         let mut table = table();
         let receiver = watch(&mut table);
         let opaque = || match &**receiver.borrow() {
-            Target::Service(service) => service.endpoints.iter().map(|endpoint| endpoint.opaque).collect::<Vec<_>>(),
+            Target::Service(service) => service
+                .endpoints
+                .iter()
+                .map(|endpoint| endpoint.opaque)
+                .collect::<Vec<_>>(),
             other => panic!("{other:?}"),
         };
-        apply(&mut table, "1", snapshot(Kind::Service, &["10.0.0.1:80", "10.0.0.2:80"]));
+        apply(
+            &mut table,
+            "1",
+            snapshot(Kind::Service, &["10.0.0.1:80", "10.0.0.2:80"]),
+        );
         assert_eq!(opaque(), [false, false]);
-        let upserted = vec![Endpoint { opaque: true, ..endpoint("10.0.0.2:80") }];
-        apply(&mut table, "2", Update::Delta(Delta { upserted, removed: Vec::new() }));
+        let upserted = vec![Endpoint {
+            opaque: true,
+            ..endpoint("10.0.0.2:80")
+        }];
+        apply(
+            &mut table,
+            "2",
+            Update::Delta(Delta {
+                upserted,
+                removed: Vec::new(),
+            }),
+        );
         assert_eq!(opaque(), [false, true]);
     }
 
@@ -333,7 +471,11 @@ mod tests {
             Target::Service(service) => service.endpoints.clone(),
             other => panic!("{other:?}"),
         };
-        apply(&mut table, "1", snapshot(Kind::Service, &["10.0.0.1:80", "10.0.0.2:80"]));
+        apply(
+            &mut table,
+            "1",
+            snapshot(Kind::Service, &["10.0.0.1:80", "10.0.0.2:80"]),
+        );
         let before = endpoints(&receiver);
         apply(&mut table, "2", delta(&["10.0.0.2:80"], &[]));
         let after = endpoints(&receiver);
@@ -355,7 +497,10 @@ mod tests {
         let receiver = watch(&mut table);
         apply(&mut table, "7", snapshot(Kind::Service, &["10.0.0.1:80"]));
         let _other = table.watch(address("10.96.0.8:80")).expect("room");
-        assert_eq!(short(table.resume(now, MINUTE)), ["+10.96.0.7:80@7", "+10.96.0.8:80@"]);
+        assert_eq!(
+            short(table.resume(now, MINUTE)),
+            ["+10.96.0.7:80@7", "+10.96.0.8:80@"]
+        );
         assert_eq!(addresses(&receiver), ["10.0.0.1:80"]);
         assert!(apply(&mut table, "7", Update::Unchanged(Unchanged {})).is_empty());
         assert!(apply(&mut table, "8", delta(&["10.0.0.2:80"], &[])).is_empty());
@@ -365,9 +510,18 @@ mod tests {
     #[test]
     fn what_cannot_be_applied_leaves_the_state_and_is_asked_for_anew() {
         let bad: [(&str, Option<Update>); 5] = [
-            ("a delta before any snapshot", Some(delta(&["10.0.0.1:80"], &[]))),
-            ("unchanged, though nothing was known", Some(Update::Unchanged(Unchanged {}))),
-            ("neither service nor pod", Some(snapshot(Kind::Unspecified, &["10.0.0.1:80"]))),
+            (
+                "a delta before any snapshot",
+                Some(delta(&["10.0.0.1:80"], &[])),
+            ),
+            (
+                "unchanged, though nothing was known",
+                Some(Update::Unchanged(Unchanged {})),
+            ),
+            (
+                "neither service nor pod",
+                Some(snapshot(Kind::Unspecified, &["10.0.0.1:80"])),
+            ),
             ("without its endpoint", Some(snapshot(Kind::Pod, &[]))),
             ("elsewhere", Some(snapshot(Kind::Pod, &["10.96.0.8:80"]))),
         ];
@@ -375,12 +529,21 @@ mod tests {
             let (mut table, now) = (table(), Instant::now());
             let mut receiver = watch(&mut table);
             let problems = apply(&mut table, "1", update);
-            assert!(problems.len() == 1 && problems[0].contains(expected), "{problems:?}");
-            assert!(receiver.has_changed().expect("open"), "nobody needs to wait for an answer that makes sense");
+            assert!(
+                problems.len() == 1 && problems[0].contains(expected),
+                "{problems:?}"
+            );
+            assert!(
+                receiver.has_changed().expect("open"),
+                "nobody needs to wait for an answer that makes sense"
+            );
             receiver.mark_unchanged();
             // One question, however much nonsense follows.
             assert_eq!(apply(&mut table, "2", delta(&[], &[])), [""; 0]);
-            assert_eq!(short(table.sweep(now, MINUTE)), ["+10.96.0.7:80@", "-10.96.0.7:80"]);
+            assert_eq!(
+                short(table.sweep(now, MINUTE)),
+                ["+10.96.0.7:80@", "-10.96.0.7:80"]
+            );
             assert_eq!(short(table.sweep(now, MINUTE)), [""; 0]);
             assert!(apply(&mut table, "3", snapshot(Kind::Service, &["10.0.0.1:80"])).is_empty());
             assert_eq!(addresses(&receiver), ["10.0.0.1:80"]);
@@ -391,15 +554,40 @@ mod tests {
     fn a_flaw_in_a_snapshot_costs_one_endpoint_and_in_a_delta_no_removal() {
         let mut table = table();
         let receiver = watch(&mut table);
-        let wrong = ["nonsense", "10.0.0.1", "10.0.0.1:0", "0.0.0.0:80", "224.0.0.1:80", "10.0.0.1:99999"];
+        let wrong = [
+            "nonsense",
+            "10.0.0.1",
+            "10.0.0.1:0",
+            "0.0.0.0:80",
+            "224.0.0.1:80",
+            "10.0.0.1:99999",
+        ];
         for address in wrong {
-            let problems = apply(&mut table, "1", snapshot(Kind::Service, &["10.0.0.1:80", address, "10.0.0.2:80"]));
-            assert!(problems.len() == 1 && problems[0].contains(address), "{problems:?}");
+            let problems = apply(
+                &mut table,
+                "1",
+                snapshot(Kind::Service, &["10.0.0.1:80", address, "10.0.0.2:80"]),
+            );
+            assert!(
+                problems.len() == 1 && problems[0].contains(address),
+                "{problems:?}"
+            );
             assert_eq!(addresses(&receiver), ["10.0.0.1:80", "10.0.0.2:80"]);
         }
-        assert_eq!(apply(&mut table, "2", delta(&["nonsense"], &["10.0.0.1:80", "more nonsense"])).len(), 2);
+        assert_eq!(
+            apply(
+                &mut table,
+                "2",
+                delta(&["nonsense"], &["10.0.0.1:80", "more nonsense"])
+            )
+            .len(),
+            2
+        );
         assert_eq!(addresses(&receiver), ["10.0.0.2:80"]);
-        assert_eq!(short(table.sweep(Instant::now(), MINUTE)), ["+10.96.0.7:80@", "-10.96.0.7:80"]);
+        assert_eq!(
+            short(table.sweep(Instant::now(), MINUTE)),
+            ["+10.96.0.7:80@", "-10.96.0.7:80"]
+        );
     }
 
     #[test]
@@ -408,10 +596,28 @@ mod tests {
         let receiver = watch(&mut table);
         assert!(apply(&mut table, "1", snapshot(Kind::Pod, &["10.96.0.7:80"])).is_empty());
         assert_eq!(addresses(&receiver), ["pod 10.96.0.7:80"]);
-        let meshed = Endpoint { identity: "spiffe://cluster.local/ns/shop/sa/cart".to_owned(), ..endpoint("10.96.0.7:80") };
-        assert!(apply(&mut table, "2", Update::Delta(Delta { upserted: vec![meshed], removed: Vec::new() })).is_empty());
-        assert!(matches!(&**receiver.borrow(), Target::Pod(pod) if pod.endpoint.identity.is_some()));
-        assert_eq!(apply(&mut table, "3", delta(&[], &["10.96.0.7:80"])).len(), 1);
+        let meshed = Endpoint {
+            identity: "spiffe://cluster.local/ns/shop/sa/cart".to_owned(),
+            ..endpoint("10.96.0.7:80")
+        };
+        assert!(
+            apply(
+                &mut table,
+                "2",
+                Update::Delta(Delta {
+                    upserted: vec![meshed],
+                    removed: Vec::new()
+                })
+            )
+            .is_empty()
+        );
+        assert!(
+            matches!(&**receiver.borrow(), Target::Pod(pod) if pod.endpoint.identity.is_some())
+        );
+        assert_eq!(
+            apply(&mut table, "3", delta(&[], &["10.96.0.7:80"])).len(),
+            1
+        );
         assert_eq!(addresses(&receiver), ["pod 10.96.0.7:80"]);
     }
 
@@ -426,7 +632,10 @@ mod tests {
         assert_eq!(short(table.sweep(start + MINUTE, MINUTE)), [""; 0]);
         drop(again);
         assert_eq!(short(table.sweep(start + MINUTE, MINUTE)), [""; 0]);
-        assert_eq!(short(table.sweep(start + 2 * MINUTE, MINUTE)), ["-10.96.0.7:80"]);
+        assert_eq!(
+            short(table.sweep(start + 2 * MINUTE, MINUTE)),
+            ["-10.96.0.7:80"]
+        );
         assert_eq!(table.len(), 0);
         // Answers that crossed the unsubscription are no fault.
         assert!(apply(&mut table, "2", delta(&["10.0.0.2:80"], &[])).is_empty());
@@ -441,10 +650,20 @@ mod tests {
             table.sweep(start + MINUTE, MINUTE);
             assert_eq!(table.len(), 0);
         };
-        let meshed = Endpoint { identity: "spiffe://cluster.local/ns/shop/sa/cart".to_owned(), ..endpoint("10.0.0.1:80") };
+        let meshed = Endpoint {
+            identity: "spiffe://cluster.local/ns/shop/sa/cart".to_owned(),
+            ..endpoint("10.0.0.1:80")
+        };
         let receiver = watch(&mut table);
         apply(&mut table, "1", snapshot(Kind::Service, &[]));
-        apply(&mut table, "2", Update::Delta(Delta { upserted: vec![meshed], removed: Vec::new() }));
+        apply(
+            &mut table,
+            "2",
+            Update::Delta(Delta {
+                upserted: vec![meshed],
+                removed: Vec::new(),
+            }),
+        );
         forget(&mut table, receiver);
         for _ in 0..2 {
             let receiver = watch(&mut table);
@@ -475,8 +694,14 @@ mod tests {
         apply(&mut table, "1", snapshot(Kind::Service, &["10.0.0.1:80"]));
         assert_eq!(apply(&mut table, "2", None).len(), 1);
         let mut problems = Vec::new();
-        let nowhere = DiscoverResponse { destination: "nowhere".to_owned(), ..DiscoverResponse::default() };
+        let nowhere = DiscoverResponse {
+            destination: "nowhere".to_owned(),
+            ..DiscoverResponse::default()
+        };
         table.apply(nowhere, &mut |problem| problems.push(problem));
-        assert_eq!((problems.len(), addresses(&receiver)), (1, vec!["10.0.0.1:80".to_owned()]));
+        assert_eq!(
+            (problems.len(), addresses(&receiver)),
+            (1, vec!["10.0.0.1:80".to_owned()])
+        );
     }
 }

@@ -27,7 +27,10 @@ impl Target {
         match self {
             Self::Unknown => false,
             Self::Withheld => true,
-            Self::Service(service) => service.endpoints.iter().any(|endpoint| endpoint.identity.is_some()),
+            Self::Service(service) => service
+                .endpoints
+                .iter()
+                .any(|endpoint| endpoint.identity.is_some()),
             Self::Pod(pod) => pod.endpoint.identity.is_some(),
         }
     }
@@ -98,7 +101,13 @@ impl Target {
 impl EndpointInfo {
     /// An endpoint of which no more than its address is known.
     pub fn bare(address: SocketAddr) -> Self {
-        Self { address, zone: String::new(), pod: String::new(), identity: None, opaque: false }
+        Self {
+            address,
+            zone: String::new(),
+            pod: String::new(),
+            identity: None,
+            opaque: false,
+        }
     }
 }
 
@@ -110,12 +119,13 @@ impl AppProtocol {
             "h2c" | "http2" | "http/2" | "grpc" => Self::Http2,
             "ws" | "http1" | "http/1" | "http/1.1" => Self::Http1,
             // TLS of the app's own: there is nothing to read in it.
-            "https" | "wss" | "tls" | "ssl" | "grpcs" | "ldaps" | "imaps" | "pop3s" | "smtps" | "submissions" | "amqps" | "mqtts"
-            | "secure-mqtt" => Self::Opaque,
-            "tcp" | "opaque" | "redis" | "mysql" | "mariadb" | "postgres" | "postgresql" | "mongo" | "mongodb" | "mssql" | "ms-sql-s"
-            | "oracle" | "cassandra" | "memcache" | "memcached" | "kafka" | "nats" | "amqp" | "rabbitmq" | "mqtt" | "zookeeper"
-            | "smtp" | "submission" | "imap" | "pop3" | "ftp" | "ssh" | "sftp" | "telnet" | "ldap" | "nntp" | "irc" | "vnc" | "rfb"
-            | "rsync" => Self::Opaque,
+            "https" | "wss" | "tls" | "ssl" | "grpcs" | "ldaps" | "imaps" | "pop3s" | "smtps"
+            | "submissions" | "amqps" | "mqtts" | "secure-mqtt" => Self::Opaque,
+            "tcp" | "opaque" | "redis" | "mysql" | "mariadb" | "postgres" | "postgresql"
+            | "mongo" | "mongodb" | "mssql" | "ms-sql-s" | "oracle" | "cassandra" | "memcache"
+            | "memcached" | "kafka" | "nats" | "amqp" | "rabbitmq" | "mqtt" | "zookeeper"
+            | "smtp" | "submission" | "imap" | "pop3" | "ftp" | "ssh" | "sftp" | "telnet"
+            | "ldap" | "nntp" | "irc" | "vnc" | "rfb" | "rsync" => Self::Opaque,
             _ => Self::Detect,
         }
     }
@@ -123,26 +133,52 @@ impl AppProtocol {
 
 /// Reads a snapshot about `destination`. What is wrong with single endpoints goes to `report`, and they are left out; `Err` where
 /// nothing is left to go by.
-pub(super) fn from_snapshot(destination: SocketAddr, snapshot: Snapshot, report: &mut dyn FnMut(String)) -> Result<Target, String> {
+pub(super) fn from_snapshot(
+    destination: SocketAddr,
+    snapshot: Snapshot,
+    report: &mut dyn FnMut(String),
+) -> Result<Target, String> {
     let kind = snapshot.kind();
     let app_protocol = AppProtocol::parse(&snapshot.app_protocol);
-    let Snapshot { namespace, name, endpoints, .. } = snapshot;
+    let Snapshot {
+        namespace,
+        name,
+        endpoints,
+        ..
+    } = snapshot;
     match kind {
         Kind::Service => {
-            let mut endpoints: Vec<_> = endpoints.into_iter().filter_map(|endpoint| read_or_report(endpoint, report)).collect();
+            let mut endpoints: Vec<_> = endpoints
+                .into_iter()
+                .filter_map(|endpoint| read_or_report(endpoint, report))
+                .collect();
             // Of two that say the same address the later one counts, as it would in a delta.
             endpoints.reverse();
             endpoints.sort_by_key(|endpoint| endpoint.address);
             endpoints.dedup_by_key(|endpoint| endpoint.address);
-            Ok(Target::Service(ServiceTarget { namespace, name, app_protocol, endpoints }))
+            Ok(Target::Service(ServiceTarget {
+                namespace,
+                name,
+                app_protocol,
+                endpoints,
+            }))
         }
         Kind::Pod => {
-            let endpoint = endpoints.into_iter().filter_map(|endpoint| read_or_report(endpoint, report)).next();
-            let endpoint = endpoint.ok_or_else(|| format!("a pod, {namespace}/{name}, without its endpoint"))?;
+            let endpoint = endpoints
+                .into_iter()
+                .filter_map(|endpoint| read_or_report(endpoint, report))
+                .next();
+            let endpoint = endpoint
+                .ok_or_else(|| format!("a pod, {namespace}/{name}, without its endpoint"))?;
             if canonical(endpoint.address) != destination {
                 return Err(format!("a pod's endpoint elsewhere: {}", endpoint.address));
             }
-            Ok(Target::Pod(PodTarget { namespace, name, app_protocol, endpoint }))
+            Ok(Target::Pod(PodTarget {
+                namespace,
+                name,
+                app_protocol,
+                endpoint,
+            }))
         }
         Kind::Unspecified => Err("a snapshot that says neither service nor pod".to_owned()),
     }
@@ -150,7 +186,11 @@ pub(super) fn from_snapshot(destination: SocketAddr, snapshot: Snapshot, report:
 
 /// Applies a delta to the state before it. `Err` where that state is none that it can apply to. What is wrong with single
 /// endpoints goes to `report`, the rest counts: a removal is never missed because of its neighbour.
-pub(super) fn with_delta(before: &Target, delta: Delta, report: &mut dyn FnMut(String)) -> Result<Target, String> {
+pub(super) fn with_delta(
+    before: &Target,
+    delta: Delta,
+    report: &mut dyn FnMut(String),
+) -> Result<Target, String> {
     match before {
         Target::Service(service) => {
             let mut service = service.clone();
@@ -158,14 +198,23 @@ pub(super) fn with_delta(before: &Target, delta: Delta, report: &mut dyn FnMut(S
                 match address.parse::<SocketAddr>() {
                     // One that is not there has been removed already.
                     Ok(address) => {
-                        let at = service.endpoints.binary_search_by_key(&address, |known| known.address);
+                        let at = service
+                            .endpoints
+                            .binary_search_by_key(&address, |known| known.address);
                         let _ = at.map(|at| service.endpoints.remove(at));
                     }
                     Err(_) => report(format!("removes {address:?}, which is no address")),
                 }
             }
-            for endpoint in delta.upserted.into_iter().filter_map(|endpoint| read_or_report(endpoint, report)) {
-                match service.endpoints.binary_search_by_key(&endpoint.address, |known| known.address) {
+            for endpoint in delta
+                .upserted
+                .into_iter()
+                .filter_map(|endpoint| read_or_report(endpoint, report))
+            {
+                match service
+                    .endpoints
+                    .binary_search_by_key(&endpoint.address, |known| known.address)
+                {
                     Ok(at) => service.endpoints[at] = endpoint,
                     Err(at) => service.endpoints.insert(at, endpoint),
                 }
@@ -176,12 +225,19 @@ pub(super) fn with_delta(before: &Target, delta: Delta, report: &mut dyn FnMut(S
             if !delta.removed.is_empty() {
                 return Err("a delta that removes a pod's only endpoint".to_owned());
             }
-            let changed = delta.upserted.into_iter().filter_map(|endpoint| read_or_report(endpoint, report)).last();
+            let changed = delta
+                .upserted
+                .into_iter()
+                .filter_map(|endpoint| read_or_report(endpoint, report))
+                .last();
             match changed {
                 Some(endpoint) if endpoint.address != pod.endpoint.address => {
                     Err(format!("a pod's endpoint elsewhere: {}", endpoint.address))
                 }
-                Some(endpoint) => Ok(Target::Pod(PodTarget { endpoint, ..pod.clone() })),
+                Some(endpoint) => Ok(Target::Pod(PodTarget {
+                    endpoint,
+                    ..pod.clone()
+                })),
                 None => Ok(before.clone()),
             }
         }
@@ -198,26 +254,43 @@ pub(super) fn canonical(address: SocketAddr) -> SocketAddr {
 
 fn read_or_report(endpoint: Endpoint, report: &mut dyn FnMut(String)) -> Option<Arc<EndpointInfo>> {
     let Ok(address) = endpoint.address.parse::<SocketAddr>() else {
-        report(format!("has an endpoint {:?}, which is no address", endpoint.address));
+        report(format!(
+            "has an endpoint {:?}, which is no address",
+            endpoint.address
+        ));
         return None;
     };
     if address.port() == 0 || address.ip().is_unspecified() || address.ip().is_multicast() {
-        report(format!("has an endpoint {address}, which nobody can connect to"));
+        report(format!(
+            "has an endpoint {address}, which nobody can connect to"
+        ));
         return None;
     }
-    let pod = if endpoint.pod_name.is_empty() { String::new() } else { format!("{}/{}", endpoint.pod_namespace, endpoint.pod_name) };
+    let pod = if endpoint.pod_name.is_empty() {
+        String::new()
+    } else {
+        format!("{}/{}", endpoint.pod_namespace, endpoint.pod_name)
+    };
     let identity = match endpoint.identity.as_str() {
         "" => None,
         // Whom to expect can't be known, so nobody can prove to be it: better not to go there.
         text => match text.parse() {
             Ok(identity) => Some(identity),
             Err(problem) => {
-                report(format!("has an endpoint {address} of the identity {text:?}: {problem}"));
+                report(format!(
+                    "has an endpoint {address} of the identity {text:?}: {problem}"
+                ));
                 return None;
             }
         },
     };
-    Some(Arc::new(EndpointInfo { address, zone: endpoint.zone, pod, identity, opaque: endpoint.opaque }))
+    Some(Arc::new(EndpointInfo {
+        address,
+        zone: endpoint.zone,
+        pod,
+        identity,
+        opaque: endpoint.opaque,
+    }))
 }
 
 #[cfg(test)]
@@ -227,12 +300,37 @@ mod tests {
     #[test]
     fn app_protocols_are_read_as_people_write_them() {
         let cases = [
-            (AppProtocol::Detect, &["", "http", "HTTP", "kubernetes.io/http", "grpc-web", "com.example/own", "quic"][..]),
+            (
+                AppProtocol::Detect,
+                &[
+                    "",
+                    "http",
+                    "HTTP",
+                    "kubernetes.io/http",
+                    "grpc-web",
+                    "com.example/own",
+                    "quic",
+                ][..],
+            ),
             (AppProtocol::Http1, &["kubernetes.io/ws", "ws", "http/1.1"]),
-            (AppProtocol::Http2, &["kubernetes.io/h2c", "h2c", "grpc", "gRPC", "http2", " h2c "]),
+            (
+                AppProtocol::Http2,
+                &["kubernetes.io/h2c", "h2c", "grpc", "gRPC", "http2", " h2c "],
+            ),
             (
                 AppProtocol::Opaque,
-                &["tcp", "redis", "mysql", "postgres", "postgresql", "mongo", "smtp", "https", "TLS", "kubernetes.io/wss"],
+                &[
+                    "tcp",
+                    "redis",
+                    "mysql",
+                    "postgres",
+                    "postgresql",
+                    "mongo",
+                    "smtp",
+                    "https",
+                    "TLS",
+                    "kubernetes.io/wss",
+                ],
             ),
         ];
         for (expected, texts) in cases {

@@ -20,12 +20,21 @@ impl Running {
         Self::start_with_token(controller, None, timing)
     }
 
-    fn start_with_token(controller: SocketAddr, token_file: Option<std::path::PathBuf>, timing: Timing) -> Self {
-        let control = Control::new(&format!("http://{controller}"), token_file, None).expect("an address");
-        let (discovery, driver) = start_with(control, Trust::default(), crate::identity::none(), timing);
+    fn start_with_token(
+        controller: SocketAddr,
+        token_file: Option<std::path::PathBuf>,
+        timing: Timing,
+    ) -> Self {
+        let control =
+            Control::new(&format!("http://{controller}"), token_file, None).expect("an address");
+        let (discovery, driver) =
+            start_with(control, Trust::default(), crate::identity::none(), timing);
         let mut tasks = JoinSet::new();
         tasks.spawn(driver);
-        Self { discovery, _driver: tasks }
+        Self {
+            discovery,
+            _driver: tasks,
+        }
     }
 
     /// Asks in the background: the answer is the test's to give.
@@ -38,18 +47,31 @@ impl Running {
 /// Patient with answers, quick at everything else.
 fn timing() -> Timing {
     let backoff = (Duration::from_millis(1), Duration::from_millis(20));
-    Timing { first_answer: FOREVER, backoff, good_stream: FOREVER, idle: FOREVER, sweep: Duration::from_millis(5), limit: 100 }
+    Timing {
+        first_answer: FOREVER,
+        backoff,
+        good_stream: FOREVER,
+        idle: FOREVER,
+        sweep: Duration::from_millis(5),
+        limit: 100,
+    }
 }
 
 async fn expect(receiver: &mut watch::Receiver<Arc<Target>>, expected: &[&str]) {
-    soon(receiver.wait_for(|target| addresses(target) == expected)).await.expect("discovery runs");
+    soon(receiver.wait_for(|target| addresses(target) == expected))
+        .await
+        .expect("discovery runs");
 }
 
 fn addresses(target: &Target) -> Vec<String> {
     match target {
         Target::Withheld => vec!["withheld".to_owned()],
         Target::Unknown => vec!["unknown".to_owned()],
-        Target::Service(service) => service.endpoints.iter().map(|endpoint| endpoint.address.to_string()).collect(),
+        Target::Service(service) => service
+            .endpoints
+            .iter()
+            .map(|endpoint| endpoint.address.to_string())
+            .collect(),
         Target::Pod(pod) => vec![format!("pod {}", pod.endpoint.address)],
     }
 }
@@ -59,16 +81,29 @@ fn address(text: &str) -> SocketAddr {
 }
 
 fn endpoints(addresses: &[&str]) -> Vec<proto::Endpoint> {
-    addresses.iter().map(|address| proto::Endpoint { address: address.to_string(), ..proto::Endpoint::default() }).collect()
+    addresses
+        .iter()
+        .map(|address| proto::Endpoint {
+            address: address.to_string(),
+            ..proto::Endpoint::default()
+        })
+        .collect()
 }
 
 fn service(addresses: &[&str]) -> Update {
     let kind = proto::snapshot::Kind::Service.into();
-    Update::Snapshot(proto::Snapshot { kind, endpoints: endpoints(addresses), ..proto::Snapshot::default() })
+    Update::Snapshot(proto::Snapshot {
+        kind,
+        endpoints: endpoints(addresses),
+        ..proto::Snapshot::default()
+    })
 }
 
 fn delta(upserted: &[&str], removed: &[&str]) -> Update {
-    Update::Delta(proto::Delta { upserted: endpoints(upserted), removed: removed.iter().map(ToString::to_string).collect() })
+    Update::Delta(proto::Delta {
+        upserted: endpoints(upserted),
+        removed: removed.iter().map(ToString::to_string).collect(),
+    })
 }
 
 const CART: &str = "10.96.0.7:80";
@@ -80,14 +115,20 @@ async fn an_unknown_destination_becomes_known_and_changes() {
     let mut stream = controller.stream().await;
     let (asked, asked_too) = (proxy.ask(CART), proxy.ask(CART));
     assert_eq!(stream.request().await, format!("+{CART}@"));
-    stream.answer(CART, "1", Update::Unknown(proto::Unknown {})).await;
+    stream
+        .answer(CART, "1", Update::Unknown(proto::Unknown {}))
+        .await;
     let mut receiver = soon(asked).await.expect("an answer");
     assert_eq!(**receiver.borrow(), Target::Unknown);
     let mut receiver_too = soon(asked_too).await.expect("an answer");
-    stream.answer(CART, "2", service(&["10.0.0.1:80", "10.0.0.2:80"])).await;
+    stream
+        .answer(CART, "2", service(&["10.0.0.1:80", "10.0.0.2:80"]))
+        .await;
     expect(&mut receiver, &["10.0.0.1:80", "10.0.0.2:80"]).await;
     expect(&mut receiver_too, &["10.0.0.1:80", "10.0.0.2:80"]).await;
-    stream.answer(CART, "3", delta(&["10.0.0.3:80"], &["10.0.0.1:80"])).await;
+    stream
+        .answer(CART, "3", delta(&["10.0.0.3:80"], &["10.0.0.1:80"]))
+        .await;
     expect(&mut receiver, &["10.0.0.2:80", "10.0.0.3:80"]).await;
     // A third worker asks no controller.
     let third = soon(proxy.ask(CART)).await.expect("an answer");
@@ -110,20 +151,36 @@ async fn the_first_connection_waits_for_an_endpoint_and_no_longer_than_for_an_an
         }
     })
     .await;
-    let mut second = soon(proxy.ask(CART)).await.expect("who comes later learns at once that there is none");
+    let mut second = soon(proxy.ask(CART))
+        .await
+        .expect("who comes later learns at once that there is none");
     assert!(second.borrow().is_without_endpoint());
     assert!(!first.is_finished());
     stream.answer(CART, "2", delta(&["10.0.0.1:80"], &[])).await;
-    assert_eq!(addresses(&soon(first).await.expect("an answer").borrow()), ["10.0.0.1:80"]);
+    assert_eq!(
+        addresses(&soon(first).await.expect("an answer").borrow()),
+        ["10.0.0.1:80"]
+    );
     expect(&mut second, &["10.0.0.1:80"]).await;
 
-    let proxy = Running::start(controller.address, Timing { first_answer: Duration::from_millis(50), ..timing() });
+    let proxy = Running::start(
+        controller.address,
+        Timing {
+            first_answer: Duration::from_millis(50),
+            ..timing()
+        },
+    );
     let mut stream = controller.stream().await;
     let asked = proxy.ask(CART);
     stream.request().await;
     stream.answer(CART, "1", service(&[])).await;
     let receiver = soon(asked).await.expect("an answer");
-    assert!(addresses(&receiver.borrow()).iter().all(|address| address == "unknown"), "it has waited long enough");
+    assert!(
+        addresses(&receiver.borrow())
+            .iter()
+            .all(|address| address == "unknown"),
+        "it has waited long enough"
+    );
 }
 
 #[tokio::test]
@@ -148,9 +205,16 @@ async fn a_lost_controller_leaves_what_is_known_and_is_resumed_from_there() {
     let mut stream = controller.stream().await;
     let mut requests = [stream.request().await, stream.request().await];
     requests.sort();
-    assert_eq!(requests, [format!("+{CART}@41"), "+10.96.0.9:80@".to_owned()]);
-    stream.answer(CART, "41", Update::Unchanged(proto::Unchanged {})).await;
-    stream.answer(CART, "42", delta(&["10.0.0.2:80"], &[])).await;
+    assert_eq!(
+        requests,
+        [format!("+{CART}@41"), "+10.96.0.9:80@".to_owned()]
+    );
+    stream
+        .answer(CART, "41", Update::Unchanged(proto::Unchanged {}))
+        .await;
+    stream
+        .answer(CART, "42", delta(&["10.0.0.2:80"], &[]))
+        .await;
     expect(&mut receiver, &["10.0.0.1:80", "10.0.0.2:80"]).await;
     assert!(proxy.discovery.stats().reconnects() > 0 && proxy.discovery.stats().connected());
 }
@@ -174,7 +238,13 @@ async fn with_the_controller_away_from_the_start_nobody_waits_and_news_comes_lat
 #[tokio::test]
 async fn a_controller_that_says_nothing_is_waited_for_a_bounded_time() {
     let mut controller = FakeController::start().await;
-    let proxy = Running::start(controller.address, Timing { first_answer: Duration::from_millis(20), ..timing() });
+    let proxy = Running::start(
+        controller.address,
+        Timing {
+            first_answer: Duration::from_millis(20),
+            ..timing()
+        },
+    );
     let mut stream = controller.stream().await;
     let mut receiver = soon(proxy.ask(CART)).await.expect("no answer is one");
     assert_eq!(**receiver.borrow(), Target::Unknown);
@@ -186,7 +256,13 @@ async fn a_controller_that_says_nothing_is_waited_for_a_bounded_time() {
 #[tokio::test]
 async fn what_nobody_watches_is_unsubscribed_from_and_asked_anew() {
     let mut controller = FakeController::start().await;
-    let proxy = Running::start(controller.address, Timing { idle: Duration::ZERO, ..timing() });
+    let proxy = Running::start(
+        controller.address,
+        Timing {
+            idle: Duration::ZERO,
+            ..timing()
+        },
+    );
     let mut stream = controller.stream().await;
     let asked = proxy.ask(CART);
     assert_eq!(stream.request().await, format!("+{CART}@"));
@@ -204,12 +280,19 @@ async fn nonsense_is_ignored_and_asked_about_again() {
     let mut stream = controller.stream().await;
     let asked = proxy.ask(CART);
     stream.request().await;
-    stream.answer("nowhere", "1", service(&["10.0.0.1:80"])).await;
+    stream
+        .answer("nowhere", "1", service(&["10.0.0.1:80"]))
+        .await;
     stream.answer(CART, "1", delta(&["10.0.0.1:80"], &[])).await;
     let mut receiver = soon(asked).await.expect("nobody waits after nonsense");
     assert_eq!(**receiver.borrow(), Target::Unknown);
-    assert_eq!([stream.request().await, stream.request().await], [format!("-{CART}"), format!("+{CART}@")]);
-    stream.answer(CART, "2", service(&["10.0.0.1:80", "ten.0.0.2:80"])).await;
+    assert_eq!(
+        [stream.request().await, stream.request().await],
+        [format!("-{CART}"), format!("+{CART}@")]
+    );
+    stream
+        .answer(CART, "2", service(&["10.0.0.1:80", "ten.0.0.2:80"]))
+        .await;
     expect(&mut receiver, &["10.0.0.1:80"]).await;
     assert_eq!(proxy.discovery.stats().broken(), 3);
 }
@@ -217,7 +300,13 @@ async fn nonsense_is_ignored_and_asked_about_again() {
 #[tokio::test]
 async fn over_the_limit_a_destination_passes_through() {
     let mut controller = FakeController::start().await;
-    let proxy = Running::start(controller.address, Timing { limit: 1, ..timing() });
+    let proxy = Running::start(
+        controller.address,
+        Timing {
+            limit: 1,
+            ..timing()
+        },
+    );
     let mut stream = controller.stream().await;
     let asked = proxy.ask(CART);
     stream.request().await;
@@ -225,8 +314,17 @@ async fn over_the_limit_a_destination_passes_through() {
     let _held = soon(asked).await.expect("an answer");
     let over = soon(proxy.ask("10.96.0.9:80")).await.expect("an answer");
     assert_eq!(**over.borrow(), Target::Unknown);
-    assert!(over.has_changed().is_err(), "closed: whoever holds it asks again later");
-    assert_eq!((proxy.discovery.stats().refused(), proxy.discovery.stats().subscriptions()), (1, 1));
+    assert!(
+        over.has_changed().is_err(),
+        "closed: whoever holds it asks again later"
+    );
+    assert_eq!(
+        (
+            proxy.discovery.stats().refused(),
+            proxy.discovery.stats().subscriptions()
+        ),
+        (1, 1)
+    );
 }
 
 #[tokio::test]
@@ -263,21 +361,32 @@ async fn each_try_carries_the_token_that_is_in_the_file_then() {
 #[tokio::test]
 async fn the_task_ends_with_the_last_handle_and_discovery_that_is_off_knows_nothing() {
     let controller = FakeController::start().await;
-    let control = Control::new(&format!("http://{}", controller.address), None, None).expect("an address");
-    let (discovery, driver) = start_with(control, Trust::default(), crate::identity::none(), timing());
+    let control =
+        Control::new(&format!("http://{}", controller.address), None, None).expect("an address");
+    let (discovery, driver) =
+        start_with(control, Trust::default(), crate::identity::none(), timing());
     let driver = tokio::spawn(driver);
     drop(discovery);
     soon(driver).await.expect("it ends well");
     let off = Discovery::off();
     let receiver = off.watch(address(CART)).await;
-    assert!(off.is_off() && **receiver.borrow() == Target::Unknown && *off.connected_once().borrow());
+    assert!(
+        off.is_off() && **receiver.borrow() == Target::Unknown && *off.connected_once().borrow()
+    );
 }
 
 #[test]
 fn tries_are_spread_and_get_rarer_up_to_a_bound() {
     let bounds = Timing::default().backoff;
-    let ceilings: Vec<_> = (0..11).map(|failures| backoff(bounds, failures, 1.0).as_millis()).collect();
-    assert_eq!(ceilings, [100, 100, 200, 400, 800, 1600, 3200, 6400, 10_000, 10_000, 10_000]);
+    let ceilings: Vec<_> = (0..11)
+        .map(|failures| backoff(bounds, failures, 1.0).as_millis())
+        .collect();
+    assert_eq!(
+        ceilings,
+        [
+            100, 100, 200, 400, 800, 1600, 3200, 6400, 10_000, 10_000, 10_000
+        ]
+    );
     assert_eq!(backoff(bounds, u32::MAX, 1.0), Duration::from_secs(10));
     assert_eq!(backoff(bounds, 5, 0.0), Duration::ZERO);
 }

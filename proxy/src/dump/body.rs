@@ -29,7 +29,10 @@ pub(super) enum Shown<'a> {
 impl Body {
     /// `keeps`: the first bytes are kept, too.
     pub fn new(keeps: bool) -> Self {
-        Self { keeps, ..Self::default() }
+        Self {
+            keeps,
+            ..Self::default()
+        }
     }
 
     /// The body is a sequence of gRPC messages: they are counted, and their bytes are not kept.
@@ -55,7 +58,10 @@ impl Body {
     pub fn shown(&self, encoding: Option<&[u8]>) -> Shown<'_> {
         let total = self.total;
         if let Some(messages) = &self.messages {
-            return Shown::Messages { messages: messages.complete, total };
+            return Shown::Messages {
+                messages: messages.complete,
+                total,
+            };
         }
         if total == 0 {
             return Shown::Nothing;
@@ -68,7 +74,10 @@ impl Body {
         }
         match text(&self.kept, total > self.kept.len() as u64) {
             Some(text) => Shown::Text { text, total },
-            None => Shown::Named { kind: "binary", total },
+            None => Shown::Named {
+                kind: "binary",
+                total,
+            },
         }
     }
 }
@@ -77,7 +86,9 @@ impl Body {
 fn text(bytes: &[u8], cut: bool) -> Option<&str> {
     let text = match std::str::from_utf8(bytes) {
         Ok(text) => text,
-        Err(error) if cut && error.error_len().is_none() => std::str::from_utf8(&bytes[..error.valid_up_to()]).ok()?,
+        Err(error) if cut && error.error_len().is_none() => {
+            std::str::from_utf8(&bytes[..error.valid_up_to()]).ok()?
+        }
         Err(_) => return None,
     };
     let binary = |c: char| c < ' ' && !matches!(c, '\t' | '\n' | '\r' | '\x08' | '\x0c' | '\x1b');
@@ -86,12 +97,20 @@ fn text(bytes: &[u8], cut: bool) -> Option<&str> {
 
 fn encoding_name(encoding: &[u8]) -> Option<&'static str> {
     let encoding = encoding.trim_ascii();
-    let names =
-        [("gzip", "gzip"), ("x-gzip", "gzip"), ("br", "brotli"), ("zstd", "zstd"), ("deflate", "deflate"), ("compress", "compress")];
+    let names = [
+        ("gzip", "gzip"),
+        ("x-gzip", "gzip"),
+        ("br", "brotli"),
+        ("zstd", "zstd"),
+        ("deflate", "deflate"),
+        ("compress", "compress"),
+    ];
     if encoding.is_empty() || encoding.eq_ignore_ascii_case(b"identity") {
         return None;
     }
-    let known = names.iter().find(|(coding, _)| encoding.eq_ignore_ascii_case(coding.as_bytes()));
+    let known = names
+        .iter()
+        .find(|(coding, _)| encoding.eq_ignore_ascii_case(coding.as_bytes()));
     Some(known.map_or("encoded", |(_, name)| name))
 }
 
@@ -143,13 +162,49 @@ mod tests {
 
     #[test]
     fn text_is_shown_and_binary_is_named() {
-        assert_eq!(body(&[b"hel", b"lo"]).shown(None), Shown::Text { text: "hello", total: 5 });
-        assert_eq!(body(&[b"\x89PNG\r\n\x1a\n"]).shown(None), Shown::Named { kind: "binary", total: 8 });
-        assert_eq!(body(&[b"\n\x05hello"]).shown(None), Shown::Named { kind: "binary", total: 7 });
+        assert_eq!(
+            body(&[b"hel", b"lo"]).shown(None),
+            Shown::Text {
+                text: "hello",
+                total: 5
+            }
+        );
+        assert_eq!(
+            body(&[b"\x89PNG\r\n\x1a\n"]).shown(None),
+            Shown::Named {
+                kind: "binary",
+                total: 8
+            }
+        );
+        assert_eq!(
+            body(&[b"\n\x05hello"]).shown(None),
+            Shown::Named {
+                kind: "binary",
+                total: 7
+            }
+        );
         assert_eq!(body(&[]).shown(Some(b"gzip")), Shown::Nothing);
-        assert_eq!(body(&[b"plain"]).shown(Some(b" GZIP")), Shown::Named { kind: "gzip", total: 5 });
-        assert_eq!(body(&[b"plain"]).shown(Some(b"rot13")), Shown::Named { kind: "encoded", total: 5 });
-        assert_eq!(body(&[b"plain"]).shown(Some(b"identity")), Shown::Text { text: "plain", total: 5 });
+        assert_eq!(
+            body(&[b"plain"]).shown(Some(b" GZIP")),
+            Shown::Named {
+                kind: "gzip",
+                total: 5
+            }
+        );
+        assert_eq!(
+            body(&[b"plain"]).shown(Some(b"rot13")),
+            Shown::Named {
+                kind: "encoded",
+                total: 5
+            }
+        );
+        assert_eq!(
+            body(&[b"plain"]).shown(Some(b"identity")),
+            Shown::Text {
+                text: "plain",
+                total: 5
+            }
+        );
     }
 
     #[test]
@@ -158,14 +213,25 @@ mod tests {
         let mut body = Body::new(true);
         body.append(b"x");
         body.append(long.as_bytes());
-        let Shown::Text { text, total } = body.shown(None) else { panic!("not text") };
-        assert_eq!((text.len(), total), (BODY_LIMIT - 1, 2 * BODY_LIMIT as u64 + 1));
+        let Shown::Text { text, total } = body.shown(None) else {
+            panic!("not text")
+        };
+        assert_eq!(
+            (text.len(), total),
+            (BODY_LIMIT - 1, 2 * BODY_LIMIT as u64 + 1)
+        );
         assert!(body.kept.capacity() <= 2 * BODY_LIMIT);
     }
 
     #[test]
     fn an_incomplete_character_at_the_end_of_a_whole_body_is_binary() {
-        assert_eq!(body(&["é".as_bytes().split_at(1).0]).shown(None), Shown::Named { kind: "binary", total: 1 });
+        assert_eq!(
+            body(&["é".as_bytes().split_at(1).0]).shown(None),
+            Shown::Named {
+                kind: "binary",
+                total: 1
+            }
+        );
     }
 
     #[test]
@@ -175,7 +241,14 @@ mod tests {
             let mut body = Body::new(true);
             body.count_messages();
             wire.chunks(size).for_each(|chunk| body.append(chunk));
-            assert_eq!(body.shown(None), Shown::Messages { messages: 3, total: wire.len() as u64 }, "chunks of {size}");
+            assert_eq!(
+                body.shown(None),
+                Shown::Messages {
+                    messages: 3,
+                    total: wire.len() as u64
+                },
+                "chunks of {size}"
+            );
             assert!(body.kept.is_empty());
         }
     }

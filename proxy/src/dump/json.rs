@@ -93,7 +93,11 @@ fn part(part: &Part) -> Value {
 }
 
 fn fields(fields: &Fields) -> Value {
-    fields.kept.iter().map(|(name, value)| json!([shown(name), shown(&mask::value(name, value))])).collect()
+    fields
+        .kept
+        .iter()
+        .map(|(name, value)| json!([shown(name), shown(&mask::value(name, value))]))
+        .collect()
 }
 
 fn shown(bytes: &[u8]) -> String {
@@ -117,7 +121,10 @@ pub(super) fn rfc3339(time: SystemTime) -> String {
     let seconds = since.as_secs();
     let (year, month, day) = date(seconds / 86_400);
     let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
-    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{:03}Z", since.subsec_millis())
+    format!(
+        "{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{:03}Z",
+        since.subsec_millis()
+    )
 }
 
 /// The Gregorian date of a day counted from 1970-01-01. Counts in eras of 400 years that begin on 1 March, so that the leap
@@ -129,7 +136,11 @@ fn date(days: u64) -> (u64, u64, u64) {
     let day = day - (365 * year + year / 4 - year / 100);
     let month = (5 * day + 2) / 153;
     let day = day - (153 * month + 2) / 5 + 1;
-    let (month, next) = if month < 10 { (month + 3, 0) } else { (month - 9, 1) };
+    let (month, next) = if month < 10 {
+        (month + 3, 0)
+    } else {
+        (month - 9, 1)
+    };
     (year + era * 400 + next, month, day)
 }
 

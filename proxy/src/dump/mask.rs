@@ -27,9 +27,20 @@ pub(super) fn value<'a>(name: &[u8], value: &'a [u8]) -> Cow<'a, [u8]> {
 }
 
 fn credentials(value: &[u8]) -> Vec<u8> {
-    let scheme = value.trim_ascii().split(|byte| *byte == b' ').next().unwrap_or_default();
-    let is_scheme = scheme.len() < value.trim_ascii().len() && scheme.iter().all(|byte| byte.is_ascii_alphanumeric() || *byte == b'-');
-    if is_scheme { [scheme, b" ", MASK.as_bytes()].concat() } else { MASK.into() }
+    let scheme = value
+        .trim_ascii()
+        .split(|byte| *byte == b' ')
+        .next()
+        .unwrap_or_default();
+    let is_scheme = scheme.len() < value.trim_ascii().len()
+        && scheme
+            .iter()
+            .all(|byte| byte.is_ascii_alphanumeric() || *byte == b'-');
+    if is_scheme {
+        [scheme, b" ", MASK.as_bytes()].concat()
+    } else {
+        MASK.into()
+    }
 }
 
 fn cookie(pair: &[u8]) -> Vec<u8> {
@@ -43,7 +54,10 @@ fn cookie(pair: &[u8]) -> Vec<u8> {
 pub(super) fn line(bytes: &[u8], out: &mut String) {
     for chunk in bytes.utf8_chunks() {
         chunk.valid().chars().for_each(|c| character(c, out));
-        chunk.invalid().iter().for_each(|byte| hexadecimal(*byte, out));
+        chunk
+            .invalid()
+            .iter()
+            .for_each(|byte| hexadecimal(*byte, out));
     }
 }
 
@@ -66,7 +80,9 @@ fn character(c: char, out: &mut String) {
         '\t' => out.push_str("\\t"),
         c if c.is_ascii_control() => hexadecimal(c as u8, out),
         // Besides the control characters: what changes the order in which text is shown, and what ends a line.
-        c if c.is_control() || matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}') => {
+        c if c.is_control()
+            || matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}') =>
+        {
             out.extend(c.escape_unicode());
         }
         c => out.push(c),
@@ -92,15 +108,24 @@ mod tests {
         assert_eq!(masked("PROXY-AUTHORIZATION", "Basic dXNlcg=="), "Basic ***");
         assert_eq!(masked("authorization", "secret"), "***");
         assert_eq!(masked("authorization", "se/cret token"), "***");
-        assert_eq!(masked("authorization", "Digest username=\"u\", response=\"r\""), "Digest ***");
+        assert_eq!(
+            masked("authorization", "Digest username=\"u\", response=\"r\""),
+            "Digest ***"
+        );
         assert_eq!(masked("authorization", ""), "***");
     }
 
     #[test]
     fn cookies_keep_their_names() {
-        assert_eq!(masked("cookie", "a=1; session=s3cret=="), "a=***; session=***");
+        assert_eq!(
+            masked("cookie", "a=1; session=s3cret=="),
+            "a=***; session=***"
+        );
         assert_eq!(masked("cookie", "bare"), "***");
-        assert_eq!(masked("Set-Cookie", "id=s3cret; Path=/; HttpOnly"), "id=***; Path=/; HttpOnly");
+        assert_eq!(
+            masked("Set-Cookie", "id=s3cret; Path=/; HttpOnly"),
+            "id=***; Path=/; HttpOnly"
+        );
         assert_eq!(masked("x-other", "id=1"), "id=1");
     }
 

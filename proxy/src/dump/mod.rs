@@ -133,10 +133,20 @@ impl Dumps {
             return Ok(Self::off());
         }
         let (queue, messages) = sync_channel(QUEUE);
-        let shared = Arc::new(Shared { mode: config.mode, budget: AtomicU32::new(BUDGET), live: AtomicU32::new(0), queue, metrics });
+        let shared = Arc::new(Shared {
+            mode: config.mode,
+            budget: AtomicU32::new(BUDGET),
+            live: AtomicU32::new(0),
+            queue,
+            metrics,
+        });
         let writer = writer::Writer::new(&shared, config.format, config.out);
-        std::thread::Builder::new().name("dumps".into()).spawn(move || writer.run(&messages))?;
-        Ok(Self { shared: Some(shared) })
+        std::thread::Builder::new()
+            .name("dumps".into())
+            .spawn(move || writer.run(&messages))?;
+        Ok(Self {
+            shared: Some(shared),
+        })
     }
 
     /// A handle that dumps nothing.
@@ -150,7 +160,10 @@ impl Dumps {
         struct Output(Arc<std::sync::Mutex<String>>);
         impl Write for Output {
             fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-                self.0.lock().map_err(|_| io::ErrorKind::Other)?.push_str(&String::from_utf8_lossy(bytes));
+                self.0
+                    .lock()
+                    .map_err(|_| io::ErrorKind::Other)?
+                    .push_str(&String::from_utf8_lossy(bytes));
                 Ok(bytes.len())
             }
 
@@ -159,29 +172,54 @@ impl Dumps {
             }
         }
         let text = Arc::new(std::sync::Mutex::new(String::new()));
-        let config = DumpConfig { mode: Mode::Full, format: Format::Text, out: Box::new(Output(text.clone())) };
-        (Self::start(config, Metrics::new()).expect("a thread can be started"), text)
+        let config = DumpConfig {
+            mode: Mode::Full,
+            format: Format::Text,
+            out: Box::new(Output(text.clone())),
+        };
+        (
+            Self::start(config, Metrics::new()).expect("a thread can be started"),
+            text,
+        )
     }
 
     /// The record of an exchange that begins now. `None`: dumps are off, or as many as one second may have went by already.
     pub fn exchange(&self, connection: &ConnectionInfo) -> Option<ExchangeDump> {
         let shared = self.shared.as_ref()?;
-        shared.admit().then(|| ExchangeDump::new(shared.clone(), *connection))
+        shared
+            .admit()
+            .then(|| ExchangeDump::new(shared.clone(), *connection))
     }
 
     /// One line for a TCP connection that is over: what the client sent, what it received, how long it took. Counts
     /// against the budget as an exchange does.
-    pub fn opaque(&self, connection: &ConnectionInfo, sent: u64, received: u64, duration: Duration) {
-        let Some(shared) = self.shared.as_ref() else { return };
+    pub fn opaque(
+        &self,
+        connection: &ConnectionInfo,
+        sent: u64,
+        received: u64,
+        duration: Duration,
+    ) {
+        let Some(shared) = self.shared.as_ref() else {
+            return;
+        };
         if shared.admit() {
             shared.release();
-            shared.send(Message::Opaque(Opaque { time: SystemTime::now(), connection: *connection, sent, received, duration }));
+            shared.send(Message::Opaque(Opaque {
+                time: SystemTime::now(),
+                connection: *connection,
+                sent,
+                received,
+                duration,
+            }));
         }
     }
 
     /// Blocks until what was dumped so far is written, at most for `limit`: for the end of the process.
     pub fn flush(&self, limit: Duration) {
-        let Some(shared) = self.shared.as_ref() else { return };
+        let Some(shared) = self.shared.as_ref() else {
+            return;
+        };
         let (done, wait) = sync_channel(1);
         if shared.queue.try_send(Message::Flush(done)).is_ok() {
             // Either it is done, or the output does not take it: no more can be done here.
@@ -194,10 +232,16 @@ impl Shared {
     /// Takes one exchange out of this second's budget. What is not dumped costs a load and an addition.
     fn admit(&self) -> bool {
         if self.budget.load(Ordering::Relaxed) == 0 {
-            self.metrics.dumps_suppressed.fetch_add(1, Ordering::Relaxed);
+            self.metrics
+                .dumps_suppressed
+                .fetch_add(1, Ordering::Relaxed);
             return false;
         }
-        let taken = self.budget.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
+        let taken = self
+            .budget
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| {
+                left.checked_sub(1)
+            });
         if taken == Ok(BUDGET) {
             // The writer sleeps while nothing goes by. A full queue keeps it awake all the same.
             let _ = self.queue.try_send(Message::Wake);
@@ -207,7 +251,9 @@ impl Shared {
             if taken.is_ok() {
                 self.release();
             }
-            self.metrics.dumps_suppressed.fetch_add(1, Ordering::Relaxed);
+            self.metrics
+                .dumps_suppressed
+                .fetch_add(1, Ordering::Relaxed);
         }
         admitted
     }

@@ -18,7 +18,10 @@ struct Output(Arc<Mutex<Vec<String>>>);
 impl Write for Output {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let piece = String::from_utf8(bytes.to_vec()).map_err(io::Error::other)?;
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(piece);
+        self.0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(piece);
         Ok(bytes.len())
     }
 
@@ -35,20 +38,39 @@ impl Output {
 
 fn start(mode: Mode, format: Format) -> (Dumps, Output, Arc<Metrics>) {
     let (output, metrics) = (Output::default(), Metrics::new());
-    let dumps = Dumps::start(DumpConfig { mode, format, out: Box::new(output.clone()) }, metrics.clone()).unwrap();
+    let dumps = Dumps::start(
+        DumpConfig {
+            mode,
+            format,
+            out: Box::new(output.clone()),
+        },
+        metrics.clone(),
+    )
+    .unwrap();
     (dumps, output, metrics)
 }
 
 fn connection(direction: Direction) -> ConnectionInfo {
-    ConnectionInfo { direction, peer: "10.0.0.7:41234".parse().unwrap(), destination: "10.0.0.9:8080".parse().unwrap() }
+    ConnectionInfo {
+        direction,
+        peer: "10.0.0.7:41234".parse().unwrap(),
+        destination: "10.0.0.9:8080".parse().unwrap(),
+    }
 }
 
 fn hello(dump: &mut ExchangeDump) {
-    let fields: [(&[u8], &[u8]); 3] = [(b"Host", b"http-server"), (b"X-CaSe", b"kept"), (b"AUTHORIZATION", b"Bearer secret")];
+    let fields: [(&[u8], &[u8]); 3] = [
+        (b"Host", b"http-server"),
+        (b"X-CaSe", b"kept"),
+        (b"AUTHORIZATION", b"Bearer secret"),
+    ];
     dump.request_head(b"POST /hello?a=b HTTP/1.1", fields);
     dump.request_body(b"ping");
     dump.request_end();
-    let fields: [(&[u8], &[u8]); 2] = [(b"Content-Type", b"text/plain"), (b"Set-Cookie", b"id=secret; Path=/")];
+    let fields: [(&[u8], &[u8]); 2] = [
+        (b"Content-Type", b"text/plain"),
+        (b"Set-Cookie", b"id=secret; Path=/"),
+    ];
     dump.response_head(b"HTTP/1.1 200 OK", fields);
     dump.response_body(b"po");
     dump.response_body(b"ng\n");
@@ -56,7 +78,12 @@ fn hello(dump: &mut ExchangeDump) {
 }
 
 /// What one exchange is written as.
-fn written(mode: Mode, format: Format, direction: Direction, fill: impl FnOnce(&mut ExchangeDump)) -> String {
+fn written(
+    mode: Mode,
+    format: Format,
+    direction: Direction,
+    fill: impl FnOnce(&mut ExchangeDump),
+) -> String {
     let (dumps, output, _) = start(mode, format);
     let mut dump = dumps.exchange(&connection(direction)).unwrap();
     fill(&mut dump);
@@ -80,19 +107,43 @@ fn an_exchange_reads_like_http() {
 #[test]
 fn without_bodies_the_heads_remain() {
     let text = written(Mode::Headers, Format::Text, Direction::Outbound, hello);
-    assert!(text.starts_with("Outbound connection to 10.0.0.9:8080\nPOST /hello"), "{text}");
-    assert!(text.contains("[a body, 4 bytes]") && text.contains("[a body, 5 bytes]"), "{text}");
-    assert!(!text.contains("ping") && !text.contains("pong") && !text.contains("secret"), "{text}");
+    assert!(
+        text.starts_with("Outbound connection to 10.0.0.9:8080\nPOST /hello"),
+        "{text}"
+    );
+    assert!(
+        text.contains("[a body, 4 bytes]") && text.contains("[a body, 5 bytes]"),
+        "{text}"
+    );
+    assert!(
+        !text.contains("ping") && !text.contains("pong") && !text.contains("secret"),
+        "{text}"
+    );
 }
 
 #[test]
 fn grpc_shows_path_metadata_message_counts_and_status() {
     let text = written(Mode::Full, Format::Text, Direction::Outbound, |dump| {
-        let request = Request::post("http://grpc-server:80/echo.v1.EchoService/Echo").header("content-type", "application/grpc");
-        dump.request_parts(&request.header("te", "trailers").body(()).unwrap().into_parts().0);
+        let request = Request::post("http://grpc-server:80/echo.v1.EchoService/Echo")
+            .header("content-type", "application/grpc");
+        dump.request_parts(
+            &request
+                .header("te", "trailers")
+                .body(())
+                .unwrap()
+                .into_parts()
+                .0,
+        );
         dump.request_body(b"\0\0\0\0\x02hi");
         dump.request_end();
-        dump.response_parts(&Response::builder().header("content-type", "application/grpc").body(()).unwrap().into_parts().0);
+        dump.response_parts(
+            &Response::builder()
+                .header("content-type", "application/grpc")
+                .body(())
+                .unwrap()
+                .into_parts()
+                .0,
+        );
         dump.response_body(b"\0\0\0\0\x02hi\0\0");
         dump.response_body(b"\0\0\x02ho");
         let trailers: HeaderMap = [("grpc-status", "5"), ("grpc-message", "no such echo")]
@@ -118,14 +169,20 @@ fn an_exchange_that_was_cut_off_says_so() {
         dump.request_head(b"GET / HTTP/1.1", []);
         dump.request_end();
     });
-    assert!(text.ends_with("GET / HTTP/1.1\n\n[cut off before the response began]\n\n"), "{text}");
+    assert!(
+        text.ends_with("GET / HTTP/1.1\n\n[cut off before the response began]\n\n"),
+        "{text}"
+    );
     let text = written(Mode::Full, Format::Text, Direction::Inbound, |dump| {
         dump.request_head(b"GET / HTTP/1.1", []);
         dump.request_end();
         dump.response_head(b"HTTP/1.1 200 OK", []);
         dump.cut_off("the client\x1b went away");
     });
-    assert!(text.ends_with("HTTP/1.1 200 OK\n\n[the client\\x1b went away]\n\n"), "{text}");
+    assert!(
+        text.ends_with("HTTP/1.1 200 OK\n\n[the client\\x1b went away]\n\n"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -143,9 +200,16 @@ fn a_failure_is_named_before_the_answer_that_it_led_to() {
 fn a_huge_head_is_kept_in_part() {
     let text = written(Mode::Full, Format::Text, Direction::Inbound, |dump| {
         let value = [b'v'; 1000];
-        dump.request_head(b"GET / HTTP/1.1", (0..60).map(|_| (&b"name"[..], &value[..])));
+        dump.request_head(
+            b"GET / HTTP/1.1",
+            (0..60).map(|_| (&b"name"[..], &value[..])),
+        );
     });
-    assert!(text.contains("[and 44 more]") && text.len() < 20_000, "{} bytes: {text}", text.len());
+    assert!(
+        text.contains("[and 44 more]") && text.len() < 20_000,
+        "{} bytes: {text}",
+        text.len()
+    );
 }
 
 #[test]
@@ -155,7 +219,10 @@ fn json_has_one_object_a_line() {
     let object: serde_json::Value = serde_json::from_str(&line).unwrap();
     assert_eq!(object["direction"], "inbound");
     assert_eq!(object["request"]["start_line"], "POST /hello?a=b HTTP/1.1");
-    assert_eq!(object["request"]["headers"][2], serde_json::json!(["AUTHORIZATION", "Bearer ***"]));
+    assert_eq!(
+        object["request"]["headers"][2],
+        serde_json::json!(["AUTHORIZATION", "Bearer ***"])
+    );
     assert_eq!(object["response"]["body"], "pong\n");
     assert_eq!(object["response"]["body_bytes"], 5);
     assert!(object["time"].as_str().unwrap().ends_with('Z') && object.get("incomplete").is_none());
@@ -164,14 +231,32 @@ fn json_has_one_object_a_line() {
 #[test]
 fn beyond_the_budget_exchanges_are_counted_and_the_next_second_goes_on() {
     let (dumps, output, metrics) = start(Mode::Full, Format::Text);
-    let dumped = (0..100).filter_map(|_| dumps.exchange(&connection(Direction::Inbound))).count();
+    let dumped = (0..100)
+        .filter_map(|_| dumps.exchange(&connection(Direction::Inbound)))
+        .count();
     // A second may end meanwhile.
-    assert!((BUDGET as usize..=2 * BUDGET as usize).contains(&dumped), "{dumped}");
-    assert_eq!(metrics.dumps_suppressed.load(Ordering::Relaxed) as usize, 100 - dumped);
+    assert!(
+        (BUDGET as usize..=2 * BUDGET as usize).contains(&dumped),
+        "{dumped}"
+    );
+    assert_eq!(
+        metrics.dumps_suppressed.load(Ordering::Relaxed) as usize,
+        100 - dumped
+    );
     let deadline = std::time::Instant::now() + WAIT;
     let more = loop {
-        let told: usize =
-            output.pieces().iter().filter_map(|piece| piece.strip_prefix('[')?.split(' ').next()?.parse::<usize>().ok()).sum();
+        let told: usize = output
+            .pieces()
+            .iter()
+            .filter_map(|piece| {
+                piece
+                    .strip_prefix('[')?
+                    .split(' ')
+                    .next()?
+                    .parse::<usize>()
+                    .ok()
+            })
+            .sum();
         if told == 100 - dumped || std::time::Instant::now() > deadline {
             break told;
         }
@@ -184,14 +269,36 @@ fn beyond_the_budget_exchanges_are_counted_and_the_next_second_goes_on() {
 #[test]
 fn a_connection_that_was_not_looked_into_is_one_line() {
     let (dumps, output, _) = start(Mode::Full, Format::Text);
-    dumps.opaque(&connection(Direction::Outbound), 1, 2345, Duration::from_millis(1500));
+    dumps.opaque(
+        &connection(Direction::Outbound),
+        1,
+        2345,
+        Duration::from_millis(1500),
+    );
     dumps.flush(WAIT);
-    assert_eq!(output.pieces(), ["Outbound connection to 10.0.0.9:8080\n[TCP: 1 byte sent, 2345 bytes received, 1.500 s]\n\n"]);
+    assert_eq!(
+        output.pieces(),
+        [
+            "Outbound connection to 10.0.0.9:8080\n[TCP: 1 byte sent, 2345 bytes received, 1.500 s]\n\n"
+        ]
+    );
     let (dumps, output, _) = start(Mode::Headers, Format::Json);
-    dumps.opaque(&connection(Direction::Inbound), 1, 2345, Duration::from_millis(1500));
+    dumps.opaque(
+        &connection(Direction::Inbound),
+        1,
+        2345,
+        Duration::from_millis(1500),
+    );
     dumps.flush(WAIT);
     let object: serde_json::Value = serde_json::from_str(&output.pieces()[0]).unwrap();
-    assert_eq!((&object["protocol"], &object["received"], &object["duration_ms"]), (&"tcp".into(), &2345.into(), &1500.0.into()));
+    assert_eq!(
+        (
+            &object["protocol"],
+            &object["received"],
+            &object["duration_ms"]
+        ),
+        (&"tcp".into(), &2345.into(), &1500.0.into())
+    );
 }
 
 #[test]
@@ -203,7 +310,11 @@ fn many_dumps_under_way_do_not_pile_up() {
     assert_eq!(metrics.dumps_suppressed.load(Ordering::Relaxed), 1);
     shared.live.store(LIVE_LIMIT - 1, Ordering::Relaxed);
     assert!(dumps.exchange(&connection(Direction::Inbound)).is_some());
-    assert_eq!(shared.live.load(Ordering::Relaxed), LIVE_LIMIT - 1, "a dump that is gone leaves its place");
+    assert_eq!(
+        shared.live.load(Ordering::Relaxed),
+        LIVE_LIMIT - 1,
+        "a dump that is gone leaves its place"
+    );
 }
 
 /// An output whose reader is gone.
@@ -221,7 +332,15 @@ impl Write for Gone {
 
 #[test]
 fn a_closed_output_ends_dumps_and_nothing_else() {
-    let dumps = Dumps::start(DumpConfig { mode: Mode::Full, format: Format::Text, out: Box::new(Gone) }, Metrics::new()).unwrap();
+    let dumps = Dumps::start(
+        DumpConfig {
+            mode: Mode::Full,
+            format: Format::Text,
+            out: Box::new(Gone),
+        },
+        Metrics::new(),
+    )
+    .unwrap();
     let deadline = std::time::Instant::now() + WAIT;
     while let Some(dump) = dumps.exchange(&connection(Direction::Inbound)) {
         drop(dump);
@@ -236,5 +355,11 @@ fn off_dumps_nothing() {
     let (dumps, output, metrics) = start(Mode::Off, Format::Text);
     assert!(dumps.exchange(&connection(Direction::Inbound)).is_none());
     dumps.opaque(&connection(Direction::Inbound), 1, 1, Duration::ZERO);
-    assert_eq!((output.pieces().len(), metrics.dumps_suppressed.load(Ordering::Relaxed)), (0, 0));
+    assert_eq!(
+        (
+            output.pieces().len(),
+            metrics.dumps_suppressed.load(Ordering::Relaxed)
+        ),
+        (0, 0)
+    );
 }

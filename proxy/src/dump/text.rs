@@ -24,7 +24,12 @@ pub(super) fn exchange(record: &Record) -> String {
         part(&record.response, &mut out);
     }
     if let Some((sent, received)) = record.upgraded {
-        let _ = write!(out, "[then {} sent and {} received, no longer HTTP]\n\n", bytes(sent), bytes(received));
+        let _ = write!(
+            out,
+            "[then {} sent and {} received, no longer HTTP]\n\n",
+            bytes(sent),
+            bytes(received)
+        );
     }
     if let Some(what) = record.incomplete() {
         out.push('[');
@@ -41,18 +46,30 @@ pub(super) fn exchange(record: &Record) -> String {
 pub(super) fn opaque(opaque: &Opaque) -> String {
     let duration = opaque.duration.as_secs_f64();
     let connection = connection(&opaque.connection);
-    format!("{connection}\n[TCP: {} sent, {} received, {duration:.3} s]\n\n", bytes(opaque.sent), bytes(opaque.received))
+    format!(
+        "{connection}\n[TCP: {} sent, {} received, {duration:.3} s]\n\n",
+        bytes(opaque.sent),
+        bytes(opaque.received)
+    )
 }
 
 /// What a second's budget left out.
 pub(super) fn suppressed(exchanges: u64) -> String {
-    let noun = if exchanges == 1 { "exchange" } else { "exchanges" };
+    let noun = if exchanges == 1 {
+        "exchange"
+    } else {
+        "exchanges"
+    };
     format!("[{exchanges} more {noun} went by]\n\n")
 }
 
 fn connection(connection: &ConnectionInfo) -> String {
     match connection.direction {
-        Direction::Inbound => format!("Inbound connection from {} to port: {}", connection.peer, connection.destination.port()),
+        Direction::Inbound => format!(
+            "Inbound connection from {} to port: {}",
+            connection.peer,
+            connection.destination.port()
+        ),
         Direction::Outbound => format!("Outbound connection to {}", connection.destination),
     }
 }
@@ -137,5 +154,9 @@ fn grpc_status_name(name: &[u8], code: &[u8]) -> Option<&'static str> {
 }
 
 fn bytes(count: u64) -> String {
-    if count == 1 { "1 byte".into() } else { format!("{count} bytes") }
+    if count == 1 {
+        "1 byte".into()
+    } else {
+        format!("{count} bytes")
+    }
 }

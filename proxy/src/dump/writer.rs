@@ -27,7 +27,13 @@ struct Closed;
 
 impl Writer {
     pub fn new(shared: &Arc<Shared>, format: Format, out: Box<dyn Write + Send>) -> Self {
-        Self { shared: Arc::downgrade(shared), metrics: shared.metrics.clone(), format, out, told: 0 }
+        Self {
+            shared: Arc::downgrade(shared),
+            metrics: shared.metrics.clone(),
+            format,
+            out,
+            told: 0,
+        }
     }
 
     /// Writes until the handles or the output are gone.
@@ -55,7 +61,9 @@ impl Writer {
                             break;
                         }
                     }
-                    Err(RecvTimeoutError::Disconnected) => return self.tell_suppressed().map(|_| ()),
+                    Err(RecvTimeoutError::Disconnected) => {
+                        return self.tell_suppressed().map(|_| ());
+                    }
                 }
             }
         }
@@ -65,13 +73,16 @@ impl Writer {
     /// A second is over. True: nothing went by in it.
     fn tick(&mut self) -> Result<bool, Closed> {
         // Before anybody hears that the second is over.
-        let left = self.shared.upgrade().map_or(BUDGET, |shared| shared.budget.swap(BUDGET, Ordering::Relaxed));
+        let left = self.shared.upgrade().map_or(BUDGET, |shared| {
+            shared.budget.swap(BUDGET, Ordering::Relaxed)
+        });
         let told = self.tell_suppressed()?;
         Ok(left == BUDGET && !told)
     }
 
     fn tell_suppressed(&mut self) -> Result<bool, Closed> {
-        let total = self.metrics.dumps_suppressed.load(Ordering::Relaxed) + self.metrics.dumps_dropped.load(Ordering::Relaxed);
+        let total = self.metrics.dumps_suppressed.load(Ordering::Relaxed)
+            + self.metrics.dumps_dropped.load(Ordering::Relaxed);
         let more = total - self.told;
         if more == 0 {
             return Ok(false);
@@ -102,6 +113,9 @@ impl Writer {
     }
 
     fn put(&mut self, rendered: &str) -> Result<(), Closed> {
-        self.out.write_all(rendered.as_bytes()).and_then(|()| self.out.flush()).map_err(|_| Closed)
+        self.out
+            .write_all(rendered.as_bytes())
+            .and_then(|()| self.out.flush())
+            .map_err(|_| Closed)
     }
 }

@@ -47,7 +47,12 @@ pub struct Relay {
 impl Relay {
     /// A body framed as `framing` behind `head`. `plain` drops the chunks' framing, for a receiver that knows HTTP/1.0.
     pub fn new(framing: Framing, head: BytesMut, plain: bool) -> Self {
-        Self { decoder: Decoder::new(framing), chunked: framing == Framing::Chunked && !plain, first: Bytes::new(), waiting: head }
+        Self {
+            decoder: Decoder::new(framing),
+            chunked: framing == Framing::Chunked && !plain,
+            first: Bytes::new(),
+            waiting: head,
+        }
     }
 
     /// The whole body has been read and written.
@@ -80,7 +85,11 @@ impl Relay {
     }
 
     /// Takes what of the body is in `from`'s buffer already. `seen` is shown each piece.
-    pub fn take_buffered(&mut self, from: &mut BytesMut, seen: &mut dyn FnMut(&[u8])) -> Result<(), Broken> {
+    pub fn take_buffered(
+        &mut self,
+        from: &mut BytesMut,
+        seen: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), Broken> {
         while !from.is_empty() && !self.decoder.is_done() {
             let before = from.len();
             let piece = self.decoder.decode(from).map_err(Broken::Malformed)?;
@@ -103,7 +112,13 @@ impl Relay {
     }
 
     /// Moves the body along until it has all been written; shows each piece to `seen`.
-    pub fn poll(&mut self, cx: &mut Context<'_>, from: &mut Io, to: &mut Io, seen: &mut dyn FnMut(&[u8])) -> Poll<Result<(), Broken>> {
+    pub fn poll(
+        &mut self,
+        cx: &mut Context<'_>,
+        from: &mut Io,
+        to: &mut Io,
+        seen: &mut dyn FnMut(&[u8]),
+    ) -> Poll<Result<(), Broken>> {
         loop {
             if self.waiting.len() < MAX_WAITING {
                 self.take_buffered(from.unread(), seen)?;
@@ -120,11 +135,13 @@ impl Relay {
 
     fn poll_flush(&mut self, cx: &mut Context<'_>, to: &mut Io) -> Poll<Result<(), Broken>> {
         while !self.first.is_empty() {
-            let written = ready!(Pin::new(&mut *to).poll_write(cx, &self.first)).map_err(Broken::Writing)?;
+            let written =
+                ready!(Pin::new(&mut *to).poll_write(cx, &self.first)).map_err(Broken::Writing)?;
             self.first.advance(written);
         }
         while !self.waiting.is_empty() {
-            let written = ready!(Pin::new(&mut *to).poll_write(cx, &self.waiting)).map_err(Broken::Writing)?;
+            let written = ready!(Pin::new(&mut *to).poll_write(cx, &self.waiting))
+                .map_err(Broken::Writing)?;
             self.waiting.advance(written);
         }
         Poll::Ready(Ok(()))
@@ -132,7 +149,8 @@ impl Relay {
 
     fn frame(&mut self, data: BytesMut) {
         if self.chunked {
-            self.waiting.extend_from_slice(format!("{:x}\r\n", data.len()).as_bytes());
+            self.waiting
+                .extend_from_slice(format!("{:x}\r\n", data.len()).as_bytes());
             self.waiting.extend_from_slice(&data);
             self.waiting.extend_from_slice(b"\r\n");
         } else if self.waiting.is_empty() {
@@ -186,11 +204,17 @@ impl Decoder {
             Self::Length(left) => {
                 let data = take(from, left);
                 let left = left - data.len() as u64;
-                *self = if left == 0 { Self::Done } else { Self::Length(left) };
+                *self = if left == 0 {
+                    Self::Done
+                } else {
+                    Self::Length(left)
+                };
                 Ok(Piece::Data(data))
             }
             Self::ChunkSize => {
-                let Some(line) = take_line(from, MAX_CHUNK_LINE)? else { return Ok(Piece::Nothing) };
+                let Some(line) = take_line(from, MAX_CHUNK_LINE)? else {
+                    return Ok(Piece::Nothing);
+                };
                 *self = match parse_chunk_size(&line)? {
                     0 => Self::Trailers,
                     size => Self::ChunkData(size),
@@ -200,7 +224,11 @@ impl Decoder {
             Self::ChunkData(left) => {
                 let data = take(from, left);
                 let left = left - data.len() as u64;
-                *self = if left == 0 { Self::ChunkEnd } else { Self::ChunkData(left) };
+                *self = if left == 0 {
+                    Self::ChunkEnd
+                } else {
+                    Self::ChunkData(left)
+                };
                 Ok(Piece::Data(data))
             }
             Self::ChunkEnd => {
@@ -219,14 +247,22 @@ impl Decoder {
     }
 
     fn decode_trailers(&mut self, from: &mut BytesMut) -> Result<Piece, &'static str> {
-        let end = if from.starts_with(b"\r\n") { Some(2) } else { memchr::memmem::find(from, b"\r\n\r\n").map(|at| at + 4) };
+        let end = if from.starts_with(b"\r\n") {
+            Some(2)
+        } else {
+            memchr::memmem::find(from, b"\r\n\r\n").map(|at| at + 4)
+        };
         if end.unwrap_or(from.len()) > MAX_TRAILERS {
             return Err("the trailers are too large");
         }
-        let Some(end) = end else { return Ok(Piece::Nothing) };
+        let Some(end) = end else {
+            return Ok(Piece::Nothing);
+        };
         let raw = from.split_to(end);
         let mut storage = [httparse::EMPTY_HEADER; 32];
-        let Ok(httparse::Status::Complete((read, fields))) = httparse::parse_headers(&raw, &mut storage) else {
+        let Ok(httparse::Status::Complete((read, fields))) =
+            httparse::parse_headers(&raw, &mut storage)
+        else {
             return Err("the trailers are malformed");
         };
         if read != end {
@@ -256,15 +292,26 @@ impl Decoder {
 
 /// Fields that must not stand in trailers (RFC 9110, section 6.5.1): they would reframe or reroute the message.
 fn frames_or_names(name: &str) -> bool {
-    ["content-length", "transfer-encoding", "host", "connection", "trailer", "te", "upgrade", "authorization"]
-        .iter()
-        .any(|refused| name.eq_ignore_ascii_case(refused))
+    [
+        "content-length",
+        "transfer-encoding",
+        "host",
+        "connection",
+        "trailer",
+        "te",
+        "upgrade",
+        "authorization",
+    ]
+    .iter()
+    .any(|refused| name.eq_ignore_ascii_case(refused))
         || is_called_by(name.as_bytes())
         || is_mesh_error(name.as_bytes())
 }
 
 fn take(from: &mut BytesMut, at_most: u64) -> BytesMut {
-    let length = usize::try_from(at_most).unwrap_or(usize::MAX).min(from.len());
+    let length = usize::try_from(at_most)
+        .unwrap_or(usize::MAX)
+        .min(from.len());
     from.split_to(length)
 }
 
@@ -282,11 +329,18 @@ fn take_line(from: &mut BytesMut, limit: usize) -> Result<Option<BytesMut>, &'st
 }
 
 fn parse_chunk_size(line: &[u8]) -> Result<u64, &'static str> {
-    let digits = line.split(|byte| *byte == b';').next().unwrap_or_default().trim_ascii_end();
+    let digits = line
+        .split(|byte| *byte == b';')
+        .next()
+        .unwrap_or_default()
+        .trim_ascii_end();
     if digits.is_empty() || digits.len() > 16 || !digits.iter().all(u8::is_ascii_hexdigit) {
         return Err("a chunk's size is not a hexadecimal number of at most 16 digits");
     }
-    if line.iter().any(|byte| byte.is_ascii_control() && *byte != b'\t') {
+    if line
+        .iter()
+        .any(|byte| byte.is_ascii_control() && *byte != b'\t')
+    {
         return Err("a chunk's extension has a forbidden byte");
     }
     let text = std::str::from_utf8(digits).map_err(|_| "a chunk's size is not text")?;
@@ -307,7 +361,11 @@ mod tests {
             let taken = relay.take_buffered(&mut from, &mut |data| body.extend_from_slice(data));
             taken.map_err(|broken| format!("{broken:?}"))?;
         }
-        assert!(relay.is_read(), "the body has not ended: {:?}", relay.decoder);
+        assert!(
+            relay.is_read(),
+            "the body has not ended: {:?}",
+            relay.decoder
+        );
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         Ok((text(&relay.waiting), text(&from)))
     }
@@ -324,7 +382,13 @@ mod tests {
     fn chunks_are_framed_anew_with_their_trailers() {
         let input = b"3;ext=\"x\"\r\nabc\r\n0A \r\n0123456789\r\n0\r\nX-Sum: 9\r\nContent-Length: 3\r\nX.Called.By: a\r\nX-Mesh-Error: b\r\n\r\nrest";
         let whole = reframe(Framing::Chunked, input, input.len()).unwrap();
-        assert_eq!(whole, ("3\r\nabc\r\na\r\n0123456789\r\n0\r\nX-Sum: 9\r\n\r\n".to_owned(), "rest".to_owned()));
+        assert_eq!(
+            whole,
+            (
+                "3\r\nabc\r\na\r\n0123456789\r\n0\r\nX-Sum: 9\r\n\r\n".to_owned(),
+                "rest".to_owned()
+            )
+        );
         for step in 1..7 {
             let (framed, left) = reframe(Framing::Chunked, input, step).unwrap();
             assert!(framed.ends_with("0\r\nX-Sum: 9\r\n\r\n"), "{framed}");
@@ -347,11 +411,21 @@ mod tests {
             "0\r\nX: 1\n\r\n\r\n\r\n",
         ] {
             let mut relay = Relay::new(Framing::Chunked, BytesMut::new(), false);
-            assert!(relay.take_buffered(&mut BytesMut::from(input), &mut |_| {}).is_err() || !relay.is_read(), "{input:?}");
+            assert!(
+                relay
+                    .take_buffered(&mut BytesMut::from(input), &mut |_| {})
+                    .is_err()
+                    || !relay.is_read(),
+                "{input:?}"
+            );
         }
         let endless = vec![b'1'; MAX_CHUNK_LINE + 2];
         let mut relay = Relay::new(Framing::Chunked, BytesMut::new(), false);
-        assert!(relay.take_buffered(&mut BytesMut::from(&endless[..]), &mut |_| {}).is_err());
+        assert!(
+            relay
+                .take_buffered(&mut BytesMut::from(&endless[..]), &mut |_| {})
+                .is_err()
+        );
     }
 
     #[test]

@@ -99,7 +99,10 @@ impl Connection {
 /// Where the head at the start of `buf` ends, if it is all there. `scanned` is how far an earlier call looked in vain;
 /// a peer that sends byte by byte costs no more than one that sends at once.
 pub fn find_end(buf: &[u8], scanned: &mut usize) -> Result<Option<usize>, Refused> {
-    let blank = buf.iter().take_while(|byte| matches!(byte, b'\r' | b'\n')).count();
+    let blank = buf
+        .iter()
+        .take_while(|byte| matches!(byte, b'\r' | b'\n'))
+        .count();
     let from = scanned.saturating_sub(3).max(blank);
     let end = memmem::find(&buf[from.min(buf.len())..], b"\r\n\r\n").map(|at| from + at + 4);
     if memmem::find(&buf[from.min(buf.len())..end.unwrap_or(buf.len())], b"\n\n").is_some() {
@@ -118,11 +121,17 @@ impl RequestHead {
         let mut storage = [httparse::EMPTY_HEADER; MAX_FIELDS];
         let mut parsed = httparse::Request::new(&mut storage);
         whole(parsed.parse(&raw), raw.len())?;
-        let (Some(method), Some(target), Some(version)) = (parsed.method, parsed.path, parsed.version) else {
+        let (Some(method), Some(target), Some(version)) =
+            (parsed.method, parsed.path, parsed.version)
+        else {
             return Err(Refused::Malformed("the request line is incomplete"));
         };
         let (method, target) = (span(&raw, method.as_bytes()), span(&raw, target.as_bytes()));
-        let version = if version == 0 { Version::Http10 } else { Version::Http11 };
+        let version = if version == 0 {
+            Version::Http10
+        } else {
+            Version::Http11
+        };
         let spans = Fields::spans(&raw, parsed.headers, version)?;
         let fields = Fields { raw, spans };
         let seen = fields.examine()?;
@@ -139,7 +148,14 @@ impl RequestHead {
             None | Some(0) => Framing::None,
             Some(length) => Framing::Length(length),
         };
-        let head = Self { fields, method, target, version, framing, connection: seen.connection };
+        let head = Self {
+            fields,
+            method,
+            target,
+            version,
+            framing,
+            connection: seen.connection,
+        };
         head.check_target()?;
         Ok(head)
     }
@@ -158,16 +174,23 @@ impl RequestHead {
         if target.starts_with(b"/") || (target == b"*" && method == b"OPTIONS") {
             return Ok(());
         }
-        let Some(scheme) = memmem::find(target, b"://").filter(|end| target[..*end].iter().all(u8::is_ascii_alphanumeric)) else {
+        let Some(scheme) = memmem::find(target, b"://")
+            .filter(|end| target[..*end].iter().all(u8::is_ascii_alphanumeric))
+        else {
             return Err(Refused::Malformed("the target is neither a path nor a URL"));
         };
         let (scheme, rest) = (&target[..scheme], &target[scheme + 3..]);
-        let named = &rest[..rest.iter().position(|byte| b"/?#".contains(byte)).unwrap_or(rest.len())];
-        let mut hosts = self.fields().filter(|(name, _)| name.eq_ignore_ascii_case(b"host"));
+        let named = &rest[..rest
+            .iter()
+            .position(|byte| b"/?#".contains(byte))
+            .unwrap_or(rest.len())];
+        let mut hosts = self
+            .fields()
+            .filter(|(name, _)| name.eq_ignore_ascii_case(b"host"));
         match hosts.next() {
-            Some((_, host)) if !authority::is_same(scheme, named, host) => {
-                Err(Refused::Malformed("the target and the Host field name different hosts"))
-            }
+            Some((_, host)) if !authority::is_same(scheme, named, host) => Err(Refused::Malformed(
+                "the target and the Host field name different hosts",
+            )),
             _ => Ok(()),
         }
     }
@@ -199,14 +222,20 @@ impl RequestHead {
     }
 
     /// The same as the app gets to see them: who calls is what the proxy knows, not what the client says.
-    pub fn fields_to_app<'a>(&'a self, called_by: Option<&'a str>) -> impl Iterator<Item = (&'a [u8], &'a [u8])> {
+    pub fn fields_to_app<'a>(
+        &'a self,
+        called_by: Option<&'a str>,
+    ) -> impl Iterator<Item = (&'a [u8], &'a [u8])> {
         let said = self.fields.iter().filter(|(name, _)| !is_called_by(name));
         said.chain(called_by.map(|identity| (X_CALLED_BY, identity.as_bytes())))
     }
 
     /// Whether sending it twice has the effect of sending it once (RFC 9110, section 9.2.2).
     pub fn is_idempotent(&self) -> bool {
-        matches!(self.method(), b"GET" | b"HEAD" | b"OPTIONS" | b"TRACE" | b"PUT" | b"DELETE")
+        matches!(
+            self.method(),
+            b"GET" | b"HEAD" | b"OPTIONS" | b"TRACE" | b"PUT" | b"DELETE"
+        )
     }
 
     /// Writes the head for the next hop.
@@ -215,7 +244,11 @@ impl RequestHead {
         out.extend_from_slice(self.method());
         out.extend_from_slice(b" ");
         out.extend_from_slice(self.target());
-        out.extend_from_slice(if self.version == Version::Http10 { b" HTTP/1.0\r\n" } else { b" HTTP/1.1\r\n" });
+        out.extend_from_slice(if self.version == Version::Http10 {
+            b" HTTP/1.0\r\n"
+        } else {
+            b" HTTP/1.1\r\n"
+        });
         self.fields.write(out, self.connection.upgrade);
         if let Some(identity) = called_by {
             out.extend_from_slice(X_CALLED_BY);
@@ -237,22 +270,37 @@ impl ResponseHead {
             return Err(Refused::Malformed("the status line is incomplete"));
         };
         if status < 100 {
-            return Err(Refused::Malformed("the status is not a number from 100 to 999"));
+            return Err(Refused::Malformed(
+                "the status is not a number from 100 to 999",
+            ));
         }
         let reason = span(&raw, parsed.reason.unwrap_or_default().as_bytes());
-        let version = if version == 0 { Version::Http10 } else { Version::Http11 };
+        let version = if version == 0 {
+            Version::Http10
+        } else {
+            Version::Http11
+        };
         let spans = Fields::spans(&raw, parsed.headers, version)?;
         let fields = Fields { raw, spans };
         let seen = fields.examine()?;
         let framing = match (status, seen.length) {
             (100..=199 | 204 | 304, _) => Framing::None,
-            _ if method == b"HEAD" || (method == b"CONNECT" && (200..300).contains(&status)) => Framing::None,
+            _ if method == b"HEAD" || (method == b"CONNECT" && (200..300).contains(&status)) => {
+                Framing::None
+            }
             _ if seen.chunked => Framing::Chunked,
             (_, Some(0)) => Framing::None,
             (_, Some(length)) => Framing::Length(length),
             (_, None) => Framing::UntilClose,
         };
-        Ok(Self { fields, reason, version, status, framing, connection: seen.connection })
+        Ok(Self {
+            fields,
+            reason,
+            version,
+            status,
+            framing,
+            connection: seen.connection,
+        })
     }
 
     /// The words behind the status code.
@@ -290,12 +338,14 @@ impl ResponseHead {
     pub fn write(&self, out: &mut BytesMut, connection: Option<&str>) {
         out.reserve(self.fields.raw.len() + 32);
         out.extend_from_slice(b"HTTP/1.1 ");
-        let digits = [self.status / 100, self.status / 10 % 10, self.status % 10].map(|digit| b'0' + digit as u8);
+        let digits = [self.status / 100, self.status / 10 % 10, self.status % 10]
+            .map(|digit| b'0' + digit as u8);
         out.extend_from_slice(&digits);
         out.extend_from_slice(b" ");
         out.extend_from_slice(self.reason());
         out.extend_from_slice(b"\r\n");
-        self.fields.write(out, self.status == 101 || self.connection.upgrade);
+        self.fields
+            .write(out, self.status == 101 || self.connection.upgrade);
         if let Some(connection) = connection {
             out.extend_from_slice(b"Connection: ");
             out.extend_from_slice(connection.as_bytes());
@@ -330,18 +380,32 @@ struct Seen {
 }
 
 impl Fields {
-    fn spans(raw: &[u8], parsed: &[httparse::Header<'_>], version: Version) -> Result<Vec<FieldSpan>, Refused> {
+    fn spans(
+        raw: &[u8],
+        parsed: &[httparse::Header<'_>],
+        version: Version,
+    ) -> Result<Vec<FieldSpan>, Refused> {
         let mut spans: Vec<FieldSpan> = parsed
             .iter()
-            .map(|field| FieldSpan { name: span(raw, field.name.as_bytes()), value: span(raw, field.value), hop_by_hop: false })
+            .map(|field| FieldSpan {
+                name: span(raw, field.name.as_bytes()),
+                value: span(raw, field.value),
+                hop_by_hop: false,
+            })
             .collect();
         let upgrade = version == Version::Http11 && asks_for_upgrade(parsed);
         for (span, field) in spans.iter_mut().zip(parsed) {
             span.hop_by_hop = match field.name.len() {
-                2 => field.name.eq_ignore_ascii_case("te") && !field.value.eq_ignore_ascii_case(b"trailers"),
+                2 => {
+                    field.name.eq_ignore_ascii_case("te")
+                        && !field.value.eq_ignore_ascii_case(b"trailers")
+                }
                 7 => field.name.eq_ignore_ascii_case("upgrade") && !upgrade,
                 11 => is_called_by(field.name.as_bytes()),
-                10 => field.name.eq_ignore_ascii_case("connection") || field.name.eq_ignore_ascii_case("keep-alive"),
+                10 => {
+                    field.name.eq_ignore_ascii_case("connection")
+                        || field.name.eq_ignore_ascii_case("keep-alive")
+                }
                 14 => field.name.eq_ignore_ascii_case("http2-settings"),
                 16 => field.name.eq_ignore_ascii_case("proxy-connection"),
                 _ => false,
@@ -377,7 +441,9 @@ impl Fields {
                 17 if name.eq_ignore_ascii_case(b"transfer-encoding") => {
                     encodings += 1;
                     if encodings > 1 || !value.eq_ignore_ascii_case(b"chunked") {
-                        return Err(Refused::Malformed("Transfer-Encoding is something else than chunked"));
+                        return Err(Refused::Malformed(
+                            "Transfer-Encoding is something else than chunked",
+                        ));
                     }
                     seen.chunked = true;
                 }
@@ -385,7 +451,9 @@ impl Fields {
             }
         }
         if seen.chunked && seen.length.is_some() {
-            return Err(Refused::Malformed("Transfer-Encoding together with Content-Length"));
+            return Err(Refused::Malformed(
+                "Transfer-Encoding together with Content-Length",
+            ));
         }
         seen.connection.upgrade = upgrade;
         Ok(seen)
@@ -396,7 +464,9 @@ impl Fields {
     }
 
     fn iter(&self) -> impl Iterator<Item = (&[u8], &[u8])> {
-        self.spans.iter().map(|field| (self.slice(&field.name), self.slice(&field.value)))
+        self.spans
+            .iter()
+            .map(|field| (self.slice(&field.name), self.slice(&field.value)))
     }
 
     fn write(&self, out: &mut BytesMut, upgrade: bool) {
@@ -418,32 +488,59 @@ impl Fields {
 /// An upgrade that the proxy lets pass: any but one to HTTP, in the clear or in TLS, whose requests nobody would read.
 fn asks_for_upgrade(fields: &[httparse::Header<'_>]) -> bool {
     let has = |name: &str, accept: fn(&[u8]) -> bool| {
-        fields.iter().filter(|field| field.name.eq_ignore_ascii_case(name)).flat_map(|field| list(field.value)).any(accept)
+        fields
+            .iter()
+            .filter(|field| field.name.eq_ignore_ascii_case(name))
+            .flat_map(|field| list(field.value))
+            .any(accept)
     };
-    has("connection", |option| option.eq_ignore_ascii_case(b"upgrade")) && has("upgrade", |_| true) && !has("upgrade", is_http)
+    has("connection", |option| {
+        option.eq_ignore_ascii_case(b"upgrade")
+    }) && has("upgrade", |_| true)
+        && !has("upgrade", is_http)
 }
 
 /// A protocol of an Upgrade field that carries HTTP: `h2c` (RFC 7540), `HTTP/2.0` (RFC 9110, section 7.8), `TLS/1.0` (RFC 2817).
 fn is_http(protocol: &[u8]) -> bool {
-    [&b"h2"[..], b"http", b"tls"].iter().any(|name| protocol.get(..name.len()).is_some_and(|start| start.eq_ignore_ascii_case(name)))
+    [&b"h2"[..], b"http", b"tls"].iter().any(|name| {
+        protocol
+            .get(..name.len())
+            .is_some_and(|start| start.eq_ignore_ascii_case(name))
+    })
 }
 
 /// Marks the fields that `Connection` names (RFC 9110, section 7.6.1), but never those that frame or route a message.
-fn mark_nominated(spans: &mut [FieldSpan], parsed: &[httparse::Header<'_>], upgrade: bool) -> Result<(), Refused> {
+fn mark_nominated(
+    spans: &mut [FieldSpan],
+    parsed: &[httparse::Header<'_>],
+    upgrade: bool,
+) -> Result<(), Refused> {
     const KEPT: [&[u8]; 4] = [b"close", b"keep-alive", b"upgrade", b"te"];
-    const NEVER: [&[u8]; 7] =
-        [b"host", b"content-length", b"transfer-encoding", b"content-type", b"authorization", b"cookie", b"x-called-by"];
-    for field in parsed.iter().filter(|field| field.name.eq_ignore_ascii_case("connection")) {
+    const NEVER: [&[u8]; 7] = [
+        b"host",
+        b"content-length",
+        b"transfer-encoding",
+        b"content-type",
+        b"authorization",
+        b"cookie",
+        b"x-called-by",
+    ];
+    for field in parsed
+        .iter()
+        .filter(|field| field.name.eq_ignore_ascii_case("connection"))
+    {
         for option in list(field.value) {
             if KEPT.iter().any(|kept| option.eq_ignore_ascii_case(kept)) {
                 continue;
             }
             if NEVER.iter().any(|never| option.eq_ignore_ascii_case(never)) {
-                return Err(Refused::Malformed("Connection names a field that is not the connection's"));
+                return Err(Refused::Malformed(
+                    "Connection names a field that is not the connection's",
+                ));
             }
             for (span, named) in spans.iter_mut().zip(parsed) {
-                span.hop_by_hop |=
-                    named.name.as_bytes().eq_ignore_ascii_case(option) && !(upgrade && option.eq_ignore_ascii_case(b"upgrade"));
+                span.hop_by_hop |= named.name.as_bytes().eq_ignore_ascii_case(option)
+                    && !(upgrade && option.eq_ignore_ascii_case(b"upgrade"));
             }
         }
     }
@@ -452,16 +549,27 @@ fn mark_nominated(spans: &mut [FieldSpan], parsed: &[httparse::Header<'_>], upgr
 
 /// The members of a comma-separated list (RFC 9110, section 5.6.1).
 fn list(value: &[u8]) -> impl Iterator<Item = &[u8]> {
-    value.split(|byte| *byte == b',').map(<[u8]>::trim_ascii).filter(|member| !member.is_empty())
+    value
+        .split(|byte| *byte == b',')
+        .map(<[u8]>::trim_ascii)
+        .filter(|member| !member.is_empty())
 }
 
 fn parse_length(value: &[u8]) -> Result<u64, Refused> {
-    let digits = std::str::from_utf8(value).ok().filter(|text| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()));
-    digits.and_then(|text| text.parse().ok()).ok_or(Refused::Malformed("Content-Length is not a number"))
+    let digits = std::str::from_utf8(value)
+        .ok()
+        .filter(|text| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()));
+    digits
+        .and_then(|text| text.parse().ok())
+        .ok_or(Refused::Malformed("Content-Length is not a number"))
 }
 
 fn check_host(value: &[u8]) -> Result<(), Refused> {
-    if authority::is_text(value) { Ok(()) } else { Err(Refused::Malformed("the Host field is not a host")) }
+    if authority::is_text(value) {
+        Ok(())
+    } else {
+        Err(Refused::Malformed("the Host field is not a host"))
+    }
 }
 
 fn whole(parsed: httparse::Result<usize>, length: usize) -> Result<(), Refused> {
@@ -469,12 +577,24 @@ fn whole(parsed: httparse::Result<usize>, length: usize) -> Result<(), Refused> 
         Ok(httparse::Status::Complete(read)) if read == length => Ok(()),
         Ok(_) => Err(Refused::Malformed("a line of the head ends without CR LF")),
         Err(httparse::Error::TooManyHeaders) => Err(Refused::TooLarge),
-        Err(httparse::Error::HeaderName) => Err(Refused::Malformed("a field's name is not a token")),
-        Err(httparse::Error::HeaderValue) => Err(Refused::Malformed("a field's value has a forbidden byte")),
-        Err(httparse::Error::NewLine) => Err(Refused::Malformed("a line of the head ends without CR LF")),
-        Err(httparse::Error::Version) => Err(Refused::Malformed("the version is not HTTP/1.0 or HTTP/1.1")),
-        Err(httparse::Error::Status) => Err(Refused::Malformed("the status is not a number from 100 to 999")),
-        Err(httparse::Error::Token) => Err(Refused::Malformed("the request line has a forbidden byte")),
+        Err(httparse::Error::HeaderName) => {
+            Err(Refused::Malformed("a field's name is not a token"))
+        }
+        Err(httparse::Error::HeaderValue) => {
+            Err(Refused::Malformed("a field's value has a forbidden byte"))
+        }
+        Err(httparse::Error::NewLine) => {
+            Err(Refused::Malformed("a line of the head ends without CR LF"))
+        }
+        Err(httparse::Error::Version) => Err(Refused::Malformed(
+            "the version is not HTTP/1.0 or HTTP/1.1",
+        )),
+        Err(httparse::Error::Status) => Err(Refused::Malformed(
+            "the status is not a number from 100 to 999",
+        )),
+        Err(httparse::Error::Token) => {
+            Err(Refused::Malformed("the request line has a forbidden byte"))
+        }
     }
 }
 
@@ -514,53 +634,107 @@ mod tests {
     #[test]
     fn what_means_this_hop_only_stays_here() {
         let text = "GET / HTTP/1.1\r\nHost: x\r\nConnection: close, X-Mine\r\nX-Mine: 1\r\nKeep-Alive: 5\r\nProxy-Connection: a\r\nX-Other: 2\r\n\r\n";
-        assert_eq!(forwarded(text), "GET / HTTP/1.1\r\nHost: x\r\nX-Other: 2\r\n\r\n");
+        assert_eq!(
+            forwarded(text),
+            "GET / HTTP/1.1\r\nHost: x\r\nX-Other: 2\r\n\r\n"
+        );
         assert!(request(text).unwrap().connection.close);
     }
 
     #[test]
     fn nobody_says_himself_who_he_is() {
         let text = "GET / HTTP/1.1\r\nHost: x\r\nX-Called-By: a\r\nx-cAlled-by: b\r\nx.called_by: d\r\nX-Called-Bye: c\r\n\r\n";
-        assert_eq!(forwarded(text), "GET / HTTP/1.1\r\nHost: x\r\nX-Called-Bye: c\r\n\r\n");
+        assert_eq!(
+            forwarded(text),
+            "GET / HTTP/1.1\r\nHost: x\r\nX-Called-Bye: c\r\n\r\n"
+        );
     }
 
     #[test]
     fn a_websocket_upgrade_passes_and_h2c_does_not() {
         let text = "GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: keep-alive, Upgrade\r\n\r\n";
         assert!(request(text).unwrap().connection.upgrade);
-        assert_eq!(forwarded(text), "GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n");
+        assert_eq!(
+            forwarded(text),
+            "GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n"
+        );
         let h2c = "GET / HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\nHTTP2-Settings: AAA\r\nConnection: Upgrade, HTTP2-Settings\r\n\r\n";
         assert_eq!(forwarded(h2c), "GET / HTTP/1.1\r\nHost: x\r\n\r\n");
         for protocol in ["websocket, h2c", "HTTP/2.0", "TLS/1.2, HTTP/1.1", "h2c-14"] {
-            let text = format!("GET / HTTP/1.1\r\nHost: x\r\nUpgrade: {protocol}\r\nConnection: Upgrade\r\n\r\n");
-            assert_eq!(forwarded(&text), "GET / HTTP/1.1\r\nHost: x\r\n\r\n", "{protocol}");
+            let text = format!(
+                "GET / HTTP/1.1\r\nHost: x\r\nUpgrade: {protocol}\r\nConnection: Upgrade\r\n\r\n"
+            );
+            assert_eq!(
+                forwarded(&text),
+                "GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+                "{protocol}"
+            );
         }
         let old = "GET / HTTP/1.0\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n";
-        assert_eq!(forwarded(old), "GET / HTTP/1.0\r\nHost: x\r\n\r\n", "RFC 9110, section 7.8");
+        assert_eq!(
+            forwarded(old),
+            "GET / HTTP/1.0\r\nHost: x\r\n\r\n",
+            "RFC 9110, section 7.8"
+        );
     }
 
     #[test]
     fn a_target_that_names_another_host_than_the_host_field_is_refused() {
-        let target = |line: &str| request(&format!("{line} HTTP/1.1\r\nHost: a\r\n\r\n")).map(|_| ());
-        for passed in
-            ["GET http://a/", "GET http://A:80/x", "GET https://a:443?x", "GET http://u:p@a/", "OPTIONS *", "CONNECT b:1", "GET //b/"]
-        {
+        let target =
+            |line: &str| request(&format!("{line} HTTP/1.1\r\nHost: a\r\n\r\n")).map(|_| ());
+        for passed in [
+            "GET http://a/",
+            "GET http://A:80/x",
+            "GET https://a:443?x",
+            "GET http://u:p@a/",
+            "OPTIONS *",
+            "CONNECT b:1",
+            "GET //b/",
+        ] {
             assert_eq!(target(passed), Ok(()), "{passed}");
         }
-        for other in ["GET http://b/", "GET http://a:81/", "GET https://a:80/", "GET http://b\\@a/", "GET http:///x", "GET http://a@b/"] {
-            assert_eq!(target(other), Err(Refused::Malformed("the target and the Host field name different hosts")), "{other}");
+        for other in [
+            "GET http://b/",
+            "GET http://a:81/",
+            "GET https://a:80/",
+            "GET http://b\\@a/",
+            "GET http:///x",
+            "GET http://a@b/",
+        ] {
+            assert_eq!(
+                target(other),
+                Err(Refused::Malformed(
+                    "the target and the Host field name different hosts"
+                )),
+                "{other}"
+            );
         }
-        for none in ["GET *", "GET a", "GET http:a", "GET ?://a/", "CONNECT /", "CONNECT a", "CONNECT http://a:1/"] {
+        for none in [
+            "GET *",
+            "GET a",
+            "GET http:a",
+            "GET ?://a/",
+            "CONNECT /",
+            "CONNECT a",
+            "CONNECT http://a:1/",
+        ] {
             assert!(target(none).is_err(), "{none}");
         }
         assert!(request("CONNECT a:1 HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\n\r\n").is_err());
-        assert!(request("GET http://a/ HTTP/1.0\r\n\r\n").is_ok(), "there is no Host to differ from");
+        assert!(
+            request("GET http://a/ HTTP/1.0\r\n\r\n").is_ok(),
+            "there is no Host to differ from"
+        );
     }
 
     #[test]
     fn an_app_says_nothing_in_the_name_of_a_proxy() {
         let mut out = BytesMut::new();
-        let mut head = response("HTTP/1.1 502 No\r\nX-Mesh-Error: connect-failed\r\nx_mesh.error: a\r\nX-A: b\r\n\r\n", "GET").unwrap();
+        let mut head = response(
+            "HTTP/1.1 502 No\r\nX-Mesh-Error: connect-failed\r\nx_mesh.error: a\r\nX-A: b\r\n\r\n",
+            "GET",
+        )
+        .unwrap();
         head.remove_mesh_error();
         head.write(&mut out, None);
         assert_eq!(&out[..], b"HTTP/1.1 502 No\r\nX-A: b\r\n\r\n");
@@ -570,75 +744,173 @@ mod tests {
     fn whatever_has_two_readings_is_refused() {
         let refused = |fields: &str, why: &'static str| {
             let text = format!("POST / HTTP/1.1\r\n{fields}\r\n");
-            assert_eq!(request(&text).map(|head| head.framing), Err(Refused::Malformed(why)), "{fields:?}");
+            assert_eq!(
+                request(&text).map(|head| head.framing),
+                Err(Refused::Malformed(why)),
+                "{fields:?}"
+            );
         };
         refused("", "the Host field is missing");
         refused("Host: a\r\nHost: a\r\n", "the Host field is repeated");
         refused("Host: a b\r\n", "the Host field is not a host");
-        refused("Host: a\r\nContent-Length: 1\r\nContent-Length: 1\r\n", "Content-Length is repeated");
-        refused("Host: a\r\nContent-Length: 1, 1\r\n", "Content-Length is not a number");
-        refused("Host: a\r\nContent-Length: +1\r\n", "Content-Length is not a number");
-        refused("Host: a\r\nContent-Length: 99999999999999999999\r\n", "Content-Length is not a number");
-        refused("Host: a\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n", "Transfer-Encoding together with Content-Length");
-        refused("Host: a\r\nTransfer-Encoding: gzip, chunked\r\n", "Transfer-Encoding is something else than chunked");
+        refused(
+            "Host: a\r\nContent-Length: 1\r\nContent-Length: 1\r\n",
+            "Content-Length is repeated",
+        );
+        refused(
+            "Host: a\r\nContent-Length: 1, 1\r\n",
+            "Content-Length is not a number",
+        );
+        refused(
+            "Host: a\r\nContent-Length: +1\r\n",
+            "Content-Length is not a number",
+        );
+        refused(
+            "Host: a\r\nContent-Length: 99999999999999999999\r\n",
+            "Content-Length is not a number",
+        );
+        refused(
+            "Host: a\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n",
+            "Transfer-Encoding together with Content-Length",
+        );
+        refused(
+            "Host: a\r\nTransfer-Encoding: gzip, chunked\r\n",
+            "Transfer-Encoding is something else than chunked",
+        );
         refused(
             "Host: a\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n",
             "Transfer-Encoding is something else than chunked",
         );
-        refused("Host: a\r\nTransfer-Encoding: xchunked\r\n", "Transfer-Encoding is something else than chunked");
-        refused("Host: a\r\nConnection: Content-Length\r\nContent-Length: 1\r\n", "Connection names a field that is not the connection's");
+        refused(
+            "Host: a\r\nTransfer-Encoding: xchunked\r\n",
+            "Transfer-Encoding is something else than chunked",
+        );
+        refused(
+            "Host: a\r\nConnection: Content-Length\r\nContent-Length: 1\r\n",
+            "Connection names a field that is not the connection's",
+        );
         refused("Host : a\r\n", "a field's name is not a token");
-        refused("Host: a\r\nX: 1\r\n folded\r\n", "a field's name is not a token");
-        refused("Host: a\r\nX: \0\r\n", "a field's value has a forbidden byte");
+        refused(
+            "Host: a\r\nX: 1\r\n folded\r\n",
+            "a field's name is not a token",
+        );
+        refused(
+            "Host: a\r\nX: \0\r\n",
+            "a field's value has a forbidden byte",
+        );
         assert!(request("GET / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n").is_err());
-        assert!(request("GET / HTTP/1.1\r\nHost: a\nX: 1\r\n\r\n").is_ok_and(|head| head.fields().count() == 2));
+        assert!(
+            request("GET / HTTP/1.1\r\nHost: a\nX: 1\r\n\r\n")
+                .is_ok_and(|head| head.fields().count() == 2)
+        );
     }
 
     #[test]
     fn responses_end_where_rfc_9112_says() {
         let framing = |text: &str, method: &str| response(text, method).unwrap().framing;
-        assert_eq!(framing("HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n", "GET"), Framing::Length(5));
-        assert_eq!(framing("HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n", "HEAD"), Framing::None);
-        assert_eq!(framing("HTTP/1.1 304 Not Modified\r\nContent-Length: 5\r\n\r\n", "GET"), Framing::None);
-        assert_eq!(framing("HTTP/1.1 204 No Content\r\n\r\n", "GET"), Framing::None);
-        assert_eq!(framing("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", "GET"), Framing::Chunked);
-        assert_eq!(framing("HTTP/1.1 200 OK\r\n\r\n", "GET"), Framing::UntilClose);
+        assert_eq!(
+            framing("HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n", "GET"),
+            Framing::Length(5)
+        );
+        assert_eq!(
+            framing("HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n", "HEAD"),
+            Framing::None
+        );
+        assert_eq!(
+            framing(
+                "HTTP/1.1 304 Not Modified\r\nContent-Length: 5\r\n\r\n",
+                "GET"
+            ),
+            Framing::None
+        );
+        assert_eq!(
+            framing("HTTP/1.1 204 No Content\r\n\r\n", "GET"),
+            Framing::None
+        );
+        assert_eq!(
+            framing(
+                "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n",
+                "GET"
+            ),
+            Framing::Chunked
+        );
+        assert_eq!(
+            framing("HTTP/1.1 200 OK\r\n\r\n", "GET"),
+            Framing::UntilClose
+        );
         assert_eq!(framing("HTTP/1.1 200 OK\r\n\r\n", "CONNECT"), Framing::None);
-        assert!(response("HTTP/1.1 200 OK\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n", "GET").is_err());
+        assert!(
+            response(
+                "HTTP/1.1 200 OK\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+                "GET"
+            )
+            .is_err()
+        );
     }
 
     #[test]
     fn the_reason_survives_and_the_connection_is_ours() {
         let mut out = BytesMut::new();
         let text = "HTTP/1.0 299 Fine By Me\r\nConnection: close\r\nX-A: b\r\n\r\n";
-        response(text, "GET").unwrap().write(&mut out, Some("close"));
-        assert_eq!(&out[..], b"HTTP/1.1 299 Fine By Me\r\nX-A: b\r\nConnection: close\r\n\r\n");
+        response(text, "GET")
+            .unwrap()
+            .write(&mut out, Some("close"));
+        assert_eq!(
+            &out[..],
+            b"HTTP/1.1 299 Fine By Me\r\nX-A: b\r\nConnection: close\r\n\r\n"
+        );
     }
 
     #[test]
     fn an_upgrade_that_a_response_offers_stays_the_connections() {
         let text = "HTTP/1.1 426 Upgrade Required\r\nUpgrade: websocket\r\nConnection: upgrade\r\nContent-Length: 0\r\n\r\n";
         let mut out = BytesMut::new();
-        response(text, "GET").unwrap().write(&mut out, Some("close"));
+        response(text, "GET")
+            .unwrap()
+            .write(&mut out, Some("close"));
         let expected = "Upgrade: websocket\r\nContent-Length: 0\r\nConnection: Upgrade\r\nConnection: close\r\n\r\n";
-        assert_eq!(String::from_utf8_lossy(&out), format!("HTTP/1.1 426 Upgrade Required\r\n{expected}"));
+        assert_eq!(
+            String::from_utf8_lossy(&out),
+            format!("HTTP/1.1 426 Upgrade Required\r\n{expected}")
+        );
     }
 
     #[test]
     fn a_status_below_100_is_none() {
         for status in ["000", "099", "99", "1000", "abc"] {
-            assert!(response(&format!("HTTP/1.1 {status} OK\r\n\r\n"), "GET").is_err(), "{status}");
+            assert!(
+                response(&format!("HTTP/1.1 {status} OK\r\n\r\n"), "GET").is_err(),
+                "{status}"
+            );
         }
-        assert_eq!(response("HTTP/1.1 999 OK\r\n\r\n", "GET").unwrap().status, 999);
+        assert_eq!(
+            response("HTTP/1.1 999 OK\r\n\r\n", "GET").unwrap().status,
+            999
+        );
     }
 
     #[test]
     fn a_head_is_found_when_it_is_all_there_and_refused_when_it_never_ends() {
         let mut scanned = 0;
-        assert_eq!(find_end(b"GET / HTTP/1.1\r\nHost: a\r\n\r", &mut scanned), Ok(None));
-        assert_eq!(find_end(b"GET / HTTP/1.1\r\nHost: a\r\n\r\nrest", &mut scanned), Ok(Some(27)));
-        assert_eq!(find_end(b"\r\n\r\nGET / HTTP/1.1\r\n\r\n", &mut 0), Ok(Some(22)));
-        assert_eq!(find_end(b"GET / HTTP/1.1\n\n", &mut 0), Err(Refused::Malformed("a line of the head ends without CR LF")));
-        assert_eq!(find_end(&vec![b'a'; MAX_HEAD + 1], &mut 0), Err(Refused::TooLarge));
+        assert_eq!(
+            find_end(b"GET / HTTP/1.1\r\nHost: a\r\n\r", &mut scanned),
+            Ok(None)
+        );
+        assert_eq!(
+            find_end(b"GET / HTTP/1.1\r\nHost: a\r\n\r\nrest", &mut scanned),
+            Ok(Some(27))
+        );
+        assert_eq!(
+            find_end(b"\r\n\r\nGET / HTTP/1.1\r\n\r\n", &mut 0),
+            Ok(Some(22))
+        );
+        assert_eq!(
+            find_end(b"GET / HTTP/1.1\n\n", &mut 0),
+            Err(Refused::Malformed("a line of the head ends without CR LF"))
+        );
+        assert_eq!(
+            find_end(&vec![b'a'; MAX_HEAD + 1], &mut 0),
+            Err(Refused::TooLarge)
+        );
     }
 }

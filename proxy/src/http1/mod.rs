@@ -77,7 +77,10 @@ enum After {
 }
 
 /// The next request's head; none when the client or the proxy ends the connection between two requests.
-async fn next_request(client: &mut Io, mut drain: Pin<&mut WaitForCancellationFuture<'_>>) -> Result<Option<RequestHead>, Failure> {
+async fn next_request(
+    client: &mut Io,
+    mut drain: Pin<&mut WaitForCancellationFuture<'_>>,
+) -> Result<Option<RequestHead>, Failure> {
     let mut scanned = 0;
     let mut deadline = None;
     loop {
@@ -85,7 +88,10 @@ async fn next_request(client: &mut Io, mut drain: Pin<&mut WaitForCancellationFu
             let raw = client.unread().split_to(end).freeze();
             return RequestHead::parse(raw).map(Some).map_err(refused);
         }
-        let idle = client.unread().iter().all(|byte| matches!(byte, b'\r' | b'\n'));
+        let idle = client
+            .unread()
+            .iter()
+            .all(|byte| matches!(byte, b'\r' | b'\n'));
         let filled = if idle {
             poll_fn(|cx| match client.poll_fill(cx) {
                 Poll::Pending => drain.as_mut().poll(cx).map(|()| Ok(0)),
@@ -94,12 +100,19 @@ async fn next_request(client: &mut Io, mut drain: Pin<&mut WaitForCancellationFu
             .await
         } else {
             // One deadline for the whole head: a client that sends a byte now and then gains nothing by it.
-            let deadline = *deadline.get_or_insert_with(|| tokio::time::Instant::now() + HEAD_TIMEOUT);
-            timeout_at(deadline, poll_fn(|cx| client.poll_fill(cx))).await.map_err(|_| Failure::RequestTimeout)?
+            let deadline =
+                *deadline.get_or_insert_with(|| tokio::time::Instant::now() + HEAD_TIMEOUT);
+            timeout_at(deadline, poll_fn(|cx| client.poll_fill(cx)))
+                .await
+                .map_err(|_| Failure::RequestTimeout)?
         };
         match filled {
             Ok(0) | Err(_) if idle => return Ok(None),
-            Ok(0) => return Err(Failure::BadRequest("the connection was closed in the middle of a head")),
+            Ok(0) => {
+                return Err(Failure::BadRequest(
+                    "the connection was closed in the middle of a head",
+                ));
+            }
             Err(_) => return Ok(None),
             Ok(_) => {}
         }
@@ -137,13 +150,30 @@ impl<'a> Exchange<'a> {
     fn new(client: &'a mut Io, request: RequestHead, flow: &'a Flow) -> Self {
         let mut dump = flow.dump();
         if let Some(dump) = &mut dump {
-            let version: &[u8] = if request.version == Version::Http10 { b"HTTP/1.0" } else { b"HTTP/1.1" };
-            dump.request_head(&[request.method(), b" ", request.target(), b" ", version].concat(), request.fields_to_app(flow.called_by()));
+            let version: &[u8] = if request.version == Version::Http10 {
+                b"HTTP/1.0"
+            } else {
+                b"HTTP/1.1"
+            };
+            dump.request_head(
+                &[request.method(), b" ", request.target(), b" ", version].concat(),
+                request.fields_to_app(flow.called_by()),
+            );
         }
         let mut head = BytesMut::new();
         request.write(&mut head, flow.called_by());
         let upload = Relay::new(request.framing, head, false);
-        Self { client, flow, request, dump, first: Bytes::new(), upload, replayable: false, is_probe: false, client_ended: false }
+        Self {
+            client,
+            flow,
+            request,
+            dump,
+            first: Bytes::new(),
+            upload,
+            replayable: false,
+            is_probe: false,
+            client_ended: false,
+        }
     }
 
     /// Tries endpoints until one has answered, or there is no point in trying more.
@@ -153,7 +183,9 @@ impl<'a> Exchange<'a> {
             Err(refused) => return self.refuse(refused).await,
         }
         let (upload, dump) = (&mut self.upload, &mut self.dump);
-        let taken = upload.take_buffered(self.client.unread(), &mut |data| show(dump, ExchangeDump::request_body, data));
+        let taken = upload.take_buffered(self.client.unread(), &mut |data| {
+            show(dump, ExchangeDump::request_body, data)
+        });
         if let Err(broken) = taken {
             return self.refuse(broken_request(&broken)).await;
         }
@@ -177,8 +209,15 @@ impl<'a> Exchange<'a> {
     /// Steps 5 to 8 on one endpoint.
     async fn attempt(&mut self, avoid: &[SocketAddr]) -> Result<After, Stopped> {
         let flow = self.flow;
-        let final_failure = |failure| Stopped { failure, again: false, avoid: None };
-        let endpoint = flow.destination.pick(avoid, &mut flow.worker.rng.borrow_mut()).map_err(final_failure)?;
+        let final_failure = |failure| Stopped {
+            failure,
+            again: false,
+            avoid: None,
+        };
+        let endpoint = flow
+            .destination
+            .pick(avoid, &mut flow.worker.rng.borrow_mut())
+            .map_err(final_failure)?;
         let mut in_flight = endpoint.begin();
         let mut upstream = match connect::http1(&endpoint, !self.is_probe, &flow.worker.tls).await {
             Ok(upstream) => upstream,
@@ -186,7 +225,11 @@ impl<'a> Exchange<'a> {
                 in_flight.failed();
                 endpoint.quarantine(Instant::now());
                 let again = flow.destination.endpoints_len() > avoid.len() + 1;
-                return Err(Stopped { failure, again, avoid: Some(endpoint.address) });
+                return Err(Stopped {
+                    failure,
+                    again,
+                    avoid: Some(endpoint.address),
+                });
             }
         };
         if !upstream.reused {
@@ -206,38 +249,80 @@ impl<'a> Exchange<'a> {
         if upstream.io.is_secured() && self.was_not_delivered(&head) {
             in_flight.failed();
             endpoint.quarantine(Instant::now());
-            let failure = Failure::UpstreamClosed { address: endpoint.address, reason: "its app accepts no connection".into() };
-            return Err(Stopped { failure, again: true, avoid: Some(endpoint.address) });
+            let failure = Failure::UpstreamClosed {
+                address: endpoint.address,
+                reason: "its app accepts no connection".into(),
+            };
+            return Err(Stopped {
+                failure,
+                again: true,
+                avoid: Some(endpoint.address),
+            });
         }
         in_flight.answered();
-        self.pass_response(upstream.io, &endpoint, head, in_flight).await
+        self.pass_response(upstream.io, &endpoint, head, in_flight)
+            .await
     }
 
     /// Sends the request and passes interim responses on, until the final response's head is there; none when the
     /// client is gone.
-    async fn await_response(&mut self, upstream: &mut Upstream, endpoint: &Endpoint) -> Result<Option<ResponseHead>, Stopped> {
+    async fn await_response(
+        &mut self,
+        upstream: &mut Upstream,
+        endpoint: &Endpoint,
+    ) -> Result<Option<ResponseHead>, Stopped> {
         self.upload.send_first(self.first.clone());
         loop {
             let mut scanned = 0;
-            let mut head = match poll_fn(|cx| self.poll_response_head(cx, &mut upstream.io, &mut scanned)).await {
-                Ok(head) => head,
-                Err(Ended::Client) => return Ok(None),
-                Err(Ended::BadRequest(failure)) => return Err(Stopped { failure, again: false, avoid: None }),
-                Err(Ended::Malformed(reason)) => {
-                    let failure = Failure::UpstreamMalformed { address: endpoint.address, reason: reason.to_owned() };
-                    return Err(Stopped { failure, again: false, avoid: None });
-                }
-                Err(Ended::Upstream(reason)) => {
-                    let failure = Failure::UpstreamClosed { address: endpoint.address, reason };
-                    let untouched = upstream.reused && upstream.io.unread().is_empty();
-                    let again = untouched && self.replayable && self.request.is_idempotent();
-                    return Err(Stopped { failure, again, avoid: None });
-                }
-            };
+            let mut head =
+                match poll_fn(|cx| self.poll_response_head(cx, &mut upstream.io, &mut scanned))
+                    .await
+                {
+                    Ok(head) => head,
+                    Err(Ended::Client) => return Ok(None),
+                    Err(Ended::BadRequest(failure)) => {
+                        return Err(Stopped {
+                            failure,
+                            again: false,
+                            avoid: None,
+                        });
+                    }
+                    Err(Ended::Malformed(reason)) => {
+                        let failure = Failure::UpstreamMalformed {
+                            address: endpoint.address,
+                            reason: reason.to_owned(),
+                        };
+                        return Err(Stopped {
+                            failure,
+                            again: false,
+                            avoid: None,
+                        });
+                    }
+                    Err(Ended::Upstream(reason)) => {
+                        let failure = Failure::UpstreamClosed {
+                            address: endpoint.address,
+                            reason,
+                        };
+                        let untouched = upstream.reused && upstream.io.unread().is_empty();
+                        let again = untouched && self.replayable && self.request.is_idempotent();
+                        return Err(Stopped {
+                            failure,
+                            again,
+                            avoid: None,
+                        });
+                    }
+                };
             if head.status == 101 && !(self.request.connection.upgrade && self.upload.is_done()) {
                 let reason = "101, and the request asked for no other protocol".to_owned();
-                let failure = Failure::UpstreamMalformed { address: endpoint.address, reason };
-                return Err(Stopped { failure, again: false, avoid: None });
+                let failure = Failure::UpstreamMalformed {
+                    address: endpoint.address,
+                    reason,
+                };
+                return Err(Stopped {
+                    failure,
+                    again: false,
+                    avoid: None,
+                });
             }
             // Only a peer's proxy, which has proven itself, speaks for the mesh.
             if !upstream.io.is_secured() {
@@ -254,7 +339,12 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    fn poll_response_head(&mut self, cx: &mut Context<'_>, upstream: &mut Io, scanned: &mut usize) -> Poll<Result<ResponseHead, Ended>> {
+    fn poll_response_head(
+        &mut self,
+        cx: &mut Context<'_>,
+        upstream: &mut Io,
+        scanned: &mut usize,
+    ) -> Poll<Result<ResponseHead, Ended>> {
         let uploading = self.poll_upload(cx, upstream)?;
         loop {
             match find_end(upstream.unread(), scanned) {
@@ -262,14 +352,20 @@ impl<'a> Exchange<'a> {
                 Ok(Some(end)) => {
                     let raw = upstream.unread().split_to(end).freeze();
                     let parsed = ResponseHead::parse(raw, self.request.method());
-                    return Poll::Ready(parsed.map_err(|refused| Ended::Malformed(describe(refused))));
+                    return Poll::Ready(
+                        parsed.map_err(|refused| Ended::Malformed(describe(refused))),
+                    );
                 }
                 Err(refused) => return Poll::Ready(Err(Ended::Malformed(describe(refused)))),
             }
             match upstream.poll_fill(cx) {
-                Poll::Ready(Ok(0)) => return Poll::Ready(Err(Ended::Upstream("end of stream".into()))),
+                Poll::Ready(Ok(0)) => {
+                    return Poll::Ready(Err(Ended::Upstream("end of stream".into())));
+                }
                 Poll::Ready(Ok(_)) => {}
-                Poll::Ready(Err(error)) => return Poll::Ready(Err(Ended::Upstream(error.to_string()))),
+                Poll::Ready(Err(error)) => {
+                    return Poll::Ready(Err(Ended::Upstream(error.to_string())));
+                }
                 Poll::Pending => break,
             }
         }
@@ -305,7 +401,11 @@ impl<'a> Exchange<'a> {
 
     /// While the app works on its answer: a client that half-closes is shown to the app as it would be without the mesh,
     /// one that breaks off ends the exchange.
-    fn poll_client_end(&mut self, cx: &mut Context<'_>, upstream: &mut Io) -> Poll<Result<(), Ended>> {
+    fn poll_client_end(
+        &mut self,
+        cx: &mut Context<'_>,
+        upstream: &mut Io,
+    ) -> Poll<Result<(), Ended>> {
         if self.client_ended || !self.client.unread().is_empty() {
             return Poll::Pending;
         }
@@ -326,7 +426,9 @@ impl<'a> Exchange<'a> {
         self.flow.direction == Direction::Outbound
             && head.status == 502
             && self.replayable
-            && head.fields().any(|(name, value)| name.eq_ignore_ascii_case(b"x-mesh-error") && value == b"connect-failed")
+            && head.fields().any(|(name, value)| {
+                name.eq_ignore_ascii_case(b"x-mesh-error") && value == b"connect-failed"
+            })
             && self.flow.destination.endpoints_len() > 1
     }
 
@@ -339,15 +441,23 @@ impl<'a> Exchange<'a> {
         in_flight: InFlight,
     ) -> Result<After, Stopped> {
         let flow = self.flow;
-        let status = http::StatusCode::from_u16(head.status).unwrap_or(http::StatusCode::BAD_GATEWAY);
-        flow.worker.metrics.request(flow.direction, Protocol::Http1, status);
+        let status =
+            http::StatusCode::from_u16(head.status).unwrap_or(http::StatusCode::BAD_GATEWAY);
+        flow.worker
+            .metrics
+            .request(flow.direction, Protocol::Http1, status);
         if let Some(dump) = &mut self.dump {
             let digits = head.status.to_string();
-            dump.response_head(&[b"HTTP/1.1 ", digits.as_bytes(), b" ", head.reason()].concat(), head.fields());
+            dump.response_head(
+                &[b"HTTP/1.1 ", digits.as_bytes(), b" ", head.reason()].concat(),
+                head.fields(),
+            );
         }
-        let tunnel = head.status == 101 || (self.request.method() == b"CONNECT" && (200..300).contains(&head.status));
+        let tunnel = head.status == 101
+            || (self.request.method() == b"CONNECT" && (200..300).contains(&head.status));
         let plain = self.request.version == Version::Http10;
-        let until_close = head.framing == Framing::UntilClose || (plain && head.framing == Framing::Chunked);
+        let until_close =
+            head.framing == Framing::UntilClose || (plain && head.framing == Framing::Chunked);
         let keep = !tunnel
             && !until_close
             && !self.is_probe
@@ -381,21 +491,35 @@ impl<'a> Exchange<'a> {
         if let Some(dump) = &mut self.dump {
             dump.response_end();
         }
-        let reusable =
-            head.connection.persists(head.version) && !until_close && self.upload.is_done() && !self.client_ended && !self.is_probe;
+        let reusable = head.connection.persists(head.version)
+            && !until_close
+            && self.upload.is_done()
+            && !self.client_ended
+            && !self.is_probe;
         if reusable && upstream.unread().is_empty() {
             endpoint.pool.checkin_http1(upstream, Instant::now());
         }
-        Ok(if keep && !self.client_ended { After::KeepAlive } else { After::Close })
+        Ok(if keep && !self.client_ended {
+            After::KeepAlive
+        } else {
+            After::Close
+        })
     }
 
     /// The response on its way to the client, and what is left of the request on its way to the app.
-    fn poll_pass(&mut self, cx: &mut Context<'_>, upstream: &mut Io, download: &mut Relay) -> Poll<Result<(), Broken>> {
+    fn poll_pass(
+        &mut self,
+        cx: &mut Context<'_>,
+        upstream: &mut Io,
+        download: &mut Relay,
+    ) -> Poll<Result<(), Broken>> {
         if let Err(Ended::Client) = self.poll_upload(cx, upstream) {
             return Poll::Ready(Err(Broken::Gone));
         }
         let dump = &mut self.dump;
-        download.poll(cx, upstream, self.client, &mut |data| show(dump, ExchangeDump::response_body, data))
+        download.poll(cx, upstream, self.client, &mut |data| {
+            show(dump, ExchangeDump::response_body, data)
+        })
     }
 
     /// Answers in the app's place.
@@ -405,7 +529,14 @@ impl<'a> Exchange<'a> {
             && self.request.connection.persists(self.request.version)
             && !self.client_ended
             && !self.flow.is_draining();
-        answer(self.client, self.flow, &mut self.dump, keep.then_some(&self.request), &failure).await;
+        answer(
+            self.client,
+            self.flow,
+            &mut self.dump,
+            keep.then_some(&self.request),
+            &failure,
+        )
+        .await;
         if keep { After::KeepAlive } else { After::Close }
     }
 }
@@ -450,7 +581,13 @@ fn broken_request(broken: &Broken) -> Failure {
 }
 
 /// The proxy's own answer. `request` is given where the connection goes on after it.
-async fn answer(client: &mut Io, flow: &Flow, dump: &mut Option<ExchangeDump>, request: Option<&RequestHead>, failure: &Failure) {
+async fn answer(
+    client: &mut Io,
+    flow: &Flow,
+    dump: &mut Option<ExchangeDump>,
+    request: Option<&RequestHead>,
+    failure: &Failure,
+) {
     let status = failure.status();
     flow.worker.metrics.failure(flow.direction, failure);
     tracing::debug!(peer = %flow.peer, destination = %flow.destination.name(), code = failure.code(), "{failure}");
@@ -458,8 +595,15 @@ async fn answer(client: &mut Io, flow: &Flow, dump: &mut Option<ExchangeDump>, r
         dump.failure(failure);
     }
     let text = format!("{failure}\n");
-    let connection = if request.is_some() { "" } else { "connection: close\r\n" };
-    let allow = failure.allow().map(|methods| format!("allow: {methods}\r\n")).unwrap_or_default();
+    let connection = if request.is_some() {
+        ""
+    } else {
+        "connection: close\r\n"
+    };
+    let allow = failure
+        .allow()
+        .map(|methods| format!("allow: {methods}\r\n"))
+        .unwrap_or_default();
     let mut out = format!(
         "HTTP/1.1 {} {}\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: {}\r\nx-mesh-error: {}\r\n{allow}{connection}\r\n",
         status.as_u16(),

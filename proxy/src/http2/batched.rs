@@ -42,7 +42,12 @@ struct Inner {
 
 impl Batched {
     pub fn new(io: Io) -> Self {
-        Self(Rc::new(RefCell::new(Inner { io, out: Vec::new(), written: 0, read: 0 })))
+        Self(Rc::new(RefCell::new(Inner {
+            io,
+            out: Vec::new(),
+            written: 0,
+            read: 0,
+        })))
     }
 
     /// Writes what was gathered. Pending: the socket takes no more now.
@@ -117,7 +122,11 @@ impl Inner {
 }
 
 impl AsyncRead for Batched {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         let inner = &mut *self.0.borrow_mut();
         let before = buf.filled().len();
         ready!(Pin::new(&mut inner.io).poll_read(cx, buf))?;
@@ -127,14 +136,22 @@ impl AsyncRead for Batched {
 }
 
 impl AsyncWrite for Batched {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
         let inner = &mut *self.0.borrow_mut();
         ready!(inner.poll_room(cx))?;
         inner.out.extend_from_slice(buf);
         Poll::Ready(Ok(buf.len()))
     }
 
-    fn poll_write_vectored(self: Pin<&mut Self>, cx: &mut Context<'_>, bufs: &[io::IoSlice<'_>]) -> Poll<io::Result<usize>> {
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
         let inner = &mut *self.0.borrow_mut();
         ready!(inner.poll_room(cx))?;
         bufs.iter().for_each(|buf| inner.out.extend_from_slice(buf));

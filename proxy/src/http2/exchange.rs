@@ -29,7 +29,11 @@ use crate::policy::{Admission, RequestView, is_mesh_error};
 const MAX_TRIES: usize = 3;
 
 /// Carries one request to an endpoint, and the response back.
-pub(super) async fn carry(request: Request<RecvStream>, respond: SendResponse<Bytes>, client: Stream) {
+pub(super) async fn carry(
+    request: Request<RecvStream>,
+    respond: SendResponse<Bytes>,
+    client: Stream,
+) {
     let (mut parts, body) = request.into_parts();
     let malformed = head::malformed(&parts);
     head::prepare(&mut parts, client.flow.called_by());
@@ -53,14 +57,21 @@ pub(super) async fn carry(request: Request<RecvStream>, respond: SendResponse<By
     }
     let request = RequestView {
         method: parts.method.as_str().as_bytes(),
-        target: parts.uri.path_and_query().map_or("", |path| path.as_str()).as_bytes(),
+        target: parts
+            .uri
+            .path_and_query()
+            .map_or("", |path| path.as_str())
+            .as_bytes(),
         http2: true,
         has_body: !exchange.upload.is_done(),
-        upgrade: head::extended_protocol(&parts).is_some_and(|protocol| protocol.eq_ignore_ascii_case("websocket")),
+        upgrade: head::extended_protocol(&parts)
+            .is_some_and(|protocol| protocol.eq_ignore_ascii_case("websocket")),
     };
     match exchange.client.flow.authorize_request(&request) {
         // An exempt probe is the only exchange of its connection.
-        Ok(Admission::Probe) if exchange.client.has_probed.replace(true) => return exchange.refuse(&Failure::MtlsRequired),
+        Ok(Admission::Probe) if exchange.client.has_probed.replace(true) => {
+            return exchange.refuse(&Failure::MtlsRequired);
+        }
         Ok(admission) => exchange.is_probe = admission == Admission::Probe,
         Err(refused) => return exchange.refuse(&refused),
     }
@@ -124,7 +135,11 @@ impl Exchange {
                 Ok(()) => return self.client.has_ended(),
                 Err(Stopped::Cancelled) => return self.client.was_reset(),
                 Err(Stopped::Reset(code)) => return self.pass_reset(code),
-                Err(Stopped::Failed { failure, again, avoid: address }) => {
+                Err(Stopped::Failed {
+                    failure,
+                    again,
+                    avoid: address,
+                }) => {
                     if last || !again || !self.upload.rewind() {
                         return self.refuse(&failure);
                     }
@@ -138,28 +153,53 @@ impl Exchange {
     /// Steps 5 to 8 on one endpoint.
     async fn attempt(&mut self, parts: Parts, avoid: &[SocketAddr]) -> Result<(), Stopped> {
         let flow = self.client.flow.clone();
-        let picked = flow.destination.pick(avoid, &mut flow.worker.rng.borrow_mut());
-        let endpoint = picked.map_err(|failure| Stopped::Failed { failure, again: false, avoid: None })?;
+        let picked = flow
+            .destination
+            .pick(avoid, &mut flow.worker.rng.borrow_mut());
+        let endpoint = picked.map_err(|failure| Stopped::Failed {
+            failure,
+            again: false,
+            avoid: None,
+        })?;
         let lease = match self.lease(&endpoint).await? {
             Ok(lease) => lease,
             Err(failure) => {
-                let refused = matches!(failure, Failure::Connect { .. } | Failure::ConnectTimeout(_));
+                let refused = matches!(
+                    failure,
+                    Failure::Connect { .. } | Failure::ConnectTimeout(_)
+                );
                 if refused {
                     endpoint.quarantine(Instant::now());
                 }
                 let again = refused && flow.destination.endpoints_len() > avoid.len() + 1;
-                return Err(Stopped::Failed { failure, again, avoid: Some(endpoint.address) });
+                return Err(Stopped::Failed {
+                    failure,
+                    again,
+                    avoid: Some(endpoint.address),
+                });
             }
         };
         if head::extended_protocol(&parts).is_some() && !lease.takes_extended_connect() {
             let reason = "it does not take extended CONNECT requests".to_owned();
-            let failure = Failure::UpstreamMalformed { address: endpoint.address, reason };
-            return Err(Stopped::Failed { failure, again: false, avoid: None });
+            let failure = Failure::UpstreamMalformed {
+                address: endpoint.address,
+                reason,
+            };
+            return Err(Stopped::Failed {
+                failure,
+                again: false,
+                avoid: None,
+            });
         }
         let mut in_flight = endpoint.begin();
         let sent = lease.send(Request::from_parts(parts, ()), self.upload.is_done());
         let (response, to_upstream) = sent.map_err(|error| self.broke(&error, &endpoint, true))?;
-        let mut attempt = Attempt { response, to_upstream, lease, endpoint };
+        let mut attempt = Attempt {
+            response,
+            to_upstream,
+            lease,
+            endpoint,
+        };
         let response = match poll_fn(|cx| self.poll_response(cx, &mut attempt)).await {
             Ok(response) => response,
             Err(Ended::Client(code)) => {
@@ -181,17 +221,28 @@ impl Exchange {
         if !is_peer {
             head::remove(&mut parts.headers, is_mesh_error);
         }
-        if flow.direction == Direction::Outbound && head::says_not_delivered(&parts) && flow.destination.endpoints_len() > 1 {
+        if flow.direction == Direction::Outbound
+            && head::says_not_delivered(&parts)
+            && flow.destination.endpoints_len() > 1
+        {
             in_flight.failed();
             attempt.endpoint.quarantine(Instant::now());
             if self.upload.rewind() {
-                let failure = Failure::UpstreamClosed { address: attempt.endpoint.address, reason: "its app accepts no connection".into() };
-                return Err(Stopped::Failed { failure, again: true, avoid: Some(attempt.endpoint.address) });
+                let failure = Failure::UpstreamClosed {
+                    address: attempt.endpoint.address,
+                    reason: "its app accepts no connection".into(),
+                };
+                return Err(Stopped::Failed {
+                    failure,
+                    again: true,
+                    avoid: Some(attempt.endpoint.address),
+                });
             }
         }
         in_flight.answered();
         self.upload.settle();
-        self.pass_response(Response::from_parts(parts, body), attempt, in_flight).await
+        self.pass_response(Response::from_parts(parts, body), attempt, in_flight)
+            .await
     }
 
     /// A place on a connection to the endpoint, unless the client goes away meanwhile.
@@ -212,7 +263,11 @@ impl Exchange {
     }
 
     /// Sends the request's body while the response has not begun.
-    fn poll_response(&mut self, cx: &mut Context<'_>, attempt: &mut Attempt) -> Poll<Result<Response<RecvStream>, Ended>> {
+    fn poll_response(
+        &mut self,
+        cx: &mut Context<'_>,
+        attempt: &mut Attempt,
+    ) -> Poll<Result<Response<RecvStream>, Ended>> {
         self.client.note_progress();
         if let Err(code) = self.poll_upload(cx, &mut attempt.to_upstream) {
             return Poll::Ready(Err(Ended::Client(code)));
@@ -233,11 +288,17 @@ impl Exchange {
         if let Poll::Ready(response) = Pin::new(&mut attempt.response).poll(cx) {
             return Poll::Ready(response.map_err(Ended::Upstream));
         }
-        self.respond.poll_reset(cx).map(|reset| Err(Ended::Client(reset.unwrap_or(Reason::CANCEL))))
+        self.respond
+            .poll_reset(cx)
+            .map(|reset| Err(Ended::Client(reset.unwrap_or(Reason::CANCEL))))
     }
 
     /// Moves the request's body along. Fails with the client's code; an upstream that takes no more may have answered already.
-    fn poll_upload(&mut self, cx: &mut Context<'_>, to_upstream: &mut SendStream<Bytes>) -> Result<(), Reason> {
+    fn poll_upload(
+        &mut self,
+        cx: &mut Context<'_>,
+        to_upstream: &mut SendStream<Bytes>,
+    ) -> Result<(), Reason> {
         if self.upload.is_done() {
             return Ok(());
         }
@@ -250,20 +311,38 @@ impl Exchange {
     }
 
     /// Passes the response on, and what is left of the request.
-    async fn pass_response(&mut self, response: Response<RecvStream>, mut attempt: Attempt, in_flight: InFlight) -> Result<(), Stopped> {
+    async fn pass_response(
+        &mut self,
+        response: Response<RecvStream>,
+        mut attempt: Attempt,
+        in_flight: InFlight,
+    ) -> Result<(), Stopped> {
         let flow = &self.client.flow;
         let (parts, body) = response.into_parts();
-        flow.worker.metrics.request(flow.direction, Protocol::Http2, parts.status);
+        flow.worker
+            .metrics
+            .request(flow.direction, Protocol::Http2, parts.status);
         if let Some(dump) = &mut self.dump {
             dump.response_parts(&parts);
         }
-        let mut download = Relay::new(body, Way::Response { from_proxy: attempt.lease.is_secured() });
+        let mut download = Relay::new(
+            body,
+            Way::Response {
+                from_proxy: attempt.lease.is_secured(),
+            },
+        );
         let grpc = self.grpc && head::is_grpc(&parts.headers);
-        let Ok(mut to_client) = self.respond.send_response(Response::from_parts(parts, ()), download.is_done()) else {
+        let Ok(mut to_client) = self
+            .respond
+            .send_response(Response::from_parts(parts, ()), download.is_done())
+        else {
             attempt.to_upstream.send_reset(Reason::CANCEL);
             return Err(Stopped::Cancelled);
         };
-        let passed = poll_fn(|cx| self.poll_pass(cx, &mut attempt.to_upstream, &mut download, &mut to_client)).await;
+        let passed = poll_fn(|cx| {
+            self.poll_pass(cx, &mut attempt.to_upstream, &mut download, &mut to_client)
+        })
+        .await;
         drop(in_flight);
         match passed {
             Ok(()) => {
@@ -302,10 +381,14 @@ impl Exchange {
         if !download.is_done() {
             match download.poll(cx, to_client, &mut self.dump) {
                 Poll::Ready(Ok(())) => {}
-                Poll::Ready(Err(Broken::From(error))) => return Poll::Ready(Err(Ended::Upstream(error))),
+                Poll::Ready(Err(Broken::From(error))) => {
+                    return Poll::Ready(Err(Ended::Upstream(error)));
+                }
                 // Where the client's stream is closed, the following tells how.
                 Poll::Ready(Err(Broken::To)) | Poll::Pending => {
-                    return to_client.poll_reset(cx).map(|reset| Err(Ended::Client(reset.unwrap_or(Reason::CANCEL))));
+                    return to_client
+                        .poll_reset(cx)
+                        .map(|reset| Err(Ended::Client(reset.unwrap_or(Reason::CANCEL))));
                 }
             }
         }
@@ -324,17 +407,33 @@ impl Exchange {
         let address = endpoint.address;
         let text = error.to_string();
         // The peer says that it has not looked at this stream.
-        let untouched = error.is_remote() && (error.is_go_away() || error.reason() == Some(Reason::REFUSED_STREAM));
+        let untouched = error.is_remote()
+            && (error.is_go_away() || error.reason() == Some(Reason::REFUSED_STREAM));
         if untouched {
-            return Stopped::Failed { failure: Failure::UpstreamClosed { address, reason: text }, again: true, avoid: None };
+            return Stopped::Failed {
+                failure: Failure::UpstreamClosed {
+                    address,
+                    reason: text,
+                },
+                again: true,
+                avoid: None,
+            };
         }
         match error.reason() {
             Some(code) if error.is_remote() => Stopped::Reset(code),
-            Some(_) if error.is_library() => {
-                Stopped::Failed { failure: Failure::UpstreamMalformed { address, reason: text }, again: false, avoid: None }
-            }
+            Some(_) if error.is_library() => Stopped::Failed {
+                failure: Failure::UpstreamMalformed {
+                    address,
+                    reason: text,
+                },
+                again: false,
+                avoid: None,
+            },
             _ => Stopped::Failed {
-                failure: Failure::UpstreamClosed { address, reason: text },
+                failure: Failure::UpstreamClosed {
+                    address,
+                    reason: text,
+                },
                 again: reused && self.idempotent,
                 avoid: None,
             },
@@ -342,20 +441,33 @@ impl Exchange {
     }
 
     /// The upstream broke off in the middle of its response.
-    fn break_off(&mut self, error: &h2::Error, endpoint: &Endpoint, grpc: bool, to_client: &mut SendStream<Bytes>) {
+    fn break_off(
+        &mut self,
+        error: &h2::Error,
+        endpoint: &Endpoint,
+        grpc: bool,
+        to_client: &mut SendStream<Bytes>,
+    ) {
         let code = reason(error);
         if error.is_reset() && error.is_remote() {
             self.cut_off("the app reset the stream", code);
             return to_client.send_reset(code);
         }
-        let failure = Failure::UpstreamClosed { address: endpoint.address, reason: error.to_string() };
+        let failure = Failure::UpstreamClosed {
+            address: endpoint.address,
+            reason: error.to_string(),
+        };
         let flow = &self.client.flow;
         flow.worker.metrics.failure(flow.direction, &failure);
         tracing::debug!(peer = %flow.peer, destination = %flow.destination.name(), code = failure.code(), "{failure}");
         if let Some(dump) = &mut self.dump {
             dump.cut_off(&format!("cut off before the response ended: {error}"));
         }
-        if !grpc || to_client.send_trailers(head::grpc_failure(&failure)).is_err() {
+        if !grpc
+            || to_client
+                .send_trailers(head::grpc_failure(&failure))
+                .is_err()
+        {
             to_client.send_reset(Reason::INTERNAL_ERROR);
         }
     }

@@ -19,7 +19,13 @@ const GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 
 /// Why the request is malformed, as RFC 9113 has it, or ambiguous to whoever reads it next.
 pub(super) fn malformed(parts: &Parts) -> Option<&'static str> {
-    if parts.headers.get_all(CONTENT_LENGTH).iter().nth(1).is_some() {
+    if parts
+        .headers
+        .get_all(CONTENT_LENGTH)
+        .iter()
+        .nth(1)
+        .is_some()
+    {
         return Some("more than one Content-Length");
     }
     let authority = parts.uri.authority().map(|authority| authority.as_str());
@@ -32,12 +38,15 @@ pub(super) fn malformed(parts: &Parts) -> Option<&'static str> {
             return Some("more than one Host");
         }
         let scheme = parts.uri.scheme_str().unwrap_or_default().as_bytes();
-        if authority.is_some_and(|authority| !authority::is_same(scheme, authority.as_bytes(), host.as_bytes())) {
+        if authority.is_some_and(|authority| {
+            !authority::is_same(scheme, authority.as_bytes(), host.as_bytes())
+        }) {
             return Some("Host and :authority differ");
         }
     }
     if parts.method == Method::CONNECT && extended_protocol(parts).is_none() {
-        let named = authority.is_some_and(|authority| authority::is_host_and_port(authority.as_bytes()));
+        let named =
+            authority.is_some_and(|authority| authority::is_host_and_port(authority.as_bytes()));
         return (!named).then_some("the :authority of CONNECT is not HOST:PORT");
     }
     let path = parts.uri.path_and_query().map_or("", |path| path.as_str());
@@ -47,7 +56,10 @@ pub(super) fn malformed(parts: &Parts) -> Option<&'static str> {
 
 /// The protocol that an extended CONNECT asks for (RFC 8441, section 4).
 pub(super) fn extended_protocol(parts: &Parts) -> Option<&str> {
-    parts.extensions.get::<h2::ext::Protocol>().map(h2::ext::Protocol::as_str)
+    parts
+        .extensions
+        .get::<h2::ext::Protocol>()
+        .map(h2::ext::Protocol::as_str)
 }
 
 /// Makes the head fit to be sent on.
@@ -64,19 +76,30 @@ pub(super) fn prepare(parts: &mut Parts, called_by: Option<&str>) {
 
 /// Removes the fields of heads and trailers that only the proxy may set, in every spelling.
 pub(super) fn remove(headers: &mut HeaderMap, is_ours: fn(&[u8]) -> bool) {
-    let forged: Vec<HeaderName> = headers.keys().filter(|name| is_ours(name.as_str().as_bytes())).cloned().collect();
+    let forged: Vec<HeaderName> = headers
+        .keys()
+        .filter(|name| is_ours(name.as_str().as_bytes()))
+        .cloned()
+        .collect();
     forged.iter().for_each(|name| drop(headers.remove(name)));
 }
 
 /// gRPC calls are answered as gRPC clients understand. gRPC-Web is HTTP to whoever carries it.
 pub(super) fn is_grpc(headers: &HeaderMap) -> bool {
-    let kind = headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes).unwrap_or_default();
-    kind.strip_prefix(b"application/grpc").is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
+    let kind = headers
+        .get(CONTENT_TYPE)
+        .map(HeaderValue::as_bytes)
+        .unwrap_or_default();
+    kind.strip_prefix(b"application/grpc")
+        .is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
 }
 
 /// The far side's proxy says that its app took no connection.
 pub(super) fn says_not_delivered(parts: &http::response::Parts) -> bool {
-    let said = parts.headers.get(X_MESH_ERROR).is_some_and(|code| code == "connect-failed");
+    let said = parts
+        .headers
+        .get(X_MESH_ERROR)
+        .is_some_and(|code| code == "connect-failed");
     said && (parts.status == StatusCode::BAD_GATEWAY || parts.headers.contains_key(GRPC_STATUS))
 }
 
@@ -94,21 +117,36 @@ impl Answer {
             let headers = head.headers_mut();
             headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
             headers.extend(grpc_failure(failure));
-            return Self { head, body: Bytes::new() };
+            return Self {
+                head,
+                body: Bytes::new(),
+            };
         }
         *head.status_mut() = failure.status();
         let body = Bytes::from(text + "\n");
         let headers = head.headers_mut();
-        headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/plain; charset=utf-8"));
+        headers.insert(
+            CONTENT_TYPE,
+            HeaderValue::from_static("text/plain; charset=utf-8"),
+        );
         headers.insert(CONTENT_LENGTH, body.len().into());
         headers.insert(X_MESH_ERROR, HeaderValue::from_static(failure.code()));
-        headers.extend(failure.allow().map(|methods| (ALLOW, HeaderValue::from_static(methods))));
-        Self { head, body: if head_only { Bytes::new() } else { body } }
+        headers.extend(
+            failure
+                .allow()
+                .map(|methods| (ALLOW, HeaderValue::from_static(methods))),
+        );
+        Self {
+            head,
+            body: if head_only { Bytes::new() } else { body },
+        }
     }
 
     /// Sends it. A client that is gone needs no answer.
     pub fn send(self, respond: &mut SendResponse<Bytes>) -> Option<SendStream<Bytes>> {
-        let mut stream = respond.send_response(self.head, self.body.is_empty()).ok()?;
+        let mut stream = respond
+            .send_response(self.head, self.body.is_empty())
+            .ok()?;
         if !self.body.is_empty() {
             stream.send_data(self.body, true).ok()?;
         }
@@ -145,23 +183,39 @@ mod tests {
     use http::Request;
 
     fn parts(method: &str, uri: &str, fields: &[(&str, &str)]) -> Parts {
-        let request =
-            fields.iter().fold(Request::builder().method(method).uri(uri), |builder, (name, value)| builder.header(*name, *value));
+        let request = fields.iter().fold(
+            Request::builder().method(method).uri(uri),
+            |builder, (name, value)| builder.header(*name, *value),
+        );
         request.body(()).unwrap().into_parts().0
     }
 
     #[test]
     fn nobody_says_himself_who_he_is() {
-        let mut forged =
-            parts("GET", "http://a/", &[("x-called-by", "one"), ("x-called-by", "two"), ("x.called_by", "four"), ("x-other", "3")]);
+        let mut forged = parts(
+            "GET",
+            "http://a/",
+            &[
+                ("x-called-by", "one"),
+                ("x-called-by", "two"),
+                ("x.called_by", "four"),
+                ("x-other", "3"),
+            ],
+        );
         prepare(&mut forged, None);
         assert_eq!(forged.headers.len(), 1);
     }
 
     #[test]
     fn what_two_readers_could_take_differently_is_refused() {
-        assert_eq!(malformed(&parts("GET", "http://a/", &[("host", "A")])), None);
-        assert_eq!(malformed(&parts("GET", "http://a/", &[("host", "a:80")])), None);
+        assert_eq!(
+            malformed(&parts("GET", "http://a/", &[("host", "A")])),
+            None
+        );
+        assert_eq!(
+            malformed(&parts("GET", "http://a/", &[("host", "a:80")])),
+            None
+        );
         assert_eq!(malformed(&parts("GET", "/", &[("host", "a")])), None);
         assert_eq!(malformed(&parts("GET", "/", &[])), None);
         assert_eq!(malformed(&parts("OPTIONS", "*", &[])), None);
@@ -169,7 +223,11 @@ mod tests {
         let refused = [
             parts("GET", "http://a/", &[("host", "b")]),
             parts("GET", "/", &[("host", "a"), ("host", "a")]),
-            parts("POST", "/", &[("content-length", "1"), ("content-length", "1")]),
+            parts(
+                "POST",
+                "/",
+                &[("content-length", "1"), ("content-length", "1")],
+            ),
             parts("GET", "http://user@a/", &[]),
             parts("GET", "*", &[]),
             parts("CONNECT", "/", &[]),
@@ -191,7 +249,11 @@ mod tests {
             ("application/grpc-web+proto", false),
             ("text/plain", false),
         ] {
-            assert_eq!(is_grpc(&parts("POST", "/", &[("content-type", kind)]).headers), grpc, "{kind}");
+            assert_eq!(
+                is_grpc(&parts("POST", "/", &[("content-type", kind)]).headers),
+                grpc,
+                "{kind}"
+            );
         }
         assert!(!is_grpc(&HeaderMap::new()));
     }

@@ -59,7 +59,9 @@ const IDLE: Duration = Duration::from_secs(15 * 60);
 pub async fn serve(io: Io, flow: Rc<Flow>) {
     let io = Batched::new(io);
     let mut handshake = pin!(settings().handshake::<_, Bytes>(io.clone()));
-    let connection = match timeout(PREFACE_TIMEOUT, io.drive(|cx| handshake.as_mut().poll(cx))).await {
+    let connection = match timeout(PREFACE_TIMEOUT, io.drive(|cx| handshake.as_mut().poll(cx)))
+        .await
+    {
         Ok(Ok(connection)) => connection,
         Ok(Err(error)) => return tracing::debug!(peer = %flow.peer, "no HTTP/2 preface: {error}"),
         Err(_) => return tracing::debug!(peer = %flow.peer, "no HTTP/2 preface in time"),
@@ -117,12 +119,17 @@ struct Serving {
 
 impl Serving {
     /// Ready when the connection has ended. True: because the client broke the rules.
-    fn poll(&mut self, cx: &mut Context<'_>, drain: Pin<&mut WaitForCancellationFuture<'_>>) -> Poll<bool> {
+    fn poll(
+        &mut self,
+        cx: &mut Context<'_>,
+        drain: Pin<&mut WaitForCancellationFuture<'_>>,
+    ) -> Poll<bool> {
         if !self.draining && (drain.poll(cx).is_ready() || self.client.has_probed.get()) {
             self.draining = true;
             self.connection.graceful_shutdown();
         }
-        if !self.takes_extended_connect && self.client.flow.destination.takes_extended_connect.get() {
+        if !self.takes_extended_connect && self.client.flow.destination.takes_extended_connect.get()
+        {
             // While the client has yet to acknowledge other settings, the next poll tries again.
             self.takes_extended_connect = self.connection.enable_connect_protocol().is_ok();
         }
@@ -131,7 +138,11 @@ impl Serving {
                 Poll::Ready(Some(Ok((request, respond)))) => {
                     self.quiet = false;
                     self.client.note_progress();
-                    tokio::task::spawn_local(exchange::carry(request, respond, Stream::open(&self.client)));
+                    tokio::task::spawn_local(exchange::carry(
+                        request,
+                        respond,
+                        Stream::open(&self.client),
+                    ));
                 }
                 Poll::Ready(Some(Err(error))) => {
                     tracing::debug!(peer = %self.client.flow.peer, "the client's connection ended: {error}");
@@ -173,7 +184,11 @@ impl Serving {
             self.talk = read;
         }
         // Twice a window: small frames are mostly head.
-        let bodies = 2 * u64::from(STREAM_WINDOW.saturating_mul(self.client.open.get()).min(CONNECTION_WINDOW));
+        let bodies = 2 * u64::from(
+            STREAM_WINDOW
+                .saturating_mul(self.client.open.get())
+                .min(CONNECTION_WINDOW),
+        );
         let flood = read - self.talk > MAX_IDLE_TALK + bodies;
         if flood {
             tracing::info!(peer = %self.client.flow.peer, "connection closed: it talks without any stream moving on");

@@ -56,8 +56,21 @@ impl Relay {
     /// `from` is the body; what was sent of a request's first bytes is kept until [`Relay::settle`].
     pub fn new(from: RecvStream, way: Way) -> Self {
         let done = from.is_end_stream();
-        let sent = if way == Way::Request { Sent::Nothing } else { Sent::Gone };
-        Self { from, way, waiting: Bytes::new(), ended: done, done, stopped: false, free: FREE, sent }
+        let sent = if way == Way::Request {
+            Sent::Nothing
+        } else {
+            Sent::Gone
+        };
+        Self {
+            from,
+            way,
+            waiting: Bytes::new(),
+            ended: done,
+            done,
+            stopped: false,
+            free: FREE,
+            sent,
+        }
     }
 
     /// Everything was passed on, or nothing more will be.
@@ -92,7 +105,9 @@ impl Relay {
                 self.waiting = piece;
                 self.done = false;
             }
-            Sent::Kept(piece) => self.waiting = [piece, std::mem::take(&mut self.waiting)].concat().into(),
+            Sent::Kept(piece) => {
+                self.waiting = [piece, std::mem::take(&mut self.waiting)].concat().into()
+            }
         }
         self.stopped = false;
         self.free = FREE;
@@ -100,7 +115,12 @@ impl Relay {
     }
 
     /// Passes on what there is. Ready: the end was passed on, too.
-    pub fn poll(&mut self, cx: &mut Context<'_>, to: &mut SendStream<Bytes>, dump: &mut Option<ExchangeDump>) -> Poll<Result<(), Broken>> {
+    pub fn poll(
+        &mut self,
+        cx: &mut Context<'_>,
+        to: &mut SendStream<Bytes>,
+        dump: &mut Option<ExchangeDump>,
+    ) -> Poll<Result<(), Broken>> {
         while !self.is_done() {
             if !self.waiting.is_empty() {
                 ready!(self.poll_send(cx, to))?;
@@ -122,7 +142,9 @@ impl Relay {
                     Ok(Some(mut trailers)) => {
                         match self.way {
                             Way::Request => remove(&mut trailers, is_called_by),
-                            Way::Response { from_proxy: false } => remove(&mut trailers, is_mesh_error),
+                            Way::Response { from_proxy: false } => {
+                                remove(&mut trailers, is_mesh_error)
+                            }
                             Way::Response { from_proxy: true } => {}
                         }
                         if let Some(dump) = dump {
@@ -141,7 +163,11 @@ impl Relay {
     }
 
     /// Sends what waits, as far as the receiver has room.
-    fn poll_send(&mut self, cx: &mut Context<'_>, to: &mut SendStream<Bytes>) -> Poll<Result<(), Broken>> {
+    fn poll_send(
+        &mut self,
+        cx: &mut Context<'_>,
+        to: &mut SendStream<Bytes>,
+    ) -> Poll<Result<(), Broken>> {
         let waiting = self.waiting.len();
         let room = if waiting <= self.free {
             self.free -= waiting;
@@ -156,7 +182,11 @@ impl Relay {
                 room => room,
             }
         };
-        let piece = if room >= waiting { std::mem::take(&mut self.waiting) } else { self.waiting.split_to(room) };
+        let piece = if room >= waiting {
+            std::mem::take(&mut self.waiting)
+        } else {
+            self.waiting.split_to(room)
+        };
         let (length, last) = (piece.len(), self.ended && self.waiting.is_empty());
         self.keep(&piece);
         to.send_data(piece, last).map_err(|_| Broken::To)?;
@@ -185,7 +215,9 @@ impl Relay {
 /// The code to pass on for a stream that broke: the peer's own, where it gave one.
 pub(super) fn reason(error: &h2::Error) -> Reason {
     match error.reason() {
-        Some(reason) if error.is_remote() && error.is_reset() && reason != Reason::NO_ERROR => reason,
+        Some(reason) if error.is_remote() && error.is_reset() && reason != Reason::NO_ERROR => {
+            reason
+        }
         _ => Reason::CANCEL,
     }
 }

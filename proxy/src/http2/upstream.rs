@@ -16,7 +16,9 @@ use tokio::sync::Mutex;
 use tokio::task::AbortHandle;
 
 use super::batched::Batched;
-use super::{CONNECTION_WINDOW, MAX_HEADER_LIST, MAX_RESETS_REMEMBERED, SEND_BUFFER, STREAM_WINDOW};
+use super::{
+    CONNECTION_WINDOW, MAX_HEADER_LIST, MAX_RESETS_REMEMBERED, SEND_BUFFER, STREAM_WINDOW,
+};
 use crate::balance::Endpoint;
 use crate::connect;
 use crate::error::Failure;
@@ -81,7 +83,10 @@ impl Connections {
         if let Some(lease) = connections.find() {
             return Ok(lease);
         }
-        if let (true, Some(failure)) = (connections.dials.get() != dials, &*connections.last_dial.borrow()) {
+        if let (true, Some(failure)) = (
+            connections.dials.get() != dials,
+            &*connections.last_dial.borrow(),
+        ) {
             return Err(again(failure));
         }
         if connections.open.borrow().len() >= MAX_CONNECTIONS {
@@ -89,7 +94,9 @@ impl Connections {
         }
         let dialed = dial(endpoint, tls).await;
         connections.dials.set(connections.dials.get() + 1);
-        connections.last_dial.replace(dialed.as_ref().err().map(again));
+        connections
+            .last_dial
+            .replace(dialed.as_ref().err().map(again));
         let connection = dialed?;
         if !connections.closed.get() {
             connections.open.borrow_mut().push(connection.clone());
@@ -104,7 +111,9 @@ impl Connections {
 
     /// Looks after the connections: to be called every few seconds. Idle ones are closed, silent ones pinged and given up.
     pub fn sweep(&self, now: Instant) {
-        self.open.borrow_mut().retain(|connection| connection.is_worth_keeping(now));
+        self.open
+            .borrow_mut()
+            .retain(|connection| connection.is_worth_keeping(now));
     }
 
     /// Lets go of all connections, and from now on of new ones. Streams under way end in peace.
@@ -148,7 +157,9 @@ impl Connection {
     fn room(&self) -> Room {
         let mut sender = self.sender.borrow_mut();
         match sender.poll_ready(&mut Context::from_waker(Waker::noop())) {
-            Poll::Ready(Ok(())) if self.streams.get() < sender.current_max_send_streams() => Room::Free,
+            Poll::Ready(Ok(())) if self.streams.get() < sender.current_max_send_streams() => {
+                Room::Free
+            }
             Poll::Ready(Ok(())) | Poll::Pending => Room::Full,
             // It is broken, or the peer wants no new streams on it.
             Poll::Ready(Err(_)) => Room::Dead,
@@ -181,8 +192,14 @@ impl Health {
         if read_bytes != self.read_bytes {
             (self.read_bytes, self.heard) = (read_bytes, now);
         }
-        let Some(ping) = &mut self.ping else { return true };
-        if self.pinged && ping.poll_pong(&mut Context::from_waker(Waker::noop())).is_ready() {
+        let Some(ping) = &mut self.ping else {
+            return true;
+        };
+        if self.pinged
+            && ping
+                .poll_pong(&mut Context::from_waker(Waker::noop()))
+                .is_ready()
+        {
             self.pinged = false;
         }
         let silence = now.saturating_duration_since(self.heard);
@@ -200,8 +217,15 @@ impl Lease {
     }
 
     /// Opens the stream.
-    pub fn send(&self, request: Request<()>, end_of_stream: bool) -> Result<(ResponseFuture, SendStream<Bytes>), h2::Error> {
-        self.connection.sender.borrow_mut().send_request(request, end_of_stream)
+    pub fn send(
+        &self,
+        request: Request<()>,
+        end_of_stream: bool,
+    ) -> Result<(ResponseFuture, SendStream<Bytes>), h2::Error> {
+        self.connection
+            .sender
+            .borrow_mut()
+            .send_request(request, end_of_stream)
     }
 
     /// The connection is a peer's, by mutual TLS.
@@ -211,7 +235,10 @@ impl Lease {
 
     /// The peer takes WebSockets in streams (RFC 8441).
     pub fn takes_extended_connect(&self) -> bool {
-        self.connection.sender.borrow().is_extended_connect_protocol_enabled()
+        self.connection
+            .sender
+            .borrow()
+            .is_extended_connect_protocol_enabled()
     }
 
     /// The connection has carried a stream before.
@@ -222,7 +249,9 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        self.connection.streams.set(self.connection.streams.get() - 1);
+        self.connection
+            .streams
+            .set(self.connection.streams.get() - 1);
         self.connection.reused.set(true);
         if self.connection.streams.get() == 0 {
             self.connection.health.borrow_mut().used = Instant::now();
@@ -244,7 +273,10 @@ async fn dial(endpoint: &Endpoint, tls: &Tls) -> Result<Rc<Connection>, Failure>
         .max_concurrent_reset_streams(MAX_RESETS_REMEMBERED)
         .max_send_buffer_size(SEND_BUFFER)
         .handshake(io.clone());
-    let (sender, mut connection) = handshake.await.map_err(|error| Failure::UpstreamClosed { address, reason: error.to_string() })?;
+    let (sender, mut connection) = handshake.await.map_err(|error| Failure::UpstreamClosed {
+        address,
+        reason: error.to_string(),
+    })?;
     let (ping, now) = (connection.ping_pong(), Instant::now());
     let task = tokio::task::spawn_local({
         let io = io.clone();
@@ -254,7 +286,14 @@ async fn dial(endpoint: &Endpoint, tls: &Tls) -> Result<Rc<Connection>, Failure>
             }
         }
     });
-    let health = Health { io, ping, pinged: false, read_bytes: 0, heard: now, used: now };
+    let health = Health {
+        io,
+        ping,
+        pinged: false,
+        read_bytes: 0,
+        heard: now,
+        used: now,
+    };
     Ok(Rc::new(Connection {
         sender: RefCell::new(sender),
         is_secured,
@@ -269,11 +308,19 @@ async fn dial(endpoint: &Endpoint, tls: &Tls) -> Result<Rc<Connection>, Failure>
 fn again(failure: &Failure) -> Failure {
     match failure {
         Failure::Connect { address, source } => {
-            let source =
-                source.raw_os_error().map_or_else(|| io::Error::new(source.kind(), source.to_string()), io::Error::from_raw_os_error);
-            Failure::Connect { address: *address, source }
+            let source = source.raw_os_error().map_or_else(
+                || io::Error::new(source.kind(), source.to_string()),
+                io::Error::from_raw_os_error,
+            );
+            Failure::Connect {
+                address: *address,
+                source,
+            }
         }
-        Failure::UpstreamClosed { address, reason } => Failure::UpstreamClosed { address: *address, reason: reason.clone() },
+        Failure::UpstreamClosed { address, reason } => Failure::UpstreamClosed {
+            address: *address,
+            reason: reason.clone(),
+        },
         Failure::ConnectTimeout(address) => Failure::ConnectTimeout(*address),
         // Dialing fails in no other way.
         _ => Failure::Overloaded("no connection to the endpoint"),

@@ -29,11 +29,18 @@ impl Leaf {
     /// Reads a certificate.
     pub fn read(certificate: &CertificateDer<'_>) -> Result<Self, NotThePeer> {
         let (identity, not_after) = identity_of(certificate)?;
-        let Ok((_, parsed)) = X509Certificate::from_der(certificate) else { return Err(NotThePeer::Unreadable) };
-        let issuer = parsed.iter_extensions().find_map(|extension| match extension.parsed_extension() {
-            ParsedExtension::AuthorityKeyIdentifier(authority) => authority.key_identifier.as_ref(),
-            _ => None,
-        });
+        let Ok((_, parsed)) = X509Certificate::from_der(certificate) else {
+            return Err(NotThePeer::Unreadable);
+        };
+        let issuer =
+            parsed
+                .iter_extensions()
+                .find_map(|extension| match extension.parsed_extension() {
+                    ParsedExtension::AuthorityKeyIdentifier(authority) => {
+                        authority.key_identifier.as_ref()
+                    }
+                    _ => None,
+                });
         Ok(Self {
             identity,
             not_before: system_time(parsed.validity().not_before.timestamp()),
@@ -64,9 +71,23 @@ mod tests {
             leaf.not_after = (UNIX_EPOCH + Duration::from_secs(2_000_000_060)).into();
         });
         let leaf = Leaf::read(&certificate).unwrap();
-        assert_eq!((leaf.serial.as_str(), leaf.identity.as_str()), ("0aff", WEB));
-        assert_eq!(leaf.not_after.duration_since(leaf.not_before).unwrap(), Duration::from_secs(60));
+        assert_eq!(
+            (leaf.serial.as_str(), leaf.identity.as_str()),
+            ("0aff", WEB)
+        );
+        assert_eq!(
+            leaf.not_after.duration_since(leaf.not_before).unwrap(),
+            Duration::from_secs(60)
+        );
         assert_eq!(leaf.issuer, authority.key_id());
-        assert_eq!(Leaf::read(&authority.leaf(WEB, |leaf| leaf.use_authority_key_identifier_extension = false)).unwrap().issuer, "");
+        assert_eq!(
+            Leaf::read(
+                &authority.leaf(WEB, |leaf| leaf.use_authority_key_identifier_extension =
+                    false)
+            )
+            .unwrap()
+            .issuer,
+            ""
+        );
     }
 }

@@ -32,7 +32,10 @@ pub(super) trait World {
     /// The token that proves who we are.
     fn token(&self) -> impl Future<Output = Result<String, ControlError>> + Send;
     /// Asks the controller.
-    fn sign(&self, request: SignCertificateRequest) -> impl Future<Output = Result<SignCertificateResponse, ControlError>> + Send;
+    fn sign(
+        &self,
+        request: SignCertificateRequest,
+    ) -> impl Future<Output = Result<SignCertificateResponse, ControlError>> + Send;
 }
 
 impl World for Control {
@@ -48,7 +51,10 @@ impl World for Control {
         Ok(self.read_token().await?.unwrap_or_default())
     }
 
-    async fn sign(&self, request: SignCertificateRequest) -> Result<SignCertificateResponse, ControlError> {
+    async fn sign(
+        &self,
+        request: SignCertificateRequest,
+    ) -> Result<SignCertificateResponse, ControlError> {
         self.sign_certificate(request).await
     }
 }
@@ -77,7 +83,17 @@ impl<W: World + Clone> Renewal<W> {
     pub fn new(world: W, trust_domain: String, trust: Trust, stats: Arc<IdentityStats>) -> Self {
         let (due, changes) = (world.now(), trust.changes());
         let credentials = watch::Sender::new(None);
-        Self { world, trust_domain, trust, changes, credentials, stats, held: None, failures: 0, due }
+        Self {
+            world,
+            trust_domain,
+            trust,
+            changes,
+            credentials,
+            stats,
+            held: None,
+            failures: 0,
+            due,
+        }
     }
 
     pub fn credentials(&self) -> watch::Receiver<Option<Arc<Credentials>>> {
@@ -116,7 +132,10 @@ impl<W: World + Clone> Renewal<W> {
 
     /// Waits for `work`, for newer roots or for the certificate's end. `None`: it was not `work`.
     async fn attend<F: Future>(&mut self, work: Pin<&mut F>) -> Option<F::Output> {
-        let left = self.held.as_ref().map(|held| held.life.left(self.world.now()));
+        let left = self
+            .held
+            .as_ref()
+            .map(|held| held.life.left(self.world.now()));
         tokio::select! {
             output = work => return Some(output),
             () = self.changes.next() => self.take_roots(),
@@ -127,11 +146,18 @@ impl<W: World + Clone> Renewal<W> {
     }
 
     fn take(&mut self, issued: Issued) {
-        let Issued { certified, leaf, roots } = issued;
+        let Issued {
+            certified,
+            leaf,
+            roots,
+        } = issued;
         let now = self.world.now();
         self.trust.mention(roots.clone());
         let roots = self.trust.newest().unwrap_or_else(|| Arc::new(roots));
-        let life = Life { from: now, until: leaf.not_after };
+        let life = Life {
+            from: now,
+            until: leaf.not_after,
+        };
         info!(identity = %leaf.identity, serial = leaf.serial, seconds = life.left(now).as_secs(), "a new certificate");
         self.stats.issued(leaf.not_after);
         self.credentials.send_replace(Some(Arc::new(Credentials {
@@ -144,7 +170,10 @@ impl<W: World + Clone> Renewal<W> {
         })));
         self.failures = 0;
         self.due = life.renew_at(self.world.random()).max(life.earliest());
-        self.held = Some(Held { life, issuer: leaf.issuer });
+        self.held = Some(Held {
+            life,
+            issuer: leaf.issuer,
+        });
         self.follow_issuer();
     }
 
@@ -159,21 +188,38 @@ impl<W: World + Clone> Renewal<W> {
         match life {
             // The first tries follow each other fast: one line for each would say nothing new.
             None if !times.is_power_of_two() && pause < QUIET => {}
-            None => warn!("no certificate, so this pod is not ready: {problem} ({times} tries, the next in {pause:.1?})"),
+            None => warn!(
+                "no certificate, so this pod is not ready: {problem} ({times} tries, the next in {pause:.1?})"
+            ),
             Some(life) if life.is_late(now) => {
                 let left = life.left(now).as_secs();
-                warn!("the certificate ends in {left} s and can't be renewed: {problem} ({times} tries, the next in {pause:.1?})");
+                warn!(
+                    "the certificate ends in {left} s and can't be renewed: {problem} ({times} tries, the next in {pause:.1?})"
+                );
             }
-            Some(_) => info!("the certificate can't be renewed yet: {problem} ({times} tries, the next in {pause:.1?})"),
+            Some(_) => info!(
+                "the certificate can't be renewed yet: {problem} ({times} tries, the next in {pause:.1?})"
+            ),
         }
     }
 
     /// The same certificate, other roots; and where there is none for lack of a controller, it seems to be back.
     fn take_roots(&mut self) {
-        let Some(roots) = self.trust.newest() else { return };
+        let Some(roots) = self.trust.newest() else {
+            return;
+        };
         self.credentials.send_if_modified(|current| {
-            let Some(old) = current.as_ref().filter(|old| old.roots_version != roots.version) else { return false };
-            info!(version = roots.version, roots = roots.store.len(), "new trust roots");
+            let Some(old) = current
+                .as_ref()
+                .filter(|old| old.roots_version != roots.version)
+            else {
+                return false;
+            };
+            info!(
+                version = roots.version,
+                roots = roots.store.len(),
+                "new trust roots"
+            );
             *current = Some(Arc::new(Credentials {
                 identity: old.identity.clone(),
                 certified: old.certified.clone(),
@@ -187,25 +233,40 @@ impl<W: World + Clone> Renewal<W> {
         if self.failures > 1 {
             self.failures = 1;
             let life = self.held.as_ref().map(|held| held.life);
-            self.due = self.due.min(self.world.now() + pause(life, 1, self.world.random()));
+            self.due = self
+                .due
+                .min(self.world.now() + pause(life, 1, self.world.random()));
         }
         self.follow_issuer();
     }
 
     /// Brings the renewal forward where the certificate is not of the issuer that signs now.
     fn follow_issuer(&mut self) {
-        let (Some(held), Some(issuer)) = (&self.held, self.trust.issuer()) else { return };
+        let (Some(held), Some(issuer)) = (&self.held, self.trust.issuer()) else {
+            return;
+        };
         if self.failures == 0 && !held.issuer.is_empty() && held.issuer != issuer.id {
             let life = held.life;
-            let moment = after_switch(self.world.now(), life, issuer.renew_within, self.world.random());
+            let moment = after_switch(
+                self.world.now(),
+                life,
+                issuer.renew_within,
+                self.world.random(),
+            );
             self.due = self.due.min(moment);
         }
     }
 
     /// A certificate that has ended is no identity any more.
     fn end_in_time(&mut self) {
-        if self.held.take_if(|held| held.life.left(self.world.now()).is_zero()).is_some() {
-            error!("the certificate has ended: this pod is not ready, and the mesh does not know it, until there is a new one");
+        if self
+            .held
+            .take_if(|held| held.life.left(self.world.now()).is_zero())
+            .is_some()
+        {
+            error!(
+                "the certificate has ended: this pod is not ready, and the mesh does not know it, until there is a new one"
+            );
             self.credentials.send_replace(None);
         }
     }

@@ -50,7 +50,9 @@ pub enum IdentityError {
     #[error("the controller's answer is not taken: {0}")]
     Answer(String),
     /// The certificate is right, but not now, as this machine's clock has it.
-    #[error("the new certificate {what} by this machine's clock, which is wrong, or the controller's is")]
+    #[error(
+        "the new certificate {what} by this machine's clock, which is wrong, or the controller's is"
+    )]
     Clock {
         /// "begins in 400s only", "has ended 20s ago".
         what: String,
@@ -76,13 +78,22 @@ impl Request {
     pub fn new(token: String, trust_domain: &str) -> Result<Self, IdentityError> {
         let name = subject(&token)?;
         let identity = Identity::of_user(trust_domain, &name);
-        let identity = identity.map_err(|reason| IdentityError::Subject { subject: name.clone(), reason })?;
+        let identity = identity.map_err(|reason| IdentityError::Subject {
+            subject: name.clone(),
+            reason,
+        })?;
         let key = KeyPair::generate()?;
         let mut params = CertificateParams::default();
         params.distinguished_name = DistinguishedName::new();
-        params.distinguished_name.push(DnType::CommonName, name.as_str());
+        params
+            .distinguished_name
+            .push(DnType::CommonName, name.as_str());
         let csr = params.serialize_request(&key)?.pem()?.into_bytes();
-        Ok(Self { identity, key, message: SignCertificateRequest { name, token, csr } })
+        Ok(Self {
+            identity,
+            key,
+            message: SignCertificateRequest { name, token, csr },
+        })
     }
 
     /// What to send.
@@ -91,23 +102,41 @@ impl Request {
     }
 
     /// The certificate, if it is for our key and our name, valid now, and proves that to whoever trusts the roots beside it.
-    pub fn check(self, answer: &SignCertificateResponse, now: SystemTime) -> Result<Issued, IdentityError> {
+    pub fn check(
+        self,
+        answer: &SignCertificateResponse,
+        now: SystemTime,
+    ) -> Result<Issued, IdentityError> {
         let roots = Roots::parse(&answer.ca, &answer.roots_version)?;
         let chain: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&answer.cert).collect();
-        let chain = chain.map_err(|error| IdentityError::Answer(format!("the certificate is not in PEM: {error}")))?;
-        let certificate = chain.first().ok_or_else(|| IdentityError::Answer("there is no certificate in it".to_owned()))?;
+        let chain = chain.map_err(|error| {
+            IdentityError::Answer(format!("the certificate is not in PEM: {error}"))
+        })?;
+        let certificate = chain
+            .first()
+            .ok_or_else(|| IdentityError::Answer("there is no certificate in it".to_owned()))?;
         let leaf = Leaf::read(certificate).map_err(not_taken)?;
         if leaf.identity != self.identity {
-            return Err(not_taken(NotThePeer::Another { expected: self.identity, actual: leaf.identity }));
+            return Err(not_taken(NotThePeer::Another {
+                expected: self.identity,
+                actual: leaf.identity,
+            }));
         }
         if let Some(what) = out_of_time(&leaf, now) {
             return Err(IdentityError::Clock { what });
         }
         verify(&chain, &roots, &leaf.identity, now).map_err(not_taken)?;
-        let key = any_ecdsa_type(&PrivatePkcs8KeyDer::from(self.key.serialize_der()).into()).map_err(not_taken)?;
+        let key = any_ecdsa_type(&PrivatePkcs8KeyDer::from(self.key.serialize_der()).into())
+            .map_err(not_taken)?;
         let certified = CertifiedKey::new(chain, key);
-        certified.keys_match().map_err(|_| IdentityError::Answer("the certificate is for another key".to_owned()))?;
-        Ok(Issued { certified: Arc::new(certified), leaf, roots })
+        certified
+            .keys_match()
+            .map_err(|_| IdentityError::Answer("the certificate is for another key".to_owned()))?;
+        Ok(Issued {
+            certified: Arc::new(certified),
+            leaf,
+            roots,
+        })
     }
 }
 
@@ -117,7 +146,10 @@ fn not_taken(reason: impl ToString) -> IdentityError {
 
 fn out_of_time(leaf: &Leaf, now: SystemTime) -> Option<String> {
     let seconds = |time: Duration| Duration::from_secs(time.as_secs().max(1));
-    match (leaf.not_before.duration_since(now), now.duration_since(leaf.not_after)) {
+    match (
+        leaf.not_before.duration_since(now),
+        now.duration_since(leaf.not_after),
+    ) {
         (Ok(early), _) if !early.is_zero() => Some(format!("begins in {:?} only", seconds(early))),
         (_, Ok(late)) => Some(format!("has ended {:?} ago", seconds(late))),
         _ => None,
@@ -125,22 +157,46 @@ fn out_of_time(leaf: &Leaf, now: SystemTime) -> Option<String> {
 }
 
 /// As peers will, on both sides of TLS.
-fn verify(chain: &[CertificateDer<'_>], roots: &Roots, identity: &Identity, now: SystemTime) -> Result<(), rustls::Error> {
-    let Some((leaf, intermediates)) = chain.split_first() else { return Err(rustls::Error::NoCertificatesPresented) };
+fn verify(
+    chain: &[CertificateDer<'_>],
+    roots: &Roots,
+    identity: &Identity,
+    now: SystemTime,
+) -> Result<(), rustls::Error> {
+    let Some((leaf, intermediates)) = chain.split_first() else {
+        return Err(rustls::Error::NoCertificatesPresented);
+    };
     let now = UnixTime::since_unix_epoch(now.duration_since(UNIX_EPOCH).unwrap_or_default());
     let nameless = ServerName::from(std::net::IpAddr::from([0, 0, 0, 0]));
-    ServerVerifier::new(roots.store.clone(), identity.clone()).verify_server_cert(leaf, intermediates, &nameless, &[], now)?;
+    ServerVerifier::new(roots.store.clone(), identity.clone()).verify_server_cert(
+        leaf,
+        intermediates,
+        &nameless,
+        &[],
+        now,
+    )?;
     let client = ClientVerifier::new(roots.store.clone(), identity.trust_domain());
-    client.map_err(|error| rustls::Error::General(error.to_string()))?.verify_client_cert(leaf, intermediates, now)?;
+    client
+        .map_err(|error| rustls::Error::General(error.to_string()))?
+        .verify_client_cert(leaf, intermediates, now)?;
     Ok(())
 }
 
 /// The `sub` claim of a token. Whether the token is good, the controller knows; here it says who to ask for.
 fn subject(token: &str) -> Result<String, IdentityError> {
-    let payload = token.split('.').nth(1).ok_or(IdentityError::Token("it has no three parts"))?;
-    let claims = URL_SAFE_NO_PAD.decode(payload).map_err(|_| IdentityError::Token("its second part is not in base64"))?;
-    let claims: serde_json::Value = serde_json::from_slice(&claims).map_err(|_| IdentityError::Token("its claims are not in JSON"))?;
-    claims["sub"].as_str().map(str::to_owned).ok_or(IdentityError::Token("it has no subject"))
+    let payload = token
+        .split('.')
+        .nth(1)
+        .ok_or(IdentityError::Token("it has no three parts"))?;
+    let claims = URL_SAFE_NO_PAD
+        .decode(payload)
+        .map_err(|_| IdentityError::Token("its second part is not in base64"))?;
+    let claims: serde_json::Value = serde_json::from_slice(&claims)
+        .map_err(|_| IdentityError::Token("its claims are not in JSON"))?;
+    claims["sub"]
+        .as_str()
+        .map(str::to_owned)
+        .ok_or(IdentityError::Token("it has no subject"))
 }
 
 #[cfg(test)]
@@ -164,23 +220,47 @@ mod tests {
     }
 
     /// What comes of a request that `sign` answers.
-    fn check(sign: impl FnOnce(&CertificateSigningRequestParams) -> SignCertificateResponse) -> Result<Issued, String> {
+    fn check(
+        sign: impl FnOnce(&CertificateSigningRequestParams) -> SignCertificateResponse,
+    ) -> Result<Issued, String> {
         let request = request();
-        let csr = CertificateSigningRequestParams::from_pem(std::str::from_utf8(&request.message().csr).unwrap()).unwrap();
+        let csr = CertificateSigningRequestParams::from_pem(
+            std::str::from_utf8(&request.message().csr).unwrap(),
+        )
+        .unwrap();
         let answer = sign(&csr);
-        request.check(&answer, SystemTime::now()).map_err(|error| error.to_string())
+        request
+            .check(&answer, SystemTime::now())
+            .map_err(|error| error.to_string())
     }
 
     #[test]
     fn the_request_names_the_tokens_user_and_nothing_else() {
         let message = request().message();
-        assert_eq!((message.name.as_str(), message.token), (WEB_USER, token(WEB_USER)));
-        let csr = CertificateSigningRequestParams::from_pem(std::str::from_utf8(&message.csr).unwrap()).unwrap();
-        let names: Vec<_> = csr.params.distinguished_name.iter().map(|(kind, value)| (kind.clone(), format!("{value:?}"))).collect();
-        assert!(matches!(&names[..], [(DnType::CommonName, name)] if name.contains(WEB_USER)), "{names:?}");
+        assert_eq!(
+            (message.name.as_str(), message.token),
+            (WEB_USER, token(WEB_USER))
+        );
+        let csr =
+            CertificateSigningRequestParams::from_pem(std::str::from_utf8(&message.csr).unwrap())
+                .unwrap();
+        let names: Vec<_> = csr
+            .params
+            .distinguished_name
+            .iter()
+            .map(|(kind, value)| (kind.clone(), format!("{value:?}")))
+            .collect();
+        assert!(
+            matches!(&names[..], [(DnType::CommonName, name)] if name.contains(WEB_USER)),
+            "{names:?}"
+        );
         assert!(csr.params.subject_alt_names.is_empty());
         assert_eq!(csr.public_key.algorithm(), &rcgen::PKCS_ECDSA_P256_SHA256);
-        assert_ne!(request().key.public_key_raw(), request().key.public_key_raw(), "each has a key of its own");
+        assert_ne!(
+            request().key.public_key_raw(),
+            request().key.public_key_raw(),
+            "each has a key of its own"
+        );
     }
 
     #[test]
@@ -193,7 +273,10 @@ mod tests {
             ("e30.e30.x".to_owned(), "no subject"),
             (token("kubernetes-admin"), "no service account"),
         ] {
-            let error = Request::new(token, "cluster.local").err().expect(expected).to_string();
+            let error = Request::new(token, "cluster.local")
+                .err()
+                .expect(expected)
+                .to_string();
             assert!(error.contains(expected), "{error}");
         }
     }
@@ -202,35 +285,72 @@ mod tests {
     fn what_was_asked_for_is_taken() {
         let root = Authority::new("root");
         let issuer = root.intermediate("issuer");
-        let issued = check(|csr| answer(&root, &[issuer.sign(WEB, &csr.public_key, |_| {}).pem(), issuer.pem()])).unwrap();
-        assert_eq!((issued.leaf.identity.as_str(), issued.certified.cert.len()), (WEB, 2));
-        assert_eq!((issued.roots.version.as_str(), issued.leaf.issuer), ("1", issuer.key_id()));
+        let issued = check(|csr| {
+            answer(
+                &root,
+                &[
+                    issuer.sign(WEB, &csr.public_key, |_| {}).pem(),
+                    issuer.pem(),
+                ],
+            )
+        })
+        .unwrap();
+        assert_eq!(
+            (issued.leaf.identity.as_str(), issued.certified.cert.len()),
+            (WEB, 2)
+        );
+        assert_eq!(
+            (issued.roots.version.as_str(), issued.leaf.issuer),
+            ("1", issuer.key_id())
+        );
     }
 
     #[test]
     fn what_was_not_asked_for_is_not_taken() {
         let (one, other) = (Authority::new("one"), Authority::new("other"));
-        let refused = |expected: &str, sign: &dyn Fn(&CertificateSigningRequestParams) -> SignCertificateResponse| {
+        let refused = |expected: &str,
+                       sign: &dyn Fn(
+            &CertificateSigningRequestParams,
+        ) -> SignCertificateResponse| {
             let error = check(sign).err().expect(expected);
             assert!(error.contains(expected), "{error}");
         };
-        refused("another key", &|_| answer(&one, &[one.sign(WEB, &KeyPair::generate().unwrap(), |_| {}).pem()]));
-        let cart = "spiffe://cluster.local/ns/shop/sa/cart";
-        refused("the peer is spiffe://cluster.local/ns/shop/sa/cart", &|csr| {
-            answer(&one, &[one.sign(cart, &csr.public_key, |_| {}).pem()])
+        refused("another key", &|_| {
+            answer(
+                &one,
+                &[one.sign(WEB, &KeyPair::generate().unwrap(), |_| {}).pem()],
+            )
         });
-        refused("UnknownIssuer", &|csr| answer(&other, &[one.sign(WEB, &csr.public_key, |_| {}).pem()]));
+        let cart = "spiffe://cluster.local/ns/shop/sa/cart";
+        refused(
+            "the peer is spiffe://cluster.local/ns/shop/sa/cart",
+            &|csr| answer(&one, &[one.sign(cart, &csr.public_key, |_| {}).pem()]),
+        );
+        refused("UnknownIssuer", &|csr| {
+            answer(&other, &[one.sign(WEB, &csr.public_key, |_| {}).pem()])
+        });
         refused("no certificate", &|_| answer(&one, &[]));
         refused("its roots are wrong", &|csr| SignCertificateResponse {
             ca: Vec::new(),
             ..answer(&one, &[one.sign(WEB, &csr.public_key, |_| {}).pem()])
         });
-        let from = |time: SystemTime| move |leaf: &mut CertificateParams| leaf.not_before = time.into();
-        let until = |time: SystemTime| move |leaf: &mut CertificateParams| leaf.not_after = time.into();
-        let (before, after) = (SystemTime::now() - Duration::from_secs(400), SystemTime::now() + Duration::from_secs(400));
-        refused("begins in", &|csr| answer(&one, &[one.sign(WEB, &csr.public_key, from(after)).pem()]));
-        refused("has ended", &|csr| answer(&one, &[one.sign(WEB, &csr.public_key, until(before)).pem()]));
+        let from =
+            |time: SystemTime| move |leaf: &mut CertificateParams| leaf.not_before = time.into();
+        let until =
+            |time: SystemTime| move |leaf: &mut CertificateParams| leaf.not_after = time.into();
+        let (before, after) = (
+            SystemTime::now() - Duration::from_secs(400),
+            SystemTime::now() + Duration::from_secs(400),
+        );
+        refused("begins in", &|csr| {
+            answer(&one, &[one.sign(WEB, &csr.public_key, from(after)).pem()])
+        });
+        refused("has ended", &|csr| {
+            answer(&one, &[one.sign(WEB, &csr.public_key, until(before)).pem()])
+        });
         let one_sided = |leaf: &mut CertificateParams| leaf.extended_key_usages.truncate(1);
-        refused("certificate", &|csr| answer(&one, &[one.sign(WEB, &csr.public_key, one_sided).pem()]));
+        refused("certificate", &|csr| {
+            answer(&one, &[one.sign(WEB, &csr.public_key, one_sided).pem()])
+        });
     }
 }

@@ -53,14 +53,24 @@ pub struct Issuer {
 impl Roots {
     /// As they come beside a certificate.
     pub fn parse(pem: &[u8], version: &str) -> Result<Self, BadRoots> {
-        Ok(Self { version: version.to_owned(), store: Arc::new(store(pem)?), issuer: None })
+        Ok(Self {
+            version: version.to_owned(),
+            store: Arc::new(store(pem)?),
+            issuer: None,
+        })
     }
 
     /// As they come over the stream.
     pub fn announced(roots: proto::Roots, version: &str) -> Result<Self, BadRoots> {
         let renew_within = Duration::from_secs(roots.renew_within_seconds.into());
-        let issuer = (!roots.issuer.is_empty()).then_some(Issuer { id: roots.issuer, renew_within });
-        Ok(Self { issuer, ..Self::parse(&roots.pem, version)? })
+        let issuer = (!roots.issuer.is_empty()).then_some(Issuer {
+            id: roots.issuer,
+            renew_within,
+        });
+        Ok(Self {
+            issuer,
+            ..Self::parse(&roots.pem, version)?
+        })
     }
 }
 
@@ -69,9 +79,16 @@ pub fn store(pem: &[u8]) -> Result<RootCertStore, BadRoots> {
     let mut store = RootCertStore::empty();
     for (index, certificate) in CertificateDer::pem_slice_iter(pem).enumerate() {
         let certificate = certificate.map_err(|error| BadRoots::Pem(error.to_string()))?;
-        store.add(certificate).map_err(|reason| BadRoots::Anchor { number: index + 1, reason })?;
+        store.add(certificate).map_err(|reason| BadRoots::Anchor {
+            number: index + 1,
+            reason,
+        })?;
     }
-    if store.is_empty() { Err(BadRoots::Empty) } else { Ok(store) }
+    if store.is_empty() {
+        Err(BadRoots::Empty)
+    } else {
+        Ok(store)
+    }
 }
 
 /// The newest roots. Cheap to clone: all clones are one place.
@@ -94,7 +111,10 @@ impl Default for Trust {
 impl Trust {
     /// Over the stream: in the place of all others.
     pub fn announce(&self, roots: Roots) {
-        self.0.send_replace(Known { roots: Some(Arc::new(roots)), live: true });
+        self.0.send_replace(Known {
+            roots: Some(Arc::new(roots)),
+            live: true,
+        });
     }
 
     /// The stream ended: until the next one what comes beside a certificate counts.
@@ -108,7 +128,12 @@ impl Trust {
     /// Beside a certificate: it counts where no stream stands that may know better.
     pub fn mention(&self, roots: Roots) {
         self.0.send_if_modified(|known| {
-            if known.live || known.roots.as_ref().is_some_and(|old| old.version == roots.version) {
+            if known.live
+                || known
+                    .roots
+                    .as_ref()
+                    .is_some_and(|old| old.version == roots.version)
+            {
                 return false;
             }
             known.roots = Some(Arc::new(roots));
@@ -152,7 +177,10 @@ mod tests {
     use crate::identity::testing::Authority;
 
     fn roots(authorities: &[&Authority], version: &str) -> Roots {
-        let pem: String = authorities.iter().map(|authority| authority.pem()).collect();
+        let pem: String = authorities
+            .iter()
+            .map(|authority| authority.pem())
+            .collect();
         Roots::parse(pem.as_bytes(), version).unwrap()
     }
 
@@ -168,7 +196,9 @@ mod tests {
             (damaged, "not in PEM"),
             (one.pem() + &garbage, "certificate 2 of them"),
         ] {
-            let error = Roots::parse(pem.as_bytes(), "1").expect_err(expected).to_string();
+            let error = Roots::parse(pem.as_bytes(), "1")
+                .expect_err(expected)
+                .to_string();
             assert!(error.contains(expected), "{error}");
         }
     }
@@ -176,15 +206,28 @@ mod tests {
     #[test]
     fn the_streams_word_goes_before_what_comes_beside_a_certificate() {
         let authority = Authority::new("one");
-        let (trust, version) = (Trust::default(), |trust: &Trust| trust.newest().map(|roots| roots.version.clone()));
+        let (trust, version) = (Trust::default(), |trust: &Trust| {
+            trust.newest().map(|roots| roots.version.clone())
+        });
         assert_eq!(version(&trust), None);
         trust.mention(roots(&[&authority], "1"));
         assert_eq!(version(&trust).as_deref(), Some("1"));
-        let issuer = Some(Issuer { id: "ab".to_owned(), renew_within: Duration::from_secs(9) });
-        let announced = proto::Roots { pem: authority.pem().into_bytes(), issuer: "ab".to_owned(), renew_within_seconds: 9 };
+        let issuer = Some(Issuer {
+            id: "ab".to_owned(),
+            renew_within: Duration::from_secs(9),
+        });
+        let announced = proto::Roots {
+            pem: authority.pem().into_bytes(),
+            issuer: "ab".to_owned(),
+            renew_within_seconds: 9,
+        };
         trust.announce(Roots::announced(announced, "2").unwrap());
         trust.mention(roots(&[&authority], "1"));
-        assert_eq!(version(&trust).as_deref(), Some("2"), "the stream stands: it would have told");
+        assert_eq!(
+            version(&trust).as_deref(),
+            Some("2"),
+            "the stream stands: it would have told"
+        );
         assert_eq!(trust.issuer(), issuer);
         trust.stream_ended();
         assert_eq!(trust.issuer(), None, "it may have changed since");

@@ -28,7 +28,10 @@ pub(super) struct Life {
 impl Life {
     /// When it is time for the next one; `random` is from 0 to 1.
     pub fn renew_at(&self, random: f64) -> SystemTime {
-        self.from + self.length().mul_f64(RENEW_AT + (random * 2.0 - 1.0) * JITTER)
+        self.from
+            + self
+                .length()
+                .mul_f64(RENEW_AT + (random * 2.0 - 1.0) * JITTER)
     }
 
     /// The earliest moment for the next one, whatever the reason.
@@ -58,12 +61,19 @@ impl Life {
 /// The pause before the try after `failures` failures in a row; `random` is from 0 to 1. `life`: of the certificate that is there.
 pub(super) fn pause(life: Option<Life>, failures: u32, random: f64) -> Duration {
     let ((least, most), scale) = life.map_or((RETRY_FIRST, 1.0), |life| (RETRY, life.scale()));
-    let ceiling = least.saturating_mul(1 << failures.saturating_sub(1).min(16)).min(most);
+    let ceiling = least
+        .saturating_mul(1 << failures.saturating_sub(1).min(16))
+        .min(most);
     ceiling.mul_f64(scale * (0.5 + random / 2.0))
 }
 
 /// When to renew because another issuer signs now: at a moment by chance within the time given, unless it is due sooner anyway.
-pub(super) fn after_switch(now: SystemTime, life: Life, within: Duration, random: f64) -> SystemTime {
+pub(super) fn after_switch(
+    now: SystemTime,
+    life: Life,
+    within: Duration,
+    random: f64,
+) -> SystemTime {
     (now + within.mul_f64(random)).max(life.earliest())
 }
 
@@ -76,7 +86,10 @@ mod tests {
 
     fn life(seconds: f64) -> Life {
         let from = SystemTime::UNIX_EPOCH + DAY * 20_000;
-        Life { from, until: from + Duration::from_secs_f64(seconds) }
+        Life {
+            from,
+            until: from + Duration::from_secs_f64(seconds),
+        }
     }
 
     fn seconds(time: SystemTime, life: Life) -> f64 {
@@ -94,22 +107,37 @@ mod tests {
     #[test]
     fn two_renewals_are_apart_as_far_as_their_lives_allow() {
         let apart = |of: f64| seconds(life(of).earliest(), life(of));
-        assert_eq!([86_400.0, 300.0, 60.0, 10.0].map(apart), [30.0, 30.0, 6.0, 1.0]);
+        assert_eq!(
+            [86_400.0, 300.0, 60.0, 10.0].map(apart),
+            [30.0, 30.0, 6.0, 1.0]
+        );
     }
 
     #[test]
     fn failures_spread_out_from_five_seconds_to_a_minute() {
-        let ceilings = |life| [1, 2, 3, 4, 5, 6, u32::MAX].map(|failures| pause(life, failures, 1.0).as_millis());
-        assert_eq!(ceilings(Some(life(86_400.0))), [5_000, 10_000, 20_000, 40_000, 60_000, 60_000, 60_000]);
-        assert_eq!(ceilings(Some(life(30.0))), [500, 1_000, 2_000, 4_000, 6_000, 6_000, 6_000]);
+        let ceilings = |life| {
+            [1, 2, 3, 4, 5, 6, u32::MAX].map(|failures| pause(life, failures, 1.0).as_millis())
+        };
+        assert_eq!(
+            ceilings(Some(life(86_400.0))),
+            [5_000, 10_000, 20_000, 40_000, 60_000, 60_000, 60_000]
+        );
+        assert_eq!(
+            ceilings(Some(life(30.0))),
+            [500, 1_000, 2_000, 4_000, 6_000, 6_000, 6_000]
+        );
         assert_eq!(ceilings(None), [200, 400, 800, 1_600, 3_200, 6_400, 10_000]);
-        assert_eq!(pause(Some(life(86_400.0)), 1, 0.0), Duration::from_millis(2_500));
+        assert_eq!(
+            pause(Some(life(86_400.0)), 1, 0.0),
+            Duration::from_millis(2_500)
+        );
     }
 
     #[test]
     fn a_life_is_late_in_its_last_third() {
         let life = life(30.0);
-        let late = [0, 19, 21, 30, 99].map(|passed| life.is_late(life.from + Duration::from_secs(passed)));
+        let late =
+            [0, 19, 21, 30, 99].map(|passed| life.is_late(life.from + Duration::from_secs(passed)));
         assert_eq!(late, [false, false, true, true, true]);
         assert_eq!(life.left(life.until + DAY), Duration::ZERO);
     }
@@ -119,7 +147,12 @@ mod tests {
         let life = life(86_400.0);
         let at = |passed: u64, within: u64| {
             let now = life.from + Duration::from_secs(passed);
-            RANDOM.map(|random| seconds(after_switch(now, life, Duration::from_secs(within), random), life))
+            RANDOM.map(|random| {
+                seconds(
+                    after_switch(now, life, Duration::from_secs(within), random),
+                    life,
+                )
+            })
         };
         assert_eq!(at(1_000, 600), [1_000.0, 1_300.0, 1_600.0]);
         assert_eq!(at(0, 0), [30.0; 3]);

@@ -30,7 +30,13 @@ impl IdentityStats {
 
     pub(super) fn issued(&self, not_after: SystemTime) {
         self.issued.fetch_add(1, Ordering::Relaxed);
-        self.not_after.store(not_after.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs(), Ordering::Relaxed);
+        self.not_after.store(
+            not_after
+                .duration_since(UNIX_EPOCH)
+                .unwrap_or_default()
+                .as_secs(),
+            Ordering::Relaxed,
+        );
     }
 
     pub(super) fn failed(&self) {

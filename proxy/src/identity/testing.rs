@@ -6,8 +6,8 @@ use std::time::{Duration, SystemTime};
 use base64::Engine as _;
 use base64::engine::general_purpose::{STANDARD, URL_SAFE_NO_PAD};
 use rcgen::{
-    BasicConstraints, Certificate, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose,
-    PublicKeyData, SanType,
+    BasicConstraints, Certificate, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa,
+    Issuer, KeyPair, KeyUsagePurpose, PublicKeyData, SanType,
 };
 use rustls::RootCertStore;
 use rustls::crypto::aws_lc_rs::sign::any_ecdsa_type;
@@ -33,20 +33,29 @@ impl Authority {
     pub fn new(name: &str) -> Self {
         let (params, key) = (Self::params(name), KeyPair::generate().unwrap());
         let certificate = params.self_signed(&key).unwrap().into();
-        Self { certificate, issuer: Issuer::new(params, key) }
+        Self {
+            certificate,
+            issuer: Issuer::new(params, key),
+        }
     }
 
     /// An authority that this one vouches for.
     pub fn intermediate(&self, name: &str) -> Self {
         let (params, key) = (Self::params(name), KeyPair::generate().unwrap());
         let certificate = params.signed_by(&key, &self.issuer).unwrap().into();
-        Self { certificate, issuer: Issuer::new(params, key) }
+        Self {
+            certificate,
+            issuer: Issuer::new(params, key),
+        }
     }
 
     /// Whoever holds a certificate and its key: a thief, perhaps.
     pub fn of(certificate: CertificateDer<'static>, key: KeyPair) -> Self {
         let issuer = Issuer::from_ca_cert_der(&certificate, key).unwrap();
-        Self { certificate, issuer }
+        Self {
+            certificate,
+            issuer,
+        }
     }
 
     fn params(name: &str) -> CertificateParams {
@@ -68,10 +77,15 @@ impl Authority {
     /// What its certificates name it by.
     pub fn key_id(&self) -> String {
         let (_, parsed) = X509Certificate::from_der(&self.certificate).unwrap();
-        let id = parsed.iter_extensions().find_map(|extension| match extension.parsed_extension() {
-            ParsedExtension::SubjectKeyIdentifier(id) => Some(id.0.iter().map(|byte| format!("{byte:02x}")).collect()),
-            _ => None,
-        });
+        let id =
+            parsed
+                .iter_extensions()
+                .find_map(|extension| match extension.parsed_extension() {
+                    ParsedExtension::SubjectKeyIdentifier(id) => {
+                        Some(id.0.iter().map(|byte| format!("{byte:02x}")).collect())
+                    }
+                    _ => None,
+                });
         id.unwrap()
     }
 
@@ -83,24 +97,40 @@ impl Authority {
     }
 
     /// A certificate for an hour, with what the test has to change.
-    pub fn leaf(&self, identity: &str, change: impl FnOnce(&mut CertificateParams)) -> CertificateDer<'static> {
+    pub fn leaf(
+        &self,
+        identity: &str,
+        change: impl FnOnce(&mut CertificateParams),
+    ) -> CertificateDer<'static> {
         self.leaf_and_key(identity, change).0
     }
 
     /// The same, with its key.
-    pub fn leaf_and_key(&self, identity: &str, change: impl FnOnce(&mut CertificateParams)) -> (CertificateDer<'static>, KeyPair) {
+    pub fn leaf_and_key(
+        &self,
+        identity: &str,
+        change: impl FnOnce(&mut CertificateParams),
+    ) -> (CertificateDer<'static>, KeyPair) {
         let key = KeyPair::generate().unwrap();
         (self.sign(identity, &key, change).into(), key)
     }
 
     /// A certificate for a key that somebody else made.
-    pub fn sign(&self, identity: &str, key: &impl PublicKeyData, change: impl FnOnce(&mut CertificateParams)) -> Certificate {
+    pub fn sign(
+        &self,
+        identity: &str,
+        key: &impl PublicKeyData,
+        change: impl FnOnce(&mut CertificateParams),
+    ) -> Certificate {
         let mut params = CertificateParams::default();
         params.not_before = (SystemTime::now() - Duration::from_secs(300)).into();
         params.not_after = (SystemTime::now() + Duration::from_secs(3600)).into();
         params.subject_alt_names = vec![uri(identity)];
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        params.extended_key_usages = vec![
+            ExtendedKeyUsagePurpose::ServerAuth,
+            ExtendedKeyUsagePurpose::ClientAuth,
+        ];
         params.use_authority_key_identifier_extension = true;
         change(&mut params);
         params.signed_by(key, &self.issuer).unwrap()
@@ -114,14 +144,28 @@ pub(crate) fn credentials(authority: &Authority) -> Arc<Credentials> {
     let key = any_ecdsa_type(&PrivatePkcs8KeyDer::from(key.serialize_der()).into()).unwrap();
     let certified = Arc::new(CertifiedKey::new(vec![leaf], key));
     let (roots, roots_version, tickets) = (authority.roots(), "1".to_owned(), OnceLock::new());
-    Arc::new(Credentials { identity, certified, roots, roots_version, not_after, tickets })
+    Arc::new(Credentials {
+        identity,
+        certified,
+        roots,
+        roots_version,
+        not_after,
+        tickets,
+    })
 }
 
 /// A certificate as text.
 pub(crate) fn pem(certificate: &CertificateDer<'_>) -> String {
     let base64 = STANDARD.encode(certificate);
-    let lines: Vec<&str> = base64.as_bytes().chunks(64).map(|line| std::str::from_utf8(line).unwrap()).collect();
-    format!("-----BEGIN CERTIFICATE-----\n{}\n-----END CERTIFICATE-----\n", lines.join("\n"))
+    let lines: Vec<&str> = base64
+        .as_bytes()
+        .chunks(64)
+        .map(|line| std::str::from_utf8(line).unwrap())
+        .collect();
+    format!(
+        "-----BEGIN CERTIFICATE-----\n{}\n-----END CERTIFICATE-----\n",
+        lines.join("\n")
+    )
 }
 
 /// A URI SAN.

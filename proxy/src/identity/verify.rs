@@ -13,7 +13,10 @@ use rustls::crypto::{WebPkiSupportedAlgorithms, aws_lc_rs, verify_tls13_signatur
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::server::{ParsedCertificate, VerifierBuilderError, WebPkiClientVerifier};
-use rustls::{CertificateError, DigitallySignedStruct, DistinguishedName, Error, OtherError, RootCertStore, SignatureScheme};
+use rustls::{
+    CertificateError, DigitallySignedStruct, DistinguishedName, Error, OtherError, RootCertStore,
+    SignatureScheme,
+};
 use thiserror::Error as ThisError;
 use x509_parser::certificate::X509Certificate;
 use x509_parser::extensions::GeneralName;
@@ -68,7 +71,9 @@ impl From<NotThePeer> for Error {
     fn from(reason: NotThePeer) -> Self {
         match reason {
             NotThePeer::Unreadable => Self::InvalidCertificate(CertificateError::BadEncoding),
-            reason => Self::InvalidCertificate(CertificateError::Other(OtherError(Arc::new(reason)))),
+            reason => {
+                Self::InvalidCertificate(CertificateError::Other(OtherError(Arc::new(reason))))
+            }
         }
     }
 }
@@ -76,17 +81,41 @@ impl From<NotThePeer> for Error {
 /// Who a certificate says its holder is, and until when. It verifies nothing else: the chain is the handshake's affair, which a
 /// resumed one has behind it.
 pub fn identity_of(leaf: &CertificateDer<'_>) -> Result<(Identity, SystemTime), NotThePeer> {
-    let Ok(([], certificate)) = X509Certificate::from_der(leaf) else { return Err(NotThePeer::Unreadable) };
-    let usage = certificate.key_usage().map_err(|_| NotThePeer::Unreadable)?;
-    if certificate.is_ca() || usage.is_some_and(|usage| usage.value.key_cert_sign() || usage.value.crl_sign()) {
+    let Ok(([], certificate)) = X509Certificate::from_der(leaf) else {
+        return Err(NotThePeer::Unreadable);
+    };
+    let usage = certificate
+        .key_usage()
+        .map_err(|_| NotThePeer::Unreadable)?;
+    if certificate.is_ca()
+        || usage.is_some_and(|usage| usage.value.key_cert_sign() || usage.value.crl_sign())
+    {
         return Err(NotThePeer::Authority);
     }
-    let names = certificate.subject_alternative_name().map_err(|_| NotThePeer::Unreadable)?;
+    let names = certificate
+        .subject_alternative_name()
+        .map_err(|_| NotThePeer::Unreadable)?;
     let names = names.iter().flat_map(|names| &names.value.general_names);
-    let uris: Vec<&str> = names.filter_map(|name| if let GeneralName::URI(uri) = name { Some(*uri) } else { None }).collect();
-    let [name] = uris[..] else { return Err(NotThePeer::Names(uris.len())) };
-    let identity = name.parse().map_err(|reason| NotThePeer::NoWorkload { name: name.to_owned(), reason })?;
-    Ok((identity, system_time(certificate.validity().not_after.timestamp())))
+    let uris: Vec<&str> = names
+        .filter_map(|name| {
+            if let GeneralName::URI(uri) = name {
+                Some(*uri)
+            } else {
+                None
+            }
+        })
+        .collect();
+    let [name] = uris[..] else {
+        return Err(NotThePeer::Names(uris.len()));
+    };
+    let identity = name.parse().map_err(|reason| NotThePeer::NoWorkload {
+        name: name.to_owned(),
+        reason,
+    })?;
+    Ok((
+        identity,
+        system_time(certificate.validity().not_after.timestamp()),
+    ))
 }
 
 /// A certificate's time; one before 1970 is 1970.
@@ -105,7 +134,11 @@ pub struct ServerVerifier {
 impl ServerVerifier {
     /// For connections to `expected`.
     pub fn new(roots: Arc<RootCertStore>, expected: Identity) -> Arc<Self> {
-        Arc::new(Self { roots, expected, algorithms: algorithms() })
+        Arc::new(Self {
+            roots,
+            expected,
+            algorithms: algorithms(),
+        })
     }
 }
 
@@ -119,10 +152,20 @@ impl ServerCertVerifier for ServerVerifier {
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
         let parsed = ParsedCertificate::try_from(end_entity)?;
-        verify_server_cert_signed_by_trust_anchor(&parsed, &self.roots, intermediates, now, self.algorithms.all)?;
+        verify_server_cert_signed_by_trust_anchor(
+            &parsed,
+            &self.roots,
+            intermediates,
+            now,
+            self.algorithms.all,
+        )?;
         let (actual, _) = identity_of(end_entity)?;
         if actual != self.expected {
-            return Err(NotThePeer::Another { expected: self.expected.clone(), actual }.into());
+            return Err(NotThePeer::Another {
+                expected: self.expected.clone(),
+                actual,
+            }
+            .into());
         }
         Ok(ServerCertVerified::assertion())
     }
@@ -159,10 +202,18 @@ pub struct ClientVerifier {
 
 impl ClientVerifier {
     /// For callers that `roots` vouch for; an error where there are none.
-    pub fn new(roots: Arc<RootCertStore>, trust_domain: &str) -> Result<Arc<Self>, VerifierBuilderError> {
+    pub fn new(
+        roots: Arc<RootCertStore>,
+        trust_domain: &str,
+    ) -> Result<Arc<Self>, VerifierBuilderError> {
         let provider = Arc::new(aws_lc_rs::default_provider());
-        let chain = WebPkiClientVerifier::builder_with_provider(roots, provider).clear_root_hint_subjects().build()?;
-        Ok(Arc::new(Self { chain, trust_domain: trust_domain.to_owned() }))
+        let chain = WebPkiClientVerifier::builder_with_provider(roots, provider)
+            .clear_root_hint_subjects()
+            .build()?;
+        Ok(Arc::new(Self {
+            chain,
+            trust_domain: trust_domain.to_owned(),
+        }))
     }
 }
 
@@ -177,10 +228,16 @@ impl ClientCertVerifier for ClientVerifier {
         intermediates: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
-        let verified = self.chain.verify_client_cert(end_entity, intermediates, now)?;
+        let verified = self
+            .chain
+            .verify_client_cert(end_entity, intermediates, now)?;
         let (actual, _) = identity_of(end_entity)?;
         if actual.trust_domain() != self.trust_domain {
-            return Err(NotThePeer::Stranger { expected: self.trust_domain.clone(), actual }.into());
+            return Err(NotThePeer::Stranger {
+                expected: self.trust_domain.clone(),
+                actual,
+            }
+            .into());
         }
         Ok(verified)
     }
@@ -221,7 +278,9 @@ fn old_tls() -> Error {
 mod tests {
     use super::*;
     use crate::identity::testing::{Authority, WEB, uri};
-    use rcgen::{BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, KeyUsagePurpose};
+    use rcgen::{
+        BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, KeyUsagePurpose,
+    };
 
     const HOUR: Duration = Duration::from_secs(3600);
 
@@ -234,18 +293,28 @@ mod tests {
     }
 
     /// What both sides say of a chain. The client's verdict does not depend on the identity expected.
-    fn verdicts(authority: &Authority, chain: &[CertificateDer<'static>]) -> [Result<(), Error>; 2] {
+    fn verdicts(
+        authority: &Authority,
+        chain: &[CertificateDer<'static>],
+    ) -> [Result<(), Error>; 2] {
         let (leaf, intermediates) = chain.split_first().unwrap();
         let name = ServerName::try_from("ignored").unwrap();
         let server = ServerVerifier::new(authority.roots(), web());
         let client = ClientVerifier::new(authority.roots(), "cluster.local").unwrap();
         [
-            server.verify_server_cert(leaf, intermediates, &name, &[], now()).map(drop),
-            client.verify_client_cert(leaf, intermediates, now()).map(drop),
+            server
+                .verify_server_cert(leaf, intermediates, &name, &[], now())
+                .map(drop),
+            client
+                .verify_client_cert(leaf, intermediates, now())
+                .map(drop),
         ]
     }
 
-    fn leaf(authority: &Authority, change: impl FnOnce(&mut CertificateParams)) -> [Result<(), Error>; 2] {
+    fn leaf(
+        authority: &Authority,
+        change: impl FnOnce(&mut CertificateParams),
+    ) -> [Result<(), Error>; 2] {
         verdicts(authority, &[authority.leaf(WEB, change)])
     }
 
@@ -257,10 +326,16 @@ mod tests {
     fn a_workload_is_verified_and_named() {
         let authority = Authority::new("one");
         let leaf = authority.leaf(WEB, |_| {});
-        assert_eq!(verdicts(&authority, std::slice::from_ref(&leaf)), [Ok(()), Ok(())]);
+        assert_eq!(
+            verdicts(&authority, std::slice::from_ref(&leaf)),
+            [Ok(()), Ok(())]
+        );
         let (identity, until) = identity_of(&leaf).unwrap();
         let left = until.duration_since(SystemTime::now()).unwrap();
-        assert!(identity == web() && left > HOUR / 2 && left <= HOUR, "{identity} {left:?}");
+        assert!(
+            identity == web() && left > HOUR / 2 && left <= HOUR,
+            "{identity} {left:?}"
+        );
     }
 
     #[test]
@@ -268,18 +343,44 @@ mod tests {
         let root = Authority::new("root");
         let issuer = root.intermediate("issuer");
         let leaf = issuer.leaf(WEB, |_| {});
-        assert_eq!(verdicts(&root, &[leaf.clone(), issuer.certificate()]), [Ok(()), Ok(())]);
-        assert_eq!(verdicts(&root, &[leaf]).map(|verdict| verdict.is_err()), [true, true]);
+        assert_eq!(
+            verdicts(&root, &[leaf.clone(), issuer.certificate()]),
+            [Ok(()), Ok(())]
+        );
+        assert_eq!(
+            verdicts(&root, &[leaf]).map(|verdict| verdict.is_err()),
+            [true, true]
+        );
     }
 
     #[test]
     fn the_clock_is_looked_at() {
         let authority = Authority::new("one");
-        for expired in leaf(&authority, |leaf| leaf.not_after = (SystemTime::now() - HOUR / 60).into()) {
-            assert!(matches!(expired, Err(Error::InvalidCertificate(CertificateError::ExpiredContext { .. }))), "{expired:?}");
+        for expired in leaf(&authority, |leaf| {
+            leaf.not_after = (SystemTime::now() - HOUR / 60).into()
+        }) {
+            assert!(
+                matches!(
+                    expired,
+                    Err(Error::InvalidCertificate(
+                        CertificateError::ExpiredContext { .. }
+                    ))
+                ),
+                "{expired:?}"
+            );
         }
-        for early in leaf(&authority, |leaf| leaf.not_before = (SystemTime::now() + HOUR / 60).into()) {
-            assert!(matches!(early, Err(Error::InvalidCertificate(CertificateError::NotValidYetContext { .. }))), "{early:?}");
+        for early in leaf(&authority, |leaf| {
+            leaf.not_before = (SystemTime::now() + HOUR / 60).into()
+        }) {
+            assert!(
+                matches!(
+                    early,
+                    Err(Error::InvalidCertificate(
+                        CertificateError::NotValidYetContext { .. }
+                    ))
+                ),
+                "{early:?}"
+            );
         }
     }
 
@@ -287,33 +388,53 @@ mod tests {
     fn another_authority_proves_nothing_whatever_its_name() {
         let (ours, other) = (Authority::new("one"), Authority::new("one"));
         let leaf = other.leaf(WEB, |_| {});
-        assert_eq!(verdicts(&ours, std::slice::from_ref(&leaf)).map(|verdict| verdict.is_err()), [true, true]);
-        assert_eq!(verdicts(&ours, &[leaf, other.certificate()]).map(|verdict| verdict.is_err()), [true, true]);
+        assert_eq!(
+            verdicts(&ours, std::slice::from_ref(&leaf)).map(|verdict| verdict.is_err()),
+            [true, true]
+        );
+        assert_eq!(
+            verdicts(&ours, &[leaf, other.certificate()]).map(|verdict| verdict.is_err()),
+            [true, true]
+        );
     }
 
     #[test]
     fn a_workload_can_vouch_for_nobody() {
         let authority = Authority::new("one");
-        let (stolen, key) = authority.leaf_and_key("spiffe://cluster.local/ns/shop/sa/thief", |_| {});
+        let (stolen, key) =
+            authority.leaf_and_key("spiffe://cluster.local/ns/shop/sa/thief", |_| {});
         let forged = Authority::of(stolen.clone(), key).leaf(WEB, |_| {});
-        assert_eq!(verdicts(&authority, &[forged, stolen]).map(|verdict| verdict.is_err()), [true, true]);
+        assert_eq!(
+            verdicts(&authority, &[forged, stolen]).map(|verdict| verdict.is_err()),
+            [true, true]
+        );
     }
 
     #[test]
     fn an_authority_is_no_workload() {
         let authority = Authority::new("one");
-        let makes_one = |leaf: &mut CertificateParams| leaf.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        assert_eq!(leaf(&authority, makes_one).map(|verdict| verdict.is_err()), [true, true]);
+        let makes_one =
+            |leaf: &mut CertificateParams| leaf.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        assert_eq!(
+            leaf(&authority, makes_one).map(|verdict| verdict.is_err()),
+            [true, true]
+        );
         for usage in [KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign] {
             let signs = leaf(&authority, |leaf| leaf.key_usages.push(usage));
-            assert_eq!(signs.map(loose), [0, 0].map(|_| loose(Err(invalid(NotThePeer::Authority)))));
+            assert_eq!(
+                signs.map(loose),
+                [0, 0].map(|_| loose(Err(invalid(NotThePeer::Authority))))
+            );
         }
     }
 
     #[test]
     fn the_certificate_is_for_the_side_of_tls_that_it_is_shown_on() {
         let authority = Authority::new("one");
-        let only = |usage| leaf(&authority, |leaf| leaf.extended_key_usages = vec![usage]).map(|verdict| verdict.is_ok());
+        let only = |usage| {
+            leaf(&authority, |leaf| leaf.extended_key_usages = vec![usage])
+                .map(|verdict| verdict.is_ok())
+        };
         assert_eq!(only(ExtendedKeyUsagePurpose::ServerAuth), [true, false]);
         assert_eq!(only(ExtendedKeyUsagePurpose::ClientAuth), [false, true]);
         assert_eq!(only(ExtendedKeyUsagePurpose::CodeSigning), [false, false]);
@@ -323,19 +444,42 @@ mod tests {
     fn there_is_one_name_and_it_is_a_workloads() {
         let authority = Authority::new("one");
         let refused = |names: &[&str], expected: NotThePeer| {
-            let verdicts = leaf(&authority, |leaf| leaf.subject_alt_names = names.iter().map(|name| uri(name)).collect());
-            assert_eq!(verdicts.map(loose), [expected.clone(), expected].map(|reason| loose(Err(invalid(reason)))), "{names:?}");
+            let verdicts = leaf(&authority, |leaf| {
+                leaf.subject_alt_names = names.iter().map(|name| uri(name)).collect()
+            });
+            assert_eq!(
+                verdicts.map(loose),
+                [expected.clone(), expected].map(|reason| loose(Err(invalid(reason)))),
+                "{names:?}"
+            );
         };
         refused(&[], NotThePeer::Names(0));
         refused(&[WEB, WEB], NotThePeer::Names(2));
-        refused(&[WEB, "spiffe://cluster.local/ns/shop/sa/cart"], NotThePeer::Names(2));
+        refused(
+            &[WEB, "spiffe://cluster.local/ns/shop/sa/cart"],
+            NotThePeer::Names(2),
+        );
         let foreign = "https://cluster.local/ns/shop/sa/web";
         let reason = foreign.parse::<Identity>().unwrap_err();
-        refused(&[foreign], NotThePeer::NoWorkload { name: foreign.to_owned(), reason });
+        refused(
+            &[foreign],
+            NotThePeer::NoWorkload {
+                name: foreign.to_owned(),
+                reason,
+            },
+        );
         // DNS names count for nothing.
-        let dns = |leaf: &mut CertificateParams| leaf.subject_alt_names = vec![rcgen::SanType::DnsName("ignored".try_into().unwrap())];
-        assert_eq!(leaf(&authority, dns).map(loose), [0, 0].map(|names| loose(Err(invalid(NotThePeer::Names(names))))));
-        let both = |leaf: &mut CertificateParams| leaf.subject_alt_names.push(rcgen::SanType::DnsName("a.b".try_into().unwrap()));
+        let dns = |leaf: &mut CertificateParams| {
+            leaf.subject_alt_names = vec![rcgen::SanType::DnsName("ignored".try_into().unwrap())]
+        };
+        assert_eq!(
+            leaf(&authority, dns).map(loose),
+            [0, 0].map(|names| loose(Err(invalid(NotThePeer::Names(names)))))
+        );
+        let both = |leaf: &mut CertificateParams| {
+            leaf.subject_alt_names
+                .push(rcgen::SanType::DnsName("a.b".try_into().unwrap()))
+        };
         assert_eq!(leaf(&authority, both), [Ok(()), Ok(())]);
     }
 
@@ -344,19 +488,44 @@ mod tests {
         let authority = Authority::new("one");
         let cart: Identity = "spiffe://cluster.local/ns/shop/sa/cart".parse().unwrap();
         let [server, client] = verdicts(&authority, &[authority.leaf(cart.as_str(), |_| {})]);
-        assert_eq!(loose(server), loose(Err(invalid(NotThePeer::Another { expected: web(), actual: cart }))));
+        assert_eq!(
+            loose(server),
+            loose(Err(invalid(NotThePeer::Another {
+                expected: web(),
+                actual: cart
+            })))
+        );
         assert_eq!(client, Ok(()));
         let abroad: Identity = "spiffe://example.org/ns/shop/sa/web".parse().unwrap();
         let [server, client] = verdicts(&authority, &[authority.leaf(abroad.as_str(), |_| {})]);
-        assert_eq!(loose(server), loose(Err(invalid(NotThePeer::Another { expected: web(), actual: abroad.clone() }))));
-        assert_eq!(loose(client), loose(Err(invalid(NotThePeer::Stranger { expected: "cluster.local".to_owned(), actual: abroad }))));
+        assert_eq!(
+            loose(server),
+            loose(Err(invalid(NotThePeer::Another {
+                expected: web(),
+                actual: abroad.clone()
+            })))
+        );
+        assert_eq!(
+            loose(client),
+            loose(Err(invalid(NotThePeer::Stranger {
+                expected: "cluster.local".to_owned(),
+                actual: abroad
+            })))
+        );
     }
 
     #[test]
     fn a_client_must_show_a_certificate_and_is_told_no_names_of_authorities() {
         let client = ClientVerifier::new(Authority::new("one").roots(), "cluster.local").unwrap();
-        assert!(client.offer_client_auth() && client.client_auth_mandatory() && client.root_hint_subjects().is_empty());
-        assert!(ClientVerifier::new(Arc::new(RootCertStore::empty()), "cluster.local").is_err(), "without roots nobody is trusted");
+        assert!(
+            client.offer_client_auth()
+                && client.client_auth_mandatory()
+                && client.root_hint_subjects().is_empty()
+        );
+        assert!(
+            ClientVerifier::new(Arc::new(RootCertStore::empty()), "cluster.local").is_err(),
+            "without roots nobody is trusted"
+        );
     }
 
     #[test]
@@ -364,10 +533,16 @@ mod tests {
         let authority = Authority::new("one");
         let whole = authority.leaf(WEB, |_| {});
         for end in 0..whole.len() {
-            assert_eq!(identity_of(&CertificateDer::from(&whole[..end])), Err(NotThePeer::Unreadable));
+            assert_eq!(
+                identity_of(&CertificateDer::from(&whole[..end])),
+                Err(NotThePeer::Unreadable)
+            );
         }
         let longer = [&whole[..], b"more"].concat();
-        assert_eq!(identity_of(&CertificateDer::from(longer)), Err(NotThePeer::Unreadable));
+        assert_eq!(
+            identity_of(&CertificateDer::from(longer)),
+            Err(NotThePeer::Unreadable)
+        );
     }
 
     /// Errors of ours compare by their text: rustls holds no two of another's errors for equal.

@@ -37,7 +37,15 @@ pub struct Agreed {
 /// For people: `X25519MLKEM768 TLS13_AES_128_GCM_SHA256 Resumed`.
 impl fmt::Display for Agreed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { group: Some(group), suite: Some(suite), kind: Some(kind), .. } = self else { return f.write_str("nothing") };
+        let Self {
+            group: Some(group),
+            suite: Some(suite),
+            kind: Some(kind),
+            ..
+        } = self
+        else {
+            return f.write_str("nothing");
+        };
         write!(f, "{group:?} {suite:?} {kind:?}")
     }
 }
@@ -80,31 +88,59 @@ impl Handshake {
     }
 
     fn new(machine: Machine, incoming: BytesMut) -> Self {
-        Self { machine, incoming, outgoing: BytesMut::new(), peer_ended: false }
+        Self {
+            machine,
+            incoming,
+            outgoing: BytesMut::new(),
+            peer_ended: false,
+        }
     }
 
     /// Runs the handshake. What the peer sent right after it is added to `plain`. The last words of this side leave with the
     /// session's first write, or before its first wait.
-    pub async fn run(mut self, stream: &mut TcpStream, plain: &mut BytesMut) -> io::Result<(Agreed, Session)> {
+    pub async fn run(
+        mut self,
+        stream: &mut TcpStream,
+        plain: &mut BytesMut,
+    ) -> io::Result<(Agreed, Session)> {
         poll_fn(|cx| self.poll(cx, stream, plain)).await?;
-        let Self { machine, incoming, outgoing, peer_ended } = self;
+        let Self {
+            machine,
+            incoming,
+            outgoing,
+            peer_ended,
+        } = self;
         let agreed = machine.agreed();
         let (secrets, kernel) = match machine {
             Machine::Client(connection) => {
-                let (secrets, kernel) = connection.dangerous_into_kernel_connection().map_err(broken)?;
+                let (secrets, kernel) = connection
+                    .dangerous_into_kernel_connection()
+                    .map_err(broken)?;
                 (secrets, Kernel::Client(kernel))
             }
             Machine::Server(connection) => {
-                let (secrets, kernel) = connection.dangerous_into_kernel_connection().map_err(broken)?;
+                let (secrets, kernel) = connection
+                    .dangerous_into_kernel_connection()
+                    .map_err(broken)?;
                 (secrets, Kernel::Server(kernel))
             }
         };
-        let leftover = Leftover { incoming, outgoing, peer_ended };
-        let session = Session::new(kernel, &secrets, leftover).ok_or_else(|| io::Error::other("a suite that is not TLS 1.3's"))?;
+        let leftover = Leftover {
+            incoming,
+            outgoing,
+            peer_ended,
+        };
+        let session = Session::new(kernel, &secrets, leftover)
+            .ok_or_else(|| io::Error::other("a suite that is not TLS 1.3's"))?;
         Ok((agreed, session))
     }
 
-    fn poll(&mut self, cx: &mut Context<'_>, stream: &mut TcpStream, plain: &mut BytesMut) -> Poll<io::Result<()>> {
+    fn poll(
+        &mut self,
+        cx: &mut Context<'_>,
+        stream: &mut TcpStream,
+        plain: &mut BytesMut,
+    ) -> Poll<io::Result<()>> {
         loop {
             let stand = match self.advance(plain) {
                 Ok(stand) => stand,
@@ -154,10 +190,19 @@ impl Handshake {
     }
 
     fn turn(&mut self, plain: &mut BytesMut) -> (usize, Result<Turn, rustls::Error>) {
-        let Self { machine, incoming, outgoing, .. } = self;
+        let Self {
+            machine,
+            incoming,
+            outgoing,
+            ..
+        } = self;
         match machine {
-            Machine::Client(connection) => turn(connection.process_tls_records(incoming), plain, outgoing),
-            Machine::Server(connection) => turn(connection.process_tls_records(incoming), plain, outgoing),
+            Machine::Client(connection) => {
+                turn(connection.process_tls_records(incoming), plain, outgoing)
+            }
+            Machine::Server(connection) => {
+                turn(connection.process_tls_records(incoming), plain, outgoing)
+            }
         }
     }
 }
@@ -169,9 +214,14 @@ impl Machine {
             Self::Server(connection) => connection,
         };
         Agreed {
-            certificate: state.peer_certificates().and_then(|chain| chain.first()).map(|leaf| leaf.clone().into_owned()),
+            certificate: state
+                .peer_certificates()
+                .and_then(|chain| chain.first())
+                .map(|leaf| leaf.clone().into_owned()),
             alpn: state.alpn_protocol().map(<[u8]>::to_vec),
-            group: state.negotiated_key_exchange_group().map(|group| group.name()),
+            group: state
+                .negotiated_key_exchange_group()
+                .map(|group| group.name()),
             suite: state.negotiated_cipher_suite().map(|suite| suite.suite()),
             kind: state.handshake_kind(),
         }
@@ -189,7 +239,9 @@ fn turn<Data>(
     plain: &mut BytesMut,
     outgoing: &mut BytesMut,
 ) -> (usize, Result<Turn, rustls::Error>) {
-    let UnbufferedStatus { mut discard, state, .. } = status;
+    let UnbufferedStatus {
+        mut discard, state, ..
+    } = status;
     let turn = state.and_then(|state| match state {
         ConnectionState::ReadTraffic(mut traffic) => {
             while let Some(record) = traffic.next_record() {
@@ -203,7 +255,8 @@ fn turn<Data>(
             let at = outgoing.len();
             if let Err(EncodeError::InsufficientSize(size)) = data.encode(&mut []) {
                 outgoing.resize(at + size.required_size, 0);
-                data.encode(&mut outgoing[at..]).map_err(|error| rustls::Error::General(error.to_string()))?;
+                data.encode(&mut outgoing[at..])
+                    .map_err(|error| rustls::Error::General(error.to_string()))?;
             }
             Ok(Turn::Again)
         }
@@ -216,7 +269,9 @@ fn turn<Data>(
         ConnectionState::BlockedHandshake => Ok(Turn::Stands(Stand::Underway)),
         ConnectionState::WriteTraffic(_) => Ok(Turn::Stands(Stand::Done)),
         // Early data is not offered and not accepted.
-        other => Err(rustls::Error::General(format!("an unexpected state: {other:?}"))),
+        other => Err(rustls::Error::General(format!(
+            "an unexpected state: {other:?}"
+        ))),
     });
     (discard, turn)
 }
@@ -227,5 +282,8 @@ fn broken(error: rustls::Error) -> io::Error {
 
 /// The peer has left without a word.
 pub fn cut_off() -> io::Error {
-    io::Error::new(io::ErrorKind::UnexpectedEof, "the connection ended before its TLS session did")
+    io::Error::new(
+        io::ErrorKind::UnexpectedEof,
+        "the connection ended before its TLS session did",
+    )
 }

@@ -25,14 +25,28 @@ pub fn look(bytes: &[u8]) -> Hello {
     let [kind, major, _, high, low, record @ ..] = bytes else {
         let beginning = [HANDSHAKE, 3];
         let length = bytes.len().min(2);
-        return if bytes[..length] == beginning[..length] { Hello::NeedMore } else { Hello::Foreign };
+        return if bytes[..length] == beginning[..length] {
+            Hello::NeedMore
+        } else {
+            Hello::Foreign
+        };
     };
     let length = usize::from(u16::from_be_bytes([*high, *low]));
-    if *kind != HANDSHAKE || *major != 3 || length > MAX_RECORD || record.first().is_some_and(|kind| *kind != CLIENT_HELLO) {
+    if *kind != HANDSHAKE
+        || *major != 3
+        || length > MAX_RECORD
+        || record.first().is_some_and(|kind| *kind != CLIENT_HELLO)
+    {
         return Hello::Foreign;
     }
-    let Some(record) = record.get(..length) else { return Hello::NeedMore };
-    if protocols(record).is_some_and(|list| Reader(list).strings().any(|name| Inside::from_alpn(name).is_some())) {
+    let Some(record) = record.get(..length) else {
+        return Hello::NeedMore;
+    };
+    if protocols(record).is_some_and(|list| {
+        Reader(list)
+            .strings()
+            .any(|name| Inside::from_alpn(name).is_some())
+    }) {
         return Hello::Mesh;
     }
     Hello::Foreign
@@ -43,7 +57,8 @@ fn protocols(record: &[u8]) -> Option<&[u8]> {
     let mut hello = Reader(record);
     hello.take(1)?;
     let length = hello.take(3)?;
-    let length = usize::from(length[0]) << 16 | usize::from(length[1]) << 8 | usize::from(length[2]);
+    let length =
+        usize::from(length[0]) << 16 | usize::from(length[1]) << 8 | usize::from(length[2]);
     let mut hello = Reader(hello.take(length)?);
     // Version and random, session ID, cipher suites, compression methods.
     hello.take(2 + 32)?;
@@ -101,13 +116,22 @@ mod tests {
     /// A real ClientHello that offers these protocols.
     fn hello(protocols: &[&[u8]]) -> Vec<u8> {
         let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-        let builder = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions().expect("versions");
-        let mut config = builder.with_root_certificates(RootCertStore::empty()).with_no_client_auth();
+        let builder = ClientConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .expect("versions");
+        let mut config = builder
+            .with_root_certificates(RootCertStore::empty())
+            .with_no_client_auth();
         config.alpn_protocols = protocols.iter().map(|name| name.to_vec()).collect();
         let name = ServerName::try_from("example.org").expect("a name");
-        let mut connection = UnbufferedClientConnection::new(Arc::new(config), name).expect("a connection");
+        let mut connection =
+            UnbufferedClientConnection::new(Arc::new(config), name).expect("a connection");
         let mut out = vec![0; 8192];
-        let ConnectionState::EncodeTlsData(mut data) = connection.process_tls_records(&mut []).state.expect("a hello") else {
+        let ConnectionState::EncodeTlsData(mut data) = connection
+            .process_tls_records(&mut [])
+            .state
+            .expect("a hello")
+        else {
             panic!("a client speaks first")
         };
         let length = data.encode(&mut out).expect("room");
@@ -127,7 +151,13 @@ mod tests {
 
     #[test]
     fn tls_of_the_apps_own_is_foreign() {
-        let lists: [&[&[u8]]; 5] = [&[], &[b"h2", b"http/1.1"], &[b"diy-mesh/"], &[b"diy-mesh/other"], &[b"x-diy-mesh/http1"]];
+        let lists: [&[&[u8]]; 5] = [
+            &[],
+            &[b"h2", b"http/1.1"],
+            &[b"diy-mesh/"],
+            &[b"diy-mesh/other"],
+            &[b"x-diy-mesh/http1"],
+        ];
         for protocols in lists {
             assert_eq!(look(&hello(protocols)), Hello::Foreign, "{protocols:?}");
         }
@@ -135,7 +165,14 @@ mod tests {
 
     #[test]
     fn what_is_no_hello_is_foreign_at_its_first_byte() {
-        for bytes in [&b"GET / HTTP/1.1"[..], b"PRI", b"\0", b"\x16\x02", b"\x15\x03\x01\0\x02\x02\x28", b"\x16\x03\x01\0\x05\x02"] {
+        for bytes in [
+            &b"GET / HTTP/1.1"[..],
+            b"PRI",
+            b"\0",
+            b"\x16\x02",
+            b"\x15\x03\x01\0\x02\x02\x28",
+            b"\x16\x03\x01\0\x05\x02",
+        ] {
             assert_eq!(look(bytes), Hello::Foreign, "{bytes:?}");
         }
         // Longer than a record may be.

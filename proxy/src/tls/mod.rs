@@ -32,7 +32,9 @@ use rustls::{ClientConfig, ServerConfig};
 use tokio::time::timeout;
 
 use crate::error::Failure;
-use crate::identity::{ClientVerifier, Credentials, CurrentCredentials, ServerVerifier, identity_of};
+use crate::identity::{
+    ClientVerifier, Credentials, CurrentCredentials, ServerVerifier, identity_of,
+};
 use crate::io::Io;
 
 pub use handshake::{Agreed, Handshake};
@@ -94,45 +96,80 @@ struct Keys {
 impl Tls {
     /// Proves itself by the newest of these credentials.
     pub fn new(credentials: CurrentCredentials) -> Self {
-        Self { credentials, keys: RefCell::new(None) }
+        Self {
+            credentials,
+            keys: RefCell::new(None),
+        }
     }
 
     /// Makes a connection to an endpoint a session with a workload that proves to be `expected`.
-    pub async fn connect(&self, io: Io, address: SocketAddr, expected: &Identity, inside: Inside) -> Result<Io, Failure> {
+    pub async fn connect(
+        &self,
+        io: Io,
+        address: SocketAddr,
+        expected: &Identity,
+        inside: Inside,
+    ) -> Result<Io, Failure> {
         let (io, agreed) = self.begin(io, address, expected, inside).await?;
         let failed = |reason: String| Failure::Handshake { address, reason };
         let peer = judge(&agreed).map_err(failed)?;
         if peer != *expected {
-            return Err(failed(format!("it is {peer}, and discovery named {expected}")));
+            return Err(failed(format!(
+                "it is {peer}, and discovery named {expected}"
+            )));
         }
         tracing::trace!(%address, %peer, "a session: {agreed}");
         Ok(io)
     }
 
-    async fn begin(&self, io: Io, address: SocketAddr, expected: &Identity, inside: Inside) -> Result<(Io, Agreed), Failure> {
+    async fn begin(
+        &self,
+        io: Io,
+        address: SocketAddr,
+        expected: &Identity,
+        inside: Inside,
+    ) -> Result<(Io, Agreed), Failure> {
         let keys = self.keys().ok_or(Failure::NoCertificate(address))?;
         let failed = |reason: String| Failure::Handshake { address, reason };
-        let config = keys.client(expected, inside).map_err(|error| failed(error.to_string()))?;
+        let config = keys
+            .client(expected, inside)
+            .map_err(|error| failed(error.to_string()))?;
         // Never sent: it tells the endpoint's sessions from others.
         let name = ServerName::IpAddress(address.ip().into());
-        let connection = UnbufferedClientConnection::new(config, name).map_err(|error| failed(error.to_string()))?;
-        secure(io, Handshake::client(connection)).await.map_err(|error| failed(error.to_string()))
+        let connection = UnbufferedClientConnection::new(config, name)
+            .map_err(|error| failed(error.to_string()))?;
+        secure(io, Handshake::client(connection))
+            .await
+            .map_err(|error| failed(error.to_string()))
     }
 
     /// Takes up a session that a peer begins: the ClientHello is unread in `io`. Who the peer is, and what is inside.
-    pub async fn accept(&self, mut io: Io, peer: SocketAddr) -> Result<(Io, Identity, Inside), Failure> {
+    pub async fn accept(
+        &self,
+        mut io: Io,
+        peer: SocketAddr,
+    ) -> Result<(Io, Identity, Inside), Failure> {
         let keys = self.keys().ok_or(Failure::NoCertificate(peer))?;
-        let failed = |reason: String| Failure::Handshake { address: peer, reason };
-        let connection = UnbufferedServerConnection::new(keys.server.clone()).map_err(|error| failed(error.to_string()))?;
+        let failed = |reason: String| Failure::Handshake {
+            address: peer,
+            reason,
+        };
+        let connection = UnbufferedServerConnection::new(keys.server.clone())
+            .map_err(|error| failed(error.to_string()))?;
         let handshake = Handshake::server(connection, std::mem::take(io.unread()));
-        let (io, agreed) = secure(io, handshake).await.map_err(|error| match error.kind() {
-            io::ErrorKind::InvalidData | io::ErrorKind::TimedOut => failed(error.to_string()),
-            // It may have found another way meanwhile: that says nothing of who it is.
-            _ => Failure::BadRequest("the client left in the middle of the TLS handshake"),
-        })?;
+        let (io, agreed) = secure(io, handshake)
+            .await
+            .map_err(|error| match error.kind() {
+                io::ErrorKind::InvalidData | io::ErrorKind::TimedOut => failed(error.to_string()),
+                // It may have found another way meanwhile: that says nothing of who it is.
+                _ => Failure::BadRequest("the client left in the middle of the TLS handshake"),
+            })?;
         let identity = judge(&agreed).map_err(failed)?;
-        let inside =
-            agreed.alpn.as_deref().and_then(Inside::from_alpn).ok_or_else(|| failed("it does not say what is inside".to_owned()))?;
+        let inside = agreed
+            .alpn
+            .as_deref()
+            .and_then(Inside::from_alpn)
+            .ok_or_else(|| failed("it does not say what is inside".to_owned()))?;
         Ok((io, identity, inside))
     }
 
@@ -140,7 +177,10 @@ impl Tls {
     fn keys(&self) -> Option<Rc<Keys>> {
         let current = self.credentials.borrow().clone()?;
         let mut keys = self.keys.borrow_mut();
-        if let Some(keys) = keys.as_ref().filter(|keys| Arc::ptr_eq(&keys.credentials, &current)) {
+        if let Some(keys) = keys
+            .as_ref()
+            .filter(|keys| Arc::ptr_eq(&keys.credentials, &current))
+        {
             return Some(keys.clone());
         }
         match Keys::new(current) {
@@ -155,16 +195,29 @@ impl Tls {
 
 /// In a box of its own: a handshake is large and soon over, and a connection's task has room, all its life, for whatever it may
 /// wait for.
-fn secure(io: Io, handshake: Handshake) -> Pin<Box<impl Future<Output = io::Result<(Io, Agreed)>>>> {
+fn secure(
+    io: Io,
+    handshake: Handshake,
+) -> Pin<Box<impl Future<Output = io::Result<(Io, Agreed)>>>> {
     Box::pin(async {
-        let late = |_| io::Error::new(io::ErrorKind::TimedOut, format!("no TLS handshake within {HANDSHAKE_TIMEOUT:?}"));
-        timeout(HANDSHAKE_TIMEOUT, io.secure(handshake)).await.unwrap_or_else(|elapsed| Err(late(elapsed)))
+        let late = |_| {
+            io::Error::new(
+                io::ErrorKind::TimedOut,
+                format!("no TLS handshake within {HANDSHAKE_TIMEOUT:?}"),
+            )
+        };
+        timeout(HANDSHAKE_TIMEOUT, io.secure(handshake))
+            .await
+            .unwrap_or_else(|elapsed| Err(late(elapsed)))
     })
 }
 
 /// Who the peer is. The handshake has verified a new certificate; of a resumed session this is the verification.
 fn judge(agreed: &Agreed) -> Result<Identity, String> {
-    let leaf = agreed.certificate.as_ref().ok_or("it showed no certificate")?;
+    let leaf = agreed
+        .certificate
+        .as_ref()
+        .ok_or("it showed no certificate")?;
     let (identity, not_after) = identity_of(leaf).map_err(|error| error.to_string())?;
     if not_after <= SystemTime::now() {
         return Err("its certificate has expired".to_owned());
@@ -174,22 +227,35 @@ fn judge(agreed: &Agreed) -> Result<Identity, String> {
 
 impl Keys {
     fn new(credentials: Arc<Credentials>) -> Result<Self, rustls::Error> {
-        let verifier = ClientVerifier::new(credentials.roots.clone(), credentials.identity.trust_domain())
-            .map_err(|error| rustls::Error::General(error.to_string()))?;
+        let verifier = ClientVerifier::new(
+            credentials.roots.clone(),
+            credentials.identity.trust_domain(),
+        )
+        .map_err(|error| rustls::Error::General(error.to_string()))?;
         let mut server = ServerConfig::builder_with_provider(provider())
             .with_protocol_versions(&[&rustls::version::TLS13])?
             .with_client_cert_verifier(verifier)
-            .with_cert_resolver(Arc::new(rustls::sign::SingleCertAndKey::from(credentials.certified.clone())));
+            .with_cert_resolver(Arc::new(rustls::sign::SingleCertAndKey::from(
+                credentials.certified.clone(),
+            )));
         server.alpn_protocols = Inside::ALL.map(|inside| inside.alpn().to_vec()).to_vec();
         server.session_storage = Arc::new(NoServerSessionStorage {});
         server.ticketer = credentials.tickets()?;
         server.send_tls13_tickets = 1;
         // Records are sealed and opened by `session.rs`.
         server.enable_secret_extraction = true;
-        Ok(Self { server: Arc::new(server), clients: RefCell::default(), credentials })
+        Ok(Self {
+            server: Arc::new(server),
+            clients: RefCell::default(),
+            credentials,
+        })
     }
 
-    fn client(&self, expected: &Identity, inside: Inside) -> Result<Arc<ClientConfig>, rustls::Error> {
+    fn client(
+        &self,
+        expected: &Identity,
+        inside: Inside,
+    ) -> Result<Arc<ClientConfig>, rustls::Error> {
         let mut clients = self.clients.borrow_mut();
         let key = (expected.clone(), inside);
         if let Some(config) = clients.get(&key) {
@@ -200,7 +266,9 @@ impl Keys {
             .with_protocol_versions(&[&rustls::version::TLS13])?
             .dangerous()
             .with_custom_certificate_verifier(verifier)
-            .with_client_cert_resolver(Arc::new(rustls::sign::SingleCertAndKey::from(self.credentials.certified.clone())));
+            .with_client_cert_resolver(Arc::new(rustls::sign::SingleCertAndKey::from(
+                self.credentials.certified.clone(),
+            )));
         config.alpn_protocols = vec![inside.alpn().to_vec()];
         config.enable_sni = false;
         config.enable_secret_extraction = true;
@@ -216,7 +284,16 @@ impl Keys {
 
 /// X25519MLKEM768 first, which the library prefers. AES-128 in GCM first: both sides have AES in hardware, or are no slower.
 fn provider() -> Arc<CryptoProvider> {
-    use aws_lc_rs::cipher_suite::{TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256};
-    let suites = vec![TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256];
-    Arc::new(CryptoProvider { cipher_suites: suites, ..aws_lc_rs::default_provider() })
+    use aws_lc_rs::cipher_suite::{
+        TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256,
+    };
+    let suites = vec![
+        TLS13_AES_128_GCM_SHA256,
+        TLS13_AES_256_GCM_SHA384,
+        TLS13_CHACHA20_POLY1305_SHA256,
+    ];
+    Arc::new(CryptoProvider {
+        cipher_suites: suites,
+        ..aws_lc_rs::default_provider()
+    })
 }

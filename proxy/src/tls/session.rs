@@ -83,12 +83,20 @@ pub struct Leftover {
 impl Session {
     /// None for a suite that is not one of TLS 1.3's.
     pub fn new(kernel: Kernel, secrets: &ExtractedSecrets, leftover: Leftover) -> Option<Self> {
-        let Leftover { incoming, outgoing, peer_ended } = leftover;
+        let Leftover {
+            incoming,
+            outgoing,
+            peer_ended,
+        } = leftover;
         Some(Self {
             kernel,
             sealer: Sealer::new(secrets.tx.0, &secrets.tx.1)?,
             opener: Opener::new(secrets.rx.0, &secrets.rx.1)?,
-            incoming: if incoming.is_empty() { BytesMut::new() } else { incoming },
+            incoming: if incoming.is_empty() {
+                BytesMut::new()
+            } else {
+                incoming
+            },
             outgoing,
             held: true,
             message: Vec::new(),
@@ -145,7 +153,8 @@ impl Session {
             scratch[..before].copy_from_slice(&self.incoming);
             match stream.try_read(&mut scratch[before..]) {
                 Ok(read) if read > 0 => {
-                    let opened = PLAIN.with_borrow_mut(|plain| self.open(&scratch[..before + read], plain));
+                    let opened =
+                        PLAIN.with_borrow_mut(|plain| self.open(&scratch[..before + read], plain));
                     if !matches!(opened, Ok(0)) || self.peer_ended {
                         return true;
                     }
@@ -157,7 +166,12 @@ impl Session {
     }
 
     /// Seals some of `data` and writes it. What the socket does not take now is kept, and counts as written.
-    pub fn poll_write(&mut self, cx: &mut Context<'_>, stream: &mut TcpStream, data: &[u8]) -> Poll<io::Result<usize>> {
+    pub fn poll_write(
+        &mut self,
+        cx: &mut Context<'_>,
+        stream: &mut TcpStream,
+        data: &[u8],
+    ) -> Poll<io::Result<usize>> {
         if self.ended {
             return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
         }
@@ -189,7 +203,11 @@ impl Session {
     }
 
     /// Writes what is still to go out.
-    pub fn poll_flush(&mut self, cx: &mut Context<'_>, stream: &mut TcpStream) -> Poll<io::Result<()>> {
+    pub fn poll_flush(
+        &mut self,
+        cx: &mut Context<'_>,
+        stream: &mut TcpStream,
+    ) -> Poll<io::Result<()>> {
         self.held = false;
         while !self.outgoing.is_empty() {
             let written = ready!(Pin::new(&mut *stream).poll_write(cx, &self.outgoing))?;
@@ -202,7 +220,11 @@ impl Session {
     }
 
     /// Says that this side writes no more, and half-closes the socket.
-    pub fn poll_shutdown(&mut self, cx: &mut Context<'_>, stream: &mut TcpStream) -> Poll<io::Result<()>> {
+    pub fn poll_shutdown(
+        &mut self,
+        cx: &mut Context<'_>,
+        stream: &mut TcpStream,
+    ) -> Poll<io::Result<()>> {
         self.say_last(Alert::CloseNotify);
         ready!(self.poll_flush(cx, stream))?;
         Pin::new(stream).poll_shutdown(cx)
@@ -234,7 +256,11 @@ impl Session {
             }
         };
         // What follows an end is nothing.
-        self.incoming = if sealed.is_empty() || self.peer_ended { BytesMut::new() } else { BytesMut::from(sealed) };
+        self.incoming = if sealed.is_empty() || self.peer_ended {
+            BytesMut::new()
+        } else {
+            BytesMut::from(sealed)
+        };
         result.map_err(|Broken(alert, reason)| {
             self.say_last(alert);
             io::Error::new(io::ErrorKind::InvalidData, reason)
@@ -245,7 +271,10 @@ impl Session {
         let (kind, length) = self.opener.open(record, out)?;
         // A message of the two ends to each other is in records of its own (section 5.1).
         if !self.message.is_empty() && kind != Kind::Handshake {
-            return Err(Broken(Alert::UnexpectedMessage, "the peer interrupts its own message"));
+            return Err(Broken(
+                Alert::UnexpectedMessage,
+                "the peer interrupts its own message",
+            ));
         }
         match kind {
             Kind::Data => {
@@ -274,7 +303,10 @@ impl Session {
 
     /// Does what the handshake messages ask for that have fully come (sections 4.6.1 and 4.6.3).
     fn heed_messages(&mut self) -> Result<(), Broken> {
-        const UNEXPECTED: Broken = Broken(Alert::UnexpectedMessage, "the peer says what has no place after the handshake");
+        const UNEXPECTED: Broken = Broken(
+            Alert::UnexpectedMessage,
+            "the peer says what has no place after the handshake",
+        );
         let message = std::mem::take(&mut self.message);
         let mut rest = &message[..];
         while let Some((&[kind, high, middle, low], body)) = rest.split_first_chunk::<4>() {
@@ -282,14 +314,20 @@ impl Session {
             if length > MOST_MESSAGE {
                 return Err(Broken(Alert::DecodeError, "a message is too long"));
             }
-            let Some((body, after)) = body.split_at_checked(length) else { break };
+            let Some((body, after)) = body.split_at_checked(length) else {
+                break;
+            };
             rest = after;
             match (kind, &mut self.kernel, body) {
                 (NEW_SESSION_TICKET, Kernel::Client(kernel), ticket) => {
-                    kernel.handle_new_session_ticket(ticket).map_err(|_| Broken(Alert::DecodeError, "a ticket is not readable"))?;
+                    kernel
+                        .handle_new_session_ticket(ticket)
+                        .map_err(|_| Broken(Alert::DecodeError, "a ticket is not readable"))?;
                 }
                 // Its next record has the next key, so this must have been the record's last word.
-                (KEY_UPDATE, _, [wants @ (0 | 1)]) if rest.is_empty() => self.take_peers_next_key(*wants == 1)?,
+                (KEY_UPDATE, _, [wants @ (0 | 1)]) if rest.is_empty() => {
+                    self.take_peers_next_key(*wants == 1)?
+                }
                 _ => return Err(UNEXPECTED),
             }
         }
@@ -300,14 +338,19 @@ impl Session {
     fn take_peers_next_key(&mut self, owed: bool) -> Result<(), Broken> {
         self.updates += 1;
         if self.updates > MOST_UPDATES {
-            return Err(Broken(Alert::UnexpectedMessage, "the peer does nothing but take new keys"));
+            return Err(Broken(
+                Alert::UnexpectedMessage,
+                "the peer does nothing but take new keys",
+            ));
         }
         self.update_owed |= owed;
         let next = match &mut self.kernel {
             Kernel::Client(kernel) => kernel.update_rx_secret(),
             Kernel::Server(kernel) => kernel.update_rx_secret(),
         };
-        let opener = next.ok().and_then(|(used, secrets)| Opener::new(used, &secrets));
+        let opener = next
+            .ok()
+            .and_then(|(used, secrets)| Opener::new(used, &secrets));
         self.opener = opener.ok_or(Broken(Alert::InternalError, "there is no next key"))?;
         Ok(())
     }
@@ -316,16 +359,25 @@ impl Session {
     fn seal(&mut self, kind: Kind, plain: &[u8], out: &mut [u8]) -> io::Result<usize> {
         let mut filled = 0;
         if self.update_owed || self.sealer.is_worn() {
-            filled = self.sealer.seal(Kind::Handshake, &[KEY_UPDATE, 0, 0, 1, 0], out).map_err(internal)?;
+            filled = self
+                .sealer
+                .seal(Kind::Handshake, &[KEY_UPDATE, 0, 0, 1, 0], out)
+                .map_err(internal)?;
             let next = match &mut self.kernel {
                 Kernel::Client(kernel) => kernel.update_tx_secret(),
                 Kernel::Server(kernel) => kernel.update_tx_secret(),
             };
-            let sealer = next.ok().and_then(|(used, secrets)| Sealer::new(used, &secrets));
+            let sealer = next
+                .ok()
+                .and_then(|(used, secrets)| Sealer::new(used, &secrets));
             self.sealer = sealer.ok_or_else(|| io::Error::other("there is no next key"))?;
             self.update_owed = false;
         }
-        Ok(filled + self.sealer.seal(kind, plain, &mut out[filled..]).map_err(internal)?)
+        Ok(filled
+            + self
+                .sealer
+                .seal(kind, plain, &mut out[filled..])
+                .map_err(internal)?)
     }
 
     /// The last that this side says; what it says after that is nothing.
@@ -336,7 +388,11 @@ impl Session {
             return;
         }
         self.ended = true;
-        let level = if alert == Alert::CloseNotify { WARNING } else { FATAL };
+        let level = if alert == Alert::CloseNotify {
+            WARNING
+        } else {
+            FATAL
+        };
         let mut last = [0; 128];
         if let Ok(length) = self.seal(Kind::Alert, &[level, alert as u8], &mut last) {
             self.outgoing.extend_from_slice(&last[..length]);

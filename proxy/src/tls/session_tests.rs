@@ -29,15 +29,27 @@ fn configs() -> Configs {
     let certified = Arc::new(CertifiedKey::from_der(vec![leaf], key, &super::provider()).unwrap());
     let resolver = Arc::new(SingleCertAndKey::from(certified));
     let versions = &[&rustls::version::TLS13];
-    let server = ServerConfig::builder_with_provider(super::provider()).with_protocol_versions(versions).unwrap();
+    let server = ServerConfig::builder_with_provider(super::provider())
+        .with_protocol_versions(versions)
+        .unwrap();
     let verifier = ClientVerifier::new(authority.roots(), "cluster.local").unwrap();
-    let mut server = server.with_client_cert_verifier(verifier).with_cert_resolver(resolver.clone());
+    let mut server = server
+        .with_client_cert_verifier(verifier)
+        .with_cert_resolver(resolver.clone());
     server.enable_secret_extraction = true;
-    let client = ClientConfig::builder_with_provider(super::provider()).with_protocol_versions(versions).unwrap().dangerous();
+    let client = ClientConfig::builder_with_provider(super::provider())
+        .with_protocol_versions(versions)
+        .unwrap()
+        .dangerous();
     let verifier = ServerVerifier::new(authority.roots(), WEB.parse().unwrap());
-    let mut client = client.with_custom_certificate_verifier(verifier).with_client_cert_resolver(resolver);
+    let mut client = client
+        .with_custom_certificate_verifier(verifier)
+        .with_client_cert_resolver(resolver);
     client.enable_secret_extraction = true;
-    Configs { client: Arc::new(client), server: Arc::new(server) }
+    Configs {
+        client: Arc::new(client),
+        server: Arc::new(server),
+    }
 }
 
 /// Our end, with its socket.
@@ -53,17 +65,32 @@ impl Ours {
     async fn new(handshake: Handshake, mut stream: TcpStream) -> Self {
         let mut early = BytesMut::new();
         let (_, session) = handshake.run(&mut stream, &mut early).await.unwrap();
-        Self { session, stream, scratch: vec![0; 64 * 1024], early }
+        Self {
+            session,
+            stream,
+            scratch: vec![0; 64 * 1024],
+            early,
+        }
     }
 
     async fn read(&mut self) -> std::io::Result<Vec<u8>> {
         if !self.early.is_empty() {
             return Ok(self.early.split().to_vec());
         }
-        let Self { session, stream, scratch, .. } = self;
+        let Self {
+            session,
+            stream,
+            scratch,
+            ..
+        } = self;
         let mut read = Vec::new();
         // What is given to `take` is what was read, once.
-        poll_fn(|cx| session.poll_read(cx, stream, scratch, |bytes, _| read.extend_from_slice(bytes))).await?;
+        poll_fn(|cx| {
+            session.poll_read(cx, stream, scratch, |bytes, _| {
+                read.extend_from_slice(bytes)
+            })
+        })
+        .await?;
         Ok(read)
     }
 
@@ -79,27 +106,37 @@ impl Ours {
 
     async fn write(&mut self, mut data: &[u8]) {
         while !data.is_empty() {
-            let written = poll_fn(|cx| self.session.poll_write(cx, &mut self.stream, data)).await.unwrap();
+            let written = poll_fn(|cx| self.session.poll_write(cx, &mut self.stream, data))
+                .await
+                .unwrap();
             data = &data[written..];
         }
-        poll_fn(|cx| self.session.poll_flush(cx, &mut self.stream)).await.unwrap();
+        poll_fn(|cx| self.session.poll_flush(cx, &mut self.stream))
+            .await
+            .unwrap();
     }
 
     async fn close(&mut self) {
-        poll_fn(|cx| self.session.poll_shutdown(cx, &mut self.stream)).await.unwrap();
+        poll_fn(|cx| self.session.poll_shutdown(cx, &mut self.stream))
+            .await
+            .unwrap();
     }
 }
 
 async fn sockets() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let (near, far) = tokio::join!(TcpStream::connect(listener.local_addr().unwrap()), listener.accept());
+    let (near, far) = tokio::join!(
+        TcpStream::connect(listener.local_addr().unwrap()),
+        listener.accept()
+    );
     (near.unwrap(), far.unwrap().0)
 }
 
 /// Our client, rustls' server.
 async fn our_client(configs: &Configs) -> (Ours, TlsStream<TcpStream>) {
     let (near, far) = sockets().await;
-    let machine = rustls::client::UnbufferedClientConnection::new(configs.client.clone(), name()).unwrap();
+    let machine =
+        rustls::client::UnbufferedClientConnection::new(configs.client.clone(), name()).unwrap();
     let theirs = TlsAcceptor::from(configs.server.clone());
     let (ours, theirs) = tokio::join!(
         async {
@@ -122,7 +159,10 @@ async fn our_server(configs: &Configs) -> (Ours, TlsStream<TcpStream>) {
     let (near, far) = sockets().await;
     let machine = rustls::server::UnbufferedServerConnection::new(configs.server.clone()).unwrap();
     let theirs = TlsConnector::from(configs.client.clone());
-    let (ours, theirs) = tokio::join!(Ours::new(Handshake::server(machine, BytesMut::new()), near), theirs.connect(name(), far));
+    let (ours, theirs) = tokio::join!(
+        Ours::new(Handshake::server(machine, BytesMut::new()), near),
+        theirs.connect(name(), far)
+    );
     (ours, theirs.unwrap().into())
 }
 
@@ -143,8 +183,10 @@ async fn exchange(ours: &mut Ours, theirs: &mut TlsStream<TcpStream>, length: us
         let (_, read) = tokio::join!(ours.write(piece), theirs.read_exact(&mut received));
         read.unwrap();
         assert!(received == piece);
-        let (written, received) =
-            tokio::join!(async { theirs.write_all(piece).await.and(theirs.flush().await) }, ours.read_exactly(piece.len()));
+        let (written, received) = tokio::join!(
+            async { theirs.write_all(piece).await.and(theirs.flush().await) },
+            ours.read_exactly(piece.len())
+        );
         written.unwrap();
         assert!(received == piece);
     }
@@ -192,14 +234,24 @@ async fn a_ticket_resumes_the_session() {
     let configs = configs();
     for kind in ["Full", "Resumed"] {
         let (near, far) = sockets().await;
-        let machine = rustls::client::UnbufferedClientConnection::new(configs.client.clone(), name()).unwrap();
+        let machine =
+            rustls::client::UnbufferedClientConnection::new(configs.client.clone(), name())
+                .unwrap();
         let theirs = TlsAcceptor::from(configs.server.clone());
         let ours = async {
             let mut near = near;
-            let (agreed, session) = Handshake::client(machine).run(&mut near, &mut BytesMut::new()).await.unwrap();
+            let (agreed, session) = Handshake::client(machine)
+                .run(&mut near, &mut BytesMut::new())
+                .await
+                .unwrap();
             assert!(agreed.to_string().ends_with(kind), "{agreed}");
             // The ticket comes before what follows it.
-            let mut ours = Ours { session, stream: near, scratch: vec![0; 64 * 1024], early: BytesMut::new() };
+            let mut ours = Ours {
+                session,
+                stream: near,
+                scratch: vec![0; 64 * 1024],
+                early: BytesMut::new(),
+            };
             assert_eq!(ours.read_exactly(5).await, b"hello");
         };
         let theirs = async {
@@ -228,7 +280,8 @@ async fn what_has_no_place_in_a_session_ends_it_and_the_peer_hears_why() {
         // Both ends are ours: rustls would not say such things.
         let (near, far) = sockets().await;
         let machines = (
-            rustls::client::UnbufferedClientConnection::new(configs.client.clone(), name()).unwrap(),
+            rustls::client::UnbufferedClientConnection::new(configs.client.clone(), name())
+                .unwrap(),
             rustls::server::UnbufferedServerConnection::new(configs.server.clone()).unwrap(),
         );
         let (mut client, mut server) = tokio::join!(
@@ -243,10 +296,20 @@ async fn what_has_no_place_in_a_session_ends_it_and_the_peer_hears_why() {
         for (kind, bytes) in said {
             client.session.say(*kind, bytes);
         }
-        poll_fn(|cx| client.session.poll_flush(cx, &mut client.stream)).await.unwrap();
-        assert_eq!(server.read().await.unwrap_err().kind(), std::io::ErrorKind::InvalidData, "{said:?}");
+        poll_fn(|cx| client.session.poll_flush(cx, &mut client.stream))
+            .await
+            .unwrap();
+        assert_eq!(
+            server.read().await.unwrap_err().kind(),
+            std::io::ErrorKind::InvalidData,
+            "{said:?}"
+        );
         let heard = client.read().await.unwrap_err();
-        assert_eq!(heard.to_string(), "the peer broke the session off", "{said:?}");
+        assert_eq!(
+            heard.to_string(),
+            "the peer broke the session off",
+            "{said:?}"
+        );
     }
 }
 
@@ -254,7 +317,12 @@ async fn what_has_no_place_in_a_session_ends_it_and_the_peer_hears_why() {
 async fn a_connection_that_is_cut_off_is_an_error_and_no_end() {
     let configs = configs();
     let (mut ours, theirs) = our_client(&configs).await;
-    let TlsStream::Server(theirs) = theirs else { panic!("it is the server") };
+    let TlsStream::Server(theirs) = theirs else {
+        panic!("it is the server")
+    };
     drop(theirs.into_inner().0);
-    assert_eq!(ours.read().await.unwrap_err().kind(), std::io::ErrorKind::UnexpectedEof);
+    assert_eq!(
+        ours.read().await.unwrap_err().kind(),
+        std::io::ErrorKind::UnexpectedEof
+    );
 }

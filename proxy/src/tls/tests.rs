@@ -31,12 +31,23 @@ const CART: &str = "spiffe://cluster.local/ns/shop/sa/cart";
 const DEADLINE: Duration = Duration::from_secs(20);
 
 fn on_worker<F: Future<Output = ()>>(test: F) {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    tokio::task::LocalSet::new().block_on(&runtime, async { tokio::time::timeout(DEADLINE, test).await.expect("the test took too long") });
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
+    tokio::task::LocalSet::new().block_on(&runtime, async {
+        tokio::time::timeout(DEADLINE, test)
+            .await
+            .expect("the test took too long")
+    });
 }
 
 /// Credentials of a workload, by this authority.
-fn credentials(authority: &Authority, identity: &str, change: impl FnOnce(&mut CertificateParams)) -> Arc<Credentials> {
+fn credentials(
+    authority: &Authority,
+    identity: &str,
+    change: impl FnOnce(&mut CertificateParams),
+) -> Arc<Credentials> {
     credentials_that_trust(authority, identity, authority.roots(), change)
 }
 
@@ -70,10 +81,22 @@ struct Side {
 impl Side {
     fn new(credentials: Option<Arc<Credentials>>, arguments: &str, discovery: Discovery) -> Self {
         let (sender, receiver) = watch::channel(credentials.clone());
-        let (sender, receiver) = if credentials.is_some() { (Some(sender), receiver) } else { (None, none()) };
-        let seat = Seat { discovery, credentials: receiver, ..Seat::for_a_test(arguments) };
+        let (sender, receiver) = if credentials.is_some() {
+            (Some(sender), receiver)
+        } else {
+            (None, none())
+        };
+        let seat = Seat {
+            discovery,
+            credentials: receiver,
+            ..Seat::for_a_test(arguments)
+        };
         let metrics = seat.metrics.clone();
-        Self { worker: Worker::new(seat), credentials: sender, metrics }
+        Self {
+            worker: Worker::new(seat),
+            credentials: sender,
+            metrics,
+        }
     }
 
     /// Takes connections to this pod's `app`; returns where. Not the address that loopback connects from: that would be the caller's
@@ -86,7 +109,13 @@ impl Side {
             loop {
                 let (stream, peer) = listener.accept().await.unwrap();
                 let destination = worker.apps.fixed(app);
-                let flow = Flow { worker: worker.clone(), direction: Direction::Inbound, peer, destination, caller: Caller::Unproven };
+                let flow = Flow {
+                    worker: worker.clone(),
+                    direction: Direction::Inbound,
+                    peer,
+                    destination,
+                    caller: Caller::Unproven,
+                };
                 tokio::task::spawn_local(serve(Io::new(stream), flow));
             }
         });
@@ -96,16 +125,28 @@ impl Side {
     /// A connection of this pod's app.
     async fn connect(&self, destination: &Rc<Destination>) -> TcpStream {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let (client, accepted) = tokio::join!(TcpStream::connect(listener.local_addr().unwrap()), listener.accept());
+        let (client, accepted) = tokio::join!(
+            TcpStream::connect(listener.local_addr().unwrap()),
+            listener.accept()
+        );
         let (stream, peer) = accepted.unwrap();
         let (worker, destination) = (self.worker.clone(), destination.clone());
-        let flow = Flow { worker, direction: Direction::Outbound, peer, destination, caller: Caller::App };
+        let flow = Flow {
+            worker,
+            direction: Direction::Outbound,
+            peer,
+            destination,
+            caller: Caller::App,
+        };
         tokio::task::spawn_local(serve(Io::new(stream), flow));
         client.unwrap()
     }
 
     fn renew(&self, credentials: Arc<Credentials>) {
-        self.credentials.as_ref().unwrap().send_replace(Some(credentials));
+        self.credentials
+            .as_ref()
+            .unwrap()
+            .send_replace(Some(credentials));
     }
 }
 
@@ -122,7 +163,12 @@ struct Pair {
 
 impl Pair {
     /// The endpoint is announced as CART.
-    async fn new(outbound: Option<Arc<Credentials>>, inbound: Option<Arc<Credentials>>, arguments: &str, app: SocketAddr) -> Self {
+    async fn new(
+        outbound: Option<Arc<Credentials>>,
+        inbound: Option<Arc<Credentials>>,
+        arguments: &str,
+        app: SocketAddr,
+    ) -> Self {
         let (discovery, mut questions) = Discovery::by_hand();
         let outbound = Side::new(outbound, "", discovery);
         let inbound = Side::new(inbound, arguments, Discovery::off());
@@ -131,15 +177,37 @@ impl Pair {
         let wire_address = wire_listener.local_addr().unwrap();
         let wire = Rc::new(RefCell::new(Vec::new()));
         tokio::task::spawn_local(tap(wire_listener, address, wire.clone()));
-        let opaque = inbound.worker.config.policy.opaque_ports.contains(app.port());
-        let endpoint = EndpointInfo { identity: Some(CART.parse().unwrap()), opaque, ..EndpointInfo::bare(wire_address) };
-        let pod =
-            PodTarget { namespace: "shop".into(), name: "cart-1".into(), app_protocol: AppProtocol::Detect, endpoint: Arc::new(endpoint) };
-        let (destination, ()) = tokio::join!(outbound.worker.destinations.get_or_watch(wire_address), async {
-            let (_, answer) = questions.next().await;
-            drop(answer(Arc::new(Target::Pod(pod))));
-        });
-        Self { outbound, inbound, destination, wire, address }
+        let opaque = inbound
+            .worker
+            .config
+            .policy
+            .opaque_ports
+            .contains(app.port());
+        let endpoint = EndpointInfo {
+            identity: Some(CART.parse().unwrap()),
+            opaque,
+            ..EndpointInfo::bare(wire_address)
+        };
+        let pod = PodTarget {
+            namespace: "shop".into(),
+            name: "cart-1".into(),
+            app_protocol: AppProtocol::Detect,
+            endpoint: Arc::new(endpoint),
+        };
+        let (destination, ()) = tokio::join!(
+            outbound.worker.destinations.get_or_watch(wire_address),
+            async {
+                let (_, answer) = questions.next().await;
+                drop(answer(Arc::new(Target::Pod(pod))));
+            }
+        );
+        Self {
+            outbound,
+            inbound,
+            destination,
+            wire,
+            address,
+        }
     }
 
     /// With one authority for both: WEB calls CART.
@@ -153,7 +221,13 @@ impl Pair {
     async fn call_as(&self, inside: super::Inside, bytes: &str) -> String {
         let io = Io::new(TcpStream::connect(self.address).await.unwrap());
         let cart = CART.parse().unwrap();
-        let mut io = self.outbound.worker.tls.connect(io, self.address, &cart, inside).await.unwrap();
+        let mut io = self
+            .outbound
+            .worker
+            .tls
+            .connect(io, self.address, &cart, inside)
+            .await
+            .unwrap();
         io.write_all(bytes.as_bytes()).await.unwrap();
         io.shutdown().await.unwrap();
         let mut answer = Vec::new();
@@ -169,7 +243,13 @@ impl Pair {
     /// What the caller's proxy knows of a client's connection.
     fn flow(&self, peer: SocketAddr) -> Flow {
         let (worker, destination) = (self.outbound.worker.clone(), self.destination.clone());
-        Flow { worker, direction: Direction::Outbound, peer, destination, caller: Caller::App }
+        Flow {
+            worker,
+            direction: Direction::Outbound,
+            peer,
+            destination,
+            caller: Caller::App,
+        }
     }
 
     /// What a request of its own connection gets, up to the connection's end.
@@ -179,10 +259,19 @@ impl Pair {
 
     /// What a connection of its own, beside the pool's, agrees on.
     async fn agree(&self) -> super::Agreed {
-        let endpoint = self.destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
+        let endpoint = self
+            .destination
+            .pick(&[], &mut fastrand::Rng::new())
+            .unwrap();
         let io = Io::new(TcpStream::connect(endpoint.address).await.unwrap());
         let cart = CART.parse().unwrap();
-        self.outbound.worker.tls.begin(io, endpoint.address, &cart, super::Inside::Http1).await.unwrap().1
+        self.outbound
+            .worker
+            .tls
+            .begin(io, endpoint.address, &cart, super::Inside::Http1)
+            .await
+            .unwrap()
+            .1
     }
 
     fn saw(&self, text: &str) -> bool {
@@ -197,16 +286,19 @@ async fn tap(listener: TcpListener, to: SocketAddr, record: Rc<RefCell<Vec<u8>>>
         let record = record.clone();
         tokio::task::spawn_local(async move {
             let far = TcpStream::connect(to).await.unwrap();
-            let ((near_read, near_write), (far_read, far_write)) = (near.into_split(), far.into_split());
-            let one_way = async |mut from: tokio::net::tcp::OwnedReadHalf, mut to: tokio::net::tcp::OwnedWriteHalf| {
-                let mut piece = vec![0; 16 * 1024];
-                while let Ok(read) = from.read(&mut piece).await {
-                    record.borrow_mut().extend_from_slice(&piece[..read]);
-                    if read == 0 || to.write_all(&piece[..read]).await.is_err() {
-                        break;
+            let ((near_read, near_write), (far_read, far_write)) =
+                (near.into_split(), far.into_split());
+            let one_way =
+                async |mut from: tokio::net::tcp::OwnedReadHalf,
+                       mut to: tokio::net::tcp::OwnedWriteHalf| {
+                    let mut piece = vec![0; 16 * 1024];
+                    while let Ok(read) = from.read(&mut piece).await {
+                        record.borrow_mut().extend_from_slice(&piece[..read]);
+                        if read == 0 || to.write_all(&piece[..read]).await.is_err() {
+                            break;
+                        }
                     }
-                }
-            };
+                };
             tokio::join!(one_way(near_read, far_write), one_way(far_read, near_write));
         });
     }
@@ -239,7 +331,10 @@ async fn app() -> SocketAddr {
             seen.push(byte);
             if seen.ends_with(b"\r\n\r\n") {
                 let answer = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", seen.len());
-                stream.write_all(&[answer.as_bytes(), &seen].concat()).await.unwrap();
+                stream
+                    .write_all(&[answer.as_bytes(), &seen].concat())
+                    .await
+                    .unwrap();
                 seen.clear();
             }
         }
@@ -263,8 +358,7 @@ async fn listening(carry: impl AsyncFn(TcpStream) + 'static) -> SocketAddr {
 }
 
 /// A request with a caller of its own invention.
-const FORGED: &str =
-    "GET /secret HTTP/1.1\r\nHost: cart\r\nx-called-by: spiffe://cluster.local/ns/a/sa/b\r\nX_Called_By: me\r\nConnection: close\r\n\r\n";
+const FORGED: &str = "GET /secret HTTP/1.1\r\nHost: cart\r\nx-called-by: spiffe://cluster.local/ns/a/sa/b\r\nX_Called_By: me\r\nConnection: close\r\n\r\n";
 
 const GET: &str = "GET /secret HTTP/1.1\r\nHost: cart\r\nConnection: close\r\n\r\n";
 
@@ -273,7 +367,12 @@ fn a_request_crosses_the_wire_encrypted_and_the_app_learns_who_calls() {
     on_worker(async {
         let pair = Pair::usual(app().await).await;
         let answer = pair.call(FORGED).await;
-        assert!(answer.ends_with(&format!("GET /secret HTTP/1.1\r\nHost: cart\r\nX-Called-By: {WEB}\r\n\r\n")), "{answer}");
+        assert!(
+            answer.ends_with(&format!(
+                "GET /secret HTTP/1.1\r\nHost: cart\r\nX-Called-By: {WEB}\r\n\r\n"
+            )),
+            "{answer}"
+        );
         assert!(pair.saw("diy-mesh/http1") && !pair.saw("secret") && !pair.saw("200 OK"));
     });
 }
@@ -285,12 +384,24 @@ fn connections_are_kept_and_new_ones_resume_the_session() {
         pair.call(GET).await;
         let after_one = pair.wire.borrow().len();
         pair.call(GET).await;
-        assert!(pair.wire.borrow().len() - after_one < 1000, "the same connection, without another handshake");
-        let endpoint = pair.destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
-        endpoint.pool.evict_idle(std::time::Instant::now() + DEADLINE);
+        assert!(
+            pair.wire.borrow().len() - after_one < 1000,
+            "the same connection, without another handshake"
+        );
+        let endpoint = pair
+            .destination
+            .pick(&[], &mut fastrand::Rng::new())
+            .unwrap();
+        endpoint
+            .pool
+            .evict_idle(std::time::Instant::now() + DEADLINE);
         let before = pair.wire.borrow().len();
         let agreed = pair.agree().await;
-        assert_eq!(agreed.to_string(), "X25519MLKEM768 TLS13_AES_128_GCM_SHA256 Resumed", "{before}");
+        assert_eq!(
+            agreed.to_string(),
+            "X25519MLKEM768 TLS13_AES_128_GCM_SHA256 Resumed",
+            "{before}"
+        );
         // Whom it is with is known of a resumed session, too.
         assert_eq!(super::judge(&agreed).unwrap().as_str(), CART);
     });
@@ -300,15 +411,26 @@ fn connections_are_kept_and_new_ones_resume_the_session() {
 fn a_session_is_resumed_by_whichever_worker() {
     on_worker(async {
         let authority = Authority::new("root");
-        let [web, cart] = [WEB, CART].map(|identity| watch::channel(Some(credentials(&authority, identity, |_| {}))).1);
-        let (client, servers) = (super::Tls::new(web), [cart.clone(), cart].map(super::Tls::new));
+        let [web, cart] = [WEB, CART]
+            .map(|identity| watch::channel(Some(credentials(&authority, identity, |_| {}))).1);
+        let (client, servers) = (
+            super::Tls::new(web),
+            [cart.clone(), cart].map(super::Tls::new),
+        );
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         for (server, kind) in servers.iter().zip([" Full", " Resumed"]) {
             let (near, far) = tokio::join!(TcpStream::connect(address), listener.accept());
             let (near, (far, peer)) = (near.unwrap(), far.unwrap());
             let calling = async {
-                let begun = client.begin(Io::new(near), address, &CART.parse().unwrap(), super::Inside::Opaque).await;
+                let begun = client
+                    .begin(
+                        Io::new(near),
+                        address,
+                        &CART.parse().unwrap(),
+                        super::Inside::Opaque,
+                    )
+                    .await;
                 let (mut io, agreed) = begun.unwrap();
                 assert!(agreed.to_string().ends_with(kind), "{agreed}");
                 // The ticket comes before what follows it.
@@ -328,7 +450,11 @@ fn a_session_is_resumed_by_whichever_worker() {
 fn a_caller_that_calls_its_request_no_http_does_not_forge_who_calls() {
     on_worker(async {
         let pair = Pair::usual(app().await).await;
-        for inside in [super::Inside::Opaque, super::Inside::Undecided, super::Inside::Http1] {
+        for inside in [
+            super::Inside::Opaque,
+            super::Inside::Undecided,
+            super::Inside::Http1,
+        ] {
             let answer = pair.call_as(inside, FORGED).await;
             let seen = format!("GET /secret HTTP/1.1\r\nHost: cart\r\nX-Called-By: {WEB}\r\n\r\n");
             assert!(answer.ends_with(&seen), "{inside:?}: {answer}");
@@ -342,12 +468,25 @@ fn a_request_that_pauses_in_its_first_line_does_not_get_past_http_in_a_session_e
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let pair = Pair::usual(listener.local_addr().unwrap()).await;
         let io = Io::new(TcpStream::connect(pair.address).await.unwrap());
-        let mut io = pair.outbound.worker.tls.connect(io, pair.address, &CART.parse().unwrap(), super::Inside::Opaque).await.unwrap();
+        let mut io = pair
+            .outbound
+            .worker
+            .tls
+            .connect(
+                io,
+                pair.address,
+                &CART.parse().unwrap(),
+                super::Inside::Opaque,
+            )
+            .await
+            .unwrap();
         io.write_all(b"GE").await.unwrap();
         let mut app = listener.accept().await.unwrap().0;
         let mut begun = [0; 2];
         app.read_exact(&mut begun).await.unwrap();
-        io.write_all(b"T / HTTP/1.1\r\nX-Called-By: forged\r\n\r\n").await.unwrap();
+        io.write_all(b"T / HTTP/1.1\r\nX-Called-By: forged\r\n\r\n")
+            .await
+            .unwrap();
         let mut rest = Vec::new();
         let _ = app.read_to_end(&mut rest).await;
         assert_eq!((&begun, rest), (b"GE", Vec::new()));
@@ -375,7 +514,10 @@ fn on_an_opaque_port_bytes_pass_untouched_whatever_the_caller_says_of_them() {
         assert!(answer.ends_with(FORGED), "{answer}");
         assert!(pair.saw("diy-mesh/tcp") && !pair.saw("secret"));
         // A strict pod admits no plaintext there.
-        assert_eq!(exchange(TcpStream::connect(pair.address).await.unwrap(), FORGED).await, "");
+        assert_eq!(
+            exchange(TcpStream::connect(pair.address).await.unwrap(), FORGED).await,
+            ""
+        );
     });
 }
 
@@ -408,7 +550,17 @@ fn a_late_client_hello_is_not_answered_with_the_apps_own_first_word() {
         let pair = Pair::usual(speaks_first(b"220 mail.example").await).await;
         let late = TcpStream::connect(pair.address).await.unwrap();
         tokio::time::sleep(Duration::from_millis(20)).await;
-        let begun = pair.outbound.worker.tls.begin(Io::new(late), pair.address, &CART.parse().unwrap(), super::Inside::Opaque).await;
+        let begun = pair
+            .outbound
+            .worker
+            .tls
+            .begin(
+                Io::new(late),
+                pair.address,
+                &CART.parse().unwrap(),
+                super::Inside::Opaque,
+            )
+            .await;
         let mut greeting = [0; 16];
         begun.unwrap().0.read_exact(&mut greeting).await.unwrap();
         assert_eq!(&greeting, b"220 mail.example");
@@ -426,7 +578,10 @@ fn no_handshake_is_wasted_on_a_client_that_speaks_during_it() {
         assert!(exchange(client, GET).await.starts_with("HTTP/1.1 200"));
         let hellos = memchr::memmem::find_iter(&pair.wire.borrow(), b"diy-mesh/any").count()
             + memchr::memmem::find_iter(&pair.wire.borrow(), b"diy-mesh/http1").count();
-        let endpoint = pair.destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
+        let endpoint = pair
+            .destination
+            .pick(&[], &mut fastrand::Rng::new())
+            .unwrap();
         while endpoint.pool.idle_http1() < hellos {
             tokio::task::yield_now().await;
         }
@@ -438,7 +593,9 @@ fn a_connection_that_is_kept_for_later_has_ended_its_handshake() {
     on_worker(async {
         let app = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let pair = Pair::usual(app.local_addr().unwrap()).await;
-        let dialed = race::dial(&pair.flow(pair.address), super::Inside::Undecided).await.unwrap();
+        let dialed = race::dial(&pair.flow(pair.address), super::Inside::Undecided)
+            .await
+            .unwrap();
         let endpoint = dialed.endpoint.clone();
         race::keep(dialed).await;
         // The app's proxy does not dial before it knows who calls.
@@ -451,7 +608,9 @@ fn a_connection_that_is_kept_for_later_has_ended_its_handshake() {
 fn whoever_is_not_whom_discovery_named_gets_nothing() {
     on_worker(async {
         let (authority, stranger) = (Authority::new("root"), Authority::new("another root"));
-        let past = |params: &mut CertificateParams| params.not_after = (SystemTime::now() - Duration::from_secs(1)).into();
+        let past = |params: &mut CertificateParams| {
+            params.not_after = (SystemTime::now() - Duration::from_secs(1)).into()
+        };
         let both_roots = || {
             let mut roots = RootCertStore::empty();
             roots.add(authority.certificate()).unwrap();
@@ -460,17 +619,45 @@ fn whoever_is_not_whom_discovery_named_gets_nothing() {
         };
         let wrong = [
             // A pod that took over the address, with a certificate of its own.
-            ("another workload", credentials(&authority, "spiffe://cluster.local/ns/shop/sa/thief", |_| {}), "discovery named"),
-            ("another trust domain", credentials(&authority, "spiffe://other.local/ns/shop/sa/cart", |_| {}), "spiffe://other.local"),
-            ("an expired certificate", credentials(&authority, CART, past), "xpired"),
-            ("another authority", credentials_that_trust(&stranger, CART, both_roots(), |_| {}), "UnknownIssuer"),
+            (
+                "another workload",
+                credentials(
+                    &authority,
+                    "spiffe://cluster.local/ns/shop/sa/thief",
+                    |_| {},
+                ),
+                "discovery named",
+            ),
+            (
+                "another trust domain",
+                credentials(&authority, "spiffe://other.local/ns/shop/sa/cart", |_| {}),
+                "spiffe://other.local",
+            ),
+            (
+                "an expired certificate",
+                credentials(&authority, CART, past),
+                "xpired",
+            ),
+            (
+                "another authority",
+                credentials_that_trust(&stranger, CART, both_roots(), |_| {}),
+                "UnknownIssuer",
+            ),
         ];
         for (what, cart, reason) in wrong {
             let web = credentials(&authority, WEB, |_| {});
             let pair = Pair::new(Some(web), Some(cart), "", app().await).await;
             let answer = pair.call(GET).await;
-            assert!(answer.starts_with("HTTP/1.1 502 ") && answer.contains("x-mesh-error: handshake-failed"), "{what}: {answer}");
-            assert!(answer.contains(reason) || reason == "discovery named" && answer.contains("expected"), "{what}: {answer}");
+            assert!(
+                answer.starts_with("HTTP/1.1 502 ")
+                    && answer.contains("x-mesh-error: handshake-failed"),
+                "{what}: {answer}"
+            );
+            assert!(
+                answer.contains(reason)
+                    || reason == "discovery named" && answer.contains("expected"),
+                "{what}: {answer}"
+            );
             assert!(!pair.saw("secret") && !pair.saw("HTTP/1.1"), "{what}");
         }
     });
@@ -480,18 +667,32 @@ fn whoever_is_not_whom_discovery_named_gets_nothing() {
 fn a_caller_whose_proof_is_no_good_does_not_reach_the_app() {
     on_worker(async {
         let (authority, stranger) = (Authority::new("root"), Authority::new("another root"));
-        let past = |params: &mut CertificateParams| params.not_after = (SystemTime::now() - Duration::from_secs(1)).into();
+        let past = |params: &mut CertificateParams| {
+            params.not_after = (SystemTime::now() - Duration::from_secs(1)).into()
+        };
         let wrong = [
-            ("another trust domain", credentials(&authority, "spiffe://other.local/ns/shop/sa/web", |_| {})),
+            (
+                "another trust domain",
+                credentials(&authority, "spiffe://other.local/ns/shop/sa/web", |_| {}),
+            ),
             ("an expired certificate", credentials(&authority, WEB, past)),
-            ("another authority", credentials_that_trust(&stranger, WEB, authority.roots(), |_| {})),
+            (
+                "another authority",
+                credentials_that_trust(&stranger, WEB, authority.roots(), |_| {}),
+            ),
         ];
         for (what, web) in wrong {
             let cart = credentials(&authority, CART, |_| {});
             let pair = Pair::new(Some(web), Some(cart), "", app().await).await;
             let answer = pair.call(GET).await;
             assert!(answer.starts_with("HTTP/1.1 502 "), "{what}: {answer}");
-            assert!(pair.inbound.metrics.render(Discovery::off().stats()).contains("code=\"handshake-failed\"} 1"), "{what}");
+            assert!(
+                pair.inbound
+                    .metrics
+                    .render(Discovery::off().stats())
+                    .contains("code=\"handshake-failed\"} 1"),
+                "{what}"
+            );
         }
     });
 }
@@ -500,13 +701,32 @@ fn a_caller_whose_proof_is_no_good_does_not_reach_the_app() {
 fn without_a_certificate_a_meshed_peer_is_not_spoken_to() {
     on_worker(async {
         let authority = Authority::new("root");
-        let pair = Pair::new(None, Some(credentials(&authority, CART, |_| {})), "", app().await).await;
+        let pair = Pair::new(
+            None,
+            Some(credentials(&authority, CART, |_| {})),
+            "",
+            app().await,
+        )
+        .await;
         let answer = pair.call(GET).await;
-        assert!(answer.starts_with("HTTP/1.1 503 ") && answer.contains("x-mesh-error: no-certificate"), "{answer}");
+        assert!(
+            answer.starts_with("HTTP/1.1 503 ") && answer.contains("x-mesh-error: no-certificate"),
+            "{answer}"
+        );
         assert!(pair.wire.borrow().is_empty());
         // Nor is one answered: the handshake does not begin.
-        let pair = Pair::new(Some(credentials(&authority, WEB, |_| {})), None, "", app().await).await;
-        assert!(pair.call(GET).await.contains("x-mesh-error: handshake-failed"));
+        let pair = Pair::new(
+            Some(credentials(&authority, WEB, |_| {})),
+            None,
+            "",
+            app().await,
+        )
+        .await;
+        assert!(
+            pair.call(GET)
+                .await
+                .contains("x-mesh-error: handshake-failed")
+        );
         assert!(!pair.saw("secret"));
     });
 }
@@ -515,7 +735,10 @@ fn without_a_certificate_a_meshed_peer_is_not_spoken_to() {
 fn a_meshed_endpoint_that_speaks_no_tls_hears_no_word_of_a_request() {
     on_worker(async {
         let pair = Pair::usual(app().await).await;
-        let (listener, heard) = (TcpListener::bind("127.0.0.2:0").await.unwrap(), Rc::new(RefCell::new(Vec::new())));
+        let (listener, heard) = (
+            TcpListener::bind("127.0.0.2:0").await.unwrap(),
+            Rc::new(RefCell::new(Vec::new())),
+        );
         let plain = crate::balance::Destination::fixed(listener.local_addr().unwrap());
         let record = heard.clone();
         tokio::task::spawn_local(async move {
@@ -523,12 +746,23 @@ fn a_meshed_endpoint_that_speaks_no_tls_hears_no_word_of_a_request() {
             let mut piece = [0; 4096];
             let read = stream.read(&mut piece).await.unwrap();
             record.borrow_mut().extend_from_slice(&piece[..read]);
-            stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").await.unwrap();
+            stream
+                .write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                .await
+                .unwrap();
         });
         let address = plain.address;
         let io = crate::io::Io::new(TcpStream::connect(address).await.unwrap());
-        let refused = pair.outbound.worker.tls.connect(io, address, &CART.parse().unwrap(), super::Inside::Http1).await;
-        assert_eq!(refused.err().map(|failure| failure.code()), Some("handshake-failed"));
+        let refused = pair
+            .outbound
+            .worker
+            .tls
+            .connect(io, address, &CART.parse().unwrap(), super::Inside::Http1)
+            .await;
+        assert_eq!(
+            refused.err().map(|failure| failure.code()),
+            Some("handshake-failed")
+        );
         assert_eq!(super::look(&heard.borrow()), super::Hello::Mesh);
     });
 }
@@ -568,21 +802,40 @@ fn http2_streams_share_a_session_and_the_app_learns_who_calls() {
             let (stream, _) = listener.accept().await.unwrap();
             let mut connection = h2::server::handshake(stream).await.unwrap();
             while let Some(Ok((request, mut respond))) = connection.accept().await {
-                let callers: Vec<_> = request.headers().get_all("x-called-by").iter().cloned().collect();
+                let callers: Vec<_> = request
+                    .headers()
+                    .get_all("x-called-by")
+                    .iter()
+                    .cloned()
+                    .collect();
                 assert!(!request.headers().contains_key("x_called_by"));
-                let response = http::Response::builder().header("x-seen", callers[0].clone()).header("x-count", callers.len());
-                respond.send_response(response.body(()).unwrap(), true).unwrap();
+                let response = http::Response::builder()
+                    .header("x-seen", callers[0].clone())
+                    .header("x-count", callers.len());
+                respond
+                    .send_response(response.body(()).unwrap(), true)
+                    .unwrap();
             }
         });
         let pair = Pair::usual(app).await;
         let (client, connection) = h2::client::handshake(pair.connect().await).await.unwrap();
         tokio::task::spawn_local(connection);
         for _ in 0..3 {
-            let request = http::Request::get("http://cart/secret").header("x-called-by", "me").header("x_called_by", "me");
+            let request = http::Request::get("http://cart/secret")
+                .header("x-called-by", "me")
+                .header("x_called_by", "me");
             let mut client = client.clone().ready().await.unwrap();
-            let (response, _) = client.send_request(request.body(()).unwrap(), true).unwrap();
+            let (response, _) = client
+                .send_request(request.body(()).unwrap(), true)
+                .unwrap();
             let response = response.await.unwrap();
-            assert_eq!((&response.headers()["x-seen"], &response.headers()["x-count"]), (&WEB.parse().unwrap(), &"1".parse().unwrap()));
+            assert_eq!(
+                (
+                    &response.headers()["x-seen"],
+                    &response.headers()["x-count"]
+                ),
+                (&WEB.parse().unwrap(), &"1".parse().unwrap())
+            );
         }
         assert!(pair.saw("diy-mesh/h2") && !pair.saw("PRI *"));
     });
@@ -599,7 +852,11 @@ fn an_upgrade_to_websocket_carries_the_caller_and_then_bytes() {
             while !head.ends_with(b"\r\n\r\n") {
                 head.push(stream.read_u8().await.unwrap());
             }
-            assert!(String::from_utf8(head).unwrap().contains(&format!("X-Called-By: {WEB}\r\n")));
+            assert!(
+                String::from_utf8(head)
+                    .unwrap()
+                    .contains(&format!("X-Called-By: {WEB}\r\n"))
+            );
             stream.write_all(b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n").await.unwrap();
             let (mut read, mut write) = stream.split();
             tokio::io::copy(&mut read, &mut write).await.unwrap();
@@ -629,11 +886,20 @@ fn a_strict_workload_takes_peers_and_probes_only() {
         let arguments = format!(" --inbound strict --probe http:{}:/healthz", app.port());
         let pair = Pair::new(Some(web), Some(cart), &arguments, app).await;
         assert!(pair.call(GET).await.starts_with("HTTP/1.1 200 "), "a peer");
-        let plain = async |request: &str| exchange(TcpStream::connect(pair.address).await.unwrap(), request).await;
-        let probed = plain("GET /healthz HTTP/1.1\r\nHost: cart\r\nConnection: close\r\n\r\n").await;
-        assert!(probed.starts_with("HTTP/1.1 200 ") && !probed.contains("X-Called-By"), "{probed}");
+        let plain = async |request: &str| {
+            exchange(TcpStream::connect(pair.address).await.unwrap(), request).await
+        };
+        let probed =
+            plain("GET /healthz HTTP/1.1\r\nHost: cart\r\nConnection: close\r\n\r\n").await;
+        assert!(
+            probed.starts_with("HTTP/1.1 200 ") && !probed.contains("X-Called-By"),
+            "{probed}"
+        );
         let refused = plain(GET).await;
-        assert!(refused.starts_with("HTTP/1.1 403 ") && refused.contains("x-mesh-error: mtls-required"), "{refused}");
+        assert!(
+            refused.starts_with("HTTP/1.1 403 ") && refused.contains("x-mesh-error: mtls-required"),
+            "{refused}"
+        );
         assert_eq!(plain("*1\r\n$4\r\nPING\r\n").await, "", "opaque bytes");
         let body = plain("GET /healthz HTTP/1.1\r\nHost: cart\r\nContent-Length: 1\r\nConnection: close\r\n\r\nx").await;
         assert!(body.starts_with("HTTP/1.1 403 "), "{body}");
@@ -655,7 +921,10 @@ fn an_exempt_probe_is_the_only_exchange_of_its_connections() {
                 while let Ok(byte) = stream.read_u8().await {
                     seen.borrow_mut().push(byte);
                     if seen.borrow().ends_with(b"\r\n\r\n") {
-                        stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").await.unwrap();
+                        stream
+                            .write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+                            .await
+                            .unwrap();
                     }
                 }
             })
@@ -667,17 +936,34 @@ fn an_exempt_probe_is_the_only_exchange_of_its_connections() {
         let pair = Pair::new(Some(web), Some(cart), &arguments, app).await;
         let probe = "GET /healthz HTTP/1.1\r\nHost: cart\r\n\r\n";
         let peers = "GET /peer HTTP/1.1\r\nHost: cart\r\nConnection: close\r\n\r\n";
-        assert!(pair.call(peers).await.starts_with("HTTP/1.1 200 "), "it leaves a connection in the pool");
-        let answers = exchange(TcpStream::connect(pair.address).await.unwrap(), &probe.repeat(3)).await;
-        assert_eq!(answers, "HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n", "one answer, and the end");
+        assert!(
+            pair.call(peers).await.starts_with("HTTP/1.1 200 "),
+            "it leaves a connection in the pool"
+        );
+        let answers = exchange(
+            TcpStream::connect(pair.address).await.unwrap(),
+            &probe.repeat(3),
+        )
+        .await;
+        assert_eq!(
+            answers, "HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n",
+            "one answer, and the end"
+        );
         assert!(pair.call(peers).await.starts_with("HTTP/1.1 200 "));
         let seen: Vec<String> = connections
             .borrow()
             .iter()
-            .map(|seen| String::from_utf8_lossy(&seen.borrow()).replace(&format!("X-Called-By: {WEB}\r\n"), ""))
+            .map(|seen| {
+                String::from_utf8_lossy(&seen.borrow())
+                    .replace(&format!("X-Called-By: {WEB}\r\n"), "")
+            })
             .collect();
         let peers = peers.replace("Connection: close\r\n", "");
-        assert_eq!(seen, [peers.repeat(2), probe.to_owned()], "the probe had a connection of its own");
+        assert_eq!(
+            seen,
+            [peers.repeat(2), probe.to_owned()],
+            "the probe had a connection of its own"
+        );
     });
 }
 
@@ -686,33 +972,59 @@ fn what_a_peers_proxy_could_not_deliver_goes_to_another_endpoint() {
     on_worker(async {
         let authority = Authority::new("root");
         let [web, cart] = [WEB, CART].map(|identity| credentials(&authority, identity, |_| {}));
-        let nobody = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap();
+        let nobody = TcpListener::bind("127.0.0.1:0")
+            .await
+            .unwrap()
+            .local_addr()
+            .unwrap();
         let mut endpoints = Vec::new();
         let mut sides = Vec::new();
         for app in [nobody, app().await] {
             let side = Side::new(Some(cart.clone()), "", Discovery::off());
-            let endpoint = EndpointInfo { identity: Some(CART.parse().unwrap()), ..EndpointInfo::bare(side.receive(app).await) };
+            let endpoint = EndpointInfo {
+                identity: Some(CART.parse().unwrap()),
+                ..EndpointInfo::bare(side.receive(app).await)
+            };
             endpoints.push(Arc::new(endpoint));
             sides.push(side);
         }
         endpoints.sort_by_key(|endpoint| endpoint.address);
         let (discovery, mut questions) = Discovery::by_hand();
         let outbound = Side::new(Some(web), "", discovery);
-        let service = ServiceTarget { namespace: "shop".into(), name: "cart".into(), app_protocol: AppProtocol::Detect, endpoints };
-        let (destination, ()) = tokio::join!(outbound.worker.destinations.get_or_watch(SocketAddr::from(([10, 96, 0, 7], 80))), async {
-            let (_, answer) = questions.next().await;
-            drop(answer(Arc::new(Target::Service(service))));
-        });
+        let service = ServiceTarget {
+            namespace: "shop".into(),
+            name: "cart".into(),
+            app_protocol: AppProtocol::Detect,
+            endpoints,
+        };
+        let (destination, ()) = tokio::join!(
+            outbound
+                .worker
+                .destinations
+                .get_or_watch(SocketAddr::from(([10, 96, 0, 7], 80))),
+            async {
+                let (_, answer) = questions.next().await;
+                drop(answer(Arc::new(Target::Service(service))));
+            }
+        );
         for _ in 0..20 {
             let post = "POST /secret HTTP/1.1\r\nHost: cart\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
             let answer = exchange(outbound.connect(&destination).await, post).await;
-            assert!(answer.starts_with("HTTP/1.1 200 ") && !answer.contains("x-mesh-error"), "{answer}");
+            assert!(
+                answer.starts_with("HTTP/1.1 200 ") && !answer.contains("x-mesh-error"),
+                "{answer}"
+            );
         }
         let refused = sides[0].metrics.render(Discovery::off().stats());
-        let count = refused
-            .lines()
-            .find_map(|line| line.strip_prefix("diy_mesh_proxy_failures_total{direction=\"inbound\",code=\"connect-failed\"} "));
-        assert!(matches!(count, Some("1" | "2")), "the proxy whose app is away is asked, and then left alone: {count:?}");
+        let count = refused.lines().find_map(|line| {
+            line.strip_prefix(
+                "diy_mesh_proxy_failures_total{direction=\"inbound\",code=\"connect-failed\"} ",
+            )
+        });
+        assert!(
+            matches!(count, Some("1" | "2")),
+            "the proxy whose app is away is asked, and then left alone: {count:?}"
+        );
     });
 }
 
@@ -724,11 +1036,16 @@ fn a_new_certificate_is_used_at_once_and_old_connections_live_on() {
         both.add(old.certificate()).unwrap();
         both.add(new.certificate()).unwrap();
         let both = Arc::new(both);
-        let of = |authority: &Authority, identity: &str| credentials_that_trust(authority, identity, both.clone(), |_| {});
+        let of = |authority: &Authority, identity: &str| {
+            credentials_that_trust(authority, identity, both.clone(), |_| {})
+        };
         let pair = Pair::new(Some(of(&old, WEB)), Some(of(&old, CART)), "", app().await).await;
         let mut kept = pair.connect().await;
         let ask = async |client: &mut TcpStream| {
-            client.write_all(b"GET / HTTP/1.1\r\nHost: cart\r\n\r\n").await.unwrap();
+            client
+                .write_all(b"GET / HTTP/1.1\r\nHost: cart\r\n\r\n")
+                .await
+                .unwrap();
             let mut answer = Vec::new();
             while !answer.ends_with(format!("X-Called-By: {WEB}\r\n\r\n").as_bytes()) {
                 answer.push(client.read_u8().await.unwrap());
@@ -741,7 +1058,10 @@ fn a_new_certificate_is_used_at_once_and_old_connections_live_on() {
         // Those that trust the new root alone get through by now: nothing of the old one is in use for new connections.
         pair.outbound.renew(credentials(&new, WEB, |_| {}));
         pair.inbound.renew(credentials(&new, CART, |_| {}));
-        assert!(pair.agree().await.to_string().ends_with(" Full"), "no session outlives its certificates");
+        assert!(
+            pair.agree().await.to_string().ends_with(" Full"),
+            "no session outlives its certificates"
+        );
         ask(&mut kept).await;
     });
 }
@@ -755,14 +1075,25 @@ fn what_goes_to_the_pod_itself_does_not_leave_it_and_needs_no_tls() {
         let (discovery, mut questions) = Discovery::by_hand();
         let authority = Authority::new("root");
         let side = Side::new(Some(credentials(&authority, CART, |_| {})), "", discovery);
-        let endpoint = Arc::new(EndpointInfo { identity: Some(CART.parse().unwrap()), ..EndpointInfo::bare(address) });
-        let pod = PodTarget { namespace: "shop".into(), name: "cart-1".into(), app_protocol: AppProtocol::Detect, endpoint };
-        let (destination, ()) = tokio::join!(side.worker.destinations.get_or_watch(address), async {
-            let (_, answer) = questions.next().await;
-            drop(answer(Arc::new(Target::Pod(pod))));
+        let endpoint = Arc::new(EndpointInfo {
+            identity: Some(CART.parse().unwrap()),
+            ..EndpointInfo::bare(address)
         });
+        let pod = PodTarget {
+            namespace: "shop".into(),
+            name: "cart-1".into(),
+            app_protocol: AppProtocol::Detect,
+            endpoint,
+        };
+        let (destination, ()) =
+            tokio::join!(side.worker.destinations.get_or_watch(address), async {
+                let (_, answer) = questions.next().await;
+                drop(answer(Arc::new(Target::Pod(pod))));
+            });
         let endpoint = destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
-        let io = crate::connect::dial(&endpoint, super::Inside::Http1, &side.worker.tls).await.unwrap();
+        let io = crate::connect::dial(&endpoint, super::Inside::Http1, &side.worker.tls)
+            .await
+            .unwrap();
         assert!(!io.is_secured());
     });
 }

@@ -36,9 +36,17 @@ pub fn on_worker_without_waiting<F: Future<Output = ()>>(test: F) {
 }
 
 fn run<F: Future<Output = ()>>(test: F, paused: bool, deadline: Duration) {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(paused).build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .start_paused(paused)
+        .build()
+        .unwrap();
     let local = tokio::task::LocalSet::new();
-    local.block_on(&runtime, async { tokio::time::timeout(deadline, test).await.expect("the test took too long") });
+    local.block_on(&runtime, async {
+        tokio::time::timeout(deadline, test)
+            .await
+            .expect("the test took too long")
+    });
 }
 
 pub struct Mesh {
@@ -53,8 +61,7 @@ impl Mesh {
     }
 
     pub fn with(change: impl FnOnce(&mut Config)) -> Self {
-        let args =
-            "proxy --inbound-port 4000 --outbound-port 5000 --admin-port 4001 --controller http://c:8080 --token-file /token --dump off";
+        let args = "proxy --inbound-port 4000 --outbound-port 5000 --admin-port 4001 --controller http://c:8080 --token-file /token --dump off";
         let mut config = Config::from_raw(RawConfig::parse_from(args.split(' '))).unwrap();
         change(&mut config);
         let (metrics, drain) = (Metrics::new(), CancellationToken::new());
@@ -67,24 +74,48 @@ impl Mesh {
             limit: 1000,
             drain: drain.clone(),
         };
-        Self { worker: Worker::new(seat), drain, metrics }
+        Self {
+            worker: Worker::new(seat),
+            drain,
+            metrics,
+        }
     }
 
     /// A client's connection through the proxy to `destination`.
     pub async fn connect(&self, destination: &Rc<Destination>) -> TcpStream {
-        self.carry(Direction::Outbound, destination, Caller::App).await
+        self.carry(Direction::Outbound, destination, Caller::App)
+            .await
     }
 
     /// The connection of somebody who proves nothing, through the proxy to its app at `address`.
     pub async fn connect_inbound(&self, address: SocketAddr) -> TcpStream {
-        self.carry(Direction::Inbound, &Rc::new(Destination::fixed(address)), Caller::Unproven).await
+        self.carry(
+            Direction::Inbound,
+            &Rc::new(Destination::fixed(address)),
+            Caller::Unproven,
+        )
+        .await
     }
 
-    async fn carry(&self, direction: Direction, destination: &Rc<Destination>, caller: Caller) -> TcpStream {
+    async fn carry(
+        &self,
+        direction: Direction,
+        destination: &Rc<Destination>,
+        caller: Caller,
+    ) -> TcpStream {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let (client, accepted) = tokio::join!(TcpStream::connect(listener.local_addr().unwrap()), listener.accept());
+        let (client, accepted) = tokio::join!(
+            TcpStream::connect(listener.local_addr().unwrap()),
+            listener.accept()
+        );
         let (stream, peer) = accepted.unwrap();
-        let flow = Flow { worker: self.worker.clone(), direction, peer, destination: destination.clone(), caller };
+        let flow = Flow {
+            worker: self.worker.clone(),
+            direction,
+            peer,
+            destination: destination.clone(),
+            caller,
+        };
         tokio::task::spawn_local(serve(Io::new(stream), flow));
         client.unwrap()
     }
@@ -112,16 +143,26 @@ pub struct App {
 impl App {
     pub async fn listen() -> (App, SocketAddr) {
         let (listener, address) = listen().await;
-        (App { listener, silent: Vec::new() }, address)
+        (
+            App {
+                listener,
+                silent: Vec::new(),
+            },
+            address,
+        )
     }
 
     /// Whether no connection that has come so far carries a byte.
     pub async fn heard_nothing(&mut self) -> bool {
-        while let Ok(accepted) = tokio::time::timeout(Duration::from_millis(50), self.listener.accept()).await {
+        while let Ok(accepted) =
+            tokio::time::timeout(Duration::from_millis(50), self.listener.accept()).await
+        {
             self.silent.push(accepted.unwrap().0);
         }
         let mut byte = [0];
-        self.silent.iter().all(|stream| !matches!(stream.try_read(&mut byte), Ok(1..)))
+        self.silent
+            .iter()
+            .all(|stream| !matches!(stream.try_read(&mut byte), Ok(1..)))
     }
 
     /// The next connection on which something is said.

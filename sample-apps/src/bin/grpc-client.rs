@@ -19,8 +19,10 @@ use tonic::metadata::MetadataMap;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Request, Status, Streaming};
 
-const PROGRAM: Program =
-    Program { name: "grpc-client", about: "Calls Echo each second, one by one and on a stream, and prints each answer" };
+const PROGRAM: Program = Program {
+    name: "grpc-client",
+    about: "Calls Echo each second, one by one and on a stream, and prints each answer",
+};
 const DEFAULT_ENDPOINT: &str = "http://grpc-server.grpc-server.svc.cluster.local.:80";
 const AGENT: &str = concat!("diy-grpc-client/", env!("CARGO_PKG_VERSION"));
 const EACH: Duration = Duration::from_secs(1);
@@ -30,7 +32,11 @@ const TIMEOUT: Duration = Duration::from_secs(5);
 const FAREWELL: Duration = Duration::from_secs(1);
 
 fn main() -> ExitCode {
-    process::run(PROGRAM.name, ClientConfig::read(PROGRAM, DEFAULT_ENDPOINT), call_each_second)
+    process::run(
+        PROGRAM.name,
+        ClientConfig::read(PROGRAM, DEFAULT_ENDPOINT),
+        call_each_second,
+    )
 }
 
 async fn call_each_second(config: ClientConfig, stop: CancellationToken) -> anyhow::Result<()> {
@@ -42,7 +48,10 @@ async fn call_each_second(config: ClientConfig, stop: CancellationToken) -> anyh
         .keep_alive_timeout(TIMEOUT)
         .keep_alive_while_idle(true)
         .connect_lazy();
-    let client = Client { echo: EchoServiceClient::new(channel), responses: AtomicU64::new(0) };
+    let client = Client {
+        echo: EchoServiceClient::new(channel),
+        responses: AtomicU64::new(0),
+    };
     tokio::select! {
         result = client.call_one_by_one() => result,
         result = client.stream_for_ever(&stop) => result,
@@ -60,7 +69,9 @@ impl Client {
         let mut seconds = each_second();
         for number in 1_u64.. {
             seconds.tick().await;
-            let mut request = Request::new(EchoRequest { message: format!("Hello #{number}") });
+            let mut request = Request::new(EchoRequest {
+                message: format!("Hello #{number}"),
+            });
             request.set_timeout(TIMEOUT);
             match answer_in_time(echo.echo(request)).await {
                 Ok(response) => {
@@ -97,9 +108,19 @@ impl Client {
     async fn open_stream(&self) -> Result<EchoStream, Status> {
         let mut echo = self.echo.clone();
         let (messages, outgoing) = mpsc::channel(1);
-        messages.try_send(stream_message(1)).expect("the channel is new and has room for one");
-        let (metadata, answers, _) = answer_in_time(echo.echo_stream(ReceiverStream::new(outgoing))).await?.into_parts();
-        Ok(EchoStream { messages, answers, metadata, sent: 1 })
+        messages
+            .try_send(stream_message(1))
+            .expect("the channel is new and has room for one");
+        let (metadata, answers, _) =
+            answer_in_time(echo.echo_stream(ReceiverStream::new(outgoing)))
+                .await?
+                .into_parts();
+        Ok(EchoStream {
+            messages,
+            answers,
+            metadata,
+            sent: 1,
+        })
     }
 
     /// Prints the answer to each message, then sends the next; gives the reason for which the stream is over, or nothing if it is time to stop.
@@ -110,7 +131,9 @@ impl Client {
         stop: &CancellationToken,
     ) -> anyhow::Result<Option<Status>> {
         loop {
-            let Some(answer) = stop.run_until_cancelled(stream.next_answer()).await else { return Ok(None) };
+            let Some(answer) = stop.run_until_cancelled(stream.next_answer()).await else {
+                return Ok(None);
+            };
             match answer {
                 Ok(answer) => self.print_answer("EchoStream", &stream.metadata, &answer)?,
                 Err(status) => return Ok(Some(status)),
@@ -121,20 +144,36 @@ impl Client {
                 () = stop.cancelled() => return Ok(None),
             }
             stream.sent += 1;
-            if stream.messages.send(stream_message(stream.sent)).await.is_err() {
+            if stream
+                .messages
+                .send(stream_message(stream.sent))
+                .await
+                .is_err()
+            {
                 return Ok(Some(stream.broken().await));
             }
         }
     }
 
-    fn print_answer(&self, method: &str, metadata: &MetadataMap, answer: &EchoResponse) -> anyhow::Result<()> {
+    fn print_answer(
+        &self,
+        method: &str,
+        metadata: &MetadataMap,
+        answer: &EchoResponse,
+    ) -> anyhow::Result<()> {
         let number = self.responses.fetch_add(1, Ordering::Relaxed) + 1;
         let mut block = format!("Response #{number}\n/echo.v1.EchoService/{method}");
         dump::write_headers(&mut block, &metadata.clone().into_headers());
-        let EchoResponse { message, hostname, version } = answer;
+        let EchoResponse {
+            message,
+            hostname,
+            version,
+        } = answer;
         dump::write_message(
             &mut block,
-            &format!("Echo from the grpc-server service! Hostname: {hostname} Version: {version} Message: {message}"),
+            &format!(
+                "Echo from the grpc-server service! Hostname: {hostname} Version: {version} Message: {message}"
+            ),
         );
         process::print(&block).context("cannot print")
     }
@@ -149,7 +188,9 @@ struct EchoStream {
 
 impl EchoStream {
     async fn next_answer(&mut self) -> Result<EchoResponse, Status> {
-        answer_in_time(self.answers.message()).await?.ok_or_else(|| Status::unavailable("the server ended the stream"))
+        answer_in_time(self.answers.message())
+            .await?
+            .ok_or_else(|| Status::unavailable("the server ended the stream"))
     }
 
     /// Waits, while nothing is asked for, for the stream to end or to break.
@@ -174,7 +215,9 @@ async fn answer_in_time<T>(answer: impl Future<Output = Result<T, Status>>) -> R
 }
 
 fn stream_message(number: u64) -> EchoRequest {
-    EchoRequest { message: format!("Hello #{number} of this stream") }
+    EchoRequest {
+        message: format!("Hello #{number} of this stream"),
+    }
 }
 
 fn each_second() -> Interval {
@@ -184,7 +227,11 @@ fn each_second() -> Interval {
 }
 
 fn print_failure(method: &str, status: &Status) -> anyhow::Result<()> {
-    let mut text = format!("Request failed: /echo.v1.EchoService/{method}: {:?}: {}", status.code(), status.message());
+    let mut text = format!(
+        "Request failed: /echo.v1.EchoService/{method}: {:?}: {}",
+        status.code(),
+        status.message()
+    );
     let mut cause = std::error::Error::source(status);
     while let Some(error) = cause {
         text = format!("{text}: {error}");

@@ -21,7 +21,10 @@ use tokio::net::TcpStream;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 use tower::ServiceExt;
 
-const PROGRAM: Program = Program { name: "http-client", about: "Calls a URL each second, and prints each response" };
+const PROGRAM: Program = Program {
+    name: "http-client",
+    about: "Calls a URL each second, and prints each response",
+};
 const DEFAULT_ENDPOINT: &str = "http://http-server.http-server.svc.cluster.local./hello";
 const AGENT: &str = concat!("diy-http-client/", env!("CARGO_PKG_VERSION"));
 const EACH: Duration = Duration::from_secs(1);
@@ -31,17 +34,28 @@ const TIMEOUT: Duration = Duration::from_secs(5);
 const BODY_LIMIT: usize = 1024 * 1024;
 
 fn main() -> ExitCode {
-    process::run(PROGRAM.name, ClientConfig::read(PROGRAM, DEFAULT_ENDPOINT), |config, stop| async move {
-        stop.run_until_cancelled(call_each_second(config.endpoint)).await.unwrap_or(Ok(()))
-    })
+    process::run(
+        PROGRAM.name,
+        ClientConfig::read(PROGRAM, DEFAULT_ENDPOINT),
+        |config, stop| async move {
+            stop.run_until_cancelled(call_each_second(config.endpoint))
+                .await
+                .unwrap_or(Ok(()))
+        },
+    )
 }
 
 async fn call_each_second(endpoint: Uri) -> anyhow::Result<()> {
     let mut tcp = HttpConnector::new();
     tcp.set_nodelay(true);
     tcp.set_connect_timeout(Some(TIMEOUT));
-    let connector = tcp.map_response(|connection: TokioIo<TcpStream>| TokioIo::new(Hearing::new(connection.into_inner())));
-    let client = Client::builder(TokioExecutor::new()).http1_title_case_headers(true).pool_timer(TokioTimer::new()).build(connector);
+    let connector = tcp.map_response(|connection: TokioIo<TcpStream>| {
+        TokioIo::new(Hearing::new(connection.into_inner()))
+    });
+    let client = Client::builder(TokioExecutor::new())
+        .http1_title_case_headers(true)
+        .pool_timer(TokioTimer::new())
+        .build(connector);
 
     let mut seconds = interval(EACH);
     seconds.set_missed_tick_behavior(MissedTickBehavior::Skip);
@@ -54,20 +68,28 @@ async fn call_each_second(endpoint: Uri) -> anyhow::Result<()> {
                 format!("Response #{responses}\n{dump}")
             }
             Ok(Err(error)) => format!("Request failed: {endpoint}: {}", chain(&*error)),
-            Err(_) => format!("Request failed: {endpoint}: no answer within {} s", TIMEOUT.as_secs()),
+            Err(_) => format!(
+                "Request failed: {endpoint}: no answer within {} s",
+                TIMEOUT.as_secs()
+            ),
         };
         process::print(&block).context("cannot print")?;
     }
 }
 
 /// One call: gives the dump of the response.
-async fn call<C>(client: &Client<C, Empty<Bytes>>, endpoint: &Uri) -> Result<String, Box<dyn Error + Send + Sync>>
+async fn call<C>(
+    client: &Client<C, Empty<Bytes>>,
+    endpoint: &Uri,
+) -> Result<String, Box<dyn Error + Send + Sync>>
 where
     C: Connect + Clone + Send + Sync + 'static,
 {
     let mut request = Request::new(Empty::new());
     *request.uri_mut() = endpoint.clone();
-    request.headers_mut().insert(USER_AGENT, HeaderValue::from_static(AGENT));
+    request
+        .headers_mut()
+        .insert(USER_AGENT, HeaderValue::from_static(AGENT));
     let (parts, body) = client.request(request).await?.into_parts();
     let body = Limited::new(body, BODY_LIMIT).collect().await?.to_bytes();
     Ok(dump::response(&parts, &body))

@@ -26,7 +26,10 @@ use tokio_stream::StreamExt;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-const PROGRAM: Program = Program { name: "http-server", about: "Answers /hello, and prints each request that it gets" };
+const PROGRAM: Program = Program {
+    name: "http-server",
+    about: "Answers /hello, and prints each request that it gets",
+};
 /// What a request's body may hold: it is printed, so it is kept.
 const BODY_LIMIT: usize = 1024 * 1024;
 /// How long a client may take for its body.
@@ -40,26 +43,46 @@ fn main() -> ExitCode {
 
 async fn serve(config: ServerConfig, stop: CancellationToken) -> anyhow::Result<()> {
     let listener = listen::dual_stack(config.listen_port)?;
-    eprintln!("http-server {} listens on {}", config.version, listener.local_addr()?);
+    eprintln!(
+        "http-server {} listens on {}",
+        config.version,
+        listener.local_addr()?
+    );
 
     let mut http = auto::Builder::new(TokioExecutor::new()).title_case_headers(true);
     http.http1().timer(TokioTimer::new()).half_close(true);
     http.http2().timer(TokioTimer::new());
-    let server = Arc::new(Server { config, requests: AtomicU64::new(0) });
+    let server = Arc::new(Server {
+        config,
+        requests: AtomicU64::new(0),
+    });
     let connections = TaskTracker::new();
     let mut incoming = listen::incoming(listener, stop.clone());
     while let Some(connection) = incoming.next().await {
-        connections.spawn(serve_connection(http.clone(), server.clone(), connection?, stop.clone()));
+        connections.spawn(serve_connection(
+            http.clone(),
+            server.clone(),
+            connection?,
+            stop.clone(),
+        ));
     }
     connections.close();
     if timeout(DRAIN, connections.wait()).await.is_err() {
-        eprintln!("http-server: stopped with requests in flight, {} s after it was told to", DRAIN.as_secs());
+        eprintln!(
+            "http-server: stopped with requests in flight, {} s after it was told to",
+            DRAIN.as_secs()
+        );
     }
     Ok(())
 }
 
 /// Serves one connection to its end, or, once the program is told to stop, to the end of the requests in flight.
-async fn serve_connection(http: auto::Builder<TokioExecutor>, server: Arc<Server>, connection: TcpStream, stop: CancellationToken) {
+async fn serve_connection(
+    http: auto::Builder<TokioExecutor>,
+    server: Arc<Server>,
+    connection: TcpStream,
+    stop: CancellationToken,
+) {
     let connection = Hearing::new(connection);
     let heard = connection.heard();
     let service = service_fn(move |request| answer(server.clone(), heard.clone(), request));
@@ -80,36 +103,66 @@ struct Server {
     requests: AtomicU64,
 }
 
-async fn answer(server: Arc<Server>, heard: Heard, request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infallible> {
+async fn answer(
+    server: Arc<Server>,
+    heard: Heard,
+    request: Request<Incoming>,
+) -> Result<Response<Full<Bytes>>, Infallible> {
     if request.uri().path() != "/hello" {
-        return Ok(text(StatusCode::NOT_FOUND, "Not found: this server answers /hello\n"));
+        return Ok(text(
+            StatusCode::NOT_FOUND,
+            "Not found: this server answers /hello\n",
+        ));
     }
     let (parts, body) = request.into_parts();
     let body = match timeout(BODY_TIMEOUT, Limited::new(body, BODY_LIMIT).collect()).await {
         Ok(Ok(body)) => body.to_bytes(),
         Ok(Err(error)) if error.is::<http_body_util::LengthLimitError>() => {
-            return Ok(text(StatusCode::PAYLOAD_TOO_LARGE, "The body is longer than 1 MiB\n"));
+            return Ok(text(
+                StatusCode::PAYLOAD_TOO_LARGE,
+                "The body is longer than 1 MiB\n",
+            ));
         }
         Ok(Err(_)) => return Ok(text(StatusCode::BAD_REQUEST, "The body is broken\n")),
-        Err(_) => return Ok(text(StatusCode::REQUEST_TIMEOUT, "The body took too long\n")),
+        Err(_) => {
+            return Ok(text(
+                StatusCode::REQUEST_TIMEOUT,
+                "The body took too long\n",
+            ));
+        }
     };
 
     let fails = fastrand::u8(0..100) < server.config.fail_rate;
     let number = server.requests.fetch_add(1, Ordering::Relaxed) + 1;
-    let outcome = if fails { "Failed to process request\n" } else { "" };
+    let outcome = if fails {
+        "Failed to process request\n"
+    } else {
+        ""
+    };
     // A server whose output nobody reads goes on serving.
-    process::print(&format!("Request #{number}\n{}---\n{outcome}", dump::request(&parts, &body, Some(&heard)))).ok();
+    process::print(&format!(
+        "Request #{number}\n{}---\n{outcome}",
+        dump::request(&parts, &body, Some(&heard))
+    ))
+    .ok();
 
-    let ServerConfig { hostname, version, .. } = &server.config;
+    let ServerConfig {
+        hostname, version, ..
+    } = &server.config;
     Ok(match fails {
         true => text(StatusCode::INTERNAL_SERVER_ERROR, "Internal server error\n"),
-        false => text(StatusCode::OK, format!("Hello from the http-server service! Hostname: {hostname} Version: {version}")),
+        false => text(
+            StatusCode::OK,
+            format!("Hello from the http-server service! Hostname: {hostname} Version: {version}"),
+        ),
     })
 }
 
 fn text(status: StatusCode, body: impl Into<Bytes>) -> Response<Full<Bytes>> {
     let mut response = Response::new(Full::new(body.into()));
     *response.status_mut() = status;
-    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("text/plain"));
+    response
+        .headers_mut()
+        .insert(CONTENT_TYPE, HeaderValue::from_static("text/plain"));
     response
 }

@@ -33,7 +33,9 @@ struct Output {
 impl Process {
     /// Starts a program with these variables and no others; both outputs are pipes, read as one text.
     pub fn start(program: &str, variables: &[(&str, &str)]) -> Self {
-        let mut child = command(program, variables).spawn().expect("the program starts");
+        let mut child = command(program, variables)
+            .spawn()
+            .expect("the program starts");
         let output = Arc::new(Output::default());
         watch(output.clone(), child.stdout.take().expect("piped"));
         watch(output.clone(), child.stderr.take().expect("piped"));
@@ -44,7 +46,11 @@ impl Process {
     pub fn start_server(program: &str, variables: &[(&str, &str)]) -> (Self, u16) {
         let port = free_port();
         let text = port.to_string();
-        let mut all = vec![("LISTEN_PORT", text.as_str()), ("HOSTNAME", "tester"), ("VERSION", "1.0")];
+        let mut all = vec![
+            ("LISTEN_PORT", text.as_str()),
+            ("HOSTNAME", "tester"),
+            ("VERSION", "1.0"),
+        ];
         all.extend_from_slice(variables);
         let server = Self::start(program, &all);
         server.wait_for("listens on");
@@ -62,8 +68,14 @@ impl Process {
                 return text[..at + what.len() + line_end].to_owned();
             }
             let left = deadline.checked_duration_since(Instant::now());
-            let left = left.unwrap_or_else(|| panic!("`{what}` never came; the output was:\n{text}"));
-            text = self.output.grown.wait_timeout(text, left).expect("not poisoned").0;
+            let left =
+                left.unwrap_or_else(|| panic!("`{what}` never came; the output was:\n{text}"));
+            text = self
+                .output
+                .grown
+                .wait_timeout(text, left)
+                .expect("not poisoned")
+                .0;
         }
     }
 
@@ -72,7 +84,11 @@ impl Process {
     }
 
     pub fn signal(&self, signal: Signal) {
-        kill(Pid::from_raw(i32::try_from(self.child.id()).expect("a pid")), signal).expect("the process is there");
+        kill(
+            Pid::from_raw(i32::try_from(self.child.id()).expect("a pid")),
+            signal,
+        )
+        .expect("the process is there");
     }
 
     pub fn has_exited(&mut self) -> bool {
@@ -86,7 +102,11 @@ impl Process {
             if let Some(status) = self.child.try_wait().expect("our child") {
                 return status;
             }
-            assert!(Instant::now() < deadline, "the process did not end; its output was:\n{}", self.output());
+            assert!(
+                Instant::now() < deadline,
+                "the process did not end; its output was:\n{}",
+                self.output()
+            );
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -102,20 +122,35 @@ impl Drop for Process {
 
 /// Runs a program that ends by itself: its exit code, standard output and standard error.
 pub fn run(program: &str, args: &[&str], variables: &[(&str, &str)]) -> (i32, String, String) {
-    let output = command(program, variables).args(args).output().expect("the program starts");
+    let output = command(program, variables)
+        .args(args)
+        .output()
+        .expect("the program starts");
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("UTF-8");
-    (output.status.code().expect("no signal"), text(output.stdout), text(output.stderr))
+    (
+        output.status.code().expect("no signal"),
+        text(output.stdout),
+        text(output.stderr),
+    )
 }
 
 /// A port that was free a moment ago.
 pub fn free_port() -> u16 {
-    TcpListener::bind("[::]:0").or_else(|_| TcpListener::bind("0.0.0.0:0")).expect("a free port").local_addr().expect("bound").port()
+    TcpListener::bind("[::]:0")
+        .or_else(|_| TcpListener::bind("0.0.0.0:0"))
+        .expect("a free port")
+        .local_addr()
+        .expect("bound")
+        .port()
 }
 
 fn command(program: &str, variables: &[(&str, &str)]) -> Command {
     let mut command = Command::new(program);
     command.env_clear().envs(variables.iter().copied());
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
     command
 }
 

@@ -15,7 +15,10 @@ use nix::{
     errno::Errno,
     net::if_::if_nametoindex,
     sys::{
-        socket::{AddressFamily, LinkAddr, SockFlag, SockProtocol, SockType, recvfrom, setsockopt, socket, sockopt::ReceiveTimeout},
+        socket::{
+            AddressFamily, LinkAddr, SockFlag, SockProtocol, SockType, recvfrom, setsockopt,
+            socket, sockopt::ReceiveTimeout,
+        },
         time::{TimeVal, TimeValLike},
     },
 };
@@ -39,7 +42,12 @@ fn main() -> ExitCode {
 
 fn capture(interface: &str, file: &str) -> Result<(), Box<dyn Error>> {
     let index = if_nametoindex(interface)? as usize;
-    let socket = socket(AddressFamily::Packet, SockType::Raw, SockFlag::empty(), SockProtocol::EthAll)?;
+    let socket = socket(
+        AddressFamily::Packet,
+        SockType::Raw,
+        SockFlag::empty(),
+        SockProtocol::EthAll,
+    )?;
     setsockopt(&socket, ReceiveTimeout, &TimeVal::milliseconds(100))?;
     let mut out = BufWriter::new(File::create(file)?);
     let mut packet = vec![0; 128 * 1024];
@@ -49,7 +57,9 @@ fn capture(interface: &str, file: &str) -> Result<(), Box<dyn Error>> {
         let stopped = Path::new(STOP).exists();
         loop {
             match recvfrom::<LinkAddr>(socket.as_raw_fd(), &mut packet) {
-                Ok((length, from)) if from.is_none_or(|from| from.ifindex() == index) => out.write_all(&packet[..length])?,
+                Ok((length, from)) if from.is_none_or(|from| from.ifindex() == index) => {
+                    out.write_all(&packet[..length])?
+                }
                 Ok(_) | Err(Errno::EINTR) => {}
                 Err(Errno::EAGAIN) => break,
                 Err(error) => return Err(error.into()),

@@ -23,14 +23,22 @@ static FAILED: AtomicU64 = AtomicU64::new(0);
 
 fn main() {
     let arguments: Vec<String> = env::args().collect();
-    let [_, address, path, workers, requests] = &arguments[..] else { usage() };
-    let (Ok(workers), Ok(requests)) = (workers.parse::<u32>(), requests.parse::<u64>()) else { usage() };
+    let [_, address, path, workers, requests] = &arguments[..] else {
+        usage()
+    };
+    let (Ok(workers), Ok(requests)) = (workers.parse::<u32>(), requests.parse::<u64>()) else {
+        usage()
+    };
     thread::scope(|scope| {
         for _ in 0..workers {
             scope.spawn(|| work(address, path, requests));
         }
     });
-    println!("ok={} failed={}", OK.load(Ordering::Relaxed), FAILED.load(Ordering::Relaxed));
+    println!(
+        "ok={} failed={}",
+        OK.load(Ordering::Relaxed),
+        FAILED.load(Ordering::Relaxed)
+    );
 }
 
 fn usage() -> ! {
@@ -57,7 +65,8 @@ fn connection(address: &str, path: &str, requests: u64) -> Result<(), Box<dyn Er
         if Path::new(STOP).exists() {
             return Ok(());
         }
-        write!(writer, "GET {path} HTTP/1.1\r\nHost: {address}\r\n\r\n").map_err(|error| format!("write: {error}"))?;
+        write!(writer, "GET {path} HTTP/1.1\r\nHost: {address}\r\n\r\n")
+            .map_err(|error| format!("write: {error}"))?;
         let close = response(&mut reader).map_err(|error| format!("response: {error}"))?;
         OK.fetch_add(1, Ordering::Relaxed);
         if close {

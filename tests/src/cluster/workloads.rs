@@ -20,12 +20,24 @@ pub struct App<'a> {
 impl App<'_> {
     /// An http-server behind a Service of the same name, port 80.
     pub fn http_server() -> App<'static> {
-        App { name: "server", program: "http-server", inject: Some("true"), replicas: 1, endpoint: "" }
+        App {
+            name: "server",
+            program: "http-server",
+            inject: Some("true"),
+            replicas: 1,
+            endpoint: "",
+        }
     }
 
     /// An http-client that calls `http_server` each second.
     pub fn http_client() -> App<'static> {
-        App { name: "client", program: "http-client", inject: Some("true"), replicas: 1, endpoint: "http://server/hello" }
+        App {
+            name: "client",
+            program: "http-client",
+            inject: Some("true"),
+            replicas: 1,
+            endpoint: "http://server/hello",
+        }
     }
 
     /// The manifest of its Deployment.
@@ -42,7 +54,12 @@ impl App<'_> {
 
     /// The manifest of its Service.
     pub fn service(&self) -> String {
-        object("v1", "Service", self.name, json!({"selector": {"app": self.name}, "ports": [{"port": 80, "targetPort": 8080}]}))
+        object(
+            "v1",
+            "Service",
+            self.name,
+            json!({"selector": {"app": self.name}, "ports": [{"port": 80, "targetPort": 8080}]}),
+        )
     }
 
     /// The manifest of a Job that runs it for a few seconds: the kubelet ends it by a probe that fails, as nothing else ends a sample app.
@@ -52,7 +69,12 @@ impl App<'_> {
             "exec": {"command": [format!("/usr/local/bin/{}", self.program), "--no-such-flag"]},
             "initialDelaySeconds": 8, "periodSeconds": 2, "failureThreshold": 1,
         });
-        object("batch/v1", "Job", self.name, json!({"backoffLimit": 0, "template": pod}))
+        object(
+            "batch/v1",
+            "Job",
+            self.name,
+            json!({"backoffLimit": 0, "template": pod}),
+        )
     }
 
     fn pod(&self, restart: &str) -> Value {
@@ -64,9 +86,12 @@ impl App<'_> {
             "securityContext": {"allowPrivilegeEscalation": false, "readOnlyRootFilesystem": true, "capabilities": {"drop": ["ALL"]}},
         });
         if self.program.ends_with("server") {
-            container["startupProbe"] = json!({"tcpSocket": {"port": 8080}, "periodSeconds": 1, "failureThreshold": 60});
+            container["startupProbe"] =
+                json!({"tcpSocket": {"port": 8080}, "periodSeconds": 1, "failureThreshold": 60});
         }
-        let annotations = self.inject.map_or(json!({}), |value| json!({"diy-service-mesh/inject": value}));
+        let annotations = self
+            .inject
+            .map_or(json!({}), |value| json!({"diy-service-mesh/inject": value}));
         json!({
             "metadata": {"labels": {"app": self.name}, "annotations": annotations},
             "spec": {
@@ -106,14 +131,19 @@ impl Answers {
 
 /// The values that follow `label` in a text, each once, in order: `hostnames(logs, "Hostname: ")`.
 pub fn distinct<'a>(text: &'a str, label: &str) -> Vec<&'a str> {
-    let mut found: Vec<&str> = text.split(label).skip(1).filter_map(|rest| rest.split_whitespace().next()).collect();
+    let mut found: Vec<&str> = text
+        .split(label)
+        .skip(1)
+        .filter_map(|rest| rest.split_whitespace().next())
+        .collect();
     found.sort_unstable();
     found.dedup();
     found
 }
 
 fn object(api_version: &str, kind: &str, name: &str, spec: Value) -> String {
-    json!({"apiVersion": api_version, "kind": kind, "metadata": {"name": name}, "spec": spec}).to_string()
+    json!({"apiVersion": api_version, "kind": kind, "metadata": {"name": name}, "spec": spec})
+        .to_string()
 }
 
 #[cfg(test)]
@@ -126,11 +156,23 @@ mod tests {
                     Response #2\nHTTP/1.1 503 Service Unavailable\n";
         let answers = Answers::count(logs);
         assert_eq!(answers.good, 1);
-        assert_eq!(answers.bad, ["Request failed: http://server/hello: refused", "HTTP/1.1 503 Service Unavailable"]);
+        assert_eq!(
+            answers.bad,
+            [
+                "Request failed: http://server/hello: refused",
+                "HTTP/1.1 503 Service Unavailable"
+            ]
+        );
     }
 
     #[test]
     fn values_are_found_once_each() {
-        assert_eq!(distinct("Hostname: b Version: 1\nHostname: a x\nHostname: b", "Hostname: "), ["a", "b"]);
+        assert_eq!(
+            distinct(
+                "Hostname: b Version: 1\nHostname: a x\nHostname: b",
+                "Hostname: "
+            ),
+            ["a", "b"]
+        );
     }
 }

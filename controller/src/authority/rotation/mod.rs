@@ -43,7 +43,12 @@ pub enum Phase {
 
 impl Phase {
     /// Every phase.
-    pub const ALL: [Phase; 4] = [Phase::Steady, Phase::Announcing, Phase::Adopting, Phase::Switched];
+    pub const ALL: [Phase; 4] = [
+        Phase::Steady,
+        Phase::Announcing,
+        Phase::Adopting,
+        Phase::Switched,
+    ];
 
     /// As it is written in the store, in JSON and in metrics.
     pub fn name(self) -> &'static str {
@@ -81,11 +86,22 @@ pub struct Progress {
 impl Progress {
     /// In no rotation.
     pub fn steady(now: SystemTime, reason: &str, current: &Ca) -> Progress {
-        Progress { since: seconds(now), reason: reason.to_owned(), current: current.issuer().fingerprint(), ..Progress::default() }
+        Progress {
+            since: seconds(now),
+            reason: reason.to_owned(),
+            current: current.issuer().fingerprint(),
+            ..Progress::default()
+        }
     }
 
     fn enter(&self, phase: Phase, now: SystemTime, reason: &str, current: &Ca) -> Progress {
-        Progress { phase, since: seconds(now), reason: reason.to_owned(), current: current.issuer().fingerprint(), ..self.clone() }
+        Progress {
+            phase,
+            since: seconds(now),
+            reason: reason.to_owned(),
+            current: current.issuer().fingerprint(),
+            ..self.clone()
+        }
     }
 }
 
@@ -104,7 +120,9 @@ impl Request {
         match text.trim() {
             "start" => Ok(Request::Start),
             "abandon" => Ok(Request::Abandon),
-            other => Err(format!("{other:?} is no request; there are `start` and `abandon`")),
+            other => Err(format!(
+                "{other:?} is no request; there are `start` and `abandon`"
+            )),
         }
     }
 }
@@ -133,12 +151,21 @@ pub enum Step {
 
 impl Rules {
     /// What is to be done by itself at this time. The evidence must have been the same for two heartbeats of each replica.
-    pub fn next(&self, material: &Material, evidence: &Evidence, now: SystemTime) -> Result<Step, Unusable> {
+    pub fn next(
+        &self,
+        material: &Material,
+        evidence: &Evidence,
+        now: SystemTime,
+    ) -> Result<Step, Unusable> {
         let Progress { phase, since, .. } = material.progress;
         match phase {
             Phase::Steady if is_due(&material.current, now) => {
                 let next = self.begin(material, now, "two thirds of the CA's life are over")?;
-                Ok(Step::Write(Box::new(next), "two thirds of the CA's life are over: its successor's root is announced".to_owned()))
+                Ok(Step::Write(
+                    Box::new(next),
+                    "two thirds of the CA's life are over: its successor's root is announced"
+                        .to_owned(),
+                ))
             }
             Phase::Steady => Ok(Step::Stay(Vec::new())),
             Phase::Announcing | Phase::Adopting => {
@@ -148,23 +175,37 @@ impl Rules {
                 let mut waiting = evidence.not_acknowledged(absent_count);
                 if waiting.is_empty() && now < settled {
                     let left = settled.duration_since(now).unwrap_or_default().as_secs() + 1;
-                    waiting.push(format!("the pods' files of roots to follow their ConfigMaps, {left} s more"));
+                    waiting.push(format!(
+                        "the pods' files of roots to follow their ConfigMaps, {left} s more"
+                    ));
                 }
                 if waiting.is_empty() {
                     return Ok(self.switch(material, now, "everybody trusts the new root"));
                 }
                 if is_last_call(material.signer(), now) {
-                    return Ok(self.switch(material, now, "the CA that signs ends soon, so it waits no longer"));
+                    return Ok(self.switch(
+                        material,
+                        now,
+                        "the CA that signs ends soon, so it waits no longer",
+                    ));
                 }
                 Ok(Step::Stay(waiting))
             }
             Phase::Switched => {
                 let waiting = evidence.not_renewed();
                 if waiting.is_empty() {
-                    return Ok(finish(material, now, "nobody uses a certificate of the old CA any more"));
+                    return Ok(finish(
+                        material,
+                        now,
+                        "nobody uses a certificate of the old CA any more",
+                    ));
                 }
                 if now > time(material.progress.old_leaves_end) + SKEW {
-                    return Ok(finish(material, now, "the last certificate of the old CA has ended"));
+                    return Ok(finish(
+                        material,
+                        now,
+                        "the last certificate of the old CA has ended",
+                    ));
                 }
                 Ok(Step::Stay(waiting))
             }
@@ -172,12 +213,26 @@ impl Rules {
     }
 
     /// What becomes of a request. Where it cannot be granted, the answer says why.
-    pub fn request(&self, material: &Material, request: Request, now: SystemTime) -> Result<(Material, String), Unusable> {
+    pub fn request(
+        &self,
+        material: &Material,
+        request: Request,
+        now: SystemTime,
+    ) -> Result<(Material, String), Unusable> {
         let (phase, reverting) = (material.progress.phase, material.progress.reverting);
         let refused = |why: &str| {
             let answer = format!("refused: {why}");
-            let progress = Progress { answer: answer.clone(), ..material.progress.clone() };
-            Ok((Material { progress, ..material.clone() }, answer))
+            let progress = Progress {
+                answer: answer.clone(),
+                ..material.progress.clone()
+            };
+            Ok((
+                Material {
+                    progress,
+                    ..material.clone()
+                },
+                answer,
+            ))
         };
         let (mut next, answer) = match (request, phase) {
             (Request::Start, Phase::Steady) if !material.current.is_ours() => {
@@ -185,19 +240,36 @@ impl Rules {
                     "the CA is an operator's own; put its successor into tls.crt, tls.key and ca.crt, and the mesh moves to it",
                 );
             }
-            (Request::Start, Phase::Steady) => (self.begin(material, now, "requested")?, "granted: a new root is announced"),
-            (Request::Start, Phase::Announcing) if reverting => (resume(material, now), "granted: the rotation goes on"),
+            (Request::Start, Phase::Steady) => (
+                self.begin(material, now, "requested")?,
+                "granted: a new root is announced",
+            ),
+            (Request::Start, Phase::Announcing) if reverting => {
+                (resume(material, now), "granted: the rotation goes on")
+            }
             (Request::Start, _) => return refused("a rotation is under way"),
             (Request::Abandon, Phase::Steady) => return refused("no rotation is under way"),
-            (Request::Abandon, Phase::Announcing) if reverting => return refused("the rotation is being undone already"),
-            (Request::Abandon, Phase::Announcing) => (drop_next(material, now), "granted: the next root is dropped"),
-            (Request::Abandon, Phase::Adopting) => {
-                return refused("the CA was replaced by hand; put the former one back into tls.crt, tls.key and ca.crt");
+            (Request::Abandon, Phase::Announcing) if reverting => {
+                return refused("the rotation is being undone already");
             }
-            (Request::Abandon, Phase::Switched) => match material.previous.as_ref().and_then(Ca::signs) {
-                Some(_) => (revert(material, now), "granted: the mesh goes back to the root before"),
-                None => return refused("the key of the CA before, previous.key, is not there"),
-            },
+            (Request::Abandon, Phase::Announcing) => (
+                drop_next(material, now),
+                "granted: the next root is dropped",
+            ),
+            (Request::Abandon, Phase::Adopting) => {
+                return refused(
+                    "the CA was replaced by hand; put the former one back into tls.crt, tls.key and ca.crt",
+                );
+            }
+            (Request::Abandon, Phase::Switched) => {
+                match material.previous.as_ref().and_then(Ca::signs) {
+                    Some(_) => (
+                        revert(material, now),
+                        "granted: the mesh goes back to the root before",
+                    ),
+                    None => return refused("the key of the CA before, previous.key, is not there"),
+                }
+            }
         };
         next.progress.answer = answer.to_owned();
         Ok((next, answer.to_owned()))
@@ -208,10 +280,24 @@ impl Rules {
         (self.leaf_life / 10).min(LONGEST_RENEWAL)
     }
 
-    fn begin(&self, material: &Material, now: SystemTime, reason: &str) -> Result<Material, Unusable> {
+    fn begin(
+        &self,
+        material: &Material,
+        now: SystemTime,
+        reason: &str,
+    ) -> Result<Material, Unusable> {
         let next = Some(Ca::make(&self.trust_domain, now, self.ca_life)?);
-        let progress = Progress { reverting: false, ..material.progress.enter(Phase::Announcing, now, reason, &material.current) };
-        Ok(Material { next, progress, ..material.clone() })
+        let progress = Progress {
+            reverting: false,
+            ..material
+                .progress
+                .enter(Phase::Announcing, now, reason, &material.current)
+        };
+        Ok(Material {
+            next,
+            progress,
+            ..material.clone()
+        })
     }
 
     /// From now on the new CA signs.
@@ -221,20 +307,44 @@ impl Rules {
             Some(next) if material.progress.phase == Phase::Announcing => Material {
                 current: next.clone(),
                 next: None,
-                kept: material.kept.iter().chain(material.previous.iter().flat_map(Ca::roots)).cloned().collect(),
+                kept: material
+                    .kept
+                    .iter()
+                    .chain(material.previous.iter().flat_map(Ca::roots))
+                    .cloned()
+                    .collect(),
                 previous: Some(old.clone()),
                 progress: material.progress.clone(),
             },
-            _ => Material { next: None, ..material.clone() },
+            _ => Material {
+                next: None,
+                ..material.clone()
+            },
         };
-        let progress = switched.progress.enter(Phase::Switched, now, reason, &switched.current);
-        let progress = Progress { old_leaves_end: self.last_end(old, now).max(progress.old_leaves_end), ..progress };
-        Step::Write(Box::new(Material { progress, ..switched }), format!("{reason}: the new CA signs from now on"))
+        let progress = switched
+            .progress
+            .enter(Phase::Switched, now, reason, &switched.current);
+        let progress = Progress {
+            old_leaves_end: self.last_end(old, now).max(progress.old_leaves_end),
+            ..progress
+        };
+        Step::Write(
+            Box::new(Material {
+                progress,
+                ..switched
+            }),
+            format!("{reason}: the new CA signs from now on"),
+        )
     }
 
     /// What an operator has done by hand, if that is what tells `read` from what was in memory; what to write, and why. By hand is what
     /// no controller has written, or had written long ago: a backup.
-    pub fn by_hand(&self, memory: &Material, read: &Material, now: SystemTime) -> Option<(Material, String)> {
+    pub fn by_hand(
+        &self,
+        memory: &Material,
+        read: &Material,
+        now: SystemTime,
+    ) -> Option<(Material, String)> {
         let (old, new) = (memory.signer(), &read.current);
         let newer = read.progress.generation > memory.progress.generation;
         let written_by_us = newer && read.progress.current == new.issuer().fingerprint();
@@ -243,21 +353,57 @@ impl Rules {
         }
         let trusted = new.leads_to(&memory.acknowledged_roots());
         let nothing_to_wait_for =
-            matches!(memory.progress.phase, Phase::Steady | Phase::Announcing) && old.leads_to(&new.roots().iter().collect::<Vec<_>>());
+            matches!(memory.progress.phase, Phase::Steady | Phase::Announcing)
+                && old.leads_to(&new.roots().iter().collect::<Vec<_>>());
         if trusted && nothing_to_wait_for {
-            let progress = Progress::steady(now, "an operator has replaced the CA, under the same root", new);
-            let material = Material { current: new.clone(), next: None, previous: None, kept: Vec::new(), progress };
-            return Some((material, "tls.crt was replaced by hand, under the same root: the new CA signs at once".to_owned()));
+            let progress = Progress::steady(
+                now,
+                "an operator has replaced the CA, under the same root",
+                new,
+            );
+            let material = Material {
+                current: new.clone(),
+                next: None,
+                previous: None,
+                kept: Vec::new(),
+                progress,
+            };
+            return Some((
+                material,
+                "tls.crt was replaced by hand, under the same root: the new CA signs at once"
+                    .to_owned(),
+            ));
         }
         let (phase, reason) = if trusted {
-            (Phase::Switched, "tls.crt was replaced by hand, under a root that is trusted already: the new CA signs at once")
+            (
+                Phase::Switched,
+                "tls.crt was replaced by hand, under a root that is trusted already: the new CA signs at once",
+            )
         } else {
-            (Phase::Adopting, "tls.crt was replaced by hand, under another root: the former CA signs until everybody trusts the new root")
+            (
+                Phase::Adopting,
+                "tls.crt was replaced by hand, under another root: the former CA signs until everybody trusts the new root",
+            )
         };
-        let progress = Progress { reverting: false, ..memory.progress.enter(phase, now, reason, new) };
-        let progress = Progress { old_leaves_end: self.last_end(old, now).max(progress.old_leaves_end), ..progress };
+        let progress = Progress {
+            reverting: false,
+            ..memory.progress.enter(phase, now, reason, new)
+        };
+        let progress = Progress {
+            old_leaves_end: self.last_end(old, now).max(progress.old_leaves_end),
+            ..progress
+        };
         let kept = memory.acknowledged_roots().into_iter().cloned().collect();
-        Some((Material { current: new.clone(), next: None, previous: Some(old.clone()), kept, progress }, reason.to_owned()))
+        Some((
+            Material {
+                current: new.clone(),
+                next: None,
+                previous: Some(old.clone()),
+                kept,
+                progress,
+            },
+            reason.to_owned(),
+        ))
     }
 
     /// When the last leaf ends that a CA may have signed until now.
@@ -277,32 +423,81 @@ fn is_last_call(ca: &Ca, now: SystemTime) -> bool {
 }
 
 fn drop_next(material: &Material, now: SystemTime) -> Material {
-    let progress = material.progress.enter(Phase::Steady, now, "the rotation was abandoned", &material.current);
-    Material { next: None, progress, ..material.clone() }
+    let progress = material.progress.enter(
+        Phase::Steady,
+        now,
+        "the rotation was abandoned",
+        &material.current,
+    );
+    Material {
+        next: None,
+        progress,
+        ..material.clone()
+    }
 }
 
 /// Everybody trusts both roots already; they say so once more, since somebody may have come in between.
 fn revert(material: &Material, now: SystemTime) -> Material {
-    let progress = material.progress.enter(Phase::Announcing, now, "the rotation was abandoned", &material.current);
-    Material { next: material.previous.clone(), previous: None, progress: Progress { reverting: true, ..progress }, ..material.clone() }
+    let progress = material.progress.enter(
+        Phase::Announcing,
+        now,
+        "the rotation was abandoned",
+        &material.current,
+    );
+    Material {
+        next: material.previous.clone(),
+        previous: None,
+        progress: Progress {
+            reverting: true,
+            ..progress
+        },
+        ..material.clone()
+    }
 }
 
 /// Leaves of the old CA may be in use all the same, so its root stays as long as it would have stayed.
 fn resume(material: &Material, now: SystemTime) -> Material {
-    let progress = material.progress.enter(Phase::Switched, now, "the rotation was resumed", &material.current);
-    Material { previous: material.next.clone(), next: None, progress: Progress { reverting: false, ..progress }, ..material.clone() }
+    let progress = material.progress.enter(
+        Phase::Switched,
+        now,
+        "the rotation was resumed",
+        &material.current,
+    );
+    Material {
+        previous: material.next.clone(),
+        next: None,
+        progress: Progress {
+            reverting: false,
+            ..progress
+        },
+        ..material.clone()
+    }
 }
 
 fn finish(material: &Material, now: SystemTime, reason: &str) -> Step {
     let progress = Progress::steady(now, reason, &material.current);
-    let progress = Progress { answer: material.progress.answer.clone(), ..progress };
-    let steady = Material { previous: None, next: None, kept: Vec::new(), progress, ..material.clone() };
-    Step::Write(Box::new(steady), format!("{reason}: the old root is dropped"))
+    let progress = Progress {
+        answer: material.progress.answer.clone(),
+        ..progress
+    };
+    let steady = Material {
+        previous: None,
+        next: None,
+        kept: Vec::new(),
+        progress,
+        ..material.clone()
+    };
+    Step::Write(
+        Box::new(steady),
+        format!("{reason}: the old root is dropped"),
+    )
 }
 
 /// Seconds since 1970.
 pub fn seconds(time: SystemTime) -> u64 {
-    time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs()
+    time.duration_since(SystemTime::UNIX_EPOCH)
+        .unwrap_or_default()
+        .as_secs()
 }
 
 /// The other way round.

@@ -45,7 +45,12 @@ impl Files {
         let files = self.clone();
         let done = tokio::task::spawn_blocking(move || {
             let path = files.folder.join(LOCK);
-            let lock = OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(&path);
+            let lock = OpenOptions::new()
+                .create(true)
+                .truncate(false)
+                .write(true)
+                .mode(0o600)
+                .open(&path);
             let lock = lock.and_then(|lock| lock.lock().map(|()| lock));
             let lock = lock.map_err(|error| StoreError::File(path, error))?;
             files.carry_out()?;
@@ -53,15 +58,22 @@ impl Files {
             drop(lock);
             done
         });
-        done.await.unwrap_or_else(|error| Err(StoreError::File(self.folder.clone(), io::Error::other(error))))
+        done.await.unwrap_or_else(|error| {
+            Err(StoreError::File(
+                self.folder.clone(),
+                io::Error::other(error),
+            ))
+        })
     }
 
     /// Carries out what a write has left to be done.
     fn carry_out(&self) -> Result<(), StoreError> {
         let pending = self.folder.join(PENDING);
-        let Some(bytes) = read(&pending)? else { return Ok(()) };
-        let fields: BTreeMap<String, String> =
-            serde_json::from_slice(&bytes).map_err(|error| StoreError::File(pending.clone(), io::Error::other(error)))?;
+        let Some(bytes) = read(&pending)? else {
+            return Ok(());
+        };
+        let fields: BTreeMap<String, String> = serde_json::from_slice(&bytes)
+            .map_err(|error| StoreError::File(pending.clone(), io::Error::other(error)))?;
         for name in FIELDS {
             match fields.get(name) {
                 Some(text) => replace(&self.folder.join(name), text.as_bytes(), mode(name))?,
@@ -79,9 +91,14 @@ impl Files {
                 fields.insert(name.to_owned(), bytes);
             }
         }
-        let request = read(&self.folder.join(REQUEST))?.map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+        let request = read(&self.folder.join(REQUEST))?
+            .map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
         let version = version(&fields, request.as_deref());
-        Ok((!fields.is_empty()).then_some(Stored { fields, request, version }))
+        Ok((!fields.is_empty()).then_some(Stored {
+            fields,
+            request,
+            version,
+        }))
     }
 }
 
@@ -96,8 +113,11 @@ impl Store for Files {
 
     async fn write(&self, fields: &Fields, before: Option<&Stored>) -> Result<Written, StoreError> {
         let before = before.map(|before| before.version.clone());
-        let texts = fields.iter().map(|(name, value)| (name.clone(), String::from_utf8_lossy(value).into_owned()));
-        let pending = serde_json::to_vec(&texts.collect::<BTreeMap<_, _>>()).expect("texts are JSON");
+        let texts = fields
+            .iter()
+            .map(|(name, value)| (name.clone(), String::from_utf8_lossy(value).into_owned()));
+        let pending =
+            serde_json::to_vec(&texts.collect::<BTreeMap<_, _>>()).expect("texts are JSON");
         self.locked(move |files| {
             if files.stored()?.map(|stored| stored.version) != before {
                 return Ok(Written::Raced);
@@ -128,10 +148,18 @@ impl Store for Files {
         let mut reports = BTreeMap::new();
         for entry in entries.flatten() {
             let path = entry.path();
-            let name = path.file_name().and_then(|name| name.to_str()).and_then(|name| name.strip_suffix(".json"));
-            let Some(name) = name.filter(|name| !name.starts_with('.')) else { continue };
+            let name = path
+                .file_name()
+                .and_then(|name| name.to_str())
+                .and_then(|name| name.strip_suffix(".json"));
+            let Some(name) = name.filter(|name| !name.starts_with('.')) else {
+                continue;
+            };
             if let Some(bytes) = read(&path)? {
-                reports.insert(name.to_owned(), String::from_utf8_lossy(&bytes).into_owned());
+                reports.insert(
+                    name.to_owned(),
+                    String::from_utf8_lossy(&bytes).into_owned(),
+                );
             }
         }
         Ok(reports)
@@ -156,7 +184,11 @@ fn mode(name: &str) -> u32 {
 fn version(fields: &Fields, request: Option<&str>) -> String {
     let mut context = Context::new(&SHA256);
     let request = request.map(|request| (REQUEST, request.as_bytes()));
-    for (name, value) in fields.iter().map(|(name, value)| (name.as_str(), value.as_slice())).chain(request) {
+    for (name, value) in fields
+        .iter()
+        .map(|(name, value)| (name.as_str(), value.as_slice()))
+        .chain(request)
+    {
         for part in [name.as_bytes(), value] {
             context.update(&(part.len() as u64).to_be_bytes());
             context.update(part);
@@ -181,7 +213,11 @@ pub fn replace(path: &Path, bytes: &[u8], mode: u32) -> Result<(), StoreError> {
     let new = folder.join(format!(".{name}.{}", std::process::id()));
     let written = || -> io::Result<()> {
         remove(&new).map_err(io::Error::other)?;
-        let mut file = OpenOptions::new().create_new(true).write(true).mode(mode).open(&new)?;
+        let mut file = OpenOptions::new()
+            .create_new(true)
+            .write(true)
+            .mode(mode)
+            .open(&new)?;
         file.write_all(bytes)?;
         file.sync_all()?;
         fs::rename(&new, path)?;
@@ -192,7 +228,9 @@ pub fn replace(path: &Path, bytes: &[u8], mode: u32) -> Result<(), StoreError> {
 
 fn remove(path: &Path) -> Result<(), StoreError> {
     match fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(StoreError::File(path.to_owned(), error)),
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(StoreError::File(path.to_owned(), error))
+        }
         _ => Ok(()),
     }
 }
@@ -202,7 +240,10 @@ mod tests {
     use super::*;
 
     fn fields(names: &[(&str, &str)]) -> Fields {
-        names.iter().map(|(name, value)| ((*name).to_owned(), value.as_bytes().to_vec())).collect()
+        names
+            .iter()
+            .map(|(name, value)| ((*name).to_owned(), value.as_bytes().to_vec()))
+            .collect()
     }
 
     #[tokio::test]
@@ -212,12 +253,25 @@ mod tests {
             let files = Files::new(dir.path().to_owned());
             tokio::spawn(async move {
                 let mine = number.to_string();
-                let written = files.write(&fields(&[("tls.crt", &mine), ("tls.key", &mine)]), None).await.unwrap();
+                let written = files
+                    .write(&fields(&[("tls.crt", &mine), ("tls.key", &mine)]), None)
+                    .await
+                    .unwrap();
                 (written, files.read().await.unwrap().unwrap().fields)
             })
         });
-        let results: Vec<_> = futures::future::join_all(racing).await.into_iter().map(Result::unwrap).collect();
-        assert_eq!(results.iter().filter(|(written, _)| *written == Written::Done).count(), 1);
+        let results: Vec<_> = futures::future::join_all(racing)
+            .await
+            .into_iter()
+            .map(Result::unwrap)
+            .collect();
+        assert_eq!(
+            results
+                .iter()
+                .filter(|(written, _)| *written == Written::Done)
+                .count(),
+            1
+        );
         for (_, read) in &results {
             assert_eq!(read, &results[0].1);
             assert_eq!(read["tls.crt"], read["tls.key"]);
@@ -230,16 +284,38 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let files = Files::new(dir.path().to_owned());
         assert!(files.read().await.unwrap().is_none());
-        files.write(&fields(&[("tls.crt", "a"), ("tls.key", "b"), ("next.crt", "c")]), None).await.unwrap();
+        files
+            .write(
+                &fields(&[("tls.crt", "a"), ("tls.key", "b"), ("next.crt", "c")]),
+                None,
+            )
+            .await
+            .unwrap();
         fs::write(dir.path().join("request"), "start\n").unwrap();
         let stored = files.read().await.unwrap().unwrap();
         assert_eq!(stored.request.as_deref(), Some("start\n"));
-        let written = files.write(&fields(&[("tls.crt", "d"), ("tls.key", "b")]), Some(&stored)).await.unwrap();
+        let written = files
+            .write(
+                &fields(&[("tls.crt", "d"), ("tls.key", "b")]),
+                Some(&stored),
+            )
+            .await
+            .unwrap();
         assert_eq!(written, Written::Done);
         let again = files.read().await.unwrap().unwrap();
         assert_eq!((again.fields.len(), again.request.as_deref()), (2, None));
-        assert_eq!(fs::metadata(dir.path().join("tls.key")).unwrap().permissions().mode() & 0o777, 0o600);
-        let late = files.write(&fields(&[("tls.crt", "e")]), Some(&stored)).await.unwrap();
+        assert_eq!(
+            fs::metadata(dir.path().join("tls.key"))
+                .unwrap()
+                .permissions()
+                .mode()
+                & 0o777,
+            0o600
+        );
+        let late = files
+            .write(&fields(&[("tls.crt", "e")]), Some(&stored))
+            .await
+            .unwrap();
         assert_eq!(late, Written::Raced, "what it was made from is out of date");
     }
 
@@ -247,12 +323,25 @@ mod tests {
     async fn what_a_crash_has_left_undone_is_done_by_whoever_comes_next() {
         let dir = tempfile::tempdir().unwrap();
         let files = Files::new(dir.path().to_owned());
-        files.write(&fields(&[("tls.crt", "old"), ("tls.key", "old"), ("next.crt", "n")]), None).await.unwrap();
+        files
+            .write(
+                &fields(&[("tls.crt", "old"), ("tls.key", "old"), ("next.crt", "n")]),
+                None,
+            )
+            .await
+            .unwrap();
         // As a crash in the midst of a write leaves it.
-        fs::write(dir.path().join(PENDING), r#"{"tls.crt": "new", "tls.key": "new"}"#).unwrap();
+        fs::write(
+            dir.path().join(PENDING),
+            r#"{"tls.crt": "new", "tls.key": "new"}"#,
+        )
+        .unwrap();
         fs::write(dir.path().join("tls.crt"), "new").unwrap();
         let stored = files.read().await.unwrap().unwrap();
-        assert_eq!(stored.fields, fields(&[("tls.crt", "new"), ("tls.key", "new")]));
+        assert_eq!(
+            stored.fields,
+            fields(&[("tls.crt", "new"), ("tls.key", "new")])
+        );
         assert!(!dir.path().join(PENDING).exists());
     }
 
@@ -264,6 +353,9 @@ mod tests {
         files.report("one", Some("{}")).await.unwrap();
         files.report("two", Some("[]")).await.unwrap();
         files.report("one", None).await.unwrap();
-        assert_eq!(files.reports().await.unwrap(), [("two".to_owned(), "[]".to_owned())].into());
+        assert_eq!(
+            files.reports().await.unwrap(),
+            [("two".to_owned(), "[]".to_owned())].into()
+        );
     }
 }

@@ -58,7 +58,11 @@ pub trait Store: Send + Sync + 'static {
 
     /// Puts these fields in the place of all that are the mesh's own, and takes the request away, unless somebody has written since
     /// `before` was read (none: unless somebody has put something there).
-    fn write(&self, fields: &Fields, before: Option<&Stored>) -> impl Future<Output = Result<Written, StoreError>> + Send;
+    fn write(
+        &self,
+        fields: &Fields,
+        before: Option<&Stored>,
+    ) -> impl Future<Output = Result<Written, StoreError>> + Send;
 
     /// An item whenever there may be something new to read. It never ends.
     fn changes(&self) -> impl Stream<Item = ()> + Send;
@@ -67,5 +71,9 @@ pub trait Store: Send + Sync + 'static {
     fn reports(&self) -> impl Future<Output = Result<BTreeMap<String, String>, StoreError>> + Send;
 
     /// Leaves a replica's report, or takes it away.
-    fn report(&self, name: &str, report: Option<&str>) -> impl Future<Output = Result<(), StoreError>> + Send;
+    fn report(
+        &self,
+        name: &str,
+        report: Option<&str>,
+    ) -> impl Future<Output = Result<(), StoreError>> + Send;
 }

@@ -10,7 +10,9 @@ use hyper::{Request, client::conn::http1, header};
 use hyper_util::rt::TokioIo;
 use k8s_openapi::{
     ByteString,
-    api::{admissionregistration::v1::MutatingWebhook, core::v1::Pod, discovery::v1::EndpointSlice},
+    api::{
+        admissionregistration::v1::MutatingWebhook, core::v1::Pod, discovery::v1::EndpointSlice,
+    },
     apimachinery::pkg::apis::meta::v1::LabelSelector,
 };
 use serde_json::{Value, json};
@@ -42,10 +44,20 @@ pub(super) struct Server {
 }
 
 /// The webhooks as they are now; `ca_file` names where the pod of a uid keeps its certificate authority.
-pub(super) fn hooks(objects: &Objects, slices: &[EndpointSlice], ca_file: &dyn Fn(&str) -> PathBuf) -> Vec<Hook> {
-    let webhooks = objects.webhooks.values().flat_map(|config| config.webhooks.iter().flatten());
+pub(super) fn hooks(
+    objects: &Objects,
+    slices: &[EndpointSlice],
+    ca_file: &dyn Fn(&str) -> PathBuf,
+) -> Vec<Hook> {
+    let webhooks = objects
+        .webhooks
+        .values()
+        .flat_map(|config| config.webhooks.iter().flatten());
     webhooks
-        .map(|webhook| Hook { webhook: webhook.clone(), servers: servers(webhook, objects, slices, ca_file).unwrap_or_default() })
+        .map(|webhook| Hook {
+            webhook: webhook.clone(),
+            servers: servers(webhook, objects, slices, ca_file).unwrap_or_default(),
+        })
         .collect()
 }
 
@@ -57,25 +69,51 @@ fn servers(
     ca_file: &dyn Fn(&str) -> PathBuf,
 ) -> Option<Vec<Server>> {
     let reference = webhook.client_config.service.as_ref()?;
-    let service = objects.services.get(&(reference.namespace.clone(), reference.name.clone()))?;
-    let wanted = service.spec.as_ref()?.ports.iter().flatten().find(|port| port.port == reference.port.unwrap_or(443))?;
+    let service = objects
+        .services
+        .get(&(reference.namespace.clone(), reference.name.clone()))?;
+    let wanted = service
+        .spec
+        .as_ref()?
+        .ports
+        .iter()
+        .flatten()
+        .find(|port| port.port == reference.port.unwrap_or(443))?;
     let name = wanted.name.as_deref().unwrap_or_default();
     let mut servers = Vec::new();
     for slice in services::slices_of(service, slices).filter(|slice| slice.address_type == "IPv4") {
-        let same = slice.ports.iter().flatten().find(|port| port.name.as_deref().unwrap_or_default() == name);
-        let Some(port) = same.and_then(|port| port.port?.try_into().ok()) else { continue };
-        let ready =
-            slice.endpoints.iter().filter(|endpoint| endpoint.conditions.as_ref().is_some_and(|conditions| conditions.ready == Some(true)));
+        let same = slice
+            .ports
+            .iter()
+            .flatten()
+            .find(|port| port.name.as_deref().unwrap_or_default() == name);
+        let Some(port) = same.and_then(|port| port.port?.try_into().ok()) else {
+            continue;
+        };
+        let ready = slice.endpoints.iter().filter(|endpoint| {
+            endpoint
+                .conditions
+                .as_ref()
+                .is_some_and(|conditions| conditions.ready == Some(true))
+        });
         servers.extend(ready.filter_map(|endpoint| {
             let uid = endpoint.target_ref.as_ref()?.uid.as_deref()?;
-            Some(Server { ip: endpoint.addresses.first()?.parse().ok()?, port, ca_file: ca_file(uid) })
+            Some(Server {
+                ip: endpoint.addresses.first()?.parse().ok()?,
+                port,
+                ca_file: ca_file(uid),
+            })
         }));
     }
     Some(servers)
 }
 
 /// Passes a new pod through the webhooks that apply.
-pub(super) async fn admit(pod: Pod, namespace_labels: &BTreeMap<String, String>, hooks: &[Hook]) -> Result<Pod> {
+pub(super) async fn admit(
+    pod: Pod,
+    namespace_labels: &BTreeMap<String, String>,
+    hooks: &[Hook],
+) -> Result<Pod> {
     let mut object = serde_json::to_value(pod)?;
     for hook in hooks {
         if applies(&hook.webhook, &object, namespace_labels)? {
@@ -93,16 +131,34 @@ pub(super) async fn admit(pod: Pod, namespace_labels: &BTreeMap<String, String>,
 }
 
 /// The webhook wants to see this new pod.
-fn applies(webhook: &MutatingWebhook, object: &Value, namespace_labels: &BTreeMap<String, String>) -> Result<bool> {
-    let names = |list: Option<&Vec<String>>, name: &str| list.into_iter().flatten().any(|item| item == name || item == "*");
-    let ruled =
-        webhook.rules.iter().flatten().any(|rule| names(rule.operations.as_ref(), "CREATE") && names(rule.resources.as_ref(), "pods"));
-    let labels: BTreeMap<String, String> = serde_json::from_value(object["metadata"]["labels"].clone()).unwrap_or_default();
-    if !ruled || !selects(webhook.namespace_selector.as_ref(), namespace_labels)? || !selects(webhook.object_selector.as_ref(), &labels)? {
+fn applies(
+    webhook: &MutatingWebhook,
+    object: &Value,
+    namespace_labels: &BTreeMap<String, String>,
+) -> Result<bool> {
+    let names = |list: Option<&Vec<String>>, name: &str| {
+        list.into_iter()
+            .flatten()
+            .any(|item| item == name || item == "*")
+    };
+    let ruled = webhook.rules.iter().flatten().any(|rule| {
+        names(rule.operations.as_ref(), "CREATE") && names(rule.resources.as_ref(), "pods")
+    });
+    let labels: BTreeMap<String, String> =
+        serde_json::from_value(object["metadata"]["labels"].clone()).unwrap_or_default();
+    if !ruled
+        || !selects(webhook.namespace_selector.as_ref(), namespace_labels)?
+        || !selects(webhook.object_selector.as_ref(), &labels)?
+    {
         return Ok(false);
     }
     for condition in webhook.match_conditions.iter().flatten() {
-        let place = || format!("webhook {}, match condition {}", webhook.name, condition.name);
+        let place = || {
+            format!(
+                "webhook {}, match condition {}",
+                webhook.name, condition.name
+            )
+        };
         if !cel::holds(&condition.expression, object).with_context(place)? {
             return Ok(false);
         }
@@ -111,11 +167,24 @@ fn applies(webhook: &MutatingWebhook, object: &Value, namespace_labels: &BTreeMa
 }
 
 fn selects(selector: Option<&LabelSelector>, labels: &BTreeMap<String, String>) -> Result<bool> {
-    let Some(selector) = selector else { return Ok(true) };
-    let mut holds = super::endpoints::matches(selector.match_labels.as_ref().unwrap_or(&BTreeMap::new()), Some(labels));
+    let Some(selector) = selector else {
+        return Ok(true);
+    };
+    let mut holds = super::endpoints::matches(
+        selector.match_labels.as_ref().unwrap_or(&BTreeMap::new()),
+        Some(labels),
+    );
     for requirement in selector.match_expressions.iter().flatten() {
         let value = labels.get(&requirement.key);
-        let listed = || value.is_some_and(|value| requirement.values.iter().flatten().any(|item| item == value));
+        let listed = || {
+            value.is_some_and(|value| {
+                requirement
+                    .values
+                    .iter()
+                    .flatten()
+                    .any(|item| item == value)
+            })
+        };
         holds &= match requirement.operator.as_str() {
             "In" => listed(),
             "NotIn" => !listed(),
@@ -128,23 +197,47 @@ fn selects(selector: Option<&LabelSelector>, labels: &BTreeMap<String, String>) 
 }
 
 async fn ask_any(hook: &Hook, object: &Value) -> Result<Value> {
-    let service = hook.webhook.client_config.service.as_ref().context("the sandbox reaches webhooks by a Service, not by a URL")?;
+    let service = hook
+        .webhook
+        .client_config
+        .service
+        .as_ref()
+        .context("the sandbox reaches webhooks by a Service, not by a URL")?;
     let name = format!("{}.{}.svc", service.name, service.namespace);
     let path = service.path.as_deref().unwrap_or("/");
-    let timeout = Duration::from_secs(hook.webhook.timeout_seconds.and_then(|seconds| seconds.try_into().ok()).unwrap_or(10));
+    let timeout = Duration::from_secs(
+        hook.webhook
+            .timeout_seconds
+            .and_then(|seconds| seconds.try_into().ok())
+            .unwrap_or(10),
+    );
     let mut last = anyhow::anyhow!("no endpoints available for service \"{}\"", service.name);
     for server in &hook.servers {
         match time::timeout(timeout, ask(server, &name, path, timeout, object)).await {
             Ok(Ok(answer)) => return Ok(answer),
-            Ok(Err(error)) => last = error.context(format!("https://{name}{path} at {}", server.ip)),
-            Err(_) => last = anyhow::anyhow!("https://{name}{path} at {}: no answer within {} s", server.ip, timeout.as_secs()),
+            Ok(Err(error)) => {
+                last = error.context(format!("https://{name}{path} at {}", server.ip))
+            }
+            Err(_) => {
+                last = anyhow::anyhow!(
+                    "https://{name}{path} at {}: no answer within {} s",
+                    server.ip,
+                    timeout.as_secs()
+                )
+            }
         }
     }
     Err(last)
 }
 
 /// The response part of the AdmissionReview that comes back.
-async fn ask(server: &Server, name: &str, path: &str, timeout: Duration, object: &Value) -> Result<Value> {
+async fn ask(
+    server: &Server,
+    name: &str,
+    path: &str,
+    timeout: Duration,
+    object: &Value,
+) -> Result<Value> {
     let uid = format!("{:032x}", fastrand::u128(..));
     let kind = json!({"group": "", "version": "v1", "kind": "Pod"});
     let resource = json!({"group": "", "version": "v1", "resource": "pods"});
@@ -160,7 +253,9 @@ async fn ask(server: &Server, name: &str, path: &str, timeout: Duration, object:
     });
     let connector = connector(server).await?;
     let stream = TcpStream::connect((server.ip, server.port)).await?;
-    let stream = connector.connect(ServerName::try_from(name.to_owned())?, stream).await?;
+    let stream = connector
+        .connect(ServerName::try_from(name.to_owned())?, stream)
+        .await?;
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
     // Its end is told by the response.
     let driver = tokio::spawn(connection);
@@ -170,35 +265,64 @@ async fn ask(server: &Server, name: &str, path: &str, timeout: Duration, object:
         .body(Full::new(Bytes::from(serde_json::to_vec(&review)?)))?;
     let response = sender.send_request(request).await?;
     let status = response.status();
-    let body = Limited::new(response.into_body(), 4 << 20).collect().await.map_err(|error| anyhow::anyhow!("{error}"))?.to_bytes();
+    let body = Limited::new(response.into_body(), 4 << 20)
+        .collect()
+        .await
+        .map_err(|error| anyhow::anyhow!("{error}"))?
+        .to_bytes();
     driver.abort();
-    ensure!(status.is_success(), "status {status}: {}", String::from_utf8_lossy(&body));
+    ensure!(
+        status.is_success(),
+        "status {status}: {}",
+        String::from_utf8_lossy(&body)
+    );
     let mut answer: Value = serde_json::from_slice(&body).context("the answer is no JSON")?;
-    ensure!(answer["response"]["uid"] == uid, "the answer is for another request");
+    ensure!(
+        answer["response"]["uid"] == uid,
+        "the answer is for another request"
+    );
     Ok(answer["response"].take())
 }
 
 async fn connector(server: &Server) -> Result<TlsConnector> {
-    let pem = tokio::fs::read(&server.ca_file).await.context("the injector has not written its certificate authority")?;
+    let pem = tokio::fs::read(&server.ca_file)
+        .await
+        .context("the injector has not written its certificate authority")?;
     let mut roots = RootCertStore::empty();
     for certificate in CertificateDer::pem_slice_iter(&pem) {
         roots.add(certificate?)?;
     }
-    let config = ClientConfig::builder().with_root_certificates(roots).with_no_client_auth();
+    let config = ClientConfig::builder()
+        .with_root_certificates(roots)
+        .with_no_client_auth();
     Ok(TlsConnector::from(Arc::new(config)))
 }
 
 fn apply(object: &mut Value, response: &Value) -> Result<()> {
-    ensure!(response["allowed"] == true, "denied the request: {}", response["status"]["message"].as_str().unwrap_or("without a reason"));
+    ensure!(
+        response["allowed"] == true,
+        "denied the request: {}",
+        response["status"]["message"]
+            .as_str()
+            .unwrap_or("without a reason")
+    );
     for warning in response["warnings"].as_array().into_iter().flatten() {
-        tracing::warn!("the injector warns: {}", warning.as_str().unwrap_or_default());
+        tracing::warn!(
+            "the injector warns: {}",
+            warning.as_str().unwrap_or_default()
+        );
     }
     if response["patch"].is_null() {
         return Ok(());
     }
-    ensure!(response["patchType"] == "JSONPatch", "it answered with a patch of an unknown type");
-    let patch: ByteString = serde_json::from_value(response["patch"].clone()).context("its patch is no base64")?;
-    let patch: json_patch::Patch = serde_json::from_slice(&patch.0).context("its patch is no JSON patch")?;
+    ensure!(
+        response["patchType"] == "JSONPatch",
+        "it answered with a patch of an unknown type"
+    );
+    let patch: ByteString =
+        serde_json::from_value(response["patch"].clone()).context("its patch is no base64")?;
+    let patch: json_patch::Patch =
+        serde_json::from_slice(&patch.0).context("its patch is no JSON patch")?;
     json_patch::patch(object, &patch).context("its patch does not fit the pod")
 }
 
@@ -208,20 +332,32 @@ mod tests {
 
     fn webhooks() -> Vec<MutatingWebhook> {
         let objects = crate::sandbox::manifest::embedded().objects().unwrap();
-        let config = objects.into_iter().find(|object| object["kind"] == "MutatingWebhookConfiguration").unwrap();
+        let config = objects
+            .into_iter()
+            .find(|object| object["kind"] == "MutatingWebhookConfiguration")
+            .unwrap();
         serde_json::from_value(config["webhooks"].clone()).unwrap()
     }
 
     /// Where a pod is sent to, by the entries that can stop it.
     fn asked(annotation: Option<&str>, inject: Option<&str>, inbound: Option<&str>) -> Vec<String> {
-        let annotations: BTreeMap<&str, &str> = annotation.map(|value| ("diy-service-mesh/inject", value)).into_iter().collect();
+        let annotations: BTreeMap<&str, &str> = annotation
+            .map(|value| ("diy-service-mesh/inject", value))
+            .into_iter()
+            .collect();
         let object = json!({"metadata": {"name": "p", "annotations": annotations}, "spec": {}});
-        let mut labels = BTreeMap::from([("kubernetes.io/metadata.name".to_owned(), "shop".to_owned())]);
+        let mut labels =
+            BTreeMap::from([("kubernetes.io/metadata.name".to_owned(), "shop".to_owned())]);
         labels.extend(inject.map(|value| ("diy-service-mesh/inject".to_owned(), value.to_owned())));
-        labels.extend(inbound.map(|value| ("diy-service-mesh/inbound".to_owned(), value.to_owned())));
-        let failing = webhooks().into_iter().filter(|webhook| webhook.failure_policy.as_deref() != Some("Ignore"));
+        labels
+            .extend(inbound.map(|value| ("diy-service-mesh/inbound".to_owned(), value.to_owned())));
+        let failing = webhooks()
+            .into_iter()
+            .filter(|webhook| webhook.failure_policy.as_deref() != Some("Ignore"));
         let asked = failing.filter(|webhook| applies(webhook, &object, &labels).unwrap());
-        asked.filter_map(|webhook| webhook.client_config.service?.path).collect()
+        asked
+            .filter_map(|webhook| webhook.client_config.service?.path)
+            .collect()
     }
 
     #[test]
@@ -229,7 +365,11 @@ mod tests {
         for (inbound, of_pods, of_namespaces) in [
             (None, "/inject", "/inject/enabled-namespace"),
             (Some("permissive"), "/inject", "/inject/enabled-namespace"),
-            (Some("strict"), "/inject/strict-namespace", "/inject/enabled-strict-namespace"),
+            (
+                Some("strict"),
+                "/inject/strict-namespace",
+                "/inject/enabled-strict-namespace",
+            ),
         ] {
             let nobody: [&str; 0] = [];
             assert_eq!(asked(None, None, inbound), nobody);
@@ -248,7 +388,10 @@ mod tests {
             "rules": [{"operations": ["CREATE"], "resources": ["pods"]}], "matchConditions": [{"name": "odd", "expression": "oldObject == 1"}]});
         let webhook = serde_json::from_value(webhook).unwrap();
         let error = applies(&webhook, &json!({}), &BTreeMap::new()).unwrap_err();
-        assert_eq!(format!("{error:#}"), "webhook w, match condition odd: the sandbox does not know oldObject");
+        assert_eq!(
+            format!("{error:#}"),
+            "webhook w, match condition odd: the sandbox does not know oldObject"
+        );
     }
 
     #[test]
@@ -256,9 +399,17 @@ mod tests {
         let mut object = json!({"a": 1});
         // [{"op":"add","path":"/b","value":2}]
         let patch = "W3sib3AiOiJhZGQiLCJwYXRoIjoiL2IiLCJ2YWx1ZSI6Mn1d";
-        apply(&mut object, &json!({"allowed": true, "patchType": "JSONPatch", "patch": patch})).unwrap();
+        apply(
+            &mut object,
+            &json!({"allowed": true, "patchType": "JSONPatch", "patch": patch}),
+        )
+        .unwrap();
         assert_eq!(object, json!({"a": 1, "b": 2}));
-        let error = apply(&mut object, &json!({"allowed": false, "status": {"message": "not today"}})).unwrap_err();
+        let error = apply(
+            &mut object,
+            &json!({"allowed": false, "status": {"message": "not today"}}),
+        )
+        .unwrap_err();
         assert_eq!(error.to_string(), "denied the request: not today");
     }
 }

@@ -41,9 +41,21 @@ impl Board {
             ..PodStatus::default()
         });
         let containers = view.containers.clone();
-        let ip = ips.first().and_then(|ip| ip.parse().ok()).unwrap_or(Ipv4Addr::UNSPECIFIED);
+        let ip = ips
+            .first()
+            .and_then(|ip| ip.parse().ok())
+            .unwrap_or(Ipv4Addr::UNSPECIFIED);
         let uid = pod.metadata.uid.clone().unwrap_or_default();
-        Self { uid, ip, pod, view: Mutex::new(view), init, containers: watch::Sender::new(containers), events, messages }
+        Self {
+            uid,
+            ip,
+            pod,
+            view: Mutex::new(view),
+            init,
+            containers: watch::Sender::new(containers),
+            events,
+            messages,
+        }
     }
 
     pub(super) fn ip(&self) -> Ipv4Addr {
@@ -107,25 +119,48 @@ impl Board {
         let mut view = self.view.lock().expect("nobody panics while holding it");
         view.containers = self.containers.borrow().clone();
         let running = view.phase == "Running";
-        view.ready = running && view.containers.iter().zip(&self.init).all(|(container, &init)| init || container.ready);
+        view.ready = running
+            && view
+                .containers
+                .iter()
+                .zip(&self.init)
+                .all(|(container, &init)| init || container.ready);
         if view.phase == "Pending" || running {
             let waiting = view
                 .containers
                 .iter()
                 .zip(&self.init)
-                .find(|(container, init)| if **init { !container.running && container.exit_code != Some(0) } else { !container.ready });
-            view.reason = waiting
-                .and_then(|(container, _)| container.reason.as_ref().map(|reason| format!("container {}: {reason}", container.name)));
+                .find(|(container, init)| {
+                    if **init {
+                        !container.running && container.exit_code != Some(0)
+                    } else {
+                        !container.ready
+                    }
+                });
+            view.reason = waiting.and_then(|(container, _)| {
+                container
+                    .reason
+                    .as_ref()
+                    .map(|reason| format!("container {}: {reason}", container.name))
+            });
         }
         let mut pod = self.pod.clone();
         fill_status(pod.status.get_or_insert_default(), &view);
-        let _ = self.events.send(Event::Pod { uid: self.uid.clone(), pod: Box::new(pod), view: view.clone() });
+        let _ = self.events.send(Event::Pod {
+            uid: self.uid.clone(),
+            pod: Box::new(pod),
+            view: view.clone(),
+        });
     }
 }
 
 fn fill_status(status: &mut PodStatus, view: &PodView) {
     let word = |value: bool| if value { "True" } else { "False" }.to_owned();
-    let condition = |type_: &str, value: bool| PodCondition { type_: type_.into(), status: word(value), ..PodCondition::default() };
+    let condition = |type_: &str, value: bool| PodCondition {
+        type_: type_.into(),
+        status: word(value),
+        ..PodCondition::default()
+    };
     status.phase = Some(view.phase.clone());
     status.conditions = Some(vec![
         condition("Initialized", view.phase != "Pending"),
@@ -150,9 +185,22 @@ mod tests {
     fn a_pod_is_ready_when_all_but_its_init_containers_are() {
         let (events, mut told) = mpsc::unbounded_channel();
         let (messages, _lines) = mpsc::channel(1);
-        let container = |name: &str| ContainerView { name: name.into(), ..ContainerView::default() };
-        let view = PodView { containers: vec![container("init"), container("app")], ..PodView::default() };
-        let board = Board::new(Pod::default(), view, &["10.0.0.7".into()], vec![true, false], events, messages);
+        let container = |name: &str| ContainerView {
+            name: name.into(),
+            ..ContainerView::default()
+        };
+        let view = PodView {
+            containers: vec![container("init"), container("app")],
+            ..PodView::default()
+        };
+        let board = Board::new(
+            Pod::default(),
+            view,
+            &["10.0.0.7".into()],
+            vec![true, false],
+            events,
+            messages,
+        );
 
         board.phase("Running", None);
         board.update(1, |view| view.ready = true);
@@ -161,10 +209,17 @@ mod tests {
 
         let mut ready = Vec::new();
         while let Ok(Event::Pod { pod, view, .. }) = told.try_recv() {
-            assert_eq!(pod.status.as_ref().unwrap().pod_ip.as_deref(), Some("10.0.0.7"));
+            assert_eq!(
+                pod.status.as_ref().unwrap().pod_ip.as_deref(),
+                Some("10.0.0.7")
+            );
             assert_eq!(super::super::endpoints::ready(&pod), view.ready);
             ready.push(view.ready);
         }
-        assert_eq!(ready, [false, true], "what has not changed is not told again");
+        assert_eq!(
+            ready,
+            [false, true],
+            "what has not changed is not told again"
+        );
     }
 }

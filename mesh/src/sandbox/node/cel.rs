@@ -8,7 +8,12 @@ use serde_json::{Map, Value, json};
 /// Evaluates a condition; `object` is what the expression calls so.
 pub(super) fn holds(expression: &str, object: &Value) -> Result<bool> {
     let tokens = tokens(expression)?;
-    let mut parser = Parser { tokens: &tokens, at: 0, object, depth: 0 };
+    let mut parser = Parser {
+        tokens: &tokens,
+        at: 0,
+        object,
+        depth: 0,
+    };
     let value = parser.conditional()?;
     ensure!(parser.at == tokens.len(), "unexpected {}", parser.shown());
     value?.as_bool().context("the expression is no condition")
@@ -24,7 +29,9 @@ enum Token {
 /// What an expression is worth. Its error is a value like any other: `false && error` is false, as `true || error` is true.
 type Outcome = Result<Value>;
 
-const SIGNS: [&str; 16] = ["||", "&&", "==", "!=", "?", ":", "!", "(", ")", "[", "]", ".", ",", "{", "}", "-"];
+const SIGNS: [&str; 16] = [
+    "||", "&&", "==", "!=", "?", ":", "!", "(", ")", "[", "]", ".", ",", "{", "}", "-",
+];
 /// Nobody writes conditions as deep; a stack has an end.
 const DEEPEST: usize = 64;
 
@@ -34,15 +41,23 @@ fn tokens(text: &str) -> Result<Vec<Token>> {
     while let Some(first) = rest.chars().next() {
         let used = if first == '\'' || first == '"' {
             let end = rest[1..].find(first).context("a string without an end")? + 1;
-            ensure!(!rest[1..end].contains('\\'), "the sandbox does not know escapes in strings: {}", &rest[..=end]);
+            ensure!(
+                !rest[1..end].contains('\\'),
+                "the sandbox does not know escapes in strings: {}",
+                &rest[..=end]
+            );
             tokens.push(Token::Literal(rest[1..end].into()));
             end + 1
         } else if first.is_ascii_digit() {
-            let end = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
+            let end = rest
+                .find(|c: char| !c.is_ascii_digit())
+                .unwrap_or(rest.len());
             tokens.push(Token::Literal(rest[..end].parse::<i64>()?.into()));
             end
         } else if first.is_alphabetic() || first == '_' {
-            let end = rest.find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(rest.len());
+            let end = rest
+                .find(|c: char| !c.is_alphanumeric() && c != '_')
+                .unwrap_or(rest.len());
             tokens.push(match &rest[..end] {
                 "true" => Token::Literal(true.into()),
                 "false" => Token::Literal(false.into()),
@@ -51,8 +66,10 @@ fn tokens(text: &str) -> Result<Vec<Token>> {
             });
             end
         } else {
-            let sign =
-                SIGNS.into_iter().find(|sign| rest.starts_with(sign)).with_context(|| format!("the sandbox does not know {first:?}"))?;
+            let sign = SIGNS
+                .into_iter()
+                .find(|sign| rest.starts_with(sign))
+                .with_context(|| format!("the sandbox does not know {first:?}"))?;
             tokens.push(Token::Sign(sign));
             sign.len()
         };
@@ -120,7 +137,9 @@ impl Parser<'_> {
             Ok(match (sign, &right) {
                 (Some("=="), _) => left == right,
                 (Some(_), _) => left != right,
-                (None, Value::Object(map)) => map.contains_key(left.as_str().context("a key is a string")?),
+                (None, Value::Object(map)) => {
+                    map.contains_key(left.as_str().context("a key is a string")?)
+                }
                 (None, Value::Array(list)) => list.contains(&left),
                 (None, _) => bail!("`in` needs a map or a list"),
             }
@@ -131,7 +150,11 @@ impl Parser<'_> {
     fn unary(&mut self) -> Result<Outcome> {
         self.depth += 1;
         ensure!(self.depth <= DEEPEST, "the expression is nested too deeply");
-        let outcome = if self.take("!") { self.unary()?.and_then(boolean).map(|value| json!(!value)) } else { self.member()? };
+        let outcome = if self.take("!") {
+            self.unary()?.and_then(boolean).map(|value| json!(!value))
+        } else {
+            self.member()?
+        };
         self.depth -= 1;
         Ok(outcome)
     }
@@ -140,7 +163,9 @@ impl Parser<'_> {
         let mut value = self.primary()?;
         loop {
             if self.take(".") {
-                let Some(Token::Name(name)) = self.tokens.get(self.at).cloned() else { bail!("a name is missing after the dot") };
+                let Some(Token::Name(name)) = self.tokens.get(self.at).cloned() else {
+                    bail!("a name is missing after the dot")
+                };
                 self.at += 1;
                 value = if self.take("(") {
                     let arguments = self.list(")")?;
@@ -155,7 +180,9 @@ impl Parser<'_> {
                     Value::String(key) => field(&value, &key),
                     Value::Number(number) => {
                         let at = number.as_u64().and_then(|at| usize::try_from(at).ok());
-                        at.and_then(|at| value.get(at)).cloned().with_context(|| format!("no such index: {number}"))
+                        at.and_then(|at| value.get(at))
+                            .cloned()
+                            .with_context(|| format!("no such index: {number}"))
                     }
                     other => bail!("{other} is no index"),
                 });
@@ -166,7 +193,11 @@ impl Parser<'_> {
     }
 
     fn primary(&mut self) -> Result<Outcome> {
-        let token = self.tokens.get(self.at).cloned().context("the expression ends too early")?;
+        let token = self
+            .tokens
+            .get(self.at)
+            .cloned()
+            .context("the expression ends too early")?;
         self.at += 1;
         match token {
             Token::Literal(value) => Ok(Ok(value)),
@@ -181,7 +212,11 @@ impl Parser<'_> {
                 self.expect("(")?;
                 let start = self.at;
                 let value = self.member()?;
-                ensure!(matches!(self.tokens.get(self.at - 1), Some(Token::Name(_))) && self.at > start + 2, "has() takes a field");
+                ensure!(
+                    matches!(self.tokens.get(self.at - 1), Some(Token::Name(_)))
+                        && self.at > start + 2,
+                    "has() takes a field"
+                );
                 self.expect(")")?;
                 Ok(Ok(value.is_ok().into()))
             }
@@ -219,7 +254,9 @@ impl Parser<'_> {
     }
 
     fn shown(&self) -> String {
-        self.tokens.get(self.at).map_or("the end".into(), |token| format!("{token:?}"))
+        self.tokens
+            .get(self.at)
+            .map_or("the end".into(), |token| format!("{token:?}"))
     }
 }
 
@@ -233,20 +270,34 @@ fn either(left: Outcome, right: Outcome, decides: bool) -> Outcome {
 }
 
 fn boolean(value: Value) -> Result<bool> {
-    value.as_bool().with_context(|| format!("{value} is neither true nor false"))
+    value
+        .as_bool()
+        .with_context(|| format!("{value} is neither true nor false"))
 }
 
 fn field(value: &Value, name: &str) -> Outcome {
     let none = Map::new();
-    value.as_object().unwrap_or(&none).get(name).cloned().with_context(|| format!("no such key: {name}"))
+    value
+        .as_object()
+        .unwrap_or(&none)
+        .get(name)
+        .cloned()
+        .with_context(|| format!("no such key: {name}"))
 }
 
 fn method(value: &Value, name: &str, arguments: &[Value]) -> Outcome {
     if name == "size" {
         return size(value);
     }
-    let text = value.as_str().with_context(|| format!("{name}() is for strings"))?;
-    let argument = || arguments.first().and_then(Value::as_str).with_context(|| format!("{name}() takes a string"));
+    let text = value
+        .as_str()
+        .with_context(|| format!("{name}() is for strings"))?;
+    let argument = || {
+        arguments
+            .first()
+            .and_then(Value::as_str)
+            .with_context(|| format!("{name}() takes a string"))
+    };
     Ok(match name {
         "lowerAscii" => text.to_ascii_lowercase().into(),
         "upperAscii" => text.to_ascii_uppercase().into(),
@@ -279,14 +330,35 @@ mod tests {
     #[test]
     fn what_conditions_are_made_of() {
         for (expression, expected) in [
-            ("has(object.metadata.annotations) && 'x/y' in object.metadata.annotations", true),
-            ("object.metadata.annotations['x/y'].lowerAscii() == 'true'", true),
-            ("has(object.metadata.labels) && object.metadata.labels['a'] == 'b'", false),
-            ("!(has(object.spec.hostNetwork) && object.spec.hostNetwork)", true),
+            (
+                "has(object.metadata.annotations) && 'x/y' in object.metadata.annotations",
+                true,
+            ),
+            (
+                "object.metadata.annotations['x/y'].lowerAscii() == 'true'",
+                true,
+            ),
+            (
+                "has(object.metadata.labels) && object.metadata.labels['a'] == 'b'",
+                false,
+            ),
+            (
+                "!(has(object.spec.hostNetwork) && object.spec.hostNetwork)",
+                true,
+            ),
             ("object.metadata.name == \"a\" ? false : true", false),
-            ("object.metadata.name != 'a' || 'q' in object.spec.list", true),
-            ("'a' in ['a', 'b'] && object.spec.list[1] == 'q' && size(object.spec.list) == 2", true),
-            ("object.metadata.name.startsWith('a') && !object.metadata.name.contains('b')", true),
+            (
+                "object.metadata.name != 'a' || 'q' in object.spec.list",
+                true,
+            ),
+            (
+                "'a' in ['a', 'b'] && object.spec.list[1] == 'q' && size(object.spec.list) == 2",
+                true,
+            ),
+            (
+                "object.metadata.name.startsWith('a') && !object.metadata.name.contains('b')",
+                true,
+            ),
         ] {
             assert_eq!(evaluate(expression).unwrap(), expected, "{expression}");
         }
@@ -296,7 +368,12 @@ mod tests {
     fn an_error_is_absorbed_where_the_other_side_decides() {
         assert!(!evaluate("object.nothing == 'x' && false").unwrap());
         assert!(evaluate("true || object.nothing == 'x'").unwrap());
-        assert!(evaluate("object.nothing == 'x' && true").unwrap_err().to_string().contains("nothing"));
+        assert!(
+            evaluate("object.nothing == 'x' && true")
+                .unwrap_err()
+                .to_string()
+                .contains("nothing")
+        );
     }
 
     #[test]

@@ -64,7 +64,13 @@ enum PreStop {
 const LONGEST_LINE: usize = 16 * 1024;
 
 impl Supervisor {
-    pub(super) fn new(board: Arc<Board>, index: usize, container: &Container, restart: Restart, spec_file: PathBuf) -> Result<Self> {
+    pub(super) fn new(
+        board: Arc<Board>,
+        index: usize,
+        container: &Container,
+        restart: Restart,
+        spec_file: PathBuf,
+    ) -> Result<Self> {
         let check = |probe: Option<&_>| probe.map(|probe| Check::new(probe, container)).transpose();
         let place = || format!("container {}", container.name);
         Ok(Self {
@@ -93,13 +99,21 @@ impl Supervisor {
             let code = match self.run_once(&mut stop).await {
                 Ok(code) => code,
                 Err(error) => {
-                    self.board.notice(format!("container {} does not start: {error:#}", self.board.container(self.index)));
+                    self.board.notice(format!(
+                        "container {} does not start: {error:#}",
+                        self.board.container(self.index)
+                    ));
                     128
                 }
             };
             self.board.update(self.index, |view| {
-                (view.running, view.ready, view.started, view.exit_code) = (false, false, false, Some(code));
-                view.reason = Some(if code == 0 { "Completed".into() } else { format!("exit code {code}") });
+                (view.running, view.ready, view.started, view.exit_code) =
+                    (false, false, false, Some(code));
+                view.reason = Some(if code == 0 {
+                    "Completed".into()
+                } else {
+                    format!("exit code {code}")
+                });
             });
             let again = match self.restart {
                 Restart::Always => true,
@@ -128,8 +142,16 @@ impl Supervisor {
 
     async fn run_once(&self, stop: &mut watch::Receiver<Option<Stop>>) -> Result<i32> {
         let mut child = super::execute::spawn(&self.spec_file)?;
-        let pid = Pid::from_raw(child.id().context("a child that was not waited for has an id")?.cast_signed());
-        let pumps = [self.pump(child.stdout.take()), self.pump(child.stderr.take())];
+        let pid = Pid::from_raw(
+            child
+                .id()
+                .context("a child that was not waited for has an id")?
+                .cast_signed(),
+        );
+        let pumps = [
+            self.pump(child.stdout.take()),
+            self.pump(child.stderr.take()),
+        ];
         self.board.update(self.index, |view| {
             (view.running, view.started) = (true, self.startup.is_none());
             view.ready = view.started && self.readiness.is_none();
@@ -156,7 +178,13 @@ impl Supervisor {
     }
 
     /// SIGTERM, after the hook; SIGKILL at the deadline, which a later order can only bring closer.
-    async fn end(&self, child: &mut Child, pid: Pid, stop: &mut watch::Receiver<Option<Stop>>, mut order: Stop) -> Result<ExitStatus> {
+    async fn end(
+        &self,
+        child: &mut Child,
+        pid: Pid,
+        stop: &mut watch::Receiver<Option<Stop>>,
+        mut order: Stop,
+    ) -> Result<ExitStatus> {
         let hook = self.hook(order.pre_stop);
         tokio::pin!(hook);
         let mut asked = false;
@@ -190,7 +218,12 @@ impl Supervisor {
             Some(PreStop::Sleep(duration)) if wanted => time::sleep(*duration).await,
             Some(PreStop::Exec(spec)) if wanted => {
                 let mut command = Command::new("/proc/self/exe");
-                command.arg("sandbox-exec").arg(spec).env_clear().stdin(Stdio::null()).kill_on_drop(true);
+                command
+                    .arg("sandbox-exec")
+                    .arg(spec)
+                    .env_clear()
+                    .stdin(Stdio::null())
+                    .kill_on_drop(true);
                 match command.output().await {
                     Ok(output) if output.status.success() => {}
                     other => self.hook_failed(&format!("{other:?}")),
@@ -206,13 +239,19 @@ impl Supervisor {
     }
 
     fn hook_failed(&self, why: &str) {
-        self.board.notice(format!("the preStop hook of container {} failed: {why}", self.board.container(self.index)));
+        self.board.notice(format!(
+            "the preStop hook of container {} failed: {why}",
+            self.board.container(self.index)
+        ));
     }
 
     /// Keeps the board in step with the probes; comes back when one says that the container must end.
     async fn probe(&self) -> anyhow::Error {
         if let Some(check) = &self.startup {
-            if let Err(error) = self.until_success(check, check.period * check.failures).await {
+            if let Err(error) = self
+                .until_success(check, check.period * check.failures)
+                .await
+            {
                 return error.context("its startup probe failed");
             }
             self.board.update(self.index, |view| {
@@ -228,7 +267,9 @@ impl Supervisor {
     }
 
     async fn watch_readiness(&self) -> std::convert::Infallible {
-        let Some(check) = &self.readiness else { return std::future::pending().await };
+        let Some(check) = &self.readiness else {
+            return std::future::pending().await;
+        };
         // Until it is ready for the first time nobody wants to wait for a period.
         let _ = self.until_success(check, Duration::MAX).await;
         let (mut failures, mut successes) = (0, 1);
@@ -245,20 +286,27 @@ impl Supervisor {
                 Ok(()) => (failures, successes) = (0, successes + 1),
                 Err(error) => {
                     (failures, successes) = (failures + 1, 0);
-                    tracing::debug!("readiness of {}: {error:#}", self.board.container(self.index));
+                    tracing::debug!(
+                        "readiness of {}: {error:#}",
+                        self.board.container(self.index)
+                    );
                 }
             }
         }
     }
 
     async fn watch_liveness(&self) -> anyhow::Error {
-        let Some(check) = &self.liveness else { return std::future::pending().await };
+        let Some(check) = &self.liveness else {
+            return std::future::pending().await;
+        };
         time::sleep(check.initial_delay.max(check.period)).await;
         let mut failures = 0;
         loop {
             match check.run(self.board.ip()).await {
                 Ok(()) => failures = 0,
-                Err(error) if failures + 1 >= check.failures => return error.context("its liveness probe failed"),
+                Err(error) if failures + 1 >= check.failures => {
+                    return error.context("its liveness probe failed");
+                }
                 Err(_) => failures += 1,
             }
             time::sleep(check.period).await;
@@ -271,17 +319,23 @@ impl Supervisor {
         let begun = Instant::now();
         let mut pause = Duration::from_millis(20);
         loop {
-            let Err(error) = check.run(self.board.ip()).await else { return Ok(()) };
+            let Err(error) = check.run(self.board.ip()).await else {
+                return Ok(());
+            };
             if begun.elapsed() > patience {
                 return Err(error);
             }
-            self.board.update(self.index, |view| view.reason = Some(format!("{error:#}")));
+            self.board
+                .update(self.index, |view| view.reason = Some(format!("{error:#}")));
             time::sleep(pause).await;
             pause = pause.mul_f64(1.3).min(check.period);
         }
     }
 
-    fn pump(&self, pipe: Option<impl AsyncRead + Unpin + Send + 'static>) -> Option<JoinHandle<()>> {
+    fn pump(
+        &self,
+        pipe: Option<impl AsyncRead + Unpin + Send + 'static>,
+    ) -> Option<JoinHandle<()>> {
         let (board, index) = (self.board.clone(), self.index);
         pipe.map(|pipe| {
             tokio::spawn(async move {
@@ -321,14 +375,23 @@ async fn next_line(reader: &mut BufReader<impl AsyncRead + Unpin>) -> Option<Str
     }
 }
 
-fn pre_stop(hook: &LifecycleHandler, container: &Container, spec_file: &std::path::Path) -> Result<PreStop> {
+fn pre_stop(
+    hook: &LifecycleHandler,
+    container: &Container,
+    spec_file: &std::path::Path,
+) -> Result<PreStop> {
     if let Some(sleep) = &hook.sleep {
-        return Ok(PreStop::Sleep(Duration::from_secs(sleep.seconds.try_into().unwrap_or(0))));
+        return Ok(PreStop::Sleep(Duration::from_secs(
+            sleep.seconds.try_into().unwrap_or(0),
+        )));
     }
     if let Some(http) = &hook.http_get {
         return Ok(PreStop::Http(Check::hook(http, container)?));
     }
-    let exec = hook.exec.as_ref().context("the sandbox knows the preStop hooks sleep, exec and httpGet")?;
+    let exec = hook
+        .exec
+        .as_ref()
+        .context("the sandbox knows the preStop hooks sleep, exec and httpGet")?;
     let mut spec: crate::sandbox::exec::Spec = serde_json::from_slice(&std::fs::read(spec_file)?)?;
     spec.argv = exec.command.clone().unwrap_or_default();
     let file = spec_file.with_extension("pre-stop");
@@ -339,7 +402,9 @@ fn pre_stop(hook: &LifecycleHandler, container: &Container, spec_file: &std::pat
 /// As shells count: 128 and the signal's number where a signal ended it.
 pub(super) fn exit_code(status: ExitStatus) -> i32 {
     use std::os::unix::process::ExitStatusExt;
-    status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0))
+    status
+        .code()
+        .unwrap_or_else(|| 128 + status.signal().unwrap_or(0))
 }
 
 #[cfg(test)]
@@ -355,13 +420,21 @@ mod tests {
         while let Some(line) = next_line(&mut reader).await {
             lines.push(line);
         }
-        assert_eq!(lines.iter().map(String::len).collect::<Vec<_>>(), [3, 0, LONGEST_LINE, 3, 4]);
+        assert_eq!(
+            lines.iter().map(String::len).collect::<Vec<_>>(),
+            [3, 0, LONGEST_LINE, 3, 4]
+        );
     }
 
     #[tokio::test]
     async fn a_stop_that_was_ordered_before_counts() {
         let (sender, mut receiver) = watch::channel(None);
-        sender.send(Some(Stop { deadline: Instant::now(), pre_stop: false })).unwrap();
+        sender
+            .send(Some(Stop {
+                deadline: Instant::now(),
+                pre_stop: false,
+            }))
+            .unwrap();
         receiver.borrow_and_update();
         stopped(&mut receiver).await;
     }

@@ -15,20 +15,48 @@ pub(super) const SERVICE_NAME: &str = "kubernetes.io/service-name";
 
 /// The slices of a Service with a selector; none where it has no selector. `pods` are those of its namespace.
 pub(super) fn slices(service: &Service, pods: &[&Pod]) -> Vec<EndpointSlice> {
-    let Some(spec) = &service.spec else { return Vec::new() };
-    let Some(selector) = spec.selector.as_ref().filter(|selector| !selector.is_empty()) else { return Vec::new() };
+    let Some(spec) = &service.spec else {
+        return Vec::new();
+    };
+    let Some(selector) = spec
+        .selector
+        .as_ref()
+        .filter(|selector| !selector.is_empty())
+    else {
+        return Vec::new();
+    };
     let publish_unready = spec.publish_not_ready_addresses.unwrap_or(false);
     // Pods that give a named port different numbers need different slices.
     let mut groups: BTreeMap<(&str, String), Group> = BTreeMap::new();
-    let selected = pods.iter().filter(|pod| matches(selector, pod.metadata.labels.as_ref()) && alive(pod));
+    let selected = pods
+        .iter()
+        .filter(|pod| matches(selector, pod.metadata.labels.as_ref()) && alive(pod));
     for pod in selected {
-        let ports: Vec<EndpointPort> = spec.ports.iter().flatten().filter_map(|port| endpoint_port(port, pod)).collect();
-        let numbers = format!("{:?}", ports.iter().map(|port| port.port).collect::<Vec<_>>());
+        let ports: Vec<EndpointPort> = spec
+            .ports
+            .iter()
+            .flatten()
+            .filter_map(|port| endpoint_port(port, pod))
+            .collect();
+        let numbers = format!(
+            "{:?}",
+            ports.iter().map(|port| port.port).collect::<Vec<_>>()
+        );
         for (family, address) in addresses(pod) {
-            if spec.ip_families.as_ref().is_none_or(|families| families.iter().any(|wanted| wanted == family)) {
-                let group =
-                    groups.entry((family, numbers.clone())).or_insert_with(|| Group { ports: ports.clone(), endpoints: Vec::new() });
-                group.endpoints.push(endpoint(pod, address, publish_unready));
+            if spec
+                .ip_families
+                .as_ref()
+                .is_none_or(|families| families.iter().any(|wanted| wanted == family))
+            {
+                let group = groups
+                    .entry((family, numbers.clone()))
+                    .or_insert_with(|| Group {
+                        ports: ports.clone(),
+                        endpoints: Vec::new(),
+                    });
+                group
+                    .endpoints
+                    .push(endpoint(pod, address, publish_unready));
             }
         }
     }
@@ -57,25 +85,46 @@ struct Group {
 }
 
 /// All of the selector's labels are there.
-pub(super) fn matches(selector: &BTreeMap<String, String>, labels: Option<&BTreeMap<String, String>>) -> bool {
-    selector.iter().all(|(key, value)| labels.is_some_and(|labels| labels.get(key) == Some(value)))
+pub(super) fn matches(
+    selector: &BTreeMap<String, String>,
+    labels: Option<&BTreeMap<String, String>>,
+) -> bool {
+    selector
+        .iter()
+        .all(|(key, value)| labels.is_some_and(|labels| labels.get(key) == Some(value)))
 }
 
 /// The pod passes its readiness probes.
 pub(super) fn ready(pod: &Pod) -> bool {
-    let conditions = pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
-    conditions.into_iter().any(|condition| condition.type_ == "Ready" && condition.status == "True")
+    let conditions = pod
+        .status
+        .iter()
+        .flat_map(|status| status.conditions.iter().flatten());
+    conditions
+        .into_iter()
+        .any(|condition| condition.type_ == "Ready" && condition.status == "True")
 }
 
 fn alive(pod: &Pod) -> bool {
-    let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
+    let phase = pod
+        .status
+        .as_ref()
+        .and_then(|status| status.phase.as_deref());
     !matches!(phase, Some("Succeeded" | "Failed"))
 }
 
 /// Address family, as an EndpointSlice names it, and address.
 fn addresses(pod: &Pod) -> impl Iterator<Item = (&'static str, &str)> {
-    let ips = pod.status.iter().flat_map(|status| status.pod_ips.iter().flatten());
-    ips.map(|ip| (if ip.ip.contains(':') { "IPv6" } else { "IPv4" }, ip.ip.as_str()))
+    let ips = pod
+        .status
+        .iter()
+        .flat_map(|status| status.pod_ips.iter().flatten());
+    ips.map(|ip| {
+        (
+            if ip.ip.contains(':') { "IPv6" } else { "IPv4" },
+            ip.ip.as_str(),
+        )
+    })
 }
 
 fn endpoint(pod: &Pod, address: &str, publish_unready: bool) -> Endpoint {
@@ -107,8 +156,12 @@ fn endpoint_port(port: &ServicePort, pod: &Pod) -> Option<EndpointPort> {
         Some(IntOrString::Int(number)) => *number,
         Some(IntOrString::String(name)) => {
             let containers = &pod.spec.as_ref()?.containers;
-            let mut ports = containers.iter().flat_map(|container| container.ports.iter().flatten());
-            ports.find(|port| port.name.as_ref() == Some(name))?.container_port
+            let mut ports = containers
+                .iter()
+                .flat_map(|container| container.ports.iter().flatten());
+            ports
+                .find(|port| port.name.as_ref() == Some(name))?
+                .container_port
         }
     };
     Some(EndpointPort {
@@ -141,7 +194,11 @@ mod tests {
 
     fn conditions(endpoint: &Endpoint) -> (bool, bool, bool) {
         let conditions = endpoint.conditions.as_ref().unwrap();
-        (conditions.ready.unwrap(), conditions.serving.unwrap(), conditions.terminating.unwrap())
+        (
+            conditions.ready.unwrap(),
+            conditions.serving.unwrap(),
+            conditions.terminating.unwrap(),
+        )
     }
 
     #[test]
@@ -149,20 +206,38 @@ mod tests {
         let pods = [
             pod("up", 81, "True", ""),
             pod("down", 81, "False", ""),
-            pod("leaving", 81, "True", ", deletionTimestamp: '2026-01-01T00:00:00Z'"),
+            pod(
+                "leaving",
+                81,
+                "True",
+                ", deletionTimestamp: '2026-01-01T00:00:00Z'",
+            ),
         ];
         let slices = slices(&service(), &pods.iter().collect::<Vec<_>>());
         assert_eq!(slices.len(), 1, "one family, one set of ports");
         let seen: Vec<_> = slices[0].endpoints.iter().map(conditions).collect();
-        assert_eq!(seen, [(true, true, false), (false, false, false), (false, true, true)]);
-        assert_eq!(slices[0].metadata.labels.as_ref().unwrap()[SERVICE_NAME], "shop");
+        assert_eq!(
+            seen,
+            [
+                (true, true, false),
+                (false, false, false),
+                (false, true, true)
+            ]
+        );
+        assert_eq!(
+            slices[0].metadata.labels.as_ref().unwrap()[SERVICE_NAME],
+            "shop"
+        );
     }
 
     #[test]
     fn a_named_port_with_two_numbers_makes_two_slices() {
         let pods = [pod("one", 81, "True", ""), pod("two", 82, "True", "")];
         let slices = slices(&service(), &pods.iter().collect::<Vec<_>>());
-        let ports: Vec<_> = slices.iter().map(|slice| slice.ports.as_ref().unwrap()[0].port.unwrap()).collect();
+        let ports: Vec<_> = slices
+            .iter()
+            .map(|slice| slice.ports.as_ref().unwrap()[0].port.unwrap())
+            .collect();
         assert_eq!(ports, [81, 82]);
     }
 

@@ -33,11 +33,22 @@ const MOST_OUTPUT: u64 = 16 << 20;
 
 impl Program {
     /// `container` is the container's folder in the pod's.
-    pub(super) fn new(container: &Path, argv: Vec<String>, pod: watch::Receiver<()>) -> Result<Self> {
+    pub(super) fn new(
+        container: &Path,
+        argv: Vec<String>,
+        pod: watch::Receiver<()>,
+    ) -> Result<Self> {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
-        let text = fs::read(container.join("spec.json")).context("the container has not been made yet")?;
-        let spec = Spec { argv, ..serde_json::from_slice(&text)? };
-        let spec_file = container.join(format!("exec-{}.json", NUMBER.fetch_add(1, Ordering::Relaxed)));
+        let text =
+            fs::read(container.join("spec.json")).context("the container has not been made yet")?;
+        let spec = Spec {
+            argv,
+            ..serde_json::from_slice(&text)?
+        };
+        let spec_file = container.join(format!(
+            "exec-{}.json",
+            NUMBER.fetch_add(1, Ordering::Relaxed)
+        ));
         fs::write(&spec_file, serde_json::to_vec(&spec)?)?;
         Ok(Self { spec_file, pod })
     }
@@ -45,7 +56,12 @@ impl Program {
     /// Runs it to its end.
     pub(super) async fn output(mut self) -> Result<Output> {
         let mut child = spawn(&self.spec_file)?;
-        let group = Pid::from_raw(child.id().context("a child that was not waited for has an id")?.cast_signed());
+        let group = Pid::from_raw(
+            child
+                .id()
+                .context("a child that was not waited for has an id")?
+                .cast_signed(),
+        );
         let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
         let finished = async { tokio::join!(child.wait(), text(stdout), text(stderr)) };
         let outcome = tokio::select! {
@@ -63,13 +79,18 @@ impl Program {
 pub(super) fn spawn(spec_file: &Path) -> Result<Child> {
     let mut command = Command::new("/proc/self/exe");
     command.arg("sandbox-exec").arg(spec_file).env_clear();
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
     command.spawn().context("cannot start sandbox-exec")
 }
 
 /// All that the pipe gives, of which the first part is kept.
 async fn text(pipe: Option<impl AsyncRead + Unpin>) -> String {
-    let Some(mut pipe) = pipe else { return String::new() };
+    let Some(mut pipe) = pipe else {
+        return String::new();
+    };
     let mut kept = Vec::new();
     // A broken pipe is its end.
     let _ = (&mut pipe).take(MOST_OUTPUT).read_to_end(&mut kept).await;

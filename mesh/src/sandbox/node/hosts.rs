@@ -33,13 +33,24 @@ impl Hosts {
         let mut inner = self.0.lock().expect("nobody panics while holding it");
         let text = text(&own, inner.services.get(namespace));
         fs::write(&path, &text)?;
-        inner.files.insert(path, File { namespace: namespace.into(), own, written: text });
+        inner.files.insert(
+            path,
+            File {
+                namespace: namespace.into(),
+                own,
+                written: text,
+            },
+        );
         Ok(())
     }
 
     /// The file is no longer needed.
     pub(super) fn forget(&self, path: &Path) {
-        self.0.lock().expect("nobody panics while holding it").files.remove(path);
+        self.0
+            .lock()
+            .expect("nobody panics while holding it")
+            .files
+            .remove(path);
     }
 
     /// Brings all files in step.
@@ -62,7 +73,10 @@ impl Hosts {
 }
 
 fn text(own: &str, services: Option<&String>) -> String {
-    format!("127.0.0.1 localhost\n::1 localhost\n{own}{}", services.map_or("", String::as_str))
+    format!(
+        "127.0.0.1 localhost\n::1 localhost\n{own}{}",
+        services.map_or("", String::as_str)
+    )
 }
 
 #[cfg(test)]
@@ -76,11 +90,18 @@ mod tests {
         let path = std::env::temp_dir().join(format!("mesh-hosts-{}", std::process::id()));
         let hosts = Hosts::default();
         let services = |text: &str| BTreeMap::from([("a".to_owned(), text.to_owned())]);
-        hosts.update(services("10.96.0.10 shop-with-a-long-name\n")).unwrap();
-        hosts.add(path.clone(), "a", "10.244.0.7 me\n".into()).unwrap();
+        hosts
+            .update(services("10.96.0.10 shop-with-a-long-name\n"))
+            .unwrap();
+        hosts
+            .add(path.clone(), "a", "10.244.0.7 me\n".into())
+            .unwrap();
         let inode = fs::metadata(&path).unwrap().ino();
         hosts.update(services("10.96.0.11 x\n")).unwrap();
-        assert_eq!(fs::read_to_string(&path).unwrap(), "127.0.0.1 localhost\n::1 localhost\n10.244.0.7 me\n10.96.0.11 x\n");
+        assert_eq!(
+            fs::read_to_string(&path).unwrap(),
+            "127.0.0.1 localhost\n::1 localhost\n10.244.0.7 me\n10.96.0.11 x\n"
+        );
         assert_eq!(fs::metadata(&path).unwrap().ino(), inode);
         hosts.forget(&path);
         fs::remove_file(path).unwrap();

@@ -33,21 +33,35 @@ pub(super) struct Bearer {
 impl Issuer {
     /// An issuer with a new key.
     pub(super) fn new() -> Result<Self> {
-        let key = rcgen::KeyPair::generate_for(&rcgen::PKCS_ECDSA_P256_SHA256).context("cannot make the token issuer's key")?;
-        Ok(Self { key: EncodingKey::from_ec_der(&key.serialize_der()) })
+        let key = rcgen::KeyPair::generate_for(&rcgen::PKCS_ECDSA_P256_SHA256)
+            .context("cannot make the token issuer's key")?;
+        Ok(Self {
+            key: EncodingKey::from_ec_der(&key.serialize_der()),
+        })
     }
 
     /// The text of the JWKS file.
     pub(super) fn jwks(&self) -> Result<String> {
-        let mut jwk = Jwk::from_encoding_key(&self.key, Algorithm::ES256).context("cannot derive the public key")?;
+        let mut jwk = Jwk::from_encoding_key(&self.key, Algorithm::ES256)
+            .context("cannot derive the public key")?;
         jwk.common.key_id = Some(KEY_ID.into());
         Ok(serde_json::to_string_pretty(&JwkSet { keys: vec![jwk] })?)
     }
 
     /// A token as a kubelet would project it into the bearer's pod.
-    pub(super) fn token(&self, bearer: &Bearer, audience: &str, lifetime: Duration) -> Result<String> {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")?;
-        let object = |name: &str, uid: &str| Object { name: name.into(), uid: uid.into() };
+    pub(super) fn token(
+        &self,
+        bearer: &Bearer,
+        audience: &str,
+        lifetime: Duration,
+    ) -> Result<String> {
+        let now = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .context("the clock is before 1970")?;
+        let object = |name: &str, uid: &str| Object {
+            name: name.into(),
+            uid: uid.into(),
+        };
         let account = &bearer.service_account;
         let claims = Claims {
             aud: vec![audience.into()],
@@ -60,10 +74,16 @@ impl Issuer {
                 ("namespace", Claim::Text(bearer.namespace.clone())),
                 ("pod", Claim::Object(object(&bearer.pod, &bearer.pod_uid))),
                 // There are no ServiceAccount objects here; their uid is derived from the name.
-                ("serviceaccount", Claim::Object(object(account, &format!("{}-{account}", bearer.namespace)))),
+                (
+                    "serviceaccount",
+                    Claim::Object(object(account, &format!("{}-{account}", bearer.namespace))),
+                ),
             ]),
         };
-        let header = Header { kid: Some(KEY_ID.into()), ..Header::new(Algorithm::ES256) };
+        let header = Header {
+            kid: Some(KEY_ID.into()),
+            ..Header::new(Algorithm::ES256)
+        };
         jsonwebtoken::encode(&header, &claims, &self.key).context("cannot sign a token")
     }
 }
@@ -103,17 +123,29 @@ mod tests {
     #[test]
     fn a_token_is_valid_by_the_jwks_file_and_names_its_pod() {
         let issuer = Issuer::new().unwrap();
-        let bearer = Bearer { namespace: "shop".into(), service_account: "cart".into(), pod: "cart-1".into(), pod_uid: "u-1".into() };
-        let token = issuer.token(&bearer, "diy-service-mesh", Duration::from_secs(3600)).unwrap();
+        let bearer = Bearer {
+            namespace: "shop".into(),
+            service_account: "cart".into(),
+            pod: "cart-1".into(),
+            pod_uid: "u-1".into(),
+        };
+        let token = issuer
+            .token(&bearer, "diy-service-mesh", Duration::from_secs(3600))
+            .unwrap();
 
         let keys: JwkSet = serde_json::from_str(&issuer.jwks().unwrap()).unwrap();
         let key = DecodingKey::from_jwk(keys.find(KEY_ID).unwrap()).unwrap();
         let mut validation = Validation::new(Algorithm::ES256);
         validation.set_audience(&["diy-service-mesh"]);
-        let claims = jsonwebtoken::decode::<Value>(&token, &key, &validation).unwrap().claims;
+        let claims = jsonwebtoken::decode::<Value>(&token, &key, &validation)
+            .unwrap()
+            .claims;
         assert_eq!(claims["sub"], "system:serviceaccount:shop:cart");
         assert_eq!(claims["kubernetes.io"]["pod"]["name"], "cart-1");
-        assert_eq!(claims["exp"].as_u64().unwrap() - claims["iat"].as_u64().unwrap(), 3600);
+        assert_eq!(
+            claims["exp"].as_u64().unwrap() - claims["iat"].as_u64().unwrap(),
+            3600
+        );
 
         validation.set_audience(&["something-else"]);
         assert!(jsonwebtoken::decode::<Value>(&token, &key, &validation).is_err());

@@ -42,7 +42,9 @@ use tokio::{
     sync::{mpsc, watch},
 };
 
-use self::{admission::Hook, hosts::Hosts, issuer::Issuer, network::Network, objects::Objects, state::State};
+use self::{
+    admission::Hook, hosts::Hosts, issuer::Issuer, network::Network, objects::Objects, state::State,
+};
 use super::protocol::{Answer, Call, Message, PodView, Request};
 
 /// What pods and the loop share.
@@ -99,7 +101,11 @@ pub async fn run(programs: PathBuf, control: std::os::unix::net::UnixStream) -> 
     let result = serve(programs, reader, messages.clone()).await;
     if let Err(error) = &result {
         // Where the outer half is gone, nobody is left to hear of it.
-        let _ = messages.send(Message::Failed { reason: format!("{error:#}") }).await;
+        let _ = messages
+            .send(Message::Failed {
+                reason: format!("{error:#}"),
+            })
+            .await;
     }
     drop(messages);
     // The last messages, for as long as somebody reads them. Clones of the sender may live on in tasks.
@@ -107,7 +113,11 @@ pub async fn run(programs: PathBuf, control: std::os::unix::net::UnixStream) -> 
     Ok(())
 }
 
-async fn serve(programs: PathBuf, reader: OwnedReadHalf, messages: mpsc::Sender<Message>) -> Result<()> {
+async fn serve(
+    programs: PathBuf,
+    reader: OwnedReadHalf,
+    messages: mpsc::Sender<Message>,
+) -> Result<()> {
     let network = Network::new()?;
     let issuer = Issuer::new()?;
     let control = Path::new(FOLDER).join("control");
@@ -118,11 +128,29 @@ async fn serve(programs: PathBuf, reader: OwnedReadHalf, messages: mpsc::Sender<
     let roots = roots::watch(&authority);
     let (hooks_sender, hooks) = watch::channel(Vec::new());
     let objects = Mutex::new(Objects::default());
-    let node = Arc::new(Node { programs, control, authority, roots, network, issuer, hosts: Hosts::default(), hooks, objects, messages });
+    let node = Arc::new(Node {
+        programs,
+        control,
+        authority,
+        roots,
+        network,
+        issuer,
+        hosts: Hosts::default(),
+        hooks,
+        objects,
+        messages,
+    });
     let (events_sender, events) = mpsc::unbounded_channel();
     let state = State::new(node.clone(), events_sender, hooks_sender)?;
     node.messages.send(Message::Started).await?;
-    Loop { node, state, events, lines: BufReader::new(reader).lines() }.run().await
+    Loop {
+        node,
+        state,
+        events,
+        lines: BufReader::new(reader).lines(),
+    }
+    .run()
+    .await
 }
 
 struct Loop {
@@ -172,14 +200,31 @@ impl Loop {
         let id = request.id;
         let done = match request.call {
             Call::Apply { objects } => self.state.apply(objects),
-            Call::Delete { kind, namespace, name } => self.state.delete(&kind, (namespace, name)),
-            Call::Scale { namespace, name, replicas } => self.state.scale(&(namespace, name), replicas),
-            Call::Exec { namespace, pod, container, argv } => {
+            Call::Delete {
+                kind,
+                namespace,
+                name,
+            } => self.state.delete(&kind, (namespace, name)),
+            Call::Scale {
+                namespace,
+                name,
+                replicas,
+            } => self.state.scale(&(namespace, name), replicas),
+            Call::Exec {
+                namespace,
+                pod,
+                container,
+                argv,
+            } => {
                 match self.state.exec(&(namespace, pod), &container, argv) {
                     Ok(program) => {
                         let messages = self.node.messages.clone();
                         tokio::spawn(async move {
-                            let result = program.output().await.map(Answer::Output).map_err(|error| format!("{error:#}"));
+                            let result = program
+                                .output()
+                                .await
+                                .map(Answer::Output)
+                                .map_err(|error| format!("{error:#}"));
                             // Nobody waits for it where the outer half is gone.
                             let _ = messages.send(Message::Reply { id, result }).await;
                         });
@@ -189,18 +234,28 @@ impl Loop {
                 }
             }
             Call::Shutdown { grace_milliseconds } => {
-                self.state.shut_down(id, std::time::Duration::from_millis(grace_milliseconds));
+                self.state
+                    .shut_down(id, std::time::Duration::from_millis(grace_milliseconds));
                 return Ok(());
             }
         };
         self.state.sync()?;
         // Who hears that it is done has heard of the pods that it made and of those that it ends.
         self.waiting_events().await?;
-        self.reply(id, done.map(|()| Answer::Done).map_err(|error| format!("{error:#}"))).await
+        self.reply(
+            id,
+            done.map(|()| Answer::Done)
+                .map_err(|error| format!("{error:#}")),
+        )
+        .await
     }
 
     async fn reply(&self, id: u64, result: Result<Answer, String>) -> Result<()> {
-        Ok(self.node.messages.send(Message::Reply { id, result }).await?)
+        Ok(self
+            .node
+            .messages
+            .send(Message::Reply { id, result })
+            .await?)
     }
 }
 
@@ -212,8 +267,17 @@ impl Node {
     /// One that was applied, or the mesh's roots.
     fn config_map(&self, namespace: &str, name: &str) -> Option<ConfigMap> {
         let objects = self.objects.lock().expect("nobody panics while holding it");
-        let applied = objects.config_maps.get(&(namespace.to_owned(), name.to_owned())).cloned();
-        applied.or_else(|| self.roots.borrow().as_deref().filter(|_| name == roots::CONFIG_MAP).map(roots::config_map))
+        let applied = objects
+            .config_maps
+            .get(&(namespace.to_owned(), name.to_owned()))
+            .cloned();
+        applied.or_else(|| {
+            self.roots
+                .borrow()
+                .as_deref()
+                .filter(|_| name == roots::CONFIG_MAP)
+                .map(roots::config_map)
+        })
     }
 }
 

@@ -40,19 +40,29 @@ impl Objects {
     /// Creates or replaces one object.
     pub(super) fn apply(&mut self, value: Value, ipv6: bool) -> Result<()> {
         let kind = value["kind"].as_str().unwrap_or_default().to_owned();
-        let name = value["metadata"]["name"].as_str().unwrap_or_default().to_owned();
-        let namespace = value["metadata"]["namespace"].as_str().unwrap_or("default").to_owned();
+        let name = value["metadata"]["name"]
+            .as_str()
+            .unwrap_or_default()
+            .to_owned();
+        let namespace = value["metadata"]["namespace"]
+            .as_str()
+            .unwrap_or("default")
+            .to_owned();
         if name.is_empty() {
             bail!("a {kind} without metadata.name");
         }
         let place = format!("{kind} {namespace}/{name}");
-        self.apply_named(value, &kind, (namespace, name), ipv6).with_context(|| place)
+        self.apply_named(value, &kind, (namespace, name), ipv6)
+            .with_context(|| place)
     }
 
     fn apply_named(&mut self, value: Value, kind: &str, key: Key, ipv6: bool) -> Result<()> {
         match kind {
             "Namespace" => {
-                let mut labels = parse::<Namespace>(value)?.metadata.labels.unwrap_or_default();
+                let mut labels = parse::<Namespace>(value)?
+                    .metadata
+                    .labels
+                    .unwrap_or_default();
                 labels.insert("kubernetes.io/metadata.name".into(), key.1.clone());
                 self.namespaces.insert(key.1, labels);
             }
@@ -70,10 +80,18 @@ impl Objects {
             }
             "ConfigMap" => drop(self.config_maps.insert(key, parse(value)?)),
             "MutatingWebhookConfiguration" => drop(self.webhooks.insert(key.1, parse(value)?)),
-            "Deployment" => self.run(Kind::Deployment, key, |key| Workload::deployment(parse::<Deployment>(value)?, key))?,
-            "DaemonSet" => self.run(Kind::DaemonSet, key, |key| Workload::daemon_set(parse::<DaemonSet>(value)?, key))?,
-            "Job" => self.run(Kind::Job, key, |key| Workload::job(parse::<Job>(value)?, key))?,
-            "Pod" => self.run(Kind::Pod, key, |key| Workload::pod(parse::<Pod>(value)?, key))?,
+            "Deployment" => self.run(Kind::Deployment, key, |key| {
+                Workload::deployment(parse::<Deployment>(value)?, key)
+            })?,
+            "DaemonSet" => self.run(Kind::DaemonSet, key, |key| {
+                Workload::daemon_set(parse::<DaemonSet>(value)?, key)
+            })?,
+            "Job" => self.run(Kind::Job, key, |key| {
+                Workload::job(parse::<Job>(value)?, key)
+            })?,
+            "Pod" => self.run(Kind::Pod, key, |key| {
+                Workload::pod(parse::<Pod>(value)?, key)
+            })?,
             "ReplicaSet" | "ReplicationController" | "StatefulSet" | "CronJob" => {
                 bail!("the sandbox runs Pods, Deployments, DaemonSets and Jobs, no {kind}")
             }
@@ -82,7 +100,12 @@ impl Objects {
         Ok(())
     }
 
-    fn run(&mut self, kind: Kind, key: Key, workload: impl FnOnce(&Key) -> Result<Workload>) -> Result<()> {
+    fn run(
+        &mut self,
+        kind: Kind,
+        key: Key,
+        workload: impl FnOnce(&Key) -> Result<Workload>,
+    ) -> Result<()> {
         let workload = workload(&key)?;
         self.workloads.insert((kind, key), workload);
         Ok(())
@@ -111,14 +134,16 @@ impl Objects {
     /// Changes a Deployment's number of replicas.
     pub(super) fn scale(&mut self, key: &Key, replicas: i32) -> Result<()> {
         let workload = self.workloads.get_mut(&(Kind::Deployment, key.clone()));
-        workload.with_context(|| format!("there is no Deployment {}/{}", key.0, key.1))?.replicas =
-            usize::try_from(replicas).context("replicas")?;
+        workload
+            .with_context(|| format!("there is no Deployment {}/{}", key.0, key.1))?
+            .replicas = usize::try_from(replicas).context("replicas")?;
         Ok(())
     }
 
     /// The labels of a namespace, as far as they are known.
     pub(super) fn namespace_labels(&self, name: &str) -> BTreeMap<String, String> {
-        let named = || BTreeMap::from([("kubernetes.io/metadata.name".to_owned(), name.to_owned())]);
+        let named =
+            || BTreeMap::from([("kubernetes.io/metadata.name".to_owned(), name.to_owned())]);
         self.namespaces.get(name).cloned().unwrap_or_else(named)
     }
 }
@@ -132,7 +157,10 @@ mod tests {
     use super::*;
 
     fn apply(objects: &mut Objects, yaml: &str) -> Result<()> {
-        crate::sandbox::manifest::parse(yaml).unwrap().into_iter().try_for_each(|value| objects.apply(value, false))
+        crate::sandbox::manifest::parse(yaml)
+            .unwrap()
+            .into_iter()
+            .try_for_each(|value| objects.apply(value, false))
     }
 
     #[test]
@@ -142,20 +170,40 @@ mod tests {
             objects.apply(value, true).unwrap();
         }
         assert!(!objects.webhooks.is_empty());
-        assert!(objects.services.values().all(|service| service.spec.as_ref().unwrap().cluster_ip.is_some()));
+        assert!(
+            objects.services.values().all(|service| service
+                .spec
+                .as_ref()
+                .unwrap()
+                .cluster_ip
+                .is_some())
+        );
     }
 
     #[test]
     fn errors_name_the_object() {
         let mut objects = Objects::default();
-        let error = apply(&mut objects, "{apiVersion: apps/v1, kind: StatefulSet, metadata: {name: db, namespace: a}}").unwrap_err();
-        assert!(format!("{error:#}").starts_with("StatefulSet a/db: the sandbox runs Pods"), "{error:#}");
-        let error = objects.delete("Pod", &("a".into(), "x".into())).unwrap_err();
+        let error = apply(
+            &mut objects,
+            "{apiVersion: apps/v1, kind: StatefulSet, metadata: {name: db, namespace: a}}",
+        )
+        .unwrap_err();
+        assert!(
+            format!("{error:#}").starts_with("StatefulSet a/db: the sandbox runs Pods"),
+            "{error:#}"
+        );
+        let error = objects
+            .delete("Pod", &("a".into(), "x".into()))
+            .unwrap_err();
         assert_eq!(error.to_string(), "there is no Pod a/x");
     }
 
     #[test]
     fn objects_without_a_meaning_here_are_left_aside() {
-        apply(&mut Objects::default(), "{apiVersion: policy/v1, kind: PodDisruptionBudget, metadata: {name: x}}").unwrap();
+        apply(
+            &mut Objects::default(),
+            "{apiVersion: policy/v1, kind: PodDisruptionBudget, metadata: {name: x}}",
+        )
+        .unwrap();
     }
 }

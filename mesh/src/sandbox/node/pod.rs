@@ -63,9 +63,16 @@ impl PodTask {
         let uid = self.pod.metadata.uid.clone().unwrap_or_default();
         let folder = self.node.pod_folder(&uid);
         if let Err(error) = self.live(folder.clone()).await {
-            self.notice(format!("pod {} cannot run: {error:#}", self.view.full_name()));
+            self.notice(format!(
+                "pod {} cannot run: {error:#}",
+                self.view.full_name()
+            ));
             self.view.reason = Some(format!("{error:#}"));
-            let _ = self.events.send(Event::Pod { uid: uid.clone(), pod: Box::new(self.pod.clone()), view: self.view.clone() });
+            let _ = self.events.send(Event::Pod {
+                uid: uid.clone(),
+                pod: Box::new(self.pod.clone()),
+                view: self.view.clone(),
+            });
             stopped(&mut self.stop).await;
         }
         self.node.hosts.forget(&folder.join("hosts"));
@@ -81,13 +88,34 @@ impl PodTask {
             () = stopped(&mut stop) => return Ok(()),
         }
         let network = self.node.network.pod().await?;
-        let ips: Vec<String> = [Some(network.v4.to_string()), network.v6.map(|ip| ip.to_string())].into_iter().flatten().collect();
+        let ips: Vec<String> = [
+            Some(network.v4.to_string()),
+            network.v6.map(|ip| ip.to_string()),
+        ]
+        .into_iter()
+        .flatten()
+        .collect();
         let containers = self.containers();
-        self.view.containers =
-            containers.iter().map(|(container, _)| ContainerView { name: container.name.clone(), ..ContainerView::default() }).collect();
+        self.view.containers = containers
+            .iter()
+            .map(|(container, _)| ContainerView {
+                name: container.name.clone(),
+                ..ContainerView::default()
+            })
+            .collect();
         self.view.ip = ips.first().cloned();
-        let init = containers.iter().map(|(_, role)| *role == Role::Init).collect();
-        let board = Arc::new(Board::new(self.pod.clone(), self.view.clone(), &ips, init, self.events.clone(), self.node.messages.clone()));
+        let init = containers
+            .iter()
+            .map(|(_, role)| *role == Role::Init)
+            .collect();
+        let board = Arc::new(Board::new(
+            self.pod.clone(),
+            self.view.clone(),
+            &ips,
+            init,
+            self.events.clone(),
+            self.node.messages.clone(),
+        ));
         let (supervisors, live) = self.prepare(folder, &network, &ips, &containers, &board)?;
         let renewal = self.renew(live);
         board.phase("Pending", None);
@@ -121,8 +149,9 @@ impl PodTask {
                     self.pod = pod;
                     self.pod.spec.get_or_insert_default().node_name = Some("sandbox".into());
                     let annotations = self.pod.metadata.annotations.as_ref();
-                    self.view.injected =
-                        annotations.and_then(|map| map.get("diy-service-mesh/status")).is_some_and(|status| status == "injected");
+                    self.view.injected = annotations
+                        .and_then(|map| map.get("diy-service-mesh/status"))
+                        .is_some_and(|status| status == "injected");
                     return;
                 }
                 Err(error) => {
@@ -142,11 +171,17 @@ impl PodTask {
 
     /// Waits for the mesh's roots where the pod mounts them, as a kubelet does: for as long as it takes.
     async fn roots(&mut self) {
-        let applied = |node: &Node, namespace: &str| node.config_map(namespace, roots::CONFIG_MAP).is_some();
-        if !self.pod.spec.as_ref().is_some_and(roots::needed) || applied(&self.node, &self.view.namespace) {
+        let applied =
+            |node: &Node, namespace: &str| node.config_map(namespace, roots::CONFIG_MAP).is_some();
+        if !self.pod.spec.as_ref().is_some_and(roots::needed)
+            || applied(&self.node, &self.view.namespace)
+        {
             return;
         }
-        self.waits_for(format!("ConfigMap {} is not there: the controller makes it, and has not yet; is it running?", roots::CONFIG_MAP));
+        self.waits_for(format!(
+            "ConfigMap {} is not there: the controller makes it, and has not yet; is it running?",
+            roots::CONFIG_MAP
+        ));
         let mut published = self.node.roots.clone();
         // Its sender lives as long as the node.
         let _ = published.wait_for(Option::is_some).await;
@@ -157,7 +192,10 @@ impl PodTask {
     fn waits_for(&mut self, reason: String) {
         self.view.reason = Some(reason);
         let uid = self.pod.metadata.uid.clone().unwrap_or_default();
-        let _ = self.events.send(Event::View { uid, view: self.view.clone() });
+        let _ = self.events.send(Event::View {
+            uid,
+            view: self.view.clone(),
+        });
     }
 
     fn prepare(
@@ -187,27 +225,55 @@ impl PodTask {
         };
         let live = volumes::prepare(
             &surroundings,
-            &volumes::Sources { issuer: &self.node.issuer, bearer: &self.bearer(), config_map: &config_map },
+            &volumes::Sources {
+                issuer: &self.node.issuer,
+                bearer: &self.bearer(),
+                config_map: &config_map,
+            },
         )?;
-        let policy = self.pod.spec.as_ref().and_then(|spec| spec.restart_policy.as_deref());
+        let policy = self
+            .pod
+            .spec
+            .as_ref()
+            .and_then(|spec| spec.restart_policy.as_deref());
         let mut supervisors = Vec::new();
         for (index, (container, role)) in containers.iter().enumerate() {
-            let spec_file = folder.join("containers").join(&container.name).join("spec.json");
-            fs::write(&spec_file, serde_json::to_vec(&surroundings.process(container)?)?)?;
+            let spec_file = folder
+                .join("containers")
+                .join(&container.name)
+                .join("spec.json");
+            fs::write(
+                &spec_file,
+                serde_json::to_vec(&surroundings.process(container)?)?,
+            )?;
             let restart = match (role, policy) {
                 (Role::Sidecar, _) | (Role::App, None | Some("Always")) => Restart::Always,
                 (_, Some("Never")) => Restart::Never,
                 _ => Restart::OnFailure,
             };
             let supervisor = Supervisor::new(board.clone(), index, container, restart, spec_file)?;
-            supervisors.push(Prepared { role: *role, index, supervisor });
+            supervisors.push(Prepared {
+                role: *role,
+                index,
+                supervisor,
+            });
         }
         Ok((supervisors, live))
     }
 
-    async fn start(&mut self, board: &Arc<Board>, supervisors: Vec<Prepared>, sidecars: &mut Vec<Started>) -> Outcome {
+    async fn start(
+        &mut self,
+        board: &Arc<Board>,
+        supervisors: Vec<Prepared>,
+        sidecars: &mut Vec<Started>,
+    ) -> Outcome {
         let mut apps = Vec::new();
-        for Prepared { role, index, supervisor } in supervisors {
+        for Prepared {
+            role,
+            index,
+            supervisor,
+        } in supervisors
+        {
             if role == Role::App && apps.is_empty() {
                 board.phase("Running", None);
             }
@@ -273,9 +339,16 @@ impl PodTask {
 
     /// The order to stop, or, where the app has ended by itself, the grace that the pod gives its sidecars.
     fn order(&self) -> Stop {
-        let grace =
-            self.pod.spec.as_ref().and_then(|spec| spec.termination_grace_period_seconds).and_then(|seconds| u64::try_from(seconds).ok());
-        self.stop.borrow().unwrap_or(Stop { deadline: Instant::now() + Duration::from_secs(grace.unwrap_or(30)), pre_stop: true })
+        let grace = self
+            .pod
+            .spec
+            .as_ref()
+            .and_then(|spec| spec.termination_grace_period_seconds)
+            .and_then(|seconds| u64::try_from(seconds).ok());
+        self.stop.borrow().unwrap_or(Stop {
+            deadline: Instant::now() + Duration::from_secs(grace.unwrap_or(30)),
+            pre_stop: true,
+        })
     }
 
     /// Keeps tokens and roots in the pod's files up to date.
@@ -283,11 +356,18 @@ impl PodTask {
         let (node, bearer, events) = (self.node.clone(), self.bearer(), self.events.clone());
         let mut published = self.node.roots.clone();
         tokio::spawn(async move {
-            let period = live.tokens.iter().map(ProjectedToken::renew_after).min().unwrap_or(Duration::MAX);
+            let period = live
+                .tokens
+                .iter()
+                .map(ProjectedToken::renew_after)
+                .min()
+                .unwrap_or(Duration::MAX);
             let mut due = Instant::now().checked_add(period);
             let pod = format!("{}/{}", bearer.namespace, bearer.pod);
             let tell = |what: &str, error: anyhow::Error| {
-                let _ = events.send(Event::Notice(format!("cannot renew {what} of {pod}: {error:#}")));
+                let _ = events.send(Event::Notice(format!(
+                    "cannot renew {what} of {pod}: {error:#}"
+                )));
             };
             loop {
                 let moment = due.unwrap_or_else(Instant::now);
@@ -319,10 +399,27 @@ impl PodTask {
 
     /// The containers in the order in which they start.
     fn containers(&self) -> Vec<(Container, Role)> {
-        let Some(spec) = &self.pod.spec else { return Vec::new() };
-        let role = |container: &Container| if container.restart_policy.as_deref() == Some("Always") { Role::Sidecar } else { Role::Init };
-        let init = spec.init_containers.iter().flatten().map(|container| (container.clone(), role(container)));
-        init.chain(spec.containers.iter().map(|container| (container.clone(), Role::App))).collect()
+        let Some(spec) = &self.pod.spec else {
+            return Vec::new();
+        };
+        let role = |container: &Container| {
+            if container.restart_policy.as_deref() == Some("Always") {
+                Role::Sidecar
+            } else {
+                Role::Init
+            }
+        };
+        let init = spec
+            .init_containers
+            .iter()
+            .flatten()
+            .map(|container| (container.clone(), role(container)));
+        init.chain(
+            spec.containers
+                .iter()
+                .map(|container| (container.clone(), Role::App)),
+        )
+        .collect()
     }
 
     fn notice(&self, text: String) {
@@ -342,5 +439,8 @@ enum Role {
 
 fn spawn(supervisor: Supervisor) -> Started {
     let (stop, order) = watch::channel(None);
-    Started { stop, task: tokio::spawn(supervisor.run(order)) }
+    Started {
+        stop,
+        task: tokio::spawn(supervisor.run(order)),
+    }
 }

@@ -17,7 +17,9 @@ use k8s_openapi::{
 };
 use tokio::{net::TcpStream, time};
 use tonic::transport::Endpoint;
-use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient};
+use tonic_health::pb::{
+    HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
+};
 
 /// A probe, understood.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,9 +35,14 @@ pub(super) struct Check {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Kind {
-    Http { path: String, headers: Vec<(String, String)> },
+    Http {
+        path: String,
+        headers: Vec<(String, String)>,
+    },
     Tcp,
-    Grpc { service: String },
+    Grpc {
+        service: String,
+    },
 }
 
 impl Check {
@@ -46,13 +53,28 @@ impl Check {
         } else if let Some(tcp) = &probe.tcp_socket {
             (Kind::Tcp, port(&tcp.port, container)?)
         } else if let Some(grpc) = &probe.grpc {
-            (Kind::Grpc { service: grpc.service.clone().unwrap_or_default() }, port(&IntOrString::Int(grpc.port), container)?)
+            (
+                Kind::Grpc {
+                    service: grpc.service.clone().unwrap_or_default(),
+                },
+                port(&IntOrString::Int(grpc.port), container)?,
+            )
         } else {
             bail!("the sandbox knows the probes httpGet, tcpSocket and grpc")
         };
-        let seconds =
-            |value: Option<i32>, default: u64| Duration::from_secs(value.and_then(|value| value.try_into().ok()).unwrap_or(default));
-        let count = |value: Option<i32>, default: u32| value.and_then(|value| value.try_into().ok()).unwrap_or(default).max(1);
+        let seconds = |value: Option<i32>, default: u64| {
+            Duration::from_secs(
+                value
+                    .and_then(|value| value.try_into().ok())
+                    .unwrap_or(default),
+            )
+        };
+        let count = |value: Option<i32>, default: u32| {
+            value
+                .and_then(|value| value.try_into().ok())
+                .unwrap_or(default)
+                .max(1)
+        };
         Ok(Self {
             kind,
             port,
@@ -68,7 +90,15 @@ impl Check {
     pub(super) fn hook(http: &HTTPGetAction, container: &Container) -> Result<Self> {
         let (kind, port) = http_check(http, container)?;
         let (none, forever) = (Duration::ZERO, Duration::from_secs(24 * 3600));
-        Ok(Self { kind, port, timeout: forever, period: none, initial_delay: none, failures: 1, successes: 1 })
+        Ok(Self {
+            kind,
+            port,
+            timeout: forever,
+            period: none,
+            initial_delay: none,
+            failures: 1,
+            successes: 1,
+        })
     }
 
     /// Probes once; the error says what was wrong.
@@ -76,7 +106,10 @@ impl Check {
         let address = SocketAddr::from((ip, self.port));
         let attempt = async {
             match &self.kind {
-                Kind::Tcp => TcpStream::connect(address).await.map(drop).map_err(anyhow::Error::from),
+                Kind::Tcp => TcpStream::connect(address)
+                    .await
+                    .map(drop)
+                    .map_err(anyhow::Error::from),
                 Kind::Http { path, headers } => http_get(address, path, headers).await,
                 Kind::Grpc { service } => grpc_health(address, service).await,
             }
@@ -94,22 +127,38 @@ impl Check {
 }
 
 fn http_check(http: &HTTPGetAction, container: &Container) -> Result<(Kind, u16)> {
-    ensure!(http.scheme.as_deref().unwrap_or("HTTP") == "HTTP", "the sandbox probes over HTTP, not HTTPS");
-    let headers = http.http_headers.iter().flatten().map(|header| (header.name.clone(), header.value.clone())).collect();
+    ensure!(
+        http.scheme.as_deref().unwrap_or("HTTP") == "HTTP",
+        "the sandbox probes over HTTP, not HTTPS"
+    );
+    let headers = http
+        .http_headers
+        .iter()
+        .flatten()
+        .map(|header| (header.name.clone(), header.value.clone()))
+        .collect();
     let path = http.path.as_deref().unwrap_or_default();
-    let path = if path.starts_with('/') { path.to_owned() } else { format!("/{path}") };
+    let path = if path.starts_with('/') {
+        path.to_owned()
+    } else {
+        format!("/{path}")
+    };
     Ok((Kind::Http { path, headers }, port(&http.port, container)?))
 }
 
 /// The number of a port that may be named.
 fn port(port: &IntOrString, container: &Container) -> Result<u16> {
     match port {
-        IntOrString::Int(number) => u16::try_from(*number).with_context(|| format!("{number} is no port")),
+        IntOrString::Int(number) => {
+            u16::try_from(*number).with_context(|| format!("{number} is no port"))
+        }
         IntOrString::String(name) => {
             let mut ports = container.ports.iter().flatten();
-            let port =
-                ports.find(|port| port.name.as_ref() == Some(name)).with_context(|| format!("the container has no port named {name}"))?;
-            u16::try_from(port.container_port).with_context(|| format!("{} is no port", port.container_port))
+            let port = ports
+                .find(|port| port.name.as_ref() == Some(name))
+                .with_context(|| format!("the container has no port named {name}"))?;
+            u16::try_from(port.container_port)
+                .with_context(|| format!("{} is no port", port.container_port))
         }
     }
 }
@@ -130,15 +179,28 @@ async fn http_get(address: SocketAddr, path: &str, headers: &[(String, String)])
     let response = sender.send_request(request).await;
     driver.abort();
     let status = response?.status();
-    ensure!(status.is_success() || status.is_redirection(), "status {status}");
+    ensure!(
+        status.is_success() || status.is_redirection(),
+        "status {status}"
+    );
     Ok(())
 }
 
 async fn grpc_health(address: SocketAddr, service: &str) -> Result<()> {
-    let channel = Endpoint::try_from(format!("http://{address}"))?.connect().await?;
-    let response = HealthClient::new(channel).check(HealthCheckRequest { service: service.to_owned() }).await?;
+    let channel = Endpoint::try_from(format!("http://{address}"))?
+        .connect()
+        .await?;
+    let response = HealthClient::new(channel)
+        .check(HealthCheckRequest {
+            service: service.to_owned(),
+        })
+        .await?;
     let status = response.into_inner().status();
-    ensure!(status == ServingStatus::Serving, "it says {}", status.as_str_name());
+    ensure!(
+        status == ServingStatus::Serving,
+        "it says {}",
+        status.as_str_name()
+    );
     Ok(())
 }
 
@@ -157,17 +219,26 @@ mod tests {
 
     #[test]
     fn named_ports_and_kubernetes_defaults() {
-        let container = container("{name: a, ports: [{name: web, containerPort: 8080}], readinessProbe: {tcpSocket: {port: web}}}");
+        let container = container(
+            "{name: a, ports: [{name: web, containerPort: 8080}], readinessProbe: {tcpSocket: {port: web}}}",
+        );
         let check = Check::new(container.readiness_probe.as_ref().unwrap(), &container).unwrap();
         assert_eq!((check.port, check.failures, check.successes), (8080, 3, 1));
-        assert_eq!((check.period, check.timeout), (Duration::from_secs(10), Duration::from_secs(1)));
+        assert_eq!(
+            (check.period, check.timeout),
+            (Duration::from_secs(10), Duration::from_secs(1))
+        );
     }
 
     #[test]
     fn what_is_not_supported_is_an_error() {
-        let container = container("{name: a, readinessProbe: {exec: {command: [x]}}, livenessProbe: {httpGet: {port: web}}}");
+        let container = container(
+            "{name: a, readinessProbe: {exec: {command: [x]}}, livenessProbe: {httpGet: {port: web}}}",
+        );
         assert!(Check::new(container.readiness_probe.as_ref().unwrap(), &container).is_err());
-        let error = Check::new(container.liveness_probe.as_ref().unwrap(), &container).unwrap_err().to_string();
+        let error = Check::new(container.liveness_probe.as_ref().unwrap(), &container)
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("named web"), "{error}");
     }
 
@@ -185,7 +256,10 @@ mod tests {
         drop(listener.accept().await.unwrap());
         let (up, ()) = tokio::join!(http.run(Ipv4Addr::LOCALHOST), answer(&listener, "200 OK"));
         up.unwrap();
-        let (down, ()) = tokio::join!(http.run(Ipv4Addr::LOCALHOST), answer(&listener, "503 Service Unavailable"));
+        let (down, ()) = tokio::join!(
+            http.run(Ipv4Addr::LOCALHOST),
+            answer(&listener, "503 Service Unavailable")
+        );
         assert!(format!("{:#}", down.unwrap_err()).contains("503"));
         drop(listener);
         tcp.run(Ipv4Addr::LOCALHOST).await.unwrap_err();
@@ -197,6 +271,9 @@ mod tests {
         while !request.ends_with(b"\r\n\r\n") {
             request.push(stream.read_u8().await.unwrap());
         }
-        stream.write_all(format!("HTTP/1.1 {status}\r\ncontent-length: 0\r\n\r\n").as_bytes()).await.unwrap();
+        stream
+            .write_all(format!("HTTP/1.1 {status}\r\ncontent-length: 0\r\n\r\n").as_bytes())
+            .await
+            .unwrap();
     }
 }

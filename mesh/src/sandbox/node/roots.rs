@@ -32,7 +32,9 @@ async fn keep(file: PathBuf, sender: watch::Sender<Option<Arc<str>>>) {
     while !sender.is_closed() {
         ticks.tick().await;
         // Not there yet, or being looked at in a bad moment: the next look tells.
-        let Ok(text) = tokio::fs::read_to_string(&file).await else { continue };
+        let Ok(text) = tokio::fs::read_to_string(&file).await else {
+            continue;
+        };
         sender.send_if_modified(|current| {
             let changed = current.as_deref() != Some(text.as_str());
             *current = changed.then(|| text.into()).or_else(|| current.take());
@@ -43,16 +45,29 @@ async fn keep(file: PathBuf, sender: watch::Sender<Option<Arc<str>>>) {
 
 /// The ConfigMap of these roots.
 pub(super) fn config_map(roots: &str) -> ConfigMap {
-    ConfigMap { data: Some(BTreeMap::from([(KEY.to_owned(), roots.to_owned())])), ..ConfigMap::default() }
+    ConfigMap {
+        data: Some(BTreeMap::from([(KEY.to_owned(), roots.to_owned())])),
+        ..ConfigMap::default()
+    }
 }
 
 /// The pod cannot start before the roots are there.
 pub(super) fn needed(spec: &PodSpec) -> bool {
     let mut volumes = spec.volumes.iter().flatten();
     volumes.any(|volume| {
-        let projected = volume.projected.iter().flat_map(|projected| projected.sources.iter().flatten());
-        let projected = projected.filter_map(|source| source.config_map.as_ref()).map(|map| (&map.name, map.optional));
-        let mut maps = projected.chain(volume.config_map.iter().map(|map| (&map.name, map.optional)));
+        let projected = volume
+            .projected
+            .iter()
+            .flat_map(|projected| projected.sources.iter().flatten());
+        let projected = projected
+            .filter_map(|source| source.config_map.as_ref())
+            .map(|map| (&map.name, map.optional));
+        let mut maps = projected.chain(
+            volume
+                .config_map
+                .iter()
+                .map(|map| (&map.name, map.optional)),
+        );
         maps.any(|(name, optional)| name == CONFIG_MAP && optional != Some(true))
     })
 }
@@ -63,10 +78,21 @@ mod tests {
 
     #[test]
     fn pods_that_mount_the_roots_are_told_from_others() {
-        let needed = |volumes: &str| needed(&serde_yaml_ng::from_str(&format!("{{containers: [], volumes: [{volumes}]}}")).unwrap());
-        assert!(needed("{name: a, emptyDir: {}}, {name: b, projected: {sources: [{configMap: {name: diy-service-mesh-roots}}]}}"));
-        assert!(needed("{name: a, configMap: {name: diy-service-mesh-roots}}"));
-        assert!(!needed("{name: a, configMap: {name: diy-service-mesh-roots, optional: true}}"));
+        let needed = |volumes: &str| {
+            needed(
+                &serde_yaml_ng::from_str(&format!("{{containers: [], volumes: [{volumes}]}}"))
+                    .unwrap(),
+            )
+        };
+        assert!(needed(
+            "{name: a, emptyDir: {}}, {name: b, projected: {sources: [{configMap: {name: diy-service-mesh-roots}}]}}"
+        ));
+        assert!(needed(
+            "{name: a, configMap: {name: diy-service-mesh-roots}}"
+        ));
+        assert!(!needed(
+            "{name: a, configMap: {name: diy-service-mesh-roots, optional: true}}"
+        ));
         assert!(!needed("{name: a, configMap: {name: other}}"));
     }
 
@@ -79,7 +105,10 @@ mod tests {
         for text in ["one", "two"] {
             std::fs::write(folder.join("new"), text).unwrap();
             std::fs::rename(folder.join("new"), folder.join(KEY)).unwrap();
-            published.wait_for(|roots| roots.as_deref() == Some(text)).await.unwrap();
+            published
+                .wait_for(|roots| roots.as_deref() == Some(text))
+                .await
+                .unwrap();
         }
         std::fs::remove_dir_all(folder).unwrap();
     }

@@ -27,7 +27,9 @@ pub(super) struct ClusterIps {
 impl ClusterIps {
     /// Fills in what the Service leaves open, as the API server does. `before` is the same Service's former version.
     pub(super) fn assign(&mut self, service: &mut Service, before: Option<&Service>, ipv6: bool) {
-        let Some(spec) = &mut service.spec else { return };
+        let Some(spec) = &mut service.spec else {
+            return;
+        };
         if spec.type_.as_deref() == Some("ExternalName") {
             return;
         }
@@ -38,21 +40,29 @@ impl ClusterIps {
             _ => vec!["IPv4".into()],
         });
         if spec.cluster_ip.is_some() {
-            spec.cluster_ips.get_or_insert_with(|| spec.cluster_ip.clone().into_iter().collect());
+            spec.cluster_ips
+                .get_or_insert_with(|| spec.cluster_ip.clone().into_iter().collect());
             return;
         }
-        let former = before.and_then(|service| service.spec.as_ref()).filter(|former| former.ip_families.as_ref() == Some(families));
-        let ips = former.and_then(|former| former.cluster_ips.clone()).unwrap_or_else(|| {
-            // From .10 on, below which clusters keep their own.
-            self.given += 1;
-            let number = self.given + 9;
-            let [high, low] = number.to_be_bytes();
-            let address = |family: &String| match family.as_str() {
-                "IPv6" => IpAddr::from(Ipv6Addr::new(0xfd00, 0x10, 0x96, 0, 0, 0, 0, number)),
-                _ => IpAddr::from(Ipv4Addr::new(10, 96, high, low)),
-            };
-            families.iter().map(|family| address(family).to_string()).collect()
-        });
+        let former = before
+            .and_then(|service| service.spec.as_ref())
+            .filter(|former| former.ip_families.as_ref() == Some(families));
+        let ips = former
+            .and_then(|former| former.cluster_ips.clone())
+            .unwrap_or_else(|| {
+                // From .10 on, below which clusters keep their own.
+                self.given += 1;
+                let number = self.given + 9;
+                let [high, low] = number.to_be_bytes();
+                let address = |family: &String| match family.as_str() {
+                    "IPv6" => IpAddr::from(Ipv6Addr::new(0xfd00, 0x10, 0x96, 0, 0, 0, 0, number)),
+                    _ => IpAddr::from(Ipv4Addr::new(10, 96, high, low)),
+                };
+                families
+                    .iter()
+                    .map(|family| address(family).to_string())
+                    .collect()
+            });
         spec.cluster_ip = ips.first().cloned();
         spec.cluster_ips = Some(ips);
     }
@@ -71,22 +81,42 @@ pub(super) fn rules(services: &[&Service], slices: &[EndpointSlice], ipv6: bool)
             let targets = targets(service, port, slices, ipv6);
             for (number, (address, port)) in targets.iter().enumerate() {
                 let rest = targets.len() - number;
-                let chance =
-                    if rest == 1 { String::new() } else { format!(" -m statistic --mode random --probability {:.9}", 1.0 / rest as f64) };
-                let target = if ipv6 { format!("[{address}]:{port}") } else { format!("{address}:{port}") };
-                let _ = writeln!(nat, "-A SERVICES {to}{chance} -j DNAT --to-destination {target}");
+                let chance = if rest == 1 {
+                    String::new()
+                } else {
+                    format!(
+                        " -m statistic --mode random --probability {:.9}",
+                        1.0 / rest as f64
+                    )
+                };
+                let target = if ipv6 {
+                    format!("[{address}]:{port}")
+                } else {
+                    format!("{address}:{port}")
+                };
+                let _ = writeln!(
+                    nat,
+                    "-A SERVICES {to}{chance} -j DNAT --to-destination {target}"
+                );
                 own.insert(address.clone());
             }
         }
     }
-    let mut out = format!("*nat\n:SERVICES - [0:0]\n-A PREROUTING -j SERVICES\n-A OUTPUT -j SERVICES\n{nat}");
+    let mut out =
+        format!("*nat\n:SERVICES - [0:0]\n-A PREROUTING -j SERVICES\n-A OUTPUT -j SERVICES\n{nat}");
     for address in own {
         // A pod that calls its own Service and meets itself must see another address than its own.
-        let _ = writeln!(out, "-A POSTROUTING -s {address} -d {address} -j MASQUERADE");
+        let _ = writeln!(
+            out,
+            "-A POSTROUTING -s {address} -d {address} -j MASQUERADE"
+        );
     }
     // What is still addressed to a Service here has no endpoint.
     let range = if ipv6 { RANGE_V6 } else { RANGE_V4 };
-    let _ = write!(out, "COMMIT\n*filter\n-A FORWARD -d {range} -j REJECT\n-A OUTPUT -d {range} -j REJECT\nCOMMIT\n");
+    let _ = write!(
+        out,
+        "COMMIT\n*filter\n-A FORWARD -d {range} -j REJECT\n-A OUTPUT -d {range} -j REJECT\nCOMMIT\n"
+    );
     out
 }
 
@@ -94,14 +124,20 @@ pub(super) fn rules(services: &[&Service], slices: &[EndpointSlice], ipv6: bool)
 pub(super) fn hosts(services: &[&Service], slices: &[EndpointSlice], namespace: &str) -> String {
     let mut out = String::new();
     for service in services {
-        let (Some(name), Some(own)) = (&service.metadata.name, &service.metadata.namespace) else { continue };
-        let mut names = format!("{name}.{own}.svc.cluster.local {name}.{own}.svc.cluster.local. {name}.{own}.svc {name}.{own}");
+        let (Some(name), Some(own)) = (&service.metadata.name, &service.metadata.namespace) else {
+            continue;
+        };
+        let mut names = format!(
+            "{name}.{own}.svc.cluster.local {name}.{own}.svc.cluster.local. {name}.{own}.svc {name}.{own}"
+        );
         if own == namespace {
             names = format!("{names} {name}");
         }
         let mut ips: Vec<String> = cluster_ips(service).map(|ip| ip.to_string()).collect();
         if headless(service) {
-            ips = slices_of(service, slices).flat_map(|slice| usable(std::slice::from_ref(slice))).collect();
+            ips = slices_of(service, slices)
+                .flat_map(|slice| usable(std::slice::from_ref(slice)))
+                .collect();
             ips.sort();
             ips.dedup();
         }
@@ -113,51 +149,99 @@ pub(super) fn hosts(services: &[&Service], slices: &[EndpointSlice], namespace: 
 }
 
 fn headless(service: &Service) -> bool {
-    service.spec.as_ref().is_some_and(|spec| spec.cluster_ip.as_deref() == Some("None"))
+    service
+        .spec
+        .as_ref()
+        .is_some_and(|spec| spec.cluster_ip.as_deref() == Some("None"))
 }
 
 fn cluster_ips(service: &Service) -> impl Iterator<Item = IpAddr> {
-    service.spec.iter().flat_map(|spec| spec.cluster_ips.iter().flatten()).filter_map(|ip| ip.parse().ok())
+    service
+        .spec
+        .iter()
+        .flat_map(|spec| spec.cluster_ips.iter().flatten())
+        .filter_map(|ip| ip.parse().ok())
 }
 
 fn ports(service: &Service) -> impl Iterator<Item = &ServicePort> {
-    service.spec.iter().flat_map(|spec| spec.ports.iter().flatten())
+    service
+        .spec
+        .iter()
+        .flat_map(|spec| spec.ports.iter().flatten())
 }
 
 /// The slices of a Service.
-pub(super) fn slices_of<'a>(service: &'a Service, slices: &'a [EndpointSlice]) -> impl Iterator<Item = &'a EndpointSlice> {
+pub(super) fn slices_of<'a>(
+    service: &'a Service,
+    slices: &'a [EndpointSlice],
+) -> impl Iterator<Item = &'a EndpointSlice> {
     slices.iter().filter(|slice| {
-        let named = slice.metadata.labels.as_ref().and_then(|labels| labels.get(SERVICE_NAME));
-        slice.metadata.namespace == service.metadata.namespace && named == service.metadata.name.as_ref()
+        let named = slice
+            .metadata
+            .labels
+            .as_ref()
+            .and_then(|labels| labels.get(SERVICE_NAME));
+        slice.metadata.namespace == service.metadata.namespace
+            && named == service.metadata.name.as_ref()
     })
 }
 
-fn targets(service: &Service, port: &ServicePort, slices: &[EndpointSlice], ipv6: bool) -> Vec<(String, i32)> {
+fn targets(
+    service: &Service,
+    port: &ServicePort,
+    slices: &[EndpointSlice],
+    ipv6: bool,
+) -> Vec<(String, i32)> {
     let family = if ipv6 { "IPv6" } else { "IPv4" };
-    let slices: Vec<&EndpointSlice> = slices_of(service, slices).filter(|slice| slice.address_type == family).collect();
+    let slices: Vec<&EndpointSlice> = slices_of(service, slices)
+        .filter(|slice| slice.address_type == family)
+        .collect();
     let mut by_number: BTreeMap<i32, Vec<EndpointSlice>> = BTreeMap::new();
     for slice in slices {
         let name = port.name.as_deref().unwrap_or_default();
-        let same = slice.ports.iter().flatten().find(|port| port.name.as_deref().unwrap_or_default() == name);
+        let same = slice
+            .ports
+            .iter()
+            .flatten()
+            .find(|port| port.name.as_deref().unwrap_or_default() == name);
         if let Some(number) = same.and_then(|port| port.port) {
             by_number.entry(number).or_default().push(slice.clone());
         }
     }
-    by_number.into_iter().flat_map(|(number, slices)| usable(&slices).into_iter().map(move |address| (address, number))).collect()
+    by_number
+        .into_iter()
+        .flat_map(|(number, slices)| {
+            usable(&slices)
+                .into_iter()
+                .map(move |address| (address, number))
+        })
+        .collect()
 }
 
 /// The ready addresses; where there are none, those that still serve while they end.
 fn usable(slices: &[EndpointSlice]) -> Vec<String> {
     let choose = |wanted: fn(&Endpoint) -> bool| -> Vec<String> {
-        let endpoints = slices.iter().flat_map(|slice| &slice.endpoints).filter(|endpoint| wanted(endpoint));
-        endpoints.filter_map(|endpoint| endpoint.addresses.first().cloned()).collect()
+        let endpoints = slices
+            .iter()
+            .flat_map(|slice| &slice.endpoints)
+            .filter(|endpoint| wanted(endpoint));
+        endpoints
+            .filter_map(|endpoint| endpoint.addresses.first().cloned())
+            .collect()
     };
-    let ready = choose(|endpoint| endpoint.conditions.as_ref().is_none_or(|conditions| conditions.ready.unwrap_or(true)));
+    let ready = choose(|endpoint| {
+        endpoint
+            .conditions
+            .as_ref()
+            .is_none_or(|conditions| conditions.ready.unwrap_or(true))
+    });
     if !ready.is_empty() {
         return ready;
     }
     choose(|endpoint| {
-        endpoint.conditions.as_ref().is_some_and(|conditions| conditions.serving == Some(true) && conditions.terminating == Some(true))
+        endpoint.conditions.as_ref().is_some_and(|conditions| {
+            conditions.serving == Some(true) && conditions.terminating == Some(true)
+        })
     })
 }
 
@@ -166,7 +250,10 @@ mod tests {
     use super::*;
 
     fn service(spec: &str) -> Service {
-        serde_yaml_ng::from_str(&format!("{{metadata: {{name: shop, namespace: a}}, spec: {{ports: [{{port: 80}}], {spec}}}}}")).unwrap()
+        serde_yaml_ng::from_str(&format!(
+            "{{metadata: {{name: shop, namespace: a}}, spec: {{ports: [{{port: 80}}], {spec}}}}}"
+        ))
+        .unwrap()
     }
 
     fn slice(endpoints: &[(&str, bool, bool)]) -> EndpointSlice {
@@ -190,11 +277,17 @@ mod tests {
         ips.assign(&mut first, None, true);
         let mut changed = service("");
         ips.assign(&mut changed, Some(&first), true);
-        assert_eq!(first.spec.as_ref().unwrap().cluster_ip.as_deref(), Some("10.96.0.10"));
+        assert_eq!(
+            first.spec.as_ref().unwrap().cluster_ip.as_deref(),
+            Some("10.96.0.10")
+        );
         assert_eq!(first.spec, changed.spec);
         let mut dual = service("ipFamilyPolicy: PreferDualStack");
         ips.assign(&mut dual, None, true);
-        assert_eq!(dual.spec.unwrap().cluster_ips.unwrap(), ["10.96.0.11", "fd00:10:96::b"]);
+        assert_eq!(
+            dual.spec.unwrap().cluster_ips.unwrap(),
+            ["10.96.0.11", "fd00:10:96::b"]
+        );
         let mut headless = service("clusterIP: None");
         ips.assign(&mut headless, None, true);
         assert_eq!(headless.spec.unwrap().cluster_ip.as_deref(), Some("None"));
@@ -203,13 +296,24 @@ mod tests {
     #[test]
     fn traffic_is_spread_over_ready_endpoints() {
         let service = service("clusterIP: 10.96.0.10, clusterIPs: [10.96.0.10]");
-        let rules = rules(&[&service], &[slice(&[("10.0.0.1", true, false), ("10.0.0.2", true, false), ("10.0.0.3", false, true)])], false);
+        let rules = rules(
+            &[&service],
+            &[slice(&[
+                ("10.0.0.1", true, false),
+                ("10.0.0.2", true, false),
+                ("10.0.0.3", false, true),
+            ])],
+            false,
+        );
         let to = "-A SERVICES -d 10.96.0.10 -p tcp -m tcp --dport 80";
         assert!(
             rules.contains(&format!("{to} -m statistic --mode random --probability 0.500000000 -j DNAT --to-destination 10.0.0.1:8080\n")),
             "{rules}"
         );
-        assert!(rules.contains(&format!("{to} -j DNAT --to-destination 10.0.0.2:8080\n")), "{rules}");
+        assert!(
+            rules.contains(&format!("{to} -j DNAT --to-destination 10.0.0.2:8080\n")),
+            "{rules}"
+        );
         assert!(!rules.contains("10.0.0.3"), "{rules}");
     }
 
@@ -217,14 +321,21 @@ mod tests {
     fn without_endpoints_connections_are_refused_and_the_last_ending_ones_still_serve() {
         let service = service("clusterIP: 10.96.0.10, clusterIPs: [10.96.0.10]");
         let none = rules(&[&service], &[], false);
-        assert!(none.contains("-A FORWARD -d 10.96.0.0/16 -j REJECT") && !none.contains("DNAT"), "{none}");
-        assert!(rules(&[&service], &[slice(&[("10.0.0.3", false, true)])], false).contains("--to-destination 10.0.0.3:8080"));
+        assert!(
+            none.contains("-A FORWARD -d 10.96.0.0/16 -j REJECT") && !none.contains("DNAT"),
+            "{none}"
+        );
+        assert!(
+            rules(&[&service], &[slice(&[("10.0.0.3", false, true)])], false)
+                .contains("--to-destination 10.0.0.3:8080")
+        );
     }
 
     #[test]
     fn names_have_all_their_forms() {
         let service = service("clusterIP: 10.96.0.10, clusterIPs: [10.96.0.10]");
-        let long = "10.96.0.10 shop.a.svc.cluster.local shop.a.svc.cluster.local. shop.a.svc shop.a";
+        let long =
+            "10.96.0.10 shop.a.svc.cluster.local shop.a.svc.cluster.local. shop.a.svc shop.a";
         assert_eq!(hosts(&[&service], &[], "b"), format!("{long}\n"));
         assert_eq!(hosts(&[&service], &[], "a"), format!("{long} shop\n"));
     }
@@ -232,7 +343,18 @@ mod tests {
     #[test]
     fn a_headless_service_is_its_pods() {
         let service = service("clusterIP: None");
-        let hosts = hosts(&[&service], &[slice(&[("10.0.0.1", true, false), ("10.0.0.2", true, false)])], "b");
-        assert!(hosts.starts_with("10.0.0.1 shop.a.svc.cluster.local ") && hosts.contains("\n10.0.0.2 "), "{hosts}");
+        let hosts = hosts(
+            &[&service],
+            &[slice(&[
+                ("10.0.0.1", true, false),
+                ("10.0.0.2", true, false),
+            ])],
+            "b",
+        );
+        assert!(
+            hosts.starts_with("10.0.0.1 shop.a.svc.cluster.local ")
+                && hosts.contains("\n10.0.0.2 "),
+            "{hosts}"
+        );
     }
 }

@@ -7,7 +7,9 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail, ensure};
-use k8s_openapi::api::core::v1::{Container, EnvVar, EnvVarSource, ObjectFieldSelector, Pod, PodSpec};
+use k8s_openapi::api::core::v1::{
+    Container, EnvVar, EnvVarSource, ObjectFieldSelector, Pod, PodSpec,
+};
 
 use crate::sandbox::exec::{Bind, Spec};
 
@@ -55,7 +57,10 @@ pub(super) struct Surroundings<'a> {
 
 impl Surroundings<'_> {
     fn spec(&self) -> &PodSpec {
-        self.pod.spec.as_ref().expect("a pod that is started has a spec")
+        self.pod
+            .spec
+            .as_ref()
+            .expect("a pod that is started has a spec")
     }
 
     fn private(&self, container: &Container) -> PathBuf {
@@ -68,25 +73,50 @@ impl Surroundings<'_> {
         let env = self.environment(container)?;
         let security = container.security_context.clone().unwrap_or_default();
         let shared = self.spec().security_context.clone().unwrap_or_default();
-        let image_user = if program == "proxy-init" { 0 } else { IMAGE_USER };
+        let image_user = if program == "proxy-init" {
+            0
+        } else {
+            IMAGE_USER
+        };
         let uid = id(security.run_as_user.or(shared.run_as_user))?.unwrap_or(image_user);
         let gid = id(security.run_as_group.or(shared.run_as_group))?.unwrap_or(uid);
         ensure!(
-            uid != 0 || !security.run_as_non_root.or(shared.run_as_non_root).unwrap_or(false),
+            uid != 0
+                || !security
+                    .run_as_non_root
+                    .or(shared.run_as_non_root)
+                    .unwrap_or(false),
             "container {} has runAsNonRoot and would run as root",
             container.name
         );
         let mut groups = vec![gid];
-        for group in shared.supplemental_groups.into_iter().flatten().chain(shared.fs_group) {
+        for group in shared
+            .supplemental_groups
+            .into_iter()
+            .flatten()
+            .chain(shared.fs_group)
+        {
             groups.extend(id(Some(group))?);
         }
         Ok(Spec {
             network: self.network.clone(),
-            hostname: self.pod.metadata.name.clone().unwrap_or_default().chars().take(63).collect(),
+            hostname: self
+                .pod
+                .metadata
+                .name
+                .clone()
+                .unwrap_or_default()
+                .chars()
+                .take(63)
+                .collect(),
             binds: self.binds(container)?,
             argv: self.argv(container, program, &env)?,
             env: env.into_iter().collect(),
-            directory: container.working_dir.clone().unwrap_or_else(|| "/".into()).into(),
+            directory: container
+                .working_dir
+                .clone()
+                .unwrap_or_else(|| "/".into())
+                .into(),
             uid,
             gid,
             groups,
@@ -95,8 +125,18 @@ impl Surroundings<'_> {
         })
     }
 
-    fn argv(&self, container: &Container, program: &str, env: &BTreeMap<String, String>) -> Result<Vec<String>> {
-        let expanded = |list: &Option<Vec<String>>| -> Vec<String> { list.iter().flatten().map(|text| expand(text, env)).collect() };
+    fn argv(
+        &self,
+        container: &Container,
+        program: &str,
+        env: &BTreeMap<String, String>,
+    ) -> Result<Vec<String>> {
+        let expanded = |list: &Option<Vec<String>>| -> Vec<String> {
+            list.iter()
+                .flatten()
+                .map(|text| expand(text, env))
+                .collect()
+        };
         let mut argv = expanded(&container.command);
         let own = argv.is_empty();
         if own {
@@ -113,10 +153,17 @@ impl Surroundings<'_> {
         if own {
             // There is no Kubernetes API here: these two have other sources and places.
             let more: &[&str] = match program {
-                "controller" => {
-                    &["--catalog=files:/run/sandbox/catalog", "--authenticator=jwks:/run/sandbox/jwks.json", "--ca=files:/run/authority"]
-                }
-                "injector" => &["--serving-certificate", "ephemeral", "--ca-file", "/run/sandbox/ca.pem"],
+                "controller" => &[
+                    "--catalog=files:/run/sandbox/catalog",
+                    "--authenticator=jwks:/run/sandbox/jwks.json",
+                    "--ca=files:/run/authority",
+                ],
+                "injector" => &[
+                    "--serving-certificate",
+                    "ephemeral",
+                    "--ca-file",
+                    "/run/sandbox/ca.pem",
+                ],
                 _ => &[],
             };
             argv.extend(more.iter().map(|&argument| argument.to_owned()));
@@ -125,14 +172,25 @@ impl Surroundings<'_> {
     }
 
     fn environment(&self, container: &Container) -> Result<BTreeMap<String, String>> {
-        ensure!(container.env_from.iter().flatten().next().is_none(), "container {}: the sandbox does not know envFrom", container.name);
+        ensure!(
+            container.env_from.iter().flatten().next().is_none(),
+            "container {}: the sandbox does not know envFrom",
+            container.name
+        );
         let mut env = BTreeMap::from([
-            ("PATH".to_owned(), "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin".to_owned()),
-            ("HOSTNAME".to_owned(), self.pod.metadata.name.clone().unwrap_or_default()),
+            (
+                "PATH".to_owned(),
+                "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin".to_owned(),
+            ),
+            (
+                "HOSTNAME".to_owned(),
+                self.pod.metadata.name.clone().unwrap_or_default(),
+            ),
         ]);
         for variable in container.env.iter().flatten() {
-            let value =
-                self.variable(variable, &env).with_context(|| format!("container {}, variable {}", container.name, variable.name))?;
+            let value = self.variable(variable, &env).with_context(|| {
+                format!("container {}, variable {}", container.name, variable.name)
+            })?;
             if let Some(value) = value {
                 env.insert(variable.name.clone(), value);
             }
@@ -140,14 +198,35 @@ impl Surroundings<'_> {
         Ok(env)
     }
 
-    fn variable(&self, variable: &EnvVar, env: &BTreeMap<String, String>) -> Result<Option<String>> {
+    fn variable(
+        &self,
+        variable: &EnvVar,
+        env: &BTreeMap<String, String>,
+    ) -> Result<Option<String>> {
         match (&variable.value, &variable.value_from) {
             (Some(value), _) => Ok(Some(expand(value, env))),
             (None, None) => Ok(Some(String::new())),
-            (None, Some(EnvVarSource { field_ref: Some(field), .. })) => self.field(field).map(Some),
-            (None, Some(EnvVarSource { config_map_key_ref: Some(key), .. })) => {
+            (
+                None,
+                Some(EnvVarSource {
+                    field_ref: Some(field),
+                    ..
+                }),
+            ) => self.field(field).map(Some),
+            (
+                None,
+                Some(EnvVarSource {
+                    config_map_key_ref: Some(key),
+                    ..
+                }),
+            ) => {
                 let value = (self.config)(&key.name, &key.key);
-                ensure!(value.is_some() || key.optional == Some(true), "there is no ConfigMap {} with a key {}", key.name, key.key);
+                ensure!(
+                    value.is_some() || key.optional == Some(true),
+                    "there is no ConfigMap {} with a key {}",
+                    key.name,
+                    key.key
+                );
                 Ok(value)
             }
             _ => bail!("the sandbox knows the sources fieldRef and configMapKeyRef"),
@@ -157,10 +236,17 @@ impl Surroundings<'_> {
     /// A field of the pod, as the downward API gives it.
     pub(super) fn field(&self, field: &ObjectFieldSelector) -> Result<String> {
         let metadata = &self.pod.metadata;
-        let entry =
-            |map: &Option<BTreeMap<String, String>>, key: &str| map.as_ref().and_then(|map| map.get(key)).cloned().unwrap_or_default();
+        let entry = |map: &Option<BTreeMap<String, String>>, key: &str| {
+            map.as_ref()
+                .and_then(|map| map.get(key))
+                .cloned()
+                .unwrap_or_default()
+        };
         let path = field.field_path.as_str();
-        if let Some((map, key)) = path.strip_suffix("']").and_then(|path| path.split_once("['")) {
+        if let Some((map, key)) = path
+            .strip_suffix("']")
+            .and_then(|path| path.split_once("['"))
+        {
             return match map {
                 "metadata.labels" => Ok(entry(&metadata.labels, key)),
                 "metadata.annotations" => Ok(entry(&metadata.annotations, key)),
@@ -182,10 +268,19 @@ impl Surroundings<'_> {
 
     fn binds(&self, container: &Container) -> Result<Vec<Bind>> {
         let private = self.private(container);
-        let bind = |source: PathBuf, target: PathBuf, read_only| Bind { source, target, read_only };
-        let mut binds =
-            vec![bind(self.programs.to_owned(), PROGRAMS.into(), true), bind(self.folder.join("hosts"), "/etc/hosts".into(), true)];
-        if let Some(target) = self.place(Path::new("/etc/resolv.conf"), &private).filter(|target| target.exists()) {
+        let bind = |source: PathBuf, target: PathBuf, read_only| Bind {
+            source,
+            target,
+            read_only,
+        };
+        let mut binds = vec![
+            bind(self.programs.to_owned(), PROGRAMS.into(), true),
+            bind(self.folder.join("hosts"), "/etc/hosts".into(), true),
+        ];
+        if let Some(target) = self
+            .place(Path::new("/etc/resolv.conf"), &private)
+            .filter(|target| target.exists())
+        {
             binds.push(bind(self.folder.join("resolv.conf"), target, true));
         }
         for mount in container.volume_mounts.iter().flatten() {
@@ -197,14 +292,30 @@ impl Surroundings<'_> {
             let target = self.place(Path::new(&mount.mount_path), &private).with_context(|| {
                 format!("container {}: mountPath {}: the sandbox's pods have /run, /var/run and /tmp of their own, and otherwise folders that the host has", container.name, mount.mount_path)
             })?;
-            binds.push(bind(self.folder.join("volumes").join(&mount.name), target, mount.read_only.unwrap_or(false)));
+            binds.push(bind(
+                self.folder.join("volumes").join(&mount.name),
+                target,
+                mount.read_only.unwrap_or(false),
+            ));
         }
         match program(container.image.as_deref().unwrap_or_default())? {
             "controller" => {
-                binds.push(bind(self.control.to_owned(), private.join("run/sandbox"), true));
-                binds.push(bind(self.authority.to_owned(), private.join("run/authority"), false));
+                binds.push(bind(
+                    self.control.to_owned(),
+                    private.join("run/sandbox"),
+                    true,
+                ));
+                binds.push(bind(
+                    self.authority.to_owned(),
+                    private.join("run/authority"),
+                    false,
+                ));
             }
-            "injector" => binds.push(bind(self.folder.join("injector"), private.join("run/sandbox"), false)),
+            "injector" => binds.push(bind(
+                self.folder.join("injector"),
+                private.join("run/sandbox"),
+                false,
+            )),
             _ => {}
         }
         binds.push(bind(private.join("tmp"), "/tmp".into(), false));
@@ -233,13 +344,23 @@ impl Surroundings<'_> {
 
 /// The name of a pod's service account.
 pub(super) fn service_account(pod: &Pod) -> String {
-    let name = pod.spec.as_ref().and_then(|spec| spec.service_account_name.clone());
-    name.filter(|name| !name.is_empty()).unwrap_or_else(|| "default".into())
+    let name = pod
+        .spec
+        .as_ref()
+        .and_then(|spec| spec.service_account_name.clone());
+    name.filter(|name| !name.is_empty())
+        .unwrap_or_else(|| "default".into())
 }
 
 /// The program that stands for an image: NAME for `diy-sm-NAME`, whatever its registry, tag and digest.
 pub(super) fn program(image: &str) -> Result<&str> {
-    let name = image.split('@').next().unwrap_or_default().rsplit('/').next().unwrap_or_default();
+    let name = image
+        .split('@')
+        .next()
+        .unwrap_or_default()
+        .rsplit('/')
+        .next()
+        .unwrap_or_default();
     let name = name.split(':').next().unwrap_or_default();
     name.strip_prefix("diy-sm-").filter(|program| !program.is_empty()).with_context(|| {
         format!(
@@ -249,15 +370,28 @@ pub(super) fn program(image: &str) -> Result<&str> {
 }
 
 fn id(value: Option<i64>) -> Result<Option<u32>> {
-    value.map(|value| u32::try_from(value).with_context(|| format!("{value} is no user or group id"))).transpose()
+    value
+        .map(|value| {
+            u32::try_from(value).with_context(|| format!("{value} is no user or group id"))
+        })
+        .transpose()
 }
 
 fn capabilities(container: &Container) -> Vec<String> {
-    let asked = container.security_context.as_ref().and_then(|context| context.capabilities.clone()).unwrap_or_default();
-    let (add, drop) = (asked.add.unwrap_or_default(), asked.drop.unwrap_or_default());
+    let asked = container
+        .security_context
+        .as_ref()
+        .and_then(|context| context.capabilities.clone())
+        .unwrap_or_default();
+    let (add, drop) = (
+        asked.add.unwrap_or_default(),
+        asked.drop.unwrap_or_default(),
+    );
     let all = drop.iter().any(|name| name == "ALL");
-    let kept =
-        DEFAULT_CAPABILITIES.iter().filter(|&&name| !all && !drop.iter().any(|dropped| dropped == name)).map(|&name| name.to_owned());
+    let kept = DEFAULT_CAPABILITIES
+        .iter()
+        .filter(|&&name| !all && !drop.iter().any(|dropped| dropped == name))
+        .map(|&name| name.to_owned());
     kept.chain(add.iter().cloned()).collect()
 }
 
@@ -271,7 +405,10 @@ fn expand(text: &str, env: &BTreeMap<String, String>) -> String {
         if let Some(after) = after.strip_prefix('$') {
             out.push('$');
             rest = after;
-        } else if let Some((name, after)) = after.strip_prefix('(').and_then(|after| after.split_once(')')) {
+        } else if let Some((name, after)) = after
+            .strip_prefix('(')
+            .and_then(|after| after.split_once(')'))
+        {
             match env.get(name) {
                 Some(value) => out.push_str(value),
                 None => out.push_str(&format!("$({name})")),
@@ -287,14 +424,15 @@ fn expand(text: &str, env: &BTreeMap<String, String>) -> String {
 
 /// The path without `.` and `..`.
 fn normal(path: &Path) -> PathBuf {
-    path.components().fold(PathBuf::new(), |mut out, component| {
-        match component {
-            Component::ParentDir => drop(out.pop()),
-            Component::CurDir => {}
-            other => out.push(other),
-        }
-        out
-    })
+    path.components()
+        .fold(PathBuf::new(), |mut out, component| {
+            match component {
+                Component::ParentDir => drop(out.pop()),
+                Component::CurDir => {}
+                other => out.push(other),
+            }
+            out
+        })
 }
 
 #[cfg(test)]
@@ -326,14 +464,28 @@ mod tests {
     #[test]
     fn images_name_programs() {
         assert_eq!(program("diy-sm-http-server:dev").unwrap(), "http-server");
-        assert_eq!(program("registry.example:5000/team/diy-sm-proxy@sha256:00").unwrap(), "proxy");
-        assert!(program("nginx:latest").unwrap_err().to_string().contains("nginx"));
+        assert_eq!(
+            program("registry.example:5000/team/diy-sm-proxy@sha256:00").unwrap(),
+            "proxy"
+        );
+        assert!(
+            program("nginx:latest")
+                .unwrap_err()
+                .to_string()
+                .contains("nginx")
+        );
     }
 
     #[test]
     fn a_program_that_is_not_built_is_named() {
-        let error = process("{metadata: {name: p}, spec: {containers: [{name: c, image: diy-sm-proxy}]}}").unwrap_err().to_string();
-        assert!(error.contains("no program proxy in /nowhere") && error.contains("cargo build"), "{error}");
+        let error =
+            process("{metadata: {name: p}, spec: {containers: [{name: c, image: diy-sm-proxy}]}}")
+                .unwrap_err()
+                .to_string();
+        assert!(
+            error.contains("no program proxy in /nowhere") && error.contains("cargo build"),
+            "{error}"
+        );
     }
 
     #[test]
@@ -346,7 +498,12 @@ mod tests {
         .unwrap();
         let env: BTreeMap<_, _> = spec.env.into_iter().collect();
         assert_eq!(
-            (env["B"].as_str(), env["IP"].as_str(), env["APP"].as_str(), env["COLOR"].as_str()),
+            (
+                env["B"].as_str(),
+                env["IP"].as_str(),
+                env["APP"].as_str(),
+                env["COLOR"].as_str()
+            ),
             ("1$(A)$(Z)", "10.0.0.7", "shop", "red")
         );
         assert_eq!(spec.argv, ["x", "--b=1$(A)$(Z)"]);
@@ -357,11 +514,16 @@ mod tests {
         let spec =
             with("securityContext: {runAsUser: 1337, allowPrivilegeEscalation: false, capabilities: {drop: [ALL], add: [NET_ADMIN]}}")
                 .unwrap();
-        assert_eq!((spec.uid, spec.gid, spec.no_new_privileges), (1337, 1337, true));
+        assert_eq!(
+            (spec.uid, spec.gid, spec.no_new_privileges),
+            (1337, 1337, true)
+        );
         assert_eq!(spec.capabilities, ["NET_ADMIN"]);
         let spec = with("securityContext: {}").unwrap();
         assert_eq!((spec.uid, spec.capabilities.len()), (IMAGE_USER, 14));
-        let error = with("securityContext: {runAsUser: 0, runAsNonRoot: true}").unwrap_err().to_string();
+        let error = with("securityContext: {runAsUser: 0, runAsNonRoot: true}")
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("runAsNonRoot"), "{error}");
     }
 
@@ -369,11 +531,29 @@ mod tests {
     fn volumes_are_shown_in_private_trees_and_nowhere_that_does_not_exist() {
         let spec =
             with("volumeMounts: [{name: token, mountPath: /var/run/secrets/diy-service-mesh}, {name: scratch, mountPath: /tmp}]").unwrap();
-        let target = |name: &str| spec.binds.iter().find(|bind| bind.source.ends_with(name)).unwrap().target.clone();
-        assert_eq!(target("volumes/token"), Path::new("/run/mesh/pods/u/containers/c/run/secrets/diy-service-mesh"));
-        assert_eq!(target("volumes/scratch"), Path::new("/run/mesh/pods/u/containers/c/tmp"));
+        let target = |name: &str| {
+            spec.binds
+                .iter()
+                .find(|bind| bind.source.ends_with(name))
+                .unwrap()
+                .target
+                .clone()
+        };
+        assert_eq!(
+            target("volumes/token"),
+            Path::new("/run/mesh/pods/u/containers/c/run/secrets/diy-service-mesh")
+        );
+        assert_eq!(
+            target("volumes/scratch"),
+            Path::new("/run/mesh/pods/u/containers/c/tmp")
+        );
         assert_eq!(spec.binds.last().unwrap().target, Path::new("/run"));
-        let error = with("volumeMounts: [{name: data, mountPath: /no-such-folder}]").unwrap_err().to_string();
-        assert!(error.contains("/no-such-folder") && error.contains("/tmp"), "{error}");
+        let error = with("volumeMounts: [{name: data, mountPath: /no-such-folder}]")
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("/no-such-folder") && error.contains("/tmp"),
+            "{error}"
+        );
     }
 }

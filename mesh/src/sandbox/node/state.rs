@@ -76,29 +76,60 @@ struct Rules {
 
 impl State {
     /// The state of a node without pods. Shows at once whether the kernel takes the rules.
-    pub(super) fn new(node: Arc<Node>, events: mpsc::UnboundedSender<Event>, hooks: watch::Sender<Vec<Hook>>) -> Result<Self> {
-        let first = Rules { v4: services::rules(&[], &[], false), v6: node.network.ipv6.then(|| services::rules(&[], &[], true)) };
+    pub(super) fn new(
+        node: Arc<Node>,
+        events: mpsc::UnboundedSender<Event>,
+        hooks: watch::Sender<Vec<Hook>>,
+    ) -> Result<Self> {
+        let first = Rules {
+            v4: services::rules(&[], &[], false),
+            v6: node.network.ipv6.then(|| services::rules(&[], &[], true)),
+        };
         first.load()?;
         let rules = watch::Sender::new(first);
         tokio::spawn(keep_rules(rules.subscribe(), events.clone()));
         let catalog = Catalog::new(std::path::Path::new(FOLDER).join("control/catalog"));
-        Ok(Self { node, events, hooks, rules, catalog, pods: BTreeMap::new(), ending: None })
+        Ok(Self {
+            node,
+            events,
+            hooks,
+            rules,
+            catalog,
+            pods: BTreeMap::new(),
+            ending: None,
+        })
     }
 
     /// Creates or replaces objects; one report of all problems.
     pub(super) fn apply(&mut self, values: Vec<Value>) -> Result<()> {
-        let mut objects = self.node.objects.lock().expect("nobody panics while holding it");
+        let mut objects = self
+            .node
+            .objects
+            .lock()
+            .expect("nobody panics while holding it");
         let ipv6 = self.node.network.ipv6;
-        let problems: Vec<String> =
-            values.into_iter().filter_map(|value| objects.apply(value, ipv6).err()).map(|error| format!("{error:#}")).collect();
+        let problems: Vec<String> = values
+            .into_iter()
+            .filter_map(|value| objects.apply(value, ipv6).err())
+            .map(|error| format!("{error:#}"))
+            .collect();
         ensure!(problems.is_empty(), "{}", problems.join("\n"));
         Ok(())
     }
 
     /// Deletes an object; a pod also where a workload owns it, which then makes another.
     pub(super) fn delete(&mut self, kind: &str, key: Key) -> Result<()> {
-        let uid = self.pods.iter().find(|(_, record)| kind == "Pod" && record.key() == key).map(|(uid, _)| uid.clone());
-        let gone = self.node.objects.lock().expect("nobody panics while holding it").delete(kind, &key);
+        let uid = self
+            .pods
+            .iter()
+            .find(|(_, record)| kind == "Pod" && record.key() == key)
+            .map(|(uid, _)| uid.clone());
+        let gone = self
+            .node
+            .objects
+            .lock()
+            .expect("nobody panics while holding it")
+            .delete(kind, &key);
         match uid {
             Some(uid) => self.stop(&uid),
             None => return gone,
@@ -107,21 +138,33 @@ impl State {
     }
 
     pub(super) fn scale(&mut self, key: &Key, replicas: i32) -> Result<()> {
-        self.node.objects.lock().expect("nobody panics while holding it").scale(key, replicas)
+        self.node
+            .objects
+            .lock()
+            .expect("nobody panics while holding it")
+            .scale(key, replicas)
     }
 
     /// A program to run in a pod.
     pub(super) fn exec(&self, key: &Key, container: &str, argv: Vec<String>) -> Result<Program> {
         let found = self.pods.iter().find(|(_, record)| record.key() == *key);
-        let (uid, record) = found.with_context(|| format!("there is no pod {}/{}", key.0, key.1))?;
+        let (uid, record) =
+            found.with_context(|| format!("there is no pod {}/{}", key.0, key.1))?;
         let folder = self.node.pod_folder(uid).join("containers").join(container);
-        Program::new(&folder, argv, record.alive.subscribe()).with_context(|| format!("pod {}/{}, container {container}", key.0, key.1))
+        Program::new(&folder, argv, record.alive.subscribe())
+            .with_context(|| format!("pod {}/{}, container {container}", key.0, key.1))
     }
 
     /// Ends all pods; `request` is answered when that is done.
     pub(super) fn shut_down(&mut self, request: u64, grace: Duration) {
-        let order = Stop { deadline: Instant::now() + grace, pre_stop: false };
-        let ending = self.ending.get_or_insert(Ending { requests: Vec::new(), order });
+        let order = Stop {
+            deadline: Instant::now() + grace,
+            pre_stop: false,
+        };
+        let ending = self.ending.get_or_insert(Ending {
+            requests: Vec::new(),
+            order,
+        });
         ending.requests.push(request);
         ending.order.deadline = ending.order.deadline.min(order.deadline);
     }
@@ -133,7 +176,10 @@ impl State {
 
     /// The requests that wait for the end.
     pub(super) fn waiting_for_the_end(&self) -> Vec<u64> {
-        self.ending.iter().flat_map(|ending| ending.requests.clone()).collect()
+        self.ending
+            .iter()
+            .flat_map(|ending| ending.requests.clone())
+            .collect()
     }
 
     /// Takes note of what has happened; what the outer half should hear of it.
@@ -143,20 +189,32 @@ impl State {
             Event::Pod { uid, pod, view } => {
                 let record = self.pods.get_mut(&uid)?;
                 let deleted = record.pod.metadata.deletion_timestamp.take();
-                record.view = PodView { terminating: deleted.is_some(), ..view };
+                record.view = PodView {
+                    terminating: deleted.is_some(),
+                    ..view
+                };
                 record.pod = *pod;
                 record.pod.metadata.deletion_timestamp = deleted;
                 Some(Message::Pod(record.view.clone()))
             }
             Event::View { uid, view } => {
                 let record = self.pods.get_mut(&uid)?;
-                record.view = PodView { terminating: record.view.terminating, ..view };
+                record.view = PodView {
+                    terminating: record.view.terminating,
+                    ..view
+                };
                 Some(Message::Pod(record.view.clone()))
             }
-            Event::Touched { uid } => self.pods.get(&uid).map(|record| Message::Pod(record.view.clone())),
+            Event::Touched { uid } => self
+                .pods
+                .get(&uid)
+                .map(|record| Message::Pod(record.view.clone())),
             Event::Ended { uid } => {
                 let record = self.pods.remove(&uid)?;
-                Some(Message::PodGone { namespace: record.view.namespace, name: record.view.name })
+                Some(Message::PodGone {
+                    namespace: record.view.namespace,
+                    name: record.view.name,
+                })
             }
         }
     }
@@ -177,17 +235,39 @@ impl State {
         let services: Vec<&Service> = objects.services.values().collect();
         let rules = Rules {
             v4: services::rules(&services, &slices, false),
-            v6: node.network.ipv6.then(|| services::rules(&services, &slices, true)),
+            v6: node
+                .network
+                .ipv6
+                .then(|| services::rules(&services, &slices, true)),
         };
-        self.rules.send_if_modified(|current| std::mem::replace(current, rules.clone()) != rules);
-        let namespaces: BTreeSet<&String> = self.pods.values().map(|record| &record.view.namespace).collect();
-        let hosts = namespaces.into_iter().map(|namespace| (namespace.clone(), services::hosts(&services, &slices, namespace))).collect();
-        node.hosts.update(hosts).context("cannot write a hosts file")?;
+        self.rules
+            .send_if_modified(|current| std::mem::replace(current, rules.clone()) != rules);
+        let namespaces: BTreeSet<&String> = self
+            .pods
+            .values()
+            .map(|record| &record.view.namespace)
+            .collect();
+        let hosts = namespaces
+            .into_iter()
+            .map(|namespace| {
+                (
+                    namespace.clone(),
+                    services::hosts(&services, &slices, namespace),
+                )
+            })
+            .collect();
+        node.hosts
+            .update(hosts)
+            .context("cannot write a hosts file")?;
         Ok(())
     }
 
     fn publish_hooks(&self) {
-        let objects = self.node.objects.lock().expect("nobody panics while holding it");
+        let objects = self
+            .node
+            .objects
+            .lock()
+            .expect("nobody panics while holding it");
         let ca_file = |uid: &str| self.node.pod_folder(uid).join("injector/ca.pem");
         let hooks = admission::hooks(&objects, &self.slices(&objects), &ca_file);
         self.hooks.send_if_modified(|current| {
@@ -198,9 +278,20 @@ impl State {
     }
 
     fn run_workloads(&mut self) {
-        let workloads = self.node.objects.lock().expect("nobody panics while holding it").workloads.clone();
+        let workloads = self
+            .node
+            .objects
+            .lock()
+            .expect("nobody panics while holding it")
+            .workloads
+            .clone();
         for (owner, workload) in &workloads {
-            let owned: Vec<Owned> = self.pods.values().filter(|record| record.owner == *owner).map(Record::owned).collect();
+            let owned: Vec<Owned> = self
+                .pods
+                .values()
+                .filter(|record| record.owner == *owner)
+                .map(Record::owned)
+                .collect();
             let plan = workload.plan(&owned);
             for _ in 0..plan.create {
                 self.start(workload, owner);
@@ -209,7 +300,11 @@ impl State {
                 self.stop_named(owner, &name);
             }
         }
-        let orphans = self.pods.iter().filter(|(_, record)| !workloads.contains_key(&record.owner)).map(|(uid, _)| uid.clone());
+        let orphans = self
+            .pods
+            .iter()
+            .filter(|(_, record)| !workloads.contains_key(&record.owner))
+            .map(|(uid, _)| uid.clone());
         for uid in orphans.collect::<Vec<_>>() {
             self.stop(&uid);
         }
@@ -226,7 +321,12 @@ impl State {
             phase: "Pending".into(),
             ..PodView::default()
         };
-        let namespace_labels = self.node.objects.lock().expect("nobody panics while holding it").namespace_labels(&view.namespace);
+        let namespace_labels = self
+            .node
+            .objects
+            .lock()
+            .expect("nobody panics while holding it")
+            .namespace_labels(&view.namespace);
         let (stop, order) = watch::channel(None);
         let task = PodTask {
             node: self.node.clone(),
@@ -238,12 +338,22 @@ impl State {
         };
         tokio::spawn(task.run());
         let _ = self.events.send(Event::Touched { uid: uid.clone() });
-        let record = Record { owner: owner.clone(), hash: workload.hash().to_owned(), pod, view, stop, alive: watch::Sender::new(()) };
+        let record = Record {
+            owner: owner.clone(),
+            hash: workload.hash().to_owned(),
+            pod,
+            view,
+            stop,
+            alive: watch::Sender::new(()),
+        };
         self.pods.insert(uid, record);
     }
 
     fn stop_named(&mut self, owner: &(Kind, Key), name: &str) {
-        let found = self.pods.iter().find(|(_, record)| record.owner == *owner && record.view.name == name);
+        let found = self
+            .pods
+            .iter()
+            .find(|(_, record)| record.owner == *owner && record.view.name == name);
         if let Some(uid) = found.map(|(uid, _)| uid.clone()) {
             self.stop(&uid);
         }
@@ -251,18 +361,41 @@ impl State {
 
     /// Tells a pod to end, as deleting it does.
     fn stop(&mut self, uid: &str) {
-        let Some(record) = self.pods.get_mut(uid).filter(|record| !record.view.terminating) else { return };
-        let grace = record.pod.spec.as_ref().and_then(|spec| spec.termination_grace_period_seconds);
-        let grace = Duration::from_secs(grace.and_then(|seconds| seconds.try_into().ok()).unwrap_or(30));
-        record.order(Stop { deadline: Instant::now() + grace, pre_stop: true });
-        let _ = self.events.send(Event::Touched { uid: uid.to_owned() });
+        let Some(record) = self
+            .pods
+            .get_mut(uid)
+            .filter(|record| !record.view.terminating)
+        else {
+            return;
+        };
+        let grace = record
+            .pod
+            .spec
+            .as_ref()
+            .and_then(|spec| spec.termination_grace_period_seconds);
+        let grace = Duration::from_secs(
+            grace
+                .and_then(|seconds| seconds.try_into().ok())
+                .unwrap_or(30),
+        );
+        record.order(Stop {
+            deadline: Instant::now() + grace,
+            pre_stop: true,
+        });
+        let _ = self.events.send(Event::Touched {
+            uid: uid.to_owned(),
+        });
     }
 
     /// Ends what uses the mesh first, then the mesh: nobody misses it in its last second.
     fn end_pods(&mut self) {
         let Some(ending) = &self.ending else { return };
         let users_left = self.pods.values().any(|record| !record.is_of_the_mesh());
-        for record in self.pods.values_mut().filter(|record| !users_left || !record.is_of_the_mesh()) {
+        for record in self
+            .pods
+            .values_mut()
+            .filter(|record| !users_left || !record.is_of_the_mesh())
+        {
             let known = *record.stop.borrow();
             if known.is_none_or(|order| order.pre_stop || order.deadline > ending.order.deadline) {
                 record.order(ending.order);
@@ -273,8 +406,12 @@ impl State {
     fn slices(&self, objects: &Objects) -> Vec<EndpointSlice> {
         let mut slices: Vec<EndpointSlice> = objects.slices.values().cloned().collect();
         for ((namespace, _), service) in &objects.services {
-            let pods: Vec<&Pod> =
-                self.pods.values().filter(|record| record.view.namespace == *namespace).map(|record| &record.pod).collect();
+            let pods: Vec<&Pod> = self
+                .pods
+                .values()
+                .filter(|record| record.view.namespace == *namespace)
+                .map(|record| &record.pod)
+                .collect();
             slices.extend(endpoints::slices(service, &pods));
         }
         slices
@@ -286,12 +423,22 @@ impl State {
             contents.add(Some(namespace), Some(name), service)?;
         }
         for slice in slices {
-            contents.add(slice.metadata.namespace.as_ref(), slice.metadata.name.as_ref(), slice)?;
+            contents.add(
+                slice.metadata.namespace.as_ref(),
+                slice.metadata.name.as_ref(),
+                slice,
+            )?;
         }
         for record in self.pods.values().filter(|record| record.view.ip.is_some()) {
-            contents.add(record.pod.metadata.namespace.as_ref(), record.pod.metadata.name.as_ref(), &record.pod)?;
+            contents.add(
+                record.pod.metadata.namespace.as_ref(),
+                record.pod.metadata.name.as_ref(),
+                &record.pod,
+            )?;
         }
-        self.catalog.write(contents).context("cannot write the catalog")
+        self.catalog
+            .write(contents)
+            .context("cannot write the catalog")
     }
 }
 
@@ -319,7 +466,9 @@ impl Record {
 
     fn is_of_the_mesh(&self) -> bool {
         let containers = self.pod.spec.iter().flat_map(|spec| &spec.containers);
-        let mut programs = containers.filter_map(|container| spec::program(container.image.as_deref().unwrap_or_default()).ok());
+        let mut programs = containers.filter_map(|container| {
+            spec::program(container.image.as_deref().unwrap_or_default()).ok()
+        });
         programs.any(|program| program == "controller" || program == "injector")
     }
 }
@@ -327,12 +476,16 @@ impl Record {
 impl Rules {
     fn load(&self) -> Result<()> {
         feed("iptables-restore", &["-w"], &self.v4)?;
-        self.v6.as_ref().map_or(Ok(()), |text| feed("ip6tables-restore", &["-w"], text))
+        self.v6
+            .as_ref()
+            .map_or(Ok(()), |text| feed("ip6tables-restore", &["-w"], text))
     }
 }
 
 fn now() -> Time {
-    let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let seconds = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |since| since.as_secs());
     Time(Timestamp::from_second(seconds.try_into().unwrap_or(i64::MAX)).unwrap_or(Timestamp::MAX))
 }
 
@@ -341,7 +494,9 @@ async fn keep_rules(mut rules: watch::Receiver<Rules>, events: mpsc::UnboundedSe
     while rules.changed().await.is_ok() {
         let latest = rules.borrow_and_update().clone();
         if let Ok(Err(error)) = tokio::task::spawn_blocking(move || latest.load()).await {
-            let _ = events.send(Event::Notice(format!("the rules of the Services could not be loaded: {error:#}")));
+            let _ = events.send(Event::Notice(format!(
+                "the rules of the Services could not be loaded: {error:#}"
+            )));
         }
     }
 }

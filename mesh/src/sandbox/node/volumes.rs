@@ -9,7 +9,9 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use k8s_openapi::api::core::v1::{ConfigMap, ConfigMapProjection, Container, Volume, VolumeProjection};
+use k8s_openapi::api::core::v1::{
+    ConfigMap, ConfigMapProjection, Container, Volume, VolumeProjection,
+};
 
 use super::{
     issuer::{Bearer, Issuer},
@@ -44,15 +46,28 @@ pub(super) struct Sources<'a> {
 /// Makes all of a pod's files; what is given back is to be kept up to date.
 pub(super) fn prepare(surroundings: &Surroundings<'_>, sources: &Sources<'_>) -> Result<Live> {
     let folder = surroundings.folder;
-    let spec = surroundings.pod.spec.as_ref().context("the pod has no spec")?;
-    fs::write(folder.join("resolv.conf"), "# The sandbox has no name servers: see /etc/hosts.\n")?;
+    let spec = surroundings
+        .pod
+        .spec
+        .as_ref()
+        .context("the pod has no spec")?;
+    fs::write(
+        folder.join("resolv.conf"),
+        "# The sandbox has no name servers: see /etc/hosts.\n",
+    )?;
     let mut live = Live::default();
     for volume in spec.volumes.iter().flatten() {
         let target = folder.join("volumes").join(&volume.name);
         fs::create_dir_all(&target)?;
-        fill(volume, &target, surroundings, sources, &mut live).with_context(|| format!("volume {}", volume.name))?;
+        fill(volume, &target, surroundings, sources, &mut live)
+            .with_context(|| format!("volume {}", volume.name))?;
     }
-    for container in spec.init_containers.iter().flatten().chain(&spec.containers) {
+    for container in spec
+        .init_containers
+        .iter()
+        .flatten()
+        .chain(&spec.containers)
+    {
         private_trees(container, surroundings)?;
     }
     Ok(live)
@@ -66,7 +81,10 @@ fn private_trees(container: &Container, surroundings: &Surroundings<'_>) -> Resu
         fs::set_permissions(private.join(name), fs::Permissions::from_mode(mode))?;
     }
     // Where an injector writes its certificate authority, its own, and the controllers theirs, a common one: each as its user.
-    for authority in [&surroundings.folder.join("injector"), surroundings.authority] {
+    for authority in [
+        &surroundings.folder.join("injector"),
+        surroundings.authority,
+    ] {
         if process.binds.iter().any(|bind| bind.source == *authority) {
             fs::create_dir_all(authority)?;
             fs::set_permissions(authority, fs::Permissions::from_mode(0o700))?;
@@ -74,11 +92,18 @@ fn private_trees(container: &Container, surroundings: &Surroundings<'_>) -> Resu
         }
     }
     // The places to mount on: a folder for a folder, a file for a file.
-    if let Some(resolv) = surroundings.place(Path::new("/etc/resolv.conf"), &private).filter(|path| path.starts_with(&private)) {
+    if let Some(resolv) = surroundings
+        .place(Path::new("/etc/resolv.conf"), &private)
+        .filter(|path| path.starts_with(&private))
+    {
         fs::create_dir_all(resolv.parent().unwrap_or(&private))?;
         fs::write(resolv, "")?;
     }
-    for bind in process.binds.iter().filter(|bind| bind.target.starts_with(&private)) {
+    for bind in process
+        .binds
+        .iter()
+        .filter(|bind| bind.target.starts_with(&private))
+    {
         if bind.source.is_dir() {
             fs::create_dir_all(&bind.target)?;
         }
@@ -86,11 +111,21 @@ fn private_trees(container: &Container, surroundings: &Surroundings<'_>) -> Resu
     Ok(())
 }
 
-fn fill(volume: &Volume, target: &Path, surroundings: &Surroundings<'_>, sources: &Sources<'_>, live: &mut Live) -> Result<()> {
+fn fill(
+    volume: &Volume,
+    target: &Path,
+    surroundings: &Surroundings<'_>,
+    sources: &Sources<'_>,
+    live: &mut Live,
+) -> Result<()> {
     if volume.empty_dir.is_some() {
         fs::set_permissions(target, fs::Permissions::from_mode(0o777))?;
     } else if let Some(map) = &volume.config_map {
-        let projection = ConfigMapProjection { items: map.items.clone(), name: map.name.clone(), optional: map.optional };
+        let projection = ConfigMapProjection {
+            items: map.items.clone(),
+            name: map.name.clone(),
+            optional: map.optional,
+        };
         write_config_map(&projection, target, sources, live)?;
     } else if let Some(projected) = &volume.projected {
         for source in projected.sources.iter().flatten() {
@@ -110,17 +145,33 @@ fn project(
     live: &mut Live,
 ) -> Result<()> {
     if let Some(token) = &source.service_account_token {
-        let seconds = token.expiration_seconds.and_then(|seconds| u64::try_from(seconds).ok()).unwrap_or(3600);
-        let audience = token.audience.clone().unwrap_or_else(|| "https://kubernetes.default.svc.cluster.local".into());
-        let token = ProjectedToken { file: inside(target, &token.path)?, audience, lifetime: Duration::from_secs(seconds) };
+        let seconds = token
+            .expiration_seconds
+            .and_then(|seconds| u64::try_from(seconds).ok())
+            .unwrap_or(3600);
+        let audience = token
+            .audience
+            .clone()
+            .unwrap_or_else(|| "https://kubernetes.default.svc.cluster.local".into());
+        let token = ProjectedToken {
+            file: inside(target, &token.path)?,
+            audience,
+            lifetime: Duration::from_secs(seconds),
+        };
         token.renew(sources.issuer, sources.bearer)?;
         live.tokens.push(token);
     } else if let Some(map) = &source.config_map {
         write_config_map(map, target, sources, live)?;
     } else if let Some(fields) = &source.downward_api {
         for item in fields.items.iter().flatten() {
-            let field = item.field_ref.as_ref().context("the sandbox's downward API has fieldRef only")?;
-            write(&inside(target, &item.path)?, surroundings.field(field)?.as_bytes())?;
+            let field = item
+                .field_ref
+                .as_ref()
+                .context("the sandbox's downward API has fieldRef only")?;
+            write(
+                &inside(target, &item.path)?,
+                surroundings.field(field)?.as_bytes(),
+            )?;
         }
     } else {
         bail!("the sandbox projects serviceAccountToken, configMap and downwardAPI");
@@ -128,7 +179,12 @@ fn project(
     Ok(())
 }
 
-fn write_config_map(map: &ConfigMapProjection, target: &Path, sources: &Sources<'_>, live: &mut Live) -> Result<()> {
+fn write_config_map(
+    map: &ConfigMapProjection,
+    target: &Path,
+    sources: &Sources<'_>,
+    live: &mut Live,
+) -> Result<()> {
     let Some(object) = (sources.config_map)(&map.name) else {
         if map.optional == Some(true) {
             return Ok(());
@@ -141,7 +197,9 @@ fn write_config_map(map: &ConfigMapProjection, target: &Path, sources: &Sources<
         Some(items) => items.iter().map(|item| (&item.key, &item.path)).collect(),
     };
     for (key, path) in files {
-        let text = data.get(key).with_context(|| format!("ConfigMap {} has no key {key}", map.name))?;
+        let text = data
+            .get(key)
+            .with_context(|| format!("ConfigMap {} has no key {key}", map.name))?;
         let file = inside(target, path)?;
         write(&file, text.as_bytes())?;
         if map.name == roots::CONFIG_MAP {
@@ -159,7 +217,12 @@ pub(super) fn write_roots(file: &Path, roots: &str) -> io::Result<()> {
 impl ProjectedToken {
     /// Writes a new token over the old one.
     pub(super) fn renew(&self, issuer: &Issuer, bearer: &Bearer) -> Result<()> {
-        Ok(write(&self.file, issuer.token(bearer, &self.audience, self.lifetime)?.as_bytes())?)
+        Ok(write(
+            &self.file,
+            issuer
+                .token(bearer, &self.audience, self.lifetime)?
+                .as_bytes(),
+        )?)
     }
 
     /// When to do it, as kubelets do: at four fifths of its life.
@@ -189,14 +252,21 @@ mod tests {
 
     #[test]
     fn paths_stay_in_their_volume() {
-        assert_eq!(inside(Path::new("/v"), "a/token").unwrap(), Path::new("/v/a/token"));
+        assert_eq!(
+            inside(Path::new("/v"), "a/token").unwrap(),
+            Path::new("/v/a/token")
+        );
         assert!(inside(Path::new("/v"), "../x").is_err());
         assert!(inside(Path::new("/v"), "/etc/passwd").is_err());
     }
 
     #[test]
     fn tokens_are_replaced_in_good_time() {
-        let token = ProjectedToken { file: "/x".into(), audience: String::new(), lifetime: Duration::from_secs(3600) };
+        let token = ProjectedToken {
+            file: "/x".into(),
+            audience: String::new(),
+            lifetime: Duration::from_secs(3600),
+        };
         assert_eq!(token.renew_after(), Duration::from_secs(2880));
     }
 }

@@ -74,35 +74,70 @@ impl Workload {
         let (surge, unavailable) = if strategy.type_.as_deref() == Some("Recreate") {
             (0, replicas)
         } else {
-            (share(rolling.max_surge.as_ref(), replicas, true), share(rolling.max_unavailable.as_ref(), replicas, false))
+            (
+                share(rolling.max_surge.as_ref(), replicas, true),
+                share(rolling.max_unavailable.as_ref(), replicas, false),
+            )
         };
         // Both zero would never get anywhere; the API server refuses it where it is written so.
-        let unavailable = if surge == 0 { unavailable.max(1) } else { unavailable };
-        Ok(Self { surge, unavailable, ..Self::new(Kind::Deployment, key, replicas, spec.template) })
+        let unavailable = if surge == 0 {
+            unavailable.max(1)
+        } else {
+            unavailable
+        };
+        Ok(Self {
+            surge,
+            unavailable,
+            ..Self::new(Kind::Deployment, key, replicas, spec.template)
+        })
     }
 
     pub(super) fn daemon_set(set: DaemonSet, key: &Key) -> Result<Self> {
-        Ok(Self::new(Kind::DaemonSet, key, 1, set.spec.context("no spec")?.template))
+        Ok(Self::new(
+            Kind::DaemonSet,
+            key,
+            1,
+            set.spec.context("no spec")?.template,
+        ))
     }
 
     pub(super) fn job(job: Job, key: &Key) -> Result<Self> {
         let spec = job.spec.context("no spec")?;
         let completions = count(spec.completions, 1);
         let backoff_limit = count(spec.backoff_limit, 6);
-        Ok(Self { completions, backoff_limit, ..Self::new(Kind::Job, key, count(spec.parallelism, 1), spec.template) })
+        Ok(Self {
+            completions,
+            backoff_limit,
+            ..Self::new(Kind::Job, key, count(spec.parallelism, 1), spec.template)
+        })
     }
 
     pub(super) fn pod(pod: Pod, key: &Key) -> Result<Self> {
-        let template = PodTemplateSpec { metadata: Some(pod.metadata), spec: Some(pod.spec.context("no spec")?) };
+        let template = PodTemplateSpec {
+            metadata: Some(pod.metadata),
+            spec: Some(pod.spec.context("no spec")?),
+        };
         Ok(Self::new(Kind::Pod, key, 1, template))
     }
 
     fn new(kind: Kind, key: &Key, replicas: usize, template: PodTemplateSpec) -> Self {
         let mut hasher = DefaultHasher::new();
         // Maps of these types are sorted: equal templates have equal texts.
-        serde_json::to_string(&template).unwrap_or_default().hash(&mut hasher);
+        serde_json::to_string(&template)
+            .unwrap_or_default()
+            .hash(&mut hasher);
         let hash = readable(hasher.finish(), 10);
-        Self { kind, key: key.clone(), replicas, surge: 0, unavailable: 1, backoff_limit: 0, completions: 0, template, hash }
+        Self {
+            kind,
+            key: key.clone(),
+            replicas,
+            surge: 0,
+            unavailable: 1,
+            backoff_limit: 0,
+            completions: 0,
+            template,
+            hash,
+        }
     }
 
     /// A new pod, with a new name and uid.
@@ -149,9 +184,14 @@ impl Workload {
         let mut spec = self.template.spec.clone();
         if let Some(spec) = &mut spec {
             // As an API server does, before any webhook sees the pod.
-            spec.service_account_name.get_or_insert_with(|| "default".into());
+            spec.service_account_name
+                .get_or_insert_with(|| "default".into());
         }
-        Pod { metadata, spec, status: None }
+        Pod {
+            metadata,
+            spec,
+            status: None,
+        }
     }
 
     /// The hash of the template that new pods are made from.
@@ -165,8 +205,15 @@ impl Workload {
             Kind::Job => self.plan_job(pods),
             Kind::Pod => {
                 let there = pods.iter().any(|pod| pod.hash == self.hash);
-                let delete = pods.iter().filter(|pod| pod.hash != self.hash && !pod.terminating).map(|pod| pod.name.clone()).collect();
-                Plan { create: usize::from(!there && pods.is_empty()), delete }
+                let delete = pods
+                    .iter()
+                    .filter(|pod| pod.hash != self.hash && !pod.terminating)
+                    .map(|pod| pod.name.clone())
+                    .collect();
+                Plan {
+                    create: usize::from(!there && pods.is_empty()),
+                    delete,
+                }
             }
             Kind::Deployment | Kind::DaemonSet => self.plan_rollout(pods),
         }
@@ -176,13 +223,22 @@ impl Workload {
         let succeeded = pods.iter().filter(|pod| pod.succeeded).count();
         let failed = pods.iter().filter(|pod| pod.failed).count();
         let active = pods.len() - succeeded - failed;
-        let wanted = if failed > self.backoff_limit { 0 } else { self.replicas.min(self.completions.saturating_sub(succeeded)) };
-        Plan { create: wanted.saturating_sub(active), delete: Vec::new() }
+        let wanted = if failed > self.backoff_limit {
+            0
+        } else {
+            self.replicas
+                .min(self.completions.saturating_sub(succeeded))
+        };
+        Plan {
+            create: wanted.saturating_sub(active),
+            delete: Vec::new(),
+        }
     }
 
     fn plan_rollout(&self, pods: &[Owned]) -> Plan {
         let living: Vec<&Owned> = pods.iter().filter(|pod| !pod.terminating).collect();
-        let (new, old): (Vec<&Owned>, Vec<&Owned>) = living.iter().partition(|pod| pod.hash == self.hash);
+        let (new, old): (Vec<&Owned>, Vec<&Owned>) =
+            living.iter().partition(|pod| pod.hash == self.hash);
         let room = (self.replicas + self.surge).saturating_sub(living.len());
         let create = self.replicas.saturating_sub(new.len()).min(room);
         let ready = living.iter().filter(|pod| pod.ready).count();
@@ -191,7 +247,11 @@ impl Workload {
         // Of the new ones those go first that are not ready; of the old ones those that are not ready can always go.
         let mut extra = new.clone();
         extra.sort_by_key(|pod| pod.ready);
-        let mut delete: Vec<String> = extra.into_iter().take(surplus).map(|pod| pod.name.clone()).collect();
+        let mut delete: Vec<String> = extra
+            .into_iter()
+            .take(surplus)
+            .map(|pod| pod.name.clone())
+            .collect();
         for pod in old {
             if !pod.ready {
                 delete.push(pod.name.clone());
@@ -205,7 +265,9 @@ impl Workload {
 }
 
 fn count(value: Option<i32>, default: usize) -> usize {
-    value.and_then(|value| usize::try_from(value).ok()).unwrap_or(default)
+    value
+        .and_then(|value| usize::try_from(value).ok())
+        .unwrap_or(default)
 }
 
 /// A number, or a percentage of `of`; 25% where nothing is said.
@@ -215,7 +277,11 @@ fn share(value: Option<&IntOrString>, of: usize, up: bool) -> usize {
         Some(IntOrString::String(text)) => text.trim_end_matches('%').parse().unwrap_or(25),
         None => 25,
     };
-    if up { (of * percent).div_ceil(100) } else { of * percent / 100 }
+    if up {
+        (of * percent).div_ceil(100)
+    } else {
+        of * percent / 100
+    }
 }
 
 /// Text of the letters and digits that Kubernetes uses in generated names.
@@ -223,7 +289,9 @@ fn readable(mut number: u64, length: usize) -> String {
     const ALPHABET: &[u8] = b"bcdfghjklmnpqrstvwxz2456789";
     let mut out = String::new();
     for _ in 0..length {
-        out.push(char::from(ALPHABET[(number % ALPHABET.len() as u64) as usize]));
+        out.push(char::from(
+            ALPHABET[(number % ALPHABET.len() as u64) as usize],
+        ));
         number /= ALPHABET.len() as u64;
     }
     out
@@ -231,7 +299,14 @@ fn readable(mut number: u64, length: usize) -> String {
 
 fn uuid() -> String {
     let text = format!("{:032x}", fastrand::u128(..));
-    format!("{}-{}-{}-{}-{}", &text[..8], &text[8..12], &text[12..16], &text[16..20], &text[20..])
+    format!(
+        "{}-{}-{}-{}-{}",
+        &text[..8],
+        &text[8..12],
+        &text[12..16],
+        &text[16..20],
+        &text[20..]
+    )
 }
 
 #[cfg(test)]
@@ -242,58 +317,128 @@ mod tests {
         let yaml = format!(
             "{{spec: {{replicas: {replicas}, {more} selector: {{}}, template: {{metadata: {{labels: {{app: a}}}}, spec: {{containers: []}}}}}}}}"
         );
-        Workload::deployment(serde_yaml_ng::from_str(&yaml).unwrap(), &("shop".into(), "cart".into())).unwrap()
+        Workload::deployment(
+            serde_yaml_ng::from_str(&yaml).unwrap(),
+            &("shop".into(), "cart".into()),
+        )
+        .unwrap()
     }
 
     fn owned(name: &str, workload: &Workload, new: bool, ready: bool) -> Owned {
-        let hash = if new { workload.hash.clone() } else { "old".into() };
-        Owned { name: name.into(), hash, ready, terminating: false, succeeded: false, failed: false }
+        let hash = if new {
+            workload.hash.clone()
+        } else {
+            "old".into()
+        };
+        Owned {
+            name: name.into(),
+            hash,
+            ready,
+            terminating: false,
+            succeeded: false,
+            failed: false,
+        }
     }
 
     #[test]
     fn a_pods_name_tells_where_it_is_from() {
         let pod = deployment(1, "").make_pod();
         let name = pod.metadata.name.unwrap();
-        assert!(name.starts_with("cart-") && name.split('-').count() == 3, "{name}");
+        assert!(
+            name.starts_with("cart-") && name.split('-').count() == 3,
+            "{name}"
+        );
         let labels = pod.metadata.labels.unwrap();
-        assert_eq!((labels["app"].as_str(), labels["pod-template-hash"].len()), ("a", 10));
+        assert_eq!(
+            (labels["app"].as_str(), labels["pod-template-hash"].len()),
+            ("a", 10)
+        );
     }
 
     #[test]
     fn a_rollout_adds_one_then_takes_one_and_never_falls_below_what_is_wanted() {
         let workload = deployment(2, "");
-        let (a, b) = (owned("a", &workload, false, true), owned("b", &workload, false, true));
-        assert_eq!(workload.plan(&[a.clone(), b.clone()]), Plan { create: 1, delete: vec![] });
+        let (a, b) = (
+            owned("a", &workload, false, true),
+            owned("b", &workload, false, true),
+        );
+        assert_eq!(
+            workload.plan(&[a.clone(), b.clone()]),
+            Plan {
+                create: 1,
+                delete: vec![]
+            }
+        );
         let starting = owned("c", &workload, true, false);
-        assert_eq!(workload.plan(&[a.clone(), b.clone(), starting]), Plan::default());
+        assert_eq!(
+            workload.plan(&[a.clone(), b.clone(), starting]),
+            Plan::default()
+        );
         let started = owned("c", &workload, true, true);
-        assert_eq!(workload.plan(&[a.clone(), b.clone(), started.clone()]), Plan { create: 0, delete: vec!["a".into()] });
-        let leaving = Owned { terminating: true, ..a };
-        assert_eq!(workload.plan(&[leaving, b, started]), Plan { create: 1, delete: vec![] });
+        assert_eq!(
+            workload.plan(&[a.clone(), b.clone(), started.clone()]),
+            Plan {
+                create: 0,
+                delete: vec!["a".into()]
+            }
+        );
+        let leaving = Owned {
+            terminating: true,
+            ..a
+        };
+        assert_eq!(
+            workload.plan(&[leaving, b, started]),
+            Plan {
+                create: 1,
+                delete: vec![]
+            }
+        );
     }
 
     #[test]
     fn scaling_down_takes_unready_pods_first() {
         let workload = deployment(1, "");
-        let pods = [owned("a", &workload, true, true), owned("b", &workload, true, false)];
+        let pods = [
+            owned("a", &workload, true, true),
+            owned("b", &workload, true, false),
+        ];
         assert_eq!(workload.plan(&pods).delete, ["b"]);
     }
 
     #[test]
     fn recreate_takes_all_before_it_makes_any() {
         let workload = deployment(2, "strategy: {type: Recreate},");
-        let pods = [owned("a", &workload, false, true), owned("b", &workload, false, true)];
-        assert_eq!(workload.plan(&pods), Plan { create: 0, delete: vec!["a".into(), "b".into()] });
+        let pods = [
+            owned("a", &workload, false, true),
+            owned("b", &workload, false, true),
+        ];
+        assert_eq!(
+            workload.plan(&pods),
+            Plan {
+                create: 0,
+                delete: vec!["a".into(), "b".into()]
+            }
+        );
         assert_eq!(workload.plan(&[]).create, 2);
     }
 
     #[test]
     fn a_job_ends_with_success_and_gives_up_after_its_limit() {
         let yaml = "{spec: {backoffLimit: 1, template: {spec: {containers: []}}}}";
-        let job = Workload::job(serde_yaml_ng::from_str(yaml).unwrap(), &("a".into(), "j".into())).unwrap();
+        let job = Workload::job(
+            serde_yaml_ng::from_str(yaml).unwrap(),
+            &("a".into(), "j".into()),
+        )
+        .unwrap();
         let pod = owned("p", &job, true, false);
-        let done = Owned { succeeded: true, ..pod.clone() };
-        let failed = Owned { failed: true, ..pod.clone() };
+        let done = Owned {
+            succeeded: true,
+            ..pod.clone()
+        };
+        let failed = Owned {
+            failed: true,
+            ..pod.clone()
+        };
         assert_eq!(job.plan(&[]).create, 1);
         assert_eq!(job.plan(std::slice::from_ref(&pod)).create, 0);
         assert_eq!(job.plan(std::slice::from_ref(&failed)).create, 1);

@@ -10,10 +10,15 @@ use super::*;
 fn each_request_of_one_connection_is_balanced() {
     on_worker(async {
         let go = Rc::new(Cell::new(false));
-        let ((one, at_one), (other, at_other)) = (waiting_app(200, go.clone()).await, waiting_app(200, go.clone()).await);
+        let ((one, at_one), (other, at_other)) = (
+            waiting_app(200, go.clone()).await,
+            waiting_app(200, go.clone()).await,
+        );
         let (mesh, destination) = Mesh::with_service(&[one, other]).await;
         let mut client = mesh.client(&destination).await;
-        let responses: Vec<_> = (0..100).map(|_| client.send_request(get("/"), true).unwrap().0).collect();
+        let responses: Vec<_> = (0..100)
+            .map(|_| client.send_request(get("/"), true).unwrap().0)
+            .collect();
         until(|| at_one.get() + at_other.get() == 100).await;
         assert!((20..=80).contains(&at_one.get()), "{} of 100", at_one.get());
         go.set(true);
@@ -66,7 +71,10 @@ fn streams_share_a_connection_until_the_peer_allows_no_more() {
         assert_eq!(call(&mut client, get("/")).await.unwrap().0.status(), 200);
         assert_eq!(endpoint.pool.http2.len(), 3);
         // Whoever has nothing to do for a while is closed.
-        endpoint.pool.http2.sweep(std::time::Instant::now() + Duration::from_secs(61));
+        endpoint
+            .pool
+            .http2
+            .sweep(std::time::Instant::now() + Duration::from_secs(61));
         assert!(endpoint.pool.http2.is_empty());
         assert_eq!(call(&mut client, get("/")).await.unwrap().0.status(), 200);
     });
@@ -81,7 +89,9 @@ fn streams_that_come_at_once_dial_once() {
         let destination = Rc::new(Destination::fixed(address));
         let endpoint = destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
         let mut client = mesh.client(&destination).await;
-        let responses: Vec<_> = (0..50).map(|_| client.send_request(get("/"), true).unwrap().0).collect();
+        let responses: Vec<_> = (0..50)
+            .map(|_| client.send_request(get("/"), true).unwrap().0)
+            .collect();
         for response in responses {
             assert_eq!(response.await.unwrap().status(), 200);
         }
@@ -113,9 +123,20 @@ fn an_upstream_that_says_goodbye_gets_no_new_streams() {
         });
         let mut client = Mesh::new().client_of(address).await;
         for _ in 0..20 {
-            assert_eq!(call_with(&mut client, grpc("/"), b"not to be replayed").await.unwrap().0.status(), 200);
+            assert_eq!(
+                call_with(&mut client, grpc("/"), b"not to be replayed")
+                    .await
+                    .unwrap()
+                    .0
+                    .status(),
+                200
+            );
         }
-        assert!(connections.get() >= 5, "{} connections for 20 requests", connections.get());
+        assert!(
+            connections.get() >= 5,
+            "{} connections for 20 requests",
+            connections.get()
+        );
     });
 }
 
@@ -149,7 +170,11 @@ async fn app_after(frames: &'static [u8]) -> (SocketAddr, Rc<Cell<usize>>) {
             while let Some(Ok((request, mut respond))) = connection.accept().await {
                 tokio::task::spawn_local(async move {
                     let (data, _) = read_body(&mut request.into_body()).await.unwrap();
-                    respond.send_response(Response::new(()), false).unwrap().send_data(data, true).unwrap();
+                    respond
+                        .send_response(Response::new(()), false)
+                        .unwrap()
+                        .send_data(data, true)
+                        .unwrap();
                 });
             }
         }
@@ -164,8 +189,13 @@ fn what_the_upstream_has_not_looked_at_is_sent_again_with_its_body() {
     on_worker(async {
         let (address, connections) = app_after(GOAWAY_NOTHING_SEEN).await;
         let mut client = Mesh::new().client_of(address).await;
-        let (response, _) = call_with(&mut client, grpc("/"), b"the whole body").await.unwrap();
-        assert_eq!((&response.body()[..], connections.get()), (&b"the whole body"[..], 2));
+        let (response, _) = call_with(&mut client, grpc("/"), b"the whole body")
+            .await
+            .unwrap();
+        assert_eq!(
+            (&response.body()[..], connections.get()),
+            (&b"the whole body"[..], 2)
+        );
     });
 }
 
@@ -183,19 +213,32 @@ fn a_refused_stream_is_tried_again_with_its_body() {
                         return respond.send_reset(Reason::REFUSED_STREAM);
                     }
                     let (data, _) = read_body(&mut request.into_body()).await.unwrap();
-                    respond.send_response(Response::new(()), false).unwrap().send_data(data, true).unwrap();
+                    respond
+                        .send_response(Response::new(()), false)
+                        .unwrap()
+                        .send_data(data, true)
+                        .unwrap();
                 }
             }
         })
         .await;
         let mut client = Mesh::new().client_of(address).await;
-        let (response, _) = call_with(&mut client, grpc("/"), b"the whole body").await.unwrap();
-        assert_eq!((&response.body()[..], refuse.get()), (&b"the whole body"[..], 0));
+        let (response, _) = call_with(&mut client, grpc("/"), b"the whole body")
+            .await
+            .unwrap();
+        assert_eq!(
+            (&response.body()[..], refuse.get()),
+            (&b"the whole body"[..], 0)
+        );
         // Not for ever.
         refuse.set(100);
         let (response, trailers) = call_with(&mut client, grpc("/"), b"x").await.unwrap();
         assert_eq!(
-            (response.headers()["x-mesh-error"].as_bytes(), &response.headers()["grpc-status"], trailers),
+            (
+                response.headers()["x-mesh-error"].as_bytes(),
+                &response.headers()["grpc-status"],
+                trailers
+            ),
             (&b"upstream-closed"[..], &"14".parse().unwrap(), None)
         );
         assert_eq!(refuse.get(), 97);
@@ -222,21 +265,37 @@ fn on_a_connection_that_had_died_only_what_is_idempotent_is_sent_again() {
         });
         let mut client = Mesh::new().client_of(address).await;
         assert_eq!(call(&mut client, get("/")).await.unwrap().0.status(), 200);
-        assert_eq!(call(&mut client, get("/")).await.unwrap().0.status(), 200, "sent again");
+        assert_eq!(
+            call(&mut client, get("/")).await.unwrap().0.status(),
+            200,
+            "sent again"
+        );
         let (response, _) = call_with(&mut client, grpc("/"), b"x").await.unwrap();
         assert_eq!(response.headers()["x-mesh-error"], "upstream-closed");
         assert_eq!(response.headers()["grpc-status"], "14");
         assert_eq!(call(&mut client, get("/")).await.unwrap().0.status(), 200);
-        let (response, _) = call(&mut client, Request::post("http://app/").body(()).unwrap()).await.unwrap();
-        assert_eq!((response.status().as_u16(), &response.headers()["x-mesh-error"]), (502, &"upstream-closed".parse().unwrap()));
-        assert!(String::from_utf8_lossy(response.body()).contains("closed the connection before it answered"));
+        let (response, _) = call(&mut client, Request::post("http://app/").body(()).unwrap())
+            .await
+            .unwrap();
+        assert_eq!(
+            (
+                response.status().as_u16(),
+                &response.headers()["x-mesh-error"]
+            ),
+            (502, &"upstream-closed".parse().unwrap())
+        );
+        assert!(
+            String::from_utf8_lossy(response.body())
+                .contains("closed the connection before it answered")
+        );
     });
 }
 
 #[test]
 fn a_refused_connection_is_made_up_for_by_another_endpoint() {
     on_worker(async {
-        let (mesh, destination) = Mesh::with_service(&[named_app("one").await, nobody().await, nobody().await]).await;
+        let (mesh, destination) =
+            Mesh::with_service(&[named_app("one").await, nobody().await, nobody().await]).await;
         let mut client = mesh.client(&destination).await;
         for _ in 0..20 {
             let (response, _) = call_with(&mut client, grpc("/"), b"x").await.unwrap();
@@ -251,13 +310,39 @@ fn where_nobody_listens_the_answer_says_so() {
         let mesh = Mesh::new();
         let mut client = mesh.client_of(nobody().await).await;
         let (response, _) = call(&mut client, get("/")).await.unwrap();
-        assert_eq!((response.status().as_u16(), &response.headers()["x-mesh-error"]), (502, &"connect-failed".parse().unwrap()));
-        let (response, _) = call(&mut client, Request::head("http://app/").body(()).unwrap()).await.unwrap();
-        assert_eq!((response.status().as_u16(), response.body().len()), (502, 0));
+        assert_eq!(
+            (
+                response.status().as_u16(),
+                &response.headers()["x-mesh-error"]
+            ),
+            (502, &"connect-failed".parse().unwrap())
+        );
+        let (response, _) = call(&mut client, Request::head("http://app/").body(()).unwrap())
+            .await
+            .unwrap();
+        assert_eq!(
+            (response.status().as_u16(), response.body().len()),
+            (502, 0)
+        );
         let (response, trailers) = call_with(&mut client, grpc("/"), b"x").await.unwrap();
-        assert_eq!((response.status().as_u16(), &response.headers()["grpc-status"], trailers), (200, &"14".parse().unwrap(), None));
-        assert!(response.headers()["grpc-message"].to_str().unwrap().contains("can't connect to"));
-        assert_eq!(mesh.metric("failures_total{direction=\"outbound\",code=\"connect-failed\"}"), 3);
+        assert_eq!(
+            (
+                response.status().as_u16(),
+                &response.headers()["grpc-status"],
+                trailers
+            ),
+            (200, &"14".parse().unwrap(), None)
+        );
+        assert!(
+            response.headers()["grpc-message"]
+                .to_str()
+                .unwrap()
+                .contains("can't connect to")
+        );
+        assert_eq!(
+            mesh.metric("failures_total{direction=\"outbound\",code=\"connect-failed\"}"),
+            3
+        );
     });
 }
 
@@ -267,7 +352,10 @@ fn a_service_without_endpoints_is_named() {
         let (mesh, destination) = Mesh::with_service(&[]).await;
         let mut client = mesh.client(&destination).await;
         let (response, _) = call(&mut client, get("/")).await.unwrap();
-        assert_eq!((response.status().as_u16(), &response.body()[..]), (503, &b"service shop/cart has no ready endpoint\n"[..]));
+        assert_eq!(
+            (response.status().as_u16(), &response.body()[..]),
+            (503, &b"service shop/cart has no ready endpoint\n"[..])
+        );
     });
 }
 
@@ -281,7 +369,10 @@ fn an_app_that_speaks_as_a_proxy_is_not_believed() {
                 asked.set(asked.get() + 1);
                 async move {
                     let (data, _) = read_body(&mut request.into_body()).await.unwrap();
-                    let forged = fields(&[("x-mesh-error", "connect-failed"), ("x_mesh.error", "connect-failed")]);
+                    let forged = fields(&[
+                        ("x-mesh-error", "connect-failed"),
+                        ("x_mesh.error", "connect-failed"),
+                    ]);
                     let mut response = Response::new(());
                     response.headers_mut().extend(forged.clone());
                     response.headers_mut().insert("grpc-status", 14.into());
@@ -296,7 +387,13 @@ fn an_app_that_speaks_as_a_proxy_is_not_believed() {
         for _ in 0..20 {
             let (response, trailers) = call_with(&mut client, grpc("/"), b"body").await.unwrap();
             assert_eq!(&response.body()[..], b"body");
-            assert!(!response.headers().keys().any(|name| name.as_str().contains("error")), "{response:?}");
+            assert!(
+                !response
+                    .headers()
+                    .keys()
+                    .any(|name| name.as_str().contains("error")),
+                "{response:?}"
+            );
             assert_eq!(trailers, Some(HeaderMap::new()));
         }
         assert_eq!(asked.get(), 20, "nothing was sent twice");
@@ -316,7 +413,9 @@ async fn broken_response(request: Request<()>) -> Result<(Bytes, Option<HeaderMa
             response.headers_mut().insert("content-type", kind.clone());
         }
         let mut stream = respond.send_response(response, false).unwrap();
-        stream.send_data(Bytes::from_static(b"part"), false).unwrap();
+        stream
+            .send_data(Bytes::from_static(b"part"), false)
+            .unwrap();
         // Writes what there is, until the client's next word, and is gone.
         let _ = connection.accept().await;
     });
@@ -331,11 +430,19 @@ async fn broken_response(request: Request<()>) -> Result<(Bytes, Option<HeaderMa
 #[test]
 fn a_response_that_breaks_off_is_not_taken_for_whole() {
     on_worker(async {
-        assert_eq!(broken_response(get("/")).await.unwrap_err().reason(), Some(Reason::INTERNAL_ERROR));
+        assert_eq!(
+            broken_response(get("/")).await.unwrap_err().reason(),
+            Some(Reason::INTERNAL_ERROR)
+        );
         // Of a gRPC call, the client learns it as gRPC has it.
         let (data, trailers) = broken_response(grpc("/")).await.unwrap();
         let trailers = trailers.unwrap();
-        assert!(data.is_empty() && trailers["grpc-status"] == "14" && trailers["x-mesh-error"] == "upstream-closed", "{trailers:?}");
+        assert!(
+            data.is_empty()
+                && trailers["grpc-status"] == "14"
+                && trailers["x-mesh-error"] == "upstream-closed",
+            "{trailers:?}"
+        );
     });
 }
 
@@ -346,12 +453,21 @@ fn what_is_no_http2_is_malformed() {
         let address = listener.local_addr().unwrap();
         tokio::task::spawn_local(async move {
             let (mut stream, _) = listener.accept().await.unwrap();
-            stream.write_all(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n").await.unwrap();
+            stream
+                .write_all(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+                .await
+                .unwrap();
             while stream.read_u8().await.is_ok() {}
         });
         let mut client = Mesh::new().client_of(address).await;
         let (response, _) = call(&mut client, get("/")).await.unwrap();
-        assert_eq!((response.status().as_u16(), &response.headers()["x-mesh-error"]), (502, &"upstream-malformed".parse().unwrap()));
+        assert_eq!(
+            (
+                response.status().as_u16(),
+                &response.headers()["x-mesh-error"]
+            ),
+            (502, &"upstream-malformed".parse().unwrap())
+        );
     });
 }
 
@@ -377,7 +493,9 @@ fn an_upstream_that_is_gone_without_a_word_is_noticed() {
             pool.pool.http2.sweep(now + Duration::from_secs(seconds));
             assert_eq!(pool.pool.http2.len(), left, "after {seconds} s");
         }
-        let response = poll_fn(|cx| std::pin::Pin::new(&mut response).poll(cx)).await.unwrap();
+        let response = poll_fn(|cx| std::pin::Pin::new(&mut response).poll(cx))
+            .await
+            .unwrap();
         assert_eq!(response.headers()["x-mesh-error"], "upstream-closed");
     });
 }
@@ -394,7 +512,10 @@ fn a_silent_upstream_that_answers_pings_is_kept() {
         until(|| arrived.get() == 1).await;
         let now = std::time::Instant::now();
         for round in 1..10 {
-            endpoint.pool.http2.sweep(now + round * Duration::from_secs(25));
+            endpoint
+                .pool
+                .http2
+                .sweep(now + round * Duration::from_secs(25));
             // Time for the ping and its answer, which nothing here tells of but a later sweep.
             for _ in 0..100 {
                 tokio::time::sleep(Duration::from_millis(1)).await;

@@ -19,12 +19,29 @@ fn connect_opens_no_tunnel_into_the_pod() {
             .await
         };
         let mut client = Mesh::new().inbound_client(address).await;
-        let (response, _) = call(&mut client, Request::connect("app:80").body(()).unwrap()).await.unwrap();
-        assert_eq!((response.status().as_u16(), &response.headers()["x-mesh-error"]), (405, &"connect-not-allowed".parse().unwrap()));
-        assert!(response.headers()["allow"].to_str().unwrap().starts_with("GET, "));
+        let (response, _) = call(&mut client, Request::connect("app:80").body(()).unwrap())
+            .await
+            .unwrap();
+        assert_eq!(
+            (
+                response.status().as_u16(),
+                &response.headers()["x-mesh-error"]
+            ),
+            (405, &"connect-not-allowed".parse().unwrap())
+        );
+        assert!(
+            response.headers()["allow"]
+                .to_str()
+                .unwrap()
+                .starts_with("GET, ")
+        );
         assert_eq!(asked.get(), 0, "the app saw it");
-        let mut client = Mesh::with_arguments(Discovery::off(), " --allow-connect").inbound_client(address).await;
-        let (response, _) = call(&mut client, Request::connect("app:80").body(()).unwrap()).await.unwrap();
+        let mut client = Mesh::with_arguments(Discovery::off(), " --allow-connect")
+            .inbound_client(address)
+            .await;
+        let (response, _) = call(&mut client, Request::connect("app:80").body(()).unwrap())
+            .await
+            .unwrap();
         assert_eq!((response.status().as_u16(), asked.get()), (200, 1));
     });
 }
@@ -33,24 +50,47 @@ fn connect_opens_no_tunnel_into_the_pod() {
 fn extended_connect_opens_websockets_only_and_only_where_the_app_announces_them() {
     on_worker(async {
         let extended = |protocol: &'static str| {
-            Request::builder().method("CONNECT").uri("http://app/chat").extension(Protocol::from_static(protocol)).body(()).unwrap()
+            Request::builder()
+                .method("CONNECT")
+                .uri("http://app/chat")
+                .extension(Protocol::from_static(protocol))
+                .body(())
+                .unwrap()
         };
         let mut settings = h2::server::Builder::new();
         settings.enable_connect_protocol();
         let address = app_with(settings, |request, mut respond| async move {
-            let protocol = request.extensions().get::<Protocol>().map(|protocol| protocol.as_str().to_owned());
+            let protocol = request
+                .extensions()
+                .get::<Protocol>()
+                .map(|protocol| protocol.as_str().to_owned());
             let mut stream = respond.send_response(Response::new(()), false).unwrap();
             let (data, _) = read_body(&mut request.into_body()).await.unwrap();
-            stream.send_data([protocol.unwrap_or_default().as_bytes(), b": ", &data].concat().into(), true).unwrap();
+            stream
+                .send_data(
+                    [protocol.unwrap_or_default().as_bytes(), b": ", &data]
+                        .concat()
+                        .into(),
+                    true,
+                )
+                .unwrap();
         })
         .await;
         let mesh = Mesh::new();
         let mut client = mesh.inbound_client(address).await;
-        assert!(!client.is_extended_connect_protocol_enabled(), "nobody has announced anything yet");
+        assert!(
+            !client.is_extended_connect_protocol_enabled(),
+            "nobody has announced anything yet"
+        );
         call(&mut client, get("/")).await.unwrap();
         until(|| client.is_extended_connect_protocol_enabled()).await;
-        let (response, _) = call_with(&mut client, extended("websocket"), b"a frame").await.unwrap();
-        assert_eq!((response.status().as_u16(), &response.body()[..]), (200, &b"websocket: a frame"[..]));
+        let (response, _) = call_with(&mut client, extended("websocket"), b"a frame")
+            .await
+            .unwrap();
+        assert_eq!(
+            (response.status().as_u16(), &response.body()[..]),
+            (200, &b"websocket: a frame"[..])
+        );
         let (response, _) = call(&mut client, extended("connect-udp")).await.unwrap();
         assert_eq!(response.status().as_u16(), 405);
         // An app that announces nothing.
@@ -76,7 +116,9 @@ fn an_exempt_probe_is_the_only_exchange_of_its_connections() {
                     connections.set(connections.get() + 1);
                     let paths = paths.clone();
                     tokio::task::spawn_local(async move {
-                        let Ok(mut connection) = h2::server::handshake(stream).await else { return };
+                        let Ok(mut connection) = h2::server::handshake(stream).await else {
+                            return;
+                        };
                         while let Some(Ok((request, mut respond))) = connection.accept().await {
                             paths.borrow_mut().push(request.uri().path().to_owned());
                             drop(respond.send_response(Response::new(()), true));
@@ -90,8 +132,13 @@ fn an_exempt_probe_is_the_only_exchange_of_its_connections() {
         for _ in 0..2 {
             let mut client = mesh.inbound_client(address).await;
             let probe = || grpc("/grpc.health.v1.Health/Check");
-            let (response, _) = call_with(&mut client, probe(), b"\0\0\0\0\0").await.unwrap();
-            assert!(!response.headers().contains_key("grpc-status"), "{response:?}");
+            let (response, _) = call_with(&mut client, probe(), b"\0\0\0\0\0")
+                .await
+                .unwrap();
+            assert!(
+                !response.headers().contains_key("grpc-status"),
+                "{response:?}"
+            );
             // A second one is refused, or comes too late for its connection.
             if let Ok((response, _)) = call_with(&mut client, probe(), b"\0\0\0\0\0").await {
                 assert_eq!(response.headers()["x-mesh-error"], "mtls-required");

@@ -39,7 +39,10 @@ impl Raw {
     /// Sends the same over and over while reading what comes back, until the proxy ends the connection. The code of its GOAWAY.
     async fn flood(self, mut bytes: impl FnMut() -> Vec<u8> + 'static) -> Option<u32> {
         let (mut read, mut write) = self.0.into_split();
-        let writer = tokio::task::spawn_local(async move { while write.write_all(&bytes()).await.is_ok() {} });
+        let writer =
+            tokio::task::spawn_local(
+                async move { while write.write_all(&bytes()).await.is_ok() {} },
+            );
         let mut code = None;
         while let Some((kind, payload)) = next_frame(&mut read).await {
             if kind == GOAWAY {
@@ -116,19 +119,27 @@ fn a_flood_of_resets_of_accepted_streams_ends_with_its_connection_too() {
         let code = 'flood: loop {
             // Each is accepted before it is reset: the proxy answers a ping in between.
             let batch: Vec<u32> = streams.by_ref().take(240).collect();
-            let mut bytes: Vec<u8> = batch.iter().flat_map(|stream| frame(HEADERS, END_HEADERS, *stream, GET)).collect();
+            let mut bytes: Vec<u8> = batch
+                .iter()
+                .flat_map(|stream| frame(HEADERS, END_HEADERS, *stream, GET))
+                .collect();
             bytes.extend(frame(PING, 0, 0, &[0; 8]));
             // It may be gone by now, which reading tells.
             let _ = write.write_all(&bytes).await;
             loop {
                 match next_frame(&mut read).await {
-                    Some((GOAWAY, payload)) => break 'flood Some(u32::from_be_bytes(payload[4..8].try_into().unwrap())),
+                    Some((GOAWAY, payload)) => {
+                        break 'flood Some(u32::from_be_bytes(payload[4..8].try_into().unwrap()));
+                    }
                     Some((PING, _)) => break,
                     Some(_) => {}
                     None => break 'flood None,
                 }
             }
-            let resets: Vec<u8> = batch.iter().flat_map(|stream| frame(RST_STREAM, 0, *stream, &8_u32.to_be_bytes())).collect();
+            let resets: Vec<u8> = batch
+                .iter()
+                .flat_map(|stream| frame(RST_STREAM, 0, *stream, &8_u32.to_be_bytes()))
+                .collect();
             let _ = write.write_all(&resets).await;
         };
         assert_eq!(code, ENHANCE_YOUR_CALM);
@@ -153,11 +164,13 @@ fn large_uploads_at_once_are_no_flood() {
         let chunk = vec![0; 16 * 1024];
         let upload = (0..8_u32).flat_map(|index| {
             let stream = 2 * index + 1;
-            let data = frame(0, 0, stream, &chunk).repeat(super::super::STREAM_WINDOW as usize / chunk.len());
+            let data = frame(0, 0, stream, &chunk)
+                .repeat(super::super::STREAM_WINDOW as usize / chunk.len());
             [frame(HEADERS, END_HEADERS, stream, GET), data].concat()
         });
         let upload: Vec<u8> = upload.chain(frame(PING, 0, 0, b"thereyet")).collect();
-        let writing = tokio::task::spawn_local(async move { write.write_all(&upload).await.map(|()| write) });
+        let writing =
+            tokio::task::spawn_local(async move { write.write_all(&upload).await.map(|()| write) });
         loop {
             match next_frame(&mut read).await.expect("the connection stands") {
                 (PING, payload) if payload == b"thereyet" => break,
@@ -176,12 +189,20 @@ fn is_sent_away(code: Option<u32>) -> bool {
 
 #[test]
 fn a_flood_of_pings_ends_with_its_connection() {
-    on_worker(async { assert!(is_sent_away(flood_beside_others(|| frame(PING, 0, 0, &[0; 8]).repeat(100)).await)) });
+    on_worker(async {
+        assert!(is_sent_away(
+            flood_beside_others(|| frame(PING, 0, 0, &[0; 8]).repeat(100)).await
+        ))
+    });
 }
 
 #[test]
 fn a_flood_of_settings_ends_with_its_connection() {
-    on_worker(async { assert!(is_sent_away(flood_beside_others(|| frame(SETTINGS, 0, 0, &[]).repeat(100)).await)) });
+    on_worker(async {
+        assert!(is_sent_away(
+            flood_beside_others(|| frame(SETTINGS, 0, 0, &[]).repeat(100)).await
+        ))
+    });
 }
 
 #[test]
@@ -190,7 +211,8 @@ fn a_client_that_talks_too_much_hears_why_it_is_sent_away() {
         let mesh = Mesh::new();
         let mut raw = Raw::connect(&mesh, nobody().await).await;
         // Priorities, which need no answer: just more than is allowed.
-        let talk = frame(2, 0, 1, &[0; 5]).repeat(usize::try_from(super::super::MAX_IDLE_TALK).unwrap() / 14 + 1);
+        let talk = frame(2, 0, 1, &[0; 5])
+            .repeat(usize::try_from(super::super::MAX_IDLE_TALK).unwrap() / 14 + 1);
         raw.send(&talk).await;
         let goaway = raw.wait_for(GOAWAY).await.unwrap();
         assert_eq!(goaway[4..8], 11_u32.to_be_bytes());
@@ -203,7 +225,11 @@ fn a_flood_of_continuations_ends_with_its_connection() {
     on_worker(async {
         let mut begun = false;
         let code = flood_beside_others(move || {
-            let (kind, block) = if begun { (CONTINUATION, &[][..]) } else { (HEADERS, GET) };
+            let (kind, block) = if begun {
+                (CONTINUATION, &[][..])
+            } else {
+                (HEADERS, GET)
+            };
             begun = true;
             frame(kind, 0, 1, block)
         });
@@ -218,7 +244,11 @@ fn a_head_without_end_is_not_held() {
         let field = [&[0x10, 3][..], b"x-a", &[0x7f, 0xe9, 0x06], &[b'v'; 1000]].concat();
         let mut begun = false;
         let code = flood_beside_others(move || {
-            let kind = if std::mem::replace(&mut begun, true) { CONTINUATION } else { HEADERS };
+            let kind = if std::mem::replace(&mut begun, true) {
+                CONTINUATION
+            } else {
+                HEADERS
+            };
             frame(kind, 0, 1, &field.repeat(16))
         });
         assert!(code.await.is_some());
@@ -231,7 +261,9 @@ fn a_head_over_the_limit_is_answered_with_431() {
         let mesh = Mesh::new();
         let mut client = mesh.client_of(named_app("fine").await).await;
         let value = "v".repeat(10_000);
-        let request = (0..8).fold(Request::get("http://app/"), |request, number| request.header(format!("x-{number}"), &value));
+        let request = (0..8).fold(Request::get("http://app/"), |request, number| {
+            request.header(format!("x-{number}"), &value)
+        });
         let (response, _) = call(&mut client, request.body(()).unwrap()).await.unwrap();
         assert_eq!(response.status(), 431);
         assert_eq!(call(&mut client, get("/")).await.unwrap().0.status(), 200);
@@ -248,18 +280,42 @@ fn ambiguous_requests_are_refused_by_the_proxy() {
             request.headers_mut().extend(super::fields(fields));
             request
         };
-        for bad in [request(&[("host", "other")]), request(&[("host", "app"), ("host", "app")])] {
+        for bad in [
+            request(&[("host", "other")]),
+            request(&[("host", "app"), ("host", "app")]),
+        ] {
             let (response, _) = call(&mut client, bad).await.unwrap();
-            assert_eq!((response.status().as_u16(), &response.headers()["x-mesh-error"]), (400, &"bad-request".parse().unwrap()));
+            assert_eq!(
+                (
+                    response.status().as_u16(),
+                    &response.headers()["x-mesh-error"]
+                ),
+                (400, &"bad-request".parse().unwrap())
+            );
         }
-        assert_eq!(call(&mut client, request(&[("host", "APP")])).await.unwrap().0.status(), 200);
+        assert_eq!(
+            call(&mut client, request(&[("host", "APP")]))
+                .await
+                .unwrap()
+                .0
+                .status(),
+            200
+        );
     });
 }
 
 #[test]
 fn malformed_requests_end_their_stream_only() {
     on_worker(async {
-        let literal = |name: &[u8], value: &[u8]| [&[0x10, name.len() as u8][..], name, &[value.len() as u8], value].concat();
+        let literal = |name: &[u8], value: &[u8]| {
+            [
+                &[0x10, name.len() as u8][..],
+                name,
+                &[value.len() as u8],
+                value,
+            ]
+            .concat()
+        };
         let mesh = Mesh::new();
         let mut raw = Raw::connect(&mesh, named_app("fine").await).await;
         let bad: [Vec<u8>; 6] = [
@@ -268,16 +324,26 @@ fn malformed_requests_end_their_stream_only() {
             [GET, &literal(b"te", b"gzip")].concat(),
             [GET, &literal(b"content-length", b"5")].concat(),
             [GET, &[0x82]].concat(),
-            [&literal(b":method", b"CONNECT"), &literal(b":protocol", b"websocket"), &[0x84, 0x86][..], &literal(b":authority", b"a")]
-                .concat(),
+            [
+                &literal(b":method", b"CONNECT"),
+                &literal(b":protocol", b"websocket"),
+                &[0x84, 0x86][..],
+                &literal(b":authority", b"a"),
+            ]
+            .concat(),
         ];
         for (index, block) in bad.iter().enumerate() {
             let stream = 2 * u32::try_from(index).unwrap() + 1;
-            raw.send(&frame(HEADERS, END_HEADERS | END_STREAM, stream, block)).await;
-            let code = raw.wait_for(RST_STREAM).await.unwrap_or_else(|| panic!("the connection ended at {index}"));
+            raw.send(&frame(HEADERS, END_HEADERS | END_STREAM, stream, block))
+                .await;
+            let code = raw
+                .wait_for(RST_STREAM)
+                .await
+                .unwrap_or_else(|| panic!("the connection ended at {index}"));
             assert_eq!(code, 1_u32.to_be_bytes(), "{index}");
         }
-        raw.send(&frame(HEADERS, END_HEADERS | END_STREAM, 99, GET)).await;
+        raw.send(&frame(HEADERS, END_HEADERS | END_STREAM, 99, GET))
+            .await;
         assert_eq!(raw.wait_for(HEADERS).await.unwrap()[0], 0x88, "200");
     });
 }
@@ -293,7 +359,8 @@ fn more_streams_than_allowed_are_refused() {
         let mesh = Mesh::new();
         let mut raw = Raw::connect(&mesh, address).await;
         for index in 0..=super::super::MAX_STREAMS {
-            raw.send(&frame(HEADERS, END_HEADERS, 2 * index + 1, GET)).await;
+            raw.send(&frame(HEADERS, END_HEADERS, 2 * index + 1, GET))
+                .await;
         }
         assert_eq!(raw.wait_for(RST_STREAM).await.unwrap(), 7_u32.to_be_bytes());
     });
@@ -303,8 +370,13 @@ fn more_streams_than_allowed_are_refused() {
 fn no_preface_no_connection() {
     on_worker(async {
         let mesh = Mesh::new();
-        let mut stream = mesh.dial(&Rc::new(Destination::fixed(nobody().await))).await;
-        stream.write_all(b"PRI * HTTP/2.0\r\n\r\nXX\r\n\r\n").await.unwrap();
+        let mut stream = mesh
+            .dial(&Rc::new(Destination::fixed(nobody().await)))
+            .await;
+        stream
+            .write_all(b"PRI * HTTP/2.0\r\n\r\nXX\r\n\r\n")
+            .await
+            .unwrap();
         let mut raw = Raw(stream);
         assert!(raw.wait_for(HEADERS).await.is_none());
     });

@@ -34,9 +34,16 @@ const DEADLINE: Duration = Duration::from_secs(30);
 
 /// Runs a test as a worker thread runs: one thread, a local set, a deadline.
 fn on_worker<F: Future<Output = ()>>(test: F) {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
     let local = tokio::task::LocalSet::new();
-    local.block_on(&runtime, async { tokio::time::timeout(DEADLINE, test).await.expect("the test took too long") });
+    local.block_on(&runtime, async {
+        tokio::time::timeout(DEADLINE, test)
+            .await
+            .expect("the test took too long")
+    });
 }
 
 /// What dumps are written to.
@@ -45,7 +52,10 @@ struct Output(Arc<Mutex<Vec<u8>>>);
 
 impl Write for Output {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().map_err(|_| std::io::ErrorKind::Other)?.extend_from_slice(bytes);
+        self.0
+            .lock()
+            .map_err(|_| std::io::ErrorKind::Other)?
+            .extend_from_slice(bytes);
         Ok(bytes.len())
     }
 
@@ -74,42 +84,87 @@ impl Mesh {
     fn with_arguments(discovery: Discovery, arguments: &str) -> Self {
         let (seat, dumped) = (Seat::for_a_test(arguments), Output::default());
         let (metrics, drain) = (seat.metrics.clone(), seat.drain.clone());
-        let dump_config = DumpConfig { mode: Mode::Full, format: Format::Text, out: Box::new(dumped.clone()) };
+        let dump_config = DumpConfig {
+            mode: Mode::Full,
+            format: Format::Text,
+            out: Box::new(dumped.clone()),
+        };
         let dumps = Dumps::start(dump_config, metrics.clone()).unwrap();
-        Self { worker: Worker::new(Seat { dumps, discovery, ..seat }), metrics, drain, dumped }
+        Self {
+            worker: Worker::new(Seat {
+                dumps,
+                discovery,
+                ..seat
+            }),
+            metrics,
+            drain,
+            dumped,
+        }
     }
 
     /// A worker, and a Service of it with these endpoints.
     async fn with_service(endpoints: &[SocketAddr]) -> (Self, Rc<Destination>) {
         let (discovery, mut questions) = Discovery::by_hand();
         let mesh = Self::with(discovery);
-        let mut endpoints: Vec<_> = endpoints.iter().map(|address| Arc::new(EndpointInfo::bare(*address))).collect();
+        let mut endpoints: Vec<_> = endpoints
+            .iter()
+            .map(|address| Arc::new(EndpointInfo::bare(*address)))
+            .collect();
         endpoints.sort_by_key(|endpoint| endpoint.address);
-        let target = ServiceTarget { namespace: "shop".into(), name: "cart".into(), app_protocol: AppProtocol::Http2, endpoints };
+        let target = ServiceTarget {
+            namespace: "shop".into(),
+            name: "cart".into(),
+            app_protocol: AppProtocol::Http2,
+            endpoints,
+        };
         let address = SocketAddr::from(([10, 96, 0, 7], 80));
-        let (destination, ()) = tokio::join!(mesh.worker.destinations.get_or_watch(address), async {
-            let (_, answer) = questions.next().await;
-            // The test's news end here: what is known stays.
-            drop(answer(Arc::new(Target::Service(target))));
-        });
+        let (destination, ()) =
+            tokio::join!(mesh.worker.destinations.get_or_watch(address), async {
+                let (_, answer) = questions.next().await;
+                // The test's news end here: what is known stays.
+                drop(answer(Arc::new(Target::Service(target))));
+            });
         (mesh, destination)
     }
 
     /// A client's raw connection through the proxy.
     async fn dial(&self, destination: &Rc<Destination>) -> TcpStream {
-        self.carry(Direction::Outbound, destination, Caller::App).await
+        self.carry(Direction::Outbound, destination, Caller::App)
+            .await
     }
 
     /// The HTTP/2 connection of somebody who proves nothing, through the proxy to its app at `address`.
     async fn inbound_client(&self, address: SocketAddr) -> SendRequest<Bytes> {
-        connect(self.carry(Direction::Inbound, &Rc::new(Destination::fixed(address)), Caller::Unproven).await).await
+        connect(
+            self.carry(
+                Direction::Inbound,
+                &Rc::new(Destination::fixed(address)),
+                Caller::Unproven,
+            )
+            .await,
+        )
+        .await
     }
 
-    async fn carry(&self, direction: Direction, destination: &Rc<Destination>, caller: Caller) -> TcpStream {
+    async fn carry(
+        &self,
+        direction: Direction,
+        destination: &Rc<Destination>,
+        caller: Caller,
+    ) -> TcpStream {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let (client, accepted) = tokio::join!(TcpStream::connect(listener.local_addr().unwrap()), listener.accept());
+        let (client, accepted) = tokio::join!(
+            TcpStream::connect(listener.local_addr().unwrap()),
+            listener.accept()
+        );
         let (stream, peer) = accepted.unwrap();
-        let flow = Flow { worker: self.worker.clone(), direction, peer, destination: destination.clone(), caller };
+        let flow = Flow {
+            worker: self.worker.clone(),
+            direction,
+            peer,
+            destination: destination.clone(),
+            caller,
+        };
         tokio::task::spawn_local(super::serve(Io::new(stream), Rc::new(flow)));
         client.unwrap()
     }
@@ -126,8 +181,13 @@ impl Mesh {
 
     fn metric(&self, name: &str) -> u64 {
         let page = self.metrics.render(Discovery::off().stats());
-        let line = page.lines().find_map(|line| line.strip_prefix("diy_mesh_proxy_")?.strip_prefix(name));
-        line.unwrap_or_else(|| panic!("no {name} in {page}")).trim().parse().unwrap()
+        let line = page
+            .lines()
+            .find_map(|line| line.strip_prefix("diy_mesh_proxy_")?.strip_prefix(name));
+        line.unwrap_or_else(|| panic!("no {name} in {page}"))
+            .trim()
+            .parse()
+            .unwrap()
     }
 }
 
@@ -158,7 +218,9 @@ async fn app_with<F: Future<Output = ()> + 'static>(
             let (stream, _) = listener.accept().await.unwrap();
             let (handle, settings) = (handle.clone(), settings.clone());
             tokio::task::spawn_local(async move {
-                let Ok(mut connection) = settings.handshake(stream).await else { return };
+                let Ok(mut connection) = settings.handshake(stream).await else {
+                    return;
+                };
                 while let Some(Ok((request, respond))) = connection.accept().await {
                     tokio::task::spawn_local(handle(request, respond));
                 }
@@ -172,14 +234,20 @@ async fn app_with<F: Future<Output = ()> + 'static>(
 async fn named_app(name: &'static str) -> SocketAddr {
     app(move |_, mut respond| async move {
         let mut stream = respond.send_response(Response::new(()), false).unwrap();
-        stream.send_data(Bytes::from_static(name.as_bytes()), true).unwrap();
+        stream
+            .send_data(Bytes::from_static(name.as_bytes()), true)
+            .unwrap();
     })
     .await
 }
 
 /// Where nobody listens.
 async fn nobody() -> SocketAddr {
-    TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap()
+    TcpListener::bind("127.0.0.1:0")
+        .await
+        .unwrap()
+        .local_addr()
+        .unwrap()
 }
 
 fn get(path: &str) -> Request<()> {
@@ -187,12 +255,17 @@ fn get(path: &str) -> Request<()> {
 }
 
 fn grpc(path: &str) -> Request<()> {
-    let request = Request::post(format!("http://app{path}")).header("content-type", "application/grpc").header("te", "trailers");
+    let request = Request::post(format!("http://app{path}"))
+        .header("content-type", "application/grpc")
+        .header("te", "trailers");
     request.body(()).unwrap()
 }
 
 /// Sends a request without a body, and reads the whole response.
-async fn call(client: &mut SendRequest<Bytes>, request: Request<()>) -> Result<(Response<Bytes>, Option<HeaderMap>), h2::Error> {
+async fn call(
+    client: &mut SendRequest<Bytes>,
+    request: Request<()>,
+) -> Result<(Response<Bytes>, Option<HeaderMap>), h2::Error> {
     poll_fn(|cx| client.poll_ready(cx)).await?;
     let (response, _) = client.send_request(request, true)?;
     read(response.await?).await
@@ -210,7 +283,9 @@ async fn call_with(
     read(response.await?).await
 }
 
-async fn read(response: Response<RecvStream>) -> Result<(Response<Bytes>, Option<HeaderMap>), h2::Error> {
+async fn read(
+    response: Response<RecvStream>,
+) -> Result<(Response<Bytes>, Option<HeaderMap>), h2::Error> {
     let (parts, mut body) = response.into_parts();
     let (data, trailers) = read_body(&mut body).await?;
     Ok((Response::from_parts(parts, data), trailers))
@@ -239,5 +314,8 @@ async fn until(mut condition: impl FnMut() -> bool) {
 }
 
 fn fields(pairs: &[(&'static str, &'static str)]) -> HeaderMap {
-    pairs.iter().map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap())).collect()
+    pairs
+        .iter()
+        .map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap()))
+        .collect()
 }

@@ -9,29 +9,64 @@ fn heads_bodies_and_trailers_pass_unchanged() {
     on_worker(async {
         let address = app(|request, mut respond| async move {
             let (parts, mut body) = request.into_parts();
-            assert_eq!((parts.method.as_str(), parts.uri.path_and_query().unwrap().as_str()), ("POST", "/p?q=1"));
+            assert_eq!(
+                (
+                    parts.method.as_str(),
+                    parts.uri.path_and_query().unwrap().as_str()
+                ),
+                ("POST", "/p?q=1")
+            );
             assert_eq!(parts.uri.authority().unwrap(), "app:8080");
-            assert_eq!(parts.headers, fields(&[("te", "trailers"), ("x-a", "1"), ("x-b", "2"), ("x-a", "3")]));
+            assert_eq!(
+                parts.headers,
+                fields(&[("te", "trailers"), ("x-a", "1"), ("x-b", "2"), ("x-a", "3")])
+            );
             let (data, trailers) = read_body(&mut body).await.unwrap();
-            assert_eq!((&data[..], trailers), (&b"ping"[..], Some(fields(&[("x-sum", "7")]))));
-            let response = Response::builder().status(201).header("set-cookie", "a").header("set-cookie", "b").body(()).unwrap();
+            assert_eq!(
+                (&data[..], trailers),
+                (&b"ping"[..], Some(fields(&[("x-sum", "7")])))
+            );
+            let response = Response::builder()
+                .status(201)
+                .header("set-cookie", "a")
+                .header("set-cookie", "b")
+                .body(())
+                .unwrap();
             let mut stream = respond.send_response(response, false).unwrap();
-            stream.send_data(Bytes::from_static(b"pong"), false).unwrap();
+            stream
+                .send_data(Bytes::from_static(b"pong"), false)
+                .unwrap();
             stream.send_trailers(fields(&[("x-took", "2")])).unwrap();
         })
         .await;
         let mesh = Mesh::new();
         let mut client = mesh.client_of(address).await;
-        let request =
-            Request::post("http://app:8080/p?q=1").header("te", "trailers").header("x-a", "1").header("x-b", "2").header("x-a", "3");
-        let (response, mut stream) = client.send_request(request.body(()).unwrap(), false).unwrap();
-        stream.send_data(Bytes::from_static(b"ping"), false).unwrap();
+        let request = Request::post("http://app:8080/p?q=1")
+            .header("te", "trailers")
+            .header("x-a", "1")
+            .header("x-b", "2")
+            .header("x-a", "3");
+        let (response, mut stream) = client
+            .send_request(request.body(()).unwrap(), false)
+            .unwrap();
+        stream
+            .send_data(Bytes::from_static(b"ping"), false)
+            .unwrap();
         stream.send_trailers(fields(&[("x-sum", "7")])).unwrap();
         let (response, trailers) = read(response.await.unwrap()).await.unwrap();
-        assert_eq!((response.status().as_u16(), &response.body()[..]), (201, &b"pong"[..]));
-        assert_eq!(response.headers(), &fields(&[("set-cookie", "a"), ("set-cookie", "b")]));
+        assert_eq!(
+            (response.status().as_u16(), &response.body()[..]),
+            (201, &b"pong"[..])
+        );
+        assert_eq!(
+            response.headers(),
+            &fields(&[("set-cookie", "a"), ("set-cookie", "b")])
+        );
         assert_eq!(trailers, Some(fields(&[("x-took", "2")])));
-        assert_eq!(mesh.metric("requests_total{direction=\"outbound\",protocol=\"http2\",class=\"2xx\"}"), 1);
+        assert_eq!(
+            mesh.metric("requests_total{direction=\"outbound\",protocol=\"http2\",class=\"2xx\"}"),
+            1
+        );
     });
 }
 
@@ -44,7 +79,11 @@ fn a_request_without_authority_keeps_its_host() {
         })
         .await;
         let mut client = Mesh::new().client_of(address).await;
-        let request = Request::get("/").version(http::Version::HTTP_11).header("host", "app").body(()).unwrap();
+        let request = Request::get("/")
+            .version(http::Version::HTTP_11)
+            .header("host", "app")
+            .body(())
+            .unwrap();
         assert_eq!(call(&mut client, request).await.unwrap().0.status(), 200);
     });
 }
@@ -59,23 +98,35 @@ fn messages_of_a_stream_pass_both_ways_as_they_come() {
                 let data = data.unwrap();
                 body.flow_control().release_capacity(data.len()).unwrap();
                 if !data.is_empty() {
-                    stream.send_data([&b"echo "[..], &data].concat().into(), false).unwrap();
+                    stream
+                        .send_data([&b"echo "[..], &data].concat().into(), false)
+                        .unwrap();
                 }
             }
-            stream.send_trailers(fields(&[("grpc-status", "0")])).unwrap();
+            stream
+                .send_trailers(fields(&[("grpc-status", "0")]))
+                .unwrap();
         })
         .await;
         let mut client = Mesh::new().client_of(address).await;
         let (response, mut stream) = client.send_request(grpc("/echo"), false).unwrap();
         let mut body = response.await.unwrap().into_body();
         for message in ["one", "two", "three"] {
-            stream.send_data(Bytes::from_static(message.as_bytes()), false).unwrap();
-            assert_eq!(body.data().await.unwrap().unwrap(), format!("echo {message}"));
+            stream
+                .send_data(Bytes::from_static(message.as_bytes()), false)
+                .unwrap();
+            assert_eq!(
+                body.data().await.unwrap().unwrap(),
+                format!("echo {message}")
+            );
         }
         stream.send_data(Bytes::new(), true).unwrap();
         let end = body.data().await;
         assert!(end.is_none(), "{end:?}");
-        assert_eq!(body.trailers().await.unwrap(), Some(fields(&[("grpc-status", "0")])));
+        assert_eq!(
+            body.trailers().await.unwrap(),
+            Some(fields(&[("grpc-status", "0")]))
+        );
     });
 }
 
@@ -93,7 +144,14 @@ fn the_response_may_end_before_the_request() {
         let (response, _) = read(response.await.unwrap()).await.unwrap();
         assert_eq!(response.status(), 200);
         stream.send_data(Bytes::from_static(b"late"), true).unwrap();
-        assert_eq!(call_with(&mut client, grpc("/"), b"late").await.unwrap().0.status(), 200);
+        assert_eq!(
+            call_with(&mut client, grpc("/"), b"late")
+                .await
+                .unwrap()
+                .0
+                .status(),
+            200
+        );
     });
 }
 
@@ -101,7 +159,10 @@ fn the_response_may_end_before_the_request() {
 fn an_app_that_wants_no_more_of_the_request_is_heard() {
     on_worker(async {
         // Dropping the request's body after the response tells the client not to send more.
-        let address = app(|_, mut respond| async move { drop(respond.send_response(Response::new(()), true)) }).await;
+        let address = app(|_, mut respond| async move {
+            drop(respond.send_response(Response::new(()), true))
+        })
+        .await;
         let mut client = Mesh::new().client_of(address).await;
         let (response, mut stream) = client.send_request(grpc("/"), false).unwrap();
         let (response, _) = read(response.await.unwrap()).await.unwrap();
@@ -132,7 +193,11 @@ fn a_clients_reset_reaches_the_app_with_its_code() {
         })
         .await;
         let mut client = Mesh::new().client_of(address).await;
-        let cases = [("/", Reason::CANCEL, true), ("/", Reason::INTERNAL_ERROR, false), ("/answered", Reason::CANCEL, true)];
+        let cases = [
+            ("/", Reason::CANCEL, true),
+            ("/", Reason::INTERNAL_ERROR, false),
+            ("/answered", Reason::CANCEL, true),
+        ];
         for (index, (path, code, end)) in cases.into_iter().enumerate() {
             let (response, mut stream) = client.send_request(get(path), end).unwrap();
             until(|| arrived.get() == index + 1).await;
@@ -161,7 +226,9 @@ fn an_apps_reset_reaches_the_client_with_its_code() {
                         return respond.send_reset(Reason::INADEQUATE_SECURITY);
                     }
                     let mut stream = respond.send_response(Response::new(()), false).unwrap();
-                    stream.send_data(Bytes::from_static(b"part"), false).unwrap();
+                    stream
+                        .send_data(Bytes::from_static(b"part"), false)
+                        .unwrap();
                     until(|| read_part.get()).await;
                     stream.send_reset(Reason::ENHANCE_YOUR_CALM);
                 }
@@ -171,7 +238,13 @@ fn an_apps_reset_reaches_the_client_with_its_code() {
         let mut client = Mesh::new().client_of(address).await;
         let error = call(&mut client, get("/")).await.unwrap_err();
         assert_eq!(error.reason(), Some(Reason::INADEQUATE_SECURITY));
-        let mut body = client.send_request(get("/answered"), true).unwrap().0.await.unwrap().into_body();
+        let mut body = client
+            .send_request(get("/answered"), true)
+            .unwrap()
+            .0
+            .await
+            .unwrap()
+            .into_body();
         assert_eq!(body.data().await.unwrap().unwrap(), "part");
         read_part.set(true);
         let error = read_body(&mut body).await.unwrap_err();
@@ -221,20 +294,32 @@ fn large_bodies_pass_both_ways_at_once() {
                 body.flow_control().release_capacity(data.len()).unwrap();
                 while !data.is_empty() {
                     stream.reserve_capacity(data.len());
-                    let room = poll_fn(|cx| stream.poll_capacity(cx)).await.unwrap().unwrap();
-                    stream.send_data(data.split_to(room.min(data.len())), false).unwrap();
+                    let room = poll_fn(|cx| stream.poll_capacity(cx))
+                        .await
+                        .unwrap()
+                        .unwrap();
+                    stream
+                        .send_data(data.split_to(room.min(data.len())), false)
+                        .unwrap();
                 }
             }
             stream.send_data(Bytes::new(), true).unwrap();
         })
         .await;
         let mut client = Mesh::new().client_of(address).await;
-        let sent: Bytes = (0..SIZE).map(|index| (index % 251) as u8).collect::<Vec<_>>().into();
+        let sent: Bytes = (0..SIZE)
+            .map(|index| (index % 251) as u8)
+            .collect::<Vec<_>>()
+            .into();
         let (response, mut stream) = client.send_request(grpc("/"), false).unwrap();
         // As much as is asked for is buffered by this client: windows are what the proxy sees.
         stream.send_data(sent.clone(), true).unwrap();
         let (response, _) = read(response.await.unwrap()).await.unwrap();
-        assert!(response.body() == &sent, "{} bytes came back", response.body().len());
+        assert!(
+            response.body() == &sent,
+            "{} bytes came back",
+            response.body().len()
+        );
     });
 }
 
@@ -254,8 +339,13 @@ fn what_an_app_does_not_read_is_not_taken_from_the_client() {
         let fill = async {
             loop {
                 stream.reserve_capacity(chunk.len());
-                let room = poll_fn(|cx| stream.poll_capacity(cx)).await.unwrap().unwrap();
-                stream.send_data(chunk.slice(..room.min(chunk.len())), false).unwrap();
+                let room = poll_fn(|cx| stream.poll_capacity(cx))
+                    .await
+                    .unwrap()
+                    .unwrap();
+                stream
+                    .send_data(chunk.slice(..room.min(chunk.len())), false)
+                    .unwrap();
                 sent.set(sent.get() + room.min(chunk.len()));
             }
         };
@@ -271,8 +361,12 @@ fn what_an_app_does_not_read_is_not_taken_from_the_client() {
             () = long_enough => {}
         }
         let sent = sent.get();
-        let bound = super::super::STREAM_WINDOW as usize * 2 + super::super::SEND_BUFFER + 512 * 1024;
-        assert!((64 * 1024..bound).contains(&sent), "{sent} bytes were taken, at most {bound} may be");
+        let bound =
+            super::super::STREAM_WINDOW as usize * 2 + super::super::SEND_BUFFER + 512 * 1024;
+        assert!(
+            (64 * 1024..bound).contains(&sent),
+            "{sent} bytes were taken, at most {bound} may be"
+        );
     });
 }
 
@@ -280,16 +374,24 @@ fn what_an_app_does_not_read_is_not_taken_from_the_client() {
 fn a_client_that_expects_100_gets_it_from_the_app() {
     on_worker(async {
         let address = app(|request, mut respond| async move {
-            respond.send_informational(Response::builder().status(100).body(()).unwrap()).unwrap();
+            respond
+                .send_informational(Response::builder().status(100).body(()).unwrap())
+                .unwrap();
             let (data, _) = read_body(&mut request.into_body()).await.unwrap();
             assert_eq!(&data[..], b"body");
             respond.send_response(Response::new(()), true).unwrap();
         })
         .await;
         let mut client = Mesh::new().client_of(address).await;
-        let request = Request::put("http://app/").header("expect", "100-continue").body(()).unwrap();
+        let request = Request::put("http://app/")
+            .header("expect", "100-continue")
+            .body(())
+            .unwrap();
         let (mut response, mut stream) = client.send_request(request, false).unwrap();
-        let interim = poll_fn(|cx| response.poll_informational(cx)).await.unwrap().unwrap();
+        let interim = poll_fn(|cx| response.poll_informational(cx))
+            .await
+            .unwrap()
+            .unwrap();
         assert_eq!(interim.status(), 100);
         stream.send_data(Bytes::from_static(b"body"), true).unwrap();
         assert_eq!(response.await.unwrap().status(), 200);
@@ -300,7 +402,9 @@ fn a_client_that_expects_100_gets_it_from_the_app() {
 fn interim_responses_nobody_asked_for_are_left_out() {
     on_worker(async {
         let address = app(|_, mut respond| async move {
-            respond.send_informational(Response::builder().status(103).body(()).unwrap()).unwrap();
+            respond
+                .send_informational(Response::builder().status(103).body(()).unwrap())
+                .unwrap();
             respond.send_response(Response::new(()), true).unwrap();
         })
         .await;
@@ -313,16 +417,26 @@ fn interim_responses_nobody_asked_for_are_left_out() {
 fn connect_becomes_a_tunnel() {
     on_worker(async {
         let address = app(|request, mut respond| async move {
-            assert_eq!((request.method().as_str(), request.uri().to_string().as_str()), ("CONNECT", "db:5432"));
+            assert_eq!(
+                (
+                    request.method().as_str(),
+                    request.uri().to_string().as_str()
+                ),
+                ("CONNECT", "db:5432")
+            );
             let mut body = request.into_body();
             let mut stream = respond.send_response(Response::new(()), false).unwrap();
-            stream.send_data(Bytes::from_static(b"hello"), false).unwrap();
+            stream
+                .send_data(Bytes::from_static(b"hello"), false)
+                .unwrap();
             assert_eq!(body.data().await.unwrap().unwrap(), "hi");
             stream.send_data(Bytes::from_static(b"bye"), true).unwrap();
         })
         .await;
         let mut client = Mesh::new().client_of(address).await;
-        let (response, mut stream) = client.send_request(Request::connect("db:5432").body(()).unwrap(), false).unwrap();
+        let (response, mut stream) = client
+            .send_request(Request::connect("db:5432").body(()).unwrap(), false)
+            .unwrap();
         let mut body = response.await.unwrap().into_body();
         assert_eq!(body.data().await.unwrap().unwrap(), "hello");
         stream.send_data(Bytes::from_static(b"hi"), false).unwrap();
@@ -345,13 +459,17 @@ fn a_draining_proxy_lets_streams_end() {
         let (mut client, connection) = h2::client::handshake(stream).await.unwrap();
         let connection = tokio::task::spawn_local(connection);
         let (response, mut stream) = client.send_request(grpc("/"), false).unwrap();
-        stream.send_data(Bytes::from_static(b"before "), false).unwrap();
+        stream
+            .send_data(Bytes::from_static(b"before "), false)
+            .unwrap();
         mesh.drain.cancel();
         // The client hears of it.
         while poll_fn(|cx| client.poll_ready(cx)).await.is_ok() {
             tokio::task::yield_now().await;
         }
-        stream.send_data(Bytes::from_static(b"after"), true).unwrap();
+        stream
+            .send_data(Bytes::from_static(b"after"), true)
+            .unwrap();
         let (response, _) = read(response.await.unwrap()).await.unwrap();
         assert_eq!(&response.body()[..], b"before after");
         connection.await.unwrap().unwrap();
@@ -363,15 +481,26 @@ fn exchanges_are_dumped() {
     on_worker(async {
         let address = app(|request, mut respond| async move {
             let (data, _) = read_body(&mut request.into_body()).await.unwrap();
-            let response = Response::builder().header("content-type", "application/grpc").body(()).unwrap();
+            let response = Response::builder()
+                .header("content-type", "application/grpc")
+                .body(())
+                .unwrap();
             let mut stream = respond.send_response(response, false).unwrap();
             stream.send_data(data, false).unwrap();
-            stream.send_trailers(fields(&[("grpc-status", "0")])).unwrap();
+            stream
+                .send_trailers(fields(&[("grpc-status", "0")]))
+                .unwrap();
         })
         .await;
         let mesh = Mesh::new();
         let mut client = mesh.client_of(address).await;
-        call_with(&mut client, grpc("/echo.v1.EchoService/Echo"), b"\0\0\0\0\x02hi").await.unwrap();
+        call_with(
+            &mut client,
+            grpc("/echo.v1.EchoService/Echo"),
+            b"\0\0\0\0\x02hi",
+        )
+        .await
+        .unwrap();
         until(|| !mesh.dumped.0.lock().unwrap().is_empty()).await;
         let dumped = String::from_utf8(mesh.dumped.0.lock().unwrap().clone()).unwrap();
         assert_eq!(
