@@ -4,7 +4,6 @@
 //! A worker reads into one scratch buffer that all its connections share, because a read either returns at once or
 //! holds nothing: a connection that waits owns no buffer at all.
 
-use std::cell::RefCell;
 use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -15,6 +14,7 @@ use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
+use crate::scratch::Scratch;
 use crate::tls::{Agreed, Handshake, Session};
 
 /// The most that one read takes for whoever passes bytes on at once: the more, the fewer system calls for bulk data.
@@ -24,7 +24,7 @@ const SCRATCH: usize = 256 * 1024;
 const FILL: usize = 64 * 1024;
 
 thread_local! {
-    static SCRATCH_BUFFER: RefCell<Vec<u8>> = RefCell::new(vec![0; SCRATCH]);
+    static SCRATCH_BUFFER: Scratch = const { Scratch::new() };
 }
 
 /// A connection. Bytes that were read and not taken, as by detection, come first when it is read again.
@@ -107,11 +107,10 @@ impl Io {
                 .stream
                 .try_read(&mut [0])
                 .is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock),
-            Some(session) => {
-                !session.is_flushed()
-                    || SCRATCH_BUFFER
-                        .with_borrow_mut(|scratch| session.has_spoken(&self.stream, scratch))
-            }
+            Some(session) if !session.is_flushed() => true,
+            Some(session) => SCRATCH_BUFFER.with(|place| {
+                place.lend(SCRATCH, |scratch| session.has_spoken(&self.stream, scratch))
+            }),
         }
     }
 
@@ -138,14 +137,15 @@ fn poll_read_some<T>(
     most: usize,
     take: impl FnOnce(&[u8], &mut Context<'_>) -> T,
 ) -> Poll<io::Result<T>> {
-    SCRATCH_BUFFER.with_borrow_mut(|scratch| match tls {
+    let read = |scratch: &mut Vec<u8>| match tls {
         None => {
             let mut buf = ReadBuf::new(&mut scratch[..most]);
             ready!(Pin::new(stream).poll_read(cx, &mut buf))?;
             Poll::Ready(Ok(take(buf.filled(), cx)))
         }
         Some(session) => session.poll_read(cx, stream, &mut scratch[..most], take),
-    })
+    };
+    SCRATCH_BUFFER.with(|place| place.lend(SCRATCH, read))
 }
 
 impl AsyncRead for Io {
@@ -225,6 +225,24 @@ mod tests {
         let mut read = [0; 11];
         io.read_exact(&mut read).await.unwrap();
         assert_eq!(&read, b"hello world");
+    }
+
+    #[tokio::test]
+    async fn a_read_inside_of_a_read_has_a_buffer_of_its_own() {
+        let (mut outer, mut outer_far) = pair().await;
+        let (mut inner, mut inner_far) = pair().await;
+        outer_far.write_all(b"outer").await.unwrap();
+        inner_far.write_all(b"inner").await.unwrap();
+        inner.stream.readable().await.unwrap();
+        poll_fn(|cx| {
+            outer.poll_pass(cx, |outer_bytes, cx| {
+                let inner_bytes = inner.poll_pass(cx, |bytes, _| bytes.to_vec());
+                assert!(matches!(inner_bytes, Poll::Ready(Ok(bytes)) if bytes == b"inner"));
+                assert_eq!(outer_bytes, b"outer");
+            })
+        })
+        .await
+        .unwrap();
     }
 
     #[tokio::test]

@@ -34,6 +34,7 @@ pub mod policy;
 pub mod pool;
 pub mod ports;
 pub mod race;
+mod scratch;
 pub mod serve;
 pub mod tls;
 pub mod worker;

@@ -4,7 +4,6 @@
 //!
 //! The handshake is rustls' (`handshake.rs`), and so is all that has to do with keys; records are `record.rs`.
 
-use std::cell::RefCell;
 use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -19,6 +18,7 @@ use tokio::net::TcpStream;
 
 use super::handshake::cut_off;
 use super::record::{Alert, Broken, Kind, MOST_PLAIN, OVERHEAD, Opener, Sealer, split};
+use crate::scratch::Scratch;
 
 /// The most that one write seals, in plain bytes: eight full records.
 const MOST: usize = 8 * MOST_PLAIN;
@@ -29,14 +29,17 @@ const MOST_MESSAGE: usize = 64 * 1024;
 /// New keys that the peer may take without a byte of data between them.
 const MOST_UPDATES: u8 = 32;
 
+/// What one write takes to the socket, at most.
+const MAX_SEALED: usize = HELD + 10 * OVERHEAD + MOST;
+
 const NEW_SESSION_TICKET: u8 = 4;
 const KEY_UPDATE: u8 = 24;
 
 thread_local! {
     /// Opened bytes on their way to whoever reads.
-    static PLAIN: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+    static PLAIN: Scratch = const { Scratch::new() };
     /// Sealed bytes on their way to the socket.
-    static SEALED: RefCell<Vec<u8>> = RefCell::new(vec![0; HELD + 10 * OVERHEAD + MOST]);
+    static SEALED: Scratch = const { Scratch::new() };
 }
 
 /// One side of a session.
@@ -119,7 +122,7 @@ impl Session {
         if let Poll::Ready(Err(error)) = self.poll_flush(cx, stream) {
             return Poll::Ready(Err(error));
         }
-        PLAIN.with_borrow_mut(|plain| {
+        let read = |plain: &mut Vec<u8>| {
             loop {
                 if self.peer_ended {
                     return Poll::Ready(Ok(take(&[], cx)));
@@ -142,7 +145,8 @@ impl Session {
                     }
                 }
             }
-        })
+        };
+        PLAIN.with(|place| place.lend(0, read))
     }
 
     /// Whether anything came that was not expected of a connection that nobody uses: bytes, an end, an error. Tickets and new
@@ -153,8 +157,9 @@ impl Session {
             scratch[..before].copy_from_slice(&self.incoming);
             match stream.try_read(&mut scratch[before..]) {
                 Ok(read) if read > 0 => {
-                    let opened =
-                        PLAIN.with_borrow_mut(|plain| self.open(&scratch[..before + read], plain));
+                    let opened = PLAIN.with(|place| {
+                        place.lend(0, |plain| self.open(&scratch[..before + read], plain))
+                    });
                     if !matches!(opened, Ok(0)) || self.peer_ended {
                         return true;
                     }
@@ -179,7 +184,7 @@ impl Session {
             ready!(self.poll_flush(cx, stream))?;
         }
         let data = &data[..data.len().min(MOST)];
-        SEALED.with_borrow_mut(|sealed| {
+        let write = |sealed: &mut Vec<u8>| {
             let mut filled = self.outgoing.len();
             sealed[..filled].copy_from_slice(&self.outgoing);
             self.outgoing = BytesMut::new();
@@ -199,7 +204,8 @@ impl Session {
                 self.outgoing = BytesMut::from(rest);
             }
             Poll::Ready(Ok(data.len()))
-        })
+        };
+        SEALED.with(|place| place.lend(MAX_SEALED, write))
     }
 
     /// Writes what is still to go out.

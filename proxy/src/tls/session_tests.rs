@@ -2,6 +2,7 @@
 
 use std::future::poll_fn;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 
 use bytes::BytesMut;
 use rustls::pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer, ServerName};
@@ -311,6 +312,40 @@ async fn what_has_no_place_in_a_session_ends_it_and_the_peer_hears_why() {
             "{said:?}"
         );
     }
+}
+
+#[tokio::test]
+async fn a_read_inside_of_a_read_has_a_buffer_of_its_own() {
+    let configs = configs();
+    let ((mut outer, mut outer_peer), (mut inner, mut inner_peer)) =
+        (our_client(&configs).await, our_server(&configs).await);
+    outer_peer.write_all(b"outer").await.unwrap();
+    inner_peer.write_all(b"inner").await.unwrap();
+    inner.stream.readable().await.unwrap();
+    let Ours {
+        session,
+        stream,
+        scratch,
+        ..
+    } = &mut outer;
+    let read = |outer_bytes: &[u8], cx: &mut Context<'_>| {
+        let inner_read =
+            inner
+                .session
+                .poll_read(cx, &mut inner.stream, &mut inner.scratch, |bytes, _| {
+                    bytes.to_vec()
+                });
+        assert!(matches!(inner_read, Poll::Ready(Ok(bytes)) if bytes == b"inner"));
+        assert_eq!(outer_bytes, b"outer");
+    };
+    let mut read = Some(read);
+    poll_fn(|cx| {
+        session.poll_read(cx, stream, scratch, |bytes, cx| {
+            read.take().unwrap()(bytes, cx)
+        })
+    })
+    .await
+    .unwrap();
 }
 
 #[tokio::test]
