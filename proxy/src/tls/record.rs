@@ -172,13 +172,16 @@ impl Opener {
         let kind = [Kind::Alert, Kind::Handshake, Kind::Data]
             .into_iter()
             .find(|kind| *kind as u8 == out[at]);
-        Ok((
-            kind.ok_or(Broken(
+        match kind.ok_or(Broken(
+            Alert::UnexpectedMessage,
+            "a record carries something unknown",
+        ))? {
+            Kind::Alert | Kind::Handshake if at == 0 => Err(Broken(
                 Alert::UnexpectedMessage,
-                "a record carries something unknown",
-            ))?,
-            at,
-        ))
+                "a record carries an empty message",
+            )),
+            kind => Ok((kind, at)),
+        }
     }
 }
 
@@ -281,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn padding_is_dropped_and_nothing_but_padding_is_refused() {
+    fn padding_is_dropped_and_what_it_leaves_empty_is_refused_unless_it_is_data() {
         // A kind of its own choice, sealed as the last plain byte with zeros after it, is what a peer that pads would send.
         for (mut sealer, mut opener) in pairs() {
             let mut record = vec![0; 100];
@@ -307,6 +310,19 @@ mod tests {
                 opener.open(&record, &mut [0; 100]).unwrap_err().0,
                 Alert::UnexpectedMessage
             );
+            // Only data may be empty.
+            padded(&mut sealer, b"\x17\0", &mut record);
+            assert_eq!(
+                opener.open(&record, &mut [0; 100]).unwrap(),
+                (Kind::Data, 0)
+            );
+            for kind in [b"\x15\0", b"\x16\0"] {
+                padded(&mut sealer, kind, &mut record);
+                assert_eq!(
+                    opener.open(&record, &mut [0; 100]).unwrap_err().0,
+                    Alert::UnexpectedMessage
+                );
+            }
             padded(&mut sealer, b"abc\x63", &mut record);
             assert_eq!(
                 opener.open(&record, &mut [0; 100]).unwrap_err().0,

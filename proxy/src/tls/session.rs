@@ -26,8 +26,8 @@ const MOST: usize = 8 * MOST_PLAIN;
 const HELD: usize = 16 * 1024;
 /// What a handshake message may take before it has fully come: a ticket holds the peer's certificates.
 const MOST_MESSAGE: usize = 64 * 1024;
-/// New keys that the peer may take without a byte of data between them.
-const MOST_UPDATES: u8 = 32;
+/// Records without a byte of data that the peer may send in a row: empty ones, tickets, new keys.
+const MAX_RECORDS_WITHOUT_DATA: u8 = 32;
 
 /// What one write takes to the socket, at most.
 const MAX_SEALED: usize = HELD + 10 * OVERHEAD + MOST;
@@ -57,8 +57,8 @@ pub struct Session {
     message: Vec<u8>,
     /// The peer wants this side to take a new key before it writes more.
     update_owed: bool,
-    /// How often the peer has taken a new key since it last sent data.
-    updates: u8,
+    /// Records since the peer last sent data.
+    without_data: u8,
     /// The peer has said that it writes no more.
     peer_ended: bool,
     /// So has this side.
@@ -104,7 +104,7 @@ impl Session {
             held: true,
             message: Vec::new(),
             update_owed: false,
-            updates: 0,
+            without_data: 0,
             peer_ended,
             ended: false,
         })
@@ -282,16 +282,22 @@ impl Session {
                 "the peer interrupts its own message",
             ));
         }
+        self.without_data = if kind == Kind::Data && length > 0 {
+            0
+        } else {
+            self.without_data.saturating_add(1)
+        };
+        if self.without_data > MAX_RECORDS_WITHOUT_DATA {
+            return Err(Broken(
+                Alert::UnexpectedMessage,
+                "the peer sends too many records without data",
+            ));
+        }
         match kind {
-            Kind::Data => {
-                if length > 0 {
-                    self.updates = 0;
-                }
-                Ok(length)
-            }
+            Kind::Data => Ok(length),
             Kind::Handshake => {
                 self.message.extend_from_slice(&out[..length]);
-                self.heed_messages()?;
+                self.handle_post_handshake()?;
                 Ok(0)
             }
             Kind::Alert => match out[..length] {
@@ -308,12 +314,12 @@ impl Session {
     }
 
     /// Does what the handshake messages ask for that have fully come (sections 4.6.1 and 4.6.3).
-    fn heed_messages(&mut self) -> Result<(), Broken> {
+    fn handle_post_handshake(&mut self) -> Result<(), Broken> {
         const UNEXPECTED: Broken = Broken(
             Alert::UnexpectedMessage,
             "the peer says what has no place after the handshake",
         );
-        let message = std::mem::take(&mut self.message);
+        let mut message = std::mem::take(&mut self.message);
         let mut rest = &message[..];
         while let Some((&[kind, high, middle, low], body)) = rest.split_first_chunk::<4>() {
             let length = u32::from_be_bytes([0, high, middle, low]) as usize;
@@ -337,18 +343,16 @@ impl Session {
                 _ => return Err(UNEXPECTED),
             }
         }
-        self.message = rest.to_vec();
+        let handled = message.len() - rest.len();
+        if handled < message.len() {
+            // Moves nothing but what the last record has brought, or each record would cost as much as all before it.
+            message.drain(..handled);
+            self.message = message;
+        }
         Ok(())
     }
 
     fn take_peers_next_key(&mut self, owed: bool) -> Result<(), Broken> {
-        self.updates += 1;
-        if self.updates > MOST_UPDATES {
-            return Err(Broken(
-                Alert::UnexpectedMessage,
-                "the peer does nothing but take new keys",
-            ));
-        }
         self.update_owed |= owed;
         let next = match &mut self.kernel {
             Kernel::Client(kernel) => kernel.update_rx_secret(),
@@ -418,11 +422,16 @@ impl Session {
         self.update_owed = true;
     }
 
+    /// What has come of a handshake message.
+    pub fn message(&self) -> &[u8] {
+        &self.message
+    }
+
     /// Adds a record to what is to go out, whatever it says.
     pub fn say(&mut self, kind: Kind, plain: &[u8]) {
-        let mut record = vec![0; plain.len() + OVERHEAD];
-        self.seal(kind, plain, &mut record).unwrap();
-        self.outgoing.extend_from_slice(&record);
+        let mut records = vec![0; plain.len() + 2 * OVERHEAD + 5];
+        let length = self.seal(kind, plain, &mut records).unwrap();
+        self.outgoing.extend_from_slice(&records[..length]);
     }
 }
 

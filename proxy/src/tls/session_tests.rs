@@ -15,6 +15,7 @@ use tokio_rustls::{TlsAcceptor, TlsConnector, TlsStream};
 use super::handshake::Handshake;
 use super::record::{Kind, MOST_PLAIN};
 use super::session::Session;
+use crate::control::testing::soon;
 use crate::identity::testing::{Authority, WEB};
 use crate::identity::{ClientVerifier, ServerVerifier};
 
@@ -86,11 +87,11 @@ impl Ours {
         } = self;
         let mut read = Vec::new();
         // What is given to `take` is what was read, once.
-        poll_fn(|cx| {
+        soon(poll_fn(|cx| {
             session.poll_read(cx, stream, scratch, |bytes, _| {
                 read.extend_from_slice(bytes)
             })
-        })
+        }))
         .await?;
         Ok(read)
     }
@@ -112,6 +113,15 @@ impl Ours {
                 .unwrap();
             data = &data[written..];
         }
+        poll_fn(|cx| self.session.poll_flush(cx, &mut self.stream))
+            .await
+            .unwrap();
+    }
+
+    /// Sends these records, whatever they say.
+    async fn say(&mut self, said: &[Said<'_>]) {
+        said.iter()
+            .for_each(|(kind, plain)| self.session.say(*kind, plain));
         poll_fn(|cx| self.session.poll_flush(cx, &mut self.stream))
             .await
             .unwrap();
@@ -166,6 +176,27 @@ async fn our_server(configs: &Configs) -> (Ours, TlsStream<TcpStream>) {
     );
     (ours, theirs.unwrap().into())
 }
+
+/// A client and a server, both ours: rustls would not say all that they can.
+async fn ours(configs: &Configs) -> (Ours, Ours) {
+    let (near, far) = sockets().await;
+    let client =
+        rustls::client::UnbufferedClientConnection::new(configs.client.clone(), name()).unwrap();
+    let server = rustls::server::UnbufferedServerConnection::new(configs.server.clone()).unwrap();
+    let (client, mut server) = tokio::join!(
+        async {
+            let mut client = Ours::new(Handshake::client(client), near).await;
+            client.write(b"!").await;
+            client
+        },
+        Ours::new(Handshake::server(server, BytesMut::new()), far)
+    );
+    assert_eq!(server.read_exactly(1).await, b"!");
+    (client, server)
+}
+
+/// A record's kind and content.
+type Said<'a> = (Kind, &'a [u8]);
 
 fn name() -> ServerName<'static> {
     ServerName::IpAddress(std::net::IpAddr::from([127, 0, 0, 1]).into())
@@ -268,38 +299,19 @@ async fn a_ticket_resumes_the_session() {
 async fn what_has_no_place_in_a_session_ends_it_and_the_peer_hears_why() {
     let configs = configs();
     // A ticket to a server, an update of no known kind, a message that another record interrupts, two updates in one record, half an
-    // alert.
-    type Said = (Kind, &'static [u8]);
-    let cases: [&[Said]; 5] = [
+    // alert, an empty record of a message and of an alert.
+    let cases: [&[Said]; 7] = [
         &[(Kind::Handshake, &[4, 0, 0, 1, 0])],
         &[(Kind::Handshake, &[24, 0, 0, 1, 7])],
         &[(Kind::Handshake, &[24, 0, 0]), (Kind::Data, b"data")],
         &[(Kind::Handshake, &[24, 0, 0, 1, 0, 24, 0, 0, 1, 0])],
         &[(Kind::Alert, &[1])],
+        &[(Kind::Handshake, &[24, 0, 0]), (Kind::Handshake, &[])],
+        &[(Kind::Alert, &[])],
     ];
     for said in cases {
-        // Both ends are ours: rustls would not say such things.
-        let (near, far) = sockets().await;
-        let machines = (
-            rustls::client::UnbufferedClientConnection::new(configs.client.clone(), name())
-                .unwrap(),
-            rustls::server::UnbufferedServerConnection::new(configs.server.clone()).unwrap(),
-        );
-        let (mut client, mut server) = tokio::join!(
-            async {
-                let mut client = Ours::new(Handshake::client(machines.0), near).await;
-                client.write(b"!").await;
-                client
-            },
-            Ours::new(Handshake::server(machines.1, BytesMut::new()), far)
-        );
-        assert_eq!(server.read_exactly(1).await, b"!");
-        for (kind, bytes) in said {
-            client.session.say(*kind, bytes);
-        }
-        poll_fn(|cx| client.session.poll_flush(cx, &mut client.stream))
-            .await
-            .unwrap();
+        let (mut client, mut server) = ours(&configs).await;
+        client.say(said).await;
         assert_eq!(
             server.read().await.unwrap_err().kind(),
             std::io::ErrorKind::InvalidData,
@@ -312,6 +324,72 @@ async fn what_has_no_place_in_a_session_ends_it_and_the_peer_hears_why() {
             "{said:?}"
         );
     }
+}
+
+#[tokio::test]
+async fn too_many_records_without_data_end_the_session() {
+    let configs = configs();
+    let empty: Said = (Kind::Data, &[]);
+    let canceled: Said = (Kind::Alert, &[1, 90]);
+    for said in [empty, canceled] {
+        let (mut client, mut server) = ours(&configs).await;
+        // Data carries a session on.
+        for _ in 0..3 {
+            client.say(&[said; 32]).await;
+            client.write(b"data").await;
+            assert_eq!(server.read_exactly(4).await, b"data");
+        }
+        client.say(&[said; 33]).await;
+        assert_eq!(
+            server.read().await.unwrap_err().to_string(),
+            "the peer sends too many records without data",
+            "{said:?}"
+        );
+    }
+    // Each brings a record with a new key, and an empty one after it.
+    let (mut client, mut server) = ours(&configs).await;
+    for _ in 0..17 {
+        client.session.owe_update();
+        client.say(&[empty]).await;
+    }
+    assert_eq!(
+        server.read().await.unwrap_err().to_string(),
+        "the peer sends too many records without data"
+    );
+    // A message in tiny pieces.
+    let (mut client, mut server) = ours(&configs).await;
+    let begun: Said = (Kind::Handshake, &[4, 0, 1, 0]);
+    client.say(&[begun]).await;
+    client.say(&[(Kind::Handshake, &[0][..]); 32]).await;
+    assert_eq!(
+        server.read().await.unwrap_err().to_string(),
+        "the peer sends too many records without data"
+    );
+}
+
+#[tokio::test]
+async fn the_beginning_of_a_message_is_not_copied_again_with_each_record() {
+    let configs = configs();
+    let (mut client, mut server) = ours(&configs).await;
+    let first = [&[4, 0, 0xff, 0xff][..], &[0; 16_000]].concat();
+    let mut places = Vec::new();
+    // The second record makes the buffer grow, so that there is room for those that follow.
+    for piece in [&first[..], &[0], &[0], &[0], &[0]] {
+        client.say(&[(Kind::Handshake, piece)]).await;
+        while server.session.message().len() < first.len() + places.len() {
+            server.stream.readable().await.unwrap();
+            assert!(
+                !server
+                    .session
+                    .has_spoken(&server.stream, &mut server.scratch)
+            );
+        }
+        places.push(server.session.message().as_ptr());
+    }
+    assert!(
+        places[1..].iter().all(|place| *place == places[1]),
+        "{places:?}"
+    );
 }
 
 #[tokio::test]
