@@ -3,6 +3,7 @@
 //!
 //! The proxy is stricter than its parser: whatever could be read in two ways by two hops is refused.
 
+use std::cmp::Ordering;
 use std::ops::Range;
 
 use bytes::{Bytes, BytesMut};
@@ -411,7 +412,7 @@ impl Fields {
                 _ => false,
             };
         }
-        mark_nominated(&mut spans, parsed, upgrade)?;
+        mark_nominated(&mut spans, parsed)?;
         Ok(spans)
     }
 
@@ -510,11 +511,7 @@ fn is_http(protocol: &[u8]) -> bool {
 }
 
 /// Marks the fields that `Connection` names (RFC 9110, section 7.6.1), but never those that frame or route a message.
-fn mark_nominated(
-    spans: &mut [FieldSpan],
-    parsed: &[httparse::Header<'_>],
-    upgrade: bool,
-) -> Result<(), Refused> {
+fn mark_nominated(spans: &mut [FieldSpan], parsed: &[httparse::Header<'_>]) -> Result<(), Refused> {
     const KEPT: [&[u8]; 4] = [b"close", b"keep-alive", b"upgrade", b"te"];
     const NEVER: [&[u8]; 7] = [
         b"host",
@@ -525,6 +522,7 @@ fn mark_nominated(
         b"cookie",
         b"x-called-by",
     ];
+    let mut index = None;
     for field in parsed
         .iter()
         .filter(|field| field.name.eq_ignore_ascii_case("connection"))
@@ -538,13 +536,61 @@ fn mark_nominated(
                     "Connection names a field that is not the connection's",
                 ));
             }
-            for (span, named) in spans.iter_mut().zip(parsed) {
-                span.hop_by_hop |= named.name.as_bytes().eq_ignore_ascii_case(option)
-                    && !(upgrade && option.eq_ignore_ascii_case(b"upgrade"));
-            }
+            let index = index.get_or_insert_with(|| NameIndex::new(parsed, compare_names));
+            index.each_named(option, |at| spans[at].hop_by_hop = true);
         }
     }
     Ok(())
+}
+
+/// The fields of a head in the order of their names. A head may name as many options as it has room for: to look at each field for
+/// each of them would cost a hundred times what it takes to read the head.
+struct NameIndex<'a, C> {
+    fields: &'a [httparse::Header<'a>],
+    order: Vec<usize>,
+    /// For each place in `order`, whether it has been named.
+    named: Vec<bool>,
+    compare: C,
+}
+
+impl<'a, C: FnMut(&[u8], &[u8]) -> Ordering> NameIndex<'a, C> {
+    fn new(fields: &'a [httparse::Header<'a>], mut compare: C) -> Self {
+        let mut order: Vec<usize> = (0..fields.len()).collect();
+        order.sort_unstable_by(|one, other| {
+            compare(fields[*one].name.as_bytes(), fields[*other].name.as_bytes())
+        });
+        Self {
+            fields,
+            named: vec![false; order.len()],
+            order,
+            compare,
+        }
+    }
+
+    /// Gives each field of this name to `mark`, once: not again where the name is repeated.
+    fn each_named(&mut self, name: &[u8], mut mark: impl FnMut(usize)) {
+        let Self {
+            fields,
+            order,
+            named,
+            compare,
+        } = self;
+        let first = order.partition_point(|at| compare(fields[*at].name.as_bytes(), name).is_lt());
+        for (at, named) in order.iter().zip(named).skip(first) {
+            if *named || compare(fields[*at].name.as_bytes(), name).is_ne() {
+                break;
+            }
+            *named = true;
+            mark(*at);
+        }
+    }
+}
+
+/// The order of two names, whatever their case.
+fn compare_names(one: &[u8], other: &[u8]) -> Ordering {
+    one.iter()
+        .map(u8::to_ascii_lowercase)
+        .cmp(other.iter().map(u8::to_ascii_lowercase))
 }
 
 /// The members of a comma-separated list (RFC 9110, section 5.6.1).
@@ -639,6 +685,73 @@ mod tests {
             "GET / HTTP/1.1\r\nHost: x\r\nX-Other: 2\r\n\r\n"
         );
         assert!(request(text).unwrap().connection.close);
+    }
+
+    /// A head with these fields beside Host, and its options in `Connection` fields of so many each.
+    fn head_with(names: &[String], options: &[String], each: usize) -> String {
+        let fields: String = names.iter().map(|name| format!("{name}: 1\r\n")).collect();
+        let connection: String = options
+            .chunks(each)
+            .map(|options| format!("Connection: {}\r\n", options.join(", ")))
+            .collect();
+        format!("GET / HTTP/1.1\r\nHost: x\r\n{fields}{connection}\r\n")
+    }
+
+    #[test]
+    fn fields_that_connection_names_stay_here_however_often_and_in_whatever_case() {
+        let mut rng = fastrand::Rng::with_seed(5);
+        for _ in 0..500 {
+            // Few names, so that fields and options repeat them.
+            let mut name = |_| {
+                let name = ["A", "ab", "X-A", "x-b", "Z", "hop", "hops"][rng.usize(0..7)];
+                if rng.bool() {
+                    name.to_ascii_uppercase()
+                } else {
+                    name.to_ascii_lowercase()
+                }
+            };
+            let names: Vec<_> = (0..20).map(&mut name).collect();
+            let mut options: Vec<_> = (0..5).map(&mut name).collect();
+            options.extend(["close".to_owned(), "nothing".to_owned()]);
+            let kept = names.iter().filter(|name| {
+                !options
+                    .iter()
+                    .any(|option| option.eq_ignore_ascii_case(name))
+            });
+            let expected = head_with(&kept.cloned().collect::<Vec<_>>(), &[], 1);
+            assert_eq!(
+                forwarded(&head_with(&names, &options, 3)),
+                expected,
+                "{options:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn options_cost_what_they_are_long_and_not_what_they_are_times_the_fields() {
+        let value = b"1";
+        for names in [
+            vec!["a"; MAX_FIELDS],
+            (0..MAX_FIELDS)
+                .map(|at| if at % 2 == 0 { "a" } else { "b" })
+                .collect(),
+        ] {
+            let fields: Vec<_> = names
+                .iter()
+                .map(|name| httparse::Header { name, value })
+                .collect();
+            let (mut comparisons, mut marks) = (0, 0);
+            let mut index = NameIndex::new(&fields, |one, other| {
+                comparisons += 1;
+                compare_names(one, other)
+            });
+            let options = MAX_HEAD / 2;
+            for _ in 0..options {
+                index.each_named(b"a", |_| marks += 1);
+            }
+            assert_eq!(marks, names.iter().filter(|name| **name == "a").count());
+            assert!(comparisons < 10 * options, "{comparisons}");
+        }
     }
 
     #[test]
