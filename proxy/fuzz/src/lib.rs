@@ -7,24 +7,27 @@ mod hello;
 mod http1;
 mod identity;
 mod record;
+mod session;
 
 pub use detect::detect;
 pub use hello::hello;
 pub use http1::{body, head};
 pub use identity::identity;
 pub use record::record;
+pub use session::session;
 
 /// Takes any bytes, and panics where what must hold does not.
 pub type Target = fn(&[u8]);
 
 /// All targets. Each has a folder of its name in `corpus/`, and a file in `targets/`.
-pub const TARGETS: [(&str, Target); 6] = [
+pub const TARGETS: [(&str, Target); 7] = [
     ("body", body),
     ("detect", detect),
     ("head", head),
     ("hello", hello),
     ("identity", identity),
     ("record", record),
+    ("session", session),
 ];
 
 /// Longer than anything that detection waits for: a record of TLS, or a request line with its method.

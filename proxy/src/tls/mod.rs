@@ -39,7 +39,7 @@ use crate::io::Io;
 
 pub use handshake::{Agreed, Handshake};
 pub use hello::{Hello, look};
-pub use session::Session;
+pub use session::{Kernel, Leftover, Session};
 
 /// How long a handshake may take.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);

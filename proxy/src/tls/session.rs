@@ -243,7 +243,7 @@ impl Session {
 
     /// Opens all records that have fully come, and keeps the beginning of the next: how many plain bytes there are in `plain` now.
     /// What the peer says beside data is heeded; where it can't be, an alert says so to the peer.
-    fn open(&mut self, mut sealed: &[u8], plain: &mut Vec<u8>) -> io::Result<usize> {
+    pub fn open(&mut self, mut sealed: &[u8], plain: &mut Vec<u8>) -> io::Result<usize> {
         if plain.len() < sealed.len() {
             plain.resize(sealed.len(), 0);
         }
@@ -366,7 +366,7 @@ impl Session {
     }
 
     /// Seals one record into `out`; before it, where it is time, the message that a new key follows.
-    fn seal(&mut self, kind: Kind, plain: &[u8], out: &mut [u8]) -> io::Result<usize> {
+    pub fn seal(&mut self, kind: Kind, plain: &[u8], out: &mut [u8]) -> io::Result<usize> {
         let mut filled = 0;
         if self.update_owed || self.sealer.is_worn() {
             filled = self
