@@ -64,11 +64,16 @@ pub fn session(bytes: &[u8]) {
             .expect("the peer's next record");
         assert_eq!(&plain[..length], b"in");
     }
-    let mut out = vec![0; 2 * OVERHEAD + 8];
-    let length = session
-        .seal(Kind::Data, b"out", &mut out)
-        .expect("room for it");
-    assert_eq!(peer.open_all(&out[..length]), b"out");
+    for asked_for_a_key in [model.asked_for_a_key, false] {
+        let mut out = vec![0; 2 * OVERHEAD + 8];
+        let length = session
+            .seal(Kind::Data, b"out", &mut out)
+            .expect("room for it");
+        assert_eq!(
+            peer.open_all(&out[..length]),
+            (b"out".to_vec(), u32::from(asked_for_a_key))
+        );
+    }
 }
 
 /// What a session must make of its peer's records.
@@ -81,6 +86,8 @@ struct Model {
     tickets: u32,
     /// Keys that the peer takes from here on.
     updates: u32,
+    /// The session has to take one, too.
+    asked_for_a_key: bool,
 }
 
 /// The session must end.
@@ -128,7 +135,10 @@ impl Model {
         };
         match (kind, body) {
             (NEW_SESSION_TICKET, _) if self.is_client => self.tickets += 1,
-            (KEY_UPDATE, [0 | 1]) if rest.is_empty() => self.updates += 1,
+            (KEY_UPDATE, [asks @ (0 | 1)]) if rest.is_empty() => {
+                self.updates += 1;
+                self.asked_for_a_key |= *asks == 1;
+            }
             _ => return Err(Refused),
         }
         self.message = rest.to_vec();
@@ -174,9 +184,9 @@ impl Peer {
         self.sealer = Sealer::new(used, &secrets).expect("a suite of TLS 1.3");
     }
 
-    /// The data in `sealed`, which brings new keys where the session was asked for them, or an alert where it has ended.
-    fn open_all(&mut self, mut sealed: &[u8]) -> Vec<u8> {
-        let (mut data, mut out) = (Vec::new(), vec![0; sealed.len()]);
+    /// The data in `sealed`, and how many keys the session has taken.
+    fn open_all(&mut self, mut sealed: &[u8]) -> (Vec<u8>, u32) {
+        let (mut data, mut updates, mut out) = (Vec::new(), 0, vec![0; sealed.len()]);
         while let Ok(Some((record, rest))) = split(sealed) {
             sealed = rest;
             match self
@@ -187,6 +197,7 @@ impl Peer {
                 (Kind::Data, length) => data.extend_from_slice(&out[..length]),
                 (Kind::Handshake, length) => {
                     assert_eq!(out[..length], [KEY_UPDATE, 0, 0, 1, 0]);
+                    updates += 1;
                     let (used, secrets) = match &mut self.kernel {
                         Kernel::Client(kernel) => kernel.update_rx_secret(),
                         Kernel::Server(kernel) => kernel.update_rx_secret(),
@@ -198,7 +209,7 @@ impl Peer {
             }
         }
         assert!(sealed.is_empty());
-        data
+        (data, updates)
     }
 }
 
