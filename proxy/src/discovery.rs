@@ -30,7 +30,7 @@ pub use stats::DiscoveryStats;
 use table::{Table, Watched};
 pub use target::{AppProtocol, EndpointInfo, PodTarget, ServiceTarget, Target};
 
-/// Destinations that are subscribed to at once, over all workers. One more passes through to where it was going.
+/// Destinations that are subscribed to at once, over all workers. One more is refused while all of them are in use.
 const MAX_DESTINATIONS: usize = 10_000;
 /// Questions of the workers that wait for the main thread; a worker that finds it full waits.
 const QUEUED_QUESTIONS: usize = 256;
@@ -40,7 +40,8 @@ const LOG_EVERY: Duration = Duration::from_secs(10);
 /// The workers' handle: asks the main thread. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Discovery {
-    questions: mpsc::Sender<Question>,
+    /// None where there is nobody to ask.
+    questions: Option<mpsc::Sender<Question>>,
     ready: watch::Receiver<bool>,
     stats: Arc<DiscoveryStats>,
     first_answer: Duration,
@@ -100,7 +101,7 @@ fn start_with(
     let (set_ready, ready) = watch::channel(false);
     let stats = Arc::new(DiscoveryStats::new());
     let discovery = Discovery {
-        questions,
+        questions: Some(questions),
         ready,
         stats: stats.clone(),
         first_answer: timing.first_answer,
@@ -131,47 +132,51 @@ fn start_with(
 impl Discovery {
     /// Discovery without a controller: every destination is [`Target::Unknown`].
     pub fn off() -> Self {
-        let (questions, _) = mpsc::channel(1);
         let (_, ready) = watch::channel(true);
         Self {
-            questions,
+            questions: None,
             ready,
             stats: Arc::new(DiscoveryStats::new()),
             first_answer: Duration::ZERO,
         }
     }
 
-    /// Nobody will ever answer.
+    /// There is nobody to ask.
     pub fn is_off(&self) -> bool {
-        self.questions.is_closed()
+        self.questions.is_none()
     }
 
     /// What `destination` is, now and whenever that changes. Waits a bounded time for a first answer with endpoints; where the controller is known
     /// to be away it returns at once with what is known, or with [`Target::Unknown`]. The receiver is closed where nothing will
-    /// ever come: over the limit, at the end, or for port 0, which is no place.
+    /// ever come: [`Target::Refused`] over the limit and at the end, [`Target::Unknown`] for port 0, which is no place.
     pub async fn watch(&self, destination: SocketAddr) -> watch::Receiver<Arc<Target>> {
+        let closed = |target| watch::channel(Arc::new(target)).1;
+        let Some(questions) = self.questions.as_ref().filter(|_| destination.port() != 0) else {
+            return closed(Target::Unknown);
+        };
         let (answer, answered) = oneshot::channel();
-        if destination.port() != 0
-            && self
-                .questions
-                .send(Question {
-                    destination,
-                    answer,
-                })
-                .await
-                .is_ok()
-            && let Ok(Watched {
-                mut receiver,
-                settled,
-            }) = answered.await
+        if questions
+            .send(Question {
+                destination,
+                answer,
+            })
+            .await
+            .is_err()
         {
-            if !settled {
-                // Late or never: the target is what it is by then.
-                let _ = timeout(self.first_answer, first_answer(&mut receiver)).await;
-            }
-            return receiver;
+            return closed(Target::Refused);
         }
-        watch::channel(Arc::new(Target::Unknown)).1
+        let Ok(Watched {
+            mut receiver,
+            settled,
+        }) = answered.await
+        else {
+            return closed(Target::Refused);
+        };
+        if !settled {
+            // Late or never: the target is what it is by then.
+            let _ = timeout(self.first_answer, first_answer(&mut receiver)).await;
+        }
+        receiver
     }
 
     /// True once the controller has accepted the stream, and ever after: what `/ready` waits for.
@@ -221,7 +226,7 @@ impl Discovery {
         let (questions, asked) = mpsc::channel(QUEUED_QUESTIONS);
         (
             Self {
-                questions,
+                questions: Some(questions),
                 ..Self::off()
             },
             Questions(asked),
@@ -334,20 +339,20 @@ impl Driver {
             answer,
         } = question;
         match self.table.watch(destination) {
-            Ok((Watched { receiver, settled }, request)) => {
-                self.send(request);
+            Ok((Watched { receiver, settled }, requests)) => {
+                self.send(requests);
                 // A worker whose connection went away meanwhile does not listen, which is fine.
                 let _ = answer.send(Watched {
                     receiver,
                     settled: settled || self.away,
                 });
             }
-            // Without an answer the worker goes by Unknown.
+            // Without an answer the worker goes by Refused.
             Err(table::Full) => {
                 self.stats.refused.fetch_add(1, Ordering::Relaxed);
                 let limit = self.timing.limit;
                 self.quiet.now_and_then(Trouble::Full, |times| {
-                    warn!("{limit} destinations are watched, {destination} passes through undiscovered ({times} such)");
+                    warn!("{limit} destinations are in use, {destination} is refused until one of them is not ({times} such)");
                 });
             }
         }

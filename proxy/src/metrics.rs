@@ -286,7 +286,7 @@ fn render_discovery(stats: &DiscoveryStats, page: &mut Page) {
     page.family(
         "discovery_refused_total",
         "counter",
-        "Destinations that passed through because too many were subscribed to.",
+        "Times that a destination was refused because too many were in use.",
     );
     page.sample("discovery_refused_total", &[], stats.refused());
     page.family(

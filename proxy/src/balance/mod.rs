@@ -21,7 +21,7 @@ use crate::discovery::{AppProtocol, Discovery, EndpointInfo, Target};
 use crate::error::Failure;
 pub use endpoint::{Endpoint, InFlight};
 
-/// Destinations that a worker keeps. One more is served all the same, but nothing of it is shared or kept.
+/// Destinations that a worker keeps. One more is served all the same, but nothing of it is shared or kept while all are in use.
 const MAX_DESTINATIONS: usize = 10_000;
 /// A destination that no connection uses is kept this long.
 const KEEP_DESTINATION: Duration = Duration::from_secs(60);
@@ -57,6 +57,7 @@ pub struct Destination {
 struct State {
     name: Rc<str>,
     app_protocol: AppProtocol,
+    refused: bool,
     /// In the order of their addresses, each address once.
     members: Vec<Member>,
 }
@@ -83,10 +84,20 @@ impl Destinations {
             return Rc::new(self.make(address).await);
         };
         slot.touched.set(true);
+        // One that was refused is not kept: who comes next asks anew.
+        let make = async || {
+            let destination = Rc::new(self.make(address).await);
+            if destination.is_refused() {
+                Err(destination)
+            } else {
+                Ok(destination)
+            }
+        };
         slot.destination
-            .get_or_init(async || Rc::new(self.make(address).await))
+            .get_or_try_init(make)
             .await
-            .clone()
+            .cloned()
+            .unwrap_or_else(|refused| refused)
     }
 
     /// The destination at `address`, taken as it is: discovery is not asked.
@@ -137,6 +148,11 @@ impl Destinations {
         if let Some(slot) = slots.get(&address) {
             return Some(slot.clone());
         }
+        if slots.len() >= self.limit {
+            drop(slots);
+            self.release_unused();
+            slots = self.slots.borrow_mut();
+        }
         (slots.len() < self.limit).then(|| slots.entry(address).or_default().clone())
     }
 
@@ -144,11 +160,32 @@ impl Destinations {
         if self.discovery.is_off() {
             return Destination::fixed(address);
         }
+        let destination = Destination::watched(address, self.discovery.watch(address).await);
+        if !destination.is_refused() || !self.release_unused() {
+            return destination;
+        }
         Destination::watched(address, self.discovery.watch(address).await)
+    }
+
+    /// Forgets what no connection uses now; false where there was nothing. Discovery has room for others then.
+    fn release_unused(&self) -> bool {
+        let mut slots = self.slots.borrow_mut();
+        let before = slots.len();
+        slots.retain(|_, slot| slot.is_in_use());
+        slots.len() < before
     }
 }
 
 impl Slot {
+    /// Whether a connection has the destination, or waits for it.
+    fn is_in_use(self: &Rc<Self>) -> bool {
+        Rc::strong_count(self) > 1
+            || self
+                .destination
+                .get()
+                .is_some_and(|destination| Rc::strong_count(destination) > 1)
+    }
+
     /// False once nobody has held or asked for it for a while, or where discovery has let go of it: who asks next asks anew.
     fn is_worth_keeping(&self, now: Instant) -> bool {
         let (held, orphaned) = match self.destination.get() {
@@ -215,7 +252,10 @@ impl Destination {
         state
             .pick(tried, rng)
             .cloned()
-            .ok_or_else(|| Failure::NoEndpoint(state.name.to_string()))
+            .ok_or_else(|| match state.refused {
+                true => Failure::Overloaded("too many destinations are in use"),
+                false => Failure::NoEndpoint(state.name.to_string()),
+            })
     }
 
     /// How many endpoints there are.
@@ -246,6 +286,11 @@ impl Destination {
         }
     }
 
+    /// There was no room to ask discovery about it.
+    fn is_refused(&self) -> bool {
+        self.state.borrow().refused
+    }
+
     /// Discovery will never say more of it.
     fn is_orphaned(&self) -> bool {
         self.news
@@ -259,10 +304,12 @@ impl State {
         let itself = || vec![endpoint::bare(address)];
         let (name, app_protocol, endpoints) = match target {
             Target::Withheld => {
-                let name =
-                    format!("{address}, which was meshed when the controller last spoke of it,");
+                let name = format!(
+                    "{address}, which may be meshed and which the controller has not described yet,"
+                );
                 (name, AppProtocol::Detect, Vec::new())
             }
+            Target::Refused => (address.to_string(), AppProtocol::Detect, Vec::new()),
             Target::Unknown => (address.to_string(), AppProtocol::Detect, itself()),
             Target::Service(service) => (
                 format!("{}/{}", service.namespace, service.name),
@@ -285,6 +332,7 @@ impl State {
         Self {
             name: name.into(),
             app_protocol,
+            refused: *target == Target::Refused,
             members: merge(before, endpoints),
         }
     }

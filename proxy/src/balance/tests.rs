@@ -1,7 +1,8 @@
 //! Destinations as discovery changes them: who is picked, who keeps what it had, who is forgotten.
 
 use super::*;
-use crate::discovery::{PodTarget, ServiceTarget};
+use crate::control::testing::soon;
+use crate::discovery::{PodTarget, Questions, ServiceTarget};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -404,6 +405,70 @@ async fn over_the_limit_a_destination_is_served_and_not_kept() {
         &kept,
         &destinations.fixed(address("10.0.0.1:80"))
     ));
+}
+
+#[tokio::test]
+async fn at_the_limit_what_no_connection_uses_makes_room() {
+    let destinations = Destinations {
+        limit: 2,
+        ..Destinations::new(Discovery::off())
+    };
+    let held = destinations.get_or_watch(address("10.0.0.1:80")).await;
+    drop(destinations.get_or_watch(address("10.0.0.2:80")).await);
+    let kept = destinations.get_or_watch(address("10.0.0.3:80")).await;
+    for (destination, text) in [(held, "10.0.0.1:80"), (kept, "10.0.0.3:80")] {
+        assert!(
+            Rc::ptr_eq(
+                &destination,
+                &destinations.get_or_watch(address(text)).await
+            ),
+            "{text}"
+        );
+    }
+    assert_eq!(destinations.len(), 2);
+}
+
+/// The main thread refuses: its table is full.
+async fn refuse(questions: &mut Questions, text: &str) {
+    let (asked, reply) = soon(questions.next()).await;
+    assert_eq!(asked, address(text));
+    drop(reply);
+}
+
+#[tokio::test]
+async fn a_destination_that_discovery_has_no_room_for_is_refused_until_it_has() {
+    let (discovery, mut questions) = Discovery::by_hand();
+    let destinations = Destinations::new(discovery);
+    let ask = || soon(destinations.get_or_watch(address("10.96.0.7:80")));
+    let (refused, ()) = tokio::join!(ask(), refuse(&mut questions, "10.96.0.7:80"));
+    let failure = refused
+        .pick(&[], &mut rng())
+        .err()
+        .expect("not in the clear, where it may be meshed");
+    assert!(matches!(failure, Failure::Overloaded(_)), "{failure}");
+    let answer = soon(async { questions.next().await.1(service(&[info("10.0.0.1:80")])) });
+    let (destination, _sender) = tokio::join!(ask(), answer);
+    assert!(destination.pick(&[], &mut rng()).is_ok());
+}
+
+#[tokio::test]
+async fn when_discovery_has_no_room_a_worker_releases_what_no_connection_uses_and_asks_again() {
+    let (discovery, mut questions) = Discovery::by_hand();
+    let destinations = Destinations::new(discovery);
+    let ask = |text| soon(destinations.get_or_watch(address(text)));
+    let answer = async |questions: &mut Questions| {
+        soon(questions.next()).await.1(service(&[info("10.0.0.1:80")]))
+    };
+    let (held, held_sender) = tokio::join!(ask("10.96.0.7:80"), answer(&mut questions));
+    let (unused, unused_sender) = tokio::join!(ask("10.96.0.8:80"), answer(&mut questions));
+    drop(unused);
+    let (asked, (released, _sender)) = tokio::join!(ask("10.96.0.9:80"), async {
+        refuse(&mut questions, "10.96.0.9:80").await;
+        let sender = answer(&mut questions).await;
+        (unused_sender.receiver_count() == 0, sender)
+    });
+    assert!(released && asked.pick(&[], &mut rng()).is_ok());
+    assert!(held_sender.receiver_count() == 1 && Rc::ptr_eq(&held, &ask("10.96.0.7:80").await));
 }
 
 #[tokio::test]

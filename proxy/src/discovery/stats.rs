@@ -34,7 +34,7 @@ impl DiscoveryStats {
         self.subscriptions.load(Ordering::Relaxed)
     }
 
-    /// Destinations that passed through because too many were subscribed to.
+    /// Times that a destination was refused because too many were in use.
     pub fn refused(&self) -> u64 {
         self.refused.load(Ordering::Relaxed)
     }

@@ -14,15 +14,23 @@ use tokio::time::Instant;
 
 use super::target::{self, Target};
 
-/// Addresses of meshed destinations that are kept in mind when all else of them is forgotten.
-const MOST_REMEMBERED: usize = 50_000;
+/// Addresses of meshed destinations that are remembered when all else of them is forgotten: about 2 MB.
+const MAX_REMEMBERED: usize = 50_000;
 
 /// See the file's head.
 pub(super) struct Table {
     entries: HashMap<SocketAddr, Entry>,
-    /// Forgotten ones that led to meshed pods when they were last heard of.
-    were_meshed: HashSet<SocketAddr>,
+    were_meshed: WereMeshed,
     limit: usize,
+}
+
+/// The forgotten destinations that led to meshed pods when they were last heard of. None is ever dropped to make room: once there are
+/// too many, every destination counts as one of them. The pod's application can get there, by a scan of a meshed pod's ports; what it
+/// gains is that unknown destinations are refused while the controller is unavailable.
+struct WereMeshed {
+    addresses: HashSet<SocketAddr>,
+    limit: usize,
+    is_incomplete: bool,
 }
 
 /// A listener's end, and whether there is an answer to wait for: its first notification.
@@ -43,6 +51,8 @@ struct Entry {
     phase: Phase,
     /// The controller has answered, ever: what the listeners have is an answer.
     answered: bool,
+    /// It leads to meshed pods, as far as the controller has said. A Service that has no endpoint now is what it was with its last.
+    meshed: bool,
     unused_since: Option<Instant>,
 }
 
@@ -58,9 +68,14 @@ enum Phase {
 
 impl Table {
     pub fn new(limit: usize) -> Self {
+        let were_meshed = WereMeshed {
+            addresses: HashSet::new(),
+            limit: MAX_REMEMBERED,
+            is_incomplete: false,
+        };
         Self {
             entries: HashMap::new(),
-            were_meshed: HashSet::new(),
+            were_meshed,
             limit,
         }
     }
@@ -69,11 +84,11 @@ impl Table {
         self.entries.len()
     }
 
-    /// A listener for `destination`, and the request to send where it is new.
+    /// A listener for `destination`, and the requests to send where it is new.
     pub fn watch(
         &mut self,
         destination: SocketAddr,
-    ) -> Result<(Watched, Option<DiscoverRequest>), Full> {
+    ) -> Result<(Watched, Vec<DiscoverRequest>), Full> {
         let destination = target::canonical(destination);
         if let Some(entry) = self.entries.get_mut(&destination) {
             entry.unused_since = None;
@@ -82,35 +97,51 @@ impl Table {
                     receiver: entry.listeners.subscribe(),
                     settled: entry.answered,
                 },
-                None,
+                Vec::new(),
             ));
         }
+        let mut requests = if self.entries.len() < self.limit {
+            Vec::new()
+        } else {
+            self.make_room()
+        };
         if self.entries.len() >= self.limit {
             return Err(Full);
         }
         // Until the controller says otherwise, what was meshed is not spoken to in the clear.
-        let first = if self.were_meshed.remove(&destination) {
+        let meshed = self.were_meshed.take(destination);
+        let (listeners, receiver) = watch::channel(Arc::new(if meshed {
             Target::Withheld
         } else {
             Target::Unknown
-        };
-        let (listeners, receiver) = watch::channel(Arc::new(first));
+        }));
         let entry = Entry {
             listeners,
             version: String::new(),
             phase: Phase::Asked,
             answered: false,
+            meshed,
             unused_since: None,
         };
-        let request = subscribe(destination, &entry);
+        requests.push(subscribe(destination, &entry));
         self.entries.insert(destination, entry);
         Ok((
             Watched {
                 receiver,
                 settled: false,
             },
-            Some(request),
+            requests,
         ))
+    }
+
+    /// Forgets what nobody watches. What is meshed stays until the next sweep, which comes only while there is a stream: without one it
+    /// could not be asked for anew, and would not be reached.
+    fn make_room(&mut self) -> Vec<DiscoverRequest> {
+        let unneeded = |entry: &Entry| entry.listeners.receiver_count() == 0 && !entry.meshed;
+        self.entries
+            .extract_if(|_, entry| unneeded(entry))
+            .map(|(address, _)| unsubscribe(address))
+            .collect()
     }
 
     /// Takes an answer in. `report` hears what is wrong with it; what is right counts all the same. Answers about what nobody
@@ -145,10 +176,7 @@ impl Table {
     /// the listeners have. The others are forgotten if it is time.
     pub fn resume(&mut self, now: Instant, idle: Duration) -> Vec<DiscoverRequest> {
         self.mark_unused(now);
-        let were_meshed = &mut self.were_meshed;
-        self.entries.retain(|address, entry| {
-            !entry.is_idle(now, idle) || !entry.forget(*address, were_meshed)
-        });
+        self.forget_idle(now, idle);
         let ask = |(address, entry): (&SocketAddr, &mut Entry)| {
             entry.phase = Phase::Asked;
             subscribe(*address, entry)
@@ -165,22 +193,35 @@ impl Table {
         } else {
             Duration::ZERO
         };
-        let (mut requests, were_meshed) = (Vec::new(), &mut self.were_meshed);
-        self.entries.retain(|address, entry| {
-            if entry.is_idle(now, idle) {
-                requests.push(unsubscribe(*address));
-                return !entry.forget(*address, were_meshed);
-            }
-            if entry.phase == Phase::Lost {
-                entry.phase = Phase::Asked;
-                requests.extend([unsubscribe(*address), subscribe(*address, entry)]);
-            }
-            true
-        });
+        let mut requests: Vec<_> = self
+            .forget_idle(now, idle)
+            .into_iter()
+            .map(unsubscribe)
+            .collect();
+        for (address, entry) in self
+            .entries
+            .iter_mut()
+            .filter(|(_, entry)| entry.phase == Phase::Lost)
+        {
+            entry.phase = Phase::Asked;
+            requests.extend([unsubscribe(*address), subscribe(*address, entry)]);
+        }
         if self.entries.len() < self.entries.capacity() / 4 {
             self.entries.shrink_to_fit();
         }
         requests
+    }
+
+    /// Forgets what nobody has watched for the time `idle`, but not which of them were meshed.
+    fn forget_idle(&mut self, now: Instant, idle: Duration) -> Vec<SocketAddr> {
+        let forgotten = self.entries.extract_if(|_, entry| entry.is_idle(now, idle));
+        let remember = |(address, entry): (SocketAddr, Entry)| {
+            if entry.meshed {
+                self.were_meshed.insert(address);
+            }
+            address
+        };
+        forgotten.map(remember).collect()
     }
 
     fn mark_unused(&mut self, now: Instant) {
@@ -194,20 +235,22 @@ impl Table {
     }
 }
 
-impl Entry {
-    /// Keeps in mind whether it was meshed; always true.
-    fn forget(&self, address: SocketAddr, were_meshed: &mut HashSet<SocketAddr>) -> bool {
-        if self.listeners.borrow().is_meshed() {
-            if were_meshed.len() >= MOST_REMEMBERED
-                && let Some(any) = were_meshed.iter().next().copied()
-            {
-                were_meshed.remove(&any);
-            }
-            were_meshed.insert(address);
+impl WereMeshed {
+    fn insert(&mut self, address: SocketAddr) {
+        if self.addresses.len() < self.limit {
+            self.addresses.insert(address);
+        } else {
+            self.is_incomplete = true;
         }
-        true
     }
 
+    /// Whether the destination is one of them; from here on its entry in the table knows it.
+    fn take(&mut self, address: SocketAddr) -> bool {
+        self.addresses.remove(&address) || self.is_incomplete
+    }
+}
+
+impl Entry {
     fn apply(
         &mut self,
         address: SocketAddr,
@@ -256,6 +299,9 @@ impl Entry {
     }
 
     fn publish(&mut self, target: Target, version: String) {
+        if !target.is_without_endpoint() {
+            self.meshed = target.is_meshed();
+        }
         self.listeners.send_replace(Arc::new(target));
         self.version = version;
         self.phase = Phase::Current;
@@ -356,6 +402,7 @@ mod tests {
         match &**receiver.borrow() {
             Target::Unknown => vec!["unknown".to_owned()],
             Target::Withheld => vec!["withheld".to_owned()],
+            Target::Refused => vec!["refused".to_owned()],
             Target::Service(service) => service
                 .endpoints
                 .iter()
@@ -488,7 +535,7 @@ mod tests {
         let (_first, request) = table.watch(address("10.96.0.7:80")).expect("room");
         assert_eq!(short(request), ["+10.96.0.7:80@"]);
         let (_second, request) = table.watch(address("[::ffff:10.96.0.7]:80")).expect("room");
-        assert_eq!((request, table.len()), (None, 1));
+        assert_eq!((request, table.len()), (Vec::new(), 1));
     }
 
     #[test]
@@ -641,50 +688,128 @@ mod tests {
         assert!(apply(&mut table, "2", delta(&["10.0.0.2:80"], &[])).is_empty());
     }
 
-    #[test]
-    fn what_was_meshed_is_withheld_until_the_controller_speaks_of_it_again() {
-        let (mut table, start) = (table(), Instant::now());
-        let forget = |table: &mut Table, receiver| {
-            drop(receiver);
-            table.sweep(start, MINUTE);
-            table.sweep(start + MINUTE, MINUTE);
-            assert_eq!(table.len(), 0);
-        };
+    fn meshed() -> Update {
         let meshed = Endpoint {
             identity: "spiffe://cluster.local/ns/shop/sa/cart".to_owned(),
             ..endpoint("10.0.0.1:80")
         };
-        let receiver = watch(&mut table);
+        Update::Delta(Delta {
+            upserted: vec![meshed],
+            removed: Vec::new(),
+        })
+    }
+
+    /// Has the table forget all that nobody watches.
+    fn forget(table: &mut Table) {
+        let start = Instant::now();
+        table.sweep(start, MINUTE);
+        table.sweep(start + MINUTE, MINUTE);
+        assert_eq!(table.len(), 0);
+    }
+
+    #[test]
+    fn what_was_meshed_is_withheld_until_the_controller_speaks_of_it_again() {
+        let mut table = table();
+        drop(watch(&mut table));
         apply(&mut table, "1", snapshot(Kind::Service, &[]));
-        apply(
-            &mut table,
-            "2",
-            Update::Delta(Delta {
-                upserted: vec![meshed],
-                removed: Vec::new(),
-            }),
-        );
-        forget(&mut table, receiver);
+        apply(&mut table, "2", meshed());
+        forget(&mut table);
         for _ in 0..2 {
-            let receiver = watch(&mut table);
-            assert_eq!(addresses(&receiver), ["withheld"]);
-            forget(&mut table, receiver);
+            assert_eq!(addresses(&watch(&mut table)), ["withheld"]);
+            forget(&mut table);
         }
-        let receiver = watch(&mut table);
+        drop(watch(&mut table));
         apply(&mut table, "3", Update::Unknown(Unknown {}));
-        forget(&mut table, receiver);
+        forget(&mut table);
         assert_eq!(addresses(&watch(&mut table)), ["unknown"]);
+    }
+
+    #[test]
+    fn a_service_that_lost_its_meshed_endpoints_was_meshed() {
+        let mut table = table();
+        drop(watch(&mut table));
+        apply(&mut table, "1", snapshot(Kind::Service, &[]));
+        apply(&mut table, "2", meshed());
+        apply(&mut table, "3", delta(&[], &["10.0.0.1:80"]));
+        forget(&mut table);
+        assert_eq!(addresses(&watch(&mut table)), ["withheld"]);
+        apply(&mut table, "4", snapshot(Kind::Service, &["10.0.0.2:80"]));
+        forget(&mut table);
+        assert_eq!(
+            addresses(&watch(&mut table)),
+            ["unknown"],
+            "it has left the mesh"
+        );
+    }
+
+    #[test]
+    fn with_more_to_remember_than_there_is_room_for_everything_is_withheld() {
+        let mut table = table();
+        table.were_meshed.limit = 1;
+        let destinations = ["10.96.0.1:80", "10.96.0.2:80", "10.96.0.3:80"].map(address);
+        for destination in &destinations[..2] {
+            drop(table.watch(*destination).expect("room"));
+            for update in [snapshot(Kind::Service, &[]), meshed()] {
+                let destination = destination.to_string();
+                let answer = DiscoverResponse {
+                    destination,
+                    version: "1".to_owned(),
+                    update: Some(update),
+                };
+                table.apply(answer, &mut |problem| panic!("{problem}"));
+            }
+        }
+        forget(&mut table);
+        let mut watch =
+            |destination: SocketAddr| table.watch(destination).expect("room").0.receiver;
+        for receiver in destinations.map(&mut watch) {
+            assert_eq!(addresses(&receiver), ["withheld"]);
+        }
+        let receiver = watch(address("10.96.0.7:80"));
+        apply(&mut table, "1", Update::Unknown(Unknown {}));
+        assert_eq!(
+            addresses(&receiver),
+            ["unknown"],
+            "the controller's word counts"
+        );
     }
 
     #[test]
     fn a_full_table_takes_no_more_and_makes_room_at_once() {
         let (mut table, now) = (Table::new(1), Instant::now());
         let receiver = watch(&mut table);
+        apply(&mut table, "1", snapshot(Kind::Service, &[]));
+        apply(&mut table, "2", meshed());
         assert!(table.watch(address("10.96.0.8:80")).is_err());
         assert!(table.watch(address("10.96.0.7:80")).is_ok());
         drop(receiver);
+        assert!(
+            table.watch(address("10.96.0.8:80")).is_err(),
+            "without a stream it would not be known again"
+        );
         assert_eq!(short(table.sweep(now, MINUTE)), ["-10.96.0.7:80"]);
         assert!(table.watch(address("10.96.0.8:80")).is_ok());
+        assert_eq!(short(table.sweep(now, MINUTE)), ["-10.96.0.8:80"]);
+        assert_eq!(addresses(&watch(&mut table)), ["withheld"]);
+    }
+
+    #[test]
+    fn in_a_full_table_what_nobody_watches_makes_room_and_what_somebody_watches_stays() {
+        let mut table = Table::new(3);
+        let receiver = watch(&mut table);
+        apply(&mut table, "1", snapshot(Kind::Service, &["10.0.0.1:80"]));
+        for unwatched in ["10.96.0.8:80", "10.96.0.9:80"] {
+            drop(table.watch(address(unwatched)).expect("room"));
+        }
+        let (_watched, requests) = table
+            .watch(address("10.96.0.10:80"))
+            .expect("room that was made");
+        assert_eq!(
+            short(requests),
+            ["+10.96.0.10:80@", "-10.96.0.8:80", "-10.96.0.9:80"]
+        );
+        apply(&mut table, "2", delta(&["10.0.0.2:80"], &[]));
+        assert_eq!(addresses(&receiver), ["10.0.0.1:80", "10.0.0.2:80"]);
     }
 
     #[test]

@@ -13,8 +13,10 @@ use diy_mesh_proto::mesh::v1::{Delta, Endpoint, Snapshot};
 pub enum Target {
     /// Neither a service's nor a pod's address, or nobody could be asked: it goes where it was going.
     Unknown,
-    /// It led to meshed pods when it was last heard of, and nobody has said anything of it since: it is not reached.
+    /// It led to meshed pods when it was last heard of, or may have, and nobody has said anything of it since: it is not reached.
     Withheld,
+    /// Too many destinations are in use to ask about this one: it is not reached, for it may lead to meshed pods.
+    Refused,
     /// A Service by cluster IP: balanced over its endpoints.
     Service(ServiceTarget),
     /// A pod by its own IP: reached as it is.
@@ -26,7 +28,7 @@ impl Target {
     pub fn is_meshed(&self) -> bool {
         match self {
             Self::Unknown => false,
-            Self::Withheld => true,
+            Self::Withheld | Self::Refused => true,
             Self::Service(service) => service
                 .endpoints
                 .iter()
@@ -241,7 +243,9 @@ pub(super) fn with_delta(
                 None => Ok(before.clone()),
             }
         }
-        Target::Unknown | Target::Withheld => Err("a delta before any snapshot".to_owned()),
+        Target::Unknown | Target::Withheld | Target::Refused => {
+            Err("a delta before any snapshot".to_owned())
+        }
     }
 }
 

@@ -66,6 +66,7 @@ async fn expect(receiver: &mut watch::Receiver<Arc<Target>>, expected: &[&str]) 
 fn addresses(target: &Target) -> Vec<String> {
     match target {
         Target::Withheld => vec!["withheld".to_owned()],
+        Target::Refused => vec!["refused".to_owned()],
         Target::Unknown => vec!["unknown".to_owned()],
         Target::Service(service) => service
             .endpoints
@@ -298,7 +299,7 @@ async fn nonsense_is_ignored_and_asked_about_again() {
 }
 
 #[tokio::test]
-async fn over_the_limit_a_destination_passes_through() {
+async fn over_the_limit_a_destination_is_refused() {
     let mut controller = FakeController::start().await;
     let proxy = Running::start(
         controller.address,
@@ -313,7 +314,7 @@ async fn over_the_limit_a_destination_passes_through() {
     stream.answer(CART, "1", service(&["10.0.0.1:80"])).await;
     let _held = soon(asked).await.expect("an answer");
     let over = soon(proxy.ask("10.96.0.9:80")).await.expect("an answer");
-    assert_eq!(**over.borrow(), Target::Unknown);
+    assert_eq!(**over.borrow(), Target::Refused);
     assert!(
         over.has_changed().is_err(),
         "closed: whoever holds it asks again later"
@@ -372,6 +373,17 @@ async fn the_task_ends_with_the_last_handle_and_discovery_that_is_off_knows_noth
     let receiver = off.watch(address(CART)).await;
     assert!(
         off.is_off() && **receiver.borrow() == Target::Unknown && *off.connected_once().borrow()
+    );
+}
+
+#[tokio::test]
+async fn when_nobody_answers_any_more_a_destination_is_refused() {
+    let (discovery, questions) = Discovery::by_hand();
+    drop(questions);
+    assert!(!discovery.is_off());
+    assert_eq!(
+        **discovery.watch(address(CART)).await.borrow(),
+        Target::Refused
     );
 }
 
