@@ -8,13 +8,14 @@ use std::cell::RefCell;
 use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::{Buf, BytesMut};
 use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
+use crate::lifetime::Lifetime;
 use crate::tls::{Agreed, Handshake, Session};
 
 /// The most that one read takes for whoever passes bytes on at once: the more, the fewer system calls for bulk data.
@@ -32,12 +33,13 @@ pub struct Io {
     stream: TcpStream,
     tls: Option<Box<Session>>,
     unread: BytesMut,
+    lifetime: Option<Box<Lifetime>>,
 }
 
 impl Io {
     /// Takes over a connected socket. The caller has set its options (see `accept.rs` and `connect.rs`).
     pub fn new(stream: TcpStream) -> Self {
-        Self { stream, tls: None, unread: BytesMut::new() }
+        Self { stream, tls: None, unread: BytesMut::new(), lifetime: None }
     }
 
     /// From here on TLS: runs the handshake, which was given what was unread.
@@ -53,6 +55,21 @@ impl Io {
         self.tls.is_some()
     }
 
+    /// How long it is used; none for a plaintext connection.
+    pub fn lifetime(&self) -> Option<&Lifetime> {
+        self.lifetime.as_deref()
+    }
+
+    /// Limits how long it is used.
+    pub fn set_lifetime(&mut self, lifetime: Lifetime) {
+        self.lifetime = Some(Box::new(lifetime));
+    }
+
+    /// Whether no further HTTP exchange may begin on it.
+    pub fn is_retired(&self, now: Instant) -> bool {
+        self.lifetime().is_some_and(|lifetime| lifetime.is_retired(now))
+    }
+
     /// The socket, to ask it for its addresses.
     pub fn socket(&self) -> &TcpStream {
         &self.stream
@@ -65,7 +82,7 @@ impl Io {
 
     /// Reads once and adds what came to [`Io::unread`]; 0 is the end of the stream.
     pub fn poll_fill(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
-        let Self { stream, tls, unread } = self;
+        let Self { stream, tls, unread, .. } = self;
         if unread.is_empty() && unread.capacity() > 0 {
             *unread = BytesMut::new();
         }
@@ -106,6 +123,11 @@ impl Io {
 
     /// Breaks the connection off: the peer sees a reset.
     pub fn reset(self) {
+        self.reset_on_drop();
+    }
+
+    /// The peer sees a reset when the connection is dropped.
+    pub fn reset_on_drop(&self) {
         // Where the option is refused the peer sees an end instead.
         let _ = SockRef::from(&self.stream).set_linger(Some(Duration::ZERO));
     }

@@ -62,6 +62,7 @@ struct Flows {
     connections_closed: AtomicU64,
     requests: [[AtomicU64; CLASSES.len()]; 2],
     failures: [AtomicU64; FAILURE_CODES.len()],
+    certificates_expired: AtomicU64,
     opaque_connections: AtomicU64,
     opaque_sent: AtomicU64,
     opaque_received: AtomicU64,
@@ -77,6 +78,19 @@ pub struct OpenConnection {
 impl Drop for OpenConnection {
     fn drop(&mut self) {
         self.metrics.flows(self.direction).connections_closed.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// An open connection whose peer's certificate has expired, counted until this is dropped.
+#[derive(Debug)]
+pub struct ExpiredConnection {
+    metrics: Arc<Metrics>,
+    direction: Direction,
+}
+
+impl Drop for ExpiredConnection {
+    fn drop(&mut self) {
+        self.metrics.flows(self.direction).certificates_expired.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -97,6 +111,12 @@ impl Metrics {
     pub fn connection(self: &Arc<Self>, direction: Direction) -> OpenConnection {
         self.flows(direction).connections.fetch_add(1, Ordering::Relaxed);
         OpenConnection { metrics: self.clone(), direction }
+    }
+
+    /// The certificate of an open connection's peer has expired.
+    pub fn certificate_expired(self: &Arc<Self>, direction: Direction) -> ExpiredConnection {
+        self.flows(direction).certificates_expired.fetch_add(1, Ordering::Relaxed);
+        ExpiredConnection { metrics: self.clone(), direction }
     }
 
     /// A request was answered with this status, by the app or by the proxy.
@@ -129,6 +149,10 @@ impl Metrics {
             // Closed is read first: a connection that opens and closes meanwhile can't make it negative.
             let closed = get(&flows.connections_closed);
             page.sample("connections_open", &[("direction", direction)], get(&flows.connections) - closed);
+        });
+        page.family("connections_certificate_expired", "gauge", "Connections open now whose peer's certificate has expired.");
+        self.each(|flows, direction| {
+            page.sample("connections_certificate_expired", &[("direction", direction)], get(&flows.certificates_expired));
         });
         page.family("requests_total", "counter", "Requests answered, by the class of the status.");
         self.each(|flows, direction| {

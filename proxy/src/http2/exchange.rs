@@ -198,11 +198,7 @@ impl Exchange {
     async fn lease(&mut self, endpoint: &Rc<Endpoint>) -> Result<Result<Lease, Failure>, Stopped> {
         let worker = self.client.flow.worker.clone();
         let mut leasing = std::pin::pin!(async {
-            if self.is_probe {
-                Connections::lease_new(endpoint, &worker.tls).await
-            } else {
-                Connections::lease(endpoint, &worker.tls).await
-            }
+            if self.is_probe { Connections::lease_new(endpoint, &worker).await } else { Connections::lease(endpoint, &worker).await }
         });
         poll_fn(|cx| match leasing.as_mut().poll(cx) {
             Poll::Ready(leased) => Poll::Ready(Ok(leased)),

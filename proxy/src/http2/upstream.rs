@@ -19,8 +19,11 @@ use super::batched::Batched;
 use super::{CONNECTION_WINDOW, MAX_HEADER_LIST, MAX_RESETS_REMEMBERED, SEND_BUFFER, STREAM_WINDOW};
 use crate::balance::Endpoint;
 use crate::connect;
+use crate::dump::Direction;
 use crate::error::Failure;
-use crate::tls::{Inside, Tls};
+use crate::lifetime::Lifetime;
+use crate::tls::Inside;
+use crate::worker::Worker;
 
 /// Connections to one endpoint; where all of them are full, streams are turned away.
 const MAX_CONNECTIONS: usize = 64;
@@ -50,6 +53,9 @@ struct Connection {
     /// It has carried a stream that has ended, so that it may have died meanwhile.
     reused: Cell<bool>,
     health: RefCell<Health>,
+    lifetime: Option<Lifetime>,
+    /// It takes no new streams: its lifetime is over.
+    retired: Cell<bool>,
     task: AbortHandle,
 }
 
@@ -71,7 +77,7 @@ pub(super) struct Lease {
 
 impl Connections {
     /// A place for a stream on a connection to the endpoint, which is made where there is none.
-    pub(super) async fn lease(endpoint: &Rc<Endpoint>, tls: &Tls) -> Result<Lease, Failure> {
+    pub(super) async fn lease(endpoint: &Rc<Endpoint>, worker: &Rc<Worker>) -> Result<Lease, Failure> {
         let connections = &endpoint.pool.http2;
         if let Some(lease) = connections.find() {
             return Ok(lease);
@@ -87,7 +93,7 @@ impl Connections {
         if connections.open.borrow().len() >= MAX_CONNECTIONS {
             return Err(Failure::Overloaded("too many streams to one endpoint"));
         }
-        let dialed = dial(endpoint, tls).await;
+        let dialed = dial(endpoint, worker).await;
         connections.dials.set(connections.dials.get() + 1);
         connections.last_dial.replace(dialed.as_ref().err().map(again));
         let connection = dialed?;
@@ -98,11 +104,12 @@ impl Connections {
     }
 
     /// A place for a stream on a connection that carries nothing else, before it or after.
-    pub(super) async fn lease_new(endpoint: &Rc<Endpoint>, tls: &Tls) -> Result<Lease, Failure> {
-        dial(endpoint, tls).await.map(Lease::new)
+    pub(super) async fn lease_new(endpoint: &Rc<Endpoint>, worker: &Rc<Worker>) -> Result<Lease, Failure> {
+        dial(endpoint, worker).await.map(Lease::new)
     }
 
-    /// Looks after the connections: to be called every few seconds. Idle ones are closed, silent ones pinged and given up.
+    /// Looks after the connections: to be called every few seconds. Idle ones are closed, silent ones pinged and given up, and those
+    /// whose lifetime is over get no new streams.
     pub fn sweep(&self, now: Instant) {
         self.open.borrow_mut().retain(|connection| connection.is_worth_keeping(now));
     }
@@ -146,6 +153,9 @@ enum Room {
 
 impl Connection {
     fn room(&self) -> Room {
+        if self.retired.get() {
+            return Room::Full;
+        }
         let mut sender = self.sender.borrow_mut();
         match sender.poll_ready(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(Ok(())) if self.streams.get() < sender.current_max_send_streams() => Room::Free,
@@ -159,10 +169,11 @@ impl Connection {
         if matches!(self.room(), Room::Dead) {
             return false;
         }
+        self.retired.set(self.lifetime.is_some_and(|lifetime| lifetime.is_retired(now)));
         let health = &mut *self.health.borrow_mut();
         if self.streams.get() == 0 {
             health.heard = now;
-            return now.saturating_duration_since(health.used) < KEEP_IDLE;
+            return !self.retired.get() && now.saturating_duration_since(health.used) < KEEP_IDLE;
         }
         health.used = now;
         let keep = health.is_heard(now);
@@ -230,10 +241,12 @@ impl Drop for Lease {
     }
 }
 
-async fn dial(endpoint: &Endpoint, tls: &Tls) -> Result<Rc<Connection>, Failure> {
+async fn dial(endpoint: &Endpoint, worker: &Rc<Worker>) -> Result<Rc<Connection>, Failure> {
     let address = endpoint.address;
-    let io = connect::dial(endpoint, Inside::Http2, tls).await?;
+    let io = connect::dial(endpoint, Inside::Http2, &worker.tls).await?;
     let is_secured = io.is_secured();
+    let lifetime = io.lifetime().copied();
+    let mut expiry = worker.expiry(&io, Direction::Outbound);
     let io = Batched::new(io);
     let handshake = h2::client::Builder::new()
         .enable_push(false)
@@ -249,7 +262,14 @@ async fn dial(endpoint: &Endpoint, tls: &Tls) -> Result<Rc<Connection>, Failure>
     let task = tokio::task::spawn_local({
         let io = io.clone();
         async move {
-            if let Err(error) = io.drive(|cx| Pin::new(&mut connection).poll(cx)).await {
+            let ended = io.drive(|cx| match Pin::new(&mut expiry).poll(cx) {
+                Poll::Ready(()) => {
+                    io.reset_on_drop();
+                    Poll::Ready(Ok(()))
+                }
+                Poll::Pending => Pin::new(&mut connection).poll(cx),
+            });
+            if let Err(error) = ended.await {
                 tracing::debug!(%address, "an upstream connection ended: {error}");
             }
         }
@@ -261,6 +281,8 @@ async fn dial(endpoint: &Endpoint, tls: &Tls) -> Result<Rc<Connection>, Failure>
         streams: Cell::new(0),
         reused: Cell::new(false),
         health: RefCell::new(health),
+        lifetime,
+        retired: Cell::new(false),
         task: task.abort_handle(),
     }))
 }

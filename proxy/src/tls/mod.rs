@@ -21,7 +21,7 @@ use std::net::SocketAddr;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use diy_mesh_proto::Identity;
 use rustls::client::{Resumption, UnbufferedClientConnection};
@@ -34,6 +34,7 @@ use tokio::time::timeout;
 use crate::error::Failure;
 use crate::identity::{ClientVerifier, Credentials, CurrentCredentials, ServerVerifier, identity_of};
 use crate::io::Io;
+use crate::lifetime::Lifetimes;
 
 pub use handshake::{Agreed, Handshake};
 pub use hello::{Hello, look};
@@ -81,6 +82,7 @@ impl Inside {
 /// A worker's side of every session.
 pub struct Tls {
     credentials: CurrentCredentials,
+    lifetimes: Lifetimes,
     keys: RefCell<Option<Rc<Keys>>>,
 }
 
@@ -93,18 +95,20 @@ struct Keys {
 
 impl Tls {
     /// Proves itself by the newest of these credentials.
-    pub fn new(credentials: CurrentCredentials) -> Self {
-        Self { credentials, keys: RefCell::new(None) }
+    pub fn new(credentials: CurrentCredentials, lifetimes: Lifetimes) -> Self {
+        Self { credentials, lifetimes, keys: RefCell::new(None) }
     }
 
     /// Makes a connection to an endpoint a session with a workload that proves to be `expected`.
     pub async fn connect(&self, io: Io, address: SocketAddr, expected: &Identity, inside: Inside) -> Result<Io, Failure> {
-        let (io, agreed) = self.begin(io, address, expected, inside).await?;
+        let own = self.keys().ok_or(Failure::NoCertificate(address))?.credentials.not_after;
+        let (mut io, agreed) = self.begin(io, address, expected, inside).await?;
         let failed = |reason: String| Failure::Handshake { address, reason };
-        let peer = judge(&agreed).map_err(failed)?;
+        let (peer, not_after) = judge(&agreed).map_err(failed)?;
         if peer != *expected {
             return Err(failed(format!("it is {peer}, and discovery named {expected}")));
         }
+        self.set_lifetime(&mut io, not_after, own);
         tracing::trace!(%address, %peer, "a session: {agreed}");
         Ok(io)
     }
@@ -125,15 +129,23 @@ impl Tls {
         let failed = |reason: String| Failure::Handshake { address: peer, reason };
         let connection = UnbufferedServerConnection::new(keys.server.clone()).map_err(|error| failed(error.to_string()))?;
         let handshake = Handshake::server(connection, std::mem::take(io.unread()));
-        let (io, agreed) = secure(io, handshake).await.map_err(|error| match error.kind() {
+        let (mut io, agreed) = secure(io, handshake).await.map_err(|error| match error.kind() {
             io::ErrorKind::InvalidData | io::ErrorKind::TimedOut => failed(error.to_string()),
             // It may have found another way meanwhile: that says nothing of who it is.
             _ => Failure::BadRequest("the client left in the middle of the TLS handshake"),
         })?;
-        let identity = judge(&agreed).map_err(failed)?;
+        let (identity, not_after) = judge(&agreed).map_err(failed)?;
         let inside =
             agreed.alpn.as_deref().and_then(Inside::from_alpn).ok_or_else(|| failed("it does not say what is inside".to_owned()))?;
+        self.set_lifetime(&mut io, not_after, keys.credentials.not_after);
         Ok((io, identity, inside))
+    }
+
+    /// Certificates have the time of day; a connection goes by the time that has passed since its handshake.
+    fn set_lifetime(&self, io: &mut Io, peer: SystemTime, own: SystemTime) {
+        let now = SystemTime::now();
+        let left = |end: SystemTime| end.duration_since(now).unwrap_or_default();
+        io.set_lifetime(self.lifetimes.draw(Instant::now(), left(peer), left(own)));
     }
 
     /// The newest; none where there is no valid certificate.
@@ -162,14 +174,14 @@ fn secure(io: Io, handshake: Handshake) -> Pin<Box<impl Future<Output = io::Resu
     })
 }
 
-/// Who the peer is. The handshake has verified a new certificate; of a resumed session this is the verification.
-fn judge(agreed: &Agreed) -> Result<Identity, String> {
+/// Who the peer is, and until when its certificate says so. The handshake has verified a new certificate; of a resumed session this is the verification.
+fn judge(agreed: &Agreed) -> Result<(Identity, SystemTime), String> {
     let leaf = agreed.certificate.as_ref().ok_or("it showed no certificate")?;
     let (identity, not_after) = identity_of(leaf).map_err(|error| error.to_string())?;
     if not_after <= SystemTime::now() {
         return Err("its certificate has expired".to_owned());
     }
-    Ok(identity)
+    Ok((identity, not_after))
 }
 
 impl Keys {
