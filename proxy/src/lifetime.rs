@@ -180,7 +180,8 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn exchanges_end_with_the_drain_or_at_their_time() {
         let (drain, begun) = (CancellationToken::new(), tokio::time::Instant::now());
-        drained_or(&drain, Some(begun.into_std() + HOUR)).await;
+        let end = drained_or(&drain, Some(begun.into_std() + HOUR));
+        tokio::time::timeout(2 * HOUR, end).await.unwrap();
         assert!(begun.elapsed() >= HOUR);
         drain.cancel();
         drained_or(&drain, Some(Instant::now() + 100 * HOUR)).await;
