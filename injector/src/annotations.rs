@@ -21,7 +21,7 @@ pub const INBOUND: &str = "diy-service-mesh/inbound";
 pub const OPAQUE_PORTS: &str = "diy-service-mesh/opaque-ports";
 /// Whether the proxy lets CONNECT requests through to the pod's containers.
 pub const ALLOW_CONNECT: &str = "diy-service-mesh/allow-connect";
-/// The maximum age of an HTTP connection between proxies.
+/// The maximum age of connections between proxies.
 pub const MAX_CONNECTION_AGE: &str = "diy-service-mesh/max-connection-age";
 /// Written by the injector, read by the controller: this pod has a proxy.
 pub const STATUS: &str = "diy-service-mesh/status";

@@ -52,7 +52,7 @@ pub struct RawConfig {
     /// Let CONNECT requests through to the app
     #[arg(long)]
     allow_connect: bool,
-    /// Maximum age of an HTTP connection between proxies [default: none]
+    /// Age at which connections between proxies end: HTTP gracefully, others by a reset [default: none]
     #[arg(
         long,
         value_name = "SECONDS",
@@ -114,7 +114,7 @@ pub struct Config {
     pub workers: usize,
     /// The longest that draining takes.
     pub drain: Duration,
-    /// The maximum age of an HTTP connection between proxies, where there is one.
+    /// The age at which connections between proxies end, where there is one: HTTP gracefully, others by a reset.
     pub max_connection_age: Option<Duration>,
     /// The controller's URL.
     pub controller: tonic::transport::Uri,

@@ -4,7 +4,7 @@
 use std::io;
 use std::net::SocketAddr;
 use std::rc::Rc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use socket2::{SockRef, TcpKeepalive};
 use tokio::net::TcpStream;
@@ -27,8 +27,13 @@ pub struct Upstream {
 }
 
 /// An HTTP/1 connection to the endpoint: a pooled one where there is one, and pooled ones will do.
-pub async fn http1(endpoint: &Rc<Endpoint>, pooled: bool, tls: &Tls) -> Result<Upstream, Failure> {
-    match pooled.then(|| endpoint.pool.checkout_http1()).flatten() {
+pub async fn http1(
+    endpoint: &Rc<Endpoint>,
+    pooled: bool,
+    tls: &Tls,
+    now: Instant,
+) -> Result<Upstream, Failure> {
+    match pooled.then(|| endpoint.pool.checkout_http1(now)).flatten() {
         Some(io) => Ok(Upstream { io, reused: true }),
         None => Ok(Upstream {
             io: dial(endpoint, Inside::Http1, tls).await?,

@@ -1,6 +1,6 @@
 //! Step 8 for bytes that nobody looks into: both directions between two connections, each ended on its own.
 
-use std::future::poll_fn;
+use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
@@ -19,12 +19,19 @@ pub struct Copied {
     pub received: u64,
     /// It ended because the client turned out to speak HTTP.
     pub was_http: bool,
+    /// It ended because a connection reached its maximum age: both have to be reset.
+    pub expired: bool,
 }
 
 /// Copies until both directions have ended, or either side breaks. An end of one direction is passed on as such (a
 /// half-close) and leaves the other alone. What the client says goes by the `onlooker`, where there is one, until it is settled that
-/// it is no HTTP; if it is, that ends both.
-pub async fn both(client: &mut Io, upstream: &mut Io, onlooker: Option<Onlooker>) -> Copied {
+/// it is no HTTP; if it is, that ends both. So does the `expiry`, once it is done.
+pub async fn both(
+    client: &mut Io,
+    upstream: &mut Io,
+    onlooker: Option<Onlooker>,
+    mut expiry: impl Future<Output = ()> + Unpin,
+) -> Copied {
     let (mut up, mut down) = (
         Half {
             onlooker,
@@ -32,15 +39,15 @@ pub async fn both(client: &mut Io, upstream: &mut Io, onlooker: Option<Onlooker>
         },
         Half::default(),
     );
-    poll_fn(|cx| {
+    let expired = poll_fn(|cx| {
         // A break of either direction ends both, as a reset does without the mesh; else both have to end.
         match (
             up.poll(cx, client, upstream),
             down.poll(cx, upstream, client),
         ) {
-            (Poll::Ready(Err(_)), _) | (_, Poll::Ready(Err(_))) => Poll::Ready(()),
-            (Poll::Ready(Ok(())), Poll::Ready(Ok(()))) => Poll::Ready(()),
-            _ => Poll::Pending,
+            (Poll::Ready(Err(_)), _) | (_, Poll::Ready(Err(_))) => Poll::Ready(false),
+            (Poll::Ready(Ok(())), Poll::Ready(Ok(()))) => Poll::Ready(false),
+            _ => Pin::new(&mut expiry).poll(cx).map(|()| true),
         }
     })
     .await;
@@ -48,6 +55,7 @@ pub async fn both(client: &mut Io, upstream: &mut Io, onlooker: Option<Onlooker>
         sent: up.copied,
         received: down.copied,
         was_http: up.was_http,
+        expired,
     }
 }
 
@@ -137,6 +145,7 @@ impl Half {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::future::pending;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::{TcpListener, TcpStream};
 
@@ -153,7 +162,10 @@ mod tests {
     async fn a_half_close_passes_and_the_other_direction_goes_on() {
         let ((mut client, mut client_io), (mut server, mut server_io)) =
             (pair().await, pair().await);
-        let copying = tokio::spawn(async move { both(&mut client_io, &mut server_io, None).await });
+        let copying =
+            tokio::spawn(
+                async move { both(&mut client_io, &mut server_io, None, pending()).await },
+            );
         client.write_all(b"question").await.unwrap();
         client.shutdown().await.unwrap();
         let mut asked = String::new();
@@ -169,7 +181,8 @@ mod tests {
             Copied {
                 sent: 8,
                 received: 23,
-                was_http: false
+                was_http: false,
+                expired: false
             }
         );
     }
@@ -178,7 +191,7 @@ mod tests {
     async fn a_slow_receiver_slows_the_sender_and_loses_nothing() {
         let ((mut client, mut client_io), (mut server, mut server_io)) =
             (pair().await, pair().await);
-        tokio::spawn(async move { both(&mut client_io, &mut server_io, None).await });
+        tokio::spawn(async move { both(&mut client_io, &mut server_io, None, pending()).await });
         let sent: Vec<u8> = (0..4_000_000u32).map(|at| (at % 251) as u8).collect();
         let copy = sent.clone();
         let writing = tokio::spawn(async move {

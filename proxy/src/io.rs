@@ -7,13 +7,14 @@
 use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::{Buf, BytesMut};
 use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
+use crate::lifetime::Lifetime;
 use crate::scratch::Scratch;
 use crate::tls::{Agreed, Handshake, Session};
 
@@ -32,6 +33,7 @@ pub struct Io {
     stream: TcpStream,
     tls: Option<Box<Session>>,
     unread: BytesMut,
+    lifetime: Option<Box<Lifetime>>,
 }
 
 impl Io {
@@ -41,6 +43,7 @@ impl Io {
             stream,
             tls: None,
             unread: BytesMut::new(),
+            lifetime: None,
         }
     }
 
@@ -55,6 +58,22 @@ impl Io {
     /// Whether what goes over the wire is sealed.
     pub fn is_secured(&self) -> bool {
         self.tls.is_some()
+    }
+
+    /// How long it is used; none for a plaintext connection.
+    pub fn lifetime(&self) -> Option<&Lifetime> {
+        self.lifetime.as_deref()
+    }
+
+    /// Limits how long it is used.
+    pub fn set_lifetime(&mut self, lifetime: Lifetime) {
+        self.lifetime = Some(Box::new(lifetime));
+    }
+
+    /// Whether no further HTTP exchange may begin on it.
+    pub fn is_retired(&self, now: Instant) -> bool {
+        self.lifetime()
+            .is_some_and(|lifetime| lifetime.is_retired(now))
     }
 
     /// The socket, to ask it for its addresses.
@@ -73,6 +92,7 @@ impl Io {
             stream,
             tls,
             unread,
+            ..
         } = self;
         if unread.is_empty() && unread.capacity() > 0 {
             *unread = BytesMut::new();
@@ -124,6 +144,11 @@ impl Io {
 
     /// Breaks the connection off: the peer sees a reset.
     pub fn reset(self) {
+        self.reset_on_drop();
+    }
+
+    /// The peer sees a reset when the connection is dropped.
+    pub fn reset_on_drop(&self) {
         // Where the option is refused the peer sees an end instead.
         let _ = SockRef::from(&self.stream).set_linger(Some(Duration::ZERO));
     }

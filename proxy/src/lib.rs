@@ -27,6 +27,7 @@ pub mod http2;
 pub mod identity;
 pub mod inbound;
 pub mod io;
+pub mod lifetime;
 pub mod metrics;
 pub mod orig_dst;
 pub mod outbound;

@@ -62,6 +62,7 @@ struct Flows {
     connections_closed: AtomicU64,
     requests: [[AtomicU64; CLASSES.len()]; 2],
     failures: [AtomicU64; FAILURE_CODES.len()],
+    certificates_expired: AtomicU64,
     opaque_connections: AtomicU64,
     opaque_sent: AtomicU64,
     opaque_received: AtomicU64,
@@ -80,6 +81,22 @@ impl Drop for OpenConnection {
             .flows(self.direction)
             .connections_closed
             .fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// An open connection whose peer's certificate has expired, counted until this is dropped.
+#[derive(Debug)]
+pub struct ExpiredConnection {
+    metrics: Arc<Metrics>,
+    direction: Direction,
+}
+
+impl Drop for ExpiredConnection {
+    fn drop(&mut self) {
+        self.metrics
+            .flows(self.direction)
+            .certificates_expired
+            .fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -102,6 +119,17 @@ impl Metrics {
             .connections
             .fetch_add(1, Ordering::Relaxed);
         OpenConnection {
+            metrics: self.clone(),
+            direction,
+        }
+    }
+
+    /// The certificate of an open connection's peer has expired.
+    pub fn certificate_expired(self: &Arc<Self>, direction: Direction) -> ExpiredConnection {
+        self.flows(direction)
+            .certificates_expired
+            .fetch_add(1, Ordering::Relaxed);
+        ExpiredConnection {
             metrics: self.clone(),
             direction,
         }
@@ -149,6 +177,18 @@ impl Metrics {
                 "connections_open",
                 &[("direction", direction)],
                 get(&flows.connections) - closed,
+            );
+        });
+        page.family(
+            "connections_certificate_expired",
+            "gauge",
+            "Connections open now whose peer's certificate has expired.",
+        );
+        self.each(|flows, direction| {
+            page.sample(
+                "connections_certificate_expired",
+                &[("direction", direction)],
+                get(&flows.certificates_expired),
             );
         });
         page.family(

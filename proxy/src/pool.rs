@@ -26,30 +26,33 @@ struct Idle {
 }
 
 impl Pool {
-    /// The HTTP/1 connection that came back last and still stands. Dead ones on the way to it are dropped.
-    pub fn checkout_http1(&self) -> Option<Io> {
+    /// The HTTP/1 connection that came back last and still stands. Dead and retired ones on the way to it are dropped.
+    pub fn checkout_http1(&self, now: Instant) -> Option<Io> {
         let mut idle = self.http1.borrow_mut();
         while let Some(Idle { mut io, .. }) = idle.pop() {
-            if !io.is_stale() {
+            if !io.is_retired(now) && !io.is_stale() {
                 return Some(io);
             }
         }
         None
     }
 
-    /// Takes an HTTP/1 connection back whose response has ended. Full or closed, it drops it.
+    /// Takes an HTTP/1 connection back whose response has ended. Full or closed, it drops it; retired ones are dropped.
     pub fn checkin_http1(&self, io: Io, now: Instant) {
         let mut idle = self.http1.borrow_mut();
-        if !self.closed.get() && idle.len() < MAX_IDLE {
+        if !self.closed.get() && idle.len() < MAX_IDLE && !io.is_retired(now) {
             idle.push(Idle { io, since: now });
         }
     }
 
-    /// Drops the HTTP/1 connections that came back before `older_than`, and those that died meanwhile; looks after the others.
-    pub fn evict_idle(&self, older_than: Instant) {
-        self.http2.sweep(Instant::now());
+    /// Drops the HTTP/1 connections that came back before `older_than`, and those that died or retired meanwhile; looks after the
+    /// others.
+    pub fn evict_idle(&self, older_than: Instant, now: Instant) {
+        self.http2.sweep(now);
         let mut idle = self.http1.borrow_mut();
-        idle.retain_mut(|connection| connection.since >= older_than && !connection.io.is_stale());
+        idle.retain_mut(|Idle { io, since }| {
+            *since >= older_than && !io.is_retired(now) && !io.is_stale()
+        });
         if idle.len() < idle.capacity() / 4 {
             idle.shrink_to_fit();
         }
@@ -76,6 +79,7 @@ impl Pool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::lifetime::Lifetime;
     use std::time::Duration;
 
     use tokio::net::{TcpListener, TcpStream};
@@ -113,10 +117,10 @@ mod tests {
         near.into_iter().for_each(|io| pool.checkin_http1(io, now));
         assert_eq!(pool.idle_http1(), 3);
         for left in [2, 1, 0] {
-            assert!(pool.checkout_http1().is_some());
+            assert!(pool.checkout_http1(Instant::now()).is_some());
             assert_eq!(pool.idle_http1(), left);
         }
-        assert!(pool.checkout_http1().is_none());
+        assert!(pool.checkout_http1(Instant::now()).is_none());
     }
 
     #[tokio::test]
@@ -127,7 +131,9 @@ mod tests {
         let pool = Pool::default();
         near.drain(..)
             .for_each(|io| pool.checkin_http1(io, Instant::now()));
-        let mut alive = pool.checkout_http1().expect("the other one stands");
+        let mut alive = pool
+            .checkout_http1(Instant::now())
+            .expect("the other one stands");
         assert!(!alive.is_stale() && pool.idle_http1() == 0);
     }
 
@@ -140,8 +146,36 @@ mod tests {
         for (io, age) in near.into_iter().zip([0, 10, 20]) {
             pool.checkin_http1(io, start + Duration::from_secs(age));
         }
-        pool.evict_idle(start + Duration::from_secs(10));
+        pool.evict_idle(start + Duration::from_secs(10), start);
         assert_eq!(pool.idle_http1(), 1);
+    }
+
+    #[tokio::test]
+    async fn a_retired_connection_is_not_handed_out_kept_or_taken_back() {
+        let (near, _far) = connections(3).await;
+        let (pool, now) = (Pool::default(), Instant::now());
+        let after = |seconds| now + Duration::from_secs(seconds);
+        for (mut io, seconds) in near.into_iter().zip([0, 3600, 7200]) {
+            io.set_lifetime(Lifetime {
+                retires_at: after(seconds),
+                certificate_ends_at: after(86_400),
+                resets_at: None,
+            });
+            pool.checkin_http1(io, now);
+        }
+        assert_eq!(pool.idle_http1(), 2, "the first one has retired");
+        let longest = pool
+            .checkout_http1(after(3600))
+            .expect("the last one has not retired");
+        assert!(
+            pool.checkout_http1(after(3600)).is_none() && pool.idle_http1() == 0,
+            "the second one has"
+        );
+        pool.checkin_http1(longest, after(7199));
+        pool.evict_idle(now, after(7199));
+        assert_eq!(pool.idle_http1(), 1);
+        pool.evict_idle(now, after(7200));
+        assert_eq!(pool.idle_http1(), 0);
     }
 
     #[tokio::test]
@@ -153,7 +187,7 @@ mod tests {
         pool.close();
         assert_eq!(pool.idle_http1(), 0);
         back();
-        assert!(pool.is_closed() && pool.checkout_http1().is_none());
+        assert!(pool.is_closed() && pool.checkout_http1(Instant::now()).is_none());
     }
 
     #[tokio::test]

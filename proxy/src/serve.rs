@@ -65,9 +65,13 @@ pub async fn serve(mut client: Io, mut flow: Flow) {
 /// Bytes both ways.
 async fn opaque(mut client: Io, mut dialed: Dialed, flow: &Flow, onlooker: Option<Onlooker>) {
     let begun = Instant::now();
-    let copied = copy::both(&mut client, &mut dialed.upstream, onlooker).await;
+    let expiry = flow.expiry(&client, &dialed.upstream);
+    let copied = copy::both(&mut client, &mut dialed.upstream, onlooker, expiry).await;
     drop(dialed.in_flight);
-    if copied.was_http {
+    if copied.expired {
+        client.reset();
+        dialed.upstream.reset();
+    } else if copied.was_http {
         refuse(
             client,
             flow,

@@ -21,6 +21,8 @@ use crate::discovery::Discovery;
 use crate::dump::{ConnectionInfo, Direction, Dumps, ExchangeDump};
 use crate::error::Failure;
 use crate::identity::CurrentCredentials;
+use crate::io::Io;
+use crate::lifetime::{Expiry, Lifetimes};
 use crate::metrics::Metrics;
 use crate::policy::{Admission, Caller, RequestView};
 use crate::tls::Tls;
@@ -103,14 +105,16 @@ pub struct Worker {
 impl Worker {
     /// A worker without connections.
     pub fn new(seat: Seat) -> Rc<Self> {
+        let mut rng = fastrand::Rng::new();
+        let lifetimes = Lifetimes::new(seat.config.max_connection_age, rng.fork());
         Rc::new(Self {
             config: seat.config,
             dumps: seat.dumps,
             metrics: seat.metrics,
-            tls: Tls::new(seat.credentials),
+            tls: Tls::new(seat.credentials, lifetimes),
             destinations: Destinations::new(seat.discovery),
             apps: Destinations::new(Discovery::off()),
-            rng: RefCell::new(fastrand::Rng::new()),
+            rng: RefCell::new(rng),
             drain: seat.drain,
             limit: seat.limit,
             open: Cell::new(0),
@@ -153,7 +157,7 @@ impl Worker {
         if self.open.get() >= self.limit {
             self.metrics
                 .failure(direction, &Failure::Overloaded("too many connections"));
-            return crate::io::Io::new(stream).reset();
+            return Io::new(stream).reset();
         }
         self.open.set(self.open.get() + 1);
         let open = Open {
@@ -180,6 +184,28 @@ impl Worker {
             self.complained.set(Some(now));
         }
         due
+    }
+
+    /// The expiry of a connection in use, which counts the connection from the end of the peer's certificate on. Never done for plaintext.
+    pub fn expiry(self: &Rc<Self>, io: &Io, direction: Direction) -> Expiry {
+        let Some(&lifetime) = io.lifetime() else {
+            return Expiry(None);
+        };
+        // A socket without a peer is closed: reading from it says so.
+        let Ok(peer) = io.socket().peer_addr() else {
+            return Expiry(None);
+        };
+        let (worker, path) = (self.clone(), direction.name());
+        Expiry(Some(Box::pin(async move {
+            let outlived = || {
+                if worker.may_complain(Instant::now()) {
+                    tracing::warn!(path, %peer, "the peer's certificate has expired; its connection stays open");
+                }
+                worker.metrics.certificate_expired(direction)
+            };
+            lifetime.expire(outlived).await;
+            tracing::debug!(path, %peer, "connection reset: it reached its maximum age");
+        })))
     }
 
     /// The ports that a connection must not lead back to.
@@ -265,6 +291,16 @@ impl Flow {
             self.destination.address.port(),
             request,
         )
+    }
+
+    /// The expiry of this connection while it and `upstream` are in use: one of the two leads to a peer's proxy, or neither.
+    pub fn expiry(&self, client: &Io, upstream: &Io) -> Expiry {
+        let leads_to_peer = if client.lifetime().is_some() {
+            client
+        } else {
+            upstream
+        };
+        self.worker.expiry(leads_to_peer, self.direction)
     }
 
     /// What the app is told of who calls.

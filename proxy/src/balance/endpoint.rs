@@ -86,6 +86,11 @@ impl Endpoint {
 }
 
 impl InFlight {
+    /// When it began.
+    pub fn since(&self) -> Instant {
+        self.since
+    }
+
     /// There is a new connection for it. What that took is no latency: a connection serves many requests, and one to an endpoint that is
     /// seldom chosen would make it dearer each time.
     pub fn connected(&mut self) {
@@ -99,15 +104,17 @@ impl InFlight {
     }
 
     /// The response has begun: what it took until here is the latency, however long its body takes.
-    pub fn answered(&mut self) {
+    /// Returns the time.
+    pub fn answered(&mut self) -> Instant {
+        let now = Instant::now();
         if !self.observed {
             self.observed = true;
-            let now = Instant::now();
             self.endpoint
                 .latency
                 .succeeded(now.saturating_duration_since(self.since), now);
             self.endpoint.quarantine.survived(self.since);
         }
+        now
     }
 
     /// There was no response, or one that says that the endpoint is not well.
@@ -125,7 +132,9 @@ impl InFlight {
 impl Drop for InFlight {
     /// A request that ended with neither word was answered: what it took is its latency.
     fn drop(&mut self) {
-        self.answered();
+        if !self.observed {
+            self.answered();
+        }
         self.endpoint.pending.set(self.endpoint.pending.get() - 1);
     }
 }

@@ -26,7 +26,7 @@ const MAX_DESTINATIONS: usize = 10_000;
 /// A destination that no connection uses is kept this long.
 const KEEP_DESTINATION: Duration = Duration::from_secs(60);
 /// An idle connection to an endpoint is kept this long.
-const KEEP_CONNECTION: Duration = Duration::from_secs(30);
+pub(crate) const KEEP_CONNECTION: Duration = Duration::from_secs(30);
 
 /// The destinations that one worker meets.
 pub struct Destinations {
@@ -124,7 +124,7 @@ impl Destinations {
         slots.retain(|_, slot| {
             let keep = slot.is_worth_keeping(now);
             if let (true, Some(destination)) = (keep, slot.destination.get()) {
-                destination.tidy(connections_since);
+                destination.tidy(connections_since, now);
             }
             keep
         });
@@ -275,14 +275,14 @@ impl Destination {
         }
     }
 
-    fn tidy(&self, connections_since: Option<Instant>) {
+    fn tidy(&self, connections_since: Option<Instant>, now: Instant) {
         self.take_news();
         if let Some(since) = connections_since {
             self.state
                 .borrow()
                 .members
                 .iter()
-                .for_each(|member| member.endpoint.pool.evict_idle(since));
+                .for_each(|member| member.endpoint.pool.evict_idle(since, now));
         }
     }
 

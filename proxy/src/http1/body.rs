@@ -29,6 +29,9 @@ pub enum Broken {
     /// What the sender sent is no body.
     #[error("the body is malformed: {0}")]
     Malformed(&'static str),
+    /// A connection reached the age at which it is reset.
+    #[error("the connection reached its maximum age")]
+    Expired,
     /// The receiver takes no more.
     #[error("the receiver takes no more: {0}")]
     Writing(io::Error),

@@ -16,7 +16,6 @@ use std::time::{Duration, Instant};
 use bytes::{Bytes, BytesMut};
 use tokio::io::AsyncWriteExt;
 use tokio::time::{timeout, timeout_at};
-use tokio_util::sync::WaitForCancellationFuture;
 
 use self::body::{Broken, Relay};
 use self::head::{Framing, MAX_HEAD, Refused, RequestHead, ResponseHead, Version, find_end};
@@ -26,6 +25,7 @@ use crate::copy;
 use crate::dump::{Direction, ExchangeDump};
 use crate::error::Failure;
 use crate::io::Io;
+use crate::lifetime::{Lifetime, drained_or};
 use crate::metrics::Protocol;
 use crate::policy::Admission;
 use crate::worker::Flow;
@@ -39,9 +39,10 @@ const MAX_LINGER: usize = 256 * 1024;
 
 /// Serves a client's connection until either side ends it.
 pub async fn serve(mut client: Io, flow: &Flow) {
-    let mut drain = pin!(flow.worker.drain.cancelled());
+    let closes_at = client.lifetime().map(Lifetime::closes_idle_at);
+    let mut end = pin!(drained_or(&flow.worker.drain, closes_at));
     loop {
-        let request = match next_request(&mut client, drain.as_mut()).await {
+        let request = match next_request(&mut client, end.as_mut()).await {
             Ok(Some(request)) => request,
             Ok(None) => return,
             Err(failure) => {
@@ -54,10 +55,15 @@ pub async fn serve(mut client: Io, flow: &Flow) {
             After::KeepAlive => {}
             After::Close => return linger(client).await,
             After::Gone => return,
+            After::Expired(upstream) => return reset(client, upstream),
             After::Tunnel(mut upstream, mut dump) => {
-                let copied = copy::both(&mut client, &mut upstream, None).await;
+                let expiry = flow.expiry(&client, &upstream);
+                let copied = copy::both(&mut client, &mut upstream, None, expiry).await;
                 if let Some(dump) = &mut dump {
                     dump.upgraded(copied.sent, copied.received);
+                }
+                if copied.expired {
+                    reset(client, upstream);
                 }
                 return;
             }
@@ -72,6 +78,8 @@ enum After {
     Close,
     /// The client is gone, or there is nothing to tell it.
     Gone,
+    /// The connection to the peer's proxy, the client's or the upstream's, has reached its maximum age.
+    Expired(Io),
     /// Both sides agreed on another protocol.
     Tunnel(Io, Option<ExchangeDump>),
 }
@@ -79,7 +87,7 @@ enum After {
 /// The next request's head; none when the client or the proxy ends the connection between two requests.
 async fn next_request(
     client: &mut Io,
-    mut drain: Pin<&mut WaitForCancellationFuture<'_>>,
+    mut end: Pin<&mut impl Future<Output = ()>>,
 ) -> Result<Option<RequestHead>, Failure> {
     let mut scanned = 0;
     let mut deadline = None;
@@ -94,7 +102,11 @@ async fn next_request(
             .all(|byte| matches!(byte, b'\r' | b'\n'));
         let filled = if idle {
             poll_fn(|cx| match client.poll_fill(cx) {
-                Poll::Pending => drain.as_mut().poll(cx).map(|()| Ok(0)),
+                Poll::Pending => end.as_mut().poll(cx).map(|()| {
+                    // It fails only where the client is gone.
+                    let _ = client.poll_half_close(cx);
+                    Ok(0)
+                }),
                 filled => filled,
             })
             .await
@@ -219,19 +231,21 @@ impl<'a> Exchange<'a> {
             .pick(avoid, &mut flow.worker.rng.borrow_mut())
             .map_err(final_failure)?;
         let mut in_flight = endpoint.begin();
-        let mut upstream = match connect::http1(&endpoint, !self.is_probe, &flow.worker.tls).await {
-            Ok(upstream) => upstream,
-            Err(failure) => {
-                in_flight.failed();
-                endpoint.quarantine(Instant::now());
-                let again = flow.destination.endpoints_len() > avoid.len() + 1;
-                return Err(Stopped {
-                    failure,
-                    again,
-                    avoid: Some(endpoint.address),
-                });
-            }
-        };
+        let since = in_flight.since();
+        let mut upstream =
+            match connect::http1(&endpoint, !self.is_probe, &flow.worker.tls, since).await {
+                Ok(upstream) => upstream,
+                Err(failure) => {
+                    in_flight.failed();
+                    endpoint.quarantine(Instant::now());
+                    let again = flow.destination.endpoints_len() > avoid.len() + 1;
+                    return Err(Stopped {
+                        failure,
+                        again,
+                        avoid: Some(endpoint.address),
+                    });
+                }
+            };
         if !upstream.reused {
             in_flight.connected();
         }
@@ -259,8 +273,8 @@ impl<'a> Exchange<'a> {
                 avoid: Some(endpoint.address),
             });
         }
-        in_flight.answered();
-        self.pass_response(upstream.io, &endpoint, head, in_flight)
+        let now = in_flight.answered();
+        self.pass_response(upstream.io, &endpoint, head, in_flight, now)
             .await
     }
 
@@ -439,6 +453,7 @@ impl<'a> Exchange<'a> {
         endpoint: &Rc<Endpoint>,
         mut head: ResponseHead,
         in_flight: InFlight,
+        now: Instant,
     ) -> Result<After, Stopped> {
         let flow = self.flow;
         let status =
@@ -463,7 +478,7 @@ impl<'a> Exchange<'a> {
             && !self.is_probe
             && self.request.connection.persists(self.request.version)
             && self.upload.is_read()
-            && !flow.is_draining();
+            && !self.is_ending(now);
         if plain {
             head.drop_chunks();
         }
@@ -475,12 +490,25 @@ impl<'a> Exchange<'a> {
         };
         head.write(&mut out, connection);
         let mut download = Relay::new(head.framing, out, plain);
-        let passed = poll_fn(|cx| self.poll_pass(cx, &mut upstream, &mut download)).await;
+        let mut expiry = None;
+        let passed = poll_fn(
+            |cx| match self.poll_pass(cx, &mut upstream, &mut download) {
+                Poll::Pending => {
+                    let expiry = expiry.get_or_insert_with(|| flow.expiry(self.client, &upstream));
+                    Pin::new(expiry).poll(cx).map(|()| Err(Broken::Expired))
+                }
+                passed => passed,
+            },
+        )
+        .await;
         drop(in_flight);
         match passed {
             Err(broken) => {
                 if let Some(dump) = &mut self.dump {
                     dump.cut_off(&broken.to_string());
+                }
+                if matches!(broken, Broken::Expired) {
+                    return Ok(After::Expired(upstream));
                 }
                 // The client reads an end that is none, as it would without the mesh.
                 return Ok(After::Gone);
@@ -522,13 +550,18 @@ impl<'a> Exchange<'a> {
         })
     }
 
+    /// The client's connection carries no exchange after this one.
+    fn is_ending(&self, now: Instant) -> bool {
+        self.flow.is_draining() || self.client.is_retired(now)
+    }
+
     /// Answers in the app's place.
     async fn refuse(mut self, failure: Failure) -> After {
         let keep = !failure.closes_connection()
             && self.upload.is_read()
             && self.request.connection.persists(self.request.version)
             && !self.client_ended
-            && !self.flow.is_draining();
+            && !self.is_ending(Instant::now());
         answer(
             self.client,
             self.flow,
@@ -576,7 +609,9 @@ fn describe(refused: Refused) -> &'static str {
 fn broken_request(broken: &Broken) -> Failure {
     match broken {
         Broken::Malformed(reason) => Failure::BadRequest(reason),
-        Broken::Writing(_) | Broken::Gone => Failure::BadRequest("the request ended early"),
+        Broken::Writing(_) | Broken::Gone | Broken::Expired => {
+            Failure::BadRequest("the request ended early")
+        }
     }
 }
 
@@ -616,6 +651,12 @@ async fn answer(
     }
     // A client that is gone needs no answer.
     let _ = client.write_all(out.as_bytes()).await;
+}
+
+/// Breaks both connections off.
+fn reset(client: Io, upstream: Io) {
+    client.reset();
+    upstream.reset();
 }
 
 /// Ends a connection so that the client sees the last answer: closing while its bytes still come in would reset it.

@@ -84,6 +84,11 @@ impl Batched {
         let _ = timeout(LINGER, drained).await;
     }
 
+    /// The peer sees a reset when the connection is dropped.
+    pub fn reset_on_drop(&self) {
+        self.0.borrow().io.reset_on_drop();
+    }
+
     /// Bytes read so far.
     pub fn read_bytes(&self) -> u64 {
         self.0.borrow().read

@@ -250,9 +250,9 @@ impl Exchange {
         let worker = self.client.flow.worker.clone();
         let mut leasing = std::pin::pin!(async {
             if self.is_probe {
-                Connections::lease_new(endpoint, &worker.tls).await
+                Connections::lease_new(endpoint, &worker).await
             } else {
-                Connections::lease(endpoint, &worker.tls).await
+                Connections::lease(endpoint, &worker).await
             }
         });
         poll_fn(|cx| match leasing.as_mut().poll(cx) {

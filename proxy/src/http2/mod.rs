@@ -22,11 +22,11 @@ use bytes::Bytes;
 use h2::Reason;
 use h2::server::{Builder, Connection};
 use tokio::time::{Sleep, sleep, timeout};
-use tokio_util::sync::WaitForCancellationFuture;
 
 use self::batched::Batched;
 pub use self::upstream::Connections;
 use crate::io::Io;
+use crate::lifetime::{Expiry, drained_or};
 use crate::worker::Flow;
 
 /// Streams that a client may have open at once on one connection.
@@ -57,6 +57,10 @@ const IDLE: Duration = Duration::from_secs(15 * 60);
 
 /// Serves a client's connection until either side ends it.
 pub async fn serve(io: Io, flow: Rc<Flow>) {
+    let (retires_at, expiry) = (
+        io.lifetime().map(|lifetime| lifetime.retires_at),
+        flow.worker.expiry(&io, flow.direction),
+    );
     let io = Batched::new(io);
     let mut handshake = pin!(settings().handshake::<_, Bytes>(io.clone()));
     let connection = match timeout(PREFACE_TIMEOUT, io.drive(|cx| handshake.as_mut().poll(cx)))
@@ -68,7 +72,7 @@ pub async fn serve(io: Io, flow: Rc<Flow>) {
     };
     let drain = flow.worker.drain.clone();
     let client = Rc::new(Client::new(flow));
-    let mut drain = pin!(drain.cancelled());
+    let mut retire = pin!(drained_or(&drain, retires_at));
     let mut serving = Serving {
         connection,
         io: io.clone(),
@@ -79,11 +83,14 @@ pub async fn serve(io: Io, flow: Rc<Flow>) {
         draining: false,
         flooded: false,
         takes_extended_connect: false,
+        expiry,
     };
-    let sent_away = io.drive(|cx| serving.poll(cx, drain.as_mut())).await;
+    let end = io.drive(|cx| serving.poll(cx, retire.as_mut())).await;
     drop(serving);
-    if sent_away {
-        io.linger().await;
+    match end {
+        End::Closed => {}
+        End::SentAway => io.linger().await,
+        End::Expired => io.reset_on_drop(),
     }
 }
 
@@ -101,6 +108,15 @@ fn settings() -> Builder {
     builder
 }
 
+/// How a client's connection ended.
+enum End {
+    Closed,
+    /// The client broke the rules, and was told.
+    SentAway,
+    /// It reached its maximum age.
+    Expired,
+}
+
 /// A client's connection under way.
 struct Serving {
     connection: Connection<Batched, Bytes>,
@@ -111,20 +127,25 @@ struct Serving {
     tick: Pin<Box<Sleep>>,
     /// There was no stream at the last tick.
     quiet: bool,
+    /// No stream is begun any more: the client knows by GOAWAY.
     draining: bool,
     flooded: bool,
     /// The client has been told that it may open WebSockets.
     takes_extended_connect: bool,
+    expiry: Expiry,
 }
 
 impl Serving {
-    /// Ready when the connection has ended. True: because the client broke the rules.
+    /// Ready when the connection has ended.
     fn poll(
         &mut self,
         cx: &mut Context<'_>,
-        drain: Pin<&mut WaitForCancellationFuture<'_>>,
-    ) -> Poll<bool> {
-        if !self.draining && (drain.poll(cx).is_ready() || self.client.has_probed.get()) {
+        retire: Pin<&mut impl Future<Output = ()>>,
+    ) -> Poll<End> {
+        if Pin::new(&mut self.expiry).poll(cx).is_ready() {
+            return Poll::Ready(End::Expired);
+        }
+        if !self.draining && (retire.poll(cx).is_ready() || self.client.has_probed.get()) {
             self.draining = true;
             self.connection.graceful_shutdown();
         }
@@ -146,9 +167,19 @@ impl Serving {
                 }
                 Poll::Ready(Some(Err(error))) => {
                     tracing::debug!(peer = %self.client.flow.peer, "the client's connection ended: {error}");
-                    return Poll::Ready(error.is_library());
+                    return Poll::Ready(if error.is_library() {
+                        End::SentAway
+                    } else {
+                        End::Closed
+                    });
                 }
-                Poll::Ready(None) => return Poll::Ready(self.flooded),
+                Poll::Ready(None) => {
+                    return Poll::Ready(if self.flooded {
+                        End::SentAway
+                    } else {
+                        End::Closed
+                    });
+                }
                 Poll::Pending if !self.flooded && self.is_flood() => {
                     self.flooded = true;
                     self.connection.abrupt_shutdown(Reason::ENHANCE_YOUR_CALM);
@@ -162,7 +193,7 @@ impl Serving {
             let quiet = !self.connection.has_streams();
             if quiet && self.quiet {
                 if self.draining {
-                    return Poll::Ready(false);
+                    return Poll::Ready(End::Closed);
                 }
                 self.draining = true;
                 self.connection.graceful_shutdown();

@@ -21,8 +21,11 @@ use super::{
 };
 use crate::balance::Endpoint;
 use crate::connect;
+use crate::dump::Direction;
 use crate::error::Failure;
-use crate::tls::{Inside, Tls};
+use crate::lifetime::Lifetime;
+use crate::tls::Inside;
+use crate::worker::Worker;
 
 /// Connections to one endpoint; where all of them are full, streams are turned away.
 const MAX_CONNECTIONS: usize = 64;
@@ -52,6 +55,9 @@ struct Connection {
     /// It has carried a stream that has ended, so that it may have died meanwhile.
     reused: Cell<bool>,
     health: RefCell<Health>,
+    lifetime: Option<Lifetime>,
+    /// It takes no new streams: its lifetime is over.
+    retired: Cell<bool>,
     task: AbortHandle,
 }
 
@@ -73,7 +79,10 @@ pub(super) struct Lease {
 
 impl Connections {
     /// A place for a stream on a connection to the endpoint, which is made where there is none.
-    pub(super) async fn lease(endpoint: &Rc<Endpoint>, tls: &Tls) -> Result<Lease, Failure> {
+    pub(super) async fn lease(
+        endpoint: &Rc<Endpoint>,
+        worker: &Rc<Worker>,
+    ) -> Result<Lease, Failure> {
         let connections = &endpoint.pool.http2;
         if let Some(lease) = connections.find() {
             return Ok(lease);
@@ -92,7 +101,7 @@ impl Connections {
         if connections.open.borrow().len() >= MAX_CONNECTIONS {
             return Err(Failure::Overloaded("too many streams to one endpoint"));
         }
-        let dialed = dial(endpoint, tls).await;
+        let dialed = dial(endpoint, worker).await;
         connections.dials.set(connections.dials.get() + 1);
         connections
             .last_dial
@@ -105,11 +114,15 @@ impl Connections {
     }
 
     /// A place for a stream on a connection that carries nothing else, before it or after.
-    pub(super) async fn lease_new(endpoint: &Rc<Endpoint>, tls: &Tls) -> Result<Lease, Failure> {
-        dial(endpoint, tls).await.map(Lease::new)
+    pub(super) async fn lease_new(
+        endpoint: &Rc<Endpoint>,
+        worker: &Rc<Worker>,
+    ) -> Result<Lease, Failure> {
+        dial(endpoint, worker).await.map(Lease::new)
     }
 
-    /// Looks after the connections: to be called every few seconds. Idle ones are closed, silent ones pinged and given up.
+    /// Looks after the connections: to be called every few seconds. Idle ones are closed, silent ones pinged and given up, and those
+    /// whose lifetime is over get no new streams.
     pub fn sweep(&self, now: Instant) {
         self.open
             .borrow_mut()
@@ -155,6 +168,9 @@ enum Room {
 
 impl Connection {
     fn room(&self) -> Room {
+        if self.retired.get() {
+            return Room::Full;
+        }
         let mut sender = self.sender.borrow_mut();
         match sender.poll_ready(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(Ok(())) if self.streams.get() < sender.current_max_send_streams() => {
@@ -170,10 +186,14 @@ impl Connection {
         if matches!(self.room(), Room::Dead) {
             return false;
         }
+        self.retired.set(
+            self.lifetime
+                .is_some_and(|lifetime| lifetime.is_retired(now)),
+        );
         let health = &mut *self.health.borrow_mut();
         if self.streams.get() == 0 {
             health.heard = now;
-            return now.saturating_duration_since(health.used) < KEEP_IDLE;
+            return !self.retired.get() && now.saturating_duration_since(health.used) < KEEP_IDLE;
         }
         health.used = now;
         let keep = health.is_heard(now);
@@ -259,10 +279,12 @@ impl Drop for Lease {
     }
 }
 
-async fn dial(endpoint: &Endpoint, tls: &Tls) -> Result<Rc<Connection>, Failure> {
+async fn dial(endpoint: &Endpoint, worker: &Rc<Worker>) -> Result<Rc<Connection>, Failure> {
     let address = endpoint.address;
-    let io = connect::dial(endpoint, Inside::Http2, tls).await?;
+    let io = connect::dial(endpoint, Inside::Http2, &worker.tls).await?;
     let is_secured = io.is_secured();
+    let lifetime = io.lifetime().copied();
+    let mut expiry = worker.expiry(&io, Direction::Outbound);
     let io = Batched::new(io);
     let handshake = h2::client::Builder::new()
         .enable_push(false)
@@ -281,7 +303,14 @@ async fn dial(endpoint: &Endpoint, tls: &Tls) -> Result<Rc<Connection>, Failure>
     let task = tokio::task::spawn_local({
         let io = io.clone();
         async move {
-            if let Err(error) = io.drive(|cx| Pin::new(&mut connection).poll(cx)).await {
+            let ended = io.drive(|cx| match Pin::new(&mut expiry).poll(cx) {
+                Poll::Ready(()) => {
+                    io.reset_on_drop();
+                    Poll::Ready(Ok(()))
+                }
+                Poll::Pending => Pin::new(&mut connection).poll(cx),
+            });
+            if let Err(error) = ended.await {
                 tracing::debug!(%address, "an upstream connection ended: {error}");
             }
         }
@@ -300,6 +329,8 @@ async fn dial(endpoint: &Endpoint, tls: &Tls) -> Result<Rc<Connection>, Failure>
         streams: Cell::new(0),
         reused: Cell::new(false),
         health: RefCell::new(health),
+        lifetime,
+        retired: Cell::new(false),
         task: task.abort_handle(),
     }))
 }

@@ -21,7 +21,7 @@ use std::net::SocketAddr;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use diy_mesh_proto::Identity;
 use rustls::client::{Resumption, UnbufferedClientConnection};
@@ -36,6 +36,7 @@ use crate::identity::{
     ClientVerifier, Credentials, CurrentCredentials, ServerVerifier, identity_of,
 };
 use crate::io::Io;
+use crate::lifetime::Lifetimes;
 
 pub use handshake::{Agreed, Handshake};
 pub use hello::{Hello, look};
@@ -83,6 +84,7 @@ impl Inside {
 /// A worker's side of every session.
 pub struct Tls {
     credentials: CurrentCredentials,
+    lifetimes: Lifetimes,
     keys: RefCell<Option<Rc<Keys>>>,
 }
 
@@ -95,9 +97,10 @@ struct Keys {
 
 impl Tls {
     /// Proves itself by the newest of these credentials.
-    pub fn new(credentials: CurrentCredentials) -> Self {
+    pub fn new(credentials: CurrentCredentials, lifetimes: Lifetimes) -> Self {
         Self {
             credentials,
+            lifetimes,
             keys: RefCell::new(None),
         }
     }
@@ -110,14 +113,20 @@ impl Tls {
         expected: &Identity,
         inside: Inside,
     ) -> Result<Io, Failure> {
-        let (io, agreed) = self.begin(io, address, expected, inside).await?;
+        let own = self
+            .keys()
+            .ok_or(Failure::NoCertificate(address))?
+            .credentials
+            .not_after;
+        let (mut io, agreed) = self.begin(io, address, expected, inside).await?;
         let failed = |reason: String| Failure::Handshake { address, reason };
-        let peer = judge(&agreed).map_err(failed)?;
+        let (peer, not_after) = judge(&agreed).map_err(failed)?;
         if peer != *expected {
             return Err(failed(format!(
                 "it is {peer}, and discovery named {expected}"
             )));
         }
+        self.set_lifetime(&mut io, not_after, own);
         tracing::trace!(%address, %peer, "a session: {agreed}");
         Ok(io)
     }
@@ -157,20 +166,28 @@ impl Tls {
         let connection = UnbufferedServerConnection::new(keys.server.clone())
             .map_err(|error| failed(error.to_string()))?;
         let handshake = Handshake::server(connection, std::mem::take(io.unread()));
-        let (io, agreed) = secure(io, handshake)
+        let (mut io, agreed) = secure(io, handshake)
             .await
             .map_err(|error| match error.kind() {
                 io::ErrorKind::InvalidData | io::ErrorKind::TimedOut => failed(error.to_string()),
                 // It may have found another way meanwhile: that says nothing of who it is.
                 _ => Failure::BadRequest("the client left in the middle of the TLS handshake"),
             })?;
-        let identity = judge(&agreed).map_err(failed)?;
+        let (identity, not_after) = judge(&agreed).map_err(failed)?;
         let inside = agreed
             .alpn
             .as_deref()
             .and_then(Inside::from_alpn)
             .ok_or_else(|| failed("it does not say what is inside".to_owned()))?;
+        self.set_lifetime(&mut io, not_after, keys.credentials.not_after);
         Ok((io, identity, inside))
+    }
+
+    /// Certificates have the time of day; a connection goes by the time that has passed since its handshake.
+    fn set_lifetime(&self, io: &mut Io, peer: SystemTime, own: SystemTime) {
+        let now = SystemTime::now();
+        let left = |end: SystemTime| end.duration_since(now).unwrap_or_default();
+        io.set_lifetime(self.lifetimes.draw(Instant::now(), left(peer), left(own)));
     }
 
     /// The newest; none where there is no valid certificate.
@@ -212,8 +229,8 @@ fn secure(
     })
 }
 
-/// Who the peer is. The handshake has verified a new certificate; of a resumed session this is the verification.
-fn judge(agreed: &Agreed) -> Result<Identity, String> {
+/// Who the peer is, and until when its certificate says so. The handshake has verified a new certificate; of a resumed session this is the verification.
+fn judge(agreed: &Agreed) -> Result<(Identity, SystemTime), String> {
     let leaf = agreed
         .certificate
         .as_ref()
@@ -222,7 +239,7 @@ fn judge(agreed: &Agreed) -> Result<Identity, String> {
     if not_after <= SystemTime::now() {
         return Err("its certificate has expired".to_owned());
     }
-    Ok(identity)
+    Ok((identity, not_after))
 }
 
 impl Keys {

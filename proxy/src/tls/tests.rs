@@ -1,11 +1,11 @@
 //! Two proxies between a client and an app, with everything that goes over the wire between them on record.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::future::Future;
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use rcgen::CertificateParams;
 use rustls::RootCertStore;
@@ -21,6 +21,7 @@ use crate::dump::Direction;
 use crate::identity::testing::{Authority, WEB};
 use crate::identity::{Credentials, none};
 use crate::io::Io;
+use crate::lifetime::Lifetimes;
 use crate::metrics::Metrics;
 use crate::policy::Caller;
 use crate::race;
@@ -394,7 +395,7 @@ fn connections_are_kept_and_new_ones_resume_the_session() {
             .unwrap();
         endpoint
             .pool
-            .evict_idle(std::time::Instant::now() + DEADLINE);
+            .evict_idle(Instant::now() + DEADLINE, Instant::now());
         let before = pair.wire.borrow().len();
         let agreed = pair.agree().await;
         assert_eq!(
@@ -403,7 +404,7 @@ fn connections_are_kept_and_new_ones_resume_the_session() {
             "{before}"
         );
         // Whom it is with is known of a resumed session, too.
-        assert_eq!(super::judge(&agreed).unwrap().as_str(), CART);
+        assert_eq!(super::judge(&agreed).unwrap().0.as_str(), CART);
     });
 }
 
@@ -413,10 +414,9 @@ fn a_session_is_resumed_by_whichever_worker() {
         let authority = Authority::new("root");
         let [web, cart] = [WEB, CART]
             .map(|identity| watch::channel(Some(credentials(&authority, identity, |_| {}))).1);
-        let (client, servers) = (
-            super::Tls::new(web),
-            [cart.clone(), cart].map(super::Tls::new),
-        );
+        let tls =
+            |credentials| super::Tls::new(credentials, Lifetimes::new(None, fastrand::Rng::new()));
+        let (client, servers) = (tls(web), [cart.clone(), cart].map(tls));
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         for (server, kind) in servers.iter().zip([" Full", " Resumed"]) {
@@ -545,6 +545,146 @@ fn on_an_opaque_port_plaintext_passes_untouched_and_every_server_may_speak_first
 }
 
 #[test]
+fn a_connection_lasts_no_longer_than_the_certificates_it_was_made_with() {
+    on_worker(async {
+        let (authority, left) = (Authority::new("root"), Duration::from_secs(600));
+        let expires =
+            |leaf: &mut CertificateParams| leaf.not_after = (SystemTime::now() + left).into();
+        let web = watch::channel(Some(credentials(&authority, WEB, expires))).1;
+        let cart = watch::channel(Some(credentials(&authority, CART, |_| {}))).1;
+        let tls =
+            |credentials| super::Tls::new(credentials, Lifetimes::new(None, fastrand::Rng::new()));
+        let (client, server) = (tls(web), tls(cart));
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        // The second session is resumed.
+        for _ in 0..2 {
+            let (near, far) = tokio::join!(TcpStream::connect(address), listener.accept());
+            let (near, (far, peer)) = (near.unwrap(), far.unwrap());
+            let calling = async {
+                let mut io = client
+                    .connect(
+                        Io::new(near),
+                        address,
+                        &CART.parse().unwrap(),
+                        super::Inside::Opaque,
+                    )
+                    .await
+                    .unwrap();
+                assert_eq!(io.read_u8().await.unwrap(), b'!');
+                *io.lifetime().unwrap()
+            };
+            let answering = async {
+                let (mut io, ..) = server.accept(Io::new(far), peer).await.unwrap();
+                io.write_all(b"!").await.unwrap();
+                (*io.lifetime().unwrap(), io)
+            };
+            let (at_client, (at_server, _io)) = tokio::join!(calling, answering);
+            let now = Instant::now();
+            assert!(
+                at_server.certificate_ends_at <= now + left
+                    && at_client.certificate_ends_at > now + left
+            );
+            for lifetime in [at_client, at_server] {
+                assert!(
+                    lifetime.retires_at > now
+                        && lifetime.retires_at < now + left - Duration::from_secs(30),
+                    "{lifetime:?}"
+                );
+            }
+        }
+    });
+}
+
+#[test]
+fn streams_on_a_retired_connection_end_and_new_ones_get_another() {
+    on_worker(async {
+        let (go, arrived) = (Rc::new(Cell::new(false)), Rc::new(Cell::new(0)));
+        let (app_go, app_arrived) = (go.clone(), arrived.clone());
+        let app = listening(async move |stream| {
+            let mut connection = h2::server::handshake(stream).await.unwrap();
+            while let Some(Ok((_, mut respond))) = connection.accept().await {
+                app_arrived.set(app_arrived.get() + 1);
+                let (go, first) = (app_go.clone(), app_arrived.get() == 1);
+                tokio::task::spawn_local(async move {
+                    while first && !go.get() {
+                        tokio::task::yield_now().await;
+                    }
+                    respond
+                        .send_response(http::Response::new(()), true)
+                        .unwrap();
+                });
+            }
+        })
+        .await;
+        let pair = Pair::usual(app).await;
+        let (mut client, connection) = h2::client::handshake(pair.connect().await).await.unwrap();
+        tokio::task::spawn_local(connection);
+        let get = || http::Request::get("http://cart/").body(()).unwrap();
+        let (first, _) = client.send_request(get(), true).unwrap();
+        while arrived.get() == 0 {
+            tokio::task::yield_now().await;
+        }
+        let pool = &pair
+            .destination
+            .pick(&[], &mut fastrand::Rng::new())
+            .unwrap()
+            .pool
+            .http2;
+        let retired = Instant::now() + Duration::from_secs(70 * 60);
+        pool.sweep(retired);
+        assert_eq!(pool.len(), 1);
+        let mut client = client.ready().await.unwrap();
+        assert_eq!(
+            client
+                .send_request(get(), true)
+                .unwrap()
+                .0
+                .await
+                .unwrap()
+                .status(),
+            200
+        );
+        assert_eq!(pool.len(), 2);
+        go.set(true);
+        assert_eq!(first.await.unwrap().status(), 200);
+        while !pool.is_empty() {
+            pool.sweep(retired);
+            tokio::task::yield_now().await;
+        }
+    });
+}
+
+#[test]
+fn an_opaque_connection_is_reset_on_both_sides_at_the_maximum_age() {
+    on_worker(async {
+        let app = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let authority = Authority::new("root");
+        let [web, cart] = [WEB, CART].map(|identity| credentials(&authority, identity, |_| {}));
+        let pair = Pair::new(
+            Some(web),
+            Some(cart),
+            " --max-connection-age 10",
+            app.local_addr().unwrap(),
+        )
+        .await;
+        let mut client = pair.connect().await;
+        client.write_all(b"\0\x01hello").await.unwrap();
+        let (mut app, _) = app.accept().await.unwrap();
+        app.read_exact(&mut [0; 7]).await.unwrap();
+        tokio::time::pause();
+        tokio::time::advance(DEADLINE / 2).await;
+        tokio::time::resume();
+        assert_eq!(
+            app.read(&mut [0]).await.unwrap_err().kind(),
+            std::io::ErrorKind::ConnectionReset
+        );
+        // The wire's recorder passes a reset on as an end.
+        let _ = client.read_to_end(&mut Vec::new()).await;
+    });
+}
+
+#[test]
 fn a_late_client_hello_is_not_answered_with_the_apps_own_first_word() {
     on_worker(async {
         let pair = Pair::usual(speaks_first(b"220 mail.example").await).await;
@@ -600,7 +740,7 @@ fn a_connection_that_is_kept_for_later_has_ended_its_handshake() {
         race::keep(dialed).await;
         // The app's proxy does not dial before it knows who calls.
         app.accept().await.unwrap();
-        assert!(endpoint.pool.checkout_http1().is_some());
+        assert!(endpoint.pool.checkout_http1(Instant::now()).is_some());
     });
 }
 

@@ -14,6 +14,7 @@ use diy_mesh_proxy::config::{Config, RawConfig};
 use diy_mesh_proxy::discovery::Discovery;
 use diy_mesh_proxy::dump::{Direction, Dumps};
 use diy_mesh_proxy::io::Io;
+use diy_mesh_proxy::lifetime::Lifetime;
 use diy_mesh_proxy::metrics::Metrics;
 use diy_mesh_proxy::policy::Caller;
 use diy_mesh_proxy::serve::serve;
@@ -33,6 +34,36 @@ pub fn on_worker<F: Future<Output = ()>>(test: F) {
 /// The same where time passes at once while nothing else happens: timeouts take no time.
 pub fn on_worker_without_waiting<F: Future<Output = ()>>(test: F) {
     run(test, true, Duration::from_secs(3600));
+}
+
+/// The same where the test jumps ahead in time: its deadline does not.
+pub fn on_worker_with_jumps<F: Future<Output = ()>>(test: F) {
+    let (expire, expired) = tokio::sync::oneshot::channel();
+    std::thread::spawn(move || {
+        std::thread::sleep(DEADLINE);
+        expire.send(())
+    });
+    let test = async {
+        tokio::select! {
+            () = test => {}
+            _ = expired => panic!("the test took too long"),
+        }
+    };
+    run(test, false, Duration::MAX);
+}
+
+/// Makes all timers due that would be after `by`.
+pub async fn jump(by: Duration) {
+    tokio::time::pause();
+    tokio::time::advance(by).await;
+    tokio::time::resume();
+}
+
+/// Waits for a condition that other tasks bring about.
+pub async fn until(condition: impl Fn() -> bool) {
+    while !condition() {
+        tokio::task::yield_now().await;
+    }
 }
 
 fn run<F: Future<Output = ()>>(test: F, paused: bool, deadline: Duration) {
@@ -118,6 +149,40 @@ impl Mesh {
         };
         tokio::task::spawn_local(serve(Io::new(stream), flow));
         client.unwrap()
+    }
+
+    /// A peer's connection with this lifetime through the proxy to the app at `address`. It is as if TLS had been terminated already.
+    pub async fn connect_peer(&self, address: SocketAddr, lifetime: Lifetime) -> TcpStream {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let (client, accepted) = tokio::join!(
+            TcpStream::connect(listener.local_addr().unwrap()),
+            listener.accept()
+        );
+        let (stream, peer) = accepted.unwrap();
+        let flow = Flow {
+            worker: self.worker.clone(),
+            direction: Direction::Inbound,
+            peer,
+            destination: Rc::new(Destination::fixed(address)),
+            caller: Caller::Peer(Rc::new(
+                "spiffe://cluster.local/ns/shop/sa/web".parse().unwrap(),
+            )),
+        };
+        let mut io = Io::new(stream);
+        io.set_lifetime(lifetime);
+        tokio::task::spawn_local(serve(io, flow));
+        client.unwrap()
+    }
+
+    /// How many inbound connections are open whose peer's certificate has expired.
+    pub fn expired(&self) -> u64 {
+        let page = self.metrics.render(Discovery::off().stats());
+        let name = "diy_mesh_proxy_connections_certificate_expired{direction=\"inbound\"} ";
+        page.lines()
+            .find_map(|line| line.strip_prefix(name))
+            .unwrap()
+            .parse()
+            .unwrap()
     }
 
     /// A client's connection through the proxy to one address.
