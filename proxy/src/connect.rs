@@ -3,14 +3,14 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::rc::Rc;
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Duration;
 
+use diy_mesh_proto::Identity;
 use socket2::{SockRef, TcpKeepalive};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-use crate::balance::Endpoint;
 use crate::error::Failure;
 use crate::io::Io;
 use crate::tls::{Inside, Tls};
@@ -18,36 +18,21 @@ use crate::tls::{Inside, Tls};
 /// How long the kernel may take to connect.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// An HTTP/1 connection that no exchange uses.
-pub struct Upstream {
-    /// The connection.
-    pub io: Io,
-    /// It has carried an exchange before, so that it may have died meanwhile.
-    pub reused: bool,
+/// The far end of connections that can replace one another.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Remote {
+    /// Its address.
+    pub address: SocketAddr,
+    /// The SPIFFE ID that it has to prove. None: it is not meshed.
+    pub identity: Option<Identity>,
 }
 
-/// An HTTP/1 connection to the endpoint: a pooled one where there is one, and pooled ones will do.
-pub async fn http1(
-    endpoint: &Rc<Endpoint>,
-    pooled: bool,
-    tls: &Tls,
-    now: Instant,
-) -> Result<Upstream, Failure> {
-    match pooled.then(|| endpoint.pool.checkout_http1(now)).flatten() {
-        Some(io) => Ok(Upstream { io, reused: true }),
-        None => Ok(Upstream {
-            io: dial(endpoint, Inside::Http1, tls).await?,
-            reused: false,
-        }),
-    }
-}
-
-/// A new connection: mutual TLS where the endpoint is meshed, and never anything else then.
-pub async fn dial(endpoint: &Endpoint, inside: Inside, tls: &Tls) -> Result<Io, Failure> {
-    let io = connect(endpoint.address).await?;
-    match &endpoint.identity {
-        // What goes to the pod itself never leaves it, and does not pass its own proxy again.
-        Some(expected) if !is_own(&io) => tls.connect(io, endpoint.address, expected, inside).await,
+/// Opens a connection: with mutual TLS if the remote is meshed, never in plaintext then.
+pub async fn dial(remote: &Remote, alpn: Inside, tls: &Tls) -> Result<Io, Failure> {
+    let io = connect(remote.address).await?;
+    match &remote.identity {
+        // A connection to the pod itself never leaves it, and does not pass its own proxy again.
+        Some(expected) if !is_own(&io) => tls.connect(io, remote.address, expected, alpn).await,
         _ => Ok(io),
     }
 }
@@ -64,7 +49,12 @@ async fn connect(address: SocketAddr) -> Result<Io, Failure> {
         Ok(Err(error)) if error.kind() == io::ErrorKind::TimedOut => {
             return Err(Failure::ConnectTimeout(address));
         }
-        Ok(Err(source)) => return Err(Failure::Connect { address, source }),
+        Ok(Err(source)) => {
+            return Err(Failure::Connect {
+                address,
+                source: Arc::new(source),
+            });
+        }
         Err(_) => return Err(Failure::ConnectTimeout(address)),
     };
     // A socket whose peer has gone already refuses options; the first read will tell.

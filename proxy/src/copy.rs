@@ -7,7 +7,7 @@ use std::task::{Context, Poll, ready};
 use bytes::{Buf, BytesMut};
 use tokio::io::AsyncWrite;
 
-use crate::detect::{Onlooker, Protocol, Verdict};
+use crate::detect::{Protocol, RequestLineDetector, Verdict};
 use crate::io::Io;
 
 /// What went by.
@@ -24,17 +24,17 @@ pub struct Copied {
 }
 
 /// Copies until both directions have ended, or either side breaks. An end of one direction is passed on as such (a
-/// half-close) and leaves the other alone. What the client says goes by the `onlooker`, where there is one, until it is settled that
+/// half-close) and leaves the other alone. What the client says goes by the `detector`, where there is one, until it is settled that
 /// it is no HTTP; if it is, that ends both. So does the `expiry`, once it is done.
 pub async fn both(
     client: &mut Io,
     upstream: &mut Io,
-    onlooker: Option<Onlooker>,
-    mut expiry: impl Future<Output = ()> + Unpin,
+    detector: Option<RequestLineDetector>,
+    expiry: &mut (impl Future<Output = ()> + Unpin),
 ) -> Copied {
     let (mut up, mut down) = (
         Half {
-            onlooker,
+            detector,
             ..Half::default()
         },
         Half::default(),
@@ -47,7 +47,7 @@ pub async fn both(
         ) {
             (Poll::Ready(Err(_)), _) | (_, Poll::Ready(Err(_))) => Poll::Ready(false),
             (Poll::Ready(Ok(())), Poll::Ready(Ok(()))) => Poll::Ready(false),
-            _ => Pin::new(&mut expiry).poll(cx).map(|()| true),
+            _ => Pin::new(&mut *expiry).poll(cx).map(|()| true),
         }
     })
     .await;
@@ -65,7 +65,7 @@ struct Half {
     waiting: BytesMut,
     copied: u64,
     state: State,
-    onlooker: Option<Onlooker>,
+    detector: Option<RequestLineDetector>,
     was_http: bool,
 }
 
@@ -112,13 +112,17 @@ impl Half {
     ) -> Poll<std::io::Result<()>> {
         let mut write_error = None;
         let read = ready!(from.poll_pass(cx, |bytes, cx| {
-            match self.onlooker.as_mut().map(|onlooker| onlooker.look(bytes)) {
+            match self
+                .detector
+                .as_mut()
+                .map(|detector| detector.update(bytes))
+            {
                 None | Some(Verdict::NeedMore) => {}
                 Some(Verdict::Known(Protocol::Http1 | Protocol::Http2)) => {
                     self.was_http = true;
                     write_error = Some(std::io::ErrorKind::InvalidData.into());
                 }
-                Some(Verdict::Known(_)) => self.onlooker = None,
+                Some(Verdict::Known(_)) => self.detector = None,
             }
             let mut rest = bytes;
             while !rest.is_empty() && write_error.is_none() {
@@ -162,10 +166,9 @@ mod tests {
     async fn a_half_close_passes_and_the_other_direction_goes_on() {
         let ((mut client, mut client_io), (mut server, mut server_io)) =
             (pair().await, pair().await);
-        let copying =
-            tokio::spawn(
-                async move { both(&mut client_io, &mut server_io, None, pending()).await },
-            );
+        let copying = tokio::spawn(async move {
+            both(&mut client_io, &mut server_io, None, &mut pending()).await
+        });
         client.write_all(b"question").await.unwrap();
         client.shutdown().await.unwrap();
         let mut asked = String::new();
@@ -191,7 +194,9 @@ mod tests {
     async fn a_slow_receiver_slows_the_sender_and_loses_nothing() {
         let ((mut client, mut client_io), (mut server, mut server_io)) =
             (pair().await, pair().await);
-        tokio::spawn(async move { both(&mut client_io, &mut server_io, None, pending()).await });
+        tokio::spawn(
+            async move { both(&mut client_io, &mut server_io, None, &mut pending()).await },
+        );
         let sent: Vec<u8> = (0..4_000_000u32).map(|at| (at % 251) as u8).collect();
         let copy = sent.clone();
         let writing = tokio::spawn(async move {

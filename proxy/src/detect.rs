@@ -54,8 +54,8 @@ pub fn classify(bytes: &[u8]) -> Verdict {
         return Verdict::NeedMore;
     }
     let within = &bytes[..bytes.len().min(MAX_LINE)];
-    match Onlooker::default().look(within) {
-        Verdict::NeedMore if within.len() == MAX_LINE => Verdict::Known(take_a_guess(within)),
+    match RequestLineDetector::default().update(within) {
+        Verdict::NeedMore if within.len() == MAX_LINE => Verdict::Known(guess(within)),
         verdict => verdict,
     }
 }
@@ -79,10 +79,10 @@ pub fn classify_inbound_opaque(bytes: &[u8]) -> Verdict {
 }
 
 /// The protocol of an unfinished first line whose client sends no more for now. The beginning of a request gets HTTP's answer to an
-/// incomplete one; anything else is passed on, while an [`Onlooker`] reads the rest of the line.
-pub fn take_a_guess(bytes: &[u8]) -> Protocol {
-    let mut line = Onlooker::default();
-    match line.look(bytes) {
+/// incomplete one; anything else is passed on, while an [`RequestLineDetector`] reads the rest of the line.
+pub fn guess(bytes: &[u8]) -> Protocol {
+    let mut line = RequestLineDetector::default();
+    match line.update(bytes) {
         Verdict::Known(protocol) => protocol,
         Verdict::NeedMore if line.is_method_and_target() => Protocol::Http1,
         Verdict::NeedMore => Protocol::Opaque,
@@ -106,7 +106,7 @@ pub fn is_binary(bytes: &[u8]) -> bool {
 /// one. Once a line is HTTP, no further byte changes that; it is something else only when it has ended. So the verdict is the same
 /// however the sender splits the line, and a sender that pauses within a request does not get it past the parser.
 #[derive(Debug, Default)]
-pub struct Onlooker {
+pub struct RequestLineDetector {
     /// Words that have begun, at most [`MANY_WORDS`].
     words: u8,
     within_word: bool,
@@ -119,9 +119,9 @@ pub struct Onlooker {
 /// The count of words stops here: four words are already one too many for a request line.
 const MANY_WORDS: u8 = 4;
 
-impl Onlooker {
+impl RequestLineDetector {
     /// The verdict on everything so far, `bytes` being the newest.
-    pub fn look(&mut self, bytes: &[u8]) -> Verdict {
+    pub fn update(&mut self, bytes: &[u8]) -> Verdict {
         for byte in bytes {
             if is_separator(byte) {
                 self.within_word = false;
@@ -404,12 +404,12 @@ mod tests {
     fn other_protocols_are_opaque() {
         for (name, bytes) in OTHER_PROTOCOLS {
             assert_ne!(classify(bytes), HTTP1, "{name}");
-            assert_eq!(take_a_guess(bytes), Protocol::Opaque, "{name}");
+            assert_eq!(guess(bytes), Protocol::Opaque, "{name}");
             let by_byte = bytes.iter().fold(
-                (Onlooker::default(), Verdict::NeedMore),
+                (RequestLineDetector::default(), Verdict::NeedMore),
                 |(mut line, verdict), byte| {
                     let verdict = if verdict == Verdict::NeedMore {
-                        line.look(&[*byte])
+                        line.update(&[*byte])
                     } else {
                         verdict
                     };
@@ -428,12 +428,12 @@ mod tests {
             b"\0\0\0\x01",
         ] {
             assert_eq!(
-                (classify(bytes), take_a_guess(bytes)),
+                (classify(bytes), guess(bytes)),
                 (OPAQUE, Protocol::Opaque),
                 "{bytes:?}"
             );
         }
-        assert_eq!(take_a_guess(b"\r\n\r\n\r\n"), Protocol::Opaque);
+        assert_eq!(guess(b"\r\n\r\n\r\n"), Protocol::Opaque);
     }
 
     #[test]
@@ -518,7 +518,7 @@ mod tests {
                 (Verdict::NeedMore, true),
                 "{bytes:?}"
             );
-            assert_eq!(take_a_guess(bytes), Protocol::Opaque, "{bytes:?}");
+            assert_eq!(guess(bytes), Protocol::Opaque, "{bytes:?}");
         }
         assert!(!is_binary(b"\r\nGET\t/caf\xe9 HTTP/1.1\r\n"));
     }
@@ -544,7 +544,7 @@ mod tests {
     }
 
     #[test]
-    fn an_onlooker_waits_for_the_end_of_however_long_a_line() {
+    fn request_line_detector_waits_for_the_end_of_however_long_a_line() {
         let long = vec![b'A'; 10 * MAX_LINE];
         for (end, verdict) in [
             (&b" / HTTP/1.1\n"[..], HTTP1),
@@ -552,9 +552,9 @@ mod tests {
             (b"\n", OPAQUE),
             (b"/", OPAQUE),
         ] {
-            let mut onlooker = Onlooker::default();
-            assert_eq!(onlooker.look(&long), Verdict::NeedMore);
-            assert_eq!(onlooker.look(end), verdict, "{end:?}");
+            let mut detector = RequestLineDetector::default();
+            assert_eq!(detector.update(&long), Verdict::NeedMore);
+            assert_eq!(detector.update(end), verdict, "{end:?}");
         }
     }
 
@@ -566,7 +566,7 @@ mod tests {
             b"CONNECT /",
             b"FOO x HTTP/1.1\rX: y\r",
         ] {
-            assert_eq!(take_a_guess(bytes), Protocol::Http1, "{bytes:?}");
+            assert_eq!(guess(bytes), Protocol::Http1, "{bytes:?}");
         }
         for bytes in [
             &b""[..],
@@ -576,7 +576,7 @@ mod tests {
             b"ruok",
             b"0032git-upload-pack /it.git\0host=here\0",
         ] {
-            assert_eq!(take_a_guess(bytes), Protocol::Opaque, "{bytes:?}");
+            assert_eq!(guess(bytes), Protocol::Opaque, "{bytes:?}");
         }
     }
 }

@@ -2,12 +2,13 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::sync::Arc;
 
 use http::StatusCode;
 use thiserror::Error;
 
 /// A request that the proxy could not carry, or would not.
-#[derive(Debug, Error)]
+#[derive(Clone, Debug, Error)]
 pub enum Failure {
     /// The Service exists and nothing is ready behind it.
     #[error("service {0} has no ready endpoint")]
@@ -18,7 +19,7 @@ pub enum Failure {
         /// Where to.
         address: SocketAddr,
         /// What the kernel said.
-        source: io::Error,
+        source: Arc<io::Error>,
     },
     /// The endpoint did not accept the connection in time.
     #[error("no connection to {0} in time")]
@@ -120,10 +121,22 @@ impl Failure {
     }
 
     /// Somebody has not proven who they are.
-    pub fn is_of_identity(&self) -> bool {
+    pub fn is_identity_failure(&self) -> bool {
         matches!(
             self,
             Self::NoCertificate(_) | Self::Handshake { .. } | Self::MtlsRequired
+        )
+    }
+
+    /// The endpoint caused it, or the way there: the balancer prefers others.
+    pub fn is_upstreams(&self) -> bool {
+        matches!(
+            self,
+            Self::Connect { .. }
+                | Self::ConnectTimeout(_)
+                | Self::UpstreamClosed { .. }
+                | Self::UpstreamMalformed { .. }
+                | Self::Handshake { .. }
         )
     }
 

@@ -31,9 +31,15 @@ thread_local! {
 /// A connection. Bytes that were read and not taken, as by detection, come first when it is read again.
 pub struct Io {
     stream: TcpStream,
-    tls: Option<Box<Session>>,
+    tls: Option<Box<Tls>>,
     unread: BytesMut,
-    lifetime: Option<Box<Lifetime>>,
+}
+
+/// What a connection to a peer's proxy has beside its socket.
+#[derive(Default)]
+struct Tls {
+    session: Option<Session>,
+    lifetime: Option<Lifetime>,
 }
 
 impl Io {
@@ -43,7 +49,6 @@ impl Io {
             stream,
             tls: None,
             unread: BytesMut::new(),
-            lifetime: None,
         }
     }
 
@@ -51,23 +56,23 @@ impl Io {
     pub async fn secure(mut self, handshake: Handshake) -> io::Result<(Self, Agreed)> {
         self.unread = BytesMut::new();
         let (agreed, session) = handshake.run(&mut self.stream, &mut self.unread).await?;
-        self.tls = Some(Box::new(session));
+        self.tls.get_or_insert_default().session = Some(session);
         Ok((self, agreed))
     }
 
     /// Whether what goes over the wire is sealed.
     pub fn is_secured(&self) -> bool {
-        self.tls.is_some()
+        self.tls.as_ref().is_some_and(|tls| tls.session.is_some())
     }
 
     /// How long it is used; none for a plaintext connection.
     pub fn lifetime(&self) -> Option<&Lifetime> {
-        self.lifetime.as_deref()
+        self.tls.as_ref()?.lifetime.as_ref()
     }
 
     /// Limits how long it is used.
     pub fn set_lifetime(&mut self, lifetime: Lifetime) {
-        self.lifetime = Some(Box::new(lifetime));
+        self.tls.get_or_insert_default().lifetime = Some(lifetime);
     }
 
     /// Whether no further HTTP exchange may begin on it.
@@ -122,7 +127,7 @@ impl Io {
         if !self.unread.is_empty() {
             return true;
         }
-        match &mut self.tls {
+        match session(&mut self.tls) {
             None => !self
                 .stream
                 .try_read(&mut [0])
@@ -136,7 +141,7 @@ impl Io {
 
     /// Half-closes the connection.
     pub fn poll_half_close(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match &mut self.tls {
+        match session(&mut self.tls) {
             None => Pin::new(&mut self.stream).poll_shutdown(cx),
             Some(session) => session.poll_shutdown(cx, &mut self.stream),
         }
@@ -154,15 +159,19 @@ impl Io {
     }
 }
 
+fn session(tls: &mut Option<Box<Tls>>) -> Option<&mut Session> {
+    tls.as_mut()?.session.as_mut()
+}
+
 /// Reads once, at most so much, and gives the plain bytes to `take`.
 fn poll_read_some<T>(
     stream: &mut TcpStream,
-    tls: &mut Option<Box<Session>>,
+    tls: &mut Option<Box<Tls>>,
     cx: &mut Context<'_>,
     most: usize,
     take: impl FnOnce(&[u8], &mut Context<'_>) -> T,
 ) -> Poll<io::Result<T>> {
-    let read = |scratch: &mut Vec<u8>| match tls {
+    let read = |scratch: &mut Vec<u8>| match session(tls) {
         None => {
             let mut buf = ReadBuf::new(&mut scratch[..most]);
             ready!(Pin::new(stream).poll_read(cx, &mut buf))?;
@@ -180,7 +189,7 @@ impl AsyncRead for Io {
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         if self.unread.is_empty() {
-            if self.tls.is_none() {
+            if !self.is_secured() {
                 return Pin::new(&mut self.stream).poll_read(cx, buf);
             }
             if ready!(self.poll_fill(cx))? == 0 {
@@ -204,7 +213,7 @@ impl AsyncWrite for Io {
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
         let Self { stream, tls, .. } = &mut *self;
-        match tls {
+        match session(tls) {
             None => Pin::new(stream).poll_write(cx, buf),
             Some(session) => session.poll_write(cx, stream, buf),
         }
@@ -212,7 +221,7 @@ impl AsyncWrite for Io {
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let Self { stream, tls, .. } = &mut *self;
-        match tls {
+        match session(tls) {
             None => Pin::new(stream).poll_flush(cx),
             Some(session) => session.poll_flush(cx, stream),
         }

@@ -1,42 +1,48 @@
-//! The data plane: one small proxy beside each pod. Every TCP connection of the pod passes through it, redirected by the
-//! rules that proxy-init set.
+//! The data plane: one proxy beside each pod. Every TCP connection of the pod passes through it,
+//! redirected by the rules that proxy-init wrote.
 //!
-//! Read `inbound.rs` and `outbound.rs` first: the two paths, one step a line. Then `serve.rs` (what a connection carries),
-//! `http1/` and `http2/` (requests), `copy.rs` (bytes). The steps before: `accept.rs`, `orig_dst.rs`, `detect.rs` with
-//! `race.rs`; after: `balance/`, `pool.rs`, `connect.rs`. Beside them: `discovery.rs` (what destinations are), `identity.rs`
-//! (who we are), both by way of `control.rs`; `dump.rs` (what people read), `admin.rs`, `metrics.rs`, `error.rs` (the one map of
-//! failures).
+//! Read `connection.rs` first: the path, one call a step, inbound and outbound. The steps before are in
+//! `accept.rs`, `orig_dst.rs`, and `protocol.rs` with the pure `detect.rs`; then `policy.rs` authorizes,
+//! `http1/`, `http2/` and `opaque.rs` serve, and `forward.rs` sends to endpoints by way of `balance/`,
+//! `pool/` and `connect.rs`. `record.rs` is what metrics, dumps and the log get of it. Beside the path:
+//! `discovery.rs` and `identity.rs`, both by way of `control.rs`; `dump/`, `admin.rs`, `metrics.rs`; and
+//! `error.rs`, the one map of failures.
 //!
-//! The main thread runs what is slow and shared: the admin server, discovery, renewal, the end of the process. Each worker thread
-//! has its own listeners, pools and balancers, so that a request stays on one core and takes no lock.
+//! The main thread runs what is slow and shared: the admin server, discovery, renewal, shutdown. Each
+//! worker thread has its own listeners, pools and balancers: a request stays on one core and takes no
+//! lock.
 
 pub mod accept;
 pub mod admin;
 pub mod authority;
 pub mod balance;
+mod batched;
 pub mod config;
 pub mod connect;
+pub mod connection;
 pub mod control;
 pub mod copy;
 pub mod detect;
 pub mod discovery;
 pub mod dump;
 pub mod error;
+pub mod flow;
+pub mod forward;
+pub mod http;
 pub mod http1;
 pub mod http2;
 pub mod identity;
-pub mod inbound;
 pub mod io;
 pub mod lifetime;
 pub mod metrics;
+pub mod opaque;
 pub mod orig_dst;
-pub mod outbound;
 pub mod policy;
 pub mod pool;
 pub mod ports;
-pub mod race;
+pub mod protocol;
+pub mod record;
 mod scratch;
-pub mod serve;
 pub mod tls;
 pub mod worker;
 
@@ -107,7 +113,7 @@ async fn run_main<F: Future<Output = ()>>(
     let mut workers = Vec::new();
     for number in 0..config.workers {
         let listeners = bind(&config)?;
-        let seat = worker::Seat {
+        let context = worker::WorkerContext {
             config: config.clone(),
             dumps: dumps.clone(),
             metrics: metrics.clone(),
@@ -116,7 +122,12 @@ async fn run_main<F: Future<Output = ()>>(
             limit,
             drain: drain.clone(),
         };
-        workers.push(worker::spawn(number, seat, listeners)?);
+        workers.push(worker::spawn(
+            number,
+            context,
+            listeners,
+            connection::carry,
+        )?);
     }
     listening.met();
     let mut connected = discovery.connected_once();

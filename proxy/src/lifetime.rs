@@ -111,21 +111,23 @@ impl Future for Expiry {
 }
 
 /// Done when a connection takes no more exchanges: the proxy drains, or `at` has come.
-pub async fn drained_or(drain: &CancellationToken, at: Option<Instant>) {
+pub fn drained_or(drain: &CancellationToken, at: Option<Instant>) -> impl Future<Output = ()> {
     // In a box: most connections have none.
     let mut timer = at.map(|at| Box::pin(sleep_until(at.into())));
-    let mut drain = pin!(drain.cancelled());
-    poll_fn(|cx| {
-        let has_come = timer
-            .as_mut()
-            .is_some_and(|timer| timer.as_mut().poll(cx).is_ready());
-        if has_come {
-            Poll::Ready(())
-        } else {
-            drain.as_mut().poll(cx)
-        }
-    })
-    .await;
+    async move {
+        let mut drain = pin!(drain.cancelled());
+        poll_fn(|cx| {
+            let has_come = timer
+                .as_mut()
+                .is_some_and(|timer| timer.as_mut().poll(cx).is_ready());
+            if has_come {
+                Poll::Ready(())
+            } else {
+                drain.as_mut().poll(cx)
+            }
+        })
+        .await;
+    }
 }
 
 #[cfg(test)]

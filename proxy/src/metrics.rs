@@ -510,7 +510,7 @@ mod tests {
             Failure::NoEndpoint(String::new()),
             Failure::Connect {
                 address,
-                source: std::io::ErrorKind::Other.into(),
+                source: Arc::new(std::io::ErrorKind::Other.into()),
             },
             Failure::ConnectTimeout(address),
             Failure::UpstreamClosed {

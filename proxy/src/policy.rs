@@ -16,7 +16,7 @@ pub enum Caller {
     /// The pod's own app: its outbound connections.
     App,
     /// Somebody who came in plaintext.
-    Unproven,
+    Unauthenticated,
     /// A workload of the mesh, by mutual TLS.
     Peer(Rc<Identity>),
 }
@@ -26,7 +26,7 @@ impl Caller {
     pub fn identity(&self) -> Option<&Identity> {
         match self {
             Self::Peer(identity) => Some(identity),
-            Self::App | Self::Unproven => None,
+            Self::App | Self::Unauthenticated => None,
         }
     }
 }
@@ -99,8 +99,8 @@ pub enum Probe {
 
 impl Policy {
     /// Whether a connection to the app may be made for this caller before anything is known of what they want.
-    pub fn admits_unseen(&self, caller: &Caller) -> Result<(), Failure> {
-        if self.strict && *caller == Caller::Unproven {
+    pub fn authorize_connection(&self, caller: &Caller) -> Result<(), Failure> {
+        if self.strict && *caller == Caller::Unauthenticated {
             Err(Failure::MtlsRequired)
         } else {
             Ok(())
@@ -114,7 +114,7 @@ impl Policy {
         port: u16,
         request: &RequestView<'_>,
     ) -> Result<Admission, Failure> {
-        if let Err(refused) = self.admits_unseen(caller) {
+        if let Err(refused) = self.authorize_connection(caller) {
             let is_probe = self
                 .probes
                 .iter()
@@ -262,7 +262,7 @@ mod tests {
                     .ok(),
                 Some(Admission::Ordinary)
             );
-            assert!(policy.admits_unseen(&caller).is_ok());
+            assert!(policy.authorize_connection(&caller).is_ok());
         }
         let probe = request("GET", "/healthz?full=1");
         let call = RequestView {
@@ -272,7 +272,7 @@ mod tests {
         };
         let unproven = |port, request: RequestView<'_>| {
             policy
-                .authorize_request(&Caller::Unproven, port, &request)
+                .authorize_request(&Caller::Unauthenticated, port, &request)
                 .ok()
         };
         assert_eq!(unproven(8080, probe), Some(Admission::Probe));
@@ -322,7 +322,11 @@ mod tests {
         for (port, request) in refused {
             assert_eq!(unproven(port, request), None, "{port} {request:?}");
         }
-        assert!(policy.admits_unseen(&Caller::Unproven).is_err());
+        assert!(
+            policy
+                .authorize_connection(&Caller::Unauthenticated)
+                .is_err()
+        );
     }
 
     #[test]
@@ -330,10 +334,14 @@ mod tests {
         let policy = Policy::default();
         assert!(
             policy
-                .authorize_request(&Caller::Unproven, 80, &request("GET", "/"))
+                .authorize_request(&Caller::Unauthenticated, 80, &request("GET", "/"))
                 .is_ok()
         );
-        assert!(policy.admits_unseen(&Caller::Unproven).is_ok());
+        assert!(
+            policy
+                .authorize_connection(&Caller::Unauthenticated)
+                .is_ok()
+        );
     }
 
     #[test]
@@ -347,7 +355,7 @@ mod tests {
         );
         for method in ["CONNECT", "connect"] {
             let tunnel = request(method, "a:1");
-            for caller in [Caller::Unproven, peer()] {
+            for caller in [Caller::Unauthenticated, peer()] {
                 assert!(matches!(
                     closed.authorize_request(&caller, 80, &tunnel),
                     Err(Failure::ConnectNotAllowed)

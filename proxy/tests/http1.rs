@@ -438,3 +438,27 @@ fn a_draining_proxy_finishes_and_asks_the_client_to_leave() {
         );
     });
 }
+
+#[test]
+fn a_failure_that_the_proxy_replies_to_counts_as_a_request() {
+    on_worker(async {
+        let (server, address) = listen().await;
+        drop(server);
+        let mesh = Mesh::new();
+        let mut client = mesh.connect_to(address).await;
+        write(
+            &mut client,
+            "GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n",
+        )
+        .await;
+        assert!(read_all(&mut client).await.starts_with("HTTP/1.1 502 "));
+        let discovery = diy_mesh_proxy::discovery::Discovery::off();
+        let metrics = mesh.metrics.render(discovery.stats());
+        for sample in [
+            "requests_total{direction=\"outbound\",protocol=\"http1\",class=\"5xx\"} 1",
+            "failures_total{direction=\"outbound\",code=\"connect-failed\"} 1",
+        ] {
+            assert!(metrics.contains(sample), "{sample}: {metrics}");
+        }
+    });
+}

@@ -1,8 +1,8 @@
 //! Step 3: what a connection carries, told from its first bytes. How they are cut by the network must make no difference.
 
 use diy_mesh_proxy::detect::{
-    Onlooker, Protocol, Verdict, classify, classify_inbound, classify_inbound_opaque,
-    is_http2_server, take_a_guess,
+    RequestLineDetector, Protocol, Verdict, classify, classify_inbound, classify_inbound_opaque,
+    is_http2_server, guess,
 };
 use diy_mesh_proxy::tls::{Hello, look};
 
@@ -24,17 +24,17 @@ pub fn detect(bytes: &[u8]) {
     };
     assert_eq!(inbound, expected);
     if outbound == Verdict::NeedMore {
-        let guess = take_a_guess(bytes);
+        let guess = guess(bytes);
         assert!(
             matches!(guess, Protocol::Http1 | Protocol::Opaque),
             "{guess:?}"
         );
     }
     if !bytes.starts_with(b"PRI") && bytes.len() < crate::LONG / 2 {
-        let (mut onlooker, (first, rest)) = (Onlooker::default(), bytes.split_at(bytes.len() / 2));
-        let early = onlooker.look(first);
+        let (mut detector, (first, rest)) = (RequestLineDetector::default(), bytes.split_at(bytes.len() / 2));
+        let early = detector.update(first);
         assert!(
-            early == outbound || early == Verdict::NeedMore && onlooker.look(rest) == outbound,
+            early == outbound || early == Verdict::NeedMore && detector.update(rest) == outbound,
             "{early:?}, then {outbound:?}"
         );
     }

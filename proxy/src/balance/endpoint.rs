@@ -7,9 +7,8 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use diy_mesh_proto::Identity;
-
 use super::ewma::PeakEwma;
+use crate::connect::Remote;
 use crate::discovery::EndpointInfo;
 use crate::pool::Pool;
 
@@ -18,11 +17,9 @@ const QUARANTINE: (Duration, Duration) = (Duration::from_secs(1), Duration::from
 
 /// An endpoint of a destination.
 pub struct Endpoint {
-    /// Where it listens.
+    /// Its address.
     pub address: SocketAddr,
-    /// The SPIFFE ID to expect where it is meshed.
-    pub identity: Option<Identity>,
-    /// Connections to it.
+    /// The connections to it.
     pub pool: Pool,
     pending: Cell<u32>,
     latency: PeakEwma,
@@ -41,8 +38,10 @@ impl Endpoint {
     pub(super) fn new(info: &EndpointInfo) -> Self {
         Self {
             address: info.address,
-            identity: info.identity.clone(),
-            pool: Pool::default(),
+            pool: Pool::new(Remote {
+                address: info.address,
+                identity: info.identity.clone(),
+            }),
             pending: Cell::new(0),
             latency: PeakEwma::default(),
             quarantine: Quarantine::default(),
@@ -86,6 +85,11 @@ impl Endpoint {
 }
 
 impl InFlight {
+    /// The endpoint.
+    pub fn endpoint(&self) -> &Rc<Endpoint> {
+        &self.endpoint
+    }
+
     /// When it began.
     pub fn since(&self) -> Instant {
         self.since

@@ -237,7 +237,14 @@ fn another_pod_at_the_same_address_is_another_endpoint() {
         let after = destination.pick(&[], &mut rng()).expect("it is there");
         assert!(!Rc::ptr_eq(&before, &after) && before.pool.is_closed() && !after.pool.is_closed());
     }
-    assert!(first.identity.is_none() && find(&destination, "10.0.0.1:80").identity.is_some());
+    assert!(
+        first.pool.remote.identity.is_none()
+            && find(&destination, "10.0.0.1:80")
+                .pool
+                .remote
+                .identity
+                .is_some()
+    );
 }
 
 #[test]

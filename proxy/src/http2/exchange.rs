@@ -1,32 +1,32 @@
-//! Steps 5 to 8 for one stream: a request, its response, and both bodies at the same time. Whichever side resets its stream, the
-//! other side hears of it at once and with the same code: gRPC's cancellation and deadlines depend on it.
+//! One stream: a request, its response, and both bodies at the same time. A reset of either side reaches
+//! the other one at once and with the same code: gRPC's cancellation and deadlines depend on it.
 
-use std::future::poll_fn;
-use std::net::SocketAddr;
-use std::pin::Pin;
+use std::future::{Future, poll_fn};
+use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::task::{Context, Poll};
-use std::time::Instant;
 
 use bytes::Bytes;
 use h2::client::ResponseFuture;
 use h2::server::SendResponse;
 use h2::{Reason, RecvStream, SendStream};
+use http::header::EXPECT;
 use http::request::Parts;
 use http::{Method, Request, Response};
 
 use super::Stream;
-use super::head::{self, Answer};
+use super::head;
 use super::relay::{Broken, Relay, Way, reason};
-use super::upstream::{Connections, Lease};
-use crate::balance::{Endpoint, InFlight};
-use crate::dump::{Direction, ExchangeDump};
+use crate::balance::Endpoint;
+use crate::dump::Direction;
 use crate::error::Failure;
+use crate::forward::{AttemptError, Attempts, Forward, MAX_ATTEMPTS, Retry, forward};
+use crate::http::reply::LocalReply;
+use crate::io::Io;
 use crate::metrics::Protocol;
-use crate::policy::{Admission, RequestView, is_mesh_error};
-
-/// Endpoints that one request is tried on at most.
-const MAX_TRIES: usize = 3;
+use crate::policy::{Admission, is_mesh_error};
+use crate::pool::http2::Lease;
+use crate::record::ExchangeRecord;
 
 /// Carries one request to an endpoint, and the response back.
 pub(super) async fn carry(
@@ -37,232 +37,113 @@ pub(super) async fn carry(
     let (mut parts, body) = request.into_parts();
     let malformed = head::malformed(&parts);
     head::prepare(&mut parts, client.flow.called_by());
-    let mut dump = client.flow.dump();
-    if let Some(dump) = &mut dump {
-        dump.request_parts(&parts);
-    }
-    let mut exchange = Exchange {
-        client,
+    let mut record = ExchangeRecord::new(&client.flow, Protocol::Http2);
+    record.dump(|dump| dump.request_parts(&parts));
+    let exchange = Exchange {
         respond,
         upload: Relay::new(body, Way::Request),
-        dump,
-        grpc: head::is_grpc(&parts.headers),
-        head_only: parts.method == Method::HEAD,
-        idempotent: parts.method.is_idempotent(),
-        interim: parts.headers.contains_key(http::header::EXPECT),
+        record,
+        is_grpc: head::is_grpc(&parts.headers),
+        expects_interim: parts.headers.contains_key(EXPECT),
         is_probe: false,
+        client,
+        parts,
     };
-    if let Some(reason) = malformed {
-        return exchange.refuse(&Failure::BadRequest(reason));
+    match malformed {
+        Some(reason) => exchange.fail(&Failure::BadRequest(reason)),
+        None => exchange.run().await,
     }
-    let request = RequestView {
-        method: parts.method.as_str().as_bytes(),
-        target: parts
-            .uri
-            .path_and_query()
-            .map_or("", |path| path.as_str())
-            .as_bytes(),
-        http2: true,
-        has_body: !exchange.upload.is_done(),
-        upgrade: head::extended_protocol(&parts)
-            .is_some_and(|protocol| protocol.eq_ignore_ascii_case("websocket")),
-    };
-    match exchange.client.flow.authorize_request(&request) {
-        // An exempt probe is the only exchange of its connection.
-        Ok(Admission::Probe) if exchange.client.has_probed.replace(true) => {
-            return exchange.refuse(&Failure::MtlsRequired);
-        }
-        Ok(admission) => exchange.is_probe = admission == Admission::Probe,
-        Err(refused) => return exchange.refuse(&refused),
-    }
-    exchange.run(parts).await;
 }
 
 /// One request and its response.
 struct Exchange {
-    client: Stream,
     respond: SendResponse<Bytes>,
+    /// The request's head, for further attempts.
+    parts: Parts,
     upload: Relay,
-    dump: Option<ExchangeDump>,
-    grpc: bool,
-    head_only: bool,
-    idempotent: bool,
+    record: ExchangeRecord,
+    is_grpc: bool,
     /// The client waits for an interim response.
-    interim: bool,
-    /// It is a probe that a strict pod takes from anybody: the only exchange of its connections.
+    expects_interim: bool,
+    /// It is an exempt probe: the only exchange of its connections.
     is_probe: bool,
+    client: Stream,
 }
 
-/// An attempt under way. Fields are dropped in this order: the stream before its place on the connection.
+/// How an attempt ends that needs no other one.
+enum Outcome {
+    /// The response was relayed, or cut off.
+    Ended,
+    /// The client closed, or reset its stream.
+    Cancelled,
+    /// The upstream reset the stream: the client gets the same code.
+    Reset(Reason),
+}
+
+/// An attempt in progress. Fields are dropped in this order: the stream before its slot.
 struct Attempt {
     response: ResponseFuture,
     to_upstream: SendStream<Bytes>,
     lease: Lease,
-    endpoint: Rc<Endpoint>,
 }
 
-/// Why an attempt came to nothing.
-enum Stopped {
-    /// The client has gone or reset its stream: nobody waits for an answer.
-    Cancelled,
-    /// The upstream reset the stream by itself: the client gets to see its code.
-    Reset(Reason),
-    Failed {
-        failure: Failure,
-        /// The request did not reach an app, or may reach it twice: another attempt does no harm.
-        again: bool,
-        /// Do not choose this endpoint again.
-        avoid: Option<SocketAddr>,
-    },
-}
-
-/// How waiting for a response can end without one.
+/// How waiting for a response ends without one.
 enum Ended {
     Client(Reason),
     Upstream(h2::Error),
 }
 
 impl Exchange {
-    /// Tries endpoints until one has answered, or there is no point in trying more.
-    async fn run(mut self, parts: Parts) {
-        let mut next = Some(parts);
-        let mut avoid = Vec::new();
-        for tried in 1.. {
-            let Some(parts) = next.take() else { return };
-            let last = tried >= MAX_TRIES;
-            next = (!last).then(|| parts.clone());
-            match self.attempt(parts, &avoid).await {
-                Ok(()) => return self.client.has_ended(),
-                Err(Stopped::Cancelled) => return self.client.was_reset(),
-                Err(Stopped::Reset(code)) => return self.pass_reset(code),
-                Err(Stopped::Failed {
-                    failure,
-                    again,
-                    avoid: address,
-                }) => {
-                    if last || !again || !self.upload.rewind() {
-                        return self.refuse(&failure);
-                    }
-                    tracing::debug!(destination = %self.client.flow.destination.name(), "trying again: {failure}");
-                    avoid.extend(address);
-                }
+    /// Carries the exchange to its end.
+    async fn run(mut self) {
+        let flow = self.record.flow.clone();
+        // 4. Authorization.
+        let request = head::view(&self.parts, !self.upload.is_done());
+        match flow.authorize_request(&request) {
+            // An exempt probe is the only exchange of its connection.
+            Ok(Admission::Probe) if self.client.has_probed.replace(true) => {
+                return self.fail(&Failure::MtlsRequired);
             }
+            Ok(admission) => self.is_probe = admission == Admission::Probe,
+            Err(failure) => return self.fail(&failure),
+        }
+        // 5. Route, 6. balance, 7. connect, 8. serve.
+        match forward(&mut self, &flow).await {
+            Ok(Outcome::Ended) => self.client.has_ended(),
+            Ok(Outcome::Cancelled) => self.client.was_reset(),
+            Ok(Outcome::Reset(code)) => {
+                self.cut_off("the application reset the stream", code);
+                self.respond.send_reset(code);
+            }
+            Err(failure) => self.fail(&failure),
         }
     }
 
-    /// Steps 5 to 8 on one endpoint.
-    async fn attempt(&mut self, parts: Parts, avoid: &[SocketAddr]) -> Result<(), Stopped> {
-        let flow = self.client.flow.clone();
-        let picked = flow
-            .destination
-            .pick(avoid, &mut flow.worker.rng.borrow_mut());
-        let endpoint = picked.map_err(|failure| Stopped::Failed {
-            failure,
-            again: false,
-            avoid: None,
-        })?;
-        let lease = match self.lease(&endpoint).await? {
-            Ok(lease) => lease,
-            Err(failure) => {
-                let refused = matches!(
-                    failure,
-                    Failure::Connect { .. } | Failure::ConnectTimeout(_)
-                );
-                if refused {
-                    endpoint.quarantine(Instant::now());
-                }
-                let again = refused && flow.destination.endpoints_len() > avoid.len() + 1;
-                return Err(Stopped::Failed {
-                    failure,
-                    again,
-                    avoid: Some(endpoint.address),
-                });
-            }
-        };
-        if head::extended_protocol(&parts).is_some() && !lease.takes_extended_connect() {
-            let reason = "it does not take extended CONNECT requests".to_owned();
-            let failure = Failure::UpstreamMalformed {
-                address: endpoint.address,
-                reason,
-            };
-            return Err(Stopped::Failed {
-                failure,
-                again: false,
-                avoid: None,
-            });
-        }
-        let mut in_flight = endpoint.begin();
-        let sent = lease.send(Request::from_parts(parts, ()), self.upload.is_done());
-        let (response, to_upstream) = sent.map_err(|error| self.broke(&error, &endpoint, true))?;
-        let mut attempt = Attempt {
-            response,
-            to_upstream,
-            lease,
-            endpoint,
-        };
-        let response = match poll_fn(|cx| self.poll_response(cx, &mut attempt)).await {
-            Ok(response) => response,
-            Err(Ended::Client(code)) => {
-                attempt.to_upstream.send_reset(code);
-                self.cut_off("the client went away", code);
-                return Err(Stopped::Cancelled);
-            }
-            Err(Ended::Upstream(error)) => {
-                in_flight.failed();
-                return Err(self.broke(&error, &attempt.endpoint, attempt.lease.is_reused()));
-            }
-        };
-        if attempt.lease.takes_extended_connect() {
-            flow.destination.takes_extended_connect.set(true);
-        }
-        let (mut parts, body) = response.into_parts();
-        // Only a peer's proxy, which has proven itself, speaks for the mesh.
-        let is_peer = attempt.lease.is_secured();
-        if !is_peer {
-            head::remove(&mut parts.headers, is_mesh_error);
-        }
-        if flow.direction == Direction::Outbound
-            && head::says_not_delivered(&parts)
-            && flow.destination.endpoints_len() > 1
-        {
-            in_flight.failed();
-            attempt.endpoint.quarantine(Instant::now());
-            if self.upload.rewind() {
-                let failure = Failure::UpstreamClosed {
-                    address: attempt.endpoint.address,
-                    reason: "its app accepts no connection".into(),
-                };
-                return Err(Stopped::Failed {
-                    failure,
-                    again: true,
-                    avoid: Some(attempt.endpoint.address),
-                });
-            }
-        }
-        in_flight.answered();
-        self.upload.settle();
-        self.pass_response(Response::from_parts(parts, body), attempt, in_flight)
-            .await
-    }
-
-    /// A place on a connection to the endpoint, unless the client goes away meanwhile.
-    async fn lease(&mut self, endpoint: &Rc<Endpoint>) -> Result<Result<Lease, Failure>, Stopped> {
-        let worker = self.client.flow.worker.clone();
-        let mut leasing = std::pin::pin!(async {
-            if self.is_probe {
-                Connections::lease_new(endpoint, &worker).await
-            } else {
-                Connections::lease(endpoint, &worker).await
-            }
-        });
+    /// A slot on a connection to the endpoint. None if the client cancels meanwhile.
+    async fn connect(&mut self, endpoint: &Endpoint) -> Option<Result<Lease, Failure>> {
+        let worker = self.record.flow.worker.clone();
+        let expiry = |io: &Io| worker.expiry(io, Direction::Outbound);
+        let mut leasing = pin!(endpoint.pool.http2(!self.is_probe, &worker.tls, expiry));
         poll_fn(|cx| match leasing.as_mut().poll(cx) {
-            Poll::Ready(leased) => Poll::Ready(Ok(leased)),
-            Poll::Pending => self.respond.poll_reset(cx).map(|_| Err(Stopped::Cancelled)),
+            Poll::Ready(leased) => Poll::Ready(Some(leased)),
+            Poll::Pending => self.respond.poll_reset(cx).map(|_| None),
         })
         .await
     }
 
-    /// Sends the request's body while the response has not begun.
+    /// The peer's proxy replied that its application accepts no connection, there is another endpoint,
+    /// and the request can be sent again.
+    fn was_not_delivered(&mut self, response: &http::response::Parts, is_peer: bool) -> bool {
+        let (flow, attempts) = (&self.record.flow, self.record.attempts.count);
+        flow.direction == Direction::Outbound
+            && is_peer
+            && head::says_not_delivered(response)
+            && attempts < MAX_ATTEMPTS
+            && flow.destination.endpoints_len() > attempts as usize
+            && self.upload.rewind()
+    }
+
+    /// Sends the request's body until the response's head has arrived.
     fn poll_response(
         &mut self,
         cx: &mut Context<'_>,
@@ -272,28 +153,28 @@ impl Exchange {
         if let Err(code) = self.poll_upload(cx, &mut attempt.to_upstream) {
             return Poll::Ready(Err(Ended::Client(code)));
         }
-        while self.interim {
+        while self.expects_interim {
             match attempt.response.poll_informational(cx) {
-                // A client that is gone is noticed below.
                 Poll::Ready(Some(Ok(mut interim))) => {
                     if !attempt.lease.is_secured() {
                         head::remove(interim.headers_mut(), is_mesh_error);
                     }
+                    // An error means that the client has closed, which is detected below.
                     drop(self.respond.send_informational(interim));
                 }
-                Poll::Ready(_) => self.interim = false,
+                Poll::Ready(_) => self.expects_interim = false,
                 Poll::Pending => break,
             }
         }
         if let Poll::Ready(response) = Pin::new(&mut attempt.response).poll(cx) {
             return Poll::Ready(response.map_err(Ended::Upstream));
         }
-        self.respond
-            .poll_reset(cx)
-            .map(|reset| Err(Ended::Client(reset.unwrap_or(Reason::CANCEL))))
+        let reset = self.respond.poll_reset(cx);
+        reset.map(|reset| Err(Ended::Client(reset.unwrap_or(Reason::CANCEL))))
     }
 
-    /// Moves the request's body along. Fails with the client's code; an upstream that takes no more may have answered already.
+    /// Relays the request's body. Fails with the client's code. An upstream that reads no more may have
+    /// responded already: that is not an error yet.
     fn poll_upload(
         &mut self,
         cx: &mut Context<'_>,
@@ -302,7 +183,7 @@ impl Exchange {
         if self.upload.is_done() {
             return Ok(());
         }
-        match self.upload.poll(cx, to_upstream, &mut self.dump) {
+        match self.upload.poll(cx, to_upstream, &mut self.record) {
             Poll::Pending | Poll::Ready(Ok(())) => {}
             Poll::Ready(Err(Broken::To)) => self.upload.stop(),
             Poll::Ready(Err(Broken::From(error))) => return Err(reason(&error)),
@@ -310,64 +191,54 @@ impl Exchange {
         Ok(())
     }
 
-    /// Passes the response on, and what is left of the request.
-    async fn pass_response(
+    /// Relays the response to the client, and the rest of the request to the upstream.
+    async fn relay_response(
         &mut self,
         response: Response<RecvStream>,
         mut attempt: Attempt,
-        in_flight: InFlight,
-    ) -> Result<(), Stopped> {
-        let flow = &self.client.flow;
+        endpoint: &Endpoint,
+    ) -> Outcome {
         let (parts, body) = response.into_parts();
-        flow.worker
-            .metrics
-            .request(flow.direction, Protocol::Http2, parts.status);
-        if let Some(dump) = &mut self.dump {
-            dump.response_parts(&parts);
-        }
-        let mut download = Relay::new(
-            body,
-            Way::Response {
-                from_proxy: attempt.lease.is_secured(),
-            },
-        );
-        let grpc = self.grpc && head::is_grpc(&parts.headers);
-        let Ok(mut to_client) = self
-            .respond
-            .send_response(Response::from_parts(parts, ()), download.is_done())
-        else {
+        self.record.response(parts.status);
+        self.record.dump(|dump| dump.response_parts(&parts));
+        let from_proxy = attempt.lease.is_secured();
+        let mut download = Relay::new(body, Way::Response { from_proxy });
+        let is_grpc = self.is_grpc && head::is_grpc(&parts.headers);
+        let head = Response::from_parts(parts, ());
+        let Ok(mut to_client) = self.respond.send_response(head, download.is_done()) else {
             attempt.to_upstream.send_reset(Reason::CANCEL);
-            return Err(Stopped::Cancelled);
+            return Outcome::Cancelled;
         };
-        let passed = poll_fn(|cx| {
-            self.poll_pass(cx, &mut attempt.to_upstream, &mut download, &mut to_client)
+        let relayed = poll_fn(|cx| {
+            self.poll_relay(cx, &mut attempt.to_upstream, &mut download, &mut to_client)
         })
         .await;
-        drop(in_flight);
-        match passed {
+        self.record.attempts.end();
+        match relayed {
             Ok(()) => {
-                if let Some(dump) = &mut self.dump {
+                let is_whole = self.upload.is_whole();
+                self.record.dump(|dump| {
                     dump.response_end();
-                    if self.upload.is_whole() {
+                    if is_whole {
                         dump.request_end();
                     }
-                }
-                Ok(())
+                });
+                Outcome::Ended
             }
             Err(Ended::Client(code)) => {
                 attempt.to_upstream.send_reset(code);
-                self.cut_off("the client went away", code);
-                Err(Stopped::Cancelled)
+                self.cut_off("the client closed", code);
+                Outcome::Cancelled
             }
             Err(Ended::Upstream(error)) => {
-                self.break_off(&error, &attempt.endpoint, grpc, &mut to_client);
-                Ok(())
+                self.break_off(&error, endpoint, is_grpc, &mut to_client);
+                Outcome::Ended
             }
         }
     }
 
-    /// Both bodies on their ways. Ready when both have ended.
-    fn poll_pass(
+    /// Relays both bodies. Ready when both have ended.
+    fn poll_relay(
         &mut self,
         cx: &mut Context<'_>,
         to_upstream: &mut SendStream<Bytes>,
@@ -379,12 +250,12 @@ impl Exchange {
             return Poll::Ready(Err(Ended::Client(code)));
         }
         if !download.is_done() {
-            match download.poll(cx, to_client, &mut self.dump) {
+            match download.poll(cx, to_client, &mut self.record) {
                 Poll::Ready(Ok(())) => {}
                 Poll::Ready(Err(Broken::From(error))) => {
                     return Poll::Ready(Err(Ended::Upstream(error)));
                 }
-                // Where the client's stream is closed, the following tells how.
+                // If the client has closed its stream, this tells how.
                 Poll::Ready(Err(Broken::To)) | Poll::Pending => {
                     return to_client
                         .poll_reset(cx)
@@ -393,7 +264,7 @@ impl Exchange {
             }
         }
         if !self.upload.is_done() {
-            // The response is over. The upstream may still want the rest of the request, until it says that it does not.
+            // The response has ended. The upstream may still read the request, until it resets it.
             if to_upstream.poll_reset(cx).is_pending() {
                 return Poll::Pending;
             }
@@ -402,98 +273,168 @@ impl Exchange {
         Poll::Ready(Ok(()))
     }
 
-    /// What a stream or a connection that broke before the response means for the request.
-    fn broke(&self, error: &h2::Error, endpoint: &Endpoint, reused: bool) -> Stopped {
-        let address = endpoint.address;
-        let text = error.to_string();
-        // The peer says that it has not looked at this stream.
-        let untouched = error.is_remote()
-            && (error.is_go_away() || error.reason() == Some(Reason::REFUSED_STREAM));
-        if untouched {
-            return Stopped::Failed {
-                failure: Failure::UpstreamClosed {
-                    address,
-                    reason: text,
-                },
-                again: true,
-                avoid: None,
-            };
+    /// The result of an attempt whose stream, or connection, ended before the response.
+    fn failed(
+        &mut self,
+        error: &h2::Error,
+        endpoint: &Endpoint,
+        reused: bool,
+    ) -> Result<Outcome, AttemptError> {
+        let (address, text) = (endpoint.address, error.to_string());
+        let closed = Failure::UpstreamClosed {
+            address,
+            reason: text.clone(),
+        };
+        // The peer has not processed this stream.
+        let refused = error.reason() == Some(Reason::REFUSED_STREAM);
+        if error.is_remote() && (error.is_go_away() || refused) {
+            return Err(AttemptError {
+                failure: closed,
+                retry: Retry::AnyEndpoint,
+            });
         }
         match error.reason() {
-            Some(code) if error.is_remote() => Stopped::Reset(code),
-            Some(_) if error.is_library() => Stopped::Failed {
-                failure: Failure::UpstreamMalformed {
-                    address,
-                    reason: text,
-                },
-                again: false,
-                avoid: None,
-            },
-            _ => Stopped::Failed {
-                failure: Failure::UpstreamClosed {
-                    address,
-                    reason: text,
-                },
-                again: reused && self.idempotent,
-                avoid: None,
-            },
+            Some(code) if error.is_remote() => Ok(Outcome::Reset(code)),
+            Some(_) if error.is_library() => Err(AttemptError::last(Failure::UpstreamMalformed {
+                address,
+                reason: text,
+            })),
+            // A pooled connection may be closed just when it is used.
+            _ if reused && self.parts.method.is_idempotent() => Err(AttemptError {
+                failure: closed,
+                retry: Retry::AnyEndpoint,
+            }),
+            _ => Err(AttemptError::last(closed)),
         }
     }
 
-    /// The upstream broke off in the middle of its response.
+    /// The upstream's stream ended within its response.
     fn break_off(
         &mut self,
         error: &h2::Error,
         endpoint: &Endpoint,
-        grpc: bool,
+        is_grpc: bool,
         to_client: &mut SendStream<Bytes>,
     ) {
         let code = reason(error);
         if error.is_reset() && error.is_remote() {
-            self.cut_off("the app reset the stream", code);
+            self.cut_off("the application reset the stream", code);
             return to_client.send_reset(code);
         }
-        let failure = Failure::UpstreamClosed {
-            address: endpoint.address,
-            reason: error.to_string(),
-        };
-        let flow = &self.client.flow;
-        flow.worker.metrics.failure(flow.direction, &failure);
-        tracing::debug!(peer = %flow.peer, destination = %flow.destination.name(), code = failure.code(), "{failure}");
-        if let Some(dump) = &mut self.dump {
-            dump.cut_off(&format!("cut off before the response ended: {error}"));
-        }
-        if !grpc
-            || to_client
-                .send_trailers(head::grpc_failure(&failure))
-                .is_err()
-        {
+        let (address, reason) = (endpoint.address, error.to_string());
+        let failure = Failure::UpstreamClosed { address, reason };
+        self.record.fail(&failure);
+        self.record
+            .cut_off(&format!("cut off before the response ended: {error}"));
+        let trailers = LocalReply::from(&failure).grpc_trailers();
+        if !is_grpc || to_client.send_trailers(trailers).is_err() {
             to_client.send_reset(Reason::INTERNAL_ERROR);
         }
     }
 
-    fn pass_reset(mut self, code: Reason) {
-        self.cut_off("the app reset the stream", code);
-        self.respond.send_reset(code);
-    }
-
-    /// Answers in the app's place.
-    fn refuse(mut self, failure: &Failure) {
-        let flow = &self.client.flow;
-        flow.worker.metrics.failure(flow.direction, failure);
-        tracing::debug!(peer = %flow.peer, destination = %flow.destination.name(), code = failure.code(), "{failure}");
-        let answer = Answer::new(failure, self.grpc, self.head_only);
-        if let Some(dump) = &mut self.dump {
-            dump.failure(failure);
-            dump.response_answer(&answer.head, &answer.body);
+    /// Replies in place of the application.
+    fn fail(mut self, failure: &Failure) {
+        let reply = self.record.local_reply(failure);
+        let head_only = self.parts.method == Method::HEAD;
+        let (head, body) = if self.is_grpc {
+            reply.grpc()
+        } else {
+            reply.http2(head_only)
+        };
+        self.record.dump(|dump| dump.response_answer(&head, &body));
+        // A client that has closed needs no response. Dropped, the stream tells the client that the
+        // rest of its request is not read.
+        if let Ok(mut stream) = self.respond.send_response(head, body.is_empty())
+            && !body.is_empty()
+        {
+            let _ = stream.send_data(body, true);
         }
-        // Dropped, the stream tells the client that the rest of its request is not wanted.
-        drop(answer.send(&mut self.respond));
     }
 
     fn cut_off(&mut self, what: &str, code: Reason) {
-        if let Some(dump) = &mut self.dump {
-            dump.cut_off(&format!("{what}: {code:?}"));
+        self.record.cut_off(&format!("{what}: {code:?}"));
+    }
+}
+
+impl Forward for Exchange {
+    type Outcome = Outcome;
+
+    fn attempts(&mut self) -> &mut Attempts {
+        &mut self.record.attempts
+    }
+
+    async fn attempt(&mut self, endpoint: &Rc<Endpoint>) -> Result<Outcome, AttemptError> {
+        // 7. Connect.
+        let lease = match self.connect(endpoint).await {
+            Some(Ok(lease)) => lease,
+            Some(Err(failure)) => {
+                let retry = match failure {
+                    Failure::Overloaded(_) => Retry::Never,
+                    _ => Retry::OtherEndpoint,
+                };
+                return Err(AttemptError { failure, retry });
+            }
+            None => return Ok(Outcome::Cancelled),
+        };
+        let address = endpoint.address;
+        if head::extended_protocol(&self.parts).is_some() && !lease.takes_extended_connect() {
+            let reason = "it does not accept extended CONNECT requests".to_owned();
+            return Err(AttemptError::last(Failure::UpstreamMalformed {
+                address,
+                reason,
+            }));
         }
+        // 8. Serve.
+        self.record.attempts.connected();
+        let request = Request::from_parts(self.parts.clone(), ());
+        let (response, to_upstream) = match lease.send(request, self.upload.is_done()) {
+            Ok(stream) => stream,
+            Err(error) => return self.failed(&error, endpoint, true),
+        };
+        let mut attempt = Attempt {
+            response,
+            to_upstream,
+            lease,
+        };
+        let response = match poll_fn(|cx| self.poll_response(cx, &mut attempt)).await {
+            Ok(response) => response,
+            Err(Ended::Client(code)) => {
+                attempt.to_upstream.send_reset(code);
+                self.cut_off("the client closed", code);
+                return Ok(Outcome::Cancelled);
+            }
+            Err(Ended::Upstream(error)) => {
+                return self.failed(&error, endpoint, attempt.lease.is_reused());
+            }
+        };
+        if attempt.lease.takes_extended_connect() {
+            self.record
+                .flow
+                .destination
+                .takes_extended_connect
+                .set(true);
+        }
+        let (mut parts, body) = response.into_parts();
+        // Only a peer's proxy, which has authenticated, replies for the mesh.
+        let is_peer = attempt.lease.is_secured();
+        if !is_peer {
+            head::remove(&mut parts.headers, is_mesh_error);
+        }
+        if self.was_not_delivered(&parts, is_peer) {
+            let reason = "its application accepts no connection".into();
+            let failure = Failure::UpstreamClosed { address, reason };
+            return Err(AttemptError {
+                failure,
+                retry: Retry::OtherEndpoint,
+            });
+        }
+        self.record.attempts.answered();
+        self.upload.settle();
+        let response = Response::from_parts(parts, body);
+        Ok(self.relay_response(response, attempt, endpoint).await)
+    }
+
+    fn rewind(&mut self) -> bool {
+        self.upload.rewind()
     }
 }

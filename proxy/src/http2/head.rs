@@ -1,21 +1,15 @@
 //! What of a request's head the proxy refuses, and the heads that it makes itself. `h2` has checked the framing by then: fields
 //! of HTTP/1 connections, repeated or misplaced pseudo-fields and a wrong Content-Length never get here.
 
-use bytes::Bytes;
-use h2::SendStream;
-use h2::server::SendResponse;
-use http::header::{ALLOW, CONTENT_LENGTH, CONTENT_TYPE, HOST};
+use http::header::{CONTENT_LENGTH, CONTENT_TYPE, HOST};
 use http::request::Parts;
-use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Version};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Version};
 
 use crate::authority;
-use crate::error::Failure;
-use crate::policy::is_called_by;
+use crate::http::reply::{GRPC_STATUS, X_MESH_ERROR};
+use crate::policy::{RequestView, is_called_by};
 
-pub(super) const X_MESH_ERROR: HeaderName = HeaderName::from_static("x-mesh-error");
 const X_CALLED_BY: HeaderName = HeaderName::from_static("x-called-by");
-pub(super) const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
-const GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 
 /// Why the request is malformed, as RFC 9113 has it, or ambiguous to whoever reads it next.
 pub(super) fn malformed(parts: &Parts) -> Option<&'static str> {
@@ -52,6 +46,19 @@ pub(super) fn malformed(parts: &Parts) -> Option<&'static str> {
     let path = parts.uri.path_and_query().map_or("", |path| path.as_str());
     let asterisk = path == "*" && parts.method == Method::OPTIONS;
     (!path.starts_with('/') && !asterisk).then_some(":path does not begin with a slash")
+}
+
+/// The request as authorization sees it.
+pub(super) fn view(parts: &Parts, has_body: bool) -> RequestView<'_> {
+    let path = parts.uri.path_and_query().map_or("", |path| path.as_str());
+    RequestView {
+        method: parts.method.as_str().as_bytes(),
+        target: path.as_bytes(),
+        http2: true,
+        has_body,
+        upgrade: extended_protocol(parts)
+            .is_some_and(|protocol| protocol.eq_ignore_ascii_case("websocket")),
+    }
 }
 
 /// The protocol that an extended CONNECT asks for (RFC 8441, section 4).
@@ -101,80 +108,6 @@ pub(super) fn says_not_delivered(parts: &http::response::Parts) -> bool {
         .get(X_MESH_ERROR)
         .is_some_and(|code| code == "connect-failed");
     said && (parts.status == StatusCode::BAD_GATEWAY || parts.headers.contains_key(GRPC_STATUS))
-}
-
-/// The proxy's own answer to a request.
-pub(super) struct Answer {
-    pub head: Response<()>,
-    pub body: Bytes,
-}
-
-impl Answer {
-    pub fn new(failure: &Failure, grpc: bool, head_only: bool) -> Self {
-        let mut head = Response::new(());
-        let text = failure.to_string();
-        if grpc {
-            let headers = head.headers_mut();
-            headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
-            headers.extend(grpc_failure(failure));
-            return Self {
-                head,
-                body: Bytes::new(),
-            };
-        }
-        *head.status_mut() = failure.status();
-        let body = Bytes::from(text + "\n");
-        let headers = head.headers_mut();
-        headers.insert(
-            CONTENT_TYPE,
-            HeaderValue::from_static("text/plain; charset=utf-8"),
-        );
-        headers.insert(CONTENT_LENGTH, body.len().into());
-        headers.insert(X_MESH_ERROR, HeaderValue::from_static(failure.code()));
-        headers.extend(
-            failure
-                .allow()
-                .map(|methods| (ALLOW, HeaderValue::from_static(methods))),
-        );
-        Self {
-            head,
-            body: if head_only { Bytes::new() } else { body },
-        }
-    }
-
-    /// Sends it. A client that is gone needs no answer.
-    pub fn send(self, respond: &mut SendResponse<Bytes>) -> Option<SendStream<Bytes>> {
-        let mut stream = respond
-            .send_response(self.head, self.body.is_empty())
-            .ok()?;
-        if !self.body.is_empty() {
-            stream.send_data(self.body, true).ok()?;
-        }
-        Some(stream)
-    }
-}
-
-/// The fields by which a gRPC call ends because of a failure.
-pub(super) fn grpc_failure(failure: &Failure) -> HeaderMap {
-    let mut fields = HeaderMap::with_capacity(3);
-    fields.insert(GRPC_STATUS, u16::from(failure.grpc_status()).into());
-    if let Ok(message) = HeaderValue::try_from(percent_encoded(&failure.to_string())) {
-        fields.insert(GRPC_MESSAGE, message);
-    }
-    fields.insert(X_MESH_ERROR, HeaderValue::from_static(failure.code()));
-    fields
-}
-
-/// As gRPC has it in `grpc-message`: bytes from space to tilde but the percent sign stay.
-fn percent_encoded(text: &str) -> String {
-    let mut encoded = String::with_capacity(text.len());
-    for byte in text.bytes() {
-        match byte {
-            b' '..=b'~' if byte != b'%' => encoded.push(byte.into()),
-            _ => encoded.push_str(&format!("%{byte:02X}")),
-        }
-    }
-    encoded
 }
 
 #[cfg(test)]
@@ -256,10 +189,5 @@ mod tests {
             );
         }
         assert!(!is_grpc(&HeaderMap::new()));
-    }
-
-    #[test]
-    fn messages_are_encoded_as_grpc_has_it() {
-        assert_eq!(percent_encoded("100% of é\n"), "100%25 of %C3%A9%0A");
     }
 }

@@ -3,13 +3,11 @@
 //!
 //! What one client's connection can make the proxy hold is bounded by the constants here; a flood ends that connection only.
 
-mod batched;
 mod exchange;
 mod head;
 mod relay;
 #[cfg(test)]
 mod tests;
-mod upstream;
 
 use std::cell::Cell;
 use std::future::Future;
@@ -23,24 +21,16 @@ use h2::Reason;
 use h2::server::{Builder, Connection};
 use tokio::time::{Sleep, sleep, timeout};
 
-use self::batched::Batched;
-pub use self::upstream::Connections;
+use crate::batched::Batched;
+use crate::flow::Flow;
 use crate::io::Io;
 use crate::lifetime::{Expiry, drained_or};
-use crate::worker::Flow;
+use crate::pool::http2::{
+    CONNECTION_WINDOW, MAX_HEADER_LIST, MAX_RESETS_REMEMBERED, SEND_BUFFER, STREAM_WINDOW,
+};
 
 /// Streams that a client may have open at once on one connection.
 const MAX_STREAMS: u32 = 250;
-/// What the fields of one head may take, counted as RFC 9113 has it.
-const MAX_HEADER_LIST: u32 = 64 * 1024;
-/// What a sender may have under way on one stream before the receiver has taken it.
-const STREAM_WINDOW: u32 = 256 * 1024;
-/// The same for all streams of a connection: as much as 32 of them with receivers that take nothing.
-const CONNECTION_WINDOW: u32 = 32 * STREAM_WINDOW;
-/// What waits on one stream to be written.
-const SEND_BUFFER: usize = 64 * 1024;
-/// Streams reset by the proxy whose late frames are still told from nonsense.
-const MAX_RESETS_REMEMBERED: usize = 200;
 /// Streams that a client has opened and reset in one breath.
 const MAX_RESETS_PENDING: usize = 100;
 /// Streams that the proxy had to reset because the client broke the rules.

@@ -7,8 +7,9 @@ use bytes::Bytes;
 use h2::{Reason, RecvStream, SendStream};
 
 use super::head::remove;
-use crate::dump::{ExchangeDump, pairs};
+use crate::dump::pairs;
 use crate::policy::{is_called_by, is_mesh_error};
+use crate::record::ExchangeRecord;
 
 /// Bytes of a direction that are handed to `h2` without asking whether the receiver has room: a small body takes no detour.
 const FREE: usize = 16 * 1024;
@@ -119,7 +120,7 @@ impl Relay {
         &mut self,
         cx: &mut Context<'_>,
         to: &mut SendStream<Bytes>,
-        dump: &mut Option<ExchangeDump>,
+        record: &mut ExchangeRecord,
     ) -> Poll<Result<(), Broken>> {
         while !self.is_done() {
             if !self.waiting.is_empty() {
@@ -129,8 +130,9 @@ impl Relay {
             match ready!(self.from.poll_data(cx)) {
                 Some(Ok(data)) => {
                     self.ended = self.from.is_end_stream();
-                    if let Some(dump) = dump {
-                        show(dump, self.way, &data);
+                    match self.way {
+                        Way::Request => record.request_body(&data),
+                        Way::Response { .. } => record.response_body(&data),
                     }
                     if data.is_empty() && self.ended {
                         return Poll::Ready(self.finish(to));
@@ -147,9 +149,10 @@ impl Relay {
                             }
                             Way::Response { from_proxy: true } => {}
                         }
-                        if let Some(dump) = dump {
-                            show_trailers(dump, self.way, &trailers);
-                        }
+                        record.dump(|dump| match self.way {
+                            Way::Request => dump.request_trailers(pairs(&trailers)),
+                            Way::Response { .. } => dump.response_trailers(pairs(&trailers)),
+                        });
                         self.sent = Sent::Gone;
                         self.done = true;
                         return Poll::Ready(to.send_trailers(trailers).map_err(|_| Broken::To));
@@ -219,19 +222,5 @@ pub(super) fn reason(error: &h2::Error) -> Reason {
             reason
         }
         _ => Reason::CANCEL,
-    }
-}
-
-fn show(dump: &mut ExchangeDump, way: Way, data: &[u8]) {
-    match way {
-        Way::Request => dump.request_body(data),
-        Way::Response { .. } => dump.response_body(data),
-    }
-}
-
-fn show_trailers(dump: &mut ExchangeDump, way: Way, trailers: &http::HeaderMap) {
-    match way {
-        Way::Request => dump.request_trailers(pairs(trailers)),
-        Way::Response { .. } => dump.response_trailers(pairs(trailers)),
     }
 }

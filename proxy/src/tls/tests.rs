@@ -16,17 +16,18 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
 use crate::balance::Destination;
+use crate::connection::serve;
 use crate::discovery::{AppProtocol, Discovery, EndpointInfo, PodTarget, ServiceTarget, Target};
 use crate::dump::Direction;
+use crate::flow::Flow;
 use crate::identity::testing::{Authority, WEB};
 use crate::identity::{Credentials, none};
 use crate::io::Io;
 use crate::lifetime::Lifetimes;
 use crate::metrics::Metrics;
+use crate::opaque;
 use crate::policy::Caller;
-use crate::race;
-use crate::serve::serve;
-use crate::worker::{Flow, Seat, Worker};
+use crate::worker::{Worker, WorkerContext};
 
 const CART: &str = "spiffe://cluster.local/ns/shop/sa/cart";
 const DEADLINE: Duration = Duration::from_secs(20);
@@ -87,14 +88,14 @@ impl Side {
         } else {
             (None, none())
         };
-        let seat = Seat {
+        let context = WorkerContext {
             discovery,
             credentials: receiver,
-            ..Seat::for_a_test(arguments)
+            ..WorkerContext::for_a_test(arguments)
         };
-        let metrics = seat.metrics.clone();
+        let metrics = context.metrics.clone();
         Self {
-            worker: Worker::new(seat),
+            worker: Worker::new(context),
             credentials: sender,
             metrics,
         }
@@ -115,7 +116,7 @@ impl Side {
                     direction: Direction::Inbound,
                     peer,
                     destination,
-                    caller: Caller::Unproven,
+                    caller: Caller::Unauthenticated,
                 };
                 tokio::task::spawn_local(serve(Io::new(stream), flow));
             }
@@ -733,11 +734,11 @@ fn a_connection_that_is_kept_for_later_has_ended_its_handshake() {
     on_worker(async {
         let app = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let pair = Pair::usual(app.local_addr().unwrap()).await;
-        let dialed = race::dial(&pair.flow(pair.address), super::Inside::Undecided)
+        let dialed = opaque::dial(&pair.flow(pair.address), super::Inside::Undecided)
             .await
             .unwrap();
-        let endpoint = dialed.endpoint.clone();
-        race::keep(dialed).await;
+        let endpoint = dialed.attempts.endpoint().unwrap().clone();
+        opaque::pool(dialed).await;
         // The app's proxy does not dial before it knows who calls.
         app.accept().await.unwrap();
         assert!(endpoint.pool.checkout_http1(Instant::now()).is_some());
@@ -1231,9 +1232,13 @@ fn what_goes_to_the_pod_itself_does_not_leave_it_and_needs_no_tls() {
                 drop(answer(Arc::new(Target::Pod(pod))));
             });
         let endpoint = destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
-        let io = crate::connect::dial(&endpoint, super::Inside::Http1, &side.worker.tls)
-            .await
-            .unwrap();
+        let io = crate::connect::dial(
+            &endpoint.pool.remote,
+            super::Inside::Http1,
+            &side.worker.tls,
+        )
+        .await
+        .unwrap();
         assert!(!io.is_secured());
     });
 }

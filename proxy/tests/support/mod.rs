@@ -11,14 +11,15 @@ use std::time::Duration;
 use clap::Parser;
 use diy_mesh_proxy::balance::Destination;
 use diy_mesh_proxy::config::{Config, RawConfig};
+use diy_mesh_proxy::connection::serve;
 use diy_mesh_proxy::discovery::Discovery;
 use diy_mesh_proxy::dump::{Direction, Dumps};
+use diy_mesh_proxy::flow::Flow;
 use diy_mesh_proxy::io::Io;
 use diy_mesh_proxy::lifetime::Lifetime;
 use diy_mesh_proxy::metrics::Metrics;
 use diy_mesh_proxy::policy::Caller;
-use diy_mesh_proxy::serve::serve;
-use diy_mesh_proxy::worker::{Flow, Seat, Worker};
+use diy_mesh_proxy::worker::{Worker, WorkerContext};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
@@ -96,7 +97,7 @@ impl Mesh {
         let mut config = Config::from_raw(RawConfig::parse_from(args.split(' '))).unwrap();
         change(&mut config);
         let (metrics, drain) = (Metrics::new(), CancellationToken::new());
-        let seat = Seat {
+        let context = WorkerContext {
             config: Arc::new(config),
             dumps: Dumps::off(),
             metrics: metrics.clone(),
@@ -106,7 +107,7 @@ impl Mesh {
             drain: drain.clone(),
         };
         Self {
-            worker: Worker::new(seat),
+            worker: Worker::new(context),
             drain,
             metrics,
         }
@@ -123,7 +124,7 @@ impl Mesh {
         self.carry(
             Direction::Inbound,
             &Rc::new(Destination::fixed(address)),
-            Caller::Unproven,
+            Caller::Unauthenticated,
         )
         .await
     }

@@ -10,8 +10,8 @@ use tonic::transport::{Endpoint, Server, Uri};
 use tonic::{Code, Status, Streaming};
 
 use super::*;
+use crate::connection::serve;
 use crate::policy::Caller;
-use crate::serve::serve;
 
 struct Echo;
 

@@ -24,10 +24,11 @@ use tokio_util::sync::CancellationToken;
 use crate::balance::Destination;
 use crate::discovery::{AppProtocol, Discovery, EndpointInfo, ServiceTarget, Target};
 use crate::dump::{Direction, DumpConfig, Dumps, Format, Mode};
+use crate::flow::Flow;
 use crate::io::Io;
 use crate::metrics::Metrics;
 use crate::policy::Caller;
-use crate::worker::{Flow, Seat, Worker};
+use crate::worker::{Worker, WorkerContext};
 
 /// Long enough for a busy machine, short enough for a test that hangs.
 const DEADLINE: Duration = Duration::from_secs(30);
@@ -82,8 +83,8 @@ impl Mesh {
     }
 
     fn with_arguments(discovery: Discovery, arguments: &str) -> Self {
-        let (seat, dumped) = (Seat::for_a_test(arguments), Output::default());
-        let (metrics, drain) = (seat.metrics.clone(), seat.drain.clone());
+        let (context, dumped) = (WorkerContext::for_a_test(arguments), Output::default());
+        let (metrics, drain) = (context.metrics.clone(), context.drain.clone());
         let dump_config = DumpConfig {
             mode: Mode::Full,
             format: Format::Text,
@@ -91,10 +92,10 @@ impl Mesh {
         };
         let dumps = Dumps::start(dump_config, metrics.clone()).unwrap();
         Self {
-            worker: Worker::new(Seat {
+            worker: Worker::new(WorkerContext {
                 dumps,
                 discovery,
-                ..seat
+                ..context
             }),
             metrics,
             drain,
@@ -139,7 +140,7 @@ impl Mesh {
             self.carry(
                 Direction::Inbound,
                 &Rc::new(Destination::fixed(address)),
-                Caller::Unproven,
+                Caller::Unauthenticated,
             )
             .await,
         )

@@ -1,23 +1,38 @@
-//! Connections to one endpoint that wait for their next request. A worker's own: nothing here is shared between threads. A closed
-//! pool (the endpoint is gone) takes nothing back. It never dials.
+//! Step 7: the connections of one worker to one endpoint, by identity and protocol. A closed pool (the
+//! endpoint is gone) takes no connection back.
+
+pub mod http2;
 
 use std::cell::{Cell, RefCell};
 use std::time::Instant;
 
-use crate::http2::Connections;
+use self::http2::{Connections, Lease};
+use crate::connect::{self, Remote};
+use crate::error::Failure;
 use crate::io::Io;
+use crate::lifetime::Expiry;
+use crate::tls::{Inside, Tls};
 
 /// Idle HTTP/1 connections that are kept per endpoint and worker.
 const MAX_IDLE: usize = 256;
 
 /// The connections to one endpoint.
-#[derive(Default)]
 pub struct Pool {
-    /// In the order of their coming back: the last one is the warmest.
+    /// Their far end.
+    pub remote: Remote,
+    /// Idle HTTP/1 connections in the order in which they came back: the last one is the warmest.
     http1: RefCell<Vec<Idle>>,
     /// HTTP/2 connections: many streams share one.
     pub http2: Connections,
     closed: Cell<bool>,
+}
+
+/// An HTTP/1 connection that no exchange uses.
+pub struct Upstream {
+    /// The connection.
+    pub io: Io,
+    /// It has carried an exchange before: the peer may have closed it since.
+    pub reused: bool,
 }
 
 struct Idle {
@@ -26,6 +41,42 @@ struct Idle {
 }
 
 impl Pool {
+    /// An empty pool.
+    pub fn new(remote: Remote) -> Self {
+        Self {
+            remote,
+            http1: RefCell::default(),
+            http2: Connections::default(),
+            closed: Cell::new(false),
+        }
+    }
+
+    /// An HTTP/1 connection: an idle one if there is one and `reuse` is set, else a new one.
+    pub async fn http1(&self, reuse: bool, tls: &Tls, now: Instant) -> Result<Upstream, Failure> {
+        match reuse.then(|| self.checkout_http1(now)).flatten() {
+            Some(io) => Ok(Upstream { io, reused: true }),
+            None => {
+                let io = connect::dial(&self.remote, Inside::Http1, tls).await?;
+                Ok(Upstream { io, reused: false })
+            }
+        }
+    }
+
+    /// A slot for a stream on an HTTP/2 connection: on an open one if there is one with a free slot and
+    /// `reuse` is set, else on a new one. `expiry` tells when a new connection has to be reset.
+    pub async fn http2(
+        &self,
+        reuse: bool,
+        tls: &Tls,
+        expiry: impl FnOnce(&Io) -> Expiry,
+    ) -> Result<Lease, Failure> {
+        if reuse {
+            self.http2.lease(&self.remote, tls, expiry).await
+        } else {
+            http2::open(&self.remote, tls, expiry).await.map(Lease::new)
+        }
+    }
+
     /// The HTTP/1 connection that came back last and still stands. Dead and retired ones on the way to it are dropped.
     pub fn checkout_http1(&self, now: Instant) -> Option<Io> {
         let mut idle = self.http1.borrow_mut();
@@ -84,6 +135,13 @@ mod tests {
 
     use tokio::net::{TcpListener, TcpStream};
 
+    fn remote() -> Remote {
+        Remote {
+            address: ([127, 0, 0, 1], 1).into(),
+            identity: None,
+        }
+    }
+
     /// Connections and their far ends.
     async fn connections(count: usize) -> (Vec<Io>, Vec<TcpStream>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("loopback");
@@ -113,7 +171,7 @@ mod tests {
     #[tokio::test]
     async fn the_last_one_back_is_the_first_one_out() {
         let (near, _far) = connections(3).await;
-        let (pool, now) = (Pool::default(), Instant::now());
+        let (pool, now) = (Pool::new(remote()), Instant::now());
         near.into_iter().for_each(|io| pool.checkin_http1(io, now));
         assert_eq!(pool.idle_http1(), 3);
         for left in [2, 1, 0] {
@@ -128,7 +186,7 @@ mod tests {
         let (mut near, mut far) = connections(2).await;
         drop(far.pop());
         wait_until_stale(&mut near[1]).await;
-        let pool = Pool::default();
+        let pool = Pool::new(remote());
         near.drain(..)
             .for_each(|io| pool.checkin_http1(io, Instant::now()));
         let mut alive = pool
@@ -142,7 +200,7 @@ mod tests {
         let (mut near, mut far) = connections(3).await;
         drop(far.pop());
         wait_until_stale(&mut near[2]).await;
-        let (pool, start) = (Pool::default(), Instant::now());
+        let (pool, start) = (Pool::new(remote()), Instant::now());
         for (io, age) in near.into_iter().zip([0, 10, 20]) {
             pool.checkin_http1(io, start + Duration::from_secs(age));
         }
@@ -153,7 +211,7 @@ mod tests {
     #[tokio::test]
     async fn a_retired_connection_is_not_handed_out_kept_or_taken_back() {
         let (near, _far) = connections(3).await;
-        let (pool, now) = (Pool::default(), Instant::now());
+        let (pool, now) = (Pool::new(remote()), Instant::now());
         let after = |seconds| now + Duration::from_secs(seconds);
         for (mut io, seconds) in near.into_iter().zip([0, 3600, 7200]) {
             io.set_lifetime(Lifetime {
@@ -181,7 +239,7 @@ mod tests {
     #[tokio::test]
     async fn a_closed_pool_holds_nothing_and_takes_nothing() {
         let (near, _far) = connections(2).await;
-        let (pool, mut near) = (Pool::default(), near.into_iter());
+        let (pool, mut near) = (Pool::new(remote()), near.into_iter());
         let mut back = || pool.checkin_http1(near.next().expect("two were made"), Instant::now());
         back();
         pool.close();
@@ -193,7 +251,7 @@ mod tests {
     #[tokio::test]
     async fn no_more_than_the_limit_stay() {
         let (near, _far) = connections(MAX_IDLE + 1).await;
-        let pool = Pool::default();
+        let pool = Pool::new(remote());
         near.into_iter()
             .for_each(|io| pool.checkin_http1(io, Instant::now()));
         assert_eq!(pool.idle_http1(), MAX_IDLE);

@@ -1,8 +1,7 @@
-//! Step 7 for HTTP/2: the connections of one worker to one endpoint. Many streams share one; another is opened when the peer
-//! allows no more streams on it. A connection lives in a task of its own. Whom to try next is the caller's to say.
+//! The HTTP/2 connections of one worker to one endpoint. Many streams share one; another one is opened
+//! when the peer allows no more streams on it. A connection lives in a task of its own.
 
 use std::cell::{Cell, RefCell};
-use std::io;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
@@ -15,17 +14,23 @@ use http::Request;
 use tokio::sync::Mutex;
 use tokio::task::AbortHandle;
 
-use super::batched::Batched;
-use super::{
-    CONNECTION_WINDOW, MAX_HEADER_LIST, MAX_RESETS_REMEMBERED, SEND_BUFFER, STREAM_WINDOW,
-};
-use crate::balance::Endpoint;
-use crate::connect;
-use crate::dump::Direction;
+use crate::batched::Batched;
+use crate::connect::{self, Remote};
 use crate::error::Failure;
-use crate::lifetime::Lifetime;
-use crate::tls::Inside;
-use crate::worker::Worker;
+use crate::io::Io;
+use crate::lifetime::{Expiry, Lifetime};
+use crate::tls::{Inside, Tls};
+
+/// The maximum size of a header list, counted as in RFC 9113, section 6.5.2.
+pub const MAX_HEADER_LIST: u32 = 64 * 1024;
+/// The flow-control window of a stream.
+pub const STREAM_WINDOW: u32 = 256 * 1024;
+/// The flow-control window of a connection: 32 streams whose receivers read nothing.
+pub const CONNECTION_WINDOW: u32 = 32 * STREAM_WINDOW;
+/// Bytes of one stream that wait to be written.
+pub const SEND_BUFFER: usize = 64 * 1024;
+/// Streams reset by the proxy whose late frames are not an error.
+pub const MAX_RESETS_REMEMBERED: usize = 200;
 
 /// Connections to one endpoint; where all of them are full, streams are turned away.
 const MAX_CONNECTIONS: usize = 64;
@@ -48,7 +53,7 @@ pub struct Connections {
 }
 
 /// One connection. Its task ends when nobody holds it any more.
-struct Connection {
+pub(super) struct Connection {
     sender: RefCell<SendRequest<Bytes>>,
     is_secured: bool,
     streams: Cell<usize>,
@@ -73,52 +78,40 @@ struct Health {
 }
 
 /// A place for one stream on a connection, given back on drop.
-pub(super) struct Lease {
+pub struct Lease {
     connection: Rc<Connection>,
 }
 
 impl Connections {
-    /// A place for a stream on a connection to the endpoint, which is made where there is none.
+    /// A slot for a stream, on a new connection if no open one has one.
     pub(super) async fn lease(
-        endpoint: &Rc<Endpoint>,
-        worker: &Rc<Worker>,
+        &self,
+        remote: &Remote,
+        tls: &Tls,
+        expiry: impl FnOnce(&Io) -> Expiry,
     ) -> Result<Lease, Failure> {
-        let connections = &endpoint.pool.http2;
-        if let Some(lease) = connections.find() {
+        if let Some(lease) = self.find() {
             return Ok(lease);
         }
-        let dials = connections.dials.get();
-        let _turn = connections.dialing.lock().await;
-        if let Some(lease) = connections.find() {
+        let dials = self.dials.get();
+        let _turn = self.dialing.lock().await;
+        if let Some(lease) = self.find() {
             return Ok(lease);
         }
-        if let (true, Some(failure)) = (
-            connections.dials.get() != dials,
-            &*connections.last_dial.borrow(),
-        ) {
-            return Err(again(failure));
+        if let (true, Some(failure)) = (self.dials.get() != dials, &*self.last_dial.borrow()) {
+            return Err(failure.clone());
         }
-        if connections.open.borrow().len() >= MAX_CONNECTIONS {
+        if self.open.borrow().len() >= MAX_CONNECTIONS {
             return Err(Failure::Overloaded("too many streams to one endpoint"));
         }
-        let dialed = dial(endpoint, worker).await;
-        connections.dials.set(connections.dials.get() + 1);
-        connections
-            .last_dial
-            .replace(dialed.as_ref().err().map(again));
+        let dialed = open(remote, tls, expiry).await;
+        self.dials.set(self.dials.get() + 1);
+        self.last_dial.replace(dialed.as_ref().err().cloned());
         let connection = dialed?;
-        if !connections.closed.get() {
-            connections.open.borrow_mut().push(connection.clone());
+        if !self.closed.get() {
+            self.open.borrow_mut().push(connection.clone());
         }
         Ok(Lease::new(connection))
-    }
-
-    /// A place for a stream on a connection that carries nothing else, before it or after.
-    pub(super) async fn lease_new(
-        endpoint: &Rc<Endpoint>,
-        worker: &Rc<Worker>,
-    ) -> Result<Lease, Failure> {
-        dial(endpoint, worker).await.map(Lease::new)
     }
 
     /// Looks after the connections: to be called every few seconds. Idle ones are closed, silent ones pinged and given up, and those
@@ -231,7 +224,7 @@ impl Health {
 }
 
 impl Lease {
-    fn new(connection: Rc<Connection>) -> Self {
+    pub(super) fn new(connection: Rc<Connection>) -> Self {
         connection.streams.set(connection.streams.get() + 1);
         Self { connection }
     }
@@ -279,12 +272,17 @@ impl Drop for Lease {
     }
 }
 
-async fn dial(endpoint: &Endpoint, worker: &Rc<Worker>) -> Result<Rc<Connection>, Failure> {
-    let address = endpoint.address;
-    let io = connect::dial(endpoint, Inside::Http2, &worker.tls).await?;
+/// Opens a connection.
+pub(super) async fn open(
+    remote: &Remote,
+    tls: &Tls,
+    expiry: impl FnOnce(&Io) -> Expiry,
+) -> Result<Rc<Connection>, Failure> {
+    let address = remote.address;
+    let io = connect::dial(remote, Inside::Http2, tls).await?;
     let is_secured = io.is_secured();
     let lifetime = io.lifetime().copied();
-    let mut expiry = worker.expiry(&io, Direction::Outbound);
+    let mut expiry = expiry(&io);
     let io = Batched::new(io);
     let handshake = h2::client::Builder::new()
         .enable_push(false)
@@ -333,27 +331,4 @@ async fn dial(endpoint: &Endpoint, worker: &Rc<Worker>) -> Result<Rc<Connection>
         retired: Cell::new(false),
         task: task.abort_handle(),
     }))
-}
-
-/// The same failure, for another one who waited.
-fn again(failure: &Failure) -> Failure {
-    match failure {
-        Failure::Connect { address, source } => {
-            let source = source.raw_os_error().map_or_else(
-                || io::Error::new(source.kind(), source.to_string()),
-                io::Error::from_raw_os_error,
-            );
-            Failure::Connect {
-                address: *address,
-                source,
-            }
-        }
-        Failure::UpstreamClosed { address, reason } => Failure::UpstreamClosed {
-            address: *address,
-            reason: reason.clone(),
-        },
-        Failure::ConnectTimeout(address) => Failure::ConnectTimeout(*address),
-        // Dialing fails in no other way.
-        _ => Failure::Overloaded("no connection to the endpoint"),
-    }
 }

@@ -30,7 +30,7 @@ thread_local! {
 
 /// A handle to the connection; `h2` has one, the connection's task another.
 #[derive(Clone)]
-pub(super) struct Batched(Rc<RefCell<Inner>>);
+pub struct Batched(Rc<RefCell<Inner>>);
 
 struct Inner {
     io: Io,

@@ -1,0 +1,88 @@
+//! What one connection carries along the path: its worker, its direction, its two ends and its caller.
+
+use std::net::SocketAddr;
+use std::rc::Rc;
+
+use diy_mesh_proto::Identity;
+
+use crate::balance::Destination;
+use crate::detect::{Protocol, announced};
+use crate::dump::{ConnectionInfo, Direction};
+use crate::error::Failure;
+use crate::io::Io;
+use crate::lifetime::Expiry;
+use crate::policy::{Admission, Caller, RequestView};
+use crate::worker::Worker;
+
+/// One connection on its way through the proxy.
+#[derive(Clone)]
+pub struct Flow {
+    /// The worker that serves it.
+    pub worker: Rc<Worker>,
+    /// To the application or from it.
+    pub direction: Direction,
+    /// The client's address.
+    pub peer: SocketAddr,
+    /// The original destination.
+    pub destination: Rc<Destination>,
+    /// The client, as far as it has authenticated.
+    pub caller: Caller,
+}
+
+impl Flow {
+    /// The connection as dumps show it.
+    pub fn info(&self) -> ConnectionInfo {
+        ConnectionInfo {
+            direction: self.direction,
+            peer: self.peer,
+            destination: self.destination.address,
+        }
+    }
+
+    /// The declared protocol. Inbound, only the pod's own opaque ports count; outbound, what discovery
+    /// knows of the destination.
+    pub fn declared_protocol(&self) -> Option<Protocol> {
+        let opaque_ports = &self.worker.config.policy.opaque_ports;
+        match self.direction {
+            Direction::Inbound => opaque_ports
+                .contains(self.destination.address.port())
+                .then_some(Protocol::Opaque),
+            Direction::Outbound => announced(self.destination.app_protocol()),
+        }
+    }
+
+    /// Whether the client may have a connection to the application, whatever it carries.
+    pub fn authorize_connection(&self) -> Result<(), Failure> {
+        self.worker.config.policy.authorize_connection(&self.caller)
+    }
+
+    /// Whether this request may be forwarded, and how.
+    pub fn authorize_request(&self, request: &RequestView<'_>) -> Result<Admission, Failure> {
+        let port = self.destination.address.port();
+        self.worker
+            .config
+            .policy
+            .authorize_request(&self.caller, port, request)
+    }
+
+    /// The expiry of this connection while it and `upstream` are in use: one of the two leads to a
+    /// peer's proxy, or neither.
+    pub fn expiry(&self, client: &Io, upstream: &Io) -> Expiry {
+        let to_peer = if client.lifetime().is_some() {
+            client
+        } else {
+            upstream
+        };
+        self.worker.expiry(to_peer, self.direction)
+    }
+
+    /// The value of `X-Called-By` for the application.
+    pub fn called_by(&self) -> Option<&str> {
+        self.caller.identity().map(Identity::as_str)
+    }
+
+    /// The proxy shuts down.
+    pub fn is_draining(&self) -> bool {
+        self.worker.drain.is_cancelled()
+    }
+}

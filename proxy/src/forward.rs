@@ -1,0 +1,251 @@
+//! Steps 5 to 7 of a request, or of an opaque connection: one endpoint after another, until one takes
+//! it. This is the only loop that retries; the protocols send, receive and relay.
+
+use std::net::SocketAddr;
+use std::rc::Rc;
+use std::time::Instant;
+
+use crate::balance::{Endpoint, InFlight};
+use crate::error::Failure;
+use crate::flow::Flow;
+
+/// Endpoints that one request is sent to at most.
+pub const MAX_ATTEMPTS: u32 = 3;
+
+/// What can be sent to an endpoint: a request of either version of HTTP, or an opaque connection.
+pub(crate) trait Forward {
+    /// How an attempt ends that needs no other one.
+    type Outcome;
+
+    /// The record of the attempts.
+    fn attempts(&mut self) -> &mut Attempts;
+
+    /// Steps 7 and 8: connects to `endpoint`, sends, and relays the response.
+    async fn attempt(&mut self, endpoint: &Rc<Endpoint>) -> Result<Self::Outcome, AttemptError>;
+
+    /// Prepares another attempt. False if a part of what was sent is no longer there.
+    fn rewind(&mut self) -> bool;
+}
+
+/// A failed attempt.
+#[derive(Debug)]
+pub struct AttemptError {
+    /// Why it failed.
+    pub failure: Failure,
+    /// Whether another attempt is safe.
+    pub retry: Retry,
+}
+
+/// Whether, and where, another attempt is safe.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Retry {
+    /// The application may have processed the request.
+    Never,
+    /// The endpoint accepts no connections: the request did not reach it.
+    OtherEndpoint,
+    /// The connection was closed before the peer processed the request.
+    AnyEndpoint,
+}
+
+impl AttemptError {
+    /// An error after which there is no other attempt.
+    pub fn last(failure: Failure) -> Self {
+        Self {
+            failure,
+            retry: Retry::Never,
+        }
+    }
+}
+
+/// Sends to endpoints until one takes the request, or no other attempt is safe. Fails with the last
+/// attempt's failure.
+pub(crate) async fn forward<F: Forward>(
+    request: &mut F,
+    flow: &Flow,
+) -> Result<F::Outcome, Failure> {
+    let mut tried: Vec<SocketAddr> = Vec::new();
+    let mut last_failure = None;
+    loop {
+        // 5. Route: the destination of the connection is the only backend.
+        let backend = &flow.destination;
+        // 6. Balance.
+        let picked = backend.pick(&tried, &mut flow.worker.rng.borrow_mut());
+        let endpoint = match picked {
+            Ok(endpoint) => endpoint,
+            Err(failure) => return Err(last_failure.unwrap_or(failure)),
+        };
+        request.attempts().begin(&endpoint);
+        // 7. Connect, and 8. serve.
+        let AttemptError { failure, retry } = match request.attempt(&endpoint).await {
+            Ok(outcome) => return Ok(outcome),
+            Err(error) => error,
+        };
+        request.attempts().fail(&failure, retry);
+        let is_last = retry == Retry::Never || request.attempts().count >= MAX_ATTEMPTS;
+        if is_last || !request.rewind() {
+            return Err(failure);
+        }
+        tracing::debug!(destination = %backend.name(), "retrying: {failure}");
+        if retry == Retry::OtherEndpoint {
+            tried.push(endpoint.address);
+        }
+        last_failure = Some(failure);
+    }
+}
+
+/// The attempts of one request or opaque connection. Their results decide how the balancer treats the
+/// endpoints.
+#[derive(Default)]
+pub struct Attempts {
+    /// Attempts so far, the current one included.
+    pub count: u32,
+    current: Option<InFlight>,
+}
+
+impl Attempts {
+    fn begin(&mut self, endpoint: &Rc<Endpoint>) {
+        self.count += 1;
+        self.current = Some(endpoint.begin());
+    }
+
+    /// The endpoint of the current attempt, or of the last one.
+    pub fn endpoint(&self) -> Option<&Rc<Endpoint>> {
+        self.current.as_ref().map(InFlight::endpoint)
+    }
+
+    /// When the current attempt began.
+    pub fn began_at(&self) -> Instant {
+        self.current
+            .as_ref()
+            .map_or_else(Instant::now, InFlight::since)
+    }
+
+    /// There is a new connection for the request: its latency counts from here.
+    pub fn connected(&mut self) {
+        if let Some(in_flight) = &mut self.current {
+            in_flight.connected();
+        }
+    }
+
+    /// There is a connection for opaque bytes: how long it lasts is no latency.
+    pub fn opened(&mut self) {
+        if let Some(in_flight) = &mut self.current {
+            in_flight.opened();
+        }
+    }
+
+    /// The response has begun. Returns the time.
+    pub fn answered(&mut self) -> Instant {
+        self.current
+            .as_mut()
+            .map_or_else(Instant::now, InFlight::answered)
+    }
+
+    /// Nothing more is in flight.
+    pub fn end(&mut self) {
+        self.current = None;
+    }
+
+    fn fail(&mut self, failure: &Failure, retry: Retry) {
+        let Some(mut in_flight) = self.current.take() else {
+            return;
+        };
+        match retry {
+            Retry::OtherEndpoint => {
+                in_flight.failed();
+                in_flight.endpoint().quarantine(Instant::now());
+            }
+            Retry::Never if failure.is_upstreams() => in_flight.failed(),
+            // A closed pooled connection, or a bad request, says nothing about the endpoint.
+            Retry::Never | Retry::AnyEndpoint => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::balance::Destination;
+    use crate::dump::Direction;
+    use crate::policy::Caller;
+    use crate::worker::{Worker, WorkerContext};
+
+    /// Fails as often as it has errors, then succeeds.
+    struct Scripted {
+        attempts: Attempts,
+        errors: Vec<Retry>,
+        can_rewind: bool,
+    }
+
+    impl Forward for Scripted {
+        type Outcome = ();
+
+        fn attempts(&mut self) -> &mut Attempts {
+            &mut self.attempts
+        }
+
+        async fn attempt(&mut self, endpoint: &Rc<Endpoint>) -> Result<(), AttemptError> {
+            match self.errors.pop() {
+                None => Ok(()),
+                Some(retry) => {
+                    let failure = Failure::ConnectTimeout(endpoint.address);
+                    Err(AttemptError { failure, retry })
+                }
+            }
+        }
+
+        fn rewind(&mut self) -> bool {
+            self.can_rewind
+        }
+    }
+
+    /// Sends to a destination with one endpoint: the result, the attempts, and whether it is
+    /// quarantined.
+    async fn send(errors: &[Retry], can_rewind: bool) -> (Result<(), String>, u32, bool) {
+        let address = SocketAddr::from(([127, 0, 0, 1], 80));
+        let flow = Flow {
+            worker: Worker::new(WorkerContext::for_a_test("")),
+            direction: Direction::Outbound,
+            peer: address,
+            destination: Rc::new(Destination::fixed(address)),
+            caller: Caller::App,
+        };
+        let attempts = Attempts::default();
+        let mut request = Scripted {
+            attempts,
+            errors: errors.to_vec(),
+            can_rewind,
+        };
+        let result = forward(&mut request, &flow).await;
+        let endpoint = flow
+            .destination
+            .pick(&[], &mut fastrand::Rng::new())
+            .expect("it is fixed");
+        let result = result.map_err(|failure| failure.code().to_owned());
+        (
+            result,
+            request.attempts.count,
+            endpoint.is_quarantined(Instant::now()),
+        )
+    }
+
+    #[tokio::test]
+    async fn retries_only_what_is_safe_and_at_most_three_times() {
+        use Retry::{AnyEndpoint, Never};
+        let failed = || Err("connect-timeout".to_owned());
+        assert_eq!(send(&[], true).await, (Ok(()), 1, false));
+        assert_eq!(
+            send(&[AnyEndpoint, AnyEndpoint], true).await,
+            (Ok(()), 3, false)
+        );
+        assert_eq!(send(&[AnyEndpoint; 3], true).await, (failed(), 3, false));
+        assert_eq!(send(&[AnyEndpoint], false).await, (failed(), 1, false));
+        assert_eq!(send(&[Never], true).await, (failed(), 1, false));
+    }
+
+    #[tokio::test]
+    async fn reports_the_last_failure_when_no_endpoint_is_left() {
+        let result = send(&[Retry::OtherEndpoint; 3], true).await;
+        assert_eq!(result, (Err("connect-timeout".to_owned()), 1, true));
+    }
+}

@@ -1,0 +1,155 @@
+//! Local replies: responses that the proxy makes itself, in either version of HTTP. A failure is one
+//! maker of them. Nothing here sends one.
+
+use std::borrow::Cow;
+
+use bytes::Bytes;
+use http::header::{ALLOW, CONTENT_LENGTH, CONTENT_TYPE};
+use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
+
+use crate::error::Failure;
+
+/// The field that tells a caller that a proxy replied, and why.
+pub const X_MESH_ERROR: HeaderName = HeaderName::from_static("x-mesh-error");
+/// The status of a gRPC call.
+pub const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
+const GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
+
+/// A response of the proxy's own.
+#[derive(Debug)]
+pub struct LocalReply {
+    /// The HTTP status.
+    pub status: StatusCode,
+    /// Fields besides those of the body.
+    pub headers: Vec<(HeaderName, HeaderValue)>,
+    /// Text for a person, without a line end.
+    pub message: Cow<'static, str>,
+    /// The status of a gRPC call, which has HTTP status 200 then.
+    pub grpc_status: u8,
+}
+
+impl From<&Failure> for LocalReply {
+    fn from(failure: &Failure) -> Self {
+        let code = (X_MESH_ERROR, HeaderValue::from_static(failure.code()));
+        let allow = failure
+            .allow()
+            .map(|methods| (ALLOW, HeaderValue::from_static(methods)));
+        Self {
+            status: failure.status(),
+            headers: std::iter::once(code).chain(allow).collect(),
+            message: failure.to_string().into(),
+            grpc_status: failure.grpc_status(),
+        }
+    }
+}
+
+impl LocalReply {
+    /// The whole response in HTTP/1.1. `keep_alive`: the connection carries another exchange.
+    /// `head_only`: it replies to HEAD.
+    pub fn http1(&self, keep_alive: bool, head_only: bool) -> Vec<u8> {
+        let (status, reason) = (self.status.as_str(), self.status.canonical_reason());
+        let mut out = format!("HTTP/1.1 {status} {}\r\n", reason.unwrap_or_default()).into_bytes();
+        let (head, body) = self.http2(head_only);
+        for (name, value) in head.headers() {
+            out.extend_from_slice(
+                &[name.as_str().as_bytes(), b": ", value.as_bytes(), b"\r\n"].concat(),
+            );
+        }
+        out.extend_from_slice(if keep_alive {
+            b"\r\n"
+        } else {
+            b"connection: close\r\n\r\n"
+        });
+        out.extend_from_slice(&body);
+        out
+    }
+
+    /// The head and the body in HTTP/2.
+    pub fn http2(&self, head_only: bool) -> (Response<()>, Bytes) {
+        let body = Bytes::from(format!("{}\n", self.message));
+        let mut head = Response::new(());
+        *head.status_mut() = self.status;
+        let headers = head.headers_mut();
+        headers.insert(
+            CONTENT_TYPE,
+            HeaderValue::from_static("text/plain; charset=utf-8"),
+        );
+        headers.insert(CONTENT_LENGTH, body.len().into());
+        headers.extend(self.headers.iter().cloned());
+        (head, if head_only { Bytes::new() } else { body })
+    }
+
+    /// The head of a gRPC response that consists of nothing else ("Trailers-Only").
+    pub fn grpc(&self) -> (Response<()>, Bytes) {
+        let mut head = Response::new(());
+        let headers = head.headers_mut();
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+        headers.extend(self.grpc_trailers());
+        (head, Bytes::new())
+    }
+
+    /// The trailers that end a gRPC call.
+    pub fn grpc_trailers(&self) -> HeaderMap {
+        let mut fields = HeaderMap::with_capacity(3);
+        fields.insert(GRPC_STATUS, u16::from(self.grpc_status).into());
+        if let Ok(message) = HeaderValue::try_from(percent_encoded(&self.message)) {
+            fields.insert(GRPC_MESSAGE, message);
+        }
+        fields.extend(self.headers.iter().cloned());
+        fields
+    }
+}
+
+/// The encoding of `grpc-message`: bytes from space to tilde stay, except the percent sign.
+fn percent_encoded(text: &str) -> String {
+    let mut encoded = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        match byte {
+            b' '..=b'~' if byte != b'%' => encoded.push(byte.into()),
+            _ => encoded.push_str(&format!("%{byte:02X}")),
+        }
+    }
+    encoded
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn http1_reply_names_the_failure_and_ends_the_connection() {
+        let reply = LocalReply::from(&Failure::BadRequest("no"));
+        let text = |keep_alive, head_only| {
+            String::from_utf8(reply.http1(keep_alive, head_only)).expect("text")
+        };
+        let head = "HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain; charset=utf-8\r\n\
+                    content-length: 22\r\nx-mesh-error: bad-request\r\n";
+        let body = "malformed request: no\n";
+        assert_eq!(text(true, false), format!("{head}\r\n{body}"));
+        assert_eq!(
+            text(false, true),
+            format!("{head}connection: close\r\n\r\n")
+        );
+    }
+
+    #[test]
+    fn refused_method_lists_the_allowed_ones() {
+        let (head, _) = LocalReply::from(&Failure::ConnectNotAllowed).http2(false);
+        assert_eq!(head.status(), StatusCode::METHOD_NOT_ALLOWED);
+        assert!(
+            head.headers()[ALLOW]
+                .to_str()
+                .is_ok_and(|methods| methods.contains("GET, "))
+        );
+    }
+
+    #[test]
+    fn grpc_reply_has_status_and_encoded_message() {
+        let reply = LocalReply::from(&Failure::NoEndpoint("100% of é\n".into()));
+        let (head, body) = reply.grpc();
+        assert_eq!((head.status(), body.len()), (StatusCode::OK, 0));
+        assert_eq!(head.headers()[GRPC_STATUS], "14");
+        let message = head.headers()[GRPC_MESSAGE].to_str().expect("text");
+        assert_eq!(message, "service 100%25 of %C3%A9%0A has no ready endpoint");
+    }
+}

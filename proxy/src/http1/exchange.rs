@@ -1,0 +1,481 @@
+//! One request and its response in HTTP/1: authorized, forwarded, and relayed both ways at once.
+
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, ready};
+use std::time::Instant;
+
+use bytes::{Bytes, BytesMut};
+use http::StatusCode;
+use tokio::io::AsyncWriteExt;
+
+use super::body::{Broken, Relay};
+use super::head::{Framing, Refused, RequestHead, ResponseHead, Version, find_end};
+use crate::balance::Endpoint;
+use crate::copy;
+use crate::dump::Direction;
+use crate::error::Failure;
+use crate::flow::Flow;
+use crate::forward::{AttemptError, Attempts, Forward, MAX_ATTEMPTS, Retry, forward};
+use crate::io::Io;
+use crate::metrics::Protocol;
+use crate::policy::Admission;
+use crate::pool::Upstream;
+use crate::record::ExchangeRecord;
+
+/// What the client's connection does after an exchange.
+pub(super) enum After {
+    /// It carries another one.
+    KeepAlive,
+    /// It is closed once the client has read the response.
+    Close,
+    /// It is closed already, or was a tunnel.
+    Closed,
+    /// It is reset together with the upstream's: one of them has reached its maximum age.
+    Reset(Io),
+}
+
+/// One request and its response.
+pub(super) struct Exchange<'a> {
+    client: &'a mut Io,
+    request: RequestHead,
+    record: ExchangeRecord,
+    /// The request's head, and the part of its body that arrived with it: one write.
+    first: Bytes,
+    /// The rest of the body.
+    upload: Relay,
+    /// There is no rest: the request can be sent again.
+    replayable: bool,
+    /// Bytes of it were sent to an endpoint.
+    sent: bool,
+    /// It is an exempt probe: the only exchange of its connections.
+    is_probe: bool,
+    /// The client has half-closed its connection.
+    client_ended: bool,
+}
+
+/// How an attempt ends that needs no other one.
+pub(super) enum Outcome {
+    /// The response was relayed.
+    After(After),
+    /// Both sides agreed on another protocol.
+    Tunnel(Io),
+}
+
+impl<'a> Exchange<'a> {
+    pub fn new(client: &'a mut Io, flow: &Rc<Flow>, request: RequestHead) -> Self {
+        let mut record = ExchangeRecord::new(flow, Protocol::Http1);
+        record.dump(|dump| {
+            let version: &[u8] = match request.version {
+                Version::Http10 => b"HTTP/1.0",
+                Version::Http11 => b"HTTP/1.1",
+            };
+            let line = [request.method(), b" ", request.target(), b" ", version].concat();
+            dump.request_head(&line, request.fields_to_app(flow.called_by()));
+        });
+        let mut head = BytesMut::new();
+        request.write(&mut head, flow.called_by());
+        let upload = Relay::new(request.framing, head, false);
+        Self {
+            client,
+            request,
+            record,
+            first: Bytes::new(),
+            upload,
+            replayable: false,
+            sent: false,
+            is_probe: false,
+            client_ended: false,
+        }
+    }
+
+    /// Carries the exchange to its end.
+    pub async fn run(mut self) -> After {
+        let flow = self.record.flow.clone();
+        // 4. Authorization.
+        match flow.authorize_request(&self.request.view()) {
+            Ok(admission) => self.is_probe = admission == Admission::Probe,
+            Err(failure) => return self.fail(&failure).await,
+        }
+        let record = &mut self.record;
+        let unread = self.client.unread();
+        let taken = self
+            .upload
+            .take_buffered(unread, &mut |data| record.request_body(data));
+        if let Err(broken) = taken {
+            return self.fail(&request_failure(&broken)).await;
+        }
+        self.first = self.upload.take_waiting();
+        self.replayable = self.upload.is_read();
+        // 5. Route, 6. balance, 7. connect, 8. serve.
+        match forward(&mut self, &flow).await {
+            Ok(Outcome::After(after)) => after,
+            Ok(Outcome::Tunnel(upstream)) => self.tunnel(upstream).await,
+            Err(failure) => self.fail(&failure).await,
+        }
+    }
+
+    /// Sends the request and relays interim responses until the final response's head has arrived.
+    /// None if the client closes.
+    async fn receive_head(
+        &mut self,
+        upstream: &mut Upstream,
+        endpoint: &Endpoint,
+    ) -> Result<Option<ResponseHead>, AttemptError> {
+        let address = endpoint.address;
+        let malformed = |reason: &str| {
+            AttemptError::last(Failure::UpstreamMalformed {
+                address,
+                reason: reason.to_owned(),
+            })
+        };
+        self.upload.send_first(self.first.clone());
+        self.sent = true;
+        loop {
+            let mut scanned = 0;
+            let received = poll_fn(|cx| self.poll_head(cx, &mut upstream.io, &mut scanned)).await;
+            let mut head = match received {
+                Ok(head) => head,
+                Err(Ended::Client) => return Ok(None),
+                Err(Ended::BadRequest(failure)) => return Err(AttemptError::last(failure)),
+                Err(Ended::Malformed(reason)) => return Err(malformed(reason)),
+                Err(Ended::Upstream(reason)) => {
+                    // A pooled connection may be closed just when it is used.
+                    let untouched = upstream.reused && upstream.io.unread().is_empty();
+                    let safe = untouched && self.replayable && self.request.is_idempotent();
+                    let retry = if safe {
+                        Retry::AnyEndpoint
+                    } else {
+                        Retry::Never
+                    };
+                    let failure = Failure::UpstreamClosed { address, reason };
+                    return Err(AttemptError { failure, retry });
+                }
+            };
+            let may_switch = self.request.connection.upgrade && self.upload.is_done();
+            if head.status == 101 && !may_switch {
+                return Err(malformed(
+                    "101, and the request asked for no other protocol",
+                ));
+            }
+            // Only a peer's proxy, which has authenticated, replies for the mesh.
+            if !upstream.io.is_secured() {
+                head.remove_mesh_error();
+            }
+            if !head.is_interim() {
+                return Ok(Some(head));
+            }
+            let mut out = BytesMut::new();
+            head.write(&mut out, None);
+            if self.client.write_all(&out).await.is_err() {
+                return Ok(None);
+            }
+        }
+    }
+
+    fn poll_head(
+        &mut self,
+        cx: &mut Context<'_>,
+        upstream: &mut Io,
+        scanned: &mut usize,
+    ) -> Poll<Result<ResponseHead, Ended>> {
+        let uploading = self.poll_upload(cx, upstream)?;
+        loop {
+            if let Some(end) = find_end(upstream.unread(), scanned)? {
+                let raw = upstream.unread().split_to(end).freeze();
+                return Poll::Ready(Ok(ResponseHead::parse(raw, self.request.method())?));
+            }
+            match upstream.poll_fill(cx) {
+                Poll::Ready(Ok(0)) => {
+                    return Poll::Ready(Err(Ended::Upstream("end of stream".into())));
+                }
+                Poll::Ready(Ok(_)) => {}
+                Poll::Ready(Err(error)) => {
+                    return Poll::Ready(Err(Ended::Upstream(error.to_string())));
+                }
+                Poll::Pending => break,
+            }
+        }
+        if uploading.is_ready() {
+            ready!(self.poll_client_end(cx, upstream))?;
+        }
+        Poll::Pending
+    }
+
+    /// Relays the request's body. An upstream that reads no more may have responded already: that is
+    /// not an error yet.
+    fn poll_upload(&mut self, cx: &mut Context<'_>, upstream: &mut Io) -> Result<Poll<()>, Ended> {
+        if self.upload.is_done() {
+            return Ok(Poll::Ready(()));
+        }
+        let record = &mut self.record;
+        let seen = &mut |data: &[u8]| record.request_body(data);
+        match self.upload.poll(cx, self.client, upstream, seen) {
+            Poll::Pending => return Ok(Poll::Pending),
+            Poll::Ready(Ok(())) => self.record.dump(|dump| dump.request_end()),
+            Poll::Ready(Err(Broken::Writing(_))) => self.upload.stop(),
+            Poll::Ready(Err(Broken::Gone)) => return Err(Ended::Client),
+            Poll::Ready(Err(broken)) => return Err(Ended::BadRequest(request_failure(&broken))),
+        }
+        Ok(Poll::Ready(()))
+    }
+
+    /// While the application prepares its response: a half-close of the client is passed on, an error
+    /// ends the exchange.
+    fn poll_client_end(
+        &mut self,
+        cx: &mut Context<'_>,
+        upstream: &mut Io,
+    ) -> Poll<Result<(), Ended>> {
+        if self.client_ended || !self.client.unread().is_empty() {
+            return Poll::Pending;
+        }
+        match self.client.poll_fill(cx) {
+            Poll::Ready(Ok(0)) => {
+                self.client_ended = true;
+                // An error means that the upstream has closed: the next read tells.
+                let _ = upstream.poll_half_close(cx);
+                Poll::Pending
+            }
+            Poll::Ready(Ok(_)) | Poll::Pending => Poll::Pending,
+            Poll::Ready(Err(_)) => Poll::Ready(Err(Ended::Client)),
+        }
+    }
+
+    /// The peer's proxy replied that its application accepts no connection, and there is another
+    /// endpoint.
+    fn was_not_delivered(&self, head: &ResponseHead, upstream: &Io) -> bool {
+        let (flow, attempts) = (&self.record.flow, self.record.attempts.count);
+        let code = |(name, value): (&[u8], &[u8])| {
+            name.eq_ignore_ascii_case(b"x-mesh-error") && value == b"connect-failed"
+        };
+        flow.direction == Direction::Outbound
+            && head.status == 502
+            && upstream.is_secured()
+            && self.replayable
+            && head.fields().any(code)
+            && attempts < MAX_ATTEMPTS
+            && flow.destination.endpoints_len() > attempts as usize
+    }
+
+    /// Relays the response, and pools the upstream's connection if it can carry another exchange.
+    async fn relay_response(
+        &mut self,
+        mut upstream: Io,
+        endpoint: &Endpoint,
+        mut head: ResponseHead,
+        keep_alive: bool,
+    ) -> Outcome {
+        self.record
+            .response(StatusCode::from_u16(head.status).unwrap_or(StatusCode::BAD_GATEWAY));
+        self.record.dump(|dump| {
+            let status = head.status.to_string();
+            let line = [b"HTTP/1.1 ", status.as_bytes(), b" ", head.reason()].concat();
+            dump.response_head(&line, head.fields());
+        });
+        let is_tunnel = head.status == 101
+            || (self.request.method() == b"CONNECT" && (200..300).contains(&head.status));
+        let to_http10 = self.request.version == Version::Http10;
+        let until_close =
+            head.framing == Framing::UntilClose || (to_http10 && head.framing == Framing::Chunked);
+        let keep_alive = keep_alive && !is_tunnel && !until_close;
+        if to_http10 {
+            head.drop_chunks();
+        }
+        let mut out = BytesMut::new();
+        let connection = match (is_tunnel, keep_alive) {
+            (true, _) => None,
+            (_, false) => Some("close"),
+            (_, true) => to_http10.then_some("keep-alive"),
+        };
+        head.write(&mut out, connection);
+        let mut download = Relay::new(head.framing, out, to_http10);
+        let flow = self.record.flow.clone();
+        let mut expiry = None;
+        let relayed = poll_fn(
+            |cx| match self.poll_relay(cx, &mut upstream, &mut download) {
+                Poll::Pending => {
+                    let expiry = expiry.get_or_insert_with(|| flow.expiry(self.client, &upstream));
+                    Pin::new(expiry).poll(cx).map(|()| Err(Broken::Expired))
+                }
+                relayed => relayed,
+            },
+        )
+        .await;
+        self.record.attempts.end();
+        match relayed {
+            Ok(()) if is_tunnel => return Outcome::Tunnel(upstream),
+            Ok(()) => self.record.dump(|dump| dump.response_end()),
+            Err(broken) => {
+                self.record.cut_off(&broken.to_string());
+                // The client sees that the response is cut off, as without the mesh.
+                return Outcome::After(match broken {
+                    Broken::Expired => After::Reset(upstream),
+                    _ => After::Closed,
+                });
+            }
+        }
+        let reusable = head.connection.persists(head.version)
+            && !until_close
+            && self.upload.is_done()
+            && !self.client_ended
+            && !self.is_probe;
+        if reusable && upstream.unread().is_empty() {
+            endpoint.pool.checkin_http1(upstream, Instant::now());
+        }
+        let keep_alive = keep_alive && !self.client_ended;
+        Outcome::After(if keep_alive {
+            After::KeepAlive
+        } else {
+            After::Close
+        })
+    }
+
+    /// Relays the response to the client, and the rest of the request to the upstream.
+    fn poll_relay(
+        &mut self,
+        cx: &mut Context<'_>,
+        upstream: &mut Io,
+        download: &mut Relay,
+    ) -> Poll<Result<(), Broken>> {
+        if let Err(Ended::Client) = self.poll_upload(cx, upstream) {
+            return Poll::Ready(Err(Broken::Gone));
+        }
+        let record = &mut self.record;
+        download.poll(cx, upstream, self.client, &mut |data| {
+            record.response_body(data)
+        })
+    }
+
+    /// Copies the bytes of another protocol both ways.
+    async fn tunnel(mut self, mut upstream: Io) -> After {
+        let mut expiry = self.record.flow.expiry(self.client, &upstream);
+        let copied = copy::both(self.client, &mut upstream, None, &mut expiry).await;
+        self.record.tunnel(copied.sent, copied.received);
+        if copied.expired {
+            After::Reset(upstream)
+        } else {
+            After::Closed
+        }
+    }
+
+    /// The client's connection can carry another exchange.
+    fn may_keep_alive(&self, now: Instant) -> bool {
+        self.request.connection.persists(self.request.version)
+            && self.upload.is_read()
+            && !self.client_ended
+            && !self.record.flow.is_draining()
+            && !self.client.is_retired(now)
+    }
+
+    /// Replies in place of the application.
+    async fn fail(mut self, failure: &Failure) -> After {
+        let keep_alive = !failure.closes_connection() && self.may_keep_alive(Instant::now());
+        let head_only = self.request.method() == b"HEAD";
+        reply(
+            self.client,
+            &mut self.record,
+            failure,
+            keep_alive,
+            head_only,
+        )
+        .await;
+        if keep_alive {
+            After::KeepAlive
+        } else {
+            After::Close
+        }
+    }
+}
+
+impl Forward for Exchange<'_> {
+    type Outcome = Outcome;
+
+    fn attempts(&mut self) -> &mut Attempts {
+        &mut self.record.attempts
+    }
+
+    async fn attempt(&mut self, endpoint: &Rc<Endpoint>) -> Result<Outcome, AttemptError> {
+        let (flow, began_at) = (self.record.flow.clone(), self.record.attempts.began_at());
+        // 7. Connect.
+        let connected = endpoint
+            .pool
+            .http1(!self.is_probe, &flow.worker.tls, began_at)
+            .await;
+        let mut upstream = connected.map_err(|failure| AttemptError {
+            failure,
+            retry: Retry::OtherEndpoint,
+        })?;
+        if !upstream.reused {
+            self.record.attempts.connected();
+        }
+        // 8. Serve.
+        let Some(head) = self.receive_head(&mut upstream, endpoint).await? else {
+            return Ok(Outcome::After(After::Closed));
+        };
+        if self.was_not_delivered(&head, &upstream.io) {
+            let reason = "its application accepts no connection".into();
+            let failure = Failure::UpstreamClosed {
+                address: endpoint.address,
+                reason,
+            };
+            return Err(AttemptError {
+                failure,
+                retry: Retry::OtherEndpoint,
+            });
+        }
+        let answered_at = self.record.attempts.answered();
+        let keep_alive = !self.is_probe && self.may_keep_alive(answered_at);
+        Ok(self
+            .relay_response(upstream.io, endpoint, head, keep_alive)
+            .await)
+    }
+
+    fn rewind(&mut self) -> bool {
+        self.replayable || !self.sent
+    }
+}
+
+/// Sends the proxy's own response to a failure.
+pub(super) async fn reply(
+    client: &mut Io,
+    record: &mut ExchangeRecord,
+    failure: &Failure,
+    keep_alive: bool,
+    head_only: bool,
+) {
+    let reply = record.local_reply(failure).http1(keep_alive, head_only);
+    // A client that has closed needs no response.
+    let _ = client.write_all(&reply).await;
+}
+
+/// How waiting for a response ends without one.
+enum Ended {
+    /// The client closed.
+    Client,
+    /// The request's body is malformed.
+    BadRequest(Failure),
+    /// The upstream closed.
+    Upstream(String),
+    /// The upstream's response is malformed.
+    Malformed(&'static str),
+}
+
+impl From<Refused> for Ended {
+    fn from(refused: Refused) -> Self {
+        Self::Malformed(match refused {
+            Refused::TooLarge => "its header block is over the limit",
+            Refused::Malformed(reason) => reason,
+        })
+    }
+}
+
+fn request_failure(broken: &Broken) -> Failure {
+    match broken {
+        Broken::Malformed(reason) => Failure::BadRequest(reason),
+        Broken::Writing(_) | Broken::Gone | Broken::Expired => {
+            Failure::BadRequest("the request ended early")
+        }
+    }
+}

@@ -1,0 +1,120 @@
+//! Steps 4 to 8 of a connection that is not HTTP: it is authorized as a whole, forwarded once, and then
+//! copied.
+
+use std::rc::Rc;
+use std::time::Instant;
+
+use tokio::io::AsyncWriteExt;
+
+use crate::balance::Endpoint;
+use crate::connect;
+use crate::copy;
+use crate::detect::RequestLineDetector;
+use crate::error::Failure;
+use crate::flow::Flow;
+use crate::forward::{AttemptError, Attempts, Forward, Retry, forward};
+use crate::io::Io;
+use crate::record::ConnectionRecord;
+use crate::tls::{Inside, Tls};
+
+/// A new connection to an endpoint, which counts as in flight there.
+pub struct Dialed {
+    /// The connection.
+    pub upstream: Io,
+    /// The endpoint, and what the balancer is told of it.
+    pub attempts: Attempts,
+}
+
+/// Copies bytes both ways. `dialed` is the upstream connection, if there is one already; a request
+/// that the `detector` finds in the client's first line ends the connection.
+pub async fn serve(
+    mut client: Io,
+    flow: Rc<Flow>,
+    dialed: Option<Dialed>,
+    detector: Option<RequestLineDetector>,
+) {
+    let mut record = ConnectionRecord::new(&flow);
+    let dialed = match (flow.authorize_connection(), dialed) {
+        (Err(refused), _) => Err(refused),
+        (Ok(()), Some(dialed)) => Ok(dialed),
+        (Ok(()), None) => dial(&flow, Inside::Opaque).await,
+    };
+    let Dialed {
+        mut upstream,
+        attempts,
+    } = match dialed {
+        Ok(dialed) => dialed,
+        Err(failure) => {
+            record.fail(&failure);
+            return client.reset();
+        }
+    };
+    let mut expiry = flow.expiry(&client, &upstream);
+    let copied = copy::both(&mut client, &mut upstream, detector, &mut expiry).await;
+    drop(attempts);
+    record.copied(copied.sent, copied.received);
+    if copied.was_http {
+        record.fail(&Failure::BadRequest(
+            "the client paused in the first line of an HTTP request",
+        ));
+        client.reset();
+    } else if copied.expired {
+        client.reset();
+        upstream.reset();
+    }
+}
+
+/// Connects to one of the destination's endpoints.
+pub async fn dial(flow: &Flow, alpn: Inside) -> Result<Dialed, Failure> {
+    let mut dial = Dial {
+        alpn,
+        tls: &flow.worker.tls,
+        attempts: Attempts::default(),
+    };
+    let upstream = forward(&mut dial, flow).await?;
+    Ok(Dialed {
+        upstream,
+        attempts: dial.attempts,
+    })
+}
+
+/// Gives a connection whose client turned out to send HTTP/1 to the pool. Flushed: the peer waits for
+/// the end of the handshake.
+pub async fn pool(
+    Dialed {
+        mut upstream,
+        attempts,
+    }: Dialed,
+) {
+    if let (Ok(()), Some(endpoint)) = (upstream.flush().await, attempts.endpoint()) {
+        endpoint.pool.checkin_http1(upstream, Instant::now());
+    }
+}
+
+struct Dial<'a> {
+    alpn: Inside,
+    tls: &'a Tls,
+    attempts: Attempts,
+}
+
+impl Forward for Dial<'_> {
+    type Outcome = Io;
+
+    fn attempts(&mut self) -> &mut Attempts {
+        &mut self.attempts
+    }
+
+    async fn attempt(&mut self, endpoint: &Rc<Endpoint>) -> Result<Io, AttemptError> {
+        let dialed = connect::dial(&endpoint.pool.remote, self.alpn, self.tls);
+        let upstream = dialed.await.map_err(|failure| AttemptError {
+            failure,
+            retry: Retry::OtherEndpoint,
+        })?;
+        self.attempts.opened();
+        Ok(upstream)
+    }
+
+    fn rewind(&mut self) -> bool {
+        true
+    }
+}

@@ -1,0 +1,173 @@
+//! Step 3: the protocol of a connection, told by whoever sends first. While the client is silent the
+//! proxy dials, so that a server that sends first (SMTP, MySQL, SSH) does not wait for detection.
+
+use std::future::{Future, poll_fn, ready};
+use std::pin::{Pin, pin};
+use std::task::{Poll, ready};
+use std::time::Duration;
+
+use tokio::task::spawn_local;
+use tokio::time::timeout;
+
+use crate::detect::{
+    Protocol, Verdict, classify, classify_inbound, classify_inbound_opaque, guess, is_binary,
+    is_http2_server,
+};
+use crate::error::Failure;
+use crate::flow::Flow;
+use crate::io::Io;
+use crate::opaque::{self, Dialed};
+use crate::policy::Caller;
+use crate::tls::{self, Hello, Inside};
+
+/// How long a client may be silent before the proxy dials. A client that sends first does so sooner.
+const CLIENT_FIRST_TIMEOUT: Duration = Duration::from_millis(2);
+/// The same where the client may be a peer's proxy, whose ClientHello is under way: the application's
+/// first bytes would cross with it.
+const PEER_FIRST_TIMEOUT: Duration = Duration::from_millis(100);
+/// How long a client may pause within its first line.
+const DETECT_TIMEOUT: Duration = Duration::from_millis(300);
+/// How long a client may pause within its ClientHello.
+const CLIENT_HELLO_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a client that has to authenticate may be silent.
+const UNAUTHENTICATED_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a client may be silent when no connection could be made for it: with its first bytes, the
+/// reply is in its own protocol.
+const LATE_CLIENT_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Waits until the client's first bytes, or the server's, tell the protocol. A connection that was made
+/// meanwhile is left in `dialed`. Fails if none could be made, or the client closed.
+pub async fn detect(
+    client: &mut Io,
+    flow: &Flow,
+    declared: Option<Protocol>,
+    dialed: &mut Option<Dialed>,
+) -> Result<Protocol, Failure> {
+    // A peer's proxy sends first, and once only. Its TLS ends here on an opaque port too.
+    let (detector, first_timeout) = match (&flow.caller, declared) {
+        (Caller::Unauthenticated, Some(_)) => {
+            let opaque = |_: &[u8]| Protocol::Opaque;
+            (
+                Detector {
+                    classify: classify_inbound_opaque,
+                    guess: opaque,
+                },
+                PEER_FIRST_TIMEOUT,
+            )
+        }
+        (Caller::Unauthenticated, None) => (
+            Detector {
+                classify: classify_inbound,
+                guess,
+            },
+            PEER_FIRST_TIMEOUT,
+        ),
+        (_, Some(protocol)) => return Ok(protocol),
+        (_, None) => (Detector { classify, guess }, CLIENT_FIRST_TIMEOUT),
+    };
+    if let Err(refused) = flow.authorize_connection() {
+        // The application gets no connection for a client that has to authenticate first.
+        let protocol = timeout(UNAUTHENTICATED_TIMEOUT, detector.read(client)).await;
+        return protocol.unwrap_or(Err(refused));
+    }
+    if let Ok(protocol) = timeout(first_timeout, detector.read(client)).await {
+        return protocol;
+    }
+    let mut reading = pin!(detector.read(client));
+    let mut dialing: Dialing = match dialed.take() {
+        Some(dialed) => Box::pin(ready(Ok(dialed))),
+        None => {
+            let flow = flow.clone();
+            Box::pin(async move { opaque::dial(&flow, Inside::Undecided).await })
+        }
+    };
+    let first = poll_fn(|cx| match reading.as_mut().poll(cx) {
+        Poll::Ready(protocol) => Poll::Ready(First::Client(protocol)),
+        Poll::Pending => dialing.as_mut().poll(cx).map(First::Connected),
+    });
+    match first.await {
+        First::Client(protocol) => {
+            match protocol {
+                Ok(Protocol::Http1) => drop(spawn_local(async move {
+                    if let Ok(dialed) = dialing.await {
+                        opaque::pool(dialed).await;
+                    }
+                })),
+                // It needs a connection of its own anyway. The next attempt finds a failure again.
+                Ok(Protocol::Opaque) => *dialed = dialing.await.ok(),
+                _ => {}
+            }
+            protocol
+        }
+        First::Connected(Err(failure)) => timeout(LATE_CLIENT_TIMEOUT, reading)
+            .await
+            .unwrap_or(Err(failure)),
+        First::Connected(Ok(new)) => {
+            let upstream = &mut dialed.insert(new).upstream;
+            poll_fn(|cx| match reading.as_mut().poll(cx) {
+                Poll::Pending => loop {
+                    match ready!(upstream.poll_fill(cx)) {
+                        Ok(1..) if declared.is_none() && is_http2_server(upstream.unread()) => {}
+                        // Its bytes, its end or its error: copying passes them on.
+                        _ => return Poll::Ready(Ok(Protocol::Opaque)),
+                    }
+                },
+                protocol => protocol,
+            })
+            .await
+        }
+    }
+}
+
+/// A connection that is being made.
+type Dialing = Pin<Box<dyn Future<Output = Result<Dialed, Failure>>>>;
+
+enum First {
+    Client(Result<Protocol, Failure>),
+    Connected(Result<Dialed, Failure>),
+}
+
+/// How the client's bytes tell the protocol.
+#[derive(Clone, Copy)]
+struct Detector {
+    classify: fn(&[u8]) -> Verdict,
+    /// The protocol of an unfinished first line.
+    guess: fn(&[u8]) -> Protocol,
+}
+
+impl Detector {
+    /// Reads until the bytes tell the protocol. They stay unread in `client`.
+    async fn read(self, client: &mut Io) -> Result<Protocol, Failure> {
+        loop {
+            let filled = if client.unread().is_empty() {
+                Ok(poll_fn(|cx| client.poll_fill(cx)).await)
+            } else {
+                let pause = pause_timeout(client.unread());
+                timeout(pause, poll_fn(|cx| client.poll_fill(cx))).await
+            };
+            match filled {
+                // After a half-close without a byte the server may still have something to send.
+                Err(_) | Ok(Ok(0)) => return Ok((self.guess)(client.unread())),
+                Ok(Ok(_)) => {}
+                Ok(Err(error)) => {
+                    tracing::debug!("the client closed during protocol detection: {error}");
+                    let reason = "the client closed during protocol detection";
+                    return Err(Failure::BadRequest(reason));
+                }
+            }
+            if let Verdict::Known(protocol) = (self.classify)(client.unread()) {
+                return Ok(protocol);
+            }
+        }
+    }
+}
+
+/// A part of a request line may be a whole message of another protocol, and certainly is if it is
+/// binary. A part of a ClientHello is not.
+fn pause_timeout(begun: &[u8]) -> Duration {
+    match tls::look(begun) {
+        Hello::NeedMore => CLIENT_HELLO_TIMEOUT,
+        _ if is_binary(begun) => Duration::ZERO,
+        _ => DETECT_TIMEOUT,
+    }
+}

@@ -1,0 +1,188 @@
+//! The record of one exchange, and of one connection. The path fills it; when it is dropped, metrics,
+//! dumps and the log take what they need. No protocol calls these itself, and no exit path forgets them.
+
+use std::rc::Rc;
+use std::time::Instant;
+
+use http::StatusCode;
+
+use crate::dump::ExchangeDump;
+use crate::error::Failure;
+use crate::flow::Flow;
+use crate::forward::Attempts;
+use crate::http::reply::LocalReply;
+use crate::metrics::Protocol;
+
+/// One request and its response.
+pub struct ExchangeRecord {
+    /// The connection that it came on.
+    pub flow: Rc<Flow>,
+    /// Where it was sent to.
+    pub attempts: Attempts,
+    protocol: Protocol,
+    started: Instant,
+    status: Option<StatusCode>,
+    sent: u64,
+    received: u64,
+    failure: Option<&'static str>,
+    dump: Option<ExchangeDump>,
+}
+
+impl ExchangeRecord {
+    /// An exchange that begins now.
+    pub fn new(flow: &Rc<Flow>, protocol: Protocol) -> Self {
+        Self {
+            flow: flow.clone(),
+            attempts: Attempts::default(),
+            protocol,
+            started: Instant::now(),
+            status: None,
+            sent: 0,
+            received: 0,
+            failure: None,
+            dump: flow.worker.dumps.exchange(&flow.info()),
+        }
+    }
+
+    /// Fills the dump, if the exchange is dumped.
+    pub fn dump(&mut self, fill: impl FnOnce(&mut ExchangeDump)) {
+        if let Some(dump) = &mut self.dump {
+            fill(dump);
+        }
+    }
+
+    /// Bytes of the request's body.
+    pub fn request_body(&mut self, data: &[u8]) {
+        self.sent += data.len() as u64;
+        self.dump(|dump| dump.request_body(data));
+    }
+
+    /// Bytes of the response's body.
+    pub fn response_body(&mut self, data: &[u8]) {
+        self.received += data.len() as u64;
+        self.dump(|dump| dump.response_body(data));
+    }
+
+    /// The status of the response that the client gets.
+    pub fn response(&mut self, status: StatusCode) {
+        self.status = Some(status);
+    }
+
+    /// The proxy replies itself.
+    pub fn local_reply(&mut self, failure: &Failure) -> LocalReply {
+        let reply = LocalReply::from(failure);
+        self.status = Some(reply.status);
+        self.fail(failure);
+        self.dump(|dump| dump.failure(failure));
+        reply
+    }
+
+    /// The proxy could not carry the exchange to its end.
+    pub fn fail(&mut self, failure: &Failure) {
+        self.failure = Some(failure.code());
+        let Flow {
+            worker,
+            direction,
+            peer,
+            destination,
+            ..
+        } = &*self.flow;
+        worker.metrics.failure(*direction, failure);
+        tracing::debug!(%peer, destination = %destination.name(), code = failure.code(), "{failure}");
+    }
+
+    /// The exchange ended early.
+    pub fn cut_off(&mut self, reason: &str) {
+        self.dump(|dump| dump.cut_off(reason));
+    }
+
+    /// The connection became a tunnel, which carried so many bytes.
+    pub fn tunnel(&mut self, sent: u64, received: u64) {
+        self.sent += sent;
+        self.received += received;
+        self.dump(|dump| dump.upgraded(sent, received));
+    }
+}
+
+impl Drop for ExchangeRecord {
+    fn drop(&mut self) {
+        let Flow {
+            worker,
+            direction,
+            peer,
+            destination,
+            ..
+        } = &*self.flow;
+        if let Some(status) = self.status {
+            worker.metrics.request(*direction, self.protocol, status);
+        }
+        tracing::trace!(
+            direction = direction.name(),
+            %peer,
+            caller = self.flow.called_by(),
+            destination = %destination.name(),
+            endpoint = self.attempts.endpoint().map(|endpoint| tracing::field::display(endpoint.address)),
+            attempts = self.attempts.count,
+            status = self.status.map(|status| status.as_u16()),
+            failure = self.failure,
+            sent = self.sent,
+            received = self.received,
+            duration = ?self.started.elapsed(),
+            "exchange",
+        );
+    }
+}
+
+/// One connection that carries opaque bytes, or that was refused.
+pub struct ConnectionRecord {
+    flow: Rc<Flow>,
+    started: Instant,
+    copied: Option<(u64, u64)>,
+}
+
+impl ConnectionRecord {
+    /// A connection that was accepted now.
+    pub fn new(flow: &Rc<Flow>) -> Self {
+        Self {
+            flow: flow.clone(),
+            started: Instant::now(),
+            copied: None,
+        }
+    }
+
+    /// The bytes that the client sent and received.
+    pub fn copied(&mut self, sent: u64, received: u64) {
+        self.copied = Some((sent, received));
+    }
+
+    /// The proxy could not carry the connection.
+    pub fn fail(&mut self, failure: &Failure) {
+        let Flow {
+            worker,
+            direction,
+            peer,
+            destination,
+            ..
+        } = &*self.flow;
+        worker.metrics.failure(*direction, failure);
+        let (path, destination, code) = (direction.name(), destination.name(), failure.code());
+        // The log is the only place where it shows: the client cannot be told.
+        if failure.is_identity_failure() && worker.should_log(Instant::now()) {
+            return tracing::warn!(path, %peer, %destination, code, "{failure}");
+        }
+        tracing::debug!(path, %peer, %destination, code, "{failure}");
+    }
+}
+
+impl Drop for ConnectionRecord {
+    fn drop(&mut self) {
+        if let Some((sent, received)) = self.copied {
+            let worker = &self.flow.worker;
+            worker.metrics.opaque(self.flow.direction, sent, received);
+            let duration = self.started.elapsed();
+            worker
+                .dumps
+                .opaque(&self.flow.info(), sent, received, duration);
+        }
+    }
+}
