@@ -13,7 +13,7 @@ use tokio::time::timeout;
 use crate::balance::Endpoint;
 use crate::error::Failure;
 use crate::io::Io;
-use crate::tls::{Inside, Tls};
+use crate::tls::{Alpn, Tls};
 
 /// How long the kernel may take to connect.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -36,18 +36,18 @@ pub async fn http1(
     match pooled.then(|| endpoint.pool.checkout_http1(now)).flatten() {
         Some(io) => Ok(Upstream { io, reused: true }),
         None => Ok(Upstream {
-            io: dial(endpoint, Inside::Http1, tls).await?,
+            io: dial(endpoint, Alpn::Http1, tls).await?,
             reused: false,
         }),
     }
 }
 
 /// A new connection: mutual TLS where the endpoint is meshed, and never anything else then.
-pub async fn dial(endpoint: &Endpoint, inside: Inside, tls: &Tls) -> Result<Io, Failure> {
+pub async fn dial(endpoint: &Endpoint, alpn: Alpn, tls: &Tls) -> Result<Io, Failure> {
     let io = connect(endpoint.address).await?;
     match &endpoint.identity {
         // What goes to the pod itself never leaves it, and does not pass its own proxy again.
-        Some(expected) if !is_own(&io) => tls.connect(io, endpoint.address, expected, inside).await,
+        Some(expected) if !is_own(&io) => tls.connect(io, endpoint.address, expected, alpn).await,
         _ => Ok(io),
     }
 }

@@ -119,8 +119,8 @@ impl Failure {
         matches!(self, Self::ConnectNotAllowed | Self::MtlsRequired)
     }
 
-    /// Somebody has not proven who they are.
-    pub fn is_of_identity(&self) -> bool {
+    /// Whether authentication failed: no certificate, no valid handshake, or no mutual TLS.
+    pub fn is_identity_failure(&self) -> bool {
         matches!(
             self,
             Self::NoCertificate(_) | Self::Handshake { .. } | Self::MtlsRequired

@@ -22,7 +22,7 @@ use crate::detect::{
 use crate::error::Failure;
 use crate::io::Io;
 use crate::policy::Caller;
-use crate::tls::{self, Hello, Inside};
+use crate::tls::{self, Alpn, Hello};
 use crate::worker::Flow;
 
 /// How long a client may be silent before the proxy dials. Whoever speaks first at all does so within this.
@@ -97,7 +97,7 @@ pub async fn first_word(
         Some(dialed) => Box::pin(ready(Ok(dialed))),
         None => {
             let flow = flow.clone();
-            Box::pin(async move { dial(&flow, Inside::Undecided).await })
+            Box::pin(async move { dial(&flow, Alpn::Detect).await })
         }
     };
     let either = poll_fn(|cx| match listening.as_mut().poll(cx) {
@@ -170,14 +170,14 @@ pub async fn keep(
 }
 
 /// A connection to one of the destination's endpoints; a second and a third are tried where the first refuses.
-pub async fn dial(flow: &Flow, inside: Inside) -> Result<Dialed, Failure> {
+pub async fn dial(flow: &Flow, alpn: Alpn) -> Result<Dialed, Failure> {
     let mut avoid: Vec<SocketAddr> = Vec::new();
     loop {
         let endpoint = flow
             .destination
             .pick(&avoid, &mut flow.worker.rng.borrow_mut())?;
         let mut in_flight = endpoint.begin();
-        match connect::dial(&endpoint, inside, &flow.worker.tls).await {
+        match connect::dial(&endpoint, alpn, &flow.worker.tls).await {
             Ok(upstream) => {
                 in_flight.opened();
                 return Ok(Dialed {
@@ -229,7 +229,7 @@ async fn listen(client: &mut Io, detector: Detector) -> Result<Protocol, Failure
 /// Part of a request line may be all of another protocol's word, and all but surely is where it is no text. Part of a ClientHello is
 /// nothing yet to anybody.
 fn patience(begun: &[u8]) -> Duration {
-    match tls::look(begun) {
+    match tls::inspect(begun) {
         Hello::NeedMore => HELLO_PATIENCE,
         _ if is_binary(begun) => Duration::ZERO,
         _ => PATIENCE,

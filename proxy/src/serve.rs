@@ -9,7 +9,7 @@ use crate::error::Failure;
 use crate::io::Io;
 use crate::policy::Caller;
 use crate::race::{self, Dialed};
-use crate::tls::Inside;
+use crate::tls::Alpn;
 use crate::worker::Flow;
 use crate::{copy, http1, http2};
 
@@ -22,15 +22,15 @@ pub async fn serve(mut client: Io, mut flow: Flow) {
     let protocol = loop {
         match race::first_word(&mut client, &flow, declared, &mut dialed).await {
             Ok(Protocol::MeshTls) => match flow.worker.tls.accept(client, flow.peer).await {
-                Ok((secured, identity, inside)) => {
+                Ok((secured, identity, alpn)) => {
                     client = secured;
                     flow.caller = Caller::Peer(Rc::new(identity));
                     // The caller's ALPN can't switch detection off: it counts only where it leads to an HTTP parser.
-                    match (declared, inside) {
+                    match (declared, alpn) {
                         (Some(protocol), _) => break protocol,
-                        (None, Inside::Http1) => break Protocol::Http1,
-                        (None, Inside::Http2) => break Protocol::Http2,
-                        (None, Inside::Opaque | Inside::Undecided) => {}
+                        (None, Alpn::Http1) => break Protocol::Http1,
+                        (None, Alpn::Http2) => break Protocol::Http2,
+                        (None, Alpn::Opaque | Alpn::Detect) => {}
                     }
                 }
                 Err(failure) => return note(&flow, &failure),
@@ -52,7 +52,7 @@ pub async fn serve(mut client: Io, mut flow: Flow) {
             let dialed = match (flow.admits_unseen(), dialed) {
                 (Err(refused), _) => Err(refused),
                 (Ok(()), Some(dialed)) => Ok(dialed),
-                (Ok(()), None) => race::dial(&flow, Inside::Opaque).await,
+                (Ok(()), None) => race::dial(&flow, Alpn::Opaque).await,
             };
             match dialed {
                 Ok(dialed) => opaque(client, dialed, &flow, onlooker).await,
@@ -103,7 +103,7 @@ fn note(flow: &Flow, failure: &Failure) {
         failure.code(),
     );
     // Nobody else may ever hear of it: what was refused was no HTTP, or had not come so far.
-    if failure.is_of_identity() && flow.worker.may_complain(Instant::now()) {
+    if failure.is_identity_failure() && flow.worker.may_complain(Instant::now()) {
         return tracing::warn!(path, %peer, %destination, code, "{failure}");
     }
     tracing::debug!(path, %peer, %destination, code, "{failure}");

@@ -24,7 +24,7 @@ use crate::connect;
 use crate::dump::Direction;
 use crate::error::Failure;
 use crate::lifetime::Lifetime;
-use crate::tls::Inside;
+use crate::tls::Alpn;
 use crate::worker::Worker;
 
 /// Connections to one endpoint; where all of them are full, streams are turned away.
@@ -281,7 +281,7 @@ impl Drop for Lease {
 
 async fn dial(endpoint: &Endpoint, worker: &Rc<Worker>) -> Result<Rc<Connection>, Failure> {
     let address = endpoint.address;
-    let io = connect::dial(endpoint, Inside::Http2, &worker.tls).await?;
+    let io = connect::dial(endpoint, Alpn::Http2, &worker.tls).await?;
     let is_secured = io.is_secured();
     let lifetime = io.lifetime().copied();
     let mut expiry = worker.expiry(&io, Direction::Outbound);
