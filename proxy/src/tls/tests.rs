@@ -825,7 +825,7 @@ fn a_caller_whose_proof_is_no_good_does_not_reach_the_app() {
             assert!(
                 pair.inbound
                     .metrics
-                    .render(Discovery::off().stats())
+                    .render()
                     .contains("code=\"handshake-failed\"} 1"),
                 "{what}"
             );
@@ -1151,7 +1151,7 @@ fn what_a_peers_proxy_could_not_deliver_goes_to_another_endpoint() {
                 "{answer}"
             );
         }
-        let refused = sides[0].metrics.render(Discovery::off().stats());
+        let refused = sides[0].metrics.render();
         let count = refused.lines().find_map(|line| {
             line.strip_prefix(
                 "diy_mesh_proxy_failures_total{direction=\"inbound\",code=\"connect-failed\"} ",
