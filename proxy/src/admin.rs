@@ -18,8 +18,7 @@ use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 
-use crate::discovery::Discovery;
-use crate::metrics::Metrics;
+use crate::metrics::{self, Metrics};
 
 /// Connections at once; who comes after that waits for a place.
 const MAX_CONNECTIONS: usize = 256;
@@ -108,8 +107,6 @@ pub struct Admin {
     pub readiness: Readiness,
     /// For `/metrics`.
     pub metrics: Arc<Metrics>,
-    /// For `/metrics`.
-    pub discovery: Discovery,
 }
 
 /// Binds the port on all addresses, of both families where there is IPv6.
@@ -168,14 +165,14 @@ impl Admin {
                 reasons if reasons.is_empty() => (StatusCode::OK, "ready\n".to_owned()),
                 reasons => (StatusCode::SERVICE_UNAVAILABLE, reasons),
             },
-            "/metrics" => (StatusCode::OK, self.metrics.render(self.discovery.stats())),
+            "/metrics" => (StatusCode::OK, self.metrics.render()),
             _ => (
                 StatusCode::NOT_FOUND,
                 format!("there is no {path} here; there are\n{PATHS}"),
             ),
         };
         let kind = if path == "/metrics" {
-            "text/plain; version=0.0.4; charset=utf-8"
+            metrics::CONTENT_TYPE
         } else {
             "text/plain; charset=utf-8"
         };
@@ -244,7 +241,6 @@ mod tests {
         let admin = Admin {
             readiness: Readiness::new(),
             metrics: Metrics::new(),
-            discovery: Discovery::off(),
         };
         let readiness = admin.readiness.clone();
         let listeners = bind(0).unwrap();

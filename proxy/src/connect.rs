@@ -13,7 +13,7 @@ use tokio::time::timeout;
 
 use crate::error::Failure;
 use crate::io::Io;
-use crate::tls::{Inside, Tls};
+use crate::tls::{Alpn, Tls};
 
 /// How long the kernel may take to connect.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -28,7 +28,7 @@ pub struct Remote {
 }
 
 /// Opens a connection: with mutual TLS if the remote is meshed, never in plaintext then.
-pub async fn dial(remote: &Remote, alpn: Inside, tls: &Tls) -> Result<Io, Failure> {
+pub async fn dial(remote: &Remote, alpn: Alpn, tls: &Tls) -> Result<Io, Failure> {
     let io = connect(remote.address).await?;
     match &remote.identity {
         // A connection to the pod itself never leaves it, and does not pass its own proxy again.

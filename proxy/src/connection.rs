@@ -16,7 +16,7 @@ use crate::orig_dst::original_destination;
 use crate::policy::Caller;
 use crate::protocol::detect;
 use crate::record::ConnectionRecord;
-use crate::tls::Inside;
+use crate::tls::Alpn;
 use crate::worker::Worker;
 use crate::{http1, http2};
 
@@ -73,9 +73,9 @@ pub async fn serve(mut client: Io, mut flow: Flow) {
         flow.caller = Caller::Peer(Rc::new(identity));
         match (declared, alpn) {
             (Some(protocol), _) => break protocol,
-            (None, Inside::Http1) => break Protocol::Http1,
-            (None, Inside::Http2) => break Protocol::Http2,
-            (None, Inside::Opaque | Inside::Undecided) => {}
+            (None, Alpn::Http1) => break Protocol::Http1,
+            (None, Alpn::Http2) => break Protocol::Http2,
+            (None, Alpn::Opaque | Alpn::Detect) => {}
         }
     };
     // 4. Authorization, per request or of the connection. 5. Route, 6. balance, 7. connect: forward.rs.

@@ -62,7 +62,7 @@ pub fn classify(bytes: &[u8]) -> Verdict {
 
 /// As [`classify`], where a peer's proxy may be speaking.
 pub fn classify_inbound(bytes: &[u8]) -> Verdict {
-    match tls::look(bytes) {
+    match tls::inspect(bytes) {
         Hello::Mesh => Verdict::Known(Protocol::MeshTls),
         Hello::NeedMore => Verdict::NeedMore,
         Hello::Foreign => classify(bytes),
@@ -71,7 +71,7 @@ pub fn classify_inbound(bytes: &[u8]) -> Verdict {
 
 /// As [`classify_inbound`] on a port that the pod declares opaque: everything but mesh TLS is opaque.
 pub fn classify_inbound_opaque(bytes: &[u8]) -> Verdict {
-    match tls::look(bytes) {
+    match tls::inspect(bytes) {
         Hello::Mesh => Verdict::Known(Protocol::MeshTls),
         Hello::NeedMore => Verdict::NeedMore,
         Hello::Foreign => Verdict::Known(Protocol::Opaque),

@@ -2,7 +2,6 @@
 //! [`Discovery`]; one task on the main thread holds the stream. What is known outlives the stream; a destination that
 //! nobody watches is forgotten. It never decides where a request goes: that is `balance`'s work.
 
-mod stats;
 mod table;
 mod target;
 #[cfg(test)]
@@ -12,7 +11,6 @@ use std::future::Future;
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use diy_mesh_proto::mesh::v1::discover_request::Action;
@@ -26,7 +24,7 @@ use tracing::{debug, info, warn};
 
 use crate::control::{Control, ControlError, said};
 use crate::identity::{CurrentCredentials, Roots, Trust};
-pub use stats::DiscoveryStats;
+use crate::metrics::DiscoveryMetrics;
 use table::{Table, Watched};
 pub use target::{AppProtocol, EndpointInfo, PodTarget, ServiceTarget, Target};
 
@@ -43,7 +41,6 @@ pub struct Discovery {
     /// None where there is nobody to ask.
     questions: Option<mpsc::Sender<Question>>,
     ready: watch::Receiver<bool>,
-    stats: Arc<DiscoveryStats>,
     first_answer: Duration,
 }
 
@@ -87,23 +84,23 @@ pub fn start(
     control: Control,
     trust: Trust,
     credentials: CurrentCredentials,
+    metrics: DiscoveryMetrics,
 ) -> (Discovery, impl Future<Output = ()> + Send) {
-    start_with(control, trust, credentials, Timing::default())
+    start_with(control, trust, credentials, metrics, Timing::default())
 }
 
 fn start_with(
     control: Control,
     trust: Trust,
     credentials: CurrentCredentials,
+    metrics: DiscoveryMetrics,
     timing: Timing,
 ) -> (Discovery, impl Future<Output = ()> + Send) {
     let (questions, asked) = mpsc::channel(QUEUED_QUESTIONS);
     let (set_ready, ready) = watch::channel(false);
-    let stats = Arc::new(DiscoveryStats::new());
     let discovery = Discovery {
         questions: Some(questions),
         ready,
-        stats: stats.clone(),
         first_answer: timing.first_answer,
     };
     let driver = async move {
@@ -117,7 +114,7 @@ fn start_with(
             requests: None,
             away: false,
             ready: set_ready,
-            stats,
+            metrics,
             sweep,
             timing,
             quiet,
@@ -136,7 +133,6 @@ impl Discovery {
         Self {
             questions: None,
             ready,
-            stats: Arc::new(DiscoveryStats::new()),
             first_answer: Duration::ZERO,
         }
     }
@@ -182,11 +178,6 @@ impl Discovery {
     /// True once the controller has accepted the stream, and ever after: what `/ready` waits for.
     pub fn connected_once(&self) -> watch::Receiver<bool> {
         self.ready.clone()
-    }
-
-    /// Counters for the admin server.
-    pub fn stats(&self) -> &DiscoveryStats {
-        &self.stats
     }
 }
 
@@ -244,7 +235,7 @@ struct Driver {
     /// The last try failed: nobody should wait for an answer.
     away: bool,
     ready: watch::Sender<bool>,
-    stats: Arc<DiscoveryStats>,
+    metrics: DiscoveryMetrics,
     sweep: Interval,
     timing: Timing,
     quiet: Quiet,
@@ -285,7 +276,7 @@ impl Driver {
             let Some(()) = self.serve_until(sleep(pause)).await else {
                 return;
             };
-            self.stats.reconnects.fetch_add(1, Ordering::Relaxed);
+            self.metrics.reconnects.inc();
         }
     }
 
@@ -305,7 +296,7 @@ impl Driver {
         self.send_status();
         let resumed = self.table.resume(Instant::now(), self.timing.idle);
         self.send(resumed);
-        self.stats.connected.store(true, Ordering::Relaxed);
+        self.metrics.connected.set(1);
         self.ready.send_replace(true);
         let end = loop {
             match self.serve_until(answers.message()).await? {
@@ -316,7 +307,7 @@ impl Driver {
         };
         self.requests = None;
         self.trust.stream_ended();
-        self.stats.connected.store(false, Ordering::Relaxed);
+        self.metrics.connected.set(0);
         Some(end)
     }
 
@@ -349,7 +340,7 @@ impl Driver {
             }
             // Without an answer the worker goes by Refused.
             Err(table::Full) => {
-                self.stats.refused.fetch_add(1, Ordering::Relaxed);
+                self.metrics.refused.inc();
                 let limit = self.timing.limit;
                 self.quiet.now_and_then(Trouble::Full, |times| {
                     warn!("{limit} destinations are in use, {destination} is refused until one of them is not ({times} such)");
@@ -359,7 +350,7 @@ impl Driver {
     }
 
     fn take_in(&mut self, answer: DiscoverResponse) {
-        self.stats.note_message();
+        self.metrics.message_received();
         debug!(
             destination = answer.destination,
             version = answer.version,
@@ -368,12 +359,12 @@ impl Driver {
         let Self {
             table,
             quiet,
-            stats,
+            metrics,
             trust,
             ..
         } = self;
         let mut report = |problem: String| {
-            stats.broken.fetch_add(1, Ordering::Relaxed);
+            metrics.broken.inc();
             quiet.now_and_then(Trouble::Broken, |times| {
                 warn!("the controller's answer makes no sense: {problem} ({times} such)")
             });
@@ -421,9 +412,8 @@ impl Driver {
     }
 
     fn send(&mut self, requests: impl IntoIterator<Item = DiscoverRequest>) {
-        self.stats
-            .subscriptions
-            .store(self.table.len() as u64, Ordering::Relaxed);
+        let subscriptions = i64::try_from(self.table.len()).unwrap_or(i64::MAX);
+        self.metrics.subscriptions.set(subscriptions);
         if let Some(sender) = &self.requests {
             // Where the stream has just ended, the next one starts with all of them.
             requests

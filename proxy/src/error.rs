@@ -120,7 +120,7 @@ impl Failure {
         matches!(self, Self::ConnectNotAllowed | Self::MtlsRequired)
     }
 
-    /// Somebody has not proven who they are.
+    /// Whether authentication failed: no certificate, no valid handshake, or no mutual TLS.
     pub fn is_identity_failure(&self) -> bool {
         matches!(
             self,

@@ -6,7 +6,6 @@ mod renewal;
 mod request;
 mod roots;
 mod schedule;
-mod stats;
 #[cfg(test)]
 pub(crate) mod testing;
 #[cfg(test)]
@@ -27,9 +26,9 @@ use rustls::sign::CertifiedKey;
 use tokio::sync::watch;
 
 use crate::control::Control;
+use crate::metrics::IdentityMetrics;
 pub use leaf::Leaf;
 pub use roots::{BadRoots, Roots, Trust, store};
-pub use stats::IdentityStats;
 pub use verify::{ClientVerifier, NotThePeer, ServerVerifier, identity_of};
 
 /// A certificate with its key, and the roots that peers are verified by. New connections use the newest, old ones live on.
@@ -77,9 +76,9 @@ pub fn start(
     control: Control,
     trust_domain: String,
     trust: Trust,
-    stats: Arc<IdentityStats>,
+    metrics: IdentityMetrics,
 ) -> (CurrentCredentials, impl Future<Output = ()> + Send) {
-    let renewal = renewal::Renewal::new(control, trust_domain, trust, stats);
+    let renewal = renewal::Renewal::new(control, trust_domain, trust, metrics);
     (renewal.credentials(), renewal.run())
 }
 

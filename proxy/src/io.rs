@@ -16,7 +16,7 @@ use tokio::net::TcpStream;
 
 use crate::lifetime::Lifetime;
 use crate::scratch::Scratch;
-use crate::tls::{Agreed, Handshake, Session};
+use crate::tls::{Handshake, Negotiated, Session};
 
 /// The most that one read takes for whoever passes bytes on at once: the more, the fewer system calls for bulk data.
 /// Pages that no read has needed take no memory.
@@ -53,11 +53,11 @@ impl Io {
     }
 
     /// From here on TLS: runs the handshake, which was given what was unread.
-    pub async fn secure(mut self, handshake: Handshake) -> io::Result<(Self, Agreed)> {
+    pub async fn secure(mut self, handshake: Handshake) -> io::Result<(Self, Negotiated)> {
         self.unread = BytesMut::new();
-        let (agreed, session) = handshake.run(&mut self.stream, &mut self.unread).await?;
+        let (negotiated, session) = handshake.run(&mut self.stream, &mut self.unread).await?;
         self.tls.get_or_insert_default().session = Some(session);
-        Ok((self, agreed))
+        Ok((self, negotiated))
     }
 
     /// Whether what goes over the wire is sealed.

@@ -104,7 +104,6 @@ async fn run_main<F: Future<Output = ()>>(
     let admin = admin::Admin {
         readiness: readiness.clone(),
         metrics: metrics.clone(),
-        discovery: discovery.clone(),
     };
     tokio::spawn(admin.serve(admin::bind(config.admin_port)?));
 
@@ -204,7 +203,12 @@ fn start_control(
             (Control::new(&address, token_file, None)?, identity::none())
         }
     };
-    let (discovery, driver) = discovery::start(control, trust, credentials.clone());
+    let (discovery, driver) = discovery::start(
+        control,
+        trust,
+        credentials.clone(),
+        metrics.discovery.clone(),
+    );
     tokio::spawn(driver);
     Ok((discovery, credentials))
 }

@@ -1,4 +1,4 @@
-//! Starts the proxy: configuration, logging, runtime; the rest is `lib.rs`.
+//! Entry point: reads the configuration, installs logging, runs `lib.rs`. Exit code 2: invalid configuration; 1: failure.
 
 use std::io::{self, IsTerminal as _};
 use std::process::ExitCode;
@@ -9,19 +9,13 @@ use tracing_subscriber::fmt;
 use tracing_subscriber::prelude::*;
 
 fn main() -> ExitCode {
-    let config = match Config::load() {
-        Ok(config) => config,
-        Err(problems) => {
-            eprintln!("proxy: the configuration is wrong:\n{problems}");
-            return ExitCode::from(2);
-        }
-    };
-    let lines = fmt::layer()
+    let config = Config::load();
+    let stderr = fmt::layer()
         .with_writer(io::stderr)
         .with_ansi(io::stderr().is_terminal());
     tracing_subscriber::registry()
         .with(config.log.clone())
-        .with(lines)
+        .with(stderr)
         .init();
     match run(config, shutdown_signal) {
         Ok(()) => ExitCode::SUCCESS,

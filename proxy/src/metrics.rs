@@ -1,18 +1,27 @@
-//! What the proxy counts, and its rendering for Prometheus. Counting is one relaxed addition; nothing here decides anything.
+//! Counters and gauges of the proxy, exposed in the OpenMetrics text format. The handle of each time series is looked up once, at the
+//! start: counting a request is one relaxed atomic addition.
 
-use std::fmt::{Display, Write};
+use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::sync::atomic::AtomicU64;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use http::StatusCode;
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeGaugeValue, EncodeMetric as _, text};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
+use prometheus_client::registry::{Metric, Registry};
+use tokio::sync::watch;
 
-use crate::discovery::DiscoveryStats;
 use crate::dump::Direction;
 use crate::error::Failure;
-use crate::identity::IdentityStats;
 
-/// What `Failure::code` may say, in the order in which it is counted. The last is for what is missing here.
+/// Content type of [`Metrics::render`].
+pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// Values of the label `code`: those of `Failure::code`, and one for codes missing here.
 const FAILURE_CODES: [&str; 15] = [
     "no-endpoint",
     "connect-failed",
@@ -32,268 +41,169 @@ const FAILURE_CODES: [&str; 15] = [
 ];
 const CLASSES: [&str; 5] = ["1xx", "2xx", "3xx", "4xx", "5xx"];
 
-/// The version of HTTP that a request came in.
+/// The HTTP version of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Protocol {
     /// HTTP/1.0 or HTTP/1.1.
     Http1,
-    /// HTTP/2, gRPC included.
+    /// HTTP/2, including gRPC.
     Http2,
 }
 
-/// All that the proxy counts; shared by all threads.
+/// All metrics of the process, shared by all threads.
 #[derive(Debug)]
 pub struct Metrics {
+    registry: Registry,
     inbound: Flows,
     outbound: Flows,
-    /// Exchanges beyond the budget for dumps.
-    pub dumps_suppressed: AtomicU64,
-    /// Dumps that the writer had no room for.
-    pub dumps_dropped: AtomicU64,
-    /// Of the certificate.
-    pub identity: Arc<IdentityStats>,
-    started: SystemTime,
+    /// Exchanges not dumped because the budget was exhausted.
+    pub dumps_suppressed: Counter,
+    /// Dumps dropped because the writer's queue was full.
+    pub dumps_dropped: Counter,
+    /// Metrics of the discovery stream.
+    pub discovery: DiscoveryMetrics,
+    /// Metrics of the workload certificate.
+    pub identity: IdentityMetrics,
 }
 
-/// What is counted on one of the two paths.
-#[derive(Debug, Default)]
-struct Flows {
-    connections: AtomicU64,
-    connections_closed: AtomicU64,
-    requests: [[AtomicU64; CLASSES.len()]; 2],
-    failures: [AtomicU64; FAILURE_CODES.len()],
-    certificates_expired: AtomicU64,
-    opaque_connections: AtomicU64,
-    opaque_sent: AtomicU64,
-    opaque_received: AtomicU64,
-}
-
-/// A connection that is counted as open until this is dropped.
+/// Metrics of one direction.
 #[derive(Debug)]
-pub struct OpenConnection {
-    metrics: Arc<Metrics>,
-    direction: Direction,
+struct Flows {
+    connections: Counter,
+    connections_open: Gauge,
+    certificate_expired: Gauge,
+    /// By [`Protocol`] and status class.
+    requests: [[Counter; CLASSES.len()]; 2],
+    failures: [Counter; FAILURE_CODES.len()],
+    opaque_connections: Counter,
+    opaque_sent: Counter,
+    opaque_received: Counter,
+}
+
+/// Metrics of the discovery stream. Clones share their values.
+#[derive(Clone, Debug, Default)]
+pub struct DiscoveryMetrics {
+    /// 1 while the stream is open.
+    pub connected: Gauge,
+    /// Subscribed destinations.
+    pub subscriptions: Gauge,
+    /// Destinations refused because the limit was reached.
+    pub refused: Counter,
+    /// Invalid parts of responses.
+    pub broken: Counter,
+    /// Attempts to open the stream after the first one.
+    pub reconnects: Counter,
+    last_message: watch::Sender<Option<Instant>>,
+}
+
+/// Metrics of the workload certificate. Clones share their values.
+#[derive(Clone, Debug, Default)]
+pub struct IdentityMetrics {
+    /// Certificates issued by the controller.
+    pub certificates: Counter,
+    /// Failed attempts to get a certificate.
+    pub failures: Counter,
+    not_after: watch::Sender<Option<SystemTime>>,
+}
+
+/// A connection that a gauge counts until this is dropped.
+#[derive(Debug)]
+pub struct OpenConnection(Gauge);
+
+impl OpenConnection {
+    fn count(gauge: &Gauge) -> Self {
+        gauge.inc();
+        Self(gauge.clone())
+    }
 }
 
 impl Drop for OpenConnection {
     fn drop(&mut self) {
-        self.metrics
-            .flows(self.direction)
-            .connections_closed
-            .fetch_add(1, Ordering::Relaxed);
-    }
-}
-
-/// An open connection whose peer's certificate has expired, counted until this is dropped.
-#[derive(Debug)]
-pub struct ExpiredConnection {
-    metrics: Arc<Metrics>,
-    direction: Direction,
-}
-
-impl Drop for ExpiredConnection {
-    fn drop(&mut self) {
-        self.metrics
-            .flows(self.direction)
-            .certificates_expired
-            .fetch_sub(1, Ordering::Relaxed);
+        self.0.dec();
     }
 }
 
 impl Metrics {
-    /// Everything at zero; the process starts now.
+    /// Registers all metrics with the value 0 and records the start time of the process.
     pub fn new() -> Arc<Self> {
+        let mut registry = Registry::with_prefix("diy_mesh_proxy");
+        let r = &mut registry;
+        let [inbound, outbound] = Flows::register(r);
+        let discovery = DiscoveryMetrics::register(r);
+        let identity = IdentityMetrics::register(r);
+        let dumps_suppressed = register(
+            r,
+            "dumps_suppressed",
+            "Exchanges not dumped because the budget was used up",
+        );
+        let dumps_dropped = register(
+            r,
+            "dumps_dropped",
+            "Dumps dropped because the writer's queue was full",
+        );
+        let start_time: Gauge<f64, AtomicU64> = register(
+            r,
+            "start_time_seconds",
+            "Start time of the process in seconds since 1970",
+        );
+        start_time.set(unix_seconds(SystemTime::now()));
+        register_optional(
+            r,
+            "resident_memory_bytes",
+            "Resident memory of the process in bytes.",
+            resident_memory,
+        );
         Arc::new(Self {
-            inbound: Flows::default(),
-            outbound: Flows::default(),
-            dumps_suppressed: AtomicU64::new(0),
-            dumps_dropped: AtomicU64::new(0),
-            identity: Arc::default(),
-            started: SystemTime::now(),
+            registry,
+            inbound,
+            outbound,
+            dumps_suppressed,
+            dumps_dropped,
+            discovery,
+            identity,
         })
     }
 
-    /// A connection was accepted.
-    pub fn connection(self: &Arc<Self>, direction: Direction) -> OpenConnection {
-        self.flows(direction)
-            .connections
-            .fetch_add(1, Ordering::Relaxed);
-        OpenConnection {
-            metrics: self.clone(),
-            direction,
-        }
+    /// Counts an accepted connection, as open until the returned value is dropped.
+    pub fn connection(&self, direction: Direction) -> OpenConnection {
+        let flows = self.flows(direction);
+        flows.connections.inc();
+        OpenConnection::count(&flows.connections_open)
     }
 
-    /// The certificate of an open connection's peer has expired.
-    pub fn certificate_expired(self: &Arc<Self>, direction: Direction) -> ExpiredConnection {
-        self.flows(direction)
-            .certificates_expired
-            .fetch_add(1, Ordering::Relaxed);
-        ExpiredConnection {
-            metrics: self.clone(),
-            direction,
-        }
+    /// Counts an open connection whose peer's certificate has expired, until the returned value is dropped.
+    pub fn certificate_expired(&self, direction: Direction) -> OpenConnection {
+        OpenConnection::count(&self.flows(direction).certificate_expired)
     }
 
-    /// A request was answered with this status, by the app or by the proxy.
+    /// Counts a response, from the application or from the proxy itself.
     pub fn request(&self, direction: Direction, protocol: Protocol, status: StatusCode) {
         let class = (status.as_u16() / 100).clamp(1, 5) as usize - 1;
-        self.flows(direction).requests[protocol as usize][class].fetch_add(1, Ordering::Relaxed);
+        self.flows(direction).requests[protocol as usize][class].inc();
     }
 
-    /// The proxy could not carry a request or a connection.
+    /// Counts a request or a connection that the proxy failed to forward.
     pub fn failure(&self, direction: Direction, failure: &Failure) {
         let index = FAILURE_CODES
             .iter()
             .position(|code| *code == failure.code())
             .unwrap_or(FAILURE_CODES.len() - 1);
-        self.flows(direction).failures[index].fetch_add(1, Ordering::Relaxed);
+        self.flows(direction).failures[index].inc();
     }
 
-    /// A connection that was passed through unread is over: the bytes that the client sent and received.
+    /// Counts a closed opaque connection and the bytes that its client sent and received.
     pub fn opaque(&self, direction: Direction, sent: u64, received: u64) {
         let flows = self.flows(direction);
-        flows.opaque_connections.fetch_add(1, Ordering::Relaxed);
-        flows.opaque_sent.fetch_add(sent, Ordering::Relaxed);
-        flows.opaque_received.fetch_add(received, Ordering::Relaxed);
+        flows.opaque_connections.inc();
+        flows.opaque_sent.inc_by(sent);
+        flows.opaque_received.inc_by(received);
     }
 
-    /// The exposition format of Prometheus, version 0.0.4.
-    pub fn render(&self, discovery: &DiscoveryStats) -> String {
-        let mut page = Page(String::with_capacity(8 * 1024));
-        page.family("connections_total", "counter", "Connections accepted.");
-        self.each(|flows, direction| {
-            page.sample(
-                "connections_total",
-                &[("direction", direction)],
-                get(&flows.connections),
-            )
-        });
-        page.family("connections_open", "gauge", "Connections open now.");
-        self.each(|flows, direction| {
-            // Closed is read first: a connection that opens and closes meanwhile can't make it negative.
-            let closed = get(&flows.connections_closed);
-            page.sample(
-                "connections_open",
-                &[("direction", direction)],
-                get(&flows.connections) - closed,
-            );
-        });
-        page.family(
-            "connections_certificate_expired",
-            "gauge",
-            "Connections open now whose peer's certificate has expired.",
-        );
-        self.each(|flows, direction| {
-            page.sample(
-                "connections_certificate_expired",
-                &[("direction", direction)],
-                get(&flows.certificates_expired),
-            );
-        });
-        page.family(
-            "requests_total",
-            "counter",
-            "Requests answered, by the class of the status.",
-        );
-        self.each(|flows, direction| {
-            for (protocol, classes) in ["http1", "http2"].into_iter().zip(&flows.requests) {
-                for (class, count) in CLASSES.into_iter().zip(classes) {
-                    page.sample(
-                        "requests_total",
-                        &[
-                            ("direction", direction),
-                            ("protocol", protocol),
-                            ("class", class),
-                        ],
-                        get(count),
-                    );
-                }
-            }
-        });
-        page.family(
-            "failures_total",
-            "counter",
-            "Requests and connections that the proxy could not carry, by its error code.",
-        );
-        self.each(|flows, direction| {
-            for (code, count) in FAILURE_CODES.into_iter().zip(&flows.failures) {
-                page.sample(
-                    "failures_total",
-                    &[("direction", direction), ("code", code)],
-                    get(count),
-                );
-            }
-        });
-        page.family(
-            "opaque_connections_total",
-            "counter",
-            "Connections passed through unread that are over.",
-        );
-        self.each(|flows, direction| {
-            page.sample(
-                "opaque_connections_total",
-                &[("direction", direction)],
-                get(&flows.opaque_connections),
-            )
-        });
-        page.family(
-            "opaque_bytes_total",
-            "counter",
-            "Bytes of connections passed through unread, as the client sent and received them.",
-        );
-        self.each(|flows, direction| {
-            page.sample(
-                "opaque_bytes_total",
-                &[("direction", direction), ("way", "sent")],
-                get(&flows.opaque_sent),
-            );
-            page.sample(
-                "opaque_bytes_total",
-                &[("direction", direction), ("way", "received")],
-                get(&flows.opaque_received),
-            );
-        });
-        render_discovery(discovery, &mut page);
-        render_identity(&self.identity, &mut page);
-        self.render_process(&mut page);
-        page.0
-    }
-
-    fn render_process(&self, page: &mut Page) {
-        page.family(
-            "dumps_suppressed_total",
-            "counter",
-            "Exchanges beyond the budget for dumps.",
-        );
-        page.sample("dumps_suppressed_total", &[], get(&self.dumps_suppressed));
-        page.family(
-            "dumps_dropped_total",
-            "counter",
-            "Dumps that the writer had no room for.",
-        );
-        page.sample("dumps_dropped_total", &[], get(&self.dumps_dropped));
-        if let Some(bytes) = resident_memory() {
-            page.family(
-                "resident_memory_bytes",
-                "gauge",
-                "Resident memory of the process.",
-            );
-            page.sample("resident_memory_bytes", &[], bytes);
-        }
-        page.family(
-            "start_time_seconds",
-            "gauge",
-            "When the process started, in seconds since 1970.",
-        );
-        page.sample(
-            "start_time_seconds",
-            &[],
-            self.started
-                .duration_since(UNIX_EPOCH)
-                .unwrap_or_default()
-                .as_secs_f64(),
-        );
+    /// All metrics in the OpenMetrics text format.
+    pub fn render(&self) -> String {
+        let mut page = String::with_capacity(8 * 1024);
+        text::encode(&mut page, &self.registry).expect("writing to a String does not fail");
+        page
     }
 
     fn flows(&self, direction: Direction) -> &Flows {
@@ -302,83 +212,187 @@ impl Metrics {
             Direction::Outbound => &self.outbound,
         }
     }
+}
 
-    fn each(&self, mut render: impl FnMut(&Flows, &'static str)) {
-        for direction in [Direction::Inbound, Direction::Outbound] {
-            render(self.flows(direction), direction.name());
-        }
+impl Flows {
+    /// Registers the metrics of both directions, inbound first.
+    fn register(r: &mut Registry) -> [Self; 2] {
+        let connections: Counters<1> = register(r, "connections", "Accepted connections");
+        let open: Gauges = register(r, "connections_open", "Open connections");
+        let expired: Gauges = register(
+            r,
+            "connections_certificate_expired",
+            "Open connections whose peer's certificate has expired",
+        );
+        let requests: Counters<3> =
+            register(r, "requests", "Responses sent to clients, by status class");
+        let failures: Counters<2> = register(
+            r,
+            "failures",
+            "Requests and connections that the proxy failed to forward, by error code",
+        );
+        let opaque_connections: Counters<1> = register(
+            r,
+            "opaque_connections",
+            "Closed connections forwarded as opaque bytes",
+        );
+        let opaque_bytes: Counters<2> = register(
+            r,
+            "opaque_bytes",
+            "Bytes that clients of opaque connections sent and received",
+        );
+        [Direction::Inbound, Direction::Outbound].map(|direction| {
+            let direction = ("direction", direction.name());
+            Self {
+                connections: connections.get_or_create_owned(&[direction]),
+                connections_open: open.get_or_create_owned(&[direction]),
+                certificate_expired: expired.get_or_create_owned(&[direction]),
+                requests: ["http1", "http2"].map(|protocol| {
+                    CLASSES.map(|class| {
+                        let labels = [direction, ("protocol", protocol), ("class", class)];
+                        requests.get_or_create_owned(&labels)
+                    })
+                }),
+                failures: FAILURE_CODES
+                    .map(|code| failures.get_or_create_owned(&[direction, ("code", code)])),
+                opaque_connections: opaque_connections.get_or_create_owned(&[direction]),
+                opaque_sent: opaque_bytes.get_or_create_owned(&[direction, ("way", "sent")]),
+                opaque_received: opaque_bytes
+                    .get_or_create_owned(&[direction, ("way", "received")]),
+            }
+        })
     }
 }
 
-fn render_discovery(stats: &DiscoveryStats, page: &mut Page) {
-    page.family(
-        "discovery_connected",
-        "gauge",
-        "1 while the stream to the controller stands.",
-    );
-    page.sample("discovery_connected", &[], u8::from(stats.connected()));
-    page.family(
-        "discovery_subscriptions",
-        "gauge",
-        "Destinations that the proxy is subscribed to.",
-    );
-    page.sample("discovery_subscriptions", &[], stats.subscriptions());
-    page.family(
-        "discovery_refused_total",
-        "counter",
-        "Times that a destination was refused because too many were in use.",
-    );
-    page.sample("discovery_refused_total", &[], stats.refused());
-    page.family(
-        "discovery_broken_total",
-        "counter",
-        "Things in the controller's answers that made no sense.",
-    );
-    page.sample("discovery_broken_total", &[], stats.broken());
-    page.family(
-        "discovery_reconnects_total",
-        "counter",
-        "Tries to open the stream after the first one.",
-    );
-    page.sample("discovery_reconnects_total", &[], stats.reconnects());
-    if let Some(age) = stats.last_message_age() {
-        page.family(
+impl DiscoveryMetrics {
+    fn register(r: &mut Registry) -> Self {
+        let metrics = Self {
+            connected: register(
+                r,
+                "discovery_connected",
+                "1 while the discovery stream is open",
+            ),
+            subscriptions: register(r, "discovery_subscriptions", "Subscribed destinations"),
+            refused: register(
+                r,
+                "discovery_refused",
+                "Destinations refused because the limit of subscriptions was reached",
+            ),
+            broken: register(
+                r,
+                "discovery_broken",
+                "Invalid parts of the controller's responses",
+            ),
+            reconnects: register(
+                r,
+                "discovery_reconnects",
+                "Attempts to open the discovery stream after the first one",
+            ),
+            last_message: watch::Sender::default(),
+        };
+        let shared = metrics.clone();
+        register_optional(
+            r,
             "discovery_last_message_age_seconds",
-            "gauge",
-            "How long ago the controller last sent an answer.",
+            "Time since the controller's latest response in seconds.",
+            move || shared.last_message_age().map(|age| age.as_secs_f64()),
         );
-        page.sample("discovery_last_message_age_seconds", &[], age.as_secs_f64());
+        metrics
+    }
+
+    /// Records the arrival of a response.
+    pub fn message_received(&self) {
+        self.last_message.send_replace(Some(Instant::now()));
+    }
+
+    /// Time since the latest response; `None` before the first one.
+    pub fn last_message_age(&self) -> Option<Duration> {
+        self.last_message.borrow().map(|at| at.elapsed())
     }
 }
 
-fn render_identity(stats: &IdentityStats, page: &mut Page) {
-    page.family(
-        "certificates_total",
-        "counter",
-        "Certificates that the controller signed for this proxy.",
-    );
-    page.sample("certificates_total", &[], stats.certificates());
-    page.family(
-        "certificate_failures_total",
-        "counter",
-        "Tries to get a certificate that failed.",
-    );
-    page.sample("certificate_failures_total", &[], stats.failures());
-    if let Some(time) = stats.not_after() {
-        page.family(
+impl IdentityMetrics {
+    fn register(r: &mut Registry) -> Self {
+        let metrics = Self {
+            certificates: register(r, "certificates", "Certificates issued by the controller"),
+            failures: register(
+                r,
+                "certificate_failures",
+                "Failed attempts to get a certificate",
+            ),
+            not_after: watch::Sender::default(),
+        };
+        let not_after = metrics.not_after.clone();
+        register_optional(
+            r,
             "certificate_end_time_seconds",
-            "gauge",
-            "When the certificate ends, in seconds since 1970.",
+            "Expiry of the certificate in seconds since 1970.",
+            move || not_after.borrow().map(|time| unix_seconds(time) as u64),
         );
-        page.sample("certificate_end_time_seconds", &[], time);
+        metrics
+    }
+
+    /// Records a new certificate that expires at `not_after`.
+    pub fn issued(&self, not_after: SystemTime) {
+        self.certificates.inc();
+        self.not_after.send_replace(Some(not_after));
     }
 }
 
-fn get(counter: &AtomicU64) -> u64 {
-    counter.load(Ordering::Relaxed)
+type Labels<const N: usize> = [(&'static str, &'static str); N];
+type Counters<const N: usize> = Family<Labels<N>, Counter>;
+type Gauges = Family<Labels<1>, Gauge>;
+
+/// Registers a metric with its initial value. The encoder appends `_total` to the names of counters and a full stop to `help`.
+fn register<M: Metric + Clone + Default>(registry: &mut Registry, name: &str, help: &str) -> M {
+    let metric = M::default();
+    registry.register(name, help, metric.clone());
+    metric
 }
 
-/// The process's resident memory in bytes, where the kernel tells.
+/// Registers a gauge that is read at each scrape, and absent while `read` returns `None`.
+fn register_optional<V: EncodeGaugeValue + 'static>(
+    registry: &mut Registry,
+    name: &'static str,
+    help: &'static str,
+    read: impl Fn() -> Option<V> + Send + Sync + 'static,
+) {
+    registry.register_collector(Box::new(OptionalGauge { name, help, read }));
+}
+
+struct OptionalGauge<F> {
+    name: &'static str,
+    help: &'static str,
+    read: F,
+}
+
+impl<F> fmt::Debug for OptionalGauge<F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name)
+    }
+}
+
+impl<F, V> Collector for OptionalGauge<F>
+where
+    F: Fn() -> Option<V> + Send + Sync + 'static,
+    V: EncodeGaugeValue,
+{
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let Some(value) = (self.read)() else {
+            return Ok(());
+        };
+        let gauge = ConstGauge::new(value);
+        gauge.encode(encoder.encode_descriptor(self.name, self.help, None, gauge.metric_type())?)
+    }
+}
+
+fn unix_seconds(time: SystemTime) -> f64 {
+    time.duration_since(UNIX_EPOCH)
+        .unwrap_or_default()
+        .as_secs_f64()
+}
+
+/// Resident memory of the process in bytes; `None` where the kernel does not report it.
 fn resident_memory() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status
@@ -388,40 +402,13 @@ fn resident_memory() -> Option<u64> {
     Some(kibibytes * 1024)
 }
 
-/// The page under way. Writing to a String can't fail: results of `write!` are not looked at.
-struct Page(String);
-
-impl Page {
-    fn family(&mut self, name: &str, kind: &str, help: &str) {
-        let _ = writeln!(
-            self.0,
-            "# HELP diy_mesh_proxy_{name} {help}\n# TYPE diy_mesh_proxy_{name} {kind}"
-        );
-    }
-
-    fn sample(&mut self, name: &str, labels: &[(&str, &'static str)], value: impl Display) {
-        let _ = write!(self.0, "diy_mesh_proxy_{name}");
-        for (index, (label, value)) in labels.iter().enumerate() {
-            let _ = write!(
-                self.0,
-                "{}{label}=\"{value}\"",
-                if index == 0 { '{' } else { ',' }
-            );
-        }
-        let _ = writeln!(
-            self.0,
-            "{} {value}",
-            if labels.is_empty() { "" } else { "}" }
-        );
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// A page's samples: name with labels, and value. Panics where the page is not in the exposition format.
+    /// Parses a page into samples: name with labels, and value. Panics if the page is not in the OpenMetrics text format.
     fn parse(page: &str) -> std::collections::HashMap<String, f64> {
+        let page = page.strip_suffix("# EOF\n").expect("an end marker");
         let mut family = String::new();
         let mut samples = std::collections::HashMap::new();
         for line in page.lines() {
@@ -431,11 +418,11 @@ mod tests {
             } else if let Some(kind) = line.strip_prefix("# TYPE ") {
                 let (name, kind) = kind.split_once(' ').expect("a type");
                 assert_eq!(name, family, "TYPE follows HELP");
-                assert!(
-                    ["counter", "gauge"].contains(&kind)
-                        && (kind == "counter") == name.ends_with("_total"),
-                    "{line}"
-                );
+                match kind {
+                    "counter" => family.push_str("_total"),
+                    "gauge" => {}
+                    _ => panic!("unexpected type: {line}"),
+                }
             } else {
                 let (name, value) = line.rsplit_once(' ').expect("a value");
                 assert_eq!(
@@ -458,7 +445,7 @@ mod tests {
                     samples
                         .insert(name.to_owned(), value.parse().expect("a number"))
                         .is_none(),
-                    "{line} stands twice"
+                    "duplicate sample: {line}"
                 );
             }
         }
@@ -466,14 +453,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_counted_is_rendered() {
+    fn renders_counted_values() {
         let metrics = Metrics::new();
         let open = metrics.connection(Direction::Inbound);
         drop(metrics.connection(Direction::Inbound));
         metrics.request(Direction::Outbound, Protocol::Http2, StatusCode::NOT_FOUND);
         metrics.failure(Direction::Outbound, &Failure::NoEndpoint("a/b".into()));
         metrics.opaque(Direction::Inbound, 10, 20);
-        let samples = parse(&metrics.render(crate::discovery::Discovery::off().stats()));
+        let samples = parse(&metrics.render());
         let sample = |name: &str| samples[&format!("diy_mesh_proxy_{name}")];
         assert_eq!(sample("connections_total{direction=\"inbound\"}"), 2.0);
         assert_eq!(sample("connections_open{direction=\"inbound\"}"), 1.0);
@@ -497,14 +484,33 @@ mod tests {
             sample("resident_memory_bytes") > 100_000.0 && sample("start_time_seconds") > 1.7e9
         );
         drop(open);
+        let samples = parse(&metrics.render());
         assert_eq!(
-            parse(&metrics.render(crate::discovery::Discovery::off().stats()))["diy_mesh_proxy_connections_open{direction=\"inbound\"}"],
+            samples["diy_mesh_proxy_connections_open{direction=\"inbound\"}"],
             0.0
         );
     }
 
     #[test]
-    fn every_failure_has_its_label() {
+    fn omits_unknown_times_until_they_are_recorded() {
+        let metrics = Metrics::new();
+        let names = [
+            "diy_mesh_proxy_certificate_end_time_seconds",
+            "diy_mesh_proxy_discovery_last_message_age_seconds",
+        ];
+        let samples = parse(&metrics.render());
+        assert!(names.iter().all(|name| !samples.contains_key(*name)));
+        metrics
+            .identity
+            .issued(UNIX_EPOCH + Duration::from_secs(2_000_000_000));
+        metrics.discovery.message_received();
+        let samples = parse(&metrics.render());
+        assert_eq!(samples[names[0]], 2e9);
+        assert!(samples[names[1]] < 60.0);
+    }
+
+    #[test]
+    fn every_failure_code_is_a_label() {
         let address = std::net::SocketAddr::from(([127, 0, 0, 1], 1));
         let failures = [
             Failure::NoEndpoint(String::new()),

@@ -15,7 +15,7 @@ use crate::flow::Flow;
 use crate::forward::{AttemptError, Attempts, Forward, Retry, forward};
 use crate::io::Io;
 use crate::record::ConnectionRecord;
-use crate::tls::{Inside, Tls};
+use crate::tls::{Alpn, Tls};
 
 /// A new connection to an endpoint, which counts as in flight there.
 pub struct Dialed {
@@ -37,7 +37,7 @@ pub async fn serve(
     let dialed = match (flow.authorize_connection(), dialed) {
         (Err(refused), _) => Err(refused),
         (Ok(()), Some(dialed)) => Ok(dialed),
-        (Ok(()), None) => dial(&flow, Inside::Opaque).await,
+        (Ok(()), None) => dial(&flow, Alpn::Opaque).await,
     };
     let Dialed {
         mut upstream,
@@ -65,7 +65,7 @@ pub async fn serve(
 }
 
 /// Connects to one of the destination's endpoints.
-pub async fn dial(flow: &Flow, alpn: Inside) -> Result<Dialed, Failure> {
+pub async fn dial(flow: &Flow, alpn: Alpn) -> Result<Dialed, Failure> {
     let mut dial = Dial {
         alpn,
         tls: &flow.worker.tls,
@@ -92,7 +92,7 @@ pub async fn pool(
 }
 
 struct Dial<'a> {
-    alpn: Inside,
+    alpn: Alpn,
     tls: &'a Tls,
     attempts: Attempts,
 }

@@ -18,7 +18,7 @@ use crate::flow::Flow;
 use crate::io::Io;
 use crate::opaque::{self, Dialed};
 use crate::policy::Caller;
-use crate::tls::{self, Hello, Inside};
+use crate::tls::{self, Alpn, Hello};
 
 /// How long a client may be silent before the proxy dials. A client that sends first does so sooner.
 const CLIENT_FIRST_TIMEOUT: Duration = Duration::from_millis(2);
@@ -78,7 +78,7 @@ pub async fn detect(
         Some(dialed) => Box::pin(ready(Ok(dialed))),
         None => {
             let flow = flow.clone();
-            Box::pin(async move { opaque::dial(&flow, Inside::Undecided).await })
+            Box::pin(async move { opaque::dial(&flow, Alpn::Detect).await })
         }
     };
     let first = poll_fn(|cx| match reading.as_mut().poll(cx) {
@@ -165,7 +165,7 @@ impl Detector {
 /// A part of a request line may be a whole message of another protocol, and certainly is if it is
 /// binary. A part of a ClientHello is not.
 fn pause_timeout(begun: &[u8]) -> Duration {
-    match tls::look(begun) {
+    match tls::inspect(begun) {
         Hello::NeedMore => CLIENT_HELLO_TIMEOUT,
         _ if is_binary(begun) => Duration::ZERO,
         _ => DETECT_TIMEOUT,

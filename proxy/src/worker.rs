@@ -303,7 +303,7 @@ mod tests {
             1,
             "the one that was open is still carried"
         );
-        let counted = metrics.render(Discovery::off().stats());
+        let counted = metrics.render();
         assert!(
             counted.contains("failures_total{direction=\"inbound\",code=\"overloaded\"} 100"),
             "{counted}"

@@ -452,8 +452,7 @@ fn a_failure_that_the_proxy_replies_to_counts_as_a_request() {
         )
         .await;
         assert!(read_all(&mut client).await.starts_with("HTTP/1.1 502 "));
-        let discovery = diy_mesh_proxy::discovery::Discovery::off();
-        let metrics = mesh.metrics.render(discovery.stats());
+        let metrics = mesh.metrics.render();
         for sample in [
             "requests_total{direction=\"outbound\",protocol=\"http1\",class=\"5xx\"} 1",
             "failures_total{direction=\"outbound\",code=\"connect-failed\"} 1",

@@ -4,7 +4,7 @@ use diy_mesh_proxy::detect::{
     RequestLineDetector, Protocol, Verdict, classify, classify_inbound, classify_inbound_opaque,
     is_http2_server, guess,
 };
-use diy_mesh_proxy::tls::{Hello, look};
+use diy_mesh_proxy::tls::{Hello, inspect};
 
 /// The first bytes of a client, or of a server.
 pub fn detect(bytes: &[u8]) {
@@ -17,7 +17,7 @@ pub fn detect(bytes: &[u8]) {
         Verdict::Known(Protocol::MeshTls),
         "only what comes in is looked at for it"
     );
-    let expected = match look(bytes) {
+    let expected = match inspect(bytes) {
         Hello::Mesh => Verdict::Known(Protocol::MeshTls),
         Hello::NeedMore => Verdict::NeedMore,
         Hello::Foreign => outbound,

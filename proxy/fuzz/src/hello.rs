@@ -1,6 +1,6 @@
 //! Whether bytes begin the mesh's TLS. What rustls reads in a ClientHello, the look must have seen in it.
 
-use diy_mesh_proxy::tls::{Hello, Inside, look};
+use diy_mesh_proxy::tls::{Alpn, Hello, inspect};
 use rustls::server::Acceptor;
 
 /// A record's head, and a handshake message's.
@@ -8,18 +8,12 @@ const HEADS: usize = 5 + 4;
 
 /// The first bytes of a connection to a pod.
 pub fn hello(bytes: &[u8]) {
-    crate::settles(bytes, Hello::NeedMore, look);
-    let verdict = look(bytes);
+    crate::settles(bytes, Hello::NeedMore, inspect);
+    let verdict = inspect(bytes);
     if verdict == Hello::Mesh {
-        let all = [
-            Inside::Http1,
-            Inside::Http2,
-            Inside::Opaque,
-            Inside::Undecided,
-        ];
+        let all = [Alpn::Http1, Alpn::Http2, Alpn::Opaque, Alpn::Detect];
         assert!(
-            all.iter()
-                .any(|inside| crate::contains(bytes, inside.alpn())),
+            all.iter().any(|alpn| crate::contains(bytes, alpn.name())),
             "the mesh's, and names none of its protocols"
         );
     }
@@ -51,7 +45,7 @@ fn rustls_reads_the_meshs(bytes: &[u8]) -> bool {
                 let hello = accepted.client_hello();
                 return hello
                     .alpn()
-                    .is_some_and(|mut names| names.any(|name| Inside::from_alpn(name).is_some()));
+                    .is_some_and(|mut names| names.any(|name| Alpn::from_name(name).is_some()));
             }
             Err(_) => return false,
         }

@@ -14,7 +14,8 @@ use super::testing::{CONTROLLER, FakeController, Mounted, Signing, soon};
 use super::*;
 use crate::discovery::{self, Discovery};
 use crate::identity::testing::{Authority, WEB, token};
-use crate::identity::{self, CurrentCredentials, IdentityStats, Trust};
+use crate::identity::{self, CurrentCredentials, Trust};
+use crate::metrics::{DiscoveryMetrics, IdentityMetrics};
 
 const LOOPBACK: ([u8; 4], u16) = ([127, 0, 0, 1], 0);
 const WEB_USER: &str = "system:serviceaccount:shop:web";
@@ -212,28 +213,33 @@ async fn the_mounted_roots_are_read_anew_and_those_that_were_sent_count_too() {
 struct Proxy {
     _discovery: Discovery,
     credentials: CurrentCredentials,
-    stats: Arc<IdentityStats>,
+    metrics: IdentityMetrics,
     _tasks: JoinSet<()>,
 }
 
 impl Proxy {
     fn start(address: SocketAddr, mounted: &Mounted) -> Self {
-        let (trust, stats) = (Trust::default(), Arc::new(IdentityStats::default()));
+        let (trust, metrics) = (Trust::default(), IdentityMetrics::default());
         let control = connecting(address, mounted, &trust);
         let (credentials, renewal) = identity::start(
             control.clone(),
             "cluster.local".to_owned(),
             trust.clone(),
-            stats.clone(),
+            metrics.clone(),
         );
-        let (discovery, driver) = discovery::start(control, trust, credentials.clone());
+        let (discovery, driver) = discovery::start(
+            control,
+            trust,
+            credentials.clone(),
+            DiscoveryMetrics::default(),
+        );
         let mut tasks = JoinSet::new();
         tasks.spawn(renewal);
         tasks.spawn(driver);
         Self {
             _discovery: discovery,
             credentials,
-            stats,
+            metrics,
             _tasks: tasks,
         }
     }
@@ -289,9 +295,9 @@ async fn certificates_of_seconds_follow_each_other_and_the_controller_hears_of_e
     assert!(proxy.credentials.borrow().is_some(), "it never was without");
     controller.sign(None);
     proxy.has_certificate(false).await;
-    assert!(proxy.stats.certificates() >= 2);
+    assert!(proxy.metrics.certificates.get() >= 2);
     soon(async {
-        while proxy.stats.failures() == 0 {
+        while proxy.metrics.failures.get() == 0 {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     })

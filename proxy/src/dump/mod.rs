@@ -232,9 +232,7 @@ impl Shared {
     /// Takes one exchange out of this second's budget. What is not dumped costs a load and an addition.
     fn admit(&self) -> bool {
         if self.budget.load(Ordering::Relaxed) == 0 {
-            self.metrics
-                .dumps_suppressed
-                .fetch_add(1, Ordering::Relaxed);
+            self.metrics.dumps_suppressed.inc();
             return false;
         }
         let taken = self
@@ -251,9 +249,7 @@ impl Shared {
             if taken.is_ok() {
                 self.release();
             }
-            self.metrics
-                .dumps_suppressed
-                .fetch_add(1, Ordering::Relaxed);
+            self.metrics.dumps_suppressed.inc();
         }
         admitted
     }
@@ -265,7 +261,7 @@ impl Shared {
 
     fn send(&self, message: Message) {
         if self.queue.try_send(message).is_err() {
-            self.metrics.dumps_dropped.fetch_add(1, Ordering::Relaxed);
+            self.metrics.dumps_dropped.inc();
         }
     }
 }

@@ -81,8 +81,7 @@ impl Writer {
     }
 
     fn tell_suppressed(&mut self) -> Result<bool, Closed> {
-        let total = self.metrics.dumps_suppressed.load(Ordering::Relaxed)
-            + self.metrics.dumps_dropped.load(Ordering::Relaxed);
+        let total = self.metrics.dumps_suppressed.get() + self.metrics.dumps_dropped.get();
         let more = total - self.told;
         if more == 0 {
             return Ok(false);

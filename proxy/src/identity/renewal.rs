@@ -11,11 +11,12 @@ use tokio::sync::watch;
 use tokio::time::sleep;
 use tracing::{error, info, warn};
 
+use super::Credentials;
 use super::request::{IdentityError, Issued, Request};
 use super::roots::{Changes, Trust};
 use super::schedule::{Life, after_switch, pause};
-use super::{Credentials, IdentityStats};
 use crate::control::{Control, ControlError};
+use crate::metrics::IdentityMetrics;
 
 /// The wall clock, which certificates go by, is looked at this often: it may have been set, or the machine asleep.
 const LOOK: Duration = Duration::from_secs(60);
@@ -66,7 +67,7 @@ pub(super) struct Renewal<W> {
     trust: Trust,
     changes: Changes,
     credentials: watch::Sender<Option<Arc<Credentials>>>,
-    stats: Arc<IdentityStats>,
+    metrics: IdentityMetrics,
     held: Option<Held>,
     failures: u32,
     /// When to try next.
@@ -80,7 +81,7 @@ struct Held {
 }
 
 impl<W: World + Clone> Renewal<W> {
-    pub fn new(world: W, trust_domain: String, trust: Trust, stats: Arc<IdentityStats>) -> Self {
+    pub fn new(world: W, trust_domain: String, trust: Trust, metrics: IdentityMetrics) -> Self {
         let (due, changes) = (world.now(), trust.changes());
         let credentials = watch::Sender::new(None);
         Self {
@@ -89,7 +90,7 @@ impl<W: World + Clone> Renewal<W> {
             trust,
             changes,
             credentials,
-            stats,
+            metrics,
             held: None,
             failures: 0,
             due,
@@ -159,7 +160,7 @@ impl<W: World + Clone> Renewal<W> {
             until: leaf.not_after,
         };
         info!(identity = %leaf.identity, serial = leaf.serial, seconds = life.left(now).as_secs(), "a new certificate");
-        self.stats.issued(leaf.not_after);
+        self.metrics.issued(leaf.not_after);
         self.credentials.send_replace(Some(Arc::new(Credentials {
             identity: leaf.identity,
             certified,
@@ -179,7 +180,7 @@ impl<W: World + Clone> Renewal<W> {
 
     fn fail(&mut self, problem: &IdentityError) {
         self.failures = self.failures.saturating_add(1);
-        self.stats.failed();
+        self.metrics.failures.inc();
         let now = self.world.now();
         let life = self.held.as_ref().map(|held| held.life);
         let pause = pause(life, self.failures, self.world.random());

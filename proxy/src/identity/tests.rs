@@ -88,7 +88,7 @@ impl Fake {
 struct Running {
     fake: Fake,
     trust: Trust,
-    stats: Arc<IdentityStats>,
+    metrics: IdentityMetrics,
     credentials: CurrentCredentials,
     _task: JoinSet<()>,
 }
@@ -124,23 +124,23 @@ impl Running {
             plan: Mutex::new(plan),
             asked: Mutex::default(),
         };
-        let (fake, trust, stats) = (
+        let (fake, trust, metrics) = (
             Fake(Arc::new(state)),
             Trust::default(),
-            Arc::new(IdentityStats::default()),
+            IdentityMetrics::default(),
         );
         let renewal = Renewal::new(
             fake.clone(),
             "cluster.local".to_owned(),
             trust.clone(),
-            stats.clone(),
+            metrics.clone(),
         );
         let (credentials, mut tasks) = (renewal.credentials(), JoinSet::new());
         tasks.spawn(renewal.run());
         Self {
             fake,
             trust,
-            stats,
+            metrics,
             credentials,
             _task: tasks,
         }
@@ -211,7 +211,13 @@ async fn the_first_certificate_comes_at_once_and_the_next_in_time_each_with_its_
         second.certified.key.public_key().unwrap()
     );
     assert!(second.not_after > first.not_after);
-    assert_eq!((proxy.stats.certificates(), proxy.stats.failures()), (3, 0));
+    assert_eq!(
+        (
+            proxy.metrics.certificates.get(),
+            proxy.metrics.failures.get()
+        ),
+        (3, 0)
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -270,7 +276,7 @@ async fn the_old_certificate_serves_to_its_end_and_then_there_is_none_until_the_
         pauses[5..].iter().all(|pause| (pause - 45.0).abs() < 0.01),
         "{pauses:?}"
     );
-    assert_eq!(proxy.stats.failures(), tries.len() as u64);
+    assert_eq!(proxy.metrics.failures.get(), tries.len() as u64);
     proxy.fake.plan(|plan| plan.mood = Mood::Signs);
     assert!(proxy.changed().await.is_some());
 }
@@ -289,7 +295,7 @@ async fn an_answer_that_was_not_asked_for_is_no_certificate() {
     let proxy = Running::start_where(DAY, |plan| plan.user = "system:serviceaccount:shop:cart");
     sleep(Duration::from_secs(1)).await;
     assert!(
-        proxy.credentials.borrow().is_none() && proxy.stats.failures() > 1,
+        proxy.credentials.borrow().is_none() && proxy.metrics.failures.get() > 1,
         "it is signed for another workload"
     );
 }

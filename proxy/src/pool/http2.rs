@@ -19,7 +19,7 @@ use crate::connect::{self, Remote};
 use crate::error::Failure;
 use crate::io::Io;
 use crate::lifetime::{Expiry, Lifetime};
-use crate::tls::{Inside, Tls};
+use crate::tls::{Alpn, Tls};
 
 /// The maximum size of a header list, counted as in RFC 9113, section 6.5.2.
 pub const MAX_HEADER_LIST: u32 = 64 * 1024;
@@ -279,7 +279,7 @@ pub(super) async fn open(
     expiry: impl FnOnce(&Io) -> Expiry,
 ) -> Result<Rc<Connection>, Failure> {
     let address = remote.address;
-    let io = connect::dial(remote, Inside::Http2, tls).await?;
+    let io = connect::dial(remote, Alpn::Http2, tls).await?;
     let is_secured = io.is_secured();
     let lifetime = io.lifetime().copied();
     let mut expiry = expiry(&io);

@@ -11,7 +11,7 @@ use crate::connect::{self, Remote};
 use crate::error::Failure;
 use crate::io::Io;
 use crate::lifetime::Expiry;
-use crate::tls::{Inside, Tls};
+use crate::tls::{Alpn, Tls};
 
 /// Idle HTTP/1 connections that are kept per endpoint and worker.
 const MAX_IDLE: usize = 256;
@@ -56,7 +56,7 @@ impl Pool {
         match reuse.then(|| self.checkout_http1(now)).flatten() {
             Some(io) => Ok(Upstream { io, reused: true }),
             None => {
-                let io = connect::dial(&self.remote, Inside::Http1, tls).await?;
+                let io = connect::dial(&self.remote, Alpn::Http1, tls).await?;
                 Ok(Upstream { io, reused: false })
             }
         }

@@ -20,11 +20,11 @@ use tokio::net::TcpStream;
 
 use super::session::{Kernel, Leftover, Session};
 
-/// What the two ends have agreed on.
-pub struct Agreed {
+/// The outcome of a handshake.
+pub struct Negotiated {
     /// The peer's own certificate, where it has shown one.
     pub certificate: Option<CertificateDer<'static>>,
-    /// What is inside (RFC 7301).
+    /// The application protocol (RFC 7301).
     pub alpn: Option<Vec<u8>>,
     /// How they came by their keys.
     pub group: Option<NamedGroup>,
@@ -35,7 +35,7 @@ pub struct Agreed {
 }
 
 /// For people: `X25519MLKEM768 TLS13_AES_128_GCM_SHA256 Resumed`.
-impl fmt::Display for Agreed {
+impl fmt::Display for Negotiated {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             group: Some(group),
@@ -102,7 +102,7 @@ impl Handshake {
         mut self,
         stream: &mut TcpStream,
         plain: &mut BytesMut,
-    ) -> io::Result<(Agreed, Session)> {
+    ) -> io::Result<(Negotiated, Session)> {
         poll_fn(|cx| self.poll(cx, stream, plain)).await?;
         let Self {
             machine,
@@ -110,7 +110,7 @@ impl Handshake {
             outgoing,
             peer_ended,
         } = self;
-        let agreed = machine.agreed();
+        let negotiated = machine.negotiated();
         let (secrets, kernel) = match machine {
             Machine::Client(connection) => {
                 let (secrets, kernel) = connection
@@ -132,7 +132,7 @@ impl Handshake {
         };
         let session = Session::new(kernel, &secrets, leftover)
             .ok_or_else(|| io::Error::other("a suite that is not TLS 1.3's"))?;
-        Ok((agreed, session))
+        Ok((negotiated, session))
     }
 
     fn poll(
@@ -208,12 +208,12 @@ impl Handshake {
 }
 
 impl Machine {
-    fn agreed(&self) -> Agreed {
+    fn negotiated(&self) -> Negotiated {
         let state: &CommonState = match self {
             Self::Client(connection) => connection,
             Self::Server(connection) => connection,
         };
-        Agreed {
+        Negotiated {
             certificate: state
                 .peer_certificates()
                 .and_then(|chain| chain.first())

@@ -1,7 +1,7 @@
 //! Whether bytes begin the mesh's TLS or the app's own: a look at the ClientHello's ALPN (RFC 8446, section 4.1.2; RFC 7301),
 //! without taking anything. Pure, bounded, total: any bytes give an answer.
 
-use super::Inside;
+use super::Alpn;
 
 /// What the first bytes of a connection are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,7 +21,7 @@ const ALPN: u16 = 16;
 const MAX_RECORD: usize = 1 << 14;
 
 /// Looks at the first bytes of a connection. A ClientHello that is spread over several records is not the mesh's.
-pub fn look(bytes: &[u8]) -> Hello {
+pub fn inspect(bytes: &[u8]) -> Hello {
     let [kind, major, _, high, low, record @ ..] = bytes else {
         let beginning = [HANDSHAKE, 3];
         let length = bytes.len().min(2);
@@ -45,7 +45,7 @@ pub fn look(bytes: &[u8]) -> Hello {
     if protocols(record).is_some_and(|list| {
         Reader(list)
             .strings()
-            .any(|name| Inside::from_alpn(name).is_some())
+            .any(|name| Alpn::from_name(name).is_some())
     }) {
         return Hello::Mesh;
     }
@@ -141,12 +141,12 @@ mod tests {
 
     #[test]
     fn the_meshs_hello_is_known_by_its_alpn_once_it_is_whole() {
-        let mesh = hello(&[Inside::Http2.alpn()]);
+        let mesh = hello(&[Alpn::Http2.name()]);
         for length in 0..mesh.len() {
-            assert_eq!(look(&mesh[..length]), Hello::NeedMore, "{length}");
+            assert_eq!(inspect(&mesh[..length]), Hello::NeedMore, "{length}");
         }
-        assert_eq!(look(&mesh), Hello::Mesh);
-        assert_eq!(look(&[&mesh[..], b"more"].concat()), Hello::Mesh);
+        assert_eq!(inspect(&mesh), Hello::Mesh);
+        assert_eq!(inspect(&[&mesh[..], b"more"].concat()), Hello::Mesh);
     }
 
     #[test]
@@ -159,7 +159,7 @@ mod tests {
             &[b"x-diy-mesh/http1"],
         ];
         for protocols in lists {
-            assert_eq!(look(&hello(protocols)), Hello::Foreign, "{protocols:?}");
+            assert_eq!(inspect(&hello(protocols)), Hello::Foreign, "{protocols:?}");
         }
     }
 
@@ -173,9 +173,9 @@ mod tests {
             b"\x15\x03\x01\0\x02\x02\x28",
             b"\x16\x03\x01\0\x05\x02",
         ] {
-            assert_eq!(look(bytes), Hello::Foreign, "{bytes:?}");
+            assert_eq!(inspect(bytes), Hello::Foreign, "{bytes:?}");
         }
         // Longer than a record may be.
-        assert_eq!(look(b"\x16\x03\x01\x40\x01\x01"), Hello::Foreign);
+        assert_eq!(inspect(b"\x16\x03\x01\x40\x01\x01"), Hello::Foreign);
     }
 }

@@ -38,8 +38,8 @@ use crate::identity::{
 use crate::io::Io;
 use crate::lifetime::Lifetimes;
 
-pub use handshake::{Agreed, Handshake};
-pub use hello::{Hello, look};
+pub use handshake::{Handshake, Negotiated};
+pub use hello::{Hello, inspect};
 pub use session::{Kernel, Leftover, Session};
 
 /// How long a handshake may take.
@@ -49,35 +49,35 @@ const SESSIONS: usize = 32;
 /// Configurations that are kept; with more, all are made anew.
 const MOST_CONFIGURATIONS: usize = 4096;
 
-/// What a mesh TLS session carries.
+/// The application protocol of a mesh TLS session, negotiated by ALPN.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Inside {
+pub enum Alpn {
     /// HTTP/1.
     Http1,
     /// HTTP/2.
     Http2,
-    /// Not HTTP, as the caller has it: the far side detects for itself, as with [`Self::Undecided`].
+    /// Not HTTP according to the client. The server detects the protocol, as for [`Self::Detect`].
     Opaque,
-    /// The client has not spoken yet: the far side looks for itself.
-    Undecided,
+    /// Unknown to the client, which has sent no bytes yet. The server detects the protocol.
+    Detect,
 }
 
-impl Inside {
-    const ALL: [Self; 4] = [Self::Http1, Self::Http2, Self::Opaque, Self::Undecided];
+impl Alpn {
+    const ALL: [Self; 4] = [Self::Http1, Self::Http2, Self::Opaque, Self::Detect];
 
-    /// Its name on the wire (RFC 7301).
-    pub const fn alpn(self) -> &'static [u8] {
+    /// The protocol name on the wire (RFC 7301).
+    pub const fn name(self) -> &'static [u8] {
         match self {
             Self::Http1 => b"diy-mesh/http1",
             Self::Http2 => b"diy-mesh/h2",
             Self::Opaque => b"diy-mesh/tcp",
-            Self::Undecided => b"diy-mesh/any",
+            Self::Detect => b"diy-mesh/any",
         }
     }
 
-    /// The one of that name.
-    pub fn from_alpn(name: &[u8]) -> Option<Self> {
-        Self::ALL.into_iter().find(|inside| inside.alpn() == name)
+    /// The protocol with this name.
+    pub fn from_name(name: &[u8]) -> Option<Self> {
+        Self::ALL.into_iter().find(|alpn| alpn.name() == name)
     }
 }
 
@@ -92,7 +92,7 @@ pub struct Tls {
 struct Keys {
     credentials: Arc<Credentials>,
     server: Arc<ServerConfig>,
-    clients: RefCell<HashMap<(Identity, Inside), Arc<ClientConfig>>>,
+    clients: RefCell<HashMap<(Identity, Alpn), Arc<ClientConfig>>>,
 }
 
 impl Tls {
@@ -111,23 +111,23 @@ impl Tls {
         io: Io,
         address: SocketAddr,
         expected: &Identity,
-        inside: Inside,
+        alpn: Alpn,
     ) -> Result<Io, Failure> {
         let own = self
             .keys()
             .ok_or(Failure::NoCertificate(address))?
             .credentials
             .not_after;
-        let (mut io, agreed) = self.begin(io, address, expected, inside).await?;
+        let (mut io, negotiated) = self.begin(io, address, expected, alpn).await?;
         let failed = |reason: String| Failure::Handshake { address, reason };
-        let (peer, not_after) = judge(&agreed).map_err(failed)?;
+        let (peer, not_after) = judge(&negotiated).map_err(failed)?;
         if peer != *expected {
             return Err(failed(format!(
                 "it is {peer}, and discovery named {expected}"
             )));
         }
         self.set_lifetime(&mut io, not_after, own);
-        tracing::trace!(%address, %peer, "a session: {agreed}");
+        tracing::trace!(%address, %peer, "a session: {negotiated}");
         Ok(io)
     }
 
@@ -136,12 +136,12 @@ impl Tls {
         io: Io,
         address: SocketAddr,
         expected: &Identity,
-        inside: Inside,
-    ) -> Result<(Io, Agreed), Failure> {
+        alpn: Alpn,
+    ) -> Result<(Io, Negotiated), Failure> {
         let keys = self.keys().ok_or(Failure::NoCertificate(address))?;
         let failed = |reason: String| Failure::Handshake { address, reason };
         let config = keys
-            .client(expected, inside)
+            .client(expected, alpn)
             .map_err(|error| failed(error.to_string()))?;
         // Never sent: it tells the endpoint's sessions from others.
         let name = ServerName::IpAddress(address.ip().into());
@@ -157,7 +157,7 @@ impl Tls {
         &self,
         mut io: Io,
         peer: SocketAddr,
-    ) -> Result<(Io, Identity, Inside), Failure> {
+    ) -> Result<(Io, Identity, Alpn), Failure> {
         let keys = self.keys().ok_or(Failure::NoCertificate(peer))?;
         let failed = |reason: String| Failure::Handshake {
             address: peer,
@@ -166,21 +166,24 @@ impl Tls {
         let connection = UnbufferedServerConnection::new(keys.server.clone())
             .map_err(|error| failed(error.to_string()))?;
         let handshake = Handshake::server(connection, std::mem::take(io.unread()));
-        let (mut io, agreed) = secure(io, handshake)
-            .await
-            .map_err(|error| match error.kind() {
-                io::ErrorKind::InvalidData | io::ErrorKind::TimedOut => failed(error.to_string()),
-                // It may have found another way meanwhile: that says nothing of who it is.
-                _ => Failure::BadRequest("the client left in the middle of the TLS handshake"),
-            })?;
-        let (identity, not_after) = judge(&agreed).map_err(failed)?;
-        let inside = agreed
+        let (mut io, negotiated) =
+            secure(io, handshake)
+                .await
+                .map_err(|error| match error.kind() {
+                    io::ErrorKind::InvalidData | io::ErrorKind::TimedOut => {
+                        failed(error.to_string())
+                    }
+                    // It may have found another way meanwhile: that says nothing of who it is.
+                    _ => Failure::BadRequest("the client left in the middle of the TLS handshake"),
+                })?;
+        let (identity, not_after) = judge(&negotiated).map_err(failed)?;
+        let alpn = negotiated
             .alpn
             .as_deref()
-            .and_then(Inside::from_alpn)
-            .ok_or_else(|| failed("it does not say what is inside".to_owned()))?;
+            .and_then(Alpn::from_name)
+            .ok_or_else(|| failed("the session has no ALPN protocol of the mesh".to_owned()))?;
         self.set_lifetime(&mut io, not_after, keys.credentials.not_after);
-        Ok((io, identity, inside))
+        Ok((io, identity, alpn))
     }
 
     /// Certificates have the time of day; a connection goes by the time that has passed since its handshake.
@@ -215,7 +218,7 @@ impl Tls {
 fn secure(
     io: Io,
     handshake: Handshake,
-) -> Pin<Box<impl Future<Output = io::Result<(Io, Agreed)>>>> {
+) -> Pin<Box<impl Future<Output = io::Result<(Io, Negotiated)>>>> {
     Box::pin(async {
         let late = |_| {
             io::Error::new(
@@ -230,8 +233,8 @@ fn secure(
 }
 
 /// Who the peer is, and until when its certificate says so. The handshake has verified a new certificate; of a resumed session this is the verification.
-fn judge(agreed: &Agreed) -> Result<(Identity, SystemTime), String> {
-    let leaf = agreed
+fn judge(negotiated: &Negotiated) -> Result<(Identity, SystemTime), String> {
+    let leaf = negotiated
         .certificate
         .as_ref()
         .ok_or("it showed no certificate")?;
@@ -255,7 +258,7 @@ impl Keys {
             .with_cert_resolver(Arc::new(rustls::sign::SingleCertAndKey::from(
                 credentials.certified.clone(),
             )));
-        server.alpn_protocols = Inside::ALL.map(|inside| inside.alpn().to_vec()).to_vec();
+        server.alpn_protocols = Alpn::ALL.map(|alpn| alpn.name().to_vec()).to_vec();
         server.session_storage = Arc::new(NoServerSessionStorage {});
         server.ticketer = credentials.tickets()?;
         server.send_tls13_tickets = 1;
@@ -268,13 +271,9 @@ impl Keys {
         })
     }
 
-    fn client(
-        &self,
-        expected: &Identity,
-        inside: Inside,
-    ) -> Result<Arc<ClientConfig>, rustls::Error> {
+    fn client(&self, expected: &Identity, alpn: Alpn) -> Result<Arc<ClientConfig>, rustls::Error> {
         let mut clients = self.clients.borrow_mut();
-        let key = (expected.clone(), inside);
+        let key = (expected.clone(), alpn);
         if let Some(config) = clients.get(&key) {
             return Ok(config.clone());
         }
@@ -286,7 +285,7 @@ impl Keys {
             .with_client_cert_resolver(Arc::new(rustls::sign::SingleCertAndKey::from(
                 self.credentials.certified.clone(),
             )));
-        config.alpn_protocols = vec![inside.alpn().to_vec()];
+        config.alpn_protocols = vec![alpn.name().to_vec()];
         config.enable_sni = false;
         config.enable_secret_extraction = true;
         config.resumption = Resumption::in_memory_sessions(SESSIONS);

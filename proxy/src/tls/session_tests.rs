@@ -272,11 +272,11 @@ async fn a_ticket_resumes_the_session() {
         let theirs = TlsAcceptor::from(configs.server.clone());
         let ours = async {
             let mut near = near;
-            let (agreed, session) = Handshake::client(machine)
+            let (negotiated, session) = Handshake::client(machine)
                 .run(&mut near, &mut BytesMut::new())
                 .await
                 .unwrap();
-            assert!(agreed.to_string().ends_with(kind), "{agreed}");
+            assert!(negotiated.to_string().ends_with(kind), "{negotiated}");
             // The ticket comes before what follows it.
             let mut ours = Ours {
                 session,

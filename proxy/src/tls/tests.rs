@@ -220,14 +220,14 @@ impl Pair {
     }
 
     /// The answer to bytes of a caller that has an identity and chooses the ALPN itself, up to the connection's end.
-    async fn call_as(&self, inside: super::Inside, bytes: &str) -> String {
+    async fn call_as(&self, alpn: super::Alpn, bytes: &str) -> String {
         let io = Io::new(TcpStream::connect(self.address).await.unwrap());
         let cart = CART.parse().unwrap();
         let mut io = self
             .outbound
             .worker
             .tls
-            .connect(io, self.address, &cart, inside)
+            .connect(io, self.address, &cart, alpn)
             .await
             .unwrap();
         io.write_all(bytes.as_bytes()).await.unwrap();
@@ -260,7 +260,7 @@ impl Pair {
     }
 
     /// What a connection of its own, beside the pool's, agrees on.
-    async fn agree(&self) -> super::Agreed {
+    async fn agree(&self) -> super::Negotiated {
         let endpoint = self
             .destination
             .pick(&[], &mut fastrand::Rng::new())
@@ -270,7 +270,7 @@ impl Pair {
         self.outbound
             .worker
             .tls
-            .begin(io, endpoint.address, &cart, super::Inside::Http1)
+            .begin(io, endpoint.address, &cart, super::Alpn::Http1)
             .await
             .unwrap()
             .1
@@ -398,14 +398,14 @@ fn connections_are_kept_and_new_ones_resume_the_session() {
             .pool
             .evict_idle(Instant::now() + DEADLINE, Instant::now());
         let before = pair.wire.borrow().len();
-        let agreed = pair.agree().await;
+        let negotiated = pair.agree().await;
         assert_eq!(
-            agreed.to_string(),
+            negotiated.to_string(),
             "X25519MLKEM768 TLS13_AES_128_GCM_SHA256 Resumed",
             "{before}"
         );
         // Whom it is with is known of a resumed session, too.
-        assert_eq!(super::judge(&agreed).unwrap().0.as_str(), CART);
+        assert_eq!(super::judge(&negotiated).unwrap().0.as_str(), CART);
     });
 }
 
@@ -429,11 +429,11 @@ fn a_session_is_resumed_by_whichever_worker() {
                         Io::new(near),
                         address,
                         &CART.parse().unwrap(),
-                        super::Inside::Opaque,
+                        super::Alpn::Opaque,
                     )
                     .await;
-                let (mut io, agreed) = begun.unwrap();
-                assert!(agreed.to_string().ends_with(kind), "{agreed}");
+                let (mut io, negotiated) = begun.unwrap();
+                assert!(negotiated.to_string().ends_with(kind), "{negotiated}");
                 // The ticket comes before what follows it.
                 assert_eq!(io.read_u8().await.unwrap(), b'!');
             };
@@ -451,14 +451,10 @@ fn a_session_is_resumed_by_whichever_worker() {
 fn a_caller_that_calls_its_request_no_http_does_not_forge_who_calls() {
     on_worker(async {
         let pair = Pair::usual(app().await).await;
-        for inside in [
-            super::Inside::Opaque,
-            super::Inside::Undecided,
-            super::Inside::Http1,
-        ] {
-            let answer = pair.call_as(inside, FORGED).await;
+        for alpn in [super::Alpn::Opaque, super::Alpn::Detect, super::Alpn::Http1] {
+            let answer = pair.call_as(alpn, FORGED).await;
             let seen = format!("GET /secret HTTP/1.1\r\nHost: cart\r\nX-Called-By: {WEB}\r\n\r\n");
-            assert!(answer.ends_with(&seen), "{inside:?}: {answer}");
+            assert!(answer.ends_with(&seen), "{alpn:?}: {answer}");
         }
     });
 }
@@ -477,7 +473,7 @@ fn a_request_that_pauses_in_its_first_line_does_not_get_past_http_in_a_session_e
                 io,
                 pair.address,
                 &CART.parse().unwrap(),
-                super::Inside::Opaque,
+                super::Alpn::Opaque,
             )
             .await
             .unwrap();
@@ -502,9 +498,9 @@ fn on_an_opaque_port_bytes_pass_untouched_whatever_the_caller_says_of_them() {
         let [web, cart] = [WEB, CART].map(|identity| credentials(&authority, identity, |_| {}));
         let arguments = format!(" --inbound strict --opaque-ports {}", app.port());
         let pair = Pair::new(Some(web), Some(cart), &arguments, app).await;
-        for inside in super::Inside::ALL {
-            let answer = pair.call_as(inside, FORGED).await;
-            assert!(answer.ends_with(FORGED), "{inside:?}: {answer}");
+        for alpn in super::Alpn::ALL {
+            let answer = pair.call_as(alpn, FORGED).await;
+            assert!(answer.ends_with(FORGED), "{alpn:?}: {answer}");
         }
         // The caller's proxy knows from discovery that the port is opaque.
         let mut client = pair.connect().await;
@@ -568,7 +564,7 @@ fn a_connection_lasts_no_longer_than_the_certificates_it_was_made_with() {
                         Io::new(near),
                         address,
                         &CART.parse().unwrap(),
-                        super::Inside::Opaque,
+                        super::Alpn::Opaque,
                     )
                     .await
                     .unwrap();
@@ -699,7 +695,7 @@ fn a_late_client_hello_is_not_answered_with_the_apps_own_first_word() {
                 Io::new(late),
                 pair.address,
                 &CART.parse().unwrap(),
-                super::Inside::Opaque,
+                super::Alpn::Opaque,
             )
             .await;
         let mut greeting = [0; 16];
@@ -734,7 +730,7 @@ fn a_connection_that_is_kept_for_later_has_ended_its_handshake() {
     on_worker(async {
         let app = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let pair = Pair::usual(app.local_addr().unwrap()).await;
-        let dialed = opaque::dial(&pair.flow(pair.address), super::Inside::Undecided)
+        let dialed = opaque::dial(&pair.flow(pair.address), super::Alpn::Detect)
             .await
             .unwrap();
         let endpoint = dialed.attempts.endpoint().unwrap().clone();
@@ -830,7 +826,7 @@ fn a_caller_whose_proof_is_no_good_does_not_reach_the_app() {
             assert!(
                 pair.inbound
                     .metrics
-                    .render(Discovery::off().stats())
+                    .render()
                     .contains("code=\"handshake-failed\"} 1"),
                 "{what}"
             );
@@ -898,13 +894,13 @@ fn a_meshed_endpoint_that_speaks_no_tls_hears_no_word_of_a_request() {
             .outbound
             .worker
             .tls
-            .connect(io, address, &CART.parse().unwrap(), super::Inside::Http1)
+            .connect(io, address, &CART.parse().unwrap(), super::Alpn::Http1)
             .await;
         assert_eq!(
             refused.err().map(|failure| failure.code()),
             Some("handshake-failed")
         );
-        assert_eq!(super::look(&heard.borrow()), super::Hello::Mesh);
+        assert_eq!(super::inspect(&heard.borrow()), super::Hello::Mesh);
     });
 }
 
@@ -1156,7 +1152,7 @@ fn what_a_peers_proxy_could_not_deliver_goes_to_another_endpoint() {
                 "{answer}"
             );
         }
-        let refused = sides[0].metrics.render(Discovery::off().stats());
+        let refused = sides[0].metrics.render();
         let count = refused.lines().find_map(|line| {
             line.strip_prefix(
                 "diy_mesh_proxy_failures_total{direction=\"inbound\",code=\"connect-failed\"} ",
@@ -1232,13 +1228,9 @@ fn what_goes_to_the_pod_itself_does_not_leave_it_and_needs_no_tls() {
                 drop(answer(Arc::new(Target::Pod(pod))));
             });
         let endpoint = destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
-        let io = crate::connect::dial(
-            &endpoint.pool.remote,
-            super::Inside::Http1,
-            &side.worker.tls,
-        )
-        .await
-        .unwrap();
+        let io = crate::connect::dial(&endpoint.pool.remote, super::Alpn::Http1, &side.worker.tls)
+            .await
+            .unwrap();
         assert!(!io.is_secured());
     });
 }

@@ -177,7 +177,7 @@ impl Mesh {
 
     /// How many inbound connections are open whose peer's certificate has expired.
     pub fn expired(&self) -> u64 {
-        let page = self.metrics.render(Discovery::off().stats());
+        let page = self.metrics.render();
         let name = "diy_mesh_proxy_connections_certificate_expired{direction=\"inbound\"} ";
         page.lines()
             .find_map(|line| line.strip_prefix(name))
