@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use diy_mesh_proto::mesh::v1::discover_request::Action;
 use diy_mesh_proto::mesh::v1::discover_response::Update;
-use diy_mesh_proto::mesh::v1::{DiscoverRequest, DiscoverResponse, Subscribe, Unsubscribe};
+use diy_mesh_proto::mesh::v1::{
+    DiscoverRequest, DiscoverResponse, Endpoint, Subscribe, Unsubscribe,
+};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
@@ -109,8 +111,9 @@ impl Table {
             return Err(Full);
         }
         // Until the controller says otherwise, what was meshed is not spoken to in the clear.
-        let meshed = self.were_meshed.take(destination);
-        let (listeners, receiver) = watch::channel(Arc::new(if meshed {
+        let meshed = self.were_meshed.addresses.remove(&destination);
+        let withheld = meshed || self.were_meshed.is_incomplete;
+        let (listeners, receiver) = watch::channel(Arc::new(if withheld {
             Target::Withheld
         } else {
             Target::Unknown
@@ -243,11 +246,6 @@ impl WereMeshed {
             self.is_incomplete = true;
         }
     }
-
-    /// Whether the destination is one of them; from here on its entry in the table knows it.
-    fn take(&mut self, address: SocketAddr) -> bool {
-        self.addresses.remove(&address) || self.is_incomplete
-    }
 }
 
 impl Entry {
@@ -264,7 +262,17 @@ impl Entry {
             report(problem);
         };
         let next = match update {
-            Some(Update::Snapshot(snapshot)) => target::from_snapshot(address, snapshot, &mut note),
+            Some(Update::Snapshot(snapshot)) => {
+                // Also if its identity cannot be read.
+                let is_meshed = |endpoint: &Endpoint| !endpoint.identity.is_empty();
+                if !self.answered && snapshot.endpoints.iter().any(is_meshed) {
+                    self.meshed = true;
+                    self.listeners.send_replace(Arc::new(Target::Withheld));
+                }
+                target::from_snapshot(address, snapshot, &mut note)
+            }
+            // A replica that lags behind does not know it yet, or any more.
+            Some(Update::Unknown(_)) if self.meshed => Ok(Target::Withheld),
             Some(Update::Unknown(_)) => Ok(Target::Unknown),
             Some(Update::Unchanged(_)) if self.answered && !self.version.is_empty() => {
                 self.phase = Phase::Current;
@@ -345,7 +353,7 @@ fn unsubscribe(destination: SocketAddr) -> DiscoverRequest {
 mod tests {
     use super::*;
     use diy_mesh_proto::mesh::v1::snapshot::Kind;
-    use diy_mesh_proto::mesh::v1::{Delta, Endpoint, Snapshot, Unchanged, Unknown};
+    use diy_mesh_proto::mesh::v1::{Delta, Snapshot, Unchanged, Unknown};
 
     const MINUTE: Duration = Duration::from_secs(60);
 
@@ -669,6 +677,18 @@ mod tests {
     }
 
     #[test]
+    fn withholds_a_pod_whose_identity_cannot_be_read() {
+        let mut table = table();
+        let receiver = watch(&mut table);
+        let Update::Snapshot(mut pod) = snapshot(Kind::Pod, &["10.96.0.7:80"]) else {
+            panic!("it is a snapshot");
+        };
+        pod.endpoints[0].identity = "https://not-spiffe".to_owned();
+        assert!(!apply(&mut table, "1", Update::Snapshot(pod)).is_empty());
+        assert_eq!(addresses(&receiver), ["withheld"]);
+    }
+
+    #[test]
     fn what_nobody_watches_is_forgotten_after_a_while() {
         let (mut table, start) = (table(), Instant::now());
         let receiver = watch(&mut table);
@@ -708,7 +728,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_meshed_is_withheld_until_the_controller_speaks_of_it_again() {
+    fn withholds_a_formerly_meshed_destination_until_it_is_something_else() {
         let mut table = table();
         drop(watch(&mut table));
         apply(&mut table, "1", snapshot(Kind::Service, &[]));
@@ -719,7 +739,15 @@ mod tests {
             forget(&mut table);
         }
         drop(watch(&mut table));
+        // A replica that lags behind does not know it.
         apply(&mut table, "3", Update::Unknown(Unknown {}));
+        let receiver = watch(&mut table);
+        apply(&mut table, "3", Update::Unknown(Unknown {}));
+        assert_eq!(addresses(&receiver), ["withheld"]);
+        drop(receiver);
+        forget(&mut table);
+        assert_eq!(addresses(&watch(&mut table)), ["withheld"]);
+        apply(&mut table, "4", snapshot(Kind::Service, &["10.0.0.9:80"]));
         forget(&mut table);
         assert_eq!(addresses(&watch(&mut table)), ["unknown"]);
     }
