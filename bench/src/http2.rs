@@ -1,11 +1,11 @@
-//! As much HTTP/2 as the load generator and the origin server need, and cheap, so that the machine's time is left to the proxies.
+//! Minimal HTTP/2 for the load generator and the origin server, at low CPU cost.
 //!
-//! Frames in and out, an HPACK encoder with a dynamic table, and the connection's own frames. It never decodes HPACK: the client
-//! sends one kind of request and only looks for `:status 200`, the server tells a GET from a call by where END_STREAM stands.
+//! Frames, an HPACK encoder with a dynamic table, and connection-level frames. It does not decode HPACK: the client only checks for
+//! `:status 200`, the server distinguishes a GET from a gRPC call by the frame with END_STREAM.
 
 use thiserror::Error;
 
-/// What a client sends first.
+/// Client connection preface (RFC 9113, section 3.4).
 pub const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
 /// Frame types (RFC 9113, section 6).
@@ -20,9 +20,9 @@ pub mod kind {
     pub const WINDOW_UPDATE: u8 = 8;
 }
 
-/// On DATA and HEADERS: the sender's last.
+/// Flag of DATA and HEADERS: last frame of the sender.
 pub const END_STREAM: u8 = 0x1;
-/// On HEADERS: no CONTINUATION follows.
+/// Flag of HEADERS: no CONTINUATION follows.
 pub const END_HEADERS: u8 = 0x4;
 const ACK: u8 = 0x1;
 const PADDED: u8 = 0x8;
@@ -31,26 +31,26 @@ const PRIORITY: u8 = 0x20;
 const HEADER_TABLE_SIZE: u16 = 1;
 const MAX_CONCURRENT_STREAMS: u16 = 3;
 const INITIAL_WINDOW_SIZE: u16 = 4;
-const DEFAULT_TABLE: u32 = 4096;
+const DEFAULT_TABLE_SIZE: u32 = 4096;
 const DEFAULT_WINDOW: i64 = 65_535;
-/// What our side lets its peer send before it hears of a new window.
-const OUR_WINDOW: u32 = 1 << 30;
+/// Connection receive window.
+const RECEIVE_WINDOW: u32 = 1 << 30;
 
-/// Why a connection cannot go on.
+/// Connection error.
 #[derive(Debug, Error, PartialEq, Eq)]
-pub enum Violation {
-    /// The peer ends the connection.
+pub enum Error {
+    /// The peer closes the connection.
     #[error("the peer sent GOAWAY, error code {0}")]
     GoAway(u32),
     /// A frame that is too short for its type.
     #[error("a frame of type {0} is too short")]
     TooShort(u8),
-    /// A window that does not hold one response.
-    #[error("the peer's stream window of {0} bytes does not hold one message")]
+    /// A window that is smaller than one message.
+    #[error("the peer's stream window of {0} bytes is smaller than one message")]
     SmallWindow(u32),
 }
 
-/// One frame, borrowed from the bytes that were read.
+/// A frame that borrows from the input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Frame<'a> {
     /// See [`kind`].
@@ -80,8 +80,8 @@ impl<'a> Frame<'a> {
     }
 
     /// The payload without padding and priority.
-    pub fn content(&self) -> Result<&'a [u8], Violation> {
-        let short = || Violation::TooShort(self.kind);
+    pub fn content(&self) -> Result<&'a [u8], Error> {
+        let short = || Error::TooShort(self.kind);
         let mut content = self.payload;
         if matches!(self.kind, kind::DATA | kind::HEADERS) && self.flags & PADDED != 0 {
             let (&padding, rest) = content.split_first().ok_or_else(short)?;
@@ -95,7 +95,7 @@ impl<'a> Frame<'a> {
         Ok(content)
     }
 
-    /// Whether the sender is done with this stream.
+    /// Whether the sender closes its side of the stream.
     pub fn ends_stream(&self) -> bool {
         matches!(self.kind, kind::DATA | kind::HEADERS) && self.flags & END_STREAM != 0
     }
@@ -111,13 +111,13 @@ pub fn put_frame(out: &mut Vec<u8>, kind: u8, flags: u8, stream: u32, payload: &
     out.extend_from_slice(payload);
 }
 
-/// Whether a header block says `:status 200`, as every encoder writes it: the static table's entry, after table size updates.
+/// Whether a header block starts with `:status 200` as static table entry, after table size updates.
 pub fn is_ok(mut block: &[u8]) -> bool {
     while let Some((&first, mut rest)) = block.split_first()
         && first & 0xe0 == 0x20
     {
         if first == 0x3f {
-            // The size goes on, up to a byte without the high bit.
+            // A multi-byte integer ends with a byte without the high bit.
             let more = rest.iter().take_while(|&&byte| byte & 0x80 != 0).count();
             rest = rest.get(more + 1..).unwrap_or_default();
         }
@@ -129,13 +129,13 @@ pub fn is_ok(mut block: &[u8]) -> bool {
 /// A header field to send.
 #[derive(Clone, Copy, Debug)]
 pub enum Field {
-    /// An entry of HPACK's static table, name and value.
+    /// Index in the HPACK static table.
     Static(u8),
     /// Name and value, each shorter than 127 bytes.
     Literal(&'static str, &'static str),
 }
 
-/// What a connection keeps beside its streams: the encoder's table and the flow-control windows.
+/// Connection state: HPACK encoder table and flow-control windows.
 pub struct Session {
     table: Vec<(&'static str, &'static str)>,
     indexing: bool,
@@ -144,13 +144,13 @@ pub struct Session {
     received: u32,
     message: usize,
     /// The peer has sent its SETTINGS.
-    pub greeted: bool,
-    /// What the peer takes at once.
+    pub settings_received: bool,
+    /// Concurrent streams that the peer allows.
     pub max_streams: u32,
 }
 
 impl Session {
-    /// A connection on which the longest message body is `message` bytes long.
+    /// Creates a connection whose longest message has `message` bytes.
     pub fn new(message: usize) -> Self {
         Session {
             table: Vec::new(),
@@ -159,13 +159,13 @@ impl Session {
             send_window: DEFAULT_WINDOW,
             received: 0,
             message,
-            greeted: false,
+            settings_received: false,
             max_streams: u32::MAX,
         }
     }
 
-    /// Our SETTINGS and a wide window.
-    pub fn greet(&self, out: &mut Vec<u8>) {
+    /// Appends SETTINGS and a large connection window.
+    pub fn send_settings(&self, out: &mut Vec<u8>) {
         let mut settings = Vec::new();
         for (name, value) in [
             (MAX_CONCURRENT_STREAMS, 1000),
@@ -175,11 +175,17 @@ impl Session {
             settings.extend_from_slice(&u32::to_be_bytes(value));
         }
         put_frame(out, kind::SETTINGS, 0, 0, &settings);
-        put_frame(out, kind::WINDOW_UPDATE, 0, 0, &OUR_WINDOW.to_be_bytes());
+        put_frame(
+            out,
+            kind::WINDOW_UPDATE,
+            0,
+            0,
+            &RECEIVE_WINDOW.to_be_bytes(),
+        );
     }
 
-    /// Acts on a frame that is not HEADERS; DATA is counted against our window. Answers go to `out`.
-    pub fn receive(&mut self, frame: &Frame, out: &mut Vec<u8>) -> Result<(), Violation> {
+    /// Processes connection-level frames and the flow control of DATA. Appends responses to `out`.
+    pub fn receive(&mut self, frame: &Frame, out: &mut Vec<u8>) -> Result<(), Error> {
         match frame.kind {
             kind::DATA => self.refill(frame.payload.len() as u32, out),
             kind::SETTINGS if frame.flags & ACK == 0 => {
@@ -192,13 +198,13 @@ impl Session {
             kind::WINDOW_UPDATE if frame.stream == 0 => {
                 self.send_window += i64::from(number(frame.payload, 0, frame.kind)? & 0x7fff_ffff)
             }
-            kind::GOAWAY => return Err(Violation::GoAway(number(frame.payload, 4, frame.kind)?)),
+            kind::GOAWAY => return Err(Error::GoAway(number(frame.payload, 4, frame.kind)?)),
             _ => {}
         }
         Ok(())
     }
 
-    /// Takes `length` bytes from the connection's window, or says that they do not fit yet.
+    /// Reserves `length` bytes of the send window; returns false if they do not fit.
     pub fn may_send(&mut self, length: usize) -> bool {
         let fits = self.send_window >= length as i64;
         if fits {
@@ -228,7 +234,7 @@ impl Session {
                 Field::Static(index) => out.push(0x80 | index),
                 Field::Literal(name, value) => {
                     match self.table.iter().rposition(|entry| *entry == (name, value)) {
-                        // The newest entry has index 62. Few fields are ever sent, so the index is far below 127.
+                        // The newest entry has index 62. The table is small: the index is below 127.
                         Some(position) => {
                             out.push(0x80 | (62 + self.table.len() - 1 - position) as u8)
                         }
@@ -251,18 +257,18 @@ impl Session {
         }
     }
 
-    fn apply(&mut self, settings: &[u8]) -> Result<(), Violation> {
-        self.greeted = true;
+    fn apply(&mut self, settings: &[u8]) -> Result<(), Error> {
+        self.settings_received = true;
         for setting in settings.chunks_exact(6) {
             let value = u32::from_be_bytes([setting[2], setting[3], setting[4], setting[5]]);
             match u16::from_be_bytes([setting[0], setting[1]]) {
-                HEADER_TABLE_SIZE if value < DEFAULT_TABLE => {
+                HEADER_TABLE_SIZE if value < DEFAULT_TABLE_SIZE => {
                     self.indexing = false;
                     self.table.clear();
                 }
                 MAX_CONCURRENT_STREAMS => self.max_streams = value,
                 INITIAL_WINDOW_SIZE if (value as usize) < self.message => {
-                    return Err(Violation::SmallWindow(value));
+                    return Err(Error::SmallWindow(value));
                 }
                 _ => {}
             }
@@ -272,18 +278,18 @@ impl Session {
 
     fn refill(&mut self, length: u32, out: &mut Vec<u8>) {
         self.received += length;
-        if self.received >= OUR_WINDOW / 2 {
+        if self.received >= RECEIVE_WINDOW / 2 {
             put_frame(out, kind::WINDOW_UPDATE, 0, 0, &self.received.to_be_bytes());
             self.received = 0;
         }
     }
 }
 
-fn number(payload: &[u8], at: usize, kind: u8) -> Result<u32, Violation> {
+fn number(payload: &[u8], at: usize, kind: u8) -> Result<u32, Error> {
     let bytes = payload
         .get(at..)
         .and_then(|rest| rest.first_chunk::<4>())
-        .ok_or(Violation::TooShort(kind))?;
+        .ok_or(Error::TooShort(kind))?;
     Ok(u32::from_be_bytes(*bytes))
 }
 
@@ -292,7 +298,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_frame_comes_back_as_it_was_put() {
+    fn frame_round_trip() {
         let mut bytes = Vec::new();
         put_frame(&mut bytes, kind::DATA, END_STREAM, 5, b"hello");
         let (frame, length) = Frame::parse(&bytes).unwrap();
@@ -304,14 +310,14 @@ mod tests {
     }
 
     #[test]
-    fn every_cut_of_a_frame_is_incomplete() {
+    fn truncated_frame_is_incomplete() {
         let mut bytes = Vec::new();
         put_frame(&mut bytes, kind::PING, 0, 0, &[7; 8]);
         assert!((0..bytes.len()).all(|cut| Frame::parse(&bytes[..cut]).is_none()));
     }
 
     #[test]
-    fn padding_and_priority_are_left_out() {
+    fn content_excludes_padding_and_priority() {
         let payload = [2, 0, 0, 0, 0, 16, 0x88, 0xff, 0xff];
         let frame = Frame {
             kind: kind::HEADERS,
@@ -324,11 +330,11 @@ mod tests {
             payload: &payload[..3],
             ..frame
         };
-        assert_eq!(cut.content(), Err(Violation::TooShort(kind::HEADERS)));
+        assert_eq!(cut.content(), Err(Error::TooShort(kind::HEADERS)));
     }
 
     #[test]
-    fn a_repeated_field_becomes_one_byte() {
+    fn repeated_field_is_indexed() {
         let mut session = Session::new(1);
         let fields = [
             Field::Static(2),
@@ -344,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_with_a_smaller_table_gets_literals_and_hears_that_ours_is_empty() {
+    fn smaller_peer_table_disables_indexing() {
         let mut session = Session::new(1);
         session.apply(&[0, 1, 0, 0, 0, 0]).unwrap();
         let mut block = Vec::new();
@@ -354,13 +360,13 @@ mod tests {
     }
 
     #[test]
-    fn status_200_is_seen_after_table_size_updates() {
+    fn is_ok_skips_table_size_updates() {
         assert!(is_ok(&[0x88, 0x61]) && is_ok(&[0x20, 0x3f, 0xe1, 0x1f, 0x88]));
         assert!(!is_ok(&[0x8d]) && !is_ok(&[]) && !is_ok(&[0x3f]));
     }
 
     #[test]
-    fn the_send_window_holds_back_and_opens_again() {
+    fn send_window_limits_and_reopens() {
         let mut session = Session::new(1024);
         assert!(session.may_send(65_000) && !session.may_send(1000));
         let mut update = Vec::new();
@@ -378,13 +384,13 @@ mod tests {
     }
 
     #[test]
-    fn goaway_ends_the_connection() {
+    fn goaway_is_an_error() {
         let mut bytes = Vec::new();
         put_frame(&mut bytes, kind::GOAWAY, 0, 0, &[0, 0, 0, 1, 0, 0, 0, 11]);
         let frame = Frame::parse(&bytes).unwrap().0;
         assert_eq!(
             Session::new(1).receive(&frame, &mut Vec::new()),
-            Err(Violation::GoAway(11))
+            Err(Error::GoAway(11))
         );
     }
 }

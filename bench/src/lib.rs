@@ -1,10 +1,9 @@
-//! The side-by-side benchmark: direct connections, this mesh and Envoy, in turns, on one machine, printed as ratios.
+//! Side-by-side benchmark: compares direct connections, this mesh and Envoy on one machine and prints ratios.
 //!
-//! [`cases`] says what is measured, [`sides`] brings the four ways up, [`mod@measure`] runs one case on one of them with the [`load`]
-//! generator against the [`server`], [`report`] makes the table. Load generator and server are threads of this program, each inside
-//! its [`network`] namespace; only proxies and controller are processes. The proxies of both kinds speak mutual TLS with each
-//! other; nothing but their [`cases::Side`] knows how a side reaches the server. What the controller costs by itself is measured
-//! apart: [`certificates`].
+//! [`cases`] defines the measurements, [`sides`] starts the four configurations, [`mod@measure`] runs one case on one side with the
+//! [`load`] generator against the [`server`], [`report`] formats the table. Load generator and server are threads of this program in
+//! their [`network`] namespaces; proxies and controller are processes. Both meshes use mutual TLS between their proxies.
+//! [`certificates`] measures the controller without proxies.
 
 pub mod cases;
 pub mod certificates;
@@ -40,44 +39,44 @@ use tokio::{
 
 use crate::{
     cases::{Case, Kind, Side},
-    certificates::Issuing,
+    certificates::CertificateBench,
     config::Config,
     load::Window,
     machine::Reading,
     measure::{Numbers, load_only, measure},
-    network::Site,
+    network::NamespaceSet,
     report::Results,
     sides::{Control, Running},
 };
 
-/// The share of the machine that others may take before the run says so.
-const QUIET: f64 = 0.1;
+/// Share of CPU time of other programs, from 0 to 1, above which a run prints a warning.
+const MAX_FOREIGN_CPU_SHARE: f64 = 0.1;
 
-/// Runs the benchmark on a thread of its own; cleans up when it ends, and when a signal ends it.
+/// Runs the benchmark on a separate thread. Cleans up after it and on SIGINT and SIGTERM.
 pub fn run_until_signal(config: Config) -> ExitCode {
     if config.list {
         print!("{}", config::list());
         return ExitCode::SUCCESS;
     }
-    let outcome = guarded(config);
+    let outcome = run_with_cleanup(config);
     match outcome {
         Ok(code) => code,
-        Err(problem) => {
-            eprintln!("bench: {problem:#}");
+        Err(error) => {
+            eprintln!("bench: {error:#}");
             ExitCode::FAILURE
         }
     }
 }
 
-fn guarded(config: Config) -> Result<ExitCode> {
+fn run_with_cleanup(config: Config) -> Result<ExitCode> {
     let state = config.programs.state.clone();
-    // Held to the end: two runs would measure each other, and sweep each other away.
+    // Concurrent runs would disturb each other and delete each other's namespaces.
     let _lock = lock(&state)?;
-    let site = Site::clear(Site::BENCH)?;
+    let namespaces = NamespaceSet::clear(NamespaceSet::BENCH)?;
     let (done, finished) = oneshot::channel();
-    let inner = site.clone();
+    let inner = namespaces.clone();
     let work = move || {
-        // Nobody waits any more after a signal.
+        // The receiver is gone after a signal.
         let _ = done.send(run(&config, &inner));
     };
     let runtime = runtime::Builder::new_current_thread()
@@ -90,57 +89,56 @@ fn guarded(config: Config) -> Result<ExitCode> {
         thread::Builder::new()
             .name("bench".into())
             .spawn(work)
-            .context("start the benchmark's thread")?;
+            .context("start the benchmark thread")?;
         select! {
             outcome = finished => outcome.context("the benchmark panicked")?,
             _ = interrupt.recv() => Ok(ExitCode::from(130)),
             _ = terminate.recv() => Ok(ExitCode::from(143)),
         }
     });
-    site.close()?;
+    namespaces.close()?;
     fs::remove_dir_all(&state).with_context(|| format!("remove {}", state.display()))?;
     outcome
 }
 
 fn lock(state: &Path) -> Result<File> {
-    // What an earlier run left there is of no use.
+    // Discards the state of an earlier run.
     let path = state.with_extension("lock");
     let file = File::create(&path).with_context(|| format!("create {}", path.display()))?;
     if file.try_lock().is_err() {
-        bail!("another run is under way ({} is locked)", path.display());
+        bail!("another run is in progress ({} is locked)", path.display());
     }
     if state.exists() {
         fs::remove_dir_all(state).with_context(|| format!("remove {}", state.display()))?;
     }
-    fs::create_dir_all(state).with_context(|| format!("make {}", state.display()))?;
+    fs::create_dir_all(state).with_context(|| format!("create {}", state.display()))?;
     Ok(file)
 }
 
-fn run(config: &Config, site: &Site) -> Result<ExitCode> {
-    let (_, most) =
-        getrlimit(Resource::RLIMIT_NOFILE).context("ask for the limit of open files")?;
+fn run(config: &Config, namespaces: &NamespaceSet) -> Result<ExitCode> {
+    let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).context("read the limit of open files")?;
     setrlimit(Resource::RLIMIT_NOFILE, most, most).context("raise the limit of open files")?;
-    if let Some(notice) = &config.left_out {
+    if let Some(notice) = &config.skipped_sides {
         eprintln!("{notice}");
     }
-    let (mut up, mut failures) = Up::start(config, site)?;
-    if let (Some(how), [case]) = (config.profile, &config.cases[..]) {
-        up.profile(how, case, config)?;
+    let (mut up, mut failures) = Testbed::start(config, namespaces)?;
+    if let (Some(profiler_kind), [case]) = (config.profile, &config.cases[..]) {
+        up.profile(profiler_kind, case, config)?;
         return Ok(ExitCode::SUCCESS);
     }
-    let (results, others, failed) = up.measure_all(config)?;
+    let (results, foreign, failed) = up.measure_all(config)?;
     failures += failed;
     let sides = up.sides();
-    print!("{}", results.table(&config.cases, &sides, config.colours));
+    print!("{}", results.table(&config.cases, &sides, config.color));
     if let Some(file) = &config.json {
-        let report = results.json(&config.cases, &sides, settings(config, others));
+        let report = results.json(&config.cases, &sides, settings(config, foreign));
         fs::write(file, format!("{report:#}\n"))
             .with_context(|| format!("write {}", file.display()))?;
     }
-    if others > QUIET {
+    if foreign > MAX_FOREIGN_CPU_SHARE {
         eprintln!(
-            "The machine was not idle: others took {:.0}% of its CPU time. That costs each side differently: repeat when it is quiet.",
-            others * 100.0
+            "warning: other programs used {:.0}% of the CPU time, which affects each side differently; repeat the run on an idle machine",
+            foreign * 100.0
         );
     }
     Ok(if failures == 0 {
@@ -150,98 +148,100 @@ fn run(config: &Config, site: &Site) -> Result<ExitCode> {
     })
 }
 
-/// All that is there to be measured.
-struct Up {
+/// Running sides and controllers.
+struct Testbed {
     running: Vec<Running>,
     control: Option<Control>,
-    /// For the cases that are about the controller alone.
-    issuing: Option<Issuing>,
+    /// For the cases without proxies.
+    certificates: Option<CertificateBench>,
 }
 
-impl Up {
-    /// Starts what the cases need. Sides that do not start are reported and left out; how many that are.
-    fn start(config: &Config, site: &Site) -> Result<(Self, usize)> {
-        let (is_alone, has_mesh) = (
-            |case: &&Case| case.kind.is_alone(),
+impl Testbed {
+    /// Starts the sides and controllers that the cases need. Logs and skips sides that fail to start, and returns their number.
+    fn start(config: &Config, namespaces: &NamespaceSet) -> Result<(Self, usize)> {
+        let (is_controller_only, has_mesh) = (
+            |case: &&Case| case.kind.is_controller_only(),
             config.sides.iter().any(|side| side.is_mesh()),
         );
-        let sides = if config.cases.iter().all(&is_alone) {
+        let sides = if config.cases.iter().all(&is_controller_only) {
             &[][..]
         } else {
             &config.sides
         };
         let control = if sides.iter().any(|side| side.is_mesh()) {
-            Some(Control::start(&config.programs, site)?)
+            Some(Control::start(&config.programs, namespaces)?)
         } else {
             None
         };
-        let alone = has_mesh && config.cases.iter().any(&is_alone);
-        let issuing = if alone {
-            Some(Issuing::start(&config.programs, site)?)
+        let alone = has_mesh && config.cases.iter().any(&is_controller_only);
+        let certificates = if alone {
+            Some(CertificateBench::start(&config.programs, namespaces)?)
         } else {
             None
         };
         let (mut up, mut failures) = (
-            Up {
+            Testbed {
                 running: Vec::new(),
                 control,
-                issuing,
+                certificates,
             },
             0,
         );
         for &side in sides {
             eprintln!("starting {}", side.name());
-            match Running::start(side, &config.programs, site, up.control.as_mut()) {
+            match Running::start(side, &config.programs, namespaces, up.control.as_mut()) {
                 Ok(side) => up.running.push(side),
-                Err(problem) => {
+                Err(error) => {
                     failures += 1;
-                    eprintln!("FAILED {} does not start: {problem:#}", side.name());
+                    eprintln!("FAILED to start {}: {error:#}", side.name());
                 }
             }
         }
         ensure!(
             !up.sides().is_empty(),
-            "no side is up that these cases measure"
+            "no side is running that these cases measure"
         );
         Ok((up, failures))
     }
 
-    /// The sides that have figures.
+    /// The sides with results.
     fn sides(&self) -> Vec<Side> {
         let is_up = |side: &Side| self.running.iter().any(|running| running.side == *side);
         Side::ALL
             .into_iter()
-            .filter(|side| is_up(side) || (*side == Side::Mesh && self.issuing.is_some()))
+            .filter(|side| is_up(side) || (*side == Side::Mesh && self.certificates.is_some()))
             .collect()
     }
 
-    fn profile(&self, how: config::Profile, case: &Case, config: &Config) -> Result<()> {
-        let look = |targets: &[(String, u32)], load: &mut dyn FnMut() -> Result<()>| {
-            profile::profile(how, case, targets, load, &config.programs.output)
+    fn profile(&self, profiler_kind: config::Profile, case: &Case, config: &Config) -> Result<()> {
+        let run_profiler = |targets: &[(String, u32)], load: &mut dyn FnMut() -> Result<()>| {
+            profile::profile(profiler_kind, case, targets, load, &config.programs.output)
         };
-        if let (Kind::Certificates { askers, rate }, Some(issuing)) = (case.kind, &self.issuing) {
-            let ready = issuing.ready(rate, config.window)?;
-            let (id, mut ready) = (ready.id(), Some(ready));
-            return look(&[("controller".to_string(), id)], &mut || {
+        if let (Kind::Certificates { concurrency, rate }, Some(certificates)) =
+            (case.kind, &self.certificates)
+        {
+            let run = certificates.prepare(rate, config.window)?;
+            let (id, mut ready) = (run.id(), Some(run));
+            return run_profiler(&[("controller".to_string(), id)], &mut || {
                 ready
                     .take()
-                    .map_or(Ok(()), |ready| ready.measure(askers, rate).map(drop))
+                    .map_or(Ok(()), |ready| ready.measure(concurrency, rate).map(drop))
             });
         }
-        let running = self.running.first().context("no side is up")?;
+        let running = self.running.first().context("no side is running")?;
         let proxies = running
             .proxies()
-            .context("the direct side has no proxies to look at")?;
+            .context("the direct side has no proxies to profile")?;
         let targets = [
             ("client", proxies.client.id()),
             ("server", proxies.server.id()),
         ];
         let targets = targets.map(|(role, id)| (format!("{}-{role}", running.side.name()), id));
-        look(&targets, &mut || load_only(case, running, config.window))
+        run_profiler(&targets, &mut || load_only(case, running, config.window))
     }
 
-    /// Each case on each side in turns, so that a slow minute of the machine hits all sides alike. A measurement that fails is
-    /// reported and leaves its cell to the other repeats. Gives the results, the share of the machine that others took, and the failures.
+    /// Measures each case on all sides in rotation, so that slow phases of the machine affect all sides. Logs failed measurements and
+    /// continues. Returns the results, the CPU share of other programs, and the number of failures.
     fn measure_all(&mut self, config: &Config) -> Result<(Results, f64, usize)> {
         let (mut results, mut failures, mut shares) = (Results::default(), 0, Vec::new());
         let mut patience = config.patience;
@@ -258,7 +258,7 @@ impl Up {
                 case.name,
                 side.name()
             );
-            match self.measure_quietly(case, side, config, &mut patience)? {
+            match self.measure_when_idle(case, side, config, &mut patience)? {
                 (Ok(numbers), share) => {
                     results.add(case, side, &numbers);
                     let text: Vec<_> = numbers
@@ -266,36 +266,36 @@ impl Up {
                         .map(|(metric, value)| format!("{} {value:.1}", metric.name()))
                         .collect();
                     eprintln!(
-                        "{progress} {} (others {:.0}%)",
+                        "{progress} {} (other programs {:.0}%)",
                         text.join(", "),
                         share * 100.0
                     );
                     shares.push(share);
                 }
-                (Err(problem), _) => {
+                (Err(error), _) => {
                     failures += 1;
                     let running = self
                         .running
                         .iter_mut()
-                        .find(|running| running.side == side && !case.kind.is_alone());
-                    let words = running
+                        .find(|running| running.side == side && !case.kind.is_controller_only());
+                    let log = running
                         .as_ref()
-                        .map(|running| running.last_words())
+                        .map(|running| running.log_tail())
                         .unwrap_or_default();
-                    eprintln!("{progress} FAILED {problem:#}{words}");
-                    // A proxy that is gone or stuck must not spoil what follows.
-                    if let Some(Err(problem)) = running.map(Running::restart) {
-                        eprintln!("{} does not start again: {problem:#}", side.name());
+                    eprintln!("{progress} FAILED {error:#}{log}");
+                    // A crashed or stuck proxy must not affect the next measurements.
+                    if let Some(Err(error)) = running.map(Running::restart) {
+                        eprintln!("cannot restart {}: {error:#}", side.name());
                     }
                 }
             }
         }
-        let others = shares.iter().sum::<f64>() / shares.len().max(1) as f64;
-        Ok((results, others, failures))
+        let foreign = shares.iter().sum::<f64>() / shares.len().max(1) as f64;
+        Ok((results, foreign, failures))
     }
 
     fn rounds<'a>(&self, case: &'a Case, repeats: usize) -> Vec<(&'a Case, Side)> {
-        let sides = match (case.kind.is_alone(), &self.issuing) {
+        let sides = match (case.kind.is_controller_only(), &self.certificates) {
             (false, _) => self.running.iter().map(|running| running.side).collect(),
             (true, Some(_)) => vec![Side::Mesh],
             (true, None) => Vec::new(),
@@ -305,9 +305,9 @@ impl Up {
             .collect()
     }
 
-    /// One measurement, with the share of the machine that others took meanwhile. It waits for a quiet moment, and drops a
-    /// measurement that others have disturbed, for as long as patience lasts.
-    fn measure_quietly(
+    /// Measures once and returns the CPU share of other programs with the result. Waits for an idle machine and repeats a disturbed
+    /// measurement until the budget `patience` is used up.
+    fn measure_when_idle(
         &mut self,
         case: &Case,
         side: Side,
@@ -320,16 +320,16 @@ impl Up {
             while start.elapsed() < *patience {
                 thread::sleep(Duration::from_millis(500));
                 let now = self.reading()?;
-                let share = std::mem::replace(&mut before, now).others_until(&now);
-                if share < QUIET {
+                let share = std::mem::replace(&mut before, now).foreign_cpu_share(&now);
+                if share < MAX_FOREIGN_CPU_SHARE {
                     break;
                 }
             }
             *patience = patience.saturating_sub(start.elapsed());
             let start = Instant::now();
             let outcome = self.measure(case, side, config.window);
-            let share = before.others_until(&self.reading()?);
-            if outcome.is_err() || share < QUIET || patience.is_zero() {
+            let share = before.foreign_cpu_share(&self.reading()?);
+            if outcome.is_err() || share < MAX_FOREIGN_CPU_SHARE || patience.is_zero() {
                 return Ok((outcome, share));
             }
             *patience = patience.saturating_sub(start.elapsed());
@@ -337,14 +337,18 @@ impl Up {
     }
 
     fn measure(&mut self, case: &Case, side: Side, window: Window) -> Result<Numbers> {
-        if let (Kind::Certificates { askers, rate }, Some(issuing)) = (case.kind, &self.issuing) {
-            return issuing.ready(rate, window)?.measure(askers, rate);
+        if let (Kind::Certificates { concurrency, rate }, Some(certificates)) =
+            (case.kind, &self.certificates)
+        {
+            return certificates
+                .prepare(rate, window)?
+                .measure(concurrency, rate);
         }
         let running = self
             .running
             .iter_mut()
             .find(|running| running.side == side)
-            .context("the side is not up")?;
+            .context("the side is not running")?;
         measure(case, running, window)
     }
 
@@ -355,9 +359,9 @@ impl Up {
     }
 }
 
-fn settings(config: &Config, others: f64) -> serde_json::Value {
+fn settings(config: &Config, foreign: f64) -> serde_json::Value {
     json!({
         "seconds": config.window.length.as_secs_f64(), "repeats": config.repeats, "envoy": config::ENVOY_PACKAGE,
-        "machine": machine::description(), "others_share_of_cpu": others,
+        "machine": machine::description(), "others_share_of_cpu": foreign,
     })
 }

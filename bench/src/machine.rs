@@ -1,4 +1,4 @@
-//! What else the machine does while we measure, and what it is. On a busy machine figures and even ratios mislead, so the run says.
+//! CPU usage of other programs during a measurement, and a description of the machine.
 
 use std::{fs, thread, time::Duration};
 
@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use crate::process::Meter;
 
-/// CPU time up to a moment, of the whole machine and of what belongs to the run.
+/// CPU times of the whole machine and of this run.
 #[derive(Clone, Copy, Debug)]
 pub struct Reading {
     capacity: Duration,
@@ -23,18 +23,18 @@ pub struct Reading {
 }
 
 impl Reading {
-    /// Takes one; `meters` are all processes of the run but this one.
+    /// Reads the CPU times; `meters` are the child processes of the run.
     pub fn take(meters: &[Meter]) -> Result<Self> {
         let stat = fs::read_to_string("/proc/stat").context("read /proc/stat")?;
         let ticks = sysconf(SysconfVar::CLK_TCK)
-            .context("ask for the clock's ticks")?
-            .context("the clock has no ticks")?;
+            .context("read the clock tick rate")?
+            .context("the clock tick rate is unknown")?;
         let (capacity, busy) = cpu_line(&stat).context("/proc/stat has no cpu line")?;
         let time = |ticks_used: u64| Duration::from_secs_f64(ticks_used as f64 / ticks as f64);
         let mut own = Duration::ZERO;
-        // Children that have ended: what they used is in no meter any more.
+        // RUSAGE_CHILDREN covers exited children, which have no meter.
         for who in [UsageWho::RUSAGE_SELF, UsageWho::RUSAGE_CHILDREN] {
-            let usage = getrusage(who).context("ask for our own CPU time")?;
+            let usage = getrusage(who).context("read the own CPU time")?;
             own += Duration::from_micros(
                 (usage.user_time() + usage.system_time())
                     .num_microseconds()
@@ -51,17 +51,16 @@ impl Reading {
         })
     }
 
-    /// The share of the machine that others took between this one and `after`, 0 to 1: other programs, and other machines on the
-    /// same host where the kernel can tell.
-    pub fn others_until(&self, after: &Reading) -> f64 {
+    /// CPU share of other programs between this reading and `after`, from 0 to 1. Includes steal time.
+    pub fn foreign_cpu_share(&self, after: &Reading) -> f64 {
         let between =
             |later: Duration, earlier: Duration| later.saturating_sub(earlier).as_secs_f64();
-        let others = between(after.busy, self.busy) - between(after.own, self.own);
-        (others / between(after.capacity, self.capacity).max(0.01)).clamp(0.0, 1.0)
+        let foreign = between(after.busy, self.busy) - between(after.own, self.own);
+        (foreign / between(after.capacity, self.capacity).max(0.01)).clamp(0.0, 1.0)
     }
 }
 
-/// All ticks, and those in which a CPU was taken: user, nice, system, irq, softirq, steal.
+/// Total ticks, and busy ticks: user, nice, system, irq, softirq, steal.
 fn cpu_line(stat: &str) -> Option<(u64, u64)> {
     let numbers: Vec<u64> = stat
         .lines()
@@ -78,7 +77,7 @@ fn cpu_line(stat: &str) -> Option<(u64, u64)> {
     Some((all, all - idle - io_wait))
 }
 
-/// For the JSON file: figures of different machines are not to be compared.
+/// Description of the machine for the JSON report.
 pub fn description() -> Value {
     let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
     let cpu = read("/proc/cpuinfo");
@@ -98,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn idle_and_waiting_are_not_busy() {
+    fn idle_and_iowait_are_not_busy() {
         assert_eq!(
             cpu_line("cpu  1 2 3 100 50 4 5 6 0 0\ncpu0 1 2 3"),
             Some((171, 21))
@@ -107,13 +106,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_ours_is_not_of_others() {
+    fn own_cpu_time_is_not_foreign() {
         let at = |capacity, busy, own| Reading {
             capacity: Duration::from_secs(capacity),
             busy: Duration::from_secs(busy),
             own: Duration::from_secs(own),
         };
-        assert_eq!(at(10, 2, 1).others_until(&at(20, 8, 3)), 0.4);
-        assert_eq!(at(10, 2, 1).others_until(&at(20, 3, 3)), 0.0);
+        assert_eq!(at(10, 2, 1).foreign_cpu_share(&at(20, 8, 3)), 0.4);
+        assert_eq!(at(10, 2, 1).foreign_cpu_share(&at(20, 3, 3)), 0.0);
     }
 }

@@ -1,4 +1,4 @@
-//! The benchmark's program: options in, exit code out. Everything else is in the library.
+//! bench: parses the command line and runs the benchmark.
 
 use std::process::ExitCode;
 
@@ -7,8 +7,8 @@ use diy_mesh_bench::{config::Config, run_until_signal};
 fn main() -> ExitCode {
     let config = match Config::from_command_line() {
         Ok(config) => config,
-        Err(problems) => {
-            eprintln!("bench: {problems}");
+        Err(errors) => {
+            eprintln!("bench: {errors}");
             return ExitCode::from(2);
         }
     };

@@ -1,4 +1,4 @@
-//! One measurement: a case on a side, into numbers.
+//! Measurement of one case on one side.
 
 use std::time::Duration;
 
@@ -11,13 +11,13 @@ use crate::{
     sides::Running,
 };
 
-/// How long memory and connections come to rest before an idle figure is read.
-const SETTLE: Duration = Duration::from_millis(500);
+/// Delay before idle memory is read.
+const SETTLE_TIME: Duration = Duration::from_millis(500);
 
-/// What one measurement gave.
+/// Results of one measurement.
 pub type Numbers = Vec<(Metric, f64)>;
 
-/// CPU time so far: the client's proxy, the server's; nothing on the direct side.
+/// CPU times of the client's and the server's proxy; empty on the direct side.
 type Cpu = Vec<Duration>;
 
 /// Measures `case` on `running` once.
@@ -28,7 +28,7 @@ pub fn measure(case: &Case, running: &mut Running, window: Window) -> Result<Num
         Kind::Tcp => tcp(running, window),
         Kind::Latency { rate, connections } => latency(running, window, rate, connections),
         Kind::Closed(_) | Kind::Connect { .. } => requests(case, running, window),
-        Kind::Certificates { .. } => unreachable!("no side is measured"),
+        Kind::Certificates { .. } => unreachable!("controller-only case"),
     };
     let ended = running.ensure_running();
     numbers
@@ -36,7 +36,7 @@ pub fn measure(case: &Case, running: &mut Running, window: Window) -> Result<Num
         .with_context(|| format!("{} through {}", case.name, running.side.name()))
 }
 
-/// Only the load of a case, for someone who looks at the proxies meanwhile.
+/// Generates only the load of a case, for profiling.
 pub fn load_only(case: &Case, running: &Running, window: Window) -> Result<()> {
     match case.kind {
         Kind::Start { idle_connections } => {
@@ -51,7 +51,7 @@ pub fn load_only(case: &Case, running: &Running, window: Window) -> Result<()> {
             latency(running, window, rate, connections).map(drop)
         }
         Kind::Closed(_) | Kind::Connect { .. } => requests(case, running, window).map(drop),
-        Kind::Certificates { .. } => unreachable!("no side is measured"),
+        Kind::Certificates { .. } => unreachable!("controller-only case"),
     }
 }
 
@@ -63,10 +63,11 @@ fn start(running: &mut Running, connections: usize) -> Result<Numbers> {
         return Ok(Vec::new());
     };
     let (ready, meter) = (proxies.ready, proxies.client.meter());
-    // One more connection, so that what only the first ones bring is in the idle figure.
-    let idle = client.enter(|| load::idle_connections(1, target, SETTLE, || meter.resident()))?;
+    // One extra connection: the idle figure includes one-time allocations.
+    let idle =
+        client.enter(|| load::idle_connections(1, target, SETTLE_TIME, || meter.resident()))?;
     let more = client
-        .enter(|| load::idle_connections(connections, target, SETTLE, || meter.resident()))?;
+        .enter(|| load::idle_connections(connections, target, SETTLE_TIME, || meter.resident()))?;
     Ok(vec![
         (Metric::Ready, ready.as_secs_f64() * 1e3),
         (Metric::IdleMemory, megabytes(idle)),
@@ -132,7 +133,7 @@ fn tcp(running: &Running, window: Window) -> Result<Numbers> {
     let tally: Tally<Cpu> = running
         .pair
         .client
-        .enter(|| load::stream_bytes(target, window, || server.swallowed(), || cpu(&meters)))?;
+        .enter(|| load::stream_bytes(target, window, || server.received(), || cpu(&meters)))?;
     let gigabytes = tally.count as f64 / 1e9;
     let mut numbers = vec![(
         Metric::Gigabits,
@@ -154,7 +155,7 @@ fn cpu_per_request(requests: u64, before: &Cpu, after: &Cpu) -> Result<Option<(M
     }))
 }
 
-/// What the proxies used between two readings. That one of them used nothing means that the traffic went past it.
+/// CPU time of the proxies between two readings. Fails if one used none: then the traffic bypassed it.
 fn used(before: &Cpu, after: &Cpu) -> Result<Option<Duration>> {
     let each: Vec<_> = before
         .iter()
@@ -163,7 +164,7 @@ fn used(before: &Cpu, after: &Cpu) -> Result<Option<Duration>> {
         .collect();
     ensure!(
         !each.contains(&Duration::ZERO),
-        "a proxy used no CPU time: the traffic does not pass it"
+        "a proxy used no CPU time: the traffic bypasses it"
     );
     Ok((!each.is_empty()).then(|| each.iter().sum()))
 }
@@ -189,12 +190,12 @@ mod tests {
     }
 
     #[test]
-    fn a_proxy_that_sleeps_under_load_is_an_error() {
+    fn idle_proxy_under_load_is_an_error() {
         assert!(used(&vec![MS, MS], &vec![MS * 2, MS]).is_err());
     }
 
     #[test]
-    fn a_direct_connection_has_no_proxy_cost() {
+    fn direct_side_has_no_cpu_cost() {
         assert_eq!(used(&vec![], &vec![]).unwrap(), None);
     }
 }

@@ -1,13 +1,13 @@
-//! The network namespaces of a run, and their removal: also of what an earlier run left behind.
+//! Network namespaces of a run, and their removal, including those of an earlier run.
 //!
-//! Each side has a pair of its own, so that all sides are up at the same time and can be measured in turns:
+//! Each side has its own pair, so that all sides run at the same time:
 //!
 //! ```text
 //! dmb-SIDE-client 10.244.0.10 == eth0 = veth = eth0 == 10.244.0.20 dmb-SIDE-server
 //!          10.255.0.N  ctl0 --- bridge in dmb-control, 10.255.0.1 --- ctl0  10.255.0.M
 //! ```
 //!
-//! The names have a prefix of their own (in place of `dmb-` here), and only what has it is ever removed. Nothing changes in the machine's own namespace.
+//! The names have a prefix (here `dmb-`). Only namespaces with this prefix are removed. The root namespace is not modified.
 
 use std::{
     collections::HashSet,
@@ -28,41 +28,41 @@ use nix::{
     unistd::Pid,
 };
 
-/// The client's pod IP.
+/// Pod IP of the client.
 pub const CLIENT: Ipv4Addr = Ipv4Addr::new(10, 244, 0, 10);
-/// The server's pod IP.
+/// Pod IP of the server.
 pub const SERVER: Ipv4Addr = Ipv4Addr::new(10, 244, 0, 20);
-/// The Service's cluster IP; nothing answers there, the client's proxy knows what is behind it.
+/// Cluster IP of the Service. Only the client's proxy resolves it.
 pub const CLUSTER: Ipv4Addr = Ipv4Addr::new(10, 96, 0, 80);
-/// Where the controller listens, as the proxies see it.
+/// IP of the controller for the proxies.
 pub const CONTROL: Ipv4Addr = Ipv4Addr::new(10, 255, 0, 1);
 
-const MOUNTED: &str = "/run/netns";
+const NETNS_DIRECTORY: &str = "/run/netns";
 
-/// Where namespaces are made and removed: all whose names have one prefix.
+/// The network namespaces with one name prefix.
 #[derive(Clone)]
-pub struct Site {
+pub struct NamespaceSet {
     prefix: &'static str,
     closed: Arc<Mutex<bool>>,
 }
 
-impl Site {
-    /// The benchmark's own.
+impl NamespaceSet {
+    /// Prefix of the benchmark.
     pub const BENCH: &str = "dmb-";
 
-    /// Takes a prefix over, and removes what an earlier run left there. Only one at a time may use a prefix.
+    /// Removes the namespaces of an earlier run. Only one process may use a prefix at a time.
     pub fn clear(prefix: &'static str) -> Result<Self> {
-        sweep(prefix).context("remove what an earlier run left")?;
-        Ok(Site {
+        remove_namespaces(prefix).context("remove the namespaces of an earlier run")?;
+        Ok(NamespaceSet {
             prefix,
             closed: Arc::default(),
         })
     }
 
-    /// Ends every process in the namespaces and removes them; no process starts there any more.
+    /// Kills all processes in the namespaces and removes them. No process can start there afterwards.
     pub fn close(&self) -> Result<()> {
         *self.closed.lock().expect("no holder of the lock panics") = true;
-        sweep(self.prefix).context("clean up")
+        remove_namespaces(self.prefix).context("clean up")
     }
 }
 
@@ -70,35 +70,31 @@ impl Site {
 #[derive(Clone)]
 pub struct Namespace {
     name: String,
-    site: Site,
+    namespaces: NamespaceSet,
 }
 
 impl Namespace {
-    /// One with nothing but its loopback.
-    pub fn alone(name: &str, site: &Site) -> Result<Self> {
-        Self::make(name, site)
-    }
-
-    fn make(name: &str, site: &Site) -> Result<Self> {
-        let name = format!("{}{name}", site.prefix);
+    /// Creates a namespace that has only a loopback interface.
+    pub fn create(name: &str, namespaces: &NamespaceSet) -> Result<Self> {
+        let name = format!("{}{name}", namespaces.prefix);
         ip(&["netns", "add", &name])?;
         ip(&["-n", &name, "link", "set", "lo", "up"])?;
         Ok(Namespace {
             name,
-            site: site.clone(),
+            namespaces: namespaces.clone(),
         })
     }
 
-    /// What `ip netns` calls it.
+    /// Name for `ip netns`.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Runs `work` on a thread inside; threads that it starts are inside too.
+    /// Runs `work` on a thread in the namespace; its child threads inherit the namespace.
     pub fn enter<T: Send>(&self, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
         thread::scope(|scope| {
             let inside = scope.spawn(|| {
-                let path = Path::new(MOUNTED).join(&self.name);
+                let path = Path::new(NETNS_DIRECTORY).join(&self.name);
                 let file = File::open(&path).with_context(|| format!("open {}", path.display()))?;
                 setns(file, CloneFlags::CLONE_NEWNET)
                     .with_context(|| format!("enter {}", self.name))?;
@@ -106,19 +102,19 @@ impl Namespace {
             });
             inside
                 .join()
-                .unwrap_or_else(|_| bail!("the work in {} panicked", self.name))
+                .unwrap_or_else(|_| bail!("a thread in {} panicked", self.name))
         })
     }
 
-    /// Starts a process inside.
+    /// Starts a process in the namespace.
     pub fn spawn(&self, command: &mut Command) -> Result<Child> {
         self.enter(|| {
             let closed = self
-                .site
+                .namespaces
                 .closed
                 .lock()
                 .expect("no holder of the lock panics");
-            ensure!(!*closed, "the run is being stopped");
+            ensure!(!*closed, "the run is stopping");
             command
                 .spawn()
                 .with_context(|| format!("start {}", command.get_program().display()))
@@ -126,21 +122,21 @@ impl Namespace {
     }
 }
 
-/// A client and a server, wired.
+/// Connected namespaces of a client and a server.
 pub struct Pair {
-    /// Where the load comes from.
+    /// Namespace of the load generator.
     pub client: Namespace,
-    /// Where the server answers.
+    /// Namespace of the origin server.
     pub server: Namespace,
 }
 
 impl Pair {
-    /// Makes both and the wire between them.
-    pub fn make(side: &str, site: &Site) -> Result<Self> {
-        let client = Namespace::make(&format!("{side}-client"), site)?;
-        let server = Namespace::make(&format!("{side}-server"), site)?;
-        wire((&client, "eth0", CLIENT), (&server, "eth0", SERVER))?;
-        // The cluster IP needs a route before the redirect rules see the packet.
+    /// Creates both namespaces and a veth pair between them.
+    pub fn create(side: &str, namespaces: &NamespaceSet) -> Result<Self> {
+        let client = Namespace::create(&format!("{side}-client"), namespaces)?;
+        let server = Namespace::create(&format!("{side}-server"), namespaces)?;
+        create_veth((&client, "eth0", CLIENT), (&server, "eth0", SERVER))?;
+        // Without a route to the cluster IP, the packet never reaches the redirect rules.
         ip(&[
             "-n",
             client.name(),
@@ -152,7 +148,7 @@ impl Pair {
         ])?;
         for namespace in [&client, &server] {
             namespace.enter(|| {
-                tune();
+                set_sysctls();
                 Ok(())
             })?;
         }
@@ -160,19 +156,19 @@ impl Pair {
     }
 }
 
-/// The namespace of the controller, with a bridge that pods are plugged into.
+/// Namespace of the controller, with a bridge to the pods.
 pub struct ControlNetwork {
-    /// Where the controller runs.
+    /// Namespace of the controller.
     pub namespace: Namespace,
-    plugged: u8,
+    ports: u8,
 }
 
 impl ControlNetwork {
-    /// Makes it, with nothing plugged in.
-    pub fn make(site: &Site) -> Result<Self> {
-        let namespace = Namespace::make("control", site)?;
+    /// Creates the namespace and its bridge.
+    pub fn create(namespaces: &NamespaceSet) -> Result<Self> {
+        let namespace = Namespace::create("control", namespaces)?;
         let name = namespace.name();
-        // An address of its own: it would take over the lowest of its ports', and change under those who have resolved it.
+        // A fixed MAC address: by default the bridge takes the lowest of its ports, which invalidates ARP entries.
         ip(&[
             "-n",
             name,
@@ -196,15 +192,15 @@ impl ControlNetwork {
         ip(&["-n", name, "link", "set", "br0", "up"])?;
         Ok(ControlNetwork {
             namespace,
-            plugged: 0,
+            ports: 0,
         })
     }
 
-    /// Gives a pod's namespace a second link, to here.
-    pub fn plug(&mut self, pod: &Namespace) -> Result<()> {
-        let port = format!("port{}", self.plugged);
-        let address = Ipv4Addr::new(10, 255, 0, 10 + self.plugged);
-        self.plugged += 1;
+    /// Connects a pod's namespace to the bridge.
+    pub fn connect(&mut self, pod: &Namespace) -> Result<()> {
+        let port = format!("port{}", self.ports);
+        let address = Ipv4Addr::new(10, 255, 0, 10 + self.ports);
+        self.ports += 1;
         let control = self.namespace.name();
         ip(&[
             "link",
@@ -234,7 +230,7 @@ impl ControlNetwork {
     }
 }
 
-fn sweep(prefix: &str) -> Result<()> {
+fn remove_namespaces(prefix: &str) -> Result<()> {
     let ours = ours(prefix)?;
     let inodes: HashSet<u64> = ours
         .iter()
@@ -249,10 +245,10 @@ fn sweep(prefix: &str) -> Result<()> {
         }
         ensure!(
             Instant::now() < deadline,
-            "processes {left:?} in the benchmark's namespaces do not end"
+            "cannot kill processes {left:?} in the benchmark namespaces"
         );
         for process in left {
-            // It may have ended by itself since.
+            // The process may have exited already.
             let _ = kill(process, Signal::SIGKILL);
         }
         thread::sleep(Duration::from_millis(5));
@@ -266,10 +262,11 @@ fn sweep(prefix: &str) -> Result<()> {
 }
 
 fn ours(prefix: &str) -> Result<Vec<PathBuf>> {
-    if !Path::new(MOUNTED).exists() {
+    if !Path::new(NETNS_DIRECTORY).exists() {
         return Ok(Vec::new());
     }
-    let entries = fs::read_dir(MOUNTED).with_context(|| format!("list {MOUNTED}"))?;
+    let entries =
+        fs::read_dir(NETNS_DIRECTORY).with_context(|| format!("list {NETNS_DIRECTORY}"))?;
     let paths = entries.filter_map(|entry| entry.ok().map(|entry| entry.path()));
     Ok(paths
         .filter(|path| {
@@ -279,7 +276,7 @@ fn ours(prefix: &str) -> Result<Vec<PathBuf>> {
         .collect())
 }
 
-/// Those that can still run: one that has ended and waits for its parent counts as gone.
+/// Live processes in the namespaces; zombies have no namespace.
 fn processes_in(inodes: &HashSet<u64>) -> Result<Vec<Pid>> {
     let entries = fs::read_dir("/proc").context("list /proc")?;
     let inside = |pid: &i32| {
@@ -290,7 +287,10 @@ fn processes_in(inodes: &HashSet<u64>) -> Result<Vec<Pid>> {
     Ok(pids.filter(inside).map(Pid::from_raw).collect())
 }
 
-fn wire(left: (&Namespace, &str, Ipv4Addr), right: (&Namespace, &str, Ipv4Addr)) -> Result<()> {
+fn create_veth(
+    left: (&Namespace, &str, Ipv4Addr),
+    right: (&Namespace, &str, Ipv4Addr),
+) -> Result<()> {
     ip(&[
         "link",
         "add",
@@ -320,11 +320,10 @@ fn wire(left: (&Namespace, &str, Ipv4Addr), right: (&Namespace, &str, Ipv4Addr))
     Ok(())
 }
 
-/// Room for tens of thousands of short connections a second: ports, and no minutes of remembrance. A kernel without one of these
-/// settings goes without.
-fn tune() {
+/// Sets kernel parameters for tens of thousands of short connections per second. Ignores parameters that the kernel does not have.
+fn set_sysctls() {
     for (name, value) in [
-        // The kernel's own default, whatever the machine prefers: pacing would blur what the proxies cost.
+        // The kernel default: an algorithm with pacing would distort the results.
         ("ipv4/tcp_congestion_control", "cubic"),
         ("ipv4/ip_local_port_range", "1024 65535"),
         ("ipv4/tcp_tw_reuse", "1"),
@@ -341,12 +340,12 @@ fn ip(arguments: &[&str]) -> Result<()> {
         .args(arguments)
         .output()
         .context("run ip (Debian package iproute2)")?;
-    let problem = String::from_utf8_lossy(&output.stderr);
+    let error = String::from_utf8_lossy(&output.stderr);
     ensure!(
         output.status.success(),
         "ip {}: {}",
         arguments.join(" "),
-        problem.trim()
+        error.trim()
     );
     Ok(())
 }

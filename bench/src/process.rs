@@ -1,4 +1,4 @@
-//! One process of a side: started in a namespace under a uid, its CPU time and memory read from /proc, ended on drop.
+//! Child process in a namespace: start, readiness, CPU time and memory from /proc, termination on drop.
 
 use std::{
     fs::{self, File},
@@ -19,24 +19,24 @@ use nix::{
 
 use crate::network::Namespace;
 
-/// The proxies' user: what the redirect rules leave alone.
+/// UID of the proxies, which the redirect rules skip.
 pub const PROXY_UID: u32 = 1337;
 
-/// What to start.
+/// Program to start.
 pub struct Program {
-    /// For messages and the log's name.
+    /// Name in messages and of the log file.
     pub name: String,
-    /// The file, readable by the uid.
+    /// Executable, readable by the UID.
     pub path: PathBuf,
-    /// Its arguments.
+    /// Arguments.
     pub arguments: Vec<String>,
-    /// Its environment, beside PATH.
+    /// Environment in addition to PATH.
     pub environment: Vec<(&'static str, String)>,
-    /// Who runs it.
+    /// UID and GID.
     pub uid: u32,
 }
 
-/// A running program.
+/// Running program. Drop terminates it.
 pub struct Process {
     name: String,
     child: Child,
@@ -45,14 +45,14 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts `program` in `namespace`; what it prints goes to files in `logs`.
+    /// Starts `program` in `namespace`; writes its output to files in `logs`.
     pub fn start(program: Program, namespace: &Namespace, logs: &Path) -> Result<Self> {
         let create = |stream: &str| {
             let path = logs.join(format!("{}.{stream}", program.name));
             let file = File::create(&path).with_context(|| format!("create {}", path.display()))?;
             anyhow::Ok((path, file))
         };
-        // Dumps go to one, logs to the other.
+        // Standard output has dumps, standard error has logs.
         let ((_, output), (log, errors)) = (create("out")?, create("err")?);
         let mut command = Command::new(&program.path);
         command
@@ -77,7 +77,7 @@ impl Process {
         self.child.id()
     }
 
-    /// Asks `path` at `address`, inside `namespace`, until it answers 200; says how long after the start that was.
+    /// Polls `path` at `address` in `namespace` until the response is 200. Returns the time since the start.
     pub fn wait_ready(
         &mut self,
         namespace: &Namespace,
@@ -87,7 +87,7 @@ impl Process {
         namespace.enter(|| {
             let deadline = self.started + Duration::from_secs(20);
             loop {
-                let answer = ask(address, path);
+                let answer = http_get(address, path);
                 if answer
                     .as_ref()
                     .is_ok_and(|answer| answer.starts_with("HTTP/1.1 200"))
@@ -96,18 +96,18 @@ impl Process {
                 }
                 if let Some(status) = self.child.try_wait().context("wait for a child")? {
                     bail!(
-                        "{} ended while starting ({status}){}",
+                        "{} exited during startup ({status}){}",
                         self.name,
-                        self.last_words()
+                        self.log_tail()
                     );
                 }
                 if Instant::now() >= deadline {
-                    let answer = answer.unwrap_or_else(|problem| problem.to_string());
+                    let answer = answer.unwrap_or_else(|error| error.to_string());
                     bail!(
                         "{} is not ready after 20 s: {}{}",
                         self.name,
                         answer.trim(),
-                        self.last_words()
+                        self.log_tail()
                     );
                 }
                 thread::sleep(Duration::from_millis(1));
@@ -115,16 +115,16 @@ impl Process {
         })
     }
 
-    /// Fails if it has ended.
+    /// Fails if the process has exited.
     pub fn ensure_running(&mut self) -> Result<()> {
         match self.child.try_wait().context("wait for a child")? {
-            Some(status) => bail!("{} has ended ({status}){}", self.name, self.last_words()),
+            Some(status) => bail!("{} has exited ({status}){}", self.name, self.log_tail()),
             None => Ok(()),
         }
     }
 
-    /// The end of its log.
-    pub fn last_words(&self) -> String {
+    /// Last lines of the log, formatted for an error message.
+    pub fn log_tail(&self) -> String {
         let text = fs::read(&self.log)
             .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
             .unwrap_or_default();
@@ -139,13 +139,13 @@ impl Process {
         }
         let lines: Vec<_> = lines.into_iter().rev().collect();
         format!(
-            "; the last that {} printed:\n    {}",
+            "; last log lines of {}:\n    {}",
             self.name,
             lines.join("\n    ")
         )
     }
 
-    /// Where its CPU time and memory are read.
+    /// Meter of its CPU time and memory.
     pub fn meter(&self) -> Meter {
         Meter(PathBuf::from(format!("/proc/{}", self.id())))
     }
@@ -167,12 +167,12 @@ impl Drop for Process {
     }
 }
 
-/// Reads one process's use of the machine.
+/// Resource usage of a process.
 #[derive(Clone)]
 pub struct Meter(PathBuf);
 
 impl Meter {
-    /// CPU time so far, user and system, of all threads: the scheduler's own count, in nanoseconds.
+    /// User and system CPU time of all threads, with the resolution of the scheduler (nanoseconds).
     pub fn cpu(&self) -> Result<Duration> {
         let tasks = self.0.join("task");
         let mut nanoseconds = 0;
@@ -183,7 +183,7 @@ impl Meter {
                     nanoseconds +=
                         first_number(&text).with_context(|| format!("read {}", file.display()))?
                 }
-                // A thread that has ended between the two calls.
+                // The thread has exited since the directory was read.
                 Err(error)
                     if matches!(error.kind(), ErrorKind::NotFound)
                         || error.raw_os_error() == Some(3) => {}
@@ -211,7 +211,7 @@ fn first_number(text: &str) -> Option<u64> {
     text.split_whitespace().next()?.parse().ok()
 }
 
-fn ask(address: SocketAddr, path: &str) -> std::io::Result<String> {
+fn http_get(address: SocketAddr, path: &str) -> std::io::Result<String> {
     let mut stream = TcpStream::connect_timeout(&address, Duration::from_secs(1))?;
     stream.set_read_timeout(Some(Duration::from_secs(1)))?;
     stream.write_all(
@@ -227,7 +227,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_uses_cpu_time_and_memory() {
+    fn meter_reads_cpu_time_and_memory() {
         let meter = Meter(PathBuf::from("/proc/self"));
         assert!(meter.cpu().unwrap() > Duration::ZERO);
         assert!(meter.resident().unwrap() > 100_000);

@@ -1,4 +1,4 @@
-//! Looks into the proxies of one side while one case runs: stacks by perf, or system calls by strace.
+//! Profiles the proxies of one side during one case: stacks with perf, or system calls with strace.
 
 use std::{
     fs,
@@ -16,56 +16,56 @@ use nix::{
 
 use crate::{cases::Case, config::Profile};
 
-/// Runs `load`, the load of `case`, while the profiler watches the targets (what each is, its process ID), each by itself for perf's
-/// sake: each gets a profile of its own.
+/// Profiles the targets (name, process ID) while `load` runs. Each target has its own profile.
 pub fn profile(
-    how: Profile,
+    profiler_kind: Profile,
     case: &Case,
     targets: &[(String, u32)],
     load: &mut dyn FnMut() -> Result<()>,
     output: &Path,
 ) -> Result<()> {
-    fs::create_dir_all(output).with_context(|| format!("make {}", output.display()))?;
-    let file = |what: &str| output.join(format!("{}-{what}.{}", case.name, extension(how)));
+    fs::create_dir_all(output).with_context(|| format!("create {}", output.display()))?;
+    let file =
+        |what: &str| output.join(format!("{}-{what}.{}", case.name, extension(profiler_kind)));
     let files: Vec<_> = targets
         .iter()
         .map(|(what, id)| (what, *id, file(what)))
         .collect();
-    let mut watchers = files
+    let mut profilers = files
         .iter()
-        .map(|(_, id, file)| attach(how, *id, file))
+        .map(|(_, id, file)| attach(profiler_kind, *id, file))
         .collect::<Result<Vec<_>>>()?;
-    for (watcher, (_, _, file)) in watchers.iter_mut().zip(&files) {
-        wait_attached(how, watcher, file)?;
+    for (profiler, (_, _, file)) in profilers.iter_mut().zip(&files) {
+        wait_until_attached(profiler_kind, profiler, file)?;
     }
     let load = load();
-    for watcher in watchers {
-        finish(watcher)?;
+    for profiler in profilers {
+        finish(profiler)?;
     }
     load?;
     for (what, _, file) in &files {
         println!("\n== {}, {what}: {}", case.title, file.display());
-        println!("{}", summary(how, file)?);
+        println!("{}", summary(profiler_kind, file)?);
     }
     Ok(())
 }
 
-fn extension(how: Profile) -> &'static str {
-    match how {
+fn extension(profiler_kind: Profile) -> &'static str {
+    match profiler_kind {
         Profile::Perf => "perf.data",
         Profile::Strace => "strace.txt",
     }
 }
 
-fn attach(how: Profile, id: u32, file: &Path) -> Result<Child> {
+fn attach(profiler_kind: Profile, id: u32, file: &Path) -> Result<Child> {
     if file.exists() {
         fs::remove_file(file).with_context(|| format!("remove {}", file.display()))?;
     }
-    let mut command = match how {
+    let mut command = match profiler_kind {
         Profile::Perf => Command::new("perf"),
         Profile::Strace => Command::new("strace"),
     };
-    match how {
+    match profiler_kind {
         Profile::Perf => command
             .args(["record", "--quiet", "-g", "-F", "997", "-o"])
             .arg(file)
@@ -85,34 +85,36 @@ fn attach(how: Profile, id: u32, file: &Path) -> Result<Child> {
         .context("start the profiler")
 }
 
-/// strace opens its file when it is about to begin; perf then writes what it knows of the process, far more than 1 kB.
-fn wait_attached(how: Profile, watcher: &mut Child, file: &Path) -> Result<()> {
+/// Waits for the profiler to attach. strace creates its file then; perf writes more than 1 kB of metadata.
+fn wait_until_attached(profiler_kind: Profile, profiler: &mut Child, file: &Path) -> Result<()> {
     let deadline = Instant::now() + Duration::from_secs(10);
-    let begun =
-        || fs::metadata(file).is_ok_and(|metadata| how == Profile::Strace || metadata.len() > 1024);
+    let begun = || {
+        fs::metadata(file)
+            .is_ok_and(|metadata| profiler_kind == Profile::Strace || metadata.len() > 1024)
+    };
     while !begun() {
-        if let Some(status) = watcher.try_wait().context("wait for the profiler")? {
-            bail!("the profiler ended at once ({status}); does it work here by hand?");
+        if let Some(status) = profiler.try_wait().context("wait for the profiler")? {
+            bail!("the profiler exited immediately ({status}); run it by hand to see why");
         }
         ensure!(
             Instant::now() < deadline,
-            "the profiler did not begin within 10 s"
+            "the profiler did not attach within 10 s"
         );
         thread::sleep(Duration::from_millis(5));
     }
     Ok(())
 }
 
-/// Interrupted, both write what they have.
-fn finish(mut watcher: Child) -> Result<()> {
-    kill(Pid::from_raw(watcher.id() as i32), Signal::SIGINT)
-        .context("the profiler ended early; does it work here by hand?")?;
-    watcher.wait().context("wait for the profiler")?;
+/// Interrupts the profiler, which writes its results.
+fn finish(mut profiler: Child) -> Result<()> {
+    kill(Pid::from_raw(profiler.id() as i32), Signal::SIGINT)
+        .context("the profiler exited early; run it by hand to see why")?;
+    profiler.wait().context("wait for the profiler")?;
     Ok(())
 }
 
-fn summary(how: Profile, file: &Path) -> Result<String> {
-    if how == Profile::Strace {
+fn summary(profiler_kind: Profile, file: &Path) -> Result<String> {
+    if profiler_kind == Profile::Strace {
         return fs::read_to_string(file).with_context(|| format!("read {}", file.display()));
     }
     let report = |columns: &str| {
@@ -132,8 +134,8 @@ fn summary(how: Profile, file: &Path) -> Result<String> {
             ])
             .arg(file);
         let output = command.output().context("run perf report")?;
-        let problem = String::from_utf8_lossy(&output.stderr).into_owned();
-        ensure!(output.status.success(), "perf report: {}", problem.trim());
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        ensure!(output.status.success(), "perf report: {}", error.trim());
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         anyhow::Ok(
             text.lines()

@@ -1,4 +1,4 @@
-//! Samples into medians and ratios, as a table for people and as JSON. Pure: it prints nothing itself.
+//! Medians and ratios of all samples, as a text table and as JSON. Pure values.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ const COLUMN: usize = 11;
 pub struct Results(BTreeMap<(&'static str, Side, Metric), Vec<f64>>);
 
 impl Results {
-    /// Adds what one measurement gave.
+    /// Adds the results of one measurement.
     pub fn add(&mut self, case: &Case, side: Side, numbers: &[(Metric, f64)]) {
         for &(metric, value) in numbers {
             self.0
@@ -24,7 +24,7 @@ impl Results {
         }
     }
 
-    /// The median of the repeats; added latencies come from the medians of both sides.
+    /// Median of the samples. Added latencies are differences of medians.
     fn median(&self, case: &Case, side: Side, metric: Metric) -> Option<f64> {
         let added_to = |base| (side != Side::Direct).then_some(base);
         let base = match metric {
@@ -48,7 +48,7 @@ impl Results {
         (theirs > 0.0).then_some(ours / theirs)
     }
 
-    /// The metrics that any side has in this case, in their order.
+    /// Metrics with samples on any side, in order.
     fn metrics(&self, case: &Case) -> Vec<Metric> {
         let mut metrics: Vec<_> = self
             .0
@@ -69,8 +69,8 @@ impl Results {
         metrics
     }
 
-    /// The table. A goal is what ours may be in relation to Envoy; of what stands alone, what it shall be.
-    pub fn table(&self, cases: &[&Case], sides: &[Side], colours: bool) -> String {
+    /// Formats the table. A goal is a ratio of mesh to Envoy, or an absolute value for a controller-only case.
+    pub fn table(&self, cases: &[&Case], sides: &[Side], color: bool) -> String {
         let ratios = ratios(sides);
         let mut columns: Vec<_> = sides.iter().map(|side| side.name().to_string()).collect();
         columns.extend(
@@ -78,9 +78,9 @@ impl Results {
                 .iter()
                 .map(|(side, to)| format!("{}/{}", side.name(), to.name())),
         );
-        let is_alone = cases.iter().any(|case| case.kind.is_alone());
+        let is_controller_only = cases.iter().any(|case| case.kind.is_controller_only());
         let goals = ratios.contains(&(Side::Mesh, Side::Envoy))
-            || (is_alone && sides.contains(&Side::Mesh));
+            || (is_controller_only && sides.contains(&Side::Mesh));
         if goals {
             columns.push("goal".to_string());
         }
@@ -88,7 +88,7 @@ impl Results {
             .iter()
             .map(|column| format!("  {column:>COLUMN$}"))
             .collect();
-        let mut table = bold(&format!("{:LABEL$}{columns}", ""), colours) + "\n";
+        let mut table = bold(&format!("{:LABEL$}{columns}", ""), color) + "\n";
         for case in cases {
             let metrics = self.metrics(case);
             if metrics.is_empty() {
@@ -96,10 +96,10 @@ impl Results {
             }
             table += &format!(
                 "{}\n",
-                bold(&format!("{} [{}]", case.title, case.name), colours)
+                bold(&format!("{} [{}]", case.title, case.name), color)
             );
             for metric in metrics {
-                table += &self.row(case, metric, sides, &ratios, goals, colours);
+                table += &self.row(case, metric, sides, &ratios, goals, color);
             }
         }
         table
@@ -112,7 +112,7 @@ impl Results {
         sides: &[Side],
         ratios: &[(Side, Side)],
         goals: bool,
-        colours: bool,
+        color: bool,
     ) -> String {
         let mut row = format!("  {:width$}", metric.label(), width = LABEL - 2);
         let goal = case
@@ -120,42 +120,45 @@ impl Results {
             .iter()
             .find(|goal| goal.0 == metric)
             .map(|goal| goal.1);
-        let (plain, decimals) = (goal.filter(|_| case.kind.is_alone()), metric.decimals());
+        let (plain, decimals) = (
+            goal.filter(|_| case.kind.is_controller_only()),
+            metric.decimals(),
+        );
         for &side in sides {
             let value = self.median(case, side, metric);
-            let colour = value
+            let style = value
                 .zip(plain)
-                .map_or("", |(value, goal)| verdict(metric, value, goal));
+                .map_or("", |(value, goal)| goal_color(metric, value, goal));
             row += &cell(
                 value.map_or("-".to_string(), |value| grouped(value, decimals)),
-                colour,
-                colours,
+                style,
+                color,
             );
         }
         for &(side, to) in ratios {
             let ratio = self.ratio(case, metric, side, to);
-            let colour = match (ratio, goal) {
+            let style = match (ratio, goal) {
                 (Some(ratio), Some(goal)) if (side, to) == (Side::Mesh, Side::Envoy) => {
-                    verdict(metric, ratio, goal)
+                    goal_color(metric, ratio, goal)
                 }
                 _ => "",
             };
             row += &cell(
                 ratio.map_or("-".to_string(), |ratio| format!("{ratio:.2}")),
-                colour,
-                colours,
+                style,
+                color,
             );
         }
         if goals {
             let goal = plain
                 .map(|goal| grouped(goal, decimals))
                 .or(goal.map(|goal| format!("{goal:.2}")));
-            row += &cell(goal.unwrap_or_default(), "", colours);
+            row += &cell(goal.unwrap_or_default(), "", color);
         }
         row.trim_end().to_string() + "\n"
     }
 
-    /// Every sample, median and ratio.
+    /// All samples, medians and ratios.
     pub fn json(&self, cases: &[&Case], sides: &[Side], settings: Value) -> Value {
         let mut rows = Vec::new();
         for case in cases {
@@ -185,7 +188,7 @@ impl Results {
                     "case": case.name, "metric": metric.name(),
                     "sides": of_sides.collect::<serde_json::Map<_, _>>(),
                     "ratios": ratios.collect::<serde_json::Map<_, _>>(),
-                    (if case.kind.is_alone() { "goal" } else { "goal_mesh_to_envoy" }): goal,
+                    (if case.kind.is_controller_only() { "goal" } else { "goal_mesh_to_envoy" }): goal,
                 }));
             }
         }
@@ -193,14 +196,14 @@ impl Results {
     }
 }
 
-/// The comparisons that the sides at hand allow.
+/// Pairs of sides to compare.
 fn ratios(sides: &[Side]) -> Vec<(Side, Side)> {
-    let mut wanted = vec![(Side::Mesh, Side::Direct), (Side::Mesh, Side::Envoy)];
+    let mut selected = vec![(Side::Mesh, Side::Direct), (Side::Mesh, Side::Envoy)];
     if !sides.contains(&Side::Mesh) {
-        wanted = vec![(Side::Dumps, Side::Envoy), (Side::Envoy, Side::Direct)];
+        selected = vec![(Side::Dumps, Side::Envoy), (Side::Envoy, Side::Direct)];
     }
-    wanted.retain(|(side, to)| sides.contains(side) && sides.contains(to));
-    wanted
+    selected.retain(|(side, to)| sides.contains(side) && sides.contains(to));
+    selected
 }
 
 fn median(samples: &[f64]) -> Option<f64> {
@@ -214,8 +217,8 @@ fn median(samples: &[f64]) -> Option<f64> {
     }
 }
 
-fn verdict(metric: Metric, ratio: f64, goal: f64) -> &'static str {
-    let met = if metric.more_is_better() {
+fn goal_color(metric: Metric, ratio: f64, goal: f64) -> &'static str {
+    let met = if metric.higher_is_better() {
         ratio >= goal
     } else {
         ratio <= goal
@@ -223,24 +226,24 @@ fn verdict(metric: Metric, ratio: f64, goal: f64) -> &'static str {
     if met { "32" } else { "31" }
 }
 
-fn cell(text: String, colour: &str, colours: bool) -> String {
+fn cell(text: String, style: &str, color: bool) -> String {
     let text = format!("  {text:>COLUMN$}");
-    if colours && !colour.is_empty() {
-        format!("\x1b[{colour}m{text}\x1b[0m")
+    if color && !style.is_empty() {
+        format!("\x1b[{style}m{text}\x1b[0m")
     } else {
         text
     }
 }
 
-fn bold(text: &str, colours: bool) -> String {
-    if colours {
+fn bold(text: &str, color: bool) -> String {
+    if color {
         format!("\x1b[1m{text}\x1b[0m")
     } else {
         text.to_string()
     }
 }
 
-/// 1234567.8 as "1,234,568".
+/// Formats a number with thousands separators, such as 1,234,568.
 fn grouped(value: f64, decimals: usize) -> String {
     let text = format!("{:.decimals$}", value.abs());
     let (whole, fraction) = text.split_once('.').unwrap_or((&text, ""));
@@ -270,14 +273,14 @@ mod tests {
     }
 
     #[test]
-    fn the_median_is_the_middle() {
+    fn median_of_odd_and_even_counts() {
         assert_eq!(median(&[3.0, 1.0, 2.0]), Some(2.0));
         assert_eq!(median(&[4.0, 1.0]), Some(2.5));
         assert_eq!(median(&[]), None);
     }
 
     #[test]
-    fn thousands_are_grouped() {
+    fn grouped_inserts_thousands_separators() {
         assert_eq!(grouped(1_234_567.84, 1), "1,234,567.8");
         assert_eq!(grouped(999.0, 0), "999");
         assert_eq!(grouped(-0.04, 1), "0.0");
@@ -285,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_has_values_ratios_and_the_goal() {
+    fn row_has_values_ratios_and_goal() {
         let mut results = Results::default();
         for (side, value) in [
             (Side::Direct, None),
@@ -313,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn what_stands_alone_is_held_to_a_figure() {
+    fn controller_only_case_has_absolute_goals() {
         let (mut results, alone) = (Results::default(), case("certificates"));
         results.add(
             alone,
@@ -336,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn added_latency_is_the_difference_to_direct() {
+    fn added_latency_is_difference_to_direct() {
         let mut results = Results::default();
         for (side, value) in [(Side::Direct, 80.0), (Side::Mesh, 150.0)] {
             results.add(case("latency"), side, &[(Metric::LatencyP50, value)]);
@@ -353,11 +356,11 @@ mod tests {
     }
 
     #[test]
-    fn colours_tell_whether_a_goal_is_met_and_are_only_used_when_asked_for() {
+    fn color_shows_whether_goal_is_met() {
         assert_eq!(
             (
-                verdict(Metric::Cpu, 0.3, 0.31),
-                verdict(Metric::Requests, 0.3, 0.31)
+                goal_color(Metric::Cpu, 0.3, 0.31),
+                goal_color(Metric::Requests, 0.3, 0.31)
             ),
             ("32", "31")
         );

@@ -1,5 +1,5 @@
-//! The origin server: answers every request with the same 1 kB over HTTP/1.1, HTTP/2 or gRPC on one port, and swallows bytes on
-//! another. It does as little as it can, so that the machine's time is left to the proxies. It never reads what is asked.
+//! Origin server: answers every request with the same 1 kB over HTTP/1.1, HTTP/2 or gRPC on one port, and discards bytes on another.
+//! It ignores the content of requests, to use little CPU time.
 
 use std::{
     collections::VecDeque,
@@ -28,12 +28,12 @@ use crate::{
     network::{Namespace, SERVER},
 };
 
-/// Where HTTP is served.
+/// HTTP port.
 pub const HTTP_PORT: u16 = 8080;
-/// Where bytes are swallowed.
+/// Port of the byte sink.
 pub const SINK_PORT: u16 = 9000;
-/// The length of every response's body.
-pub const BODY: usize = 1024;
+/// Body length of every response.
+pub const BODY_LENGTH: usize = 1024;
 
 const OK: Field = Field::Static(8);
 const PAGE: [Field; 4] = [
@@ -45,37 +45,37 @@ const PAGE: [Field; 4] = [
 const REPLY: [Field; 2] = [OK, Field::Literal("content-type", "application/grpc")];
 const TRAILERS: [Field; 1] = [Field::Literal("grpc-status", "0")];
 
-/// A server that runs until the program ends.
+/// A server that runs for the lifetime of the process.
 pub struct Server {
-    swallowed: Arc<AtomicU64>,
+    received: Arc<AtomicU64>,
 }
 
 impl Server {
-    /// Starts it in `namespace`; returns when it listens.
+    /// Starts the server in `namespace` and waits until it listens.
     pub fn start(namespace: &Namespace) -> Result<Self> {
-        let swallowed = Arc::new(AtomicU64::new(0));
-        let counter = swallowed.clone();
+        let received = Arc::new(AtomicU64::new(0));
+        let counter = received.clone();
         namespace.enter(|| {
             let (ready, listening) = mpsc::channel();
-            // A thread started inside stays inside.
+            // A thread inherits the network namespace.
             thread::Builder::new()
                 .name("origin".into())
                 .spawn(move || run(counter, &ready))
                 .context("start the server's thread")?;
             listening
                 .recv()
-                .context("the server ended before it listened")?
+                .context("the server exited before it listened")?
         })?;
-        Ok(Server { swallowed })
+        Ok(Server { received })
     }
 
-    /// Bytes that have arrived at the sink so far.
-    pub fn swallowed(&self) -> u64 {
-        self.swallowed.load(Ordering::Relaxed)
+    /// Bytes received by the sink so far.
+    pub fn received(&self) -> u64 {
+        self.received.load(Ordering::Relaxed)
     }
 }
 
-fn run(swallowed: Arc<AtomicU64>, ready: &mpsc::Sender<Result<()>>) {
+fn run(received: Arc<AtomicU64>, ready: &mpsc::Sender<Result<()>>) {
     let serve = async {
         let http = TcpListener::bind((SERVER, HTTP_PORT))
             .await
@@ -83,22 +83,22 @@ fn run(swallowed: Arc<AtomicU64>, ready: &mpsc::Sender<Result<()>>) {
         let sink = TcpListener::bind((Ipv4Addr::UNSPECIFIED, SINK_PORT))
             .await
             .context("listen for bytes")?;
-        // The starter may have given up; then nobody listens to this.
+        // The receiver may be gone.
         let _ = ready.send(Ok(()));
         tokio::join!(
-            accept(http, |stream| _ = task::spawn_local(answer(stream))),
+            accept(http, |stream| _ = task::spawn_local(serve(stream))),
             accept(sink, |stream| _ =
-                task::spawn_local(swallow(stream, swallowed.clone()))),
+                task::spawn_local(receive_bytes(stream, received.clone()))),
         );
         Ok(())
     };
     let runtime = runtime::Builder::new_current_thread().enable_all().build();
     let outcome: Result<()> = match runtime {
         Ok(runtime) => task::LocalSet::new().block_on(&runtime, serve),
-        Err(problem) => Err(problem.into()),
+        Err(error) => Err(error.into()),
     };
-    if let Err(problem) = outcome {
-        let _ = ready.send(Err(problem));
+    if let Err(error) = outcome {
+        let _ = ready.send(Err(error));
     }
 }
 
@@ -106,14 +106,14 @@ async fn accept(listener: TcpListener, serve: impl Fn(TcpStream)) {
     loop {
         match listener.accept().await {
             Ok((stream, _)) => serve(stream),
-            // The client has gone, or files are short, which ends with the connections of a case.
+            // The client closed the connection, or file descriptors are exhausted.
             Err(_) => sleep(Duration::from_millis(10)).await,
         }
     }
 }
 
-/// One connection. What goes wrong on it ends it: the client notices and reports.
-async fn answer(mut stream: TcpStream) -> io::Result<()> {
+/// Serves one connection. The client reports errors.
+async fn serve(mut stream: TcpStream) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let mut input = Vec::with_capacity(16 * 1024);
     while input.len() < PREFACE.len() && PREFACE.starts_with(&input) {
@@ -123,16 +123,16 @@ async fn answer(mut stream: TcpStream) -> io::Result<()> {
     }
     if input.starts_with(PREFACE) {
         input.drain(..PREFACE.len());
-        return answer_http2(stream, input).await;
+        return serve_http2(stream, input).await;
     }
-    answer_http1(stream, input).await
+    serve_http1(stream, input).await
 }
 
-async fn answer_http1(mut stream: TcpStream, mut input: Vec<u8>) -> io::Result<()> {
+async fn serve_http1(mut stream: TcpStream, mut input: Vec<u8>) -> io::Result<()> {
     let head = format!(
-        "HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: {BODY}\r\nServer: bench-origin\r\n\r\n"
+        "HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: {BODY_LENGTH}\r\nServer: bench-origin\r\n\r\n"
     );
-    let response = [head.as_bytes(), &[b'x'; BODY]].concat();
+    let response = [head.as_bytes(), &[b'x'; BODY_LENGTH]].concat();
     let mut output = Vec::new();
     loop {
         let mut taken = 0;
@@ -149,12 +149,12 @@ async fn answer_http1(mut stream: TcpStream, mut input: Vec<u8>) -> io::Result<(
     }
 }
 
-async fn answer_http2(mut stream: TcpStream, mut input: Vec<u8>) -> io::Result<()> {
-    let message = [&[0, 0, 0, 4, 0][..], &[b'x'; BODY]].concat();
+async fn serve_http2(mut stream: TcpStream, mut input: Vec<u8>) -> io::Result<()> {
+    let message = [&[0, 0, 0, 4, 0][..], &[b'x'; BODY_LENGTH]].concat();
     let mut session = Session::new(message.len());
     let mut output = Vec::new();
-    session.greet(&mut output);
-    // (stream, whether it is a call): answered when the connection's window lets them.
+    session.send_settings(&mut output);
+    // (stream ID, whether it is a gRPC call), waiting for the send window.
     let mut waiting: VecDeque<(u32, bool)> = VecDeque::new();
     loop {
         let mut taken = 0;
@@ -189,12 +189,12 @@ async fn answer_http2(mut stream: TcpStream, mut input: Vec<u8>) -> io::Result<(
     }
 }
 
-async fn swallow(mut stream: TcpStream, swallowed: Arc<AtomicU64>) -> io::Result<()> {
+async fn receive_bytes(mut stream: TcpStream, received: Arc<AtomicU64>) -> io::Result<()> {
     let mut buffer = vec![0; 256 * 1024];
     loop {
         match stream.read(&mut buffer).await? {
             0 => return Ok(()),
-            read => swallowed.fetch_add(read as u64, Ordering::Relaxed),
+            read => received.fetch_add(read as u64, Ordering::Relaxed),
         };
     }
 }

@@ -1,4 +1,4 @@
-//! Tokens of pods' service accounts, as the kubelet mounts them: an issuer made for this run signs them.
+//! Projected service account tokens, signed by an issuer of this run.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -9,51 +9,52 @@ use serde_json::json;
 
 const ID: &str = "bench";
 
-/// Who makes them.
+/// Token issuer.
 pub struct Issuer {
     key: EncodingKey,
     now: u64,
 }
 
-/// One pod, as tokens and the catalog name it. Its service account has the name of its namespace.
+/// Pod in tokens and catalog. Its service account has the name of its namespace.
 #[derive(Clone, Debug)]
 pub struct Pod {
-    /// Its namespace, and its service account.
+    /// Namespace and service account.
     pub namespace: String,
-    /// Its name.
+    /// Pod name.
     pub name: String,
-    /// Its UID.
+    /// Pod UID.
     pub uid: String,
 }
 
 impl Pod {
-    /// What Kubernetes calls its service account.
+    /// User name of the service account.
     pub fn user(&self) -> String {
         format!("system:serviceaccount:{0}:{0}", self.namespace)
     }
 }
 
 impl Issuer {
-    /// With a new key.
+    /// Creates an issuer with a new key.
     pub fn new() -> Result<Self> {
-        let pair = KeyPair::generate().context("make a key")?;
-        let key = EncodingKey::from_ec_pem(pair.serialize_pem().as_bytes())
-            .context("take the key over")?;
+        let pair = KeyPair::generate().context("generate a key")?;
+        let key =
+            EncodingKey::from_ec_pem(pair.serialize_pem().as_bytes()).context("convert the key")?;
         let now = SystemTime::now()
             .duration_since(UNIX_EPOCH)
-            .context("the clock stands before 1970")?
+            .context("the system time is before 1970")?
             .as_secs();
         Ok(Issuer { key, now })
     }
 
-    /// The key set that proves what it signs.
+    /// JSON Web Key Set for verification.
     pub fn key_set(&self) -> Result<String> {
-        let mut jwk = Jwk::from_encoding_key(&self.key, Algorithm::ES256).context("make a JWK")?;
+        let mut jwk =
+            Jwk::from_encoding_key(&self.key, Algorithm::ES256).context("create a JWK")?;
         jwk.common.key_id = Some(ID.to_string());
         Ok(json!({ "keys": [jwk] }).to_string())
     }
 
-    /// A token that is bound to the pod, good for a day.
+    /// Creates a pod-bound token, valid for a day.
     pub fn token(&self, pod: &Pod) -> Result<String> {
         let header = Header {
             kid: Some(ID.to_string()),

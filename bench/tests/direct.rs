@@ -1,6 +1,6 @@
-//! Every kind of load against the origin server, without proxies, in namespaces of its own; and that these are gone afterwards.
+//! Every kind of load against the origin server without proxies, and the removal of the namespaces.
 //!
-//! Needs root. Without it, it says so and is skipped, but not in CI.
+//! Requires root. Skipped without root, except in CI, where it fails.
 
 use std::{
     env,
@@ -15,24 +15,24 @@ use diy_mesh_bench::{
     config::Programs,
     load::Window,
     measure::measure,
-    network::{Pair, Site},
+    network::{NamespaceSet, Pair},
     sides::Running,
 };
 
-/// Enough for each load to be answered on a busy machine; no figure is judged.
+/// Long enough for responses on a busy machine. The test does not check performance.
 const WINDOW: Window = Window {
     warm_up: Duration::from_millis(50),
     length: Duration::from_secs(1),
 };
 
 #[test]
-fn each_load_is_answered_and_nothing_is_left() -> Result<()> {
-    if !may_make_namespaces() {
+fn runs_each_load_and_removes_namespaces() -> Result<()> {
+    if !can_create_namespaces() {
         return Ok(());
     }
-    let site = Site::clear("dmbt-")?;
-    let outcome = direct_loads(&site).and_then(|()| processes_end(&site));
-    site.close()?;
+    let namespaces = NamespaceSet::clear("dmbt-")?;
+    let outcome = direct_loads(&namespaces).and_then(|()| processes_end(&namespaces));
+    namespaces.close()?;
     outcome?;
     assert!(
         !Path::new("/run/netns/dmbt-direct-client").exists()
@@ -41,11 +41,11 @@ fn each_load_is_answered_and_nothing_is_left() -> Result<()> {
     Ok(())
 }
 
-fn direct_loads(site: &Site) -> Result<()> {
-    let mut direct = Running::start(Side::Direct, &Programs::default(), site, None)?;
+fn direct_loads(namespaces: &NamespaceSet) -> Result<()> {
+    let mut direct = Running::start(Side::Direct, &Programs::default(), namespaces, None)?;
     let loads = CASES
         .iter()
-        .filter(|case| !matches!(case.kind, Kind::Start { .. }) && !case.kind.is_alone());
+        .filter(|case| !matches!(case.kind, Kind::Start { .. }) && !case.kind.is_controller_only());
     for case in loads {
         let numbers = measure(case, &mut direct, WINDOW)?;
         let expected = main_metric(case);
@@ -58,20 +58,20 @@ fn direct_loads(site: &Site) -> Result<()> {
         );
         assert!(
             numbers.iter().all(|number| number.0 != Metric::Cpu),
-            "{}: no proxy, no cost: {numbers:?}",
+            "{}: CPU cost without a proxy: {numbers:?}",
             case.name
         );
     }
     Ok(())
 }
 
-/// Closing the site ends what runs in its namespaces, and lets nothing else start there.
-fn processes_end(site: &Site) -> Result<()> {
-    let pair = Pair::make("sleeper", site)?;
+/// `close` kills the processes in the namespaces and prevents new ones.
+fn processes_end(namespaces: &NamespaceSet) -> Result<()> {
+    let pair = Pair::create("sleeper", namespaces)?;
     let mut sleeper = pair
         .client
         .spawn(Command::new("sleep").arg("1000").stdin(Stdio::null()))?;
-    site.close()?;
+    namespaces.close()?;
     assert!(!sleeper.wait()?.success());
     assert!(
         pair.client
@@ -89,14 +89,14 @@ fn main_metric(case: &Case) -> Metric {
     }
 }
 
-fn may_make_namespaces() -> bool {
+fn can_create_namespaces() -> bool {
     let root = nix::unistd::geteuid().is_root();
     assert!(
         root || env::var_os("CI").is_none(),
-        "in CI this test has to run as root"
+        "this test requires root in CI"
     );
     if !root {
-        eprintln!("skipped: it makes network namespaces, run it as root");
+        eprintln!("skipped: network namespaces require root");
     }
     root
 }

@@ -1,67 +1,65 @@
-//! Applying rules: finds the iptables that the kernel answers, asks it what is there, loads what is missing in one step.
+//! Loads rules: finds an iptables backend that the kernel supports, reads the nat table, and replaces our rules in one transaction.
 //!
-//! The only file that starts programs. Never changes a rule by itself: what is loaded is computed in [`crate::rules`].
+//! The only file that starts programs. The input is computed in [`crate::rules`].
 
 use std::ffi::OsStr;
 use std::io::{self, Write};
 use std::process::{Command, Output, Stdio};
 
-use thiserror::Error;
+use crate::rules::{Family, RestoreInput, Rules};
 
-use crate::rules::{Family, Load, Rules};
-
-/// iptables-legacy wants a file to lock. Any that is there will do, and this one is in every container, also where the root filesystem is
-/// read-only; moreover it is one and the same for all who work on this network namespace, and no other.
+/// Lock file of iptables-legacy. This one exists in every container, also with a read-only root filesystem, and is specific to the
+/// network namespace.
 const LOCK_FILE: &str = "/proc/self/ns/net";
-/// How many seconds to wait for that lock.
-const LOCK_WAIT: &str = "5";
+/// Seconds to wait for that lock.
+const LOCK_TIMEOUT: &str = "5";
 
-/// Why no rules were set.
-#[derive(Debug, PartialEq, Eq, Error)]
-pub enum Failure {
-    /// There is no iptables of this family.
-    #[error("there is no {0}-nft, {0}-legacy or {0} in the PATH")]
-    NoProgram(&'static str),
-    /// What each kind of iptables said.
+/// Error of loading the rules of one address family.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// No iptables program of this family was found.
+    #[error("no {0}-nft, {0}-legacy or {0} found in PATH")]
+    NotFound(&'static str),
+    /// Every backend failed; one message each.
     #[error("{}", .0.join("; "))]
-    Refused(Vec<String>),
+    Failed(Vec<String>),
 }
 
-/// Sets the rules of one family by the first kind of iptables with which it works, and gives its name.
-pub fn apply(rules: &Rules, search_path: &OsStr) -> Result<String, Failure> {
+/// Sets the rules of one family with the first working iptables backend and returns the backend's name.
+pub fn apply(rules: &Rules, search_path: &OsStr) -> Result<String, Error> {
     let family = rules.family();
-    let mut refusals = Vec::new();
-    for kind in ["nft", "legacy", ""] {
-        // The plain name is one of the two others: only where these are missing does it add anything.
-        if kind.is_empty() && !refusals.is_empty() {
+    let mut failures = Vec::new();
+    for backend in ["nft", "legacy", ""] {
+        // Plain `iptables` is one of the two backends under another name.
+        if backend.is_empty() && !failures.is_empty() {
             break;
         }
-        for tool in tools(family, kind) {
+        for tool in tools(family, backend) {
             match tool.set(rules, search_path) {
                 Ok(()) => return Ok(tool.name),
-                Err(Attempt::Missing) => {}
-                Err(Attempt::Refused(refusal)) => {
-                    refusals.push(format!("{}: {refusal}", tool.name));
+                Err(ToolError::NotFound) => {}
+                Err(ToolError::Failed(failure)) => {
+                    failures.push(format!("{}: {failure}", tool.name));
                     break;
                 }
             }
         }
     }
-    Err(if refusals.is_empty() {
-        Failure::NoProgram(family.program())
+    Err(if failures.is_empty() {
+        Error::NotFound(family.program())
     } else {
-        Failure::Refused(refusals)
+        Error::Failed(failures)
     })
 }
 
-/// Whether this network namespace has an IPv6 address by which others could reach it, or it others.
+/// Whether this network namespace has a global IPv6 address.
 pub fn has_ipv6_address() -> bool {
-    // The file is missing where the kernel has no IPv6.
+    // The file does not exist if the kernel has no IPv6.
     std::fs::read_to_string("/proc/self/net/if_inet6")
         .is_ok_and(|table| lists_global_address(&table))
 }
 
-/// One way to call an iptables: by its own name, or by the program that is all of them, as some images have it.
+/// Commands of one iptables backend: standalone programs, or the multi-call binary that some images provide instead.
 #[derive(Debug, PartialEq, Eq)]
 struct Tool {
     name: String,
@@ -69,22 +67,22 @@ struct Tool {
     restore: Vec<String>,
 }
 
-enum Attempt {
-    Missing,
-    Refused(String),
+enum ToolError {
+    NotFound,
+    Failed(String),
 }
 
-fn tools(family: Family, kind: &str) -> Vec<Tool> {
+fn tools(family: Family, backend: &str) -> Vec<Tool> {
     let family = family.program();
-    if kind.is_empty() {
+    if backend.is_empty() {
         return vec![Tool {
             name: family.to_owned(),
             save: vec![format!("{family}-save")],
             restore: vec![format!("{family}-restore")],
         }];
     }
-    let name = format!("{family}-{kind}");
-    let all_in_one = format!("xtables-{kind}-multi");
+    let name = format!("{family}-{backend}");
+    let multi_call = format!("xtables-{backend}-multi");
     vec![
         Tool {
             name: name.clone(),
@@ -93,58 +91,63 @@ fn tools(family: Family, kind: &str) -> Vec<Tool> {
         },
         Tool {
             name,
-            save: vec![all_in_one.clone(), format!("{family}-save")],
-            restore: vec![all_in_one, format!("{family}-restore")],
+            save: vec![multi_call.clone(), format!("{family}-save")],
+            restore: vec![multi_call, format!("{family}-restore")],
         },
     ]
 }
 
 impl Tool {
-    fn set(&self, rules: &Rules, search_path: &OsStr) -> Result<(), Attempt> {
+    fn set(&self, rules: &Rules, search_path: &OsStr) -> Result<(), ToolError> {
         let output = self.run(&self.save, &["-t", "nat"], "", search_path)?;
         if !output.status.success() {
-            return Err(Attempt::Refused(format!(
-                "the nat table cannot be read: {}",
-                words(&output)
+            return Err(ToolError::Failed(format!(
+                "cannot read the nat table: {}",
+                error_summary(&output)
             )));
         }
-        let load = rules.load(&String::from_utf8_lossy(&output.stdout));
-        let output = self.restore(&load, search_path)?;
+        let input = rules.restore_input(&String::from_utf8_lossy(&output.stdout));
+        let output = self.restore(&input, search_path)?;
         if output.status.success() {
             return Ok(());
         }
-        let named = line_number(&String::from_utf8_lossy(&output.stderr))
-            .and_then(|line| load.rule_on(line))
+        let rejected = line_number(&String::from_utf8_lossy(&output.stderr))
+            .and_then(|line| input.rule_at_line(line))
             .map(str::to_owned);
-        let refused = named.map_or_else(
-            || self.find_refused(rules, search_path),
-            |rule| Ok(Some(rule)),
-        )?;
-        Err(Attempt::Refused(match refused {
-            Some(rule) => format!("the rule `{rule}` is refused: {}", words(&output)),
-            None => format!("the rules are refused: {}", words(&output)),
+        let rejected = match rejected {
+            Some(rule) => Some(rule),
+            None => self.find_rejected(rules, search_path)?,
+        };
+        let reason = error_summary(&output);
+        Err(ToolError::Failed(match rejected {
+            Some(rule) => format!("rule `{rule}` rejected: {reason}"),
+            None => format!("rules rejected: {reason}"),
         }))
     }
 
-    /// Which rule it was, where the kernel has refused all of them in one go: each is tried in a chain that nothing leads to.
-    fn find_refused(&self, rules: &Rules, search_path: &OsStr) -> Result<Option<String>, Attempt> {
-        let (single, clean_up) = rules.one_by_one();
-        let mut refused = None;
-        for (rule, load) in single {
-            if !self.restore(&load, search_path)?.status.success() {
-                refused = Some(rule.to_owned());
+    /// Finds the rejected rule after the kernel rejected the whole transaction: loads each rule alone into a chain without references.
+    fn find_rejected(
+        &self,
+        rules: &Rules,
+        search_path: &OsStr,
+    ) -> Result<Option<String>, ToolError> {
+        let (trials, clean_up) = rules.trial_inputs();
+        let mut rejected = None;
+        for (rule, input) in trials {
+            if !self.restore(&input, search_path)?.status.success() {
+                rejected = Some(rule.to_owned());
                 break;
             }
         }
         self.restore(&clean_up, search_path)?;
-        Ok(refused)
+        Ok(rejected)
     }
 
-    fn restore(&self, load: &Load, search_path: &OsStr) -> Result<Output, Attempt> {
+    fn restore(&self, input: &RestoreInput, search_path: &OsStr) -> Result<Output, ToolError> {
         self.run(
             &self.restore,
-            &["--noflush", "-w", LOCK_WAIT],
-            load.text(),
+            &["--noflush", "-w", LOCK_TIMEOUT],
+            input.text(),
             search_path,
         )
     }
@@ -155,7 +158,7 @@ impl Tool {
         args: &[&str],
         input: &str,
         search_path: &OsStr,
-    ) -> Result<Output, Attempt> {
+    ) -> Result<Output, ToolError> {
         let mut command = Command::new(&program[0]);
         command
             .args(&program[1..])
@@ -168,29 +171,29 @@ impl Tool {
             .stderr(Stdio::piped());
         let result = command.spawn().and_then(|mut child| {
             let mut stdin = child.stdin.take().expect("piped above");
-            // One that ends before it has read everything says why in its output.
+            // A program that exits before it reads all input reports the reason on standard error.
             stdin.write_all(input.as_bytes()).ok();
             drop(stdin);
             child.wait_with_output()
         });
         result.map_err(|error| match error.kind() {
-            io::ErrorKind::NotFound => Attempt::Missing,
-            _ => Attempt::Refused(format!("{} cannot be run: {error}", program[0])),
+            io::ErrorKind::NotFound => ToolError::NotFound,
+            _ => ToolError::Failed(format!("cannot run {}: {error}", program[0])),
         })
     }
 }
 
-/// What a program said of its failure, in one line and without what is of use only at a prompt.
-fn words(output: &Output) -> String {
+/// Error output of a program in one line, without usage hints.
+fn error_summary(output: &Output) -> String {
     let text = String::from_utf8_lossy(&output.stderr);
-    let idle = ["Try `", "Error occurred at line", "#"];
+    let hints = ["Try `", "Error occurred at line", "#"];
     let lines = text
         .lines()
         .map(str::trim)
-        .filter(|line| !line.is_empty() && !idle.iter().any(|words| line.starts_with(words)));
+        .filter(|line| !line.is_empty() && !hints.iter().any(|hint| line.starts_with(hint)));
     let lines: Vec<_> = lines
-        .map(without_banner)
-        .map(kernels_reason)
+        .map(strip_banner)
+        .map(kernel_reason)
         .filter(|line| !line.is_empty())
         .collect();
     if lines.is_empty() {
@@ -200,10 +203,10 @@ fn words(output: &Output) -> String {
     }
 }
 
-/// `line 4: RULE_APPEND failed (REASON): rule in chain X` is for us REASON; `line 9 failed` is a refusal without one.
-fn kernels_reason(line: &str) -> &str {
+/// Reduces `line 4: RULE_APPEND failed (REASON): rule in chain X` to REASON. `line 9 failed` has no reason.
+fn kernel_reason(line: &str) -> &str {
     if line.starts_with("line ") && line.ends_with(" failed") {
-        return "the kernel gives no reason";
+        return "the kernel returned no reason";
     }
     let reason = line
         .strip_prefix("line ")
@@ -212,8 +215,8 @@ fn kernels_reason(line: &str) -> &str {
     reason.map_or(line, |(reason, _)| reason)
 }
 
-/// `iptables-nft-restore v1.8.9 (nf_tables): REASON` is for us REASON.
-fn without_banner(line: &str) -> &str {
+/// Reduces `iptables-nft-restore v1.8.9 (nf_tables): REASON` to REASON.
+fn strip_banner(line: &str) -> &str {
     match line
         .split_once(": ")
         .or_else(|| line.strip_suffix(':').map(|banner| (banner, "")))
@@ -227,7 +230,7 @@ fn without_banner(line: &str) -> &str {
     }
 }
 
-/// The line that a failure is about: `line 4: ...`, `line: 4`, `line 4 failed`.
+/// Line number in an error: `line 4: ...`, `line: 4`, `line 4 failed`.
 fn line_number(stderr: &str) -> Option<usize> {
     stderr.match_indices("line").find_map(|(at, word)| {
         let rest = stderr[at + word.len()..].trim_start_matches([':', ' ']);
@@ -236,7 +239,7 @@ fn line_number(stderr: &str) -> Option<usize> {
     })
 }
 
-/// Each line: address, interface, prefix, scope, flags, name; scope 00 is global, others are of this machine or this link.
+/// Whether `/proc/self/net/if_inet6` contains a global address. Columns: address, interface, prefix length, scope, flags, name; scope 00 is global.
 fn lists_global_address(table: &str) -> bool {
     table
         .lines()
@@ -250,8 +253,8 @@ mod tests {
 
     use super::*;
 
-    fn said(stderr: &str) -> String {
-        words(&Output {
+    fn summary(stderr: &str) -> String {
+        error_summary(&Output {
             status: ExitStatus::from_raw(0x100),
             stdout: Vec::new(),
             stderr: stderr.into(),
@@ -259,27 +262,27 @@ mod tests {
     }
 
     #[test]
-    fn failures_are_told_in_one_line() {
+    fn error_summary_is_one_line() {
         let nft = "iptables-nft-restore v1.8.9 (nf_tables): \nline 4: RULE_APPEND failed (Invalid argument): rule in chain X\n";
-        assert_eq!(said(nft), "Invalid argument");
+        assert_eq!(summary(nft), "Invalid argument");
         let long = "iptables-restore v1.8.9 (legacy): too many ports specified\nError occurred at line: 4\nTry `iptables-restore -h' ...\n";
-        assert_eq!(said(long), "too many ports specified");
+        assert_eq!(summary(long), "too many ports specified");
         assert_eq!(
-            said("iptables-restore: line 5 failed\n"),
-            "the kernel gives no reason"
+            summary("iptables-restore: line 5 failed\n"),
+            "the kernel returned no reason"
         );
         assert_eq!(
-            said("iptables-nft-restore: line 4 failed: No chain/target/match by that name.\n"),
+            summary("iptables-nft-restore: line 4 failed: No chain/target/match by that name.\n"),
             "line 4 failed: No chain/target/match by that name."
         );
         assert_eq!(
-            said("# Warning: iptables-legacy tables present\n"),
+            summary("# Warning: iptables-legacy tables present\n"),
             "exit status: 1"
         );
     }
 
     #[test]
-    fn the_line_is_found_in_each_wording() {
+    fn line_number_is_found_in_each_format() {
         for (stderr, line) in [
             (
                 "iptables-nft-restore v1.8.9 (nf_tables): \nline 4: RULE_APPEND failed (Invalid argument)",
@@ -298,12 +301,12 @@ mod tests {
     }
 
     #[test]
-    fn only_global_addresses_count() {
+    fn only_global_addresses_match() {
         let link = "fe800000000000000000000000000001 02 40 20 80     eth0\n";
-        let own = "00000000000000000000000000000001 01 80 10 80       lo\n";
+        let loopback = "00000000000000000000000000000001 01 80 10 80       lo\n";
         let global = "fd000000000000000000000000000001 02 40 00 80     eth0\n";
-        assert!(!lists_global_address(&format!("{own}{link}")));
-        assert!(lists_global_address(&format!("{own}{global}{link}")));
+        assert!(!lists_global_address(&format!("{loopback}{link}")));
+        assert!(lists_global_address(&format!("{loopback}{global}{link}")));
         assert!(!lists_global_address(""));
     }
 }

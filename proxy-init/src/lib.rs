@@ -1,8 +1,8 @@
-//! The redirect rules of one network namespace: options ([`config`]) become rules ([`rules`]), which are applied ([`apply`]).
+//! Redirect rules of one network namespace: flags ([`config`]) become rules ([`rules`]), which [`apply`] loads.
 //!
-//! TCP that reaches the pod goes to the proxy's inbound port, TCP that leaves it to the outbound port, IPv4 and IPv6. UDP and everything
-//! else is left alone: nothing of it passes the proxy. A run gives the same rules however often it is repeated, each family's in one step:
-//! there is no moment with half of them. Nothing here stays running, and nothing speaks to the network or to Kubernetes.
+//! Inbound TCP is redirected to the proxy's inbound port, outbound TCP to its outbound port, for IPv4 and IPv6. UDP and other
+//! protocols are not redirected. A run is idempotent, and loads the rules of one address family atomically. The program exits after
+//! that; it uses neither the network nor the Kubernetes API.
 
 pub mod apply;
 pub mod config;
@@ -13,56 +13,50 @@ use std::fmt::Write;
 
 use thiserror::Error;
 
-use crate::apply::Failure;
 use crate::config::Config;
 use crate::rules::{Family, Rules};
 
-/// Why the rules are not as they should be.
+/// Error of a run.
 #[derive(Debug, Error)]
 pub enum Error {
-    /// Without IPv4's rules there is no mesh.
-    #[error("the IPv4 rules are not set: {0}")]
-    V4(Failure),
-    /// IPv6 is in use here, so traffic would pass by the mesh.
+    /// The IPv4 rules could not be loaded.
+    #[error("cannot set the IPv4 rules: {0}")]
+    Ipv4(apply::Error),
+    /// The IPv6 rules could not be loaded, and the pod has an IPv6 address.
     #[error(
-        "the IPv6 rules are not set: {0}; this pod has an IPv6 address, and its traffic would pass by the proxy: \
-         make ip6tables with its nat table available on the node, or give the pod no IPv6 address"
+        "cannot set the IPv6 rules: {0}; this pod has an IPv6 address whose traffic would bypass the proxy: \
+         provide the nat table of ip6tables on the node, or remove the pod's IPv6 address"
     )]
-    V6(Failure),
+    Ipv6(apply::Error),
 }
 
-/// Sets the rules, or only shows them, and gives the report for the reader.
+/// Sets the rules, or only prints them on a dry run, and returns the report for standard output.
 pub fn run(config: &Config) -> Result<String, Error> {
     if config.dry_run {
         return Ok(dry_run(config));
     }
-    let backend4 =
-        apply::apply(&Rules::new(config, Family::V4), &config.search_path).map_err(Error::V4)?;
-    let backend6 = match apply::apply(&Rules::new(config, Family::V6), &config.search_path) {
+    let ipv4 =
+        apply::apply(&Rules::new(config, Family::V4), &config.search_path).map_err(Error::Ipv4)?;
+    let ipv6 = match apply::apply(&Rules::new(config, Family::V6), &config.search_path) {
         Ok(backend) => format!("IPv6: set by {backend}"),
-        Err(failure) if apply::has_ipv6_address() => return Err(Error::V6(failure)),
-        Err(failure) => {
-            format!("IPv6: not set, and not needed, as this pod has no IPv6 address: {failure}")
-        }
+        Err(error) if apply::has_ipv6_address() => return Err(Error::Ipv6(error)),
+        Err(error) => format!("IPv6: skipped, this pod has no IPv6 address: {error}"),
     };
-    Ok(format!(
-        "{}IPv4: set by {backend4}\n{backend6}\n",
-        summary(config)
-    ))
+    Ok(format!("{}IPv4: set by {ipv4}\n{ipv6}\n", summary(config)))
 }
 
-/// What a fresh namespace would get, as iptables-restore reads it.
+/// Input of iptables-restore for a namespace without rules, for both address families.
 fn dry_run(config: &Config) -> String {
     let mut text = String::new();
     for family in [Family::V4, Family::V6] {
-        let load = Rules::new(config, family).load("");
+        let input = Rules::new(config, family).restore_input("");
         writeln!(
             text,
             "# {family}, for {}-restore --noflush",
             family.program()
         )
-        .expect("a String takes every write");
-        text.push_str(load.text());
+        .expect("writing to a String never fails");
+        text.push_str(input.text());
     }
     text
 }
@@ -97,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_summary_says_what_is_left_alone() {
+    fn summary_lists_redirects_and_exceptions() {
         assert_eq!(
             summary(&Config::example()),
             "inbound TCP goes to port 4000, except: loopback, the admin port 4001, ports 25, 9000-9100\n\

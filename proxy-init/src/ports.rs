@@ -1,38 +1,36 @@
-//! Lists of ports, as annotations and flags write them: `25,3306,9000-9100`. Pure values.
+//! Port lists in the format of flags and annotations, such as `25,3306,9000-9100`. Pure values.
 
 use std::fmt;
 use std::ops::RangeInclusive;
+use std::str::FromStr;
 
-/// Ports in order, none twice: single ones and ranges.
+/// Sorted, disjoint port ranges.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Ports(Vec<RangeInclusive<u16>>);
 
-impl Ports {
-    /// Reads a list; an empty text is an empty list. The error is a line for each item that is wrong.
-    pub fn parse(text: &str) -> Result<Self, Vec<String>> {
+impl FromStr for Ports {
+    type Err = String;
+
+    /// Parses a comma-separated list; an empty text is an empty list. The error describes the first invalid item.
+    fn from_str(text: &str) -> Result<Self, String> {
         if text.trim().is_empty() {
             return Ok(Self::default());
         }
-        let (mut ranges, mut problems) = (Vec::new(), Vec::new());
-        for item in text.split(',').map(str::trim) {
-            match parse_item(item) {
-                Ok(range) => ranges.push(range),
-                Err(problem) => problems.push(problem),
-            }
-        }
-        if problems.is_empty() {
-            Ok(Self::merged(ranges))
-        } else {
-            Err(problems)
-        }
+        let ranges: Result<_, _> = text
+            .split(',')
+            .map(|item| parse_item(item.trim()))
+            .collect();
+        ranges.map(Self::merged)
     }
+}
 
-    /// Whether there is none.
+impl Ports {
+    /// Whether the list is empty.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The ranges, in order and apart from one another.
+    /// The ranges in ascending order, neither overlapping nor adjacent.
     pub fn ranges(&self) -> &[RangeInclusive<u16>] {
         &self.0
     }
@@ -52,8 +50,7 @@ impl Ports {
     }
 }
 
-/// A port alone, from 1 to 65535.
-pub fn parse_port(text: &str) -> Result<u16, String> {
+fn parse_port(text: &str) -> Result<u16, String> {
     let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     match text.parse::<u16>() {
         Ok(port) if digits && port > 0 => Ok(port),
@@ -63,7 +60,7 @@ pub fn parse_port(text: &str) -> Result<u16, String> {
 
 fn parse_item(item: &str) -> Result<RangeInclusive<u16>, String> {
     if item.is_empty() {
-        return Err("there is an empty item, that is a comma too many".to_owned());
+        return Err("the list has an empty item; remove the extra comma".to_owned());
     }
     let Some((first, last)) = item.split_once('-') else {
         return parse_port(item).map(|port| port..=port);
@@ -94,36 +91,45 @@ impl fmt::Display for Ports {
 mod tests {
     use super::*;
 
-    fn shown(text: &str) -> String {
-        Ports::parse(text).expect("valid").to_string()
+    fn normalized(text: &str) -> String {
+        text.parse::<Ports>().expect("valid").to_string()
     }
 
     #[test]
-    fn lists_come_in_order_and_without_overlaps() {
-        assert_eq!(shown("9000-9100, 25,3306"), "25, 3306, 9000-9100");
-        assert_eq!(shown("10-20,15-30,31,33,33"), "10-31, 33");
-        assert_eq!(shown("65535,1-65534"), "1-65535");
-        assert_eq!(shown("7-7"), "7");
-        assert_eq!(shown(" "), "");
+    fn sorts_and_merges_ranges() {
+        assert_eq!(normalized("9000-9100, 25,3306"), "25, 3306, 9000-9100");
+        assert_eq!(normalized("10-20,15-30,31,33,33"), "10-31, 33");
+        assert_eq!(normalized("65535,1-65534"), "1-65535");
+        assert_eq!(normalized("7-7"), "7");
+        assert_eq!(normalized(" "), "");
     }
 
     #[test]
-    fn every_wrong_item_is_named() {
-        let problems =
-            Ports::parse("25,http,0,70000,9-1,1-,-5,+5,1-2-3,,5").expect_err("most of it is wrong");
-        assert_eq!(
-            problems,
-            [
-                "`http` is not a port from 1 to 65535",
-                "`0` is not a port from 1 to 65535",
-                "`70000` is not a port from 1 to 65535",
-                "`9-1` ends before it begins",
+    fn rejects_invalid_items() {
+        for (item, expected) in [
+            ("http", "`http` is not a port from 1 to 65535"),
+            ("0", "`0` is not a port from 1 to 65535"),
+            ("70000", "`70000` is not a port from 1 to 65535"),
+            ("9-1", "`9-1` ends before it begins"),
+            (
+                "1-",
                 "`1-` is not a range of ports from 1 to 65535, such as 9000-9100",
+            ),
+            (
+                "-5",
                 "`-5` is not a range of ports from 1 to 65535, such as 9000-9100",
-                "`+5` is not a port from 1 to 65535",
+            ),
+            ("+5", "`+5` is not a port from 1 to 65535"),
+            (
+                "1-2-3",
                 "`1-2-3` is not a range of ports from 1 to 65535, such as 9000-9100",
-                "there is an empty item, that is a comma too many",
-            ]
-        );
+            ),
+            ("", "the list has an empty item; remove the extra comma"),
+        ] {
+            assert_eq!(
+                format!("25,{item},5").parse::<Ports>(),
+                Err(expected.to_owned())
+            );
+        }
     }
 }

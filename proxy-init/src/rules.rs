@@ -1,22 +1,22 @@
-//! The rules themselves: a configuration and the rules that are there, in; the text for one `iptables-restore --noflush`, out.
+//! Redirect rules: computes the input of one `iptables-restore --noflush` from the configuration and the output of iptables-save.
 //!
-//! Pure text, tested against the golden files in `tests/golden`. Each rule is written as iptables-save writes it, so that what is loaded
-//! and what is found there later can be compared.
+//! Pure text, tested against the golden files in `tests/golden`. Rules are in the format of iptables-save, which makes loaded and saved
+//! rules comparable.
 
 use std::fmt;
 
 use crate::config::Config;
 use crate::ports::Ports;
 
-/// What multiport takes in one rule; a range counts as two.
-const MULTIPORT_SLOTS: usize = 15;
-/// The chains and the built-in ones that lead to them.
+/// Ports in one multiport rule; a range counts as two.
+const MAX_MULTIPORT_SLOTS: usize = 15;
+/// Each built-in chain and the chain of ours that it jumps to.
 const CHAINS: [(&str, &str); 2] = [
     ("PREROUTING", "PROXY_INBOUND"),
     ("OUTPUT", "PROXY_OUTBOUND"),
 ];
 
-/// A family of addresses: each has its own rules.
+/// Address family. Each has its own rules.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Family {
     /// IPv4.
@@ -32,12 +32,12 @@ pub struct Rules {
     lines: Vec<String>,
 }
 
-/// A text for iptables-restore.
+/// Input of iptables-restore.
 #[derive(Debug)]
-pub struct Load(String);
+pub struct RestoreInput(String);
 
 impl Family {
-    /// What the names of the family's programs begin with.
+    /// Prefix of the family's program names.
     pub fn program(self) -> &'static str {
         match self {
             Self::V4 => "iptables",
@@ -54,7 +54,7 @@ impl Family {
 }
 
 impl Rules {
-    /// The rules that a configuration asks for. The first that fits a connection decides; RETURN leaves it alone.
+    /// Rules for a configuration. The first matching rule decides; RETURN means no redirect.
     pub fn new(config: &Config, family: Family) -> Self {
         let mut lines = vec![
             "-A PROXY_INBOUND -i lo -j RETURN".to_owned(),
@@ -63,7 +63,7 @@ impl Rules {
                 config.admin_port
             ),
         ];
-        lines.extend(skip("PROXY_INBOUND", &config.skip_inbound_ports));
+        lines.extend(skip_rules("PROXY_INBOUND", &config.skip_inbound_ports));
         lines.push(format!(
             "-A PROXY_INBOUND -p tcp -j REDIRECT --to-ports {}",
             config.inbound_port
@@ -78,7 +78,7 @@ impl Rules {
             "-A PROXY_OUTBOUND -d {} -j RETURN",
             family.loopback()
         ));
-        lines.extend(skip("PROXY_OUTBOUND", &config.skip_outbound_ports));
+        lines.extend(skip_rules("PROXY_OUTBOUND", &config.skip_outbound_ports));
         lines.push(format!(
             "-A PROXY_OUTBOUND -p tcp -j REDIRECT --to-ports {}",
             config.outbound_port
@@ -86,66 +86,66 @@ impl Rules {
         Self { family, lines }
     }
 
-    /// Whose rules these are.
+    /// Address family of the rules.
     pub fn family(&self) -> Family {
         self.family
     }
 
-    /// What to load where iptables-save prints `saved` now: afterwards the rules are there, once.
+    /// Input that replaces our rules in a nat table that iptables-save prints as `saved`.
     ///
-    /// Naming our chains empties them, in the same step that fills them. The jumps to them stand in chains that may hold rules of others,
-    /// so one that is as it should be stays untouched, and others of ours go.
-    pub fn load(&self, saved: &str) -> Load {
+    /// Declaring our chains flushes them in the same transaction. The jumps to them are in built-in chains, which may contain rules of
+    /// other programs: a correct jump stays, wrong or duplicate jumps to our chains are deleted.
+    pub fn restore_input(&self, saved: &str) -> RestoreInput {
         let mut text = "*nat\n".to_owned();
         for (_, chain) in CHAINS {
             text.push_str(&format!(":{chain} - [0:0]\n"));
         }
         for (from, chain) in CHAINS {
-            let wanted = format!("-A {from} -p tcp -j {chain}");
+            let expected = format!("-A {from} -p tcp -j {chain}");
             let found = jumps(saved, from, chain);
-            if found != [wanted.as_str()] {
+            if found != [expected.as_str()] {
                 for jump in found {
                     text.push_str(&format!("{}\n", jump.replacen("-A", "-D", 1)));
                 }
-                text.push_str(&format!("{wanted}\n"));
+                text.push_str(&format!("{expected}\n"));
             }
         }
         for line in &self.lines {
             text.push_str(&format!("{line}\n"));
         }
         text.push_str("COMMIT\n");
-        Load(text)
+        RestoreInput(text)
     }
 
-    /// A load for each rule, in a chain that nothing leads to, and one that takes that chain away: for finding the rule that is refused
-    /// by a kernel that says no more than that one is.
-    pub fn one_by_one(&self) -> (impl Iterator<Item = (&str, Load)>, Load) {
-        let single = self.lines.iter().map(|line| {
-            let tried = line.replacen("PROXY_INBOUND", "PROXY_TRIAL", 1).replacen(
+    /// Input for each rule alone, in a chain without references, and input that deletes that chain. Finds the rejected rule when the
+    /// kernel does not name it.
+    pub fn trial_inputs(&self) -> (impl Iterator<Item = (&str, RestoreInput)>, RestoreInput) {
+        let trials = self.lines.iter().map(|line| {
+            let trial = line.replacen("PROXY_INBOUND", "PROXY_TRIAL", 1).replacen(
                 "PROXY_OUTBOUND",
                 "PROXY_TRIAL",
                 1,
             );
             (
                 line.as_str(),
-                Load(format!("*nat\n:PROXY_TRIAL - [0:0]\n{tried}\nCOMMIT\n")),
+                RestoreInput(format!("*nat\n:PROXY_TRIAL - [0:0]\n{trial}\nCOMMIT\n")),
             )
         });
         (
-            single,
-            Load("*nat\n:PROXY_TRIAL - [0:0]\n-X PROXY_TRIAL\nCOMMIT\n".to_owned()),
+            trials,
+            RestoreInput("*nat\n:PROXY_TRIAL - [0:0]\n-X PROXY_TRIAL\nCOMMIT\n".to_owned()),
         )
     }
 }
 
-impl Load {
-    /// What iptables-restore reads.
+impl RestoreInput {
+    /// Text for the standard input of iptables-restore.
     pub fn text(&self) -> &str {
         &self.0
     }
 
-    /// The rule on a line, counted from 1; nothing where the line is no rule.
-    pub fn rule_on(&self, line: usize) -> Option<&str> {
+    /// The rule at a line, counted from 1; `None` if the line is no rule.
+    pub fn rule_at_line(&self, line: usize) -> Option<&str> {
         self.0
             .lines()
             .nth(line.checked_sub(1)?)
@@ -153,8 +153,8 @@ impl Load {
     }
 }
 
-/// Rules that leave ports alone, as few as multiport allows.
-fn skip(chain: &str, ports: &Ports) -> Vec<String> {
+/// RETURN rules for ports, as few as multiport allows.
+fn skip_rules(chain: &str, ports: &Ports) -> Vec<String> {
     let mut groups: Vec<(usize, String)> = Vec::new();
     for range in ports.ranges() {
         let (slots, item) = match (range.start(), range.end()) {
@@ -162,7 +162,7 @@ fn skip(chain: &str, ports: &Ports) -> Vec<String> {
             (first, last) => (2, format!("{first}:{last}")),
         };
         match groups.last_mut() {
-            Some((used, list)) if *used + slots <= MULTIPORT_SLOTS => {
+            Some((used, list)) if *used + slots <= MAX_MULTIPORT_SLOTS => {
                 *used += slots;
                 list.push_str(&format!(",{item}"));
             }
@@ -175,14 +175,14 @@ fn skip(chain: &str, ports: &Ports) -> Vec<String> {
         .collect()
 }
 
-/// The rules of a built-in chain that jump to one of ours.
+/// The rules in built-in chain `from` that jump to `chain`.
 fn jumps<'a>(saved: &'a str, from: &str, chain: &str) -> Vec<&'a str> {
     let in_chain = |line: &&str| {
         line.strip_prefix("-A ")
             .and_then(|rest| rest.split_once(' '))
             .is_some_and(|(name, _)| name == from)
     };
-    let to_ours = |line: &&str| {
+    let jumps_to_chain = |line: &&str| {
         line.split_whitespace()
             .collect::<Vec<_>>()
             .windows(2)
@@ -192,7 +192,7 @@ fn jumps<'a>(saved: &'a str, from: &str, chain: &str) -> Vec<&'a str> {
         .lines()
         .map(str::trim_end)
         .filter(in_chain)
-        .filter(to_ours)
+        .filter(jumps_to_chain)
         .collect()
 }
 
@@ -209,41 +209,50 @@ impl fmt::Display for Family {
 mod tests {
     use super::*;
 
-    fn load(saved: &str) -> String {
+    fn restore_input(saved: &str) -> String {
         Rules::new(&Config::example(), Family::V4)
-            .load(saved)
+            .restore_input(saved)
             .text()
             .to_owned()
     }
 
     #[test]
-    fn a_fresh_namespace_gets_the_golden_rules() {
-        assert_eq!(load(""), include_str!("../tests/golden/ipv4.rules"));
+    fn empty_table_gets_golden_rules() {
+        assert_eq!(
+            restore_input(""),
+            include_str!("../tests/golden/ipv4.rules")
+        );
         let rules = Rules::new(&Config::example(), Family::V6);
         assert_eq!(
-            rules.load("").text(),
+            rules.restore_input("").text(),
             include_str!("../tests/golden/ipv6.rules")
         );
     }
 
     #[test]
-    fn jumps_that_are_there_are_not_made_again() {
+    fn keeps_existing_jumps() {
         let saved = "*nat\n:PREROUTING ACCEPT [0:0]\n-A PREROUTING -p tcp -j PROXY_INBOUND\n-A OUTPUT -p tcp -j PROXY_OUTBOUND\nCOMMIT\n";
-        assert_eq!(load(saved), include_str!("../tests/golden/again.rules"));
+        assert_eq!(
+            restore_input(saved),
+            include_str!("../tests/golden/again.rules")
+        );
     }
 
     #[test]
-    fn jumps_that_are_wrong_or_doubled_are_replaced_and_those_of_others_kept() {
+    fn replaces_wrong_and_duplicate_jumps_and_keeps_foreign_rules() {
         let saved = "*nat\n-A PREROUTING -j PROXY_INBOUND\n-A PREROUTING -j OTHERS\n-A OTHERS -j PROXY_INBOUND\n\
                      -A PREROUTING -m comment --comment x -j PROXY_INBOUND_2\n\
                      -A OUTPUT -p tcp -j PROXY_OUTBOUND\n-A OUTPUT -p tcp -j PROXY_OUTBOUND\nCOMMIT\n";
-        assert_eq!(load(saved), include_str!("../tests/golden/repaired.rules"));
+        assert_eq!(
+            restore_input(saved),
+            include_str!("../tests/golden/repaired.rules")
+        );
     }
 
     #[test]
-    fn many_ports_are_split_where_multiport_ends() {
+    fn splits_port_lists_at_multiport_limit() {
         let list: Vec<_> = (1..=15).map(|n| (n * 10).to_string()).collect();
-        let ports = |text: &str| skip("C", &Ports::parse(text).expect("valid"));
+        let ports = |text: &str| skip_rules("C", &text.parse().expect("valid"));
         assert_eq!(ports(&list.join(",")).len(), 1);
         assert_eq!(
             ports(&format!("{},1000", list.join(",")))[1],
@@ -261,27 +270,27 @@ mod tests {
     }
 
     #[test]
-    fn a_line_number_leads_back_to_its_rule() {
-        let load = Rules::new(&Config::example(), Family::V4).load("");
+    fn rule_at_line_returns_rules_only() {
+        let input = Rules::new(&Config::example(), Family::V4).restore_input("");
         assert_eq!(
-            load.rule_on(4),
+            input.rule_at_line(4),
             Some("-A PREROUTING -p tcp -j PROXY_INBOUND")
         );
-        let commit = load.text().lines().count();
+        let commit = input.text().lines().count();
         assert_eq!(
-            [0, 1, 2, commit, commit + 1].map(|line| load.rule_on(line)),
+            [0, 1, 2, commit, commit + 1].map(|line| input.rule_at_line(line)),
             [None; 5]
         );
     }
 
     #[test]
-    fn each_rule_can_be_tried_alone() {
+    fn trial_inputs_contain_one_rule_each() {
         let rules = Rules::new(&Config::example(), Family::V4);
-        let (mut single, _) = rules.one_by_one();
-        let (line, load) = single.next().expect("there are rules");
+        let (mut trials, _) = rules.trial_inputs();
+        let (line, input) = trials.next().expect("there are rules");
         assert_eq!(line, "-A PROXY_INBOUND -i lo -j RETURN");
         assert_eq!(
-            load.text(),
+            input.text(),
             "*nat\n:PROXY_TRIAL - [0:0]\n-A PROXY_TRIAL -i lo -j RETURN\nCOMMIT\n"
         );
     }

@@ -1,4 +1,4 @@
-//! proxy-init in real network namespaces, by both kinds of iptables: what it loads, and where connections then go.
+//! proxy-init in real network namespaces with both iptables backends: the loaded rules, and the resulting redirects.
 
 mod support;
 
@@ -6,7 +6,9 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
 use std::process::Command;
 
-use support::{Namespace, PROXY_INIT, kind, namespaces_are_possible, programs, script, text};
+use support::{
+    Namespace, PROXY_INIT, backend_programs, can_create_namespaces, programs, script, text,
+};
 
 const FLAGS: [&str; 8] = [
     "--inbound-port",
@@ -24,15 +26,15 @@ const SKIPS: [&str; 4] = [
     "--skip-outbound-ports",
     "3306",
 ];
-const KINDS: [&str; 2] = ["nft", "legacy"];
+const BACKENDS: [&str; 2] = ["nft", "legacy"];
 
 #[test]
-fn what_is_loaded_is_what_is_written_and_twice_is_as_once() {
-    if !namespaces_are_possible() {
+fn loads_golden_rules_and_is_idempotent() {
+    if !can_create_namespaces() {
         return;
     }
-    for name in KINDS {
-        let (namespace, programs) = (Namespace::new(), kind(name));
+    for name in BACKENDS {
+        let (namespace, programs) = (Namespace::new(), backend_programs(name));
         succeed(
             &namespace,
             &[&FLAGS[..], &SKIPS[..]].concat(),
@@ -55,12 +57,12 @@ fn what_is_loaded_is_what_is_written_and_twice_is_as_once() {
 }
 
 #[test]
-fn other_options_replace_the_rules_and_those_of_others_stay() {
-    if !namespaces_are_possible() {
+fn replaces_own_rules_and_keeps_foreign_rules() {
+    if !can_create_namespaces() {
         return;
     }
-    for name in KINDS {
-        let (namespace, programs) = (Namespace::new(), kind(name));
+    for name in BACKENDS {
+        let (namespace, programs) = (Namespace::new(), backend_programs(name));
         let before = format!("iptables-{name}");
         namespace.run(move || {
             let others = [
@@ -68,7 +70,7 @@ fn other_options_replace_the_rules_and_those_of_others_stay() {
                 "-t nat -A PREROUTING -p udp -j OTHERS",
                 "-t nat -A OUTPUT -p tcp --dport 99 -j ACCEPT",
             ];
-            // And what is left of ours may be wrong: a jump without -p tcp, twice.
+            // Wrong jumps of an earlier version: without -p tcp, and duplicate.
             let ours = [
                 "-t nat -N PROXY_INBOUND",
                 "-t nat -A PREROUTING -j PROXY_INBOUND",
@@ -79,7 +81,7 @@ fn other_options_replace_the_rules_and_those_of_others_stay() {
                     Command::new(&before)
                         .args(args.split(' '))
                         .status()
-                        .expect("it starts")
+                        .expect("the program starts")
                         .success()
                 );
             }
@@ -111,11 +113,11 @@ fn other_options_replace_the_rules_and_those_of_others_stay() {
 }
 
 #[test]
-fn connections_go_where_the_rules_send_them() {
-    if !namespaces_are_possible() {
+fn redirects_tcp_connections() {
+    if !can_create_namespaces() {
         return;
     }
-    for name in KINDS {
+    for name in BACKENDS {
         let (pod, peer) = pod_and_peer();
         for (port, word) in [
             (4000, "inbound"),
@@ -130,54 +132,62 @@ fn connections_go_where_the_rules_send_them() {
         for port in [80, 3306] {
             peer.serve(port, "peer");
         }
-        succeed(&pod, &[&FLAGS[..], &SKIPS[..]].concat(), kind(name).path());
+        succeed(
+            &pod,
+            &[&FLAGS[..], &SKIPS[..]].concat(),
+            backend_programs(name).path(),
+        );
         for (family, pod_ip, peer_ip) in addresses() {
-            let heard = [8080, 80, 4001, 25, 9050, 5000].map(|port| peer.ask(pod_ip, port));
+            let responses = [8080, 80, 4001, 25, 9050, 5000].map(|port| peer.request(pod_ip, port));
             assert_eq!(
-                heard,
+                responses,
                 ["inbound", "inbound", "admin", "app", "app", "inbound"],
                 "inbound, {name} {family}"
             );
-            let heard = [80, 8080, 3306].map(|port| pod.ask(peer_ip, port));
+            let responses = [80, 8080, 3306].map(|port| pod.request(peer_ip, port));
             assert_eq!(
-                heard,
+                responses,
                 ["outbound", "outbound", "peer"],
                 "outbound, {name} {family}"
             );
             assert_eq!(
-                pod.ask_as(1337, peer_ip, 80),
+                pod.request_as(1337, peer_ip, 80),
                 "peer",
                 "the proxy's own, {name} {family}"
             );
             assert_eq!(
-                pod.ask_as(1338, peer_ip, 80),
+                pod.request_as(1338, peer_ip, 80),
                 "outbound",
                 "another user's, {name} {family}"
             );
             assert_eq!(
-                pod.ask(pod_ip, 8080),
+                pod.request(pod_ip, 8080),
                 "app",
                 "the pod itself by its own address, {name} {family}"
             );
             assert_eq!(
-                pod.ask_as(1337, pod_ip, 8080),
+                pod.request_as(1337, pod_ip, 8080),
                 "app",
                 "the proxy to the app, {name} {family}"
             );
         }
-        assert_eq!(pod.ask(Ipv4Addr::LOCALHOST, 8080), "app", "{name}");
-        assert_eq!(pod.ask(Ipv4Addr::new(127, 9, 9, 9), 8080), "app", "{name}");
-        assert_eq!(pod.ask(Ipv6Addr::LOCALHOST, 8080), "app", "{name}");
+        assert_eq!(pod.request(Ipv4Addr::LOCALHOST, 8080), "app", "{name}");
+        assert_eq!(
+            pod.request(Ipv4Addr::new(127, 9, 9, 9), 8080),
+            "app",
+            "{name}"
+        );
+        assert_eq!(pod.request(Ipv6Addr::LOCALHOST, 8080), "app", "{name}");
     }
 }
 
 #[test]
-fn udp_is_left_alone() {
-    if !namespaces_are_possible() {
+fn does_not_redirect_udp() {
+    if !can_create_namespaces() {
         return;
     }
     let (pod, peer) = pod_and_peer();
-    succeed(&pod, &FLAGS, kind("nft").path());
+    succeed(&pod, &FLAGS, backend_programs("nft").path());
     for (family, pod_ip, peer_ip) in addresses() {
         let (pod_socket, peer_socket) = (pod.udp(pod_ip, 8080), peer.udp(peer_ip, 53));
         pod_socket
@@ -199,14 +209,14 @@ fn udp_is_left_alone() {
 }
 
 #[test]
-fn sixty_ports_to_skip_are_skipped() {
-    if !namespaces_are_possible() {
+fn skips_sixty_port_ranges() {
+    if !can_create_namespaces() {
         return;
     }
     let list: Vec<_> = (0..60)
         .map(|n| format!("{}-{}", 10_000 + n * 10, 10_001 + n * 10))
         .collect();
-    for name in KINDS {
+    for name in BACKENDS {
         let (pod, peer) = pod_and_peer();
         for (port, word) in [
             (4000, "inbound"),
@@ -219,11 +229,11 @@ fn sixty_ports_to_skip_are_skipped() {
         succeed(
             &pod,
             &[&FLAGS[..], &["--skip-inbound-ports", &list.join(",")]].concat(),
-            kind(name).path(),
+            backend_programs(name).path(),
         );
         let (_, pod_ip, _) = addresses()[0];
         assert_eq!(
-            [10_001, 10_591, 10_592].map(|port| peer.ask(pod_ip, port)),
+            [10_001, 10_591, 10_592].map(|port| peer.request(pod_ip, port)),
             ["app", "app", "inbound"],
             "{name}"
         );
@@ -231,8 +241,8 @@ fn sixty_ports_to_skip_are_skipped() {
 }
 
 #[test]
-fn each_way_to_call_iptables_is_found() {
-    if !namespaces_are_possible() {
+fn finds_standalone_and_multi_call_programs() {
+    if !can_create_namespaces() {
         return;
     }
     let plain = [
@@ -266,11 +276,11 @@ fn each_way_to_call_iptables_is_found() {
 }
 
 #[test]
-fn a_kind_that_the_kernel_does_not_answer_gives_way_to_the_next() {
-    if !namespaces_are_possible() {
+fn falls_back_to_next_backend() {
+    if !can_create_namespaces() {
         return;
     }
-    let (namespace, folder) = (Namespace::new(), kind("legacy"));
+    let (namespace, folder) = (Namespace::new(), backend_programs("legacy"));
     for family in ["iptables", "ip6tables"] {
         script(
             folder.path(),
@@ -286,17 +296,17 @@ fn a_kind_that_the_kernel_does_not_answer_gives_way_to_the_next() {
 }
 
 #[test]
-fn a_rule_that_the_kernel_refuses_is_named_in_one_line_and_nothing_is_changed() {
-    if !namespaces_are_possible() {
+fn names_rejected_rule_and_changes_nothing() {
+    if !can_create_namespaces() {
         return;
     }
-    // A user namespace with root alone in it: there the kernel refuses rules about users that it does not have.
+    // A user namespace with root as its only user: the kernel rejects owner rules for unmapped users.
     let script = format!(
         "ip link set lo up; {PROXY_INIT} {} 2>&1; echo code $?; iptables-NAME-save -t nat",
         FLAGS.join(" ")
     );
-    for name in KINDS {
-        let programs = kind(name);
+    for name in BACKENDS {
+        let programs = backend_programs(name);
         let script = script.replace("NAME", name).replace(
             PROXY_INIT,
             &format!("PATH={} {PROXY_INIT}", programs.path().display()),
@@ -304,15 +314,15 @@ fn a_rule_that_the_kernel_refuses_is_named_in_one_line_and_nothing_is_changed() 
         let output = Command::new("unshare")
             .args(["-Urn", "sh", "-c", &script])
             .output()
-            .expect("it starts");
-        let said = text(&output.stdout);
-        let (report, saved) = said
+            .expect("the program starts");
+        let stdout = text(&output.stdout);
+        let (report, saved) = stdout
             .split_once("code 1\n")
-            .unwrap_or_else(|| panic!("it did not fail: {said}"));
-        let rule = "the rule `-A PROXY_OUTBOUND -m owner --uid-owner 1337 -j RETURN` is refused: ";
+            .unwrap_or_else(|| panic!("proxy-init did not fail: {stdout}"));
+        let rule = "rule `-A PROXY_OUTBOUND -m owner --uid-owner 1337 -j RETURN` rejected: ";
         assert!(
             report.starts_with(&format!(
-                "proxy-init: the IPv4 rules are not set: iptables-{name}: {rule}"
+                "proxy-init: cannot set the IPv4 rules: iptables-{name}: {rule}"
             )),
             "{report}"
         );
@@ -322,25 +332,25 @@ fn a_rule_that_the_kernel_refuses_is_named_in_one_line_and_nothing_is_changed() 
 }
 
 #[test]
-fn a_read_only_container_with_two_capabilities_is_enough() {
-    if !namespaces_are_possible() {
+fn works_with_read_only_root_and_two_capabilities() {
+    if !can_create_namespaces() {
         return;
     }
-    for name in KINDS {
-        // The other kind is made to be no program.
+    for name in BACKENDS {
+        // Disables the other backend.
         let other = if name == "nft" { "legacy" } else { "nft" };
         let script = format!(
             "set -e; mount --make-rprivate /; mount --bind /dev/null /usr/sbin/xtables-{other}-multi\n\
              for place in /run /tmp /dev/shm; do mount -t tmpfs -o ro tmpfs $place; done\n\
              mount -o bind,remount,ro /\n\
-             if touch /usr/x 2>/dev/null; then echo 'the file system can be written'; exit 1; fi\n\
+             if touch /usr/x 2>/dev/null; then echo 'the root file system is writable'; exit 1; fi\n\
              exec setpriv --bounding-set=-all,+net_admin,+net_raw --no-new-privs {PROXY_INIT} {}",
             FLAGS.join(" ")
         );
         let output = Command::new("unshare")
             .args(["-mn", "sh", "-c", &script])
             .output()
-            .expect("it starts");
+            .expect("the program starts");
         let report = text(&output.stdout);
         assert!(
             output.status.success(),
@@ -357,21 +367,21 @@ fn a_read_only_container_with_two_capabilities_is_enough() {
 }
 
 #[test]
-fn without_ip6tables_it_goes_on_where_there_is_no_ipv6_address() {
-    if !namespaces_are_possible() {
+fn succeeds_without_ip6tables_and_ipv6_address() {
+    if !can_create_namespaces() {
         return;
     }
     let links = ["iptables-nft-save", "iptables-nft-restore"].map(|name| (name, name));
     let (namespace, folder) = (Namespace::new(), programs(&links));
     let report = succeed(&namespace, &FLAGS, folder.path());
-    let expected = "IPv4: set by iptables-nft\nIPv6: not set, and not needed, as this pod has no IPv6 address: \
-                    there is no ip6tables-nft, ip6tables-legacy or ip6tables in the PATH\n";
+    let expected = "IPv4: set by iptables-nft\nIPv6: skipped, this pod has no IPv6 address: \
+                    no ip6tables-nft, ip6tables-legacy or ip6tables found in PATH\n";
     assert!(report.ends_with(expected), "{report}");
 }
 
 #[test]
-fn without_ip6tables_it_fails_where_ipv6_traffic_would_pass_by_the_proxy() {
-    if !namespaces_are_possible() {
+fn fails_without_ip6tables_if_pod_has_ipv6_address() {
+    if !can_create_namespaces() {
         return;
     }
     let links = ["iptables-nft-save", "iptables-nft-restore"].map(|name| (name, name));
@@ -380,21 +390,21 @@ fn without_ip6tables_it_fails_where_ipv6_traffic_would_pass_by_the_proxy() {
     let report = text(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{report}");
     assert!(
-        report.starts_with("proxy-init: the IPv6 rules are not set: ")
-            && report.contains("pass by the proxy"),
+        report.starts_with("proxy-init: cannot set the IPv6 rules: ")
+            && report.contains("bypass the proxy"),
         "{report}"
     );
     assert_eq!(report.lines().count(), 1, "{report}");
 }
 
 #[test]
-fn without_iptables_it_says_what_is_missing() {
-    if !namespaces_are_possible() {
+fn names_missing_iptables_programs() {
+    if !can_create_namespaces() {
         return;
     }
     let output = Namespace::new().proxy_init(&FLAGS, programs(&[]).path());
     assert_eq!(output.status.code(), Some(1));
-    let expected = "proxy-init: the IPv4 rules are not set: there is no iptables-nft, iptables-legacy or iptables in the PATH\n";
+    let expected = "proxy-init: cannot set the IPv4 rules: no iptables-nft, iptables-legacy or iptables found in PATH\n";
     assert_eq!(text(&output.stderr), expected);
 }
 
@@ -404,11 +414,11 @@ fn succeed(namespace: &Namespace, args: &[&str], path: &Path) -> String {
     text(&output.stdout)
 }
 
-fn both_families(namespace: &Namespace, kind: &str) -> [String; 2] {
-    ["iptables", "ip6tables"].map(|family| namespace.saved(&format!("{family}-{kind}-save")))
+fn both_families(namespace: &Namespace, backend: &str) -> [String; 2] {
+    ["iptables", "ip6tables"].map(|family| namespace.saved(&format!("{family}-{backend}-save")))
 }
 
-/// The rules alone, in order within each chain: iptables-save lists the chains in an order of its own.
+/// The rules sorted by chain, in their order within a chain: iptables-save does not preserve the order of chains.
 fn rules(saved: &str) -> Vec<&str> {
     let mut rules: Vec<_> = saved
         .lines()
@@ -428,7 +438,7 @@ fn pod_and_peer() -> (Namespace, Namespace) {
     (pod, peer)
 }
 
-/// By family: the pod's address, the peer's.
+/// Address family, pod address, peer address.
 fn addresses() -> [(&'static str, IpAddr, IpAddr); 2] {
     let v6 = |last| Ipv6Addr::new(0xfd00, 0x123, 0, 0, 0, 0, 0, last).into();
     [

@@ -1,4 +1,4 @@
-//! HTTP messages as a person reads them: first line, headers, an empty line, the body. Pure text, nothing is printed here.
+//! Text format of HTTP messages: first line, headers, an empty line, the body.
 
 use std::fmt::Write;
 
@@ -6,95 +6,83 @@ use hyper::header::CONTENT_ENCODING;
 use hyper::http::{request, response};
 use hyper::{HeaderMap, Version};
 
-use crate::heard::Heard;
+use crate::recording::ReceivedBytes;
 
-/// How much of a body is shown.
-const SHOWN: usize = 16 * 1024;
+/// Limit of body bytes in a dump.
+const MAX_BODY_BYTES: usize = 16 * 1024;
 
-/// A request. HTTP/1 heads are shown as `heard` has them, which keeps the case and the order of the headers.
-pub fn request(parts: &request::Parts, body: &[u8], heard: Option<&Heard>) -> String {
-    let target = if parts.version == Version::HTTP_2 {
-        path(parts)
+/// Formats a request. An HTTP/1 head is taken from `received`, with its original header case and order.
+pub fn request(parts: &request::Parts, body: &[u8], received: Option<&ReceivedBytes>) -> String {
+    let (target, authority) = if parts.version == Version::HTTP_2 {
+        let authority = parts
+            .uri
+            .authority()
+            .map(|name| format!("\n:authority: {name}"));
+        let path = parts.uri.path_and_query().map_or("/", |path| path.as_str());
+        (path.to_owned(), authority.unwrap_or_default())
     } else {
-        parts.uri.to_string()
+        (parts.uri.to_string(), String::new())
     };
     let first_line = format!("{} {target} {:?}", parts.method, parts.version);
-    let mut text = match heard.and_then(|heard| heard.take_head(&first_line, &parts.headers)) {
-        Some(head) => head,
-        None => {
-            let mut head = first_line;
-            if parts.version == Version::HTTP_2
-                && let Some(authority) = parts.uri.authority()
-            {
-                write_header(&mut head, ":authority", authority.as_str());
-            }
-            write_headers(&mut head, &parts.headers);
-            head
-        }
-    };
-    write_body(&mut text, &parts.headers, body);
-    text
+    message(&first_line, &authority, &parts.headers, body, received)
 }
 
-/// A response, in the same manner.
+/// Formats a response. An HTTP/1 head is taken from its [`ReceivedBytes`] extension.
 pub fn response(parts: &response::Parts, body: &[u8]) -> String {
     let first_line = format!("{:?} {}", parts.version, parts.status.as_str());
-    let heard = parts.extensions.get::<Heard>();
-    let mut text = match heard.and_then(|heard| heard.take_head(&first_line, &parts.headers)) {
-        Some(head) => head,
-        None => {
-            let mut head = format!(
-                "{first_line} {}",
-                parts.status.canonical_reason().unwrap_or_default()
-            );
-            write_headers(&mut head, &parts.headers);
-            head
-        }
-    };
-    write_body(&mut text, &parts.headers, body);
+    let reason = format!(" {}", parts.status.canonical_reason().unwrap_or_default());
+    message(
+        &first_line,
+        &reason,
+        &parts.headers,
+        body,
+        parts.extensions.get(),
+    )
+}
+
+/// `suffix` completes the first line if `received` does not contain the head.
+fn message(
+    first_line: &str,
+    suffix: &str,
+    headers: &HeaderMap,
+    body: &[u8],
+    received: Option<&ReceivedBytes>,
+) -> String {
+    let recorded = received.and_then(|received| received.take_head(first_line, headers));
+    let mut text = recorded.unwrap_or_else(|| {
+        let mut head = format!("{first_line}{suffix}");
+        write_headers(&mut head, headers);
+        head
+    });
+    write_body(&mut text, headers, body);
     text
 }
 
-/// Headers alone, one a line, each line begun with a line break.
+/// Appends each header on a new line.
 pub fn write_headers(text: &mut String, headers: &HeaderMap) {
     for (name, value) in headers {
-        write_header(
-            text,
-            name.as_str(),
-            &String::from_utf8_lossy(value.as_bytes()),
-        );
+        let value = String::from_utf8_lossy(value.as_bytes());
+        write!(text, "\n{name}: {value}").expect("writing to a String never fails");
     }
 }
 
-/// A gRPC message's text: an empty line ends the metadata, then it is shown on lines of its own, cut where it is long.
+/// Appends an empty line and the text of a gRPC message, truncated like a body.
 pub fn write_message(text: &mut String, message: &str) {
     write_body(text, &HeaderMap::new(), message.as_bytes());
 }
 
-fn write_header(text: &mut String, name: &str, value: &str) {
-    write!(text, "\n{name}: {value}").expect("a String takes every write");
-}
-
-fn path(parts: &request::Parts) -> String {
-    parts
-        .uri
-        .path_and_query()
-        .map_or("/", |path| path.as_str())
-        .to_owned()
-}
-
-/// Ends the head with its empty line, then shows the body, or says what it is where showing it would help nobody.
+/// Appends the empty line that ends the head, then the body, or its size if it is not plain text.
 fn write_body(text: &mut String, headers: &HeaderMap, body: &[u8]) {
     text.push_str("\n\n");
     if body.is_empty() {
         return;
     }
-    let shown = &body[..body.len().min(SHOWN)];
-    let readable = match std::str::from_utf8(shown) {
+    let prefix = &body[..body.len().min(MAX_BODY_BYTES)];
+    let readable = match std::str::from_utf8(prefix) {
         Ok(all) => Some(all),
-        // The limit may have cut a letter in two.
-        Err(error) if error.error_len().is_none() && shown.len() < body.len() => {
-            std::str::from_utf8(&shown[..error.valid_up_to()]).ok()
+        // The limit may split the last character.
+        Err(error) if error.error_len().is_none() && prefix.len() < body.len() => {
+            std::str::from_utf8(&prefix[..error.valid_up_to()]).ok()
         }
         Err(_) => None,
     };
@@ -116,7 +104,7 @@ fn write_body(text: &mut String, headers: &HeaderMap, body: &[u8]) {
         }
         _ => write!(text, "({} bytes that are not text)", body.len()),
     }
-    .expect("a String takes every write");
+    .expect("writing to a String never fails");
     if !text.ends_with('\n') {
         text.push('\n');
     }
@@ -133,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_without_a_body_ends_with_an_empty_line() {
+    fn request_without_body_ends_with_empty_line() {
         let parts = parts_of(
             Request::get("/hello?x=1")
                 .header("host", "a")
@@ -147,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn an_http2_request_shows_its_authority() {
+    fn http2_request_shows_authority() {
         let parts = parts_of(
             Request::get("http://a.b/hello")
                 .version(Version::HTTP_2)
@@ -161,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_response_shows_status_headers_and_body() {
+    fn response_shows_status_headers_and_body() {
         let (parts, ()) = Response::builder()
             .status(500)
             .header("x-a", "1")
@@ -175,12 +163,12 @@ mod tests {
     }
 
     #[test]
-    fn bodies_that_are_no_text_are_named() {
+    fn shows_size_of_binary_bodies() {
         let (parts, ()) = Response::builder().body(()).expect("valid").into_parts();
         assert!(response(&parts, &[0, 1, 2]).ends_with("\n\n(3 bytes that are not text)\n"));
         assert!(
             response(&parts, b"\x1b[2J").ends_with("(4 bytes that are not text)\n"),
-            "a terminal must not be steered"
+            "no terminal escape sequences"
         );
         let (parts, ()) = Response::builder()
             .header("content-encoding", "gzip")
@@ -191,12 +179,15 @@ mod tests {
     }
 
     #[test]
-    fn a_long_body_is_cut_between_letters() {
+    fn truncates_long_body_at_character_boundary() {
         let (parts, ()) = Response::builder().body(()).expect("valid").into_parts();
-        let body = format!("x{}", "ä".repeat(SHOWN));
+        let body = format!("x{}", "ä".repeat(MAX_BODY_BYTES));
         let text = response(&parts, body.as_bytes());
         assert!(
-            text.ends_with(&format!("ä\n({} more bytes)\n", body.len() - (SHOWN - 1))),
+            text.ends_with(&format!(
+                "ä\n({} more bytes)\n",
+                body.len() - (MAX_BODY_BYTES - 1)
+            )),
             "{}",
             &text[text.len() - 40..]
         );

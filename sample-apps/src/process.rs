@@ -1,55 +1,44 @@
-//! The outside of a sample program: exit codes, the signals that end it, and its standard output.
+//! Process lifecycle of a sample program: runtime, signals, exit code, standard output.
 
-use std::fmt::Display;
-use std::future::Future;
 use std::io::{self, Write};
 use std::process::ExitCode;
 
+use anyhow::Context;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-/// Runs a program whose configuration has been read: `work` gets the token that SIGTERM and SIGINT cancel.
-///
-/// A wrong configuration ends with exit code 2, a failure with 1. A look-up of a name that is still under way does not hold up the end.
-pub fn run<C, P, E, F>(
-    name: &str,
-    config: Result<C, P>,
-    work: impl FnOnce(C, CancellationToken) -> F,
-) -> ExitCode
+/// Runs `work` with a token that SIGTERM and SIGINT cancel. Logs an error of `work` and returns exit code 1.
+pub fn run<F>(name: &str, work: impl FnOnce(CancellationToken) -> F) -> ExitCode
 where
-    P: Display,
-    E: Display,
-    F: Future<Output = Result<(), E>>,
+    F: Future<Output = anyhow::Result<()>>,
 {
-    let config = match config {
-        Ok(config) => config,
-        Err(problems) => {
-            eprintln!("{name}: {problems}");
-            return ExitCode::from(2);
-        }
-    };
-    let runtime = match tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-    {
-        Ok(runtime) => runtime,
-        Err(error) => return failed(name, &format!("cannot start: {error}")),
-    };
-    let result = runtime.block_on(async {
-        let stop =
-            stop_on_signals().map_err(|error| format!("cannot wait for signals: {error}"))?;
-        work(config, stop)
-            .await
-            .map_err(|error| format!("{error:#}"))
-    });
-    runtime.shutdown_background();
-    match result {
+    match run_to_end(work) {
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) => failed(name, &error),
+        Err(error) => {
+            eprintln!("{name}: {error:#}");
+            ExitCode::FAILURE
+        }
     }
 }
 
-/// Writes a block of whole lines at once, so that the blocks of concurrent requests never mix, and at once also into a pipe.
+fn run_to_end<F>(work: impl FnOnce(CancellationToken) -> F) -> anyhow::Result<()>
+where
+    F: Future<Output = anyhow::Result<()>>,
+{
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("cannot start the runtime")?;
+    let result = runtime.block_on(async {
+        let stop = cancel_on_signals().context("cannot register signal handlers")?;
+        work(stop).await
+    });
+    // Does not wait for a name lookup in progress.
+    runtime.shutdown_background();
+    result
+}
+
+/// Writes whole lines in one locked write and flushes, so that concurrent blocks never interleave.
 pub fn print(block: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
     out.write_all(block.as_bytes())?;
@@ -59,11 +48,9 @@ pub fn print(block: &str) -> io::Result<()> {
     out.flush()
 }
 
-fn stop_on_signals() -> io::Result<CancellationToken> {
-    let (mut terminate, mut interrupt) = (
-        signal(SignalKind::terminate())?,
-        signal(SignalKind::interrupt())?,
-    );
+fn cancel_on_signals() -> io::Result<CancellationToken> {
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
     let token = CancellationToken::new();
     let stop = token.clone();
     tokio::spawn(async move {
@@ -74,9 +61,4 @@ fn stop_on_signals() -> io::Result<CancellationToken> {
         stop.cancel();
     });
     Ok(token)
-}
-
-fn failed(name: &str, error: &str) -> ExitCode {
-    eprintln!("{name}: {error}");
-    ExitCode::FAILURE
 }

@@ -13,7 +13,7 @@ use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 
 #[test]
-fn both_methods_are_echoed_and_shown_on_both_sides() {
+fn echoes_and_prints_both_methods() {
     let (mut server, port) = Process::start_server(GRPC_SERVER, &[]);
     let mut client = Process::start(
         GRPC_CLIENT,
@@ -26,25 +26,25 @@ fn both_methods_are_echoed_and_shown_on_both_sides() {
     };
     client.wait_for(&echo("Hello #2"));
     client.wait_for(&echo("Hello #2 of this stream"));
-    let heard = client.output();
+    let output = client.output();
     assert!(
-        heard.contains("Response #1\n/echo.v1.EchoService/Echo"),
-        "{heard}"
+        output.contains("Response #1\n/echo.v1.EchoService/Echo"),
+        "{output}"
     );
-    assert!(!heard.contains("failed"), "{heard}");
+    assert!(!output.contains("failed"), "{output}");
     for method in ["Echo", "EchoStream"] {
         server.wait_for(&format!("\n/echo.v1.EchoService/{method}\n"));
     }
-    let seen = server.wait_for("\n\nHello #2 of this stream\n---");
+    let output = server.wait_for("\n\nHello #2 of this stream\n---");
     assert!(
-        seen.contains(&format!(
+        output.contains(&format!(
             "user-agent: diy-grpc-client/{}",
             env!("CARGO_PKG_VERSION")
         )),
-        "{seen}"
+        "{output}"
     );
 
-    // The client's stream is open: it must not hold up the server's end.
+    // The client's open stream does not delay the shutdown.
     server.signal(Signal::SIGTERM);
     assert_eq!(server.exit().code(), Some(0));
     assert!(
@@ -60,7 +60,7 @@ fn both_methods_are_echoed_and_shown_on_both_sides() {
 }
 
 #[test]
-fn the_client_goes_on_when_the_server_comes_back() {
+fn client_reconnects_after_server_restart() {
     let (server, port) = Process::start_server(GRPC_SERVER, &[("HOSTNAME", "first")]);
     let client = Process::start(
         GRPC_CLIENT,
@@ -84,15 +84,15 @@ fn the_client_goes_on_when_the_server_comes_back() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_health_is_told_and_its_watchers_do_not_hold_up_the_end() {
+async fn serves_health_and_ends_health_watches_at_shutdown() {
     let (mut server, port) = Process::start_server(GRPC_SERVER, &[]);
     let mut health = HealthClient::new(connect(port).await);
     for service in ["", "echo.v1.EchoService"] {
         let request = HealthCheckRequest {
             service: service.to_owned(),
         };
-        let answer = health.check(request).await.expect("answered").into_inner();
-        assert_eq!(answer.status(), ServingStatus::Serving, "{service}");
+        let response = health.check(request).await.expect("received").into_inner();
+        assert_eq!(response.status(), ServingStatus::Serving, "{service}");
     }
     let mut watch = health
         .watch(HealthCheckRequest {
@@ -105,8 +105,8 @@ async fn the_health_is_told_and_its_watchers_do_not_hold_up_the_end() {
         watch
             .message()
             .await
-            .expect("told")
-            .expect("not the end")
+            .expect("received")
+            .expect("a message")
             .status(),
         ServingStatus::Serving
     );
@@ -121,7 +121,7 @@ async fn the_health_is_told_and_its_watchers_do_not_hold_up_the_end() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_fail_rate_makes_messages_fail() {
+async fn fail_rate_fails_messages() {
     let (server, port) = Process::start_server(GRPC_SERVER, &[("FAIL_RATE", "100")]);
     let mut echo = EchoServiceClient::new(connect(port).await);
     let request = || EchoRequest {
@@ -150,48 +150,46 @@ async fn the_fail_rate_makes_messages_fail() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_stream_ends_when_the_client_has_no_more_messages() {
+async fn stream_ends_after_last_client_message() {
     let (_server, port) = Process::start_server(GRPC_SERVER, &[]);
     let mut echo = EchoServiceClient::new(connect(port).await);
     let messages = tokio_stream::iter((0..100).map(|n| EchoRequest {
         message: n.to_string(),
     }));
-    let mut answers = echo
+    let mut responses = echo
         .echo_stream(messages)
         .await
         .expect("opened")
         .into_inner();
     for n in 0..100 {
         assert_eq!(
-            answers
+            responses
                 .message()
                 .await
-                .expect("answered")
-                .expect("not the end")
+                .expect("received")
+                .expect("a message")
                 .message,
             n.to_string()
         );
     }
-    assert_eq!(answers.message().await.expect("ended in good order"), None);
+    assert_eq!(responses.message().await.expect("closed normally"), None);
 }
 
 #[test]
-fn wrong_configuration_is_reported_whole_with_exit_code_2() {
-    let (code, _, report) = run(
-        GRPC_SERVER,
-        &[],
-        &[("LISTEN_PORT", "-1"), ("FAIL_RATE", "101")],
-    );
-    assert_eq!(code, 2);
-    assert!(
-        report.contains("LISTEN_PORT: `-1`") && report.contains("FAIL_RATE: `101`"),
-        "{report}"
-    );
+fn rejects_invalid_configuration_with_exit_code_2() {
+    for (variable, value, expected) in [
+        ("LISTEN_PORT", "-1", "'-1' for '--listen-port"),
+        ("FAIL_RATE", "101", "'101' for '--fail-rate"),
+    ] {
+        let (code, _, report) = run(GRPC_SERVER, &[], &[(variable, value)]);
+        assert_eq!(code, 2);
+        assert!(report.contains(expected), "{report}");
+    }
     assert_eq!(run(GRPC_CLIENT, &["--endpoint", "grpc://a/"], &[]).0, 2);
 }
 
 #[test]
-fn help_and_version_are_there() {
+fn prints_help_and_version() {
     for (program, name) in [(GRPC_SERVER, "grpc-server"), (GRPC_CLIENT, "grpc-client")] {
         let (code, version, _) = run(program, &["--version"], &[]);
         assert_eq!(

@@ -7,17 +7,20 @@ use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
-use support::{HTTP_CLIENT, HTTP_SERVER, PATIENCE, Process, free_port, run};
+use support::{HTTP_CLIENT, HTTP_SERVER, Process, TEST_TIMEOUT, free_port, run};
 
 #[test]
-fn client_and_server_show_the_same_exchange() {
+fn client_and_server_print_the_exchange() {
     let (mut server, port) = Process::start_server(HTTP_SERVER, &[]);
     let mut client = Process::start(
         HTTP_CLIENT,
         &[("ENDPOINT", &format!("http://127.0.0.1:{port}/hello"))],
     );
-    let heard = client.wait_for("Response #2");
-    let first = heard.split("Response #2").next().expect("has a first part");
+    let output = client.wait_for("Response #2");
+    let first = output
+        .split("Response #2")
+        .next()
+        .expect("has a first part");
     let (head, body) = first
         .split_once("\n\n")
         .expect("an empty line ends the head");
@@ -31,12 +34,12 @@ fn client_and_server_show_the_same_exchange() {
         "Hello from the http-server service! Hostname: tester Version: 1.0\n"
     );
 
-    let seen = server.wait_for("---");
+    let output = server.wait_for("---");
     let agent = env!("CARGO_PKG_VERSION");
     let expected = format!(
         "Request #1\nGET /hello HTTP/1.1\nUser-Agent: diy-http-client/{agent}\nHost: 127.0.0.1:{port}\n\n---"
     );
-    assert!(seen.ends_with(&format!("{expected}\n")), "{seen}");
+    assert!(output.ends_with(&format!("{expected}\n")), "{output}");
 
     for process in [&mut client, &mut server] {
         process.signal(Signal::SIGTERM);
@@ -45,60 +48,63 @@ fn client_and_server_show_the_same_exchange() {
 }
 
 #[test]
-fn requests_are_dumped_as_they_arrived() {
+fn dump_preserves_header_case_and_order() {
     let (server, port) = Process::start_server(HTTP_SERVER, &[]);
     let message = "POST /hello?a=1 HTTP/1.1\r\nhOST: odd\r\nX-One: 1\r\nAccept: */*\r\nx-oNE: 2\r\nContent-Length: 5\r\n\r\nhowdy";
-    let answer = exchange(
+    let response = exchange(
         "127.0.0.1",
         port,
         &format!("{message}GET /hello HTTP/1.1\r\nHOST: next\r\nConnection: close\r\n\r\n"),
     );
-    assert_eq!(answer.matches("HTTP/1.1 200 OK").count(), 2, "{answer}");
-    let seen = server.wait_for("HOST: next");
+    assert_eq!(response.matches("HTTP/1.1 200 OK").count(), 2, "{response}");
+    let output = server.wait_for("HOST: next");
     assert!(
-        seen.contains("POST /hello?a=1 HTTP/1.1\nhOST: odd\nX-One: 1\nAccept: */*\nx-oNE: 2\nContent-Length: 5\n\nhowdy\n---\n"),
-        "{seen}"
+        output.contains("POST /hello?a=1 HTTP/1.1\nhOST: odd\nX-One: 1\nAccept: */*\nx-oNE: 2\nContent-Length: 5\n\nhowdy\n---\n"),
+        "{output}"
     );
 }
 
 #[test]
-fn other_paths_are_not_found() {
+fn returns_404_for_other_paths() {
     let (_server, port) = Process::start_server(HTTP_SERVER, &[]);
-    let answer = exchange(
+    let response = exchange(
         "127.0.0.1",
         port,
         "GET /hello/more HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n",
     );
-    assert!(answer.starts_with("HTTP/1.1 404 Not Found\r\n"), "{answer}");
+    assert!(
+        response.starts_with("HTTP/1.1 404 Not Found\r\n"),
+        "{response}"
+    );
 }
 
 #[test]
-fn ipv6_is_served_too() {
+fn serves_ipv6() {
     let (_server, port) = Process::start_server(HTTP_SERVER, &[]);
     if TcpListener::bind("[::1]:0").is_err() {
         assert!(std::env::var_os("CI").is_none(), "CI machines have IPv6");
         println!("skipped: this machine has no IPv6");
         return;
     }
-    let answer = exchange(
+    let response = exchange(
         "::1",
         port,
         "GET /hello HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n",
     );
-    assert!(answer.starts_with("HTTP/1.1 200 OK\r\n"), "{answer}");
+    assert!(response.starts_with("HTTP/1.1 200 OK\r\n"), "{response}");
 }
 
 #[test]
-fn the_fail_rate_makes_requests_fail() {
+fn fail_rate_fails_requests() {
     let (server, port) = Process::start_server(HTTP_SERVER, &[("FAIL_RATE", "100")]);
-    let answer = exchange(
+    let response = exchange(
         "127.0.0.1",
         port,
         "GET /hello HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n",
     );
     assert!(
-        answer.starts_with("HTTP/1.1 500 Internal Server Error\r\n"),
-        "{answer}"
+        response.starts_with("HTTP/1.1 500 Internal Server Error\r\n"),
+        "{response}"
     );
     assert!(
         server
@@ -108,7 +114,7 @@ fn the_fail_rate_makes_requests_fail() {
 }
 
 #[test]
-fn a_request_in_flight_is_finished_before_the_server_ends() {
+fn shutdown_completes_requests_in_flight() {
     let (mut server, port) = Process::start_server(HTTP_SERVER, &[]);
     let mut idle = connect("127.0.0.1", port);
     idle.write_all(b"GET /hello HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -123,29 +129,28 @@ fn a_request_in_flight_is_finished_before_the_server_ends() {
 
     server.signal(Signal::SIGTERM);
     assert_eq!(
-        idle.read(&mut [0; 1]).expect("closed in good order"),
+        idle.read(&mut [0; 1]).expect("closed normally"),
         0,
         "idle connections are closed"
     );
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TEST_TIMEOUT;
     while TcpStream::connect(("127.0.0.1", port)).is_ok() {
-        assert!(Instant::now() < deadline, "the port stays open");
+        assert!(Instant::now() < deadline, "the port is still open");
         std::thread::sleep(Duration::from_millis(5));
     }
     assert!(!server.has_exited(), "a request is in flight");
     busy.write_all(b"hello").expect("sent");
-    let mut answer = String::new();
-    busy.read_to_string(&mut answer)
-        .expect("closed in good order");
-    assert!(answer.starts_with("HTTP/1.1 200 OK\r\n"), "{answer}");
+    let mut response = String::new();
+    busy.read_to_string(&mut response).expect("closed normally");
+    assert!(response.starts_with("HTTP/1.1 200 OK\r\n"), "{response}");
     assert_eq!(server.exit().code(), Some(0));
 }
 
 #[test]
-fn http2_is_served_where_the_client_begins_with_it() {
+fn serves_http2_with_prior_knowledge() {
     let (_server, port) = Process::start_server(HTTP_SERVER, &[]);
     let mut stream = connect("127.0.0.1", port);
-    // The preface and an empty SETTINGS frame; the answer is a SETTINGS frame: length, then type 4.
+    // The preface and an empty SETTINGS frame. The response is a SETTINGS frame: length, then type 4.
     stream
         .write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0")
         .expect("sent");
@@ -155,7 +160,7 @@ fn http2_is_served_where_the_client_begins_with_it() {
 }
 
 #[test]
-fn the_client_keeps_its_connection_and_the_host_of_its_url() {
+fn client_reuses_connection_and_sends_host_of_url() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let port = listener.local_addr().expect("bound").port();
     let client = Process::start(
@@ -174,15 +179,15 @@ fn the_client_keeps_its_connection_and_the_host_of_its_url() {
             .write_all(b"HTTP/1.1 200 Fine\r\nx-ODD: 1\r\nContent-Length: 2\r\n\r\nok")
             .expect("sent");
     }
-    let heard = client.wait_for("Response #3");
+    let output = client.wait_for("Response #3");
     assert!(
-        heard.contains("HTTP/1.1 200 Fine\nx-ODD: 1\nContent-Length: 2\n\nok\n"),
-        "{heard}"
+        output.contains("HTTP/1.1 200 Fine\nx-ODD: 1\nContent-Length: 2\n\nok\n"),
+        "{output}"
     );
 }
 
 #[test]
-fn failed_calls_are_printed_and_the_next_ones_made() {
+fn client_prints_errors_and_continues() {
     let port = free_port();
     let mut client = Process::start(
         HTTP_CLIENT,
@@ -204,25 +209,47 @@ fn failed_calls_are_printed_and_the_next_ones_made() {
 }
 
 #[test]
-fn wrong_configuration_is_reported_whole_with_exit_code_2() {
-    let (code, _, report) = run(
-        HTTP_SERVER,
-        &[],
-        &[("LISTEN_PORT", "http"), ("FAIL_RATE", "120%")],
-    );
-    assert_eq!(code, 2);
-    assert!(
-        report.contains("LISTEN_PORT: `http`") && report.contains("FAIL_RATE: `120%`"),
-        "{report}"
-    );
-    let (code, _, report) = run(HTTP_CLIENT, &["--endpoint", "https://a/"], &[]);
-    assert_eq!(code, 2);
-    assert!(report.contains("ENDPOINT: `https://a/`"), "{report}");
-    assert_eq!(run(HTTP_CLIENT, &["--no-such-flag"], &[]).0, 2);
+fn rejects_invalid_configuration_with_exit_code_2() {
+    for (program, args, variables, expected) in [
+        (
+            HTTP_SERVER,
+            &[][..],
+            &[("LISTEN_PORT", "http")][..],
+            "'http' for '--listen-port",
+        ),
+        (
+            HTTP_SERVER,
+            &[],
+            &[("FAIL_RATE", "120%")],
+            "'120%' for '--fail-rate",
+        ),
+        (
+            HTTP_CLIENT,
+            &["--endpoint", "https://a/"],
+            &[],
+            "'https://a/' for '--endpoint",
+        ),
+        (HTTP_CLIENT, &["--no-such-flag"], &[], "--no-such-flag"),
+    ] {
+        let (code, _, report) = run(program, args, variables);
+        assert_eq!(code, 2);
+        assert!(report.contains(expected), "{report}");
+    }
 }
 
 #[test]
-fn a_port_in_use_is_a_clear_failure() {
+fn empty_variables_mean_the_defaults() {
+    let (server, _) = Process::start_server(HTTP_SERVER, &[("FAIL_RATE", " "), ("VERSION", "")]);
+    let version = env!("CARGO_PKG_VERSION");
+    assert!(
+        server
+            .output()
+            .contains(&format!("http-server {version} listens on"))
+    );
+}
+
+#[test]
+fn names_port_in_use() {
     let (_server, port) = Process::start_server(HTTP_SERVER, &[]);
     let (code, _, report) = run(HTTP_SERVER, &[], &[("LISTEN_PORT", &port.to_string())]);
     assert_eq!(code, 1);
@@ -233,7 +260,7 @@ fn a_port_in_use_is_a_clear_failure() {
 }
 
 #[test]
-fn help_and_version_are_there() {
+fn prints_help_and_version() {
     for (program, name) in [(HTTP_SERVER, "http-server"), (HTTP_CLIENT, "http-client")] {
         let (code, version, _) = run(program, &["--version"], &[]);
         assert_eq!(
@@ -250,23 +277,27 @@ fn help_and_version_are_there() {
 
 fn connect(host: &str, port: u16) -> TcpStream {
     let stream = TcpStream::connect((host, port)).expect("connected");
-    stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+    stream
+        .set_read_timeout(Some(TEST_TIMEOUT))
+        .expect("a timeout");
     stream
 }
 
-/// Sends bytes and reads until the server closes.
+/// Sends a message and reads until the server closes the connection.
 fn exchange(host: &str, port: u16, message: &str) -> String {
     let mut stream = connect(host, port);
     stream.write_all(message.as_bytes()).expect("sent");
-    let mut answer = String::new();
+    let mut response = String::new();
     stream
-        .read_to_string(&mut answer)
-        .expect("closed in good order");
-    answer
+        .read_to_string(&mut response)
+        .expect("closed normally");
+    response
 }
 
 fn read_until(stream: &mut TcpStream, end: &str) -> String {
-    stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+    stream
+        .set_read_timeout(Some(TEST_TIMEOUT))
+        .expect("a timeout");
     let (mut text, mut byte) = (Vec::new(), [0]);
     while !text.ends_with(end.as_bytes()) {
         stream.read_exact(&mut byte).expect("more to come");

@@ -1,4 +1,5 @@
-//! What the end-to-end tests share; the tests themselves stand in tests/.
+//! Code shared by the end-to-end tests and the tests of the repository, which are in `tests/tests`.
 
 pub mod cluster;
+pub mod repository;
 pub mod sandbox;

@@ -1,13 +1,13 @@
-//! What the documents name is there: the pages and headings that they lead to, metrics, annotations, error codes, flags. Prose
-//! that nobody checks is wrong within a month.
+//! Consistency of documents and code: links, headings, metrics, annotations, error codes, flags.
 
 use std::collections::BTreeSet;
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use diy_mesh_tests::repository::{assert_none, files_with_extension, read, root};
+
 #[test]
-fn links_lead_somewhere() {
+fn links_resolve() {
     let mut broken = Vec::new();
     for document in documents() {
         let text = without_code(&read(&document));
@@ -20,51 +20,54 @@ fn links_lead_somewhere() {
                 continue;
             }
             let (path, anchor) = target.split_once('#').unwrap_or((target, ""));
-            let there = if path.is_empty() {
+            let file = if path.is_empty() {
                 document.clone()
             } else {
                 document.parent().unwrap_or(Path::new("")).join(path)
             };
-            let found = root().join(&there).exists()
-                && (anchor.is_empty() || headings(&read(&there)).contains(anchor));
+            let found = root().join(&file).exists()
+                && (anchor.is_empty() || headings(&read(&file)).contains(anchor));
             if !found {
                 broken.push(format!("{}: {target}", document.display()));
             }
         }
     }
-    none("links lead nowhere", broken);
+    assert_none("broken links", broken);
 }
 
 #[test]
-fn metrics_are_those_of_the_programs() {
+fn documented_metrics_exist() {
     let mut unknown = Vec::new();
     for (prefix, folder, keeps_prefix) in [
         ("diy_mesh_proxy_", "proxy/src", false),
         ("diy_mesh_controller_", "controller/src", false),
         ("diy_mesh_injector_", "injector/src", true),
     ] {
-        let sources: String = files(folder, "rs").iter().map(|path| read(path)).collect();
+        let sources: String = files_with_extension(folder, "rs")
+            .iter()
+            .map(|path| read(path))
+            .collect();
         for document in documents() {
             for name in words(&read(&document))
                 .into_iter()
                 .filter(|word| word.starts_with(prefix))
             {
-                let written = if keeps_prefix {
+                let literal = if keeps_prefix {
                     name.as_str()
                 } else {
                     &name[prefix.len()..]
                 };
-                if !sources.contains(&format!("\"{written}\"")) {
+                if !sources.contains(&format!("\"{literal}\"")) {
                     unknown.push(format!("{}: {name}", document.display()));
                 }
             }
         }
     }
-    none("metrics are of no program", unknown);
+    assert_none("unknown metrics", unknown);
 }
 
 #[test]
-fn annotations_are_those_of_the_injector() {
+fn documented_annotations_exist() {
     let known = read(Path::new("injector/src/annotations.rs"));
     let marker = "diy-service-mesh/";
     let mut unknown = Vec::new();
@@ -82,11 +85,11 @@ fn annotations_are_those_of_the_injector() {
             }
         }
     }
-    none("annotations are unknown to the injector", unknown);
+    assert_none("annotations that the injector does not know", unknown);
 }
 
 #[test]
-fn the_readme_lists_every_error_code_of_the_proxy() {
+fn readme_lists_all_error_codes() {
     let source = read(Path::new("proxy/src/error.rs"));
     let function = source
         .split("pub fn code")
@@ -112,14 +115,11 @@ fn the_readme_lists_every_error_code_of_the_proxy() {
         .map(str::to_owned)
         .collect();
     assert_eq!(listed, codes, "README.md and proxy/src/error.rs differ");
-    assert!(
-        codes.len() > 5,
-        "error.rs is written in another way now: {codes:?}"
-    );
+    assert!(codes.len() > 5, "cannot parse error.rs: {codes:?}");
 }
 
 #[test]
-fn the_reference_has_every_flag_of_every_program() {
+fn reference_lists_all_flags() {
     let reference = read(Path::new("docs/reference.md"));
     let mut wrong = Vec::new();
     for (heading, command) in [
@@ -146,32 +146,32 @@ fn the_reference_has_every_flag_of_every_program() {
         let output = Command::new(&program).args(&command[1..]).output();
         let output = output.unwrap_or_else(|error| {
             panic!(
-                "{}: {error}; `cargo build --bins` makes it",
+                "{}: {error}; run `cargo build --bins` first",
                 program.display()
             )
         });
         let help = String::from_utf8_lossy(&output.stdout);
-        let there: BTreeSet<String> = help
+        let actual: BTreeSet<String> = help
             .lines()
             .filter_map(flag)
             .filter(|flag| flag != "help" && flag != "version")
             .collect();
-        let told: BTreeSet<String> = section
+        let documented: BTreeSet<String> = section
             .lines()
             .filter(|line| line.starts_with('|'))
             .flat_map(|row| row.split("`--").skip(1))
             .map(name)
             .collect();
         wrong.extend(
-            there
-                .symmetric_difference(&told)
+            actual
+                .symmetric_difference(&documented)
                 .map(|flag| format!("{}: --{flag}", command.join(" "))),
         );
     }
-    none("flags are either undocumented or not there", wrong);
+    assert_none("flags that are undocumented or do not exist", wrong);
 }
 
-/// The flag that a line of a help text is about.
+/// The flag that a line of a help text describes.
 fn flag(line: &str) -> Option<String> {
     let line = line.trim_start();
     let long = line.strip_prefix("--").or_else(|| {
@@ -188,7 +188,7 @@ fn name(text: &str) -> String {
         .collect()
 }
 
-/// The anchors of a document's headings, as GitHub makes them.
+/// Anchors of a document's headings in GitHub's format.
 fn headings(text: &str) -> BTreeSet<String> {
     let headings = without_code(text);
     headings
@@ -212,12 +212,12 @@ fn anchor(heading: &str) -> String {
     .collect()
 }
 
-/// A document without its blocks of code, in which a `#` is a comment.
+/// A document without code blocks, in which `#` starts a comment.
 fn without_code(text: &str) -> String {
     text.split("```").step_by(2).collect()
 }
 
-/// Names as metrics have them.
+/// All words in the character set of metric names.
 fn words(text: &str) -> BTreeSet<String> {
     text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_')
         .map(str::to_owned)
@@ -233,43 +233,6 @@ fn documents() -> Vec<PathBuf> {
     ]
     .map(PathBuf::from)
     .into();
-    documents.extend(files("docs", "md"));
+    documents.extend(files_with_extension("docs", "md"));
     documents
-}
-
-/// The files of a folder and of those below it, by their path from the top of the repository.
-fn files(folder: &str, extension: &str) -> Vec<PathBuf> {
-    let (mut found, mut folders) = (Vec::new(), vec![PathBuf::from(folder)]);
-    while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(root().join(&folder)).expect("our own folders can be read") {
-            let path = folder.join(entry.expect("our own folders can be read").file_name());
-            if root().join(&path).is_dir() {
-                folders.push(path);
-            } else if path.extension().is_some_and(|found| found == extension) {
-                found.push(path);
-            }
-        }
-    }
-    found
-}
-
-fn read(path: &Path) -> String {
-    fs::read_to_string(root().join(path))
-        .unwrap_or_else(|error| panic!("{}: {error}", path.display()))
-}
-
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .parent()
-        .expect("tests is a folder of the repository")
-        .to_owned()
-}
-
-fn none(what: &str, found: Vec<String>) {
-    assert!(
-        found.is_empty(),
-        "{} {what}:\n  {}",
-        found.len(),
-        found.join("\n  ")
-    );
 }

@@ -1,30 +1,46 @@
-//! House rules that a program can check. Sizes and taste are for people to judge, not for a test.
+//! Conventions of this repository that a program can check: file headers, module boundaries, paths, vocabulary.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The files, and folders of that name, of the proxy that may see generated types.
-const SEE_GENERATED_TYPES: [&str; 4] = ["control", "discovery", "policy", "identity"];
-/// Variables of every program rather than of ours: they are no configuration.
-const EVERY_PROGRAMS_OWN: [&str; 2] = ["PATH", "NO_COLOR"];
-const TEXT: [&str; 8] = [
+use diy_mesh_tests::repository::{assert_none, files, files_with_extension, read, root};
+
+/// Modules of the proxy that may use generated types.
+const MODULES_WITH_GENERATED_TYPES: [&str; 4] = ["control", "discovery", "policy", "identity"];
+/// Environment variables with a common meaning, which are no configuration.
+const COMMON_VARIABLES: [&str; 2] = ["PATH", "NO_COLOR"];
+/// Extensions of files that ARCHITECTURE.md may name.
+const TEXT_EXTENSIONS: [&str; 8] = [
     ".rs", ".md", ".toml", ".yaml", ".yml", ".proto", ".svg", ".sh",
+];
+/// List of banned words with their replacements.
+const BANNED_WORDS: &str = "tests/banned-words.txt";
+/// Top-level entries that are not yet checked for banned words. Remove each as soon as it passes.
+const NOT_YET_CHECKED_FOR_BANNED_WORDS: [&str; 8] = [
+    "proxy",
+    "controller",
+    "injector",
+    "mesh",
+    "docs",
+    "README.md",
+    "ARCHITECTURE.md",
+    "CONTRIBUTING.md",
 ];
 
 #[test]
-fn every_source_file_says_what_it_is() {
-    let silent = sources()
+fn every_source_file_has_a_module_comment() {
+    let undocumented = sources()
         .into_iter()
         .filter(|path| !read(path).starts_with("//! "));
-    none(
-        "files do not open with `//! ` and what they are",
-        silent.map(|path| path.display().to_string()),
+    assert_none(
+        "files do not start with a module comment (`//! `)",
+        undocumented.map(|path| path.display().to_string()),
     );
 }
 
 #[test]
-fn the_environment_is_read_in_config_alone() {
+fn only_config_reads_the_environment() {
     let elsewhere = sources().into_iter().filter(|path| {
         let allowed = path.ends_with("config.rs")
             || path.ends_with("build.rs")
@@ -34,38 +50,40 @@ fn the_environment_is_read_in_config_alone() {
             && !path.components().any(|part| part.as_os_str() == "tests")
             && reads_environment(code(path))
     });
-    none(
-        "files read the environment, which is for config.rs",
+    assert_none(
+        "files other than config.rs read the environment",
         elsewhere.map(|path| path.display().to_string()),
     );
 }
 
 #[test]
-fn generated_types_stay_where_the_proxy_talks_to_the_controller() {
+fn only_control_plane_modules_use_generated_types() {
     let elsewhere = sources().into_iter().filter(|path| {
-        let Ok(inside) = path.strip_prefix("proxy/src") else {
+        let Ok(relative) = path.strip_prefix("proxy/src") else {
             return false;
         };
-        let module = inside
+        let module = relative
             .iter()
             .next()
             .and_then(|first| Path::new(first).file_stem())
             .unwrap_or_default();
-        !SEE_GENERATED_TYPES.iter().any(|allowed| module == *allowed)
+        !MODULES_WITH_GENERATED_TYPES
+            .iter()
+            .any(|allowed| module == *allowed)
             && code(path).contains("diy_mesh_proto::mesh")
     });
-    none(
-        "files of the proxy see generated types",
+    assert_none(
+        "files of the proxy use generated types",
         elsewhere.map(|path| path.display().to_string()),
     );
 }
 
 #[test]
-fn what_the_architecture_names_is_there() {
+fn paths_in_architecture_exist() {
     let document = "ARCHITECTURE.md";
-    let everything = files(&root());
+    let everything = files("");
     let text = read(Path::new(document));
-    let gone = text
+    let missing = text
         .split('`')
         .skip(1)
         .step_by(2)
@@ -78,17 +96,16 @@ fn what_the_architecture_names_is_there() {
                 .trim_end_matches('/');
             !root().join(named).exists() && !everything.iter().any(|file| file.ends_with(named))
         });
-    none(
-        "paths that ARCHITECTURE.md names are not there",
-        gone.map(str::to_owned),
+    assert_none(
+        "paths in ARCHITECTURE.md do not exist",
+        missing.map(str::to_owned),
     );
 }
 
 #[test]
-fn every_image_of_the_manifests_is_built_in_every_way() {
-    let manifests = files(&root())
+fn every_image_of_the_manifests_is_built() {
+    let manifests = files("manifests")
         .into_iter()
-        .filter(|path| path.starts_with("manifests"))
         .map(|path| read(&path))
         .collect::<String>();
     let images: BTreeSet<_> = manifests
@@ -99,7 +116,7 @@ fn every_image_of_the_manifests_is_built_in_every_way() {
         .collect();
     assert!(
         images.len() > 2,
-        "the manifests name images, among them {images:?}"
+        "the manifests contain only the images {images:?}"
     );
     for (file, list, end) in [
         ("Dockerfile", "FROM run AS ", "\n"),
@@ -113,21 +130,94 @@ fn every_image_of_the_manifests_is_built_in_every_way() {
             .filter_map(|rest| rest.split(end).next())
             .flat_map(|apps| apps.split([' ', ',', '\'']));
         let listed: BTreeSet<_> = listed.collect();
-        none(
-            &format!("images of the manifests are not built by the {file}"),
+        assert_none(
+            &format!("images of the manifests are missing in {file}"),
             images.difference(&listed).map(|app| (*app).to_owned()),
         );
     }
 }
 
+#[test]
+fn no_banned_words() {
+    let list = read(Path::new(BANNED_WORDS));
+    let banned: Vec<_> = list
+        .lines()
+        .filter(|line| !line.is_empty() && !line.starts_with('#'))
+        .map(|line| {
+            line.split_once(" | ")
+                .unwrap_or_else(|| panic!("no ` | ` in `{line}`"))
+        })
+        .collect();
+    let mut violations = Vec::new();
+    for path in text_files() {
+        let Ok(text) = fs::read_to_string(root().join(&path)) else {
+            continue; // Binary, such as a fuzz corpus.
+        };
+        for (line, number) in text.lines().zip(1..) {
+            for (word, replacement) in banned.iter().filter(|(word, _)| contains_word(line, word)) {
+                let place = format!("{}:{number}", path.display());
+                violations.push(format!("{place}: `{word}`, write instead: {replacement}"));
+            }
+        }
+    }
+    assert_none(&format!("banned words ({BANNED_WORDS})"), violations);
+}
+
+#[test]
+fn banned_words_match_whole_words() {
+    for (line, word, expected) in [
+        ("const PATIENCE: Duration", "PATIENCE", true),
+        ("--patience 5", "PATIENCE", false),
+        ("LONG_PATIENCE", "PATIENCE", false),
+        ("Tries in vain.", "in vain", true),
+        ("fn waits_in_vain()", "in vain", true),
+        ("if self.may_complain()", "may_complain", true),
+        ("indices", "dice", false),
+        ("indices and dice", "dice", true),
+    ] {
+        assert_eq!(contains_word(line, word), expected, "{word} in {line}");
+    }
+}
+
+/// Whether a line contains a word of the list: an identifier if it has a capital letter, otherwise a phrase.
+fn contains_word(line: &str, word: &str) -> bool {
+    let is_identifier = word.contains(char::is_uppercase);
+    let normalize = |text: &str| match is_identifier {
+        true => text.to_owned(),
+        false => text.to_lowercase().replace('_', " "),
+    };
+    let (line, word) = (normalize(line), normalize(word));
+    let is_word_char = |c: char| c.is_alphanumeric() || c == '_';
+    line.match_indices(&word).any(|(at, _)| {
+        !line[..at].ends_with(is_word_char) && !line[at + word.len()..].starts_with(is_word_char)
+    })
+}
+
+/// Files to check for banned words: all except generated and unchecked ones, including `.ci`.
+fn text_files() -> Vec<PathBuf> {
+    for entry in NOT_YET_CHECKED_FOR_BANNED_WORDS {
+        assert!(root().join(entry).exists(), "{entry} does not exist");
+    }
+    let mut paths = files("");
+    paths.extend(files(".ci"));
+    paths.retain(|path| {
+        let is_excluded = |entry: &&str| path.starts_with(entry);
+        path != Path::new(BANNED_WORDS)
+            && path != Path::new("tests/tests/tidy.rs")
+            && path != Path::new("Cargo.lock")
+            && !NOT_YET_CHECKED_FOR_BANNED_WORDS.iter().any(is_excluded)
+    });
+    paths
+}
+
 fn reads_environment(mut code: String) -> bool {
-    for name in EVERY_PROGRAMS_OWN {
+    for name in COMMON_VARIABLES {
         code = code.replace(&format!("env::var_os(\"{name}\")"), "");
     }
     code.contains("env::var")
 }
 
-/// Whether a quoted span is a path of ours: it begins with one of our folders, or ends like a file.
+/// Whether a quoted span is a path of this repository: it starts with a top-level directory or has a file extension.
 fn is_path(span: &str) -> bool {
     let path = span.split(['{', '*', ':']).next().unwrap_or_default();
     let plain = !path.is_empty()
@@ -135,15 +225,15 @@ fn is_path(span: &str) -> bool {
             .chars()
             .all(|c| c.is_ascii_alphanumeric() || "_-./".contains(c))
         && !path.starts_with('/');
-    let in_ours = span.contains('/')
+    let in_repository = span.contains('/')
         && path
             .split('/')
             .next()
             .is_some_and(|first| !first.is_empty() && root().join(first).is_dir());
-    plain && (in_ours || TEXT.iter().any(|ending| path.ends_with(ending)))
+    plain && (in_repository || TEXT_EXTENSIONS.iter().any(|ending| path.ends_with(ending)))
 }
 
-/// A file's code without its tests, which stand last.
+/// Source code of a file without its tests, which are at its end.
 fn code(path: &Path) -> String {
     let text = read(path);
     text.split("#[cfg(test)]\nmod ")
@@ -152,53 +242,7 @@ fn code(path: &Path) -> String {
         .to_owned()
 }
 
-/// All Rust files, by their path from the top of the repository.
+/// All Rust files, relative to the repository.
 fn sources() -> Vec<PathBuf> {
-    files(&root())
-        .into_iter()
-        .filter(|path| path.extension().is_some_and(|extension| extension == "rs"))
-        .collect()
-}
-
-fn files(folder: &Path) -> Vec<PathBuf> {
-    let mut found = Vec::new();
-    for entry in fs::read_dir(folder).expect("our own folders can be read") {
-        let entry = entry.expect("our own folders can be read");
-        let (path, name) = (entry.path(), entry.file_name());
-        if name == "target" || name.as_encoded_bytes().starts_with(b".") {
-            continue;
-        }
-        if path.is_dir() {
-            found.extend(files(&path));
-        } else {
-            found.push(
-                path.strip_prefix(root())
-                    .expect("found below it")
-                    .to_owned(),
-            );
-        }
-    }
-    found
-}
-
-fn read(path: &Path) -> String {
-    fs::read_to_string(root().join(path))
-        .unwrap_or_else(|error| panic!("{}: {error}", path.display()))
-}
-
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .parent()
-        .expect("tests is a folder of the repository")
-        .to_owned()
-}
-
-fn none(what: &str, found: impl Iterator<Item = String>) {
-    let found: Vec<_> = found.collect();
-    assert!(
-        found.is_empty(),
-        "{} {what}:\n  {}",
-        found.len(),
-        found.join("\n  ")
-    );
+    files_with_extension("", "rs")
 }

@@ -1,9 +1,8 @@
-//! The tutorial's commands, run as they stand: what a chapter promises, it has to keep.
+//! Runs the commands of the tutorial and compares their output.
 //!
-//! A block that begins with ` ```sh test ` is run by bash in the repository's top folder. With ` ```sh test sandbox ` it needs
-//! what `mesh demo` needs, and is skipped where that is missing, unless `CI=true`. Where a block ` ```text expect ` follows, each
-//! of its lines must be a line of the output, `...` standing for anything. What a busy machine does not do in the seconds that a block
-//! gives it with `--for` or `timeout` is run once more with many times as many.
+//! bash runs each block that starts with ` ```sh test ` in the root directory of the repository. A block ` ```sh test sandbox `
+//! requires a sandbox; without root it is skipped unless `CI=true`. Each line of a following block ` ```text expect ` must be a line of
+//! the output; `...` matches any text. A failed block is run again with longer times for `--for` and `timeout`, for busy machines.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -12,66 +11,60 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::{env, fs};
 
-/// The longest that a block may take.
-const TIME_LIMIT: &str = "180";
-/// Most of a block's time is waiting; each has namespaces of its own.
-const AT_A_TIME: usize = 2;
-/// How many times the seconds of a block a busy machine gets.
-const BUSY: u32 = 6;
+use diy_mesh_tests::repository::{files_with_extension, read, root};
+
+/// Time limit of a block in seconds.
+const BLOCK_TIMEOUT: &str = "180";
+/// Blocks that run concurrently.
+const MAX_CONCURRENT_BLOCKS: usize = 2;
+/// Factor for the times of a block on the second attempt.
+const RETRY_TIME_FACTOR: u32 = 6;
 
 #[test]
-fn the_chapters_commands_print_what_the_chapters_say() {
+fn commands_print_expected_output() {
     let programs = root().join("target/debug/mesh");
     assert!(
         programs.is_file(),
-        "{} is missing: run `cargo build --bins` first",
+        "{} does not exist: run `cargo build --bins` first",
         programs.display()
     );
-    let runs: Vec<Run> = chapters()
+    let runs: Vec<Run> = files_with_extension("docs/tutorial", "md")
         .iter()
-        .flat_map(|chapter| {
-            runs(
-                chapter,
-                &fs::read_to_string(chapter).expect("it was just listed"),
-            )
-        })
+        .flat_map(|chapter| runs(chapter, &read(chapter)))
         .collect();
-    assert!(
-        !runs.is_empty(),
-        "the tutorial has no block to run: is its mark another one now?"
-    );
-    let (next, problems) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    assert!(!runs.is_empty(), "the tutorial contains no `sh test` block");
+    let (next, failures) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     std::thread::scope(|scope| {
-        for _ in 0..AT_A_TIME {
+        for _ in 0..MAX_CONCURRENT_BLOCKS {
             scope.spawn(|| {
                 while let Some(run) = runs.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let problem = run.problem(1).and_then(|problem| {
-                        eprintln!("{problem}\nand once more, with {BUSY} times the seconds");
-                        run.problem(BUSY)
+                    let failure = run.failure(1).and_then(|failure| {
+                        eprintln!("{failure}\nretry with {RETRY_TIME_FACTOR} times the time");
+                        run.failure(RETRY_TIME_FACTOR)
                     });
-                    problems
+                    failures
                         .lock()
-                        .expect("nobody panics while holding it")
-                        .extend(problem);
+                        .expect("no thread panics with the lock")
+                        .extend(failure);
                 }
             });
         }
     });
-    let problems: Vec<String> = problems
+    let failures: Vec<String> = failures
         .into_inner()
-        .expect("nobody panics while holding it");
+        .expect("no thread panics with the lock");
     assert!(
-        problems.is_empty(),
+        failures.is_empty(),
         "{} of {} blocks failed:\n{}",
-        problems.len(),
+        failures.len(),
         runs.len(),
-        problems.join("\n")
+        failures.join("\n")
     );
 }
 
 #[test]
-fn dots_stand_for_anything_and_the_rest_is_literal() {
-    for (pattern, line, fits) in [
+fn dots_match_any_text() {
+    for (pattern, line, expected) in [
         ("GET / HTTP/1.1", "GET / HTTP/1.1", true),
         ("GET /", "GET / HTTP/1.1", false),
         ("...GET / HTTP/1.1", "a/b[proxy]   GET / HTTP/1.1", true),
@@ -89,12 +82,12 @@ fn dots_stand_for_anything_and_the_rest_is_literal() {
         ("one ... two ...", "two 2 one 1", false),
         ("a...a", "a", false),
     ] {
-        assert_eq!(matches(pattern, line), fits, "{pattern:?} on {line:?}");
+        assert_eq!(matches(pattern, line), expected, "{pattern:?} on {line:?}");
     }
 }
 
 #[test]
-fn blocks_and_what_they_expect_are_found() {
+fn finds_blocks_and_expectations() {
     let text = "# Title\n```sh\nno\n```\n```sh test\none\ntwo\n```\nwords\n```text expect\nyes\n```\n```sh test sandbox\nthree\n```\n```text\nno\n```\n";
     let found = runs(Path::new("chapter.md"), text);
     let [first, second] = found.as_slice() else {
@@ -121,14 +114,14 @@ fn blocks_and_what_they_expect_are_found() {
 }
 
 #[test]
-fn only_a_blocks_seconds_are_stretched() {
+fn scales_only_times() {
     assert_eq!(
-        stretched("mesh demo --for 6 --only 6\n  timeout 3 a 3 || b --for", 6),
+        scale_times("mesh demo --for 6 --only 6\n  timeout 3 a 3 || b --for", 6),
         "mesh demo --for 36 --only 6\n  timeout 18 a 3 || b --for"
     );
 }
 
-/// One block to run.
+/// A test block.
 struct Run {
     chapter: PathBuf,
     line: usize,
@@ -138,17 +131,17 @@ struct Run {
 }
 
 impl Run {
-    /// Runs the block with so many times the seconds that it says; what is wrong with it, if anything is.
-    fn problem(&self, times: u32) -> Option<String> {
+    /// Runs the block with its times multiplied by `times`. Returns a description of the failure.
+    fn failure(&self, times: u32) -> Option<String> {
         let place = format!("{}:{}", self.chapter.display(), self.line);
         if self.sandbox && !is_root() && env::var_os("CI").is_none_or(|ci| ci != "true") {
-            eprintln!("{place}: skipped: it needs root (with CI=true it is run all the same)");
+            eprintln!("{place}: skipped, requires root (with CI=true it runs without root)");
             return None;
         }
-        // One stream for both, in the order in which a reader sees them.
-        let script = format!("exec 2>&1\n{}", stretched(&self.script, times));
+        // Merges both streams in order.
+        let script = format!("exec 2>&1\n{}", scale_times(&self.script, times));
         let output = Command::new("timeout")
-            .args([TIME_LIMIT, "bash", "-euo", "pipefail", "-c", &script])
+            .args([BLOCK_TIMEOUT, "bash", "-euo", "pipefail", "-c", &script])
             .current_dir(root())
             .output();
         let output = output.unwrap_or_else(|error| panic!("{place}: cannot run bash: {error}"));
@@ -159,21 +152,21 @@ impl Run {
             .filter(|pattern| !text.lines().any(|line| matches(pattern, line.trim_end())))
             .collect();
         if output.status.success() && missing.is_empty() {
-            eprintln!("{place}: as it says");
+            eprintln!("{place}: passed");
             return None;
         }
         let missing: String = missing
             .iter()
-            .map(|line| format!("\n  no line is: {line}"))
+            .map(|line| format!("\n  missing line: {line}"))
             .collect();
         Some(format!(
-            "{place}: {}{missing}\n  the script:\n{}\n  its output:\n{text}",
+            "{place}: {}{missing}\n  script:\n{}\n  output:\n{text}",
             output.status, self.script
         ))
     }
 }
 
-/// The blocks to run of a chapter, each with the expectations that follow it.
+/// Test blocks of a chapter with their expectations.
 fn runs(chapter: &Path, text: &str) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
     let mut lines = text.lines().zip(1..);
@@ -197,7 +190,7 @@ fn runs(chapter: &Path, text: &str) -> Vec<Run> {
             "text expect" => {
                 let run = runs.last_mut().unwrap_or_else(|| {
                     panic!(
-                        "{}:{number}: expects something of no block",
+                        "{}:{number}: no test block before this expectation",
                         chapter.display()
                     )
                 });
@@ -215,8 +208,8 @@ fn runs(chapter: &Path, text: &str) -> Vec<Run> {
     runs
 }
 
-/// The script with so many times the seconds that it gives its programs.
-fn stretched(script: &str, times: u32) -> String {
+/// Multiplies the seconds of `--for` and `timeout` in a script.
+fn scale_times(script: &str, times: u32) -> String {
     let mut limit = false;
     let word = |word: &str| {
         let seconds = if std::mem::replace(&mut limit, matches!(word, "--for" | "timeout")) {
@@ -246,25 +239,6 @@ fn matches(pattern: &str, line: &str) -> bool {
     line.ends_with(last)
 }
 
-fn chapters() -> Vec<PathBuf> {
-    let folder = root().join("docs/tutorial");
-    let entries =
-        fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
-    let paths = entries.map(|entry| entry.expect("our own folders can be read").path());
-    let mut chapters: Vec<_> = paths
-        .filter(|path| path.extension().is_some_and(|extension| extension == "md"))
-        .collect();
-    chapters.sort();
-    chapters
-}
-
 fn is_root() -> bool {
     fs::metadata("/proc/self").is_ok_and(|process| process.uid() == 0)
-}
-
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .parent()
-        .expect("tests is a folder of the repository")
-        .to_owned()
 }

@@ -1,12 +1,12 @@
-//! What a certificate costs the controller: proxies of pods that have just started ask for their first one, all of them others.
+//! Benchmark of certificate signing: each request is the first one of another pod.
 //!
-//! The controller is the real program, with a catalog of these pods and the API server of `reviews.rs`, which answers TokenReviews at
-//! once. Those who ask are the proxy's own code (`load.rs`): each on a connection of its own, as a proxy does it, with a token that
-//! the controller has never seen, so that nothing comes from its cache. No proxy runs, and no traffic.
+//! The controller is the real program. Its catalog contains these pods, and the API server of `api_server.rs` answers TokenReviews
+//! immediately. The client (`client.rs`) is the proxy's own code: each request has a new connection and a token that is not in the
+//! controller's cache. No proxy runs.
 
-mod asks;
-mod load;
-mod reviews;
+mod api_server;
+mod client;
+mod requests;
 
 use std::{
     fs,
@@ -19,56 +19,58 @@ use std::{
 
 use anyhow::{Context, Result, anyhow, ensure};
 
-use self::{asks::Ask, load::Load};
+use diy_mesh_proto::mesh::v1::SignCertificateRequest;
+
+use self::client::SigningClient;
 use crate::{
     cases::Metric,
     config::Programs,
     load::{Window, percentile},
     measure::Numbers,
-    network::{Namespace, Site},
+    network::{Namespace, NamespaceSet},
     process::{Process, Program},
-    sides::{reachable, write_readable},
+    sides::{copy_for_proxy_user, write_readable},
 };
 
 const ADMIN_PORT: u16 = 8081;
-/// How many are counted for each second of a measurement: about what goes through beside those who ask.
-const EACH_SECOND: f64 = 1000.0;
-/// So many are not counted: with them the controller opens its connections to the API server.
-const FIRST: usize = 200;
-const PATIENCE: Duration = Duration::from_secs(10);
+/// Upper estimate of the throughput, which determines how many requests are prepared.
+const MAX_CERTIFICATES_PER_SECOND: f64 = 1000.0;
+/// Requests before the measurement, during which the controller connects to the API server.
+const WARM_UP_REQUESTS: usize = 200;
+const ROOTS_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Where the controller runs, and the API server that it asks.
-pub struct Issuing {
+/// Namespace of the controller and its API server.
+pub struct CertificateBench {
     namespace: Namespace,
     programs: Programs,
     state: PathBuf,
     kubeconfig: PathBuf,
 }
 
-/// A controller that is ready, and what it will be asked.
-pub struct Ready {
+/// A ready controller and the requests to send.
+pub struct PreparedRun {
     controller: Process,
-    load: Load,
-    asks: Vec<Ask>,
+    client: SigningClient,
+    requests: Vec<SignCertificateRequest>,
     namespace: Namespace,
     length: Duration,
 }
 
-impl Issuing {
-    /// Makes the namespace, and starts the API server.
-    pub fn start(programs: &Programs, site: &Site) -> Result<Self> {
-        let namespace = Namespace::alone("issuing", site)?;
+impl CertificateBench {
+    /// Creates the namespace and starts the API server.
+    pub fn start(programs: &Programs, namespaces: &NamespaceSet) -> Result<Self> {
+        let namespace = Namespace::create("issuing", namespaces)?;
         let state = programs.state.join("issuing");
         let authority = state.join("ca");
         for folder in [&state.join("catalog"), &authority] {
             fs::create_dir_all(folder).with_context(|| format!("make {}", folder.display()))?;
         }
-        // The controller, which is another user, writes there.
+        // The controller writes there as another user.
         fs::set_permissions(&authority, fs::Permissions::from_mode(0o777))
             .with_context(|| format!("make {} writable", authority.display()))?;
         let kubeconfig = state.join("kubeconfig");
-        write_readable(&kubeconfig, &reviews::start(&namespace)?)?;
-        Ok(Issuing {
+        write_readable(&kubeconfig, &api_server::start(&namespace)?)?;
+        Ok(CertificateBench {
             namespace,
             programs: programs.clone(),
             state,
@@ -76,11 +78,12 @@ impl Issuing {
         })
     }
 
-    /// Starts a fresh controller, which has seen none of those who will ask it in this window at such a rate.
-    pub fn ready(&self, rate: u32, window: Window) -> Result<Ready> {
+    /// Starts a new controller and prepares the requests for a window.
+    pub fn prepare(&self, rate: u32, window: Window) -> Result<PreparedRun> {
         let seconds = window.length.as_secs_f64();
-        let count = FIRST as f64 + seconds * (EACH_SECOND + f64::from(rate));
-        let (asks, catalog) = asks::prepare(count.ceil() as usize)?;
+        let count =
+            WARM_UP_REQUESTS as f64 + seconds * (MAX_CERTIFICATES_PER_SECOND + f64::from(rate));
+        let (requests, catalog) = requests::prepare(count.ceil() as usize)?;
         let (folder, authority) = (self.state.join("catalog"), self.state.join("ca"));
         write_readable(&folder.join("pods.yaml"), &catalog)?;
         let arguments = [
@@ -91,7 +94,7 @@ impl Issuing {
         ];
         let program = Program {
             name: "controller-of-certificates".to_string(),
-            path: reachable(&self.programs.controller, &self.programs.state)?,
+            path: copy_for_proxy_user(&self.programs.controller, &self.programs.state)?,
             arguments: arguments.map(String::from).to_vec(),
             environment: vec![
                 ("POD_NAMESPACE", "service-mesh".to_string()),
@@ -107,24 +110,24 @@ impl Issuing {
         )?;
         let roots = authority.join("roots.pem");
         wait_for(&roots)?;
-        let load = Load::new(&roots)?;
-        Ok(Ready {
+        let client = SigningClient::new(&roots)?;
+        Ok(PreparedRun {
             controller,
-            load,
-            asks,
+            client,
+            requests,
             namespace: self.namespace.clone(),
             length: window.length,
         })
     }
 }
 
-/// The controller is ready a moment before it has published its roots.
+/// Waits for a file: the controller publishes its roots shortly after it is ready.
 fn wait_for(file: &Path) -> Result<()> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + ROOTS_TIMEOUT;
     while !file.exists() {
         ensure!(
             Instant::now() < deadline,
-            "the controller has not written {} within {PATIENCE:?}",
+            "the controller did not write {} within {ROOTS_TIMEOUT:?}",
             file.display()
         );
         thread::sleep(Duration::from_millis(5));
@@ -132,37 +135,37 @@ fn wait_for(file: &Path) -> Result<()> {
     Ok(())
 }
 
-impl Ready {
+impl PreparedRun {
     /// The controller's process ID.
     pub fn id(&self) -> u32 {
         self.controller.id()
     }
 
-    /// As many as go through, `askers` at a time; then `rate` in each second.
-    pub fn measure(mut self, askers: usize, rate: u32) -> Result<Numbers> {
+    /// Measures a closed loop of `concurrency` requests in flight, then a constant rate in requests per second.
+    pub fn measure(mut self, concurrency: usize, rate: u32) -> Result<Numbers> {
         let numbers = self
-            .numbers(askers, rate)
-            .map_err(|problem| anyhow!("{problem:#}{}", self.controller.last_words()));
+            .numbers(concurrency, rate)
+            .map_err(|error| anyhow!("{error:#}{}", self.controller.log_tail()));
         self.controller.ensure_running()?;
         numbers
     }
 
-    fn numbers(&mut self, askers: usize, rate: u32) -> Result<Numbers> {
-        let mut asks = std::mem::take(&mut self.asks);
-        let paced =
-            asks.split_off(asks.len() - (self.length.as_secs_f64() * f64::from(rate)) as usize);
-        let counted = asks.split_off(FIRST);
-        let (count, load, meter) = (counted.len() as f64, &self.load, self.controller.meter());
+    fn numbers(&mut self, concurrency: usize, rate: u32) -> Result<Numbers> {
+        let mut requests = std::mem::take(&mut self.requests);
+        let paced = requests
+            .split_off(requests.len() - (self.length.as_secs_f64() * f64::from(rate)) as usize);
+        let counted = requests.split_off(WARM_UP_REQUESTS);
+        let (count, client, meter) = (counted.len() as f64, &self.client, self.controller.meter());
         let (elapsed, used, times) = self.namespace.enter(|| {
-            load.as_many_as_go_through(asks, askers)?;
+            client.run_closed_loop(requests, concurrency)?;
             let before = meter.cpu()?;
-            let elapsed = load.as_many_as_go_through(counted, askers)?;
+            let elapsed = client.run_closed_loop(counted, concurrency)?;
             let used = meter.cpu()?.saturating_sub(before);
-            Ok((elapsed, used, load.at_rate(paced, rate)?))
+            Ok((elapsed, used, client.run_at_rate(paced, rate)?))
         })?;
         ensure!(
             !used.is_zero(),
-            "the controller used no CPU time: somebody else has answered"
+            "the controller used no CPU time: another process answered"
         );
         let at = |share| percentile(&times, share).as_secs_f64() * 1e6;
         Ok(vec![

@@ -1,4 +1,4 @@
-//! An HTTP/1.1 client: one request at a time on a connection.
+//! HTTP/1.1 client without pipelining.
 
 use std::{convert::Infallible, net::SocketAddr, str};
 
@@ -10,9 +10,9 @@ use tokio::{
 };
 
 use super::Counter;
-use crate::server::BODY;
+use crate::server::BODY_LENGTH;
 
-/// What a usual client sends.
+/// Typical request.
 pub(super) const REQUEST: &[u8] =
     b"GET /bench/page HTTP/1.1\r\nHost: http-server.http-server.svc.cluster.local\r\nUser-Agent: bench/1\r\nAccept: */*\r\n\r\n";
 
@@ -34,7 +34,7 @@ impl Connection {
         })
     }
 
-    /// One request and its whole response.
+    /// Sends one request and reads the complete response.
     pub(super) async fn request(&mut self) -> Result<()> {
         self.stream
             .write_all(REQUEST)
@@ -49,7 +49,7 @@ impl Connection {
                 .context("read a response")?;
             ensure!(
                 read > 0,
-                "the connection was closed in place of a response; before that came {:?}",
+                "connection closed before the response was complete; received {:?}",
                 text(&self.input)
             );
             if is_complete(&self.input)? {
@@ -59,7 +59,7 @@ impl Connection {
     }
 }
 
-/// Requests on one connection, for ever.
+/// Sends requests on one connection until an error.
 pub(super) async fn requests(target: SocketAddr, counter: Counter) -> Result<Infallible> {
     let mut connection = Connection::open(target).await?;
     loop {
@@ -68,7 +68,7 @@ pub(super) async fn requests(target: SocketAddr, counter: Counter) -> Result<Inf
     }
 }
 
-/// Connections with one request each, for ever.
+/// Opens connections with one request each until an error.
 pub(super) async fn connections(target: SocketAddr, counter: Counter) -> Result<Infallible> {
     loop {
         Connection::open(target).await?.request().await?;
@@ -76,7 +76,7 @@ pub(super) async fn connections(target: SocketAddr, counter: Counter) -> Result<
     }
 }
 
-/// Whether `input` is a response as the origin gives it; an error where it is another.
+/// Whether `input` is a complete response of the origin. Returns an error for any other response.
 pub(super) fn is_complete(input: &[u8]) -> Result<bool> {
     let Some(end) = memmem::find(input, b"\r\n\r\n") else {
         return Ok(false);
@@ -84,18 +84,18 @@ pub(super) fn is_complete(input: &[u8]) -> Result<bool> {
     let (head, body) = (&input[..end], &input[end + 4..]);
     ensure!(
         head.starts_with(b"HTTP/1.1 200 "),
-        "an answer that is not 200: {:?}",
+        "response status is not 200: {:?}",
         text(head)
     );
     ensure!(
-        content_length(head) == Some(BODY),
-        "an answer without the origin's content-length: {:?}",
+        content_length(head) == Some(BODY_LENGTH),
+        "response has an unexpected content-length: {:?}",
         text(head)
     );
-    if body.len() > BODY {
-        bail!("{} bytes more than the response", body.len() - BODY);
+    if body.len() > BODY_LENGTH {
+        bail!("{} bytes after the response", body.len() - BODY_LENGTH);
     }
-    Ok(body.len() == BODY)
+    Ok(body.len() == BODY_LENGTH)
 }
 
 fn content_length(head: &[u8]) -> Option<usize> {
@@ -121,18 +121,18 @@ mod tests {
     use super::*;
 
     fn response(head: &str) -> Vec<u8> {
-        [head.as_bytes(), &[b'x'; BODY]].concat()
+        [head.as_bytes(), &[b'x'; BODY_LENGTH]].concat()
     }
 
     #[test]
-    fn a_response_is_complete_with_its_last_byte() {
+    fn response_is_complete_after_last_byte() {
         let whole = response("HTTP/1.1 200 OK\r\nContent-Length: 1024\r\n\r\n");
         assert!((0..whole.len()).all(|cut| !is_complete(&whole[..cut]).unwrap()));
         assert!(is_complete(&whole).unwrap());
     }
 
     #[test]
-    fn header_names_are_found_in_any_case() {
+    fn header_names_are_case_insensitive() {
         assert!(
             is_complete(&response(
                 "HTTP/1.1 200 OK\r\nserver: a\r\ncontent-length: 1024\r\n\r\n"
@@ -142,10 +142,10 @@ mod tests {
     }
 
     #[test]
-    fn an_error_is_not_counted() {
-        let problem =
+    fn error_status_is_an_error() {
+        let error =
             is_complete(b"HTTP/1.1 503 Service Unavailable\r\nx-mesh-error: no endpoint\r\n\r\n")
                 .unwrap_err();
-        assert!(problem.to_string().contains("no endpoint"), "{problem}");
+        assert!(error.to_string().contains("no endpoint"), "{error}");
     }
 }

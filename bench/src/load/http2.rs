@@ -1,4 +1,4 @@
-//! An HTTP/2 client: a fixed number of requests in flight on a connection, plain GETs or unary gRPC calls.
+//! HTTP/2 client with a fixed number of requests in flight: GET requests or unary gRPC calls.
 
 use std::{collections::HashMap, convert::Infallible, net::SocketAddr};
 
@@ -11,7 +11,7 @@ use tokio::{
 use super::Counter;
 use crate::{
     http2::{END_STREAM, Field, Frame, PREFACE, Session, is_ok, kind, put_frame},
-    server::BODY,
+    server::BODY_LENGTH,
 };
 
 const AUTHORITY: Field = Field::Literal(":authority", "http-server.http-server.svc.cluster.local");
@@ -40,16 +40,16 @@ const MESSAGE: [u8; 37] = {
     message
 };
 
-/// What is sent again and again.
+/// Kind of request.
 #[derive(Clone, Copy)]
 pub(super) enum Request {
     /// A GET without a body.
     Get,
-    /// A unary call with a short message; the answer has trailers.
+    /// A unary call with a short message; the response has trailers.
     Call,
 }
 
-/// Requests on one connection, for ever.
+/// Sends requests on one connection until an error.
 pub(super) async fn requests(
     target: SocketAddr,
     counter: Counter,
@@ -65,10 +65,10 @@ pub(super) async fn requests(
         request,
         next: 1,
         bodies: HashMap::new(),
-        wanted: streams,
+        selected: streams,
     };
     let mut output = PREFACE.to_vec();
-    client.session.greet(&mut output);
+    client.session.send_settings(&mut output);
     let mut input = Vec::with_capacity(64 * 1024);
     loop {
         stream.write_all(&output).await.context("send requests")?;
@@ -79,7 +79,7 @@ pub(super) async fn requests(
             .context("read responses")?;
         ensure!(
             read > 0,
-            "the connection was closed with {} requests unanswered",
+            "connection closed with {} requests in flight",
             client.bodies.len()
         );
         let mut taken = 0;
@@ -98,9 +98,9 @@ struct Client {
     session: Session,
     request: Request,
     next: u32,
-    /// The streams in flight, with the body bytes that have come.
+    /// Received body bytes of each stream in flight.
     bodies: HashMap<u32, usize>,
-    wanted: usize,
+    selected: usize,
 }
 
 impl Client {
@@ -112,13 +112,10 @@ impl Client {
         };
         match frame.kind {
             kind::HEADERS if *body == 0 => {
-                ensure!(is_ok(frame.content()?), "an answer that is not 200")
+                ensure!(is_ok(frame.content()?), "response status is not 200")
             }
             kind::DATA => *body += frame.content()?.len(),
-            kind::RST_STREAM => bail!(
-                "a request was answered with RST_STREAM, error code {:?}",
-                frame.content()?
-            ),
+            kind::RST_STREAM => bail!("received RST_STREAM, error code {:?}", frame.content()?),
             _ => {}
         }
         if !frame.ends_stream() {
@@ -128,23 +125,23 @@ impl Client {
         self.bodies.remove(&frame.stream);
         ensure!(
             received == expected,
-            "an answer with {received} bytes in place of {expected}"
+            "received {received} body bytes, expected {expected}"
         );
         Ok(true)
     }
 
-    /// Fills the connection up to the wanted number of requests in flight.
+    /// Sends requests up to the configured number in flight.
     fn send(&mut self, output: &mut Vec<u8>) -> Result<()> {
-        if !self.session.greeted {
+        if !self.session.settings_received {
             return Ok(());
         }
         let most = self.session.max_streams as usize;
         ensure!(
-            most >= self.wanted,
-            "the peer takes {most} streams, the case needs {}",
-            self.wanted
+            most >= self.selected,
+            "the peer allows {most} streams, the case needs {}",
+            self.selected
         );
-        while self.bodies.len() < self.wanted {
+        while self.bodies.len() < self.selected {
             match self.request {
                 Request::Get => self
                     .session
@@ -163,8 +160,8 @@ impl Client {
 
     fn expected(&self) -> usize {
         match self.request {
-            Request::Get => BODY,
-            Request::Call => BODY + 5,
+            Request::Get => BODY_LENGTH,
+            Request::Call => BODY_LENGTH + 5,
         }
     }
 }
@@ -175,13 +172,13 @@ mod tests {
 
     fn client() -> Client {
         let mut session = Session::new(MESSAGE.len());
-        session.greeted = true;
+        session.settings_received = true;
         Client {
             session,
             request: Request::Get,
             next: 1,
             bodies: HashMap::new(),
-            wanted: 2,
+            selected: 2,
         }
     }
 
@@ -202,7 +199,7 @@ mod tests {
         let mut client = client();
         client.send(&mut Vec::new()).unwrap();
         assert!(!receive(&mut client, kind::HEADERS, 0, 3, &[0x88]).unwrap());
-        assert!(receive(&mut client, kind::DATA, END_STREAM, 3, &[0; BODY]).unwrap());
+        assert!(receive(&mut client, kind::DATA, END_STREAM, 3, &[0; BODY_LENGTH]).unwrap());
         client.send(&mut Vec::new()).unwrap();
         let mut flying: Vec<_> = client.bodies.keys().copied().collect();
         flying.sort_unstable();

@@ -1,5 +1,5 @@
-//! Requests at a constant rate. Each is timed from when it was due if its connection was still busy then: a slow answer counts for
-//! all that had to wait behind it (no coordinated omission).
+//! Requests at a constant rate. If a connection is busy when a request is due, its latency includes the delay (no coordinated
+//! omission).
 
 use std::{
     io::{Read, Write},
@@ -13,7 +13,7 @@ use nix::sys::prctl::set_timerslack;
 
 use super::{Tally, Window, http1};
 
-/// Sends `rate` requests a second, each connection on a thread of its own, in turns. Gives the sorted times to an answer.
+/// Sends `rate` requests per second, one thread per connection, round robin. Returns the sorted latencies.
 pub fn constant_rate<T>(
     rate: u32,
     connections: u32,
@@ -22,7 +22,7 @@ pub fn constant_rate<T>(
     probe: impl Fn() -> Result<T>,
 ) -> Result<(Tally<T>, Vec<Duration>)> {
     let step = Duration::from_secs(1) / rate;
-    // Time for all to connect.
+    // All connections are open by then.
     let start = Instant::now() + Duration::from_millis(100);
     let (count_from, end) = (
         start + window.warm_up,
@@ -53,7 +53,7 @@ pub fn constant_rate<T>(
         }
         ensure!(
             !times.is_empty(),
-            "nothing was answered in {:.1} s",
+            "no response within {:.1} s",
             elapsed.as_secs_f64()
         );
         times.sort_unstable();
@@ -69,7 +69,7 @@ pub fn constant_rate<T>(
     })
 }
 
-/// The value below which `share` of the sorted `times` lie.
+/// Nearest-rank percentile of sorted times; `share` is from 0 to 1.
 pub fn percentile(times: &[Duration], share: f64) -> Duration {
     let rank = (times.len() as f64 * share).ceil() as usize;
     times
@@ -87,8 +87,8 @@ struct Schedule {
 }
 
 fn one_connection(target: SocketAddr, schedule: Schedule) -> Result<Vec<Duration>> {
-    // Wake-ups within a microsecond of the due time, as far as the machine can.
-    set_timerslack(1000).context("set the timer's slack")?;
+    // Precise wake-ups, within a microsecond.
+    set_timerslack(1000).context("set the timer slack")?;
     let mut stream = TcpStream::connect(target).with_context(|| format!("connect to {target}"))?;
     stream.set_nodelay(true).context("set TCP_NODELAY")?;
     stream
@@ -116,7 +116,10 @@ fn read_response(stream: &mut TcpStream, input: &mut Vec<u8>) -> Result<()> {
     input.clear();
     loop {
         let read = stream.read(&mut chunk).context("read a response")?;
-        ensure!(read > 0, "the connection was closed in place of a response");
+        ensure!(
+            read > 0,
+            "connection closed before the response was complete"
+        );
         input.extend_from_slice(&chunk[..read]);
         if http1::is_complete(input)? {
             return Ok(());
@@ -133,7 +136,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn percentiles_are_the_nearest_rank() {
+    fn percentile_is_nearest_rank() {
         let times: Vec<_> = (1..=200).map(Duration::from_micros).collect();
         assert_eq!(percentile(&times, 0.5), Duration::from_micros(100));
         assert_eq!(percentile(&times, 0.99), Duration::from_micros(198));

@@ -1,5 +1,5 @@
-//! The load generator: it runs on one thread inside the client's namespace, as the app would. It checks that every answer is a 200
-//! with the whole body: one that is not ends the measurement, for a figure with failures in it says nothing.
+//! Load generator: one thread in the client's namespace. Verifies that every response has status 200 and a complete body; any other
+//! response aborts the measurement.
 
 mod http1;
 mod http2;
@@ -27,31 +27,31 @@ pub use self::{
 };
 use crate::cases::{Protocol, Traffic};
 
-/// When to count.
+/// Time window of a measurement.
 #[derive(Clone, Copy, Debug)]
 pub struct Window {
-    /// Load that is not counted, first.
+    /// Load before the measurement.
     pub warm_up: Duration,
-    /// Load that is counted.
+    /// Measured load.
     pub length: Duration,
 }
 
-/// What was counted inside the window.
+/// Counts of one window.
 pub struct Tally<T> {
     /// Requests, connections or bytes.
     pub count: u64,
-    /// How long the window was.
+    /// Actual length of the window.
     pub elapsed: Duration,
-    /// The caller's probe before and after it.
+    /// Result of the probe before the window.
     pub before: T,
-    /// See `before`.
+    /// Result of the probe after the window.
     pub after: T,
 }
 
-/// Counts what the connections did; they share one thread.
+/// Shared counter of all connections, which run on one thread.
 type Counter = Rc<Cell<u64>>;
 
-/// As many requests as go through, over connections that stay open.
+/// Measures the throughput of requests over persistent connections.
 pub fn closed_loop<T>(
     traffic: Traffic,
     target: SocketAddr,
@@ -77,7 +77,7 @@ pub fn closed_loop<T>(
     )
 }
 
-/// As many connections as go through, each with one request.
+/// Measures the throughput of new connections with one request each.
 pub fn new_connections<T>(
     workers: usize,
     target: SocketAddr,
@@ -87,7 +87,7 @@ pub fn new_connections<T>(
     run(target, window, probe, workers, http1::connections)
 }
 
-/// Opens connections, makes one request on each, and calls `probe` while all are open and idle.
+/// Opens connections, sends one request on each, and calls `probe` while all are idle.
 pub fn idle_connections<T>(
     number: usize,
     target: SocketAddr,
@@ -111,7 +111,7 @@ pub fn idle_connections<T>(
     })
 }
 
-/// One request on a connection of its own.
+/// Sends one request on a new connection.
 pub fn one_request(target: SocketAddr) -> Result<()> {
     idle_connections(1, target, Duration::ZERO, || Ok(()))
 }
@@ -123,7 +123,7 @@ fn runtime() -> Result<runtime::Runtime> {
         .context("start the load generator's runtime")
 }
 
-/// Starts `number` copies of `work`, which only ends by failing, and counts what they do inside the window.
+/// Runs `number` instances of `work`, which returns only on failure, and counts within the window.
 fn run<T, F>(
     target: SocketAddr,
     window: Window,
@@ -144,8 +144,8 @@ where
         }
         tokio::select! {
             Some(ended) = tasks.join_next() => Err(match ended {
-                Ok(Err(problem)) => problem,
-                Err(problem) => anyhow!(problem),
+                Ok(Err(error)) => error,
+                Err(error) => anyhow!(error),
             }),
             tally = observe(window, &counted, probe) => tally,
         }
@@ -164,7 +164,7 @@ async fn observe<T>(
     let (after, elapsed, count) = (probe()?, start.elapsed(), counter.get() - first);
     ensure!(
         count > 0,
-        "nothing was answered in {:.1} s",
+        "no response within {:.1} s",
         elapsed.as_secs_f64()
     );
     Ok(Tally {

@@ -1,4 +1,4 @@
-//! One stream of bytes that is not HTTP, as fast as it goes. What arrives is counted at the far end.
+//! TCP throughput of one connection with non-HTTP data, counted at the receiver.
 
 use std::{
     io::Write,
@@ -12,7 +12,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 
 use super::{Tally, Window};
 
-/// Sends bytes to `target`; `arrived` says how many have come out so far.
+/// Sends bytes to `target`; `arrived` returns the number of bytes received so far.
 pub fn stream_bytes<T>(
     target: SocketAddr,
     window: Window,
@@ -31,7 +31,7 @@ pub fn stream_bytes<T>(
         thread::sleep(window.length);
         let (after, elapsed, count) = (probe()?, start.elapsed(), arrived() - first);
         stop.store(true, Ordering::Relaxed);
-        // Wakes a writer that is stuck.
+        // Unblocks the writer.
         let _ = stream.shutdown(Shutdown::Both);
         writer
             .join()
@@ -53,10 +53,10 @@ pub fn stream_bytes<T>(
 fn write(mut stream: &TcpStream, stop: &AtomicBool) -> Result<()> {
     let chunk = vec![0xa5; 256 * 1024];
     while !stop.load(Ordering::Relaxed) {
-        if let Err(problem) = stream.write_all(&chunk)
+        if let Err(error) = stream.write_all(&chunk)
             && !stop.load(Ordering::Relaxed)
         {
-            return Err(problem).context("send bytes");
+            return Err(error).context("send bytes");
         }
     }
     Ok(())

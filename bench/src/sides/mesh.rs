@@ -1,4 +1,4 @@
-//! Our pair of proxies, against the real controller.
+//! Our two proxies, with the real controller.
 
 use std::{
     net::{Ipv4Addr, SocketAddr},
@@ -10,7 +10,7 @@ use anyhow::Result;
 use super::{
     ADMIN_PORT, INBOUND_PORT, OUTBOUND_PORT, Proxies,
     control::{Workload, roots_file},
-    reachable,
+    copy_for_proxy_user,
 };
 use crate::{
     config::Programs,
@@ -18,9 +18,9 @@ use crate::{
     process::{PROXY_UID, Process, Program},
 };
 
-/// Starts both and waits until they are ready.
+/// Starts both proxies and waits until they are ready.
 pub(super) fn start(programs: &Programs, pair: &Pair, dumps: bool) -> Result<Proxies> {
-    let proxy = reachable(&programs.proxy, &programs.state)?;
+    let proxy = copy_for_proxy_user(&programs.proxy, &programs.state)?;
     let one = |workload: Workload, namespace: &Namespace| {
         let mut process = Process::start(
             program(&proxy, &programs.state, workload, dumps),

@@ -1,4 +1,4 @@
-//! The four ways from client to server, each in namespaces of its own, all up at once.
+//! The four sides, each in its own namespaces, all running at the same time.
 
 mod control;
 mod envoy;
@@ -20,7 +20,7 @@ use crate::{
     cases::Side,
     config::Programs,
     load,
-    network::{CLUSTER, Namespace, Pair, SERVER, Site},
+    network::{CLUSTER, Namespace, NamespaceSet, Pair, SERVER},
     process::{Meter, PROXY_UID, Process},
     server::{HTTP_PORT, SINK_PORT, Server},
 };
@@ -29,44 +29,44 @@ const INBOUND_PORT: u16 = 4000;
 const OUTBOUND_PORT: u16 = 5000;
 const ADMIN_PORT: u16 = 4001;
 
-/// A side that is up.
+/// A running side.
 pub struct Running {
-    /// Which one.
+    /// Which side.
     pub side: Side,
-    /// Its namespaces.
+    /// Namespaces of client and server.
     pub pair: Pair,
-    /// Its origin server.
+    /// Origin server.
     pub server: Server,
     programs: Programs,
     proxies: Option<Proxies>,
 }
 
-/// The processes of a side with proxies.
+/// Proxy processes of a side.
 pub struct Proxies {
-    /// Beside the client, dropped (ended) first.
+    /// Proxy of the client; dropped first.
     pub client: Process,
-    /// Beside the server.
+    /// Proxy of the server.
     pub server: Process,
-    /// From the start of the client's until it was ready.
+    /// Time from the start of the client's proxy until it was ready.
     pub ready: Duration,
 }
 
 impl Running {
-    /// Makes its namespaces and rules, starts its server and its proxies.
+    /// Creates namespaces and redirect rules, and starts the origin server and the proxies.
     pub fn start(
         side: Side,
         programs: &Programs,
-        site: &Site,
+        namespaces: &NamespaceSet,
         control: Option<&mut Control>,
     ) -> Result<Self> {
-        let pair = Pair::make(side.name(), site)?;
+        let pair = Pair::create(side.name(), namespaces)?;
         let server = Server::start(&pair.server)?;
         if side != Side::Direct {
             redirect(&programs.proxy_init, &pair.client)?;
             redirect(&programs.proxy_init, &pair.server)?;
         }
         if let (true, Some(control)) = (side.is_mesh(), control) {
-            control.plug(&pair)?;
+            control.connect(&pair)?;
         }
         let mut running = Running {
             side,
@@ -79,7 +79,7 @@ impl Running {
         Ok(running)
     }
 
-    /// Ends the proxies and starts fresh ones.
+    /// Stops the proxies and starts new ones.
     pub fn restart(&mut self) -> Result<()> {
         self.proxies = None;
         self.proxies = match self.side {
@@ -89,17 +89,17 @@ impl Running {
             Side::Envoy => Some(envoy::start(&self.programs, &self.pair)?),
         };
         let http = self.http();
-        let answer = self.pair.client.enter(|| load::one_request(http));
-        answer.with_context(|| {
+        let response = self.pair.client.enter(|| load::one_request(http));
+        response.with_context(|| {
             format!(
                 "the first request through {} failed{}",
                 self.side.name(),
-                self.last_words()
+                self.log_tail()
             )
         })
     }
 
-    /// Where the client dials for HTTP.
+    /// Address for HTTP requests.
     pub fn http(&self) -> SocketAddr {
         match self.side {
             Side::Direct => (SERVER, HTTP_PORT).into(),
@@ -107,7 +107,7 @@ impl Running {
         }
     }
 
-    /// Where the client dials to get rid of bytes.
+    /// Address of the byte sink.
     pub fn sink(&self) -> SocketAddr {
         match self.side {
             Side::Direct => (SERVER, SINK_PORT).into(),
@@ -115,12 +115,12 @@ impl Running {
         }
     }
 
-    /// None on the direct side.
+    /// Proxies; `None` on the direct side.
     pub fn proxies(&self) -> Option<&Proxies> {
         self.proxies.as_ref()
     }
 
-    /// Meters of the proxies: the client's, the server's; none on the direct side.
+    /// Meters of the proxies of client and server; empty on the direct side.
     pub fn meters(&self) -> Vec<Meter> {
         self.proxies
             .iter()
@@ -128,12 +128,12 @@ impl Running {
             .collect()
     }
 
-    /// Fails if a proxy is not there.
+    /// Fails if a proxy is not running.
     pub fn ensure_running(&mut self) -> Result<()> {
         let Some(proxies) = &mut self.proxies else {
             ensure!(
                 self.side == Side::Direct,
-                "the proxies of {} are not up",
+                "the proxies of {} are not running",
                 self.side.name()
             );
             return Ok(());
@@ -142,17 +142,17 @@ impl Running {
         proxies.server.ensure_running()
     }
 
-    /// What its proxies printed last, for an error's message.
-    pub fn last_words(&self) -> String {
-        let words = self
+    /// Last log lines of both proxies, for error messages.
+    pub fn log_tail(&self) -> String {
+        let log = self
             .proxies
             .as_ref()
-            .map(|proxies| proxies.client.last_words() + &proxies.server.last_words());
-        words.unwrap_or_default()
+            .map(|proxies| proxies.client.log_tail() + &proxies.server.log_tail());
+        log.unwrap_or_default()
     }
 }
 
-/// The redirect rules: the very same for every side that has proxies.
+/// Sets the redirect rules with proxy-init; they are the same for all sides with proxies.
 fn redirect(proxy_init: &Path, namespace: &Namespace) -> Result<()> {
     let mut command = Command::new(proxy_init);
     for (flag, value) in [
@@ -170,25 +170,25 @@ fn redirect(proxy_init: &Path, namespace: &Namespace) -> Result<()> {
         .spawn(&mut command)?
         .wait_with_output()
         .context("wait for proxy-init")?;
-    let problem = String::from_utf8_lossy(&output.stderr);
+    let error = String::from_utf8_lossy(&output.stderr);
     ensure!(
         output.status.success(),
         "proxy-init failed in {}: {}",
         namespace.name(),
-        problem.trim()
+        error.trim()
     );
     Ok(())
 }
 
-/// Writes a file that the proxies' user may read.
+/// Writes a file that is readable for the proxies' user.
 pub(crate) fn write_readable(path: &Path, content: &str) -> Result<()> {
     fs::write(path, content).with_context(|| format!("write {}", path.display()))?;
     fs::set_permissions(path, Permissions::from_mode(0o644))
         .with_context(|| format!("make {} readable", path.display()))
 }
 
-/// A copy of a program that the proxies' user can reach, wherever the checkout lies.
-pub(crate) fn reachable(program: &Path, directory: &Path) -> Result<PathBuf> {
+/// Copies a program to a directory that the proxies' user can access.
+pub(crate) fn copy_for_proxy_user(program: &Path, directory: &Path) -> Result<PathBuf> {
     let name = program
         .file_name()
         .with_context(|| format!("{} names no file", program.display()))?;

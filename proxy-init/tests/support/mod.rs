@@ -1,4 +1,4 @@
-//! Network namespaces for the tests: each is a thread that lives in it, and is gone when the thread ends.
+//! Network namespaces for the tests. Each is held by a thread and removed when the thread ends.
 
 use std::any::Any;
 use std::ffi::{OsStr, OsString};
@@ -15,12 +15,12 @@ use std::time::Duration;
 
 use nix::sched::{CloneFlags, unshare};
 
-/// How long anything may take before a test calls it missing.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+/// Limit for each wait in a test.
+pub const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 pub const PROXY_INIT: &str = env!("CARGO_BIN_EXE_proxy-init");
 
-/// Whether namespaces can be made here. Only root makes them; a run in CI that cannot is a failure, one at home says so and goes on.
-pub fn namespaces_are_possible() -> bool {
+/// Whether this process may create network namespaces, which requires root. Panics in CI if not.
+pub fn can_create_namespaces() -> bool {
     let root = nix::unistd::geteuid().is_root();
     if !root {
         assert!(
@@ -34,7 +34,7 @@ pub fn namespaces_are_possible() -> bool {
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// A network namespace with its loopback up.
+/// Network namespace whose loopback interface is up.
 pub struct Namespace {
     jobs: mpsc::Sender<Job>,
     handle: File,
@@ -45,20 +45,20 @@ impl Namespace {
         let (jobs, queue) = mpsc::channel::<Job>();
         let (ready, handle) = mpsc::channel();
         std::thread::spawn(move || {
-            unshare(CloneFlags::CLONE_NEWNET).expect("root may make a network namespace");
+            unshare(CloneFlags::CLONE_NEWNET).expect("root creates network namespaces");
             command("ip", &["link", "set", "lo", "up"]);
             ready
-                .send(File::open("/proc/thread-self/ns/net").expect("a namespace has a file"))
-                .expect("waited for");
+                .send(File::open("/proc/thread-self/ns/net").expect("the namespace has a file"))
+                .expect("the receiver exists");
             queue.into_iter().for_each(|job| job());
         });
         Self {
-            handle: handle.recv().expect("the thread is in its namespace"),
+            handle: handle.recv().expect("the thread has entered its namespace"),
             jobs,
         }
     }
 
-    /// Runs a closure inside, with all sockets that it makes and programs that it starts.
+    /// Runs a closure in the namespace, including the sockets it opens and the programs it starts.
     pub fn run<T: Send + 'static>(&self, work: impl FnOnce() -> T + Send + 'static) -> T {
         let (sender, result) = mpsc::channel();
         let job: Job = Box::new(move || {
@@ -68,14 +68,14 @@ impl Namespace {
         });
         self.jobs
             .send(job)
-            .expect("the thread lives as long as the namespace");
+            .expect("the thread runs as long as the namespace exists");
         result
             .recv()
             .expect("answered")
             .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     }
 
-    /// Lays a cable to another namespace: `eth0` at both ends, with an IPv4 and an IPv6 address each.
+    /// Creates a veth pair to another namespace: `eth0` at both ends, with one IPv4 and one IPv6 address each.
     pub fn connect(&self, other: &Namespace, own: [&'static str; 2], others: [&'static str; 2]) {
         let peer = format!(
             "/proc/{}/fd/{}",
@@ -99,7 +99,7 @@ impl Namespace {
         }
     }
 
-    /// Runs proxy-init with these folders to find iptables in.
+    /// Runs proxy-init with `path` as `PATH`.
     pub fn proxy_init(&self, args: &[&str], path: &Path) -> Output {
         let args: Vec<OsString> = args.iter().map(OsString::from).collect();
         let path = path.as_os_str().to_owned();
@@ -113,7 +113,7 @@ impl Namespace {
         })
     }
 
-    /// What `iptables-save` shows of the nat table, without its comments, which have the time in them.
+    /// Output of `iptables-save` for the nat table without comments, which contain timestamps.
     pub fn saved(&self, program: &str) -> String {
         let program = program.to_owned();
         let text = self.run(move || command(&program, &["-t", "nat"]));
@@ -123,12 +123,12 @@ impl Namespace {
             .collect()
     }
 
-    /// Serves TCP on a port of both families, and answers whatever connects with `word`.
+    /// Accepts TCP connections of both families on a port and answers each with `word`.
     pub fn serve(&self, port: u16, word: &'static str) {
         let listener = self.run(move || TcpListener::bind(("::", port)).expect("the port is free"));
         std::thread::spawn(move || {
             for connection in listener.incoming() {
-                // A client that has gone has read enough.
+                // A client may close the connection early.
                 connection
                     .and_then(|mut connection| connection.write_all(word.as_bytes()))
                     .ok();
@@ -136,21 +136,23 @@ impl Namespace {
         });
     }
 
-    /// The word of whoever answers at this address.
-    pub fn ask(&self, address: impl Into<IpAddr>, port: u16) -> String {
+    /// Connects to an address and returns the response.
+    pub fn request(&self, address: impl Into<IpAddr>, port: u16) -> String {
         let address = SocketAddr::new(address.into(), port);
         self.run(move || {
-            let mut stream = TcpStream::connect_timeout(&address, PATIENCE)
+            let mut stream = TcpStream::connect_timeout(&address, TEST_TIMEOUT)
                 .unwrap_or_else(|error| panic!("{address}: {error}"));
-            stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+            stream
+                .set_read_timeout(Some(TEST_TIMEOUT))
+                .expect("a timeout");
             let mut word = String::new();
             stream.read_to_string(&mut word).expect("answered");
             word
         })
     }
 
-    /// The same, asked by another user.
-    pub fn ask_as(&self, uid: u32, address: impl Into<IpAddr>, port: u16) -> String {
+    /// Like [`Self::request`], as another user.
+    pub fn request_as(&self, uid: u32, address: impl Into<IpAddr>, port: u16) -> String {
         let script = format!("exec 3<>/dev/tcp/{}/{port} && cat <&3", address.into());
         self.run(move || {
             let output = Command::new("bash")
@@ -166,25 +168,27 @@ impl Namespace {
     pub fn udp(&self, address: impl Into<IpAddr>, port: u16) -> UdpSocket {
         let address = SocketAddr::new(address.into(), port);
         let socket = self.run(move || UdpSocket::bind(address).expect("the port is free"));
-        socket.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+        socket
+            .set_read_timeout(Some(TEST_TIMEOUT))
+            .expect("a timeout");
         socket
     }
 }
 
-/// A folder for PATH in which these names lead to these programs.
+/// Directory for `PATH` with symlinks from names to programs.
 pub fn programs(links: &[(&str, &str)]) -> tempfile::TempDir {
-    let folder = tempfile::tempdir().expect("a folder");
+    let directory = tempfile::tempdir().expect("a directory");
     for (name, program) in links {
-        symlink(find(program), folder.path().join(name)).expect("a link");
+        symlink(find(program), directory.path().join(name)).expect("a link");
     }
-    folder
+    directory
 }
 
-/// A folder for PATH with the four programs of one kind of iptables.
-pub fn kind(kind: &str) -> tempfile::TempDir {
+/// Directory for `PATH` with the four programs of one iptables backend.
+pub fn backend_programs(backend: &str) -> tempfile::TempDir {
     let names: Vec<_> = ["iptables", "ip6tables"]
         .iter()
-        .flat_map(|family| ["save", "restore"].map(|what| format!("{family}-{kind}-{what}")))
+        .flat_map(|family| ["save", "restore"].map(|action| format!("{family}-{backend}-{action}")))
         .collect();
     programs(
         &names
@@ -194,19 +198,19 @@ pub fn kind(kind: &str) -> tempfile::TempDir {
     )
 }
 
-/// Puts a shell script into a folder of programs.
-pub fn script(folder: &Path, name: &str, text: &str) {
+/// Writes an executable shell script.
+pub fn script(directory: &Path, name: &str, text: &str) {
     use std::os::unix::fs::PermissionsExt;
-    let path = folder.join(name);
+    let path = directory.join(name);
     std::fs::write(&path, format!("#!/bin/sh\n{text}\n")).expect("written");
-    std::fs::set_permissions(&path, PermissionsExt::from_mode(0o755)).expect("made a program");
+    std::fs::set_permissions(&path, PermissionsExt::from_mode(0o755)).expect("executable");
 }
 
 pub fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).expect("UTF-8")
 }
 
-/// Runs a program that must not fail: its output.
+/// Runs a program, panics if it fails, and returns its output.
 fn command(program: &str, args: &[&str]) -> String {
     let output = Command::new(find(program))
         .args(args)
@@ -220,14 +224,14 @@ fn command(program: &str, args: &[&str]) -> String {
     text(&output.stdout)
 }
 
-/// Where a program lies, also where PATH leaves out the folders of the administrator.
+/// Finds a program in `PATH` and in the sbin directories.
 fn find(program: &str) -> PathBuf {
     let path = std::env::var_os("PATH").unwrap_or_default();
-    let usual = ["/usr/sbin", "/sbin", "/usr/local/sbin"].map(PathBuf::from);
-    let mut places = std::env::split_paths(OsStr::new(&path))
-        .chain(usual)
-        .map(|folder| folder.join(program));
-    places
-        .find(|place| place.exists())
+    let sbin = ["/usr/sbin", "/sbin", "/usr/local/sbin"].map(PathBuf::from);
+    let mut candidates = std::env::split_paths(OsStr::new(&path))
+        .chain(sbin)
+        .map(|directory| directory.join(program));
+    candidates
+        .find(|path| path.exists())
         .unwrap_or_else(|| panic!("`{program}` is missing: apt-get install iptables iproute2"))
 }

@@ -1,7 +1,8 @@
-//! grpc-client: each second calls Echo, and sends a message on one long bidirectional stream, both over one channel; prints the answers.
-//!
-//! What fails is printed and tried again a second later, for ever. Knows nothing of the mesh.
+//! grpc-client: each second calls Echo and sends a message on a long-lived bidirectional stream, both over one channel. Prints the
+//! responses and errors; retries after a second.
 
+use std::error::Error;
+use std::iter::successors;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -9,7 +10,7 @@ use std::time::Duration;
 use anyhow::Context;
 use diy_mesh_proto::echo::v1::echo_service_client::EchoServiceClient;
 use diy_mesh_proto::echo::v1::{EchoRequest, EchoResponse};
-use diy_mesh_sample_apps::config::{ClientConfig, Program};
+use diy_mesh_sample_apps::config::ClientConfig;
 use diy_mesh_sample_apps::{dump, process};
 use tokio::sync::mpsc;
 use tokio::time::{Interval, MissedTickBehavior, interval, timeout};
@@ -19,33 +20,29 @@ use tonic::metadata::MetadataMap;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Request, Status, Streaming};
 
-const PROGRAM: Program = Program {
-    name: "grpc-client",
-    about: "Calls Echo each second, one by one and on a stream, and prints each answer",
-};
+const NAME: &str = "grpc-client";
+const ABOUT: &str =
+    "Calls Echo each second, as unary calls and on a stream, and prints the responses";
 const DEFAULT_ENDPOINT: &str = "http://grpc-server.grpc-server.svc.cluster.local.:80";
-const AGENT: &str = concat!("diy-grpc-client/", env!("CARGO_PKG_VERSION"));
-const EACH: Duration = Duration::from_secs(1);
-/// How long one answer may take, the connection included.
-const TIMEOUT: Duration = Duration::from_secs(5);
-/// How long the server may take to end the stream once this program has ended its side.
-const FAREWELL: Duration = Duration::from_secs(1);
+const USER_AGENT: &str = concat!("diy-grpc-client/", env!("CARGO_PKG_VERSION"));
+const REQUEST_INTERVAL: Duration = Duration::from_secs(1);
+/// Limit for one response, including the connection setup.
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Limit for the server to close the stream after this program has closed its side.
+const STREAM_CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
 fn main() -> ExitCode {
-    process::run(
-        PROGRAM.name,
-        ClientConfig::read(PROGRAM, DEFAULT_ENDPOINT),
-        call_each_second,
-    )
+    let config = ClientConfig::read(NAME, ABOUT, DEFAULT_ENDPOINT);
+    process::run(NAME, |stop| run(config, stop))
 }
 
-async fn call_each_second(config: ClientConfig, stop: CancellationToken) -> anyhow::Result<()> {
+async fn run(config: ClientConfig, stop: CancellationToken) -> anyhow::Result<()> {
     let channel = Endpoint::from(config.endpoint)
-        .user_agent(AGENT)?
-        .connect_timeout(TIMEOUT)
-        // A peer that has vanished without a word is noticed, though the stream's own messages wait for nothing.
-        .http2_keep_alive_interval(2 * TIMEOUT)
-        .keep_alive_timeout(TIMEOUT)
+        .user_agent(USER_AGENT)?
+        .connect_timeout(RESPONSE_TIMEOUT)
+        // Detects a peer that disappears without closing the connection.
+        .http2_keep_alive_interval(2 * RESPONSE_TIMEOUT)
+        .keep_alive_timeout(RESPONSE_TIMEOUT)
         .keep_alive_while_idle(true)
         .connect_lazy();
     let client = Client {
@@ -53,8 +50,8 @@ async fn call_each_second(config: ClientConfig, stop: CancellationToken) -> anyh
         responses: AtomicU64::new(0),
     };
     tokio::select! {
-        result = client.call_one_by_one() => result,
-        result = client.stream_for_ever(&stop) => result,
+        result = client.run_unary_calls() => result,
+        result = client.run_streams(&stop) => result,
     }
 }
 
@@ -64,19 +61,19 @@ struct Client {
 }
 
 impl Client {
-    async fn call_one_by_one(&self) -> anyhow::Result<()> {
+    async fn run_unary_calls(&self) -> anyhow::Result<()> {
         let mut echo = self.echo.clone();
-        let mut seconds = each_second();
+        let mut ticks = request_interval();
         for number in 1_u64.. {
-            seconds.tick().await;
+            ticks.tick().await;
             let mut request = Request::new(EchoRequest {
                 message: format!("Hello #{number}"),
             });
-            request.set_timeout(TIMEOUT);
-            match answer_in_time(echo.echo(request)).await {
+            request.set_timeout(RESPONSE_TIMEOUT);
+            match with_timeout(echo.echo(request)).await {
                 Ok(response) => {
-                    let (metadata, answer, _) = response.into_parts();
-                    self.print_answer("Echo", &metadata, &answer)?;
+                    let (metadata, message, _) = response.into_parts();
+                    self.print_response("Echo", &metadata, &message)?;
                 }
                 Err(status) => print_failure("Echo", &status)?,
             }
@@ -84,19 +81,21 @@ impl Client {
         Ok(())
     }
 
-    /// Opens a stream, uses it for as long as it lasts, opens the next.
-    async fn stream_for_ever(&self, stop: &CancellationToken) -> anyhow::Result<()> {
-        let mut seconds = each_second();
-        while stop.run_until_cancelled(seconds.tick()).await.is_some() {
+    /// Opens a stream, uses it until it fails, and opens the next one.
+    async fn run_streams(&self, stop: &CancellationToken) -> anyhow::Result<()> {
+        let mut ticks = request_interval();
+        while stop.run_until_cancelled(ticks.tick()).await.is_some() {
             match stop.run_until_cancelled(self.open_stream()).await {
                 None => break,
                 Some(Err(status)) => print_failure("EchoStream", &status)?,
                 Some(Ok(mut stream)) => {
-                    let lost = self.use_stream(&mut stream, &mut seconds, stop).await?;
-                    if let Some(status) = lost {
+                    let failure = self
+                        .exchange_messages(&mut stream, &mut ticks, stop)
+                        .await?;
+                    if let Some(status) = failure {
                         print_failure("EchoStream", &status)?;
                     } else {
-                        stream.end().await;
+                        stream.close().await;
                     }
                 }
             }
@@ -104,43 +103,43 @@ impl Client {
         Ok(())
     }
 
-    /// The first message goes out together with the call: there are servers and proxies that answer nothing before it.
+    /// Sends the first message together with the call: some servers and proxies send no response headers before it.
     async fn open_stream(&self) -> Result<EchoStream, Status> {
         let mut echo = self.echo.clone();
         let (messages, outgoing) = mpsc::channel(1);
         messages
             .try_send(stream_message(1))
-            .expect("the channel is new and has room for one");
-        let (metadata, answers, _) =
-            answer_in_time(echo.echo_stream(ReceiverStream::new(outgoing)))
+            .expect("a new channel has capacity 1");
+        let (metadata, responses, _) =
+            with_timeout(echo.echo_stream(ReceiverStream::new(outgoing)))
                 .await?
                 .into_parts();
         Ok(EchoStream {
             messages,
-            answers,
+            responses,
             metadata,
             sent: 1,
         })
     }
 
-    /// Prints the answer to each message, then sends the next; gives the reason for which the stream is over, or nothing if it is time to stop.
-    async fn use_stream(
+    /// Prints the response to each message and sends the next one. Returns the error that ended the stream, or `None` after `stop`.
+    async fn exchange_messages(
         &self,
         stream: &mut EchoStream,
-        seconds: &mut Interval,
+        ticks: &mut Interval,
         stop: &CancellationToken,
     ) -> anyhow::Result<Option<Status>> {
         loop {
-            let Some(answer) = stop.run_until_cancelled(stream.next_answer()).await else {
+            let Some(response) = stop.run_until_cancelled(stream.next_response()).await else {
                 return Ok(None);
             };
-            match answer {
-                Ok(answer) => self.print_answer("EchoStream", &stream.metadata, &answer)?,
+            match response {
+                Ok(response) => self.print_response("EchoStream", &stream.metadata, &response)?,
                 Err(status) => return Ok(Some(status)),
             }
             tokio::select! {
-                _ = seconds.tick() => {}
-                status = stream.broken() => return Ok(Some(status)),
+                _ = ticks.tick() => {}
+                status = stream.ended() => return Ok(Some(status)),
                 () = stop.cancelled() => return Ok(None),
             }
             stream.sent += 1;
@@ -150,16 +149,16 @@ impl Client {
                 .await
                 .is_err()
             {
-                return Ok(Some(stream.broken().await));
+                return Ok(Some(stream.ended().await));
             }
         }
     }
 
-    fn print_answer(
+    fn print_response(
         &self,
         method: &str,
         metadata: &MetadataMap,
-        answer: &EchoResponse,
+        response: &EchoResponse,
     ) -> anyhow::Result<()> {
         let number = self.responses.fetch_add(1, Ordering::Relaxed) + 1;
         let mut block = format!("Response #{number}\n/echo.v1.EchoService/{method}");
@@ -168,7 +167,7 @@ impl Client {
             message,
             hostname,
             version,
-        } = answer;
+        } = response;
         dump::write_message(
             &mut block,
             &format!(
@@ -181,37 +180,42 @@ impl Client {
 
 struct EchoStream {
     messages: mpsc::Sender<EchoRequest>,
-    answers: Streaming<EchoResponse>,
+    responses: Streaming<EchoResponse>,
     metadata: MetadataMap,
     sent: u64,
 }
 
 impl EchoStream {
-    async fn next_answer(&mut self) -> Result<EchoResponse, Status> {
-        answer_in_time(self.answers.message())
+    async fn next_response(&mut self) -> Result<EchoResponse, Status> {
+        with_timeout(self.responses.message())
             .await?
             .ok_or_else(|| Status::unavailable("the server ended the stream"))
     }
 
-    /// Waits, while nothing is asked for, for the stream to end or to break.
-    async fn broken(&mut self) -> Status {
-        match self.answers.message().await {
+    /// Waits for the stream to end or fail while no response is due.
+    async fn ended(&mut self) -> Status {
+        match self.responses.message().await {
             Ok(None) => Status::unavailable("the server ended the stream"),
-            Ok(Some(_)) => Status::internal("the server answered a message that was never sent"),
+            Ok(Some(_)) => Status::internal("the server sent an unexpected response"),
             Err(status) => status,
         }
     }
 
-    async fn end(mut self) {
+    async fn close(mut self) {
         drop(self.messages);
-        // Whatever comes now, or nothing: the program ends.
-        timeout(FAREWELL, self.answers.message()).await.ok();
+        // The result does not matter: the program exits.
+        timeout(STREAM_CLOSE_TIMEOUT, self.responses.message())
+            .await
+            .ok();
     }
 }
 
-async fn answer_in_time<T>(answer: impl Future<Output = Result<T, Status>>) -> Result<T, Status> {
-    let late = |_| Status::deadline_exceeded(format!("no answer within {} s", TIMEOUT.as_secs()));
-    timeout(TIMEOUT, answer).await.map_err(late)?
+async fn with_timeout<T>(response: impl Future<Output = Result<T, Status>>) -> Result<T, Status> {
+    let timed_out =
+        |_| Status::deadline_exceeded(format!("no answer within {} s", RESPONSE_TIMEOUT.as_secs()));
+    timeout(RESPONSE_TIMEOUT, response)
+        .await
+        .map_err(timed_out)?
 }
 
 fn stream_message(number: u64) -> EchoRequest {
@@ -220,22 +224,18 @@ fn stream_message(number: u64) -> EchoRequest {
     }
 }
 
-fn each_second() -> Interval {
-    let mut seconds = interval(EACH);
-    seconds.set_missed_tick_behavior(MissedTickBehavior::Skip);
-    seconds
+fn request_interval() -> Interval {
+    let mut ticks = interval(REQUEST_INTERVAL);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
+    ticks
 }
 
 fn print_failure(method: &str, status: &Status) -> anyhow::Result<()> {
-    let mut text = format!(
-        "Request failed: /echo.v1.EchoService/{method}: {:?}: {}",
-        status.code(),
-        status.message()
-    );
-    let mut cause = std::error::Error::source(status);
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
+    let causes = successors(status.source(), |&error| error.source())
+        .map(|error| format!(": {error}"))
+        .collect::<String>();
+    let (code, message) = (status.code(), status.message());
+    let text =
+        format!("Request failed: /echo.v1.EchoService/{method}: {code:?}: {message}{causes}");
     process::print(&text).context("cannot print")
 }

@@ -1,6 +1,4 @@
-//! grpc-server: echoes messages, one by one and on bidirectional streams, prints each, and tells its health.
-//!
-//! Knows nothing of the mesh.
+//! grpc-server: echoes messages of unary calls and bidirectional streams, prints each, and serves the gRPC health protocol.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -9,7 +7,7 @@ use std::time::Duration;
 
 use diy_mesh_proto::echo::v1::echo_service_server::{EchoService, EchoServiceServer, SERVICE_NAME};
 use diy_mesh_proto::echo::v1::{EchoRequest, EchoResponse};
-use diy_mesh_sample_apps::config::{Program, ServerConfig};
+use diy_mesh_sample_apps::config::ServerConfig;
 use diy_mesh_sample_apps::{dump, listen, process};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
@@ -19,21 +17,20 @@ use tonic::transport::Server;
 use tonic::{Request, Response, Status, Streaming};
 use tonic_health::server::{HealthReporter, health_reporter};
 
-const PROGRAM: Program = Program {
-    name: "grpc-server",
-    about: "Echoes gRPC messages, and prints each one that it gets",
-};
-/// How long requests in flight may take once the program is told to stop.
-const DRAIN: Duration = Duration::from_secs(10);
-/// Answers of one stream that may wait for a slow client before its next message is read.
-const WAITING: usize = 8;
+const NAME: &str = "grpc-server";
+const ABOUT: &str = "Echoes gRPC messages and prints each one";
+/// Limit for requests in flight during shutdown.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
+/// Responses that one stream buffers for a slow client before it reads the next message.
+const MAX_BUFFERED_RESPONSES: usize = 8;
 
 fn main() -> ExitCode {
-    process::run(PROGRAM.name, ServerConfig::read(PROGRAM), serve)
+    let config = ServerConfig::read(NAME, ABOUT);
+    process::run(NAME, |stop| serve(config, stop))
 }
 
 async fn serve(config: ServerConfig, stop: CancellationToken) -> anyhow::Result<()> {
-    let listener = listen::dual_stack(config.listen_port)?;
+    let listener = listen::dual_stack(config.listen_port).await?;
     eprintln!(
         "grpc-server {} listens on {}",
         config.version,
@@ -54,21 +51,21 @@ async fn serve(config: ServerConfig, stop: CancellationToken) -> anyhow::Result<
             listen::incoming(listener, stop.clone()),
             stop.clone().cancelled_owned(),
         );
-    let drained_too_long = async {
+    let drain_timeout = async {
         stop.cancelled().await;
         end_health_watches(health).await;
-        tokio::time::sleep(DRAIN).await;
+        tokio::time::sleep(DRAIN_TIMEOUT).await;
     };
     tokio::select! {
         result = server => result?,
-        () = drained_too_long => {
-            eprintln!("grpc-server: stopped with requests in flight, {} s after it was told to", DRAIN.as_secs());
+        () = drain_timeout => {
+            eprintln!("grpc-server: exits with requests in flight after {} s", DRAIN_TIMEOUT.as_secs());
         }
     }
     Ok(())
 }
 
-/// Those who watch the health learn that it is over, and their streams end: they would hold up the shutdown otherwise.
+/// Sends NOT_SERVING to health watchers and ends their streams, which would delay the shutdown otherwise.
 async fn end_health_watches(mut health: HealthReporter) {
     for service in ["", SERVICE_NAME] {
         health
@@ -93,7 +90,9 @@ impl EchoService for Echo {
 
     async fn echo(&self, request: Request<EchoRequest>) -> Result<Response<EchoResponse>, Status> {
         let (metadata, _, EchoRequest { message }) = request.into_parts();
-        self.0.answer("Echo", &metadata, message).map(Response::new)
+        self.0
+            .respond("Echo", &metadata, message)
+            .map(Response::new)
     }
 
     async fn echo_stream(
@@ -101,33 +100,33 @@ impl EchoService for Echo {
         request: Request<Streaming<EchoRequest>>,
     ) -> Result<Response<Self::EchoStreamStream>, Status> {
         let (metadata, _, messages) = request.into_parts();
-        let (answers, stream) = mpsc::channel(WAITING);
-        tokio::spawn(echo_messages(self.0.clone(), metadata, messages, answers));
+        let (responses, stream) = mpsc::channel(MAX_BUFFERED_RESPONSES);
+        tokio::spawn(echo_messages(self.0.clone(), metadata, messages, responses));
         Ok(Response::new(ReceiverStream::new(stream)))
     }
 }
 
-/// Answers each message as it comes, until the client has no more, one fails, or the program stops: then the stream ends in good order.
+/// Echoes each message until the client ends the stream, a message fails, or the program stops; then closes the stream normally.
 async fn echo_messages(
     shared: Arc<Shared>,
     metadata: MetadataMap,
     mut messages: Streaming<EchoRequest>,
-    answers: mpsc::Sender<Result<EchoResponse, Status>>,
+    responses: mpsc::Sender<Result<EchoResponse, Status>>,
 ) {
     while let Some(Ok(Some(EchoRequest { message }))) =
         shared.stop.run_until_cancelled(messages.message()).await
     {
-        let answer = shared.answer("EchoStream", &metadata, message);
-        let failed = answer.is_err();
-        if answers.send(answer).await.is_err() || failed {
+        let response = shared.respond("EchoStream", &metadata, message);
+        let failed = response.is_err();
+        if responses.send(response).await.is_err() || failed {
             return;
         }
     }
 }
 
 impl Shared {
-    /// Prints one message and makes its answer, or the failure that was asked for.
-    fn answer(
+    /// Prints one message and returns its response, or the configured failure.
+    fn respond(
         &self,
         method: &str,
         metadata: &MetadataMap,
@@ -143,7 +142,7 @@ impl Shared {
         let mut block = format!("Request #{number}\n/{SERVICE_NAME}/{method}");
         dump::write_headers(&mut block, &metadata.clone().into_headers());
         dump::write_message(&mut block, &message);
-        // A server whose output nobody reads goes on serving.
+        // A closed standard output does not stop the server.
         process::print(&format!("{block}---\n{outcome}")).ok();
         match fails {
             true => Err(Status::internal("Internal server error")),

@@ -1,6 +1,6 @@
-//! http-server: answers `/hello` with its name and version, prints each such request, and fails as often as it is told to.
+//! http-server: answers `/hello` with its hostname and version, prints each request, and fails a configured share of requests.
 //!
-//! Serves HTTP/1.1, and HTTP/2 where the client begins with it. Knows nothing of the mesh.
+//! Serves HTTP/1.1, and HTTP/2 with prior knowledge.
 
 use std::convert::Infallible;
 use std::pin::pin;
@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use diy_mesh_sample_apps::config::{Program, ServerConfig};
-use diy_mesh_sample_apps::heard::{Heard, Hearing};
+use diy_mesh_sample_apps::config::ServerConfig;
+use diy_mesh_sample_apps::recording::{ReceivedBytes, RecordingStream};
 use diy_mesh_sample_apps::{dump, listen, process};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
@@ -26,23 +26,22 @@ use tokio_stream::StreamExt;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-const PROGRAM: Program = Program {
-    name: "http-server",
-    about: "Answers /hello, and prints each request that it gets",
-};
-/// What a request's body may hold: it is printed, so it is kept.
-const BODY_LIMIT: usize = 1024 * 1024;
-/// How long a client may take for its body.
+const NAME: &str = "http-server";
+const ABOUT: &str = "Answers /hello and prints each request";
+/// Limit of a request body, which is buffered for printing.
+const MAX_BODY_BYTES: usize = 1024 * 1024;
+/// Limit for receiving a request body.
 const BODY_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long requests in flight may take once the program is told to stop.
-const DRAIN: Duration = Duration::from_secs(10);
+/// Limit for requests in flight during shutdown.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 
 fn main() -> ExitCode {
-    process::run(PROGRAM.name, ServerConfig::read(PROGRAM), serve)
+    let config = ServerConfig::read(NAME, ABOUT);
+    process::run(NAME, |stop| serve(config, stop))
 }
 
 async fn serve(config: ServerConfig, stop: CancellationToken) -> anyhow::Result<()> {
-    let listener = listen::dual_stack(config.listen_port)?;
+    let listener = listen::dual_stack(config.listen_port).await?;
     eprintln!(
         "http-server {} listens on {}",
         config.version,
@@ -67,25 +66,25 @@ async fn serve(config: ServerConfig, stop: CancellationToken) -> anyhow::Result<
         ));
     }
     connections.close();
-    if timeout(DRAIN, connections.wait()).await.is_err() {
+    if timeout(DRAIN_TIMEOUT, connections.wait()).await.is_err() {
         eprintln!(
-            "http-server: stopped with requests in flight, {} s after it was told to",
-            DRAIN.as_secs()
+            "http-server: exits with requests in flight after {} s",
+            DRAIN_TIMEOUT.as_secs()
         );
     }
     Ok(())
 }
 
-/// Serves one connection to its end, or, once the program is told to stop, to the end of the requests in flight.
+/// Serves one connection until it closes; after `stop`, until its requests in flight are complete.
 async fn serve_connection(
     http: auto::Builder<TokioExecutor>,
     server: Arc<Server>,
     connection: TcpStream,
     stop: CancellationToken,
 ) {
-    let connection = Hearing::new(connection);
-    let heard = connection.heard();
-    let service = service_fn(move |request| answer(server.clone(), heard.clone(), request));
+    let connection = RecordingStream::new(connection);
+    let received = connection.received();
+    let service = service_fn(move |request| respond(server.clone(), received.clone(), request));
     let mut connection = pin!(http.serve_connection(TokioIo::new(connection), service));
     let served = tokio::select! {
         result = connection.as_mut() => result,
@@ -94,7 +93,7 @@ async fn serve_connection(
             connection.await
         }
     };
-    // A connection that breaks is the client's affair: what it asked for has been printed.
+    // A connection error concerns the client; its requests are printed already.
     served.ok();
 }
 
@@ -103,9 +102,9 @@ struct Server {
     requests: AtomicU64,
 }
 
-async fn answer(
+async fn respond(
     server: Arc<Server>,
-    heard: Heard,
+    received: ReceivedBytes,
     request: Request<Incoming>,
 ) -> Result<Response<Full<Bytes>>, Infallible> {
     if request.uri().path() != "/hello" {
@@ -115,7 +114,7 @@ async fn answer(
         ));
     }
     let (parts, body) = request.into_parts();
-    let body = match timeout(BODY_TIMEOUT, Limited::new(body, BODY_LIMIT).collect()).await {
+    let body = match timeout(BODY_TIMEOUT, Limited::new(body, MAX_BODY_BYTES).collect()).await {
         Ok(Ok(body)) => body.to_bytes(),
         Ok(Err(error)) if error.is::<http_body_util::LengthLimitError>() => {
             return Ok(text(
@@ -139,10 +138,10 @@ async fn answer(
     } else {
         ""
     };
-    // A server whose output nobody reads goes on serving.
+    // A closed standard output does not stop the server.
     process::print(&format!(
         "Request #{number}\n{}---\n{outcome}",
-        dump::request(&parts, &body, Some(&heard))
+        dump::request(&parts, &body, Some(&received))
     ))
     .ok();
 

@@ -1,6 +1,6 @@
-//! A sample program as a process: started on loopback, its output watched line by line, ended with the test.
+//! A sample program as a process on loopback, with its output; killed at the end of the test.
 
-#![allow(dead_code, reason = "each test file uses a part of it")]
+#![allow(dead_code, reason = "each test file uses a part of this module")]
 
 use std::io::{BufRead, BufReader, Read};
 use std::net::TcpListener;
@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-/// How long anything may take before a test calls it missing; what is there is seen at once.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+/// Limit for each wait in a test.
+pub const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub const HTTP_SERVER: &str = env!("CARGO_BIN_EXE_http-server");
 pub const HTTP_CLIENT: &str = env!("CARGO_BIN_EXE_http-client");
@@ -27,22 +27,22 @@ pub struct Process {
 #[derive(Default)]
 struct Output {
     text: Mutex<String>,
-    grown: Condvar,
+    changed: Condvar,
 }
 
 impl Process {
-    /// Starts a program with these variables and no others; both outputs are pipes, read as one text.
+    /// Starts a program with these environment variables only. Standard output and standard error are read as one text.
     pub fn start(program: &str, variables: &[(&str, &str)]) -> Self {
         let mut child = command(program, variables)
             .spawn()
             .expect("the program starts");
         let output = Arc::new(Output::default());
-        watch(output.clone(), child.stdout.take().expect("piped"));
-        watch(output.clone(), child.stderr.take().expect("piped"));
+        read_lines(output.clone(), child.stdout.take().expect("piped"));
+        read_lines(output.clone(), child.stderr.take().expect("piped"));
         Self { child, output }
     }
 
-    /// Starts a server on a free port, and gives the port.
+    /// Starts a server on a free port and returns the port.
     pub fn start_server(program: &str, variables: &[(&str, &str)]) -> (Self, u16) {
         let port = free_port();
         let text = port.to_string();
@@ -57,22 +57,23 @@ impl Process {
         (server, port)
     }
 
-    /// Waits until the output holds `what`; gives all output up to the end of its line.
-    pub fn wait_for(&self, what: &str) -> String {
-        let deadline = Instant::now() + PATIENCE;
+    /// Waits until the output contains `expected`; returns the output up to the end of that line.
+    pub fn wait_for(&self, expected: &str) -> String {
+        let deadline = Instant::now() + TEST_TIMEOUT;
         let mut text = self.output.text.lock().expect("not poisoned");
         loop {
-            if let Some(at) = text.find(what)
-                && let Some(line_end) = text[at + what.len() - 1..].find('\n')
+            if let Some(at) = text.find(expected)
+                && let Some(line_end) = text[at + expected.len() - 1..].find('\n')
             {
-                return text[..at + what.len() + line_end].to_owned();
+                return text[..at + expected.len() + line_end].to_owned();
             }
             let left = deadline.checked_duration_since(Instant::now());
-            let left =
-                left.unwrap_or_else(|| panic!("`{what}` never came; the output was:\n{text}"));
+            let left = left.unwrap_or_else(|| {
+                panic!("timeout waiting for `{expected}`; the output is:\n{text}")
+            });
             text = self
                 .output
-                .grown
+                .changed
                 .wait_timeout(text, left)
                 .expect("not poisoned")
                 .0;
@@ -88,23 +89,26 @@ impl Process {
             Pid::from_raw(i32::try_from(self.child.id()).expect("a pid")),
             signal,
         )
-        .expect("the process is there");
+        .expect("the process exists");
     }
 
     pub fn has_exited(&mut self) -> bool {
-        self.child.try_wait().expect("our child").is_some()
+        self.child
+            .try_wait()
+            .expect("a child of this process")
+            .is_some()
     }
 
-    /// Waits for the process to end by itself.
+    /// Waits for the process to exit.
     pub fn exit(&mut self) -> ExitStatus {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TEST_TIMEOUT;
         loop {
-            if let Some(status) = self.child.try_wait().expect("our child") {
+            if let Some(status) = self.child.try_wait().expect("a child of this process") {
                 return status;
             }
             assert!(
                 Instant::now() < deadline,
-                "the process did not end; its output was:\n{}",
+                "the process did not exit; its output is:\n{}",
                 self.output()
             );
             std::thread::sleep(Duration::from_millis(5));
@@ -114,13 +118,13 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It may have ended already.
+        // The process may have exited already.
         self.child.kill().ok();
         self.child.wait().ok();
     }
 }
 
-/// Runs a program that ends by itself: its exit code, standard output and standard error.
+/// Runs a program to its end and returns its exit code, standard output and standard error.
 pub fn run(program: &str, args: &[&str], variables: &[(&str, &str)]) -> (i32, String, String) {
     let output = command(program, variables)
         .args(args)
@@ -134,7 +138,7 @@ pub fn run(program: &str, args: &[&str], variables: &[(&str, &str)]) -> (i32, St
     )
 }
 
-/// A port that was free a moment ago.
+/// Returns a port that was free at the time of the call.
 pub fn free_port() -> u16 {
     TcpListener::bind("[::]:0")
         .or_else(|_| TcpListener::bind("0.0.0.0:0"))
@@ -154,13 +158,13 @@ fn command(program: &str, variables: &[(&str, &str)]) -> Command {
     command
 }
 
-fn watch(output: Arc<Output>, pipe: impl Read + Send + 'static) {
+fn read_lines(output: Arc<Output>, pipe: impl Read + Send + 'static) {
     std::thread::spawn(move || {
         let mut lines = BufReader::new(pipe);
         let mut line = String::new();
         while lines.read_line(&mut line).is_ok_and(|read| read > 0) {
             output.text.lock().expect("not poisoned").push_str(&line);
-            output.grown.notify_all();
+            output.changed.notify_all();
             line.clear();
         }
     });

@@ -1,4 +1,4 @@
-//! What the proxies of many pods ask, made before the clock starts; and the catalog that has these pods.
+//! Signing requests of many pods, prepared before the measurement, and the catalog with these pods.
 
 use anyhow::{Context, Result};
 use diy_mesh_proto::mesh::v1::SignCertificateRequest;
@@ -7,26 +7,23 @@ use serde_json::json;
 
 use crate::tokens::{Issuer, Pod};
 
-/// Pods of one namespace have one identity.
+/// Number of namespaces; all pods of one namespace have the same identity.
 const NAMESPACES: usize = 50;
 
-/// One pod's request, with its token and that of its key.
-pub type Ask = SignCertificateRequest;
-
-/// So many, each of another pod, and the catalog.
-pub fn prepare(count: usize) -> Result<(Vec<Ask>, String)> {
+/// Creates `count` requests of different pods, and the catalog.
+pub fn prepare(count: usize) -> Result<(Vec<SignCertificateRequest>, String)> {
     let issuer = Issuer::new()?;
     let pods: Vec<Pod> = (0..count).map(pod).collect();
-    let asks = pods
+    let requests = pods
         .iter()
-        .map(|pod| ask(pod, &issuer))
+        .map(|pod| sign_request(pod, &issuer))
         .collect::<Result<_>>()?;
     let catalog: Vec<String> = pods
         .iter()
         .enumerate()
         .map(|(number, pod)| manifest(number, pod))
         .collect();
-    Ok((asks, catalog.join("\n---\n")))
+    Ok((requests, catalog.join("\n---\n")))
 }
 
 fn pod(number: usize) -> Pod {
@@ -38,26 +35,26 @@ fn pod(number: usize) -> Pod {
     }
 }
 
-fn ask(pod: &Pod, issuer: &Issuer) -> Result<Ask> {
+fn sign_request(pod: &Pod, issuer: &Issuer) -> Result<SignCertificateRequest> {
     let user = pod.user();
     let mut params = CertificateParams::default();
     params.distinguished_name = DistinguishedName::new();
     params
         .distinguished_name
         .push(DnType::CommonName, user.as_str());
-    let key = KeyPair::generate_for(&rcgen::PKCS_ECDSA_P256_SHA256).context("make a key")?;
+    let key = KeyPair::generate_for(&rcgen::PKCS_ECDSA_P256_SHA256).context("generate a key")?;
     let csr = params
         .serialize_request(&key)
         .and_then(|request| request.pem())
-        .context("make a certificate signing request")?;
-    Ok(Ask {
+        .context("create a certificate signing request")?;
+    Ok(SignCertificateRequest {
         name: user,
         token: issuer.token(pod)?,
         csr: csr.into(),
     })
 }
 
-/// Nobody asks from these addresses: whose the address is that asks is looked up all the same.
+/// Pod manifest. The pod IP only matters for the lookup of the client address.
 fn manifest(number: usize, pod: &Pod) -> String {
     let address = format!(
         "10.{}.{}.{}",
@@ -87,25 +84,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_asks_for_itself() {
-        let (asks, catalog) = prepare(120).unwrap();
+    fn requests_have_distinct_tokens_and_keys() {
+        let (requests, catalog) = prepare(120).unwrap();
         assert_eq!(
-            asks.iter()
-                .map(|ask| &ask.token)
+            requests
+                .iter()
+                .map(|request| &request.token)
                 .collect::<HashSet<_>>()
                 .len(),
             120
         );
         assert_eq!(
-            asks.iter()
-                .map(|ask| &ask.csr)
+            requests
+                .iter()
+                .map(|request| &request.csr)
                 .collect::<HashSet<_>>()
                 .len(),
             120
         );
         assert_eq!(
-            asks.iter()
-                .map(|ask| &ask.name)
+            requests
+                .iter()
+                .map(|request| &request.name)
                 .collect::<HashSet<_>>()
                 .len(),
             NAMESPACES

@@ -1,7 +1,6 @@
-//! The last bytes that a connection brought, kept so that a dump can show a message's head letter by letter.
+//! Recording of received bytes, which lets a dump show a message head with its original header case and order.
 //!
-//! hyper gives header names in lower case and keeps their real case to itself. What is found here is shown only where it says the same as
-//! what hyper parsed; it is never acted upon.
+//! hyper normalizes header names to lower case. A recorded head is used for dumps only, and only if it equals what hyper parsed.
 
 use std::io;
 use std::pin::Pin;
@@ -12,22 +11,22 @@ use hyper::HeaderMap;
 use hyper_util::client::legacy::connect::{Connected, Connection};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// How much of a connection is kept: a head that is longer is shown as hyper parsed it.
-const KEPT: usize = 64 * 1024;
+/// Limit of recorded bytes for each connection. A longer head is shown as parsed by hyper.
+const MAX_RECORDED_BYTES: usize = 64 * 1024;
 
-/// What a connection brought of late.
+/// The bytes that a connection received last.
 #[derive(Debug, Clone, Default)]
-pub struct Heard(Arc<Mutex<Vec<u8>>>);
+pub struct ReceivedBytes(Arc<Mutex<Vec<u8>>>);
 
-/// A connection that keeps what it reads in a [`Heard`].
+/// Connection that records what it reads in [`ReceivedBytes`].
 #[derive(Debug)]
-pub struct Hearing<T> {
+pub struct RecordingStream<T> {
     inner: T,
-    heard: Heard,
+    received: ReceivedBytes,
 }
 
-impl Heard {
-    /// The head that begins with `first_line` and has just these headers, line by line as it came; forgets it and all before it.
+impl ReceivedBytes {
+    /// Removes and returns the recorded head that starts with `first_line` and has these headers; discards all bytes before it.
     pub fn take_head(&self, first_line: &str, headers: &HeaderMap) -> Option<String> {
         let mut bytes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let mut from = 0;
@@ -46,28 +45,30 @@ impl Heard {
     fn push(&self, new: &[u8]) {
         let mut bytes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         bytes.extend_from_slice(new);
-        let surplus = bytes.len().saturating_sub(KEPT);
-        bytes.drain(..surplus);
+        let excess = bytes.len().saturating_sub(MAX_RECORDED_BYTES);
+        bytes.drain(..excess);
     }
 }
 
-impl<T> Hearing<T> {
-    /// Starts to keep what `inner` reads.
+impl<T> RecordingStream<T> {
+    /// Wraps a connection.
     pub fn new(inner: T) -> Self {
         Self {
             inner,
-            heard: Heard::default(),
+            received: ReceivedBytes::default(),
         }
     }
 
-    /// What has been read, shared.
-    pub fn heard(&self) -> Heard {
-        self.heard.clone()
+    /// A shared handle to the recording.
+    pub fn received(&self) -> ReceivedBytes {
+        self.received.clone()
     }
 }
 
-fn find(bytes: &[u8], what: &[u8]) -> Option<usize> {
-    bytes.windows(what.len()).position(|window| window == what)
+fn find(bytes: &[u8], needle: &[u8]) -> Option<usize> {
+    bytes
+        .windows(needle.len())
+        .position(|window| window == needle)
 }
 
 fn same_headers(head: &[u8], parsed: &HeaderMap) -> bool {
@@ -85,13 +86,13 @@ fn same_headers(head: &[u8], parsed: &HeaderMap) -> bool {
         .iter()
         .map(|(name, value)| (name.as_str().as_bytes().to_vec(), value.as_bytes().to_vec()))
         .collect();
-    // Sorted by name alone and stably: the values of one name keep their order.
+    // A stable sort by name keeps the order of values of one name.
     raw.sort_by(|a, b| a.0.cmp(&b.0));
     parsed.sort_by(|a, b| a.0.cmp(&b.0));
     raw == parsed
 }
 
-impl<T: AsyncRead + Unpin> AsyncRead for Hearing<T> {
+impl<T: AsyncRead + Unpin> AsyncRead for RecordingStream<T> {
     fn poll_read(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -101,13 +102,13 @@ impl<T: AsyncRead + Unpin> AsyncRead for Hearing<T> {
         let before = buf.filled().len();
         let result = Pin::new(&mut this.inner).poll_read(cx, buf);
         if buf.filled().len() > before {
-            this.heard.push(&buf.filled()[before..]);
+            this.received.push(&buf.filled()[before..]);
         }
         result
     }
 }
 
-impl<T: AsyncWrite + Unpin> AsyncWrite for Hearing<T> {
+impl<T: AsyncWrite + Unpin> AsyncWrite for RecordingStream<T> {
     fn poll_write(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -123,24 +124,12 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for Hearing<T> {
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut self.get_mut().inner).poll_shutdown(cx)
     }
-
-    fn poll_write_vectored(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bufs: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.get_mut().inner).poll_write_vectored(cx, bufs)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.inner.is_write_vectored()
-    }
 }
 
-impl<T: Connection> Connection for Hearing<T> {
-    /// Puts the [`Heard`] into each response's extensions, where the client's dump finds it.
+impl<T: Connection> Connection for RecordingStream<T> {
+    /// Adds the [`ReceivedBytes`] to the extensions of each response.
     fn connected(&self) -> Connected {
-        self.inner.connected().extra(self.heard())
+        self.inner.connected().extra(self.received())
     }
 }
 
@@ -157,9 +146,9 @@ mod tests {
     }
 
     #[test]
-    fn a_head_comes_back_as_it_was_sent() {
-        let heard = Heard::default();
-        heard
+    fn returns_head_as_received() {
+        let received = ReceivedBytes::default();
+        received
             .push(b"GET /hello HTTP/1.1\r\nHost: a\r\nx-Odd:  1 \r\nAccept: b\r\nX-ODD: 2\r\n\r\n");
         let parsed = headers(&[
             ("host", "a"),
@@ -167,7 +156,7 @@ mod tests {
             ("x-odd", "2"),
             ("accept", "b"),
         ]);
-        let head = heard
+        let head = received
             .take_head("GET /hello HTTP/1.1", &parsed)
             .expect("found");
         assert_eq!(
@@ -175,24 +164,24 @@ mod tests {
             "GET /hello HTTP/1.1\nHost: a\nx-Odd:  1 \nAccept: b\nX-ODD: 2"
         );
         assert_eq!(
-            heard.take_head("GET /hello HTTP/1.1", &parsed),
+            received.take_head("GET /hello HTTP/1.1", &parsed),
             None,
             "taken once"
         );
     }
 
     #[test]
-    fn pipelined_heads_come_in_turn() {
-        let heard = Heard::default();
-        heard.push(b"GET / HTTP/1.1\r\nHost: one\r\n\r\nGET / HTTP/1.1\r\nHOST: two\r\n\r\n");
+    fn returns_pipelined_heads_in_order() {
+        let received = ReceivedBytes::default();
+        received.push(b"GET / HTTP/1.1\r\nHost: one\r\n\r\nGET / HTTP/1.1\r\nHOST: two\r\n\r\n");
         assert_eq!(
-            heard
+            received
                 .take_head("GET / HTTP/1.1", &headers(&[("host", "one")]))
                 .as_deref(),
             Some("GET / HTTP/1.1\nHost: one")
         );
         assert_eq!(
-            heard
+            received
                 .take_head("GET / HTTP/1.1", &headers(&[("host", "two")]))
                 .as_deref(),
             Some("GET / HTTP/1.1\nHOST: two")
@@ -200,11 +189,11 @@ mod tests {
     }
 
     #[test]
-    fn a_body_that_looks_like_a_head_is_passed_over() {
-        let heard = Heard::default();
-        heard.push(b"5\r\nGET / HTTP/1.1\r\nHost: false\r\n\r\n\r\n0\r\n\r\nGET / HTTP/1.1\r\nHost: true\r\n\r\n");
+    fn skips_body_that_looks_like_a_head() {
+        let received = ReceivedBytes::default();
+        received.push(b"5\r\nGET / HTTP/1.1\r\nHost: false\r\n\r\n\r\n0\r\n\r\nGET / HTTP/1.1\r\nHost: true\r\n\r\n");
         assert_eq!(
-            heard
+            received
                 .take_head("GET / HTTP/1.1", &headers(&[("host", "true")]))
                 .as_deref(),
             Some("GET / HTTP/1.1\nHost: true")
@@ -212,15 +201,18 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_is_bounded() {
-        let heard = Heard::default();
+    fn recording_is_bounded() {
+        let received = ReceivedBytes::default();
         for _ in 0..10 {
-            heard.push(&[b'x'; KEPT]);
+            received.push(&[b'x'; MAX_RECORDED_BYTES]);
         }
-        heard.push(b"GET / HTTP/1.1\r\n\r\n");
-        assert_eq!(heard.0.lock().expect("not poisoned").len(), KEPT);
+        received.push(b"GET / HTTP/1.1\r\n\r\n");
+        assert_eq!(
+            received.0.lock().expect("not poisoned").len(),
+            MAX_RECORDED_BYTES
+        );
         assert!(
-            heard
+            received
                 .take_head("GET / HTTP/1.1", &HeaderMap::new())
                 .is_some()
         );

@@ -1,7 +1,6 @@
-//! The real controller signs for those who ask in the measurement, in a namespace of its own; no figure is judged.
+//! The certificate benchmark with the real controller. The test does not check performance.
 //!
-//! Needs root, and the controller beside the tests (`cargo build --bins`). Without root it says so and is skipped, but
-//! not in CI.
+//! Requires root and the controller binary (`cargo build --bins`). Skipped without root, except in CI, where it fails.
 
 use std::{
     env, fs,
@@ -11,31 +10,32 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use diy_mesh_bench::{
-    cases::Metric, certificates::Issuing, config::Programs, load::Window, network::Site,
+    cases::Metric, certificates::CertificateBench, config::Programs, load::Window,
+    network::NamespaceSet,
 };
 
-/// Where the controller's user can read.
+/// Directory that the controller's user can access.
 const STATE: &str = "/var/lib/diy-mesh-bench-test";
 
 #[test]
-fn each_pod_that_asks_gets_its_certificate() -> Result<()> {
+fn signs_a_certificate_for_each_pod() -> Result<()> {
     let root = nix::unistd::geteuid().is_root();
     assert!(
         root || env::var_os("CI").is_none(),
-        "in CI this test has to run as root"
+        "this test requires root in CI"
     );
     if !root {
-        eprintln!("skipped: it makes network namespaces, run it as root");
+        eprintln!("skipped: network namespaces require root");
         return Ok(());
     }
-    let site = Site::clear("dmbc-")?;
-    let outcome = certificates(&site);
-    site.close()?;
+    let namespaces = NamespaceSet::clear("dmbc-")?;
+    let outcome = certificates(&namespaces);
+    namespaces.close()?;
     fs::remove_dir_all(STATE)?;
     outcome
 }
 
-fn certificates(site: &Site) -> Result<()> {
+fn certificates(namespaces: &NamespaceSet) -> Result<()> {
     let state = PathBuf::from(STATE);
     fs::create_dir_all(&state)?;
     let programs = Programs {
@@ -47,10 +47,10 @@ fn certificates(site: &Site) -> Result<()> {
         warm_up: Duration::ZERO,
         length: Duration::from_millis(200),
     };
-    let issuing = Issuing::start(&programs, site)?;
-    // Twice, as when a case is repeated.
+    let certificates = CertificateBench::start(&programs, namespaces)?;
+    // Twice, like a case with repeats.
     for _ in 0..2 {
-        let numbers = issuing.ready(50, window)?.measure(8, 50)?;
+        let numbers = certificates.prepare(50, window)?.measure(8, 50)?;
         for metric in [
             Metric::Certificates,
             Metric::CertificateCpu,
@@ -72,11 +72,11 @@ fn controller() -> Result<PathBuf> {
     let folder = own
         .parent()
         .and_then(Path::parent)
-        .context("tests lie in target/PROFILE/deps")?;
+        .context("the test binary is in target/PROFILE/deps")?;
     let program = folder.join("controller");
     ensure!(
         program.is_file(),
-        "{} is not there: run `cargo build --bins` first",
+        "{} does not exist: run `cargo build --bins` first",
         program.display()
     );
     Ok(program)

@@ -1,5 +1,5 @@
-//! The API server of the measurement: it answers every TokenReview at once, over TLS, and knows nothing else. Whose the token is it
-//! reads from the token itself; it checks nothing.
+//! Kubernetes API server for the benchmark: answers every TokenReview immediately, over TLS. It takes the claims from the token and
+//! verifies nothing.
 
 use std::{
     collections::BTreeMap,
@@ -26,13 +26,13 @@ use crate::network::Namespace;
 
 const PORT: u16 = 6443;
 
-/// Starts it inside, until the program ends. Gives the kubeconfig by which it is reached.
+/// Starts the server in a namespace for the lifetime of the process. Returns a kubeconfig for it.
 pub fn start(namespace: &Namespace) -> Result<String> {
     let CertifiedKey { cert, signing_key } = generate_simple_self_signed(["127.0.0.1".to_string()])
-        .context("make the API server's certificate")?;
+        .context("create the API server's certificate")?;
     let authority = STANDARD.encode(cert.pem());
     let key = PrivateKeyDer::try_from(signing_key.serialize_der())
-        .map_err(|problem| anyhow::anyhow!("{problem}"))?;
+        .map_err(|error| anyhow::anyhow!("{error}"))?;
     let tls = ServerConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
         .with_safe_default_protocol_versions()
         .and_then(|config| {
@@ -40,22 +40,22 @@ pub fn start(namespace: &Namespace) -> Result<String> {
                 .with_no_client_auth()
                 .with_single_cert(vec![cert.der().clone()], key)
         })
-        .context("set the API server's TLS up")?;
+        .context("configure the API server's TLS")?;
     namespace.enter(|| {
         let (ready, listening) = mpsc::channel();
-        // A thread started inside stays inside.
+        // A thread inherits the network namespace.
         thread::Builder::new()
             .name("api-server".into())
             .spawn(move || serve(TlsAcceptor::from(Arc::new(tls)), &ready))
             .context("start the API server's thread")?;
         listening
             .recv()
-            .context("the API server ended before it listened")?
+            .context("the API server exited before it listened")?
     })?;
     let config = json!({
         "apiVersion": "v1", "kind": "Config", "current-context": "bench",
         "clusters": [{ "name": "bench", "cluster": { "server": format!("https://127.0.0.1:{PORT}"), "certificate-authority-data": authority } }],
-        "users": [{ "name": "bench", "user": { "token": "the-controllers-own" } }],
+        "users": [{ "name": "bench", "user": { "token": "controller-token" } }],
         "contexts": [{ "name": "bench", "context": { "cluster": "bench", "user": "bench" } }],
     });
     Ok(config.to_string())
@@ -69,7 +69,7 @@ fn serve(tls: TlsAcceptor, ready: &mpsc::Sender<Result<()>>) {
         let _ = ready.send(Ok(()));
         let routes =
             Router::new().route("/apis/authentication.k8s.io/v1/tokenreviews", post(review));
-        axum::serve(Secured { listener, tls }, routes)
+        axum::serve(TlsListener { listener, tls }, routes)
             .await
             .context("serve as the API server")
     };
@@ -77,25 +77,25 @@ fn serve(tls: TlsAcceptor, ready: &mpsc::Sender<Result<()>>) {
         .enable_all()
         .build()
         .context("start the API server's runtime");
-    if let Err(problem) = runtime.and_then(|runtime| runtime.block_on(work)) {
-        let _ = ready.send(Err(problem));
+    if let Err(error) = runtime.and_then(|runtime| runtime.block_on(work)) {
+        let _ = ready.send(Err(error));
     }
 }
 
-/// Connections whose handshake is done. There are few, and they stay.
-struct Secured {
+/// Listener that performs TLS handshakes one at a time: connections are few and long-lived.
+struct TlsListener {
     listener: TcpListener,
     tls: TlsAcceptor,
 }
 
-impl Listener for Secured {
+impl Listener for TlsListener {
     type Io = TlsStream<TcpStream>;
     type Addr = SocketAddr;
 
     async fn accept(&mut self) -> (Self::Io, SocketAddr) {
         loop {
             let (stream, peer) = Listener::accept(&mut self.listener).await;
-            // Small answers go at once.
+            // Fails only on a closed connection.
             let _ = stream.set_nodelay(true);
             if let Ok(stream) = self.tls.accept(stream).await {
                 return (stream, peer);
@@ -129,9 +129,9 @@ struct Object {
     uid: String,
 }
 
-/// As long as a real one's answer, and with the same fields.
-async fn review(Json(question): Json<Value>) -> (StatusCode, Json<Value>) {
-    let token = question["spec"]["token"].as_str().unwrap_or_default();
+/// Returns a TokenReview with the fields and the size of a real one.
+async fn review(Json(review): Json<Value>) -> (StatusCode, Json<Value>) {
+    let token = review["spec"]["token"].as_str().unwrap_or_default();
     let Ok(claims) = jsonwebtoken::dangerous::insecure_decode_claims::<Claims>(token) else {
         return (
             StatusCode::BAD_REQUEST,
@@ -172,13 +172,13 @@ async fn review(Json(question): Json<Value>) -> (StatusCode, Json<Value>) {
         format!("system:serviceaccounts:{namespace}"),
         "system:authenticated".to_string(),
     ];
-    let answer = json!({
+    let response = json!({
         "kind": "TokenReview", "apiVersion": "authentication.k8s.io/v1", "metadata": { "creationTimestamp": null },
-        "spec": question["spec"],
+        "spec": review["spec"],
         "status": {
             "authenticated": true, "audiences": aud,
             "user": { "username": sub, "uid": serviceaccount.uid, "groups": groups, "extra": extra },
         },
     });
-    (StatusCode::CREATED, Json(answer))
+    (StatusCode::CREATED, Json(response))
 }

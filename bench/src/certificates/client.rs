@@ -1,4 +1,4 @@
-//! Those who ask: the very code by which a proxy asks the controller, TLS, the check of the controller's identity and all.
+//! Signing client: the proxy's own client code, including TLS and the verification of the controller's identity.
 
 use std::{
     path::Path,
@@ -6,7 +6,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, anyhow, ensure};
-use diy_mesh_proto::Identity;
+use diy_mesh_proto::{Identity, mesh::v1::SignCertificateRequest};
 use diy_mesh_proxy::{
     control::{Control, Tls},
     identity::Trust,
@@ -17,16 +17,14 @@ use tokio::{
     time::sleep_until,
 };
 
-use super::asks::Ask;
-
 const CONTROLLER: &str = "https://127.0.0.1:8080";
 const IDENTITY: &str = "spiffe://cluster.local/ns/service-mesh/sa/controller";
 
-/// Asks the controller, from within its namespace.
-pub struct Load(Control);
+/// Sends signing requests to the controller, from its namespace.
+pub struct SigningClient(Control);
 
-impl Load {
-    /// The controller is verified by the roots in this file.
+impl SigningClient {
+    /// Verifies the controller with the roots in this file.
     pub fn new(roots: &Path) -> Result<Self> {
         let expected: Identity = IDENTITY.parse().context("the controller's identity")?;
         let tls = Tls {
@@ -34,21 +32,25 @@ impl Load {
             roots_file: roots.to_path_buf(),
             trust: Trust::default(),
         };
-        Ok(Load(
+        Ok(SigningClient(
             Control::new(CONTROLLER, None, Some(tls)).context("reach the controller")?,
         ))
     }
 
-    /// So many at a time, each as soon as there is a place. How long all of them took.
-    pub fn as_many_as_go_through(&self, asks: Vec<Ask>, at_a_time: usize) -> Result<Duration> {
+    /// Sends the requests with at most `concurrency` in flight. Returns the total duration.
+    pub fn run_closed_loop(
+        &self,
+        requests: Vec<SignCertificateRequest>,
+        concurrency: usize,
+    ) -> Result<Duration> {
         let start = Instant::now();
         runtime()?.block_on(async {
             let mut running = JoinSet::new();
-            for ask in asks {
-                if running.len() >= at_a_time {
+            for request in requests {
+                if running.len() >= concurrency {
                     finish(running.join_next().await)?;
                 }
-                running.spawn(one(self.0.clone(), ask));
+                running.spawn(sign(self.0.clone(), request));
             }
             while let Some(done) = running.join_next().await {
                 finish(Some(done))?;
@@ -57,15 +59,19 @@ impl Load {
         })
     }
 
-    /// So many in each second, whatever becomes of those before. How long each took, sorted.
-    pub fn at_rate(&self, asks: Vec<Ask>, rate: u32) -> Result<Vec<Duration>> {
+    /// Sends `rate` requests per second in an open loop. Returns the sorted durations.
+    pub fn run_at_rate(
+        &self,
+        requests: Vec<SignCertificateRequest>,
+        rate: u32,
+    ) -> Result<Vec<Duration>> {
         let step = Duration::from_secs(1) / rate;
         runtime()?.block_on(async {
             let start = tokio::time::Instant::now();
             let mut running = JoinSet::new();
-            for (number, ask) in (0..).zip(asks) {
+            for (number, request) in (0..).zip(requests) {
                 sleep_until(start + step * number).await;
-                running.spawn(one(self.0.clone(), ask));
+                running.spawn(sign(self.0.clone(), request));
             }
             let mut times = Vec::new();
             while let Some(done) = running.join_next().await {
@@ -77,30 +83,30 @@ impl Load {
     }
 }
 
-/// One connection and one certificate.
-async fn one(control: Control, ask: Ask) -> Result<Duration> {
+/// Sends one request on a new connection.
+async fn sign(control: Control, request: SignCertificateRequest) -> Result<Duration> {
     let start = Instant::now();
-    let answer = control
-        .sign_certificate(ask)
+    let response = control
+        .sign_certificate(request)
         .await
-        .context("ask for a certificate")?;
-    let took = start.elapsed();
+        .context("request a certificate")?;
+    let duration = start.elapsed();
     ensure!(
-        answer.cert.starts_with(b"-----BEGIN CERTIFICATE-----"),
-        "the answer holds no certificate"
+        response.cert.starts_with(b"-----BEGIN CERTIFICATE-----"),
+        "the response contains no certificate"
     );
-    Ok(took)
+    Ok(duration)
 }
 
 fn finish(done: Option<Result<Result<Duration>, tokio::task::JoinError>>) -> Result<Duration> {
-    done.ok_or_else(|| anyhow!("nobody is asking"))?
-        .map_err(|problem| anyhow!(problem))?
+    done.ok_or_else(|| anyhow!("no request is in flight"))?
+        .map_err(|error| anyhow!(error))?
 }
 
-/// One thread, so that the controller has the others.
+/// Single-threaded runtime, which leaves the other CPUs to the controller.
 fn runtime() -> Result<Runtime> {
     runtime::Builder::new_current_thread()
         .enable_all()
         .build()
-        .context("start the runtime of those who ask")
+        .context("start the runtime of the signing client")
 }
