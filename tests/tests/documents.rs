@@ -38,26 +38,29 @@ fn links_resolve() {
 #[test]
 fn documented_metrics_exist() {
     let mut unknown = Vec::new();
-    for (prefix, folder, keeps_prefix) in [
-        ("diy_mesh_proxy_", "proxy/src", false),
-        ("diy_mesh_controller_", "controller/src", false),
-        ("diy_mesh_injector_", "injector/src", true),
+    for (prefix, folder) in [
+        ("diy_mesh_proxy_", "proxy/src"),
+        ("diy_mesh_controller_", "controller/src"),
+        ("diy_mesh_injector_", "injector/src"),
     ] {
         let sources: String = files_with_extension(folder, "rs")
             .iter()
             .map(|path| read(path))
             .collect();
+        // A registry adds the prefix, and `_total` to the name of a counter.
+        let registered = |name: &str| {
+            let short = &name[prefix.len()..];
+            let counter = short.strip_suffix("_total").unwrap_or(short);
+            [name, short, counter]
+                .iter()
+                .any(|literal| sources.contains(&format!("\"{literal}\"")))
+        };
         for document in documents() {
             for name in words(&read(&document))
                 .into_iter()
                 .filter(|word| word.starts_with(prefix))
             {
-                let literal = if keeps_prefix {
-                    name.as_str()
-                } else {
-                    &name[prefix.len()..]
-                };
-                if !sources.contains(&format!("\"{literal}\"")) {
+                if !registered(&name) {
                     unknown.push(format!("{}: {name}", document.display()));
                 }
             }
@@ -116,6 +119,40 @@ fn readme_lists_all_error_codes() {
         .collect();
     assert_eq!(listed, codes, "README.md and proxy/src/error.rs differ");
     assert!(codes.len() > 5, "cannot parse error.rs: {codes:?}");
+}
+
+#[test]
+fn security_promises_name_existing_tests() {
+    let code: String = files_with_extension("", "rs")
+        .iter()
+        .map(|path| read(path))
+        .collect();
+    let document = read(Path::new("docs/security.md"));
+    let promises = document
+        .split("## Promises")
+        .nth(1)
+        .and_then(|rest| rest.split("## Limits").next())
+        .expect("docs/security.md has promises and limits");
+    let rows = promises
+        .lines()
+        .filter(|line| line.starts_with('|') && !line.starts_with("| promise"));
+    let (mut missing, mut tests) = (Vec::new(), 0);
+    for row in rows.filter(|row| !row.starts_with("|---")) {
+        let cell = row.split('|').nth(2).unwrap_or_default();
+        let named: Vec<&str> = cell.split('`').skip(1).step_by(2).collect();
+        assert!(!named.is_empty(), "no test in: {row}");
+        tests += named.len();
+        let exists =
+            |name: &str| code.contains(&format!("fn {name}()")) || root().join(name).is_dir();
+        missing.extend(
+            named
+                .into_iter()
+                .filter(|name| !exists(name))
+                .map(str::to_owned),
+        );
+    }
+    assert!(tests > 20, "cannot parse docs/security.md: {tests} tests");
+    assert_none("tests that docs/security.md names do not exist", missing);
 }
 
 #[test]
