@@ -9,9 +9,11 @@ use crate::balance::Destination;
 use crate::detect::{Protocol, announced};
 use crate::dump::{ConnectionInfo, Direction};
 use crate::error::Failure;
+use crate::http::edits::Edit;
+use crate::http::view::RequestView;
 use crate::io::Io;
 use crate::lifetime::Expiry;
-use crate::policy::{Admission, Caller, RequestView};
+use crate::policy::{Admission, Caller};
 use crate::worker::Worker;
 
 /// One connection on its way through the proxy.
@@ -79,6 +81,15 @@ impl Flow {
     /// The value of `X-Called-By` for the application.
     pub fn called_by(&self) -> Option<&str> {
         self.caller.identity().map(Identity::as_str)
+    }
+
+    /// The change that the proxy makes to every request's head: only it tells the application the
+    /// caller's identity.
+    pub fn request_edit(&self) -> Edit<'_> {
+        match self.called_by() {
+            Some(identity) => Edit::Set("X-Called-By", identity),
+            None => Edit::Remove("X-Called-By"),
+        }
     }
 
     /// The proxy shuts down.

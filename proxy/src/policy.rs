@@ -8,6 +8,8 @@ use std::str::FromStr;
 use diy_mesh_proto::Identity;
 
 use crate::error::Failure;
+use crate::http::edits::is_same_name;
+use crate::http::view::RequestView;
 use crate::ports::PortSet;
 
 /// Who is at the other end of a client's connection.
@@ -28,28 +30,6 @@ impl Caller {
             Self::Peer(identity) => Some(identity),
             Self::App | Self::Unauthenticated => None,
         }
-    }
-}
-
-/// What authorization sees of a request.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct RequestView<'a> {
-    /// GET, POST, ...
-    pub method: &'a [u8],
-    /// As it was sent; of HTTP/2 the path.
-    pub target: &'a [u8],
-    /// It came by HTTP/2.
-    pub http2: bool,
-    /// There is a body.
-    pub has_body: bool,
-    /// It asks for another protocol on this connection, or on this stream.
-    pub upgrade: bool,
-}
-
-impl RequestView<'_> {
-    /// It asks for a tunnel whose bytes nobody reads. Methods are case-sensitive (RFC 9110, section 9.1), servers may not be.
-    fn is_connect(&self) -> bool {
-        self.method.eq_ignore_ascii_case(b"CONNECT") && !self.upgrade
     }
 }
 
@@ -197,34 +177,18 @@ impl fmt::Display for Probe {
 
 /// Whether some server reads this field as `X-Called-By`. It tells the app who calls, which nobody but the proxy can know.
 pub fn is_called_by(name: &[u8]) -> bool {
-    is_spelling_of(b"x_called_by", name)
+    is_same_name(name, b"x-called-by")
 }
 
 /// Whether some server reads this field as `x-mesh-error`, which tells a caller that a proxy has answered.
 pub fn is_mesh_error(name: &[u8]) -> bool {
-    is_spelling_of(b"x_mesh_error", name)
-}
-
-/// Compares names as CGI does (RFC 3875, section 4.1.18), and servers after its fashion: without case, and each byte that is neither
-/// a letter nor a digit is an underscore. `folded` is so already.
-fn is_spelling_of(folded: &[u8], name: &[u8]) -> bool {
-    let fold = |byte: &u8| {
-        if byte.is_ascii_alphanumeric() {
-            byte.to_ascii_lowercase()
-        } else {
-            b'_'
-        }
-    };
-    name.len() == folded.len()
-        && name
-            .iter()
-            .zip(folded)
-            .all(|(byte, expected)| fold(byte) == *expected)
+    is_same_name(name, b"x-mesh-error")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::http::view::testing::request;
 
     fn strict(probes: &[&str]) -> Policy {
         let probes = probes
@@ -242,14 +206,6 @@ mod tests {
         Caller::Peer(Rc::new(
             Identity::new("cluster.local", "shop", "web").expect("an identity"),
         ))
-    }
-
-    fn request<'a>(method: &'a str, target: &'a str) -> RequestView<'a> {
-        RequestView {
-            method: method.as_bytes(),
-            target: target.as_bytes(),
-            ..RequestView::default()
-        }
     }
 
     #[test]
@@ -320,7 +276,8 @@ mod tests {
             (5432, request("GET", "/")),
         ];
         for (port, request) in refused {
-            assert_eq!(unproven(port, request), None, "{port} {request:?}");
+            let target = String::from_utf8_lossy(request.target);
+            assert_eq!(unproven(port, request), None, "{port} {target}");
         }
         assert!(
             policy

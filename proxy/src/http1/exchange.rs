@@ -18,6 +18,7 @@ use crate::dump::Direction;
 use crate::error::Failure;
 use crate::flow::Flow;
 use crate::forward::{AttemptError, Attempts, Forward, MAX_ATTEMPTS, Retry, forward};
+use crate::http::edits::{Edit, Edits};
 use crate::io::Io;
 use crate::metrics::Protocol;
 use crate::policy::Admission;
@@ -66,16 +67,17 @@ pub(super) enum Outcome {
 impl<'a> Exchange<'a> {
     pub fn new(client: &'a mut Io, flow: &Rc<Flow>, request: RequestHead) -> Self {
         let mut record = ExchangeRecord::new(flow, Protocol::Http1);
+        let edit = flow.request_edit();
         record.dump(|dump| {
             let version: &[u8] = match request.version {
                 Version::Http10 => b"HTTP/1.0",
                 Version::Http11 => b"HTTP/1.1",
             };
             let line = [request.method(), b" ", request.target(), b" ", version].concat();
-            dump.request_head(&line, request.fields_to_app(flow.called_by()));
+            dump.request_head(&line, Edits(&[edit]).fields(request.fields()));
         });
         let mut head = BytesMut::new();
-        request.write(&mut head, flow.called_by());
+        request.write(&mut head, Edits(&[edit]));
         let upload = Relay::new(request.framing, head, false);
         Self {
             client,
@@ -135,7 +137,7 @@ impl<'a> Exchange<'a> {
         loop {
             let mut scanned = 0;
             let received = poll_fn(|cx| self.poll_head(cx, &mut upstream.io, &mut scanned)).await;
-            let mut head = match received {
+            let head = match received {
                 Ok(head) => head,
                 Err(Ended::Client) => return Ok(None),
                 Err(Ended::BadRequest(failure)) => return Err(AttemptError::last(failure)),
@@ -143,7 +145,7 @@ impl<'a> Exchange<'a> {
                 Err(Ended::Upstream(reason)) => {
                     // A pooled connection may be closed just when it is used.
                     let untouched = upstream.reused && upstream.io.unread().is_empty();
-                    let safe = untouched && self.replayable && self.request.is_idempotent();
+                    let safe = untouched && self.replayable && self.request.view().is_idempotent();
                     let retry = if safe {
                         Retry::AnyEndpoint
                     } else {
@@ -159,15 +161,11 @@ impl<'a> Exchange<'a> {
                     "101, and the request asked for no other protocol",
                 ));
             }
-            // Only a peer's proxy, which has authenticated, replies for the mesh.
-            if !upstream.io.is_secured() {
-                head.remove_mesh_error();
-            }
             if !head.is_interim() {
                 return Ok(Some(head));
             }
             let mut out = BytesMut::new();
-            head.write(&mut out, None);
+            head.write(&mut out, response_edits(&upstream.io), None);
             if self.client.write_all(&out).await.is_err() {
                 return Ok(None);
             }
@@ -289,7 +287,7 @@ impl<'a> Exchange<'a> {
             (_, false) => Some("close"),
             (_, true) => to_http10.then_some("keep-alive"),
         };
-        head.write(&mut out, connection);
+        head.write(&mut out, response_edits(&upstream), connection);
         let mut download = Relay::new(head.framing, out, to_http10);
         let flow = self.record.flow.clone();
         let mut expiry = None;
@@ -434,6 +432,15 @@ impl Forward for Exchange<'_> {
 
     fn rewind(&mut self) -> bool {
         self.replayable || !self.sent
+    }
+}
+
+/// The changes of a response's head: only a peer's proxy, which has authenticated, replies for the mesh.
+fn response_edits(upstream: &Io) -> Edits<'static> {
+    if upstream.is_secured() {
+        Edits::default()
+    } else {
+        Edits(&[Edit::Remove("x-mesh-error")])
     }
 }
 

@@ -10,10 +10,9 @@ use bytes::{Bytes, BytesMut};
 use memchr::memmem;
 
 use crate::authority;
-use crate::policy::{RequestView, is_called_by, is_mesh_error};
+use crate::http::edits::Edits;
+use crate::http::view::{Headers, RequestView};
 
-/// The field by which the app is told who calls.
-const X_CALLED_BY: &[u8] = b"X-Called-By";
 /// The most bytes of a start line and its fields together.
 pub const MAX_HEAD: usize = 64 * 1024;
 /// The most fields of a head.
@@ -175,16 +174,9 @@ impl RequestHead {
         if target.starts_with(b"/") || (target == b"*" && method == b"OPTIONS") {
             return Ok(());
         }
-        let Some(scheme) = memmem::find(target, b"://")
-            .filter(|end| target[..*end].iter().all(u8::is_ascii_alphanumeric))
-        else {
+        let Some((scheme, named)) = absolute_form(target) else {
             return Err(Refused::Malformed("the target is neither a path nor a URL"));
         };
-        let (scheme, rest) = (&target[..scheme], &target[scheme + 3..]);
-        let named = &rest[..rest
-            .iter()
-            .position(|byte| b"/?#".contains(byte))
-            .unwrap_or(rest.len())];
         let mut hosts = self
             .fields()
             .filter(|(name, _)| name.eq_ignore_ascii_case(b"host"));
@@ -196,14 +188,27 @@ impl RequestHead {
         }
     }
 
-    /// What authorization sees of it.
+    /// The request as authorization and routing see it.
     pub fn view(&self) -> RequestView<'_> {
         RequestView {
             method: self.method(),
             target: self.target(),
+            authority: self.authority(),
+            headers: &self.fields,
             http2: false,
             has_body: self.framing != Framing::None,
             upgrade: self.connection.upgrade,
+        }
+    }
+
+    fn authority(&self) -> Option<&[u8]> {
+        let target = self.target();
+        if self.method() == b"CONNECT" {
+            return Some(target);
+        }
+        match absolute_form(target) {
+            Some((_, named)) => Some(named),
+            None => self.fields.get("host"),
         }
     }
 
@@ -222,26 +227,9 @@ impl RequestHead {
         self.fields.iter()
     }
 
-    /// The same as the app gets to see them: who calls is what the proxy knows, not what the client says.
-    pub fn fields_to_app<'a>(
-        &'a self,
-        called_by: Option<&'a str>,
-    ) -> impl Iterator<Item = (&'a [u8], &'a [u8])> {
-        let said = self.fields.iter().filter(|(name, _)| !is_called_by(name));
-        said.chain(called_by.map(|identity| (X_CALLED_BY, identity.as_bytes())))
-    }
-
-    /// Whether sending it twice has the effect of sending it once (RFC 9110, section 9.2.2).
-    pub fn is_idempotent(&self) -> bool {
-        matches!(
-            self.method(),
-            b"GET" | b"HEAD" | b"OPTIONS" | b"TRACE" | b"PUT" | b"DELETE"
-        )
-    }
-
     /// Writes the head for the next hop.
-    pub fn write(&self, out: &mut BytesMut, called_by: Option<&str>) {
-        out.reserve(self.fields.raw.len() + 32 + called_by.map_or(0, str::len));
+    pub fn write(&self, out: &mut BytesMut, edits: Edits<'_>) {
+        out.reserve(self.fields.raw.len() + 128);
         out.extend_from_slice(self.method());
         out.extend_from_slice(b" ");
         out.extend_from_slice(self.target());
@@ -250,13 +238,7 @@ impl RequestHead {
         } else {
             b" HTTP/1.1\r\n"
         });
-        self.fields.write(out, self.connection.upgrade);
-        if let Some(identity) = called_by {
-            out.extend_from_slice(X_CALLED_BY);
-            out.extend_from_slice(b": ");
-            out.extend_from_slice(identity.as_bytes());
-            out.extend_from_slice(b"\r\n");
-        }
+        self.fields.write(out, self.connection.upgrade, edits);
         out.extend_from_slice(b"\r\n");
     }
 }
@@ -319,14 +301,6 @@ impl ResponseHead {
         (100..200).contains(&self.status) && self.status != 101
     }
 
-    /// Removes what only a proxy of the mesh may say, from a head that did not come from one.
-    pub fn remove_mesh_error(&mut self) {
-        for at in 0..self.fields.spans.len() {
-            let name = self.fields.slice(&self.fields.spans[at].name);
-            self.fields.spans[at].hop_by_hop |= is_mesh_error(name);
-        }
-    }
-
     /// For a client of HTTP/1.0, to which the body goes without its chunks: it is not told of any.
     pub fn drop_chunks(&mut self) {
         for at in 0..self.fields.spans.len() {
@@ -336,7 +310,7 @@ impl ResponseHead {
     }
 
     /// Writes the head for the client; `connection` is what the proxy asks of the client's connection, if anything.
-    pub fn write(&self, out: &mut BytesMut, connection: Option<&str>) {
+    pub fn write(&self, out: &mut BytesMut, edits: Edits<'_>, connection: Option<&str>) {
         out.reserve(self.fields.raw.len() + 32);
         out.extend_from_slice(b"HTTP/1.1 ");
         let digits = [self.status / 100, self.status / 10 % 10, self.status % 10]
@@ -345,8 +319,8 @@ impl ResponseHead {
         out.extend_from_slice(b" ");
         out.extend_from_slice(self.reason());
         out.extend_from_slice(b"\r\n");
-        self.fields
-            .write(out, self.status == 101 || self.connection.upgrade);
+        let upgrade = self.status == 101 || self.connection.upgrade;
+        self.fields.write(out, upgrade, edits);
         if let Some(connection) = connection {
             out.extend_from_slice(b"Connection: ");
             out.extend_from_slice(connection.as_bytes());
@@ -402,7 +376,6 @@ impl Fields {
                         && !field.value.eq_ignore_ascii_case(b"trailers")
                 }
                 7 => field.name.eq_ignore_ascii_case("upgrade") && !upgrade,
-                11 => is_called_by(field.name.as_bytes()),
                 10 => {
                     field.name.eq_ignore_ascii_case("connection")
                         || field.name.eq_ignore_ascii_case("keep-alive")
@@ -470,9 +443,9 @@ impl Fields {
             .map(|field| (self.slice(&field.name), self.slice(&field.value)))
     }
 
-    fn write(&self, out: &mut BytesMut, upgrade: bool) {
+    fn write(&self, out: &mut BytesMut, upgrade: bool, edits: Edits<'_>) {
         for field in &self.spans {
-            if field.hop_by_hop {
+            if field.hop_by_hop || edits.remove(self.slice(&field.name)) {
                 continue;
             }
             out.extend_from_slice(self.slice(&field.name));
@@ -480,10 +453,36 @@ impl Fields {
             out.extend_from_slice(self.slice(&field.value));
             out.extend_from_slice(b"\r\n");
         }
+        for (name, value) in edits.appended() {
+            out.extend_from_slice(name.as_bytes());
+            out.extend_from_slice(b": ");
+            out.extend_from_slice(value.as_bytes());
+            out.extend_from_slice(b"\r\n");
+        }
         if upgrade {
             out.extend_from_slice(b"Connection: Upgrade\r\n");
         }
     }
+}
+
+impl Headers for Fields {
+    fn visit<'a>(&'a self, each: &mut dyn FnMut(&'a [u8], &'a [u8])) {
+        self.iter().for_each(|(name, value)| each(name, value));
+    }
+}
+
+/// The scheme and the authority of a target that is a URL.
+fn absolute_form(target: &[u8]) -> Option<(&[u8], &[u8])> {
+    let end = memmem::find(target, b"://")?;
+    let (scheme, rest) = (&target[..end], &target[end + 3..]);
+    let named = &rest[..rest
+        .iter()
+        .position(|byte| b"/?#".contains(byte))
+        .unwrap_or(rest.len())];
+    scheme
+        .iter()
+        .all(u8::is_ascii_alphanumeric)
+        .then_some((scheme, named))
 }
 
 /// An upgrade that the proxy lets pass: any but one to HTTP, in the clear or in TLS, whose requests nobody would read.
@@ -656,6 +655,7 @@ fn span(whole: &[u8], part: &[u8]) -> Range<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::http::edits::Edit;
 
     fn request(text: &str) -> Result<RequestHead, Refused> {
         RequestHead::parse(Bytes::copy_from_slice(text.as_bytes()))
@@ -667,7 +667,8 @@ mod tests {
 
     fn forwarded(text: &str) -> String {
         let mut out = BytesMut::new();
-        request(text).unwrap().write(&mut out, None);
+        let edits = [Edit::Remove("x-called-by")];
+        request(text).unwrap().write(&mut out, Edits(&edits));
         String::from_utf8(out.to_vec()).unwrap()
     }
 
@@ -841,19 +842,6 @@ mod tests {
     }
 
     #[test]
-    fn an_app_says_nothing_in_the_name_of_a_proxy() {
-        let mut out = BytesMut::new();
-        let mut head = response(
-            "HTTP/1.1 502 No\r\nX-Mesh-Error: connect-failed\r\nx_mesh.error: a\r\nX-A: b\r\n\r\n",
-            "GET",
-        )
-        .unwrap();
-        head.remove_mesh_error();
-        head.write(&mut out, None);
-        assert_eq!(&out[..], b"HTTP/1.1 502 No\r\nX-A: b\r\n\r\n");
-    }
-
-    #[test]
     fn whatever_has_two_readings_is_refused() {
         let refused = |fields: &str, why: &'static str| {
             let text = format!("POST / HTTP/1.1\r\n{fields}\r\n");
@@ -967,7 +955,7 @@ mod tests {
         let text = "HTTP/1.0 299 Fine By Me\r\nConnection: close\r\nX-A: b\r\n\r\n";
         response(text, "GET")
             .unwrap()
-            .write(&mut out, Some("close"));
+            .write(&mut out, Edits::default(), Some("close"));
         assert_eq!(
             &out[..],
             b"HTTP/1.1 299 Fine By Me\r\nX-A: b\r\nConnection: close\r\n\r\n"
@@ -980,7 +968,7 @@ mod tests {
         let mut out = BytesMut::new();
         response(text, "GET")
             .unwrap()
-            .write(&mut out, Some("close"));
+            .write(&mut out, Edits::default(), Some("close"));
         let expected = "Upgrade: websocket\r\nContent-Length: 0\r\nConnection: Upgrade\r\nConnection: close\r\n\r\n";
         assert_eq!(
             String::from_utf8_lossy(&out),

@@ -36,7 +36,7 @@ pub(super) async fn carry(
 ) {
     let (mut parts, body) = request.into_parts();
     let malformed = head::malformed(&parts);
-    head::prepare(&mut parts, client.flow.called_by());
+    head::prepare(&mut parts, client.flow.request_edit());
     let mut record = ExchangeRecord::new(&client.flow, Protocol::Http2);
     record.dump(|dump| dump.request_parts(&parts));
     let exchange = Exchange {

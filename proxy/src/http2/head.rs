@@ -6,10 +6,9 @@ use http::request::Parts;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Version};
 
 use crate::authority;
+use crate::http::edits::{Edit, Edits};
 use crate::http::reply::{GRPC_STATUS, X_MESH_ERROR};
-use crate::policy::{RequestView, is_called_by};
-
-const X_CALLED_BY: HeaderName = HeaderName::from_static("x-called-by");
+use crate::http::view::RequestView;
 
 /// Why the request is malformed, as RFC 9113 has it, or ambiguous to whoever reads it next.
 pub(super) fn malformed(parts: &Parts) -> Option<&'static str> {
@@ -54,6 +53,11 @@ pub(super) fn view(parts: &Parts, has_body: bool) -> RequestView<'_> {
     RequestView {
         method: parts.method.as_str().as_bytes(),
         target: path.as_bytes(),
+        authority: match parts.uri.authority() {
+            Some(authority) => Some(authority.as_str().as_bytes()),
+            None => parts.headers.get(HOST).map(HeaderValue::as_bytes),
+        },
+        headers: &parts.headers,
         http2: true,
         has_body,
         upgrade: extended_protocol(parts)
@@ -69,13 +73,10 @@ pub(super) fn extended_protocol(parts: &Parts) -> Option<&str> {
         .map(h2::ext::Protocol::as_str)
 }
 
-/// Makes the head fit to be sent on.
-pub(super) fn prepare(parts: &mut Parts, called_by: Option<&str>) {
-    remove(&mut parts.headers, is_called_by);
-    if let Some(identity) = called_by.and_then(|identity| HeaderValue::from_str(identity).ok()) {
-        parts.headers.insert(X_CALLED_BY, identity);
-    }
-    // Without :authority, which is right where there is a Host, `h2` knows the scheme only of what it takes for HTTP/1.
+/// Prepares the head for the next hop.
+pub(super) fn prepare(parts: &mut Parts, edit: Edit<'_>) {
+    Edits(&[edit]).apply(&mut parts.headers);
+    // Without :authority, which is right if there is a Host, `h2` takes a scheme only of HTTP/1.
     if parts.uri.authority().is_none() {
         parts.version = Version::HTTP_11;
     }
@@ -135,7 +136,7 @@ mod tests {
                 ("x-other", "3"),
             ],
         );
-        prepare(&mut forged, None);
+        prepare(&mut forged, Edit::Remove("X-Called-By"));
         assert_eq!(forged.headers.len(), 1);
     }
 

@@ -1,0 +1,157 @@
+//! A request as authorization and routing see it, in either version of HTTP, without a copy.
+
+use http::HeaderMap;
+
+/// The fields of a head.
+pub trait Headers {
+    /// Calls `each` with every name and value, in order.
+    fn visit<'a>(&'a self, each: &mut dyn FnMut(&'a [u8], &'a [u8]));
+
+    /// The value of the first field with this name, compared without case.
+    fn get(&self, name: &str) -> Option<&[u8]> {
+        let mut found = None;
+        self.visit(&mut |field, value| {
+            if found.is_none() && field.eq_ignore_ascii_case(name.as_bytes()) {
+                found = Some(value);
+            }
+        });
+        found
+    }
+}
+
+impl Headers for HeaderMap {
+    fn visit<'a>(&'a self, each: &mut dyn FnMut(&'a [u8], &'a [u8])) {
+        self.iter()
+            .for_each(|(name, value)| each(name.as_str().as_bytes(), value.as_bytes()));
+    }
+}
+
+/// A request's head.
+#[derive(Clone, Copy)]
+pub struct RequestView<'a> {
+    /// GET, POST, ...
+    pub method: &'a [u8],
+    /// The target as it was sent; in HTTP/2 the path with the query.
+    pub target: &'a [u8],
+    /// The host that it names, and the port if there is one: of the target, of `:authority`, or of
+    /// Host.
+    pub authority: Option<&'a [u8]>,
+    /// The fields.
+    pub headers: &'a dyn Headers,
+    /// It arrived by HTTP/2.
+    pub http2: bool,
+    /// There is a body.
+    pub has_body: bool,
+    /// It asks for another protocol on this connection, or in this stream.
+    pub upgrade: bool,
+}
+
+impl<'a> RequestView<'a> {
+    /// The path, without the query. Empty for CONNECT.
+    pub fn path(&self) -> &'a [u8] {
+        let target = self.path_and_query();
+        &target[..target
+            .iter()
+            .position(|byte| *byte == b'?')
+            .unwrap_or(target.len())]
+    }
+
+    /// The query, without the question mark.
+    pub fn query(&self) -> Option<&'a [u8]> {
+        let target = self.path_and_query();
+        target
+            .iter()
+            .position(|byte| *byte == b'?')
+            .map(|at| &target[at + 1..])
+    }
+
+    /// The value of the first field with this name.
+    pub fn header(&self, name: &str) -> Option<&'a [u8]> {
+        self.headers.get(name)
+    }
+
+    /// Sending it twice has the effect of sending it once (RFC 9110, section 9.2.2).
+    pub fn is_idempotent(&self) -> bool {
+        matches!(
+            self.method,
+            b"GET" | b"HEAD" | b"OPTIONS" | b"TRACE" | b"PUT" | b"DELETE"
+        )
+    }
+
+    /// It asks for a tunnel whose bytes are not inspected. Methods are case-sensitive (RFC 9110, section
+    /// 9.1), but not for every server.
+    pub fn is_connect(&self) -> bool {
+        self.method.eq_ignore_ascii_case(b"CONNECT") && !self.upgrade
+    }
+
+    fn path_and_query(&self) -> &'a [u8] {
+        match memchr::memmem::find(self.target, b"://") {
+            _ if self.is_connect() => b"",
+            Some(scheme) if !self.target.starts_with(b"/") => {
+                let rest = &self.target[scheme + 3..];
+                let path = rest
+                    .iter()
+                    .position(|byte| b"/?".contains(byte))
+                    .unwrap_or(rest.len());
+                &rest[path..]
+            }
+            _ => self.target,
+        }
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod testing {
+    use super::*;
+
+    /// A request without fields.
+    pub(crate) fn request<'a>(method: &'a str, target: &'a str) -> RequestView<'a> {
+        static EMPTY: std::sync::LazyLock<HeaderMap> = std::sync::LazyLock::new(HeaderMap::new);
+        RequestView {
+            method: method.as_bytes(),
+            target: target.as_bytes(),
+            authority: None,
+            headers: &*EMPTY,
+            http2: false,
+            has_body: false,
+            upgrade: false,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::testing::request;
+    use super::*;
+
+    #[test]
+    fn path_and_query_are_found_in_every_form_of_a_target() {
+        for (method, target, path, query) in [
+            ("GET", "/a/b?c=/d?e", "/a/b", Some("c=/d?e")),
+            ("GET", "/", "/", None),
+            ("GET", "/a?u=http://b/", "/a", Some("u=http://b/")),
+            ("GET", "http://host:1/a?b", "/a", Some("b")),
+            ("GET", "http://host?b", "", Some("b")),
+            ("OPTIONS", "*", "*", None),
+            ("CONNECT", "host:1", "", None),
+        ] {
+            let view = request(method, target);
+            let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+            assert_eq!(text(view.path()), path, "{target}");
+            assert_eq!(view.query().map(text).as_deref(), query, "{target}");
+        }
+    }
+
+    #[test]
+    fn headers_are_found_without_case() {
+        let mut headers = HeaderMap::new();
+        headers.append("x-a", "1".parse().expect("a value"));
+        headers.append("x-a", "2".parse().expect("a value"));
+        let view = RequestView {
+            headers: &headers,
+            ..request("GET", "/")
+        };
+        assert_eq!(view.header("X-A"), Some(&b"1"[..]));
+        assert_eq!(view.header("x-b"), None);
+    }
+}
