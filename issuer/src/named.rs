@@ -8,7 +8,7 @@ use rcgen::{KeyPair, PublicKeyData, SignatureAlgorithm, SigningKey};
 use rustls::pki_types::CertificateDer;
 use x509_parser::asn1_rs::{Any, BitString, FromDer, Sequence, ToDer};
 
-use super::SignError;
+use crate::SignError;
 
 /// An issuer's key, for drafts: what it signs has no signature.
 pub(super) struct Drafting(pub(super) KeyPair);

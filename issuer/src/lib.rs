@@ -3,6 +3,7 @@
 //! Pure: no clock, no files, no network; only the serial numbers and the controller's own keys are random. A certificate says what
 //! [`Identity`] says and nothing that a [`Request`] wishes. The key never leaves this module, nor does it show in Debug.
 
+mod certificate;
 mod check;
 mod named;
 mod request;
@@ -13,13 +14,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use aws_lc_rs::rand;
-use diy_mesh_proto::Identity;
 use rcgen::{
-    CertificateParams, DistinguishedName, ExtendedKeyUsagePurpose, IsCa, KeyIdMethod, KeyPair,
-    KeyUsagePurpose, PublicKeyData, SanType,
+    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa,
+    KeyIdMethod, KeyPair, KeyUsagePurpose, PublicKeyData, SanType,
 };
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 
+pub use certificate::Certificate;
 pub use check::IssuerError;
 use named::Drafting;
 pub use request::{Request, RequestError};
@@ -116,25 +117,25 @@ impl Issuer {
     pub fn sign(
         &self,
         request: &Request,
-        identity: &Identity,
+        spiffe_id: &str,
         now: SystemTime,
         life: Duration,
     ) -> Result<Signed, SignError> {
         self.signed.fetch_add(1, Ordering::Relaxed);
-        self.leaf(&request.key, vec![uri(identity)?], now, life)
+        self.leaf(&request.key, vec![uri(spiffe_id)?], now, life)
     }
 
     /// Makes a key and a certificate for the controller itself.
     pub fn sign_serving(
         &self,
-        identity: &Identity,
+        spiffe_id: Option<&str>,
         names: &[String],
         addresses: &[IpAddr],
         now: SystemTime,
         life: Duration,
     ) -> Result<Serving, SignError> {
         let key = KeyPair::generate_for(&rcgen::PKCS_ECDSA_P256_SHA256).map_err(failed)?;
-        let mut all = vec![uri(identity)?];
+        let mut all: Vec<SanType> = spiffe_id.map(uri).transpose()?.into_iter().collect();
         for name in names {
             all.push(SanType::DnsName(name.as_str().try_into().map_err(failed)?));
         }
@@ -224,12 +225,37 @@ impl fmt::Debug for Issuer {
     }
 }
 
-fn uri(identity: &Identity) -> Result<SanType, SignError> {
-    Ok(SanType::URI(identity.as_str().try_into().map_err(failed)?))
+fn uri(spiffe_id: &str) -> Result<SanType, SignError> {
+    Ok(SanType::URI(spiffe_id.try_into().map_err(failed)?))
 }
 
 fn failed(error: rcgen::Error) -> SignError {
     SignError::Crypto(error.to_string())
+}
+
+/// Generates a self-signed root CA for leaf certificates: the certificate and its P-384 key, as PEM.
+pub fn self_signed(
+    organization: &str,
+    common_name: &str,
+    now: SystemTime,
+    life: Duration,
+) -> Result<(String, String), SignError> {
+    let key = KeyPair::generate_for(&rcgen::PKCS_ECDSA_P384_SHA384).map_err(failed)?;
+    let mut params = CertificateParams::default();
+    params.distinguished_name = DistinguishedName::new();
+    params
+        .distinguished_name
+        .push(DnType::OrganizationName, organization);
+    params
+        .distinguished_name
+        .push(DnType::CommonName, common_name);
+    params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+    params.use_authority_key_identifier_extension = true;
+    params.not_before = (now - BACKDATED).into();
+    params.not_after = (now + life).into();
+    let certificate = params.self_signed(&key).map_err(failed)?;
+    Ok((certificate.pem(), key.serialize_pem()))
 }
 
 /// 128 bits, all but the first two of them random: so it is positive, and has its full length, as X.509 wants it.

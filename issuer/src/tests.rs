@@ -2,16 +2,18 @@
 
 use std::process::Command;
 
+use diy_mesh_proto::Identity;
 use rcgen::{
-    BasicConstraints, CertifiedIssuer, DnType, PKCS_ECDSA_P256_SHA256, PKCS_ECDSA_P384_SHA384,
-    PKCS_ED25519, PKCS_RSA_SHA256,
+    CertifiedIssuer, PKCS_ECDSA_P256_SHA256, PKCS_ECDSA_P384_SHA384, PKCS_ED25519, PKCS_RSA_SHA256,
 };
+use rustls::RootCertStore;
+use rustls::pki_types::UnixTime;
+use rustls::server::WebPkiClientVerifier;
 use x509_parser::certificate::X509Certificate;
 use x509_parser::extensions::ParsedExtension;
 use x509_parser::prelude::FromDer;
 
 use super::*;
-use crate::authority::material::Material;
 
 const HOUR: Duration = Duration::from_secs(3600);
 
@@ -85,7 +87,7 @@ fn authorities_of_each_sort_sign_what_openssl_and_the_spiffe_library_accept() {
         let issuer = load(&[&root]).unwrap();
         let (request, identity, key) = request_with_key();
         let signed = issuer
-            .sign(&request, &identity, SystemTime::now(), HOUR)
+            .sign(&request, identity.as_str(), SystemTime::now(), HOUR)
             .unwrap();
         verify(&signed, &root.pem(), issuer.chain_pem(), &identity);
         let svid = spiffe::X509Svid::parse_from_der(&signed.der, key.serialized_der()).unwrap();
@@ -105,7 +107,7 @@ fn an_intermediates_chain_goes_along_without_the_root() {
         let (request, identity) = request();
         verify(
             &issuer
-                .sign(&request, &identity, SystemTime::now(), HOUR)
+                .sign(&request, identity.as_str(), SystemTime::now(), HOUR)
                 .unwrap(),
             &root.pem(),
             issuer.chain_pem(),
@@ -169,7 +171,7 @@ fn a_certificate_says_what_the_contract_says() {
     let root = root(params("The root"), &PKCS_ECDSA_P384_SHA384);
     let issuer = load(&[&root]).unwrap();
     let ((request, identity), now) = (request(), SystemTime::now());
-    let signed = issuer.sign(&request, &identity, now, HOUR).unwrap();
+    let signed = issuer.sign(&request, identity.as_str(), now, HOUR).unwrap();
     let (_, leaf) = X509Certificate::from_der(&signed.der).unwrap();
     let seconds = |time: SystemTime| {
         time.duration_since(SystemTime::UNIX_EPOCH)
@@ -195,7 +197,10 @@ fn a_certificate_says_what_the_contract_says() {
     assert_eq!(authority.as_deref(), Some(issuer.id()));
     assert_ne!(
         signed.serial,
-        issuer.sign(&request, &identity, now, HOUR).unwrap().serial
+        issuer
+            .sign(&request, identity.as_str(), now, HOUR)
+            .unwrap()
+            .serial
     );
     assert!(format!("{issuer:?}").len() < 200, "Debug shows no key");
 }
@@ -210,20 +215,20 @@ fn no_certificate_outlives_its_issuer() {
     let (request, identity) = request();
     assert_eq!(
         issuer
-            .sign(&request, &identity, now, HOUR)
+            .sign(&request, identity.as_str(), now, HOUR)
             .unwrap()
             .not_after,
         issuer.not_after()
     );
     assert_eq!(
         issuer
-            .sign(&request, &identity, now + HOUR, HOUR)
+            .sign(&request, identity.as_str(), now + HOUR, HOUR)
             .unwrap_err(),
         SignError::Expired
     );
     assert_eq!(
         issuer
-            .sign(&request, &identity, now, Duration::MAX)
+            .sign(&request, identity.as_str(), now, Duration::MAX)
             .unwrap()
             .not_after,
         issuer.not_after()
@@ -240,7 +245,7 @@ fn the_controllers_own_certificate_has_its_names() {
     ];
     let serving = issuer
         .sign_serving(
-            &identity,
+            Some(identity.as_str()),
             &names,
             &["127.0.0.1".parse().unwrap()],
             SystemTime::now(),
@@ -377,7 +382,7 @@ fn an_authority_made_by_openssl_is_taken_with_an_older_key_format_and_whatever_i
             .unwrap_or_else(|error| panic!("{name}: {error}"));
         let (request, identity) = request();
         let signed = issuer
-            .sign(&request, &identity, SystemTime::now(), HOUR)
+            .sign(&request, identity.as_str(), SystemTime::now(), HOUR)
             .unwrap();
         let (_, leaf) = X509Certificate::from_der(&signed.der).unwrap();
         let (_, own) = X509Certificate::from_der(issuer.certificate()).unwrap();
@@ -385,10 +390,21 @@ fn an_authority_made_by_openssl_is_taken_with_an_older_key_format_and_whatever_i
         if name != "/" {
             verify(&signed, &read("crt"), "", &identity);
         }
-        // As proxies verify it.
-        let fields =
-            ["tls.crt", "tls.key"].map(|field| (field.to_owned(), read(&field[4..]).into_bytes()));
-        Material::read(&fields.into(), SystemTime::now())
+        verify_as_proxy(issuer.certificate(), &signed.der)
             .unwrap_or_else(|error| panic!("{name}: {error}"));
     }
+}
+
+fn verify_as_proxy(
+    root: &CertificateDer<'static>,
+    leaf: &CertificateDer<'static>,
+) -> Result<(), rustls::Error> {
+    let mut roots = RootCertStore::empty();
+    roots.add(root.clone())?;
+    let provider = std::sync::Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    WebPkiClientVerifier::builder_with_provider(roots.into(), provider)
+        .build()
+        .unwrap()
+        .verify_client_cert(leaf, &[], UnixTime::now())
+        .map(|_| ())
 }

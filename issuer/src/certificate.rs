@@ -10,7 +10,7 @@ use rustls::pki_types::pem::PemObject;
 use x509_parser::certificate::X509Certificate;
 use x509_parser::extensions::ParsedExtension;
 
-use crate::issuer::hex;
+use crate::hex;
 
 const BEGIN: &str = "-----BEGIN CERTIFICATE-----";
 const END: &str = "-----END CERTIFICATE-----";
