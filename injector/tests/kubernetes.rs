@@ -197,7 +197,7 @@ async fn replicas_share_one_certificate_and_keep_it_and_the_ca_bundle_right() {
         )
         .await;
     assert_eq!(cluster.settled().await, ca);
-    let other = diy_mesh_injector::certificate::Material::new(
+    let other = diy_mesh_injector::certificate::KeyMaterial::generate(
         &diy_mesh_injector::certificate::Names::new(["other.example".into()]),
         std::time::SystemTime::now(),
     );

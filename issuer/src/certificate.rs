@@ -2,13 +2,14 @@
 //!
 //! The first stop of whatever the authority reads. It never sees a private key.
 
+use std::net::IpAddr;
 use std::time::{Duration, SystemTime};
 
 use aws_lc_rs::digest::{SHA256, digest};
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use x509_parser::certificate::X509Certificate;
-use x509_parser::extensions::ParsedExtension;
+use x509_parser::extensions::{GeneralName, ParsedExtension};
 
 use crate::hex;
 
@@ -40,6 +41,10 @@ pub struct Certificate {
     pub may_sign: bool,
     /// How many further CAs it allows below it; none: any number.
     pub path_length: Option<u32>,
+    /// The DNS names of its subject alternative name.
+    pub dns_names: Vec<String>,
+    /// The IP addresses of its subject alternative name.
+    pub addresses: Vec<IpAddr>,
 }
 
 impl Certificate {
@@ -80,7 +85,19 @@ impl Certificate {
                     ParsedExtension::SubjectKeyIdentifier(id) => Some(hex(id.0)),
                     _ => None,
                 });
+        let alternative_names = match parsed.subject_alternative_name() {
+            Ok(Some(extension)) => extension.value.general_names.as_slice(),
+            _ => &[],
+        };
         let certificate = Certificate {
+            dns_names: alternative_names
+                .iter()
+                .filter_map(|name| match name {
+                    GeneralName::DNSName(name) => Some((*name).to_owned()),
+                    _ => None,
+                })
+                .collect(),
+            addresses: alternative_names.iter().filter_map(ip_address).collect(),
             pem: block
                 .lines()
                 .map(str::trim)
@@ -122,6 +139,11 @@ impl Certificate {
         own.issuer() == other.subject() && own.verify_signature(Some(other.public_key())).is_ok()
     }
 
+    /// Whether its validity has ended at `now`.
+    pub fn has_expired(&self, now: SystemTime) -> bool {
+        now >= self.not_after
+    }
+
     /// Whether it is a root: signed by its own key.
     pub fn is_self_signed(&self) -> bool {
         self.is_signed_by(self)
@@ -134,6 +156,15 @@ fn parse<'a>(der: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, String>
         Ok(_) => Err("bytes follow the certificate".to_owned()),
         Err(error) => Err(format!("it is no X.509 certificate: {error}")),
     }
+}
+
+fn ip_address(name: &GeneralName<'_>) -> Option<IpAddr> {
+    let GeneralName::IPAddress(octets) = name else {
+        return None;
+    };
+    let v4 = <[u8; 4]>::try_from(*octets).map(IpAddr::from);
+    v4.or_else(|_| <[u8; 16]>::try_from(*octets).map(IpAddr::from))
+        .ok()
 }
 
 fn time(seconds: i64) -> SystemTime {

@@ -193,16 +193,19 @@ impl Issuer {
         let serial = serial()?;
         let mut params = CertificateParams::default();
         params.distinguished_name = DistinguishedName::new();
-        params.subject_alt_names = names;
         params.not_before = not_before.into();
         params.not_after = not_after.into();
         params.serial_number = Some(serial.to_vec().into());
         params.is_ca = IsCa::ExplicitNoCa;
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-        params.extended_key_usages = vec![
-            ExtendedKeyUsagePurpose::ServerAuth,
-            ExtendedKeyUsagePurpose::ClientAuth,
-        ];
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+        // SPIFFE requires both usages; a certificate without a SPIFFE ID is for a server only.
+        if names.iter().any(|name| matches!(name, SanType::URI(_))) {
+            params
+                .extended_key_usages
+                .push(ExtendedKeyUsagePurpose::ClientAuth);
+        }
+        params.subject_alt_names = names;
         params.use_authority_key_identifier_extension = true;
         let draft = params.signed_by(key, &self.authority).map_err(failed)?;
         let der = named::sign(draft.der(), &self.name, self.authority.key())?;
@@ -268,11 +271,22 @@ fn serial() -> Result<[u8; 16], SignError> {
 
 /// A certificate as text.
 pub fn pem(certificate: &CertificateDer<'_>) -> String {
-    let block = pem::Pem::new("CERTIFICATE", certificate.as_ref());
-    pem::encode_config(
-        &block,
-        pem::EncodeConfig::new().set_line_ending(pem::LineEnding::LF),
-    )
+    to_pem("CERTIFICATE", certificate)
+}
+
+fn to_pem(label: &str, der: &[u8]) -> String {
+    let config = pem::EncodeConfig::new().set_line_ending(pem::LineEnding::LF);
+    pem::encode_config(&pem::Pem::new(label, der), config)
+}
+
+/// A private key as PEM.
+pub fn private_key_pem(key: &PrivateKeyDer<'_>) -> String {
+    let label = match key {
+        PrivateKeyDer::Pkcs1(_) => "RSA PRIVATE KEY",
+        PrivateKeyDer::Sec1(_) => "EC PRIVATE KEY",
+        _ => "PRIVATE KEY",
+    };
+    to_pem(label, key.secret_der())
 }
 
 /// Lower-case, two digits a byte.
