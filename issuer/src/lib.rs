@@ -1,16 +1,17 @@
-//! Who signs: a certificate authority's certificate and key, checked once, and the certificates that it makes.
+//! X.509: certificate authorities, leaf certificates, certificate signing requests, and reading of
+//! certificates.
 //!
-//! Pure: no clock, no files, no network; only the serial numbers and the controller's own keys are random. A certificate says what
-//! [`Identity`] says and nothing that a [`Request`] wishes. The key never leaves this module, nor does it show in Debug.
+//! Pure: no clock, no files, no network; only keys and serial numbers are random. A leaf
+//! certificate contains the names that the caller of [`Issuer::sign`] passes, and only the public
+//! key of a [`Request`]. The CA's key stays private and out of `Debug`.
 
 mod certificate;
 mod check;
-mod named;
+mod draft;
 mod request;
 
 use std::fmt;
 use std::net::IpAddr;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use aws_lc_rs::rand;
@@ -22,117 +23,115 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 
 pub use certificate::Certificate;
 pub use check::IssuerError;
-use named::Drafting;
+use draft::DraftKey;
 pub use request::{Request, RequestError};
 
-/// Certificates are valid from a little before they are made: clocks differ.
+/// Time by which `notBefore` precedes the signing time, to tolerate clock skew.
 pub const BACKDATED: Duration = Duration::from_secs(5 * 60);
 
-/// A certificate authority that is fit to sign workloads' certificates.
+/// A checked certificate authority.
 pub struct Issuer {
-    authority: rcgen::Issuer<'static, Drafting>,
-    /// Its subject, as it stands in its certificate.
-    name: Vec<u8>,
+    ca: rcgen::Issuer<'static, DraftKey>,
+    /// The subject, as DER.
+    subject: Vec<u8>,
     certificate: CertificateDer<'static>,
     id: String,
     chain_pem: String,
     intermediates: Vec<CertificateDer<'static>>,
     not_after: SystemTime,
-    signed: AtomicU64,
 }
 
-/// A workload's certificate.
+/// A leaf certificate of a workload.
 #[derive(Clone, Debug)]
 pub struct Signed {
-    /// The leaf alone; what follows it is [`Issuer::chain_pem`].
+    /// The leaf as PEM, without [`Issuer::chain_pem`].
     pub pem: String,
-    /// The leaf alone.
+    /// The leaf as DER.
     pub der: CertificateDer<'static>,
-    /// Its serial number, hexadecimal.
+    /// The serial number, hexadecimal.
     pub serial: String,
-    /// From when it is valid.
+    /// The start of the validity.
     pub not_before: SystemTime,
-    /// Until when.
+    /// The end of the validity.
     pub not_after: SystemTime,
 }
 
-/// The controller's own certificate.
+/// A serving certificate and its key.
 pub struct Serving {
-    /// The leaf and its intermediates.
+    /// The leaf, then intermediates without the root.
     pub chain: Vec<CertificateDer<'static>>,
-    /// Its key, made for it.
+    /// The generated private key.
     pub key: PrivateKeyDer<'static>,
-    /// From when it is valid.
+    /// The start of the validity.
     pub not_before: SystemTime,
-    /// Until when.
+    /// The end of the validity.
     pub not_after: SystemTime,
 }
 
-/// Why nothing is signed.
+/// A failure to sign.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SignError {
-    /// The issuer, or one above it, has ended.
-    #[error("the certificate authority has expired; give the controller a new one")]
+    /// The issuer or a certificate above it has expired.
+    #[error("the certificate authority has expired; replace it")]
     Expired,
-    /// The cryptography failed.
-    #[error("no certificate could be made: {0}")]
+    /// A cryptographic operation failed.
+    #[error("cannot sign a certificate: {0}")]
     Crypto(String),
 }
 
 impl Issuer {
-    /// `chain`: the authority's own certificate, then those above it, if any. `key`: its key. Both PEM. Unfit ones are refused
-    /// with a reason.
+    /// Checks a CA: `chain` is its certificate, followed by those above it, if any, and `key` is
+    /// its private key, both as PEM.
     pub fn from_pem(chain: &str, key: &str, now: SystemTime) -> Result<Issuer, IssuerError> {
         let check::Checked {
             chain,
             key,
-            name,
+            subject,
             id,
             not_after,
         } = check::check(chain, key, now)?;
         let mut params = CertificateParams::default();
         params.key_identifier_method = KeyIdMethod::PreSpecified(id.clone());
-        let authority = rcgen::Issuer::new(params, Drafting(key));
+        let ca = rcgen::Issuer::new(params, DraftKey(key));
         let intermediates = check::without_roots(&chain);
         let chain_pem = intermediates
             .iter()
             .map(|certificate| pem(certificate))
             .collect();
-        let (certificate, id, signed) = (chain[0].clone(), hex(&id), AtomicU64::new(0));
         let issuer = Issuer {
-            authority,
-            name,
-            certificate,
-            id,
+            ca,
+            subject,
+            certificate: chain[0].clone(),
+            id: hex(&id),
             chain_pem,
             intermediates,
             not_after,
-            signed,
         };
-        check::signs_well(&issuer, now)?;
+        check::test_signature(&issuer, now)?;
         Ok(issuer)
     }
 
-    /// Makes the certificate of `identity` for the key of `request`: valid for `life` from `now`, never beyond the issuer's own end.
+    /// Signs a certificate with `spiffe_id` for the key of `request`. It is valid for `lifetime`
+    /// from `now`, at most until the issuer expires.
     pub fn sign(
         &self,
         request: &Request,
         spiffe_id: &str,
         now: SystemTime,
-        life: Duration,
+        lifetime: Duration,
     ) -> Result<Signed, SignError> {
-        self.signed.fetch_add(1, Ordering::Relaxed);
-        self.leaf(&request.key, vec![uri(spiffe_id)?], now, life)
+        self.leaf(&request.key, vec![uri(spiffe_id)?], now, lifetime)
     }
 
-    /// Makes a key and a certificate for the controller itself.
+    /// Generates a key and signs a serving certificate. Names: `spiffe_id`, DNS names and IP
+    /// addresses.
     pub fn sign_serving(
         &self,
         spiffe_id: Option<&str>,
         names: &[String],
         addresses: &[IpAddr],
         now: SystemTime,
-        life: Duration,
+        lifetime: Duration,
     ) -> Result<Serving, SignError> {
         let key = KeyPair::generate_for(&rcgen::PKCS_ECDSA_P256_SHA256).map_err(failed)?;
         let mut all: Vec<SanType> = spiffe_id.map(uri).transpose()?.into_iter().collect();
@@ -140,7 +139,7 @@ impl Issuer {
             all.push(SanType::DnsName(name.as_str().try_into().map_err(failed)?));
         }
         all.extend(addresses.iter().map(|address| SanType::IpAddress(*address)));
-        let leaf = self.leaf(&key, all, now, life)?;
+        let leaf = self.leaf(&key, all, now, lifetime)?;
         let chain = [vec![leaf.der], self.intermediates.clone()].concat();
         let key = PrivateKeyDer::Pkcs8(key.serialized_der().to_vec().into());
         Ok(Serving {
@@ -151,29 +150,21 @@ impl Issuer {
         })
     }
 
-    /// Its subject key identifier, hexadecimal: what the certificates that it signs name as their authority.
+    /// The subject key identifier, hexadecimal: the authority key identifier of signed
+    /// certificates.
     pub fn id(&self) -> &str {
         &self.id
     }
 
-    /// Its own certificate.
-    pub fn certificate(&self) -> &CertificateDer<'static> {
-        &self.certificate
-    }
-
-    /// What follows a leaf: the intermediates up to a root, and without it. PEM; empty where the issuer itself is a root.
+    /// The certificates that peers need after a leaf, as PEM: the intermediates without the root.
+    /// Empty if the issuer is a root.
     pub fn chain_pem(&self) -> &str {
         &self.chain_pem
     }
 
-    /// When it ends, or the first one above it does.
+    /// The earliest expiry of the issuer and the certificates above it.
     pub fn not_after(&self) -> SystemTime {
         self.not_after
-    }
-
-    /// How many workloads' certificates it has signed in this process.
-    pub fn signed(&self) -> u64 {
-        self.signed.load(Ordering::Relaxed)
     }
 
     fn leaf(
@@ -181,10 +172,10 @@ impl Issuer {
         key: &impl PublicKeyData,
         names: Vec<SanType>,
         now: SystemTime,
-        life: Duration,
+        lifetime: Duration,
     ) -> Result<Signed, SignError> {
         let not_after = now
-            .checked_add(life)
+            .checked_add(lifetime)
             .map_or(self.not_after, |end| end.min(self.not_after));
         if not_after <= now {
             return Err(SignError::Expired);
@@ -207,8 +198,8 @@ impl Issuer {
         }
         params.subject_alt_names = names;
         params.use_authority_key_identifier_extension = true;
-        let draft = params.signed_by(key, &self.authority).map_err(failed)?;
-        let der = named::sign(draft.der(), &self.name, self.authority.key())?;
+        let draft = params.signed_by(key, &self.ca).map_err(failed)?;
+        let der = draft::sign(draft.der(), &self.subject, self.ca.key())?;
         Ok(Signed {
             pem: pem(&der),
             der,
@@ -236,12 +227,13 @@ fn failed(error: rcgen::Error) -> SignError {
     SignError::Crypto(error.to_string())
 }
 
-/// Generates a self-signed root CA for leaf certificates: the certificate and its P-384 key, as PEM.
+/// Generates a self-signed root CA for leaf certificates: the certificate and its P-384 key, as
+/// PEM.
 pub fn self_signed(
     organization: &str,
     common_name: &str,
     now: SystemTime,
-    life: Duration,
+    lifetime: Duration,
 ) -> Result<(String, String), SignError> {
     let key = KeyPair::generate_for(&rcgen::PKCS_ECDSA_P384_SHA384).map_err(failed)?;
     let mut params = CertificateParams::default();
@@ -256,20 +248,22 @@ pub fn self_signed(
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
     params.use_authority_key_identifier_extension = true;
     params.not_before = (now - BACKDATED).into();
-    params.not_after = (now + life).into();
+    params.not_after = (now + lifetime).into();
     let certificate = params.self_signed(&key).map_err(failed)?;
     Ok((certificate.pem(), key.serialize_pem()))
 }
 
-/// 128 bits, all but the first two of them random: so it is positive, and has its full length, as X.509 wants it.
+/// A serial number of 128 bits. The first two bits are fixed, so that the DER integer is positive
+/// and has 16 bytes.
 fn serial() -> Result<[u8; 16], SignError> {
     let mut serial = [0; 16];
-    rand::fill(&mut serial).map_err(|_| SignError::Crypto("there is no randomness".to_owned()))?;
+    rand::fill(&mut serial)
+        .map_err(|_| SignError::Crypto("no random bytes are available".to_owned()))?;
     serial[0] = serial[0] & 0x3f | 0x40;
     Ok(serial)
 }
 
-/// A certificate as text.
+/// A certificate as PEM.
 pub fn pem(certificate: &CertificateDer<'_>) -> String {
     to_pem("CERTIFICATE", certificate)
 }
@@ -289,10 +283,10 @@ pub fn private_key_pem(key: &PrivateKeyDer<'_>) -> String {
     to_pem(label, key.secret_der())
 }
 
-/// Lower-case, two digits a byte.
+/// Bytes as lower-case hexadecimal digits.
 pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 #[cfg(test)]
-pub(crate) mod tests;
+mod tests;
