@@ -1,6 +1,9 @@
 //! The annotations of a pod, parsed and checked. Pure.
 //!
-//! [`crate::patch`] decides whether a pod is injected. Only checked values reach the arguments of a container.
+//! [`crate::patch`] decides whether a pod is injected. Only checked values reach the arguments of a
+//! container.
+
+use std::str::FromStr;
 
 use serde_json::Value;
 
@@ -16,7 +19,8 @@ pub const SKIP_OUTBOUND_PORTS: &str = "diy-service-mesh/skip-outbound-ports";
 pub const DUMP: &str = "diy-service-mesh/dump";
 /// Format of the printed traffic.
 pub const DUMP_FORMAT: &str = "diy-service-mesh/dump-format";
-/// Whether the proxy accepts unauthenticated connections: [`STRICT`] or [`PERMISSIVE`]. Also a label of namespaces.
+/// Whether the proxy accepts unauthenticated connections: [`STRICT`] or [`PERMISSIVE`]. Also a
+/// label of namespaces.
 pub const INBOUND: &str = "diy-service-mesh/inbound";
 /// Inbound ports without protocol detection.
 pub const OPAQUE_PORTS: &str = "diy-service-mesh/opaque-ports";
@@ -154,13 +158,14 @@ fn port_or_range(entry: &str) -> Option<String> {
     (first <= last).then(|| format!("{first}-{last}"))
 }
 
-/// Accepts digits only; `u16::from_str` also accepts a plus sign.
 fn port(text: &str) -> Option<u16> {
-    let text = text.trim();
-    if !text.bytes().all(|byte| byte.is_ascii_digit()) {
-        return None;
-    }
-    text.parse().ok().filter(|port| *port != 0)
+    digits(text.trim()).filter(|port| *port != 0)
+}
+
+/// Parses digits only; `FromStr` of integers also accepts a plus sign.
+fn digits<T: FromStr>(text: &str) -> Option<T> {
+    let is_number = text.bytes().all(|byte| byte.is_ascii_digit());
+    is_number.then(|| text.parse().ok()).flatten()
 }
 
 /// A duration in seconds.
@@ -181,12 +186,7 @@ fn seconds(text: &str) -> Option<u64> {
         "h" => 3600,
         _ => return None,
     };
-    // `u64::from_str` also accepts a plus sign.
-    let number: u64 = number
-        .parse()
-        .ok()
-        .filter(|_| number.bytes().all(|byte| byte.is_ascii_digit()))?;
-    number
+    digits::<u64>(number)?
         .checked_mul(unit)
         .filter(|seconds| (1..=MAX_DURATION_SECONDS).contains(seconds))
 }

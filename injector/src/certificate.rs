@@ -1,10 +1,11 @@
-//! The webhook's certificates: a private CA, the serving certificate that it signs, and the renewal schedule. Pure, apart from key
-//! generation: the caller passes the time.
+//! The webhook's certificates: a private CA, the serving certificate that it signs, and the renewal
+//! schedule. Pure, apart from key generation: the caller passes the time.
 //!
 //! [`crate::kubernetes`] stores them in a Secret, [`crate::ephemeral`] keeps them in memory.
 //!
-//! A CA is replaced in two steps, [`OVERLAP`] apart: the next CA first joins the bundle and later signs. A client that has read
-//! the bundle within that time trusts the serving certificate at every moment.
+//! A CA is replaced in two steps, [`OVERLAP`] apart: the next CA first joins the bundle and later
+//! signs. A client that has read the bundle within that time trusts the serving certificate at
+//! every moment.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -143,7 +144,8 @@ impl KeyMaterial {
         fields
     }
 
-    /// Reads the data of the Secret. Checks that every certificate parses and that every key matches its certificate.
+    /// Reads the data of the Secret. Checks that every certificate parses and that every key
+    /// matches its certificate.
     pub fn from_fields<'a>(field: impl Fn(&str) -> Option<&'a [u8]>) -> Result<Self, Error> {
         Ok(Self {
             ca: Credential::read(&field, CA_CERTIFICATE, CA_KEY)?,

@@ -1,5 +1,5 @@
-//! Configuration: [`Flags`] are read from the command line and the environment, [`Config`] is checked. No other module reads the
-//! environment.
+//! Configuration: [`Flags`] are read from the command line and the environment, [`Config`] is
+//! checked. No other module reads the environment.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -57,7 +57,8 @@ pub struct Flags {
         required_if_eq("serving_certificate", "ephemeral")
     )]
     pub ca_file: Option<PathBuf>,
-    /// MutatingWebhookConfiguration whose caBundle the injector writes, with --serving-certificate kubernetes
+    /// MutatingWebhookConfiguration whose caBundle the injector writes, with --serving-certificate
+    /// kubernetes
     #[arg(
         long,
         env,
@@ -68,11 +69,13 @@ pub struct Flags {
     /// Additional DNS names and IP addresses of the serving certificate, separated by commas
     #[arg(long, env, value_name = "NAMES", value_delimiter = ',', value_parser = alternative_name)]
     pub extra_san: Vec<String>,
-    /// Seconds for which new connections are accepted after SIGTERM, while API servers still send requests; at most 300
+    /// Seconds for which new connections are accepted after SIGTERM, while API servers still send
+    /// requests; at most 300
     /// [default: 5 with kubernetes, 0 with ephemeral]
     #[arg(long, env, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(..=300))]
     pub shutdown_delay: Option<u64>,
-    /// Log level (error, warn, info, debug, trace) or a filter by module, such as info,diy_mesh_injector=debug [default: info]
+    /// Log level (error, warn, info, debug, trace) or a filter by module, such as
+    /// info,diy_mesh_injector=debug [default: info]
     #[arg(long, env, value_name = "FILTER")]
     pub log: Option<String>,
 }
@@ -99,8 +102,8 @@ pub enum CertificateStorage {
 }
 
 impl Flags {
-    /// Reads the command line and the environment. Prints errors and exits, as [`Parser::parse`] does. An empty variable counts as
-    /// unset.
+    /// Reads the command line and the environment. Prints errors and exits, as [`Parser::parse`]
+    /// does. An empty variable counts as unset.
     pub fn parse_process() -> Self {
         let command = Self::command().mut_args(|arg| match arg.get_env() {
             Some(name) if std::env::var_os(name).is_some_and(|value| value.is_empty()) => {

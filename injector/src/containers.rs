@@ -1,8 +1,8 @@
 //! The containers and the volume that injection adds to a pod. Pure.
 //!
-//! The single source of the mesh's ports and of the proxy's uid: proxy-init and proxy take them as required flags without
-//! defaults. Fields that the API server sets by default are explicit where its defaults vary, so that an injected pod that is
-//! reviewed again compares equal.
+//! The single source of the mesh's ports and of the proxy's uid: proxy-init and proxy take them as
+//! required flags without defaults. Fields that the API server sets by default are explicit where
+//! its defaults vary, so that an injected pod that is reviewed again compares equal.
 
 use std::collections::BTreeSet;
 use std::fmt::Display;
@@ -18,7 +18,8 @@ pub const PROXY: &str = "proxy";
 pub const PROXY_INIT: &str = "proxy-init";
 /// The name of the volume with the proxy's token and the root certificates.
 pub const TOKEN_VOLUME: &str = "diy-service-mesh-token";
-/// The ConfigMap with the root certificates, which the controller writes to every namespace with meshed pods.
+/// The ConfigMap with the root certificates, which the controller writes to every namespace with
+/// meshed pods.
 pub const ROOTS_CONFIG_MAP: &str = "diy-service-mesh-roots";
 /// The key in that ConfigMap, and the name of the mounted file.
 pub const ROOTS: &str = "roots.pem";
@@ -52,7 +53,8 @@ impl Ports {
         admin: 4001,
     };
 
-    /// The default ports, each incremented to the next one that is not declared. `None` if there is none.
+    /// The default ports, each incremented to the next one that is not declared. `None` if there is
+    /// none.
     pub fn avoiding(declared: impl IntoIterator<Item = u16>) -> Option<Self> {
         let mut taken: BTreeSet<u16> = declared.into_iter().collect();
         let mut next_free = |default: u16| {
@@ -94,8 +96,8 @@ pub fn proxy_init(settings: &Settings, ports: Ports, options: &Options) -> Value
     })
 }
 
-/// The proxy as a native sidecar: starts before the containers of the pod and stops after them. `exempt_probes` are values of
-/// `--probe`.
+/// The proxy as a native sidecar: starts before the containers of the pod and stops after them.
+/// `exempt_probes` are values of `--probe`.
 pub fn proxy(
     settings: &Settings,
     ports: Ports,
@@ -125,7 +127,8 @@ pub fn proxy(
             {"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.namespace"}}},
         ],
         "ports": [{"name": "mesh-admin", "containerPort": ports.admin, "protocol": "TCP"}],
-        // The containers of the pod start after this probe succeeds. The kubelet restarts the proxy after two minutes.
+        // The containers of the pod start after this probe succeeds. The kubelet restarts the proxy
+        // after two minutes.
         "startupProbe": probe("/ready", ports.admin, 1, 1, 120),
         "readinessProbe": probe("/ready", ports.admin, 2, 2, 3),
         // A restart closes all connections of the pod, hence the threshold of one minute.
@@ -168,7 +171,8 @@ fn probe(path: &str, port: u16, period: u32, timeout: u32, failures: u32) -> Val
     })
 }
 
-/// The proxy's token for the controller, and the root certificates. The kubelet starts the pod when both exist.
+/// The proxy's token for the controller, and the root certificates. The kubelet starts the pod when
+/// both exist.
 pub fn token_volume() -> Value {
     json!({
         "name": TOKEN_VOLUME,

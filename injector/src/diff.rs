@@ -4,7 +4,8 @@ use json_patch::jsonptr::PointerBuf;
 use json_patch::{AddOperation, Patch, PatchOperation, RemoveOperation};
 use serde_json::Value;
 
-/// Merges `new` into `base`: maps by field, lists of named objects by name; other values are replaced. Idempotent.
+/// Merges `new` into `base`: maps by field, lists of named objects by name; other values are
+/// replaced. Idempotent.
 pub fn merge(base: &mut Value, new: &Value) {
     match (base, new) {
         (Value::Object(base), Value::Object(new)) => {
@@ -19,7 +20,8 @@ pub fn merge(base: &mut Value, new: &Value) {
     }
 }
 
-/// Replaces the first item with the key of each new item, or appends it. Removes further items with that key.
+/// Replaces the first item with the key of each new item, or appends it. Removes further items with
+/// that key.
 pub fn merge_list(base: &mut Vec<Value>, new: &[Value], key: &str) {
     for item in new {
         let mut is_present = false;
@@ -36,7 +38,8 @@ pub fn merge_list(base: &mut Vec<Value>, new: &[Value], key: &str) {
     }
 }
 
-/// The field that identifies the items of a list, if all items have it. Kubernetes merges its lists by the same fields.
+/// The field that identifies the items of a list, if all items have it. Kubernetes merges its lists
+/// by the same fields.
 fn merge_key(items: &[Value]) -> Option<&'static str> {
     ["mountPath", "name"]
         .into_iter()

@@ -1,6 +1,7 @@
 //! Certificates in memory, for the sandbox and other environments without a Kubernetes API.
 //!
-//! The CA certificate is written to a file for the clients of the webhook. Private keys stay in memory.
+//! The CA certificate is written to a file for the clients of the webhook. Private keys stay in
+//! memory.
 
 use std::convert::Infallible;
 use std::path::Path;
@@ -13,7 +14,8 @@ use crate::publish::{Error, Publisher};
 
 const RENEWAL_CHECK_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Generates certificates, publishes them and renews them. Returns only if the first ones cannot be published.
+/// Generates certificates, publishes them and renews them. Returns only if the first ones cannot be
+/// published.
 pub async fn run(
     publisher: &Publisher,
     names: &Names,

@@ -1,11 +1,12 @@
-//! Reconciliation of the certificates with Kubernetes: a Secret that all replicas share, and the `caBundle` of the webhook
-//! configuration.
+//! Reconciliation of the certificates with Kubernetes: a Secret that all replicas share, and the
+//! `caBundle` of the webhook configuration.
 //!
-//! Level-triggered: every change of either object, and every minute, both are read and corrected. The injector writes no other
-//! object, and no other field of the webhook configuration.
+//! Level-triggered: every change of either object, and every minute, both are read and corrected.
+//! The injector writes no other object, and no other field of the webhook configuration.
 //!
-//! Replicas may write at the same time. The API server accepts one write; the other replica then reads the result. A deleted
-//! Secret is written again from memory, so that clients notice no change.
+//! Replicas may write at the same time. The API server accepts one write; the other replica then
+//! reads the result. A deleted Secret is written again from memory, so that clients notice no
+//! change.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -29,7 +30,8 @@ use crate::publish::{Error, Publisher};
 /// The Secret with the certificates of the webhook.
 pub const SECRET: &str = "diy-service-mesh-injector-tls";
 const FIELD_MANAGER: &str = "diy-service-mesh-injector";
-/// Interval at which both objects are read without an event. Bounds the delay of renewals and of missed events.
+/// Interval at which both objects are read without an event. Bounds the delay of renewals and of
+/// missed events.
 const RESYNC_INTERVAL: Duration = Duration::from_secs(60);
 const API_TIMEOUT: Duration = Duration::from_secs(10);
 const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(250);
@@ -106,7 +108,8 @@ impl Reconciler<'_> {
         }
     }
 
-    /// Writes the Secret before the `caBundle`: a client with the new bundle finds the new certificate.
+    /// Writes the Secret before the `caBundle`: a client with the new bundle finds the new
+    /// certificate.
     async fn reconcile(&mut self) -> Result<(), Error> {
         if self.current.is_none() {
             self.check_version().await?;
@@ -126,7 +129,8 @@ impl Reconciler<'_> {
         Ok(())
     }
 
-    /// Fails on API servers without native sidecars: they drop `restartPolicy`, and pods never start.
+    /// Fails on API servers without native sidecars: they drop `restartPolicy`, and pods never
+    /// start.
     async fn check_version(&self) -> Result<(), Error> {
         let version = self.client.apiserver_version();
         let version = api("read the Kubernetes version", version).await?;
@@ -137,7 +141,8 @@ impl Reconciler<'_> {
         }
     }
 
-    /// Creates the Secret, or replaces it if it is invalid or a renewal is due. Returns its content.
+    /// Creates the Secret, or replaces it if it is invalid or a renewal is due. Returns its
+    /// content.
     async fn reconcile_secret(&self) -> Result<KeyMaterial, Error> {
         let params = PostParams::default();
         let read = self.secrets.get_opt(SECRET);
@@ -180,7 +185,8 @@ impl Reconciler<'_> {
         Ok(renewed.unwrap_or_else(|| current.clone()))
     }
 
-    /// Corrects the `caBundle` of every webhook. Returns false if the webhook configuration does not exist.
+    /// Corrects the `caBundle` of every webhook. Returns false if the webhook configuration does
+    /// not exist.
     async fn reconcile_ca_bundle(&self, bundle: &str) -> Result<bool, Error> {
         let name = self.configuration_name;
         let read = self.configurations.get_opt(name);
@@ -205,10 +211,11 @@ impl Reconciler<'_> {
     }
 }
 
-/// A strategic merge patch for the webhooks whose `caBundle` differs from `bundle`, or `None` if all match.
+/// A strategic merge patch for the webhooks whose `caBundle` differs from `bundle`, or `None` if
+/// all match.
 ///
-/// It contains the resource version, so that the API server rejects it if the configuration has changed, and no field but
-/// `caBundle`, so that the injector owns no other field.
+/// It contains the resource version, so that the API server rejects it if the configuration has
+/// changed, and no field but `caBundle`, so that the injector owns no other field.
 fn ca_bundle_patch(
     configuration: &MutatingWebhookConfiguration,
     bundle: &str,
@@ -249,8 +256,8 @@ fn secret_with(mut secret: Secret, material: &KeyMaterial) -> Secret {
     secret
 }
 
-/// Compares a version with [`MIN_VERSION`]. Cloud providers append a suffix to minor versions, such as "29+". A version that is
-/// not a number counts as supported.
+/// Compares a version with [`MIN_VERSION`]. Cloud providers append a suffix to minor versions, such
+/// as "29+". A version that is not a number counts as supported.
 fn is_supported(major: &str, minor: &str) -> bool {
     let number = |text: &str| {
         text.trim_end_matches(|c: char| !c.is_ascii_digit())

@@ -1,7 +1,7 @@
 //! The injection decision: a pod in, a verdict and a JSON patch out. Pure and idempotent.
 //!
-//! Works on plain JSON, so that unknown fields of later Kubernetes versions survive. Adds two init containers, a volume and an
-//! annotation, and changes nothing else.
+//! Works on plain JSON, so that unknown fields of later Kubernetes versions survive. Adds two init
+//! containers, a volume and an annotation, and changes nothing else.
 
 use json_patch::Patch;
 use serde_json::Value;
@@ -26,7 +26,8 @@ pub struct Candidate<'a> {
     pub labels: NamespaceLabels,
 }
 
-/// The labels of a namespace, which are defaults for its pods. Annotations of a pod take precedence.
+/// The labels of a namespace, which are defaults for its pods. Annotations of a pod take
+/// precedence.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NamespaceLabels {
     /// Pods are injected.
@@ -186,7 +187,8 @@ fn declared_ports(view: &PodView<'_>) -> impl Iterator<Item = u16> {
         .filter_map(|port| u16::try_from(port.get("containerPort")?.as_u64()?).ok())
 }
 
-/// The mesh's containers, then the others in their order. Fields that others added to the mesh's containers stay.
+/// The mesh's containers, then the others in their order. Fields that others added to the mesh's
+/// containers stay.
 fn init_containers(view: &PodView<'_>, injected: [Value; 2]) -> Vec<Value> {
     let (old, others): (Vec<_>, Vec<_>) = view
         .init_containers
@@ -245,8 +247,9 @@ fn is_injected(container: &Value) -> bool {
     }
 }
 
-/// An injected container brought up to date. Removes a `command`, which would pass the arguments to another program, and the mount
-/// of Kubernetes API credentials, which Kubernetes adds to all containers before it calls the webhook again.
+/// An injected container brought up to date. Removes a `command`, which would pass the arguments to
+/// another program, and the mount of Kubernetes API credentials, which Kubernetes adds to all
+/// containers before it calls the webhook again.
 fn updated(old: &Value, new: &Value) -> Value {
     let mut container = old.clone();
     diff::merge(&mut container, new);

@@ -1,7 +1,8 @@
-//! The probes of a pod, as values of the proxy's `--probe`: `http:PORT:PATH`, `tcp:PORT`, `grpc:PORT`. Pure.
+//! The probes of a pod, as values of the proxy's `--probe`: `http:PORT:PATH`, `tcp:PORT`,
+//! `grpc:PORT`. Pure.
 //!
-//! The kubelet has no identity in the mesh. A strict proxy accepts unauthenticated requests that match one of these values, and
-//! no other requests to the same port.
+//! The kubelet has no identity in the mesh. A strict proxy accepts unauthenticated requests that
+//! match one of these values, and no other requests to the same port.
 
 use std::collections::BTreeSet;
 
@@ -13,8 +14,8 @@ use crate::pod::{list, name_of};
 const PROBES: [&str; 3] = ["startupProbe", "livenessProbe", "readinessProbe"];
 const HOOKS: [&str; 2] = ["postStart", "preStop"];
 
-/// The probes and lifecycle hooks of the containers that pass through the proxy, without duplicates. Returns one message per
-/// probe that a strict proxy cannot recognize.
+/// The probes and lifecycle hooks of the containers that pass through the proxy, without
+/// duplicates. Returns one message per probe that a strict proxy cannot recognize.
 pub fn exempt<'a>(
     containers: impl Iterator<Item = &'a Value>,
     options: &Options,
@@ -101,7 +102,8 @@ fn is_pod(target: &Value) -> bool {
         .is_empty()
 }
 
-/// The port number: given as a number, as the name of a port of the container, or as digits in a string.
+/// The port number: given as a number, as the name of a port of the container, or as digits in a
+/// string.
 fn port(target: &Value, container: &Value) -> Option<u16> {
     let number = |value: &Value| {
         value
@@ -122,7 +124,8 @@ fn port(target: &Value, container: &Value) -> Option<u16> {
     )
 }
 
-/// The request target that the kubelet sends for a path: with a leading slash, without a fragment, percent-encoded.
+/// The request target that the kubelet sends for a path: with a leading slash, without a fragment,
+/// percent-encoded.
 fn request_target(path: &str) -> String {
     let path = path.split('#').next().unwrap_or_default();
     let mut target = String::from(if path.starts_with('/') { "" } else { "/" });

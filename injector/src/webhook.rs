@@ -1,7 +1,8 @@
-//! The HTTP endpoint of the webhook: `POST /inject` with an AdmissionReview for [`crate::review`]. The path carries the labels of the
-//! namespace, so that the injector does not read namespaces.
+//! The HTTP endpoint of the webhook: `POST /inject` with an AdmissionReview for [`crate::review`].
+//! The path carries the labels of the namespace, so that the injector does not read namespaces.
 //!
-//! Limits the size of a body, the number of JSON values in it, the size of all bodies in memory, and the time of a review.
+//! Limits the size of a body, the number of JSON values in it, the size of all bodies in memory,
+//! and the time of a review.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -27,12 +28,13 @@ pub const PATH_FOR_ENABLED_NAMESPACES: &str = "/inject/enabled-namespace";
 pub const PATH_FOR_STRICT_NAMESPACES: &str = "/inject/strict-namespace";
 /// The path for strict namespaces that enable injection.
 pub const PATH_FOR_ENABLED_STRICT_NAMESPACES: &str = "/inject/enabled-strict-namespace";
-/// Maximum size of a body. The API server accepts objects of up to 3 MiB, and a review contains one.
+/// Maximum size of a body. The API server accepts objects of up to 3 MiB, and a review contains
+/// one.
 pub const MAX_BODY_BYTES: usize = 4 * 1024 * 1024;
 /// Maximum size of all bodies in memory. Further requests wait.
 const MAX_BUFFERED_KIB: usize = 16 * 1024;
-/// Maximum number of JSON values in a body. A parsed value takes up to a hundred times the memory of its text; a large pod has some
-/// thousand values.
+/// Maximum number of JSON values in a body. A parsed value takes up to a hundred times the memory
+/// of its text; a large pod has some thousand values.
 const MAX_VALUES: usize = 100_000;
 /// Timeout of a review, below the 5 seconds of the webhook configuration.
 const REVIEW_TIMEOUT: Duration = Duration::from_secs(4);

@@ -1,5 +1,5 @@
-//! Consistency of manifests/webhook.yaml with the webhook: the API server calls paths that exist, and only pods that request
-//! injection depend on the webhook.
+//! Consistency of manifests/webhook.yaml with the webhook: the API server calls paths that exist,
+//! and only pods that request injection depend on the webhook.
 
 use std::fs;
 use std::path::Path;

@@ -1,4 +1,5 @@
-//! Properties of injection, on random pods from a fixed seed: unusual, partially injected and malformed ones.
+//! Properties of injection, on random pods from a fixed seed: unusual, partially injected and
+//! malformed ones.
 
 use diy_mesh_injector::config::{ImagePullPolicy, Settings};
 use diy_mesh_injector::patch::{Candidate, Injection, NamespaceLabels, Verdict, decide};
