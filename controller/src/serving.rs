@@ -184,7 +184,7 @@ fn make(authority: &Authority, names: &Names, life: Duration) -> Result<Shown, S
         IpAddr::V4(Ipv4Addr::LOCALHOST),
         IpAddr::V6(Ipv6Addr::LOCALHOST),
     ];
-    let made = issuer.sign_serving(&names.identity, &names.dns, &local, now, life)?;
+    let made = issuer.sign_serving(Some(names.identity.as_str()), &names.dns, &local, now, life)?;
     let key = aws_lc_rs::sign::any_supported_type(&made.key)
         .map_err(|error| SignError::Crypto(error.to_string()))?;
     let left = made.not_after.duration_since(now).unwrap_or_default();

@@ -1,59 +1,64 @@
-//! What a pod's annotations ask for, read and checked. Pure: values in, values out.
+//! The annotations of a pod, parsed and checked. Pure.
 //!
-//! It never decides whether a pod can be injected ([`crate::patch`] does), and it never lets an unchecked value through to a
-//! container's arguments.
+//! [`crate::patch`] decides whether a pod is injected. Only checked values reach the arguments of a
+//! container.
+
+use std::str::FromStr;
 
 use serde_json::Value;
 
-/// Asks for the mesh: `true` or `false`, in any case of letters.
+use crate::pod::annotation;
+
+/// Requests or refuses injection: `true` or `false`, case-insensitive.
 pub const INJECT: &str = "diy-service-mesh/inject";
 /// Inbound ports that bypass the proxy.
 pub const SKIP_INBOUND_PORTS: &str = "diy-service-mesh/skip-inbound-ports";
 /// Outbound ports that bypass the proxy.
 pub const SKIP_OUTBOUND_PORTS: &str = "diy-service-mesh/skip-outbound-ports";
-/// How much of the traffic the proxy prints.
+/// Detail of the traffic that the proxy prints.
 pub const DUMP: &str = "diy-service-mesh/dump";
-/// The form in which the proxy prints it.
+/// Format of the printed traffic.
 pub const DUMP_FORMAT: &str = "diy-service-mesh/dump-format";
-/// Whether the proxy lets callers in that have no identity. A namespace may say it too, by a label of this name.
+/// Whether the proxy accepts unauthenticated connections: [`STRICT`] or [`PERMISSIVE`]. Also a
+/// label of namespaces.
 pub const INBOUND: &str = "diy-service-mesh/inbound";
-/// Ports of the pod whose connections the proxy carries without detection.
+/// Inbound ports without protocol detection.
 pub const OPAQUE_PORTS: &str = "diy-service-mesh/opaque-ports";
-/// Whether the proxy lets CONNECT requests through to the pod's containers.
+/// Whether the proxy forwards CONNECT requests to the containers of the pod.
 pub const ALLOW_CONNECT: &str = "diy-service-mesh/allow-connect";
-/// The maximum age of connections between proxies.
+/// Maximum age of connections between proxies.
 pub const MAX_CONNECTION_AGE: &str = "diy-service-mesh/max-connection-age";
-/// Written by the injector, read by the controller: this pod has a proxy.
+/// Marks injected pods. Written by the injector, read by the controller.
 pub const STATUS: &str = "diy-service-mesh/status";
 /// The value of [`STATUS`].
 pub const STATUS_INJECTED: &str = "injected";
 
 const DUMPS: [&str; 3] = ["full", "headers", "off"];
 const DUMP_FORMATS: [&str; 2] = ["text", "json"];
-/// Callers without an identity are refused, but for the kubelet's probes.
+/// Rejects unauthenticated connections, except exempt probes.
 pub const STRICT: &str = "strict";
-/// Callers without an identity are let in.
+/// Accepts unauthenticated connections.
 pub const PERMISSIVE: &str = "permissive";
-const PORTS_FORM: &str =
+const PORTS_FORMAT: &str =
     "ports from 1 to 65535 and ranges of them, separated by commas, such as 25,3306,9000-9100";
-const DURATION_FORM: &str = "a duration from 1s to 8760h in one unit (s, m or h), such as 30m";
-/// The longest duration: a year, in seconds.
-const MAX_DURATION: u64 = 365 * 24 * 3600;
+const DURATION_FORMAT: &str = "a duration from 1s to 8760h in one unit (s, m or h), such as 30m";
+/// One year.
+const MAX_DURATION_SECONDS: u64 = 365 * 24 * 3600;
 
-/// What the pod itself says about being in the mesh.
+/// The value of [`INJECT`].
 #[derive(Debug, PartialEq, Eq)]
-pub enum Wish<'a> {
-    /// It says `true`.
-    Yes,
-    /// It says `false`.
-    No,
-    /// It says nothing: its namespace decides.
-    Unsaid,
-    /// It says something else, which is taken for a mistake.
-    Unclear(&'a str),
+pub enum InjectAnnotation<'a> {
+    /// `true`
+    Enabled,
+    /// `false`
+    Disabled,
+    /// Absent: the namespace decides.
+    Unset,
+    /// Any other value.
+    Invalid(&'a str),
 }
 
-/// The checked settings of one pod.
+/// The checked annotations of a pod, as arguments of its containers.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Options {
     /// For `proxy-init --skip-inbound-ports`.
@@ -74,24 +79,19 @@ pub struct Options {
     pub max_connection_age: Option<u64>,
 }
 
-/// Reads the pod's own word on being injected.
-pub fn wish(pod: &Value) -> Wish<'_> {
+/// Reads [`INJECT`].
+pub fn inject(pod: &Value) -> InjectAnnotation<'_> {
     match annotation(pod, INJECT) {
-        None => Wish::Unsaid,
-        Some(value) if value.eq_ignore_ascii_case("true") => Wish::Yes,
-        Some(value) if value.eq_ignore_ascii_case("false") => Wish::No,
-        Some(value) => Wish::Unclear(value),
+        None => InjectAnnotation::Unset,
+        Some(value) if value.eq_ignore_ascii_case("true") => InjectAnnotation::Enabled,
+        Some(value) if value.eq_ignore_ascii_case("false") => InjectAnnotation::Disabled,
+        Some(value) => InjectAnnotation::Invalid(value),
     }
 }
 
-/// The value of the pod's annotation `name`.
-pub fn annotation<'a>(pod: &'a Value, name: &str) -> Option<&'a str> {
-    pod.get("metadata")?.get("annotations")?.get(name)?.as_str()
-}
-
 impl Options {
-    /// Reads all settings of the pod, or gives every problem in them, one sentence each.
-    pub fn of(pod: &Value) -> Result<Self, Vec<String>> {
+    /// Reads all annotations. Returns one message per invalid value.
+    pub fn from_pod(pod: &Value) -> Result<Self, Vec<String>> {
         let mut problems = Vec::new();
         let options = Self {
             skip_inbound_ports: ports(pod, SKIP_INBOUND_PORTS, &mut problems),
@@ -111,14 +111,14 @@ impl Options {
         }
     }
 
-    /// Connections to this port never reach the proxy.
+    /// Whether inbound connections to this port bypass the proxy.
     pub fn skips_inbound(&self, port: u16) -> bool {
         self.skip_inbound_ports
             .as_deref()
             .is_some_and(|list| contains(list, port))
     }
 
-    /// Connections to this port pass the proxy as bytes.
+    /// Whether inbound connections to this port have no protocol detection.
     pub fn is_opaque(&self, port: u16) -> bool {
         self.opaque_ports
             .as_deref()
@@ -126,7 +126,7 @@ impl Options {
     }
 }
 
-/// Whether a checked list of ports contains this one.
+/// Whether a checked list contains a port.
 fn contains(list: &str, port: u16) -> bool {
     let number = |text: &str| text.parse::<u16>().ok();
     list.split(',').any(|entry| {
@@ -135,17 +135,17 @@ fn contains(list: &str, port: u16) -> bool {
     })
 }
 
-/// The value of the pod's annotation `name`, unless it is empty.
+/// The value of an annotation that is present and not blank.
 fn non_empty<'a>(pod: &'a Value, name: &str) -> Option<&'a str> {
     annotation(pod, name).filter(|value| !value.trim().is_empty())
 }
 
-/// A list of ports without its blanks; none when the annotation is absent or empty.
+/// A list of ports without spaces.
 fn ports(pod: &Value, name: &str, problems: &mut Vec<String>) -> Option<String> {
     let value = non_empty(pod, name)?;
     let entries: Option<Vec<String>> = value.split(',').map(port_or_range).collect();
     if entries.is_none() {
-        problems.push(wrong(name, value, PORTS_FORM));
+        problems.push(invalid(name, value, PORTS_FORMAT));
     }
     entries.map(|entries| entries.join(","))
 }
@@ -158,21 +158,22 @@ fn port_or_range(entry: &str) -> Option<String> {
     (first <= last).then(|| format!("{first}-{last}"))
 }
 
-/// Digits only: `u16::from_str` would take a plus sign too.
 fn port(text: &str) -> Option<u16> {
-    let text = text.trim();
-    if !text.bytes().all(|byte| byte.is_ascii_digit()) {
-        return None;
-    }
-    text.parse().ok().filter(|port| *port != 0)
+    digits(text.trim()).filter(|port| *port != 0)
 }
 
-/// A duration in seconds; none when the annotation is absent or empty.
+/// Parses digits only; `FromStr` of integers also accepts a plus sign.
+fn digits<T: FromStr>(text: &str) -> Option<T> {
+    let is_number = text.bytes().all(|byte| byte.is_ascii_digit());
+    is_number.then(|| text.parse().ok()).flatten()
+}
+
+/// A duration in seconds.
 fn duration(pod: &Value, name: &str, problems: &mut Vec<String>) -> Option<u64> {
     let value = non_empty(pod, name)?;
     let seconds = seconds(value.trim());
     if seconds.is_none() {
-        problems.push(wrong(name, value, DURATION_FORM));
+        problems.push(invalid(name, value, DURATION_FORMAT));
     }
     seconds
 }
@@ -185,14 +186,9 @@ fn seconds(text: &str) -> Option<u64> {
         "h" => 3600,
         _ => return None,
     };
-    // Digits only, as in a port.
-    let number: u64 = number
-        .parse()
-        .ok()
-        .filter(|_| number.bytes().all(|byte| byte.is_ascii_digit()))?;
-    number
+    digits::<u64>(number)?
         .checked_mul(unit)
-        .filter(|seconds| (1..=MAX_DURATION).contains(seconds))
+        .filter(|seconds| (1..=MAX_DURATION_SECONDS).contains(seconds))
 }
 
 fn one_of(
@@ -207,7 +203,7 @@ fn one_of(
         .find(|known| value.trim().eq_ignore_ascii_case(known))
         .copied();
     if found.is_none() {
-        problems.push(wrong(
+        problems.push(invalid(
             name,
             value,
             &format!("one of {}", allowed.join(", ")),
@@ -216,15 +212,14 @@ fn one_of(
     found
 }
 
-/// Values come from people and go into messages that people read: cut, and with control characters made visible.
-fn wrong(name: &str, value: &str, expected: &str) -> String {
+fn invalid(name: &str, value: &str, expected: &str) -> String {
     format!(
         "annotation {name} is {}, expected {expected}",
         quoted(value)
     )
 }
 
-/// A value as it is safe to show: escaped, at most 64 characters of it.
+/// A value for a message: escaped, and truncated after 64 characters.
 pub fn quoted(value: &str) -> String {
     match value.char_indices().nth(64) {
         None => format!("{value:?}"),
@@ -242,21 +237,28 @@ mod tests {
     }
 
     #[test]
-    fn the_wish_is_read_in_any_case_of_letters_and_nothing_else_counts_as_one() {
-        assert_eq!(wish(&pod(INJECT, "true")), Wish::Yes);
-        assert_eq!(wish(&pod(INJECT, "TRUE")), Wish::Yes);
-        assert_eq!(wish(&pod(INJECT, "False")), Wish::No);
-        assert_eq!(wish(&pod(INJECT, "enabled")), Wish::Unclear("enabled"));
-        assert_eq!(wish(&pod(INJECT, " true")), Wish::Unclear(" true"));
-        assert_eq!(wish(&pod(INJECT, "")), Wish::Unclear(""));
-        assert_eq!(wish(&json!({"metadata": {}})), Wish::Unsaid);
-        assert_eq!(wish(&json!({})), Wish::Unsaid);
+    fn parses_inject_annotation_case_insensitively() {
+        assert_eq!(inject(&pod(INJECT, "true")), InjectAnnotation::Enabled);
+        assert_eq!(inject(&pod(INJECT, "TRUE")), InjectAnnotation::Enabled);
+        assert_eq!(inject(&pod(INJECT, "False")), InjectAnnotation::Disabled);
+        assert_eq!(
+            inject(&pod(INJECT, "enabled")),
+            InjectAnnotation::Invalid("enabled")
+        );
+        assert_eq!(
+            inject(&pod(INJECT, " true")),
+            InjectAnnotation::Invalid(" true")
+        );
+        assert_eq!(inject(&pod(INJECT, "")), InjectAnnotation::Invalid(""));
+        assert_eq!(inject(&json!({"metadata": {}})), InjectAnnotation::Unset);
+        assert_eq!(inject(&json!({})), InjectAnnotation::Unset);
     }
 
     #[test]
-    fn ports_and_ranges_are_passed_on_without_their_blanks() {
+    fn strips_spaces_from_port_lists() {
         let read = |value| {
-            Options::of(&pod(SKIP_INBOUND_PORTS, value)).map(|options| options.skip_inbound_ports)
+            Options::from_pod(&pod(SKIP_INBOUND_PORTS, value))
+                .map(|options| options.skip_inbound_ports)
         };
         assert_eq!(read("25"), Ok(Some("25".into())));
         assert_eq!(
@@ -269,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_list_of_ports_is_refused_with_its_name_its_value_and_the_form_expected() {
+    fn rejects_invalid_port_list_with_name_value_and_format() {
         for bad in [
             "x",
             "0",
@@ -287,7 +289,7 @@ mod tests {
             "--help",
             "25\n26",
         ] {
-            let problems = Options::of(&pod(SKIP_OUTBOUND_PORTS, bad)).expect_err(bad);
+            let problems = Options::from_pod(&pod(SKIP_OUTBOUND_PORTS, bad)).expect_err(bad);
             assert_eq!(problems.len(), 1, "{bad}");
             assert!(
                 problems[0].starts_with(&format!(
@@ -300,9 +302,9 @@ mod tests {
     }
 
     #[test]
-    fn every_problem_is_told_at_once() {
+    fn reports_all_invalid_annotations() {
         let pod = json!({"metadata": {"annotations": {SKIP_INBOUND_PORTS: "a", DUMP: "loud", DUMP_FORMAT: "xml"}}});
-        let problems = Options::of(&pod).expect_err("three bad values");
+        let problems = Options::from_pod(&pod).expect_err("three invalid values");
         assert_eq!(problems.len(), 3);
         assert_eq!(
             problems[1],
@@ -311,15 +313,16 @@ mod tests {
     }
 
     #[test]
-    fn a_long_value_is_cut_in_messages_and_never_inside_a_character() {
-        let message = &Options::of(&pod(DUMP, &"é".repeat(1000))).expect_err("no such dump")[0];
+    fn truncates_long_values_at_a_character_boundary() {
+        let message =
+            &Options::from_pod(&pod(DUMP, &"é".repeat(1000))).expect_err("invalid value")[0];
         assert!(message.len() < 300 && message.contains("..."), "{message}");
     }
 
     #[test]
-    fn dumps_are_named_in_any_case_of_letters() {
+    fn parses_dump_annotations_case_insensitively() {
         let pod = json!({"metadata": {"annotations": {DUMP: "Headers", DUMP_FORMAT: "JSON"}}});
-        let options = Options::of(&pod).expect("both are known");
+        let options = Options::from_pod(&pod).expect("valid values");
         assert_eq!(
             (options.dump, options.dump_format),
             (Some("headers"), Some("json"))
@@ -327,8 +330,9 @@ mod tests {
     }
 
     #[test]
-    fn skipped_ports_are_known_one_by_one() {
-        let options = Options::of(&pod(SKIP_INBOUND_PORTS, "25, 9000-9002")).expect("a good list");
+    fn skipped_ports_include_ranges() {
+        let options =
+            Options::from_pod(&pod(SKIP_INBOUND_PORTS, "25, 9000-9002")).expect("a valid list");
         assert_eq!(
             [24, 25, 8999, 9000, 9002, 9003].map(|port| options.skips_inbound(port)),
             [false, true, false, true, true, false]
@@ -337,15 +341,16 @@ mod tests {
     }
 
     #[test]
-    fn a_duration_is_passed_on_in_seconds() {
+    fn converts_durations_to_seconds() {
         let read = |value| {
-            Options::of(&pod(MAX_CONNECTION_AGE, value)).map(|options| options.max_connection_age)
+            Options::from_pod(&pod(MAX_CONNECTION_AGE, value))
+                .map(|options| options.max_connection_age)
         };
         for (value, seconds) in [
             ("90s", 90),
             (" 30m ", 1800),
             ("12h", 43_200),
-            ("8760h", MAX_DURATION),
+            ("8760h", MAX_DURATION_SECONDS),
         ] {
             assert_eq!(read(value), Ok(Some(seconds)), "{value}");
         }
@@ -356,15 +361,16 @@ mod tests {
             "30é", &huge,
         ] {
             let problem =
-                format!("annotation {MAX_CONNECTION_AGE} is {bad:?}, expected {DURATION_FORM}");
+                format!("annotation {MAX_CONNECTION_AGE} is {bad:?}, expected {DURATION_FORMAT}");
             assert_eq!(read(bad), Err(vec![problem]));
         }
     }
 
     #[test]
-    fn connect_requests_are_allowed_by_true_alone() {
-        let read =
-            |value| Options::of(&pod(ALLOW_CONNECT, value)).map(|options| options.allow_connect);
+    fn allows_connect_only_for_true() {
+        let read = |value| {
+            Options::from_pod(&pod(ALLOW_CONNECT, value)).map(|options| options.allow_connect)
+        };
         assert_eq!(
             (read("True"), read("false"), read("")),
             (Ok(true), Ok(false), Ok(false))
@@ -375,9 +381,10 @@ mod tests {
     }
 
     #[test]
-    fn opaque_ports_have_the_form_of_skipped_ports() {
-        let read =
-            |value| Options::of(&pod(OPAQUE_PORTS, value)).map(|options| options.opaque_ports);
+    fn parses_opaque_ports() {
+        let read = |value| {
+            Options::from_pod(&pod(OPAQUE_PORTS, value)).map(|options| options.opaque_ports)
+        };
         assert_eq!(
             (read("25, 9000-9100"), read("")),
             (Ok(Some("25,9000-9100".into())), Ok(None))
@@ -386,8 +393,8 @@ mod tests {
     }
 
     #[test]
-    fn who_is_let_in_is_said_by_one_of_two_words() {
-        let read = |value| Options::of(&pod(INBOUND, value)).map(|options| options.inbound);
+    fn parses_inbound_mode() {
+        let read = |value| Options::from_pod(&pod(INBOUND, value)).map(|options| options.inbound);
         assert_eq!(
             (read("strict"), read("Permissive ")),
             (Ok(Some("strict")), Ok(Some("permissive")))

@@ -1,95 +1,94 @@
-//! The webhook's own certificates: a CA, the serving certificate that it signs, and when which of them is due. Pure but for the
-//! randomness of new keys: the time is passed in.
+//! The webhook's certificates: a private CA, the serving certificate that it signs, and the renewal
+//! schedule. Pure, apart from key generation: the caller passes the time.
 //!
-//! It never reads or writes anything: `kubernetes` keeps what is made here in a Secret, `ephemeral` in memory.
+//! [`crate::kubernetes`] stores them in a Secret, [`crate::ephemeral`] keeps them in memory.
 //!
-//! A CA is replaced in two steps, an [`OVERLAP`] apart: first the next one joins the bundle, later it signs. So whoever has
-//! read the bundle within that time trusts the serving certificate at every moment.
+//! A CA is replaced in two steps, [`OVERLAP`] apart: the next CA first joins the bundle and later
+//! signs. A client that has read the bundle within that time trusts the serving certificate at
+//! every moment.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use rcgen::{
-    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    KeyUsagePurpose, PKCS_ECDSA_P256_SHA256, SanType,
+use diy_mesh_issuer::{
+    BACKDATED, Certificate, Issuer, IssuerError, SignError, pem, private_key_pem, self_signed,
 };
+use rustls::pki_types::PrivateKeyDer;
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::sign::CertifiedKey;
-use x509_parser::certificate::X509Certificate;
-use x509_parser::extensions::GeneralName;
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
-/// How long a CA lives. Its successor is made at two thirds of it.
-pub const CA_LIFE: Duration = Duration::from_secs(365 * DAY.as_secs());
-/// How long a serving certificate lives. Its successor is made at two thirds of it.
-pub const SERVING_LIFE: Duration = Duration::from_secs(90 * DAY.as_secs());
-/// How long the next CA is in the bundle before it signs.
+/// Lifetime of a CA. The next one is generated after two thirds of it.
+pub const CA_LIFETIME: Duration = Duration::from_secs(365 * DAY.as_secs());
+/// Lifetime of a serving certificate. The next one is generated after two thirds of it.
+pub const SERVING_LIFETIME: Duration = Duration::from_secs(90 * DAY.as_secs());
+/// Time that the next CA spends in the bundle before it signs.
 pub const OVERLAP: Duration = Duration::from_secs(60 * 60);
-/// How far the clocks of others may be behind.
-const SKEW: Duration = Duration::from_secs(5 * 60);
 
-/// Why certificates cannot be made or used.
+const ORGANIZATION: &str = "diy-service-mesh";
+const CA_COMMON_NAME: &str = "diy-service-mesh injector CA";
+
+/// A failure to generate or load certificates.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A key or certificate could not be made.
-    #[error("a certificate cannot be made: {0}")]
-    Make(#[from] rcgen::Error),
-    /// A field of the stored material is absent.
+    /// A certificate was not signed.
+    #[error("cannot generate a certificate: {0}")]
+    Sign(#[from] SignError),
+    /// The CA cannot sign.
+    #[error("cannot sign with the CA: {0}")]
+    Issuer(#[from] IssuerError),
+    /// A field of the Secret is missing.
     #[error("{0} is missing")]
     Missing(&'static str),
-    /// A field of the stored material is not what it should be.
-    #[error("{0} is not usable: {1}")]
-    Unusable(&'static str, String),
+    /// A field of the Secret is invalid.
+    #[error("{0} is invalid: {1}")]
+    Invalid(&'static str, String),
 }
 
-/// Everything that the webhook's replicas share.
+/// The keys and certificates that all replicas of the webhook share.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Material {
-    ca: Pair,
-    /// In the bundle, and not signing yet.
-    next: Option<Pair>,
-    /// In the bundle, and not signing any more.
-    previous: Option<Certificate>,
-    serving: Pair,
+pub struct KeyMaterial {
+    ca: Credential,
+    /// In the bundle, does not sign yet.
+    next_ca: Option<Credential>,
+    /// In the bundle, no longer signs.
+    previous_ca: Option<Certificate>,
+    serving: Credential,
 }
 
-impl Material {
-    /// Makes it all anew.
-    pub fn new(names: &Names, now: SystemTime) -> Result<Self, Error> {
-        let ca = Pair::ca(now)?;
+impl KeyMaterial {
+    /// Generates a CA and a serving certificate.
+    pub fn generate(names: &Names, now: SystemTime) -> Result<Self, Error> {
+        let ca = Credential::generate_ca(now)?;
         let serving = ca.sign(names, now)?;
         Ok(Self {
             ca,
-            next: None,
-            previous: None,
+            next_ca: None,
+            previous_ca: None,
             serving,
         })
     }
 
-    /// What is due at this time, done; none when nothing is.
+    /// Performs the renewals that are due at `now`. Returns `None` if none is.
     pub fn renewed(&self, names: &Names, now: SystemTime) -> Result<Option<Self>, Error> {
         let mut renewed = self.clone();
-        if self.ca.is_due(now) && self.next.is_none() {
-            renewed.next = Some(Pair::ca(now)?);
+        if self.ca.is_renewal_due(now) && self.next_ca.is_none() {
+            renewed.next_ca = Some(Credential::generate_ca(now)?);
         }
-        let ripe = |next: &Pair| {
-            now >= next.certificate.not_before + SKEW + OVERLAP || self.ca.certificate.is_over(now)
+        let is_signing_due = |next: &mut Credential| {
+            now >= next.certificate.not_before + BACKDATED + OVERLAP
+                || self.ca.certificate.has_expired(now)
         };
-        if let Some(next) = renewed.next.take_if(|next| ripe(next)) {
-            renewed.previous = Some(std::mem::replace(&mut renewed.ca, next).certificate);
+        if let Some(next) = renewed.next_ca.take_if(is_signing_due) {
+            renewed.previous_ca = Some(std::mem::replace(&mut renewed.ca, next).certificate);
         }
-        if renewed
-            .previous
-            .as_ref()
-            .is_some_and(|previous| previous.is_over(now))
-        {
-            renewed.previous = None;
-        }
+        renewed
+            .previous_ca
+            .take_if(|previous| previous.has_expired(now));
         let serving = &renewed.serving;
-        if serving.is_due(now)
+        if serving.is_renewal_due(now)
             || !serving.certificate.is_signed_by(&renewed.ca.certificate)
             || !names.are_in(&serving.certificate)
         {
@@ -98,76 +97,70 @@ impl Material {
         Ok((renewed != *self).then_some(renewed))
     }
 
-    /// The CAs to trust, as PEM.
+    /// The CA certificates that clients trust, as PEM.
     pub fn bundle(&self) -> String {
-        let next = self.next.iter().map(|next| &next.certificate);
-        let all = [&self.ca.certificate]
+        let next = self.next_ca.iter().map(|next| &next.certificate);
+        [&self.ca.certificate]
             .into_iter()
             .chain(next)
-            .chain(&self.previous);
-        all.map(|certificate| certificate.pem.as_str()).collect()
+            .chain(&self.previous_ca)
+            .map(|certificate| certificate.pem.as_str())
+            .collect()
     }
 
-    /// What TLS serves.
+    /// The serving certificate and its key, for rustls.
     pub fn serving(&self) -> Result<Arc<CertifiedKey>, Error> {
-        let unusable =
-            |error: &dyn std::fmt::Display| Error::Unusable(TLS_CERTIFICATE, error.to_string());
-        let certificate = CertificateDer::from_pem_slice(self.serving.certificate.pem.as_bytes())
-            .map_err(|error| unusable(&error))?;
-        let key = PrivateKeyDer::from_pem_slice(self.serving.key.as_bytes())
-            .map_err(|error| unusable(&error))?;
-        let provider = rustls::crypto::aws_lc_rs::default_provider();
-        CertifiedKey::from_der(vec![certificate], key, &provider)
+        self.serving
+            .certified_key()
             .map(Arc::new)
-            .map_err(|error| unusable(&error))
+            .map_err(|error| Error::Invalid(TLS_CERTIFICATE, error.to_string()))
     }
 
-    /// When the serving certificate ends.
-    pub fn serving_ends(&self) -> SystemTime {
+    /// Expiry of the serving certificate.
+    pub fn serving_not_after(&self) -> SystemTime {
         self.serving.certificate.not_after
     }
 
-    /// When the signing CA ends.
-    pub fn ca_ends(&self) -> SystemTime {
+    /// Expiry of the CA that signs.
+    pub fn ca_not_after(&self) -> SystemTime {
         self.ca.certificate.not_after
     }
 
-    /// As the data of a Secret.
+    /// The data of the Secret.
     pub fn to_fields(&self) -> BTreeMap<&'static str, Vec<u8>> {
         let mut fields = BTreeMap::new();
-        let mut put = |name, pem: &str| fields.insert(name, pem.as_bytes().to_vec());
-        put(CA_CERTIFICATE, &self.ca.certificate.pem);
-        put(CA_KEY, &self.ca.key);
-        put(TLS_CERTIFICATE, &self.serving.certificate.pem);
-        put(TLS_KEY, &self.serving.key);
-        if let Some(next) = &self.next {
-            put(NEXT_CA_CERTIFICATE, &next.certificate.pem);
-            put(NEXT_CA_KEY, &next.key);
+        let mut insert = |name, pem: &str| fields.insert(name, pem.as_bytes().to_vec());
+        insert(CA_CERTIFICATE, &self.ca.certificate.pem);
+        insert(CA_KEY, &self.ca.key_pem);
+        insert(TLS_CERTIFICATE, &self.serving.certificate.pem);
+        insert(TLS_KEY, &self.serving.key_pem);
+        if let Some(next) = &self.next_ca {
+            insert(NEXT_CA_CERTIFICATE, &next.certificate.pem);
+            insert(NEXT_CA_KEY, &next.key_pem);
         }
-        if let Some(previous) = &self.previous {
-            put(PREVIOUS_CA_CERTIFICATE, &previous.pem);
+        if let Some(previous) = &self.previous_ca {
+            insert(PREVIOUS_CA_CERTIFICATE, &previous.pem);
         }
         fields
     }
 
-    /// From the data of a Secret: all of it checked, so that what is loaded can be served and can sign.
+    /// Reads the data of the Secret. Checks that every certificate parses and that every key
+    /// matches its certificate.
     pub fn from_fields<'a>(field: impl Fn(&str) -> Option<&'a [u8]>) -> Result<Self, Error> {
-        let material = Self {
-            ca: Pair::read(&field, CA_CERTIFICATE, CA_KEY)?,
-            next: field(NEXT_CA_CERTIFICATE)
-                .map(|_| Pair::read(&field, NEXT_CA_CERTIFICATE, NEXT_CA_KEY))
+        Ok(Self {
+            ca: Credential::read(&field, CA_CERTIFICATE, CA_KEY)?,
+            next_ca: field(NEXT_CA_CERTIFICATE)
+                .map(|_| Credential::read(&field, NEXT_CA_CERTIFICATE, NEXT_CA_KEY))
                 .transpose()?,
-            previous: field(PREVIOUS_CA_CERTIFICATE)
-                .map(|pem| Certificate::read(pem, PREVIOUS_CA_CERTIFICATE))
+            previous_ca: field(PREVIOUS_CA_CERTIFICATE)
+                .map(|pem| read_certificate(pem, PREVIOUS_CA_CERTIFICATE))
                 .transpose()?,
-            serving: Pair::read(&field, TLS_CERTIFICATE, TLS_KEY)?,
-        };
-        material.serving()?;
-        Ok(material)
+            serving: Credential::read(&field, TLS_CERTIFICATE, TLS_KEY)?,
+        })
     }
 }
 
-/// All fields of a Secret that are the material's.
+/// The fields of the Secret that the injector owns.
 pub const FIELDS: [&str; 7] = [
     CA_CERTIFICATE,
     CA_KEY,
@@ -186,80 +179,76 @@ const PREVIOUS_CA_CERTIFICATE: &str = "previous-ca.crt";
 const TLS_CERTIFICATE: &str = "tls.crt";
 const TLS_KEY: &str = "tls.key";
 
-/// The names and addresses that the webhook is called by.
+/// The subject alternative names of the serving certificate.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Names(Vec<String>);
+pub struct Names {
+    dns: Vec<String>,
+    addresses: Vec<IpAddr>,
+}
 
 impl Names {
-    /// DNS names and IP addresses, as text.
+    /// Sorts DNS names from IP addresses, both given as text.
     pub fn new(names: impl IntoIterator<Item = String>) -> Self {
-        let mut names: Vec<String> = names.into_iter().collect();
-        names.sort();
-        names.dedup();
-        Self(names)
+        let (mut dns, mut addresses) = (Vec::new(), Vec::new());
+        for name in names {
+            match name.parse() {
+                Ok(address) => addresses.push(address),
+                Err(_) => dns.push(name),
+            }
+        }
+        dns.sort();
+        dns.dedup();
+        addresses.sort();
+        addresses.dedup();
+        Self { dns, addresses }
     }
 
     fn are_in(&self, certificate: &Certificate) -> bool {
-        self.0.iter().all(|name| certificate.names.contains(name))
+        self.dns
+            .iter()
+            .all(|name| certificate.dns_names.contains(name))
+            && self
+                .addresses
+                .iter()
+                .all(|address| certificate.addresses.contains(address))
     }
 }
 
-/// A certificate and its key, both as PEM.
+/// A certificate and its private key.
 #[derive(Clone, PartialEq, Eq)]
-struct Pair {
+struct Credential {
     certificate: Certificate,
-    key: String,
+    key_pem: String,
 }
 
-/// The key stays out of logs.
-impl std::fmt::Debug for Pair {
+/// Omits the key.
+impl std::fmt::Debug for Credential {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         formatter
-            .debug_struct("Pair")
+            .debug_struct("Credential")
             .field("certificate", &self.certificate)
             .finish_non_exhaustive()
     }
 }
 
-impl Pair {
-    fn ca(now: SystemTime) -> Result<Self, Error> {
-        let mut params = valid(CertificateParams::default(), now, CA_LIFE);
-        params
-            .distinguished_name
-            .push(DnType::CommonName, "diy-service-mesh injector CA");
-        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
-        params.key_usages = vec![
-            KeyUsagePurpose::KeyCertSign,
-            KeyUsagePurpose::DigitalSignature,
-        ];
-        let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
-        let certificate = params.self_signed(&key)?;
+impl Credential {
+    fn generate_ca(now: SystemTime) -> Result<Self, Error> {
+        let (certificate, key_pem) = self_signed(ORGANIZATION, CA_COMMON_NAME, now, CA_LIFETIME)?;
+        let certificate = read_certificate(certificate.as_bytes(), CA_CERTIFICATE)?;
         Ok(Self {
-            certificate: Certificate::read(certificate.pem().as_bytes(), CA_CERTIFICATE)?,
-            key: key.serialize_pem(),
+            certificate,
+            key_pem,
         })
     }
 
     fn sign(&self, names: &Names, now: SystemTime) -> Result<Self, Error> {
-        let issuer =
-            Issuer::from_ca_cert_pem(&self.certificate.pem, KeyPair::from_pem(&self.key)?)?;
-        let mut params = valid(CertificateParams::default(), now, SERVING_LIFE);
-        params
-            .distinguished_name
-            .push(DnType::CommonName, "diy-service-mesh injector");
-        params.subject_alt_names = names
-            .0
-            .iter()
-            .map(|name| subject_alternative_name(name))
-            .collect::<Result<_, _>>()?;
-        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
-        params.use_authority_key_identifier_extension = true;
-        let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
-        let certificate = params.signed_by(&key, &issuer)?;
+        let issuer = Issuer::from_pem(&self.certificate.pem, &self.key_pem, now)?;
+        let (dns, addresses) = (&names.dns, &names.addresses);
+        let serving = issuer.sign_serving(None, dns, addresses, now, SERVING_LIFETIME)?;
+        let certificate = read_certificate(pem(&serving.chain[0]).as_bytes(), TLS_CERTIFICATE)?;
         Ok(Self {
-            certificate: Certificate::read(certificate.pem().as_bytes(), TLS_CERTIFICATE)?,
-            key: key.serialize_pem(),
+            certificate,
+            key_pem: private_key_pem(&serving.key),
         })
     }
 
@@ -268,128 +257,53 @@ impl Pair {
         certificate: &'static str,
         key: &'static str,
     ) -> Result<Self, Error> {
-        let text = field(key).ok_or(Error::Missing(key))?;
-        let text =
-            std::str::from_utf8(text).map_err(|error| Error::Unusable(key, error.to_string()))?;
-        let pair =
-            KeyPair::from_pem(text).map_err(|error| Error::Unusable(key, error.to_string()))?;
-        let certificate = Certificate::read(
-            field(certificate).ok_or(Error::Missing(certificate))?,
-            certificate,
-        )?;
-        if certificate.public_key != pair.public_key_raw() {
-            return Err(Error::Unusable(
+        let key_pem = field(key).ok_or(Error::Missing(key))?;
+        let pem = field(certificate).ok_or(Error::Missing(certificate))?;
+        let credential = Self {
+            certificate: read_certificate(pem, certificate)?,
+            key_pem: String::from_utf8_lossy(key_pem).into_owned(),
+        };
+        match credential.certified_key() {
+            Ok(_) => Ok(credential),
+            Err(rustls::Error::InconsistentKeys(_)) => Err(Error::Invalid(
                 key,
-                "it is not the key of its certificate".into(),
-            ));
+                format!("it does not match {certificate}"),
+            )),
+            Err(error) => Err(Error::Invalid(key, error.to_string())),
         }
-        Ok(Self {
-            certificate,
-            key: text.into(),
-        })
     }
 
-    /// Two thirds of its life are over.
-    fn is_due(&self, now: SystemTime) -> bool {
+    fn certified_key(&self) -> Result<CertifiedKey, rustls::Error> {
+        let key = PrivateKeyDer::from_pem_slice(self.key_pem.as_bytes())
+            .map_err(|error| rustls::Error::General(error.to_string()))?;
+        let provider = rustls::crypto::aws_lc_rs::default_provider();
+        CertifiedKey::from_der(vec![self.certificate.der.clone()], key, &provider)
+    }
+
+    /// Whether two thirds of the lifetime have passed.
+    fn is_renewal_due(&self, now: SystemTime) -> bool {
         let Certificate {
             not_before,
             not_after,
             ..
         } = self.certificate;
-        let life = not_after.duration_since(not_before).unwrap_or_default();
-        now >= not_before + life * 2 / 3
+        let lifetime = not_after.duration_since(not_before).unwrap_or_default();
+        now >= not_before + lifetime * 2 / 3
     }
 }
 
-fn valid(mut params: CertificateParams, now: SystemTime, life: Duration) -> CertificateParams {
-    params.not_before = (now - SKEW).into();
-    params.not_after = (now + life).into();
-    params
-}
-
-fn subject_alternative_name(name: &str) -> Result<SanType, rcgen::Error> {
-    match name.parse::<IpAddr>() {
-        Ok(address) => Ok(SanType::IpAddress(address)),
-        Err(_) => Ok(SanType::DnsName(name.try_into()?)),
-    }
-}
-
-/// A certificate, and what of it decisions are made by.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Certificate {
-    pem: String,
-    not_before: SystemTime,
-    not_after: SystemTime,
-    public_key: Vec<u8>,
-    names: Vec<String>,
-}
-
-impl Certificate {
-    fn read(pem: &[u8], field: &'static str) -> Result<Self, Error> {
-        let unusable = |error: String| Error::Unusable(field, error);
-        let pem = std::str::from_utf8(pem).map_err(|error| unusable(error.to_string()))?;
-        let der = CertificateDer::from_pem_slice(pem.as_bytes())
-            .map_err(|error| unusable(error.to_string()))?;
-        let parsed = parse(&der).ok_or_else(|| unusable("it is no X.509 certificate".into()))?;
-        let time = |seconds: i64| {
-            SystemTime::UNIX_EPOCH + Duration::from_secs(u64::try_from(seconds).unwrap_or_default())
-        };
-        let names = match parsed.subject_alternative_name() {
-            Ok(Some(names)) => names.value.general_names.iter().filter_map(name).collect(),
-            _ => Vec::new(),
-        };
-        Ok(Self {
-            pem: pem.into(),
-            not_before: time(parsed.validity.not_before.timestamp()),
-            not_after: time(parsed.validity.not_after.timestamp()),
-            public_key: parsed.public_key().subject_public_key.data.to_vec(),
-            names,
-        })
-    }
-
-    fn is_over(&self, now: SystemTime) -> bool {
-        now >= self.not_after
-    }
-
-    fn is_signed_by(&self, ca: &Self) -> bool {
-        let der =
-            |certificate: &Self| CertificateDer::from_pem_slice(certificate.pem.as_bytes()).ok();
-        let (Some(own), Some(ca)) = (der(self), der(ca)) else {
-            return false;
-        };
-        let (Some(own), Some(ca)) = (parse(&own), parse(&ca)) else {
-            return false;
-        };
-        own.issuer() == ca.subject() && own.verify_signature(Some(ca.public_key())).is_ok()
-    }
-}
-
-fn parse<'a>(der: &'a CertificateDer<'_>) -> Option<X509Certificate<'a>> {
-    x509_parser::parse_x509_certificate(der)
-        .ok()
-        .map(|(_, certificate)| certificate)
-}
-
-fn name(name: &GeneralName<'_>) -> Option<String> {
-    match name {
-        GeneralName::DNSName(name) => Some((*name).into()),
-        GeneralName::IPAddress(octets) => match octets.len() {
-            4 => <[u8; 4]>::try_from(*octets)
-                .ok()
-                .map(|octets| IpAddr::from(octets).to_string()),
-            _ => <[u8; 16]>::try_from(*octets)
-                .ok()
-                .map(|octets| IpAddr::from(octets).to_string()),
-        },
-        _ => None,
-    }
+/// Reads the first certificate of a PEM text.
+fn read_certificate(pem: &[u8], field: &'static str) -> Result<Certificate, Error> {
+    Certificate::all(pem)
+        .map(|mut all| all.swap_remove(0))
+        .map_err(|reason| Error::Invalid(field, reason))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use rustls::client::danger::ServerCertVerifier;
-    use rustls::pki_types::{ServerName, UnixTime};
+    use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
     use rustls::{RootCertStore, client::WebPkiServerVerifier};
 
     fn names() -> Names {
@@ -404,8 +318,8 @@ mod tests {
         SystemTime::UNIX_EPOCH + Duration::from_secs(1_800_000_000)
     }
 
-    /// As a caller that trusts `bundle` sees it.
-    fn is_trusted(bundle: &str, material: &Material, name: &str, now: SystemTime) -> bool {
+    /// Whether a client that trusts `bundle` accepts the serving certificate.
+    fn is_trusted(bundle: &str, material: &KeyMaterial, name: &str, now: SystemTime) -> bool {
         let mut roots = RootCertStore::empty();
         for certificate in CertificateDer::pem_slice_iter(bundle.as_bytes()) {
             roots.add(certificate.expect("PEM")).expect("a root");
@@ -425,15 +339,15 @@ mod tests {
             .is_ok()
     }
 
-    fn due(material: &Material, now: SystemTime) -> Option<Material> {
+    fn renew(material: &KeyMaterial, now: SystemTime) -> Option<KeyMaterial> {
         material
             .renewed(&names(), now)
-            .expect("certificates can be made")
+            .expect("renews certificates")
     }
 
     #[test]
-    fn what_is_made_is_trusted_by_its_names_and_nothing_is_due() {
-        let material = Material::new(&names(), start()).expect("made");
+    fn generates_certificate_that_is_valid_for_its_names() {
+        let material = KeyMaterial::generate(&names(), start()).expect("generates certificates");
         for name in ["injector.service-mesh.svc", "10.0.0.1", "::1"] {
             assert!(
                 is_trusted(&material.bundle(), &material, name, start()),
@@ -447,31 +361,31 @@ mod tests {
             start()
         ));
         assert!(
-            is_trusted(&material.bundle(), &material, "::1", start() - SKEW),
-            "by a clock that is behind"
+            is_trusted(&material.bundle(), &material, "::1", start() - BACKDATED),
+            "client clock is behind"
         );
-        assert_eq!(due(&material, start()), None);
-        assert_eq!(due(&material, start() + DAY * 59), None);
+        assert_eq!(renew(&material, start()), None);
+        assert_eq!(renew(&material, start() + DAY * 59), None);
     }
 
     #[test]
-    fn the_serving_certificate_is_renewed_at_two_thirds_of_its_life_by_the_same_ca() {
-        let material = Material::new(&names(), start()).expect("made");
+    fn renews_serving_certificate_with_same_ca_after_two_thirds_of_lifetime() {
+        let material = KeyMaterial::generate(&names(), start()).expect("generates certificates");
         let now = start() + DAY * 60;
-        let renewed = due(&material, now).expect("due");
+        let renewed = renew(&material, now).expect("due");
         assert_eq!(renewed.bundle(), material.bundle());
-        assert!(renewed.serving_ends() >= now + DAY * 89);
+        assert!(renewed.serving_not_after() >= now + DAY * 89);
         assert!(is_trusted(&material.bundle(), &renewed, "::1", now));
-        assert_eq!(due(&renewed, now), None);
+        assert_eq!(renew(&renewed, now), None);
     }
 
     #[test]
-    fn a_new_name_gets_a_new_serving_certificate() {
-        let material = Material::new(&names(), start()).expect("made");
+    fn renews_serving_certificate_when_a_name_is_added() {
+        let material = KeyMaterial::generate(&names(), start()).expect("generates certificates");
         let more = Names::new(["injector.service-mesh.svc".into(), "new.example".into()]);
         let renewed = material
             .renewed(&more, start())
-            .expect("made")
+            .expect("generates certificates")
             .expect("due");
         assert!(is_trusted(
             &material.bundle(),
@@ -482,22 +396,24 @@ mod tests {
     }
 
     #[test]
-    fn over_three_years_every_bundle_of_the_last_hour_trusts_what_is_served() {
-        let mut material = Material::new(&names(), start()).expect("made");
+    fn bundles_of_the_last_hour_trust_serving_certificate_over_three_years() {
+        let mut material =
+            KeyMaterial::generate(&names(), start()).expect("generates certificates");
         let (mut bundles, mut cas) = (vec![material.bundle()], vec![material.ca.clone()]);
         let mut now = start();
         while now < start() + DAY * 3 * 365 {
             assert!(
-                material.ca_ends() > material.serving_ends() && material.serving_ends() > now,
+                material.ca_not_after() > material.serving_not_after()
+                    && material.serving_not_after() > now,
                 "{now:?}"
             );
-            // Half an hour where the hour of overlap runs, to see every side of it; else four days.
-            now += if material.next.is_some() {
+            // Half an hour during the overlap of one hour, else four days.
+            now += if material.next_ca.is_some() {
                 OVERLAP / 2
             } else {
                 DAY * 4
             };
-            let Some(renewed) = due(&material, now) else {
+            let Some(renewed) = renew(&material, now) else {
                 continue;
             };
             material = renewed;
@@ -518,14 +434,17 @@ mod tests {
     }
 
     #[test]
-    fn the_next_ca_waits_for_its_hour_before_it_signs() {
-        let material = Material::new(&names(), start()).expect("made");
+    fn next_ca_signs_after_overlap() {
+        let material = KeyMaterial::generate(&names(), start()).expect("generates certificates");
         let now = start() + DAY * 244;
-        let waiting = due(&material, now).expect("due");
-        assert!(waiting.next.is_some() && waiting.ca == material.ca);
-        assert_eq!(due(&waiting, now + OVERLAP - Duration::from_secs(1)), None);
-        let signing = due(&waiting, now + OVERLAP).expect("due");
-        assert_eq!(Some(&signing.ca), waiting.next.as_ref());
+        let waiting = renew(&material, now).expect("due");
+        assert!(waiting.next_ca.is_some() && waiting.ca == material.ca);
+        assert_eq!(
+            renew(&waiting, now + OVERLAP - Duration::from_secs(1)),
+            None
+        );
+        let signing = renew(&waiting, now + OVERLAP).expect("due");
+        assert_eq!(Some(&signing.ca), waiting.next_ca.as_ref());
         assert_eq!(signing.bundle().len(), waiting.bundle().len());
         assert!(is_trusted(
             &waiting.bundle(),
@@ -535,27 +454,27 @@ mod tests {
         ));
         assert!(
             signing.bundle().contains(&material.ca.certificate.pem),
-            "who still serves the old certificate is trusted"
+            "replicas that serve the old certificate stay trusted"
         );
     }
 
     #[test]
-    fn after_years_in_a_drawer_all_is_made_anew_at_once() {
-        let material = Material::new(&names(), start()).expect("made");
+    fn replaces_expired_certificates_at_once() {
+        let material = KeyMaterial::generate(&names(), start()).expect("generates certificates");
         let now = start() + DAY * 1000;
-        let renewed = due(&material, now).expect("due");
+        let renewed = renew(&material, now).expect("due");
         assert!(is_trusted(&renewed.bundle(), &renewed, "::1", now));
-        assert_eq!(due(&renewed, now), None);
+        assert_eq!(renew(&renewed, now), None);
     }
 
     #[test]
-    fn a_secret_gives_back_what_was_put_in() {
-        let plain = Material::new(&names(), start()).expect("made");
-        let waiting = due(&plain, start() + DAY * 244).expect("due");
-        let signing = due(&waiting, start() + DAY * 245).expect("due");
+    fn secret_fields_round_trip() {
+        let plain = KeyMaterial::generate(&names(), start()).expect("generates certificates");
+        let waiting = renew(&plain, start() + DAY * 244).expect("due");
+        let signing = renew(&waiting, start() + DAY * 245).expect("due");
         for material in [plain, waiting, signing] {
             let fields = material.to_fields();
-            let read = Material::from_fields(|name| fields.get(name).map(Vec::as_slice))
+            let read = KeyMaterial::from_fields(|name| fields.get(name).map(Vec::as_slice))
                 .expect("readable");
             assert_eq!(read, material);
             assert!(fields.keys().all(|name| FIELDS.contains(name)));
@@ -563,35 +482,35 @@ mod tests {
     }
 
     #[test]
-    fn a_secret_that_cannot_be_used_is_refused_with_the_field_that_is_wrong() {
-        let material = Material::new(&names(), start()).expect("made");
-        let other = Material::new(&names(), start()).expect("made");
-        let refusal = |name: &'static str, value: Option<Vec<u8>>| {
+    fn rejects_invalid_secret_and_names_the_field() {
+        let material = KeyMaterial::generate(&names(), start()).expect("generates certificates");
+        let other = KeyMaterial::generate(&names(), start()).expect("generates certificates");
+        let error = |name: &'static str, value: Option<Vec<u8>>| {
             let mut fields = material.to_fields();
             match value {
                 None => fields.remove(name),
                 Some(value) => fields.insert(name, value),
             };
-            let read = Material::from_fields(|name| fields.get(name).map(Vec::as_slice));
-            read.expect_err("refused").to_string()
+            let read = KeyMaterial::from_fields(|name| fields.get(name).map(Vec::as_slice));
+            read.expect_err("invalid").to_string()
         };
-        assert_eq!(refusal("tls.key", None), "tls.key is missing");
-        assert_eq!(refusal("ca.crt", None), "ca.crt is missing");
-        assert!(refusal("tls.crt", Some(b"x".to_vec())).starts_with("tls.crt is not usable"));
-        assert!(refusal("ca.key", Some(vec![0xff])).starts_with("ca.key is not usable"));
+        assert_eq!(error("tls.key", None), "tls.key is missing");
+        assert_eq!(error("ca.crt", None), "ca.crt is missing");
+        assert!(error("tls.crt", Some(b"x".to_vec())).starts_with("tls.crt is invalid"));
+        assert!(error("ca.key", Some(vec![0xff])).starts_with("ca.key is invalid"));
         assert_eq!(
-            refusal("tls.key", Some(other.to_fields()["tls.key"].clone())),
-            "tls.key is not usable: it is not the key of its certificate"
+            error("tls.key", Some(other.to_fields()["tls.key"].clone())),
+            "tls.key is invalid: it does not match tls.crt"
         );
         assert_eq!(
-            refusal("ca.key", Some(other.to_fields()["ca.key"].clone())),
-            "ca.key is not usable: it is not the key of its certificate"
+            error("ca.key", Some(other.to_fields()["ca.key"].clone())),
+            "ca.key is invalid: it does not match ca.crt"
         );
     }
 
     #[test]
-    fn keys_stay_out_of_logs() {
-        let material = Material::new(&names(), start()).expect("made");
+    fn debug_output_omits_keys() {
+        let material = KeyMaterial::generate(&names(), start()).expect("generates certificates");
         assert!(!format!("{material:?}").contains("PRIVATE KEY"));
     }
 }

@@ -1,329 +1,292 @@
-//! The configuration: command line and environment to [`Flags`], checked as a whole to [`Config`]. The only place that reads
-//! the environment.
-//!
-//! It never opens anything: whether an address can be bound shows when it is.
+//! Configuration: [`Flags`] are read from the command line and the environment, [`Config`] is
+//! checked. No other module reads the environment.
 
-use std::fmt;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::Parser;
+use clap::{CommandFactory, FromArgMatches, Parser, ValueEnum};
+use serde::Serialize;
 
-use crate::patch::{ImagePullPolicy, Settings};
+const SHUTDOWN_DELAY_KUBERNETES: u64 = 5;
+const SHUTDOWN_DELAY_EPHEMERAL: u64 = 0;
 
-/// The mesh's mutating webhook: adds proxy-init and proxy to the pods that ask for the mesh.
-#[derive(Clone, Debug, Default, Parser)]
+/// The mutating webhook of the mesh: adds proxy-init and proxy to the pods that request injection.
+#[derive(Clone, Debug, Parser)]
 #[command(name = "injector", version, about)]
 pub struct Flags {
-    /// Image of the proxy that pods get
-    #[arg(long, env, value_name = "IMAGE")]
-    pub image_to_deploy_proxy: Option<String>,
-    /// Image of the proxy-init that pods get
-    #[arg(long, env, value_name = "IMAGE")]
-    pub image_to_deploy_proxy_init: Option<String>,
-    /// When the kubelet pulls these images: Always, IfNotPresent or Never [default: IfNotPresent]
-    #[arg(long, env, value_name = "POLICY")]
-    pub image_pull_policy: Option<String>,
-    /// Where proxies find the controller [default: `https://controller.service-mesh.svc.cluster.local.:8080`]
-    #[arg(long, env, value_name = "URL")]
-    pub controller_address: Option<String>,
-    /// Whom the controller's certificate must name, as proxies see it
+    /// Image of the proxy container
+    #[arg(long, env, value_name = "IMAGE", value_parser = image)]
+    pub image_to_deploy_proxy: String,
+    /// Image of the proxy-init container
+    #[arg(long, env, value_name = "IMAGE", value_parser = image)]
+    pub image_to_deploy_proxy_init: String,
+    /// Pull policy of both images
+    #[arg(long, env, value_name = "POLICY", default_value = "IfNotPresent")]
+    pub image_pull_policy: ImagePullPolicy,
+    /// URL of the controller, passed to proxies
+    #[arg(
+        long,
+        env,
+        value_name = "URL",
+        value_parser = controller_url,
+        default_value = "https://controller.service-mesh.svc.cluster.local.:8080"
+    )]
+    pub controller_address: String,
+    /// Identity that proxies expect in the controller's certificate
     /// [default: `spiffe://cluster.local/ns/POD_NAMESPACE/sa/controller`]
-    #[arg(long, env, value_name = "SPIFFE-ID")]
+    #[arg(long, env, value_name = "SPIFFE-ID", value_parser = spiffe_id)]
     pub controller_identity: Option<String>,
-    /// Address of the webhook (HTTPS) [default: `[::]:8443`]
-    #[arg(long, env, value_name = "ADDRESS:PORT")]
-    pub listen: Option<String>,
-    /// Address of /live, /ready and /metrics (HTTP) [default: `[::]:8081`]
-    #[arg(long, env, value_name = "ADDRESS:PORT")]
-    pub admin_listen: Option<String>,
-    /// The namespace that the injector runs in [default: service-mesh]
-    #[arg(long, env, value_name = "NAMESPACE")]
-    pub pod_namespace: Option<String>,
-    /// Where the serving certificate is kept: kubernetes (a Secret, with the webhook's caBundle kept right) or ephemeral
-    /// (in memory, its CA written to --ca-file) [default: kubernetes]
-    #[arg(long, env, value_name = "HOW")]
-    pub serving_certificate: Option<String>,
-    /// With --serving-certificate ephemeral: the file that gets the CA
-    #[arg(long, env, value_name = "FILE")]
+    /// Address of the webhook (HTTPS)
+    #[arg(long, env, value_name = "ADDRESS:PORT", default_value = "[::]:8443")]
+    pub listen: SocketAddr,
+    /// Address of /live, /ready and /metrics (HTTP)
+    #[arg(long, env, value_name = "ADDRESS:PORT", default_value = "[::]:8081")]
+    pub admin_listen: SocketAddr,
+    /// Namespace of the injector
+    #[arg(long, env, value_name = "NAMESPACE", value_parser = namespace, default_value = "service-mesh")]
+    pub pod_namespace: String,
+    /// Storage of the serving certificate
+    #[arg(long, env, value_name = "STORAGE", default_value = "kubernetes")]
+    pub serving_certificate: CertificateStorage,
+    /// File for the CA certificate, with --serving-certificate ephemeral
+    #[arg(
+        long,
+        env,
+        value_name = "FILE",
+        required_if_eq("serving_certificate", "ephemeral")
+    )]
     pub ca_file: Option<PathBuf>,
-    /// With --serving-certificate kubernetes: the MutatingWebhookConfiguration whose caBundle is kept right
-    /// [default: diy-service-mesh-injector]
-    #[arg(long, env, value_name = "NAME")]
-    pub webhook_configuration: Option<String>,
-    /// Further names and addresses for the serving certificate, separated by commas
-    #[arg(long, env, value_name = "NAMES")]
-    pub extra_san: Option<String>,
-    /// How many seconds it still answers new connections after SIGTERM, until every API server knows
+    /// MutatingWebhookConfiguration whose caBundle the injector writes, with --serving-certificate
+    /// kubernetes
+    #[arg(
+        long,
+        env,
+        value_name = "NAME",
+        default_value = "diy-service-mesh-injector"
+    )]
+    pub webhook_configuration: String,
+    /// Additional DNS names and IP addresses of the serving certificate, separated by commas
+    #[arg(long, env, value_name = "NAMES", value_delimiter = ',', value_parser = alternative_name)]
+    pub extra_san: Vec<String>,
+    /// Seconds for which new connections are accepted after SIGTERM, while API servers still send
+    /// requests; at most 300
     /// [default: 5 with kubernetes, 0 with ephemeral]
-    #[arg(long, env, value_name = "SECONDS")]
-    pub shutdown_delay: Option<String>,
-    /// What is logged: error, warn, info, debug or trace, or a filter by module, such as info,diy_mesh_injector=debug [default: info]
+    #[arg(long, env, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(..=300))]
+    pub shutdown_delay: Option<u64>,
+    /// Log level (error, warn, info, debug, trace) or a filter by module, such as
+    /// info,diy_mesh_injector=debug [default: info]
     #[arg(long, env, value_name = "FILTER")]
     pub log: Option<String>,
+}
+
+/// The pull policy of an image, as in a Kubernetes container.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[value(rename_all = "verbatim")]
+pub enum ImagePullPolicy {
+    /// Pull at every start
+    Always,
+    /// Pull if the node does not have the image
+    IfNotPresent,
+    /// Never pull
+    Never,
+}
+
+/// The storage of the serving certificate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum CertificateStorage {
+    /// A Secret; the injector writes the webhook's caBundle
+    Kubernetes,
+    /// Memory; the injector writes the CA certificate to --ca-file
+    Ephemeral,
+}
+
+impl Flags {
+    /// Reads the command line and the environment. Prints errors and exits, as [`Parser::parse`]
+    /// does. An empty variable counts as unset.
+    pub fn parse_process() -> Self {
+        let command = Self::command().mut_args(|arg| match arg.get_env() {
+            Some(name) if std::env::var_os(name).is_some_and(|value| value.is_empty()) => {
+                arg.env(None::<&str>)
+            }
+            _ => arg,
+        });
+        Self::from_arg_matches(&command.get_matches()).unwrap_or_else(|error| error.exit())
+    }
+}
+
+/// The content of injected containers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Settings {
+    /// The image of the proxy.
+    pub proxy_image: String,
+    /// The image of proxy-init.
+    pub proxy_init_image: String,
+    /// The pull policy of both.
+    pub image_pull_policy: ImagePullPolicy,
+    /// The URL of the controller.
+    pub controller_address: String,
+    /// The SPIFFE ID that the controller's certificate must have.
+    pub controller_identity: String,
+    /// The namespace of the mesh itself. Its pods are not injected.
+    pub mesh_namespace: String,
 }
 
 /// A checked configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// What is injected.
+    /// The content of injected containers.
     pub settings: Settings,
-    /// Where the webhook listens.
+    /// The address of the webhook.
     pub listen: SocketAddr,
-    /// Where the admin server listens.
+    /// The address of the admin server.
     pub admin_listen: SocketAddr,
-    /// Where the serving certificate is kept.
+    /// The storage of the serving certificate.
     pub serving_certificate: ServingCertificate,
-    /// Further names for the serving certificate.
+    /// Additional names of the serving certificate.
     pub extra_names: Vec<String>,
-    /// How long new connections are still answered after the signal to stop.
+    /// The time for which new connections are accepted after the shutdown signal.
     pub shutdown_delay: Duration,
 }
 
-/// Where the serving certificate is kept.
+/// The storage of the serving certificate, with its parameters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ServingCertificate {
-    /// In a Secret that all replicas share.
+    /// A Secret that all replicas share.
     Kubernetes {
-        /// The MutatingWebhookConfiguration whose caBundle is kept right.
+        /// The MutatingWebhookConfiguration whose `caBundle` the injector writes.
         webhook_configuration: String,
     },
-    /// In memory; whoever calls the webhook reads the CA from this file.
+    /// Memory.
     Ephemeral {
-        /// The file that gets the CA.
+        /// The file for the CA certificate.
         ca_file: PathBuf,
     },
 }
 
-/// Everything that is wrong with a configuration.
-#[derive(Debug, PartialEq, Eq)]
-pub struct Problems(pub Vec<String>);
-
-impl fmt::Display for Problems {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            formatter,
-            "the configuration has {} problem(s):",
-            self.0.len()
-        )?;
-        self.0
-            .iter()
-            .try_for_each(|problem| write!(formatter, "\n  - {problem}"))
-    }
-}
-
-impl std::error::Error for Problems {}
+/// Flags that contradict each other.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "CA_FILE (--ca-file) requires SERVING_CERTIFICATE=ephemeral; unset CA_FILE, or set SERVING_CERTIFICATE"
+)]
+pub struct UnexpectedCaFile;
 
 impl Config {
-    /// Checks all of the flags and tells all that is wrong at once.
-    pub fn from_flags(flags: Flags) -> Result<Self, Problems> {
-        let mut check = Checks::default();
-        let serving_certificate = check.serving_certificate(&flags);
-        let usual_delay = if matches!(serving_certificate, ServingCertificate::Kubernetes { .. }) {
-            5
-        } else {
-            0
-        };
-        let mesh_namespace = check.namespace(flags.pod_namespace);
-        let config = Self {
-            settings: Settings {
-                proxy_image: check.image("IMAGE_TO_DEPLOY_PROXY", flags.image_to_deploy_proxy),
-                proxy_init_image: check.image(
-                    "IMAGE_TO_DEPLOY_PROXY_INIT",
-                    flags.image_to_deploy_proxy_init,
+    /// Checks the flags that depend on each other and fills in the defaults that do.
+    pub fn from_flags(flags: Flags) -> Result<Self, UnexpectedCaFile> {
+        let (serving_certificate, default_shutdown_delay) =
+            match (flags.serving_certificate, flags.ca_file) {
+                (CertificateStorage::Ephemeral, Some(ca_file)) => (
+                    ServingCertificate::Ephemeral { ca_file },
+                    SHUTDOWN_DELAY_EPHEMERAL,
                 ),
-                image_pull_policy: check.image_pull_policy(flags.image_pull_policy),
-                controller_address: check.controller_address(flags.controller_address),
-                controller_identity: check
-                    .controller_identity(flags.controller_identity, &mesh_namespace),
+                (_, None) => {
+                    let webhook_configuration = flags.webhook_configuration;
+                    let storage = ServingCertificate::Kubernetes {
+                        webhook_configuration,
+                    };
+                    (storage, SHUTDOWN_DELAY_KUBERNETES)
+                }
+                (CertificateStorage::Kubernetes, Some(_)) => return Err(UnexpectedCaFile),
+            };
+        let mesh_namespace = flags.pod_namespace;
+        let default_identity =
+            || format!("spiffe://cluster.local/ns/{mesh_namespace}/sa/controller");
+        Ok(Self {
+            settings: Settings {
+                proxy_image: flags.image_to_deploy_proxy,
+                proxy_init_image: flags.image_to_deploy_proxy_init,
+                image_pull_policy: flags.image_pull_policy,
+                controller_address: flags.controller_address,
+                controller_identity: flags.controller_identity.unwrap_or_else(default_identity),
                 mesh_namespace,
             },
-            listen: check.address("LISTEN", flags.listen, "[::]:8443"),
-            admin_listen: check.address("ADMIN_LISTEN", flags.admin_listen, "[::]:8081"),
+            listen: flags.listen,
+            admin_listen: flags.admin_listen,
             serving_certificate,
-            extra_names: check.names(flags.extra_san),
+            extra_names: flags
+                .extra_san
+                .into_iter()
+                .filter(|name| !name.is_empty())
+                .collect(),
             shutdown_delay: Duration::from_secs(
-                check.shutdown_delay(flags.shutdown_delay, usual_delay),
+                flags.shutdown_delay.unwrap_or(default_shutdown_delay),
             ),
-        };
-        if check.0.is_empty() {
-            Ok(config)
-        } else {
-            Err(Problems(check.0))
-        }
+        })
     }
 }
 
-/// The problems so far. Each check gives a value in any case, so that the next ones can run.
-#[derive(Default)]
-struct Checks(Vec<String>);
-
-impl Checks {
-    fn image(&mut self, name: &str, value: Option<String>) -> String {
-        let value = given(value).unwrap_or_default();
-        if value.is_empty() {
-            self.0.push(format!(
-                "{name} is required: the image that pods get, such as diy-sm-proxy:dev"
-            ));
-        } else if value.contains(|c: char| c.is_whitespace() || c.is_control()) {
-            self.0.push(format!(
-                "{name} is {value:?}, expected an image's name without blanks"
-            ));
-        }
-        value
+fn image(value: &str) -> Result<String, &'static str> {
+    if value.is_empty() || value.contains(|c: char| c.is_whitespace() || c.is_control()) {
+        return Err("expected an image name without spaces, such as diy-sm-proxy:dev");
     }
+    Ok(value.into())
+}
 
-    fn image_pull_policy(&mut self, value: Option<String>) -> ImagePullPolicy {
-        let Some(value) = given(value) else {
-            return ImagePullPolicy::IfNotPresent;
-        };
-        let policy = ImagePullPolicy::ALL
-            .into_iter()
-            .find(|policy| policy.as_str() == value);
-        policy.unwrap_or_else(|| {
-            self.0.push(format!(
-                "IMAGE_PULL_POLICY is {value:?}, expected Always, IfNotPresent or Never"
-            ));
-            ImagePullPolicy::IfNotPresent
-        })
+fn controller_url(value: &str) -> Result<String, &'static str> {
+    match value.parse::<http::Uri>() {
+        Ok(uri) if uri.scheme_str() == Some("https") && uri.host().is_some() => Ok(value.into()),
+        _ => Err("expected an https URL, such as https://controller:8080"),
     }
+}
 
-    fn controller_address(&mut self, value: Option<String>) -> String {
-        let value = given(value)
-            .unwrap_or_else(|| "https://controller.service-mesh.svc.cluster.local.:8080".into());
-        let is_url = value
-            .parse::<http::Uri>()
-            .is_ok_and(|uri| uri.scheme_str() == Some("https") && uri.host().is_some());
-        if !is_url {
-            self.0.push(format!(
-                "CONTROLLER_ADDRESS is {value:?}, expected a URL such as https://controller:8080 (the controller speaks TLS)"
-            ));
-        }
-        value
-    }
-
-    fn controller_identity(&mut self, value: Option<String>, mesh_namespace: &str) -> String {
-        let value = given(value)
-            .unwrap_or_else(|| format!("spiffe://cluster.local/ns/{mesh_namespace}/sa/controller"));
-        let parts: Vec<&str> = value.split('/').collect();
-        let fits = matches!(parts[..], ["spiffe:", "", domain, "ns", namespace, "sa", account]
-            if [domain, namespace, account].iter().all(|part| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_graphic())));
-        if !fits {
-            self.0.push(format!("CONTROLLER_IDENTITY is {value:?}, expected spiffe://TRUST-DOMAIN/ns/NAMESPACE/sa/SERVICE-ACCOUNT"));
-        }
-        value
-    }
-
-    fn namespace(&mut self, value: Option<String>) -> String {
-        let value = given(value).unwrap_or_else(|| "service-mesh".into());
-        let fits = value.len() <= 63 && !value.starts_with('-') && !value.ends_with('-');
-        if !fits
-            || !value
-                .bytes()
-                .all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-')
+fn spiffe_id(value: &str) -> Result<String, &'static str> {
+    let is_segment =
+        |part: &&str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_graphic());
+    match value.split('/').collect::<Vec<_>>()[..] {
+        ["spiffe:", "", domain, "ns", namespace, "sa", account]
+            if [domain, namespace, account].iter().all(is_segment) =>
         {
-            self.0.push(format!(
-                "POD_NAMESPACE is {value:?}, expected the name of a namespace"
-            ));
+            Ok(value.into())
         }
-        value
-    }
-
-    fn address(&mut self, name: &str, value: Option<String>, usual: &str) -> SocketAddr {
-        let value = given(value).unwrap_or_else(|| usual.into());
-        value.parse().unwrap_or_else(|_| {
-            self.0.push(format!("{name} is {value:?}, expected an IP address and a port, such as {usual} or 127.0.0.1:8443"));
-            SocketAddr::from(([0, 0, 0, 0], 0))
-        })
-    }
-
-    fn serving_certificate(&mut self, flags: &Flags) -> ServingCertificate {
-        match (
-            given(flags.serving_certificate.clone())
-                .as_deref()
-                .unwrap_or("kubernetes"),
-            &flags.ca_file,
-        ) {
-            ("kubernetes", None) => {}
-            ("kubernetes", Some(_)) => self
-                .0
-                .push("CA_FILE goes with SERVING_CERTIFICATE=ephemeral only".into()),
-            ("ephemeral", Some(ca_file)) => {
-                return ServingCertificate::Ephemeral {
-                    ca_file: ca_file.clone(),
-                };
-            }
-            ("ephemeral", None) => self.0.push(
-                "SERVING_CERTIFICATE=ephemeral needs CA_FILE, the file that gets the CA".into(),
-            ),
-            (other, _) => self.0.push(format!(
-                "SERVING_CERTIFICATE is {other:?}, expected kubernetes or ephemeral"
-            )),
-        }
-        let webhook_configuration = given(flags.webhook_configuration.clone())
-            .unwrap_or_else(|| "diy-service-mesh-injector".into());
-        ServingCertificate::Kubernetes {
-            webhook_configuration,
-        }
-    }
-
-    fn names(&mut self, value: Option<String>) -> Vec<String> {
-        let value = given(value).unwrap_or_default();
-        let names: Vec<String> = value
-            .split(',')
-            .map(str::trim)
-            .filter(|name| !name.is_empty())
-            .map(String::from)
-            .collect();
-        for name in &names {
-            if rustls::pki_types::ServerName::try_from(name.as_str()).is_err() {
-                self.0.push(format!(
-                    "EXTRA_SAN has {name:?}, expected a DNS name or an IP address"
-                ));
-            }
-        }
-        names
-    }
-
-    fn shutdown_delay(&mut self, value: Option<String>, usual: u64) -> u64 {
-        let Some(value) = given(value) else {
-            return usual;
-        };
-        value
-            .parse()
-            .ok()
-            .filter(|seconds| *seconds <= 300)
-            .unwrap_or_else(|| {
-                self.0.push(format!(
-                    "SHUTDOWN_DELAY is {value:?}, expected a number of seconds up to 300"
-                ));
-                usual
-            })
+        _ => Err("expected spiffe://TRUST-DOMAIN/ns/NAMESPACE/sa/SERVICE-ACCOUNT"),
     }
 }
 
-/// A variable that is set to nothing counts as not set.
-fn given(value: Option<String>) -> Option<String> {
-    value.filter(|value| !value.is_empty())
+fn namespace(value: &str) -> Result<String, &'static str> {
+    let is_label = (1..=63).contains(&value.len())
+        && !value.starts_with('-')
+        && !value.ends_with('-')
+        && value
+            .bytes()
+            .all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-');
+    if is_label {
+        Ok(value.into())
+    } else {
+        Err("expected a namespace: at most 63 lower-case letters, digits and hyphens")
+    }
+}
+
+/// Accepts an empty text, which a trailing comma leaves.
+fn alternative_name(value: &str) -> Result<String, &'static str> {
+    let name = value.trim();
+    if name.is_empty() || rustls::pki_types::ServerName::try_from(name).is_ok() {
+        Ok(name.into())
+    } else {
+        Err("expected a DNS name or an IP address")
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn flags(arguments: &[&str]) -> Flags {
-        Flags::parse_from(["injector"].iter().chain(arguments))
-    }
-
     const IMAGES: [&str; 2] = [
         "--image-to-deploy-proxy=proxy:1",
         "--image-to-deploy-proxy-init=init:1",
     ];
 
+    fn parse(arguments: &[&str]) -> Result<Flags, clap::Error> {
+        Flags::try_parse_from(["injector"].iter().chain(&IMAGES).chain(arguments))
+    }
+
+    fn config(arguments: &[&str]) -> Config {
+        Config::from_flags(parse(arguments).expect("valid flags")).expect("consistent flags")
+    }
+
     #[test]
-    fn two_images_are_all_it_takes() {
-        let config = Config::from_flags(flags(&IMAGES)).expect("complete");
+    fn requires_only_the_images() {
+        let config = config(&[]);
         assert_eq!(config.settings.proxy_image, "proxy:1");
         assert_eq!(config.settings.proxy_init_image, "init:1");
         assert_eq!(
@@ -349,18 +312,18 @@ mod tests {
             }
         );
         assert_eq!(config.shutdown_delay, Duration::from_secs(5));
+        let error = Flags::try_parse_from(["injector"]).expect_err("no images");
+        let text = error.to_string();
+        assert!(text.contains("--image-to-deploy-proxy <IMAGE>"), "{text}");
+        assert!(
+            text.contains("--image-to-deploy-proxy-init <IMAGE>"),
+            "{text}"
+        );
     }
 
     #[test]
-    fn the_sandbox_needs_no_kubernetes_and_does_not_linger() {
-        let config = Config::from_flags(flags(
-            &[
-                &IMAGES[..],
-                &["--serving-certificate=ephemeral", "--ca-file=/tmp/ca"],
-            ]
-            .concat(),
-        ));
-        let config = config.expect("complete");
+    fn ephemeral_storage_has_no_shutdown_delay() {
+        let config = config(&["--serving-certificate=ephemeral", "--ca-file=/tmp/ca"]);
         assert_eq!(
             config.serving_certificate,
             ServingCertificate::Ephemeral {
@@ -371,34 +334,56 @@ mod tests {
     }
 
     #[test]
-    fn every_problem_is_in_one_report() {
-        let problems = Config::from_flags(flags(&[
-            "--image-pull-policy=Sometimes",
-            "--controller-address=http://controller:8080",
-            "--controller-identity=controller",
-            "--listen=8443",
-            "--admin-listen=localhost:1",
-            "--pod-namespace=-a",
-            "--serving-certificate=ephemeral",
-            "--extra-san=ok.example, not a name",
-            "--shutdown-delay=soon",
-        ]));
-        let report = problems.expect_err("eleven problems").to_string();
-        for name in [
-            "has 11 problem",
-            "IMAGE_TO_DEPLOY_PROXY is required",
-            "IMAGE_TO_DEPLOY_PROXY_INIT is required",
-            "IMAGE_PULL_POLICY is \"Sometimes\"",
-            "CONTROLLER_ADDRESS is \"http://controller:8080\"",
-            "CONTROLLER_IDENTITY is \"controller\"",
-            "ADMIN_LISTEN is \"localhost:1\"",
-            "LISTEN is \"8443\"",
-            "POD_NAMESPACE is \"-a\"",
-            "needs CA_FILE",
-            "EXTRA_SAN has \"not a name\"",
-            "SHUTDOWN_DELAY is \"soon\"",
+    fn accepts_valid_values() {
+        let config = config(&[
+            "--image-pull-policy=Never",
+            "--pod-namespace=mesh",
+            "--extra-san=ok.example, 10.0.0.1,",
+            "--shutdown-delay=300",
+        ]);
+        assert_eq!(config.settings.image_pull_policy, ImagePullPolicy::Never);
+        assert_eq!(
+            config.settings.controller_identity,
+            "spiffe://cluster.local/ns/mesh/sa/controller"
+        );
+        assert_eq!(config.extra_names, ["ok.example", "10.0.0.1"]);
+        assert_eq!(config.shutdown_delay, Duration::from_secs(300));
+    }
+
+    #[test]
+    fn rejects_invalid_values_with_flag_and_value() {
+        for (flag, value) in [
+            ("--image-pull-policy", "Sometimes"),
+            ("--controller-address", "http://controller:8080"),
+            ("--controller-identity", "controller"),
+            ("--listen", "8443"),
+            ("--admin-listen", "localhost:1"),
+            ("--pod-namespace", "-a"),
+            ("--extra-san", "not a name"),
+            ("--shutdown-delay", "soon"),
+            ("--shutdown-delay", "301"),
+            ("--serving-certificate", "file"),
         ] {
-            assert!(report.contains(name), "{name} is not in: {report}");
+            let error = parse(&[&format!("{flag}={value}")])
+                .expect_err(value)
+                .to_string();
+            assert!(error.contains(flag) && error.contains(value), "{error}");
         }
+        for image in ["", "a b"] {
+            let image = format!("--image-to-deploy-proxy={image}");
+            let arguments = ["injector", &image, IMAGES[1]];
+            let error = Flags::try_parse_from(arguments)
+                .expect_err("invalid image")
+                .to_string();
+            assert!(error.contains("--image-to-deploy-proxy"), "{error}");
+        }
+    }
+
+    #[test]
+    fn ca_file_belongs_to_ephemeral_storage() {
+        let error = parse(&["--serving-certificate=ephemeral"]).expect_err("no file");
+        assert!(error.to_string().contains("--ca-file <FILE>"), "{error}");
+        let flags = parse(&["--ca-file=/tmp/ca"]).expect("valid flags");
+        assert_eq!(Config::from_flags(flags), Err(UnexpectedCaFile));
     }
 }

@@ -1,38 +1,40 @@
-//! What a meshed pod gains: the two containers and the volume, as Kubernetes reads them. Pure.
+//! The containers and the volume that injection adds to a pod. Pure.
 //!
-//! The one owner of the mesh's ports and of the proxy's uid: proxy-init and proxy take them as required flags and have no
-//! defaults of their own. Values that the API server would fill in are written out where another of its defaults could
-//! differ, so that a pod that comes back compares equal.
+//! The single source of the mesh's ports and of the proxy's uid: proxy-init and proxy take them as
+//! required flags without defaults. Fields that the API server sets by default are explicit where
+//! its defaults vary, so that an injected pod that is reviewed again compares equal.
 
 use std::collections::BTreeSet;
+use std::fmt::Display;
 
 use serde_json::{Value, json};
 
 use crate::annotations::Options;
-use crate::patch::Settings;
+use crate::config::Settings;
 
-/// The name of the sidecar.
+/// The name of the proxy container.
 pub const PROXY: &str = "proxy";
-/// The name of the container that sets up the redirection.
+/// The name of the init container that configures traffic redirection.
 pub const PROXY_INIT: &str = "proxy-init";
-/// The name of the volume with the proxy's token.
+/// The name of the volume with the proxy's token and the root certificates.
 pub const TOKEN_VOLUME: &str = "diy-service-mesh-token";
-/// The ConfigMap with the certificates that the mesh trusts, which the controller keeps in every namespace that has meshed pods.
+/// The ConfigMap with the root certificates, which the controller writes to every namespace with
+/// meshed pods.
 pub const ROOTS_CONFIG_MAP: &str = "diy-service-mesh-roots";
-/// The key in it, and the file that the proxy reads.
+/// The key in that ConfigMap, and the name of the mounted file.
 pub const ROOTS: &str = "roots.pem";
-/// Where that volume is mounted, in the proxy only.
-pub const TOKEN_FOLDER: &str = "/var/run/secrets/diy-service-mesh";
-/// Where Kubernetes mounts a pod's credentials for its API, in every container that it finds. The mesh's have no use for them.
-pub const API_TOKEN_FOLDER: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
-/// The user that the proxy runs as, and whose traffic is not redirected.
+/// The mount path of the volume, in the proxy only.
+pub const TOKEN_PATH: &str = "/var/run/secrets/diy-service-mesh";
+/// The mount path of Kubernetes API credentials, which the mesh's containers do not use.
+pub const API_TOKEN_PATH: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
+/// The uid of the proxy, whose traffic is not redirected.
 pub const PROXY_UID: i64 = 1337;
-/// A proxy-init of ours has this flag: how it is told from a stranger of the same name.
-pub const PROXY_INIT_MARK: &str = "--proxy-uid";
-/// A proxy of ours has this variable: how it is told from a stranger of the same name.
-pub const PROXY_MARK: &str = "SERVICE_MESH_TOKEN_FILE";
+/// A flag of proxy-init, which identifies the injected container.
+pub const PROXY_UID_FLAG: &str = "--proxy-uid";
+/// A variable of the proxy, which identifies the injected container.
+pub const TOKEN_FILE_VARIABLE: &str = "SERVICE_MESH_TOKEN_FILE";
 
-/// The ports that the proxy listens on in a pod.
+/// The listener ports of a proxy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ports {
     /// Redirected inbound connections.
@@ -44,56 +46,43 @@ pub struct Ports {
 }
 
 impl Ports {
-    /// The usual ports: what every pod gets whose own containers leave them free.
-    pub const USUAL: Self = Self {
+    /// The ports of a pod whose containers declare none of them.
+    pub const DEFAULT: Self = Self {
         inbound: 4000,
         outbound: 5000,
         admin: 4001,
     };
 
-    /// The usual ports, each moved up to the next one that no container of the pod declares. None when there is none.
-    pub fn clear_of(declared: impl IntoIterator<Item = u16>) -> Option<Self> {
+    /// The default ports, each incremented to the next one that is not declared. `None` if there is
+    /// none.
+    pub fn avoiding(declared: impl IntoIterator<Item = u16>) -> Option<Self> {
         let mut taken: BTreeSet<u16> = declared.into_iter().collect();
-        let mut next = |wanted: u16| {
-            let free = (wanted..=u16::MAX).find(|port| !taken.contains(port))?;
+        let mut next_free = |default: u16| {
+            let free = (default..=u16::MAX).find(|port| !taken.contains(port))?;
             taken.insert(free);
             Some(free)
         };
         Some(Self {
-            inbound: next(Self::USUAL.inbound)?,
-            admin: next(Self::USUAL.admin)?,
-            outbound: next(Self::USUAL.outbound)?,
+            inbound: next_free(Self::DEFAULT.inbound)?,
+            admin: next_free(Self::DEFAULT.admin)?,
+            outbound: next_free(Self::DEFAULT.outbound)?,
         })
     }
 }
 
-/// The container that sets up the redirection and exits.
+/// The init container that configures traffic redirection.
 pub fn proxy_init(settings: &Settings, ports: Ports, options: &Options) -> Value {
-    let mut args = vec![
-        format!("--inbound-port={}", ports.inbound),
-        format!("--outbound-port={}", ports.outbound),
-        format!("--admin-port={}", ports.admin),
-        format!("{PROXY_INIT_MARK}={PROXY_UID}"),
-    ];
-    args.extend(
-        options
-            .skip_inbound_ports
-            .iter()
-            .map(|list| format!("--skip-inbound-ports={list}")),
-    );
-    args.extend(
-        options
-            .skip_outbound_ports
-            .iter()
-            .map(|list| format!("--skip-outbound-ports={list}")),
-    );
+    let mut args = port_args(ports);
+    args.push(format!("{PROXY_UID_FLAG}={PROXY_UID}"));
+    args.extend(arg("--skip-inbound-ports", &options.skip_inbound_ports));
+    args.extend(arg("--skip-outbound-ports", &options.skip_outbound_ports));
     json!({
         "name": PROXY_INIT,
         "image": settings.proxy_init_image,
-        "imagePullPolicy": settings.image_pull_policy.as_str(),
+        "imagePullPolicy": settings.image_pull_policy,
         "args": args,
         "resources": {"requests": {"cpu": "10m", "memory": "16Mi"}, "limits": {"memory": "64Mi"}},
-        // Root and two capabilities, whatever the pod says for its containers, and nothing else.
+        // Explicit values override the security context of the pod.
         "securityContext": {
             "allowPrivilegeEscalation": false,
             "capabilities": {"add": ["NET_ADMIN", "NET_RAW"], "drop": ["ALL"]},
@@ -107,62 +96,44 @@ pub fn proxy_init(settings: &Settings, ports: Ports, options: &Options) -> Value
     })
 }
 
-/// The proxy: a native sidecar, which starts before the pod's own containers and ends after them. `probes` are what the kubelet may
-/// ask the pod although it has no identity.
-pub fn proxy(settings: &Settings, ports: Ports, options: &Options, probes: &[String]) -> Value {
-    let mut args = vec![
-        format!("--inbound-port={}", ports.inbound),
-        format!("--outbound-port={}", ports.outbound),
-        format!("--admin-port={}", ports.admin),
-    ];
-    args.extend(options.dump.iter().map(|dump| format!("--dump={dump}")));
-    args.extend(
-        options
-            .dump_format
-            .iter()
-            .map(|format| format!("--dump-format={format}")),
-    );
-    args.extend(
-        options
-            .inbound
-            .iter()
-            .map(|mode| format!("--inbound={mode}")),
-    );
-    args.extend(
-        options
-            .opaque_ports
-            .iter()
-            .map(|list| format!("--opaque-ports={list}")),
-    );
+/// The proxy as a native sidecar: starts before the containers of the pod and stops after them.
+/// `exempt_probes` are values of `--probe`.
+pub fn proxy(
+    settings: &Settings,
+    ports: Ports,
+    options: &Options,
+    exempt_probes: &[String],
+) -> Value {
+    let mut args = port_args(ports);
+    args.extend(arg("--dump", &options.dump));
+    args.extend(arg("--dump-format", &options.dump_format));
+    args.extend(arg("--inbound", &options.inbound));
+    args.extend(arg("--opaque-ports", &options.opaque_ports));
     args.extend(options.allow_connect.then(|| "--allow-connect".to_owned()));
-    args.extend(
-        options
-            .max_connection_age
-            .iter()
-            .map(|seconds| format!("--max-connection-age={seconds}")),
-    );
-    args.extend(probes.iter().map(|probe| format!("--probe={probe}")));
+    args.extend(arg("--max-connection-age", &options.max_connection_age));
+    args.extend(exempt_probes.iter().map(|probe| format!("--probe={probe}")));
     json!({
         "name": PROXY,
         "image": settings.proxy_image,
-        "imagePullPolicy": settings.image_pull_policy.as_str(),
+        "imagePullPolicy": settings.image_pull_policy,
         "restartPolicy": "Always",
         "args": args,
         "env": [
             {"name": "SERVICE_MESH_CONTROLLER", "value": settings.controller_address},
             {"name": "SERVICE_MESH_CONTROLLER_IDENTITY", "value": settings.controller_identity},
-            {"name": "SERVICE_MESH_ROOTS_FILE", "value": format!("{TOKEN_FOLDER}/{ROOTS}")},
-            {"name": PROXY_MARK, "value": format!("{TOKEN_FOLDER}/token")},
+            {"name": "SERVICE_MESH_ROOTS_FILE", "value": format!("{TOKEN_PATH}/{ROOTS}")},
+            {"name": TOKEN_FILE_VARIABLE, "value": format!("{TOKEN_PATH}/token")},
             {"name": "POD_NAME", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.name"}}},
             {"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.namespace"}}},
         ],
         "ports": [{"name": "mesh-admin", "containerPort": ports.admin, "protocol": "TCP"}],
-        // The pod's other containers start once this succeeds. Two minutes without a controller, then a fresh start.
+        // The containers of the pod start after this probe succeeds. The kubelet restarts the proxy
+        // after two minutes.
         "startupProbe": probe("/ready", ports.admin, 1, 1, 120),
         "readinessProbe": probe("/ready", ports.admin, 2, 2, 3),
-        // A restart breaks every connection of the pod, so it takes a minute of silence.
+        // A restart closes all connections of the pod, hence the threshold of one minute.
         "livenessProbe": probe("/live", ports.admin, 10, 5, 6),
-        // No limit on CPU: throttling a proxy shows as latency of everything behind it.
+        // No CPU limit: throttling adds latency to all traffic of the pod.
         "resources": {"requests": {"cpu": "10m", "memory": "16Mi"}, "limits": {"memory": "256Mi"}},
         "securityContext": {
             "allowPrivilegeEscalation": false,
@@ -174,8 +145,20 @@ pub fn proxy(settings: &Settings, ports: Ports, options: &Options, probes: &[Str
             "runAsUser": PROXY_UID,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "volumeMounts": [{"name": TOKEN_VOLUME, "mountPath": TOKEN_FOLDER, "readOnly": true}],
+        "volumeMounts": [{"name": TOKEN_VOLUME, "mountPath": TOKEN_PATH, "readOnly": true}],
     })
+}
+
+fn port_args(ports: Ports) -> Vec<String> {
+    vec![
+        format!("--inbound-port={}", ports.inbound),
+        format!("--outbound-port={}", ports.outbound),
+        format!("--admin-port={}", ports.admin),
+    ]
+}
+
+fn arg(flag: &str, value: &Option<impl Display>) -> Option<String> {
+    value.as_ref().map(|value| format!("{flag}={value}"))
 }
 
 fn probe(path: &str, port: u16, period: u32, timeout: u32, failures: u32) -> Value {
@@ -188,7 +171,8 @@ fn probe(path: &str, port: u16, period: u32, timeout: u32, failures: u32) -> Val
     })
 }
 
-/// The proxy's token, for the controller's ears only, and the certificates by which it knows the controller. A pod waits for both.
+/// The proxy's token for the controller, and the root certificates. The kubelet starts the pod when
+/// both exist.
 pub fn token_volume() -> Value {
     json!({
         "name": TOKEN_VOLUME,
@@ -207,23 +191,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ports_are_the_usual_ones_unless_a_container_declares_them() {
-        assert_eq!(Ports::clear_of([80, 8080]), Some(Ports::USUAL));
+    fn avoids_declared_ports() {
+        assert_eq!(Ports::avoiding([80, 8080]), Some(Ports::DEFAULT));
         assert_eq!(
-            Ports::clear_of([5000, 5001]),
+            Ports::avoiding([5000, 5001]),
             Some(Ports {
                 outbound: 5002,
-                ..Ports::USUAL
+                ..Ports::DEFAULT
             })
         );
         assert_eq!(
-            Ports::clear_of([4000]),
+            Ports::avoiding([4000]),
             Some(Ports {
                 inbound: 4001,
                 admin: 4002,
                 outbound: 5000
             })
         );
-        assert_eq!(Ports::clear_of(1..=u16::MAX), None);
+        assert_eq!(Ports::avoiding(1..=u16::MAX), None);
     }
 }

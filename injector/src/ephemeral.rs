@@ -1,70 +1,67 @@
-//! Certificates that live as long as this process: for the sandbox, and wherever else there is no Kubernetes API.
+//! Certificates in memory, for the sandbox and other environments without a Kubernetes API.
 //!
-//! The CA is written to a file, for whoever calls the webhook. Keys never leave the memory.
+//! The CA certificate is written to a file for the clients of the webhook. Private keys stay in
+//! memory.
 
+use std::convert::Infallible;
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
-use tokio::sync::watch;
 use tokio::time::sleep;
 
-use crate::certificate::{Material, Names};
-use crate::keeper::{Error, Keeper};
-use crate::server::stopped;
+use crate::certificate::{KeyMaterial, Names};
+use crate::publish::{Error, Publisher};
 
-/// How often it looks whether a certificate is due.
-const INTERVAL: Duration = Duration::from_secs(60);
+const RENEWAL_CHECK_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Makes the certificates, and returns once they can be used.
-pub async fn start(keeper: &Keeper, names: &Names, ca_file: &Path) -> Result<Material, Error> {
-    let material = Material::new(names, SystemTime::now())?;
-    write(ca_file, &material.bundle()).await?;
-    keeper.serve(&material)?;
-    keeper.health.ready_until(material.serving_ends());
-    Ok(material)
-}
-
-/// Renews them until told to stop.
-pub async fn keep(
-    keeper: &Keeper,
+/// Generates certificates, publishes them and renews them. Returns only if the first ones cannot be
+/// published.
+pub async fn run(
+    publisher: &Publisher,
     names: &Names,
     ca_file: &Path,
-    mut material: Material,
-    mut stop: watch::Receiver<bool>,
-) {
+) -> Result<Infallible, Error> {
+    let mut material = KeyMaterial::generate(names, SystemTime::now())?;
+    publish(publisher, ca_file, &material).await?;
     loop {
-        tokio::select! {
-            () = stopped(&mut stop) => return,
-            () = sleep(INTERVAL) => {}
-        }
-        match renew(keeper, names, ca_file, &material).await {
+        sleep(RENEWAL_CHECK_INTERVAL).await;
+        match renew(publisher, names, ca_file, &material).await {
             Ok(None) => {}
             Ok(Some(renewed)) => material = renewed,
-            Err(error) => tracing::error!(%error, "certificates are due and cannot be renewed"),
+            Err(error) => tracing::error!(%error, "cannot renew the certificates"),
         }
     }
 }
 
 async fn renew(
-    keeper: &Keeper,
+    publisher: &Publisher,
     names: &Names,
     ca_file: &Path,
-    material: &Material,
-) -> Result<Option<Material>, Error> {
-    let Some(renewed) = material.renewed(names, SystemTime::now())? else {
-        return Ok(None);
-    };
-    write(ca_file, &renewed.bundle()).await?;
-    keeper.serve(&renewed)?;
-    keeper.health.ready_until(renewed.serving_ends());
-    Ok(Some(renewed))
+    material: &KeyMaterial,
+) -> Result<Option<KeyMaterial>, Error> {
+    let renewed = material.renewed(names, SystemTime::now())?;
+    if let Some(renewed) = &renewed {
+        publish(publisher, ca_file, renewed).await?;
+    }
+    Ok(renewed)
 }
 
-/// Readers see the old file or the new one, never a part.
-async fn write(path: &Path, text: &str) -> Result<(), Error> {
+async fn publish(
+    publisher: &Publisher,
+    ca_file: &Path,
+    material: &KeyMaterial,
+) -> Result<(), Error> {
+    write_atomically(ca_file, &material.bundle())
+        .await
+        .map_err(|error| Error::CaFile(ca_file.to_owned(), error))?;
+    publisher.publish(material)?;
+    publisher.health.ready_until(material.serving_not_after());
+    Ok(())
+}
+
+async fn write_atomically(path: &Path, text: &str) -> std::io::Result<()> {
     let mut temporary = path.as_os_str().to_owned();
     temporary.push(".new");
-    let failed = |error| Error::CaFile(path.to_owned(), error);
-    tokio::fs::write(&temporary, text).await.map_err(failed)?;
-    tokio::fs::rename(&temporary, path).await.map_err(failed)
+    tokio::fs::write(&temporary, text).await?;
+    tokio::fs::rename(&temporary, path).await
 }

@@ -1,15 +1,19 @@
-//! Keeps the certificates in a Secret that all replicas share, and the caBundle of the webhook configuration right.
+//! Reconciliation of the certificates with Kubernetes: a Secret that all replicas share, and the
+//! `caBundle` of the webhook configuration.
 //!
-//! Level-triggered: whatever happens to either object, and every minute without a reason, both are read and put right. It
-//! touches no other object, and of the webhook configuration nothing but caBundle.
+//! Level-triggered: every change of either object, and every minute, both are read and corrected.
+//! The injector writes no other object, and no other field of the webhook configuration.
 //!
-//! Two replicas may do the same at the same time: the API server lets one create or replace the Secret, the other then reads what
-//! the first has written. A Secret that somebody deletes is written again from memory, so that callers notice nothing.
+//! Replicas may write at the same time. The API server accepts one write; the other replica then
+//! reads the result. A deleted Secret is written again from memory, so that clients notice no
+//! change.
 
 use std::collections::BTreeMap;
+use std::convert::Infallible;
 use std::pin::pin;
 use std::time::{Duration, SystemTime};
 
+use backon::{BackoffBuilder, ExponentialBuilder};
 use futures::StreamExt;
 use k8s_openapi::ByteString;
 use k8s_openapi::api::admissionregistration::v1::MutatingWebhookConfiguration;
@@ -18,363 +22,282 @@ use kube::api::{ObjectMeta, Patch, PatchParams, PostParams};
 use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Api, Client};
 use serde_json::json;
-use tokio::sync::watch;
-use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
+use tokio::time::{sleep, timeout};
 
-use crate::certificate::{FIELDS, Material, Names};
-use crate::keeper::{Error, Keeper};
-use crate::server::stopped;
+use crate::certificate::{FIELDS, KeyMaterial, Names};
+use crate::publish::{Error, Publisher};
 
-/// The Secret with the webhook's certificates.
+/// The Secret with the certificates of the webhook.
 pub const SECRET: &str = "diy-service-mesh-injector-tls";
-/// Who the API server writes down as the one who set caBundle.
-const MANAGER: &str = "diy-service-mesh-injector";
-/// Both objects are read this often, should a watch have missed something; certificates that are due are renewed then.
-const INTERVAL: Duration = Duration::from_secs(60);
-/// How long a request to the API may take.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// How often a lost race is run again before the loss counts as an error.
-const ATTEMPTS: usize = 5;
-/// The first API server on whose nodes native sidecars are on by default.
-const OLDEST: (u32, u32) = (1, 29);
+const FIELD_MANAGER: &str = "diy-service-mesh-injector";
+/// Interval at which both objects are read without an event. Bounds the delay of renewals and of
+/// missed events.
+const RESYNC_INTERVAL: Duration = Duration::from_secs(60);
+const API_TIMEOUT: Duration = Duration::from_secs(10);
+const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(250);
+const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(30);
+/// The first version whose nodes enable native sidecars by default.
+const MIN_VERSION: (u32, u32) = (1, 29);
 
-/// Keeps both right until told to stop. Ends with an error only where trying again cannot help.
-pub async fn keep(
-    keeper: &Keeper,
+/// Reconciles both objects forever. Returns an error only if a retry cannot succeed.
+pub async fn run(
+    publisher: &Publisher,
     names: &Names,
     namespace: &str,
     webhook_configuration: &str,
-    mut stop: watch::Receiver<bool>,
-) -> Result<(), Error> {
+) -> Result<Infallible, Error> {
     let client = Client::try_default()
         .await
         .map_err(|error| Error::Client(Box::new(error)))?;
-    let mut shared = Shared::new(client, keeper, names, namespace, webhook_configuration);
-    tokio::select! {
-        () = stopped(&mut stop) => Ok(()),
-        error = shared.run() => Err(error),
+    let mut reconciler = Reconciler {
+        secrets: Api::namespaced(client.clone(), namespace),
+        configurations: Api::all(client.clone()),
+        client,
+        configuration_name: webhook_configuration,
+        publisher,
+        names,
+        current: None,
+    };
+    let secret_events = watcher::watch_object(reconciler.secrets.clone(), SECRET)
+        .default_backoff()
+        .map(|event| log_watch_error(SECRET, event.err()));
+    let configuration_events =
+        watcher::watch_object(reconciler.configurations.clone(), webhook_configuration)
+            .default_backoff()
+            .map(|event| log_watch_error(webhook_configuration, event.err()));
+    let mut events = pin!(futures::stream::select(secret_events, configuration_events));
+    loop {
+        reconciler.reconcile_with_retries().await?;
+        let _ = timeout(RESYNC_INTERVAL, events.next()).await;
     }
 }
 
-/// The two objects, and what is known of them.
-struct Shared<'a> {
+struct Reconciler<'a> {
     client: Client,
     secrets: Api<Secret>,
     configurations: Api<MutatingWebhookConfiguration>,
-    /// The webhook configuration's name.
-    name: &'a str,
-    keeper: &'a Keeper,
+    configuration_name: &'a str,
+    publisher: &'a Publisher,
     names: &'a Names,
-    /// What was in the Secret the last time it was read.
-    known: Option<Material>,
+    /// The content of the Secret after the last reconciliation.
+    current: Option<KeyMaterial>,
 }
 
-impl<'a> Shared<'a> {
-    fn new(
-        client: Client,
-        keeper: &'a Keeper,
-        names: &'a Names,
-        namespace: &str,
-        name: &'a str,
-    ) -> Self {
-        let secrets = Api::namespaced(client.clone(), namespace);
-        let configurations = Api::all(client.clone());
-        Self {
-            client,
-            secrets,
-            configurations,
-            name,
-            keeper,
-            names,
-            known: None,
-        }
-    }
-
-    async fn run(&mut self) -> Error {
-        let secret = watcher::watch_object(self.secrets.clone(), SECRET).default_backoff();
-        let configuration =
-            watcher::watch_object(self.configurations.clone(), self.name).default_backoff();
-        let (mut secret, mut configuration) = (pin!(secret), pin!(configuration));
-        let mut timer = interval(INTERVAL);
-        timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut pause = Duration::from_millis(250);
-        let mut version_checked = false;
+impl Reconciler<'_> {
+    async fn reconcile_with_retries(&mut self) -> Result<(), Error> {
+        let mut intervals = ExponentialBuilder::default()
+            .with_min_delay(MIN_RETRY_INTERVAL)
+            .with_max_delay(MAX_RETRY_INTERVAL)
+            .without_max_times()
+            .build();
         loop {
-            let done = async {
-                if !version_checked {
-                    self.check_version().await?;
-                }
-                self.put_right().await
-            };
-            match done.await {
-                Err(error @ Error::TooOld(_)) => return error,
+            match self.reconcile().await {
+                Ok(()) => return Ok(()),
+                Err(error @ Error::UnsupportedVersion(_)) => return Err(error),
+                Err(error @ Error::Conflict(_)) => tracing::info!(%error, "retrying"),
                 Err(error) => {
+                    let error = error_chain(&error);
                     tracing::error!(
-                        error = with_causes(&error),
-                        "certificates or caBundle may be out of date; trying again"
+                        error,
+                        "cannot reconcile the certificates and the caBundle; retrying"
                     );
-                    self.keeper.health.not_ready_yet(with_causes(&error));
-                    sleep(pause).await;
-                    pause = (pause * 2).min(Duration::from_secs(30));
-                    continue;
+                    self.publisher.health.not_ready_yet(error);
                 }
-                Ok(()) => pause = Duration::from_millis(250),
             }
-            version_checked = true;
-            tokio::select! {
-                Some(event) = secret.next() => log_failure(SECRET, event.err()),
-                Some(event) = configuration.next() => log_failure(self.name, event.err()),
-                _ = timer.tick() => {}
-            }
+            sleep(intervals.next().unwrap_or(MAX_RETRY_INTERVAL)).await;
         }
     }
 
-    /// Native sidecars are what the mesh rests on: an older API server would drop the field, and pods would wait forever.
-    async fn check_version(&self) -> Result<(), Error> {
-        let version = api(
-            "read the version of Kubernetes",
-            self.client.apiserver_version(),
-        )
-        .await?;
-        if is_too_old(&version.major, &version.minor) {
-            Err(Error::TooOld(version.git_version))
+    /// Writes the Secret before the `caBundle`: a client with the new bundle finds the new
+    /// certificate.
+    async fn reconcile(&mut self) -> Result<(), Error> {
+        if self.current.is_none() {
+            self.check_version().await?;
+        }
+        let material = self.reconcile_secret().await?;
+        self.publisher.publish(&material)?;
+        let health = &self.publisher.health;
+        if self.reconcile_ca_bundle(&material.bundle()).await? {
+            health.ready_until(material.serving_not_after());
         } else {
-            Ok(())
+            let name = self.configuration_name;
+            let reason = format!("MutatingWebhookConfiguration {name} does not exist");
+            tracing::warn!(reason, "not ready");
+            health.not_ready(reason);
         }
-    }
-
-    /// The Secret first, then caBundle: whoever connects with the new bundle finds the new certificate.
-    async fn put_right(&mut self) -> Result<(), Error> {
-        let material = self.material().await?;
-        self.keeper.serve(&material)?;
-        match self.ca_bundle(&material.bundle()).await {
-            Ok(true) => self.keeper.health.ready_until(material.serving_ends()),
-            Ok(false) => {
-                let reason = format!("MutatingWebhookConfiguration {} does not exist", self.name);
-                tracing::warn!(reason, "not ready");
-                self.keeper.health.not_ready(reason);
-            }
-            Err(error) => return Err(error),
-        }
-        self.known = Some(material);
+        self.current = Some(material);
         Ok(())
     }
 
-    /// What is in the Secret, after what is due was done.
-    async fn material(&self) -> Result<Material, Error> {
-        let mut attempt = 1;
-        loop {
-            let stored = api(
-                &format!("read Secret {SECRET}"),
-                self.secrets.get_opt(SECRET),
-            )
-            .await?;
-            let (material, written) = match stored {
-                None => {
-                    let material = self.remembered()?;
-                    tracing::info!("making Secret {SECRET}");
-                    let secret = secret(
-                        Secret {
-                            type_: Some("kubernetes.io/tls".into()),
-                            ..Secret::default()
-                        },
-                        &material,
-                    );
-                    (
-                        material,
-                        self.secrets.create(&PostParams::default(), &secret).await,
-                    )
-                }
-                Some(stored) => {
-                    let (material, is_new) = self.read(&stored)?;
-                    if !is_new {
-                        return Ok(material);
-                    }
-                    let secret = secret(stored, &material);
-                    (
-                        material,
-                        self.secrets
-                            .replace(SECRET, &PostParams::default(), &secret)
-                            .await,
-                    )
-                }
-            };
-            match written {
-                Ok(_) => return Ok(material),
-                Err(error) if is_lost_race(&error) && attempt < ATTEMPTS => {
-                    tracing::info!("another replica has written Secret {SECRET}: reading it");
-                    attempt += 1;
-                }
-                Err(error) => {
-                    return Err(Error::Api(
-                        format!("write Secret {SECRET}"),
-                        Box::new(error),
-                    ));
-                }
-            }
+    /// Fails on API servers without native sidecars: they drop `restartPolicy`, and pods never
+    /// start.
+    async fn check_version(&self) -> Result<(), Error> {
+        let version = self.client.apiserver_version();
+        let version = api("read the Kubernetes version", version).await?;
+        if is_supported(&version.major, &version.minor) {
+            Ok(())
+        } else {
+            Err(Error::UnsupportedVersion(version.git_version))
         }
     }
 
-    /// What the Secret holds or, where that cannot be used or is due, what it should hold; and whether that is new.
-    fn read(&self, stored: &Secret) -> Result<(Material, bool), Error> {
-        let field = |name: &str| {
-            stored
-                .data
-                .as_ref()?
-                .get(name)
-                .map(|value| value.0.as_slice())
+    /// Creates the Secret, or replaces it if it is invalid or a renewal is due. Returns its
+    /// content.
+    async fn reconcile_secret(&self) -> Result<KeyMaterial, Error> {
+        let params = PostParams::default();
+        let read = self.secrets.get_opt(SECRET);
+        let Some(stored) = api(&format!("read Secret {SECRET}"), read).await? else {
+            tracing::info!("creating Secret {SECRET}");
+            let material = self.current_or_generated()?;
+            let secret = secret_with(new_secret(), &material);
+            let create = self.secrets.create(&params, &secret);
+            api(&format!("create Secret {SECRET}"), create).await?;
+            return Ok(material);
         };
-        match Material::from_fields(field) {
-            Err(error) => {
-                tracing::error!(%error, "Secret {SECRET} cannot be used: writing it anew");
-                Ok((self.remembered()?, true))
-            }
+        let data = stored.data.as_ref();
+        let material = match KeyMaterial::from_fields(|name| Some(data?.get(name)?.0.as_slice())) {
             Ok(material) => match material.renewed(self.names, SystemTime::now())? {
                 Some(renewed) => {
-                    tracing::info!("renewing what is due in Secret {SECRET}");
-                    Ok((renewed, true))
+                    tracing::info!("renewing certificates in Secret {SECRET}");
+                    renewed
                 }
-                None => Ok((material, false)),
+                None => return Ok(material),
             },
-        }
+            Err(error) => {
+                tracing::error!(%error, "invalid Secret {SECRET}; replacing its content");
+                self.current_or_generated()?
+            }
+        };
+        // The API server rejects the replacement if the Secret has changed since it was read.
+        let secret = secret_with(stored, &material);
+        let replace = self.secrets.replace(SECRET, &params, &secret);
+        api(&format!("replace Secret {SECRET}"), replace).await?;
+        Ok(material)
     }
 
-    /// What was in use until now, and is still good; at the first start, something new.
-    fn remembered(&self) -> Result<Material, Error> {
+    /// The certificates in use, renewed if due, or new ones at the first start.
+    fn current_or_generated(&self) -> Result<KeyMaterial, Error> {
         let now = SystemTime::now();
-        match &self.known {
-            Some(known) => Ok(known
-                .renewed(self.names, now)?
-                .unwrap_or_else(|| known.clone())),
-            None => Ok(Material::new(self.names, now)?),
-        }
+        let Some(current) = &self.current else {
+            return Ok(KeyMaterial::generate(self.names, now)?);
+        };
+        let renewed = current.renewed(self.names, now)?;
+        Ok(renewed.unwrap_or_else(|| current.clone()))
     }
 
-    /// Puts caBundle right in every entry where it is not. False where there is no configuration to put right.
-    async fn ca_bundle(&self, bundle: &str) -> Result<bool, Error> {
-        let [read, write] = ["read", "put right the caBundle of"]
-            .map(|what| format!("{what} MutatingWebhookConfiguration {}", self.name));
+    /// Corrects the `caBundle` of every webhook. Returns false if the webhook configuration does
+    /// not exist.
+    async fn reconcile_ca_bundle(&self, bundle: &str) -> Result<bool, Error> {
+        let name = self.configuration_name;
+        let read = self.configurations.get_opt(name);
+        let action = format!("read MutatingWebhookConfiguration {name}");
+        let Some(configuration) = api(&action, read).await? else {
+            return Ok(false);
+        };
+        let Some(patch) = ca_bundle_patch(&configuration, bundle) else {
+            return Ok(true);
+        };
         let params = PatchParams {
-            field_manager: Some(MANAGER.into()),
+            field_manager: Some(FIELD_MANAGER.into()),
             ..PatchParams::default()
         };
-        let mut attempt = 1;
-        loop {
-            let Some(configuration) = api(&read, self.configurations.get_opt(self.name)).await?
-            else {
-                return Ok(false);
-            };
-            let Some(patch) = ca_bundle_patch(&configuration, bundle) else {
-                return Ok(true);
-            };
-            match api(
-                &write,
-                self.configurations
-                    .patch(self.name, &params, &Patch::Strategic(patch)),
-            )
-            .await
-            {
-                Ok(_) => break,
-                Err(Error::Api(_, error)) if is_lost_race(&error) && attempt < ATTEMPTS => {
-                    tracing::info!(
-                        "somebody else has changed MutatingWebhookConfiguration {}: reading it",
-                        self.name
-                    );
-                    attempt += 1;
-                }
-                Err(error) => return Err(error),
-            }
-        }
-        self.keeper.metrics.repair();
-        tracing::info!(
-            "caBundle of MutatingWebhookConfiguration {} put right",
-            self.name
-        );
+        let patch = Patch::Strategic(patch);
+        let patched = self.configurations.patch(name, &params, &patch);
+        let action = format!("patch the caBundle of MutatingWebhookConfiguration {name}");
+        api(&action, patched).await?;
+        self.publisher.metrics.repair();
+        tracing::info!("caBundle of MutatingWebhookConfiguration {name} corrected");
         Ok(true)
     }
 }
 
-/// A patch for the entries whose caBundle differs, if any do. It names the version that was read, so that an entry which was taken out
-/// in the meantime is not half put back. Nothing but caBundle is in it, so nothing else becomes ours.
+/// A strategic merge patch for the webhooks whose `caBundle` differs from `bundle`, or `None` if
+/// all match.
+///
+/// It contains the resource version, so that the API server rejects it if the configuration has
+/// changed, and no field but `caBundle`, so that the injector owns no other field.
 fn ca_bundle_patch(
     configuration: &MutatingWebhookConfiguration,
     bundle: &str,
 ) -> Option<serde_json::Value> {
     let bundle = ByteString(bundle.as_bytes().to_vec());
     let webhooks = configuration.webhooks.iter().flatten();
-    let wrong =
-        webhooks.filter(|webhook| webhook.client_config.ca_bundle.as_ref() != Some(&bundle));
-    let wrong: Vec<_> = wrong
+    let outdated: Vec<_> = webhooks
+        .filter(|webhook| webhook.client_config.ca_bundle.as_ref() != Some(&bundle))
         .map(|webhook| json!({"name": webhook.name, "clientConfig": {"caBundle": &bundle}}))
         .collect();
     let version = &configuration.metadata.resource_version;
-    (!wrong.is_empty())
-        .then(|| json!({"metadata": {"resourceVersion": version}, "webhooks": wrong}))
+    (!outdated.is_empty())
+        .then(|| json!({"metadata": {"resourceVersion": version}, "webhooks": outdated}))
 }
 
-/// The Secret with this material in it. What others have put into it stays.
-fn secret(mut secret: Secret, material: &Material) -> Secret {
+fn new_secret() -> Secret {
+    let labels = [(
+        "app.kubernetes.io/part-of".into(),
+        "diy-service-mesh".into(),
+    )];
+    Secret {
+        metadata: ObjectMeta {
+            name: Some(SECRET.into()),
+            labels: Some(BTreeMap::from(labels)),
+            ..ObjectMeta::default()
+        },
+        type_: Some("kubernetes.io/tls".into()),
+        ..Secret::default()
+    }
+}
+
+/// The Secret with its certificate fields replaced. Fields of other writers stay.
+fn secret_with(mut secret: Secret, material: &KeyMaterial) -> Secret {
+    let fields = material.to_fields().into_iter();
     let data = secret.data.get_or_insert_default();
     data.retain(|name, _| !FIELDS.contains(&name.as_str()));
-    data.extend(
-        material
-            .to_fields()
-            .into_iter()
-            .map(|(name, value)| (name.to_owned(), ByteString(value))),
-    );
-    if secret.metadata.name.is_none() {
-        let labels = BTreeMap::from([(
-            "app.kubernetes.io/part-of".into(),
-            "diy-service-mesh".into(),
-        )]);
-        secret.metadata = ObjectMeta {
-            name: Some(SECRET.into()),
-            labels: Some(labels),
-            ..ObjectMeta::default()
-        };
-    }
+    data.extend(fields.map(|(name, value)| (name.to_owned(), ByteString(value))));
     secret
 }
 
-/// Cloud providers write minor versions such as "29+".
-fn is_too_old(major: &str, minor: &str) -> bool {
+/// Compares a version with [`MIN_VERSION`]. Cloud providers append a suffix to minor versions, such
+/// as "29+". A version that is not a number counts as supported.
+fn is_supported(major: &str, minor: &str) -> bool {
     let number = |text: &str| {
         text.trim_end_matches(|c: char| !c.is_ascii_digit())
             .parse::<u32>()
             .ok()
     };
-    matches!((number(major), number(minor)), (Some(major), Some(minor)) if (major, minor) < OLDEST)
+    number(major)
+        .zip(number(minor))
+        .is_none_or(|version| version >= MIN_VERSION)
 }
 
-/// Somebody else has written in the meantime.
-fn is_lost_race(error: &kube::Error) -> bool {
-    matches!(error, kube::Error::Api(status) if status.code == 409)
-}
-
-/// A request to the API that ends, and whose failure says what was tried.
-async fn api<T>(what: &str, request: impl Future<Output = kube::Result<T>>) -> Result<T, Error> {
-    match timeout(PATIENCE, request).await {
-        Ok(answer) => answer.map_err(|error| Error::Api(what.into(), Box::new(error))),
-        Err(_) => Err(Error::Silent(what.into())),
-    }
-}
-
-/// A watch that failed is begun again by itself.
-fn log_failure(name: &str, error: Option<watcher::Error>) {
-    if let Some(error) = error {
-        tracing::warn!(error = with_causes(&error), name, "watch interrupted");
-    }
-}
-
-fn with_causes(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let more = error.to_string();
-        if !text.contains(&more) {
-            text = format!("{text}: {more}");
+/// Sends a request with a timeout. `action` completes the sentence "cannot ...".
+async fn api<T>(action: &str, request: impl Future<Output = kube::Result<T>>) -> Result<T, Error> {
+    match timeout(API_TIMEOUT, request).await {
+        Ok(Ok(value)) => Ok(value),
+        Ok(Err(kube::Error::Api(status))) if status.code == 409 => {
+            Err(Error::Conflict(action.into()))
         }
-        cause = error.source();
+        Ok(Err(error)) => Err(Error::Api(action.into(), Box::new(error))),
+        Err(_) => Err(Error::Timeout(action.into(), API_TIMEOUT.as_secs())),
+    }
+}
+
+/// Logs the interruption of a watch, which restarts by itself.
+fn log_watch_error(name: &str, error: Option<watcher::Error>) {
+    if let Some(error) = error {
+        tracing::warn!(error = error_chain(&error), name, "watch interrupted");
+    }
+}
+
+/// An error and its sources, separated by colons.
+fn error_chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        let message = error.to_string();
+        if !text.contains(&message) {
+            text = format!("{text}: {message}");
+        }
+        source = error.source();
     }
     text
 }
@@ -396,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn a_right_ca_bundle_is_left_alone() {
+    fn keeps_matching_ca_bundle() {
         assert_eq!(
             ca_bundle_patch(
                 &configuration(&[("a", Some("CA")), ("b", Some("CA"))]),
@@ -408,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_or_missing_ca_bundle_is_put_right_and_nothing_else_is_touched() {
+    fn patches_only_outdated_ca_bundles() {
         let patch = ca_bundle_patch(
             &configuration(&[("a", Some("CA")), ("b", Some("old")), ("c", None)]),
             "CA",
@@ -424,10 +347,10 @@ mod tests {
     }
 
     #[test]
-    fn a_secret_keeps_what_others_put_into_it_and_loses_what_is_out_of_date() {
-        let material =
-            Material::new(&Names::new(["injector".into()]), SystemTime::now()).expect("made");
-        let fields = ["next-ca.crt", "tls.crt", "theirs"];
+    fn secret_keeps_foreign_fields_and_drops_outdated_ones() {
+        let material = KeyMaterial::generate(&Names::new(["injector".into()]), SystemTime::now())
+            .expect("generates certificates");
+        let fields = ["next-ca.crt", "tls.crt", "foreign"];
         let data = fields
             .into_iter()
             .map(|name| (name.into(), ByteString(b"x".to_vec())))
@@ -436,21 +359,21 @@ mod tests {
             data: Some(data),
             ..Secret::default()
         };
-        let data = secret(stored, &material).data.expect("data");
+        let data = secret_with(stored, &material).data.expect("data");
         assert_eq!(
             data.keys().map(String::as_str).collect::<Vec<_>>(),
-            ["ca.crt", "ca.key", "theirs", "tls.crt", "tls.key"]
+            ["ca.crt", "ca.key", "foreign", "tls.crt", "tls.key"]
         );
         assert_ne!(data["tls.crt"].0, b"x");
     }
 
     #[test]
-    fn clusters_without_native_sidecars_are_told_from_others() {
-        assert!(is_too_old("1", "28"));
-        assert!(is_too_old("1", "28+"));
-        assert!(!is_too_old("1", "29"));
-        assert!(!is_too_old("1", "34+"));
-        assert!(!is_too_old("2", "0"));
-        assert!(!is_too_old("", ""));
+    fn requires_a_version_with_native_sidecars() {
+        assert!(!is_supported("1", "28"));
+        assert!(!is_supported("1", "28+"));
+        assert!(is_supported("1", "29"));
+        assert!(is_supported("1", "34+"));
+        assert!(is_supported("2", "0"));
+        assert!(is_supported("", ""));
     }
 }

@@ -3,7 +3,7 @@
 //! A request's way: `server` accepts it, `tls` decrypts, `webhook` bounds and reads it, `review` understands it,
 //! `patch` decides, with `annotations` for what the pod asks, `containers` for what it gains and `probes` for what the kubelet
 //! may ask it. Beside that way,
-//! `kubernetes` or `ephemeral` keep the serving certificate (made in `certificate`), and `health` tells probes.
+//! `kubernetes` or `ephemeral` keep the serving certificate (`certificate`), `publish` hands it to TLS, and `health` tells probes.
 //!
 //! It stores nothing but its own certificates, and is not on the path of any traffic.
 
@@ -11,13 +11,15 @@ pub mod annotations;
 pub mod certificate;
 pub mod config;
 pub mod containers;
+mod diff;
 mod ephemeral;
 mod health;
-mod keeper;
 mod kubernetes;
 mod metrics;
 pub mod patch;
+mod pod;
 mod probes;
+mod publish;
 pub mod review;
 mod server;
 mod tls;
@@ -34,8 +36,8 @@ use tokio::time::sleep;
 use crate::certificate::Names;
 pub use crate::config::{Config, Flags, ServingCertificate};
 use crate::health::Health;
-use crate::keeper::Keeper;
 use crate::metrics::Metrics;
+use crate::publish::Publisher;
 
 /// Why the injector cannot run.
 #[derive(Debug, thiserror::Error)]
@@ -45,7 +47,7 @@ pub enum Error {
     Bind(SocketAddr, std::io::Error),
     /// There are no certificates to serve.
     #[error(transparent)]
-    Keeper(#[from] keeper::Error),
+    Publish(#[from] publish::Error),
 }
 
 /// Runs an injector until `shutdown` is there, then lets the requests at hand end.
@@ -113,7 +115,7 @@ impl Injector {
             health,
             metrics,
         } = self;
-        let keeper = Keeper::new(health.clone(), metrics.clone());
+        let publisher = Publisher::new(health.clone(), metrics.clone());
         let (stop, stopping) = watch::channel(false);
 
         let answer = {
@@ -127,11 +129,11 @@ impl Injector {
         )));
         let webhook = server::serve(
             webhook,
-            Some(tls::acceptor(keeper.serving())),
+            Some(tls::acceptor(publisher.subscribe())),
             handler,
             stopping.clone(),
         );
-        let certificates = certificates(&config, &keeper, stopping);
+        let certificates = certificates(&config, &publisher, stopping);
         let signal = async {
             shutdown.await;
             tracing::info!(delay = ?config.shutdown_delay, "stopping");
@@ -147,8 +149,8 @@ impl Injector {
 
 async fn certificates(
     config: &Config,
-    keeper: &Keeper,
-    stop: watch::Receiver<bool>,
+    publisher: &Publisher,
+    mut stop: watch::Receiver<bool>,
 ) -> Result<(), Error> {
     let service = format!("injector.{}.svc", config.settings.mesh_namespace);
     let service_names = [format!("{service}.cluster.local"), service];
@@ -157,14 +159,11 @@ async fn certificates(
             webhook_configuration,
         } => {
             let names = Names::new(service_names.into_iter().chain(config.extra_names.clone()));
-            kubernetes::keep(
-                keeper,
-                &names,
-                &config.settings.mesh_namespace,
-                webhook_configuration,
-                stop,
-            )
-            .await?;
+            let namespace = &config.settings.mesh_namespace;
+            tokio::select! {
+                () = server::stopped(&mut stop) => Ok(()),
+                result = kubernetes::run(publisher, &names, namespace, webhook_configuration) => match result? {},
+            }
         }
         ServingCertificate::Ephemeral { ca_file } => {
             let local = ["localhost".into(), "127.0.0.1".into(), "::1".into()];
@@ -172,18 +171,14 @@ async fn certificates(
                 .filter(|address| !address.is_unspecified())
                 .as_ref()
                 .map(IpAddr::to_string);
-            let names = Names::new(
-                service_names
-                    .into_iter()
-                    .chain(local)
-                    .chain(listen)
-                    .chain(config.extra_names.clone()),
-            );
-            let material = ephemeral::start(keeper, &names, ca_file).await?;
-            ephemeral::keep(keeper, &names, ca_file, material, stop).await;
+            let names = service_names.into_iter().chain(local).chain(listen);
+            let names = Names::new(names.chain(config.extra_names.clone()));
+            tokio::select! {
+                () = server::stopped(&mut stop) => Ok(()),
+                result = ephemeral::run(publisher, &names, ca_file) => match result? {},
+            }
         }
     }
-    Ok(())
 }
 
 async fn ok(future: impl Future<Output = ()>) -> Result<(), Error> {

@@ -3,7 +3,6 @@
 use std::io::{self, IsTerminal as _};
 use std::process::ExitCode;
 
-use clap::Parser;
 use diy_mesh_injector::{Config, Flags, run};
 use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::filter::Targets;
@@ -11,7 +10,7 @@ use tracing_subscriber::fmt;
 use tracing_subscriber::prelude::*;
 
 fn main() -> ExitCode {
-    let flags = Flags::parse();
+    let flags = Flags::parse_process();
     let filter = flags.log.as_deref().unwrap_or("info");
     let filter: Targets = match filter.parse() {
         Ok(filter) => filter,

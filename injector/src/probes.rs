@@ -1,21 +1,22 @@
-//! What the kubelet asks a pod's containers, as the proxy's `--probe` has it: `http:PORT:PATH`, `tcp:PORT`, `grpc:PORT`. Pure.
+//! The probes of a pod, as values of the proxy's `--probe`: `http:PORT:PATH`, `tcp:PORT`,
+//! `grpc:PORT`. Pure.
 //!
-//! The kubelet has no identity in the mesh, so a strict proxy lets in exactly what is declared here. It never allows more than
-//! one declared question: not a port as a whole for the sake of one path.
+//! The kubelet has no identity in the mesh. A strict proxy accepts unauthenticated requests that
+//! match one of these values, and no other requests to the same port.
 
 use std::collections::BTreeSet;
 
 use serde_json::Value;
 
 use crate::annotations::{INBOUND, Options, PERMISSIVE, SKIP_INBOUND_PORTS};
-use crate::patch::name_of;
+use crate::pod::{list, name_of};
 
 const PROBES: [&str; 3] = ["startupProbe", "livenessProbe", "readinessProbe"];
 const HOOKS: [&str; 2] = ["postStart", "preStop"];
 
-/// The probes and lifecycle hooks of these containers that reach the pod through the proxy, each once; or every problem, one
-/// sentence each.
-pub fn of<'a>(
+/// The probes and lifecycle hooks of the containers that pass through the proxy, without
+/// duplicates. Returns one message per probe that a strict proxy cannot recognize.
+pub fn exempt<'a>(
     containers: impl Iterator<Item = &'a Value>,
     options: &Options,
 ) -> Result<Vec<String>, Vec<String>> {
@@ -34,7 +35,7 @@ pub fn of<'a>(
         for (name, action) in declared.into_iter().chain(hooks) {
             match action.map(|action| read(action, container, options)) {
                 Some(Ok(Some(probe))) if seen.insert(probe.clone()) => probes.push(probe),
-                Some(Err(hidden)) => problems.push(problem(container, name, &hidden)),
+                Some(Err(cause)) => problems.push(problem(container, name, &cause)),
                 _ => {}
             }
         }
@@ -46,71 +47,76 @@ pub fn of<'a>(
     }
 }
 
-/// A probe that a proxy cannot tell from other connections, by its port.
-enum Hidden {
-    /// In the app's own TLS.
+/// A probe that a proxy cannot distinguish from other connections to its port.
+enum Unrecognizable {
+    /// The probe uses TLS.
     Tls(u16),
-    /// To a port where the proxy does not look.
+    /// The port is opaque.
     Opaque(u16),
 }
 
-/// One probe; none where it does not pass the proxy.
-fn read(action: &Value, container: &Value, options: &Options) -> Result<Option<String>, Hidden> {
-    let passes = |place: &Value| {
-        port(place, container).filter(|port| to_the_pod(place) && !options.skips_inbound(*port))
+/// The value for one probe, or `None` if it does not pass through the proxy.
+fn read(
+    action: &Value,
+    container: &Value,
+    options: &Options,
+) -> Result<Option<String>, Unrecognizable> {
+    let proxied_port = |target: &Value| {
+        port(target, container).filter(|port| is_pod(target) && !options.skips_inbound(*port))
     };
     if let Some(http) = action.get("httpGet") {
-        let Some(port) = passes(http) else {
+        let Some(port) = proxied_port(http) else {
             return Ok(None);
         };
         if http.get("scheme").and_then(Value::as_str) == Some("HTTPS") {
-            return Err(Hidden::Tls(port));
+            return Err(Unrecognizable::Tls(port));
         }
         if options.is_opaque(port) {
-            return Err(Hidden::Opaque(port));
+            return Err(Unrecognizable::Opaque(port));
         }
         let path = http.get("path").and_then(Value::as_str).unwrap_or_default();
-        return Ok(Some(format!("http:{port}:{}", unexpanded(&target(path)))));
+        return Ok(Some(format!(
+            "http:{port}:{}",
+            escape_dollar(&request_target(path))
+        )));
     }
     let simple = ["tcpSocket", "grpc"]
         .into_iter()
-        .find_map(|kind| Some((kind, action.get(kind)?)));
-    let Some((kind, port)) = simple.and_then(|(kind, place)| Some((kind, passes(place)?))) else {
+        .find_map(|kind| Some((kind, proxied_port(action.get(kind)?)?)));
+    let Some((kind, port)) = simple else {
         return Ok(None);
     };
-    // A connection without a byte asks for nothing: that it is accepted is the answer.
+    // A TCP probe sends no bytes, so it needs no detection.
     if kind == "grpc" && options.is_opaque(port) {
-        return Err(Hidden::Opaque(port));
+        return Err(Unrecognizable::Opaque(port));
     }
     Ok(Some(format!("{}:{port}", kind.trim_end_matches("Socket"))))
 }
 
-/// The kubelet asks the pod's own address, unless it is told another host.
-fn to_the_pod(place: &Value) -> bool {
-    place
+/// Whether the kubelet sends the probe to the pod, which is the default without `host`.
+fn is_pod(target: &Value) -> bool {
+    target
         .get("host")
         .and_then(Value::as_str)
         .unwrap_or_default()
         .is_empty()
 }
 
-/// The number of a port: itself, or what the container calls by that name, or, as the kubelet has it, a number in a string.
-fn port(place: &Value, container: &Value) -> Option<u16> {
+/// The port number: given as a number, as the name of a port of the container, or as digits in a
+/// string.
+fn port(target: &Value, container: &Value) -> Option<u16> {
     let number = |value: &Value| {
         value
             .as_u64()
             .and_then(|number| u16::try_from(number).ok())
             .filter(|number| *number != 0)
     };
-    let port = place.get("port")?;
+    let port = target.get("port")?;
     let Some(name) = port.as_str() else {
         return number(port);
     };
-    let named = container
-        .get("ports")
-        .and_then(Value::as_array)
-        .into_iter()
-        .flatten()
+    let named = list(container, "ports")
+        .iter()
         .find(|port| name_of(port) == name);
     named.map_or_else(
         || name.parse().ok().filter(|number| *number != 0),
@@ -118,9 +124,9 @@ fn port(place: &Value, container: &Value) -> Option<u16> {
     )
 }
 
-/// The path as it stands in the kubelet's request: with a slash in front, without a fragment, and in characters that a
-/// request's first line can hold.
-fn target(path: &str) -> String {
+/// The request target that the kubelet sends for a path: with a leading slash, without a fragment,
+/// percent-encoded.
+fn request_target(path: &str) -> String {
     let path = path.split('#').next().unwrap_or_default();
     let mut target = String::from(if path.starts_with('/') { "" } else { "/" });
     for byte in path.bytes() {
@@ -135,30 +141,30 @@ fn target(path: &str) -> String {
     target
 }
 
-/// Kubernetes replaces `$(NAME)` in a container's arguments, and does not in a probe's path.
-fn unexpanded(text: &str) -> String {
+/// Escapes `$`: Kubernetes expands `$(NAME)` in arguments, but not in the path of a probe.
+fn escape_dollar(text: &str) -> String {
     text.replace('$', "$$")
 }
 
-fn problem(container: &Value, name: &str, hidden: &Hidden) -> String {
-    let (port, what, instead) = match hidden {
-        Hidden::Tls(port) => (
+fn problem(container: &Value, name: &str, cause: &Unrecognizable) -> String {
+    let (port, what, instead) = match cause {
+        Unrecognizable::Tls(port) => (
             port,
             format!(
-                "speaks HTTPS to port {port}, which a strict proxy cannot tell from other callers' TLS"
+                "sends HTTPS to port {port}, which a strict proxy cannot distinguish from other TLS connections"
             ),
             "without TLS",
         ),
-        Hidden::Opaque(port) => (
+        Unrecognizable::Opaque(port) => (
             port,
             format!(
-                "asks port {port}, which is opaque, so that a strict proxy cannot tell it from other callers"
+                "targets port {port}, which is opaque, so that a strict proxy cannot distinguish it from other connections"
             ),
             "that is not opaque",
         ),
     };
     format!(
-        "container {}: its {name} {what}: probe a port {instead}, or leave port {port} to the application by the annotation \
+        "container {}: its {name} {what}: probe a port {instead}, or exclude port {port} from the proxy with the annotation \
          {SKIP_INBOUND_PORTS}, or set {INBOUND} to {PERMISSIVE}",
         name_of(container)
     )
@@ -170,11 +176,11 @@ mod tests {
     use serde_json::json;
 
     fn probes(containers: &Value, options: &Options) -> Result<Vec<String>, Vec<String>> {
-        of(containers.as_array().expect("a list").iter(), options)
+        exempt(containers.as_array().expect("a list").iter(), options)
     }
 
     #[test]
-    fn every_kind_of_probe_and_hook_is_told_once() {
+    fn returns_each_probe_and_hook_once() {
         let containers = json!([
             {
                 "name": "a",
@@ -202,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_pass_the_proxy_is_not_told() {
+    fn omits_probes_that_bypass_the_proxy() {
         let options = Options {
             skip_inbound_ports: Some("25,8000-8999".into()),
             ..Options::default()
@@ -216,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_named_port_is_one_of_the_same_container() {
+    fn resolves_port_names_within_the_container() {
         let containers = json!([
             {"name": "a", "ports": [{"name": "web", "containerPort": 1}]},
             {"name": "b", "ports": [{"name": "web", "containerPort": 2}], "livenessProbe": {"tcpSocket": {"port": "web"}}},
@@ -228,19 +234,19 @@ mod tests {
     }
 
     #[test]
-    fn a_path_is_written_as_the_kubelet_sends_it_and_never_expanded() {
-        assert_eq!(target("health?full=1#top"), "/health?full=1");
-        assert_eq!(target("/a b/ü/%20"), "/a%20b/%C3%BC/%20");
-        assert_eq!(target(""), "/");
-        assert_eq!(unexpanded("/$(POD_NAME)/$$"), "/$$(POD_NAME)/$$$$");
+    fn encodes_paths_as_the_kubelet_does() {
+        assert_eq!(request_target("health?full=1#top"), "/health?full=1");
+        assert_eq!(request_target("/a b/ü/%20"), "/a%20b/%C3%BC/%20");
+        assert_eq!(request_target(""), "/");
+        assert_eq!(escape_dollar("/$(POD_NAME)/$$"), "/$$(POD_NAME)/$$$$");
     }
 
     #[test]
-    fn a_probe_over_tls_is_refused_with_what_to_do() {
+    fn rejects_https_probe_with_advice() {
         let containers = json!([{"name": "a", "livenessProbe": {"httpGet": {"port": 8443, "scheme": "HTTPS", "path": "/health"}}}]);
         let problems = probes(&containers, &Options::default()).expect_err("TLS");
         assert!(
-            problems[0].starts_with("container a: its livenessProbe speaks HTTPS to port 8443"),
+            problems[0].starts_with("container a: its livenessProbe sends HTTPS to port 8443"),
             "{problems:?}"
         );
         assert!(
@@ -250,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_probe_of_an_opaque_port_is_refused_unless_it_is_a_bare_connection() {
+    fn rejects_probes_of_opaque_ports_except_tcp() {
         let options = Options {
             opaque_ports: Some("5432,9000-9100".into()),
             ..Options::default()
@@ -259,9 +265,9 @@ mod tests {
             {"name": "a", "startupProbe": {"tcpSocket": {"port": 5432}}, "livenessProbe": {"httpGet": {"port": 9000}}},
             {"name": "b", "livenessProbe": {"grpc": {"port": 9100}}, "readinessProbe": {"httpGet": {"port": 80}}},
         ]);
-        let problems = probes(&containers, &options).expect_err("two are hidden");
+        let problems = probes(&containers, &options).expect_err("opaque");
         let of = |container: &str, port: u16| {
-            format!("container {container}: its livenessProbe asks port {port}, which is opaque")
+            format!("container {container}: its livenessProbe targets port {port}, which is opaque")
         };
         assert!(
             problems.len() == 2

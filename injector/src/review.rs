@@ -1,6 +1,6 @@
-//! AdmissionReview v1 in, AdmissionReview v1 out: the words that the API server and the webhook exchange. Pure.
+//! AdmissionReview v1: decodes the request, decides, encodes the response. Pure.
 //!
-//! It never sees a connection, and [`crate::patch`] never sees a review.
+//! [`crate::webhook`] reads and sends the bytes; [`crate::patch`] decides about the pod.
 
 use std::collections::BTreeMap;
 
@@ -8,68 +8,69 @@ use k8s_openapi::ByteString;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::patch::{Candidate, NamespaceLabels, Settings, Verdict, decide};
+use crate::config::Settings;
+use crate::patch::{Candidate, NamespaceLabels, Verdict, decide};
 
 const API_VERSION: &str = "admission.k8s.io/v1";
 const KIND: &str = "AdmissionReview";
 
-/// A review that cannot be answered.
+/// A malformed AdmissionReview.
 #[derive(Debug, thiserror::Error)]
-pub enum Malformed {
-    /// It is not JSON, or not of a review's shape.
-    #[error("the body is no AdmissionReview: {0}")]
-    Shape(#[from] serde_json::Error),
-    /// It is something else, or of another version.
+pub enum Error {
+    /// The body is not JSON, or a field has a wrong type.
+    #[error("the body is not an AdmissionReview: {0}")]
+    Json(#[from] serde_json::Error),
+    /// `apiVersion` or `kind` differ.
     #[error("expected apiVersion {API_VERSION} and kind {KIND}, got {0:?} and {1:?}")]
     Version(String, String),
-    /// It asks nothing.
+    /// `request` is missing.
     #[error("the AdmissionReview has no request")]
     NoRequest,
-    /// It is about the creation of a pod and holds none.
+    /// `request.object` is missing although the request creates a pod.
     #[error(
-        "the AdmissionReview's request {0:?} creates a pod, and its object is missing or no object"
+        "request {0:?} of the AdmissionReview creates a pod, but its object is missing or not a JSON object"
     )]
     NoObject(String),
 }
 
-/// How a review ended, for logs and metrics.
+/// The outcome of a review, for logs and metrics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// The pod joins the mesh.
+    /// The pod is admitted with a proxy.
     Injected,
-    /// The pod is not created.
+    /// The pod is rejected.
     Denied,
-    /// The pod is created as it is.
+    /// The pod is admitted unchanged.
     LeftAlone,
 }
 
-/// The answer to one review.
+/// The response to a review.
 #[derive(Debug)]
-pub struct Answer {
-    /// The AdmissionReview to send back.
+pub struct Reviewed {
+    /// The AdmissionReview with the response, as JSON.
     pub body: Vec<u8>,
-    /// How it ended.
+    /// The outcome.
     pub outcome: Outcome,
-    /// Whose review it was, for a line in the log.
+    /// Kind, namespace and name of the object, for logs.
     pub subject: String,
-    /// What the requester is told.
+    /// Warnings and denial messages for the client.
     pub messages: Vec<String>,
 }
 
-/// Answers one review.
-pub fn answer(
+/// Reviews an AdmissionReview, as JSON.
+pub fn review(
     settings: &Settings,
     body: &[u8],
     labels: NamespaceLabels,
-) -> Result<Answer, Malformed> {
-    let review: Review = serde_json::from_slice(body)?;
+) -> Result<Reviewed, Error> {
+    let review: ReviewRequest = serde_json::from_slice(body)?;
     if review.api_version != API_VERSION || review.kind != KIND {
-        return Err(Malformed::Version(review.api_version, review.kind));
+        return Err(Error::Version(review.api_version, review.kind));
     }
-    let request = review.request.ok_or(Malformed::NoRequest)?;
-    let verdict = if creates_a_pod(&request) {
+    let request = review.request.ok_or(Error::NoRequest)?;
+    let verdict = if creates_pod(&request) {
         if !request.object.is_object() {
-            return Err(Malformed::NoObject(request.uid));
+            return Err(Error::NoObject(request.uid));
         }
         decide(
             settings,
@@ -80,18 +81,18 @@ pub fn answer(
             },
         )
     } else {
-        Verdict::NotAsked
+        Verdict::NotRequested
     };
     let subject = subject(&request);
     let (response, outcome) = response(request.uid, verdict)?;
     let mut messages = response.warnings.clone();
     messages.extend(response.status.iter().map(|status| status.message.clone()));
-    let body = serde_json::to_vec(&Reply {
+    let body = serde_json::to_vec(&ReviewResponse {
         api_version: API_VERSION,
         kind: KIND,
         response,
     })?;
-    Ok(Answer {
+    Ok(Reviewed {
         body,
         outcome,
         subject,
@@ -99,8 +100,8 @@ pub fn answer(
     })
 }
 
-/// Only pods, and only their creation: not a pod's subresources, not its updates.
-fn creates_a_pod(request: &Request) -> bool {
+/// Excludes updates and subresources of pods.
+fn creates_pod(request: &Request) -> bool {
     let Kind { group, kind } = &request.kind;
     request.operation == "CREATE"
         && group.is_empty()
@@ -112,7 +113,7 @@ fn creates_a_pod(request: &Request) -> bool {
             .is_empty()
 }
 
-/// A pod that a controller creates has no name yet when the webhook sees it.
+/// Uses `generateName` for pods of controllers, which have no name at admission.
 fn subject(request: &Request) -> String {
     let metadata = |field| {
         request
@@ -135,8 +136,8 @@ fn response(uid: String, verdict: Verdict) -> Result<(Response, Outcome), serde_
         ..Response::default()
     };
     let outcome = match verdict {
-        Verdict::NotAsked => Outcome::LeftAlone,
-        Verdict::LeftAlone(warning) => {
+        Verdict::NotRequested => Outcome::LeftAlone,
+        Verdict::Skipped(warning) => {
             response.warnings = vec![warning];
             Outcome::LeftAlone
         }
@@ -164,7 +165,7 @@ fn response(uid: String, verdict: Verdict) -> Result<(Response, Outcome), serde_
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Review {
+struct ReviewRequest {
     #[serde(default)]
     api_version: String,
     #[serde(default)]
@@ -196,7 +197,7 @@ struct Kind {
 
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
-struct Reply {
+struct ReviewResponse {
     api_version: &'static str,
     kind: &'static str,
     response: Response,

@@ -1,6 +1,4 @@
-//! TLS for the webhook, with a certificate that can be exchanged while it serves.
-//!
-//! Every handshake takes the newest certificate; connections that stand keep theirs.
+//! TLS of the webhook. Each handshake uses the latest certificate; open connections keep theirs.
 
 use std::sync::Arc;
 
@@ -10,26 +8,25 @@ use rustls::sign::CertifiedKey;
 use tokio::sync::watch;
 use tokio_rustls::TlsAcceptor;
 
-/// The newest serving certificate; none until there is one.
-pub type Serving = watch::Receiver<Option<Arc<CertifiedKey>>>;
+/// The latest serving certificate, or `None` before the first one.
+pub type ServingCertificate = watch::Receiver<Option<Arc<CertifiedKey>>>;
 
-/// A TLS acceptor for HTTP/2 and HTTP/1.1 that serves whatever certificate is the newest.
-pub fn acceptor(serving: Serving) -> TlsAcceptor {
+/// A TLS acceptor for HTTP/2 and HTTP/1.1.
+pub fn acceptor(certificate: ServingCertificate) -> TlsAcceptor {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-    let builder =
-        ServerConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
-    let builder = builder.expect("the provider has cipher suites for TLS 1.2 and 1.3");
-    let mut config = builder
+    let mut config = ServerConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .expect("the provider has cipher suites for TLS 1.2 and 1.3")
         .with_no_client_auth()
-        .with_cert_resolver(Arc::new(Newest(serving)));
+        .with_cert_resolver(Arc::new(Resolver(certificate)));
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
     TlsAcceptor::from(Arc::new(config))
 }
 
 #[derive(Debug)]
-struct Newest(Serving);
+struct Resolver(ServingCertificate);
 
-impl ResolvesServerCert for Newest {
+impl ResolvesServerCert for Resolver {
     fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
         self.0.borrow().clone()
     }

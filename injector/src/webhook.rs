@@ -1,8 +1,8 @@
-//! The webhook over HTTP: `POST /inject` with an AdmissionReview, answered by [`crate::review`]. The path says what the labels of the
-//! pod's namespace ask for, so that the injector needs to read no namespaces.
+//! The HTTP endpoint of the webhook: `POST /inject` with an AdmissionReview for [`crate::review`].
+//! The path carries the labels of the namespace, so that the injector does not read namespaces.
 //!
-//! It bounds what callers can make it hold: the size of one body, before and after parsing, of all bodies together, and the time
-//! that one takes.
+//! Limits the size of a body, the number of JSON values in it, the size of all bodies in memory,
+//! and the time of a review.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,60 +15,63 @@ use hyper::body::{Body, Incoming};
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
+use crate::config::Settings;
 use crate::metrics::Metrics;
-use crate::patch::{NamespaceLabels, Settings};
+use crate::patch::NamespaceLabels;
 use crate::review::{self, Outcome};
 
-/// The path for pods that ask for the mesh themselves.
+/// The path for namespaces without labels.
 pub const PATH: &str = "/inject";
-/// The path for pods whose namespace asks for the mesh. (A query would be nicer; webhook configurations take none.)
+/// The path for namespaces that enable injection. Webhook configurations do not support a query.
 pub const PATH_FOR_ENABLED_NAMESPACES: &str = "/inject/enabled-namespace";
-/// The path for pods that ask for the mesh themselves, in a namespace that wants it strict.
+/// The path for strict namespaces.
 pub const PATH_FOR_STRICT_NAMESPACES: &str = "/inject/strict-namespace";
-/// The path for pods whose namespace asks for the mesh, and wants it strict.
+/// The path for strict namespaces that enable injection.
 pub const PATH_FOR_ENABLED_STRICT_NAMESPACES: &str = "/inject/enabled-strict-namespace";
-/// The API server takes objects of up to 3 MiB; a review holds one and little more.
-pub const BODY_LIMIT: usize = 4 * 1024 * 1024;
-/// All bodies at hand together, in KiB. Who finds no room waits for it.
-const BODIES_LIMIT: usize = 16 * 1024;
-/// Values in one body. Parsed, a value takes a hundred times the room of its text; a large pod has some thousand.
-const VALUES_LIMIT: usize = 100_000;
-/// The API server waits for 5 seconds.
-const TIME_LIMIT: Duration = Duration::from_secs(4);
+/// Maximum size of a body. The API server accepts objects of up to 3 MiB, and a review contains
+/// one.
+pub const MAX_BODY_BYTES: usize = 4 * 1024 * 1024;
+/// Maximum size of all bodies in memory. Further requests wait.
+const MAX_BUFFERED_KIB: usize = 16 * 1024;
+/// Maximum number of JSON values in a body. A parsed value takes up to a hundred times the memory
+/// of its text; a large pod has some thousand values.
+const MAX_VALUES: usize = 100_000;
+/// Timeout of a review, below the 5 seconds of the webhook configuration.
+const REVIEW_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// What every request needs.
+/// The state that all requests share.
 #[derive(Debug)]
 pub struct Webhook {
     settings: Settings,
     metrics: Arc<Metrics>,
-    room: Semaphore,
+    buffer_kib: Semaphore,
 }
 
 impl Webhook {
-    /// A webhook that injects what the settings say.
+    /// A webhook that injects containers with these settings.
     pub fn new(settings: Settings, metrics: Arc<Metrics>) -> Self {
         Self {
             settings,
             metrics,
-            room: Semaphore::new(BODIES_LIMIT),
+            buffer_kib: Semaphore::new(MAX_BUFFERED_KIB),
         }
     }
 
-    /// Answers one request. Never fails: a failure is an answer too.
+    /// Handles a request. Errors become responses.
     pub async fn handle<B>(&self, request: Request<B>) -> Response<Full<Bytes>>
     where
         B: Body<Data = Bytes, Error: Into<Box<dyn std::error::Error + Send + Sync>>>,
     {
-        let Some(labels) = labels(request.uri().path()) else {
-            return refusal(
+        let Some(labels) = namespace_labels(request.uri().path()) else {
+            return error_response(
                 StatusCode::NOT_FOUND,
-                format!("nothing here: the webhook is POST {PATH}\n"),
+                format!("unknown path: send POST {PATH}\n"),
             );
         };
         if request.method() != Method::POST {
-            let mut response = refusal(
+            let mut response = error_response(
                 StatusCode::METHOD_NOT_ALLOWED,
-                format!("the webhook is POST {PATH}\n"),
+                format!("method not allowed: send POST {PATH}\n"),
             );
             response
                 .headers_mut()
@@ -76,14 +79,14 @@ impl Webhook {
             return response;
         }
         let started = Instant::now();
-        let answered = timeout(TIME_LIMIT, self.review(request.into_body(), labels))
+        let reviewed = timeout(REVIEW_TIMEOUT, self.review(request.into_body(), labels))
             .await
-            .unwrap_or(Err(Failure::Late));
+            .unwrap_or(Err(Error::Timeout));
         self.metrics.duration(started.elapsed());
-        answered.unwrap_or_else(|failure| {
+        reviewed.unwrap_or_else(|error| {
             self.metrics.error();
-            tracing::warn!(%failure, "review not answered");
-            refusal(failure.status(), format!("{failure}\n"))
+            tracing::warn!(%error, "review failed");
+            error_response(error.status(), format!("{error}\n"))
         })
     }
 
@@ -91,65 +94,65 @@ impl Webhook {
         &self,
         body: B,
         labels: NamespaceLabels,
-    ) -> Result<Response<Full<Bytes>>, Failure>
+    ) -> Result<Response<Full<Bytes>>, Error>
     where
         B: Body<Data = Bytes, Error: Into<Box<dyn std::error::Error + Send + Sync>>>,
     {
-        let (body, _room) = self.body(body).await?;
-        let answer = review::answer(&self.settings, &body, labels)?;
-        let (subject, messages) = (&answer.subject, answer.messages.join("; "));
-        match answer.outcome {
+        let (body, _permit) = self.read(body).await?;
+        let reviewed = review::review(&self.settings, &body, labels)?;
+        let (subject, messages) = (&reviewed.subject, reviewed.messages.join("; "));
+        match reviewed.outcome {
             Outcome::Injected => tracing::info!(%subject, %messages, "injected"),
             Outcome::Denied => tracing::warn!(%subject, %messages, "denied"),
-            Outcome::LeftAlone => tracing::info!(%subject, %messages, "left alone"),
+            Outcome::LeftAlone => tracing::info!(%subject, %messages, "skipped"),
         }
-        self.metrics.outcome(answer.outcome);
-        let mut response = Response::new(Full::from(answer.body));
+        self.metrics.outcome(reviewed.outcome);
+        let mut response = Response::new(Full::from(reviewed.body));
         response
             .headers_mut()
             .insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
         Ok(response)
     }
 
-    /// Reads a body once there is room for it, and keeps the room for as long as the body is needed.
-    async fn body<B>(&self, body: B) -> Result<(Bytes, tokio::sync::SemaphorePermit<'_>), Failure>
+    /// Reads a body when enough buffer space is free. The permit holds that space.
+    async fn read<B>(&self, body: B) -> Result<(Bytes, tokio::sync::SemaphorePermit<'_>), Error>
     where
         B: Body<Data = Bytes, Error: Into<Box<dyn std::error::Error + Send + Sync>>>,
     {
-        let most = body.size_hint().upper().map_or(BODY_LIMIT, |size| {
+        let max_size = body.size_hint().upper().map_or(MAX_BODY_BYTES, |size| {
             usize::try_from(size).unwrap_or(usize::MAX)
         });
-        if most > BODY_LIMIT {
-            return Err(Failure::TooLarge);
+        if max_size > MAX_BODY_BYTES {
+            return Err(Error::BodyTooLarge);
         }
-        let kibibytes = u32::try_from(most / 1024 + 1).expect("the limit of a body fits");
-        let room = self
-            .room
+        let kibibytes = u32::try_from(max_size / 1024 + 1).expect("MAX_BODY_BYTES fits");
+        let permit = self
+            .buffer_kib
             .acquire_many(kibibytes)
             .await
             .expect("the semaphore is never closed");
-        let body = Limited::new(body, BODY_LIMIT)
+        let body = Limited::new(body, MAX_BODY_BYTES)
             .collect()
             .await
             .map_err(|error| match error.downcast::<LengthLimitError>() {
-                Ok(_) => Failure::TooLarge,
-                Err(error) => Failure::Broken(error.to_string()),
+                Ok(_) => Error::BodyTooLarge,
+                Err(error) => Error::IncompleteBody(error.to_string()),
             })?;
         let body = body.to_bytes();
         if body
             .iter()
             .filter(|byte| matches!(byte, b',' | b'[' | b'{'))
             .count()
-            > VALUES_LIMIT
+            > MAX_VALUES
         {
-            return Err(Failure::TooMany);
+            return Err(Error::TooManyValues);
         }
-        Ok((body, room))
+        Ok((body, permit))
     }
 }
 
-/// What a path says of the pod's namespace; none for a path that is not there.
-pub fn labels(path: &str) -> Option<NamespaceLabels> {
+/// The labels that a path stands for, or `None` for an unknown path.
+pub fn namespace_labels(path: &str) -> Option<NamespaceLabels> {
     let (enabled, strict) = match path {
         PATH => (false, false),
         PATH_FOR_ENABLED_NAMESPACES => (true, false),
@@ -160,7 +163,7 @@ pub fn labels(path: &str) -> Option<NamespaceLabels> {
     Some(NamespaceLabels { enabled, strict })
 }
 
-/// The handler for `server::serve`.
+/// The webhook as a handler for the HTTP server.
 pub fn handler(webhook: Arc<Webhook>) -> impl Fn(Request<Incoming>) -> HandlerFuture + Clone {
     move |request| {
         let webhook = webhook.clone();
@@ -168,35 +171,35 @@ pub fn handler(webhook: Arc<Webhook>) -> impl Fn(Request<Incoming>) -> HandlerFu
     }
 }
 
-/// The future of one answer.
+/// The future of a response.
 pub type HandlerFuture = std::pin::Pin<Box<dyn Future<Output = Response<Full<Bytes>>> + Send>>;
 
-/// Why a review got no answer. All of them are the caller's doing but the lateness, which may be either's.
+/// A request without a review.
 #[derive(Debug, thiserror::Error)]
-enum Failure {
-    #[error("the body is larger than {BODY_LIMIT} bytes")]
-    TooLarge,
-    #[error("the body has more than {VALUES_LIMIT} values")]
-    TooMany,
+enum Error {
+    #[error("the body is larger than {MAX_BODY_BYTES} bytes")]
+    BodyTooLarge,
+    #[error("the body has more than {MAX_VALUES} values")]
+    TooManyValues,
     #[error("the body ended early: {0}")]
-    Broken(String),
-    #[error("the review was not complete and answered within {} seconds", TIME_LIMIT.as_secs())]
-    Late,
+    IncompleteBody(String),
+    #[error("the review took longer than {} seconds", REVIEW_TIMEOUT.as_secs())]
+    Timeout,
     #[error(transparent)]
-    Malformed(#[from] review::Malformed),
+    Malformed(#[from] review::Error),
 }
 
-impl Failure {
+impl Error {
     fn status(&self) -> StatusCode {
         match self {
-            Self::TooLarge | Self::TooMany => StatusCode::PAYLOAD_TOO_LARGE,
-            Self::Broken(_) | Self::Malformed(_) => StatusCode::BAD_REQUEST,
-            Self::Late => StatusCode::SERVICE_UNAVAILABLE,
+            Self::BodyTooLarge | Self::TooManyValues => StatusCode::PAYLOAD_TOO_LARGE,
+            Self::IncompleteBody(_) | Self::Malformed(_) => StatusCode::BAD_REQUEST,
+            Self::Timeout => StatusCode::SERVICE_UNAVAILABLE,
         }
     }
 }
 
-fn refusal(status: StatusCode, message: String) -> Response<Full<Bytes>> {
+fn error_response(status: StatusCode, message: String) -> Response<Full<Bytes>> {
     let mut response = Response::new(Full::from(message));
     *response.status_mut() = status;
     response.headers_mut().insert(
@@ -216,7 +219,7 @@ mod tests {
     use http_body_util::Empty;
     use hyper::body::Frame;
 
-    use crate::patch::ImagePullPolicy;
+    use crate::config::ImagePullPolicy;
 
     fn webhook() -> Webhook {
         let settings = Settings {
@@ -245,11 +248,11 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_no_review_is_a_bad_request_that_says_why() {
+    async fn rejects_malformed_reviews_with_reason() {
         for (body, why) in [
-            ("", "the body is no AdmissionReview: EOF"),
-            ("{", "the body is no AdmissionReview: EOF"),
-            ("[]", "the body is no AdmissionReview: invalid length"),
+            ("", "the body is not an AdmissionReview: EOF"),
+            ("{", "the body is not an AdmissionReview: EOF"),
+            ("[]", "the body is not an AdmissionReview: invalid length"),
             (
                 "{}",
                 "expected apiVersion admission.k8s.io/v1 and kind AdmissionReview, got \"\" and \"\"",
@@ -264,7 +267,7 @@ mod tests {
             ),
             (
                 r#"{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","request":{"uid":"u","kind":{"kind":"Pod"},"operation":"CREATE"}}"#,
-                "request \"u\" creates a pod, and its object is missing",
+                "request \"u\" of the AdmissionReview creates a pod, but its object is missing",
             ),
         ] {
             let response = webhook().handle(post(Full::from(body))).await;
@@ -275,7 +278,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn only_post_inject_is_there() {
+    async fn serves_only_post_inject() {
         let get = Request::get(PATH).body(Empty::new()).expect("a request");
         let response = webhook().handle(get).await;
         assert_eq!(response.status(), StatusCode::METHOD_NOT_ALLOWED);
@@ -288,17 +291,17 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_body_that_announces_too_much_is_refused_unread() {
+    async fn rejects_large_content_length_without_reading() {
         let response = webhook()
-            .handle(post(Full::from(vec![b' '; BODY_LIMIT + 1])))
+            .handle(post(Full::from(vec![b' '; MAX_BODY_BYTES + 1])))
             .await;
         assert_eq!(response.status(), StatusCode::PAYLOAD_TOO_LARGE);
     }
 
     #[tokio::test]
-    async fn a_body_that_would_blow_up_when_parsed_is_refused_unparsed() {
-        let body = format!("[{}0]", "{\"a\":0},".repeat(VALUES_LIMIT));
-        assert!(body.len() < BODY_LIMIT);
+    async fn rejects_too_many_values_without_parsing() {
+        let body = format!("[{}0]", "{\"a\":0},".repeat(MAX_VALUES));
+        assert!(body.len() < MAX_BODY_BYTES);
         let response = webhook().handle(post(Full::from(body))).await;
         assert_eq!(response.status(), StatusCode::PAYLOAD_TOO_LARGE);
         assert_eq!(
@@ -307,7 +310,7 @@ mod tests {
         );
     }
 
-    /// Frames without end, of no announced length.
+    /// An endless body of unknown length.
     struct Endless;
 
     impl Body for Endless {
@@ -323,14 +326,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_body_that_never_ends_is_cut_at_the_limit() {
+    async fn rejects_endless_body_at_the_limit() {
         assert_eq!(
             webhook().handle(post(Endless)).await.status(),
             StatusCode::PAYLOAD_TOO_LARGE
         );
     }
 
-    /// A body of unknown length whose first byte never comes.
+    /// A body of unknown length that never sends a byte.
     struct Silent;
 
     impl Body for Silent {
@@ -346,13 +349,13 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn silent_callers_are_let_go_and_their_room_is_free_again() {
+    async fn times_out_silent_clients_and_releases_their_buffer_space() {
         let webhook = webhook();
         let silent = (0..100).map(|_| webhook.handle(post(Silent)));
         for response in futures::future::join_all(silent).await {
             assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
         }
-        assert_eq!(webhook.room.available_permits(), BODIES_LIMIT);
+        assert_eq!(webhook.buffer_kib.available_permits(), MAX_BUFFERED_KIB);
         assert_eq!(
             webhook.handle(post(Full::from("{}"))).await.status(),
             StatusCode::BAD_REQUEST

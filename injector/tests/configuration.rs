@@ -1,5 +1,5 @@
-//! manifests/webhook.yaml and this program agree: what the API server is told to call is what is answered, and pods that do not
-//! ask are never held up by it.
+//! Consistency of manifests/webhook.yaml with the webhook: the API server calls paths that exist,
+//! and only pods that request injection depend on the webhook.
 
 use std::fs;
 use std::path::Path;
@@ -22,7 +22,7 @@ fn webhooks() -> Vec<Value> {
         .clone()
 }
 
-/// An entry is for namespaces whose label has this value, or has another one.
+/// Whether a webhook selects namespaces by this expression.
 fn selects(webhook: &Value, label: &str, operator: &str, value: &str) -> bool {
     let expressions = webhook["namespaceSelector"]["matchExpressions"]
         .as_array()
@@ -31,22 +31,27 @@ fn selects(webhook: &Value, label: &str, operator: &str, value: &str) -> bool {
 }
 
 #[test]
-fn every_entry_calls_a_path_that_is_answered_and_for_new_pods_only() {
+fn webhooks_call_existing_paths_for_new_pods_only() {
     for webhook in webhooks() {
         let service = &webhook["clientConfig"]["service"];
         assert_eq!(
             (&service["name"], &service["namespace"]),
             (&json!("injector"), &json!("service-mesh"))
         );
-        let wanted = NamespaceLabels {
+        let expected = NamespaceLabels {
             enabled: selects(&webhook, "diy-service-mesh/inject", "In", "enabled"),
             strict: selects(&webhook, "diy-service-mesh/inbound", "In", "strict"),
         };
         let path = service["path"].as_str().expect("a path");
-        assert_eq!(webhook::labels(path), Some(wanted), "{}", webhook["name"]);
+        assert_eq!(
+            webhook::namespace_labels(path),
+            Some(expected),
+            "{}",
+            webhook["name"]
+        );
         let fails = webhook["failurePolicy"] == "Fail";
         assert_eq!(
-            fails && !wanted.strict,
+            fails && !expected.strict,
             selects(&webhook, "diy-service-mesh/inbound", "NotIn", "strict"),
             "{}",
             webhook["name"]
@@ -59,19 +64,19 @@ fn every_entry_calls_a_path_that_is_answered_and_for_new_pods_only() {
         );
         assert!(
             webhook["clientConfig"]["caBundle"].is_null(),
-            "no certificate in any manifest"
+            "manifests contain no certificate"
         );
     }
 }
 
 #[test]
-fn an_entry_that_can_stop_pods_has_conditions_and_leaves_the_cluster_and_the_mesh_alone() {
+fn fail_closed_webhooks_have_match_conditions_and_exclude_system_namespaces() {
     let webhooks = webhooks();
-    let (stopping, others): (Vec<_>, Vec<_>) = webhooks
+    let (fail_closed, others): (Vec<_>, Vec<_>) = webhooks
         .iter()
         .partition(|webhook| webhook["failurePolicy"] == "Fail");
-    assert_eq!((stopping.len(), others.len()), (4, 1));
-    for webhook in stopping {
+    assert_eq!((fail_closed.len(), others.len()), (4, 1));
+    for webhook in fail_closed {
         assert!(
             webhook["matchConditions"]
                 .as_array()

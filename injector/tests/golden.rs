@@ -1,16 +1,17 @@
-//! Each file of tests/golden/: a pod, and what the injector makes of it. `UPDATE_GOLDEN=1 cargo test -p diy-mesh-injector --test golden`
-//! writes what it makes of them now, for a person to read in the diff.
+//! Golden files: each file in tests/golden/ has a pod and the expected verdict.
+//!
+//! `UPDATE_GOLDEN=1 cargo test -p diy-mesh-injector --test golden` rewrites the verdicts; review the
+//! diff.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use diy_mesh_injector::patch::{
-    Candidate, ImagePullPolicy, NamespaceLabels, Settings, Verdict, decide,
-};
+use diy_mesh_injector::config::{ImagePullPolicy, Settings};
+use diy_mesh_injector::patch::{Candidate, NamespaceLabels, Verdict, decide};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-const EXPECTED: [&str; 4] = ["denied:", "leftAlone:", "notAsked:", "patched:"];
+const EXPECTED: [&str; 4] = ["denied:", "skipped:", "notRequested:", "patched:"];
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -70,16 +71,16 @@ fn verdict(golden: &Golden) -> Verdict {
     )
 }
 
-/// The verdict as the files have it.
+/// The verdict in the format of the files.
 fn outcome(golden: &Golden) -> Value {
     match verdict(golden) {
-        Verdict::NotAsked => json!({"notAsked": true}),
-        Verdict::LeftAlone(warning) => json!({"leftAlone": warning}),
+        Verdict::NotRequested => json!({"notRequested": true}),
+        Verdict::Skipped(warning) => json!({"skipped": warning}),
         Verdict::Denied(message) => json!({"denied": message}),
         Verdict::Injected(injection) => {
             let mut pod = golden.input.clone();
-            json_patch::patch(&mut pod, &injection.patch).expect("a patch that fits");
-            assert_eq!(pod, injection.pod, "the patch leads to the pod");
+            json_patch::patch(&mut pod, &injection.patch).expect("the patch applies");
+            assert_eq!(pod, injection.pod, "the patch produces the pod");
             let operations = injection.patch.0.len();
             json!({"patched": pod, "operations": operations, "warnings": injection.warnings})
         }
@@ -87,10 +88,10 @@ fn outcome(golden: &Golden) -> Value {
 }
 
 #[test]
-fn every_pod_becomes_what_its_file_says() {
+fn verdicts_match_golden_files() {
     let update = std::env::var_os("UPDATE_GOLDEN").is_some();
     let files = files();
-    assert!(files.len() > 15, "the files are found");
+    assert!(files.len() > 15, "golden files exist");
     for file in files {
         let (text, golden) = read(&file);
         let outcome = outcome(&golden);
@@ -107,7 +108,7 @@ fn every_pod_becomes_what_its_file_says() {
             assert_eq!(
                 outcome,
                 golden.expected,
-                "{}: it becomes\n{shown}",
+                "{}: the verdict is\n{shown}",
                 file.display()
             );
         }
@@ -115,13 +116,13 @@ fn every_pod_becomes_what_its_file_says() {
 }
 
 #[test]
-fn a_second_time_changes_nothing() {
+fn injection_is_idempotent() {
     for file in files() {
         let (_, mut golden) = read(&file);
         if let Verdict::Injected(injection) = verdict(&golden) {
             golden.input = injection.pod;
             let Verdict::Injected(again) = verdict(&golden) else {
-                panic!("{}: another verdict", file.display())
+                panic!("{}: the verdict changed", file.display())
             };
             assert_eq!(again.patch.0, [], "{}", file.display());
             assert_eq!(again.pod, golden.input);

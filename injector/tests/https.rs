@@ -1,9 +1,10 @@
-//! The whole injector over real HTTPS, with certificates in memory: what the API server and the sandbox see of it.
+//! The injector over HTTPS, with ephemeral certificates.
 
 use std::path::Path;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use clap::Parser;
 use diy_mesh_injector::config::{Config, Flags, ServingCertificate};
 use diy_mesh_injector::{Error, Injector};
 use http::{Request, Response, StatusCode};
@@ -30,18 +31,23 @@ struct Running {
     task: JoinHandle<Result<(), Error>>,
 }
 
+fn config(arguments: &[&str]) -> Config {
+    let images = [
+        "--image-to-deploy-proxy=diy-sm-proxy:dev",
+        "--image-to-deploy-proxy-init=diy-sm-proxy-init:dev",
+    ];
+    let flags = Flags::parse_from(["injector"].iter().chain(&images).chain(arguments));
+    Config::from_flags(flags).expect("a configuration")
+}
+
 async fn injector() -> Running {
     let ca = tempfile::tempdir().expect("a folder");
-    let flags = Flags {
-        image_to_deploy_proxy: Some("diy-sm-proxy:dev".into()),
-        image_to_deploy_proxy_init: Some("diy-sm-proxy-init:dev".into()),
-        listen: Some("127.0.0.1:0".into()),
-        admin_listen: Some("127.0.0.1:0".into()),
-        serving_certificate: Some("ephemeral".into()),
-        ca_file: Some(ca.path().join("ca.crt")),
-        ..Flags::default()
-    };
-    let config = Config::from_flags(flags).expect("a configuration");
+    let config = config(&[
+        "--listen=127.0.0.1:0",
+        "--admin-listen=127.0.0.1:0",
+        "--serving-certificate=ephemeral",
+        &format!("--ca-file={}/ca.crt", ca.path().display()),
+    ]);
     let injector = Injector::bind(config).await.expect("free ports");
     let (address, admin, ready) = (
         injector.address(),
@@ -67,7 +73,7 @@ impl Running {
         tls(self.address, &self.ca.path().join("ca.crt"), protocol, name).await
     }
 
-    /// One request over a connection of its own.
+    /// Sends a request over a new connection.
     async fn http1(&self, request: Request<Full<Bytes>>) -> (StatusCode, Bytes) {
         let stream = self
             .tls(b"http/1.1", "127.0.0.1")
@@ -77,7 +83,7 @@ impl Running {
             .await
             .expect("HTTP/1.1");
         tokio::spawn(connection);
-        whole(sender.send_request(request).await.expect("an answer")).await
+        read(sender.send_request(request).await.expect("an answer")).await
     }
 
     async fn admin(&self, path: &str) -> (StatusCode, String) {
@@ -90,7 +96,7 @@ impl Running {
             .header("host", "injector")
             .body(Full::<Bytes>::default())
             .expect("a request");
-        let (status, body) = whole(sender.send_request(request).await.expect("an answer")).await;
+        let (status, body) = read(sender.send_request(request).await.expect("an answer")).await;
         (status, String::from_utf8(body.to_vec()).expect("text"))
     }
 }
@@ -122,7 +128,7 @@ async fn tls(
         .await
 }
 
-async fn whole(response: Response<hyper::body::Incoming>) -> (StatusCode, Bytes) {
+async fn read(response: Response<hyper::body::Incoming>) -> (StatusCode, Bytes) {
     let status = response.status();
     (
         status,
@@ -190,12 +196,12 @@ fn patched(pod: &Value, response: &Value) -> Value {
         serde_json::from_value(response["patch"].clone()).expect("a patch in base64");
     let patch: json_patch::Patch = serde_json::from_slice(&patch).expect("a JSON patch");
     let mut pod = pod.clone();
-    json_patch::patch(&mut pod, &patch).expect("a patch that fits");
+    json_patch::patch(&mut pod, &patch).expect("the patch applies");
     pod
 }
 
 #[tokio::test]
-async fn a_pod_that_asks_gets_a_patch_and_the_next_review_finds_nothing_to_do() {
+async fn patches_requesting_pod_and_second_review_is_empty() {
     let injector = injector().await;
     let asked = pod("True");
     let (status, body) = injector.http1(post("/inject", &review(&asked))).await;
@@ -227,10 +233,10 @@ async fn a_pod_that_asks_gets_a_patch_and_the_next_review_finds_nothing_to_do() 
 }
 
 #[tokio::test]
-async fn the_namespace_speaks_for_pods_that_say_nothing() {
+async fn namespace_labels_are_defaults() {
     let injector = injector().await;
-    let silent = json!({"metadata": {"name": "a"}, "spec": {"containers": []}});
-    let (_, body) = injector.http1(post("/inject", &review(&silent))).await;
+    let unannotated = json!({"metadata": {"name": "a"}, "spec": {"containers": []}});
+    let (_, body) = injector.http1(post("/inject", &review(&unannotated))).await;
     assert_eq!(
         response(&body),
         json!({"uid": "705ab4f5-6393-11e8-b7cc-42010a800002", "allowed": true})
@@ -238,7 +244,7 @@ async fn the_namespace_speaks_for_pods_that_say_nothing() {
     let (_, body) = injector
         .http1(post(
             "/inject/enabled-namespace?timeout=5s",
-            &review(&silent),
+            &review(&unannotated),
         ))
         .await;
     assert!(response(&body)["patch"].is_string());
@@ -254,9 +260,13 @@ async fn the_namespace_speaks_for_pods_that_say_nothing() {
     };
     for (path, asked, expected) in [
         ("/inject", pod("true"), false),
-        ("/inject/enabled-namespace", silent.clone(), false),
+        ("/inject/enabled-namespace", unannotated.clone(), false),
         ("/inject/strict-namespace", pod("true"), true),
-        ("/inject/enabled-strict-namespace", silent.clone(), true),
+        (
+            "/inject/enabled-strict-namespace",
+            unannotated.clone(),
+            true,
+        ),
     ] {
         let (_, body) = injector.http1(post(path, &review(&asked))).await;
         assert_eq!(
@@ -266,13 +276,13 @@ async fn the_namespace_speaks_for_pods_that_say_nothing() {
         );
     }
     let (_, body) = injector
-        .http1(post("/inject/strict-namespace", &review(&silent)))
+        .http1(post("/inject/strict-namespace", &review(&unannotated)))
         .await;
     assert!(response(&body)["patch"].is_null());
 }
 
 #[tokio::test]
-async fn only_the_creation_of_pods_is_touched() {
+async fn patches_only_pod_creation() {
     let injector = injector().await;
     for (pointer, value) in [
         ("/request/operation", "UPDATE"),
@@ -295,7 +305,7 @@ async fn only_the_creation_of_pods_is_touched() {
 }
 
 #[tokio::test]
-async fn a_bad_annotation_denies_the_pod_and_an_unclear_wish_only_warns() {
+async fn denies_invalid_annotation_and_warns_about_invalid_inject_annotation() {
     let injector = injector().await;
     let mut bad = pod("true");
     bad["metadata"]["annotations"]["diy-service-mesh/skip-outbound-ports"] = json!("25,smtp");
@@ -325,7 +335,7 @@ async fn a_bad_annotation_denies_the_pod_and_an_unclear_wish_only_warns() {
 }
 
 #[tokio::test]
-async fn http2_answers_many_reviews_on_one_connection() {
+async fn http2_serves_concurrent_reviews() {
     let injector = injector().await;
     let stream = injector
         .tls(b"h2", "injector.service-mesh.svc")
@@ -343,7 +353,7 @@ async fn http2_answers_many_reviews_on_one_connection() {
                 "https://injector.service-mesh.svc/inject",
                 &review(&pod("true")),
             );
-            whole(sender.send_request(request).await.expect("an answer")).await
+            read(sender.send_request(request).await.expect("an answer")).await
         }
     });
     for (status, body) in futures::future::join_all(answers).await {
@@ -353,7 +363,7 @@ async fn http2_answers_many_reviews_on_one_connection() {
 }
 
 #[tokio::test]
-async fn what_is_no_review_is_refused_and_the_next_review_is_answered() {
+async fn rejects_malformed_review_and_serves_the_next_one() {
     let injector = injector().await;
     for body in ["", "not json", "{\"kind\":\"AdmissionReview\"}"] {
         let request = Request::post("/inject")
@@ -389,7 +399,7 @@ async fn what_is_no_review_is_refused_and_the_next_review_is_answered() {
 }
 
 #[tokio::test]
-async fn the_certificate_is_good_for_its_names_only() {
+async fn certificate_is_valid_for_its_names_only() {
     let injector = injector().await;
     for name in [
         "localhost",
@@ -408,7 +418,7 @@ async fn the_certificate_is_good_for_its_names_only() {
 }
 
 #[tokio::test]
-async fn probes_are_answered_and_a_stop_is_clean() {
+async fn serves_probes_and_shuts_down_cleanly() {
     let injector = injector().await;
     assert_eq!(
         injector.admin("/live").await,
@@ -419,27 +429,21 @@ async fn probes_are_answered_and_a_stop_is_clean() {
         (StatusCode::OK, "ready\n".into())
     );
     assert_eq!(injector.admin("/").await.0, StatusCode::NOT_FOUND);
-    // An idle connection must not hold up the end.
+    // An idle connection does not delay the shutdown.
     let idle = injector
         .tls(b"http/1.1", "localhost")
         .await
         .expect("a TLS connection");
-    injector.stop.send(()).expect("it listens for the end");
+    injector.stop.send(()).expect("the injector runs");
     injector.task.await.expect("no panic").expect("no error");
     drop(idle);
     assert!(TcpStream::connect(injector.address).await.is_err());
 }
 
 #[tokio::test]
-async fn a_port_in_use_is_named() {
+async fn reports_port_in_use() {
     let injector = injector().await;
-    let flags = Flags {
-        image_to_deploy_proxy: Some("a".into()),
-        image_to_deploy_proxy_init: Some("b".into()),
-        listen: Some(injector.address.to_string()),
-        ..Flags::default()
-    };
-    let config = Config::from_flags(flags).expect("a configuration");
+    let config = config(&[&format!("--listen={}", injector.address)]);
     assert!(matches!(
         config.serving_certificate,
         ServingCertificate::Kubernetes { .. }

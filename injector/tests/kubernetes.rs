@@ -1,11 +1,13 @@
-//! The Secret and the caBundle on a real Kubernetes. Needs a cluster and the right to make namespaces in it:
-//! `KUBECONFIG=... cargo test -p diy-mesh-injector --test kubernetes -- --ignored`.
+//! Reconciliation of the Secret and the caBundle in a cluster. Requires permission to create
+//! namespaces: `KUBECONFIG=... cargo test -p diy-mesh-injector --test kubernetes -- --ignored`.
 //!
-//! Everything that it makes has a name of its own and is removed in the end. Its webhook configuration selects no pod of anybody.
+//! Objects have unique names and are deleted at the end. The webhook configuration selects no other
+//! pods.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use clap::Parser;
 use diy_mesh_injector::{Config, Error, Flags, Injector};
 use k8s_openapi::ByteString;
 use k8s_openapi::api::admissionregistration::v1::MutatingWebhookConfiguration;
@@ -18,9 +20,9 @@ use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
 const SECRET: &str = "diy-service-mesh-injector-tls";
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A namespace and a webhook configuration of this test only.
+/// A namespace and a webhook configuration for one test.
 struct Cluster {
     name: String,
     client: Client,
@@ -75,16 +77,16 @@ impl Cluster {
     }
 
     async fn start(&self) -> Running {
-        let flags = Flags {
-            image_to_deploy_proxy: Some("proxy".into()),
-            image_to_deploy_proxy_init: Some("init".into()),
-            listen: Some("127.0.0.1:0".into()),
-            admin_listen: Some("127.0.0.1:0".into()),
-            pod_namespace: Some(self.name.clone()),
-            webhook_configuration: Some(self.name.clone()),
-            shutdown_delay: Some("0".into()),
-            ..Flags::default()
-        };
+        let flags = Flags::parse_from([
+            "injector",
+            "--image-to-deploy-proxy=proxy",
+            "--image-to-deploy-proxy-init=init",
+            "--listen=127.0.0.1:0",
+            "--admin-listen=127.0.0.1:0",
+            "--shutdown-delay=0",
+            &format!("--pod-namespace={}", self.name),
+            &format!("--webhook-configuration={}", self.name),
+        ]);
         let injector = Injector::bind(Config::from_flags(flags).expect("a configuration"))
             .await
             .expect("free ports");
@@ -119,9 +121,9 @@ impl Cluster {
             .collect()
     }
 
-    /// Waits until both entries of the configuration have the Secret's CA.
-    async fn settled(&self) -> ByteString {
-        let settled = async {
+    /// Waits until both webhooks have the Secret's CA.
+    async fn reconciled(&self) -> ByteString {
+        let reconciled = async {
             loop {
                 let secret = self.secrets().get_opt(SECRET).await.expect("an answer");
                 let ca = secret
@@ -135,9 +137,9 @@ impl Cluster {
                 sleep(Duration::from_millis(50)).await;
             }
         };
-        timeout(PATIENCE, settled)
+        timeout(TIMEOUT, reconciled)
             .await
-            .expect("the caBundle is put right")
+            .expect("the caBundle is corrected")
     }
 
     async fn patch_configuration(&self, webhook: Value) {
@@ -168,70 +170,70 @@ struct Running {
 
 impl Running {
     async fn stop(self) {
-        self.stop.send(()).expect("it listens for the end");
+        self.stop.send(()).expect("the injector runs");
         self.task.await.expect("no panic").expect("no error");
     }
 }
 
 #[tokio::test]
 #[ignore = "needs a cluster"]
-async fn replicas_share_one_certificate_and_keep_it_and_the_ca_bundle_right() {
+async fn replicas_share_one_certificate_and_reconcile_secret_and_ca_bundle() {
     let cluster = Cluster::new().await;
     let mut replicas = futures::future::join_all((0..4).map(|_| cluster.start())).await;
     for replica in &mut replicas {
-        timeout(PATIENCE, replica.ready.as_mut())
+        timeout(TIMEOUT, replica.ready.as_mut())
             .await
             .expect("ready");
     }
-    let ca = cluster.settled().await;
+    let ca = cluster.reconciled().await;
     let secret = cluster.secret().await;
     assert_eq!(
         secret.keys().map(String::as_str).collect::<Vec<_>>(),
         ["ca.crt", "ca.key", "tls.crt", "tls.key"]
     );
 
-    // Somebody clears one caBundle, and puts nonsense into the other.
+    // One caBundle is cleared, the other is overwritten.
     cluster
         .patch_configuration(
             json!({"name": "first.injector.example", "clientConfig": {"caBundle": null}}),
         )
         .await;
-    assert_eq!(cluster.settled().await, ca);
-    let other = diy_mesh_injector::certificate::Material::new(
+    assert_eq!(cluster.reconciled().await, ca);
+    let other = diy_mesh_injector::certificate::KeyMaterial::generate(
         &diy_mesh_injector::certificate::Names::new(["other.example".into()]),
         std::time::SystemTime::now(),
     );
-    let other = ByteString(other.expect("made").bundle().into_bytes());
+    let other = ByteString(other.expect("generates certificates").bundle().into_bytes());
     cluster
         .patch_configuration(
             json!({"name": "second.injector.example", "clientConfig": {"caBundle": other}}),
         )
         .await;
-    assert_eq!(cluster.settled().await, ca);
+    assert_eq!(cluster.reconciled().await, ca);
 
-    // The configuration is deleted and applied again, as a new installation does it.
+    // The configuration is deleted and applied again.
     cluster
         .configurations()
         .delete(&cluster.name, &DeleteParams::default())
         .await
-        .expect("it is there");
+        .expect("it exists");
     cluster.configure().await;
-    assert_eq!(cluster.settled().await, ca);
+    assert_eq!(cluster.reconciled().await, ca);
 
-    // A Secret that is deleted comes back as it was, so that no caller notices.
+    // A deleted Secret is restored with the same content.
     cluster
         .secrets()
         .delete(SECRET, &DeleteParams::default())
         .await
-        .expect("it is there");
-    assert_eq!(cluster.settled().await, ca);
+        .expect("it exists");
+    assert_eq!(cluster.reconciled().await, ca);
     assert_eq!(cluster.secret().await, secret);
 
-    // A Secret that is spoilt is put right.
-    let spoilt = Patch::Merge(json!({"stringData": {"tls.key": "nonsense"}}));
+    // An invalid Secret is corrected.
+    let invalid = Patch::Merge(json!({"stringData": {"tls.key": "invalid"}}));
     cluster
         .secrets()
-        .patch(SECRET, &PatchParams::default(), &spoilt)
+        .patch(SECRET, &PatchParams::default(), &invalid)
         .await
         .expect("a patch");
     let repaired = async {
@@ -239,14 +241,14 @@ async fn replicas_share_one_certificate_and_keep_it_and_the_ca_bundle_right() {
             sleep(Duration::from_millis(50)).await;
         }
     };
-    timeout(PATIENCE, repaired)
+    timeout(TIMEOUT, repaired)
         .await
-        .expect("the Secret is put right");
-    assert_eq!(cluster.settled().await, ca);
+        .expect("the Secret is corrected");
+    assert_eq!(cluster.reconciled().await, ca);
 
-    // Who starts later adopts what is there.
+    // A replica that starts later adopts the Secret.
     let mut late = cluster.start().await;
-    timeout(PATIENCE, late.ready.as_mut()).await.expect("ready");
+    timeout(TIMEOUT, late.ready.as_mut()).await.expect("ready");
     assert_eq!(cluster.secret().await, secret);
     late.stop().await;
     for replica in replicas {

@@ -1,8 +1,8 @@
-//! What holds for every pod, on some thousand pods made at random from a fixed seed: odd ones, half-injected ones, broken ones.
+//! Properties of injection, on random pods from a fixed seed: unusual, partially injected and
+//! malformed ones.
 
-use diy_mesh_injector::patch::{
-    Candidate, ImagePullPolicy, Injection, NamespaceLabels, Settings, Verdict, decide,
-};
+use diy_mesh_injector::config::{ImagePullPolicy, Settings};
+use diy_mesh_injector::patch::{Candidate, Injection, NamespaceLabels, Verdict, decide};
 use fastrand::Rng;
 use serde_json::{Map, Value, json};
 
@@ -17,7 +17,7 @@ fn settings() -> Settings {
     }
 }
 
-fn judge(pod: &Value, strict: bool) -> Verdict {
+fn verdict(pod: &Value, strict: bool) -> Verdict {
     decide(
         &settings(),
         Candidate {
@@ -32,18 +32,18 @@ fn judge(pod: &Value, strict: bool) -> Verdict {
 }
 
 fn injected(pod: &Value) -> Option<Injection> {
-    injected_where(pod, false)
+    inject_into(pod, false)
 }
 
-fn injected_where(pod: &Value, strict: bool) -> Option<Injection> {
-    match judge(pod, strict) {
+fn inject_into(pod: &Value, strict: bool) -> Option<Injection> {
+    match verdict(pod, strict) {
         Verdict::Injected(injection) => Some(*injection),
         _ => None,
     }
 }
 
 #[test]
-fn a_patch_fits_leads_to_the_pod_and_is_empty_the_second_time() {
+fn patch_produces_the_pod_and_injection_is_idempotent() {
     let mut rng = Rng::with_seed(3);
     let mut count = 0;
     for _ in 0..1_000 {
@@ -64,20 +64,20 @@ fn a_patch_fits_leads_to_the_pod_and_is_empty_the_second_time() {
 }
 
 #[test]
-fn what_is_not_the_meshes_stays_as_it_is_and_in_its_order() {
+fn preserves_other_fields_and_their_order() {
     let mut rng = Rng::with_seed(4);
     for _ in 0..1_000 {
         let pod = pod(&mut rng);
         let Some(injection) = injected(&pod) else {
             continue;
         };
-        let (before, after) = (without_ours(pod), without_ours(injection.pod));
+        let (before, after) = (without_mesh(pod), without_mesh(injection.pod));
         assert_eq!(before, after);
     }
 }
 
 #[test]
-fn the_meshes_containers_come_first_and_once() {
+fn injected_containers_come_first_and_once() {
     let mut rng = Rng::with_seed(5);
     for _ in 0..1_000 {
         let pod = pod(&mut rng);
@@ -100,15 +100,15 @@ fn the_meshes_containers_come_first_and_once() {
 }
 
 #[test]
-fn a_strict_namespace_says_strict_for_the_pods_that_say_nothing_and_for_no_others() {
+fn strict_namespace_is_the_default_of_its_pods() {
     let mut rng = Rng::with_seed(7);
     let mut strict = 0;
     for _ in 0..1_000 {
         let pod = pod(&mut rng);
-        let Some(injection) = injected_where(&pod, true) else {
+        let Some(injection) = inject_into(&pod, true) else {
             continue;
         };
-        let said = pod["metadata"]["annotations"]["diy-service-mesh/inbound"]
+        let mode = pod["metadata"]["annotations"]["diy-service-mesh/inbound"]
             .as_str()
             .unwrap_or("strict");
         let proxy = injection.pod["spec"]["initContainers"]
@@ -124,43 +124,46 @@ fn a_strict_namespace_says_strict_for_the_pods_that_say_nothing_and_for_no_other
             .filter_map(Value::as_str)
             .collect();
         assert!(
-            args.contains(&format!("--inbound={said}").as_str()),
+            args.contains(&format!("--inbound={mode}").as_str()),
             "{pod}"
         );
         let probes = args
             .iter()
             .filter(|arg| arg.starts_with("--probe="))
             .count();
-        let asked = pod["spec"]["containers"][0]["livenessProbe"]
+        let has_http_probe = pod["spec"]["containers"][0]["livenessProbe"]
             .get("httpGet")
             .is_some();
         let skipped = pod["metadata"]["annotations"]
             .get("diy-service-mesh/skip-inbound-ports")
             .is_some();
-        assert!(said == "strict" || probes == 0, "{pod}");
-        assert!(said != "strict" || probes > 0 || !asked || skipped, "{pod}");
+        assert!(mode == "strict" || probes == 0, "{pod}");
+        assert!(
+            mode != "strict" || probes > 0 || !has_http_probe || skipped,
+            "{pod}"
+        );
         strict += usize::from(probes > 0);
     }
     assert!(strict > 100, "{strict} strict pods with probes");
 }
 
 #[test]
-fn no_json_whatever_makes_it_panic() {
+fn malformed_pods_do_not_panic() {
     let mut rng = Rng::with_seed(6);
     for _ in 0..4_000 {
         let mut pod = pod(&mut rng);
         for _ in 0..rng.usize(1..4) {
-            spoil(&mut pod, &mut rng);
+            corrupt(&mut pod, &mut rng);
         }
-        if let Some(injection) = injected_where(&pod, rng.bool()) {
-            json_patch::patch(&mut pod, &injection.patch).expect("a patch that fits");
+        if let Some(injection) = inject_into(&pod, rng.bool()) {
+            json_patch::patch(&mut pod, &injection.patch).expect("the patch applies");
             assert_eq!(pod, injection.pod);
         }
     }
 }
 
-fn without_ours(mut pod: Value) -> Value {
-    let ours = |item: &Value| {
+fn without_mesh(mut pod: Value) -> Value {
+    let is_mesh = |item: &Value| {
         matches!(
             item["name"].as_str(),
             Some("proxy" | "proxy-init" | "diy-service-mesh-token")
@@ -173,7 +176,7 @@ fn without_ours(mut pod: Value) -> Value {
             .as_array()
             .into_iter()
             .flatten()
-            .filter(|item| !ours(item))
+            .filter(|item| !is_mesh(item))
             .cloned();
         spec.insert(list.into(), others.collect());
     }
@@ -197,8 +200,8 @@ fn pod(rng: &mut Rng) -> Value {
     let init = [
         json!({"name": "migrate", "image": "m"}),
         json!({"name": "tail", "restartPolicy": "Always"}),
-        half_proxy(rng),
-        half_init(rng),
+        outdated_proxy(rng),
+        outdated_init(rng),
     ];
     pod["spec"]["initContainers"] = list(rng, init);
     let token =
@@ -209,7 +212,7 @@ fn pod(rng: &mut Rng) -> Value {
         token,
     ];
     pod["spec"]["volumes"] = list(rng, volumes);
-    // Sometimes it comes back: injected, and changed by others since.
+    // Some pods are already injected, and changed by others afterwards.
     if let Some(injection) = injected(&pod).filter(|_| rng.bool()) {
         pod = injection.pod;
         let containers = pod["spec"]["initContainers"]
@@ -273,7 +276,7 @@ fn container(rng: &mut Rng, name: &str) -> Value {
     container
 }
 
-fn half_proxy(rng: &mut Rng) -> Value {
+fn outdated_proxy(rng: &mut Rng) -> Value {
     let mut proxy = json!({"name": "proxy", "env": [{"name": "EXTRA", "value": "1"}, {"name": "SERVICE_MESH_TOKEN_FILE", "value": "/old"}]});
     if rng.bool() {
         proxy["args"] = json!(["--old"]);
@@ -286,7 +289,7 @@ fn half_proxy(rng: &mut Rng) -> Value {
     proxy
 }
 
-fn half_init(rng: &mut Rng) -> Value {
+fn outdated_init(rng: &mut Rng) -> Value {
     let args = if rng.bool() {
         json!(["--proxy-uid=1"])
     } else {
@@ -295,14 +298,14 @@ fn half_init(rng: &mut Rng) -> Value {
     json!({"name": "proxy-init", "args": args, "securityContext": {"capabilities": {"add": ["SYS_ADMIN"]}, "runAsUser": 7}})
 }
 
-/// Puts something unfit in some place.
-fn spoil(value: &mut Value, rng: &mut Rng) {
+/// Replaces a random value by one of an unexpected type.
+fn corrupt(value: &mut Value, rng: &mut Rng) {
     let inner: Vec<&mut Value> = match value {
         Value::Object(map) => map.values_mut().collect(),
         Value::Array(items) => items.iter_mut().collect(),
         _ => Vec::new(),
     };
-    let unfit = [
+    let unexpected = [
         Value::Null,
         json!(""),
         json!(-1),
@@ -315,8 +318,8 @@ fn spoil(value: &mut Value, rng: &mut Rng) {
     ];
     let count = inner.len();
     match inner.into_iter().nth(rng.usize(0..=count)) {
-        Some(inner) if rng.u8(0..4) != 0 => spoil(inner, rng),
-        Some(inner) => *inner = rng.choice(unfit).expect("some"),
-        None => *value = rng.choice(unfit).expect("some"),
+        Some(inner) if rng.u8(0..4) != 0 => corrupt(inner, rng),
+        Some(inner) => *inner = rng.choice(unexpected).expect("some"),
+        None => *value = rng.choice(unexpected).expect("some"),
     }
 }

@@ -14,10 +14,9 @@ use rustls::RootCertStore;
 use rustls::pki_types::UnixTime;
 use rustls::server::WebPkiClientVerifier;
 
-use super::certificate::Certificate;
 use super::rotation::{Phase, Progress};
 use super::{NAME, self_signed};
-use crate::issuer::{BACKDATED, Issuer, IssuerError};
+use crate::issuer::{BACKDATED, Certificate, Issuer, IssuerError};
 
 /// The fields' names. All of them, and no others, are the mesh's own.
 pub const FIELDS: [&str; 11] = [
@@ -480,7 +479,7 @@ impl Ca {
         };
         let somebody = Identity::new("cluster.local", "none", "none").expect("these are names");
         let leaf = issuer
-            .sign_serving(&somebody, &[], &[], now, BACKDATED)
+            .sign_serving(Some(somebody.as_str()), &[], &[], now, BACKDATED)
             .map_err(|error| refused(&error))?;
         let mut roots = RootCertStore::empty();
         for root in self.roots() {

@@ -5,7 +5,6 @@
 //! follows another and on whom that waits, [`reports`] what the replicas tell each other for it; `keeper` is the task that brings
 //! them together, [`publish`] puts the roots where pods find them, [`status`] says how it stands.
 
-pub mod certificate;
 mod keeper;
 pub mod material;
 pub mod publish;
@@ -27,7 +26,7 @@ use rustls::pki_types::pem::PemObject;
 use tokio::sync::watch;
 
 use crate::hub::Hub;
-use crate::issuer::{Issuer, hex, pem};
+use crate::issuer::{self, Issuer, SignError, hex, pem};
 use diy_mesh_proto::status::Status;
 use keeper::Keeper;
 use publish::{Published, Task};
@@ -117,30 +116,13 @@ impl Authority {
     }
 }
 
-/// A new root that signs by itself: its certificate and its key, as PEM.
+/// Generates the controller's own root: its certificate and its key, as PEM.
 pub fn self_signed(
     trust_domain: &str,
     now: SystemTime,
     life: Duration,
-) -> Result<(String, String), rcgen::Error> {
-    let key = rcgen::KeyPair::generate_for(&rcgen::PKCS_ECDSA_P384_SHA384)?;
-    let mut params = rcgen::CertificateParams::default();
-    params.distinguished_name = rcgen::DistinguishedName::new();
-    params
-        .distinguished_name
-        .push(rcgen::DnType::OrganizationName, trust_domain);
-    params
-        .distinguished_name
-        .push(rcgen::DnType::CommonName, NAME);
-    params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Constrained(0));
-    params.key_usages = vec![
-        rcgen::KeyUsagePurpose::KeyCertSign,
-        rcgen::KeyUsagePurpose::CrlSign,
-    ];
-    params.use_authority_key_identifier_extension = true;
-    params.not_before = (now - crate::issuer::BACKDATED).into();
-    params.not_after = (now + life).into();
-    Ok((params.self_signed(&key)?.pem(), key.serialize_pem()))
+) -> Result<(String, String), SignError> {
+    issuer::self_signed(trust_domain, NAME, now, life)
 }
 
 /// What the authority is told.

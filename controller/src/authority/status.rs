@@ -10,10 +10,9 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::Trust;
-use super::certificate::Certificate;
 use super::material::{Ca, Material};
 use super::rotation::{Phase, seconds};
-use crate::issuer::BACKDATED;
+use crate::issuer::{BACKDATED, Certificate};
 use crate::metrics::{family, sample};
 use crate::proxies::ConnectedProxy;
 

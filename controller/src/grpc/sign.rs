@@ -175,7 +175,7 @@ impl Signer {
         let trust = self.context.authority.trust().borrow().clone();
         let signed = trust.issuer.sign(
             request,
-            identity,
+            identity.as_str(),
             SystemTime::now(),
             self.context.certificate_life,
         );

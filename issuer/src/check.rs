@@ -1,4 +1,5 @@
-//! Whether a certificate authority is fit to sign for the mesh. Refused at the start, with a reason, rather than at each handshake.
+//! Checks of a certificate authority, so that an unusable one fails at startup instead of at each
+//! handshake.
 
 use std::time::{Duration, SystemTime};
 
@@ -7,101 +8,100 @@ use rcgen::{KeyPair, PublicKeyData};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use x509_parser::certificate::X509Certificate;
-use x509_parser::extensions::ParsedExtension;
-use x509_parser::prelude::FromDer;
 
-use super::Issuer;
+use crate::Issuer;
+use crate::certificate::{parse, subject_key_id, time};
 
-/// Why a certificate authority is refused.
+/// An unusable certificate authority.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum IssuerError {
-    /// There is no certificate in the text.
-    #[error("no certificate is in it: PEM text with -----BEGIN CERTIFICATE----- is expected")]
+    /// The text contains no certificate.
+    #[error("it contains no certificate, expected PEM text with -----BEGIN CERTIFICATE-----")]
     NoCertificate,
-    /// A certificate that is none.
-    #[error("certificate {number} of it cannot be read: {reason}")]
+    /// A certificate does not parse.
+    #[error("cannot parse certificate {number}: {reason}")]
     Unreadable {
-        /// Which, from 1.
+        /// The position in the chain, from 1.
         number: usize,
-        /// Why.
+        /// The parse error.
         reason: String,
     },
-    /// It may not sign certificates at all.
+    /// The certificate is not a CA.
     #[error("{subject} is not a certificate authority (its basic constraints do not say CA:TRUE)")]
     NoAuthority {
-        /// Whose certificate.
+        /// The subject of the certificate.
         subject: String,
     },
-    /// Its key is for other things.
+    /// The key usage excludes signing of certificates.
     #[error("{subject} may not sign certificates (its key usage lacks keyCertSign)")]
     NoCertificateSigning {
-        /// Whose certificate.
+        /// The subject of the certificate.
         subject: String,
     },
-    /// It allows fewer authorities below it than there are.
+    /// The path length constraint is too small.
     #[error(
-        "{subject} allows {allowed} authorities below it (path length), and there are {below}; use an intermediate with more"
+        "{subject} allows {allowed} authorities below it (path length), and there are {below}; use a certificate with a larger path length"
     )]
     PathLength {
-        /// Whose certificate.
+        /// The subject of the certificate.
         subject: String,
-        /// What it allows.
+        /// The path length constraint.
         allowed: u32,
-        /// What there is.
+        /// The number of CAs below.
         below: usize,
     },
-    /// It has ended.
+    /// The certificate has expired.
     #[error("{subject} has expired ({when})")]
     Expired {
-        /// Whose certificate.
+        /// The subject of the certificate.
         subject: String,
-        /// When.
+        /// The time, as text.
         when: String,
     },
-    /// It has not begun.
+    /// The certificate is not valid yet.
     #[error("{subject} is not valid before {when}")]
     NotYet {
-        /// Whose certificate.
+        /// The subject of the certificate.
         subject: String,
-        /// When.
+        /// The time, as text.
         when: String,
     },
-    /// The chain does not hang together.
+    /// The order of the chain is wrong, or a certificate is missing.
     #[error(
-        "{subject} is not signed by the certificate after it; give the issuer first, then whoever signed each"
+        "{subject} is not signed by the certificate after it; order the chain from the issuer to the root"
     )]
     Chain {
-        /// Whose certificate.
+        /// The subject of the certificate.
         subject: String,
     },
-    /// There is no key in the text.
+    /// The text contains no supported key.
     #[error(
-        "no private key is in it that could be used: P-256, P-384, Ed25519 or RSA (2048 bits or more), not encrypted, as PEM"
+        "it contains no private key of a supported type, expected P-256, P-384, Ed25519 or RSA (2048 bits or more), unencrypted, as PEM"
     )]
     NoKey,
-    /// The key is another certificate's.
+    /// The key belongs to another certificate.
     #[error("the private key does not belong to the certificate of {subject}")]
     OtherKey {
-        /// Whose certificate.
+        /// The subject of the certificate.
         subject: String,
     },
-    /// What it signs would not be accepted.
-    #[error("certificates that it signs would not be accepted: {0}")]
+    /// Peers would reject signed certificates.
+    #[error("peers would reject the certificates that it signs: {0}")]
     Unusable(String),
 }
 
-/// What a check leaves.
-pub(super) struct Checked {
-    pub(super) chain: Vec<CertificateDer<'static>>,
-    pub(super) key: KeyPair,
-    /// The issuer's subject, as DER.
-    pub(super) name: Vec<u8>,
-    /// The issuer's subject key identifier.
-    pub(super) id: Vec<u8>,
-    pub(super) not_after: SystemTime,
+/// A checked CA.
+pub(crate) struct Checked {
+    pub(crate) chain: Vec<CertificateDer<'static>>,
+    pub(crate) key: KeyPair,
+    /// The subject of the issuer, as DER.
+    pub(crate) subject: Vec<u8>,
+    /// The subject key identifier of the issuer.
+    pub(crate) id: Vec<u8>,
+    pub(crate) not_after: SystemTime,
 }
 
-pub(super) fn check(chain: &str, key: &str, now: SystemTime) -> Result<Checked, IssuerError> {
+pub(crate) fn check(chain: &str, key: &str, now: SystemTime) -> Result<Checked, IssuerError> {
     let chain = certificates(chain)?;
     let mut parsed = Vec::new();
     for (position, der) in chain.iter().enumerate() {
@@ -111,8 +111,8 @@ pub(super) fn check(chain: &str, key: &str, now: SystemTime) -> Result<Checked, 
         })?);
     }
     for (below, certificate) in parsed.iter().enumerate() {
-        authority(certificate, below)?;
-        valid(certificate, now)?;
+        check_ca(certificate, below)?;
+        check_validity(certificate, now)?;
         if let Some(above) = parsed.get(below + 1)
             && (certificate.issuer().as_raw() != above.subject().as_raw()
                 || certificate
@@ -130,40 +130,33 @@ pub(super) fn check(chain: &str, key: &str, now: SystemTime) -> Result<Checked, 
             subject: subject(&parsed[0]),
         });
     }
-    let ends = parsed
+    let not_after = parsed
         .iter()
-        .map(|certificate| time(certificate.validity().not_after.timestamp()));
-    let not_after = ends.min().expect("there is a certificate");
-    let (id, name) = (
-        key_identifier(&parsed[0], &key),
-        parsed[0].subject().as_raw().to_vec(),
-    );
+        .map(|certificate| time(certificate.validity().not_after.timestamp()))
+        .min()
+        .expect("the chain is not empty");
     Ok(Checked {
-        id,
-        name,
+        id: key_identifier(&parsed[0], &key),
+        subject: parsed[0].subject().as_raw().to_vec(),
         not_after,
         key,
         chain,
     })
 }
 
-/// Makes a certificate and looks at it as a peer would: what fails here would fail in every handshake.
-pub(super) fn signs_well(issuer: &Issuer, now: SystemTime) -> Result<(), IssuerError> {
+/// Signs a certificate and verifies the signature with the CA certificate.
+pub(crate) fn test_signature(issuer: &Issuer, now: SystemTime) -> Result<(), IssuerError> {
     let own = parse(&issuer.certificate).map_err(IssuerError::Unusable)?;
-    let leaf = issuer.leaf(
-        issuer.authority.key(),
-        Vec::new(),
-        now,
-        Duration::from_secs(60),
-    );
+    let leaf = issuer.leaf(issuer.ca.key(), Vec::new(), now, Duration::from_secs(60));
     let leaf = leaf.map_err(|error| IssuerError::Unusable(error.to_string()))?;
     let leaf = parse(&leaf.der).map_err(IssuerError::Unusable)?;
-    leaf.verify_signature(Some(own.public_key()))
-        .map_err(|_| IssuerError::Unusable("its key does not verify what it signs".to_owned()))
+    leaf.verify_signature(Some(own.public_key())).map_err(|_| {
+        IssuerError::Unusable("the public key does not verify the signature".to_owned())
+    })
 }
 
-/// Those of a chain that peers must be sent: all but the roots, which they have or must not trust.
-pub(super) fn without_roots(chain: &[CertificateDer<'static>]) -> Vec<CertificateDer<'static>> {
+/// The certificates of a chain that are sent to peers: peers have the root, or must not trust it.
+pub(crate) fn without_roots(chain: &[CertificateDer<'static>]) -> Vec<CertificateDer<'static>> {
     let signs_itself = |der: &CertificateDer<'_>| {
         parse(der).is_ok_and(|certificate| certificate.issuer() == certificate.subject())
     };
@@ -189,15 +182,7 @@ fn certificates(text: &str) -> Result<Vec<CertificateDer<'static>>, IssuerError>
     }
 }
 
-fn parse<'a>(der: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, String> {
-    match X509Certificate::from_der(der) {
-        Ok(([], certificate)) => Ok(certificate),
-        Ok(_) => Err("something follows its end".to_owned()),
-        Err(error) => Err(error.to_string()),
-    }
-}
-
-fn authority(certificate: &X509Certificate<'_>, below: usize) -> Result<(), IssuerError> {
+fn check_ca(certificate: &X509Certificate<'_>, below: usize) -> Result<(), IssuerError> {
     let subject = || subject(certificate);
     let constraints = certificate
         .basic_constraints()
@@ -224,7 +209,7 @@ fn authority(certificate: &X509Certificate<'_>, below: usize) -> Result<(), Issu
     }
 }
 
-fn valid(certificate: &X509Certificate<'_>, now: SystemTime) -> Result<(), IssuerError> {
+fn check_validity(certificate: &X509Certificate<'_>, now: SystemTime) -> Result<(), IssuerError> {
     let validity = certificate.validity();
     if time(validity.not_after.timestamp()) <= now {
         return Err(IssuerError::Expired {
@@ -257,28 +242,15 @@ fn private_key(text: &str) -> Result<KeyPair, IssuerError> {
     }
 }
 
-/// As it stands in the certificate; where it does not, as it will stand in those that it signs.
+/// The identifier in the certificate, or one derived from the key if the extension is missing.
 fn key_identifier(certificate: &X509Certificate<'_>, key: &KeyPair) -> Vec<u8> {
-    let stated =
-        certificate
-            .extensions()
-            .iter()
-            .find_map(|extension| match extension.parsed_extension() {
-                ParsedExtension::SubjectKeyIdentifier(identifier) => Some(identifier.0.to_vec()),
-                _ => None,
-            });
-    stated.unwrap_or_else(|| {
-        digest::digest(&digest::SHA256, &key.subject_public_key_info()).as_ref()[..20].to_vec()
-    })
+    subject_key_id(certificate)
+        .map(<[u8]>::to_vec)
+        .unwrap_or_else(|| {
+            digest::digest(&digest::SHA256, &key.subject_public_key_info()).as_ref()[..20].to_vec()
+        })
 }
 
 fn subject(certificate: &X509Certificate<'_>) -> String {
     format!("{:?}", certificate.subject().to_string())
-}
-
-fn time(seconds: i64) -> SystemTime {
-    match u64::try_from(seconds) {
-        Ok(seconds) => SystemTime::UNIX_EPOCH + Duration::from_secs(seconds),
-        Err(_) => SystemTime::UNIX_EPOCH,
-    }
 }

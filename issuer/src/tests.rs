@@ -1,17 +1,20 @@
-//! Authorities that are fit and unfit, and what the fit ones sign, as openssl and the SPIFFE library see it.
+//! Usable and unusable CAs, and verification of signed certificates by openssl, rustls and the
+//! SPIFFE library.
 
 use std::process::Command;
 
+use diy_mesh_proto::Identity;
 use rcgen::{
-    BasicConstraints, CertifiedIssuer, DnType, PKCS_ECDSA_P256_SHA256, PKCS_ECDSA_P384_SHA384,
-    PKCS_ED25519, PKCS_RSA_SHA256,
+    CertifiedIssuer, PKCS_ECDSA_P256_SHA256, PKCS_ECDSA_P384_SHA384, PKCS_ED25519, PKCS_RSA_SHA256,
 };
+use rustls::RootCertStore;
+use rustls::pki_types::UnixTime;
+use rustls::server::WebPkiClientVerifier;
 use x509_parser::certificate::X509Certificate;
 use x509_parser::extensions::ParsedExtension;
 use x509_parser::prelude::FromDer;
 
 use super::*;
-use crate::authority::material::Material;
 
 const HOUR: Duration = Duration::from_secs(3600);
 
@@ -49,23 +52,23 @@ fn load(chain: &[&CertifiedIssuer<'static, KeyPair>]) -> Result<Issuer, IssuerEr
     Issuer::from_pem(&text, &chain[0].key().serialize_pem(), SystemTime::now())
 }
 
-fn refusal(chain: &[&CertifiedIssuer<'static, KeyPair>]) -> String {
+fn error(chain: &[&CertifiedIssuer<'static, KeyPair>]) -> String {
     load(chain).unwrap_err().to_string()
 }
 
-/// A request of `shop/web`, and whose certificate it asks for.
-pub(crate) fn request() -> (Request, Identity) {
+/// A request of `shop/web`, and its identity.
+fn request() -> (Request, Identity) {
     let (request, identity, _) = request_with_key();
     (request, identity)
 }
 
 fn request_with_key() -> (Request, Identity, KeyPair) {
     let identity = Identity::new("cluster.local", "shop", "web").unwrap();
-    let mut wishes = params(&identity.user());
-    wishes.use_authority_key_identifier_extension = false;
-    wishes.subject_alt_names = vec![SanType::DnsName("admin.shop".try_into().unwrap())];
+    let mut requested = params(&identity.user());
+    requested.use_authority_key_identifier_extension = false;
+    requested.subject_alt_names = vec![SanType::DnsName("admin.shop".try_into().unwrap())];
     let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).unwrap();
-    let csr = wishes.serialize_request(&key).unwrap();
+    let csr = requested.serialize_request(&key).unwrap();
     (
         Request::parse(csr.der(), &identity.user()).unwrap(),
         identity,
@@ -74,7 +77,7 @@ fn request_with_key() -> (Request, Identity, KeyPair) {
 }
 
 #[test]
-fn authorities_of_each_sort_sign_what_openssl_and_the_spiffe_library_accept() {
+fn openssl_and_spiffe_accept_signatures_of_each_key_algorithm() {
     for algorithm in [
         &PKCS_ECDSA_P384_SHA384,
         &PKCS_ECDSA_P256_SHA256,
@@ -85,17 +88,16 @@ fn authorities_of_each_sort_sign_what_openssl_and_the_spiffe_library_accept() {
         let issuer = load(&[&root]).unwrap();
         let (request, identity, key) = request_with_key();
         let signed = issuer
-            .sign(&request, &identity, SystemTime::now(), HOUR)
+            .sign(&request, identity.as_str(), SystemTime::now(), HOUR)
             .unwrap();
         verify(&signed, &root.pem(), issuer.chain_pem(), &identity);
         let svid = spiffe::X509Svid::parse_from_der(&signed.der, key.serialized_der()).unwrap();
         assert_eq!(svid.spiffe_id().to_string(), identity.as_str());
-        assert_eq!(issuer.signed(), 1);
     }
 }
 
 #[test]
-fn an_intermediates_chain_goes_along_without_the_root() {
+fn chain_contains_intermediates_without_the_root() {
     let root = root(params("The root"), &PKCS_ED25519);
     let (upper, lower) = (below(&root, params("Upper")), params("Lower"));
     let lower = below(&upper, lower);
@@ -105,7 +107,7 @@ fn an_intermediates_chain_goes_along_without_the_root() {
         let (request, identity) = request();
         verify(
             &issuer
-                .sign(&request, &identity, SystemTime::now(), HOUR)
+                .sign(&request, identity.as_str(), SystemTime::now(), HOUR)
                 .unwrap(),
             &root.pem(),
             issuer.chain_pem(),
@@ -114,7 +116,7 @@ fn an_intermediates_chain_goes_along_without_the_root() {
     }
 }
 
-/// As anybody else would look at it.
+/// Verifies a certificate with openssl.
 fn verify(signed: &Signed, roots: &str, intermediates: &str, identity: &Identity) {
     let dir = tempfile::tempdir().unwrap();
     for (name, text) in [
@@ -165,11 +167,11 @@ fn verify(signed: &Signed, roots: &str, intermediates: &str, identity: &Identity
 }
 
 #[test]
-fn a_certificate_says_what_the_contract_says() {
+fn signed_certificate_has_expected_fields() {
     let root = root(params("The root"), &PKCS_ECDSA_P384_SHA384);
     let issuer = load(&[&root]).unwrap();
     let ((request, identity), now) = (request(), SystemTime::now());
-    let signed = issuer.sign(&request, &identity, now, HOUR).unwrap();
+    let signed = issuer.sign(&request, identity.as_str(), now, HOUR).unwrap();
     let (_, leaf) = X509Certificate::from_der(&signed.der).unwrap();
     let seconds = |time: SystemTime| {
         time.duration_since(SystemTime::UNIX_EPOCH)
@@ -195,13 +197,16 @@ fn a_certificate_says_what_the_contract_says() {
     assert_eq!(authority.as_deref(), Some(issuer.id()));
     assert_ne!(
         signed.serial,
-        issuer.sign(&request, &identity, now, HOUR).unwrap().serial
+        issuer
+            .sign(&request, identity.as_str(), now, HOUR)
+            .unwrap()
+            .serial
     );
-    assert!(format!("{issuer:?}").len() < 200, "Debug shows no key");
+    assert!(format!("{issuer:?}").len() < 200, "Debug omits the key");
 }
 
 #[test]
-fn no_certificate_outlives_its_issuer() {
+fn leaf_expires_no_later_than_its_issuer() {
     let now = SystemTime::now();
     let mut short = params("Short");
     short.not_before = (now - HOUR).into();
@@ -210,20 +215,20 @@ fn no_certificate_outlives_its_issuer() {
     let (request, identity) = request();
     assert_eq!(
         issuer
-            .sign(&request, &identity, now, HOUR)
+            .sign(&request, identity.as_str(), now, HOUR)
             .unwrap()
             .not_after,
         issuer.not_after()
     );
     assert_eq!(
         issuer
-            .sign(&request, &identity, now + HOUR, HOUR)
+            .sign(&request, identity.as_str(), now + HOUR, HOUR)
             .unwrap_err(),
         SignError::Expired
     );
     assert_eq!(
         issuer
-            .sign(&request, &identity, now, Duration::MAX)
+            .sign(&request, identity.as_str(), now, Duration::MAX)
             .unwrap()
             .not_after,
         issuer.not_after()
@@ -231,7 +236,7 @@ fn no_certificate_outlives_its_issuer() {
 }
 
 #[test]
-fn the_controllers_own_certificate_has_its_names() {
+fn serving_certificate_has_its_names() {
     let issuer = load(&[&root(params("The root"), &PKCS_ECDSA_P384_SHA384)]).unwrap();
     let identity = Identity::new("cluster.local", "service-mesh", "controller").unwrap();
     let names = [
@@ -240,7 +245,7 @@ fn the_controllers_own_certificate_has_its_names() {
     ];
     let serving = issuer
         .sign_serving(
-            &identity,
+            Some(identity.as_str()),
             &names,
             &["127.0.0.1".parse().unwrap()],
             SystemTime::now(),
@@ -265,44 +270,40 @@ fn the_controllers_own_certificate_has_its_names() {
 }
 
 #[test]
-fn unfit_authorities_are_refused_with_the_reason() {
+fn rejects_unusable_ca_with_reason() {
     let good = root(params("Good"), &PKCS_ECDSA_P384_SHA384);
     let mut leaf = params("Leaf");
     leaf.is_ca = IsCa::NoCa;
     assert!(
-        refusal(&[&root(leaf, &PKCS_ED25519)])
-            .contains("\"CN=Leaf\" is not a certificate authority")
+        error(&[&root(leaf, &PKCS_ED25519)]).contains("\"CN=Leaf\" is not a certificate authority")
     );
     let mut unsigning = params("Crl");
     unsigning.key_usages = vec![KeyUsagePurpose::CrlSign];
-    assert!(refusal(&[&root(unsigning, &PKCS_ED25519)]).contains("lacks keyCertSign"));
+    assert!(error(&[&root(unsigning, &PKCS_ED25519)]).contains("lacks keyCertSign"));
     let mut old = params("Old");
     old.not_after = (SystemTime::now() - HOUR).into();
-    assert!(refusal(&[&root(old, &PKCS_ED25519)]).contains("has expired"));
+    assert!(error(&[&root(old, &PKCS_ED25519)]).contains("has expired"));
     let mut young = params("Young");
     young.not_before = (SystemTime::now() + HOUR).into();
-    assert!(refusal(&[&root(young, &PKCS_ED25519)]).contains("is not valid before"));
+    assert!(error(&[&root(young, &PKCS_ED25519)]).contains("is not valid before"));
     let mut narrow = params("Narrow");
     narrow.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
     let narrow = root(narrow, &PKCS_ED25519);
-    assert!(
-        load(&[&narrow]).is_ok(),
-        "it signs leaves, and needs none below it"
-    );
-    let reason = refusal(&[&below(&narrow, params("Below")), &narrow]);
+    assert!(load(&[&narrow]).is_ok(), "it signs leaves only");
+    let reason = error(&[&below(&narrow, params("Below")), &narrow]);
     assert!(
         reason
             .contains("\"CN=Narrow\" allows 0 authorities below it (path length), and there are 1"),
         "{reason}"
     );
-    let stranger = root(params("Good"), &PKCS_ED25519);
+    let unrelated = root(params("Good"), &PKCS_ED25519);
     assert!(
-        refusal(&[&below(&good, params("Below")), &stranger])
+        error(&[&below(&good, params("Below")), &unrelated])
             .contains("\"CN=Below\" is not signed by the certificate after it")
     );
     let other = Issuer::from_pem(
         &good.pem(),
-        &stranger.key().serialize_pem(),
+        &unrelated.key().serialize_pem(),
         SystemTime::now(),
     )
     .unwrap_err();
@@ -333,7 +334,7 @@ fn unfit_authorities_are_refused_with_the_reason() {
 }
 
 #[test]
-fn an_authority_made_by_openssl_is_taken_with_an_older_key_format_and_whatever_its_name() {
+fn accepts_openssl_ca_with_sec1_key_and_any_name() {
     let dir = tempfile::tempdir().unwrap();
     let run = |arguments: &str| {
         let output = Command::new("openssl")
@@ -348,16 +349,17 @@ fn an_authority_made_by_openssl_is_taken_with_an_older_key_format_and_whatever_i
         );
     };
     let read = |name: &str| std::fs::read_to_string(dir.path().join(name)).unwrap();
-    // "EC PARAMETERS" comes before "EC PRIVATE KEY" in what this writes.
+    // openssl writes "EC PARAMETERS" before "EC PRIVATE KEY".
     run("ecparam -name prime256v1 -genkey -out key");
     run(
         "req -x509 -new -key key -subj /O=Shop/CN=Own -days 30 -addext basicConstraints=critical,CA:TRUE -out crt",
     );
     assert!(
         Issuer::from_pem(&read("crt"), &read("key"), SystemTime::now()).is_ok(),
-        "also without a key usage"
+        "without key usage"
     );
-    // Active Directory's names repeat DC; a part of a name may have several attributes; a name may be long, or not ASCII, or nothing.
+    // Repeated attributes, several attributes in one RDN, long names, non-ASCII names, an empty
+    // name.
     let long = format!("/O={}/OU={}/CN=Own", "o".repeat(60), "u".repeat(60));
     for name in [
         "/O=Shop/CN=Own",
@@ -377,18 +379,29 @@ fn an_authority_made_by_openssl_is_taken_with_an_older_key_format_and_whatever_i
             .unwrap_or_else(|error| panic!("{name}: {error}"));
         let (request, identity) = request();
         let signed = issuer
-            .sign(&request, &identity, SystemTime::now(), HOUR)
+            .sign(&request, identity.as_str(), SystemTime::now(), HOUR)
             .unwrap();
         let (_, leaf) = X509Certificate::from_der(&signed.der).unwrap();
-        let (_, own) = X509Certificate::from_der(issuer.certificate()).unwrap();
+        let (_, own) = X509Certificate::from_der(&issuer.certificate).unwrap();
         assert_eq!(leaf.issuer().as_raw(), own.subject().as_raw(), "{name}");
         if name != "/" {
             verify(&signed, &read("crt"), "", &identity);
         }
-        // As proxies verify it.
-        let fields =
-            ["tls.crt", "tls.key"].map(|field| (field.to_owned(), read(&field[4..]).into_bytes()));
-        Material::read(&fields.into(), SystemTime::now())
+        verify_as_proxy(&issuer.certificate, &signed.der)
             .unwrap_or_else(|error| panic!("{name}: {error}"));
     }
+}
+
+fn verify_as_proxy(
+    root: &CertificateDer<'static>,
+    leaf: &CertificateDer<'static>,
+) -> Result<(), rustls::Error> {
+    let mut roots = RootCertStore::empty();
+    roots.add(root.clone())?;
+    let provider = std::sync::Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    WebPkiClientVerifier::builder_with_provider(roots.into(), provider)
+        .build()
+        .unwrap()
+        .verify_client_cert(leaf, &[], UnixTime::now())
+        .map(|_| ())
 }

@@ -1,19 +1,20 @@
-//! Certificates under the very name of their issuer: byte for byte as it stands in the issuer's own certificate, since that is what
-//! verifiers compare (RFC 5280, section 6.1.3, and most of them no more cleverly than so).
+//! Signing with the issuer name copied byte by byte from the CA certificate, because verifiers
+//! compare the encodings (RFC 5280, section 6.1.3).
 //!
-//! rcgen keeps names in a map and writes them anew. A name that has an attribute twice, as `DC=example, DC=com` has, or several in one
-//! part, would come out as another one. So rcgen drafts the certificate, and the name and the signature are put in here.
+//! rcgen stores names in a map and encodes them again. It changes names with a repeated attribute,
+//! such as `DC=example, DC=com`, and with several attributes in one RDN. Therefore rcgen encodes a
+//! draft, and this module inserts the name and the signature.
 
 use rcgen::{KeyPair, PublicKeyData, SignatureAlgorithm, SigningKey};
 use rustls::pki_types::CertificateDer;
 use x509_parser::asn1_rs::{Any, BitString, FromDer, Sequence, ToDer};
 
-use super::SignError;
+use crate::SignError;
 
-/// An issuer's key, for drafts: what it signs has no signature.
-pub(super) struct Drafting(pub(super) KeyPair);
+/// A CA key that rcgen signs drafts with. Drafts have an empty signature.
+pub(crate) struct DraftKey(pub(crate) KeyPair);
 
-impl PublicKeyData for Drafting {
+impl PublicKeyData for DraftKey {
     fn der_bytes(&self) -> &[u8] {
         self.0.der_bytes()
     }
@@ -23,23 +24,23 @@ impl PublicKeyData for Drafting {
     }
 }
 
-impl SigningKey for Drafting {
+impl SigningKey for DraftKey {
     fn sign(&self, _: &[u8]) -> Result<Vec<u8>, rcgen::Error> {
         Ok(Vec::new())
     }
 }
 
-/// The certificate of a draft by [`Drafting`], with `issuer` (a Name, as DER) in the place of the name there, and signed.
-pub(super) fn sign(
+/// Signs a draft by [`DraftKey`], with `issuer` (a Name, as DER) in place of the issuer name.
+pub(crate) fn sign(
     draft: &CertificateDer<'_>,
     issuer: &[u8],
-    key: &Drafting,
+    key: &DraftKey,
 ) -> Result<CertificateDer<'static>, SignError> {
     let (_, certificate) = Sequence::from_der(draft).map_err(failed)?;
     let (after, content) = Sequence::from_der(certificate.as_ref()).map_err(failed)?;
     let (_, algorithm) = element(after)?;
     let content = content.as_ref();
-    // Version, serial number, algorithm; then the issuer's name.
+    // Version, serial number and algorithm precede the issuer name.
     let mut rest = content;
     for _ in 0..3 {
         rest = element(rest)?.0;
@@ -52,7 +53,7 @@ pub(super) fn sign(
     Ok(sequence(&[&content, algorithm, &signature])?.into())
 }
 
-/// What follows the first element, and that element.
+/// The remainder after the first element, and that element.
 fn element(bytes: &[u8]) -> Result<(&[u8], &[u8]), SignError> {
     let (rest, _) = Any::from_der(bytes).map_err(failed)?;
     Ok((rest, &bytes[..bytes.len() - rest.len()]))

@@ -1,6 +1,6 @@
-//! What a workload asks for: a certificate signing request (PKCS #10), checked. All that is taken from it is the public key.
+//! Certificate signing requests (PKCS #10). Pure.
 //!
-//! Pure. Nothing that a request wishes for (names, uses, to be an authority) reaches the certificate.
+//! Only the public key is used. Requested names, key usages and extensions are ignored.
 
 use rcgen::SubjectPublicKeyInfo;
 use rustls::pki_types::CertificateSigningRequestDer;
@@ -8,44 +8,44 @@ use rustls::pki_types::pem::PemObject;
 use x509_parser::certification_request::X509CertificationRequest;
 use x509_parser::prelude::FromDer;
 
-/// No request for one elliptic-curve key is longer.
-const LONGEST: usize = 8 * 1024;
+/// Maximum size of a request, which exceeds that of any elliptic-curve key.
+const MAX_BYTES: usize = 8 * 1024;
 
-/// A request whose maker has the key, and which is for the user who sends it.
+/// A checked request: signed with its own key, and with the common name of its sender.
 #[derive(Debug)]
 pub struct Request {
-    pub(super) key: SubjectPublicKeyInfo,
+    pub(crate) key: SubjectPublicKeyInfo,
 }
 
-/// Why a request is refused.
+/// An invalid request.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
-    /// It is too long to be one.
-    #[error("it has {0} bytes, more than {LONGEST}")]
+    /// The request exceeds the maximum size.
+    #[error("it has {0} bytes, expected at most {MAX_BYTES}")]
     TooLong(usize),
-    /// It is none.
-    #[error("it is no certificate signing request (PKCS #10, as PEM or DER)")]
+    /// The bytes are not a request.
+    #[error("it is not a certificate signing request (PKCS #10, as PEM or DER)")]
     NoRequest,
-    /// The key is of a sort that is not signed.
-    #[error("its key is neither P-256, P-384 nor Ed25519")]
+    /// The key algorithm is not supported.
+    #[error("its key algorithm is not supported, expected P-256, P-384 or Ed25519")]
     Key,
-    /// Its maker does not have the key.
-    #[error("its signature is not by its own key")]
+    /// The signature does not match the key.
+    #[error("its signature does not match its public key")]
     Signature,
-    /// It is for somebody else.
-    #[error("its common name is {found:?}; it must be the token's user name, {expected:?}")]
+    /// The common name is not the user name of the sender.
+    #[error("its common name is {found:?}, expected the user name of the token, {expected:?}")]
     CommonName {
-        /// What it says.
+        /// The common name of the request.
         found: String,
-        /// Who sends it.
+        /// The user name of the sender.
         expected: String,
     },
 }
 
 impl Request {
-    /// Checks a request, as PEM or DER, that `user` sends.
+    /// Checks a request, as PEM or DER, from the sender `user`.
     pub fn parse(bytes: &[u8], user: &str) -> Result<Request, RequestError> {
-        if bytes.len() > LONGEST {
+        if bytes.len() > MAX_BYTES {
             return Err(RequestError::TooLong(bytes.len()));
         }
         let der = if bytes.first() == Some(&DER_SEQUENCE) {
@@ -61,7 +61,7 @@ impl Request {
     }
 }
 
-/// How each DER-encoded request begins, and no PEM text.
+/// The first byte of every DER request, and of no PEM text.
 const DER_SEQUENCE: u8 = 0x30;
 
 fn check(request: &X509CertificationRequest<'_>, user: &str) -> Result<Request, RequestError> {
@@ -88,7 +88,7 @@ fn check(request: &X509CertificationRequest<'_>, user: &str) -> Result<Request, 
         .and_then(|name| name.as_str().ok())
         .unwrap_or_default();
     if found != user || names.next().is_some() {
-        // What it says goes back to who said it, and to the log: no more of it than tells it apart.
+        // The response and the log contain the name, so its length is limited.
         return Err(RequestError::CommonName {
             found: found.chars().take(300).collect(),
             expected: user.to_owned(),
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn pem_and_der_with_each_sort_of_key_are_taken() {
+    fn accepts_pem_and_der_with_each_key_algorithm() {
         for algorithm in [
             &rcgen::PKCS_ECDSA_P256_SHA256,
             &rcgen::PKCS_ECDSA_P384_SHA384,
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_senders_own_name_will_do() {
+    fn rejects_common_name_of_another_user() {
         for name in [
             "system:serviceaccount:shop:admin",
             "",
@@ -165,27 +165,29 @@ mod tests {
     }
 
     #[test]
-    fn wishes_are_read_over() {
-        let mut greedy = params(USER);
-        greedy.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        greedy.subject_alt_names = vec![rcgen::SanType::URI(
+    fn ignores_requested_extensions() {
+        let mut requested = params(USER);
+        requested.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        requested.subject_alt_names = vec![rcgen::SanType::URI(
             "spiffe://cluster.local/ns/shop/sa/admin"
                 .try_into()
                 .unwrap(),
         )];
-        greedy.key_usages = vec![rcgen::KeyUsagePurpose::KeyCertSign];
-        assert!(Request::parse(&request(&greedy, &rcgen::PKCS_ECDSA_P256_SHA256).0, USER).is_ok());
+        requested.key_usages = vec![rcgen::KeyUsagePurpose::KeyCertSign];
+        assert!(
+            Request::parse(&request(&requested, &rcgen::PKCS_ECDSA_P256_SHA256).0, USER).is_ok()
+        );
     }
 
     #[test]
-    fn a_broken_signature_is_refused() {
+    fn rejects_signature_of_another_key() {
         let (mut der, _) = request(&params(USER), &rcgen::PKCS_ED25519);
         *der.last_mut().unwrap() ^= 1;
         assert_eq!(
             Request::parse(&der, USER).unwrap_err(),
             RequestError::Signature
         );
-        // Another's key in one's own request: the signature is by the key that one has.
+        // The public key of another request, with the signature of the sender's key.
         let (one, other) = (
             request(&params(USER), &rcgen::PKCS_ED25519).0,
             request(&params(USER), &rcgen::PKCS_ED25519).0,
@@ -199,12 +201,12 @@ mod tests {
                 .raw
                 .to_vec()
         };
-        let (own, stolen) = (key(&one), key(&other));
+        let (own, foreign) = (key(&one), key(&other));
         let place = one
             .windows(own.len())
             .position(|window| window == own)
             .unwrap();
-        let forged = [&one[..place], &stolen, &one[place + own.len()..]].concat();
+        let forged = [&one[..place], &foreign, &one[place + own.len()..]].concat();
         assert_eq!(
             Request::parse(&forged, USER).unwrap_err(),
             RequestError::Signature
@@ -212,8 +214,9 @@ mod tests {
     }
 
     #[test]
-    fn other_keys_are_refused() {
-        // openssl req -new -newkey rsa:1024 -nodes -subj /CN=system:serviceaccount:shop:web -outform DER
+    fn rejects_unsupported_key_algorithms() {
+        // openssl req -new -newkey rsa:1024 -nodes -subj /CN=system:serviceaccount:shop:web
+        // -outform DER
         let small = include_bytes!("testdata/rsa-1024.der");
         assert_eq!(Request::parse(small, USER).unwrap_err(), RequestError::Key);
         assert_eq!(
@@ -231,11 +234,11 @@ mod tests {
     }
 
     #[test]
-    fn rubbish_of_any_size_is_refused() {
+    fn rejects_malformed_requests() {
         let (der, pem) = request(&params(USER), &rcgen::PKCS_ECDSA_P256_SHA256);
         assert_eq!(
-            Request::parse(&vec![b'0'; LONGEST + 1], USER).unwrap_err(),
-            RequestError::TooLong(LONGEST + 1)
+            Request::parse(&vec![b'0'; MAX_BYTES + 1], USER).unwrap_err(),
+            RequestError::TooLong(MAX_BYTES + 1)
         );
         let longer = [der.as_slice(), b"x"].concat();
         for bytes in [
@@ -259,14 +262,14 @@ mod tests {
             RequestError::NoRequest
         );
         let whole = Request::parse(&der, USER).unwrap();
-        let mut chance = fastrand::Rng::with_seed(4);
+        let mut rng = fastrand::Rng::with_seed(4);
         for _ in 0..5_000 {
             let mut broken = der.clone();
-            for _ in 0..chance.usize(1..4) {
-                let place = chance.usize(..broken.len());
-                broken[place] ^= chance.u8(1..);
+            for _ in 0..rng.usize(1..4) {
+                let place = rng.usize(..broken.len());
+                broken[place] ^= rng.u8(1..);
             }
-            // Only what the signature does not cover, the name of its own algorithm, may be another.
+            // The signature does not cover the identifier of its own algorithm.
             if let Ok(request) = Request::parse(&broken, USER) {
                 assert_eq!(request.key, whole.key);
             }
