@@ -159,7 +159,7 @@ fn applies(
                 webhook.name, condition.name
             )
         };
-        if !cel::holds(&condition.expression, object).with_context(place)? {
+        if !cel::evaluate(&condition.expression, object).with_context(place)? {
             return Ok(false);
         }
     }
@@ -390,7 +390,7 @@ mod tests {
         let error = applies(&webhook, &json!({}), &BTreeMap::new()).unwrap_err();
         assert_eq!(
             format!("{error:#}"),
-            "webhook w, match condition odd: the sandbox does not know oldObject"
+            "webhook w, match condition odd: Undeclared reference to 'oldObject'"
         );
     }
 
