@@ -75,7 +75,7 @@ enum Event {
     PodUpdated {
         uid: String,
         pod: Option<Box<Pod>>,
-        view: PodView,
+        view: Box<PodView>,
     },
     /// The event loop itself has created or terminated a pod.
     PodChanged {

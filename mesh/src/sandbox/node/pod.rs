@@ -191,7 +191,7 @@ impl PodTask {
         let _ = self.events.send(Event::PodUpdated {
             uid: self.pod.metadata.uid.clone().unwrap_or_default(),
             pod,
-            view: self.view.clone(),
+            view: Box::new(self.view.clone()),
         });
     }
 

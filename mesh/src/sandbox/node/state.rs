@@ -181,7 +181,7 @@ impl State {
                 let record = self.pods.get_mut(&uid)?;
                 record.view = PodView {
                     terminating: record.view.terminating,
-                    ..view
+                    ..*view
                 };
                 if let Some(pod) = pod {
                     let deleted = record.pod.metadata.deletion_timestamp.take();

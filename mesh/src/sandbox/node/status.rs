@@ -153,7 +153,7 @@ impl StatusManager {
         let _ = self.events.send(Event::PodUpdated {
             uid: self.uid.clone(),
             pod: Some(Box::new(pod)),
-            view: view.clone(),
+            view: Box::new(view.clone()),
         });
     }
 }
