@@ -124,7 +124,7 @@ fn authority(authority: &Authority, now: u64) -> (TextStyle, String) {
     let fingerprint: String = authority.fingerprint.chars().take(16).collect();
     let expires = format_relative(authority.not_after, now);
     let origin = if authority.own {
-        "created by the mesh"
+        "made by the mesh"
     } else {
         "provided by an operator"
     };
@@ -279,9 +279,9 @@ mod tests {
         let page = text(&mesh(), 4_600, Colors::DISABLED);
         let expected = "\
 trust domain  cluster.local
-issuer        CN=mesh (sha256 0123456789abcdef..., created by the mesh), expires in 99 d 22 h, 1970-04-11T00:00:00Z
+issuer        CN=mesh (sha256 0123456789abcdef..., made by the mesh), expires in 99 d 22 h, 1970-04-11T00:00:00Z
 location      Secret a/b
-trust roots   CN=mesh (sha256 0123456789abcdef..., created by the mesh), expires in 99 d 22 h, 1970-04-11T00:00:00Z
+trust roots   CN=mesh (sha256 0123456789abcdef..., made by the mesh), expires in 99 d 22 h, 1970-04-11T00:00:00Z
 rotation      no rotation is in progress
 controllers   controller-1
 

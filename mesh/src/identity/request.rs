@@ -122,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_request_is_left_in_the_folder_of_a_ca_and_nowhere_else() {
+    fn writes_requests_only_to_a_ca_directory() {
         let directory = std::env::temp_dir().join(format!("mesh-request-{}", std::process::id()));
         fs::create_dir_all(&directory).unwrap();
         let error = write(&directory, Request::Start).unwrap_err().to_string();

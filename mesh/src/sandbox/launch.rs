@@ -17,7 +17,7 @@ use super::protocol::Message;
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError {
     /// Missing prerequisites.
-    #[error("cannot start the sandbox, prerequisites are missing:\n  {}", .0.join("\n  "))]
+    #[error("the sandbox cannot start here:\n  {}", .0.join("\n  "))]
     Missing(Vec<String>),
     /// A system call or program failed.
     #[error("cannot start the sandbox: {0}")]
