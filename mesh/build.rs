@@ -1,4 +1,4 @@
-//! Puts the walkthrough's manifests into the binary, so that `mesh demo` runs from anywhere. It never changes a manifest.
+//! Embeds the walkthrough's manifests in the binary.
 
 use std::{env, fs, io, path::Path};
 
@@ -28,7 +28,7 @@ fn collect(root: &Path, folder: &Path, entries: &mut Vec<(String, String)>) -> i
         {
             let name = path
                 .strip_prefix(root)
-                .expect("a file of the folder")
+                .expect("the path is below the folder")
                 .display()
                 .to_string();
             entries.push((name, path.display().to_string()));

@@ -1,5 +1,4 @@
-//! The cluster that the user's kubeconfig names, for the commands that look at a mesh in it. It finds the way there and says
-//! clearly when there is none; what is asked is the commands' business.
+//! The connection to the cluster of the user's kubeconfig.
 
 use std::time::Duration;
 
@@ -7,59 +6,62 @@ use clap::Args;
 use k8s_openapi::apimachinery::pkg::version::Info;
 use kube::{Client, Config, config::KubeConfigOptions};
 
-/// Which cluster, and where the mesh is in it.
+/// The cluster and the namespace of the mesh.
 #[derive(Args, Clone, Debug)]
 #[group(skip)]
 pub struct Arguments {
-    /// The context of the kubeconfig, if not its current one
+    /// Context of the kubeconfig [default: the current context]
     #[arg(long, value_name = "NAME")]
     pub context: Option<String>,
-    /// The mesh's own namespace
+    /// Namespace of the mesh
     #[arg(short, long, value_name = "NAME", default_value = "service-mesh")]
     pub namespace: String,
 }
 
-/// A cluster that answers.
+/// A reachable cluster.
 #[derive(Clone)]
 pub struct Cluster {
-    /// To ask it.
+    /// The client of the API server.
     pub client: Client,
-    /// The mesh's own namespace.
+    /// The namespace of the mesh.
     pub namespace: String,
-    /// The API server's version.
+    /// The version of the API server.
     pub version: Info,
 }
 
-/// There is no cluster to look at.
+/// The connection to the cluster failed.
 #[derive(Debug, thiserror::Error)]
-pub enum NoCluster {
-    /// No kubeconfig, and not in a cluster either.
-    #[error("no cluster: {0}; set KUBECONFIG to the file that names yours")]
+pub enum ConnectError {
+    /// There is no kubeconfig.
+    #[error("no cluster configured: {0}; set KUBECONFIG to the path of your kubeconfig")]
     Config(String),
-    /// The kubeconfig has no such context, or cannot be read or used.
-    #[error("no cluster: {0}; `kubectl config get-contexts` lists them")]
-    Context(String),
-    /// It does not answer.
+    /// The kubeconfig is invalid or has no such context.
     #[error(
-        "no cluster: {server} does not answer as one: {error}; is it running, and is the kubeconfig the right one?"
+        "failed to load the kubeconfig: {0}; list its contexts with `kubectl config get-contexts`"
     )]
-    Silent {
-        /// Where it should be.
+    Context(String),
+    /// The API server does not respond.
+    #[error(
+        "failed to connect to the API server at {server}: {error}; check that the cluster is running and the kubeconfig is correct"
+    )]
+    Unreachable {
+        /// The URL of the API server.
         server: String,
-        /// What happened.
+        /// The cause.
         error: String,
     },
 }
 
-const PATIENCE: Duration = Duration::from_secs(10);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+const READ_TIMEOUT: Duration = Duration::from_secs(30);
 
 impl Cluster {
-    /// Connects, and makes sure that it answers.
-    pub async fn connect(arguments: &Arguments) -> Result<Self, NoCluster> {
+    /// Connects and reads the version of the API server.
+    pub async fn connect(arguments: &Arguments) -> Result<Self, ConnectError> {
         let mut config = match &arguments.context {
             None => Config::infer()
                 .await
-                .map_err(|error| NoCluster::Config(error.to_string()))?,
+                .map_err(|error| ConnectError::Config(error.to_string()))?,
             context => {
                 let options = KubeConfigOptions {
                     context: context.clone(),
@@ -67,26 +69,27 @@ impl Cluster {
                 };
                 Config::from_kubeconfig(&options)
                     .await
-                    .map_err(|error| NoCluster::Context(with_causes(&error)))?
+                    .map_err(|error| ConnectError::Context(error_chain(&error)))?
             }
         };
-        config.connect_timeout = Some(PATIENCE);
-        config.read_timeout = Some(Duration::from_secs(30));
+        config.connect_timeout = Some(CONNECT_TIMEOUT);
+        config.read_timeout = Some(READ_TIMEOUT);
         let server = config.cluster_url.to_string();
         let client =
-            Client::try_from(config).map_err(|error| NoCluster::Context(with_causes(&error)))?;
-        let version = match tokio::time::timeout(PATIENCE, client.apiserver_version()).await {
+            Client::try_from(config).map_err(|error| ConnectError::Context(error_chain(&error)))?;
+        let version = match tokio::time::timeout(CONNECT_TIMEOUT, client.apiserver_version()).await
+        {
             Ok(Ok(version)) => version,
             Ok(Err(error)) => {
-                return Err(NoCluster::Silent {
+                return Err(ConnectError::Unreachable {
                     server,
-                    error: with_causes(&error),
+                    error: error_chain(&error),
                 });
             }
             Err(_) => {
-                return Err(NoCluster::Silent {
+                return Err(ConnectError::Unreachable {
                     server,
-                    error: format!("no answer within {} s", PATIENCE.as_secs()),
+                    error: format!("timed out after {} s", CONNECT_TIMEOUT.as_secs()),
                 });
             }
         };
@@ -98,27 +101,27 @@ impl Cluster {
     }
 }
 
-/// An error with what caused it, each once.
-pub fn with_causes(error: &dyn std::error::Error) -> String {
+/// Formats an error with its sources. Skips a source that the text already contains.
+pub fn error_chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let more = error.to_string();
-        if !text.contains(&more) {
-            text = format!("{text}: {more}");
+    let mut source = error.source();
+    while let Some(error) = source {
+        let message = error.to_string();
+        if !text.contains(&message) {
+            text = format!("{text}: {message}");
         }
-        cause = error.source();
+        source = error.source();
     }
     text
 }
 
-/// What the API server said no to, or what went wrong on the way there, in a few words.
-pub fn short(error: &kube::Error) -> String {
+/// Formats an error of the Kubernetes API.
+pub fn describe_error(error: &kube::Error) -> String {
     match error {
         kube::Error::Api(status) if status.code == 403 => {
-            format!("not allowed: {}", status.message)
+            format!("forbidden: {}", status.message)
         }
         kube::Error::Api(status) => status.message.clone(),
-        other => with_causes(other),
+        other => error_chain(other),
     }
 }

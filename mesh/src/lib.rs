@@ -1,5 +1,4 @@
-//! The command line `mesh`, and the sandbox that it demonstrates the mesh in, which is also the harness of the end-to-end
-//! tests. Nothing here is needed to run the mesh.
+//! The command line `mesh` and the sandbox, which `mesh demo` and the end-to-end tests use. A cluster does not need this crate.
 
 pub mod check;
 pub mod cluster;

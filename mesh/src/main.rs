@@ -1,4 +1,4 @@
-//! The program `mesh`: reads the command line and hands over to the command.
+//! The program `mesh`: parses the command line and runs the command.
 
 use std::process::ExitCode;
 
@@ -27,7 +27,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_command_line_is_sound() {
+    fn command_line_is_valid() {
         Arguments::command().debug_assert();
     }
 }

@@ -1,18 +1,18 @@
-//! Times as people say them. Pure but for the clock.
+//! The current time, and formatting of durations and timestamps.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use k8s_openapi::jiff::Timestamp;
 
-/// Seconds since 1970.
+/// The current time, in seconds since 1970.
 pub fn now() -> u64 {
     SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .map_or(0, |since| since.as_secs())
 }
 
-/// A length of time in its two largest units.
-pub fn span(seconds: u64) -> String {
+/// Formats a duration in its two largest units.
+pub fn format_duration(seconds: u64) -> String {
     const UNITS: [(u64, &str); 4] = [(86_400, "d"), (3_600, "h"), (60, "min"), (1, "s")];
     let Some(first) = UNITS.iter().position(|(length, _)| seconds >= *length) else {
         return "0 s".into();
@@ -29,21 +29,21 @@ pub fn span(seconds: u64) -> String {
     )
 }
 
-/// A moment, seen from now: `in 3 h` or `3 h ago`.
-pub fn from_now(moment: u64, now: u64) -> String {
-    if moment >= now {
-        format!("in {}", span(moment - now))
+/// Formats a time relative to `now`: `in 3 h` or `3 h ago`.
+pub fn format_relative(time: u64, now: u64) -> String {
+    if time >= now {
+        format!("in {}", format_duration(time - now))
     } else {
-        format!("{} ago", span(now - moment))
+        format!("{} ago", format_duration(now - time))
     }
 }
 
-/// A moment as everybody writes it, in UTC.
-pub fn stamp(moment: u64) -> String {
-    i64::try_from(moment)
+/// Formats a time as RFC 3339 in UTC.
+pub fn format_timestamp(time: u64) -> String {
+    i64::try_from(time)
         .ok()
         .and_then(|seconds| Timestamp::from_second(seconds).ok())
-        .map_or_else(|| "?".into(), |time| time.to_string())
+        .map_or_else(|| "?".into(), |timestamp| timestamp.to_string())
 }
 
 #[cfg(test)]
@@ -51,10 +51,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_are_told_in_two_units() {
-        let told = [0, 5, 60, 61, 3_600, 3_661, 86_400 * 3 + 7_300].map(span);
+    fn formats_durations_and_times() {
+        let durations = [0, 5, 60, 61, 3_600, 3_661, 86_400 * 3 + 7_300].map(format_duration);
         assert_eq!(
-            told,
+            durations,
             [
                 "0 s",
                 "5 s",
@@ -66,9 +66,9 @@ mod tests {
             ]
         );
         assert_eq!(
-            (from_now(100, 40), from_now(40, 100)),
+            (format_relative(100, 40), format_relative(40, 100)),
             ("in 1 min".into(), "1 min ago".into())
         );
-        assert_eq!(stamp(0), "1970-01-01T00:00:00Z");
+        assert_eq!(format_timestamp(0), "1970-01-01T00:00:00Z");
     }
 }

@@ -86,7 +86,7 @@ fn the_death_of_any_stage_ends_all() {
             .apply(&shell(""))
             .unwrap_err()
             .to_string()
-            .starts_with("the sandbox has ended")
+            .starts_with("the sandbox has exited")
     );
 }
 

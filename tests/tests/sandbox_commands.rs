@@ -61,7 +61,7 @@ fn a_new_root_is_in_force_when_the_command_says_so() {
         &["rotate-root", "--abandon", "--ca-folder=/run/authority"],
     );
     assert!(
-        nothing.code == 1 && nothing.stderr.contains("no rotation is under way"),
+        nothing.code == 1 && nothing.stderr.contains("no rotation is in progress"),
         "{nothing:?}"
     );
 

@@ -157,7 +157,7 @@ fn abandon_before_the_switch(sandbox: &Sandbox) {
             now["rotation"]["answer"], "granted: the next root is dropped",
             "{now:#}"
         );
-        assert!(page.contains("no rotation is under way"), "{page}");
+        assert!(page.contains("no rotation is in progress"), "{page}");
         return;
     }
     panic!("each rotation had switched before it could be abandoned");
@@ -212,7 +212,7 @@ fn abandon_after_the_switch(sandbox: &Sandbox) {
             "{now:#}"
         );
         assert!(
-            page.contains("(the rotation was abandoned): the former root is announced again"),
+            page.contains("(the rotation was abandoned): the previous root is being announced"),
             "{page}"
         );
         until(sandbox, "the root of before alone, and all use it", |now| {

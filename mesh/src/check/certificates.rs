@@ -1,9 +1,9 @@
-//! Certificates as PEM, understood as far as the checks need. Pure.
+//! Parsing of PEM certificates for the checks. Pure.
 
 use aws_lc_rs::digest::{SHA256, digest};
 use x509_parser::{pem::Pem, prelude::X509Certificate};
 
-/// The certificates of a text; none where it is none.
+/// The certificates in a PEM text. Skips invalid blocks.
 pub(super) fn read(pem: &[u8]) -> Vec<Pem> {
     Pem::iter_from_buffer(pem)
         .filter_map(Result::ok)
@@ -11,7 +11,7 @@ pub(super) fn read(pem: &[u8]) -> Vec<Pem> {
         .collect()
 }
 
-/// SHA-256 over each, hexadecimal.
+/// The SHA-256 fingerprints of the certificates, in hexadecimal.
 pub(super) fn fingerprints(pem: &[u8]) -> Vec<String> {
     let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect();
     read(pem)
@@ -20,25 +20,25 @@ pub(super) fn fingerprints(pem: &[u8]) -> Vec<String> {
         .collect()
 }
 
-/// Whether one of `authorities` has signed the first of `chain`.
+/// Whether one of `authorities` signed the first certificate of `chain`.
 pub(super) fn signed_by(chain: &[u8], authorities: &[u8]) -> bool {
     let (chain, authorities) = (read(chain), read(authorities));
     let Some(Ok(leaf)) = chain.first().map(Pem::parse_x509) else {
         return false;
     };
-    let signs = |authority: &X509Certificate<'_>| {
+    let is_issuer = |authority: &X509Certificate<'_>| {
         leaf.verify_signature(Some(authority.public_key())).is_ok()
     };
     authorities
         .iter()
         .filter_map(|pem| pem.parse_x509().ok())
-        .any(|authority| signs(&authority))
+        .any(|authority| is_issuer(&authority))
 }
 
-/// When the first of them counts from, and the first of them ends, in seconds since 1970.
+/// The validity (notBefore, notAfter) of the certificate that expires first, in seconds since 1970.
 pub(super) fn validity(pem: &[u8]) -> Option<(u64, u64)> {
-    let all = read(pem);
-    let times = all
+    let certificates = read(pem);
+    let validities = certificates
         .iter()
         .filter_map(|pem| pem.parse_x509().ok())
         .map(|certificate| {
@@ -48,9 +48,9 @@ pub(super) fn validity(pem: &[u8]) -> Option<(u64, u64)> {
                 validity.not_after.timestamp(),
             )
         });
-    let (from, to) = times.min_by_key(|(_, end)| *end)?;
+    let (not_before, not_after) = validities.min_by_key(|(_, not_after)| *not_after)?;
     Some((
-        u64::try_from(from).unwrap_or(0),
-        u64::try_from(to).unwrap_or(0),
+        u64::try_from(not_before).unwrap_or(0),
+        u64::try_from(not_after).unwrap_or(0),
     ))
 }

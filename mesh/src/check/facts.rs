@@ -1,5 +1,5 @@
-//! The facts that the checks look at: objects of the cluster, what the controllers say, and one trial. All are asked for at the same
-//! time; what cannot be had is kept as the reason why.
+//! The facts that the checks evaluate: objects of the cluster, the status of the controllers, and a dry run of the injection. They
+//! are read concurrently. A fact that cannot be read is stored as the error message.
 
 use k8s_openapi::{
     api::{
@@ -17,66 +17,67 @@ use serde::de::DeserializeOwned;
 use serde_json::json;
 use tokio::join;
 
-use super::rights::{self, Access};
+use super::permissions::{self, Permission};
 use crate::{
     cluster::{self, Cluster},
     identity::{source::Source, status::Mesh},
     time::now,
 };
 
-/// A fact, or why it is not known.
-pub type Known<T> = Result<T, String>;
+/// A fact, or the reason why it is unknown.
+pub type Fact<T> = Result<T, String>;
 
-/// Everything that is looked at.
+/// The facts about a mesh.
 #[derive(Clone, Debug)]
 pub struct Facts {
-    /// The mesh's own namespace.
+    /// The namespace of the mesh.
     pub namespace: String,
-    /// Seconds since 1970.
+    /// The current time, in seconds since 1970.
     pub now: u64,
-    /// The API server's.
+    /// The version of the API server.
     pub version: Info,
-    /// With their kubelets' versions.
-    pub nodes: Known<Vec<Node>>,
-    /// With their labels.
-    pub namespaces: Known<Vec<Namespace>>,
-    /// Of all namespaces.
-    pub pods: Known<Vec<Pod>>,
-    /// Those of the mesh.
-    pub deployments: Known<Vec<Deployment>>,
-    /// The mesh's, if it is there.
-    pub webhook: Known<Option<MutatingWebhookConfiguration>>,
-    /// The certificate that the injector serves, as PEM, if there is one.
-    pub serving: Known<Option<String>>,
-    /// The ConfigMaps with the mesh's roots.
-    pub roots: Known<Vec<ConfigMap>>,
-    /// What the controllers say of certificates.
-    pub identity: Known<Mesh>,
-    /// What the mesh's accounts must be allowed, and whether they are.
-    pub rights: Known<Vec<(Access, bool)>>,
-    /// What became of a pod that asks for the mesh.
-    pub trial: Known<Trial>,
+    /// The nodes, with the versions of their kubelets.
+    pub nodes: Fact<Vec<Node>>,
+    /// The namespaces, with their labels.
+    pub namespaces: Fact<Vec<Namespace>>,
+    /// The pods of all namespaces.
+    pub pods: Fact<Vec<Pod>>,
+    /// The Deployments in the namespace of the mesh.
+    pub deployments: Fact<Vec<Deployment>>,
+    /// The webhook configuration of the mesh, if it exists.
+    pub webhook: Fact<Option<MutatingWebhookConfiguration>>,
+    /// The serving certificate of the injector as PEM, if it exists.
+    pub serving: Fact<Option<String>>,
+    /// The ConfigMaps with the trust roots.
+    pub roots: Fact<Vec<ConfigMap>>,
+    /// The certificate status that the controllers report.
+    pub identity: Fact<Mesh>,
+    /// The permissions that the service accounts of the mesh need, and whether they are granted.
+    pub permissions: Fact<Vec<(Permission, bool)>>,
+    /// The result of a dry run of the injection.
+    pub dry_run: Fact<DryRun>,
 }
 
-/// What became of a pod that asks for the mesh, and that nobody ever ran.
+/// The result of the dry-run creation of a pod that requests injection.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Trial {
-    /// It came back with a proxy.
+pub enum DryRun {
+    /// The pod has a proxy.
     Injected,
-    /// It came back as it was.
-    LeftAlone,
-    /// The webhook could not be called.
+    /// The pod is unchanged.
+    NotInjected,
+    /// The API server failed to call the webhook.
     Failed(String),
 }
 
-/// The name of the mesh's webhook configuration.
+/// The name of the webhook configuration.
 pub const WEBHOOK: &str = "diy-service-mesh-injector";
-/// The name of the ConfigMaps with the mesh's roots.
+/// The name of the ConfigMaps with the trust roots.
 pub const ROOTS: &str = "diy-service-mesh-roots";
-const SERVING: &str = "diy-service-mesh-injector-tls";
+/// The Secret with the serving certificate of the injector.
+const SERVING_SECRET: &str = "diy-service-mesh-injector-tls";
 
 impl Facts {
-    /// Asks the cluster.
+    /// Reads all facts from the cluster.
     pub async fn gather(cluster: &Cluster) -> Self {
         let (client, namespace) = (&cluster.client, cluster.namespace.as_str());
         let every = ListParams::default();
@@ -100,8 +101,8 @@ impl Facts {
             webhook,
             serving,
             identity,
-            rights,
-            trial,
+            permissions,
+            dry_run,
         ) = join!(
             list(&all_nodes, &every),
             list(&all_namespaces, &every),
@@ -110,15 +111,15 @@ impl Facts {
             list(&all_maps, &roots),
             webhook(cluster),
             serving(cluster),
-            source.ask(),
-            rights::ask(cluster),
-            trial(cluster),
+            source.fetch(),
+            permissions::review(cluster),
+            dry_run(cluster),
         );
         Self {
             namespace: namespace.to_owned(),
             now: now(),
             version: cluster.version.clone(),
-            identity: identity.map(Mesh::of).map_err(|error| error.to_string()),
+            identity: identity.map(Mesh::merge).map_err(|error| error.to_string()),
             nodes,
             namespaces,
             pods,
@@ -126,14 +127,14 @@ impl Facts {
             webhook,
             serving,
             roots,
-            rights,
-            trial,
+            permissions,
+            dry_run,
         }
     }
 }
 
-/// A list, page by page.
-async fn list<K>(api: &Api<K>, params: &ListParams) -> Known<Vec<K>>
+/// Lists all objects, page by page.
+async fn list<K>(api: &Api<K>, params: &ListParams) -> Fact<Vec<K>>
 where
     K: Resource + Clone + DeserializeOwned + std::fmt::Debug,
 {
@@ -143,7 +144,7 @@ where
         let page = api
             .list(&params)
             .await
-            .map_err(|error| cluster::short(&error))?;
+            .map_err(|error| cluster::describe_error(&error))?;
         items.extend(page.items);
         match page.metadata.continue_.filter(|token| !token.is_empty()) {
             Some(token) => params = params.continue_token(&token),
@@ -152,30 +153,30 @@ where
     }
 }
 
-async fn webhook(cluster: &Cluster) -> Known<Option<MutatingWebhookConfiguration>> {
+async fn webhook(cluster: &Cluster) -> Fact<Option<MutatingWebhookConfiguration>> {
     let api = Api::all(cluster.client.clone());
     api.get_opt(WEBHOOK)
         .await
-        .map_err(|error| cluster::short(&error))
+        .map_err(|error| cluster::describe_error(&error))
 }
 
-/// Of the injector's Secret nothing but the certificate is kept.
-async fn serving(cluster: &Cluster) -> Known<Option<String>> {
+/// Reads the certificate only. The private key in the Secret is discarded.
+async fn serving(cluster: &Cluster) -> Fact<Option<String>> {
     let api: Api<Secret> = Api::namespaced(cluster.client.clone(), &cluster.namespace);
     let secret = api
-        .get_opt(SERVING)
+        .get_opt(SERVING_SECRET)
         .await
-        .map_err(|error| cluster::short(&error))?;
+        .map_err(|error| cluster::describe_error(&error))?;
     let certificate = secret.and_then(|secret| secret.data?.remove("tls.crt"));
     Ok(certificate.map(|certificate| String::from_utf8_lossy(&certificate.0).into_owned()))
 }
 
-/// Has a pod made that asks for the mesh, as far as the API server goes without keeping it: the webhook is called as for any other.
-async fn trial(cluster: &Cluster) -> Known<Trial> {
+/// Creates a pod that requests injection in a dry run: the API server calls the webhooks but does not store the pod.
+async fn dry_run(cluster: &Cluster) -> Fact<DryRun> {
     let api: Api<Pod> = Api::namespaced(cluster.client.clone(), "default");
     let pod = json!({
         "metadata": {"name": "mesh-check-trial", "annotations": {"diy-service-mesh/inject": "true"}},
-        "spec": {"containers": [{"name": "trial", "image": "mesh-check-trial", "ports": [{"containerPort": 8080}]}]},
+        "spec": {"containers": [{"name": "check", "image": "mesh-check-trial", "ports": [{"containerPort": 8080}]}]},
     });
     let pod = serde_json::from_value(pod).map_err(|error| error.to_string())?;
     match api
@@ -188,21 +189,21 @@ async fn trial(cluster: &Cluster) -> Known<Trial> {
         )
         .await
     {
-        Ok(pod) if super::pods::is_injected(&pod) => Ok(Trial::Injected),
-        Ok(_) => Ok(Trial::LeftAlone),
+        Ok(pod) if super::pods::is_injected(&pod) => Ok(DryRun::Injected),
+        Ok(_) => Ok(DryRun::NotInjected),
         Err(kube::Error::Api(status))
             if status.message.contains("calling webhook")
                 && status.message.contains(WEBHOOK_DOMAIN) =>
         {
-            Ok(Trial::Failed(status.message))
+            Ok(DryRun::Failed(status.message))
         }
-        Err(error) => Err(cluster::short(&error)),
+        Err(error) => Err(cluster::describe_error(&error)),
     }
 }
 
 const WEBHOOK_DOMAIN: &str = "injector.diy-service-mesh.dev";
 
-/// Facts for tests: a mesh in which all is well, and one of which nothing is known.
+/// Facts for tests.
 #[cfg(test)]
 pub(super) mod testing {
     use serde_json::Value;
@@ -212,11 +213,11 @@ pub(super) mod testing {
     pub(crate) const NOW: u64 = 1_800_000_000;
 
     pub(crate) fn object<T: DeserializeOwned>(value: Value) -> T {
-        serde_json::from_value(value).expect("a test's object")
+        serde_json::from_value(value).expect("test objects are valid")
     }
 
-    pub(crate) fn untold() -> Facts {
-        fn why<T>() -> Known<T> {
+    pub(crate) fn unknown_facts() -> Facts {
+        fn unknown<T>() -> Fact<T> {
             Err("not allowed".into())
         }
         Facts {
@@ -226,20 +227,20 @@ pub(super) mod testing {
                 json!({"major": "1", "minor": "34", "gitVersion": "v1.34.1", "buildDate": "", "compiler": "", "gitCommit": "",
                 "gitTreeState": "", "goVersion": "", "platform": ""}),
             ),
-            nodes: why(),
-            namespaces: why(),
-            pods: why(),
-            deployments: why(),
-            webhook: why(),
-            serving: why(),
-            roots: why(),
-            identity: why(),
-            rights: why(),
-            trial: why(),
+            nodes: unknown(),
+            namespaces: unknown(),
+            pods: unknown(),
+            deployments: unknown(),
+            webhook: unknown(),
+            serving: unknown(),
+            roots: unknown(),
+            identity: unknown(),
+            permissions: unknown(),
+            dry_run: unknown(),
         }
     }
 
-    /// A pod of namespace `shop`, with these annotations.
+    /// A pod in namespace `shop`.
     pub(crate) fn pod(name: &str, annotations: Value) -> Pod {
         object(json!({
             "metadata": {"namespace": "shop", "name": name, "annotations": annotations, "creationTimestamp": "2020-01-01T00:00:00Z"},
@@ -247,24 +248,24 @@ pub(super) mod testing {
         }))
     }
 
-    /// One that is in the mesh, and whose proxy is in this state.
+    /// An injected pod with this status of its proxy.
     pub(crate) fn meshed(name: &str, proxy: Value) -> Pod {
         let mut pod = pod(
             name,
             json!({"diy-service-mesh/inject": "true", "diy-service-mesh/status": "injected"}),
         );
-        let spec = pod.spec.as_mut().expect("it has one");
+        let spec = pod.spec.as_mut().expect("pod() sets it");
         spec.init_containers = Some(vec![object(
             json!({"name": "proxy", "image": "diy-sm-proxy:1.0", "restartPolicy": "Always"}),
         )]);
         pod.status
             .as_mut()
-            .expect("it has one")
+            .expect("pod() sets it")
             .init_container_statuses = Some(vec![object(proxy)]);
         pod
     }
 
-    /// The state of a proxy that is well.
+    /// The status of a ready proxy.
     pub(crate) fn ready() -> Value {
         json!({"name": "proxy", "ready": true, "started": true, "restartCount": 0, "image": "", "imageID": "", "state": {"running": {}}})
     }

@@ -1,4 +1,4 @@
-//! Identity: the CA, a rotation that does not get on, the roots in the namespaces, the workloads' certificates and clocks. Pure.
+//! Checks of the certificate authority, root rotation, trust roots, workload certificates and clocks. Pure.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,47 +8,47 @@ use super::{
     pods,
 };
 use crate::{
-    identity::status::{Authority, Mesh, is_steady, made, meaning},
-    time::span,
+    identity::status::{Authority, Mesh, describe_phase, is_steady, issued_at},
+    time::format_duration,
 };
 
-/// A phase of a rotation may last this long before it is worth a look, in seconds.
-const LONG_PHASE: u64 = 60 * 60;
-/// Certificates allow clocks to differ by five minutes, in milliseconds.
-const WRONG_CLOCK: i64 = 5 * 60 * 1000;
-const ODD_CLOCK: i64 = 30 * 1000;
+/// A rotation phase that lasts longer results in a warning, in seconds.
+const MAX_PHASE_DURATION: u64 = 60 * 60;
+/// The clock skew that certificates tolerate, in milliseconds.
+const MAX_CLOCK_SKEW_MS: i64 = 5 * 60 * 1000;
+const CLOCK_SKEW_WARNING_MS: i64 = 30 * 1000;
 
-/// There is a CA, and it has a while to live.
+/// A certificate authority exists and does not expire soon.
 pub(super) fn authority(facts: &Facts) -> Vec<Finding> {
     const CHECK: &str = "authority";
     let mesh = match &facts.identity {
-        Err(why) => return vec![Finding::unknown(CHECK, why)],
+        Err(reason) => return vec![Finding::unknown(CHECK, reason)],
         Ok(mesh) => mesh,
     };
     let mut findings = Vec::new();
     if !mesh.problems.is_empty() {
-        let advice = "what was read before stays in force, and new certificates may not be possible: put right what the message says";
-        let text = "the mesh's certificate authority cannot be read or used";
+        let advice = "the last valid state stays in effect, but certificates may not be issued: correct the reported error";
+        let text = "the certificate authority cannot be read or used";
         findings.push(
-            Finding::problem(CHECK, text, advice).naming(
+            Finding::problem(CHECK, text, advice).with_details(
                 mesh.problems
                     .iter()
                     .map(|(name, problem)| format!("{name}: {problem}")),
             ),
         );
     }
-    if !mesh.silent.is_empty() {
-        let silent = mesh
-            .silent
+    if !mesh.unreachable.is_empty() {
+        let unreachable = mesh
+            .unreachable
             .iter()
-            .map(|(name, why)| format!("{name}: {why}"));
+            .map(|(name, error)| format!("{name}: {error}"));
         findings.push(
             Finding::warning(
                 CHECK,
-                "not every controller answers",
-                "kubectl get pods shows whether they are ready",
+                "some controllers do not respond",
+                "check that they are ready: kubectl get pods",
             )
-            .naming(silent),
+            .with_details(unreachable),
         );
     }
     match &mesh.issuer {
@@ -56,23 +56,25 @@ pub(super) fn authority(facts: &Facts) -> Vec<Finding> {
             findings.push(Finding::problem(
                 CHECK,
                 "the mesh has no certificate authority",
-                "the controller makes it when it starts; its log says why not",
+                "the controller creates it at startup: see its log",
             ));
         }
         None => {}
         Some(issuer) => {
             let current = mesh.roots.iter().filter(|root| root.role == "current");
-            let ends = std::iter::once(("the CA that signs", issuer))
+            let authorities = std::iter::once(("the issuing CA", issuer))
                 .chain(current.map(|root| ("a trust root", root)));
-            findings
-                .extend(ends.filter_map(|(what, authority)| ends_soon(what, authority, facts.now)));
+            findings.extend(
+                authorities
+                    .filter_map(|(name, authority)| expires_soon(name, authority, facts.now)),
+            );
             if findings.is_empty() {
-                let left = issuer.not_after.saturating_sub(facts.now);
+                let remaining = issuer.not_after.saturating_sub(facts.now);
                 let text = format!(
-                    "{} signs for {} and has {} left",
+                    "{} issues certificates for {} and expires in {}",
                     issuer.subject,
                     mesh.trust_domain,
-                    span(left)
+                    format_duration(remaining)
                 );
                 findings.push(Finding::ok(CHECK, text));
             }
@@ -81,36 +83,40 @@ pub(super) fn authority(facts: &Facts) -> Vec<Finding> {
     findings
 }
 
-fn ends_soon(what: &str, authority: &Authority, now: u64) -> Option<Finding> {
+fn expires_soon(name: &str, authority: &Authority, now: u64) -> Option<Finding> {
     const CHECK: &str = "authority";
-    let (life, left) = (
-        authority.not_after.saturating_sub(made(authority)),
+    let (lifetime, remaining) = (
+        authority.not_after.saturating_sub(issued_at(authority)),
         authority.not_after.saturating_sub(now),
     );
     let advice = if authority.own {
-        "the mesh rotates it by itself at two thirds of its life: `mesh identity` shows on whom it waits; `mesh rotate-root` begins now"
+        "the controller rotates it at two thirds of its lifetime: see `mesh identity`, or start a rotation with `mesh rotate-root`"
     } else {
-        "it is your own: put its successor into Secret diy-service-mesh-ca (tls.crt, tls.key, ca.crt), and the mesh moves to it"
+        "replace your own CA in Secret diy-service-mesh-ca (tls.crt, tls.key, ca.crt): the controller rotates to it"
     };
-    match left {
+    match remaining {
         0 => Some(Finding::problem(
             CHECK,
             format!(
-                "{what} ({}) has ended: nothing in the mesh is trusted any more",
+                "{name} ({}) has expired: all certificates of the mesh are invalid",
                 authority.subject
             ),
             advice,
         )),
-        _ if left < life / 3 => Some(Finding::warning(
+        _ if remaining < lifetime / 3 => Some(Finding::warning(
             CHECK,
-            format!("{what} ({}) ends in {}", authority.subject, span(left)),
+            format!(
+                "{name} ({}) expires in {}",
+                authority.subject,
+                format_duration(remaining)
+            ),
             advice,
         )),
         _ => None,
     }
 }
 
-/// A rotation gets on.
+/// A root rotation makes progress.
 pub(super) fn rotation(facts: &Facts) -> Vec<Finding> {
     const CHECK: &str = "rotation";
     let Ok(mesh) = &facts.identity else {
@@ -121,34 +127,34 @@ pub(super) fn rotation(facts: &Facts) -> Vec<Finding> {
         return Vec::new();
     }
     if is_steady(rotation) {
-        return vec![Finding::ok(CHECK, meaning(rotation))];
+        return vec![Finding::ok(CHECK, describe_phase(rotation))];
     }
-    let lasts = facts.now.saturating_sub(rotation.since);
+    let elapsed = facts.now.saturating_sub(rotation.since);
     let text = format!(
         "{} for {}: {}",
         rotation.phase,
-        span(lasts),
-        meaning(rotation)
+        format_duration(elapsed),
+        describe_phase(rotation)
     );
-    if lasts < LONG_PHASE || rotation.waiting.is_empty() {
+    if elapsed < MAX_PHASE_DURATION || rotation.waiting.is_empty() {
         return vec![Finding::ok(CHECK, text)];
     }
-    let advice = "look after those that it waits for (kubectl logs -c proxy; delete what is not needed); `mesh rotate-root --abandon` goes back";
+    let advice = "see the logs of the listed pods (kubectl logs -c proxy), or return to the previous root with `mesh rotate-root --abandon`";
     let waiting = rotation
         .waiting
         .iter()
-        .map(|whom| format!("waits for {whom}"));
-    vec![Finding::warning(CHECK, text, advice).naming(waiting)]
+        .map(|item| format!("waiting for {item}"));
+    vec![Finding::warning(CHECK, text, advice).with_details(waiting)]
 }
 
-/// Every namespace with meshed pods holds the roots that are in force.
+/// Every namespace with meshed pods contains the current trust roots.
 pub(super) fn roots(facts: &Facts) -> Vec<Finding> {
     const CHECK: &str = "roots";
     let (pods, maps) = match (&facts.pods, &facts.roots) {
         (Ok(pods), Ok(maps)) => (pods, maps),
-        (Err(why), _) | (_, Err(why)) => return vec![Finding::unknown(CHECK, why)],
+        (Err(reason), _) | (_, Err(reason)) => return vec![Finding::unknown(CHECK, reason)],
     };
-    let held: BTreeMap<&str, &str> = maps
+    let published: BTreeMap<&str, &str> = maps
         .iter()
         .filter_map(|map| {
             Some((
@@ -160,40 +166,40 @@ pub(super) fn roots(facts: &Facts) -> Vec<Finding> {
     let needed: BTreeSet<&str> = pods::meshed(pods)
         .filter_map(|pod| pod.metadata.namespace.as_deref())
         .collect();
-    let (mut missing, mut old) = (Vec::new(), Vec::new());
+    let (mut missing, mut outdated) = (Vec::new(), Vec::new());
     for namespace in &needed {
-        match held.get(namespace) {
+        match published.get(namespace) {
             None => missing.push((*namespace).to_owned()),
             Some(pem)
                 if facts
                     .identity
                     .as_ref()
-                    .is_ok_and(|mesh| lacks_a_root(pem, mesh)) =>
+                    .is_ok_and(|mesh| lacks_current_root(pem, mesh)) =>
             {
-                old.push((*namespace).to_owned())
+                outdated.push((*namespace).to_owned())
             }
             Some(_) => {}
         }
     }
     let mut findings = Vec::new();
-    let advice = "the controller keeps it there: its log says why it cannot (kubectl logs -n service-mesh deployment/controller)";
+    let advice = "the controller writes it: see its log (kubectl logs -n service-mesh deployment/controller)";
     if !missing.is_empty() {
         let text = format!(
-            "{} without ConfigMap {ROOTS}: new pods of the mesh wait there",
+            "{} without ConfigMap {ROOTS}: new meshed pods do not start there",
             count(missing.len(), "namespace", "namespaces")
         );
-        findings.push(Finding::problem(CHECK, text, advice).naming(missing));
+        findings.push(Finding::problem(CHECK, text, advice).with_details(missing));
     }
-    if !old.is_empty() {
+    if !outdated.is_empty() {
         let text = format!(
-            "{} whose ConfigMap {ROOTS} lacks a root that is in force",
-            count(old.len(), "namespace", "namespaces")
+            "{} whose ConfigMap {ROOTS} lacks a current root",
+            count(outdated.len(), "namespace", "namespaces")
         );
-        findings.push(Finding::problem(CHECK, text, advice).naming(old));
+        findings.push(Finding::problem(CHECK, text, advice).with_details(outdated));
     }
     if findings.is_empty() {
         let text = format!(
-            "{} with meshed pods, each with the mesh's roots",
+            "{} with meshed pods, all with the current roots",
             count(needed.len(), "namespace", "namespaces")
         );
         findings.push(Finding::ok(CHECK, text));
@@ -201,55 +207,53 @@ pub(super) fn roots(facts: &Facts) -> Vec<Finding> {
     findings
 }
 
-fn lacks_a_root(pem: &str, mesh: &Mesh) -> bool {
-    let held = certificates::fingerprints(pem.as_bytes());
+fn lacks_current_root(pem: &str, mesh: &Mesh) -> bool {
+    let fingerprints = certificates::fingerprints(pem.as_bytes());
     mesh.roots.iter().any(|root| {
-        !held
+        !fingerprints
             .iter()
             .any(|fingerprint| fingerprint.eq_ignore_ascii_case(&root.fingerprint))
     })
 }
 
-/// Every meshed pod is connected, and has a certificate that will do.
+/// Every ready proxy is connected to a controller and has a valid certificate.
 pub(super) fn workloads(facts: &Facts) -> Vec<Finding> {
     const CHECK: &str = "certificates";
     let Ok(mesh) = &facts.identity else {
         return Vec::new();
     };
-    let (mut ended, mut late, mut without) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut expired, mut overdue, mut pending) = (Vec::new(), Vec::new(), Vec::new());
     for workload in &mesh.workloads {
-        let left = workload.certificate_not_after.saturating_sub(facts.now);
-        let life = workload
+        let remaining = workload.certificate_not_after.saturating_sub(facts.now);
+        let lifetime = workload
             .certificate_not_after
             .saturating_sub(workload.certificate_issued_at);
         match () {
-            () if !workload.has_certificate() => without.push(workload.name()),
-            () if left == 0 => ended.push(workload.name()),
-            () if left < life / 10 => {
-                late.push(format!("{}: {} left", workload.name(), span(left)))
-            }
+            () if !workload.has_certificate() => pending.push(workload.name()),
+            () if remaining == 0 => expired.push(workload.name()),
+            () if remaining < lifetime / 10 => overdue.push(format!(
+                "{}: expires in {}",
+                workload.name(),
+                format_duration(remaining)
+            )),
             () => {}
         }
     }
     let mut findings = Vec::new();
-    let log = "its log says why it cannot renew: kubectl logs -n NAMESPACE POD -c proxy";
-    if !ended.is_empty() {
+    let advice = "see the log of the proxy: kubectl logs -n NAMESPACE POD -c proxy";
+    if !expired.is_empty() {
         let text = format!(
-            "{} ended: nobody in the mesh takes their connections",
-            count(ended.len(), "certificate has", "certificates have")
+            "{} expired: other proxies reject their connections",
+            count(expired.len(), "certificate has", "certificates have")
         );
-        findings.push(Finding::problem(CHECK, text, log).naming(ended));
+        findings.push(Finding::problem(CHECK, text, advice).with_details(expired));
     }
-    if !late.is_empty() {
+    if !overdue.is_empty() {
         let text = format!(
-            "{} been renewed by now",
-            count(
-                late.len(),
-                "certificate should have",
-                "certificates should have"
-            )
+            "{} not been renewed in time",
+            count(overdue.len(), "certificate has", "certificates have")
         );
-        findings.push(Finding::warning(CHECK, text, log).naming(late));
+        findings.push(Finding::warning(CHECK, text, advice).with_details(overdue));
     }
     if let Ok(pods) = &facts.pods {
         let connected: BTreeSet<String> = mesh
@@ -260,27 +264,27 @@ pub(super) fn workloads(facts: &Facts) -> Vec<Finding> {
         let ready = pods::meshed(pods)
             .filter(|pod| pods::is_proxy_ready(pod))
             .map(pods::name);
-        let absent: Vec<String> = ready.filter(|name| !connected.contains(name)).collect();
-        if !absent.is_empty() && mesh.silent.is_empty() {
+        let disconnected: Vec<String> = ready.filter(|name| !connected.contains(name)).collect();
+        if !disconnected.is_empty() && mesh.unreachable.is_empty() {
             let text = format!(
-                "{} connected to no controller: what they know goes on, and they hear of no changes",
-                count(absent.len(), "proxy is", "proxies are")
+                "{} not connected to a controller: they continue with the last known state and receive no changes",
+                count(disconnected.len(), "proxy is", "proxies are")
             );
-            let advice = "can they reach the controller (a NetworkPolicy?), and what do they say: kubectl logs -n NAMESPACE POD -c proxy";
-            findings.push(Finding::warning(CHECK, text, advice).naming(absent));
+            let advice = "check the NetworkPolicies and the logs of the proxies: kubectl logs -n NAMESPACE POD -c proxy";
+            findings.push(Finding::warning(CHECK, text, advice).with_details(disconnected));
         }
     }
     if findings.is_empty() {
-        let more = if without.is_empty() {
+        let suffix = if pending.is_empty() {
             String::new()
         } else {
-            format!(", {} on the way", without.len())
+            format!(", {} pending", pending.len())
         };
-        let valid = mesh.workloads.len() - without.len();
+        let valid = mesh.workloads.len() - pending.len();
         findings.push(Finding::ok(
             CHECK,
             format!(
-                "{} in force{more}",
+                "{} valid{suffix}",
                 count(
                     valid,
                     "workload's certificate is",
@@ -292,24 +296,24 @@ pub(super) fn workloads(facts: &Facts) -> Vec<Finding> {
     findings
 }
 
-/// Clocks agree.
+/// The clocks of proxies and controllers are synchronized.
 pub(super) fn clocks(facts: &Facts) -> Vec<Finding> {
     const CHECK: &str = "clocks";
     let Ok(mesh) = &facts.identity else {
         return Vec::new();
     };
-    let off: Vec<_> = mesh
+    let skewed: Vec<_> = mesh
         .workloads
         .iter()
-        .filter(|workload| workload.clock_skew_ms.abs() > ODD_CLOCK)
+        .filter(|workload| workload.clock_skew_ms.abs() > CLOCK_SKEW_WARNING_MS)
         .collect();
-    if off.is_empty() {
+    if skewed.is_empty() {
         return vec![Finding::ok(
             CHECK,
-            "the clocks of proxies and controllers agree",
+            "the clocks of proxies and controllers are synchronized",
         )];
     }
-    let details = off.iter().map(|workload| {
+    let details = skewed.iter().map(|workload| {
         let direction = if workload.clock_skew_ms > 0 {
             "ahead"
         } else {
@@ -318,23 +322,27 @@ pub(super) fn clocks(facts: &Facts) -> Vec<Finding> {
         format!(
             "{}: {} {direction}",
             workload.name(),
-            span(workload.clock_skew_ms.unsigned_abs() / 1000)
+            format_duration(workload.clock_skew_ms.unsigned_abs() / 1000)
         )
     });
     let text = format!(
-        "{} by more than 30 s; certificates allow five minutes",
-        count(off.len(), "proxy's clock is off", "proxies' clocks are off")
+        "{} by more than 30 s; certificates tolerate five minutes",
+        count(
+            skewed.len(),
+            "proxy's clock is off",
+            "proxies' clocks are off"
+        )
     );
-    let advice = "set the clocks of those pods' nodes right, and of the controllers' (chrony, systemd-timesyncd)";
-    let wrong = off
+    let advice = "synchronize the clocks of the nodes (chrony, systemd-timesyncd)";
+    let exceeds_limit = skewed
         .iter()
-        .any(|workload| workload.clock_skew_ms.abs() > WRONG_CLOCK);
-    let finding = if wrong {
+        .any(|workload| workload.clock_skew_ms.abs() > MAX_CLOCK_SKEW_MS);
+    let finding = if exceeds_limit {
         Finding::problem(CHECK, text, advice)
     } else {
         Finding::warning(CHECK, text, advice)
     };
-    vec![finding.naming(details)]
+    vec![finding.with_details(details)]
 }
 
 #[cfg(test)]
@@ -343,7 +351,7 @@ mod tests {
 
     use super::super::{
         Level,
-        facts::testing::{NOW, meshed, object, ready, untold},
+        facts::testing::{NOW, meshed, object, ready, unknown_facts},
     };
     use super::*;
     use crate::identity::status::{Rotation, Workload};
@@ -384,7 +392,7 @@ mod tests {
         Facts {
             identity: Ok(mesh),
             pods: Ok(vec![meshed("till", ready())]),
-            ..untold()
+            ..unknown_facts()
         }
     }
 
@@ -393,10 +401,10 @@ mod tests {
     }
 
     #[test]
-    fn an_authority_that_ends_is_told_in_time() {
-        let told = |left| level(&authority(&facts(left, workload(3_600, 0))));
+    fn warns_before_the_authority_expires() {
+        let level_of = |left| level(&authority(&facts(left, workload(3_600, 0))));
         assert_eq!(
-            (told(300), told(100), told(0)),
+            (level_of(300), level_of(100), level_of(0)),
             (Level::Ok, Level::Warning, Level::Problem)
         );
         let mut broken = facts(300, workload(3_600, 0));
@@ -408,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rotation_that_does_not_get_on_names_those_that_it_waits_for() {
+    fn warns_of_a_stalled_rotation() {
         let mut facts = facts(300, workload(3_600, 0));
         assert_eq!(level(&rotation(&facts)), Level::Ok);
         let waiting = vec!["shop/till to trust the current roots".to_owned()];
@@ -425,25 +433,25 @@ mod tests {
             (finding.level, finding.details.as_slice()),
             (
                 Level::Warning,
-                &["waits for shop/till to trust the current roots".to_owned()][..]
+                &["waiting for shop/till to trust the current roots".to_owned()][..]
             )
         );
     }
 
     #[test]
-    fn certificates_that_ended_or_are_late_and_proxies_that_are_away_are_told() {
-        let told = |workload| level(&workloads(&facts(300, workload)));
+    fn reports_expired_and_overdue_certificates_and_disconnected_proxies() {
+        let level_of = |workload| level(&workloads(&facts(300, workload)));
         assert_eq!(
             (
-                told(workload(40_000, 0)),
-                told(workload(4_000, 0)),
-                told(workload(0, 0))
+                level_of(workload(40_000, 0)),
+                level_of(workload(4_000, 0)),
+                level_of(workload(0, 0))
             ),
             (Level::Ok, Level::Warning, Level::Problem)
         );
-        let mut away = facts(300, workload(40_000, 0));
-        away.identity.as_mut().unwrap().workloads.clear();
-        let finding = &workloads(&away)[0];
+        let mut disconnected = facts(300, workload(40_000, 0));
+        disconnected.identity.as_mut().unwrap().workloads.clear();
+        let finding = &workloads(&disconnected)[0];
         assert_eq!(
             (finding.level, finding.details.as_slice()),
             (Level::Warning, &["shop/till".to_owned()][..])
@@ -451,16 +459,16 @@ mod tests {
     }
 
     #[test]
-    fn clocks_are_compared() {
-        let told = |skew| level(&clocks(&facts(300, workload(40_000, skew))));
+    fn reports_clock_skew() {
+        let level_of = |skew| level(&clocks(&facts(300, workload(40_000, skew))));
         assert_eq!(
-            (told(-500), told(-60_000), told(400_000)),
+            (level_of(-500), level_of(-60_000), level_of(400_000)),
             (Level::Ok, Level::Warning, Level::Problem)
         );
     }
 
     #[test]
-    fn a_namespace_without_the_roots_or_with_old_ones_is_named() {
+    fn reports_missing_and_outdated_roots() {
         let with = |roots: serde_json::Value| {
             let mut facts = facts(300, workload(40_000, 0));
             facts.roots = Ok(roots
@@ -482,7 +490,7 @@ mod tests {
             json!([{"metadata": {"namespace": "shop", "name": ROOTS}, "data": {"roots.pem": ""}}]),
         );
         assert!(
-            level == Level::Problem && text.contains("lacks a root"),
+            level == Level::Problem && text.contains("lacks a current root"),
             "{text}"
         );
     }

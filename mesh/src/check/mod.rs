@@ -1,49 +1,49 @@
-//! What is wrong with a mesh: facts (`facts`, the only part that asks a cluster) to findings, one function a check, all pure. It never
-//! changes anything in the cluster, and a fact that it may not see is a warning, not a guess.
+//! Diagnosis of a mesh. `facts` reads the cluster, and each check is a pure function from facts to findings. Nothing in the
+//! cluster changes. A fact that cannot be read results in a warning.
 
 mod certificates;
 pub mod facts;
 mod identity;
+mod permissions;
 mod platform;
 mod pods;
-mod rights;
 mod webhook;
 
 use serde::Serialize;
 
 use facts::Facts;
 
-/// How it is.
+/// The severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Level {
-    /// As it should be.
+    /// No action is necessary.
     Ok,
-    /// To be looked at, or not to be seen.
+    /// Needs attention, or could not be checked.
     Warning,
-    /// Something does not work, or soon will not.
+    /// Something fails or will fail soon.
     Problem,
 }
 
-/// What a check has found.
+/// The result of a check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// The check's name.
+    /// The name of the check.
     pub check: &'static str,
-    /// How it is.
+    /// The severity.
     pub level: Level,
-    /// In plain words.
+    /// A description of the result.
     pub text: String,
-    /// Which pods, nodes or the like, a few of them.
+    /// The affected objects, at most `MAX_DETAILS`.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub details: Vec<String>,
-    /// What to do.
+    /// The recommended action.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub advice: String,
 }
 
-/// How many things of a kind are named.
-const NAMED: usize = 10;
+/// The maximum number of affected objects in a finding.
+const MAX_DETAILS: usize = 10;
 
 impl Finding {
     fn ok(check: &'static str, text: impl Into<String>) -> Self {
@@ -71,35 +71,35 @@ impl Finding {
         }
     }
 
-    /// A fact that nobody told.
-    fn unknown(check: &'static str, why: &str) -> Self {
-        Self::warning(check, format!("cannot be checked: {why}"), "")
+    /// A fact could not be read.
+    fn unknown(check: &'static str, reason: &str) -> Self {
+        Self::warning(check, format!("cannot be checked: {reason}"), "")
     }
 
-    fn naming(mut self, details: impl IntoIterator<Item = String>) -> Self {
+    fn with_details(mut self, details: impl IntoIterator<Item = String>) -> Self {
         let mut details: Vec<String> = details.into_iter().collect();
-        let more = details.len().saturating_sub(NAMED);
-        details.truncate(NAMED);
+        let more = details.len().saturating_sub(MAX_DETAILS);
+        details.truncate(MAX_DETAILS);
         details.extend((more > 0).then(|| format!("and {more} more")));
         self.details = details;
         self
     }
 }
 
-/// Every check.
-pub fn all(facts: &Facts) -> Vec<Finding> {
+/// Runs all checks.
+pub fn run(facts: &Facts) -> Vec<Finding> {
     let checks: [fn(&Facts) -> Vec<Finding>; 15] = [
         platform::kubernetes,
-        platform::parts,
+        platform::components,
         platform::versions,
-        rights::rights,
+        permissions::permissions,
         webhook::configuration,
         webhook::ca_bundle,
-        webhook::trial,
+        webhook::injection,
         identity::authority,
         identity::rotation,
         identity::roots,
-        pods::wishes,
+        pods::labels_and_annotations,
         pods::injected,
         pods::proxies,
         identity::workloads,
@@ -118,9 +118,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_few_are_named_and_the_rest_are_counted() {
+    fn limits_the_number_of_details() {
         let finding =
-            Finding::problem("x", "y", "z").naming((0..13).map(|number| number.to_string()));
+            Finding::problem("x", "y", "z").with_details((0..13).map(|number| number.to_string()));
         assert_eq!(
             (finding.details.len(), finding.details[10].as_str()),
             (11, "and 3 more")
@@ -128,9 +128,9 @@ mod tests {
     }
 
     #[test]
-    fn of_a_cluster_that_tells_nothing_nothing_is_said_to_be_well_but_its_version() {
-        let facts = facts::testing::untold();
-        let findings = all(&facts);
+    fn unknown_facts_are_warnings() {
+        let facts = facts::testing::unknown_facts();
+        let findings = run(&facts);
         assert!(
             findings
                 .iter()

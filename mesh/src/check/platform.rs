@@ -1,4 +1,4 @@
-//! What the mesh stands on and consists of: Kubernetes' version, its own parts, and whether they belong together. Pure.
+//! Checks of the Kubernetes version, the components of the mesh, and their versions. Pure.
 
 use std::collections::BTreeMap;
 
@@ -9,11 +9,11 @@ use k8s_openapi::api::{
 
 use super::{Finding, count, facts::Facts, pods};
 
-/// The first version whose kubelets and API servers have native sidecars switched on.
-const OLDEST: (u32, u32) = (1, 29);
-const TOO_OLD: &str = "the mesh needs Kubernetes 1.29 or newer: its proxies are native sidecars, which older versions do not start in order";
+/// The first version that enables native sidecars by default.
+const MIN_VERSION: (u32, u32) = (1, 29);
+const UPGRADE_ADVICE: &str = "upgrade to Kubernetes 1.29 or newer: the proxies are native sidecars, which older versions do not support";
 
-/// API server and kubelets know native sidecars.
+/// The API server and the kubelets support native sidecars.
 pub(super) fn kubernetes(facts: &Facts) -> Vec<Finding> {
     const CHECK: &str = "kubernetes";
     let server = &facts.version.git_version;
@@ -21,8 +21,8 @@ pub(super) fn kubernetes(facts: &Facts) -> Vec<Finding> {
     if is_old(&format!("{}.{}", facts.version.major, facts.version.minor)) {
         findings.push(Finding::problem(
             CHECK,
-            format!("the API server is {server}, which is too old"),
-            TOO_OLD,
+            format!("the version of the API server, {server}, is too old"),
+            UPGRADE_ADVICE,
         ));
     }
     let versions = facts.nodes.as_ref().map(|nodes| {
@@ -40,7 +40,7 @@ pub(super) fn kubernetes(facts: &Facts) -> Vec<Finding> {
         nodes.iter().filter_map(version).collect::<Vec<_>>()
     });
     match versions {
-        Err(why) => findings.push(Finding::unknown("kubelets", why)),
+        Err(reason) => findings.push(Finding::unknown("kubelets", reason)),
         Ok(nodes) => {
             let old: Vec<String> = nodes
                 .iter()
@@ -52,7 +52,7 @@ pub(super) fn kubernetes(facts: &Facts) -> Vec<Finding> {
                     "{} with a kubelet that is too old",
                     count(old.len(), "node", "nodes")
                 );
-                findings.push(Finding::problem(CHECK, text, TOO_OLD).naming(old));
+                findings.push(Finding::problem(CHECK, text, UPGRADE_ADVICE).with_details(old));
             } else if findings.is_empty() {
                 return vec![Finding::ok(
                     CHECK,
@@ -67,31 +67,31 @@ pub(super) fn kubernetes(facts: &Facts) -> Vec<Finding> {
     findings
 }
 
-/// Whether `v1.28.3+k3s1`, `1.29+` or the like is before the oldest that will do. What cannot be read counts as new.
+/// Whether a version such as `v1.28.3+k3s1` or `1.29+` is below `MIN_VERSION`. An invalid version is not.
 fn is_old(version: &str) -> bool {
     let mut numbers = version.trim_start_matches('v').split('.').map(|part| {
         let digits: String = part.chars().take_while(char::is_ascii_digit).collect();
         digits.parse::<u32>().ok()
     });
-    matches!((numbers.next().flatten(), numbers.next().flatten()), (Some(major), Some(minor)) if (major, minor) < OLDEST)
+    matches!((numbers.next().flatten(), numbers.next().flatten()), (Some(major), Some(minor)) if (major, minor) < MIN_VERSION)
 }
 
-/// Controller and injector run.
-pub(super) fn parts(facts: &Facts) -> Vec<Finding> {
+/// The controller and the injector are available.
+pub(super) fn components(facts: &Facts) -> Vec<Finding> {
     let deployments = match &facts.deployments {
         Ok(deployments) => deployments,
-        Err(why) => return vec![Finding::unknown("parts", why)],
+        Err(reason) => return vec![Finding::unknown("parts", reason)],
     };
     let namespace = &facts.namespace;
-    let part = |check: &'static str, without: &str| {
+    let component = |check: &'static str, effect: &str| {
         let Some(deployment) = find(deployments, check) else {
             return Finding::problem(
                 check,
-                format!("there is no Deployment {namespace}/{check}"),
-                "install the mesh (kubectl apply -k manifests), or name its namespace with --namespace",
+                format!("Deployment {namespace}/{check} not found"),
+                "install the mesh (kubectl apply -k manifests), or set its namespace with --namespace",
             );
         };
-        let wanted = deployment
+        let desired = deployment
             .spec
             .as_ref()
             .and_then(|spec| spec.replicas)
@@ -101,22 +101,22 @@ pub(super) fn parts(facts: &Facts) -> Vec<Finding> {
             .as_ref()
             .and_then(|status| status.available_replicas)
             .unwrap_or(0);
-        let text = format!("{available} of {wanted} replicas are available");
+        let text = format!("{available} of {desired} replicas are available");
         let advice = format!(
             "kubectl describe -n {namespace} deployment/{check}; kubectl logs -n {namespace} deployment/{check}"
         );
         match available {
-            0 => Finding::problem(check, format!("{text}: {without}"), advice),
-            _ if available < wanted => Finding::warning(check, text, advice),
+            0 => Finding::problem(check, format!("{text}: {effect}"), advice),
+            _ if available < desired => Finding::warning(check, text, advice),
             _ => Finding::ok(check, text),
         }
     };
     vec![
-        part(
+        component(
             "controller",
-            "proxies get no certificates and learn of no changes; what they know goes on",
+            "proxies receive no certificates and no endpoint changes; they continue with the last known state",
         ),
-        part("injector", "no pod that asks for the mesh can be made"),
+        component("injector", "pods that request injection cannot be created"),
     ]
 }
 
@@ -126,7 +126,7 @@ fn find<'a>(deployments: &'a [Deployment], name: &str) -> Option<&'a Deployment>
         .find(|deployment| deployment.metadata.name.as_deref() == Some(name))
 }
 
-/// The parts are of one version, and running proxies are what new pods would get.
+/// All components have one version, and running proxies have the image that new pods receive.
 pub(super) fn versions(facts: &Facts) -> Vec<Finding> {
     const CHECK: &str = "versions";
     let Ok(deployments) = &facts.deployments else {
@@ -154,19 +154,19 @@ pub(super) fn versions(facts: &Facts) -> Vec<Finding> {
     ];
     let mut findings = Vec::new();
     if images.iter().any(|image| tag(image) != tag(images[0])) {
-        let text = "controller, injector and the proxies of new pods are of different versions";
+        let text = "controller, injector and the proxies of new pods have different versions";
         findings.push(
             Finding::warning(
                 CHECK,
                 text,
-                "finish the update: apply the manifests of one version",
+                "complete the upgrade: apply the manifests of one version",
             )
-            .naming(images.map(str::to_owned)),
+            .with_details(images.map(str::to_owned)),
         );
     }
     match &facts.pods {
-        Err(why) => findings.push(Finding::unknown(CHECK, why)),
-        Ok(pods) => findings.extend(other_proxies(pods, proxy)),
+        Err(reason) => findings.push(Finding::unknown(CHECK, reason)),
+        Ok(pods) => findings.extend(outdated_proxies(pods, proxy)),
     }
     if let Ok(mesh) = &facts.identity {
         let mut versions: BTreeMap<&str, usize> = BTreeMap::new();
@@ -180,27 +180,27 @@ pub(super) fn versions(facts: &Facts) -> Vec<Finding> {
             let details = versions.iter().map(|(version, number)| {
                 format!("{version}: {}", count(*number, "proxy", "proxies"))
             });
-            let text = "the proxies that run are of different versions";
+            let text = "the running proxies have different versions";
             findings.push(
                 Finding::warning(
                     CHECK,
                     text,
-                    "restart what is older when it suits: kubectl rollout restart",
+                    "restart the workloads with older proxies: kubectl rollout restart",
                 )
-                .naming(details),
+                .with_details(details),
             );
         }
     }
     if findings.is_empty() {
         findings.push(Finding::ok(
             CHECK,
-            format!("all parts are of one version ({})", tag(images[0])),
+            format!("all components have one version ({})", tag(images[0])),
         ));
     }
     findings
 }
 
-fn other_proxies(pods: &[Pod], expected: &str) -> Option<Finding> {
+fn outdated_proxies(pods: &[Pod], expected: &str) -> Option<Finding> {
     let image =
         |pod: &Pod| Some(pods::proxy(pod)?.image.clone()?).filter(|image| image != expected);
     let others: Vec<String> = pods::meshed(pods)
@@ -208,15 +208,15 @@ fn other_proxies(pods: &[Pod], expected: &str) -> Option<Finding> {
         .collect();
     (!others.is_empty()).then(|| {
         let text = format!(
-            "{} with another proxy than new pods get ({expected})",
+            "{} with another proxy image than new pods ({expected})",
             count(others.len(), "pod", "pods")
         );
         Finding::warning(
             "versions",
             text,
-            "a pod keeps the proxy that it got: kubectl rollout restart its workload when it suits",
+            "a pod keeps its proxy image: restart its workload with kubectl rollout restart",
         )
-        .naming(others)
+        .with_details(others)
     })
 }
 
@@ -230,7 +230,7 @@ fn variable<'a>(container: &'a Container, name: &str) -> Option<&'a str> {
         .as_deref()
 }
 
-/// What tells versions of an image apart: its digest or its tag.
+/// The digest or tag of an image.
 fn tag(image: &str) -> &str {
     let last = image.rsplit('/').next().unwrap_or_default();
     last.split_once('@')
@@ -244,11 +244,11 @@ mod tests {
 
     use super::super::{
         Level,
-        facts::testing::{deployment, meshed, object, ready, untold},
+        facts::testing::{deployment, meshed, object, ready, unknown_facts},
     };
     use super::*;
 
-    fn with_parts(available: i32, proxy: &str) -> Facts {
+    fn with_components(available: i32, proxy: &str) -> Facts {
         let env = json!([{"name": "IMAGE_TO_DEPLOY_PROXY", "value": proxy}]);
         Facts {
             deployments: Ok(vec![
@@ -256,12 +256,12 @@ mod tests {
                 deployment("injector", 2, env),
             ]),
             pods: Ok(vec![meshed("a", ready())]),
-            ..untold()
+            ..unknown_facts()
         }
     }
 
     #[test]
-    fn versions_are_read_as_they_are_written() {
+    fn parses_versions_and_image_tags() {
         assert!(
             ["v1.28.15", "1.28+", "v1.9.0", "0.5"]
                 .into_iter()
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn an_old_kubelet_is_a_problem_that_names_its_node() {
+    fn reports_old_kubelets_with_their_nodes() {
         let node = |name: &str, version: &str| {
             let info = json!({"kubeletVersion": version, "architecture": "", "bootID": "", "containerRuntimeVersion": "", "kernelVersion": "",
                 "kubeProxyVersion": "", "machineID": "", "operatingSystem": "", "osImage": "", "systemUUID": ""});
@@ -287,7 +287,7 @@ mod tests {
         };
         let findings = kubernetes(&Facts {
             nodes: Ok(vec![node("a", "v1.34.0"), node("b", "v1.27.1")]),
-            ..untold()
+            ..unknown_facts()
         });
         assert_eq!(
             (findings[0].level, findings[0].details.as_slice()),
@@ -295,7 +295,7 @@ mod tests {
         );
         let findings = kubernetes(&Facts {
             nodes: Ok(vec![node("a", "v1.34.0")]),
-            ..untold()
+            ..unknown_facts()
         });
         assert_eq!(
             findings,
@@ -304,32 +304,32 @@ mod tests {
     }
 
     #[test]
-    fn parts_that_are_away_are_told_with_what_it_means() {
+    fn reports_unavailable_components() {
         let levels = |facts: &Facts| {
-            parts(facts)
+            components(facts)
                 .iter()
                 .map(|finding| finding.level)
                 .collect::<Vec<_>>()
         };
-        assert_eq!(levels(&with_parts(2, "")), [Level::Ok, Level::Ok]);
-        assert_eq!(levels(&with_parts(1, "")), [Level::Warning, Level::Ok]);
-        assert_eq!(levels(&with_parts(0, "")), [Level::Problem, Level::Ok]);
-        let missing = parts(&Facts {
+        assert_eq!(levels(&with_components(2, "")), [Level::Ok, Level::Ok]);
+        assert_eq!(levels(&with_components(1, "")), [Level::Warning, Level::Ok]);
+        assert_eq!(levels(&with_components(0, "")), [Level::Problem, Level::Ok]);
+        let missing = components(&Facts {
             deployments: Ok(Vec::new()),
-            ..untold()
+            ..unknown_facts()
         });
         assert!(
             missing[0]
                 .text
-                .contains("there is no Deployment service-mesh/controller"),
+                .contains("Deployment service-mesh/controller not found"),
             "{missing:?}"
         );
     }
 
     #[test]
-    fn parts_and_proxies_of_other_versions_are_warned_of() {
+    fn warns_of_different_versions() {
         let levels = |proxy: &str| {
-            versions(&with_parts(2, proxy))
+            versions(&with_components(2, proxy))
                 .iter()
                 .map(|finding| finding.level)
                 .collect::<Vec<_>>()
@@ -338,7 +338,7 @@ mod tests {
         assert_eq!(
             levels("diy-sm-proxy:1.1"),
             [Level::Warning, Level::Warning],
-            "the tag, and the pod that has the old one"
+            "the tag of new pods, and the pod with the old one"
         );
     }
 }

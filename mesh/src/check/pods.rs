@@ -1,4 +1,4 @@
-//! Pods: those that ask for the mesh and are not in it, those whose proxy is not well, and wishes that cannot be understood. Pure.
+//! Checks of pods: injection, proxy readiness, and invalid labels and annotations. Pure.
 
 use std::collections::BTreeMap;
 
@@ -9,19 +9,19 @@ use super::{Finding, count, facts::Facts};
 const INJECT: &str = "diy-service-mesh/inject";
 const INBOUND: &str = "diy-service-mesh/inbound";
 const STATUS: &str = "diy-service-mesh/status";
-/// Namespaces that the webhook leaves alone, beside the mesh's own.
-const LEFT_ALONE: [&str; 3] = ["kube-system", "kube-public", "kube-node-lease"];
-/// A proxy that has been there for so long should be ready, in seconds.
-const PATIENCE: u64 = 60;
+/// The namespaces that the webhook excludes, in addition to the namespace of the mesh.
+const EXCLUDED_NAMESPACES: [&str; 3] = ["kube-system", "kube-public", "kube-node-lease"];
+/// The time from the creation of a pod until its proxy is ready, in seconds.
+const READY_TIMEOUT: u64 = 60;
 
-/// It has a proxy.
+/// Whether the injector has injected a proxy.
 pub(super) fn is_injected(pod: &Pod) -> bool {
     annotation(pod, STATUS) == Some("injected")
 }
 
-/// The pods with a proxy that have not come to their end.
+/// The active pods with a proxy.
 pub(super) fn meshed(pods: &[Pod]) -> impl Iterator<Item = &Pod> {
-    pods.iter().filter(|pod| is_injected(pod) && is_alive(pod))
+    pods.iter().filter(|pod| is_injected(pod) && is_active(pod))
 }
 
 /// `namespace/name`.
@@ -33,7 +33,7 @@ pub(super) fn name(pod: &Pod) -> String {
     )
 }
 
-/// The proxy of a pod.
+/// The proxy container of a pod.
 pub(super) fn proxy(pod: &Pod) -> Option<&Container> {
     pod.spec
         .as_ref()?
@@ -43,7 +43,7 @@ pub(super) fn proxy(pod: &Pod) -> Option<&Container> {
         .find(|container| container.name == "proxy")
 }
 
-/// Its proxy says that it is ready.
+/// Whether the proxy of the pod is ready.
 pub(super) fn is_proxy_ready(pod: &Pod) -> bool {
     status(pod, "proxy").is_some_and(|status| status.ready)
 }
@@ -56,7 +56,7 @@ fn annotation<'a>(pod: &'a Pod, name: &str) -> Option<&'a str> {
         .map(String::as_str)
 }
 
-fn is_alive(pod: &Pod) -> bool {
+fn is_active(pod: &Pod) -> bool {
     let phase = pod
         .status
         .as_ref()
@@ -73,8 +73,8 @@ fn status<'a>(pod: &'a Pod, container: &str) -> Option<&'a ContainerStatus> {
         .find(|status| status.name == container)
 }
 
-/// Annotations and labels say what the mesh understands.
-pub(super) fn wishes(facts: &Facts) -> Vec<Finding> {
+/// The labels of namespaces and annotations of pods have valid values.
+pub(super) fn labels_and_annotations(facts: &Facts) -> Vec<Finding> {
     const CHECK: &str = "wishes";
     let mut findings = Vec::new();
     if let Ok(namespaces) = &facts.namespaces {
@@ -82,68 +82,68 @@ pub(super) fn wishes(facts: &Facts) -> Vec<Finding> {
             (INJECT, &["enabled", "disabled"][..]),
             (INBOUND, &["strict", "permissive"]),
         ];
-        let unclear: Vec<String> = namespaces
+        let invalid: Vec<String> = namespaces
             .iter()
             .flat_map(|namespace| {
                 values
                     .iter()
-                    .filter_map(|(label, known)| unclear(namespace, label, known))
+                    .filter_map(|(label, known)| invalid(namespace, label, known))
             })
             .collect();
-        if !unclear.is_empty() {
+        if !invalid.is_empty() {
             let text = format!(
-                "{} with a label that the mesh does not know, and that has no effect",
-                count(unclear.len(), "namespace", "namespaces")
+                "{} with an invalid label value, which has no effect",
+                count(invalid.len(), "namespace", "namespaces")
             );
-            let advice = format!("the labels are {INJECT}: enabled and {INBOUND}: strict");
-            findings.push(Finding::problem(CHECK, text, advice).naming(unclear));
+            let advice = format!(
+                "valid values are {INJECT}: enabled or disabled, and {INBOUND}: strict or permissive"
+            );
+            findings.push(Finding::problem(CHECK, text, advice).with_details(invalid));
         }
     }
     if let Ok(pods) = &facts.pods {
         let value = |pod: &Pod| {
             annotation(pod, INJECT)
-                .filter(|value| !is(value, "true") && !is(value, "false"))
+                .filter(|value| {
+                    !value.eq_ignore_ascii_case("true") && !value.eq_ignore_ascii_case("false")
+                })
                 .map(|value| format!("{}: {value:?}", name(pod)))
         };
-        let unclear: Vec<String> = pods
+        let invalid: Vec<String> = pods
             .iter()
-            .filter(|pod| is_alive(pod))
+            .filter(|pod| is_active(pod))
             .filter_map(value)
             .collect();
-        if !unclear.is_empty() {
+        if !invalid.is_empty() {
             let text = format!(
                 "{} whose annotation {INJECT} is neither \"true\" nor \"false\"",
-                count(unclear.len(), "pod", "pods")
+                count(invalid.len(), "pod", "pods")
             );
             findings.push(
                 Finding::warning(
                     CHECK,
                     text,
-                    "correct it in the workload's spec.template.metadata.annotations",
+                    "correct spec.template.metadata.annotations of the workload",
                 )
-                .naming(unclear),
+                .with_details(invalid),
             );
         }
     }
     findings
 }
 
-fn unclear(namespace: &Namespace, label: &str, known: &[&str]) -> Option<String> {
+fn invalid(namespace: &Namespace, label: &str, known: &[&str]) -> Option<String> {
     let value = namespace.metadata.labels.as_ref()?.get(label)?;
     let name = namespace.metadata.name.as_deref().unwrap_or_default();
     (!known.contains(&value.as_str())).then(|| format!("{name}: {label}: {value:?}"))
 }
 
-fn is(value: &str, word: &str) -> bool {
-    value.eq_ignore_ascii_case(word)
-}
-
-/// Pods that ask for the mesh are in it.
+/// Pods that request injection have a proxy.
 pub(super) fn injected(facts: &Facts) -> Vec<Finding> {
     const CHECK: &str = "pods";
     let (pods, namespaces) = match (&facts.pods, &facts.namespaces) {
         (Ok(pods), Ok(namespaces)) => (pods, namespaces),
-        (Err(why), _) | (_, Err(why)) => return vec![Finding::unknown(CHECK, why)],
+        (Err(reason), _) | (_, Err(reason)) => return vec![Finding::unknown(CHECK, reason)],
     };
     let enabled: BTreeMap<&str, bool> = namespaces
         .iter()
@@ -158,68 +158,71 @@ pub(super) fn injected(facts: &Facts) -> Vec<Finding> {
             )
         })
         .collect();
-    let (mut outside, mut unfit) = (Vec::new(), Vec::new());
-    for pod in pods.iter().filter(|pod| is_alive(pod) && !is_injected(pod)) {
+    let (mut missing, mut unsupported) = (Vec::new(), Vec::new());
+    for pod in pods
+        .iter()
+        .filter(|pod| is_active(pod) && !is_injected(pod))
+    {
         let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
-        let asks = match annotation(pod, INJECT) {
-            Some(value) => is(value, "true"),
+        let requested = match annotation(pod, INJECT) {
+            Some(value) => value.eq_ignore_ascii_case("true"),
             None => enabled.get(namespace).copied().unwrap_or(false),
         };
-        if !asks || LEFT_ALONE.contains(&namespace) || namespace == facts.namespace {
+        if !requested || EXCLUDED_NAMESPACES.contains(&namespace) || namespace == facts.namespace {
             continue;
         }
-        match unfit_because(pod) {
-            None => outside.push(name(pod)),
-            // A whole namespace that asks may have such pods; one that asks itself is told.
-            Some(why) if annotation(pod, INJECT).is_some() => {
-                unfit.push(format!("{}: {why}", name(pod)))
+        match injection_obstacle(pod) {
+            None => missing.push(name(pod)),
+            // Such pods are expected in an enabled namespace, but not with the annotation.
+            Some(reason) if annotation(pod, INJECT).is_some() => {
+                unsupported.push(format!("{}: {reason}", name(pod)))
             }
             Some(_) => {}
         }
     }
     let mut findings = Vec::new();
-    if !outside.is_empty() {
+    if !missing.is_empty() {
         let text = format!(
-            "{} for the mesh and not in it: {}",
-            count(outside.len(), "pod that asks", "pods that ask"),
-            "they were made before they asked, or past the webhook"
+            "{} injection: {}",
+            count(
+                missing.len(),
+                "pod without a proxy requests",
+                "pods without a proxy request"
+            ),
+            "the request or the webhook is newer than the pod"
         );
-        let advice = "make them anew: kubectl rollout restart their workload (a single pod: delete it and create it again)";
-        findings.push(Finding::problem(CHECK, text, advice).naming(outside));
+        let advice = "recreate them: kubectl rollout restart (delete and create single pods)";
+        findings.push(Finding::problem(CHECK, text, advice).with_details(missing));
     }
-    if !unfit.is_empty() {
+    if !unsupported.is_empty() {
         let text = format!(
-            "{} for the mesh and cannot be in it",
-            count(unfit.len(), "pod that asks", "pods that ask")
+            "{} injection and cannot have a proxy",
+            count(unsupported.len(), "pod requests", "pods request")
         );
         findings.push(
-            Finding::warning(
-                CHECK,
-                text,
-                format!("take the annotation {INJECT} off them"),
-            )
-            .naming(unfit),
+            Finding::warning(CHECK, text, format!("remove the annotation {INJECT}"))
+                .with_details(unsupported),
         );
     }
     if findings.is_empty() {
         findings.push(Finding::ok(
             CHECK,
             format!(
-                "{} in the mesh, and no other asks for it",
-                count(meshed(pods).count(), "pod is", "pods are")
+                "{} a proxy, and no other pod requests one",
+                count(meshed(pods).count(), "pod has", "pods have")
             ),
         ));
     }
     findings
 }
 
-fn unfit_because(pod: &Pod) -> Option<&'static str> {
+fn injection_obstacle(pod: &Pod) -> Option<&'static str> {
     let spec = pod.spec.as_ref()?;
     if spec.host_network == Some(true) {
-        return Some("it uses the host's network");
+        return Some("it uses the host network");
     }
     if annotation(pod, "kubernetes.io/config.mirror").is_some() {
-        return Some("it is static: its kubelet reads it from a file");
+        return Some("it is a static pod");
     }
     spec.os
         .as_ref()
@@ -227,30 +230,39 @@ fn unfit_because(pod: &Pod) -> Option<&'static str> {
         .map(|_| "it runs on Windows")
 }
 
-/// Proxies are up.
+/// Proxies are ready.
 pub(super) fn proxies(facts: &Facts) -> Vec<Finding> {
     const CHECK: &str = "proxies";
     let Ok(pods) = &facts.pods else {
         return Vec::new();
     };
-    let ill: Vec<String> = meshed(pods)
-        .filter_map(|pod| Some(format!("{}: {}", name(pod), illness(pod, facts.now)?)))
+    let not_ready: Vec<String> = meshed(pods)
+        .filter_map(|pod| {
+            Some(format!(
+                "{}: {}",
+                name(pod),
+                not_ready_reason(pod, facts.now)?
+            ))
+        })
         .collect();
     let ready = meshed(pods).filter(|pod| is_proxy_ready(pod)).count();
-    vec![if ill.is_empty() {
+    vec![if not_ready.is_empty() {
         Finding::ok(
             CHECK,
             format!("{} ready", count(ready, "proxy is", "proxies are")),
         )
     } else {
-        let text = format!("{} not ready", count(ill.len(), "proxy is", "proxies are"));
-        let advice = "what a proxy lacks stands in its log: kubectl logs -n NAMESPACE POD -c proxy; before it starts: kubectl describe";
-        Finding::problem(CHECK, text, advice).naming(ill)
+        let text = format!(
+            "{} not ready",
+            count(not_ready.len(), "proxy is", "proxies are")
+        );
+        let advice = "see the log of the proxy (kubectl logs -n NAMESPACE POD -c proxy) and the events of the pod (kubectl describe)";
+        Finding::problem(CHECK, text, advice).with_details(not_ready)
     }]
 }
 
-/// Why a meshed pod's proxy is not ready, if it should be by now.
-fn illness(pod: &Pod, now: u64) -> Option<String> {
+/// Why the proxy of a pod is not ready. Returns `None` within `READY_TIMEOUT` unless a container failed.
+fn not_ready_reason(pod: &Pod, now: u64) -> Option<String> {
     if is_proxy_ready(pod) {
         return None;
     }
@@ -264,37 +276,37 @@ fn illness(pod: &Pod, now: u64) -> Option<String> {
             .and_then(|waiting| waiting.reason.as_deref())
             && !["PodInitializing", "ContainerCreating"].contains(&waiting)
         {
-            return Some(format!("{container} waits: {waiting}"));
+            return Some(format!("{container} is waiting: {waiting}"));
         }
-        if let Some(ended) = state
+        if let Some(terminated) = state
             .terminated
             .as_ref()
-            .filter(|ended| ended.exit_code != 0)
+            .filter(|terminated| terminated.exit_code != 0)
         {
             return Some(format!(
-                "{container} ended with exit code {}",
-                ended.exit_code
+                "{container} exited with code {}",
+                terminated.exit_code
             ));
         }
     }
-    let made = pod
+    let created = pod
         .metadata
         .creation_timestamp
         .as_ref()
         .and_then(|time| u64::try_from(time.0.as_second()).ok())
         .unwrap_or(now);
-    let has_started = status(pod, "proxy").is_some_and(|status| {
+    let is_running = status(pod, "proxy").is_some_and(|status| {
         status
             .state
             .as_ref()
             .is_some_and(|state| state.running.is_some())
     });
-    let what = if has_started {
-        "it runs, and is not ready"
+    let state = if is_running {
+        "proxy is running but not ready"
     } else {
-        "it has not started"
+        "proxy has not started"
     };
-    (now.saturating_sub(made) > PATIENCE).then(|| what.into())
+    (now.saturating_sub(created) > READY_TIMEOUT).then(|| state.into())
 }
 
 #[cfg(test)]
@@ -303,7 +315,7 @@ mod tests {
 
     use super::super::{
         Level,
-        facts::testing::{NOW, meshed as meshed_pod, object, pod, ready, untold},
+        facts::testing::{NOW, meshed as meshed_pod, object, pod, ready, unknown_facts},
     };
     use super::*;
 
@@ -313,55 +325,52 @@ mod tests {
             namespaces: Ok(vec![object(
                 json!({"metadata": {"name": "shop", "labels": labels}}),
             )]),
-            ..untold()
+            ..unknown_facts()
         }
     }
 
     #[test]
-    fn pods_that_ask_and_are_not_in_the_mesh_are_named() {
+    fn reports_pods_without_the_requested_proxy() {
         let pods = || {
             vec![
                 meshed_pod("in", ready()),
-                pod("asks", json!({INJECT: "True"})),
+                pod("requesting", json!({INJECT: "True"})),
                 pod("silent", json!({})),
                 pod("not", json!({INJECT: "false"})),
             ]
         };
-        let outside = |labels: Value| {
+        let missing = |labels: Value| {
             let findings = injected(&facts(pods(), labels));
             (findings[0].level, findings[0].details.clone())
         };
         assert_eq!(
-            outside(json!({})),
-            (Level::Problem, vec!["shop/asks".to_owned()])
+            missing(json!({})),
+            (Level::Problem, vec!["shop/requesting".to_owned()])
         );
         assert_eq!(
-            outside(json!({INJECT: "enabled"})),
+            missing(json!({INJECT: "enabled"})),
             (
                 Level::Problem,
-                vec!["shop/asks".to_owned(), "shop/silent".to_owned()]
+                vec!["shop/requesting".to_owned(), "shop/silent".to_owned()]
             )
         );
     }
 
     #[test]
-    fn pods_that_cannot_be_in_the_mesh_and_those_that_ended_are_no_problem() {
+    fn warns_of_unsupported_pods_and_ignores_completed_ones() {
         let mut host = pod("host", json!({INJECT: "true"}));
         host.spec.as_mut().unwrap().host_network = Some(true);
         let mut done = pod("done", json!({INJECT: "true"}));
         done.status.as_mut().unwrap().phase = Some("Succeeded".into());
         let findings = injected(&facts(vec![host, done], json!({})));
         assert_eq!((findings.len(), findings[0].level), (1, Level::Warning));
-        assert_eq!(
-            findings[0].details,
-            ["shop/host: it uses the host's network"]
-        );
+        assert_eq!(findings[0].details, ["shop/host: it uses the host network"]);
         assert_eq!(injected(&facts(vec![], json!({})))[0].level, Level::Ok);
     }
 
     #[test]
-    fn labels_and_annotations_that_mean_nothing_are_told() {
-        let findings = wishes(&facts(
+    fn reports_invalid_labels_and_annotations() {
+        let findings = labels_and_annotations(&facts(
             vec![pod("p", json!({INJECT: "enabled"}))],
             json!({INJECT: "true", INBOUND: "Strict"}),
         ));
@@ -377,7 +386,7 @@ mod tests {
             (2, &["shop/p: \"enabled\"".to_owned()][..])
         );
         assert!(
-            wishes(&facts(
+            labels_and_annotations(&facts(
                 vec![],
                 json!({INJECT: "enabled", INBOUND: "strict"})
             ))
@@ -386,35 +395,35 @@ mod tests {
     }
 
     #[test]
-    fn a_proxy_that_is_not_ready_is_told_with_its_reason_once_it_should_be() {
+    fn reports_why_a_proxy_is_not_ready_after_the_timeout() {
         let state = |state: Value| {
             let mut status = ready();
             status["ready"] = json!(false);
             status["state"] = state;
-            illness(&meshed_pod("p", status), NOW)
+            not_ready_reason(&meshed_pod("p", status), NOW)
         };
-        assert_eq!(illness(&meshed_pod("p", ready()), NOW), None);
+        assert_eq!(not_ready_reason(&meshed_pod("p", ready()), NOW), None);
         assert_eq!(
             state(json!({"waiting": {"reason": "ImagePullBackOff"}})).as_deref(),
-            Some("proxy waits: ImagePullBackOff")
+            Some("proxy is waiting: ImagePullBackOff")
         );
         assert_eq!(
             state(json!({"terminated": {"exitCode": 2}})).as_deref(),
-            Some("proxy ended with exit code 2")
+            Some("proxy exited with code 2")
         );
         assert_eq!(
             state(json!({"running": {}})).as_deref(),
-            Some("it runs, and is not ready")
+            Some("proxy is running but not ready")
         );
         assert_eq!(
             state(json!({"waiting": {"reason": "PodInitializing"}})).as_deref(),
-            Some("it has not started")
+            Some("proxy has not started")
         );
         let mut young = meshed_pod(
             "p",
             json!({"name": "proxy", "ready": false, "restartCount": 0, "image": "", "imageID": ""}),
         );
         young.metadata.creation_timestamp = None;
-        assert_eq!(illness(&young, NOW), None);
+        assert_eq!(not_ready_reason(&young, NOW), None);
     }
 }

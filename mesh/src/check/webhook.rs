@@ -1,23 +1,23 @@
-//! The way new pods come into the mesh: the webhook's configuration, its certificate, and a trial of the whole. Pure.
+//! Checks of the webhook configuration, its CA bundle, and the injection. Pure.
 
 use k8s_openapi::api::admissionregistration::v1::MutatingWebhook;
 
 use super::{
     Finding, certificates, count,
-    facts::{Facts, Trial, WEBHOOK},
+    facts::{DryRun, Facts, WEBHOOK},
 };
-use crate::{sandbox::manifest, time::span};
+use crate::{sandbox::manifest, time::format_duration};
 
-const REPAIRS: &str = "the injector puts it right within a minute; if not, its log says why";
+const CA_BUNDLE_ADVICE: &str = "the injector repairs it within a minute; otherwise see its log";
 
-/// It is there, with every entry that this version has.
+/// The webhook configuration exists and matches the embedded manifests.
 pub(super) fn configuration(facts: &Facts) -> Vec<Finding> {
     const CHECK: &str = "webhook";
     let webhooks = match &facts.webhook {
-        Err(why) => return vec![Finding::unknown(CHECK, why)],
+        Err(reason) => return vec![Finding::unknown(CHECK, reason)],
         Ok(None) => {
             let text = format!(
-                "MutatingWebhookConfiguration {WEBHOOK} is not there: no new pod gets a proxy"
+                "MutatingWebhookConfiguration {WEBHOOK} not found: new pods receive no proxy"
             );
             return vec![Finding::problem(CHECK, text, "kubectl apply -k manifests")];
         }
@@ -29,10 +29,11 @@ pub(super) fn configuration(facts: &Facts) -> Vec<Finding> {
         match webhooks.iter().find(|webhook| webhook.name == entry.name) {
             None => differences.push(format!("{} is missing", entry.name)),
             Some(webhook)
-                if essence(webhook, &facts.namespace) != essence(entry, &facts.namespace) =>
+                if significant_fields(webhook, &facts.namespace)
+                    != significant_fields(entry, &facts.namespace) =>
             {
                 differences.push(format!(
-                    "{} has other conditions, another path or another failure policy",
+                    "{} differs in match conditions, path, namespace selector or failure policy",
                     entry.name
                 ));
             }
@@ -45,17 +46,19 @@ pub(super) fn configuration(facts: &Facts) -> Vec<Finding> {
             format!("{} in {WEBHOOK}", count(webhooks.len(), "entry", "entries")),
         )
     } else {
-        let text = "it is not the one of this version: pods may come into the mesh otherwise than the documentation says";
+        let text = format!(
+            "{WEBHOOK} differs from the manifests of this version: injection can differ from the documentation"
+        );
         Finding::warning(
             CHECK,
             text,
-            "kubectl apply -k manifests, of the version that runs",
+            "apply the manifests of the running version: kubectl apply -k manifests",
         )
-        .naming(differences)
+        .with_details(differences)
     }]
 }
 
-/// The entries of the manifests that this program carries.
+/// The webhooks of the embedded manifests.
 fn expected() -> Vec<MutatingWebhook> {
     let objects = manifest::embedded().objects().unwrap_or_default();
     let configuration = objects
@@ -66,8 +69,8 @@ fn expected() -> Vec<MutatingWebhook> {
         .unwrap_or_default()
 }
 
-/// What an entry does, without what the API server or the injector fills in.
-fn essence(webhook: &MutatingWebhook, namespace: &str) -> String {
+/// The fields of a webhook without those that the API server or the injector sets.
+fn significant_fields(webhook: &MutatingWebhook, namespace: &str) -> String {
     let service = webhook.client_config.service.as_ref();
     let conditions = webhook
         .match_conditions
@@ -78,7 +81,7 @@ fn essence(webhook: &MutatingWebhook, namespace: &str) -> String {
         .namespace_selector
         .iter()
         .flat_map(|selector| selector.match_expressions.iter().flatten());
-    // Where the mesh lives elsewhere, it is that namespace which is left alone.
+    // The webhook excludes the namespace of the mesh, whatever its name.
     let selector = selector.map(|expression| {
         format!("{expression:?}").replace("\"service-mesh\"", &format!("{namespace:?}"))
     });
@@ -99,7 +102,7 @@ fn essence(webhook: &MutatingWebhook, namespace: &str) -> String {
         .join("\n")
 }
 
-/// The API server can verify the injector.
+/// The API server can verify the serving certificate of the injector.
 pub(super) fn ca_bundle(facts: &Facts) -> Vec<Finding> {
     const CHECK: &str = "caBundle";
     let Ok(Some(configuration)) = &facts.webhook else {
@@ -114,94 +117,98 @@ pub(super) fn ca_bundle(facts: &Facts) -> Vec<Finding> {
             .unwrap_or_default()
     };
     let webhooks = configuration.webhooks.as_deref().unwrap_or_default();
-    let broken = |is_broken: &dyn Fn(&[u8]) -> bool| -> Vec<String> {
+    let invalid = |is_invalid: &dyn Fn(&[u8]) -> bool| -> Vec<String> {
         webhooks
             .iter()
-            .filter(|webhook| is_broken(&bundle(webhook)))
+            .filter(|webhook| is_invalid(&bundle(webhook)))
             .map(|webhook| webhook.name.clone())
             .collect()
     };
-    let empty = broken(&|bundle| certificates::read(bundle).is_empty());
+    let empty = invalid(&|bundle| certificates::read(bundle).is_empty());
     if !empty.is_empty() {
-        let text = "the caBundle of the webhook holds no certificate: the API server cannot verify the injector";
-        return vec![Finding::problem(CHECK, text, REPAIRS).naming(empty)];
+        let text = "caBundle contains no certificate: the API server cannot verify the injector";
+        return vec![Finding::problem(CHECK, text, CA_BUNDLE_ADVICE).with_details(empty)];
     }
     let serving = match &facts.serving {
-        Err(why) => return vec![Finding::unknown(CHECK, why)],
+        Err(reason) => return vec![Finding::unknown(CHECK, reason)],
         Ok(None) => {
             let text = format!(
-                "Secret {}/diy-service-mesh-injector-tls, the injector's certificate, is not there",
+                "Secret {}/diy-service-mesh-injector-tls with the serving certificate of the injector not found",
                 facts.namespace
             );
             return vec![Finding::problem(
                 CHECK,
                 text,
-                "the injector makes it when it starts; if it does not, its log says why",
+                "the injector creates it at startup: see its log",
             )];
         }
         Ok(Some(serving)) => serving.as_bytes(),
     };
-    let foreign = broken(&|bundle| !certificates::signed_by(serving, bundle));
-    if !foreign.is_empty() {
-        let text = "the caBundle of the webhook does not fit the certificate that the injector serves: pods that ask for the mesh cannot be made";
-        return vec![Finding::problem(CHECK, text, REPAIRS).naming(foreign)];
+    let mismatched = invalid(&|bundle| !certificates::signed_by(serving, bundle));
+    if !mismatched.is_empty() {
+        let text = "caBundle does not match the serving certificate of the injector: pods that request injection cannot be created";
+        return vec![Finding::problem(CHECK, text, CA_BUNDLE_ADVICE).with_details(mismatched)];
     }
-    let ends = certificates::validity(serving)
-        .map(|(from, to)| (to.saturating_sub(from), to.saturating_sub(facts.now)));
-    vec![match ends {
+    let lifetime_and_remaining = certificates::validity(serving).map(|(not_before, not_after)| {
+        (
+            not_after.saturating_sub(not_before),
+            not_after.saturating_sub(facts.now),
+        )
+    });
+    vec![match lifetime_and_remaining {
         Some((_, 0)) => Finding::problem(
             CHECK,
-            "the injector's certificate has ended",
-            "the injector renews it when it runs; its log says more",
+            "the serving certificate of the injector has expired",
+            "the injector renews it while it runs: see its log",
         ),
-        Some((life, left)) if left < life / 5 => {
+        Some((lifetime, remaining)) if remaining < lifetime / 5 => {
             let text = format!(
-                "the injector's certificate ends in {}, and should have been renewed before",
-                span(left)
+                "the serving certificate of the injector expires in {} and its renewal is overdue",
+                format_duration(remaining)
             );
-            Finding::warning(CHECK, text, "the injector's log says why it has not")
+            Finding::warning(CHECK, text, "see the log of the injector")
         }
-        Some((_, left)) => Finding::ok(
+        Some((_, remaining)) => Finding::ok(
             CHECK,
             format!(
-                "it fits the injector's certificate, which has {} left",
-                span(left)
+                "matches the serving certificate of the injector, which expires in {}",
+                format_duration(remaining)
             ),
         ),
         None => Finding::problem(
             CHECK,
-            "the injector's certificate cannot be read",
-            "delete Secret diy-service-mesh-injector-tls: it is made anew",
+            "the serving certificate of the injector cannot be parsed",
+            "delete Secret diy-service-mesh-injector-tls: the injector creates it again",
         ),
     }]
 }
 
-/// A pod that asks gets a proxy: a trial that the API server does not keep.
-pub(super) fn trial(facts: &Facts) -> Vec<Finding> {
+/// A pod that requests injection receives a proxy in a dry run.
+pub(super) fn injection(facts: &Facts) -> Vec<Finding> {
     const CHECK: &str = "injection";
-    vec![match &facts.trial {
-        Err(why) => Finding::unknown(CHECK, why),
-        Ok(Trial::Injected) => Finding::ok(
+    vec![match &facts.dry_run {
+        Err(reason) => Finding::unknown(CHECK, reason),
+        Ok(DryRun::Injected) => Finding::ok(
             CHECK,
-            "a pod that asks for the mesh gets a proxy (tried, and not kept)",
+            "a pod that requests injection receives a proxy (dry run)",
         ),
-        Ok(Trial::LeftAlone) => Finding::problem(
+        Ok(DryRun::NotInjected) => Finding::problem(
             CHECK,
-            "a pod that asked for the mesh came back without a proxy (tried, and not kept)",
-            "see what is said of the webhook; kubectl apply -k manifests puts it back",
+            "a pod that requests injection receives no proxy (dry run)",
+            "see the webhook check; restore the webhook with kubectl apply -k manifests",
         ),
-        Ok(Trial::Failed(message)) => Finding::problem(
+        Ok(DryRun::Failed(message)) => Finding::problem(
             CHECK,
             format!(
-                "the API server cannot call the injector, so no pod that asks for the mesh can be made: {message}"
+                "the API server failed to call the injector, so pods that request injection cannot be created: {message}"
             ),
             if message.contains("x509") {
                 format!(
-                    "the API server does not trust the injector's certificate: see caBundle; {REPAIRS}"
+                    "the API server does not trust the serving certificate of the injector: see the caBundle check; {CA_BUNDLE_ADVICE}"
                 )
             } else {
                 format!(
-                    "is an injector ready (kubectl get pods -n {}), and may the API server reach it?",
+                    "check that an injector is ready (kubectl get pods -n {}) and that the API server can reach it",
                     facts.namespace
                 )
             },
@@ -214,11 +221,11 @@ mod tests {
     use k8s_openapi::{ByteString, api::admissionregistration::v1::MutatingWebhookConfiguration};
     use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 
-    use super::super::{Level, facts::testing::untold};
+    use super::super::{Level, facts::testing::unknown_facts};
     use super::*;
 
-    /// A CA, and a certificate of it.
-    fn pair() -> (String, String) {
+    /// A CA certificate and a certificate that it signed, as PEM.
+    fn ca_and_leaf() -> (String, String) {
         let (ca_key, key) = (KeyPair::generate().unwrap(), KeyPair::generate().unwrap());
         let mut params = CertificateParams::new([]).unwrap();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -244,13 +251,13 @@ mod tests {
         Facts {
             webhook: Ok(Some(configuration)),
             serving: Ok(Some(serving.into())),
-            ..untold()
+            ..unknown_facts()
         }
     }
 
     #[test]
-    fn a_bundle_of_another_authority_is_told_from_the_right_one_and_from_none() {
-        let ((ca, leaf), (other, _)) = (pair(), pair());
+    fn requires_a_ca_bundle_that_verifies_the_serving_certificate() {
+        let ((ca, leaf), (other, _)) = (ca_and_leaf(), ca_and_leaf());
         let level = |bundle: Option<&str>| ca_bundle(&facts(bundle, &leaf))[0].level;
         assert_eq!(level(Some(&ca)), Level::Ok);
         assert_eq!(level(Some(&format!("{other}{ca}"))), Level::Ok);
@@ -260,13 +267,13 @@ mod tests {
         );
         let finding = &ca_bundle(&facts(Some(&other), &leaf))[0];
         assert!(
-            finding.text.contains("does not fit") && finding.details.len() == expected().len(),
+            finding.text.contains("does not match") && finding.details.len() == expected().len(),
             "{finding:?}"
         );
     }
 
     #[test]
-    fn the_shipped_webhook_is_well_and_a_changed_one_is_told() {
+    fn reports_differences_from_the_embedded_webhooks() {
         let mut facts = facts(None, "");
         assert_eq!(configuration(&facts)[0].level, Level::Ok);
         let webhooks = facts
@@ -284,7 +291,7 @@ mod tests {
         assert_eq!(
             configuration(&Facts {
                 webhook: Ok(None),
-                ..untold()
+                ..unknown_facts()
             })[0]
                 .level,
             Level::Problem
@@ -292,20 +299,19 @@ mod tests {
     }
 
     #[test]
-    fn a_trial_that_fails_is_told_with_its_cause() {
-        let told = |trial: Trial| trial_finding(trial);
-        assert_eq!(told(Trial::Injected).level, Level::Ok);
-        assert_eq!(told(Trial::LeftAlone).level, Level::Problem);
-        let finding = told(Trial::Failed(
+    fn reports_the_cause_of_a_failed_dry_run() {
+        assert_eq!(injection_finding(DryRun::Injected).level, Level::Ok);
+        assert_eq!(injection_finding(DryRun::NotInjected).level, Level::Problem);
+        let finding = injection_finding(DryRun::Failed(
             "failed calling webhook: x509: certificate signed by unknown authority".into(),
         ));
         assert!(finding.advice.contains("caBundle"), "{finding:?}");
     }
 
-    fn trial_finding(trial: Trial) -> Finding {
-        super::trial(&Facts {
-            trial: Ok(trial),
-            ..untold()
+    fn injection_finding(dry_run: DryRun) -> Finding {
+        injection(&Facts {
+            dry_run: Ok(dry_run),
+            ..unknown_facts()
         })
         .remove(0)
     }

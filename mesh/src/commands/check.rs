@@ -1,4 +1,4 @@
-//! `mesh check`: what is wrong with the mesh of a cluster, in plain words and with what to do. It changes nothing.
+//! `mesh check`: reports the findings of all checks with recommended actions. Changes nothing.
 
 use std::{io, process::ExitCode};
 
@@ -6,32 +6,32 @@ use anyhow::Result;
 use clap::Args;
 use serde_json::json;
 
-use super::style::{self, Output, Style, Tone};
+use super::terminal::{self, Colors, Output, TextStyle};
 use crate::{
     check::{self, Finding, Level, facts::Facts},
-    cluster::{self, Cluster, NoCluster},
+    cluster::{self, Cluster, ConnectError},
 };
 
-/// What it can be told.
+/// The arguments of `mesh check`.
 #[derive(Args, Debug)]
 #[command(
-    after_help = "Exit code: 0, no problem (there may be warnings); 1, a problem; 2, there is no cluster to look at.\n\n\
+    after_help = "Exit codes: 0, no problems (warnings are possible); 1, problems; 2, no connection to the cluster.\n\n\
     Examples:\n  mesh check\n  mesh check --context staging --namespace mesh\n  \
     mesh check --output json | jq -r '.checks[] | select(.level != \"ok\") | .text'"
 )]
 pub struct Arguments {
     #[command(flatten)]
     cluster: cluster::Arguments,
-    /// In what form
+    /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     output: Output,
 }
 
-/// Looks, and tells.
+/// Runs the checks and prints the findings.
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let facts = super::block_on(async {
         let cluster = Cluster::connect(&arguments.cluster).await?;
-        Ok::<_, NoCluster>(Facts::gather(&cluster).await)
+        Ok::<_, ConnectError>(Facts::gather(&cluster).await)
     })?;
     let facts = match facts {
         Ok(facts) => facts,
@@ -40,13 +40,13 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
             return Ok(ExitCode::from(2));
         }
     };
-    let findings = check::all(&facts);
+    let findings = check::run(&facts);
     let ok = findings
         .iter()
         .all(|finding| finding.level != Level::Problem);
-    style::print(&match arguments.output {
+    terminal::print(&match arguments.output {
         Output::Json => format!("{:#}\n", json!({"ok": ok, "checks": findings})),
-        Output::Text => text(&findings, Style::of(&io::stdout())),
+        Output::Text => text(&findings, Colors::of(&io::stdout())),
     })?;
     Ok(if ok {
         ExitCode::SUCCESS
@@ -55,7 +55,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     })
 }
 
-fn text(findings: &[Finding], style: Style) -> String {
+fn text(findings: &[Finding], colors: Colors) -> String {
     let mut text = String::new();
     let width = findings
         .iter()
@@ -63,11 +63,11 @@ fn text(findings: &[Finding], style: Style) -> String {
         .max()
         .unwrap_or(0);
     for finding in findings {
-        let (tone, word) = look(finding.level);
+        let (style, label) = appearance(finding.level);
         let indent = " ".repeat(9 + width + 2);
         text += &format!(
             "{}{:width$}  {}\n",
-            style.paint(tone, &format!("{word:9}")),
+            colors.paint(style, &format!("{label:9}")),
             finding.check,
             finding.text
         );
@@ -80,7 +80,7 @@ fn text(findings: &[Finding], style: Style) -> String {
         if !finding.advice.is_empty() {
             text += &format!(
                 "{indent}{}\n",
-                style.paint(Tone::Strong, &format!("-> {}", finding.advice))
+                colors.paint(TextStyle::Bold, &format!("-> {}", finding.advice))
             );
         }
     }
@@ -93,8 +93,8 @@ fn text(findings: &[Finding], style: Style) -> String {
     let (problems, warnings) = (number(Level::Problem), number(Level::Warning));
     let plural = |number: usize| if number == 1 { "" } else { "s" };
     text + &match (problems, warnings) {
-        (0, 0) => "\nall is well\n".into(),
-        (0, _) => format!("\nno problem, {warnings} warning{}\n", plural(warnings)),
+        (0, 0) => "\nno problems found\n".into(),
+        (0, _) => format!("\n0 problems, {warnings} warning{}\n", plural(warnings)),
         _ => format!(
             "\n{problems} problem{}, {warnings} warning{}\n",
             plural(problems),
@@ -103,11 +103,11 @@ fn text(findings: &[Finding], style: Style) -> String {
     }
 }
 
-fn look(level: Level) -> (Tone, &'static str) {
+fn appearance(level: Level) -> (TextStyle, &'static str) {
     match level {
-        Level::Ok => (Tone::Good, "ok"),
-        Level::Warning => (Tone::Doubtful, "warning"),
-        Level::Problem => (Tone::Bad, "problem"),
+        Level::Ok => (TextStyle::Ok, "ok"),
+        Level::Warning => (TextStyle::Warning, "warning"),
+        Level::Problem => (TextStyle::Error, "problem"),
     }
 }
 
@@ -116,28 +116,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_report_has_what_is_wrong_with_whom_and_what_to_do() {
+    fn prints_findings_with_details_and_advice() {
         let finding = |level, check, details: &[&str], advice: &str| Finding {
             check,
             level,
-            text: "it is so".into(),
+            text: "result".into(),
             details: details.iter().map(|detail| (*detail).to_owned()).collect(),
             advice: advice.into(),
         };
         let findings = [
             finding(Level::Ok, "pods", &[], ""),
-            finding(Level::Problem, "webhook", &["a", "b"], "do this"),
+            finding(Level::Problem, "webhook", &["a", "b"], "advice"),
         ];
         let expected = "\
-ok       pods     it is so
-problem  webhook  it is so
+ok       pods     result
+problem  webhook  result
                     a
                     b
-                  -> do this
+                  -> advice
 
 1 problem, 0 warnings
 ";
-        assert_eq!(text(&findings, Style::PLAIN), expected);
-        assert!(text(&findings[..1], Style::PLAIN).ends_with("\n\nall is well\n"));
+        assert_eq!(text(&findings, Colors::DISABLED), expected);
+        assert!(text(&findings[..1], Colors::DISABLED).ends_with("\n\nno problems found\n"));
     }
 }

@@ -1,5 +1,5 @@
-//! `mesh demo`: the walkthrough's manifests in a sandbox, with the output that `kubectl logs` would show. It blocks on one
-//! channel, on which everything comes: what pods do and print, signals, and the clock.
+//! `mesh demo`: runs the walkthrough's manifests in a sandbox and prints the output of the containers. One blocking loop receives
+//! the messages of the sandbox and signals.
 
 use std::{
     io::{self, Write},
@@ -14,158 +14,155 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::output::{Screen, Summary};
+use super::demo_output::{Screen, Summary};
 use crate::sandbox::{
     Sandbox,
     manifest::{self, Files},
     protocol::Message,
 };
 
-/// What the demo can be told.
+/// The arguments of `mesh demo`.
 #[derive(Args, Debug)]
 pub struct Arguments {
-    /// End after this many seconds; the exit code then says whether everything had become ready
+    /// Stop after this many seconds; the exit code is 0 if all pods became ready
     #[arg(long = "for", value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=31_536_000))]
     seconds: Option<u64>,
     /// Print the summary only
     #[arg(long)]
     quiet: bool,
-    /// Show only pods or containers of this name, for example http-client or proxy; may be given again
+    /// Show only this workload, pod, container or namespace, for example http-client or proxy; repeatable
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
-    /// Run the manifests of this folder instead of the walkthrough's
+    /// Run the manifests in this directory instead of the walkthrough's
     #[arg(long, value_name = "DIR")]
     manifests: Option<PathBuf>,
 }
 
-/// What comes on the channel.
-enum Happening {
+/// An input of the demo loop.
+enum DemoEvent {
     Sandbox(Box<Message>),
-    /// The channel to the sandbox is closed.
     Signal,
 }
 
-/// How often it says what it still waits for.
-const NEWS: Duration = Duration::from_secs(10);
-/// How long programs may take to end when the demo ends.
-const GRACE: Duration = Duration::from_secs(3);
+/// The interval of progress messages until all pods are ready.
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(10);
+/// The time between SIGTERM and SIGKILL at the end of the demo.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Runs the demo.
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let objects = match &arguments.manifests {
-        Some(folder) => Files::read(folder).and_then(|files| files.objects()).with_context(|| {
-            let folder = folder.display();
-            format!("--manifests {folder} must name a folder of YAML files with the mesh and its apps, as this project's manifests/ is")
+        Some(directory) => Files::read(directory).and_then(|files| files.objects()).with_context(|| {
+            let directory = directory.display();
+            format!("invalid --manifests {directory}: expected a directory of YAML files with the mesh and its applications")
         })?,
         None => manifest::embedded().objects()?,
     };
-    // A reader that is slow slows the programs down, as a slow terminal does; memory stays bounded.
-    let (sender, happenings) = sync_channel(1024);
+    // The bounded queue slows the programs down if the output is slow.
+    let (sender, demo_events) = sync_channel(1024);
     watch_signals(sender.clone())?;
-    let begun = Instant::now();
+    let started_at = Instant::now();
     let mut screen = Screen::new(arguments.quiet, arguments.only.clone());
-    screen.say(
-        "starting a sandbox of network namespaces; Ctrl-C ends it and leaves nothing behind",
-    )?;
+    screen.print_status("starting a sandbox; Ctrl-C stops it and removes all of its resources")?;
     let sandbox = Sandbox::start_with(
         &programs()?,
         Box::new(move |message| {
-            // The receiver is gone only at the end.
-            let _ = sender.send(Happening::Sandbox(Box::new(message.clone())));
+            // Fails only while the demo exits.
+            let _ = sender.send(DemoEvent::Sandbox(Box::new(message.clone())));
             false
         }),
     )?;
     sandbox.apply_objects(objects)?;
     let deadline = arguments
         .seconds
-        .map(|seconds| begun + Duration::from_secs(seconds));
+        .map(|seconds| started_at + Duration::from_secs(seconds));
     let mut demo = Demo {
         sandbox,
         screen,
         summary: Summary::default(),
-        begun,
-        ready: None,
+        started_at,
+        ready_after: None,
     };
-    let end = demo.watch(&happenings, deadline)?;
-    demo.finish(end, &happenings)
+    let reason = demo.run(&demo_events, deadline)?;
+    demo.finish(reason, &demo_events)
 }
 
-/// Why the demo ended.
+/// Why the demo stops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum End {
-    Time,
+enum ExitReason {
+    Timeout,
     Signal,
-    /// Nobody reads the output any more.
-    Output,
+    /// Standard output is closed.
+    OutputClosed,
 }
 
 struct Demo {
     sandbox: Sandbox,
     screen: Screen,
     summary: Summary,
-    begun: Instant,
-    /// How long it took until everything was ready for the first time.
-    ready: Option<Duration>,
+    started_at: Instant,
+    /// The time until all pods were ready for the first time.
+    ready_after: Option<Duration>,
 }
 
 impl Demo {
-    fn watch(
+    fn run(
         &mut self,
-        happenings: &Receiver<Happening>,
+        demo_events: &Receiver<DemoEvent>,
         deadline: Option<Instant>,
-    ) -> Result<End> {
-        let mut news = self.begun + NEWS;
+    ) -> Result<ExitReason> {
+        let mut next_progress = self.started_at + PROGRESS_INTERVAL;
         loop {
-            let next = deadline.map_or(news, |deadline| deadline.min(news));
-            match happenings.recv_timeout(next.saturating_duration_since(Instant::now())) {
-                Ok(Happening::Signal) => return Ok(End::Signal),
-                Ok(Happening::Sandbox(message)) => {
+            let next = deadline.map_or(next_progress, |deadline| deadline.min(next_progress));
+            match demo_events.recv_timeout(next.saturating_duration_since(Instant::now())) {
+                Ok(DemoEvent::Signal) => return Ok(ExitReason::Signal),
+                Ok(DemoEvent::Sandbox(message)) => {
                     if let Message::Failed { reason } = &*message {
-                        bail!("the sandbox has ended: {reason}");
+                        bail!("the sandbox failed: {reason}");
                     }
-                    match self.message(&message) {
+                    match self.handle(&message) {
                         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
-                            return Ok(End::Output);
+                            return Ok(ExitReason::OutputClosed);
                         }
                         other => other?,
                     }
                 }
                 Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => bail!("the sandbox is gone"),
+                Err(RecvTimeoutError::Disconnected) => bail!("the sandbox is disconnected"),
             }
-            if Instant::now() >= news {
-                news += NEWS;
-                self.tell_what_is_missing()?;
+            if Instant::now() >= next_progress {
+                next_progress += PROGRESS_INTERVAL;
+                self.print_progress()?;
             }
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                return Ok(End::Time);
+                return Ok(ExitReason::Timeout);
             }
         }
     }
 
-    fn tell_what_is_missing(&mut self) -> io::Result<()> {
-        if self.ready.is_some() {
+    fn print_progress(&mut self) -> io::Result<()> {
+        if self.ready_after.is_some() {
             return Ok(());
         }
         let waiting = self.sandbox.view().not_ready();
         waiting
             .iter()
-            .try_for_each(|pod| self.screen.say(&format!("still waiting for {pod}")))
+            .try_for_each(|pod| self.screen.print_status(&format!("waiting for {pod}")))
     }
 
-    fn message(&mut self, message: &Message) -> io::Result<()> {
-        self.summary.note(message);
+    fn handle(&mut self, message: &Message) -> io::Result<()> {
+        self.summary.record(message);
         match message {
             Message::Log(line) => self.screen.line(line),
-            Message::Notice(text) => self.screen.say(text),
+            Message::Notice(text) => self.screen.print_status(text),
             Message::Pod(pod) => {
                 self.screen.pod(pod)?;
-                if self.ready.is_none() && self.summary.all_settled() {
-                    let took = self.begun.elapsed();
-                    self.ready = Some(took);
-                    self.screen.say(&format!(
+                if self.ready_after.is_none() && self.summary.all_settled() {
+                    let elapsed = self.started_at.elapsed();
+                    self.ready_after = Some(elapsed);
+                    self.screen.print_status(&format!(
                         "everything is ready after {:.1} s",
-                        took.as_secs_f64()
+                        elapsed.as_secs_f64()
                     ))?;
                 }
                 Ok(())
@@ -174,29 +171,31 @@ impl Demo {
         }
     }
 
-    /// Ends the sandbox; what is still said meanwhile is dropped, and a second signal ends at once.
-    fn finish(self, end: End, happenings: &Receiver<Happening>) -> Result<ExitCode> {
+    /// Shuts the sandbox down and prints the summary. A second signal exits immediately.
+    fn finish(self, reason: ExitReason, demo_events: &Receiver<DemoEvent>) -> Result<ExitCode> {
         let not_ready = self.sandbox.view().not_ready();
         thread::scope(|scope| {
-            let stopping = scope.spawn(|| self.sandbox.shut_down(GRACE));
+            let stopping = scope.spawn(|| self.sandbox.shut_down(SHUTDOWN_TIMEOUT));
             while !stopping.is_finished() {
-                if let Ok(Happening::Signal) = happenings.recv_timeout(Duration::from_millis(20)) {
-                    // The processes of the sandbox end with this one.
+                if let Ok(DemoEvent::Signal) = demo_events.recv_timeout(Duration::from_millis(20)) {
+                    // The sandbox exits with this process.
                     std::process::exit(130);
                 }
             }
             stopping
                 .join()
                 .expect("shut_down does not panic")
-                .context("cannot end the sandbox in order")
+                .context("failed to shut the sandbox down")
         })?;
-        if end == End::Output {
+        if reason == ExitReason::OutputClosed {
             return Ok(ExitCode::SUCCESS);
         }
-        let text = self.summary.text(self.begun.elapsed(), self.ready);
+        let text = self
+            .summary
+            .text(self.started_at.elapsed(), self.ready_after);
         let mut out = io::stdout().lock();
         writeln!(out, "{text}")?;
-        let failed = end == End::Time && self.ready.is_none();
+        let failed = reason == ExitReason::Timeout && self.ready_after.is_none();
         if failed {
             writeln!(out, "not everything became ready:")?;
             for pod in not_ready {
@@ -211,21 +210,21 @@ impl Demo {
     }
 }
 
-/// The folder of this program, where the others are too.
+/// The directory of this binary, which contains the other binaries.
 fn programs() -> Result<PathBuf> {
-    let own = std::env::current_exe().context("cannot find the folder of this program")?;
-    Ok(own
+    let path = std::env::current_exe().context("failed to find the path of this binary")?;
+    Ok(path
         .parent()
-        .context("this program is in no folder")?
+        .context("the path of this binary has no directory")?
         .to_owned())
 }
 
-fn watch_signals(sender: SyncSender<Happening>) -> Result<()> {
+fn watch_signals(sender: SyncSender<DemoEvent>) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
     let (mut interrupt, mut terminate, mut hangup) = {
-        let _inside = runtime.enter();
+        let _guard = runtime.enter();
         (
             signal(SignalKind::interrupt())?,
             signal(SignalKind::terminate())?,
@@ -243,7 +242,7 @@ fn watch_signals(sender: SyncSender<Happening>) -> Result<()> {
                         _ = hangup.recv() => {}
                     }
                 });
-                if sender.send(Happening::Signal).is_err() {
+                if sender.send(DemoEvent::Signal).is_err() {
                     return;
                 }
             }

@@ -1,4 +1,5 @@
-//! `mesh identity`: whom the mesh trusts, who signs, how far a rotation is, and each workload's certificate. It changes nothing.
+//! `mesh identity`: shows the trust roots, the issuing CA, the state of a root rotation, and the certificates of the workloads.
+//! Changes nothing.
 
 use std::{io, process::ExitCode};
 
@@ -6,16 +7,16 @@ use anyhow::Result;
 use clap::Args;
 use serde_json::json;
 
-use super::style::{self, Output, Style, Tone};
+use super::terminal::{self, Colors, Output, TextStyle};
 use crate::{
     identity::{
         source::{self, Source},
-        status::{Authority, Mesh, Workload, is_steady, made, meaning},
+        status::{Authority, Mesh, Workload, describe_phase, is_steady, issued_at},
     },
-    time::{from_now, now, span, stamp},
+    time::{format_duration, format_relative, format_timestamp, now},
 };
 
-/// What it can be told.
+/// The arguments of `mesh identity`.
 #[derive(Args, Debug)]
 #[command(
     after_help = "Examples:\n  mesh identity                         the mesh of the kubeconfig's current cluster\n  \
@@ -25,138 +26,154 @@ use crate::{
 pub struct Arguments {
     #[command(flatten)]
     source: source::Arguments,
-    /// In what form
+    /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     output: Output,
 }
 
-/// A clock that is this far off is worth a look, in milliseconds: certificates allow five minutes.
-const SKEW: i64 = 30_000;
+/// A larger clock skew is shown as an error, in milliseconds. Certificates tolerate five minutes.
+const CLOCK_SKEW_WARNING_MS: i64 = 30_000;
 
-/// Asks, and shows.
+/// Reads and prints the status.
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let mesh = super::block_on(async {
-        let answers = Source::new(&arguments.source).await?.ask().await?;
-        Ok::<_, source::Error>(Mesh::of(answers))
+        let responses = Source::new(&arguments.source).await?.fetch().await?;
+        Ok::<_, source::Error>(Mesh::merge(responses))
     })??;
     let text = match arguments.output {
         Output::Json => format!("{:#}\n", json!(mesh)),
-        Output::Text => text(&mesh, now(), Style::of(&io::stdout())),
+        Output::Text => text(&mesh, now(), Colors::of(&io::stdout())),
     };
-    style::print(&text)?;
+    terminal::print(&text)?;
     Ok(ExitCode::SUCCESS)
 }
 
-fn text(mesh: &Mesh, now: u64, style: Style) -> String {
-    let label = |text: &str| (Tone::Strong, text.to_owned());
-    let plain = |text: String| (Tone::Good, text);
+fn text(mesh: &Mesh, now: u64, colors: Colors) -> String {
+    let label = |text: &str| (TextStyle::Bold, text.to_owned());
+    let plain = |text: String| (TextStyle::Ok, text);
     let mut rows = vec![vec![
         label("trust domain"),
-        (Tone::Strong, mesh.trust_domain.clone()),
+        (TextStyle::Bold, mesh.trust_domain.clone()),
     ]];
     if let Some(issuer) = &mesh.issuer {
-        rows.push(vec![label("signs"), authority(issuer, now)]);
+        rows.push(vec![label("issuer"), authority(issuer, now)]);
     }
-    rows.push(vec![label("kept in"), (Tone::Faint, mesh.place.clone())]);
+    rows.push(vec![
+        label("location"),
+        (TextStyle::Dim, mesh.place.clone()),
+    ]);
     for (index, root) in mesh.roots.iter().enumerate() {
         let role = if root.role == "current" {
             String::new()
         } else {
             format!("{}: ", root.role)
         };
-        let (tone, text) = authority(root, now);
+        let (style, text) = authority(root, now);
         rows.push(vec![
             label(if index == 0 { "trust roots" } else { "" }),
-            (tone, format!("{role}{text}")),
+            (style, format!("{role}{text}")),
         ]);
     }
     rows.push(vec![label("rotation"), rotation(mesh, now)]);
-    rows.extend(
-        mesh.rotation
-            .waiting
-            .iter()
-            .map(|whom| vec![label(""), (Tone::Doubtful, format!("waits for {whom}"))]),
-    );
-    rows.push(vec![label("controllers"), plain(mesh.replicas.join(", "))]);
-    rows.extend(
-        mesh.problems
-            .iter()
-            .map(|(name, problem)| vec![label(""), (Tone::Bad, format!("{name}: {problem}"))]),
-    );
-    rows.extend(mesh.silent.iter().map(|(name, why)| {
+    rows.extend(mesh.rotation.waiting.iter().map(|item| {
         vec![
             label(""),
-            (Tone::Bad, format!("{name} does not answer: {why}")),
+            (TextStyle::Warning, format!("waiting for {item}")),
         ]
     }));
-    let mut text = style.table(&rows);
+    rows.push(vec![label("controllers"), plain(mesh.replicas.join(", "))]);
+    rows.extend(
+        mesh.problems.iter().map(|(name, problem)| {
+            vec![label(""), (TextStyle::Error, format!("{name}: {problem}"))]
+        }),
+    );
+    rows.extend(mesh.unreachable.iter().map(|(name, error)| {
+        vec![
+            label(""),
+            (
+                TextStyle::Error,
+                format!("{name} does not respond: {error}"),
+            ),
+        ]
+    }));
+    let mut text = colors.table(&rows);
     text.push('\n');
     if mesh.workloads.is_empty() {
-        text += "no workload is connected\n";
+        text += "no workloads are connected\n";
         return text;
     }
-    let headings = ["POD", "IDENTITY", "CERTIFICATE", "ENDS", "TRUSTS", "CLOCK"];
+    let headings = [
+        "POD",
+        "IDENTITY",
+        "CERTIFICATE",
+        "EXPIRES",
+        "ROOTS",
+        "CLOCK",
+    ];
     let mut rows = vec![headings.map(label).to_vec()];
     rows.extend(
         mesh.workloads
             .iter()
             .map(|workload| cells(workload, mesh, now)),
     );
-    text + &style.table(&rows)
+    text + &colors.table(&rows)
 }
 
-/// A CA in a line; the sooner it ends the louder.
-fn authority(authority: &Authority, now: u64) -> (Tone, String) {
+/// Describes a CA. The style depends on its remaining lifetime.
+fn authority(authority: &Authority, now: u64) -> (TextStyle, String) {
     let fingerprint: String = authority.fingerprint.chars().take(16).collect();
-    let ends = from_now(authority.not_after, now);
+    let expires = format_relative(authority.not_after, now);
     let origin = if authority.own {
         "made by the mesh"
     } else {
-        "an operator's"
+        "provided by an operator"
     };
     let text = format!(
-        "{} (sha256 {fingerprint}..., {origin}), ends {ends}, {}",
+        "{} (sha256 {fingerprint}..., {origin}), expires {expires}, {}",
         authority.subject,
-        stamp(authority.not_after)
+        format_timestamp(authority.not_after)
     );
-    (tone(made(authority), authority.not_after, now, 3), text)
+    (
+        style_of_lifetime(issued_at(authority), authority.not_after, now, 3),
+        text,
+    )
 }
 
-fn rotation(mesh: &Mesh, now: u64) -> (Tone, String) {
+fn rotation(mesh: &Mesh, now: u64) -> (TextStyle, String) {
     let rotation = &mesh.rotation;
     if is_steady(rotation) {
-        return (Tone::Good, meaning(rotation).into());
+        return (TextStyle::Ok, describe_phase(rotation).into());
     }
-    let since = span(now.saturating_sub(rotation.since));
+    let since = format_duration(now.saturating_sub(rotation.since));
     (
-        Tone::Doubtful,
+        TextStyle::Warning,
         format!(
             "{} for {since} ({}): {}",
             rotation.phase,
             rotation.reason,
-            meaning(rotation)
+            describe_phase(rotation)
         ),
     )
 }
 
-/// Ended is bad; doubtful is what has less than one part of its life left.
-fn tone(made: u64, not_after: u64, now: u64, part: u64) -> Tone {
-    let left = not_after.saturating_sub(now);
+/// `Error` for an expired certificate, `Warning` if less than one `part`th of its lifetime remains.
+fn style_of_lifetime(issued_at: u64, not_after: u64, now: u64, part: u64) -> TextStyle {
+    let remaining = not_after.saturating_sub(now);
     match () {
-        () if left == 0 => Tone::Bad,
-        () if left < not_after.saturating_sub(made) / part => Tone::Doubtful,
-        () => Tone::Good,
+        () if remaining == 0 => TextStyle::Error,
+        () if remaining < not_after.saturating_sub(issued_at) / part => TextStyle::Warning,
+        () => TextStyle::Ok,
     }
 }
 
-fn cells(workload: &Workload, mesh: &Mesh, now: u64) -> Vec<(Tone, String)> {
-    let faint = |text: &str| (Tone::Faint, text.to_owned());
-    let mut cells = vec![(Tone::Good, workload.name()), faint(&workload.identity)];
+fn cells(workload: &Workload, mesh: &Mesh, now: u64) -> Vec<(TextStyle, String)> {
+    let dim = |text: &str| (TextStyle::Dim, text.to_owned());
+    let mut cells = vec![(TextStyle::Ok, workload.name()), dim(&workload.identity)];
     if !workload.has_certificate() {
-        cells.push((Tone::Bad, "none yet".into()));
+        cells.push((TextStyle::Error, "pending".into()));
         return cells;
     }
-    let (made, to) = (
+    let (issued_at, not_after) = (
         workload.certificate_issued_at,
         workload.certificate_not_after,
     );
@@ -166,42 +183,45 @@ fn cells(workload: &Workload, mesh: &Mesh, now: u64) -> Vec<(Tone, String)> {
         .is_none_or(|issuer| issuer.id == workload.certificate_issuer);
     let age = format!(
         "{} old{}",
-        span(now.saturating_sub(made)),
+        format_duration(now.saturating_sub(issued_at)),
         if signed_by_current {
             ""
         } else {
-            ", of the former CA"
+            ", previous CA"
         }
     );
     cells.push((
         if signed_by_current {
-            Tone::Good
+            TextStyle::Ok
         } else {
-            Tone::Doubtful
+            TextStyle::Warning
         },
         age,
     ));
-    // Renewed at four fifths of its life.
-    cells.push((tone(made, to, now, 10), from_now(to, now)));
+    // Proxies renew their certificates at 80% of the lifetime.
+    cells.push((
+        style_of_lifetime(issued_at, not_after, now, 10),
+        format_relative(not_after, now),
+    ));
     cells.push(if workload.acknowledged {
-        (Tone::Good, "the roots".into())
+        (TextStyle::Ok, "current".into())
     } else {
-        (Tone::Doubtful, "older roots".into())
+        (TextStyle::Warning, "outdated".into())
     });
     let skew = workload.clock_skew_ms;
     let clock = match skew {
-        _ if skew.abs() < 1_000 => "right".into(),
+        _ if skew.abs() < 1_000 => "synchronized".into(),
         _ => format!(
             "{} {}",
-            span(skew.unsigned_abs() / 1_000),
+            format_duration(skew.unsigned_abs() / 1_000),
             if skew > 0 { "ahead" } else { "behind" }
         ),
     };
     cells.push((
-        if skew.abs() < SKEW {
-            Tone::Good
+        if skew.abs() < CLOCK_SKEW_WARNING_MS {
+            TextStyle::Ok
         } else {
-            Tone::Bad
+            TextStyle::Error
         },
         clock,
     ));
@@ -255,42 +275,43 @@ mod tests {
     }
 
     #[test]
-    fn a_mesh_on_a_page() {
-        let page = text(&mesh(), 4_600, Style::PLAIN);
+    fn prints_the_status() {
+        let page = text(&mesh(), 4_600, Colors::DISABLED);
         let expected = "\
 trust domain  cluster.local
-signs         CN=mesh (sha256 0123456789abcdef..., made by the mesh), ends in 99 d 22 h, 1970-04-11T00:00:00Z
-kept in       Secret a/b
-trust roots   CN=mesh (sha256 0123456789abcdef..., made by the mesh), ends in 99 d 22 h, 1970-04-11T00:00:00Z
-rotation      no rotation is under way
+issuer        CN=mesh (sha256 0123456789abcdef..., made by the mesh), expires in 99 d 22 h, 1970-04-11T00:00:00Z
+location      Secret a/b
+trust roots   CN=mesh (sha256 0123456789abcdef..., made by the mesh), expires in 99 d 22 h, 1970-04-11T00:00:00Z
+rotation      no rotation is in progress
 controllers   controller-1
 
-POD          IDENTITY                                CERTIFICATE  ENDS     TRUSTS     CLOCK
-shop/till-1  spiffe://cluster.local/ns/shop/sa/till  55 min old   in 23 h  the roots  right
-shop/new     spiffe://cluster.local/ns/shop/sa/till  none yet
+POD          IDENTITY                                CERTIFICATE  EXPIRES  ROOTS    CLOCK
+shop/till-1  spiffe://cluster.local/ns/shop/sa/till  55 min old   in 23 h  current  synchronized
+shop/new     spiffe://cluster.local/ns/shop/sa/till  pending
 ";
         assert_eq!(page, expected);
     }
 
     #[test]
-    fn what_is_not_as_it_should_be_is_said() {
+    fn prints_problems() {
         let mut mesh = mesh();
         mesh.rotation.phase = "announcing".into();
         mesh.rotation.waiting = vec!["shop/till-1 to trust the current roots".into()];
-        mesh.silent.insert("controller-2".into(), "gone".into());
+        mesh.unreachable
+            .insert("controller-2".into(), "gone".into());
         mesh.problems
             .insert("controller-1".into(), "Secret a/b holds no CA".into());
         mesh.workloads[0].acknowledged = false;
         mesh.workloads[0].certificate_issuer = "bb".into();
         mesh.workloads[0].clock_skew_ms = -90_000;
-        let page = text(&mesh, 4_600, Style::PLAIN);
+        let page = text(&mesh, 4_600, Colors::DISABLED);
         for part in [
             "announcing for 1 h 16 min",
-            "waits for shop/till-1 to trust",
-            "controller-2 does not answer: gone",
+            "waiting for shop/till-1 to trust",
+            "controller-2 does not respond: gone",
             "controller-1: Secret a/b holds no CA",
-            "of the former CA",
-            "older roots",
+            "previous CA",
+            "outdated",
             "1 min 30 s behind",
         ] {
             assert!(page.contains(part), "{part} is not in:\n{page}");

@@ -1,11 +1,11 @@
-//! What `mesh` can be asked to do; a command is a file. The hidden ones are the sandbox's own: see `sandbox::enter`.
+//! The commands of `mesh`. The hidden commands belong to the sandbox: see `sandbox::enter`.
 
 pub mod check;
 pub mod demo;
+mod demo_output;
 pub mod identity;
-mod output;
 pub mod rotate_root;
-mod style;
+mod terminal;
 
 use std::{path::PathBuf, process::ExitCode};
 
@@ -18,48 +18,48 @@ use crate::sandbox::{enter, exec};
 /// A command and its arguments.
 #[derive(Subcommand)]
 pub enum Command {
-    /// Watch requests go through the mesh on this machine: no cluster, no Docker
+    /// Run the demo on this machine, without a cluster or Docker
     Demo(demo::Arguments),
-    /// Say what is wrong with the mesh of a cluster, and what to do
+    /// Check the mesh of a cluster and recommend actions
     Check(check::Arguments),
-    /// Show whom the mesh trusts, how far a rotation is, and each workload's certificate
+    /// Show the trust roots, the root rotation and the certificates of the workloads
     Identity(identity::Arguments),
-    /// Change the mesh's root of trust while everything runs
+    /// Rotate the trust root of the mesh without downtime
     RotateRoot(rotate_root::Arguments),
-    /// Make a sandbox's namespaces
+    /// Create the namespaces of a sandbox
     #[command(hide = true)]
     SandboxNode(Programs),
-    /// Be process 1 of a sandbox
+    /// Run process 1 of a sandbox
     #[command(hide = true)]
     SandboxInit(Programs),
-    /// Be a sandbox's node
+    /// Run the node of a sandbox
     #[command(hide = true)]
     SandboxAgent {
-        /// The folder of the programs that stand for images
+        /// Directory of the programs that run in place of images
         #[arg(long)]
         programs: PathBuf,
-        /// What is logged
+        /// Log filter
         #[arg(long, env = "LOG", default_value = "warn")]
         log: Targets,
     },
-    /// Become a container's program
+    /// Replace this process with the program of a container
     #[command(hide = true)]
     SandboxExec {
-        /// The description of the process
+        /// Path of the process specification
         spec: PathBuf,
     },
 }
 
-/// What a sandbox's own commands need to know.
+/// The arguments of the commands of the sandbox.
 #[derive(clap::Args)]
 pub struct Programs {
-    /// The folder of the programs that stand for images
+    /// Directory of the programs that run in place of images
     #[arg(long)]
     programs: PathBuf,
 }
 
 impl Command {
-    /// Does it.
+    /// Runs the command.
     pub fn run(self) -> Result<ExitCode> {
         match self {
             Self::Demo(arguments) => demo::run(&arguments),
@@ -74,11 +74,11 @@ impl Command {
     }
 }
 
-/// Runs what waits for others.
+/// Runs a future on a new single-threaded runtime.
 fn block_on<T>(future: impl Future<Output = T>) -> Result<T> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
-        .context("cannot wait for anything")?;
+        .context("failed to start the runtime")?;
     Ok(runtime.block_on(future))
 }

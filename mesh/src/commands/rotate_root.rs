@@ -1,5 +1,5 @@
-//! `mesh rotate-root`: asks the controller for a new root, or back to the old one, and shows how it goes. The controller does it by
-//! itself: this program may be ended, and begun again, at any time.
+//! `mesh rotate-root`: requests a root rotation, or its abandonment, and shows the progress. The controller performs the rotation,
+//! so this command can be interrupted and restarted at any time.
 
 use std::{
     io::{self, Write},
@@ -12,59 +12,58 @@ use anyhow::{Result, bail};
 use clap::Args;
 use tokio::time::{Instant, sleep};
 
-use super::style::{self, Style, Tone};
+use super::terminal::{self, Colors, TextStyle};
 use crate::{
     identity::{
-        request::{Place, Request},
+        request::{Request, RequestTarget},
         source::{self, Source},
-        status::{Mesh, Rotation, is_steady, meaning},
+        status::{Mesh, Rotation, describe_phase, is_steady},
     },
-    time::{span, stamp},
+    time::{format_duration, format_timestamp},
 };
 
-/// What it can be told.
+/// The arguments of `mesh rotate-root`.
 #[derive(Args, Debug)]
 #[command(
-    after_help = "The new root is announced first, and signs only once every connected proxy trusts it; the old one goes once nobody\n\
-    uses a certificate of it any more. No request fails meanwhile, and nothing is restarted.\n\n\
-    Examples:\n  mesh rotate-root              begin, and watch until it is done; Ctrl-C ends the watching only\n  \
-    mesh rotate-root              again: watch what is under way\n  \
-    mesh rotate-root --no-wait    begin, and leave it to itself\n  \
-    mesh rotate-root --abandon    back to the root before"
+    after_help = "The controller announces the new root first. Its CA issues certificates once all connected proxies trust it. The\n\
+    old root is removed once none of its certificates is in use. No request fails, and no pod restarts.\n\n\
+    Examples:\n  mesh rotate-root              start a rotation, or watch the current one; Ctrl-C stops watching only\n  \
+    mesh rotate-root --no-wait    start a rotation without watching it\n  \
+    mesh rotate-root --abandon    return to the previous root"
 )]
 pub struct Arguments {
     #[command(flatten)]
     source: source::Arguments,
-    /// Go back to the root before
+    /// Return to the previous root
     #[arg(long)]
     abandon: bool,
-    /// Watch until it is done, which is the default
+    /// Watch until the rotation is complete (default)
     #[arg(long, overrides_with = "no_wait")]
     wait: bool,
-    /// Come back as soon as the controller has answered
+    /// Exit when the controller has answered
     #[arg(long)]
     no_wait: bool,
-    /// The folder where that controller keeps its CA, instead of a cluster's Secret
+    /// Directory of the controller's CA, instead of a Secret in a cluster
     #[arg(long, value_name = "FOLDER", requires = "controller", conflicts_with_all = ["context", "namespace"])]
     ca_folder: Option<PathBuf>,
 }
 
-/// How often the controllers are asked.
-const PERIOD: Duration = Duration::from_millis(500);
-/// Within this time a controller takes a request, and all of them tell its answer.
-const SOON: Duration = Duration::from_secs(30);
+/// The interval of status queries.
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
+/// The time for the controller to accept a request and for all replicas to report its answer.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Asks for it, and watches.
+/// Submits the request and watches the rotation.
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     super::block_on(async {
         let screen = Screen {
-            style: Style::of(&io::stderr()),
+            colors: Colors::of(&io::stderr()),
         };
         tokio::select! {
             done = rotate(arguments, &screen) => done,
             interrupted = tokio::signal::ctrl_c() => {
                 interrupted?;
-                screen.say("what is under way goes on by itself: `mesh rotate-root` shows it again, `mesh rotate-root --abandon` goes back");
+                screen.print("the rotation continues: watch it with `mesh rotate-root`, or abandon it with `mesh rotate-root --abandon`");
                 Ok(ExitCode::from(130))
             }
         }
@@ -73,11 +72,11 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
 
 async fn rotate(arguments: &Arguments, screen: &Screen) -> Result<ExitCode> {
     let source = Source::new(&arguments.source).await?;
-    let place = match (&arguments.ca_folder, &source) {
-        (Some(folder), _) => Place::Folder(folder.clone()),
-        (None, Source::Cluster(cluster)) => Place::Cluster(cluster.clone()),
+    let target = match (&arguments.ca_folder, &source) {
+        (Some(directory), _) => RequestTarget::Directory(directory.clone()),
+        (None, Source::Cluster(cluster)) => RequestTarget::Cluster(cluster.clone()),
         (None, Source::Urls(_)) => {
-            bail!("--controller needs --ca-folder: where the request is left for it")
+            bail!("--controller requires --ca-folder, the directory of the controller's CA")
         }
     };
     let request = if arguments.abandon {
@@ -85,135 +84,150 @@ async fn rotate(arguments: &Arguments, screen: &Screen) -> Result<ExitCode> {
     } else {
         Request::Start
     };
-    let before = Mesh::of(source.ask().await?);
+    let before = Mesh::merge(source.fetch().await?);
     match intent(request, &before.rotation) {
-        Intent::Nothing(why) => bail!("{why}"),
-        Intent::Watch => screen.say("that is under way already"),
-        Intent::Ask => {
-            place.ask(request).await?;
-            let answer = answer(&source, &place, &before.rotation).await?;
-            if let Some(why) = answer.strip_prefix("refused: ") {
-                bail!("the controller refuses: {why}");
+        Intent::Reject(reason) => bail!("{reason}"),
+        Intent::Watch => screen.print("the rotation is already in progress"),
+        Intent::Submit => {
+            target.submit(request).await?;
+            let answer = wait_for_answer(&source, &target, &before.rotation).await?;
+            if let Some(reason) = answer.strip_prefix("refused: ") {
+                bail!("the controller rejected the request: {reason}");
             }
-            screen.say(&answer);
+            screen.print(&answer);
         }
     }
     if arguments.no_wait {
-        screen.say("`mesh rotate-root` shows how it goes");
+        screen.print("watch the rotation with `mesh rotate-root`");
         return Ok(ExitCode::SUCCESS);
     }
-    let (done, took) = watch(&source, screen).await;
-    let root = done
+    let (mesh, elapsed) = watch(&source, screen).await;
+    let root = mesh
         .issuer
         .map(|issuer| {
             format!(
-                "; {} signs, until {}",
+                "; issuer {} until {}",
                 issuer.subject,
-                stamp(issuer.not_after)
+                format_timestamp(issuer.not_after)
             )
         })
         .unwrap_or_default();
-    style::print(&format!(
+    terminal::print(&format!(
         "done after {}: {}{root}\n",
-        span(took.as_secs()),
-        done.rotation.reason
+        format_duration(elapsed.as_secs()),
+        mesh.rotation.reason
     ))?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// What a request means in the phase that is.
+/// The action for a request in the current phase.
 #[derive(Debug, PartialEq, Eq)]
 enum Intent {
-    Ask,
-    /// It is being done.
+    Submit,
+    /// The requested rotation is already in progress.
     Watch,
-    Nothing(&'static str),
+    Reject(&'static str),
 }
 
 fn intent(request: Request, rotation: &Rotation) -> Intent {
     match (request, is_steady(rotation), rotation.reverting) {
         (Request::Start, true, _)
         | (Request::Start, false, true)
-        | (Request::Abandon, false, false) => Intent::Ask,
+        | (Request::Abandon, false, false) => Intent::Submit,
         (Request::Start, false, false) | (Request::Abandon, false, true) => Intent::Watch,
-        (Request::Abandon, true, _) => {
-            Intent::Nothing("no rotation is under way, so there is nothing to abandon")
-        }
+        (Request::Abandon, true, _) => Intent::Reject("no rotation is in progress"),
     }
 }
 
-/// What the controller says to the request: once it has taken it, and its state tells.
-async fn answer(source: &Source, place: &Place, before: &Rotation) -> Result<String> {
-    let deadline = Instant::now() + SOON;
-    while place.pending().await? {
+/// Waits until the controller accepts the request and reports its answer.
+async fn wait_for_answer(
+    source: &Source,
+    target: &RequestTarget,
+    before: &Rotation,
+) -> Result<String> {
+    let deadline = Instant::now() + REQUEST_TIMEOUT;
+    while target.pending().await? {
         if Instant::now() > deadline {
             bail!(
-                "no controller has taken the request within {} s: does one run, and is its CA this one? `mesh check` says more",
-                SOON.as_secs()
+                "no controller accepted the request within {} s: check that one is running and uses this CA, for example with `mesh check`",
+                REQUEST_TIMEOUT.as_secs()
             );
         }
-        sleep(PERIOD / 2).await;
+        sleep(POLL_INTERVAL / 2).await;
     }
     loop {
-        // A controller that restarts in this moment is asked again.
-        let now = source.ask().await.map(|answers| Mesh::of(answers).rotation);
-        match now {
-            // The same answer as last time changes nothing that could be seen; then it counts after a while.
-            Ok(now) if is_news(&now, before) || Instant::now() > deadline => return Ok(now.answer),
+        // The controller may be restarting, so errors are retried.
+        let current = source
+            .fetch()
+            .await
+            .map(|answers| Mesh::merge(answers).rotation);
+        match current {
+            // A repeated answer is not distinguishable, so it is accepted at the deadline.
+            Ok(current) if differs(&current, before) || Instant::now() > deadline => {
+                return Ok(current.answer);
+            }
             Err(error) if Instant::now() > deadline => return Err(error.into()),
-            _ => sleep(PERIOD / 2).await,
+            _ => sleep(POLL_INTERVAL / 2).await,
         }
     }
 }
 
-fn is_news(now: &Rotation, before: &Rotation) -> bool {
-    (&now.phase, now.since, now.reverting, &now.answer)
-        != (
-            &before.phase,
-            before.since,
-            before.reverting,
-            &before.answer,
-        )
+fn differs(current: &Rotation, before: &Rotation) -> bool {
+    (
+        &current.phase,
+        current.since,
+        current.reverting,
+        &current.answer,
+    ) != (
+        &before.phase,
+        before.since,
+        before.reverting,
+        &before.answer,
+    )
 }
 
-/// Shows each phase, and on whom it waits, until there is none.
+/// Prints each phase and what it waits for until the rotation is complete.
 async fn watch(source: &Source, screen: &Screen) -> (Mesh, Duration) {
-    let begun = Instant::now();
-    let (mut phase, mut told) = (String::new(), String::new());
+    let started_at = Instant::now();
+    let (mut phase, mut reported) = (String::new(), String::new());
     loop {
-        let news = match source.ask().await {
+        let progress = match source.fetch().await {
             Ok(answers) => {
-                let mesh = Mesh::of(answers);
+                let mesh = Mesh::merge(answers);
                 if is_steady(&mesh.rotation) {
-                    return (mesh, begun.elapsed());
+                    return (mesh, started_at.elapsed());
                 }
-                let heading = format!("{}: {}", mesh.rotation.phase, meaning(&mesh.rotation));
+                let heading = format!(
+                    "{}: {}",
+                    mesh.rotation.phase,
+                    describe_phase(&mesh.rotation)
+                );
                 if heading != phase {
-                    screen.say(&heading);
+                    screen.print(&heading);
                     phase = heading;
                 }
-                waits_for(&mesh.rotation.waiting)
+                describe_waiting(&mesh.rotation.waiting)
             }
-            Err(error) => format!("{error}; asking again"),
+            Err(error) => format!("{error}; retrying"),
         };
-        if !news.is_empty() && without_seconds(&news) != told {
-            told = without_seconds(&news);
-            screen.detail(&news);
+        if !progress.is_empty() && without_seconds(&progress) != reported {
+            reported = without_seconds(&progress);
+            screen.print_detail(&progress);
         }
-        sleep(PERIOD).await;
+        sleep(POLL_INTERVAL).await;
     }
 }
 
-/// The first of those that a phase waits for, and how many more: `mesh identity` lists them.
-fn waits_for(waiting: &[String]) -> String {
+/// Describes the first item that a phase waits for and the number of others, which `mesh identity` lists.
+fn describe_waiting(waiting: &[String]) -> String {
     match waiting {
         [] => String::new(),
-        [one] => format!("waits for {one}"),
-        [first, more @ ..] => format!("waits for {first}, and for {} more", more.len()),
+        [one] => format!("waiting for {one}"),
+        [first, more @ ..] => format!("waiting for {first} and {} more", more.len()),
     }
 }
 
-/// A text whose countdown is not news.
+/// Removes countdowns in seconds, so that texts that differ only in them are equal.
 fn without_seconds(text: &str) -> String {
     let mut words: Vec<&str> = text.split(' ').collect();
     for index in 1..words.len() {
@@ -225,25 +239,24 @@ fn without_seconds(text: &str) -> String {
 }
 
 struct Screen {
-    style: Style,
+    colors: Colors,
 }
 
 impl Screen {
-    /// Progress goes to standard error; where nobody reads it, nobody is missed.
-    fn say(&self, text: &str) {
+    /// Prints to standard error. Ignores errors.
+    fn print(&self, text: &str) {
         let _ = writeln!(
             io::stderr().lock(),
             "{}",
-            self.style.paint(Tone::Strong, text)
+            self.colors.paint(TextStyle::Bold, text)
         );
     }
 
-    /// What is below that.
-    fn detail(&self, text: &str) {
+    fn print_detail(&self, text: &str) {
         let _ = writeln!(
             io::stderr().lock(),
             "  {}",
-            self.style.paint(Tone::Doubtful, text)
+            self.colors.paint(TextStyle::Warning, text)
         );
     }
 }
@@ -261,13 +274,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_under_way_is_watched_and_not_asked_for_again() {
+    fn watches_a_rotation_in_progress_instead_of_requesting_it_again() {
         for (request, phase, reverting, expected) in [
-            (Request::Start, "steady", false, Intent::Ask),
+            (Request::Start, "steady", false, Intent::Submit),
             (Request::Start, "announcing", false, Intent::Watch),
             (Request::Start, "switched", false, Intent::Watch),
-            (Request::Start, "announcing", true, Intent::Ask),
-            (Request::Abandon, "switched", false, Intent::Ask),
+            (Request::Start, "announcing", true, Intent::Submit),
+            (Request::Abandon, "switched", false, Intent::Submit),
             (Request::Abandon, "announcing", true, Intent::Watch),
         ] {
             assert_eq!(
@@ -278,20 +291,20 @@ mod tests {
         }
         assert!(matches!(
             intent(Request::Abandon, &rotation("steady", false)),
-            Intent::Nothing(_)
+            Intent::Reject(_)
         ));
     }
 
     #[test]
-    fn the_first_is_named_and_a_countdown_is_no_news() {
+    fn describes_waiting_and_ignores_countdowns() {
         let waiting: Vec<String> = (0..3)
             .map(|number| format!("shop/till-{number} to trust the current roots"))
             .collect();
         assert_eq!(
-            waits_for(&waiting),
-            "waits for shop/till-0 to trust the current roots, and for 2 more"
+            describe_waiting(&waiting),
+            "waiting for shop/till-0 to trust the current roots and 2 more"
         );
-        assert_eq!(waits_for(&[]), "");
+        assert_eq!(describe_waiting(&[]), "");
         assert_eq!(
             without_seconds("files, 75 s more"),
             without_seconds("files, 7 s more")

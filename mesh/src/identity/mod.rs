@@ -1,5 +1,5 @@
-//! What a mesh says of its certificates: read from every replica of its controller (`source`), understood and put together
-//! (`status`), and, to rotate the root, asked for (`request`). The commands `identity`, `rotate-root` and `check` show it.
+//! The certificate status of a mesh: reading it from all controller replicas (`source`), merging it (`status`), and requesting a
+//! root rotation (`request`).
 
 pub mod request;
 pub mod source;

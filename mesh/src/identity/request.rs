@@ -1,5 +1,5 @@
-//! Asks for a rotation of the root, or for its end: an annotation on the CA's Secret, or a file in the CA's folder. Whichever replica
-//! of the controller sees it first takes it away and answers.
+//! Requests to start or abandon a root rotation: an annotation on the Secret of the CA, or a file in its directory. One replica of
+//! the controller removes the request and publishes its answer.
 
 use std::{
     fs, io,
@@ -15,23 +15,23 @@ use serde_json::json;
 
 use crate::cluster::{self, Cluster};
 
-/// The Secret of the mesh's CA.
+/// The Secret of the CA.
 pub const SECRET: &str = "diy-service-mesh-ca";
 const ANNOTATION: &str = "diy-service-mesh.dev/rotate-root";
 const FILE: &str = "request";
 
-/// What is asked.
+/// A request to the controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// A new root.
+    /// Start a rotation to a new root.
     Start,
-    /// Back to the root before.
+    /// Return to the previous root.
     Abandon,
 }
 
 impl Request {
-    /// As the controller reads it.
-    pub fn word(self) -> &'static str {
+    /// The value that the controller reads.
+    fn as_str(self) -> &'static str {
         match self {
             Self::Start => "start",
             Self::Abandon => "abandon",
@@ -39,60 +39,56 @@ impl Request {
     }
 }
 
-/// Where it is asked.
+/// The place where the controller reads requests.
 #[derive(Clone)]
-pub enum Place {
-    /// In a cluster's Secret.
+pub enum RequestTarget {
+    /// The Secret of the CA in a cluster.
     Cluster(Box<Cluster>),
-    /// In a folder.
-    Folder(PathBuf),
+    /// The directory of a file-based CA.
+    Directory(PathBuf),
 }
 
-/// Why it cannot be asked.
+/// The request failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The Secret cannot be changed.
-    #[error("cannot ask for it in Secret {SECRET} of namespace {0}: {1}")]
+    /// The Secret cannot be read or changed.
+    #[error("failed to access Secret {SECRET} in namespace {0}: {1}")]
     Secret(String, String),
-    /// The folder is not one of a CA.
-    #[error("{0} holds no CA: the controller's --ca files:FOLDER names the right one")]
-    NoFolder(PathBuf),
+    /// The directory contains no CA.
+    #[error(
+        "{0} contains no CA: set it to the directory in the controller's option --ca files:FOLDER"
+    )]
+    NoCa(PathBuf),
     /// The file cannot be written.
-    #[error("cannot write {0}: {1}")]
+    #[error("failed to write {0}: {1}")]
     File(PathBuf, io::Error),
 }
 
-impl Place {
-    /// Leaves the request there.
-    pub async fn ask(&self, request: Request) -> Result<(), Error> {
+impl RequestTarget {
+    /// Submits a request.
+    pub async fn submit(&self, request: Request) -> Result<(), Error> {
         match self {
-            Self::Folder(folder) => write(folder, request),
+            Self::Directory(directory) => write(directory, request),
             Self::Cluster(cluster) => {
-                let secrets: Api<Secret> =
-                    Api::namespaced(cluster.client.clone(), &cluster.namespace);
-                let patch = json!({"metadata": {"annotations": {ANNOTATION: request.word()}}});
-                // The answer is the Secret's metadata alone: the CA's key does not come this way.
-                let patched = secrets
+                let patch = json!({"metadata": {"annotations": {ANNOTATION: request.as_str()}}});
+                // The response contains metadata only, not the key of the CA.
+                let patched = secrets(cluster)
                     .patch_metadata(SECRET, &PatchParams::default(), &Patch::Merge(patch))
                     .await;
-                patched.map(drop).map_err(|error| {
-                    Error::Secret(cluster.namespace.clone(), cluster::short(&error))
-                })
+                patched
+                    .map(drop)
+                    .map_err(|error| secret_error(cluster, &error))
             }
         }
     }
 
-    /// Nobody has taken it yet.
+    /// Whether no controller has accepted the request yet.
     pub async fn pending(&self) -> Result<bool, Error> {
         match self {
-            Self::Folder(folder) => Ok(folder.join(FILE).exists()),
+            Self::Directory(directory) => Ok(directory.join(FILE).exists()),
             Self::Cluster(cluster) => {
-                let secrets: Api<Secret> =
-                    Api::namespaced(cluster.client.clone(), &cluster.namespace);
-                let secret = secrets.get_metadata(SECRET).await;
-                let secret = secret.map_err(|error| {
-                    Error::Secret(cluster.namespace.clone(), cluster::short(&error))
-                })?;
+                let secret = secrets(cluster).get_metadata(SECRET).await;
+                let secret = secret.map_err(|error| secret_error(cluster, &error))?;
                 Ok(secret
                     .metadata
                     .annotations
@@ -102,14 +98,22 @@ impl Place {
     }
 }
 
-/// The file comes into being at once.
-fn write(folder: &Path, request: Request) -> Result<(), Error> {
-    if !folder.join("tls.crt").is_file() {
-        return Err(Error::NoFolder(folder.to_owned()));
+fn secrets(cluster: &Cluster) -> Api<Secret> {
+    Api::namespaced(cluster.client.clone(), &cluster.namespace)
+}
+
+fn secret_error(cluster: &Cluster, error: &kube::Error) -> Error {
+    Error::Secret(cluster.namespace.clone(), cluster::describe_error(error))
+}
+
+/// Creates the request file atomically.
+fn write(directory: &Path, request: Request) -> Result<(), Error> {
+    if !directory.join("tls.crt").is_file() {
+        return Err(Error::NoCa(directory.to_owned()));
     }
-    let (new, file) = (folder.join(format!("{FILE}.new")), folder.join(FILE));
+    let (new, file) = (directory.join(format!("{FILE}.new")), directory.join(FILE));
     let written =
-        fs::write(&new, format!("{}\n", request.word())).and_then(|()| fs::rename(&new, &file));
+        fs::write(&new, format!("{}\n", request.as_str())).and_then(|()| fs::rename(&new, &file));
     written.map_err(|error| Error::File(file, error))
 }
 
@@ -118,17 +122,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_request_is_left_in_the_folder_of_a_ca_and_nowhere_else() {
-        let folder = std::env::temp_dir().join(format!("mesh-request-{}", std::process::id()));
-        fs::create_dir_all(&folder).unwrap();
-        let error = write(&folder, Request::Start).unwrap_err().to_string();
-        assert!(error.contains("holds no CA"), "{error}");
-        fs::write(folder.join("tls.crt"), "").unwrap();
-        write(&folder, Request::Abandon).unwrap();
+    fn writes_requests_only_to_a_ca_directory() {
+        let directory = std::env::temp_dir().join(format!("mesh-request-{}", std::process::id()));
+        fs::create_dir_all(&directory).unwrap();
+        let error = write(&directory, Request::Start).unwrap_err().to_string();
+        assert!(error.contains("contains no CA"), "{error}");
+        fs::write(directory.join("tls.crt"), "").unwrap();
+        write(&directory, Request::Abandon).unwrap();
         assert_eq!(
-            fs::read_to_string(folder.join("request")).unwrap(),
+            fs::read_to_string(directory.join("request")).unwrap(),
             "abandon\n"
         );
-        fs::remove_dir_all(folder).unwrap();
+        fs::remove_dir_all(directory).unwrap();
     }
 }

@@ -1,5 +1,4 @@
-//! Where the controller's replicas are asked for what they know: each pod's admin port, through the API server, or URLs that the
-//! user names. It reads and parses; `status` understands.
+//! Reading of the certificate status from the admin ports of the controller replicas, through the API server or from given URLs.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -16,86 +15,84 @@ use kube::{Api, api::ListParams};
 use tokio::{task::JoinSet, time::timeout};
 
 use super::status::Status;
-use crate::cluster::{self, Cluster, NoCluster};
+use crate::cluster::{self, Cluster, ConnectError};
 
-/// How the controller is reached.
+/// The source of the certificate status.
 #[derive(Args, Clone, Debug)]
 #[group(skip)]
 pub struct Arguments {
-    /// Which cluster.
+    /// The cluster.
     #[command(flatten)]
     pub cluster: cluster::Arguments,
-    /// Ask this controller instead of those of the cluster, for example http://127.0.0.1:8081; may be given again
-    #[arg(long, value_name = "URL", conflicts_with_all = ["context", "namespace"])]
-    pub controller: Vec<String>,
+    /// URL of a controller to query instead of those of the cluster, for example http://127.0.0.1:8081; repeatable
+    #[arg(long, value_name = "URL", value_parser = status_url, conflicts_with_all = ["context", "namespace"])]
+    pub controller: Vec<Uri>,
 }
 
-/// The controller's replicas.
+/// The replicas of the controller.
 #[derive(Clone)]
 pub enum Source {
     /// The pods of a cluster.
     Cluster(Box<Cluster>),
-    /// Admin servers.
+    /// The status URLs of admin servers.
     Urls(Vec<Uri>),
 }
 
-/// Why nothing is known.
+/// The status cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// There is no cluster.
+    /// The connection to the cluster failed.
     #[error(transparent)]
-    NoCluster(#[from] NoCluster),
-    /// What is no URL.
-    #[error("--controller {0:?} is no URL such as http://127.0.0.1:8081")]
-    Url(String),
+    Connect(#[from] ConnectError),
     /// The pods cannot be listed.
-    #[error("cannot list the controller's pods in namespace {0}: {1}")]
+    #[error("failed to list the controller pods in namespace {0}: {1}")]
     Pods(String, String),
-    /// There are none.
+    /// No controller pod is running.
     #[error(
-        "no controller runs in namespace {0}: is the mesh installed there? (kubectl get pods -n {0}; --namespace names another)"
+        "no running controller found in namespace {0}: install the mesh there, or set its namespace with --namespace"
     )]
-    Nobody(String),
-    /// None of them answers.
-    #[error("no controller answers: {0}")]
-    Silent(String),
+    NoPods(String),
+    /// No replica responds.
+    #[error("no controller responds: {0}")]
+    Unreachable(String),
 }
 
-/// What the replicas have said.
+/// The responses of the replicas.
 #[derive(Clone, Debug, Default)]
-pub struct Answers {
-    /// By the replica's name or URL.
+pub struct Responses {
+    /// The status by replica name or URL.
     pub replicas: BTreeMap<String, Status>,
-    /// Who did not answer, and why.
-    pub silent: BTreeMap<String, String>,
+    /// The errors of replicas that did not respond.
+    pub unreachable: BTreeMap<String, String>,
 }
 
-/// Which port of a controller serves it.
+/// The admin port of the controller.
 const ADMIN_PORT: u16 = 8081;
-const PATIENCE: Duration = Duration::from_secs(10);
-/// A mesh of ten thousand workloads takes a tenth of it.
-const LARGEST: usize = 64 << 20;
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+/// The status of a mesh with ten thousand workloads has a tenth of this size.
+const MAX_BODY_SIZE: usize = 64 << 20;
+
+/// Parses the URL of a controller. Returns the URL of its status.
+fn status_url(text: &str) -> Result<Uri, String> {
+    let uri = format!("{}/identity", text.trim_end_matches('/')).parse::<Uri>();
+    uri.ok()
+        .filter(|uri| uri.scheme_str() == Some("http") && uri.host().is_some())
+        .ok_or_else(|| "expected an HTTP URL such as http://127.0.0.1:8081".into())
+}
 
 impl Source {
-    /// Finds out whom to ask.
+    /// Connects to the cluster unless controller URLs are given.
     pub async fn new(arguments: &Arguments) -> Result<Self, Error> {
         if arguments.controller.is_empty() {
             return Ok(Self::Cluster(Box::new(
                 Cluster::connect(&arguments.cluster).await?,
             )));
         }
-        let urls = arguments.controller.iter().map(|text| {
-            let uri = format!("{}/identity", text.trim_end_matches('/'))
-                .parse::<Uri>()
-                .ok();
-            let uri = uri.filter(|uri| uri.scheme_str() == Some("http") && uri.host().is_some());
-            uri.ok_or_else(|| Error::Url(text.clone()))
-        });
-        Ok(Self::Urls(urls.collect::<Result<_, _>>()?))
+        Ok(Self::Urls(arguments.controller.clone()))
     }
 
-    /// Asks all of them; it is an error where none answers.
-    pub async fn ask(&self) -> Result<Answers, Error> {
+    /// Reads the status of all replicas concurrently. Fails if none responds.
+    pub async fn fetch(&self) -> Result<Responses, Error> {
         let mut tasks = JoinSet::new();
         match self {
             Self::Urls(urls) => {
@@ -116,43 +113,45 @@ impl Source {
                 for name in controllers(cluster).await? {
                     let cluster = cluster.clone();
                     tasks.spawn(async move {
-                        let answer = through_api_server(&cluster, &name).await;
-                        (name, answer)
+                        let response = through_api_server(&cluster, &name).await;
+                        (name, response)
                     });
                 }
             }
         }
-        let mut answers = Answers::default();
-        while let Some(answer) = tasks.join_next().await {
-            let Ok((name, answer)) = answer else { continue };
-            match answer.and_then(|text| {
-                serde_json::from_str(&text)
-                    .map_err(|error| format!("it answers something else: {error}"))
+        let mut responses = Responses::default();
+        while let Some(response) = tasks.join_next().await {
+            let Ok((name, response)) = response else {
+                continue;
+            };
+            match response.and_then(|text| {
+                serde_json::from_str(&text).map_err(|error| format!("invalid response: {error}"))
             }) {
-                Ok(status) => drop(answers.replicas.insert(name, status)),
-                Err(error) => drop(answers.silent.insert(name, error)),
+                Ok(status) => drop(responses.replicas.insert(name, status)),
+                Err(error) => drop(responses.unreachable.insert(name, error)),
             }
         }
-        if answers.replicas.is_empty() {
-            let silent: Vec<String> = answers
-                .silent
+        if responses.replicas.is_empty() {
+            let errors: Vec<String> = responses
+                .unreachable
                 .iter()
-                .map(|(name, why)| format!("{name}: {why}"))
+                .map(|(name, error)| format!("{name}: {error}"))
                 .collect();
-            return Err(Error::Silent(silent.join("; ")));
+            return Err(Error::Unreachable(errors.join("; ")));
         }
-        Ok(answers)
+        Ok(responses)
     }
 }
 
-/// The names of the controller's pods.
+/// The names of the running controller pods.
 async fn controllers(cluster: &Cluster) -> Result<Vec<String>, Error> {
     let namespace = &cluster.namespace;
     let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), namespace);
     let pods = pods
         .list(&ListParams::default().labels("app=controller"))
         .await;
-    let pods = pods.map_err(|error| Error::Pods(namespace.clone(), cluster::short(&error)))?;
+    let pods =
+        pods.map_err(|error| Error::Pods(namespace.clone(), cluster::describe_error(&error)))?;
     let running = pods.items.into_iter().filter(|pod| {
         pod.metadata.deletion_timestamp.is_none()
             && pod
@@ -162,7 +161,7 @@ async fn controllers(cluster: &Cluster) -> Result<Vec<String>, Error> {
     });
     let names: Vec<String> = running.filter_map(|pod| pod.metadata.name).collect();
     if names.is_empty() {
-        Err(Error::Nobody(namespace.clone()))
+        Err(Error::NoPods(namespace.clone()))
     } else {
         Ok(names)
     }
@@ -176,20 +175,20 @@ async fn through_api_server(cluster: &Cluster, pod: &str) -> Result<String, Stri
     let request = Request::get(path)
         .body(Vec::new())
         .map_err(|error| error.to_string())?;
-    match timeout(PATIENCE, cluster.client.request_text(request)).await {
-        Ok(answer) => answer.map_err(|error| cluster::short(&error)),
-        Err(_) => Err(format!("no answer within {} s", PATIENCE.as_secs())),
+    match timeout(REQUEST_TIMEOUT, cluster.client.request_text(request)).await {
+        Ok(response) => response.map_err(|error| cluster::describe_error(&error)),
+        Err(_) => Err(format!("timed out after {} s", REQUEST_TIMEOUT.as_secs())),
     }
 }
 
 async fn get(client: &HttpClient<HttpConnector, Empty<Bytes>>, url: Uri) -> Result<String, String> {
-    let answer = async {
+    let response = async {
         let response = client
             .get(url)
             .await
-            .map_err(|error| cluster::with_causes(&error))?;
+            .map_err(|error| cluster::error_chain(&error))?;
         let status = response.status();
-        let body = Limited::new(response.into_body(), LARGEST)
+        let body = Limited::new(response.into_body(), MAX_BODY_SIZE)
             .collect()
             .await
             .map_err(|error| error.to_string())?
@@ -201,7 +200,7 @@ async fn get(client: &HttpClient<HttpConnector, Empty<Bytes>>, url: Uri) -> Resu
             Err(format!("status {status}: {}", text.trim()))
         }
     };
-    timeout(PATIENCE, answer)
+    timeout(REQUEST_TIMEOUT, response)
         .await
-        .unwrap_or_else(|_| Err(format!("no answer within {} s", PATIENCE.as_secs())))
+        .unwrap_or_else(|_| Err(format!("timed out after {} s", REQUEST_TIMEOUT.as_secs())))
 }

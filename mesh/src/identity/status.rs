@@ -1,5 +1,4 @@
-//! What the controller's replicas say of certificates (the answers of their `GET /identity`), put together: one picture of the mesh
-//! out of those of its replicas. Pure.
+//! The certificate status of a mesh, merged from the `GET /identity` responses of the controller replicas. Pure.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,37 +6,39 @@ pub use diy_mesh_proto::status::{Authority, Rotation, Status};
 use diy_mesh_proto::status::{Pod, Proxy};
 use serde::Serialize;
 
-use super::source::Answers;
+use super::source::Responses;
 
-/// None is under way.
+/// Whether no rotation is in progress.
 pub fn is_steady(rotation: &Rotation) -> bool {
     rotation.phase == "steady"
 }
 
-/// What the phase is about, in a sentence.
-pub fn meaning(rotation: &Rotation) -> &'static str {
+/// Describes the phase of a rotation.
+pub fn describe_phase(rotation: &Rotation) -> &'static str {
     match rotation.phase.as_str() {
-        "steady" => "no rotation is under way",
+        "steady" => "no rotation is in progress",
         "announcing" if rotation.reverting => {
-            "the former root is announced again; it signs once everybody trusts it"
+            "the previous root is being announced; its CA issues certificates once all proxies trust it"
         }
-        "announcing" => "the new root is announced; its CA signs once everybody trusts it",
+        "announcing" => {
+            "the new root is being announced; its CA issues certificates once all proxies trust it"
+        }
         "adopting" => {
-            "the root of the CA that was put there by hand is announced; it signs once everybody trusts it"
+            "the root of the provided CA is being announced; the CA issues certificates once all proxies trust it"
         }
         "switched" => {
-            "the new CA signs; the old root goes once nobody uses a certificate of the old CA any more"
+            "the new CA issues certificates; the old root is removed once no certificate of the old CA is in use"
         }
-        _ => "a phase that this program does not know: it is older than the controller",
+        _ => "unknown phase: update mesh to the version of the controller",
     }
 }
 
-/// When a CA was made; an older controller only says from when it counts.
-pub fn made(authority: &Authority) -> u64 {
+/// The time of issue of a CA certificate. Older controllers report notBefore only.
+pub fn issued_at(authority: &Authority) -> u64 {
     authority.issued_at.max(authority.not_before)
 }
 
-/// A connected proxy, and what it says of its certificate.
+/// A connected proxy and its certificate.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Workload {
     /// The pod's namespace.
@@ -46,34 +47,34 @@ pub struct Workload {
     pub pod: String,
     /// The pod's uid.
     pub uid: String,
-    /// Who it is.
+    /// The SPIFFE identity.
     pub identity: String,
-    /// Since when it is connected.
+    /// The time of the connection, in seconds since 1970.
     pub connected_since: u64,
-    /// The version of the roots that it verifies its peers by.
+    /// The version of the trust roots that the proxy uses.
     pub roots_version: String,
-    /// It trusts the roots that the controller announces.
+    /// Whether the proxy uses the announced trust roots.
     pub acknowledged: bool,
-    /// From when its certificate counts: a little before it was made.
+    /// notBefore of the certificate, which is earlier than its time of issue.
     pub certificate_not_before: u64,
-    /// When it was made.
+    /// The time of issue of the certificate.
     pub certificate_issued_at: u64,
-    /// Until when.
+    /// notAfter of the certificate.
     pub certificate_not_after: u64,
-    /// Its serial number.
+    /// The serial number of the certificate.
     pub certificate_serial: String,
-    /// The id of the issuer.
+    /// The id of the issuing CA.
     pub certificate_issuer: String,
-    /// The proxy's version.
+    /// The version of the proxy.
     pub proxy_version: String,
-    /// How far the proxy's clock is ahead of the controller's, in milliseconds.
+    /// The clock of the proxy minus the clock of the controller, in milliseconds.
     pub clock_skew_ms: i64,
 }
 
 impl From<&Proxy> for Workload {
     fn from(proxy: &Proxy) -> Self {
         let proxy = proxy.clone();
-        // A token that is bound to no pod names its account at least.
+        // A token that is not bound to a pod has a user only.
         let pod = proxy.pod.unwrap_or_else(|| Pod {
             name: proxy.user,
             ..Pod::default()
@@ -88,7 +89,7 @@ impl From<&Proxy> for Workload {
             roots_version: proxy.roots_version.unwrap_or_default(),
             acknowledged: proxy.acknowledged,
             certificate_not_before: certificate.not_before,
-            // An older controller does not say it.
+            // Older controllers do not report the time of issue.
             certificate_issued_at: certificate.issued_at.max(certificate.not_before),
             certificate_not_after: certificate.not_after,
             certificate_serial: certificate.serial,
@@ -105,51 +106,52 @@ impl Workload {
         format!("{}/{}", self.namespace, self.pod)
     }
 
-    /// It has said something of itself: it has a certificate.
+    /// Whether the proxy has reported a certificate.
     pub fn has_certificate(&self) -> bool {
         self.certificate_not_after != 0
     }
 }
 
-/// The mesh as a whole.
+/// The merged status of a mesh.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Mesh {
-    /// Its trust domain.
+    /// The trust domain.
     pub trust_domain: String,
-    /// Where the CA lies.
+    /// The location of the CA.
     pub place: String,
-    /// How far a rotation is.
+    /// The state of the root rotation.
     pub rotation: Rotation,
-    /// Who signs.
+    /// The issuing CA.
     pub issuer: Option<Authority>,
-    /// Whom everybody trusts.
+    /// The trust roots.
     pub roots: Vec<Authority>,
-    /// What is wrong, by replica.
+    /// The reported problems by replica.
     pub problems: BTreeMap<String, String>,
-    /// Replicas that answered.
+    /// The replicas that responded.
     pub replicas: Vec<String>,
-    /// Replicas that did not, and why.
-    pub silent: BTreeMap<String, String>,
-    /// Every connected workload, by name.
+    /// The errors of replicas that did not respond.
+    #[serde(rename = "silent")]
+    pub unreachable: BTreeMap<String, String>,
+    /// The connected workloads, sorted by name.
     pub workloads: Vec<Workload>,
 }
 
 impl Mesh {
-    /// Puts the replicas' pictures together. They agree but for moments: then the one of the latest phase counts, and a workload that
-    /// has just gone from one to the other is taken from where it connected last.
-    pub fn of(answers: Answers) -> Self {
+    /// Merges the responses of the replicas. The replica with the latest phase determines the rotation, and the latest connection
+    /// of a workload its status.
+    pub fn merge(responses: Responses) -> Self {
         let mut workloads: BTreeMap<(String, String), Workload> = BTreeMap::new();
         let mut waiting = BTreeSet::new();
-        let newest = answers
+        let newest = responses
             .replicas
             .values()
             .filter(|status| status.issuer.is_some())
             .max_by_key(|status| status.rotation.since);
         let newest = newest
-            .or_else(|| answers.replicas.values().next())
+            .or_else(|| responses.replicas.values().next())
             .cloned()
             .unwrap_or_default();
-        for status in answers.replicas.values() {
+        for status in responses.replicas.values() {
             for workload in status.proxies.iter().map(Workload::from) {
                 let key = (workload.namespace.clone(), workload.pod.clone());
                 let later = workloads
@@ -165,14 +167,14 @@ impl Mesh {
                 waiting.extend(status.rotation.waiting.iter().cloned());
             }
         }
-        let problems = answers
+        let problems = responses
             .replicas
             .iter()
             .filter_map(|(name, status)| Some((name.clone(), status.problem.clone()?)));
         Self {
             problems: problems.collect(),
-            replicas: answers.replicas.keys().cloned().collect(),
-            silent: answers.silent,
+            replicas: responses.replicas.keys().cloned().collect(),
+            unreachable: responses.unreachable,
             workloads: workloads.into_values().collect(),
             rotation: Rotation {
                 waiting: waiting.into_iter().collect(),
@@ -208,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn replicas_are_put_together_and_the_latest_phase_counts() {
+    fn merges_replicas_and_prefers_the_latest_phase() {
         let replicas = BTreeMap::from([
             (
                 "a".to_owned(),
@@ -230,9 +232,9 @@ mod tests {
             ),
             ("c".to_owned(), status("switched", 9, &["y to renew"], &[])),
         ]);
-        let mesh = Mesh::of(Answers {
+        let mesh = Mesh::merge(Responses {
             replicas,
-            silent: BTreeMap::from([("d".into(), "gone".into())]),
+            unreachable: BTreeMap::from([("d".into(), "gone".into())]),
         });
         assert_eq!(
             (mesh.rotation.phase.as_str(), mesh.rotation.waiting.len()),
@@ -245,11 +247,11 @@ mod tests {
             .map(|workload| (workload.pod.as_str(), workload.certificate_serial.as_str()))
             .collect();
         assert_eq!(workloads, [("desk", "d"), ("till", "new")]);
-        assert_eq!((mesh.replicas.len(), mesh.silent.len()), (3, 1));
+        assert_eq!((mesh.replicas.len(), mesh.unreachable.len()), (3, 1));
     }
 
     #[test]
-    fn a_replica_that_has_read_no_authority_yet_does_not_count() {
+    fn ignores_replicas_without_an_authority() {
         let empty = Status {
             rotation: Rotation {
                 since: 100,
@@ -262,9 +264,9 @@ mod tests {
             ("b".to_owned(), status("steady", 9, &[], &[])),
         ]);
         assert_eq!(
-            Mesh::of(Answers {
+            Mesh::merge(Responses {
                 replicas,
-                ..Answers::default()
+                ..Responses::default()
             })
             .rotation
             .phase,
@@ -273,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn a_proxy_that_has_said_nothing_yet_has_no_certificate() {
+    fn proxy_without_a_report_has_no_certificate() {
         let silent = json!({"pod": null, "user": "system:serviceaccount:shop:till", "identity": null, "connected_since": 1, "certificate": null,
             "roots_version": null, "acknowledged": false, "version": null, "clock_skew_ms": null});
         let workload = Workload::from(&serde_json::from_value::<Proxy>(silent).unwrap());
@@ -284,28 +286,34 @@ mod tests {
     }
 
     #[test]
-    fn a_certificate_is_as_old_as_the_controller_says_or_else_as_it_seems() {
-        let made = |certificate: serde_json::Value| {
+    fn time_of_issue_defaults_to_not_before() {
+        let issued_at = |certificate: serde_json::Value| {
             Workload::from(
                 &serde_json::from_value::<Proxy>(json!({"certificate": certificate})).unwrap(),
             )
             .certificate_issued_at
         };
         assert_eq!(
-            made(json!({"not_before": 700, "issued_at": 1_000, "not_after": 9_000})),
+            issued_at(json!({"not_before": 700, "issued_at": 1_000, "not_after": 9_000})),
             1_000
         );
-        assert_eq!(made(json!({"not_before": 700, "not_after": 9_000})), 700);
+        assert_eq!(
+            issued_at(json!({"not_before": 700, "not_after": 9_000})),
+            700
+        );
     }
 
     #[test]
-    fn every_phase_has_a_meaning() {
+    fn describes_all_phases() {
         for phase in ["steady", "announcing", "adopting", "switched"] {
             let rotation = Rotation {
                 phase: phase.into(),
                 ..Rotation::default()
             };
-            assert!(!meaning(&rotation).contains("does not know"), "{phase}");
+            assert!(
+                !describe_phase(&rotation).starts_with("unknown phase"),
+                "{phase}"
+            );
         }
     }
 }

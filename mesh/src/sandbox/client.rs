@@ -1,5 +1,5 @@
-//! The outer half of a sandbox: `Sandbox` starts it, gives it objects, and knows what its pods do and print. It blocks rather
-//! than being async, so that tests and the demo read as a list of steps; any number of threads may use one.
+//! The client of a sandbox: starts it, applies objects, and records the state and output of its pods. The API is blocking, so that
+//! tests and the demo are sequential code, and thread-safe.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -19,95 +19,100 @@ use serde_json::Value;
 
 use super::{
     launch::{LaunchError, launch},
-    manifest,
+    lock, manifest,
     protocol::{Answer, Call, Message, Output, PodView, Request},
 };
 
-/// A running sandbox; dropping it ends all of its processes.
+/// A running sandbox. Dropping it kills all of its processes.
 pub struct Sandbox {
     child: Mutex<Child>,
     writer: Mutex<UnixStream>,
     shared: Arc<Shared>,
-    next: AtomicU64,
+    next_id: AtomicU64,
 }
 
-/// What is known of a sandbox in a moment.
+/// A snapshot of the state of a sandbox.
 #[derive(Debug, Default)]
 pub struct View {
     /// By `namespace/name`.
     pub pods: BTreeMap<String, PodView>,
-    /// The lines that containers have printed, by `namespace/name`, then by container; those of pods that are gone stay.
+    /// The output lines by `namespace/name` and container. Lines of removed pods are kept.
     pub logs: BTreeMap<String, BTreeMap<String, Vec<String>>>,
-    /// What the sandbox wants people to know.
+    /// Notices about failures and restarts.
     pub notices: Vec<String>,
     replies: HashMap<u64, Result<Answer, String>>,
-    /// Why the inner half has ended.
-    ended: Option<String>,
+    /// Why the node has exited.
+    exited: Option<String>,
 }
 
-/// Why something did not work.
+/// An error of a sandbox.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// There is no sandbox.
+    /// The sandbox does not start.
     #[error(transparent)]
     Launch(#[from] LaunchError),
-    /// The manifests.
+    /// The manifests are invalid.
     #[error(transparent)]
     Manifest(#[from] manifest::Error),
-    /// The sandbox says no.
+    /// The node rejected a request.
     #[error("{0}")]
-    Refused(String),
-    /// The inner half is gone.
-    #[error("the sandbox has ended: {0}")]
-    Ended(String),
-    /// A wait came to its deadline.
-    #[error("not within {} s: {what}; {state}", .within.as_secs())]
-    Deadline {
-        /// What was waited for.
-        what: String,
-        /// For how long.
-        within: Duration,
-        /// What the pods looked like then.
+    Rejected(String),
+    /// The node has exited.
+    #[error("the sandbox has exited: {0}")]
+    Exited(String),
+    /// A condition was not met in time.
+    #[error("timed out after {} s waiting for: {condition}; {state}", .timeout.as_secs())]
+    Timeout {
+        /// The condition.
+        condition: String,
+        /// The timeout.
+        timeout: Duration,
+        /// The state of the pods at the timeout.
         state: String,
     },
 }
+
+/// The time to exit after the control socket is closed.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
+/// The number of lines of each container in the report of a failed test.
+const REPORTED_LINES: usize = 40;
 
 struct Shared {
     view: Mutex<View>,
     changed: Condvar,
 }
 
-/// Told of each message before it is taken note of, and last of the end, as `Failed`; where it returns false, a log line is
-/// not kept.
+/// A callback that receives each message before it is recorded, and `Failed` once at the end. A log line is recorded only if it
+/// returns true.
 type Listener = Box<dyn FnMut(&Message) -> bool + Send>;
 
 impl Sandbox {
-    /// Starts an empty sandbox. `programs` is the folder with `mesh`, `proxy`, `controller` and the others.
+    /// Starts an empty sandbox. `programs` is the directory of the binaries.
     pub fn start(programs: &Path) -> Result<Self, Error> {
         Self::start_with(programs, Box::new(|_| true))
     }
 
-    /// Starts an empty sandbox whose messages a listener hears, on a thread of its own; it returns whether to keep a log line.
+    /// Starts an empty sandbox with a listener, which runs on a dedicated thread.
     pub fn start_with(programs: &Path, listener: Listener) -> Result<Self, Error> {
         let launched = launch(programs)?;
         let shared = Arc::new(Shared {
             view: Mutex::default(),
             changed: Condvar::new(),
         });
-        let theirs = shared.clone();
+        let reader_shared = shared.clone();
         thread::Builder::new()
             .name("sandbox-messages".into())
-            .spawn(move || listen(launched.reader, &theirs, listener))
+            .spawn(move || read_messages(launched.reader, &reader_shared, listener))
             .map_err(LaunchError::Io)?;
         Ok(Self {
             child: Mutex::new(launched.child),
             writer: Mutex::new(launched.writer),
             shared,
-            next: AtomicU64::new(1),
+            next_id: AtomicU64::new(1),
         })
     }
 
-    /// Creates or replaces the objects of a YAML text.
+    /// Creates or replaces the objects of a YAML stream.
     pub fn apply(&self, yaml: &str) -> Result<(), Error> {
         self.apply_objects(manifest::parse(yaml)?)
     }
@@ -117,7 +122,7 @@ impl Sandbox {
         self.call(Call::Apply { objects }).map(drop)
     }
 
-    /// Deletes an object, for example a `Deployment`, or a `Pod`, which its workload then replaces.
+    /// Deletes an object. A workload replaces a deleted `Pod`.
     pub fn delete(&self, kind: &str, namespace: &str, name: &str) -> Result<(), Error> {
         self.call(Call::Delete {
             kind: kind.into(),
@@ -127,7 +132,7 @@ impl Sandbox {
         .map(drop)
     }
 
-    /// Changes a Deployment's number of replicas; with 0 it is stopped.
+    /// Changes the number of replicas of a Deployment.
     pub fn scale(&self, namespace: &str, name: &str, replicas: i32) -> Result<(), Error> {
         self.call(Call::Scale {
             namespace: namespace.into(),
@@ -137,7 +142,7 @@ impl Sandbox {
         .map(drop)
     }
 
-    /// Runs a program in a container of a pod, to its end; several can run at once from several threads.
+    /// Runs a command in a container to completion.
     pub fn exec(&self, pod: &PodView, container: &str, argv: &[&str]) -> Result<Output, Error> {
         let call = Call::Exec {
             namespace: pod.namespace.clone(),
@@ -147,116 +152,106 @@ impl Sandbox {
         };
         match self.call(call)? {
             Answer::Output(output) => Ok(output),
-            Answer::Done => Err(Error::Refused("the program was not run".into())),
+            Answer::Done => Err(Error::Rejected("the node did not run the command".into())),
         }
     }
 
-    /// Waits until `find` finds something in what is known; `what` is said when it does not in time.
+    /// Waits until `find` returns a value. The timeout error names the `condition`.
     pub fn wait<T>(
         &self,
-        what: &str,
-        within: Duration,
+        condition: &str,
+        timeout: Duration,
         mut find: impl FnMut(&View) -> Option<T>,
     ) -> Result<T, Error> {
-        let deadline = Instant::now() + within;
+        let deadline = Instant::now() + timeout;
         let mut view = self.view();
         loop {
             if let Some(found) = find(&view) {
                 return Ok(found);
             }
-            if let Some(reason) = &view.ended {
-                return Err(Error::Ended(reason.clone()));
+            if let Some(reason) = &view.exited {
+                return Err(Error::Exited(reason.clone()));
             }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(Error::Deadline {
-                    what: what.into(),
-                    within,
+            let remaining = deadline.saturating_duration_since(Instant::now());
+            if remaining.is_zero() {
+                return Err(Error::Timeout {
+                    condition: condition.into(),
+                    timeout,
                     state: view.describe(),
                 });
             }
             view = self
                 .shared
                 .changed
-                .wait_timeout(view, left)
-                .expect("nobody panics while holding it")
+                .wait_timeout(view, remaining)
+                .unwrap_or_else(PoisonError::into_inner)
                 .0;
         }
     }
 
-    /// Waits until there are pods, and each is ready or, where it is a Job's, has succeeded.
-    pub fn wait_settled(&self, within: Duration) -> Result<(), Error> {
-        self.wait("every pod is ready", within, |view| {
-            let mut living = view.pods.values().filter(|pod| !pod.terminating).peekable();
-            (living.peek().is_some() && living.all(PodView::settled)).then_some(())
+    /// Waits until at least one pod exists and every pod is ready or has succeeded.
+    pub fn wait_settled(&self, timeout: Duration) -> Result<(), Error> {
+        self.wait("every pod is ready", timeout, |view| {
+            let mut active = view.pods.values().filter(|pod| !pod.terminating).peekable();
+            (active.peek().is_some() && active.all(PodView::settled)).then_some(())
         })
     }
 
-    /// What is known now. It is locked while it is looked at.
+    /// Locks the current state.
     pub fn view(&self) -> MutexGuard<'_, View> {
-        self.shared
-            .view
-            .lock()
-            .expect("nobody panics while holding it")
+        lock(&self.shared.view)
     }
 
-    /// Ends all pods in order, then everything else. Programs that take longer than `grace` are killed.
-    pub fn shut_down(&self, grace: Duration) -> Result<(), Error> {
-        let milliseconds = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
+    /// Terminates all pods, then the node. Processes that run longer than `timeout` are killed.
+    pub fn shut_down(&self, timeout: Duration) -> Result<(), Error> {
+        let milliseconds = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
         match self.call(Call::Shutdown {
             grace_milliseconds: milliseconds,
         }) {
-            // Ending is what was asked for.
-            Ok(_) | Err(Error::Ended(_)) => {}
+            Ok(_) | Err(Error::Exited(_)) => {}
             Err(error) => return Err(error),
         }
         self.wait_for_child();
         Ok(())
     }
 
-    /// The id of the outermost process of the inner half.
+    /// The process id of the node's outermost process.
     pub fn process_id(&self) -> u32 {
-        self.child
-            .lock()
-            .expect("nobody panics while holding it")
-            .id()
+        lock(&self.child).id()
     }
 
     fn call(&self, call: Call) -> Result<Answer, Error> {
-        let id = self.next.fetch_add(1, Ordering::Relaxed);
-        let mut line = serde_json::to_vec(&Request { id, call }).expect("requests are plain data");
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        let mut line =
+            serde_json::to_vec(&Request { id, call }).expect("requests serialize to JSON");
         line.push(b'\n');
-        let written = self
-            .writer
-            .lock()
-            .expect("nobody panics while holding it")
-            .write_all(&line);
+        let written = lock(&self.writer).write_all(&line);
         let mut view = self.view();
         loop {
             if let Some(reply) = view.replies.remove(&id) {
-                return reply.map_err(Error::Refused);
+                return reply.map_err(Error::Rejected);
             }
-            if let Some(reason) = &view.ended {
-                return Err(Error::Ended(reason.clone()));
+            if let Some(reason) = &view.exited {
+                return Err(Error::Exited(reason.clone()));
             }
             if let Err(error) = &written {
-                return Err(Error::Ended(error.to_string()));
+                return Err(Error::Exited(error.to_string()));
             }
             view = self
                 .shared
                 .changed
                 .wait(view)
-                .expect("nobody panics while holding it");
+                .unwrap_or_else(PoisonError::into_inner);
         }
     }
 
-    /// Waits for the inner half to go, and helps it where it does not.
+    /// Waits until the node exits, and kills it after `EXIT_TIMEOUT`.
     fn wait_for_child(&self) {
-        let mut child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
-        let deadline = Instant::now() + Duration::from_secs(5);
+        let mut child = lock(&self.child);
+        let deadline = Instant::now() + EXIT_TIMEOUT;
         while let Ok(None) = child.try_wait() {
             if Instant::now() > deadline {
-                // The process that it has started ends with it, and everything with that.
+                // All other processes of the sandbox are killed with it.
                 let _ = child.kill();
                 let _ = child.wait();
                 return;
@@ -269,23 +264,16 @@ impl Sandbox {
 impl Drop for Sandbox {
     fn drop(&mut self) {
         if thread::panicking() {
-            let view = self
-                .shared
-                .view
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner);
-            eprintln!("the sandbox at the end:\n{}", view.report());
+            eprintln!("state of the sandbox:\n{}", self.view().report());
         }
-        // Nothing in there has a chance to object: the inner half ends when the socket closes, and all its processes with it.
-        let writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
-        let _ = writer.shutdown(std::net::Shutdown::Both);
-        drop(writer);
+        // The node exits when the control socket closes.
+        let _ = lock(&self.writer).shutdown(std::net::Shutdown::Both);
         self.wait_for_child();
     }
 }
 
 impl View {
-    /// The lines of a container; none where it has printed none.
+    /// The output lines of a container.
     pub fn lines(&self, pod: &PodView, container: &str) -> &[String] {
         self.logs
             .get(&pod.full_name())
@@ -293,7 +281,7 @@ impl View {
             .map_or(&[], Vec::as_slice)
     }
 
-    /// The pods that a workload has made and that are not about to end.
+    /// The pods of a workload that are not terminating.
     pub fn pods_of(&self, namespace: &str, workload: &str) -> Vec<PodView> {
         self.pods
             .values()
@@ -304,7 +292,7 @@ impl View {
             .collect()
     }
 
-    /// The pods that are not ready, and why.
+    /// The pods that are not ready, with the reasons.
     pub fn not_ready(&self) -> Vec<String> {
         let waiting = self
             .pods
@@ -316,7 +304,7 @@ impl View {
                     "{} ({}): {}",
                     pod.full_name(),
                     pod.phase,
-                    pod.reason.as_deref().unwrap_or("no reason known")
+                    pod.reason.as_deref().unwrap_or("unknown reason")
                 )
             })
             .collect()
@@ -331,7 +319,7 @@ impl View {
         }
     }
 
-    /// Everything that helps to understand a failed test, the last lines of each container.
+    /// The state of all pods, the notices and the last lines of each container, for failed tests.
     fn report(&self) -> String {
         let mut out = format!("{}\n", self.describe());
         for notice in &self.notices {
@@ -339,7 +327,7 @@ impl View {
         }
         for (pod, containers) in &self.logs {
             for (container, lines) in containers {
-                for line in &lines[lines.len().saturating_sub(40)..] {
+                for line in &lines[lines.len().saturating_sub(REPORTED_LINES)..] {
                     out += &format!("{pod}[{container}] {line}\n");
                 }
             }
@@ -347,10 +335,10 @@ impl View {
         out
     }
 
-    fn note(&mut self, message: Message, keep: bool) {
+    fn record(&mut self, message: Message, keep: bool) {
         match message {
             Message::Pod(pod) => drop(self.pods.insert(pod.full_name(), pod)),
-            Message::PodGone { namespace, name } => {
+            Message::PodRemoved { namespace, name } => {
                 drop(self.pods.remove(&format!("{namespace}/{name}")))
             }
             Message::Log(line) if keep => {
@@ -362,33 +350,29 @@ impl View {
             }
             Message::Notice(text) => self.notices.push(text),
             Message::Reply { id, result } => drop(self.replies.insert(id, result)),
-            Message::Failed { reason } => self.ended = Some(reason),
+            Message::Failed { reason } => self.exited = Some(reason),
             Message::Log(_) | Message::MapIds { .. } | Message::Started => {}
         }
     }
 }
 
-fn listen(reader: BufReader<UnixStream>, shared: &Shared, mut listener: Listener) {
+fn read_messages(reader: BufReader<UnixStream>, shared: &Shared, mut listener: Listener) {
     let read = || -> io::Result<()> {
         for line in reader.lines() {
             let message = serde_json::from_str(&line?)?;
-            // The end is told once, below.
+            // `Failed` is sent to the listener once, below.
             let keep = matches!(message, Message::Failed { .. }) || listener(&message);
-            shared
-                .view
-                .lock()
-                .expect("nobody panics while holding it")
-                .note(message, keep);
+            lock(&shared.view).record(message, keep);
             shared.changed.notify_all();
         }
         Ok(())
     };
     let reason = match read() {
-        Ok(()) => "its process is gone".to_owned(),
+        Ok(()) => "the process exited".to_owned(),
         Err(error) => error.to_string(),
     };
-    let mut view = shared.view.lock().expect("nobody panics while holding it");
-    let reason = view.ended.get_or_insert(reason).clone();
+    let mut view = lock(&shared.view);
+    let reason = view.exited.get_or_insert(reason).clone();
     drop(view);
     listener(&Message::Failed { reason });
     shared.changed.notify_all();

@@ -1,13 +1,13 @@
-//! The inner half's way in, three starts of this binary, each with the control socket as standard input:
+//! Start of the node inside its namespaces, in three processes of this binary. Each has the control socket as standard input:
 //!
-//! 1. `mesh sandbox-node` makes the namespaces. Without root it first makes a user namespace, whose id maps the outer half
-//!    writes (newuidmap must run outside of it).
-//! 2. `mesh sandbox-init` is process 1 of the new process namespace. It mounts, and buries orphans. When it dies, however it
-//!    dies, the kernel ends every process in there, and namespaces, addresses and files vanish with the last of them: nothing
-//!    of a sandbox lies outside of its namespaces, so nothing can be left behind and nothing needs a clean-up.
-//! 3. `mesh sandbox-agent` is the node itself.
+//! 1. `mesh sandbox-node` creates the namespaces. Without root it first creates a user namespace, and the client writes its id
+//!    maps, because newuidmap must run outside of the namespace.
+//! 2. `mesh sandbox-init` is process 1 of the PID namespace. It mounts file systems and reaps orphaned processes. When it
+//!    exits, the kernel kills all processes of the namespace, and all namespaces, addresses and files disappear. No cleanup is
+//!    necessary.
+//! 3. `mesh sandbox-agent` is the node.
 //!
-//! They are own starts because entering a user or process namespace needs a process of one thread.
+//! They are separate processes because only a single-threaded process can enter a user or PID namespace.
 
 use std::{
     io::{self, IsTerminal, Read, Write},
@@ -35,15 +35,17 @@ use tracing_subscriber::prelude::*;
 
 use super::protocol::Message;
 
-/// `mesh sandbox-node`: makes the namespaces and waits for process 1 in them.
+/// `mesh sandbox-node`: creates the namespaces and waits for their process 1.
 pub fn node(programs: &Path) -> Result<ExitCode> {
     let mut control = control_socket()?;
-    match make_namespaces(&mut control).and_then(|()| start("sandbox-init", programs)) {
+    match create_namespaces(&mut control).and_then(|()| start("sandbox-init", programs)) {
         Ok(mut init) => Ok(exit_code(
-            init.wait().context("cannot wait for the sandbox")?.code(),
+            init.wait()
+                .context("failed to wait for the sandbox")?
+                .code(),
         )),
         Err(error) => {
-            // The outer half shows it; here it would come twice.
+            // The client reports the error.
             send(
                 &mut control,
                 &Message::Failed {
@@ -57,7 +59,7 @@ pub fn node(programs: &Path) -> Result<ExitCode> {
 
 /// `mesh sandbox-init`: process 1.
 pub fn init(programs: &Path) -> Result<ExitCode> {
-    prctl::set_pdeathsig(Signal::SIGKILL).context("cannot ask to end with the parent")?;
+    prctl::set_pdeathsig(Signal::SIGKILL).context("failed to set the parent death signal")?;
     let agent = match prepare_mounts().and_then(|()| start("sandbox-agent", programs)) {
         Ok(agent) => Pid::from_raw(agent.id().cast_signed()),
         Err(error) => {
@@ -75,7 +77,7 @@ pub fn init(programs: &Path) -> Result<ExitCode> {
             Ok(WaitStatus::Exited(pid, code)) if pid == agent => return Ok(exit_code(Some(code))),
             Ok(WaitStatus::Signaled(pid, ..)) if pid == agent => return Ok(ExitCode::FAILURE),
             Ok(_) | Err(Errno::EINTR) => {}
-            Err(error) => bail!("cannot wait for processes: {error}"),
+            Err(error) => bail!("failed to wait for child processes: {error}"),
         }
     }
 }
@@ -87,49 +89,50 @@ pub fn agent(programs: PathBuf, log: Targets) -> Result<ExitCode> {
         .with_writer(io::stderr);
     tracing_subscriber::registry().with(log).with(lines).init();
     let control = control_socket()?;
-    // Two threads: the node's own work is small, and the pods' programs need the cores.
+    // Two threads leave the other cores to the programs of the pods.
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
         .build()
-        .context("cannot start")?;
+        .context("failed to start the runtime")?;
     runtime.block_on(super::node::run(programs, control))?;
-    // Blocked threads are not waited for: process 1 ends with this process, and everything with it.
+    // Process 1 exits with this process, so blocked threads are not awaited.
     runtime.shutdown_background();
     Ok(ExitCode::SUCCESS)
 }
 
-/// The socket to the outer half, which every stage has as its standard input.
+/// The socket to the client, which is the standard input of all three processes.
 fn control_socket() -> Result<UnixStream> {
     let fd = io::stdin()
         .as_fd()
         .try_clone_to_owned()
-        .context("no control socket: this command is for mesh itself")?;
+        .context("standard input is not a control socket: only mesh runs this command")?;
     Ok(UnixStream::from(fd))
 }
 
-fn make_namespaces(control: &mut UnixStream) -> Result<()> {
-    // Ctrl-C in a terminal is for the outer half, which then ends the sandbox in order.
-    setsid().context("cannot start a session")?;
+fn create_namespaces(control: &mut UnixStream) -> Result<()> {
+    // A new session does not receive Ctrl-C, so that the client can shut the sandbox down.
+    setsid().context("failed to create a session")?;
     if !geteuid().is_root() {
-        make_user_namespace(control)?;
+        create_user_namespace(control)?;
     }
     let flags = CloneFlags::CLONE_NEWNS
         | CloneFlags::CLONE_NEWNET
         | CloneFlags::CLONE_NEWPID
         | CloneFlags::CLONE_NEWUTS
         | CloneFlags::CLONE_NEWIPC;
-    unshare(flags)
-        .map_err(|error| anyhow::anyhow!("cannot make namespaces ({error}). {}", NO_NAMESPACES))
+    unshare(flags).map_err(|error| {
+        anyhow::anyhow!("failed to create namespaces ({error}). {}", NO_NAMESPACES)
+    })
 }
 
-const NO_NAMESPACES: &str = "In a container: start it with --privileged. As an ordinary user: an administrator may have forbidden it; \
-    try `sudo sysctl -w kernel.apparmor_restrict_unprivileged_userns=0` (Ubuntu), or run as root";
+const NO_NAMESPACES: &str = "In a container: start it with --privileged. As an unprivileged user: allow user namespaces with \
+    `sudo sysctl -w kernel.apparmor_restrict_unprivileged_userns=0` (Ubuntu), or run as root";
 
-fn make_user_namespace(control: &mut UnixStream) -> Result<()> {
+fn create_user_namespace(control: &mut UnixStream) -> Result<()> {
     unshare(CloneFlags::CLONE_NEWUSER).map_err(|error| {
         anyhow::anyhow!(
-            "not root, and user namespaces are not allowed here ({error}). Run as root, or allow them: \
+            "failed to create a user namespace ({error}). Run as root, or allow user namespaces: \
              `sudo sysctl -w kernel.unprivileged_userns_clone=1` (older Debian), `sudo sysctl -w user.max_user_namespaces=10000`"
         )
     })?;
@@ -142,16 +145,24 @@ fn make_user_namespace(control: &mut UnixStream) -> Result<()> {
     let mut answer = [0; 1];
     control
         .read_exact(&mut answer)
-        .context("the id maps were not written")?;
-    setgroups(&[]).context("cannot leave the user's groups")
+        .context("the client did not write the id maps")?;
+    setgroups(&[]).context("failed to drop the supplementary groups")
 }
 
 fn prepare_mounts() -> Result<()> {
     let none: Option<&str> = None;
     mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)
-        .context("cannot detach the sandbox's mounts")?;
-    mount(Some("proc"), "/proc", Some("proc"), MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC, none)
-        .context("cannot mount /proc (inside a container a part of /proc is hidden: start it with --privileged)")?;
+        .context("failed to make the mounts private")?;
+    mount(
+        Some("proc"),
+        "/proc",
+        Some("proc"),
+        MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC,
+        none,
+    )
+    .context(
+        "failed to mount /proc (a container hides parts of /proc: start it with --privileged)",
+    )?;
     mount(
         Some("tmpfs"),
         "/run",
@@ -159,18 +170,18 @@ fn prepare_mounts() -> Result<()> {
         MsFlags::MS_NOSUID | MsFlags::MS_NODEV,
         Some("mode=0755"),
     )
-    .context("cannot mount /run")?;
-    sethostname("sandbox").context("cannot set the host name")
+    .context("failed to mount /run")?;
+    sethostname("sandbox").context("failed to set the host name")
 }
 
+/// Starts the next process. /proc/self/exe is the running binary even if its file has been replaced.
 fn start(stage: &str, programs: &Path) -> Result<Child> {
-    // This very binary, even when its file has been replaced since.
     Command::new("/proc/self/exe")
         .arg(stage)
         .arg("--programs")
         .arg(programs)
         .spawn()
-        .with_context(|| format!("cannot start {stage}"))
+        .with_context(|| format!("failed to start {stage}"))
 }
 
 fn send(control: &mut UnixStream, message: &Message) -> Result<()> {
@@ -178,7 +189,7 @@ fn send(control: &mut UnixStream, message: &Message) -> Result<()> {
     line.push('\n');
     control
         .write_all(line.as_bytes())
-        .context("the sandbox's owner is gone")
+        .context("the client is disconnected")
 }
 
 fn exit_code(code: Option<i32>) -> ExitCode {

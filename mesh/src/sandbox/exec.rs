@@ -1,6 +1,5 @@
-//! `mesh sandbox-exec SPEC`: becomes a container's program. It enters the pod's network namespace, takes an own view of the
-//! file system, gives up privileges, and then is replaced by the program, so that its process id is the container's. It is a
-//! separate start of this binary because these steps between fork and exec would need `unsafe`; it never returns on success.
+//! `mesh sandbox-exec SPEC`: enters the pod's network namespace and a new mount namespace, drops privileges, and replaces itself
+//! with the container's program. It is a separate process because these steps between fork and exec would require `unsafe`.
 
 use std::{
     convert::Infallible,
@@ -24,83 +23,80 @@ use nix::{
 };
 use serde::{Deserialize, Serialize};
 
-/// A container's process, as a file of JSON.
+/// The specification of a container's process, stored as JSON.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Spec {
-    /// The pod's network namespace.
+    /// The path of the pod's network namespace.
     pub network: PathBuf,
     /// The pod's name.
     pub hostname: String,
-    /// Made in this order.
+    /// The bind mounts, in order.
     pub binds: Vec<Bind>,
-    /// Program and arguments; a program without a slash is looked up in PATH.
+    /// The program and its arguments. A program without a slash is searched in PATH.
     pub argv: Vec<String>,
-    /// The whole environment.
+    /// The complete environment.
     pub env: Vec<(String, String)>,
-    /// Where the program starts.
+    /// The working directory.
     pub directory: PathBuf,
-    /// The user.
+    /// The user id.
     pub uid: u32,
-    /// The group.
+    /// The group id.
     pub gid: u32,
-    /// Further groups.
+    /// The supplementary groups.
     pub groups: Vec<u32>,
-    /// What a program of user 0 may do at most; programs of other users may do nothing of it.
+    /// The capability bounding set. Programs of other users than 0 have no capabilities.
     pub capabilities: Vec<String>,
-    /// Neither it nor its children can gain privileges.
+    /// Whether to set no_new_privs.
     pub no_new_privileges: bool,
 }
 
-/// A file or folder that the container sees at another place.
+/// A bind mount of a file or directory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Bind {
-    /// What.
+    /// The source path.
     pub source: PathBuf,
-    /// Where.
+    /// The mount point.
     pub target: PathBuf,
-    /// Not to be written.
+    /// Whether the mount is read-only.
     pub read_only: bool,
 }
 
-/// Becomes the program that the file at `spec` describes.
+/// Replaces this process with the program of the specification in the file `spec`.
 pub fn run(spec: &Path) -> Result<Infallible> {
-    let text = fs::read(spec).with_context(|| format!("cannot read {}", spec.display()))?;
+    let text = fs::read(spec).with_context(|| format!("failed to read {}", spec.display()))?;
     let spec: Spec =
-        serde_json::from_slice(&text).context("the container's description does not parse")?;
-    enter(&spec)?;
-    give_up_privileges(&spec)?;
-    let (program, arguments) = spec
-        .argv
-        .split_first()
-        .context("the container has no program")?;
+        serde_json::from_slice(&text).context("failed to parse the process specification")?;
+    enter_namespaces(&spec)?;
+    drop_privileges(&spec)?;
+    let (program, arguments) = spec.argv.split_first().context("argv is empty")?;
     let error = Command::new(program)
         .args(arguments)
         .env_clear()
         .envs(spec.env.iter().map(|(k, v)| (OsStr::new(k), v)))
         .exec();
-    Err(error).with_context(|| format!("cannot start {program}"))
+    Err(error).with_context(|| format!("failed to start {program}"))
 }
 
-fn enter(spec: &Spec) -> Result<()> {
+fn enter_namespaces(spec: &Spec) -> Result<()> {
     let network = File::open(&spec.network).with_context(|| {
         format!(
-            "cannot open the pod's network namespace {}",
+            "failed to open the network namespace {}",
             spec.network.display()
         )
     })?;
-    setns(network, CloneFlags::CLONE_NEWNET).context("cannot enter the pod's network namespace")?;
+    setns(network, CloneFlags::CLONE_NEWNET).context("failed to enter the network namespace")?;
     unshare(CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWUTS)
-        .context("cannot make the container's own mount namespace")?;
-    sethostname(&spec.hostname).context("cannot set the host name")?;
-    // A container is its own session: a signal to its group reaches all of it and nothing else.
-    setsid().context("cannot start a session")?;
+        .context("failed to create a mount namespace")?;
+    sethostname(&spec.hostname).context("failed to set the host name")?;
+    // The container is its own session, so that a signal to the process group reaches all of its processes.
+    setsid().context("failed to create a session")?;
     let none: Option<&str> = None;
     mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)
-        .context("cannot detach the container's mounts")?;
+        .context("failed to make the mounts private")?;
     for bind in &spec.binds {
-        let place = || {
+        let context = || {
             format!(
-                "cannot show {} at {}",
+                "failed to mount {} at {}",
                 bind.source.display(),
                 bind.target.display()
             )
@@ -112,20 +108,24 @@ fn enter(spec: &Spec) -> Result<()> {
             MsFlags::MS_BIND | MsFlags::MS_REC,
             none,
         )
-        .with_context(place)?;
+        .with_context(context)?;
         if bind.read_only {
-            make_read_only(&bind.target).with_context(place)?;
+            make_read_only(&bind.target).with_context(context)?;
         }
     }
-    // The host's own files are there to be read. What of them lies on further file systems is guarded by its permissions.
-    make_read_only(Path::new("/")).context("cannot make / read-only")?;
-    std::env::set_current_dir(&spec.directory)
-        .with_context(|| format!("no working directory {}", spec.directory.display()))
+    // The root file system of the host is visible read-only. File permissions protect its other mounts.
+    make_read_only(Path::new("/")).context("failed to make / read-only")?;
+    std::env::set_current_dir(&spec.directory).with_context(|| {
+        format!(
+            "failed to enter the working directory {}",
+            spec.directory.display()
+        )
+    })
 }
 
-/// Without root in the first user namespace a remount must keep the flags that the mount already has.
+/// Remounts read-only. A remount in a user namespace must keep the existing flags.
 fn make_read_only(target: &Path) -> Result<()> {
-    let has = statvfs(target)?.flags();
+    let current = statvfs(target)?.flags();
     let mut flags = MsFlags::MS_REMOUNT | MsFlags::MS_BIND | MsFlags::MS_RDONLY;
     for (stat, mount) in [
         (FsFlags::ST_NODEV, MsFlags::MS_NODEV),
@@ -135,36 +135,39 @@ fn make_read_only(target: &Path) -> Result<()> {
         (FsFlags::ST_NODIRATIME, MsFlags::MS_NODIRATIME),
         (FsFlags::ST_RELATIME, MsFlags::MS_RELATIME),
     ] {
-        flags.set(mount, has.contains(stat));
+        flags.set(mount, current.contains(stat));
     }
     let none: Option<&str> = None;
     Ok(mount(none, target, none, flags, none)?)
 }
 
-fn give_up_privileges(spec: &Spec) -> Result<()> {
-    for capability in caps::read(None, CapSet::Bounding).context("cannot read the capabilities")? {
+fn drop_privileges(spec: &Spec) -> Result<()> {
+    for capability in
+        caps::read(None, CapSet::Bounding).context("failed to read the capabilities")?
+    {
         if !spec
             .capabilities
             .iter()
             .any(|name| is_named(capability, name))
         {
             caps::drop(None, CapSet::Bounding, capability)
-                .with_context(|| format!("cannot drop {capability}"))?;
+                .with_context(|| format!("failed to drop {capability}"))?;
         }
     }
-    caps::clear(None, CapSet::Inheritable).context("cannot clear the inheritable capabilities")?;
+    caps::clear(None, CapSet::Inheritable)
+        .context("failed to clear the inheritable capabilities")?;
     let groups: Vec<Gid> = spec.groups.iter().copied().map(Gid::from_raw).collect();
-    setgroups(&groups).context("cannot set the groups")?;
+    setgroups(&groups).context("failed to set the supplementary groups")?;
     let (uid, gid) = (Uid::from_raw(spec.uid), Gid::from_raw(spec.gid));
-    setresgid(gid, gid, gid).with_context(|| format!("cannot become group {gid}"))?;
-    setresuid(uid, uid, uid).with_context(|| format!("cannot become user {uid}"))?;
+    setresgid(gid, gid, gid).with_context(|| format!("failed to change to group {gid}"))?;
+    setresuid(uid, uid, uid).with_context(|| format!("failed to change to user {uid}"))?;
     if spec.no_new_privileges {
-        prctl::set_no_new_privs().context("cannot forbid new privileges")?;
+        prctl::set_no_new_privs().context("failed to set no_new_privs")?;
     }
     Ok(())
 }
 
-/// Kubernetes writes NET_ADMIN or CAP_NET_ADMIN; the kernel's name is CAP_NET_ADMIN.
+/// Whether a Kubernetes capability name, with or without the prefix CAP_, refers to this capability.
 fn is_named(capability: Capability, name: &str) -> bool {
     let own = capability.to_string();
     name == "ALL" || own == name || own.strip_prefix("CAP_") == Some(name)
@@ -175,7 +178,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn capabilities_are_known_by_both_their_names() {
+    fn accepts_capability_names_with_and_without_prefix() {
         assert!(is_named(Capability::CAP_NET_ADMIN, "NET_ADMIN"));
         assert!(is_named(Capability::CAP_NET_ADMIN, "CAP_NET_ADMIN"));
         assert!(is_named(Capability::CAP_NET_ADMIN, "ALL"));

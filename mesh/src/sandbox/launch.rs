@@ -1,5 +1,5 @@
-//! The outer half's way in: says what is missing on this machine, starts the inner half, and writes the id maps of its user
-//! namespace where there is no root. It changes nothing outside of the processes that it starts.
+//! Start of the node from the client: checks the prerequisites, starts `mesh sandbox-node`, and writes the id maps of its user
+//! namespace if the client is not root.
 
 use std::{
     env, fs,
@@ -13,51 +13,50 @@ use nix::unistd::{User, getegid, geteuid, getgid, getuid};
 
 use super::protocol::Message;
 
-/// Why there is no sandbox.
+/// Why the sandbox does not start.
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError {
-    /// Things that the machine lacks, all of them.
+    /// Missing prerequisites.
     #[error("the sandbox cannot start here:\n  {}", .0.join("\n  "))]
     Missing(Vec<String>),
-    /// A system call or program that failed on the way.
+    /// A system call or program failed.
     #[error("cannot start the sandbox: {0}")]
     Io(#[from] io::Error),
-    /// What the inner half said.
+    /// The node failed.
     #[error("cannot start the sandbox: {0}")]
     Failed(String),
 }
 
-/// The inner half, up and ready for requests.
+/// A started node.
 pub(super) struct Launched {
     pub(super) child: Child,
     pub(super) writer: UnixStream,
     pub(super) reader: BufReader<UnixStream>,
 }
 
-/// Starts the inner half; `programs` is the folder with `mesh`, `proxy` and the others.
+/// Starts the node. `programs` is the directory of the binaries.
 pub(super) fn launch(programs: &Path) -> Result<Launched, LaunchError> {
-    let missing = missing(programs);
+    let missing = missing_prerequisites(programs);
     if !missing.is_empty() {
         return Err(LaunchError::Missing(missing));
     }
-    let (mut ours, theirs) = UnixStream::pair()?;
+    let (mut control, node_control) = UnixStream::pair()?;
     let mut child = Command::new(programs.join("mesh"))
         .arg("sandbox-node")
         .arg("--programs")
         .arg(programs)
         .env("PATH", search_path())
-        .stdin(Stdio::from(std::os::fd::OwnedFd::from(theirs)))
+        .stdin(Stdio::from(std::os::fd::OwnedFd::from(node_control)))
         .stdout(Stdio::null())
         .spawn()?;
-    let mut reader = BufReader::new(ours.try_clone()?);
-    let started = wait_until_started(&mut reader, &mut ours);
+    let mut reader = BufReader::new(control.try_clone()?);
+    let started = wait_until_started(&mut reader, &mut control);
     if let Err(error) = started {
-        // It ends by itself when the socket closes; not waiting for long matters more than a tidy end.
         child.kill()?;
         let status = child.wait()?;
         return Err(match error {
             LaunchError::Io(_) => LaunchError::Failed(format!(
-                "it ended at once ({status}, signal {:?})",
+                "the process exited during startup ({status}, signal {:?})",
                 status.signal()
             )),
             other => other,
@@ -65,7 +64,7 @@ pub(super) fn launch(programs: &Path) -> Result<Launched, LaunchError> {
     }
     Ok(Launched {
         child,
-        writer: ours,
+        writer: control,
         reader,
     })
 }
@@ -91,51 +90,53 @@ fn wait_until_started(
     }
 }
 
-fn missing(programs: &Path) -> Vec<String> {
+fn missing_prerequisites(programs: &Path) -> Vec<String> {
     let mut missing = Vec::new();
-    let mut need = |program: &str, package: &str| {
+    let mut require = |program: &str, package: &str| {
         if find(program).is_none() {
-            missing.push(format!("the program {program} is missing: on Debian and Ubuntu, `apt-get install {package}`"));
+            missing.push(format!(
+                "program {program} not found: on Debian and Ubuntu, run `apt-get install {package}`"
+            ));
         }
     };
-    need("ip", "iproute2");
-    need("iptables-restore", "iptables");
+    require("ip", "iproute2");
+    require("iptables-restore", "iptables");
     if !geteuid().is_root() {
-        need("newuidmap", "uidmap");
-        need("newgidmap", "uidmap");
+        require("newuidmap", "uidmap");
+        require("newgidmap", "uidmap");
         missing.extend(
-            [Ids::users(), Ids::groups()]
+            [IdMap::users(), IdMap::groups()]
                 .iter()
-                .filter_map(|ids| ids.range().err()),
+                .filter_map(|ids| ids.first_subordinate_id().err()),
         );
     }
     if !programs.join("mesh").is_file() {
         missing.push(format!(
-            "no program mesh in {}: `cargo build --bins`",
+            "program mesh not found in {}: run `cargo build --bins`",
             programs.display()
         ));
     }
     missing
 }
 
-/// PATH, and the folders of administrators' programs, which an ordinary user's PATH may lack.
+/// PATH and the sbin directories, which the PATH of an unprivileged user may lack.
 pub(super) fn search_path() -> std::ffi::OsString {
     let given = env::var_os("PATH").unwrap_or_default();
-    let folders = env::split_paths(&given)
+    let directories = env::split_paths(&given)
         .chain(["/usr/sbin", "/sbin", "/usr/bin", "/bin"].map(PathBuf::from));
-    env::join_paths(folders).unwrap_or(given)
+    env::join_paths(directories).unwrap_or(given)
 }
 
 fn find(program: &str) -> Option<PathBuf> {
     env::split_paths(&search_path())
-        .map(|folder| folder.join(program))
+        .map(|directory| directory.join(program))
         .find(|path| path.is_file())
 }
 
 fn map_ids(pid: i32) -> Result<(), LaunchError> {
-    for ids in [Ids::users(), Ids::groups()] {
-        let (first, count) = ids
-            .range()
+    for ids in [IdMap::users(), IdMap::groups()] {
+        let first = ids
+            .first_subordinate_id()
             .map_err(|reason| LaunchError::Missing(vec![reason]))?;
         let arguments = [
             pid.to_string(),
@@ -144,36 +145,36 @@ fn map_ids(pid: i32) -> Result<(), LaunchError> {
             "1".into(),
             "1".into(),
             first.to_string(),
-            count.to_string(),
+            ID_COUNT.to_string(),
         ];
         let output = Command::new(ids.tool)
             .args(&arguments)
             .env("PATH", search_path())
             .output()?;
         if !output.status.success() {
-            let said = String::from_utf8_lossy(&output.stderr);
+            let stderr = String::from_utf8_lossy(&output.stderr);
             return Err(LaunchError::Failed(format!(
-                "{} {}: {}",
+                "{} {} failed: {}",
                 ids.tool,
                 arguments.join(" "),
-                said.trim()
+                stderr.trim()
             )));
         }
     }
     Ok(())
 }
 
-/// One of the two kinds of ids that a user namespace maps.
-struct Ids {
+/// The map of user or group ids of a user namespace.
+struct IdMap {
     own: u32,
     tool: &'static str,
     file: &'static str,
 }
 
-/// Containers use ids up to 65,532.
-const IDS: u32 = 65_535;
+/// The number of mapped subordinate ids. Containers use ids up to 65,532.
+const ID_COUNT: u32 = 65_535;
 
-impl Ids {
+impl IdMap {
     fn users() -> Self {
         debug_assert_eq!(getuid(), geteuid());
         Self {
@@ -192,8 +193,8 @@ impl Ids {
         }
     }
 
-    /// The first id of a range that belongs to this user, and how many of it we map.
-    fn range(&self) -> Result<(u32, u32), String> {
+    /// The first id of the subordinate range of the user.
+    fn first_subordinate_id(&self) -> Result<u32, String> {
         let name = User::from_uid(getuid())
             .ok()
             .flatten()
@@ -202,15 +203,15 @@ impl Ids {
         let text = fs::read_to_string(self.file).unwrap_or_default();
         subordinate_range(&text, &name, getuid().as_raw()).ok_or_else(|| {
             format!(
-                "{} gives {name} no range of {IDS} ids: as root, `usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {name}`, or run as root",
+                "{} has no range of {ID_COUNT} ids for {name}: run as root, or run `usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {name}` as root",
                 self.file
             )
         })
     }
 }
 
-/// The first range in the text of /etc/subuid that is the user's and long enough.
-fn subordinate_range(text: &str, name: &str, uid: u32) -> Option<(u32, u32)> {
+/// The start of the first range of at least `ID_COUNT` ids that /etc/subuid or /etc/subgid assigns to the user.
+fn subordinate_range(text: &str, name: &str, uid: u32) -> Option<u32> {
     text.lines().find_map(|line| {
         let mut fields = line.split(':');
         let (owner, first, count) = (
@@ -218,7 +219,7 @@ fn subordinate_range(text: &str, name: &str, uid: u32) -> Option<(u32, u32)> {
             fields.next()?.parse().ok()?,
             fields.next()?.parse::<u32>().ok()?,
         );
-        ((owner == name || owner == uid.to_string()) && count >= IDS).then_some((first, IDS))
+        ((owner == name || owner == uid.to_string()) && count >= ID_COUNT).then_some(first)
     })
 }
 
@@ -227,10 +228,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_range_is_the_users_own_and_long_enough() {
+    fn selects_a_large_enough_range_of_the_user() {
         let text = "other:1000:65536\nme:5000:10\nme:100000:65536\n";
-        assert_eq!(subordinate_range(text, "me", 7), Some((100_000, IDS)));
-        assert_eq!(subordinate_range("7:9:70000", "me", 7), Some((9, IDS)));
+        assert_eq!(subordinate_range(text, "me", 7), Some(100_000));
+        assert_eq!(subordinate_range("7:9:70000", "me", 7), Some(9));
         assert_eq!(subordinate_range("broken\nme:x:y", "me", 7), None);
     }
 }

@@ -1,5 +1,5 @@
-//! Manifests in: kustomize folders (of the binary or of the disk) and YAML text to Kubernetes objects as JSON values. Pure
-//! but for reading a folder. It knows the little of kustomize that our manifests use and refuses the rest by name.
+//! Manifests: converts kustomizations and YAML streams to Kubernetes objects as JSON values. Supports only the kustomize fields
+//! that the project's manifests use, and rejects all others.
 
 use std::{
     collections::BTreeMap,
@@ -8,9 +8,9 @@ use std::{
 };
 
 use serde::Deserialize;
-use serde_json::{Map, Value};
+use serde_json::{Value, json};
 
-/// The manifests that this binary was built with, by path below `manifests/`.
+/// The manifests embedded in this binary, by path relative to `manifests/`.
 pub fn embedded() -> Files {
     let list: &[(&str, &str)] = include!(concat!(env!("OUT_DIR"), "/manifests.rs"));
     Files(
@@ -24,52 +24,44 @@ pub fn embedded() -> Files {
 #[derive(Clone, Debug, Default)]
 pub struct Files(BTreeMap<PathBuf, String>);
 
-/// Manifests that cannot be used.
+/// Invalid manifests.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A file or folder of the disk.
-    #[error("cannot read {path}: {error}")]
+    /// A file or directory cannot be read.
+    #[error("failed to read {path}: {error}")]
     Read {
-        /// Which one.
+        /// Its path.
         path: String,
-        /// Why not.
+        /// The cause.
         error: std::io::Error,
     },
-    /// Nothing to run.
-    #[error("there are no Kubernetes objects in its YAML files")]
+    /// There are no objects.
+    #[error("no Kubernetes objects found in the YAML files")]
     Empty,
-    /// A file that a kustomization names.
-    #[error("{by} names {path}, which is not there")]
+    /// A resource of a kustomization does not exist.
+    #[error("{kustomization}: resource {path} not found")]
     Missing {
-        /// The naming file.
-        by: String,
-        /// The named one.
+        /// The path of the kustomization.
+        kustomization: String,
+        /// The path of the resource.
         path: String,
     },
-    /// YAML that does not parse.
-    #[error("{path}: {message}")]
-    Yaml {
-        /// Where.
-        path: String,
-        /// The parser's words, with line and column.
-        message: String,
-    },
-    /// Valid YAML that is no manifest.
+    /// A file is not valid YAML, or a document is not a Kubernetes object.
     #[error("{path}: {message}")]
     Invalid {
-        /// Where.
+        /// The path of the file.
         path: String,
-        /// What is wrong.
+        /// The cause, with line and column if known.
         message: String,
     },
 }
 
 impl Files {
-    /// Reads all YAML files below `folder`.
-    pub fn read(folder: &Path) -> Result<Self, Error> {
+    /// Reads all YAML files in `directory` and its subdirectories.
+    pub fn read(directory: &Path) -> Result<Self, Error> {
         let mut files = BTreeMap::new();
-        let mut folders = vec![folder.to_owned()];
-        while let Some(next) = folders.pop() {
+        let mut directories = vec![directory.to_owned()];
+        while let Some(next) = directories.pop() {
             let failed = |error| Error::Read {
                 path: next.display().to_string(),
                 error,
@@ -77,7 +69,7 @@ impl Files {
             for entry in fs::read_dir(&next).map_err(failed)? {
                 let path = entry.map_err(failed)?.path();
                 if path.is_dir() {
-                    folders.push(path);
+                    directories.push(path);
                 } else if path
                     .extension()
                     .is_some_and(|extension| extension == "yaml" || extension == "yml")
@@ -87,8 +79,8 @@ impl Files {
                         error,
                     })?;
                     files.insert(
-                        path.strip_prefix(folder)
-                            .expect("it was found below it")
+                        path.strip_prefix(directory)
+                            .expect("the path is below the directory")
                             .to_owned(),
                         text,
                     );
@@ -98,8 +90,8 @@ impl Files {
         Ok(Self(files))
     }
 
-    /// The objects of every kustomization, the outer folders first; without any, those of all files. A file or folder that
-    /// several kustomizations name counts once.
+    /// The objects of all kustomizations, outer directories first, or of all files if there is no kustomization. Each
+    /// kustomization is included once.
     pub fn objects(&self) -> Result<Vec<Value>, Error> {
         let kustomizations: Vec<&PathBuf> = self
             .0
@@ -114,13 +106,13 @@ impl Files {
             }
         }
         let depth = |path: &Path| path.components().count();
-        let mut folders: Vec<PathBuf> = kustomizations
+        let mut directories: Vec<PathBuf> = kustomizations
             .iter()
             .map(|path| path.parent().unwrap_or(Path::new("")).to_owned())
             .collect();
-        folders.sort_by_key(|folder| (depth(folder), folder.clone()));
-        for folder in folders {
-            objects.extend(self.kustomize(&folder, &mut seen)?);
+        directories.sort_by_key(|directory| (depth(directory), directory.clone()));
+        for directory in directories {
+            objects.extend(self.kustomize(&directory, &mut seen)?);
         }
         if objects.is_empty() {
             Err(Error::Empty)
@@ -129,28 +121,24 @@ impl Files {
         }
     }
 
-    fn kustomize(&self, folder: &Path, seen: &mut Vec<PathBuf>) -> Result<Vec<Value>, Error> {
-        let path = folder.join(KUSTOMIZATION);
+    fn kustomize(&self, directory: &Path, seen: &mut Vec<PathBuf>) -> Result<Vec<Value>, Error> {
+        let path = directory.join(KUSTOMIZATION);
         if seen.contains(&path) {
             return Ok(Vec::new());
         }
         seen.push(path.clone());
-        let text = self.0.get(&path).ok_or_else(|| Error::Missing {
-            by: "the sandbox".into(),
-            path: path.display().to_string(),
-        })?;
         let kustomization: Kustomization =
-            serde_yaml_ng::from_str(text).map_err(|error| yaml_error(&path, &error))?;
+            serde_yaml_ng::from_str(&self.0[&path]).map_err(|error| yaml_error(&path, &error))?;
         let mut objects = Vec::new();
         for resource in &kustomization.resources {
-            let target = normal(&folder.join(resource));
+            let target = normalize(&directory.join(resource));
             if self.0.contains_key(&target) {
                 objects.extend(self.file(&target)?);
             } else if self.0.contains_key(&target.join(KUSTOMIZATION)) {
                 objects.extend(self.kustomize(&target, seen)?);
             } else {
                 return Err(Error::Missing {
-                    by: path.display().to_string(),
+                    kustomization: path.display().to_string(),
                     path: target.display().to_string(),
                 });
             }
@@ -168,7 +156,7 @@ impl Files {
     }
 }
 
-/// The objects of a YAML text of any number of documents.
+/// Parses the objects of a YAML stream.
 pub fn parse(text: &str) -> Result<Vec<Value>, Error> {
     parse_named(text, "YAML")
 }
@@ -197,7 +185,7 @@ fn parse_named(text: &str, path: &str) -> Result<Vec<Value>, Error> {
             _ => {
                 return Err(Error::Invalid {
                     path: path.into(),
-                    message: "a document without apiVersion and kind".into(),
+                    message: "document has no apiVersion and kind".into(),
                 });
             }
         }
@@ -230,47 +218,23 @@ struct Labels {
 
 impl Labels {
     fn add_to(&self, object: &mut Value) {
-        self.add_at(object);
+        let patch = json!({"metadata": {"labels": self.pairs}});
+        json_patch::merge(object, &patch);
         if let Some(template) = object
             .pointer_mut("/spec/template")
             .filter(|_| self.include_templates)
         {
-            self.add_at(template);
+            json_patch::merge(template, &patch);
         }
-    }
-
-    fn add_at(&self, object: &mut Value) {
-        let Some(object) = object.as_object_mut() else {
-            return;
-        };
-        let metadata = object
-            .entry("metadata")
-            .or_insert_with(|| Value::Object(Map::new()));
-        let Some(metadata) = metadata.as_object_mut() else {
-            return;
-        };
-        let labels = metadata
-            .entry("labels")
-            .or_insert_with(|| Value::Object(Map::new()));
-        let Some(labels) = labels.as_object_mut() else {
-            return;
-        };
-        labels.extend(
-            self.pairs
-                .iter()
-                .map(|(key, value)| (key.clone(), Value::from(value.as_str()))),
-        );
     }
 }
 
-/// The path without `.` and `..`.
-fn normal(path: &Path) -> PathBuf {
+/// Removes `.` and `..` from a path without access to the file system.
+pub(super) fn normalize(path: &Path) -> PathBuf {
     let mut out = PathBuf::new();
     for component in path.components() {
         match component {
-            Component::ParentDir => {
-                out.pop();
-            }
+            Component::ParentDir => drop(out.pop()),
             Component::CurDir => {}
             other => out.push(other),
         }
@@ -279,7 +243,7 @@ fn normal(path: &Path) -> PathBuf {
 }
 
 fn yaml_error(path: &Path, error: &serde_yaml_ng::Error) -> Error {
-    Error::Yaml {
+    Error::Invalid {
         path: path.display().to_string(),
         message: error.to_string(),
     }
@@ -305,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn the_embedded_manifests_hold_the_walkthrough() {
+    fn embedded_manifests_contain_the_walkthrough() {
         let objects = embedded().objects().unwrap();
         let deployments: Vec<Value> = objects
             .into_iter()
@@ -326,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kustomization_reads_files_and_folders_and_adds_labels() {
+    fn kustomization_includes_resources_and_adds_labels() {
         let files = files(&[
             (
                 "kustomization.yaml",
@@ -356,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn what_kustomize_has_and_we_do_not_is_named() {
+    fn rejects_unsupported_kustomize_fields() {
         let error = files(&[("kustomization.yaml", "namePrefix: x-")])
             .objects()
             .unwrap_err()
@@ -368,15 +332,15 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_resource_and_bad_yaml_are_named_with_their_place() {
+    fn errors_name_the_file_and_position() {
         let error = files(&[("kustomization.yaml", "resources: [x.yaml]")])
             .objects()
             .unwrap_err()
             .to_string();
-        assert_eq!(error, "kustomization.yaml names x.yaml, which is not there");
-        for nothing in [&[][..], &[("empty.yaml", "---\n")]] {
-            let error = files(nothing).objects().unwrap_err().to_string();
-            assert_eq!(error, "there are no Kubernetes objects in its YAML files");
+        assert_eq!(error, "kustomization.yaml: resource x.yaml not found");
+        for empty in [&[][..], &[("empty.yaml", "---\n")]] {
+            let error = files(empty).objects().unwrap_err().to_string();
+            assert_eq!(error, "no Kubernetes objects found in the YAML files");
         }
         let error = parse("a: b: c").unwrap_err().to_string();
         assert!(error.contains("line 1"), "{error}");
@@ -389,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_are_opened() {
+    fn expands_lists() {
         let objects = parse(
             "apiVersion: v1\nkind: List\nitems: [{apiVersion: v1, kind: Pod, metadata: {name: a}}]",
         )

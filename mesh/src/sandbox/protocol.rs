@@ -1,20 +1,19 @@
-//! What the two halves of a sandbox say to each other: JSON, a line a message, over one Unix socket. The outer half (the
-//! `client`) sends `Request`s, the inner half (the `node`) sends `Message`s. When the socket closes the node ends, and with
-//! it every process of the sandbox. No logic lives here.
+//! The protocol between the client and the node of a sandbox: newline-delimited JSON over one Unix socket. The client sends
+//! `Request`s, the node sends `Message`s. The node exits when the socket closes.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// A call to the node; the reply carries the same number.
+/// A request to the node.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Request {
-    /// Chosen by the caller.
+    /// An id chosen by the client, which the reply repeats.
     pub id: u64,
-    /// What to do.
+    /// The operation.
     pub call: Call,
 }
 
-/// What a node can be asked to do.
+/// An operation of the node.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Call {
     /// Create or replace objects, as `kubectl apply` does.
@@ -22,96 +21,96 @@ pub enum Call {
         /// Kubernetes objects.
         objects: Vec<Value>,
     },
-    /// Delete one object and what it owns.
+    /// Delete an object and its pods.
     Delete {
-        /// For example `Deployment`.
+        /// The kind, for example `Deployment`.
         kind: String,
         /// The namespace.
         namespace: String,
         /// The name.
         name: String,
     },
-    /// Change a Deployment's number of replicas.
+    /// Change the number of replicas of a Deployment.
     Scale {
         /// The Deployment's namespace.
         namespace: String,
         /// The Deployment's name.
         name: String,
-        /// The new number.
+        /// The new number of replicas.
         replicas: i32,
     },
-    /// Run a program in a pod's namespaces, with its environment, as its user; the reply comes when it has ended.
+    /// Run a command in a container. The reply follows when it has exited.
     Exec {
         /// The pod's namespace.
         namespace: String,
         /// The pod's name.
         pod: String,
-        /// The container whose user, environment and files to use.
+        /// The container, which determines user, environment and mounts.
         container: String,
-        /// Program and arguments.
+        /// The program and its arguments.
         argv: Vec<String>,
     },
-    /// Stop every pod, then the node.
+    /// Terminate all pods, then the node.
     Shutdown {
-        /// How long programs may take to end by themselves.
+        /// The time between SIGTERM and SIGKILL.
         grace_milliseconds: u64,
     },
 }
 
-/// What a node says.
+/// A message of the node.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Message {
-    /// The process with this id has entered a new user namespace and waits for its id maps. Answered with one line.
+    /// A process waits for the id maps of its new user namespace. The client answers with one line.
     MapIds {
-        /// As the outer half sees it.
+        /// The process id in the client's PID namespace.
         pid: i32,
     },
-    /// The node is up and takes requests.
+    /// The node accepts requests.
     Started,
-    /// The node cannot go on; the last message.
+    /// The node failed. This is the last message.
     Failed {
-        /// What is wrong, and what to do.
+        /// The error and its remedy.
         reason: String,
     },
-    /// The answer to a request.
+    /// The reply to a request.
     Reply {
-        /// The request's.
+        /// The id of the request.
         id: u64,
-        /// The answer, or what went wrong.
+        /// The answer or an error message.
         result: Result<Answer, String>,
     },
-    /// A pod is new or has changed.
+    /// A pod was created or has changed.
     Pod(PodView),
-    /// A pod is gone.
-    PodGone {
+    /// A pod was removed.
+    PodRemoved {
         /// The pod's namespace.
         namespace: String,
         /// The pod's name.
         name: String,
     },
-    /// A container has printed a line.
+    /// A container printed a line.
     Log(LogLine),
-    /// Something a person may want to know: a restart, a pod that cannot be created.
+    /// A notice for the user, for example about a restart.
     Notice(String),
 }
 
 /// The answer to a successful request.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Answer {
-    /// Done; the object names that were touched are known by now.
+    /// The operation succeeded. The affected pods were reported before.
     Done,
-    /// A program has ended.
+    /// The command exited.
     Output(Output),
 }
 
-/// What a program that was run in a pod left.
+/// The result of a command.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Output {
-    /// The exit code; 128 plus the signal's number where a signal ended it.
+    /// The exit code, or 128 plus the number of the signal that killed the process.
     pub code: i32,
-    /// Its standard output, at most 16 MiB.
+    /// Standard output, at most 16 MiB.
     pub stdout: String,
-    /// Its standard error, at most 16 MiB.
+    /// Standard error, at most 16 MiB.
     pub stderr: String,
 }
 
@@ -122,38 +121,38 @@ pub struct LogLine {
     pub namespace: String,
     /// The pod's name.
     pub pod: String,
-    /// What made the pod, for example `http-server-v1`.
+    /// The name of the workload, for example `http-server-v1`.
     pub workload: String,
     /// The container's name.
     pub container: String,
-    /// Without the line break; long lines come in pieces of 16 KiB, as a kubelet's do.
+    /// The line without its line break. Lines are split at 16 KiB.
     pub line: String,
 }
 
-/// What can be seen of a pod.
+/// The observed state of a pod.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct PodView {
     /// Its namespace.
     pub namespace: String,
     /// Its name.
     pub name: String,
-    /// The kind of what made it: Deployment, DaemonSet, Job, or Pod.
+    /// The kind of the workload: Deployment, Job or Pod.
     pub owner_kind: String,
-    /// The name of what made it.
+    /// The name of the workload.
     pub workload: String,
     /// Pending, Running, Succeeded or Failed.
     pub phase: String,
-    /// All containers are ready.
+    /// Whether all containers are ready.
     pub ready: bool,
-    /// It has been told to end.
+    /// Whether it is being deleted.
     pub terminating: bool,
-    /// Its IPv4 address, once it has one.
+    /// Its IPv4 address, if assigned.
     pub ip: Option<String>,
-    /// The injector has marked it.
+    /// Whether the injector has injected a proxy.
     pub injected: bool,
-    /// Why it is not ready, where that is known.
+    /// Why it is not ready, if known.
     pub reason: Option<String>,
-    /// Its containers in the order in which they start, init containers first.
+    /// Its containers in start order, init containers first.
     pub containers: Vec<ContainerView>,
 }
 
@@ -163,12 +162,12 @@ impl PodView {
         format!("{}/{}", self.namespace, self.name)
     }
 
-    /// It runs to an end (a Job's) and has done so well, or it is ready.
+    /// Whether it is ready or has succeeded.
     pub fn settled(&self) -> bool {
         self.ready || self.phase == "Succeeded"
     }
 
-    /// How often its containers have been started again.
+    /// The number of restarts of all containers.
     pub fn restarts(&self) -> u32 {
         self.containers
             .iter()
@@ -177,21 +176,21 @@ impl PodView {
     }
 }
 
-/// What can be seen of a container.
+/// The observed state of a container.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ContainerView {
     /// Its name.
     pub name: String,
-    /// Its process runs.
+    /// Whether its process is running.
     pub running: bool,
-    /// It has passed its startup probe.
+    /// Whether its startup probe has succeeded.
     pub started: bool,
-    /// It has passed its readiness probe.
+    /// Whether its readiness probe succeeds.
     pub ready: bool,
-    /// How often it has been started again.
+    /// The number of restarts.
     pub restarts: u32,
     /// The last exit code.
     pub exit_code: Option<i32>,
-    /// Why it is not running or not ready, where that is known.
+    /// Why it is not running or not ready, if known.
     pub reason: Option<String>,
 }

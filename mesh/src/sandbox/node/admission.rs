@@ -1,9 +1,9 @@
-//! Admission: what an API server does with a new pod. It asks the mutating webhooks that apply, over HTTPS and with their own
-//! certificate authority, and applies the JSON patch that comes back. It decides nothing about the mesh itself.
+//! Admission of new pods, as an API server performs it: calls the matching mutating webhooks over HTTPS, verifies them with
+//! their own certificate authority, and applies the returned JSON patches.
 
 use std::{collections::BTreeMap, net::Ipv4Addr, path::PathBuf, sync::Arc, time::Duration};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::{Request, client::conn::http1, header};
@@ -15,6 +15,7 @@ use k8s_openapi::{
     },
     apimachinery::pkg::apis::meta::v1::LabelSelector,
 };
+use kube::core::{Selector, SelectorExt};
 use serde_json::{Value, json};
 use tokio::{net::TcpStream, time};
 use tokio_rustls::{
@@ -27,67 +28,66 @@ use tokio_rustls::{
 
 use super::{cel, objects::Objects, services};
 
-/// A webhook and where its servers are, in a moment.
-#[derive(Clone, Debug)]
-pub(super) struct Hook {
-    pub(super) webhook: MutatingWebhook,
-    pub(super) servers: Vec<Server>,
+/// A webhook and the ready endpoints of its Service.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Webhook {
+    config: MutatingWebhook,
+    backends: Vec<Backend>,
 }
 
-/// A pod behind a webhook's Service.
-#[derive(Clone, Debug)]
-pub(super) struct Server {
-    pub(super) ip: Ipv4Addr,
-    pub(super) port: u16,
-    /// Where it has written its certificate authority.
-    pub(super) ca_file: PathBuf,
+/// An endpoint of a webhook's Service.
+#[derive(Clone, Debug, PartialEq)]
+struct Backend {
+    ip: Ipv4Addr,
+    port: u16,
+    /// The file with the pod's certificate authority.
+    ca_file: PathBuf,
 }
 
-/// The webhooks as they are now; `ca_file` names where the pod of a uid keeps its certificate authority.
-pub(super) fn hooks(
+const DEFAULT_WEBHOOK_TIMEOUT: u64 = 10;
+const MAX_RESPONSE_SIZE: usize = 4 << 20;
+
+/// The current webhooks. `ca_file` returns the certificate authority file of a pod by uid.
+pub(super) fn webhooks(
     objects: &Objects,
     slices: &[EndpointSlice],
     ca_file: &dyn Fn(&str) -> PathBuf,
-) -> Vec<Hook> {
-    let webhooks = objects
+) -> Vec<Webhook> {
+    let configs = objects
         .webhooks
         .values()
         .flat_map(|config| config.webhooks.iter().flatten());
-    webhooks
-        .map(|webhook| Hook {
-            webhook: webhook.clone(),
-            servers: servers(webhook, objects, slices, ca_file).unwrap_or_default(),
+    configs
+        .map(|config| Webhook {
+            config: config.clone(),
+            backends: backends(config, objects, slices, ca_file).unwrap_or_default(),
         })
         .collect()
 }
 
-/// The ready pods behind a webhook's Service; `None` where there is no such Service.
-fn servers(
-    webhook: &MutatingWebhook,
+/// The ready endpoints of a webhook's Service. Returns `None` if the Service or its port does not exist.
+fn backends(
+    config: &MutatingWebhook,
     objects: &Objects,
     slices: &[EndpointSlice],
     ca_file: &dyn Fn(&str) -> PathBuf,
-) -> Option<Vec<Server>> {
-    let reference = webhook.client_config.service.as_ref()?;
+) -> Option<Vec<Backend>> {
+    let reference = config.client_config.service.as_ref()?;
     let service = objects
         .services
         .get(&(reference.namespace.clone(), reference.name.clone()))?;
-    let wanted = service
+    let service_port = service
         .spec
         .as_ref()?
         .ports
         .iter()
         .flatten()
         .find(|port| port.port == reference.port.unwrap_or(443))?;
-    let name = wanted.name.as_deref().unwrap_or_default();
-    let mut servers = Vec::new();
+    let name = service_port.name.as_deref().unwrap_or_default();
+    let mut backends = Vec::new();
     for slice in services::slices_of(service, slices).filter(|slice| slice.address_type == "IPv4") {
-        let same = slice
-            .ports
-            .iter()
-            .flatten()
-            .find(|port| port.name.as_deref().unwrap_or_default() == name);
-        let Some(port) = same.and_then(|port| port.port?.try_into().ok()) else {
+        let port = services::port_named(slice, name);
+        let Some(port) = port.and_then(|port| port.try_into().ok()) else {
             continue;
         };
         let ready = slice.endpoints.iter().filter(|endpoint| {
@@ -96,143 +96,118 @@ fn servers(
                 .as_ref()
                 .is_some_and(|conditions| conditions.ready == Some(true))
         });
-        servers.extend(ready.filter_map(|endpoint| {
+        backends.extend(ready.filter_map(|endpoint| {
             let uid = endpoint.target_ref.as_ref()?.uid.as_deref()?;
-            Some(Server {
+            Some(Backend {
                 ip: endpoint.addresses.first()?.parse().ok()?,
                 port,
                 ca_file: ca_file(uid),
             })
         }));
     }
-    Some(servers)
+    Some(backends)
 }
 
-/// Passes a new pod through the webhooks that apply.
+/// Calls all matching webhooks for a new pod. Returns the patched pod.
 pub(super) async fn admit(
     pod: Pod,
     namespace_labels: &BTreeMap<String, String>,
-    hooks: &[Hook],
+    webhooks: &[Webhook],
 ) -> Result<Pod> {
     let mut object = serde_json::to_value(pod)?;
-    for hook in hooks {
-        if applies(&hook.webhook, &object, namespace_labels)? {
-            let answer = ask_any(hook, &object).await;
-            if let Err(error) = answer.and_then(|answer| apply(&mut object, &answer)) {
-                let name = &hook.webhook.name;
-                if hook.webhook.failure_policy.as_deref() != Some("Ignore") {
+    for webhook in webhooks {
+        let config = &webhook.config;
+        if matches(config, &object, namespace_labels)? {
+            let response = call(webhook, &object).await;
+            if let Err(error) = response.and_then(|response| apply(&mut object, &response)) {
+                let name = &config.name;
+                if config.failure_policy.as_deref() != Some("Ignore") {
                     return Err(error.context(format!("failed calling webhook \"{name}\"")));
                 }
-                tracing::warn!("webhook {name} failed and its failurePolicy is Ignore: {error:#}");
+                tracing::warn!(
+                    "ignored failure of webhook {name} (failurePolicy Ignore): {error:#}"
+                );
             }
         }
     }
-    serde_json::from_value(object).context("a webhook's patch made it something else than a pod")
+    serde_json::from_value(object).context("the patched object is not a valid pod")
 }
 
-/// The webhook wants to see this new pod.
-fn applies(
-    webhook: &MutatingWebhook,
+/// Whether the rules, selectors and match conditions of a webhook match a new pod.
+fn matches(
+    config: &MutatingWebhook,
     object: &Value,
     namespace_labels: &BTreeMap<String, String>,
 ) -> Result<bool> {
-    let names = |list: Option<&Vec<String>>, name: &str| {
+    let contains = |list: Option<&Vec<String>>, name: &str| {
         list.into_iter()
             .flatten()
             .any(|item| item == name || item == "*")
     };
-    let ruled = webhook.rules.iter().flatten().any(|rule| {
-        names(rule.operations.as_ref(), "CREATE") && names(rule.resources.as_ref(), "pods")
+    let rule_matches = config.rules.iter().flatten().any(|rule| {
+        contains(rule.operations.as_ref(), "CREATE") && contains(rule.resources.as_ref(), "pods")
     });
     let labels: BTreeMap<String, String> =
         serde_json::from_value(object["metadata"]["labels"].clone()).unwrap_or_default();
-    if !ruled
-        || !selects(webhook.namespace_selector.as_ref(), namespace_labels)?
-        || !selects(webhook.object_selector.as_ref(), &labels)?
+    if !rule_matches
+        || !selects(config.namespace_selector.as_ref(), namespace_labels)?
+        || !selects(config.object_selector.as_ref(), &labels)?
     {
         return Ok(false);
     }
-    for condition in webhook.match_conditions.iter().flatten() {
-        let place = || {
+    for condition in config.match_conditions.iter().flatten() {
+        let result = cel::evaluate(&condition.expression, object).with_context(|| {
             format!(
                 "webhook {}, match condition {}",
-                webhook.name, condition.name
+                config.name, condition.name
             )
-        };
-        if !cel::holds(&condition.expression, object).with_context(place)? {
+        });
+        if !result? {
             return Ok(false);
         }
     }
     Ok(true)
 }
 
+/// A missing selector selects everything.
 fn selects(selector: Option<&LabelSelector>, labels: &BTreeMap<String, String>) -> Result<bool> {
-    let Some(selector) = selector else {
-        return Ok(true);
-    };
-    let mut holds = super::endpoints::matches(
-        selector.match_labels.as_ref().unwrap_or(&BTreeMap::new()),
-        Some(labels),
-    );
-    for requirement in selector.match_expressions.iter().flatten() {
-        let value = labels.get(&requirement.key);
-        let listed = || {
-            value.is_some_and(|value| {
-                requirement
-                    .values
-                    .iter()
-                    .flatten()
-                    .any(|item| item == value)
-            })
-        };
-        holds &= match requirement.operator.as_str() {
-            "In" => listed(),
-            "NotIn" => !listed(),
-            "Exists" => value.is_some(),
-            "DoesNotExist" => value.is_none(),
-            other => bail!("unknown selector operator {other:?}"),
-        };
-    }
-    Ok(holds)
+    let selector: Selector = selector.cloned().unwrap_or_default().try_into()?;
+    Ok(selector.matches(labels))
 }
 
-async fn ask_any(hook: &Hook, object: &Value) -> Result<Value> {
-    let service = hook
-        .webhook
+/// Calls the endpoints of a webhook one after another until one answers. Returns the response of its AdmissionReview.
+async fn call(webhook: &Webhook, object: &Value) -> Result<Value> {
+    let service = webhook
+        .config
         .client_config
         .service
         .as_ref()
-        .context("the sandbox reaches webhooks by a Service, not by a URL")?;
+        .context("unsupported clientConfig: the sandbox supports service references")?;
     let name = format!("{}.{}.svc", service.name, service.namespace);
     let path = service.path.as_deref().unwrap_or("/");
     let timeout = Duration::from_secs(
-        hook.webhook
+        webhook
+            .config
             .timeout_seconds
             .and_then(|seconds| seconds.try_into().ok())
-            .unwrap_or(10),
+            .unwrap_or(DEFAULT_WEBHOOK_TIMEOUT),
     );
-    let mut last = anyhow::anyhow!("no endpoints available for service \"{}\"", service.name);
-    for server in &hook.servers {
-        match time::timeout(timeout, ask(server, &name, path, timeout, object)).await {
-            Ok(Ok(answer)) => return Ok(answer),
-            Ok(Err(error)) => {
-                last = error.context(format!("https://{name}{path} at {}", server.ip))
-            }
-            Err(_) => {
-                last = anyhow::anyhow!(
-                    "https://{name}{path} at {}: no answer within {} s",
-                    server.ip,
-                    timeout.as_secs()
-                )
-            }
-        }
+    let mut last_error = anyhow!("no endpoints available for service \"{}\"", service.name);
+    for backend in &webhook.backends {
+        let review = review(backend, &name, path, timeout, object);
+        let error = match time::timeout(timeout, review).await {
+            Ok(Ok(response)) => return Ok(response),
+            Ok(Err(error)) => error,
+            Err(_) => anyhow!("timed out after {} s", timeout.as_secs()),
+        };
+        last_error = error.context(format!("https://{name}{path} at {}", backend.ip));
     }
-    Err(last)
+    Err(last_error)
 }
 
-/// The response part of the AdmissionReview that comes back.
-async fn ask(
-    server: &Server,
+/// Sends an AdmissionReview to one endpoint. Returns its response.
+async fn review(
+    backend: &Backend,
     name: &str,
     path: &str,
     timeout: Duration,
@@ -251,13 +226,12 @@ async fn ask(
             "object": object, "oldObject": null, "dryRun": false, "options": {"apiVersion": "meta.k8s.io/v1", "kind": "CreateOptions"},
         },
     });
-    let connector = connector(server).await?;
-    let stream = TcpStream::connect((server.ip, server.port)).await?;
+    let connector = connector(backend).await?;
+    let stream = TcpStream::connect((backend.ip, backend.port)).await?;
     let stream = connector
         .connect(ServerName::try_from(name.to_owned())?, stream)
         .await?;
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
-    // Its end is told by the response.
     let driver = tokio::spawn(connection);
     let request = Request::post(format!("{path}?timeout={}s", timeout.as_secs()))
         .header(header::HOST, name)
@@ -265,10 +239,10 @@ async fn ask(
         .body(Full::new(Bytes::from(serde_json::to_vec(&review)?)))?;
     let response = sender.send_request(request).await?;
     let status = response.status();
-    let body = Limited::new(response.into_body(), 4 << 20)
+    let body = Limited::new(response.into_body(), MAX_RESPONSE_SIZE)
         .collect()
         .await
-        .map_err(|error| anyhow::anyhow!("{error}"))?
+        .map_err(|error| anyhow!(error))?
         .to_bytes();
     driver.abort();
     ensure!(
@@ -276,18 +250,20 @@ async fn ask(
         "status {status}: {}",
         String::from_utf8_lossy(&body)
     );
-    let mut answer: Value = serde_json::from_slice(&body).context("the answer is no JSON")?;
+    let mut review: Value =
+        serde_json::from_slice(&body).context("the response is not valid JSON")?;
     ensure!(
-        answer["response"]["uid"] == uid,
-        "the answer is for another request"
+        review["response"]["uid"] == uid,
+        "the response has uid {}, expected {uid}",
+        review["response"]["uid"]
     );
-    Ok(answer["response"].take())
+    Ok(review["response"].take())
 }
 
-async fn connector(server: &Server) -> Result<TlsConnector> {
-    let pem = tokio::fs::read(&server.ca_file)
+async fn connector(backend: &Backend) -> Result<TlsConnector> {
+    let pem = tokio::fs::read(&backend.ca_file)
         .await
-        .context("the injector has not written its certificate authority")?;
+        .context("the injector has not published its certificate authority")?;
     let mut roots = RootCertStore::empty();
     for certificate in CertificateDer::pem_slice_iter(&pem) {
         roots.add(certificate?)?;
@@ -304,26 +280,24 @@ fn apply(object: &mut Value, response: &Value) -> Result<()> {
         "denied the request: {}",
         response["status"]["message"]
             .as_str()
-            .unwrap_or("without a reason")
+            .unwrap_or("no reason given")
     );
     for warning in response["warnings"].as_array().into_iter().flatten() {
-        tracing::warn!(
-            "the injector warns: {}",
-            warning.as_str().unwrap_or_default()
-        );
+        tracing::warn!("webhook warning: {}", warning.as_str().unwrap_or_default());
     }
     if response["patch"].is_null() {
         return Ok(());
     }
     ensure!(
         response["patchType"] == "JSONPatch",
-        "it answered with a patch of an unknown type"
+        "unsupported patchType {}, expected JSONPatch",
+        response["patchType"]
     );
-    let patch: ByteString =
-        serde_json::from_value(response["patch"].clone()).context("its patch is no base64")?;
+    let patch: ByteString = serde_json::from_value(response["patch"].clone())
+        .context("the patch is not valid base64")?;
     let patch: json_patch::Patch =
-        serde_json::from_slice(&patch.0).context("its patch is no JSON patch")?;
-    json_patch::patch(object, &patch).context("its patch does not fit the pod")
+        serde_json::from_slice(&patch.0).context("the patch is not a JSON patch")?;
+    json_patch::patch(object, &patch).context("the patch does not apply to the pod")
 }
 
 #[cfg(test)]
@@ -339,8 +313,12 @@ mod tests {
         serde_json::from_value(config["webhooks"].clone()).unwrap()
     }
 
-    /// Where a pod is sent to, by the entries that can stop it.
-    fn asked(annotation: Option<&str>, inject: Option<&str>, inbound: Option<&str>) -> Vec<String> {
+    /// The paths of the matching webhooks with failure policy Fail.
+    fn matching_paths(
+        annotation: Option<&str>,
+        inject: Option<&str>,
+        inbound: Option<&str>,
+    ) -> Vec<String> {
         let annotations: BTreeMap<&str, &str> = annotation
             .map(|value| ("diy-service-mesh/inject", value))
             .into_iter()
@@ -354,15 +332,15 @@ mod tests {
         let failing = webhooks()
             .into_iter()
             .filter(|webhook| webhook.failure_policy.as_deref() != Some("Ignore"));
-        let asked = failing.filter(|webhook| applies(webhook, &object, &labels).unwrap());
-        asked
+        failing
+            .filter(|webhook| matches(webhook, &object, &labels).unwrap())
             .filter_map(|webhook| webhook.client_config.service?.path)
             .collect()
     }
 
     #[test]
-    fn only_pods_that_ask_are_sent_to_the_injector_and_those_once() {
-        for (inbound, of_pods, of_namespaces) in [
+    fn matches_at_most_one_webhook_and_only_for_requested_injection() {
+        for (inbound, pod_path, namespace_path) in [
             (None, "/inject", "/inject/enabled-namespace"),
             (Some("permissive"), "/inject", "/inject/enabled-namespace"),
             (
@@ -371,31 +349,40 @@ mod tests {
                 "/inject/enabled-strict-namespace",
             ),
         ] {
-            let nobody: [&str; 0] = [];
-            assert_eq!(asked(None, None, inbound), nobody);
-            assert_eq!(asked(Some("True"), None, inbound), [of_pods]);
-            assert_eq!(asked(Some("false"), None, inbound), nobody);
-            assert_eq!(asked(None, Some("enabled"), inbound), [of_namespaces]);
-            assert_eq!(asked(Some("true"), Some("enabled"), inbound), [of_pods]);
-            assert_eq!(asked(Some("FALSE"), Some("enabled"), inbound), nobody);
-            assert_eq!(asked(None, Some("other"), inbound), nobody);
+            let none: [&str; 0] = [];
+            assert_eq!(matching_paths(None, None, inbound), none);
+            assert_eq!(matching_paths(Some("True"), None, inbound), [pod_path]);
+            assert_eq!(matching_paths(Some("false"), None, inbound), none);
+            assert_eq!(
+                matching_paths(None, Some("enabled"), inbound),
+                [namespace_path]
+            );
+            assert_eq!(
+                matching_paths(Some("true"), Some("enabled"), inbound),
+                [pod_path]
+            );
+            assert_eq!(
+                matching_paths(Some("FALSE"), Some("enabled"), inbound),
+                none
+            );
+            assert_eq!(matching_paths(None, Some("other"), inbound), none);
         }
     }
 
     #[test]
-    fn a_condition_that_cannot_be_evaluated_is_an_error_that_names_it() {
+    fn error_names_the_invalid_match_condition() {
         let webhook = json!({"name": "w", "admissionReviewVersions": [], "clientConfig": {}, "sideEffects": "None",
             "rules": [{"operations": ["CREATE"], "resources": ["pods"]}], "matchConditions": [{"name": "odd", "expression": "oldObject == 1"}]});
         let webhook = serde_json::from_value(webhook).unwrap();
-        let error = applies(&webhook, &json!({}), &BTreeMap::new()).unwrap_err();
+        let error = matches(&webhook, &json!({}), &BTreeMap::new()).unwrap_err();
         assert_eq!(
             format!("{error:#}"),
-            "webhook w, match condition odd: the sandbox does not know oldObject"
+            "webhook w, match condition odd: Undeclared reference to 'oldObject'"
         );
     }
 
     #[test]
-    fn patches_are_applied_and_refusals_are_told() {
+    fn applies_patches_and_reports_denials() {
         let mut object = json!({"a": 1});
         // [{"op":"add","path":"/b","value":2}]
         let patch = "W3sib3AiOiJhZGQiLCJwYXRoIjoiL2IiLCJ2YWx1ZSI6Mn1d";

@@ -1,19 +1,20 @@
-//! The catalog folder that the controller reads: a file an object, each replaced at once by renaming. It writes what has
-//! changed and nothing else.
+//! The catalog directory that the controller reads. Each object is one file, replaced atomically when it changes.
 
 use std::{collections::BTreeMap, fs, io, path::PathBuf};
 
 use k8s_openapi::Resource;
 use serde::Serialize;
 
-/// A folder of objects.
+use super::volumes::replace_file;
+
+/// The catalog directory.
 #[derive(Debug)]
 pub(super) struct Catalog {
-    folder: PathBuf,
+    directory: PathBuf,
     written: BTreeMap<String, String>,
 }
 
-/// What the folder shall hold, by file name.
+/// The desired files by name.
 #[derive(Debug, Default)]
 pub(super) struct Contents(BTreeMap<String, String>);
 
@@ -37,32 +38,30 @@ impl Contents {
 }
 
 impl Catalog {
-    /// A catalog in an existing, empty folder.
-    pub(super) fn new(folder: PathBuf) -> Self {
+    /// A catalog in an existing empty directory.
+    pub(super) fn new(directory: PathBuf) -> Self {
         Self {
-            folder,
+            directory,
             written: BTreeMap::new(),
         }
     }
 
-    /// Makes the folder hold `contents`.
+    /// Writes changed files and deletes those that are not in `contents`.
     pub(super) fn write(&mut self, contents: Contents) -> io::Result<()> {
         for (file, text) in contents
             .0
             .iter()
             .filter(|(file, text)| self.written.get(*file) != Some(*text))
         {
-            // Readers look at *.yaml only.
-            let temporary = self.folder.join(format!("{file}.new"));
-            fs::write(&temporary, text)?;
-            fs::rename(temporary, self.folder.join(file))?;
+            // The temporary file has the extension .new, and the controller reads *.yaml only.
+            replace_file(&self.directory.join(file), text)?;
         }
         for file in self
             .written
             .keys()
             .filter(|file| !contents.0.contains_key(*file))
         {
-            fs::remove_file(self.folder.join(file))?;
+            fs::remove_file(self.directory.join(file))?;
         }
         self.written = contents.0;
         Ok(())
@@ -88,22 +87,22 @@ mod tests {
     }
 
     #[test]
-    fn files_come_change_and_go() {
-        let folder = std::env::temp_dir().join(format!("mesh-catalog-{}", std::process::id()));
-        fs::create_dir(&folder).unwrap();
-        let mut catalog = Catalog::new(folder.clone());
+    fn creates_and_deletes_files() {
+        let directory = std::env::temp_dir().join(format!("mesh-catalog-{}", std::process::id()));
+        fs::create_dir(&directory).unwrap();
+        let mut catalog = Catalog::new(directory.clone());
         catalog.write(contents(&["one", "two"])).unwrap();
-        let text = fs::read_to_string(folder.join("service.a.one.yaml")).unwrap();
+        let text = fs::read_to_string(directory.join("service.a.one.yaml")).unwrap();
         assert!(
             text.contains("kind: Service") && text.contains("name: one"),
             "{text}"
         );
         catalog.write(contents(&["two"])).unwrap();
-        let left: Vec<_> = fs::read_dir(&folder)
+        let left: Vec<_> = fs::read_dir(&directory)
             .unwrap()
             .map(|entry| entry.unwrap().file_name())
             .collect();
         assert_eq!(left, ["service.a.two.yaml"]);
-        fs::remove_dir_all(folder).unwrap();
+        fs::remove_dir_all(directory).unwrap();
     }
 }

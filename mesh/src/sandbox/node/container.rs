@@ -1,10 +1,8 @@
-//! One container's life: start, output, probes, end, and start again with growing pauses, as its restart policy has it.
+//! The lifecycle of one container: start, output, probes, termination, and restarts with back-off under its restart policy.
 
 use std::{
-    path::PathBuf,
-    process::{ExitStatus, Stdio},
-    sync::Arc,
-    time::Duration,
+    future::pending, os::unix::process::ExitStatusExt, path::PathBuf, process::ExitStatus,
+    sync::Arc, time::Duration,
 };
 
 use anyhow::{Context, Result};
@@ -15,98 +13,103 @@ use nix::{
 };
 use tokio::{
     io::{AsyncBufReadExt, AsyncRead, BufReader},
-    process::{Child, Command},
+    process::Child,
     sync::watch,
     task::JoinHandle,
     time::{self, Instant},
 };
 
-use super::{board::Board, probe::Check};
+use super::{probe::Prober, status::StatusManager};
 
-/// When to start a container again after it has ended.
+/// When a container restarts after its process exits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Restart {
+pub(super) enum RestartPolicy {
     Always,
     OnFailure,
     Never,
 }
 
-/// The order to end.
+/// A request to terminate a container.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Stop {
-    /// When it is killed.
+pub(super) struct Termination {
+    /// When the container receives SIGKILL.
     pub(super) deadline: Instant,
-    /// Its preStop hook runs first.
+    /// Whether its preStop hook runs before SIGTERM.
     pub(super) pre_stop: bool,
 }
 
-/// What a container needs to run.
+/// Runs one container.
 pub(super) struct Supervisor {
-    board: Arc<Board>,
-    /// Its place on the board.
+    status: Arc<StatusManager>,
+    /// The index of the container in the status manager.
     index: usize,
-    restart: Restart,
-    /// Its `exec::Spec`.
+    restart_policy: RestartPolicy,
+    /// The path of its `exec::Spec`.
     spec_file: PathBuf,
-    startup: Option<Check>,
-    readiness: Option<Check>,
-    liveness: Option<Check>,
+    startup: Option<Prober>,
+    readiness: Option<Prober>,
+    liveness: Option<Prober>,
     pre_stop: Option<PreStop>,
 }
 
 enum PreStop {
     Sleep(Duration),
-    Exec(PathBuf),
-    Http(Check),
+    Http(Prober),
 }
 
-/// A pipe's line never grows beyond this; kubelets cut there too.
-const LONGEST_LINE: usize = 16 * 1024;
+/// Kubelets split longer lines too.
+const MAX_LINE_LENGTH: usize = 16 * 1024;
+const MIN_RESTART_DELAY: Duration = Duration::from_secs(1);
+const MAX_RESTART_DELAY: Duration = Duration::from_secs(60);
+/// A container that runs this long resets its restart delay.
+const RESTART_DELAY_RESET: Duration = Duration::from_secs(600);
+/// The time between SIGTERM and SIGKILL after a failed probe.
+const PROBE_TERMINATION_TIMEOUT: Duration = Duration::from_secs(30);
+const MIN_PROBE_INTERVAL: Duration = Duration::from_millis(20);
+/// The time to read the remaining output after the container's process group is killed.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Supervisor {
     pub(super) fn new(
-        board: Arc<Board>,
+        status: Arc<StatusManager>,
         index: usize,
         container: &Container,
-        restart: Restart,
+        restart_policy: RestartPolicy,
         spec_file: PathBuf,
     ) -> Result<Self> {
-        let check = |probe: Option<&_>| probe.map(|probe| Check::new(probe, container)).transpose();
-        let place = || format!("container {}", container.name);
+        let prober =
+            |probe: Option<&_>| probe.map(|probe| Prober::new(probe, container)).transpose();
+        let pre_stop = container
+            .lifecycle
+            .as_ref()
+            .and_then(|lifecycle| lifecycle.pre_stop.as_ref())
+            .map(|hook| PreStop::new(hook, container))
+            .transpose()?;
         Ok(Self {
-            startup: check(container.startup_probe.as_ref()).with_context(place)?,
-            readiness: check(container.readiness_probe.as_ref()).with_context(place)?,
-            liveness: check(container.liveness_probe.as_ref()).with_context(place)?,
-            pre_stop: container
-                .lifecycle
-                .as_ref()
-                .and_then(|lifecycle| lifecycle.pre_stop.as_ref())
-                .map(|hook| pre_stop(hook, container, &spec_file))
-                .transpose()
-                .with_context(place)?,
-            board,
+            startup: prober(container.startup_probe.as_ref())?,
+            readiness: prober(container.readiness_probe.as_ref())?,
+            liveness: prober(container.liveness_probe.as_ref())?,
+            pre_stop,
+            status,
             index,
-            restart,
+            restart_policy,
             spec_file,
         })
     }
 
-    /// Runs the container until it has ended for good; the exit code.
-    pub(super) async fn run(self, mut stop: watch::Receiver<Option<Stop>>) -> i32 {
-        let mut pause = Duration::from_secs(1);
+    /// Runs the container until it exits and does not restart. Returns the last exit code.
+    pub(super) async fn run(self, mut termination: watch::Receiver<Option<Termination>>) -> i32 {
+        let mut delay = MIN_RESTART_DELAY;
         loop {
-            let begun = Instant::now();
-            let code = match self.run_once(&mut stop).await {
+            let started_at = Instant::now();
+            let code = match self.run_once(&mut termination).await {
                 Ok(code) => code,
                 Err(error) => {
-                    self.board.notice(format!(
-                        "container {} does not start: {error:#}",
-                        self.board.container(self.index)
-                    ));
+                    self.notice(&format!("failed to start: {error:#}"));
                     128
                 }
             };
-            self.board.update(self.index, |view| {
+            self.status.update(self.index, |view| {
                 (view.running, view.ready, view.started, view.exit_code) =
                     (false, false, false, Some(code));
                 view.reason = Some(if code == 0 {
@@ -115,44 +118,42 @@ impl Supervisor {
                     format!("exit code {code}")
                 });
             });
-            let again = match self.restart {
-                Restart::Always => true,
-                Restart::OnFailure => code != 0,
-                Restart::Never => false,
+            let restarts = match self.restart_policy {
+                RestartPolicy::Always => true,
+                RestartPolicy::OnFailure => code != 0,
+                RestartPolicy::Never => false,
             };
-            if !again || stop.borrow().is_some() {
+            if !restarts || termination.borrow().is_some() {
                 return code;
             }
-            if begun.elapsed() > Duration::from_secs(600) {
-                pause = Duration::from_secs(1);
+            if started_at.elapsed() > RESTART_DELAY_RESET {
+                delay = MIN_RESTART_DELAY;
             }
-            self.board.notice(format!(
-                "container {} ended with code {code}; it starts again in {} s",
-                self.board.container(self.index),
-                pause.as_secs()
+            let seconds = delay.as_secs();
+            self.notice(&format!(
+                "exited with code {code}, restarting in {seconds} s"
             ));
             tokio::select! {
-                () = time::sleep(pause) => {}
-                () = stopped(&mut stop) => return code,
+                () = time::sleep(delay) => {}
+                () = termination_requested(&mut termination) => return code,
             }
-            pause = (pause * 2).min(Duration::from_secs(60));
-            self.board.update(self.index, |view| view.restarts += 1);
+            delay = (delay * 2).min(MAX_RESTART_DELAY);
+            self.status.update(self.index, |view| view.restarts += 1);
         }
     }
 
-    async fn run_once(&self, stop: &mut watch::Receiver<Option<Stop>>) -> Result<i32> {
+    async fn run_once(
+        &self,
+        termination: &mut watch::Receiver<Option<Termination>>,
+    ) -> Result<i32> {
         let mut child = super::execute::spawn(&self.spec_file)?;
-        let pid = Pid::from_raw(
-            child
-                .id()
-                .context("a child that was not waited for has an id")?
-                .cast_signed(),
-        );
-        let pumps = [
-            self.pump(child.stdout.take()),
-            self.pump(child.stderr.take()),
+        let pid = child.id().expect("the child has not been awaited");
+        let pid = Pid::from_raw(pid.cast_signed());
+        let output = [
+            self.forward_lines(child.stdout.take()),
+            self.forward_lines(child.stderr.take()),
         ];
-        self.board.update(self.index, |view| {
+        self.status.update(self.index, |view| {
             (view.running, view.started) = (true, self.startup.is_none());
             view.ready = view.started && self.readiness.is_none();
             view.reason = None;
@@ -160,51 +161,52 @@ impl Supervisor {
         let status = tokio::select! {
             status = child.wait() => status?,
             reason = self.probe() => {
-                self.board.notice(format!("container {} is ended: {reason:#}", self.board.container(self.index)));
-                self.end(&mut child, pid, stop, Stop { deadline: Instant::now() + Duration::from_secs(30), pre_stop: false }).await?
+                self.notice(&format!("terminating: {reason:#}"));
+                let request = Termination { deadline: Instant::now() + PROBE_TERMINATION_TIMEOUT, pre_stop: false };
+                self.terminate(&mut child, pid, termination, request).await?
             }
-            () = stopped(stop) => {
-                let order = stop.borrow().expect("it was just seen");
-                self.end(&mut child, pid, stop, order).await?
+            () = termination_requested(termination) => {
+                let request = termination.borrow().expect("termination is requested");
+                self.terminate(&mut child, pid, termination, request).await?
             }
         };
-        // Whatever it started goes with it, as in a container. An empty group is no error.
+        // Kills the remaining processes of the container. Fails if there are none.
         let _ = killpg(pid, Signal::SIGKILL);
-        for pump in pumps.into_iter().flatten() {
-            // A process that left its group may hold the pipe; its lines are not waited for.
-            let _ = time::timeout(Duration::from_secs(1), pump).await;
+        for task in output.into_iter().flatten() {
+            // A process that has left the process group can keep the pipe open.
+            let _ = time::timeout(DRAIN_TIMEOUT, task).await;
         }
         Ok(exit_code(status))
     }
 
-    /// SIGTERM, after the hook; SIGKILL at the deadline, which a later order can only bring closer.
-    async fn end(
+    /// Runs the preStop hook, sends SIGTERM, and sends SIGKILL at the deadline. A later request can only shorten the deadline.
+    async fn terminate(
         &self,
         child: &mut Child,
         pid: Pid,
-        stop: &mut watch::Receiver<Option<Stop>>,
-        mut order: Stop,
+        termination: &mut watch::Receiver<Option<Termination>>,
+        mut request: Termination,
     ) -> Result<ExitStatus> {
-        let hook = self.hook(order.pre_stop);
+        let hook = self.run_pre_stop(request.pre_stop);
         tokio::pin!(hook);
-        let mut asked = false;
+        let mut signaled = false;
         loop {
             tokio::select! {
                 status = child.wait() => return Ok(status?),
-                () = &mut hook, if !asked => {
-                    asked = true;
-                    // It may have ended in this moment.
+                () = &mut hook, if !signaled => {
+                    signaled = true;
+                    // Fails if the process has exited.
                     let _ = kill(pid, Signal::SIGTERM);
                 }
-                () = time::sleep_until(order.deadline) => {
+                () = time::sleep_until(request.deadline) => {
                     let _ = killpg(pid, Signal::SIGKILL);
                     return Ok(child.wait().await?);
                 }
-                Ok(()) = stop.changed() => {
-                    if let Some(later) = *stop.borrow() {
-                        order.deadline = order.deadline.min(later.deadline);
-                        if !later.pre_stop && !asked {
-                            asked = true;
+                Ok(()) = termination.changed() => {
+                    if let Some(later) = *termination.borrow() {
+                        request.deadline = request.deadline.min(later.deadline);
+                        if !later.pre_stop && !signaled {
+                            signaled = true;
                             let _ = kill(pid, Signal::SIGTERM);
                         }
                     }
@@ -213,48 +215,26 @@ impl Supervisor {
         }
     }
 
-    async fn hook(&self, wanted: bool) {
-        match &self.pre_stop {
-            Some(PreStop::Sleep(duration)) if wanted => time::sleep(*duration).await,
-            Some(PreStop::Exec(spec)) if wanted => {
-                let mut command = Command::new("/proc/self/exe");
-                command
-                    .arg("sandbox-exec")
-                    .arg(spec)
-                    .env_clear()
-                    .stdin(Stdio::null())
-                    .kill_on_drop(true);
-                match command.output().await {
-                    Ok(output) if output.status.success() => {}
-                    other => self.hook_failed(&format!("{other:?}")),
+    async fn run_pre_stop(&self, enabled: bool) {
+        match self.pre_stop.as_ref().filter(|_| enabled) {
+            None => {}
+            Some(PreStop::Sleep(duration)) => time::sleep(*duration).await,
+            Some(PreStop::Http(prober)) => {
+                if let Err(error) = prober.probe(self.status.ip()).await {
+                    self.notice(&format!("preStop hook failed: {error:#}"));
                 }
             }
-            Some(PreStop::Http(check)) if wanted => {
-                if let Err(error) = check.run(self.board.ip()).await {
-                    self.hook_failed(&format!("{error:#}"));
-                }
-            }
-            _ => {}
         }
     }
 
-    fn hook_failed(&self, why: &str) {
-        self.board.notice(format!(
-            "the preStop hook of container {} failed: {why}",
-            self.board.container(self.index)
-        ));
-    }
-
-    /// Keeps the board in step with the probes; comes back when one says that the container must end.
+    /// Applies the results of the probes to the status. Returns the reason when a probe requires a restart.
     async fn probe(&self) -> anyhow::Error {
-        if let Some(check) = &self.startup {
-            if let Err(error) = self
-                .until_success(check, check.period * check.failures)
-                .await
-            {
-                return error.context("its startup probe failed");
+        if let Some(prober) = &self.startup {
+            let timeout = prober.period * prober.failure_threshold;
+            if let Err(error) = self.probe_until_success(prober, timeout).await {
+                return error.context("startup probe failed");
             }
-            self.board.update(self.index, |view| {
+            self.status.update(self.index, |view| {
                 view.started = true;
                 view.ready = self.readiness.is_none();
                 view.reason = None;
@@ -267,28 +247,28 @@ impl Supervisor {
     }
 
     async fn watch_readiness(&self) -> std::convert::Infallible {
-        let Some(check) = &self.readiness else {
-            return std::future::pending().await;
+        let Some(prober) = &self.readiness else {
+            return pending().await;
         };
-        // Until it is ready for the first time nobody wants to wait for a period.
-        let _ = self.until_success(check, Duration::MAX).await;
+        // The first success does not wait for a full period.
+        let _ = self.probe_until_success(prober, Duration::MAX).await;
         let (mut failures, mut successes) = (0, 1);
         loop {
-            self.board.update(self.index, |view| {
-                if successes >= check.successes && !view.ready {
+            self.status.update(self.index, |view| {
+                if successes >= prober.success_threshold && !view.ready {
                     (view.ready, view.reason) = (true, None);
-                } else if failures >= check.failures && view.ready {
-                    (view.ready, view.reason) = (false, Some("its readiness probe fails".into()));
+                } else if failures >= prober.failure_threshold && view.ready {
+                    (view.ready, view.reason) = (false, Some("readiness probe failed".into()));
                 }
             });
-            time::sleep(check.period).await;
-            match check.run(self.board.ip()).await {
+            time::sleep(prober.period).await;
+            match prober.probe(self.status.ip()).await {
                 Ok(()) => (failures, successes) = (0, successes + 1),
                 Err(error) => {
                     (failures, successes) = (failures + 1, 0);
                     tracing::debug!(
-                        "readiness of {}: {error:#}",
-                        self.board.container(self.index)
+                        "readiness probe of {} failed: {error:#}",
+                        self.status.container(self.index)
                     );
                 }
             }
@@ -296,67 +276,86 @@ impl Supervisor {
     }
 
     async fn watch_liveness(&self) -> anyhow::Error {
-        let Some(check) = &self.liveness else {
-            return std::future::pending().await;
+        let Some(prober) = &self.liveness else {
+            return pending().await;
         };
-        time::sleep(check.initial_delay.max(check.period)).await;
+        time::sleep(prober.initial_delay.max(prober.period)).await;
         let mut failures = 0;
         loop {
-            match check.run(self.board.ip()).await {
+            match prober.probe(self.status.ip()).await {
                 Ok(()) => failures = 0,
-                Err(error) if failures + 1 >= check.failures => {
-                    return error.context("its liveness probe failed");
+                Err(error) if failures + 1 >= prober.failure_threshold => {
+                    return error.context("liveness probe failed");
                 }
                 Err(_) => failures += 1,
             }
-            time::sleep(check.period).await;
+            time::sleep(prober.period).await;
         }
     }
 
-    /// Probes in quick succession, then ever slower up to the period, until the first success.
-    async fn until_success(&self, check: &Check, patience: Duration) -> Result<()> {
-        time::sleep(check.initial_delay).await;
-        let begun = Instant::now();
-        let mut pause = Duration::from_millis(20);
+    /// Probes at intervals that grow from `MIN_PROBE_INTERVAL` to the probe's period.
+    async fn probe_until_success(&self, prober: &Prober, timeout: Duration) -> Result<()> {
+        time::sleep(prober.initial_delay).await;
+        let started_at = Instant::now();
+        let mut interval = MIN_PROBE_INTERVAL;
         loop {
-            let Err(error) = check.run(self.board.ip()).await else {
+            let Err(error) = prober.probe(self.status.ip()).await else {
                 return Ok(());
             };
-            if begun.elapsed() > patience {
+            if started_at.elapsed() > timeout {
                 return Err(error);
             }
-            self.board
+            self.status
                 .update(self.index, |view| view.reason = Some(format!("{error:#}")));
-            time::sleep(pause).await;
-            pause = pause.mul_f64(1.3).min(check.period);
+            time::sleep(interval).await;
+            interval = interval.mul_f64(1.3).min(prober.period);
         }
     }
 
-    fn pump(
+    fn forward_lines(
         &self,
         pipe: Option<impl AsyncRead + Unpin + Send + 'static>,
     ) -> Option<JoinHandle<()>> {
-        let (board, index) = (self.board.clone(), self.index);
+        let (status, index) = (self.status.clone(), self.index);
         pipe.map(|pipe| {
             tokio::spawn(async move {
-                let mut lines = BufReader::with_capacity(LONGEST_LINE, pipe);
+                let mut lines = BufReader::with_capacity(MAX_LINE_LENGTH, pipe);
                 while let Some(line) = next_line(&mut lines).await {
-                    board.log(index, line).await;
+                    status.log(index, line).await;
                 }
             })
         })
     }
-}
 
-/// Comes back once there is an order to stop, also when it was there before.
-pub(super) async fn stopped(stop: &mut watch::Receiver<Option<Stop>>) {
-    if stop.wait_for(Option::is_some).await.is_err() {
-        // Nobody can order any more.
-        std::future::pending::<()>().await;
+    fn notice(&self, text: &str) {
+        let container = self.status.container(self.index);
+        self.status.notice(format!("container {container}: {text}"));
     }
 }
 
-/// A line without its break, or the next piece of a long one; `None` at the end or when the pipe breaks.
+impl PreStop {
+    fn new(hook: &LifecycleHandler, container: &Container) -> Result<Self> {
+        if let Some(sleep) = &hook.sleep {
+            let seconds = sleep.seconds.try_into().unwrap_or(0);
+            return Ok(Self::Sleep(Duration::from_secs(seconds)));
+        }
+        let http = hook
+            .http_get
+            .as_ref()
+            .context("unsupported preStop hook: the sandbox supports sleep and httpGet")?;
+        Ok(Self::Http(Prober::pre_stop(http, container)?))
+    }
+}
+
+/// Waits until a termination is requested. Returns at once if that has happened before.
+pub(super) async fn termination_requested(termination: &mut watch::Receiver<Option<Termination>>) {
+    if termination.wait_for(Option::is_some).await.is_err() {
+        // The sender is dropped, so no request can follow.
+        pending::<()>().await;
+    }
+}
+
+/// Reads a line without its line break, or the next part of a long line. Returns `None` at the end of the pipe or on an error.
 async fn next_line(reader: &mut BufReader<impl AsyncRead + Unpin>) -> Option<String> {
     let mut line = Vec::new();
     loop {
@@ -364,44 +363,19 @@ async fn next_line(reader: &mut BufReader<impl AsyncRead + Unpin>) -> Option<Str
         if buffer.is_empty() {
             return (!line.is_empty()).then(|| String::from_utf8_lossy(&line).into_owned());
         }
-        let room = &buffer[..buffer.len().min(LONGEST_LINE - line.len())];
-        let end = room.iter().position(|&byte| byte == b'\n');
-        line.extend_from_slice(&room[..end.unwrap_or(room.len())]);
-        let used = end.map_or(room.len(), |at| at + 1);
+        let available = &buffer[..buffer.len().min(MAX_LINE_LENGTH - line.len())];
+        let end = available.iter().position(|&byte| byte == b'\n');
+        line.extend_from_slice(&available[..end.unwrap_or(available.len())]);
+        let used = end.map_or(available.len(), |at| at + 1);
         reader.consume(used);
-        if end.is_some() || line.len() >= LONGEST_LINE {
+        if end.is_some() || line.len() >= MAX_LINE_LENGTH {
             return Some(String::from_utf8_lossy(&line).into_owned());
         }
     }
 }
 
-fn pre_stop(
-    hook: &LifecycleHandler,
-    container: &Container,
-    spec_file: &std::path::Path,
-) -> Result<PreStop> {
-    if let Some(sleep) = &hook.sleep {
-        return Ok(PreStop::Sleep(Duration::from_secs(
-            sleep.seconds.try_into().unwrap_or(0),
-        )));
-    }
-    if let Some(http) = &hook.http_get {
-        return Ok(PreStop::Http(Check::hook(http, container)?));
-    }
-    let exec = hook
-        .exec
-        .as_ref()
-        .context("the sandbox knows the preStop hooks sleep, exec and httpGet")?;
-    let mut spec: crate::sandbox::exec::Spec = serde_json::from_slice(&std::fs::read(spec_file)?)?;
-    spec.argv = exec.command.clone().unwrap_or_default();
-    let file = spec_file.with_extension("pre-stop");
-    std::fs::write(&file, serde_json::to_vec(&spec)?)?;
-    Ok(PreStop::Exec(file))
-}
-
-/// As shells count: 128 and the signal's number where a signal ended it.
+/// The exit code, or 128 plus the number of the signal that killed the process, as shells report it.
 pub(super) fn exit_code(status: ExitStatus) -> i32 {
-    use std::os::unix::process::ExitStatusExt;
     status
         .code()
         .unwrap_or_else(|| 128 + status.signal().unwrap_or(0))
@@ -412,8 +386,8 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn lines_come_whole_and_long_ones_in_pieces() {
-        let long = "x".repeat(LONGEST_LINE + 3);
+    async fn splits_long_lines() {
+        let long = "x".repeat(MAX_LINE_LENGTH + 3);
         let text = format!("one\n\n{long}\nlast");
         let mut reader = BufReader::with_capacity(100, text.as_bytes());
         let mut lines = Vec::new();
@@ -422,20 +396,20 @@ mod tests {
         }
         assert_eq!(
             lines.iter().map(String::len).collect::<Vec<_>>(),
-            [3, 0, LONGEST_LINE, 3, 4]
+            [3, 0, MAX_LINE_LENGTH, 3, 4]
         );
     }
 
     #[tokio::test]
-    async fn a_stop_that_was_ordered_before_counts() {
+    async fn detects_termination_requested_before_the_wait() {
         let (sender, mut receiver) = watch::channel(None);
         sender
-            .send(Some(Stop {
+            .send(Some(Termination {
                 deadline: Instant::now(),
                 pre_stop: false,
             }))
             .unwrap();
         receiver.borrow_and_update();
-        stopped(&mut receiver).await;
+        termination_requested(&mut receiver).await;
     }
 }

@@ -1,4 +1,4 @@
-//! The endpoint controller: a Service and the pods to its EndpointSlices. Pure; it never touches files or addresses.
+//! The EndpointSlice controller: computes the EndpointSlices of a Service from its pods. Pure.
 
 use std::collections::BTreeMap;
 
@@ -10,10 +10,10 @@ use k8s_openapi::{
     apimachinery::pkg::{apis::meta::v1::ObjectMeta, util::intstr::IntOrString},
 };
 
-/// The label by which a slice names its Service.
+/// The label of an EndpointSlice that names its Service.
 pub(super) const SERVICE_NAME: &str = "kubernetes.io/service-name";
 
-/// The slices of a Service with a selector; none where it has no selector. `pods` are those of its namespace.
+/// The EndpointSlices of a Service. Empty if the Service has no selector. `pods` are the pods of its namespace.
 pub(super) fn slices(service: &Service, pods: &[&Pod]) -> Vec<EndpointSlice> {
     let Some(spec) = &service.spec else {
         return Vec::new();
@@ -26,11 +26,11 @@ pub(super) fn slices(service: &Service, pods: &[&Pod]) -> Vec<EndpointSlice> {
         return Vec::new();
     };
     let publish_unready = spec.publish_not_ready_addresses.unwrap_or(false);
-    // Pods that give a named port different numbers need different slices.
+    // Pods that map a named port to different numbers need separate slices.
     let mut groups: BTreeMap<(&str, String), Group> = BTreeMap::new();
     let selected = pods
         .iter()
-        .filter(|pod| matches(selector, pod.metadata.labels.as_ref()) && alive(pod));
+        .filter(|pod| matches(selector, pod.metadata.labels.as_ref()) && running(pod));
     for pod in selected {
         let ports: Vec<EndpointPort> = spec
             .ports
@@ -46,7 +46,7 @@ pub(super) fn slices(service: &Service, pods: &[&Pod]) -> Vec<EndpointSlice> {
             if spec
                 .ip_families
                 .as_ref()
-                .is_none_or(|families| families.iter().any(|wanted| wanted == family))
+                .is_none_or(|families| families.iter().any(|item| item == family))
             {
                 let group = groups
                     .entry((family, numbers.clone()))
@@ -78,23 +78,20 @@ pub(super) fn slices(service: &Service, pods: &[&Pod]) -> Vec<EndpointSlice> {
         .collect()
 }
 
-/// What becomes one slice.
+/// The contents of one EndpointSlice.
 struct Group {
     ports: Vec<EndpointPort>,
     endpoints: Vec<Endpoint>,
 }
 
-/// All of the selector's labels are there.
-pub(super) fn matches(
-    selector: &BTreeMap<String, String>,
-    labels: Option<&BTreeMap<String, String>>,
-) -> bool {
+/// Whether the labels contain all labels of the selector.
+fn matches(selector: &BTreeMap<String, String>, labels: Option<&BTreeMap<String, String>>) -> bool {
     selector
         .iter()
         .all(|(key, value)| labels.is_some_and(|labels| labels.get(key) == Some(value)))
 }
 
-/// The pod passes its readiness probes.
+/// Whether the pod has the condition Ready.
 pub(super) fn ready(pod: &Pod) -> bool {
     let conditions = pod
         .status
@@ -105,7 +102,7 @@ pub(super) fn ready(pod: &Pod) -> bool {
         .any(|condition| condition.type_ == "Ready" && condition.status == "True")
 }
 
-fn alive(pod: &Pod) -> bool {
+fn running(pod: &Pod) -> bool {
     let phase = pod
         .status
         .as_ref()
@@ -113,7 +110,7 @@ fn alive(pod: &Pod) -> bool {
     !matches!(phase, Some("Succeeded" | "Failed"))
 }
 
-/// Address family, as an EndpointSlice names it, and address.
+/// The address type, as in an EndpointSlice, and address of each pod IP.
 fn addresses(pod: &Pod) -> impl Iterator<Item = (&'static str, &str)> {
     let ips = pod
         .status
@@ -149,7 +146,7 @@ fn endpoint(pod: &Pod, address: &str, publish_unready: bool) -> Endpoint {
     }
 }
 
-/// `None` where the pod has no port of the name that the Service asks for.
+/// Resolves the target port. Returns `None` if the pod has no port with the requested name.
 fn endpoint_port(port: &ServicePort, pod: &Pod) -> Option<EndpointPort> {
     let number = match &port.target_port {
         None => port.port,
@@ -202,19 +199,19 @@ mod tests {
     }
 
     #[test]
-    fn readiness_and_termination_are_told_apart() {
+    fn reports_readiness_and_termination_separately() {
         let pods = [
             pod("up", 81, "True", ""),
             pod("down", 81, "False", ""),
             pod(
-                "leaving",
+                "terminating",
                 81,
                 "True",
                 ", deletionTimestamp: '2026-01-01T00:00:00Z'",
             ),
         ];
         let slices = slices(&service(), &pods.iter().collect::<Vec<_>>());
-        assert_eq!(slices.len(), 1, "one family, one set of ports");
+        assert_eq!(slices.len(), 1, "one address type and one set of ports");
         let seen: Vec<_> = slices[0].endpoints.iter().map(conditions).collect();
         assert_eq!(
             seen,
@@ -231,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_named_port_with_two_numbers_makes_two_slices() {
+    fn creates_one_slice_per_number_of_a_named_port() {
         let pods = [pod("one", 81, "True", ""), pod("two", 82, "True", "")];
         let slices = slices(&service(), &pods.iter().collect::<Vec<_>>());
         let ports: Vec<_> = slices
@@ -242,11 +239,11 @@ mod tests {
     }
 
     #[test]
-    fn pods_that_have_ended_or_are_others_do_not_count() {
-        let mut ended = pod("ended", 81, "False", "");
-        ended.status.as_mut().unwrap().phase = Some("Succeeded".into());
+    fn ignores_completed_and_unselected_pods() {
+        let mut completed = pod("completed", 81, "False", "");
+        completed.status.as_mut().unwrap().phase = Some("Succeeded".into());
         let mut other = pod("other", 81, "True", "");
         other.metadata.labels = None;
-        assert!(slices(&service(), &[&ended, &other]).is_empty());
+        assert!(slices(&service(), &[&completed, &other]).is_empty());
     }
 }

@@ -1,5 +1,4 @@
-//! A program run in a pod on request, as `kubectl exec` does: in a container's namespaces, with its files, user and
-//! environment. It ends with the pod.
+//! Execution of a command in a container's namespaces, with its mounts, user and environment, as `kubectl exec` does.
 
 use std::{
     fs,
@@ -21,18 +20,19 @@ use tokio::{
 
 use crate::sandbox::{exec::Spec, protocol::Output};
 
-/// A program about to run.
+/// A command to run in a container.
 #[derive(Debug)]
-pub(super) struct Program {
+pub(super) struct ExecCommand {
     spec_file: PathBuf,
-    /// Closes when the pod is gone.
+    /// Closes when the pod is removed.
     pod: watch::Receiver<()>,
 }
 
-const MOST_OUTPUT: u64 = 16 << 20;
+/// The limit of standard output and of standard error, in bytes.
+const MAX_OUTPUT: u64 = 16 << 20;
 
-impl Program {
-    /// `container` is the container's folder in the pod's.
+impl ExecCommand {
+    /// Writes the process spec of the command. `container` is the directory of the container.
     pub(super) fn new(
         container: &Path,
         argv: Vec<String>,
@@ -40,7 +40,7 @@ impl Program {
     ) -> Result<Self> {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let text =
-            fs::read(container.join("spec.json")).context("the container has not been made yet")?;
+            fs::read(container.join("spec.json")).context("the container does not exist yet")?;
         let spec = Spec {
             argv,
             ..serde_json::from_slice(&text)?
@@ -53,29 +53,26 @@ impl Program {
         Ok(Self { spec_file, pod })
     }
 
-    /// Runs it to its end.
+    /// Runs the command to completion. The command is killed when the pod is removed.
     pub(super) async fn output(mut self) -> Result<Output> {
         let mut child = spawn(&self.spec_file)?;
-        let group = Pid::from_raw(
-            child
-                .id()
-                .context("a child that was not waited for has an id")?
-                .cast_signed(),
-        );
+        let pid = child.id().expect("the child has not been awaited");
+        let group = Pid::from_raw(pid.cast_signed());
         let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
-        let finished = async { tokio::join!(child.wait(), text(stdout), text(stderr)) };
+        let is_shut_down =
+            async { tokio::join!(child.wait(), read_text(stdout), read_text(stderr)) };
         let outcome = tokio::select! {
-            (status, stdout, stderr) = finished => Ok(Output { code: super::container::exit_code(status?), stdout, stderr }),
-            _ = self.pod.changed() => Err(anyhow::anyhow!("the pod ended meanwhile")),
+            (status, stdout, stderr) = is_shut_down => Ok(Output { code: super::container::exit_code(status?), stdout, stderr }),
+            _ = self.pod.changed() => Err(anyhow::anyhow!("the pod was removed")),
         };
-        // It, and what it started.
+        // Kills the command and its child processes.
         let _ = killpg(group, Signal::SIGKILL);
         let _ = fs::remove_file(&self.spec_file);
         outcome
     }
 }
 
-/// Starts the process of a spec file, which enters its pod and becomes the program.
+/// Starts the process of a spec file.
 pub(super) fn spawn(spec_file: &Path) -> Result<Child> {
     let mut command = Command::new("/proc/self/exe");
     command.arg("sandbox-exec").arg(spec_file).env_clear();
@@ -83,17 +80,17 @@ pub(super) fn spawn(spec_file: &Path) -> Result<Child> {
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
-    command.spawn().context("cannot start sandbox-exec")
+    command.spawn().context("failed to start sandbox-exec")
 }
 
-/// All that the pipe gives, of which the first part is kept.
-async fn text(pipe: Option<impl AsyncRead + Unpin>) -> String {
+/// Reads a pipe to its end. Discards what exceeds `MAX_OUTPUT`.
+async fn read_text(pipe: Option<impl AsyncRead + Unpin>) -> String {
     let Some(mut pipe) = pipe else {
         return String::new();
     };
     let mut kept = Vec::new();
-    // A broken pipe is its end.
-    let _ = (&mut pipe).take(MOST_OUTPUT).read_to_end(&mut kept).await;
+    // A read error ends the output.
+    let _ = (&mut pipe).take(MAX_OUTPUT).read_to_end(&mut kept).await;
     let _ = tokio::io::copy(&mut pipe, &mut tokio::io::sink()).await;
     String::from_utf8_lossy(&kept).into_owned()
 }

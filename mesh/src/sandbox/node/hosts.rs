@@ -1,4 +1,4 @@
-//! The pods' hosts files, kept in step with the Services. It only writes files.
+//! The hosts files of the pods, which contain the names of the Services.
 
 use std::{
     collections::BTreeMap,
@@ -9,13 +9,15 @@ use std::{
     sync::Mutex,
 };
 
-/// All hosts files of the sandbox.
+use crate::sandbox::lock;
+
+/// The hosts files of all pods.
 #[derive(Debug, Default)]
 pub(super) struct Hosts(Mutex<Inner>);
 
 #[derive(Debug, Default)]
 struct Inner {
-    /// The lines about Services, by the namespace that looks.
+    /// The lines of the Services, by the namespace of the pod.
     services: BTreeMap<String, String>,
     files: BTreeMap<PathBuf, File>,
 }
@@ -28,9 +30,9 @@ struct File {
 }
 
 impl Hosts {
-    /// Writes a new file, with the pod's own lines first.
+    /// Creates a file. `own` are the lines of the pod itself.
     pub(super) fn add(&self, path: PathBuf, namespace: &str, own: String) -> io::Result<()> {
-        let mut inner = self.0.lock().expect("nobody panics while holding it");
+        let mut inner = lock(&self.0);
         let text = text(&own, inner.services.get(namespace));
         fs::write(&path, &text)?;
         inner.files.insert(
@@ -44,24 +46,20 @@ impl Hosts {
         Ok(())
     }
 
-    /// The file is no longer needed.
-    pub(super) fn forget(&self, path: &Path) {
-        self.0
-            .lock()
-            .expect("nobody panics while holding it")
-            .files
-            .remove(path);
+    /// Stops updating a file.
+    pub(super) fn remove(&self, path: &Path) {
+        lock(&self.0).files.remove(path);
     }
 
-    /// Brings all files in step.
+    /// Updates the lines of the Services in all files.
     pub(super) fn update(&self, services: BTreeMap<String, String>) -> io::Result<()> {
-        let mut inner = self.0.lock().expect("nobody panics while holding it");
+        let mut inner = lock(&self.0);
         inner.services = services;
         let Inner { services, files } = &mut *inner;
         for (path, file) in files {
             let text = text(&file.own, services.get(&file.namespace));
             if text != file.written {
-                // In place: the pods have mounted this very file. One write, and the rest is cut off after it.
+                // The pods have mounted this inode, so it is overwritten in place.
                 let out = OpenOptions::new().write(true).open(path)?;
                 out.write_all_at(text.as_bytes(), 0)?;
                 out.set_len(text.len() as u64)?;
@@ -86,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_changed_service_is_written_into_the_same_file() {
+    fn updates_files_in_place() {
         let path = std::env::temp_dir().join(format!("mesh-hosts-{}", std::process::id()));
         let hosts = Hosts::default();
         let services = |text: &str| BTreeMap::from([("a".to_owned(), text.to_owned())]);
@@ -103,7 +101,7 @@ mod tests {
             "127.0.0.1 localhost\n::1 localhost\n10.244.0.7 me\n10.96.0.11 x\n"
         );
         assert_eq!(fs::metadata(&path).unwrap().ino(), inode);
-        hosts.forget(&path);
+        hosts.remove(&path);
         fs::remove_file(path).unwrap();
     }
 }

@@ -1,29 +1,26 @@
-//! The sandbox's issuer of service account tokens: one ES256 key, made at the start and never written down. Its public half
-//! is the JWKS file that the controller checks tokens with.
+//! The issuer of service account tokens. Its ES256 key exists in memory only. The controller verifies tokens with the JWKS file
+//! of the public key.
 
-use std::{
-    collections::BTreeMap,
-    time::{Duration, SystemTime, UNIX_EPOCH},
-};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
 use jsonwebtoken::{
     Algorithm, EncodingKey, Header,
     jwk::{Jwk, JwkSet},
 };
-use serde::Serialize;
+use serde_json::json;
 
 const ISSUER: &str = "https://kubernetes.default.svc.cluster.local";
 const KEY_ID: &str = "sandbox";
 
-/// Signs tokens.
+/// A token issuer.
 pub(super) struct Issuer {
     key: EncodingKey,
 }
 
-/// Whom a token is for.
+/// The subject of a token: a service account and the pod that the token is bound to.
 #[derive(Clone, Debug)]
-pub(super) struct Bearer {
+pub(super) struct TokenSubject {
     pub(super) namespace: String,
     pub(super) service_account: String,
     pub(super) pod: String,
@@ -31,86 +28,54 @@ pub(super) struct Bearer {
 }
 
 impl Issuer {
-    /// An issuer with a new key.
+    /// Creates an issuer with a new key.
     pub(super) fn new() -> Result<Self> {
         let key = rcgen::KeyPair::generate_for(&rcgen::PKCS_ECDSA_P256_SHA256)
-            .context("cannot make the token issuer's key")?;
+            .context("failed to generate the key of the token issuer")?;
         Ok(Self {
             key: EncodingKey::from_ec_der(&key.serialize_der()),
         })
     }
 
-    /// The text of the JWKS file.
+    /// The JSON Web Key Set of the public key.
     pub(super) fn jwks(&self) -> Result<String> {
         let mut jwk = Jwk::from_encoding_key(&self.key, Algorithm::ES256)
-            .context("cannot derive the public key")?;
+            .context("failed to derive the public key")?;
         jwk.common.key_id = Some(KEY_ID.into());
         Ok(serde_json::to_string_pretty(&JwkSet { keys: vec![jwk] })?)
     }
 
-    /// A token as a kubelet would project it into the bearer's pod.
+    /// Issues a token bound to the subject's pod.
     pub(super) fn token(
         &self,
-        bearer: &Bearer,
+        subject: &TokenSubject,
         audience: &str,
         lifetime: Duration,
     ) -> Result<String> {
         let now = SystemTime::now()
             .duration_since(UNIX_EPOCH)
-            .context("the clock is before 1970")?;
-        let object = |name: &str, uid: &str| Object {
-            name: name.into(),
-            uid: uid.into(),
-        };
-        let account = &bearer.service_account;
-        let claims = Claims {
-            aud: vec![audience.into()],
-            iss: ISSUER,
-            sub: format!("system:serviceaccount:{}:{account}", bearer.namespace),
-            iat: now.as_secs(),
-            nbf: now.as_secs(),
-            exp: (now + lifetime).as_secs(),
-            kubernetes: BTreeMap::from([
-                ("namespace", Claim::Text(bearer.namespace.clone())),
-                ("pod", Claim::Object(object(&bearer.pod, &bearer.pod_uid))),
-                // There are no ServiceAccount objects here; their uid is derived from the name.
-                (
-                    "serviceaccount",
-                    Claim::Object(object(account, &format!("{}-{account}", bearer.namespace))),
-                ),
-            ]),
-        };
+            .context("the system clock is before 1970")?;
+        let (namespace, account) = (&subject.namespace, &subject.service_account);
+        let claims = json!({
+            "aud": [audience],
+            "iss": ISSUER,
+            "sub": format!("system:serviceaccount:{namespace}:{account}"),
+            "iat": now.as_secs(),
+            "nbf": now.as_secs(),
+            "exp": (now + lifetime).as_secs(),
+            "kubernetes.io": {
+                "namespace": namespace,
+                "pod": {"name": subject.pod, "uid": subject.pod_uid},
+                // The sandbox has no ServiceAccount objects, so the uid is derived from the name.
+                "serviceaccount": {"name": account, "uid": format!("{namespace}-{account}")},
+            },
+        });
         let header = Header {
             kid: Some(KEY_ID.into()),
             ..Header::new(Algorithm::ES256)
         };
-        jsonwebtoken::encode(&header, &claims, &self.key).context("cannot sign a token")
+        jsonwebtoken::encode(&header, &claims, &self.key).context("failed to sign a token")
     }
-}
-
-#[derive(Serialize)]
-struct Claims {
-    aud: Vec<String>,
-    iss: &'static str,
-    sub: String,
-    iat: u64,
-    nbf: u64,
-    exp: u64,
-    #[serde(rename = "kubernetes.io")]
-    kubernetes: BTreeMap<&'static str, Claim>,
-}
-
-#[derive(Serialize)]
-#[serde(untagged)]
-enum Claim {
-    Text(String),
-    Object(Object),
-}
-
-#[derive(Serialize)]
-struct Object {
-    name: String,
-    uid: String,
 }
 
 #[cfg(test)]
@@ -121,16 +86,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_token_is_valid_by_the_jwks_file_and_names_its_pod() {
+    fn issues_tokens_that_the_jwks_verifies() {
         let issuer = Issuer::new().unwrap();
-        let bearer = Bearer {
+        let subject = TokenSubject {
             namespace: "shop".into(),
             service_account: "cart".into(),
             pod: "cart-1".into(),
             pod_uid: "u-1".into(),
         };
         let token = issuer
-            .token(&bearer, "diy-service-mesh", Duration::from_secs(3600))
+            .token(&subject, "diy-service-mesh", Duration::from_secs(3600))
             .unwrap();
 
         let keys: JwkSet = serde_json::from_str(&issuer.jwks().unwrap()).unwrap();

@@ -1,12 +1,11 @@
-//! The inner half of a sandbox: one node of a cluster, with what a cluster's control plane does for it. It runs as a process of
-//! its own inside the sandbox's namespaces (see `enter`), takes requests, runs pods, and keeps four things in step with them:
-//! the controller's catalog, the translation rules of Services, the pods' hosts files, and where the injector is. It has no
-//! API but the control socket, and ends when that closes.
+//! The node of a sandbox: the kubelet and the control plane of a cluster with one node. It runs as a process inside the
+//! sandbox's namespaces (see `enter`). It accepts requests on the control socket, runs pods, and publishes the resulting state
+//! as the controller's catalog, Service translation rules, hosts files and webhook endpoints. It exits when the control socket
+//! closes.
 //!
-//! `State` is all that changes, and only the loop below changes it; everything else tells it by `Event`s.
+//! The event loop below owns all mutable `State`. Every other task reports to it with `Event`s.
 
 mod admission;
-mod board;
 mod catalog;
 mod cel;
 mod container;
@@ -22,13 +21,15 @@ mod roots;
 mod services;
 mod spec;
 mod state;
+mod status;
 mod volumes;
 mod workloads;
 
 use std::{
     fs,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, MutexGuard},
+    time::Duration,
 };
 
 use anyhow::{Context, Result};
@@ -43,56 +44,56 @@ use tokio::{
 };
 
 use self::{
-    admission::Hook, hosts::Hosts, issuer::Issuer, network::Network, objects::Objects, state::State,
+    admission::Webhook, hosts::Hosts, issuer::Issuer, network::Network, objects::Objects,
+    state::State,
 };
-use super::protocol::{Answer, Call, Message, PodView, Request};
+use super::{
+    lock,
+    protocol::{Answer, Call, Message, PodView, Request},
+};
 
-/// What pods and the loop share.
+/// State that the pod tasks and the event loop share.
 struct Node {
     programs: PathBuf,
-    /// The folder that controllers see.
+    /// The directory that the controllers mount: the catalog and the JWKS file.
     control: PathBuf,
-    /// The folder that controllers share: their certificate authority, with its keys.
+    /// The directory of the certificate authority, which all controllers mount.
     authority: PathBuf,
-    /// What they have published of it.
     roots: roots::Published,
     network: Network,
     issuer: Issuer,
     hosts: Hosts,
-    hooks: watch::Receiver<Vec<Hook>>,
+    webhooks: watch::Receiver<Vec<Webhook>>,
     objects: Mutex<Objects>,
-    /// To the outer half. Full: the reader is slow, and writers wait.
+    /// Messages to the client. Senders wait while the queue is full.
     messages: mpsc::Sender<Message>,
 }
 
-/// What the loop is told.
+/// An input of the event loop.
 enum Event {
-    /// A pod's state has changed.
-    Pod {
+    /// The state of a pod has changed. `pod` is `None` until the pod has a network.
+    PodUpdated {
         uid: String,
-        pod: Box<Pod>,
-        view: PodView,
+        pod: Option<Box<Pod>>,
+        view: Box<PodView>,
     },
-    /// A pod is not on the network yet: what can be seen of it.
-    View {
-        uid: String,
-        view: PodView,
-    },
-    /// The loop itself has made a pod, or told it to end.
-    Touched {
+    /// The event loop itself has created or terminated a pod.
+    PodChanged {
         uid: String,
     },
-    /// A pod's processes and addresses are gone.
-    Ended {
+    /// The processes and addresses of a pod are released.
+    PodRemoved {
         uid: String,
     },
     Notice(String),
 }
 
-/// Everything of the node that is a file, on a tmpfs.
-const FOLDER: &str = "/run/mesh";
+/// The node's files, on a tmpfs.
+const NODE_DIRECTORY: &str = "/run/mesh";
+/// The time to deliver the last messages to the client.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Runs the node until the outer half is gone or asks for the end.
+/// Runs the node until the client disconnects or requests a shutdown.
 pub async fn run(programs: PathBuf, control: std::os::unix::net::UnixStream) -> Result<()> {
     control.set_nonblocking(true)?;
     let (reader, writer) = UnixStream::from_std(control)?.into_split();
@@ -100,7 +101,7 @@ pub async fn run(programs: PathBuf, control: std::os::unix::net::UnixStream) -> 
     let writer = tokio::spawn(write(writer, receiver));
     let result = serve(programs, reader, messages.clone()).await;
     if let Err(error) = &result {
-        // Where the outer half is gone, nobody is left to hear of it.
+        // Fails if the client is disconnected.
         let _ = messages
             .send(Message::Failed {
                 reason: format!("{error:#}"),
@@ -108,8 +109,8 @@ pub async fn run(programs: PathBuf, control: std::os::unix::net::UnixStream) -> 
             .await;
     }
     drop(messages);
-    // The last messages, for as long as somebody reads them. Clones of the sender may live on in tasks.
-    let _ = tokio::time::timeout(std::time::Duration::from_secs(1), writer).await;
+    // Pod tasks may hold clones of the sender, so the writer does not always end.
+    let _ = tokio::time::timeout(FLUSH_TIMEOUT, writer).await;
     Ok(())
 }
 
@@ -120,13 +121,13 @@ async fn serve(
 ) -> Result<()> {
     let network = Network::new()?;
     let issuer = Issuer::new()?;
-    let control = Path::new(FOLDER).join("control");
+    let control = Path::new(NODE_DIRECTORY).join("control");
     fs::create_dir_all(control.join("catalog"))?;
     fs::write(control.join("jwks.json"), issuer.jwks()?)?;
-    let authority = Path::new(FOLDER).join("authority");
+    let authority = Path::new(NODE_DIRECTORY).join("authority");
     fs::create_dir_all(&authority)?;
     let roots = roots::watch(&authority);
-    let (hooks_sender, hooks) = watch::channel(Vec::new());
+    let (webhooks_sender, webhooks) = watch::channel(Vec::new());
     let objects = Mutex::new(Objects::default());
     let node = Arc::new(Node {
         programs,
@@ -136,12 +137,12 @@ async fn serve(
         network,
         issuer,
         hosts: Hosts::default(),
-        hooks,
+        webhooks,
         objects,
         messages,
     });
     let (events_sender, events) = mpsc::unbounded_channel();
-    let state = State::new(node.clone(), events_sender, hooks_sender)?;
+    let state = State::new(node.clone(), events_sender, webhooks_sender)?;
     node.messages.send(Message::Started).await?;
     Loop {
         node,
@@ -164,17 +165,16 @@ impl Loop {
     async fn run(mut self) -> Result<()> {
         loop {
             tokio::select! {
-                line = self.lines.next_line() => match line.context("the control socket broke")? {
+                line = self.lines.next_line() => match line.context("failed to read from the control socket")? {
                     None => return Ok(()),
-                    Some(line) => self.request(serde_json::from_str(&line).context("a request that does not parse")?).await?,
+                    Some(line) => self.request(serde_json::from_str(&line).context("failed to parse a request")?).await?,
                 },
-                event = self.events.recv() => self.event(event.context("the loop holds a sender")?).await?,
+                event = self.events.recv() => self.event(event.expect("the event loop holds a sender")).await?,
             }
-            // What happened at the same time is looked at together.
-            self.waiting_events().await?;
+            self.queued_events().await?;
             self.state.sync()?;
-            if self.state.finished() {
-                for id in self.state.waiting_for_the_end() {
+            if let Some(requests) = self.state.completed_shutdown() {
+                for &id in requests {
                     self.reply(id, Ok(Answer::Done)).await?;
                 }
                 return Ok(());
@@ -182,7 +182,7 @@ impl Loop {
         }
     }
 
-    async fn waiting_events(&mut self) -> Result<()> {
+    async fn queued_events(&mut self) -> Result<()> {
         while let Ok(event) = self.events.try_recv() {
             self.event(event).await?;
         }
@@ -225,7 +225,7 @@ impl Loop {
                                 .await
                                 .map(Answer::Output)
                                 .map_err(|error| format!("{error:#}"));
-                            // Nobody waits for it where the outer half is gone.
+                            // Fails if the client is disconnected.
                             let _ = messages.send(Message::Reply { id, result }).await;
                         });
                         return Ok(());
@@ -235,13 +235,13 @@ impl Loop {
             }
             Call::Shutdown { grace_milliseconds } => {
                 self.state
-                    .shut_down(id, std::time::Duration::from_millis(grace_milliseconds));
+                    .shut_down(id, Duration::from_millis(grace_milliseconds));
                 return Ok(());
             }
         };
         self.state.sync()?;
-        // Who hears that it is done has heard of the pods that it made and of those that it ends.
-        self.waiting_events().await?;
+        // The client receives the pods that the request created or terminated before the reply.
+        self.queued_events().await?;
         self.reply(
             id,
             done.map(|()| Answer::Done)
@@ -260,13 +260,17 @@ impl Loop {
 }
 
 impl Node {
-    fn pod_folder(&self, uid: &str) -> PathBuf {
-        Path::new(FOLDER).join("pods").join(uid)
+    fn pod_directory(&self, uid: &str) -> PathBuf {
+        Path::new(NODE_DIRECTORY).join("pods").join(uid)
     }
 
-    /// One that was applied, or the mesh's roots.
+    fn objects(&self) -> MutexGuard<'_, Objects> {
+        lock(&self.objects)
+    }
+
+    /// A ConfigMap that was applied, or the published trust roots.
     fn config_map(&self, namespace: &str, name: &str) -> Option<ConfigMap> {
-        let objects = self.objects.lock().expect("nobody panics while holding it");
+        let objects = self.objects();
         let applied = objects
             .config_maps
             .get(&(namespace.to_owned(), name.to_owned()))
@@ -290,7 +294,7 @@ async fn write(mut writer: OwnedWriteHalf, mut messages: mpsc::Receiver<Message>
             buffer.push(b'\n');
         }
         if writer.write_all(&buffer).await.is_err() {
-            // The outer half is gone; the reading side sees it and ends the node.
+            // The client is disconnected. The reading side detects it and ends the node.
             return;
         }
         buffer.clear();

@@ -1,6 +1,6 @@
-//! The pods' network: each pod has a namespace, joined to the node's by a veth pair and routed, not bridged, so that every
-//! packet passes the node's address translation in both directions (as kind's own network plugin does it). All addresses are
-//! inside the sandbox's namespaces; the host's never hears of them.
+//! The pod network: a veth pair connects each pod's network namespace to the node's. Packets are routed, not bridged, so that
+//! they pass the node's address translation in both directions, as with kind's network plugin. All addresses are local to the
+//! sandbox's namespaces.
 
 use std::{
     fs::{self, File},
@@ -19,19 +19,19 @@ use tokio::sync::oneshot;
 
 use super::services::{RANGE_V4, RANGE_V6};
 
-/// The node's address in the pods' network, every pod's gateway, and where probes come from.
+/// The node's address in the pod network: the gateway of all pods and the source address of probes.
 pub(super) const NODE_V4: Ipv4Addr = Ipv4Addr::new(10, 244, 0, 1);
 const NODE_V6: Ipv6Addr = Ipv6Addr::new(0xfd00, 0x10, 0x244, 0, 0, 0, 0, 1);
 
-/// Makes pods' networks.
+/// Creates pod networks.
 #[derive(Debug)]
 pub(super) struct Network {
-    /// The kernel has IPv6.
+    /// Whether the kernel supports IPv6.
     pub(super) ipv6: bool,
     next: AtomicU32,
 }
 
-/// A pod's network; the namespace lives as long as this or a process in it.
+/// The network of a pod. The namespace exists as long as this value or a process in it.
 #[derive(Debug)]
 pub(super) struct PodNetwork {
     pub(super) v4: Ipv4Addr,
@@ -40,16 +40,15 @@ pub(super) struct PodNetwork {
 }
 
 impl Network {
-    /// Prepares the node's side, in the namespace of the caller.
+    /// Configures the node's side in the caller's namespace.
     pub(super) fn new() -> Result<Self> {
-        // A kernel or a machine without IPv6 has IPv4 pods.
         let ipv6 = Path::new("/proc/sys/net/ipv6").exists()
-            && feed("ip6tables-restore", &["-w"], "*nat\nCOMMIT\n").is_ok();
-        set("net/ipv4/ip_forward", "1")?;
+            && run_with_input("ip6tables-restore", &["-w"], "*nat\nCOMMIT\n").is_ok();
+        write_sysctl("net/ipv4/ip_forward", "1")?;
         if ipv6 {
-            set("net/ipv6/conf/all/forwarding", "1")?;
+            write_sysctl("net/ipv6/conf/all/forwarding", "1")?;
         }
-        // Cluster addresses need a route to get as far as their translation; what is not translated is refused.
+        // Packets to cluster IPs need a route to reach the translation rules. Untranslated packets are rejected.
         let mut batch = format!("link set lo up\nroute add {RANGE_V4} dev lo\n");
         if ipv6 {
             batch += &format!("route add {RANGE_V6} dev lo\n");
@@ -61,11 +60,11 @@ impl Network {
         })
     }
 
-    /// A new network for a pod; addresses are not used twice.
+    /// Creates the network of a new pod. Addresses are never reused.
     pub(super) async fn pod(&self) -> Result<PodNetwork> {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         let Ok(low) = u16::try_from(number) else {
-            bail!("the sandbox has used up its 65,533 pod addresses")
+            bail!("all 65,533 pod addresses of the sandbox are allocated: start a new sandbox")
         };
         let [high, low] = low.to_be_bytes();
         let v4 = Ipv4Addr::new(10, 244, high, low);
@@ -82,22 +81,22 @@ impl Network {
             )
         });
         let (sender, receiver) = oneshot::channel();
-        // An own thread: it changes its namespace, and only threads without a later use may.
+        // The thread changes its network namespace, so it must not be reused.
         thread::Builder::new()
             .name("pod-network".into())
             .spawn(move || {
-                // The pod may have been deleted meanwhile; then the namespace goes with the result.
-                let _ = sender.send(make(number, v4, v6));
+                // Fails if the pod was deleted. The namespace is then dropped with the result.
+                let _ = sender.send(create(number, v4, v6));
             })?;
         let namespace = receiver
             .await
-            .context("the thread that makes the pod's network died")??;
+            .context("the thread that creates the pod network panicked")??;
         Ok(PodNetwork { v4, v6, namespace })
     }
 }
 
 impl PodNetwork {
-    /// Where other processes of this process namespace can open the pod's network namespace.
+    /// The path of the network namespace for processes in the node's PID namespace.
     pub(super) fn path(&self) -> PathBuf {
         PathBuf::from(format!(
             "/proc/{}/fd/{}",
@@ -107,24 +106,25 @@ impl PodNetwork {
     }
 }
 
-fn make(number: u32, v4: Ipv4Addr, v6: Option<Ipv6Addr>) -> Result<OwnedFd> {
-    unshare(CloneFlags::CLONE_NEWNET).context("cannot make a network namespace")?;
+fn create(number: u32, v4: Ipv4Addr, v6: Option<Ipv6Addr>) -> Result<OwnedFd> {
+    unshare(CloneFlags::CLONE_NEWNET).context("failed to create a network namespace")?;
     let namespace = OwnedFd::from(
-        File::open("/proc/thread-self/ns/net").context("cannot open the new network namespace")?,
+        File::open("/proc/thread-self/ns/net")
+            .context("failed to open the new network namespace")?,
     );
-    // As container runtimes do: port 80 is for everybody.
-    set("net/ipv4/ip_unprivileged_port_start", "0")?;
+    // Container runtimes allow unprivileged processes to bind low ports too.
+    write_sysctl("net/ipv4/ip_unprivileged_port_start", "0")?;
     ip(&pod_side(number, std::process::id(), v4, v6))?;
-    // Back on the node for its side; this thread ends here.
+    // The node's side is configured in the node's namespace.
     let node_namespace = File::open(format!("/proc/{}/ns/net", std::process::id()))
-        .context("cannot open the node's network namespace")?;
+        .context("failed to open the node's network namespace")?;
     nix::sched::setns(node_namespace, CloneFlags::CLONE_NEWNET)
-        .context("cannot return to the node's network namespace")?;
+        .context("failed to return to the node's network namespace")?;
     ip(&node_side(number, v4, v6))?;
     Ok(namespace)
 }
 
-/// What `ip -batch` does inside the pod. The peer is born in the node's namespace.
+/// The `ip -batch` commands for the pod's namespace. The veth peer is created in the node's namespace.
 fn pod_side(number: u32, node: u32, v4: Ipv4Addr, v6: Option<Ipv6Addr>) -> String {
     let mut batch = format!(
         "link set lo up\n\
@@ -142,7 +142,7 @@ fn pod_side(number: u32, node: u32, v4: Ipv4Addr, v6: Option<Ipv6Addr>) -> Strin
     batch
 }
 
-/// What `ip -batch` does on the node.
+/// The `ip -batch` commands for the node's namespace.
 fn node_side(number: u32, v4: Ipv4Addr, v6: Option<Ipv6Addr>) -> String {
     let mut batch = format!(
         "link set pod{number} up\naddr add {NODE_V4}/32 dev pod{number}\nroute add {v4} dev pod{number} scope link src {NODE_V4}\n"
@@ -155,28 +155,28 @@ fn node_side(number: u32, v4: Ipv4Addr, v6: Option<Ipv6Addr>) -> String {
     batch
 }
 
-/// Runs a batch of commands in the namespace of this thread.
+/// Runs `ip -batch` in the network namespace of the current thread.
 fn ip(batch: &str) -> Result<()> {
-    feed("ip", &["-batch", "-"], batch)
+    run_with_input("ip", &["-batch", "-"], batch)
 }
 
-/// Runs a program with a text as its input; what it says on standard error is the error.
-pub(super) fn feed(program: &str, arguments: &[&str], input: &str) -> Result<()> {
+/// Runs a program with the text as standard input. The error contains its standard error.
+pub(super) fn run_with_input(program: &str, arguments: &[&str], input: &str) -> Result<()> {
     let mut child = Command::new(program)
         .args(arguments)
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
         .spawn()
-        .with_context(|| format!("cannot start {program}"))?;
-    let mut stdin = child.stdin.take().expect("it is piped");
-    // A program that refuses its input early closes the pipe; its own words say more than the broken pipe.
+        .with_context(|| format!("failed to start {program}"))?;
+    let mut stdin = child.stdin.take().expect("stdin is piped");
+    // A program that fails early closes the pipe. Its standard error is more specific than the broken pipe.
     let _ = stdin.write_all(input.as_bytes());
     drop(stdin);
     let output = child.wait_with_output()?;
     if !output.status.success() {
         bail!(
-            "{program} {}: {}; its input was:\n{input}",
+            "{program} {} failed: {}; input:\n{input}",
             arguments.join(" "),
             String::from_utf8_lossy(&output.stderr).trim()
         );
@@ -184,9 +184,10 @@ pub(super) fn feed(program: &str, arguments: &[&str], input: &str) -> Result<()>
     Ok(())
 }
 
-fn set(name: &str, value: &str) -> Result<()> {
+fn write_sysctl(name: &str, value: &str) -> Result<()> {
     let path = Path::new("/proc/sys").join(name);
-    fs::write(&path, value).with_context(|| format!("cannot write {value} to {}", path.display()))
+    fs::write(&path, value)
+        .with_context(|| format!("failed to write {value} to {}", path.display()))
 }
 
 #[cfg(test)]
@@ -194,7 +195,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_sides_agree_and_ipv6_is_left_out_where_the_kernel_has_none() {
+    fn generates_matching_commands_for_pod_and_node() {
         let v4 = Ipv4Addr::new(10, 244, 0, 7);
         let pod = pod_side(7, 3, v4, None);
         assert!(

@@ -1,12 +1,12 @@
-//! What has been applied: the objects that the sandbox knows, typed. It defaults and checks as an API server would, runs
-//! nothing, and leaves objects that mean nothing here (RBAC, budgets, ...) aside.
+//! The applied Kubernetes objects. Parses and defaults them as an API server does, and ignores kinds that have no effect in the
+//! sandbox, such as RBAC objects and PodDisruptionBudgets.
 
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, bail};
 use k8s_openapi::api::{
     admissionregistration::v1::MutatingWebhookConfiguration,
-    apps::v1::{DaemonSet, Deployment},
+    apps::v1::Deployment,
     batch::v1::Job,
     core::v1::{ConfigMap, Namespace, Pod, Service},
     discovery::v1::EndpointSlice,
@@ -22,13 +22,13 @@ use super::{
 /// Namespace and name.
 pub(super) type Key = (String, String);
 
-/// Everything that has been applied.
+/// The applied objects.
 #[derive(Debug, Default)]
 pub(super) struct Objects {
-    /// Their labels, by name.
+    /// Namespace labels by name.
     pub(super) namespaces: BTreeMap<String, BTreeMap<String, String>>,
     pub(super) services: BTreeMap<Key, Service>,
-    /// Those of Services without a selector.
+    /// EndpointSlices of Services without a selector.
     pub(super) slices: BTreeMap<Key, EndpointSlice>,
     pub(super) config_maps: BTreeMap<Key, ConfigMap>,
     pub(super) webhooks: BTreeMap<String, MutatingWebhookConfiguration>,
@@ -49,11 +49,11 @@ impl Objects {
             .unwrap_or("default")
             .to_owned();
         if name.is_empty() {
-            bail!("a {kind} without metadata.name");
+            bail!("{kind}: metadata.name is missing");
         }
-        let place = format!("{kind} {namespace}/{name}");
+        let object = format!("{kind} {namespace}/{name}");
         self.apply_named(value, &kind, (namespace, name), ipv6)
-            .with_context(|| place)
+            .context(object)
     }
 
     fn apply_named(&mut self, value: Value, kind: &str, key: Key, ipv6: bool) -> Result<()> {
@@ -80,53 +80,38 @@ impl Objects {
             }
             "ConfigMap" => drop(self.config_maps.insert(key, parse(value)?)),
             "MutatingWebhookConfiguration" => drop(self.webhooks.insert(key.1, parse(value)?)),
-            "Deployment" => self.run(Kind::Deployment, key, |key| {
-                Workload::deployment(parse::<Deployment>(value)?, key)
-            })?,
-            "DaemonSet" => self.run(Kind::DaemonSet, key, |key| {
-                Workload::daemon_set(parse::<DaemonSet>(value)?, key)
-            })?,
-            "Job" => self.run(Kind::Job, key, |key| {
-                Workload::job(parse::<Job>(value)?, key)
-            })?,
-            "Pod" => self.run(Kind::Pod, key, |key| {
-                Workload::pod(parse::<Pod>(value)?, key)
-            })?,
-            "ReplicaSet" | "ReplicationController" | "StatefulSet" | "CronJob" => {
-                bail!("the sandbox runs Pods, Deployments, DaemonSets and Jobs, no {kind}")
+            "Deployment" => self.add(Workload::deployment(parse::<Deployment>(value)?, &key)?),
+            "Job" => self.add(Workload::job(parse::<Job>(value)?, &key)?),
+            "Pod" => self.add(Workload::pod(parse::<Pod>(value)?, &key)?),
+            "DaemonSet" | "ReplicaSet" | "ReplicationController" | "StatefulSet" | "CronJob" => {
+                bail!("unsupported kind: the sandbox supports Pods, Deployments and Jobs")
             }
             _ => {}
         }
         Ok(())
     }
 
-    fn run(
-        &mut self,
-        kind: Kind,
-        key: Key,
-        workload: impl FnOnce(&Key) -> Result<Workload>,
-    ) -> Result<()> {
-        let workload = workload(&key)?;
-        self.workloads.insert((kind, key), workload);
-        Ok(())
+    fn add(&mut self, workload: Workload) {
+        let key = (workload.kind, workload.key.clone());
+        self.workloads.insert(key, workload);
     }
 
-    /// Deletes an object; what it owns follows when the node next compares.
+    /// Deletes an object. The next reconciliation terminates its pods.
     pub(super) fn delete(&mut self, kind: &str, key: &Key) -> Result<()> {
-        let workload = |kind: Kind| (kind, key.clone());
+        let mut delete_workload =
+            |kind: Kind| self.workloads.remove(&(kind, key.clone())).is_some();
         let found = match kind {
             "Service" => self.services.remove(key).is_some(),
             "EndpointSlice" => self.slices.remove(key).is_some(),
             "ConfigMap" => self.config_maps.remove(key).is_some(),
             "MutatingWebhookConfiguration" => self.webhooks.remove(&key.1).is_some(),
-            "Deployment" => self.workloads.remove(&workload(Kind::Deployment)).is_some(),
-            "DaemonSet" => self.workloads.remove(&workload(Kind::DaemonSet)).is_some(),
-            "Job" => self.workloads.remove(&workload(Kind::Job)).is_some(),
-            "Pod" => self.workloads.remove(&workload(Kind::Pod)).is_some(),
-            _ => bail!("the sandbox cannot delete a {kind}"),
+            "Deployment" => delete_workload(Kind::Deployment),
+            "Job" => delete_workload(Kind::Job),
+            "Pod" => delete_workload(Kind::Pod),
+            _ => bail!("unsupported kind {kind}: the sandbox cannot delete it"),
         };
         if !found {
-            bail!("there is no {kind} {}/{}", key.0, key.1);
+            bail!("{kind} {}/{} not found", key.0, key.1);
         }
         Ok(())
     }
@@ -135,12 +120,13 @@ impl Objects {
     pub(super) fn scale(&mut self, key: &Key, replicas: i32) -> Result<()> {
         let workload = self.workloads.get_mut(&(Kind::Deployment, key.clone()));
         workload
-            .with_context(|| format!("there is no Deployment {}/{}", key.0, key.1))?
-            .replicas = usize::try_from(replicas).context("replicas")?;
+            .with_context(|| format!("Deployment {}/{} not found", key.0, key.1))?
+            .replicas =
+            usize::try_from(replicas).with_context(|| format!("invalid replicas {replicas}"))?;
         Ok(())
     }
 
-    /// The labels of a namespace, as far as they are known.
+    /// The labels of a namespace. A namespace that was not applied has its name label only.
     pub(super) fn namespace_labels(&self, name: &str) -> BTreeMap<String, String> {
         let named =
             || BTreeMap::from([("kubernetes.io/metadata.name".to_owned(), name.to_owned())]);
@@ -149,7 +135,7 @@ impl Objects {
 }
 
 fn parse<T: DeserializeOwned>(value: Value) -> Result<T> {
-    serde_json::from_value(value).context("it does not parse")
+    serde_json::from_value(value).context("failed to parse the object")
 }
 
 #[cfg(test)]
@@ -164,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn every_embedded_object_is_taken() {
+    fn accepts_all_embedded_objects() {
         let mut objects = Objects::default();
         for value in crate::sandbox::manifest::embedded().objects().unwrap() {
             objects.apply(value, true).unwrap();
@@ -189,17 +175,17 @@ mod tests {
         )
         .unwrap_err();
         assert!(
-            format!("{error:#}").starts_with("StatefulSet a/db: the sandbox runs Pods"),
+            format!("{error:#}").starts_with("StatefulSet a/db: unsupported kind"),
             "{error:#}"
         );
         let error = objects
             .delete("Pod", &("a".into(), "x".into()))
             .unwrap_err();
-        assert_eq!(error.to_string(), "there is no Pod a/x");
+        assert_eq!(error.to_string(), "Pod a/x not found");
     }
 
     #[test]
-    fn objects_without_a_meaning_here_are_left_aside() {
+    fn ignores_kinds_without_effect() {
         apply(
             &mut Objects::default(),
             "{apiVersion: policy/v1, kind: PodDisruptionBudget, metadata: {name: x}}",

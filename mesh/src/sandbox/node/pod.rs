@@ -1,10 +1,9 @@
-//! One pod's life, top to bottom: admission, network, files, init containers and native sidecars in order, the app's
-//! containers, and the end: the app's first, then the sidecars in reverse order. It tells the node what it does through the
-//! pod's `Board`, and never looks at other pods.
+//! The lifecycle of one pod: admission, network, volumes, init containers and native sidecars in order, application
+//! containers, and termination of the sidecars in reverse order after the application containers.
 
-use std::{collections::BTreeMap, fs, path::PathBuf, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, fs, future::pending, path::Path, sync::Arc, time::Duration};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use k8s_openapi::api::core::v1::{Container, Pod};
 use tokio::{
     sync::{mpsc, watch},
@@ -13,88 +12,81 @@ use tokio::{
 };
 
 use super::{
-    Event, Node,
-    admission::{self, Hook},
-    board::Board,
-    container::{Restart, Stop, Supervisor, stopped},
-    issuer::Bearer,
+    Event, Node, admission,
+    container::{RestartPolicy, Supervisor, Termination, termination_requested},
+    issuer::TokenSubject,
     network::{NODE_V4, PodNetwork},
     roots,
-    spec::{Surroundings, service_account},
-    volumes::{self, Live, ProjectedToken},
+    spec::{PodContext, service_account},
+    status::StatusManager,
+    volumes::{self, ProjectedToken, RefreshedFiles},
 };
 use crate::sandbox::protocol::{ContainerView, PodView};
 
 /// Runs a pod until it is deleted.
 pub(super) struct PodTask {
     pub(super) node: Arc<Node>,
-    /// As its workload made it.
+    /// As created by its workload.
     pub(super) pod: Pod,
     pub(super) view: PodView,
     pub(super) namespace_labels: BTreeMap<String, String>,
-    pub(super) stop: watch::Receiver<Option<Stop>>,
+    pub(super) termination: watch::Receiver<Option<Termination>>,
     pub(super) events: mpsc::UnboundedSender<Event>,
 }
 
-/// A container that can be started.
-struct Prepared {
+/// A container that is ready to start.
+struct PendingContainer {
     role: Role,
-    /// Its place on the board.
+    /// The index of the container in the status manager.
     index: usize,
     supervisor: Supervisor,
 }
 
-/// A container that has been started.
-struct Started {
-    stop: watch::Sender<Option<Stop>>,
+/// A container that has started.
+struct StartedContainer {
+    termination: watch::Sender<Option<Termination>>,
     task: JoinHandle<i32>,
 }
 
-/// How starting a pod ended.
+/// Why a pod's application containers no longer run.
 enum Outcome {
-    /// The app's containers have ended by themselves.
-    Ended { succeeded: bool },
-    /// There is an order to stop.
-    Stopped,
+    /// All of them, or a failed init container, have exited.
+    Exited { succeeded: bool },
+    /// A termination is requested.
+    Terminated,
 }
+
+const MIN_ADMISSION_RETRY_INTERVAL: Duration = Duration::from_millis(100);
+const MAX_ADMISSION_RETRY_INTERVAL: Duration = Duration::from_secs(2);
+/// The least time between SIGTERM and SIGKILL of a sidecar.
+const MIN_SIDECAR_GRACE_PERIOD: Duration = Duration::from_secs(2);
 
 impl PodTask {
     pub(super) async fn run(mut self) {
         let uid = self.pod.metadata.uid.clone().unwrap_or_default();
-        let folder = self.node.pod_folder(&uid);
-        if let Err(error) = self.live(folder.clone()).await {
-            self.notice(format!(
-                "pod {} cannot run: {error:#}",
-                self.view.full_name()
-            ));
-            self.view.reason = Some(format!("{error:#}"));
-            let _ = self.events.send(Event::Pod {
-                uid: uid.clone(),
-                pod: Box::new(self.pod.clone()),
-                view: self.view.clone(),
-            });
-            stopped(&mut self.stop).await;
+        let directory = self.node.pod_directory(&uid);
+        if let Err(error) = self.run_containers(&directory).await {
+            let name = self.view.full_name();
+            let text = format!("failed to run pod {name}: {error:#}");
+            let _ = self.events.send(Event::Notice(text));
+            self.report(Some(Box::new(self.pod.clone())), format!("{error:#}"));
+            termination_requested(&mut self.termination).await;
         }
-        self.node.hosts.forget(&folder.join("hosts"));
-        // It is on a tmpfs of ours; what is left of it there is only memory.
-        let _ = fs::remove_dir_all(folder);
-        let _ = self.events.send(Event::Ended { uid });
+        self.node.hosts.remove(&directory.join("hosts"));
+        // The directory is on a tmpfs that disappears with the sandbox.
+        let _ = fs::remove_dir_all(directory);
+        let _ = self.events.send(Event::PodRemoved { uid });
     }
 
-    async fn live(&mut self, folder: PathBuf) -> Result<()> {
-        let mut stop = self.stop.clone();
+    async fn run_containers(&mut self, directory: &Path) -> Result<()> {
+        let mut termination = self.termination.clone();
         tokio::select! {
-            () = async { self.admission().await; self.roots().await } => {}
-            () = stopped(&mut stop) => return Ok(()),
+            () = async { self.admit().await; self.wait_for_roots().await } => {}
+            () = termination_requested(&mut termination) => return Ok(()),
         }
         let network = self.node.network.pod().await?;
-        let ips: Vec<String> = [
-            Some(network.v4.to_string()),
-            network.v6.map(|ip| ip.to_string()),
-        ]
-        .into_iter()
-        .flatten()
-        .collect();
+        let mut ips = vec![network.v4.to_string()];
+        ips.extend(network.v6.map(|ip| ip.to_string()));
         let containers = self.containers();
         self.view.containers = containers
             .iter()
@@ -108,7 +100,7 @@ impl PodTask {
             .iter()
             .map(|(_, role)| *role == Role::Init)
             .collect();
-        let board = Arc::new(Board::new(
+        let status = Arc::new(StatusManager::new(
             self.pod.clone(),
             self.view.clone(),
             &ips,
@@ -116,34 +108,39 @@ impl PodTask {
             self.events.clone(),
             self.node.messages.clone(),
         ));
-        let (supervisors, live) = self.prepare(folder, &network, &ips, &containers, &board)?;
-        let renewal = self.renew(live);
-        board.phase("Pending", None);
+        let (pending, refreshed) = self.prepare(directory, &network, &ips, &containers, &status)?;
+        let refresh = self.refresh(refreshed);
+        status.phase("Pending");
 
         let mut sidecars = Vec::new();
-        let outcome = self.start(&board, supervisors, &mut sidecars).await;
-        let order = self.order();
+        let outcome = self.start(&status, pending, &mut sidecars).await;
+        let request = self.termination_request();
         for sidecar in sidecars.into_iter().rev() {
-            // However long the app took, a sidecar has a moment.
-            let deadline = order.deadline.max(Instant::now() + Duration::from_secs(2));
-            self.end(vec![sidecar], Stop { deadline, ..order }).await;
+            let deadline = request
+                .deadline
+                .max(Instant::now() + MIN_SIDECAR_GRACE_PERIOD);
+            let request = Termination {
+                deadline,
+                ..request
+            };
+            self.terminate(vec![sidecar], request).await;
         }
-        renewal.abort();
-        if let Outcome::Ended { succeeded } = outcome {
-            board.phase(if succeeded { "Succeeded" } else { "Failed" }, None);
+        refresh.abort();
+        if let Outcome::Exited { succeeded } = outcome {
+            status.phase(if succeeded { "Succeeded" } else { "Failed" });
             drop(network);
-            stopped(&mut self.stop).await;
+            termination_requested(&mut self.termination).await;
         }
         Ok(())
     }
 
-    /// Asks the webhooks, until they answer or the pod is deleted: a workload's controller would do so too.
-    async fn admission(&mut self) {
-        let mut hooks = self.node.hooks.clone();
-        let mut told = String::new();
-        let mut pause = Duration::from_millis(100);
+    /// Calls the webhooks until they admit the pod, as a workload controller retries to create it.
+    async fn admit(&mut self) {
+        let mut webhooks = self.node.webhooks.clone();
+        let mut reported = String::new();
+        let mut interval = MIN_ADMISSION_RETRY_INTERVAL;
         loop {
-            let current: Vec<Hook> = hooks.borrow_and_update().clone();
+            let current = webhooks.borrow_and_update().clone();
             match admission::admit(self.pod.clone(), &self.namespace_labels, &current).await {
                 Ok(pod) => {
                     self.pod = pod;
@@ -156,78 +153,78 @@ impl PodTask {
                 }
                 Err(error) => {
                     let text = format!("{error:#}");
-                    // At the start pods are made before the injector answers, and nobody needs to hear of it.
-                    if text != told {
-                        self.waits_for(format!("not created: {text}"));
-                        told = text;
+                    if text != reported {
+                        self.report(None, format!("not created: {text}"));
+                        reported = text;
                     }
                 }
             }
-            // Sooner where the injector has come or gone.
-            let _ = time::timeout(pause, hooks.changed()).await;
-            pause = (pause * 2).min(Duration::from_secs(2));
+            // A change of the webhooks ends the wait.
+            let _ = time::timeout(interval, webhooks.changed()).await;
+            interval = (interval * 2).min(MAX_ADMISSION_RETRY_INTERVAL);
         }
     }
 
-    /// Waits for the mesh's roots where the pod mounts them, as a kubelet does: for as long as it takes.
-    async fn roots(&mut self) {
-        let applied =
-            |node: &Node, namespace: &str| node.config_map(namespace, roots::CONFIG_MAP).is_some();
-        if !self.pod.spec.as_ref().is_some_and(roots::needed)
-            || applied(&self.node, &self.view.namespace)
+    /// Waits until the ConfigMap of the trust roots exists, if the pod mounts it.
+    async fn wait_for_roots(&mut self) {
+        let (namespace, name) = (&self.view.namespace, roots::CONFIG_MAP);
+        if !self.pod.spec.as_ref().is_some_and(roots::mounted)
+            || self.node.config_map(namespace, name).is_some()
         {
             return;
         }
-        self.waits_for(format!(
-            "ConfigMap {} is not there: the controller makes it, and has not yet; is it running?",
-            roots::CONFIG_MAP
-        ));
+        self.report(
+            None,
+            format!(
+                "ConfigMap {name} not found: the controller creates it, check that it is running"
+            ),
+        );
         let mut published = self.node.roots.clone();
-        // Its sender lives as long as the node.
+        // The sender lives as long as the node.
         let _ = published.wait_for(Option::is_some).await;
         self.view.reason = None;
     }
 
-    /// Tells why the pod does not go on.
-    fn waits_for(&mut self, reason: String) {
+    /// Reports why the pod does not start.
+    fn report(&mut self, pod: Option<Box<Pod>>, reason: String) {
         self.view.reason = Some(reason);
-        let uid = self.pod.metadata.uid.clone().unwrap_or_default();
-        let _ = self.events.send(Event::View {
-            uid,
-            view: self.view.clone(),
+        let _ = self.events.send(Event::PodUpdated {
+            uid: self.pod.metadata.uid.clone().unwrap_or_default(),
+            pod,
+            view: Box::new(self.view.clone()),
         });
     }
 
     fn prepare(
         &self,
-        folder: PathBuf,
+        directory: &Path,
         network: &PodNetwork,
         ips: &[String],
         containers: &[(Container, Role)],
-        board: &Arc<Board>,
-    ) -> Result<(Vec<Prepared>, Live)> {
-        fs::create_dir_all(&folder)?;
+        status: &Arc<StatusManager>,
+    ) -> Result<(Vec<PendingContainer>, RefreshedFiles)> {
+        fs::create_dir_all(directory)?;
         let (namespace, name) = (self.view.namespace.as_str(), self.view.name.as_str());
         let own = ips.iter().map(|ip| format!("{ip} {name}\n")).collect();
-        self.node.hosts.add(folder.join("hosts"), namespace, own)?;
+        self.node
+            .hosts
+            .add(directory.join("hosts"), namespace, own)?;
         let config_map = |name: &str| self.node.config_map(namespace, name);
-        let config = |name: &str, key: &str| config_map(name)?.data?.get(key).cloned();
-        let surroundings = Surroundings {
+        let context = PodContext {
             pod: &self.pod,
             ips,
             node_ip: NODE_V4.to_string(),
             programs: &self.node.programs,
             network: network.path(),
-            folder: &folder,
+            directory,
             control: &self.node.control,
             authority: &self.node.authority,
-            config: &config,
         };
-        let live = volumes::prepare(
-            &surroundings,
+        let refreshed = volumes::prepare(
+            &context,
             &volumes::Sources {
                 issuer: &self.node.issuer,
-                bearer: &self.bearer(),
+                subject: &self.token_subject(),
                 config_map: &config_map,
             },
         )?;
@@ -236,69 +233,71 @@ impl PodTask {
             .spec
             .as_ref()
             .and_then(|spec| spec.restart_policy.as_deref());
-        let mut supervisors = Vec::new();
+        let mut pending = Vec::new();
         for (index, (container, role)) in containers.iter().enumerate() {
-            let spec_file = folder
+            let spec_file = directory
                 .join("containers")
                 .join(&container.name)
                 .join("spec.json");
             fs::write(
                 &spec_file,
-                serde_json::to_vec(&surroundings.process(container)?)?,
+                serde_json::to_vec(&context.process(container)?)?,
             )?;
-            let restart = match (role, policy) {
-                (Role::Sidecar, _) | (Role::App, None | Some("Always")) => Restart::Always,
-                (_, Some("Never")) => Restart::Never,
-                _ => Restart::OnFailure,
+            let restart_policy = match (role, policy) {
+                (Role::Sidecar, _) | (Role::App, None | Some("Always")) => RestartPolicy::Always,
+                (_, Some("Never")) => RestartPolicy::Never,
+                _ => RestartPolicy::OnFailure,
             };
-            let supervisor = Supervisor::new(board.clone(), index, container, restart, spec_file)?;
-            supervisors.push(Prepared {
+            let supervisor =
+                Supervisor::new(status.clone(), index, container, restart_policy, spec_file)
+                    .with_context(|| format!("container {}", container.name))?;
+            pending.push(PendingContainer {
                 role: *role,
                 index,
                 supervisor,
             });
         }
-        Ok((supervisors, live))
+        Ok((pending, refreshed))
     }
 
     async fn start(
         &mut self,
-        board: &Arc<Board>,
-        supervisors: Vec<Prepared>,
-        sidecars: &mut Vec<Started>,
+        status: &Arc<StatusManager>,
+        pending: Vec<PendingContainer>,
+        sidecars: &mut Vec<StartedContainer>,
     ) -> Outcome {
         let mut apps = Vec::new();
-        for Prepared {
+        for PendingContainer {
             role,
             index,
             supervisor,
-        } in supervisors
+        } in pending
         {
             if role == Role::App && apps.is_empty() {
-                board.phase("Running", None);
+                status.phase("Running");
             }
             let mut started = spawn(supervisor);
             match role {
                 Role::App => apps.push(started),
                 Role::Sidecar => {
                     sidecars.push(started);
-                    let mut states = board.watch();
-                    let up = states.wait_for(|states| states[index].started);
+                    let mut states = status.watch();
+                    let started = states.wait_for(|states| states[index].started);
                     tokio::select! {
-                        _ = up => {}
-                        () = stopped(&mut self.stop) => return Outcome::Stopped,
+                        _ = started => {}
+                        () = termination_requested(&mut self.termination) => return Outcome::Terminated,
                     }
                 }
                 Role::Init => {
                     let code = tokio::select! {
                         code = &mut started.task => code.unwrap_or(128),
-                        () = stopped(&mut self.stop) => {
-                            self.end(vec![started], self.order()).await;
-                            return Outcome::Stopped;
+                        () = termination_requested(&mut self.termination) => {
+                            self.terminate(vec![started], self.termination_request()).await;
+                            return Outcome::Terminated;
                         }
                     };
                     if code != 0 {
-                        return Outcome::Ended { succeeded: false };
+                        return Outcome::Exited { succeeded: false };
                     }
                 }
             }
@@ -307,29 +306,28 @@ impl PodTask {
         for app in &mut apps {
             tokio::select! {
                 code = &mut app.task => succeeded &= matches!(code, Ok(0)),
-                () = stopped(&mut self.stop) => {
-                    let order = self.order();
-                    self.end(apps, order).await;
-                    return Outcome::Stopped;
+                () = termination_requested(&mut self.termination) => {
+                    self.terminate(apps, self.termination_request()).await;
+                    return Outcome::Terminated;
                 }
             }
         }
-        Outcome::Ended { succeeded }
+        Outcome::Exited { succeeded }
     }
 
-    /// Ends containers at the same time, and waits for it. A later order to the pod, which brings the end closer, is passed on.
-    async fn end(&mut self, containers: Vec<Started>, order: Stop) {
+    /// Terminates containers concurrently and waits until they exit. Forwards later requests, which can shorten the deadline.
+    async fn terminate(&self, containers: Vec<StartedContainer>, request: Termination) {
         for container in &containers {
-            container.stop.send_replace(Some(order));
+            container.termination.send_replace(Some(request));
         }
-        let mut later = self.stop.clone();
+        let mut later = self.termination.clone();
         for mut container in containers {
             while !container.task.is_finished() {
                 tokio::select! {
                     _ = &mut container.task => break,
                     Ok(()) = later.changed() => {
-                        if let Some(order) = *later.borrow_and_update() {
-                            container.stop.send_replace(Some(order));
+                        if let Some(request) = *later.borrow_and_update() {
+                            container.termination.send_replace(Some(request));
                         }
                     }
                 }
@@ -337,59 +335,51 @@ impl PodTask {
         }
     }
 
-    /// The order to stop, or, where the app has ended by itself, the grace that the pod gives its sidecars.
-    fn order(&self) -> Stop {
-        let grace = self
-            .pod
-            .spec
-            .as_ref()
-            .and_then(|spec| spec.termination_grace_period_seconds)
-            .and_then(|seconds| u64::try_from(seconds).ok());
-        self.stop.borrow().unwrap_or(Stop {
-            deadline: Instant::now() + Duration::from_secs(grace.unwrap_or(30)),
+    /// The requested termination, or one within the pod's grace period if the application containers have exited.
+    fn termination_request(&self) -> Termination {
+        self.termination.borrow().unwrap_or_else(|| Termination {
+            deadline: Instant::now() + termination_grace_period(&self.pod),
             pre_stop: true,
         })
     }
 
-    /// Keeps tokens and roots in the pod's files up to date.
-    fn renew(&self, live: Live) -> JoinHandle<()> {
-        let (node, bearer, events) = (self.node.clone(), self.bearer(), self.events.clone());
+    /// Spawns a task that renews the projected tokens and trust roots in the pod's volumes.
+    fn refresh(&self, files: RefreshedFiles) -> JoinHandle<()> {
+        let (node, subject, events) =
+            (self.node.clone(), self.token_subject(), self.events.clone());
         let mut published = self.node.roots.clone();
         tokio::spawn(async move {
-            let period = live
-                .tokens
-                .iter()
-                .map(ProjectedToken::renew_after)
-                .min()
-                .unwrap_or(Duration::MAX);
-            let mut due = Instant::now().checked_add(period);
-            let pod = format!("{}/{}", bearer.namespace, bearer.pod);
-            let tell = |what: &str, error: anyhow::Error| {
-                let _ = events.send(Event::Notice(format!(
-                    "cannot renew {what} of {pod}: {error:#}"
-                )));
+            let interval = files.tokens.iter().map(ProjectedToken::renew_after).min();
+            let next_renewal = || async move {
+                match interval {
+                    Some(interval) => time::sleep(interval).await,
+                    None => pending().await,
+                }
             };
+            let mut renewal = Box::pin(next_renewal());
+            let pod = format!("{}/{}", subject.namespace, subject.pod);
             loop {
-                let moment = due.unwrap_or_else(Instant::now);
-                tokio::select! {
-                    () = time::sleep_until(moment), if due.is_some() => {
-                        let failed = live.tokens.iter().filter_map(|token| token.renew(&node.issuer, &bearer).err());
-                        failed.for_each(|error| tell("the token", error));
-                        due = Instant::now().checked_add(period);
+                let results: Vec<Result<()>> = tokio::select! {
+                    () = &mut renewal => {
+                        renewal = Box::pin(next_renewal());
+                        files.tokens.iter().map(|token| token.renew(&node.issuer, &subject)).collect()
                     }
+                    // The sender lives as long as the node.
                     Ok(()) = published.changed() => {
                         let roots = published.borrow_and_update().clone().unwrap_or_default();
-                        let failed = live.roots.iter().filter_map(|file| volumes::write_roots(file, &roots).err());
-                        failed.for_each(|error| tell("the roots", error.into()));
+                        files.roots.iter().map(|file| Ok(volumes::replace_file(file, &roots)?)).collect()
                     }
-                    else => return,
+                };
+                for error in results.into_iter().filter_map(Result::err) {
+                    let text = format!("failed to refresh the volumes of pod {pod}: {error:#}");
+                    let _ = events.send(Event::Notice(text));
                 }
             }
         })
     }
 
-    fn bearer(&self) -> Bearer {
-        Bearer {
+    fn token_subject(&self) -> TokenSubject {
+        TokenSubject {
             namespace: self.view.namespace.clone(),
             service_account: service_account(&self.pod),
             pod: self.view.name.clone(),
@@ -397,7 +387,7 @@ impl PodTask {
         }
     }
 
-    /// The containers in the order in which they start.
+    /// The containers in start order.
     fn containers(&self) -> Vec<(Container, Role)> {
         let Some(spec) = &self.pod.spec else {
             return Vec::new();
@@ -421,26 +411,33 @@ impl PodTask {
         )
         .collect()
     }
-
-    fn notice(&self, text: String) {
-        let _ = self.events.send(Event::Notice(text));
-    }
 }
 
-/// When a container runs.
+/// The role of a container in its pod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Role {
-    /// To its end, before the app.
+    /// Runs to completion before the application containers start.
     Init,
-    /// From before the app until after it.
+    /// Starts before the application containers and terminates after them.
     Sidecar,
+    /// An application container.
     App,
 }
 
-fn spawn(supervisor: Supervisor) -> Started {
-    let (stop, order) = watch::channel(None);
-    Started {
-        stop,
-        task: tokio::spawn(supervisor.run(order)),
+/// The time between the deletion of a pod and SIGKILL.
+pub(super) fn termination_grace_period(pod: &Pod) -> Duration {
+    let seconds = pod
+        .spec
+        .as_ref()
+        .and_then(|spec| spec.termination_grace_period_seconds)
+        .and_then(|seconds| u64::try_from(seconds).ok());
+    Duration::from_secs(seconds.unwrap_or(30))
+}
+
+fn spawn(supervisor: Supervisor) -> StartedContainer {
+    let (termination, receiver) = watch::channel(None);
+    StartedContainer {
+        termination,
+        task: tokio::spawn(supervisor.run(receiver)),
     }
 }

@@ -1,5 +1,4 @@
-//! Probes of containers, from the node's side, as a kubelet makes them: httpGet, tcpSocket, grpc. It decides nothing; the
-//! container's supervisor does.
+//! Execution of container probes and HTTP lifecycle hooks, as a kubelet performs them. Supports httpGet, tcpSocket and grpc.
 
 use std::{
     net::{Ipv4Addr, SocketAddr},
@@ -21,20 +20,20 @@ use tonic_health::pb::{
     HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
 };
 
-/// A probe, understood.
+/// A parsed probe.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Check {
-    kind: Kind,
+pub(super) struct Prober {
+    handler: Handler,
     port: u16,
     timeout: Duration,
     pub(super) period: Duration,
     pub(super) initial_delay: Duration,
-    pub(super) failures: u32,
-    pub(super) successes: u32,
+    pub(super) failure_threshold: u32,
+    pub(super) success_threshold: u32,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Kind {
+enum Handler {
     Http {
         path: String,
         headers: Vec<(String, String)>,
@@ -45,22 +44,22 @@ enum Kind {
     },
 }
 
-impl Check {
-    /// Reads a container's probe.
+impl Prober {
+    /// Parses a container's probe.
     pub(super) fn new(probe: &Probe, container: &Container) -> Result<Self> {
-        let (kind, port) = if let Some(http) = &probe.http_get {
-            http_check(http, container)?
+        let (handler, port) = if let Some(http) = &probe.http_get {
+            http_handler(http, container)?
         } else if let Some(tcp) = &probe.tcp_socket {
-            (Kind::Tcp, port(&tcp.port, container)?)
+            (Handler::Tcp, port(&tcp.port, container)?)
         } else if let Some(grpc) = &probe.grpc {
             (
-                Kind::Grpc {
+                Handler::Grpc {
                     service: grpc.service.clone().unwrap_or_default(),
                 },
                 port(&IntOrString::Int(grpc.port), container)?,
             )
         } else {
-            bail!("the sandbox knows the probes httpGet, tcpSocket and grpc")
+            bail!("unsupported probe: the sandbox supports httpGet, tcpSocket and grpc")
         };
         let seconds = |value: Option<i32>, default: u64| {
             Duration::from_secs(
@@ -76,60 +75,59 @@ impl Check {
                 .max(1)
         };
         Ok(Self {
-            kind,
+            handler,
             port,
             timeout: seconds(probe.timeout_seconds, 1).max(Duration::from_secs(1)),
             period: seconds(probe.period_seconds, 10).max(Duration::from_secs(1)),
             initial_delay: seconds(probe.initial_delay_seconds, 0),
-            failures: count(probe.failure_threshold, 3),
-            successes: count(probe.success_threshold, 1),
+            failure_threshold: count(probe.failure_threshold, 3),
+            success_threshold: count(probe.success_threshold, 1),
         })
     }
 
-    /// Reads a container's lifecycle hook, which has as long as the pod has.
-    pub(super) fn hook(http: &HTTPGetAction, container: &Container) -> Result<Self> {
-        let (kind, port) = http_check(http, container)?;
-        let (none, forever) = (Duration::ZERO, Duration::from_secs(24 * 3600));
+    /// Parses an HTTP preStop hook. Only the pod's grace period limits its duration.
+    pub(super) fn pre_stop(http: &HTTPGetAction, container: &Container) -> Result<Self> {
+        let (handler, port) = http_handler(http, container)?;
         Ok(Self {
-            kind,
+            handler,
             port,
-            timeout: forever,
-            period: none,
-            initial_delay: none,
-            failures: 1,
-            successes: 1,
+            timeout: Duration::MAX,
+            period: Duration::ZERO,
+            initial_delay: Duration::ZERO,
+            failure_threshold: 1,
+            success_threshold: 1,
         })
     }
 
-    /// Probes once; the error says what was wrong.
-    pub(super) async fn run(&self, ip: Ipv4Addr) -> Result<()> {
+    /// Performs one probe.
+    pub(super) async fn probe(&self, ip: Ipv4Addr) -> Result<()> {
         let address = SocketAddr::from((ip, self.port));
         let attempt = async {
-            match &self.kind {
-                Kind::Tcp => TcpStream::connect(address)
+            match &self.handler {
+                Handler::Tcp => TcpStream::connect(address)
                     .await
                     .map(drop)
                     .map_err(anyhow::Error::from),
-                Kind::Http { path, headers } => http_get(address, path, headers).await,
-                Kind::Grpc { service } => grpc_health(address, service).await,
+                Handler::Http { path, headers } => http_get(address, path, headers).await,
+                Handler::Grpc { service } => grpc_health(address, service).await,
             }
         };
-        let what = match &self.kind {
-            Kind::Tcp => format!("tcp {address}"),
-            Kind::Http { path, .. } => format!("GET http://{address}{path}"),
-            Kind::Grpc { .. } => format!("gRPC health {address}"),
+        let target = match &self.handler {
+            Handler::Tcp => format!("tcp {address}"),
+            Handler::Http { path, .. } => format!("GET http://{address}{path}"),
+            Handler::Grpc { .. } => format!("gRPC health {address}"),
         };
         match time::timeout(self.timeout, attempt).await {
-            Ok(result) => result.context(what),
-            Err(_) => bail!("{what}: no answer within {} s", self.timeout.as_secs()),
+            Ok(result) => result.context(target),
+            Err(_) => bail!("{target}: timed out after {} s", self.timeout.as_secs()),
         }
     }
 }
 
-fn http_check(http: &HTTPGetAction, container: &Container) -> Result<(Kind, u16)> {
+fn http_handler(http: &HTTPGetAction, container: &Container) -> Result<(Handler, u16)> {
     ensure!(
         http.scheme.as_deref().unwrap_or("HTTP") == "HTTP",
-        "the sandbox probes over HTTP, not HTTPS"
+        "unsupported probe scheme HTTPS: the sandbox supports HTTP"
     );
     let headers = http
         .http_headers
@@ -143,22 +141,25 @@ fn http_check(http: &HTTPGetAction, container: &Container) -> Result<(Kind, u16)
     } else {
         format!("/{path}")
     };
-    Ok((Kind::Http { path, headers }, port(&http.port, container)?))
+    Ok((
+        Handler::Http { path, headers },
+        port(&http.port, container)?,
+    ))
 }
 
-/// The number of a port that may be named.
+/// Resolves a port number or the name of a container port.
 fn port(port: &IntOrString, container: &Container) -> Result<u16> {
     match port {
         IntOrString::Int(number) => {
-            u16::try_from(*number).with_context(|| format!("{number} is no port"))
+            u16::try_from(*number).with_context(|| format!("invalid port {number}"))
         }
         IntOrString::String(name) => {
             let mut ports = container.ports.iter().flatten();
             let port = ports
                 .find(|port| port.name.as_ref() == Some(name))
-                .with_context(|| format!("the container has no port named {name}"))?;
+                .with_context(|| format!("container port {name:?} not found"))?;
             u16::try_from(port.container_port)
-                .with_context(|| format!("{} is no port", port.container_port))
+                .with_context(|| format!("invalid port {}", port.container_port))
         }
     }
 }
@@ -174,7 +175,6 @@ async fn http_get(address: SocketAddr, path: &str, headers: &[(String, String)])
         request = request.header(name, value);
     }
     let request = request.body(Empty::<Bytes>::new())?;
-    // The connection's end is told by the response; its task ends with the probe.
     let driver = tokio::spawn(connection);
     let response = sender.send_request(request).await;
     driver.abort();
@@ -198,7 +198,7 @@ async fn grpc_health(address: SocketAddr, service: &str) -> Result<()> {
     let status = response.into_inner().status();
     ensure!(
         status == ServingStatus::Serving,
-        "it says {}",
+        "health status {}",
         status.as_str_name()
     );
     Ok(())
@@ -218,51 +218,58 @@ mod tests {
     }
 
     #[test]
-    fn named_ports_and_kubernetes_defaults() {
+    fn applies_kubernetes_defaults_and_resolves_named_ports() {
         let container = container(
             "{name: a, ports: [{name: web, containerPort: 8080}], readinessProbe: {tcpSocket: {port: web}}}",
         );
-        let check = Check::new(container.readiness_probe.as_ref().unwrap(), &container).unwrap();
-        assert_eq!((check.port, check.failures, check.successes), (8080, 3, 1));
+        let prober = Prober::new(container.readiness_probe.as_ref().unwrap(), &container).unwrap();
         assert_eq!(
-            (check.period, check.timeout),
+            (
+                prober.port,
+                prober.failure_threshold,
+                prober.success_threshold
+            ),
+            (8080, 3, 1)
+        );
+        assert_eq!(
+            (prober.period, prober.timeout),
             (Duration::from_secs(10), Duration::from_secs(1))
         );
     }
 
     #[test]
-    fn what_is_not_supported_is_an_error() {
+    fn rejects_unsupported_probes_and_unknown_ports() {
         let container = container(
             "{name: a, readinessProbe: {exec: {command: [x]}}, livenessProbe: {httpGet: {port: web}}}",
         );
-        assert!(Check::new(container.readiness_probe.as_ref().unwrap(), &container).is_err());
-        let error = Check::new(container.liveness_probe.as_ref().unwrap(), &container)
+        assert!(Prober::new(container.readiness_probe.as_ref().unwrap(), &container).is_err());
+        let error = Prober::new(container.liveness_probe.as_ref().unwrap(), &container)
             .unwrap_err()
             .to_string();
-        assert!(error.contains("named web"), "{error}");
+        assert!(error.contains("port \"web\" not found"), "{error}");
     }
 
     #[tokio::test]
-    async fn probes_tell_up_from_down() {
+    async fn probe_succeeds_only_for_healthy_servers() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();
         let container = container(&format!(
             "{{name: a, readinessProbe: {{tcpSocket: {{port: {port}}}}}, livenessProbe: {{httpGet: {{port: {port}}}}}}}"
         ));
-        let tcp = Check::new(container.readiness_probe.as_ref().unwrap(), &container).unwrap();
-        let http = Check::new(container.liveness_probe.as_ref().unwrap(), &container).unwrap();
+        let tcp = Prober::new(container.readiness_probe.as_ref().unwrap(), &container).unwrap();
+        let http = Prober::new(container.liveness_probe.as_ref().unwrap(), &container).unwrap();
 
-        tcp.run(Ipv4Addr::LOCALHOST).await.unwrap();
+        tcp.probe(Ipv4Addr::LOCALHOST).await.unwrap();
         drop(listener.accept().await.unwrap());
-        let (up, ()) = tokio::join!(http.run(Ipv4Addr::LOCALHOST), answer(&listener, "200 OK"));
+        let (up, ()) = tokio::join!(http.probe(Ipv4Addr::LOCALHOST), answer(&listener, "200 OK"));
         up.unwrap();
         let (down, ()) = tokio::join!(
-            http.run(Ipv4Addr::LOCALHOST),
+            http.probe(Ipv4Addr::LOCALHOST),
             answer(&listener, "503 Service Unavailable")
         );
         assert!(format!("{:#}", down.unwrap_err()).contains("503"));
         drop(listener);
-        tcp.run(Ipv4Addr::LOCALHOST).await.unwrap_err();
+        tcp.probe(Ipv4Addr::LOCALHOST).await.unwrap_err();
     }
 
     async fn answer(listener: &TcpListener, status: &str) {

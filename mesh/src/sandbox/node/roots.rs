@@ -1,5 +1,5 @@
-//! The certificates that the mesh trusts, as the sandbox's controllers publish them in the folder that they share: watched here,
-//! and handed to pods as the ConfigMap that a cluster's controller would write. It never reads a key.
+//! The trust roots of the mesh. Watches the file that the controllers publish in their certificate authority directory, and
+//! provides it to pods as the ConfigMap that a controller writes in a cluster.
 
 use std::{
     collections::BTreeMap,
@@ -11,27 +11,27 @@ use std::{
 use k8s_openapi::api::core::v1::{ConfigMap, PodSpec};
 use tokio::{sync::watch, time};
 
-/// The ConfigMap that a cluster's controller keeps in every namespace with meshed pods.
+/// The name of the ConfigMap with the trust roots.
 pub(super) const CONFIG_MAP: &str = "diy-service-mesh-roots";
 const KEY: &str = "roots.pem";
-/// How often the file is looked at: kubelets take up to a minute.
-const PERIOD: Duration = Duration::from_millis(200);
+/// Kubelets refresh ConfigMap volumes within a minute.
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
-/// What the controllers last published; nothing before the first of them is up.
+/// The published trust roots as PEM, `None` until the first controller publishes them.
 pub(super) type Published = watch::Receiver<Option<Arc<str>>>;
 
-/// Watches the file in the folder for as long as somebody listens.
-pub(super) fn watch(folder: &Path) -> Published {
+/// Watches the roots file in `directory` until all receivers are dropped.
+pub(super) fn watch(directory: &Path) -> Published {
     let (sender, published) = watch::channel(None);
-    tokio::spawn(keep(folder.join(KEY), sender));
+    tokio::spawn(poll(directory.join(KEY), sender));
     published
 }
 
-async fn keep(file: PathBuf, sender: watch::Sender<Option<Arc<str>>>) {
-    let mut ticks = time::interval(PERIOD);
+async fn poll(file: PathBuf, sender: watch::Sender<Option<Arc<str>>>) {
+    let mut ticks = time::interval(POLL_INTERVAL);
     while !sender.is_closed() {
         ticks.tick().await;
-        // Not there yet, or being looked at in a bad moment: the next look tells.
+        // The file may not exist yet.
         let Ok(text) = tokio::fs::read_to_string(&file).await else {
             continue;
         };
@@ -43,7 +43,7 @@ async fn keep(file: PathBuf, sender: watch::Sender<Option<Arc<str>>>) {
     }
 }
 
-/// The ConfigMap of these roots.
+/// The ConfigMap with these roots.
 pub(super) fn config_map(roots: &str) -> ConfigMap {
     ConfigMap {
         data: Some(BTreeMap::from([(KEY.to_owned(), roots.to_owned())])),
@@ -51,8 +51,8 @@ pub(super) fn config_map(roots: &str) -> ConfigMap {
     }
 }
 
-/// The pod cannot start before the roots are there.
-pub(super) fn needed(spec: &PodSpec) -> bool {
+/// Whether the pod mounts the ConfigMap with the trust roots as a required source.
+pub(super) fn mounted(spec: &PodSpec) -> bool {
     let mut volumes = spec.volumes.iter().flatten();
     volumes.any(|volume| {
         let projected = volume
@@ -77,39 +77,39 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pods_that_mount_the_roots_are_told_from_others() {
-        let needed = |volumes: &str| {
-            needed(
+    fn detects_pods_that_require_the_roots() {
+        let mounted = |volumes: &str| {
+            mounted(
                 &serde_yaml_ng::from_str(&format!("{{containers: [], volumes: [{volumes}]}}"))
                     .unwrap(),
             )
         };
-        assert!(needed(
+        assert!(mounted(
             "{name: a, emptyDir: {}}, {name: b, projected: {sources: [{configMap: {name: diy-service-mesh-roots}}]}}"
         ));
-        assert!(needed(
+        assert!(mounted(
             "{name: a, configMap: {name: diy-service-mesh-roots}}"
         ));
-        assert!(!needed(
+        assert!(!mounted(
             "{name: a, configMap: {name: diy-service-mesh-roots, optional: true}}"
         ));
-        assert!(!needed("{name: a, configMap: {name: other}}"));
+        assert!(!mounted("{name: a, configMap: {name: other}}"));
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_is_published_and_published_again_is_seen() {
-        let folder = std::env::temp_dir().join(format!("mesh-roots-{}", std::process::id()));
-        std::fs::create_dir_all(&folder).unwrap();
-        let mut published = watch(&folder);
+    async fn reports_each_published_version() {
+        let directory = std::env::temp_dir().join(format!("mesh-roots-{}", std::process::id()));
+        std::fs::create_dir_all(&directory).unwrap();
+        let mut published = watch(&directory);
         assert_eq!(*published.borrow(), None);
         for text in ["one", "two"] {
-            std::fs::write(folder.join("new"), text).unwrap();
-            std::fs::rename(folder.join("new"), folder.join(KEY)).unwrap();
+            std::fs::write(directory.join("new"), text).unwrap();
+            std::fs::rename(directory.join("new"), directory.join(KEY)).unwrap();
             published
                 .wait_for(|roots| roots.as_deref() == Some(text))
                 .await
                 .unwrap();
         }
-        std::fs::remove_dir_all(folder).unwrap();
+        std::fs::remove_dir_all(directory).unwrap();
     }
 }

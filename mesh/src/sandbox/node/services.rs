@@ -1,5 +1,4 @@
-//! What a cluster's network does for Services: cluster addresses, the node's translation rules (as kube-proxy writes them) and
-//! names (as CoreDNS answers them, here a hosts file). Pure functions to text; `node` applies them.
+//! Services: cluster IPs, translation rules as kube-proxy writes them, and names as CoreDNS resolves them, in a hosts file. Pure.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,19 +13,20 @@ use k8s_openapi::api::{
 
 use super::endpoints::SERVICE_NAME;
 
-/// Where cluster addresses are from.
+/// The cluster IP ranges.
 pub(super) const RANGE_V4: &str = "10.96.0.0/16";
 pub(super) const RANGE_V6: &str = "fd00:10:96::/112";
 
-/// Gives out cluster addresses.
+/// Allocates cluster IPs.
 #[derive(Debug, Default)]
 pub(super) struct ClusterIps {
-    given: u16,
+    allocated: u16,
 }
 
 impl ClusterIps {
-    /// Fills in what the Service leaves open, as the API server does. `before` is the same Service's former version.
-    pub(super) fn assign(&mut self, service: &mut Service, before: Option<&Service>, ipv6: bool) {
+    /// Sets the IP families and cluster IPs that the Service does not specify, as the API server does. `previous` is the Service's
+    /// previous version.
+    pub(super) fn assign(&mut self, service: &mut Service, previous: Option<&Service>, ipv6: bool) {
         let Some(spec) = &mut service.spec else {
             return;
         };
@@ -44,15 +44,15 @@ impl ClusterIps {
                 .get_or_insert_with(|| spec.cluster_ip.clone().into_iter().collect());
             return;
         }
-        let former = before
+        let previous = previous
             .and_then(|service| service.spec.as_ref())
-            .filter(|former| former.ip_families.as_ref() == Some(families));
-        let ips = former
-            .and_then(|former| former.cluster_ips.clone())
+            .filter(|previous| previous.ip_families.as_ref() == Some(families));
+        let ips = previous
+            .and_then(|previous| previous.cluster_ips.clone())
             .unwrap_or_else(|| {
-                // From .10 on, below which clusters keep their own.
-                self.given += 1;
-                let number = self.given + 9;
+                // Clusters reserve the addresses below .10.
+                self.allocated += 1;
+                let number = self.allocated + 9;
                 let [high, low] = number.to_be_bytes();
                 let address = |family: &String| match family.as_str() {
                     "IPv6" => IpAddr::from(Ipv6Addr::new(0xfd00, 0x10, 0x96, 0, 0, 0, 0, number)),
@@ -68,25 +68,24 @@ impl ClusterIps {
     }
 }
 
-/// The rules of one address family, for iptables-restore. They replace the tables nat and filter as a whole: the node's
-/// namespace is ours alone.
+/// The iptables-restore input of one address family. It replaces the whole nat and filter tables of the node's namespace.
 pub(super) fn rules(services: &[&Service], slices: &[EndpointSlice], ipv6: bool) -> String {
     let mut nat = String::new();
-    let mut own = BTreeSet::new();
+    let mut addresses = BTreeSet::new();
     for service in services {
         let ips = cluster_ips(service).filter(|ip| ip.is_ipv6() == ipv6);
         for (ip, port) in ips.flat_map(|ip| ports(service).map(move |port| (ip, port))) {
             let protocol = port.protocol.as_deref().unwrap_or("TCP").to_lowercase();
-            let to = format!("-d {ip} -p {protocol} -m {protocol} --dport {}", port.port);
+            let destination = format!("-d {ip} -p {protocol} -m {protocol} --dport {}", port.port);
             let targets = targets(service, port, slices, ipv6);
             for (number, (address, port)) in targets.iter().enumerate() {
-                let rest = targets.len() - number;
-                let chance = if rest == 1 {
+                let remaining = targets.len() - number;
+                let probability = if remaining == 1 {
                     String::new()
                 } else {
                     format!(
                         " -m statistic --mode random --probability {:.9}",
-                        1.0 / rest as f64
+                        1.0 / remaining as f64
                     )
                 };
                 let target = if ipv6 {
@@ -96,22 +95,22 @@ pub(super) fn rules(services: &[&Service], slices: &[EndpointSlice], ipv6: bool)
                 };
                 let _ = writeln!(
                     nat,
-                    "-A SERVICES {to}{chance} -j DNAT --to-destination {target}"
+                    "-A SERVICES {destination}{probability} -j DNAT --to-destination {target}"
                 );
-                own.insert(address.clone());
+                addresses.insert(address.clone());
             }
         }
     }
     let mut out =
         format!("*nat\n:SERVICES - [0:0]\n-A PREROUTING -j SERVICES\n-A OUTPUT -j SERVICES\n{nat}");
-    for address in own {
-        // A pod that calls its own Service and meets itself must see another address than its own.
+    for address in addresses {
+        // A pod that reaches itself through its own Service must see another source address than its own.
         let _ = writeln!(
             out,
             "-A POSTROUTING -s {address} -d {address} -j MASQUERADE"
         );
     }
-    // What is still addressed to a Service here has no endpoint.
+    // Packets that still have a cluster IP as destination belong to a Service without endpoints.
     let range = if ipv6 { RANGE_V6 } else { RANGE_V4 };
     let _ = write!(
         out,
@@ -120,7 +119,7 @@ pub(super) fn rules(services: &[&Service], slices: &[EndpointSlice], ipv6: bool)
     out
 }
 
-/// The lines of a hosts file that name the Services, as a pod of `namespace` may call them.
+/// The hosts file lines of the Services, with the names that a pod of `namespace` can use.
 pub(super) fn hosts(services: &[&Service], slices: &[EndpointSlice], namespace: &str) -> String {
     let mut out = String::new();
     for service in services {
@@ -136,7 +135,7 @@ pub(super) fn hosts(services: &[&Service], slices: &[EndpointSlice], namespace: 
         let mut ips: Vec<String> = cluster_ips(service).map(|ip| ip.to_string()).collect();
         if headless(service) {
             ips = slices_of(service, slices)
-                .flat_map(|slice| usable(std::slice::from_ref(slice)))
+                .flat_map(|slice| usable(&[slice]))
                 .collect();
             ips.sort();
             ips.dedup();
@@ -170,7 +169,7 @@ fn ports(service: &Service) -> impl Iterator<Item = &ServicePort> {
         .flat_map(|spec| spec.ports.iter().flatten())
 }
 
-/// The slices of a Service.
+/// The EndpointSlices of a Service.
 pub(super) fn slices_of<'a>(
     service: &'a Service,
     slices: &'a [EndpointSlice],
@@ -186,6 +185,7 @@ pub(super) fn slices_of<'a>(
     })
 }
 
+/// The addresses and ports that traffic for a Service port is translated to.
 fn targets(
     service: &Service,
     port: &ServicePort,
@@ -193,43 +193,42 @@ fn targets(
     ipv6: bool,
 ) -> Vec<(String, i32)> {
     let family = if ipv6 { "IPv6" } else { "IPv4" };
-    let slices: Vec<&EndpointSlice> = slices_of(service, slices)
-        .filter(|slice| slice.address_type == family)
-        .collect();
-    let mut by_number: BTreeMap<i32, Vec<EndpointSlice>> = BTreeMap::new();
-    for slice in slices {
-        let name = port.name.as_deref().unwrap_or_default();
-        let same = slice
-            .ports
-            .iter()
-            .flatten()
-            .find(|port| port.name.as_deref().unwrap_or_default() == name);
-        if let Some(number) = same.and_then(|port| port.port) {
-            by_number.entry(number).or_default().push(slice.clone());
+    let name = port.name.as_deref().unwrap_or_default();
+    let mut by_port: BTreeMap<i32, Vec<&EndpointSlice>> = BTreeMap::new();
+    for slice in slices_of(service, slices).filter(|slice| slice.address_type == family) {
+        if let Some(number) = port_named(slice, name) {
+            by_port.entry(number).or_default().push(slice);
         }
     }
-    by_number
+    by_port
         .into_iter()
         .flat_map(|(number, slices)| {
-            usable(&slices)
-                .into_iter()
-                .map(move |address| (address, number))
+            let addresses = usable(&slices).into_iter();
+            addresses.map(move |address| (address, number))
         })
         .collect()
 }
 
-/// The ready addresses; where there are none, those that still serve while they end.
-fn usable(slices: &[EndpointSlice]) -> Vec<String> {
-    let choose = |wanted: fn(&Endpoint) -> bool| -> Vec<String> {
+/// The number of the slice's port with this name.
+pub(super) fn port_named(slice: &EndpointSlice, name: &str) -> Option<i32> {
+    let mut ports = slice.ports.iter().flatten();
+    ports
+        .find(|port| port.name.as_deref().unwrap_or_default() == name)?
+        .port
+}
+
+/// The ready addresses, or, if there are none, those that serve while they terminate.
+fn usable(slices: &[&EndpointSlice]) -> Vec<String> {
+    let select = |predicate: fn(&Endpoint) -> bool| -> Vec<String> {
         let endpoints = slices
             .iter()
             .flat_map(|slice| &slice.endpoints)
-            .filter(|endpoint| wanted(endpoint));
+            .filter(|endpoint| predicate(endpoint));
         endpoints
             .filter_map(|endpoint| endpoint.addresses.first().cloned())
             .collect()
     };
-    let ready = choose(|endpoint| {
+    let ready = select(|endpoint| {
         endpoint
             .conditions
             .as_ref()
@@ -238,7 +237,7 @@ fn usable(slices: &[EndpointSlice]) -> Vec<String> {
     if !ready.is_empty() {
         return ready;
     }
-    choose(|endpoint| {
+    select(|endpoint| {
         endpoint.conditions.as_ref().is_some_and(|conditions| {
             conditions.serving == Some(true) && conditions.terminating == Some(true)
         })
@@ -259,8 +258,8 @@ mod tests {
     fn slice(endpoints: &[(&str, bool, bool)]) -> EndpointSlice {
         let list: Vec<String> = endpoints
             .iter()
-            .map(|(ip, ready, ending)| {
-                format!("{{addresses: ['{ip}'], conditions: {{ready: {ready}, serving: true, terminating: {ending}}}}}")
+            .map(|(ip, ready, terminating)| {
+                format!("{{addresses: ['{ip}'], conditions: {{ready: {ready}, serving: true, terminating: {terminating}}}}}")
             })
             .collect();
         serde_yaml_ng::from_str(&format!(
@@ -271,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn cluster_ips_are_given_once_and_kept() {
+    fn allocates_cluster_ips_once() {
         let mut ips = ClusterIps::default();
         let mut first = service("");
         ips.assign(&mut first, None, true);
@@ -294,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn traffic_is_spread_over_ready_endpoints() {
+    fn balances_over_ready_endpoints() {
         let service = service("clusterIP: 10.96.0.10, clusterIPs: [10.96.0.10]");
         let rules = rules(
             &[&service],
@@ -318,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn without_endpoints_connections_are_refused_and_the_last_ending_ones_still_serve() {
+    fn rejects_without_endpoints_and_falls_back_to_terminating_ones() {
         let service = service("clusterIP: 10.96.0.10, clusterIPs: [10.96.0.10]");
         let none = rules(&[&service], &[], false);
         assert!(
@@ -332,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn names_have_all_their_forms() {
+    fn writes_all_forms_of_a_service_name() {
         let service = service("clusterIP: 10.96.0.10, clusterIPs: [10.96.0.10]");
         let long =
             "10.96.0.10 shop.a.svc.cluster.local shop.a.svc.cluster.local. shop.a.svc shop.a";
@@ -341,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn a_headless_service_is_its_pods() {
+    fn resolves_headless_services_to_pod_addresses() {
         let service = service("clusterIP: None");
         let hosts = hosts(
             &[&service],

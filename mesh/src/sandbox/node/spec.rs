@@ -1,9 +1,9 @@
-//! A container of a pod to the process that stands for it: which program, arguments, environment, user, rights and files.
-//! Pure but for looking whether a program is there; `exec` does what is written here.
+//! Conversion of a container to the process that runs it: program, arguments, environment, user, capabilities and mounts. Reads
+//! the file system only to check for programs and mount points. `exec` applies the result.
 
 use std::{
     collections::BTreeMap,
-    path::{Component, Path, PathBuf},
+    path::{Path, PathBuf},
 };
 
 use anyhow::{Context, Result, bail, ensure};
@@ -11,13 +11,16 @@ use k8s_openapi::api::core::v1::{
     Container, EnvVar, EnvVarSource, ObjectFieldSelector, Pod, PodSpec,
 };
 
-use crate::sandbox::exec::{Bind, Spec};
+use crate::sandbox::{
+    exec::{Bind, Spec},
+    manifest::normalize,
+};
 
-/// Where programs lie in images, and in the sandbox's pods.
-const PROGRAMS: &str = "/usr/local/bin";
-/// The user of our images; proxy-init's is root.
+/// The directory of programs in images and in the sandbox's pods.
+const PROGRAMS_DIRECTORY: &str = "/usr/local/bin";
+/// The user of the project's images. The user of proxy-init is root.
 const IMAGE_USER: u32 = 65_532;
-/// What container runtimes let root do where nothing else is said.
+/// The default capabilities of container runtimes.
 const DEFAULT_CAPABILITIES: [&str; 14] = [
     "AUDIT_WRITE",
     "CHOWN",
@@ -35,39 +38,37 @@ const DEFAULT_CAPABILITIES: [&str; 14] = [
     "SYS_CHROOT",
 ];
 
-/// What all containers of a pod share.
-pub(super) struct Surroundings<'a> {
+/// The properties that all containers of a pod share.
+pub(super) struct PodContext<'a> {
     pub(super) pod: &'a Pod,
     /// IPv4 first.
     pub(super) ips: &'a [String],
     pub(super) node_ip: String,
-    /// The folder of programs on the host.
+    /// The directory of the programs on the host.
     pub(super) programs: &'a Path,
     /// The pod's network namespace.
     pub(super) network: PathBuf,
-    /// The pod's folder: `hosts`, `resolv.conf`, `volumes/NAME`, `injector`, and `containers/NAME/{run,tmp}`.
-    pub(super) folder: &'a Path,
-    /// The folder for controllers: the catalog and the keys that tokens are checked with.
+    /// The pod's directory: `hosts`, `resolv.conf`, `volumes/NAME`, `injector`, and `containers/NAME/{run,tmp}`.
+    pub(super) directory: &'a Path,
+    /// The directory for controllers: the catalog and the keys that tokens are checked with.
     pub(super) control: &'a Path,
-    /// The folder that controllers share: their certificate authority.
+    /// The directory that controllers share: their certificate authority.
     pub(super) authority: &'a Path,
-    /// `key` of the ConfigMap `name` in the pod's namespace.
-    pub(super) config: &'a dyn Fn(&str, &str) -> Option<String>,
 }
 
-impl Surroundings<'_> {
+impl PodContext<'_> {
     fn spec(&self) -> &PodSpec {
         self.pod
             .spec
             .as_ref()
-            .expect("a pod that is started has a spec")
+            .expect("workloads create pods with a spec")
     }
 
-    fn private(&self, container: &Container) -> PathBuf {
-        self.folder.join("containers").join(&container.name)
+    fn private_directory(&self, container: &Container) -> PathBuf {
+        self.directory.join("containers").join(&container.name)
     }
 
-    /// The process for a container.
+    /// The process of a container.
     pub(super) fn process(&self, container: &Container) -> Result<Spec> {
         let program = program(container.image.as_deref().unwrap_or_default())?;
         let env = self.environment(container)?;
@@ -86,7 +87,7 @@ impl Surroundings<'_> {
                     .run_as_non_root
                     .or(shared.run_as_non_root)
                     .unwrap_or(false),
-            "container {} has runAsNonRoot and would run as root",
+            "container {} has runAsNonRoot but its user is root",
             container.name
         );
         let mut groups = vec![gid];
@@ -138,21 +139,21 @@ impl Surroundings<'_> {
                 .collect()
         };
         let mut argv = expanded(&container.command);
-        let own = argv.is_empty();
-        if own {
+        let uses_entrypoint = argv.is_empty();
+        if uses_entrypoint {
             let file = self.programs.join(program);
             ensure!(
                 file.is_file(),
-                "image {}: there is no program {program} in {}; build it with `cargo build --bins`",
+                "image {}: program {program} not found in {}: build it with `cargo build --bins`",
                 container.image.as_deref().unwrap_or_default(),
                 self.programs.display()
             );
-            argv.push(format!("{PROGRAMS}/{program}"));
+            argv.push(format!("{PROGRAMS_DIRECTORY}/{program}"));
         }
         argv.extend(expanded(&container.args));
-        if own {
-            // There is no Kubernetes API here: these two have other sources and places.
-            let more: &[&str] = match program {
+        if uses_entrypoint {
+            // Without a Kubernetes API the control plane reads and writes files.
+            let extra: &[&str] = match program {
                 "controller" => &[
                     "--catalog=files:/run/sandbox/catalog",
                     "--authenticator=jwks:/run/sandbox/jwks.json",
@@ -166,7 +167,7 @@ impl Surroundings<'_> {
                 ],
                 _ => &[],
             };
-            argv.extend(more.iter().map(|&argument| argument.to_owned()));
+            argv.extend(extra.iter().map(|&argument| argument.to_owned()));
         }
         Ok(argv)
     }
@@ -174,7 +175,7 @@ impl Surroundings<'_> {
     fn environment(&self, container: &Container) -> Result<BTreeMap<String, String>> {
         ensure!(
             container.env_from.iter().flatten().next().is_none(),
-            "container {}: the sandbox does not know envFrom",
+            "container {}: the sandbox does not support envFrom",
             container.name
         );
         let mut env = BTreeMap::from([
@@ -191,50 +192,28 @@ impl Surroundings<'_> {
             let value = self.variable(variable, &env).with_context(|| {
                 format!("container {}, variable {}", container.name, variable.name)
             })?;
-            if let Some(value) = value {
-                env.insert(variable.name.clone(), value);
-            }
+            env.insert(variable.name.clone(), value);
         }
         Ok(env)
     }
 
-    fn variable(
-        &self,
-        variable: &EnvVar,
-        env: &BTreeMap<String, String>,
-    ) -> Result<Option<String>> {
+    fn variable(&self, variable: &EnvVar, env: &BTreeMap<String, String>) -> Result<String> {
         match (&variable.value, &variable.value_from) {
-            (Some(value), _) => Ok(Some(expand(value, env))),
-            (None, None) => Ok(Some(String::new())),
+            (Some(value), _) => Ok(expand(value, env)),
+            (None, None) => Ok(String::new()),
             (
                 None,
                 Some(EnvVarSource {
                     field_ref: Some(field),
                     ..
                 }),
-            ) => self.field(field).map(Some),
-            (
-                None,
-                Some(EnvVarSource {
-                    config_map_key_ref: Some(key),
-                    ..
-                }),
-            ) => {
-                let value = (self.config)(&key.name, &key.key);
-                ensure!(
-                    value.is_some() || key.optional == Some(true),
-                    "there is no ConfigMap {} with a key {}",
-                    key.name,
-                    key.key
-                );
-                Ok(value)
-            }
-            _ => bail!("the sandbox knows the sources fieldRef and configMapKeyRef"),
+            ) => self.field(field),
+            _ => bail!("unsupported variable source: the sandbox supports fieldRef"),
         }
     }
 
-    /// A field of the pod, as the downward API gives it.
-    pub(super) fn field(&self, field: &ObjectFieldSelector) -> Result<String> {
+    /// A field of the pod, as defined by the downward API.
+    fn field(&self, field: &ObjectFieldSelector) -> Result<String> {
         let metadata = &self.pod.metadata;
         let entry = |map: &Option<BTreeMap<String, String>>, key: &str| {
             map.as_ref()
@@ -250,7 +229,7 @@ impl Surroundings<'_> {
             return match map {
                 "metadata.labels" => Ok(entry(&metadata.labels, key)),
                 "metadata.annotations" => Ok(entry(&metadata.annotations, key)),
-                _ => bail!("unknown field {path}"),
+                _ => bail!("unsupported fieldPath {path}"),
             };
         }
         Ok(match path {
@@ -262,38 +241,38 @@ impl Surroundings<'_> {
             "status.podIP" => self.ips.first().cloned().unwrap_or_default(),
             "status.podIPs" => self.ips.join(","),
             "status.hostIP" | "status.hostIPs" => self.node_ip.clone(),
-            _ => bail!("unknown field {path}"),
+            _ => bail!("unsupported fieldPath {path}"),
         })
     }
 
     fn binds(&self, container: &Container) -> Result<Vec<Bind>> {
-        let private = self.private(container);
+        let private = self.private_directory(container);
         let bind = |source: PathBuf, target: PathBuf, read_only| Bind {
             source,
             target,
             read_only,
         };
         let mut binds = vec![
-            bind(self.programs.to_owned(), PROGRAMS.into(), true),
-            bind(self.folder.join("hosts"), "/etc/hosts".into(), true),
+            bind(self.programs.to_owned(), PROGRAMS_DIRECTORY.into(), true),
+            bind(self.directory.join("hosts"), "/etc/hosts".into(), true),
         ];
         if let Some(target) = self
-            .place(Path::new("/etc/resolv.conf"), &private)
+            .mount_point(Path::new("/etc/resolv.conf"), &private)
             .filter(|target| target.exists())
         {
-            binds.push(bind(self.folder.join("resolv.conf"), target, true));
+            binds.push(bind(self.directory.join("resolv.conf"), target, true));
         }
         for mount in container.volume_mounts.iter().flatten() {
             ensure!(
                 mount.sub_path.is_none() && mount.sub_path_expr.is_none(),
-                "the sandbox does not know subPath (container {})",
+                "container {}: the sandbox does not support subPath",
                 container.name
             );
-            let target = self.place(Path::new(&mount.mount_path), &private).with_context(|| {
-                format!("container {}: mountPath {}: the sandbox's pods have /run, /var/run and /tmp of their own, and otherwise folders that the host has", container.name, mount.mount_path)
+            let target = self.mount_point(Path::new(&mount.mount_path), &private).with_context(|| {
+                format!("container {}: mountPath {} not found: it must be below /run, /var/run or /tmp, or exist on the host", container.name, mount.mount_path)
             })?;
             binds.push(bind(
-                self.folder.join("volumes").join(&mount.name),
+                self.directory.join("volumes").join(&mount.name),
                 target,
                 mount.read_only.unwrap_or(false),
             ));
@@ -312,7 +291,7 @@ impl Surroundings<'_> {
                 ));
             }
             "injector" => binds.push(bind(
-                self.folder.join("injector"),
+                self.directory.join("injector"),
                 private.join("run/sandbox"),
                 false,
             )),
@@ -326,23 +305,23 @@ impl Surroundings<'_> {
         Ok(binds)
     }
 
-    /// Where to mount what the container shall see at `path`: in one of its private trees before they are shown, or over a
-    /// file or folder of the host's. `None` where there is nothing to mount over.
-    pub(super) fn place(&self, path: &Path, private: &Path) -> Option<PathBuf> {
+    /// The path on the node at which to mount what the container sees at `path`: in its private directories, or on an existing
+    /// path of the host. Returns `None` if there is no mount point.
+    pub(super) fn mount_point(&self, path: &Path, private: &Path) -> Option<PathBuf> {
         let path = match std::fs::read_link(path) {
-            Ok(target) => normal(&path.parent().unwrap_or(Path::new("/")).join(target)),
-            Err(_) => normal(path),
+            Ok(target) => normalize(&path.parent().unwrap_or(Path::new("/")).join(target)),
+            Err(_) => normalize(path),
         };
-        for (seen, tree) in [("/var/run", "run"), ("/run", "run"), ("/tmp", "tmp")] {
-            if let Ok(rest) = path.strip_prefix(seen) {
-                return Some(private.join(tree).join(rest));
+        for (prefix, private_name) in [("/var/run", "run"), ("/run", "run"), ("/tmp", "tmp")] {
+            if let Ok(rest) = path.strip_prefix(prefix) {
+                return Some(private.join(private_name).join(rest));
             }
         }
         path.exists().then_some(path)
     }
 }
 
-/// The name of a pod's service account.
+/// The name of the pod's service account.
 pub(super) fn service_account(pod: &Pod) -> String {
     let name = pod
         .spec
@@ -352,7 +331,7 @@ pub(super) fn service_account(pod: &Pod) -> String {
         .unwrap_or_else(|| "default".into())
 }
 
-/// The program that stands for an image: NAME for `diy-sm-NAME`, whatever its registry, tag and digest.
+/// The program that runs in place of an image: NAME for `diy-sm-NAME`, with any registry, tag and digest.
 pub(super) fn program(image: &str) -> Result<&str> {
     let name = image
         .split('@')
@@ -364,7 +343,7 @@ pub(super) fn program(image: &str) -> Result<&str> {
     let name = name.split(':').next().unwrap_or_default();
     name.strip_prefix("diy-sm-").filter(|program| !program.is_empty()).with_context(|| {
         format!(
-            "image {image:?}: the sandbox runs programs, not images; it knows images named diy-sm-NAME, for which it runs the program NAME"
+            "image {image:?} is not supported: the sandbox runs the program NAME for images named diy-sm-NAME"
         )
     })
 }
@@ -372,20 +351,20 @@ pub(super) fn program(image: &str) -> Result<&str> {
 fn id(value: Option<i64>) -> Result<Option<u32>> {
     value
         .map(|value| {
-            u32::try_from(value).with_context(|| format!("{value} is no user or group id"))
+            u32::try_from(value).with_context(|| format!("invalid user or group id {value}"))
         })
         .transpose()
 }
 
 fn capabilities(container: &Container) -> Vec<String> {
-    let asked = container
+    let requested = container
         .security_context
         .as_ref()
         .and_then(|context| context.capabilities.clone())
         .unwrap_or_default();
     let (add, drop) = (
-        asked.add.unwrap_or_default(),
-        asked.drop.unwrap_or_default(),
+        requested.add.unwrap_or_default(),
+        requested.drop.unwrap_or_default(),
     );
     let all = drop.iter().any(|name| name == "ALL");
     let kept = DEFAULT_CAPABILITIES
@@ -395,7 +374,7 @@ fn capabilities(container: &Container) -> Vec<String> {
     kept.chain(add.iter().cloned()).collect()
 }
 
-/// Replaces `$(NAME)` by the variable of that name; unknown ones stay, and `$$(NAME)` becomes `$(NAME)`.
+/// Expands `$(NAME)` to the value of the variable. Unknown names stay unchanged, and `$$(NAME)` becomes `$(NAME)`.
 fn expand(text: &str, env: &BTreeMap<String, String>) -> String {
     let mut out = String::new();
     let mut rest = text;
@@ -422,37 +401,23 @@ fn expand(text: &str, env: &BTreeMap<String, String>) -> String {
     out + rest
 }
 
-/// The path without `.` and `..`.
-fn normal(path: &Path) -> PathBuf {
-    path.components()
-        .fold(PathBuf::new(), |mut out, component| {
-            match component {
-                Component::ParentDir => drop(out.pop()),
-                Component::CurDir => {}
-                other => out.push(other),
-            }
-            out
-        })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn process(pod: &str) -> Result<Spec> {
         let pod: Pod = serde_yaml_ng::from_str(pod).unwrap();
-        let surroundings = Surroundings {
+        let context = PodContext {
             pod: &pod,
             ips: &["10.0.0.7".into(), "fd00::7".into()],
             node_ip: "10.0.0.1".into(),
             programs: Path::new("/nowhere"),
             network: "/proc/1/fd/3".into(),
-            folder: Path::new("/run/mesh/pods/u"),
+            directory: Path::new("/run/mesh/pods/u"),
             control: Path::new("/run/mesh/control"),
             authority: Path::new("/run/mesh/authority"),
-            config: &|name, key| (name == "settings" && key == "color").then(|| "red".into()),
         };
-        surroundings.process(&pod.spec.as_ref().unwrap().containers[0])
+        context.process(&pod.spec.as_ref().unwrap().containers[0])
     }
 
     fn with(container: &str) -> Result<Spec> {
@@ -462,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn images_name_programs() {
+    fn maps_images_to_programs() {
         assert_eq!(program("diy-sm-http-server:dev").unwrap(), "http-server");
         assert_eq!(
             program("registry.example:5000/team/diy-sm-proxy@sha256:00").unwrap(),
@@ -477,40 +442,34 @@ mod tests {
     }
 
     #[test]
-    fn a_program_that_is_not_built_is_named() {
+    fn error_names_the_missing_program() {
         let error =
             process("{metadata: {name: p}, spec: {containers: [{name: c, image: diy-sm-proxy}]}}")
                 .unwrap_err()
                 .to_string();
         assert!(
-            error.contains("no program proxy in /nowhere") && error.contains("cargo build"),
+            error.contains("program proxy not found in /nowhere") && error.contains("cargo build"),
             "{error}"
         );
     }
 
     #[test]
-    fn environment_from_values_fields_and_config_maps() {
+    fn expands_variables_and_fields() {
         let spec = with(
             "env: [{name: A, value: '1'}, {name: B, value: '$(A)$$(A)$(Z)'}, {name: IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}, \
-             {name: APP, valueFrom: {fieldRef: {fieldPath: \"metadata.labels['app']\"}}}, \
-             {name: COLOR, valueFrom: {configMapKeyRef: {name: settings, key: color}}}], args: ['--b=$(B)']",
+             {name: APP, valueFrom: {fieldRef: {fieldPath: \"metadata.labels['app']\"}}}], args: ['--b=$(B)']",
         )
         .unwrap();
         let env: BTreeMap<_, _> = spec.env.into_iter().collect();
         assert_eq!(
-            (
-                env["B"].as_str(),
-                env["IP"].as_str(),
-                env["APP"].as_str(),
-                env["COLOR"].as_str()
-            ),
-            ("1$(A)$(Z)", "10.0.0.7", "shop", "red")
+            (env["B"].as_str(), env["IP"].as_str(), env["APP"].as_str()),
+            ("1$(A)$(Z)", "10.0.0.7", "shop")
         );
         assert_eq!(spec.argv, ["x", "--b=1$(A)$(Z)"]);
     }
 
     #[test]
-    fn users_and_rights_come_from_the_security_context() {
+    fn applies_the_security_context() {
         let spec =
             with("securityContext: {runAsUser: 1337, allowPrivilegeEscalation: false, capabilities: {drop: [ALL], add: [NET_ADMIN]}}")
                 .unwrap();
@@ -528,7 +487,7 @@ mod tests {
     }
 
     #[test]
-    fn volumes_are_shown_in_private_trees_and_nowhere_that_does_not_exist() {
+    fn mounts_volumes_in_private_directories_and_rejects_missing_paths() {
         let spec =
             with("volumeMounts: [{name: token, mountPath: /var/run/secrets/diy-service-mesh}, {name: scratch, mountPath: /tmp}]").unwrap();
         let target = |name: &str| {
@@ -548,11 +507,11 @@ mod tests {
             Path::new("/run/mesh/pods/u/containers/c/tmp")
         );
         assert_eq!(spec.binds.last().unwrap().target, Path::new("/run"));
-        let error = with("volumeMounts: [{name: data, mountPath: /no-such-folder}]")
+        let error = with("volumeMounts: [{name: data, mountPath: /no-such-directory}]")
             .unwrap_err()
             .to_string();
         assert!(
-            error.contains("/no-such-folder") && error.contains("/tmp"),
+            error.contains("/no-such-directory") && error.contains("/tmp"),
             "{error}"
         );
     }

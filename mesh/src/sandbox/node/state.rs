@@ -1,10 +1,10 @@
-//! All that changes on a node, and the comparison of what is wanted with what is there: `sync` starts and stops pods and
-//! brings catalog, rules, names and webhooks in step. It is cheap enough to be called after every event, and waits for nothing.
+//! The mutable state of a node, and its reconciliation: `sync` starts and stops pods, and updates the catalog, the translation
+//! rules, the hosts files and the webhooks. It never blocks, so the event loop calls it after every event.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::{Duration, SystemTime},
 };
 
 use anyhow::{Context, Result, ensure};
@@ -23,51 +23,51 @@ use tokio::{
 };
 
 use super::{
-    Event, FOLDER, Node,
-    admission::{self, Hook},
+    Event, NODE_DIRECTORY, Node,
+    admission::{self, Webhook},
     catalog::{Catalog, Contents},
-    container::Stop,
+    container::Termination,
     endpoints,
-    execute::Program,
-    network::feed,
+    execute::ExecCommand,
+    network::run_with_input,
     objects::{Key, Objects},
-    pod::PodTask,
+    pod::{PodTask, termination_grace_period},
     services, spec,
-    workloads::{Kind, Owned, Workload},
+    workloads::{Kind, OwnedPod, Workload},
 };
 use crate::sandbox::protocol::{Message, PodView};
 
-/// See the module.
+/// The state that only the event loop changes.
 pub(super) struct State {
     node: Arc<Node>,
     events: mpsc::UnboundedSender<Event>,
-    hooks: watch::Sender<Vec<Hook>>,
+    webhooks: watch::Sender<Vec<Webhook>>,
     rules: watch::Sender<Rules>,
     catalog: Catalog,
     /// By uid.
-    pods: BTreeMap<String, Record>,
-    ending: Option<Ending>,
+    pods: BTreeMap<String, PodRecord>,
+    shutdown: Option<Shutdown>,
 }
 
-/// A pod that has been made.
-struct Record {
+/// A pod that has been created.
+struct PodRecord {
     owner: (Kind, Key),
-    hash: String,
-    /// As last heard of.
+    template_hash: String,
+    /// The last reported state.
     pod: Pod,
     view: PodView,
-    stop: watch::Sender<Option<Stop>>,
-    /// Dropped with the record; see `Program`.
+    termination: watch::Sender<Option<Termination>>,
+    /// Closes when the record is dropped; see `ExecCommand`.
     alive: watch::Sender<()>,
 }
 
-/// The order to stop everything.
-struct Ending {
+/// A requested shutdown of all pods.
+struct Shutdown {
     requests: Vec<u64>,
-    order: Stop,
+    termination: Termination,
 }
 
-/// The text of the rules, by family.
+/// iptables-restore input by address family.
 #[derive(Clone, Default, PartialEq, Eq)]
 struct Rules {
     v4: String,
@@ -75,11 +75,11 @@ struct Rules {
 }
 
 impl State {
-    /// The state of a node without pods. Shows at once whether the kernel takes the rules.
+    /// The state of a node without pods. Fails if the kernel does not accept the translation rules.
     pub(super) fn new(
         node: Arc<Node>,
         events: mpsc::UnboundedSender<Event>,
-        hooks: watch::Sender<Vec<Hook>>,
+        webhooks: watch::Sender<Vec<Webhook>>,
     ) -> Result<Self> {
         let first = Rules {
             v4: services::rules(&[], &[], false),
@@ -87,131 +87,116 @@ impl State {
         };
         first.load()?;
         let rules = watch::Sender::new(first);
-        tokio::spawn(keep_rules(rules.subscribe(), events.clone()));
-        let catalog = Catalog::new(std::path::Path::new(FOLDER).join("control/catalog"));
+        tokio::spawn(load_rules(rules.subscribe(), events.clone()));
+        let catalog = Catalog::new(std::path::Path::new(NODE_DIRECTORY).join("control/catalog"));
         Ok(Self {
             node,
             events,
-            hooks,
+            webhooks,
             rules,
             catalog,
             pods: BTreeMap::new(),
-            ending: None,
+            shutdown: None,
         })
     }
 
-    /// Creates or replaces objects; one report of all problems.
+    /// Creates or replaces objects. The error lists all invalid objects.
     pub(super) fn apply(&mut self, values: Vec<Value>) -> Result<()> {
-        let mut objects = self
-            .node
-            .objects
-            .lock()
-            .expect("nobody panics while holding it");
+        let mut objects = self.node.objects();
         let ipv6 = self.node.network.ipv6;
-        let problems: Vec<String> = values
+        let errors: Vec<String> = values
             .into_iter()
             .filter_map(|value| objects.apply(value, ipv6).err())
             .map(|error| format!("{error:#}"))
             .collect();
-        ensure!(problems.is_empty(), "{}", problems.join("\n"));
+        ensure!(errors.is_empty(), "{}", errors.join("\n"));
         Ok(())
     }
 
-    /// Deletes an object; a pod also where a workload owns it, which then makes another.
+    /// Deletes an object. If a workload owns a deleted pod, the workload creates a replacement.
     pub(super) fn delete(&mut self, kind: &str, key: Key) -> Result<()> {
         let uid = self
             .pods
             .iter()
             .find(|(_, record)| kind == "Pod" && record.key() == key)
             .map(|(uid, _)| uid.clone());
-        let gone = self
-            .node
-            .objects
-            .lock()
-            .expect("nobody panics while holding it")
-            .delete(kind, &key);
+        let deleted = self.node.objects().delete(kind, &key);
         match uid {
-            Some(uid) => self.stop(&uid),
-            None => return gone,
+            Some(uid) => {
+                self.stop(&uid);
+                Ok(())
+            }
+            None => deleted,
         }
-        Ok(())
     }
 
     pub(super) fn scale(&mut self, key: &Key, replicas: i32) -> Result<()> {
-        self.node
-            .objects
-            .lock()
-            .expect("nobody panics while holding it")
-            .scale(key, replicas)
+        self.node.objects().scale(key, replicas)
     }
 
-    /// A program to run in a pod.
-    pub(super) fn exec(&self, key: &Key, container: &str, argv: Vec<String>) -> Result<Program> {
+    /// Prepares a command to run in a pod.
+    pub(super) fn exec(
+        &self,
+        key: &Key,
+        container: &str,
+        argv: Vec<String>,
+    ) -> Result<ExecCommand> {
         let found = self.pods.iter().find(|(_, record)| record.key() == *key);
-        let (uid, record) =
-            found.with_context(|| format!("there is no pod {}/{}", key.0, key.1))?;
-        let folder = self.node.pod_folder(uid).join("containers").join(container);
-        Program::new(&folder, argv, record.alive.subscribe())
+        let (uid, record) = found.with_context(|| format!("pod {}/{} not found", key.0, key.1))?;
+        let directory = self
+            .node
+            .pod_directory(uid)
+            .join("containers")
+            .join(container);
+        ExecCommand::new(&directory, argv, record.alive.subscribe())
             .with_context(|| format!("pod {}/{}, container {container}", key.0, key.1))
     }
 
-    /// Ends all pods; `request` is answered when that is done.
+    /// Terminates all pods. The event loop answers `request` when all of them are removed.
     pub(super) fn shut_down(&mut self, request: u64, grace: Duration) {
-        let order = Stop {
+        let termination = Termination {
             deadline: Instant::now() + grace,
             pre_stop: false,
         };
-        let ending = self.ending.get_or_insert(Ending {
+        let shutdown = self.shutdown.get_or_insert(Shutdown {
             requests: Vec::new(),
-            order,
+            termination,
         });
-        ending.requests.push(request);
-        ending.order.deadline = ending.order.deadline.min(order.deadline);
+        shutdown.requests.push(request);
+        let deadline = &mut shutdown.termination.deadline;
+        *deadline = termination.deadline.min(*deadline);
     }
 
-    /// Everything was to end and has ended.
-    pub(super) fn finished(&self) -> bool {
-        self.ending.is_some() && self.pods.is_empty()
+    /// The ids of the shutdown requests, once all pods are removed.
+    pub(super) fn completed_shutdown(&self) -> Option<&[u64]> {
+        let shutdown = self.shutdown.as_ref()?;
+        self.pods.is_empty().then_some(&shutdown.requests)
     }
 
-    /// The requests that wait for the end.
-    pub(super) fn waiting_for_the_end(&self) -> Vec<u64> {
-        self.ending
-            .iter()
-            .flat_map(|ending| ending.requests.clone())
-            .collect()
-    }
-
-    /// Takes note of what has happened; what the outer half should hear of it.
+    /// Records an event. Returns the message for the client, if any.
     pub(super) fn event(&mut self, event: Event) -> Option<Message> {
         match event {
             Event::Notice(text) => Some(Message::Notice(text)),
-            Event::Pod { uid, pod, view } => {
-                let record = self.pods.get_mut(&uid)?;
-                let deleted = record.pod.metadata.deletion_timestamp.take();
-                record.view = PodView {
-                    terminating: deleted.is_some(),
-                    ..view
-                };
-                record.pod = *pod;
-                record.pod.metadata.deletion_timestamp = deleted;
-                Some(Message::Pod(record.view.clone()))
-            }
-            Event::View { uid, view } => {
+            Event::PodUpdated { uid, pod, view } => {
                 let record = self.pods.get_mut(&uid)?;
                 record.view = PodView {
                     terminating: record.view.terminating,
-                    ..view
+                    ..*view
                 };
+                if let Some(pod) = pod {
+                    let deleted = record.pod.metadata.deletion_timestamp.take();
+                    record.pod = *pod;
+                    record.pod.metadata.deletion_timestamp = deleted;
+                }
                 Some(Message::Pod(record.view.clone()))
             }
-            Event::Touched { uid } => self
-                .pods
-                .get(&uid)
-                .map(|record| Message::Pod(record.view.clone())),
-            Event::Ended { uid } => {
+            Event::PodChanged { uid } => {
+                let record = self.pods.get(&uid)?;
+                Some(Message::Pod(record.view.clone()))
+            }
+            Event::PodRemoved { uid } => {
                 let record = self.pods.remove(&uid)?;
-                Some(Message::PodGone {
+                Some(Message::PodRemoved {
                     namespace: record.view.namespace,
                     name: record.view.name,
                 })
@@ -219,17 +204,17 @@ impl State {
         }
     }
 
-    /// Brings everything in step.
+    /// Reconciles the pods and all published state.
     pub(super) fn sync(&mut self) -> Result<()> {
-        // Before any pod is made: one that asks for the mesh must find the webhook there.
-        self.publish_hooks();
-        if self.ending.is_some() {
-            self.end_pods();
+        // Webhooks come first, because new pods need them for admission.
+        self.publish_webhooks();
+        if let Some(termination) = self.shutdown.as_ref().map(|shutdown| shutdown.termination) {
+            self.terminate_pods(termination);
         } else {
             self.run_workloads();
         }
         let node = self.node.clone();
-        let objects = node.objects.lock().expect("nobody panics while holding it");
+        let objects = node.objects();
         let slices = self.slices(&objects);
         self.write_catalog(&objects, &slices)?;
         let services: Vec<&Service> = objects.services.values().collect();
@@ -258,39 +243,29 @@ impl State {
             .collect();
         node.hosts
             .update(hosts)
-            .context("cannot write a hosts file")?;
+            .context("failed to write a hosts file")?;
         Ok(())
     }
 
-    fn publish_hooks(&self) {
-        let objects = self
-            .node
-            .objects
-            .lock()
-            .expect("nobody panics while holding it");
-        let ca_file = |uid: &str| self.node.pod_folder(uid).join("injector/ca.pem");
-        let hooks = admission::hooks(&objects, &self.slices(&objects), &ca_file);
-        self.hooks.send_if_modified(|current| {
-            let before = format!("{current:?}");
-            *current = hooks;
-            before != format!("{current:?}")
+    fn publish_webhooks(&self) {
+        let objects = self.node.objects();
+        let ca_file = |uid: &str| self.node.pod_directory(uid).join("injector/ca.pem");
+        let webhooks = admission::webhooks(&objects, &self.slices(&objects), &ca_file);
+        self.webhooks.send_if_modified(|current| {
+            let modified = *current != webhooks;
+            *current = webhooks;
+            modified
         });
     }
 
     fn run_workloads(&mut self) {
-        let workloads = self
-            .node
-            .objects
-            .lock()
-            .expect("nobody panics while holding it")
-            .workloads
-            .clone();
+        let workloads = self.node.objects().workloads.clone();
         for (owner, workload) in &workloads {
-            let owned: Vec<Owned> = self
+            let owned: Vec<OwnedPod> = self
                 .pods
                 .values()
                 .filter(|record| record.owner == *owner)
-                .map(Record::owned)
+                .map(PodRecord::owned)
                 .collect();
             let plan = workload.plan(&owned);
             for _ in 0..plan.create {
@@ -311,7 +286,7 @@ impl State {
     }
 
     fn start(&mut self, workload: &Workload, owner: &(Kind, Key)) {
-        let pod = workload.make_pod();
+        let pod = workload.new_pod();
         let uid = pod.metadata.uid.clone().unwrap_or_default();
         let view = PodView {
             namespace: owner.1.0.clone(),
@@ -321,29 +296,24 @@ impl State {
             phase: "Pending".into(),
             ..PodView::default()
         };
-        let namespace_labels = self
-            .node
-            .objects
-            .lock()
-            .expect("nobody panics while holding it")
-            .namespace_labels(&view.namespace);
-        let (stop, order) = watch::channel(None);
+        let namespace_labels = self.node.objects().namespace_labels(&view.namespace);
+        let (termination, receiver) = watch::channel(None);
         let task = PodTask {
             node: self.node.clone(),
             pod: pod.clone(),
             view: view.clone(),
             namespace_labels,
-            stop: order,
+            termination: receiver,
             events: self.events.clone(),
         };
         tokio::spawn(task.run());
-        let _ = self.events.send(Event::Touched { uid: uid.clone() });
-        let record = Record {
+        let _ = self.events.send(Event::PodChanged { uid: uid.clone() });
+        let record = PodRecord {
             owner: owner.clone(),
-            hash: workload.hash().to_owned(),
+            template_hash: workload.template_hash().to_owned(),
             pod,
             view,
-            stop,
+            termination,
             alive: watch::Sender::new(()),
         };
         self.pods.insert(uid, record);
@@ -359,7 +329,7 @@ impl State {
         }
     }
 
-    /// Tells a pod to end, as deleting it does.
+    /// Terminates a pod within its grace period.
     fn stop(&mut self, uid: &str) {
         let Some(record) = self
             .pods
@@ -368,37 +338,28 @@ impl State {
         else {
             return;
         };
-        let grace = record
-            .pod
-            .spec
-            .as_ref()
-            .and_then(|spec| spec.termination_grace_period_seconds);
-        let grace = Duration::from_secs(
-            grace
-                .and_then(|seconds| seconds.try_into().ok())
-                .unwrap_or(30),
-        );
-        record.order(Stop {
-            deadline: Instant::now() + grace,
+        record.terminate(Termination {
+            deadline: Instant::now() + termination_grace_period(&record.pod),
             pre_stop: true,
         });
-        let _ = self.events.send(Event::Touched {
+        let _ = self.events.send(Event::PodChanged {
             uid: uid.to_owned(),
         });
     }
 
-    /// Ends what uses the mesh first, then the mesh: nobody misses it in its last second.
-    fn end_pods(&mut self) {
-        let Some(ending) = &self.ending else { return };
-        let users_left = self.pods.values().any(|record| !record.is_of_the_mesh());
+    /// Terminates the applications first. The control plane follows once they are removed.
+    fn terminate_pods(&mut self, termination: Termination) {
+        let apps_left = self.pods.values().any(|record| !record.is_control_plane());
         for record in self
             .pods
             .values_mut()
-            .filter(|record| !users_left || !record.is_of_the_mesh())
+            .filter(|record| !apps_left || !record.is_control_plane())
         {
-            let known = *record.stop.borrow();
-            if known.is_none_or(|order| order.pre_stop || order.deadline > ending.order.deadline) {
-                record.order(ending.order);
+            let current = *record.termination.borrow();
+            if current
+                .is_none_or(|current| current.pre_stop || current.deadline > termination.deadline)
+            {
+                record.terminate(termination);
             }
         }
     }
@@ -438,33 +399,32 @@ impl State {
         }
         self.catalog
             .write(contents)
-            .context("cannot write the catalog")
+            .context("failed to write the catalog")
     }
 }
 
-impl Record {
+impl PodRecord {
     fn key(&self) -> Key {
         (self.view.namespace.clone(), self.view.name.clone())
     }
 
-    fn owned(&self) -> Owned {
-        Owned {
+    fn owned(&self) -> OwnedPod {
+        OwnedPod {
             name: self.view.name.clone(),
-            hash: self.hash.clone(),
+            template_hash: self.template_hash.clone(),
             ready: self.view.ready,
             terminating: self.view.terminating,
-            succeeded: self.view.phase == "Succeeded",
             failed: self.view.phase == "Failed",
         }
     }
 
-    fn order(&mut self, order: Stop) {
+    fn terminate(&mut self, termination: Termination) {
         self.view.terminating = true;
         self.pod.metadata.deletion_timestamp.get_or_insert_with(now);
-        self.stop.send_replace(Some(order));
+        self.termination.send_replace(Some(termination));
     }
 
-    fn is_of_the_mesh(&self) -> bool {
+    fn is_control_plane(&self) -> bool {
         let containers = self.pod.spec.iter().flat_map(|spec| &spec.containers);
         let mut programs = containers.filter_map(|container| {
             spec::program(container.image.as_deref().unwrap_or_default()).ok()
@@ -475,27 +435,26 @@ impl Record {
 
 impl Rules {
     fn load(&self) -> Result<()> {
-        feed("iptables-restore", &["-w"], &self.v4)?;
-        self.v6
-            .as_ref()
-            .map_or(Ok(()), |text| feed("ip6tables-restore", &["-w"], text))
+        run_with_input("iptables-restore", &["-w"], &self.v4)?;
+        self.v6.as_ref().map_or(Ok(()), |text| {
+            run_with_input("ip6tables-restore", &["-w"], text)
+        })
     }
 }
 
 fn now() -> Time {
-    let seconds = SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .map_or(0, |since| since.as_secs());
-    Time(Timestamp::from_second(seconds.try_into().unwrap_or(i64::MAX)).unwrap_or(Timestamp::MAX))
+    // In whole seconds, as the API server writes timestamps.
+    let now = Timestamp::try_from(SystemTime::now()).unwrap_or(Timestamp::MAX);
+    Time(Timestamp::from_second(now.as_second()).unwrap_or(now))
 }
 
-/// Loads the rules whenever they have changed, the latest ones only.
-async fn keep_rules(mut rules: watch::Receiver<Rules>, events: mpsc::UnboundedSender<Event>) {
+/// Loads the latest rules after each change.
+async fn load_rules(mut rules: watch::Receiver<Rules>, events: mpsc::UnboundedSender<Event>) {
     while rules.changed().await.is_ok() {
         let latest = rules.borrow_and_update().clone();
         if let Ok(Err(error)) = tokio::task::spawn_blocking(move || latest.load()).await {
             let _ = events.send(Event::Notice(format!(
-                "the rules of the Services could not be loaded: {error:#}"
+                "failed to load the Service translation rules: {error:#}"
             )));
         }
     }

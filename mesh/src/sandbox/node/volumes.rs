@@ -1,5 +1,5 @@
-//! A pod's files: volumes (emptyDir, configMap, projected), its hosts file, and the private trees of its containers, all in
-//! the node's tmpfs. It never mounts; `exec` does.
+//! The volumes of a pod (emptyDir, configMap, projected) and the private directories of its containers, on the node's tmpfs.
+//! `exec` mounts them.
 
 use std::{
     fs, io,
@@ -14,12 +14,12 @@ use k8s_openapi::api::core::v1::{
 };
 
 use super::{
-    issuer::{Bearer, Issuer},
+    issuer::{Issuer, TokenSubject},
     roots,
-    spec::Surroundings,
+    spec::PodContext,
 };
 
-/// A token that must be renewed in time.
+/// A projected service account token.
 #[derive(Clone, Debug)]
 pub(super) struct ProjectedToken {
     file: PathBuf,
@@ -27,39 +27,35 @@ pub(super) struct ProjectedToken {
     lifetime: Duration,
 }
 
-/// What of a pod's files changes while it runs.
+/// The files that the node refreshes while the pod runs.
 #[derive(Debug, Default)]
-pub(super) struct Live {
+pub(super) struct RefreshedFiles {
     pub(super) tokens: Vec<ProjectedToken>,
-    /// Where the mesh's roots are.
+    /// Copies of the mesh's trust roots.
     pub(super) roots: Vec<PathBuf>,
 }
 
-/// What pods' files are made from.
+/// The sources of volume contents.
 pub(super) struct Sources<'a> {
     pub(super) issuer: &'a Issuer,
-    pub(super) bearer: &'a Bearer,
-    /// A ConfigMap of the pod's namespace.
+    pub(super) subject: &'a TokenSubject,
+    /// Looks up a ConfigMap in the pod's namespace.
     pub(super) config_map: &'a dyn Fn(&str) -> Option<ConfigMap>,
 }
 
-/// Makes all of a pod's files; what is given back is to be kept up to date.
-pub(super) fn prepare(surroundings: &Surroundings<'_>, sources: &Sources<'_>) -> Result<Live> {
-    let folder = surroundings.folder;
-    let spec = surroundings
-        .pod
-        .spec
-        .as_ref()
-        .context("the pod has no spec")?;
+/// Creates all files of a pod. Returns those to refresh.
+pub(super) fn prepare(context: &PodContext<'_>, sources: &Sources<'_>) -> Result<RefreshedFiles> {
+    let directory = context.directory;
+    let spec = context.pod.spec.as_ref().context("spec is missing")?;
     fs::write(
-        folder.join("resolv.conf"),
-        "# The sandbox has no name servers: see /etc/hosts.\n",
+        directory.join("resolv.conf"),
+        "# The sandbox has no DNS: names are in /etc/hosts.\n",
     )?;
-    let mut live = Live::default();
+    let mut refreshed = RefreshedFiles::default();
     for volume in spec.volumes.iter().flatten() {
-        let target = folder.join("volumes").join(&volume.name);
+        let target = directory.join("volumes").join(&volume.name);
         fs::create_dir_all(&target)?;
-        fill(volume, &target, surroundings, sources, &mut live)
+        fill(volume, &target, sources, &mut refreshed)
             .with_context(|| format!("volume {}", volume.name))?;
     }
     for container in spec
@@ -68,32 +64,29 @@ pub(super) fn prepare(surroundings: &Surroundings<'_>, sources: &Sources<'_>) ->
         .flatten()
         .chain(&spec.containers)
     {
-        private_trees(container, surroundings)?;
+        create_private_directories(container, context)?;
     }
-    Ok(live)
+    Ok(refreshed)
 }
 
-fn private_trees(container: &Container, surroundings: &Surroundings<'_>) -> Result<()> {
-    let process = surroundings.process(container)?;
-    let private = surroundings.folder.join("containers").join(&container.name);
+fn create_private_directories(container: &Container, context: &PodContext<'_>) -> Result<()> {
+    let process = context.process(container)?;
+    let private = context.directory.join("containers").join(&container.name);
     for (name, mode) in [("run", 0o755), ("tmp", 0o1777)] {
         fs::create_dir_all(private.join(name))?;
         fs::set_permissions(private.join(name), fs::Permissions::from_mode(mode))?;
     }
-    // Where an injector writes its certificate authority, its own, and the controllers theirs, a common one: each as its user.
-    for authority in [
-        &surroundings.folder.join("injector"),
-        surroundings.authority,
-    ] {
+    // The injector's and the controllers' certificate authority directories belong to the user of the container.
+    for authority in [&context.directory.join("injector"), context.authority] {
         if process.binds.iter().any(|bind| bind.source == *authority) {
             fs::create_dir_all(authority)?;
             fs::set_permissions(authority, fs::Permissions::from_mode(0o700))?;
             chown(authority, Some(process.uid), Some(process.gid))?;
         }
     }
-    // The places to mount on: a folder for a folder, a file for a file.
-    if let Some(resolv) = surroundings
-        .place(Path::new("/etc/resolv.conf"), &private)
+    // Mount points: a directory for a directory, a file for a file.
+    if let Some(resolv) = context
+        .mount_point(Path::new("/etc/resolv.conf"), &private)
         .filter(|path| path.starts_with(&private))
     {
         fs::create_dir_all(resolv.parent().unwrap_or(&private))?;
@@ -114,9 +107,8 @@ fn private_trees(container: &Container, surroundings: &Surroundings<'_>) -> Resu
 fn fill(
     volume: &Volume,
     target: &Path,
-    surroundings: &Surroundings<'_>,
     sources: &Sources<'_>,
-    live: &mut Live,
+    refreshed: &mut RefreshedFiles,
 ) -> Result<()> {
     if volume.empty_dir.is_some() {
         fs::set_permissions(target, fs::Permissions::from_mode(0o777))?;
@@ -126,13 +118,13 @@ fn fill(
             name: map.name.clone(),
             optional: map.optional,
         };
-        write_config_map(&projection, target, sources, live)?;
+        write_config_map(&projection, target, sources, refreshed)?;
     } else if let Some(projected) = &volume.projected {
         for source in projected.sources.iter().flatten() {
-            project(source, target, surroundings, sources, live)?;
+            project(source, target, sources, refreshed)?;
         }
     } else {
-        bail!("the sandbox knows emptyDir, configMap and projected volumes");
+        bail!("unsupported volume type: the sandbox supports emptyDir, configMap and projected");
     }
     Ok(())
 }
@@ -140,9 +132,8 @@ fn fill(
 fn project(
     source: &VolumeProjection,
     target: &Path,
-    surroundings: &Surroundings<'_>,
     sources: &Sources<'_>,
-    live: &mut Live,
+    refreshed: &mut RefreshedFiles,
 ) -> Result<()> {
     if let Some(token) = &source.service_account_token {
         let seconds = token
@@ -158,23 +149,14 @@ fn project(
             audience,
             lifetime: Duration::from_secs(seconds),
         };
-        token.renew(sources.issuer, sources.bearer)?;
-        live.tokens.push(token);
+        token.renew(sources.issuer, sources.subject)?;
+        refreshed.tokens.push(token);
     } else if let Some(map) = &source.config_map {
-        write_config_map(map, target, sources, live)?;
-    } else if let Some(fields) = &source.downward_api {
-        for item in fields.items.iter().flatten() {
-            let field = item
-                .field_ref
-                .as_ref()
-                .context("the sandbox's downward API has fieldRef only")?;
-            write(
-                &inside(target, &item.path)?,
-                surroundings.field(field)?.as_bytes(),
-            )?;
-        }
+        write_config_map(map, target, sources, refreshed)?;
     } else {
-        bail!("the sandbox projects serviceAccountToken, configMap and downwardAPI");
+        bail!(
+            "unsupported projected source: the sandbox supports serviceAccountToken and configMap"
+        );
     }
     Ok(())
 }
@@ -183,13 +165,13 @@ fn write_config_map(
     map: &ConfigMapProjection,
     target: &Path,
     sources: &Sources<'_>,
-    live: &mut Live,
+    refreshed: &mut RefreshedFiles,
 ) -> Result<()> {
     let Some(object) = (sources.config_map)(&map.name) else {
         if map.optional == Some(true) {
             return Ok(());
         }
-        bail!("there is no ConfigMap {}", map.name);
+        bail!("ConfigMap {} not found", map.name);
     };
     let data = object.data.unwrap_or_default();
     let files: Vec<(&String, &String)> = match &map.items {
@@ -199,51 +181,42 @@ fn write_config_map(
     for (key, path) in files {
         let text = data
             .get(key)
-            .with_context(|| format!("ConfigMap {} has no key {key}", map.name))?;
+            .with_context(|| format!("key {key} not found in ConfigMap {}", map.name))?;
         let file = inside(target, path)?;
-        write(&file, text.as_bytes())?;
+        replace_file(&file, text)?;
         if map.name == roots::CONFIG_MAP {
-            live.roots.push(file);
+            refreshed.roots.push(file);
         }
     }
     Ok(())
 }
 
-/// Writes new roots over the old ones.
-pub(super) fn write_roots(file: &Path, roots: &str) -> io::Result<()> {
-    write(file, roots.as_bytes())
-}
-
 impl ProjectedToken {
-    /// Writes a new token over the old one.
-    pub(super) fn renew(&self, issuer: &Issuer, bearer: &Bearer) -> Result<()> {
-        Ok(write(
-            &self.file,
-            issuer
-                .token(bearer, &self.audience, self.lifetime)?
-                .as_bytes(),
-        )?)
+    /// Replaces the token.
+    pub(super) fn renew(&self, issuer: &Issuer, subject: &TokenSubject) -> Result<()> {
+        let token = issuer.token(subject, &self.audience, self.lifetime)?;
+        Ok(replace_file(&self.file, &token)?)
     }
 
-    /// When to do it, as kubelets do: at four fifths of its life.
+    /// The time until the next renewal: 80% of the token's lifetime, as kubelets do.
     pub(super) fn renew_after(&self) -> Duration {
         self.lifetime.mul_f64(0.8)
     }
 }
 
-/// Replaces the file at once: its readers see the old text or the new one.
-fn write(path: &Path, text: &[u8]) -> io::Result<()> {
+/// Replaces a file atomically and creates its directory.
+pub(super) fn replace_file(path: &Path, text: &str) -> io::Result<()> {
     fs::create_dir_all(path.parent().unwrap_or(Path::new("/")))?;
     let temporary = path.with_extension("new");
     fs::write(&temporary, text)?;
     fs::rename(temporary, path)
 }
 
-fn inside(folder: &Path, path: &str) -> Result<PathBuf> {
+fn inside(directory: &Path, path: &str) -> Result<PathBuf> {
     if path.starts_with('/') || path.split('/').any(|part| part == "..") {
-        bail!("the path {path:?} leads out of the volume");
+        bail!("path {path:?} must not leave the volume");
     }
-    Ok(folder.join(path))
+    Ok(directory.join(path))
 }
 
 #[cfg(test)]
@@ -251,7 +224,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths_stay_in_their_volume() {
+    fn rejects_paths_outside_the_volume() {
         assert_eq!(
             inside(Path::new("/v"), "a/token").unwrap(),
             Path::new("/v/a/token")
@@ -261,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_are_replaced_in_good_time() {
+    fn renews_tokens_at_80_percent_of_their_lifetime() {
         let token = ProjectedToken {
             file: "/x".into(),
             audience: String::new(),

@@ -1,15 +1,14 @@
-//! The workload controllers: Deployments, DaemonSets, Jobs and single Pods to the pods that there should be. Pure; what to
-//! create and what to delete follows from what is wanted and what is there.
+//! The workload controllers: Deployments, Jobs and Pods to the pods to create and delete. Pure.
 
 use std::{
     collections::BTreeMap,
     hash::{DefaultHasher, Hash, Hasher},
 };
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail, ensure};
 use k8s_openapi::{
     api::{
-        apps::v1::{DaemonSet, Deployment},
+        apps::v1::Deployment,
         batch::v1::Job,
         core::v1::{Pod, PodTemplateSpec},
     },
@@ -21,44 +20,41 @@ use k8s_openapi::{
 
 use super::objects::Key;
 
-/// What makes pods.
+/// The kind of a workload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Kind {
     Deployment,
-    DaemonSet,
     Job,
     Pod,
 }
 
-/// Pods that there should be.
+/// A desired set of pods.
 #[derive(Clone, Debug)]
 pub(super) struct Workload {
     pub(super) kind: Kind,
     pub(super) key: Key,
     pub(super) replicas: usize,
-    /// How many pods more than wanted, and how many ready ones fewer, a rollout may have.
-    surge: usize,
-    unavailable: usize,
-    /// A Job gives up after this many failed pods more.
+    /// A rolling update creates at most this many pods above `replicas`.
+    max_surge: usize,
+    /// A rolling update keeps at least `replicas` minus this many pods ready.
+    max_unavailable: usize,
+    /// A Job stops after more failed pods than this.
     backoff_limit: usize,
-    completions: usize,
     template: PodTemplateSpec,
-    hash: String,
+    template_hash: String,
 }
 
-/// What is known of a pod that a workload owns.
+/// The observed state of a pod that a workload owns.
 #[derive(Clone, Debug)]
-pub(super) struct Owned {
+pub(super) struct OwnedPod {
     pub(super) name: String,
-    /// Of the template that it was made from.
-    pub(super) hash: String,
+    pub(super) template_hash: String,
     pub(super) ready: bool,
     pub(super) terminating: bool,
-    pub(super) succeeded: bool,
     pub(super) failed: bool,
 }
 
-/// The way from what is there to what is wanted.
+/// The next step from the observed to the desired state.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Plan {
     pub(super) create: usize,
@@ -67,100 +63,91 @@ pub(super) struct Plan {
 
 impl Workload {
     pub(super) fn deployment(deployment: Deployment, key: &Key) -> Result<Self> {
-        let spec = deployment.spec.context("no spec")?;
+        let spec = deployment.spec.context("spec is missing")?;
         let replicas = count(spec.replicas, 1);
         let strategy = spec.strategy.unwrap_or_default();
+        let kind = strategy.type_.as_deref().unwrap_or("RollingUpdate");
+        ensure!(
+            kind == "RollingUpdate",
+            "unsupported update strategy {kind}: the sandbox supports RollingUpdate"
+        );
         let rolling = strategy.rolling_update.unwrap_or_default();
-        let (surge, unavailable) = if strategy.type_.as_deref() == Some("Recreate") {
-            (0, replicas)
-        } else {
-            (
-                share(rolling.max_surge.as_ref(), replicas, true),
-                share(rolling.max_unavailable.as_ref(), replicas, false),
-            )
-        };
-        // Both zero would never get anywhere; the API server refuses it where it is written so.
-        let unavailable = if surge == 0 {
-            unavailable.max(1)
-        } else {
-            unavailable
-        };
+        let max_surge = limit(rolling.max_surge, replicas.div_ceil(4))?;
+        let mut max_unavailable = limit(rolling.max_unavailable, replicas / 4)?;
+        if max_surge == 0 {
+            // With both limits at zero a rolling update makes no progress.
+            max_unavailable = max_unavailable.max(1);
+        }
         Ok(Self {
-            surge,
-            unavailable,
+            max_surge,
+            max_unavailable,
             ..Self::new(Kind::Deployment, key, replicas, spec.template)
         })
     }
 
-    pub(super) fn daemon_set(set: DaemonSet, key: &Key) -> Result<Self> {
-        Ok(Self::new(
-            Kind::DaemonSet,
-            key,
-            1,
-            set.spec.context("no spec")?.template,
-        ))
-    }
-
+    /// A Job that runs one pod to completion.
     pub(super) fn job(job: Job, key: &Key) -> Result<Self> {
-        let spec = job.spec.context("no spec")?;
-        let completions = count(spec.completions, 1);
-        let backoff_limit = count(spec.backoff_limit, 6);
+        let spec = job.spec.context("spec is missing")?;
+        ensure!(
+            count(spec.completions, 1) == 1 && count(spec.parallelism, 1) == 1,
+            "unsupported completions or parallelism: the sandbox runs one pod per Job"
+        );
         Ok(Self {
-            completions,
-            backoff_limit,
-            ..Self::new(Kind::Job, key, count(spec.parallelism, 1), spec.template)
+            backoff_limit: count(spec.backoff_limit, 6),
+            ..Self::new(Kind::Job, key, 1, spec.template)
         })
     }
 
     pub(super) fn pod(pod: Pod, key: &Key) -> Result<Self> {
         let template = PodTemplateSpec {
             metadata: Some(pod.metadata),
-            spec: Some(pod.spec.context("no spec")?),
+            spec: Some(pod.spec.context("spec is missing")?),
         };
         Ok(Self::new(Kind::Pod, key, 1, template))
     }
 
     fn new(kind: Kind, key: &Key, replicas: usize, template: PodTemplateSpec) -> Self {
         let mut hasher = DefaultHasher::new();
-        // Maps of these types are sorted: equal templates have equal texts.
+        // The maps of these types are sorted, so equal templates serialize equally.
         serde_json::to_string(&template)
             .unwrap_or_default()
             .hash(&mut hasher);
-        let hash = readable(hasher.finish(), 10);
         Self {
             kind,
             key: key.clone(),
             replicas,
-            surge: 0,
-            unavailable: 1,
+            max_surge: 0,
+            max_unavailable: 1,
             backoff_limit: 0,
-            completions: 0,
             template,
-            hash,
+            template_hash: safe_encode(hasher.finish(), 10),
         }
     }
 
-    /// A new pod, with a new name and uid.
-    pub(super) fn make_pod(&self) -> Pod {
-        let (namespace, own) = &self.key;
-        let suffix = readable(fastrand::u64(..), 5);
-        let name = match self.kind {
-            Kind::Deployment => format!("{own}-{}-{suffix}", self.hash),
-            Kind::DaemonSet | Kind::Job => format!("{own}-{suffix}"),
-            Kind::Pod => own.clone(),
-        };
-        let given = self.template.metadata.clone().unwrap_or_default();
-        let mut labels: BTreeMap<String, String> = given.labels.unwrap_or_default();
-        match self.kind {
-            Kind::Deployment => drop(labels.insert("pod-template-hash".into(), self.hash.clone())),
-            Kind::Job => drop(labels.insert("batch.kubernetes.io/job-name".into(), own.clone())),
-            Kind::DaemonSet | Kind::Pod => {}
-        }
-        let owner = match self.kind {
-            Kind::Deployment => Some(("apps/v1", "ReplicaSet", format!("{own}-{}", self.hash))),
-            Kind::DaemonSet => Some(("apps/v1", "DaemonSet", own.clone())),
-            Kind::Job => Some(("batch/v1", "Job", own.clone())),
-            Kind::Pod => None,
+    /// A pod of the template with a new name and uid.
+    pub(super) fn new_pod(&self) -> Pod {
+        let (namespace, own_name) = &self.key;
+        let hash = &self.template_hash;
+        let suffix = safe_encode(fastrand::u64(..), 5);
+        let template = self.template.metadata.clone().unwrap_or_default();
+        let mut labels: BTreeMap<String, String> = template.labels.unwrap_or_default();
+        let (name, owner) = match self.kind {
+            Kind::Deployment => {
+                labels.insert("pod-template-hash".into(), hash.clone());
+                let replica_set = format!("{own_name}-{hash}");
+                (
+                    format!("{replica_set}-{suffix}"),
+                    Some(("apps/v1", "ReplicaSet", replica_set)),
+                )
+            }
+            Kind::Job => {
+                labels.insert("batch.kubernetes.io/job-name".into(), own_name.clone());
+                (
+                    format!("{own_name}-{suffix}"),
+                    Some(("batch/v1", "Job", own_name.clone())),
+                )
+            }
+            Kind::Pod => (own_name.clone(), None),
         };
         let owner_references = owner.map(|(api_version, kind, name)| {
             vec![OwnerReference {
@@ -172,82 +159,75 @@ impl Workload {
                 ..OwnerReference::default()
             }]
         });
-        let metadata = ObjectMeta {
-            name: Some(name),
-            namespace: Some(namespace.clone()),
-            uid: Some(uuid()),
-            labels: Some(labels),
-            annotations: given.annotations,
-            owner_references,
-            ..ObjectMeta::default()
-        };
         let mut spec = self.template.spec.clone();
         if let Some(spec) = &mut spec {
-            // As an API server does, before any webhook sees the pod.
+            // The API server sets this default before it calls webhooks.
             spec.service_account_name
                 .get_or_insert_with(|| "default".into());
         }
         Pod {
-            metadata,
+            metadata: ObjectMeta {
+                name: Some(name),
+                namespace: Some(namespace.clone()),
+                uid: Some(uuid()),
+                labels: Some(labels),
+                annotations: template.annotations,
+                owner_references,
+                ..ObjectMeta::default()
+            },
             spec,
             status: None,
         }
     }
 
-    /// The hash of the template that new pods are made from.
-    pub(super) fn hash(&self) -> &str {
-        &self.hash
+    /// The hash of the template of new pods.
+    pub(super) fn template_hash(&self) -> &str {
+        &self.template_hash
     }
 
-    /// What to do next.
-    pub(super) fn plan(&self, pods: &[Owned]) -> Plan {
+    /// The pods to create and delete next.
+    pub(super) fn plan(&self, pods: &[OwnedPod]) -> Plan {
         match self.kind {
             Kind::Job => self.plan_job(pods),
-            Kind::Pod => {
-                let there = pods.iter().any(|pod| pod.hash == self.hash);
-                let delete = pods
-                    .iter()
-                    .filter(|pod| pod.hash != self.hash && !pod.terminating)
-                    .map(|pod| pod.name.clone())
-                    .collect();
-                Plan {
-                    create: usize::from(!there && pods.is_empty()),
-                    delete,
-                }
-            }
-            Kind::Deployment | Kind::DaemonSet => self.plan_rollout(pods),
+            Kind::Pod => self.plan_pod(pods),
+            Kind::Deployment => self.plan_rolling_update(pods),
         }
     }
 
-    fn plan_job(&self, pods: &[Owned]) -> Plan {
-        let succeeded = pods.iter().filter(|pod| pod.succeeded).count();
+    fn plan_job(&self, pods: &[OwnedPod]) -> Plan {
         let failed = pods.iter().filter(|pod| pod.failed).count();
-        let active = pods.len() - succeeded - failed;
-        let wanted = if failed > self.backoff_limit {
-            0
-        } else {
-            self.replicas
-                .min(self.completions.saturating_sub(succeeded))
-        };
+        let running_or_succeeded = pods.len() > failed;
         Plan {
-            create: wanted.saturating_sub(active),
+            create: usize::from(!running_or_succeeded && failed <= self.backoff_limit),
             delete: Vec::new(),
         }
     }
 
-    fn plan_rollout(&self, pods: &[Owned]) -> Plan {
-        let living: Vec<&Owned> = pods.iter().filter(|pod| !pod.terminating).collect();
-        let (new, old): (Vec<&Owned>, Vec<&Owned>) =
-            living.iter().partition(|pod| pod.hash == self.hash);
-        let room = (self.replicas + self.surge).saturating_sub(living.len());
-        let create = self.replicas.saturating_sub(new.len()).min(room);
-        let ready = living.iter().filter(|pod| pod.ready).count();
-        let mut spare_ready = ready.saturating_sub(self.replicas.saturating_sub(self.unavailable));
+    /// A changed pod is deleted first, because its replacement has the same name.
+    fn plan_pod(&self, pods: &[OwnedPod]) -> Plan {
+        let outdated = pods
+            .iter()
+            .filter(|pod| pod.template_hash != self.template_hash && !pod.terminating);
+        Plan {
+            create: usize::from(pods.is_empty()),
+            delete: outdated.map(|pod| pod.name.clone()).collect(),
+        }
+    }
+
+    fn plan_rolling_update(&self, pods: &[OwnedPod]) -> Plan {
+        let active: Vec<&OwnedPod> = pods.iter().filter(|pod| !pod.terminating).collect();
+        let (mut new, old): (Vec<&OwnedPod>, Vec<&OwnedPod>) = active
+            .iter()
+            .partition(|pod| pod.template_hash == self.template_hash);
+        let allowed = (self.replicas + self.max_surge).saturating_sub(active.len());
+        let create = self.replicas.saturating_sub(new.len()).min(allowed);
+        let ready = active.iter().filter(|pod| pod.ready).count();
+        let mut deletable_ready =
+            ready.saturating_sub(self.replicas.saturating_sub(self.max_unavailable));
         let surplus = new.len().saturating_sub(self.replicas);
-        // Of the new ones those go first that are not ready; of the old ones those that are not ready can always go.
-        let mut extra = new.clone();
-        extra.sort_by_key(|pod| pod.ready);
-        let mut delete: Vec<String> = extra
+        // Scaling down deletes pods that are not ready first.
+        new.sort_by_key(|pod| pod.ready);
+        let mut delete: Vec<String> = new
             .into_iter()
             .take(surplus)
             .map(|pod| pod.name.clone())
@@ -255,8 +235,8 @@ impl Workload {
         for pod in old {
             if !pod.ready {
                 delete.push(pod.name.clone());
-            } else if spare_ready > 0 {
-                spare_ready -= 1;
+            } else if deletable_ready > 0 {
+                deletable_ready -= 1;
                 delete.push(pod.name.clone());
             }
         }
@@ -270,22 +250,19 @@ fn count(value: Option<i32>, default: usize) -> usize {
         .unwrap_or(default)
 }
 
-/// A number, or a percentage of `of`; 25% where nothing is said.
-fn share(value: Option<&IntOrString>, of: usize, up: bool) -> usize {
-    let percent = match value {
-        Some(IntOrString::Int(number)) => return count(Some(*number), 0),
-        Some(IntOrString::String(text)) => text.trim_end_matches('%').parse().unwrap_or(25),
-        None => 25,
-    };
-    if up {
-        (of * percent).div_ceil(100)
-    } else {
-        of * percent / 100
+fn limit(value: Option<IntOrString>, default: usize) -> Result<usize> {
+    match value {
+        None => Ok(default),
+        Some(IntOrString::Int(number)) => usize::try_from(number)
+            .with_context(|| format!("invalid rolling update limit {number}")),
+        Some(IntOrString::String(text)) => {
+            bail!("unsupported rolling update limit {text:?}: the sandbox supports numbers")
+        }
     }
 }
 
-/// Text of the letters and digits that Kubernetes uses in generated names.
-fn readable(mut number: u64, length: usize) -> String {
+/// Encodes a number in the alphabet of generated Kubernetes names.
+fn safe_encode(mut number: u64, length: usize) -> String {
     const ALPHABET: &[u8] = b"bcdfghjklmnpqrstvwxz2456789";
     let mut out = String::new();
     for _ in 0..length {
@@ -313,36 +290,41 @@ fn uuid() -> String {
 mod tests {
     use super::*;
 
-    fn deployment(replicas: usize, more: &str) -> Workload {
+    fn deployment(replicas: usize, strategy: &str) -> Result<Workload> {
         let yaml = format!(
-            "{{spec: {{replicas: {replicas}, {more} selector: {{}}, template: {{metadata: {{labels: {{app: a}}}}, spec: {{containers: []}}}}}}}}"
+            "{{spec: {{replicas: {replicas}, {strategy} selector: {{}}, template: {{metadata: {{labels: {{app: a}}}}, spec: {{containers: []}}}}}}}}"
         );
         Workload::deployment(
             serde_yaml_ng::from_str(&yaml).unwrap(),
             &("shop".into(), "cart".into()),
         )
-        .unwrap()
     }
 
-    fn owned(name: &str, workload: &Workload, new: bool, ready: bool) -> Owned {
-        let hash = if new {
-            workload.hash.clone()
+    fn owned(name: &str, workload: &Workload, new: bool, ready: bool) -> OwnedPod {
+        let template_hash = if new {
+            workload.template_hash.clone()
         } else {
             "old".into()
         };
-        Owned {
+        OwnedPod {
             name: name.into(),
-            hash,
+            template_hash,
             ready,
             terminating: false,
-            succeeded: false,
             failed: false,
         }
     }
 
+    fn plan(create: usize, delete: &[&str]) -> Plan {
+        Plan {
+            create,
+            delete: delete.iter().map(|&name| name.to_owned()).collect(),
+        }
+    }
+
     #[test]
-    fn a_pods_name_tells_where_it_is_from() {
-        let pod = deployment(1, "").make_pod();
+    fn names_deployment_pods_after_their_replica_set() {
+        let pod = deployment(1, "").unwrap().new_pod();
         let name = pod.metadata.name.unwrap();
         assert!(
             name.starts_with("cart-") && name.split('-').count() == 3,
@@ -356,19 +338,13 @@ mod tests {
     }
 
     #[test]
-    fn a_rollout_adds_one_then_takes_one_and_never_falls_below_what_is_wanted() {
-        let workload = deployment(2, "");
+    fn rolling_update_replaces_pods_one_by_one_without_losing_ready_pods() {
+        let workload = deployment(2, "").unwrap();
         let (a, b) = (
             owned("a", &workload, false, true),
             owned("b", &workload, false, true),
         );
-        assert_eq!(
-            workload.plan(&[a.clone(), b.clone()]),
-            Plan {
-                create: 1,
-                delete: vec![]
-            }
-        );
+        assert_eq!(workload.plan(&[a.clone(), b.clone()]), plan(1, &[]));
         let starting = owned("c", &workload, true, false);
         assert_eq!(
             workload.plan(&[a.clone(), b.clone(), starting]),
@@ -377,27 +353,33 @@ mod tests {
         let started = owned("c", &workload, true, true);
         assert_eq!(
             workload.plan(&[a.clone(), b.clone(), started.clone()]),
-            Plan {
-                create: 0,
-                delete: vec!["a".into()]
-            }
+            plan(0, &["a"])
         );
-        let leaving = Owned {
+        let terminating = OwnedPod {
             terminating: true,
             ..a
         };
-        assert_eq!(
-            workload.plan(&[leaving, b, started]),
-            Plan {
-                create: 1,
-                delete: vec![]
-            }
-        );
+        assert_eq!(workload.plan(&[terminating, b, started]), plan(1, &[]));
     }
 
     #[test]
-    fn scaling_down_takes_unready_pods_first() {
-        let workload = deployment(1, "");
+    fn rolling_update_without_surge_deletes_first() {
+        let workload = deployment(
+            2,
+            "strategy: {rollingUpdate: {maxSurge: 0, maxUnavailable: 0}},",
+        )
+        .unwrap();
+        let pods = [
+            owned("a", &workload, false, true),
+            owned("b", &workload, false, true),
+        ];
+        assert_eq!(workload.plan(&pods), plan(0, &["a"]));
+        assert_eq!(workload.plan(&pods[1..]).create, 1);
+    }
+
+    #[test]
+    fn scaling_down_deletes_pods_that_are_not_ready_first() {
+        let workload = deployment(1, "").unwrap();
         let pods = [
             owned("a", &workload, true, true),
             owned("b", &workload, true, false),
@@ -406,24 +388,18 @@ mod tests {
     }
 
     #[test]
-    fn recreate_takes_all_before_it_makes_any() {
-        let workload = deployment(2, "strategy: {type: Recreate},");
-        let pods = [
-            owned("a", &workload, false, true),
-            owned("b", &workload, false, true),
-        ];
-        assert_eq!(
-            workload.plan(&pods),
-            Plan {
-                create: 0,
-                delete: vec!["a".into(), "b".into()]
-            }
-        );
-        assert_eq!(workload.plan(&[]).create, 2);
+    fn rejects_unsupported_strategies() {
+        for (strategy, value) in [
+            ("strategy: {type: Recreate},", "Recreate"),
+            ("strategy: {rollingUpdate: {maxSurge: 50%}},", "50%"),
+        ] {
+            let error = deployment(2, strategy).unwrap_err().to_string();
+            assert!(error.contains(value), "{error}");
+        }
     }
 
     #[test]
-    fn a_job_ends_with_success_and_gives_up_after_its_limit() {
+    fn job_stops_on_success_and_after_the_backoff_limit() {
         let yaml = "{spec: {backoffLimit: 1, template: {spec: {containers: []}}}}";
         let job = Workload::job(
             serde_yaml_ng::from_str(yaml).unwrap(),
@@ -431,25 +407,15 @@ mod tests {
         )
         .unwrap();
         let pod = owned("p", &job, true, false);
-        let done = Owned {
-            succeeded: true,
-            ..pod.clone()
-        };
-        let failed = Owned {
+        let failed = OwnedPod {
             failed: true,
             ..pod.clone()
         };
+        // Running and succeeded pods are equal here: neither needs a replacement.
         assert_eq!(job.plan(&[]).create, 1);
         assert_eq!(job.plan(std::slice::from_ref(&pod)).create, 0);
         assert_eq!(job.plan(std::slice::from_ref(&failed)).create, 1);
         assert_eq!(job.plan(&[failed.clone(), failed.clone()]).create, 0);
-        assert_eq!(job.plan(&[failed, done]).create, 0);
-    }
-
-    #[test]
-    fn shares_are_rounded_as_kubernetes_does() {
-        assert_eq!((share(None, 1, true), share(None, 1, false)), (1, 0));
-        assert_eq!(share(Some(&IntOrString::String("50%".into())), 3, false), 1);
-        assert_eq!(share(Some(&IntOrString::Int(2)), 3, false), 2);
+        assert_eq!(job.plan(&[failed, pod]).create, 0);
     }
 }

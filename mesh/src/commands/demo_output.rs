@@ -1,56 +1,53 @@
-//! How the demo looks: lines with the name of their pod and container in front, as `kubectl logs --prefix` has them, in colour
-//! on a terminal; and the summary. It only formats.
+//! Output of `mesh demo`: container lines with the prefix of `kubectl logs --prefix`, status lines, and the summary.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    env,
     hash::{DefaultHasher, Hash, Hasher},
-    io::{self, IsTerminal, Write},
+    io::{self, Write},
     time::Duration,
 };
 
+use super::terminal::{Colors, TextStyle};
 use crate::sandbox::protocol::{LogLine, Message, PodView};
 
 /// Standard output.
 pub struct Screen {
     quiet: bool,
     only: Vec<String>,
-    colour: bool,
-    /// The longest prefix so far; shorter ones are padded.
+    colors: Colors,
+    /// The length of the longest prefix. Shorter prefixes are padded.
     width: usize,
-    told: BTreeSet<String>,
+    printed: BTreeSet<String>,
 }
 
 impl Screen {
-    /// A screen that shows what `only` names, or all.
+    /// Creates a screen. If `only` is not empty, it shows only the named workloads, pods, containers and namespaces.
     pub fn new(quiet: bool, only: Vec<String>) -> Self {
-        let colour = io::stdout().is_terminal()
-            && env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
         Self {
             quiet,
             only,
-            colour,
+            colors: Colors::of(&io::stdout()),
             width: 0,
-            told: BTreeSet::new(),
+            printed: BTreeSet::new(),
         }
     }
 
-    /// A line of the demo itself.
-    pub fn say(&mut self, text: &str) -> io::Result<()> {
+    /// Prints a status line of the demo.
+    pub fn print_status(&mut self, text: &str) -> io::Result<()> {
         if self.quiet {
             return Ok(());
         }
-        let (on, off) = if self.colour {
-            ("\x1b[1m", "\x1b[0m")
-        } else {
-            ("", "")
-        };
-        writeln!(io::stdout().lock(), "{on}mesh demo: {text}{off}")
+        let line = format!("mesh demo: {text}");
+        writeln!(
+            io::stdout().lock(),
+            "{}",
+            self.colors.paint(TextStyle::Bold, &line)
+        )
     }
 
-    /// What a pod has become.
+    /// Prints that a pod has become ready or has completed.
     pub fn pod(&mut self, pod: &PodView) -> io::Result<()> {
-        // Lines to come shall stand below each other from the first one on.
+        // The prefixes are aligned from the first line on.
         for container in &pod.containers {
             if self.shows([&pod.workload, &pod.name, &container.name, &pod.namespace]) {
                 self.width = self
@@ -58,22 +55,22 @@ impl Screen {
                     .max(pod.full_name().len() + container.name.len() + 2);
             }
         }
-        let what = match () {
+        let state = match () {
             () if pod.terminating => return Ok(()),
             () if pod.phase == "Succeeded" => "has completed",
             () if pod.ready && pod.injected => "is ready, with its proxy",
             () if pod.ready => "is ready",
             () => return Ok(()),
         };
-        let text = format!("{} {what}", pod.full_name());
-        if self.told.insert(text.clone()) {
-            self.say(&text)
+        let text = format!("{} {state}", pod.full_name());
+        if self.printed.insert(text.clone()) {
+            self.print_status(&text)
         } else {
             Ok(())
         }
     }
 
-    /// A line of a container.
+    /// Prints a line of a container.
     pub fn line(&mut self, line: &LogLine) -> io::Result<()> {
         if self.quiet || !self.shows([&line.workload, &line.pod, &line.container, &line.namespace])
         {
@@ -81,18 +78,9 @@ impl Screen {
         }
         let prefix = format!("{}/{}[{}]", line.namespace, line.pod, line.container);
         self.width = self.width.max(prefix.len());
-        let width = self.width;
-        let mut out = io::stdout().lock();
-        if self.colour {
-            writeln!(
-                out,
-                "\x1b[{}m{prefix:width$}\x1b[0m {}",
-                colour(&prefix),
-                line.line
-            )
-        } else {
-            writeln!(out, "{prefix:width$} {}", line.line)
-        }
+        let padded = format!("{prefix:width$}", width = self.width);
+        let prefix = self.colors.paint_code(color_code(&prefix), &padded);
+        writeln!(io::stdout().lock(), "{prefix} {}", line.line)
     }
 
     fn shows(&self, names: [&String; 4]) -> bool {
@@ -100,11 +88,11 @@ impl Screen {
     }
 }
 
-/// One of the twelve colours that can be read on light and dark.
-fn colour(prefix: &str) -> u64 {
+/// The ANSI code of one of the twelve colors that are readable on light and dark backgrounds.
+fn color_code(prefix: &str) -> u8 {
     let mut hasher = DefaultHasher::new();
     prefix.hash(&mut hasher);
-    let number = hasher.finish() % 12;
+    let number = (hasher.finish() % 12) as u8;
     if number < 6 {
         31 + number
     } else {
@@ -112,11 +100,11 @@ fn colour(prefix: &str) -> u64 {
     }
 }
 
-/// What a demo has seen.
+/// The statistics of a demo.
 #[derive(Debug, Default)]
 pub struct Summary {
     pods: BTreeMap<String, PodView>,
-    /// How many requests and responses each workload has printed, and how many failures.
+    /// The numbers of printed requests, responses, failures and exchanges by workload.
     counts: BTreeMap<String, Counts>,
     restarts: BTreeMap<String, u32>,
 }
@@ -131,14 +119,14 @@ struct Counts {
 }
 
 impl Summary {
-    /// Counts what a message tells.
-    pub fn note(&mut self, message: &Message) {
+    /// Records a message.
+    pub fn record(&mut self, message: &Message) {
         match message {
             Message::Pod(pod) => {
                 self.restarts.insert(pod.full_name(), pod.restarts());
                 self.pods.insert(pod.full_name(), pod.clone());
             }
-            Message::PodGone { namespace, name } => {
+            Message::PodRemoved { namespace, name } => {
                 drop(self.pods.remove(&format!("{namespace}/{name}")))
             }
             Message::Log(line) => {
@@ -157,16 +145,16 @@ impl Summary {
         }
     }
 
-    /// Every pod is ready or has completed.
+    /// Whether every pod is ready or has succeeded.
     pub fn all_settled(&self) -> bool {
         !self.pods.is_empty() && self.pods.values().all(PodView::settled)
     }
 
-    /// The summary at the end.
+    /// Formats the summary.
     pub fn text(&self, ran: Duration, ready: Option<Duration>) -> String {
         let ready = ready.map_or_else(
             || "never all ready".to_owned(),
-            |took| format!("all ready after {:.1} s", took.as_secs_f64()),
+            |elapsed| format!("all ready after {:.1} s", elapsed.as_secs_f64()),
         );
         let meshed = self.pods.values().filter(|pod| pod.injected).count();
         let restarts: u32 = self.restarts.values().sum();
@@ -176,20 +164,20 @@ impl Summary {
             self.pods.len()
         );
         for (workload, counts) in &self.counts {
-            let said = [
+            let totals = [
                 (counts.responses, "responses received"),
                 (counts.requests, "requests answered"),
                 (counts.failures, "calls failed"),
                 (counts.outbound, "outbound exchanges shown"),
                 (counts.inbound, "inbound exchanges shown"),
             ];
-            let said: Vec<String> = said
+            let totals: Vec<String> = totals
                 .iter()
                 .filter(|(count, _)| *count > 0)
-                .map(|(count, what)| format!("{count} {what}"))
+                .map(|(count, unit)| format!("{count} {unit}"))
                 .collect();
-            if !said.is_empty() {
-                out += &format!("\n  {workload:15} {}", said.join(", "));
+            if !totals.is_empty() {
+                out += &format!("\n  {workload:15} {}", totals.join(", "));
             }
         }
         out
@@ -211,13 +199,13 @@ mod tests {
     }
 
     #[test]
-    fn only_names_workloads_pods_containers_and_namespaces() {
+    fn only_matches_workloads_pods_containers_and_namespaces() {
         let screen = |only: &str| Screen {
             quiet: false,
             only: vec![only.into()],
-            colour: false,
+            colors: Colors::DISABLED,
             width: 0,
-            told: BTreeSet::new(),
+            printed: BTreeSet::new(),
         };
         let names = ["shop", "shop-1", "proxy", "a"].map(str::to_owned);
         for only in &names {
@@ -227,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn the_summary_counts_what_was_printed() {
+    fn summary_counts_printed_lines() {
         let mut summary = Summary::default();
         let pod = |ready| {
             Message::Pod(PodView {
@@ -239,12 +227,12 @@ mod tests {
             })
         };
         assert!(!summary.all_settled());
-        summary.note(&pod(false));
+        summary.record(&pod(false));
         assert!(!summary.all_settled());
-        summary.note(&pod(true));
+        summary.record(&pod(true));
         assert!(summary.all_settled());
         for text in ["Request #1", "GET /", "Request #2"] {
-            summary.note(&Message::Log(line("shop", "shop", text)));
+            summary.record(&Message::Log(line("shop", "shop", text)));
         }
         let text = summary.text(Duration::from_secs(30), Some(Duration::from_millis(1234)));
         assert!(

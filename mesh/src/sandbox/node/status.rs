@@ -1,5 +1,5 @@
-//! The notice board of one pod: its containers' states in one place. Supervisors write, the pod's task waits on it, and every
-//! change goes to the node, with the pod's status as a kubelet would write it. It starts and stops nothing.
+//! The status of one pod, as a kubelet's status manager keeps it. Container supervisors update it, the pod task watches it, and
+//! each change is sent to the event loop.
 
 use std::{net::Ipv4Addr, sync::Mutex};
 
@@ -7,23 +7,27 @@ use k8s_openapi::api::core::v1::{ContainerStatus, HostIP, Pod, PodCondition, Pod
 use tokio::sync::{mpsc, watch};
 
 use super::{Event, network::NODE_V4};
-use crate::sandbox::protocol::{ContainerView, LogLine, Message, PodView};
+use crate::sandbox::{
+    lock,
+    protocol::{ContainerView, LogLine, Message, PodView},
+};
 
-/// See the module.
-pub(super) struct Board {
+/// The status of one pod and its containers.
+pub(super) struct StatusManager {
     uid: String,
     ip: Ipv4Addr,
     pod: Pod,
     view: Mutex<PodView>,
-    /// How many of the containers are run to their end before the others start.
+    /// For each container, whether it is an init container that runs to completion.
     init: Vec<bool>,
     containers: watch::Sender<Vec<ContainerView>>,
     events: mpsc::UnboundedSender<Event>,
     messages: mpsc::Sender<Message>,
 }
 
-impl Board {
-    /// A board for a pod whose network is there. `init` says of each container whether it ends before the pod is up.
+impl StatusManager {
+    /// The status of a pod that has a network. `init` states for each container whether it runs to completion before the pod is
+    /// ready.
     pub(super) fn new(
         mut pod: Pod,
         view: PodView,
@@ -64,11 +68,11 @@ impl Board {
 
     /// `namespace/pod[container]`.
     pub(super) fn container(&self, index: usize) -> String {
-        let view = self.view.lock().expect("nobody panics while holding it");
+        let view = lock(&self.view);
         format!("{}[{}]", view.full_name(), view.containers[index].name)
     }
 
-    /// Changes a container's state; unchanged states are not told again.
+    /// Changes the state of a container. Reports it only if it differs.
     pub(super) fn update(&self, index: usize, change: impl FnOnce(&mut ContainerView)) {
         let changed = self.containers.send_if_modified(|containers| {
             let before = containers[index].clone();
@@ -76,34 +80,34 @@ impl Board {
             before != containers[index]
         });
         if changed {
-            self.tell();
+            self.report();
         }
     }
 
     /// Changes the pod's phase.
-    pub(super) fn phase(&self, phase: &str, reason: Option<String>) {
+    pub(super) fn phase(&self, phase: &str) {
         {
-            let mut view = self.view.lock().expect("nobody panics while holding it");
+            let mut view = lock(&self.view);
             view.phase = phase.into();
-            view.reason = reason;
+            view.reason = None;
         }
-        self.tell();
+        self.report();
     }
 
-    /// The containers' states, to wait on.
+    /// Subscribes to the states of the containers.
     pub(super) fn watch(&self) -> watch::Receiver<Vec<ContainerView>> {
         self.containers.subscribe()
     }
 
     pub(super) fn notice(&self, text: String) {
-        // The node is gone only at the very end.
+        // Fails only when the node exits.
         let _ = self.events.send(Event::Notice(text));
     }
 
-    /// Hands on a line of output, and waits where the reader is slow.
+    /// Sends a line of output to the client. Waits while the client's queue is full.
     pub(super) async fn log(&self, index: usize, line: String) {
         let line = {
-            let view = self.view.lock().expect("nobody panics while holding it");
+            let view = lock(&self.view);
             LogLine {
                 namespace: view.namespace.clone(),
                 pod: view.name.clone(),
@@ -115,8 +119,8 @@ impl Board {
         let _ = self.messages.send(Message::Log(line)).await;
     }
 
-    fn tell(&self) {
-        let mut view = self.view.lock().expect("nobody panics while holding it");
+    fn report(&self) {
+        let mut view = lock(&self.view);
         view.containers = self.containers.borrow().clone();
         let running = view.phase == "Running";
         view.ready = running
@@ -146,19 +150,19 @@ impl Board {
         }
         let mut pod = self.pod.clone();
         fill_status(pod.status.get_or_insert_default(), &view);
-        let _ = self.events.send(Event::Pod {
+        let _ = self.events.send(Event::PodUpdated {
             uid: self.uid.clone(),
-            pod: Box::new(pod),
-            view: view.clone(),
+            pod: Some(Box::new(pod)),
+            view: Box::new(view.clone()),
         });
     }
 }
 
 fn fill_status(status: &mut PodStatus, view: &PodView) {
-    let word = |value: bool| if value { "True" } else { "False" }.to_owned();
+    let text = |value: bool| if value { "True" } else { "False" }.to_owned();
     let condition = |type_: &str, value: bool| PodCondition {
         type_: type_.into(),
-        status: word(value),
+        status: text(value),
         ..PodCondition::default()
     };
     status.phase = Some(view.phase.clone());
@@ -182,8 +186,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pod_is_ready_when_all_but_its_init_containers_are() {
-        let (events, mut told) = mpsc::unbounded_channel();
+    fn reports_ready_when_all_containers_except_init_containers_are_ready() {
+        let (events, mut reported) = mpsc::unbounded_channel();
         let (messages, _lines) = mpsc::channel(1);
         let container = |name: &str| ContainerView {
             name: name.into(),
@@ -193,7 +197,7 @@ mod tests {
             containers: vec![container("init"), container("app")],
             ..PodView::default()
         };
-        let board = Board::new(
+        let status = StatusManager::new(
             Pod::default(),
             view,
             &["10.0.0.7".into()],
@@ -202,13 +206,18 @@ mod tests {
             messages,
         );
 
-        board.phase("Running", None);
-        board.update(1, |view| view.ready = true);
-        board.update(1, |view| view.ready = true);
-        drop(board);
+        status.phase("Running");
+        status.update(1, |view| view.ready = true);
+        status.update(1, |view| view.ready = true);
+        drop(status);
 
         let mut ready = Vec::new();
-        while let Ok(Event::Pod { pod, view, .. }) = told.try_recv() {
+        while let Ok(Event::PodUpdated {
+            pod: Some(pod),
+            view,
+            ..
+        }) = reported.try_recv()
+        {
             assert_eq!(
                 pod.status.as_ref().unwrap().pod_ip.as_deref(),
                 Some("10.0.0.7")
@@ -219,7 +228,7 @@ mod tests {
         assert_eq!(
             ready,
             [false, true],
-            "what has not changed is not told again"
+            "an unchanged state is not reported again"
         );
     }
 }

@@ -1,0 +1,121 @@
+//! Terminal output of the commands: formats, colors and tables.
+
+use std::{
+    env,
+    io::{self, IsTerminal, Write},
+};
+
+/// The output format of a command.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum Output {
+    /// Text
+    #[default]
+    Text,
+    /// JSON
+    Json,
+}
+
+/// Whether output is colored.
+#[derive(Clone, Copy, Debug)]
+pub struct Colors {
+    enabled: bool,
+}
+
+/// The style of a text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TextStyle {
+    Ok,
+    Warning,
+    Error,
+    Dim,
+    Bold,
+}
+
+impl Colors {
+    #[cfg(test)]
+    pub const DISABLED: Self = Self { enabled: false };
+
+    /// Enables colors if the stream is a terminal and NO_COLOR is not set.
+    pub fn of(stream: &impl IsTerminal) -> Self {
+        let disabled = env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+        Self {
+            enabled: stream.is_terminal() && !disabled,
+        }
+    }
+
+    /// Formats a text in a style.
+    pub fn paint(self, style: TextStyle, text: &str) -> String {
+        let code = match style {
+            TextStyle::Ok => 32,
+            TextStyle::Warning => 33,
+            TextStyle::Error => 31,
+            TextStyle::Dim => 2,
+            TextStyle::Bold => 1,
+        };
+        self.paint_code(code, text)
+    }
+
+    /// Formats a text with an ANSI SGR code.
+    pub fn paint_code(self, code: u8, text: &str) -> String {
+        if self.enabled {
+            format!("\x1b[{code}m{text}\x1b[0m")
+        } else {
+            text.to_owned()
+        }
+    }
+
+    /// Formats rows of cells as a table with aligned columns.
+    pub fn table(self, rows: &[Vec<(TextStyle, String)>]) -> String {
+        let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
+        let width = |column: usize| {
+            rows.iter()
+                .filter_map(|row| row.get(column))
+                .map(|(_, text)| text.chars().count())
+                .max()
+                .unwrap_or(0)
+        };
+        let widths: Vec<usize> = (0..columns).map(width).collect();
+        let mut table = String::new();
+        for row in rows {
+            for (column, (style, text)) in row.iter().enumerate() {
+                let is_last = column + 1 == row.len();
+                let padding = if is_last {
+                    0
+                } else {
+                    widths[column] + 2 - text.chars().count()
+                };
+                table += &if *style == TextStyle::Dim && text.is_empty() {
+                    String::new()
+                } else {
+                    self.paint(*style, text)
+                };
+                table += &" ".repeat(padding);
+            }
+            table.truncate(table.trim_end_matches(' ').len());
+            table.push('\n');
+        }
+        table
+    }
+}
+
+/// Prints a text to standard output. Ignores a closed pipe.
+pub fn print(text: &str) -> io::Result<()> {
+    match io::stdout().lock().write_all(text.as_bytes()) {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn aligns_table_columns() {
+        let row = |cells: [&str; 3]| cells.map(|cell| (TextStyle::Ok, cell.to_owned())).to_vec();
+        assert_eq!(
+            Colors::DISABLED.table(&[row(["a", "bb", "c"]), row(["long", "é", ""])]),
+            "a     bb  c\nlong  é\n"
+        );
+    }
+}
