@@ -1,6 +1,6 @@
-# All images of the mesh, out of one shared build:
+# All images of the mesh, with one shared build stage:
 #
-#   docker build -t diy-sm-proxy:dev --target proxy .      (make images builds them all)
+#   docker build -t diy-sm-proxy:dev --target proxy .      (make images builds all images)
 #
 # PROFILE is the cargo profile: dist is small and fast, dev is quick to build (the Tiltfile's choice).
 
@@ -9,8 +9,7 @@ ARG PROFILE=dist
 ENV CARGO_PROFILE_DEV_DEBUG=none CARGO_PROFILE_DEV_STRIP=debuginfo
 WORKDIR /src
 COPY . .
-# Cargo goes by times. In the cache may be what another clone made of other sources at a later time, so files that it does not know are
-# given the present one.
+# Cargo compares modification times. The cache may contain newer artifacts of other sources, so changed files get the current time.
 RUN --mount=type=cache,target=/usr/local/cargo/registry,sharing=locked \
     --mount=type=cache,target=/src/target,sharing=locked \
     built="target/sources-$PROFILE" && touch "$built" \
@@ -23,15 +22,14 @@ RUN --mount=type=cache,target=/usr/local/cargo/registry,sharing=locked \
  && cp controller injector proxy proxy-init http-client http-server grpc-client grpc-server /out/ \
  && mkdir /out/etc && echo 'hosts: files dns' >/out/etc/nsswitch.conf
 
-# iptables for proxy-init: both of its kinds, each a single program, with the libraries and extensions that they load.
+# iptables for proxy-init: the multi-call binaries of both backends with their libraries and extensions.
 FROM debian:bookworm-slim AS iptables
 RUN apt-get update && apt-get install -y --no-install-recommends iptables
 RUN mkdir /out \
  && cp --parents -r /usr/sbin/xtables-nft-multi /usr/sbin/xtables-legacy-multi "/usr/lib/$(uname -m)-linux-gnu/xtables" /out/ \
  && ldd /usr/sbin/xtables-*-multi /out/usr/lib/*/xtables/*.so | grep -oE '/[^ :()]+ \(' | cut -d' ' -f1 | sort -u | xargs cp --parents -L -t /out
 
-# What each image adds to: nothing, for a program is all that it takes; no shell, not root. Names are looked up as they are on
-# any Linux: in /etc/hosts, then by DNS.
+# Base of all images: empty except for nsswitch.conf (name lookup in /etc/hosts, then DNS). No shell, not root.
 FROM scratch AS run
 COPY --from=build /out/etc/ /etc/
 USER 65532:65532
@@ -48,7 +46,7 @@ FROM run AS proxy
 COPY --from=build /out/proxy /usr/local/bin/
 ENTRYPOINT ["/usr/local/bin/proxy"]
 
-# The one that is root: the kernel asks for it from whoever loads redirect rules.
+# Runs as root: the kernel requires it to load redirect rules.
 FROM run AS proxy-init
 USER 0
 COPY --from=iptables /out/ /

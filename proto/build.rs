@@ -1,4 +1,4 @@
-//! Compiles the contracts with protox, so that no protoc is needed.
+//! Compiles the .proto files with protox, which does not require protoc.
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let files = ["mesh/v1/mesh.proto", "echo/v1/echo.proto"];

@@ -68,7 +68,7 @@ pub enum Error {
     Jwks(#[from] authenticate::jwks::JwksError),
     /// The trust domain and the namespace do not make an identity.
     #[error("the controller's own identity: {0}")]
-    Identity(#[from] diy_mesh_proto::identity::NotAnIdentity),
+    Identity(#[from] diy_mesh_proto::identity::InvalidIdentity),
     /// The controller has no certificate of its own.
     #[error("the controller's own certificate: {0}")]
     Certificate(#[from] issuer::SignError),

@@ -51,7 +51,7 @@ impl Names {
     pub fn new(
         trust_domain: &str,
         namespace: &str,
-    ) -> Result<Names, diy_mesh_proto::identity::NotAnIdentity> {
+    ) -> Result<Names, diy_mesh_proto::identity::InvalidIdentity> {
         let name = format!("controller.{namespace}");
         let dns = vec![
             format!("{name}.svc.{CLUSTER_DOMAIN}"),

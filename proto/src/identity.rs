@@ -1,74 +1,74 @@
-//! Who a workload is: its SPIFFE ID (the SPIFFE-ID standard, sections 2 and 4), made of its trust domain, namespace and service
-//! account. The one parser for all parts of the mesh; pure, strict, and shared so that no two of them disagree.
+//! Workload identity: a SPIFFE ID (SPIFFE-ID standard, sections 2 and 4) of trust domain, namespace and service account. All components
+//! use this strict parser.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// The trust domain, unless the mesh is told another one.
+/// Default trust domain.
 pub const TRUST_DOMAIN: &str = "cluster.local";
 
-/// The most that a SPIFFE ID may have (SPIFFE-ID, section 2.3).
-const LONGEST: usize = 2048;
-/// The most that a trust domain may have (SPIFFE-ID, section 2.1).
-const LONGEST_TRUST_DOMAIN: usize = 255;
+/// Maximum length of a SPIFFE ID in bytes (SPIFFE-ID, section 2.3).
+const MAX_LENGTH: usize = 2048;
+/// Maximum length of a trust domain in bytes (SPIFFE-ID, section 2.1).
+const MAX_TRUST_DOMAIN_LENGTH: usize = 255;
 
-/// `spiffe://TRUST-DOMAIN/ns/NAMESPACE/sa/SERVICE-ACCOUNT`. Two are equal where their text is: there is one spelling of each.
+/// Identity `spiffe://TRUST-DOMAIN/ns/NAMESPACE/sa/SERVICE-ACCOUNT`. The text form is canonical: equal texts mean equal identities.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Identity {
     text: Box<str>,
-    /// Where the trust domain ends in `text`.
+    /// End of the trust domain in `text`.
     trust_domain: usize,
-    /// Where the namespace ends in `text`.
+    /// End of the namespace in `text`.
     namespace: usize,
 }
 
-/// Why a text is not the identity of a workload.
+/// Error of parsing an identity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct NotAnIdentity(&'static str);
+pub struct InvalidIdentity(&'static str);
 
-impl fmt::Display for NotAnIdentity {
+impl fmt::Display for InvalidIdentity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "not a workload's SPIFFE ID (spiffe://TRUST-DOMAIN/ns/NAMESPACE/sa/SERVICE-ACCOUNT): {}",
+            "invalid workload identity, expected spiffe://TRUST-DOMAIN/ns/NAMESPACE/sa/SERVICE-ACCOUNT: {}",
             self.0
         )
     }
 }
 
-impl std::error::Error for NotAnIdentity {}
+impl std::error::Error for InvalidIdentity {}
 
 const SCHEME: &str = "spiffe://";
 const NAMESPACE: &str = "/ns/";
 const SERVICE_ACCOUNT: &str = "/sa/";
 
 impl Identity {
-    /// Puts an identity together.
+    /// Creates an identity from its parts.
     pub fn new(
         trust_domain: &str,
         namespace: &str,
         service_account: &str,
-    ) -> Result<Self, NotAnIdentity> {
-        if trust_domain.len() > LONGEST_TRUST_DOMAIN || !is_name(trust_domain, b"-._") {
-            return Err(NotAnIdentity(
-                "the trust domain is not made of a-z, 0-9, dot, hyphen and underscore",
+    ) -> Result<Self, InvalidIdentity> {
+        if trust_domain.len() > MAX_TRUST_DOMAIN_LENGTH || !is_name(trust_domain, b"-._") {
+            return Err(InvalidIdentity(
+                "the trust domain has characters other than a-z, 0-9, dot, hyphen and underscore",
             ));
         }
         if !is_name(namespace, b"-") {
-            return Err(NotAnIdentity(
-                "the namespace is not made of a-z, 0-9 and hyphen",
+            return Err(InvalidIdentity(
+                "the namespace has characters other than a-z, 0-9 and hyphen",
             ));
         }
         if !is_name(service_account, b"-.") || matches!(service_account, "." | "..") {
-            return Err(NotAnIdentity(
-                "the service account is not made of a-z, 0-9, dot and hyphen",
+            return Err(InvalidIdentity(
+                "the service account has characters other than a-z, 0-9, dot and hyphen",
             ));
         }
         let text = format!(
             "{SCHEME}{trust_domain}{NAMESPACE}{namespace}{SERVICE_ACCOUNT}{service_account}"
         );
-        if text.len() > LONGEST {
-            return Err(NotAnIdentity("it is longer than 2048 bytes"));
+        if text.len() > MAX_LENGTH {
+            return Err(InvalidIdentity("it is longer than 2048 bytes"));
         }
         let trust_domain = SCHEME.len() + trust_domain.len();
         Ok(Self {
@@ -78,37 +78,37 @@ impl Identity {
         })
     }
 
-    /// Of a service account's user name, as Kubernetes writes it: `system:serviceaccount:NAMESPACE:NAME`.
-    pub fn of_user(trust_domain: &str, user: &str) -> Result<Self, NotAnIdentity> {
+    /// Creates an identity from a Kubernetes user name, `system:serviceaccount:NAMESPACE:NAME`.
+    pub fn from_user(trust_domain: &str, user: &str) -> Result<Self, InvalidIdentity> {
         let name = user
             .strip_prefix("system:serviceaccount:")
             .and_then(|name| name.split_once(':'));
         let (namespace, service_account) =
-            name.ok_or(NotAnIdentity("the user is no service account"))?;
+            name.ok_or(InvalidIdentity("the user is not a service account"))?;
         Self::new(trust_domain, namespace, service_account)
     }
 
-    /// The whole of it, as a URI.
+    /// The identity as a URI.
     pub fn as_str(&self) -> &str {
         &self.text
     }
 
-    /// For example `cluster.local`.
+    /// Trust domain, for example `cluster.local`.
     pub fn trust_domain(&self) -> &str {
         &self.text[SCHEME.len()..self.trust_domain]
     }
 
-    /// The workload's namespace.
+    /// Namespace of the workload.
     pub fn namespace(&self) -> &str {
         &self.text[self.trust_domain + NAMESPACE.len()..self.namespace]
     }
 
-    /// The workload's service account.
+    /// Service account of the workload.
     pub fn service_account(&self) -> &str {
         &self.text[self.namespace + SERVICE_ACCOUNT.len()..]
     }
 
-    /// The service account's user name, as Kubernetes writes it.
+    /// Kubernetes user name of the service account.
     pub fn user(&self) -> String {
         format!(
             "system:serviceaccount:{}:{}",
@@ -126,18 +126,18 @@ fn is_name(text: &str, others: &[u8]) -> bool {
 }
 
 impl FromStr for Identity {
-    type Err = NotAnIdentity;
+    type Err = InvalidIdentity;
 
-    fn from_str(text: &str) -> Result<Self, NotAnIdentity> {
+    fn from_str(text: &str) -> Result<Self, InvalidIdentity> {
         let rest = text
             .strip_prefix(SCHEME)
-            .ok_or(NotAnIdentity("it does not begin with spiffe://"))?;
+            .ok_or(InvalidIdentity("it does not start with spiffe://"))?;
         let parts: Vec<&str> = rest.split('/').take(6).collect();
         match parts[..] {
             [trust_domain, "ns", namespace, "sa", service_account] => {
                 Self::new(trust_domain, namespace, service_account)
             }
-            _ => Err(NotAnIdentity(
+            _ => Err(InvalidIdentity(
                 "its path is not /ns/NAMESPACE/sa/SERVICE-ACCOUNT",
             )),
         }
@@ -161,7 +161,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn its_parts_come_out_as_they_went_in() {
+    fn round_trip_of_parts_and_text() {
         let identity = Identity::new("cluster.local", "shop", "web.v2").unwrap();
         assert_eq!(
             identity.as_str(),
@@ -178,13 +178,13 @@ mod tests {
         assert_eq!(identity.as_str().parse(), Ok(identity.clone()));
         assert_eq!(identity.user(), "system:serviceaccount:shop:web.v2");
         assert_eq!(
-            Identity::of_user("cluster.local", &identity.user()),
+            Identity::from_user("cluster.local", &identity.user()),
             Ok(identity)
         );
     }
 
     #[test]
-    fn whatever_has_another_spelling_is_refused() {
+    fn rejects_non_canonical_text() {
         for text in [
             "",
             "spiffe://",
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn other_users_than_service_accounts_have_no_identity() {
+    fn rejects_users_that_are_not_service_accounts() {
         for user in [
             "",
             "kubernetes-admin",
@@ -228,7 +228,7 @@ mod tests {
             "system:serviceaccount:shop:web:more",
         ] {
             assert!(
-                Identity::of_user("cluster.local", user).is_err(),
+                Identity::from_user("cluster.local", user).is_err(),
                 "{user:?}"
             );
         }

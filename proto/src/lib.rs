@@ -1,6 +1,6 @@
-//! The contracts between the mesh's parts, and nothing that decides anything: generated gRPC types, and names that both sides must agree on.
+//! Contracts between the components of the mesh: generated gRPC types, workload identities, and shared constants. No logic.
 
-/// The controller's service: discovery and certificates.
+/// API of the controller: discovery and certificates.
 pub mod mesh {
     #[allow(missing_docs, clippy::all)]
     pub mod v1 {
@@ -8,7 +8,7 @@ pub mod mesh {
     }
 }
 
-/// The sample gRPC application's service.
+/// API of the sample gRPC application.
 pub mod echo {
     #[allow(missing_docs, clippy::all)]
     pub mod v1 {
@@ -21,5 +21,5 @@ pub mod status;
 
 pub use identity::Identity;
 
-/// The audience of the tokens by which workloads prove themselves to the controller.
+/// Audience of the service account tokens that authenticate workloads to the controller.
 pub const TOKEN_AUDIENCE: &str = "diy-service-mesh";

@@ -1,54 +1,53 @@
-//! What each replica of the controller says of certificates, as the answer of its `GET /identity`. The controller writes it, the
-//! command line reads it: data alone.
+//! Certificate status of a controller replica: the JSON response of `GET /identity`, which the `mesh` command line reads.
 //!
-//! Times are seconds since 1970. Fields that a newer controller has and an older reader does not know are left aside; those that an
-//! older controller lacks are empty.
+//! Times are in seconds since 1970. Readers ignore unknown fields of newer controllers; fields that an older controller lacks have their
+//! default values.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
-/// What one replica says.
+/// Status of one replica.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Status {
-    /// The mesh's trust domain.
+    /// Trust domain of the mesh.
     pub trust_domain: String,
-    /// Where the CA lies.
+    /// Location of the CA.
     pub place: String,
-    /// This replica's name.
+    /// Name of this replica.
     pub replica: String,
-    /// What is wrong with what lies there, if anything is; what was read before stays in force.
+    /// Error of the stored CA, if any; the previous state stays in use.
     pub problem: Option<String>,
-    /// How far a rotation of the CA is.
+    /// Progress of a CA rotation.
     pub rotation: Rotation,
-    /// Who signs; none before a CA was read.
+    /// Issuing CA; `None` until it is loaded.
     pub issuer: Option<Authority>,
-    /// Whom everybody trusts.
+    /// Trust roots.
     pub roots: Vec<Authority>,
-    /// The version of the roots that proxies acknowledge.
+    /// Version of the roots that proxies acknowledge.
     pub roots_version: Option<String>,
-    /// What each live replica reports.
+    /// Reports of all live replicas.
     pub replicas: BTreeMap<String, Report>,
-    /// The proxies that are connected to this replica.
+    /// Proxies that are connected to this replica.
     pub proxies: Vec<Proxy>,
 }
 
-/// How far a rotation of the CA is.
+/// Progress of a CA rotation.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Rotation {
     /// `steady`, `announcing`, `adopting` or `switched`.
     pub phase: String,
-    /// Since when.
+    /// Start of the phase.
     pub since: u64,
-    /// Why it is in this phase, for people.
+    /// Reason for the phase, as text.
     pub reason: String,
-    /// It goes back to the CA before.
+    /// Whether the rotation reverts to the previous CA.
     pub reverting: bool,
-    /// On whom it waits, for people.
+    /// Workloads and replicas that the rotation waits for, as text.
     pub waiting: Vec<String>,
-    /// What became of the last request, for people.
+    /// Result of the last request, as text.
     pub answer: String,
 }
 
@@ -56,45 +55,45 @@ pub struct Rotation {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Authority {
-    /// What it is in the rotation: `current`, `next`, `previous` or `kept`.
+    /// Role in the rotation: `current`, `next`, `previous` or `kept`.
     pub role: String,
-    /// Its subject.
+    /// Subject.
     pub subject: String,
-    /// SHA-256 over its bytes, hexadecimal.
+    /// SHA-256 fingerprint, hexadecimal.
     pub fingerprint: String,
-    /// Its subject key identifier, hexadecimal; empty where it has none.
+    /// Subject key identifier, hexadecimal; empty if there is none.
     pub id: String,
-    /// The controller has made it.
+    /// Whether the controller generated it.
     pub own: bool,
-    /// From when it counts.
+    /// Start of validity.
     pub not_before: u64,
-    /// When it was made, as far as is known: the controller's own count from a little before that.
+    /// Time of issue, if known. `not_before` of a generated certificate is slightly earlier.
     pub issued_at: u64,
-    /// Until when it counts.
+    /// End of validity.
     pub not_after: u64,
 }
 
-/// A proxy that is connected, and what it says of itself. What it has not said yet is absent.
+/// Connected proxy with the status that it reported. Missing values are not reported yet.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Proxy {
-    /// Its pod, where its token is bound to one.
+    /// Pod, if the token is bound to one.
     pub pod: Option<Pod>,
-    /// Its user: `system:serviceaccount:NAMESPACE:NAME`.
+    /// Kubernetes user: `system:serviceaccount:NAMESPACE:NAME`.
     pub user: String,
-    /// Its SPIFFE ID.
+    /// SPIFFE ID.
     pub identity: Option<String>,
-    /// Since when it is connected.
+    /// Start of the connection.
     pub connected_since: u64,
-    /// Its certificate.
+    /// Certificate of the proxy.
     pub certificate: Option<Certificate>,
-    /// The version of the roots that it verifies its peers by.
+    /// Version of the roots that verify peers.
     pub roots_version: Option<String>,
-    /// It trusts the roots that the controller announces.
+    /// Whether it trusts the current roots of the controller.
     pub acknowledged: bool,
-    /// Its version.
+    /// Version of the proxy.
     pub version: Option<String>,
-    /// How far its clock is ahead of the controller's, in milliseconds; behind: negative.
+    /// Offset of the proxy's clock from the controller's, in milliseconds.
     pub clock_skew_ms: Option<i64>,
 }
 
@@ -102,65 +101,65 @@ pub struct Proxy {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Pod {
-    /// Its namespace.
+    /// Namespace.
     pub namespace: String,
-    /// Its name.
+    /// Name.
     pub name: String,
-    /// Its UID.
+    /// UID.
     pub uid: String,
 }
 
-/// A workload's certificate.
+/// Certificate of a workload.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Certificate {
-    /// From when it counts: a little before it was made, for clocks that are behind.
+    /// Start of validity: slightly before the time of issue, to allow for clock skew.
     pub not_before: u64,
-    /// When it was made.
+    /// Time of issue.
     pub issued_at: u64,
-    /// Until when it counts.
+    /// End of validity.
     pub not_after: u64,
-    /// Its serial number, hexadecimal.
+    /// Serial number, hexadecimal.
     pub serial: String,
-    /// The key identifier, hexadecimal, of the CA that signed it.
+    /// Key identifier of the issuing CA, hexadecimal.
     pub issuer: String,
-    /// That CA is the one that signs now.
+    /// Whether that CA is the current issuer.
     pub current: bool,
 }
 
-/// What one replica reports to the others of the proxies that are connected to it.
+/// Report of a replica to the other replicas about its connected proxies.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Report {
-    /// Another number in each report.
+    /// Counter that changes with each report.
     pub beat: u64,
-    /// The state of the store that it acts by.
+    /// Version of the CA state that the replica uses.
     pub state: String,
-    /// The version of the roots that it tells its proxies.
+    /// Version of the roots that the replica sends to its proxies.
     pub roots: String,
-    /// The id of the issuer that it signs with.
+    /// Key identifier of the issuer that the replica uses.
     pub issuer: String,
-    /// How many proxies are connected to it.
+    /// Number of connected proxies.
     pub connected: u64,
-    /// How many of them trust which version of the roots.
+    /// Number of proxies by acknowledged version of the roots.
     pub acknowledged: BTreeMap<String, u64>,
-    /// Those that do not trust the current version.
-    pub not_acknowledged: Few,
-    /// Those whose certificate is another issuer's.
-    pub not_renewed: Few,
-    /// The namespaces that do not hold the current roots.
-    pub namespaces: Few,
-    /// The connected pods, as digests; only while a rotation is under way.
+    /// Proxies that do not trust the current version.
+    pub not_acknowledged: BoundedNames,
+    /// Proxies whose certificate has another issuer.
+    pub not_renewed: BoundedNames,
+    /// Namespaces without the current roots.
+    pub namespaces: BoundedNames,
+    /// Digests of the connected pods; only during a rotation.
     #[serde(skip_serializing_if = "BTreeSet::is_empty")]
     pub pods: BTreeSet<String>,
 }
 
-/// A number, and some of the names.
+/// Count with a bounded list of names.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Few {
-    /// How many there are.
+pub struct BoundedNames {
+    /// Total number.
     pub count: u64,
-    /// At most 20 of them.
+    /// At most 20 names.
     pub names: Vec<String>,
 }

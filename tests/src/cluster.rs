@@ -1,7 +1,7 @@
-//! A Kubernetes cluster for the tests in tests/cluster_*.rs, spoken to by kubectl as a person would.
+//! Access to a Kubernetes cluster through kubectl for the tests in `tests/tests/cluster_*.rs`.
 //!
-//! It is the cluster that KUBECONFIG names, and only under `make e2e` (E2E=1), the images being there: elsewhere these tests say that they
-//! are skipped. Every test gets a namespace of its own; nothing here knows which kind of cluster it is.
+//! The tests use the cluster of KUBECONFIG and run only under `make e2e` (E2E=1), which requires the images on the cluster. Otherwise
+//! they are skipped. Each test has its own namespace. Any kind of cluster works.
 
 use std::io::Write;
 use std::process::{Command, Stdio};
@@ -10,18 +10,18 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use workloads::{Answers, App};
+use workloads::{App, Responses};
 
 pub mod workloads;
 
-/// How long anything may take that a cluster does by itself: pods on two busy cores are slow.
-pub const SOON: Duration = Duration::from_secs(180);
-const LOOK_AGAIN: Duration = Duration::from_millis(300);
+/// Limit for each wait on the cluster, such as a rollout.
+pub const CLUSTER_TIMEOUT: Duration = Duration::from_secs(180);
+const POLL_INTERVAL: Duration = Duration::from_millis(300);
 const MANIFESTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../manifests");
-/// The namespace of the mesh itself.
+/// Namespace of the mesh.
 pub const MESH: &str = "service-mesh";
 
-/// Runs a test in a new namespace, on a cluster with the mesh. When the test fails, what the namespace looks like is printed before it goes.
+/// Runs a test in a new namespace on a cluster with the mesh. If the test fails, prints the state of the namespace before its deletion.
 pub fn in_namespace(name: &str, test: impl FnOnce(&Namespace) -> Result<()>) -> Result<()> {
     if !with_mesh()? {
         return Ok(());
@@ -34,20 +34,20 @@ pub fn in_namespace(name: &str, test: impl FnOnce(&Namespace) -> Result<()>) -> 
     result
 }
 
-/// Brings up the mesh, once; false where no cluster was asked for.
+/// Installs the mesh once. Returns false if E2E is not set.
 pub fn with_mesh() -> Result<bool> {
     if std::env::var_os("E2E").is_none() {
-        // Not by eprintln!, which nobody hears of in a test that passes.
+        // The test harness captures the output of eprintln!, but not this.
         writeln!(
             std::io::stderr(),
-            "skipped: needs a cluster; make e2e runs it on the one that KUBECONFIG names"
+            "skipped: requires a cluster; `make e2e` runs it on the cluster of KUBECONFIG"
         )?;
         return Ok(false);
     }
     static UP: Mutex<bool> = Mutex::new(false);
-    let mut up = UP.lock().expect("a test that fails here fails all");
+    let mut up = UP.lock().expect("no test panicked with the lock");
     if !*up {
-        std::env::var_os("KUBECONFIG").context("KUBECONFIG names no cluster")?;
+        std::env::var_os("KUBECONFIG").context("KUBECONFIG is not set")?;
         kubectl(&["apply", "-k", MANIFESTS])?;
         wait_for_mesh()?;
         *up = true;
@@ -55,20 +55,20 @@ pub fn with_mesh() -> Result<bool> {
     Ok(true)
 }
 
-/// Waits for both parts of the mesh to have all their replicas ready.
+/// Waits until all replicas of controller and injector are ready.
 pub fn wait_for_mesh() -> Result<()> {
     rolled_out(MESH, "controller")?;
     rolled_out(MESH, "injector")
 }
 
-/// The folder of the tutorial's apps, for `kubectl apply -k`.
+/// Directory of the sample apps, for `kubectl apply -k`.
 pub fn sample_apps() -> String {
     format!("{MANIFESTS}/sample-apps")
 }
 
-/// Waits for a Deployment to have all its replicas, of its newest version, ready.
+/// Waits until the rollout of a Deployment is complete.
 pub fn rolled_out(namespace: &str, deployment: &str) -> Result<()> {
-    let timeout = format!("--timeout={}s", SOON.as_secs());
+    let timeout = format!("--timeout={}s", CLUSTER_TIMEOUT.as_secs());
     kubectl(&[
         "rollout",
         "status",
@@ -80,34 +80,35 @@ pub fn rolled_out(namespace: &str, deployment: &str) -> Result<()> {
     .map(drop)
 }
 
-/// Runs kubectl and gives what it prints; its complaint is the error.
+/// Runs kubectl and returns its output. The error contains standard error.
 pub fn kubectl(arguments: &[&str]) -> Result<String> {
     kubectl_with_input(arguments, "")
 }
 
-/// Looks until there is something to see, with a deadline.
-pub fn wait_for<T>(what: &str, mut look: impl FnMut() -> Result<Option<T>>) -> Result<T> {
-    let deadline = Instant::now() + SOON;
+/// Polls until `poll` returns a value. Fails after [`CLUSTER_TIMEOUT`] with the last error.
+pub fn wait_for<T>(what: &str, mut poll: impl FnMut() -> Result<Option<T>>) -> Result<T> {
+    let deadline = Instant::now() + CLUSTER_TIMEOUT;
     loop {
-        let seen = look();
-        if let Ok(Some(seen)) = seen {
-            return Ok(seen);
+        let result = poll();
+        if let Ok(Some(value)) = result {
+            return Ok(value);
         }
         if Instant::now() > deadline {
-            return match seen {
-                Err(error) => {
-                    Err(error.context(format!("{what}: not within {} s", SOON.as_secs())))
-                }
-                Ok(_) => bail!("{what}: not within {} s", SOON.as_secs()),
+            return match result {
+                Err(error) => Err(error.context(format!(
+                    "{what}: not within {} s",
+                    CLUSTER_TIMEOUT.as_secs()
+                ))),
+                Ok(_) => bail!("{what}: not within {} s", CLUSTER_TIMEOUT.as_secs()),
             };
         }
-        thread::sleep(LOOK_AGAIN);
+        thread::sleep(POLL_INTERVAL);
     }
 }
 
-/// A namespace of one test; it goes with everything in it.
+/// Namespace of one test, deleted on drop.
 pub struct Namespace {
-    /// Its name in the cluster.
+    /// Name in the cluster.
     pub name: String,
 }
 
@@ -123,17 +124,17 @@ impl Namespace {
         kubectl(&[&["-n", &self.name], arguments].concat())
     }
 
-    /// Creates or changes what the YAML says.
+    /// Applies manifests.
     pub fn apply(&self, yaml: &str) -> Result<()> {
         kubectl_with_input(&["-n", &self.name, "apply", "-f", "-"], yaml).map(drop)
     }
 
-    /// Waits for a Deployment of this namespace.
+    /// Waits for the rollout of a Deployment in this namespace.
     pub fn rolled_out(&self, deployment: &str) -> Result<()> {
         rolled_out(&self.name, deployment)
     }
 
-    /// All that a container has printed, in all pods of an app, in no order.
+    /// Logs of a container in all pods of an app, in no particular order.
     pub fn logs(&self, app: &str, container: &str) -> Result<String> {
         self.kubectl(&[
             "logs",
@@ -146,47 +147,47 @@ impl Namespace {
         ])
     }
 
-    /// What the clients of an app have been answered.
-    pub fn answers(&self, client: &App<'_>) -> Result<Answers> {
-        Ok(Answers::count(&self.logs(client.name, client.program)?))
+    /// Responses that the pods of a client have logged.
+    pub fn responses(&self, client: &App<'_>) -> Result<Responses> {
+        Ok(Responses::count(&self.logs(client.name, client.program)?))
     }
 
-    /// Starts both and waits for good answers. Until kube-proxy and the controller have heard that the server is ready, a call
-    /// may be refused, as in any cluster; once answers have come, no call may fail. Gives how many were refused before.
-    pub fn answers_come(&self, server: &App<'_>, client: &App<'_>) -> Result<usize> {
+    /// Starts server and client and waits for responses. The first requests may fail, until kube-proxy and the controller know the
+    /// endpoint. Returns the number of these failures; later failures are errors.
+    pub fn wait_for_responses(&self, server: &App<'_>, client: &App<'_>) -> Result<usize> {
         self.apply(&server.service())?;
         self.apply(&server.deployment())?;
         self.rolled_out(server.name)?;
         self.apply(&client.deployment())?;
         self.rolled_out(client.name)?;
-        let each = 3 * client.replicas as usize;
-        let first = wait_for("first answers", || {
-            Ok(Some(self.answers(client)?).filter(|answers| answers.good >= each))
+        let minimum = 3 * client.replicas as usize;
+        let first = wait_for("first responses", || {
+            Ok(Some(self.responses(client)?).filter(|responses| responses.good >= minimum))
         })?;
-        self.more_answers(client, first.bad.len())?;
+        self.wait_for_more_responses(client, first.bad.len())?;
         Ok(first.bad.len())
     }
 
-    /// Waits until each client has had three more answers; a bad one, beyond those of before the first answers, is an error.
-    pub fn more_answers(&self, client: &App<'_>, refused_at_first: usize) -> Result<()> {
-        let enough = self.answers(client)?.good + 3 * client.replicas as usize;
-        let answers = wait_for("more answers", || {
-            let answers = self.answers(client)?;
+    /// Waits for three more responses per client. Fails if there are other failures than the initial ones.
+    pub fn wait_for_more_responses(&self, client: &App<'_>, initial_failures: usize) -> Result<()> {
+        let minimum = self.responses(client)?.good + 3 * client.replicas as usize;
+        let responses = wait_for("more responses", || {
+            let responses = self.responses(client)?;
             Ok(
-                (answers.good >= enough || answers.bad.len() != refused_at_first)
-                    .then_some(answers),
+                (responses.good >= minimum || responses.bad.len() != initial_failures)
+                    .then_some(responses),
             )
         })?;
         ensure!(
-            answers.bad.len() == refused_at_first,
-            "of {} answers these are not good: {:#?}",
-            answers.good,
-            answers.bad
+            responses.bad.len() == initial_failures,
+            "{} successful responses, failures: {:#?}",
+            responses.good,
+            responses.bad
         );
         Ok(())
     }
 
-    /// The names of an app's pods that are not on their way out.
+    /// Names of an app's pods that are not terminating.
     pub fn pods(&self, app: &str) -> Result<Vec<String>> {
         let template = r#"{{range .items}}{{if not .metadata.deletionTimestamp}}{{.metadata.name}}{{"\n"}}{{end}}{{end}}"#;
         let names = self.kubectl(&[
@@ -200,7 +201,7 @@ impl Namespace {
         Ok(names.lines().map(str::to_owned).collect())
     }
 
-    /// One number out of what a pod's proxy tells Prometheus, for example `connections_total{direction="outbound"}`.
+    /// Value of a metric of a pod's proxy, such as `connections_total{direction="outbound"}`.
     pub fn metric(&self, pod: &str, sample: &str) -> Result<u64> {
         let page = kubectl(&[
             "get",
@@ -247,7 +248,7 @@ impl Namespace {
 impl Drop for Namespace {
     fn drop(&mut self) {
         if let Err(error) = kubectl(&["delete", "namespace", &self.name, "--wait=false"]) {
-            eprintln!("the namespace {} is still there: {error:#}", self.name);
+            eprintln!("cannot delete namespace {}: {error:#}", self.name);
         }
     }
 }
@@ -259,7 +260,7 @@ fn kubectl_with_input(arguments: &[&str], input: &str) -> Result<String> {
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
-    let mut child = command.spawn().context("kubectl is missing")?;
+    let mut child = command.spawn().context("cannot start kubectl")?;
     child
         .stdin
         .take()
@@ -268,7 +269,7 @@ fn kubectl_with_input(arguments: &[&str], input: &str) -> Result<String> {
         .context("cannot write to kubectl")?;
     let output = child
         .wait_with_output()
-        .context("cannot read what kubectl prints")?;
+        .context("cannot read the output of kubectl")?;
     if !output.status.success() {
         bail!(
             "kubectl {}: {}",
@@ -276,5 +277,5 @@ fn kubectl_with_input(arguments: &[&str], input: &str) -> Result<String> {
             String::from_utf8_lossy(&output.stderr).trim()
         );
     }
-    String::from_utf8(output.stdout).context("kubectl prints something that is not text")
+    String::from_utf8(output.stdout).context("the output of kubectl is not UTF-8")
 }

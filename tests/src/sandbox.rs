@@ -1,5 +1,5 @@
-//! What the tests in a sandbox share: starting one, the mesh in it, small workloads, and waiting for what they say. A test that
-//! has no means for a sandbox says so and passes at home; where CI is set it fails.
+//! Helpers for tests in a sandbox: start, manifests, requests, log assertions. Tests are skipped on machines that cannot run a sandbox,
+//! except in CI, where they fail.
 
 use std::{
     env,
@@ -14,10 +14,10 @@ use diy_mesh::sandbox::{
 };
 use serde_json::{Value, json};
 
-/// Long enough for a loaded machine; nothing waits for it that works.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+/// Limit for each wait, sufficient for a loaded machine.
+pub const READY_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// An empty sandbox, or none on a machine that cannot have one.
+/// Starts an empty sandbox. Returns `None` on a machine that cannot run one.
 pub fn empty() -> Option<Sandbox> {
     match Sandbox::start(&programs()) {
         Ok(sandbox) => Some(sandbox),
@@ -33,20 +33,21 @@ pub fn empty() -> Option<Sandbox> {
     }
 }
 
-/// A sandbox with the control plane of the real manifests, and with these further objects; everything is ready.
+/// Starts a sandbox with the real control plane and further objects, and waits until all pods are ready.
 pub fn with_mesh(yaml: &str) -> Option<Sandbox> {
     with_controller(&[], yaml)
 }
 
-/// The same, and the controllers have these variables.
+/// Like [`with_mesh`], with additional environment variables of the controller.
 pub fn with_controller(env: &[(&str, &str)], yaml: &str) -> Option<Sandbox> {
     let sandbox = empty()?;
     let mut objects = manifest::embedded()
         .objects()
         .expect("the embedded manifests are valid");
-    let own = ["http-client", "http-server", "grpc-client", "grpc-server"];
+    let sample_apps = ["http-client", "http-server", "grpc-client", "grpc-server"];
     objects.retain(|object| {
-        !own.iter()
+        !sample_apps
+            .iter()
             .any(|&name| object["metadata"]["namespace"] == name)
     });
     for object in objects.iter_mut().filter(|object| {
@@ -62,16 +63,18 @@ pub fn with_controller(env: &[(&str, &str)], yaml: &str) -> Option<Sandbox> {
         );
     }
     sandbox.apply_objects(objects).expect("the mesh is applied");
-    // Proxies that start before their controller answers say so.
-    sandbox.wait_settled(PATIENCE).expect("the mesh gets ready");
+    // Proxies that start before the controller is ready log warnings.
+    sandbox
+        .wait_settled(READY_TIMEOUT)
+        .expect("the mesh gets ready");
     sandbox.apply(yaml).expect("the test's objects are applied");
     sandbox
-        .wait_settled(PATIENCE)
+        .wait_settled(READY_TIMEOUT)
         .expect("everything gets ready");
     Some(sandbox)
 }
 
-/// A sandbox with all of the walkthrough; everything is ready.
+/// Starts a sandbox with the walkthrough and waits until all pods are ready.
 pub fn walkthrough() -> Option<Sandbox> {
     let sandbox = empty()?;
     sandbox
@@ -82,18 +85,18 @@ pub fn walkthrough() -> Option<Sandbox> {
         )
         .expect("the walkthrough is applied");
     sandbox
-        .wait_settled(PATIENCE)
+        .wait_settled(READY_TIMEOUT)
         .expect("everything gets ready");
     Some(sandbox)
 }
 
-/// The folder of the programs that the workspace builds.
+/// Directory of the programs of this workspace.
 pub fn programs() -> PathBuf {
     let own = env::current_exe().expect("a test knows its own path");
     let folder = own
         .parent()
         .and_then(std::path::Path::parent)
-        .expect("tests lie in target/PROFILE/deps")
+        .expect("the test binary is in target/PROFILE/deps")
         .to_owned();
     for program in [
         "mesh",
@@ -115,7 +118,7 @@ pub fn programs() -> PathBuf {
     folder
 }
 
-/// A Deployment of http-server and its Service, in its namespace `servers`.
+/// Deployment and Service of http-server in namespace `servers`.
 pub fn http_server(replicas: u32, version: &str, annotations: &str) -> String {
     format!(
         "
@@ -146,7 +149,7 @@ spec:
     )
 }
 
-/// A Deployment that does nothing but be there to run programs in, in its namespace `clients`.
+/// Deployment of an idle container in namespace `clients`, in which tests run commands.
 pub fn shell(annotations: &str) -> String {
     format!(
         "
@@ -164,41 +167,41 @@ spec:
     )
 }
 
-/// The annotation with which a pod asks for the mesh.
+/// Annotation that enables injection.
 pub const MESHED: &str = "diy-service-mesh/inject: 'true'";
 
-/// The only pod of a workload.
-pub fn pod_of(sandbox: &Sandbox, namespace: &str, workload: &str) -> PodView {
+/// Returns the only pod of a workload.
+pub fn single_pod(sandbox: &Sandbox, namespace: &str, workload: &str) -> PodView {
     let pods = sandbox.view().pods_of(namespace, workload);
     assert_eq!(pods.len(), 1, "pods of {namespace}/{workload}");
     pods.into_iter().next().expect("there is one")
 }
 
-/// Waits until a container has printed a line that fits, and gives it.
-pub fn wait_line(
+/// Waits for a log line that matches, and returns it.
+pub fn wait_for_line(
     sandbox: &Sandbox,
     pod: &PodView,
     container: &str,
     what: &str,
-    fits: impl Fn(&str) -> bool,
+    matches: impl Fn(&str) -> bool,
 ) -> String {
     let find = |view: &View| {
         view.lines(pod, container)
             .iter()
-            .find(|line| fits(line))
+            .find(|line| matches(line))
             .cloned()
     };
     sandbox
         .wait(
             &format!("{}[{container}] prints {what}", pod.full_name()),
-            PATIENCE,
+            READY_TIMEOUT,
             find,
         )
-        .expect("the line comes")
+        .expect("the line is logged")
 }
 
-/// Calls a URL from a pod, with the shell's own means, until it answers with status 200, and gives status line, headers and
-/// body. The first calls may fail: readiness reaches rules and proxies a moment after it is there.
+/// Sends GET requests from a pod with bash until the status is 200, and returns the response. The first requests may fail: rules and
+/// proxies learn of a ready endpoint with a delay.
 pub fn get(
     sandbox: &Sandbox,
     pod: &PodView,
@@ -207,9 +210,9 @@ pub fn get(
     port: u16,
     path: &str,
 ) -> String {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + READY_TIMEOUT;
     loop {
-        let output = call(
+        let output = send_request(
             sandbox,
             pod,
             container,
@@ -223,13 +226,12 @@ pub fn get(
         }
         assert!(
             Instant::now() < deadline,
-            "{host}:{port}{path} still answers {output:?}"
+            "{host}:{port}{path}: no response with status 200: {output:?}"
         );
     }
 }
 
-/// Posts nothing to a URL from a pod, until there is an answer, whatever it is: a new server reaches the rules of its Service a moment
-/// after it is ready.
+/// Sends POST requests from a pod until there is a response with any status.
 pub fn post(
     sandbox: &Sandbox,
     pod: &PodView,
@@ -238,9 +240,9 @@ pub fn post(
     port: u16,
     path: &str,
 ) -> Output {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + READY_TIMEOUT;
     loop {
-        let output = call(
+        let output = send_request(
             sandbox,
             pod,
             container,
@@ -254,12 +256,12 @@ pub fn post(
         }
         assert!(
             Instant::now() < deadline,
-            "{host}:{port}{path} does not answer: {output:?}"
+            "{host}:{port}{path}: no response: {output:?}"
         );
     }
 }
 
-fn call(
+fn send_request(
     sandbox: &Sandbox,
     pod: &PodView,
     container: &str,
@@ -273,10 +275,10 @@ fn call(
     let script = format!("exec 3<>/dev/tcp/{host}/{port} && printf '{request}' >&3 && cat <&3");
     sandbox
         .exec(pod, container, &["timeout", "20", "bash", "-c", &script])
-        .expect("the program is run")
+        .expect("the program runs")
 }
 
-/// Runs `mesh` in the pod of a controller that is ready, told of all that are.
+/// Runs `mesh` in the pod of a ready controller, with the URLs of all ready controllers.
 pub fn mesh(sandbox: &Sandbox, command: &[&str]) -> Output {
     let mut controllers = sandbox.view().pods_of("service-mesh", "controller");
     controllers.retain(|pod| pod.ready);
@@ -293,36 +295,39 @@ pub fn mesh(sandbox: &Sandbox, command: &[&str]) -> Output {
     let controller = controllers.first().expect("a controller is ready");
     sandbox
         .exec(controller, "controller", &arguments)
-        .expect("the program is run")
+        .expect("the program runs")
 }
 
-/// What `mesh identity` says.
+/// Output of `mesh identity`.
 pub fn identity(sandbox: &Sandbox) -> Value {
     let output = mesh(sandbox, &["identity", "--output=json"]);
     assert_eq!(output.code, 0, "{output:?}");
     serde_json::from_str(&output.stdout).expect("the output is JSON")
 }
 
-/// What `mesh identity` says once it fits.
+/// Waits until the output of `mesh identity` matches, and returns it.
 pub fn identity_when(
     sandbox: &Sandbox,
     what: &str,
     within: Duration,
-    mut fits: impl FnMut(&Value) -> bool,
+    mut matches: impl FnMut(&Value) -> bool,
 ) -> Value {
     let deadline = Instant::now() + within;
     loop {
         let now = identity(sandbox);
-        if fits(&now) {
+        if matches(&now) {
             return now;
         }
-        assert!(Instant::now() < deadline, "not {what}: {now:#}");
+        assert!(
+            Instant::now() < deadline,
+            "timeout waiting for {what}: {now:#}"
+        );
         thread::sleep(Duration::from_millis(200));
     }
 }
 
-/// Calls http-server from `client` while `action` runs, and from before it until after it: no request may fail. Each load is a
-/// number of workers, and how many requests they send on one connection.
+/// Runs `action` under load from `client` to http-server and asserts that no request fails. Each load is a number of workers and the
+/// number of requests per connection.
 pub fn under_load(sandbox: &Sandbox, client: &PodView, loads: &[[&str; 2]], action: impl FnOnce()) {
     get(
         sandbox,
@@ -341,16 +346,14 @@ pub fn under_load(sandbox: &Sandbox, client: &PodView, loads: &[[&str; 2]], acti
                 workers,
                 requests,
             ];
-            sandbox
-                .exec(client, "shell", &argv)
-                .expect("the load is run")
+            sandbox.exec(client, "shell", &argv).expect("the load runs")
         };
         let running: Vec<_> = loads
             .iter()
             .map(|each| scope.spawn(move || load(*each)))
             .collect();
         let stop = StopLoad { sandbox, client };
-        // The servers print what reaches them: the load has begun.
+        // The servers log requests: the load is running.
         let servers = sandbox.view().pods_of("servers", "http-server");
         let requests = |view: &View, pod: &PodView| {
             view.lines(pod, "http-server")
@@ -358,19 +361,19 @@ pub fn under_load(sandbox: &Sandbox, client: &PodView, loads: &[[&str; 2]], acti
                 .filter(|line| line.starts_with("Request #"))
                 .count()
         };
-        let begun = |view: &View| {
+        let is_running = |view: &View| {
             servers
                 .iter()
                 .all(|pod| requests(view, pod) > 100)
                 .then_some(())
         };
         sandbox
-            .wait("the load", PATIENCE, begun)
-            .expect("the load begins");
+            .wait("the load", READY_TIMEOUT, is_running)
+            .expect("the load starts");
         action();
         drop(stop);
         for load in running {
-            let load = load.join().expect("it does not panic");
+            let load = load.join().expect("the thread does not panic");
             let last = load.stdout.lines().last().unwrap_or_default();
             assert!(
                 last.starts_with("ok=")
@@ -385,7 +388,7 @@ pub fn under_load(sandbox: &Sandbox, client: &PodView, loads: &[[&str; 2]], acti
     });
 }
 
-/// Ends the load, also where a test fails in the midst of it.
+/// Stops the load on drop, also if a test panics.
 struct StopLoad<'a> {
     sandbox: &'a Sandbox,
     client: &'a PodView,

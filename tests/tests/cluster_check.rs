@@ -1,5 +1,4 @@
-//! `mesh check` on a cluster: a mesh that is well has no problem; a webhook that the API server cannot verify and a pod that asks
-//! for the mesh without being in it are named.
+//! `mesh check` on a cluster: passes on a healthy mesh, and reports an invalid caBundle and a pod without a proxy.
 
 use std::process::Command;
 
@@ -11,7 +10,7 @@ use serde_json::Value;
 const WEBHOOK: &str = "mutatingwebhookconfiguration/diy-service-mesh-injector";
 
 #[test]
-fn a_mesh_that_is_well_passes_and_what_is_broken_is_named() -> Result<()> {
+fn healthy_mesh_passes_and_problems_are_reported() -> Result<()> {
     in_namespace("check", |namespace| {
         wait_for("mesh check finds no problem", || {
             let report = check()?;
@@ -25,28 +24,28 @@ fn a_mesh_that_is_well_passes_and_what_is_broken_is_named() -> Result<()> {
                 "injection",
                 "authority",
             ];
-            // What other tests leave behind may still be going.
-            let well =
+            // Pods of other tests may still be terminating.
+            let healthy =
                 report["ok"] == true && parts.iter().all(|name| level(&report, name) == "ok");
-            if well {
+            if healthy {
                 Ok(Some(()))
             } else {
                 Err(anyhow::anyhow!("{report:#}"))
             }
         })?;
-        a_pod_outside_of_the_mesh_is_named(namespace)?;
-        let stopped = Stopped::new()?;
-        let result = a_foreign_ca_bundle_is_told(namespace);
-        drop(stopped);
+        reports_pod_without_proxy(namespace)?;
+        let outage = InjectorOutage::new()?;
+        let result = reports_foreign_ca_bundle(namespace);
+        drop(outage);
         result?;
         rolled_out(MESH, "injector")?;
-        wait_for("the injector puts the caBundle right", || {
+        wait_for("the injector restores the caBundle", || {
             Ok((level(&check()?, "caBundle") == "ok").then_some(()))
         })
     })
 }
 
-fn a_pod_outside_of_the_mesh_is_named(namespace: &Namespace) -> Result<()> {
+fn reports_pod_without_proxy(namespace: &Namespace) -> Result<()> {
     namespace.apply(
         "
 apiVersion: v1
@@ -70,8 +69,8 @@ spec:
         .map(drop)
 }
 
-/// With another authority's certificate in the caBundle; the injector, which would put it right, is away.
-fn a_foreign_ca_bundle_is_told(namespace: &Namespace) -> Result<()> {
+/// Sets the caBundle to another CA while the injector, which would restore it, is down.
+fn reports_foreign_ca_bundle(namespace: &Namespace) -> Result<()> {
     let other = wait_for("the cluster's own CA is published", || {
         let pem = namespace.kubectl(&[
             "get",
@@ -96,7 +95,7 @@ fn a_foreign_ca_bundle_is_told(namespace: &Namespace) -> Result<()> {
         r#"[{{"op": "replace", "path": "/webhooks/0/clientConfig/caBundle", "value": "{encoded}"}}]"#
     );
     kubectl(&["patch", WEBHOOK, "--type=json", "-p", &patch])?;
-    wait_for("the caBundle and the injector are named", || {
+    wait_for("the caBundle and the injector are reported", || {
         let report = check()?;
         let finding = finding(&report, "caBundle").context("the caBundle is checked")?;
         let named = finding["details"] == serde_json::json!(["injector.diy-service-mesh.dev"]);
@@ -111,14 +110,14 @@ fn a_foreign_ca_bundle_is_told(namespace: &Namespace) -> Result<()> {
     })
 }
 
-/// The injector, away until this is dropped.
-struct Stopped;
+/// Scales the injector to zero until drop.
+struct InjectorOutage;
 
-impl Stopped {
+impl InjectorOutage {
     fn new() -> Result<Self> {
         kubectl(&["scale", "-n", MESH, "deployment/injector", "--replicas=0"])?;
-        let stopped = Self;
-        wait_for("the injector is away", || {
+        let outage = Self;
+        wait_for("the injector is down", || {
             let pods = kubectl(&[
                 "get",
                 "pods",
@@ -131,24 +130,24 @@ impl Stopped {
             ])?;
             Ok(pods.trim().is_empty().then_some(()))
         })?;
-        Ok(stopped)
+        Ok(outage)
     }
 }
 
-impl Drop for Stopped {
+impl Drop for InjectorOutage {
     fn drop(&mut self) {
         if let Err(error) = kubectl(&["scale", "-n", MESH, "deployment/injector", "--replicas=2"]) {
-            eprintln!("the injector is still away: {error:#}");
+            eprintln!("cannot scale up the injector: {error:#}");
         }
     }
 }
 
-/// What `mesh check` says; its exit code must say the same.
+/// Output of `mesh check`; asserts that its exit code matches.
 fn check() -> Result<Value> {
     let output = Command::new(programs().join("mesh"))
         .args(["check", "--output", "json"])
         .output()
-        .context("mesh does not start")?;
+        .context("cannot start mesh")?;
     let text = String::from_utf8_lossy(&output.stdout);
     let report: Value = serde_json::from_str(&text).with_context(|| {
         format!(

@@ -1,4 +1,4 @@
-//! The mesh's own parts go away on a cluster: what then must go on, goes on. One test at a time, since all share the mesh.
+//! Outages of mesh components on a cluster. The tests run one at a time because they share the mesh.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -7,10 +7,10 @@ use diy_mesh_tests::cluster::workloads::App;
 use diy_mesh_tests::cluster::{MESH, Namespace, in_namespace, kubectl, wait_for, wait_for_mesh};
 
 #[test]
-fn without_the_injector_only_pods_that_ask_for_the_mesh_wait() -> Result<()> {
-    let _alone = alone();
+fn injector_outage_blocks_only_meshed_pods() -> Result<()> {
+    let _guard = exclusive();
     in_namespace("no-injector", |namespace| {
-        let away = Away::new()?;
+        let outage = InjectorOutage::new()?;
         let plain = App {
             name: "plain",
             inject: None,
@@ -24,24 +24,24 @@ fn without_the_injector_only_pods_that_ask_for_the_mesh_wait() -> Result<()> {
             ..App::http_server()
         };
         namespace.apply(&asks.deployment())?;
-        let reason = wait_for("the reason why the pod is not made", || refusal(namespace))?;
+        let reason = wait_for("the error of the ReplicaSet", || replica_failure(namespace))?;
         ensure!(
             reason.contains("injector.diy-service-mesh.dev"),
-            "the refusal does not name the webhook: {reason}"
+            "the error does not name the webhook: {reason}"
         );
 
-        drop(away);
+        drop(outage);
         wait_for_mesh()?;
         namespace
             .kubectl(&["rollout", "restart", "deployment/asks"])
-            .context("to have the pod made now rather than after a back-off")?;
+            .context("restart to create the pod without back-off")?;
         namespace.rolled_out(asks.name)
     })
 }
 
 #[test]
-fn a_controller_that_restarts_is_not_noticed() -> Result<()> {
-    let _alone = alone();
+fn controller_restart_fails_no_request() -> Result<()> {
+    let _guard = exclusive();
     in_namespace("no-controller", |namespace| {
         let (server, clients) = (
             App {
@@ -53,12 +53,12 @@ fn a_controller_that_restarts_is_not_noticed() -> Result<()> {
                 ..App::http_client()
             },
         );
-        namespace.answers_come(&server, &clients)?;
-        // A bad one, ever, is an error.
-        let more_answers = || namespace.more_answers(&clients, 0);
+        namespace.wait_for_responses(&server, &clients)?;
+        // No request may fail.
+        let wait_for_more_responses = || namespace.wait_for_more_responses(&clients, 0);
         let old_servers = namespace.pods(server.name)?;
 
-        // All replicas at once, with no time to say goodbye.
+        // Kills all replicas at once, without grace period.
         kubectl(&[
             "delete",
             "pods",
@@ -69,11 +69,11 @@ fn a_controller_that_restarts_is_not_noticed() -> Result<()> {
             "--grace-period=0",
             "--force",
         ])?;
-        more_answers()?;
+        wait_for_more_responses()?;
         wait_for_mesh()?;
-        more_answers()?;
+        wait_for_more_responses()?;
 
-        // What changes afterwards is heard of: other servers take the place of those that the proxies know.
+        // Proxies receive later changes: new servers replace the known ones.
         namespace.kubectl(&["rollout", "restart", "deployment/server"])?;
         namespace.rolled_out(server.name)?;
         for pod in old_servers {
@@ -84,12 +84,12 @@ fn a_controller_that_restarts_is_not_noticed() -> Result<()> {
                 "--timeout=180s",
             ])?;
         }
-        more_answers()
+        wait_for_more_responses()
     })
 }
 
-/// Why the ReplicaSet of the app that asks for the mesh cannot make its pod.
-fn refusal(namespace: &Namespace) -> Result<Option<String>> {
+/// Error of the ReplicaSet that cannot create its pod.
+fn replica_failure(namespace: &Namespace) -> Result<Option<String>> {
     let condition = r#"{.items[*].status.conditions[?(@.type=="ReplicaFailure")].message}"#;
     let message = namespace.kubectl(&[
         "get",
@@ -102,12 +102,12 @@ fn refusal(namespace: &Namespace) -> Result<Option<String>> {
     Ok((!message.is_empty()).then_some(message))
 }
 
-/// The injector scaled to none, for as long as this lives.
-struct Away;
+/// Scales the injector to zero until drop.
+struct InjectorOutage;
 
-impl Away {
+impl InjectorOutage {
     fn new() -> Result<Self> {
-        let away = Self;
+        let outage = Self;
         kubectl(&["scale", "-n", MESH, "deployment/injector", "--replicas=0"])?;
         kubectl(&[
             "wait",
@@ -137,19 +137,19 @@ impl Away {
             )?;
             Ok(addresses.is_empty().then_some(()))
         })?;
-        Ok(away)
+        Ok(outage)
     }
 }
 
-impl Drop for Away {
+impl Drop for InjectorOutage {
     fn drop(&mut self) {
         if let Err(error) = kubectl(&["scale", "-n", MESH, "deployment/injector", "--replicas=2"]) {
-            eprintln!("the injector stays away: {error:#}");
+            eprintln!("cannot scale up the injector: {error:#}");
         }
     }
 }
 
-fn alone() -> MutexGuard<'static, ()> {
+fn exclusive() -> MutexGuard<'static, ()> {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner)
 }

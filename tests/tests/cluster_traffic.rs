@@ -1,11 +1,11 @@
-//! Traffic on a cluster, meshed and not: balancing, both mixtures, a Job that ends, a rollout that nobody notices.
+//! Traffic on a cluster: balancing, meshed and unmeshed pods, a Job, a rollout under load.
 
 use anyhow::{Result, ensure};
 use diy_mesh_tests::cluster::workloads::{App, distinct};
 use diy_mesh_tests::cluster::{in_namespace, kubectl, wait_for};
 
 #[test]
-fn grpc_on_one_connection_reaches_both_pods() -> Result<()> {
+fn grpc_calls_of_one_connection_reach_both_pods() -> Result<()> {
     in_namespace("grpc", |namespace| {
         let server = App {
             program: "grpc-server",
@@ -24,9 +24,9 @@ fn grpc_on_one_connection_reaches_both_pods() -> Result<()> {
         namespace.rolled_out(client.name)?;
 
         let both = namespace.pods(server.name)?;
-        wait_for("answers of both pods", || {
-            let answers = namespace.logs(client.name, client.program)?;
-            Ok((distinct(&answers, "Hostname: ").len() == both.len()).then_some(()))
+        wait_for("responses of both pods", || {
+            let responses = namespace.logs(client.name, client.program)?;
+            Ok((distinct(&responses, "Hostname: ").len() == both.len()).then_some(()))
         })?;
         let pod = &namespace.pods(client.name)?[0];
         let connections = namespace.metric(pod, r#"connections_total{direction="outbound"}"#)?;
@@ -39,41 +39,41 @@ fn grpc_on_one_connection_reaches_both_pods() -> Result<()> {
 }
 
 #[test]
-fn an_unmeshed_client_calls_a_meshed_server() -> Result<()> {
+fn unmeshed_client_reaches_meshed_server() -> Result<()> {
     in_namespace("meshed-server", |namespace| {
         let client = App {
             inject: None,
             ..App::http_client()
         };
-        namespace.answers_come(&App::http_server(), &client)?;
+        namespace.wait_for_responses(&App::http_server(), &client)?;
         let dump = namespace.logs("server", "proxy")?;
         ensure!(
             dump.contains("Inbound connection from "),
-            "the server's proxy shows nothing:\n{dump}"
+            "the server's proxy logged no connection:\n{dump}"
         );
         Ok(())
     })
 }
 
 #[test]
-fn a_meshed_client_calls_an_unmeshed_server() -> Result<()> {
+fn meshed_client_reaches_unmeshed_server() -> Result<()> {
     in_namespace("meshed-client", |namespace| {
         let server = App {
             inject: None,
             ..App::http_server()
         };
-        namespace.answers_come(&server, &App::http_client())?;
+        namespace.wait_for_responses(&server, &App::http_client())?;
         let dump = namespace.logs("client", "proxy")?;
         ensure!(
             dump.contains("Outbound connection to "),
-            "the client's proxy shows nothing:\n{dump}"
+            "the client's proxy logged no connection:\n{dump}"
         );
         Ok(())
     })
 }
 
 #[test]
-fn a_namespace_asks_for_its_pods_and_a_pod_may_decline() -> Result<()> {
+fn namespace_label_enables_injection_and_annotation_disables_it() -> Result<()> {
     in_namespace("label", |namespace| {
         kubectl(&[
             "label",
@@ -81,7 +81,7 @@ fn a_namespace_asks_for_its_pods_and_a_pod_may_decline() -> Result<()> {
             &namespace.name,
             "diy-service-mesh/inject=enabled",
         ])?;
-        wait_for("the API server to have heard of the label", || {
+        wait_for("the API server to apply the label", || {
             let names = "jsonpath={.spec.initContainers[*].name}";
             let pod = namespace.kubectl(&[
                 "run",
@@ -93,17 +93,17 @@ fn a_namespace_asks_for_its_pods_and_a_pod_may_decline() -> Result<()> {
             ])?;
             Ok((!pod.is_empty()).then_some(()))
         })?;
-        let says_nothing = App {
-            name: "says-nothing",
+        let unannotated = App {
+            name: "unannotated",
             inject: None,
             ..App::http_server()
         };
-        let declines = App {
-            name: "declines",
+        let disabled = App {
+            name: "disabled",
             inject: Some("False"),
             ..App::http_server()
         };
-        for app in [says_nothing, declines] {
+        for app in [unannotated, disabled] {
             namespace.apply(&app.deployment())?;
             namespace.rolled_out(app.name)?;
         }
@@ -119,21 +119,21 @@ fn a_namespace_asks_for_its_pods_and_a_pod_may_decline() -> Result<()> {
             ])
         };
         ensure!(
-            sidecars(&says_nothing)? == "proxy-init proxy",
-            "a pod of the namespace has {:?}",
-            sidecars(&says_nothing)?
+            sidecars(&unannotated)? == "proxy-init proxy",
+            "a pod without annotation has {:?}",
+            sidecars(&unannotated)?
         );
         ensure!(
-            sidecars(&declines)?.is_empty(),
-            "a pod that declines has {:?}",
-            sidecars(&declines)?
+            sidecars(&disabled)?.is_empty(),
+            "a pod with inject: False has {:?}",
+            sidecars(&disabled)?
         );
         Ok(())
     })
 }
 
 #[test]
-fn a_job_in_the_mesh_completes() -> Result<()> {
+fn meshed_job_completes() -> Result<()> {
     in_namespace("job", |namespace| {
         let server = App::http_server();
         namespace.apply(&server.service())?;
@@ -148,17 +148,17 @@ fn a_job_in_the_mesh_completes() -> Result<()> {
             "--for=condition=Complete",
             "--timeout=180s",
         ])?;
-        let answers = namespace.answers(&client)?;
+        let responses = namespace.responses(&client)?;
         ensure!(
-            answers.good > 0 && answers.bad.is_empty(),
-            "the Job's calls: {answers:?}"
+            responses.good > 0 && responses.bad.is_empty(),
+            "responses of the Job: {responses:?}"
         );
         Ok(())
     })
 }
 
 #[test]
-fn a_rollout_under_load_fails_no_request() -> Result<()> {
+fn rollout_under_load_fails_no_request() -> Result<()> {
     in_namespace("rollout", |namespace| {
         let server = App {
             replicas: 2,
@@ -168,8 +168,8 @@ fn a_rollout_under_load_fails_no_request() -> Result<()> {
             replicas: 6,
             ..App::http_client()
         };
-        let refused_at_first = namespace.answers_come(&server, &clients)?;
-        let before = namespace.answers(&clients)?.good;
+        let initial_failures = namespace.wait_for_responses(&server, &clients)?;
+        let before = namespace.responses(&clients)?.good;
 
         for _ in 0..2 {
             let old = namespace.pods(server.name)?;
@@ -185,23 +185,23 @@ fn a_rollout_under_load_fails_no_request() -> Result<()> {
             }
         }
 
-        // Every client has gone on since the last old pod went.
-        let seen = namespace.answers(&clients)?.good;
-        let enough = seen + 5 * clients.replicas as usize;
-        let answers = wait_for("answers after the rollout", || {
-            let answers = namespace.answers(&clients)?;
-            Ok((answers.good + answers.bad.len() >= enough).then_some(answers))
+        // Each client receives responses after the last old pod is gone.
+        let current = namespace.responses(&clients)?.good;
+        let minimum = current + 5 * clients.replicas as usize;
+        let responses = wait_for("responses after the rollout", || {
+            let responses = namespace.responses(&clients)?;
+            Ok((responses.good + responses.bad.len() >= minimum).then_some(responses))
         })?;
         eprintln!(
-            "rollout: {} answers, {} of them while pods came and went",
-            answers.good,
-            seen - before
+            "rollout: {} responses, {} of them during the rollout",
+            responses.good,
+            current - before
         );
         ensure!(
-            answers.bad.len() == refused_at_first,
-            "of {} answers these are not good: {:#?}",
-            answers.good,
-            answers.bad
+            responses.bad.len() == initial_failures,
+            "{} successful responses, failures: {:#?}",
+            responses.good,
+            responses.bad
         );
         Ok(())
     })

@@ -1,24 +1,24 @@
-//! The walkthrough of the README on a cluster: the manifests are applied, the sample apps answer each other, and the proxies show it.
+//! The walkthrough of the README on a cluster: applies the manifests and checks responses and dumps.
 
 use anyhow::{Context, Result, ensure};
 use diy_mesh_tests::cluster::workloads::distinct;
 use diy_mesh_tests::cluster::{kubectl, rolled_out, sample_apps, wait_for, with_mesh};
 
 #[test]
-fn from_kubectl_apply_to_answers_of_both_versions() -> Result<()> {
+fn sample_apps_respond_and_proxies_dump_requests() -> Result<()> {
     if !with_mesh()? {
         return Ok(());
     }
-    let were_there = kubectl(&["get", "namespace", "http-client"]).is_ok();
+    let existed = kubectl(&["get", "namespace", "http-client"]).is_ok();
     kubectl(&["apply", "-k", &sample_apps()])?;
-    let result = walk();
-    if result.is_ok() && !were_there {
+    let result = check_sample_apps();
+    if result.is_ok() && !existed {
         kubectl(&["delete", "-k", &sample_apps(), "--wait=false"])?;
     }
     result
 }
 
-fn walk() -> Result<()> {
+fn check_sample_apps() -> Result<()> {
     for (namespace, deployment) in [
         ("http-server", "http-server-v1"),
         ("http-server", "http-server-v2"),
@@ -29,21 +29,21 @@ fn walk() -> Result<()> {
         rolled_out(namespace, deployment)?;
     }
 
-    wait_for("answers of both versions of http-server", || {
-        let answers = logs("http-client", "deployment/http-client", "http-client")?;
-        Ok((distinct(&answers, "Version: ") == ["1.0", "2.0"]).then_some(()))
+    wait_for("responses of both versions of http-server", || {
+        let responses = logs("http-client", "deployment/http-client", "http-client")?;
+        Ok((distinct(&responses, "Version: ") == ["1.0", "2.0"]).then_some(()))
     })?;
-    wait_for("answers of both pods of grpc-server", || {
-        let answers = logs("grpc-client", "deployment/grpc-client", "grpc-client")?;
-        Ok((distinct(&answers, "Hostname: ").len() == 2).then_some(()))
+    wait_for("responses of both pods of grpc-server", || {
+        let responses = logs("grpc-client", "deployment/grpc-client", "grpc-client")?;
+        Ok((distinct(&responses, "Hostname: ").len() == 2).then_some(()))
     })?;
-    proxies_show_requests()
+    assert_dumps()
 }
 
-/// What people come to see: the requests, in the proxies' own output.
-fn proxies_show_requests() -> Result<()> {
+/// Asserts that the dumps of the proxies contain the requests.
+fn assert_dumps() -> Result<()> {
     let outbound = logs("http-client", "deployment/http-client", "proxy")?;
-    shows(
+    assert_contains(
         &outbound,
         &[
             "Outbound connection to ",
@@ -54,7 +54,7 @@ fn proxies_show_requests() -> Result<()> {
     )?;
     for version in ["http-server-v1", "http-server-v2"] {
         let inbound = logs("http-server", &format!("deployment/{version}"), "proxy")?;
-        shows(
+        assert_contains(
             &inbound,
             &[
                 "Inbound connection from ",
@@ -65,7 +65,7 @@ fn proxies_show_requests() -> Result<()> {
         )?;
     }
     let grpc = logs("grpc-client", "deployment/grpc-client", "proxy")?;
-    shows(
+    assert_contains(
         &grpc,
         &[
             "Outbound connection to ",
@@ -75,15 +75,12 @@ fn proxies_show_requests() -> Result<()> {
     )
 }
 
-fn shows(log: &str, expected: &[&str]) -> Result<()> {
+fn assert_contains(log: &str, expected: &[&str]) -> Result<()> {
     let missing: Vec<_> = expected
         .iter()
         .filter(|text| !log.contains(**text))
         .collect();
-    ensure!(
-        missing.is_empty(),
-        "a proxy does not show {missing:?}; it shows:\n{log}"
-    );
+    ensure!(missing.is_empty(), "missing {missing:?} in the log:\n{log}");
     Ok(())
 }
 

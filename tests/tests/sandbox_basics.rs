@@ -1,26 +1,26 @@
-//! The sandbox itself, without the mesh: does it do with pods what a cluster would do?
+//! The sandbox without the mesh: Services, containers, restarts, errors.
 
 use std::time::Duration;
 
-use diy_mesh_tests::sandbox::{PATIENCE, empty, get, http_server, pod_of, shell};
+use diy_mesh_tests::sandbox::{READY_TIMEOUT, empty, get, http_server, shell, single_pod};
 
 #[test]
-fn a_service_is_reached_by_all_its_names_and_spread_over_its_pods() {
+fn service_resolves_by_all_names_and_balances() {
     let Some(sandbox) = empty() else { return };
     sandbox.apply(&http_server(2, "1.0", "")).unwrap();
     sandbox.apply(&shell("")).unwrap();
-    sandbox.wait_settled(PATIENCE).unwrap();
-    let shell = pod_of(&sandbox, "clients", "shell");
+    sandbox.wait_settled(READY_TIMEOUT).unwrap();
+    let shell = single_pod(&sandbox, "clients", "shell");
     for name in [
         "http-server.servers.svc.cluster.local",
         "http-server.servers.svc.cluster.local.",
         "http-server.servers.svc",
         "http-server.servers",
     ] {
-        let answer = get(&sandbox, &shell, "shell", name, 80, "/hello");
+        let response = get(&sandbox, &shell, "shell", name, 80, "/hello");
         assert!(
-            answer.contains("Hello from the http-server service!"),
-            "{name}: {answer}"
+            response.contains("Hello from the http-server service!"),
+            "{name}: {response}"
         );
     }
     let late = "{apiVersion: v1, kind: Service, metadata: {name: late, namespace: clients}, spec: {clusterIP: None, ports: [{port: 8080}]}}";
@@ -32,12 +32,12 @@ fn a_service_is_reached_by_all_its_names_and_spread_over_its_pods() {
     sandbox
         .apply(&format!("{late}\n---\n{slice}, addressType: IPv4, ports: [{{port: 8080}}], endpoints: [{{addresses: [{address}]}}]}}"))
         .unwrap();
-    // A headless Service without a selector, known to a pod that ran before, by its short name.
+    // A headless Service without selector resolves by its short name in a running pod.
     get(&sandbox, &shell, "shell", "late", 8080, "/hello");
     let mut hosts = std::collections::BTreeSet::new();
-    // Two pods, chosen at random: a hundred calls miss one of them once in 10^29.
+    // Random balancing: 100 requests miss one of two pods with probability 10^-29.
     for _ in 0..100 {
-        let answer = get(
+        let response = get(
             &sandbox,
             &shell,
             "shell",
@@ -46,7 +46,7 @@ fn a_service_is_reached_by_all_its_names_and_spread_over_its_pods() {
             "/hello",
         );
         hosts.extend(
-            answer
+            response
                 .split("Hostname: ")
                 .nth(1)
                 .and_then(|rest| rest.split(' ').next())
@@ -56,16 +56,16 @@ fn a_service_is_reached_by_all_its_names_and_spread_over_its_pods() {
             return;
         }
     }
-    panic!("only {hosts:?} answered");
+    panic!("responses only from {hosts:?}");
 }
 
 #[test]
-fn a_service_without_endpoints_refuses_and_comes_back() {
+fn service_without_endpoints_refuses_connections() {
     let Some(sandbox) = empty() else { return };
     sandbox.apply(&http_server(0, "1.0", "")).unwrap();
     sandbox.apply(&shell("")).unwrap();
-    sandbox.wait_settled(PATIENCE).unwrap();
-    let shell = pod_of(&sandbox, "clients", "shell");
+    sandbox.wait_settled(READY_TIMEOUT).unwrap();
+    let shell = single_pod(&sandbox, "clients", "shell");
     let connect = ["bash", "-c", "exec 3<>/dev/tcp/http-server.servers/80"];
     let refused = sandbox.exec(&shell, "shell", &connect).unwrap();
     assert!(
@@ -75,14 +75,14 @@ fn a_service_without_endpoints_refuses_and_comes_back() {
 
     sandbox.scale("servers", "http-server", 1).unwrap();
     sandbox
-        .wait("the server is ready", PATIENCE, |view| {
+        .wait("the server is ready", READY_TIMEOUT, |view| {
             view.pods_of("servers", "http-server")
                 .iter()
                 .any(|pod| pod.ready)
                 .then_some(())
         })
         .unwrap();
-    // The rules follow the readiness by a moment.
+    // Rules are updated shortly after readiness.
     let script =
         "until exec 3<>/dev/tcp/http-server.servers/80; do read -t 0.05 <> <(:); done 2>/dev/null";
     assert_eq!(
@@ -95,7 +95,7 @@ fn a_service_without_endpoints_refuses_and_comes_back() {
 }
 
 #[test]
-fn a_dual_stack_service_is_reached_by_both_its_addresses() {
+fn dual_stack_service_has_both_addresses() {
     let Some(sandbox) = empty() else { return };
     sandbox
         .apply(&http_server(1, "1.0", "").replace(
@@ -104,8 +104,8 @@ fn a_dual_stack_service_is_reached_by_both_its_addresses() {
         ))
         .unwrap();
     sandbox.apply(&shell("")).unwrap();
-    sandbox.wait_settled(PATIENCE).unwrap();
-    let shell = pod_of(&sandbox, "clients", "shell");
+    sandbox.wait_settled(READY_TIMEOUT).unwrap();
+    let shell = single_pod(&sandbox, "clients", "shell");
     let hosts = sandbox
         .exec(
             &shell,
@@ -126,7 +126,7 @@ fn a_dual_stack_service_is_reached_by_both_its_addresses() {
 }
 
 #[test]
-fn a_container_has_its_user_its_rights_and_its_files() {
+fn container_has_user_capabilities_and_volumes() {
     let Some(sandbox) = empty() else { return };
     sandbox
         .apply(
@@ -159,8 +159,8 @@ spec:
 ",
         )
         .unwrap();
-    sandbox.wait_settled(PATIENCE).unwrap();
-    let pod = pod_of(&sandbox, "a", "box");
+    sandbox.wait_settled(READY_TIMEOUT).unwrap();
+    let pod = single_pod(&sandbox, "a", "box");
     let run = |container: &str, script: &str| {
         let output = sandbox
             .exec(&pod, container, &["bash", "-c", script])
@@ -214,7 +214,7 @@ spec:
 }
 
 #[test]
-fn a_container_that_ends_starts_again() {
+fn container_restarts_after_exit() {
     let Some(sandbox) = empty() else { return };
     sandbox
         .apply(
@@ -228,26 +228,26 @@ spec:
         )
         .unwrap();
     let pod = sandbox
-        .wait("it starts again", PATIENCE, |view| {
+        .wait("a restart", READY_TIMEOUT, |view| {
             view.pods.values().find(|pod| pod.restarts() >= 1).cloned()
         })
         .unwrap();
     assert_eq!(pod.containers[0].exit_code, Some(3));
     sandbox
-        .wait("its second line", PATIENCE, |view| {
+        .wait("its second line", READY_TIMEOUT, |view| {
             (view.lines(&pod, "unsteady").len() >= 2).then_some(())
         })
         .unwrap();
 }
 
 #[test]
-fn an_unknown_image_is_said_clearly() {
+fn unknown_image_is_reported() {
     let Some(sandbox) = empty() else { return };
     sandbox
         .apply("{apiVersion: v1, kind: Pod, metadata: {name: web, namespace: a}, spec: {containers: [{name: web, image: 'nginx:1'}]}}")
         .unwrap();
     let reason = sandbox
-        .wait("the reason", PATIENCE, |view| {
+        .wait("the reason", READY_TIMEOUT, |view| {
             view.pods.get("a/web").and_then(|pod| pod.reason.clone())
         })
         .unwrap();
@@ -258,7 +258,7 @@ fn an_unknown_image_is_said_clearly() {
 }
 
 #[test]
-fn a_program_that_ignores_sigterm_is_killed_after_its_grace() {
+fn kills_program_that_ignores_sigterm() {
     let Some(sandbox) = empty() else { return };
     sandbox
         .apply(
@@ -273,7 +273,7 @@ spec:
         )
         .unwrap();
     let pod = sandbox
-        .wait("it is up", PATIENCE, |view| {
+        .wait("the first line", READY_TIMEOUT, |view| {
             view.pods
                 .values()
                 .find(|pod| !view.lines(pod, "stubborn").is_empty())
@@ -282,7 +282,7 @@ spec:
         .unwrap();
     sandbox.delete("Pod", "a", "stubborn").unwrap();
     sandbox
-        .wait("it is gone", PATIENCE, |view| {
+        .wait("the deletion", READY_TIMEOUT, |view| {
             view.pods.is_empty().then_some(())
         })
         .unwrap();

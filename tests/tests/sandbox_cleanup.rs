@@ -1,4 +1,4 @@
-//! Nothing of a sandbox is left behind, however it ends; and sandboxes know nothing of each other.
+//! Cleanup of sandboxes after any kind of exit, and their isolation from each other.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,18 +10,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-use diy_mesh_tests::sandbox::{PATIENCE, empty, pod_of, programs, shell};
+use diy_mesh_tests::sandbox::{READY_TIMEOUT, empty, programs, shell, single_pod};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
 
 #[test]
-fn sigkill_of_the_demo_leaves_nothing() {
+fn sigkill_of_demo_leaves_no_traces() {
     if empty().is_none() {
         return;
     }
-    assert_eq!(traces(), [""; 0], "something of another sandbox is here");
+    assert_eq!(traces(), [""; 0], "traces of another sandbox");
     let mut demo = Command::new(programs().join("mesh"))
         .args(["demo", "--for", "600"])
         .stdout(Stdio::piped())
@@ -33,34 +33,30 @@ fn sigkill_of_the_demo_leaves_nothing() {
     lines
         .find(|line| line.contains("everything is ready after"))
         .unwrap();
-    assert_eq!(
-        traces(),
-        [""; 0],
-        "a running sandbox changes nothing outside either"
-    );
+    assert_eq!(traces(), [""; 0], "a running sandbox has no traces outside");
     let inside = descendants(demo.id());
     assert!(inside.len() >= 19, "the processes of ten pods: {inside:?}");
 
     kill(Pid::from_raw(demo.id().cast_signed()), Signal::SIGKILL).unwrap();
     demo.wait().unwrap();
-    gone(&inside);
+    wait_until_gone(&inside);
     assert_eq!(traces(), [""; 0]);
 }
 
 #[test]
-fn dropping_a_sandbox_ends_it_and_no_other() {
+fn drop_stops_only_its_own_sandbox() {
     let (Some(one), Some(two)) = (empty(), empty()) else {
         return;
     };
     for sandbox in [&one, &two] {
         sandbox.apply(&shell("")).unwrap();
-        sandbox.wait_settled(PATIENCE).unwrap();
+        sandbox.wait_settled(READY_TIMEOUT).unwrap();
     }
     let inside = descendants(one.process_id());
     assert!(!inside.is_empty());
     drop(one);
-    gone(&inside);
-    let pod = pod_of(&two, "clients", "shell");
+    wait_until_gone(&inside);
+    let pod = single_pod(&two, "clients", "shell");
     assert_eq!(
         two.exec(&pod, "shell", &["echo", "still here"])
             .unwrap()
@@ -70,17 +66,17 @@ fn dropping_a_sandbox_ends_it_and_no_other() {
 }
 
 #[test]
-fn the_death_of_any_stage_ends_all() {
+fn sigkill_of_process_1_stops_sandbox() {
     let Some(sandbox) = empty() else { return };
     sandbox.apply(&shell("")).unwrap();
-    sandbox.wait_settled(PATIENCE).unwrap();
+    sandbox.wait_settled(READY_TIMEOUT).unwrap();
     let inside = descendants(sandbox.process_id());
     kill(
         Pid::from_raw(sandbox.process_id().cast_signed()),
         Signal::SIGKILL,
     )
     .unwrap();
-    gone(&inside);
+    wait_until_gone(&inside);
     assert!(
         sandbox
             .apply(&shell(""))
@@ -90,8 +86,7 @@ fn the_death_of_any_stage_ends_all() {
     );
 }
 
-/// What a sandbox makes, seen from outside: interfaces, folders and mounts. Others may be at work on this machine, so what is
-/// not ours is not looked at.
+/// Traces of sandboxes in the root namespaces: interfaces, directories and mounts.
 fn traces() -> Vec<String> {
     let interfaces = fs::read_dir("/sys/class/net")
         .into_iter()
@@ -104,7 +99,7 @@ fn traces() -> Vec<String> {
                 .is_some_and(|rest| rest.parse::<u16>().is_ok())
         })
         .collect();
-    let mounts = fs::read_to_string("/proc/self/mounts").expect("/proc is there");
+    let mounts = fs::read_to_string("/proc/self/mounts").expect("/proc is readable");
     traces.extend(
         mounts
             .lines()
@@ -119,10 +114,10 @@ fn traces() -> Vec<String> {
     traces
 }
 
-/// Process id and start time, by which a process is told from a later one of the same id.
+/// Process IDs and start times, which together identify processes.
 fn descendants(root: u32) -> BTreeSet<(u32, String)> {
     let mut all = BTreeMap::new();
-    for entry in fs::read_dir("/proc").expect("/proc is there").flatten() {
+    for entry in fs::read_dir("/proc").expect("/proc is readable").flatten() {
         if let Some((pid, parent, start)) = entry
             .file_name()
             .to_str()
@@ -154,7 +149,7 @@ fn descendants(root: u32) -> BTreeSet<(u32, String)> {
 /// Parent and start time of a process.
 fn stat(pid: u32) -> Option<(u32, u32, String)> {
     let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name, in parentheses, may hold anything.
+    // The name, in parentheses, may contain any character.
     let fields: Vec<&str> = text.rsplit_once(')')?.1.split_whitespace().collect();
     Some((
         pid,
@@ -163,9 +158,9 @@ fn stat(pid: u32) -> Option<(u32, u32, String)> {
     ))
 }
 
-/// Waits until none of the processes is there.
-fn gone(processes: &BTreeSet<(u32, String)>) {
-    let deadline = Instant::now() + PATIENCE;
+/// Waits until all processes have exited.
+fn wait_until_gone(processes: &BTreeSet<(u32, String)>) {
+    let deadline = Instant::now() + READY_TIMEOUT;
     loop {
         let left: Vec<_> = processes
             .iter()
@@ -174,7 +169,7 @@ fn gone(processes: &BTreeSet<(u32, String)>) {
         if left.is_empty() {
             return;
         }
-        assert!(Instant::now() < deadline, "still there: {left:?}");
+        assert!(Instant::now() < deadline, "still running: {left:?}");
         thread::sleep(Duration::from_millis(20));
     }
 }

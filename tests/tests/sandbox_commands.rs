@@ -1,31 +1,36 @@
-//! `mesh identity` and `mesh rotate-root` in a sandbox, run beside its controllers: what they say is what the mesh has, and a new
-//! root is in force everywhere when the command says that it is done.
+//! `mesh identity` and `mesh rotate-root` in a sandbox: their output matches the state of the mesh, and the new root is in use everywhere
+//! when `mesh rotate-root` completes.
 
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use diy_mesh_tests::sandbox::{
-    MESHED, PATIENCE, http_server, identity, identity_when, mesh, with_controller,
+    MESHED, READY_TIMEOUT, http_server, identity, identity_when, mesh, with_controller,
 };
 
 #[test]
-fn a_new_root_is_in_force_when_the_command_says_so() {
-    // Leaves live for seconds, so that the old root goes while somebody watches.
+fn new_root_is_in_use_when_rotate_root_completes() {
+    // Certificates with a short lifetime: the rotation completes within the test.
     let Some(sandbox) = with_controller(
         &[("CERTIFICATE_LIFE", "20")],
         &http_server(2, "1.0", MESHED),
     ) else {
         return;
     };
-    // One that has just connected has not said yet what it has.
-    let before = identity_when(&sandbox, "both have said what they have", PATIENCE, |now| {
-        now["workloads"]
-            .as_array()
-            .unwrap()
-            .iter()
-            .filter(|workload| workload["certificate_not_after"] != 0)
-            .count()
-            == 2
-    });
+    // A proxy that has just connected has no status yet.
+    let before = identity_when(
+        &sandbox,
+        "the status of both proxies",
+        READY_TIMEOUT,
+        |now| {
+            now["workloads"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .filter(|workload| workload["certificate_not_after"] != 0)
+                .count()
+                == 2
+        },
+    );
     let workloads = before["workloads"].as_array().unwrap();
     assert_eq!(
         (

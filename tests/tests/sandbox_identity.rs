@@ -1,16 +1,15 @@
-//! Who is who on the wire: what meshed pods say to each other is encrypted, applications learn their callers, and strict pods
-//! turn away those who prove nothing. Real namespaces, real redirection, the real controller.
+//! Mutual TLS in a sandbox: encrypted traffic between meshed pods, client identities, and strict pods.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use diy_mesh::sandbox::{Sandbox, protocol::PodView};
 use diy_mesh_tests::sandbox::{
-    MESHED, get, http_server, pod_of, post, programs, shell, wait_line, with_mesh,
+    MESHED, get, http_server, post, programs, shell, single_pod, wait_for_line, with_mesh,
 };
 
-const CALLER: &str = "spiffe://cluster.local/ns/clients/sa/default";
+const CLIENT_IDENTITY: &str = "spiffe://cluster.local/ns/clients/sa/default";
 
-/// Runs a request in the pod while its interface is tapped. How often the wire had each of the words.
-fn tap(sandbox: &Sandbox, pod: &PodView, address: &str, words: &[&str]) -> Vec<u32> {
+/// Sends a request from a pod during a packet capture. Returns the number of occurrences of each word.
+fn captured_counts(sandbox: &Sandbox, pod: &PodView, address: &str, words: &[&str]) -> Vec<u32> {
     let capture = programs().join("sandbox-capture");
     let request = "GET /hello?secret=open-sesame HTTP/1.1\\r\\nHost: http-server\\r\\nConnection: close\\r\\n\\r\\n";
     let counts: Vec<String> = words
@@ -18,10 +17,10 @@ fn tap(sandbox: &Sandbox, pod: &PodView, address: &str, words: &[&str]) -> Vec<u
         .map(|word| format!("grep -aoF '{word}' /tmp/wire | wc -l"))
         .collect();
     let script = format!(
-        "set -e; rm -f /tmp/stop-capture; {} eth0 /tmp/wire > /tmp/said & tap=$!
-         for try in $(seq 600); do grep -q ready /tmp/said 2>/dev/null && break; kill -0 $tap; sleep 0.05; done
-         exec 3<>/dev/tcp/{address}; printf '{request}' >&3; cat <&3 > /tmp/answer; exec 3<&-
-         touch /tmp/stop-capture; wait $tap; grep -q '200 OK' /tmp/answer; {}",
+        "set -e; rm -f /tmp/stop-capture; {} eth0 /tmp/wire > /tmp/said & captured_counts=$!
+         for try in $(seq 600); do grep -q ready /tmp/said 2>/dev/null && break; kill -0 $captured_counts; sleep 0.05; done
+         exec 3<>/dev/tcp/{address}; printf '{request}' >&3; cat <&3 > /tmp/response; exec 3<&-
+         touch /tmp/stop-capture; wait $captured_counts; grep -q '200 OK' /tmp/response; {}",
         capture.display(),
         counts.join("; ")
     );
@@ -38,19 +37,22 @@ fn tap(sandbox: &Sandbox, pod: &PodView, address: &str, words: &[&str]) -> Vec<u
 }
 
 #[test]
-fn a_tap_on_the_wire_reads_nothing_of_what_meshed_pods_say() {
+fn traffic_between_meshed_pods_is_encrypted() {
     let plain = http_server(1, "1.0", "").replace("namespace: servers", "namespace: plain-servers");
-    // To tap it takes a capability that containers have on most clusters anyway.
-    let tapper = shell(MESHED).replace(
+    // The capture requires NET_RAW.
+    let client_deployment = shell(MESHED).replace(
         "command: [sleep, infinity]",
         "command: [sleep, infinity], securityContext: {runAsUser: 0, capabilities: {add: [NET_RAW]}}",
     );
-    let objects = format!("{}---{plain}---{tapper}", http_server(1, "1.0", MESHED));
+    let objects = format!(
+        "{}---{plain}---{client_deployment}",
+        http_server(1, "1.0", MESHED)
+    );
     let Some(sandbox) = with_mesh(&objects) else {
         return;
     };
-    let client = pod_of(&sandbox, "clients", "shell");
-    // Both are reachable before the wire is tapped.
+    let client = single_pod(&sandbox, "clients", "shell");
+    // Both servers are reachable before the capture.
     get(
         &sandbox,
         &client,
@@ -68,30 +70,42 @@ fn a_tap_on_the_wire_reads_nothing_of_what_meshed_pods_say() {
         "/hello",
     );
     let words = ["open-sesame", "Hello from the http-server"];
-    let plain = tap(&sandbox, &client, "http-server.plain-servers/80", &words);
+    let plain = captured_counts(&sandbox, &client, "http-server.plain-servers/80", &words);
     assert!(
         plain.iter().all(|count| *count > 0),
-        "the tap hears what is said in the clear: {plain:?}"
+        "the capture contains plaintext traffic: {plain:?}"
     );
-    let meshed = tap(&sandbox, &client, "http-server.servers/80", &words);
-    assert_eq!(meshed, [0, 0], "the wire has the request, or the answer");
-    // By the pod's own address, past the Service, too.
-    let server = pod_of(&sandbox, "servers", "http-server");
-    let direct = tap(
+    let meshed = captured_counts(&sandbox, &client, "http-server.servers/80", &words);
+    assert_eq!(
+        meshed,
+        [0, 0],
+        "the capture contains the request or the response"
+    );
+    // The same with the pod IP, without the Service.
+    let server = single_pod(&sandbox, "servers", "http-server");
+    let direct = captured_counts(
         &sandbox,
         &client,
         &format!("{}/8080", server.ip.as_deref().unwrap()),
         &words,
     );
-    assert_eq!(direct, [0, 0], "the wire has the request, or the answer");
-    // And the application knows who asked.
-    wait_line(&sandbox, &server, "http-server", "its caller", |line| {
-        line.to_lowercase() == format!("x-called-by: {CALLER}")
-    });
+    assert_eq!(
+        direct,
+        [0, 0],
+        "the capture contains the request or the response"
+    );
+    // The server receives the client identity.
+    wait_for_line(
+        &sandbox,
+        &server,
+        "http-server",
+        "the client identity",
+        |line| line.to_lowercase() == format!("x-called-by: {CLIENT_IDENTITY}"),
+    );
 }
 
 #[test]
-fn a_strict_pod_answers_its_kubelet_and_the_mesh_and_nobody_else() {
+fn strict_pod_accepts_only_probes_and_meshed_clients() {
     let strict = http_server(
         1,
         "1.0",
@@ -101,14 +115,14 @@ fn a_strict_pod_answers_its_kubelet_and_the_mesh_and_nobody_else() {
         "readinessProbe: {tcpSocket: {port: http}",
         "readinessProbe: {httpGet: {port: http, path: /hello}",
     );
-    let stranger = shell("").replace("namespace: clients", "namespace: strangers");
-    let Some(sandbox) = with_mesh(&format!("{strict}---{}---{stranger}", shell(MESHED))) else {
+    let unmeshed = shell("").replace("namespace: clients", "namespace: unmeshed");
+    let Some(sandbox) = with_mesh(&format!("{strict}---{}---{unmeshed}", shell(MESHED))) else {
         return;
     };
-    // It is ready: its kubelet's probe got through.
-    let (client, stranger) = (
-        pod_of(&sandbox, "clients", "shell"),
-        pod_of(&sandbox, "strangers", "shell"),
+    // The pod is ready: the kubelet's probe succeeded.
+    let (client, unmeshed) = (
+        single_pod(&sandbox, "clients", "shell"),
+        single_pod(&sandbox, "unmeshed", "shell"),
     );
     get(
         &sandbox,
@@ -120,7 +134,7 @@ fn a_strict_pod_answers_its_kubelet_and_the_mesh_and_nobody_else() {
     );
     let refused = post(
         &sandbox,
-        &stranger,
+        &unmeshed,
         "shell",
         "http-server.servers",
         80,

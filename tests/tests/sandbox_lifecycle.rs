@@ -1,14 +1,14 @@
-//! Things that happen to a mesh in its life: rollouts, restarts of its control plane, jobs that end, an injector that is away.
+//! Rollouts, restarts of the control plane, Jobs, and an injector outage in a sandbox.
 
 use std::collections::BTreeSet;
 
 use diy_mesh::sandbox::Sandbox;
 use diy_mesh_tests::sandbox::{
-    MESHED, PATIENCE, http_server, pod_of, shell, under_load, with_mesh,
+    MESHED, READY_TIMEOUT, http_server, shell, single_pod, under_load, with_mesh,
 };
 
 #[test]
-fn a_rollout_under_load_fails_no_request() {
+fn rollout_under_load_fails_no_request() {
     let Some(sandbox) = with_mesh(&format!(
         "{}---{}",
         http_server(2, "1.0", MESHED),
@@ -16,12 +16,12 @@ fn a_rollout_under_load_fails_no_request() {
     )) else {
         return;
     };
-    let client = pod_of(&sandbox, "clients", "shell");
+    let client = single_pod(&sandbox, "clients", "shell");
     let before = names(&sandbox);
     under_load(&sandbox, &client, &[["4", "50"]], || {
         sandbox.apply(&http_server(2, "2.0", MESHED)).unwrap();
         sandbox
-            .wait("the rollout", PATIENCE, |view| {
+            .wait("the rollout", READY_TIMEOUT, |view| {
                 let now: BTreeSet<_> = view
                     .pods
                     .values()
@@ -42,7 +42,7 @@ fn a_rollout_under_load_fails_no_request() {
 }
 
 #[test]
-fn a_restart_of_the_controller_under_load_fails_no_request() {
+fn controller_restart_under_load_fails_no_request() {
     let Some(sandbox) = with_mesh(&format!(
         "{}---{}",
         http_server(2, "1.0", MESHED),
@@ -50,7 +50,7 @@ fn a_restart_of_the_controller_under_load_fails_no_request() {
     )) else {
         return;
     };
-    let client = pod_of(&sandbox, "clients", "shell");
+    let client = single_pod(&sandbox, "clients", "shell");
     under_load(&sandbox, &client, &[["4", "50"]], || {
         sandbox.scale("service-mesh", "controller", 0).unwrap();
         let pods = |count: usize| {
@@ -64,14 +64,18 @@ fn a_restart_of_the_controller_under_load_fails_no_request() {
                     .then_some(())
             }
         };
-        sandbox.wait("no controller", PATIENCE, pods(0)).unwrap();
+        sandbox
+            .wait("no controller", READY_TIMEOUT, pods(0))
+            .unwrap();
         sandbox.scale("service-mesh", "controller", 2).unwrap();
-        sandbox.wait("two controllers", PATIENCE, pods(2)).unwrap();
+        sandbox
+            .wait("two controllers", READY_TIMEOUT, pods(2))
+            .unwrap();
     });
 }
 
 #[test]
-fn a_meshed_job_completes() {
+fn meshed_job_completes() {
     let job = format!(
         "
 apiVersion: batch/v1
@@ -90,7 +94,7 @@ spec:
     };
     sandbox.apply(&job).unwrap();
     let pod = sandbox
-        .wait("the job ends", PATIENCE, |view| {
+        .wait("the job ends", READY_TIMEOUT, |view| {
             view.pods
                 .values()
                 .find(|pod| {
@@ -112,18 +116,18 @@ spec:
             .unwrap()
             .exit_code,
         Some(0),
-        "the proxy ends in order"
+        "the proxy exits with code 0"
     );
 }
 
 #[test]
-fn without_the_injector_only_pods_that_ask_for_it_wait() {
+fn injector_outage_blocks_only_meshed_pods() {
     let Some(sandbox) = with_mesh(&shell("")) else {
         return;
     };
     sandbox.scale("service-mesh", "injector", 0).unwrap();
     sandbox
-        .wait("no injector", PATIENCE, |view| {
+        .wait("no injector", READY_TIMEOUT, |view| {
             (!view.pods.values().any(|pod| pod.workload == "injector")).then_some(())
         })
         .unwrap();
@@ -135,7 +139,7 @@ fn without_the_injector_only_pods_that_ask_for_it_wait() {
         .replace("app: shell", "app: other");
     sandbox.apply(&format!("{meshed}---{other}")).unwrap();
     sandbox
-        .wait("the other pod", PATIENCE, |view| {
+        .wait("the other pod", READY_TIMEOUT, |view| {
             view.pods_of("clients", "other")
                 .iter()
                 .any(|pod| pod.ready)
@@ -143,7 +147,7 @@ fn without_the_injector_only_pods_that_ask_for_it_wait() {
         })
         .unwrap();
     let reason = sandbox
-        .wait("the reason", PATIENCE, |view| {
+        .wait("the reason", READY_TIMEOUT, |view| {
             view.pods_of("clients", "meshed").first()?.reason.clone()
         })
         .unwrap();
@@ -152,8 +156,8 @@ fn without_the_injector_only_pods_that_ask_for_it_wait() {
         "{reason}"
     );
     sandbox.scale("service-mesh", "injector", 1).unwrap();
-    sandbox.wait_settled(PATIENCE).unwrap();
-    assert!(pod_of(&sandbox, "clients", "meshed").injected);
+    sandbox.wait_settled(READY_TIMEOUT).unwrap();
+    assert!(single_pod(&sandbox, "clients", "meshed").injected);
 }
 
 fn names(sandbox: &Sandbox) -> BTreeSet<String> {

@@ -1,6 +1,5 @@
-//! Certificates that live for seconds, in a sandbox with real clocks: they are renewed, the root that all trust is replaced, that is
-//! abandoned again, the controllers are restarted and killed in the midst of it, and no request fails. What the rotation does in
-//! detail is tested in `controller/tests`; what the commands print, in `sandbox_commands`.
+//! Certificate renewal and root rotation under load, with short-lived certificates: no request fails while roots are replaced, rotations
+//! are abandoned, and controllers restart or crash. `controller/tests` tests the rotation in detail, `sandbox_commands` the commands.
 
 #![allow(missing_docs, clippy::unwrap_used)]
 
@@ -12,45 +11,45 @@ use std::{
 
 use diy_mesh::sandbox::{Sandbox, View, protocol::PodView};
 use diy_mesh_tests::sandbox::{
-    MESHED, PATIENCE, http_server, identity, identity_when, mesh, pod_of, shell, under_load,
-    with_controller,
+    MESHED, READY_TIMEOUT, http_server, identity, identity_when, mesh, shell, single_pod,
+    under_load, with_controller,
 };
 use serde_json::Value;
 
-/// How long certificates live, in seconds,
-const SHORT: &str = "30";
-/// and where no controller answers for as long as a container that was killed twice waits.
-const LONGER: &str = "120";
-/// Connections that are kept, ones that are replaced now and then, and one for each request.
+/// Certificate lifetime in seconds.
+const SHORT_LIFETIME: &str = "30";
+/// Certificate lifetime in seconds for tests that kill controllers: longer than the restart back-off.
+const LONG_LIFETIME: &str = "120";
+/// Persistent connections, connections of 50 requests, and one connection per request.
 const LOADS: [[&str; 2]; 3] = [["1", "1000000"], ["1", "50"], ["1", "1"]];
-/// Two servers and their client.
+/// Proxies of two servers and one client.
 const PROXIES: usize = 3;
-/// Those of a rotation that somebody has asked for.
+/// Phases of a requested rotation.
 const PHASES: [&str; 2] = ["announcing", "switched"];
-/// How long the mesh may take for what it does in the time of a certificate.
-const LONG: Duration = Duration::from_secs(3 * PATIENCE.as_secs());
+/// Limit for rotation phases.
+const ROTATION_TIMEOUT: Duration = Duration::from_secs(3 * READY_TIMEOUT.as_secs());
 
-/// Two meshed servers, and a meshed client to call them from.
+/// Starts two meshed servers and a meshed client.
 fn short_lived(life: &str) -> Option<(Sandbox, PodView)> {
     let sandbox = with_controller(
         &[("CERTIFICATE_LIFE", life)],
         &format!("{}---{}", http_server(2, "1.0", MESHED), shell(MESHED)),
     )?;
-    let client = pod_of(&sandbox, "clients", "shell");
+    let client = single_pod(&sandbox, "clients", "shell");
     Some((sandbox, client))
 }
 
 #[test]
-fn under_load_certificates_are_renewed_and_the_root_is_replaced() {
-    let Some((sandbox, client)) = short_lived(SHORT) else {
+fn renewal_and_rotation_under_load_fail_no_request() {
+    let Some((sandbox, client)) = short_lived(SHORT_LIFETIME) else {
         return;
     };
     under_load(&sandbox, &client, &LOADS, || {
         let before = identity(&sandbox);
         assert_eq!(before["roots"].as_array().unwrap().len(), 1, "{before:#}");
         let mut certificates: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
-        until(&sandbox, "two renewals of each proxy", |now| {
-            // One that has just connected has not said yet what it has.
+        wait_until(&sandbox, "two renewals of each proxy", |now| {
+            // A proxy that has just connected has no status yet.
             for workload in now["workloads"]
                 .as_array()
                 .unwrap()
@@ -69,56 +68,55 @@ fn under_load_certificates_are_renewed_and_the_root_is_replaced() {
             certificates.len() == PROXIES && certificates.values().all(|of_one| of_one.len() >= 3)
         });
         rotate_root(&sandbox, &[]);
-        until(&sandbox, "a new root alone, and all use it", |now| {
+        wait_until(&sandbox, "a new root alone, in use by all proxies", |now| {
             is_done(now, &before)
         });
         println!("{}", mesh(&sandbox, &["identity"]).stdout);
     });
-    assert_eq!(complaints(&sandbox), [""; 0]);
-    every_request_came_from_its_caller(&sandbox);
+    assert_eq!(warnings(&sandbox), [""; 0]);
+    assert_client_identity_of_all_requests(&sandbox);
 }
 
 #[test]
-fn controllers_that_restart_in_each_phase_of_a_rotation_finish_it_under_load() {
-    let Some((sandbox, client)) = short_lived(SHORT) else {
+fn rotation_completes_despite_controller_restarts() {
+    let Some((sandbox, client)) = short_lived(SHORT_LIFETIME) else {
         return;
     };
     under_load(&sandbox, &client, &LOADS, || {
-        rotate_disturbed(&sandbox, restart_each)
+        rotate_with_disruption(&sandbox, restart_each)
     });
-    assert_eq!(unexpected_complaints(&sandbox), [""; 0]);
-    every_request_came_from_its_caller(&sandbox);
+    assert_eq!(unexpected_warnings(&sandbox), [""; 0]);
+    assert_client_identity_of_all_requests(&sandbox);
 }
 
 #[test]
-fn controllers_that_are_killed_finish_a_rotation_and_one_that_is_abandoned_leads_back_under_load() {
-    let Some((sandbox, client)) = short_lived(LONGER) else {
+fn rotation_completes_despite_crashes_and_can_be_abandoned() {
+    let Some((sandbox, client)) = short_lived(LONG_LIFETIME) else {
         return;
     };
     under_load(&sandbox, &client, &LOADS, || {
-        rotate_disturbed(&sandbox, |sandbox| kill(sandbox, &controllers(sandbox)));
+        rotate_with_disruption(&sandbox, |sandbox| kill(sandbox, &controllers(sandbox)));
         abandon_before_the_switch(&sandbox);
         abandon_after_the_switch(&sandbox);
     });
-    assert_eq!(unexpected_complaints(&sandbox), [""; 0]);
-    every_request_came_from_its_caller(&sandbox);
+    assert_eq!(unexpected_warnings(&sandbox), [""; 0]);
+    assert_client_identity_of_all_requests(&sandbox);
 }
 
-/// Replaces the root, and in each phase of that does something to the controllers, which gives the phases in which they began again.
-fn rotate_disturbed(sandbox: &Sandbox, disturb: impl Fn(&Sandbox) -> Vec<String>) {
+/// Rotates the root and calls `disturb` in each phase, which returns the phases in which controllers restarted.
+fn rotate_with_disruption(sandbox: &Sandbox, disturb: impl Fn(&Sandbox) -> Vec<String>) {
     let mut met = Vec::new();
-    // A phase that nothing holds up takes a few seconds; once a controller has gone, its last report is waited for a while. A
-    // machine that is too slow to disturb somebody within that time gets another try.
+    // A phase takes a few seconds, longer after a controller has gone. A slow machine may miss a phase: retries.
     for _ in 0..3 {
         let before = identity(sandbox);
         rotate_root(sandbox, &[]);
         for phase in PHASES {
-            until(sandbox, phase, |now| {
+            wait_until(sandbox, phase, |now| {
                 now["rotation"]["phase"] == phase || is_done(now, &before)
             });
             met.extend(disturb(sandbox));
         }
-        until(sandbox, "a new root alone, and all use it", |now| {
+        wait_until(sandbox, "a new root alone, in use by all proxies", |now| {
             is_done(now, &before)
         });
         if PHASES
@@ -128,25 +126,25 @@ fn rotate_disturbed(sandbox: &Sandbox, disturb: impl Fn(&Sandbox) -> Vec<String>
             return;
         }
     }
-    panic!("disturbed only in {met:?}");
+    panic!("controllers restarted only in {met:?}");
 }
 
-/// The next root is dropped at once: nobody has a certificate by it.
+/// Abandons a rotation before the new CA signs: the next root is removed immediately.
 fn abandon_before_the_switch(sandbox: &Sandbox) {
-    // A machine that is too slow to do it before the switch gets another try.
+    // Retries if a slow machine misses the phase.
     for turn in 0..3 {
         let before = identity(sandbox);
         rotate_root(sandbox, &[]);
         if kill_one(sandbox, turn) != "announcing" {
-            until(sandbox, "a new root alone, and all use it", |now| {
+            wait_until(sandbox, "a new root alone, in use by all proxies", |now| {
                 is_done(now, &before)
             });
             continue;
         }
         assert_eq!(identity(sandbox)["roots"].as_array().unwrap().len(), 2);
         rotate_root(sandbox, &["--abandon"]);
-        until(sandbox, "the root of before alone", |now| {
-            is_as_before(now, &before)
+        wait_until(sandbox, "the previous root alone", |now| {
+            is_restored(now, &before)
         });
         let (now, page) = (identity(sandbox), mesh(sandbox, &["identity"]).stdout);
         assert_eq!(
@@ -160,17 +158,17 @@ fn abandon_before_the_switch(sandbox: &Sandbox) {
         assert!(page.contains("no rotation is in progress"), "{page}");
         return;
     }
-    panic!("each rotation had switched before it could be abandoned");
+    panic!("each rotation switched before the test could abandon it");
 }
 
-/// It goes back the way that it came: the former root is announced again, and signs when all trust it.
+/// Abandons a rotation after the switch: the previous root is announced again and signs when all proxies trust it.
 fn abandon_after_the_switch(sandbox: &Sandbox) {
-    // A machine that is too slow to do it before the rotation is over gets another try.
+    // Retries if the rotation completes first.
     for turn in 0..3 {
         let before = identity(sandbox);
         rotate_root(sandbox, &[]);
         let mut switched = false;
-        until(sandbox, "switched", |now| {
+        wait_until(sandbox, "switched", |now| {
             switched = now["rotation"]["phase"] == "switched";
             switched || is_done(now, &before)
         });
@@ -187,15 +185,17 @@ fn abandon_after_the_switch(sandbox: &Sandbox) {
             .code
                 != 0
         {
-            until(sandbox, "a new root alone, and all use it", |now| {
+            wait_until(sandbox, "a new root alone, in use by all proxies", |now| {
                 is_done(now, &before)
             });
             continue;
         }
         if kill_one(sandbox, turn + 1) != "announcing" {
-            until(sandbox, "the root of before alone, and all use it", |now| {
-                is_as_before(now, &before)
-            });
+            wait_until(
+                sandbox,
+                "the previous root alone, in use by all proxies",
+                |now| is_restored(now, &before),
+            );
             continue;
         }
         let (now, page) = (identity(sandbox), mesh(sandbox, &["identity"]).stdout);
@@ -215,24 +215,25 @@ fn abandon_after_the_switch(sandbox: &Sandbox) {
             page.contains("(the rotation was abandoned): the previous root is being announced"),
             "{page}"
         );
-        until(sandbox, "the root of before alone, and all use it", |now| {
-            is_as_before(now, &before)
-        });
+        wait_until(
+            sandbox,
+            "the previous root alone, in use by all proxies",
+            |now| is_restored(now, &before),
+        );
         return;
     }
-    panic!("each rotation was over before it could be abandoned");
+    panic!("each rotation completed before the test could abandon it");
 }
 
-/// Kills one controller, each time another one, for each kill doubles the pause before the next beginning. In which phase it began
-/// again: its last report is waited for a while, so the phase lasts, and can be looked at.
+/// Kills one controller, a different one each turn because of the restart back-off. Returns the phase at its restart.
 fn kill_one(sandbox: &Sandbox, turn: usize) -> String {
     let controllers = controllers(sandbox);
     kill(sandbox, &controllers[turn % controllers.len()..][..1]).remove(0)
 }
 
-/// `mesh rotate-root`, which comes back when a controller has granted it.
+/// Runs `mesh rotate-root`, which returns after a controller has granted it.
 fn rotate_root(sandbox: &Sandbox, flags: &[&str]) {
-    let asked = mesh(
+    let output = mesh(
         sandbox,
         &[
             &["rotate-root", "--no-wait", "--ca-folder=/run/authority"],
@@ -241,22 +242,23 @@ fn rotate_root(sandbox: &Sandbox, flags: &[&str]) {
         .concat(),
     );
     assert!(
-        asked.code == 0 && asked.stderr.contains("granted"),
-        "{asked:?}"
+        output.code == 0 && output.stderr.contains("granted"),
+        "{output:?}"
     );
 }
 
-/// Asks until the mesh's state fits.
-fn until(sandbox: &Sandbox, what: &str, fits: impl FnMut(&Value) -> bool) {
-    identity_when(sandbox, what, LONG, fits);
+/// Polls until the state of the mesh matches.
+fn wait_until(sandbox: &Sandbox, what: &str, matches: impl FnMut(&Value) -> bool) {
+    identity_when(sandbox, what, ROTATION_TIMEOUT, matches);
 }
-/// Another root than before is the only one, its CA signs, and everybody trusts the one and has a certificate of the other.
+
+/// Whether a new root is the only one and all proxies trust it and have a certificate of its CA.
 fn is_done(now: &Value, before: &Value) -> bool {
     is_steady(now) && now["issuer"]["fingerprint"] != before["issuer"]["fingerprint"]
 }
 
-/// The root of before is the only one again, its CA signs, and everybody trusts the one and has a certificate of the other.
-fn is_as_before(now: &Value, before: &Value) -> bool {
+/// Whether the previous root is the only one again and all proxies trust it and have a certificate of its CA.
+fn is_restored(now: &Value, before: &Value) -> bool {
     is_steady(now)
         && now["issuer"]["fingerprint"] == before["issuer"]["fingerprint"]
         && now["roots"] == before["roots"]
@@ -276,7 +278,7 @@ fn is_steady(now: &Value) -> bool {
         })
 }
 
-/// Replaces one controller after the other. In which phases the new ones began.
+/// Replaces one controller after the other. Returns the phases at the start of the new ones.
 fn restart_each(sandbox: &Sandbox) -> Vec<String> {
     let old = controllers(sandbox);
     let mut known: BTreeSet<String> = old.iter().map(|pod| pod.name.clone()).collect();
@@ -291,9 +293,9 @@ fn restart_each(sandbox: &Sandbox) -> Vec<String> {
             (!view.pods.contains_key(&pod.full_name())).then_some(new)
         };
         let new = sandbox
-            .wait("another controller", PATIENCE, replaced)
+            .wait("another controller", READY_TIMEOUT, replaced)
             .unwrap();
-        phases.push(begun_in(sandbox, &new, 0));
+        phases.push(phase_at_start(sandbox, &new, 0));
         known.insert(new.name);
     }
     phases
@@ -303,15 +305,15 @@ fn controllers(sandbox: &Sandbox) -> Vec<PodView> {
     sandbox.view().pods_of("service-mesh", "controller")
 }
 
-/// Kills these controllers at once, in the midst of whatever they do. In which phases they began again.
+/// Kills controllers concurrently. Returns the phases at their restarts.
 fn kill(sandbox: &Sandbox, pods: &[PodView]) -> Vec<String> {
-    // Processes are seen across pods, so the pod's own is told by its network.
+    // Processes of all pods are visible: the network namespace identifies those of the pod.
     const KILL: &str = "for process in /proc/[0-9]*; do
         read -r name < $process/comm && [ \"$name\" = controller ] && [ $process/ns/net -ef /proc/self/ns/net ] && exec kill -9 ${process#/proc/}
     done 2> /dev/null; exit 1";
     let begun: Vec<usize> = pods
         .iter()
-        .map(|pod| beginnings(&sandbox.view(), pod).len())
+        .map(|pod| start_phases(&sandbox.view(), pod).len())
         .collect();
     thread::scope(|scope| {
         for pod in pods {
@@ -334,23 +336,23 @@ fn kill(sandbox: &Sandbox, pods: &[PodView]) -> Vec<String> {
                 .cloned()
         };
         sandbox
-            .wait("a controller that was killed", PATIENCE, ready)
+            .wait("the restart of a killed controller", READY_TIMEOUT, ready)
             .unwrap();
-        begun_in(sandbox, pod, begun)
+        phase_at_start(sandbox, pod, begun)
     };
     pods.iter().zip(begun).map(again).collect()
 }
 
-/// In which phase a controller was when it began, the first time or a later one.
-fn begun_in(sandbox: &Sandbox, pod: &PodView, time: usize) -> String {
+/// Phase of a controller at its start number `time`, counted from 0.
+fn phase_at_start(sandbox: &Sandbox, pod: &PodView, time: usize) -> String {
     sandbox
-        .wait("what it has read", PATIENCE, |view| {
-            beginnings(view, pod).get(time).cloned()
+        .wait("the start of a controller", READY_TIMEOUT, |view| {
+            start_phases(view, pod).get(time).cloned()
         })
         .unwrap()
 }
 
-fn beginnings(view: &View, pod: &PodView) -> Vec<String> {
+fn start_phases(view: &View, pod: &PodView) -> Vec<String> {
     let lines = view
         .lines(pod, "controller")
         .iter()
@@ -368,8 +370,8 @@ fn meshed(view: &View) -> Vec<PodView> {
     .concat()
 }
 
-/// What the proxies warn of.
-fn complaints(sandbox: &Sandbox) -> Vec<String> {
+/// Warnings and errors in the logs of all proxies.
+fn warnings(sandbox: &Sandbox) -> Vec<String> {
     let view = sandbox.view();
     let lines = meshed(&view)
         .into_iter()
@@ -379,17 +381,17 @@ fn complaints(sandbox: &Sandbox) -> Vec<String> {
         .collect()
 }
 
-/// The same, without what must be said: whoever asks a controller in the moment when it goes says so, and asks another one.
-fn unexpected_complaints(sandbox: &Sandbox) -> Vec<String> {
+/// Like [`warnings`], without the warnings of clients that lose their controller.
+fn unexpected_warnings(sandbox: &Sandbox) -> Vec<String> {
     let expected = ["no discovery, what is known stays", "can't be renewed"];
-    complaints(sandbox)
+    warnings(sandbox)
         .into_iter()
         .filter(|line| !expected.iter().any(|part| line.contains(part)))
         .collect()
 }
 
-/// Through both proxies, over mutual TLS: the server's proxy has told it who calls.
-fn every_request_came_from_its_caller(sandbox: &Sandbox) {
+/// Asserts that each request has the client identity, that is, passed both proxies with mutual TLS.
+fn assert_client_identity_of_all_requests(sandbox: &Sandbox) {
     let all = |view: &View, pod: &PodView| {
         let count = |start: &str| {
             view.lines(pod, "http-server")
@@ -401,10 +403,10 @@ fn every_request_came_from_its_caller(sandbox: &Sandbox) {
     };
     let servers = sandbox.view().pods_of("servers", "http-server");
     for pod in servers {
-        // What was printed last may be on its way.
-        let what = format!("{} is told its caller with each request", pod.name);
+        // The last lines may be in transit.
+        let what = format!("{} logs the client identity with each request", pod.name);
         sandbox
-            .wait(&what, PATIENCE, |view| all(view, &pod).then_some(()))
+            .wait(&what, READY_TIMEOUT, |view| all(view, &pod).then_some(()))
             .unwrap();
     }
 }

@@ -1,11 +1,11 @@
-//! A namespace whose label makes its pods strict: they join the mesh by the other label, every kind of their kubelet's probes reaches
-//! them, and what proves nothing does not. A pod that says `permissive` stays open.
+//! A namespace with the labels `inbound: strict` and `inject: enabled`: all kinds of probes succeed, unmeshed clients are rejected, and the
+//! annotation `permissive` overrides the label.
 
 #![allow(missing_docs, clippy::unwrap_used)]
 
-use diy_mesh_tests::sandbox::{MESHED, get, pod_of, post, shell, with_mesh};
+use diy_mesh_tests::sandbox::{MESHED, get, post, shell, single_pod, with_mesh};
 
-/// A Deployment and its Service; the probes are the container's.
+/// Deployment and Service; `probes` are fields of the container.
 fn server(name: &str, program: &str, annotations: &str, probes: &str) -> String {
     format!(
         "
@@ -30,7 +30,7 @@ spec:
 }
 
 #[test]
-fn a_strict_namespace_takes_its_kubelets_probes_and_its_mesh_and_nothing_else() {
+fn strict_namespace_accepts_only_probes_and_meshed_clients() {
     let http = "startupProbe: {httpGet: {port: web, path: /hello}, periodSeconds: 1, failureThreshold: 60},
         livenessProbe: {httpGet: {port: web, path: '/hello?probe=1'}, periodSeconds: 1}, readinessProbe: {tcpSocket: {port: 8080}},
         lifecycle: {preStop: {httpGet: {port: web, path: hello}}}";
@@ -51,39 +51,39 @@ fn a_strict_namespace_takes_its_kubelets_probes_and_its_mesh_and_nothing_else() 
         ),
         &shell(MESHED),
         "---",
-        &shell("").replace("namespace: clients", "namespace: strangers"),
+        &shell("").replace("namespace: clients", "namespace: unmeshed"),
     ];
-    // With it all pods are ready: every probe has got through.
+    // All pods are ready: all probes succeed.
     let Some(sandbox) = with_mesh(&objects.concat()) else {
         return;
     };
     for name in ["vault", "ledger", "lobby"] {
-        assert!(pod_of(&sandbox, "bank", name).injected, "{name}");
+        assert!(single_pod(&sandbox, "bank", name).injected, "{name}");
     }
     get(
         &sandbox,
-        &pod_of(&sandbox, "clients", "shell"),
+        &single_pod(&sandbox, "clients", "shell"),
         "shell",
         "vault.bank",
         80,
         "/hello",
     );
 
-    let stranger = pod_of(&sandbox, "strangers", "shell");
-    let refused = post(&sandbox, &stranger, "shell", "vault.bank", 80, "/hello");
+    let unmeshed = single_pod(&sandbox, "unmeshed", "shell");
+    let refused = post(&sandbox, &unmeshed, "shell", "vault.bank", 80, "/hello");
     assert!(
         refused.stdout.contains("x-mesh-error: mtls-required"),
         "{refused:?}"
     );
-    let taken = post(&sandbox, &stranger, "shell", "lobby.bank", 80, "/hello");
+    let permitted = post(&sandbox, &unmeshed, "shell", "lobby.bank", 80, "/hello");
     assert!(
-        !taken.stdout.contains("x-mesh-error") && taken.stdout.starts_with("HTTP/1.1 "),
-        "{taken:?}"
+        !permitted.stdout.contains("x-mesh-error") && permitted.stdout.starts_with("HTTP/1.1 "),
+        "{permitted:?}"
     );
-    let vault = pod_of(&sandbox, "bank", "vault");
+    let vault = single_pod(&sandbox, "bank", "vault");
     assert_eq!(
         vault.restarts(),
         0,
-        "its liveness probe gets through for as long as it runs: {vault:?}"
+        "the liveness probe never fails: {vault:?}"
     );
 }

@@ -1,12 +1,13 @@
-//! Who reaches whom: meshed and unmeshed pods both ways, namespaces that ask for all of their pods, and ports that the mesh
-//! leaves alone.
+//! Traffic in a sandbox: meshed and unmeshed pods, injection by namespace, skipped and opaque ports.
 
-use diy_mesh_tests::sandbox::{MESHED, get, http_server, pod_of, shell, wait_line, with_mesh};
+use diy_mesh_tests::sandbox::{
+    MESHED, get, http_server, shell, single_pod, wait_for_line, with_mesh,
+};
 
 const HELLO: &str = "Hello from the http-server service!";
 
 #[test]
-fn an_unmeshed_client_reaches_a_meshed_server() {
+fn unmeshed_client_reaches_meshed_server() {
     let Some(sandbox) = with_mesh(&format!(
         "{}---{}",
         http_server(1, "1.0", MESHED),
@@ -15,11 +16,11 @@ fn an_unmeshed_client_reaches_a_meshed_server() {
         return;
     };
     let (client, server) = (
-        pod_of(&sandbox, "clients", "shell"),
-        pod_of(&sandbox, "servers", "http-server"),
+        single_pod(&sandbox, "clients", "shell"),
+        single_pod(&sandbox, "servers", "http-server"),
     );
     assert!(!client.injected && server.injected);
-    let answer = get(
+    let response = get(
         &sandbox,
         &client,
         "shell",
@@ -28,17 +29,17 @@ fn an_unmeshed_client_reaches_a_meshed_server() {
         "/hello",
     );
     assert!(
-        answer.starts_with("HTTP/1.1 200 OK\r\n") && answer.contains(HELLO),
-        "{answer}"
+        response.starts_with("HTTP/1.1 200 OK\r\n") && response.contains(HELLO),
+        "{response}"
     );
     let from = format!("Inbound connection from {}:", client.ip.as_ref().unwrap());
-    wait_line(&sandbox, &server, "proxy", &from, |line| {
+    wait_for_line(&sandbox, &server, "proxy", &from, |line| {
         line.starts_with(&from)
     });
 }
 
 #[test]
-fn a_meshed_client_reaches_an_unmeshed_server() {
+fn meshed_client_reaches_unmeshed_server() {
     let Some(sandbox) = with_mesh(&format!(
         "{}---{}",
         http_server(1, "1.0", ""),
@@ -47,11 +48,11 @@ fn a_meshed_client_reaches_an_unmeshed_server() {
         return;
     };
     let (client, server) = (
-        pod_of(&sandbox, "clients", "shell"),
-        pod_of(&sandbox, "servers", "http-server"),
+        single_pod(&sandbox, "clients", "shell"),
+        single_pod(&sandbox, "servers", "http-server"),
     );
     assert!(client.injected && !server.injected);
-    let answer = get(
+    let response = get(
         &sandbox,
         &client,
         "shell",
@@ -60,14 +61,14 @@ fn a_meshed_client_reaches_an_unmeshed_server() {
         "/hello",
     );
     assert!(
-        answer.starts_with("HTTP/1.1 200 OK\r\n") && answer.contains(HELLO),
-        "{answer}"
+        response.starts_with("HTTP/1.1 200 OK\r\n") && response.contains(HELLO),
+        "{response}"
     );
-    wait_line(&sandbox, &client, "proxy", "the dump", |line| {
+    wait_for_line(&sandbox, &client, "proxy", "the dump", |line| {
         line.starts_with("Outbound connection to 10.96.")
     });
-    // By the pod's own address, past the Service.
-    let answer = get(
+    // By pod IP, without the Service.
+    let response = get(
         &sandbox,
         &client,
         "shell",
@@ -75,11 +76,11 @@ fn a_meshed_client_reaches_an_unmeshed_server() {
         8080,
         "/hello",
     );
-    assert!(answer.contains(HELLO), "{answer}");
+    assert!(response.contains(HELLO), "{response}");
 }
 
 #[test]
-fn a_namespace_can_ask_for_its_pods_and_a_pod_can_decline() {
+fn namespace_label_enables_injection_and_annotation_disables_it() {
     let namespace = "{apiVersion: v1, kind: Namespace, metadata: {name: clients, labels: {diy-service-mesh/inject: enabled}}}\n---";
     let other = shell("diy-service-mesh/inject: 'false'")
         .replace("name: shell,", "name: other,")
@@ -87,12 +88,12 @@ fn a_namespace_can_ask_for_its_pods_and_a_pod_can_decline() {
     let Some(sandbox) = with_mesh(&format!("{namespace}{}---{other}", shell(""))) else {
         return;
     };
-    assert!(pod_of(&sandbox, "clients", "shell").injected);
-    assert!(!pod_of(&sandbox, "clients", "other").injected);
+    assert!(single_pod(&sandbox, "clients", "shell").injected);
+    assert!(!single_pod(&sandbox, "clients", "other").injected);
 }
 
 #[test]
-fn skipped_ports_do_not_pass_the_proxy() {
+fn skipped_ports_bypass_the_proxy() {
     let server = http_server(
         1,
         "1.0",
@@ -105,10 +106,10 @@ fn skipped_ports_do_not_pass_the_proxy() {
         return;
     };
     let (client, server) = (
-        pod_of(&sandbox, "clients", "shell"),
-        pod_of(&sandbox, "servers", "http-server"),
+        single_pod(&sandbox, "clients", "shell"),
+        single_pod(&sandbox, "servers", "http-server"),
     );
-    let answer = get(
+    let response = get(
         &sandbox,
         &client,
         "shell",
@@ -116,8 +117,8 @@ fn skipped_ports_do_not_pass_the_proxy() {
         80,
         "/hello",
     );
-    assert!(answer.contains(HELLO), "{answer}");
-    // A call that does pass the client's proxy; once its dump is there, one of the call before would be there too.
+    assert!(response.contains(HELLO), "{response}");
+    // A request through the client's proxy: its dump follows any dump of the previous request.
     get(
         &sandbox,
         &client,
@@ -126,11 +127,11 @@ fn skipped_ports_do_not_pass_the_proxy() {
         8080,
         "/hello",
     );
-    let there = format!(
+    let dump = format!(
         "Outbound connection to {}:8080",
         server.ip.as_ref().unwrap()
     );
-    wait_line(&sandbox, &client, "proxy", &there, |line| line == there);
+    wait_for_line(&sandbox, &client, "proxy", &dump, |line| line == dump);
     let view = sandbox.view();
     assert!(
         !view
@@ -147,7 +148,7 @@ fn skipped_ports_do_not_pass_the_proxy() {
 }
 
 #[test]
-fn a_pods_own_opaque_ports_bypass_detection_and_a_services_app_protocol_does_not() {
+fn pod_annotation_bypasses_detection_and_app_protocol_does_not() {
     let service = http_server(1, "1.0", MESHED).replace("port: 80,", "port: 80, appProtocol: tcp,");
     let pod = http_server(
         1,
@@ -158,24 +159,24 @@ fn a_pods_own_opaque_ports_bypass_detection_and_a_services_app_protocol_does_not
     let Some(sandbox) = with_mesh(&format!("{service}---{pod}---{}", shell(MESHED))) else {
         return;
     };
-    let client = pod_of(&sandbox, "clients", "shell");
+    let client = single_pod(&sandbox, "clients", "shell");
     for (namespace, host, called_by) in [
         ("servers", "http-server.servers", true),
         ("opaque", "http-server.opaque", false),
     ] {
-        let server = pod_of(&sandbox, namespace, "http-server");
-        let answer = get(&sandbox, &client, "shell", host, 80, "/hello");
-        assert!(answer.contains(HELLO), "{answer}");
-        // The readiness probe is TCP without a byte; this connection carries more.
+        let server = single_pod(&sandbox, namespace, "http-server");
+        let response = get(&sandbox, &client, "shell", host, 80, "/hello");
+        assert!(response.contains(HELLO), "{response}");
+        // The readiness probe is a TCP connection without data.
         let bytes = |line: &str| line.starts_with("[TCP: ") && !line.starts_with("[TCP: 0 bytes");
         let request =
             |line: &str| line == "X-Called-By: spiffe://cluster.local/ns/clients/sa/default";
-        let carried = wait_line(&sandbox, &server, "proxy", "the dump", |line| {
+        let carried = wait_for_line(&sandbox, &server, "proxy", "the dump", |line| {
             bytes(line) || request(line)
         });
         assert_eq!(request(&carried), called_by, "{namespace}: {carried}");
     }
-    // The caller's proxy detects neither.
+    // The client's proxy skips detection for both.
     let is_http = |line: &String| line.starts_with("GET /hello ");
     assert!(!sandbox.view().lines(&client, "proxy").iter().any(is_http));
 }

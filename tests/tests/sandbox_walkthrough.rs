@@ -1,27 +1,27 @@
-//! The walkthrough in a sandbox: the very manifests that a cluster gets, through the real injector, proxies and controller.
+//! The walkthrough in a sandbox, with the manifests for clusters.
 
 use std::{
     io::{BufRead, BufReader},
     process::{Command, Stdio},
 };
 
-use diy_mesh_tests::sandbox::{empty, pod_of, programs, wait_line, walkthrough};
+use diy_mesh_tests::sandbox::{empty, programs, single_pod, wait_for_line, walkthrough};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
 
 #[test]
-fn both_versions_answer_and_the_proxies_show_it() {
+fn both_versions_respond_and_proxies_dump_requests() {
     let Some(sandbox) = walkthrough() else { return };
-    let client = pod_of(&sandbox, "http-client", "http-client");
-    assert!(client.injected, "http-client asks for the mesh");
+    let client = single_pod(&sandbox, "http-client", "http-client");
+    assert!(client.injected, "http-client is meshed");
     for version in ["Version: 1.0", "Version: 2.0"] {
-        wait_line(&sandbox, &client, "http-client", version, |line| {
+        wait_for_line(&sandbox, &client, "http-client", version, |line| {
             line.contains("Hello from the http-server service!") && line.contains(version)
         });
     }
-    wait_line(
+    wait_for_line(
         &sandbox,
         &client,
         "proxy",
@@ -29,9 +29,9 @@ fn both_versions_answer_and_the_proxies_show_it() {
         |line| line.starts_with("Outbound connection to 10.96."),
     );
     for name in ["http-server-v1", "http-server-v2"] {
-        let server = pod_of(&sandbox, "http-server", name);
+        let server = single_pod(&sandbox, "http-server", name);
         let from = format!("Inbound connection from {}:", client.ip.as_ref().unwrap());
-        let line = wait_line(
+        let line = wait_for_line(
             &sandbox,
             &server,
             "proxy",
@@ -39,10 +39,10 @@ fn both_versions_answer_and_the_proxies_show_it() {
             |line| line.starts_with(&from),
         );
         assert!(line.ends_with(" to port: 8080"), "{line}");
-        wait_line(&sandbox, &server, "proxy", "the request line", |line| {
+        wait_for_line(&sandbox, &server, "proxy", "the request line", |line| {
             line == "GET /hello HTTP/1.1"
         });
-        wait_line(&sandbox, &server, "proxy", "the status line", |line| {
+        wait_for_line(&sandbox, &server, "proxy", "the status line", |line| {
             line == "HTTP/1.1 200 OK"
         });
     }
@@ -51,20 +51,20 @@ fn both_versions_answer_and_the_proxies_show_it() {
 #[test]
 fn grpc_calls_of_one_connection_reach_both_pods() {
     let Some(sandbox) = walkthrough() else { return };
-    let client = pod_of(&sandbox, "grpc-client", "grpc-client");
+    let client = single_pod(&sandbox, "grpc-client", "grpc-client");
     let servers = sandbox.view().pods_of("grpc-server", "grpc-server");
     assert_eq!(servers.len(), 2);
     for server in servers {
-        let answer = format!("Hostname: {} ", server.name);
-        wait_line(&sandbox, &client, "grpc-client", &answer, |line| {
-            line.contains(&answer)
+        let response = format!("Hostname: {} ", server.name);
+        wait_for_line(&sandbox, &client, "grpc-client", &response, |line| {
+            line.contains(&response)
         });
     }
 }
 
 #[test]
-fn the_demo_ends_on_ctrl_c_with_a_summary() {
-    // Says whether this machine can, and skips where it cannot.
+fn demo_prints_summary_on_sigint() {
+    // Skips the test on machines without sandboxes.
     if empty().is_none() {
         return;
     }
@@ -101,7 +101,7 @@ fn the_demo_ends_on_ctrl_c_with_a_summary() {
 }
 
 #[test]
-fn the_demo_says_what_did_not_become_ready_and_fails() {
+fn demo_fails_and_lists_pods_that_are_not_ready() {
     if empty().is_none() {
         return;
     }

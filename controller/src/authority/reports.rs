@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use aws_lc_rs::digest::{SHA256, digest};
-pub use diy_mesh_proto::status::{Few, Report};
+pub use diy_mesh_proto::status::{BoundedNames as Few, Report};
 use tokio::time::Instant;
 
 use crate::issuer::hex;

@@ -173,7 +173,7 @@ fn describe(proxy: &ConnectedProxy, trust_domain: &str, trust: Option<&Trust>) -
             uid: pod.uid.to_string(),
         }),
         user: proxy.user.to_string(),
-        identity: Identity::of_user(trust_domain, &proxy.user)
+        identity: Identity::from_user(trust_domain, &proxy.user)
             .ok()
             .map(|identity| identity.to_string()),
         connected_since: seconds(proxy.connected_since),

@@ -216,7 +216,7 @@ fn whose<'a>(
             caller.user
         )));
     }
-    let identity = Identity::of_user(trust_domain, name)
+    let identity = Identity::from_user(trust_domain, name)
         .map_err(|error| Status::permission_denied(format!("{name:?}: {error}")))?;
     let pod = caller.pod.as_ref().ok_or_else(|| {
         Status::permission_denied("the token is bound to no pod; certificates are for pods, by their projected token, alone")
@@ -370,7 +370,7 @@ mod tests {
             (
                 &caller("admin", Some(reference("1"))),
                 "admin",
-                "no service account",
+                "not a service account",
             ),
         ] {
             let status = whose(caller, name, "cluster.local").unwrap_err();

@@ -50,7 +50,7 @@ fn is_one(identity: &Identity) {
         Ok(identity)
     );
     assert_eq!(
-        Identity::of_user(identity.trust_domain(), &identity.user()).as_ref(),
+        Identity::from_user(identity.trust_domain(), &identity.user()).as_ref(),
         Ok(identity)
     );
     assert!(

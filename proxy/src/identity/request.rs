@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use diy_mesh_proto::Identity;
-use diy_mesh_proto::identity::NotAnIdentity;
+use diy_mesh_proto::identity::InvalidIdentity;
 use diy_mesh_proto::mesh::v1::{SignCertificateRequest, SignCertificateResponse};
 use rcgen::{CertificateParams, DistinguishedName, DnType, KeyPair};
 use rustls::client::danger::ServerCertVerifier as _;
@@ -38,7 +38,7 @@ pub enum IdentityError {
         /// What it says.
         subject: String,
         /// What is wrong with it.
-        reason: NotAnIdentity,
+        reason: InvalidIdentity,
     },
     /// No key, or no request for it.
     #[error("can't make a key and a request: {0}")]
@@ -77,7 +77,7 @@ impl Request {
     /// For the workload that the token belongs to, with a key of its own.
     pub fn new(token: String, trust_domain: &str) -> Result<Self, IdentityError> {
         let name = subject(&token)?;
-        let identity = Identity::of_user(trust_domain, &name);
+        let identity = Identity::from_user(trust_domain, &name);
         let identity = identity.map_err(|reason| IdentityError::Subject {
             subject: name.clone(),
             reason,
@@ -271,7 +271,7 @@ mod tests {
             ("one.!.three".to_owned(), "base64"),
             (no_json, "JSON"),
             ("e30.e30.x".to_owned(), "no subject"),
-            (token("kubernetes-admin"), "no service account"),
+            (token("kubernetes-admin"), "not a service account"),
         ] {
             let error = Request::new(token, "cluster.local")
                 .err()

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use diy_mesh_proto::Identity;
-use diy_mesh_proto::identity::NotAnIdentity;
+use diy_mesh_proto::identity::InvalidIdentity;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::client::verify_server_cert_signed_by_trust_anchor;
 use rustls::crypto::{WebPkiSupportedAlgorithms, aws_lc_rs, verify_tls13_signature};
@@ -40,7 +40,7 @@ pub enum NotThePeer {
         /// What the certificate says.
         name: String,
         /// What is wrong with it.
-        reason: NotAnIdentity,
+        reason: InvalidIdentity,
     },
     /// It names another workload.
     #[error("the peer is {actual}, expected {expected}")]

@@ -1,5 +1,5 @@
-//! A wiretap for tests: `sandbox-capture INTERFACE FILE` writes the payload of every packet that passes the interface to FILE,
-//! says `ready` once it listens, and ends when /tmp/stop-capture is there. It needs CAP_NET_RAW.
+//! Packet capture for tests: `sandbox-capture INTERFACE FILE` writes the packets of an interface to FILE, prints `ready` once it captures,
+//! and exits when /tmp/stop-capture exists. Requires CAP_NET_RAW.
 
 use std::{
     env,
@@ -53,7 +53,7 @@ fn capture(interface: &str, file: &str) -> Result<(), Box<dyn Error>> {
     let mut packet = vec![0; 128 * 1024];
     println!("ready");
     loop {
-        // What was sent before the stop has been queued by then: it is read before the next look.
+        // Packets before the stop are already queued: reads them all before it exits.
         let stopped = Path::new(STOP).exists();
         loop {
             match recvfrom::<LinkAddr>(socket.as_raw_fd(), &mut packet) {

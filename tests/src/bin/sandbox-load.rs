@@ -1,6 +1,5 @@
-//! A client for tests: `sandbox-load ADDRESS PATH WORKERS REQUESTS` calls an HTTP/1.1 server over kept-alive connections, each
-//! replaced after so many requests, until /tmp/stop is there. It prints each failure and, last, `ok=N failed=N`. It never tries
-//! again: a failure is what the tests look for.
+//! HTTP/1.1 load for tests: `sandbox-load ADDRESS PATH WORKERS REQUESTS` sends requests until /tmp/stop exists, with REQUESTS requests per
+//! connection. Prints each failure, and at the end `ok=N failed=N`. Never retries: the tests look for failures.
 
 use std::{
     env,
@@ -14,9 +13,9 @@ use std::{
 };
 
 const STOP: &str = "/tmp/stop";
-const TIMEOUT: Duration = Duration::from_secs(20);
-/// Bounds the load: at most some two hundred requests a second and worker.
-const PACE: Duration = Duration::from_millis(5);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(20);
+/// Limits the load to about 200 requests per second and worker.
+const REQUEST_INTERVAL: Duration = Duration::from_millis(5);
 
 static OK: AtomicU64 = AtomicU64::new(0);
 static FAILED: AtomicU64 = AtomicU64::new(0);
@@ -57,7 +56,7 @@ fn work(address: &str, path: &str, requests: u64) {
 
 fn connection(address: &str, path: &str, requests: u64) -> Result<(), Box<dyn Error>> {
     let stream = TcpStream::connect(address).map_err(|error| format!("connect: {error}"))?;
-    stream.set_read_timeout(Some(TIMEOUT))?;
+    stream.set_read_timeout(Some(RESPONSE_TIMEOUT))?;
     stream.set_nodelay(true)?;
     let mut reader = BufReader::new(stream.try_clone()?);
     let mut writer = stream;
@@ -72,17 +71,17 @@ fn connection(address: &str, path: &str, requests: u64) -> Result<(), Box<dyn Er
         if close {
             return Ok(());
         }
-        thread::sleep(PACE);
+        thread::sleep(REQUEST_INTERVAL);
     }
     Ok(())
 }
 
-/// Reads one response of status 200; whether the connection ends with it.
+/// Reads one response with status 200. Returns whether the server closes the connection.
 fn response(reader: &mut impl BufRead) -> Result<bool, Box<dyn Error>> {
     let (mut length, mut close) = (0, false);
     let mut status = String::new();
     if reader.read_line(&mut status)? == 0 {
-        return Err("the connection was closed".into());
+        return Err("connection closed".into());
     }
     loop {
         let mut line = String::new();

@@ -1,24 +1,24 @@
-//! The workloads of the cluster tests, made of the sample apps' images, and what their clients have to say. Text and values only.
+//! Manifests of the cluster tests' workloads, and parsers of their logs. Pure values.
 
 use serde_json::{Value, json};
 
-/// One app of a test: a Deployment, or a Job, of one of the sample programs.
+/// Deployment or Job with one of the sample programs.
 #[derive(Clone, Copy)]
 pub struct App<'a> {
-    /// What it is called; its pods have the label `app` with this value.
+    /// Name, and value of the label `app` of its pods.
     pub name: &'a str,
-    /// The sample program: the container's name, and the end of its image's.
+    /// Sample program: name of the container and suffix of the image.
     pub program: &'a str,
-    /// What its pods say about the mesh in the annotation `diy-service-mesh/inject`; None: nothing.
+    /// Value of the annotation `diy-service-mesh/inject`, if any.
     pub inject: Option<&'a str>,
-    /// How many pods.
+    /// Number of pods.
     pub replicas: u32,
-    /// Where a client calls; of no meaning to a server.
+    /// Endpoint of a client; unused by servers.
     pub endpoint: &'a str,
 }
 
 impl App<'_> {
-    /// An http-server behind a Service of the same name, port 80.
+    /// An http-server with a Service of the same name on port 80.
     pub fn http_server() -> App<'static> {
         App {
             name: "server",
@@ -29,7 +29,7 @@ impl App<'_> {
         }
     }
 
-    /// An http-client that calls `http_server` each second.
+    /// An http-client that sends a request to `http_server` each second.
     pub fn http_client() -> App<'static> {
         App {
             name: "client",
@@ -40,7 +40,7 @@ impl App<'_> {
         }
     }
 
-    /// The manifest of its Deployment.
+    /// Manifest of the Deployment.
     pub fn deployment(&self) -> String {
         object(
             "apps/v1",
@@ -52,7 +52,7 @@ impl App<'_> {
         )
     }
 
-    /// The manifest of its Service.
+    /// Manifest of the Service.
     pub fn service(&self) -> String {
         object(
             "v1",
@@ -62,7 +62,7 @@ impl App<'_> {
         )
     }
 
-    /// The manifest of a Job that runs it for a few seconds: the kubelet ends it by a probe that fails, as nothing else ends a sample app.
+    /// Manifest of a Job that runs for a few seconds: a failing liveness probe stops the sample app.
     pub fn job(&self) -> String {
         let mut pod = self.pod("Never");
         pod["spec"]["containers"][0]["livenessProbe"] = json!({
@@ -104,32 +104,32 @@ impl App<'_> {
     }
 }
 
-/// What http-clients have printed, counted.
+/// Counts of logged responses.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Answers {
-    /// Answers with status 200.
+pub struct Responses {
+    /// Responses with status 200.
     pub good: usize,
-    /// Each line that tells of anything else.
+    /// Log lines of other responses and errors.
     pub bad: Vec<String>,
 }
 
-impl Answers {
-    /// Counts the lines of http-clients' logs.
+impl Responses {
+    /// Parses logs of http-clients.
     pub fn count(logs: &str) -> Self {
-        let mut answers = Self::default();
+        let mut responses = Self::default();
         for line in logs.lines() {
             match line.strip_prefix("HTTP/1.1 ") {
-                Some(status) if status.starts_with("200") => answers.good += 1,
-                Some(_) => answers.bad.push(line.to_owned()),
-                None if line.starts_with("Request failed") => answers.bad.push(line.to_owned()),
+                Some(status) if status.starts_with("200") => responses.good += 1,
+                Some(_) => responses.bad.push(line.to_owned()),
+                None if line.starts_with("Request failed") => responses.bad.push(line.to_owned()),
                 None => {}
             }
         }
-        answers
+        responses
     }
 }
 
-/// The values that follow `label` in a text, each once, in order: `hostnames(logs, "Hostname: ")`.
+/// Distinct words that follow `label` in a text, sorted.
 pub fn distinct<'a>(text: &'a str, label: &str) -> Vec<&'a str> {
     let mut found: Vec<&str> = text
         .split(label)
@@ -151,13 +151,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn answers_other_than_200_and_failed_calls_are_bad() {
+    fn counts_other_status_codes_and_errors_as_failures() {
         let logs = "Response #1\nHTTP/1.1 200 OK\ncontent-length: 2\n\nhi\nRequest failed: http://server/hello: refused\n\
                     Response #2\nHTTP/1.1 503 Service Unavailable\n";
-        let answers = Answers::count(logs);
-        assert_eq!(answers.good, 1);
+        let responses = Responses::count(logs);
+        assert_eq!(responses.good, 1);
         assert_eq!(
-            answers.bad,
+            responses.bad,
             [
                 "Request failed: http://server/hello: refused",
                 "HTTP/1.1 503 Service Unavailable"
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn values_are_found_once_each() {
+    fn distinct_removes_duplicates() {
         assert_eq!(
             distinct(
                 "Hostname: b Version: 1\nHostname: a x\nHostname: b",
