@@ -1,8 +1,8 @@
 //! Step 3: what a connection carries, told from its first bytes. How they are cut by the network must make no difference.
 
 use diy_mesh_proxy::detect::{
-    RequestLineDetector, Protocol, Verdict, classify, classify_inbound, classify_inbound_opaque,
-    is_http2_server, guess,
+    Protocol, RequestLineDetector, Verdict, classify, classify_inbound, classify_inbound_opaque,
+    guess, is_http2_server,
 };
 use diy_mesh_proxy::tls::{Hello, inspect};
 
@@ -31,7 +31,10 @@ pub fn detect(bytes: &[u8]) {
         );
     }
     if !bytes.starts_with(b"PRI") && bytes.len() < crate::LONG / 2 {
-        let (mut detector, (first, rest)) = (RequestLineDetector::default(), bytes.split_at(bytes.len() / 2));
+        let (mut detector, (first, rest)) = (
+            RequestLineDetector::default(),
+            bytes.split_at(bytes.len() / 2),
+        );
         let early = detector.update(first);
         assert!(
             early == outbound || early == Verdict::NeedMore && detector.update(rest) == outbound,
