@@ -1,5 +1,5 @@
-//! The gRPC channel to the controller: address, TLS, keepalive, deadlines, and the token by which the pod proves itself. It
-//! knows how to ask, once; who asks again, and when, is `discovery.rs` and `identity.rs`. It never logs the token.
+//! gRPC client of the controller: address, TLS, keepalive, timeouts and the pod's token. It makes single calls; `discovery.rs` and
+//! `identity.rs` retry them. It never logs the token.
 
 mod secure;
 #[cfg(test)]
@@ -23,87 +23,87 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Request, Status, Streaming};
 use tower::service_fn;
 
-use crate::identity::BadRoots;
+use crate::identity::RootsError;
 pub use secure::Tls;
 
-/// How long the name, the connection and the handshake may take; and how long all of it together with the answer.
+/// Timeout of name resolution, TCP connection and TLS handshake.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
+/// Timeout of opening a discovery stream, including the connection.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a certificate may take: the controller asks Kubernetes about the token first, and many may wait for theirs.
+/// Timeout of a certificate request. The controller reviews the token with Kubernetes first, and requests may queue there.
 const SIGN_TIMEOUT: Duration = Duration::from_secs(30);
-/// A ping every so often on the quiet connection, and how long its answer may take: a controller whose machine died is
-/// noticed within the sum of both.
-const PING_EVERY: Duration = Duration::from_secs(5);
+/// Interval and timeout of HTTP/2 pings: a failed node is detected within their sum.
+const PING_INTERVAL: Duration = Duration::from_secs(5);
 const PING_TIMEOUT: Duration = Duration::from_secs(5);
-/// HTTP/2 flow-control windows: what the controller may send before the proxy has read. Answers are small.
-const WINDOW: u32 = 64 * 1024;
-/// The largest message that is read: a snapshot of about a hundred thousand endpoints.
-const MAX_MESSAGE: usize = 16 * 1024 * 1024;
-/// Requests that wait for the connection inside tonic; streams are opened one at a time.
+/// HTTP/2 flow-control windows in bytes. Responses are small.
+const WINDOW_SIZE: u32 = 64 * 1024;
+/// Maximum size of a message: a snapshot of about 100,000 endpoints.
+const MAX_MESSAGE_SIZE: usize = 16 * 1024 * 1024;
+/// Requests that tonic buffers while it connects. Streams are opened one at a time.
 const CHANNEL_BUFFER: usize = 4;
 
-/// Why the controller could not be asked.
+/// A failed call of the controller.
 #[derive(Debug, Error)]
 pub enum ControlError {
-    /// The configured address is no address.
+    /// The configured address is invalid.
     #[error(
-        "controller address {address:?}: {reason}; expected something like https://controller.service-mesh.svc.cluster.local.:8080"
+        "invalid controller address {address:?}: {reason}; expected a URL such as https://controller.service-mesh.svc.cluster.local.:8080"
     )]
     Address {
-        /// What was configured.
+        /// The configured address.
         address: String,
-        /// What is wrong with it.
+        /// Why it is invalid.
         reason: String,
     },
-    /// The token's file could not be read.
-    #[error("can't read the token file {}: {source}", path.display())]
+    /// The token file is not readable.
+    #[error("failed to read the token file {}: {source}", path.display())]
     TokenFile {
-        /// Which.
+        /// Path of the file.
         path: PathBuf,
-        /// What the kernel said.
+        /// The I/O error.
         source: std::io::Error,
     },
-    /// The file was read, and what it holds can't be sent as a token.
-    #[error("the token file {} does not hold a token: empty, or characters that no token has", .0.display())]
-    NoToken(PathBuf),
-    /// The roots' file could not be read.
-    #[error("can't read the trust roots {}: {source}", path.display())]
+    /// The content of the token file is not a token.
+    #[error("invalid token in {}: expected one line without spaces or control characters", .0.display())]
+    InvalidToken(PathBuf),
+    /// The file with the trust roots is not readable.
+    #[error("failed to read the trust roots {}: {source}", path.display())]
     RootsFile {
-        /// Which.
+        /// Path of the file.
         path: PathBuf,
-        /// What the kernel said.
+        /// The I/O error.
         source: std::io::Error,
     },
-    /// The file was read, and nobody can be verified by what it holds.
-    #[error("the trust roots {} are no roots: {reason}", path.display())]
-    BadRootsFile {
-        /// Which.
+    /// The content of the file is not a set of trust roots.
+    #[error("invalid trust roots in {}: {reason}", path.display())]
+    InvalidRootsFile {
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong.
-        reason: BadRoots,
+        /// Why they are invalid.
+        reason: RootsError,
     },
-    /// No connection.
-    #[error("can't connect to the controller at {address}: {reason}")]
+    /// The connection failed.
+    #[error("failed to connect to the controller at {address}: {reason}")]
     Connect {
-        /// Where to.
+        /// Address of the controller.
         address: String,
-        /// The whole chain of causes: the outer ones say little.
+        /// The error with its chain of causes.
         reason: String,
     },
-    /// The connection stands, or stood, and the controller said no.
-    #[error("the controller refused: {}", said(.0))]
-    Refused(Status),
-    /// Neither yes nor no.
-    #[error("the controller at {address} did not answer within {time:?}")]
+    /// The controller responded with an error.
+    #[error("request rejected by the controller: {}", describe(.0))]
+    Rejected(Status),
+    /// The controller did not respond in time.
+    #[error("no response from the controller at {address} within {timeout:?}")]
     Timeout {
-        /// Who.
+        /// Address of the controller.
         address: String,
-        /// How long it had.
-        time: Duration,
+        /// The timeout of the call.
+        timeout: Duration,
     },
 }
 
-/// How to reach the controller. Cheap to clone; holds no connection.
+/// Client of the controller. Cheap to clone; holds no connection.
 #[derive(Clone, Debug)]
 pub struct Control {
     address: Uri,
@@ -113,40 +113,40 @@ pub struct Control {
 }
 
 impl Control {
-    /// Checks the address; connects to nothing. `https` needs `tls`, and `http` goes without. Without a token file calls carry no
-    /// token: only a controller without an authenticator takes them.
+    /// Validates the address without connecting. `https` requires `tls`, `http` excludes it. Without a token file, calls carry no
+    /// token: only controllers without authentication accept them.
     pub fn new(
         address: &str,
         token_file: Option<PathBuf>,
         tls: Option<Tls>,
     ) -> Result<Self, ControlError> {
-        let bad = |reason: String| ControlError::Address {
+        let invalid = |reason: String| ControlError::Address {
             address: address.to_owned(),
             reason,
         };
-        let uri: Uri = address.parse().map_err(|error| bad(causes(&error)))?;
+        let uri: Uri = address.parse().map_err(|error| invalid(causes(&error)))?;
         match (uri.scheme_str(), &tls) {
             (Some("http"), None) | (Some("https"), Some(_)) => {}
             (Some("https"), None) => {
-                return Err(bad("nothing says by what to verify it".to_owned()));
+                return Err(invalid("https requires TLS credentials".to_owned()));
             }
-            (Some(other), _) => return Err(bad(format!("scheme {other:?} is not supported here"))),
-            (None, _) => return Err(bad("the scheme is missing".to_owned())),
+            (Some(other), _) => return Err(invalid(format!("unsupported scheme {other:?}"))),
+            (None, _) => return Err(invalid("missing scheme".to_owned())),
         }
         if uri.host().is_none_or(str::is_empty) {
-            return Err(bad("the host is missing".to_owned()));
+            return Err(invalid("missing host".to_owned()));
         }
-        // To tonic every connection is a plain one: it would want to do the TLS of another itself.
+        // The connector does TLS: for an https URL, tonic would require its own.
         let plain = address.replacen("https://", "http://", 1);
-        let endpoint = Endpoint::from_shared(plain).map_err(|error| bad(causes(&error)))?;
+        let endpoint = Endpoint::from_shared(plain).map_err(|error| invalid(causes(&error)))?;
         let endpoint = endpoint
             .origin(uri.clone())
             .connect_timeout(CONNECT_TIMEOUT)
-            .http2_keep_alive_interval(PING_EVERY)
+            .http2_keep_alive_interval(PING_INTERVAL)
             .keep_alive_timeout(PING_TIMEOUT)
             .keep_alive_while_idle(true)
-            .initial_stream_window_size(WINDOW)
-            .initial_connection_window_size(WINDOW)
+            .initial_stream_window_size(WINDOW_SIZE)
+            .initial_connection_window_size(WINDOW_SIZE)
             .buffer_size(CHANNEL_BUFFER);
         Ok(Self {
             address: uri,
@@ -156,45 +156,45 @@ impl Control {
         })
     }
 
-    /// Opens the discovery stream on a connection of its own, so that each try resolves the name anew, may reach
-    /// another replica, and carries the token that lies in the file now. Returns once the controller has accepted it.
+    /// Opens a discovery stream on a new connection: each attempt resolves the name, may reach another replica, and sends the
+    /// current content of the token file. Returns when the controller has accepted the stream.
     pub async fn discover(
         self,
         requests: impl Stream<Item = DiscoverRequest> + Send + 'static,
     ) -> Result<Streaming<DiscoverResponse>, ControlError> {
-        self.within(OPEN_TIMEOUT, async {
+        self.with_timeout(OPEN_TIMEOUT, async {
             let mut request = Request::new(requests);
             if let Some(token) = self.token().await? {
                 request.metadata_mut().insert("authorization", token);
             }
             let mut client = ServiceMeshServiceClient::new(self.connect().await?)
-                .max_decoding_message_size(MAX_MESSAGE);
+                .max_decoding_message_size(MAX_MESSAGE_SIZE);
             Ok(client
                 .discover(request)
                 .await
-                .map_err(ControlError::Refused)?
+                .map_err(ControlError::Rejected)?
                 .into_inner())
         })
         .await
     }
 
-    /// Asks for a certificate, likewise on a connection of its own; the message holds the token.
+    /// Requests a certificate on a new connection. The message contains the token.
     pub async fn sign_certificate(
         &self,
         request: SignCertificateRequest,
     ) -> Result<SignCertificateResponse, ControlError> {
-        self.within(SIGN_TIMEOUT, async {
+        self.with_timeout(SIGN_TIMEOUT, async {
             let mut client = ServiceMeshServiceClient::new(self.connect().await?);
             Ok(client
                 .sign_certificate(request)
                 .await
-                .map_err(ControlError::Refused)?
+                .map_err(ControlError::Rejected)?
                 .into_inner())
         })
         .await
     }
 
-    /// The token that lies in the file now; none where there is no file to read.
+    /// The current content of the token file; `None` without a token file.
     pub async fn read_token(&self) -> Result<Option<String>, ControlError> {
         let Some(path) = &self.token_file else {
             return Ok(None);
@@ -208,23 +208,24 @@ impl Control {
                 })?;
         let token = text.trim();
         if token.is_empty() || token.contains(char::is_whitespace) {
-            return Err(ControlError::NoToken(path.clone()));
+            return Err(ControlError::InvalidToken(path.clone()));
         }
         Ok(Some(token.to_owned()))
     }
 
-    async fn within<T>(
+    async fn with_timeout<T>(
         &self,
-        time: Duration,
+        timeout: Duration,
         call: impl Future<Output = Result<T, ControlError>>,
     ) -> Result<T, ControlError> {
-        let late = || ControlError::Timeout {
-            address: self.address.to_string(),
-            time,
-        };
-        tokio::time::timeout(time, call)
+        tokio::time::timeout(timeout, call)
             .await
-            .unwrap_or_else(|_| Err(late()))
+            .unwrap_or_else(|_| {
+                Err(ControlError::Timeout {
+                    address: self.address.to_string(),
+                    timeout,
+                })
+            })
     }
 
     async fn connect(&self) -> Result<Channel, ControlError> {
@@ -264,17 +265,27 @@ impl Control {
 
 fn bearer(path: &Path, token: &str) -> Result<MetadataValue<Ascii>, ControlError> {
     let value = format!("Bearer {token}").parse::<MetadataValue<Ascii>>();
-    let mut value = value.map_err(|_| ControlError::NoToken(path.to_owned()))?;
+    let mut value = value.map_err(|_| ControlError::InvalidToken(path.to_owned()))?;
     value.set_sensitive(true);
     Ok(value)
 }
 
-/// A status as the log has it.
-pub fn said(status: &Status) -> String {
+/// Code and message of a gRPC status.
+pub fn describe(status: &Status) -> String {
     format!("{:?}: {}", status.code(), status.message())
 }
 
-/// An error and what caused it, in one line.
+/// Ceiling of the delay after `failures` consecutive failures: doubles from the smallest to the largest value.
+pub(crate) fn backoff_ceiling(
+    (smallest, largest): (Duration, Duration),
+    failures: u32,
+) -> Duration {
+    smallest
+        .saturating_mul(1 << failures.saturating_sub(1).min(16))
+        .min(largest)
+}
+
+/// An error with its chain of causes, in one line.
 fn causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();

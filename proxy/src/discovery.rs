@@ -1,6 +1,6 @@
-//! What a destination is: asked of the controller when a connection first goes there, then watched. Workers hold a
-//! [`Discovery`]; one task on the main thread holds the stream. What is known outlives the stream; a destination that
-//! nobody watches is forgotten. It never decides where a request goes: that is `balance`'s work.
+//! Service discovery: subscribes to a destination when a connection first goes there and keeps its [`Target`] up to date. Workers
+//! hold a [`Discovery`]; one task on the main thread holds the stream to the controller and the [`Table`] of destinations. Targets
+//! outlive the stream. Destinations without receivers expire. `balance` selects the endpoint of a request, not this module.
 
 mod table;
 mod target;
@@ -22,64 +22,65 @@ use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::Streaming;
 use tracing::{debug, info, warn};
 
-use crate::control::{Control, ControlError, said};
+use crate::control::{Control, ControlError, backoff_ceiling, describe};
 use crate::identity::{CurrentCredentials, Roots, Trust};
 use crate::metrics::DiscoveryMetrics;
 use table::{Table, Watched};
 pub use target::{AppProtocol, EndpointInfo, PodTarget, ServiceTarget, Target};
 
-/// Destinations that are subscribed to at once, over all workers. One more is refused while all of them are in use.
+/// Maximum number of subscribed destinations of all workers. Further ones are refused while all of them are in use.
 const MAX_DESTINATIONS: usize = 10_000;
-/// Questions of the workers that wait for the main thread; a worker that finds it full waits.
-const QUEUED_QUESTIONS: usize = 256;
-/// One line in the log about each kind of trouble in this time.
-const LOG_EVERY: Duration = Duration::from_secs(10);
+/// Capacity of the queue of workers' requests. Workers wait while it is full.
+const MAX_QUEUED_REQUESTS: usize = 256;
+/// Minimum interval between log messages of the same kind.
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// The workers' handle: asks the main thread. Cheap to clone.
+/// Handle of the workers, which sends requests to the main thread. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Discovery {
-    /// None where there is nobody to ask.
-    questions: Option<mpsc::Sender<Question>>,
-    ready: watch::Receiver<bool>,
-    first_answer: Duration,
+    /// `None` if discovery is off.
+    requests: Option<mpsc::Sender<WatchRequest>>,
+    connected_once: watch::Receiver<bool>,
+    first_response_timeout: Duration,
 }
 
-/// How long things take; tests are less patient.
+/// Durations and limits, which tests shorten.
 #[derive(Clone, Copy, Debug)]
 struct Timing {
-    /// A connection waits this long for its destination's first answer, then passes through.
-    first_answer: Duration,
-    /// Full jitter, up to a ceiling that doubles from the one to the other.
+    /// Maximum time that a connection waits for the first response about its destination.
+    first_response_timeout: Duration,
+    /// Smallest and largest ceiling of the exponential back-off with full jitter.
     backoff: (Duration, Duration),
-    /// A stream that lived this long was a good one: the next try is a first one again.
-    good_stream: Duration,
-    /// A destination that nobody watches is kept this long.
-    idle: Duration,
-    sweep: Duration,
-    limit: usize,
+    /// Minimum lifetime of a stream that resets the back-off.
+    backoff_reset_after: Duration,
+    /// Time until a destination without receivers expires.
+    idle_timeout: Duration,
+    sweep_interval: Duration,
+    max_destinations: usize,
 }
 
 impl Default for Timing {
     fn default() -> Self {
         Self {
-            first_answer: Duration::from_secs(1),
+            first_response_timeout: Duration::from_secs(1),
             backoff: (Duration::from_millis(100), Duration::from_secs(10)),
-            good_stream: Duration::from_secs(10),
-            idle: Duration::from_secs(60),
-            sweep: Duration::from_secs(2),
-            limit: MAX_DESTINATIONS,
+            backoff_reset_after: Duration::from_secs(10),
+            idle_timeout: Duration::from_secs(60),
+            sweep_interval: Duration::from_secs(2),
+            max_destinations: MAX_DESTINATIONS,
         }
     }
 }
 
+/// A worker's request for the target of a destination.
 #[derive(Debug)]
-struct Question {
+struct WatchRequest {
     destination: SocketAddr,
-    answer: oneshot::Sender<Watched>,
+    response: oneshot::Sender<Watched>,
 }
 
-/// The handle for the workers, and the task that the main thread must run. The task ends once all handles are gone. Roots that come
-/// over the stream go to `trust`; what came of them, by `credentials`, is said to the controller.
+/// Returns the handle for the workers and the task that the main thread runs. The task ends when all handles are dropped. Trust
+/// roots from the stream go to `trust`; changes of `credentials` are reported to the controller.
 pub fn start(
     control: Control,
     trust: Trust,
@@ -96,28 +97,26 @@ fn start_with(
     metrics: DiscoveryMetrics,
     timing: Timing,
 ) -> (Discovery, impl Future<Output = ()> + Send) {
-    let (questions, asked) = mpsc::channel(QUEUED_QUESTIONS);
-    let (set_ready, ready) = watch::channel(false);
+    let (sender, requests) = mpsc::channel(MAX_QUEUED_REQUESTS);
+    let (set_connected_once, connected_once) = watch::channel(false);
     let discovery = Discovery {
-        questions: Some(questions),
-        ready,
-        first_answer: timing.first_answer,
+        requests: Some(sender),
+        connected_once,
+        first_response_timeout: timing.first_response_timeout,
     };
     let driver = async move {
-        let mut sweep = interval(timing.sweep);
+        let mut sweep = interval(timing.sweep_interval);
         sweep.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let table = Table::new(timing.limit);
-        let quiet = Quiet::default();
         let driver = Driver {
-            table,
-            questions: asked,
-            requests: None,
-            away: false,
-            ready: set_ready,
+            table: Table::new(timing.max_destinations),
+            requests,
+            stream: None,
+            controller_unavailable: false,
+            connected_once: set_connected_once,
             metrics,
             sweep,
             timing,
-            quiet,
+            log_limiter: LogLimiter::default(),
             trust,
             credentials,
         };
@@ -129,79 +128,75 @@ fn start_with(
 impl Discovery {
     /// Discovery without a controller: every destination is [`Target::Unknown`].
     pub fn off() -> Self {
-        let (_, ready) = watch::channel(true);
         Self {
-            questions: None,
-            ready,
-            first_answer: Duration::ZERO,
+            requests: None,
+            connected_once: watch::channel(true).1,
+            first_response_timeout: Duration::ZERO,
         }
     }
 
-    /// There is nobody to ask.
+    /// Whether there is no controller.
     pub fn is_off(&self) -> bool {
-        self.questions.is_none()
+        self.requests.is_none()
     }
 
-    /// What `destination` is, now and whenever that changes. Waits a bounded time for a first answer with endpoints; where the controller is known
-    /// to be away it returns at once with what is known, or with [`Target::Unknown`]. The receiver is closed where nothing will
-    /// ever come: [`Target::Refused`] over the limit and at the end, [`Target::Unknown`] for port 0, which is no place.
+    /// Watches the target of `destination`. Waits a bounded time for a first response with endpoints; while the controller is
+    /// unavailable, returns the known target, or [`Target::Unknown`], at once. The receiver is closed if the target never changes:
+    /// [`Target::Refused`] over the limit and at shutdown, [`Target::Unknown`] for port 0, which is not a valid destination.
     pub async fn watch(&self, destination: SocketAddr) -> watch::Receiver<Arc<Target>> {
         let closed = |target| watch::channel(Arc::new(target)).1;
-        let Some(questions) = self.questions.as_ref().filter(|_| destination.port() != 0) else {
+        let Some(requests) = self.requests.as_ref().filter(|_| destination.port() != 0) else {
             return closed(Target::Unknown);
         };
-        let (answer, answered) = oneshot::channel();
-        if questions
-            .send(Question {
-                destination,
-                answer,
-            })
-            .await
-            .is_err()
-        {
+        let (response, received) = oneshot::channel();
+        let request = WatchRequest {
+            destination,
+            response,
+        };
+        if requests.send(request).await.is_err() {
             return closed(Target::Refused);
         }
         let Ok(Watched {
             mut receiver,
             settled,
-        }) = answered.await
+        }) = received.await
         else {
             return closed(Target::Refused);
         };
         if !settled {
-            // Late or never: the target is what it is by then.
-            let _ = timeout(self.first_answer, first_answer(&mut receiver)).await;
+            // After the timeout, the receiver has the target known by then.
+            let _ = timeout(self.first_response_timeout, first_response(&mut receiver)).await;
         }
         receiver
     }
 
-    /// True once the controller has accepted the stream, and ever after: what `/ready` waits for.
+    /// True once the controller has accepted a stream for the first time. `/ready` waits for it.
     pub fn connected_once(&self) -> watch::Receiver<bool> {
-        self.ready.clone()
+        self.connected_once.clone()
     }
 }
 
-/// The main thread's place, taken by a test of the workers' side.
+/// The main thread's end of the queue, for tests that respond themselves.
 #[cfg(test)]
-pub(crate) struct Questions(mpsc::Receiver<Question>);
+pub(crate) struct Questions(mpsc::Receiver<WatchRequest>);
 
 #[cfg(test)]
 impl Questions {
-    /// The next destination that is asked about, and the way to answer: it leaves the test what news can be sent to.
+    /// The destination of the next request, and a function that responds to it and returns the sender of updates.
     pub(crate) async fn next(
         &mut self,
     ) -> (
         SocketAddr,
         impl FnOnce(Arc<Target>) -> watch::Sender<Arc<Target>> + use<>,
     ) {
-        let Question {
+        let WatchRequest {
             destination,
-            answer,
-        } = self.0.recv().await.expect("a handle is left");
+            response,
+        } = self.0.recv().await.expect("a handle exists");
         (destination, move |target| {
             let (sender, receiver) = watch::channel(target);
-            // Whoever asked may have given up.
-            let _ = answer.send(Watched {
+            // The worker may have dropped the request.
+            let _ = response.send(Watched {
                 receiver,
                 settled: true,
             });
@@ -212,33 +207,31 @@ impl Questions {
 
 #[cfg(test)]
 impl Discovery {
-    /// Discovery whose questions the test answers.
+    /// Discovery whose requests the test responds to.
     pub(crate) fn by_hand() -> (Self, Questions) {
-        let (questions, asked) = mpsc::channel(QUEUED_QUESTIONS);
-        (
-            Self {
-                questions: Some(questions),
-                ..Self::off()
-            },
-            Questions(asked),
-        )
+        let (sender, requests) = mpsc::channel(MAX_QUEUED_REQUESTS);
+        let discovery = Self {
+            requests: Some(sender),
+            ..Self::off()
+        };
+        (discovery, Questions(requests))
     }
 }
 
 /// The task on the main thread.
 struct Driver {
     table: Table,
-    questions: mpsc::Receiver<Question>,
-    /// The way to the controller while there is a stream. Unbounded, and yet bounded by the table: the driver must not
-    /// wait for the controller to read while the controller waits for the driver to.
-    requests: Option<mpsc::UnboundedSender<DiscoverRequest>>,
-    /// The last try failed: nobody should wait for an answer.
-    away: bool,
-    ready: watch::Sender<bool>,
+    requests: mpsc::Receiver<WatchRequest>,
+    /// Sender of the open stream. Unbounded, because the driver and the controller would otherwise wait for each other to read; the
+    /// size of the table bounds its content.
+    stream: Option<mpsc::UnboundedSender<DiscoverRequest>>,
+    /// The latest attempt to open a stream failed: workers do not wait for a response.
+    controller_unavailable: bool,
+    connected_once: watch::Sender<bool>,
     metrics: DiscoveryMetrics,
     sweep: Interval,
     timing: Timing,
-    quiet: Quiet,
+    log_limiter: LogLimiter,
     trust: Trust,
     credentials: CurrentCredentials,
 }
@@ -255,136 +248,136 @@ impl Driver {
                 return;
             };
             match opened {
-                Ok(answers) => {
-                    let since = Instant::now();
-                    let Some(end) = self.follow(answers, requests).await else {
+                Ok(responses) => {
+                    let opened_at = Instant::now();
+                    let Some(end) = self.follow(responses, requests).await else {
                         return;
                     };
-                    failures = if since.elapsed() >= self.timing.good_stream {
+                    failures = if opened_at.elapsed() >= self.timing.backoff_reset_after {
                         0
                     } else {
                         failures + 1
                     };
-                    info!("the controller's stream ended, what is known stays: {end}");
+                    info!("discovery stream closed, keeping known targets: {end}");
                 }
                 Err(error) => {
                     failures += 1;
-                    self.give_up(&error);
+                    self.connect_failed(&error);
                 }
             }
-            let pause = backoff(self.timing.backoff, failures, fastrand::f64());
-            let Some(()) = self.serve_until(sleep(pause)).await else {
+            let delay = backoff_ceiling(self.timing.backoff, failures).mul_f64(fastrand::f64());
+            let Some(()) = self.serve_until(sleep(delay)).await else {
                 return;
             };
             self.metrics.reconnects.inc();
         }
     }
 
-    /// Subscribes to all that is watched, and takes answers in until the stream ends; returns why. `None`: nobody is
-    /// left to take them in for.
+    /// Subscribes to all watched destinations and applies responses until the stream closes. Returns why it closed; `None` if all
+    /// handles are dropped.
     async fn follow(
         &mut self,
-        mut answers: Streaming<DiscoverResponse>,
+        mut responses: Streaming<DiscoverResponse>,
         requests: mpsc::UnboundedSender<DiscoverRequest>,
     ) -> Option<String> {
         info!(
-            "connected to the controller, {} destinations known",
+            "discovery stream open, {} known destinations",
             self.table.len()
         );
-        self.away = false;
-        self.requests = Some(requests);
+        self.controller_unavailable = false;
+        self.stream = Some(requests);
         self.send_status();
-        let resumed = self.table.resume(Instant::now(), self.timing.idle);
-        self.send(resumed);
+        let subscriptions = self.table.resume(Instant::now(), self.timing.idle_timeout);
+        self.send(subscriptions);
         self.metrics.connected.set(1);
-        self.ready.send_replace(true);
+        self.connected_once.send_replace(true);
         let end = loop {
-            match self.serve_until(answers.message()).await? {
-                Ok(Some(answer)) => self.take_in(answer),
-                Ok(None) => break "the controller closed it".to_owned(),
-                Err(status) => break said(&status),
+            match self.serve_until(responses.message()).await? {
+                Ok(Some(response)) => self.apply(response),
+                Ok(None) => break "closed by the controller".to_owned(),
+                Err(status) => break describe(&status),
             }
         };
-        self.requests = None;
-        self.trust.stream_ended();
+        self.stream = None;
+        self.trust.stream_closed();
         self.metrics.connected.set(0);
         Some(end)
     }
 
-    /// Serves the workers and the clock while `work` is under way. `None`: no worker is left.
+    /// Serves workers and timers until `work` completes. `None` if all handles are dropped.
     async fn serve_until<F: Future>(&mut self, work: F) -> Option<F::Output> {
         let mut work = pin!(work);
         loop {
             tokio::select! {
                 output = &mut work => return Some(output),
-                question = self.questions.recv() => self.answer(question?),
+                request = self.requests.recv() => self.watch(request?),
                 () = changed(&mut self.credentials) => self.send_status(),
-                _ = self.sweep.tick() => self.tidy(),
+                _ = self.sweep.tick() => self.sweep(),
             }
         }
     }
 
-    fn answer(&mut self, question: Question) {
-        let Question {
+    fn watch(&mut self, request: WatchRequest) {
+        let WatchRequest {
             destination,
-            answer,
-        } = question;
+            response,
+        } = request;
         match self.table.watch(destination) {
             Ok((Watched { receiver, settled }, requests)) => {
                 self.send(requests);
-                // A worker whose connection went away meanwhile does not listen, which is fine.
-                let _ = answer.send(Watched {
+                // The worker may have dropped the request.
+                let _ = response.send(Watched {
                     receiver,
-                    settled: settled || self.away,
+                    settled: settled || self.controller_unavailable,
                 });
             }
-            // Without an answer the worker goes by Refused.
+            // Dropping `response` makes the target `Refused`.
             Err(table::Full) => {
                 self.metrics.refused.inc();
-                let limit = self.timing.limit;
-                self.quiet.now_and_then(Trouble::Full, |times| {
-                    warn!("{limit} destinations are in use, {destination} is refused until one of them is not ({times} such)");
-                });
+                if let Some(count) = self.log_limiter.should_log(LogKind::TableFull) {
+                    let limit = self.timing.max_destinations;
+                    warn!(
+                        "refusing destination {destination}: all {limit} subscriptions are in use ({count} refused)"
+                    );
+                }
             }
         }
     }
 
-    fn take_in(&mut self, answer: DiscoverResponse) {
+    fn apply(&mut self, response: DiscoverResponse) {
         self.metrics.message_received();
         debug!(
-            destination = answer.destination,
-            version = answer.version,
-            "the controller answered"
+            destination = response.destination,
+            version = response.version,
+            "discovery response"
         );
         let Self {
             table,
-            quiet,
+            log_limiter,
             metrics,
             trust,
             ..
         } = self;
-        let mut report = |problem: String| {
+        let mut report = |error: String| {
             metrics.broken.inc();
-            quiet.now_and_then(Trouble::Broken, |times| {
-                warn!("the controller's answer makes no sense: {problem} ({times} such)")
-            });
+            if let Some(count) = log_limiter.should_log(LogKind::InvalidResponse) {
+                warn!("invalid discovery response: {error} ({count} errors)");
+            }
         };
-        match answer {
+        match response {
             DiscoverResponse {
                 update: Some(Update::Roots(roots)),
                 version,
                 ..
-            } => match Roots::announced(roots, &version) {
-                Ok(roots) => trust.announce(roots),
-                Err(problem) => report(format!(
-                    "its trust roots {version:?} are not taken: {problem}"
-                )),
+            } => match Roots::from_stream(roots, &version) {
+                Ok(roots) => trust.set_from_stream(roots),
+                Err(error) => report(format!("trust roots {version:?} rejected: {error}")),
             },
-            answer => table.apply(answer, &mut report),
+            response => table.apply(response, &mut report),
         }
     }
 
-    /// So the controller learns which roots are in use, and which certificate.
+    /// Reports the roots and the certificate in use to the controller.
     fn send_status(&mut self) {
         let status = self
             .credentials
@@ -396,73 +389,73 @@ impl Driver {
         }));
     }
 
-    fn tidy(&mut self) {
-        if self.requests.is_some() {
-            let requests = self.table.sweep(Instant::now(), self.timing.idle);
+    fn sweep(&mut self) {
+        if self.stream.is_some() {
+            let requests = self.table.sweep(Instant::now(), self.timing.idle_timeout);
             self.send(requests);
         }
     }
 
-    fn give_up(&mut self, error: &ControlError) {
-        self.away = true;
+    fn connect_failed(&mut self, error: &ControlError) {
+        self.controller_unavailable = true;
         self.table.stop_waiting();
-        self.quiet.now_and_then(Trouble::Away, |times| {
-            warn!("no discovery, what is known stays: {error} ({times} tries)")
-        });
+        if let Some(count) = self.log_limiter.should_log(LogKind::Unavailable) {
+            warn!("discovery unavailable, keeping known targets: {error} ({count} attempts)");
+        }
     }
 
     fn send(&mut self, requests: impl IntoIterator<Item = DiscoverRequest>) {
         let subscriptions = i64::try_from(self.table.len()).unwrap_or(i64::MAX);
         self.metrics.subscriptions.set(subscriptions);
-        if let Some(sender) = &self.requests {
-            // Where the stream has just ended, the next one starts with all of them.
+        if let Some(stream) = &self.stream {
+            // If the stream has just closed, the next one resumes all subscriptions.
             requests
                 .into_iter()
-                .for_each(|request| drop(sender.send(request)));
+                .for_each(|request| drop(stream.send(request)));
         }
     }
 }
 
-/// Done with an answer that is of use. A Service that has no endpoint yet, as all have in their first moments, gets the rest of the
-/// time that its first connection waits.
-async fn first_answer(receiver: &mut watch::Receiver<Arc<Target>>) {
+/// Waits for a response with endpoints. A Service without endpoints, as each one is at first, keeps its first connection waiting.
+async fn first_response(receiver: &mut watch::Receiver<Arc<Target>>) {
     while receiver.changed().await.is_ok() && receiver.borrow().is_without_endpoint() {}
 }
 
-/// Done when there are other credentials; never where there will be none.
+/// Waits for new credentials; forever if the sender is dropped.
 async fn changed(credentials: &mut CurrentCredentials) {
     if credentials.changed().await.is_err() {
         std::future::pending().await
     }
 }
 
-/// The pause before the try after `failures` failures in a row; `jitter` is from 0 to 1.
-fn backoff((least, most): (Duration, Duration), failures: u32, jitter: f64) -> Duration {
-    let ceiling = least
-        .saturating_mul(1 << failures.saturating_sub(1).min(16))
-        .min(most);
-    ceiling.mul_f64(jitter)
-}
-
-/// What the log hears of only now and then.
+/// Kinds of log messages that are limited separately.
 #[derive(Clone, Copy)]
-enum Trouble {
-    Full,
-    Broken,
-    Away,
+enum LogKind {
+    TableFull,
+    InvalidResponse,
+    Unavailable,
 }
 
-/// Keeps the log short: the first of a kind is told at once, then one in a while with the count of those since.
+/// Limits each kind of log message to one per [`LOG_INTERVAL`].
 #[derive(Default)]
-struct Quiet([Option<Instant>; 3], [u64; 3]);
+struct LogLimiter([LogState; 3]);
 
-impl Quiet {
-    fn now_and_then(&mut self, trouble: Trouble, tell: impl FnOnce(u64)) {
-        let (told, times) = (&mut self.0[trouble as usize], &mut self.1[trouble as usize]);
-        *times += 1;
-        if told.is_none_or(|at| at.elapsed() >= LOG_EVERY) {
-            tell(std::mem::take(times));
-            *told = Some(Instant::now());
+#[derive(Default)]
+struct LogState {
+    last_logged: Option<Instant>,
+    /// Events since then.
+    count: u64,
+}
+
+impl LogLimiter {
+    /// Counts an event. Returns the number of events since the last message if it is time for the next message.
+    fn should_log(&mut self, kind: LogKind) -> Option<u64> {
+        let LogState { last_logged, count } = &mut self.0[kind as usize];
+        *count += 1;
+        if last_logged.is_some_and(|at| at.elapsed() < LOG_INTERVAL) {
+            return None;
         }
+        *last_logged = Some(Instant::now());
+        Some(std::mem::take(count))
     }
 }

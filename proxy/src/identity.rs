@@ -1,5 +1,5 @@
-//! What this proxy proves itself by, and whom it trusts: [`Credentials`], held in memory only and replaced as a whole. One task on
-//! the main thread keeps them ([`start`]); connections take the newest, and those that are open live on.
+//! Workload identity: [`Credentials`], held in memory only and replaced as a whole. One task on the main thread renews them
+//! ([`start`]). New connections use the newest credentials; open connections keep theirs.
 
 mod leaf;
 mod renewal;
@@ -28,26 +28,26 @@ use tokio::sync::watch;
 use crate::control::Control;
 use crate::metrics::IdentityMetrics;
 pub use leaf::Leaf;
-pub use roots::{BadRoots, Roots, Trust, store};
-pub use verify::{ClientVerifier, NotThePeer, ServerVerifier, identity_of};
+pub use roots::{Roots, RootsError, Trust, parse_roots};
+pub use verify::{ClientVerifier, PeerError, ServerVerifier, identity_of};
 
-/// A certificate with its key, and the roots that peers are verified by. New connections use the newest, old ones live on.
+/// Certificate, private key, and the roots that verify peers.
 pub struct Credentials {
-    /// Who this workload is.
+    /// Identity of this workload.
     pub identity: Identity,
-    /// The leaf, its intermediates, and the key.
+    /// Certificate chain, leaf first, and private key.
     pub certified: Arc<CertifiedKey>,
-    /// Who may vouch for peers.
+    /// Trust roots that verify peers.
     pub roots: Arc<RootCertStore>,
-    /// The roots' version, as the controller names it.
+    /// Version of the roots, assigned by the controller.
     pub roots_version: String,
-    /// When the certificate ends.
+    /// Expiry of the certificate.
     pub not_after: SystemTime,
-    /// What tickets are sealed with, from the first one on.
+    /// Encrypts session tickets; created with the first ticket.
     pub tickets: OnceLock<Arc<dyn ProducesTickets>>,
 }
 
-/// Without the key, whatever its own Debug may say.
+/// Omits the private key.
 impl fmt::Debug for Credentials {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
@@ -63,15 +63,15 @@ impl fmt::Debug for Credentials {
     }
 }
 
-/// The credentials now and whenever they change; none before the first certificate, and none once the last one has ended.
+/// Receiver of the current credentials; `None` before the first certificate and after expiry of the last one.
 pub type CurrentCredentials = watch::Receiver<Option<Arc<Credentials>>>;
 
-/// No credentials, ever: for a proxy that has no identity. The receiver is closed.
+/// A closed receiver without credentials, for a proxy without an identity.
 pub fn none() -> CurrentCredentials {
     watch::channel(None).1
 }
 
-/// The credentials, and the task that the main thread must run to have and keep them. `trust` is where newer roots appear.
+/// Returns the credentials and the task that the main thread runs to renew them. `trust` provides newer roots.
 pub fn start(
     control: Control,
     trust_domain: String,
@@ -83,7 +83,23 @@ pub fn start(
 }
 
 impl Credentials {
-    /// Seals and opens the tickets of sessions under these credentials, on whichever worker. Other credentials open none of them.
+    fn new(
+        identity: Identity,
+        certified: Arc<CertifiedKey>,
+        roots: &Roots,
+        not_after: SystemTime,
+    ) -> Self {
+        Self {
+            identity,
+            certified,
+            roots: roots.store.clone(),
+            roots_version: roots.version.clone(),
+            not_after,
+            tickets: OnceLock::new(),
+        }
+    }
+
+    /// Encrypts and decrypts session tickets for all workers. Tickets of other credentials do not decrypt.
     pub fn tickets(&self) -> Result<Arc<dyn ProducesTickets>, rustls::Error> {
         match self.tickets.get() {
             Some(tickets) => Ok(tickets.clone()),
@@ -94,13 +110,13 @@ impl Credentials {
         }
     }
 
-    /// What the controller is told of them.
+    /// Status reported to the controller.
     pub fn status(&self) -> ProxyStatus {
         let leaf = self
             .certified
             .cert
             .first()
-            .and_then(|leaf| Leaf::read(leaf).ok());
+            .and_then(|leaf| Leaf::parse(leaf).ok());
         let (not_before, serial, issuer) =
             leaf.map_or((UNIX_EPOCH, String::new(), String::new()), |leaf| {
                 let Leaf {

@@ -383,7 +383,7 @@ fn warnings(sandbox: &Sandbox) -> Vec<String> {
 
 /// Like [`warnings`], without the warnings of clients that lose their controller.
 fn unexpected_warnings(sandbox: &Sandbox) -> Vec<String> {
-    let expected = ["no discovery, what is known stays", "can't be renewed"];
+    let expected = ["discovery unavailable", "certificate renewal failed"];
     warnings(sandbox)
         .into_iter()
         .filter(|line| !expected.iter().any(|part| line.contains(part)))

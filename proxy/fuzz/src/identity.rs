@@ -1,21 +1,25 @@
-//! Who a peer is: the text of an identity, and the certificate that names one. Neither has two readings.
+//! Identities and workload certificates. Each has exactly one encoding.
 
 use diy_mesh_proto::Identity;
 use diy_mesh_proxy::identity::{Leaf, identity_of};
 use rustls::pki_types::CertificateDer;
 
-/// A peer's certificate; and the text of an identity.
+/// Parses an identity, and a certificate.
 pub fn identity(bytes: &[u8]) {
     if let Some(identity) = std::str::from_utf8(bytes)
         .ok()
         .and_then(|text| text.parse::<Identity>().ok())
     {
-        assert_eq!(identity.as_str().as_bytes(), bytes, "another spelling");
+        assert_eq!(
+            identity.as_str().as_bytes(),
+            bytes,
+            "more than one spelling"
+        );
         is_one(&identity);
     }
     let certificate = CertificateDer::from(bytes);
     let Ok((identity, until)) = identity_of(&certificate) else {
-        assert!(Leaf::read(&certificate).is_err());
+        assert!(Leaf::parse(&certificate).is_err());
         return;
     };
     is_one(&identity);
@@ -23,17 +27,17 @@ pub fn identity(bytes: &[u8]) {
         crate::contains(bytes, identity.as_str().as_bytes()),
         "{identity} is not in the certificate"
     );
-    let leaf = Leaf::read(&certificate).expect("whoever is named by it has a certificate");
+    let leaf = Leaf::parse(&certificate).expect("a certificate with an identity");
     assert_eq!((leaf.identity, leaf.not_after), (identity, until));
-    // No other bytes are the same certificate.
+    // The encoding is unique.
     let longer = [bytes, b"\0"].concat();
     assert!(
         identity_of(&CertificateDer::from(longer)).is_err(),
-        "bytes behind it are passed over"
+        "accepts trailing bytes"
     );
     assert!(
         identity_of(&CertificateDer::from(&bytes[..bytes.len() - 1])).is_err(),
-        "its last byte is not looked at"
+        "accepts a truncated certificate"
     );
 }
 

@@ -1,5 +1,5 @@
-//! TLS to the controller: it must show the mesh's certificate for the identity that we were told to expect. Whom we believe that:
-//! the roots mounted beside the token, read anew each time, and the newest that the controller itself sent.
+//! TLS connections to the controller, whose certificate must have the configured identity. Trust roots are those of the mounted
+//! file, read for each connection, and the newest that the controller has sent.
 
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -16,23 +16,23 @@ use tokio_rustls::client::TlsStream;
 use tracing::warn;
 
 use super::ControlError;
-use crate::identity::{ServerVerifier, Trust, store};
+use crate::identity::{ServerVerifier, Trust, parse_roots};
 
 const HTTP2: &[u8] = b"h2";
 
-/// How the controller proves itself.
+/// Authentication of the controller.
 #[derive(Clone, Debug)]
 pub struct Tls {
-    /// Who it must be.
+    /// Identity that its certificate must have.
     pub expected: Identity,
-    /// The mounted roots.
+    /// PEM file with trust roots.
     pub roots_file: PathBuf,
-    /// The newest roots.
+    /// Trust roots received from the controller.
     pub trust: Trust,
 }
 
 impl Tls {
-    /// What the next connection is made with.
+    /// TLS configuration of a new connection.
     pub(super) async fn connector(&self) -> Result<TlsConnector, ControlError> {
         let verifier = ServerVerifier::new(Arc::new(self.roots().await?), self.expected.clone());
         let config = ClientConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
@@ -43,23 +43,23 @@ impl Tls {
             .with_custom_certificate_verifier(verifier)
             .with_no_client_auth();
         config.alpn_protocols = vec![HTTP2.to_vec()];
-        // Each connection is the only one with its roots.
+        // No configuration is used twice.
         config.resumption = Resumption::disabled();
         Ok(TlsConnector::from(Arc::new(config)))
     }
 
-    /// The mounted roots may be older than what was sent, or newer, where the controller was away while they changed.
+    /// Union of mounted and received roots: either may be the newer ones, if roots change while the controller is unavailable.
     async fn roots(&self) -> Result<RootCertStore, ControlError> {
-        let newest = self.trust.newest();
-        let mut roots = match (self.mounted().await, &newest) {
+        let received = self.trust.newest();
+        let mut roots = match (self.read_mounted().await, &received) {
             (Ok(mounted), _) => mounted,
             (Err(error), None) => return Err(error),
             (Err(error), Some(_)) => {
-                warn!("the controller is verified by the roots that it sent alone: {error}");
+                warn!("using only the trust roots received from the controller: {error}");
                 RootCertStore::empty()
             }
         };
-        for anchor in newest.iter().flat_map(|newest| &newest.store.roots) {
+        for anchor in received.iter().flat_map(|roots| &roots.store.roots) {
             if !roots.roots.contains(anchor) {
                 roots.roots.push(anchor.clone());
             }
@@ -67,7 +67,7 @@ impl Tls {
         Ok(roots)
     }
 
-    async fn mounted(&self) -> Result<RootCertStore, ControlError> {
+    async fn read_mounted(&self) -> Result<RootCertStore, ControlError> {
         let path = &self.roots_file;
         let pem = tokio::fs::read(path)
             .await
@@ -75,14 +75,14 @@ impl Tls {
                 path: path.clone(),
                 source,
             })?;
-        store(&pem).map_err(|reason| ControlError::BadRootsFile {
+        parse_roots(&pem).map_err(|reason| ControlError::InvalidRootsFile {
             path: path.clone(),
             reason,
         })
     }
 }
 
-/// One connection, with HTTP/2 agreed on.
+/// Connects, and requires HTTP/2 by ALPN.
 pub(super) async fn connect(
     connector: TlsConnector,
     host: String,
@@ -92,13 +92,13 @@ pub(super) async fn connect(
     tcp.set_nodelay(true)?;
     let stream = connector.connect(server_name(&host), tcp).await?;
     if stream.get_ref().1.alpn_protocol() != Some(HTTP2) {
-        return Err(std::io::Error::other("it speaks TLS, but not HTTP/2"));
+        return Err(std::io::Error::other("HTTP/2 not negotiated by ALPN"));
     }
     Ok(stream)
 }
 
-/// What the handshake names. It proves nothing: the identity does.
+/// Server name of the handshake. The verifier ignores it and checks the identity.
 fn server_name(host: &str) -> ServerName<'static> {
-    let unnamed = || ServerName::from(IpAddr::from([0, 0, 0, 0]));
-    ServerName::try_from(host.to_owned()).unwrap_or_else(|_| unnamed())
+    ServerName::try_from(host.to_owned())
+        .unwrap_or_else(|_| ServerName::from(IpAddr::from([0, 0, 0, 0])))
 }

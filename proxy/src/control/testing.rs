@@ -1,4 +1,4 @@
-//! A controller in the test's own process that does as it is told, in the clear or over TLS. No part of the proxy.
+//! A fake controller for tests, over plaintext or TLS.
 
 use std::future::Future;
 use std::net::SocketAddr;
@@ -28,39 +28,39 @@ use super::Tls;
 use crate::identity::Trust;
 use crate::identity::testing::{Authority, WEB};
 
-/// Only ends a test that hangs.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
-/// Who the controller is, mostly.
+/// Maximum duration of [`soon`].
+pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(20);
+/// Default identity of the controller.
 pub(crate) const CONTROLLER: &str = "spiffe://cluster.local/ns/service-mesh/sa/controller";
 
 pub(crate) async fn soon<T>(future: impl Future<Output = T>) -> T {
-    timeout(PATIENCE, future)
+    timeout(TEST_TIMEOUT, future)
         .await
-        .expect("it happens before the test's patience is over")
+        .expect("completes before the timeout of the test")
 }
 
-/// One stream at a time.
+/// A fake controller that accepts one stream at a time.
 pub(crate) struct FakeController {
     pub address: SocketAddr,
-    /// How it signs; without, it says that it can't now.
+    /// How it issues certificates; `None` rejects requests as unavailable.
     pub signing: Arc<Mutex<Option<Signing>>>,
     streams: mpsc::Receiver<FakeStream>,
     stop: CancellationToken,
     server: JoinHandle<()>,
 }
 
-/// See [`FakeController::signing`].
+/// How certificates are issued.
 #[derive(Clone)]
 pub(crate) struct Signing {
     pub authority: Arc<Authority>,
-    pub life: Duration,
+    pub lifetime: Duration,
     pub roots_version: &'static str,
 }
 
-/// The controller's end of a stream. Dropped, it ends the stream.
+/// The controller's end of a stream, closed on drop.
 pub(crate) struct FakeStream {
     requests: Streaming<DiscoverRequest>,
-    answers: mpsc::Sender<Result<DiscoverResponse, Status>>,
+    responses: mpsc::Sender<Result<DiscoverResponse, Status>>,
     pub authorization: Option<String>,
 }
 
@@ -78,7 +78,7 @@ impl FakeController {
         Self::start_with(address, Server::builder()).await
     }
 
-    /// Over TLS, with a certificate of `authority` for `identity`.
+    /// Starts with a TLS certificate for `identity`, issued by `authority`.
     pub async fn start_tls(address: SocketAddr, authority: &Authority, identity: &str) -> Self {
         let (certificate, key) = authority.leaf_and_key(identity, |_| {});
         let identity = Identity::from_pem(
@@ -123,24 +123,22 @@ impl FakeController {
             .expect("the fake controller runs")
     }
 
-    /// Signs from now on, or no more.
+    /// Changes how certificates are issued.
     pub fn sign(&self, signing: Option<Signing>) {
         *self.signing.lock().unwrap() = signing;
     }
 
-    /// Ends once nothing listens any more. Streams must have been dropped.
+    /// Closes the listener. Streams must be dropped before.
     pub async fn stop(self) -> SocketAddr {
         self.stop.cancel();
         drop(self.streams);
-        soon(self.server)
-            .await
-            .expect("the fake controller ends well");
+        soon(self.server).await.expect("the fake controller stops");
         self.address
     }
 }
 
 impl FakeStream {
-    /// The next request in short: "+10.96.0.7:80@version", "-10.96.0.7:80", "=version of the roots".
+    /// The next request in short form: "+10.96.0.7:80@version", "-10.96.0.7:80", "=version of the roots".
     pub async fn request(&mut self) -> String {
         match self.action().await {
             Action::Subscribe(subscribe) => {
@@ -162,20 +160,20 @@ impl FakeStream {
     async fn action(&mut self) -> Action {
         let request = soon(self.requests.message())
             .await
-            .expect("the stream stands")
-            .expect("the stream goes on");
+            .expect("the stream is open")
+            .expect("the stream is open");
         request.action.expect("an action")
     }
 
-    pub async fn answer(&self, destination: &str, version: &str, update: Update) {
-        let answer = DiscoverResponse {
+    pub async fn respond(&self, destination: &str, version: &str, update: Update) {
+        let response = DiscoverResponse {
             destination: destination.to_owned(),
             version: version.to_owned(),
             update: Some(update),
         };
-        soon(self.answers.send(Ok(answer)))
+        soon(self.responses.send(Ok(response)))
             .await
-            .expect("the stream stands");
+            .expect("the stream is open");
     }
 }
 
@@ -197,16 +195,16 @@ impl ServiceMeshService for FakeService {
         if authorization.as_deref() == Some("Bearer expired") {
             return Err(Status::unauthenticated("the token has expired"));
         }
-        let (answers, outgoing) = mpsc::channel(16);
+        let (responses, outgoing) = mpsc::channel(16);
         let stream = FakeStream {
             requests: request.into_inner(),
-            answers,
+            responses,
             authorization,
         };
         self.streams
             .send(stream)
             .await
-            .map_err(|_| Status::unavailable("the test is over"))?;
+            .map_err(|_| Status::unavailable("the test has ended"))?;
         Ok(Response::new(ReceiverStream::new(outgoing)))
     }
 
@@ -214,14 +212,14 @@ impl ServiceMeshService for FakeService {
         &self,
         _: Request<proto::GetServicesRequest>,
     ) -> Result<Response<proto::GetServicesResponse>, Status> {
-        Err(Status::unimplemented("proxies do not call it"))
+        Err(Status::unimplemented("not called by proxies"))
     }
 
     async fn watch_services(
         &self,
         _: Request<proto::WatchServicesRequest>,
     ) -> Result<Response<Self::WatchServicesStream>, Status> {
-        Err(Status::unimplemented("proxies do not call it"))
+        Err(Status::unimplemented("not called by proxies"))
     }
 
     async fn sign_certificate(
@@ -233,16 +231,16 @@ impl ServiceMeshService for FakeService {
             .lock()
             .unwrap()
             .clone()
-            .ok_or_else(|| Status::unavailable("not now"))?;
+            .ok_or_else(|| Status::unavailable("no issuer"))?;
         Ok(Response::new(
-            signing.answer(request.get_ref(), SystemTime::now()),
+            signing.respond(request.get_ref(), SystemTime::now()),
         ))
     }
 }
 
 impl Signing {
-    /// What a right controller answers to the workload [`WEB`].
-    pub fn answer(
+    /// A valid response to the workload [`WEB`].
+    pub fn respond(
         &self,
         request: &SignCertificateRequest,
         now: SystemTime,
@@ -250,7 +248,7 @@ impl Signing {
         let csr =
             CertificateSigningRequestParams::from_pem(std::str::from_utf8(&request.csr).unwrap())
                 .unwrap();
-        let (from, until) = (now - Duration::from_secs(300), now + self.life);
+        let (from, until) = (now - Duration::from_secs(300), now + self.lifetime);
         let certificate = self.authority.sign(WEB, &csr.public_key, |leaf| {
             (leaf.not_before, leaf.not_after) = (from.into(), until.into())
         });
@@ -262,7 +260,7 @@ impl Signing {
     }
 }
 
-/// The roots' file and the token's, gone with the test.
+/// Temporary files with trust roots and token.
 pub(crate) struct Mounted(tempfile::TempDir);
 
 impl Mounted {

@@ -1,4 +1,4 @@
-//! The controller over TLS, and the whole life of an identity with it: discovery, certificates and roots together.
+//! Calls of a controller over TLS; discovery, certificates and roots together.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::metrics::{DiscoveryMetrics, IdentityMetrics};
 const LOOPBACK: ([u8; 4], u16) = ([127, 0, 0, 1], 0);
 const WEB_USER: &str = "system:serviceaccount:shop:web";
 
-fn connecting(address: SocketAddr, mounted: &Mounted, trust: &Trust) -> Control {
+fn client(address: SocketAddr, mounted: &Mounted, trust: &Trust) -> Control {
     Control::new(
         &format!("https://{address}"),
         Some(mounted.token_file()),
@@ -29,8 +29,8 @@ fn connecting(address: SocketAddr, mounted: &Mounted, trust: &Trust) -> Control 
     .expect("an address")
 }
 
-/// Opens a stream and says what came of it.
-async fn opened(control: &Control) -> Result<(), String> {
+/// Opens a stream and returns the result.
+async fn open_stream(control: &Control) -> Result<(), String> {
     let (_requests, outgoing) = tokio::sync::mpsc::unbounded_channel();
     soon(
         control
@@ -43,7 +43,7 @@ async fn opened(control: &Control) -> Result<(), String> {
 }
 
 #[test]
-fn addresses_are_checked_before_anything_is_dialled() {
+fn rejects_invalid_addresses() {
     assert!(
         Control::new(
             "http://controller.service-mesh.svc.cluster.local.:8080",
@@ -65,22 +65,37 @@ fn addresses_are_checked_before_anything_is_dialled() {
             .expect_err(wrong)
             .to_string();
         assert!(
-            error.contains("expected something like https://"),
+            error.contains("expected a URL such as https://"),
             "{wrong}: {error}"
         );
     }
 }
 
 #[test]
-fn a_token_is_sent_as_bearer_and_never_printed() {
+fn sends_token_as_bearer_and_omits_it_from_debug() {
     let value = bearer(Path::new("t"), "abc.def").expect("a token");
     assert_eq!(value.to_str().expect("text"), "Bearer abc.def");
     assert!(!format!("{value:?}").contains("abc"));
     assert!(bearer(Path::new("t"), "bell\u{7}").is_err());
 }
 
+#[test]
+fn backoff_ceiling_doubles_up_to_a_maximum() {
+    let bounds = (Duration::from_millis(100), Duration::from_secs(10));
+    let ceilings: Vec<_> = (0..11)
+        .map(|failures| backoff_ceiling(bounds, failures).as_millis())
+        .collect();
+    assert_eq!(
+        ceilings,
+        [
+            100, 100, 200, 400, 800, 1600, 3200, 6400, 10_000, 10_000, 10_000
+        ]
+    );
+    assert_eq!(backoff_ceiling(bounds, u32::MAX), Duration::from_secs(10));
+}
+
 #[tokio::test]
-async fn the_token_file_is_read_at_each_call_and_its_absence_is_named() {
+async fn reads_token_file_on_each_call() {
     let path = std::env::temp_dir().join(format!("diy-sm-proxy-token-{}", std::process::id()));
     let control = Control::new("http://127.0.0.1:1", Some(path.clone()), None).expect("an address");
     let missing = control.token().await.expect_err("no file yet").to_string();
@@ -98,7 +113,7 @@ async fn the_token_file_is_read_at_each_call_and_its_absence_is_named() {
 }
 
 #[tokio::test]
-async fn a_controller_that_is_away_is_an_error_that_says_where() {
+async fn reports_address_of_unavailable_controller() {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("loopback");
     let address = format!("http://{}", listener.local_addr().expect("bound"));
     drop(listener);
@@ -106,7 +121,7 @@ async fn a_controller_that_is_away_is_an_error_that_says_where() {
         .expect("an address")
         .discover(tokio_stream::empty())
         .await;
-    let text = error.expect_err("nobody listens").to_string();
+    let text = error.expect_err("no listener").to_string();
     assert!(
         text.contains(&address) && text.contains("refused"),
         "{text}"
@@ -114,7 +129,7 @@ async fn a_controller_that_is_away_is_an_error_that_says_where() {
 }
 
 #[tokio::test]
-async fn the_controller_is_known_by_its_identity() {
+async fn verifies_identity_of_the_controller() {
     let (authority, other) = (Authority::new("one"), Authority::new("other"));
     let mounted = Mounted::new(&authority, &token(WEB_USER));
     for (signer, identity, expected) in [
@@ -122,12 +137,12 @@ async fn the_controller_is_known_by_its_identity() {
         (
             &authority,
             WEB,
-            Some("the peer is spiffe://cluster.local/ns/shop/sa/web, expected spiffe"),
+            Some("peer is spiffe://cluster.local/ns/shop/sa/web, expected spiffe"),
         ),
         (&other, CONTROLLER, Some("UnknownIssuer")),
     ] {
         let controller = FakeController::start_tls(LOOPBACK.into(), signer, identity).await;
-        let error = opened(&connecting(controller.address, &mounted, &Trust::default()))
+        let error = open_stream(&client(controller.address, &mounted, &Trust::default()))
             .await
             .err();
         assert_eq!(error.is_some(), expected.is_some(), "{error:?}");
@@ -141,18 +156,21 @@ async fn the_controller_is_known_by_its_identity() {
 }
 
 #[tokio::test]
-async fn a_controller_in_the_clear_is_not_talked_to_where_tls_is_expected() {
+async fn rejects_plaintext_controller_if_tls_is_configured() {
     let authority = Authority::new("one");
     let mounted = Mounted::new(&authority, &token(WEB_USER));
     let controller = FakeController::start().await;
-    let error = opened(&connecting(controller.address, &mounted, &Trust::default()))
+    let error = open_stream(&client(controller.address, &mounted, &Trust::default()))
         .await
         .expect_err("no TLS");
-    assert!(error.contains("can't connect to the controller"), "{error}");
+    assert!(
+        error.contains("failed to connect to the controller"),
+        "{error}"
+    );
 }
 
 #[tokio::test]
-async fn a_server_of_the_right_identity_that_does_not_speak_http2_is_none() {
+async fn rejects_controller_without_http2() {
     let authority = Authority::new("one");
     let mounted = Mounted::new(&authority, &token(WEB_USER));
     let (certificate, key) = authority.leaf_and_key(CONTROLLER, |_| {});
@@ -170,46 +188,47 @@ async fn a_server_of_the_right_identity_that_does_not_speak_http2_is_none() {
             .unwrap(),
     ));
     let listener = TcpListener::bind(SocketAddr::from(LOOPBACK)).await.unwrap();
-    let control = connecting(listener.local_addr().unwrap(), &mounted, &Trust::default());
+    let control = client(listener.local_addr().unwrap(), &mounted, &Trust::default());
     let serving = async { acceptor.accept(listener.accept().await.unwrap().0).await };
-    let (_stream, error) = tokio::join!(serving, opened(&control));
+    let (_stream, error) = tokio::join!(serving, open_stream(&control));
     let error = error.expect_err("no HTTP/2");
-    assert!(error.contains("not HTTP/2"), "{error}");
+    assert!(error.contains("HTTP/2 not negotiated"), "{error}");
 }
 
 #[tokio::test]
-async fn the_mounted_roots_are_read_anew_and_those_that_were_sent_count_too() {
+async fn reads_mounted_roots_on_each_call_and_adds_received_ones() {
     let (old, new) = (Authority::new("old"), Authority::new("new"));
     let mounted = Mounted::new(&old, &token(WEB_USER));
     let controller = FakeController::start_tls(LOOPBACK.into(), &new, CONTROLLER).await;
     let trust = Trust::default();
-    let control = connecting(controller.address, &mounted, &trust);
-    assert!(
-        opened(&control).await.is_err(),
-        "signed by whom nobody has heard of yet"
-    );
+    let control = client(controller.address, &mounted, &trust);
+    assert!(open_stream(&control).await.is_err(), "unknown issuer");
     mounted.write_roots(&(old.pem() + &new.pem()));
-    assert_eq!(opened(&control).await, Ok(()));
+    assert_eq!(open_stream(&control).await, Ok(()));
     mounted.write_roots("half a ");
     assert!(
-        opened(&control)
+        open_stream(&control)
             .await
             .unwrap_err()
-            .contains("roots.pem are no roots")
+            .contains("invalid trust roots in")
     );
-    trust.announce(identity::Roots::parse(new.pem().as_bytes(), "1").unwrap());
-    assert_eq!(opened(&control).await, Ok(()), "what was sent is enough");
+    trust.set_from_stream(identity::Roots::parse(new.pem().as_bytes(), "1").unwrap());
+    assert_eq!(
+        open_stream(&control).await,
+        Ok(()),
+        "received roots are sufficient"
+    );
     std::fs::remove_file(mounted.roots_file()).unwrap();
-    assert_eq!(opened(&control).await, Ok(()));
+    assert_eq!(open_stream(&control).await, Ok(()));
     assert!(
-        opened(&connecting(controller.address, &mounted, &Trust::default()))
+        open_stream(&client(controller.address, &mounted, &Trust::default()))
             .await
             .unwrap_err()
-            .contains("can't read the trust roots")
+            .contains("failed to read the trust roots")
     );
 }
 
-/// A proxy's side of all that has to do with the controller.
+/// Running discovery and renewal of a proxy.
 struct Proxy {
     _discovery: Discovery,
     credentials: CurrentCredentials,
@@ -220,7 +239,7 @@ struct Proxy {
 impl Proxy {
     fn start(address: SocketAddr, mounted: &Mounted) -> Self {
         let (trust, metrics) = (Trust::default(), IdentityMetrics::default());
-        let control = connecting(address, mounted, &trust);
+        let control = client(address, mounted, &trust);
         let (credentials, renewal) = identity::start(
             control.clone(),
             "cluster.local".to_owned(),
@@ -267,13 +286,13 @@ fn roots(authorities: &[&Authority], issuer: &Authority, renew_within_seconds: u
 }
 
 #[tokio::test]
-async fn certificates_of_seconds_follow_each_other_and_the_controller_hears_of_each() {
+async fn reports_each_renewed_certificate_to_the_controller() {
     let authority = Arc::new(Authority::new("one"));
     let mounted = Mounted::new(&authority, &token(WEB_USER));
     let mut controller = FakeController::start_tls(LOOPBACK.into(), &authority, CONTROLLER).await;
     controller.sign(Some(Signing {
         authority: authority.clone(),
-        life: Duration::from_secs(3),
+        lifetime: Duration::from_secs(3),
         roots_version: "1",
     }));
     let mut proxy = Proxy::start(controller.address, &mounted);
@@ -292,7 +311,10 @@ async fn certificates_of_seconds_follow_each_other_and_the_controller_hears_of_e
             && first.certificate_not_after < second.certificate_not_after
     );
     assert!(first.clock > 1_700_000_000_000 && !first.proxy_version.is_empty());
-    assert!(proxy.credentials.borrow().is_some(), "it never was without");
+    assert!(
+        proxy.credentials.borrow().is_some(),
+        "renewed before expiry"
+    );
     controller.sign(None);
     proxy.has_certificate(false).await;
     assert!(proxy.metrics.certificates.get() >= 2);
@@ -304,14 +326,14 @@ async fn certificates_of_seconds_follow_each_other_and_the_controller_hears_of_e
     .await;
     controller.sign(Some(Signing {
         authority,
-        life: Duration::from_secs(3600),
+        lifetime: Duration::from_secs(3600),
         roots_version: "1",
     }));
     proxy.has_certificate(true).await;
 }
 
 #[tokio::test]
-async fn a_rotation_is_followed_step_by_step_and_a_new_stream_says_where_the_proxy_stands() {
+async fn follows_root_rotation_and_reports_status_on_a_new_stream() {
     let (old, new) = (
         Arc::new(Authority::new("old")),
         Arc::new(Authority::new("new")),
@@ -320,21 +342,21 @@ async fn a_rotation_is_followed_step_by_step_and_a_new_stream_says_where_the_pro
     let mut controller = FakeController::start_tls(LOOPBACK.into(), &old, CONTROLLER).await;
     let signing = Signing {
         authority: old.clone(),
-        life: Duration::from_secs(3600),
+        lifetime: Duration::from_secs(3600),
         roots_version: "old",
     };
     controller.sign(Some(signing.clone()));
     let mut proxy = Proxy::start(controller.address, &mounted);
     let mut stream = controller.stream().await;
-    stream.answer("", "old", roots(&[&old], &old, 0)).await;
+    stream.respond("", "old", roots(&[&old], &old, 0)).await;
     assert_eq!(stream.request().await, "=old");
     proxy.has_certificate(true).await;
-    // Nonsense changes nothing, and is not acknowledged.
+    // Invalid roots are ignored and not acknowledged.
     stream
-        .answer("", "none", Update::Roots(proto::Roots::default()))
+        .respond("", "none", Update::Roots(proto::Roots::default()))
         .await;
     stream
-        .answer("", "both", roots(&[&old, &new], &old, 0))
+        .respond("", "both", roots(&[&old, &new], &old, 0))
         .await;
     let acknowledged = stream.status().await;
     assert_eq!(
@@ -344,7 +366,7 @@ async fn a_rotation_is_followed_step_by_step_and_a_new_stream_says_where_the_pro
         ),
         ("both", old.key_id())
     );
-    // The issuer is about to switch; the controller comes back with a certificate of the new one.
+    // The issuer changes; the controller restarts with a certificate of the new one.
     drop(stream);
     let address = controller.stop().await;
     let mut controller = FakeController::start_tls(address, &new, CONTROLLER).await;
@@ -357,7 +379,7 @@ async fn a_rotation_is_followed_step_by_step_and_a_new_stream_says_where_the_pro
     assert_eq!(
         stream.request().await,
         "=both",
-        "the mounted roots are still the old ones"
+        "trusted by the received roots"
     );
     assert_eq!(
         proxy

@@ -1,5 +1,5 @@
-//! The destinations that this proxy has met: what is known of each, which version it is, who still listens. Pure: answers
-//! and instants go in, new values go to the listeners and requests for the controller come out.
+//! Table of subscribed destinations: target, version and receivers of each. Pure: takes responses and instants, sends targets to
+//! receivers and returns requests for the controller.
 
 use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
@@ -16,29 +16,30 @@ use tokio::time::Instant;
 
 use super::target::{self, Target};
 
-/// Addresses of meshed destinations that are remembered when all else of them is forgotten: about 2 MB.
+/// Maximum number of expired meshed destinations that are remembered, about 2 MB.
 const MAX_REMEMBERED: usize = 50_000;
 
-/// See the file's head.
+/// All subscribed destinations, and which expired ones were meshed.
 pub(super) struct Table {
     entries: HashMap<SocketAddr, Entry>,
     were_meshed: WereMeshed,
     limit: usize,
 }
 
-/// The forgotten destinations that led to meshed pods when they were last heard of. None is ever dropped to make room: once there are
-/// too many, every destination counts as one of them. The pod's application can get there, by a scan of a meshed pod's ports; what it
-/// gains is that unknown destinations are refused while the controller is unavailable.
+/// Addresses of expired destinations whose latest target was meshed. Addresses are never evicted: beyond the limit, every destination
+/// counts as formerly meshed. The pod's application can exceed the limit with a port scan of a meshed pod; its unknown destinations
+/// are then unreachable while the controller is unavailable.
 struct WereMeshed {
     addresses: HashSet<SocketAddr>,
     limit: usize,
     is_incomplete: bool,
 }
 
-/// A listener's end, and whether there is an answer to wait for: its first notification.
+/// A receiver of targets.
 #[derive(Debug)]
 pub(super) struct Watched {
     pub receiver: watch::Receiver<Arc<Target>>,
+    /// Whether the target is from the controller. If not, the first notification ends the wait for a response.
     pub settled: bool,
 }
 
@@ -47,25 +48,25 @@ pub(super) struct Watched {
 pub(super) struct Full;
 
 struct Entry {
-    listeners: watch::Sender<Arc<Target>>,
-    /// Of the state that the listeners have; empty: nothing to resume from.
+    sender: watch::Sender<Arc<Target>>,
+    /// Version of the target in `sender`; empty if there is none to resume from.
     version: String,
     phase: Phase,
-    /// The controller has answered, ever: what the listeners have is an answer.
-    answered: bool,
-    /// It leads to meshed pods, as far as the controller has said. A Service that has no endpoint now is what it was with its last.
+    /// Whether the target is from the controller.
+    settled: bool,
+    /// Whether the latest target with endpoints was meshed.
     meshed: bool,
     unused_since: Option<Instant>,
 }
 
 #[derive(Clone, Copy, PartialEq)]
 enum Phase {
-    /// Subscribed, or to be once there is a stream; the next answer is no delta.
-    Asked,
+    /// Subscribed, or about to be on the next stream. The next response is not a delta.
+    Subscribed,
     /// Deltas apply.
     Current,
-    /// An answer could not be applied: the next sweep asks for a snapshot.
-    Lost,
+    /// A response was invalid. The next sweep requests a snapshot.
+    OutOfSync,
 }
 
 impl Table {
@@ -86,7 +87,7 @@ impl Table {
         self.entries.len()
     }
 
-    /// A listener for `destination`, and the requests to send where it is new.
+    /// A receiver for `destination`, and the requests to send if the destination is new.
     pub fn watch(
         &mut self,
         destination: SocketAddr,
@@ -96,8 +97,8 @@ impl Table {
             entry.unused_since = None;
             return Ok((
                 Watched {
-                    receiver: entry.listeners.subscribe(),
-                    settled: entry.answered,
+                    receiver: entry.sender.subscribe(),
+                    settled: entry.settled,
                 },
                 Vec::new(),
             ));
@@ -110,19 +111,19 @@ impl Table {
         if self.entries.len() >= self.limit {
             return Err(Full);
         }
-        // Until the controller says otherwise, what was meshed is not spoken to in the clear.
+        // A formerly meshed destination gets no plaintext until the controller sends another target.
         let meshed = self.were_meshed.addresses.remove(&destination);
         let withheld = meshed || self.were_meshed.is_incomplete;
-        let (listeners, receiver) = watch::channel(Arc::new(if withheld {
+        let (sender, receiver) = watch::channel(Arc::new(if withheld {
             Target::Withheld
         } else {
             Target::Unknown
         }));
         let entry = Entry {
-            listeners,
+            sender,
             version: String::new(),
-            phase: Phase::Asked,
-            answered: false,
+            phase: Phase::Subscribed,
+            settled: false,
             meshed,
             unused_since: None,
         };
@@ -137,58 +138,57 @@ impl Table {
         ))
     }
 
-    /// Forgets what nobody watches. What is meshed stays until the next sweep, which comes only while there is a stream: without one it
-    /// could not be asked for anew, and would not be reached.
+    /// Removes plaintext destinations without receivers. Meshed ones stay until the next sweep, which requires a stream: without one,
+    /// they cannot be resubscribed and would become unreachable.
     fn make_room(&mut self) -> Vec<DiscoverRequest> {
-        let unneeded = |entry: &Entry| entry.listeners.receiver_count() == 0 && !entry.meshed;
+        let unneeded = |entry: &Entry| entry.sender.receiver_count() == 0 && !entry.meshed;
         self.entries
             .extract_if(|_, entry| unneeded(entry))
             .map(|(address, _)| unsubscribe(address))
             .collect()
     }
 
-    /// Takes an answer in. `report` hears what is wrong with it; what is right counts all the same. Answers about what nobody
-    /// watches any more cross our unsubscription on the wire and are no fault.
-    pub fn apply(&mut self, answer: DiscoverResponse, report: &mut dyn FnMut(String)) {
+    /// Applies a response. Reports each invalid part and applies the others. Ignores responses about expired destinations, which
+    /// cross the unsubscription on the wire.
+    pub fn apply(&mut self, response: DiscoverResponse, report: &mut dyn FnMut(String)) {
         let DiscoverResponse {
             destination,
             version,
             update,
-        } = answer;
+        } = response;
         let Ok(address) = destination.parse::<SocketAddr>() else {
             return report(format!(
-                "an answer about {destination:?}, which is no address"
+                "response about {destination:?}, expected ADDRESS:PORT"
             ));
         };
         let address = target::canonical(address);
         if let Some(entry) = self.entries.get_mut(&address) {
-            entry.apply(address, version, update, &mut |problem| {
-                report(format!("{address}: {problem}"))
+            entry.apply(address, version, update, &mut |error| {
+                report(format!("{address}: {error}"))
             });
         }
     }
 
-    /// The controller can't be asked now: those who wait for a first answer need not.
+    /// Ends the wait for first responses, because the controller is unavailable.
     pub fn stop_waiting(&self) {
-        for entry in self.entries.values().filter(|entry| !entry.answered) {
-            entry.listeners.send_modify(|_| {});
+        for entry in self.entries.values().filter(|entry| !entry.settled) {
+            entry.sender.send_modify(|_| {});
         }
     }
 
-    /// What to send on a new stream: a subscription for each destination that somebody watches, with the version that
-    /// the listeners have. The others are forgotten if it is time.
+    /// Requests to send on a new stream: a subscription for each destination, with the known version. Removes idle destinations.
     pub fn resume(&mut self, now: Instant, idle: Duration) -> Vec<DiscoverRequest> {
         self.mark_unused(now);
-        self.forget_idle(now, idle);
-        let ask = |(address, entry): (&SocketAddr, &mut Entry)| {
-            entry.phase = Phase::Asked;
+        self.remove_idle(now, idle);
+        let resubscribe = |(address, entry): (&SocketAddr, &mut Entry)| {
+            entry.phase = Phase::Subscribed;
             subscribe(*address, entry)
         };
-        self.entries.iter_mut().map(ask).collect()
+        self.entries.iter_mut().map(resubscribe).collect()
     }
 
-    /// Forgets what nobody has watched for the time `idle`, sooner where the table is full, and asks anew for what was
-    /// lost. To be called while there is a stream: without one what is known is all that there is, and is kept.
+    /// Removes destinations without receivers after `idle`, or at once if the table is full, and resubscribes to those out of sync.
+    /// Requires an open stream: without one, known targets cannot be requested again.
     pub fn sweep(&mut self, now: Instant, idle: Duration) -> Vec<DiscoverRequest> {
         self.mark_unused(now);
         let idle = if self.entries.len() < self.limit {
@@ -197,16 +197,16 @@ impl Table {
             Duration::ZERO
         };
         let mut requests: Vec<_> = self
-            .forget_idle(now, idle)
+            .remove_idle(now, idle)
             .into_iter()
             .map(unsubscribe)
             .collect();
         for (address, entry) in self
             .entries
             .iter_mut()
-            .filter(|(_, entry)| entry.phase == Phase::Lost)
+            .filter(|(_, entry)| entry.phase == Phase::OutOfSync)
         {
-            entry.phase = Phase::Asked;
+            entry.phase = Phase::Subscribed;
             requests.extend([unsubscribe(*address), subscribe(*address, entry)]);
         }
         if self.entries.len() < self.entries.capacity() / 4 {
@@ -215,21 +215,21 @@ impl Table {
         requests
     }
 
-    /// Forgets what nobody has watched for the time `idle`, but not which of them were meshed.
-    fn forget_idle(&mut self, now: Instant, idle: Duration) -> Vec<SocketAddr> {
-        let forgotten = self.entries.extract_if(|_, entry| entry.is_idle(now, idle));
+    /// Removes destinations without receivers after `idle`, and remembers which of them were meshed.
+    fn remove_idle(&mut self, now: Instant, idle: Duration) -> Vec<SocketAddr> {
+        let idle_entries = self.entries.extract_if(|_, entry| entry.is_idle(now, idle));
         let remember = |(address, entry): (SocketAddr, Entry)| {
             if entry.meshed {
                 self.were_meshed.insert(address);
             }
             address
         };
-        forgotten.map(remember).collect()
+        idle_entries.map(remember).collect()
     }
 
     fn mark_unused(&mut self, now: Instant) {
         for entry in self.entries.values_mut() {
-            entry.unused_since = if entry.listeners.receiver_count() > 0 {
+            entry.unused_since = if entry.sender.receiver_count() > 0 {
                 None
             } else {
                 entry.unused_since.or(Some(now))
@@ -256,52 +256,52 @@ impl Entry {
         update: Option<Update>,
         report: &mut dyn FnMut(String),
     ) {
-        let mut flaws = 0;
-        let mut note = |problem: String| {
-            flaws += 1;
-            report(problem);
+        let mut errors = 0;
+        let mut report_part = |error: String| {
+            errors += 1;
+            report(error);
         };
         let next = match update {
             Some(Update::Snapshot(snapshot)) => {
-                // Also if its identity cannot be read.
+                // Also if the identity is invalid.
                 let is_meshed = |endpoint: &Endpoint| !endpoint.identity.is_empty();
-                if !self.answered && snapshot.endpoints.iter().any(is_meshed) {
+                if !self.settled && snapshot.endpoints.iter().any(is_meshed) {
                     self.meshed = true;
-                    self.listeners.send_replace(Arc::new(Target::Withheld));
+                    self.sender.send_replace(Arc::new(Target::Withheld));
                 }
-                target::from_snapshot(address, snapshot, &mut note)
+                target::from_snapshot(address, snapshot, &mut report_part)
             }
-            // A replica that lags behind does not know it yet, or any more.
+            // The replica may lag behind.
             Some(Update::Unknown(_)) if self.meshed => Ok(Target::Withheld),
             Some(Update::Unknown(_)) => Ok(Target::Unknown),
-            Some(Update::Unchanged(_)) if self.answered && !self.version.is_empty() => {
+            Some(Update::Unchanged(_)) if self.settled && !self.version.is_empty() => {
                 self.phase = Phase::Current;
                 return;
             }
-            Some(Update::Unchanged(_)) => Err("unchanged, though nothing was known".to_owned()),
-            Some(Update::Delta(_)) if self.phase == Phase::Lost => return,
-            Some(Update::Delta(_)) if self.phase == Phase::Asked => {
-                Err("a delta before any snapshot".to_owned())
+            Some(Update::Unchanged(_)) => Err("unchanged, but no version is known".to_owned()),
+            Some(Update::Delta(_)) if self.phase == Phase::OutOfSync => return,
+            Some(Update::Delta(_)) if self.phase == Phase::Subscribed => {
+                Err("delta before a snapshot".to_owned())
             }
             Some(Update::Delta(delta)) => {
-                let before = self.listeners.borrow().clone();
-                let next = target::with_delta(&before, delta, &mut note);
-                if flaws > 0 {
+                let before = self.sender.borrow().clone();
+                let next = target::with_delta(&before, delta, &mut report_part);
+                if errors > 0 {
                     self.publish(next.unwrap_or_else(|_| Target::clone(&before)), version);
-                    return self.lose();
+                    return self.mark_out_of_sync();
                 }
                 next
             }
-            // What a newer controller says and this proxy can't read changes nothing.
+            // Sent by a newer controller.
             Some(Update::Roots(_)) | None => {
-                return report("an answer of a kind that this version does not know".to_owned());
+                return report("unknown kind of response".to_owned());
             }
         };
         match next {
             Ok(target) => self.publish(target, version),
-            Err(problem) => {
-                report(problem);
-                self.lose();
+            Err(error) => {
+                report(error);
+                self.mark_out_of_sync();
             }
         }
     }
@@ -310,18 +310,18 @@ impl Entry {
         if !target.is_without_endpoint() {
             self.meshed = target.is_meshed();
         }
-        self.listeners.send_replace(Arc::new(target));
+        self.sender.send_replace(Arc::new(target));
         self.version = version;
         self.phase = Phase::Current;
-        self.answered = true;
+        self.settled = true;
     }
 
-    /// What the listeners have stays, and a snapshot is due. Nobody waits for it.
-    fn lose(&mut self) {
-        self.phase = Phase::Lost;
+    /// Keeps the target until a snapshot arrives, for which no receiver waits.
+    fn mark_out_of_sync(&mut self) {
+        self.phase = Phase::OutOfSync;
         self.version = String::new();
-        if !self.answered {
-            self.listeners.send_modify(|_| {});
+        if !self.settled {
+            self.sender.send_modify(|_| {});
         }
     }
 
@@ -394,16 +394,16 @@ mod tests {
         })
     }
 
-    /// Applies an answer about 10.96.0.7:80, returns what was wrong with it.
+    /// Applies a response about 10.96.0.7:80 and returns the errors.
     fn apply(table: &mut Table, version: &str, update: impl Into<Option<Update>>) -> Vec<String> {
-        let mut problems = Vec::new();
-        let answer = DiscoverResponse {
+        let mut errors = Vec::new();
+        let response = DiscoverResponse {
             destination: "10.96.0.7:80".to_owned(),
             version: version.to_owned(),
             update: update.into(),
         };
-        table.apply(answer, &mut |problem| problems.push(problem));
-        problems
+        table.apply(response, &mut |error| errors.push(error));
+        errors
     }
 
     fn addresses(receiver: &watch::Receiver<Arc<Target>>) -> Vec<String> {
@@ -420,7 +420,7 @@ mod tests {
         }
     }
 
-    /// Requests in short, sorted: "+10.96.0.7:80@version", "-10.96.0.7:80".
+    /// Sorted requests in short form: "+10.96.0.7:80@version", "-10.96.0.7:80".
     fn short(requests: impl IntoIterator<Item = DiscoverRequest>) -> Vec<String> {
         let mut texts: Vec<_> = requests
             .into_iter()
@@ -445,7 +445,7 @@ mod tests {
     }
 
     #[test]
-    fn a_snapshot_then_deltas_make_the_state() {
+    fn applies_snapshot_then_deltas() {
         let mut table = table();
         let receiver = watch(&mut table);
         assert_eq!(addresses(&receiver), ["unknown"]);
@@ -486,7 +486,7 @@ mod tests {
     }
 
     #[test]
-    fn an_endpoint_is_opaque_as_announced_last() {
+    fn updates_opaque_flag_of_an_endpoint() {
         let mut table = table();
         let receiver = watch(&mut table);
         let opaque = || match &**receiver.borrow() {
@@ -519,7 +519,7 @@ mod tests {
     }
 
     #[test]
-    fn an_announced_endpoint_is_a_new_arc_and_its_sibling_the_old_one() {
+    fn delta_replaces_only_the_upserted_endpoint() {
         let mut table = table();
         let receiver = watch(&mut table);
         let endpoints = |receiver: &watch::Receiver<Arc<Target>>| match &**receiver.borrow() {
@@ -538,7 +538,7 @@ mod tests {
     }
 
     #[test]
-    fn one_destination_is_subscribed_to_once_however_it_is_spelled() {
+    fn subscribes_once_per_canonical_address() {
         let mut table = table();
         let (_first, request) = table.watch(address("10.96.0.7:80")).expect("room");
         assert_eq!(short(request), ["+10.96.0.7:80@"]);
@@ -547,7 +547,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_stream_resumes_from_the_versions_that_are_known() {
+    fn resumes_from_known_versions() {
         let (mut table, now) = (table(), Instant::now());
         let receiver = watch(&mut table);
         apply(&mut table, "7", snapshot(Kind::Service, &["10.0.0.1:80"]));
@@ -563,37 +563,40 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_applied_leaves_the_state_and_is_asked_for_anew() {
+    fn keeps_target_and_resubscribes_after_invalid_response() {
         let bad: [(&str, Option<Update>); 5] = [
             (
-                "a delta before any snapshot",
+                "delta before a snapshot",
                 Some(delta(&["10.0.0.1:80"], &[])),
             ),
             (
-                "unchanged, though nothing was known",
+                "unchanged, but no version is known",
                 Some(Update::Unchanged(Unchanged {})),
             ),
             (
-                "neither service nor pod",
+                "neither a service nor a pod",
                 Some(snapshot(Kind::Unspecified, &["10.0.0.1:80"])),
             ),
-            ("without its endpoint", Some(snapshot(Kind::Pod, &[]))),
-            ("elsewhere", Some(snapshot(Kind::Pod, &["10.96.0.8:80"]))),
+            ("without an endpoint", Some(snapshot(Kind::Pod, &[]))),
+            (
+                "differs from the destination",
+                Some(snapshot(Kind::Pod, &["10.96.0.8:80"])),
+            ),
         ];
         for (expected, update) in bad {
             let (mut table, now) = (table(), Instant::now());
             let mut receiver = watch(&mut table);
-            let problems = apply(&mut table, "1", update);
+            let errors = apply(&mut table, "1", update);
             assert!(
-                problems.len() == 1 && problems[0].contains(expected),
-                "{problems:?}"
+                errors.len() == 1 && errors[0].contains(expected),
+                "{errors:?}"
             );
             assert!(
                 receiver.has_changed().expect("open"),
-                "nobody needs to wait for an answer that makes sense"
+                "ends the wait for a response"
             );
             receiver.mark_unchanged();
-            // One question, however much nonsense follows.
+            // One resubscription for any number of invalid responses.
             assert_eq!(apply(&mut table, "2", delta(&[], &[])), [""; 0]);
             assert_eq!(
                 short(table.sweep(now, MINUTE)),
@@ -606,7 +609,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flaw_in_a_snapshot_costs_one_endpoint_and_in_a_delta_no_removal() {
+    fn skips_invalid_endpoints_and_applies_the_others() {
         let mut table = table();
         let receiver = watch(&mut table);
         let wrong = [
@@ -618,14 +621,14 @@ mod tests {
             "10.0.0.1:99999",
         ];
         for address in wrong {
-            let problems = apply(
+            let errors = apply(
                 &mut table,
                 "1",
                 snapshot(Kind::Service, &["10.0.0.1:80", address, "10.0.0.2:80"]),
             );
             assert!(
-                problems.len() == 1 && problems[0].contains(address),
-                "{problems:?}"
+                errors.len() == 1 && errors[0].contains(address),
+                "{errors:?}"
             );
             assert_eq!(addresses(&receiver), ["10.0.0.1:80", "10.0.0.2:80"]);
         }
@@ -646,7 +649,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_is_reached_where_it_is_and_may_join_the_mesh() {
+    fn applies_pod_snapshot_and_identity_delta() {
         let mut table = table();
         let receiver = watch(&mut table);
         assert!(apply(&mut table, "1", snapshot(Kind::Pod, &["10.96.0.7:80"])).is_empty());
@@ -689,7 +692,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_watches_is_forgotten_after_a_while() {
+    fn removes_unused_destination_after_idle_timeout() {
         let (mut table, start) = (table(), Instant::now());
         let receiver = watch(&mut table);
         assert_eq!(short(table.sweep(start, MINUTE)), [""; 0]);
@@ -704,7 +707,7 @@ mod tests {
             ["-10.96.0.7:80"]
         );
         assert_eq!(table.len(), 0);
-        // Answers that crossed the unsubscription are no fault.
+        // A response that crossed the unsubscription is valid.
         assert!(apply(&mut table, "2", delta(&["10.0.0.2:80"], &[])).is_empty());
     }
 
@@ -719,8 +722,8 @@ mod tests {
         })
     }
 
-    /// Has the table forget all that nobody watches.
-    fn forget(table: &mut Table) {
+    /// Expires all destinations without receivers.
+    fn expire(table: &mut Table) {
         let start = Instant::now();
         table.sweep(start, MINUTE);
         table.sweep(start + MINUTE, MINUTE);
@@ -728,50 +731,50 @@ mod tests {
     }
 
     #[test]
-    fn withholds_a_formerly_meshed_destination_until_it_is_something_else() {
+    fn withholds_a_formerly_meshed_destination_until_its_target_changes() {
         let mut table = table();
         drop(watch(&mut table));
         apply(&mut table, "1", snapshot(Kind::Service, &[]));
         apply(&mut table, "2", meshed());
-        forget(&mut table);
+        expire(&mut table);
         for _ in 0..2 {
             assert_eq!(addresses(&watch(&mut table)), ["withheld"]);
-            forget(&mut table);
+            expire(&mut table);
         }
         drop(watch(&mut table));
-        // A replica that lags behind does not know it.
+        // A replica that lags behind does not know the destination.
         apply(&mut table, "3", Update::Unknown(Unknown {}));
         let receiver = watch(&mut table);
         apply(&mut table, "3", Update::Unknown(Unknown {}));
         assert_eq!(addresses(&receiver), ["withheld"]);
         drop(receiver);
-        forget(&mut table);
+        expire(&mut table);
         assert_eq!(addresses(&watch(&mut table)), ["withheld"]);
         apply(&mut table, "4", snapshot(Kind::Service, &["10.0.0.9:80"]));
-        forget(&mut table);
+        expire(&mut table);
         assert_eq!(addresses(&watch(&mut table)), ["unknown"]);
     }
 
     #[test]
-    fn a_service_that_lost_its_meshed_endpoints_was_meshed() {
+    fn service_without_endpoints_keeps_its_meshed_state() {
         let mut table = table();
         drop(watch(&mut table));
         apply(&mut table, "1", snapshot(Kind::Service, &[]));
         apply(&mut table, "2", meshed());
         apply(&mut table, "3", delta(&[], &["10.0.0.1:80"]));
-        forget(&mut table);
+        expire(&mut table);
         assert_eq!(addresses(&watch(&mut table)), ["withheld"]);
         apply(&mut table, "4", snapshot(Kind::Service, &["10.0.0.2:80"]));
-        forget(&mut table);
+        expire(&mut table);
         assert_eq!(
             addresses(&watch(&mut table)),
             ["unknown"],
-            "it has left the mesh"
+            "the endpoints left the mesh"
         );
     }
 
     #[test]
-    fn with_more_to_remember_than_there_is_room_for_everything_is_withheld() {
+    fn withholds_every_destination_beyond_the_remembered_limit() {
         let mut table = table();
         table.were_meshed.limit = 1;
         let destinations = ["10.96.0.1:80", "10.96.0.2:80", "10.96.0.3:80"].map(address);
@@ -779,15 +782,15 @@ mod tests {
             drop(table.watch(*destination).expect("room"));
             for update in [snapshot(Kind::Service, &[]), meshed()] {
                 let destination = destination.to_string();
-                let answer = DiscoverResponse {
+                let response = DiscoverResponse {
                     destination,
                     version: "1".to_owned(),
                     update: Some(update),
                 };
-                table.apply(answer, &mut |problem| panic!("{problem}"));
+                table.apply(response, &mut |error| panic!("{error}"));
             }
         }
-        forget(&mut table);
+        expire(&mut table);
         let mut watch =
             |destination: SocketAddr| table.watch(destination).expect("room").0.receiver;
         for receiver in destinations.map(&mut watch) {
@@ -798,12 +801,12 @@ mod tests {
         assert_eq!(
             addresses(&receiver),
             ["unknown"],
-            "the controller's word counts"
+            "as sent by the controller"
         );
     }
 
     #[test]
-    fn a_full_table_takes_no_more_and_makes_room_at_once() {
+    fn full_table_refuses_destinations_until_a_sweep() {
         let (mut table, now) = (Table::new(1), Instant::now());
         let receiver = watch(&mut table);
         apply(&mut table, "1", snapshot(Kind::Service, &[]));
@@ -813,7 +816,7 @@ mod tests {
         drop(receiver);
         assert!(
             table.watch(address("10.96.0.8:80")).is_err(),
-            "without a stream it would not be known again"
+            "a meshed destination is kept without a stream"
         );
         assert_eq!(short(table.sweep(now, MINUTE)), ["-10.96.0.7:80"]);
         assert!(table.watch(address("10.96.0.8:80")).is_ok());
@@ -822,7 +825,7 @@ mod tests {
     }
 
     #[test]
-    fn in_a_full_table_what_nobody_watches_makes_room_and_what_somebody_watches_stays() {
+    fn full_table_replaces_unused_plaintext_destinations() {
         let mut table = Table::new(3);
         let receiver = watch(&mut table);
         apply(&mut table, "1", snapshot(Kind::Service, &["10.0.0.1:80"]));
@@ -831,7 +834,7 @@ mod tests {
         }
         let (_watched, requests) = table
             .watch(address("10.96.0.10:80"))
-            .expect("room that was made");
+            .expect("room after eviction");
         assert_eq!(
             short(requests),
             ["+10.96.0.10:80@", "-10.96.0.8:80", "-10.96.0.9:80"]
@@ -841,19 +844,19 @@ mod tests {
     }
 
     #[test]
-    fn answers_that_say_nothing_change_nothing() {
+    fn ignores_responses_without_update_or_address() {
         let mut table = table();
         let receiver = watch(&mut table);
         apply(&mut table, "1", snapshot(Kind::Service, &["10.0.0.1:80"]));
         assert_eq!(apply(&mut table, "2", None).len(), 1);
-        let mut problems = Vec::new();
-        let nowhere = DiscoverResponse {
+        let mut errors = Vec::new();
+        let invalid = DiscoverResponse {
             destination: "nowhere".to_owned(),
             ..DiscoverResponse::default()
         };
-        table.apply(nowhere, &mut |problem| problems.push(problem));
+        table.apply(invalid, &mut |error| errors.push(error));
         assert_eq!(
-            (problems.len(), addresses(&receiver)),
+            (errors.len(), addresses(&receiver)),
             (1, vec!["10.0.0.1:80".to_owned()])
         );
     }

@@ -1,5 +1,4 @@
-//! What discovery says of a destination, as values of our own, and the reading of the controller's messages into them.
-//! Pure: no stream, no clock. Together with `control.rs` the only place that sees generated types.
+//! Targets of destinations, and their conversion from the controller's messages. Pure.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -8,23 +7,23 @@ use diy_mesh_proto::Identity;
 use diy_mesh_proto::mesh::v1::snapshot::Kind;
 use diy_mesh_proto::mesh::v1::{Delta, Endpoint, Snapshot};
 
-/// Where a connection to some destination may go.
+/// Target of a destination: where its connections may go.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Target {
-    /// Neither a service's nor a pod's address, or nobody could be asked: it goes where it was going.
+    /// Neither a Service nor a pod, or no response yet: connections go to the original destination.
     Unknown,
-    /// It led to meshed pods when it was last heard of, or may have, and nobody has said anything of it since: it is not reached.
+    /// Formerly meshed, or possibly, and the controller has not sent a current target: unreachable.
     Withheld,
-    /// Too many destinations are in use to ask about this one: it is not reached, for it may lead to meshed pods.
+    /// Over the limit of subscriptions: unreachable, because the destination may be meshed.
     Refused,
-    /// A Service by cluster IP: balanced over its endpoints.
+    /// A cluster IP of a Service: balanced over its endpoints.
     Service(ServiceTarget),
-    /// A pod by its own IP: reached as it is.
+    /// An IP of a pod: connections go there.
     Pod(PodTarget),
 }
 
 impl Target {
-    /// Whether any connection to it has to be mutual TLS.
+    /// Whether connections require mutual TLS.
     pub fn is_meshed(&self) -> bool {
         match self {
             Self::Unknown => false,
@@ -45,9 +44,9 @@ pub struct ServiceTarget {
     pub namespace: String,
     /// The Service's name.
     pub name: String,
-    /// What the port speaks.
+    /// Application protocol of the port.
     pub app_protocol: AppProtocol,
-    /// Those that may take new connections, in the order of their addresses, each address once.
+    /// Ready endpoints, sorted by address, without duplicates.
     pub endpoints: Vec<Arc<EndpointInfo>>,
 }
 
@@ -58,50 +57,50 @@ pub struct PodTarget {
     pub namespace: String,
     /// The pod's name.
     pub name: String,
-    /// What the port speaks.
+    /// Application protocol of the port.
     pub app_protocol: AppProtocol,
-    /// The pod.
+    /// The only endpoint.
     pub endpoint: Arc<EndpointInfo>,
 }
 
-/// What a port speaks, where its Service says so.
+/// Application protocol of a port, declared by its Service.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AppProtocol {
-    /// Nobody said, or no more than "HTTP": the first bytes tell.
+    /// Undeclared, or HTTP of any version: detected from the first bytes.
     #[default]
     Detect,
     /// HTTP/1.
     Http1,
     /// HTTP/2 in cleartext, with prior knowledge.
     Http2,
-    /// Bytes that the proxy does not read: the server may speak first.
+    /// Not parsed by the proxy. The server may send first.
     Opaque,
 }
 
-/// One endpoint, as announced. A new announcement is a new `Arc`, though nothing in it may differ.
+/// One endpoint. Each announcement is a new `Arc`, even without changes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EndpointInfo {
-    /// Where it listens.
+    /// Address and port.
     pub address: SocketAddr,
-    /// Its zone; empty where it has none.
+    /// Topology zone; empty if unknown.
     pub zone: String,
-    /// The pod, as namespace/name; empty where the endpoint is no pod.
+    /// Pod as "namespace/name"; empty if the endpoint is not a pod.
     pub pod: String,
-    /// The SPIFFE ID to expect where it is meshed.
+    /// Expected SPIFFE ID; `None` if the endpoint is not meshed.
     pub identity: Option<Identity>,
     /// Whether the pod declares the port opaque.
     pub opaque: bool,
 }
 
 impl Target {
-    /// A Service that nothing stands behind now.
+    /// Whether this is a Service without ready endpoints.
     pub fn is_without_endpoint(&self) -> bool {
         matches!(self, Self::Service(service) if service.endpoints.is_empty())
     }
 }
 
 impl EndpointInfo {
-    /// An endpoint of which no more than its address is known.
+    /// An endpoint without metadata.
     pub fn bare(address: SocketAddr) -> Self {
         Self {
             address,
@@ -114,13 +113,13 @@ impl EndpointInfo {
 }
 
 impl AppProtocol {
-    /// Reads a Service port's appProtocol: Kubernetes' own names, IANA's, and those that other meshes taught people.
+    /// Parses `appProtocol` of a Service port: names of Kubernetes, IANA and other meshes.
     pub fn parse(text: &str) -> Self {
         let text = text.trim().to_ascii_lowercase();
         match text.strip_prefix("kubernetes.io/").unwrap_or(&text) {
             "h2c" | "http2" | "http/2" | "grpc" => Self::Http2,
             "ws" | "http1" | "http/1" | "http/1.1" => Self::Http1,
-            // TLS of the app's own: there is nothing to read in it.
+            // TLS of the application.
             "https" | "wss" | "tls" | "ssl" | "grpcs" | "ldaps" | "imaps" | "pop3s" | "smtps"
             | "submissions" | "amqps" | "mqtts" | "secure-mqtt" => Self::Opaque,
             "tcp" | "opaque" | "redis" | "mysql" | "mariadb" | "postgres" | "postgresql"
@@ -133,8 +132,7 @@ impl AppProtocol {
     }
 }
 
-/// Reads a snapshot about `destination`. What is wrong with single endpoints goes to `report`, and they are left out; `Err` where
-/// nothing is left to go by.
+/// Converts a snapshot of `destination`. Reports and skips invalid endpoints. Fails if the snapshot is unusable.
 pub(super) fn from_snapshot(
     destination: SocketAddr,
     snapshot: Snapshot,
@@ -152,9 +150,9 @@ pub(super) fn from_snapshot(
         Kind::Service => {
             let mut endpoints: Vec<_> = endpoints
                 .into_iter()
-                .filter_map(|endpoint| read_or_report(endpoint, report))
+                .filter_map(|endpoint| parse_endpoint(endpoint, report))
                 .collect();
-            // Of two that say the same address the later one counts, as it would in a delta.
+            // The last of several endpoints with one address wins, as in a delta.
             endpoints.reverse();
             endpoints.sort_by_key(|endpoint| endpoint.address);
             endpoints.dedup_by_key(|endpoint| endpoint.address);
@@ -168,12 +166,15 @@ pub(super) fn from_snapshot(
         Kind::Pod => {
             let endpoint = endpoints
                 .into_iter()
-                .filter_map(|endpoint| read_or_report(endpoint, report))
+                .filter_map(|endpoint| parse_endpoint(endpoint, report))
                 .next();
-            let endpoint = endpoint
-                .ok_or_else(|| format!("a pod, {namespace}/{name}, without its endpoint"))?;
+            let endpoint =
+                endpoint.ok_or_else(|| format!("pod {namespace}/{name} without an endpoint"))?;
             if canonical(endpoint.address) != destination {
-                return Err(format!("a pod's endpoint elsewhere: {}", endpoint.address));
+                return Err(format!(
+                    "pod endpoint {} differs from the destination",
+                    endpoint.address
+                ));
             }
             Ok(Target::Pod(PodTarget {
                 namespace,
@@ -182,12 +183,12 @@ pub(super) fn from_snapshot(
                 endpoint,
             }))
         }
-        Kind::Unspecified => Err("a snapshot that says neither service nor pod".to_owned()),
+        Kind::Unspecified => Err("snapshot of neither a service nor a pod".to_owned()),
     }
 }
 
-/// Applies a delta to the state before it. `Err` where that state is none that it can apply to. What is wrong with single
-/// endpoints goes to `report`, the rest counts: a removal is never missed because of its neighbour.
+/// Applies a delta to a target. Reports and skips invalid parts: one invalid part does not prevent a removal. Fails if the delta does
+/// not apply to this kind of target.
 pub(super) fn with_delta(
     before: &Target,
     delta: Delta,
@@ -198,20 +199,22 @@ pub(super) fn with_delta(
             let mut service = service.clone();
             for address in delta.removed {
                 match address.parse::<SocketAddr>() {
-                    // One that is not there has been removed already.
+                    // An unknown endpoint is already removed.
                     Ok(address) => {
                         let at = service
                             .endpoints
                             .binary_search_by_key(&address, |known| known.address);
                         let _ = at.map(|at| service.endpoints.remove(at));
                     }
-                    Err(_) => report(format!("removes {address:?}, which is no address")),
+                    Err(_) => report(format!(
+                        "removed endpoint {address:?}: expected ADDRESS:PORT"
+                    )),
                 }
             }
             for endpoint in delta
                 .upserted
                 .into_iter()
-                .filter_map(|endpoint| read_or_report(endpoint, report))
+                .filter_map(|endpoint| parse_endpoint(endpoint, report))
             {
                 match service
                     .endpoints
@@ -225,17 +228,18 @@ pub(super) fn with_delta(
         }
         Target::Pod(pod) => {
             if !delta.removed.is_empty() {
-                return Err("a delta that removes a pod's only endpoint".to_owned());
+                return Err("delta removes the only endpoint of a pod".to_owned());
             }
             let changed = delta
                 .upserted
                 .into_iter()
-                .filter_map(|endpoint| read_or_report(endpoint, report))
+                .filter_map(|endpoint| parse_endpoint(endpoint, report))
                 .last();
             match changed {
-                Some(endpoint) if endpoint.address != pod.endpoint.address => {
-                    Err(format!("a pod's endpoint elsewhere: {}", endpoint.address))
-                }
+                Some(endpoint) if endpoint.address != pod.endpoint.address => Err(format!(
+                    "pod endpoint {} differs from the destination",
+                    endpoint.address
+                )),
                 Some(endpoint) => Ok(Target::Pod(PodTarget {
                     endpoint,
                     ..pod.clone()
@@ -244,29 +248,28 @@ pub(super) fn with_delta(
             }
         }
         Target::Unknown | Target::Withheld | Target::Refused => {
-            Err("a delta before any snapshot".to_owned())
+            Err("delta before a snapshot".to_owned())
         }
     }
 }
 
-/// The one spelling of an address: IPv4 as IPv4, without what only this host's kernel cares for. Two connections to the same
-/// destination share one subscription.
+/// The canonical form of an address: IPv4-mapped IPv6 addresses as IPv4, without flow label and scope.
 pub(super) fn canonical(address: SocketAddr) -> SocketAddr {
     let ip: IpAddr = address.ip().to_canonical();
     SocketAddr::new(ip, address.port())
 }
 
-fn read_or_report(endpoint: Endpoint, report: &mut dyn FnMut(String)) -> Option<Arc<EndpointInfo>> {
+fn parse_endpoint(endpoint: Endpoint, report: &mut dyn FnMut(String)) -> Option<Arc<EndpointInfo>> {
     let Ok(address) = endpoint.address.parse::<SocketAddr>() else {
         report(format!(
-            "has an endpoint {:?}, which is no address",
+            "endpoint {:?}: expected ADDRESS:PORT",
             endpoint.address
         ));
         return None;
     };
     if address.port() == 0 || address.ip().is_unspecified() || address.ip().is_multicast() {
         report(format!(
-            "has an endpoint {address}, which nobody can connect to"
+            "endpoint {address}: expected a unicast address and a port"
         ));
         return None;
     }
@@ -277,12 +280,12 @@ fn read_or_report(endpoint: Endpoint, report: &mut dyn FnMut(String)) -> Option<
     };
     let identity = match endpoint.identity.as_str() {
         "" => None,
-        // Whom to expect can't be known, so nobody can prove to be it: better not to go there.
+        // Without a valid identity the endpoint cannot be authenticated: it must not be used.
         text => match text.parse() {
             Ok(identity) => Some(identity),
-            Err(problem) => {
+            Err(error) => {
                 report(format!(
-                    "has an endpoint {address} of the identity {text:?}: {problem}"
+                    "endpoint {address}: invalid identity {text:?}: {error}"
                 ));
                 return None;
             }
@@ -302,7 +305,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn app_protocols_are_read_as_people_write_them() {
+    fn parses_app_protocol() {
         let cases = [
             (
                 AppProtocol::Detect,

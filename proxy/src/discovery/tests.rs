@@ -1,4 +1,4 @@
-//! Discovery against a controller in the same process that does as it is told. Conditions are waited for.
+//! Discovery against a fake controller in the same process.
 
 use diy_mesh_proto::mesh::v1 as proto;
 use tokio::task::{JoinHandle, JoinSet};
@@ -6,10 +6,10 @@ use tokio::task::{JoinHandle, JoinSet};
 use super::*;
 use crate::control::testing::{FakeController, soon};
 
-/// Longer than any test: whoever waits for it fails.
+/// Longer than any test.
 const FOREVER: Duration = Duration::from_secs(3600);
 
-/// A proxy's discovery that runs.
+/// A running discovery task.
 struct Running {
     discovery: Discovery,
     metrics: DiscoveryMetrics,
@@ -45,23 +45,23 @@ impl Running {
         }
     }
 
-    /// Asks in the background: the answer is the test's to give.
-    fn ask(&self, destination: &str) -> JoinHandle<watch::Receiver<Arc<Target>>> {
+    /// Watches a destination in the background.
+    fn watch(&self, destination: &str) -> JoinHandle<watch::Receiver<Arc<Target>>> {
         let (discovery, destination) = (self.discovery.clone(), address(destination));
         tokio::spawn(async move { discovery.watch(destination).await })
     }
 }
 
-/// Patient with answers, quick at everything else.
+/// No timeout of responses, short intervals otherwise.
 fn timing() -> Timing {
     let backoff = (Duration::from_millis(1), Duration::from_millis(20));
     Timing {
-        first_answer: FOREVER,
+        first_response_timeout: FOREVER,
         backoff,
-        good_stream: FOREVER,
-        idle: FOREVER,
-        sweep: Duration::from_millis(5),
-        limit: 100,
+        backoff_reset_after: FOREVER,
+        idle_timeout: FOREVER,
+        sweep_interval: Duration::from_millis(5),
+        max_destinations: 100,
     }
 }
 
@@ -118,56 +118,58 @@ fn delta(upserted: &[&str], removed: &[&str]) -> Update {
 const CART: &str = "10.96.0.7:80";
 
 #[tokio::test]
-async fn an_unknown_destination_becomes_known_and_changes() {
+async fn receives_unknown_then_snapshot_and_delta() {
     let mut controller = FakeController::start().await;
     let proxy = Running::start(controller.address, timing());
     let mut stream = controller.stream().await;
-    let (asked, asked_too) = (proxy.ask(CART), proxy.ask(CART));
+    let (watching, also_watching) = (proxy.watch(CART), proxy.watch(CART));
     assert_eq!(stream.request().await, format!("+{CART}@"));
     stream
-        .answer(CART, "1", Update::Unknown(proto::Unknown {}))
+        .respond(CART, "1", Update::Unknown(proto::Unknown {}))
         .await;
-    let mut receiver = soon(asked).await.expect("an answer");
+    let mut receiver = soon(watching).await.expect("a response");
     assert_eq!(**receiver.borrow(), Target::Unknown);
-    let mut receiver_too = soon(asked_too).await.expect("an answer");
+    let mut second_receiver = soon(also_watching).await.expect("a response");
     stream
-        .answer(CART, "2", service(&["10.0.0.1:80", "10.0.0.2:80"]))
+        .respond(CART, "2", service(&["10.0.0.1:80", "10.0.0.2:80"]))
         .await;
     expect(&mut receiver, &["10.0.0.1:80", "10.0.0.2:80"]).await;
-    expect(&mut receiver_too, &["10.0.0.1:80", "10.0.0.2:80"]).await;
+    expect(&mut second_receiver, &["10.0.0.1:80", "10.0.0.2:80"]).await;
     stream
-        .answer(CART, "3", delta(&["10.0.0.3:80"], &["10.0.0.1:80"]))
+        .respond(CART, "3", delta(&["10.0.0.3:80"], &["10.0.0.1:80"]))
         .await;
     expect(&mut receiver, &["10.0.0.2:80", "10.0.0.3:80"]).await;
-    // A third worker asks no controller.
-    let third = soon(proxy.ask(CART)).await.expect("an answer");
+    // A further worker causes no request.
+    let third = soon(proxy.watch(CART)).await.expect("a response");
     assert_eq!(addresses(&third.borrow()), ["10.0.0.2:80", "10.0.0.3:80"]);
-    proxy.ask("10.96.0.9:80");
+    proxy.watch("10.96.0.9:80");
     assert_eq!(stream.request().await, "+10.96.0.9:80@");
 }
 
 #[tokio::test]
-async fn the_first_connection_waits_for_an_endpoint_and_no_longer_than_for_an_answer() {
+async fn first_watch_waits_for_an_endpoint_until_the_timeout() {
     let mut controller = FakeController::start().await;
     let proxy = Running::start(controller.address, timing());
     let mut stream = controller.stream().await;
-    let first = proxy.ask(CART);
+    let first = proxy.watch(CART);
     stream.request().await;
-    stream.answer(CART, "1", service(&[])).await;
+    stream.respond(CART, "1", service(&[])).await;
     soon(async {
         while proxy.metrics.last_message_age().is_none() {
             tokio::task::yield_now().await;
         }
     })
     .await;
-    let mut second = soon(proxy.ask(CART))
+    let mut second = soon(proxy.watch(CART))
         .await
-        .expect("who comes later learns at once that there is none");
+        .expect("a later watch does not wait");
     assert!(second.borrow().is_without_endpoint());
     assert!(!first.is_finished());
-    stream.answer(CART, "2", delta(&["10.0.0.1:80"], &[])).await;
+    stream
+        .respond(CART, "2", delta(&["10.0.0.1:80"], &[]))
+        .await;
     assert_eq!(
-        addresses(&soon(first).await.expect("an answer").borrow()),
+        addresses(&soon(first).await.expect("a response").borrow()),
         ["10.0.0.1:80"]
     );
     expect(&mut second, &["10.0.0.1:80"]).await;
@@ -175,39 +177,39 @@ async fn the_first_connection_waits_for_an_endpoint_and_no_longer_than_for_an_an
     let proxy = Running::start(
         controller.address,
         Timing {
-            first_answer: Duration::from_millis(50),
+            first_response_timeout: Duration::from_millis(50),
             ..timing()
         },
     );
     let mut stream = controller.stream().await;
-    let asked = proxy.ask(CART);
+    let watching = proxy.watch(CART);
     stream.request().await;
-    stream.answer(CART, "1", service(&[])).await;
-    let receiver = soon(asked).await.expect("an answer");
+    stream.respond(CART, "1", service(&[])).await;
+    let receiver = soon(watching).await.expect("a response");
     assert!(
         addresses(&receiver.borrow())
             .iter()
             .all(|address| address == "unknown"),
-        "it has waited long enough"
+        "after the timeout"
     );
 }
 
 #[tokio::test]
-async fn a_lost_controller_leaves_what_is_known_and_is_resumed_from_there() {
+async fn keeps_targets_without_controller_and_resumes_from_their_versions() {
     let mut controller = FakeController::start().await;
     let proxy = Running::start(controller.address, timing());
     let mut stream = controller.stream().await;
-    let asked = proxy.ask(CART);
+    let watching = proxy.watch(CART);
     stream.request().await;
-    stream.answer(CART, "41", service(&["10.0.0.1:80"])).await;
-    let mut receiver = soon(asked).await.expect("an answer");
+    stream.respond(CART, "41", service(&["10.0.0.1:80"])).await;
+    let mut receiver = soon(watching).await.expect("a response");
 
     drop(stream);
     let address = controller.stop().await;
-    let known = soon(proxy.ask(CART)).await.expect("an answer");
+    let known = soon(proxy.watch(CART)).await.expect("a response");
     assert_eq!(addresses(&known.borrow()), ["10.0.0.1:80"]);
-    // What is not known is not waited for, once a try has failed.
-    let unknown = soon(proxy.ask("10.96.0.9:80")).await.expect("an answer");
+    // After a failed attempt, unknown destinations do not wait.
+    let unknown = soon(proxy.watch("10.96.0.9:80")).await.expect("a response");
     assert_eq!(**unknown.borrow(), Target::Unknown);
 
     let mut controller = FakeController::start_at(address).await;
@@ -219,114 +221,117 @@ async fn a_lost_controller_leaves_what_is_known_and_is_resumed_from_there() {
         [format!("+{CART}@41"), "+10.96.0.9:80@".to_owned()]
     );
     stream
-        .answer(CART, "41", Update::Unchanged(proto::Unchanged {}))
+        .respond(CART, "41", Update::Unchanged(proto::Unchanged {}))
         .await;
     stream
-        .answer(CART, "42", delta(&["10.0.0.2:80"], &[]))
+        .respond(CART, "42", delta(&["10.0.0.2:80"], &[]))
         .await;
     expect(&mut receiver, &["10.0.0.1:80", "10.0.0.2:80"]).await;
     assert!(proxy.metrics.reconnects.get() > 0 && proxy.metrics.connected.get() == 1);
 }
 
 #[tokio::test]
-async fn with_the_controller_away_from_the_start_nobody_waits_and_news_comes_later() {
+async fn does_not_wait_for_an_unavailable_controller() {
     let address = FakeController::start().await.stop().await;
     let proxy = Running::start(address, timing());
-    let mut receiver = soon(proxy.ask(CART)).await.expect("an answer");
+    let mut receiver = soon(proxy.watch(CART)).await.expect("a response");
     assert_eq!(**receiver.borrow(), Target::Unknown);
     assert!(!*proxy.discovery.connected_once().borrow());
     let mut controller = FakeController::start_at(address).await;
     let mut stream = controller.stream().await;
     assert_eq!(stream.request().await, format!("+{CART}@"));
-    stream.answer(CART, "1", service(&["10.0.0.1:80"])).await;
+    stream.respond(CART, "1", service(&["10.0.0.1:80"])).await;
     expect(&mut receiver, &["10.0.0.1:80"]).await;
     assert!(*proxy.discovery.connected_once().borrow());
     assert!(proxy.metrics.last_message_age().is_some());
 }
 
 #[tokio::test]
-async fn a_controller_that_says_nothing_is_waited_for_a_bounded_time() {
+async fn waits_for_a_silent_controller_until_the_timeout() {
     let mut controller = FakeController::start().await;
     let proxy = Running::start(
         controller.address,
         Timing {
-            first_answer: Duration::from_millis(20),
+            first_response_timeout: Duration::from_millis(20),
             ..timing()
         },
     );
     let mut stream = controller.stream().await;
-    let mut receiver = soon(proxy.ask(CART)).await.expect("no answer is one");
+    let mut receiver = soon(proxy.watch(CART))
+        .await
+        .expect("the target after the timeout");
     assert_eq!(**receiver.borrow(), Target::Unknown);
     assert_eq!(stream.request().await, format!("+{CART}@"));
-    stream.answer(CART, "1", service(&["10.0.0.1:80"])).await;
+    stream.respond(CART, "1", service(&["10.0.0.1:80"])).await;
     expect(&mut receiver, &["10.0.0.1:80"]).await;
 }
 
 #[tokio::test]
-async fn what_nobody_watches_is_unsubscribed_from_and_asked_anew() {
+async fn unsubscribes_idle_destination_and_subscribes_again() {
     let mut controller = FakeController::start().await;
     let proxy = Running::start(
         controller.address,
         Timing {
-            idle: Duration::ZERO,
+            idle_timeout: Duration::ZERO,
             ..timing()
         },
     );
     let mut stream = controller.stream().await;
-    let asked = proxy.ask(CART);
+    let watching = proxy.watch(CART);
     assert_eq!(stream.request().await, format!("+{CART}@"));
-    stream.answer(CART, "1", service(&["10.0.0.1:80"])).await;
-    drop(soon(asked).await.expect("an answer"));
+    stream.respond(CART, "1", service(&["10.0.0.1:80"])).await;
+    drop(soon(watching).await.expect("a response"));
     assert_eq!(stream.request().await, format!("-{CART}"));
-    proxy.ask(CART);
+    proxy.watch(CART);
     assert_eq!(stream.request().await, format!("+{CART}@"));
 }
 
 #[tokio::test]
-async fn nonsense_is_ignored_and_asked_about_again() {
+async fn resubscribes_after_invalid_responses() {
     let mut controller = FakeController::start().await;
     let proxy = Running::start(controller.address, timing());
     let mut stream = controller.stream().await;
-    let asked = proxy.ask(CART);
+    let watching = proxy.watch(CART);
     stream.request().await;
     stream
-        .answer("nowhere", "1", service(&["10.0.0.1:80"]))
+        .respond("nowhere", "1", service(&["10.0.0.1:80"]))
         .await;
-    stream.answer(CART, "1", delta(&["10.0.0.1:80"], &[])).await;
-    let mut receiver = soon(asked).await.expect("nobody waits after nonsense");
+    stream
+        .respond(CART, "1", delta(&["10.0.0.1:80"], &[]))
+        .await;
+    let mut receiver = soon(watching)
+        .await
+        .expect("an invalid response ends the wait");
     assert_eq!(**receiver.borrow(), Target::Unknown);
     assert_eq!(
         [stream.request().await, stream.request().await],
         [format!("-{CART}"), format!("+{CART}@")]
     );
     stream
-        .answer(CART, "2", service(&["10.0.0.1:80", "ten.0.0.2:80"]))
+        .respond(CART, "2", service(&["10.0.0.1:80", "ten.0.0.2:80"]))
         .await;
     expect(&mut receiver, &["10.0.0.1:80"]).await;
     assert_eq!(proxy.metrics.broken.get(), 3);
 }
 
 #[tokio::test]
-async fn over_the_limit_a_destination_is_refused() {
+async fn refuses_destinations_over_the_limit() {
     let mut controller = FakeController::start().await;
     let proxy = Running::start(
         controller.address,
         Timing {
-            limit: 1,
+            max_destinations: 1,
             ..timing()
         },
     );
     let mut stream = controller.stream().await;
-    let asked = proxy.ask(CART);
+    let watching = proxy.watch(CART);
     stream.request().await;
-    stream.answer(CART, "1", service(&["10.0.0.1:80"])).await;
-    let _held = soon(asked).await.expect("an answer");
-    let over = soon(proxy.ask("10.96.0.9:80")).await.expect("an answer");
+    stream.respond(CART, "1", service(&["10.0.0.1:80"])).await;
+    let _held = soon(watching).await.expect("a response");
+    let over = soon(proxy.watch("10.96.0.9:80")).await.expect("a response");
     assert_eq!(**over.borrow(), Target::Refused);
-    assert!(
-        over.has_changed().is_err(),
-        "closed: whoever holds it asks again later"
-    );
+    assert!(over.has_changed().is_err(), "closed");
     assert_eq!(
         (
             proxy.metrics.refused.get(),
@@ -337,7 +342,7 @@ async fn over_the_limit_a_destination_is_refused() {
 }
 
 #[tokio::test]
-async fn each_try_carries_the_token_that_is_in_the_file_then() {
+async fn each_attempt_sends_the_current_token() {
     let path = std::env::temp_dir().join(format!("diy-sm-discovery-token-{}", std::process::id()));
     std::fs::write(&path, "expired").expect("a file in the temporary folder");
     let mut controller = FakeController::start().await;
@@ -350,7 +355,7 @@ async fn each_try_carries_the_token_that_is_in_the_file_then() {
     .await;
     assert!(!*proxy.discovery.connected_once().borrow());
     for token in ["first", "second"] {
-        // By rename, as the kubelet does it: never half a token.
+        // Atomically, as the kubelet does.
         let next = path.with_extension("next");
         std::fs::write(&next, token).expect("a file in the temporary folder");
         std::fs::rename(&next, &path).expect("the same folder");
@@ -368,7 +373,7 @@ async fn each_try_carries_the_token_that_is_in_the_file_then() {
 }
 
 #[tokio::test]
-async fn the_task_ends_with_the_last_handle_and_discovery_that_is_off_knows_nothing() {
+async fn task_ends_with_the_last_handle_and_off_returns_unknown() {
     let controller = FakeController::start().await;
     let control =
         Control::new(&format!("http://{}", controller.address), None, None).expect("an address");
@@ -381,7 +386,7 @@ async fn the_task_ends_with_the_last_handle_and_discovery_that_is_off_knows_noth
     );
     let driver = tokio::spawn(driver);
     drop(discovery);
-    soon(driver).await.expect("it ends well");
+    soon(driver).await.expect("the task ends");
     let off = Discovery::off();
     let receiver = off.watch(address(CART)).await;
     assert!(
@@ -390,7 +395,7 @@ async fn the_task_ends_with_the_last_handle_and_discovery_that_is_off_knows_noth
 }
 
 #[tokio::test]
-async fn when_nobody_answers_any_more_a_destination_is_refused() {
+async fn refuses_destinations_after_the_task_ended() {
     let (discovery, questions) = Discovery::by_hand();
     drop(questions);
     assert!(!discovery.is_off());
@@ -401,27 +406,11 @@ async fn when_nobody_answers_any_more_a_destination_is_refused() {
 }
 
 #[test]
-fn tries_are_spread_and_get_rarer_up_to_a_bound() {
-    let bounds = Timing::default().backoff;
-    let ceilings: Vec<_> = (0..11)
-        .map(|failures| backoff(bounds, failures, 1.0).as_millis())
+fn limits_log_messages_by_kind() {
+    let mut limiter = LogLimiter::default();
+    let logged: Vec<u64> = (0..1000)
+        .filter_map(|_| limiter.should_log(LogKind::InvalidResponse))
         .collect();
-    assert_eq!(
-        ceilings,
-        [
-            100, 100, 200, 400, 800, 1600, 3200, 6400, 10_000, 10_000, 10_000
-        ]
-    );
-    assert_eq!(backoff(bounds, u32::MAX, 1.0), Duration::from_secs(10));
-    assert_eq!(backoff(bounds, 5, 0.0), Duration::ZERO);
-}
-
-#[test]
-fn the_log_hears_of_a_trouble_once_in_a_while() {
-    let (mut quiet, mut told) = (Quiet::default(), Vec::new());
-    for _ in 0..1000 {
-        quiet.now_and_then(Trouble::Broken, |times| told.push(times));
-    }
-    quiet.now_and_then(Trouble::Full, |times| told.push(times));
-    assert_eq!(told, [1, 1]);
+    assert_eq!(logged, [1]);
+    assert_eq!(limiter.should_log(LogKind::TableFull), Some(1));
 }

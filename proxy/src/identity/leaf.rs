@@ -1,4 +1,4 @@
-//! What a certificate of our own says: from when until when, who signed it, which number it has. It verifies nothing.
+//! Fields of a workload certificate: validity, serial number, issuer. Verifies nothing.
 
 use std::time::SystemTime;
 
@@ -8,29 +8,29 @@ use x509_parser::certificate::X509Certificate;
 use x509_parser::extensions::ParsedExtension;
 use x509_parser::prelude::FromDer as _;
 
-use super::verify::{NotThePeer, identity_of, system_time};
+use super::verify::{PeerError, identity_of, system_time};
 
-/// What there is to say of a workload's certificate.
+/// A parsed workload certificate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Leaf {
-    /// Whose it is.
+    /// Identity of the subject.
     pub identity: Identity,
-    /// When it begins.
+    /// Start of the validity.
     pub not_before: SystemTime,
-    /// When it ends.
+    /// End of the validity.
     pub not_after: SystemTime,
-    /// Hexadecimal.
+    /// Serial number, hexadecimal.
     pub serial: String,
-    /// The key identifier of the authority that signed it, hexadecimal; empty where the certificate does not say.
+    /// Authority key identifier, hexadecimal; empty if the extension is absent.
     pub issuer: String,
 }
 
 impl Leaf {
-    /// Reads a certificate.
-    pub fn read(certificate: &CertificateDer<'_>) -> Result<Self, NotThePeer> {
+    /// Parses a DER certificate.
+    pub fn parse(certificate: &CertificateDer<'_>) -> Result<Self, PeerError> {
         let (identity, not_after) = identity_of(certificate)?;
         let Ok((_, parsed)) = X509Certificate::from_der(certificate) else {
-            return Err(NotThePeer::Unreadable);
+            return Err(PeerError::InvalidEncoding);
         };
         let issuer =
             parsed
@@ -63,14 +63,14 @@ mod tests {
     use std::time::{Duration, UNIX_EPOCH};
 
     #[test]
-    fn a_certificate_tells_its_times_its_number_and_its_issuer() {
+    fn parses_validity_serial_and_issuer() {
         let authority = Authority::new("one");
         let certificate = authority.leaf(WEB, |leaf| {
             leaf.serial_number = Some(SerialNumber::from_slice(&[0x0a, 0xff]));
             leaf.not_before = (UNIX_EPOCH + Duration::from_secs(2_000_000_000)).into();
             leaf.not_after = (UNIX_EPOCH + Duration::from_secs(2_000_000_060)).into();
         });
-        let leaf = Leaf::read(&certificate).unwrap();
+        let leaf = Leaf::parse(&certificate).unwrap();
         assert_eq!(
             (leaf.serial.as_str(), leaf.identity.as_str()),
             ("0aff", WEB)
@@ -81,7 +81,7 @@ mod tests {
         );
         assert_eq!(leaf.issuer, authority.key_id());
         assert_eq!(
-            Leaf::read(
+            Leaf::parse(
                 &authority.leaf(WEB, |leaf| leaf.use_authority_key_identifier_extension =
                     false)
             )

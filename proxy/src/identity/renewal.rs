@@ -1,9 +1,9 @@
-//! The task that keeps the credentials: a first certificate as soon as may be, the next in time, the newest roots at once. Where no
-//! new certificate is to be had the old one serves until its end, and not a moment longer: then there are no credentials.
+//! Renewal task of the workload credentials: requests the first certificate at once and each next one before expiry, and applies
+//! new roots immediately. If renewal fails, the certificate is used until it expires; then there are no credentials.
 
 use std::future::Future;
 use std::pin::{Pin, pin};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use diy_mesh_proto::mesh::v1::{SignCertificateRequest, SignCertificateResponse};
@@ -12,34 +12,34 @@ use tokio::time::sleep;
 use tracing::{error, info, warn};
 
 use super::Credentials;
-use super::request::{IdentityError, Issued, Request};
+use super::request::{CertificateRequest, IdentityError, Issued};
 use super::roots::{Changes, Trust};
-use super::schedule::{Life, after_switch, pause};
+use super::schedule::{Validity, issuer_change_renewal_time, retry_delay};
 use crate::control::{Control, ControlError};
 use crate::metrics::IdentityMetrics;
 
-/// The wall clock, which certificates go by, is looked at this often: it may have been set, or the machine asleep.
-const LOOK: Duration = Duration::from_secs(60);
+/// Interval of checks of the wall clock, which can change or stop while the machine sleeps.
+const CLOCK_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Tries without a certificate that are closer together than this are not all told of.
-const QUIET: Duration = Duration::from_secs(3);
+/// Failures with a shorter retry delay are logged only at powers of two.
+const FREQUENT_RETRY_DELAY: Duration = Duration::from_secs(3);
 
-/// What the task needs of the world.
-pub(super) trait World {
+/// Clock, randomness and controller of the task, which tests replace.
+pub(super) trait Environment {
     /// The wall clock.
     fn now(&self) -> SystemTime;
-    /// By chance, from 0 to 1.
+    /// A random number in 0..1.
     fn random(&mut self) -> f64;
-    /// The token that proves who we are.
+    /// The service account token.
     fn token(&self) -> impl Future<Output = Result<String, ControlError>> + Send;
-    /// Asks the controller.
+    /// Requests a certificate from the controller.
     fn sign(
         &self,
         request: SignCertificateRequest,
     ) -> impl Future<Output = Result<SignCertificateResponse, ControlError>> + Send;
 }
 
-impl World for Control {
+impl Environment for Control {
     fn now(&self) -> SystemTime {
         SystemTime::now()
     }
@@ -60,40 +60,45 @@ impl World for Control {
     }
 }
 
-/// See the file's head.
-pub(super) struct Renewal<W> {
-    world: W,
+/// State of the renewal task.
+pub(super) struct Renewal<E> {
+    environment: E,
     trust_domain: String,
     trust: Trust,
     changes: Changes,
     credentials: watch::Sender<Option<Arc<Credentials>>>,
     metrics: IdentityMetrics,
-    held: Option<Held>,
+    certificate: Option<Certificate>,
+    /// Consecutive failures.
     failures: u32,
-    /// When to try next.
-    due: SystemTime,
+    next_attempt: SystemTime,
 }
 
-/// The certificate that is there.
-struct Held {
-    life: Life,
+/// The current certificate.
+struct Certificate {
+    validity: Validity,
     issuer: String,
 }
 
-impl<W: World + Clone> Renewal<W> {
-    pub fn new(world: W, trust_domain: String, trust: Trust, metrics: IdentityMetrics) -> Self {
-        let (due, changes) = (world.now(), trust.changes());
+impl<E: Environment + Clone> Renewal<E> {
+    pub fn new(
+        environment: E,
+        trust_domain: String,
+        trust: Trust,
+        metrics: IdentityMetrics,
+    ) -> Self {
+        let (next_attempt, changes) = (environment.now(), trust.changes());
         let credentials = watch::Sender::new(None);
         Self {
-            world,
+            environment,
             trust_domain,
             trust,
             changes,
             credentials,
             metrics,
-            held: None,
+            certificate: None,
             failures: 0,
-            due,
+            next_attempt,
         }
     }
 
@@ -101,111 +106,117 @@ impl<W: World + Clone> Renewal<W> {
         self.credentials.subscribe()
     }
 
-    /// Never ends.
+    /// Runs forever.
     pub async fn run(mut self) {
         loop {
             self.wait().await;
-            let certificate = issue(self.world.clone(), self.trust_domain.clone());
-            match self.meanwhile(certificate).await {
-                Ok(issued) => self.take(issued),
-                Err(error) => self.fail(&error),
+            let issued = issue(self.environment.clone(), self.trust_domain.clone());
+            match self.serve_until(issued).await {
+                Ok(issued) => self.apply(issued),
+                Err(error) => self.attempt_failed(&error),
             }
         }
     }
 
-    /// Until the next try is due, which what happens meanwhile may bring forward.
+    /// Waits until the next attempt, which events can bring forward.
     async fn wait(&mut self) {
-        while let Ok(left) = self.due.duration_since(self.world.now())
+        while let Ok(left) = self.next_attempt.duration_since(self.environment.now())
             && !left.is_zero()
         {
-            self.attend(pin!(sleep(left.min(LOOK)))).await;
+            self.serve_event(pin!(sleep(left.min(CLOCK_INTERVAL))))
+                .await;
         }
     }
 
-    async fn meanwhile<F: Future>(&mut self, work: F) -> F::Output {
+    /// Handles events until `work` completes.
+    async fn serve_until<F: Future>(&mut self, work: F) -> F::Output {
         let mut work = pin!(work);
         loop {
-            if let Some(output) = self.attend(work.as_mut()).await {
+            if let Some(output) = self.serve_event(work.as_mut()).await {
                 return output;
             }
         }
     }
 
-    /// Waits for `work`, for newer roots or for the certificate's end. `None`: it was not `work`.
-    async fn attend<F: Future>(&mut self, work: Pin<&mut F>) -> Option<F::Output> {
-        let left = self
-            .held
+    /// Waits for `work`, new roots or the expiry of the certificate. `None` for events other than `work`.
+    async fn serve_event<F: Future>(&mut self, work: Pin<&mut F>) -> Option<F::Output> {
+        let remaining = self
+            .certificate
             .as_ref()
-            .map(|held| held.life.left(self.world.now()));
+            .map(|certificate| certificate.validity.remaining(self.environment.now()));
         tokio::select! {
             output = work => return Some(output),
-            () = self.changes.next() => self.take_roots(),
-            () = sleep(left.unwrap_or(LOOK).min(LOOK)) => {}
+            () = self.changes.next() => self.apply_roots(),
+            () = sleep(remaining.unwrap_or(CLOCK_INTERVAL).min(CLOCK_INTERVAL)) => {}
         }
-        self.end_in_time();
+        self.remove_expired();
         None
     }
 
-    fn take(&mut self, issued: Issued) {
+    fn apply(&mut self, issued: Issued) {
         let Issued {
             certified,
             leaf,
             roots,
         } = issued;
-        let now = self.world.now();
-        self.trust.mention(roots.clone());
+        let now = self.environment.now();
+        self.trust.set_from_certificate(roots.clone());
         let roots = self.trust.newest().unwrap_or_else(|| Arc::new(roots));
-        let life = Life {
+        let validity = Validity {
             from: now,
             until: leaf.not_after,
         };
-        info!(identity = %leaf.identity, serial = leaf.serial, seconds = life.left(now).as_secs(), "a new certificate");
+        info!(identity = %leaf.identity, serial = leaf.serial, seconds = validity.remaining(now).as_secs(), "certificate issued");
         self.metrics.issued(leaf.not_after);
-        self.credentials.send_replace(Some(Arc::new(Credentials {
-            identity: leaf.identity,
-            certified,
-            roots: roots.store.clone(),
-            roots_version: roots.version.clone(),
-            not_after: leaf.not_after,
-            tickets: OnceLock::new(),
-        })));
+        self.credentials
+            .send_replace(Some(Arc::new(Credentials::new(
+                leaf.identity,
+                certified,
+                &roots,
+                leaf.not_after,
+            ))));
         self.failures = 0;
-        self.due = life.renew_at(self.world.random()).max(life.earliest());
-        self.held = Some(Held {
-            life,
+        self.next_attempt = validity
+            .renewal_time(self.environment.random())
+            .max(validity.earliest_renewal());
+        self.certificate = Some(Certificate {
+            validity,
             issuer: leaf.issuer,
         });
         self.follow_issuer();
     }
 
-    fn fail(&mut self, problem: &IdentityError) {
+    fn attempt_failed(&mut self, error: &IdentityError) {
         self.failures = self.failures.saturating_add(1);
         self.metrics.failures.inc();
-        let now = self.world.now();
-        let life = self.held.as_ref().map(|held| held.life);
-        let pause = pause(life, self.failures, self.world.random());
-        self.due = now + pause;
-        let times = self.failures;
-        match life {
-            // The first tries follow each other fast: one line for each would say nothing new.
-            None if !times.is_power_of_two() && pause < QUIET => {}
+        let now = self.environment.now();
+        let delay = self.retry_delay();
+        self.next_attempt = now + delay;
+        let attempts = self.failures;
+        match self.certificate.as_ref().map(|current| current.validity) {
+            None if !attempts.is_power_of_two() && delay < FREQUENT_RETRY_DELAY => {}
             None => warn!(
-                "no certificate, so this pod is not ready: {problem} ({times} tries, the next in {pause:.1?})"
+                "no certificate, pod is not ready: {error} ({attempts} attempts, next in {delay:.1?})"
             ),
-            Some(life) if life.is_late(now) => {
-                let left = life.left(now).as_secs();
+            Some(validity) if validity.is_late(now) => {
+                let remaining = validity.remaining(now).as_secs();
                 warn!(
-                    "the certificate ends in {left} s and can't be renewed: {problem} ({times} tries, the next in {pause:.1?})"
+                    "certificate renewal failed, expiry in {remaining} s: {error} ({attempts} attempts, next in {delay:.1?})"
                 );
             }
             Some(_) => info!(
-                "the certificate can't be renewed yet: {problem} ({times} tries, the next in {pause:.1?})"
+                "certificate renewal failed: {error} ({attempts} attempts, next in {delay:.1?})"
             ),
         }
     }
 
-    /// The same certificate, other roots; and where there is none for lack of a controller, it seems to be back.
-    fn take_roots(&mut self) {
+    fn retry_delay(&mut self) -> Duration {
+        let validity = self.certificate.as_ref().map(|current| current.validity);
+        retry_delay(validity, self.failures, self.environment.random())
+    }
+
+    /// Replaces the roots of the credentials. After failures, also retries soon: new roots show that the controller is available.
+    fn apply_roots(&mut self) {
         let Some(roots) = self.trust.newest() else {
             return;
         };
@@ -219,63 +230,60 @@ impl<W: World + Clone> Renewal<W> {
             info!(
                 version = roots.version,
                 roots = roots.store.len(),
-                "new trust roots"
+                "trust roots updated"
             );
-            *current = Some(Arc::new(Credentials {
-                identity: old.identity.clone(),
-                certified: old.certified.clone(),
-                roots: roots.store.clone(),
-                roots_version: roots.version.clone(),
-                not_after: old.not_after,
-                tickets: OnceLock::new(),
-            }));
+            *current = Some(Arc::new(Credentials::new(
+                old.identity.clone(),
+                old.certified.clone(),
+                &roots,
+                old.not_after,
+            )));
             true
         });
         if self.failures > 1 {
             self.failures = 1;
-            let life = self.held.as_ref().map(|held| held.life);
-            self.due = self
-                .due
-                .min(self.world.now() + pause(life, 1, self.world.random()));
+            self.next_attempt = self
+                .next_attempt
+                .min(self.environment.now() + self.retry_delay());
         }
         self.follow_issuer();
     }
 
-    /// Brings the renewal forward where the certificate is not of the issuer that signs now.
+    /// Brings the renewal forward if the certificate is not from the current issuer.
     fn follow_issuer(&mut self) {
-        let (Some(held), Some(issuer)) = (&self.held, self.trust.issuer()) else {
+        let (Some(current), Some(issuer)) = (&self.certificate, self.trust.issuer()) else {
             return;
         };
-        if self.failures == 0 && !held.issuer.is_empty() && held.issuer != issuer.id {
-            let life = held.life;
-            let moment = after_switch(
-                self.world.now(),
-                life,
+        if self.failures == 0 && !current.issuer.is_empty() && current.issuer != issuer.id {
+            let time = issuer_change_renewal_time(
+                self.environment.now(),
+                current.validity,
                 issuer.renew_within,
-                self.world.random(),
+                self.environment.random(),
             );
-            self.due = self.due.min(moment);
+            self.next_attempt = self.next_attempt.min(time);
         }
     }
 
-    /// A certificate that has ended is no identity any more.
-    fn end_in_time(&mut self) {
+    fn remove_expired(&mut self) {
+        let now = self.environment.now();
         if self
-            .held
-            .take_if(|held| held.life.left(self.world.now()).is_zero())
+            .certificate
+            .take_if(|current| current.validity.remaining(now).is_zero())
             .is_some()
         {
-            error!(
-                "the certificate has ended: this pod is not ready, and the mesh does not know it, until there is a new one"
-            );
+            error!("certificate expired: no mutual TLS and pod is not ready until the next one");
             self.credentials.send_replace(None);
         }
     }
 }
 
-/// One try.
-async fn issue(world: impl World, trust_domain: String) -> Result<Issued, IdentityError> {
-    let request = Request::new(world.token().await?, &trust_domain)?;
-    let answer = world.sign(request.message()).await?;
-    request.check(&answer, world.now())
+/// Requests one certificate.
+async fn issue(
+    environment: impl Environment,
+    trust_domain: String,
+) -> Result<Issued, IdentityError> {
+    let request = CertificateRequest::new(environment.token().await?, &trust_domain)?;
+    let response = environment.sign(request.message()).await?;
+    request.check(&response, environment.now())
 }

@@ -1,5 +1,4 @@
-//! One certificate: a new key and what is asked for it, and whether the answer is what was asked for. Pure but for the making of
-//! the key, which stays in memory and goes nowhere.
+//! One certificate request: generates a key and a CSR, and validates the response. The private key never leaves the memory.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -19,62 +18,62 @@ use rustls::sign::CertifiedKey;
 use thiserror::Error;
 
 use super::leaf::Leaf;
-use super::roots::{BadRoots, Roots};
-use super::verify::{ClientVerifier, NotThePeer, ServerVerifier};
+use super::roots::{Roots, RootsError};
+use super::verify::{ClientVerifier, PeerError, ServerVerifier};
 use crate::control::ControlError;
 
-/// Why there is no new certificate.
+/// A failed attempt to get a certificate.
 #[derive(Debug, Error)]
 pub enum IdentityError {
-    /// The controller was not reached, or said no.
+    /// The call of the controller failed.
     #[error(transparent)]
     Control(#[from] ControlError),
-    /// The token does not say who we are.
-    #[error("the token is not a service account's: {0}")]
+    /// The token is malformed.
+    #[error("invalid service account token: {0}")]
     Token(&'static str),
-    /// The token names no workload.
-    #[error("the token's subject is {subject:?}: {reason}")]
+    /// The subject of the token is not a service account.
+    #[error("invalid token subject {subject:?}: {reason}")]
     Subject {
-        /// What it says.
+        /// The `sub` claim.
         subject: String,
-        /// What is wrong with it.
+        /// Why it is invalid.
         reason: InvalidIdentity,
     },
-    /// No key, or no request for it.
-    #[error("can't make a key and a request: {0}")]
+    /// The key or the CSR could not be generated.
+    #[error("failed to generate a key and a CSR: {0}")]
     Key(#[from] rcgen::Error),
-    /// The answer's roots.
-    #[error("the controller's answer is not taken: its roots are wrong: {0}")]
-    Roots(#[from] BadRoots),
-    /// The answer's certificate.
-    #[error("the controller's answer is not taken: {0}")]
-    Answer(String),
-    /// The certificate is right, but not now, as this machine's clock has it.
+    /// The roots of the response are invalid.
+    #[error("response of the controller rejected: invalid trust roots: {0}")]
+    Roots(#[from] RootsError),
+    /// The certificate of the response is invalid.
+    #[error("response of the controller rejected: {0}")]
+    Response(String),
+    /// The certificate is not valid now.
     #[error(
-        "the new certificate {what} by this machine's clock, which is wrong, or the controller's is"
+        "the new certificate {reason} according to this node's clock: check the clocks of this node and of the controller's"
     )]
     Clock {
-        /// "begins in 400s only", "has ended 20s ago".
-        what: String,
+        /// "is not valid for another 400s", "expired 20s ago".
+        reason: String,
     },
 }
 
-/// What is asked of the controller, and the key that it is for. Not to be printed: it holds both secrets.
-pub(super) struct Request {
+/// A request and its private key. Has no `Debug`: it contains the key and the token.
+pub(super) struct CertificateRequest {
     identity: Identity,
     key: KeyPair,
     message: SignCertificateRequest,
 }
 
-/// A certificate that has been found right.
+/// A validated certificate.
 pub(super) struct Issued {
     pub certified: Arc<CertifiedKey>,
     pub leaf: Leaf,
     pub roots: Roots,
 }
 
-impl Request {
-    /// For the workload that the token belongs to, with a key of its own.
+impl CertificateRequest {
+    /// Generates a key and a CSR for the workload of the token.
     pub fn new(token: String, trust_domain: &str) -> Result<Self, IdentityError> {
         let name = subject(&token)?;
         let identity = Identity::from_user(trust_domain, &name);
@@ -96,42 +95,42 @@ impl Request {
         })
     }
 
-    /// What to send.
+    /// The message to send.
     pub fn message(&self) -> SignCertificateRequest {
         self.message.clone()
     }
 
-    /// The certificate, if it is for our key and our name, valid now, and proves that to whoever trusts the roots beside it.
+    /// Validates the response: the certificate must have the key and the identity of the request, be valid now, and be trusted under
+    /// the roots of the response.
     pub fn check(
         self,
-        answer: &SignCertificateResponse,
+        response: &SignCertificateResponse,
         now: SystemTime,
     ) -> Result<Issued, IdentityError> {
-        let roots = Roots::parse(&answer.ca, &answer.roots_version)?;
-        let chain: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&answer.cert).collect();
-        let chain = chain.map_err(|error| {
-            IdentityError::Answer(format!("the certificate is not in PEM: {error}"))
-        })?;
+        let roots = Roots::parse(&response.ca, &response.roots_version)?;
+        let chain: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&response.cert).collect();
+        let chain = chain
+            .map_err(|error| IdentityError::Response(format!("certificate is not PEM: {error}")))?;
         let certificate = chain
             .first()
-            .ok_or_else(|| IdentityError::Answer("there is no certificate in it".to_owned()))?;
-        let leaf = Leaf::read(certificate).map_err(not_taken)?;
+            .ok_or_else(|| IdentityError::Response("no certificate".to_owned()))?;
+        let leaf = Leaf::parse(certificate).map_err(rejected)?;
         if leaf.identity != self.identity {
-            return Err(not_taken(NotThePeer::Another {
+            return Err(rejected(PeerError::UnexpectedIdentity {
                 expected: self.identity,
                 actual: leaf.identity,
             }));
         }
-        if let Some(what) = out_of_time(&leaf, now) {
-            return Err(IdentityError::Clock { what });
+        if let Some(reason) = validity_error(&leaf, now) {
+            return Err(IdentityError::Clock { reason });
         }
-        verify(&chain, &roots, &leaf.identity, now).map_err(not_taken)?;
+        verify(&chain, &roots, &leaf.identity, now).map_err(rejected)?;
         let key = any_ecdsa_type(&PrivatePkcs8KeyDer::from(self.key.serialize_der()).into())
-            .map_err(not_taken)?;
+            .map_err(rejected)?;
         let certified = CertifiedKey::new(chain, key);
         certified
             .keys_match()
-            .map_err(|_| IdentityError::Answer("the certificate is for another key".to_owned()))?;
+            .map_err(|_| IdentityError::Response("certificate has another key".to_owned()))?;
         Ok(Issued {
             certified: Arc::new(certified),
             leaf,
@@ -140,23 +139,25 @@ impl Request {
     }
 }
 
-fn not_taken(reason: impl ToString) -> IdentityError {
-    IdentityError::Answer(reason.to_string())
+fn rejected(reason: impl ToString) -> IdentityError {
+    IdentityError::Response(reason.to_string())
 }
 
-fn out_of_time(leaf: &Leaf, now: SystemTime) -> Option<String> {
+fn validity_error(leaf: &Leaf, now: SystemTime) -> Option<String> {
     let seconds = |time: Duration| Duration::from_secs(time.as_secs().max(1));
     match (
         leaf.not_before.duration_since(now),
         now.duration_since(leaf.not_after),
     ) {
-        (Ok(early), _) if !early.is_zero() => Some(format!("begins in {:?} only", seconds(early))),
-        (_, Ok(late)) => Some(format!("has ended {:?} ago", seconds(late))),
+        (Ok(early), _) if !early.is_zero() => {
+            Some(format!("is not valid for another {:?}", seconds(early)))
+        }
+        (_, Ok(late)) => Some(format!("expired {:?} ago", seconds(late))),
         _ => None,
     }
 }
 
-/// As peers will, on both sides of TLS.
+/// Verifies the chain as TLS clients and servers do.
 fn verify(
     chain: &[CertificateDer<'_>],
     roots: &Roots,
@@ -167,11 +168,11 @@ fn verify(
         return Err(rustls::Error::NoCertificatesPresented);
     };
     let now = UnixTime::since_unix_epoch(now.duration_since(UNIX_EPOCH).unwrap_or_default());
-    let nameless = ServerName::from(std::net::IpAddr::from([0, 0, 0, 0]));
+    let server_name = ServerName::from(std::net::IpAddr::from([0, 0, 0, 0]));
     ServerVerifier::new(roots.store.clone(), identity.clone()).verify_server_cert(
         leaf,
         intermediates,
-        &nameless,
+        &server_name,
         &[],
         now,
     )?;
@@ -182,21 +183,21 @@ fn verify(
     Ok(())
 }
 
-/// The `sub` claim of a token. Whether the token is good, the controller knows; here it says who to ask for.
+/// The `sub` claim of a token, which the controller authenticates.
 fn subject(token: &str) -> Result<String, IdentityError> {
     let payload = token
         .split('.')
         .nth(1)
-        .ok_or(IdentityError::Token("it has no three parts"))?;
+        .ok_or(IdentityError::Token("expected three parts"))?;
     let claims = URL_SAFE_NO_PAD
         .decode(payload)
-        .map_err(|_| IdentityError::Token("its second part is not in base64"))?;
-    let claims: serde_json::Value = serde_json::from_slice(&claims)
-        .map_err(|_| IdentityError::Token("its claims are not in JSON"))?;
+        .map_err(|_| IdentityError::Token("payload is not base64url"))?;
+    let claims: serde_json::Value =
+        serde_json::from_slice(&claims).map_err(|_| IdentityError::Token("claims are not JSON"))?;
     claims["sub"]
         .as_str()
         .map(str::to_owned)
-        .ok_or(IdentityError::Token("it has no subject"))
+        .ok_or(IdentityError::Token("missing claim sub"))
 }
 
 #[cfg(test)]
@@ -207,11 +208,11 @@ mod tests {
 
     const WEB_USER: &str = "system:serviceaccount:shop:web";
 
-    fn request() -> Request {
-        Request::new(token(WEB_USER), "cluster.local").unwrap()
+    fn request() -> CertificateRequest {
+        CertificateRequest::new(token(WEB_USER), "cluster.local").unwrap()
     }
 
-    fn answer(authority: &Authority, certificates: &[String]) -> SignCertificateResponse {
+    fn response(authority: &Authority, certificates: &[String]) -> SignCertificateResponse {
         SignCertificateResponse {
             cert: certificates.concat().into_bytes(),
             ca: authority.pem().into_bytes(),
@@ -219,7 +220,7 @@ mod tests {
         }
     }
 
-    /// What comes of a request that `sign` answers.
+    /// The result of a request that `sign` responds to.
     fn check(
         sign: impl FnOnce(&CertificateSigningRequestParams) -> SignCertificateResponse,
     ) -> Result<Issued, String> {
@@ -228,14 +229,14 @@ mod tests {
             std::str::from_utf8(&request.message().csr).unwrap(),
         )
         .unwrap();
-        let answer = sign(&csr);
+        let response = sign(&csr);
         request
-            .check(&answer, SystemTime::now())
+            .check(&response, SystemTime::now())
             .map_err(|error| error.to_string())
     }
 
     #[test]
-    fn the_request_names_the_tokens_user_and_nothing_else() {
+    fn request_contains_only_the_user_and_a_new_key() {
         let message = request().message();
         assert_eq!(
             (message.name.as_str(), message.token),
@@ -259,21 +260,21 @@ mod tests {
         assert_ne!(
             request().key.public_key_raw(),
             request().key.public_key_raw(),
-            "each has a key of its own"
+            "each request has a new key"
         );
     }
 
     #[test]
-    fn a_token_that_names_no_workload_asks_for_nothing() {
+    fn rejects_token_without_workload() {
         let no_json = format!("e30.{}.x", URL_SAFE_NO_PAD.encode("no json"));
         for (token, expected) in [
             (String::new(), "three parts"),
             ("one.!.three".to_owned(), "base64"),
             (no_json, "JSON"),
-            ("e30.e30.x".to_owned(), "no subject"),
+            ("e30.e30.x".to_owned(), "missing claim sub"),
             (token("kubernetes-admin"), "not a service account"),
         ] {
-            let error = Request::new(token, "cluster.local")
+            let error = CertificateRequest::new(token, "cluster.local")
                 .err()
                 .expect(expected)
                 .to_string();
@@ -282,11 +283,11 @@ mod tests {
     }
 
     #[test]
-    fn what_was_asked_for_is_taken() {
+    fn accepts_the_requested_certificate() {
         let root = Authority::new("root");
         let issuer = root.intermediate("issuer");
         let issued = check(|csr| {
-            answer(
+            response(
                 &root,
                 &[
                     issuer.sign(WEB, &csr.public_key, |_| {}).pem(),
@@ -306,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_asked_for_is_not_taken() {
+    fn rejects_other_certificates() {
         let (one, other) = (Authority::new("one"), Authority::new("other"));
         let refused = |expected: &str,
                        sign: &dyn Fn(
@@ -316,23 +317,22 @@ mod tests {
             assert!(error.contains(expected), "{error}");
         };
         refused("another key", &|_| {
-            answer(
+            response(
                 &one,
                 &[one.sign(WEB, &KeyPair::generate().unwrap(), |_| {}).pem()],
             )
         });
         let cart = "spiffe://cluster.local/ns/shop/sa/cart";
-        refused(
-            "the peer is spiffe://cluster.local/ns/shop/sa/cart",
-            &|csr| answer(&one, &[one.sign(cart, &csr.public_key, |_| {}).pem()]),
-        );
-        refused("UnknownIssuer", &|csr| {
-            answer(&other, &[one.sign(WEB, &csr.public_key, |_| {}).pem()])
+        refused("peer is spiffe://cluster.local/ns/shop/sa/cart", &|csr| {
+            response(&one, &[one.sign(cart, &csr.public_key, |_| {}).pem()])
         });
-        refused("no certificate", &|_| answer(&one, &[]));
-        refused("its roots are wrong", &|csr| SignCertificateResponse {
+        refused("UnknownIssuer", &|csr| {
+            response(&other, &[one.sign(WEB, &csr.public_key, |_| {}).pem()])
+        });
+        refused("no certificate", &|_| response(&one, &[]));
+        refused("invalid trust roots", &|csr| SignCertificateResponse {
             ca: Vec::new(),
-            ..answer(&one, &[one.sign(WEB, &csr.public_key, |_| {}).pem()])
+            ..response(&one, &[one.sign(WEB, &csr.public_key, |_| {}).pem()])
         });
         let from =
             |time: SystemTime| move |leaf: &mut CertificateParams| leaf.not_before = time.into();
@@ -342,15 +342,15 @@ mod tests {
             SystemTime::now() - Duration::from_secs(400),
             SystemTime::now() + Duration::from_secs(400),
         );
-        refused("begins in", &|csr| {
-            answer(&one, &[one.sign(WEB, &csr.public_key, from(after)).pem()])
+        refused("is not valid for another", &|csr| {
+            response(&one, &[one.sign(WEB, &csr.public_key, from(after)).pem()])
         });
-        refused("has ended", &|csr| {
-            answer(&one, &[one.sign(WEB, &csr.public_key, until(before)).pem()])
+        refused("expired", &|csr| {
+            response(&one, &[one.sign(WEB, &csr.public_key, until(before)).pem()])
         });
         let one_sided = |leaf: &mut CertificateParams| leaf.extended_key_usages.truncate(1);
         refused("certificate", &|csr| {
-            answer(&one, &[one.sign(WEB, &csr.public_key, one_sided).pem()])
+            response(&one, &[one.sign(WEB, &csr.public_key, one_sided).pem()])
         });
     }
 }

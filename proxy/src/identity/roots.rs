@@ -1,5 +1,5 @@
-//! Whom to trust, as the controller last said: [`Roots`], and [`Trust`], the one place of the process where the newest lie. Roots
-//! come over the discovery stream and beside each certificate; what the stream says goes before. It verifies nobody itself.
+//! Trust roots: one set as [`Roots`], the newest set of the process in [`Trust`]. Roots arrive on the discovery stream and with each
+//! certificate; those of the stream take precedence. Verifies nothing itself.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,57 +11,57 @@ use rustls::pki_types::pem::PemObject as _;
 use thiserror::Error;
 use tokio::sync::watch;
 
-/// Why a set of roots is not taken: nothing of it is, then.
+/// An invalid set of roots, which is rejected as a whole.
 #[derive(Debug, Error)]
-pub enum BadRoots {
-    /// Nobody would be trusted.
-    #[error("there is no certificate in them")]
+pub enum RootsError {
+    /// The set is empty.
+    #[error("no certificate found, expected PEM")]
     Empty,
-    /// The text is damaged.
-    #[error("they are not in PEM: {0}")]
+    /// The text is not PEM.
+    #[error("invalid PEM: {0}")]
     Pem(String),
-    /// One of them is no certificate that signs.
-    #[error("certificate {number} of them can't be a root: {reason}")]
+    /// A certificate cannot be a trust anchor.
+    #[error("certificate {number} is not a valid root: {reason}")]
     Anchor {
-        /// Counted from 1.
+        /// Position, counted from 1.
         number: usize,
-        /// What is wrong.
+        /// Why it is invalid.
         reason: rustls::Error,
     },
 }
 
-/// Who may vouch for others.
+/// A set of trust roots.
 #[derive(Clone, Debug)]
 pub struct Roots {
-    /// Equal versions, equal sets.
+    /// Version, equal for equal sets.
     pub version: String,
-    /// As rustls wants them.
+    /// Trust anchors.
     pub store: Arc<RootCertStore>,
-    /// Who signs now, where the controller said so.
+    /// Current issuer, if the controller announced it.
     pub issuer: Option<Issuer>,
 }
 
-/// The authority that signs now.
+/// The certificate authority that issues new certificates.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Issuer {
-    /// Its key identifier, hexadecimal.
+    /// Key identifier, hexadecimal.
     pub id: String,
-    /// Certificates that another one signed are renewed within this time.
+    /// Time to renew certificates of other issuers.
     pub renew_within: Duration,
 }
 
 impl Roots {
-    /// As they come beside a certificate.
-    pub fn parse(pem: &[u8], version: &str) -> Result<Self, BadRoots> {
+    /// Parses roots that arrive with a certificate.
+    pub fn parse(pem: &[u8], version: &str) -> Result<Self, RootsError> {
         Ok(Self {
             version: version.to_owned(),
-            store: Arc::new(store(pem)?),
+            store: Arc::new(parse_roots(pem)?),
             issuer: None,
         })
     }
 
-    /// As they come over the stream.
-    pub fn announced(roots: proto::Roots, version: &str) -> Result<Self, BadRoots> {
+    /// Converts roots of the discovery stream.
+    pub fn from_stream(roots: proto::Roots, version: &str) -> Result<Self, RootsError> {
         let renew_within = Duration::from_secs(roots.renew_within_seconds.into());
         let issuer = (!roots.issuer.is_empty()).then_some(Issuer {
             id: roots.issuer,
@@ -74,98 +74,100 @@ impl Roots {
     }
 }
 
-/// The certificates of a text in PEM, as roots.
-pub fn store(pem: &[u8]) -> Result<RootCertStore, BadRoots> {
+/// Parses PEM certificates as trust anchors.
+pub fn parse_roots(pem: &[u8]) -> Result<RootCertStore, RootsError> {
     let mut store = RootCertStore::empty();
     for (index, certificate) in CertificateDer::pem_slice_iter(pem).enumerate() {
-        let certificate = certificate.map_err(|error| BadRoots::Pem(error.to_string()))?;
-        store.add(certificate).map_err(|reason| BadRoots::Anchor {
-            number: index + 1,
-            reason,
-        })?;
+        let certificate = certificate.map_err(|error| RootsError::Pem(error.to_string()))?;
+        store
+            .add(certificate)
+            .map_err(|reason| RootsError::Anchor {
+                number: index + 1,
+                reason,
+            })?;
     }
     if store.is_empty() {
-        Err(BadRoots::Empty)
+        Err(RootsError::Empty)
     } else {
         Ok(store)
     }
 }
 
-/// The newest roots. Cheap to clone: all clones are one place.
+/// The newest roots. Clones share their state.
 #[derive(Clone, Debug)]
-pub struct Trust(watch::Sender<Known>);
+pub struct Trust(watch::Sender<State>);
 
 #[derive(Debug, Default)]
-struct Known {
+struct State {
     roots: Option<Arc<Roots>>,
-    /// They came over the stream that stands now.
+    /// Whether the roots are from the open discovery stream.
     live: bool,
 }
 
 impl Default for Trust {
     fn default() -> Self {
-        Self(watch::Sender::new(Known::default()))
+        Self(watch::Sender::new(State::default()))
     }
 }
 
 impl Trust {
-    /// Over the stream: in the place of all others.
-    pub fn announce(&self, roots: Roots) {
-        self.0.send_replace(Known {
+    /// Replaces the roots by those of the discovery stream.
+    pub fn set_from_stream(&self, roots: Roots) {
+        self.0.send_replace(State {
             roots: Some(Arc::new(roots)),
             live: true,
         });
     }
 
-    /// The stream ended: until the next one what comes beside a certificate counts.
-    pub fn stream_ended(&self) {
-        self.0.send_if_modified(|known| {
-            known.live = false;
+    /// Records that the stream closed: roots that arrive with a certificate are accepted until the next stream.
+    pub fn stream_closed(&self) {
+        self.0.send_if_modified(|state| {
+            state.live = false;
             false
         });
     }
 
-    /// Beside a certificate: it counts where no stream stands that may know better.
-    pub fn mention(&self, roots: Roots) {
-        self.0.send_if_modified(|known| {
-            if known.live
-                || known
+    /// Replaces the roots by those that arrived with a certificate, unless the current ones are from an open stream.
+    pub fn set_from_certificate(&self, roots: Roots) {
+        self.0.send_if_modified(|state| {
+            if state.live
+                || state
                     .roots
                     .as_ref()
                     .is_some_and(|old| old.version == roots.version)
             {
                 return false;
             }
-            known.roots = Some(Arc::new(roots));
+            state.roots = Some(Arc::new(roots));
             true
         });
     }
 
-    /// The newest roots; none before the first came.
+    /// The newest roots; `None` before the first ones.
     pub fn newest(&self) -> Option<Arc<Roots>> {
         self.0.borrow().roots.clone()
     }
 
-    /// Who signs now, as far as the stream says so that stands.
+    /// The current issuer; `None` without an open stream.
     pub fn issuer(&self) -> Option<Issuer> {
-        let known = self.0.borrow();
-        known.roots.as_ref().filter(|_| known.live)?.issuer.clone()
+        let state = self.0.borrow();
+        state.roots.as_ref().filter(|_| state.live)?.issuer.clone()
     }
 
-    /// Is told when there are newer ones.
+    /// A receiver of changes.
     pub fn changes(&self) -> Changes {
         Changes(self.0.subscribe())
     }
 }
 
 /// See [`Trust::changes`].
-pub struct Changes(watch::Receiver<Known>);
+pub struct Changes(watch::Receiver<State>);
 
 impl Changes {
-    /// Done once there are newer roots than at the last time.
+    /// Waits for newer roots than at the previous call.
     pub async fn next(&mut self) {
         if self.0.changed().await.is_err() {
-            // Nobody is left who could bring any.
+            // All senders are dropped.
             std::future::pending().await
         }
     }
@@ -185,16 +187,16 @@ mod tests {
     }
 
     #[test]
-    fn a_set_is_taken_as_a_whole_or_not_at_all() {
+    fn rejects_a_set_with_an_invalid_certificate() {
         let (one, other) = (Authority::new("one"), Authority::new("other"));
         assert_eq!(roots(&[&one, &other], "1").store.len(), 2);
         let damaged = format!("{}{}", one.pem(), other.pem().replacen("MII", "!!!", 1));
         let garbage = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n".to_owned();
         for (pem, expected) in [
-            (String::new(), "there is no certificate"),
-            ("roots".to_owned(), "there is no certificate"),
-            (damaged, "not in PEM"),
-            (one.pem() + &garbage, "certificate 2 of them"),
+            (String::new(), "no certificate found"),
+            ("roots".to_owned(), "no certificate found"),
+            (damaged, "invalid PEM"),
+            (one.pem() + &garbage, "certificate 2 is not"),
         ] {
             let error = Roots::parse(pem.as_bytes(), "1")
                 .expect_err(expected)
@@ -204,45 +206,41 @@ mod tests {
     }
 
     #[test]
-    fn the_streams_word_goes_before_what_comes_beside_a_certificate() {
+    fn roots_of_an_open_stream_take_precedence() {
         let authority = Authority::new("one");
         let (trust, version) = (Trust::default(), |trust: &Trust| {
             trust.newest().map(|roots| roots.version.clone())
         });
         assert_eq!(version(&trust), None);
-        trust.mention(roots(&[&authority], "1"));
+        trust.set_from_certificate(roots(&[&authority], "1"));
         assert_eq!(version(&trust).as_deref(), Some("1"));
         let issuer = Some(Issuer {
             id: "ab".to_owned(),
             renew_within: Duration::from_secs(9),
         });
-        let announced = proto::Roots {
+        let message = proto::Roots {
             pem: authority.pem().into_bytes(),
             issuer: "ab".to_owned(),
             renew_within_seconds: 9,
         };
-        trust.announce(Roots::announced(announced, "2").unwrap());
-        trust.mention(roots(&[&authority], "1"));
-        assert_eq!(
-            version(&trust).as_deref(),
-            Some("2"),
-            "the stream stands: it would have told"
-        );
+        trust.set_from_stream(Roots::from_stream(message, "2").unwrap());
+        trust.set_from_certificate(roots(&[&authority], "1"));
+        assert_eq!(version(&trust).as_deref(), Some("2"), "the stream is open");
         assert_eq!(trust.issuer(), issuer);
-        trust.stream_ended();
-        assert_eq!(trust.issuer(), None, "it may have changed since");
-        trust.mention(roots(&[&authority], "3"));
+        trust.stream_closed();
+        assert_eq!(trust.issuer(), None, "the issuer may have changed");
+        trust.set_from_certificate(roots(&[&authority], "3"));
         assert_eq!(version(&trust).as_deref(), Some("3"));
     }
 
     #[tokio::test]
-    async fn changes_are_told_once() {
+    async fn notifies_once_per_version() {
         let (authority, trust) = (Authority::new("one"), Trust::default());
         let mut changes = trust.changes();
         for version in ["1", "1", "2"] {
-            trust.mention(roots(&[&authority], version));
+            trust.set_from_certificate(roots(&[&authority], version));
         }
-        trust.stream_ended();
+        trust.stream_closed();
         changes.next().await;
         assert!(!changes.0.has_changed().unwrap());
     }

@@ -1,4 +1,4 @@
-//! Authorities and leaves for tests, made on the spot. No part of the proxy.
+//! Test certificate authorities, certificates and tokens.
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
@@ -19,10 +19,10 @@ use x509_parser::prelude::FromDer as _;
 
 use super::{Credentials, identity_of};
 
-/// The workload that most tests are about.
+/// Default workload of tests.
 pub(crate) const WEB: &str = "spiffe://cluster.local/ns/shop/sa/web";
 
-/// Somebody who signs.
+/// A certificate authority.
 pub(crate) struct Authority {
     certificate: CertificateDer<'static>,
     issuer: Issuer<'static, KeyPair>,
@@ -39,7 +39,7 @@ impl Authority {
         }
     }
 
-    /// An authority that this one vouches for.
+    /// An intermediate authority issued by this one.
     pub fn intermediate(&self, name: &str) -> Self {
         let (params, key) = (Self::params(name), KeyPair::generate().unwrap());
         let certificate = params.signed_by(&key, &self.issuer).unwrap().into();
@@ -49,8 +49,8 @@ impl Authority {
         }
     }
 
-    /// Whoever holds a certificate and its key: a thief, perhaps.
-    pub fn of(certificate: CertificateDer<'static>, key: KeyPair) -> Self {
+    /// An authority with the key of any certificate, such as a workload's.
+    pub fn from_certificate(certificate: CertificateDer<'static>, key: KeyPair) -> Self {
         let issuer = Issuer::from_ca_cert_der(&certificate, key).unwrap();
         Self {
             certificate,
@@ -74,7 +74,7 @@ impl Authority {
         pem(&self.certificate)
     }
 
-    /// What its certificates name it by.
+    /// Subject key identifier, hexadecimal.
     pub fn key_id(&self) -> String {
         let (_, parsed) = X509Certificate::from_der(&self.certificate).unwrap();
         let id =
@@ -89,14 +89,14 @@ impl Authority {
         id.unwrap()
     }
 
-    /// This authority as the only root.
+    /// Trust roots with this authority only.
     pub fn roots(&self) -> Arc<RootCertStore> {
         let mut roots = RootCertStore::empty();
         roots.add(self.certificate()).unwrap();
         Arc::new(roots)
     }
 
-    /// A certificate for an hour, with what the test has to change.
+    /// A certificate valid for an hour, with changes.
     pub fn leaf(
         &self,
         identity: &str,
@@ -105,7 +105,7 @@ impl Authority {
         self.leaf_and_key(identity, change).0
     }
 
-    /// The same, with its key.
+    /// A certificate valid for an hour, with changes, and its key.
     pub fn leaf_and_key(
         &self,
         identity: &str,
@@ -115,7 +115,7 @@ impl Authority {
         (self.sign(identity, &key, change).into(), key)
     }
 
-    /// A certificate for a key that somebody else made.
+    /// A certificate for an existing key.
     pub fn sign(
         &self,
         identity: &str,
@@ -154,7 +154,7 @@ pub(crate) fn credentials(authority: &Authority) -> Arc<Credentials> {
     })
 }
 
-/// A certificate as text.
+/// A certificate as PEM.
 pub(crate) fn pem(certificate: &CertificateDer<'_>) -> String {
     let base64 = STANDARD.encode(certificate);
     let lines: Vec<&str> = base64
@@ -173,7 +173,7 @@ pub(crate) fn uri(text: &str) -> SanType {
     SanType::URI(text.try_into().unwrap())
 }
 
-/// A token of this user, as far as a proxy reads it.
+/// An unsigned token with this subject.
 pub(crate) fn token(user: &str) -> String {
     let claims = serde_json::json!({ "sub": user }).to_string();
     format!("e30.{}.signature", URL_SAFE_NO_PAD.encode(claims))

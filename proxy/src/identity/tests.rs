@@ -1,5 +1,4 @@
-//! The keeping of the credentials, against a controller that is a few lines of the test. Time stands still but for what the task
-//! waits for, and the wall clock goes with it: whole days pass at once.
+//! Renewal of credentials against a fake controller, with paused time. The wall clock follows the paused clock.
 
 use std::sync::Mutex;
 use std::time::Duration;
@@ -9,7 +8,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 use tonic::Status;
 
-use super::renewal::{Renewal, World};
+use super::renewal::{Environment, Renewal};
 use super::testing::{Authority, WEB, token};
 use super::*;
 use crate::control::ControlError;
@@ -17,32 +16,32 @@ use crate::control::testing::Signing;
 
 const DAY: Duration = Duration::from_secs(86_400);
 
-/// A controller and a clock.
+/// A fake controller and clock.
 #[derive(Clone)]
 struct Fake(Arc<FakeState>);
 
 struct FakeState {
     started: (SystemTime, Instant),
-    plan: Mutex<Plan>,
-    /// When somebody asked.
-    asked: Mutex<Vec<Instant>>,
+    behaviour: Mutex<Behaviour>,
+    /// Times of requests.
+    requests: Mutex<Vec<Instant>>,
 }
 
-/// What the controller does.
-struct Plan {
+/// Behaviour of the controller.
+struct Behaviour {
     signing: Signing,
     user: &'static str,
-    mood: Mood,
+    mode: Mode,
 }
 
 #[derive(Clone, Copy, PartialEq)]
-enum Mood {
-    Signs,
-    Refuses,
-    Hangs,
+enum Mode {
+    Sign,
+    Reject,
+    Hang,
 }
 
-impl World for Fake {
+impl Environment for Fake {
     fn now(&self) -> SystemTime {
         self.0.started.0 + self.0.started.1.elapsed()
     }
@@ -52,39 +51,39 @@ impl World for Fake {
     }
 
     async fn token(&self) -> Result<String, ControlError> {
-        Ok(token(self.0.plan.lock().unwrap().user))
+        Ok(token(self.0.behaviour.lock().unwrap().user))
     }
 
     async fn sign(
         &self,
         request: SignCertificateRequest,
     ) -> Result<SignCertificateResponse, ControlError> {
-        self.0.asked.lock().unwrap().push(Instant::now());
-        let mood = self.0.plan.lock().unwrap().mood;
-        match mood {
-            Mood::Signs => Ok(self.answer(&request)),
-            Mood::Refuses => Err(ControlError::Refused(Status::unavailable("later"))),
-            Mood::Hangs => std::future::pending().await,
+        self.0.requests.lock().unwrap().push(Instant::now());
+        let mode = self.0.behaviour.lock().unwrap().mode;
+        match mode {
+            Mode::Sign => Ok(self.response(&request)),
+            Mode::Reject => Err(ControlError::Rejected(Status::unavailable("later"))),
+            Mode::Hang => std::future::pending().await,
         }
     }
 }
 
 impl Fake {
-    fn answer(&self, request: &SignCertificateRequest) -> SignCertificateResponse {
+    fn response(&self, request: &SignCertificateRequest) -> SignCertificateResponse {
         self.0
-            .plan
+            .behaviour
             .lock()
             .unwrap()
             .signing
-            .answer(request, self.now())
+            .respond(request, self.now())
     }
 
-    fn plan(&self, change: impl FnOnce(&mut Plan)) {
-        change(&mut self.0.plan.lock().unwrap());
+    fn set(&self, change: impl FnOnce(&mut Behaviour)) {
+        change(&mut self.0.behaviour.lock().unwrap());
     }
 }
 
-/// A proxy's keeping of its credentials that runs.
+/// A running renewal task.
 struct Running {
     fake: Fake,
     trust: Trust,
@@ -94,24 +93,24 @@ struct Running {
 }
 
 impl Running {
-    fn start(life: Duration) -> Self {
-        Self::start_where(life, |_| {})
+    fn start(lifetime: Duration) -> Self {
+        Self::start_where(lifetime, |_| {})
     }
 
-    fn start_where(life: Duration, change: impl FnOnce(&mut Plan)) -> Self {
+    fn start_where(lifetime: Duration, change: impl FnOnce(&mut Behaviour)) -> Self {
         let user = "system:serviceaccount:shop:web";
         let signing = Signing {
             authority: Arc::new(Authority::new("one")),
-            life,
+            lifetime,
             roots_version: "1",
         };
-        let mut plan = Plan {
+        let mut behaviour = Behaviour {
             signing,
             user,
-            mood: Mood::Signs,
+            mode: Mode::Sign,
         };
-        change(&mut plan);
-        // In whole seconds, as certificates have it: what is measured below is then what was planned.
+        change(&mut behaviour);
+        // Whole seconds, like certificate times.
         let now = UNIX_EPOCH
             + Duration::from_secs(
                 SystemTime::now()
@@ -121,8 +120,8 @@ impl Running {
             );
         let state = FakeState {
             started: (now, Instant::now()),
-            plan: Mutex::new(plan),
-            asked: Mutex::default(),
+            behaviour: Mutex::new(behaviour),
+            requests: Mutex::default(),
         };
         let (fake, trust, metrics) = (
             Fake(Arc::new(state)),
@@ -151,17 +150,17 @@ impl Running {
         self.credentials.borrow_and_update().clone()
     }
 
-    /// The seconds between the first question and each further one.
-    fn asked_at(&self) -> Vec<f64> {
-        let asked = self.fake.0.asked.lock().unwrap();
-        asked
+    /// Times of requests in seconds since the first one.
+    fn request_times(&self) -> Vec<f64> {
+        let requests = self.fake.0.requests.lock().unwrap();
+        requests
             .iter()
             .skip(1)
-            .map(|at| (*at - asked[0]).as_secs_f64())
+            .map(|at| (*at - requests[0]).as_secs_f64())
             .collect()
     }
 
-    /// The controller says over the stream whom to trust and who signs.
+    /// Receives roots and issuer on the discovery stream.
     fn announce(
         &self,
         authority: &Authority,
@@ -175,7 +174,7 @@ impl Running {
             renew_within_seconds,
         };
         self.trust
-            .announce(Roots::announced(roots, version).unwrap());
+            .set_from_stream(Roots::from_stream(roots, version).unwrap());
     }
 }
 
@@ -188,7 +187,7 @@ fn close(actual: &[f64], expected: &[f64]) -> bool {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_first_certificate_comes_at_once_and_the_next_in_time_each_with_its_own_key() {
+async fn requests_first_certificate_at_once_and_renews_with_new_keys() {
     let mut proxy = Running::start(DAY);
     let first = proxy.changed().await.expect("a certificate");
     assert_eq!(
@@ -202,9 +201,9 @@ async fn the_first_certificate_comes_at_once_and_the_next_in_time_each_with_its_
     let second = proxy.changed().await.expect("another certificate");
     proxy.changed().await.expect("and one more");
     assert!(
-        close(&proxy.asked_at(), &[69_120.0, 138_240.0]),
+        close(&proxy.request_times(), &[69_120.0, 138_240.0]),
         "{:?}",
-        proxy.asked_at()
+        proxy.request_times()
     );
     assert_ne!(
         first.certified.key.public_key().unwrap(),
@@ -221,15 +220,15 @@ async fn the_first_certificate_comes_at_once_and_the_next_in_time_each_with_its_
 }
 
 #[tokio::test(start_paused = true)]
-async fn short_lives_are_renewed_likewise() {
+async fn renews_short_lived_certificates() {
     let mut proxy = Running::start(Duration::from_secs(10));
     for _ in 0..4 {
         proxy.changed().await.expect("a certificate");
     }
-    let asked = proxy.asked_at();
-    // A certificate's end has no fractions of a second: lives are up to a second shorter than asked for.
+    let requests = proxy.request_times();
+    // Certificate times are whole seconds: validities are up to one second shorter than requested.
     let mut before = 0.0;
-    for at in asked {
+    for at in requests {
         let pause: f64 = at - before;
         assert!((7.0..=8.01).contains(&pause), "{pause}");
         before = at;
@@ -238,35 +237,34 @@ async fn short_lives_are_renewed_likewise() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_pod_that_waits_for_its_first_certificate_asks_often_and_then_less_so() {
-    let mut proxy = Running::start_where(DAY, |plan| plan.mood = Mood::Refuses);
+async fn retries_first_certificate_with_growing_delay() {
+    let mut proxy = Running::start_where(DAY, |behaviour| behaviour.mode = Mode::Reject);
     sleep(Duration::from_secs(20)).await;
     assert!(
         close(
-            &proxy.asked_at(),
+            &proxy.request_times(),
             &[0.15, 0.45, 1.05, 2.25, 4.65, 9.45, 16.95]
         ),
         "{:?}",
-        proxy.asked_at()
+        proxy.request_times()
     );
     assert!(proxy.credentials.borrow().is_none());
-    proxy.fake.plan(|plan| plan.mood = Mood::Signs);
+    proxy.fake.set(|behaviour| behaviour.mode = Mode::Sign);
     assert!(proxy.changed().await.is_some());
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_old_certificate_serves_to_its_end_and_then_there_is_none_until_the_controller_is_back()
-{
+async fn credentials_expire_while_the_controller_is_unavailable() {
     let mut proxy = Running::start(DAY);
     let first = proxy.changed().await.expect("a certificate");
-    proxy.fake.plan(|plan| plan.mood = Mood::Refuses);
-    assert!(proxy.changed().await.is_none(), "closed, not open");
+    proxy.fake.set(|behaviour| behaviour.mode = Mode::Reject);
+    assert!(proxy.changed().await.is_none(), "expired");
     let now = proxy.fake.now();
     assert!(
         now >= first.not_after && now < first.not_after + Duration::from_secs(1),
-        "not before its end, and not after"
+        "at the expiry"
     );
-    let tries = proxy.asked_at();
+    let tries = proxy.request_times();
     let pauses: Vec<f64> = tries.windows(2).map(|pair| pair[1] - pair[0]).collect();
     assert!(
         close(&pauses[..5], &[3.75, 7.5, 15.0, 30.0, 45.0]),
@@ -277,31 +275,33 @@ async fn the_old_certificate_serves_to_its_end_and_then_there_is_none_until_the_
         "{pauses:?}"
     );
     assert_eq!(proxy.metrics.failures.get(), tries.len() as u64);
-    proxy.fake.plan(|plan| plan.mood = Mood::Signs);
+    proxy.fake.set(|behaviour| behaviour.mode = Mode::Sign);
     assert!(proxy.changed().await.is_some());
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_certificate_ends_in_time_also_while_the_controller_keeps_the_next_one_back() {
+async fn credentials_expire_while_a_request_hangs() {
     let mut proxy = Running::start(Duration::from_secs(60));
     let first = proxy.changed().await.expect("a certificate");
-    proxy.fake.plan(|plan| plan.mood = Mood::Hangs);
+    proxy.fake.set(|behaviour| behaviour.mode = Mode::Hang);
     assert!(proxy.changed().await.is_none());
     assert!(proxy.fake.now() < first.not_after + Duration::from_secs(1));
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_answer_that_was_not_asked_for_is_no_certificate() {
-    let proxy = Running::start_where(DAY, |plan| plan.user = "system:serviceaccount:shop:cart");
+async fn rejects_certificate_of_another_workload() {
+    let proxy = Running::start_where(DAY, |behaviour| {
+        behaviour.user = "system:serviceaccount:shop:cart"
+    });
     sleep(Duration::from_secs(1)).await;
     assert!(
         proxy.credentials.borrow().is_none() && proxy.metrics.failures.get() > 1,
-        "it is signed for another workload"
+        "issued for another workload"
     );
 }
 
 #[tokio::test(start_paused = true)]
-async fn new_roots_are_taken_at_once_with_the_same_certificate() {
+async fn applies_new_roots_to_the_current_certificate() {
     let mut proxy = Running::start(DAY);
     let first = proxy.changed().await.expect("a certificate");
     let other = Authority::new("other");
@@ -315,11 +315,8 @@ async fn new_roots_are_taken_at_once_with_the_same_certificate() {
     assert_eq!(second.status().roots_version, "2");
     proxy.announce(&other, "2", "", 0);
     sleep(Duration::from_secs(1)).await;
-    assert!(
-        !proxy.credentials.has_changed().unwrap(),
-        "equal versions, equal sets"
-    );
-    // The stream's word goes before what comes with the next certificate.
+    assert!(!proxy.credentials.has_changed().unwrap(), "same version");
+    // Roots of the stream take precedence over those of the next certificate.
     assert_eq!(
         proxy
             .changed()
@@ -331,14 +328,14 @@ async fn new_roots_are_taken_at_once_with_the_same_certificate() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_new_issuer_is_gone_to_within_the_time_given_and_not_again() {
+async fn renews_once_after_a_change_of_the_issuer() {
     let mut proxy = Running::start(DAY);
     proxy.changed().await.expect("a certificate");
     sleep(Duration::from_secs(1000)).await;
     let other = Arc::new(Authority::new("other"));
-    proxy
-        .fake
-        .plan(|plan| (plan.signing.authority, plan.signing.roots_version) = (other.clone(), "2"));
+    proxy.fake.set(|behaviour| {
+        (behaviour.signing.authority, behaviour.signing.roots_version) = (other.clone(), "2")
+    });
     proxy.announce(&other, "2", &other.key_id(), 600);
     proxy.changed().await.expect("the new roots");
     let second = proxy
@@ -346,39 +343,55 @@ async fn a_new_issuer_is_gone_to_within_the_time_given_and_not_again() {
         .await
         .expect("a certificate of the new issuer");
     assert!(
-        close(&proxy.asked_at(), &[1300.0]),
+        close(&proxy.request_times(), &[1300.0]),
         "{:?}",
-        proxy.asked_at()
+        proxy.request_times()
     );
     assert_eq!(second.status().certificate_issuer, other.key_id());
     proxy.changed().await.expect("the next in its time");
     assert!(
-        close(&proxy.asked_at(), &[1300.0, 1300.0 + 69_120.0]),
+        close(&proxy.request_times(), &[1300.0, 1300.0 + 69_120.0]),
         "{:?}",
-        proxy.asked_at()
+        proxy.request_times()
     );
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_replica_that_lags_behind_is_asked_again_without_haste() {
+async fn retries_a_lagging_replica_at_the_minimum_interval() {
     let mut proxy = Running::start(DAY);
     proxy.changed().await.expect("a certificate");
-    let authority = proxy.fake.0.plan.lock().unwrap().signing.authority.clone();
-    proxy.announce(&authority, "1", "the one that is to sign from now on", 0);
+    let authority = proxy
+        .fake
+        .0
+        .behaviour
+        .lock()
+        .unwrap()
+        .signing
+        .authority
+        .clone();
+    proxy.announce(&authority, "1", "next issuer", 0);
     sleep(Duration::from_secs(100)).await;
     assert!(
-        close(&proxy.asked_at(), &[30.0, 60.0, 90.0]),
+        close(&proxy.request_times(), &[30.0, 60.0, 90.0]),
         "{:?}",
-        proxy.asked_at()
+        proxy.request_times()
     );
 }
 
 #[tokio::test(start_paused = true)]
-async fn when_the_controller_is_back_a_pod_that_waits_asks_soon() {
-    let mut proxy = Running::start_where(DAY, |plan| plan.mood = Mood::Refuses);
+async fn retries_soon_after_roots_arrive() {
+    let mut proxy = Running::start_where(DAY, |behaviour| behaviour.mode = Mode::Reject);
     sleep(Duration::from_secs(100)).await;
-    let authority = proxy.fake.0.plan.lock().unwrap().signing.authority.clone();
-    proxy.fake.plan(|plan| plan.mood = Mood::Signs);
+    let authority = proxy
+        .fake
+        .0
+        .behaviour
+        .lock()
+        .unwrap()
+        .signing
+        .authority
+        .clone();
+    proxy.fake.set(|behaviour| behaviour.mode = Mode::Sign);
     let back = proxy.fake.now();
     proxy.announce(&authority, "1", "", 0);
     proxy.changed().await.expect("a certificate");
@@ -386,7 +399,7 @@ async fn when_the_controller_is_back_a_pod_that_waits_asks_soon() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nothing_that_is_printed_holds_a_key() {
+async fn debug_output_contains_no_key() {
     let mut proxy = Running::start(DAY);
     let credentials = proxy.changed().await.expect("a certificate");
     let printed = format!("{credentials:?} {:?}", proxy.credentials);

@@ -1,5 +1,5 @@
-//! Whether a peer is who it has to be: its chain leads to the roots, it is valid now, it is for this side of TLS, and its one URI
-//! SAN is the identity expected (X.509-SVID, section 5). Both sides' verifiers for rustls. It asks nobody and remembers nothing.
+//! Certificate verifiers of TLS clients and servers for rustls: the chain leads to a trust root, the certificate is valid now and for
+//! this role, and its only URI SAN is the expected identity (X.509-SVID, section 5). Stateless.
 
 use std::fmt;
 use std::sync::Arc;
@@ -22,55 +22,55 @@ use x509_parser::certificate::X509Certificate;
 use x509_parser::extensions::GeneralName;
 use x509_parser::prelude::FromDer as _;
 
-/// Why a certificate, whoever signed it, does not say that its holder is the peer wanted.
+/// A certificate that does not authenticate the expected peer, independent of its issuer.
 #[derive(Clone, PartialEq, Eq, ThisError)]
-pub enum NotThePeer {
-    /// It can't be read.
-    #[error("the peer's certificate can't be read")]
-    Unreadable,
-    /// Its key may sign certificates: it is an authority's, not a workload's.
-    #[error("the peer's certificate is one to sign others with, not a workload's")]
+pub enum PeerError {
+    /// Invalid DER encoding.
+    #[error("peer certificate is not valid DER")]
+    InvalidEncoding,
+    /// A CA certificate.
+    #[error("peer certificate is a CA certificate, expected a workload certificate")]
     Authority,
-    /// A workload's certificate names exactly one.
-    #[error("the peer's certificate has {0} URI SANs instead of one")]
-    Names(usize),
-    /// It names something else.
-    #[error("the peer's certificate names {name:?}: {reason}")]
-    NoWorkload {
-        /// What the certificate says.
+    /// Not exactly one URI SAN.
+    #[error("peer certificate has {0} URI SANs, expected 1")]
+    UriSanCount(usize),
+    /// The URI SAN is not a workload identity.
+    #[error("peer certificate has invalid URI SAN {name:?}: {reason}")]
+    InvalidIdentity {
+        /// The URI SAN.
         name: String,
-        /// What is wrong with it.
+        /// Why it is invalid.
         reason: InvalidIdentity,
     },
-    /// It names another workload.
-    #[error("the peer is {actual}, expected {expected}")]
-    Another {
-        /// Whom the connection was for.
+    /// The identity of another workload.
+    #[error("peer is {actual}, expected {expected}")]
+    UnexpectedIdentity {
+        /// The expected identity.
         expected: Identity,
-        /// Who answered.
+        /// The identity of the certificate.
         actual: Identity,
     },
-    /// It names a workload of another mesh.
-    #[error("the peer is {actual}, which is not of the trust domain {expected}")]
-    Stranger {
-        /// Our own.
+    /// An identity of another trust domain.
+    #[error("peer is {actual}, expected the trust domain {expected}")]
+    UnexpectedTrustDomain {
+        /// The own trust domain.
         expected: String,
-        /// Who called.
+        /// The identity of the certificate.
         actual: Identity,
     },
 }
 
-/// For people: rustls prints what it is given by others in this way alone.
-impl fmt::Debug for NotThePeer {
+/// Same as `Display`: rustls prints other errors by `Debug`.
+impl fmt::Debug for PeerError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
 }
 
-impl From<NotThePeer> for Error {
-    fn from(reason: NotThePeer) -> Self {
+impl From<PeerError> for Error {
+    fn from(reason: PeerError) -> Self {
         match reason {
-            NotThePeer::Unreadable => Self::InvalidCertificate(CertificateError::BadEncoding),
+            PeerError::InvalidEncoding => Self::InvalidCertificate(CertificateError::BadEncoding),
             reason => {
                 Self::InvalidCertificate(CertificateError::Other(OtherError(Arc::new(reason))))
             }
@@ -78,23 +78,22 @@ impl From<NotThePeer> for Error {
     }
 }
 
-/// Who a certificate says its holder is, and until when. It verifies nothing else: the chain is the handshake's affair, which a
-/// resumed one has behind it.
-pub fn identity_of(leaf: &CertificateDer<'_>) -> Result<(Identity, SystemTime), NotThePeer> {
+/// Identity and expiry of a certificate. Does not verify the chain: handshakes do, and resumed sessions have done so.
+pub fn identity_of(leaf: &CertificateDer<'_>) -> Result<(Identity, SystemTime), PeerError> {
     let Ok(([], certificate)) = X509Certificate::from_der(leaf) else {
-        return Err(NotThePeer::Unreadable);
+        return Err(PeerError::InvalidEncoding);
     };
     let usage = certificate
         .key_usage()
-        .map_err(|_| NotThePeer::Unreadable)?;
+        .map_err(|_| PeerError::InvalidEncoding)?;
     if certificate.is_ca()
         || usage.is_some_and(|usage| usage.value.key_cert_sign() || usage.value.crl_sign())
     {
-        return Err(NotThePeer::Authority);
+        return Err(PeerError::Authority);
     }
     let names = certificate
         .subject_alternative_name()
-        .map_err(|_| NotThePeer::Unreadable)?;
+        .map_err(|_| PeerError::InvalidEncoding)?;
     let names = names.iter().flat_map(|names| &names.value.general_names);
     let uris: Vec<&str> = names
         .filter_map(|name| {
@@ -106,9 +105,9 @@ pub fn identity_of(leaf: &CertificateDer<'_>) -> Result<(Identity, SystemTime), 
         })
         .collect();
     let [name] = uris[..] else {
-        return Err(NotThePeer::Names(uris.len()));
+        return Err(PeerError::UriSanCount(uris.len()));
     };
-    let identity = name.parse().map_err(|reason| NotThePeer::NoWorkload {
+    let identity = name.parse().map_err(|reason| PeerError::InvalidIdentity {
         name: name.to_owned(),
         reason,
     })?;
@@ -118,12 +117,12 @@ pub fn identity_of(leaf: &CertificateDer<'_>) -> Result<(Identity, SystemTime), 
     ))
 }
 
-/// A certificate's time; one before 1970 is 1970.
+/// Converts a Unix timestamp; negative ones become 1970.
 pub(super) fn system_time(timestamp: i64) -> SystemTime {
     UNIX_EPOCH + Duration::from_secs(u64::try_from(timestamp).unwrap_or(0))
 }
 
-/// Verifies a server: exactly one identity is right, the one that the connection is for. The server's name is not looked at.
+/// Verifies that a server has the expected identity. Ignores the server name.
 #[derive(Debug)]
 pub struct ServerVerifier {
     roots: Arc<RootCertStore>,
@@ -132,7 +131,7 @@ pub struct ServerVerifier {
 }
 
 impl ServerVerifier {
-    /// For connections to `expected`.
+    /// A verifier of the identity `expected`.
     pub fn new(roots: Arc<RootCertStore>, expected: Identity) -> Arc<Self> {
         Arc::new(Self {
             roots,
@@ -161,7 +160,7 @@ impl ServerCertVerifier for ServerVerifier {
         )?;
         let (actual, _) = identity_of(end_entity)?;
         if actual != self.expected {
-            return Err(NotThePeer::Another {
+            return Err(PeerError::UnexpectedIdentity {
                 expected: self.expected.clone(),
                 actual,
             }
@@ -176,7 +175,7 @@ impl ServerCertVerifier for ServerVerifier {
         _: &CertificateDer<'_>,
         _: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        Err(old_tls())
+        Err(tls12_unsupported())
     }
 
     fn verify_tls13_signature(
@@ -193,7 +192,7 @@ impl ServerCertVerifier for ServerVerifier {
     }
 }
 
-/// Verifies a client: it must have a certificate, and be a workload of our own trust domain.
+/// Verifies that a client has a certificate with an identity of the own trust domain.
 #[derive(Debug)]
 pub struct ClientVerifier {
     chain: Arc<dyn ClientCertVerifier>,
@@ -201,7 +200,7 @@ pub struct ClientVerifier {
 }
 
 impl ClientVerifier {
-    /// For callers that `roots` vouch for; an error where there are none.
+    /// A verifier under `roots`. Fails if there are none.
     pub fn new(
         roots: Arc<RootCertStore>,
         trust_domain: &str,
@@ -233,7 +232,7 @@ impl ClientCertVerifier for ClientVerifier {
             .verify_client_cert(end_entity, intermediates, now)?;
         let (actual, _) = identity_of(end_entity)?;
         if actual.trust_domain() != self.trust_domain {
-            return Err(NotThePeer::Stranger {
+            return Err(PeerError::UnexpectedTrustDomain {
                 expected: self.trust_domain.clone(),
                 actual,
             }
@@ -248,7 +247,7 @@ impl ClientCertVerifier for ClientVerifier {
         _: &CertificateDer<'_>,
         _: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        Err(old_tls())
+        Err(tls12_unsupported())
     }
 
     fn verify_tls13_signature(
@@ -269,9 +268,9 @@ fn algorithms() -> WebPkiSupportedAlgorithms {
     aws_lc_rs::default_provider().signature_verification_algorithms
 }
 
-/// TLS 1.2 is not offered: this is what is left to say should rustls ask all the same.
-fn old_tls() -> Error {
-    Error::General("inside the mesh there is TLS 1.3 only".to_owned())
+/// TLS 1.2 is not offered, so rustls does not verify its signatures.
+fn tls12_unsupported() -> Error {
+    Error::General("TLS 1.2 is not supported".to_owned())
 }
 
 #[cfg(test)]
@@ -292,11 +291,8 @@ mod tests {
         UnixTime::now()
     }
 
-    /// What both sides say of a chain. The client's verdict does not depend on the identity expected.
-    fn verdicts(
-        authority: &Authority,
-        chain: &[CertificateDer<'static>],
-    ) -> [Result<(), Error>; 2] {
+    /// Results of both verifiers: server, client. That of the client does not depend on the expected identity.
+    fn verify(authority: &Authority, chain: &[CertificateDer<'static>]) -> [Result<(), Error>; 2] {
         let (leaf, intermediates) = chain.split_first().unwrap();
         let name = ServerName::try_from("ignored").unwrap();
         let server = ServerVerifier::new(authority.roots(), web());
@@ -315,19 +311,19 @@ mod tests {
         authority: &Authority,
         change: impl FnOnce(&mut CertificateParams),
     ) -> [Result<(), Error>; 2] {
-        verdicts(authority, &[authority.leaf(WEB, change)])
+        verify(authority, &[authority.leaf(WEB, change)])
     }
 
-    fn invalid(reason: NotThePeer) -> Error {
+    fn invalid(reason: PeerError) -> Error {
         reason.into()
     }
 
     #[test]
-    fn a_workload_is_verified_and_named() {
+    fn accepts_workload_certificate_and_returns_its_identity() {
         let authority = Authority::new("one");
         let leaf = authority.leaf(WEB, |_| {});
         assert_eq!(
-            verdicts(&authority, std::slice::from_ref(&leaf)),
+            verify(&authority, std::slice::from_ref(&leaf)),
             [Ok(()), Ok(())]
         );
         let (identity, until) = identity_of(&leaf).unwrap();
@@ -339,22 +335,22 @@ mod tests {
     }
 
     #[test]
-    fn an_intermediate_may_stand_between_and_must_be_shown() {
+    fn requires_intermediate_certificates() {
         let root = Authority::new("root");
         let issuer = root.intermediate("issuer");
         let leaf = issuer.leaf(WEB, |_| {});
         assert_eq!(
-            verdicts(&root, &[leaf.clone(), issuer.certificate()]),
+            verify(&root, &[leaf.clone(), issuer.certificate()]),
             [Ok(()), Ok(())]
         );
         assert_eq!(
-            verdicts(&root, &[leaf]).map(|verdict| verdict.is_err()),
+            verify(&root, &[leaf]).map(|result| result.is_err()),
             [true, true]
         );
     }
 
     #[test]
-    fn the_clock_is_looked_at() {
+    fn rejects_expired_and_future_certificates() {
         let authority = Authority::new("one");
         for expired in leaf(&authority, |leaf| {
             leaf.not_after = (SystemTime::now() - HOUR / 60).into()
@@ -385,55 +381,55 @@ mod tests {
     }
 
     #[test]
-    fn another_authority_proves_nothing_whatever_its_name() {
+    fn rejects_certificate_of_another_authority_with_the_same_name() {
         let (ours, other) = (Authority::new("one"), Authority::new("one"));
         let leaf = other.leaf(WEB, |_| {});
         assert_eq!(
-            verdicts(&ours, std::slice::from_ref(&leaf)).map(|verdict| verdict.is_err()),
+            verify(&ours, std::slice::from_ref(&leaf)).map(|result| result.is_err()),
             [true, true]
         );
         assert_eq!(
-            verdicts(&ours, &[leaf, other.certificate()]).map(|verdict| verdict.is_err()),
+            verify(&ours, &[leaf, other.certificate()]).map(|result| result.is_err()),
             [true, true]
         );
     }
 
     #[test]
-    fn a_workload_can_vouch_for_nobody() {
+    fn rejects_certificate_issued_by_a_workload() {
         let authority = Authority::new("one");
         let (stolen, key) =
-            authority.leaf_and_key("spiffe://cluster.local/ns/shop/sa/thief", |_| {});
-        let forged = Authority::of(stolen.clone(), key).leaf(WEB, |_| {});
+            authority.leaf_and_key("spiffe://cluster.local/ns/shop/sa/other", |_| {});
+        let forged = Authority::from_certificate(stolen.clone(), key).leaf(WEB, |_| {});
         assert_eq!(
-            verdicts(&authority, &[forged, stolen]).map(|verdict| verdict.is_err()),
+            verify(&authority, &[forged, stolen]).map(|result| result.is_err()),
             [true, true]
         );
     }
 
     #[test]
-    fn an_authority_is_no_workload() {
+    fn rejects_ca_certificate_of_a_workload() {
         let authority = Authority::new("one");
         let makes_one =
             |leaf: &mut CertificateParams| leaf.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         assert_eq!(
-            leaf(&authority, makes_one).map(|verdict| verdict.is_err()),
+            leaf(&authority, makes_one).map(|result| result.is_err()),
             [true, true]
         );
         for usage in [KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign] {
             let signs = leaf(&authority, |leaf| leaf.key_usages.push(usage));
             assert_eq!(
-                signs.map(loose),
-                [0, 0].map(|_| loose(Err(invalid(NotThePeer::Authority))))
+                signs.map(as_text),
+                [0, 0].map(|_| as_text(Err(invalid(PeerError::Authority))))
             );
         }
     }
 
     #[test]
-    fn the_certificate_is_for_the_side_of_tls_that_it_is_shown_on() {
+    fn requires_extended_key_usage_of_the_role() {
         let authority = Authority::new("one");
         let only = |usage| {
             leaf(&authority, |leaf| leaf.extended_key_usages = vec![usage])
-                .map(|verdict| verdict.is_ok())
+                .map(|result| result.is_ok())
         };
         assert_eq!(only(ExtendedKeyUsagePurpose::ServerAuth), [true, false]);
         assert_eq!(only(ExtendedKeyUsagePurpose::ClientAuth), [false, true]);
@@ -441,40 +437,40 @@ mod tests {
     }
 
     #[test]
-    fn there_is_one_name_and_it_is_a_workloads() {
+    fn requires_exactly_one_workload_uri_san() {
         let authority = Authority::new("one");
-        let refused = |names: &[&str], expected: NotThePeer| {
-            let verdicts = leaf(&authority, |leaf| {
+        let refused = |names: &[&str], expected: PeerError| {
+            let results = leaf(&authority, |leaf| {
                 leaf.subject_alt_names = names.iter().map(|name| uri(name)).collect()
             });
             assert_eq!(
-                verdicts.map(loose),
-                [expected.clone(), expected].map(|reason| loose(Err(invalid(reason)))),
+                results.map(as_text),
+                [expected.clone(), expected].map(|reason| as_text(Err(invalid(reason)))),
                 "{names:?}"
             );
         };
-        refused(&[], NotThePeer::Names(0));
-        refused(&[WEB, WEB], NotThePeer::Names(2));
+        refused(&[], PeerError::UriSanCount(0));
+        refused(&[WEB, WEB], PeerError::UriSanCount(2));
         refused(
             &[WEB, "spiffe://cluster.local/ns/shop/sa/cart"],
-            NotThePeer::Names(2),
+            PeerError::UriSanCount(2),
         );
         let foreign = "https://cluster.local/ns/shop/sa/web";
         let reason = foreign.parse::<Identity>().unwrap_err();
         refused(
             &[foreign],
-            NotThePeer::NoWorkload {
+            PeerError::InvalidIdentity {
                 name: foreign.to_owned(),
                 reason,
             },
         );
-        // DNS names count for nothing.
+        // DNS names are ignored.
         let dns = |leaf: &mut CertificateParams| {
             leaf.subject_alt_names = vec![rcgen::SanType::DnsName("ignored".try_into().unwrap())]
         };
         assert_eq!(
-            leaf(&authority, dns).map(loose),
-            [0, 0].map(|names| loose(Err(invalid(NotThePeer::Names(names)))))
+            leaf(&authority, dns).map(as_text),
+            [0, 0].map(|names| as_text(Err(invalid(PeerError::UriSanCount(names)))))
         );
         let both = |leaf: &mut CertificateParams| {
             leaf.subject_alt_names
@@ -484,30 +480,30 @@ mod tests {
     }
 
     #[test]
-    fn a_client_wants_one_server_and_a_server_its_own_trust_domain() {
+    fn client_requires_expected_identity_and_server_its_trust_domain() {
         let authority = Authority::new("one");
         let cart: Identity = "spiffe://cluster.local/ns/shop/sa/cart".parse().unwrap();
-        let [server, client] = verdicts(&authority, &[authority.leaf(cart.as_str(), |_| {})]);
+        let [server, client] = verify(&authority, &[authority.leaf(cart.as_str(), |_| {})]);
         assert_eq!(
-            loose(server),
-            loose(Err(invalid(NotThePeer::Another {
+            as_text(server),
+            as_text(Err(invalid(PeerError::UnexpectedIdentity {
                 expected: web(),
                 actual: cart
             })))
         );
         assert_eq!(client, Ok(()));
         let abroad: Identity = "spiffe://example.org/ns/shop/sa/web".parse().unwrap();
-        let [server, client] = verdicts(&authority, &[authority.leaf(abroad.as_str(), |_| {})]);
+        let [server, client] = verify(&authority, &[authority.leaf(abroad.as_str(), |_| {})]);
         assert_eq!(
-            loose(server),
-            loose(Err(invalid(NotThePeer::Another {
+            as_text(server),
+            as_text(Err(invalid(PeerError::UnexpectedIdentity {
                 expected: web(),
                 actual: abroad.clone()
             })))
         );
         assert_eq!(
-            loose(client),
-            loose(Err(invalid(NotThePeer::Stranger {
+            as_text(client),
+            as_text(Err(invalid(PeerError::UnexpectedTrustDomain {
                 expected: "cluster.local".to_owned(),
                 actual: abroad
             })))
@@ -515,7 +511,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_must_show_a_certificate_and_is_told_no_names_of_authorities() {
+    fn requires_client_certificate_without_root_hints() {
         let client = ClientVerifier::new(Authority::new("one").roots(), "cluster.local").unwrap();
         assert!(
             client.offer_client_auth()
@@ -524,29 +520,29 @@ mod tests {
         );
         assert!(
             ClientVerifier::new(Arc::new(RootCertStore::empty()), "cluster.local").is_err(),
-            "without roots nobody is trusted"
+            "no roots"
         );
     }
 
     #[test]
-    fn bytes_that_are_no_certificate_are_no_peer() {
+    fn rejects_truncated_and_extended_der() {
         let authority = Authority::new("one");
         let whole = authority.leaf(WEB, |_| {});
         for end in 0..whole.len() {
             assert_eq!(
                 identity_of(&CertificateDer::from(&whole[..end])),
-                Err(NotThePeer::Unreadable)
+                Err(PeerError::InvalidEncoding)
             );
         }
         let longer = [&whole[..], b"more"].concat();
         assert_eq!(
             identity_of(&CertificateDer::from(longer)),
-            Err(NotThePeer::Unreadable)
+            Err(PeerError::InvalidEncoding)
         );
     }
 
-    /// Errors of ours compare by their text: rustls holds no two of another's errors for equal.
-    fn loose(verdict: Result<(), Error>) -> Result<(), String> {
-        verdict.map_err(|error| error.to_string())
+    /// Compares by text, because custom errors of rustls are never equal.
+    fn as_text(result: Result<(), Error>) -> Result<(), String> {
+        result.map_err(|error| error.to_string())
     }
 }
