@@ -261,14 +261,11 @@ impl Entry {
             errors += 1;
             report(error);
         };
+        let mut names_identity = false;
         let next = match update {
             Some(Update::Snapshot(snapshot)) => {
-                // Also if the identity is invalid.
                 let is_meshed = |endpoint: &Endpoint| !endpoint.identity.is_empty();
-                if !self.settled && snapshot.endpoints.iter().any(is_meshed) {
-                    self.meshed = true;
-                    self.sender.send_replace(Arc::new(Target::Withheld));
-                }
+                names_identity = snapshot.endpoints.iter().any(is_meshed);
                 target::from_snapshot(address, snapshot, &mut report_part)
             }
             // The replica may lag behind.
@@ -301,6 +298,11 @@ impl Entry {
             Ok(target) => self.publish(target, version),
             Err(error) => {
                 report(error);
+                // The endpoint is meshed, and its identity is invalid.
+                if names_identity && !self.settled {
+                    self.meshed = true;
+                    self.sender.send_replace(Arc::new(Target::Withheld));
+                }
                 self.mark_out_of_sync();
             }
         }
