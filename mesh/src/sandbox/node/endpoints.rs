@@ -27,7 +27,7 @@ pub(super) fn slices(service: &Service, pods: &[&Pod]) -> Vec<EndpointSlice> {
     };
     let publish_unready = spec.publish_not_ready_addresses.unwrap_or(false);
     // Pods that map a named port to different numbers need separate slices.
-    let mut groups: BTreeMap<(&str, String), Group> = BTreeMap::new();
+    let mut groups: BTreeMap<_, (Vec<EndpointPort>, Vec<Endpoint>)> = BTreeMap::new();
     let selected = pods
         .iter()
         .filter(|pod| matches(selector, pod.metadata.labels.as_ref()) && running(pod));
@@ -38,25 +38,17 @@ pub(super) fn slices(service: &Service, pods: &[&Pod]) -> Vec<EndpointSlice> {
             .flatten()
             .filter_map(|port| endpoint_port(port, pod))
             .collect();
-        let numbers = format!(
-            "{:?}",
-            ports.iter().map(|port| port.port).collect::<Vec<_>>()
-        );
+        let numbers: Vec<_> = ports.iter().map(|port| port.port).collect();
         for (family, address) in addresses(pod) {
             if spec
                 .ip_families
                 .as_ref()
                 .is_none_or(|families| families.iter().any(|item| item == family))
             {
-                let group = groups
+                let (_, endpoints) = groups
                     .entry((family, numbers.clone()))
-                    .or_insert_with(|| Group {
-                        ports: ports.clone(),
-                        endpoints: Vec::new(),
-                    });
-                group
-                    .endpoints
-                    .push(endpoint(pod, address, publish_unready));
+                    .or_insert_with(|| (ports.clone(), Vec::new()));
+                endpoints.push(endpoint(pod, address, publish_unready));
             }
         }
     }
@@ -64,24 +56,20 @@ pub(super) fn slices(service: &Service, pods: &[&Pod]) -> Vec<EndpointSlice> {
     groups
         .into_iter()
         .enumerate()
-        .map(|(number, ((family, _), group))| EndpointSlice {
-            address_type: family.into(),
-            endpoints: group.endpoints,
-            metadata: ObjectMeta {
-                name: Some(format!("{name}-{number}")),
-                namespace: service.metadata.namespace.clone(),
-                labels: Some(BTreeMap::from([(SERVICE_NAME.into(), name.clone())])),
-                ..ObjectMeta::default()
+        .map(
+            |(number, ((family, _), (ports, endpoints)))| EndpointSlice {
+                address_type: family.into(),
+                endpoints,
+                metadata: ObjectMeta {
+                    name: Some(format!("{name}-{number}")),
+                    namespace: service.metadata.namespace.clone(),
+                    labels: Some(BTreeMap::from([(SERVICE_NAME.into(), name.clone())])),
+                    ..ObjectMeta::default()
+                },
+                ports: Some(ports),
             },
-            ports: Some(group.ports),
-        })
+        )
         .collect()
-}
-
-/// The contents of one EndpointSlice.
-struct Group {
-    ports: Vec<EndpointPort>,
-    endpoints: Vec<Endpoint>,
 }
 
 /// Whether the labels contain all labels of the selector.

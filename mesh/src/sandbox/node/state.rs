@@ -122,12 +122,10 @@ impl State {
             .map(|(uid, _)| uid.clone());
         let deleted = self.node.objects().delete(kind, &key);
         match uid {
-            Some(uid) => {
-                self.stop(&uid);
-                Ok(())
-            }
-            None => deleted,
+            Some(uid) => self.stop(&uid),
+            None => deleted?,
         }
+        Ok(())
     }
 
     pub(super) fn scale(&mut self, key: &Key, replicas: i32) -> Result<()> {
