@@ -9,6 +9,7 @@ use k8s_openapi::{
     },
     apimachinery::pkg::{apis::meta::v1::ObjectMeta, util::intstr::IntOrString},
 };
+use kube::ResourceExt;
 
 /// The label of an EndpointSlice that names its Service.
 pub(super) const SERVICE_NAME: &str = "kubernetes.io/service-name";
@@ -30,7 +31,7 @@ pub(super) fn slices(service: &Service, pods: &[&Pod]) -> Vec<EndpointSlice> {
     let mut groups: BTreeMap<_, (Vec<EndpointPort>, Vec<Endpoint>)> = BTreeMap::new();
     let selected = pods
         .iter()
-        .filter(|pod| matches(selector, pod.metadata.labels.as_ref()) && running(pod));
+        .filter(|pod| matches(selector, pod.labels()) && running(pod));
     for pod in selected {
         let ports: Vec<EndpointPort> = spec
             .ports
@@ -52,7 +53,7 @@ pub(super) fn slices(service: &Service, pods: &[&Pod]) -> Vec<EndpointSlice> {
             }
         }
     }
-    let name = service.metadata.name.clone().unwrap_or_default();
+    let name = service.name_any();
     groups
         .into_iter()
         .enumerate()
@@ -73,10 +74,10 @@ pub(super) fn slices(service: &Service, pods: &[&Pod]) -> Vec<EndpointSlice> {
 }
 
 /// Whether the labels contain all labels of the selector.
-fn matches(selector: &BTreeMap<String, String>, labels: Option<&BTreeMap<String, String>>) -> bool {
+fn matches(selector: &BTreeMap<String, String>, labels: &BTreeMap<String, String>) -> bool {
     selector
         .iter()
-        .all(|(key, value)| labels.is_some_and(|labels| labels.get(key) == Some(value)))
+        .all(|(key, value)| labels.get(key) == Some(value))
 }
 
 /// Whether the pod has the condition Ready.
