@@ -80,17 +80,8 @@ impl Facts {
     /// Reads all facts from the cluster.
     pub async fn gather(cluster: &Cluster) -> Self {
         let (client, namespace) = (&cluster.client, cluster.namespace.as_str());
-        let every = ListParams::default();
+        let all = ListParams::default();
         let roots = ListParams::default().fields(&format!("metadata.name={ROOTS}"));
-        let (all_nodes, all_namespaces, all_pods) = (
-            Api::all(client.clone()),
-            Api::all(client.clone()),
-            Api::all(client.clone()),
-        );
-        let (own, all_maps) = (
-            Api::namespaced(client.clone(), namespace),
-            Api::all(client.clone()),
-        );
         let source = Source::Cluster(Box::new(cluster.clone()));
         let (
             nodes,
@@ -104,11 +95,11 @@ impl Facts {
             permissions,
             dry_run,
         ) = join!(
-            list(&all_nodes, &every),
-            list(&all_namespaces, &every),
-            list(&all_pods, &every),
-            list(&own, &every),
-            list(&all_maps, &roots),
+            list(Api::all(client.clone()), &all),
+            list(Api::all(client.clone()), &all),
+            list(Api::all(client.clone()), &all),
+            list(Api::namespaced(client.clone(), namespace), &all),
+            list(Api::all(client.clone()), &roots),
             webhook(cluster),
             serving(cluster),
             source.fetch(),
@@ -134,7 +125,7 @@ impl Facts {
 }
 
 /// Lists all objects, page by page.
-async fn list<K>(api: &Api<K>, params: &ListParams) -> Fact<Vec<K>>
+async fn list<K>(api: Api<K>, params: &ListParams) -> Fact<Vec<K>>
 where
     K: Resource + Clone + DeserializeOwned + std::fmt::Debug,
 {

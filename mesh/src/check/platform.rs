@@ -6,6 +6,7 @@ use k8s_openapi::api::{
     apps::v1::Deployment,
     core::v1::{Container, Pod},
 };
+use kube::ResourceExt;
 
 use super::{Finding, count, facts::Facts, pods};
 
@@ -123,7 +124,7 @@ pub(super) fn components(facts: &Facts) -> Vec<Finding> {
 fn find<'a>(deployments: &'a [Deployment], name: &str) -> Option<&'a Deployment> {
     deployments
         .iter()
-        .find(|deployment| deployment.metadata.name.as_deref() == Some(name))
+        .find(|deployment| deployment.name_any() == name)
 }
 
 /// All components have one version, and running proxies have the image that new pods receive.

@@ -1,8 +1,9 @@
 //! Checks of pods: injection, proxy readiness, and invalid labels and annotations. Pure.
 
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 
 use k8s_openapi::api::core::v1::{Container, ContainerStatus, Namespace, Pod};
+use kube::ResourceExt;
 
 use super::{Finding, count, facts::Facts};
 
@@ -26,11 +27,7 @@ pub(super) fn meshed(pods: &[Pod]) -> impl Iterator<Item = &Pod> {
 
 /// `namespace/name`.
 pub(super) fn name(pod: &Pod) -> String {
-    format!(
-        "{}/{}",
-        pod.metadata.namespace.as_deref().unwrap_or_default(),
-        pod.metadata.name.as_deref().unwrap_or_default()
-    )
+    format!("{}/{}", pod.namespace().unwrap_or_default(), pod.name_any())
 }
 
 /// The proxy container of a pod.
@@ -49,11 +46,7 @@ pub(super) fn is_proxy_ready(pod: &Pod) -> bool {
 }
 
 fn annotation<'a>(pod: &'a Pod, name: &str) -> Option<&'a str> {
-    pod.metadata
-        .annotations
-        .as_ref()?
-        .get(name)
-        .map(String::as_str)
+    pod.annotations().get(name).map(String::as_str)
 }
 
 fn is_active(pod: &Pod) -> bool {
@@ -133,8 +126,8 @@ pub(super) fn labels_and_annotations(facts: &Facts) -> Vec<Finding> {
 }
 
 fn invalid(namespace: &Namespace, label: &str, known: &[&str]) -> Option<String> {
-    let value = namespace.metadata.labels.as_ref()?.get(label)?;
-    let name = namespace.metadata.name.as_deref().unwrap_or_default();
+    let value = namespace.labels().get(label)?;
+    let name = namespace.name_any();
     (!known.contains(&value.as_str())).then(|| format!("{name}: {label}: {value:?}"))
 }
 
@@ -145,30 +138,29 @@ pub(super) fn injected(facts: &Facts) -> Vec<Finding> {
         (Ok(pods), Ok(namespaces)) => (pods, namespaces),
         (Err(reason), _) | (_, Err(reason)) => return vec![Finding::unknown(CHECK, reason)],
     };
-    let enabled: BTreeMap<&str, bool> = namespaces
+    let is_enabled = |namespace: &&Namespace| {
+        let value = namespace.labels().get(INJECT);
+        value.is_some_and(|value| value == "enabled")
+    };
+    let enabled: BTreeSet<String> = namespaces
         .iter()
-        .map(|namespace| {
-            let labels = namespace.metadata.labels.as_ref();
-            let enabled = labels
-                .and_then(|labels| labels.get(INJECT))
-                .is_some_and(|value| value == "enabled");
-            (
-                namespace.metadata.name.as_deref().unwrap_or_default(),
-                enabled,
-            )
-        })
+        .filter(is_enabled)
+        .map(ResourceExt::name_any)
         .collect();
     let (mut missing, mut unsupported) = (Vec::new(), Vec::new());
     for pod in pods
         .iter()
         .filter(|pod| is_active(pod) && !is_injected(pod))
     {
-        let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
+        let namespace = pod.namespace().unwrap_or_default();
         let requested = match annotation(pod, INJECT) {
             Some(value) => value.eq_ignore_ascii_case("true"),
-            None => enabled.get(namespace).copied().unwrap_or(false),
+            None => enabled.contains(&namespace),
         };
-        if !requested || EXCLUDED_NAMESPACES.contains(&namespace) || namespace == facts.namespace {
+        if !requested
+            || EXCLUDED_NAMESPACES.contains(&namespace.as_str())
+            || namespace == facts.namespace
+        {
             continue;
         }
         match injection_obstacle(pod) {

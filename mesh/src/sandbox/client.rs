@@ -169,9 +169,6 @@ impl Sandbox {
             if let Some(found) = find(&view) {
                 return Ok(found);
             }
-            if let Some(reason) = &view.exited {
-                return Err(Error::Exited(reason.clone()));
-            }
             let remaining = deadline.saturating_duration_since(Instant::now());
             if remaining.is_zero() {
                 return Err(Error::Timeout {
@@ -180,12 +177,7 @@ impl Sandbox {
                     state: view.describe(),
                 });
             }
-            view = self
-                .shared
-                .changed
-                .wait_timeout(view, remaining)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+            view = self.next_change(view, remaining)?;
         }
     }
 
@@ -227,22 +219,26 @@ impl Sandbox {
         line.push(b'\n');
         let written = lock(&self.writer).write_all(&line);
         let mut view = self.view();
+        written.map_err(|error| Error::Exited(view.exited.clone().unwrap_or(error.to_string())))?;
         loop {
             if let Some(reply) = view.replies.remove(&id) {
                 return reply.map_err(Error::Rejected);
             }
-            if let Some(reason) = &view.exited {
-                return Err(Error::Exited(reason.clone()));
-            }
-            if let Err(error) = &written {
-                return Err(Error::Exited(error.to_string()));
-            }
-            view = self
-                .shared
-                .changed
-                .wait(view)
-                .unwrap_or_else(PoisonError::into_inner);
+            view = self.next_change(view, Duration::MAX)?;
         }
+    }
+
+    /// Waits for the next change of the state, at most `timeout`. Fails if the node has exited.
+    fn next_change<'a>(
+        &self,
+        view: MutexGuard<'a, View>,
+        timeout: Duration,
+    ) -> Result<MutexGuard<'a, View>, Error> {
+        if let Some(reason) = &view.exited {
+            return Err(Error::Exited(reason.clone()));
+        }
+        let result = self.shared.changed.wait_timeout(view, timeout);
+        Ok(result.unwrap_or_else(PoisonError::into_inner).0)
     }
 
     /// Waits until the node exits, and kills it after `EXIT_TIMEOUT`.

@@ -9,6 +9,7 @@ use k8s_openapi::{
     },
     apimachinery::pkg::{apis::meta::v1::ObjectMeta, util::intstr::IntOrString},
 };
+use kube::ResourceExt;
 
 /// The label of an EndpointSlice that names its Service.
 pub(super) const SERVICE_NAME: &str = "kubernetes.io/service-name";
@@ -27,10 +28,10 @@ pub(super) fn slices(service: &Service, pods: &[&Pod]) -> Vec<EndpointSlice> {
     };
     let publish_unready = spec.publish_not_ready_addresses.unwrap_or(false);
     // Pods that map a named port to different numbers need separate slices.
-    let mut groups: BTreeMap<(&str, String), Group> = BTreeMap::new();
+    let mut groups: BTreeMap<_, (Vec<EndpointPort>, Vec<Endpoint>)> = BTreeMap::new();
     let selected = pods
         .iter()
-        .filter(|pod| matches(selector, pod.metadata.labels.as_ref()) && running(pod));
+        .filter(|pod| matches(selector, pod.labels()) && running(pod));
     for pod in selected {
         let ports: Vec<EndpointPort> = spec
             .ports
@@ -38,57 +39,45 @@ pub(super) fn slices(service: &Service, pods: &[&Pod]) -> Vec<EndpointSlice> {
             .flatten()
             .filter_map(|port| endpoint_port(port, pod))
             .collect();
-        let numbers = format!(
-            "{:?}",
-            ports.iter().map(|port| port.port).collect::<Vec<_>>()
-        );
+        let numbers: Vec<_> = ports.iter().map(|port| port.port).collect();
         for (family, address) in addresses(pod) {
             if spec
                 .ip_families
                 .as_ref()
                 .is_none_or(|families| families.iter().any(|item| item == family))
             {
-                let group = groups
+                let (_, endpoints) = groups
                     .entry((family, numbers.clone()))
-                    .or_insert_with(|| Group {
-                        ports: ports.clone(),
-                        endpoints: Vec::new(),
-                    });
-                group
-                    .endpoints
-                    .push(endpoint(pod, address, publish_unready));
+                    .or_insert_with(|| (ports.clone(), Vec::new()));
+                endpoints.push(endpoint(pod, address, publish_unready));
             }
         }
     }
-    let name = service.metadata.name.clone().unwrap_or_default();
+    let name = service.name_any();
     groups
         .into_iter()
         .enumerate()
-        .map(|(number, ((family, _), group))| EndpointSlice {
-            address_type: family.into(),
-            endpoints: group.endpoints,
-            metadata: ObjectMeta {
-                name: Some(format!("{name}-{number}")),
-                namespace: service.metadata.namespace.clone(),
-                labels: Some(BTreeMap::from([(SERVICE_NAME.into(), name.clone())])),
-                ..ObjectMeta::default()
+        .map(
+            |(number, ((family, _), (ports, endpoints)))| EndpointSlice {
+                address_type: family.into(),
+                endpoints,
+                metadata: ObjectMeta {
+                    name: Some(format!("{name}-{number}")),
+                    namespace: service.metadata.namespace.clone(),
+                    labels: Some(BTreeMap::from([(SERVICE_NAME.into(), name.clone())])),
+                    ..ObjectMeta::default()
+                },
+                ports: Some(ports),
             },
-            ports: Some(group.ports),
-        })
+        )
         .collect()
 }
 
-/// The contents of one EndpointSlice.
-struct Group {
-    ports: Vec<EndpointPort>,
-    endpoints: Vec<Endpoint>,
-}
-
 /// Whether the labels contain all labels of the selector.
-fn matches(selector: &BTreeMap<String, String>, labels: Option<&BTreeMap<String, String>>) -> bool {
+fn matches(selector: &BTreeMap<String, String>, labels: &BTreeMap<String, String>) -> bool {
     selector
         .iter()
-        .all(|(key, value)| labels.is_some_and(|labels| labels.get(key) == Some(value)))
+        .all(|(key, value)| labels.get(key) == Some(value))
 }
 
 /// Whether the pod has the condition Ready.

@@ -5,6 +5,7 @@ use std::{collections::BTreeMap, fs, future::pending, path::Path, sync::Arc, tim
 
 use anyhow::{Context, Result};
 use k8s_openapi::api::core::v1::{Container, Pod};
+use kube::ResourceExt;
 use tokio::{
     sync::{mpsc, watch},
     task::JoinHandle,
@@ -63,7 +64,7 @@ const MIN_SIDECAR_GRACE_PERIOD: Duration = Duration::from_secs(2);
 
 impl PodTask {
     pub(super) async fn run(mut self) {
-        let uid = self.pod.metadata.uid.clone().unwrap_or_default();
+        let uid = self.pod.uid().unwrap_or_default();
         let directory = self.node.pod_directory(&uid);
         if let Err(error) = self.run_containers(&directory).await {
             let name = self.view.full_name();
@@ -145,10 +146,8 @@ impl PodTask {
                 Ok(pod) => {
                     self.pod = pod;
                     self.pod.spec.get_or_insert_default().node_name = Some("sandbox".into());
-                    let annotations = self.pod.metadata.annotations.as_ref();
-                    self.view.injected = annotations
-                        .and_then(|map| map.get("diy-service-mesh/status"))
-                        .is_some_and(|status| status == "injected");
+                    let status = self.pod.annotations().get("diy-service-mesh/status");
+                    self.view.injected = status.is_some_and(|status| status == "injected");
                     return;
                 }
                 Err(error) => {
@@ -189,7 +188,7 @@ impl PodTask {
     fn report(&mut self, pod: Option<Box<Pod>>, reason: String) {
         self.view.reason = Some(reason);
         let _ = self.events.send(Event::PodUpdated {
-            uid: self.pod.metadata.uid.clone().unwrap_or_default(),
+            uid: self.pod.uid().unwrap_or_default(),
             pod,
             view: Box::new(self.view.clone()),
         });
@@ -383,7 +382,7 @@ impl PodTask {
             namespace: self.view.namespace.clone(),
             service_account: service_account(&self.pod),
             pod: self.view.name.clone(),
-            pod_uid: self.pod.metadata.uid.clone().unwrap_or_default(),
+            pod_uid: self.pod.uid().unwrap_or_default(),
         }
     }
 

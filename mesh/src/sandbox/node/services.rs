@@ -10,6 +10,7 @@ use k8s_openapi::api::{
     core::v1::{Service, ServicePort},
     discovery::v1::{Endpoint, EndpointSlice},
 };
+use kube::ResourceExt;
 
 use super::endpoints::SERVICE_NAME;
 
@@ -175,13 +176,8 @@ pub(super) fn slices_of<'a>(
     slices: &'a [EndpointSlice],
 ) -> impl Iterator<Item = &'a EndpointSlice> {
     slices.iter().filter(|slice| {
-        let named = slice
-            .metadata
-            .labels
-            .as_ref()
-            .and_then(|labels| labels.get(SERVICE_NAME));
         slice.metadata.namespace == service.metadata.namespace
-            && named == service.metadata.name.as_ref()
+            && slice.labels().get(SERVICE_NAME) == service.metadata.name.as_ref()
     })
 }
 

@@ -10,6 +10,7 @@ use anyhow::{Context, Result, bail, ensure};
 use k8s_openapi::api::core::v1::{
     Container, EnvVar, EnvVarSource, ObjectFieldSelector, Pod, PodSpec,
 };
+use kube::ResourceExt;
 
 use crate::sandbox::{
     exec::{Bind, Spec},
@@ -101,15 +102,7 @@ impl PodContext<'_> {
         }
         Ok(Spec {
             network: self.network.clone(),
-            hostname: self
-                .pod
-                .metadata
-                .name
-                .clone()
-                .unwrap_or_default()
-                .chars()
-                .take(63)
-                .collect(),
+            hostname: self.pod.name_any().chars().take(63).collect(),
             binds: self.binds(container)?,
             argv: self.argv(container, program, &env)?,
             env: env.into_iter().collect(),
@@ -183,10 +176,7 @@ impl PodContext<'_> {
                 "PATH".to_owned(),
                 "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin".to_owned(),
             ),
-            (
-                "HOSTNAME".to_owned(),
-                self.pod.metadata.name.clone().unwrap_or_default(),
-            ),
+            ("HOSTNAME".to_owned(), self.pod.name_any()),
         ]);
         for variable in container.env.iter().flatten() {
             let value = self.variable(variable, &env).with_context(|| {
@@ -214,28 +204,23 @@ impl PodContext<'_> {
 
     /// A field of the pod, as defined by the downward API.
     fn field(&self, field: &ObjectFieldSelector) -> Result<String> {
-        let metadata = &self.pod.metadata;
-        let entry = |map: &Option<BTreeMap<String, String>>, key: &str| {
-            map.as_ref()
-                .and_then(|map| map.get(key))
-                .cloned()
-                .unwrap_or_default()
-        };
+        let entry =
+            |map: &BTreeMap<String, String>, key: &str| map.get(key).cloned().unwrap_or_default();
         let path = field.field_path.as_str();
         if let Some((map, key)) = path
             .strip_suffix("']")
             .and_then(|path| path.split_once("['"))
         {
             return match map {
-                "metadata.labels" => Ok(entry(&metadata.labels, key)),
-                "metadata.annotations" => Ok(entry(&metadata.annotations, key)),
+                "metadata.labels" => Ok(entry(self.pod.labels(), key)),
+                "metadata.annotations" => Ok(entry(self.pod.annotations(), key)),
                 _ => bail!("unsupported fieldPath {path}"),
             };
         }
         Ok(match path {
-            "metadata.name" => metadata.name.clone().unwrap_or_default(),
-            "metadata.namespace" => metadata.namespace.clone().unwrap_or_default(),
-            "metadata.uid" => metadata.uid.clone().unwrap_or_default(),
+            "metadata.name" => self.pod.name_any(),
+            "metadata.namespace" => self.pod.namespace().unwrap_or_default(),
+            "metadata.uid" => self.pod.uid().unwrap_or_default(),
             "spec.nodeName" => self.spec().node_name.clone().unwrap_or_default(),
             "spec.serviceAccountName" => service_account(self.pod),
             "status.podIP" => self.ips.first().cloned().unwrap_or_default(),

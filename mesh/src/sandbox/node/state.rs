@@ -16,6 +16,7 @@ use k8s_openapi::{
     apimachinery::pkg::apis::meta::v1::Time,
     jiff::Timestamp,
 };
+use kube::ResourceExt;
 use serde_json::Value;
 use tokio::{
     sync::{mpsc, watch},
@@ -122,12 +123,10 @@ impl State {
             .map(|(uid, _)| uid.clone());
         let deleted = self.node.objects().delete(kind, &key);
         match uid {
-            Some(uid) => {
-                self.stop(&uid);
-                Ok(())
-            }
-            None => deleted,
+            Some(uid) => self.stop(&uid),
+            None => deleted?,
         }
+        Ok(())
     }
 
     pub(super) fn scale(&mut self, key: &Key, replicas: i32) -> Result<()> {
@@ -287,10 +286,10 @@ impl State {
 
     fn start(&mut self, workload: &Workload, owner: &(Kind, Key)) {
         let pod = workload.new_pod();
-        let uid = pod.metadata.uid.clone().unwrap_or_default();
+        let uid = pod.uid().unwrap_or_default();
         let view = PodView {
             namespace: owner.1.0.clone(),
-            name: pod.metadata.name.clone().unwrap_or_default(),
+            name: pod.name_any(),
             owner_kind: format!("{:?}", owner.0),
             workload: owner.1.1.clone(),
             phase: "Pending".into(),

@@ -4,6 +4,7 @@
 use std::{net::Ipv4Addr, sync::Mutex};
 
 use k8s_openapi::api::core::v1::{ContainerStatus, HostIP, Pod, PodCondition, PodIP, PodStatus};
+use kube::ResourceExt;
 use tokio::sync::{mpsc, watch};
 
 use super::{Event, network::NODE_V4};
@@ -49,7 +50,7 @@ impl StatusManager {
             .first()
             .and_then(|ip| ip.parse().ok())
             .unwrap_or(Ipv4Addr::UNSPECIFIED);
-        let uid = pod.metadata.uid.clone().unwrap_or_default();
+        let uid = pod.uid().unwrap_or_default();
         Self {
             uid,
             ip,
