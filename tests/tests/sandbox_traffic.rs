@@ -148,7 +148,7 @@ fn skipped_ports_bypass_the_proxy() {
 }
 
 #[test]
-fn pod_annotation_bypasses_detection_and_app_protocol_does_not() {
+fn a_pods_own_opaque_ports_bypass_detection_and_a_services_app_protocol_does_not() {
     let service = http_server(1, "1.0", MESHED).replace("port: 80,", "port: 80, appProtocol: tcp,");
     let pod = http_server(
         1,
