@@ -133,8 +133,10 @@ impl Io {
                 .try_read(&mut [0])
                 .is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock),
             Some(session) if !session.is_flushed() => true,
-            Some(session) => SCRATCH_BUFFER.with(|place| {
-                place.lend(SCRATCH, |scratch| session.has_spoken(&self.stream, scratch))
+            Some(session) => SCRATCH_BUFFER.with(|buffer| {
+                buffer.with_buffer(SCRATCH, |scratch| {
+                    session.has_received(&self.stream, scratch)
+                })
             }),
         }
     }
@@ -179,7 +181,7 @@ fn poll_read_some<T>(
         }
         Some(session) => session.poll_read(cx, stream, &mut scratch[..most], take),
     };
-    SCRATCH_BUFFER.with(|place| place.lend(SCRATCH, read))
+    SCRATCH_BUFFER.with(|buffer| buffer.with_buffer(SCRATCH, read))
 }
 
 impl AsyncRead for Io {

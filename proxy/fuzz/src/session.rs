@@ -4,8 +4,8 @@
 use std::sync::{Arc, OnceLock};
 
 use bytes::BytesMut;
-use diy_mesh_proxy::tls::record::{Kind, OVERHEAD, Opener, Sealer, split};
-use diy_mesh_proxy::tls::{Kernel, Leftover, Session};
+use diy_mesh_proxy::tls::record::{ContentType, OVERHEAD, Opener, Sealer, split_record};
+use diy_mesh_proxy::tls::{Buffered, Kernel, Session};
 use rustls::client::{Resumption, UnbufferedClientConnection};
 use rustls::crypto::aws_lc_rs;
 use rustls::pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer, ServerName};
@@ -57,7 +57,7 @@ pub fn session(bytes: &[u8]) {
     }
     // Both directions have gone on with the same keys.
     if !model.ended && model.message.is_empty() {
-        let record = peer.seal(Kind::Data, b"in");
+        let record = peer.seal(ContentType::ApplicationData, b"in");
         let mut plain = Vec::new();
         let length = session
             .open(&record, &mut plain)
@@ -67,7 +67,7 @@ pub fn session(bytes: &[u8]) {
     for asked_for_a_key in [model.asked_for_a_key, false] {
         let mut out = vec![0; 2 * OVERHEAD + 8];
         let length = session
-            .seal(Kind::Data, b"out", &mut out)
+            .seal(ContentType::ApplicationData, b"out", &mut out)
             .expect("room for it");
         assert_eq!(
             peer.open_all(&out[..length]),
@@ -91,29 +91,34 @@ struct Model {
 }
 
 /// The session must end.
-struct Refused;
+struct InvalidRecord;
 
 impl Model {
-    fn take(&mut self, kind: Kind, content: &[u8], data: &mut Vec<u8>) -> Result<(), Refused> {
+    fn take(
+        &mut self,
+        kind: ContentType,
+        content: &[u8],
+        data: &mut Vec<u8>,
+    ) -> Result<(), InvalidRecord> {
         if self.ended {
             return Ok(());
         }
-        self.without_data = if kind == Kind::Data && !content.is_empty() {
+        self.without_data = if kind == ContentType::ApplicationData && !content.is_empty() {
             0
         } else {
             self.without_data + 1
         };
-        let is_empty = content.is_empty() && kind != Kind::Data;
-        let interrupts = !self.message.is_empty() && kind != Kind::Handshake;
+        let is_empty = content.is_empty() && kind != ContentType::ApplicationData;
+        let interrupts = !self.message.is_empty() && kind != ContentType::Handshake;
         if is_empty || interrupts || self.without_data > MAX_RECORDS_WITHOUT_DATA {
-            return Err(Refused);
+            return Err(InvalidRecord);
         }
         match (kind, content) {
-            (Kind::Data, content) => data.extend_from_slice(content),
-            (Kind::Alert, [_, CLOSE_NOTIFY]) => self.ended = true,
-            (Kind::Alert, [_, USER_CANCELED]) => {}
-            (Kind::Alert, _) => return Err(Refused),
-            (Kind::Handshake, content) => {
+            (ContentType::ApplicationData, content) => data.extend_from_slice(content),
+            (ContentType::Alert, [_, CLOSE_NOTIFY]) => self.ended = true,
+            (ContentType::Alert, [_, USER_CANCELED]) => {}
+            (ContentType::Alert, _) => return Err(InvalidRecord),
+            (ContentType::Handshake, content) => {
                 self.message.extend_from_slice(content);
                 while self.take_message()? {}
             }
@@ -122,13 +127,13 @@ impl Model {
     }
 
     /// Whether there was a whole one.
-    fn take_message(&mut self) -> Result<bool, Refused> {
+    fn take_message(&mut self) -> Result<bool, InvalidRecord> {
         let &[kind, a, b, c, ref rest @ ..] = &self.message[..] else {
             return Ok(false);
         };
         let length = u32::from_be_bytes([0, a, b, c]) as usize;
         if length > MAX_MESSAGE {
-            return Err(Refused);
+            return Err(InvalidRecord);
         }
         let Some((body, rest)) = rest.split_at_checked(length) else {
             return Ok(false);
@@ -139,7 +144,7 @@ impl Model {
                 self.updates += 1;
                 self.asked_for_a_key |= *asks == 1;
             }
-            _ => return Err(Refused),
+            _ => return Err(InvalidRecord),
         }
         self.message = rest.to_vec();
         Ok(true)
@@ -147,12 +152,16 @@ impl Model {
 }
 
 /// The next record of a script.
-fn next_record<'a>(script: &mut &'a [u8]) -> Option<(Kind, &'a [u8])> {
+fn next_record<'a>(script: &mut &'a [u8]) -> Option<(ContentType, &'a [u8])> {
     let (&[kind, length], rest) = script.split_first_chunk::<2>()?;
     let (content, rest) = rest.split_at(usize::from(length).min(rest.len()));
     *script = rest;
     Some((
-        [Kind::Data, Kind::Handshake, Kind::Alert][usize::from(kind) % 3],
+        [
+            ContentType::ApplicationData,
+            ContentType::Handshake,
+            ContentType::Alert,
+        ][usize::from(kind) % 3],
         content,
     ))
 }
@@ -165,7 +174,7 @@ struct Peer {
 }
 
 impl Peer {
-    fn seal(&mut self, kind: Kind, content: &[u8]) -> Vec<u8> {
+    fn seal(&mut self, kind: ContentType, content: &[u8]) -> Vec<u8> {
         let mut record = vec![0; content.len() + OVERHEAD];
         let length = self
             .sealer
@@ -187,15 +196,15 @@ impl Peer {
     /// The data in `sealed`, and how many keys the session has taken.
     fn open_all(&mut self, mut sealed: &[u8]) -> (Vec<u8>, u32) {
         let (mut data, mut updates, mut out) = (Vec::new(), 0, vec![0; sealed.len()]);
-        while let Ok(Some((record, rest))) = split(sealed) {
+        while let Ok(Some((record, rest))) = split_record(sealed) {
             sealed = rest;
             match self
                 .opener
                 .open(record, &mut out)
                 .expect("sealed by the session")
             {
-                (Kind::Data, length) => data.extend_from_slice(&out[..length]),
-                (Kind::Handshake, length) => {
+                (ContentType::ApplicationData, length) => data.extend_from_slice(&out[..length]),
+                (ContentType::Handshake, length) => {
                     assert_eq!(out[..length], [KEY_UPDATE, 0, 0, 1, 0]);
                     updates += 1;
                     let (used, secrets) = match &mut self.kernel {
@@ -205,7 +214,7 @@ impl Peer {
                     .expect("a next key");
                     self.opener = Opener::new(used, &secrets).expect("a suite of TLS 1.3");
                 }
-                (Kind::Alert, _) => panic!("an alert before any end"),
+                (ContentType::Alert, _) => panic!("an alert before any end"),
             }
         }
         assert!(sealed.is_empty());
@@ -248,12 +257,12 @@ fn pair(is_client: bool) -> (Session, Peer) {
     if !is_client {
         std::mem::swap(&mut ours, &mut theirs);
     }
-    let leftover = Leftover {
+    let buffered = Buffered {
         incoming: BytesMut::new(),
         outgoing: BytesMut::new(),
-        peer_ended: false,
+        peer_closed: false,
     };
-    let session = Session::new(ours.1, &ours.0, leftover).expect("a suite of TLS 1.3");
+    let session = Session::new(ours.1, &ours.0, buffered).expect("a suite of TLS 1.3");
     let (ExtractedSecrets { tx, rx }, kernel) = theirs;
     let sealer = Sealer::new(tx.0, &tx.1).expect("a suite of TLS 1.3");
     let opener = Opener::new(rx.0, &rx.1).expect("a suite of TLS 1.3");

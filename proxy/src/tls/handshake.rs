@@ -1,7 +1,5 @@
-//! The handshake of a session, which is rustls' from its first byte to its last: this file moves bytes between the socket and
-//! rustls' state machine, and afterwards takes the keys out of it for the session (`session.rs`).
-//!
-//! It knows nothing of identities: `mod.rs` sets handshakes up and judges the peer.
+//! TLS handshakes: moves bytes between the socket and rustls' state connection, then extracts the keys for the session (`session.rs`).
+//! `mod.rs` configures handshakes and authenticates the peer.
 
 use std::fmt;
 use std::future::poll_fn;
@@ -18,23 +16,23 @@ use rustls::{CipherSuite, CommonState, HandshakeKind, NamedGroup};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
-use super::session::{Kernel, Leftover, Session};
+use super::session::{Buffered, Kernel, Session};
 
 /// The outcome of a handshake.
 pub struct Negotiated {
-    /// The peer's own certificate, where it has shown one.
+    /// Leaf certificate of the peer.
     pub certificate: Option<CertificateDer<'static>>,
     /// The application protocol (RFC 7301).
     pub alpn: Option<Vec<u8>>,
-    /// How they came by their keys.
+    /// Key exchange group.
     pub group: Option<NamedGroup>,
-    /// What the records are sealed with.
+    /// Cipher suite.
     pub suite: Option<CipherSuite>,
-    /// From the beginning, or by an earlier session's ticket.
+    /// Full or resumed.
     pub kind: Option<HandshakeKind>,
 }
 
-/// For people: `X25519MLKEM768 TLS13_AES_128_GCM_SHA256 Resumed`.
+/// For logs: `X25519MLKEM768 TLS13_AES_128_GCM_SHA256 Resumed`.
 impl fmt::Display for Negotiated {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
@@ -44,94 +42,94 @@ impl fmt::Display for Negotiated {
             ..
         } = self
         else {
-            return f.write_str("nothing");
+            return f.write_str("no session");
         };
         write!(f, "{group:?} {suite:?} {kind:?}")
     }
 }
 
-/// A handshake that has not ended.
+/// A handshake in progress.
 pub struct Handshake {
-    machine: Machine,
-    /// Came from the socket.
+    connection: Connection,
+    /// Unprocessed input.
     incoming: BytesMut,
-    /// Still to go to the socket.
+    /// Pending output.
     outgoing: BytesMut,
-    /// The peer has said that it writes no more.
-    peer_ended: bool,
+    /// Whether the peer has sent close_notify.
+    peer_closed: bool,
 }
 
-enum Machine {
+enum Connection {
     Client(UnbufferedClientConnection),
     Server(UnbufferedServerConnection),
 }
 
-/// Where the state machine stands when it has nothing more to do.
-enum Stand {
-    /// It needs more bytes.
-    Underway,
-    /// Bytes can be sent.
+/// State of the handshake when rustls needs input or output.
+enum State {
+    /// More input is required.
+    Handshaking,
+    /// Application data can be sent.
     Done,
-    /// Both sides have ended.
+    /// Both sides are closed.
     Closed,
 }
 
 impl Handshake {
-    /// On the side that begins.
+    /// A handshake of a client.
     pub fn client(connection: UnbufferedClientConnection) -> Self {
-        Self::new(Machine::Client(connection), BytesMut::new())
+        Self::new(Connection::Client(connection), BytesMut::new())
     }
 
-    /// On the other side. `incoming` was read already.
+    /// A handshake of a server. `incoming` is the input read so far.
     pub fn server(connection: UnbufferedServerConnection, incoming: BytesMut) -> Self {
-        Self::new(Machine::Server(connection), incoming)
+        Self::new(Connection::Server(connection), incoming)
     }
 
-    fn new(machine: Machine, incoming: BytesMut) -> Self {
+    fn new(connection: Connection, incoming: BytesMut) -> Self {
         Self {
-            machine,
+            connection,
             incoming,
             outgoing: BytesMut::new(),
-            peer_ended: false,
+            peer_closed: false,
         }
     }
 
-    /// Runs the handshake. What the peer sent right after it is added to `plain`. The last words of this side leave with the
-    /// session's first write, or before its first wait.
+    /// Runs the handshake. Appends application data that follows it to `plaintext`. The last messages of this side are sent with the
+    /// first write of the session, or before its first read.
     pub async fn run(
         mut self,
         stream: &mut TcpStream,
-        plain: &mut BytesMut,
+        plaintext: &mut BytesMut,
     ) -> io::Result<(Negotiated, Session)> {
-        poll_fn(|cx| self.poll(cx, stream, plain)).await?;
+        poll_fn(|cx| self.poll(cx, stream, plaintext)).await?;
         let Self {
-            machine,
+            connection,
             incoming,
             outgoing,
-            peer_ended,
+            peer_closed,
         } = self;
-        let negotiated = machine.negotiated();
-        let (secrets, kernel) = match machine {
-            Machine::Client(connection) => {
+        let negotiated = connection.negotiated();
+        let (secrets, kernel) = match connection {
+            Connection::Client(connection) => {
                 let (secrets, kernel) = connection
                     .dangerous_into_kernel_connection()
-                    .map_err(broken)?;
+                    .map_err(invalid_data)?;
                 (secrets, Kernel::Client(kernel))
             }
-            Machine::Server(connection) => {
+            Connection::Server(connection) => {
                 let (secrets, kernel) = connection
                     .dangerous_into_kernel_connection()
-                    .map_err(broken)?;
+                    .map_err(invalid_data)?;
                 (secrets, Kernel::Server(kernel))
             }
         };
-        let leftover = Leftover {
+        let buffered = Buffered {
             incoming,
             outgoing,
-            peer_ended,
+            peer_closed,
         };
-        let session = Session::new(kernel, &secrets, leftover)
-            .ok_or_else(|| io::Error::other("a suite that is not TLS 1.3's"))?;
+        let session = Session::new(kernel, &secrets, buffered)
+            .ok_or_else(|| io::Error::other("cipher suite is not of TLS 1.3"))?;
         Ok((negotiated, session))
     }
 
@@ -139,30 +137,30 @@ impl Handshake {
         &mut self,
         cx: &mut Context<'_>,
         stream: &mut TcpStream,
-        plain: &mut BytesMut,
+        plaintext: &mut BytesMut,
     ) -> Poll<io::Result<()>> {
         loop {
-            let stand = match self.advance(plain) {
-                Ok(stand) => stand,
+            let state = match self.advance(plaintext) {
+                Ok(state) => state,
                 Err(error) => {
-                    // The peer is told why, if the socket takes it: after an error the machine has one thing to say, the alert.
+                    // After an error, the output of rustls is an alert. Sends it if the socket accepts it now.
                     self.incoming.clear();
-                    let _ = self.turn(plain).1;
+                    let _ = self.step(plaintext).1;
                     let _ = self.poll_flush(cx, stream);
-                    return Poll::Ready(Err(broken(error)));
+                    return Poll::Ready(Err(invalid_data(error)));
                 }
             };
-            match stand {
-                Stand::Done => return Poll::Ready(Ok(())),
-                Stand::Closed => return Poll::Ready(Err(cut_off())),
-                Stand::Underway => {}
+            match state {
+                State::Done => return Poll::Ready(Ok(())),
+                State::Closed => return Poll::Ready(Err(unexpected_eof())),
+                State::Handshaking => {}
             }
             ready!(self.poll_flush(cx, stream))?;
             let mut piece = [0; 4096];
             let mut buf = ReadBuf::new(&mut piece);
             ready!(Pin::new(&mut *stream).poll_read(cx, &mut buf))?;
             if buf.filled().is_empty() {
-                return Poll::Ready(Err(cut_off()));
+                return Poll::Ready(Err(unexpected_eof()));
             }
             self.incoming.extend_from_slice(buf.filled());
         }
@@ -176,80 +174,85 @@ impl Handshake {
         Poll::Ready(Ok(()))
     }
 
-    /// Lets the machine work until it needs something. What it has to say goes to `outgoing`.
-    fn advance(&mut self, plain: &mut BytesMut) -> Result<Stand, rustls::Error> {
+    /// Processes input until rustls needs more. Output goes to `outgoing`.
+    fn advance(&mut self, plaintext: &mut BytesMut) -> Result<State, rustls::Error> {
         loop {
-            let (used, turn) = self.turn(plain);
+            let (used, step) = self.step(plaintext);
             self.incoming.advance(used);
-            match turn? {
-                Turn::Again => {}
-                Turn::PeerEnded => self.peer_ended = true,
-                Turn::Stands(stand) => return Ok(stand),
+            match step? {
+                Step::Continue => {}
+                Step::PeerClosed => self.peer_closed = true,
+                Step::Blocked(stand) => return Ok(stand),
             }
         }
     }
 
-    fn turn(&mut self, plain: &mut BytesMut) -> (usize, Result<Turn, rustls::Error>) {
+    fn step(&mut self, plaintext: &mut BytesMut) -> (usize, Result<Step, rustls::Error>) {
         let Self {
-            machine,
+            connection,
             incoming,
             outgoing,
             ..
         } = self;
-        match machine {
-            Machine::Client(connection) => {
-                turn(connection.process_tls_records(incoming), plain, outgoing)
-            }
-            Machine::Server(connection) => {
-                turn(connection.process_tls_records(incoming), plain, outgoing)
-            }
+        match connection {
+            Connection::Client(connection) => step(
+                connection.process_tls_records(incoming),
+                plaintext,
+                outgoing,
+            ),
+            Connection::Server(connection) => step(
+                connection.process_tls_records(incoming),
+                plaintext,
+                outgoing,
+            ),
         }
     }
 }
 
-impl Machine {
+impl Connection {
     fn negotiated(&self) -> Negotiated {
-        let state: &CommonState = match self {
+        let common: &CommonState = match self {
             Self::Client(connection) => connection,
             Self::Server(connection) => connection,
         };
         Negotiated {
-            certificate: state
+            certificate: common
                 .peer_certificates()
                 .and_then(|chain| chain.first())
                 .map(|leaf| leaf.clone().into_owned()),
-            alpn: state.alpn_protocol().map(<[u8]>::to_vec),
-            group: state
+            alpn: common.alpn_protocol().map(<[u8]>::to_vec),
+            group: common
                 .negotiated_key_exchange_group()
                 .map(|group| group.name()),
-            suite: state.negotiated_cipher_suite().map(|suite| suite.suite()),
-            kind: state.handshake_kind(),
+            suite: common.negotiated_cipher_suite().map(|suite| suite.suite()),
+            kind: common.handshake_kind(),
         }
     }
 }
 
-enum Turn {
-    Again,
-    PeerEnded,
-    Stands(Stand),
+/// Result of one step of rustls' state connection.
+enum Step {
+    Continue,
+    PeerClosed,
+    Blocked(State),
 }
 
-fn turn<Data>(
+fn step<Data>(
     status: UnbufferedStatus<'_, '_, Data>,
-    plain: &mut BytesMut,
+    plaintext: &mut BytesMut,
     outgoing: &mut BytesMut,
-) -> (usize, Result<Turn, rustls::Error>) {
+) -> (usize, Result<Step, rustls::Error>) {
     let UnbufferedStatus {
         mut discard, state, ..
     } = status;
-    let turn = state.and_then(|state| match state {
+    let step = state.and_then(|state| match state {
         ConnectionState::ReadTraffic(mut traffic) => {
             while let Some(record) = traffic.next_record() {
                 let record = record?;
                 discard += record.discard;
-                plain.extend_from_slice(record.payload);
+                plaintext.extend_from_slice(record.payload);
             }
-            Ok(Turn::Again)
+            Ok(Step::Continue)
         }
         ConnectionState::EncodeTlsData(mut data) => {
             let at = outgoing.len();
@@ -258,32 +261,32 @@ fn turn<Data>(
                 data.encode(&mut outgoing[at..])
                     .map_err(|error| rustls::Error::General(error.to_string()))?;
             }
-            Ok(Turn::Again)
+            Ok(Step::Continue)
         }
         ConnectionState::TransmitTlsData(data) => {
             data.done();
-            Ok(Turn::Again)
+            Ok(Step::Continue)
         }
-        ConnectionState::PeerClosed => Ok(Turn::PeerEnded),
-        ConnectionState::Closed => Ok(Turn::Stands(Stand::Closed)),
-        ConnectionState::BlockedHandshake => Ok(Turn::Stands(Stand::Underway)),
-        ConnectionState::WriteTraffic(_) => Ok(Turn::Stands(Stand::Done)),
-        // Early data is not offered and not accepted.
+        ConnectionState::PeerClosed => Ok(Step::PeerClosed),
+        ConnectionState::Closed => Ok(Step::Blocked(State::Closed)),
+        ConnectionState::BlockedHandshake => Ok(Step::Blocked(State::Handshaking)),
+        ConnectionState::WriteTraffic(_) => Ok(Step::Blocked(State::Done)),
+        // Early data is disabled.
         other => Err(rustls::Error::General(format!(
-            "an unexpected state: {other:?}"
+            "unexpected state of the TLS handshake: {other:?}"
         ))),
     });
-    (discard, turn)
+    (discard, step)
 }
 
-fn broken(error: rustls::Error) -> io::Error {
+fn invalid_data(error: rustls::Error) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, error)
 }
 
-/// The peer has left without a word.
-pub fn cut_off() -> io::Error {
+/// The peer closed the connection without close_notify.
+pub fn unexpected_eof() -> io::Error {
     io::Error::new(
         io::ErrorKind::UnexpectedEof,
-        "the connection ended before its TLS session did",
+        "connection closed without TLS close_notify",
     )
 }

@@ -1,26 +1,26 @@
-//! Whether bytes begin the mesh's TLS or the app's own: a look at the ClientHello's ALPN (RFC 8446, section 4.1.2; RFC 7301),
-//! without taking anything. Pure, bounded, total: any bytes give an answer.
+//! Detects mesh TLS by the ALPN extension of the ClientHello (RFC 8446, section 4.1.2; RFC 7301), without consuming bytes. Pure,
+//! bounded and total.
 
 use super::Alpn;
 
-/// What the first bytes of a connection are.
+/// Classification of the first bytes of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hello {
-    /// The beginning of a ClientHello: more bytes will tell.
+    /// A prefix of a ClientHello.
     NeedMore,
-    /// A ClientHello that names one of the mesh's protocols: a peer's proxy.
+    /// A ClientHello with an ALPN protocol of the mesh, from another proxy.
     Mesh,
-    /// Something else, or TLS of the app's own.
+    /// Anything else, including TLS of the application.
     Foreign,
 }
 
 const HANDSHAKE: u8 = 22;
 const CLIENT_HELLO: u8 = 1;
 const ALPN: u16 = 16;
-/// The most that a record holds (RFC 8446, section 5.1).
+/// Maximum length of a record (RFC 8446, section 5.1).
 const MAX_RECORD: usize = 1 << 14;
 
-/// Looks at the first bytes of a connection. A ClientHello that is spread over several records is not the mesh's.
+/// Classifies the first bytes of a connection. A ClientHello in several records is foreign.
 pub fn inspect(bytes: &[u8]) -> Hello {
     let [kind, major, _, high, low, record @ ..] = bytes else {
         let beginning = [HANDSHAKE, 3];
@@ -44,7 +44,7 @@ pub fn inspect(bytes: &[u8]) -> Hello {
     };
     if protocols(record).is_some_and(|list| {
         Reader(list)
-            .strings()
+            .vectors8()
             .any(|name| Alpn::from_name(name).is_some())
     }) {
         return Hello::Mesh;
@@ -52,7 +52,7 @@ pub fn inspect(bytes: &[u8]) -> Hello {
     Hello::Foreign
 }
 
-/// The ALPN extension's list of a whole ClientHello.
+/// Protocol list of the ALPN extension of a ClientHello.
 fn protocols(record: &[u8]) -> Option<&[u8]> {
     let mut hello = Reader(record);
     hello.take(1)?;
@@ -62,20 +62,20 @@ fn protocols(record: &[u8]) -> Option<&[u8]> {
     let mut hello = Reader(hello.take(length)?);
     // Version and random, session ID, cipher suites, compression methods.
     hello.take(2 + 32)?;
-    hello.short()?;
-    hello.long()?;
-    hello.short()?;
-    let mut extensions = Reader(hello.long()?);
+    hello.vector8()?;
+    hello.vector16()?;
+    hello.vector8()?;
+    let mut extensions = Reader(hello.vector16()?);
     while let Some(kind) = extensions.take(2) {
-        let body = extensions.long()?;
+        let body = extensions.vector16()?;
         if u16::from_be_bytes([kind[0], kind[1]]) == ALPN {
-            return Reader(body).long();
+            return Reader(body).vector16();
         }
     }
     None
 }
 
-/// Takes pieces off the front; none where there is less.
+/// Reads from the front of a slice. Methods return `None` at its end.
 struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
@@ -85,20 +85,20 @@ impl<'a> Reader<'a> {
         Some(piece)
     }
 
-    /// With a length of one byte before it.
-    fn short(&mut self) -> Option<&'a [u8]> {
+    /// Reads a vector with a length of one byte.
+    fn vector8(&mut self) -> Option<&'a [u8]> {
         let length = usize::from(self.take(1)?[0]);
         self.take(length)
     }
 
-    /// With a length of two bytes before it.
-    fn long(&mut self) -> Option<&'a [u8]> {
+    /// Reads a vector with a length of two bytes.
+    fn vector16(&mut self) -> Option<&'a [u8]> {
         let length = self.take(2)?;
         self.take(usize::from(u16::from_be_bytes([length[0], length[1]])))
     }
 
-    fn strings(mut self) -> impl Iterator<Item = &'a [u8]> {
-        std::iter::from_fn(move || self.short())
+    fn vectors8(mut self) -> impl Iterator<Item = &'a [u8]> {
+        std::iter::from_fn(move || self.vector8())
     }
 }
 
@@ -113,7 +113,7 @@ mod tests {
 
     use super::*;
 
-    /// A real ClientHello that offers these protocols.
+    /// A ClientHello of rustls that offers these protocols.
     fn hello(protocols: &[&[u8]]) -> Vec<u8> {
         let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
         let builder = ClientConfig::builder_with_provider(provider)
@@ -132,7 +132,7 @@ mod tests {
             .state
             .expect("a hello")
         else {
-            panic!("a client speaks first")
+            panic!("a client sends first")
         };
         let length = data.encode(&mut out).expect("room");
         out.truncate(length);
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn the_meshs_hello_is_known_by_its_alpn_once_it_is_whole() {
+    fn detects_mesh_client_hello_when_complete() {
         let mesh = hello(&[Alpn::Http2.name()]);
         for length in 0..mesh.len() {
             assert_eq!(inspect(&mesh[..length]), Hello::NeedMore, "{length}");
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn tls_of_the_apps_own_is_foreign() {
+    fn classifies_other_alpn_protocols_as_foreign() {
         let lists: [&[&[u8]]; 5] = [
             &[],
             &[b"h2", b"http/1.1"],
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_hello_is_foreign_at_its_first_byte() {
+    fn classifies_other_bytes_as_foreign() {
         for bytes in [
             &b"GET / HTTP/1.1"[..],
             b"PRI",

@@ -1,9 +1,9 @@
-//! Mesh TLS: both sides prove who they are, on the connection's original port. TLS 1.3 only; its ALPN names what is inside,
-//! which counts at the far side where it is HTTP. [`Tls::accept`] and [`Tls::connect`] are all that the paths see.
+//! Mutual TLS between proxies, on the original port of the connection. TLS 1.3 only. The ALPN protocol names the application protocol,
+//! which the server accepts if it is HTTP. [`Tls::accept`] and [`Tls::connect`] are the interface.
 //!
-//! A worker keeps the configurations that belong to the credentials of the moment. New credentials, or new roots, make new
-//! ones, with new tickets: no session outlives the certificates under which it was made. What a resumed session says of the peer
-//! is judged anew. There is no way from a failed handshake to plaintext.
+//! Each worker caches the TLS configurations of the current credentials. New credentials or roots create new configurations with new
+//! ticket keys, so sessions of old credentials are not resumed. The peer of a resumed session is authenticated again. A failed
+//! handshake never falls back to plaintext.
 
 mod handshake;
 mod hello;
@@ -40,14 +40,14 @@ use crate::lifetime::Lifetimes;
 
 pub use handshake::{Handshake, Negotiated};
 pub use hello::{Hello, inspect};
-pub use session::{Kernel, Leftover, Session};
+pub use session::{Buffered, Kernel, Session};
 
-/// How long a handshake may take.
+/// Timeout of a handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Sessions to resume that are kept for one identity and protocol: by endpoint.
-const SESSIONS: usize = 32;
-/// Configurations that are kept; with more, all are made anew.
-const MOST_CONFIGURATIONS: usize = 4096;
+/// Maximum number of stored sessions for one identity and protocol, keyed by endpoint.
+const MAX_SESSIONS: usize = 32;
+/// Maximum number of cached client configurations. At the limit, the cache is cleared.
+const MAX_CLIENT_CONFIGS: usize = 4096;
 
 /// The application protocol of a mesh TLS session, negotiated by ALPN.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -81,31 +81,31 @@ impl Alpn {
     }
 }
 
-/// A worker's side of every session.
+/// TLS configurations of a worker.
 pub struct Tls {
     credentials: CurrentCredentials,
     lifetimes: Lifetimes,
-    keys: RefCell<Option<Rc<Keys>>>,
+    configs: RefCell<Option<Rc<Configs>>>,
 }
 
-/// What belongs to one set of credentials.
-struct Keys {
+/// TLS configurations of one set of credentials.
+struct Configs {
     credentials: Arc<Credentials>,
     server: Arc<ServerConfig>,
     clients: RefCell<HashMap<(Identity, Alpn), Arc<ClientConfig>>>,
 }
 
 impl Tls {
-    /// Proves itself by the newest of these credentials.
+    /// Uses the current value of `credentials` for each connection.
     pub fn new(credentials: CurrentCredentials, lifetimes: Lifetimes) -> Self {
         Self {
             credentials,
             lifetimes,
-            keys: RefCell::new(None),
+            configs: RefCell::new(None),
         }
     }
 
-    /// Makes a connection to an endpoint a session with a workload that proves to be `expected`.
+    /// Runs the client handshake with an endpoint, whose certificate must have the identity `expected`.
     pub async fn connect(
         &self,
         io: Io,
@@ -114,138 +114,138 @@ impl Tls {
         alpn: Alpn,
     ) -> Result<Io, Failure> {
         let own = self
-            .keys()
+            .configs()
             .ok_or(Failure::NoCertificate(address))?
             .credentials
             .not_after;
-        let (mut io, negotiated) = self.begin(io, address, expected, alpn).await?;
+        let (mut io, negotiated) = self.handshake(io, address, expected, alpn).await?;
         let failed = |reason: String| Failure::Handshake { address, reason };
-        let (peer, not_after) = judge(&negotiated).map_err(failed)?;
+        let (peer, not_after) = authenticate(&negotiated).map_err(failed)?;
         if peer != *expected {
-            return Err(failed(format!(
-                "it is {peer}, and discovery named {expected}"
-            )));
+            return Err(failed(format!("peer is {peer}, expected {expected}")));
         }
         self.set_lifetime(&mut io, not_after, own);
-        tracing::trace!(%address, %peer, "a session: {negotiated}");
+        tracing::trace!(%address, %peer, "TLS session: {negotiated}");
         Ok(io)
     }
 
-    async fn begin(
+    async fn handshake(
         &self,
         io: Io,
         address: SocketAddr,
         expected: &Identity,
         alpn: Alpn,
     ) -> Result<(Io, Negotiated), Failure> {
-        let keys = self.keys().ok_or(Failure::NoCertificate(address))?;
+        let configs = self.configs().ok_or(Failure::NoCertificate(address))?;
         let failed = |reason: String| Failure::Handshake { address, reason };
-        let config = keys
+        let config = configs
             .client(expected, alpn)
             .map_err(|error| failed(error.to_string()))?;
-        // Never sent: it tells the endpoint's sessions from others.
+        // Not sent: the key of stored sessions.
         let name = ServerName::IpAddress(address.ip().into());
         let connection = UnbufferedClientConnection::new(config, name)
             .map_err(|error| failed(error.to_string()))?;
-        secure(io, Handshake::client(connection))
+        run_handshake(io, Handshake::client(connection))
             .await
             .map_err(|error| failed(error.to_string()))
     }
 
-    /// Takes up a session that a peer begins: the ClientHello is unread in `io`. Who the peer is, and what is inside.
+    /// Runs the server handshake. The ClientHello is unread in `io`. Returns the identity of the peer and the ALPN protocol.
     pub async fn accept(
         &self,
         mut io: Io,
         peer: SocketAddr,
     ) -> Result<(Io, Identity, Alpn), Failure> {
-        let keys = self.keys().ok_or(Failure::NoCertificate(peer))?;
+        let configs = self.configs().ok_or(Failure::NoCertificate(peer))?;
         let failed = |reason: String| Failure::Handshake {
             address: peer,
             reason,
         };
-        let connection = UnbufferedServerConnection::new(keys.server.clone())
+        let connection = UnbufferedServerConnection::new(configs.server.clone())
             .map_err(|error| failed(error.to_string()))?;
         let handshake = Handshake::server(connection, std::mem::take(io.unread()));
         let (mut io, negotiated) =
-            secure(io, handshake)
+            run_handshake(io, handshake)
                 .await
                 .map_err(|error| match error.kind() {
                     io::ErrorKind::InvalidData | io::ErrorKind::TimedOut => {
                         failed(error.to_string())
                     }
-                    // It may have found another way meanwhile: that says nothing of who it is.
-                    _ => Failure::BadRequest("the client left in the middle of the TLS handshake"),
+                    // Clients may cancel a connection: no authentication failure.
+                    _ => {
+                        Failure::BadRequest("client closed the connection during the TLS handshake")
+                    }
                 })?;
-        let (identity, not_after) = judge(&negotiated).map_err(failed)?;
+        let (identity, not_after) = authenticate(&negotiated).map_err(failed)?;
         let alpn = negotiated
             .alpn
             .as_deref()
             .and_then(Alpn::from_name)
-            .ok_or_else(|| failed("the session has no ALPN protocol of the mesh".to_owned()))?;
-        self.set_lifetime(&mut io, not_after, keys.credentials.not_after);
+            .ok_or_else(|| failed("no ALPN protocol of the mesh".to_owned()))?;
+        self.set_lifetime(&mut io, not_after, configs.credentials.not_after);
         Ok((io, identity, alpn))
     }
 
-    /// Certificates have the time of day; a connection goes by the time that has passed since its handshake.
+    /// Converts the expiry times of both certificates from wall clock to monotonic time.
     fn set_lifetime(&self, io: &mut Io, peer: SystemTime, own: SystemTime) {
         let now = SystemTime::now();
         let left = |end: SystemTime| end.duration_since(now).unwrap_or_default();
         io.set_lifetime(self.lifetimes.draw(Instant::now(), left(peer), left(own)));
     }
 
-    /// The newest; none where there is no valid certificate.
-    fn keys(&self) -> Option<Rc<Keys>> {
+    /// Configurations of the current credentials; `None` without a valid certificate.
+    fn configs(&self) -> Option<Rc<Configs>> {
         let current = self.credentials.borrow().clone()?;
-        let mut keys = self.keys.borrow_mut();
-        if let Some(keys) = keys
+        let mut configs = self.configs.borrow_mut();
+        if let Some(configs) = configs
             .as_ref()
-            .filter(|keys| Arc::ptr_eq(&keys.credentials, &current))
+            .filter(|configs| Arc::ptr_eq(&configs.credentials, &current))
         {
-            return Some(keys.clone());
+            return Some(configs.clone());
         }
-        match Keys::new(current) {
-            Ok(new) => Some(keys.insert(Rc::new(new)).clone()),
+        match Configs::new(current) {
+            Ok(new) => Some(configs.insert(Rc::new(new)).clone()),
             Err(error) => {
-                tracing::error!("the certificate can't be used: {error}");
+                tracing::error!("failed to create the TLS configuration: {error}");
                 None
             }
         }
     }
 }
 
-/// In a box of its own: a handshake is large and soon over, and a connection's task has room, all its life, for whatever it may
-/// wait for.
-fn secure(
+/// Runs a handshake with a timeout. Boxed: its future is large and short-lived, and would otherwise enlarge the task of the connection
+/// for its whole lifetime.
+fn run_handshake(
     io: Io,
     handshake: Handshake,
 ) -> Pin<Box<impl Future<Output = io::Result<(Io, Negotiated)>>>> {
     Box::pin(async {
-        let late = |_| {
-            io::Error::new(
-                io::ErrorKind::TimedOut,
-                format!("no TLS handshake within {HANDSHAKE_TIMEOUT:?}"),
-            )
-        };
         timeout(HANDSHAKE_TIMEOUT, io.secure(handshake))
             .await
-            .unwrap_or_else(|elapsed| Err(late(elapsed)))
+            .unwrap_or_else(|_| {
+                Err(io::Error::new(
+                    io::ErrorKind::TimedOut,
+                    format!("TLS handshake not completed within {HANDSHAKE_TIMEOUT:?}"),
+                ))
+            })
     })
 }
 
-/// Who the peer is, and until when its certificate says so. The handshake has verified a new certificate; of a resumed session this is the verification.
-fn judge(negotiated: &Negotiated) -> Result<(Identity, SystemTime), String> {
+/// Identity of the peer and expiry of its certificate. Full handshakes have verified the certificate; for resumed sessions, this checks
+/// the expiry again.
+fn authenticate(negotiated: &Negotiated) -> Result<(Identity, SystemTime), String> {
     let leaf = negotiated
         .certificate
         .as_ref()
-        .ok_or("it showed no certificate")?;
+        .ok_or("no peer certificate")?;
     let (identity, not_after) = identity_of(leaf).map_err(|error| error.to_string())?;
     if not_after <= SystemTime::now() {
-        return Err("its certificate has expired".to_owned());
+        return Err("peer certificate expired".to_owned());
     }
     Ok((identity, not_after))
 }
 
-impl Keys {
+impl Configs {
     fn new(credentials: Arc<Credentials>) -> Result<Self, rustls::Error> {
         let verifier = ClientVerifier::new(
             credentials.roots.clone(),
@@ -262,7 +262,7 @@ impl Keys {
         server.session_storage = Arc::new(NoServerSessionStorage {});
         server.ticketer = credentials.tickets()?;
         server.send_tls13_tickets = 1;
-        // Records are sealed and opened by `session.rs`.
+        // `session.rs` seals and opens records.
         server.enable_secret_extraction = true;
         Ok(Self {
             server: Arc::new(server),
@@ -288,8 +288,8 @@ impl Keys {
         config.alpn_protocols = vec![alpn.name().to_vec()];
         config.enable_sni = false;
         config.enable_secret_extraction = true;
-        config.resumption = Resumption::in_memory_sessions(SESSIONS);
-        if clients.len() >= MOST_CONFIGURATIONS {
+        config.resumption = Resumption::in_memory_sessions(MAX_SESSIONS);
+        if clients.len() >= MAX_CLIENT_CONFIGS {
             clients.clear();
         }
         let config = Arc::new(config);
@@ -298,7 +298,7 @@ impl Keys {
     }
 }
 
-/// X25519MLKEM768 first, which the library prefers. AES-128 in GCM first: both sides have AES in hardware, or are no slower.
+/// rustls' key exchange groups, X25519MLKEM768 first, and the TLS 1.3 cipher suites, AES-128-GCM first.
 fn provider() -> Arc<CryptoProvider> {
     use aws_lc_rs::cipher_suite::{
         TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256,

@@ -1,8 +1,8 @@
-//! One TLS session over a socket, after its handshake: what is read is opened, what is written is sealed, between buffers that all
-//! connections of a worker share. A session at rest keeps no more than a record that has not fully come, or one that the socket
-//! has not fully taken. Beside data, the peer may send tickets, new keys, and the end (RFC 8446, sections 4.6 and 6).
+//! One TLS session over a socket after its handshake: opens what it reads and seals what it writes, in buffers that all connections
+//! of a worker share. An idle session owns only incomplete records. Besides data, it handles tickets, key updates and alerts
+//! (RFC 8446, sections 4.6 and 6).
 //!
-//! The handshake is rustls' (`handshake.rs`), and so is all that has to do with keys; records are `record.rs`.
+//! rustls does the handshake (`handshake.rs`) and derives keys; `record.rs` protects records.
 
 use std::io;
 use std::pin::Pin;
@@ -16,29 +16,31 @@ use rustls::server::ServerConnectionData;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
-use super::handshake::cut_off;
-use super::record::{Alert, Broken, Kind, MOST_PLAIN, OVERHEAD, Opener, Sealer, split};
+use super::handshake::unexpected_eof;
+use super::record::{
+    Alert, ContentType, MAX_PLAINTEXT, OVERHEAD, Opener, RecordError, Sealer, split_record,
+};
 use crate::scratch::Scratch;
 
-/// The most that one write seals, in plain bytes: eight full records.
-const MOST: usize = 8 * MOST_PLAIN;
-/// What may wait to go out with the next write, at most: the end of a handshake.
-const HELD: usize = 16 * 1024;
-/// What a handshake message may take before it has fully come: a ticket holds the peer's certificates.
-const MOST_MESSAGE: usize = 64 * 1024;
-/// Records without a byte of data that the peer may send in a row: empty ones, tickets, new keys.
+/// Maximum plaintext of one write: eight full records.
+const MAX_WRITE: usize = 8 * MAX_PLAINTEXT;
+/// Maximum size of delayed output: the last messages of a handshake.
+const MAX_DELAYED: usize = 16 * 1024;
+/// Maximum size of a handshake message. Tickets contain the certificates of the peer.
+const MAX_HANDSHAKE_MESSAGE: usize = 64 * 1024;
+/// Maximum number of consecutive records without application data: empty records, tickets, key updates.
 const MAX_RECORDS_WITHOUT_DATA: u8 = 32;
 
-/// What one write takes to the socket, at most.
-const MAX_SEALED: usize = HELD + 10 * OVERHEAD + MOST;
+/// Maximum output of one write.
+const MAX_SEALED: usize = MAX_DELAYED + 10 * OVERHEAD + MAX_WRITE;
 
 const NEW_SESSION_TICKET: u8 = 4;
 const KEY_UPDATE: u8 = 24;
 
 thread_local! {
-    /// Opened bytes on their way to whoever reads.
-    static PLAIN: Scratch = const { Scratch::new() };
-    /// Sealed bytes on their way to the socket.
+    /// Plaintext of one read.
+    static PLAINTEXT: Scratch = const { Scratch::new() };
+    /// Records of one write.
     static SEALED: Scratch = const { Scratch::new() };
 }
 
@@ -47,50 +49,50 @@ pub struct Session {
     kernel: Kernel,
     sealer: Sealer,
     opener: Opener,
-    /// Came from the socket: the beginning of a record.
+    /// Incomplete record from the socket.
     incoming: BytesMut,
-    /// Still to go to the socket.
+    /// Pending output.
     outgoing: BytesMut,
-    /// `outgoing` may wait for the next write.
-    held: bool,
-    /// The beginning of a handshake message.
+    /// Whether `outgoing` may wait for the next write.
+    delay_output: bool,
+    /// Incomplete handshake message.
     message: Vec<u8>,
-    /// The peer wants this side to take a new key before it writes more.
-    update_owed: bool,
-    /// Records since the peer last sent data.
-    without_data: u8,
-    /// The peer has said that it writes no more.
-    peer_ended: bool,
-    /// So has this side.
-    ended: bool,
+    /// Whether the peer has requested a key update.
+    key_update_requested: bool,
+    /// Consecutive records without application data.
+    records_without_data: u8,
+    /// Whether the peer has sent close_notify.
+    peer_closed: bool,
+    /// Whether this side has sent an alert.
+    closed: bool,
 }
 
-/// What rustls still does for a session: it makes new keys, and keeps tickets.
+/// rustls state of a session: derives keys, stores tickets.
 pub enum Kernel {
-    /// On the side that began.
+    /// Client side.
     Client(KernelConnection<ClientConnectionData>),
-    /// On the other side.
+    /// Server side.
     Server(KernelConnection<ServerConnectionData>),
 }
 
-/// What a handshake leaves to its session.
-pub struct Leftover {
-    /// The beginning of a record.
+/// Buffers that a handshake passes to its session.
+pub struct Buffered {
+    /// Incomplete record.
     pub incoming: BytesMut,
-    /// The handshake's last words.
+    /// Last messages of the handshake.
     pub outgoing: BytesMut,
-    /// The peer has said that it writes no more.
-    pub peer_ended: bool,
+    /// Whether the peer has sent close_notify.
+    pub peer_closed: bool,
 }
 
 impl Session {
-    /// None for a suite that is not one of TLS 1.3's.
-    pub fn new(kernel: Kernel, secrets: &ExtractedSecrets, leftover: Leftover) -> Option<Self> {
-        let Leftover {
+    /// A session with the keys of a handshake. `None` for cipher suites other than those of TLS 1.3.
+    pub fn new(kernel: Kernel, secrets: &ExtractedSecrets, buffered: Buffered) -> Option<Self> {
+        let Buffered {
             incoming,
             outgoing,
-            peer_ended,
-        } = leftover;
+            peer_closed,
+        } = buffered;
         Some(Self {
             kernel,
             sealer: Sealer::new(secrets.tx.0, &secrets.tx.1)?,
@@ -101,16 +103,16 @@ impl Session {
                 incoming
             },
             outgoing,
-            held: true,
+            delay_output: true,
             message: Vec::new(),
-            update_owed: false,
-            without_data: 0,
-            peer_ended,
-            ended: false,
+            key_update_requested: false,
+            records_without_data: 0,
+            peer_closed,
+            closed: false,
         })
     }
 
-    /// Reads until there are plain bytes, and gives them to `take`; none are the end. `scratch` is for the sealed ones.
+    /// Reads until there is plaintext and passes it to `take`; an empty slice is the end. `scratch` receives the records.
     pub fn poll_read<T>(
         &mut self,
         cx: &mut Context<'_>,
@@ -118,13 +120,13 @@ impl Session {
         scratch: &mut [u8],
         take: impl FnOnce(&[u8], &mut Context<'_>) -> T,
     ) -> Poll<io::Result<T>> {
-        // What this side has said must not wait while it listens.
+        // The peer may wait for pending output.
         if let Poll::Ready(Err(error)) = self.poll_flush(cx, stream) {
             return Poll::Ready(Err(error));
         }
         let read = |plain: &mut Vec<u8>| {
             loop {
-                if self.peer_ended {
+                if self.peer_closed {
                     return Poll::Ready(Ok(take(&[], cx)));
                 }
                 let before = self.incoming.len();
@@ -133,34 +135,33 @@ impl Session {
                 ready!(Pin::new(&mut *stream).poll_read(cx, &mut buf))?;
                 let read = buf.filled().len();
                 if read == 0 {
-                    return Poll::Ready(Err(cut_off()));
+                    return Poll::Ready(Err(unexpected_eof()));
                 }
                 match self.open(&scratch[..before + read], plain) {
                     Ok(0) => {}
                     Ok(opened) => return Poll::Ready(Ok(take(&plain[..opened], cx))),
                     Err(error) => {
-                        // The peer is told why, if the socket takes it.
+                        // Sends the alert, if the socket accepts it now.
                         let _ = self.poll_flush(cx, stream);
                         return Poll::Ready(Err(error));
                     }
                 }
             }
         };
-        PLAIN.with(|place| place.lend(0, read))
+        PLAINTEXT.with(|buffer| buffer.with_buffer(0, read))
     }
 
-    /// Whether anything came that was not expected of a connection that nobody uses: bytes, an end, an error. Tickets and new
-    /// keys are taken in.
-    pub fn has_spoken(&mut self, stream: &TcpStream, scratch: &mut [u8]) -> bool {
+    /// Whether an idle connection has received data, an end or an error. Handles tickets and key updates.
+    pub fn has_received(&mut self, stream: &TcpStream, scratch: &mut [u8]) -> bool {
         loop {
             let before = self.incoming.len();
             scratch[..before].copy_from_slice(&self.incoming);
             match stream.try_read(&mut scratch[before..]) {
                 Ok(read) if read > 0 => {
-                    let opened = PLAIN.with(|place| {
-                        place.lend(0, |plain| self.open(&scratch[..before + read], plain))
+                    let opened = PLAINTEXT.with(|buffer| {
+                        buffer.with_buffer(0, |plain| self.open(&scratch[..before + read], plain))
                     });
-                    if !matches!(opened, Ok(0)) || self.peer_ended {
+                    if !matches!(opened, Ok(0)) || self.peer_closed {
                         return true;
                     }
                 }
@@ -170,27 +171,27 @@ impl Session {
         }
     }
 
-    /// Seals some of `data` and writes it. What the socket does not take now is kept, and counts as written.
+    /// Seals a prefix of `data` and writes it. Output that the socket does not accept stays pending and counts as written.
     pub fn poll_write(
         &mut self,
         cx: &mut Context<'_>,
         stream: &mut TcpStream,
         data: &[u8],
     ) -> Poll<io::Result<usize>> {
-        if self.ended {
+        if self.closed {
             return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
         }
-        if !self.held || self.outgoing.len() > HELD {
+        if !self.delay_output || self.outgoing.len() > MAX_DELAYED {
             ready!(self.poll_flush(cx, stream))?;
         }
-        let data = &data[..data.len().min(MOST)];
+        let data = &data[..data.len().min(MAX_WRITE)];
         let write = |sealed: &mut Vec<u8>| {
             let mut filled = self.outgoing.len();
             sealed[..filled].copy_from_slice(&self.outgoing);
             self.outgoing = BytesMut::new();
-            self.held = false;
-            for piece in data.chunks(MOST_PLAIN) {
-                filled += self.seal(Kind::Data, piece, &mut sealed[filled..])?;
+            self.delay_output = false;
+            for piece in data.chunks(MAX_PLAINTEXT) {
+                filled += self.seal(ContentType::ApplicationData, piece, &mut sealed[filled..])?;
             }
             let mut rest = &sealed[..filled];
             while !rest.is_empty() {
@@ -205,16 +206,16 @@ impl Session {
             }
             Poll::Ready(Ok(data.len()))
         };
-        SEALED.with(|place| place.lend(MAX_SEALED, write))
+        SEALED.with(|buffer| buffer.with_buffer(MAX_SEALED, write))
     }
 
-    /// Writes what is still to go out.
+    /// Writes pending output.
     pub fn poll_flush(
         &mut self,
         cx: &mut Context<'_>,
         stream: &mut TcpStream,
     ) -> Poll<io::Result<()>> {
-        self.held = false;
+        self.delay_output = false;
         while !self.outgoing.is_empty() {
             let written = ready!(Pin::new(&mut *stream).poll_write(cx, &self.outgoing))?;
             self.outgoing.advance(written);
@@ -225,106 +226,109 @@ impl Session {
         Poll::Ready(Ok(()))
     }
 
-    /// Says that this side writes no more, and half-closes the socket.
+    /// Sends close_notify and half-closes the socket.
     pub fn poll_shutdown(
         &mut self,
         cx: &mut Context<'_>,
         stream: &mut TcpStream,
     ) -> Poll<io::Result<()>> {
-        self.say_last(Alert::CloseNotify);
+        self.send_alert(Alert::CloseNotify);
         ready!(self.poll_flush(cx, stream))?;
         Pin::new(stream).poll_shutdown(cx)
     }
 
-    /// Nothing waits to be written.
+    /// Whether no output is pending.
     pub fn is_flushed(&self) -> bool {
         self.outgoing.is_empty()
     }
 
-    /// Opens all records that have fully come, and keeps the beginning of the next: how many plain bytes there are in `plain` now.
-    /// What the peer says beside data is heeded; where it can't be, an alert says so to the peer.
+    /// Opens all complete records, keeps an incomplete one, and returns the length of the plaintext in `plain`. Handles messages other
+    /// than data; queues an alert if a record is invalid.
     pub fn open(&mut self, mut sealed: &[u8], plain: &mut Vec<u8>) -> io::Result<usize> {
         if plain.len() < sealed.len() {
             plain.resize(sealed.len(), 0);
         }
         let mut filled = 0;
         let result = loop {
-            match split(sealed) {
-                Ok(Some((record, rest))) if !self.peer_ended => {
+            match split_record(sealed) {
+                Ok(Some((record, rest))) if !self.peer_closed => {
                     sealed = rest;
                     match self.open_one(record, &mut plain[filled..]) {
                         Ok(opened) => filled += opened,
-                        Err(broken) => break Err(broken),
+                        Err(error) => break Err(error),
                     }
                 }
                 Ok(_) => break Ok(filled),
-                Err(broken) => break Err(broken),
+                Err(error) => break Err(error),
             }
         };
-        // What follows an end is nothing.
-        self.incoming = if sealed.is_empty() || self.peer_ended {
+        // Bytes after close_notify are ignored.
+        self.incoming = if sealed.is_empty() || self.peer_closed {
             BytesMut::new()
         } else {
             BytesMut::from(sealed)
         };
-        result.map_err(|Broken(alert, reason)| {
-            self.say_last(alert);
+        result.map_err(|RecordError(alert, reason)| {
+            self.send_alert(alert);
             io::Error::new(io::ErrorKind::InvalidData, reason)
         })
     }
 
-    fn open_one(&mut self, record: &[u8], out: &mut [u8]) -> Result<usize, Broken> {
-        let (kind, length) = self.opener.open(record, out)?;
-        // A message of the two ends to each other is in records of its own (section 5.1).
-        if !self.message.is_empty() && kind != Kind::Handshake {
-            return Err(Broken(
+    fn open_one(&mut self, record: &[u8], out: &mut [u8]) -> Result<usize, RecordError> {
+        let (content_type, length) = self.opener.open(record, out)?;
+        // Handshake messages must not be interleaved with other records (section 5.1).
+        if !self.message.is_empty() && content_type != ContentType::Handshake {
+            return Err(RecordError(
                 Alert::UnexpectedMessage,
-                "the peer interrupts its own message",
+                "peer interleaved a handshake message with another record",
             ));
         }
-        self.without_data = if kind == Kind::Data && length > 0 {
+        self.records_without_data = if content_type == ContentType::ApplicationData && length > 0 {
             0
         } else {
-            self.without_data.saturating_add(1)
+            self.records_without_data.saturating_add(1)
         };
-        if self.without_data > MAX_RECORDS_WITHOUT_DATA {
-            return Err(Broken(
+        if self.records_without_data > MAX_RECORDS_WITHOUT_DATA {
+            return Err(RecordError(
                 Alert::UnexpectedMessage,
-                "the peer sends too many records without data",
+                "peer sent too many records without data",
             ));
         }
-        match kind {
-            Kind::Data => Ok(length),
-            Kind::Handshake => {
+        match content_type {
+            ContentType::ApplicationData => Ok(length),
+            ContentType::Handshake => {
                 self.message.extend_from_slice(&out[..length]);
                 self.handle_post_handshake()?;
                 Ok(0)
             }
-            Kind::Alert => match out[..length] {
-                // "user_canceled" comes before an end, and says nothing more (section 6.1).
+            ContentType::Alert => match out[..length] {
+                // user_canceled precedes close_notify (section 6.1).
                 [_, 90] => Ok(0),
                 [_, 0] => {
-                    self.peer_ended = true;
+                    self.peer_closed = true;
                     Ok(0)
                 }
-                [_, _] => Err(Broken(Alert::CloseNotify, "the peer broke the session off")),
-                _ => Err(Broken(Alert::DecodeError, "an alert is not readable")),
+                [_, _] => Err(RecordError(Alert::CloseNotify, "peer sent an alert")),
+                _ => Err(RecordError(Alert::DecodeError, "invalid alert")),
             },
         }
     }
 
-    /// Does what the handshake messages ask for that have fully come (sections 4.6.1 and 4.6.3).
-    fn handle_post_handshake(&mut self) -> Result<(), Broken> {
-        const UNEXPECTED: Broken = Broken(
+    /// Handles complete handshake messages (sections 4.6.1 and 4.6.3).
+    fn handle_post_handshake(&mut self) -> Result<(), RecordError> {
+        const UNEXPECTED: RecordError = RecordError(
             Alert::UnexpectedMessage,
-            "the peer says what has no place after the handshake",
+            "peer sent an unexpected post-handshake message",
         );
         let mut message = std::mem::take(&mut self.message);
         let mut rest = &message[..];
         while let Some((&[kind, high, middle, low], body)) = rest.split_first_chunk::<4>() {
             let length = u32::from_be_bytes([0, high, middle, low]) as usize;
-            if length > MOST_MESSAGE {
-                return Err(Broken(Alert::DecodeError, "a message is too long"));
+            if length > MAX_HANDSHAKE_MESSAGE {
+                return Err(RecordError(
+                    Alert::DecodeError,
+                    "handshake message exceeds the maximum length",
+                ));
             }
             let Some((body, after)) = body.split_at_checked(length) else {
                 break;
@@ -334,26 +338,26 @@ impl Session {
                 (NEW_SESSION_TICKET, Kernel::Client(kernel), ticket) => {
                     kernel
                         .handle_new_session_ticket(ticket)
-                        .map_err(|_| Broken(Alert::DecodeError, "a ticket is not readable"))?;
+                        .map_err(|_| RecordError(Alert::DecodeError, "invalid session ticket"))?;
                 }
-                // Its next record has the next key, so this must have been the record's last word.
-                (KEY_UPDATE, _, [wants @ (0 | 1)]) if rest.is_empty() => {
-                    self.take_peers_next_key(*wants == 1)?
+                // The key changes with the next record, so nothing may follow in this one.
+                (KEY_UPDATE, _, [request @ (0 | 1)]) if rest.is_empty() => {
+                    self.update_receive_key(*request == 1)?
                 }
                 _ => return Err(UNEXPECTED),
             }
         }
         let handled = message.len() - rest.len();
         if handled < message.len() {
-            // Moves nothing but what the last record has brought, or each record would cost as much as all before it.
+            // Moves only bytes of the last record: the cost of a message is linear in its size.
             message.drain(..handled);
             self.message = message;
         }
         Ok(())
     }
 
-    fn take_peers_next_key(&mut self, owed: bool) -> Result<(), Broken> {
-        self.update_owed |= owed;
+    fn update_receive_key(&mut self, request: bool) -> Result<(), RecordError> {
+        self.key_update_requested |= request;
         let next = match &mut self.kernel {
             Kernel::Client(kernel) => kernel.update_rx_secret(),
             Kernel::Server(kernel) => kernel.update_rx_secret(),
@@ -361,17 +365,22 @@ impl Session {
         let opener = next
             .ok()
             .and_then(|(used, secrets)| Opener::new(used, &secrets));
-        self.opener = opener.ok_or(Broken(Alert::InternalError, "there is no next key"))?;
+        self.opener = opener.ok_or(RecordError(Alert::InternalError, "key update failed"))?;
         Ok(())
     }
 
-    /// Seals one record into `out`; before it, where it is time, the message that a new key follows.
-    pub fn seal(&mut self, kind: Kind, plain: &[u8], out: &mut [u8]) -> io::Result<usize> {
+    /// Seals one record into `out`, preceded by a key update if one is due.
+    pub fn seal(
+        &mut self,
+        content_type: ContentType,
+        plain: &[u8],
+        out: &mut [u8],
+    ) -> io::Result<usize> {
         let mut filled = 0;
-        if self.update_owed || self.sealer.is_worn() {
+        if self.key_update_requested || self.sealer.needs_key_update() {
             filled = self
                 .sealer
-                .seal(Kind::Handshake, &[KEY_UPDATE, 0, 0, 1, 0], out)
+                .seal(ContentType::Handshake, &[KEY_UPDATE, 0, 0, 1, 0], out)
                 .map_err(internal)?;
             let next = match &mut self.kernel {
                 Kernel::Client(kernel) => kernel.update_tx_secret(),
@@ -380,61 +389,61 @@ impl Session {
             let sealer = next
                 .ok()
                 .and_then(|(used, secrets)| Sealer::new(used, &secrets));
-            self.sealer = sealer.ok_or_else(|| io::Error::other("there is no next key"))?;
-            self.update_owed = false;
+            self.sealer = sealer.ok_or_else(|| io::Error::other("key update failed"))?;
+            self.key_update_requested = false;
         }
         Ok(filled
             + self
                 .sealer
-                .seal(kind, plain, &mut out[filled..])
+                .seal(content_type, plain, &mut out[filled..])
                 .map_err(internal)?)
     }
 
-    /// The last that this side says; what it says after that is nothing.
-    fn say_last(&mut self, alert: Alert) {
+    /// Queues an alert, after which nothing can be written.
+    fn send_alert(&mut self, alert: Alert) {
         const WARNING: u8 = 1;
         const FATAL: u8 = 2;
-        if self.ended {
+        if self.closed {
             return;
         }
-        self.ended = true;
+        self.closed = true;
         let level = if alert == Alert::CloseNotify {
             WARNING
         } else {
             FATAL
         };
-        let mut last = [0; 128];
-        if let Ok(length) = self.seal(Kind::Alert, &[level, alert as u8], &mut last) {
-            self.outgoing.extend_from_slice(&last[..length]);
+        let mut record = [0; 128];
+        if let Ok(length) = self.seal(ContentType::Alert, &[level, alert as u8], &mut record) {
+            self.outgoing.extend_from_slice(&record[..length]);
         }
     }
 }
 
 #[cfg(test)]
 impl Session {
-    /// The key is worn after so many records more.
-    pub fn wear(&mut self, left: u64) {
-        self.sealer.wear(left);
+    /// Requires a key update after `records` further records.
+    pub fn limit_records(&mut self, records: u64) {
+        self.sealer.limit_records(records);
     }
 
-    /// As if the peer had asked for a new key.
-    pub fn owe_update(&mut self) {
-        self.update_owed = true;
+    /// Simulates a key update request of the peer.
+    pub fn request_key_update(&mut self) {
+        self.key_update_requested = true;
     }
 
-    /// What has come of a handshake message.
+    /// The incomplete handshake message.
     pub fn message(&self) -> &[u8] {
         &self.message
     }
 
-    /// Adds a record to what is to go out, whatever it says.
-    pub fn say(&mut self, kind: Kind, plain: &[u8]) {
+    /// Queues a record with any content.
+    pub fn queue_record(&mut self, content_type: ContentType, plain: &[u8]) {
         let mut records = vec![0; plain.len() + 2 * OVERHEAD + 5];
-        let length = self.seal(kind, plain, &mut records).unwrap();
+        let length = self.seal(content_type, plain, &mut records).unwrap();
         self.outgoing.extend_from_slice(&records[..length]);
     }
 }
 
-fn internal(Broken(_, reason): Broken) -> io::Error {
+fn internal(RecordError(_, reason): RecordError) -> io::Error {
     io::Error::other(reason)
 }

@@ -1,4 +1,4 @@
-//! Sessions whose other end is rustls' own, which knows nothing of `session.rs`: what we seal, it opens, and the other way round.
+//! Sessions of this proxy with a peer that is rustls' own implementation, and with each other.
 
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::{TlsAcceptor, TlsConnector, TlsStream};
 
 use super::handshake::Handshake;
-use super::record::{Kind, MOST_PLAIN};
+use super::record::{ContentType, MAX_PLAINTEXT};
 use super::session::Session;
 use crate::control::testing::soon;
 use crate::identity::testing::{Authority, WEB};
@@ -54,12 +54,12 @@ fn configs() -> Configs {
     }
 }
 
-/// Our end, with its socket.
+/// A session under test with its socket.
 struct Ours {
     session: Session,
     stream: TcpStream,
     scratch: Vec<u8>,
-    /// What came with the handshake's end.
+    /// Application data received with the handshake.
     early: BytesMut,
 }
 
@@ -86,7 +86,6 @@ impl Ours {
             ..
         } = self;
         let mut read = Vec::new();
-        // What is given to `take` is what was read, once.
         soon(poll_fn(|cx| {
             session.poll_read(cx, stream, scratch, |bytes, _| {
                 read.extend_from_slice(bytes)
@@ -118,10 +117,11 @@ impl Ours {
             .unwrap();
     }
 
-    /// Sends these records, whatever they say.
-    async fn say(&mut self, said: &[Said<'_>]) {
-        said.iter()
-            .for_each(|(kind, plain)| self.session.say(*kind, plain));
+    /// Sends records with any content.
+    async fn send_records(&mut self, records: &[Record<'_>]) {
+        records
+            .iter()
+            .for_each(|(kind, plain)| self.session.queue_record(*kind, plain));
         poll_fn(|cx| self.session.poll_flush(cx, &mut self.stream))
             .await
             .unwrap();
@@ -143,7 +143,7 @@ async fn sockets() -> (TcpStream, TcpStream) {
     (near.unwrap(), far.unwrap().0)
 }
 
-/// Our client, rustls' server.
+/// A client under test, with a server of rustls.
 async fn our_client(configs: &Configs) -> (Ours, TlsStream<TcpStream>) {
     let (near, far) = sockets().await;
     let machine =
@@ -152,7 +152,7 @@ async fn our_client(configs: &Configs) -> (Ours, TlsStream<TcpStream>) {
     let (ours, theirs) = tokio::join!(
         async {
             let mut ours = Ours::new(Handshake::client(machine), near).await;
-            // The handshake's last words wait for a write.
+            // The last messages of the handshake wait for a write.
             ours.write(b"!").await;
             ours
         },
@@ -165,7 +165,7 @@ async fn our_client(configs: &Configs) -> (Ours, TlsStream<TcpStream>) {
     (ours, theirs.into())
 }
 
-/// Our server, rustls' client.
+/// A server under test, with a client of rustls.
 async fn our_server(configs: &Configs) -> (Ours, TlsStream<TcpStream>) {
     let (near, far) = sockets().await;
     let machine = rustls::server::UnbufferedServerConnection::new(configs.server.clone()).unwrap();
@@ -177,7 +177,7 @@ async fn our_server(configs: &Configs) -> (Ours, TlsStream<TcpStream>) {
     (ours, theirs.unwrap().into())
 }
 
-/// A client and a server, both ours: rustls would not say all that they can.
+/// A client and a server under test, which can send invalid records.
 async fn ours(configs: &Configs) -> (Ours, Ours) {
     let (near, far) = sockets().await;
     let client =
@@ -195,8 +195,8 @@ async fn ours(configs: &Configs) -> (Ours, Ours) {
     (client, server)
 }
 
-/// A record's kind and content.
-type Said<'a> = (Kind, &'a [u8]);
+/// Content type and content of a record.
+type Record<'a> = (ContentType, &'a [u8]);
 
 fn name() -> ServerName<'static> {
     ServerName::IpAddress(std::net::IpAddr::from([127, 0, 0, 1]).into())
@@ -206,10 +206,10 @@ fn bytes_of(length: usize) -> Vec<u8> {
     (0..length).map(|at| (at % 251) as u8).collect()
 }
 
-/// So much each way, at once.
+/// Exchanges `length` bytes in both directions.
 async fn exchange(ours: &mut Ours, theirs: &mut TlsStream<TcpStream>, length: usize) {
     let sent = bytes_of(length);
-    // A receiver that is slower than the sender: they take turns.
+    // In turns, because the receiver may be slower than the sender.
     for piece in sent.chunks(100_000) {
         let mut received = vec![0; piece.len()];
         let (_, read) = tokio::join!(ours.write(piece), theirs.read_exact(&mut received));
@@ -225,11 +225,11 @@ async fn exchange(ours: &mut Ours, theirs: &mut TlsStream<TcpStream>, length: us
 }
 
 #[tokio::test]
-async fn bytes_pass_both_ways_in_both_roles_and_an_end_is_an_end() {
+async fn exchanges_bytes_and_half_closes_in_both_roles() {
     let configs = configs();
     for (mut ours, mut theirs) in [our_client(&configs).await, our_server(&configs).await] {
         exchange(&mut ours, &mut theirs, 700_000).await;
-        // Half-closed by us: the other direction goes on.
+        // After a half-close, the other direction stays open.
         ours.close().await;
         assert_eq!(theirs.read(&mut [0]).await.unwrap(), 0);
         theirs.write_all(b"an answer after the end").await.unwrap();
@@ -242,27 +242,26 @@ async fn bytes_pass_both_ways_in_both_roles_and_an_end_is_an_end() {
 }
 
 #[tokio::test]
-async fn keys_are_renewed_when_they_are_worn_and_when_the_peer_asks() {
+async fn updates_keys_at_the_limit_and_on_request() {
     let configs = configs();
     for (mut ours, mut theirs) in [our_client(&configs).await, our_server(&configs).await] {
         for _ in 0..3 {
-            // Ours is worn in the middle of a write of several records.
-            ours.session.wear(2);
-            exchange(&mut ours, &mut theirs, 5 * MOST_PLAIN).await;
+            // The limit is in the middle of a write of several records.
+            ours.session.limit_records(2);
+            exchange(&mut ours, &mut theirs, 5 * MAX_PLAINTEXT).await;
             match &mut theirs {
                 TlsStream::Client(stream) => stream.get_mut().1.refresh_traffic_keys().unwrap(),
                 TlsStream::Server(stream) => stream.get_mut().1.refresh_traffic_keys().unwrap(),
             }
             exchange(&mut ours, &mut theirs, 1000).await;
         }
-        // An update that asks for one of ours.
-        ours.session.owe_update();
+        ours.session.request_key_update();
         exchange(&mut ours, &mut theirs, 1000).await;
     }
 }
 
 #[tokio::test]
-async fn a_ticket_resumes_the_session() {
+async fn resumes_session_by_ticket() {
     let configs = configs();
     for kind in ["Full", "Resumed"] {
         let (near, far) = sockets().await;
@@ -277,7 +276,7 @@ async fn a_ticket_resumes_the_session() {
                 .await
                 .unwrap();
             assert!(negotiated.to_string().ends_with(kind), "{negotiated}");
-            // The ticket comes before what follows it.
+            // The ticket precedes application data.
             let mut ours = Ours {
                 session,
                 stream: near,
@@ -296,92 +295,98 @@ async fn a_ticket_resumes_the_session() {
 }
 
 #[tokio::test]
-async fn what_has_no_place_in_a_session_ends_it_and_the_peer_hears_why() {
+async fn rejects_invalid_records_with_an_alert() {
     let configs = configs();
-    // A ticket to a server, an update of no known kind, a message that another record interrupts, two updates in one record, half an
-    // alert, an empty record of a message and of an alert.
-    let cases: [&[Said]; 7] = [
-        &[(Kind::Handshake, &[4, 0, 0, 1, 0])],
-        &[(Kind::Handshake, &[24, 0, 0, 1, 7])],
-        &[(Kind::Handshake, &[24, 0, 0]), (Kind::Data, b"data")],
-        &[(Kind::Handshake, &[24, 0, 0, 1, 0, 24, 0, 0, 1, 0])],
-        &[(Kind::Alert, &[1])],
-        &[(Kind::Handshake, &[24, 0, 0]), (Kind::Handshake, &[])],
-        &[(Kind::Alert, &[])],
+    // A ticket to a server, an invalid key update, an interleaved message, two key updates in one record, a truncated alert, an empty
+    // handshake record and an empty alert.
+    let cases: [&[Record]; 7] = [
+        &[(ContentType::Handshake, &[4, 0, 0, 1, 0])],
+        &[(ContentType::Handshake, &[24, 0, 0, 1, 7])],
+        &[
+            (ContentType::Handshake, &[24, 0, 0]),
+            (ContentType::ApplicationData, b"data"),
+        ],
+        &[(ContentType::Handshake, &[24, 0, 0, 1, 0, 24, 0, 0, 1, 0])],
+        &[(ContentType::Alert, &[1])],
+        &[
+            (ContentType::Handshake, &[24, 0, 0]),
+            (ContentType::Handshake, &[]),
+        ],
+        &[(ContentType::Alert, &[])],
     ];
-    for said in cases {
+    for records in cases {
         let (mut client, mut server) = ours(&configs).await;
-        client.say(said).await;
+        client.send_records(records).await;
         assert_eq!(
             server.read().await.unwrap_err().kind(),
             std::io::ErrorKind::InvalidData,
-            "{said:?}"
+            "{records:?}"
         );
-        let heard = client.read().await.unwrap_err();
-        assert_eq!(
-            heard.to_string(),
-            "the peer broke the session off",
-            "{said:?}"
-        );
+        let received = client.read().await.unwrap_err();
+        assert_eq!(received.to_string(), "peer sent an alert", "{records:?}");
     }
 }
 
 #[tokio::test]
 async fn too_many_records_without_data_end_the_session() {
     let configs = configs();
-    let empty: Said = (Kind::Data, &[]);
-    let canceled: Said = (Kind::Alert, &[1, 90]);
-    for said in [empty, canceled] {
+    let empty: Record = (ContentType::ApplicationData, &[]);
+    let canceled: Record = (ContentType::Alert, &[1, 90]);
+    for records in [empty, canceled] {
         let (mut client, mut server) = ours(&configs).await;
-        // Data carries a session on.
+        // Data resets the count.
         for _ in 0..3 {
-            client.say(&[said; 32]).await;
+            client.send_records(&[records; 32]).await;
             client.write(b"data").await;
             assert_eq!(server.read_exactly(4).await, b"data");
         }
-        client.say(&[said; 33]).await;
+        client.send_records(&[records; 33]).await;
         assert_eq!(
             server.read().await.unwrap_err().to_string(),
-            "the peer sends too many records without data",
-            "{said:?}"
+            "peer sent too many records without data",
+            "{records:?}"
         );
     }
-    // Each brings a record with a new key, and an empty one after it.
+    // Each adds a key update and an empty record.
     let (mut client, mut server) = ours(&configs).await;
     for _ in 0..17 {
-        client.session.owe_update();
-        client.say(&[empty]).await;
+        client.session.request_key_update();
+        client.send_records(&[empty]).await;
     }
     assert_eq!(
         server.read().await.unwrap_err().to_string(),
-        "the peer sends too many records without data"
+        "peer sent too many records without data"
     );
-    // A message in tiny pieces.
+    // A fragmented message.
     let (mut client, mut server) = ours(&configs).await;
-    let begun: Said = (Kind::Handshake, &[4, 0, 1, 0]);
-    client.say(&[begun]).await;
-    client.say(&[(Kind::Handshake, &[0][..]); 32]).await;
+    let begun: Record = (ContentType::Handshake, &[4, 0, 1, 0]);
+    client.send_records(&[begun]).await;
+    client
+        .send_records(&[(ContentType::Handshake, &[0][..]); 32])
+        .await;
     assert_eq!(
         server.read().await.unwrap_err().to_string(),
-        "the peer sends too many records without data"
+        "peer sent too many records without data"
     );
 }
 
 #[tokio::test]
-async fn the_beginning_of_a_message_is_not_copied_again_with_each_record() {
+async fn does_not_copy_an_incomplete_message_with_each_record() {
     let configs = configs();
     let (mut client, mut server) = ours(&configs).await;
     let first = [&[4, 0, 0xff, 0xff][..], &[0; 16_000]].concat();
     let mut places = Vec::new();
-    // The second record makes the buffer grow, so that there is room for those that follow.
+    // The second record grows the buffer to hold the following ones.
     for piece in [&first[..], &[0], &[0], &[0], &[0]] {
-        client.say(&[(Kind::Handshake, piece)]).await;
+        client
+            .send_records(&[(ContentType::Handshake, piece)])
+            .await;
         while server.session.message().len() < first.len() + places.len() {
             server.stream.readable().await.unwrap();
             assert!(
                 !server
                     .session
-                    .has_spoken(&server.stream, &mut server.scratch)
+                    .has_received(&server.stream, &mut server.scratch)
             );
         }
         places.push(server.session.message().as_ptr());
@@ -393,7 +398,7 @@ async fn the_beginning_of_a_message_is_not_copied_again_with_each_record() {
 }
 
 #[tokio::test]
-async fn a_read_inside_of_a_read_has_a_buffer_of_its_own() {
+async fn nested_reads_use_separate_buffers() {
     let configs = configs();
     let ((mut outer, mut outer_peer), (mut inner, mut inner_peer)) =
         (our_client(&configs).await, our_server(&configs).await);
@@ -427,7 +432,7 @@ async fn a_read_inside_of_a_read_has_a_buffer_of_its_own() {
 }
 
 #[tokio::test]
-async fn a_connection_that_is_cut_off_is_an_error_and_no_end() {
+async fn reports_missing_close_notify_as_an_error() {
     let configs = configs();
     let (mut ours, theirs) = our_client(&configs).await;
     let TlsStream::Server(theirs) = theirs else {
