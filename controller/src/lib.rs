@@ -16,7 +16,6 @@ pub mod file;
 pub mod grpc;
 pub mod hub;
 pub mod index;
-pub mod listen;
 pub mod metrics;
 pub mod proxies;
 pub mod serving;
@@ -26,14 +25,14 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use diy_mesh_runtime::{Readiness, listen};
 use futures::future::BoxFuture;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-use admin::Admin;
 use authenticate::{Authenticator, Jwks, TokenReviews, Verifier};
-use authority::Kept;
+use authority::AuthorityHandle;
 use authority::reports::ConnectedProxies;
 pub use config::Config;
 pub use diy_mesh_issuer as issuer;
@@ -75,9 +74,6 @@ pub enum Error {
     /// The gRPC server gave up.
     #[error("the gRPC server ended: {0}")]
     Grpc(#[from] tonic::transport::Error),
-    /// The admin server gave up.
-    #[error("the admin server ended: {0}")]
-    Admin(#[source] io::Error),
 }
 
 /// Runs the controller until `shutdown`, then a few seconds more at most.
@@ -91,7 +87,7 @@ pub struct Controller {
     verifier: Verifier,
     hub: Hub,
     proxies: Proxies,
-    authority: Kept,
+    authority: AuthorityHandle,
     keeping: BoxFuture<'static, ()>,
     names: Names,
     trust_domain: Arc<str>,
@@ -176,7 +172,7 @@ impl Controller {
     }
 
     /// Who signs, once there is somebody, and whom callers shall trust.
-    pub fn authority(&self) -> &Kept {
+    pub fn authority(&self) -> &AuthorityHandle {
         &self.authority
     }
 
@@ -187,20 +183,21 @@ impl Controller {
 
     /// Serves until `shutdown`, then a few seconds more at most.
     pub async fn run(self, shutdown: impl Future<Output = ()>) -> Result<(), Error> {
-        let (hub, metrics, stopping) = (
-            self.hub,
-            Arc::new(Metrics::default()),
-            CancellationToken::new(),
-        );
+        let (hub, stopping, readiness) = (self.hub, CancellationToken::new(), Readiness::default());
+        let (counted, authority) = (hub.clone(), self.authority.clone());
+        let metrics = Arc::new(Metrics::new(move |encoder| {
+            metrics::encode_counts(&counted, encoder)?;
+            authority::status::encode_metrics(&authority.status(), encoder)
+        }));
+        admin::add_conditions(&readiness, hub.clone(), self.authority.clone());
         let authenticator = Arc::new(Authenticator::new(self.verifier, metrics.clone()));
-        let routes = admin::routes(Admin {
-            hub: hub.clone(),
-            authority: self.authority.clone(),
-            proxies: self.proxies.clone(),
-            trust_domain: self.trust_domain.clone(),
-            metrics: metrics.clone(),
-            stopping: stopping.clone(),
-        });
+        let admin = admin::server(
+            readiness.clone(),
+            metrics.clone(),
+            self.authority.clone(),
+            self.proxies.clone(),
+            self.trust_domain.clone(),
+        );
         let trust_domain = self.trust_domain.clone();
         let grpc = async {
             let authority = tokio::select! {
@@ -236,11 +233,6 @@ impl Controller {
             }
         };
         let follow = hub.follow(changes);
-        let admin = async {
-            axum::serve(self.admin.socket, routes)
-                .await
-                .map_err(Error::Admin)
-        };
         let synced = async {
             hub.synced().await;
             tracing::info!("the catalog is synced");
@@ -248,12 +240,13 @@ impl Controller {
         let signal = async {
             shutdown.await;
             tracing::info!("shutting down");
+            readiness.drain();
             stopping.cancel();
         };
         tracing::info!(grpc = %self.grpc.address, admin = %self.admin.address, "the controller listens");
         tokio::select! {
             result = grpc => result,
-            result = admin => result,
+            () = admin.serve(self.admin.socket) => Ok(()),
             // The rest goes on until the servers end.
             _ = async { tokio::join!(provider, follow, synced, self.keeping, signal) } => Ok(()),
         }

@@ -1,209 +1,170 @@
-//! A few counters, and their text for Prometheus. Nothing here decides anything.
+//! The metrics of the controller.
 
-use std::fmt::Write;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::fmt;
 
-use crate::hub::Counts;
+use diy_mesh_runtime::metrics::{encode_gauges, on_scrape, register_family, render};
+use prometheus_client::encoding::DescriptorEncoder;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
 
-/// A number that goes up, or up and down.
-#[derive(Debug, Default)]
-pub struct Number(AtomicU64);
+use crate::hub::{Counts, Hub};
 
-impl Number {
-    /// Adds.
-    pub fn add(&self, count: u64) {
-        self.0.fetch_add(count, Ordering::Relaxed);
-    }
-
-    /// One more until the guard is dropped.
-    pub fn hold(&self) -> Held<'_> {
-        self.add(1);
-        Held(self)
-    }
-
-    fn get(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
-    }
-}
-
-/// Takes one off a [`Number`] when it is dropped.
-pub struct Held<'a>(&'a Number);
-
-impl Drop for Held<'_> {
-    fn drop(&mut self) {
-        self.0.0.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-/// What the controller counts.
-#[derive(Debug, Default)]
+/// Counters and gauges that the RPCs update.
+#[derive(Debug)]
 pub struct Metrics {
-    /// Calls with a good token.
-    pub calls_accepted: Number,
-    /// Calls without one.
-    pub calls_refused: Number,
-    /// Calls whose token nobody could check.
-    pub calls_unchecked: Number,
-    /// Discover streams that are open.
-    pub discover_streams: Number,
-    /// WatchServices streams that are open.
-    pub watch_streams: Number,
+    registry: Registry,
+    /// RPCs with a valid token.
+    pub calls_accepted: Counter,
+    /// RPCs without a valid token.
+    pub calls_refused: Counter,
+    /// RPCs whose token could not be verified.
+    pub calls_unchecked: Counter,
+    /// Open Discover streams.
+    pub discover_streams: Gauge,
+    /// Open WatchServices streams.
+    pub watch_streams: Gauge,
     /// Snapshots sent.
-    pub snapshots: Number,
+    pub snapshots: Counter,
     /// Deltas sent.
-    pub deltas: Number,
-    /// "Unchanged" sent.
-    pub unchanged: Number,
-    /// "Unknown" sent.
-    pub unknown: Number,
-    /// Trust roots sent.
-    pub roots: Number,
-    /// Certificates signed for pods.
-    pub certificates_issued: Number,
-    /// Calls for a certificate that got none.
-    pub certificates_refused: Number,
+    pub deltas: Counter,
+    /// `Unchanged` messages sent.
+    pub unchanged: Counter,
+    /// `Unknown` messages sent.
+    pub unknown: Counter,
+    /// Sets of trust roots sent.
+    pub roots: Counter,
+    /// Workload certificates issued.
+    pub certificates_issued: Counter,
+    /// Certificate requests rejected.
+    pub certificates_refused: Counter,
 }
 
 impl Metrics {
-    /// The text that Prometheus reads.
-    pub fn text(&self, counts: &Counts) -> String {
-        let mut text = String::new();
-        let calls = [
-            ("accepted", &self.calls_accepted),
-            ("refused", &self.calls_refused),
-            ("unchecked", &self.calls_unchecked),
-        ];
-        family(
-            &mut text,
-            "calls_total",
-            "counter",
-            "RPCs by what became of their token.",
+    /// Registers all metrics. `state` encodes gauges that are computed for each scrape.
+    pub fn new(
+        state: impl Fn(&mut DescriptorEncoder<'_>) -> fmt::Result + Send + Sync + 'static,
+    ) -> Metrics {
+        let mut registry = Registry::with_prefix("diy_mesh_controller");
+        let r = &mut registry;
+        let [calls_accepted, calls_refused, calls_unchecked] = register_family(
+            r,
+            "calls",
+            "RPCs by the result of their authentication",
+            "result",
+            ["accepted", "refused", "unchecked"],
         );
-        for (result, number) in calls {
-            sample(&mut text, "calls_total", "result", result, number.get());
+        let [discover_streams, watch_streams] = register_family(
+            r,
+            "streams",
+            "Open streams",
+            "rpc",
+            ["Discover", "WatchServices"],
+        );
+        let [snapshots, deltas, unchanged, unknown, roots] = register_family(
+            r,
+            "updates",
+            "Messages sent on Discover streams",
+            "kind",
+            ["snapshot", "delta", "unchanged", "unknown", "roots"],
+        );
+        let [certificates_issued, certificates_refused] = register_family(
+            r,
+            "certificates",
+            "Certificate requests by result",
+            "result",
+            ["issued", "refused"],
+        );
+        on_scrape(r, state);
+        Metrics {
+            registry,
+            calls_accepted,
+            calls_refused,
+            calls_unchecked,
+            discover_streams,
+            watch_streams,
+            snapshots,
+            deltas,
+            unchanged,
+            unknown,
+            roots,
+            certificates_issued,
+            certificates_refused,
         }
-        family(&mut text, "streams", "gauge", "Streams that are open.");
-        for (rpc, number) in [
-            ("Discover", &self.discover_streams),
-            ("WatchServices", &self.watch_streams),
-        ] {
-            sample(&mut text, "streams", "rpc", rpc, number.get());
-        }
-        let updates = [
-            ("snapshot", &self.snapshots),
-            ("delta", &self.deltas),
-            ("unchanged", &self.unchanged),
-            ("unknown", &self.unknown),
-            ("roots", &self.roots),
-        ];
-        family(
-            &mut text,
-            "updates_total",
-            "counter",
-            "Discovery answers sent.",
-        );
-        for (kind, number) in updates {
-            sample(&mut text, "updates_total", "kind", kind, number.get());
-        }
-        let certificates = [
-            ("issued", &self.certificates_issued),
-            ("refused", &self.certificates_refused),
-        ];
-        family(
-            &mut text,
-            "certificates_total",
-            "counter",
-            "Calls for a certificate by what became of them.",
-        );
-        for (result, number) in certificates {
-            sample(
-                &mut text,
-                "certificates_total",
-                "result",
-                result,
-                number.get(),
-            );
-        }
-        family(
-            &mut text,
-            "catalog_objects",
-            "gauge",
-            "Objects in the catalog.",
-        );
-        for (kind, count) in &counts.objects {
-            sample(
-                &mut text,
-                "catalog_objects",
-                "kind",
-                kind.name(),
-                *count as u64,
-            );
-        }
-        family(
-            &mut text,
-            "subscriptions",
-            "gauge",
-            "Destinations that are subscribed to, and subscriptions to them.",
-        );
-        sample(
-            &mut text,
-            "subscriptions",
-            "of",
-            "destinations",
-            counts.destinations as u64,
-        );
-        sample(
-            &mut text,
-            "subscriptions",
-            "of",
-            "subscribers",
-            counts.subscriptions as u64,
-        );
-        text
+    }
+
+    /// All metrics in the OpenMetrics text format.
+    pub fn render(&self) -> String {
+        render(&self.registry)
     }
 }
 
-/// The lines that say what a number is.
-pub(crate) fn family(text: &mut String, name: &str, sort: &str, help: &str) {
-    let written = write!(
-        text,
-        "# HELP diy_mesh_controller_{name} {help}\n# TYPE diy_mesh_controller_{name} {sort}\n"
-    );
-    debug_assert!(written.is_ok(), "writing to a String cannot fail");
-}
-
-/// One number of a family.
-pub(crate) fn sample(text: &mut String, name: &str, label: &str, value: &str, number: u64) {
-    let written = writeln!(
-        text,
-        "diy_mesh_controller_{name}{{{label}=\"{value}\"}} {number}"
-    );
-    debug_assert!(written.is_ok(), "writing to a String cannot fail");
+/// Encodes the sizes of the catalog and of its subscriptions.
+pub fn encode_counts(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+    let Counts {
+        objects,
+        destinations,
+        subscriptions,
+    } = hub.counts();
+    let objects = objects
+        .into_iter()
+        .map(|(kind, count)| (kind.name(), count as i64));
+    let name = "catalog_objects";
+    encode_gauges(encoder, name, "Objects in the catalog", "kind", objects)?;
+    encode_gauges(
+        encoder,
+        "subscriptions",
+        "Subscribed destinations, and subscriptions to them",
+        "of",
+        [
+            ("destinations", destinations as i64),
+            ("subscribers", subscriptions as i64),
+        ],
+    )
 }
 
 #[cfg(test)]
 mod tests {
+    use diy_mesh_runtime::metrics::Active;
+
     use super::*;
-    use crate::index::object::Kind;
+    use crate::index::object::{Change, Key, Object, Pod};
 
     #[test]
-    fn the_text_has_every_number_under_its_label() {
-        let metrics = Metrics::default();
-        metrics.deltas.add(3);
-        let held = metrics.discover_streams.hold();
-        let text = metrics.text(&Counts {
-            objects: vec![(Kind::Pod, 7)],
-            destinations: 2,
-            subscriptions: 5,
-        });
-        assert!(text.contains("diy_mesh_controller_updates_total{kind=\"delta\"} 3\n"));
-        assert!(text.contains("diy_mesh_controller_streams{rpc=\"Discover\"} 1\n"));
-        assert!(text.contains("diy_mesh_controller_catalog_objects{kind=\"Pod\"} 7\n"));
-        assert!(text.contains("diy_mesh_controller_subscriptions{of=\"subscribers\"} 5\n"));
-        drop(held);
+    fn renders_each_series_with_its_label() {
+        let hub = Hub::default();
+        hub.apply([Change::Apply(Object::Pod(Pod {
+            key: Key::new("shop", "web"),
+            uid: "".into(),
+            addresses: vec!["10.0.0.1".parse().unwrap()],
+            terminating: false,
+            ready: true,
+            created: 0,
+            zone: "".into(),
+            identity: None,
+            bypassed: Vec::new(),
+            opaque_ports: Box::default(),
+        }))]);
+        let mut one = hub.watch_destinations();
+        one.subscribe("10.0.0.1:80".parse().unwrap());
+        let metrics = Metrics::new(move |encoder| encode_counts(&hub, encoder));
+        metrics.deltas.inc_by(3);
+        let active = Active::new(&metrics.discover_streams);
+        let text = metrics.render();
+        for line in [
+            "# TYPE diy_mesh_controller_updates counter",
+            "diy_mesh_controller_updates_total{kind=\"delta\"} 3",
+            "# TYPE diy_mesh_controller_streams gauge",
+            "diy_mesh_controller_streams{rpc=\"Discover\"} 1",
+            "diy_mesh_controller_catalog_objects{kind=\"Pod\"} 1",
+            "diy_mesh_controller_subscriptions{of=\"subscribers\"} 1",
+        ] {
+            assert!(text.lines().any(|other| other == line), "{line}: {text}");
+        }
+        drop(active);
         assert!(
             metrics
-                .text(&Counts::default())
+                .render()
                 .contains("diy_mesh_controller_streams{rpc=\"Discover\"} 0\n")
         );
     }

@@ -12,13 +12,14 @@ use std::time::{Duration, SystemTime};
 use std::{fmt, io};
 
 use diy_mesh_proto::Identity;
-use futures::{Stream, StreamExt};
+use diy_mesh_runtime::listen::Acceptor;
+use futures::Stream;
 use rustls::ServerConfig;
 use rustls::crypto::aws_lc_rs;
 use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::TcpStream;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
@@ -29,15 +30,15 @@ use crate::authority::Authority;
 use crate::issuer::{Issuer, SignError};
 
 /// How many connections there may be: a proxy has one or two.
-const MOST_CONNECTIONS: usize = 50_000;
+const MAX_CONNECTIONS: usize = 50_000;
 /// How many of them may be in their handshake.
-const MOST_HANDSHAKES: usize = 1024;
+const MAX_HANDSHAKES: usize = 1024;
 /// How long a handshake may take.
-const PATIENCE: Duration = Duration::from_secs(10);
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// After a certificate could not be made.
-const RETRY: Duration = Duration::from_secs(5);
+const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 /// The clock is looked at so often: it may jump, a timer does not.
-const LOOK_AGAIN: Duration = Duration::from_secs(60);
+const CLOCK_CHECK_INTERVAL: Duration = Duration::from_secs(60);
 
 /// The names of the controller, for its certificate.
 #[derive(Clone, Debug)]
@@ -107,12 +108,12 @@ impl Serving {
                 Ok(next) => next
                     .duration_since(SystemTime::now())
                     .unwrap_or_default()
-                    .min(LOOK_AGAIN),
+                    .min(CLOCK_CHECK_INTERVAL),
                 Err(error) => {
                     tracing::error!(
                         "the controller's own certificate cannot be renewed, the former one is shown: {error}"
                     );
-                    RETRY
+                    RETRY_INTERVAL
                 }
             };
             tokio::select! {
@@ -195,64 +196,59 @@ fn make(authority: &Authority, names: &Names, life: Duration) -> Result<Shown, S
     })
 }
 
-/// The connections whose handshake is done, in the order in which that was.
+/// The connections with a completed handshake.
 pub fn handshakes(
     tls: Arc<ServerConfig>,
-    connections: impl Stream<Item = TcpStream> + Send + 'static,
-) -> impl Stream<Item = io::Result<Secured>> {
+    listener: TcpListener,
+) -> impl Stream<Item = io::Result<TlsConnection>> {
     let (done, secured) = mpsc::channel(16);
-    tokio::spawn(accept(TlsAcceptor::from(tls), connections, done));
+    tokio::spawn(accept(
+        TlsAcceptor::from(tls),
+        Acceptor::new(listener),
+        done,
+    ));
     ReceiverStream::new(secured)
 }
 
 async fn accept(
     tls: TlsAcceptor,
-    connections: impl Stream<Item = TcpStream>,
-    done: mpsc::Sender<io::Result<Secured>>,
+    mut acceptor: Acceptor,
+    done: mpsc::Sender<io::Result<TlsConnection>>,
 ) {
-    let (all, shaking) = (
-        Arc::new(Semaphore::new(MOST_CONNECTIONS)),
-        Arc::new(Semaphore::new(MOST_HANDSHAKES)),
-    );
-    let mut connections = std::pin::pin!(connections);
+    let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let handshakes = Arc::new(Semaphore::new(MAX_HANDSHAKES));
     loop {
-        let turn = shaking
-            .clone()
-            .acquire_owned()
-            .await
-            .expect("the semaphore is never closed");
-        let connection = tokio::select! {
+        let (connection, handshake) = tokio::select! {
             () = done.closed() => return,
-            connection = connections.next() => connection,
+            accepted = acceptor.accept_limited(&handshakes) => accepted,
         };
-        let Some(connection) = connection else { return };
-        // Better to be told at once, and to go to another replica, than to wait here.
-        let Ok(place) = all.clone().try_acquire_owned() else {
+        // A closed connection makes the proxy try another replica; one that waits does not.
+        let Ok(slot) = connections.clone().try_acquire_owned() else {
             tracing::warn!(
-                "there are {MOST_CONNECTIONS} connections, which is the most; another one was closed"
+                "connection closed: the limit of {MAX_CONNECTIONS} connections is reached"
             );
             continue;
         };
         let (tls, done) = (tls.clone(), done.clone());
         tokio::spawn(async move {
-            let _turn = turn;
-            if let Some(secured) = shake(tls, connection, place).await {
-                // Nobody takes it once the server stops.
-                let _ = done.send(Ok(secured)).await;
+            let _handshake = handshake;
+            if let Some(connection) = handshake_with_timeout(tls, connection, slot).await {
+                // Fails only while the server shuts down.
+                let _ = done.send(Ok(connection)).await;
             }
         });
     }
 }
 
-async fn shake(
+async fn handshake_with_timeout(
     tls: TlsAcceptor,
     connection: TcpStream,
     place: OwnedSemaphorePermit,
-) -> Option<Secured> {
+) -> Option<TlsConnection> {
     let peer = connection.peer_addr().ok();
-    match tokio::time::timeout(PATIENCE, tls.accept(connection)).await {
+    match tokio::time::timeout(HANDSHAKE_TIMEOUT, tls.accept(connection)).await {
         Ok(Ok(stream)) => {
-            return Some(Secured {
+            return Some(TlsConnection {
                 stream,
                 _place: place,
             });
@@ -263,19 +259,19 @@ async fn shake(
         Err(_) => tracing::debug!(
             ?peer,
             "a TLS handshake took longer than {} s",
-            PATIENCE.as_secs()
+            HANDSHAKE_TIMEOUT.as_secs()
         ),
     }
     None
 }
 
 /// A connection over TLS, which counts until it is dropped.
-pub struct Secured {
+pub struct TlsConnection {
     stream: TlsStream<TcpStream>,
     _place: OwnedSemaphorePermit,
 }
 
-impl Connected for Secured {
+impl Connected for TlsConnection {
     type ConnectInfo = TcpConnectInfo;
 
     fn connect_info(&self) -> TcpConnectInfo {
@@ -283,7 +279,7 @@ impl Connected for Secured {
     }
 }
 
-impl AsyncRead for Secured {
+impl AsyncRead for TlsConnection {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -293,7 +289,7 @@ impl AsyncRead for Secured {
     }
 }
 
-impl AsyncWrite for Secured {
+impl AsyncWrite for TlsConnection {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,

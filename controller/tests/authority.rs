@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use diy_mesh_controller::authority::reports::Connected;
 use diy_mesh_controller::authority::rotation::Phase;
 use diy_mesh_controller::authority::{
-    self, Authority, Kept, Options, Provider, Roots, self_signed,
+    self, Authority, AuthorityHandle, Options, Provider, Roots, self_signed,
 };
 use diy_mesh_controller::hub::Hub;
 use diy_mesh_controller::index::object::{Change, Key, Kind, Object, Pod};
@@ -29,7 +29,7 @@ struct Proxy {
 }
 
 struct Replica {
-    kept: Kept,
+    kept: AuthorityHandle,
     hub: Hub,
     proxies: Arc<Mutex<Vec<(String, Proxy)>>>,
     task: JoinHandle<()>,
@@ -171,7 +171,7 @@ fn connected(name: &str, proxy: &Proxy) -> Connected {
     }
 }
 
-async fn follow(kept: Kept, proxies: Arc<Mutex<Vec<(String, Proxy)>>>) {
+async fn follow(kept: AuthorityHandle, proxies: Arc<Mutex<Vec<(String, Proxy)>>>) {
     let Some(authority) = kept.authority().await else {
         return;
     };
@@ -389,7 +389,7 @@ async fn a_broken_ca_is_refused_and_used_once_it_is_repaired() {
     .await;
     assert!(
         one.kept
-            .missing()
+            .unavailable()
             .is_some_and(|reason| reason.contains("tls.key is missing"))
     );
     assert!(!folder.join("tls.key").exists(), "it is never replaced");
@@ -398,14 +398,14 @@ async fn a_broken_ca_is_refused_and_used_once_it_is_repaired() {
         one.roots().await.pem,
         Roots::from_pem(&certificate).unwrap().pem
     );
-    assert_eq!(one.kept.missing(), None);
+    assert_eq!(one.kept.unavailable(), None);
 
     // Once one is in use, a broken one changes nothing.
     let roots = one.roots().await;
     write(&folder, "tls.crt", "broken");
     one.until("a refusal", |status| status.problem.is_some())
         .await;
-    assert_eq!((one.roots().await, one.kept.missing()), (roots, None));
+    assert_eq!((one.roots().await, one.kept.unavailable()), (roots, None));
     write(&folder, "tls.crt", &certificate);
     one.until("it is well", |status| status.problem.is_none())
         .await;

@@ -12,7 +12,9 @@ use std::time::{Duration, Instant};
 
 use diy_mesh_controller::authority::reports::Connected;
 use diy_mesh_controller::authority::rotation::Phase;
-use diy_mesh_controller::authority::{self, Kept, Options, Provider, Roots, self_signed};
+use diy_mesh_controller::authority::{
+    self, AuthorityHandle, Options, Provider, Roots, self_signed,
+};
 use diy_mesh_controller::hub::Hub;
 use diy_mesh_controller::index::object::{Change, Key, Kind, Object, Pod};
 use futures::FutureExt;
@@ -153,7 +155,7 @@ async fn scenario(cluster: &Cluster) {
             .is_some_and(|problem| problem.contains("tls.key cannot be used"))
     };
     cluster.until("it is refused", refused).await;
-    assert_eq!((one.roots().await, one.kept.missing()), (after, None));
+    assert_eq!((one.roots().await, one.kept.unavailable()), (after, None));
 
     // An operator's own, replaced whole.
     let (certificate, key) = self_signed(
@@ -179,7 +181,7 @@ async fn scenario(cluster: &Cluster) {
 }
 
 struct Replica {
-    kept: Kept,
+    kept: AuthorityHandle,
     hub: Hub,
     task: JoinHandle<()>,
 }
@@ -199,11 +201,16 @@ impl Replica {
             },
         };
         // One proxy, that always has what its replica says.
-        let follows: Arc<std::sync::Mutex<Option<Kept>>> = Arc::default();
+        let follows: Arc<std::sync::Mutex<Option<AuthorityHandle>>> = Arc::default();
         let connected = {
             let follows = follows.clone();
-            Arc::new(
-                move || match follows.lock().unwrap().as_ref().and_then(Kept::trust) {
+            Arc::new(move || {
+                match follows
+                    .lock()
+                    .unwrap()
+                    .as_ref()
+                    .and_then(AuthorityHandle::trust)
+                {
                     None => vec![],
                     Some(trust) => vec![Connected {
                         pod: Some(("shop".into(), "web".into(), "web".into())),
@@ -211,8 +218,8 @@ impl Replica {
                         roots_version: trust.roots.version.clone(),
                         issuer: trust.issuer.id().to_owned(),
                     }],
-                },
-            )
+                }
+            })
         };
         let (kept, keeping) = authority::keep(options, &hub, connected);
         *follows.lock().unwrap() = Some(kept.clone());

@@ -14,6 +14,7 @@ use std::pin::pin;
 use std::time::{Duration, SystemTime};
 
 use backon::{BackoffBuilder, ExponentialBuilder};
+use diy_mesh_runtime::error_chain;
 use futures::StreamExt;
 use k8s_openapi::ByteString;
 use k8s_openapi::api::admissionregistration::v1::MutatingWebhookConfiguration;
@@ -286,20 +287,6 @@ fn log_watch_error(name: &str, error: Option<watcher::Error>) {
     if let Some(error) = error {
         tracing::warn!(error = error_chain(&error), name, "watch interrupted");
     }
-}
-
-/// An error and its sources, separated by colons.
-fn error_chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(error) = source {
-        let message = error.to_string();
-        if !text.contains(&message) {
-            text = format!("{text}: {message}");
-        }
-        source = error.source();
-    }
-    text
 }
 
 #[cfg(test)]

@@ -1,11 +1,10 @@
-//! The injector: a mutating webhook. A Pod comes in, a JSON patch goes out that adds proxy-init and proxy.
+//! The injector: a mutating admission webhook that adds proxy-init and the proxy to pods.
 //!
-//! A request's way: `server` accepts it, `tls` decrypts, `webhook` bounds and reads it, `review` understands it,
-//! `patch` decides, with `annotations` for what the pod asks, `containers` for what it gains and `probes` for what the kubelet
-//! may ask it. Beside that way,
-//! `kubernetes` or `ephemeral` keep the serving certificate (`certificate`), `publish` hands it to TLS, and `health` tells probes.
+//! The path of a review: `server` (HTTPS), `webhook` (limits), `review` (AdmissionReview), `patch` (Pod to JSON patch), which uses
+//! `annotations`, `containers` and `probes`. `kubernetes` or `ephemeral` provide the serving certificate (`certificate`); `publish`
+//! hands it to `tls` and to `health`.
 //!
-//! It stores nothing but its own certificates, and is not on the path of any traffic.
+//! The injector stores only its own certificates and is not on the path of any traffic.
 
 pub mod annotations;
 pub mod certificate;
@@ -28,7 +27,9 @@ pub mod webhook;
 use std::future::Future;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
+use std::time::SystemTime;
 
+use diy_mesh_runtime::{Admin, Readiness, listen};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::time::sleep;
@@ -39,23 +40,23 @@ use crate::health::Health;
 use crate::metrics::Metrics;
 use crate::publish::Publisher;
 
-/// Why the injector cannot run.
+/// A failure of the injector.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// An address cannot be bound.
+    /// An address that cannot be bound.
     #[error("cannot listen on {0}: {1}")]
     Bind(SocketAddr, std::io::Error),
-    /// There are no certificates to serve.
+    /// A failure to provide certificates.
     #[error(transparent)]
     Publish(#[from] publish::Error),
 }
 
-/// Runs an injector until `shutdown` is there, then lets the requests at hand end.
+/// Runs an injector until `shutdown` completes, then waits for open requests to complete.
 pub async fn run(config: Config, shutdown: impl Future<Output = ()>) -> Result<(), Error> {
     Injector::bind(config).await?.run(shutdown).await
 }
 
-/// An injector whose ports are open, and which serves once it [runs](Self::run).
+/// An injector with bound ports. It serves in [`run`](Self::run).
 #[derive(Debug)]
 pub struct Injector {
     config: Config,
@@ -66,46 +67,46 @@ pub struct Injector {
 }
 
 impl Injector {
-    /// Opens the ports.
+    /// Binds the ports.
     pub async fn bind(config: Config) -> Result<Self, Error> {
-        let listen = async |address| {
-            server::bind(address)
+        let bind = async |address| {
+            listen::bind(address)
                 .await
                 .map_err(|error| Error::Bind(address, error))
         };
-        let webhook = listen(config.listen).await?;
-        let admin = listen(config.admin_listen).await?;
+        let webhook = bind(config.listen).await?;
+        let admin = bind(config.admin_listen).await?;
         let metrics = Arc::new(Metrics::default());
         Ok(Self {
             config,
             webhook,
             admin,
-            health: Arc::new(Health::new(metrics.clone())),
+            health: Arc::default(),
             metrics,
         })
     }
 
-    /// Where the webhook listens.
+    /// The address of the webhook.
     pub fn address(&self) -> SocketAddr {
         self.webhook
             .local_addr()
             .expect("a bound socket has an address")
     }
 
-    /// Where the admin server listens.
+    /// The address of the admin server.
     pub fn admin_address(&self) -> SocketAddr {
         self.admin
             .local_addr()
             .expect("a bound socket has an address")
     }
 
-    /// A future that ends once reviews can be answered.
+    /// A future that completes when the injector is ready.
     pub fn ready(&self) -> impl Future<Output = ()> + Send + use<> {
         let health = self.health.clone();
         async move { health.wait().await }
     }
 
-    /// Serves until `shutdown` is there, then lets the requests at hand end.
+    /// Serves until `shutdown` completes, then waits for open requests to complete.
     pub async fn run(self, shutdown: impl Future<Output = ()>) -> Result<(), Error> {
         tracing::info!(webhook = %self.address(), admin = %self.admin_address(), "listening");
         let Self {
@@ -118,18 +119,22 @@ impl Injector {
         let publisher = Publisher::new(health.clone(), metrics.clone());
         let (stop, stopping) = watch::channel(false);
 
-        let answer = {
+        let readiness = Readiness::default();
+        readiness.check("certificates", {
             let health = health.clone();
-            move |request| std::future::ready(health.answer(&request))
+            move || health.unmet(SystemTime::now())
+        });
+        let admin = {
+            let metrics = metrics.clone();
+            Admin::new(readiness.clone(), move || metrics.render()).serve(admin)
         };
-        let admin = server::serve(admin, None, answer, stopping.clone());
         let handler = webhook::handler(Arc::new(webhook::Webhook::new(
             config.settings.clone(),
             metrics,
         )));
         let webhook = server::serve(
             webhook,
-            Some(tls::acceptor(publisher.subscribe())),
+            tls::acceptor(publisher.subscribe()),
             handler,
             stopping.clone(),
         );
@@ -137,13 +142,15 @@ impl Injector {
         let signal = async {
             shutdown.await;
             tracing::info!(delay = ?config.shutdown_delay, "stopping");
-            health.stopping();
+            readiness.drain();
             sleep(config.shutdown_delay).await;
             let _ = stop.send(true);
         };
-        // Certificates that cannot be kept end the program: the error drops all else.
-        let ((), (), (), ()) = tokio::try_join!(ok(admin), ok(webhook), certificates, ok(signal))?;
-        Ok(())
+        let served = async { tokio::try_join!(ok(webhook), certificates, ok(signal)).map(|_| ()) };
+        tokio::select! {
+            result = served => result,
+            () = admin => Ok(()),
+        }
     }
 }
 

@@ -1,13 +1,10 @@
-//! Starts the injector: logging, configuration, runtime, signals, exit code. Decides nothing.
+//! The start of the injector: logs, configuration, runtime, signals, exit code.
 
-use std::io::{self, IsTerminal as _};
 use std::process::ExitCode;
 
 use diy_mesh_injector::{Config, Flags, run};
-use tokio::signal::unix::{SignalKind, signal};
+use diy_mesh_runtime::{init_logging, shutdown_signal};
 use tracing_subscriber::filter::Targets;
-use tracing_subscriber::fmt;
-use tracing_subscriber::prelude::*;
 
 fn main() -> ExitCode {
     let flags = Flags::parse_process();
@@ -21,13 +18,7 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    let lines = fmt::layer()
-        .with_writer(io::stderr)
-        .with_ansi(io::stderr().is_terminal());
-    tracing_subscriber::registry()
-        .with(filter)
-        .with(lines)
-        .init();
+    init_logging(filter);
     let config = match Config::from_flags(flags) {
         Ok(config) => config,
         Err(problems) => {
@@ -44,12 +35,6 @@ fn main() -> ExitCode {
 
 #[tokio::main(flavor = "current_thread")]
 async fn serve(config: Config) -> anyhow::Result<()> {
-    let (mut terminate, mut interrupt) = (
-        signal(SignalKind::terminate())?,
-        signal(SignalKind::interrupt())?,
-    );
-    let shutdown = async {
-        tokio::select! { _ = terminate.recv() => {}, _ = interrupt.recv() => {} }
-    };
+    let shutdown = shutdown_signal()?;
     Ok(run(config, shutdown).await?)
 }

@@ -1,148 +1,117 @@
-//! What the injector counts, in Prometheus' text form. A fixed number of series, whatever comes in.
+//! The metrics of the injector.
 
-use std::fmt::Write;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, SystemTime};
+
+use diy_mesh_runtime::metrics::{register, register_family, render};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::Registry;
 
 use crate::review::Outcome;
 
-/// Upper bounds of the duration histogram, in microseconds.
-const BOUNDS: [u64; 8] = [100, 250, 500, 1_000, 5_000, 25_000, 250_000, 4_000_000];
+/// Upper bounds of the duration histogram, in seconds.
+const DURATION_BUCKETS: [f64; 8] = [0.0001, 0.00025, 0.0005, 0.001, 0.005, 0.025, 0.25, 4.0];
 
-/// The counters of one injector.
-#[derive(Debug, Default)]
+/// The metrics of one injector. The number of series is fixed.
+#[derive(Debug)]
 pub struct Metrics {
-    injected: AtomicU64,
-    denied: AtomicU64,
-    left_alone: AtomicU64,
-    errors: AtomicU64,
-    buckets: [AtomicU64; BOUNDS.len()],
-    durations: AtomicU64,
-    microseconds: AtomicU64,
-    repairs: AtomicU64,
-    serving_ends: AtomicU64,
-    ca_ends: AtomicU64,
+    registry: Registry,
+    injected: Counter,
+    denied: Counter,
+    left_alone: Counter,
+    errors: Counter,
+    duration: Histogram,
+    repairs: Counter,
+    serving_not_after: Gauge,
+    ca_not_after: Gauge,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        let mut registry = Registry::with_prefix("diy_mesh_injector");
+        let r = &mut registry;
+        let [injected, denied, left_alone, errors] = register_family(
+            r,
+            "reviews",
+            "Admission reviews by outcome",
+            "outcome",
+            ["injected", "denied", "left_alone", "error"],
+        );
+        let duration = Histogram::new(DURATION_BUCKETS);
+        r.register(
+            "review_duration_seconds",
+            "Time to read and answer a review",
+            duration.clone(),
+        );
+        let repairs = register(
+            r,
+            "ca_bundle_repairs",
+            "Corrections of the caBundle in the webhook configuration",
+        );
+        let serving_not_after = register(
+            r,
+            "serving_certificate_end_seconds",
+            "Expiry of the serving certificate, in seconds since 1970",
+        );
+        let ca_not_after = register(
+            r,
+            "ca_certificate_end_seconds",
+            "Expiry of the CA of the serving certificate, in seconds since 1970",
+        );
+        Self {
+            registry,
+            injected,
+            denied,
+            left_alone,
+            errors,
+            duration,
+            repairs,
+            serving_not_after,
+            ca_not_after,
+        }
+    }
 }
 
 impl Metrics {
-    /// A review was answered.
+    /// Counts an answered review.
     pub fn outcome(&self, outcome: Outcome) {
         let counter = match outcome {
             Outcome::Injected => &self.injected,
             Outcome::Denied => &self.denied,
             Outcome::LeftAlone => &self.left_alone,
         };
-        counter.fetch_add(1, Relaxed);
+        counter.inc();
     }
 
-    /// A review could not be answered.
+    /// Counts a review without an answer.
     pub fn error(&self) {
-        self.errors.fetch_add(1, Relaxed);
+        self.errors.inc();
     }
 
-    /// A review, answered or not, took this long.
+    /// Records the duration of a review, answered or not.
     pub fn duration(&self, duration: Duration) {
-        let microseconds = u64::try_from(duration.as_micros()).unwrap_or(u64::MAX);
-        if let Some(bucket) = BOUNDS.iter().position(|bound| microseconds <= *bound) {
-            self.buckets[bucket].fetch_add(1, Relaxed);
-        }
-        self.durations.fetch_add(1, Relaxed);
-        self.microseconds.fetch_add(microseconds, Relaxed);
+        self.duration.observe(duration.as_secs_f64());
     }
 
-    /// The caBundle was put right.
+    /// Counts a correction of the caBundle.
     pub fn repair(&self) {
-        self.repairs.fetch_add(1, Relaxed);
+        self.repairs.inc();
     }
 
-    /// These certificates are in use.
-    pub fn certificates(&self, serving_ends: SystemTime, ca_ends: SystemTime) {
+    /// Records the expiry of the certificates in use.
+    pub fn certificates(&self, serving_not_after: SystemTime, ca_not_after: SystemTime) {
         let seconds = |time: SystemTime| {
-            time.duration_since(SystemTime::UNIX_EPOCH)
-                .unwrap_or_default()
-                .as_secs()
+            let since_epoch = time.duration_since(SystemTime::UNIX_EPOCH);
+            i64::try_from(since_epoch.unwrap_or_default().as_secs()).unwrap_or(i64::MAX)
         };
-        self.serving_ends.store(seconds(serving_ends), Relaxed);
-        self.ca_ends.store(seconds(ca_ends), Relaxed);
+        self.serving_not_after.set(seconds(serving_not_after));
+        self.ca_not_after.set(seconds(ca_not_after));
     }
 
-    /// All of it as text.
-    pub fn text(&self) -> String {
-        let mut text = String::new();
-        let mut family = |name: &str, kind: &str, help: &str, samples: &[(String, String)]| {
-            let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");
-            for (suffix, value) in samples {
-                let _ = writeln!(text, "{name}{suffix} {value}");
-            }
-        };
-        let plain = |value: &AtomicU64| vec![(String::new(), value.load(Relaxed).to_string())];
-        let outcome = |name: &str, value: &AtomicU64| {
-            (
-                format!("{{outcome=\"{name}\"}}"),
-                value.load(Relaxed).to_string(),
-            )
-        };
-        let outcomes = [
-            outcome("injected", &self.injected),
-            outcome("denied", &self.denied),
-            outcome("left_alone", &self.left_alone),
-            outcome("error", &self.errors),
-        ];
-        family(
-            "diy_mesh_injector_reviews_total",
-            "counter",
-            "Admission reviews by how they ended.",
-            &outcomes,
-        );
-        family(
-            "diy_mesh_injector_review_duration_seconds",
-            "histogram",
-            "Time to read and answer a review.",
-            &self.histogram(),
-        );
-        let help = "Times that the caBundle of the webhook configuration was put right.";
-        family(
-            "diy_mesh_injector_ca_bundle_repairs_total",
-            "counter",
-            help,
-            &plain(&self.repairs),
-        );
-        let help = "When the serving certificate ends, in seconds since 1970.";
-        family(
-            "diy_mesh_injector_serving_certificate_end_seconds",
-            "gauge",
-            help,
-            &plain(&self.serving_ends),
-        );
-        let help = "When the CA of the serving certificate ends, in seconds since 1970.";
-        family(
-            "diy_mesh_injector_ca_certificate_end_seconds",
-            "gauge",
-            help,
-            &plain(&self.ca_ends),
-        );
-        text
-    }
-
-    fn histogram(&self) -> Vec<(String, String)> {
-        let seconds = |microseconds: u64| Duration::from_micros(microseconds).as_secs_f64();
-        let mut sum = 0;
-        let mut samples = Vec::with_capacity(BOUNDS.len() + 3);
-        for (bound, bucket) in BOUNDS.iter().zip(&self.buckets) {
-            sum += bucket.load(Relaxed);
-            samples.push((
-                format!("_bucket{{le=\"{}\"}}", seconds(*bound)),
-                sum.to_string(),
-            ));
-        }
-        let count = self.durations.load(Relaxed);
-        samples.push(("_bucket{le=\"+Inf\"}".into(), count.to_string()));
-        samples.push((
-            "_sum".into(),
-            seconds(self.microseconds.load(Relaxed)).to_string(),
-        ));
-        samples.push(("_count".into(), count.to_string()));
-        samples
+    /// All metrics in the OpenMetrics text format.
+    pub fn render(&self) -> String {
+        render(&self.registry)
     }
 }
 
@@ -151,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn counts_come_out_as_text() {
+    fn renders_counts_and_durations() {
         let metrics = Metrics::default();
         metrics.outcome(Outcome::Injected);
         metrics.outcome(Outcome::Injected);
@@ -159,18 +128,20 @@ mod tests {
         metrics.error();
         metrics.duration(Duration::from_micros(200));
         metrics.duration(Duration::from_secs(60));
-        let text = metrics.text();
+        let text = metrics.render();
         for line in [
+            "# TYPE diy_mesh_injector_reviews counter",
             "diy_mesh_injector_reviews_total{outcome=\"injected\"} 2",
             "diy_mesh_injector_reviews_total{outcome=\"denied\"} 1",
             "diy_mesh_injector_reviews_total{outcome=\"left_alone\"} 0",
             "diy_mesh_injector_reviews_total{outcome=\"error\"} 1",
             "diy_mesh_injector_review_duration_seconds_bucket{le=\"0.0001\"} 0",
             "diy_mesh_injector_review_duration_seconds_bucket{le=\"0.00025\"} 1",
-            "diy_mesh_injector_review_duration_seconds_bucket{le=\"4\"} 1",
+            "diy_mesh_injector_review_duration_seconds_bucket{le=\"4.0\"} 1",
             "diy_mesh_injector_review_duration_seconds_bucket{le=\"+Inf\"} 2",
             "diy_mesh_injector_review_duration_seconds_sum 60.0002",
             "diy_mesh_injector_review_duration_seconds_count 2",
+            "diy_mesh_injector_ca_bundle_repairs_total 0",
         ] {
             assert!(
                 text.lines().any(|other| other == line),

@@ -161,7 +161,7 @@ impl Authenticator {
             Err(AuthError::Unreachable(_)) => &self.metrics.calls_unchecked,
             Err(_) => &self.metrics.calls_refused,
         };
-        counter.add(1);
+        counter.inc();
     }
 
     async fn check(&self, token: &str) -> Result<Caller, AuthError> {

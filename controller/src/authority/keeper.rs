@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use aws_lc_rs::digest::{SHA256, digest};
+use diy_mesh_runtime::{Backoff, error_chain};
 use futures::StreamExt;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
@@ -22,7 +23,6 @@ use super::reports::{
 };
 use super::rotation::{Phase, Progress, Request, Rules, Step};
 use super::status::{self, StatusSender};
-use super::store::kubernetes::with_causes;
 use super::store::{Store, Stored, Written};
 use super::{Authority, Roots, Trust};
 use crate::hub::Hub;
@@ -37,8 +37,8 @@ const REFILL_AFTER: Duration = Duration::from_secs(5);
 /// How often the store may have changed between reading and writing before that counts as an error.
 const ATTEMPTS: usize = 10;
 /// How often the store is asked again after an error, at first and at last.
-const SHORTEST_PAUSE: Duration = Duration::from_millis(250);
-const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(250);
+const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The state that is in force.
 struct InForce {
@@ -91,7 +91,7 @@ impl<S: Store> Keeper<S> {
             beat: seconds_since_1970(),
             ..State::default()
         };
-        let (mut pause, mut again) = (SHORTEST_PAUSE, 0);
+        let (mut backoff, mut again) = (Backoff::new(MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL), 0);
         loop {
             let done = match self.round(&mut state).await {
                 Ok(Round::Again) if again >= ATTEMPTS => Err(format!(
@@ -106,15 +106,15 @@ impl<S: Store> Keeper<S> {
                     continue;
                 }
                 Ok(Round::Done) => {
-                    (pause, again) = (SHORTEST_PAUSE, 0);
+                    backoff.reset();
+                    again = 0;
                     self.status.no_problem();
                     state.next_beat
                 }
                 Err(problem) => {
                     self.status.problem(problem);
                     again = 0;
-                    pause = (pause * 2).min(LONGEST_PAUSE);
-                    Some(Instant::now() + pause)
+                    Some(Instant::now() + backoff.next_delay())
                 }
             };
             tokio::select! {
@@ -129,7 +129,7 @@ impl<S: Store> Keeper<S> {
             .store
             .read()
             .await
-            .map_err(|error| with_causes(&error))?;
+            .map_err(|error| error_chain(&error))?;
         let Some(stored) = stored else {
             return self.fill(state).await;
         };
@@ -315,12 +315,12 @@ impl<S: Store> Keeper<S> {
         self.store
             .report(&self.name, Some(&text))
             .await
-            .map_err(|error| with_causes(&error))?;
+            .map_err(|error| error_chain(&error))?;
         let others = self
             .store
             .reports()
             .await
-            .map_err(|error| with_causes(&error))?;
+            .map_err(|error| error_chain(&error))?;
         let mut reports: BTreeMap<String, Report> = others
             .into_iter()
             .filter_map(|(name, text)| Some((name, serde_json::from_str(&text).ok()?)))
@@ -332,7 +332,7 @@ impl<S: Store> Keeper<S> {
             self.store
                 .report(&name, None)
                 .await
-                .map_err(|error| with_causes(&error))?;
+                .map_err(|error| error_chain(&error))?;
         }
         let evidence = Evidence {
             state: in_force.state.clone(),
@@ -422,7 +422,7 @@ impl<S: Store> Keeper<S> {
             .store
             .write(&material.write(), before)
             .await
-            .map_err(|error| with_causes(&error))?
+            .map_err(|error| error_chain(&error))?
         {
             Written::Done => {}
             Written::Raced => tracing::info!(

@@ -153,12 +153,12 @@ pub enum Provider {
 
 /// What others see of the authority while it is kept.
 #[derive(Clone)]
-pub struct Kept {
+pub struct AuthorityHandle {
     first: watch::Receiver<Option<Authority>>,
     status: watch::Receiver<Status>,
 }
 
-impl Kept {
+impl AuthorityHandle {
     /// The authority, once there is a CA that can be used.
     pub async fn authority(&self) -> Option<Authority> {
         let mut first = self.first.clone();
@@ -183,7 +183,7 @@ impl Kept {
     }
 
     /// Why nothing can be signed, where that is so.
-    pub fn missing(&self) -> Option<String> {
+    pub fn unavailable(&self) -> Option<String> {
         let waits = || "the CA was not read yet".to_owned();
         self.first
             .borrow()
@@ -197,7 +197,7 @@ pub fn keep(
     options: Options,
     hub: &Hub,
     proxies: ConnectedProxies,
-) -> (Kept, BoxFuture<'static, ()>) {
+) -> (AuthorityHandle, BoxFuture<'static, ()>) {
     match options.provider.clone() {
         Provider::Kubernetes { client, namespace } => {
             let settle = SLOWEST_KUBELET.min(options.certificate_life / 10);
@@ -222,7 +222,7 @@ fn keep_in<P: Future<Output = ()> + Send>(
     hub: &Hub,
     proxies: ConnectedProxies,
     publish: impl FnOnce(Task) -> P + Send + 'static,
-) -> (Kept, BoxFuture<'static, ()>) {
+) -> (AuthorityHandle, BoxFuture<'static, ()>) {
     let Options {
         trust_domain,
         certificate_life: leaf_life,
@@ -235,7 +235,7 @@ fn keep_in<P: Future<Output = ()> + Send>(
     );
     let name = replica_name();
     let status = StatusSender::new(&store.place(), &name);
-    let kept = Kept {
+    let kept = AuthorityHandle {
         first: first.subscribe(),
         status: status.sender.subscribe(),
     };

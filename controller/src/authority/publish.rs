@@ -9,6 +9,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use diy_mesh_runtime::{Backoff, error_chain};
 use futures::stream::FuturesUnordered;
 use futures::{StreamExt, stream};
 use k8s_openapi::api::core::v1::ConfigMap;
@@ -21,7 +22,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
 
 use super::store::files::replace;
-use super::store::kubernetes::{MANAGER, with_causes};
+use super::store::kubernetes::MANAGER;
 use super::strangers::{knows_none_of, warning};
 use super::{Roots, Trust};
 
@@ -39,8 +40,8 @@ const FILE_INTERVAL: Duration = Duration::from_secs(1);
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How many namespaces are written at the same moment.
 const AT_ONCE: usize = 16;
-const SHORTEST_PAUSE: Duration = Duration::from_millis(250);
-const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(250);
+const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(30);
 
 /// Where the roots of a version stand, and where not yet.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -204,7 +205,7 @@ async fn apply(
     .await
     {
         Ok(Ok(_)) => Ok(roots.pem.clone()),
-        Ok(Err(error)) => Err(with_causes(&error)),
+        Ok(Err(error)) => Err(error_chain(&error)),
         Err(_) => Err("the Kubernetes API does not answer".to_owned()),
     };
     (namespace, result)
@@ -236,7 +237,7 @@ struct Held {
 
 struct Failure {
     reason: String,
-    pause: Duration,
+    backoff: Backoff,
     again: Instant,
 }
 
@@ -256,7 +257,7 @@ impl Places {
             }
             Err(error) => tracing::warn!(
                 "the watch of ConfigMaps {CONFIG_MAP} was interrupted: {}",
-                with_causes(&error)
+                error_chain(&error)
             ),
         }
     }
@@ -278,7 +279,7 @@ impl Places {
                 self.listed = true;
                 tracing::warn!(
                     "ConfigMaps {CONFIG_MAP} cannot be listed: {}",
-                    with_causes(&error)
+                    error_chain(&error)
                 );
             }
             Err(_) => tracing::warn!(
@@ -386,20 +387,13 @@ impl Places {
                 );
             }
             Err(reason) => {
-                let pause = self
-                    .failed
-                    .get(&namespace)
-                    .map_or(SHORTEST_PAUSE, |failure| {
-                        (failure.pause * 2).min(LONGEST_PAUSE)
-                    });
-                self.failed.insert(
-                    namespace,
-                    Failure {
-                        reason,
-                        pause,
-                        again: now + pause,
-                    },
-                );
+                let failure = self.failed.entry(namespace).or_insert_with(|| Failure {
+                    reason: String::new(),
+                    backoff: Backoff::new(MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL),
+                    again: now,
+                });
+                failure.reason = reason;
+                failure.again = now + failure.backoff.next_delay();
             }
         }
     }
@@ -453,12 +447,15 @@ mod tests {
         assert!(places.due("A", &wanted, now, 16).is_empty());
         let (waiting, next) = places.waiting("A", &wanted);
         assert_eq!(waiting, [("bad".to_owned(), "no".to_owned())].into());
-        assert_eq!(next, Some(now + SHORTEST_PAUSE));
-        assert_eq!(places.due("A", &wanted, now + SHORTEST_PAUSE, 16), ["bad"]);
+        assert_eq!(next, Some(now + MIN_RETRY_INTERVAL));
+        assert_eq!(
+            places.due("A", &wanted, now + MIN_RETRY_INTERVAL, 16),
+            ["bad"]
+        );
         places.wrote("bad".into(), Err("no".into()), now);
         assert_eq!(
             places.waiting("A", &wanted).1,
-            Some(now + SHORTEST_PAUSE * 2),
+            Some(now + MIN_RETRY_INTERVAL * 2),
             "the second pause is longer"
         );
         assert_eq!(

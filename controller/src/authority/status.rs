@@ -2,10 +2,13 @@
 //! Nothing here decides anything, and no key is in it.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::time::{Duration, SystemTime};
 
 use diy_mesh_proto::Identity;
 use diy_mesh_proto::status::{self as proto, Authority, Pod, Proxy, Report, Rotation, Status};
+use diy_mesh_runtime::metrics::encode_gauges;
+use prometheus_client::encoding::DescriptorEncoder;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
@@ -13,7 +16,6 @@ use super::Trust;
 use super::material::{Ca, Material};
 use super::rotation::{Phase, seconds};
 use crate::issuer::{BACKDATED, Certificate};
-use crate::metrics::{family, sample};
 use crate::proxies::ConnectedProxy;
 
 /// How many lines a list of whom a phase waits for has at most.
@@ -73,8 +75,8 @@ fn unknown(place: &str, name: &str) -> Status {
     }
 }
 
-/// The answer of GET /identity: this, and the proxies that are connected to this replica.
-pub fn answer(
+/// The response of `GET /identity`: the status with the proxies that are connected to this replica.
+pub fn report(
     status: Status,
     trust_domain: &str,
     trust: Option<&Trust>,
@@ -91,76 +93,52 @@ pub fn answer(
     }
 }
 
-/// The text that Prometheus reads.
-pub fn metrics(status: &Status, text: &mut String) {
-    family(
-        text,
-        "certificate_seconds_left",
-        "gauge",
-        "Seconds until the issuer, or the first trust root, ends.",
-    );
+/// Encodes the metrics of the authority.
+pub fn encode_metrics(status: &Status, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     let now = seconds(SystemTime::now());
-    let left = |authority: &Authority| authority.not_after.saturating_sub(now);
+    let left = |authority: &Authority| authority.not_after.saturating_sub(now) as i64;
     let root = status
         .roots
         .iter()
         .filter(|root| root.role == "current")
         .map(left)
         .min();
-    for (of, left) in [("issuer", status.issuer.as_ref().map(left)), ("root", root)] {
-        if let Some(left) = left {
-            sample(text, "certificate_seconds_left", "of", of, left);
-        }
-    }
-    family(
-        text,
-        "rotation_phase",
-        "gauge",
-        "1 for the phase that the rotation of the CA is in.",
-    );
-    for phase in Phase::ALL {
-        sample(
-            text,
-            "rotation_phase",
-            "phase",
-            phase.name(),
-            u64::from(phase.name() == status.rotation.phase),
-        );
-    }
-    family(
-        text,
-        "proxies_waited_for",
-        "gauge",
-        "Connected proxies, on all replicas, that do not yet have what they should.",
-    );
-    let sum = |count: fn(&Report) -> u64| status.replicas.values().map(count).sum();
-    sample(
-        text,
-        "proxies_waited_for",
-        "what",
-        "roots",
-        sum(|report| report.not_acknowledged.count),
-    );
-    sample(
-        text,
-        "proxies_waited_for",
-        "what",
-        "certificate",
-        sum(|report| report.not_renewed.count),
-    );
-    family(
-        text,
-        "authority_problems",
-        "gauge",
-        "1 while the CA cannot be read, or not be used.",
-    );
-    sample(
-        text,
-        "authority_problems",
+    let issuer = status.issuer.as_ref().map(left);
+    let certificates = [("issuer", issuer), ("root", root)];
+    encode_gauges(
+        encoder,
+        "certificate_seconds_left",
+        "Seconds until the issuer, or the first trust root, expires",
         "of",
-        "store",
-        u64::from(status.problem.is_some()),
-    );
+        certificates
+            .into_iter()
+            .filter_map(|(of, left)| left.map(|left| (of, left))),
+    )?;
+    encode_gauges(
+        encoder,
+        "rotation_phase",
+        "1 for the phase of the CA rotation",
+        "phase",
+        Phase::ALL.map(|phase| (phase.name(), (phase.name() == status.rotation.phase).into())),
+    )?;
+    let sum = |count: fn(&Report) -> u64| status.replicas.values().map(count).sum::<u64>() as i64;
+    encode_gauges(
+        encoder,
+        "proxies_waited_for",
+        "Connected proxies, on all replicas, with outdated roots or certificates",
+        "what",
+        [
+            ("roots", sum(|report| report.not_acknowledged.count)),
+            ("certificate", sum(|report| report.not_renewed.count)),
+        ],
+    )?;
+    encode_gauges(
+        encoder,
+        "authority_problems",
+        "1 while the CA cannot be read or used",
+        "of",
+        [("store", status.problem.is_some().into())],
+    )
 }
 
 fn describe(proxy: &ConnectedProxy, trust_domain: &str, trust: Option<&Trust>) -> Proxy {
@@ -318,6 +296,7 @@ mod tests {
     use crate::authenticate::PodRef;
     use crate::authority::Roots;
     use crate::authority::material::tests::start;
+    use crate::metrics::Metrics;
 
     fn trust(material: &Material) -> Trust {
         let roots = Roots::new(material.roots().into_iter().map(|root| root.der.clone()));
@@ -361,7 +340,7 @@ mod tests {
             (0..30).map(|line| line.to_string()).collect(),
             BTreeMap::new(),
         );
-        let json = json!(answer(
+        let json = json!(report(
             status,
             "cluster.local",
             Some(&trust),
@@ -428,11 +407,9 @@ mod tests {
             Duration::from_secs(86_400),
         )
         .unwrap();
-        let mut text = String::new();
-        metrics(
-            &of(&material, "here", "a", Vec::new(), BTreeMap::new()),
-            &mut text,
-        );
+        let render =
+            |status: Status| Metrics::new(move |encoder| encode_metrics(&status, encoder)).render();
+        let text = render(of(&material, "here", "a", Vec::new(), BTreeMap::new()));
         assert!(
             text.contains("diy_mesh_controller_certificate_seconds_left{of=\"issuer\"} 86"),
             "{text}"
@@ -445,8 +422,7 @@ mod tests {
             text.contains("diy_mesh_controller_rotation_phase{phase=\"switched\"} 0\n"),
             "{text}"
         );
-        let mut none = String::new();
-        metrics(&unknown("here", "a"), &mut none);
+        let none = render(unknown("here", "a"));
         assert!(
             !none.contains("certificate_seconds_left{"),
             "nothing is known yet"

@@ -7,6 +7,7 @@ use std::fmt::Debug;
 use std::pin::pin;
 use std::time::Duration;
 
+use diy_mesh_runtime::{Backoff, error_chain};
 use futures::{Stream, StreamExt};
 use k8s_openapi::api::core::v1::{Pod, Service};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
@@ -18,8 +19,8 @@ use tokio::sync::mpsc;
 use super::CatalogObject;
 use crate::index::object::{Change, Key, Kind, Object};
 
-const SHORTEST_PAUSE: Duration = Duration::from_millis(250);
-const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(250);
+const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Sends the cluster's objects, then what changes, until the receiver is gone.
 pub async fn run(client: Client, trust_domain: &str, changes: mpsc::Sender<Change>) {
@@ -73,7 +74,7 @@ async fn forward<K>(
 {
     let mut events = pin!(events);
     let mut listed = Vec::new();
-    let mut pause = SHORTEST_PAUSE;
+    let mut backoff = Backoff::new(MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL);
     while let Some(event) = events.next().await {
         let change = match event {
             Ok(Event::Init) => {
@@ -91,19 +92,18 @@ async fn forward<K>(
             }
             Ok(Event::Delete(object)) => Some(gone(&object)),
             Err(error) => {
+                let delay = backoff.next_delay();
                 tracing::warn!(
-                    "cannot watch {} objects, trying again in {} ms: {}",
+                    "cannot watch {} objects, retrying in {delay:?}: {}",
                     K::KIND,
-                    pause.as_millis(),
                     explain(K::KIND, &error)
                 );
-                tokio::time::sleep(pause).await;
-                pause = (pause * 2).min(LONGEST_PAUSE);
+                tokio::time::sleep(delay).await;
                 None
             }
         };
         if let Some(change) = change {
-            pause = SHORTEST_PAUSE;
+            backoff.reset();
             if changes.send(change).await.is_err() {
                 return;
             }
@@ -133,7 +133,7 @@ fn explain(kind: Kind, error: &Error) -> String {
         Error::InitialListFailed(kube::Error::Api(status))
         | Error::WatchStartFailed(kube::Error::Api(status))
         | Error::WatchError(status) => status,
-        other => return chain(other),
+        other => return error_chain(other),
     };
     if status.code != 403 {
         return format!("{} (status {})", status.message, status.code);
@@ -147,20 +147,6 @@ fn explain(kind: Kind, error: &Error) -> String {
         "{}; the controller's ServiceAccount needs the verbs list and watch on {resource} of {group}, in all namespaces",
         status.message
     )
-}
-
-/// An error and all that it stems from: the last part is mostly the telling one.
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(error) = source {
-        let part = error.to_string();
-        if !text.contains(&part) {
-            text = format!("{text}: {part}");
-        }
-        source = error.source();
-    }
-    text
 }
 
 #[cfg(test)]
@@ -231,7 +217,7 @@ mod tests {
         assert_eq!(forwarded(events).await, ["reset Service 1"]);
         assert_eq!(
             start.elapsed(),
-            SHORTEST_PAUSE * 3,
+            MIN_RETRY_INTERVAL * 3,
             "the second pause is twice the first"
         );
     }

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use diy_mesh_proto::mesh::v1 as proto;
+use diy_mesh_runtime::metrics::Active;
 use proto::discover_request::Action;
 use proto::discover_response::Update as Answer;
 use tokio::sync::mpsc::{self, Permit};
@@ -37,7 +38,7 @@ pub(super) async fn run(
     mut requests: Streaming<proto::DiscoverRequest>,
     answers: Answers,
 ) {
-    let _open = context.metrics.discover_streams.hold();
+    let _open = Active::new(&context.metrics.discover_streams);
     let mut stream = Stream {
         news: context.hub.watch_destinations(),
         subscriptions: HashMap::new(),
@@ -237,13 +238,14 @@ fn whole(state: &State) -> Answer {
 }
 
 fn count(metrics: &Metrics, answer: &proto::DiscoverResponse) {
-    match answer.update {
-        Some(Answer::Snapshot(_)) => metrics.snapshots.add(1),
-        Some(Answer::Delta(_)) => metrics.deltas.add(1),
-        Some(Answer::Unchanged(_)) => metrics.unchanged.add(1),
-        Some(Answer::Roots(_)) => metrics.roots.add(1),
-        Some(Answer::Unknown(_)) | None => metrics.unknown.add(1),
-    }
+    let counter = match answer.update {
+        Some(Answer::Snapshot(_)) => &metrics.snapshots,
+        Some(Answer::Delta(_)) => &metrics.deltas,
+        Some(Answer::Unchanged(_)) => &metrics.unchanged,
+        Some(Answer::Roots(_)) => &metrics.roots,
+        Some(Answer::Unknown(_)) | None => &metrics.unknown,
+    };
+    counter.inc();
 }
 
 /// An IPv4 address in IPv6 clothes is the IPv4 address, and scopes mean nothing across machines.

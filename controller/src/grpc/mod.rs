@@ -26,7 +26,7 @@ use crate::authority::Authority;
 use crate::hub::Hub;
 use crate::metrics::Metrics;
 use crate::proxies::Proxies;
-use crate::{listen, serving};
+use crate::serving;
 use service::Mesh;
 
 /// The largest message that is read: a certificate request, or a list of names.
@@ -85,7 +85,7 @@ pub async fn serve(
         .add_service(health_service)
         .add_service(mesh)
         .serve_with_incoming_shutdown(
-            serving::handshakes(tls, listen::connections(listener)),
+            serving::handshakes(tls, listener),
             stopping.clone().cancelled_owned(),
         );
 

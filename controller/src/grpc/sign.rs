@@ -85,7 +85,7 @@ impl Signer {
         } else {
             &metrics.certificates_refused
         }
-        .add(1);
+        .inc();
         result
     }
 

@@ -3,6 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 
 use diy_mesh_proto::mesh::v1 as proto;
+use diy_mesh_runtime::metrics::Active;
 use tokio::sync::mpsc;
 use tonic::Status;
 
@@ -16,7 +17,7 @@ pub(super) async fn run(
     names: BTreeSet<Key>,
     answers: mpsc::Sender<Result<proto::WatchServicesResponse, Status>>,
 ) {
-    let _open = context.metrics.watch_streams.hold();
+    let _open = Active::new(&context.metrics.watch_streams);
     let news = context.hub.watch_services(&names);
     let mut told: HashMap<Key, Option<Version>> = HashMap::new();
     // News is served in its order, so these are the Services that existed when the call came.

@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use diy_mesh_runtime::error_chain;
 use futures::{Stream, StreamExt};
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::{ConfigMap, Secret};
@@ -109,7 +110,7 @@ impl Store for Kubernetes {
                 if let Err(error) = event {
                     tracing::warn!(
                         "the watch of {SECRET} was interrupted: {}",
-                        with_causes(&error)
+                        error_chain(&error)
                     );
                 }
             })
@@ -223,20 +224,6 @@ async fn api_or_status<T>(
     timeout(PATIENCE, request)
         .await
         .map_err(|_| StoreError::Silent(what))
-}
-
-/// An error and all that it stems from: the last part is mostly the telling one.
-pub fn with_causes(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let more = error.to_string();
-        if !text.contains(&more) {
-            text = format!("{text}: {more}");
-        }
-        cause = error.source();
-    }
-    text
 }
 
 #[cfg(test)]

@@ -1,0 +1,110 @@
+//! TCP listeners: binding, and an accept loop that backs off after errors and never ends.
+
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use crate::Backoff;
+
+const MIN_ACCEPT_DELAY: Duration = Duration::from_millis(5);
+const MAX_ACCEPT_DELAY: Duration = Duration::from_secs(1);
+
+/// Binds an address. On hosts without IPv6, `[::]` means `0.0.0.0`.
+pub async fn bind(address: SocketAddr) -> io::Result<TcpListener> {
+    match TcpListener::bind(address).await {
+        Err(error)
+            if error.kind() != io::ErrorKind::AddrInUse
+                && address.is_ipv6()
+                && address.ip().is_unspecified() =>
+        {
+            TcpListener::bind((Ipv4Addr::UNSPECIFIED, address.port()))
+                .await
+                .map_err(|_| error)
+        }
+        result => result,
+    }
+}
+
+/// Accepts connections from one listener. An error of accept(2), usually a lack of file descriptors, is logged and followed by a
+/// delay.
+#[derive(Debug)]
+pub struct Acceptor {
+    listener: TcpListener,
+    backoff: Backoff,
+}
+
+impl Acceptor {
+    /// An acceptor of a listener, which may be one of several with `SO_REUSEPORT`.
+    pub fn new(listener: TcpListener) -> Self {
+        Self {
+            listener,
+            backoff: Backoff::new(MIN_ACCEPT_DELAY, MAX_ACCEPT_DELAY),
+        }
+    }
+
+    /// Returns the next connection, with `TCP_NODELAY`. Cancel-safe.
+    pub async fn accept(&mut self) -> (TcpStream, SocketAddr) {
+        loop {
+            match self.listener.accept().await {
+                Ok((stream, peer)) => {
+                    self.backoff.reset();
+                    if let Err(error) = stream.set_nodelay(true) {
+                        tracing::debug!(%peer, "cannot set TCP_NODELAY: {error}");
+                    }
+                    return (stream, peer);
+                }
+                Err(error) => {
+                    let delay = self.backoff.next_delay();
+                    tracing::warn!("cannot accept a connection: {error}; retrying in {delay:?}");
+                    tokio::time::sleep(delay).await;
+                }
+            }
+        }
+    }
+
+    /// Waits for a permit, then returns the next connection. Further connections stay in the backlog of the kernel. Cancel-safe.
+    pub async fn accept_limited(
+        &mut self,
+        limit: &Arc<Semaphore>,
+    ) -> (TcpStream, OwnedSemaphorePermit) {
+        let permit = limit
+            .clone()
+            .acquire_owned()
+            .await
+            .expect("the semaphore is never closed");
+        (self.accept().await.0, permit)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn accepts_no_more_connections_than_permits() {
+        let listener = bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (mut acceptor, limit) = (Acceptor::new(listener), Arc::new(Semaphore::new(1)));
+        let _clients = [
+            TcpStream::connect(address).await.unwrap(),
+            TcpStream::connect(address).await.unwrap(),
+        ];
+        let first = acceptor.accept_limited(&limit).await;
+        let second = acceptor.accept_limited(&limit);
+        let timeout = Duration::from_millis(50);
+        assert!(tokio::time::timeout(timeout, second).await.is_err());
+        drop(first);
+        let _third = acceptor.accept_limited(&limit).await;
+    }
+
+    #[tokio::test]
+    async fn reports_a_port_in_use() {
+        let taken = bind("[::]:0".parse().unwrap()).await.unwrap();
+        let error = bind(taken.local_addr().unwrap()).await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+    }
+}

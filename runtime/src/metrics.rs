@@ -1,0 +1,148 @@
+//! Metrics in the OpenMetrics text format.
+
+use std::fmt;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::{Metric, Registry};
+
+/// The content type of [`render`].
+pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// One label: its name and its value.
+pub type Label = [(&'static str, &'static str); 1];
+
+/// Registers a metric and returns a handle to it. `help` has no full stop, counters no `_total`: both are added.
+pub fn register<M: Metric + Clone + Default>(registry: &mut Registry, name: &str, help: &str) -> M {
+    let metric = M::default();
+    registry.register(name, help, metric.clone());
+    metric
+}
+
+/// Registers one time series for each value of a label, in the order of `values`.
+pub fn register_family<M, const N: usize>(
+    registry: &mut Registry,
+    name: &str,
+    help: &str,
+    label: &'static str,
+    values: [&'static str; N],
+) -> [M; N]
+where
+    M: Metric + Clone + Default,
+    Family<Label, M>: Metric,
+    Label: EncodeLabelSet,
+{
+    let family: Family<Label, M> = register(registry, name, help);
+    values.map(|value| family.get_or_create_owned(&[(label, value)]))
+}
+
+/// Adds metrics whose values are computed for each scrape.
+pub fn on_scrape(
+    registry: &mut Registry,
+    encode: impl Fn(&mut DescriptorEncoder<'_>) -> fmt::Result + Send + Sync + 'static,
+) {
+    registry.register_collector(Box::new(OnScrape(encode)));
+}
+
+struct OnScrape<F>(F);
+
+impl<F> Collector for OnScrape<F>
+where
+    F: Fn(&mut DescriptorEncoder<'_>) -> fmt::Result + Send + Sync + 'static,
+{
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        (self.0)(&mut encoder)
+    }
+}
+
+impl<F> fmt::Debug for OnScrape<F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("OnScrape")
+    }
+}
+
+/// Encodes a gauge with one label. `help` has no full stop.
+pub fn encode_gauges(
+    encoder: &mut DescriptorEncoder<'_>,
+    name: &str,
+    help: &str,
+    label: &'static str,
+    values: impl IntoIterator<Item = (&'static str, i64)>,
+) -> fmt::Result {
+    let help = format!("{help}.");
+    let mut family = encoder.encode_descriptor(name, &help, None, MetricType::Gauge)?;
+    for (value, number) in values {
+        family
+            .encode_family(&[(label, value)])?
+            .encode_gauge(&number)?;
+    }
+    Ok(())
+}
+
+/// Encodes all metrics of a registry.
+pub fn render(registry: &Registry) -> String {
+    let mut text = String::with_capacity(4 * 1024);
+    prometheus_client::encoding::text::encode(&mut text, registry)
+        .expect("writing to a String does not fail");
+    text
+}
+
+/// Increments a gauge until it is dropped.
+#[derive(Debug)]
+pub struct Active(Gauge);
+
+impl Active {
+    /// Increments `gauge`.
+    pub fn new(gauge: &Gauge) -> Self {
+        gauge.inc();
+        Self(gauge.clone())
+    }
+}
+
+impl Drop for Active {
+    fn drop(&mut self) {
+        self.0.dec();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use prometheus_client::metrics::counter::Counter;
+
+    #[test]
+    fn encodes_each_series_with_its_label() {
+        let mut registry = Registry::with_prefix("test");
+        let [one, _] = register_family::<Counter, 2>(
+            &mut registry,
+            "calls",
+            "Calls",
+            "result",
+            ["accepted", "rejected"],
+        );
+        on_scrape(&mut registry, |encoder| {
+            encode_gauges(encoder, "objects", "Objects", "kind", [("Pod", 2)])
+        });
+        let open: Gauge = register(&mut registry, "streams", "Open streams");
+        one.inc_by(3);
+        let active = Active::new(&open);
+        let text = render(&registry);
+        for line in [
+            "# HELP test_calls Calls.",
+            "# TYPE test_calls counter",
+            "test_calls_total{result=\"accepted\"} 3",
+            "test_calls_total{result=\"rejected\"} 0",
+            "test_streams 1",
+            "# HELP test_objects Objects.",
+            "test_objects{kind=\"Pod\"} 2",
+            "# EOF",
+        ] {
+            assert!(text.lines().any(|other| other == line), "{line}: {text}");
+        }
+        drop(active);
+        assert!(render(&registry).contains("test_streams 0\n"));
+    }
+}
