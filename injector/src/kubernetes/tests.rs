@@ -8,7 +8,6 @@ use http::{Method, Request, Response};
 use http_body_util::BodyExt;
 use kube::client::Body;
 
-use crate::health::Health;
 
 /// An API server with one Secret and one webhook configuration.
 #[derive(Default)]
@@ -93,8 +92,7 @@ async fn reconcile(api: &Arc<Mutex<FakeApi>>) -> (Result<(), Error>, Publisher) 
         }
     });
     let client = Client::new(service, "mesh");
-    let health = Arc::new(Health::new(Arc::default()));
-    let publisher = Publisher::new(health, Arc::default());
+    let publisher = Publisher::new(Arc::default(), Arc::default());
     let names = names();
     let mut reconciler = Reconciler {
         secrets: Api::namespaced(client.clone(), "mesh"),
