@@ -1,5 +1,4 @@
-//! The admin server: `/live`, `/ready` and `/metrics` for the kubelet, Prometheus and people. It runs on the main thread, apart
-//! from traffic, and what one of its clients can hold of it is bounded. It changes nothing.
+//! Admin server: `/live`, `/ready` and `/metrics`. Runs on the main thread, separate from traffic, with bounded resources. Read-only.
 
 use std::convert::Infallible;
 use std::io;
@@ -20,15 +19,16 @@ use tokio::sync::Semaphore;
 
 use crate::metrics::{self, Metrics};
 
-/// Connections at once; who comes after that waits for a place.
+/// Maximum number of concurrent connections. Further ones wait.
 const MAX_CONNECTIONS: usize = 256;
-/// How long one connection may take in all. It carries one request.
-const CONNECTION_TIME: Duration = Duration::from_secs(10);
-/// How long to wait after an error of accept(2), which is mostly a lack of files.
-const ACCEPT_BACKOFF: Duration = Duration::from_millis(100);
-const PATHS: &str = "/live     the process answers\n/ready    the proxy can carry traffic\n/metrics  counters for Prometheus\n";
+/// Timeout of a connection, which serves one request.
+const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
+/// Delay after an error of accept(2), mostly a lack of file descriptors.
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
+const PATHS: &str =
+    "/live     liveness\n/ready    readiness\n/metrics  metrics in the OpenMetrics format\n";
 
-/// Whether the proxy can carry traffic: each part that must be up first registers a condition. Cheap to clone.
+/// Readiness of the proxy: all registered conditions are met. Clones share their state.
 #[derive(Clone, Debug, Default)]
 pub struct Readiness {
     state: Arc<Mutex<ReadinessState>>,
@@ -36,12 +36,12 @@ pub struct Readiness {
 
 #[derive(Debug, Default)]
 struct ReadinessState {
-    /// Names, and why they are not met yet; `None`: met.
+    /// Name of each condition, and the reason why it is not met; `None` if it is met.
     conditions: Vec<(&'static str, Option<&'static str>)>,
     draining: bool,
 }
 
-/// Something that must be so before the proxy is ready.
+/// A condition of readiness.
 #[derive(Debug)]
 pub struct Condition {
     state: Arc<Mutex<ReadinessState>>,
@@ -49,12 +49,12 @@ pub struct Condition {
 }
 
 impl Readiness {
-    /// Ready, as long as there is no condition.
+    /// Ready, without conditions.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// A condition that is not met yet, because of `reason`.
+    /// Registers a condition that is not met, because of `reason`.
     pub fn condition(&self, name: &'static str, reason: &'static str) -> Condition {
         let mut state = lock(&self.state);
         state.conditions.push((name, Some(reason)));
@@ -64,17 +64,17 @@ impl Readiness {
         }
     }
 
-    /// The proxy is about to end: it is not ready any more.
+    /// Makes the proxy not ready, because it is shutting down.
     pub fn drain(&self) {
         lock(&self.state).draining = true;
     }
 
-    /// Why the proxy is not ready, one reason a line; empty: it is.
+    /// Reasons why the proxy is not ready, one per line; empty if it is ready.
     pub fn reasons(&self) -> String {
         let state = lock(&self.state);
         let draining = state
             .draining
-            .then(|| "draining: the proxy is about to end\n".to_owned());
+            .then(|| "draining: the proxy is shutting down\n".to_owned());
         let unmet = state
             .conditions
             .iter()
@@ -84,23 +84,23 @@ impl Readiness {
 }
 
 impl Condition {
-    /// It is so.
-    pub fn met(&self) {
+    /// Marks the condition as met.
+    pub fn set(&self) {
         lock(&self.state).conditions[self.index].1 = None;
     }
 
-    /// It is not so any more, because of `reason`.
-    pub fn unmet(&self, reason: &'static str) {
+    /// Marks the condition as not met, because of `reason`.
+    pub fn unset(&self, reason: &'static str) {
         lock(&self.state).conditions[self.index].1 = Some(reason);
     }
 }
 
-/// The state is right after each step, so a panic elsewhere does no harm to it.
+/// Ignores poisoning: no critical section leaves an invalid state.
 fn lock(state: &Mutex<ReadinessState>) -> MutexGuard<'_, ReadinessState> {
     state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What the admin server shows.
+/// State that the admin server exposes.
 #[derive(Clone)]
 pub struct Admin {
     /// For `/ready`.
@@ -109,7 +109,7 @@ pub struct Admin {
     pub metrics: Arc<Metrics>,
 }
 
-/// Binds the port on all addresses, of both families where there is IPv6.
+/// Binds the port on all addresses, of both families if IPv6 is available.
 pub fn bind(port: u16) -> io::Result<Vec<TcpListener>> {
     let v6 = bind_one(SocketAddr::from((Ipv6Addr::UNSPECIFIED, port)));
     let listener = match v6 {
@@ -120,7 +120,7 @@ pub fn bind(port: u16) -> io::Result<Vec<TcpListener>> {
     let explained = listener.map_err(|error| {
         io::Error::new(
             error.kind(),
-            format!("can't listen on port {port} (--admin-port): {error}"),
+            format!("failed to listen on port {port} (--admin-port): {error}"),
         )
     });
     Ok(vec![explained?])
@@ -143,18 +143,18 @@ fn bind_one(address: SocketAddr) -> io::Result<TcpListener> {
 }
 
 impl Admin {
-    /// Answers on all listeners, for ever.
+    /// Serves all listeners forever.
     pub async fn serve(self, listeners: Vec<TcpListener>) {
-        let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+        let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
         let admin = Arc::new(self);
         let mut loops = tokio::task::JoinSet::new();
         for listener in listeners {
-            loops.spawn(accept(listener, places.clone(), admin.clone()));
+            loops.spawn(accept(listener, permits.clone(), admin.clone()));
         }
         loops.join_all().await;
     }
 
-    fn answer(&self, method: &Method, path: &str) -> Response<Full<Bytes>> {
+    fn respond(&self, method: &Method, path: &str) -> Response<Full<Bytes>> {
         let (status, text) = match path {
             _ if *method != Method::GET && *method != Method::HEAD => (
                 StatusCode::METHOD_NOT_ALLOWED,
@@ -168,10 +168,10 @@ impl Admin {
             "/metrics" => (StatusCode::OK, self.metrics.render()),
             _ => (
                 StatusCode::NOT_FOUND,
-                format!("there is no {path} here; there are\n{PATHS}"),
+                format!("unknown path {path}, expected one of\n{PATHS}"),
             ),
         };
-        let kind = if path == "/metrics" {
+        let content_type = if path == "/metrics" {
             metrics::CONTENT_TYPE
         } else {
             "text/plain; charset=utf-8"
@@ -180,7 +180,7 @@ impl Admin {
         *response.status_mut() = status;
         response
             .headers_mut()
-            .insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+            .insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
         if status == StatusCode::METHOD_NOT_ALLOWED {
             response
                 .headers_mut()
@@ -190,13 +190,13 @@ impl Admin {
     }
 }
 
-async fn accept(listener: TcpListener, places: Arc<Semaphore>, admin: Arc<Admin>) {
+async fn accept(listener: TcpListener, permits: Arc<Semaphore>, admin: Arc<Admin>) {
     let listener = match tokio::net::TcpListener::from_std(listener) {
         Ok(listener) => listener,
-        Err(error) => return tracing::error!("the admin server can't listen: {error}"),
+        Err(error) => return tracing::error!("admin server failed to listen: {error}"),
     };
     loop {
-        let Ok(place) = places.clone().acquire_owned().await else {
+        let Ok(permit) = permits.clone().acquire_owned().await else {
             return;
         };
         match listener.accept().await {
@@ -204,12 +204,12 @@ async fn accept(listener: TcpListener, places: Arc<Semaphore>, admin: Arc<Admin>
                 let admin = admin.clone();
                 tokio::spawn(async move {
                     serve_connection(stream, &admin).await;
-                    drop(place);
+                    drop(permit);
                 });
             }
             Err(error) => {
-                tracing::warn!("the admin server can't accept a connection: {error}");
-                tokio::time::sleep(ACCEPT_BACKOFF).await;
+                tracing::warn!("admin server failed to accept a connection: {error}");
+                tokio::time::sleep(ACCEPT_RETRY_DELAY).await;
             }
         }
     }
@@ -217,18 +217,18 @@ async fn accept(listener: TcpListener, places: Arc<Semaphore>, admin: Arc<Admin>
 
 async fn serve_connection(stream: TcpStream, admin: &Admin) {
     let service = service_fn(async |request: Request<Incoming>| {
-        Ok::<_, Infallible>(admin.answer(request.method(), request.uri().path()))
+        Ok::<_, Infallible>(admin.respond(request.method(), request.uri().path()))
     });
     let connection = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
-        .header_read_timeout(CONNECTION_TIME)
+        .header_read_timeout(CONNECTION_TIMEOUT)
         .keep_alive(false)
         .max_buf_size(16 * 1024)
         .serve_connection(TokioIo::new(stream), service);
-    match tokio::time::timeout(CONNECTION_TIME, connection).await {
+    match tokio::time::timeout(CONNECTION_TIMEOUT, connection).await {
         Ok(Ok(())) => {}
-        Ok(Err(error)) => tracing::debug!("admin connection: {error}"),
-        Err(_) => tracing::debug!("admin connection closed: it took more than {CONNECTION_TIME:?}"),
+        Ok(Err(error)) => tracing::debug!("admin connection failed: {error}"),
+        Err(_) => tracing::debug!("admin connection closed after {CONNECTION_TIMEOUT:?}"),
     }
 }
 
@@ -249,7 +249,7 @@ mod tests {
         (SocketAddr::from((Ipv4Addr::LOCALHOST, port)), readiness)
     }
 
-    async fn ask(address: SocketAddr, method: &str, path: &str) -> (u16, String) {
+    async fn request(address: SocketAddr, method: &str, path: &str) -> (u16, String) {
         let mut stream = TcpStream::connect(address).await.unwrap();
         stream
             .write_all(format!("{method} {path} HTTP/1.1\r\nhost: a\r\n\r\n").as_bytes())
@@ -262,67 +262,70 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn readiness_follows_its_conditions_and_draining_ends_it() {
+    async fn reports_unmet_conditions_and_draining() {
         let (address, readiness) = start().await;
-        let (one, other) = (
+        let (listeners, discovery) = (
             readiness.condition("listeners", "not yet"),
             readiness.condition("discovery", "no answer"),
         );
         assert_eq!(
-            ask(address, "GET", "/ready").await,
+            request(address, "GET", "/ready").await,
             (503, "listeners: not yet\ndiscovery: no answer\n".to_owned())
         );
-        one.met();
+        listeners.set();
         assert_eq!(
-            ask(address, "GET", "/ready").await,
+            request(address, "GET", "/ready").await,
             (503, "discovery: no answer\n".to_owned())
         );
-        other.met();
+        discovery.set();
         assert_eq!(
-            ask(address, "GET", "/ready").await,
+            request(address, "GET", "/ready").await,
             (200, "ready\n".to_owned())
         );
-        one.unmet("gone");
+        listeners.unset("gone");
         assert_eq!(
-            ask(address, "GET", "/ready").await,
+            request(address, "GET", "/ready").await,
             (503, "listeners: gone\n".to_owned())
         );
-        one.met();
+        listeners.set();
         readiness.drain();
-        assert_eq!(ask(address, "GET", "/ready").await.0, 503);
+        assert_eq!(request(address, "GET", "/ready").await.0, 503);
         assert_eq!(
-            ask(address, "GET", "/live").await,
+            request(address, "GET", "/live").await,
             (200, "live\n".to_owned())
         );
     }
 
     #[tokio::test]
-    async fn metrics_are_served_and_other_paths_are_named() {
+    async fn serves_metrics_and_rejects_unknown_paths_and_methods() {
         let (address, _) = start().await;
-        let (status, page) = ask(address, "GET", "/metrics").await;
+        let (status, page) = request(address, "GET", "/metrics").await;
         assert!(
             status == 200
                 && page.contains("\ndiy_mesh_proxy_connections_open{direction=\"inbound\"} 0\n"),
             "{page}"
         );
-        let (status, text) = ask(address, "GET", "/").await;
+        let (status, text) = request(address, "GET", "/").await;
         assert!(status == 404 && text.contains("/metrics"), "{text}");
-        assert_eq!(ask(address, "POST", "/live").await.0, 405);
-        assert_eq!(ask(address, "HEAD", "/live").await, (200, String::new()));
+        assert_eq!(request(address, "POST", "/live").await.0, 405);
+        assert_eq!(
+            request(address, "HEAD", "/live").await,
+            (200, String::new())
+        );
     }
 
     #[tokio::test]
-    async fn silent_clients_do_not_keep_others_out() {
+    async fn serves_requests_beside_silent_connections() {
         let (address, _) = start().await;
         let mut silent = Vec::new();
         for _ in 0..MAX_CONNECTIONS / 2 {
             silent.push(TcpStream::connect(address).await.unwrap());
         }
-        assert_eq!(ask(address, "GET", "/live").await.0, 200);
+        assert_eq!(request(address, "GET", "/live").await.0, 200);
     }
 
     #[tokio::test]
-    async fn a_port_in_use_is_named() {
+    async fn reports_port_in_use() {
         let taken = bind(0).unwrap();
         let port = taken[0].local_addr().unwrap().port();
         let error = bind(port).unwrap_err();

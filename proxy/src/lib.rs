@@ -65,10 +65,10 @@ use crate::identity::{CurrentCredentials, Trust};
 use crate::metrics::Metrics;
 use crate::worker::Listeners;
 
-/// Connections that the proxy carries at most, where the limit of open files allows them.
+/// Maximum number of connections, if the limit of open files permits.
 const MAX_CONNECTIONS: u64 = 50_000;
 
-/// Runs the proxy until `shutdown` is done and its connections have finished, or the time to drain is over.
+/// Runs the proxy until `shutdown` completes, then drains until all connections are closed or the drain timeout expires.
 pub fn run<F: Future<Output = ()>>(
     config: Config,
     shutdown: impl FnOnce() -> F,
@@ -77,9 +77,9 @@ pub fn run<F: Future<Output = ()>>(
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
-        .context("can't start the main thread's runtime")?;
+        .context("failed to start the runtime of the main thread")?;
     let result = runtime.block_on(run_main(config, shutdown));
-    // Name look-ups under way would hold the process back.
+    // Does not wait for pending name resolutions.
     runtime.shutdown_background();
     result
 }
@@ -96,11 +96,11 @@ async fn run_main<F: Future<Output = ()>>(
         out: Box::new(std::io::stdout()),
     };
     let dumps =
-        Dumps::start(dump_config, metrics.clone()).context("can't start the writer of dumps")?;
+        Dumps::start(dump_config, metrics.clone()).context("failed to start the dump writer")?;
     let readiness = admin::Readiness::new();
     let (discovery, credentials) = start_control(&config, &metrics, &readiness)?;
-    let listening = readiness.condition("listeners", "not listening yet");
-    let discovering = readiness.condition("discovery", "the controller has not answered yet");
+    let listening = readiness.condition("listeners", "listeners are not bound yet");
+    let discovering = readiness.condition("discovery", "no response from the controller yet");
     let admin = admin::Admin {
         readiness: readiness.clone(),
         metrics: metrics.clone(),
@@ -128,11 +128,11 @@ async fn run_main<F: Future<Output = ()>>(
             connection::carry,
         )?);
     }
-    listening.met();
+    listening.set();
     let mut connected = discovery.connected_once();
     tokio::spawn(async move {
         if connected.wait_for(|connected| *connected).await.is_ok() {
-            discovering.met();
+            discovering.set();
         }
     });
     tracing::info!(
@@ -144,26 +144,26 @@ async fn run_main<F: Future<Output = ()>>(
     );
 
     shutdown.await;
-    tracing::info!(
-        "draining: connections finish what they carry, at most for {:?}",
-        config.drain
-    );
+    tracing::info!("draining connections for at most {:?}", config.drain);
     readiness.drain();
     drain.cancel();
     let deadline = Instant::now() + config.drain;
     for worker in workers {
-        let left = deadline.saturating_duration_since(Instant::now());
-        match tokio::time::timeout(left, worker).await {
+        let remaining = deadline.saturating_duration_since(Instant::now());
+        match tokio::time::timeout(remaining, worker).await {
             Ok(_) => {}
-            Err(_) => tracing::warn!("connections were still open after {:?}", config.drain),
+            Err(_) => tracing::warn!(
+                "drain timeout of {:?} exceeded, closing open connections",
+                config.drain
+            ),
         }
     }
     dumps.flush(Duration::from_secs(1));
-    tracing::info!("ended");
+    tracing::info!("stopped");
     Ok(())
 }
 
-/// Starts what talks to the controller: discovery, and, where the controller proves itself, the keeping of the own identity.
+/// Starts discovery and, if the controller is authenticated, the renewal of the workload identity.
 fn start_control(
     config: &Config,
     metrics: &Metrics,
@@ -198,7 +198,7 @@ fn start_control(
         }
         None => {
             tracing::warn!(
-                "the controller is asked in the clear ({address}): this proxy has no identity, and reaches no meshed pod"
+                "plaintext connection to the controller at {address}: the proxy has no identity, meshed pods are unreachable"
             );
             (Control::new(&address, token_file, None)?, identity::none())
         }
@@ -213,23 +213,23 @@ fn start_control(
     Ok((discovery, credentials))
 }
 
-/// Ready with a certificate; not before the first one, nor after the end of the last.
+/// Sets `condition` while there is a valid certificate.
 async fn identity_condition(mut credentials: CurrentCredentials, condition: admin::Condition) {
     while credentials.changed().await.is_ok() {
         match *credentials.borrow_and_update() {
-            Some(_) => condition.met(),
-            None => condition.unmet("the certificate has ended, and there is no new one"),
+            Some(_) => condition.set(),
+            None => condition.unset("certificate expired"),
         }
     }
 }
 
-/// Done at SIGTERM or SIGINT.
+/// Waits for SIGTERM or SIGINT.
 pub async fn shutdown_signal() {
     let (Ok(mut terminate), Ok(mut interrupt)) = (
         signal(SignalKind::terminate()),
         signal(SignalKind::interrupt()),
     ) else {
-        tracing::error!("can't listen for signals: only SIGKILL will end this process");
+        tracing::error!("failed to install signal handlers: the proxy stops only on SIGKILL");
         return std::future::pending().await;
     };
     tokio::select! {
@@ -238,15 +238,15 @@ pub async fn shutdown_signal() {
     }
 }
 
-/// One worker's sockets. Inbound connections come to the pod's addresses, redirected outbound ones to loopback.
+/// Binds the listeners of one worker: inbound on all addresses, outbound on loopback, where proxy-init redirects to.
 fn bind(config: &Config) -> anyhow::Result<Listeners> {
     let port =
         |flag: &str, port: u16, v4: Ipv4Addr, v6: Ipv6Addr| -> anyhow::Result<Vec<TcpListener>> {
             let v4 = accept::bind(IpAddr::V4(v4), port)
-                .with_context(|| format!("can't listen on {v4}:{port} (--{flag})"))?;
-            // Without IPv6 there is nothing to redirect either.
+                .with_context(|| format!("failed to listen on {v4}:{port} (--{flag})"))?;
+            // Optional: without IPv6, nothing is redirected either.
             let v6 = accept::bind(IpAddr::V6(v6), port)
-                .inspect_err(|error| tracing::debug!("no IPv6: {error}"));
+                .inspect_err(|error| tracing::debug!("IPv6 is unavailable: {error}"));
             Ok(std::iter::once(v4).chain(v6).collect())
         };
     Ok(Listeners {
@@ -265,14 +265,14 @@ fn bind(config: &Config) -> anyhow::Result<Listeners> {
     })
 }
 
-/// How many connections may be open: each takes two files, its own and the upstream's, and pools keep some more.
+/// Maximum number of connections. Each needs two file descriptors, and pools need some more.
 fn connection_limit() -> usize {
     let files = getrlimit(Resource::RLIMIT_NOFILE).map_or(1024, |(soft, hard)| {
         let raised = setrlimit(Resource::RLIMIT_NOFILE, hard, hard).is_ok();
         if raised { hard } else { soft }
     });
     let connections = (files.saturating_sub(128) / 3).clamp(16, MAX_CONNECTIONS);
-    tracing::debug!(files, connections, "limits");
+    tracing::debug!(files, connections, "connection limit");
     usize::try_from(connections).unwrap_or(16)
 }
 
@@ -282,7 +282,7 @@ mod tests {
     use crate::control::testing::soon;
 
     #[tokio::test(start_paused = true)]
-    async fn a_proxy_is_ready_while_it_has_a_certificate() {
+    async fn is_ready_while_the_certificate_is_valid() {
         let readiness = Readiness::new();
         let (sender, credentials) = tokio::sync::watch::channel(None);
         let condition = readiness.condition("identity", "no certificate yet");
@@ -301,6 +301,6 @@ mod tests {
         )));
         reasons("").await;
         sender.send_replace(None);
-        reasons("identity: the certificate has ended, and there is no new one\n").await;
+        reasons("identity: certificate expired\n").await;
     }
 }

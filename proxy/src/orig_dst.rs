@@ -1,4 +1,4 @@
-//! Step 2: where a redirected connection was going, and whether going there would lead back to the proxy.
+//! Original destination of redirected connections, and loop detection.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -7,45 +7,48 @@ use socket2::SockRef;
 use thiserror::Error;
 use tokio::net::TcpStream;
 
-/// Why a connection is closed at once.
+/// A connection without a usable original destination, which is closed.
 #[derive(Debug, Error)]
-pub enum Refused {
-    /// It was made to the proxy's own port.
-    #[error("the connection was made to the proxy's own port {0}: forwarding it would loop")]
+pub enum OrigDstError {
+    /// The original destination is a port of the proxy itself.
+    #[error("original destination {0} is the proxy itself: forwarding would loop")]
     Loop(SocketAddr),
-    /// The kernel knows no original destination.
+    /// The kernel has no original destination.
     #[error(
-        "the kernel knows no original destination: {0} (was the connection redirected by proxy-init's rules?)"
+        "no original destination: {0}; check that the rules of proxy-init redirected the connection"
     )]
     Unknown(#[source] io::Error),
 }
 
-/// Asks the kernel (SO_ORIGINAL_DST, set by the REDIRECT rule). `own_ports` are the ports that the proxy listens on.
-pub fn original_destination(stream: &TcpStream, own_ports: &[u16]) -> Result<SocketAddr, Refused> {
-    let local = stream.local_addr().map_err(Refused::Unknown)?;
+/// Reads SO_ORIGINAL_DST, which the REDIRECT rule sets. `own_ports` are the ports of the proxy.
+pub fn original_destination(
+    stream: &TcpStream,
+    own_ports: &[u16],
+) -> Result<SocketAddr, OrigDstError> {
+    let local = stream.local_addr().map_err(OrigDstError::Unknown)?;
     let socket = SockRef::from(stream);
     let original = if local.is_ipv4() {
         socket.original_dst_v4()
     } else {
         socket.original_dst_v6()
     };
-    let original = original.map_err(Refused::Unknown)?.as_socket();
+    let original = original.map_err(OrigDstError::Unknown)?.as_socket();
     let original =
-        original.ok_or_else(|| Refused::Unknown(io::ErrorKind::AddrNotAvailable.into()))?;
+        original.ok_or_else(|| OrigDstError::Unknown(io::ErrorKind::AddrNotAvailable.into()))?;
     check(original, local, own_ports)
 }
 
-/// Refuses what would come back: an own port at an address of this pod.
+/// Rejects own ports at addresses of this pod.
 fn check(
     original: SocketAddr,
     local: SocketAddr,
     own_ports: &[u16],
-) -> Result<SocketAddr, Refused> {
-    let here = original.ip().is_loopback()
+) -> Result<SocketAddr, OrigDstError> {
+    let is_own_address = original.ip().is_loopback()
         || original.ip().is_unspecified()
         || same(original.ip(), local.ip());
-    if here && own_ports.contains(&original.port()) {
-        Err(Refused::Loop(original))
+    if is_own_address && own_ports.contains(&original.port()) {
+        Err(OrigDstError::Loop(original))
     } else {
         Ok(original)
     }
@@ -59,7 +62,7 @@ fn same(one: IpAddr, other: IpAddr) -> bool {
 mod tests {
     use super::*;
 
-    fn verdict(original: &str, local: &str) -> bool {
+    fn is_accepted(original: &str, local: &str) -> bool {
         check(
             original.parse().unwrap(),
             local.parse().unwrap(),
@@ -69,20 +72,20 @@ mod tests {
     }
 
     #[test]
-    fn own_ports_at_own_addresses_are_refused_and_others_are_not() {
-        assert!(!verdict("10.0.0.1:4000", "10.0.0.1:4000"));
-        assert!(!verdict("10.0.0.1:5000", "10.0.0.1:4000"));
-        assert!(!verdict("127.0.0.1:5000", "127.0.0.1:5000"));
-        assert!(!verdict("[::1]:5000", "[::1]:5000"));
-        assert!(verdict("10.0.0.1:8080", "10.0.0.1:4000"));
+    fn rejects_own_ports_at_own_addresses_only() {
+        assert!(!is_accepted("10.0.0.1:4000", "10.0.0.1:4000"));
+        assert!(!is_accepted("10.0.0.1:5000", "10.0.0.1:4000"));
+        assert!(!is_accepted("127.0.0.1:5000", "127.0.0.1:5000"));
+        assert!(!is_accepted("[::1]:5000", "[::1]:5000"));
+        assert!(is_accepted("10.0.0.1:8080", "10.0.0.1:4000"));
         assert!(
-            verdict("10.0.0.2:5000", "127.0.0.1:5000"),
-            "another host's service may well listen on 5000"
+            is_accepted("10.0.0.2:5000", "127.0.0.1:5000"),
+            "port 5000 of another host"
         );
     }
 
     #[tokio::test]
-    async fn a_connection_that_nobody_redirected_is_refused() {
+    async fn rejects_connection_without_redirect() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let (_client, accepted) = tokio::join!(TcpStream::connect(address), listener.accept());

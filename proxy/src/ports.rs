@@ -1,9 +1,9 @@
-//! A set of ports, as a flag lists them: `25,9000-9100`. Pure values.
+//! Sets of ports, parsed from lists such as `25,9000-9100`.
 
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 
-/// Single ports and ranges of ports.
+/// A set of ports.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PortSet(Vec<RangeInclusive<u16>>);
 
@@ -14,7 +14,7 @@ impl PortSet {
     }
 }
 
-/// An empty text is an empty set.
+/// Parses a comma-separated list of ports and ranges. An empty string is an empty set.
 impl FromStr for PortSet {
     type Err = String;
 
@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_set_contains_its_single_ports_and_its_ranges() {
+    fn parses_single_ports_and_ranges() {
         let ports: PortSet = "25, 9000-9002,65535".parse().unwrap();
         assert_eq!(
             [24, 25, 8999, 9000, 9002, 9003, 65535].map(|port| ports.contains(port)),
@@ -60,7 +60,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_item_is_named() {
+    fn rejects_invalid_items() {
         for bad in [
             "x",
             "0",
@@ -75,7 +75,7 @@ mod tests {
             assert!(
                 format!("25,{bad}")
                     .parse::<PortSet>()
-                    .is_err_and(|problem| problem.starts_with(&format!("{bad:?}: expected"))),
+                    .is_err_and(|error| error.starts_with(&format!("{bad:?}: expected"))),
                 "{bad}"
             );
         }

@@ -1,10 +1,9 @@
-//! A body as a dump has it: its first bytes, its length, and for gRPC the number of messages. Says what can be shown of it;
-//! never shows bytes that a person can't read.
+//! Body of a dump: first bytes, length, and the number of gRPC messages. Only text is shown.
 
-/// Bytes that are kept of a body.
-pub(super) const BODY_LIMIT: usize = 4 * 1024;
+/// Maximum number of recorded bytes of a body.
+pub(super) const MAX_BODY: usize = 4 * 1024;
 
-/// What was seen of a body.
+/// Recorded part of a body.
 #[derive(Default)]
 pub(super) struct Body {
     keeps: bool,
@@ -13,21 +12,21 @@ pub(super) struct Body {
     messages: Option<MessageCounter>,
 }
 
-/// What is shown of a body.
+/// Content of a body in a dump.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Shown<'a> {
-    /// There is none.
+    /// No body.
     Nothing,
-    /// Its first bytes, all of them where `total` is no more than that.
+    /// The first bytes, of `total`.
     Text { text: &'a str, total: u64 },
-    /// Only what it is.
+    /// Only the kind of content.
     Named { kind: &'static str, total: u64 },
     /// gRPC messages.
     Messages { messages: u64, total: u64 },
 }
 
 impl Body {
-    /// `keeps`: the first bytes are kept, too.
+    /// `keeps`: whether to record the first bytes.
     pub fn new(keeps: bool) -> Self {
         Self {
             keeps,
@@ -35,7 +34,7 @@ impl Body {
         }
     }
 
-    /// The body is a sequence of gRPC messages: they are counted, and their bytes are not kept.
+    /// Counts gRPC messages instead of recording bytes.
     pub fn count_messages(&mut self) {
         self.messages = Some(MessageCounter::default());
     }
@@ -45,7 +44,7 @@ impl Body {
         if let Some(messages) = &mut self.messages {
             messages.append(bytes);
         } else if self.keeps {
-            let room = BODY_LIMIT - self.kept.len();
+            let room = MAX_BODY - self.kept.len();
             self.kept.extend_from_slice(&bytes[..bytes.len().min(room)]);
         }
     }
@@ -54,7 +53,7 @@ impl Body {
         self.total
     }
 
-    /// What can be shown, given the value of Content-Encoding.
+    /// Content to show. `encoding` is the value of Content-Encoding.
     pub fn shown(&self, encoding: Option<&[u8]>) -> Shown<'_> {
         let total = self.total;
         if let Some(messages) = &self.messages {
@@ -82,7 +81,7 @@ impl Body {
     }
 }
 
-/// The bytes as text, where they are text. The last character may have been cut where the body was.
+/// The bytes as text, if they are printable. If `cut`, the last character may be incomplete.
 fn text(bytes: &[u8], cut: bool) -> Option<&str> {
     let text = match std::str::from_utf8(bytes) {
         Ok(text) => text,
@@ -114,7 +113,7 @@ fn encoding_name(encoding: &[u8]) -> Option<&'static str> {
     Some(known.map_or("encoded", |(_, name)| name))
 }
 
-/// Counts gRPC's length-prefixed messages, however they are cut into chunks.
+/// Counts length-prefixed gRPC messages, independent of chunk boundaries.
 #[derive(Default)]
 struct MessageCounter {
     prefix: [u8; 5],
@@ -142,7 +141,7 @@ impl MessageCounter {
                 self.left = u32::from_be_bytes(length) as usize;
             }
             if self.left == 0 {
-                // gRPC-Web sends its trailers as a frame with the high bit set: no message.
+                // In gRPC-Web, a frame with the high bit contains trailers.
                 self.complete += u64::from(self.prefix[0] & 0x80 == 0);
                 self.have = 0;
             }
@@ -161,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn text_is_shown_and_binary_is_named() {
+    fn shows_text_and_names_other_content() {
         assert_eq!(
             body(&[b"hel", b"lo"]).shown(None),
             Shown::Text {
@@ -208,23 +207,20 @@ mod tests {
     }
 
     #[test]
-    fn a_long_body_is_cut_between_characters() {
-        let long = "é".repeat(BODY_LIMIT);
+    fn truncates_long_body_between_characters() {
+        let long = "é".repeat(MAX_BODY);
         let mut body = Body::new(true);
         body.append(b"x");
         body.append(long.as_bytes());
         let Shown::Text { text, total } = body.shown(None) else {
             panic!("not text")
         };
-        assert_eq!(
-            (text.len(), total),
-            (BODY_LIMIT - 1, 2 * BODY_LIMIT as u64 + 1)
-        );
-        assert!(body.kept.capacity() <= 2 * BODY_LIMIT);
+        assert_eq!((text.len(), total), (MAX_BODY - 1, 2 * MAX_BODY as u64 + 1));
+        assert!(body.kept.capacity() <= 2 * MAX_BODY);
     }
 
     #[test]
-    fn an_incomplete_character_at_the_end_of_a_whole_body_is_binary() {
+    fn incomplete_last_character_of_a_whole_body_is_binary() {
         assert_eq!(
             body(&["é".as_bytes().split_at(1).0]).shown(None),
             Shown::Named {
@@ -235,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_are_counted_however_the_bytes_are_cut() {
+    fn counts_messages_independent_of_chunks() {
         let wire = b"\0\0\0\0\x03abc\0\0\0\0\0\x01\0\0\0\x01z\x80\0\0\0\x01t";
         for size in 1..=wire.len() {
             let mut body = Body::new(true);

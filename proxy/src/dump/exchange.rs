@@ -1,5 +1,4 @@
-//! The record of one exchange: filled on the worker as the bytes pass, in bounded memory, and handed to the writer when it
-//! is dropped. It formats nothing.
+//! Record of one exchange in bounded memory. The worker fills it and sends it to the writer on drop.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
@@ -8,23 +7,23 @@ use super::body::Body;
 use super::{ConnectionInfo, Message, Mode, Shared};
 use crate::error::Failure;
 
-/// Bytes of names and values that are kept of one head.
-const HEAD_LIMIT: usize = 16 * 1024;
-/// Bytes that are kept of a start line.
-const START_LINE_LIMIT: usize = 4 * 1024;
-/// An exchange that is open for longer is written as it stands: a stream that never ends is seen, too.
-const OPEN_LIMIT: Duration = Duration::from_secs(10);
+/// Maximum size of the recorded fields of one message.
+const MAX_FIELDS: usize = 16 * 1024;
+/// Maximum size of a recorded start line.
+const MAX_START_LINE: usize = 4 * 1024;
+/// Age at which an open exchange is dumped, so that long-lived streams are visible.
+const MAX_OPEN_TIME: Duration = Duration::from_secs(10);
 
-/// One exchange that will be dumped. What both paths know of it they tell this; dropping it ends the record, and a record
-/// that ends before its request and its response did says that the exchange was cut off.
+/// Dump of one exchange, filled by the protocol implementations and written on drop. If request or response are incomplete by then,
+/// the dump reports that.
 pub struct ExchangeDump {
     shared: Arc<Shared>,
-    /// `None` once it is written.
+    /// `None` after it is written.
     record: Option<Box<Record>>,
     started: Instant,
 }
 
-/// What is known of an exchange.
+/// Recorded data of an exchange.
 pub(super) struct Record {
     pub time: SystemTime,
     pub duration: Duration,
@@ -32,17 +31,17 @@ pub(super) struct Record {
     pub protocol: &'static str,
     pub request: Part,
     pub response: Part,
-    /// The proxy's own error: its code, and what it says.
+    /// Code and message of an error of the proxy.
     pub failure: Option<(&'static str, String)>,
-    /// Why it ended early, where somebody said why.
+    /// Why the exchange was aborted, if known.
     pub cut_off: Option<String>,
-    /// The connection became a tunnel: bytes sent and received since.
+    /// Bytes sent and received after a protocol upgrade.
     pub upgraded: Option<(u64, u64)>,
-    /// Written before it ended.
+    /// Whether the exchange was open when written.
     pub open: bool,
 }
 
-/// The request or the response.
+/// A request or a response.
 #[derive(Default)]
 pub(super) struct Part {
     pub start_line: Vec<u8>,
@@ -52,7 +51,7 @@ pub(super) struct Part {
     pub ended: bool,
 }
 
-/// Header or trailer fields in the order in which they came.
+/// Header or trailer fields in their original order.
 #[derive(Default)]
 pub(super) struct Fields {
     pub kept: Vec<(Vec<u8>, Vec<u8>)>,
@@ -86,7 +85,7 @@ impl ExchangeDump {
         }
     }
 
-    /// The request's head in HTTP/1: the start line and the fields as they were sent, in their order and case.
+    /// Records an HTTP/1 request: start line and fields in original order and case.
     pub fn request_head<'a>(
         &mut self,
         start_line: &[u8],
@@ -98,7 +97,7 @@ impl ExchangeDump {
         record.request.head(start_line, fields);
     }
 
-    /// The request's head in HTTP/2.
+    /// Records the headers of an HTTP/2 request.
     pub fn request_parts(&mut self, parts: &http::request::Parts) {
         let Some(record) = &mut self.record else {
             return;
@@ -124,16 +123,16 @@ impl ExchangeDump {
         );
     }
 
-    /// Bytes of the request's body.
+    /// Records bytes of the request body.
     pub fn request_body(&mut self, bytes: &[u8]) {
         let Some(record) = &mut self.record else {
             return;
         };
         record.request.body.append(bytes);
-        self.write_if_open_for_long();
+        self.write_if_long_lived();
     }
 
-    /// Fields after the request's body.
+    /// Records the request trailers.
     pub fn request_trailers<'a>(&mut self, fields: impl IntoIterator<Item = (&'a [u8], &'a [u8])>) {
         let Some(record) = &mut self.record else {
             return;
@@ -141,7 +140,7 @@ impl ExchangeDump {
         record.request.trailers.extend(fields);
     }
 
-    /// The request was sent whole.
+    /// Records the end of the request.
     pub fn request_end(&mut self) {
         let Some(record) = &mut self.record else {
             return;
@@ -149,7 +148,7 @@ impl ExchangeDump {
         record.request.ended = true;
     }
 
-    /// The response's head in HTTP/1. A head that follows another (100 Continue) takes its place.
+    /// Records an HTTP/1 response. Replaces an interim response such as 100 Continue.
     pub fn response_head<'a>(
         &mut self,
         start_line: &[u8],
@@ -161,7 +160,7 @@ impl ExchangeDump {
         record.response.head(start_line, fields);
     }
 
-    /// The response's head in HTTP/2.
+    /// Records the headers of an HTTP/2 response.
     pub fn response_parts(&mut self, parts: &http::response::Parts) {
         let Some(record) = &mut self.record else {
             return;
@@ -172,7 +171,7 @@ impl ExchangeDump {
         );
     }
 
-    /// The answer that the proxy made by itself.
+    /// Records a response of the proxy itself.
     pub fn response_answer(&mut self, head: &http::Response<()>, body: &[u8]) {
         let Some(record) = &mut self.record else {
             return;
@@ -184,16 +183,16 @@ impl ExchangeDump {
         record.response.body.append(body);
     }
 
-    /// Bytes of the response's body.
+    /// Records bytes of the response body.
     pub fn response_body(&mut self, bytes: &[u8]) {
         let Some(record) = &mut self.record else {
             return;
         };
         record.response.body.append(bytes);
-        self.write_if_open_for_long();
+        self.write_if_long_lived();
     }
 
-    /// Fields after the response's body.
+    /// Records the response trailers.
     pub fn response_trailers<'a>(
         &mut self,
         fields: impl IntoIterator<Item = (&'a [u8], &'a [u8])>,
@@ -204,7 +203,7 @@ impl ExchangeDump {
         record.response.trailers.extend(fields);
     }
 
-    /// The response was received whole.
+    /// Records the end of the response.
     pub fn response_end(&mut self) {
         let Some(record) = &mut self.record else {
             return;
@@ -212,7 +211,7 @@ impl ExchangeDump {
         record.response.ended = true;
     }
 
-    /// The proxy answers by itself, because of this. Its answer is told by `response_head` and the like.
+    /// Records the error that causes a response of the proxy itself.
     pub fn failure(&mut self, failure: &Failure) {
         let Some(record) = &mut self.record else {
             return;
@@ -220,7 +219,7 @@ impl ExchangeDump {
         record.failure = Some((failure.code(), failure.to_string()));
     }
 
-    /// The exchange ends before its time, because of this.
+    /// Records why the exchange is aborted.
     pub fn cut_off(&mut self, reason: &str) {
         let Some(record) = &mut self.record else {
             return;
@@ -228,7 +227,7 @@ impl ExchangeDump {
         record.cut_off = Some(reason.to_owned());
     }
 
-    /// The connection had become a tunnel (WebSocket, CONNECT) and is over: the bytes that the client sent and received.
+    /// Records the bytes that the client sent and received after a protocol upgrade (WebSocket, CONNECT).
     pub fn upgraded(&mut self, sent: u64, received: u64) {
         let Some(record) = &mut self.record else {
             return;
@@ -236,8 +235,8 @@ impl ExchangeDump {
         record.upgraded = Some((sent, received));
     }
 
-    fn write_if_open_for_long(&mut self) {
-        if self.started.elapsed() > OPEN_LIMIT {
+    fn write_if_long_lived(&mut self) {
+        if self.started.elapsed() > MAX_OPEN_TIME {
             self.write(true);
         }
     }
@@ -260,7 +259,7 @@ impl Drop for ExchangeDump {
 }
 
 impl Record {
-    /// What to say of an exchange that did not come to its end; `None` for one that did.
+    /// Why the exchange is incomplete; `None` if it is complete.
     pub fn incomplete(&self) -> Option<&str> {
         if self.open {
             return Some("still open; what follows is not shown");
@@ -291,7 +290,7 @@ impl Part {
         start_line: &[u8],
         fields: impl IntoIterator<Item = (&'a [u8], &'a [u8])>,
     ) {
-        self.start_line = start_line[..start_line.len().min(START_LINE_LIMIT)].to_vec();
+        self.start_line = start_line[..start_line.len().min(MAX_START_LINE)].to_vec();
         self.fields = Fields::default();
         self.fields.extend(fields);
         if self.is_grpc() {
@@ -299,7 +298,7 @@ impl Part {
         }
     }
 
-    /// The value of the first field of that name.
+    /// Value of the first field with this name.
     pub fn field(&self, name: &str) -> Option<&[u8]> {
         self.fields.get(name)
     }
@@ -314,7 +313,7 @@ impl Fields {
     fn extend<'a>(&mut self, fields: impl IntoIterator<Item = (&'a [u8], &'a [u8])>) {
         for (name, value) in fields {
             self.size += name.len() + value.len();
-            if self.size <= HEAD_LIMIT {
+            if self.size <= MAX_FIELDS {
                 self.kept.push((name.to_vec(), value.to_vec()));
             } else {
                 self.omitted += 1;
@@ -322,7 +321,7 @@ impl Fields {
         }
     }
 
-    /// The value of the first field of that name.
+    /// Value of the first field with this name.
     pub fn get(&self, name: &str) -> Option<&[u8]> {
         let (_, value) = self
             .kept
@@ -332,7 +331,7 @@ impl Fields {
     }
 }
 
-/// A header map's fields as the setters take them.
+/// Fields of a header map as pairs of name and value.
 pub fn pairs(headers: &http::HeaderMap) -> impl Iterator<Item = (&[u8], &[u8])> {
     headers
         .iter()
@@ -345,7 +344,7 @@ mod tests {
     use crate::dump::{Direction, Dumps};
 
     #[test]
-    fn a_stream_that_goes_on_and_on_is_written_as_it_stands() {
+    fn writes_long_lived_stream_once() {
         let (dumps, output) = Dumps::recorded();
         let address = "10.0.0.9:8080".parse().unwrap();
         let mut dump = dumps
@@ -359,7 +358,7 @@ mod tests {
         dump.request_end();
         dump.response_head(b"HTTP/1.1 200 OK", []);
         dump.response_body(b"first");
-        dump.started -= OPEN_LIMIT + Duration::from_secs(1);
+        dump.started -= MAX_OPEN_TIME + Duration::from_secs(1);
         dump.response_body(b", second");
         dump.response_body(b", third");
         dumps.flush(Duration::from_secs(20));
@@ -370,6 +369,6 @@ mod tests {
         );
         drop(dump);
         dumps.flush(Duration::from_secs(20));
-        assert_eq!(*output.lock().unwrap(), written, "it is written once");
+        assert_eq!(*output.lock().unwrap(), written, "written once");
     }
 }

@@ -1,15 +1,15 @@
-//! Dumps as JSON, one object a line. Pure: a record in, a line out. An exchange has these fields:
+//! JSON format of dumps, one object per line. Pure. Fields of an exchange:
 //!
-//! - `time` (RFC 3339, when it began), `direction` (`inbound`, `outbound`), `peer`, `destination` (address and port),
+//! - `time` (start, RFC 3339), `direction` (`inbound`, `outbound`), `peer`, `destination` (address and port),
 //!   `protocol` (`http1`, `http2`, `tcp`), `duration_ms`
 //! - `request`, `response`: `start_line`, `headers` (pairs of name and value, in order), `headers_omitted`, `body` (text, where it
-//!   is text), `body_kind` (`text`, `binary`, `gzip`, ...), `body_bytes` (its whole length), `messages` (gRPC), `trailers`; `null`
-//!   where there was none
-//! - `failure`: `code` and `message`, where the proxy answered by itself; `incomplete`: what cut it off
-//! - `upgraded`: `sent` and `received` bytes of the tunnel that it became
+//!   is text), `body_kind` (`text`, `binary`, `gzip`, ...), `body_bytes` (total length), `messages` (gRPC), `trailers`; `null`
+//!   if absent
+//! - `failure`: `code` and `message` of an error response of the proxy; `incomplete`: why the exchange is incomplete
+//! - `upgraded`: `sent` and `received` bytes after a protocol upgrade
 //!
-//! A TCP connection (`protocol` `tcp`) has `sent` and `received` instead of a request and a response. A line with `suppressed`
-//! says how many exchanges went by in the last second without a dump.
+//! An opaque connection (`protocol` `tcp`) has `sent` and `received` instead of request and response. A line with `suppressed` is the
+//! number of exchanges without a dump in the last second.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -19,7 +19,7 @@ use super::body::Shown;
 use super::exchange::{Fields, Part, Record};
 use super::{ConnectionInfo, Opaque, mask};
 
-/// One exchange.
+/// Renders an exchange.
 pub(super) fn exchange(record: &Record) -> String {
     let mut object = connection(&record.connection, record.time);
     object["protocol"] = record.protocol.into();
@@ -38,7 +38,7 @@ pub(super) fn exchange(record: &Record) -> String {
     line(&object)
 }
 
-/// One connection that was not looked into.
+/// Renders an opaque connection.
 pub(super) fn opaque(opaque: &Opaque) -> String {
     let mut object = connection(&opaque.connection, opaque.time);
     object["protocol"] = "tcp".into();
@@ -48,7 +48,7 @@ pub(super) fn opaque(opaque: &Opaque) -> String {
     line(&object)
 }
 
-/// What a second's budget left out.
+/// Renders the number of suppressed exchanges.
 pub(super) fn suppressed(exchanges: u64) -> String {
     line(&json!({ "time": rfc3339(SystemTime::now()), "suppressed": exchanges }))
 }
@@ -107,7 +107,7 @@ fn shown(bytes: &[u8]) -> String {
 }
 
 fn milliseconds(duration: std::time::Duration) -> Value {
-    // Microseconds are as fine as it gets.
+    // With microsecond resolution.
     (duration.as_micros() as f64 / 1000.0).into()
 }
 
@@ -115,7 +115,7 @@ fn line(object: &Value) -> String {
     format!("{object}\n")
 }
 
-/// The time in UTC to the millisecond.
+/// A time in UTC with milliseconds.
 pub(super) fn rfc3339(time: SystemTime) -> String {
     let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
     let seconds = since.as_secs();
@@ -127,8 +127,8 @@ pub(super) fn rfc3339(time: SystemTime) -> String {
     )
 }
 
-/// The Gregorian date of a day counted from 1970-01-01. Counts in eras of 400 years that begin on 1 March, so that the leap
-/// day is the last of its year.
+/// Gregorian date of a day since 1970-01-01. Uses eras of 400 years that begin on 1 March, so that the leap day is the last day of a
+/// year.
 fn date(days: u64) -> (u64, u64, u64) {
     let days = days + 719_468;
     let (era, day) = (days / 146_097, days % 146_097);
@@ -150,7 +150,7 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn times_are_rfc3339() {
+    fn formats_times_as_rfc3339() {
         let at = |milliseconds| rfc3339(UNIX_EPOCH + Duration::from_millis(milliseconds));
         assert_eq!(at(0), "1970-01-01T00:00:00.000Z");
         assert_eq!(at(951_782_400_000), "2000-02-29T00:00:00.000Z");

@@ -1,11 +1,11 @@
-//! What must not reach a terminal or a log as it came: credentials, and characters that drive a terminal. Pure functions.
+//! Masking of credentials and escaping of control characters in dumps. Pure.
 
 use std::borrow::Cow;
 use std::fmt::Write;
 
 const MASK: &str = "***";
 
-/// A field's value as it may be shown: credentials are masked, their scheme and the cookies' names are kept.
+/// Masks credentials in a field value; keeps the authentication scheme and cookie names.
 pub(super) fn value<'a>(name: &[u8], value: &'a [u8]) -> Cow<'a, [u8]> {
     let is = |other: &str| name.eq_ignore_ascii_case(other.as_bytes());
     if is("authorization") || is("proxy-authorization") {
@@ -50,7 +50,7 @@ fn cookie(pair: &[u8]) -> Vec<u8> {
     }
 }
 
-/// Appends bytes of a start line or a field: nothing in them starts a new line or drives a terminal.
+/// Appends bytes of a start line or a field; escapes line ends and control characters.
 pub(super) fn line(bytes: &[u8], out: &mut String) {
     for chunk in bytes.utf8_chunks() {
         chunk.valid().chars().for_each(|c| character(c, out));
@@ -61,7 +61,7 @@ pub(super) fn line(bytes: &[u8], out: &mut String) {
     }
 }
 
-/// Appends text of several lines: its line ends and tabs are kept.
+/// Appends multi-line text; escapes control characters other than line ends and tabs.
 pub(super) fn text(text: &str, out: &mut String) {
     let mut characters = text.chars().peekable();
     while let Some(c) = characters.next() {
@@ -79,7 +79,7 @@ fn character(c: char, out: &mut String) {
         '\n' => out.push_str("\\n"),
         '\t' => out.push_str("\\t"),
         c if c.is_ascii_control() => hexadecimal(c as u8, out),
-        // Besides the control characters: what changes the order in which text is shown, and what ends a line.
+        // Control characters, bidirectional formatting and line separators.
         c if c.is_control()
             || matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}') =>
         {
@@ -90,7 +90,7 @@ fn character(c: char, out: &mut String) {
 }
 
 fn hexadecimal(byte: u8, out: &mut String) {
-    // Writing to a String can't fail.
+    // Writing to a String does not fail.
     let _ = write!(out, "\\x{byte:02x}");
 }
 
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn credentials_are_masked_and_their_scheme_is_kept() {
+    fn masks_credentials_and_keeps_the_scheme() {
         assert_eq!(masked("Authorization", "Bearer abc.def"), "Bearer ***");
         assert_eq!(masked("PROXY-AUTHORIZATION", "Basic dXNlcg=="), "Basic ***");
         assert_eq!(masked("authorization", "secret"), "***");
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn cookies_keep_their_names() {
+    fn masks_cookie_values_and_keeps_names() {
         assert_eq!(
             masked("cookie", "a=1; session=s3cret=="),
             "a=***; session=***"
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_drives_the_terminal() {
+    fn escapes_control_characters() {
         let mut out = String::new();
         line(b"a\x1b[2Jb\r\nc\td\xff\x07", &mut out);
         assert_eq!(out, r"a\x1b[2Jb\r\nc\td\xff\x07");

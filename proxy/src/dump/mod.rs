@@ -1,8 +1,8 @@
-//! Dumps: the requests and responses that go by, as a person reads them. Both paths ask [`Dumps::exchange`] for a record
-//! of each exchange and fill it as the bytes pass; a thread of its own renders and writes what was recorded.
+//! Dumps: requests and responses in readable form. Workers get an [`ExchangeDump`] of each exchange from [`Dumps::exchange`] and fill
+//! it; a separate thread renders and writes it.
 //!
-//! Traffic never waits for a dump and never fails because of one: beyond the budget an exchange is only counted, and where
-//! the writer can't keep up a dump is dropped and counted.
+//! Dumps never delay traffic: exchanges beyond the budget are counted only, and a dump is dropped and counted if the writer's queue is
+//! full.
 
 mod body;
 mod exchange;
@@ -25,44 +25,44 @@ pub use exchange::{ExchangeDump, pairs};
 use crate::metrics::Metrics;
 use exchange::Record;
 
-/// Exchanges dumped per second, all workers together.
-const BUDGET: u32 = 10;
-/// Dumps that may be under way at once: bounds the memory that recording takes.
-const LIVE_LIMIT: u32 = 256;
-/// Records that wait for the writer. When it is full, dumps are dropped.
-const QUEUE: usize = 64;
+/// Maximum number of dumped exchanges per second, over all workers.
+const MAX_DUMPS_PER_SECOND: u32 = 10;
+/// Maximum number of concurrent dumps, which bounds their memory.
+const MAX_CONCURRENT: u32 = 256;
+/// Capacity of the queue of the writer.
+const QUEUE_CAPACITY: usize = 64;
 
-/// How much of an exchange is dumped.
+/// Content of dumps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Mode {
-    /// Heads and a bounded part of the bodies.
+    /// Headers, and the first bytes of text bodies
     Full,
-    /// Heads only; bodies are counted.
+    /// Headers only
     Headers,
-    /// Nothing.
+    /// No dumps
     Off,
 }
 
-/// How dumps are written.
+/// Format of dumps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Format {
-    /// As a person reads HTTP.
+    /// HTTP-like text
     Text,
-    /// One JSON object a line; the fields stand in `dump/json.rs`.
+    /// One JSON object per line
     Json,
 }
 
-/// Which of the proxy's two paths a connection takes.
+/// Direction of a connection, as seen from the application.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// To the pod's app.
+    /// To the application of the pod.
     Inbound,
-    /// From the pod's app.
+    /// From the application of the pod.
     Outbound,
 }
 
 impl Direction {
-    /// The word in metrics and JSON dumps.
+    /// Name in metrics and JSON dumps.
     pub fn name(self) -> &'static str {
         match self {
             Self::Inbound => "inbound",
@@ -71,28 +71,28 @@ impl Direction {
     }
 }
 
-/// The connection that an exchange came on.
+/// Client connection of an exchange.
 #[derive(Clone, Copy, Debug)]
 pub struct ConnectionInfo {
-    /// To the app or from it.
+    /// Direction of the connection.
     pub direction: Direction,
-    /// Who connected.
+    /// Address of the client.
     pub peer: SocketAddr,
-    /// Where the connection was going before it was redirected.
+    /// Original destination.
     pub destination: SocketAddr,
 }
 
-/// What [`Dumps::start`] needs.
+/// Configuration of [`Dumps::start`].
 pub struct DumpConfig {
-    /// How much is dumped.
+    /// Content of the dumps.
     pub mode: Mode,
-    /// In which form.
+    /// Format of the dumps.
     pub format: Format,
-    /// Where to; the proxy passes its stdout.
+    /// Output; the proxy passes standard output.
     pub out: Box<dyn Write + Send>,
 }
 
-/// The handle by which a worker dumps. Cheap to clone.
+/// Handle of the workers. Cheap to clone.
 #[derive(Clone)]
 pub struct Dumps {
     shared: Option<Arc<Shared>>,
@@ -100,10 +100,10 @@ pub struct Dumps {
 
 struct Shared {
     mode: Mode,
-    /// Exchanges that may still be dumped this second; the writer fills it up. It stays at 0 once the output has failed.
+    /// Exchanges that may still be dumped in this second. The writer resets it; 0 forever once the output has failed.
     budget: AtomicU32,
-    /// Dumps under way.
-    live: AtomicU32,
+    /// Concurrent dumps.
+    concurrent: AtomicU32,
     queue: SyncSender<Message>,
     metrics: Arc<Metrics>,
 }
@@ -111,13 +111,13 @@ struct Shared {
 enum Message {
     Exchange(Box<Record>),
     Opaque(Opaque),
-    /// The budget is being used: time to look at the clock again.
+    /// Wakes the writer to reset the budget in a second.
     Wake,
-    /// Answers when all that was queued before has been written.
+    /// Responds when all earlier messages are written.
     Flush(SyncSender<()>),
 }
 
-/// A TCP connection that the proxy did not look into, when it is over.
+/// A closed opaque TCP connection.
 struct Opaque {
     time: SystemTime,
     connection: ConnectionInfo,
@@ -127,16 +127,16 @@ struct Opaque {
 }
 
 impl Dumps {
-    /// Starts the writer's thread, unless the mode is [`Mode::Off`]. The thread ends when the last handle is gone.
+    /// Starts the writer thread, unless the mode is [`Mode::Off`]. The thread ends when the last handle is dropped.
     pub fn start(config: DumpConfig, metrics: Arc<Metrics>) -> io::Result<Self> {
         if config.mode == Mode::Off {
             return Ok(Self::off());
         }
-        let (queue, messages) = sync_channel(QUEUE);
+        let (queue, messages) = sync_channel(QUEUE_CAPACITY);
         let shared = Arc::new(Shared {
             mode: config.mode,
-            budget: AtomicU32::new(BUDGET),
-            live: AtomicU32::new(0),
+            budget: AtomicU32::new(MAX_DUMPS_PER_SECOND),
+            concurrent: AtomicU32::new(0),
             queue,
             metrics,
         });
@@ -149,12 +149,12 @@ impl Dumps {
         })
     }
 
-    /// A handle that dumps nothing.
+    /// A handle without dumps.
     pub fn off() -> Self {
         Self { shared: None }
     }
 
-    /// A handle whose text the test reads.
+    /// A handle that dumps to a string.
     #[cfg(test)]
     fn recorded() -> (Self, Arc<std::sync::Mutex<String>>) {
         struct Output(Arc<std::sync::Mutex<String>>);
@@ -183,7 +183,7 @@ impl Dumps {
         )
     }
 
-    /// The record of an exchange that begins now. `None`: dumps are off, or as many as one second may have went by already.
+    /// Dump of an exchange that starts now. `None` if dumps are off or the budget is exhausted.
     pub fn exchange(&self, connection: &ConnectionInfo) -> Option<ExchangeDump> {
         let shared = self.shared.as_ref()?;
         shared
@@ -191,8 +191,7 @@ impl Dumps {
             .then(|| ExchangeDump::new(shared.clone(), *connection))
     }
 
-    /// One line for a TCP connection that is over: what the client sent, what it received, how long it took. Counts
-    /// against the budget as an exchange does.
+    /// Dumps a closed opaque connection: bytes sent and received by the client, and duration. Uses the budget like an exchange.
     pub fn opaque(
         &self,
         connection: &ConnectionInfo,
@@ -215,21 +214,21 @@ impl Dumps {
         }
     }
 
-    /// Blocks until what was dumped so far is written, at most for `limit`: for the end of the process.
-    pub fn flush(&self, limit: Duration) {
+    /// Blocks until all dumps are written, at most for `timeout`. For shutdown.
+    pub fn flush(&self, timeout: Duration) {
         let Some(shared) = self.shared.as_ref() else {
             return;
         };
         let (done, wait) = sync_channel(1);
         if shared.queue.try_send(Message::Flush(done)).is_ok() {
-            // Either it is done, or the output does not take it: no more can be done here.
-            let _ = wait.recv_timeout(limit);
+            // After the timeout, the remaining dumps are lost.
+            let _ = wait.recv_timeout(timeout);
         }
     }
 }
 
 impl Shared {
-    /// Takes one exchange out of this second's budget. What is not dumped costs a load and an addition.
+    /// Reserves budget for one exchange. Without budget, costs one load and one addition.
     fn admit(&self) -> bool {
         if self.budget.load(Ordering::Relaxed) == 0 {
             self.metrics.dumps_suppressed.inc();
@@ -240,11 +239,12 @@ impl Shared {
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| {
                 left.checked_sub(1)
             });
-        if taken == Ok(BUDGET) {
-            // The writer sleeps while nothing goes by. A full queue keeps it awake all the same.
+        if taken == Ok(MAX_DUMPS_PER_SECOND) {
+            // The writer sleeps without messages. If the queue is full, it is awake.
             let _ = self.queue.try_send(Message::Wake);
         }
-        let admitted = taken.is_ok() && self.live.fetch_add(1, Ordering::Relaxed) < LIVE_LIMIT;
+        let admitted =
+            taken.is_ok() && self.concurrent.fetch_add(1, Ordering::Relaxed) < MAX_CONCURRENT;
         if !admitted {
             if taken.is_ok() {
                 self.release();
@@ -254,9 +254,9 @@ impl Shared {
         admitted
     }
 
-    /// A dump that was under way has left.
+    /// Ends a concurrent dump.
     fn release(&self) {
-        self.live.fetch_sub(1, Ordering::Relaxed);
+        self.concurrent.fetch_sub(1, Ordering::Relaxed);
     }
 
     fn send(&self, message: Message) {

@@ -1,4 +1,4 @@
-//! Dumps from the handle to the bytes that are written.
+//! Dumps from the handle to the output.
 
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,9 +9,9 @@ use http::{HeaderMap, Request, Response};
 use super::*;
 use crate::error::Failure;
 
-const WAIT: Duration = Duration::from_secs(20);
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// What was written, readable while the writer goes on; each write is one piece.
+/// Shared output; each write is one piece.
 #[derive(Clone, Default)]
 struct Output(Arc<Mutex<Vec<String>>>);
 
@@ -77,7 +77,7 @@ fn hello(dump: &mut ExchangeDump) {
     dump.response_end();
 }
 
-/// What one exchange is written as.
+/// Output of one exchange.
 fn written(
     mode: Mode,
     format: Format,
@@ -88,13 +88,13 @@ fn written(
     let mut dump = dumps.exchange(&connection(direction)).unwrap();
     fill(&mut dump);
     drop(dump);
-    dumps.flush(WAIT);
+    dumps.flush(FLUSH_TIMEOUT);
     let [piece] = output.pieces().try_into().expect("one piece");
     piece
 }
 
 #[test]
-fn an_exchange_reads_like_http() {
+fn renders_exchange_as_text() {
     let text = written(Mode::Full, Format::Text, Direction::Inbound, hello);
     assert_eq!(
         text,
@@ -105,7 +105,7 @@ fn an_exchange_reads_like_http() {
 }
 
 #[test]
-fn without_bodies_the_heads_remain() {
+fn headers_mode_omits_bodies() {
     let text = written(Mode::Headers, Format::Text, Direction::Outbound, hello);
     assert!(
         text.starts_with("Outbound connection to 10.0.0.9:8080\nPOST /hello"),
@@ -122,7 +122,7 @@ fn without_bodies_the_heads_remain() {
 }
 
 #[test]
-fn grpc_shows_path_metadata_message_counts_and_status() {
+fn renders_grpc_metadata_message_counts_and_status() {
     let text = written(Mode::Full, Format::Text, Direction::Outbound, |dump| {
         let request = Request::post("http://grpc-server:80/echo.v1.EchoService/Echo")
             .header("content-type", "application/grpc");
@@ -164,7 +164,7 @@ fn grpc_shows_path_metadata_message_counts_and_status() {
 }
 
 #[test]
-fn an_exchange_that_was_cut_off_says_so() {
+fn reports_aborted_exchange() {
     let text = written(Mode::Full, Format::Text, Direction::Inbound, |dump| {
         dump.request_head(b"GET / HTTP/1.1", []);
         dump.request_end();
@@ -186,7 +186,7 @@ fn an_exchange_that_was_cut_off_says_so() {
 }
 
 #[test]
-fn a_failure_is_named_before_the_answer_that_it_led_to() {
+fn renders_failure_before_its_response() {
     let text = written(Mode::Full, Format::Text, Direction::Outbound, |dump| {
         dump.request_head(b"GET / HTTP/1.1", []);
         dump.failure(&Failure::NoEndpoint("shop/cart".into()));
@@ -197,7 +197,7 @@ fn a_failure_is_named_before_the_answer_that_it_led_to() {
 }
 
 #[test]
-fn a_huge_head_is_kept_in_part() {
+fn truncates_large_headers() {
     let text = written(Mode::Full, Format::Text, Direction::Inbound, |dump| {
         let value = [b'v'; 1000];
         dump.request_head(
@@ -213,7 +213,7 @@ fn a_huge_head_is_kept_in_part() {
 }
 
 #[test]
-fn json_has_one_object_a_line() {
+fn renders_one_json_object_per_line() {
     let line = written(Mode::Full, Format::Json, Direction::Inbound, hello);
     assert_eq!(line.matches('\n').count(), 1);
     let object: serde_json::Value = serde_json::from_str(&line).unwrap();
@@ -229,18 +229,18 @@ fn json_has_one_object_a_line() {
 }
 
 #[test]
-fn beyond_the_budget_exchanges_are_counted_and_the_next_second_goes_on() {
+fn counts_exchanges_beyond_the_budget_and_resets_it_each_second() {
     let (dumps, output, metrics) = start(Mode::Full, Format::Text);
     let dumped = (0..100)
         .filter_map(|_| dumps.exchange(&connection(Direction::Inbound)))
         .count();
-    // A second may end meanwhile.
+    // The budget may be reset meanwhile.
     assert!(
-        (BUDGET as usize..=2 * BUDGET as usize).contains(&dumped),
+        (MAX_DUMPS_PER_SECOND as usize..=2 * MAX_DUMPS_PER_SECOND as usize).contains(&dumped),
         "{dumped}"
     );
     assert_eq!(metrics.dumps_suppressed.get() as usize, 100 - dumped);
-    let deadline = std::time::Instant::now() + WAIT;
+    let deadline = std::time::Instant::now() + FLUSH_TIMEOUT;
     let more = loop {
         let told: usize = output
             .pieces()
@@ -264,7 +264,7 @@ fn beyond_the_budget_exchanges_are_counted_and_the_next_second_goes_on() {
 }
 
 #[test]
-fn a_connection_that_was_not_looked_into_is_one_line() {
+fn renders_opaque_connection_on_one_line() {
     let (dumps, output, _) = start(Mode::Full, Format::Text);
     dumps.opaque(
         &connection(Direction::Outbound),
@@ -272,7 +272,7 @@ fn a_connection_that_was_not_looked_into_is_one_line() {
         2345,
         Duration::from_millis(1500),
     );
-    dumps.flush(WAIT);
+    dumps.flush(FLUSH_TIMEOUT);
     assert_eq!(
         output.pieces(),
         [
@@ -286,7 +286,7 @@ fn a_connection_that_was_not_looked_into_is_one_line() {
         2345,
         Duration::from_millis(1500),
     );
-    dumps.flush(WAIT);
+    dumps.flush(FLUSH_TIMEOUT);
     let object: serde_json::Value = serde_json::from_str(&output.pieces()[0]).unwrap();
     assert_eq!(
         (
@@ -299,25 +299,27 @@ fn a_connection_that_was_not_looked_into_is_one_line() {
 }
 
 #[test]
-fn many_dumps_under_way_do_not_pile_up() {
+fn limits_concurrent_dumps() {
     let (dumps, _, metrics) = start(Mode::Full, Format::Text);
     let shared = dumps.shared.clone().unwrap();
-    shared.live.store(LIVE_LIMIT, Ordering::Relaxed);
+    shared.concurrent.store(MAX_CONCURRENT, Ordering::Relaxed);
     assert!(dumps.exchange(&connection(Direction::Inbound)).is_none());
     assert_eq!(metrics.dumps_suppressed.get(), 1);
-    shared.live.store(LIVE_LIMIT - 1, Ordering::Relaxed);
+    shared
+        .concurrent
+        .store(MAX_CONCURRENT - 1, Ordering::Relaxed);
     assert!(dumps.exchange(&connection(Direction::Inbound)).is_some());
     assert_eq!(
-        shared.live.load(Ordering::Relaxed),
-        LIVE_LIMIT - 1,
-        "a dump that is gone leaves its place"
+        shared.concurrent.load(Ordering::Relaxed),
+        MAX_CONCURRENT - 1,
+        "dropped dumps are released"
     );
 }
 
-/// An output whose reader is gone.
-struct Gone;
+/// A closed output.
+struct Closed;
 
-impl Write for Gone {
+impl Write for Closed {
     fn write(&mut self, _: &[u8]) -> io::Result<usize> {
         Err(io::ErrorKind::BrokenPipe.into())
     }
@@ -328,27 +330,27 @@ impl Write for Gone {
 }
 
 #[test]
-fn a_closed_output_ends_dumps_and_nothing_else() {
+fn closed_output_stops_dumps() {
     let dumps = Dumps::start(
         DumpConfig {
             mode: Mode::Full,
             format: Format::Text,
-            out: Box::new(Gone),
+            out: Box::new(Closed),
         },
         Metrics::new(),
     )
     .unwrap();
-    let deadline = std::time::Instant::now() + WAIT;
+    let deadline = std::time::Instant::now() + FLUSH_TIMEOUT;
     while let Some(dump) = dumps.exchange(&connection(Direction::Inbound)) {
         drop(dump);
-        assert!(std::time::Instant::now() < deadline, "dumps go on");
+        assert!(std::time::Instant::now() < deadline, "dumps continue");
     }
-    dumps.flush(WAIT);
+    dumps.flush(FLUSH_TIMEOUT);
     assert!(dumps.exchange(&connection(Direction::Inbound)).is_none());
 }
 
 #[test]
-fn off_dumps_nothing() {
+fn off_mode_dumps_nothing() {
     let (dumps, output, metrics) = start(Mode::Off, Format::Text);
     assert!(dumps.exchange(&connection(Direction::Inbound)).is_none());
     dumps.opaque(&connection(Direction::Inbound), 1, 1, Duration::ZERO);

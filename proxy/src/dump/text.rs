@@ -1,4 +1,4 @@
-//! Dumps as a person reads HTTP. Pure: a record in, text out.
+//! Text format of dumps. Pure.
 
 use std::fmt::Write;
 
@@ -6,9 +6,9 @@ use super::body::Shown;
 use super::exchange::{Fields, Part, Record};
 use super::{ConnectionInfo, Direction, Opaque, mask};
 
-// Writing to a String can't fail: the results of `write!` below are not looked at.
+// Writing to a String does not fail: the results of `write!` are ignored.
 
-/// One exchange: a block that ends with an empty line.
+/// Renders an exchange, ending with an empty line.
 pub(super) fn exchange(record: &Record) -> String {
     let mut out = connection(&record.connection);
     out.push('\n');
@@ -42,7 +42,7 @@ pub(super) fn exchange(record: &Record) -> String {
     out
 }
 
-/// One connection that was not looked into: a line and an empty one.
+/// Renders an opaque connection: one line and an empty line.
 pub(super) fn opaque(opaque: &Opaque) -> String {
     let duration = opaque.duration.as_secs_f64();
     let connection = connection(&opaque.connection);
@@ -53,7 +53,7 @@ pub(super) fn opaque(opaque: &Opaque) -> String {
     )
 }
 
-/// What a second's budget left out.
+/// Renders the number of suppressed exchanges.
 pub(super) fn suppressed(exchanges: u64) -> String {
     let noun = if exchanges == 1 {
         "exchange"
@@ -92,7 +92,6 @@ fn fields(fields: &Fields, out: &mut String) {
         out.push_str(": ");
         mask::line(&mask::value(name, value), out);
         if let Some(status) = grpc_status_name(name, value) {
-            // The number alone says little to a person.
             let _ = write!(out, " ({status})");
         }
         out.push('\n');
@@ -125,7 +124,7 @@ fn body(part: &Part, out: &mut String) {
     out.push('\n');
 }
 
-/// The name of a gRPC status code (the gRPC core documentation's statuscodes.md), where the field is one.
+/// Name of the gRPC status code in a `grpc-status` field.
 fn grpc_status_name(name: &[u8], code: &[u8]) -> Option<&'static str> {
     let names = [
         "OK",

@@ -1,5 +1,5 @@
-//! The thread that writes dumps: renders records, writes each in one piece, and once a second fills the budget up and says
-//! how much went by without a dump. It is the only place where a dump may wait.
+//! Writer thread of dumps: renders each record, writes it with one call, and once a second resets the budget and reports the number of
+//! suppressed exchanges. Only this thread waits for the output.
 
 use std::io::Write;
 use std::sync::atomic::Ordering;
@@ -7,22 +7,22 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use super::{BUDGET, Format, Message, Shared, json, text};
+use super::{Format, MAX_DUMPS_PER_SECOND, Message, Shared, json, text};
 use crate::metrics::Metrics;
 
 const SECOND: Duration = Duration::from_secs(1);
 
 pub(super) struct Writer {
-    /// Weak: the thread ends when the last handle is gone.
+    /// Weak, so that the thread ends when the last handle is dropped.
     shared: Weak<Shared>,
     metrics: Arc<Metrics>,
     format: Format,
     out: Box<dyn Write + Send>,
-    /// Exchanges that were not dumped, when that was last said.
-    told: u64,
+    /// Suppressed exchanges at the last report.
+    reported: u64,
 }
 
-/// The output is gone.
+/// The output is closed.
 struct Closed;
 
 impl Writer {
@@ -32,23 +32,23 @@ impl Writer {
             metrics: shared.metrics.clone(),
             format,
             out,
-            told: 0,
+            reported: 0,
         }
     }
 
-    /// Writes until the handles or the output are gone.
+    /// Runs until all handles are dropped or the output is closed.
     pub fn run(mut self, messages: &Receiver<Message>) {
         if self.serve(messages).is_err() {
-            tracing::warn!("the output for dumps is closed: no more dumps; traffic goes on");
+            tracing::warn!("dumps stopped: the output is closed");
             if let Some(shared) = self.shared.upgrade() {
-                // Never filled up again.
+                // Suppresses all further dumps.
                 shared.budget.store(0, Ordering::Relaxed);
             }
         }
     }
 
     fn serve(&mut self, messages: &Receiver<Message>) -> Result<(), Closed> {
-        // Nothing goes by: sleep without a clock.
+        // Without messages, waits without a timeout.
         while let Ok(first) = messages.recv() {
             self.write(first)?;
             let mut second_ends = Instant::now() + SECOND;
@@ -62,7 +62,7 @@ impl Writer {
                         }
                     }
                     Err(RecvTimeoutError::Disconnected) => {
-                        return self.tell_suppressed().map(|_| ());
+                        return self.report_suppressed().map(|_| ());
                     }
                 }
             }
@@ -70,23 +70,26 @@ impl Writer {
         Ok(())
     }
 
-    /// A second is over. True: nothing went by in it.
+    /// Resets the budget after a second. Returns whether the second had no exchanges.
     fn tick(&mut self) -> Result<bool, Closed> {
-        // Before anybody hears that the second is over.
-        let left = self.shared.upgrade().map_or(BUDGET, |shared| {
-            shared.budget.swap(BUDGET, Ordering::Relaxed)
-        });
-        let told = self.tell_suppressed()?;
-        Ok(left == BUDGET && !told)
+        // Before the report, which tests wait for.
+        let remaining = self
+            .shared
+            .upgrade()
+            .map_or(MAX_DUMPS_PER_SECOND, |shared| {
+                shared.budget.swap(MAX_DUMPS_PER_SECOND, Ordering::Relaxed)
+            });
+        let reported = self.report_suppressed()?;
+        Ok(remaining == MAX_DUMPS_PER_SECOND && !reported)
     }
 
-    fn tell_suppressed(&mut self) -> Result<bool, Closed> {
+    fn report_suppressed(&mut self) -> Result<bool, Closed> {
         let total = self.metrics.dumps_suppressed.get() + self.metrics.dumps_dropped.get();
-        let more = total - self.told;
+        let more = total - self.reported;
         if more == 0 {
             return Ok(false);
         }
-        self.told = total;
+        self.reported = total;
         self.put(&match self.format {
             Format::Text => text::suppressed(more),
             Format::Json => json::suppressed(more),
@@ -102,8 +105,8 @@ impl Writer {
             (Message::Opaque(opaque), Format::Json) => json::opaque(&opaque),
             (Message::Wake, _) => return Ok(()),
             (Message::Flush(done), _) => {
-                self.tell_suppressed()?;
-                // Whoever asked may have stopped waiting.
+                self.report_suppressed()?;
+                // The receiver may have timed out.
                 let _ = done.send(());
                 return Ok(());
             }

@@ -189,8 +189,11 @@ impl Tls {
     /// Converts the expiry times of both certificates from wall clock to monotonic time.
     fn set_lifetime(&self, io: &mut Io, peer: SystemTime, own: SystemTime) {
         let now = SystemTime::now();
-        let left = |end: SystemTime| end.duration_since(now).unwrap_or_default();
-        io.set_lifetime(self.lifetimes.draw(Instant::now(), left(peer), left(own)));
+        let remaining = |end: SystemTime| end.duration_since(now).unwrap_or_default();
+        io.set_lifetime(
+            self.lifetimes
+                .sample(Instant::now(), remaining(peer), remaining(own)),
+        );
     }
 
     /// Configurations of the current credentials; `None` without a valid certificate.
