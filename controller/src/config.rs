@@ -13,8 +13,8 @@ use tracing_subscriber::filter::Targets;
 use crate::authenticate::Jwks;
 
 /// Shorter ones could not be renewed in time. In seconds.
-const SHORTEST_LIFE: u64 = 10;
-const LONGEST_LIFE: u64 = 100 * 365 * 24 * 60 * 60;
+const MIN_LIFE_SECONDS: u64 = 10;
+const MAX_LIFE_SECONDS: u64 = 100 * 365 * 24 * 60 * 60;
 
 /// What the controller is told, as it is written.
 #[derive(Clone, Debug, Parser)]
@@ -157,7 +157,7 @@ impl TryFrom<RawConfig> for Config {
             life(
                 "CERTIFICATE_LIFE (--certificate-life)",
                 raw.certificate_life,
-                SHORTEST_LIFE,
+                MIN_LIFE_SECONDS,
             ),
         );
         let ca_life = keep(
@@ -269,8 +269,8 @@ fn life(setting: &str, seconds: u64, shortest: u64) -> Result<Duration, String> 
         _ if seconds < shortest => Err(format!(
             "{setting}: {seconds} seconds; it must be {shortest} at least"
         )),
-        _ if seconds > LONGEST_LIFE => Err(format!(
-            "{setting}: {seconds} seconds; it must be {LONGEST_LIFE} (100 years) at most"
+        _ if seconds > MAX_LIFE_SECONDS => Err(format!(
+            "{setting}: {seconds} seconds; it must be {MAX_LIFE_SECONDS} (100 years) at most"
         )),
         _ => Ok(Duration::from_secs(seconds)),
     }

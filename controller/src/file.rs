@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 /// The kernel stamps files by a coarse clock: a second write within this time may leave no trace in the stamp.
-const COARSE: Duration = Duration::from_secs(1);
+const TIMESTAMP_GRANULARITY: Duration = Duration::from_secs(1);
 
 /// What tells a file from the same file after a change, or after its replacement.
 #[derive(Clone, Debug)]
@@ -36,7 +36,7 @@ impl Stamp {
             changed: (metadata.ctime(), metadata.ctime_nsec()),
             settled: SystemTime::now()
                 .duration_since(modified)
-                .is_ok_and(|age| age > COARSE),
+                .is_ok_and(|age| age > TIMESTAMP_GRANULARITY),
         })
     }
 

@@ -1,7 +1,7 @@
-//! The hub: who asked for what, and what they have not been told yet. Between the index and the gRPC streams.
+//! The hub: subscriptions to destinations and Services, and their pending notifications. Between the index and the gRPC streams.
 //!
-//! Work is done per changed destination (its state is computed once, for all who watch it) and per subscriber (a note in its
-//! mailbox). A mailbox holds each topic once, however often it changes: who reads slowly gets the latest state, and no queue grows.
+//! Per changed destination, the state is computed once. Per subscriber, the topic is added to its mailbox. A mailbox holds each topic
+//! once: a slow reader gets the latest state, and queues stay bounded.
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::hash::Hash;
@@ -74,7 +74,7 @@ impl Hub {
         }
     }
 
-    /// Takes changes in and leaves a note with everyone whom they concern.
+    /// Applies changes and notifies the subscribers of the affected topics.
     pub fn apply(&self, changes: impl IntoIterator<Item = Change>) {
         let mut listed = BTreeSet::new();
         let mut inner = self.lock();

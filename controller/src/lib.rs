@@ -1,11 +1,11 @@
-//! The control plane: what stands behind an address, for the proxies that ask, and who may ask.
+//! The controller: discovery and certificates for proxies, over gRPC.
 //!
-//! The path of a change, in the order of the modules: [`catalog`] (Kubernetes, or files) sends it, [`index`] (pure) knows what it
-//! touches, [`hub`] leaves a note with whoever watches that, [`grpc`] makes the answer when the caller has room for it.
-//! [`authenticate`] stands before every call. It stores nothing but its certificate authority: any number of replicas answer alike.
+//! The path of a change, in the order of the modules: [`catalog`] (Kubernetes, or files) sends it, [`index`] (pure) determines what it
+//! affects, [`hub`] notifies subscribers, [`grpc`] sends responses at the pace of each client.
+//! [`authenticate`] precedes every call. The controller stores only its certificate authority; all replicas respond alike.
 //!
-//! The path of a certificate: [`serving`] (TLS), [`grpc`] asks who calls and whether that is the pod, [`issuer`] (pure) signs with what
-//! [`authority`] says is in force. [`proxies`] knows who is connected, and what each trusts.
+//! The path of a certificate: [`serving`] (TLS), [`grpc`] authenticates the pod, [`issuer`] (pure) signs with the
+//! current CA of [`authority`]. [`proxies`] lists the connected proxies and their roots.
 
 pub mod admin;
 pub mod authenticate;
@@ -42,7 +42,7 @@ use proxies::Proxies;
 use serving::{Names, Serving};
 
 /// Changes that wait for the index; a provider pauses when there are more.
-const CHANGES_AHEAD: usize = 1024;
+const MAX_QUEUED_CHANGES: usize = 1024;
 
 /// Why the controller does not start, or ends.
 #[derive(Debug, thiserror::Error)]
@@ -171,7 +171,7 @@ impl Controller {
         self.grpc.address
     }
 
-    /// Who signs, once there is somebody, and whom callers shall trust.
+    /// The certificate authority.
     pub fn authority(&self) -> &AuthorityHandle {
         &self.authority
     }
@@ -223,7 +223,7 @@ impl Controller {
                 () = serving.renew() => Ok(()),
             }
         };
-        let (sender, changes) = mpsc::channel(CHANGES_AHEAD);
+        let (sender, changes) = mpsc::channel(MAX_QUEUED_CHANGES);
         let provider = async {
             match self.catalog {
                 Source::Kubernetes(client) => {

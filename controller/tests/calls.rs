@@ -175,7 +175,7 @@ async fn on_shutdown_health_turns_streams_end_unavailable_and_it_ends_though_cli
         }
     };
     assert_eq!(status.code(), Code::Unavailable);
-    // The health watch is still open: it does not hold the end up for ever.
+    // The health watch is still open: it does not block the shutdown.
     sandbox.ended().await;
 }
 

@@ -121,7 +121,7 @@ async fn scenario(cluster: Cluster) {
         unknown += usize::from(discover.said().await.ends_with(": unknown"));
     }
 
-    // Without its rights it says so, and cannot tell who calls.
+    // Without its rights it says so, and cannot authenticate clients.
     cluster.revoke().await;
     let deadline = Instant::now() + DEADLINE;
     let status = loop {

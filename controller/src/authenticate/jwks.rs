@@ -402,7 +402,7 @@ mod tests {
     #[test]
     fn only_asymmetric_signatures_by_a_known_key_count() {
         let dir = tempfile::tempdir().unwrap();
-        let (path, issuer, stranger) = (
+        let (path, issuer, other_issuer) = (
             dir.path().join("jwks.json"),
             Issuer::new("k"),
             Issuer::new("k"),
@@ -410,7 +410,7 @@ mod tests {
         let shared = json!({"kty": "oct", "k": "c2VjcmV0", "kid": "k", "alg": "HS256"});
         write(&path, &[shared.clone(), issuer.jwk()]);
         let jwks = Jwks::open(&path, None).unwrap();
-        assert!(reason(&jwks, &stranger.sign(&claims(&[]))).contains("signature"));
+        assert!(reason(&jwks, &other_issuer.sign(&claims(&[]))).contains("signature"));
         let symmetric = jsonwebtoken::encode(
             &Header::new(Algorithm::HS256),
             &claims(&[]),

@@ -1,7 +1,6 @@
-//! Who is calling: a bearer token in, a [`Caller`] out. Every RPC but the health check passes here first.
+//! Authentication of clients by bearer tokens: a token in, a [`Caller`] out. All RPCs except the health check require it.
 //!
-//! The answer of the TokenReview or of the JWKS file is kept for a short while, by a hash of the token. Tokens are never logged,
-//! never stored, never part of a message.
+//! Results are cached for a short time by the hash of the token. Tokens are never logged, stored or part of a message.
 
 mod cache;
 pub mod jwks;
@@ -21,17 +20,17 @@ pub use jwks::Jwks;
 pub use tokenreview::TokenReviews;
 
 /// No token is longer: those of service accounts have one or two kB.
-const LONGEST_TOKEN: usize = 16 * 1024;
+const MAX_TOKEN_BYTES: usize = 16 * 1024;
 /// An accepted token is asked about again after this time at the latest.
-const ACCEPTED_FOR: Duration = Duration::from_secs(60);
+const ACCEPTED_TTL: Duration = Duration::from_secs(60);
 /// A refused one too: a token may be valid a moment later (a key that was just added, a clock behind).
-const REFUSED_FOR: Duration = Duration::from_secs(3);
+const REFUSED_TTL: Duration = Duration::from_secs(3);
 /// How many answers of either sort are kept.
-const KEPT: usize = 10_000;
+const MAX_CACHE_ENTRIES: usize = 10_000;
 /// How many questions are under way at a time.
-const CONCURRENT: usize = 32;
+const MAX_CONCURRENT_REVIEWS: usize = 32;
 /// How long a question may take, its wait for a turn included.
-const PATIENCE: Duration = Duration::from_secs(5);
+const REVIEW_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Who is calling, proven by a token.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -94,7 +93,7 @@ pub enum AuthError {
     Unreachable(Arc<str>),
 }
 
-/// What stands behind a token that was accepted.
+/// The result of a successful review.
 #[derive(Clone, Debug, PartialEq)]
 struct Accepted {
     caller: Caller,
@@ -126,10 +125,10 @@ impl Authenticator {
     pub fn new(verifier: Verifier, metrics: Arc<Metrics>) -> Authenticator {
         Authenticator {
             verifier,
-            turns: Semaphore::new(CONCURRENT),
-            accepted: Mutex::new(Cache::new(KEPT)),
+            turns: Semaphore::new(MAX_CONCURRENT_REVIEWS),
+            accepted: Mutex::new(Cache::new(MAX_CACHE_ENTRIES)),
             // Apart from the accepted ones, so that a flood of rubbish does not drive them out.
-            refused: Mutex::new(Cache::new(KEPT)),
+            refused: Mutex::new(Cache::new(MAX_CACHE_ENTRIES)),
             metrics,
         }
     }
@@ -165,9 +164,9 @@ impl Authenticator {
     }
 
     async fn check(&self, token: &str) -> Result<Caller, AuthError> {
-        if token.len() > LONGEST_TOKEN {
+        if token.len() > MAX_TOKEN_BYTES {
             return Err(AuthError::Refused(
-                format!("it is longer than {LONGEST_TOKEN} bytes").into(),
+                format!("it is longer than {MAX_TOKEN_BYTES} bytes").into(),
             ));
         }
         let hash = hash(token);
@@ -186,10 +185,10 @@ impl Authenticator {
                 None => self.ask(token, hash).await,
             }
         };
-        match tokio::time::timeout(PATIENCE, question).await {
+        match tokio::time::timeout(REVIEW_TIMEOUT, question).await {
             Ok(answer) => answer,
             Err(_) => Err(AuthError::Unreachable(
-                format!("no answer within {} s", PATIENCE.as_secs()).into(),
+                format!("no answer within {} s", REVIEW_TIMEOUT.as_secs()).into(),
             )),
         }
     }
@@ -220,7 +219,7 @@ impl Authenticator {
         let now = Instant::now();
         match &answer {
             Ok(accepted) => {
-                let until = now + kept_for(accepted.expires, SystemTime::now());
+                let until = now + cache_ttl(accepted.expires, SystemTime::now());
                 self.accepted
                     .lock()
                     .unwrap_or_else(PoisonError::into_inner)
@@ -230,7 +229,7 @@ impl Authenticator {
                 self.refused
                     .lock()
                     .unwrap_or_else(PoisonError::into_inner)
-                    .put(hash, reason.clone(), now + REFUSED_FOR, now);
+                    .put(hash, reason.clone(), now + REFUSED_TTL, now);
             }
             Err(_) => {}
         }
@@ -239,15 +238,15 @@ impl Authenticator {
 }
 
 /// An accepted token is kept for a minute, and never beyond its own end.
-fn kept_for(expires: Option<u64>, now: SystemTime) -> Duration {
+fn cache_ttl(expires: Option<u64>, now: SystemTime) -> Duration {
     let Some(expires) = expires else {
-        return ACCEPTED_FOR;
+        return ACCEPTED_TTL;
     };
     let end = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(expires));
-    end.map_or(ACCEPTED_FOR, |end| {
+    end.map_or(ACCEPTED_TTL, |end| {
         end.duration_since(now).unwrap_or_default()
     })
-    .min(ACCEPTED_FOR)
+    .min(ACCEPTED_TTL)
 }
 
 fn bearer(metadata: &MetadataMap) -> Result<&str, AuthError> {
@@ -319,10 +318,10 @@ mod tests {
     #[test]
     fn an_answer_is_never_kept_beyond_the_tokens_end() {
         let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1000);
-        assert_eq!(kept_for(Some(1010), now), Duration::from_secs(10));
-        assert_eq!(kept_for(Some(5000), now), ACCEPTED_FOR);
-        assert_eq!(kept_for(Some(900), now), Duration::ZERO);
-        assert_eq!(kept_for(Some(u64::MAX), now), ACCEPTED_FOR);
-        assert_eq!(kept_for(None, now), ACCEPTED_FOR);
+        assert_eq!(cache_ttl(Some(1010), now), Duration::from_secs(10));
+        assert_eq!(cache_ttl(Some(5000), now), ACCEPTED_TTL);
+        assert_eq!(cache_ttl(Some(900), now), Duration::ZERO);
+        assert_eq!(cache_ttl(Some(u64::MAX), now), ACCEPTED_TTL);
+        assert_eq!(cache_ttl(None, now), ACCEPTED_TTL);
     }
 }

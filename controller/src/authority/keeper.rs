@@ -19,7 +19,7 @@ use tokio::time::{Instant, sleep_until};
 use super::material::Material;
 use super::publish::Published;
 use super::reports::{
-    Agreement, Connected, ConnectedProxies, Evidence, Pulse, Report, few, pod_digest,
+    Agreement, Connected, ConnectedProxies, Evidence, Liveness, Report, few, pod_digest,
 };
 use super::rotation::{Phase, Progress, Request, Rules, Step};
 use super::status::{self, StatusSender};
@@ -29,13 +29,13 @@ use crate::hub::Hub;
 use crate::issuer::hex;
 
 /// How often a replica reports, and judges the reports, while a rotation is under way,
-const BEAT: Duration = Duration::from_secs(1);
+const ROTATION_REPORT_INTERVAL: Duration = Duration::from_secs(1);
 /// and otherwise.
-const CALM_BEAT: Duration = Duration::from_secs(10);
+const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 /// A store that was emptied is filled again from memory after this time: whoever replaces what is in it may do that in two steps.
-const REFILL_AFTER: Duration = Duration::from_secs(5);
+const REFILL_TIMEOUT: Duration = Duration::from_secs(5);
 /// How often the store may have changed between reading and writing before that counts as an error.
-const ATTEMPTS: usize = 10;
+const MAX_ATTEMPTS: usize = 10;
 /// How often the store is asked again after an error, at first and at last.
 const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(250);
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(10);
@@ -69,7 +69,7 @@ struct State {
     /// The version of the store that was read and is in force.
     version: Option<String>,
     empty_since: Option<Instant>,
-    pulse: Pulse,
+    liveness: Liveness,
     agreement: Agreement,
     beat: u64,
     next_beat: Option<Instant>,
@@ -83,7 +83,7 @@ enum Round {
 }
 
 impl<S: Store> Keeper<S> {
-    /// Keeps it, for ever.
+    /// Runs until the process ends.
     pub(super) async fn run(mut self) {
         let store = self.store.clone();
         let mut changes = pin!(store.changes());
@@ -94,7 +94,7 @@ impl<S: Store> Keeper<S> {
         let (mut backoff, mut again) = (Backoff::new(MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL), 0);
         loop {
             let done = match self.round(&mut state).await {
-                Ok(Round::Again) if again >= ATTEMPTS => Err(format!(
+                Ok(Round::Again) if again >= MAX_ATTEMPTS => Err(format!(
                     "{} is written by somebody all the time",
                     self.store.place()
                 )),
@@ -157,8 +157,8 @@ impl<S: Store> Keeper<S> {
         let material = match &state.in_force {
             Some(in_force) => {
                 let since = *state.empty_since.get_or_insert_with(Instant::now);
-                if since.elapsed() < REFILL_AFTER {
-                    state.next_beat = Some(since + REFILL_AFTER);
+                if since.elapsed() < REFILL_TIMEOUT {
+                    state.next_beat = Some(since + REFILL_TIMEOUT);
                     return Ok(Round::Done);
                 }
                 tracing::warn!(
@@ -303,9 +303,9 @@ impl<S: Store> Keeper<S> {
         state.next_beat = Some(
             Instant::now()
                 + if phase == Phase::Steady {
-                    CALM_BEAT
+                    REPORT_INTERVAL
                 } else {
-                    BEAT
+                    ROTATION_REPORT_INTERVAL
                 },
         );
         state.beat += 1;
@@ -326,7 +326,7 @@ impl<S: Store> Keeper<S> {
             .filter_map(|(name, text)| Some((name, serde_json::from_str(&text).ok()?)))
             .collect();
         reports.insert(self.name.clone(), report);
-        let (live, gone) = state.pulse.feel(reports, Instant::now());
+        let (live, gone) = state.liveness.update(reports, Instant::now());
         for name in gone {
             tracing::info!("replica {name} has gone: its report is removed");
             self.store

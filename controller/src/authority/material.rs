@@ -47,7 +47,7 @@ const PREVIOUS: Names = Names {
     key: "previous.key",
     roots: "previous.roots.crt",
 };
-const KEPT: &str = "kept.crt";
+const KEPT_ROOTS: &str = "kept.crt";
 const ROTATION: &str = "rotation.json";
 
 /// The fields of a store, by name.
@@ -82,7 +82,7 @@ pub enum Unusable {
 pub struct Material {
     /// The CA of the fields tls.crt, tls.key and ca.crt.
     pub current: Ca,
-    /// The one that will sign, once everybody trusts it.
+    /// The CA that signs after all proxies trust it.
     pub next: Option<Ca>,
     /// The one that signed before; its leaves may still be in use.
     pub previous: Option<Ca>,
@@ -120,7 +120,7 @@ impl Material {
         } else {
             None
         };
-        let kept = certificates(fields, KEPT)?.unwrap_or_default();
+        let kept = certificates(fields, KEPT_ROOTS)?.unwrap_or_default();
         let mut progress: Progress = match fields.get(ROTATION) {
             None => Progress::default(),
             Some(bytes) => serde_json::from_slice(bytes).map_err(|error| Unusable::Field {
@@ -161,7 +161,7 @@ impl Material {
             .for_each(|previous| previous.write(&mut fields, &PREVIOUS));
         if !self.kept.is_empty() {
             fields.insert(
-                KEPT.to_owned(),
+                KEPT_ROOTS.to_owned(),
                 self.kept
                     .iter()
                     .map(|root| root.pem.as_str())

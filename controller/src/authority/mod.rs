@@ -1,10 +1,10 @@
-//! Who vouches for the mesh now: the issuer that signs, and the roots that everybody verifies by. What signs, serves and tells
-//! proxies whom to trust watches this one value.
+//! The certificate authority of the mesh: the current issuer and the trust roots, as one watched value.
 //!
 //! It lies in a [`store`] that all replicas share. [`material`] says what the store's fields mean, [`rotation`] (pure) how one CA
-//! follows another and on whom that waits, [`reports`] what the replicas tell each other for it; `keeper` is the task that brings
-//! them together, [`publish`] puts the roots where pods find them, [`status`] says how it stands.
+//! replaces another, [`reports`] which conditions the replicas report for it. `keeper` is the task that
+//! combines them, [`publish`] distributes the roots to pods, [`status`] reports the state.
 
+mod disjoint_roots;
 mod keeper;
 pub mod material;
 pub mod publish;
@@ -12,7 +12,6 @@ pub mod reports;
 pub mod rotation;
 pub mod status;
 pub mod store;
-mod strangers;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -38,14 +37,14 @@ use store::Store;
 /// The common name of every CA that the controller makes: by it, it tells its own from an operator's.
 pub const NAME: &str = "diy-service-mesh CA";
 /// Files in pods follow their ConfigMap this late, at most: the kubelet looks once a minute, and what it knows may be as old.
-const SLOWEST_KUBELET: Duration = Duration::from_secs(120);
+const KUBELET_SYNC_DELAY: Duration = Duration::from_secs(120);
 
-/// What the controller signs with, and whom it tells everybody to trust. The two change together.
+/// The issuer and the trust roots. They change together.
 #[derive(Debug)]
 pub struct Trust {
-    /// Who signs.
+    /// The issuer of certificates.
     pub issuer: Arc<Issuer>,
-    /// Whom everybody verifies by.
+    /// The roots of all proxies.
     pub roots: Arc<Roots>,
     /// Within what time proxies whose certificate another issuer signed shall renew it, each at a moment of its own choice.
     pub renew_within: Duration,
@@ -192,7 +191,7 @@ impl AuthorityHandle {
     }
 }
 
-/// Gets ready to keep the authority; the future that comes along does it, for ever.
+/// Prepares the authority. The returned future maintains it and never completes.
 pub fn keep(
     options: Options,
     hub: &Hub,
@@ -200,7 +199,7 @@ pub fn keep(
 ) -> (AuthorityHandle, BoxFuture<'static, ()>) {
     match options.provider.clone() {
         Provider::Kubernetes { client, namespace } => {
-            let settle = SLOWEST_KUBELET.min(options.certificate_life / 10);
+            let settle = KUBELET_SYNC_DELAY.min(options.certificate_life / 10);
             let store = store::kubernetes::Kubernetes::new(client.clone(), &namespace);
             keep_in(store, settle, options, hub, proxies, |task| {
                 publish::kubernetes(client, namespace, task)

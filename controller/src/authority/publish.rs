@@ -21,9 +21,9 @@ use serde_json::json;
 use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
 
+use super::disjoint_roots::{are_disjoint, warning};
 use super::store::files::replace;
 use super::store::kubernetes::MANAGER;
-use super::strangers::{knows_none_of, warning};
 use super::{Roots, Trust};
 
 /// The ConfigMap in each namespace.
@@ -33,13 +33,13 @@ pub const LABEL: &str = "diy-service-mesh.dev/mesh";
 /// Its key, and the file's name.
 pub const KEY: &str = "roots.pem";
 /// All are read this often, should a watch have missed something.
-const INTERVAL: Duration = Duration::from_secs(60);
+const RESYNC_INTERVAL: Duration = Duration::from_secs(60);
 /// A file is looked at this often.
-const FILE_INTERVAL: Duration = Duration::from_secs(1);
+const FILE_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// How long a request to the API may take.
-const PATIENCE: Duration = Duration::from_secs(10);
+const API_TIMEOUT: Duration = Duration::from_secs(10);
 /// How many namespaces are written at the same moment.
-const AT_ONCE: usize = 16;
+const MAX_CONCURRENT_WRITES: usize = 16;
 const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(250);
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(30);
 
@@ -68,10 +68,10 @@ impl Task {
     }
 }
 
-/// Keeps the file FOLDER/roots.pem right, for ever.
+/// Writes the roots to the file FOLDER/roots.pem and restores it after changes. Returns when the authority is gone.
 pub async fn file(folder: PathBuf, mut task: Task) {
     let path = folder.join(KEY);
-    let mut ticks = interval(FILE_INTERVAL);
+    let mut ticks = interval(FILE_CHECK_INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         let roots = task.roots();
@@ -100,7 +100,7 @@ fn put_right(path: &Path, roots: &Roots) -> Result<(), String> {
     }
     replace(path, roots.pem.as_bytes(), 0o644).map_err(|error| error.to_string())?;
     warn_of(
-        knows_none_of(roots, &there)
+        are_disjoint(roots, &there)
             .then(|| path.display().to_string())
             .into_iter()
             .collect(),
@@ -109,8 +109,8 @@ fn put_right(path: &Path, roots: &Roots) -> Result<(), String> {
     Ok(())
 }
 
-fn warn_of(strangers: Vec<String>) {
-    if let Some(warning) = warning(&strangers) {
+fn warn_of(places: Vec<String>) {
+    if let Some(warning) = warning(&places) {
         tracing::warn!("{warning}");
     }
 }
@@ -129,17 +129,20 @@ fn tell(published: &watch::Sender<Published>, now: Published) {
     });
 }
 
-/// Keeps the ConfigMaps of a cluster right, for ever; `mesh` is the mesh's own namespace.
+/// Writes the roots to a ConfigMap in each namespace with meshed pods, and restores it after changes. `mesh`: the mesh's own namespace.
 pub async fn kubernetes(client: Client, mesh: String, mut task: Task) {
     let all: Api<ConfigMap> = Api::all(client.clone());
     let only_ours = format!("metadata.name={CONFIG_MAP}");
     let mut events =
         pin!(watcher(all.clone(), watcher::Config::default().fields(&only_ours)).default_backoff());
     let list = ListParams::default().fields(&only_ours);
-    let mut lists = pin!(stream::unfold(interval(INTERVAL), async |mut ticks| {
-        ticks.tick().await;
-        Some((timeout(PATIENCE, all.list(&list)).await, ticks))
-    }));
+    let mut lists = pin!(stream::unfold(
+        interval(RESYNC_INTERVAL),
+        async |mut ticks| {
+            ticks.tick().await;
+            Some((timeout(API_TIMEOUT, all.list(&list)).await, ticks))
+        }
+    ));
     let mut places = Places {
         mesh,
         ..Places::default()
@@ -150,12 +153,12 @@ pub async fn kubernetes(client: Client, mesh: String, mut task: Task) {
         let namespaces = task.namespaces.borrow_and_update().clone();
         let mut wake = None;
         if places.listed {
-            warn_of(places.strangers(&roots, &namespaces));
+            warn_of(places.with_disjoint_roots(&roots, &namespaces));
             for namespace in places.due(
                 &roots.pem,
                 &namespaces,
                 Instant::now(),
-                AT_ONCE - writing.len(),
+                MAX_CONCURRENT_WRITES - writing.len(),
             ) {
                 writing.push(apply(
                     client.clone(),
@@ -199,7 +202,7 @@ async fn apply(
     let api: Api<ConfigMap> = Api::namespaced(client, &namespace);
     let params = PatchParams::apply(MANAGER).force();
     let result = match timeout(
-        PATIENCE,
+        API_TIMEOUT,
         api.patch(CONFIG_MAP, &params, &Patch::Apply(config_map)),
     )
     .await
@@ -215,11 +218,11 @@ async fn apply(
 #[derive(Default)]
 struct Places {
     mesh: String,
-    /// Whether all were read once: before, nobody knows what is there.
+    /// Whether the ConfigMaps have been listed.
     listed: bool,
     /// What each namespace holds.
-    there: BTreeMap<String, Held>,
-    listing: BTreeMap<String, Held>,
+    there: BTreeMap<String, ConfigMapContent>,
+    listing: BTreeMap<String, ConfigMapContent>,
     /// Being written.
     busy: BTreeSet<String>,
     failed: BTreeMap<String, Failure>,
@@ -229,7 +232,7 @@ struct Places {
 
 /// What a ConfigMap says.
 #[derive(Default)]
-struct Held {
+struct ConfigMapContent {
     pem: Option<String>,
     /// The mesh that keeps it.
     mesh: Option<String>,
@@ -289,7 +292,11 @@ impl Places {
     }
 
     /// The namespaces whose pods know none of these roots. Told once for each set of roots.
-    fn strangers(&mut self, roots: &Roots, namespaces: &BTreeSet<Arc<str>>) -> Vec<String> {
+    fn with_disjoint_roots(
+        &mut self,
+        roots: &Roots,
+        namespaces: &BTreeSet<Arc<str>>,
+    ) -> Vec<String> {
         if self.compared == roots.version {
             return Vec::new();
         }
@@ -299,14 +306,14 @@ impl Places {
                 .get(name)
                 .filter(|held| held.mesh.as_ref() == Some(&self.mesh))
         };
-        let is_stranger = |name: &String| {
+        let is_disjoint = |name: &String| {
             of_this_mesh(name)
                 .and_then(|held| held.pem.as_deref())
-                .is_some_and(|pem| knows_none_of(roots, pem))
+                .is_some_and(|pem| are_disjoint(roots, pem))
         };
         let wrong = self.wrong(&roots.pem, namespaces).into_iter();
         wrong
-            .filter(is_stranger)
+            .filter(is_disjoint)
             .map(|name| format!("namespace {name}"))
             .collect()
     }
@@ -380,7 +387,7 @@ impl Places {
                 self.failed.remove(&namespace);
                 self.there.insert(
                     namespace,
-                    Held {
+                    ConfigMapContent {
                         pem: Some(pem),
                         mesh: Some(self.mesh.clone()),
                     },
@@ -400,7 +407,7 @@ impl Places {
 }
 
 /// A namespace, and what its ConfigMap says.
-fn read(object: ConfigMap) -> Option<(String, Held)> {
+fn read(object: ConfigMap) -> Option<(String, ConfigMapContent)> {
     let pem = object.data.and_then(|mut data| data.remove(KEY));
     let mesh = object
         .metadata
@@ -409,7 +416,7 @@ fn read(object: ConfigMap) -> Option<(String, Held)> {
     object
         .metadata
         .namespace
-        .map(|namespace| (namespace, Held { pem, mesh }))
+        .map(|namespace| (namespace, ConfigMapContent { pem, mesh }))
 }
 
 #[cfg(test)]
@@ -461,7 +468,7 @@ mod tests {
         assert_eq!(
             places.due("B", &wanted, now, 16),
             ["good"],
-            "new roots concern everybody"
+            "new roots apply to all namespaces"
         );
     }
 
@@ -469,7 +476,7 @@ mod tests {
     fn namespaces_whose_pods_know_none_of_the_roots_are_told_once() {
         let new = || {
             Roots::from_pem(
-                &self_signed("cluster.local", SystemTime::now(), INTERVAL)
+                &self_signed("cluster.local", SystemTime::now(), RESYNC_INTERVAL)
                     .unwrap()
                     .0,
             )
@@ -493,14 +500,17 @@ mod tests {
             places.take(Ok(Event::Apply(holds(namespace, &roots.pem))));
         }
         assert_eq!(
-            places.strangers(&now, &wanted),
+            places.with_disjoint_roots(&now, &wanted),
             ["namespace shop", "namespace till"]
         );
-        assert!(places.strangers(&now, &wanted).is_empty(), "once is enough");
+        assert!(
+            places.with_disjoint_roots(&now, &wanted).is_empty(),
+            "once is enough"
+        );
         places.take(Ok(Event::Apply(holds("shop", &now.pem))));
         places.mesh = "another".into();
         assert!(
-            places.strangers(&old, &wanted).is_empty(),
+            places.with_disjoint_roots(&old, &wanted).is_empty(),
             "another mesh's roots are another's"
         );
     }

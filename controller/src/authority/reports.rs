@@ -1,5 +1,4 @@
-//! What each replica tells the others of the proxies that are connected to it, and what all of it together says: on whom a phase of
-//! the rotation waits. Pure.
+//! Reports of the replicas on their connected proxies, and what a phase of the rotation waits for according to them. Pure.
 //!
 //! A report says how many; names are few, for people. The pods are all there, as digests, so that a pod that is connected to no
 //! replica is missed, however the connections are spread.
@@ -15,11 +14,11 @@ use tokio::time::Instant;
 use crate::issuer::hex;
 
 /// How many names a list has at most.
-const FEW: usize = 20;
+const MAX_NAMES: usize = 20;
 /// Who was silent for so long does not count.
-pub const DEAD_AFTER: Duration = Duration::from_secs(15);
+pub const LIVENESS_TIMEOUT: Duration = Duration::from_secs(15);
 /// Whose report is removed.
-pub const GONE_AFTER: Duration = Duration::from_secs(60);
+pub const REMOVAL_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A proxy that is connected to this replica.
 #[derive(Clone, Debug, Default)]
@@ -57,7 +56,7 @@ pub fn few(names: impl IntoIterator<Item = String>) -> Few {
     let mut few = Few::default();
     for name in names {
         few.count += 1;
-        if few.names.len() < FEW {
+        if few.names.len() < MAX_NAMES {
             few.names.push(name);
         }
     }
@@ -163,11 +162,11 @@ impl Evidence {
 
 /// Which replicas live: a report counts from when it was first seen, as long as its beat goes on. By this replica's own clock.
 #[derive(Debug, Default)]
-pub struct Pulse(BTreeMap<String, (u64, Instant)>);
+pub struct Liveness(BTreeMap<String, (u64, Instant)>);
 
-impl Pulse {
+impl Liveness {
     /// Takes in all reports there are; gives back the live ones, and the names of those that are to be removed.
-    pub fn feel(
+    pub fn update(
         &mut self,
         reports: BTreeMap<String, Report>,
         now: Instant,
@@ -180,9 +179,9 @@ impl Pulse {
                 (*beat, *since) = (report.beat, now);
             }
             let silence = now.duration_since(*since);
-            if silence < DEAD_AFTER {
+            if silence < LIVENESS_TIMEOUT {
                 live.insert(name, report);
-            } else if silence >= GONE_AFTER {
+            } else if silence >= REMOVAL_TIMEOUT {
                 gone.push(name);
             }
         }

@@ -18,10 +18,10 @@ use super::rotation::{Phase, seconds};
 use crate::issuer::{BACKDATED, Certificate};
 use crate::proxies::ConnectedProxy;
 
-/// How many lines a list of whom a phase waits for has at most.
-const MOST_LINES: usize = 20;
+/// The maximum number of listed conditions.
+const MAX_LINES: usize = 20;
 /// That something ends soon is said this often.
-const REMIND_AFTER: Duration = Duration::from_secs(6 * 60 * 60);
+const REMINDER_INTERVAL: Duration = Duration::from_secs(6 * 60 * 60);
 
 /// Of a state, and what the replicas say of it. Who is connected is not in it.
 pub(super) fn of(
@@ -31,9 +31,9 @@ pub(super) fn of(
     mut waiting: Vec<String>,
     replicas: BTreeMap<String, Report>,
 ) -> Status {
-    if waiting.len() > MOST_LINES {
-        let more = waiting.len() - MOST_LINES;
-        waiting.truncate(MOST_LINES);
+    if waiting.len() > MAX_LINES {
+        let more = waiting.len() - MAX_LINES;
+        waiting.truncate(MAX_LINES);
         waiting.push(format!("and {more} more"));
     }
     let progress = material.progress.clone();
@@ -269,7 +269,7 @@ impl StatusSender {
         let left = ca.ends().duration_since(now).unwrap_or_default();
         let is_long_ago = self
             .reminded
-            .is_none_or(|reminded| reminded.elapsed() >= REMIND_AFTER);
+            .is_none_or(|reminded| reminded.elapsed() >= REMINDER_INTERVAL);
         if left > ca.life() / 3 || !is_long_ago {
             return;
         }
@@ -361,7 +361,7 @@ mod tests {
         );
         assert_eq!(
             json["rotation"]["waiting"].as_array().unwrap().len(),
-            MOST_LINES + 1
+            MAX_LINES + 1
         );
         assert_eq!(
             json["roots"][0]["fingerprint"],

@@ -28,7 +28,7 @@ pub async fn run(folder: PathBuf, trust_domain: &str, changes: mpsc::Sender<Chan
             _ = interval.tick() => {}
             () = changes.closed() => return,
         }
-        for change in files.look() {
+        for change in files.scan() {
             if changes.send(change).await.is_err() {
                 return;
             }
@@ -44,7 +44,7 @@ struct Files {
     /// All objects, and the file that each is from; none before the first look that succeeded.
     objects: Option<BTreeMap<(Kind, Key), (PathBuf, Object)>>,
     /// What was wrong at the last look: said once, not at every look.
-    complaints: BTreeSet<String>,
+    errors: BTreeSet<String>,
 }
 
 struct File {
@@ -61,26 +61,26 @@ impl Files {
             trust_domain: trust_domain.to_owned(),
             files: BTreeMap::new(),
             objects: None,
-            complaints: BTreeSet::new(),
+            errors: BTreeSet::new(),
         }
     }
 
     /// What has changed since the last look. Nothing where the folder cannot be read: what is known stays.
-    fn look(&mut self) -> Vec<Change> {
-        let mut complaints = BTreeSet::new();
-        let changes = self.look_with(&mut complaints);
-        for new in complaints.difference(&self.complaints) {
+    fn scan(&mut self) -> Vec<Change> {
+        let mut errors = BTreeSet::new();
+        let changes = self.scan_with(&mut errors);
+        for new in errors.difference(&self.errors) {
             tracing::error!("{new}. What was read before stays in force");
         }
-        self.complaints = complaints;
+        self.errors = errors;
         changes
     }
 
-    fn look_with(&mut self, complaints: &mut BTreeSet<String>) -> Vec<Change> {
+    fn scan_with(&mut self, errors: &mut BTreeSet<String>) -> Vec<Change> {
         let paths = match list(&self.folder) {
             Ok(paths) => paths,
             Err(error) => {
-                complaints.insert(format!(
+                errors.insert(format!(
                     "{}: the folder of the catalog cannot be read: {error}",
                     self.folder.display()
                 ));
@@ -91,13 +91,13 @@ impl Files {
         self.files.retain(|path, _| paths.contains(path));
         let mut changed = self.files.len() < before || self.objects.is_none();
         for path in paths {
-            changed |= self.read(path, complaints);
+            changed |= self.read(path, errors);
         }
         if changed { self.publish() } else { vec![] }
     }
 
     /// Reads one file if it may have changed. Whether there is another content to take into account.
-    fn read(&mut self, path: PathBuf, complaints: &mut BTreeSet<String>) -> bool {
+    fn read(&mut self, path: PathBuf, errors: &mut BTreeSet<String>) -> bool {
         let known = self.files.get(&path);
         let read = Stamp::of(&path).and_then(|stamp| match known {
             Some(file) if file.stamp.settled() && !stamp.differs(&file.stamp) => Ok(None),
@@ -109,7 +109,7 @@ impl Files {
             // Gone since the folder was listed: the next look sees that it is.
             Err(error) if error.kind() == io::ErrorKind::NotFound => return false,
             Err(error) => {
-                complaints.insert(format!("{}: cannot be read: {error}", path.display()));
+                errors.insert(format!("{}: cannot be read: {error}", path.display()));
                 return false;
             }
         };
@@ -252,16 +252,16 @@ mod tests {
         write(dir.path(), "notes.txt", "no manifest");
         let mut files = Files::new(dir.path().to_owned(), "cluster.local");
         assert_eq!(
-            say(files.look()),
+            say(files.scan()),
             ["reset Service 1", "reset EndpointSlice 0", "reset Pod 0"]
         );
-        assert_eq!(say(files.look()), [""; 0]);
+        assert_eq!(say(files.scan()), [""; 0]);
         write(dir.path(), "b.yml", &service("b", "10.0.0.2"));
-        assert_eq!(say(files.look()), ["apply default/b"]);
+        assert_eq!(say(files.scan()), ["apply default/b"]);
         write(dir.path(), "a.yaml", &service("a", "10.0.0.3"));
-        assert_eq!(say(files.look()), ["apply default/a"]);
+        assert_eq!(say(files.scan()), ["apply default/a"]);
         std::fs::remove_file(dir.path().join("a.yaml")).unwrap();
-        assert_eq!(say(files.look()), ["delete default/a"]);
+        assert_eq!(say(files.scan()), ["delete default/a"]);
     }
 
     #[test]
@@ -270,9 +270,9 @@ mod tests {
         let path = dir.path().join("a.yaml");
         std::fs::write(&path, service("a", "10.0.0.1")).unwrap();
         let mut files = Files::new(dir.path().to_owned(), "cluster.local");
-        files.look();
+        files.scan();
         std::fs::write(&path, service("a", "10.0.0.2")).unwrap();
-        assert_eq!(say(files.look()), ["apply default/a"]);
+        assert_eq!(say(files.scan()), ["apply default/a"]);
     }
 
     #[test]
@@ -281,13 +281,13 @@ mod tests {
         write(dir.path(), "a.yaml", &service("a", "10.0.0.1"));
         write(dir.path(), "b.yaml", "kind: [");
         let mut files = Files::new(dir.path().to_owned(), "cluster.local");
-        assert_eq!(say(files.look())[0], "reset Service 1");
+        assert_eq!(say(files.scan())[0], "reset Service 1");
         write(dir.path(), "a.yaml", "kind: [");
-        assert_eq!(say(files.look()), [""; 0]);
+        assert_eq!(say(files.scan()), [""; 0]);
         write(dir.path(), "b.yaml", &service("b", "10.0.0.2"));
-        assert_eq!(say(files.look()), ["apply default/b"]);
+        assert_eq!(say(files.scan()), ["apply default/b"]);
         write(dir.path(), "a.yaml", &service("a", "10.0.0.9"));
-        assert_eq!(say(files.look()), ["apply default/a"]);
+        assert_eq!(say(files.scan()), ["apply default/a"]);
     }
 
     #[test]
@@ -296,7 +296,7 @@ mod tests {
         write(dir.path(), "1.yaml", &service("a", "10.0.0.1"));
         write(dir.path(), "2.yaml", &service("a", "10.0.0.2"));
         let mut files = Files::new(dir.path().to_owned(), "cluster.local");
-        let Change::Reset(Kind::Service, services) = files.look().remove(0) else {
+        let Change::Reset(Kind::Service, services) = files.scan().remove(0) else {
             panic!("Services come first")
         };
         let Object::Service(service) = &services[0] else {
@@ -308,7 +308,7 @@ mod tests {
         );
         std::fs::remove_file(dir.path().join("2.yaml")).unwrap();
         assert_eq!(
-            say(files.look()),
+            say(files.scan()),
             ["apply default/a"],
             "the other file's object is back in force"
         );
@@ -321,10 +321,10 @@ mod tests {
         std::fs::create_dir(&folder).unwrap();
         write(&folder, "a.yaml", &service("a", "10.0.0.1"));
         let mut files = Files::new(folder.clone(), "cluster.local");
-        files.look();
+        files.scan();
         std::fs::rename(&folder, dir.path().join("away")).unwrap();
-        assert_eq!(say(files.look()), [""; 0]);
+        assert_eq!(say(files.scan()), [""; 0]);
         std::fs::rename(dir.path().join("away"), &folder).unwrap();
-        assert_eq!(say(files.look()), [""; 0]);
+        assert_eq!(say(files.scan()), [""; 0]);
     }
 }

@@ -1,7 +1,7 @@
 //! The catalog of a Kubernetes cluster: all Services, EndpointSlices and Pods by watch.
 //!
-//! Each kind is watched by itself and for ever: an error is logged with what it would take, then comes a pause, then it goes on from
-//! where it was. Only what the index keeps of an object is kept; the object itself is dropped as soon as it was read.
+//! Each kind has its own watch. After an error, the watch logs the cause and the required permissions and retries with back-off. Only
+//! the fields that the index needs are kept.
 
 use std::fmt::Debug;
 use std::pin::pin;

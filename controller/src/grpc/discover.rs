@@ -25,9 +25,9 @@ use crate::metrics::Metrics;
 use crate::proxies;
 
 /// Far more than a pod meets; a proxy forgets idle ones.
-const MOST_SUBSCRIPTIONS: usize = 10_000;
+const MAX_SUBSCRIPTIONS: usize = 10_000;
 /// The longest text in a proxy's status; all are versions and numbers.
-const LONGEST_TEXT: usize = 128;
+const MAX_TEXT_BYTES: usize = 128;
 
 type Answers = mpsc::Sender<Result<proto::DiscoverResponse, Status>>;
 
@@ -131,11 +131,11 @@ impl Stream {
                 known_version,
             })) => {
                 let address = parse(&destination)?;
-                if self.subscriptions.len() >= MOST_SUBSCRIPTIONS
+                if self.subscriptions.len() >= MAX_SUBSCRIPTIONS
                     && !self.subscriptions.contains_key(&address)
                 {
                     return Err(Status::resource_exhausted(format!(
-                        "{MOST_SUBSCRIPTIONS} destinations are subscribed to on this stream, which is the most; unsubscribe from idle ones"
+                        "{MAX_SUBSCRIPTIONS} destinations are subscribed to on this stream, which is the most; unsubscribe from idle ones"
                     )));
                 }
                 let has = if known_version.is_empty() {
@@ -196,9 +196,9 @@ fn says(status: proto::ProxyStatus, now: SystemTime) -> Result<proxies::Status, 
         &status.certificate_issuer,
         &status.proxy_version,
     ];
-    if texts.iter().any(|text| text.len() > LONGEST_TEXT) {
+    if texts.iter().any(|text| text.len() > MAX_TEXT_BYTES) {
         return Err(Status::invalid_argument(format!(
-            "status: a text is longer than {LONGEST_TEXT} bytes"
+            "status: a text is longer than {MAX_TEXT_BYTES} bytes"
         )));
     }
     let now = now

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 /// So many at once: a proxy that restarts some times over.
 const BURST: u32 = 5;
 /// Then one in this time.
-const EVERY: Duration = Duration::from_secs(10);
+const REFILL_INTERVAL: Duration = Duration::from_secs(10);
 /// Pods that asked within the last minute; more are asked to wait.
-const MOST_PODS: usize = 100_000;
+const MAX_PODS: usize = 100_000;
 
 /// The pods that have asked lately, by UID.
 #[derive(Default)]
@@ -23,8 +23,8 @@ impl Limiter {
     /// Takes one of the pod's turns; else says how long to wait for the next.
     pub(super) fn take(&mut self, uid: &Arc<str>, now: Instant) -> Result<(), Duration> {
         self.sweep(now);
-        if self.whole_again.len() >= MOST_PODS && !self.whole_again.contains_key(uid) {
-            return Err(EVERY);
+        if self.whole_again.len() >= MAX_PODS && !self.whole_again.contains_key(uid) {
+            return Err(REFILL_INTERVAL);
         }
         let whole_again = self
             .whole_again
@@ -32,8 +32,8 @@ impl Limiter {
             .copied()
             .filter(|whole| *whole > now)
             .unwrap_or(now)
-            + EVERY;
-        match (whole_again - now).checked_sub(EVERY * BURST) {
+            + REFILL_INTERVAL;
+        match (whole_again - now).checked_sub(REFILL_INTERVAL * BURST) {
             Some(wait) if !wait.is_zero() => Err(wait),
             _ => {
                 self.whole_again.insert(uid.clone(), whole_again);
@@ -44,7 +44,10 @@ impl Limiter {
 
     /// Seldom enough to cost nothing, often enough that what is kept is what asked lately.
     fn sweep(&mut self, now: Instant) {
-        if self.swept.is_none_or(|swept| now >= swept + EVERY) {
+        if self
+            .swept
+            .is_none_or(|swept| now >= swept + REFILL_INTERVAL)
+        {
             self.whole_again.retain(|_, whole| *whole > now);
             self.swept = Some(now);
         }
@@ -62,16 +65,19 @@ mod tests {
         for _ in 0..BURST {
             assert_eq!(limiter.take(&one, now), Ok(()));
         }
-        assert_eq!(limiter.take(&one, now), Err(EVERY));
+        assert_eq!(limiter.take(&one, now), Err(REFILL_INTERVAL));
         assert_eq!(
-            limiter.take(&one, now + EVERY / 4),
-            Err(EVERY * 3 / 4),
+            limiter.take(&one, now + REFILL_INTERVAL / 4),
+            Err(REFILL_INTERVAL * 3 / 4),
             "a refusal costs nothing"
         );
         assert_eq!(limiter.take(&other, now), Ok(()));
-        assert_eq!(limiter.take(&one, now + EVERY), Ok(()));
-        assert_eq!(limiter.take(&one, now + EVERY), Err(EVERY));
-        let later = now + EVERY * 100;
+        assert_eq!(limiter.take(&one, now + REFILL_INTERVAL), Ok(()));
+        assert_eq!(
+            limiter.take(&one, now + REFILL_INTERVAL),
+            Err(REFILL_INTERVAL)
+        );
+        let later = now + REFILL_INTERVAL * 100;
         for _ in 0..BURST {
             assert_eq!(limiter.take(&one, later), Ok(()));
         }
@@ -84,16 +90,18 @@ mod tests {
     #[test]
     fn memory_is_bounded_and_freed() {
         let (mut limiter, now) = (Limiter::default(), Instant::now());
-        for pod in 0..MOST_PODS {
+        for pod in 0..MAX_PODS {
             limiter.take(&pod.to_string().into(), now).unwrap();
         }
-        assert_eq!(limiter.take(&"one more".into(), now), Err(EVERY));
+        assert_eq!(limiter.take(&"one more".into(), now), Err(REFILL_INTERVAL));
         assert_eq!(
             limiter.take(&"0".into(), now),
             Ok(()),
             "those that are known go on"
         );
-        limiter.take(&"later".into(), now + EVERY * 3).unwrap();
+        limiter
+            .take(&"later".into(), now + REFILL_INTERVAL * 3)
+            .unwrap();
         assert_eq!(limiter.whole_again.len(), 1);
     }
 }

@@ -1,5 +1,4 @@
-//! The gRPC surface: the contract's service and the health check, on one port, over TLS. Thin: it authenticates, asks the hub, and says it in
-//! the contract's words.
+//! The gRPC server: the service of `mesh.proto` and the health check, on one port, over TLS.
 
 mod discover;
 mod limit;
@@ -29,27 +28,25 @@ use crate::proxies::Proxies;
 use crate::serving;
 use service::Mesh;
 
-/// The largest message that is read: a certificate request, or a list of names.
-const LARGEST_MESSAGE: usize = 256 * 1024;
+/// For the largest messages: a certificate request, or a list of names.
+const MAX_MESSAGE_BYTES: usize = 256 * 1024;
 /// The largest header block: a token and little else.
-const LARGEST_HEADERS: u32 = 32 * 1024;
-/// How many calls one connection may have open: a proxy has two or three.
-const CALLS_PER_CONNECTION: u32 = 128;
-/// A peer that is silent for so long is asked whether it is still there,
-const PING_AFTER: Duration = Duration::from_secs(20);
-/// and has so long to answer.
-const PING_PATIENCE: Duration = Duration::from_secs(10);
-/// How long streams get to end once the controller stops.
-const DRAIN: Duration = Duration::from_secs(3);
+const MAX_HEADER_LIST_BYTES: u32 = 32 * 1024;
+/// A proxy has two or three open streams.
+const MAX_CONCURRENT_STREAMS: u32 = 128;
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(20);
+const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time for streams to end after shutdown.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// What the service answers from.
 #[derive(Clone)]
 pub struct Context {
     /// The catalog.
     pub hub: Hub,
-    /// Who may call.
+    /// Authentication of clients.
     pub authenticator: Arc<Authenticator>,
-    /// Who signs, and whom everybody trusts.
+    /// The issuer and the trust roots.
     pub authority: Authority,
     /// The proxies that are connected.
     pub proxies: Proxies,
@@ -76,12 +73,12 @@ pub async fn serve(
         tonic_health::server::HealthService::from_health_reporter(health.clone()),
     );
     let mesh = ServiceMeshServiceServer::new(Mesh::new(context))
-        .max_decoding_message_size(LARGEST_MESSAGE);
+        .max_decoding_message_size(MAX_MESSAGE_BYTES);
     let server = Server::builder()
-        .http2_keepalive_interval(Some(PING_AFTER))
-        .http2_keepalive_timeout(Some(PING_PATIENCE))
-        .http2_max_header_list_size(LARGEST_HEADERS)
-        .max_concurrent_streams(CALLS_PER_CONNECTION)
+        .http2_keepalive_interval(Some(KEEP_ALIVE_INTERVAL))
+        .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))
+        .http2_max_header_list_size(MAX_HEADER_LIST_BYTES)
+        .max_concurrent_streams(MAX_CONCURRENT_STREAMS)
         .add_service(health_service)
         .add_service(mesh)
         .serve_with_incoming_shutdown(
@@ -96,12 +93,12 @@ pub async fn serve(
         }
         stopping.cancelled().await;
         report(&health, ServingStatus::NotServing).await;
-        tokio::time::sleep(DRAIN).await;
+        tokio::time::sleep(DRAIN_TIMEOUT).await;
     };
     tokio::select! {
         result = server => result,
         () = state => {
-            tracing::info!("some connections did not end within {} s and are cut", DRAIN.as_secs());
+            tracing::info!("some connections did not end within {} s and are cut", DRAIN_TIMEOUT.as_secs());
             Ok(())
         }
     }

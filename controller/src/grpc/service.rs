@@ -1,4 +1,4 @@
-//! The four RPCs. Each first proves who calls, then waits for a synced catalog, then answers.
+//! The four RPCs. Each authenticates the client, then waits for a synced catalog, then responds.
 
 use std::collections::BTreeSet;
 use std::pin::Pin;
@@ -18,10 +18,10 @@ use super::{Context, discover, message, watch};
 use crate::authenticate::{AuthError, Caller};
 use crate::index::object::Key;
 
-/// How long a call waits for a catalog that is being read, before the caller is sent elsewhere.
-const SYNC_PATIENCE: Duration = Duration::from_secs(5);
+/// Time that a call waits for a synced catalog.
+const SYNC_TIMEOUT: Duration = Duration::from_secs(5);
 /// Answers that lie ready for a caller; more is not made before it has read these.
-const AHEAD: usize = 16;
+const RESPONSE_QUEUE_LENGTH: usize = 16;
 
 type Answers<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
@@ -79,7 +79,7 @@ impl ServiceMeshService for Mesh {
         let caller = self.admit(request.metadata()).await?;
         let names = keys(&request.get_ref().services)?;
         tracing::debug!(caller = %caller.user, services = names.len(), "WatchServices");
-        let (answers, stream) = mpsc::channel(AHEAD);
+        let (answers, stream) = mpsc::channel(RESPONSE_QUEUE_LENGTH);
         tokio::spawn(watch::run(self.context.clone(), names, answers));
         Ok(Response::new(Box::pin(ReceiverStream::new(stream))))
     }
@@ -102,7 +102,7 @@ impl ServiceMeshService for Mesh {
     ) -> Result<Response<Self::DiscoverStream>, Status> {
         let caller = self.admit(request.metadata()).await?;
         tracing::debug!(caller = %caller.user, "Discover");
-        let (answers, stream) = mpsc::channel(AHEAD);
+        let (answers, stream) = mpsc::channel(RESPONSE_QUEUE_LENGTH);
         tokio::spawn(discover::run(
             self.context.clone(),
             caller,
@@ -118,7 +118,7 @@ pub(super) async fn synced(context: &Context) -> Result<(), Status> {
     tokio::select! {
         () = context.hub.synced() => Ok(()),
         () = context.stopping.cancelled() => Err(stopping()),
-        () = tokio::time::sleep(SYNC_PATIENCE) => {
+        () = tokio::time::sleep(SYNC_TIMEOUT) => {
             let missing: Vec<&str> = context.hub.missing().iter().map(|kind| kind.name()).collect();
             Err(Status::unavailable(format!("the catalog is not synced yet, it waits for {} objects; try again", missing.join(", "))))
         }

@@ -20,11 +20,11 @@ use crate::index::object::Key;
 use crate::issuer::{Request, SignError};
 
 /// How many calls are worked on at a time; more wait for their turn.
-const CONCURRENT: usize = 256;
+const MAX_CONCURRENT_REQUESTS: usize = 256;
 /// How long a call may take, its wait for a turn included.
-const DEADLINE: Duration = Duration::from_secs(30);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a pod is waited for that the catalog does not have yet: the proxy of a new pod is sometimes faster than its news.
-const POD_PATIENCE: Duration = Duration::from_secs(5);
+const POD_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Signs certificates.
 pub(super) struct Signer {
@@ -52,7 +52,7 @@ impl Signer {
     pub(super) fn new(context: Context) -> Signer {
         Signer {
             context,
-            turns: Semaphore::new(CONCURRENT),
+            turns: Semaphore::new(MAX_CONCURRENT_REQUESTS),
             limiter: Mutex::default(),
         }
     }
@@ -72,11 +72,11 @@ impl Signer {
             self.decide(message, peer.map(|peer| peer.ip().to_canonical()))
                 .await
         };
-        let result = tokio::time::timeout(DEADLINE, work).await;
+        let result = tokio::time::timeout(REQUEST_TIMEOUT, work).await;
         let result = result.unwrap_or_else(|_| {
             Err(Status::deadline_exceeded(format!(
                 "no turn within {} s; try again",
-                DEADLINE.as_secs()
+                REQUEST_TIMEOUT.as_secs()
             )))
         });
         let metrics = &self.context.metrics;
@@ -145,7 +145,7 @@ impl Signer {
             Verdict::Unknown | Verdict::Elsewhere(_) => None,
             settled => Some(settled),
         });
-        let settled = tokio::time::timeout(POD_PATIENCE, settled).await;
+        let settled = tokio::time::timeout(POD_TIMEOUT, settled).await;
         match settled.unwrap_or_else(|_| hub.ask(|index| verdict(index, pod, identity, peer))) {
             Verdict::Good => Ok(()),
             Verdict::Unknown => Err(Status::failed_precondition(format!(

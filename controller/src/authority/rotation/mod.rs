@@ -1,5 +1,5 @@
-//! The rotation of the CA: its phases, what each waits for, and what comes then. Pure: fields, reports and the time in, the next state
-//! or the list of those whom it waits for out.
+//! The rotation of the CA: its phases, their conditions and transitions. Pure: takes state, reports and the time; returns the next
+//! state, or the unmet conditions.
 //!
 //! ```text
 //! steady ──start──▶ announcing ──all trust the next root──▶ switched ──the last old leaf has gone──▶ steady
@@ -9,7 +9,7 @@
 //! ```
 //!
 //! In *announcing*, `current` signs and `next` is only trusted; in *adopting*, `previous` signs and `current` is only trusted; in
-//! *switched*, `current` signs and `previous` is still trusted. So whatever is signed at any moment is trusted by everybody who has
+//! *switched*, `current` signs and `previous` is still trusted. So whatever is signed at any moment is trusted by all proxies that have
 //! acknowledged the step before. The state lies in the store, and any replica may take the next step: the store lets one of them.
 
 use std::time::{Duration, SystemTime};
@@ -21,10 +21,10 @@ use super::reports::Evidence;
 use crate::issuer::BACKDATED as SKEW;
 
 /// Clocks differ, and replicas hear of a switch at different moments: for so long a replica may still sign by the old CA.
-const SLOWEST_REPLICA: Duration = Duration::from_secs(60);
+const REPLICA_LAG: Duration = Duration::from_secs(60);
 
 /// After a switch, proxies renew their certificates within this time or a tenth of their life, whichever is less.
-const LONGEST_RENEWAL: Duration = Duration::from_secs(10 * 60);
+const MAX_RENEWAL_WINDOW: Duration = Duration::from_secs(10 * 60);
 
 /// How far a rotation has got.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -71,7 +71,7 @@ pub struct Progress {
     pub since: u64,
     /// Why it is in this phase, for people.
     pub reason: String,
-    /// One more with each write of a controller: what has less is of old.
+    /// One more with each write of a controller: a lower number is an earlier state.
     pub generation: u64,
     /// The fingerprint of the issuer in tls.crt when a controller wrote last: another one there was put there by hand.
     pub current: String,
@@ -143,7 +143,7 @@ pub struct Rules {
 /// What to do next.
 #[derive(Debug, PartialEq)]
 pub enum Step {
-    /// Nothing, and on whom the phase waits; nobody: there is nothing to wait for.
+    /// No step, and the conditions that the phase waits for.
     Stay(Vec<String>),
     /// Write this, for this reason.
     Write(Box<Material>, String),
@@ -180,7 +180,7 @@ impl Rules {
                     ));
                 }
                 if waiting.is_empty() {
-                    return Ok(self.switch(material, now, "everybody trusts the new root"));
+                    return Ok(self.switch(material, now, "all proxies trust the new root"));
                 }
                 if is_last_call(material.signer(), now) {
                     return Ok(self.switch(
@@ -277,7 +277,7 @@ impl Rules {
 
     /// Within what time proxies renew their certificates after a switch.
     pub fn renew_within(&self) -> Duration {
-        (self.leaf_life / 10).min(LONGEST_RENEWAL)
+        (self.leaf_life / 10).min(MAX_RENEWAL_WINDOW)
     }
 
     fn begin(
@@ -382,7 +382,7 @@ impl Rules {
         } else {
             (
                 Phase::Adopting,
-                "tls.crt was replaced by hand, under another root: the former CA signs until everybody trusts the new root",
+                "tls.crt was replaced by hand, under another root: the former CA signs until all proxies trust the new root",
             )
         };
         let progress = Progress {
@@ -408,7 +408,7 @@ impl Rules {
 
     /// When the last leaf ends that a CA may have signed until now.
     fn last_end(&self, ca: &Ca, now: SystemTime) -> u64 {
-        seconds((now + self.leaf_life).min(ca.issuer().not_after) + SLOWEST_REPLICA)
+        seconds((now + self.leaf_life).min(ca.issuer().not_after) + REPLICA_LAG)
     }
 }
 
@@ -417,7 +417,7 @@ fn is_due(ca: &Ca, now: SystemTime) -> bool {
     ca.is_ours() && now >= ca.begins() + ca.life() * 2 / 3
 }
 
-/// Whether so little is left of a CA that to wait for anybody would harm everybody.
+/// Whether the CA expires so soon that the rotation must proceed without the remaining proxies.
 fn is_last_call(ca: &Ca, now: SystemTime) -> bool {
     now + ca.life() / 12 >= ca.ends()
 }
@@ -436,7 +436,7 @@ fn drop_next(material: &Material, now: SystemTime) -> Material {
     }
 }
 
-/// Everybody trusts both roots already; they say so once more, since somebody may have come in between.
+/// All proxies trust both roots. They acknowledge them again, for proxies that connected in the meantime.
 fn revert(material: &Material, now: SystemTime) -> Material {
     let progress = material.progress.enter(
         Phase::Announcing,

@@ -122,7 +122,7 @@ fn a_rotation_goes_from_one_root_to_the_next_and_what_signs_is_always_trusted_be
     );
     assert_eq!(
         switched.progress.old_leaves_end,
-        seconds(now + DAY + SLOWEST_REPLICA)
+        seconds(now + DAY + REPLICA_LAG)
     );
 
     let steady = written(&switched, &all_well(), now + minutes(10));

@@ -176,7 +176,7 @@ impl Store for Files {
     }
 }
 
-/// Keys are for nobody else.
+/// Only the owner can read keys.
 fn mode(name: &str) -> u32 {
     if name.ends_with(".key") { 0o600 } else { 0o644 }
 }

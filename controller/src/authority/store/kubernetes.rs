@@ -27,7 +27,7 @@ pub const REQUEST: &str = "diy-service-mesh.dev/rotate-root";
 /// Who the API server writes down as the one who has written.
 pub const MANAGER: &str = "diy-service-mesh-controller";
 /// How long a request to the API may take.
-const PATIENCE: Duration = Duration::from_secs(10);
+const API_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The store of a cluster.
 pub struct Kubernetes {
@@ -221,7 +221,7 @@ async fn api_or_status<T>(
     what: String,
     request: impl Future<Output = kube::Result<T>>,
 ) -> Result<kube::Result<T>, StoreError> {
-    timeout(PATIENCE, request)
+    timeout(API_TIMEOUT, request)
         .await
         .map_err(|_| StoreError::Silent(what))
 }

@@ -4,10 +4,10 @@
 use super::Roots;
 
 /// How many places are named.
-const FEW: usize = 5;
+const MAX_NAMES: usize = 5;
 
 /// Whether roots that stand somewhere have none in common with these. Where no root can be read, nobody trusts any.
-pub(super) fn knows_none_of(roots: &Roots, there: &str) -> bool {
+pub(super) fn are_disjoint(roots: &Roots, there: &str) -> bool {
     let there = Roots::from_pem(there)
         .map(|roots| roots.certificates)
         .unwrap_or_default();
@@ -16,10 +16,10 @@ pub(super) fn knows_none_of(roots: &Roots, there: &str) -> bool {
 
 /// What it means that this is so in these places, and what to do. None where there are none.
 pub(super) fn warning(places: &[String]) -> Option<String> {
-    let more = places.len().saturating_sub(FEW);
+    let more = places.len().saturating_sub(MAX_NAMES);
     let named = places
         .iter()
-        .take(FEW)
+        .take(MAX_NAMES)
         .map(String::as_str)
         .collect::<Vec<_>>()
         .join(", ");
@@ -34,7 +34,7 @@ pub(super) fn warning(places: &[String]) -> Option<String> {
              common with those of the CA that is in use. Pods that run trust the former root and pods that start the new one; they refuse \
              each other's certificates, and requests between them fail, until every proxy has the new roots and a new certificate, which \
              takes some minutes. To move without that: put the former CA back into tls.crt, tls.key and ca.crt, wait until the controllers \
-             use it, and replace it then, while they run: they wait until everybody trusts both roots. `mesh rotate-root` replaces a CA \
+             use it, and replace it then, while they run: they wait until all proxies trust both roots. `mesh rotate-root` replaces a CA \
              that the mesh has made"
         )
     })
@@ -48,7 +48,7 @@ mod tests {
     use crate::authority::self_signed;
 
     #[test]
-    fn only_sets_without_a_common_root_are_strangers() {
+    fn detects_sets_without_common_root() {
         let new = || {
             self_signed(
                 "cluster.local",
@@ -61,10 +61,10 @@ mod tests {
         let (old, next, other) = (new(), new(), new());
         let both = Roots::from_pem(&(old.clone() + &next)).unwrap();
         let alone = Roots::from_pem(&next).unwrap();
-        assert!(!knows_none_of(&both, &old), "announced");
-        assert!(!knows_none_of(&alone, &both.pem), "the old one is dropped");
-        assert!(knows_none_of(&alone, &old) && knows_none_of(&alone, &(old + &other)));
-        assert!(!knows_none_of(&alone, "") && !knows_none_of(&alone, "edited by somebody"));
+        assert!(!are_disjoint(&both, &old), "announced");
+        assert!(!are_disjoint(&alone, &both.pem), "the old one is dropped");
+        assert!(are_disjoint(&alone, &old) && are_disjoint(&alone, &(old + &other)));
+        assert!(!are_disjoint(&alone, "") && !are_disjoint(&alone, "edited by somebody"));
     }
 
     #[test]
