@@ -1,137 +1,135 @@
-//! The configuration: flags and environment, read once, all problems in one report.
+//! The configuration: flags and environment variables. No other module reads the environment.
 
-use std::fmt;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::time::Duration;
 
-use clap::Parser;
+use clap::error::ErrorKind;
+use clap::{CommandFactory, Parser};
 use diy_mesh_proto::Identity;
 use diy_mesh_proto::identity::TRUST_DOMAIN;
 use tracing_subscriber::filter::Targets;
 
 use crate::authenticate::Jwks;
 
-/// Shorter ones could not be renewed in time. In seconds.
+/// Shorter certificates cannot be renewed in time.
 const MIN_LIFE_SECONDS: u64 = 10;
 const MAX_LIFE_SECONDS: u64 = 100 * 365 * 24 * 60 * 60;
 
-/// What the controller is told, as it is written.
+/// The flags of the controller. Each value is valid by itself.
 #[derive(Clone, Debug, Parser)]
 #[command(
     name = "controller",
     version,
     about = "The control plane of DIY Service Mesh: discovery and certificates over gRPC"
 )]
-pub struct RawConfig {
-    /// Where gRPC is served
-    #[arg(long, env = "LISTEN", default_value = "[::]:8080")]
-    pub listen: String,
-    /// Where /live, /ready and /metrics are served (HTTP)
-    #[arg(long, env = "ADMIN_LISTEN", default_value = "[::]:8081")]
-    pub admin_listen: String,
-    /// Where Services, EndpointSlices and Pods come from: `kubernetes`, or `files:FOLDER`
-    #[arg(long, env = "CATALOG", default_value = "kubernetes")]
-    pub catalog: String,
-    /// Who checks callers' tokens: `token-review` (the Kubernetes API), or `jwks:FILE` (public keys)
-    #[arg(long, env = "AUTHENTICATOR", default_value = "token-review")]
-    pub authenticator: String,
-    /// The only issuer (`iss`) whose tokens are accepted, with `jwks:FILE`; without it, any that the keys belong to
-    #[arg(long, env = "JWKS_ISSUER")]
-    pub jwks_issuer: Option<String>,
-    /// Where the certificate authority lies, shared by all replicas: `kubernetes` (a Secret), or `files:FOLDER`
-    #[arg(long, env = "CA", default_value = "kubernetes")]
-    pub ca: String,
-    /// The trust domain of all identities
-    #[arg(long, env = "TRUST_DOMAIN", default_value = TRUST_DOMAIN)]
-    pub trust_domain: String,
-    /// How long workloads' certificates are valid, in seconds
-    #[arg(long, env = "CERTIFICATE_LIFE", default_value_t = 24 * 60 * 60)]
-    pub certificate_life: u64,
-    /// How long a certificate authority that the controller makes is valid, in seconds
-    #[arg(long, env = "CA_LIFE", default_value_t = 365 * 24 * 60 * 60)]
-    pub ca_life: u64,
-    /// The controller's own namespace
-    #[arg(long, env = "POD_NAMESPACE", default_value = "service-mesh")]
-    pub pod_namespace: String,
-    /// What is logged, for example `info` or `info,diy_mesh_controller=debug`
-    // kube's watcher logs each error too, at greater length and with less to go by than the catalog does.
-    #[arg(long, env = "LOG", default_value = "info,kube_runtime=error")]
-    pub log: String,
-}
-
-/// What the controller is told, understood.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Config {
-    /// Where gRPC is served.
+pub struct Flags {
+    /// Address of the gRPC server
+    #[arg(long, env, value_name = "ADDRESS:PORT", default_value = "[::]:8080")]
     pub listen: SocketAddr,
-    /// Where /live, /ready and /metrics are served.
+    /// Address of /live, /ready and /metrics (HTTP)
+    #[arg(long, env, value_name = "ADDRESS:PORT", default_value = "[::]:8081")]
     pub admin_listen: SocketAddr,
-    /// Where the catalog comes from.
+    /// Source of Services, EndpointSlices and Pods: `kubernetes`, or `files:FOLDER`
+    #[arg(long, env, value_name = "SOURCE", default_value = "kubernetes")]
     pub catalog: Catalog,
-    /// Who checks tokens.
+    /// Verification of tokens: `token-review` (the Kubernetes API), or `jwks:FILE` (public keys)
+    #[arg(long, env, value_name = "METHOD", default_value = "token-review")]
     pub authenticator: Authenticator,
-    /// Where the certificate authority lies.
+    /// The only accepted issuer (`iss`) of tokens, with `jwks:FILE` [default: any]
+    #[arg(long, env, value_name = "ISSUER")]
+    pub jwks_issuer: Option<String>,
+    /// Storage of the certificate authority, shared by all replicas: `kubernetes` (a Secret), or `files:FOLDER`
+    #[arg(long, env, value_name = "STORAGE", default_value = "kubernetes")]
     pub ca: Ca,
-    /// The trust domain of all identities.
+    /// Trust domain of all identities
+    #[arg(long, env, value_name = "DOMAIN", value_parser = trust_domain, default_value = TRUST_DOMAIN)]
     pub trust_domain: String,
-    /// How long workloads' certificates are valid.
+    /// Validity of workload certificates in seconds
+    #[arg(long, env, value_name = "SECONDS", value_parser = life, default_value = "86400")]
     pub certificate_life: Duration,
-    /// How long a certificate authority that the controller makes is valid.
+    /// Validity of a certificate authority that the controller generates, in seconds
+    #[arg(long, env, value_name = "SECONDS", value_parser = life, default_value = "31536000")]
     pub ca_life: Duration,
-    /// The controller's own namespace.
+    /// Namespace of the controller
+    #[arg(long, env, value_name = "NAMESPACE", value_parser = namespace, default_value = "service-mesh")]
     pub pod_namespace: String,
-    /// What is logged.
+    /// Log filter, for example `info` or `info,diy_mesh_controller=debug`
+    // The catalog logs the errors of watches with more context than kube does.
+    #[arg(
+        long,
+        env,
+        value_name = "FILTER",
+        default_value = "info,kube_runtime=error"
+    )]
     pub log: Targets,
 }
 
-/// Where the catalog comes from.
+/// A consistent configuration.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Config {
+    /// Address of the gRPC server.
+    pub listen: SocketAddr,
+    /// Address of the admin server.
+    pub admin_listen: SocketAddr,
+    /// Source of the catalog.
+    pub catalog: Catalog,
+    /// Verification of tokens.
+    pub authenticator: Authenticator,
+    /// Storage of the certificate authority.
+    pub ca: Ca,
+    /// Trust domain of all identities.
+    pub trust_domain: String,
+    /// Validity of workload certificates.
+    pub certificate_life: Duration,
+    /// Validity of generated certificate authorities.
+    pub ca_life: Duration,
+    /// Namespace of the controller.
+    pub pod_namespace: String,
+    /// Log filter.
+    pub log: Targets,
+}
+
+/// Source of the catalog.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Catalog {
-    /// The cluster that the controller runs in, or that KUBECONFIG names.
+    /// The cluster of the pod or of KUBECONFIG.
     Kubernetes,
     /// A folder of manifests.
     Files(PathBuf),
 }
 
-/// Where the certificate authority lies.
+/// Storage of the certificate authority.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Ca {
-    /// In a Secret of the controller's own namespace.
+    /// A Secret in the namespace of the controller.
     Kubernetes,
-    /// In a folder.
+    /// A folder.
     Files(PathBuf),
 }
 
-/// Who checks tokens.
+/// Verification of tokens.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Authenticator {
     /// The Kubernetes API server.
     TokenReview,
-    /// A file of public keys.
+    /// A file with public keys.
     Jwks {
         /// A JWK set.
         file: PathBuf,
-        /// The only issuer that is accepted, where one is named.
+        /// The only accepted issuer, or `None` for any.
         issuer: Option<String>,
     },
 }
 
-/// Everything that is wrong with a configuration.
-#[derive(Debug, PartialEq)]
-pub struct Problems(pub Vec<String>);
-
-impl fmt::Display for Problems {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "the configuration is wrong:")?;
-        self.0
-            .iter()
-            .try_for_each(|problem| writeln!(f, "  - {problem}"))
-    }
-}
-
 impl Config {
-    /// Whether anything in it needs the Kubernetes API.
+    /// Parses the command line and the environment. Prints an error and exits if they are invalid.
+    pub fn parse() -> Config {
+        Config::try_from(Flags::parse()).unwrap_or_else(|error| error.exit())
+    }
+
+    /// Whether the configuration requires the Kubernetes API.
     pub fn needs_kubernetes(&self) -> bool {
         self.catalog == Catalog::Kubernetes
             || self.authenticator == Authenticator::TokenReview
@@ -139,167 +137,125 @@ impl Config {
     }
 }
 
-impl TryFrom<RawConfig> for Config {
-    type Error = Problems;
+/// Checks values that depend on each other.
+impl TryFrom<Flags> for Config {
+    type Error = clap::Error;
 
-    fn try_from(raw: RawConfig) -> Result<Config, Problems> {
-        let mut problems = Vec::new();
-        let listen = keep(&mut problems, address("LISTEN", &raw.listen));
-        let admin_listen = keep(&mut problems, address("ADMIN_LISTEN", &raw.admin_listen));
-        let catalog = keep(&mut problems, catalog(&raw.catalog));
-        let authenticator = keep(
-            &mut problems,
-            authenticator(&raw.authenticator, raw.jwks_issuer),
-        );
-        let ca = keep(&mut problems, ca(&raw.ca));
-        let certificate_life = keep(
-            &mut problems,
-            life(
-                "CERTIFICATE_LIFE (--certificate-life)",
-                raw.certificate_life,
-                MIN_LIFE_SECONDS,
-            ),
-        );
-        let ca_life = keep(
-            &mut problems,
-            life("CA_LIFE (--ca-life)", raw.ca_life, raw.certificate_life),
-        );
-        if let Err(error) = Identity::new(&raw.trust_domain, "namespace", "name") {
-            problems.push(format!(
-                "TRUST_DOMAIN (--trust-domain): {:?}: {error}",
-                raw.trust_domain
+    fn try_from(flags: Flags) -> Result<Config, clap::Error> {
+        let conflict =
+            |message: String| Err(Flags::command().error(ErrorKind::ArgumentConflict, message));
+        let (listen, ca_life) = (flags.listen, flags.ca_life);
+        if listen == flags.admin_listen && listen.port() != 0 {
+            return conflict(format!(
+                "--listen and --admin-listen are both {listen}; set different ports"
             ));
         }
-        if Identity::new(TRUST_DOMAIN, &raw.pod_namespace, "controller").is_err() {
-            let namespace = &raw.pod_namespace;
-            problems.push(format!("POD_NAMESPACE (--pod-namespace): {namespace:?} is no namespace; it is the controller's own"));
-        }
-        let log = raw.log.parse().map_err(|error| {
-            format!(
-                "LOG (--log): {:?} is no filter: {error}; for example `info`",
-                raw.log
-            )
-        });
-        let log = keep(&mut problems, log).unwrap_or_default();
-        if let (Some(one), Some(other)) = (listen, admin_listen)
-            && one == other
-            && one.port() != 0
-        {
-            problems.push(format!(
-                "LISTEN and ADMIN_LISTEN are both {one}; they need two ports"
+        if ca_life < flags.certificate_life {
+            return conflict(format!(
+                "--ca-life {} is less than --certificate-life {}",
+                ca_life.as_secs(),
+                flags.certificate_life.as_secs()
             ));
         }
-        let lives = certificate_life.zip(ca_life);
-        match (listen, admin_listen, catalog, authenticator, ca, lives) {
-            (
-                Some(listen),
-                Some(admin_listen),
-                Some(catalog),
-                Some(authenticator),
-                Some(ca),
-                Some((certificate_life, ca_life)),
-            ) if problems.is_empty() => {
-                let RawConfig {
-                    trust_domain,
-                    pod_namespace,
-                    ..
-                } = raw;
-                Ok(Config {
-                    listen,
-                    admin_listen,
-                    catalog,
-                    authenticator,
-                    ca,
-                    trust_domain,
-                    certificate_life,
-                    ca_life,
-                    pod_namespace,
-                    log,
+        let authenticator = match (flags.authenticator, flags.jwks_issuer) {
+            (Authenticator::Jwks { file, .. }, issuer) => Authenticator::Jwks { file, issuer },
+            (Authenticator::TokenReview, None) => Authenticator::TokenReview,
+            (Authenticator::TokenReview, Some(_)) => {
+                return conflict("--jwks-issuer requires --authenticator jwks:FILE".to_owned());
+            }
+        };
+        Ok(Config {
+            listen,
+            admin_listen: flags.admin_listen,
+            catalog: flags.catalog,
+            authenticator,
+            ca: flags.ca,
+            trust_domain: flags.trust_domain,
+            certificate_life: flags.certificate_life,
+            ca_life,
+            pod_namespace: flags.pod_namespace,
+            log: flags.log,
+        })
+    }
+}
+
+impl FromStr for Catalog {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Catalog, String> {
+        Ok(kubernetes_or_folder(text)?.map_or(Catalog::Kubernetes, Catalog::Files))
+    }
+}
+
+impl FromStr for Ca {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Ca, String> {
+        Ok(kubernetes_or_folder(text)?.map_or(Ca::Kubernetes, Ca::Files))
+    }
+}
+
+impl FromStr for Authenticator {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Authenticator, String> {
+        match text.split_once(':') {
+            None if text == "token-review" => Ok(Authenticator::TokenReview),
+            Some(("jwks", file)) if !file.is_empty() => {
+                Jwks::open(Path::new(file), None).map_err(|error| error.to_string())?;
+                Ok(Authenticator::Jwks {
+                    file: file.into(),
+                    issuer: None,
                 })
             }
-            _ => Err(Problems(problems)),
+            _ => Err("expected `token-review` or `jwks:FILE`".to_owned()),
         }
     }
 }
 
-fn keep<T>(problems: &mut Vec<String>, result: Result<T, String>) -> Option<T> {
-    result.map_err(|problem| problems.push(problem)).ok()
+/// Parses `kubernetes` (`None`) or `files:FOLDER`.
+fn kubernetes_or_folder(text: &str) -> Result<Option<PathBuf>, String> {
+    match text.split_once(':') {
+        None if text == "kubernetes" => Ok(None),
+        Some(("files", folder)) if !folder.is_empty() => match Path::new(folder).metadata() {
+            Ok(metadata) if metadata.is_dir() => Ok(Some(folder.into())),
+            Ok(_) => Err(format!("{folder} is not a folder")),
+            Err(error) => Err(format!("cannot open the folder {folder}: {error}")),
+        },
+        _ => Err("expected `kubernetes` or `files:FOLDER`".to_owned()),
+    }
 }
 
-fn address(setting: &str, text: &str) -> Result<SocketAddr, String> {
-    text.parse().map_err(|_| {
-        format!("{setting}: {text:?} is not ADDRESS:PORT, for example [::]:8080 or 127.0.0.1:8080")
+fn life(text: &str) -> Result<Duration, String> {
+    let range = MIN_LIFE_SECONDS..=MAX_LIFE_SECONDS;
+    let seconds = text.parse().ok().filter(|seconds| range.contains(seconds));
+    seconds.map(Duration::from_secs).ok_or_else(|| {
+        format!("expected {MIN_LIFE_SECONDS} to {MAX_LIFE_SECONDS} seconds (100 years)")
     })
 }
 
-fn catalog(text: &str) -> Result<Catalog, String> {
-    match text.split_once(':') {
-        None if text == "kubernetes" => Ok(Catalog::Kubernetes),
-        Some(("files", folder)) if !folder.is_empty() => match Path::new(folder).metadata() {
-            Ok(metadata) if metadata.is_dir() => Ok(Catalog::Files(folder.into())),
-            Ok(_) => Err(format!(
-                "CATALOG (--catalog): {folder} is not a folder; name the folder that holds the manifests"
-            )),
-            Err(error) => Err(format!("CATALOG (--catalog): the folder {folder}: {error}")),
-        },
-        _ => Err(format!(
-            "CATALOG (--catalog): {text:?} is neither `kubernetes` nor `files:FOLDER`"
-        )),
-    }
+fn trust_domain(text: &str) -> Result<String, String> {
+    Identity::new(text, "namespace", "name")
+        .map(|_| text.to_owned())
+        .map_err(|error| error.to_string())
 }
 
-fn ca(text: &str) -> Result<Ca, String> {
-    match text.split_once(':') {
-        None if text == "kubernetes" => Ok(Ca::Kubernetes),
-        Some(("files", folder)) if !folder.is_empty() => match Path::new(folder).metadata() {
-            Ok(metadata) if metadata.is_dir() => Ok(Ca::Files(folder.into())),
-            Ok(_) => Err(format!(
-                "CA (--ca): {folder} is not a folder; name the folder that all replicas share"
-            )),
-            Err(error) => Err(format!("CA (--ca): the folder {folder}: {error}")),
-        },
-        _ => Err(format!(
-            "CA (--ca): {text:?} is neither `kubernetes` nor `files:FOLDER`"
-        )),
-    }
-}
-
-fn life(setting: &str, seconds: u64, shortest: u64) -> Result<Duration, String> {
-    match seconds {
-        _ if seconds < shortest => Err(format!(
-            "{setting}: {seconds} seconds; it must be {shortest} at least"
-        )),
-        _ if seconds > MAX_LIFE_SECONDS => Err(format!(
-            "{setting}: {seconds} seconds; it must be {MAX_LIFE_SECONDS} (100 years) at most"
-        )),
-        _ => Ok(Duration::from_secs(seconds)),
-    }
-}
-
-fn authenticator(text: &str, issuer: Option<String>) -> Result<Authenticator, String> {
-    match text.split_once(':') {
-        None if text == "token-review" && issuer.is_some() => {
-            Err("JWKS_ISSUER (--jwks-issuer) says nothing to `token-review`; leave it out, or use `jwks:FILE`".to_owned())
-        }
-        None if text == "token-review" => Ok(Authenticator::TokenReview),
-        Some(("jwks", file)) if !file.is_empty() => {
-            Jwks::open(Path::new(file), None).map_err(|error| format!("AUTHENTICATOR (--authenticator): {error}"))?;
-            Ok(Authenticator::Jwks { file: file.into(), issuer })
-        }
-        _ => Err(format!("AUTHENTICATOR (--authenticator): {text:?} is neither `token-review` nor `jwks:FILE`")),
-    }
+fn namespace(text: &str) -> Result<String, String> {
+    Identity::new(TRUST_DOMAIN, text, "controller")
+        .map(|_| text.to_owned())
+        .map_err(|_| "expected the name of a namespace".to_owned())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn parse(args: &[&str]) -> Result<Config, Problems> {
-        Config::try_from(RawConfig::try_parse_from([&["controller"], args].concat()).unwrap())
+    fn parse(args: &[&str]) -> Result<Config, clap::Error> {
+        Flags::try_parse_from([&["controller"], args].concat()).and_then(Config::try_from)
     }
 
     #[test]
-    fn the_defaults_are_those_of_a_cluster() {
+    fn defaults_are_for_a_cluster() {
         let config = parse(&[]).unwrap();
         assert_eq!(config.listen, "[::]:8080".parse().unwrap());
         assert_eq!(config.admin_listen, "[::]:8081".parse().unwrap());
@@ -319,60 +275,47 @@ mod tests {
     }
 
     #[test]
-    fn every_problem_stands_in_one_report() {
-        let args = [
-            "--listen",
-            "8080",
-            "--admin-listen",
-            "x",
-            "--catalog",
-            "files:/nowhere/at/all",
-            "--authenticator",
-            "jwks:/nowhere",
-            "--ca",
-            "files",
-            "--trust-domain",
-            "Upper",
-            "--certificate-life",
-            "9",
-            "--ca-life",
-            "8",
-            "--log",
-            "a=b=c",
-        ];
-        let Problems(problems) = parse(&args).unwrap_err();
-        assert_eq!(problems.len(), 9, "{problems:#?}");
-        let parts = [
-            "LISTEN: \"8080\"",
-            "ADMIN_LISTEN: \"x\"",
-            "/nowhere/at/all",
-            "/nowhere",
-            "\"files\"",
-            "LIFE",
-            "CA_LIFE",
-            "Upper",
-            "LOG",
-        ];
-        for (problem, part) in problems.iter().zip(parts) {
-            assert!(problem.contains(part), "{problem}");
+    fn rejects_invalid_values_with_flag_and_value() {
+        for [flag, value] in [
+            ["--listen", "8080"],
+            ["--admin-listen", "x"],
+            ["--catalog", "files:/nowhere/at/all"],
+            ["--catalog", "files"],
+            ["--authenticator", "jwks:/nowhere"],
+            ["--authenticator", "jwks"],
+            ["--ca", "files"],
+            ["--trust-domain", "Upper"],
+            ["--certificate-life", "9"],
+            ["--ca-life", "9999999999"],
+            ["--pod-namespace", "a/b"],
+            ["--log", "a=b=c"],
+        ] {
+            let error = parse(&[flag, value]).unwrap_err();
+            let text = error.to_string();
+            assert_eq!(error.exit_code(), 2);
+            assert!(text.contains(flag) && text.contains(value), "{text}");
         }
     }
 
     #[test]
-    fn two_listeners_need_two_ports() {
-        let Problems(problems) =
-            parse(&["--listen", "127.0.0.1:1", "--admin-listen", "127.0.0.1:1"]).unwrap_err();
-        assert_eq!(
-            problems,
-            ["LISTEN and ADMIN_LISTEN are both 127.0.0.1:1; they need two ports"]
-        );
+    fn rejects_conflicting_values() {
+        for (args, part) in [
+            (
+                &["--listen", "127.0.0.1:1", "--admin-listen", "127.0.0.1:1"],
+                "--listen and --admin-listen are both 127.0.0.1:1",
+            ),
+            (
+                &["--ca-life", "100", "--certificate-life", "101"],
+                "--ca-life 100 is less than --certificate-life 101",
+            ),
+            (
+                &["--jwks-issuer", "x", "--authenticator", "token-review"],
+                "--jwks-issuer requires",
+            ),
+        ] {
+            let text = parse(args).unwrap_err().to_string();
+            assert!(text.contains(part), "{text}");
+        }
         assert!(parse(&["--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"]).is_ok());
-    }
-
-    #[test]
-    fn an_issuer_without_keys_is_a_mistake() {
-        assert!(parse(&["--jwks-issuer", "x"]).is_err());
-        assert!(parse(&["--authenticator", "jwks"]).is_err());
-        assert!(parse(&["--catalog", "files"]).is_err());
     }
 }

@@ -2,19 +2,11 @@
 
 use std::process::ExitCode;
 
-use clap::Parser;
 use diy_mesh_controller::Config;
-use diy_mesh_controller::config::RawConfig;
 use diy_mesh_runtime::{init_logging, shutdown_signal};
 
 fn main() -> ExitCode {
-    let config = match Config::try_from(RawConfig::parse()) {
-        Ok(config) => config,
-        Err(problems) => {
-            eprint!("controller: {problems}");
-            return ExitCode::from(2);
-        }
-    };
+    let config = Config::parse();
     init_logging(config.log.clone());
     match run(config) {
         Ok(()) => ExitCode::SUCCESS,

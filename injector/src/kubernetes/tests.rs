@@ -8,7 +8,6 @@ use http::{Method, Request, Response};
 use http_body_util::BodyExt;
 use kube::client::Body;
 
-
 /// An API server with one Secret and one webhook configuration.
 #[derive(Default)]
 struct FakeApi {
