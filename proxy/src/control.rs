@@ -14,6 +14,7 @@ use diy_mesh_proto::mesh::v1::service_mesh_service_client::ServiceMeshServiceCli
 use diy_mesh_proto::mesh::v1::{
     DiscoverRequest, DiscoverResponse, SignCertificateRequest, SignCertificateResponse,
 };
+use diy_mesh_runtime::error_chain;
 use http::Uri;
 use hyper_util::rt::TokioIo;
 use thiserror::Error;
@@ -124,7 +125,9 @@ impl Control {
             address: address.to_owned(),
             reason,
         };
-        let uri: Uri = address.parse().map_err(|error| invalid(causes(&error)))?;
+        let uri: Uri = address
+            .parse()
+            .map_err(|error| invalid(error_chain(&error)))?;
         match (uri.scheme_str(), &tls) {
             (Some("http"), None) | (Some("https"), Some(_)) => {}
             (Some("https"), None) => {
@@ -138,7 +141,8 @@ impl Control {
         }
         // The connector does TLS: for an https URL, tonic would require its own.
         let plain = address.replacen("https://", "http://", 1);
-        let endpoint = Endpoint::from_shared(plain).map_err(|error| invalid(causes(&error)))?;
+        let endpoint =
+            Endpoint::from_shared(plain).map_err(|error| invalid(error_chain(&error)))?;
         let endpoint = endpoint
             .origin(uri.clone())
             .connect_timeout(CONNECT_TIMEOUT)
@@ -251,7 +255,7 @@ impl Control {
         };
         connected.map_err(|error| ControlError::Connect {
             address: self.address.to_string(),
-            reason: causes(&error),
+            reason: error_chain(&error),
         })
     }
 
@@ -283,18 +287,4 @@ pub(crate) fn backoff_ceiling(
     smallest
         .saturating_mul(1 << failures.saturating_sub(1).min(16))
         .min(largest)
-}
-
-/// An error with its chain of causes, in one line.
-fn causes(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let cause_text = cause.to_string();
-        if !text.ends_with(&cause_text) {
-            text = format!("{text}: {cause_text}");
-        }
-        source = cause.source();
-    }
-    text
 }

@@ -5,7 +5,7 @@
 //! `accept.rs`, `orig_dst.rs`, and `protocol.rs` with the pure `detect.rs`; then `policy.rs` authorizes,
 //! `http1/`, `http2/` and `opaque.rs` serve, and `forward.rs` sends to endpoints by way of `balance/`,
 //! `pool/` and `connect.rs`. `record.rs` is what metrics, dumps and the log get of it. Beside the path:
-//! `discovery.rs` and `identity.rs`, both by way of `control.rs`; `dump/`, `admin.rs`, `metrics.rs`; and
+//! `discovery.rs` and `identity.rs`, both by way of `control.rs`; `dump/`, `metrics.rs`; and
 //! `error.rs`, the one map of failures.
 //!
 //! The main thread runs what is slow and shared: the admin server, discovery, renewal, shutdown. Each
@@ -13,7 +13,6 @@
 //! lock.
 
 pub mod accept;
-pub mod admin;
 pub mod authority;
 pub mod balance;
 mod batched;
@@ -46,17 +45,15 @@ mod scratch;
 pub mod tls;
 pub mod worker;
 
-use std::future::Future;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
+use diy_mesh_runtime::{Admin, Condition, Readiness, listen, shutdown_signal};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-use crate::admin::Readiness;
 use crate::config::{Config, ControllerProof};
 use crate::control::{Control, Tls};
 use crate::discovery::Discovery;
@@ -68,27 +65,21 @@ use crate::worker::Listeners;
 /// Maximum number of connections, if the limit of open files permits.
 const MAX_CONNECTIONS: u64 = 50_000;
 
-/// Runs the proxy until `shutdown` completes, then drains until all connections are closed or the drain timeout expires.
-pub fn run<F: Future<Output = ()>>(
-    config: Config,
-    shutdown: impl FnOnce() -> F,
-) -> anyhow::Result<()> {
+/// Runs the proxy until SIGTERM or SIGINT, then drains until all connections are closed or the drain timeout expires.
+pub fn run(config: Config) -> anyhow::Result<()> {
     let config = Arc::new(config);
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .context("failed to start the runtime of the main thread")?;
-    let result = runtime.block_on(run_main(config, shutdown));
+    let result = runtime.block_on(run_main(config));
     // Does not wait for pending name resolutions.
     runtime.shutdown_background();
     result
 }
 
-async fn run_main<F: Future<Output = ()>>(
-    config: Arc<Config>,
-    shutdown: impl FnOnce() -> F,
-) -> anyhow::Result<()> {
-    let shutdown = shutdown();
+async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
+    let shutdown = shutdown_signal().context("failed to install signal handlers")?;
     let metrics = Metrics::new();
     let dump_config = DumpConfig {
         mode: config.dump,
@@ -97,15 +88,17 @@ async fn run_main<F: Future<Output = ()>>(
     };
     let dumps =
         Dumps::start(dump_config, metrics.clone()).context("failed to start the dump writer")?;
-    let readiness = admin::Readiness::new();
+    let readiness = Readiness::default();
     let (discovery, credentials) = start_control(&config, &metrics, &readiness)?;
     let listening = readiness.condition("listeners", "listeners are not bound yet");
     let discovering = readiness.condition("discovery", "no response from the controller yet");
-    let admin = admin::Admin {
-        readiness: readiness.clone(),
-        metrics: metrics.clone(),
-    };
-    tokio::spawn(admin.serve(admin::bind(config.admin_port)?));
+    let admin_metrics = metrics.clone();
+    let admin = Admin::new(readiness.clone(), move || admin_metrics.render());
+    let admin_port = config.admin_port;
+    let admin_listener = listen::bind((Ipv6Addr::UNSPECIFIED, admin_port).into())
+        .await
+        .with_context(|| format!("failed to listen on port {admin_port} (--admin-port)"))?;
+    tokio::spawn(admin.serve(admin_listener));
 
     let drain = CancellationToken::new();
     let limit = connection_limit() / config.workers;
@@ -128,11 +121,11 @@ async fn run_main<F: Future<Output = ()>>(
             connection::carry,
         )?);
     }
-    listening.set();
+    listening.met();
     let mut connected = discovery.connected_once();
     tokio::spawn(async move {
         if connected.wait_for(|connected| *connected).await.is_ok() {
-            discovering.set();
+            discovering.met();
         }
     });
     tracing::info!(
@@ -214,27 +207,12 @@ fn start_control(
 }
 
 /// Sets `condition` while there is a valid certificate.
-async fn identity_condition(mut credentials: CurrentCredentials, condition: admin::Condition) {
+async fn identity_condition(mut credentials: CurrentCredentials, condition: Condition) {
     while credentials.changed().await.is_ok() {
         match *credentials.borrow_and_update() {
-            Some(_) => condition.set(),
-            None => condition.unset("certificate expired"),
+            Some(_) => condition.met(),
+            None => condition.unmet("certificate expired"),
         }
-    }
-}
-
-/// Waits for SIGTERM or SIGINT.
-pub async fn shutdown_signal() {
-    let (Ok(mut terminate), Ok(mut interrupt)) = (
-        signal(SignalKind::terminate()),
-        signal(SignalKind::interrupt()),
-    ) else {
-        tracing::error!("failed to install signal handlers: the proxy stops only on SIGKILL");
-        return std::future::pending().await;
-    };
-    tokio::select! {
-        _ = terminate.recv() => {}
-        _ = interrupt.recv() => {}
     }
 }
 
@@ -283,13 +261,13 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn is_ready_while_the_certificate_is_valid() {
-        let readiness = Readiness::new();
+        let readiness = Readiness::default();
         let (sender, credentials) = tokio::sync::watch::channel(None);
         let condition = readiness.condition("identity", "no certificate yet");
         tokio::spawn(identity_condition(credentials, condition));
         let reasons = async |expected: &str| {
             soon(async {
-                while readiness.reasons() != expected {
+                while readiness.unmet() != expected {
                     tokio::task::yield_now().await;
                 }
             })

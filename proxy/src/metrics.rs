@@ -1,25 +1,22 @@
 //! Counters and gauges of the proxy, exposed in the OpenMetrics text format. The handle of each time series is looked up once, at the
 //! start: counting a request is one relaxed atomic addition.
 
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use diy_mesh_runtime::metrics::{Active, on_scrape, register, render};
 use http::StatusCode;
-use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeGaugeValue, EncodeMetric as _, text};
+use prometheus_client::encoding::EncodeGaugeValue;
+use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
-use prometheus_client::registry::{Metric, Registry};
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
 use tokio::sync::watch;
 
 use crate::dump::Direction;
 use crate::error::Failure;
-
-/// Content type of [`Metrics::render`].
-pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// Values of the label `code`: those of `Failure::code`, and one for codes missing here.
 const FAILURE_CODES: [&str; 15] = [
@@ -106,23 +103,6 @@ pub struct IdentityMetrics {
     not_after: watch::Sender<Option<SystemTime>>,
 }
 
-/// A connection that a gauge counts until this is dropped.
-#[derive(Debug)]
-pub struct OpenConnection(Gauge);
-
-impl OpenConnection {
-    fn count(gauge: &Gauge) -> Self {
-        gauge.inc();
-        Self(gauge.clone())
-    }
-}
-
-impl Drop for OpenConnection {
-    fn drop(&mut self) {
-        self.0.dec();
-    }
-}
-
 impl Metrics {
     /// Registers all metrics with the value 0 and records the start time of the process.
     pub fn new() -> Arc<Self> {
@@ -165,15 +145,15 @@ impl Metrics {
     }
 
     /// Counts an accepted connection, as open until the returned value is dropped.
-    pub fn connection(&self, direction: Direction) -> OpenConnection {
+    pub fn connection(&self, direction: Direction) -> Active {
         let flows = self.flows(direction);
         flows.connections.inc();
-        OpenConnection::count(&flows.connections_open)
+        Active::new(&flows.connections_open)
     }
 
     /// Counts an open connection whose peer's certificate has expired, until the returned value is dropped.
-    pub fn certificate_expired(&self, direction: Direction) -> OpenConnection {
-        OpenConnection::count(&self.flows(direction).certificate_expired)
+    pub fn certificate_expired(&self, direction: Direction) -> Active {
+        Active::new(&self.flows(direction).certificate_expired)
     }
 
     /// Counts a response, from the application or from the proxy itself.
@@ -201,9 +181,7 @@ impl Metrics {
 
     /// All metrics in the OpenMetrics text format.
     pub fn render(&self) -> String {
-        let mut page = String::with_capacity(8 * 1024);
-        text::encode(&mut page, &self.registry).expect("writing to a String does not fail");
-        page
+        render(&self.registry)
     }
 
     fn flows(&self, direction: Direction) -> &Flows {
@@ -343,47 +321,19 @@ type Labels<const N: usize> = [(&'static str, &'static str); N];
 type Counters<const N: usize> = Family<Labels<N>, Counter>;
 type Gauges = Family<Labels<1>, Gauge>;
 
-/// Registers a metric with its initial value. The encoder appends `_total` to the names of counters and a full stop to `help`.
-fn register<M: Metric + Clone + Default>(registry: &mut Registry, name: &str, help: &str) -> M {
-    let metric = M::default();
-    registry.register(name, help, metric.clone());
-    metric
-}
-
 /// Registers a gauge that is read at each scrape, and absent while `read` returns `None`.
-fn register_optional<V: EncodeGaugeValue + 'static>(
+fn register_optional<V: EncodeGaugeValue>(
     registry: &mut Registry,
     name: &'static str,
     help: &'static str,
     read: impl Fn() -> Option<V> + Send + Sync + 'static,
 ) {
-    registry.register_collector(Box::new(OptionalGauge { name, help, read }));
-}
-
-struct OptionalGauge<F> {
-    name: &'static str,
-    help: &'static str,
-    read: F,
-}
-
-impl<F> fmt::Debug for OptionalGauge<F> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name)
-    }
-}
-
-impl<F, V> Collector for OptionalGauge<F>
-where
-    F: Fn() -> Option<V> + Send + Sync + 'static,
-    V: EncodeGaugeValue,
-{
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let Some(value) = (self.read)() else {
-            return Ok(());
-        };
-        let gauge = ConstGauge::new(value);
-        gauge.encode(encoder.encode_descriptor(self.name, self.help, None, gauge.metric_type())?)
-    }
+    on_scrape(registry, move |encoder| match read() {
+        Some(value) => encoder
+            .encode_descriptor(name, help, None, MetricType::Gauge)?
+            .encode_gauge(&value),
+        None => Ok(()),
+    });
 }
 
 fn unix_seconds(time: SystemTime) -> f64 {

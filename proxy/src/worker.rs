@@ -231,7 +231,7 @@ impl Worker {
 /// One open connection, counted until it is dropped.
 struct Open {
     worker: Rc<Worker>,
-    _counted: crate::metrics::OpenConnection,
+    _counted: diy_mesh_runtime::metrics::Active,
 }
 
 impl Drop for Open {
