@@ -1,5 +1,5 @@
-//! Steps 4 to 8 of a connection that is not HTTP: it is authorized as a whole, forwarded once, and then
-//! copied.
+//! Steps 4 to 8 of a connection that is not HTTP: it is authorized as a whole, forwarded once, and
+//! then copied.
 
 use std::rc::Rc;
 use std::time::Instant;
@@ -50,7 +50,7 @@ pub async fn serve(
         }
     };
     let mut expiry = flow.expiry(&client, &upstream);
-    let copied = copy::both(&mut client, &mut upstream, detector, &mut expiry).await;
+    let copied = copy::bidirectional(&mut client, &mut upstream, detector, &mut expiry).await;
     drop(attempts);
     record.copied(copied.sent, copied.received);
     if copied.was_http {
@@ -78,8 +78,8 @@ pub async fn dial(flow: &Flow, alpn: Alpn) -> Result<Dialed, Failure> {
     })
 }
 
-/// Gives a connection whose client turned out to send HTTP/1 to the pool. Flushed: the peer waits for
-/// the end of the handshake.
+/// Gives a connection whose client turned out to send HTTP/1 to the pool. Flushed: the peer waits
+/// for the end of the handshake.
 pub async fn pool(
     Dialed {
         mut upstream,

@@ -1,5 +1,6 @@
-//! Step 3: the protocol of a connection, told by whoever sends first. While the client is silent the
-//! proxy dials, so that a server that sends first (SMTP, MySQL, SSH) does not wait for detection.
+//! Step 3: the protocol of a connection, told by whoever sends first. While the client is silent
+//! the proxy dials, so that a server that sends first (SMTP, MySQL, SSH) does not wait for
+//! detection.
 
 use std::future::{Future, poll_fn, ready};
 use std::pin::{Pin, pin};
@@ -20,10 +21,11 @@ use crate::opaque::{self, Dialed};
 use crate::policy::Caller;
 use crate::tls::{self, Alpn, Hello};
 
-/// How long a client may be silent before the proxy dials. A client that sends first does so sooner.
+/// How long a client may be silent before the proxy dials. A client that sends first does so
+/// sooner.
 const CLIENT_FIRST_TIMEOUT: Duration = Duration::from_millis(2);
-/// The same where the client may be a peer's proxy, whose ClientHello is under way: the application's
-/// first bytes would cross with it.
+/// The same where the client may be a peer's proxy, whose ClientHello is under way: the
+/// application's first bytes would cross with it.
 const PEER_FIRST_TIMEOUT: Duration = Duration::from_millis(100);
 /// How long a client may pause within its first line.
 const DETECT_TIMEOUT: Duration = Duration::from_millis(300);
@@ -31,12 +33,12 @@ const DETECT_TIMEOUT: Duration = Duration::from_millis(300);
 const CLIENT_HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a client that has to authenticate may be silent.
 const UNAUTHENTICATED_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long a client may be silent when no connection could be made for it: with its first bytes, the
-/// reply is in its own protocol.
+/// How long a client may be silent when no connection could be made for it: with its first bytes,
+/// the reply is in its own protocol.
 const LATE_CLIENT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Waits until the client's first bytes, or the server's, tell the protocol. A connection that was made
-/// meanwhile is left in `dialed`. Fails if none could be made, or the client closed.
+/// Waits until the client's first bytes, or the server's, tell the protocol. A connection that was
+/// made meanwhile is left in `dialed`. Fails if none could be made, or the client closed.
 pub async fn detect(
     client: &mut Io,
     flow: &Flow,

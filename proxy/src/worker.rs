@@ -200,7 +200,8 @@ impl Worker {
         due
     }
 
-    /// The expiry of a connection in use, which counts the connection from the end of the peer's certificate on. Never done for plaintext.
+    /// The expiry of a connection in use, which counts the connection from the end of the peer's
+    /// certificate on. Never done for plaintext.
     pub fn expiry(self: &Rc<Self>, io: &Io, direction: Direction) -> Expiry {
         let Some(&lifetime) = io.lifetime() else {
             return Expiry(None);
@@ -246,7 +247,8 @@ impl Drop for Open {
 
 #[cfg(test)]
 impl WorkerContext {
-    /// What a test gives a worker, to change as it needs: with these arguments more, and nobody to ask.
+    /// What a test gives a worker, to change as it needs: with these arguments more, and nobody to
+    /// ask.
     pub fn for_a_test(arguments: &str) -> Self {
         use clap::Parser as _;
         let usual = "proxy --inbound-port 4000 --outbound-port 5000 --admin-port 4001 --controller http://c:8080 --token-file /token";

@@ -1,4 +1,5 @@
-//! Attacks on the promise of `X-Called-By`: whatever an untrusted peer sends, the app reads no request that the proxy has not read.
+//! Attacks on the promise of `X-Called-By`: whatever an untrusted peer sends, the app reads no
+//! request that the proxy has not read.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod support;

@@ -1,4 +1,5 @@
-//! HTTP/1 through the proxy, byte for byte, over real sockets: what clients and apps send, and what they must not.
+//! HTTP/1 through the proxy, byte for byte, over real sockets: what clients and apps send, and what
+//! they must not.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod support;

@@ -1,5 +1,6 @@
-//! The end of connections between proxies, on the callee's side: HTTP connections end gracefully at their age, opaque ones and
-//! streams outlive the peer's certificate and are reset at the maximum age.
+//! The end of connections between proxies, on the callee's side: HTTP connections end gracefully at
+//! their age, opaque ones and streams outlive the peer's certificate and are reset at the maximum
+//! age.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -129,7 +130,8 @@ fn a_retired_http2_connection_says_goodbye_and_its_stream_ends() {
     });
 }
 
-/// A connection that carries bytes through the proxy, once as opaque and once as WebSocket, and the app's end of it.
+/// A connection that carries bytes through the proxy, once as opaque and once as WebSocket, and the
+/// app's end of it.
 async fn tunnels(mesh: &Mesh, lifetime: Lifetime) -> [(TcpStream, TcpStream); 2] {
     let (mut app, address) = App::listen().await;
     let mut opaque = mesh.connect_peer(address, lifetime).await;

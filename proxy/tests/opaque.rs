@@ -1,4 +1,5 @@
-//! What is no HTTP, through the proxy over real sockets: whoever speaks first is heard at once, and bytes stay bytes.
+//! What is no HTTP, through the proxy over real sockets: whoever speaks first is heard at once, and
+//! bytes stay bytes.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod support;

@@ -1,5 +1,6 @@
-//! One stream: a request, its response, and both bodies at the same time. A reset of either side reaches
-//! the other one at once and with the same code: gRPC's cancellation and deadlines depend on it.
+//! One stream: a request, its response, and both bodies at the same time. A reset of either side
+//! reaches the other one at once and with the same code: gRPC's cancellation and deadlines depend
+//! on it.
 
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
@@ -16,7 +17,7 @@ use http::{Method, Request, Response};
 
 use super::Stream;
 use super::head;
-use super::relay::{Broken, Relay, Way, reason};
+use super::relay::{Message, Relay, RelayError, reset_code};
 use crate::balance::Endpoint;
 use crate::dump::Direction;
 use crate::error::Failure;
@@ -41,7 +42,7 @@ pub(super) async fn carry(
     record.dump(|dump| dump.request_parts(&parts));
     let exchange = Exchange {
         respond,
-        upload: Relay::new(body, Way::Request),
+        upload: Relay::new(body, Message::Request),
         record,
         is_grpc: head::is_grpc(&parts.headers),
         expects_interim: parts.headers.contains_key(EXPECT),
@@ -70,7 +71,7 @@ struct Exchange {
     client: Stream,
 }
 
-/// How an attempt ends that needs no other one.
+/// The result of an attempt that is not followed by another one.
 enum Outcome {
     /// The response was relayed, or cut off.
     Ended,
@@ -87,8 +88,9 @@ struct Attempt {
     lease: Lease,
 }
 
-/// How waiting for a response ends without one.
+/// Why an attempt ended early.
 enum Ended {
+    /// The client reset the stream.
     Client(Reason),
     Upstream(h2::Error),
 }
@@ -101,7 +103,7 @@ impl Exchange {
         let request = head::view(&self.parts, !self.upload.is_done());
         match flow.authorize_request(&request) {
             // An exempt probe is the only exchange of its connection.
-            Ok(Admission::Probe) if self.client.has_probed.replace(true) => {
+            Ok(Admission::Probe) if self.client.probed.replace(true) => {
                 return self.fail(&Failure::MtlsRequired);
             }
             Ok(admission) => self.is_probe = admission == Admission::Probe,
@@ -109,8 +111,8 @@ impl Exchange {
         }
         // 5. Route, 6. balance, 7. connect, 8. serve.
         match forward(&mut self, &flow).await {
-            Ok(Outcome::Ended) => self.client.has_ended(),
-            Ok(Outcome::Cancelled) => self.client.was_reset(),
+            Ok(Outcome::Ended) => self.client.record_completed(),
+            Ok(Outcome::Cancelled) => self.client.record_reset(),
             Ok(Outcome::Reset(code)) => {
                 self.cut_off("the application reset the stream", code);
                 self.respond.send_reset(code);
@@ -131,8 +133,8 @@ impl Exchange {
         .await
     }
 
-    /// The peer's proxy replied that its application accepts no connection, there is another endpoint,
-    /// and the request can be sent again.
+    /// Whether to retry: the peer's proxy replied that its application accepts no connection, there
+    /// is another endpoint, and the request can be sent again.
     fn was_not_delivered(&mut self, response: &http::response::Parts, is_peer: bool) -> bool {
         let (flow, attempts) = (&self.record.flow, self.record.attempts.count);
         flow.direction == Direction::Outbound
@@ -149,7 +151,7 @@ impl Exchange {
         cx: &mut Context<'_>,
         attempt: &mut Attempt,
     ) -> Poll<Result<Response<RecvStream>, Ended>> {
-        self.client.note_progress();
+        self.client.record_progress();
         if let Err(code) = self.poll_upload(cx, &mut attempt.to_upstream) {
             return Poll::Ready(Err(Ended::Client(code)));
         }
@@ -173,8 +175,8 @@ impl Exchange {
         reset.map(|reset| Err(Ended::Client(reset.unwrap_or(Reason::CANCEL))))
     }
 
-    /// Relays the request's body. Fails with the client's code. An upstream that reads no more may have
-    /// responded already: that is not an error yet.
+    /// Relays the request's body. Fails with the client's code. An upstream that reads no more may
+    /// have responded already: that is not an error yet.
     fn poll_upload(
         &mut self,
         cx: &mut Context<'_>,
@@ -185,8 +187,8 @@ impl Exchange {
         }
         match self.upload.poll(cx, to_upstream, &mut self.record) {
             Poll::Pending | Poll::Ready(Ok(())) => {}
-            Poll::Ready(Err(Broken::To)) => self.upload.stop(),
-            Poll::Ready(Err(Broken::From(error))) => return Err(reason(&error)),
+            Poll::Ready(Err(RelayError::ReceiverClosed)) => self.upload.stop(),
+            Poll::Ready(Err(RelayError::Sender(error))) => return Err(reset_code(&error)),
         }
         Ok(())
     }
@@ -202,7 +204,7 @@ impl Exchange {
         self.record.response(parts.status);
         self.record.dump(|dump| dump.response_parts(&parts));
         let from_proxy = attempt.lease.is_secured();
-        let mut download = Relay::new(body, Way::Response { from_proxy });
+        let mut download = Relay::new(body, Message::Response { from_proxy });
         let is_grpc = self.is_grpc && head::is_grpc(&parts.headers);
         let head = Response::from_parts(parts, ());
         let Ok(mut to_client) = self.respond.send_response(head, download.is_done()) else {
@@ -216,10 +218,10 @@ impl Exchange {
         self.record.attempts.end();
         match relayed {
             Ok(()) => {
-                let is_whole = self.upload.is_whole();
+                let is_complete = self.upload.is_complete();
                 self.record.dump(|dump| {
                     dump.response_end();
-                    if is_whole {
+                    if is_complete {
                         dump.request_end();
                     }
                 });
@@ -245,18 +247,18 @@ impl Exchange {
         download: &mut Relay,
         to_client: &mut SendStream<Bytes>,
     ) -> Poll<Result<(), Ended>> {
-        self.client.note_progress();
+        self.client.record_progress();
         if let Err(code) = self.poll_upload(cx, to_upstream) {
             return Poll::Ready(Err(Ended::Client(code)));
         }
         if !download.is_done() {
             match download.poll(cx, to_client, &mut self.record) {
                 Poll::Ready(Ok(())) => {}
-                Poll::Ready(Err(Broken::From(error))) => {
+                Poll::Ready(Err(RelayError::Sender(error))) => {
                     return Poll::Ready(Err(Ended::Upstream(error)));
                 }
-                // If the client has closed its stream, this tells how.
-                Poll::Ready(Err(Broken::To)) | Poll::Pending => {
+                // If the client has closed its stream, this returns the error code.
+                Poll::Ready(Err(RelayError::ReceiverClosed)) | Poll::Pending => {
                     return to_client
                         .poll_reset(cx)
                         .map(|reset| Err(Ended::Client(reset.unwrap_or(Reason::CANCEL))));
@@ -316,7 +318,7 @@ impl Exchange {
         is_grpc: bool,
         to_client: &mut SendStream<Bytes>,
     ) {
-        let code = reason(error);
+        let code = reset_code(error);
         if error.is_reset() && error.is_remote() {
             self.cut_off("the application reset the stream", code);
             return to_client.send_reset(code);
@@ -377,7 +379,7 @@ impl Forward for Exchange {
             None => return Ok(Outcome::Cancelled),
         };
         let address = endpoint.address;
-        if head::extended_protocol(&self.parts).is_some() && !lease.takes_extended_connect() {
+        if head::extended_protocol(&self.parts).is_some() && !lease.supports_extended_connect() {
             let reason = "it does not accept extended CONNECT requests".to_owned();
             return Err(AttemptError::last(Failure::UpstreamMalformed {
                 address,
@@ -407,11 +409,11 @@ impl Forward for Exchange {
                 return self.failed(&error, endpoint, attempt.lease.is_reused());
             }
         };
-        if attempt.lease.takes_extended_connect() {
+        if attempt.lease.supports_extended_connect() {
             self.record
                 .flow
                 .destination
-                .takes_extended_connect
+                .supports_extended_connect
                 .set(true);
         }
         let (mut parts, body) = response.into_parts();
@@ -429,7 +431,7 @@ impl Forward for Exchange {
             });
         }
         self.record.attempts.answered();
-        self.upload.settle();
+        self.upload.discard_replay();
         let response = Response::from_parts(parts, body);
         Ok(self.relay_response(response, attempt, endpoint).await)
     }

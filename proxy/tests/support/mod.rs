@@ -1,4 +1,5 @@
-//! What the proxy's tests share: a worker without listeners, and connections of it that go to a given address.
+//! What the proxy's tests share: a worker without listeners, and connections of it that go to a
+//! given address.
 #![allow(dead_code, missing_docs, clippy::unwrap_used)]
 
 use std::future::poll_fn;
@@ -152,7 +153,8 @@ impl Mesh {
         client.unwrap()
     }
 
-    /// A peer's connection with this lifetime through the proxy to the app at `address`. It is as if TLS had been terminated already.
+    /// A peer's connection with this lifetime through the proxy to the app at `address`. It is as
+    /// if TLS had been terminated already.
     pub async fn connect_peer(&self, address: SocketAddr, lifetime: Lifetime) -> TcpStream {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let (client, accepted) = tokio::join!(
@@ -202,7 +204,8 @@ pub async fn listen() -> (TcpListener, SocketAddr) {
 /// An app whose clients speak first.
 pub struct App {
     listener: TcpListener,
-    /// Connections on which nothing was said yet: a client that is silent for two milliseconds is dialed for in vain.
+    /// Connections on which nothing was said yet: a client that is silent for two milliseconds is
+    /// dialed for in vain.
     silent: Vec<TcpStream>,
 }
 

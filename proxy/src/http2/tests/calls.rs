@@ -146,7 +146,7 @@ fn statuses_of_the_app_and_of_the_proxy_are_told_apart() {
             (Code::Unavailable, &b"connect-failed"[..])
         );
         assert!(
-            status.message().starts_with("can't connect to 127.0.0.1"),
+            status.message().starts_with("cannot connect to 127.0.0.1"),
             "{status}"
         );
     });

@@ -74,7 +74,7 @@ fn streams_share_a_connection_until_the_peer_allows_no_more() {
         endpoint
             .pool
             .http2
-            .sweep(std::time::Instant::now() + Duration::from_secs(61));
+            .maintain(std::time::Instant::now() + Duration::from_secs(61));
         assert!(endpoint.pool.http2.is_empty());
         assert_eq!(call(&mut client, get("/")).await.unwrap().0.status(), 200);
     });
@@ -140,7 +140,8 @@ fn an_upstream_that_says_goodbye_gets_no_new_streams() {
     });
 }
 
-/// A server whose first connection answers the first head with these frames; the second one echoes bodies.
+/// A server whose first connection answers the first head with these frames; the second one echoes
+/// bodies.
 async fn app_after(frames: &'static [u8]) -> (SocketAddr, Rc<Cell<usize>>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let (address, connections) = (listener.local_addr().unwrap(), Rc::new(Cell::new(0)));
@@ -248,7 +249,8 @@ fn a_refused_stream_is_tried_again_with_its_body() {
 #[test]
 fn on_a_connection_that_had_died_only_what_is_idempotent_is_sent_again() {
     on_worker(async {
-        // The app answers one request a connection and is gone without a word when the second one comes.
+        // The app answers one request a connection and is gone without a word when the second one
+        // comes.
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         tokio::task::spawn_local(async move {
@@ -286,7 +288,7 @@ fn on_a_connection_that_had_died_only_what_is_idempotent_is_sent_again() {
         );
         assert!(
             String::from_utf8_lossy(response.body())
-                .contains("closed the connection before it answered")
+                .contains("closed the connection before it responded")
         );
     });
 }
@@ -337,7 +339,7 @@ fn where_nobody_listens_the_answer_says_so() {
             response.headers()["grpc-message"]
                 .to_str()
                 .unwrap()
-                .contains("can't connect to")
+                .contains("cannot connect to")
         );
         assert_eq!(
             mesh.metric("failures_total{direction=\"outbound\",code=\"connect-failed\"}"),
@@ -488,9 +490,9 @@ fn an_upstream_that_is_gone_without_a_word_is_noticed() {
             read.push(silent.read_u8().await.unwrap());
         }
         let now = std::time::Instant::now();
-        pool.pool.http2.sweep(now);
+        pool.pool.http2.maintain(now);
         for (seconds, left) in [(10, 1), (25, 1), (39, 1), (41, 0)] {
-            pool.pool.http2.sweep(now + Duration::from_secs(seconds));
+            pool.pool.http2.maintain(now + Duration::from_secs(seconds));
             assert_eq!(pool.pool.http2.len(), left, "after {seconds} s");
         }
         let response = poll_fn(|cx| std::pin::Pin::new(&mut response).poll(cx))
@@ -515,7 +517,7 @@ fn a_silent_upstream_that_answers_pings_is_kept() {
             endpoint
                 .pool
                 .http2
-                .sweep(now + round * Duration::from_secs(25));
+                .maintain(now + round * Duration::from_secs(25));
             // Time for the ping and its answer, which nothing here tells of but a later sweep.
             for _ in 0..100 {
                 tokio::time::sleep(Duration::from_millis(1)).await;

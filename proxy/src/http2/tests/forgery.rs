@@ -1,4 +1,5 @@
-//! Attacks on the promise of `X-Called-By` by way of HTTP/2, and the WebSockets that the defence leaves alone.
+//! Attacks on the promise of `X-Called-By` by way of HTTP/2, and the WebSockets that the defence
+//! leaves alone.
 
 use std::cell::Cell;
 

@@ -1,4 +1,5 @@
-//! Clients that break the rules or only make work: their connection ends, with a reason where one can be given, and others go on.
+//! Clients that break the rules or only make work: their connection ends, with a reason where one
+//! can be given, and others go on.
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
@@ -36,7 +37,8 @@ impl Raw {
         self.0.write_all(bytes).await.unwrap();
     }
 
-    /// Sends the same over and over while reading what comes back, until the proxy ends the connection. The code of its GOAWAY.
+    /// Sends the same over and over while reading what comes back, until the proxy ends the
+    /// connection. The code of its GOAWAY.
     async fn flood(self, mut bytes: impl FnMut() -> Vec<u8> + 'static) -> Option<u32> {
         let (mut read, mut write) = self.0.into_split();
         let writer =
@@ -160,7 +162,8 @@ fn large_uploads_at_once_are_no_flood() {
         raw.wait_for(SETTINGS).await.unwrap();
         raw.send(&frame(SETTINGS, 1, 0, &[])).await;
         let (mut read, mut write) = raw.0.into_split();
-        // As much as the windows allow, in one breath: the proxy must not take a busy client for a hostile one.
+        // As much as the windows allow, in one breath: the proxy must not take a busy client for a
+        // hostile one.
         let chunk = vec![0; 16 * 1024];
         let upload = (0..8_u32).flat_map(|index| {
             let stream = 2 * index + 1;
@@ -212,7 +215,7 @@ fn a_client_that_talks_too_much_hears_why_it_is_sent_away() {
         let mut raw = Raw::connect(&mesh, nobody().await).await;
         // Priorities, which need no answer: just more than is allowed.
         let talk = frame(2, 0, 1, &[0; 5])
-            .repeat(usize::try_from(super::super::MAX_IDLE_TALK).unwrap() / 14 + 1);
+            .repeat(usize::try_from(super::super::MAX_CONTROL_BYTES).unwrap() / 14 + 1);
         raw.send(&talk).await;
         let goaway = raw.wait_for(GOAWAY).await.unwrap();
         assert_eq!(goaway[4..8], 11_u32.to_be_bytes());

@@ -134,7 +134,8 @@ impl Mesh {
             .await
     }
 
-    /// The HTTP/2 connection of somebody who proves nothing, through the proxy to its app at `address`.
+    /// The HTTP/2 connection of somebody who proves nothing, through the proxy to its app at
+    /// `address`.
     async fn inbound_client(&self, address: SocketAddr) -> SendRequest<Bytes> {
         connect(
             self.carry(

@@ -362,7 +362,7 @@ fn what_an_app_does_not_read_is_not_taken_from_the_client() {
         }
         let sent = sent.get();
         let bound =
-            super::super::STREAM_WINDOW as usize * 2 + super::super::SEND_BUFFER + 512 * 1024;
+            super::super::STREAM_WINDOW as usize * 2 + super::super::MAX_SEND_BUFFER + 512 * 1024;
         assert!(
             (64 * 1024..bound).contains(&sent),
             "{sent} bytes were taken, at most {bound} may be"
