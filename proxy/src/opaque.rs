@@ -21,12 +21,12 @@ use crate::tls::{Alpn, Tls};
 pub struct Dialed {
     /// The connection.
     pub upstream: Io,
-    /// The endpoint, and what the balancer is told of it.
+    /// The endpoint, and the attempts that the balancer counts.
     pub attempts: Attempts,
 }
 
-/// Copies bytes both ways. `dialed` is the upstream connection, if there is one already; a request
-/// that the `detector` finds in the client's first line ends the connection.
+/// Copies bytes in both directions. `dialed` is the upstream connection, if it exists already. The
+/// connection is reset if the `detector` finds a request in the client's first line.
 pub async fn serve(
     mut client: Io,
     flow: Rc<Flow>,

@@ -24,7 +24,7 @@ use crate::tls::{self, Alpn, Hello};
 /// How long a client may be silent before the proxy dials. A client that sends first does so
 /// sooner.
 const CLIENT_FIRST_TIMEOUT: Duration = Duration::from_millis(2);
-/// The same where the client may be a peer's proxy, whose ClientHello is under way: the
+/// The same if the client may be another proxy, whose ClientHello may still be in transit: the
 /// application's first bytes would cross with it.
 const PEER_FIRST_TIMEOUT: Duration = Duration::from_millis(100);
 /// How long a client may pause within its first line.
@@ -33,8 +33,8 @@ const DETECT_TIMEOUT: Duration = Duration::from_millis(300);
 const CLIENT_HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a client that has to authenticate may be silent.
 const UNAUTHENTICATED_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long a client may be silent when no connection could be made for it: with its first bytes,
-/// the reply is in its own protocol.
+/// How long a client may be silent after the proxy failed to connect. If the client sends a request,
+/// the proxy replies to it in the client's protocol.
 const LATE_CLIENT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Waits until the client's first bytes, or the server's, tell the protocol. A connection that was
@@ -164,8 +164,8 @@ impl Detector {
     }
 }
 
-/// A part of a request line may be a whole message of another protocol, and certainly is if it is
-/// binary. A part of a ClientHello is not.
+/// How long the client may pause after these bytes. A prefix of a request line may be a complete
+/// message of another protocol, in particular if it is binary. A prefix of a ClientHello is not.
 fn pause_timeout(begun: &[u8]) -> Duration {
     match tls::inspect(begun) {
         Hello::NeedMore => CLIENT_HELLO_TIMEOUT,

@@ -57,7 +57,7 @@ pub struct Listeners {
     pub outbound: Vec<TcpListener>,
 }
 
-/// What carries an accepted connection until it ends.
+/// A function that handles an accepted connection until it ends.
 pub trait Carry<F>: Fn(Rc<Worker>, Direction, TcpStream, SocketAddr) -> F + Copy + 'static {}
 impl<F, C: Fn(Rc<Worker>, Direction, TcpStream, SocketAddr) -> F + Copy + 'static> Carry<F> for C {}
 
@@ -98,7 +98,7 @@ pub struct Worker {
     pub apps: Destinations,
     /// The random numbers of the balancers.
     pub rng: RefCell<fastrand::Rng>,
-    /// Cancelled when the proxy shuts down: connections finish what they carry.
+    /// Cancelled when the proxy shuts down: connections end after their current exchange.
     pub drain: CancellationToken,
     limit: usize,
     open: Cell<usize>,
@@ -188,7 +188,7 @@ impl Worker {
         });
     }
 
-    /// Whether a warning about a peer is due: a flood of peers must not be one of log lines.
+    /// Whether to log a warning about a peer. Limits the rate of these warnings.
     pub fn should_log(&self, now: Instant) -> bool {
         let due = self
             .warned_at
@@ -206,7 +206,7 @@ impl Worker {
         let Some(&lifetime) = io.lifetime() else {
             return Expiry(None);
         };
-        // A socket without a peer is closed: reading from it says so.
+        // A socket without a peer address is closed: the next read returns the error.
         let Ok(peer) = io.socket().peer_addr() else {
             return Expiry(None);
         };
@@ -247,8 +247,7 @@ impl Drop for Open {
 
 #[cfg(test)]
 impl WorkerContext {
-    /// What a test gives a worker, to change as it needs: with these arguments more, and nobody to
-    /// ask.
+    /// The inputs of a worker in a test, with additional arguments and without discovery.
     pub fn for_a_test(arguments: &str) -> Self {
         use clap::Parser as _;
         let usual = "proxy --inbound-port 4000 --outbound-port 5000 --admin-port 4001 --controller http://c:8080 --token-file /token";
@@ -274,7 +273,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn over_the_limit_connections_are_reset_and_counted() {
+    async fn resets_and_counts_connections_over_limit() {
         let context = WorkerContext {
             limit: 1,
             ..WorkerContext::for_a_test("")
@@ -300,11 +299,7 @@ mod tests {
             }
         };
         tokio::join!(flood, clients);
-        assert_eq!(
-            worker.open.get(),
-            1,
-            "the one that was open is still carried"
-        );
+        assert_eq!(worker.open.get(), 1, "the open connection is unaffected");
         let counted = metrics.render();
         assert!(
             counted.contains("failures_total{direction=\"inbound\",code=\"overloaded\"} 100"),
