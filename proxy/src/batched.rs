@@ -1,7 +1,7 @@
 //! Write batching for HTTP/2 connections: the frames that all streams produce in one poll of the
 //! connection's task are written with one system call. `h2` flushes after each larger frame.
-//! [`Batched`] ignores these flushes, and the task calls [`Batched::poll_write_out`] at the end of
-//! its poll. This module does not parse frames.
+//! [`Batched`] ignores these flushes, and [`Batched::drive`] writes at the end of each poll. This
+//! module does not parse frames.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -53,17 +53,12 @@ impl Batched {
         })))
     }
 
-    /// Writes the buffered bytes. Pending while the socket's send buffer is full.
-    pub fn poll_write_out(&self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.0.borrow_mut().poll_write_out(cx)
-    }
-
     /// Polls `step`, which drives `h2`, and writes the bytes that it buffered.
     pub async fn drive<T>(&self, mut step: impl FnMut(&mut Context<'_>) -> Poll<T>) -> T {
         poll_fn(|cx| {
             let result = step(cx);
             // After a write error, the next read or write of `step` fails too.
-            let _ = self.poll_write_out(cx);
+            let _ = self.0.borrow_mut().poll_write_out(cx);
             result
         })
         .await
@@ -99,6 +94,7 @@ impl Batched {
 }
 
 impl Inner {
+    /// Writes the buffered bytes. Pending while the socket's send buffer is full.
     fn poll_write_out(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         while self.written < self.buffer.len() {
             let unwritten = &self.buffer[self.written..];

@@ -78,8 +78,8 @@ pub async fn dial(flow: &Flow, alpn: Alpn) -> Result<Dialed, Failure> {
     })
 }
 
-/// Gives a connection whose client turned out to send HTTP/1 to the pool. Flushed: the peer waits
-/// for the end of the handshake.
+/// Returns a connection to the pool whose client sends HTTP/1. Flushes it first: the peer waits for
+/// the end of the TLS handshake.
 pub async fn pool(
     Dialed {
         mut upstream,

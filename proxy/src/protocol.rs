@@ -1,6 +1,6 @@
-//! Step 3: the protocol of a connection, told by whoever sends first. While the client is silent
-//! the proxy dials, so that a server that sends first (SMTP, MySQL, SSH) does not wait for
-//! detection.
+//! Step 3: protocol detection from the first bytes of the client or of the server. While the client
+//! is silent, the proxy connects to the upstream, so that server-first protocols (SMTP, MySQL, SSH)
+//! are not delayed.
 
 use std::future::{Future, poll_fn, ready};
 use std::pin::{Pin, pin};
@@ -33,39 +33,25 @@ const DETECT_TIMEOUT: Duration = Duration::from_millis(300);
 const CLIENT_HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a client that has to authenticate may be silent.
 const UNAUTHENTICATED_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long a client may be silent after the proxy failed to connect. If the client sends a request,
-/// the proxy replies to it in the client's protocol.
+/// How long a client may be silent after the proxy failed to connect. If the client sends a
+/// request, the proxy replies to it in the client's protocol.
 const LATE_CLIENT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Waits until the client's first bytes, or the server's, tell the protocol. A connection that was
-/// made meanwhile is left in `dialed`. Fails if none could be made, or the client closed.
+/// Waits until the first bytes of the client or of the server determine the protocol. Leaves an
+/// upstream connection that was opened in the meantime in `dialed`. Fails if the proxy cannot
+/// connect, or if the client closes.
 pub async fn detect(
     client: &mut Io,
     flow: &Flow,
     declared: Option<Protocol>,
     dialed: &mut Option<Dialed>,
 ) -> Result<Protocol, Failure> {
-    // A peer's proxy sends first, and once only. Its TLS ends here on an opaque port too.
+    // Another proxy sends first. The proxy terminates its TLS on opaque ports too.
     let (detector, first_timeout) = match (&flow.caller, declared) {
-        (Caller::Unauthenticated, Some(_)) => {
-            let opaque = |_: &[u8]| Protocol::Opaque;
-            (
-                Detector {
-                    classify: classify_inbound_opaque,
-                    guess: opaque,
-                },
-                PEER_FIRST_TIMEOUT,
-            )
-        }
-        (Caller::Unauthenticated, None) => (
-            Detector {
-                classify: classify_inbound,
-                guess,
-            },
-            PEER_FIRST_TIMEOUT,
-        ),
+        (Caller::Unauthenticated, Some(_)) => (INBOUND_OPAQUE, PEER_FIRST_TIMEOUT),
+        (Caller::Unauthenticated, None) => (INBOUND, PEER_FIRST_TIMEOUT),
         (_, Some(protocol)) => return Ok(protocol),
-        (_, None) => (Detector { classify, guess }, CLIENT_FIRST_TIMEOUT),
+        (_, None) => (CLIENT, CLIENT_FIRST_TIMEOUT),
     };
     if let Err(refused) = flow.authorize_connection() {
         // The application gets no connection for a client that has to authenticate first.
@@ -95,7 +81,8 @@ pub async fn detect(
                         opaque::pool(dialed).await;
                     }
                 })),
-                // It needs a connection of its own anyway. The next attempt finds a failure again.
+                // An opaque connection needs this upstream connection. After a failure, the proxy
+                // dials again.
                 Ok(Protocol::Opaque) => *dialed = dialing.await.ok(),
                 _ => {}
             }
@@ -110,7 +97,7 @@ pub async fn detect(
                 Poll::Pending => loop {
                     match ready!(upstream.poll_fill(cx)) {
                         Ok(1..) if declared.is_none() && is_http2_server(upstream.unread()) => {}
-                        // Its bytes, its end or its error: copying passes them on.
+                        // The copy forwards the bytes, the end or the error.
                         _ => return Poll::Ready(Ok(Protocol::Opaque)),
                     }
                 },
@@ -121,7 +108,7 @@ pub async fn detect(
     }
 }
 
-/// A connection that is being made.
+/// A connection attempt.
 type Dialing = Pin<Box<dyn Future<Output = Result<Dialed, Failure>>>>;
 
 enum First {
@@ -129,7 +116,7 @@ enum First {
     Connected(Result<Dialed, Failure>),
 }
 
-/// How the client's bytes tell the protocol.
+/// The detection rules for the client's bytes.
 #[derive(Clone, Copy)]
 struct Detector {
     classify: fn(&[u8]) -> Verdict,
@@ -137,8 +124,18 @@ struct Detector {
     guess: fn(&[u8]) -> Protocol,
 }
 
+const CLIENT: Detector = Detector { classify, guess };
+const INBOUND: Detector = Detector {
+    classify: classify_inbound,
+    guess,
+};
+const INBOUND_OPAQUE: Detector = Detector {
+    classify: classify_inbound_opaque,
+    guess: |_| Protocol::Opaque,
+};
+
 impl Detector {
-    /// Reads until the bytes tell the protocol. They stay unread in `client`.
+    /// Reads until the bytes determine the protocol. They stay unread in `client`.
     async fn read(self, client: &mut Io) -> Result<Protocol, Failure> {
         loop {
             let filled = if client.unread().is_empty() {

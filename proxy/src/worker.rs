@@ -76,7 +76,7 @@ pub fn spawn<F: Future<Output = ()> + 'static>(
         .name(format!("worker-{number}"))
         .spawn(move || {
             LocalSet::new().block_on(&runtime, Worker::new(context).run(listeners, carry));
-            // The receiver is gone if the drain time was over.
+            // Fails if the drain timeout has passed and the receiver was dropped.
             let _ = done.send(());
         })?;
     Ok(drained)
@@ -163,7 +163,7 @@ impl Worker {
         }
     }
 
-    /// Carries an accepted connection in a task of its own. Beyond the limit it is reset.
+    /// Spawns the task of an accepted connection. Resets the connection if the limit is reached.
     fn take<F: Future<Output = ()> + 'static>(
         self: &Rc<Self>,
         direction: Direction,

@@ -29,7 +29,7 @@ use crate::policy::{Admission, is_mesh_error};
 use crate::pool::http2::Lease;
 use crate::record::ExchangeRecord;
 
-/// Carries one request to an endpoint, and the response back.
+/// Forwards one request to an endpoint, and the response to the client.
 pub(super) async fn carry(
     request: Request<RecvStream>,
     respond: SendResponse<Bytes>,
@@ -96,7 +96,7 @@ enum Ended {
 }
 
 impl Exchange {
-    /// Carries the exchange to its end.
+    /// Runs the exchange to its end.
     async fn run(mut self) {
         let flow = self.record.flow.clone();
         // 4. Authorization.
@@ -121,7 +121,7 @@ impl Exchange {
         }
     }
 
-    /// A slot on a connection to the endpoint. None if the client cancels meanwhile.
+    /// Acquires a slot on a connection to the endpoint. None if the client cancels.
     async fn connect(&mut self, endpoint: &Endpoint) -> Option<Result<Lease, Failure>> {
         let worker = self.record.flow.worker.clone();
         let expiry = |io: &Io| worker.expiry(io, Direction::Outbound);

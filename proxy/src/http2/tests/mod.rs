@@ -243,6 +243,22 @@ async fn named_app(name: &'static str) -> SocketAddr {
     .await
 }
 
+/// Starts an app that accepts streams, reads no bodies and never responds.
+async fn stalled_app() -> SocketAddr {
+    app(|request, respond| async move {
+        let _held = (request, respond);
+        std::future::pending::<()>().await;
+    })
+    .await
+}
+
+/// Responds with the body of the request.
+async fn echo(request: Request<RecvStream>, mut respond: SendResponse<Bytes>) {
+    let (data, _) = read_body(&mut request.into_body()).await.unwrap();
+    let mut stream = respond.send_response(Response::new(()), false).unwrap();
+    stream.send_data(data, true).unwrap();
+}
+
 /// An address without a listener.
 async fn closed_address() -> SocketAddr {
     TcpListener::bind("127.0.0.1:0")
@@ -271,6 +287,18 @@ async fn call(
     poll_fn(|cx| client.poll_ready(cx)).await?;
     let (response, _) = client.send_request(request, true)?;
     read(response.await?).await
+}
+
+/// Sends a request and asserts that the response has status 200.
+async fn assert_ok(client: &mut SendRequest<Bytes>) {
+    let (response, _) = call(client, get("/")).await.unwrap();
+    assert_eq!(response.status(), 200);
+}
+
+/// Asserts that the proxy has replied with this status and `x-mesh-error`.
+fn assert_local_reply(response: &Response<Bytes>, status: u16, code: &str) {
+    assert_eq!(response.status(), status);
+    assert_eq!(response.headers()["x-mesh-error"], code);
 }
 
 /// Sends a request with a body, and reads the complete response.
