@@ -145,14 +145,6 @@ impl Io {
         }
     }
 
-    /// Shuts down the write direction.
-    pub fn poll_half_close(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match session(&mut self.tls) {
-            None => Pin::new(&mut self.stream).poll_shutdown(cx),
-            Some(session) => session.poll_shutdown(cx, &mut self.stream),
-        }
-    }
-
     /// Resets the connection.
     pub fn reset(self) {
         self.reset_on_drop();
@@ -234,7 +226,11 @@ impl AsyncWrite for Io {
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.poll_half_close(cx)
+        let Self { stream, tls, .. } = &mut *self;
+        match session(tls) {
+            None => Pin::new(stream).poll_shutdown(cx),
+            Some(session) => session.poll_shutdown(cx, stream),
+        }
     }
 }
 

@@ -133,19 +133,16 @@ impl Worker {
     where
         F: Future<Output = ()> + 'static,
     {
-        let inbound = listeners
-            .inbound
-            .into_iter()
-            .map(|listener| (Direction::Inbound, listener));
-        let outbound = listeners
-            .outbound
-            .into_iter()
-            .map(|listener| (Direction::Outbound, listener));
-        for (direction, listener) in inbound.chain(outbound) {
-            let worker = self.clone();
-            spawn_local(accept(listener, move |stream, peer| {
-                worker.take(direction, stream, peer, carry);
-            }));
+        for (direction, listeners) in [
+            (Direction::Inbound, listeners.inbound),
+            (Direction::Outbound, listeners.outbound),
+        ] {
+            for listener in listeners {
+                let worker = self.clone();
+                spawn_local(accept(listener, move |stream, peer| {
+                    worker.take(direction, stream, peer, carry);
+                }));
+            }
         }
         let mut eviction = tokio::time::interval(EVICTION_INTERVAL);
         loop {

@@ -152,47 +152,36 @@ impl Drop for InFlight {
 
 /// The quarantine of an endpoint. An expired one determines the duration of the next one.
 #[derive(Default)]
-struct Quarantine(Cell<Option<Period>>);
-
-#[derive(Clone, Copy)]
-struct Period {
-    start: Instant,
-    duration: Duration,
-}
+struct Quarantine(Cell<Option<(Instant, Duration)>>);
 
 impl Quarantine {
     /// Starts the quarantine, for twice the previous duration. Refusals during the quarantine do
     /// not extend it.
     fn extend(&self, now: Instant) {
         let duration = match self.0.get() {
-            Some(period) if period.contains(now) => return,
-            Some(period) => (period.duration * 2).min(MAX_QUARANTINE),
+            Some(_) if self.is_active(now) => return,
+            Some((_, duration)) => (duration * 2).min(MAX_QUARANTINE),
             None => MIN_QUARANTINE,
         };
-        let start = now;
-        self.0.set(Some(Period { start, duration }));
+        self.0.set(Some((now, duration)));
     }
 
     fn is_active(&self, now: Instant) -> bool {
-        self.0.get().is_some_and(|period| period.contains(now))
+        self.0
+            .get()
+            .is_some_and(|(start, duration)| now.saturating_duration_since(start) < duration)
     }
 
     /// Ends the quarantine if the successful request started after the refusal. An earlier one may
     /// have used an old connection to an endpoint that accepts no new ones.
     fn record_success(&self, started_at: Instant) {
-        if self.0.get().is_some_and(|period| period.start < started_at) {
+        if self.0.get().is_some_and(|(start, _)| start < started_at) {
             self.end();
         }
     }
 
     fn end(&self) {
         self.0.set(None);
-    }
-}
-
-impl Period {
-    fn contains(&self, now: Instant) -> bool {
-        now.saturating_duration_since(self.start) < self.duration
     }
 }
 

@@ -217,28 +217,20 @@ impl Entry {
 impl Destination {
     /// A destination whose only endpoint is `address` itself, such as the local application.
     pub fn fixed(address: SocketAddr) -> Self {
-        Self::new(
+        Self {
             address,
-            None,
-            State::new(&Target::Unknown, address, Vec::new()),
-        )
+            supports_extended_connect: Cell::new(false),
+            updates: None,
+            state: RefCell::new(State::new(&Target::Unknown, address, Vec::new())),
+        }
     }
 
     fn watched(address: SocketAddr, mut updates: watch::Receiver<Arc<Target>>) -> Self {
         let state = State::new(&updates.borrow_and_update(), address, Vec::new());
-        Self::new(address, Some(RefCell::new(updates)), state)
-    }
-
-    fn new(
-        address: SocketAddr,
-        updates: Option<RefCell<watch::Receiver<Arc<Target>>>>,
-        state: State,
-    ) -> Self {
         Self {
-            address,
-            supports_extended_connect: Cell::new(false),
-            updates,
+            updates: Some(RefCell::new(updates)),
             state: RefCell::new(state),
+            ..Self::fixed(address)
         }
     }
 

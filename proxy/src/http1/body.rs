@@ -211,13 +211,13 @@ impl Decoder {
         match *self {
             Self::Done | Self::Stopped => Ok(Decoded::Nothing),
             Self::UntilClose => Ok(Decoded::Data(from.split())),
-            Self::Length(left) => {
+            Self::Length(left) | Self::ChunkData(left) => {
                 let data = take(from, left);
-                let left = left - data.len() as u64;
-                *self = if left == 0 {
-                    Self::Done
-                } else {
-                    Self::Length(left)
+                *self = match (*self, left - data.len() as u64) {
+                    (Self::Length(_), 0) => Self::Done,
+                    (Self::Length(_), left) => Self::Length(left),
+                    (_, 0) => Self::ChunkEnd,
+                    (_, left) => Self::ChunkData(left),
                 };
                 Ok(Decoded::Data(data))
             }
@@ -231,16 +231,7 @@ impl Decoder {
                 };
                 Ok(Decoded::Nothing)
             }
-            Self::ChunkData(left) => {
-                let data = take(from, left);
-                let left = left - data.len() as u64;
-                *self = if left == 0 {
-                    Self::ChunkEnd
-                } else {
-                    Self::ChunkData(left)
-                };
-                Ok(Decoded::Data(data))
-            }
+
             Self::ChunkEnd => {
                 let ends = from.starts_with(b"\r\n");
                 if !ends && !b"\r\n".starts_with(from) {
@@ -270,14 +261,10 @@ impl Decoder {
         };
         let raw = from.split_to(end);
         let mut storage = [httparse::EMPTY_HEADER; 32];
-        let Ok(httparse::Status::Complete((read, fields))) =
-            httparse::parse_headers(&raw, &mut storage)
-        else {
-            return Err("the trailers are malformed");
+        let fields = match httparse::parse_headers(&raw, &mut storage) {
+            Ok(httparse::Status::Complete((read, fields))) if read == end => fields,
+            _ => return Err("the trailers are malformed"),
         };
-        if read != end {
-            return Err("the trailers are malformed");
-        }
         let mut trailers = BytesMut::with_capacity(end);
         let permitted = |field: &&httparse::Header<'_>| !is_forbidden_in_trailers(field.name);
         for field in fields.iter().filter(permitted) {

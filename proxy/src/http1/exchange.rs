@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use bytes::{Bytes, BytesMut};
 use http::StatusCode;
-use tokio::io::AsyncWriteExt;
+use tokio::io::{AsyncWrite, AsyncWriteExt};
 
 use super::body::{BodyError, Relay};
 use super::head::{Framing, Refused, RequestHead, ResponseHead, Version, find_end};
@@ -233,7 +233,7 @@ impl<'a> Exchange<'a> {
             Poll::Ready(Ok(0)) => {
                 self.client_ended = true;
                 // An error means that the upstream has closed: the next read tells.
-                let _ = upstream.poll_half_close(cx);
+                let _ = Pin::new(&mut *upstream).poll_shutdown(cx);
                 Poll::Pending
             }
             Poll::Ready(Ok(_)) | Poll::Pending => Poll::Pending,

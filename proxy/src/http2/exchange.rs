@@ -282,31 +282,27 @@ impl Exchange {
         endpoint: &Endpoint,
         reused: bool,
     ) -> Result<Outcome, AttemptError> {
-        let (address, text) = (endpoint.address, error.to_string());
-        let closed = Failure::UpstreamClosed {
-            address,
-            reason: text.clone(),
-        };
+        let (address, reason) = (endpoint.address, error.to_string());
         // The peer has not processed this stream.
         let refused = error.reason() == Some(Reason::REFUSED_STREAM);
-        if error.is_remote() && (error.is_go_away() || refused) {
-            return Err(AttemptError {
-                failure: closed,
-                retry: Retry::AnyEndpoint,
-            });
-        }
+        let unprocessed = error.is_remote() && (error.is_go_away() || refused);
         match error.reason() {
-            Some(code) if error.is_remote() => Ok(Outcome::Reset(code)),
-            Some(_) if error.is_library() => Err(AttemptError::last(Failure::UpstreamMalformed {
-                address,
-                reason: text,
-            })),
-            // A pooled connection may be closed just when it is used.
-            _ if reused && self.parts.method.is_idempotent() => Err(AttemptError {
-                failure: closed,
-                retry: Retry::AnyEndpoint,
-            }),
-            _ => Err(AttemptError::last(closed)),
+            Some(code) if error.is_remote() && !unprocessed => Ok(Outcome::Reset(code)),
+            Some(_) if error.is_library() => {
+                let failure = Failure::UpstreamMalformed { address, reason };
+                Err(AttemptError::last(failure))
+            }
+            _ => {
+                // The peer may close a pooled connection just when it is used.
+                let stale = reused && self.parts.method.is_idempotent();
+                let failure = Failure::UpstreamClosed { address, reason };
+                let retry = if unprocessed || stale {
+                    Retry::AnyEndpoint
+                } else {
+                    Retry::Never
+                };
+                Err(AttemptError { failure, retry })
+            }
         }
     }
 
@@ -381,10 +377,8 @@ impl Forward for Exchange {
         let address = endpoint.address;
         if head::extended_protocol(&self.parts).is_some() && !lease.supports_extended_connect() {
             let reason = "it does not accept extended CONNECT requests".to_owned();
-            return Err(AttemptError::last(Failure::UpstreamMalformed {
-                address,
-                reason,
-            }));
+            let failure = Failure::UpstreamMalformed { address, reason };
+            return Err(AttemptError::last(failure));
         }
         // 8. Serve.
         self.record.attempts.connected();
