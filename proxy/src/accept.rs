@@ -1,5 +1,5 @@
-//! Step 1: sockets that listen, and the loop that takes connections from them. The loop never ends and never spins:
-//! an error of accept(2) is logged and waited out.
+//! Step 1: listening sockets, and the loop that accepts connections from them. The loop never ends.
+//! After an error of accept(2) it logs the error and waits.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener as StdListener};
@@ -10,10 +10,14 @@ use tokio::net::{TcpListener, TcpStream};
 
 use crate::connect::keepalive;
 
-/// Connections that the kernel holds until they are accepted.
-const BACKLOG: i32 = 4096;
+/// The maximum number of connections that wait to be accepted.
+const MAX_BACKLOG: i32 = 4096;
+/// The delay after the first failed accept(2). It doubles with each further failure.
+const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(5);
+const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Binds so that each worker can have a listener of its own on the same port. What is accepted inherits the options.
+/// Creates a listening socket. `SO_REUSEPORT` lets each worker have its own on the same port.
+/// Accepted sockets inherit its options.
 pub fn bind(ip: IpAddr, port: u16) -> io::Result<StdListener> {
     let address = SocketAddr::new(ip, port);
     let socket = Socket::new(
@@ -30,27 +34,29 @@ pub fn bind(ip: IpAddr, port: u16) -> io::Result<StdListener> {
     socket.set_tcp_keepalive(&keepalive())?;
     socket.set_nonblocking(true)?;
     socket.bind(&address.into())?;
-    socket.listen(BACKLOG)?;
+    socket.listen(MAX_BACKLOG)?;
     Ok(socket.into())
 }
 
-/// Gives each connection to `take`, for ever.
-pub async fn accept(listener: StdListener, mut take: impl FnMut(TcpStream, SocketAddr)) {
+/// Accepts connections forever and passes each to `handle`.
+pub async fn accept(listener: StdListener, mut handle: impl FnMut(TcpStream, SocketAddr)) {
     let listener = match TcpListener::from_std(listener) {
         Ok(listener) => listener,
-        Err(error) => return tracing::error!("can't listen: {error}"),
+        Err(error) => return tracing::error!("cannot listen: {error}"),
     };
-    let mut pause = Duration::from_millis(5);
+    let mut retry_interval = MIN_RETRY_INTERVAL;
     loop {
         match listener.accept().await {
             Ok((stream, peer)) => {
-                pause = Duration::from_millis(5);
-                take(stream, peer);
+                retry_interval = MIN_RETRY_INTERVAL;
+                handle(stream, peer);
             }
             Err(error) => {
-                tracing::warn!("can't accept a connection: {error}; trying again in {pause:?}");
-                tokio::time::sleep(pause).await;
-                pause = (pause * 2).min(Duration::from_secs(1));
+                tracing::warn!(
+                    "cannot accept a connection: {error}; next attempt in {retry_interval:?}"
+                );
+                tokio::time::sleep(retry_interval).await;
+                retry_interval = (retry_interval * 2).min(MAX_RETRY_INTERVAL);
             }
         }
     }

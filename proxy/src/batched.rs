@@ -1,6 +1,7 @@
-//! A connection whose writes are gathered: what all streams have ready in one turn of the connection's task leaves in one
-//! system call. `h2` flushes after each larger frame; here that is only noted, and the task calls [`Batched::poll_drain`] when it
-//! has nothing more to do. It knows nothing of frames.
+//! Write batching for HTTP/2 connections: the frames that all streams produce in one poll of the
+//! connection's task are written with one system call. `h2` flushes after each larger frame.
+//! [`Batched`] ignores these flushes, and [`Batched::drive`] writes at the end of each poll. This
+//! module does not parse frames.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -15,112 +16,112 @@ use tokio::time::timeout;
 
 use crate::io::Io;
 
-/// With that much gathered, a write waits for the socket.
-const LIMIT: usize = 64 * 1024;
-/// A buffer that grew beyond this is not kept for others.
-const KEEP: usize = 2 * LIMIT;
-/// How long and how much is still read from a client that was sent away.
-const LINGER: Duration = Duration::from_secs(1);
-const MAX_LINGER: usize = 4 * 1024 * 1024;
+/// The maximum number of buffered bytes. Above it, a write waits for the socket.
+const MAX_BUFFERED: usize = 64 * 1024;
+/// The maximum capacity of a buffer that is kept for reuse.
+const MAX_SPARE_CAPACITY: usize = 2 * MAX_BUFFERED;
+/// How long [`Batched::linger`] reads.
+const LINGER_TIMEOUT: Duration = Duration::from_secs(1);
+/// How many bytes [`Batched::linger`] reads.
+const MAX_LINGER_BYTES: usize = 4 * 1024 * 1024;
 
 thread_local! {
-    /// Emptied in the same turn in which it is filled, mostly: one buffer does for all connections of a worker.
-    static SPARE: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
+    /// The write buffer of all connections of a worker. A connection usually fills and empties it
+    /// in one poll.
+    static SPARE_BUFFER: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
 }
 
-/// A handle to the connection; `h2` has one, the connection's task another.
+/// A handle to the connection. `h2` has one, and the connection's task has another.
 #[derive(Clone)]
 pub struct Batched(Rc<RefCell<Inner>>);
 
 struct Inner {
     io: Io,
-    out: Vec<u8>,
-    /// What of `out` is written already.
+    buffer: Vec<u8>,
+    /// The number of bytes of `buffer` that were written.
     written: usize,
-    read: u64,
+    bytes_read: u64,
 }
 
 impl Batched {
     pub fn new(io: Io) -> Self {
         Self(Rc::new(RefCell::new(Inner {
             io,
-            out: Vec::new(),
+            buffer: Vec::new(),
             written: 0,
-            read: 0,
+            bytes_read: 0,
         })))
     }
 
-    /// Writes what was gathered. Pending: the socket takes no more now.
-    pub fn poll_drain(&self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.0.borrow_mut().poll_drain(cx)
-    }
-
-    /// Runs a step of `h2`, writing what it gathers.
+    /// Polls `step`, which drives `h2`, and writes the bytes that it buffered.
     pub async fn drive<T>(&self, mut step: impl FnMut(&mut Context<'_>) -> Poll<T>) -> T {
         poll_fn(|cx| {
-            let stepped = step(cx);
-            // Where writing fails, so does the step, once it reads or writes again.
-            let _ = self.poll_drain(cx);
-            stepped
+            let result = step(cx);
+            // After a write error, the next read or write of `step` fails too.
+            let _ = self.0.borrow_mut().poll_write_out(cx);
+            result
         })
         .await
     }
 
-    /// Reads on for a moment after the end, so that the peer gets to see the last word: closing with bytes unread would reset the
-    /// connection.
+    /// Reads and discards the peer's bytes for a short time, so that the peer receives the GOAWAY
+    /// frame: closing a socket with unread bytes resets the connection.
     pub async fn linger(&self) {
-        let mut left = MAX_LINGER;
-        let drained = poll_fn(|cx| {
+        let mut left = MAX_LINGER_BYTES;
+        let discarded = poll_fn(|cx| {
             let inner = &mut *self.0.borrow_mut();
             while left > 0 {
-                match ready!(inner.io.poll_pass(cx, |bytes, _| bytes.len())) {
+                match ready!(inner.io.poll_read_with(cx, |bytes, _| bytes.len())) {
                     Ok(read) if read > 0 => left = left.saturating_sub(read),
                     _ => break,
                 }
             }
             Poll::Ready(())
         });
-        // Who is still sending then sees a reset.
-        let _ = timeout(LINGER, drained).await;
+        // A peer that is still sending then receives a reset.
+        let _ = timeout(LINGER_TIMEOUT, discarded).await;
     }
 
-    /// The peer sees a reset when the connection is dropped.
+    /// Makes the connection end with a reset when it is dropped.
     pub fn reset_on_drop(&self) {
         self.0.borrow().io.reset_on_drop();
     }
 
-    /// Bytes read so far.
-    pub fn read_bytes(&self) -> u64 {
-        self.0.borrow().read
+    /// The number of bytes read so far.
+    pub fn bytes_read(&self) -> u64 {
+        self.0.borrow().bytes_read
     }
 }
 
 impl Inner {
-    fn poll_drain(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        while self.written < self.out.len() {
-            let written = ready!(Pin::new(&mut self.io).poll_write(cx, &self.out[self.written..]))?;
+    /// Writes the buffered bytes. Pending while the socket's send buffer is full.
+    fn poll_write_out(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        while self.written < self.buffer.len() {
+            let unwritten = &self.buffer[self.written..];
+            let written = ready!(Pin::new(&mut self.io).poll_write(cx, unwritten))?;
             if written == 0 {
                 return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
             }
             self.written += written;
         }
-        if self.out.capacity() > 0 {
+        if self.buffer.capacity() > 0 {
             self.written = 0;
-            let mut out = std::mem::take(&mut self.out);
-            if out.capacity() <= KEEP {
-                out.clear();
-                SPARE.set(out);
+            let mut buffer = std::mem::take(&mut self.buffer);
+            if buffer.capacity() <= MAX_SPARE_CAPACITY {
+                buffer.clear();
+                SPARE_BUFFER.set(buffer);
             }
         }
         Poll::Ready(Ok(()))
     }
 
-    fn poll_room(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        if self.out.len() >= LIMIT {
-            ready!(self.poll_drain(cx))?;
+    /// Waits until the buffer has room.
+    fn poll_capacity(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if self.buffer.len() >= MAX_BUFFERED {
+            ready!(self.poll_write_out(cx))?;
         }
-        if self.out.capacity() == 0 {
-            self.out = SPARE.take();
+        if self.buffer.capacity() == 0 {
+            self.buffer = SPARE_BUFFER.take();
         }
         Poll::Ready(Ok(()))
     }
@@ -135,7 +136,7 @@ impl AsyncRead for Batched {
         let inner = &mut *self.0.borrow_mut();
         let before = buf.filled().len();
         ready!(Pin::new(&mut inner.io).poll_read(cx, buf))?;
-        inner.read += (buf.filled().len() - before) as u64;
+        inner.bytes_read += (buf.filled().len() - before) as u64;
         Poll::Ready(Ok(()))
     }
 }
@@ -147,8 +148,8 @@ impl AsyncWrite for Batched {
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
         let inner = &mut *self.0.borrow_mut();
-        ready!(inner.poll_room(cx))?;
-        inner.out.extend_from_slice(buf);
+        ready!(inner.poll_capacity(cx))?;
+        inner.buffer.extend_from_slice(buf);
         Poll::Ready(Ok(buf.len()))
     }
 
@@ -158,8 +159,9 @@ impl AsyncWrite for Batched {
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let inner = &mut *self.0.borrow_mut();
-        ready!(inner.poll_room(cx))?;
-        bufs.iter().for_each(|buf| inner.out.extend_from_slice(buf));
+        ready!(inner.poll_capacity(cx))?;
+        bufs.iter()
+            .for_each(|buf| inner.buffer.extend_from_slice(buf));
         Poll::Ready(Ok(bufs.iter().map(|buf| buf.len()).sum()))
     }
 
@@ -173,7 +175,7 @@ impl AsyncWrite for Batched {
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let inner = &mut *self.0.borrow_mut();
-        ready!(inner.poll_drain(cx))?;
+        ready!(inner.poll_write_out(cx))?;
         Pin::new(&mut inner.io).poll_shutdown(cx)
     }
 }

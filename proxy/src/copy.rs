@@ -1,4 +1,5 @@
-//! Step 8 for bytes that nobody looks into: both directions between two connections, each ended on its own.
+//! Step 8 for opaque connections and tunnels: copies bytes between two connections in both
+//! directions. Each direction ends independently.
 
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
@@ -10,40 +11,39 @@ use tokio::io::AsyncWrite;
 use crate::detect::{Protocol, RequestLineDetector, Verdict};
 use crate::io::Io;
 
-/// What went by.
+/// The result of [`bidirectional`].
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Copied {
     /// Bytes from the client.
     pub sent: u64,
     /// Bytes to the client.
     pub received: u64,
-    /// It ended because the client turned out to speak HTTP.
+    /// It ended because the client sent an HTTP request line.
     pub was_http: bool,
-    /// It ended because a connection reached its maximum age: both have to be reset.
+    /// It ended because a connection reached its maximum age: the caller resets both.
     pub expired: bool,
 }
 
-/// Copies until both directions have ended, or either side breaks. An end of one direction is passed on as such (a
-/// half-close) and leaves the other alone. What the client says goes by the `detector`, where there is one, until it is settled that
-/// it is no HTTP; if it is, that ends both. So does the `expiry`, once it is done.
-pub async fn both(
+/// Copies until both directions have ended, or either connection fails. The end of one direction is
+/// propagated as a half-close and does not end the other direction. If there is a `detector`, it
+/// inspects the client's bytes until it has a verdict. The verdict HTTP ends the copy, and so does
+/// `expiry` when it completes.
+pub async fn bidirectional(
     client: &mut Io,
     upstream: &mut Io,
     detector: Option<RequestLineDetector>,
     expiry: &mut (impl Future<Output = ()> + Unpin),
 ) -> Copied {
-    let (mut up, mut down) = (
-        Half {
-            detector,
-            ..Half::default()
-        },
-        Half::default(),
-    );
+    let mut upload = Transfer {
+        detector,
+        ..Transfer::default()
+    };
+    let mut download = Transfer::default();
     let expired = poll_fn(|cx| {
-        // A break of either direction ends both, as a reset does without the mesh; else both have to end.
+        // An error in either direction ends both, as a reset does without the mesh.
         match (
-            up.poll(cx, client, upstream),
-            down.poll(cx, upstream, client),
+            upload.poll(cx, client, upstream),
+            download.poll(cx, upstream, client),
         ) {
             (Poll::Ready(Err(_)), _) | (_, Poll::Ready(Err(_))) => Poll::Ready(false),
             (Poll::Ready(Ok(())), Poll::Ready(Ok(()))) => Poll::Ready(false),
@@ -52,17 +52,18 @@ pub async fn both(
     })
     .await;
     Copied {
-        sent: up.copied,
-        received: down.copied,
-        was_http: up.was_http,
+        sent: upload.copied,
+        received: download.copied,
+        was_http: upload.was_http,
         expired,
     }
 }
 
 /// One direction. It owns a buffer only while its receiver is slower than its sender.
 #[derive(Default)]
-struct Half {
-    waiting: BytesMut,
+struct Transfer {
+    /// Bytes that were read and not yet written.
+    pending: BytesMut,
     copied: u64,
     state: State,
     detector: Option<RequestLineDetector>,
@@ -73,11 +74,11 @@ struct Half {
 enum State {
     #[default]
     Copying,
-    Ending,
-    Ended,
+    ShuttingDown,
+    Done,
 }
 
-impl Half {
+impl Transfer {
     fn poll(
         &mut self,
         cx: &mut Context<'_>,
@@ -85,33 +86,34 @@ impl Half {
         to: &mut Io,
     ) -> Poll<std::io::Result<()>> {
         loop {
-            while !self.waiting.is_empty() {
-                let written = ready!(Pin::new(&mut *to).poll_write(cx, &self.waiting))?;
-                self.waiting.advance(written);
+            while !self.pending.is_empty() {
+                let written = ready!(Pin::new(&mut *to).poll_write(cx, &self.pending))?;
+                self.pending.advance(written);
             }
             match self.state {
-                State::Ended => return Poll::Ready(Ok(())),
-                State::Ending => {
+                State::Done => return Poll::Ready(Ok(())),
+                State::ShuttingDown => {
                     ready!(Pin::new(&mut *to).poll_shutdown(cx))?;
-                    self.state = State::Ended;
+                    self.state = State::Done;
                     return Poll::Ready(Ok(()));
                 }
                 State::Copying => {}
             }
-            self.waiting = BytesMut::new();
-            ready!(self.poll_pass(cx, from, to))?;
+            self.pending = BytesMut::new();
+            ready!(self.poll_copy_once(cx, from, to))?;
         }
     }
 
-    /// Reads once, and writes what came before it is copied anywhere.
-    fn poll_pass(
+    /// Reads once, and writes the bytes directly from the read buffer. Buffers those that `to` does
+    /// not accept.
+    fn poll_copy_once(
         &mut self,
         cx: &mut Context<'_>,
         from: &mut Io,
         to: &mut Io,
     ) -> Poll<std::io::Result<()>> {
         let mut write_error = None;
-        let read = ready!(from.poll_pass(cx, |bytes, cx| {
+        let read = ready!(from.poll_read_with(cx, |bytes, cx| {
             match self
                 .detector
                 .as_mut()
@@ -132,7 +134,7 @@ impl Half {
                     Poll::Pending => break,
                 }
             }
-            self.waiting.extend_from_slice(rest);
+            self.pending.extend_from_slice(rest);
             bytes.len()
         }))?;
         if let Some(error) = write_error {
@@ -140,7 +142,7 @@ impl Half {
         }
         self.copied += read as u64;
         if read == 0 {
-            self.state = State::Ending;
+            self.state = State::ShuttingDown;
         }
         Poll::Ready(Ok(()))
     }
@@ -163,27 +165,27 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_half_close_passes_and_the_other_direction_goes_on() {
+    async fn propagates_half_close_and_continues_in_other_direction() {
         let ((mut client, mut client_io), (mut server, mut server_io)) =
             (pair().await, pair().await);
         let copying = tokio::spawn(async move {
-            both(&mut client_io, &mut server_io, None, &mut pending()).await
+            bidirectional(&mut client_io, &mut server_io, None, &mut pending()).await
         });
-        client.write_all(b"question").await.unwrap();
+        client.write_all(b"request").await.unwrap();
         client.shutdown().await.unwrap();
-        let mut asked = String::new();
-        server.read_to_string(&mut asked).await.unwrap();
-        assert_eq!(asked, "question");
-        server.write_all(b"an answer after the end").await.unwrap();
+        let mut request = String::new();
+        server.read_to_string(&mut request).await.unwrap();
+        assert_eq!(request, "request");
+        server.write_all(b"response after the end").await.unwrap();
         drop(server);
-        let mut answered = String::new();
-        client.read_to_string(&mut answered).await.unwrap();
-        assert_eq!(answered, "an answer after the end");
+        let mut response = String::new();
+        client.read_to_string(&mut response).await.unwrap();
+        assert_eq!(response, "response after the end");
         assert_eq!(
             copying.await.unwrap(),
             Copied {
-                sent: 8,
-                received: 23,
+                sent: 7,
+                received: 22,
                 was_http: false,
                 expired: false
             }
@@ -191,12 +193,12 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_slow_receiver_slows_the_sender_and_loses_nothing() {
+    async fn applies_backpressure_to_sender_without_data_loss() {
         let ((mut client, mut client_io), (mut server, mut server_io)) =
             (pair().await, pair().await);
-        tokio::spawn(
-            async move { both(&mut client_io, &mut server_io, None, &mut pending()).await },
-        );
+        tokio::spawn(async move {
+            bidirectional(&mut client_io, &mut server_io, None, &mut pending()).await
+        });
         let sent: Vec<u8> = (0..4_000_000u32).map(|at| (at % 251) as u8).collect();
         let copy = sent.clone();
         let writing = tokio::spawn(async move {

@@ -1,4 +1,5 @@
-//! Why the proxy answered instead of the app: the one map from a cause to status, `x-mesh-error` code and metric label.
+//! The failures of the request path. This module is the only mapping from a failure to the HTTP
+//! status, the gRPC status, the `x-mesh-error` code and the metric label.
 
 use std::io;
 use std::net::SocketAddr;
@@ -7,72 +8,72 @@ use std::sync::Arc;
 use http::StatusCode;
 use thiserror::Error;
 
-/// A request that the proxy could not carry, or would not.
+/// Why the proxy did not forward a request or a connection, or could not complete it.
 #[derive(Clone, Debug, Error)]
 pub enum Failure {
-    /// The Service exists and nothing is ready behind it.
+    /// The Service exists and has no ready endpoint.
     #[error("service {0} has no ready endpoint")]
     NoEndpoint(String),
     /// The endpoint did not accept the connection.
-    #[error("can't connect to {address}: {source}")]
+    #[error("cannot connect to {address}: {source}")]
     Connect {
-        /// Where to.
+        /// The endpoint.
         address: SocketAddr,
-        /// What the kernel said.
+        /// The error of connect(2).
         source: Arc<io::Error>,
     },
-    /// The endpoint did not accept the connection in time.
-    #[error("no connection to {0} in time")]
+    /// The endpoint did not accept the connection within the timeout.
+    #[error("connection to {0} timed out")]
     ConnectTimeout(SocketAddr),
-    /// The upstream closed or broke the connection before it had answered.
-    #[error("{address} closed the connection before it answered: {reason}")]
+    /// The upstream closed or reset the connection before its response.
+    #[error("{address} closed the connection before it responded: {reason}")]
     UpstreamClosed {
-        /// Who.
+        /// The endpoint.
         address: SocketAddr,
-        /// How.
+        /// The error, or the state of the response.
         reason: String,
     },
-    /// What the upstream sent is not HTTP as RFC 9112 or RFC 9113 have it.
-    #[error("{address} answered with malformed HTTP: {reason}")]
+    /// The upstream's response violates RFC 9112 or RFC 9113.
+    #[error("{address} sent a malformed HTTP response: {reason}")]
     UpstreamMalformed {
-        /// Who.
+        /// The endpoint.
         address: SocketAddr,
-        /// What is wrong with it.
+        /// The violation.
         reason: String,
     },
-    /// What the client sent is not HTTP as RFC 9112 or RFC 9113 have it.
+    /// The client's request violates RFC 9112 or RFC 9113.
     #[error("malformed request: {0}")]
     BadRequest(&'static str),
-    /// The client's header block is over the limit.
-    #[error("the header block is over {0} bytes")]
+    /// The request's header section exceeds the limit.
+    #[error("the header section is over {0} bytes")]
     HeadersTooLarge(usize),
-    /// The client did not send its whole request head in time.
-    #[error("the request's head did not arrive in time")]
+    /// The client did not send the complete request head within the timeout.
+    #[error("timed out before the complete request head arrived")]
     RequestTimeout,
-    /// The proxy carries all that it may hold.
-    #[error("the proxy carries all that it may hold: {0}")]
+    /// The proxy has reached a limit.
+    #[error("the proxy is overloaded: {0}")]
     Overloaded(&'static str),
-    /// The endpoint is meshed, and there is no certificate to prove oneself to it by.
-    #[error("{0} is reached by mutual TLS only, and this proxy has no valid certificate now")]
+    /// The endpoint requires mutual TLS, and the proxy has no valid certificate.
+    #[error("{0} requires mutual TLS, and this proxy has no valid certificate")]
     NoCertificate(SocketAddr),
-    /// The peer did not prove to be who it should be, or refused this side's proof.
-    #[error("no mutual TLS with {address}: {reason}")]
+    /// Either side did not accept the certificate of the other one, or the handshake failed.
+    #[error("mutual TLS handshake with {address} failed: {reason}")]
     Handshake {
-        /// Who.
+        /// The peer.
         address: SocketAddr,
-        /// Why.
+        /// The error.
         reason: String,
     },
-    /// The workload takes mutual TLS only, and the client came without.
-    #[error("this workload takes mutual TLS only: its callers have to be in the mesh")]
+    /// The workload accepts only mutual TLS, and the client did not use it.
+    #[error("this workload requires mutual TLS: its callers must be in the mesh")]
     MtlsRequired,
-    /// A CONNECT request to an app that does not declare to take any.
+    /// A CONNECT request for an application that does not declare that it accepts them.
     #[error(
         "CONNECT is not allowed: the pod does not have the annotation diy-service-mesh/allow-connect: \"true\""
     )]
     ConnectNotAllowed,
-    /// The connection leads back to the proxy.
-    #[error("{0} leads back to the proxy: forwarding would loop")]
+    /// The destination is the proxy itself.
+    #[error("{0} is an address of the proxy: forwarding would loop")]
     Loop(SocketAddr),
 }
 
@@ -97,7 +98,8 @@ impl Failure {
         }
     }
 
-    /// The gRPC status code that a gRPC client gets (codes as in the gRPC core documentation's statuscodes.md).
+    /// The gRPC status code that a gRPC client gets. The codes are those of `statuscodes.md` in the
+    /// gRPC core documentation.
     pub fn grpc_status(&self) -> u8 {
         match self {
             Self::ConnectTimeout(_) | Self::RequestTimeout => 4, // DEADLINE_EXCEEDED
@@ -115,7 +117,8 @@ impl Failure {
             .then_some("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS, TRACE")
     }
 
-    /// The client's connection ends with the answer: what follows on it would be of a tunnel, or from an untrusted peer.
+    /// The client's connection ends with the answer: what follows on it would be of a tunnel, or
+    /// from an untrusted peer.
     pub fn closes_connection(&self) -> bool {
         matches!(self, Self::ConnectNotAllowed | Self::MtlsRequired)
     }
@@ -128,8 +131,9 @@ impl Failure {
         )
     }
 
-    /// The endpoint caused it, or the way there: the balancer prefers others.
-    pub fn is_upstreams(&self) -> bool {
+    /// Whether the endpoint, or the network path to it, caused the failure. The balancer then
+    /// prefers other endpoints.
+    pub fn is_upstream_failure(&self) -> bool {
         matches!(
             self,
             Self::Connect { .. }

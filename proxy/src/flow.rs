@@ -6,7 +6,7 @@ use std::rc::Rc;
 use diy_mesh_proto::Identity;
 
 use crate::balance::Destination;
-use crate::detect::{Protocol, announced};
+use crate::detect::{Protocol, declared};
 use crate::dump::{ConnectionInfo, Direction};
 use crate::error::Failure;
 use crate::http::edits::Edit;
@@ -49,7 +49,7 @@ impl Flow {
             Direction::Inbound => opaque_ports
                 .contains(self.destination.address.port())
                 .then_some(Protocol::Opaque),
-            Direction::Outbound => announced(self.destination.app_protocol()),
+            Direction::Outbound => declared(self.destination.app_protocol()),
         }
     }
 

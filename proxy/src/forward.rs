@@ -117,7 +117,7 @@ impl Attempts {
     pub fn began_at(&self) -> Instant {
         self.current
             .as_ref()
-            .map_or_else(Instant::now, InFlight::since)
+            .map_or_else(Instant::now, InFlight::started_at)
     }
 
     /// There is a new connection for the request: its latency counts from here.
@@ -155,7 +155,7 @@ impl Attempts {
                 in_flight.failed();
                 in_flight.endpoint().quarantine(Instant::now());
             }
-            Retry::Never if failure.is_upstreams() => in_flight.failed(),
+            Retry::Never if failure.is_upstream_failure() => in_flight.failed(),
             // A closed pooled connection, or a bad request, says nothing about the endpoint.
             Retry::Never | Retry::AnyEndpoint => {}
         }

@@ -1,8 +1,9 @@
-//! A connection's bytes: a socket, its TLS session where it has one, and what was read and not yet taken. Both paths and both
-//! HTTP versions read and write through [`Io`]; it decides nothing.
+//! [`Io`], a connection: a socket, its optional TLS session, and the bytes that were read and not
+//! yet consumed. Both paths and both versions of HTTP read and write through it. It contains no
+//! policy.
 //!
-//! A worker reads into one scratch buffer that all its connections share, because a read either returns at once or
-//! holds nothing: a connection that waits owns no buffer at all.
+//! All connections of a worker share one scratch buffer: a read either returns at once or leaves
+//! the buffer unused. A connection that waits for bytes owns no buffer.
 
 use std::io;
 use std::pin::Pin;
@@ -18,24 +19,25 @@ use crate::lifetime::Lifetime;
 use crate::scratch::Scratch;
 use crate::tls::{Handshake, Negotiated, Session};
 
-/// The most that one read takes for whoever passes bytes on at once: the more, the fewer system calls for bulk data.
-/// Pages that no read has needed take no memory.
-const SCRATCH: usize = 256 * 1024;
-/// The most that one read takes for whoever keeps the bytes until they are parsed.
-const FILL: usize = 64 * 1024;
+/// The maximum number of bytes of one read that are forwarded at once. A large value saves system
+/// calls for bulk data. Pages of the scratch buffer that no read has used need no memory.
+const MAX_READ: usize = 256 * 1024;
+/// The maximum number of bytes of one read that are buffered until they are parsed.
+const MAX_FILL: usize = 64 * 1024;
 
 thread_local! {
     static SCRATCH_BUFFER: Scratch = const { Scratch::new() };
 }
 
-/// A connection. Bytes that were read and not taken, as by detection, come first when it is read again.
+/// A connection. The next read returns unread bytes first, such as those that protocol detection
+/// inspected.
 pub struct Io {
     stream: TcpStream,
     tls: Option<Box<Tls>>,
     unread: BytesMut,
 }
 
-/// What a connection to a peer's proxy has beside its socket.
+/// The state of a connection to another proxy.
 #[derive(Default)]
 struct Tls {
     session: Option<Session>,
@@ -43,7 +45,7 @@ struct Tls {
 }
 
 impl Io {
-    /// Takes over a connected socket. The caller has set its options (see `accept.rs` and `connect.rs`).
+    /// Wraps a connected socket. `accept.rs` and `connect.rs` set its options.
     pub fn new(stream: TcpStream) -> Self {
         Self {
             stream,
@@ -52,7 +54,7 @@ impl Io {
         }
     }
 
-    /// From here on TLS: runs the handshake, which was given what was unread.
+    /// Runs the TLS handshake, which has consumed the unread bytes.
     pub async fn secure(mut self, handshake: Handshake) -> io::Result<(Self, Negotiated)> {
         self.unread = BytesMut::new();
         let (negotiated, session) = handshake.run(&mut self.stream, &mut self.unread).await?;
@@ -60,38 +62,39 @@ impl Io {
         Ok((self, negotiated))
     }
 
-    /// Whether what goes over the wire is sealed.
+    /// Whether the connection has a TLS session.
     pub fn is_secured(&self) -> bool {
         self.tls.as_ref().is_some_and(|tls| tls.session.is_some())
     }
 
-    /// How long it is used; none for a plaintext connection.
+    /// The lifetime of the connection. None for a plaintext connection.
     pub fn lifetime(&self) -> Option<&Lifetime> {
         self.tls.as_ref()?.lifetime.as_ref()
     }
 
-    /// Limits how long it is used.
+    /// Sets the lifetime of the connection.
     pub fn set_lifetime(&mut self, lifetime: Lifetime) {
         self.tls.get_or_insert_default().lifetime = Some(lifetime);
     }
 
-    /// Whether no further HTTP exchange may begin on it.
+    /// Whether no new HTTP exchange may start on the connection.
     pub fn is_retired(&self, now: Instant) -> bool {
         self.lifetime()
             .is_some_and(|lifetime| lifetime.is_retired(now))
     }
 
-    /// The socket, to ask it for its addresses.
+    /// The socket. For its addresses and options only.
     pub fn socket(&self) -> &TcpStream {
         &self.stream
     }
 
-    /// What was read and not yet taken.
+    /// The bytes that were read and not yet consumed.
     pub fn unread(&mut self) -> &mut BytesMut {
         &mut self.unread
     }
 
-    /// Reads once and adds what came to [`Io::unread`]; 0 is the end of the stream.
+    /// Reads once and appends the bytes to [`Io::unread`]. Returns their number, 0 at the end of
+    /// the stream.
     pub fn poll_fill(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
         let Self {
             stream,
@@ -102,27 +105,28 @@ impl Io {
         if unread.is_empty() && unread.capacity() > 0 {
             *unread = BytesMut::new();
         }
-        poll_read_some(stream, tls, cx, FILL, |bytes, _| {
+        poll_read_once(stream, tls, cx, MAX_FILL, |bytes, _| {
             unread.extend_from_slice(bytes);
             bytes.len()
         })
     }
 
-    /// Reads once into this thread's scratch buffer, and gives what came to `take`. Zero bytes are the end of the stream.
-    pub fn poll_pass<T>(
+    /// Reads once into the thread's scratch buffer, and passes the bytes to `consume`. An empty
+    /// slice is the end of the stream.
+    pub fn poll_read_with<T>(
         &mut self,
         cx: &mut Context<'_>,
-        take: impl FnOnce(&[u8], &mut Context<'_>) -> T,
+        consume: impl FnOnce(&[u8], &mut Context<'_>) -> T,
     ) -> Poll<io::Result<T>> {
         if self.unread.is_empty() {
-            return poll_read_some(&mut self.stream, &mut self.tls, cx, SCRATCH, take);
+            return poll_read_once(&mut self.stream, &mut self.tls, cx, MAX_READ, consume);
         }
         let unread = std::mem::take(&mut self.unread);
-        Poll::Ready(Ok(take(&unread, cx)))
+        Poll::Ready(Ok(consume(&unread, cx)))
     }
 
-    /// True where the connection can't carry another request: the peer closed it, broke it, or sent bytes that nobody
-    /// asked for. Costs no system call while the socket is quiet.
+    /// Whether an idle connection cannot carry another request: the peer closed it, reset it, or
+    /// sent unexpected bytes. Needs no system call while the socket is not readable.
     pub fn is_stale(&mut self) -> bool {
         if !self.unread.is_empty() {
             return true;
@@ -134,29 +138,21 @@ impl Io {
                 .is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock),
             Some(session) if !session.is_flushed() => true,
             Some(session) => SCRATCH_BUFFER.with(|buffer| {
-                buffer.with_buffer(SCRATCH, |scratch| {
+                buffer.with_buffer(MAX_READ, |scratch| {
                     session.has_received(&self.stream, scratch)
                 })
             }),
         }
     }
 
-    /// Half-closes the connection.
-    pub fn poll_half_close(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match session(&mut self.tls) {
-            None => Pin::new(&mut self.stream).poll_shutdown(cx),
-            Some(session) => session.poll_shutdown(cx, &mut self.stream),
-        }
-    }
-
-    /// Breaks the connection off: the peer sees a reset.
+    /// Resets the connection.
     pub fn reset(self) {
         self.reset_on_drop();
     }
 
-    /// The peer sees a reset when the connection is dropped.
+    /// Makes the connection end with a reset when it is dropped.
     pub fn reset_on_drop(&self) {
-        // Where the option is refused the peer sees an end instead.
+        // If the option cannot be set, the connection ends with a FIN.
         let _ = SockRef::from(&self.stream).set_linger(Some(Duration::ZERO));
     }
 }
@@ -165,23 +161,23 @@ fn session(tls: &mut Option<Box<Tls>>) -> Option<&mut Session> {
     tls.as_mut()?.session.as_mut()
 }
 
-/// Reads once, at most so much, and gives the plain bytes to `take`.
-fn poll_read_some<T>(
+/// Reads once, at most `limit` bytes, and passes the plaintext to `consume`.
+fn poll_read_once<T>(
     stream: &mut TcpStream,
     tls: &mut Option<Box<Tls>>,
     cx: &mut Context<'_>,
-    most: usize,
-    take: impl FnOnce(&[u8], &mut Context<'_>) -> T,
+    limit: usize,
+    consume: impl FnOnce(&[u8], &mut Context<'_>) -> T,
 ) -> Poll<io::Result<T>> {
     let read = |scratch: &mut Vec<u8>| match session(tls) {
         None => {
-            let mut buf = ReadBuf::new(&mut scratch[..most]);
+            let mut buf = ReadBuf::new(&mut scratch[..limit]);
             ready!(Pin::new(stream).poll_read(cx, &mut buf))?;
-            Poll::Ready(Ok(take(buf.filled(), cx)))
+            Poll::Ready(Ok(consume(buf.filled(), cx)))
         }
-        Some(session) => session.poll_read(cx, stream, &mut scratch[..most], take),
+        Some(session) => session.poll_read(cx, stream, &mut scratch[..limit], consume),
     };
-    SCRATCH_BUFFER.with(|buffer| buffer.with_buffer(SCRATCH, read))
+    SCRATCH_BUFFER.with(|buffer| buffer.with_buffer(MAX_READ, read))
 }
 
 impl AsyncRead for Io {
@@ -230,7 +226,11 @@ impl AsyncWrite for Io {
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.poll_half_close(cx)
+        let Self { stream, tls, .. } = &mut *self;
+        match session(tls) {
+            None => Pin::new(stream).poll_shutdown(cx),
+            Some(session) => session.poll_shutdown(cx, stream),
+        }
     }
 }
 
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_was_peeked_comes_first() {
+    async fn reads_unread_bytes_first() {
         let (mut io, mut far) = pair().await;
         far.write_all(b"hello").await.unwrap();
         poll_fn(|cx| io.poll_fill(cx)).await.unwrap();
@@ -264,15 +264,15 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_read_inside_of_a_read_has_a_buffer_of_its_own() {
+    async fn nested_read_uses_its_own_buffer() {
         let (mut outer, mut outer_far) = pair().await;
         let (mut inner, mut inner_far) = pair().await;
         outer_far.write_all(b"outer").await.unwrap();
         inner_far.write_all(b"inner").await.unwrap();
         inner.stream.readable().await.unwrap();
         poll_fn(|cx| {
-            outer.poll_pass(cx, |outer_bytes, cx| {
-                let inner_bytes = inner.poll_pass(cx, |bytes, _| bytes.to_vec());
+            outer.poll_read_with(cx, |outer_bytes, cx| {
+                let inner_bytes = inner.poll_read_with(cx, |bytes, _| bytes.to_vec());
                 assert!(matches!(inner_bytes, Poll::Ready(Ok(bytes)) if bytes == b"inner"));
                 assert_eq!(outer_bytes, b"outer");
             })
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_quiet_connection_is_fresh_and_a_closed_or_talking_one_is_stale() {
+    async fn is_stale_after_close_or_unexpected_bytes() {
         let (mut io, far) = pair().await;
         assert!(!io.is_stale());
         drop(far);

@@ -1,5 +1,5 @@
-//! Steps 4 to 8 of a connection that is not HTTP: it is authorized as a whole, forwarded once, and then
-//! copied.
+//! Steps 4 to 8 of a connection that is not HTTP: it is authorized as a whole, forwarded once, and
+//! then copied.
 
 use std::rc::Rc;
 use std::time::Instant;
@@ -21,12 +21,12 @@ use crate::tls::{Alpn, Tls};
 pub struct Dialed {
     /// The connection.
     pub upstream: Io,
-    /// The endpoint, and what the balancer is told of it.
+    /// The endpoint, and the attempts that the balancer counts.
     pub attempts: Attempts,
 }
 
-/// Copies bytes both ways. `dialed` is the upstream connection, if there is one already; a request
-/// that the `detector` finds in the client's first line ends the connection.
+/// Copies bytes in both directions. `dialed` is the upstream connection, if it exists already. The
+/// connection is reset if the `detector` finds a request in the client's first line.
 pub async fn serve(
     mut client: Io,
     flow: Rc<Flow>,
@@ -50,7 +50,7 @@ pub async fn serve(
         }
     };
     let mut expiry = flow.expiry(&client, &upstream);
-    let copied = copy::both(&mut client, &mut upstream, detector, &mut expiry).await;
+    let copied = copy::bidirectional(&mut client, &mut upstream, detector, &mut expiry).await;
     drop(attempts);
     record.copied(copied.sent, copied.received);
     if copied.was_http {
@@ -78,8 +78,8 @@ pub async fn dial(flow: &Flow, alpn: Alpn) -> Result<Dialed, Failure> {
     })
 }
 
-/// Gives a connection whose client turned out to send HTTP/1 to the pool. Flushed: the peer waits for
-/// the end of the handshake.
+/// Returns a connection to the pool whose client sends HTTP/1. Flushes it first: the peer waits for
+/// the end of the TLS handshake.
 pub async fn pool(
     Dialed {
         mut upstream,

@@ -1,4 +1,4 @@
-//! Original destination of redirected connections, and loop detection.
+//! Step 2: original destination of redirected connections, and loop detection.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};

@@ -1,5 +1,6 @@
-//! Step 3: the protocol of a connection, told by whoever sends first. While the client is silent the
-//! proxy dials, so that a server that sends first (SMTP, MySQL, SSH) does not wait for detection.
+//! Step 3: protocol detection from the first bytes of the client or of the server. While the client
+//! is silent, the proxy connects to the upstream, so that server-first protocols (SMTP, MySQL, SSH)
+//! are not delayed.
 
 use std::future::{Future, poll_fn, ready};
 use std::pin::{Pin, pin};
@@ -20,10 +21,11 @@ use crate::opaque::{self, Dialed};
 use crate::policy::Caller;
 use crate::tls::{self, Alpn, Hello};
 
-/// How long a client may be silent before the proxy dials. A client that sends first does so sooner.
+/// How long a client may be silent before the proxy dials. A client that sends first does so
+/// sooner.
 const CLIENT_FIRST_TIMEOUT: Duration = Duration::from_millis(2);
-/// The same where the client may be a peer's proxy, whose ClientHello is under way: the application's
-/// first bytes would cross with it.
+/// The same if the client may be another proxy, whose ClientHello may still be in transit: the
+/// application's first bytes would cross with it.
 const PEER_FIRST_TIMEOUT: Duration = Duration::from_millis(100);
 /// How long a client may pause within its first line.
 const DETECT_TIMEOUT: Duration = Duration::from_millis(300);
@@ -31,39 +33,25 @@ const DETECT_TIMEOUT: Duration = Duration::from_millis(300);
 const CLIENT_HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a client that has to authenticate may be silent.
 const UNAUTHENTICATED_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long a client may be silent when no connection could be made for it: with its first bytes, the
-/// reply is in its own protocol.
+/// How long a client may be silent after the proxy failed to connect. If the client sends a
+/// request, the proxy replies to it in the client's protocol.
 const LATE_CLIENT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Waits until the client's first bytes, or the server's, tell the protocol. A connection that was made
-/// meanwhile is left in `dialed`. Fails if none could be made, or the client closed.
+/// Waits until the first bytes of the client or of the server determine the protocol. Leaves an
+/// upstream connection that was opened in the meantime in `dialed`. Fails if the proxy cannot
+/// connect, or if the client closes.
 pub async fn detect(
     client: &mut Io,
     flow: &Flow,
     declared: Option<Protocol>,
     dialed: &mut Option<Dialed>,
 ) -> Result<Protocol, Failure> {
-    // A peer's proxy sends first, and once only. Its TLS ends here on an opaque port too.
+    // Another proxy sends first. The proxy terminates its TLS on opaque ports too.
     let (detector, first_timeout) = match (&flow.caller, declared) {
-        (Caller::Unauthenticated, Some(_)) => {
-            let opaque = |_: &[u8]| Protocol::Opaque;
-            (
-                Detector {
-                    classify: classify_inbound_opaque,
-                    guess: opaque,
-                },
-                PEER_FIRST_TIMEOUT,
-            )
-        }
-        (Caller::Unauthenticated, None) => (
-            Detector {
-                classify: classify_inbound,
-                guess,
-            },
-            PEER_FIRST_TIMEOUT,
-        ),
+        (Caller::Unauthenticated, Some(_)) => (INBOUND_OPAQUE, PEER_FIRST_TIMEOUT),
+        (Caller::Unauthenticated, None) => (INBOUND, PEER_FIRST_TIMEOUT),
         (_, Some(protocol)) => return Ok(protocol),
-        (_, None) => (Detector { classify, guess }, CLIENT_FIRST_TIMEOUT),
+        (_, None) => (CLIENT, CLIENT_FIRST_TIMEOUT),
     };
     if let Err(refused) = flow.authorize_connection() {
         // The application gets no connection for a client that has to authenticate first.
@@ -93,7 +81,8 @@ pub async fn detect(
                         opaque::pool(dialed).await;
                     }
                 })),
-                // It needs a connection of its own anyway. The next attempt finds a failure again.
+                // An opaque connection needs this upstream connection. After a failure, the proxy
+                // dials again.
                 Ok(Protocol::Opaque) => *dialed = dialing.await.ok(),
                 _ => {}
             }
@@ -108,7 +97,7 @@ pub async fn detect(
                 Poll::Pending => loop {
                     match ready!(upstream.poll_fill(cx)) {
                         Ok(1..) if declared.is_none() && is_http2_server(upstream.unread()) => {}
-                        // Its bytes, its end or its error: copying passes them on.
+                        // The copy forwards the bytes, the end or the error.
                         _ => return Poll::Ready(Ok(Protocol::Opaque)),
                     }
                 },
@@ -119,7 +108,7 @@ pub async fn detect(
     }
 }
 
-/// A connection that is being made.
+/// A connection attempt.
 type Dialing = Pin<Box<dyn Future<Output = Result<Dialed, Failure>>>>;
 
 enum First {
@@ -127,7 +116,7 @@ enum First {
     Connected(Result<Dialed, Failure>),
 }
 
-/// How the client's bytes tell the protocol.
+/// The detection rules for the client's bytes.
 #[derive(Clone, Copy)]
 struct Detector {
     classify: fn(&[u8]) -> Verdict,
@@ -135,8 +124,18 @@ struct Detector {
     guess: fn(&[u8]) -> Protocol,
 }
 
+const CLIENT: Detector = Detector { classify, guess };
+const INBOUND: Detector = Detector {
+    classify: classify_inbound,
+    guess,
+};
+const INBOUND_OPAQUE: Detector = Detector {
+    classify: classify_inbound_opaque,
+    guess: |_| Protocol::Opaque,
+};
+
 impl Detector {
-    /// Reads until the bytes tell the protocol. They stay unread in `client`.
+    /// Reads until the bytes determine the protocol. They stay unread in `client`.
     async fn read(self, client: &mut Io) -> Result<Protocol, Failure> {
         loop {
             let filled = if client.unread().is_empty() {
@@ -162,8 +161,8 @@ impl Detector {
     }
 }
 
-/// A part of a request line may be a whole message of another protocol, and certainly is if it is
-/// binary. A part of a ClientHello is not.
+/// How long the client may pause after these bytes. A prefix of a request line may be a complete
+/// message of another protocol, in particular if it is binary. A prefix of a ClientHello is not.
 fn pause_timeout(begun: &[u8]) -> Duration {
     match tls::inspect(begun) {
         Hello::NeedMore => CLIENT_HELLO_TIMEOUT,

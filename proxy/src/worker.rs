@@ -57,7 +57,7 @@ pub struct Listeners {
     pub outbound: Vec<TcpListener>,
 }
 
-/// What carries an accepted connection until it ends.
+/// A function that handles an accepted connection until it ends.
 pub trait Carry<F>: Fn(Rc<Worker>, Direction, TcpStream, SocketAddr) -> F + Copy + 'static {}
 impl<F, C: Fn(Rc<Worker>, Direction, TcpStream, SocketAddr) -> F + Copy + 'static> Carry<F> for C {}
 
@@ -76,7 +76,7 @@ pub fn spawn<F: Future<Output = ()> + 'static>(
         .name(format!("worker-{number}"))
         .spawn(move || {
             LocalSet::new().block_on(&runtime, Worker::new(context).run(listeners, carry));
-            // The receiver is gone if the drain time was over.
+            // Fails if the drain timeout has passed and the receiver was dropped.
             let _ = done.send(());
         })?;
     Ok(drained)
@@ -98,7 +98,7 @@ pub struct Worker {
     pub apps: Destinations,
     /// The random numbers of the balancers.
     pub rng: RefCell<fastrand::Rng>,
-    /// Cancelled when the proxy shuts down: connections finish what they carry.
+    /// Cancelled when the proxy shuts down: connections end after their current exchange.
     pub drain: CancellationToken,
     limit: usize,
     open: Cell<usize>,
@@ -133,19 +133,16 @@ impl Worker {
     where
         F: Future<Output = ()> + 'static,
     {
-        let inbound = listeners
-            .inbound
-            .into_iter()
-            .map(|listener| (Direction::Inbound, listener));
-        let outbound = listeners
-            .outbound
-            .into_iter()
-            .map(|listener| (Direction::Outbound, listener));
-        for (direction, listener) in inbound.chain(outbound) {
-            let worker = self.clone();
-            spawn_local(accept(listener, move |stream, peer| {
-                worker.take(direction, stream, peer, carry);
-            }));
+        for (direction, listeners) in [
+            (Direction::Inbound, listeners.inbound),
+            (Direction::Outbound, listeners.outbound),
+        ] {
+            for listener in listeners {
+                let worker = self.clone();
+                spawn_local(accept(listener, move |stream, peer| {
+                    worker.take(direction, stream, peer, carry);
+                }));
+            }
         }
         let mut eviction = tokio::time::interval(EVICTION_INTERVAL);
         loop {
@@ -163,7 +160,7 @@ impl Worker {
         }
     }
 
-    /// Carries an accepted connection in a task of its own. Beyond the limit it is reset.
+    /// Spawns the task of an accepted connection. Resets the connection if the limit is reached.
     fn take<F: Future<Output = ()> + 'static>(
         self: &Rc<Self>,
         direction: Direction,
@@ -188,7 +185,7 @@ impl Worker {
         });
     }
 
-    /// Whether a warning about a peer is due: a flood of peers must not be one of log lines.
+    /// Whether to log a warning about a peer. Limits the rate of these warnings.
     pub fn should_log(&self, now: Instant) -> bool {
         let due = self
             .warned_at
@@ -200,12 +197,13 @@ impl Worker {
         due
     }
 
-    /// The expiry of a connection in use, which counts the connection from the end of the peer's certificate on. Never done for plaintext.
+    /// The expiry of a connection in use, which counts the connection from the end of the peer's
+    /// certificate on. Never done for plaintext.
     pub fn expiry(self: &Rc<Self>, io: &Io, direction: Direction) -> Expiry {
         let Some(&lifetime) = io.lifetime() else {
             return Expiry(None);
         };
-        // A socket without a peer is closed: reading from it says so.
+        // A socket without a peer address is closed: the next read returns the error.
         let Ok(peer) = io.socket().peer_addr() else {
             return Expiry(None);
         };
@@ -246,7 +244,7 @@ impl Drop for Open {
 
 #[cfg(test)]
 impl WorkerContext {
-    /// What a test gives a worker, to change as it needs: with these arguments more, and nobody to ask.
+    /// The inputs of a worker in a test, with additional arguments and without discovery.
     pub fn for_a_test(arguments: &str) -> Self {
         use clap::Parser as _;
         let usual = "proxy --inbound-port 4000 --outbound-port 5000 --admin-port 4001 --controller http://c:8080 --token-file /token";
@@ -272,7 +270,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn over_the_limit_connections_are_reset_and_counted() {
+    async fn resets_and_counts_connections_over_limit() {
         let context = WorkerContext {
             limit: 1,
             ..WorkerContext::for_a_test("")
@@ -298,11 +296,7 @@ mod tests {
             }
         };
         tokio::join!(flood, clients);
-        assert_eq!(
-            worker.open.get(),
-            1,
-            "the one that was open is still carried"
-        );
+        assert_eq!(worker.open.get(), 1, "the open connection is unaffected");
         let counted = metrics.render();
         assert!(
             counted.contains("failures_total{direction=\"inbound\",code=\"overloaded\"} 100"),

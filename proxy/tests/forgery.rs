@@ -1,4 +1,5 @@
-//! Attacks on the promise of `X-Called-By`: whatever an untrusted peer sends, the app reads no request that the proxy has not read.
+//! Attacks on `X-Called-By` over HTTP/1: the application gets no request that the proxy has not
+//! parsed, whatever an untrusted peer sends.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod support;
@@ -10,7 +11,7 @@ const FORGED: &str = "GET /admin HTTP/1.1\r\nHost: a\r\nX-Called-By: forged\r\n\
 const OK: &str = "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n";
 
 #[test]
-fn connect_opens_no_unread_tunnel_into_the_pod() {
+fn rejects_inbound_connect() {
     on_worker(async {
         let (mut server, address) = App::listen().await;
         let mesh = Mesh::new();
@@ -26,14 +27,14 @@ fn connect_opens_no_unread_tunnel_into_the_pod() {
                 || answer.starts_with("HTTP/1.1 400 ");
             assert!(
                 refused && answer.matches("HTTP/1.1 ").count() == 1,
-                "one answer, and the end: {answer}"
+                "one response, then close: {answer}"
             );
             assert!(
                 answer.contains("400") || answer.contains("\r\nallow: GET, "),
                 "{answer}"
             );
         }
-        // As the second request of a connection.
+        // CONNECT as the second request of a connection.
         let mut client = mesh.connect_inbound(address).await;
         write(&mut client, &format!("GET / HTTP/1.1\r\nHost: a\r\n\r\nCONNECT a:80 HTTP/1.1\r\nHost: a:80\r\n\r\n{FORGED}")).await;
         let mut app = server.accept().await;
@@ -47,13 +48,13 @@ fn connect_opens_no_unread_tunnel_into_the_pod() {
         drop((client, mesh));
         assert!(
             !read_all(&mut app).await.contains("CONNECT"),
-            "the app saw it"
+            "the app received it"
         );
     });
 }
 
 #[test]
-fn connect_is_for_pods_that_declare_it_and_for_the_pods_own_app() {
+fn accepts_connect_of_own_app_and_for_pods_that_allow_it() {
     on_worker(async {
         let (mut server, address) = App::listen().await;
         let declared = Mesh::with(|config| config.policy.allow_connect = true);
@@ -75,7 +76,7 @@ fn connect_is_for_pods_that_declare_it_and_for_the_pods_own_app() {
             client.write_all(b"\x16\x03\x01").await.unwrap();
             assert_eq!(read_until(&mut app, "\x01").await, "\x16\x03\x01");
         }
-        // Only one with a host and a port.
+        // The target must be HOST:PORT.
         let mut client = declared.connect_inbound(address).await;
         write(
             &mut client,
@@ -87,7 +88,7 @@ fn connect_is_for_pods_that_declare_it_and_for_the_pods_own_app() {
 }
 
 #[test]
-fn an_answer_that_switches_protocols_needs_a_request_for_it() {
+fn rejects_unrequested_protocol_switch() {
     on_worker(async {
         for asked in [
             "",
@@ -123,7 +124,7 @@ fn an_answer_that_switches_protocols_needs_a_request_for_it() {
 }
 
 #[test]
-fn what_a_lenient_server_reads_as_a_request_is_refused() {
+fn rejects_request_for_lenient_server() {
     on_worker(async {
         for line in [
             "GET / HTTP/1.1 x",
@@ -144,13 +145,13 @@ fn what_a_lenient_server_reads_as_a_request_is_refused() {
                 answer.starts_with("HTTP/1.1 400 ") && answer.contains("x-mesh-error: bad-request"),
                 "{line}: {answer}"
             );
-            assert!(server.heard_nothing().await, "{line}");
+            assert!(server.received_nothing().await, "{line}");
         }
     });
 }
 
 #[test]
-fn the_callers_identity_is_removed_in_every_spelling() {
+fn removes_forged_caller_identity_in_all_spellings() {
     on_worker(async {
         let (mut server, address) = App::listen().await;
         let mut client = Mesh::new().connect_inbound(address).await;
@@ -172,7 +173,7 @@ fn the_callers_identity_is_removed_in_every_spelling() {
 }
 
 #[test]
-fn an_app_does_not_speak_for_the_mesh() {
+fn removes_mesh_error_of_app() {
     on_worker(async {
         let (mut server, address) = App::listen().await;
         let mesh = Mesh::new();
@@ -201,7 +202,7 @@ fn an_app_does_not_speak_for_the_mesh() {
 }
 
 #[test]
-fn a_target_and_a_host_field_that_differ_are_refused() {
+fn rejects_target_that_differs_from_host_field() {
     on_worker(async {
         let (mut server, address) = App::listen().await;
         let mut client = Mesh::new().connect_to(address).await;
@@ -211,7 +212,7 @@ fn a_target_and_a_host_field_that_differ_are_refused() {
         )
         .await;
         assert!(read_all(&mut client).await.starts_with("HTTP/1.1 400 "));
-        assert!(server.heard_nothing().await);
+        assert!(server.received_nothing().await);
         let mut client = Mesh::new().connect_to(address).await;
         write(
             &mut client,

@@ -1,4 +1,5 @@
-//! HTTP/1 through the proxy, byte for byte, over real sockets: what clients and apps send, and what they must not.
+//! Tests of HTTP/1 through the proxy over sockets: forwarding byte for byte, and rejection of
+//! malformed messages.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod support;
@@ -11,7 +12,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 const OK: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
 
 #[test]
-fn bytes_in_are_bytes_out() {
+fn forwards_messages_byte_for_byte() {
     on_worker(async {
         let (mut server, address) = App::listen().await;
         let mut client = Mesh::new().connect_to(address).await;
@@ -26,7 +27,7 @@ fn bytes_in_are_bytes_out() {
 }
 
 #[test]
-fn connections_are_kept_on_both_sides_and_pipelined_requests_are_answered_in_order() {
+fn serves_pipelined_requests_in_order_on_kept_alive_connections() {
     on_worker(async {
         let (mut server, address) = App::listen().await;
         let mesh = Mesh::new();
@@ -58,7 +59,7 @@ fn connections_are_kept_on_both_sides_and_pipelined_requests_are_answered_in_ord
 }
 
 #[test]
-fn a_chunked_body_with_trailers_passes_both_ways() {
+fn forwards_chunked_bodies_with_trailers() {
     on_worker(async {
         let (mut server, address) = App::listen().await;
         let mut client = Mesh::new().connect_to(address).await;
@@ -71,7 +72,7 @@ fn a_chunked_body_with_trailers_passes_both_ways() {
         read_until(&mut app, "\r\n\r\n").await;
         write(&mut client, "3\r\nabc\r\n").await;
         assert_eq!(read_until(&mut app, "abc\r\n").await, "3\r\nabc\r\n");
-        // The app answers while the client is still sending.
+        // The app responds before the end of the request.
         write(
             &mut app,
             "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n",
@@ -96,7 +97,7 @@ fn a_chunked_body_with_trailers_passes_both_ways() {
 }
 
 #[test]
-fn a_client_that_expects_100_gets_it_from_the_app() {
+fn forwards_100_continue() {
     on_worker(async {
         let (mut server, address) = App::listen().await;
         let mut client = Mesh::new().connect_to(address).await;
@@ -124,7 +125,7 @@ fn a_client_that_expects_100_gets_it_from_the_app() {
 }
 
 #[test]
-fn websocket_and_connect_become_tunnels() {
+fn forwards_websocket_and_connect_as_tunnels() {
     on_worker(async {
         for (request, response) in [
             (
@@ -158,7 +159,7 @@ fn websocket_and_connect_become_tunnels() {
 }
 
 #[test]
-fn a_response_without_length_ends_with_the_connection() {
+fn forwards_response_delimited_by_close() {
     on_worker(async {
         let (mut server, address) = App::listen().await;
         let mut client = Mesh::new().connect_to(address).await;
@@ -175,7 +176,7 @@ fn a_response_without_length_ends_with_the_connection() {
 }
 
 #[test]
-fn an_http10_client_is_answered_as_it_understands() {
+fn responds_to_http10_client_without_chunks() {
     on_worker(async {
         let (mut server, address) = App::listen().await;
         let mesh = Mesh::new();
@@ -207,13 +208,13 @@ fn an_http10_client_is_answered_as_it_understands() {
         assert_eq!(
             read_all(&mut client).await,
             "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nhi",
-            "chunks are not for HTTP/1.0"
+            "HTTP/1.0 has no chunked encoding"
         );
     });
 }
 
 #[test]
-fn a_half_closed_client_still_gets_its_answer_and_the_app_sees_the_end() {
+fn responds_to_half_closed_client_and_forwards_half_close() {
     on_worker(async {
         let (mut server, address) = App::listen().await;
         let mut client = Mesh::new().connect_to(address).await;
@@ -227,7 +228,7 @@ fn a_half_closed_client_still_gets_its_answer_and_the_app_sees_the_end() {
 }
 
 #[test]
-fn a_pooled_connection_that_died_costs_an_idempotent_request_nothing() {
+fn retries_only_idempotent_request_on_closed_pooled_connection() {
     on_worker(async {
         let (mut server, address) = App::listen().await;
         let mesh = Mesh::new();
@@ -240,7 +241,7 @@ fn a_pooled_connection_that_died_costs_an_idempotent_request_nothing() {
         read_until(&mut client, "ok").await;
         write(&mut client, "GET /2 HTTP/1.1\r\nHost: a\r\n\r\n").await;
         read_until(&mut app, "\r\n\r\n").await;
-        // The app had decided to close before it read this one.
+        // The app closes before it processes the second request.
         drop(app);
         let mut app = server.accept().await;
         assert!(
@@ -250,7 +251,7 @@ fn a_pooled_connection_that_died_costs_an_idempotent_request_nothing() {
         );
         write(&mut app, OK).await;
         assert_eq!(read_until(&mut client, "ok").await, OK);
-        // One that may have had an effect is not sent twice.
+        // A request that is not idempotent is not retried.
         write(
             &mut client,
             "POST /3 HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\n\r\nx",
@@ -268,7 +269,7 @@ fn a_pooled_connection_that_died_costs_an_idempotent_request_nothing() {
 }
 
 #[test]
-fn nobody_listening_is_502_with_the_reason_and_the_connection_goes_on() {
+fn replies_502_without_listener_and_keeps_connection() {
     on_worker(async {
         let (server, address) = listen().await;
         drop(server);
@@ -287,7 +288,7 @@ fn nobody_listening_is_502_with_the_reason_and_the_connection_goes_on() {
 }
 
 #[test]
-fn hostile_requests_get_a_clear_refusal_and_reach_nobody() {
+fn rejects_malformed_requests_with_reason() {
     on_worker(async {
         let (mut server, address) = App::listen().await;
         let mesh = Mesh::new();
@@ -339,14 +340,14 @@ fn hostile_requests_get_a_clear_refusal_and_reach_nobody() {
             );
             assert!(answer.contains("connection: close"));
         }
-        let nobody =
+        let accepted =
             tokio::time::timeout(std::time::Duration::from_millis(50), server.accept()).await;
-        assert!(nobody.is_err(), "a refused request reached the app");
+        assert!(accepted.is_err(), "a rejected request reached the app");
     });
 }
 
 #[test]
-fn a_head_that_comes_a_byte_now_and_then_is_given_up_as_a_whole() {
+fn limits_total_time_of_request_head() {
     on_worker_without_waiting(async {
         let (_server, address) = listen().await;
         let mut client = Mesh::new().connect_to(address).await;
@@ -360,7 +361,7 @@ fn a_head_that_comes_a_byte_now_and_then_is_given_up_as_a_whole() {
         };
         let mut answer = [0; 13];
         tokio::select! {
-            _ = drip => panic!("the connection was closed without an answer"),
+            _ = drip => panic!("the connection was closed without a response"),
             read = read.read_exact(&mut answer) => { read.unwrap(); }
         }
         assert_eq!(&answer, b"HTTP/1.1 408 ");
@@ -369,11 +370,11 @@ fn a_head_that_comes_a_byte_now_and_then_is_given_up_as_a_whole() {
 }
 
 #[test]
-fn what_follows_a_body_is_a_request_of_its_own_and_framed_anew() {
+fn chunked_body_does_not_smuggle_a_request() {
     on_worker(async {
         let (mut server, address) = App::listen().await;
         let mut client = Mesh::new().connect_to(address).await;
-        // A hop that read the first body as empty would see GET /smuggled.
+        // A hop that parsed the first body as empty would forward GET /smuggled.
         write(
             &mut client,
             "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1c\r\nGET /smuggled HTTP/1.1\r\n\r\nxx\r\n0\r\n\r\n",
@@ -391,7 +392,7 @@ fn what_follows_a_body_is_a_request_of_its_own_and_framed_anew() {
 }
 
 #[test]
-fn an_app_that_answers_nonsense_is_named() {
+fn replies_with_upstream_malformed_to_malformed_response() {
     on_worker(async {
         for response in [
             "HTTP/1.1 200 OK\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
@@ -415,7 +416,7 @@ fn an_app_that_answers_nonsense_is_named() {
 }
 
 #[test]
-fn a_draining_proxy_finishes_and_asks_the_client_to_leave() {
+fn draining_proxy_completes_exchange_and_closes_connections() {
     on_worker(async {
         let (mut server, address) = App::listen().await;
         let mesh = Mesh::new();
@@ -440,7 +441,7 @@ fn a_draining_proxy_finishes_and_asks_the_client_to_leave() {
 }
 
 #[test]
-fn a_failure_that_the_proxy_replies_to_counts_as_a_request() {
+fn counts_local_reply_as_request() {
     on_worker(async {
         let (server, address) = listen().await;
         drop(server);

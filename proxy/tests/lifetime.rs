@@ -1,5 +1,6 @@
-//! The end of connections between proxies, on the callee's side: HTTP connections end gracefully at their age, opaque ones and
-//! streams outlive the peer's certificate and are reset at the maximum age.
+//! Tests of the lifetime of inbound connections from other proxies. HTTP connections close
+//! gracefully when they retire. Opaque connections and open streams outlive the peer's certificate
+//! and are reset at the maximum age.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -20,7 +21,7 @@ const HOUR: Duration = Duration::from_secs(3600);
 const GET: &str = "GET / HTTP/1.1\r\nHost: cart\r\n\r\n";
 const OK: &str = "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n";
 
-/// A lifetime whose events come after so many hours from now; none for no reset.
+/// A lifetime with these events, in hours from now. None: no reset.
 fn lifetime(retires: u32, certificate: u32, resets: Option<u32>) -> Lifetime {
     let after = |hours: u32| Instant::now() + hours * HOUR;
     Lifetime {
@@ -30,7 +31,7 @@ fn lifetime(retires: u32, certificate: u32, resets: Option<u32>) -> Lifetime {
     }
 }
 
-/// An app that answers the requests of each connection.
+/// An app that responds to each request with 200.
 async fn answering_app() -> SocketAddr {
     let (mut app, address) = App::listen().await;
     tokio::task::spawn_local(async move {
@@ -56,7 +57,7 @@ async fn ask(client: &mut TcpStream) -> String {
     read_until(client, "\r\n\r\n").await
 }
 
-/// The other end was reset.
+/// Whether the connection was reset by the other end.
 async fn is_reset(stream: &mut TcpStream) -> bool {
     stream
         .read(&mut [0])
@@ -65,7 +66,7 @@ async fn is_reset(stream: &mut TcpStream) -> bool {
 }
 
 #[test]
-fn a_retired_http1_connection_ends_after_its_exchange_and_not_before() {
+fn retired_http1_connection_closes_after_its_exchange() {
     on_worker(async {
         let (mesh, app) = (Mesh::new(), answering_app().await);
         let mut young = mesh.connect_peer(app, lifetime(1, 24, None)).await;
@@ -83,12 +84,12 @@ fn a_retired_http1_connection_ends_after_its_exchange_and_not_before() {
 }
 
 #[test]
-fn an_idle_http1_connection_is_closed_once_no_caller_keeps_it() {
+fn closes_idle_http1_connection_after_retirement() {
     on_worker_with_jumps(async {
         let (mesh, app) = (Mesh::new(), answering_app().await);
         let mut client = mesh.connect_peer(app, lifetime(1, 24, None)).await;
         assert_eq!(ask(&mut client).await, OK);
-        // It is retired, and the caller may still have sent a request.
+        // The connection is retired, and still accepts a request that the caller may have sent.
         jump(HOUR).await;
         assert_eq!(ask(&mut client).await, OK);
         jump(Duration::from_secs(60)).await;
@@ -97,7 +98,7 @@ fn an_idle_http1_connection_is_closed_once_no_caller_keeps_it() {
 }
 
 #[test]
-fn a_retired_http2_connection_says_goodbye_and_its_stream_ends() {
+fn retired_http2_connection_sends_goaway_and_completes_streams() {
     on_worker_with_jumps(async {
         let (listener, app) = listen().await;
         let mesh = Mesh::new();
@@ -129,7 +130,7 @@ fn a_retired_http2_connection_says_goodbye_and_its_stream_ends() {
     });
 }
 
-/// A connection that carries bytes through the proxy, once as opaque and once as WebSocket, and the app's end of it.
+/// An opaque connection and a WebSocket through the proxy: the client's and the app's ends of each.
 async fn tunnels(mesh: &Mesh, lifetime: Lifetime) -> [(TcpStream, TcpStream); 2] {
     let (mut app, address) = App::listen().await;
     let mut opaque = mesh.connect_peer(address, lifetime).await;
@@ -154,7 +155,7 @@ async fn tunnels(mesh: &Mesh, lifetime: Lifetime) -> [(TcpStream, TcpStream); 2]
 }
 
 #[test]
-fn opaque_and_upgraded_connections_outlive_the_peers_certificate_and_are_counted() {
+fn counts_tunnels_that_outlive_peer_certificate() {
     on_worker_with_jumps(async {
         let mesh = Mesh::new();
         let mut tunnels = tunnels(&mesh, lifetime(0, 1, None)).await;
@@ -172,7 +173,7 @@ fn opaque_and_upgraded_connections_outlive_the_peers_certificate_and_are_counted
 }
 
 #[test]
-fn opaque_and_upgraded_connections_are_reset_at_the_maximum_age() {
+fn resets_tunnels_at_maximum_age() {
     on_worker_with_jumps(async {
         let mesh = Mesh::new();
         let mut tunnels = tunnels(&mesh, lifetime(0, 1, Some(2))).await;
@@ -187,7 +188,7 @@ fn opaque_and_upgraded_connections_are_reset_at_the_maximum_age() {
 }
 
 #[test]
-fn streams_that_are_still_open_count_and_are_reset_as_opaque_connections() {
+fn counts_and_resets_open_streams_like_tunnels() {
     on_worker_with_jumps(async {
         let mesh = Mesh::new();
         let (mut app, address) = App::listen().await;

@@ -1,4 +1,4 @@
-//! What is no HTTP, through the proxy over real sockets: whoever speaks first is heard at once, and bytes stay bytes.
+//! Tests of protocol detection and of opaque connections through the proxy over sockets.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod support;
@@ -11,7 +11,7 @@ use support::{App, Mesh, listen, on_worker, read_all, read_until, write};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 #[test]
-fn a_server_that_speaks_first_is_heard_while_the_client_waits() {
+fn forwards_server_first_bytes() {
     on_worker(async {
         let (server, address) = listen().await;
         let mut client = Mesh::new().connect_to(address).await;
@@ -32,20 +32,20 @@ fn a_server_that_speaks_first_is_heard_while_the_client_waits() {
 }
 
 #[test]
-fn an_http2_server_that_speaks_first_leaves_its_slow_client_the_word() {
+fn http2_server_preface_does_not_end_detection() {
     on_worker(async {
-        // At most 77 streams, which the proxy itself does not say.
+        // SETTINGS_MAX_CONCURRENT_STREAMS is 77, a value that the proxy does not send.
         let settings = b"\0\0\x06\x04\0\0\0\0\0\0\x03\0\0\0\x4d";
         let (server, address) = listen().await;
         let mesh = Mesh::new();
         let mut client = mesh.connect_to(address).await;
         let mut app = server.accept().await.unwrap().0;
         app.write_all(settings).await.unwrap();
-        let passed_on =
+        let forwarded =
             tokio::time::timeout(Duration::from_millis(200), client.peek(&mut [0])).await;
         assert!(
-            passed_on.is_err(),
-            "the app's word was taken for the first of another protocol"
+            forwarded.is_err(),
+            "the server's preface was forwarded as opaque bytes"
         );
         client
             .write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0")
@@ -55,9 +55,9 @@ fn an_http2_server_that_speaks_first_leaves_its_slow_client_the_word() {
         client.read_exact(&mut answer).await.unwrap();
         assert!(
             answer[3..9] == settings[3..9] && &answer != settings,
-            "the proxy speaks HTTP/2 itself: {answer:?}"
+            "the SETTINGS frame is the proxy's own: {answer:?}"
         );
-        // Who turns out to go without a client's word is heard after all.
+        // If the server closes before the client's preface, its bytes are forwarded.
         let mut client = mesh.connect_to(address).await;
         let mut app = server.accept().await.unwrap().0;
         app.write_all(settings).await.unwrap();
@@ -68,7 +68,7 @@ fn an_http2_server_that_speaks_first_leaves_its_slow_client_the_word() {
 }
 
 #[test]
-fn a_client_that_speaks_first_in_its_own_protocol_is_passed_on() {
+fn forwards_client_first_opaque_protocols() {
     on_worker(async {
         let whole: &[&[u8]] = &[
             b"\x16\x03\x01\x00\x05hello",
@@ -76,7 +76,7 @@ fn a_client_that_speaks_first_in_its_own_protocol_is_passed_on() {
             b"GET key\r\n",
             b"ping\n",
         ];
-        // These might still become a request line; they are passed on when nothing more comes.
+        // Prefixes of request lines. They are forwarded after the detection timeout.
         let unfinished: &[&[u8]] = &[b"hello", b"PRI * HT"];
         for bytes in whole.iter().chain(unfinished) {
             let (mut server, address) = App::listen().await;
@@ -93,7 +93,7 @@ fn a_client_that_speaks_first_in_its_own_protocol_is_passed_on() {
 }
 
 #[test]
-fn a_request_that_pauses_in_its_first_line_does_not_get_past_http() {
+fn closes_opaque_connection_when_paused_first_line_becomes_request() {
     on_worker(async {
         for (begun, rest) in [
             ("GE", "T / HTTP/1.1\r\nX-Called-By: forged\r\n\r\n"),
@@ -106,7 +106,7 @@ fn a_request_that_pauses_in_its_first_line_does_not_get_past_http() {
             assert_eq!(
                 read_until(&mut app, begun).await,
                 begun,
-                "it was no request yet"
+                "not a request line yet"
             );
             write(&mut client, rest).await;
             assert_eq!(read_all(&mut app).await, "");
@@ -116,7 +116,7 @@ fn a_request_that_pauses_in_its_first_line_does_not_get_past_http() {
                 "{begun}"
             );
         }
-        // What goes on as something else goes on.
+        // A connection whose first line is not a request line continues.
         let (mut server, address) = App::listen().await;
         let mut client = Mesh::new().connect_to(address).await;
         write(&mut client, "JDWP-Handshake").await;
@@ -134,7 +134,7 @@ fn a_request_that_pauses_in_its_first_line_does_not_get_past_http() {
 }
 
 #[test]
-fn a_slow_client_of_http_is_still_http_and_uses_the_connection_that_was_dialed() {
+fn slow_http_client_uses_dialed_connection() {
     on_worker(async {
         let (server, address) = listen().await;
         let mut client = Mesh::new().connect_to(address).await;
@@ -158,7 +158,7 @@ fn a_slow_client_of_http_is_still_http_and_uses_the_connection_that_was_dialed()
 }
 
 #[test]
-fn a_refused_connection_looks_refused() {
+fn resets_client_if_upstream_refuses_connection() {
     on_worker(async {
         let (server, address) = listen().await;
         drop(server);
@@ -169,12 +169,12 @@ fn a_refused_connection_looks_refused() {
 }
 
 #[test]
-fn a_slow_client_of_http_is_told_in_http_that_nobody_is_there() {
+fn replies_502_to_slow_http_client() {
     on_worker(async {
         let (server, address) = listen().await;
         drop(server);
         let mut client = Mesh::new().connect_to(address).await;
-        // Longer than the proxy waits before it dials.
+        // Longer than the timeout after which the proxy dials.
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
         write(
             &mut client,
@@ -190,14 +190,14 @@ fn a_slow_client_of_http_is_told_in_http_that_nobody_is_there() {
 }
 
 #[test]
-fn a_client_that_leaves_without_a_word_leaves_nothing_behind() {
+fn releases_destination_after_silent_client_closes() {
     on_worker(async {
         let (server, address) = listen().await;
         let mesh = Mesh::new();
         let destination = Rc::new(Destination::fixed(address));
         let client = mesh.connect(&destination).await;
         drop(client);
-        // Dialed or not, the app sees an end and nothing else.
+        // The proxy may have dialed. The app receives no bytes.
         if let Ok(accepted) =
             tokio::time::timeout(std::time::Duration::from_millis(200), server.accept()).await
         {

@@ -279,7 +279,7 @@ impl Taken {
         for piece in bytes.chunks(step) {
             from.extend_from_slice(piece);
             broken = relay
-                .take_buffered(&mut from, &mut |data| body.extend_from_slice(data))
+                .decode_buffered(&mut from, &mut |data| body.extend_from_slice(data))
                 .is_err();
             if broken {
                 break;
@@ -287,7 +287,7 @@ impl Taken {
         }
         Self {
             body,
-            framed: relay.take_waiting().to_vec(),
+            framed: relay.take_pending().to_vec(),
             left: from.to_vec(),
             ended: relay.is_read(),
             broken,

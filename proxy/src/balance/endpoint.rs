@@ -1,10 +1,10 @@
-//! One endpoint as a worker sees it: its pool, the requests under way, its latency, and whether it refused a connection
-//! lately. It outlives changes of its siblings; requests under way hold on to it when it is gone.
+//! The state of one endpoint in one worker: its pool, in-flight requests, latency and quarantine.
+//! It survives updates of the other endpoints. In-flight requests keep it alive after its removal.
 
 use std::cell::Cell;
 use std::net::SocketAddr;
 use std::rc::Rc;
-use std::sync::Arc;
+
 use std::time::{Duration, Instant};
 
 use super::ewma::PeakEwma;
@@ -12,8 +12,10 @@ use crate::connect::Remote;
 use crate::discovery::EndpointInfo;
 use crate::pool::Pool;
 
-/// How long an endpoint is left alone that refused a connection: doubling from the one to the other.
-const QUARANTINE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+/// How long an endpoint is quarantined after it refused a connection. The time doubles with each
+/// further refusal.
+const MIN_QUARANTINE: Duration = Duration::from_secs(1);
+const MAX_QUARANTINE: Duration = Duration::from_secs(30);
 
 /// An endpoint of a destination.
 pub struct Endpoint {
@@ -21,17 +23,18 @@ pub struct Endpoint {
     pub address: SocketAddr,
     /// The connections to it.
     pub pool: Pool,
-    pending: Cell<u32>,
+    in_flight: Cell<u32>,
     latency: PeakEwma,
     quarantine: Quarantine,
 }
 
-/// A request under way; it counts until it is dropped.
-#[must_use = "a request that is not held is not under way"]
+/// An in-flight request. The endpoint counts it until it is dropped.
+#[must_use = "the request is in flight until this value is dropped"]
 pub struct InFlight {
     endpoint: Rc<Endpoint>,
-    since: Instant,
-    observed: bool,
+    started_at: Instant,
+    /// The latency was recorded, or does not count.
+    recorded: bool,
 }
 
 impl Endpoint {
@@ -42,155 +45,144 @@ impl Endpoint {
                 address: info.address,
                 identity: info.identity.clone(),
             }),
-            pending: Cell::new(0),
+            in_flight: Cell::new(0),
             latency: PeakEwma::default(),
             quarantine: Quarantine::default(),
         }
     }
 
-    /// A request goes there now.
+    /// Counts a request that starts now.
     pub fn begin(self: &Rc<Self>) -> InFlight {
-        self.pending.set(self.pending.get() + 1);
+        self.in_flight.set(self.in_flight.get() + 1);
         InFlight {
             endpoint: self.clone(),
-            since: Instant::now(),
-            observed: false,
+            started_at: Instant::now(),
+            recorded: false,
         }
     }
 
-    /// The endpoint refused a connection: it is passed over for a while, where there are others.
+    /// Starts or extends the quarantine after the endpoint refused a connection. The balancer
+    /// prefers endpoints that are not quarantined.
     pub fn quarantine(&self, now: Instant) {
-        self.quarantine.impose(now);
+        self.quarantine.extend(now);
     }
 
-    /// Requests under way.
-    pub fn pending(&self) -> u32 {
-        self.pending.get()
+    /// The number of in-flight requests.
+    pub fn in_flight(&self) -> u32 {
+        self.in_flight.get()
     }
 
-    /// Whether it is passed over for now.
+    /// Whether the endpoint is quarantined.
     pub fn is_quarantined(&self, now: Instant) -> bool {
-        self.quarantine.holds(now)
+        self.quarantine.is_active(now)
     }
 
+    /// Whether one more request costs less than on `other`.
     pub(super) fn is_cheaper(&self, other: &Self, now: Instant) -> bool {
         self.latency
-            .is_cheaper(self.pending.get(), &other.latency, other.pending.get(), now)
+            .is_cheaper(self.in_flight(), &other.latency, other.in_flight(), now)
     }
 
-    /// Discovery says anew that it takes connections.
-    pub(super) fn announced(&self) {
-        self.quarantine.lift();
+    /// Ends the quarantine: discovery has announced the endpoint again.
+    pub(super) fn end_quarantine(&self) {
+        self.quarantine.end();
     }
 }
 
 impl InFlight {
-    /// The endpoint.
+    /// The endpoint of the request.
     pub fn endpoint(&self) -> &Rc<Endpoint> {
         &self.endpoint
     }
 
-    /// When it began.
-    pub fn since(&self) -> Instant {
-        self.since
+    /// When the request started.
+    pub fn started_at(&self) -> Instant {
+        self.started_at
     }
 
-    /// There is a new connection for it. What that took is no latency: a connection serves many requests, and one to an endpoint that is
-    /// seldom chosen would make it dearer each time.
+    /// Restarts the latency measurement on a new connection. The time to connect does not count:
+    /// many requests share a connection, and an endpoint that is seldom selected, and whose
+    /// connections therefore are new, would stay expensive.
     pub fn connected(&mut self) {
-        self.since = Instant::now();
+        self.started_at = Instant::now();
     }
 
-    /// A connection was opened that is no request: the endpoint is well, and how long the connection lasts is no latency.
+    /// Records the success of an opaque connection, whose duration is not a latency.
     pub fn opened(&mut self) {
-        self.observed = true;
-        self.endpoint.quarantine.survived(self.since);
+        self.recorded = true;
+        self.endpoint.quarantine.record_success(self.started_at);
     }
 
-    /// The response has begun: what it took until here is the latency, however long its body takes.
-    /// Returns the time.
+    /// Records the latency at the start of the response. Returns the time.
     pub fn answered(&mut self) -> Instant {
         let now = Instant::now();
-        if !self.observed {
-            self.observed = true;
+        if !self.recorded {
+            self.recorded = true;
             self.endpoint
                 .latency
-                .succeeded(now.saturating_duration_since(self.since), now);
-            self.endpoint.quarantine.survived(self.since);
+                .record_success(now.saturating_duration_since(self.started_at), now);
+            self.endpoint.quarantine.record_success(self.started_at);
         }
         now
     }
 
-    /// There was no response, or one that says that the endpoint is not well.
+    /// Records a failure of the endpoint.
     pub fn failed(&mut self) {
-        if !self.observed {
-            self.observed = true;
+        if !self.recorded {
+            self.recorded = true;
             let now = Instant::now();
             self.endpoint
                 .latency
-                .failed(now.saturating_duration_since(self.since), now);
+                .record_failure(now.saturating_duration_since(self.started_at), now);
         }
     }
 }
 
 impl Drop for InFlight {
-    /// A request that ended with neither word was answered: what it took is its latency.
+    /// Counts a request without a recorded result as answered now.
     fn drop(&mut self) {
-        if !self.observed {
+        if !self.recorded {
             self.answered();
         }
-        self.endpoint.pending.set(self.endpoint.pending.get() - 1);
+        self.endpoint
+            .in_flight
+            .set(self.endpoint.in_flight.get() - 1);
     }
 }
 
-/// An endpoint's time-out.
+/// The quarantine of an endpoint. An expired one determines the duration of the next one.
 #[derive(Default)]
-struct Quarantine(Cell<Option<Imposed>>);
-
-#[derive(Clone, Copy)]
-struct Imposed {
-    at: Instant,
-    length: Duration,
-}
+struct Quarantine(Cell<Option<(Instant, Duration)>>);
 
 impl Quarantine {
-    /// Connections that were refused together count as one refusal.
-    fn impose(&self, now: Instant) {
-        let (least, most) = QUARANTINE;
-        let length = match self.0.get() {
-            Some(imposed) if imposed.holds(now) => return,
-            Some(imposed) => (imposed.length * 2).min(most),
-            None => least,
+    /// Starts the quarantine, for twice the previous duration. Refusals during the quarantine do
+    /// not extend it.
+    fn extend(&self, now: Instant) {
+        let duration = match self.0.get() {
+            Some(_) if self.is_active(now) => return,
+            Some((_, duration)) => (duration * 2).min(MAX_QUARANTINE),
+            None => MIN_QUARANTINE,
         };
-        self.0.set(Some(Imposed { at: now, length }));
+        self.0.set(Some((now, duration)));
     }
 
-    fn holds(&self, now: Instant) -> bool {
-        self.0.get().is_some_and(|imposed| imposed.holds(now))
+    fn is_active(&self, now: Instant) -> bool {
+        self.0
+            .get()
+            .is_some_and(|(start, duration)| now.saturating_duration_since(start) < duration)
     }
 
-    /// What began at `begun` went well. Only what began since the refusal says that it is over: an answer may still come on an old
-    /// connection of an endpoint that takes no new ones.
-    fn survived(&self, begun: Instant) {
-        if self.0.get().is_some_and(|imposed| imposed.at < begun) {
-            self.lift();
+    /// Ends the quarantine if the successful request started after the refusal. An earlier one may
+    /// have used an old connection to an endpoint that accepts no new ones.
+    fn record_success(&self, started_at: Instant) {
+        if self.0.get().is_some_and(|(start, _)| start < started_at) {
+            self.end();
         }
     }
 
-    fn lift(&self) {
+    fn end(&self) {
         self.0.set(None);
     }
-}
-
-impl Imposed {
-    fn holds(&self, now: Instant) -> bool {
-        now.saturating_duration_since(self.at) < self.length
-    }
-}
-
-/// One that nothing but its address is known of.
-pub(super) fn bare(address: SocketAddr) -> Arc<EndpointInfo> {
-    Arc::new(EndpointInfo::bare(address))
 }
 
 #[cfg(test)]
@@ -208,61 +200,61 @@ mod tests {
     #[test]
     fn quarantine_doubles_from_one_second_to_thirty() {
         let (mut now, quarantine) = (Instant::now(), Quarantine::default());
-        assert!(!quarantine.holds(now));
+        assert!(!quarantine.is_active(now));
         for seconds in [1, 2, 4, 8, 16, 30, 30] {
-            quarantine.impose(now);
-            // More refusals at the same time do not add up.
-            (0..32).for_each(|_| quarantine.impose(now));
+            quarantine.extend(now);
+            // Concurrent refusals count once.
+            (0..32).for_each(|_| quarantine.extend(now));
             now += seconds * SECOND;
-            assert!(quarantine.holds(now - SECOND / 100), "{seconds} s");
-            assert!(!quarantine.holds(now), "{seconds} s");
+            assert!(quarantine.is_active(now - SECOND / 100), "{seconds} s");
+            assert!(!quarantine.is_active(now), "{seconds} s");
         }
-        quarantine.lift();
-        quarantine.impose(now);
-        assert!(!quarantine.holds(now + SECOND));
+        quarantine.end();
+        quarantine.extend(now);
+        assert!(!quarantine.is_active(now + SECOND));
     }
 
     #[test]
-    fn only_a_request_that_began_after_the_refusal_ends_the_quarantine() {
+    fn only_success_of_later_request_ends_quarantine() {
         let (now, quarantine) = (Instant::now(), Quarantine::default());
-        quarantine.impose(now);
-        quarantine.survived(now - SECOND);
-        assert!(quarantine.holds(now));
-        quarantine.survived(now + SECOND / 2);
-        assert!(!quarantine.holds(now));
+        quarantine.extend(now);
+        quarantine.record_success(now - SECOND);
+        assert!(quarantine.is_active(now));
+        quarantine.record_success(now + SECOND / 2);
+        assert!(!quarantine.is_active(now));
     }
 
     #[test]
-    fn requests_count_until_they_are_dropped() {
+    fn counts_requests_until_they_are_dropped() {
         let endpoint = endpoint();
         let (mut one, other) = (endpoint.begin(), endpoint.begin());
-        assert_eq!(endpoint.pending(), 2);
+        assert_eq!(endpoint.in_flight(), 2);
         one.answered();
-        assert_eq!(endpoint.pending(), 2);
+        assert_eq!(endpoint.in_flight(), 2);
         drop((one, other));
-        assert_eq!(endpoint.pending(), 0);
+        assert_eq!(endpoint.in_flight(), 0);
     }
 
     #[test]
-    fn what_a_connection_takes_and_how_long_it_lasts_is_no_latency() {
+    fn latency_excludes_dialing_and_opaque_connections() {
         let (dialed, pooled, opened) = (endpoint(), endpoint(), endpoint());
         let mut slow = dialed.begin();
-        slow.since -= SECOND;
+        slow.started_at -= SECOND;
         slow.connected();
         drop(slow);
-        pooled.latency.succeeded(SECOND / 2, Instant::now());
+        pooled.latency.record_success(SECOND / 2, Instant::now());
         assert!(dialed.is_cheaper(&pooled, Instant::now()));
         let mut connection = opened.begin();
         connection.opened();
-        connection.since -= SECOND;
+        connection.started_at -= SECOND;
         drop(connection);
-        // Nothing is known of it still: requests under way alone decide.
-        let under_way = dialed.begin();
+        // It still has no latency: only in-flight requests are compared.
+        let in_flight = dialed.begin();
         assert!(
             opened.is_cheaper(&dialed, Instant::now())
                 && !dialed.is_cheaper(&opened, Instant::now())
         );
-        drop(under_way);
+        drop(in_flight);
         assert!(
             !opened.is_cheaper(&dialed, Instant::now())
                 && !dialed.is_cheaper(&opened, Instant::now())
@@ -270,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_request_makes_the_endpoint_dearer_than_one_that_answered() {
+    fn failure_makes_endpoint_more_expensive() {
         let (failing, healthy) = (endpoint(), endpoint());
         drop(healthy.begin());
         failing.begin().failed();

@@ -1,56 +1,67 @@
-//! Peak-EWMA: an endpoint's latency, as an average that jumps up at once and comes down slowly. Pure: instants go in.
+//! Peak-EWMA: a latency estimate that rises to each peak at once and decays slowly. Pure: the
+//! caller passes the time.
 //!
-//! The idea is Finagle's (`com.twitter.finagle.loadbalancer.PeakEwma`), in Rust first tower's (`tower::load::PeakEwma`):
-//! the cost of an endpoint is its latency times the requests under way and the one to come; a latency above the estimate
-//! replaces it, one below pulls it down by as much weight as time has passed. Where nothing is observed the estimate
-//! falls towards zero, so that an endpoint that was slow once is tried again. Unlike theirs it assumes nothing of an
-//! endpoint that never answered: until it has, requests under way alone compare it, whatever its siblings' latency is.
+//! The algorithm is that of Finagle (`com.twitter.finagle.loadbalancer.PeakEwma`) and of tower
+//! (`tower::load::PeakEwma`). The cost of an endpoint is its latency times the number of in-flight
+//! requests plus one. A latency above the estimate replaces it. A latency below it is averaged with
+//! a weight that grows with the time since the last observation. Without observations the estimate
+//! decays to zero, so that an endpoint that was slow once is tried again. Unlike these
+//! implementations it assumes no latency for an endpoint that has not responded yet: until then
+//! only in-flight requests are compared.
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
 /// The time in which the weight of the past falls to 1/e.
 const DECAY_SECONDS: f64 = 10.0;
-/// Below this a difference in latency is noise: requests under way decide. It also keeps endpoints of an idle service
-/// alike, whose estimates have all fallen to about nothing, so that a burst spreads.
+/// Added to each latency. Smaller differences have little weight, and in-flight requests decide.
+/// All endpoints of an idle Service get about the same cost, so that a burst spreads.
 const NOISE_SECONDS: f64 = 100e-6;
-/// A failure counts as a latency this many times the estimate, so that failing fast does not look like being fast; and
-/// no more than the cap, so that one bad minute is over soon.
+/// A failure counts as a latency of this multiple of the estimate, so that an endpoint that fails
+/// fast is not preferred.
 const FAILURE_FACTOR: f64 = 5.0;
-const FAILURE_CAP_SECONDS: f64 = 1.0;
-/// The estimate for a failure where nothing was observed before.
-const ASSUMED_SECONDS: f64 = 30e-3;
+/// The maximum latency that a fast failure counts as, so that an endpoint recovers soon.
+const MAX_FAILURE_SECONDS: f64 = 1.0;
+/// The estimate for a failure without earlier observations.
+const DEFAULT_SECONDS: f64 = 30e-3;
 
-/// One endpoint's latency.
+/// The latency estimate of one endpoint.
 #[derive(Debug, Default)]
-pub(super) struct PeakEwma(Cell<Option<Observed>>);
+pub(super) struct PeakEwma(Cell<Option<Observation>>);
 
 #[derive(Clone, Copy, Debug)]
-struct Observed {
+struct Observation {
     seconds: f64,
     at: Instant,
 }
 
 impl PeakEwma {
-    /// Whether one more request costs less here, with `pending` under way, than `there` with `pending_there`.
-    pub fn is_cheaper(&self, pending: u32, there: &Self, pending_there: u32, now: Instant) -> bool {
-        match (self.estimate(now), there.estimate(now)) {
-            (Some(here), Some(there)) => cost(here, pending) < cost(there, pending_there),
-            _ => pending < pending_there,
+    /// Whether the cost with `in_flight` requests is less than the cost of `other` with
+    /// `other_in_flight` requests.
+    pub fn is_cheaper(
+        &self,
+        in_flight: u32,
+        other: &Self,
+        other_in_flight: u32,
+        now: Instant,
+    ) -> bool {
+        match (self.estimate(now), other.estimate(now)) {
+            (Some(latency), Some(other)) => cost(latency, in_flight) < cost(other, other_in_flight),
+            _ => in_flight < other_in_flight,
         }
     }
 
-    /// A response took this long.
-    pub fn succeeded(&self, latency: Duration, now: Instant) {
+    /// Records the latency of a response.
+    pub fn record_success(&self, latency: Duration, now: Instant) {
         self.observe(latency.as_secs_f64(), now);
     }
 
-    /// There was no response, or none worth the name, after this time.
-    pub fn failed(&self, latency: Duration, now: Instant) {
+    /// Records a failure that took `latency`.
+    pub fn record_failure(&self, latency: Duration, now: Instant) {
         let penalty =
-            (self.estimate(now).unwrap_or(ASSUMED_SECONDS) + NOISE_SECONDS) * FAILURE_FACTOR;
+            (self.estimate(now).unwrap_or(DEFAULT_SECONDS) + NOISE_SECONDS) * FAILURE_FACTOR;
         self.observe(
-            latency.as_secs_f64().max(penalty.min(FAILURE_CAP_SECONDS)),
+            latency.as_secs_f64().max(penalty.min(MAX_FAILURE_SECONDS)),
             now,
         );
     }
@@ -63,26 +74,26 @@ impl PeakEwma {
             }
             _ => latency,
         };
-        self.0.set(Some(Observed { seconds, at: now }));
+        self.0.set(Some(Observation { seconds, at: now }));
     }
 
-    /// In seconds; `None`: nothing was ever observed.
+    /// The estimate in seconds. `None` without observations.
     fn estimate(&self, now: Instant) -> Option<f64> {
         self.0
             .get()
-            .map(|observed| observed.seconds * observed.weight(now))
+            .map(|observation| observation.seconds * observation.weight(now))
     }
 }
 
-impl Observed {
-    /// What is left of the past's weight.
+impl Observation {
+    /// The remaining weight of the observation, from 1 down to 0.
     fn weight(&self, now: Instant) -> f64 {
         (-now.saturating_duration_since(self.at).as_secs_f64() / DECAY_SECONDS).exp()
     }
 }
 
-fn cost(seconds: f64, pending: u32) -> f64 {
-    (seconds + NOISE_SECONDS) * (f64::from(pending) + 1.0)
+fn cost(seconds: f64, in_flight: u32) -> f64 {
+    (seconds + NOISE_SECONDS) * (f64::from(in_flight) + 1.0)
 }
 
 #[cfg(test)]
@@ -100,24 +111,24 @@ mod tests {
     }
 
     #[test]
-    fn a_peak_counts_at_once_and_decays_by_time() {
+    fn rises_to_peak_and_decays_over_time() {
         let (start, ewma) = (Instant::now(), PeakEwma::default());
         assert_eq!(ewma.estimate(start), None);
-        ewma.succeeded(MS, start);
+        ewma.record_success(MS, start);
         assert_estimate(&ewma, start, 1.0);
-        ewma.succeeded(100 * MS, start);
+        ewma.record_success(100 * MS, start);
         assert_estimate(&ewma, start, 100.0);
-        // Without observations: to 1/e in 10 seconds.
+        // Without observations it decays to 1/e in 10 seconds.
         assert_estimate(
             &ewma,
             start + Duration::from_secs(10),
             100.0 / std::f64::consts::E,
         );
-        // An observation right after changes next to nothing, one 10 seconds later most of it.
-        ewma.succeeded(MS, start);
+        // An immediate observation has no weight, and one after 10 seconds has a weight of 1 - 1/e.
+        ewma.record_success(MS, start);
         assert_estimate(&ewma, start, 100.0);
         let later = start + Duration::from_secs(10);
-        ewma.succeeded(MS, later);
+        ewma.record_success(MS, later);
         assert_estimate(
             &ewma,
             later,
@@ -126,11 +137,11 @@ mod tests {
     }
 
     #[test]
-    fn latency_and_requests_under_way_make_the_cost() {
+    fn compares_latency_times_in_flight_requests() {
         let now = Instant::now();
         let (fast, slow) = (PeakEwma::default(), PeakEwma::default());
-        fast.succeeded(MS, now);
-        slow.succeeded(10 * MS, now);
+        fast.record_success(MS, now);
+        slow.record_success(10 * MS, now);
         assert!(fast.is_cheaper(0, &slow, 0, now) && !slow.is_cheaper(0, &fast, 0, now));
         assert!(fast.is_cheaper(8, &slow, 0, now));
         assert!(slow.is_cheaper(0, &fast, 9, now));
@@ -138,52 +149,52 @@ mod tests {
     }
 
     #[test]
-    fn what_never_answered_is_compared_by_requests_under_way() {
+    fn compares_in_flight_requests_before_first_observation() {
         let now = Instant::now();
-        let (fresh, known) = (PeakEwma::default(), PeakEwma::default());
-        known.succeeded(MS, now);
-        assert!(!fresh.is_cheaper(0, &known, 0, now) && !known.is_cheaper(0, &fresh, 0, now));
-        assert!(fresh.is_cheaper(0, &known, 1, now) && known.is_cheaper(0, &fresh, 1, now));
+        let (new, known) = (PeakEwma::default(), PeakEwma::default());
+        known.record_success(MS, now);
+        assert!(!new.is_cheaper(0, &known, 0, now) && !known.is_cheaper(0, &new, 0, now));
+        assert!(new.is_cheaper(0, &known, 1, now) && known.is_cheaper(0, &new, 1, now));
     }
 
     #[test]
-    fn failing_fast_does_not_look_fast() {
+    fn fast_failures_raise_the_cost() {
         let now = Instant::now();
-        let (failing, healthy, fresh) = (
+        let (failing, healthy, new) = (
             PeakEwma::default(),
             PeakEwma::default(),
             PeakEwma::default(),
         );
         for ewma in [&failing, &healthy] {
-            ewma.succeeded(10 * MS, now);
+            ewma.record_success(10 * MS, now);
         }
-        failing.failed(Duration::ZERO, now);
+        failing.record_failure(Duration::ZERO, now);
         assert!(healthy.is_cheaper(3, &failing, 0, now));
-        (0..20).for_each(|_| failing.failed(Duration::ZERO, now));
+        (0..20).for_each(|_| failing.record_failure(Duration::ZERO, now));
         assert_estimate(&failing, now, 1000.0);
-        // What took longer than the cap took longer.
-        failing.failed(Duration::from_secs(3), now);
+        // A slow failure counts with its own latency.
+        failing.record_failure(Duration::from_secs(3), now);
         assert_estimate(&failing, now, 3000.0);
-        fresh.failed(Duration::ZERO, now);
-        assert!(healthy.is_cheaper(0, &fresh, 0, now));
+        new.record_failure(Duration::ZERO, now);
+        assert!(healthy.is_cheaper(0, &new, 0, now));
     }
 
     #[test]
-    fn after_a_quiet_time_all_are_alike_but_for_requests_under_way() {
+    fn compares_in_flight_requests_after_idle_period() {
         let start = Instant::now();
         let (one, other) = (PeakEwma::default(), PeakEwma::default());
-        one.succeeded(MS, start);
-        other.succeeded(50 * MS, start);
+        one.record_success(MS, start);
+        other.record_success(50 * MS, start);
         let later = start + Duration::from_secs(600);
         assert!(other.is_cheaper(0, &one, 1, later) && one.is_cheaper(0, &other, 1, later));
     }
 
     #[test]
-    fn a_clock_that_seems_to_run_backwards_does_no_harm() {
+    fn tolerates_time_going_backwards() {
         let start = Instant::now() + Duration::from_secs(5);
         let ewma = PeakEwma::default();
-        ewma.succeeded(MS, start);
-        ewma.succeeded(2 * MS, start - Duration::from_secs(5));
+        ewma.record_success(MS, start);
+        ewma.record_success(2 * MS, start - Duration::from_secs(5));
         assert_estimate(&ewma, start - Duration::from_secs(5), 2.0);
     }
 }

@@ -1,5 +1,6 @@
-//! Step 6: of a destination's endpoints, the one for the next request. A worker's own, all of it: no locks, no atomics but
-//! the one that tells whether discovery has news. It connects to nothing.
+//! Step 6: load balancing. Selects an endpoint of the destination for each request. Each worker has
+//! its own balancers, so that selection takes no lock. Its only atomic operation checks for updates
+//! from discovery. This module opens no connections.
 
 mod endpoint;
 mod ewma;
@@ -21,36 +22,39 @@ use crate::discovery::{AppProtocol, Discovery, EndpointInfo, Target};
 use crate::error::Failure;
 pub use endpoint::{Endpoint, InFlight};
 
-/// Destinations that a worker keeps. One more is served all the same, but nothing of it is shared or kept while all are in use.
+/// The maximum number of destinations of a worker. Destinations above it are served, but not shared
+/// or kept.
 const MAX_DESTINATIONS: usize = 10_000;
-/// A destination that no connection uses is kept this long.
-const KEEP_DESTINATION: Duration = Duration::from_secs(60);
-/// An idle connection to an endpoint is kept this long.
-pub(crate) const KEEP_CONNECTION: Duration = Duration::from_secs(30);
+/// How long a destination without connections is kept.
+const DESTINATION_IDLE_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long an idle HTTP/1 connection to an endpoint is kept.
+pub(crate) const CONNECTION_IDLE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The destinations that one worker meets.
+/// The destinations of one worker.
 pub struct Destinations {
     discovery: Discovery,
-    slots: RefCell<HashMap<SocketAddr, Rc<Slot>>>,
+    entries: RefCell<HashMap<SocketAddr, Rc<Entry>>>,
     limit: usize,
 }
 
-/// A destination, once its first answer is there: those who ask meanwhile wait for the same one.
+/// A destination, set when the first response of discovery arrives. Concurrent callers wait for the
+/// same response.
 #[derive(Default)]
-struct Slot {
+struct Entry {
     destination: OnceCell<Rc<Destination>>,
-    /// Asked for since the last sweep.
-    touched: Cell<bool>,
+    /// The destination was requested since the last eviction run.
+    used: Cell<bool>,
     idle_since: Cell<Option<Instant>>,
 }
 
-/// Where connections were going, and who is behind it.
+/// An original destination and its endpoints.
 pub struct Destination {
-    /// Where they were going.
+    /// The original destination address.
     pub address: SocketAddr,
-    /// An endpoint has announced that it takes WebSockets in HTTP/2 (RFC 8441).
-    pub takes_extended_connect: Cell<bool>,
-    news: Option<RefCell<watch::Receiver<Arc<Target>>>>,
+    /// An endpoint has announced support for extended CONNECT requests (RFC 8441), which open
+    /// WebSockets.
+    pub supports_extended_connect: Cell<bool>,
+    updates: Option<RefCell<watch::Receiver<Arc<Target>>>>,
     state: RefCell<State>,
 }
 
@@ -58,105 +62,109 @@ struct State {
     name: Rc<str>,
     app_protocol: AppProtocol,
     refused: bool,
-    /// In the order of their addresses, each address once.
+    /// Sorted by address, without duplicates.
     members: Vec<Member>,
 }
 
 struct Member {
-    /// As last announced: a new `Arc` is a new announcement.
+    /// The last announcement. A new `Arc` is a new announcement.
     info: Arc<EndpointInfo>,
     endpoint: Rc<Endpoint>,
 }
 
 impl Destinations {
-    /// Those that discovery knows; where it is off, as for the inbound path, each is where it is.
+    /// Creates an empty set. If discovery is off, as on the inbound path, each address is its own
+    /// endpoint.
     pub fn new(discovery: Discovery) -> Self {
         Self {
             discovery,
-            slots: RefCell::default(),
+            entries: RefCell::default(),
             limit: MAX_DESTINATIONS,
         }
     }
 
-    /// The destination at `address`. Where it is new, waits for discovery's first answer, a bounded time.
+    /// The destination at `address`. For a new one, subscribes to it and waits for the first
+    /// response of discovery, which is limited in time.
     pub async fn get_or_watch(&self, address: SocketAddr) -> Rc<Destination> {
-        let Some(slot) = self.slot(address) else {
-            return Rc::new(self.make(address).await);
+        let Some(entry) = self.entry(address) else {
+            return Rc::new(self.resolve(address).await);
         };
-        slot.touched.set(true);
-        // One that was refused is not kept: who comes next asks anew.
-        let make = async || {
-            let destination = Rc::new(self.make(address).await);
+        entry.used.set(true);
+        // A refused destination is not kept: the next caller subscribes again.
+        let resolve = async || {
+            let destination = Rc::new(self.resolve(address).await);
             if destination.is_refused() {
                 Err(destination)
             } else {
                 Ok(destination)
             }
         };
-        slot.destination
-            .get_or_try_init(make)
+        entry
+            .destination
+            .get_or_try_init(resolve)
             .await
             .cloned()
             .unwrap_or_else(|refused| refused)
     }
 
-    /// The destination at `address`, taken as it is: discovery is not asked.
+    /// The destination at `address` with the address itself as its endpoint, without discovery.
     pub fn fixed(&self, address: SocketAddr) -> Rc<Destination> {
         let fixed = || Rc::new(Destination::fixed(address));
-        let Some(slot) = self.slot(address) else {
+        let Some(entry) = self.entry(address) else {
             return fixed();
         };
-        slot.touched.set(true);
-        if let Some(destination) = slot.destination.get() {
+        entry.used.set(true);
+        if let Some(destination) = entry.destination.get() {
             return destination.clone();
         }
         let destination = fixed();
-        // Where somebody waits for discovery's word on it, this one is not kept.
-        let _ = slot.destination.set(destination.clone());
+        // Fails while a caller waits for discovery. Then this destination is not shared.
+        let _ = entry.destination.set(destination.clone());
         destination
     }
 
-    /// Forgets destinations and closes connections that nobody has used for a while, and takes in discovery's news for
-    /// those that nobody uses now. To be called every few seconds.
+    /// Evicts idle destinations and idle connections, and applies updates to destinations without
+    /// requests. The worker calls it every few seconds.
     pub fn evict_idle(&self, now: Instant) {
-        let connections_since = now.checked_sub(KEEP_CONNECTION);
-        let mut slots = self.slots.borrow_mut();
-        slots.retain(|_, slot| {
-            let keep = slot.is_worth_keeping(now);
-            if let (true, Some(destination)) = (keep, slot.destination.get()) {
-                destination.tidy(connections_since, now);
+        let connections_since = now.checked_sub(CONNECTION_IDLE_TIMEOUT);
+        let mut entries = self.entries.borrow_mut();
+        entries.retain(|_, entry| {
+            let retain = entry.should_retain(now);
+            if let (true, Some(destination)) = (retain, entry.destination.get()) {
+                destination.evict_idle_connections(connections_since, now);
             }
-            keep
+            retain
         });
-        if slots.len() < slots.capacity() / 4 {
-            slots.shrink_to_fit();
+        if entries.len() < entries.capacity() / 4 {
+            entries.shrink_to_fit();
         }
     }
 
-    /// How many destinations are kept.
+    /// The number of destinations.
     pub fn len(&self) -> usize {
-        self.slots.borrow().len()
+        self.entries.borrow().len()
     }
 
-    /// Whether none is.
+    /// Whether there is no destination.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    fn slot(&self, address: SocketAddr) -> Option<Rc<Slot>> {
-        let mut slots = self.slots.borrow_mut();
-        if let Some(slot) = slots.get(&address) {
-            return Some(slot.clone());
+    /// The entry for `address`. None if all entries are in use and the limit is reached.
+    fn entry(&self, address: SocketAddr) -> Option<Rc<Entry>> {
+        let mut entries = self.entries.borrow_mut();
+        if let Some(entry) = entries.get(&address) {
+            return Some(entry.clone());
         }
-        if slots.len() >= self.limit {
-            drop(slots);
+        if entries.len() >= self.limit {
+            drop(entries);
             self.release_unused();
-            slots = self.slots.borrow_mut();
+            entries = self.entries.borrow_mut();
         }
-        (slots.len() < self.limit).then(|| slots.entry(address).or_default().clone())
+        (entries.len() < self.limit).then(|| entries.entry(address).or_default().clone())
     }
 
-    async fn make(&self, address: SocketAddr) -> Destination {
+    async fn resolve(&self, address: SocketAddr) -> Destination {
         if self.discovery.is_off() {
             return Destination::fixed(address);
         }
@@ -167,17 +175,18 @@ impl Destinations {
         Destination::watched(address, self.discovery.watch(address).await)
     }
 
-    /// Forgets what no connection uses now; false where there was nothing. Discovery has room for others then.
+    /// Removes destinations without connections, which frees subscriptions of discovery. Returns
+    /// whether there were any.
     fn release_unused(&self) -> bool {
-        let mut slots = self.slots.borrow_mut();
-        let before = slots.len();
-        slots.retain(|_, slot| slot.is_in_use());
-        slots.len() < before
+        let mut entries = self.entries.borrow_mut();
+        let before = entries.len();
+        entries.retain(|_, entry| entry.is_in_use());
+        entries.len() < before
     }
 }
 
-impl Slot {
-    /// Whether a connection has the destination, or waits for it.
+impl Entry {
+    /// Whether a connection uses the destination, or waits for it.
     fn is_in_use(self: &Rc<Self>) -> bool {
         Rc::strong_count(self) > 1
             || self
@@ -186,68 +195,65 @@ impl Slot {
                 .is_some_and(|destination| Rc::strong_count(destination) > 1)
     }
 
-    /// False once nobody has held or asked for it for a while, or where discovery has let go of it: who asks next asks anew.
-    fn is_worth_keeping(&self, now: Instant) -> bool {
-        let (held, orphaned) = match self.destination.get() {
-            Some(destination) => (Rc::strong_count(destination) > 1, destination.is_orphaned()),
+    /// Whether the destination was used recently, and discovery still updates it. If not, the next
+    /// request subscribes again.
+    fn should_retain(&self, now: Instant) -> bool {
+        let (held, unwatched) = match self.destination.get() {
+            Some(destination) => (
+                Rc::strong_count(destination) > 1,
+                destination.is_unwatched(),
+            ),
             None => (false, false),
         };
-        if self.touched.take() || held {
+        if self.used.take() || held {
             self.idle_since.set(None);
         }
         let since = self.idle_since.get().unwrap_or(now);
         self.idle_since.set(Some(since));
-        !orphaned && now.saturating_duration_since(since) < KEEP_DESTINATION
+        !unwatched && now.saturating_duration_since(since) < DESTINATION_IDLE_TIMEOUT
     }
 }
 
 impl Destination {
-    /// One that is where it is: the local app, or a place that nobody needs to know more of.
+    /// A destination whose only endpoint is `address` itself, such as the local application.
     pub fn fixed(address: SocketAddr) -> Self {
-        Self::new(
-            address,
-            None,
-            State::of(&Target::Unknown, address, Vec::new()),
-        )
-    }
-
-    fn watched(address: SocketAddr, mut news: watch::Receiver<Arc<Target>>) -> Self {
-        let state = State::of(&news.borrow_and_update(), address, Vec::new());
-        Self::new(address, Some(RefCell::new(news)), state)
-    }
-
-    fn new(
-        address: SocketAddr,
-        news: Option<RefCell<watch::Receiver<Arc<Target>>>>,
-        state: State,
-    ) -> Self {
         Self {
             address,
-            takes_extended_connect: Cell::new(false),
-            news,
-            state: RefCell::new(state),
+            supports_extended_connect: Cell::new(false),
+            updates: None,
+            state: RefCell::new(State::new(&Target::Unknown, address, Vec::new())),
         }
     }
 
-    /// What it speaks, as far as its endpoints or its Service declare.
+    fn watched(address: SocketAddr, mut updates: watch::Receiver<Arc<Target>>) -> Self {
+        let state = State::new(&updates.borrow_and_update(), address, Vec::new());
+        Self {
+            updates: Some(RefCell::new(updates)),
+            state: RefCell::new(state),
+            ..Self::fixed(address)
+        }
+    }
+
+    /// The protocol that the endpoints or their Service declare.
     pub fn app_protocol(&self) -> AppProtocol {
-        self.take_news();
+        self.apply_updates();
         self.state.borrow().app_protocol
     }
 
-    /// For logs and errors: "namespace/name" where it is known, else its address.
+    /// The name for logs and errors: `namespace/name` of the Service or pod, else the address.
     pub fn name(&self) -> Rc<str> {
         self.state.borrow().name.clone()
     }
 
-    /// The endpoint for the next request: the better of two drawn at random, none of those that were tried. One that refused a
-    /// connection lately only where all have. Fails where there is none, or none is left.
+    /// Selects the endpoint for the next request: the better of two random ones, without those in
+    /// `tried`. Selects a quarantined one only if all are quarantined. Fails if no endpoint is
+    /// left.
     pub fn pick(
         &self,
         tried: &[SocketAddr],
         rng: &mut fastrand::Rng,
     ) -> Result<Rc<Endpoint>, Failure> {
-        self.take_news();
+        self.apply_updates();
         let state = self.state.borrow();
         state
             .pick(tried, rng)
@@ -258,25 +264,28 @@ impl Destination {
             })
     }
 
-    /// How many endpoints there are.
+    /// The number of endpoints.
     pub fn endpoints_len(&self) -> usize {
-        self.take_news();
+        self.apply_updates();
         self.state.borrow().members.len()
     }
 
-    /// An atomic load where there are none. Endpoints that stay keep their loads and pools; those that went take no request more.
-    fn take_news(&self) {
-        let Some(news) = &self.news else { return };
-        // An error says that nothing will come any more: what is known stays.
-        if news.borrow().has_changed().unwrap_or(false) {
-            let target = news.borrow_mut().borrow_and_update().clone();
+    /// Applies the latest update of discovery. Costs an atomic load if there is none. Remaining
+    /// endpoints keep their state. Removed endpoints get no further requests.
+    fn apply_updates(&self) {
+        let Some(updates) = &self.updates else { return };
+        // An error means that no further update will arrive: the state stays as it is.
+        if updates.borrow().has_changed().unwrap_or(false) {
+            let target = updates.borrow_mut().borrow_and_update().clone();
             let before = std::mem::take(&mut self.state.borrow_mut().members);
-            self.state.replace(State::of(&target, self.address, before));
+            self.state
+                .replace(State::new(&target, self.address, before));
         }
     }
 
-    fn tidy(&self, connections_since: Option<Instant>, now: Instant) {
-        self.take_news();
+    /// Closes the connections that are idle since before `connections_since`.
+    fn evict_idle_connections(&self, connections_since: Option<Instant>, now: Instant) {
+        self.apply_updates();
         if let Some(since) = connections_since {
             self.state
                 .borrow()
@@ -286,22 +295,21 @@ impl Destination {
         }
     }
 
-    /// There was no room to ask discovery about it.
+    /// Whether discovery refused the subscription, because its table of destinations is full.
     fn is_refused(&self) -> bool {
         self.state.borrow().refused
     }
 
-    /// Discovery will never say more of it.
-    fn is_orphaned(&self) -> bool {
-        self.news
+    /// Whether discovery will not update the destination again.
+    fn is_unwatched(&self) -> bool {
+        self.updates
             .as_ref()
-            .is_some_and(|news| news.borrow().has_changed().is_err())
+            .is_some_and(|updates| updates.borrow().has_changed().is_err())
     }
 }
 
 impl State {
-    fn of(target: &Target, address: SocketAddr, before: Vec<Member>) -> Self {
-        let itself = || vec![endpoint::bare(address)];
+    fn new(target: &Target, address: SocketAddr, before: Vec<Member>) -> Self {
         let (name, app_protocol, endpoints) = match target {
             Target::Withheld => {
                 let name = format!(
@@ -310,7 +318,11 @@ impl State {
                 (name, AppProtocol::Detect, Vec::new())
             }
             Target::Refused => (address.to_string(), AppProtocol::Detect, Vec::new()),
-            Target::Unknown => (address.to_string(), AppProtocol::Detect, itself()),
+            Target::Unknown => (
+                address.to_string(),
+                AppProtocol::Detect,
+                vec![Arc::new(EndpointInfo::bare(address))],
+            ),
             Target::Service(service) => (
                 format!("{}/{}", service.namespace, service.name),
                 service.app_protocol,
@@ -322,7 +334,7 @@ impl State {
                 vec![pod.endpoint.clone()],
             ),
         };
-        // The endpoints' own declaration counts more than their Service's.
+        // The declaration of the endpoints overrides that of their Service.
         let opaque = !endpoints.is_empty() && endpoints.iter().all(|endpoint| endpoint.opaque);
         let app_protocol = if opaque {
             AppProtocol::Opaque
@@ -346,16 +358,10 @@ impl State {
         let at = |index: usize| &self.members[index].endpoint;
         let is_cheaper = |one, other| at(one).is_cheaper(at(other), now);
         let healthy = |index| untried(at(index)) && !at(index).is_quarantined(now);
-        let chosen = p2c::choose(self.members.len(), rng, healthy, is_cheaper);
-        let chosen = chosen.or_else(|| {
-            p2c::choose(
-                self.members.len(),
-                rng,
-                |index| untried(at(index)),
-                is_cheaper,
-            )
-        });
-        chosen.map(at)
+        let count = self.members.len();
+        p2c::choose(count, rng, healthy, is_cheaper)
+            .or_else(|| p2c::choose(count, rng, |index| untried(at(index)), is_cheaper))
+            .map(at)
     }
 }
 
@@ -365,34 +371,35 @@ impl fmt::Debug for Destination {
     }
 }
 
-/// The members for `after`, which is in the order of addresses as `before` is. Who is the same as before stays the same
-/// endpoint; who is not takes no connection back any more.
+/// Merges an update into the members. Both lists are sorted by address. Unchanged endpoints keep
+/// their state. The pools of removed endpoints are closed.
 fn merge(before: Vec<Member>, after: Vec<Arc<EndpointInfo>>) -> Vec<Member> {
     let mut before = before.into_iter().peekable();
     let mut members = Vec::with_capacity(after.len());
     for info in after {
-        while let Some(gone) = before.next_if(|member| member.info.address < info.address) {
-            gone.endpoint.pool.close();
+        while let Some(removed) = before.next_if(|member| member.info.address < info.address) {
+            removed.endpoint.pool.close();
         }
         let endpoint = match before.next_if(|member| member.info.address == info.address) {
             Some(member) if is_same(&member.info, &info) => {
                 if !Arc::ptr_eq(&member.info, &info) {
-                    member.endpoint.announced();
+                    member.endpoint.end_quarantine();
                 }
                 member.endpoint
             }
             other => {
-                other.inspect(|gone| gone.endpoint.pool.close());
+                other.inspect(|removed| removed.endpoint.pool.close());
                 Rc::new(Endpoint::new(&info))
             }
         };
         members.push(Member { info, endpoint });
     }
-    before.for_each(|gone| gone.endpoint.pool.close());
+    before.for_each(|removed| removed.endpoint.pool.close());
     members
 }
 
-/// The same process behind the same address: another pod may have taken the address over, or have joined the mesh.
+/// Whether both describe the same pod. Another pod may have the address now, or the pod may have
+/// joined the mesh.
 fn is_same(one: &EndpointInfo, other: &EndpointInfo) -> bool {
     one.address == other.address && one.pod == other.pod && one.identity == other.identity
 }

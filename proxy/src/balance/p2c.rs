@@ -1,15 +1,17 @@
-//! Two random choices: of two endpoints drawn at random the cheaper one. Pure: dice and comparison are passed in.
+//! Power of two choices: selects the better of two random endpoints. Pure: the caller passes the
+//! RNG and the comparison.
 //!
-//! That two draws are exponentially better than one, and a third adds little, is shown in M. Mitzenmacher, "The Power of
-//! Two Choices in Randomized Load Balancing" (IEEE TPDS 12(10), 2001).
+//! Two choices are exponentially better than one, and a third choice adds little: M. Mitzenmacher,
+//! "The Power of Two Choices in Randomized Load Balancing" (IEEE TPDS 12(10), 2001).
 
 use fastrand::Rng;
 
-/// Draws that may hit something unusable before all are looked at in turn.
-const DRAWS: usize = 8;
+/// The maximum number of random draws for one usable index, before a linear search.
+const MAX_DRAWS: usize = 8;
 
-/// One of `0..count` that is usable: of two drawn at random the second where it is cheaper than the first. `None` where none
-/// is usable. Takes constant time while most are usable, and never allocates.
+/// Draws two usable indexes of `0..count` at random, and returns the second if it is cheaper than
+/// the first, else the first. `None` if no index is usable. Takes constant time while most indexes
+/// are usable, and never allocates.
 pub(super) fn choose(
     count: usize,
     rng: &mut Rng,
@@ -31,7 +33,7 @@ fn draw(count: usize, rng: &mut Rng, usable: impl Fn(usize) -> bool) -> Option<u
     if count == 0 {
         return None;
     }
-    let drawn = (0..DRAWS)
+    let drawn = (0..MAX_DRAWS)
         .map(|_| rng.usize(..count))
         .find(|index| usable(*index));
     drawn.or_else(|| {
@@ -44,7 +46,7 @@ fn draw(count: usize, rng: &mut Rng, usable: impl Fn(usize) -> bool) -> Option<u
 mod tests {
     use super::*;
 
-    fn alike(_: usize, _: usize) -> bool {
+    fn equal_cost(_: usize, _: usize) -> bool {
         false
     }
 
@@ -63,27 +65,28 @@ mod tests {
     }
 
     #[test]
-    fn equals_share_alike() {
-        for count in counts(10, 10_000, |_| true, alike) {
+    fn distributes_evenly_at_equal_cost() {
+        for count in counts(10, 10_000, |_| true, equal_cost) {
             assert!((900..1100).contains(&count), "{count}");
         }
     }
 
     #[test]
-    fn the_dearest_is_never_taken_and_the_cheapest_twice_its_share() {
+    fn distributes_by_rank_of_cost() {
         let counts = counts(4, 12_000, |_| true, |one, other| one < other);
-        // Of the 6 pairs of 4, the cheapest wins 3, the next 2, the next 1, and the dearest none.
+        // The cheapest of 4 wins 3 of the 6 pairs, the next one 2, the next one 1, the most
+        // expensive one none.
         for (count, expected) in counts.into_iter().zip([6000_usize, 4000, 2000, 0]) {
             assert!(
                 count.abs_diff(expected) < 300,
-                "{count} where {expected} was expected"
+                "{count}, expected {expected}"
             );
         }
     }
 
     #[test]
-    fn only_usable_ones_are_taken_and_share_alike() {
-        let counts = counts(10, 9_000, |index| index % 3 == 0, alike);
+    fn distributes_evenly_among_usable_only() {
+        let counts = counts(10, 9_000, |index| index % 3 == 0, equal_cost);
         for (index, count) in counts.into_iter().enumerate() {
             if index % 3 == 0 {
                 assert!((1900..2600).contains(&count), "{count}")
@@ -94,15 +97,15 @@ mod tests {
     }
 
     #[test]
-    fn a_single_usable_one_among_many_is_found() {
-        assert_eq!(counts(1000, 50, |index| index == 617, alike)[617], 50);
+    fn finds_single_usable_index() {
+        assert_eq!(counts(1000, 50, |index| index == 617, equal_cost)[617], 50);
     }
 
     #[test]
-    fn nothing_comes_of_nothing() {
+    fn returns_none_without_usable_index() {
         let mut rng = Rng::with_seed(7);
-        assert_eq!(choose(0, &mut rng, |_| true, alike), None);
-        assert_eq!(choose(5, &mut rng, |_| false, alike), None);
-        assert_eq!(choose(1, &mut rng, |_| true, alike), Some(0));
+        assert_eq!(choose(0, &mut rng, |_| true, equal_cost), None);
+        assert_eq!(choose(5, &mut rng, |_| false, equal_cost), None);
+        assert_eq!(choose(1, &mut rng, |_| true, equal_cost), Some(0));
     }
 }

@@ -1,4 +1,4 @@
-//! Destinations as discovery changes them: who is picked, who keeps what it had, who is forgotten.
+//! Tests of destinations under updates from discovery: selection, retained state, eviction.
 
 use super::*;
 use crate::control::testing::soon;
@@ -24,8 +24,8 @@ fn service(endpoints: &[Arc<EndpointInfo>]) -> Arc<Target> {
     }))
 }
 
-/// A destination that the test announces things to.
-fn announced(target: Arc<Target>) -> (watch::Sender<Arc<Target>>, Destination) {
+/// A destination and the sender of its updates.
+fn watched_destination(target: Arc<Target>) -> (watch::Sender<Arc<Target>>, Destination) {
     let (sender, receiver) = watch::channel(target);
     (
         sender,
@@ -37,13 +37,13 @@ fn rng() -> fastrand::Rng {
     fastrand::Rng::with_seed(7)
 }
 
-/// How often each is picked.
+/// The number of selections by endpoint.
 fn picks(destination: &Destination, tried: &[SocketAddr], times: usize) -> HashMap<String, usize> {
     let (mut rng, mut picks) = (rng(), HashMap::new());
     for _ in 0..times {
         let endpoint = destination
             .pick(tried, &mut rng)
-            .expect("somebody is there");
+            .expect("there is an endpoint");
         *picks.entry(endpoint.address.to_string()).or_default() += 1;
     }
     picks
@@ -55,14 +55,14 @@ fn find(destination: &Destination, text: &str) -> Rc<Endpoint> {
         .members
         .iter()
         .find(|member| member.info.address == address(text))
-        .expect("it is a member")
+        .expect("the endpoint is a member")
         .endpoint
         .clone()
 }
 
 #[test]
-fn equals_share_the_requests() {
-    let (_sender, destination) = announced(service(&[
+fn distributes_requests_evenly() {
+    let (_sender, destination) = watched_destination(service(&[
         info("10.0.0.1:80"),
         info("10.0.0.2:80"),
         info("10.0.0.3:80"),
@@ -83,39 +83,41 @@ fn equals_share_the_requests() {
 }
 
 #[test]
-fn the_loaded_one_of_two_is_avoided_until_its_requests_end() {
-    let (_sender, destination) = announced(service(&[info("10.0.0.1:80"), info("10.0.0.2:80")]));
+fn prefers_endpoint_with_fewer_in_flight_requests() {
+    let (_sender, destination) =
+        watched_destination(service(&[info("10.0.0.1:80"), info("10.0.0.2:80")]));
     let loaded = find(&destination, "10.0.0.1:80");
     let requests: Vec<_> = (0..3).map(|_| loaded.begin()).collect();
     assert_eq!(
         picks(&destination, &[], 100),
         HashMap::from([("10.0.0.2:80".to_owned(), 100)])
     );
-    assert_eq!(loaded.pending(), 3);
-    // A burst evens out: who is picked stays busy.
+    assert_eq!(loaded.in_flight(), 3);
+    // A burst is distributed evenly.
     let mut burst = Vec::new();
     for _ in 0..97 {
         burst.push(
             destination
                 .pick(&[], &mut rng())
-                .expect("two are there")
+                .expect("there are two endpoints")
                 .begin(),
         );
     }
     assert_eq!(
         (
-            loaded.pending(),
-            find(&destination, "10.0.0.2:80").pending()
+            loaded.in_flight(),
+            find(&destination, "10.0.0.2:80").in_flight()
         ),
         (50, 50)
     );
     drop((burst, requests));
-    assert_eq!(loaded.pending(), 0);
+    assert_eq!(loaded.in_flight(), 0);
 }
 
 #[test]
-fn a_tried_one_is_not_picked_again_and_with_all_tried_there_is_none() {
-    let (_sender, destination) = announced(service(&[info("10.0.0.1:80"), info("10.0.0.2:80")]));
+fn excludes_tried_endpoints() {
+    let (_sender, destination) =
+        watched_destination(service(&[info("10.0.0.1:80"), info("10.0.0.2:80")]));
     let tried = [address("10.0.0.1:80"), address("10.0.0.2:80")];
     assert_eq!(
         picks(&destination, &tried[..1], 50),
@@ -124,7 +126,7 @@ fn a_tried_one_is_not_picked_again_and_with_all_tried_there_is_none() {
     let failure = destination
         .pick(&tried, &mut rng())
         .err()
-        .expect("none is left");
+        .expect("all endpoints were tried");
     assert!(
         matches!(&failure, Failure::NoEndpoint(name) if name == "shop/cart"),
         "{failure}"
@@ -137,12 +139,12 @@ fn a_tried_one_is_not_picked_again_and_with_all_tried_there_is_none() {
 }
 
 #[test]
-fn a_service_without_endpoints_says_so_by_name() {
-    let (sender, destination) = announced(service(&[]));
+fn error_names_service_without_endpoints() {
+    let (sender, destination) = watched_destination(service(&[]));
     let failure = destination
         .pick(&[], &mut rng())
         .err()
-        .expect("none is there");
+        .expect("there is no endpoint");
     assert_eq!(
         failure.to_string(),
         "service shop/cart has no ready endpoint"
@@ -152,8 +154,8 @@ fn a_service_without_endpoints_says_so_by_name() {
 }
 
 #[test]
-fn one_that_refused_is_passed_over_unless_all_have() {
-    let (_sender, destination) = announced(service(&[
+fn picks_quarantined_endpoints_only_if_all_are_quarantined() {
+    let (_sender, destination) = watched_destination(service(&[
         info("10.0.0.1:80"),
         info("10.0.0.2:80"),
         info("10.0.0.3:80"),
@@ -172,31 +174,31 @@ fn one_that_refused_is_passed_over_unless_all_have() {
 }
 
 #[test]
-fn an_announcement_lifts_the_quarantine_of_the_one_it_is_about() {
+fn announcement_ends_quarantine_of_its_endpoint() {
     let (one, other) = (info("10.0.0.1:80"), info("10.0.0.2:80"));
-    let (sender, destination) = announced(service(&[one.clone(), other.clone()]));
+    let (sender, destination) = watched_destination(service(&[one.clone(), other.clone()]));
     let later = Instant::now() + 3600 * SECOND;
     for text in ["10.0.0.1:80", "10.0.0.2:80"] {
         find(&destination, text).quarantine(later);
     }
     sender.send_replace(service(&[one, info("10.0.0.2:80"), info("10.0.0.3:80")]));
-    destination.take_news();
+    destination.apply_updates();
     assert!(find(&destination, "10.0.0.1:80").is_quarantined(later));
     assert!(!find(&destination, "10.0.0.2:80").is_quarantined(later));
 }
 
 #[test]
-fn who_stays_keeps_its_state_and_who_goes_takes_no_request_more() {
-    let (sender, destination) = announced(service(&[
+fn update_keeps_state_of_remaining_endpoints_and_closes_removed_ones() {
+    let (sender, destination) = watched_destination(service(&[
         info("10.0.0.1:80"),
         info("10.0.0.2:80"),
         info("10.0.0.4:80"),
     ]));
-    let (stays, goes) = (
+    let (remaining, removed) = (
         find(&destination, "10.0.0.2:80"),
         find(&destination, "10.0.0.1:80"),
     );
-    let (_held, under_way) = (stays.begin(), goes.begin());
+    let (_held, request) = (remaining.begin(), removed.begin());
     sender.send_replace(service(&[info("10.0.0.2:80"), info("10.0.0.3:80")]));
     let picks = picks(&destination, &[], 200);
     assert!(
@@ -205,16 +207,16 @@ fn who_stays_keeps_its_state_and_who_goes_takes_no_request_more() {
             .all(|text| text != "10.0.0.1:80" && text != "10.0.0.4:80"),
         "{picks:?}"
     );
-    assert!(Rc::ptr_eq(&stays, &find(&destination, "10.0.0.2:80")));
-    assert!(goes.pool.is_closed() && !stays.pool.is_closed());
-    // The request that was under way ends in peace.
-    assert_eq!(goes.pending(), 1);
-    drop(under_way);
-    assert_eq!(goes.pending(), 0);
+    assert!(Rc::ptr_eq(&remaining, &find(&destination, "10.0.0.2:80")));
+    assert!(removed.pool.is_closed() && !remaining.pool.is_closed());
+    // The in-flight request of the removed endpoint continues.
+    assert_eq!(removed.in_flight(), 1);
+    drop(request);
+    assert_eq!(removed.in_flight(), 0);
 }
 
 #[test]
-fn another_pod_at_the_same_address_is_another_endpoint() {
+fn replaces_endpoint_if_another_pod_has_its_address() {
     let with = |pod: &str, identity: Option<&str>| {
         let identity = identity.map(|identity| identity.parse().expect("an identity"));
         Arc::new(EndpointInfo {
@@ -223,7 +225,7 @@ fn another_pod_at_the_same_address_is_another_endpoint() {
             ..EndpointInfo::bare(address("10.0.0.1:80"))
         })
     };
-    let (sender, destination) = announced(service(&[with("shop/cart-1", None)]));
+    let (sender, destination) = watched_destination(service(&[with("shop/cart-1", None)]));
     let first = find(&destination, "10.0.0.1:80");
     for changed in [
         with("shop/cart-2", None),
@@ -234,7 +236,9 @@ fn another_pod_at_the_same_address_is_another_endpoint() {
     ] {
         let before = find(&destination, "10.0.0.1:80");
         sender.send_replace(service(&[changed]));
-        let after = destination.pick(&[], &mut rng()).expect("it is there");
+        let after = destination
+            .pick(&[], &mut rng())
+            .expect("there is an endpoint");
         assert!(!Rc::ptr_eq(&before, &after) && before.pool.is_closed() && !after.pool.is_closed());
     }
     assert!(
@@ -248,8 +252,8 @@ fn another_pod_at_the_same_address_is_another_endpoint() {
 }
 
 #[test]
-fn unknown_goes_where_it_was_going_and_so_does_a_pod() {
-    let (sender, destination) = announced(Arc::new(Target::Unknown));
+fn unknown_destinations_and_pods_use_the_original_address() {
+    let (sender, destination) = watched_destination(Arc::new(Target::Unknown));
     assert_eq!(
         picks(&destination, &[], 1),
         HashMap::from([("10.96.0.7:80".to_owned(), 1)])
@@ -274,24 +278,25 @@ fn unknown_goes_where_it_was_going_and_so_does_a_pod() {
         (destination.app_protocol(), &*destination.name()),
         (AppProtocol::Opaque, "shop/cart-1")
     );
-    // The last word counts when nobody says any more.
+    // The last update stays in effect after the sender is dropped.
     drop(sender);
     assert_eq!(picks(&destination, &[], 1).len(), 1);
 }
 
 #[test]
-fn a_destination_is_opaque_when_all_of_its_endpoints_are() {
+fn destination_is_opaque_if_all_endpoints_are() {
     let opaque = |text: &str| {
         Arc::new(EndpointInfo {
             opaque: true,
             ..EndpointInfo::bare(address(text))
         })
     };
-    let (sender, destination) = announced(service(&[opaque("10.0.0.1:80"), opaque("10.0.0.2:80")]));
+    let (sender, destination) =
+        watched_destination(service(&[opaque("10.0.0.1:80"), opaque("10.0.0.2:80")]));
     assert_eq!(
         destination.app_protocol(),
         AppProtocol::Opaque,
-        "whatever the Service declares"
+        "the declaration of the Service is overridden"
     );
     for others in [vec![opaque("10.0.0.1:80"), info("10.0.0.2:80")], Vec::new()] {
         sender.send_replace(service(&others));
@@ -300,7 +305,7 @@ fn a_destination_is_opaque_when_all_of_its_endpoints_are() {
 }
 
 #[tokio::test]
-async fn those_who_ask_at_once_share_one_watch_and_one_answer() {
+async fn concurrent_requests_share_one_watch() {
     let (discovery, mut questions) = Discovery::by_hand();
     let destinations = Destinations::new(discovery);
     let ask = || destinations.get_or_watch(address("10.96.0.7:80"));
@@ -320,12 +325,12 @@ async fn those_who_ask_at_once_share_one_watch_and_one_answer() {
 }
 
 #[tokio::test]
-async fn one_who_gives_up_waiting_leaves_the_question_to_the_next() {
+async fn next_request_resolves_after_cancelled_one() {
     let (discovery, mut questions) = Discovery::by_hand();
     let destinations = Destinations::new(discovery);
     let mut first = Box::pin(destinations.get_or_watch(address("10.96.0.7:80")));
     let (_, _unanswered) = tokio::select! {
-        _ = &mut first => panic!("nobody has answered"),
+        _ = &mut first => panic!("resolved without a response"),
         question = questions.next() => question,
     };
     drop(first);
@@ -336,7 +341,7 @@ async fn one_who_gives_up_waiting_leaves_the_question_to_the_next() {
 }
 
 #[tokio::test]
-async fn a_destination_is_forgotten_once_nobody_has_used_it_for_a_minute() {
+async fn evicts_destination_after_a_minute_without_connections() {
     let (discovery, mut questions) = Discovery::by_hand();
     let destinations = Destinations::new(discovery);
     let answer = async { questions.next().await.1(Arc::new(Target::Unknown)) };
@@ -346,38 +351,34 @@ async fn a_destination_is_forgotten_once_nobody_has_used_it_for_a_minute() {
         destinations.evict_idle(now);
         now += 5 * SECOND;
     }
-    assert_eq!(destinations.len(), 1, "a connection holds it");
+    assert_eq!(destinations.len(), 1, "a connection uses it");
     drop(held);
     destinations.evict_idle(now);
     destinations.evict_idle(now + 50 * SECOND);
     drop(destinations.get_or_watch(address("10.96.0.7:80")).await);
     destinations.evict_idle(now + 61 * SECOND);
-    assert_eq!(destinations.len(), 1, "a connection came by");
+    assert_eq!(destinations.len(), 1, "a connection has used it");
     assert_eq!(sender.receiver_count(), 1);
     destinations.evict_idle(now + 121 * SECOND);
     assert!(destinations.is_empty());
-    assert_eq!(
-        sender.receiver_count(),
-        0,
-        "discovery learns that nobody watches"
-    );
+    assert_eq!(sender.receiver_count(), 0, "the subscription ends");
 }
 
 #[tokio::test]
-async fn news_reach_a_destination_that_nobody_asks_for_an_endpoint() {
+async fn applies_updates_to_destination_without_requests() {
     let (discovery, mut questions) = Discovery::by_hand();
     let destinations = Destinations::new(discovery);
     let answer = async { questions.next().await.1(service(&[info("10.0.0.1:80")])) };
     let (destination, sender) =
         tokio::join!(destinations.get_or_watch(address("10.96.0.7:80")), answer);
-    let gone = find(&destination, "10.0.0.1:80");
+    let removed = find(&destination, "10.0.0.1:80");
     sender.send_replace(service(&[]));
     destinations.evict_idle(Instant::now());
-    assert!(gone.pool.is_closed());
+    assert!(removed.pool.is_closed());
 }
 
 #[tokio::test]
-async fn what_discovery_let_go_of_is_asked_for_anew() {
+async fn resubscribes_after_discovery_drops_the_watch() {
     let (discovery, mut questions) = Discovery::by_hand();
     let destinations = Destinations::new(discovery);
     let answer = async { questions.next().await.1(Arc::new(Target::Unknown)) };
@@ -387,15 +388,15 @@ async fn what_discovery_let_go_of_is_asked_for_anew() {
     assert!(destinations.is_empty());
     assert!(
         held.pick(&[], &mut rng()).is_ok(),
-        "who has it goes on with it"
+        "the connection continues to use it"
     );
     let answer = async { questions.next().await.1(service(&[info("10.0.0.1:80")])) };
-    let (anew, _sender) = tokio::join!(destinations.get_or_watch(address("10.96.0.7:80")), answer);
-    assert_eq!(&*anew.name(), "shop/cart");
+    let (new, _sender) = tokio::join!(destinations.get_or_watch(address("10.96.0.7:80")), answer);
+    assert_eq!(&*new.name(), "shop/cart");
 }
 
 #[tokio::test]
-async fn over_the_limit_a_destination_is_served_and_not_kept() {
+async fn serves_destinations_over_limit_without_keeping_them() {
     let destinations = Destinations {
         limit: 1,
         ..Destinations::new(Discovery::off())
@@ -415,7 +416,7 @@ async fn over_the_limit_a_destination_is_served_and_not_kept() {
 }
 
 #[tokio::test]
-async fn at_the_limit_what_no_connection_uses_makes_room() {
+async fn evicts_unused_destinations_at_limit() {
     let destinations = Destinations {
         limit: 2,
         ..Destinations::new(Discovery::off())
@@ -435,7 +436,7 @@ async fn at_the_limit_what_no_connection_uses_makes_room() {
     assert_eq!(destinations.len(), 2);
 }
 
-/// The main thread refuses: its table is full.
+/// Refuses the next subscription, as discovery does when its table is full.
 async fn refuse(questions: &mut Questions, text: &str) {
     let (asked, reply) = soon(questions.next()).await;
     assert_eq!(asked, address(text));
@@ -443,7 +444,7 @@ async fn refuse(questions: &mut Questions, text: &str) {
 }
 
 #[tokio::test]
-async fn a_destination_that_discovery_has_no_room_for_is_refused_until_it_has() {
+async fn refuses_destination_while_table_of_discovery_is_full() {
     let (discovery, mut questions) = Discovery::by_hand();
     let destinations = Destinations::new(discovery);
     let ask = || soon(destinations.get_or_watch(address("10.96.0.7:80")));
@@ -451,7 +452,7 @@ async fn a_destination_that_discovery_has_no_room_for_is_refused_until_it_has() 
     let failure = refused
         .pick(&[], &mut rng())
         .err()
-        .expect("not in the clear, where it may be meshed");
+        .expect("a destination that may be meshed is not reached in plaintext");
     assert!(matches!(failure, Failure::Overloaded(_)), "{failure}");
     let answer = soon(async { questions.next().await.1(service(&[info("10.0.0.1:80")])) });
     let (destination, _sender) = tokio::join!(ask(), answer);
@@ -459,7 +460,7 @@ async fn a_destination_that_discovery_has_no_room_for_is_refused_until_it_has() 
 }
 
 #[tokio::test]
-async fn when_discovery_has_no_room_a_worker_releases_what_no_connection_uses_and_asks_again() {
+async fn releases_unused_destinations_and_retries_when_table_of_discovery_is_full() {
     let (discovery, mut questions) = Discovery::by_hand();
     let destinations = Destinations::new(discovery);
     let ask = |text| soon(destinations.get_or_watch(address(text)));
@@ -479,7 +480,7 @@ async fn when_discovery_has_no_room_a_worker_releases_what_no_connection_uses_an
 }
 
 #[tokio::test]
-async fn the_local_app_is_where_it_is_and_stays_one_destination() {
+async fn fixed_destination_is_its_own_endpoint_and_shared() {
     let destinations = Destinations::new(Discovery::off());
     let (one, other) = (
         destinations.fixed(address("10.0.0.1:80")),
@@ -488,7 +489,9 @@ async fn the_local_app_is_where_it_is_and_stays_one_destination() {
     destinations.evict_idle(Instant::now());
     assert!(Rc::ptr_eq(&one, &other) && destinations.len() == 1);
     assert_eq!(
-        one.pick(&[], &mut rng()).expect("it is there").address,
+        one.pick(&[], &mut rng())
+            .expect("there is an endpoint")
+            .address,
         address("10.0.0.1:80")
     );
 }

@@ -1,5 +1,5 @@
-//! HTTP/1 bodies on their way: decoded from one connection and framed anew for the other, so that what the far side
-//! reads as the end is what this side read as the end (RFC 9112, sections 6 and 7).
+//! HTTP/1 message bodies (RFC 9112, sections 6 and 7): decoded from one connection and encoded
+//! again for the other one, so that both peers agree on the end of the message.
 
 use std::io;
 use std::pin::Pin;
@@ -13,166 +13,173 @@ use super::head::Framing;
 use crate::io::Io;
 use crate::policy::{is_called_by, is_mesh_error};
 
-/// The longest line of a chunk's size with its extensions.
+/// The maximum length of a chunk-size line with its extensions.
 const MAX_CHUNK_LINE: usize = 4096;
-/// The most bytes of trailers.
+/// The maximum size of the trailer section.
 const MAX_TRAILERS: usize = 16 * 1024;
-/// How many bytes wait at most for the far side before nothing more is read from this one.
-const MAX_WAITING: usize = 64 * 1024;
+/// The number of unwritten bytes from which the relay stops reading.
+const MAX_PENDING: usize = 64 * 1024;
 
-/// Why a body stopped short.
+/// Why a body is incomplete.
 #[derive(Debug, Error)]
-pub enum Broken {
-    /// The sender closed or broke its connection.
-    #[error("the sender closed or broke the connection in the middle of a body")]
-    Gone,
-    /// What the sender sent is no body.
+pub enum BodyError {
+    /// The sender closed or reset its connection.
+    #[error("the sender closed the connection before the end of the body")]
+    SenderClosed,
+    /// The encoding violates RFC 9112.
     #[error("the body is malformed: {0}")]
     Malformed(&'static str),
-    /// A connection reached the age at which it is reset.
+    /// A connection reached its maximum age.
     #[error("the connection reached its maximum age")]
     Expired,
-    /// The receiver takes no more.
-    #[error("the receiver takes no more: {0}")]
-    Writing(io::Error),
+    /// The receiver closed or reset its connection.
+    #[error("cannot write to the receiver: {0}")]
+    Write(io::Error),
 }
 
-/// One body between two connections. It starts with a head that waits to be written, so that a head and the start of
-/// its body leave in one write.
+/// A relay of one message between two connections. The head and the start of the body are written
+/// together.
 pub struct Relay {
     decoder: Decoder,
     chunked: bool,
-    /// Leaves before what is waiting; given again for each attempt.
-    first: Bytes,
-    waiting: BytesMut,
+    /// Written before `pending`. Set again for each attempt.
+    prefix: Bytes,
+    /// Encoded bytes that were not yet written.
+    pending: BytesMut,
 }
 
 impl Relay {
-    /// A body framed as `framing` behind `head`. `plain` drops the chunks' framing, for a receiver that knows HTTP/1.0.
+    /// Creates a relay of `head` and a body with this framing. `plain` removes the chunked
+    /// encoding, for a receiver that supports only HTTP/1.0.
     pub fn new(framing: Framing, head: BytesMut, plain: bool) -> Self {
         Self {
             decoder: Decoder::new(framing),
             chunked: framing == Framing::Chunked && !plain,
-            first: Bytes::new(),
-            waiting: head,
+            prefix: Bytes::new(),
+            pending: head,
         }
     }
 
-    /// The whole body has been read and written.
+    /// Whether the complete body was read and written.
     pub fn is_done(&self) -> bool {
-        self.first.is_empty() && self.waiting.is_empty() && self.decoder.is_done()
+        self.prefix.is_empty() && self.pending.is_empty() && self.decoder.is_done()
     }
 
-    /// The whole body has been read.
+    /// Whether the complete body was read.
     pub fn is_read(&self) -> bool {
         self.decoder.is_done()
     }
 
-    /// What waits to be written now: the head and what came with it. It is given back with [`Relay::send_first`].
-    pub fn take_waiting(&mut self) -> Bytes {
-        self.waiting.split().freeze()
+    /// Removes the unwritten bytes: the head and the start of the body. Each attempt passes them to
+    /// [`Relay::set_prefix`].
+    pub fn take_pending(&mut self) -> Bytes {
+        self.pending.split().freeze()
     }
 
-    /// Has this written before anything else.
-    pub fn send_first(&mut self, first: Bytes) {
-        self.first = first;
+    /// Sets the bytes that are written first.
+    pub fn set_prefix(&mut self, prefix: Bytes) {
+        self.prefix = prefix;
     }
 
-    /// The receiver takes no more: nothing is read for it any longer, and the sender's connection ends with the exchange.
+    /// Ends the relay early: the receiver accepts no more bytes. The sender's connection ends with
+    /// the exchange.
     pub fn stop(&mut self) {
-        self.first = Bytes::new();
-        self.waiting = BytesMut::new();
+        self.prefix = Bytes::new();
+        self.pending = BytesMut::new();
         if !self.decoder.is_done() {
             self.decoder = Decoder::Stopped;
         }
     }
 
-    /// Takes what of the body is in `from`'s buffer already. `seen` is shown each piece.
-    pub fn take_buffered(
+    /// Decodes the part of the body that is in the buffer `from`, and passes its data to `on_data`.
+    pub fn decode_buffered(
         &mut self,
         from: &mut BytesMut,
-        seen: &mut dyn FnMut(&[u8]),
-    ) -> Result<(), Broken> {
+        on_data: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), BodyError> {
         while !from.is_empty() && !self.decoder.is_done() {
             let before = from.len();
-            let piece = self.decoder.decode(from).map_err(Broken::Malformed)?;
-            match piece {
-                Piece::Data(data) => {
-                    seen(&data);
-                    self.frame(data);
+            match self.decoder.decode(from).map_err(BodyError::Malformed)? {
+                Decoded::Data(data) => {
+                    on_data(&data);
+                    self.encode(data);
                 }
-                Piece::Trailers(trailers) if self.chunked => {
-                    self.waiting.extend_from_slice(b"0\r\n");
-                    self.waiting.extend_from_slice(&trailers);
-                    self.waiting.extend_from_slice(b"\r\n");
+                Decoded::Trailers(trailers) if self.chunked => {
+                    self.pending.extend_from_slice(b"0\r\n");
+                    self.pending.extend_from_slice(&trailers);
+                    self.pending.extend_from_slice(b"\r\n");
                 }
-                Piece::Trailers(_) => {}
-                Piece::Nothing if from.len() == before => break,
-                Piece::Nothing => {}
+                Decoded::Trailers(_) => {}
+                Decoded::Nothing if from.len() == before => break,
+                Decoded::Nothing => {}
             }
         }
         Ok(())
     }
 
-    /// Moves the body along until it has all been written; shows each piece to `seen`.
+    /// Relays until the complete body is written. Passes the data to `on_data`.
     pub fn poll(
         &mut self,
         cx: &mut Context<'_>,
         from: &mut Io,
         to: &mut Io,
-        seen: &mut dyn FnMut(&[u8]),
-    ) -> Poll<Result<(), Broken>> {
+        on_data: &mut dyn FnMut(&[u8]),
+    ) -> Poll<Result<(), BodyError>> {
         loop {
-            if self.waiting.len() < MAX_WAITING {
-                self.take_buffered(from.unread(), seen)?;
+            if self.pending.len() < MAX_PENDING {
+                self.decode_buffered(from.unread(), on_data)?;
             }
             ready!(self.poll_flush(cx, to))?;
             if matches!(self.decoder, Decoder::Done | Decoder::Stopped) {
                 return Poll::Ready(Ok(()));
             }
-            if ready!(from.poll_fill(cx)).map_err(|_| Broken::Gone)? == 0 {
+            if ready!(from.poll_fill(cx)).map_err(|_| BodyError::SenderClosed)? == 0 {
                 self.decoder.end_of_stream()?;
             }
         }
     }
 
-    fn poll_flush(&mut self, cx: &mut Context<'_>, to: &mut Io) -> Poll<Result<(), Broken>> {
-        while !self.first.is_empty() {
-            let written =
-                ready!(Pin::new(&mut *to).poll_write(cx, &self.first)).map_err(Broken::Writing)?;
-            self.first.advance(written);
-        }
-        while !self.waiting.is_empty() {
-            let written = ready!(Pin::new(&mut *to).poll_write(cx, &self.waiting))
-                .map_err(Broken::Writing)?;
-            self.waiting.advance(written);
-        }
-        Poll::Ready(Ok(()))
+    fn poll_flush(&mut self, cx: &mut Context<'_>, to: &mut Io) -> Poll<Result<(), BodyError>> {
+        ready!(poll_write_all(cx, to, &mut self.prefix))?;
+        poll_write_all(cx, to, &mut self.pending)
     }
 
-    fn frame(&mut self, data: BytesMut) {
+    fn encode(&mut self, data: BytesMut) {
         if self.chunked {
-            self.waiting
+            self.pending
                 .extend_from_slice(format!("{:x}\r\n", data.len()).as_bytes());
-            self.waiting.extend_from_slice(&data);
-            self.waiting.extend_from_slice(b"\r\n");
-        } else if self.waiting.is_empty() {
-            self.waiting = data;
+            self.pending.extend_from_slice(&data);
+            self.pending.extend_from_slice(b"\r\n");
+        } else if self.pending.is_empty() {
+            self.pending = data;
         } else {
-            self.waiting.extend_from_slice(&data);
+            self.pending.extend_from_slice(&data);
         }
     }
 }
 
-/// What one step of decoding took.
-enum Piece {
+fn poll_write_all(
+    cx: &mut Context<'_>,
+    to: &mut Io,
+    bytes: &mut impl Buf,
+) -> Poll<Result<(), BodyError>> {
+    while bytes.has_remaining() {
+        let written =
+            ready!(Pin::new(&mut *to).poll_write(cx, bytes.chunk())).map_err(BodyError::Write)?;
+        bytes.advance(written);
+    }
+    Poll::Ready(Ok(()))
+}
+
+/// The result of one decoding step.
+enum Decoded {
     Data(BytesMut),
-    /// The end of a chunked body, with its trailer fields as they were sent.
+    /// The end of a chunked body, with the permitted trailer fields.
     Trailers(BytesMut),
     Nothing,
 }
 
-/// Where in a body the next byte lies.
+/// The state of the decoder: what the next byte belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Decoder {
     Length(u64),
@@ -182,7 +189,7 @@ enum Decoder {
     ChunkEnd,
     Trailers,
     Done,
-    /// Nobody wants the rest.
+    /// The rest is not read.
     Stopped,
 }
 
@@ -200,101 +207,90 @@ impl Decoder {
         self == Self::Done
     }
 
-    fn decode(&mut self, from: &mut BytesMut) -> Result<Piece, &'static str> {
+    fn decode(&mut self, from: &mut BytesMut) -> Result<Decoded, &'static str> {
         match *self {
-            Self::Done | Self::Stopped => Ok(Piece::Nothing),
-            Self::UntilClose => Ok(Piece::Data(from.split())),
-            Self::Length(left) => {
+            Self::Done | Self::Stopped => Ok(Decoded::Nothing),
+            Self::UntilClose => Ok(Decoded::Data(from.split())),
+            Self::Length(left) | Self::ChunkData(left) => {
                 let data = take(from, left);
-                let left = left - data.len() as u64;
-                *self = if left == 0 {
-                    Self::Done
-                } else {
-                    Self::Length(left)
+                *self = match (*self, left - data.len() as u64) {
+                    (Self::Length(_), 0) => Self::Done,
+                    (Self::Length(_), left) => Self::Length(left),
+                    (_, 0) => Self::ChunkEnd,
+                    (_, left) => Self::ChunkData(left),
                 };
-                Ok(Piece::Data(data))
+                Ok(Decoded::Data(data))
             }
             Self::ChunkSize => {
                 let Some(line) = take_line(from, MAX_CHUNK_LINE)? else {
-                    return Ok(Piece::Nothing);
+                    return Ok(Decoded::Nothing);
                 };
                 *self = match parse_chunk_size(&line)? {
                     0 => Self::Trailers,
                     size => Self::ChunkData(size),
                 };
-                Ok(Piece::Nothing)
+                Ok(Decoded::Nothing)
             }
-            Self::ChunkData(left) => {
-                let data = take(from, left);
-                let left = left - data.len() as u64;
-                *self = if left == 0 {
-                    Self::ChunkEnd
-                } else {
-                    Self::ChunkData(left)
-                };
-                Ok(Piece::Data(data))
-            }
+
             Self::ChunkEnd => {
                 let ends = from.starts_with(b"\r\n");
                 if !ends && !b"\r\n".starts_with(from) {
-                    return Err("a chunk is longer than it said");
+                    return Err("a chunk is longer than its size");
                 }
                 if ends {
                     from.advance(2);
                     *self = Self::ChunkSize;
                 }
-                Ok(Piece::Nothing)
+                Ok(Decoded::Nothing)
             }
             Self::Trailers => self.decode_trailers(from),
         }
     }
 
-    fn decode_trailers(&mut self, from: &mut BytesMut) -> Result<Piece, &'static str> {
+    fn decode_trailers(&mut self, from: &mut BytesMut) -> Result<Decoded, &'static str> {
         let end = if from.starts_with(b"\r\n") {
             Some(2)
         } else {
             memchr::memmem::find(from, b"\r\n\r\n").map(|at| at + 4)
         };
         if end.unwrap_or(from.len()) > MAX_TRAILERS {
-            return Err("the trailers are too large");
+            return Err("the trailer section is over 16384 bytes");
         }
         let Some(end) = end else {
-            return Ok(Piece::Nothing);
+            return Ok(Decoded::Nothing);
         };
         let raw = from.split_to(end);
         let mut storage = [httparse::EMPTY_HEADER; 32];
-        let Ok(httparse::Status::Complete((read, fields))) =
-            httparse::parse_headers(&raw, &mut storage)
-        else {
-            return Err("the trailers are malformed");
+        let fields = match httparse::parse_headers(&raw, &mut storage) {
+            Ok(httparse::Status::Complete((read, fields))) if read == end => fields,
+            _ => return Err("the trailers are malformed"),
         };
-        if read != end {
-            return Err("the trailers are malformed");
-        }
         let mut trailers = BytesMut::with_capacity(end);
-        for field in fields.iter().filter(|field| !frames_or_names(field.name)) {
+        let permitted = |field: &&httparse::Header<'_>| !is_forbidden_in_trailers(field.name);
+        for field in fields.iter().filter(permitted) {
             trailers.extend_from_slice(field.name.as_bytes());
             trailers.extend_from_slice(b": ");
             trailers.extend_from_slice(field.value);
             trailers.extend_from_slice(b"\r\n");
         }
         *self = Self::Done;
-        Ok(Piece::Trailers(trailers))
+        Ok(Decoded::Trailers(trailers))
     }
 
-    fn end_of_stream(&mut self) -> Result<(), Broken> {
+    fn end_of_stream(&mut self) -> Result<(), BodyError> {
         match self {
             Self::UntilClose | Self::Done => {
                 *self = Self::Done;
                 Ok(())
             }
-            _ => Err(Broken::Gone),
+            _ => Err(BodyError::SenderClosed),
         }
     }
 }
 
-/// Fields that must not stand in trailers (RFC 9110, section 6.5.1): they would reframe or reroute the message.
-fn frames_or_names(name: &str) -> bool {
+/// Whether the field is forbidden in trailers, because it is necessary for framing, routing or
+/// authentication (RFC 9110, section 6.5.1), or because only the mesh may set it.
+fn is_forbidden_in_trailers(name: &str) -> bool {
     [
         "content-length",
         "transfer-encoding",
@@ -306,7 +302,7 @@ fn frames_or_names(name: &str) -> bool {
         "authorization",
     ]
     .iter()
-    .any(|refused| name.eq_ignore_ascii_case(refused))
+    .any(|forbidden| name.eq_ignore_ascii_case(forbidden))
         || is_called_by(name.as_bytes())
         || is_mesh_error(name.as_bytes())
 }
@@ -325,9 +321,9 @@ fn take_line(from: &mut BytesMut, limit: usize) -> Result<Option<BytesMut>, &'st
             line.truncate(at - 1);
             Ok(Some(line))
         }
-        Some(at) if at <= limit => Err("a chunk's size ends without CR LF"),
+        Some(at) if at <= limit => Err("a chunk-size line ends without CR LF"),
         None if from.len() <= limit => Ok(None),
-        _ => Err("the line of a chunk's size is too long"),
+        _ => Err("a chunk-size line is too long"),
     }
 }
 
@@ -338,53 +334,54 @@ fn parse_chunk_size(line: &[u8]) -> Result<u64, &'static str> {
         .unwrap_or_default()
         .trim_ascii_end();
     if digits.is_empty() || digits.len() > 16 || !digits.iter().all(u8::is_ascii_hexdigit) {
-        return Err("a chunk's size is not a hexadecimal number of at most 16 digits");
+        return Err("a chunk size is not a hexadecimal number of at most 16 digits");
     }
     if line
         .iter()
         .any(|byte| byte.is_ascii_control() && *byte != b'\t')
     {
-        return Err("a chunk's extension has a forbidden byte");
+        return Err("a chunk extension has a forbidden byte");
     }
-    let text = std::str::from_utf8(digits).map_err(|_| "a chunk's size is not text")?;
-    u64::from_str_radix(text, 16).map_err(|_| "a chunk's size is too large")
+    let text = std::str::from_utf8(digits).map_err(|_| "a chunk size is not text")?;
+    u64::from_str_radix(text, 16).map_err(|_| "a chunk size is too large")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Feeds `input` in pieces of `step` bytes; gives what was framed anew, and what is left over.
-    fn reframe(framing: Framing, input: &[u8], step: usize) -> Result<(String, String), String> {
+    /// Relays `input` in pieces of `step` bytes. Returns the encoded body and the remaining input.
+    fn relay(framing: Framing, input: &[u8], step: usize) -> Result<(String, String), String> {
         let mut relay = Relay::new(framing, BytesMut::new(), false);
         let mut from = BytesMut::new();
         let mut body = Vec::new();
         for piece in input.chunks(step) {
             from.extend_from_slice(piece);
-            let taken = relay.take_buffered(&mut from, &mut |data| body.extend_from_slice(data));
-            taken.map_err(|broken| format!("{broken:?}"))?;
+            relay
+                .decode_buffered(&mut from, &mut |data| body.extend_from_slice(data))
+                .map_err(|error| format!("{error:?}"))?;
         }
         assert!(
             relay.is_read(),
-            "the body has not ended: {:?}",
+            "the body is incomplete: {:?}",
             relay.decoder
         );
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-        Ok((text(&relay.waiting), text(&from)))
+        Ok((text(&relay.pending), text(&from)))
     }
 
     #[test]
-    fn a_length_takes_no_byte_too_many() {
+    fn length_leaves_the_next_request_unread() {
         for step in 1..12 {
-            let (framed, left) = reframe(Framing::Length(5), b"helloGET /", step).unwrap();
-            assert_eq!((framed.as_str(), left.as_str()), ("hello", "GET /"));
+            let (encoded, left) = relay(Framing::Length(5), b"helloGET /", step).unwrap();
+            assert_eq!((encoded.as_str(), left.as_str()), ("hello", "GET /"));
         }
     }
 
     #[test]
-    fn chunks_are_framed_anew_with_their_trailers() {
+    fn encodes_chunks_again_with_permitted_trailers() {
         let input = b"3;ext=\"x\"\r\nabc\r\n0A \r\n0123456789\r\n0\r\nX-Sum: 9\r\nContent-Length: 3\r\nX.Called.By: a\r\nX-Mesh-Error: b\r\n\r\nrest";
-        let whole = reframe(Framing::Chunked, input, input.len()).unwrap();
+        let whole = relay(Framing::Chunked, input, input.len()).unwrap();
         assert_eq!(
             whole,
             (
@@ -393,14 +390,14 @@ mod tests {
             )
         );
         for step in 1..7 {
-            let (framed, left) = reframe(Framing::Chunked, input, step).unwrap();
-            assert!(framed.ends_with("0\r\nX-Sum: 9\r\n\r\n"), "{framed}");
+            let (encoded, left) = relay(Framing::Chunked, input, step).unwrap();
+            assert!(encoded.ends_with("0\r\nX-Sum: 9\r\n\r\n"), "{encoded}");
             assert_eq!(left, "rest");
         }
     }
 
     #[test]
-    fn absurd_chunks_are_refused() {
+    fn rejects_malformed_chunks() {
         for input in [
             "\r\n",
             "g\r\n",
@@ -416,7 +413,7 @@ mod tests {
             let mut relay = Relay::new(Framing::Chunked, BytesMut::new(), false);
             assert!(
                 relay
-                    .take_buffered(&mut BytesMut::from(input), &mut |_| {})
+                    .decode_buffered(&mut BytesMut::from(input), &mut |_| {})
                     .is_err()
                     || !relay.is_read(),
                 "{input:?}"
@@ -426,13 +423,13 @@ mod tests {
         let mut relay = Relay::new(Framing::Chunked, BytesMut::new(), false);
         assert!(
             relay
-                .take_buffered(&mut BytesMut::from(&endless[..]), &mut |_| {})
+                .decode_buffered(&mut BytesMut::from(&endless[..]), &mut |_| {})
                 .is_err()
         );
     }
 
     #[test]
-    fn a_close_ends_only_what_may_end_so() {
+    fn close_ends_only_bodies_without_length() {
         assert!(Decoder::new(Framing::UntilClose).end_of_stream().is_ok());
         assert!(Decoder::new(Framing::Length(3)).end_of_stream().is_err());
         assert!(Decoder::new(Framing::Chunked).end_of_stream().is_err());

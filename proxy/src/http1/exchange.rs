@@ -8,9 +8,9 @@ use std::time::Instant;
 
 use bytes::{Bytes, BytesMut};
 use http::StatusCode;
-use tokio::io::AsyncWriteExt;
+use tokio::io::{AsyncWrite, AsyncWriteExt};
 
-use super::body::{Broken, Relay};
+use super::body::{BodyError, Relay};
 use super::head::{Framing, Refused, RequestHead, ResponseHead, Version, find_end};
 use crate::balance::Endpoint;
 use crate::copy;
@@ -104,11 +104,11 @@ impl<'a> Exchange<'a> {
         let unread = self.client.unread();
         let taken = self
             .upload
-            .take_buffered(unread, &mut |data| record.request_body(data));
+            .decode_buffered(unread, &mut |data| record.request_body(data));
         if let Err(broken) = taken {
             return self.fail(&request_failure(&broken)).await;
         }
-        self.first = self.upload.take_waiting();
+        self.first = self.upload.take_pending();
         self.replayable = self.upload.is_read();
         // 5. Route, 6. balance, 7. connect, 8. serve.
         match forward(&mut self, &flow).await {
@@ -132,7 +132,7 @@ impl<'a> Exchange<'a> {
                 reason: reason.to_owned(),
             })
         };
-        self.upload.send_first(self.first.clone());
+        self.upload.set_prefix(self.first.clone());
         self.sent = true;
         loop {
             let mut scanned = 0;
@@ -212,8 +212,8 @@ impl<'a> Exchange<'a> {
         match self.upload.poll(cx, self.client, upstream, seen) {
             Poll::Pending => return Ok(Poll::Pending),
             Poll::Ready(Ok(())) => self.record.dump(|dump| dump.request_end()),
-            Poll::Ready(Err(Broken::Writing(_))) => self.upload.stop(),
-            Poll::Ready(Err(Broken::Gone)) => return Err(Ended::Client),
+            Poll::Ready(Err(BodyError::Write(_))) => self.upload.stop(),
+            Poll::Ready(Err(BodyError::SenderClosed)) => return Err(Ended::Client),
             Poll::Ready(Err(broken)) => return Err(Ended::BadRequest(request_failure(&broken))),
         }
         Ok(Poll::Ready(()))
@@ -233,7 +233,7 @@ impl<'a> Exchange<'a> {
             Poll::Ready(Ok(0)) => {
                 self.client_ended = true;
                 // An error means that the upstream has closed: the next read tells.
-                let _ = upstream.poll_half_close(cx);
+                let _ = Pin::new(&mut *upstream).poll_shutdown(cx);
                 Poll::Pending
             }
             Poll::Ready(Ok(_)) | Poll::Pending => Poll::Pending,
@@ -295,7 +295,7 @@ impl<'a> Exchange<'a> {
             |cx| match self.poll_relay(cx, &mut upstream, &mut download) {
                 Poll::Pending => {
                     let expiry = expiry.get_or_insert_with(|| flow.expiry(self.client, &upstream));
-                    Pin::new(expiry).poll(cx).map(|()| Err(Broken::Expired))
+                    Pin::new(expiry).poll(cx).map(|()| Err(BodyError::Expired))
                 }
                 relayed => relayed,
             },
@@ -309,7 +309,7 @@ impl<'a> Exchange<'a> {
                 self.record.cut_off(&broken.to_string());
                 // The client sees that the response is cut off, as without the mesh.
                 return Outcome::After(match broken {
-                    Broken::Expired => After::Reset(upstream),
+                    BodyError::Expired => After::Reset(upstream),
                     _ => After::Closed,
                 });
             }
@@ -336,9 +336,9 @@ impl<'a> Exchange<'a> {
         cx: &mut Context<'_>,
         upstream: &mut Io,
         download: &mut Relay,
-    ) -> Poll<Result<(), Broken>> {
+    ) -> Poll<Result<(), BodyError>> {
         if let Err(Ended::Client) = self.poll_upload(cx, upstream) {
-            return Poll::Ready(Err(Broken::Gone));
+            return Poll::Ready(Err(BodyError::SenderClosed));
         }
         let record = &mut self.record;
         download.poll(cx, upstream, self.client, &mut |data| {
@@ -349,7 +349,7 @@ impl<'a> Exchange<'a> {
     /// Copies the bytes of another protocol both ways.
     async fn tunnel(mut self, mut upstream: Io) -> After {
         let mut expiry = self.record.flow.expiry(self.client, &upstream);
-        let copied = copy::both(self.client, &mut upstream, None, &mut expiry).await;
+        let copied = copy::bidirectional(self.client, &mut upstream, None, &mut expiry).await;
         self.record.tunnel(copied.sent, copied.received);
         if copied.expired {
             After::Reset(upstream)
@@ -478,10 +478,10 @@ impl From<Refused> for Ended {
     }
 }
 
-fn request_failure(broken: &Broken) -> Failure {
+fn request_failure(broken: &BodyError) -> Failure {
     match broken {
-        Broken::Malformed(reason) => Failure::BadRequest(reason),
-        Broken::Writing(_) | Broken::Gone | Broken::Expired => {
+        BodyError::Malformed(reason) => Failure::BadRequest(reason),
+        BodyError::Write(_) | BodyError::SenderClosed | BodyError::Expired => {
             Failure::BadRequest("the request ended early")
         }
     }

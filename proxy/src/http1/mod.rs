@@ -13,7 +13,7 @@ use std::rc::Rc;
 use std::task::Poll;
 use std::time::Duration;
 
-use tokio::io::AsyncWriteExt;
+use tokio::io::{AsyncWrite, AsyncWriteExt};
 use tokio::time::{Instant, timeout, timeout_at};
 
 use self::exchange::{After, Exchange, reply};
@@ -78,7 +78,7 @@ async fn read_request(
             poll_fn(|cx| match client.poll_fill(cx) {
                 Poll::Pending => end.as_mut().poll(cx).map(|()| {
                     // An error means that the client has closed.
-                    let _ = client.poll_half_close(cx);
+                    let _ = Pin::new(&mut *client).poll_shutdown(cx);
                     Ok(0)
                 }),
                 filled => filled,

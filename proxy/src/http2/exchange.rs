@@ -1,5 +1,6 @@
-//! One stream: a request, its response, and both bodies at the same time. A reset of either side reaches
-//! the other one at once and with the same code: gRPC's cancellation and deadlines depend on it.
+//! One stream: a request, its response, and both bodies at the same time. A reset of either side
+//! reaches the other one at once and with the same code: gRPC's cancellation and deadlines depend
+//! on it.
 
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
@@ -16,7 +17,7 @@ use http::{Method, Request, Response};
 
 use super::Stream;
 use super::head;
-use super::relay::{Broken, Relay, Way, reason};
+use super::relay::{Message, Relay, RelayError, reset_code};
 use crate::balance::Endpoint;
 use crate::dump::Direction;
 use crate::error::Failure;
@@ -28,7 +29,7 @@ use crate::policy::{Admission, is_mesh_error};
 use crate::pool::http2::Lease;
 use crate::record::ExchangeRecord;
 
-/// Carries one request to an endpoint, and the response back.
+/// Forwards one request to an endpoint, and the response to the client.
 pub(super) async fn carry(
     request: Request<RecvStream>,
     respond: SendResponse<Bytes>,
@@ -41,7 +42,7 @@ pub(super) async fn carry(
     record.dump(|dump| dump.request_parts(&parts));
     let exchange = Exchange {
         respond,
-        upload: Relay::new(body, Way::Request),
+        upload: Relay::new(body, Message::Request),
         record,
         is_grpc: head::is_grpc(&parts.headers),
         expects_interim: parts.headers.contains_key(EXPECT),
@@ -70,7 +71,7 @@ struct Exchange {
     client: Stream,
 }
 
-/// How an attempt ends that needs no other one.
+/// The result of an attempt that is not followed by another one.
 enum Outcome {
     /// The response was relayed, or cut off.
     Ended,
@@ -87,21 +88,22 @@ struct Attempt {
     lease: Lease,
 }
 
-/// How waiting for a response ends without one.
+/// Why an attempt ended early.
 enum Ended {
+    /// The client reset the stream.
     Client(Reason),
     Upstream(h2::Error),
 }
 
 impl Exchange {
-    /// Carries the exchange to its end.
+    /// Runs the exchange to its end.
     async fn run(mut self) {
         let flow = self.record.flow.clone();
         // 4. Authorization.
         let request = head::view(&self.parts, !self.upload.is_done());
         match flow.authorize_request(&request) {
             // An exempt probe is the only exchange of its connection.
-            Ok(Admission::Probe) if self.client.has_probed.replace(true) => {
+            Ok(Admission::Probe) if self.client.probed.replace(true) => {
                 return self.fail(&Failure::MtlsRequired);
             }
             Ok(admission) => self.is_probe = admission == Admission::Probe,
@@ -109,8 +111,8 @@ impl Exchange {
         }
         // 5. Route, 6. balance, 7. connect, 8. serve.
         match forward(&mut self, &flow).await {
-            Ok(Outcome::Ended) => self.client.has_ended(),
-            Ok(Outcome::Cancelled) => self.client.was_reset(),
+            Ok(Outcome::Ended) => self.client.record_completed(),
+            Ok(Outcome::Cancelled) => self.client.record_reset(),
             Ok(Outcome::Reset(code)) => {
                 self.cut_off("the application reset the stream", code);
                 self.respond.send_reset(code);
@@ -119,7 +121,7 @@ impl Exchange {
         }
     }
 
-    /// A slot on a connection to the endpoint. None if the client cancels meanwhile.
+    /// Acquires a slot on a connection to the endpoint. None if the client cancels.
     async fn connect(&mut self, endpoint: &Endpoint) -> Option<Result<Lease, Failure>> {
         let worker = self.record.flow.worker.clone();
         let expiry = |io: &Io| worker.expiry(io, Direction::Outbound);
@@ -131,8 +133,8 @@ impl Exchange {
         .await
     }
 
-    /// The peer's proxy replied that its application accepts no connection, there is another endpoint,
-    /// and the request can be sent again.
+    /// Whether to retry: the peer's proxy replied that its application accepts no connection, there
+    /// is another endpoint, and the request can be sent again.
     fn was_not_delivered(&mut self, response: &http::response::Parts, is_peer: bool) -> bool {
         let (flow, attempts) = (&self.record.flow, self.record.attempts.count);
         flow.direction == Direction::Outbound
@@ -149,7 +151,7 @@ impl Exchange {
         cx: &mut Context<'_>,
         attempt: &mut Attempt,
     ) -> Poll<Result<Response<RecvStream>, Ended>> {
-        self.client.note_progress();
+        self.client.record_progress();
         if let Err(code) = self.poll_upload(cx, &mut attempt.to_upstream) {
             return Poll::Ready(Err(Ended::Client(code)));
         }
@@ -173,8 +175,8 @@ impl Exchange {
         reset.map(|reset| Err(Ended::Client(reset.unwrap_or(Reason::CANCEL))))
     }
 
-    /// Relays the request's body. Fails with the client's code. An upstream that reads no more may have
-    /// responded already: that is not an error yet.
+    /// Relays the request's body. Fails with the client's code. An upstream that reads no more may
+    /// have responded already: that is not an error yet.
     fn poll_upload(
         &mut self,
         cx: &mut Context<'_>,
@@ -185,8 +187,8 @@ impl Exchange {
         }
         match self.upload.poll(cx, to_upstream, &mut self.record) {
             Poll::Pending | Poll::Ready(Ok(())) => {}
-            Poll::Ready(Err(Broken::To)) => self.upload.stop(),
-            Poll::Ready(Err(Broken::From(error))) => return Err(reason(&error)),
+            Poll::Ready(Err(RelayError::ReceiverClosed)) => self.upload.stop(),
+            Poll::Ready(Err(RelayError::Sender(error))) => return Err(reset_code(&error)),
         }
         Ok(())
     }
@@ -202,7 +204,7 @@ impl Exchange {
         self.record.response(parts.status);
         self.record.dump(|dump| dump.response_parts(&parts));
         let from_proxy = attempt.lease.is_secured();
-        let mut download = Relay::new(body, Way::Response { from_proxy });
+        let mut download = Relay::new(body, Message::Response { from_proxy });
         let is_grpc = self.is_grpc && head::is_grpc(&parts.headers);
         let head = Response::from_parts(parts, ());
         let Ok(mut to_client) = self.respond.send_response(head, download.is_done()) else {
@@ -216,10 +218,10 @@ impl Exchange {
         self.record.attempts.end();
         match relayed {
             Ok(()) => {
-                let is_whole = self.upload.is_whole();
+                let is_complete = self.upload.is_complete();
                 self.record.dump(|dump| {
                     dump.response_end();
-                    if is_whole {
+                    if is_complete {
                         dump.request_end();
                     }
                 });
@@ -245,18 +247,18 @@ impl Exchange {
         download: &mut Relay,
         to_client: &mut SendStream<Bytes>,
     ) -> Poll<Result<(), Ended>> {
-        self.client.note_progress();
+        self.client.record_progress();
         if let Err(code) = self.poll_upload(cx, to_upstream) {
             return Poll::Ready(Err(Ended::Client(code)));
         }
         if !download.is_done() {
             match download.poll(cx, to_client, &mut self.record) {
                 Poll::Ready(Ok(())) => {}
-                Poll::Ready(Err(Broken::From(error))) => {
+                Poll::Ready(Err(RelayError::Sender(error))) => {
                     return Poll::Ready(Err(Ended::Upstream(error)));
                 }
-                // If the client has closed its stream, this tells how.
-                Poll::Ready(Err(Broken::To)) | Poll::Pending => {
+                // If the client has closed its stream, this returns the error code.
+                Poll::Ready(Err(RelayError::ReceiverClosed)) | Poll::Pending => {
                     return to_client
                         .poll_reset(cx)
                         .map(|reset| Err(Ended::Client(reset.unwrap_or(Reason::CANCEL))));
@@ -280,31 +282,27 @@ impl Exchange {
         endpoint: &Endpoint,
         reused: bool,
     ) -> Result<Outcome, AttemptError> {
-        let (address, text) = (endpoint.address, error.to_string());
-        let closed = Failure::UpstreamClosed {
-            address,
-            reason: text.clone(),
-        };
+        let (address, reason) = (endpoint.address, error.to_string());
         // The peer has not processed this stream.
         let refused = error.reason() == Some(Reason::REFUSED_STREAM);
-        if error.is_remote() && (error.is_go_away() || refused) {
-            return Err(AttemptError {
-                failure: closed,
-                retry: Retry::AnyEndpoint,
-            });
-        }
+        let unprocessed = error.is_remote() && (error.is_go_away() || refused);
         match error.reason() {
-            Some(code) if error.is_remote() => Ok(Outcome::Reset(code)),
-            Some(_) if error.is_library() => Err(AttemptError::last(Failure::UpstreamMalformed {
-                address,
-                reason: text,
-            })),
-            // A pooled connection may be closed just when it is used.
-            _ if reused && self.parts.method.is_idempotent() => Err(AttemptError {
-                failure: closed,
-                retry: Retry::AnyEndpoint,
-            }),
-            _ => Err(AttemptError::last(closed)),
+            Some(code) if error.is_remote() && !unprocessed => Ok(Outcome::Reset(code)),
+            Some(_) if error.is_library() => {
+                let failure = Failure::UpstreamMalformed { address, reason };
+                Err(AttemptError::last(failure))
+            }
+            _ => {
+                // The peer may close a pooled connection just when it is used.
+                let stale = reused && self.parts.method.is_idempotent();
+                let failure = Failure::UpstreamClosed { address, reason };
+                let retry = if unprocessed || stale {
+                    Retry::AnyEndpoint
+                } else {
+                    Retry::Never
+                };
+                Err(AttemptError { failure, retry })
+            }
         }
     }
 
@@ -316,7 +314,7 @@ impl Exchange {
         is_grpc: bool,
         to_client: &mut SendStream<Bytes>,
     ) {
-        let code = reason(error);
+        let code = reset_code(error);
         if error.is_reset() && error.is_remote() {
             self.cut_off("the application reset the stream", code);
             return to_client.send_reset(code);
@@ -377,12 +375,10 @@ impl Forward for Exchange {
             None => return Ok(Outcome::Cancelled),
         };
         let address = endpoint.address;
-        if head::extended_protocol(&self.parts).is_some() && !lease.takes_extended_connect() {
+        if head::extended_protocol(&self.parts).is_some() && !lease.supports_extended_connect() {
             let reason = "it does not accept extended CONNECT requests".to_owned();
-            return Err(AttemptError::last(Failure::UpstreamMalformed {
-                address,
-                reason,
-            }));
+            let failure = Failure::UpstreamMalformed { address, reason };
+            return Err(AttemptError::last(failure));
         }
         // 8. Serve.
         self.record.attempts.connected();
@@ -407,11 +403,11 @@ impl Forward for Exchange {
                 return self.failed(&error, endpoint, attempt.lease.is_reused());
             }
         };
-        if attempt.lease.takes_extended_connect() {
+        if attempt.lease.supports_extended_connect() {
             self.record
                 .flow
                 .destination
-                .takes_extended_connect
+                .supports_extended_connect
                 .set(true);
         }
         let (mut parts, body) = response.into_parts();
@@ -429,7 +425,7 @@ impl Forward for Exchange {
             });
         }
         self.record.attempts.answered();
-        self.upload.settle();
+        self.upload.discard_replay();
         let response = Response::from_parts(parts, body);
         Ok(self.relay_response(response, attempt, endpoint).await)
     }

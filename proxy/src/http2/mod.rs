@@ -1,7 +1,9 @@
-//! Steps 4 to 8 for HTTP/2 cleartext with prior knowledge, and so for gRPC: one connection of a client, many streams at once, each
-//! balanced by itself. [`serve`] is the connection, `exchange.rs` a stream; `upstream.rs` has the connections to endpoints.
+//! Steps 4 to 8 for HTTP/2 with prior knowledge, which includes gRPC. [`serve`] serves one client
+//! connection. `exchange.rs` forwards each of its streams independently. `pool/http2.rs` manages
+//! the connections to endpoints.
 //!
-//! What one client's connection can make the proxy hold is bounded by the constants here; a flood ends that connection only.
+//! The constants in this file limit the resources that one client connection uses. A flood closes
+//! only the connection that it arrives on.
 
 mod exchange;
 mod head;
@@ -26,24 +28,26 @@ use crate::flow::Flow;
 use crate::io::Io;
 use crate::lifetime::{Expiry, drained_or};
 use crate::pool::http2::{
-    CONNECTION_WINDOW, MAX_HEADER_LIST, MAX_RESETS_REMEMBERED, SEND_BUFFER, STREAM_WINDOW,
+    CONNECTION_WINDOW, MAX_HEADER_LIST, MAX_LOCAL_RESETS, MAX_SEND_BUFFER, STREAM_WINDOW,
 };
 
-/// Streams that a client may have open at once on one connection.
+/// The maximum number of concurrent streams of a client connection.
 const MAX_STREAMS: u32 = 250;
-/// Streams that a client has opened and reset in one breath.
-const MAX_RESETS_PENDING: usize = 100;
-/// Streams that the proxy had to reset because the client broke the rules.
-const MAX_RESETS_CAUSED: usize = 100;
-/// Streams that a client may reset in a second, where it resets more than it lets come to an end.
-const MAX_RESETS_A_SECOND: u32 = 400;
-/// Bytes that a client may send in a row without anything happening on a stream, besides what the windows of its streams let it
-/// send: pings, settings and the like.
-const MAX_IDLE_TALK: u64 = 256 * 1024;
-/// How long the client's preface may take.
+/// The maximum number of streams that the client has reset before the proxy accepted them.
+const MAX_PENDING_RESETS: usize = 100;
+/// The maximum number of streams that the proxy resets because of protocol errors of the client.
+const MAX_ERROR_RESETS: usize = 100;
+/// The maximum number of streams that the client resets per second, if it resets more than are
+/// completed.
+const MAX_RESETS_PER_SECOND: u32 = 400;
+/// The maximum number of bytes of control frames (PING, SETTINGS, PRIORITY and the like) without
+/// progress on a stream.
+const MAX_CONTROL_BYTES: u64 = 256 * 1024;
+/// How long the proxy waits for the client's preface.
 const PREFACE_TIMEOUT: Duration = Duration::from_secs(10);
-/// A connection without streams for that long (up to twice that) is closed.
-const IDLE: Duration = Duration::from_secs(15 * 60);
+/// How often the proxy checks for streams. A connection that has none at two consecutive checks is
+/// closed.
+const IDLE_CHECK_INTERVAL: Duration = Duration::from_secs(15 * 60);
 
 /// Serves a client's connection until either side ends it.
 pub async fn serve(io: Io, flow: Rc<Flow>) {
@@ -57,29 +61,33 @@ pub async fn serve(io: Io, flow: Rc<Flow>) {
         .await
     {
         Ok(Ok(connection)) => connection,
-        Ok(Err(error)) => return tracing::debug!(peer = %flow.peer, "no HTTP/2 preface: {error}"),
-        Err(_) => return tracing::debug!(peer = %flow.peer, "no HTTP/2 preface in time"),
+        Ok(Err(error)) => {
+            return tracing::debug!(peer = %flow.peer, "invalid HTTP/2 preface: {error}");
+        }
+        Err(_) => {
+            return tracing::debug!(peer = %flow.peer, "timed out waiting for the HTTP/2 preface");
+        }
     };
     let drain = flow.worker.drain.clone();
-    let client = Rc::new(Client::new(flow));
+    let shared = Rc::new(Shared::new(flow));
     let mut retire = pin!(drained_or(&drain, retires_at));
-    let mut serving = Serving {
+    let mut client = ClientConnection {
         connection,
         io: io.clone(),
-        client,
-        talk: 0,
-        tick: Box::pin(sleep(IDLE)),
-        quiet: false,
+        shared,
+        bytes_at_progress: 0,
+        idle_check: Box::pin(sleep(IDLE_CHECK_INTERVAL)),
+        idle: false,
         draining: false,
         flooded: false,
-        takes_extended_connect: false,
+        supports_extended_connect: false,
         expiry,
     };
-    let end = io.drive(|cx| serving.poll(cx, retire.as_mut())).await;
-    drop(serving);
+    let end = io.drive(|cx| client.poll(cx, retire.as_mut())).await;
+    drop(client);
     match end {
         End::Closed => {}
-        End::SentAway => io.linger().await,
+        End::Rejected => io.linger().await,
         End::Expired => io.reset_on_drop(),
     }
 }
@@ -91,41 +99,41 @@ fn settings() -> Builder {
         .max_header_list_size(MAX_HEADER_LIST)
         .initial_window_size(STREAM_WINDOW)
         .initial_connection_window_size(CONNECTION_WINDOW)
-        .max_send_buffer_size(SEND_BUFFER)
-        .max_concurrent_reset_streams(MAX_RESETS_REMEMBERED)
-        .max_pending_accept_reset_streams(MAX_RESETS_PENDING)
-        .max_local_error_reset_streams(Some(MAX_RESETS_CAUSED));
+        .max_send_buffer_size(MAX_SEND_BUFFER)
+        .max_concurrent_reset_streams(MAX_LOCAL_RESETS)
+        .max_pending_accept_reset_streams(MAX_PENDING_RESETS)
+        .max_local_error_reset_streams(Some(MAX_ERROR_RESETS));
     builder
 }
 
-/// How a client's connection ended.
+/// How a client connection ended.
 enum End {
     Closed,
-    /// The client broke the rules, and was told.
-    SentAway,
+    /// The client violated the protocol. The proxy has sent GOAWAY.
+    Rejected,
     /// It reached its maximum age.
     Expired,
 }
 
-/// A client's connection under way.
-struct Serving {
+/// The server side of a client connection.
+struct ClientConnection {
     connection: Connection<Batched, Bytes>,
     io: Batched,
-    client: Rc<Client>,
-    /// Bytes read when something last happened on a stream.
-    talk: u64,
-    tick: Pin<Box<Sleep>>,
-    /// There was no stream at the last tick.
-    quiet: bool,
-    /// No stream is begun any more: the client knows by GOAWAY.
+    shared: Rc<Shared>,
+    /// The number of bytes read at the last progress on a stream.
+    bytes_at_progress: u64,
+    idle_check: Pin<Box<Sleep>>,
+    /// There was no stream at the last check.
+    idle: bool,
+    /// GOAWAY was sent: the client opens no new streams.
     draining: bool,
     flooded: bool,
-    /// The client has been told that it may open WebSockets.
-    takes_extended_connect: bool,
+    /// SETTINGS_ENABLE_CONNECT_PROTOCOL was sent: the client may open WebSockets.
+    supports_extended_connect: bool,
     expiry: Expiry,
 }
 
-impl Serving {
+impl ClientConnection {
     /// Ready when the connection has ended.
     fn poll(
         &mut self,
@@ -135,41 +143,29 @@ impl Serving {
         if Pin::new(&mut self.expiry).poll(cx).is_ready() {
             return Poll::Ready(End::Expired);
         }
-        if !self.draining && (retire.poll(cx).is_ready() || self.client.has_probed.get()) {
+        if !self.draining && (retire.poll(cx).is_ready() || self.shared.probed.get()) {
             self.draining = true;
             self.connection.graceful_shutdown();
         }
-        if !self.takes_extended_connect && self.client.flow.destination.takes_extended_connect.get()
-        {
-            // While the client has yet to acknowledge other settings, the next poll tries again.
-            self.takes_extended_connect = self.connection.enable_connect_protocol().is_ok();
+        let destination = &self.shared.flow.destination;
+        if !self.supports_extended_connect && destination.supports_extended_connect.get() {
+            // Fails until the client has acknowledged earlier settings. Then the next poll tries
+            // again.
+            self.supports_extended_connect = self.connection.enable_connect_protocol().is_ok();
         }
         loop {
             match self.connection.poll_accept(cx) {
                 Poll::Ready(Some(Ok((request, respond)))) => {
-                    self.quiet = false;
-                    self.client.note_progress();
-                    tokio::task::spawn_local(exchange::carry(
-                        request,
-                        respond,
-                        Stream::open(&self.client),
-                    ));
+                    self.idle = false;
+                    self.shared.record_progress();
+                    let stream = Stream::open(&self.shared);
+                    tokio::task::spawn_local(exchange::carry(request, respond, stream));
                 }
                 Poll::Ready(Some(Err(error))) => {
-                    tracing::debug!(peer = %self.client.flow.peer, "the client's connection ended: {error}");
-                    return Poll::Ready(if error.is_library() {
-                        End::SentAway
-                    } else {
-                        End::Closed
-                    });
+                    tracing::debug!(peer = %self.shared.flow.peer, "client connection failed: {error}");
+                    return Poll::Ready(End::rejected_if(error.is_library()));
                 }
-                Poll::Ready(None) => {
-                    return Poll::Ready(if self.flooded {
-                        End::SentAway
-                    } else {
-                        End::Closed
-                    });
-                }
+                Poll::Ready(None) => return Poll::Ready(End::rejected_if(self.flooded)),
                 Poll::Pending if !self.flooded && self.is_flood() => {
                     self.flooded = true;
                     self.connection.abrupt_shutdown(Reason::ENHANCE_YOUR_CALM);
@@ -177,11 +173,12 @@ impl Serving {
                 Poll::Pending => break,
             }
         }
-        while self.tick.as_mut().poll(cx).is_ready() {
-            self.tick.as_mut().reset(tokio::time::Instant::now() + IDLE);
-            self.talk = self.io.read_bytes();
-            let quiet = !self.connection.has_streams();
-            if quiet && self.quiet {
+        while self.idle_check.as_mut().poll(cx).is_ready() {
+            let next_check = tokio::time::Instant::now() + IDLE_CHECK_INTERVAL;
+            self.idle_check.as_mut().reset(next_check);
+            self.bytes_at_progress = self.io.bytes_read();
+            let idle = !self.connection.has_streams();
+            if idle && self.idle {
                 if self.draining {
                     return Poll::Ready(End::Closed);
                 }
@@ -189,104 +186,116 @@ impl Serving {
                 self.connection.graceful_shutdown();
                 cx.waker().wake_by_ref();
             }
-            self.quiet = quiet;
+            self.idle = idle;
         }
         Poll::Pending
     }
 
-    /// The client only makes work.
+    /// Whether the client floods the connection with resets or with control frames.
     fn is_flood(&mut self) -> bool {
-        if self.client.calm_down.take() {
-            tracing::info!(peer = %self.client.flow.peer, "connection closed: it resets streams faster than any of them ends");
+        if self.shared.reset_flood.take() {
+            tracing::info!(peer = %self.shared.flow.peer, "connection closed: stream reset flood");
             return true;
         }
-        let read = self.io.read_bytes();
-        if self.client.progress.take() {
-            self.talk = read;
+        let bytes_read = self.io.bytes_read();
+        if self.shared.progress.take() {
+            self.bytes_at_progress = bytes_read;
         }
-        // Twice a window: small frames are mostly head.
+        // Twice the windows of the open streams: the frame headers of small DATA frames count too.
         let bodies = 2 * u64::from(
             STREAM_WINDOW
-                .saturating_mul(self.client.open.get())
+                .saturating_mul(self.shared.open.get())
                 .min(CONNECTION_WINDOW),
         );
-        let flood = read - self.talk > MAX_IDLE_TALK + bodies;
-        if flood {
-            tracing::info!(peer = %self.client.flow.peer, "connection closed: it talks without any stream moving on");
+        let is_flood = bytes_read - self.bytes_at_progress > MAX_CONTROL_BYTES + bodies;
+        if is_flood {
+            tracing::info!(peer = %self.shared.flow.peer, "connection closed: control-frame flood");
         }
-        flood
+        is_flood
     }
 }
 
-/// What the streams of one client's connection share.
-struct Client {
-    flow: Rc<Flow>,
-    /// Streams under way.
-    open: Cell<u32>,
-    /// Something happened on a stream.
-    progress: Cell<bool>,
-    second: Cell<Instant>,
-    /// Streams that the client reset in this second, and all that ended in it.
-    resets: Cell<u32>,
-    ends: Cell<u32>,
-    calm_down: Cell<bool>,
-    /// A stream was an exempt probe of a strict pod: the connection carries no other.
-    has_probed: Cell<bool>,
+impl End {
+    fn rejected_if(rejected: bool) -> Self {
+        if rejected {
+            Self::Rejected
+        } else {
+            Self::Closed
+        }
+    }
 }
 
-impl Client {
+/// The state that a client connection shares with its streams.
+struct Shared {
+    flow: Rc<Flow>,
+    /// The number of open streams.
+    open: Cell<u32>,
+    /// A stream was opened or polled since the last check for floods.
+    progress: Cell<bool>,
+    /// The start of the second in which `resets` and `completed` count.
+    second_start: Cell<Instant>,
+    /// Streams that the client reset.
+    resets: Cell<u32>,
+    /// Streams that ended with a response.
+    completed: Cell<u32>,
+    reset_flood: Cell<bool>,
+    /// A stream was an exempt probe of a strict pod: the connection carries no other request.
+    probed: Cell<bool>,
+}
+
+impl Shared {
     fn new(flow: Rc<Flow>) -> Self {
         let zero = || Cell::new(0);
         Self {
             flow,
             open: zero(),
             progress: Cell::new(false),
-            second: Cell::new(Instant::now()),
+            second_start: Cell::new(Instant::now()),
             resets: zero(),
-            ends: zero(),
-            calm_down: Cell::new(false),
-            has_probed: Cell::new(false),
+            completed: zero(),
+            reset_flood: Cell::new(false),
+            probed: Cell::new(false),
         }
     }
 
-    fn note_progress(&self) {
+    fn record_progress(&self) {
         self.progress.set(true);
     }
 
-    /// A stream came to its end.
-    fn has_ended(&self) {
-        self.ends.set(self.ends.get().saturating_add(1));
+    /// Counts a stream that ended with a response.
+    fn record_completed(&self) {
+        self.completed.set(self.completed.get().saturating_add(1));
     }
 
-    /// The client reset a stream.
-    fn was_reset(&self) {
+    /// Counts a stream that the client reset.
+    fn record_reset(&self) {
         let now = Instant::now();
-        if now.saturating_duration_since(self.second.get()) > Duration::from_secs(1) {
-            self.second.set(now);
+        if now.saturating_duration_since(self.second_start.get()) > Duration::from_secs(1) {
+            self.second_start.set(now);
             self.resets.set(0);
-            self.ends.set(0);
+            self.completed.set(0);
         }
         self.resets.set(self.resets.get() + 1);
-        if self.resets.get() > MAX_RESETS_A_SECOND && self.resets.get() > self.ends.get() {
-            self.calm_down.set(true);
+        if self.resets.get() > MAX_RESETS_PER_SECOND && self.resets.get() > self.completed.get() {
+            self.reset_flood.set(true);
         }
     }
 }
 
-/// A stream under way, as its connection counts it.
-struct Stream(Rc<Client>);
+/// An open stream. The connection counts it until it is dropped.
+struct Stream(Rc<Shared>);
 
 impl Stream {
-    fn open(client: &Rc<Client>) -> Self {
-        client.open.set(client.open.get() + 1);
-        Self(client.clone())
+    fn open(shared: &Rc<Shared>) -> Self {
+        shared.open.set(shared.open.get() + 1);
+        Self(shared.clone())
     }
 }
 
 impl std::ops::Deref for Stream {
-    type Target = Client;
+    type Target = Shared;
 
-    fn deref(&self) -> &Client {
+    fn deref(&self) -> &Shared {
         &self.0
     }
 }

@@ -1,222 +1,240 @@
-//! One direction of a stream: body and trailers from where they come to where they go. What has arrived is given back to the
-//! sender's window only once it is passed on, so what a slow receiver makes the proxy hold is bounded.
+//! One direction of a stream: relays body and trailers from one connection to another. The proxy
+//! releases the sender's flow-control capacity only after it has sent the bytes on, so a slow
+//! receiver limits the sender.
 
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
 use h2::{Reason, RecvStream, SendStream};
+use http::HeaderMap;
 
 use super::head::remove;
 use crate::dump::pairs;
 use crate::policy::{is_called_by, is_mesh_error};
 use crate::record::ExchangeRecord;
 
-/// Bytes of a direction that are handed to `h2` without asking whether the receiver has room: a small body takes no detour.
-const FREE: usize = 16 * 1024;
+/// The number of bytes that a relay passes to `h2` before it waits for flow-control capacity. Small
+/// bodies need no wait.
+const MAX_UNRESERVED: usize = 16 * 1024;
 
-/// The way from one stream to another.
+/// One direction of an exchange.
 pub(super) struct Relay {
     from: RecvStream,
-    way: Way,
-    waiting: Bytes,
+    message: Message,
+    /// Bytes that were read and not yet sent.
+    pending: Bytes,
     /// The end of the stream was read.
     ended: bool,
-    done: bool,
-    /// The receiver wants no more.
+    /// The end of the stream was sent.
+    complete: bool,
+    /// The receiver accepts no more bytes.
     stopped: bool,
-    free: usize,
-    /// What was sent, while it may have to be sent again: at most one piece.
-    sent: Sent,
+    /// The number of bytes that may still be sent without flow-control capacity.
+    unreserved: usize,
+    replay: Replay,
 }
 
-enum Sent {
-    Nothing,
-    Kept(Bytes),
-    Gone,
+/// The sent bytes, while another attempt may have to send them again.
+enum Replay {
+    /// Nothing was sent.
+    Empty,
+    /// One DATA frame was sent.
+    Buffered(Bytes),
+    /// More was sent than is buffered, or no other attempt follows.
+    Unavailable,
 }
 
-/// Which half of an exchange is relayed.
+/// The message that is relayed.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum Message {
     Request,
-    /// From a peer's proxy, which may speak for the mesh, or from somebody else.
+    /// `from_proxy`: the sender is an authenticated proxy, whose `x-mesh-error` is kept.
     Response {
         from_proxy: bool,
     },
 }
 
 /// Why a relay ended early.
-pub(super) enum Broken {
-    /// The sender reset its stream, or its connection broke.
-    From(h2::Error),
-    /// The receiver takes no more.
-    To,
+pub(super) enum RelayError {
+    /// The sender reset its stream, or its connection failed.
+    Sender(h2::Error),
+    /// The receiver has closed its stream.
+    ReceiverClosed,
 }
 
 impl Relay {
-    /// `from` is the body; what was sent of a request's first bytes is kept until [`Relay::settle`].
-    pub fn new(from: RecvStream, way: Way) -> Self {
-        let done = from.is_end_stream();
-        let sent = if way == Way::Request {
-            Sent::Nothing
+    /// Creates a relay of the body `from`. The first bytes of a request are buffered for another
+    /// attempt until [`Relay::discard_replay`].
+    pub fn new(from: RecvStream, message: Message) -> Self {
+        let complete = from.is_end_stream();
+        let replay = if message == Message::Request {
+            Replay::Empty
         } else {
-            Sent::Gone
+            Replay::Unavailable
         };
         Self {
             from,
-            way,
-            waiting: Bytes::new(),
-            ended: done,
-            done,
+            message,
+            pending: Bytes::new(),
+            ended: complete,
+            complete,
             stopped: false,
-            free: FREE,
-            sent,
+            unreserved: MAX_UNRESERVED,
+            replay,
         }
     }
 
-    /// Everything was passed on, or nothing more will be.
+    /// Whether the relay has nothing more to send.
     pub fn is_done(&self) -> bool {
-        self.done || self.stopped
+        self.complete || self.stopped
     }
 
-    /// Everything was passed on.
-    pub fn is_whole(&self) -> bool {
-        self.done
+    /// Whether the complete body was sent.
+    pub fn is_complete(&self) -> bool {
+        self.complete
     }
 
-    /// The receiver wants no more: what still comes is not taken.
+    /// Ends the relay early: the receiver accepts no more bytes.
     pub fn stop(&mut self) {
         self.stopped = true;
     }
 
-    /// Nothing will have to be sent again.
-    pub fn settle(&mut self) {
-        self.sent = Sent::Gone;
+    /// Drops the bytes that are buffered for another attempt.
+    pub fn discard_replay(&mut self) {
+        self.replay = Replay::Unavailable;
     }
 
-    /// Begins anew, for another receiver. False where that is impossible: some of what was sent is not there any more.
+    /// Prepares another attempt with another receiver. Returns false if some of the sent bytes are
+    /// not buffered.
     pub fn rewind(&mut self) -> bool {
-        match std::mem::replace(&mut self.sent, Sent::Nothing) {
-            Sent::Gone => {
-                self.sent = Sent::Gone;
+        match std::mem::replace(&mut self.replay, Replay::Empty) {
+            Replay::Unavailable => {
+                self.replay = Replay::Unavailable;
                 return false;
             }
-            Sent::Nothing => {}
-            Sent::Kept(piece) if self.waiting.is_empty() => {
-                self.waiting = piece;
-                self.done = false;
+            Replay::Empty => {}
+            Replay::Buffered(data) if self.pending.is_empty() => {
+                self.pending = data;
+                self.complete = false;
             }
-            Sent::Kept(piece) => {
-                self.waiting = [piece, std::mem::take(&mut self.waiting)].concat().into()
+            Replay::Buffered(data) => {
+                self.pending = [data, std::mem::take(&mut self.pending)].concat().into()
             }
         }
         self.stopped = false;
-        self.free = FREE;
+        self.unreserved = MAX_UNRESERVED;
         true
     }
 
-    /// Passes on what there is. Ready: the end was passed on, too.
+    /// Relays the available bytes. Ready when the end of the stream was sent.
     pub fn poll(
         &mut self,
         cx: &mut Context<'_>,
         to: &mut SendStream<Bytes>,
         record: &mut ExchangeRecord,
-    ) -> Poll<Result<(), Broken>> {
+    ) -> Poll<Result<(), RelayError>> {
         while !self.is_done() {
-            if !self.waiting.is_empty() {
+            if !self.pending.is_empty() {
                 ready!(self.poll_send(cx, to))?;
                 continue;
             }
             match ready!(self.from.poll_data(cx)) {
                 Some(Ok(data)) => {
                     self.ended = self.from.is_end_stream();
-                    match self.way {
-                        Way::Request => record.request_body(&data),
-                        Way::Response { .. } => record.response_body(&data),
+                    match self.message {
+                        Message::Request => record.request_body(&data),
+                        Message::Response { .. } => record.response_body(&data),
                     }
                     if data.is_empty() && self.ended {
                         return Poll::Ready(self.finish(to));
                     }
-                    self.waiting = data;
+                    self.pending = data;
                 }
-                Some(Err(error)) => return Poll::Ready(Err(Broken::From(error))),
+                Some(Err(error)) => return Poll::Ready(Err(RelayError::Sender(error))),
                 None => match ready!(self.from.poll_trailers(cx)) {
-                    Ok(Some(mut trailers)) => {
-                        match self.way {
-                            Way::Request => remove(&mut trailers, is_called_by),
-                            Way::Response { from_proxy: false } => {
-                                remove(&mut trailers, is_mesh_error)
-                            }
-                            Way::Response { from_proxy: true } => {}
-                        }
-                        record.dump(|dump| match self.way {
-                            Way::Request => dump.request_trailers(pairs(&trailers)),
-                            Way::Response { .. } => dump.response_trailers(pairs(&trailers)),
-                        });
-                        self.sent = Sent::Gone;
-                        self.done = true;
-                        return Poll::Ready(to.send_trailers(trailers).map_err(|_| Broken::To));
+                    Ok(Some(trailers)) => {
+                        return Poll::Ready(self.finish_with_trailers(trailers, to, record));
                     }
                     Ok(None) => return Poll::Ready(self.finish(to)),
-                    Err(error) => return Poll::Ready(Err(Broken::From(error))),
+                    Err(error) => return Poll::Ready(Err(RelayError::Sender(error))),
                 },
             }
         }
         Poll::Ready(Ok(()))
     }
 
-    /// Sends what waits, as far as the receiver has room.
+    /// Sends pending bytes within the receiver's flow-control capacity.
     fn poll_send(
         &mut self,
         cx: &mut Context<'_>,
         to: &mut SendStream<Bytes>,
-    ) -> Poll<Result<(), Broken>> {
-        let waiting = self.waiting.len();
-        let room = if waiting <= self.free {
-            self.free -= waiting;
-            waiting
+    ) -> Poll<Result<(), RelayError>> {
+        let pending = self.pending.len();
+        let capacity = if pending <= self.unreserved {
+            self.unreserved -= pending;
+            pending
         } else {
-            to.reserve_capacity(waiting);
+            to.reserve_capacity(pending);
             match to.capacity() {
                 0 => match ready!(to.poll_capacity(cx)) {
-                    Some(Ok(room)) => room,
-                    Some(Err(_)) | None => return Poll::Ready(Err(Broken::To)),
+                    Some(Ok(capacity)) => capacity,
+                    Some(Err(_)) | None => return Poll::Ready(Err(RelayError::ReceiverClosed)),
                 },
-                room => room,
+                capacity => capacity,
             }
         };
-        let piece = if room >= waiting {
-            std::mem::take(&mut self.waiting)
+        let data = if capacity >= pending {
+            std::mem::take(&mut self.pending)
         } else {
-            self.waiting.split_to(room)
+            self.pending.split_to(capacity)
         };
-        let (length, last) = (piece.len(), self.ended && self.waiting.is_empty());
-        self.keep(&piece);
-        to.send_data(piece, last).map_err(|_| Broken::To)?;
-        self.done = last;
-        // Only a stream that is closed does not want to know.
+        let (length, last) = (data.len(), self.ended && self.pending.is_empty());
+        self.replay = match self.replay {
+            Replay::Empty if length <= MAX_UNRESERVED => Replay::Buffered(data.clone()),
+            _ => Replay::Unavailable,
+        };
+        to.send_data(data, last)
+            .map_err(|_| RelayError::ReceiverClosed)?;
+        self.complete = last;
+        // Fails only if the sender's stream is closed.
         let _ = self.from.flow_control().release_capacity(length);
         Poll::Ready(Ok(()))
     }
 
-    /// What is about to be sent may have to be sent again, as long as it is the first that is sent at all.
-    fn keep(&mut self, piece: &Bytes) {
-        self.sent = match self.sent {
-            Sent::Nothing if piece.len() <= FREE => Sent::Kept(piece.clone()),
-            _ => Sent::Gone,
-        };
+    /// Sends the end of the stream.
+    fn finish(&mut self, to: &mut SendStream<Bytes>) -> Result<(), RelayError> {
+        self.ended = true;
+        self.complete = true;
+        to.send_data(Bytes::new(), true)
+            .map_err(|_| RelayError::ReceiverClosed)
     }
 
-    /// Ends the stream where its end came alone.
-    fn finish(&mut self, to: &mut SendStream<Bytes>) -> Result<(), Broken> {
-        self.ended = true;
-        self.done = true;
-        to.send_data(Bytes::new(), true).map_err(|_| Broken::To)
+    /// Sends the trailers, without the fields that only the mesh may set.
+    fn finish_with_trailers(
+        &mut self,
+        mut trailers: HeaderMap,
+        to: &mut SendStream<Bytes>,
+        record: &mut ExchangeRecord,
+    ) -> Result<(), RelayError> {
+        match self.message {
+            Message::Request => remove(&mut trailers, is_called_by),
+            Message::Response { from_proxy: false } => remove(&mut trailers, is_mesh_error),
+            Message::Response { from_proxy: true } => {}
+        }
+        record.dump(|dump| match self.message {
+            Message::Request => dump.request_trailers(pairs(&trailers)),
+            Message::Response { .. } => dump.response_trailers(pairs(&trailers)),
+        });
+        self.replay = Replay::Unavailable;
+        self.complete = true;
+        to.send_trailers(trailers)
+            .map_err(|_| RelayError::ReceiverClosed)
     }
 }
 
-/// The code to pass on for a stream that broke: the peer's own, where it gave one.
-pub(super) fn reason(error: &h2::Error) -> Reason {
+/// The error code for a stream whose other end failed: that of the peer's reset if there is one,
+/// else CANCEL.
+pub(super) fn reset_code(error: &h2::Error) -> Reason {
     match error.reason() {
         Some(reason) if error.is_remote() && error.is_reset() && reason != Reason::NO_ERROR => {
             reason

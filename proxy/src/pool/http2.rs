@@ -1,5 +1,6 @@
-//! The HTTP/2 connections of one worker to one endpoint. Many streams share one; another one is opened
-//! when the peer allows no more streams on it. A connection lives in a task of its own.
+//! The HTTP/2 connections of one worker to one endpoint. Streams share a connection. A new
+//! connection is opened if the open ones have reached the peer's SETTINGS_MAX_CONCURRENT_STREAMS.
+//! Each connection has its own task.
 
 use std::cell::{Cell, RefCell};
 use std::pin::Pin;
@@ -25,65 +26,68 @@ use crate::tls::{Alpn, Tls};
 pub const MAX_HEADER_LIST: u32 = 64 * 1024;
 /// The flow-control window of a stream.
 pub const STREAM_WINDOW: u32 = 256 * 1024;
-/// The flow-control window of a connection: 32 streams whose receivers read nothing.
+/// The flow-control window of a connection: 32 streams whose receivers do not read.
 pub const CONNECTION_WINDOW: u32 = 32 * STREAM_WINDOW;
-/// Bytes of one stream that wait to be written.
-pub const SEND_BUFFER: usize = 64 * 1024;
-/// Streams reset by the proxy whose late frames are not an error.
-pub const MAX_RESETS_REMEMBERED: usize = 200;
+/// The maximum number of unwritten bytes of one stream.
+pub const MAX_SEND_BUFFER: usize = 64 * 1024;
+/// The maximum number of streams that the proxy has reset and whose late frames it ignores.
+pub const MAX_LOCAL_RESETS: usize = 200;
 
-/// Connections to one endpoint; where all of them are full, streams are turned away.
+/// The maximum number of connections to one endpoint. If all have no free slot, the proxy rejects
+/// requests.
 const MAX_CONNECTIONS: usize = 64;
-/// Streams that a peer is taken to allow until it has said how many.
-const ASSUMED_MAX_STREAMS: usize = 100;
-/// A connection that no stream has used for this long is closed.
-const KEEP_IDLE: Duration = Duration::from_secs(60);
-/// A connection with open streams on which nothing was read for this long is pinged, and given up after twice that.
-const SILENCE: Duration = Duration::from_secs(20);
+/// The maximum number of concurrent streams until the peer's SETTINGS frame arrives.
+const INITIAL_MAX_STREAMS: usize = 100;
+/// How long a connection without streams stays open.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long the peer of a connection with open streams may be silent before the proxy sends a PING.
+/// After the same time again without a byte the proxy closes the connection.
+const READ_IDLE_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A worker's HTTP/2 connections to one endpoint.
 #[derive(Default)]
 pub struct Connections {
     open: RefCell<Vec<Rc<Connection>>>,
     closed: Cell<bool>,
-    /// One dials, the others wait for what comes of it.
+    /// Serializes dialing: concurrent requests share the connection, or the failure.
     dialing: Mutex<()>,
     dials: Cell<u64>,
-    last_dial: RefCell<Option<Failure>>,
+    last_failure: RefCell<Option<Failure>>,
 }
 
-/// One connection. Its task ends when nobody holds it any more.
+/// One connection. Its task ends when the last handle is dropped.
 pub(super) struct Connection {
     sender: RefCell<SendRequest<Bytes>>,
     is_secured: bool,
     streams: Cell<usize>,
-    /// It has carried a stream that has ended, so that it may have died meanwhile.
+    /// A stream on the connection has ended. The peer may have closed the connection since.
     reused: Cell<bool>,
     health: RefCell<Health>,
     lifetime: Option<Lifetime>,
-    /// It takes no new streams: its lifetime is over.
+    /// The lifetime is over: the connection accepts no new streams.
     retired: Cell<bool>,
     task: AbortHandle,
 }
 
-/// What [`Connections::sweep`] looks at.
+/// The liveness of a connection, updated by [`Connections::maintain`].
 struct Health {
     io: Batched,
     ping: Option<PingPong>,
+    /// A PING frame was sent and not yet acknowledged.
     pinged: bool,
-    read_bytes: u64,
-    /// When it was last seen to be read from, or to be free of streams.
-    heard: Instant,
-    used: Instant,
+    bytes_read: u64,
+    /// When the connection last received bytes, or had no streams.
+    last_read: Instant,
+    last_used: Instant,
 }
 
-/// A place for one stream on a connection, given back on drop.
+/// A slot for one stream on a connection. Released on drop.
 pub struct Lease {
     connection: Rc<Connection>,
 }
 
 impl Connections {
-    /// A slot for a stream, on a new connection if no open one has one.
+    /// Acquires a slot for a stream. Opens a connection if no open one has a free slot.
     pub(super) async fn lease(
         &self,
         remote: &Remote,
@@ -94,11 +98,11 @@ impl Connections {
             return Ok(lease);
         }
         let dials = self.dials.get();
-        let _turn = self.dialing.lock().await;
+        let _guard = self.dialing.lock().await;
         if let Some(lease) = self.find() {
             return Ok(lease);
         }
-        if let (true, Some(failure)) = (self.dials.get() != dials, &*self.last_dial.borrow()) {
+        if let (true, Some(failure)) = (self.dials.get() != dials, &*self.last_failure.borrow()) {
             return Err(failure.clone());
         }
         if self.open.borrow().len() >= MAX_CONNECTIONS {
@@ -106,7 +110,7 @@ impl Connections {
         }
         let dialed = open(remote, tls, expiry).await;
         self.dials.set(self.dials.get() + 1);
-        self.last_dial.replace(dialed.as_ref().err().cloned());
+        self.last_failure.replace(dialed.as_ref().err().cloned());
         let connection = dialed?;
         if !self.closed.get() {
             self.open.borrow_mut().push(connection.clone());
@@ -114,69 +118,72 @@ impl Connections {
         Ok(Lease::new(connection))
     }
 
-    /// Looks after the connections: to be called every few seconds. Idle ones are closed, silent ones pinged and given up, and those
-    /// whose lifetime is over get no new streams.
-    pub fn sweep(&self, now: Instant) {
+    /// Closes idle connections, retires those whose lifetime is over, and checks the liveness of
+    /// the others. The worker calls it every few seconds.
+    pub fn maintain(&self, now: Instant) {
         self.open
             .borrow_mut()
-            .retain(|connection| connection.is_worth_keeping(now));
+            .retain(|connection| connection.maintain(now));
     }
 
-    /// Lets go of all connections, and from now on of new ones. Streams under way end in peace.
+    /// Releases all connections, and those that are opened later. Open streams continue.
     pub fn close(&self) {
         self.closed.set(true);
         self.open.take();
     }
 
-    /// How many connections are open.
+    /// The number of open connections.
     pub fn len(&self) -> usize {
         self.open.borrow().len()
     }
 
-    /// Whether there is none.
+    /// Whether no connection is open.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The first connection with room for a stream: those behind it become idle in the end. Dead ones on the way are dropped.
+    /// A slot on the first connection that has one, so that the later ones become idle. Drops
+    /// closed connections.
     fn find(&self) -> Option<Lease> {
         let mut open = self.open.borrow_mut();
         let mut index = 0;
         while let Some(connection) = open.get(index) {
-            match connection.room() {
-                Room::Free => return Some(Lease::new(connection.clone())),
-                Room::Full => index += 1,
-                Room::Dead => drop(open.remove(index)),
+            match connection.capacity() {
+                Capacity::Available => return Some(Lease::new(connection.clone())),
+                Capacity::Exhausted => index += 1,
+                Capacity::Closed => drop(open.remove(index)),
             }
         }
         None
     }
 }
 
-enum Room {
-    Free,
-    Full,
-    Dead,
+/// Whether a connection accepts a new stream.
+enum Capacity {
+    Available,
+    Exhausted,
+    Closed,
 }
 
 impl Connection {
-    fn room(&self) -> Room {
+    fn capacity(&self) -> Capacity {
         if self.retired.get() {
-            return Room::Full;
+            return Capacity::Exhausted;
         }
         let mut sender = self.sender.borrow_mut();
         match sender.poll_ready(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(Ok(())) if self.streams.get() < sender.current_max_send_streams() => {
-                Room::Free
+                Capacity::Available
             }
-            Poll::Ready(Ok(())) | Poll::Pending => Room::Full,
-            // It is broken, or the peer wants no new streams on it.
-            Poll::Ready(Err(_)) => Room::Dead,
+            Poll::Ready(Ok(())) | Poll::Pending => Capacity::Exhausted,
+            // It has failed, or the peer has sent GOAWAY.
+            Poll::Ready(Err(_)) => Capacity::Closed,
         }
     }
 
-    fn is_worth_keeping(&self, now: Instant) -> bool {
-        if matches!(self.room(), Room::Dead) {
+    /// Updates the state of the connection. Returns whether it stays in the pool.
+    fn maintain(&self, now: Instant) -> bool {
+        if matches!(self.capacity(), Capacity::Closed) {
             return false;
         }
         self.retired.set(
@@ -185,25 +192,26 @@ impl Connection {
         );
         let health = &mut *self.health.borrow_mut();
         if self.streams.get() == 0 {
-            health.heard = now;
-            return !self.retired.get() && now.saturating_duration_since(health.used) < KEEP_IDLE;
+            health.last_read = now;
+            let idle = now.saturating_duration_since(health.last_used);
+            return !self.retired.get() && idle < IDLE_TIMEOUT;
         }
-        health.used = now;
-        let keep = health.is_heard(now);
-        if !keep {
-            tracing::debug!("an upstream connection answers no ping: given up");
+        health.last_used = now;
+        let is_alive = health.update(now);
+        if !is_alive {
+            tracing::debug!("upstream connection closed: the peer does not answer PING frames");
             self.task.abort();
         }
-        keep
+        is_alive
     }
 }
 
 impl Health {
-    /// False where the peer is gone without a word.
-    fn is_heard(&mut self, now: Instant) -> bool {
-        let read_bytes = self.io.read_bytes();
-        if read_bytes != self.read_bytes {
-            (self.read_bytes, self.heard) = (read_bytes, now);
+    /// Sends a PING frame if the peer is silent. Returns whether the connection is alive.
+    fn update(&mut self, now: Instant) -> bool {
+        let bytes_read = self.io.bytes_read();
+        if bytes_read != self.bytes_read {
+            (self.bytes_read, self.last_read) = (bytes_read, now);
         }
         let Some(ping) = &mut self.ping else {
             return true;
@@ -215,11 +223,11 @@ impl Health {
         {
             self.pinged = false;
         }
-        let silence = now.saturating_duration_since(self.heard);
-        if silence >= SILENCE && !self.pinged {
+        let silence = now.saturating_duration_since(self.last_read);
+        if silence >= READ_IDLE_TIMEOUT && !self.pinged {
             self.pinged = ping.send_ping(Ping::opaque()).is_ok();
         }
-        silence < 2 * SILENCE
+        silence < 2 * READ_IDLE_TIMEOUT
     }
 }
 
@@ -241,20 +249,20 @@ impl Lease {
             .send_request(request, end_of_stream)
     }
 
-    /// The connection is a peer's, by mutual TLS.
+    /// Whether the connection has mutual TLS: the peer is an authenticated proxy.
     pub fn is_secured(&self) -> bool {
         self.connection.is_secured
     }
 
-    /// The peer takes WebSockets in streams (RFC 8441).
-    pub fn takes_extended_connect(&self) -> bool {
+    /// Whether the peer accepts extended CONNECT requests (RFC 8441), which open WebSockets.
+    pub fn supports_extended_connect(&self) -> bool {
         self.connection
             .sender
             .borrow()
             .is_extended_connect_protocol_enabled()
     }
 
-    /// The connection has carried a stream before.
+    /// Whether the connection has carried another stream before.
     pub fn is_reused(&self) -> bool {
         self.connection.reused.get()
     }
@@ -267,12 +275,12 @@ impl Drop for Lease {
             .set(self.connection.streams.get() - 1);
         self.connection.reused.set(true);
         if self.connection.streams.get() == 0 {
-            self.connection.health.borrow_mut().used = Instant::now();
+            self.connection.health.borrow_mut().last_used = Instant::now();
         }
     }
 }
 
-/// Opens a connection.
+/// Opens a connection and starts its task. `expiry` completes when the connection has to be reset.
 pub(super) async fn open(
     remote: &Remote,
     tls: &Tls,
@@ -286,12 +294,12 @@ pub(super) async fn open(
     let io = Batched::new(io);
     let handshake = h2::client::Builder::new()
         .enable_push(false)
-        .initial_max_send_streams(ASSUMED_MAX_STREAMS)
+        .initial_max_send_streams(INITIAL_MAX_STREAMS)
         .initial_window_size(STREAM_WINDOW)
         .initial_connection_window_size(CONNECTION_WINDOW)
         .max_header_list_size(MAX_HEADER_LIST)
-        .max_concurrent_reset_streams(MAX_RESETS_REMEMBERED)
-        .max_send_buffer_size(SEND_BUFFER)
+        .max_concurrent_reset_streams(MAX_LOCAL_RESETS)
+        .max_send_buffer_size(MAX_SEND_BUFFER)
         .handshake(io.clone());
     let (sender, mut connection) = handshake.await.map_err(|error| Failure::UpstreamClosed {
         address,
@@ -309,7 +317,7 @@ pub(super) async fn open(
                 Poll::Pending => Pin::new(&mut connection).poll(cx),
             });
             if let Err(error) = ended.await {
-                tracing::debug!(%address, "an upstream connection ended: {error}");
+                tracing::debug!(%address, "upstream connection failed: {error}");
             }
         }
     });
@@ -317,9 +325,9 @@ pub(super) async fn open(
         io,
         ping,
         pinged: false,
-        read_bytes: 0,
-        heard: now,
-        used: now,
+        bytes_read: 0,
+        last_read: now,
+        last_used: now,
     };
     Ok(Rc::new(Connection {
         sender: RefCell::new(sender),

@@ -1,5 +1,5 @@
-//! Step 7: the connections of one worker to one endpoint, by identity and protocol. A closed pool (the
-//! endpoint is gone) takes no connection back.
+//! Step 7: the connections of one worker to one endpoint, by identity and protocol. The pool of a
+//! removed endpoint is closed and keeps no connection.
 
 pub mod http2;
 
@@ -13,25 +13,25 @@ use crate::io::Io;
 use crate::lifetime::Expiry;
 use crate::tls::{Alpn, Tls};
 
-/// Idle HTTP/1 connections that are kept per endpoint and worker.
+/// The maximum number of idle HTTP/1 connections per endpoint and worker.
 const MAX_IDLE: usize = 256;
 
 /// The connections to one endpoint.
 pub struct Pool {
-    /// Their far end.
+    /// The address and the identity of the endpoint.
     pub remote: Remote,
-    /// Idle HTTP/1 connections in the order in which they came back: the last one is the warmest.
+    /// Idle HTTP/1 connections, the most recently used last.
     http1: RefCell<Vec<Idle>>,
-    /// HTTP/2 connections: many streams share one.
+    /// HTTP/2 connections.
     pub http2: Connections,
     closed: Cell<bool>,
 }
 
-/// An HTTP/1 connection that no exchange uses.
+/// An HTTP/1 connection for one exchange.
 pub struct Upstream {
     /// The connection.
     pub io: Io,
-    /// It has carried an exchange before: the peer may have closed it since.
+    /// It was idle in the pool, and the peer may have closed it.
     pub reused: bool,
 }
 
@@ -62,8 +62,8 @@ impl Pool {
         }
     }
 
-    /// A slot for a stream on an HTTP/2 connection: on an open one if there is one with a free slot and
-    /// `reuse` is set, else on a new one. `expiry` tells when a new connection has to be reset.
+    /// A slot for a stream on an HTTP/2 connection: on an open one if there is one with a free slot
+    /// and `reuse` is set, else on a new one. `expiry` tells when a new connection has to be reset.
     pub async fn http2(
         &self,
         reuse: bool,
@@ -77,7 +77,7 @@ impl Pool {
         }
     }
 
-    /// The HTTP/1 connection that came back last and still stands. Dead and retired ones on the way to it are dropped.
+    /// The most recently used HTTP/1 connection that is still open. Drops closed and retired ones.
     pub fn checkout_http1(&self, now: Instant) -> Option<Io> {
         let mut idle = self.http1.borrow_mut();
         while let Some(Idle { mut io, .. }) = idle.pop() {
@@ -88,7 +88,8 @@ impl Pool {
         None
     }
 
-    /// Takes an HTTP/1 connection back whose response has ended. Full or closed, it drops it; retired ones are dropped.
+    /// Returns an HTTP/1 connection to the pool after its exchange. Drops it if the pool is full or
+    /// closed, or if the connection is retired.
     pub fn checkin_http1(&self, io: Io, now: Instant) {
         let mut idle = self.http1.borrow_mut();
         if !self.closed.get() && idle.len() < MAX_IDLE && !io.is_retired(now) {
@@ -96,10 +97,10 @@ impl Pool {
         }
     }
 
-    /// Drops the HTTP/1 connections that came back before `older_than`, and those that died or retired meanwhile; looks after the
-    /// others.
+    /// Drops the HTTP/1 connections that are idle since before `older_than`, closed or retired.
+    /// Maintains the HTTP/2 connections.
     pub fn evict_idle(&self, older_than: Instant, now: Instant) {
-        self.http2.sweep(now);
+        self.http2.maintain(now);
         let mut idle = self.http1.borrow_mut();
         idle.retain_mut(|Idle { io, since }| {
             *since >= older_than && !io.is_retired(now) && !io.is_stale()
@@ -109,19 +110,19 @@ impl Pool {
         }
     }
 
-    /// Drops all that is idle, and from now on what comes back. HTTP/2 streams under way end in peace.
+    /// Drops all idle connections, and those that are returned later. Open HTTP/2 streams continue.
     pub fn close(&self) {
         self.closed.set(true);
         self.http1.take();
         self.http2.close();
     }
 
-    /// Whether [`Pool::close`] was called: the endpoint is gone.
+    /// Whether [`Pool::close`] was called: the endpoint was removed.
     pub fn is_closed(&self) -> bool {
         self.closed.get()
     }
 
-    /// How many HTTP/1 connections wait here.
+    /// The number of idle HTTP/1 connections.
     pub fn idle_http1(&self) -> usize {
         self.http1.borrow().len()
     }
@@ -156,7 +157,7 @@ mod tests {
         (near, far)
     }
 
-    /// Waits until the far end's leaving has arrived.
+    /// Waits until the close by the remote end has arrived.
     async fn wait_until_stale(io: &mut Io) {
         let stale = async {
             while !io.is_stale() {
@@ -165,11 +166,11 @@ mod tests {
         };
         tokio::time::timeout(Duration::from_secs(20), stale)
             .await
-            .expect("loopback is not that slow");
+            .expect("the close arrives within 20 s");
     }
 
     #[tokio::test]
-    async fn the_last_one_back_is_the_first_one_out() {
+    async fn reuses_most_recently_used_connection() {
         let (near, _far) = connections(3).await;
         let (pool, now) = (Pool::new(remote()), Instant::now());
         near.into_iter().for_each(|io| pool.checkin_http1(io, now));
@@ -182,21 +183,21 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn connections_that_died_while_idle_are_not_handed_out() {
+    async fn does_not_reuse_closed_connections() {
         let (mut near, mut far) = connections(2).await;
         drop(far.pop());
         wait_until_stale(&mut near[1]).await;
         let pool = Pool::new(remote());
         near.drain(..)
             .for_each(|io| pool.checkin_http1(io, Instant::now()));
-        let mut alive = pool
+        let mut open = pool
             .checkout_http1(Instant::now())
-            .expect("the other one stands");
-        assert!(!alive.is_stale() && pool.idle_http1() == 0);
+            .expect("the other connection is open");
+        assert!(!open.is_stale() && pool.idle_http1() == 0);
     }
 
     #[tokio::test]
-    async fn idle_ones_are_closed_by_age_and_dead_ones_at_once() {
+    async fn evicts_idle_connections_by_age_and_closed_ones_immediately() {
         let (mut near, mut far) = connections(3).await;
         drop(far.pop());
         wait_until_stale(&mut near[2]).await;
@@ -209,7 +210,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_retired_connection_is_not_handed_out_kept_or_taken_back() {
+    async fn drops_retired_connections() {
         let (near, _far) = connections(3).await;
         let (pool, now) = (Pool::new(remote()), Instant::now());
         let after = |seconds| now + Duration::from_secs(seconds);
@@ -221,13 +222,13 @@ mod tests {
             });
             pool.checkin_http1(io, now);
         }
-        assert_eq!(pool.idle_http1(), 2, "the first one has retired");
+        assert_eq!(pool.idle_http1(), 2, "the first one is retired");
         let longest = pool
             .checkout_http1(after(3600))
-            .expect("the last one has not retired");
+            .expect("the last one is not retired");
         assert!(
             pool.checkout_http1(after(3600)).is_none() && pool.idle_http1() == 0,
-            "the second one has"
+            "the second one is retired"
         );
         pool.checkin_http1(longest, after(7199));
         pool.evict_idle(now, after(7199));
@@ -237,19 +238,20 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_closed_pool_holds_nothing_and_takes_nothing() {
+    async fn closed_pool_keeps_no_connections() {
         let (near, _far) = connections(2).await;
         let (pool, mut near) = (Pool::new(remote()), near.into_iter());
-        let mut back = || pool.checkin_http1(near.next().expect("two were made"), Instant::now());
-        back();
+        let mut checkin =
+            || pool.checkin_http1(near.next().expect("two connections"), Instant::now());
+        checkin();
         pool.close();
         assert_eq!(pool.idle_http1(), 0);
-        back();
+        checkin();
         assert!(pool.is_closed() && pool.checkout_http1(Instant::now()).is_none());
     }
 
     #[tokio::test]
-    async fn no_more_than_the_limit_stay() {
+    async fn keeps_at_most_max_idle_connections() {
         let (near, _far) = connections(MAX_IDLE + 1).await;
         let pool = Pool::new(remote());
         near.into_iter()

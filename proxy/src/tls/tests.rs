@@ -628,7 +628,7 @@ fn retired_http2_connection_finishes_streams_and_accepts_no_new_ones() {
             .pool
             .http2;
         let retired = Instant::now() + Duration::from_secs(70 * 60);
-        pool.sweep(retired);
+        pool.maintain(retired);
         assert_eq!(pool.len(), 1);
         let mut client = client.ready().await.unwrap();
         assert_eq!(
@@ -645,7 +645,7 @@ fn retired_http2_connection_finishes_streams_and_accepts_no_new_ones() {
         go.set(true);
         assert_eq!(first.await.unwrap().status(), 200);
         while !pool.is_empty() {
-            pool.sweep(retired);
+            pool.maintain(retired);
             tokio::task::yield_now().await;
         }
     });

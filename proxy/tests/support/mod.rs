@@ -1,4 +1,4 @@
-//! What the proxy's tests share: a worker without listeners, and connections of it that go to a given address.
+//! Shared test support: a worker without listeners, and connections through it.
 #![allow(dead_code, missing_docs, clippy::unwrap_used)]
 
 use std::future::poll_fn;
@@ -24,50 +24,50 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
 
-/// Long enough for a busy machine, short enough for a test that hangs.
-pub const DEADLINE: Duration = Duration::from_secs(20);
+/// The timeout of a test.
+pub const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Runs a test as a worker thread runs: one thread, a local set, a deadline.
+/// Runs a test on one thread with a local set, as a worker runs.
 pub fn on_worker<F: Future<Output = ()>>(test: F) {
-    run(test, false, DEADLINE);
+    run(test, false, TEST_TIMEOUT);
 }
 
-/// The same where time passes at once while nothing else happens: timeouts take no time.
+/// Like [`on_worker`], with paused time: timers fire as soon as the runtime is idle.
 pub fn on_worker_without_waiting<F: Future<Output = ()>>(test: F) {
     run(test, true, Duration::from_secs(3600));
 }
 
-/// The same where the test jumps ahead in time: its deadline does not.
+/// Like [`on_worker`], for tests that call [`jump`]. Their timeout uses real time.
 pub fn on_worker_with_jumps<F: Future<Output = ()>>(test: F) {
     let (expire, expired) = tokio::sync::oneshot::channel();
     std::thread::spawn(move || {
-        std::thread::sleep(DEADLINE);
+        std::thread::sleep(TEST_TIMEOUT);
         expire.send(())
     });
     let test = async {
         tokio::select! {
             () = test => {}
-            _ = expired => panic!("the test took too long"),
+            _ = expired => panic!("the test timed out"),
         }
     };
     run(test, false, Duration::MAX);
 }
 
-/// Makes all timers due that would be after `by`.
+/// Advances the time of all timers.
 pub async fn jump(by: Duration) {
     tokio::time::pause();
     tokio::time::advance(by).await;
     tokio::time::resume();
 }
 
-/// Waits for a condition that other tasks bring about.
+/// Yields to other tasks until the condition is true.
 pub async fn until(condition: impl Fn() -> bool) {
     while !condition() {
         tokio::task::yield_now().await;
     }
 }
 
-fn run<F: Future<Output = ()>>(test: F, paused: bool, deadline: Duration) {
+fn run<F: Future<Output = ()>>(test: F, paused: bool, test_timeout: Duration) {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .start_paused(paused)
@@ -75,9 +75,9 @@ fn run<F: Future<Output = ()>>(test: F, paused: bool, deadline: Duration) {
         .unwrap();
     let local = tokio::task::LocalSet::new();
     local.block_on(&runtime, async {
-        tokio::time::timeout(deadline, test)
+        tokio::time::timeout(test_timeout, test)
             .await
-            .expect("the test took too long")
+            .expect("the test timed out")
     });
 }
 
@@ -113,18 +113,32 @@ impl Mesh {
         }
     }
 
-    /// A client's connection through the proxy to `destination`.
+    /// An outbound connection through the proxy to `destination`.
     pub async fn connect(&self, destination: &Rc<Destination>) -> TcpStream {
-        self.carry(Direction::Outbound, destination, Caller::App)
+        self.carry(Direction::Outbound, destination, Caller::App, None)
             .await
     }
 
-    /// The connection of somebody who proves nothing, through the proxy to its app at `address`.
+    /// An inbound connection of an unauthenticated peer through the proxy to the app at `address`.
     pub async fn connect_inbound(&self, address: SocketAddr) -> TcpStream {
         self.carry(
             Direction::Inbound,
             &Rc::new(Destination::fixed(address)),
             Caller::Unauthenticated,
+            None,
+        )
+        .await
+    }
+
+    /// An inbound connection of a peer with this lifetime through the proxy to the app at
+    /// `address`, as after the TLS handshake.
+    pub async fn connect_peer(&self, address: SocketAddr, lifetime: Lifetime) -> TcpStream {
+        let identity = "spiffe://cluster.local/ns/shop/sa/web".parse().unwrap();
+        self.carry(
+            Direction::Inbound,
+            &Rc::new(Destination::fixed(address)),
+            Caller::Peer(Rc::new(identity)),
+            Some(lifetime),
         )
         .await
     }
@@ -134,6 +148,7 @@ impl Mesh {
         direction: Direction,
         destination: &Rc<Destination>,
         caller: Caller,
+        lifetime: Option<Lifetime>,
     ) -> TcpStream {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let (client, accepted) = tokio::join!(
@@ -148,34 +163,15 @@ impl Mesh {
             destination: destination.clone(),
             caller,
         };
-        tokio::task::spawn_local(serve(Io::new(stream), flow));
-        client.unwrap()
-    }
-
-    /// A peer's connection with this lifetime through the proxy to the app at `address`. It is as if TLS had been terminated already.
-    pub async fn connect_peer(&self, address: SocketAddr, lifetime: Lifetime) -> TcpStream {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let (client, accepted) = tokio::join!(
-            TcpStream::connect(listener.local_addr().unwrap()),
-            listener.accept()
-        );
-        let (stream, peer) = accepted.unwrap();
-        let flow = Flow {
-            worker: self.worker.clone(),
-            direction: Direction::Inbound,
-            peer,
-            destination: Rc::new(Destination::fixed(address)),
-            caller: Caller::Peer(Rc::new(
-                "spiffe://cluster.local/ns/shop/sa/web".parse().unwrap(),
-            )),
-        };
         let mut io = Io::new(stream);
-        io.set_lifetime(lifetime);
+        if let Some(lifetime) = lifetime {
+            io.set_lifetime(lifetime);
+        }
         tokio::task::spawn_local(serve(io, flow));
         client.unwrap()
     }
 
-    /// How many inbound connections are open whose peer's certificate has expired.
+    /// The number of open inbound connections whose peer's certificate has expired.
     pub fn expired(&self) -> u64 {
         let page = self.metrics.render();
         let name = "diy_mesh_proxy_connections_certificate_expired{direction=\"inbound\"} ";
@@ -186,23 +182,24 @@ impl Mesh {
             .unwrap()
     }
 
-    /// A client's connection through the proxy to one address.
+    /// An outbound connection through the proxy to one address.
     pub async fn connect_to(&self, address: SocketAddr) -> TcpStream {
         self.connect(&Rc::new(Destination::fixed(address))).await
     }
 }
 
-/// A server for raw bytes.
+/// A listening socket and its address.
 pub async fn listen() -> (TcpListener, SocketAddr) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     (listener, address)
 }
 
-/// An app whose clients speak first.
+/// An app for client-first protocols.
 pub struct App {
     listener: TcpListener,
-    /// Connections on which nothing was said yet: a client that is silent for two milliseconds is dialed for in vain.
+    /// Connections without bytes. The proxy dials them if the client is silent for 2 ms, and may
+    /// not use them.
     silent: Vec<TcpStream>,
 }
 
@@ -218,8 +215,8 @@ impl App {
         )
     }
 
-    /// Whether no connection that has come so far carries a byte.
-    pub async fn heard_nothing(&mut self) -> bool {
+    /// Whether no connection so far has received bytes.
+    pub async fn received_nothing(&mut self) -> bool {
         while let Ok(accepted) =
             tokio::time::timeout(Duration::from_millis(50), self.listener.accept()).await
         {
@@ -231,22 +228,22 @@ impl App {
             .all(|stream| !matches!(stream.try_read(&mut byte), Ok(1..)))
     }
 
-    /// The next connection on which something is said.
+    /// The next connection that receives bytes.
     pub async fn accept(&mut self) -> TcpStream {
         loop {
             let silent = &self.silent;
-            let spoken = poll_fn(|cx| {
+            let readable = poll_fn(|cx| {
                 for (index, stream) in silent.iter().enumerate() {
-                    if let Poll::Ready(said) = stream.poll_peek(cx, &mut ReadBuf::new(&mut [0])) {
-                        return Poll::Ready((index, said.unwrap()));
+                    if let Poll::Ready(peeked) = stream.poll_peek(cx, &mut ReadBuf::new(&mut [0])) {
+                        return Poll::Ready((index, peeked.unwrap()));
                     }
                 }
                 Poll::Pending
             });
             tokio::select! {
-                (index, said) = spoken => {
+                (index, peeked) = readable => {
                     let stream = self.silent.remove(index);
-                    if said > 0 {
+                    if peeked > 0 {
                         return stream;
                     }
                 }
@@ -256,7 +253,7 @@ impl App {
     }
 }
 
-/// Reads until what came ends with `end`.
+/// Reads until the bytes end with `end`.
 pub async fn read_until(stream: &mut TcpStream, end: &str) -> String {
     let mut read = Vec::new();
     while !read.ends_with(end.as_bytes()) {
@@ -271,7 +268,7 @@ pub async fn read_until(stream: &mut TcpStream, end: &str) -> String {
 /// Reads until the end of the stream.
 pub async fn read_all(stream: &mut TcpStream) -> String {
     let mut read = Vec::new();
-    // A reset after the last answer is an end, too.
+    // A reset also ends the stream.
     let _ = stream.read_to_end(&mut read).await;
     String::from_utf8(read).unwrap()
 }

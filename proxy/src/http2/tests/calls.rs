@@ -1,4 +1,4 @@
-//! gRPC as tonic speaks it, from the first byte that detection sees.
+//! Tests with a tonic client and server, through protocol detection.
 
 use diy_mesh_proto::echo::v1::echo_service_client::EchoServiceClient;
 use diy_mesh_proto::echo::v1::echo_service_server::{EchoService, EchoServiceServer};
@@ -25,7 +25,7 @@ impl EchoService for Echo {
     ) -> Result<tonic::Response<EchoResponse>, Status> {
         let message = request.into_inner().message;
         if message == "?" {
-            return Err(Status::not_found("no echo of it"));
+            return Err(Status::not_found("no echo"));
         }
         Ok(tonic::Response::new(response(message)))
     }
@@ -93,7 +93,7 @@ async fn server() -> SocketAddr {
 }
 
 #[test]
-fn calls_and_streams_pass() {
+fn forwards_unary_and_streaming_calls() {
     on_worker(async {
         let mut client = client_through(&Mesh::new(), server().await).await;
         for size in [1, 1000, 1_000_000] {
@@ -121,7 +121,7 @@ fn calls_and_streams_pass() {
 }
 
 #[test]
-fn statuses_of_the_app_and_of_the_proxy_are_told_apart() {
+fn marks_grpc_status_of_proxy_with_mesh_error() {
     on_worker(async {
         let mesh = Mesh::new();
         let mut client = client_through(&mesh, server().await).await;
@@ -133,10 +133,10 @@ fn statuses_of_the_app_and_of_the_proxy_are_told_apart() {
             .unwrap_err();
         assert_eq!(
             (status.code(), status.message()),
-            (Code::NotFound, "no echo of it")
+            (Code::NotFound, "no echo")
         );
         assert!(!status.metadata().contains_key("x-mesh-error"));
-        let mut client = client_through(&mesh, nobody().await).await;
+        let mut client = client_through(&mesh, closed_address().await).await;
         let status = client.echo(EchoRequest::default()).await.unwrap_err();
         assert_eq!(
             (
@@ -146,7 +146,7 @@ fn statuses_of_the_app_and_of_the_proxy_are_told_apart() {
             (Code::Unavailable, &b"connect-failed"[..])
         );
         assert!(
-            status.message().starts_with("can't connect to 127.0.0.1"),
+            status.message().starts_with("cannot connect to 127.0.0.1"),
             "{status}"
         );
     });

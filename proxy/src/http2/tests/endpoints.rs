@@ -1,4 +1,4 @@
-//! Whom a request goes to, and what becomes of it where that fails.
+//! Tests of the selection of endpoints, of the connection pool, and of retries.
 
 use std::cell::Cell;
 
@@ -7,7 +7,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use super::*;
 
 #[test]
-fn each_request_of_one_connection_is_balanced() {
+fn balances_each_request_of_a_connection() {
     on_worker(async {
         let go = Rc::new(Cell::new(false));
         let ((one, at_one), (other, at_other)) = (
@@ -28,7 +28,7 @@ fn each_request_of_one_connection_is_balanced() {
     });
 }
 
-/// An app whose streams wait until they are told to go on; counts its connections' streams.
+/// An app that responds when `go` is set. Returns its address and the number of streams.
 async fn waiting_app(max_streams: u32, go: Rc<Cell<bool>>) -> (SocketAddr, Rc<Cell<usize>>) {
     let arrived = Rc::new(Cell::new(0));
     let mut settings = h2::server::Builder::new();
@@ -40,7 +40,7 @@ async fn waiting_app(max_streams: u32, go: Rc<Cell<bool>>) -> (SocketAddr, Rc<Ce
             async move {
                 arrived.set(arrived.get() + 1);
                 until(|| go.get()).await;
-                // The client may be gone.
+                // Fails if the client has closed.
                 let _ = respond.send_response(Response::new(()), true);
             }
         }
@@ -50,7 +50,7 @@ async fn waiting_app(max_streams: u32, go: Rc<Cell<bool>>) -> (SocketAddr, Rc<Ce
 }
 
 #[test]
-fn streams_share_a_connection_until_the_peer_allows_no_more() {
+fn opens_connection_at_max_concurrent_streams() {
     on_worker(async {
         let go = Rc::new(Cell::new(false));
         let (address, arrived) = waiting_app(10, go.clone()).await;
@@ -68,20 +68,20 @@ fn streams_share_a_connection_until_the_peer_allows_no_more() {
         for response in responses {
             assert_eq!(response.await.unwrap().status(), 200);
         }
-        assert_eq!(call(&mut client, get("/")).await.unwrap().0.status(), 200);
+        assert_ok(&mut client).await;
         assert_eq!(endpoint.pool.http2.len(), 3);
-        // Whoever has nothing to do for a while is closed.
+        // Idle connections are closed.
         endpoint
             .pool
             .http2
-            .sweep(std::time::Instant::now() + Duration::from_secs(61));
+            .maintain(std::time::Instant::now() + Duration::from_secs(61));
         assert!(endpoint.pool.http2.is_empty());
-        assert_eq!(call(&mut client, get("/")).await.unwrap().0.status(), 200);
+        assert_ok(&mut client).await;
     });
 }
 
 #[test]
-fn streams_that_come_at_once_dial_once() {
+fn concurrent_streams_dial_once() {
     on_worker(async {
         let go = Rc::new(Cell::new(true));
         let (address, arrived) = waiting_app(200, go).await;
@@ -100,7 +100,7 @@ fn streams_that_come_at_once_dial_once() {
 }
 
 #[test]
-fn an_upstream_that_says_goodbye_gets_no_new_streams() {
+fn opens_no_streams_after_goaway() {
     on_worker(async {
         let connections = Rc::new(Cell::new(0));
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -123,14 +123,10 @@ fn an_upstream_that_says_goodbye_gets_no_new_streams() {
         });
         let mut client = Mesh::new().client_of(address).await;
         for _ in 0..20 {
-            assert_eq!(
-                call_with(&mut client, grpc("/"), b"not to be replayed")
-                    .await
-                    .unwrap()
-                    .0
-                    .status(),
-                200
-            );
+            let (response, _) = call_with(&mut client, grpc("/"), b"not to be replayed")
+                .await
+                .unwrap();
+            assert_eq!(response.status(), 200);
         }
         assert!(
             connections.get() >= 5,
@@ -140,7 +136,8 @@ fn an_upstream_that_says_goodbye_gets_no_new_streams() {
     });
 }
 
-/// A server whose first connection answers the first head with these frames; the second one echoes bodies.
+/// A server that sends `frames` after the first HEADERS frame on its first connection, and echoes
+/// bodies on the second one.
 async fn app_after(frames: &'static [u8]) -> (SocketAddr, Rc<Cell<usize>>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let (address, connections) = (listener.local_addr().unwrap(), Rc::new(Cell::new(0)));
@@ -149,7 +146,7 @@ async fn app_after(frames: &'static [u8]) -> (SocketAddr, Rc<Cell<usize>>) {
         async move {
             let (mut first, _) = listener.accept().await.unwrap();
             connections.set(1);
-            // SETTINGS, then whatever the test wants once a HEADERS frame has come.
+            // SETTINGS.
             first.write_all(b"\0\0\0\x04\0\0\0\0\0").await.unwrap();
             let mut preface = [0; 24];
             first.read_exact(&mut preface).await.unwrap();
@@ -167,15 +164,8 @@ async fn app_after(frames: &'static [u8]) -> (SocketAddr, Rc<Cell<usize>>) {
             let (second, _) = listener.accept().await.unwrap();
             connections.set(2);
             let mut connection = h2::server::handshake(second).await.unwrap();
-            while let Some(Ok((request, mut respond))) = connection.accept().await {
-                tokio::task::spawn_local(async move {
-                    let (data, _) = read_body(&mut request.into_body()).await.unwrap();
-                    respond
-                        .send_response(Response::new(()), false)
-                        .unwrap()
-                        .send_data(data, true)
-                        .unwrap();
-                });
+            while let Some(Ok((request, respond))) = connection.accept().await {
+                tokio::task::spawn_local(echo(request, respond));
             }
         }
     });
@@ -185,7 +175,7 @@ async fn app_after(frames: &'static [u8]) -> (SocketAddr, Rc<Cell<usize>>) {
 const GOAWAY_NOTHING_SEEN: &[u8] = b"\0\0\x08\x07\0\0\0\0\0\0\0\0\0\0\0\0\0";
 
 #[test]
-fn what_the_upstream_has_not_looked_at_is_sent_again_with_its_body() {
+fn retries_unprocessed_request_with_body_after_goaway() {
     on_worker(async {
         let (address, connections) = app_after(GOAWAY_NOTHING_SEEN).await;
         let mut client = Mesh::new().client_of(address).await;
@@ -200,7 +190,7 @@ fn what_the_upstream_has_not_looked_at_is_sent_again_with_its_body() {
 }
 
 #[test]
-fn a_refused_stream_is_tried_again_with_its_body() {
+fn retries_refused_stream_with_body_at_most_three_times() {
     on_worker(async {
         let refuse = Rc::new(Cell::new(2));
         let address = app({
@@ -212,12 +202,7 @@ fn a_refused_stream_is_tried_again_with_its_body() {
                     if refused {
                         return respond.send_reset(Reason::REFUSED_STREAM);
                     }
-                    let (data, _) = read_body(&mut request.into_body()).await.unwrap();
-                    respond
-                        .send_response(Response::new(()), false)
-                        .unwrap()
-                        .send_data(data, true)
-                        .unwrap();
+                    echo(request, respond).await;
                 }
             }
         })
@@ -230,7 +215,7 @@ fn a_refused_stream_is_tried_again_with_its_body() {
             (&response.body()[..], refuse.get()),
             (&b"the whole body"[..], 0)
         );
-        // Not for ever.
+        // At most three attempts.
         refuse.set(100);
         let (response, trailers) = call_with(&mut client, grpc("/"), b"x").await.unwrap();
         assert_eq!(
@@ -246,9 +231,10 @@ fn a_refused_stream_is_tried_again_with_its_body() {
 }
 
 #[test]
-fn on_a_connection_that_had_died_only_what_is_idempotent_is_sent_again() {
+fn retries_only_idempotent_requests_on_closed_pooled_connection() {
     on_worker(async {
-        // The app answers one request a connection and is gone without a word when the second one comes.
+        // The app responds to one request per connection, and closes at the second one without
+        // GOAWAY.
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         tokio::task::spawn_local(async move {
@@ -258,44 +244,38 @@ fn on_a_connection_that_had_died_only_what_is_idempotent_is_sent_again() {
                     let mut connection = h2::server::handshake(stream).await.unwrap();
                     let (_, mut respond) = connection.accept().await.unwrap().unwrap();
                     respond.send_response(Response::new(()), true).unwrap();
-                    // The second one is read, and the connection dropped.
+                    // Reads the second request, and drops the connection.
                     let _ = connection.accept().await;
                 });
             }
         });
         let mut client = Mesh::new().client_of(address).await;
-        assert_eq!(call(&mut client, get("/")).await.unwrap().0.status(), 200);
-        assert_eq!(
-            call(&mut client, get("/")).await.unwrap().0.status(),
-            200,
-            "sent again"
-        );
+        assert_ok(&mut client).await;
+        assert_ok(&mut client).await;
         let (response, _) = call_with(&mut client, grpc("/"), b"x").await.unwrap();
         assert_eq!(response.headers()["x-mesh-error"], "upstream-closed");
         assert_eq!(response.headers()["grpc-status"], "14");
-        assert_eq!(call(&mut client, get("/")).await.unwrap().0.status(), 200);
+        assert_ok(&mut client).await;
         let (response, _) = call(&mut client, Request::post("http://app/").body(()).unwrap())
             .await
             .unwrap();
-        assert_eq!(
-            (
-                response.status().as_u16(),
-                &response.headers()["x-mesh-error"]
-            ),
-            (502, &"upstream-closed".parse().unwrap())
-        );
+        assert_local_reply(&response, 502, "upstream-closed");
         assert!(
             String::from_utf8_lossy(response.body())
-                .contains("closed the connection before it answered")
+                .contains("closed the connection before it responded")
         );
     });
 }
 
 #[test]
-fn a_refused_connection_is_made_up_for_by_another_endpoint() {
+fn tries_another_endpoint_after_refused_connection() {
     on_worker(async {
-        let (mesh, destination) =
-            Mesh::with_service(&[named_app("one").await, nobody().await, nobody().await]).await;
+        let (mesh, destination) = Mesh::with_service(&[
+            named_app("one").await,
+            closed_address().await,
+            closed_address().await,
+        ])
+        .await;
         let mut client = mesh.client(&destination).await;
         for _ in 0..20 {
             let (response, _) = call_with(&mut client, grpc("/"), b"x").await.unwrap();
@@ -305,18 +285,12 @@ fn a_refused_connection_is_made_up_for_by_another_endpoint() {
 }
 
 #[test]
-fn where_nobody_listens_the_answer_says_so() {
+fn replies_with_connect_failed_without_listener() {
     on_worker(async {
         let mesh = Mesh::new();
-        let mut client = mesh.client_of(nobody().await).await;
+        let mut client = mesh.client_of(closed_address().await).await;
         let (response, _) = call(&mut client, get("/")).await.unwrap();
-        assert_eq!(
-            (
-                response.status().as_u16(),
-                &response.headers()["x-mesh-error"]
-            ),
-            (502, &"connect-failed".parse().unwrap())
-        );
+        assert_local_reply(&response, 502, "connect-failed");
         let (response, _) = call(&mut client, Request::head("http://app/").body(()).unwrap())
             .await
             .unwrap();
@@ -337,7 +311,7 @@ fn where_nobody_listens_the_answer_says_so() {
             response.headers()["grpc-message"]
                 .to_str()
                 .unwrap()
-                .contains("can't connect to")
+                .contains("cannot connect to")
         );
         assert_eq!(
             mesh.metric("failures_total{direction=\"outbound\",code=\"connect-failed\"}"),
@@ -347,7 +321,7 @@ fn where_nobody_listens_the_answer_says_so() {
 }
 
 #[test]
-fn a_service_without_endpoints_is_named() {
+fn replies_with_name_of_service_without_endpoints() {
     on_worker(async {
         let (mesh, destination) = Mesh::with_service(&[]).await;
         let mut client = mesh.client(&destination).await;
@@ -360,7 +334,7 @@ fn a_service_without_endpoints_is_named() {
 }
 
 #[test]
-fn an_app_that_speaks_as_a_proxy_is_not_believed() {
+fn ignores_and_removes_mesh_error_of_app() {
     on_worker(async {
         let asked = Rc::new(Cell::new(0));
         let forger = || {
@@ -396,12 +370,13 @@ fn an_app_that_speaks_as_a_proxy_is_not_believed() {
             );
             assert_eq!(trailers, Some(HeaderMap::new()));
         }
-        assert_eq!(asked.get(), 20, "nothing was sent twice");
+        assert_eq!(asked.get(), 20, "no request was retried");
     });
 }
 
-/// What a client reads of a response to `request` that breaks off after its first bytes.
-async fn broken_response(request: Request<()>) -> Result<(Bytes, Option<HeaderMap>), h2::Error> {
+/// Sends `request` to an app that closes the connection within the response. Returns the rest of
+/// the body that the client reads, and the trailers.
+async fn truncated_response(request: Request<()>) -> Result<(Bytes, Option<HeaderMap>), h2::Error> {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     tokio::task::spawn_local(async move {
@@ -416,26 +391,26 @@ async fn broken_response(request: Request<()>) -> Result<(Bytes, Option<HeaderMa
         stream
             .send_data(Bytes::from_static(b"part"), false)
             .unwrap();
-        // Writes what there is, until the client's next word, and is gone.
+        // Writes the response until the next request, and closes.
         let _ = connection.accept().await;
     });
     let mut client = Mesh::new().client_of(address).await;
     let (response, _stream) = client.send_request(request, false).unwrap();
     let mut body = response.await.unwrap().into_body();
     assert_eq!(body.data().await.unwrap().unwrap(), "part");
-    let _next_word = client.send_request(get("/"), true).unwrap();
+    let _next_request = client.send_request(get("/"), true).unwrap();
     read_body(&mut body).await
 }
 
 #[test]
-fn a_response_that_breaks_off_is_not_taken_for_whole() {
+fn truncated_response_ends_with_error() {
     on_worker(async {
         assert_eq!(
-            broken_response(get("/")).await.unwrap_err().reason(),
+            truncated_response(get("/")).await.unwrap_err().reason(),
             Some(Reason::INTERNAL_ERROR)
         );
-        // Of a gRPC call, the client learns it as gRPC has it.
-        let (data, trailers) = broken_response(grpc("/")).await.unwrap();
+        // A gRPC client gets the failure in the trailers.
+        let (data, trailers) = truncated_response(grpc("/")).await.unwrap();
         let trailers = trailers.unwrap();
         assert!(
             data.is_empty()
@@ -447,7 +422,7 @@ fn a_response_that_breaks_off_is_not_taken_for_whole() {
 }
 
 #[test]
-fn what_is_no_http2_is_malformed() {
+fn replies_with_upstream_malformed_to_non_http2_response() {
     on_worker(async {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -461,20 +436,14 @@ fn what_is_no_http2_is_malformed() {
         });
         let mut client = Mesh::new().client_of(address).await;
         let (response, _) = call(&mut client, get("/")).await.unwrap();
-        assert_eq!(
-            (
-                response.status().as_u16(),
-                &response.headers()["x-mesh-error"]
-            ),
-            (502, &"upstream-malformed".parse().unwrap())
-        );
+        assert_local_reply(&response, 502, "upstream-malformed");
     });
 }
 
 #[test]
-fn an_upstream_that_is_gone_without_a_word_is_noticed() {
+fn closes_connection_without_ping_response() {
     on_worker(async {
-        // A server that answers no ping, nor anything else.
+        // A server that sends nothing after its preface.
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let destination = Rc::new(Destination::fixed(listener.local_addr().unwrap()));
         let pool = destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
@@ -482,15 +451,15 @@ fn an_upstream_that_is_gone_without_a_word_is_noticed() {
         let (mut response, _) = client.send_request(get("/"), true).unwrap();
         let (mut silent, _) = listener.accept().await.unwrap();
         silent.write_all(b"\0\0\0\x04\0\0\0\0\0").await.unwrap();
-        // The settings have arrived once their acknowledgement is there.
+        // Waits for the acknowledgement of its SETTINGS frame.
         let mut read = Vec::new();
         while !read.ends_with(b"\0\0\0\x04\x01\0\0\0\0") {
             read.push(silent.read_u8().await.unwrap());
         }
         let now = std::time::Instant::now();
-        pool.pool.http2.sweep(now);
+        pool.pool.http2.maintain(now);
         for (seconds, left) in [(10, 1), (25, 1), (39, 1), (41, 0)] {
-            pool.pool.http2.sweep(now + Duration::from_secs(seconds));
+            pool.pool.http2.maintain(now + Duration::from_secs(seconds));
             assert_eq!(pool.pool.http2.len(), left, "after {seconds} s");
         }
         let response = poll_fn(|cx| std::pin::Pin::new(&mut response).poll(cx))
@@ -501,7 +470,7 @@ fn an_upstream_that_is_gone_without_a_word_is_noticed() {
 }
 
 #[test]
-fn a_silent_upstream_that_answers_pings_is_kept() {
+fn keeps_silent_connection_that_answers_pings() {
     on_worker(async {
         let go = Rc::new(Cell::new(false));
         let (address, arrived) = waiting_app(10, go.clone()).await;
@@ -515,8 +484,8 @@ fn a_silent_upstream_that_answers_pings_is_kept() {
             endpoint
                 .pool
                 .http2
-                .sweep(now + round * Duration::from_secs(25));
-            // Time for the ping and its answer, which nothing here tells of but a later sweep.
+                .maintain(now + round * Duration::from_secs(25));
+            // Time for the PING frame and its acknowledgement, which the test cannot observe.
             for _ in 0..100 {
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }

@@ -1,4 +1,4 @@
-//! Attacks on the promise of `X-Called-By` by way of HTTP/2, and the WebSockets that the defence leaves alone.
+//! Attacks on `X-Called-By` over HTTP/2, and the WebSockets that remain possible.
 
 use std::cell::Cell;
 
@@ -7,7 +7,7 @@ use h2::ext::Protocol;
 use super::*;
 
 #[test]
-fn connect_opens_no_tunnel_into_the_pod() {
+fn rejects_inbound_http2_connect() {
     on_worker(async {
         let asked = Rc::new(Cell::new(0));
         let address = {
@@ -22,20 +22,14 @@ fn connect_opens_no_tunnel_into_the_pod() {
         let (response, _) = call(&mut client, Request::connect("app:80").body(()).unwrap())
             .await
             .unwrap();
-        assert_eq!(
-            (
-                response.status().as_u16(),
-                &response.headers()["x-mesh-error"]
-            ),
-            (405, &"connect-not-allowed".parse().unwrap())
-        );
+        assert_local_reply(&response, 405, "connect-not-allowed");
         assert!(
             response.headers()["allow"]
                 .to_str()
                 .unwrap()
                 .starts_with("GET, ")
         );
-        assert_eq!(asked.get(), 0, "the app saw it");
+        assert_eq!(asked.get(), 0, "the app received it");
         let mut client = Mesh::with_arguments(Discovery::off(), " --allow-connect")
             .inbound_client(address)
             .await;
@@ -47,7 +41,7 @@ fn connect_opens_no_tunnel_into_the_pod() {
 }
 
 #[test]
-fn extended_connect_opens_websockets_only_and_only_where_the_app_announces_them() {
+fn accepts_extended_connect_only_for_websockets_of_supporting_apps() {
     on_worker(async {
         let extended = |protocol: &'static str| {
             Request::builder()
@@ -80,7 +74,7 @@ fn extended_connect_opens_websockets_only_and_only_where_the_app_announces_them(
         let mut client = mesh.inbound_client(address).await;
         assert!(
             !client.is_extended_connect_protocol_enabled(),
-            "nobody has announced anything yet"
+            "no app has announced support"
         );
         call(&mut client, get("/")).await.unwrap();
         until(|| client.is_extended_connect_protocol_enabled()).await;
@@ -93,7 +87,7 @@ fn extended_connect_opens_websockets_only_and_only_where_the_app_announces_them(
         );
         let (response, _) = call(&mut client, extended("connect-udp")).await.unwrap();
         assert_eq!(response.status().as_u16(), 405);
-        // An app that announces nothing.
+        // An app without support.
         let mut client = mesh.inbound_client(named_app("plain").await).await;
         call(&mut client, get("/")).await.unwrap();
         let refused = call(&mut client, extended("websocket")).await.unwrap_err();
@@ -102,7 +96,7 @@ fn extended_connect_opens_websockets_only_and_only_where_the_app_announces_them(
 }
 
 #[test]
-fn an_exempt_probe_is_the_only_exchange_of_its_connections() {
+fn exempt_probe_is_only_exchange_of_its_connections() {
     on_worker(async {
         let paths = Rc::new(std::cell::RefCell::new(Vec::new()));
         let connections = Rc::new(Cell::new(0));
@@ -139,12 +133,12 @@ fn an_exempt_probe_is_the_only_exchange_of_its_connections() {
                 !response.headers().contains_key("grpc-status"),
                 "{response:?}"
             );
-            // A second one is refused, or comes too late for its connection.
+            // A second one is rejected, or the connection is closed.
             if let Ok((response, _)) = call_with(&mut client, probe(), b"\0\0\0\0\0").await {
                 assert_eq!(response.headers()["x-mesh-error"], "mtls-required");
             }
         }
         assert_eq!(*paths.borrow(), ["/grpc.health.v1.Health/Check"; 2]);
-        assert_eq!(connections.get(), 2, "one for each probe");
+        assert_eq!(connections.get(), 2, "one per probe");
     });
 }

@@ -1,4 +1,4 @@
-//! HTTP/2 through the proxy, over real sockets: a client, a worker without listeners, and apps.
+//! Tests of HTTP/2 through the proxy over sockets: clients, a worker without listeners, and apps.
 
 mod calls;
 mod endpoints;
@@ -30,10 +30,10 @@ use crate::metrics::Metrics;
 use crate::policy::Caller;
 use crate::worker::{Worker, WorkerContext};
 
-/// Long enough for a busy machine, short enough for a test that hangs.
-const DEADLINE: Duration = Duration::from_secs(30);
+/// The timeout of a test.
+const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Runs a test as a worker thread runs: one thread, a local set, a deadline.
+/// Runs a test on one thread with a local set, as a worker runs.
 fn on_worker<F: Future<Output = ()>>(test: F) {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -41,13 +41,13 @@ fn on_worker<F: Future<Output = ()>>(test: F) {
         .unwrap();
     let local = tokio::task::LocalSet::new();
     local.block_on(&runtime, async {
-        tokio::time::timeout(DEADLINE, test)
+        tokio::time::timeout(TEST_TIMEOUT, test)
             .await
-            .expect("the test took too long")
+            .expect("the test timed out")
     });
 }
 
-/// What dumps are written to.
+/// The output of the dumps.
 #[derive(Clone, Default)]
 struct Output(Arc<Mutex<Vec<u8>>>);
 
@@ -65,7 +65,7 @@ impl Write for Output {
     }
 }
 
-/// A worker of the proxy.
+/// A worker and its metrics and dumps.
 struct Mesh {
     worker: Rc<Worker>,
     metrics: Arc<Metrics>,
@@ -103,7 +103,7 @@ impl Mesh {
         }
     }
 
-    /// A worker, and a Service of it with these endpoints.
+    /// A worker with a Service that has these endpoints.
     async fn with_service(endpoints: &[SocketAddr]) -> (Self, Rc<Destination>) {
         let (discovery, mut questions) = Discovery::by_hand();
         let mesh = Self::with(discovery);
@@ -122,19 +122,20 @@ impl Mesh {
         let (destination, ()) =
             tokio::join!(mesh.worker.destinations.get_or_watch(address), async {
                 let (_, answer) = questions.next().await;
-                // The test's news end here: what is known stays.
+                // No updates follow. The target stays in effect.
                 drop(answer(Arc::new(Target::Service(target))));
             });
         (mesh, destination)
     }
 
-    /// A client's raw connection through the proxy.
+    /// An outbound connection through the proxy.
     async fn dial(&self, destination: &Rc<Destination>) -> TcpStream {
         self.carry(Direction::Outbound, destination, Caller::App)
             .await
     }
 
-    /// The HTTP/2 connection of somebody who proves nothing, through the proxy to its app at `address`.
+    /// An inbound HTTP/2 connection of an unauthenticated peer through the proxy to the app at
+    /// `address`.
     async fn inbound_client(&self, address: SocketAddr) -> SendRequest<Bytes> {
         connect(
             self.carry(
@@ -170,12 +171,12 @@ impl Mesh {
         client.unwrap()
     }
 
-    /// A client's HTTP/2 connection through the proxy.
+    /// An outbound HTTP/2 connection through the proxy.
     async fn client(&self, destination: &Rc<Destination>) -> SendRequest<Bytes> {
         connect(self.dial(destination).await).await
     }
 
-    /// The same, to one address.
+    /// Like [`Mesh::client`], to one address.
     async fn client_of(&self, address: SocketAddr) -> SendRequest<Bytes> {
         self.client(&Rc::new(Destination::fixed(address))).await
     }
@@ -195,13 +196,13 @@ impl Mesh {
 async fn connect(stream: TcpStream) -> SendRequest<Bytes> {
     let (sender, connection) = h2::client::handshake(stream).await.unwrap();
     tokio::task::spawn_local(async move {
-        // How it ends, its streams tell.
+        // The streams return the errors of the connection.
         let _ = connection.await;
     });
     sender
 }
 
-/// An app: what it does with each stream. Returns where it listens.
+/// Starts an app that passes each stream to `handle`. Returns its address.
 async fn app<F: Future<Output = ()> + 'static>(
     handle: impl Fn(Request<RecvStream>, SendResponse<Bytes>) -> F + Clone + 'static,
 ) -> SocketAddr {
@@ -231,7 +232,7 @@ async fn app_with<F: Future<Output = ()> + 'static>(
     address
 }
 
-/// An app that answers each request with its name.
+/// Starts an app that responds to each request with its name.
 async fn named_app(name: &'static str) -> SocketAddr {
     app(move |_, mut respond| async move {
         let mut stream = respond.send_response(Response::new(()), false).unwrap();
@@ -242,8 +243,24 @@ async fn named_app(name: &'static str) -> SocketAddr {
     .await
 }
 
-/// Where nobody listens.
-async fn nobody() -> SocketAddr {
+/// Starts an app that accepts streams, reads no bodies and never responds.
+async fn stalled_app() -> SocketAddr {
+    app(|request, respond| async move {
+        let _held = (request, respond);
+        std::future::pending::<()>().await;
+    })
+    .await
+}
+
+/// Responds with the body of the request.
+async fn echo(request: Request<RecvStream>, mut respond: SendResponse<Bytes>) {
+    let (data, _) = read_body(&mut request.into_body()).await.unwrap();
+    let mut stream = respond.send_response(Response::new(()), false).unwrap();
+    stream.send_data(data, true).unwrap();
+}
+
+/// An address without a listener.
+async fn closed_address() -> SocketAddr {
     TcpListener::bind("127.0.0.1:0")
         .await
         .unwrap()
@@ -262,7 +279,7 @@ fn grpc(path: &str) -> Request<()> {
     request.body(()).unwrap()
 }
 
-/// Sends a request without a body, and reads the whole response.
+/// Sends a request without a body, and reads the complete response.
 async fn call(
     client: &mut SendRequest<Bytes>,
     request: Request<()>,
@@ -272,7 +289,19 @@ async fn call(
     read(response.await?).await
 }
 
-/// Sends a request with a body, and reads the whole response.
+/// Sends a request and asserts that the response has status 200.
+async fn assert_ok(client: &mut SendRequest<Bytes>) {
+    let (response, _) = call(client, get("/")).await.unwrap();
+    assert_eq!(response.status(), 200);
+}
+
+/// Asserts that the proxy has replied with this status and `x-mesh-error`.
+fn assert_local_reply(response: &Response<Bytes>, status: u16, code: &str) {
+    assert_eq!(response.status(), status);
+    assert_eq!(response.headers()["x-mesh-error"], code);
+}
+
+/// Sends a request with a body, and reads the complete response.
 async fn call_with(
     client: &mut SendRequest<Bytes>,
     request: Request<()>,
