@@ -1,4 +1,5 @@
-//! Conventions of this repository that a program can check: file headers, module boundaries, paths, vocabulary.
+//! Conventions of this repository that a program can check: file headers, module boundaries, paths,
+//! vocabulary.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -170,7 +171,8 @@ fn banned_words_match_whole_words() {
     }
 }
 
-/// Whether a line contains a word of the list: an identifier if it has a capital letter, otherwise a phrase.
+/// Whether a line contains a word of the list: an identifier if it has a capital letter, otherwise
+/// a phrase.
 fn contains_word(line: &str, word: &str) -> bool {
     let is_identifier = word.contains(char::is_uppercase);
     let normalize = |text: &str| match is_identifier {
@@ -205,7 +207,8 @@ fn reads_environment(mut code: String) -> bool {
     code.contains("env::var")
 }
 
-/// Whether a quoted span is a path of this repository: it starts with a top-level directory or has a file extension.
+/// Whether a quoted span is a path of this repository: it starts with a top-level directory or has
+/// a file extension.
 fn is_path(span: &str) -> bool {
     let path = span.split(['{', '*', ':']).next().unwrap_or_default();
     let plain = !path.is_empty()
