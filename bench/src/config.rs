@@ -1,4 +1,4 @@
-//! Command line of the benchmark. clap validates single values; [`RawConfig::check`] validates
+//! Command line of the benchmark. clap validates single values; `RawConfig::check` validates
 //! combinations and the machine.
 
 use std::{

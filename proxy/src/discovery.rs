@@ -1,6 +1,6 @@
 //! Service discovery: subscribes to a destination when a connection first goes there and keeps its
 //! [`Target`] up to date. Workers hold a [`Discovery`]; one task on the main thread holds the
-//! stream to the controller and the [`Table`] of destinations. Targets outlive the stream.
+//! stream to the controller and the table of destinations. Targets outlive the stream.
 //! Destinations without receivers expire. `balance` selects the endpoint of a request, not this
 //! module.
 
