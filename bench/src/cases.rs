@@ -91,7 +91,8 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// Whether the case measures only the controller. Such a case has no sides, and its goals are absolute.
+    /// Whether the case measures only the controller. Such a case has no sides, and its goals are
+    /// absolute.
     pub fn is_controller_only(self) -> bool {
         matches!(self, Kind::Certificates { .. })
     }

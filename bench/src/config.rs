@@ -1,4 +1,5 @@
-//! Command line of the benchmark. clap validates single values; [`RawConfig::check`] validates combinations and the machine.
+//! Command line of the benchmark. clap validates single values; `RawConfig::check` validates
+//! combinations and the machine.
 
 use std::{
     env,
@@ -21,7 +22,8 @@ const STATE_DIRECTORY: &str = "/var/lib/diy-mesh-bench";
 
 /// Compares direct connections, this mesh and Envoy on this machine and prints ratios.
 ///
-/// Requires root to create network namespaces and redirect rules. Changes nothing outside of these namespaces.
+/// Requires root to create network namespaces and redirect rules. Changes nothing outside of these
+/// namespaces.
 #[derive(Debug, Parser)]
 #[command(name = "bench", version)]
 struct RawConfig {
@@ -233,7 +235,8 @@ impl RawConfig {
         }
     }
 
-    /// The configured sides. By default, the sides whose programs exist, and a notice about the others.
+    /// The configured sides. By default, the sides whose programs exist, and a notice about the
+    /// others.
     fn sides(&self, programs: &Programs, errors: &mut Vec<String>) -> (Vec<Side>, Option<String>) {
         let missing: Vec<_> = [&programs.proxy, &programs.controller]
             .into_iter()

@@ -1,7 +1,8 @@
 //! Minimal HTTP/2 for the load generator and the origin server, at low CPU cost.
 //!
-//! Frames, an HPACK encoder with a dynamic table, and connection-level frames. It does not decode HPACK: the client only checks for
-//! `:status 200`, the server distinguishes a GET from a gRPC call by the frame with END_STREAM.
+//! Frames, an HPACK encoder with a dynamic table, and connection-level frames. It does not decode
+//! HPACK: the client only checks for `:status 200`, the server distinguishes a GET from a gRPC call
+//! by the frame with END_STREAM.
 
 use thiserror::Error;
 
@@ -111,7 +112,8 @@ pub fn put_frame(out: &mut Vec<u8>, kind: u8, flags: u8, stream: u32, payload: &
     out.extend_from_slice(payload);
 }
 
-/// Whether a header block starts with `:status 200` as static table entry, after table size updates.
+/// Whether a header block starts with `:status 200` as static table entry, after table size
+/// updates.
 pub fn is_ok(mut block: &[u8]) -> bool {
     while let Some((&first, mut rest)) = block.split_first()
         && first & 0xe0 == 0x20
@@ -234,7 +236,8 @@ impl Session {
                 Field::Static(index) => out.push(0x80 | index),
                 Field::Literal(name, value) => {
                     match self.table.iter().rposition(|entry| *entry == (name, value)) {
-                        // The newest entry has index 62. The table is small: the index is below 127.
+                        // The newest entry has index 62. The table is small: the index is
+                        // below 127.
                         Some(position) => {
                             out.push(0x80 | (62 + self.table.len() - 1 - position) as u8)
                         }

@@ -1,9 +1,11 @@
-//! Side-by-side benchmark: compares direct connections, this mesh and Envoy on one machine and prints ratios.
+//! Side-by-side benchmark: compares direct connections, this mesh and Envoy on one machine and
+//! prints ratios.
 //!
-//! [`cases`] defines the measurements, [`sides`] starts the four configurations, [`mod@measure`] runs one case on one side with the
-//! [`load`] generator against the [`server`], [`report`] formats the table. Load generator and server are threads of this program in
-//! their [`network`] namespaces; proxies and controller are processes. Both meshes use mutual TLS between their proxies.
-//! [`certificates`] measures the controller without proxies.
+//! [`cases`] defines the measurements, [`sides`] starts the four configurations, [`mod@measure`]
+//! runs one case on one side with the [`load`] generator against the [`server`], [`report`] formats
+//! the table. Load generator and server are threads of this program in their [`network`]
+//! namespaces; proxies and controller are processes. Both meshes use mutual TLS between their
+//! proxies. [`certificates`] measures the controller without proxies.
 
 pub mod cases;
 pub mod certificates;
@@ -157,7 +159,8 @@ struct Testbed {
 }
 
 impl Testbed {
-    /// Starts the sides and controllers that the cases need. Logs and skips sides that fail to start, and returns their number.
+    /// Starts the sides and controllers that the cases need. Logs and skips sides that fail to
+    /// start, and returns their number.
     fn start(config: &Config, namespaces: &NamespaceSet) -> Result<(Self, usize)> {
         let (is_controller_only, has_mesh) = (
             |case: &&Case| case.kind.is_controller_only(),
@@ -240,8 +243,9 @@ impl Testbed {
         run_profiler(&targets, &mut || load_only(case, running, config.window))
     }
 
-    /// Measures each case on all sides in rotation, so that slow phases of the machine affect all sides. Logs failed measurements and
-    /// continues. Returns the results, the CPU share of other programs, and the number of failures.
+    /// Measures each case on all sides in rotation, so that slow phases of the machine affect all
+    /// sides. Logs failed measurements and continues. Returns the results, the CPU share of other
+    /// programs, and the number of failures.
     fn measure_all(&mut self, config: &Config) -> Result<(Results, f64, usize)> {
         let (mut results, mut failures, mut shares) = (Results::default(), 0, Vec::new());
         let mut patience = config.patience;
@@ -305,8 +309,8 @@ impl Testbed {
             .collect()
     }
 
-    /// Measures once and returns the CPU share of other programs with the result. Waits for an idle machine and repeats a disturbed
-    /// measurement until the budget `patience` is used up.
+    /// Measures once and returns the CPU share of other programs with the result. Waits for an idle
+    /// machine and repeats a disturbed measurement until the budget `patience` is used up.
     fn measure_when_idle(
         &mut self,
         case: &Case,

@@ -51,7 +51,8 @@ impl Reading {
         })
     }
 
-    /// CPU share of other programs between this reading and `after`, from 0 to 1. Includes steal time.
+    /// CPU share of other programs between this reading and `after`, from 0 to 1. Includes steal
+    /// time.
     pub fn foreign_cpu_share(&self, after: &Reading) -> f64 {
         let between =
             |later: Duration, earlier: Duration| later.saturating_sub(earlier).as_secs_f64();

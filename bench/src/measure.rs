@@ -155,7 +155,8 @@ fn cpu_per_request(requests: u64, before: &Cpu, after: &Cpu) -> Result<Option<(M
     }))
 }
 
-/// CPU time of the proxies between two readings. Fails if one used none: then the traffic bypassed it.
+/// CPU time of the proxies between two readings. Fails if one used none: then the traffic bypassed
+/// it.
 fn used(before: &Cpu, after: &Cpu) -> Result<Option<Duration>> {
     let each: Vec<_> = before
         .iter()

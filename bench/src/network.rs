@@ -7,7 +7,8 @@
 //!          10.255.0.N  ctl0 --- bridge in dmb-control, 10.255.0.1 --- ctl0  10.255.0.M
 //! ```
 //!
-//! The names have a prefix (here `dmb-`). Only namespaces with this prefix are removed. The root namespace is not modified.
+//! The names have a prefix (here `dmb-`). Only namespaces with this prefix are removed. The root
+//! namespace is not modified.
 
 use std::{
     collections::HashSet,
@@ -59,7 +60,8 @@ impl NamespaceSet {
         })
     }
 
-    /// Kills all processes in the namespaces and removes them. No process can start there afterwards.
+    /// Kills all processes in the namespaces and removes them. No process can start there
+    /// afterwards.
     pub fn close(&self) -> Result<()> {
         *self.closed.lock().expect("no holder of the lock panics") = true;
         remove_namespaces(self.prefix).context("clean up")
@@ -168,7 +170,8 @@ impl ControlNetwork {
     pub fn create(namespaces: &NamespaceSet) -> Result<Self> {
         let namespace = Namespace::create("control", namespaces)?;
         let name = namespace.name();
-        // A fixed MAC address: by default the bridge takes the lowest of its ports, which invalidates ARP entries.
+        // A fixed MAC address: by default the bridge takes the lowest of its ports, which
+        // invalidates ARP entries.
         ip(&[
             "-n",
             name,
@@ -320,7 +323,8 @@ fn create_veth(
     Ok(())
 }
 
-/// Sets kernel parameters for tens of thousands of short connections per second. Ignores parameters that the kernel does not have.
+/// Sets kernel parameters for tens of thousands of short connections per second. Ignores parameters
+/// that the kernel does not have.
 fn set_sysctls() {
     for (name, value) in [
         // The kernel default: an algorithm with pacing would distort the results.

@@ -1,4 +1,5 @@
-//! Child process in a namespace: start, readiness, CPU time and memory from /proc, termination on drop.
+//! Child process in a namespace: start, readiness, CPU time and memory from /proc, termination on
+//! drop.
 
 use std::{
     fs::{self, File},
@@ -77,7 +78,8 @@ impl Process {
         self.child.id()
     }
 
-    /// Polls `path` at `address` in `namespace` until the response is 200. Returns the time since the start.
+    /// Polls `path` at `address` in `namespace` until the response is 200. Returns the time since
+    /// the start.
     pub fn wait_ready(
         &mut self,
         namespace: &Namespace,

@@ -85,7 +85,8 @@ fn attach(profiler_kind: Profile, id: u32, file: &Path) -> Result<Child> {
         .context("start the profiler")
 }
 
-/// Waits for the profiler to attach. strace creates its file then; perf writes more than 1 kB of metadata.
+/// Waits for the profiler to attach. strace creates its file then; perf writes more than 1 kB of
+/// metadata.
 fn wait_until_attached(profiler_kind: Profile, profiler: &mut Child, file: &Path) -> Result<()> {
     let deadline = Instant::now() + Duration::from_secs(10);
     let begun = || {

@@ -69,7 +69,8 @@ impl Results {
         metrics
     }
 
-    /// Formats the table. A goal is a ratio of mesh to Envoy, or an absolute value for a controller-only case.
+    /// Formats the table. A goal is a ratio of mesh to Envoy, or an absolute value for a
+    /// controller-only case.
     pub fn table(&self, cases: &[&Case], sides: &[Side], color: bool) -> String {
         let ratios = ratios(sides);
         let mut columns: Vec<_> = sides.iter().map(|side| side.name().to_string()).collect();

@@ -1,5 +1,5 @@
-//! Origin server: answers every request with the same 1 kB over HTTP/1.1, HTTP/2 or gRPC on one port, and discards bytes on another.
-//! It ignores the content of requests, to use little CPU time.
+//! Origin server: answers every request with the same 1 kB over HTTP/1.1, HTTP/2 or gRPC on one
+//! port, and discards bytes on another. It ignores the content of requests, to use little CPU time.
 
 use std::{
     collections::VecDeque,

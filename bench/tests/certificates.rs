@@ -1,6 +1,7 @@
 //! The certificate benchmark with the real controller. The test does not check performance.
 //!
-//! Requires root and the controller binary (`cargo build --bins`). Skipped without root, except in CI, where it fails.
+//! Requires root and the controller binary (`cargo build --bins`). Skipped without root, except in
+//! CI, where it fails.
 
 use std::{
     env, fs,

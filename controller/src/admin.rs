@@ -1,4 +1,5 @@
-//! The admin server of the controller: `/live`, `/ready` and `/metrics`, and `/identity` for `mesh identity`. No secrets.
+//! The admin server of the controller: `/live`, `/ready` and `/metrics`, and `/identity` for `mesh
+//! identity`. No secrets.
 
 use std::sync::Arc;
 

@@ -40,7 +40,8 @@ pub struct Flags {
     /// The only accepted issuer (`iss`) of tokens, with `jwks:FILE` [default: any]
     #[arg(long, env, value_name = "ISSUER")]
     pub jwks_issuer: Option<String>,
-    /// Storage of the certificate authority, shared by all replicas: `kubernetes` (a Secret), or `files:FOLDER`
+    /// Storage of the certificate authority, shared by all replicas: `kubernetes` (a Secret), or
+    /// `files:FOLDER`
     #[arg(long, env, value_name = "STORAGE", default_value = "kubernetes")]
     pub ca: Ca,
     /// Trust domain of all identities

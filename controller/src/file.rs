@@ -1,11 +1,13 @@
-//! Whether a file is still the one that was read. Shared by what re-reads files: the catalog of files, the issuer's keys.
+//! Whether a file is still the one that was read. Shared by what re-reads files: the catalog of
+//! files, the issuer's keys.
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
-/// The kernel stamps files by a coarse clock: a second write within this time may leave no trace in the stamp.
+/// The kernel stamps files by a coarse clock: a second write within this time may leave no trace in
+/// the stamp.
 const TIMESTAMP_GRANULARITY: Duration = Duration::from_secs(1);
 
 /// What tells a file from the same file after a change, or after its replacement.

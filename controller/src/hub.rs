@@ -1,7 +1,9 @@
-//! The hub: subscriptions to destinations and Services, and their pending notifications. Between the index and the gRPC streams.
+//! The hub: subscriptions to destinations and Services, and their pending notifications. Between
+//! the index and the gRPC streams.
 //!
-//! Per changed destination, the state is computed once. Per subscriber, the topic is added to its mailbox. A mailbox holds each topic
-//! once: a slow reader gets the latest state, and queues stay bounded.
+//! Per changed destination, the state is computed once. Per subscriber, the topic is added to its
+//! mailbox. A mailbox holds each topic once: a slow reader gets the latest state, and queues stay
+//! bounded.
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::hash::Hash;
@@ -165,7 +167,8 @@ impl Hub {
         }
     }
 
-    /// A subscriber to the named Services, or to all where none is named. Each of them is news at first.
+    /// A subscriber to the named Services, or to all where none is named. Each of them is news at
+    /// first.
     pub fn watch_services(&self, names: &BTreeSet<Key>) -> Services {
         let mut inner = self.lock();
         let id = inner.next_id();
@@ -205,7 +208,8 @@ impl Hub {
         }
     }
 
-    /// A panic under the lock would be a bug of the index; what it left is still the best that we know.
+    /// A panic under the lock would be a bug of the index; what it left is still the best that we
+    /// know.
     fn lock(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -294,7 +298,8 @@ impl Destinations {
                 .destinations
                 .get(&destination.ip())
                 .and_then(|ports| ports.get(&destination.port()));
-            // A note about a destination that was unsubscribed since is no news, even where others watch it.
+            // A note about a destination that was unsubscribed since is no news, even where others
+            // watch it.
             if let Some(watched) =
                 watched.filter(|watched| watched.subscribers.contains_key(&self.id))
             {
@@ -406,7 +411,8 @@ impl<T: Clone + Eq + Hash> Mailbox<T> {
         self.topics().0.len()
     }
 
-    /// There is one reader, so a note that is left between the look and the wait is kept by `Notify`.
+    /// There is one reader, so a note that is left between the look and the wait is kept by
+    /// `Notify`.
     async fn wait(&self) {
         while self.topics().0.is_empty() {
             self.news.notified().await;

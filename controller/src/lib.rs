@@ -1,11 +1,13 @@
 //! The controller: discovery and certificates for proxies, over gRPC.
 //!
-//! The path of a change, in the order of the modules: [`catalog`] (Kubernetes, or files) sends it, [`index`] (pure) determines what it
-//! affects, [`hub`] notifies subscribers, [`grpc`] sends responses at the pace of each client.
-//! [`authenticate`] precedes every call. The controller stores only its certificate authority; all replicas respond alike.
+//! The path of a change, in the order of the modules: [`catalog`] (Kubernetes, or files) sends it,
+//! [`index`] (pure) determines what it affects, [`hub`] notifies subscribers, [`grpc`] sends
+//! responses at the pace of each client. [`authenticate`] precedes every call. The controller
+//! stores only its certificate authority; all replicas respond alike.
 //!
-//! The path of a certificate: [`serving`] (TLS), [`grpc`] authenticates the pod, [`issuer`] (pure) signs with the
-//! current CA of [`authority`]. [`proxies`] lists the connected proxies and their roots.
+//! The path of a certificate: [`serving`] (TLS), [`grpc`] authenticates the pod, [`issuer`] (pure)
+//! signs with the current CA of [`authority`]. [`proxies`] lists the connected proxies and their
+//! roots.
 
 pub mod admin;
 pub mod authenticate;

@@ -1,6 +1,8 @@
-//! The proxies that are connected now: who they are, and what they last said of themselves. Beside the Discover streams.
+//! The proxies that are connected now: who they are, and what they last said of themselves. Beside
+//! the Discover streams.
 //!
-//! It remembers nothing of a proxy that is gone, and decides nothing: who rotates the roots, and people, read it.
+//! It remembers nothing of a proxy that is gone, and decides nothing: who rotates the roots, and
+//! people, read it.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -51,7 +53,8 @@ pub struct Status {
     pub certificate_issuer: String,
     /// Its version.
     pub proxy_version: String,
-    /// How far its clock is ahead of ours, in milliseconds; behind: negative. The message's way here counts as behind.
+    /// How far its clock is ahead of ours, in milliseconds; behind: negative. The message's way
+    /// here counts as behind.
     pub clock_skew: i64,
 }
 
@@ -76,7 +79,8 @@ impl Proxies {
         }
     }
 
-    /// All of them now, in the order in which they came. One that is about to leave an old stream may be there twice.
+    /// All of them now, in the order in which they came. One that is about to leave an old stream
+    /// may be there twice.
     pub fn snapshot(&self) -> Vec<ConnectedProxy> {
         let mut all: Vec<_> = self
             .lock()

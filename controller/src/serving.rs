@@ -1,8 +1,10 @@
-//! TLS before gRPC: who connects finds out that this is the controller. Between the listener and the gRPC server.
+//! TLS before gRPC: who connects finds out that this is the controller. Between the listener and
+//! the gRPC server.
 //!
-//! TLS 1.3 alone, without client certificates: callers prove themselves by tokens. The certificate comes from the mesh's own issuer
-//! and is replaced while connections go on. Handshakes run beside each other, bounded in number and time, and never hold up the
-//! next; a connection that is no TLS is closed, never served.
+//! TLS 1.3 alone, without client certificates: callers prove themselves by tokens. The certificate
+//! comes from the mesh's own issuer and is replaced while connections go on. Handshakes run beside
+//! each other, bounded in number and time, and never hold up the next; a connection that is no TLS
+//! is closed, never served.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::pin::Pin;
@@ -100,7 +102,8 @@ impl Serving {
         }))
     }
 
-    /// Has a new certificate made at two thirds of the life of each, and when another issuer signs. Ends with the authority.
+    /// Has a new certificate made at two thirds of the life of each, and when another issuer signs.
+    /// Ends with the authority.
     pub async fn renew(&self) {
         let mut trust = self.authority.trust();
         loop {

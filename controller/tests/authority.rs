@@ -1,5 +1,6 @@
-//! The authority as replicas keep it together in a folder: one CA for all, a rotation that waits for the proxies and survives restarts
-//! in each phase, an operator's hand. The proxies are pretended; the stores, the tasks and the clocks are real.
+//! The authority as replicas keep it together in a folder: one CA for all, a rotation that waits
+//! for the proxies and survives restarts in each phase, an operator's hand. The proxies are
+//! pretended; the stores, the tasks and the clocks are real.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod support;
@@ -20,7 +21,8 @@ use tokio::task::JoinHandle;
 
 const DEADLINE: Duration = Duration::from_secs(40);
 
-/// A pretended proxy: it trusts, and has a certificate of, whatever the replica that it is connected to says, unless it is stuck.
+/// A pretended proxy: it trusts, and has a certificate of, whatever the replica that it is
+/// connected to says, unless it is stuck.
 #[derive(Clone, Default)]
 struct Proxy {
     roots_version: String,
@@ -432,7 +434,7 @@ async fn a_store_that_is_emptied_is_filled_again_with_what_is_in_force() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_operator_who_puts_another_ca_there_is_followed_once_everybody_trusts_it() {
+async fn a_ca_replaced_by_an_operator_is_used_once_all_proxies_trust_it() {
     let (_dir, folder) = folder();
     let (one, two) = (Replica::start(&folder), Replica::start(&folder));
     let old_issuer = one.issuer().await;

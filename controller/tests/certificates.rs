@@ -1,4 +1,5 @@
-//! Certificates over loopback: who gets one and who does not, the roots on the stream, and the controller's own certificate.
+//! Certificates over loopback: who gets one and who does not, the roots on the stream, and the
+//! controller's own certificate.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod support;

@@ -215,7 +215,8 @@ async fn a_caller_that_says_no_more_still_hears_of_changes() {
 async fn ten_thousand_subscriptions_are_served_and_one_more_is_refused() {
     let sandbox = Sandbox::start(&[]).await;
     let mut discover = sandbox.client().await.discover().await;
-    // Written without reading in between: the stream must not get stuck on answers that nobody reads yet.
+    // Written without reading in between: the stream must not get stuck on answers that nobody
+    // reads yet.
     for number in 0..10_000 {
         discover
             .subscribe(&format!("10.1.{}.{}:80", number / 250, number % 250), "")

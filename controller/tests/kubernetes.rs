@@ -1,7 +1,9 @@
-//! The very program against a real cluster, with the least rights that it needs: the watches, TokenReview, RBAC, SIGTERM.
+//! The very program against a real cluster, with the least rights that it needs: the watches,
+//! TokenReview, RBAC, SIGTERM.
 //!
-//! Needs a cluster that KUBECONFIG names and rights to make namespaces and cluster roles there; what it makes it removes:
-//! `KUBECONFIG=... cargo test -p diy-mesh-controller --test kubernetes -- --ignored`
+//! Needs a cluster that KUBECONFIG names and rights to make namespaces and cluster roles there;
+//! what it makes it removes: `KUBECONFIG=... cargo test -p diy-mesh-controller --test kubernetes --
+//! --ignored`
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -125,7 +127,8 @@ async fn scenario(cluster: Cluster) {
     cluster.revoke().await;
     let deadline = Instant::now() + DEADLINE;
     let status = loop {
-        // Each time another token, since answers are cached. The API server takes a moment to notice.
+        // Each time another token, since answers are cached. The API server takes a moment to
+        // notice.
         match controller
             .client(cluster.token("web", OURS).await)
             .await

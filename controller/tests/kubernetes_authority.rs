@@ -1,8 +1,9 @@
-//! The authority against a real cluster, with the rights that manifests/controller.yaml gives and no others: the Secret, the reports,
-//! the ConfigMaps with the roots, a rotation.
+//! The authority against a real cluster, with the rights that manifests/controller.yaml gives and
+//! no others: the Secret, the reports, the ConfigMaps with the roots, a rotation.
 //!
-//! Needs a cluster that KUBECONFIG names and rights to make namespaces and cluster roles there; what it makes it removes:
-//! `KUBECONFIG=... cargo test --workspace --test kubernetes_authority -- --ignored`
+//! Needs a cluster that KUBECONFIG names and rights to make namespaces and cluster roles there;
+//! what it makes it removes: `KUBECONFIG=... cargo test --workspace --test kubernetes_authority --
+//! --ignored`
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use std::fmt::Debug;

@@ -1,7 +1,7 @@
 //! The webhook's certificates: a private CA, the serving certificate that it signs, and the renewal
 //! schedule. Pure, apart from key generation: the caller passes the time.
 //!
-//! [`crate::kubernetes`] stores them in a Secret, [`crate::ephemeral`] keeps them in memory.
+//! `kubernetes` stores them in a Secret, `ephemeral` keeps them in memory.
 //!
 //! A CA is replaced in two steps, [`OVERLAP`] apart: the next CA first joins the bundle and later
 //! signs. A client that has read the bundle within that time trusts the serving certificate at

@@ -1,4 +1,5 @@
-//! The readiness of the injector: a serving certificate that has not expired, and a webhook configuration with its CA.
+//! The readiness of the injector: a serving certificate that has not expired, and a webhook
+//! configuration with its CA.
 
 use std::time::SystemTime;
 

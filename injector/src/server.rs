@@ -1,4 +1,5 @@
-//! An HTTPS server: HTTP/1.1 and HTTP/2 over TLS, with limits and graceful shutdown. Independent of the handler.
+//! An HTTPS server: HTTP/1.1 and HTTP/2 over TLS, with limits and graceful shutdown. Independent of
+//! the handler.
 
 use std::convert::Infallible;
 use std::future::Future;

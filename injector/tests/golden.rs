@@ -1,7 +1,7 @@
 //! Golden files: each file in tests/golden/ has a pod and the expected verdict.
 //!
-//! `UPDATE_GOLDEN=1 cargo test -p diy-mesh-injector --test golden` rewrites the verdicts; review the
-//! diff.
+//! `UPDATE_GOLDEN=1 cargo test -p diy-mesh-injector --test golden` rewrites the verdicts; review
+//! the diff.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,5 @@
-//! The command line `mesh` and the sandbox, which `mesh demo` and the end-to-end tests use. A cluster does not need this crate.
+//! The command line `mesh` and the sandbox, which `mesh demo` and the end-to-end tests use. A
+//! cluster does not need this crate.
 
 pub mod check;
 pub mod cluster;

@@ -1,5 +1,5 @@
-//! Workload identity: a SPIFFE ID (SPIFFE-ID standard, sections 2 and 4) of trust domain, namespace and service account. All components
-//! use this strict parser.
+//! Workload identity: a SPIFFE ID (SPIFFE-ID standard, sections 2 and 4) of trust domain, namespace
+//! and service account. All components use this strict parser.
 
 use std::fmt;
 use std::str::FromStr;
@@ -12,7 +12,8 @@ const MAX_LENGTH: usize = 2048;
 /// Maximum length of a trust domain in bytes (SPIFFE-ID, section 2.1).
 const MAX_TRUST_DOMAIN_LENGTH: usize = 255;
 
-/// Identity `spiffe://TRUST-DOMAIN/ns/NAMESPACE/sa/SERVICE-ACCOUNT`. The text form is canonical: equal texts mean equal identities.
+/// Identity `spiffe://TRUST-DOMAIN/ns/NAMESPACE/sa/SERVICE-ACCOUNT`. The text form is canonical:
+/// equal texts mean equal identities.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Identity {
     text: Box<str>,

@@ -1,4 +1,5 @@
-//! Contracts between the components of the mesh: generated gRPC types, workload identities, and shared constants. No logic.
+//! Contracts between the components of the mesh: generated gRPC types, workload identities, and
+//! shared constants. No logic.
 
 /// API of the controller: discovery and certificates.
 pub mod mesh {

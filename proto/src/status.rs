@@ -1,7 +1,8 @@
-//! Certificate status of a controller replica: the JSON response of `GET /identity`, which the `mesh` command line reads.
+//! Certificate status of a controller replica: the JSON response of `GET /identity`, which the
+//! `mesh` command line reads.
 //!
-//! Times are in seconds since 1970. Readers ignore unknown fields of newer controllers; fields that an older controller lacks have their
-//! default values.
+//! Times are in seconds since 1970. Readers ignore unknown fields of newer controllers; fields that
+//! an older controller lacks have their default values.
 
 use std::collections::{BTreeMap, BTreeSet};
 

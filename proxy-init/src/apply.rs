@@ -1,4 +1,5 @@
-//! Loads rules: finds an iptables backend that the kernel supports, reads the nat table, and replaces our rules in one transaction.
+//! Loads rules: finds an iptables backend that the kernel supports, reads the nat table, and
+//! replaces our rules in one transaction.
 //!
 //! The only file that starts programs. The input is computed in [`crate::rules`].
 
@@ -8,8 +9,8 @@ use std::process::{Command, Output, Stdio};
 
 use crate::rules::{Family, RestoreInput, Rules};
 
-/// Lock file of iptables-legacy. This one exists in every container, also with a read-only root filesystem, and is specific to the
-/// network namespace.
+/// Lock file of iptables-legacy. This one exists in every container, also with a read-only root
+/// filesystem, and is specific to the network namespace.
 const LOCK_FILE: &str = "/proc/self/ns/net";
 /// Seconds to wait for that lock.
 const LOCK_TIMEOUT: &str = "5";
@@ -25,7 +26,8 @@ pub enum Error {
     Failed(Vec<String>),
 }
 
-/// Sets the rules of one family with the first working iptables backend and returns the backend's name.
+/// Sets the rules of one family with the first working iptables backend and returns the backend's
+/// name.
 pub fn apply(rules: &Rules, search_path: &OsStr) -> Result<String, Error> {
     let family = rules.family();
     let mut failures = Vec::new();
@@ -59,7 +61,8 @@ pub fn has_ipv6_address() -> bool {
         .is_ok_and(|table| lists_global_address(&table))
 }
 
-/// Commands of one iptables backend: standalone programs, or the multi-call binary that some images provide instead.
+/// Commands of one iptables backend: standalone programs, or the multi-call binary that some images
+/// provide instead.
 #[derive(Debug, PartialEq, Eq)]
 struct Tool {
     name: String,
@@ -125,7 +128,8 @@ impl Tool {
         }))
     }
 
-    /// Finds the rejected rule after the kernel rejected the whole transaction: loads each rule alone into a chain without references.
+    /// Finds the rejected rule after the kernel rejected the whole transaction: loads each rule
+    /// alone into a chain without references.
     fn find_rejected(
         &self,
         rules: &Rules,
@@ -203,7 +207,8 @@ fn error_summary(output: &Output) -> String {
     }
 }
 
-/// Reduces `line 4: RULE_APPEND failed (REASON): rule in chain X` to REASON. `line 9 failed` has no reason.
+/// Reduces `line 4: RULE_APPEND failed (REASON): rule in chain X` to REASON. `line 9 failed` has no
+/// reason.
 fn kernel_reason(line: &str) -> &str {
     if line.starts_with("line ") && line.ends_with(" failed") {
         return "the kernel returned no reason";
@@ -239,7 +244,8 @@ fn line_number(stderr: &str) -> Option<usize> {
     })
 }
 
-/// Whether `/proc/self/net/if_inet6` contains a global address. Columns: address, interface, prefix length, scope, flags, name; scope 00 is global.
+/// Whether `/proc/self/net/if_inet6` contains a global address. Columns: address, interface, prefix
+/// length, scope, flags, name; scope 00 is global.
 fn lists_global_address(table: &str) -> bool {
     table
         .lines()

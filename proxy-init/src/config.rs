@@ -1,4 +1,5 @@
-//! Command-line flags, parsed and validated by clap. The only file of this crate that reads the environment.
+//! Command-line flags, parsed and validated by clap. The only file of this crate that reads the
+//! environment.
 
 use std::ffi::OsString;
 
@@ -61,7 +62,8 @@ pub struct Config {
 }
 
 impl Config {
-    /// Reads flags and environment. Exits the process on `--help`, `--version` and invalid flags (code 2).
+    /// Reads flags and environment. Exits the process on `--help`, `--version` and invalid flags
+    /// (code 2).
     pub fn read() -> Self {
         Self::from_args(std::env::args_os()).unwrap_or_else(|error| error.exit())
     }

@@ -1,8 +1,10 @@
-//! Redirect rules of one network namespace: flags ([`config`]) become rules ([`rules`]), which [`apply`] loads.
+//! Redirect rules of one network namespace: flags ([`config`]) become rules ([`rules`]), which
+//! [`apply`] loads.
 //!
-//! Inbound TCP is redirected to the proxy's inbound port, outbound TCP to its outbound port, for IPv4 and IPv6. UDP and other
-//! protocols are not redirected. A run is idempotent, and loads the rules of one address family atomically. The program exits after
-//! that; it uses neither the network nor the Kubernetes API.
+//! Inbound TCP is redirected to the proxy's inbound port, outbound TCP to its outbound port, for
+//! IPv4 and IPv6. UDP and other protocols are not redirected. A run is idempotent, and loads the
+//! rules of one address family atomically. The program exits after that; it uses neither the
+//! network nor the Kubernetes API.
 
 pub mod apply;
 pub mod config;

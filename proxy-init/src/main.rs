@@ -1,4 +1,5 @@
-//! proxy-init: sets the redirect rules of its network namespace, then exits. Exit code 2: invalid flags; 1: failure.
+//! proxy-init: sets the redirect rules of its network namespace, then exits. Exit code 2: invalid
+//! flags; 1: failure.
 
 use std::io::{self, Write};
 use std::process::ExitCode;

@@ -11,7 +11,8 @@ pub struct Ports(Vec<RangeInclusive<u16>>);
 impl FromStr for Ports {
     type Err = String;
 
-    /// Parses a comma-separated list; an empty text is an empty list. The error describes the first invalid item.
+    /// Parses a comma-separated list; an empty text is an empty list. The error describes the first
+    /// invalid item.
     fn from_str(text: &str) -> Result<Self, String> {
         if text.trim().is_empty() {
             return Ok(Self::default());

@@ -1,7 +1,8 @@
-//! Redirect rules: computes the input of one `iptables-restore --noflush` from the configuration and the output of iptables-save.
+//! Redirect rules: computes the input of one `iptables-restore --noflush` from the configuration
+//! and the output of iptables-save.
 //!
-//! Pure text, tested against the golden files in `tests/golden`. Rules are in the format of iptables-save, which makes loaded and saved
-//! rules comparable.
+//! Pure text, tested against the golden files in `tests/golden`. Rules are in the format of
+//! iptables-save, which makes loaded and saved rules comparable.
 
 use std::fmt;
 
@@ -93,8 +94,9 @@ impl Rules {
 
     /// Input that replaces our rules in a nat table that iptables-save prints as `saved`.
     ///
-    /// Declaring our chains flushes them in the same transaction. The jumps to them are in built-in chains, which may contain rules of
-    /// other programs: a correct jump stays, wrong or duplicate jumps to our chains are deleted.
+    /// Declaring our chains flushes them in the same transaction. The jumps to them are in built-in
+    /// chains, which may contain rules of other programs: a correct jump stays, wrong or duplicate
+    /// jumps to our chains are deleted.
     pub fn restore_input(&self, saved: &str) -> RestoreInput {
         let mut text = "*nat\n".to_owned();
         for (_, chain) in CHAINS {
@@ -117,8 +119,8 @@ impl Rules {
         RestoreInput(text)
     }
 
-    /// Input for each rule alone, in a chain without references, and input that deletes that chain. Finds the rejected rule when the
-    /// kernel does not name it.
+    /// Input for each rule alone, in a chain without references, and input that deletes that chain.
+    /// Finds the rejected rule when the kernel does not name it.
     pub fn trial_inputs(&self) -> (impl Iterator<Item = (&str, RestoreInput)>, RestoreInput) {
         let trials = self.lines.iter().map(|line| {
             let trial = line.replacen("PROXY_INBOUND", "PROXY_TRIAL", 1).replacen(

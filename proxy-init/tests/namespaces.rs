@@ -1,4 +1,5 @@
-//! proxy-init in real network namespaces with both iptables backends: the loaded rules, and the resulting redirects.
+//! proxy-init in real network namespaces with both iptables backends: the loaded rules, and the
+//! resulting redirects.
 
 mod support;
 
@@ -300,7 +301,8 @@ fn names_rejected_rule_and_changes_nothing() {
     if !can_create_namespaces() {
         return;
     }
-    // A user namespace with root as its only user: the kernel rejects owner rules for unmapped users.
+    // A user namespace with root as its only user: the kernel rejects owner rules for unmapped
+    // users.
     let script = format!(
         "ip link set lo up; {PROXY_INIT} {} 2>&1; echo code $?; iptables-NAME-save -t nat",
         FLAGS.join(" ")
@@ -418,7 +420,8 @@ fn both_families(namespace: &Namespace, backend: &str) -> [String; 2] {
     ["iptables", "ip6tables"].map(|family| namespace.saved(&format!("{family}-{backend}-save")))
 }
 
-/// The rules sorted by chain, in their order within a chain: iptables-save does not preserve the order of chains.
+/// The rules sorted by chain, in their order within a chain: iptables-save does not preserve the
+/// order of chains.
 fn rules(saved: &str) -> Vec<&str> {
     let mut rules: Vec<_> = saved
         .lines()

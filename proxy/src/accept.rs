@@ -5,6 +5,7 @@ use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener as StdListener};
 use std::time::Duration;
 
+use diy_mesh_runtime::Backoff;
 use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::{TcpListener, TcpStream};
 
@@ -13,8 +14,8 @@ use crate::connect::keepalive;
 /// The maximum number of connections that wait to be accepted.
 const MAX_BACKLOG: i32 = 4096;
 /// The delay after the first failed accept(2). It doubles with each further failure.
-const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(5);
-const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(1);
+const MIN_ACCEPT_DELAY: Duration = Duration::from_millis(5);
+const MAX_ACCEPT_DELAY: Duration = Duration::from_secs(1);
 
 /// Creates a listening socket. `SO_REUSEPORT` lets each worker have its own on the same port.
 /// Accepted sockets inherit its options.
@@ -44,19 +45,17 @@ pub async fn accept(listener: StdListener, mut handle: impl FnMut(TcpStream, Soc
         Ok(listener) => listener,
         Err(error) => return tracing::error!("cannot listen: {error}"),
     };
-    let mut retry_interval = MIN_RETRY_INTERVAL;
+    let mut backoff = Backoff::new(MIN_ACCEPT_DELAY, MAX_ACCEPT_DELAY);
     loop {
         match listener.accept().await {
             Ok((stream, peer)) => {
-                retry_interval = MIN_RETRY_INTERVAL;
+                backoff.reset();
                 handle(stream, peer);
             }
             Err(error) => {
-                tracing::warn!(
-                    "cannot accept a connection: {error}; next attempt in {retry_interval:?}"
-                );
-                tokio::time::sleep(retry_interval).await;
-                retry_interval = (retry_interval * 2).min(MAX_RETRY_INTERVAL);
+                let delay = backoff.next_delay();
+                tracing::warn!("cannot accept a connection: {error}; retrying in {delay:?}");
+                tokio::time::sleep(delay).await;
             }
         }
     }

@@ -1,8 +1,9 @@
-//! Authorities of requests (RFC 3986, section 3.2): whether a target and a Host field name the same one, and whether one names a host
-//! and a port. Pure; both versions of HTTP use it. It resolves nothing.
+//! Authorities of requests (RFC 3986, section 3.2): whether a target and a Host field name the same
+//! one, and whether one names a host and a port. Pure; both versions of HTTP use it. It resolves
+//! nothing.
 
-/// Whether `authority`, of a target with this scheme, and the value of a Host field are the same: without user information, in any
-/// case, and with or without the scheme's default port.
+/// Whether `authority`, of a target with this scheme, and the value of a Host field are the same:
+/// without user information, in any case, and with or without the scheme's default port.
 pub fn is_same(scheme: &[u8], authority: &[u8], host: &[u8]) -> bool {
     let named = match authority.iter().position(|byte| *byte == b'@') {
         Some(at) if is_text(&authority[..at]) => &authority[at + 1..],

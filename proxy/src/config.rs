@@ -1,5 +1,6 @@
-//! Configuration: flags and environment variables, parsed and validated by clap into [`RawConfig`], then [`Config`]. The injector
-//! passes the ports, because proxy-init needs the same ones: they have no defaults here.
+//! Configuration: flags and environment variables, parsed and validated by clap into [`RawConfig`],
+//! then [`Config`]. The injector passes the ports, because proxy-init needs the same ones: they
+//! have no defaults here.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -40,10 +41,12 @@ pub struct RawConfig {
     /// Inbound connections to accept
     #[arg(long, value_name = "MODE", default_value = "permissive")]
     inbound: InboundMode,
-    /// A kubelet probe that `strict` accepts: `http:PORT:PATH`, `tcp:PORT` or `grpc:PORT`; may be repeated
+    /// A kubelet probe that `strict` accepts: `http:PORT:PATH`, `tcp:PORT` or `grpc:PORT`; may be
+    /// repeated
     #[arg(long = "probe", value_name = "PROBE")]
     probes: Vec<Probe>,
-    /// Ports of the application whose connections are forwarded without protocol detection, such as 25,9000-9100
+    /// Ports of the application whose connections are forwarded without protocol detection, such as
+    /// 25,9000-9100
     #[arg(
         long,
         value_name = "LIST",
@@ -55,7 +58,8 @@ pub struct RawConfig {
     /// Forward CONNECT requests to the application
     #[arg(long)]
     allow_connect: bool,
-    /// Maximum age of connections between proxies: HTTP connections end gracefully, others are reset [default: none]
+    /// Maximum age of connections between proxies: HTTP connections end gracefully, others are
+    /// reset [default: none]
     #[arg(
         long,
         value_name = "SECONDS",
@@ -76,7 +80,8 @@ pub struct RawConfig {
         value_parser = value_parser!(u64).range(1..=3600)
     )]
     drain_seconds: u64,
-    /// URL of the controller: `https://HOST:PORT`. With http:// the proxy has no identity and uses no mutual TLS
+    /// URL of the controller: `https://HOST:PORT`. With http:// the proxy has no identity and uses
+    /// no mutual TLS
     #[arg(long, env = "SERVICE_MESH_CONTROLLER", value_name = "URL", value_parser = parse_controller)]
     controller: Uri,
     /// SPIFFE ID of the controller's certificate [required with https://]
@@ -113,7 +118,8 @@ enum InboundMode {
     Strict,
 }
 
-/// A maximum age in seconds; `None` if the flag is empty. An alias, because clap gives `Option` itself another meaning.
+/// A maximum age in seconds; `None` if the flag is empty. An alias, because clap gives `Option`
+/// itself another meaning.
 type MaxConnectionAge = Option<Duration>;
 
 /// A validated configuration.
@@ -159,12 +165,14 @@ pub struct ControllerProof {
 }
 
 impl Config {
-    /// Reads flags and environment. Exits the process on `--help`, `--version` and invalid values (code 2).
+    /// Reads flags and environment. Exits the process on `--help`, `--version` and invalid values
+    /// (code 2).
     pub fn load() -> Self {
         Self::from_raw(RawConfig::parse()).unwrap_or_else(|error| error.exit())
     }
 
-    /// Checks values against each other: ports differ, and a controller over TLS has an identity and roots.
+    /// Checks values against each other: ports differ, and a controller over TLS has an identity
+    /// and roots.
     pub fn from_raw(raw: RawConfig) -> Result<Self, clap::Error> {
         let ports = [raw.inbound_port, raw.outbound_port, raw.admin_port];
         if ports[0] == ports[1] || ports[0] == ports[2] || ports[1] == ports[2] {

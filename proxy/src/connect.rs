@@ -1,5 +1,5 @@
-//! Step 7: from an endpoint to a connection, out of its pool or new. It knows the time that a dial may take and tells
-//! refusals from silence; whom to try next is the caller's to say.
+//! Step 7: a new connection to an endpoint. It limits the time that a connection attempt takes, and
+//! distinguishes a refused connection from a timeout. `forward.rs` selects the next endpoint.
 
 use std::io;
 use std::net::SocketAddr;
@@ -63,7 +63,8 @@ async fn connect(address: SocketAddr) -> Result<Io, Failure> {
     Ok(Io::new(stream))
 }
 
-/// How soon a peer that is gone without a word is noticed on a quiet connection: within about two minutes.
+/// How soon a peer that is gone without a word is noticed on a quiet connection: within about two
+/// minutes.
 pub fn keepalive() -> TcpKeepalive {
     TcpKeepalive::new()
         .with_time(Duration::from_secs(60))

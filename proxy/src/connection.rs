@@ -1,5 +1,5 @@
-//! The path of a connection, inbound and outbound, one call a step. Read this first; `forward.rs` has
-//! steps 5 to 7.
+//! The path of a connection, inbound and outbound, one call a step. Read this first; `forward.rs`
+//! has steps 5 to 7.
 
 use std::net::SocketAddr;
 use std::rc::Rc;

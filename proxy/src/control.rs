@@ -1,5 +1,5 @@
-//! gRPC client of the controller: address, TLS, keepalive, timeouts and the pod's token. It makes single calls; `discovery.rs` and
-//! `identity.rs` retry them. It never logs the token.
+//! gRPC client of the controller: address, TLS, keepalive, timeouts and the pod's token. It makes
+//! single calls; `discovery.rs` and `identity.rs` retry them. It never logs the token.
 
 mod secure;
 #[cfg(test)]
@@ -31,7 +31,8 @@ pub use secure::Tls;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 /// Timeout of opening a discovery stream, including the connection.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(5);
-/// Timeout of a certificate request. The controller reviews the token with Kubernetes first, and requests may queue there.
+/// Timeout of a certificate request. The controller reviews the token with Kubernetes first, and
+/// requests may queue there.
 const SIGN_TIMEOUT: Duration = Duration::from_secs(30);
 /// Interval and timeout of HTTP/2 pings: a failed node is detected within their sum.
 const PING_INTERVAL: Duration = Duration::from_secs(5);
@@ -114,8 +115,9 @@ pub struct Control {
 }
 
 impl Control {
-    /// Validates the address without connecting. `https` requires `tls`, `http` excludes it. Without a token file, calls carry no
-    /// token: only controllers without authentication accept them.
+    /// Validates the address without connecting. `https` requires `tls`, `http` excludes it.
+    /// Without a token file, calls carry no token: only controllers without authentication accept
+    /// them.
     pub fn new(
         address: &str,
         token_file: Option<PathBuf>,
@@ -160,8 +162,9 @@ impl Control {
         })
     }
 
-    /// Opens a discovery stream on a new connection: each attempt resolves the name, may reach another replica, and sends the
-    /// current content of the token file. Returns when the controller has accepted the stream.
+    /// Opens a discovery stream on a new connection: each attempt resolves the name, may reach
+    /// another replica, and sends the current content of the token file. Returns when the
+    /// controller has accepted the stream.
     pub async fn discover(
         self,
         requests: impl Stream<Item = DiscoverRequest> + Send + 'static,
@@ -279,7 +282,8 @@ pub fn describe(status: &Status) -> String {
     format!("{:?}: {}", status.code(), status.message())
 }
 
-/// Ceiling of the delay after `failures` consecutive failures: doubles from the smallest to the largest value.
+/// Ceiling of the delay after `failures` consecutive failures: doubles from the smallest to the
+/// largest value.
 pub(crate) fn backoff_ceiling(
     (smallest, largest): (Duration, Duration),
     failures: u32,

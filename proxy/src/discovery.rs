@@ -1,6 +1,8 @@
-//! Service discovery: subscribes to a destination when a connection first goes there and keeps its [`Target`] up to date. Workers
-//! hold a [`Discovery`]; one task on the main thread holds the stream to the controller and the [`Table`] of destinations. Targets
-//! outlive the stream. Destinations without receivers expire. `balance` selects the endpoint of a request, not this module.
+//! Service discovery: subscribes to a destination when a connection first goes there and keeps its
+//! [`Target`] up to date. Workers hold a [`Discovery`]; one task on the main thread holds the
+//! stream to the controller and the table of destinations. Targets outlive the stream.
+//! Destinations without receivers expire. `balance` selects the endpoint of a request, not this
+//! module.
 
 mod table;
 mod target;
@@ -28,7 +30,8 @@ use crate::metrics::DiscoveryMetrics;
 use table::{Table, Watched};
 pub use target::{AppProtocol, EndpointInfo, PodTarget, ServiceTarget, Target};
 
-/// Maximum number of subscribed destinations of all workers. Further ones are refused while all of them are in use.
+/// Maximum number of subscribed destinations of all workers. Further ones are refused while all of
+/// them are in use.
 const MAX_DESTINATIONS: usize = 10_000;
 /// Capacity of the queue of workers' requests. Workers wait while it is full.
 const MAX_QUEUED_REQUESTS: usize = 256;
@@ -79,8 +82,9 @@ struct WatchRequest {
     response: oneshot::Sender<Watched>,
 }
 
-/// Returns the handle for the workers and the task that the main thread runs. The task ends when all handles are dropped. Trust
-/// roots from the stream go to `trust`; changes of `credentials` are reported to the controller.
+/// Returns the handle for the workers and the task that the main thread runs. The task ends when
+/// all handles are dropped. Trust roots from the stream go to `trust`; changes of `credentials` are
+/// reported to the controller.
 pub fn start(
     control: Control,
     trust: Trust,
@@ -140,9 +144,11 @@ impl Discovery {
         self.requests.is_none()
     }
 
-    /// Watches the target of `destination`. Waits a bounded time for a first response with endpoints; while the controller is
-    /// unavailable, returns the known target, or [`Target::Unknown`], at once. The receiver is closed if the target never changes:
-    /// [`Target::Refused`] over the limit and at shutdown, [`Target::Unknown`] for port 0, which is not a valid destination.
+    /// Watches the target of `destination`. Waits a bounded time for a first response with
+    /// endpoints; while the controller is unavailable, returns the known target, or
+    /// [`Target::Unknown`], at once. The receiver is closed if the target never changes:
+    /// [`Target::Refused`] over the limit and at shutdown, [`Target::Unknown`] for port 0, which is
+    /// not a valid destination.
     pub async fn watch(&self, destination: SocketAddr) -> watch::Receiver<Arc<Target>> {
         let closed = |target| watch::channel(Arc::new(target)).1;
         let Some(requests) = self.requests.as_ref().filter(|_| destination.port() != 0) else {
@@ -182,7 +188,8 @@ pub(crate) struct Questions(mpsc::Receiver<WatchRequest>);
 
 #[cfg(test)]
 impl Questions {
-    /// The destination of the next request, and a function that responds to it and returns the sender of updates.
+    /// The destination of the next request, and a function that responds to it and returns the
+    /// sender of updates.
     pub(crate) async fn next(
         &mut self,
     ) -> (
@@ -222,8 +229,8 @@ impl Discovery {
 struct Driver {
     table: Table,
     requests: mpsc::Receiver<WatchRequest>,
-    /// Sender of the open stream. Unbounded, because the driver and the controller would otherwise wait for each other to read; the
-    /// size of the table bounds its content.
+    /// Sender of the open stream. Unbounded, because the driver and the controller would otherwise
+    /// wait for each other to read; the size of the table bounds its content.
     stream: Option<mpsc::UnboundedSender<DiscoverRequest>>,
     /// The latest attempt to open a stream failed: workers do not wait for a response.
     controller_unavailable: bool,
@@ -273,8 +280,8 @@ impl Driver {
         }
     }
 
-    /// Subscribes to all watched destinations and applies responses until the stream closes. Returns why it closed; `None` if all
-    /// handles are dropped.
+    /// Subscribes to all watched destinations and applies responses until the stream closes.
+    /// Returns why it closed; `None` if all handles are dropped.
     async fn follow(
         &mut self,
         mut responses: Streaming<DiscoverResponse>,
@@ -416,7 +423,8 @@ impl Driver {
     }
 }
 
-/// Waits for a response with endpoints. A Service without endpoints, as each one is at first, keeps its first connection waiting.
+/// Waits for a response with endpoints. A Service without endpoints, as each one is at first, keeps
+/// its first connection waiting.
 async fn first_response(receiver: &mut watch::Receiver<Arc<Target>>) {
     while receiver.changed().await.is_ok() && receiver.borrow().is_without_endpoint() {}
 }
@@ -448,7 +456,8 @@ struct LogState {
 }
 
 impl LogLimiter {
-    /// Counts an event. Returns the number of events since the last message if it is time for the next message.
+    /// Counts an event. Returns the number of events since the last message if it is time for the
+    /// next message.
     fn should_log(&mut self, kind: LogKind) -> Option<u64> {
         let LogState { last_logged, count } = &mut self.0[kind as usize];
         *count += 1;

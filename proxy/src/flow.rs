@@ -1,4 +1,5 @@
-//! What one connection carries along the path: its worker, its direction, its two ends and its caller.
+//! What one connection carries along the path: its worker, its direction, its two ends and its
+//! caller.
 
 use std::net::SocketAddr;
 use std::rc::Rc;
@@ -41,8 +42,8 @@ impl Flow {
         }
     }
 
-    /// The declared protocol. Inbound, only the pod's own opaque ports count; outbound, what discovery
-    /// knows of the destination.
+    /// The declared protocol. Inbound, only the pod's own opaque ports count; outbound, what
+    /// discovery knows of the destination.
     pub fn declared_protocol(&self) -> Option<Protocol> {
         let opaque_ports = &self.worker.config.policy.opaque_ports;
         match self.direction {

@@ -1,5 +1,5 @@
-//! Steps 5 to 7 of a request, or of an opaque connection: one endpoint after another, until one takes
-//! it. This is the only loop that retries; the protocols send, receive and relay.
+//! Steps 5 to 7 of a request, or of an opaque connection: one endpoint after another, until one
+//! takes it. This is the only loop that retries; the protocols send, receive and relay.
 
 use std::net::SocketAddr;
 use std::rc::Rc;
@@ -93,8 +93,8 @@ pub(crate) async fn forward<F: Forward>(
     }
 }
 
-/// The attempts of one request or opaque connection. Their results decide how the balancer treats the
-/// endpoints.
+/// The attempts of one request or opaque connection. Their results decide how the balancer treats
+/// the endpoints.
 #[derive(Default)]
 pub struct Attempts {
     /// Attempts so far, the current one included.

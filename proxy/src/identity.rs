@@ -1,5 +1,6 @@
-//! Workload identity: [`Credentials`], held in memory only and replaced as a whole. One task on the main thread renews them
-//! ([`start`]). New connections use the newest credentials; open connections keep theirs.
+//! Workload identity: [`Credentials`], held in memory only and replaced as a whole. One task on the
+//! main thread renews them ([`start`]). New connections use the newest credentials; open
+//! connections keep theirs.
 
 mod leaf;
 mod renewal;
@@ -63,7 +64,8 @@ impl fmt::Debug for Credentials {
     }
 }
 
-/// Receiver of the current credentials; `None` before the first certificate and after expiry of the last one.
+/// Receiver of the current credentials; `None` before the first certificate and after expiry of the
+/// last one.
 pub type CurrentCredentials = watch::Receiver<Option<Arc<Credentials>>>;
 
 /// A closed receiver without credentials, for a proxy without an identity.
@@ -71,7 +73,8 @@ pub fn none() -> CurrentCredentials {
     watch::channel(None).1
 }
 
-/// Returns the credentials and the task that the main thread runs to renew them. `trust` provides newer roots.
+/// Returns the credentials and the task that the main thread runs to renew them. `trust` provides
+/// newer roots.
 pub fn start(
     control: Control,
     trust_domain: String,
@@ -99,7 +102,8 @@ impl Credentials {
         }
     }
 
-    /// Encrypts and decrypts session tickets for all workers. Tickets of other credentials do not decrypt.
+    /// Encrypts and decrypts session tickets for all workers. Tickets of other credentials do not
+    /// decrypt.
     pub fn tickets(&self) -> Result<Arc<dyn ProducesTickets>, rustls::Error> {
         match self.tickets.get() {
             Some(tickets) => Ok(tickets.clone()),

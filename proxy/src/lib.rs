@@ -1,16 +1,16 @@
 //! The data plane: one proxy beside each pod. Every TCP connection of the pod passes through it,
 //! redirected by the rules that proxy-init wrote.
 //!
-//! Read `connection.rs` first: the path, one call a step, inbound and outbound. The steps before are in
-//! `accept.rs`, `orig_dst.rs`, and `protocol.rs` with the pure `detect.rs`; then `policy.rs` authorizes,
-//! `http1/`, `http2/` and `opaque.rs` serve, and `forward.rs` sends to endpoints by way of `balance/`,
-//! `pool/` and `connect.rs`. `record.rs` is what metrics, dumps and the log get of it. Beside the path:
-//! `discovery.rs` and `identity.rs`, both by way of `control.rs`; `dump/`, `metrics.rs`; and
-//! `error.rs`, the one map of failures.
+//! Read `connection.rs` first: the path, one call a step, inbound and outbound. The steps before
+//! are in `accept.rs`, `orig_dst.rs`, and `protocol.rs` with the pure `detect.rs`; then `policy.rs`
+//! authorizes, `http1/`, `http2/` and `opaque.rs` serve, and `forward.rs` sends to endpoints by way
+//! of `balance/`, `pool/` and `connect.rs`. `record.rs` is what metrics, dumps and the log get of
+//! it. Beside the path: `discovery.rs` and `identity.rs`, both by way of `control.rs`; `dump/`,
+//! `metrics.rs`; and `error.rs`, the one map of failures.
 //!
-//! The main thread runs what is slow and shared: the admin server, discovery, renewal, shutdown. Each
-//! worker thread has its own listeners, pools and balancers: a request stays on one core and takes no
-//! lock.
+//! The main thread runs what is slow and shared: the admin server, discovery, renewal, shutdown.
+//! Each worker thread has its own listeners, pools and balancers: a request stays on one core and
+//! takes no lock.
 
 pub mod accept;
 pub mod authority;
@@ -65,7 +65,8 @@ use crate::worker::Listeners;
 /// Maximum number of connections, if the limit of open files permits.
 const MAX_CONNECTIONS: u64 = 50_000;
 
-/// Runs the proxy until SIGTERM or SIGINT, then drains until all connections are closed or the drain timeout expires.
+/// Runs the proxy until SIGTERM or SIGINT, then drains until all connections are closed or the
+/// drain timeout expires.
 pub fn run(config: Config) -> anyhow::Result<()> {
     let config = Arc::new(config);
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -216,7 +217,8 @@ async fn identity_condition(mut credentials: CurrentCredentials, condition: Cond
     }
 }
 
-/// Binds the listeners of one worker: inbound on all addresses, outbound on loopback, where proxy-init redirects to.
+/// Binds the listeners of one worker: inbound on all addresses, outbound on loopback, where
+/// proxy-init redirects to.
 fn bind(config: &Config) -> anyhow::Result<Listeners> {
     let port =
         |flag: &str, port: u16, v4: Ipv4Addr, v6: Ipv6Addr| -> anyhow::Result<Vec<TcpListener>> {

@@ -1,8 +1,10 @@
-//! Lifetime of connections between proxies. An HTTP connection has a maximum age, limited by the expiry of both certificates, and ends
-//! gracefully. An opaque connection, or one with an open stream, may outlive the certificate of the peer, which is counted. It is
-//! reset only at `--max-connection-age`.
+//! Lifetime of connections between proxies. An HTTP connection has a maximum age, limited by the
+//! expiry of both certificates, and ends gracefully. An opaque connection, or one with an open
+//! stream, may outlive the certificate of the peer, which is counted. It is reset only at
+//! `--max-connection-age`.
 //!
-//! A [`Lifetime`] is computed after the handshake. Plaintext connections have none. This module does not close connections.
+//! A [`Lifetime`] is computed after the handshake. Plaintext connections have none. This module
+//! does not close connections.
 
 use std::cell::RefCell;
 use std::future::{Future, pending, poll_fn};
@@ -17,8 +19,8 @@ use tokio_util::sync::CancellationToken;
 const MAX_HTTP_AGE: Duration = Duration::from_secs(3600);
 /// Random fraction of an age.
 const JITTER: f64 = 0.1;
-/// Time between retirement and end of an HTTP connection. Pools close connections that are idle for half of it, so clients never send
-/// a request on a connection that the server is closing.
+/// Time between retirement and end of an HTTP connection. Pools close connections that are idle for
+/// half of it, so clients never send a request on a connection that the server is closing.
 const RETIREMENT_PERIOD: Duration = Duration::from_secs(60);
 
 /// When a connection between proxies retires and ends.
@@ -43,8 +45,8 @@ impl Lifetime {
         (self.retires_at + RETIREMENT_PERIOD).min(self.certificate_ends_at)
     }
 
-    /// Waits until a connection in use must be reset. Calls `outlived` when the certificate of the peer expires, and keeps the returned
-    /// guard until then.
+    /// Waits until a connection in use must be reset. Calls `outlived` when the certificate of the
+    /// peer expires, and keeps the returned guard until then.
     pub async fn expire<Guard>(self, outlived: impl FnOnce() -> Guard) {
         let first = self.resets_at.map_or(self.certificate_ends_at, |at| {
             at.min(self.certificate_ends_at)
@@ -76,8 +78,8 @@ impl Lifetimes {
         }
     }
 
-    /// Lifetime of a connection established `now`. `peer_remaining` and `own_remaining` are the remaining validities of the certificates
-    /// of the peer and of this proxy.
+    /// Lifetime of a connection established `now`. `peer_remaining` and `own_remaining` are the
+    /// remaining validities of the certificates of the peer and of this proxy.
     pub fn sample(
         &self,
         now: Instant,
@@ -101,7 +103,8 @@ impl Lifetimes {
     }
 }
 
-/// A running [`Lifetime::expire`], which completes when a connection in use must be reset. Never completes for plaintext connections.
+/// A running [`Lifetime::expire`], which completes when a connection in use must be reset. Never
+/// completes for plaintext connections.
 pub struct Expiry(pub Option<Pin<Box<dyn Future<Output = ()>>>>);
 
 impl Future for Expiry {

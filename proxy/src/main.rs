@@ -1,4 +1,5 @@
-//! Entry point: reads the configuration, initializes logging, runs `lib.rs`. Exit code 2: invalid configuration; 1: failure.
+//! Entry point: reads the configuration, initializes logging, runs `lib.rs`. Exit code 2: invalid
+//! configuration; 1: failure.
 
 use std::process::ExitCode;
 

@@ -1,5 +1,5 @@
-//! Counters and gauges of the proxy, exposed in the OpenMetrics text format. The handle of each time series is looked up once, at the
-//! start: counting a request is one relaxed atomic addition.
+//! Counters and gauges of the proxy, exposed in the OpenMetrics text format. The handle of each
+//! time series is looked up once, at the start: counting a request is one relaxed atomic addition.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -151,7 +151,8 @@ impl Metrics {
         Active::new(&flows.connections_open)
     }
 
-    /// Counts an open connection whose peer's certificate has expired, until the returned value is dropped.
+    /// Counts an open connection whose peer's certificate has expired, until the returned value is
+    /// dropped.
     pub fn certificate_expired(&self, direction: Direction) -> Active {
         Active::new(&self.flows(direction).certificate_expired)
     }
@@ -356,7 +357,8 @@ fn resident_memory() -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// Parses a page into samples: name with labels, and value. Panics if the page is not in the OpenMetrics text format.
+    /// Parses a page into samples: name with labels, and value. Panics if the page is not in the
+    /// OpenMetrics text format.
     fn parse(page: &str) -> std::collections::HashMap<String, f64> {
         let page = page.strip_suffix("# EOF\n").expect("an end marker");
         let mut family = String::new();

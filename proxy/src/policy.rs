@@ -1,5 +1,5 @@
-//! Step 4: who calls, and whether they may. A caller has proven who they are, or has not; a workload that is strict lets only
-//! the proven in, and the kubelet's probes. Pure: it is told everything.
+//! Step 4: authorization of a connection, and of each request. A strict workload accepts
+//! authenticated peers, and exempt probes of the kubelet. Pure: all inputs are arguments.
 
 use std::fmt;
 use std::rc::Rc;
@@ -12,19 +12,19 @@ use crate::http::edits::is_same_name;
 use crate::http::view::RequestView;
 use crate::ports::PortSet;
 
-/// Who is at the other end of a client's connection.
+/// The client of a connection, as far as it has authenticated.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Caller {
-    /// The pod's own app: its outbound connections.
+    /// The pod's own application: its outbound connections.
     App,
-    /// Somebody who came in plaintext.
+    /// A client without mutual TLS.
     Unauthenticated,
-    /// A workload of the mesh, by mutual TLS.
+    /// A workload of the mesh, authenticated by mutual TLS.
     Peer(Rc<Identity>),
 }
 
 impl Caller {
-    /// What the app is told of them.
+    /// The identity, if the client has authenticated with one.
     pub fn identity(&self) -> Option<&Identity> {
         match self {
             Self::Peer(identity) => Some(identity),
@@ -33,25 +33,26 @@ impl Caller {
     }
 }
 
-/// How a request may be carried.
+/// How a request may be forwarded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Admission {
-    /// As any other.
+    /// Without restrictions.
     Ordinary,
-    /// As the only exchange of its connection, on an upstream connection of its own: an exempt probe of a strict pod.
+    /// As the only exchange of its connection, on an upstream connection of its own: an exempt
+    /// probe of a strict pod.
     Probe,
 }
 
-/// Whom the pod's app takes calls from.
+/// The inbound policy of the pod.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Policy {
-    /// Only from those who prove who they are.
+    /// Only authenticated peers are accepted.
     pub strict: bool,
-    /// The kubelet's, which can't.
+    /// The probes of the kubelet, which cannot authenticate.
     pub probes: Vec<Probe>,
-    /// The app's ports whose connections are carried without a look at their bytes.
+    /// The ports of the application whose connections are copied without detection.
     pub opaque_ports: PortSet,
-    /// Whether the app takes CONNECT requests.
+    /// The application accepts CONNECT requests.
     pub allow_connect: bool,
 }
 
@@ -65,7 +66,7 @@ pub enum Probe {
         /// The path, and the query if there is one.
         path: String,
     },
-    /// A connection, on which nothing is said.
+    /// A connection without data.
     Tcp {
         /// The app's port.
         port: u16,
@@ -78,7 +79,7 @@ pub enum Probe {
 }
 
 impl Policy {
-    /// Whether a connection to the app may be made for this caller before anything is known of what they want.
+    /// Whether the caller may have a connection to the application, whatever it carries.
     pub fn authorize_connection(&self, caller: &Caller) -> Result<(), Failure> {
         if self.strict && *caller == Caller::Unauthenticated {
             Err(Failure::MtlsRequired)
@@ -87,7 +88,7 @@ impl Policy {
         }
     }
 
-    /// Whether the app may be shown this request to its `port`, and how.
+    /// Whether the request may be forwarded to `port` of the application, and how.
     pub fn authorize_request(
         &self,
         caller: &Caller,
@@ -113,8 +114,8 @@ impl Policy {
 }
 
 impl Probe {
-    /// Whether this is the probe's request, and nothing more than that: a lenient server might find a second request in a body, or
-    /// behind an upgrade. The body of a gRPC call stands in frames of its own stream.
+    /// Whether this is exactly the request of the probe: a lenient server might parse a second
+    /// request in a body, or after an upgrade. The body of a gRPC call is framed by its stream.
     fn is_made_by(&self, to: u16, request: &RequestView<'_>) -> bool {
         let (method, target) = (request.method, request.target);
         match self {
@@ -128,7 +129,7 @@ impl Probe {
                     && target == b"/grpc.health.v1.Health/Check"
                     && request.http2
             }
-            // It asks for nothing: that the connection is taken is its answer.
+            // It sends no request: the accepted connection is the answer.
             Self::Tcp { .. } => false,
         }
     }
@@ -175,12 +176,12 @@ impl fmt::Display for Probe {
     }
 }
 
-/// Whether some server reads this field as `X-Called-By`. It tells the app who calls, which nobody but the proxy can know.
+/// Whether some server reads this field as `X-Called-By`, which only the proxy may set.
 pub fn is_called_by(name: &[u8]) -> bool {
     is_same_name(name, b"x-called-by")
 }
 
-/// Whether some server reads this field as `x-mesh-error`, which tells a caller that a proxy has answered.
+/// Whether some server reads this field as `x-mesh-error`, which only a proxy may set.
 pub fn is_mesh_error(name: &[u8]) -> bool {
     is_same_name(name, b"x-mesh-error")
 }
@@ -209,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn a_strict_workload_admits_peers_its_own_app_and_probes() {
+    fn strict_workload_accepts_peers_its_own_application_and_exempt_probes() {
         let policy = strict(&["http:8080:/healthz?full=1", "grpc:9000", "tcp:5432"]);
         for caller in [peer(), Caller::App] {
             assert_eq!(
@@ -287,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn a_permissive_workload_admits_everybody() {
+    fn permissive_workload_accepts_unauthenticated_clients() {
         let policy = Policy::default();
         assert!(
             policy
@@ -302,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn connect_is_for_apps_that_declare_it() {
+    fn connect_requires_the_annotation() {
         let (closed, open) = (
             Policy::default(),
             Policy {
@@ -327,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn probes_are_read_as_they_are_written() {
+    fn probes_are_parsed_and_printed() {
         for text in ["http:8080:/a:b?c", "tcp:1", "grpc:65535"] {
             assert_eq!(
                 text.parse::<Probe>()
@@ -357,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn called_by_is_known_in_every_spelling() {
+    fn called_by_is_recognized_in_every_spelling() {
         for name in [
             "X-Called-By",
             "x-called-by",

@@ -1,5 +1,6 @@
-//! The record of one exchange, and of one connection. The path fills it; when it is dropped, metrics,
-//! dumps and the log take what they need. No protocol calls these itself, and no exit path forgets them.
+//! The record of one exchange, and of one connection. The path fills it; when it is dropped,
+//! metrics, dumps and the log take what they need. No protocol calls these itself, and no exit path
+//! forgets them.
 
 use std::rc::Rc;
 use std::time::Instant;

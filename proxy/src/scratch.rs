@@ -1,5 +1,5 @@
-//! Scratch buffers shared by all connections of a worker thread. A buffer is taken out while in use, so a nested use gets another one:
-//! unlike a borrow, it does not fail.
+//! Scratch buffers shared by all connections of a worker thread. A buffer is taken out while in
+//! use, so a nested use gets another one: unlike a borrow, it does not fail.
 
 use std::cell::Cell;
 

@@ -1,7 +1,9 @@
-//! The admin server: plain HTTP/1.1 with `/live`, `/ready`, `/metrics` and further routes of a component. Changes nothing.
+//! The admin server: plain HTTP/1.1 with `/live`, `/ready`, `/metrics` and further routes of a
+//! component. Changes nothing.
 //!
-//! Each connection carries one request, which must arrive within [`REQUEST_TIMEOUT`]. At the limit of connections, a new one replaces
-//! the oldest: clients that hold connections cannot block probes.
+//! Each connection carries one request, which must arrive within [`REQUEST_TIMEOUT`]. At the limit
+//! of connections, a new one replaces the oldest: clients that hold connections cannot block
+//! probes.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -67,7 +69,8 @@ impl Page {
 }
 
 impl Admin {
-    /// A server of `/live`, `/ready` (the conditions of `readiness`) and `/metrics` (the text of `metrics`).
+    /// A server of `/live`, `/ready` (the conditions of `readiness`) and `/metrics` (the text of
+    /// `metrics`).
     pub fn new(readiness: Readiness, metrics: impl Fn() -> String + Send + Sync + 'static) -> Self {
         let ready = move || match readiness.unmet() {
             unmet if unmet.is_empty() => Page::text("ready\n"),

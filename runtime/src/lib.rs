@@ -1,5 +1,6 @@
-//! Shared parts of the long-running components (controller, injector, proxy): the admin server, listeners, readiness, metrics, logs,
-//! back-off, signals and error chains. Has no knowledge of Kubernetes, of the mesh or of any component.
+//! Shared parts of the long-running components (controller, injector, proxy): the admin server,
+//! listeners, readiness, metrics, logs, back-off, signals and error chains. Has no knowledge of
+//! Kubernetes, of the mesh or of any component.
 
 pub mod admin;
 pub mod listen;

@@ -29,8 +29,8 @@ pub async fn bind(address: SocketAddr) -> io::Result<TcpListener> {
     }
 }
 
-/// Accepts connections from one listener. An error of accept(2), usually a lack of file descriptors, is logged and followed by a
-/// delay.
+/// Accepts connections from one listener. An error of accept(2), usually a lack of file
+/// descriptors, is logged and followed by a delay.
 #[derive(Debug)]
 pub struct Acceptor {
     listener: TcpListener,
@@ -66,7 +66,8 @@ impl Acceptor {
         }
     }
 
-    /// Waits for a permit, then returns the next connection. Further connections stay in the backlog of the kernel. Cancel-safe.
+    /// Waits for a permit, then returns the next connection. Further connections stay in the
+    /// backlog of the kernel. Cancel-safe.
     pub async fn accept_limited(
         &mut self,
         limit: &Arc<Semaphore>,

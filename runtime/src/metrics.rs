@@ -15,7 +15,8 @@ pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; cha
 /// One label: its name and its value.
 pub type Label = [(&'static str, &'static str); 1];
 
-/// Registers a metric and returns a handle to it. `help` has no full stop, counters no `_total`: both are added.
+/// Registers a metric and returns a handle to it. `help` has no full stop, counters no `_total`:
+/// both are added.
 pub fn register<M: Metric + Clone + Default>(registry: &mut Registry, name: &str, help: &str) -> M {
     let metric = M::default();
     registry.register(name, help, metric.clone());

@@ -30,7 +30,8 @@ pub fn shutdown_signal() -> io::Result<impl Future<Output = ()>> {
     })
 }
 
-/// Formats an error and its causes as `error: cause: cause`. Omits causes that the text contains already.
+/// Formats an error and its causes as `error: cause: cause`. Omits causes that the text contains
+/// already.
 pub fn error_chain(error: &(dyn Error + 'static)) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();

@@ -1,4 +1,5 @@
-//! Readiness: named conditions, each with the reason why it is not met. Ready if all are met and the process is not draining.
+//! Readiness: named conditions, each with the reason why it is not met. Ready if all are met and
+//! the process is not draining.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -23,7 +24,8 @@ type Check = Arc<dyn Fn() -> Option<String> + Send + Sync>;
 pub struct Condition(Arc<Mutex<Option<String>>>);
 
 impl Readiness {
-    /// Adds a condition that is evaluated for each request. `check` returns the reason why it is not met; it must not block.
+    /// Adds a condition that is evaluated for each request. `check` returns the reason why it is
+    /// not met; it must not block.
     pub fn check(
         &self,
         name: &'static str,

@@ -1,4 +1,5 @@
-//! Flags and environment variables of the sample programs. The only file of this crate that reads the environment.
+//! Flags and environment variables of the sample programs. The only file of this crate that reads
+//! the environment.
 
 use clap::builder::Resettable;
 use clap::{ArgMatches, Command, CommandFactory, FromArgMatches, Parser, value_parser};
@@ -30,7 +31,8 @@ pub struct ClientConfig {
 }
 
 impl ServerConfig {
-    /// Reads flags and environment. Exits the process on `--help`, `--version` and invalid values (code 2).
+    /// Reads flags and environment. Exits the process on `--help`, `--version` and invalid values
+    /// (code 2).
     pub fn read(name: &'static str, about: &'static str) -> Self {
         let matches = command::<Self>(name, about).get_matches();
         from_matches(&matches)

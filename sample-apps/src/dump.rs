@@ -11,7 +11,8 @@ use crate::recording::ReceivedBytes;
 /// Limit of body bytes in a dump.
 const MAX_BODY_BYTES: usize = 16 * 1024;
 
-/// Formats a request. An HTTP/1 head is taken from `received`, with its original header case and order.
+/// Formats a request. An HTTP/1 head is taken from `received`, with its original header case and
+/// order.
 pub fn request(parts: &request::Parts, body: &[u8], received: Option<&ReceivedBytes>) -> String {
     let (target, authority) = if parts.version == Version::HTTP_2 {
         let authority = parts

@@ -7,7 +7,8 @@ use anyhow::Context;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-/// Runs `work` with a token that SIGTERM and SIGINT cancel. Logs an error of `work` and returns exit code 1.
+/// Runs `work` with a token that SIGTERM and SIGINT cancel. Logs an error of `work` and returns
+/// exit code 1.
 pub fn run<F>(name: &str, work: impl FnOnce(CancellationToken) -> F) -> ExitCode
 where
     F: Future<Output = anyhow::Result<()>>,

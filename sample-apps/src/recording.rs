@@ -1,6 +1,8 @@
-//! Recording of received bytes, which lets a dump show a message head with its original header case and order.
+//! Recording of received bytes, which lets a dump show a message head with its original header case
+//! and order.
 //!
-//! hyper normalizes header names to lower case. A recorded head is used for dumps only, and only if it equals what hyper parsed.
+//! hyper normalizes header names to lower case. A recorded head is used for dumps only, and only if
+//! it equals what hyper parsed.
 
 use std::io;
 use std::pin::Pin;
@@ -26,7 +28,8 @@ pub struct RecordingStream<T> {
 }
 
 impl ReceivedBytes {
-    /// Removes and returns the recorded head that starts with `first_line` and has these headers; discards all bytes before it.
+    /// Removes and returns the recorded head that starts with `first_line` and has these headers;
+    /// discards all bytes before it.
     pub fn take_head(&self, first_line: &str, headers: &HeaderMap) -> Option<String> {
         let mut bytes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let mut from = 0;

@@ -150,7 +150,8 @@ fn shutdown_completes_requests_in_flight() {
 fn serves_http2_with_prior_knowledge() {
     let (_server, port) = Process::start_server(HTTP_SERVER, &[]);
     let mut stream = connect("127.0.0.1", port);
-    // The preface and an empty SETTINGS frame. The response is a SETTINGS frame: length, then type 4.
+    // The preface and an empty SETTINGS frame. The response is a SETTINGS frame: length, then
+    // type 4.
     stream
         .write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0")
         .expect("sent");

@@ -1,7 +1,8 @@
 //! Access to a Kubernetes cluster through kubectl for the tests in `tests/tests/cluster_*.rs`.
 //!
-//! The tests use the cluster of KUBECONFIG and run only under `make e2e` (E2E=1), which requires the images on the cluster. Otherwise
-//! they are skipped. Each test has its own namespace. Any kind of cluster works.
+//! The tests use the cluster of KUBECONFIG and run only under `make e2e` (E2E=1), which requires
+//! the images on the cluster. Otherwise they are skipped. Each test has its own namespace. Any kind
+//! of cluster works.
 
 use std::io::Write;
 use std::process::{Command, Stdio};
@@ -21,7 +22,8 @@ const MANIFESTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../manifests");
 /// Namespace of the mesh.
 pub const MESH: &str = "service-mesh";
 
-/// Runs a test in a new namespace on a cluster with the mesh. If the test fails, prints the state of the namespace before its deletion.
+/// Runs a test in a new namespace on a cluster with the mesh. If the test fails, prints the state
+/// of the namespace before its deletion.
 pub fn in_namespace(name: &str, test: impl FnOnce(&Namespace) -> Result<()>) -> Result<()> {
     if !with_mesh()? {
         return Ok(());
@@ -152,8 +154,9 @@ impl Namespace {
         Ok(Responses::count(&self.logs(client.name, client.program)?))
     }
 
-    /// Starts server and client and waits for responses. The first requests may fail, until kube-proxy and the controller know the
-    /// endpoint. Returns the number of these failures; later failures are errors.
+    /// Starts server and client and waits for responses. The first requests may fail, until
+    /// kube-proxy and the controller know the endpoint. Returns the number of these failures; later
+    /// failures are errors.
     pub fn wait_for_responses(&self, server: &App<'_>, client: &App<'_>) -> Result<usize> {
         self.apply(&server.service())?;
         self.apply(&server.deployment())?;
@@ -168,7 +171,8 @@ impl Namespace {
         Ok(first.bad.len())
     }
 
-    /// Waits for three more responses per client. Fails if there are other failures than the initial ones.
+    /// Waits for three more responses per client. Fails if there are other failures than the
+    /// initial ones.
     pub fn wait_for_more_responses(&self, client: &App<'_>, initial_failures: usize) -> Result<()> {
         let minimum = self.responses(client)?.good + 3 * client.replicas as usize;
         let responses = wait_for("more responses", || {

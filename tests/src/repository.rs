@@ -17,7 +17,8 @@ pub fn read(path: &Path) -> String {
         .unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// All files below a directory, relative to the repository and sorted. Skips `target` and hidden entries.
+/// All files below a directory, relative to the repository and sorted. Skips `target` and hidden
+/// entries.
 pub fn files(directory: impl AsRef<Path>) -> Vec<PathBuf> {
     let (mut found, mut directories) = (Vec::new(), vec![directory.as_ref().to_owned()]);
     while let Some(directory) = directories.pop() {

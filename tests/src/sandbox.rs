@@ -1,5 +1,5 @@
-//! Helpers for tests in a sandbox: start, manifests, requests, log assertions. Tests are skipped on machines that cannot run a sandbox,
-//! except in CI, where they fail.
+//! Helpers for tests in a sandbox: start, manifests, requests, log assertions. Tests are skipped on
+//! machines that cannot run a sandbox, except in CI, where they fail.
 
 use std::{
     env,
@@ -33,7 +33,8 @@ pub fn empty() -> Option<Sandbox> {
     }
 }
 
-/// Starts a sandbox with the real control plane and further objects, and waits until all pods are ready.
+/// Starts a sandbox with the real control plane and further objects, and waits until all pods are
+/// ready.
 pub fn with_mesh(yaml: &str) -> Option<Sandbox> {
     with_controller(&[], yaml)
 }
@@ -200,8 +201,8 @@ pub fn wait_for_line(
         .expect("the line is logged")
 }
 
-/// Sends GET requests from a pod with bash until the status is 200, and returns the response. The first requests may fail: rules and
-/// proxies learn of a ready endpoint with a delay.
+/// Sends GET requests from a pod with bash until the status is 200, and returns the response. The
+/// first requests may fail: rules and proxies learn of a ready endpoint with a delay.
 pub fn get(
     sandbox: &Sandbox,
     pod: &PodView,
@@ -326,8 +327,8 @@ pub fn identity_when(
     }
 }
 
-/// Runs `action` under load from `client` to http-server and asserts that no request fails. Each load is a number of workers and the
-/// number of requests per connection.
+/// Runs `action` under load from `client` to http-server and asserts that no request fails. Each
+/// load is a number of workers and the number of requests per connection.
 pub fn under_load(sandbox: &Sandbox, client: &PodView, loads: &[[&str; 2]], action: impl FnOnce()) {
     get(
         sandbox,

@@ -1,4 +1,5 @@
-//! `mesh check` on a cluster: passes on a healthy mesh, and reports an invalid caBundle and a pod without a proxy.
+//! `mesh check` on a cluster: passes on a healthy mesh, and reports an invalid caBundle and a pod
+//! without a proxy.
 
 use std::process::Command;
 

@@ -1,4 +1,5 @@
-//! Outages of mesh components on a cluster. The tests run one at a time because they share the mesh.
+//! Outages of mesh components on a cluster. The tests run one at a time because they share the
+//! mesh.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -1,4 +1,5 @@
-//! The walkthrough of the README on a cluster: applies the manifests and checks responses and dumps.
+//! The walkthrough of the README on a cluster: applies the manifests and checks responses and
+//! dumps.
 
 use anyhow::{Context, Result, ensure};
 use diy_mesh_tests::cluster::workloads::distinct;

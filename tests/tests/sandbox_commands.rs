@@ -1,5 +1,5 @@
-//! `mesh identity` and `mesh rotate-root` in a sandbox: their output matches the state of the mesh, and the new root is in use everywhere
-//! when `mesh rotate-root` completes.
+//! `mesh identity` and `mesh rotate-root` in a sandbox: their output matches the state of the mesh,
+//! and the new root is in use everywhere when `mesh rotate-root` completes.
 
 #![allow(missing_docs, clippy::unwrap_used)]
 

@@ -1,4 +1,5 @@
-//! Mutual TLS in a sandbox: encrypted traffic between meshed pods, client identities, and strict pods.
+//! Mutual TLS in a sandbox: encrypted traffic between meshed pods, client identities, and strict
+//! pods.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use diy_mesh::sandbox::{Sandbox, protocol::PodView};
@@ -8,7 +9,8 @@ use diy_mesh_tests::sandbox::{
 
 const CLIENT_IDENTITY: &str = "spiffe://cluster.local/ns/clients/sa/default";
 
-/// Sends a request from a pod during a packet capture. Returns the number of occurrences of each word.
+/// Sends a request from a pod during a packet capture. Returns the number of occurrences of each
+/// word.
 fn captured_counts(sandbox: &Sandbox, pod: &PodView, address: &str, words: &[&str]) -> Vec<u32> {
     let capture = programs().join("sandbox-capture");
     let request = "GET /hello?secret=open-sesame HTTP/1.1\\r\\nHost: http-server\\r\\nConnection: close\\r\\n\\r\\n";

@@ -1,5 +1,5 @@
-//! The demo without root: as user `nobody`, in a user namespace mapped by newuidmap. The test requires root, to bind-mount a subordinate
-//! ID range for `nobody` in a private mount namespace.
+//! The demo without root: as user `nobody`, in a user namespace mapped by newuidmap. The test
+//! requires root, to bind-mount a subordinate ID range for `nobody` in a private mount namespace.
 
 use std::{
     env, fs,
@@ -39,7 +39,8 @@ fn demo_runs_without_root() {
     fs::create_dir_all(&folder).unwrap();
     let ranges = folder.join("ranges");
     fs::write(&ranges, "nobody:100000:65536\n").unwrap();
-    // The bind mount makes the programs accessible for user `nobody`. Each step is an exec: the child process is the demo.
+    // The bind mount makes the programs accessible for user `nobody`. Each step is an exec: the
+    // child process is the demo.
     let steps = "mount --bind $0/ranges /etc/subuid && mount --bind $0/ranges /etc/subgid && mkdir $0/programs && mount --bind $1 $0/programs \
          && chmod 755 $0 && exec setpriv --reuid nobody --regid nogroup --clear-groups $0/programs/mesh demo --only nothing --for 600";
     let mut demo = Command::new("unshare")

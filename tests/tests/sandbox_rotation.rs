@@ -1,5 +1,6 @@
-//! Certificate renewal and root rotation under load, with short-lived certificates: no request fails while roots are replaced, rotations
-//! are abandoned, and controllers restart or crash. `controller/tests` tests the rotation in detail, `sandbox_commands` the commands.
+//! Certificate renewal and root rotation under load, with short-lived certificates: no request
+//! fails while roots are replaced, rotations are abandoned, and controllers restart or crash.
+//! `controller/tests` tests the rotation in detail, `sandbox_commands` the commands.
 
 #![allow(missing_docs, clippy::unwrap_used)]
 
@@ -18,7 +19,8 @@ use serde_json::Value;
 
 /// Certificate lifetime in seconds.
 const SHORT_LIFETIME: &str = "30";
-/// Certificate lifetime in seconds for tests that kill controllers: longer than the restart back-off.
+/// Certificate lifetime in seconds for tests that kill controllers: longer than the restart
+/// back-off.
 const LONG_LIFETIME: &str = "120";
 /// Persistent connections, connections of 50 requests, and one connection per request.
 const LOADS: [[&str; 2]; 3] = [["1", "1000000"], ["1", "50"], ["1", "1"]];
@@ -103,10 +105,12 @@ fn rotation_completes_despite_crashes_and_can_be_abandoned() {
     assert_client_identity_of_all_requests(&sandbox);
 }
 
-/// Rotates the root and calls `disturb` in each phase, which returns the phases in which controllers restarted.
+/// Rotates the root and calls `disturb` in each phase, which returns the phases in which
+/// controllers restarted.
 fn rotate_with_disruption(sandbox: &Sandbox, disturb: impl Fn(&Sandbox) -> Vec<String>) {
     let mut met = Vec::new();
-    // A phase takes a few seconds, longer after a controller has gone. A slow machine may miss a phase: retries.
+    // A phase takes a few seconds, longer after a controller has gone. A slow machine may miss a
+    // phase: retries.
     for _ in 0..3 {
         let before = identity(sandbox);
         rotate_root(sandbox, &[]);
@@ -161,7 +165,8 @@ fn abandon_before_the_switch(sandbox: &Sandbox) {
     panic!("each rotation switched before the test could abandon it");
 }
 
-/// Abandons a rotation after the switch: the previous root is announced again and signs when all proxies trust it.
+/// Abandons a rotation after the switch: the previous root is announced again and signs when all
+/// proxies trust it.
 fn abandon_after_the_switch(sandbox: &Sandbox) {
     // Retries if the rotation completes first.
     for turn in 0..3 {
@@ -225,7 +230,8 @@ fn abandon_after_the_switch(sandbox: &Sandbox) {
     panic!("each rotation completed before the test could abandon it");
 }
 
-/// Kills one controller, a different one each turn because of the restart back-off. Returns the phase at its restart.
+/// Kills one controller, a different one each turn because of the restart back-off. Returns the
+/// phase at its restart.
 fn kill_one(sandbox: &Sandbox, turn: usize) -> String {
     let controllers = controllers(sandbox);
     kill(sandbox, &controllers[turn % controllers.len()..][..1]).remove(0)
@@ -257,7 +263,8 @@ fn is_done(now: &Value, before: &Value) -> bool {
     is_steady(now) && now["issuer"]["fingerprint"] != before["issuer"]["fingerprint"]
 }
 
-/// Whether the previous root is the only one again and all proxies trust it and have a certificate of its CA.
+/// Whether the previous root is the only one again and all proxies trust it and have a certificate
+/// of its CA.
 fn is_restored(now: &Value, before: &Value) -> bool {
     is_steady(now)
         && now["issuer"]["fingerprint"] == before["issuer"]["fingerprint"]

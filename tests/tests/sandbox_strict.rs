@@ -1,5 +1,5 @@
-//! A namespace with the labels `inbound: strict` and `inject: enabled`: all kinds of probes succeed, unmeshed clients are rejected, and the
-//! annotation `permissive` overrides the label.
+//! A namespace with the labels `inbound: strict` and `inject: enabled`: all kinds of probes
+//! succeed, unmeshed clients are rejected, and the annotation `permissive` overrides the label.
 
 #![allow(missing_docs, clippy::unwrap_used)]
 

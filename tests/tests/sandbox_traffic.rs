@@ -1,4 +1,5 @@
-//! Traffic in a sandbox: meshed and unmeshed pods, injection by namespace, skipped and opaque ports.
+//! Traffic in a sandbox: meshed and unmeshed pods, injection by namespace, skipped and opaque
+//! ports.
 
 use diy_mesh_tests::sandbox::{
     MESHED, get, http_server, shell, single_pod, wait_for_line, with_mesh,

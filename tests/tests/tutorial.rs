@@ -1,8 +1,10 @@
 //! Runs the commands of the tutorial and compares their output.
 //!
-//! bash runs each block that starts with ` ```sh test ` in the root directory of the repository. A block ` ```sh test sandbox `
-//! requires a sandbox; without root it is skipped unless `CI=true`. Each line of a following block ` ```text expect ` must be a line of
-//! the output; `...` matches any text. A failed block is run again with longer times for `--for` and `timeout`, for busy machines.
+//! bash runs each block that starts with ` ```sh test ` in the root directory of the repository. A
+//! block ` ```sh test sandbox ` requires a sandbox; without root it is skipped unless `CI=true`.
+//! Each line of a following block ` ```text expect ` must be a line of the output; `...` matches
+//! any text. A failed block is run again with longer times for `--for` and `timeout`, for busy
+//! machines.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};

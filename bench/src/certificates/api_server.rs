@@ -1,5 +1,5 @@
-//! Kubernetes API server for the benchmark: answers every TokenReview immediately, over TLS. It takes the claims from the token and
-//! verifies nothing.
+//! Kubernetes API server for the benchmark: answers every TokenReview immediately, over TLS. It
+//! takes the claims from the token and verifies nothing.
 
 use std::{
     collections::BTreeMap,

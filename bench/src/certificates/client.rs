@@ -1,4 +1,5 @@
-//! Signing client: the proxy's own client code, including TLS and the verification of the controller's identity.
+//! Signing client: the proxy's own client code, including TLS and the verification of the
+//! controller's identity.
 
 use std::{
     path::Path,

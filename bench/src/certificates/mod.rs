@@ -1,8 +1,9 @@
 //! Benchmark of certificate signing: each request is the first one of another pod.
 //!
-//! The controller is the real program. Its catalog contains these pods, and the API server of `api_server.rs` answers TokenReviews
-//! immediately. The client (`client.rs`) is the proxy's own code: each request has a new connection and a token that is not in the
-//! controller's cache. No proxy runs.
+//! The controller is the real program. Its catalog contains these pods, and the API server of
+//! `api_server.rs` answers TokenReviews immediately. The client (`client.rs`) is the proxy's own
+//! code: each request has a new connection and a token that is not in the controller's cache. No
+//! proxy runs.
 
 mod api_server;
 mod client;
@@ -141,7 +142,8 @@ impl PreparedRun {
         self.controller.id()
     }
 
-    /// Measures a closed loop of `concurrency` requests in flight, then a constant rate in requests per second.
+    /// Measures a closed loop of `concurrency` requests in flight, then a constant rate in requests
+    /// per second.
     pub fn measure(mut self, concurrency: usize, rate: u32) -> Result<Numbers> {
         let numbers = self
             .numbers(concurrency, rate)

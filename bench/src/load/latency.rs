@@ -1,5 +1,5 @@
-//! Requests at a constant rate. If a connection is busy when a request is due, its latency includes the delay (no coordinated
-//! omission).
+//! Requests at a constant rate. If a connection is busy when a request is due, its latency includes
+//! the delay (no coordinated omission).
 
 use std::{
     io::{Read, Write},
@@ -13,7 +13,8 @@ use nix::sys::prctl::set_timerslack;
 
 use super::{Tally, Window, http1};
 
-/// Sends `rate` requests per second, one thread per connection, round robin. Returns the sorted latencies.
+/// Sends `rate` requests per second, one thread per connection, round robin. Returns the sorted
+/// latencies.
 pub fn constant_rate<T>(
     rate: u32,
     connections: u32,

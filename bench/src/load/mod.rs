@@ -1,5 +1,5 @@
-//! Load generator: one thread in the client's namespace. Verifies that every response has status 200 and a complete body; any other
-//! response aborts the measurement.
+//! Load generator: one thread in the client's namespace. Verifies that every response has status
+//! 200 and a complete body; any other response aborts the measurement.
 
 mod http1;
 mod http2;

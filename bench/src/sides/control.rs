@@ -1,4 +1,5 @@
-//! The real controller for the mesh sides. Its catalog has one Service with one endpoint; its keys are generated for the run.
+//! The real controller for the mesh sides. Its catalog has one Service with one endpoint; its keys
+//! are generated for the run.
 
 use std::{
     fs,

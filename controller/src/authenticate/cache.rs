@@ -6,7 +6,8 @@ use std::time::Instant;
 /// Values by the hash of a token.
 pub(super) struct Cache<T> {
     entries: HashMap<[u8; 32], Entry<T>>,
-    /// In the order of their arrival; an entry that was replaced stands here with its former number.
+    /// In the order of their arrival; an entry that was replaced stands here with its former
+    /// number.
     order: VecDeque<([u8; 32], u64)>,
     arrivals: u64,
     capacity: usize,
@@ -36,7 +37,8 @@ impl<T: Clone> Cache<T> {
             .map(|entry| entry.value.clone())
     }
 
-    /// Keeps a value until then, and lets go of what has ended, or is oldest, where there is no room.
+    /// Keeps a value until then, and lets go of what has ended, or is oldest, where there is no
+    /// room.
     pub(super) fn put(&mut self, key: [u8; 32], value: T, until: Instant, now: Instant) {
         if until <= now {
             return;

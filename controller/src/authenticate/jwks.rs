@@ -1,6 +1,8 @@
-//! Tokens checked against a file of public keys (a JWK set), for clusters without a Kubernetes API: the sandbox, plain machines.
+//! Tokens checked against a file of public keys (a JWK set), for clusters without a Kubernetes API:
+//! the sandbox, plain machines.
 //!
-//! The file is looked at before each check and read again when it has changed; one that cannot be read leaves the last keys in force.
+//! The file is looked at before each check and read again when it has changed; one that cannot be
+//! read leaves the last keys in force.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};

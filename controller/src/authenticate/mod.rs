@@ -1,6 +1,8 @@
-//! Authentication of clients by bearer tokens: a token in, a [`Caller`] out. All RPCs except the health check require it.
+//! Authentication of clients by bearer tokens: a token in, a [`Caller`] out. All RPCs except the
+//! health check require it.
 //!
-//! Results are cached for a short time by the hash of the token. Tokens are never logged, stored or part of a message.
+//! Results are cached for a short time by the hash of the token. Tokens are never logged, stored or
+//! part of a message.
 
 mod cache;
 pub mod jwks;
@@ -23,7 +25,8 @@ pub use tokenreview::TokenReviews;
 const MAX_TOKEN_BYTES: usize = 16 * 1024;
 /// An accepted token is asked about again after this time at the latest.
 const ACCEPTED_TTL: Duration = Duration::from_secs(60);
-/// A refused one too: a token may be valid a moment later (a key that was just added, a clock behind).
+/// A refused one too: a token may be valid a moment later (a key that was just added, a clock
+/// behind).
 const REFUSED_TTL: Duration = Duration::from_secs(3);
 /// How many answers of either sort are kept.
 const MAX_CACHE_ENTRIES: usize = 10_000;
@@ -53,7 +56,8 @@ pub struct PodRef {
 }
 
 impl PodRef {
-    /// The pod of a service account's token: it is in the account's own namespace. None where a part is missing.
+    /// The pod of a service account's token: it is in the account's own namespace. None where a
+    /// part is missing.
     fn of(user: &str, name: Option<&str>, uid: Option<&str>) -> Option<PodRef> {
         let (namespace, _) = user
             .strip_prefix("system:serviceaccount:")?

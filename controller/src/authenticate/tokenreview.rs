@@ -40,7 +40,8 @@ impl TokenReviews {
     }
 }
 
-/// An API server that knows nothing of audiences leaves them out, and its "authenticated" means less than we ask.
+/// An API server that knows nothing of audiences leaves them out, and its "authenticated" means
+/// less than we ask.
 fn verdict(status: TokenReviewStatus, token: &str) -> Result<Accepted, AuthError> {
     if status.authenticated != Some(true) {
         let reason = status.error.filter(|error| !error.is_empty());

@@ -1,12 +1,14 @@
-//! Whether the roots that are about to be published know any of those that pods trust already. In a rotation they always do. They do
-//! not where the CA was replaced, under another root, while no controller had the one before. Pure; it hinders nothing.
+//! Whether the roots that are about to be published know any of those that pods trust already. In a
+//! rotation they always do. They do not where the CA was replaced, under another root, while no
+//! controller had the one before. Pure; it hinders nothing.
 
 use super::Roots;
 
 /// How many places are named.
 const MAX_NAMES: usize = 5;
 
-/// Whether roots that stand somewhere have none in common with these. Where no root can be read, nobody trusts any.
+/// Whether roots that stand somewhere have none in common with these. Where no root can be read,
+/// nobody trusts any.
 pub(super) fn are_disjoint(roots: &Roots, there: &str) -> bool {
     let there = Roots::from_pem(there)
         .map(|roots| roots.certificates)

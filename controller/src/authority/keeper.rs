@@ -1,9 +1,9 @@
-//! The authority's one task: reads the store, puts the trust that lies there in force, tells the other replicas how far its proxies
-//! are, and takes the next step of a rotation when all agree.
+//! The authority's one task: reads the store, puts the trust that lies there in force, tells the
+//! other replicas how far its proxies are, and takes the next step of a rotation when all agree.
 //!
-//! Level-triggered: whatever wakes it, it reads what is there and acts by that. Every decision is made elsewhere ([`super::material`],
-//! [`super::rotation`], [`super::reports`]); here they meet the store, the clock and the proxies. With the store away, what was read
-//! stays in force.
+//! Level-triggered: whatever wakes it, it reads what is there and acts by that. Every decision is
+//! made elsewhere ([`super::material`], [`super::rotation`], [`super::reports`]); here they meet
+//! the store, the clock and the proxies. With the store away, what was read stays in force.
 
 use std::collections::BTreeMap;
 use std::pin::pin;
@@ -32,7 +32,8 @@ use crate::issuer::hex;
 const ROTATION_REPORT_INTERVAL: Duration = Duration::from_secs(1);
 /// and otherwise.
 const REPORT_INTERVAL: Duration = Duration::from_secs(10);
-/// A store that was emptied is filled again from memory after this time: whoever replaces what is in it may do that in two steps.
+/// A store that was emptied is filled again from memory after this time: whoever replaces what is
+/// in it may do that in two steps.
 const REFILL_TIMEOUT: Duration = Duration::from_secs(5);
 /// How often the store may have changed between reading and writing before that counts as an error.
 const MAX_ATTEMPTS: usize = 10;

@@ -1,8 +1,9 @@
-//! What the store's fields hold: the CA that signs, the ones before and after it in a rotation, and how far that has got. Read and
-//! checked here, so that what is loaded can sign; made anew here. Pure but for the randomness of new keys: the time is passed in.
+//! What the store's fields hold: the CA that signs, the ones before and after it in a rotation, and
+//! how far that has got. Read and checked here, so that what is loaded can sign; made anew here.
+//! Pure but for the randomness of new keys: the time is passed in.
 //!
-//! An operator's own CA, also an intermediate, is used as it is. One that cannot be used is refused with the field and the reason; it
-//! is never replaced by one of ours.
+//! An operator's own CA, also an intermediate, is used as it is. One that cannot be used is refused
+//! with the field and the reason; it is never replaced by one of ours.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -202,7 +203,8 @@ impl Material {
         roots
     }
 
-    /// The roots that proxies trust already in this phase: those that wait to be acknowledged are left out.
+    /// The roots that proxies trust already in this phase: those that wait to be acknowledged are
+    /// left out.
     pub fn acknowledged_roots(&self) -> Vec<&Certificate> {
         let (current, previous) = (Some(&self.current), self.previous.as_ref());
         let all = match self.progress.phase {
@@ -466,7 +468,8 @@ impl Ca {
         Ok(issuer)
     }
 
-    /// Signs a leaf and has it verified by the roots as a proxy does: what that finds is found before a proxy does.
+    /// Signs a leaf and has it verified by the roots as a proxy does: what that finds is found
+    /// before a proxy does.
     fn verify_a_leaf(
         &self,
         issuer: &Issuer,

@@ -1,8 +1,10 @@
-//! The certificate authority of the mesh: the current issuer and the trust roots, as one watched value.
+//! The certificate authority of the mesh: the current issuer and the trust roots, as one watched
+//! value.
 //!
-//! It lies in a [`store`] that all replicas share. [`material`] says what the store's fields mean, [`rotation`] (pure) how one CA
-//! replaces another, [`reports`] which conditions the replicas report for it. `keeper` is the task that
-//! combines them, [`publish`] distributes the roots to pods, [`status`] reports the state.
+//! It lies in a [`store`] that all replicas share. [`material`] says what the store's fields mean,
+//! [`rotation`] (pure) how one CA replaces another, [`reports`] which conditions the replicas
+//! report for it. `keeper` is the task that combines them, [`publish`] distributes the roots to
+//! pods, [`status`] reports the state.
 
 mod disjoint_roots;
 mod keeper;
@@ -34,9 +36,11 @@ use rotation::Rules;
 use status::StatusSender;
 use store::Store;
 
-/// The common name of every CA that the controller makes: by it, it tells its own from an operator's.
+/// The common name of every CA that the controller makes: by it, it tells its own from an
+/// operator's.
 pub const NAME: &str = "diy-service-mesh CA";
-/// Files in pods follow their ConfigMap this late, at most: the kubelet looks once a minute, and what it knows may be as old.
+/// Files in pods follow their ConfigMap this late, at most: the kubelet looks once a minute, and
+/// what it knows may be as old.
 const KUBELET_SYNC_DELAY: Duration = Duration::from_secs(120);
 
 /// The issuer and the trust roots. They change together.
@@ -46,7 +50,8 @@ pub struct Trust {
     pub issuer: Arc<Issuer>,
     /// The roots of all proxies.
     pub roots: Arc<Roots>,
-    /// Within what time proxies whose certificate another issuer signed shall renew it, each at a moment of its own choice.
+    /// Within what time proxies whose certificate another issuer signed shall renew it, each at a
+    /// moment of its own choice.
     pub renew_within: Duration,
 }
 
@@ -55,7 +60,8 @@ pub struct Trust {
 pub struct Roots {
     /// All of them.
     pub pem: String,
-    /// Equal for equal sets, on each replica: the first half of the SHA-256 over the sorted certificates, hexadecimal.
+    /// Equal for equal sets, on each replica: the first half of the SHA-256 over the sorted
+    /// certificates, hexadecimal.
     pub version: String,
     /// All of them, sorted, none twice.
     pub certificates: Vec<CertificateDer<'static>>,
@@ -270,7 +276,8 @@ fn keep_in<P: Future<Output = ()> + Send>(
     (kept, both.boxed())
 }
 
-/// The machine's name, which in a cluster is the pod's, and something of its own: two replicas may share a machine.
+/// The machine's name, which in a cluster is the pod's, and something of its own: two replicas may
+/// share a machine.
 fn replica_name() -> String {
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let plain = |c: &char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.');

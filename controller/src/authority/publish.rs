@@ -1,7 +1,9 @@
-//! The roots, where pods find them before they have talked to anybody: a ConfigMap in each namespace that has meshed pods, or a file.
+//! The roots, where pods find them before they have talked to anybody: a ConfigMap in each
+//! namespace that has meshed pods, or a file.
 //!
-//! Each replica does it, and all write the same. A namespace that cannot be written waits and is tried again, and holds up no other.
-//! Where this mesh has published once, it is kept right, with meshed pods or without; other namespaces are left alone.
+//! Each replica does it, and all write the same. A namespace that cannot be written waits and is
+//! tried again, and holds up no other. Where this mesh has published once, it is kept right, with
+//! meshed pods or without; other namespaces are left alone.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -68,7 +70,8 @@ impl Task {
     }
 }
 
-/// Writes the roots to the file FOLDER/roots.pem and restores it after changes. Returns when the authority is gone.
+/// Writes the roots to the file FOLDER/roots.pem and restores it after changes. Returns when the
+/// authority is gone.
 pub async fn file(folder: PathBuf, mut task: Task) {
     let path = folder.join(KEY);
     let mut ticks = interval(FILE_CHECK_INTERVAL);
@@ -129,7 +132,8 @@ fn tell(published: &watch::Sender<Published>, now: Published) {
     });
 }
 
-/// Writes the roots to a ConfigMap in each namespace with meshed pods, and restores it after changes. `mesh`: the mesh's own namespace.
+/// Writes the roots to a ConfigMap in each namespace with meshed pods, and restores it after
+/// changes. `mesh`: the mesh's own namespace.
 pub async fn kubernetes(client: Client, mesh: String, mut task: Task) {
     let all: Api<ConfigMap> = Api::all(client.clone());
     let only_ours = format!("metadata.name={CONFIG_MAP}");
@@ -277,7 +281,8 @@ impl Places {
                 self.there = list.items.into_iter().filter_map(read).collect();
                 self.listed = true;
             }
-            // Written without knowing what is there rather than not at all: to write the same twice does no harm.
+            // Written without knowing what is there rather than not at all: to write the same twice
+            // does no harm.
             Ok(Err(error)) => {
                 self.listed = true;
                 tracing::warn!(
@@ -367,7 +372,8 @@ impl Places {
         )
     }
 
-    /// Namespaces with meshed pods, and those that hold roots already: a Deployment that is at rest will come back.
+    /// Namespaces with meshed pods, and those that hold roots already: a Deployment that is at rest
+    /// will come back.
     fn wrong(&self, pem: &str, namespaces: &BTreeSet<Arc<str>>) -> BTreeSet<String> {
         let ours = self
             .there

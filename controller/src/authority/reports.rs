@@ -1,7 +1,8 @@
-//! Reports of the replicas on their connected proxies, and what a phase of the rotation waits for according to them. Pure.
+//! Reports of the replicas on their connected proxies, and what a phase of the rotation waits for
+//! according to them. Pure.
 //!
-//! A report says how many; names are few, for people. The pods are all there, as digests, so that a pod that is connected to no
-//! replica is missed, however the connections are spread.
+//! A report says how many; names are few, for people. The pods are all there, as digests, so that a
+//! pod that is connected to no replica is missed, however the connections are spread.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -160,12 +161,14 @@ impl Evidence {
     }
 }
 
-/// Which replicas live: a report counts from when it was first seen, as long as its beat goes on. By this replica's own clock.
+/// Which replicas live: a report counts from when it was first seen, as long as its beat goes on.
+/// By this replica's own clock.
 #[derive(Debug, Default)]
 pub struct Liveness(BTreeMap<String, (u64, Instant)>);
 
 impl Liveness {
-    /// Takes in all reports there are; gives back the live ones, and the names of those that are to be removed.
+    /// Takes in all reports there are; gives back the live ones, and the names of those that are to
+    /// be removed.
     pub fn update(
         &mut self,
         reports: BTreeMap<String, Report>,
@@ -189,8 +192,8 @@ impl Liveness {
     }
 }
 
-/// That all replicas have agreed for two heartbeats of each: one moment's agreement may be that of a replica which has just lost its
-/// connections.
+/// That all replicas have agreed for two heartbeats of each: one moment's agreement may be that of
+/// a replica which has just lost its connections.
 #[derive(Debug, Default)]
 pub struct Agreement(Option<(String, BTreeMap<String, u64>)>);
 

@@ -1,5 +1,5 @@
-//! What the authority says of itself: for people and tools (GET /identity), for Prometheus, and in the log when something ends soon.
-//! Nothing here decides anything, and no key is in it.
+//! What the authority says of itself: for people and tools (GET /identity), for Prometheus, and in
+//! the log when something ends soon. Nothing here decides anything, and no key is in it.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -1,7 +1,9 @@
-//! The catalog of files: a folder whose *.yaml, *.yml and *.json hold Services, EndpointSlices and Pods.
+//! The catalog of files: a folder whose *.yaml, *.yml and *.json hold Services, EndpointSlices and
+//! Pods.
 //!
-//! Looked at several times a second; a file that is unchanged costs one `stat`. A file that cannot be used is named once, and what
-//! it said before stays in force. It never writes, and never follows into folders below.
+//! Looked at several times a second; a file that is unchanged costs one `stat`. A file that cannot
+//! be used is named once, and what it said before stays in force. It never writes, and never
+//! follows into folders below.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -65,7 +67,8 @@ impl Files {
         }
     }
 
-    /// What has changed since the last look. Nothing where the folder cannot be read: what is known stays.
+    /// What has changed since the last look. Nothing where the folder cannot be read: what is known
+    /// stays.
     fn scan(&mut self) -> Vec<Change> {
         let mut errors = BTreeSet::new();
         let changes = self.scan_with(&mut errors);
@@ -96,7 +99,8 @@ impl Files {
         if changed { self.publish() } else { vec![] }
     }
 
-    /// Reads one file if it may have changed. Whether there is another content to take into account.
+    /// Reads one file if it may have changed. Whether there is another content to take into
+    /// account.
     fn read(&mut self, path: PathBuf, errors: &mut BTreeSet<String>) -> bool {
         let known = self.files.get(&path);
         let read = Stamp::of(&path).and_then(|stamp| match known {

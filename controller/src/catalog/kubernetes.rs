@@ -1,7 +1,7 @@
 //! The catalog of a Kubernetes cluster: all Services, EndpointSlices and Pods by watch.
 //!
-//! Each kind has its own watch. After an error, the watch logs the cause and the required permissions and retries with back-off. Only
-//! the fields that the index needs are kept.
+//! Each kind has its own watch. After an error, the watch logs the cause and the required
+//! permissions and retries with back-off. Only the fields that the index needs are kept.
 
 use std::fmt::Debug;
 use std::pin::pin;

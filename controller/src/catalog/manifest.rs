@@ -1,4 +1,5 @@
-//! A file of manifests, as text, to the catalog's objects. Pure: YAML or JSON, several documents, Lists; other kinds are ignored.
+//! A file of manifests, as text, to the catalog's objects. Pure: YAML or JSON, several documents,
+//! Lists; other kinds are ignored.
 
 use k8s_openapi::api::core::v1::{Pod, Service};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
@@ -47,7 +48,8 @@ struct List {
 /// Every Service, EndpointSlice and Pod of the text, in its order.
 pub(super) fn parse(text: &str, trust_domain: &str) -> Result<Vec<Object>, ManifestError> {
     let mut objects = Vec::new();
-    // Each document is read twice, first for its kind alone, so that an error in the second reading has its line.
+    // Each document is read twice, first for its kind alone, so that an error in the second reading
+    // has its line.
     let documents = Deserializer::from_str(text).zip(Deserializer::from_str(text));
     for (position, (first, second)) in documents.enumerate() {
         let context = Context {

@@ -1,7 +1,8 @@
-//! Where the catalog comes from: providers that send the same changes, whatever they read. The first stop of the control plane.
+//! Where the catalog comes from: providers that send the same changes, whatever they read. The
+//! first stop of the control plane.
 //!
-//! A provider sends one [`Change::Reset`](crate::index::object::Change) of each kind once it has seen everything, then what changes.
-//! It decides nothing; the index does.
+//! A provider sends one [`Change::Reset`](crate::index::object::Change) of each kind once it has
+//! seen everything, then what changes. It decides nothing; the index does.
 
 pub mod files;
 pub mod kubernetes;

@@ -1,7 +1,9 @@
-//! One Discover stream: subscriptions in, what they stand for out; the trust roots first, and whenever they change.
+//! One Discover stream: subscriptions in, what they stand for out; the trust roots first, and
+//! whenever they change.
 //!
-//! Reading never waits for writing, nor does a slow reader hold anything up: its news wait in a mailbox as a list of addresses, and
-//! an answer is made, from the latest state, once there is room for it.
+//! Reading never waits for writing, nor does a slow reader hold anything up: its news wait in a
+//! mailbox as a list of addresses, and an answer is made, from the latest state, once there is room
+//! for it.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -81,7 +83,8 @@ pub(super) async fn run(
     let _ = answers.send(Err(end)).await;
 }
 
-/// Loses nothing when it is dropped: the news stays where it is until there is room. None: the caller has left.
+/// Loses nothing when it is dropped: the news stays where it is until there is room. None: the
+/// caller has left.
 async fn room_for_news<'a>(
     news: &Destinations,
     answers: &'a Answers,
@@ -98,7 +101,8 @@ async fn room_for_roots<'a>(
     if trust.changed().await.is_err() {
         std::future::pending::<()>().await;
     }
-    // Not told before there is room: if this is dropped while it waits, the roots are still to be told.
+    // Not told before there is room: if this is dropped while it waits, the roots are still to be
+    // told.
     trust.mark_changed();
     answers.reserve().await.ok()
 }
@@ -157,7 +161,8 @@ impl Stream {
                 self.subscriptions.remove(&address);
                 self.news.unsubscribe(address);
             }
-            // An action of a later version of the contract: a newer proxy must be able to live with an older controller.
+            // An action of a later version of the contract: a newer proxy must be able to live with
+            // an older controller.
             None | Some(Action::Status(_)) => {
                 tracing::debug!("a request has no action that this controller knows; it is ignored")
             }
@@ -188,7 +193,8 @@ impl Stream {
     }
 }
 
-/// What a proxy says of itself, in our words. Its texts are kept for as long as it is connected, so they are short.
+/// What a proxy says of itself, in our words. Its texts are kept for as long as it is connected, so
+/// they are short.
 fn says(status: proto::ProxyStatus, now: SystemTime) -> Result<proxies::Status, Status> {
     let texts = [
         &status.roots_version,
@@ -269,16 +275,16 @@ mod tests {
     use crate::hub::Hub;
     use crate::index::tests::Chance;
 
-    /// What a proxy keeps of a destination.
+    /// The state of a destination in a proxy.
     #[derive(Debug, Default, PartialEq)]
-    struct Kept {
+    struct ProxyState {
         version: String,
         /// Kind, namespace, name, application protocol; none while it is unknown.
         target: Option<(i32, String, String, String)>,
         endpoints: BTreeMap<String, proto::Endpoint>,
     }
 
-    impl Kept {
+    impl ProxyState {
         fn take(&mut self, answer: proto::DiscoverResponse) {
             let by_address = |endpoint: proto::Endpoint| (endpoint.address.clone(), endpoint);
             self.version = answer.version;
@@ -325,7 +331,7 @@ mod tests {
         }
     }
 
-    fn read(stream: &mut Stream, kept: &mut BTreeMap<SocketAddr, Kept>, at_most: usize) {
+    fn read(stream: &mut Stream, kept: &mut BTreeMap<SocketAddr, ProxyState>, at_most: usize) {
         for _ in 0..at_most {
             if let Some(answer) = stream.answer() {
                 kept.entry(answer.destination.parse().unwrap())
@@ -352,7 +358,7 @@ mod tests {
                         for destination in subscribed {
                             let known = kept
                                 .get(&destination)
-                                .map_or("", |kept: &Kept| &kept.version);
+                                .map_or("", |kept: &ProxyState| &kept.version);
                             slow.take(subscribe(destination, known)).unwrap();
                         }
                     }

@@ -1,4 +1,5 @@
-//! How often a pod may ask for a certificate: a few at once, then one now and again. The time is passed in; memory is bounded.
+//! How often a pod may ask for a certificate: a few at once, then one now and again. The time is
+//! passed in; memory is bounded.
 
 use std::collections::HashMap;
 use std::sync::Arc;

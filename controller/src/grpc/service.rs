@@ -39,7 +39,8 @@ impl Mesh {
         }
     }
 
-    /// Nothing is answered before this: a catalog half read would call destinations unknown that are not.
+    /// Nothing is answered before this: a catalog half read would call destinations unknown that
+    /// are not.
     async fn admit(&self, metadata: &MetadataMap) -> Result<Caller, Status> {
         let caller = self
             .context

@@ -1,7 +1,9 @@
-//! SignCertificate: a pod's token and request in, its certificate out. The one place that decides who gets an identity.
+//! SignCertificate: a pod's token and request in, its certificate out. The one place that decides
+//! who gets an identity.
 //!
-//! What the certificate says comes from the token alone. The token must be bound to a pod, which the catalog must know by that very
-//! UID, and the call must not come from another pod's address: a token that was stolen is of no use elsewhere in the cluster.
+//! What the certificate says comes from the token alone. The token must be bound to a pod, which
+//! the catalog must know by that very UID, and the call must not come from another pod's address: a
+//! token that was stolen is of no use elsewhere in the cluster.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Mutex, PoisonError};
@@ -23,7 +25,8 @@ use crate::issuer::{Request, SignError};
 const MAX_CONCURRENT_REQUESTS: usize = 256;
 /// How long a call may take, its wait for a turn included.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long a pod is waited for that the catalog does not have yet: the proxy of a new pod is sometimes faster than its news.
+/// How long a pod is waited for that the catalog does not have yet: the proxy of a new pod is
+/// sometimes faster than its news.
 const POD_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Signs certificates.

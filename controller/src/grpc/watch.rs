@@ -1,4 +1,5 @@
-//! One WatchServices stream: the Services as they are, then each change to them, the latest state of each at the caller's pace.
+//! One WatchServices stream: the Services as they are, then each change to them, the latest state
+//! of each at the caller's pace.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -54,7 +55,8 @@ pub(super) async fn run(
             service: Some(message::service(&key, view.as_ref())),
             synced: false,
         }));
-        // One that is gone is remembered only where the caller named it: names that come and go must not add up.
+        // One that is gone is remembered only where the caller named it: names that come and go
+        // must not add up.
         if version.is_none() && names.is_empty() {
             told.remove(&key);
         } else {

@@ -1,6 +1,8 @@
-//! From the objects of Kubernetes to the values that the index keeps. Pure; the one place that knows both.
+//! From the objects of Kubernetes to the values that the index keeps. Pure; the one place that
+//! knows both.
 //!
-//! What Kubernetes would refuse is an error here too, so that a hand-written file is told what is wrong with it.
+//! What Kubernetes would refuse is an error here too, so that a hand-written file is told what is
+//! wrong with it.
 
 use std::net::IpAddr;
 use std::ops::RangeInclusive;
@@ -22,7 +24,8 @@ const STATUS_ANNOTATION: &str = "diy-service-mesh/status";
 /// Ports that the pod keeps from its proxy; the proxy's admin port is called this by the injector.
 const SKIP_ANNOTATION: &str = "diy-service-mesh/skip-inbound-ports";
 const ADMIN_PORT: &str = "mesh-admin";
-/// The init container and the argument of it in which the injector writes down the pod's opaque ports. A pod's spec does not change.
+/// The init container and the argument of it in which the injector writes down the pod's opaque
+/// ports. A pod's spec does not change.
 const PROXY: &str = "proxy";
 const OPAQUE_PORTS_ARGUMENT: &str = "--opaque-ports=";
 
@@ -89,7 +92,8 @@ pub fn service(object: &core::Service) -> Result<Service, ConvertError> {
     })
 }
 
-/// An EndpointSlice. One without the label that names its Service belongs to none; one of names (FQDN) has no endpoints.
+/// An EndpointSlice. One without the label that names its Service belongs to none; one of names
+/// (FQDN) has no endpoints.
 pub fn slice(object: &discovery::EndpointSlice) -> Result<Slice, ConvertError> {
     let key = key(&object.metadata)?;
     let service = label(&object.metadata, SERVICE_NAME_LABEL).map(|name| Key {
@@ -159,7 +163,8 @@ pub fn pod(object: &core::Pod, trust_domain: &str) -> Result<Pod, ConvertError> 
     })
 }
 
-/// What the pod's annotation keeps from its proxy, and the proxy's own admin port. The injector has refused what is no list of ports.
+/// What the pod's annotation keeps from its proxy, and the proxy's own admin port. The injector has
+/// refused what is no list of ports.
 fn bypassed(object: &core::Pod) -> Vec<RangeInclusive<u16>> {
     let list = object
         .metadata

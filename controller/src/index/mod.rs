@@ -1,7 +1,9 @@
-//! The index: the catalog's objects by the questions that are asked of them. Between the catalog and its subscribers.
+//! The index: the catalog's objects by the questions that are asked of them. Between the catalog
+//! and its subscribers.
 //!
-//! Pure: no sockets, no clock, no Kubernetes client. The same objects give the same answers and versions, in whatever order their
-//! events came. Each change costs what it touches, not what the cluster holds.
+//! Pure: no sockets, no clock, no Kubernetes client. The same objects give the same answers and
+//! versions, in whatever order their events came. Each change costs what it touches, not what the
+//! cluster holds.
 
 pub mod convert;
 pub mod object;
@@ -181,7 +183,8 @@ impl Index {
             .collect()
     }
 
-    /// Several slices may hold one address while an endpoint moves between them: any that calls its pod terminating is right.
+    /// Several slices may hold one address while an endpoint moves between them: any that calls its
+    /// pod terminating is right.
     fn usable(
         &self,
         service: &Service,
@@ -191,7 +194,8 @@ impl Index {
         let chosen = same.iter().find_map(|endpoint| {
             let pod = match &endpoint.pod {
                 None => None,
-                // Only the pod says whether it is meshed: an endpoint whose pod is not known (yet, or any more) has to wait.
+                // Only the pod says whether it is meshed: an endpoint whose pod is not known (yet,
+                // or any more) has to wait.
                 Some(reference) => Some(self.pod_of(reference)?),
             };
             let leaving = pod.is_some_and(|pod| pod.terminating)

@@ -1,4 +1,5 @@
-//! The catalog's objects as the index keeps them: the few fields that decide where traffic goes, and nothing else.
+//! The catalog's objects as the index keeps them: the few fields that decide where traffic goes,
+//! and nothing else.
 //!
 //! First stop behind the catalog providers. Plain values: they know neither Kubernetes nor gRPC.
 
@@ -221,11 +222,13 @@ pub struct Pod {
     pub key: Key,
     /// Its UID, or empty.
     pub uid: Arc<str>,
-    /// The addresses that are its own: none while it has none, once it has finished, and on the host's network.
+    /// The addresses that are its own: none while it has none, once it has finished, and on the
+    /// host's network.
     pub addresses: Vec<IpAddr>,
     /// Whether it is being deleted.
     pub terminating: bool,
-    /// Whether all of its containers are ready. Where traffic goes does not depend on it: slices say that.
+    /// Whether all of its containers are ready. Where traffic goes does not depend on it: slices
+    /// say that.
     pub ready: bool,
     /// When it was made, in seconds since 1970; 0 where that is not said.
     pub created: i64,

@@ -1,4 +1,5 @@
-//! What a destination stands for at one moment, its version, and the difference between two such states. Pure values.
+//! What a destination stands for at one moment, its version, and the difference between two such
+//! states. Pure values.
 
 use std::cmp::Ordering;
 use std::net::SocketAddr;

@@ -1,4 +1,5 @@
-//! Versions: a digest of a state, the same on every replica, after every restart and for every order of events.
+//! Versions: a digest of a state, the same on every replica, after every restart and for every
+//! order of events.
 
 use std::fmt;
 
@@ -20,7 +21,8 @@ impl fmt::Debug for Version {
     }
 }
 
-/// Takes a state in, field by field. Each field says where it ends, so that no two states read alike.
+/// Takes a state in, field by field. Each field says where it ends, so that no two states read
+/// alike.
 pub(super) struct Digest(Context);
 
 impl Digest {

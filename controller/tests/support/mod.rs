@@ -1,4 +1,5 @@
-//! A controller in this process, with a catalog of files and an issuer of its own, and a client that talks to it over loopback.
+//! A controller in this process, with a catalog of files and an issuer of its own, and a client
+//! that talks to it over loopback.
 #![allow(dead_code, clippy::unwrap_used)]
 
 use std::net::SocketAddr;
@@ -25,8 +26,8 @@ use tonic::{Request, Status, Streaming};
 /// Longer than anything takes, so that what never comes fails the test instead of holding it up.
 pub const DEADLINE: Duration = Duration::from_secs(20);
 
-/// A folder for a controller's files, in memory where there is such a place: what it writes it has on the disk before it goes on, and
-/// a disk may be busy for seconds.
+/// A folder for a controller's files, in memory where there is such a place: what it writes it has
+/// on the disk before it goes on, and a disk may be busy for seconds.
 pub fn scratch() -> tempfile::TempDir {
     let memory = Path::new("/dev/shm");
     if memory.is_dir() {

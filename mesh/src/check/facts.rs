@@ -1,5 +1,6 @@
-//! The facts that the checks evaluate: objects of the cluster, the status of the controllers, and a dry run of the injection. They
-//! are read concurrently. A fact that cannot be read is stored as the error message.
+//! The facts that the checks evaluate: objects of the cluster, the status of the controllers, and a
+//! dry run of the injection. They are read concurrently. A fact that cannot be read is stored as
+//! the error message.
 
 use k8s_openapi::{
     api::{
@@ -162,7 +163,8 @@ async fn serving(cluster: &Cluster) -> Fact<Option<String>> {
     Ok(certificate.map(|certificate| String::from_utf8_lossy(&certificate.0).into_owned()))
 }
 
-/// Creates a pod that requests injection in a dry run: the API server calls the webhooks but does not store the pod.
+/// Creates a pod that requests injection in a dry run: the API server calls the webhooks but does
+/// not store the pod.
 async fn dry_run(cluster: &Cluster) -> Fact<DryRun> {
     let api: Api<Pod> = Api::namespaced(cluster.client.clone(), "default");
     let pod = json!({

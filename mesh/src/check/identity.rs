@@ -1,4 +1,5 @@
-//! Checks of the certificate authority, root rotation, trust roots, workload certificates and clocks. Pure.
+//! Checks of the certificate authority, root rotation, trust roots, workload certificates and
+//! clocks. Pure.
 
 use std::collections::{BTreeMap, BTreeSet};
 

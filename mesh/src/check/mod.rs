@@ -1,5 +1,5 @@
-//! Diagnosis of a mesh. `facts` reads the cluster, and each check is a pure function from facts to findings. Nothing in the
-//! cluster changes. A fact that cannot be read results in a warning.
+//! Diagnosis of a mesh. `facts` reads the cluster, and each check is a pure function from facts to
+//! findings. Nothing in the cluster changes. A fact that cannot be read results in a warning.
 
 mod certificates;
 pub mod facts;

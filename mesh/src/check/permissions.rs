@@ -1,5 +1,6 @@
-//! The permissions that the service accounts of the mesh need according to the embedded manifests, and whether the API server
-//! grants them. The caller needs the permission to create SubjectAccessReviews.
+//! The permissions that the service accounts of the mesh need according to the embedded manifests,
+//! and whether the API server grants them. The caller needs the permission to create
+//! SubjectAccessReviews.
 
 use std::collections::BTreeSet;
 

@@ -68,7 +68,8 @@ pub(super) fn kubernetes(facts: &Facts) -> Vec<Finding> {
     findings
 }
 
-/// Whether a version such as `v1.28.3+k3s1` or `1.29+` is below `MIN_VERSION`. An invalid version is not.
+/// Whether a version such as `v1.28.3+k3s1` or `1.29+` is below `MIN_VERSION`. An invalid version
+/// is not.
 fn is_old(version: &str) -> bool {
     let mut numbers = version.trim_start_matches('v').split('.').map(|part| {
         let digits: String = part.chars().take_while(char::is_ascii_digit).collect();

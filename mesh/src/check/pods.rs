@@ -253,7 +253,8 @@ pub(super) fn proxies(facts: &Facts) -> Vec<Finding> {
     }]
 }
 
-/// Why the proxy of a pod is not ready. Returns `None` within `READY_TIMEOUT` unless a container failed.
+/// Why the proxy of a pod is not ready. Returns `None` within `READY_TIMEOUT` unless a container
+/// failed.
 fn not_ready_reason(pod: &Pod, now: u64) -> Option<String> {
     if is_proxy_ready(pod) {
         return None;

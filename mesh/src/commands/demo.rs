@@ -1,5 +1,5 @@
-//! `mesh demo`: runs the walkthrough's manifests in a sandbox and prints the output of the containers. One blocking loop receives
-//! the messages of the sandbox and signals.
+//! `mesh demo`: runs the walkthrough's manifests in a sandbox and prints the output of the
+//! containers. One blocking loop receives the messages of the sandbox and signals.
 
 use std::{
     io::{self, Write},
@@ -30,7 +30,8 @@ pub struct Arguments {
     /// Print the summary only
     #[arg(long)]
     quiet: bool,
-    /// Show only this workload, pod, container or namespace, for example http-client or proxy; repeatable
+    /// Show only this workload, pod, container or namespace, for example http-client or proxy;
+    /// repeatable
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
     /// Run the manifests in this directory instead of the walkthrough's

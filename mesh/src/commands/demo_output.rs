@@ -1,4 +1,5 @@
-//! Output of `mesh demo`: container lines with the prefix of `kubectl logs --prefix`, status lines, and the summary.
+//! Output of `mesh demo`: container lines with the prefix of `kubectl logs --prefix`, status lines,
+//! and the summary.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -21,7 +22,8 @@ pub struct Screen {
 }
 
 impl Screen {
-    /// Creates a screen. If `only` is not empty, it shows only the named workloads, pods, containers and namespaces.
+    /// Creates a screen. If `only` is not empty, it shows only the named workloads, pods,
+    /// containers and namespaces.
     pub fn new(quiet: bool, only: Vec<String>) -> Self {
         Self {
             quiet,

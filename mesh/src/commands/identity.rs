@@ -1,5 +1,5 @@
-//! `mesh identity`: shows the trust roots, the issuing CA, the state of a root rotation, and the certificates of the workloads.
-//! Changes nothing.
+//! `mesh identity`: shows the trust roots, the issuing CA, the state of a root rotation, and the
+//! certificates of the workloads. Changes nothing.
 
 use std::{io, process::ExitCode};
 

@@ -1,5 +1,5 @@
-//! `mesh rotate-root`: requests a root rotation, or its abandonment, and shows the progress. The controller performs the rotation,
-//! so this command can be interrupted and restarted at any time.
+//! `mesh rotate-root`: requests a root rotation, or its abandonment, and shows the progress. The
+//! controller performs the rotation, so this command can be interrupted and restarted at any time.
 
 use std::{
     io::{self, Write},
@@ -218,7 +218,8 @@ async fn watch(source: &Source, screen: &Screen) -> (Mesh, Duration) {
     }
 }
 
-/// Describes the first item that a phase waits for and the number of others, which `mesh identity` lists.
+/// Describes the first item that a phase waits for and the number of others, which `mesh identity`
+/// lists.
 fn describe_waiting(waiting: &[String]) -> String {
     match waiting {
         [] => String::new(),

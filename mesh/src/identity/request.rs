@@ -1,5 +1,5 @@
-//! Requests to start or abandon a root rotation: an annotation on the Secret of the CA, or a file in its directory. One replica of
-//! the controller removes the request and publishes its answer.
+//! Requests to start or abandon a root rotation: an annotation on the Secret of the CA, or a file
+//! in its directory. One replica of the controller removes the request and publishes its answer.
 
 use std::{
     fs, io,

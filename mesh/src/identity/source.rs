@@ -1,4 +1,5 @@
-//! Reading of the certificate status from the admin ports of the controller replicas, through the API server or from given URLs.
+//! Reading of the certificate status from the admin ports of the controller replicas, through the
+//! API server or from given URLs.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -24,7 +25,8 @@ pub struct Arguments {
     /// The cluster.
     #[command(flatten)]
     pub cluster: cluster::Arguments,
-    /// URL of a controller to query instead of those of the cluster, for example http://127.0.0.1:8081; repeatable
+    /// URL of a controller to query instead of those of the cluster, for example
+    /// http://127.0.0.1:8081; repeatable
     #[arg(long, value_name = "URL", value_parser = status_url, conflicts_with_all = ["context", "namespace"])]
     pub controller: Vec<Uri>,
 }

@@ -1,4 +1,5 @@
-//! The certificate status of a mesh, merged from the `GET /identity` responses of the controller replicas. Pure.
+//! The certificate status of a mesh, merged from the `GET /identity` responses of the controller
+//! replicas. Pure.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -137,8 +138,8 @@ pub struct Mesh {
 }
 
 impl Mesh {
-    /// Merges the responses of the replicas. The replica with the latest phase determines the rotation, and the latest connection
-    /// of a workload its status.
+    /// Merges the responses of the replicas. The replica with the latest phase determines the
+    /// rotation, and the latest connection of a workload its status.
     pub fn merge(responses: Responses) -> Self {
         let mut workloads: BTreeMap<(String, String), Workload> = BTreeMap::new();
         let mut waiting = BTreeSet::new();

@@ -1,5 +1,5 @@
-//! The client of a sandbox: starts it, applies objects, and records the state and output of its pods. The API is blocking, so that
-//! tests and the demo are sequential code, and thread-safe.
+//! The client of a sandbox: starts it, applies objects, and records the state and output of its
+//! pods. The API is blocking, so that tests and the demo are sequential code, and thread-safe.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -82,8 +82,8 @@ struct Shared {
     changed: Condvar,
 }
 
-/// A callback that receives each message before it is recorded, and `Failed` once at the end. A log line is recorded only if it
-/// returns true.
+/// A callback that receives each message before it is recorded, and `Failed` once at the end. A log
+/// line is recorded only if it returns true.
 type Listener = Box<dyn FnMut(&Message) -> bool + Send>;
 
 impl Sandbox {

@@ -1,4 +1,5 @@
-//! Start of the node inside its namespaces, in three processes of this binary. Each has the control socket as standard input:
+//! Start of the node inside its namespaces, in three processes of this binary. Each has the control
+//! socket as standard input:
 //!
 //! 1. `mesh sandbox-node` creates the namespaces. Without root it first creates a user namespace, and the client writes its id
 //!    maps, because newuidmap must run outside of the namespace.
@@ -7,7 +8,8 @@
 //!    necessary.
 //! 3. `mesh sandbox-agent` is the node.
 //!
-//! They are separate processes because only a single-threaded process can enter a user or PID namespace.
+//! They are separate processes because only a single-threaded process can enter a user or PID
+//! namespace.
 
 use std::{
     io::{self, IsTerminal, Read, Write},
@@ -174,7 +176,8 @@ fn prepare_mounts() -> Result<()> {
     sethostname("sandbox").context("failed to set the host name")
 }
 
-/// Starts the next process. /proc/self/exe is the running binary even if its file has been replaced.
+/// Starts the next process. /proc/self/exe is the running binary even if its file has been
+/// replaced.
 fn start(stage: &str, programs: &Path) -> Result<Child> {
     Command::new("/proc/self/exe")
         .arg(stage)

@@ -1,5 +1,6 @@
-//! `mesh sandbox-exec SPEC`: enters the pod's network namespace and a new mount namespace, drops privileges, and replaces itself
-//! with the container's program. It is a separate process because these steps between fork and exec would require `unsafe`.
+//! `mesh sandbox-exec SPEC`: enters the pod's network namespace and a new mount namespace, drops
+//! privileges, and replaces itself with the container's program. It is a separate process because
+//! these steps between fork and exec would require `unsafe`.
 
 use std::{
     convert::Infallible,
@@ -88,7 +89,8 @@ fn enter_namespaces(spec: &Spec) -> Result<()> {
     unshare(CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWUTS)
         .context("failed to create a mount namespace")?;
     sethostname(&spec.hostname).context("failed to set the host name")?;
-    // The container is its own session, so that a signal to the process group reaches all of its processes.
+    // The container is its own session, so that a signal to the process group reaches all of its
+    // processes.
     setsid().context("failed to create a session")?;
     let none: Option<&str> = None;
     mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)
@@ -113,7 +115,8 @@ fn enter_namespaces(spec: &Spec) -> Result<()> {
             make_read_only(&bind.target).with_context(context)?;
         }
     }
-    // The root file system of the host is visible read-only. File permissions protect its other mounts.
+    // The root file system of the host is visible read-only. File permissions protect its other
+    // mounts.
     make_read_only(Path::new("/")).context("failed to make / read-only")?;
     std::env::set_current_dir(&spec.directory).with_context(|| {
         format!(
@@ -167,7 +170,8 @@ fn drop_privileges(spec: &Spec) -> Result<()> {
     Ok(())
 }
 
-/// Whether a Kubernetes capability name, with or without the prefix CAP_, refers to this capability.
+/// Whether a Kubernetes capability name, with or without the prefix CAP_, refers to this
+/// capability.
 fn is_named(capability: Capability, name: &str) -> bool {
     let own = capability.to_string();
     name == "ALL" || own == name || own.strip_prefix("CAP_") == Some(name)

@@ -1,5 +1,5 @@
-//! Start of the node from the client: checks the prerequisites, starts `mesh sandbox-node`, and writes the id maps of its user
-//! namespace if the client is not root.
+//! Start of the node from the client: checks the prerequisites, starts `mesh sandbox-node`, and
+//! writes the id maps of its user namespace if the client is not root.
 
 use std::{
     env, fs,
@@ -210,7 +210,8 @@ impl IdMap {
     }
 }
 
-/// The start of the first range of at least `ID_COUNT` ids that /etc/subuid or /etc/subgid assigns to the user.
+/// The start of the first range of at least `ID_COUNT` ids that /etc/subuid or /etc/subgid assigns
+/// to the user.
 fn subordinate_range(text: &str, name: &str, uid: u32) -> Option<u32> {
     text.lines().find_map(|line| {
         let mut fields = line.split(':');

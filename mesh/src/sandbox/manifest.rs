@@ -1,5 +1,5 @@
-//! Manifests: converts kustomizations and YAML streams to Kubernetes objects as JSON values. Supports only the kustomize fields
-//! that the project's manifests use, and rejects all others.
+//! Manifests: converts kustomizations and YAML streams to Kubernetes objects as JSON values.
+//! Supports only the kustomize fields that the project's manifests use, and rejects all others.
 
 use std::{
     collections::BTreeMap,
@@ -90,8 +90,8 @@ impl Files {
         Ok(Self(files))
     }
 
-    /// The objects of all kustomizations, outer directories first, or of all files if there is no kustomization. Each
-    /// kustomization is included once.
+    /// The objects of all kustomizations, outer directories first, or of all files if there is no
+    /// kustomization. Each kustomization is included once.
     pub fn objects(&self) -> Result<Vec<Value>, Error> {
         let kustomizations: Vec<&PathBuf> = self
             .0

@@ -1,5 +1,6 @@
-//! The protocol between the client and the node of a sandbox: newline-delimited JSON over one Unix socket. The client sends
-//! `Request`s, the node sends `Message`s. The node exits when the socket closes.
+//! The protocol between the client and the node of a sandbox: newline-delimited JSON over one Unix
+//! socket. The client sends `Request`s, the node sends `Message`s. The node exits when the socket
+//! closes.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;

@@ -75,7 +75,8 @@ impl Namespace {
             .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     }
 
-    /// Creates a veth pair to another namespace: `eth0` at both ends, with one IPv4 and one IPv6 address each.
+    /// Creates a veth pair to another namespace: `eth0` at both ends, with one IPv4 and one IPv6
+    /// address each.
     pub fn connect(&self, other: &Namespace, own: [&'static str; 2], others: [&'static str; 2]) {
         let peer = format!(
             "/proc/{}/fd/{}",

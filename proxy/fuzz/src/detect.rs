@@ -1,4 +1,5 @@
-//! Step 3: what a connection carries, told from its first bytes. How they are cut by the network must make no difference.
+//! Step 3: what a connection carries, told from its first bytes. How they are cut by the network
+//! must make no difference.
 
 use diy_mesh_proxy::detect::{
     Protocol, RequestLineDetector, Verdict, classify, classify_inbound, classify_inbound_opaque,

@@ -1,4 +1,5 @@
-//! Whether bytes begin the mesh's TLS. What rustls reads in a ClientHello, the look must have seen in it.
+//! Whether bytes begin the mesh's TLS. What rustls reads in a ClientHello, the look must have seen
+//! in it.
 
 use diy_mesh_proxy::tls::{Alpn, Hello, inspect};
 use rustls::server::Acceptor;

@@ -1,4 +1,5 @@
-//! HTTP/1 as strangers write it. Whatever the proxy accepts, it sends on in words that have one reading, and that reading is its own.
+//! HTTP/1 from untrusted peers. Whatever the proxy accepts, it forwards so that every reader sees
+//! the same message.
 
 use bytes::{Bytes, BytesMut};
 use diy_mesh_proxy::http::edits::{Edit, Edits};
@@ -8,7 +9,7 @@ use diy_mesh_proxy::http1::head::{
 };
 
 const CALLER: &str = "spiffe://cluster.local/ns/shop/sa/web";
-/// The fields that say where a message ends and where it goes; beside them, who calls.
+/// The fields that say where a message ends and where it goes; and the caller's identity.
 const NEVER_IN_TRAILERS: [&str; 3] = ["content-length", "transfer-encoding", "host"];
 /// More fields no head has.
 const MOST_FIELDS: usize = 128;
@@ -52,7 +53,7 @@ fn request_head(request: &RequestHead) {
         .filter(|(name, _)| names_a_caller(name));
     assert!(
         called.map(|(_, value)| value).eq([CALLER.as_bytes()]),
-        "who calls is what the proxy knows"
+        "the proxy sets the identity of the caller"
     );
     for called_by in [None, Some(CALLER)] {
         let mut out = BytesMut::new();
@@ -140,13 +141,15 @@ fn without_chunks(response: &mut ResponseHead, method: &[u8]) {
     assert_eq!(again.framing, expected);
 }
 
-/// The next hop refuses it, as it says, where a head was at a limit already and the proxy's own words came to it.
+/// The next hop refuses it, as it says, where a head was at a limit already and the proxy's own
+/// words came to it.
 fn is_over_a_limit(out: &[u8]) -> bool {
     let fields = out.iter().filter(|byte| **byte == b'\n').count() - 2;
     out.len() > MAX_HEAD || fields > MOST_FIELDS
 }
 
-/// What was written is one head, with nothing in it that a more careless reader takes for a line's end.
+/// What was written is one head, with nothing in it that a more careless reader takes for a line's
+/// end.
 fn one_head(out: &BytesMut) -> Bytes {
     assert_eq!(find_end(out, &mut 0), Ok(Some(out.len())), "{out:?}");
     let ends = out.windows(2).filter(|pair| pair == b"\r\n").count();
@@ -295,7 +298,8 @@ impl Taken {
     }
 }
 
-/// Reads chunks with no care for anything but what the proxy writes: the body, and the trailers with their end if it has come.
+/// Reads chunks with no care for anything but what the proxy writes: the body, and the trailers
+/// with their end if it has come.
 fn careless(mut framed: &[u8]) -> (Vec<u8>, Option<&[u8]>) {
     let mut body = Vec::new();
     while !framed.is_empty() {

@@ -1,6 +1,7 @@
-//! What must hold of the proxy's readers of foreign bytes, whatever the bytes. Each function here is a target: libFuzzer calls it with
-//! bytes of its own invention (`targets/`, `make fuzz`), `tests/corpus.rs` with the seeds in `corpus/` and with what chance makes of
-//! them. A target panics where the proxy breaks its word, so each goes beyond "no panic". Never part of an image.
+//! What must hold of the proxy's readers of foreign bytes, whatever the bytes. Each function here
+//! is a target: libFuzzer calls it with bytes of its own invention (`targets/`, `make fuzz`),
+//! `tests/corpus.rs` with the seeds in `corpus/` and with what chance makes of them. A target
+//! panics where the proxy breaks its word, so each goes beyond "no panic". Never part of an image.
 
 mod detect;
 mod hello;
@@ -30,11 +31,12 @@ pub const TARGETS: [(&str, Target); 7] = [
     ("session", session),
 ];
 
-/// Longer than anything that detection waits for: a record of TLS, or a request line with its method.
+/// Longer than anything that detection waits for: a record of TLS, or a request line with its
+/// method.
 const LONG: usize = 17 * 1024;
 
-/// A verdict on the first bytes of a connection stands once it has been given, however many more bytes follow, and bytes enough bring
-/// one about. `waits` is the answer that is none yet.
+/// A verdict on the first bytes of a connection stands once it has been given, however many more
+/// bytes follow, and bytes enough bring one about. `waits` is the answer that is none yet.
 fn settles<Verdict: Copy + PartialEq + std::fmt::Debug>(
     bytes: &[u8],
     waits: Verdict,

@@ -1,5 +1,6 @@
-//! A TLS session after its handshake: data, alerts, tickets and key updates from a peer that has the keys, in any order. The keys are
-//! of a real handshake, without a socket. What the session makes of the records is what a reading of RFC 8446 says of them.
+//! A TLS session after its handshake: data, alerts, tickets and key updates from a peer that has
+//! the keys, in any order. The keys are of a real handshake, without a socket. What the session
+//! makes of the records is what a reading of RFC 8446 says of them.
 
 use std::sync::{Arc, OnceLock};
 
@@ -22,7 +23,8 @@ const MAX_MESSAGE: usize = 64 * 1024;
 /// Records without a byte of data that a session takes in a row.
 const MAX_RECORDS_WITHOUT_DATA: u32 = 32;
 
-/// The first byte says who is the client, and whether the records come at once; the others are records: kind, length, content.
+/// The first byte says who is the client, and whether the records come at once; the others are
+/// records: kind, length, content.
 pub fn session(bytes: &[u8]) {
     let Some((&mode, mut script)) = bytes.split_first() else {
         return;

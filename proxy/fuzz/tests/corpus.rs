@@ -1,5 +1,6 @@
-//! What libFuzzer goes by, without libFuzzer: every target holds for its seeds, and for some thousands of inputs that chance makes of
-//! them. Chance is seeded, so that what fails once fails again.
+//! What libFuzzer goes by, without libFuzzer: every target holds for its seeds, and for some
+//! thousands of inputs that chance makes of them. Chance is seeded, so that what fails once fails
+//! again.
 
 #![allow(missing_docs, clippy::unwrap_used)]
 

@@ -1,5 +1,6 @@
-//! TLS connections to the controller, whose certificate must have the configured identity. Trust roots are those of the mounted
-//! file, read for each connection, and the newest that the controller has sent.
+//! TLS connections to the controller, whose certificate must have the configured identity. Trust
+//! roots are those of the mounted file, read for each connection, and the newest that the
+//! controller has sent.
 
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -48,7 +49,8 @@ impl Tls {
         Ok(TlsConnector::from(Arc::new(config)))
     }
 
-    /// Union of mounted and received roots: either may be the newer ones, if roots change while the controller is unavailable.
+    /// Union of mounted and received roots: either may be the newer ones, if roots change while the
+    /// controller is unavailable.
     async fn roots(&self) -> Result<RootCertStore, ControlError> {
         let received = self.trust.newest();
         let mut roots = match (self.read_mounted().await, &received) {

@@ -138,7 +138,8 @@ impl FakeController {
 }
 
 impl FakeStream {
-    /// The next request in short form: "+10.96.0.7:80@version", "-10.96.0.7:80", "=version of the roots".
+    /// The next request in short form: "+10.96.0.7:80@version", "-10.96.0.7:80", "=version of the
+    /// roots".
     pub async fn request(&mut self) -> String {
         match self.action().await {
             Action::Subscribe(subscribe) => {

@@ -1,5 +1,5 @@
-//! Table of subscribed destinations: target, version and receivers of each. Pure: takes responses and instants, sends targets to
-//! receivers and returns requests for the controller.
+//! Table of subscribed destinations: target, version and receivers of each. Pure: takes responses
+//! and instants, sends targets to receivers and returns requests for the controller.
 
 use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
@@ -26,9 +26,10 @@ pub(super) struct Table {
     limit: usize,
 }
 
-/// Addresses of expired destinations whose latest target was meshed. Addresses are never evicted: beyond the limit, every destination
-/// counts as formerly meshed. The pod's application can exceed the limit with a port scan of a meshed pod; its unknown destinations
-/// are then unreachable while the controller is unavailable.
+/// Addresses of expired destinations whose latest target was meshed. Addresses are never evicted:
+/// beyond the limit, every destination counts as formerly meshed. The pod's application can exceed
+/// the limit with a port scan of a meshed pod; its unknown destinations are then unreachable while
+/// the controller is unavailable.
 struct WereMeshed {
     addresses: HashSet<SocketAddr>,
     limit: usize,
@@ -39,7 +40,8 @@ struct WereMeshed {
 #[derive(Debug)]
 pub(super) struct Watched {
     pub receiver: watch::Receiver<Arc<Target>>,
-    /// Whether the target is from the controller. If not, the first notification ends the wait for a response.
+    /// Whether the target is from the controller. If not, the first notification ends the wait for
+    /// a response.
     pub settled: bool,
 }
 
@@ -111,7 +113,8 @@ impl Table {
         if self.entries.len() >= self.limit {
             return Err(Full);
         }
-        // A formerly meshed destination gets no plaintext until the controller sends another target.
+        // A formerly meshed destination gets no plaintext until the controller sends another
+        // target.
         let meshed = self.were_meshed.addresses.remove(&destination);
         let withheld = meshed || self.were_meshed.is_incomplete;
         let (sender, receiver) = watch::channel(Arc::new(if withheld {
@@ -138,8 +141,9 @@ impl Table {
         ))
     }
 
-    /// Removes plaintext destinations without receivers. Meshed ones stay until the next sweep, which requires a stream: without one,
-    /// they cannot be resubscribed and would become unreachable.
+    /// Removes plaintext destinations without receivers. Meshed ones stay until the next sweep,
+    /// which requires a stream: without one, they cannot be resubscribed and would become
+    /// unreachable.
     fn make_room(&mut self) -> Vec<DiscoverRequest> {
         let unneeded = |entry: &Entry| entry.sender.receiver_count() == 0 && !entry.meshed;
         self.entries
@@ -148,8 +152,8 @@ impl Table {
             .collect()
     }
 
-    /// Applies a response. Reports each invalid part and applies the others. Ignores responses about expired destinations, which
-    /// cross the unsubscription on the wire.
+    /// Applies a response. Reports each invalid part and applies the others. Ignores responses
+    /// about expired destinations, which cross the unsubscription on the wire.
     pub fn apply(&mut self, response: DiscoverResponse, report: &mut dyn FnMut(String)) {
         let DiscoverResponse {
             destination,
@@ -176,7 +180,8 @@ impl Table {
         }
     }
 
-    /// Requests to send on a new stream: a subscription for each destination, with the known version. Removes idle destinations.
+    /// Requests to send on a new stream: a subscription for each destination, with the known
+    /// version. Removes idle destinations.
     pub fn resume(&mut self, now: Instant, idle: Duration) -> Vec<DiscoverRequest> {
         self.mark_unused(now);
         self.remove_idle(now, idle);
@@ -187,8 +192,9 @@ impl Table {
         self.entries.iter_mut().map(resubscribe).collect()
     }
 
-    /// Removes destinations without receivers after `idle`, or at once if the table is full, and resubscribes to those out of sync.
-    /// Requires an open stream: without one, known targets cannot be requested again.
+    /// Removes destinations without receivers after `idle`, or at once if the table is full, and
+    /// resubscribes to those out of sync. Requires an open stream: without one, known targets
+    /// cannot be requested again.
     pub fn sweep(&mut self, now: Instant, idle: Duration) -> Vec<DiscoverRequest> {
         self.mark_unused(now);
         let idle = if self.entries.len() < self.limit {
@@ -215,7 +221,8 @@ impl Table {
         requests
     }
 
-    /// Removes destinations without receivers after `idle`, and remembers which of them were meshed.
+    /// Removes destinations without receivers after `idle`, and remembers which of them were
+    /// meshed.
     fn remove_idle(&mut self, now: Instant, idle: Duration) -> Vec<SocketAddr> {
         let idle_entries = self.entries.extract_if(|_, entry| entry.is_idle(now, idle));
         let remember = |(address, entry): (SocketAddr, Entry)| {

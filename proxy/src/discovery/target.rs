@@ -132,7 +132,8 @@ impl AppProtocol {
     }
 }
 
-/// Converts a snapshot of `destination`. Reports and skips invalid endpoints. Fails if the snapshot is unusable.
+/// Converts a snapshot of `destination`. Reports and skips invalid endpoints. Fails if the snapshot
+/// is unusable.
 pub(super) fn from_snapshot(
     destination: SocketAddr,
     snapshot: Snapshot,
@@ -187,8 +188,8 @@ pub(super) fn from_snapshot(
     }
 }
 
-/// Applies a delta to a target. Reports and skips invalid parts: one invalid part does not prevent a removal. Fails if the delta does
-/// not apply to this kind of target.
+/// Applies a delta to a target. Reports and skips invalid parts: one invalid part does not prevent
+/// a removal. Fails if the delta does not apply to this kind of target.
 pub(super) fn with_delta(
     before: &Target,
     delta: Delta,
@@ -253,7 +254,8 @@ pub(super) fn with_delta(
     }
 }
 
-/// The canonical form of an address: IPv4-mapped IPv6 addresses as IPv4, without flow label and scope.
+/// The canonical form of an address: IPv4-mapped IPv6 addresses as IPv4, without flow label and
+/// scope.
 pub(super) fn canonical(address: SocketAddr) -> SocketAddr {
     let ip: IpAddr = address.ip().to_canonical();
     SocketAddr::new(ip, address.port())

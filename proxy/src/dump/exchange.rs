@@ -1,4 +1,5 @@
-//! Record of one exchange in bounded memory. The worker fills it and sends it to the writer on drop.
+//! Record of one exchange in bounded memory. The worker fills it and sends it to the writer on
+//! drop.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
@@ -14,8 +15,8 @@ const MAX_START_LINE: usize = 4 * 1024;
 /// Age at which an open exchange is dumped, so that long-lived streams are visible.
 const MAX_OPEN_TIME: Duration = Duration::from_secs(10);
 
-/// Dump of one exchange, filled by the protocol implementations and written on drop. If request or response are incomplete by then,
-/// the dump reports that.
+/// Dump of one exchange, filled by the protocol implementations and written on drop. If request or
+/// response are incomplete by then, the dump reports that.
 pub struct ExchangeDump {
     shared: Arc<Shared>,
     /// `None` after it is written.
@@ -227,7 +228,8 @@ impl ExchangeDump {
         record.cut_off = Some(reason.to_owned());
     }
 
-    /// Records the bytes that the client sent and received after a protocol upgrade (WebSocket, CONNECT).
+    /// Records the bytes that the client sent and received after a protocol upgrade (WebSocket,
+    /// CONNECT).
     pub fn upgraded(&mut self, sent: u64, received: u64) {
         let Some(record) = &mut self.record else {
             return;

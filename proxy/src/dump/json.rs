@@ -8,8 +8,8 @@
 //! - `failure`: `code` and `message` of an error response of the proxy; `incomplete`: why the exchange is incomplete
 //! - `upgraded`: `sent` and `received` bytes after a protocol upgrade
 //!
-//! An opaque connection (`protocol` `tcp`) has `sent` and `received` instead of request and response. A line with `suppressed` is the
-//! number of exchanges without a dump in the last second.
+//! An opaque connection (`protocol` `tcp`) has `sent` and `received` instead of request and
+//! response. A line with `suppressed` is the number of exchanges without a dump in the last second.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -127,8 +127,8 @@ pub(super) fn rfc3339(time: SystemTime) -> String {
     )
 }
 
-/// Gregorian date of a day since 1970-01-01. Uses eras of 400 years that begin on 1 March, so that the leap day is the last day of a
-/// year.
+/// Gregorian date of a day since 1970-01-01. Uses eras of 400 years that begin on 1 March, so that
+/// the leap day is the last day of a year.
 fn date(days: u64) -> (u64, u64, u64) {
     let days = days + 719_468;
     let (era, day) = (days / 146_097, days % 146_097);

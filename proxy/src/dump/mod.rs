@@ -1,8 +1,8 @@
-//! Dumps: requests and responses in readable form. Workers get an [`ExchangeDump`] of each exchange from [`Dumps::exchange`] and fill
-//! it; a separate thread renders and writes it.
+//! Dumps: requests and responses in readable form. Workers get an [`ExchangeDump`] of each exchange
+//! from [`Dumps::exchange`] and fill it; a separate thread renders and writes it.
 //!
-//! Dumps never delay traffic: exchanges beyond the budget are counted only, and a dump is dropped and counted if the writer's queue is
-//! full.
+//! Dumps never delay traffic: exchanges beyond the budget are counted only, and a dump is dropped
+//! and counted if the writer's queue is full.
 
 mod body;
 mod exchange;
@@ -100,7 +100,8 @@ pub struct Dumps {
 
 struct Shared {
     mode: Mode,
-    /// Exchanges that may still be dumped in this second. The writer resets it; 0 forever once the output has failed.
+    /// Exchanges that may still be dumped in this second. The writer resets it; 0 forever once the
+    /// output has failed.
     budget: AtomicU32,
     /// Concurrent dumps.
     concurrent: AtomicU32,
@@ -127,7 +128,8 @@ struct Opaque {
 }
 
 impl Dumps {
-    /// Starts the writer thread, unless the mode is [`Mode::Off`]. The thread ends when the last handle is dropped.
+    /// Starts the writer thread, unless the mode is [`Mode::Off`]. The thread ends when the last
+    /// handle is dropped.
     pub fn start(config: DumpConfig, metrics: Arc<Metrics>) -> io::Result<Self> {
         if config.mode == Mode::Off {
             return Ok(Self::off());
@@ -191,7 +193,8 @@ impl Dumps {
             .then(|| ExchangeDump::new(shared.clone(), *connection))
     }
 
-    /// Dumps a closed opaque connection: bytes sent and received by the client, and duration. Uses the budget like an exchange.
+    /// Dumps a closed opaque connection: bytes sent and received by the client, and duration. Uses
+    /// the budget like an exchange.
     pub fn opaque(
         &self,
         connection: &ConnectionInfo,

@@ -1,5 +1,6 @@
-//! Writer thread of dumps: renders each record, writes it with one call, and once a second resets the budget and reports the number of
-//! suppressed exchanges. Only this thread waits for the output.
+//! Writer thread of dumps: renders each record, writes it with one call, and once a second resets
+//! the budget and reports the number of suppressed exchanges. Only this thread waits for the
+//! output.
 
 use std::io::Write;
 use std::sync::atomic::Ordering;

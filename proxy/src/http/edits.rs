@@ -66,8 +66,8 @@ impl<'a> Edits<'a> {
     }
 }
 
-/// Compares names as CGI does (RFC 3875, section 4.1.18), and servers that follow it: without case, and
-/// every byte that is neither a letter nor a digit counts as an underscore.
+/// Compares names as CGI does (RFC 3875, section 4.1.18), and servers that follow it: without case,
+/// and every byte that is neither a letter nor a digit counts as an underscore.
 pub fn is_same_name(one: &[u8], other: &[u8]) -> bool {
     let fold = |byte: &u8| match byte {
         byte if byte.is_ascii_alphanumeric() => byte.to_ascii_lowercase(),

@@ -1,5 +1,5 @@
-//! Local replies: responses that the proxy makes itself, in either version of HTTP. A failure is one
-//! maker of them. Nothing here sends one.
+//! Local replies: responses that the proxy makes itself, in either version of HTTP. A failure is
+//! one maker of them. Nothing here sends one.
 
 use std::borrow::Cow;
 

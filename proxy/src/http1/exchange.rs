@@ -201,8 +201,8 @@ impl<'a> Exchange<'a> {
         Poll::Pending
     }
 
-    /// Relays the request's body. An upstream that reads no more may have responded already: that is
-    /// not an error yet.
+    /// Relays the request's body. An upstream that reads no more may have responded already: that
+    /// is not an error yet.
     fn poll_upload(&mut self, cx: &mut Context<'_>, upstream: &mut Io) -> Result<Poll<()>, Ended> {
         if self.upload.is_done() {
             return Ok(Poll::Ready(()));
@@ -219,8 +219,8 @@ impl<'a> Exchange<'a> {
         Ok(Poll::Ready(()))
     }
 
-    /// While the application prepares its response: a half-close of the client is passed on, an error
-    /// ends the exchange.
+    /// While the application prepares its response: a half-close of the client is passed on, an
+    /// error ends the exchange.
     fn poll_client_end(
         &mut self,
         cx: &mut Context<'_>,
@@ -435,7 +435,8 @@ impl Forward for Exchange<'_> {
     }
 }
 
-/// The changes of a response's head: only a peer's proxy, which has authenticated, replies for the mesh.
+/// The changes of a response's head: only a peer's proxy, which has authenticated, replies for the
+/// mesh.
 fn response_edits(upstream: &Io) -> Edits<'static> {
     if upstream.is_secured() {
         Edits::default()

@@ -1,7 +1,8 @@
-//! HTTP/1 heads: parsed strictly (RFC 9112), kept as they were sent, and written again for the next hop. Field names
-//! keep their case and fields their order. Nothing here reads or writes a socket.
+//! HTTP/1 heads: parsed strictly (RFC 9112), kept as they were sent, and written again for the next
+//! hop. Field names keep their case and fields their order. Nothing here reads or writes a socket.
 //!
-//! The proxy is stricter than its parser: whatever could be read in two ways by two hops is refused.
+//! The proxy is stricter than its parser: whatever could be read in two ways by two hops is
+//! refused.
 
 use std::cmp::Ordering;
 use std::ops::Range;
@@ -96,8 +97,8 @@ impl Connection {
     }
 }
 
-/// Where the head at the start of `buf` ends, if it is all there. `scanned` is how far an earlier call looked in vain;
-/// a peer that sends byte by byte costs no more than one that sends at once.
+/// The end of the head at the start of `buf`, if it is complete. `scanned` is how far earlier calls
+/// searched: a peer that sends byte by byte costs no more than one that sends at once.
 pub fn find_end(buf: &[u8], scanned: &mut usize) -> Result<Option<usize>, Refused> {
     let blank = buf
         .iter()
@@ -160,8 +161,9 @@ impl RequestHead {
         Ok(head)
     }
 
-    /// The four forms of RFC 9112, section 3.2. Where target and Host name different authorities the RFC has the target win; a server
-    /// that takes Host would read another request than the proxy, so it is refused.
+    /// The four forms of RFC 9112, section 3.2. Where target and Host name different authorities
+    /// the RFC has the target win; a server that takes Host would read another request than the
+    /// proxy, so it is refused.
     fn check_target(&self) -> Result<(), Refused> {
         let (method, target) = (self.method(), self.target());
         if method == b"CONNECT" {
@@ -309,7 +311,8 @@ impl ResponseHead {
         }
     }
 
-    /// Writes the head for the client; `connection` is what the proxy asks of the client's connection, if anything.
+    /// Writes the head for the client; `connection` is what the proxy asks of the client's
+    /// connection, if anything.
     pub fn write(&self, out: &mut BytesMut, edits: Edits<'_>, connection: Option<&str>) {
         out.reserve(self.fields.raw.len() + 32);
         out.extend_from_slice(b"HTTP/1.1 ");
@@ -485,7 +488,8 @@ fn absolute_form(target: &[u8]) -> Option<(&[u8], &[u8])> {
         .then_some((scheme, named))
 }
 
-/// An upgrade that the proxy lets pass: any but one to HTTP, in the clear or in TLS, whose requests nobody would read.
+/// An upgrade that the proxy lets pass: any but one to HTTP, in the clear or in TLS, whose requests
+/// nobody would read.
 fn asks_for_upgrade(fields: &[httparse::Header<'_>]) -> bool {
     let has = |name: &str, accept: fn(&[u8]) -> bool| {
         fields
@@ -500,7 +504,8 @@ fn asks_for_upgrade(fields: &[httparse::Header<'_>]) -> bool {
         && !has("upgrade", is_http)
 }
 
-/// A protocol of an Upgrade field that carries HTTP: `h2c` (RFC 7540), `HTTP/2.0` (RFC 9110, section 7.8), `TLS/1.0` (RFC 2817).
+/// A protocol of an Upgrade field that carries HTTP: `h2c` (RFC 7540), `HTTP/2.0` (RFC 9110,
+/// section 7.8), `TLS/1.0` (RFC 2817).
 fn is_http(protocol: &[u8]) -> bool {
     [&b"h2"[..], b"http", b"tls"].iter().any(|name| {
         protocol
@@ -509,7 +514,8 @@ fn is_http(protocol: &[u8]) -> bool {
     })
 }
 
-/// Marks the fields that `Connection` names (RFC 9110, section 7.6.1), but never those that frame or route a message.
+/// Marks the fields that `Connection` names (RFC 9110, section 7.6.1), but never those that frame
+/// or route a message.
 fn mark_nominated(spans: &mut [FieldSpan], parsed: &[httparse::Header<'_>]) -> Result<(), Refused> {
     const KEPT: [&[u8]; 4] = [b"close", b"keep-alive", b"upgrade", b"te"];
     const NEVER: [&[u8]; 7] = [
@@ -542,8 +548,9 @@ fn mark_nominated(spans: &mut [FieldSpan], parsed: &[httparse::Header<'_>]) -> R
     Ok(())
 }
 
-/// The fields of a head in the order of their names. A head may name as many options as it has room for: to look at each field for
-/// each of them would cost a hundred times what it takes to read the head.
+/// The fields of a head in the order of their names. A head may name as many options as it has room
+/// for: to look at each field for each of them would cost a hundred times what it takes to read the
+/// head.
 struct NameIndex<'a, C> {
     fields: &'a [httparse::Header<'a>],
     order: Vec<usize>,
@@ -688,7 +695,8 @@ mod tests {
         assert!(request(text).unwrap().connection.close);
     }
 
-    /// A head with these fields beside Host, and its options in `Connection` fields of so many each.
+    /// A head with these fields beside Host, and its options in `Connection` fields of so many
+    /// each.
     fn head_with(names: &[String], options: &[String], each: usize) -> String {
         let fields: String = names.iter().map(|name| format!("{name}: 1\r\n")).collect();
         let connection: String = options

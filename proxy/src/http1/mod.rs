@@ -1,7 +1,7 @@
 //! Step 8 for HTTP/1: one connection of a client, one exchange after the other.
 //!
-//! Heads are parsed strictly and messages are framed anew, so that two hops never disagree about where
-//! a message ends. HTTP/1 leaves as HTTP/1, with the case and order of its fields.
+//! Heads are parsed strictly and messages are framed anew, so that two hops never disagree about
+//! where a message ends. HTTP/1 leaves as HTTP/1, with the case and order of its fields.
 
 pub mod body;
 mod exchange;
@@ -58,7 +58,8 @@ pub async fn serve(mut client: Io, flow: &Rc<Flow>) {
     }
 }
 
-/// Reads a request's head. None if the client or the proxy closes the connection between two requests.
+/// Reads a request's head. None if the client or the proxy closes the connection between two
+/// requests.
 async fn read_request(
     client: &mut Io,
     mut end: Pin<&mut impl Future<Output = ()>>,
@@ -113,8 +114,8 @@ impl From<Refused> for Failure {
     }
 }
 
-/// Closes a connection so that the client sees the last response: a close while its bytes still arrive
-/// would reset it.
+/// Closes a connection so that the client sees the last response: a close while its bytes still
+/// arrive would reset it.
 async fn linger(mut client: Io) {
     if client.shutdown().await.is_err() {
         return;

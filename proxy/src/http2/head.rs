@@ -1,5 +1,6 @@
-//! What of a request's head the proxy refuses, and the heads that it makes itself. `h2` has checked the framing by then: fields
-//! of HTTP/1 connections, repeated or misplaced pseudo-fields and a wrong Content-Length never get here.
+//! What of a request's head the proxy refuses, and the heads that it makes itself. `h2` has checked
+//! the framing by then: fields of HTTP/1 connections, repeated or misplaced pseudo-fields and a
+//! wrong Content-Length never get here.
 
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE, HOST};
 use http::request::Parts;

@@ -1,5 +1,6 @@
-//! Renewal task of the workload credentials: requests the first certificate at once and each next one before expiry, and applies
-//! new roots immediately. If renewal fails, the certificate is used until it expires; then there are no credentials.
+//! Renewal task of the workload credentials: requests the first certificate at once and each next
+//! one before expiry, and applies new roots immediately. If renewal fails, the certificate is used
+//! until it expires; then there are no credentials.
 
 use std::future::Future;
 use std::pin::{Pin, pin};
@@ -138,7 +139,8 @@ impl<E: Environment + Clone> Renewal<E> {
         }
     }
 
-    /// Waits for `work`, new roots or the expiry of the certificate. `None` for events other than `work`.
+    /// Waits for `work`, new roots or the expiry of the certificate. `None` for events other than
+    /// `work`.
     async fn serve_event<F: Future>(&mut self, work: Pin<&mut F>) -> Option<F::Output> {
         let remaining = self
             .certificate
@@ -215,7 +217,8 @@ impl<E: Environment + Clone> Renewal<E> {
         retry_delay(validity, self.failures, self.environment.random())
     }
 
-    /// Replaces the roots of the credentials. After failures, also retries soon: new roots show that the controller is available.
+    /// Replaces the roots of the credentials. After failures, also retries soon: new roots show
+    /// that the controller is available.
     fn apply_roots(&mut self) {
         let Some(roots) = self.trust.newest() else {
             return;

@@ -1,4 +1,5 @@
-//! One certificate request: generates a key and a CSR, and validates the response. The private key never leaves the memory.
+//! One certificate request: generates a key and a CSR, and validates the response. The private key
+//! never leaves the memory.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -100,8 +101,8 @@ impl CertificateRequest {
         self.message.clone()
     }
 
-    /// Validates the response: the certificate must have the key and the identity of the request, be valid now, and be trusted under
-    /// the roots of the response.
+    /// Validates the response: the certificate must have the key and the identity of the request,
+    /// be valid now, and be trusted under the roots of the response.
     pub fn check(
         self,
         response: &SignCertificateResponse,

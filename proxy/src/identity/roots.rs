@@ -1,5 +1,6 @@
-//! Trust roots: one set as [`Roots`], the newest set of the process in [`Trust`]. Roots arrive on the discovery stream and with each
-//! certificate; those of the stream take precedence. Verifies nothing itself.
+//! Trust roots: one set as [`Roots`], the newest set of the process in [`Trust`]. Roots arrive on
+//! the discovery stream and with each certificate; those of the stream take precedence. Verifies
+//! nothing itself.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -119,7 +120,8 @@ impl Trust {
         });
     }
 
-    /// Records that the stream closed: roots that arrive with a certificate are accepted until the next stream.
+    /// Records that the stream closed: roots that arrive with a certificate are accepted until the
+    /// next stream.
     pub fn stream_closed(&self) {
         self.0.send_if_modified(|state| {
             state.live = false;
@@ -127,7 +129,8 @@ impl Trust {
         });
     }
 
-    /// Replaces the roots by those that arrived with a certificate, unless the current ones are from an open stream.
+    /// Replaces the roots by those that arrived with a certificate, unless the current ones are
+    /// from an open stream.
     pub fn set_from_certificate(&self, roots: Roots) {
         self.0.send_if_modified(|state| {
             if state.live

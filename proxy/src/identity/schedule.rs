@@ -1,6 +1,7 @@
 //! Renewal times and retry delays of certificates. Pure functions of times and a random number.
 //!
-//! Intervals apply to certificates valid for five minutes or more. For shorter ones, as in tests, they shrink in proportion.
+//! Intervals apply to certificates valid for five minutes or more. For shorter ones, as in tests,
+//! they shrink in proportion.
 
 use std::time::{Duration, SystemTime};
 
@@ -20,8 +21,8 @@ const INITIAL_BACKOFF: (Duration, Duration) = (Duration::from_millis(200), Durat
 /// Shortest validity with unscaled intervals.
 const FULL_VALIDITY: Duration = Duration::from_secs(300);
 
-/// Period in which a certificate is used. It starts with the arrival: `notBefore` of the certificate is earlier, to allow for clock
-/// skew.
+/// Period in which a certificate is used. It starts with the arrival: `notBefore` of the
+/// certificate is earlier, to allow for clock skew.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Validity {
     pub from: SystemTime,
@@ -61,7 +62,8 @@ impl Validity {
     }
 }
 
-/// Delay after `failures` consecutive failures. `validity` is that of the current certificate, `random` is in 0..=1.
+/// Delay after `failures` consecutive failures. `validity` is that of the current certificate,
+/// `random` is in 0..=1.
 pub(super) fn retry_delay(validity: Option<Validity>, failures: u32, random: f64) -> Duration {
     let (backoff, scale) = validity.map_or((INITIAL_BACKOFF, 1.0), |validity| {
         (RETRY_BACKOFF, validity.scale())
@@ -69,7 +71,8 @@ pub(super) fn retry_delay(validity: Option<Validity>, failures: u32, random: f64
     backoff_ceiling(backoff, failures).mul_f64(scale * (0.5 + random / 2.0))
 }
 
-/// Time of the renewal after a change of the issuer: random within `within`, but not before the earliest renewal.
+/// Time of the renewal after a change of the issuer: random within `within`, but not before the
+/// earliest renewal.
 pub(super) fn issuer_change_renewal_time(
     now: SystemTime,
     validity: Validity,

@@ -1,4 +1,5 @@
-//! Renewal of credentials against a fake controller, with paused time. The wall clock follows the paused clock.
+//! Renewal of credentials against a fake controller, with paused time. The wall clock follows the
+//! paused clock.
 
 use std::sync::Mutex;
 use std::time::Duration;

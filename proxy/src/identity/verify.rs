@@ -1,5 +1,6 @@
-//! Certificate verifiers of TLS clients and servers for rustls: the chain leads to a trust root, the certificate is valid now and for
-//! this role, and its only URI SAN is the expected identity (X.509-SVID, section 5). Stateless.
+//! Certificate verifiers of TLS clients and servers for rustls: the chain leads to a trust root,
+//! the certificate is valid now and for this role, and its only URI SAN is the expected identity
+//! (X.509-SVID, section 5). Stateless.
 
 use std::fmt;
 use std::sync::Arc;
@@ -78,7 +79,8 @@ impl From<PeerError> for Error {
     }
 }
 
-/// Identity and expiry of a certificate. Does not verify the chain: handshakes do, and resumed sessions have done so.
+/// Identity and expiry of a certificate. Does not verify the chain: handshakes do, and resumed
+/// sessions have done so.
 pub fn identity_of(leaf: &CertificateDer<'_>) -> Result<(Identity, SystemTime), PeerError> {
     let Ok(([], certificate)) = X509Certificate::from_der(leaf) else {
         return Err(PeerError::InvalidEncoding);
@@ -291,7 +293,8 @@ mod tests {
         UnixTime::now()
     }
 
-    /// Results of both verifiers: server, client. That of the client does not depend on the expected identity.
+    /// Results of both verifiers: server, client. That of the client does not depend on the
+    /// expected identity.
     fn verify(authority: &Authority, chain: &[CertificateDer<'static>]) -> [Result<(), Error>; 2] {
         let (leaf, intermediates) = chain.split_first().unwrap();
         let name = ServerName::try_from("ignored").unwrap();

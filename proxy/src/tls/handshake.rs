@@ -1,5 +1,5 @@
-//! TLS handshakes: moves bytes between the socket and rustls' state connection, then extracts the keys for the session (`session.rs`).
-//! `mod.rs` configures handshakes and authenticates the peer.
+//! TLS handshakes: moves bytes between the socket and rustls' state connection, then extracts the
+//! keys for the session (`session.rs`). `mod.rs` configures handshakes and authenticates the peer.
 
 use std::fmt;
 use std::future::poll_fn;
@@ -94,8 +94,9 @@ impl Handshake {
         }
     }
 
-    /// Runs the handshake. Appends application data that follows it to `plaintext`. The last messages of this side are sent with the
-    /// first write of the session, or before its first read.
+    /// Runs the handshake. Appends application data that follows it to `plaintext`. The last
+    /// messages of this side are sent with the first write of the session, or before its first
+    /// read.
     pub async fn run(
         mut self,
         stream: &mut TcpStream,
@@ -143,7 +144,8 @@ impl Handshake {
             let state = match self.advance(plaintext) {
                 Ok(state) => state,
                 Err(error) => {
-                    // After an error, the output of rustls is an alert. Sends it if the socket accepts it now.
+                    // After an error, the output of rustls is an alert. Sends it if the socket
+                    // accepts it now.
                     self.incoming.clear();
                     let _ = self.step(plaintext).1;
                     let _ = self.poll_flush(cx, stream);

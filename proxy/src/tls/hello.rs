@@ -1,5 +1,5 @@
-//! Detects mesh TLS by the ALPN extension of the ClientHello (RFC 8446, section 4.1.2; RFC 7301), without consuming bytes. Pure,
-//! bounded and total.
+//! Detects mesh TLS by the ALPN extension of the ClientHello (RFC 8446, section 4.1.2; RFC 7301),
+//! without consuming bytes. Pure, bounded and total.
 
 use super::Alpn;
 

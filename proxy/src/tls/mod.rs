@@ -1,9 +1,11 @@
-//! Mutual TLS between proxies, on the original port of the connection. TLS 1.3 only. The ALPN protocol names the application protocol,
-//! which the server accepts if it is HTTP. [`Tls::accept`] and [`Tls::connect`] are the interface.
+//! Mutual TLS between proxies, on the original port of the connection. TLS 1.3 only. The ALPN
+//! protocol names the application protocol, which the server accepts if it is HTTP. [`Tls::accept`]
+//! and [`Tls::connect`] are the interface.
 //!
-//! Each worker caches the TLS configurations of the current credentials. New credentials or roots create new configurations with new
-//! ticket keys, so sessions of old credentials are not resumed. The peer of a resumed session is authenticated again. A failed
-//! handshake never falls back to plaintext.
+//! Each worker caches the TLS configurations of the current credentials. New credentials or roots
+//! create new configurations with new ticket keys, so sessions of earlier credentials are not
+//! resumed. The peer of a resumed session is authenticated again. A failed handshake never falls
+//! back to plaintext.
 
 mod handshake;
 mod hello;
@@ -105,7 +107,8 @@ impl Tls {
         }
     }
 
-    /// Runs the client handshake with an endpoint, whose certificate must have the identity `expected`.
+    /// Runs the client handshake with an endpoint, whose certificate must have the identity
+    /// `expected`.
     pub async fn connect(
         &self,
         io: Io,
@@ -150,7 +153,8 @@ impl Tls {
             .map_err(|error| failed(error.to_string()))
     }
 
-    /// Runs the server handshake. The ClientHello is unread in `io`. Returns the identity of the peer and the ALPN protocol.
+    /// Runs the server handshake. The ClientHello is unread in `io`. Returns the identity of the
+    /// peer and the ALPN protocol.
     pub async fn accept(
         &self,
         mut io: Io,
@@ -216,8 +220,8 @@ impl Tls {
     }
 }
 
-/// Runs a handshake with a timeout. Boxed: its future is large and short-lived, and would otherwise enlarge the task of the connection
-/// for its whole lifetime.
+/// Runs a handshake with a timeout. Boxed: its future is large and short-lived, and would otherwise
+/// enlarge the task of the connection for its whole lifetime.
 fn run_handshake(
     io: Io,
     handshake: Handshake,
@@ -234,8 +238,8 @@ fn run_handshake(
     })
 }
 
-/// Identity of the peer and expiry of its certificate. Full handshakes have verified the certificate; for resumed sessions, this checks
-/// the expiry again.
+/// Identity of the peer and expiry of its certificate. Full handshakes have verified the
+/// certificate; for resumed sessions, this checks the expiry again.
 fn authenticate(negotiated: &Negotiated) -> Result<(Identity, SystemTime), String> {
     let leaf = negotiated
         .certificate
@@ -301,7 +305,8 @@ impl Configs {
     }
 }
 
-/// rustls' key exchange groups, X25519MLKEM768 first, and the TLS 1.3 cipher suites, AES-128-GCM first.
+/// rustls' key exchange groups, X25519MLKEM768 first, and the TLS 1.3 cipher suites, AES-128-GCM
+/// first.
 fn provider() -> Arc<CryptoProvider> {
     use aws_lc_rs::cipher_suite::{
         TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256,

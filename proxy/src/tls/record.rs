@@ -1,5 +1,6 @@
-//! TLS 1.3 record protection (RFC 8446, section 5): seals and opens records from one buffer into another, without further copies.
-//! Pure: no sockets. The handshake (`handshake.rs`) provides the keys, the session (`session.rs`) interprets the content.
+//! TLS 1.3 record protection (RFC 8446, section 5): seals and opens records from one buffer into
+//! another, without further copies. Pure: no sockets. The handshake (`handshake.rs`) provides the
+//! keys, the session (`session.rs`) interprets the content.
 
 use aws_lc_rs::aead::{
     AES_128_GCM, AES_256_GCM, Aad, CHACHA20_POLY1305, LessSafeKey, NONCE_LEN, Nonce, UnboundKey,
@@ -96,7 +97,8 @@ pub struct Sealer {
 }
 
 impl Sealer {
-    /// A sealer that continues at a sequence number. `None` for cipher suites other than those of TLS 1.3.
+    /// A sealer that continues at a sequence number. `None` for cipher suites other than those of
+    /// TLS 1.3.
     pub fn new(sequence: u64, secrets: &ConnectionTrafficSecrets) -> Option<Self> {
         Some(Self {
             key: Key::new(sequence, secrets)?,
@@ -109,7 +111,8 @@ impl Sealer {
         self.key.sequence >= self.max_records
     }
 
-    /// Seals one record into the beginning of `out` and returns its length. `plaintext` has at most [`MAX_PLAINTEXT`] bytes.
+    /// Seals one record into the beginning of `out` and returns its length. `plaintext` has at most
+    /// [`MAX_PLAINTEXT`] bytes.
     pub fn seal(
         &mut self,
         content_type: ContentType,
@@ -153,12 +156,14 @@ impl Sealer {
 pub struct Opener(Key);
 
 impl Opener {
-    /// An opener that continues at a sequence number. `None` for cipher suites other than those of TLS 1.3.
+    /// An opener that continues at a sequence number. `None` for cipher suites other than those of
+    /// TLS 1.3.
     pub fn new(sequence: u64, secrets: &ConnectionTrafficSecrets) -> Option<Self> {
         Key::new(sequence, secrets).map(Self)
     }
 
-    /// Opens a record into the beginning of `out` and returns content type and length of the plaintext.
+    /// Opens a record into the beginning of `out` and returns content type and length of the
+    /// plaintext.
     pub fn open(
         &mut self,
         record: &[u8],

@@ -1,6 +1,6 @@
-//! One TLS session over a socket after its handshake: opens what it reads and seals what it writes, in buffers that all connections
-//! of a worker share. An idle session owns only incomplete records. Besides data, it handles tickets, key updates and alerts
-//! (RFC 8446, sections 4.6 and 6).
+//! One TLS session over a socket after its handshake: opens what it reads and seals what it writes,
+//! in buffers that all connections of a worker share. An idle session owns only incomplete records.
+//! Besides data, it handles tickets, key updates and alerts (RFC 8446, sections 4.6 and 6).
 //!
 //! rustls does the handshake (`handshake.rs`) and derives keys; `record.rs` protects records.
 
@@ -28,7 +28,8 @@ const MAX_WRITE: usize = 8 * MAX_PLAINTEXT;
 const MAX_DELAYED: usize = 16 * 1024;
 /// Maximum size of a handshake message. Tickets contain the certificates of the peer.
 const MAX_HANDSHAKE_MESSAGE: usize = 64 * 1024;
-/// Maximum number of consecutive records without application data: empty records, tickets, key updates.
+/// Maximum number of consecutive records without application data: empty records, tickets, key
+/// updates.
 const MAX_RECORDS_WITHOUT_DATA: u8 = 32;
 
 /// Maximum output of one write.
@@ -86,7 +87,8 @@ pub struct Buffered {
 }
 
 impl Session {
-    /// A session with the keys of a handshake. `None` for cipher suites other than those of TLS 1.3.
+    /// A session with the keys of a handshake. `None` for cipher suites other than those of TLS
+    /// 1.3.
     pub fn new(kernel: Kernel, secrets: &ExtractedSecrets, buffered: Buffered) -> Option<Self> {
         let Buffered {
             incoming,
@@ -112,7 +114,8 @@ impl Session {
         })
     }
 
-    /// Reads until there is plaintext and passes it to `take`; an empty slice is the end. `scratch` receives the records.
+    /// Reads until there is plaintext and passes it to `take`; an empty slice is the end. `scratch`
+    /// receives the records.
     pub fn poll_read<T>(
         &mut self,
         cx: &mut Context<'_>,
@@ -151,7 +154,8 @@ impl Session {
         PLAINTEXT.with(|buffer| buffer.with_buffer(0, read))
     }
 
-    /// Whether an idle connection has received data, an end or an error. Handles tickets and key updates.
+    /// Whether an idle connection has received data, an end or an error. Handles tickets and key
+    /// updates.
     pub fn has_received(&mut self, stream: &TcpStream, scratch: &mut [u8]) -> bool {
         loop {
             let before = self.incoming.len();
@@ -171,7 +175,8 @@ impl Session {
         }
     }
 
-    /// Seals a prefix of `data` and writes it. Output that the socket does not accept stays pending and counts as written.
+    /// Seals a prefix of `data` and writes it. Output that the socket does not accept stays pending
+    /// and counts as written.
     pub fn poll_write(
         &mut self,
         cx: &mut Context<'_>,
@@ -242,8 +247,8 @@ impl Session {
         self.outgoing.is_empty()
     }
 
-    /// Opens all complete records, keeps an incomplete one, and returns the length of the plaintext in `plain`. Handles messages other
-    /// than data; queues an alert if a record is invalid.
+    /// Opens all complete records, keeps an incomplete one, and returns the length of the plaintext
+    /// in `plain`. Handles messages other than data; queues an alert if a record is invalid.
     pub fn open(&mut self, mut sealed: &[u8], plain: &mut Vec<u8>) -> io::Result<usize> {
         if plain.len() < sealed.len() {
             plain.resize(sealed.len(), 0);

@@ -297,8 +297,8 @@ async fn resumes_session_by_ticket() {
 #[tokio::test]
 async fn rejects_invalid_records_with_an_alert() {
     let configs = configs();
-    // A ticket to a server, an invalid key update, an interleaved message, two key updates in one record, a truncated alert, an empty
-    // handshake record and an empty alert.
+    // A ticket to a server, an invalid key update, an interleaved message, two key updates in one
+    // record, a truncated alert, an empty handshake record and an empty alert.
     let cases: [&[Record]; 7] = [
         &[(ContentType::Handshake, &[4, 0, 0, 1, 0])],
         &[(ContentType::Handshake, &[24, 0, 0, 1, 7])],

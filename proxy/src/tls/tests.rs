@@ -1,4 +1,5 @@
-//! Two proxies between a client and an application, with a recording of the bytes between the proxies.
+//! Two proxies between a client and an application, with a recording of the bytes between the
+//! proxies.
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;
@@ -101,7 +102,8 @@ impl Side {
         }
     }
 
-    /// Accepts connections for `app` and returns the address: not 127.0.0.1, which would be the address of the client's own pod.
+    /// Accepts connections for `app` and returns the address: not 127.0.0.1, which would be the
+    /// address of the client's own pod.
     async fn receive(&self, app: SocketAddr) -> SocketAddr {
         let listener = TcpListener::bind("127.0.0.2:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -312,7 +314,8 @@ async fn exchange(mut client: TcpStream, request: &str) -> String {
     String::from_utf8(answer).unwrap()
 }
 
-/// An application that sends first, and returns the reversed input after the half-close of the client.
+/// An application that sends first, and returns the reversed input after the half-close of the
+/// client.
 async fn speaks_first(greeting: &'static [u8]) -> SocketAddr {
     listening(async move |mut stream| {
         stream.write_all(greeting).await.unwrap();
@@ -529,7 +532,8 @@ fn forwards_plaintext_of_opaque_ports_and_lets_servers_send_first() {
         let mut answer = String::new();
         client.read_to_string(&mut answer).await.unwrap();
         assert!(answer.ends_with(FORGED), "{answer}");
-        // With detection, the proxy would wait for the client, because the server begins like HTTP/2.
+        // With detection, the proxy would wait for the client, because the server begins like
+        // HTTP/2.
         let settings = b"\0\0\x06\x04\0\0\0\0\0\0\x03\0\0\0\x4d";
         let server = speaks_first(settings).await;
         let pair = Pair::new(None, None, &port_of(server), server).await;
@@ -743,14 +747,14 @@ fn pooled_connection_has_completed_its_handshake() {
 #[test]
 fn rejects_endpoint_with_unexpected_certificate() {
     on_worker(async {
-        let (authority, stranger) = (Authority::new("root"), Authority::new("another root"));
+        let (authority, other_authority) = (Authority::new("root"), Authority::new("another root"));
         let past = |params: &mut CertificateParams| {
             params.not_after = (SystemTime::now() - Duration::from_secs(1)).into()
         };
         let both_roots = || {
             let mut roots = RootCertStore::empty();
             roots.add(authority.certificate()).unwrap();
-            roots.add(stranger.certificate()).unwrap();
+            roots.add(other_authority.certificate()).unwrap();
             Arc::new(roots)
         };
         let wrong = [
@@ -776,7 +780,7 @@ fn rejects_endpoint_with_unexpected_certificate() {
             ),
             (
                 "another authority",
-                credentials_that_trust(&stranger, CART, both_roots(), |_| {}),
+                credentials_that_trust(&other_authority, CART, both_roots(), |_| {}),
                 "UnknownIssuer",
             ),
         ];
@@ -798,7 +802,7 @@ fn rejects_endpoint_with_unexpected_certificate() {
 #[test]
 fn rejects_client_with_invalid_certificate() {
     on_worker(async {
-        let (authority, stranger) = (Authority::new("root"), Authority::new("another root"));
+        let (authority, other_authority) = (Authority::new("root"), Authority::new("another root"));
         let past = |params: &mut CertificateParams| {
             params.not_after = (SystemTime::now() - Duration::from_secs(1)).into()
         };
@@ -810,7 +814,7 @@ fn rejects_client_with_invalid_certificate() {
             ("an expired certificate", credentials(&authority, WEB, past)),
             (
                 "another authority",
-                credentials_that_trust(&stranger, WEB, authority.roots(), |_| {}),
+                credentials_that_trust(&other_authority, WEB, authority.roots(), |_| {}),
             ),
         ];
         for (what, web) in wrong {
@@ -1192,7 +1196,7 @@ fn new_connections_use_new_certificate_and_open_ones_continue() {
         pair.inbound.renew(credentials(&new, CART, |_| {}));
         assert!(
             pair.negotiate().await.to_string().ends_with(" Full"),
-            "sessions of old certificates are not resumed"
+            "sessions of earlier certificates are not resumed"
         );
         ask(&mut kept).await;
     });

@@ -1,5 +1,5 @@
-//! grpc-client: each second calls Echo and sends a message on a long-lived bidirectional stream, both over one channel. Prints the
-//! responses and errors; retries after a second.
+//! grpc-client: each second calls Echo and sends a message on a long-lived bidirectional stream,
+//! both over one channel. Prints the responses and errors; retries after a second.
 
 use std::error::Error;
 use std::iter::successors;
@@ -103,7 +103,8 @@ impl Client {
         Ok(())
     }
 
-    /// Sends the first message together with the call: some servers and proxies send no response headers before it.
+    /// Sends the first message together with the call: some servers and proxies send no response
+    /// headers before it.
     async fn open_stream(&self) -> Result<EchoStream, Status> {
         let mut echo = self.echo.clone();
         let (messages, outgoing) = mpsc::channel(1);
@@ -122,7 +123,8 @@ impl Client {
         })
     }
 
-    /// Prints the response to each message and sends the next one. Returns the error that ended the stream, or `None` after `stop`.
+    /// Prints the response to each message and sends the next one. Returns the error that ended the
+    /// stream, or `None` after `stop`.
     async fn exchange_messages(
         &self,
         stream: &mut EchoStream,

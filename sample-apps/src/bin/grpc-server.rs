@@ -1,4 +1,5 @@
-//! grpc-server: echoes messages of unary calls and bidirectional streams, prints each, and serves the gRPC health protocol.
+//! grpc-server: echoes messages of unary calls and bidirectional streams, prints each, and serves
+//! the gRPC health protocol.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -65,7 +66,8 @@ async fn serve(config: ServerConfig, stop: CancellationToken) -> anyhow::Result<
     Ok(())
 }
 
-/// Sends NOT_SERVING to health watchers and ends their streams, which would delay the shutdown otherwise.
+/// Sends NOT_SERVING to health watchers and ends their streams, which would delay the shutdown
+/// otherwise.
 async fn end_health_watches(mut health: HealthReporter) {
     for service in ["", SERVICE_NAME] {
         health
@@ -106,7 +108,8 @@ impl EchoService for Echo {
     }
 }
 
-/// Echoes each message until the client ends the stream, a message fails, or the program stops; then closes the stream normally.
+/// Echoes each message until the client ends the stream, a message fails, or the program stops;
+/// then closes the stream normally.
 async fn echo_messages(
     shared: Arc<Shared>,
     metadata: MetadataMap,

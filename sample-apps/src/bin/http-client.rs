@@ -1,4 +1,5 @@
-//! http-client: sends a GET request each second and prints the response or the error. Keeps its connection alive.
+//! http-client: sends a GET request each second and prints the response or the error. Keeps its
+//! connection alive.
 
 use std::process::ExitCode;
 use std::time::Duration;

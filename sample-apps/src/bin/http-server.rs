@@ -1,4 +1,5 @@
-//! http-server: answers `/hello` with its hostname and version, prints each request, and fails a configured share of requests.
+//! http-server: answers `/hello` with its hostname and version, prints each request, and fails a
+//! configured share of requests.
 //!
 //! Serves HTTP/1.1, and HTTP/2 with prior knowledge.
 

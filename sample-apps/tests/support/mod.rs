@@ -31,7 +31,8 @@ struct Output {
 }
 
 impl Process {
-    /// Starts a program with these environment variables only. Standard output and standard error are read as one text.
+    /// Starts a program with these environment variables only. Standard output and standard error
+    /// are read as one text.
     pub fn start(program: &str, variables: &[(&str, &str)]) -> Self {
         let mut child = command(program, variables)
             .spawn()

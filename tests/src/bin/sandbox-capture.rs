@@ -1,5 +1,6 @@
-//! Packet capture for tests: `sandbox-capture INTERFACE FILE` writes the packets of an interface to FILE, prints `ready` once it captures,
-//! and exits when /tmp/stop-capture exists. Requires CAP_NET_RAW.
+//! Packet capture for tests: `sandbox-capture INTERFACE FILE` writes the packets of an interface to
+//! FILE, prints `ready` once it captures, and exits when /tmp/stop-capture exists. Requires
+//! CAP_NET_RAW.
 
 use std::{
     env,

@@ -1,5 +1,6 @@
-//! HTTP/1.1 load for tests: `sandbox-load ADDRESS PATH WORKERS REQUESTS` sends requests until /tmp/stop exists, with REQUESTS requests per
-//! connection. Prints each failure, and at the end `ok=N failed=N`. Never retries: the tests look for failures.
+//! HTTP/1.1 load for tests: `sandbox-load ADDRESS PATH WORKERS REQUESTS` sends requests until
+//! /tmp/stop exists, with REQUESTS requests per connection. Prints each failure, and at the end
+//! `ok=N failed=N`. Never retries: the tests look for failures.
 
 use std::{
     env,

@@ -62,7 +62,8 @@ impl App<'_> {
         )
     }
 
-    /// Manifest of a Job that runs for a few seconds: a failing liveness probe stops the sample app.
+    /// Manifest of a Job that runs for a few seconds: a failing liveness probe stops the sample
+    /// app.
     pub fn job(&self) -> String {
         let mut pod = self.pod("Never");
         pod["spec"]["containers"][0]["livenessProbe"] = json!({

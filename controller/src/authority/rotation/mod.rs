@@ -1,5 +1,5 @@
-//! The rotation of the CA: its phases, their conditions and transitions. Pure: takes state, reports and the time; returns the next
-//! state, or the unmet conditions.
+//! The rotation of the CA: its phases, their conditions and transitions. Pure: takes state, reports
+//! and the time; returns the next state, or the unmet conditions.
 //!
 //! ```text
 //! steady ──start──▶ announcing ──all trust the next root──▶ switched ──the last old leaf has gone──▶ steady
@@ -8,9 +8,11 @@
 //!    └──an operator has put another CA there──▶ adopting ──all trust its root──▶ switched
 //! ```
 //!
-//! In *announcing*, `current` signs and `next` is only trusted; in *adopting*, `previous` signs and `current` is only trusted; in
+//! In *announcing*, `current` signs and `next` is only trusted; in *adopting*, `previous` signs and
+//! `current` is only trusted; in
 //! *switched*, `current` signs and `previous` is still trusted. So whatever is signed at any moment is trusted by all proxies that have
-//! acknowledged the step before. The state lies in the store, and any replica may take the next step: the store lets one of them.
+//! acknowledged the step before. The state lies in the store, and any replica may take the next
+//! step: the store lets one of them.
 
 use std::time::{Duration, SystemTime};
 
@@ -20,10 +22,12 @@ use super::material::{Ca, Material, Unusable};
 use super::reports::Evidence;
 use crate::issuer::BACKDATED as SKEW;
 
-/// Clocks differ, and replicas hear of a switch at different moments: for so long a replica may still sign by the old CA.
+/// Clocks differ, and replicas hear of a switch at different moments: for so long a replica may
+/// still sign by the old CA.
 const REPLICA_LAG: Duration = Duration::from_secs(60);
 
-/// After a switch, proxies renew their certificates within this time or a tenth of their life, whichever is less.
+/// After a switch, proxies renew their certificates within this time or a tenth of their life,
+/// whichever is less.
 const MAX_RENEWAL_WINDOW: Duration = Duration::from_secs(10 * 60);
 
 /// How far a rotation has got.
@@ -35,7 +39,8 @@ pub enum Phase {
     Steady,
     /// The next root is being distributed.
     Announcing,
-    /// The root of a CA that an operator has put there is being distributed; the CA before it signs.
+    /// The root of a CA that an operator has put there is being distributed; the CA before it
+    /// signs.
     Adopting,
     /// The new CA signs; leaves of the old one are still in use.
     Switched,
@@ -73,7 +78,8 @@ pub struct Progress {
     pub reason: String,
     /// One more with each write of a controller: a lower number is an earlier state.
     pub generation: u64,
-    /// The fingerprint of the issuer in tls.crt when a controller wrote last: another one there was put there by hand.
+    /// The fingerprint of the issuer in tls.crt when a controller wrote last: another one there was
+    /// put there by hand.
     pub current: String,
     /// It goes back to the CA that signed before.
     pub reverting: bool,
@@ -150,7 +156,8 @@ pub enum Step {
 }
 
 impl Rules {
-    /// What is to be done by itself at this time. The evidence must have been the same for two heartbeats of each replica.
+    /// What is to be done by itself at this time. The evidence must have been the same for two
+    /// heartbeats of each replica.
     pub fn next(
         &self,
         material: &Material,
@@ -170,7 +177,8 @@ impl Rules {
             Phase::Steady => Ok(Step::Stay(Vec::new())),
             Phase::Announcing | Phase::Adopting => {
                 let settled = time(since) + self.settle;
-                // Whoever was away for a leaf's whole life has none any more; a new one comes with the new roots.
+                // Whoever was away for a leaf's whole life has none any more; a new one comes with
+                // the new roots.
                 let absent_count = now < time(since) + self.leaf_life + SKEW;
                 let mut waiting = evidence.not_acknowledged(absent_count);
                 if waiting.is_empty() && now < settled {
@@ -337,8 +345,9 @@ impl Rules {
         )
     }
 
-    /// What an operator has done by hand, if that is what tells `read` from what was in memory; what to write, and why. By hand is what
-    /// no controller has written, or had written long ago: a backup.
+    /// What an operator has done by hand, if that is what tells `read` from what was in memory;
+    /// what to write, and why. By hand is what no controller has written, or had written long ago:
+    /// a backup.
     pub fn by_hand(
         &self,
         memory: &Material,
@@ -436,7 +445,8 @@ fn drop_next(material: &Material, now: SystemTime) -> Material {
     }
 }
 
-/// All proxies trust both roots. They acknowledge them again, for proxies that connected in the meantime.
+/// All proxies trust both roots. They acknowledge them again, for proxies that connected in the
+/// meantime.
 fn revert(material: &Material, now: SystemTime) -> Material {
     let progress = material.progress.enter(
         Phase::Announcing,
@@ -455,7 +465,8 @@ fn revert(material: &Material, now: SystemTime) -> Material {
     }
 }
 
-/// Leaves of the old CA may be in use all the same, so its root stays as long as it would have stayed.
+/// Leaves of the old CA may be in use all the same, so its root stays as long as it would have
+/// stayed.
 fn resume(material: &Material, now: SystemTime) -> Material {
     let progress = material.progress.enter(
         Phase::Switched,

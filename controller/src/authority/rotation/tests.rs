@@ -460,7 +460,8 @@ fn replaced_by_hand_in_the_midst_of_a_rotation_no_root_with_leaves_is_lost() {
 
 #[test]
 fn replaced_by_hand_under_a_trusted_root_that_shall_go_the_old_one_goes_last() {
-    // Both roots are in ca.crt, so the new CA is trusted; then the operator leaves the old root out.
+    // Both roots are in ca.crt, so the new CA is trusted; then the operator leaves the old root
+    // out.
     let (root, other) = (p256("root", None), p256("other", None));
     let (one, two) = (p256("one", Some(&root)), p256("two", Some(&other)));
     let both = Material::read(&secret(&[&one], &[&root, &other]), start()).unwrap();

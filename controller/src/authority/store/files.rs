@@ -1,7 +1,9 @@
-//! The authority's state in a folder that the replicas share: a file a field, reports in a folder below, `request` for requests.
+//! The authority's state in a folder that the replicas share: a file a field, reports in a folder
+//! below, `request` for requests.
 //!
-//! Several files change in one step: what is to be written is first left in one file, which whoever comes next (after a crash too)
-//! carries out before it does anything else. All of it happens under a lock that ends with its process.
+//! Several files change in one step: what is to be written is first left in one file, which whoever
+//! comes next (after a crash too) carries out before it does anything else. All of it happens under
+//! a lock that ends with its process.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};

@@ -1,6 +1,8 @@
-//! The authority's state in a Secret, the replicas' reports in a ConfigMap, both in the mesh's own namespace.
+//! The authority's state in a Secret, the replicas' reports in a ConfigMap, both in the mesh's own
+//! namespace.
 //!
-//! Writes are merge patches that name the version which they were made from, and none of anybody else's fields.
+//! Writes are merge patches that name the version which they were made from, and none of anybody
+//! else's fields.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -191,7 +193,8 @@ fn secret(fields: &Fields) -> Secret {
     }
 }
 
-/// A patch from what was read to these fields. It names the version that was read, so that it applies to nothing else.
+/// A patch from what was read to these fields. It names the version that was read, so that it
+/// applies to nothing else.
 fn difference(fields: &Fields, before: &Stored) -> Value {
     let mut data = serde_json::Map::new();
     for name in FIELDS {

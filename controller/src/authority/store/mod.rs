@@ -1,7 +1,9 @@
-//! Where the authority's state lies, for all replicas alike: a Secret, or a folder. Two providers that keep one promise.
+//! Where the authority's state lies, for all replicas alike: a Secret, or a folder. Two providers
+//! that keep one promise.
 //!
-//! A write names what it was made from, and is refused where somebody has written since: of two replicas that do the same at the same
-//! moment one does it, and the other reads what the first has written. A store decides nothing.
+//! A write names what it was made from, and is refused where somebody has written since: of two
+//! replicas that do the same at the same moment one does it, and the other reads what the first has
+//! written. A store decides nothing.
 
 pub mod files;
 pub mod kubernetes;
@@ -56,8 +58,9 @@ pub trait Store: Send + Sync + 'static {
     /// What it holds; none where nothing was ever put there.
     fn read(&self) -> impl Future<Output = Result<Option<Stored>, StoreError>> + Send;
 
-    /// Puts these fields in the place of all that are the mesh's own, and takes the request away, unless somebody has written since
-    /// `before` was read (none: unless somebody has put something there).
+    /// Puts these fields in the place of all that are the mesh's own, and takes the request away,
+    /// unless somebody has written since `before` was read (none: unless somebody has put something
+    /// there).
     fn write(
         &self,
         fields: &Fields,

@@ -1,5 +1,6 @@
-//! Admission of new pods, as an API server performs it: calls the matching mutating webhooks over HTTPS, verifies them with
-//! their own certificate authority, and applies the returned JSON patches.
+//! Admission of new pods, as an API server performs it: calls the matching mutating webhooks over
+//! HTTPS, verifies them with their own certificate authority, and applies the returned JSON
+//! patches.
 
 use std::{collections::BTreeMap, net::Ipv4Addr, path::PathBuf, sync::Arc, time::Duration};
 
@@ -65,7 +66,8 @@ pub(super) fn webhooks(
         .collect()
 }
 
-/// The ready endpoints of a webhook's Service. Returns `None` if the Service or its port does not exist.
+/// The ready endpoints of a webhook's Service. Returns `None` if the Service or its port does not
+/// exist.
 fn backends(
     config: &MutatingWebhook,
     objects: &Objects,
@@ -175,7 +177,8 @@ fn selects(selector: Option<&LabelSelector>, labels: &BTreeMap<String, String>) 
     Ok(selector.matches(labels))
 }
 
-/// Calls the endpoints of a webhook one after another until one answers. Returns the response of its AdmissionReview.
+/// Calls the endpoints of a webhook one after another until one answers. Returns the response of
+/// its AdmissionReview.
 async fn call(webhook: &Webhook, object: &Value) -> Result<Value> {
     let service = webhook
         .config

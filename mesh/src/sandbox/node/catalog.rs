@@ -1,4 +1,5 @@
-//! The catalog directory that the controller reads. Each object is one file, replaced atomically when it changes.
+//! The catalog directory that the controller reads. Each object is one file, replaced atomically
+//! when it changes.
 
 use std::{collections::BTreeMap, fs, io, path::PathBuf};
 

@@ -9,8 +9,8 @@ const MAX_BRACKETS: usize = 64;
 /// Unoptimized, the parser needs about 170 kB of stack for each nested bracket.
 const STACK_SIZE: usize = 32 << 20;
 
-/// Evaluates a match condition. Fails if the expression does not compile, refers to something other than `object`, or does
-/// not return a boolean.
+/// Evaluates a match condition. Fails if the expression does not compile, refers to something other
+/// than `object`, or does not return a boolean.
 pub(super) fn evaluate(expression: &str, object: &serde_json::Value) -> Result<bool> {
     let brackets = expression.matches(['(', '[', '{']).count();
     ensure!(

@@ -1,4 +1,5 @@
-//! The lifecycle of one container: start, output, probes, termination, and restarts with back-off under its restart policy.
+//! The lifecycle of one container: start, output, probes, termination, and restarts with back-off
+//! under its restart policy.
 
 use std::{
     future::pending, os::unix::process::ExitStatusExt, path::PathBuf, process::ExitStatus,
@@ -179,7 +180,8 @@ impl Supervisor {
         Ok(exit_code(status))
     }
 
-    /// Runs the preStop hook, sends SIGTERM, and sends SIGKILL at the deadline. A later request can only shorten the deadline.
+    /// Runs the preStop hook, sends SIGTERM, and sends SIGKILL at the deadline. A later request can
+    /// only shorten the deadline.
     async fn terminate(
         &self,
         child: &mut Child,
@@ -227,7 +229,8 @@ impl Supervisor {
         }
     }
 
-    /// Applies the results of the probes to the status. Returns the reason when a probe requires a restart.
+    /// Applies the results of the probes to the status. Returns the reason when a probe requires a
+    /// restart.
     async fn probe(&self) -> anyhow::Error {
         if let Some(prober) = &self.startup {
             let timeout = prober.period * prober.failure_threshold;
@@ -355,7 +358,8 @@ pub(super) async fn termination_requested(termination: &mut watch::Receiver<Opti
     }
 }
 
-/// Reads a line without its line break, or the next part of a long line. Returns `None` at the end of the pipe or on an error.
+/// Reads a line without its line break, or the next part of a long line. Returns `None` at the end
+/// of the pipe or on an error.
 async fn next_line(reader: &mut BufReader<impl AsyncRead + Unpin>) -> Option<String> {
     let mut line = Vec::new();
     loop {
@@ -374,7 +378,8 @@ async fn next_line(reader: &mut BufReader<impl AsyncRead + Unpin>) -> Option<Str
     }
 }
 
-/// The exit code, or 128 plus the number of the signal that killed the process, as shells report it.
+/// The exit code, or 128 plus the number of the signal that killed the process, as shells report
+/// it.
 pub(super) fn exit_code(status: ExitStatus) -> i32 {
     status
         .code()

@@ -14,7 +14,8 @@ use kube::ResourceExt;
 /// The label of an EndpointSlice that names its Service.
 pub(super) const SERVICE_NAME: &str = "kubernetes.io/service-name";
 
-/// The EndpointSlices of a Service. Empty if the Service has no selector. `pods` are the pods of its namespace.
+/// The EndpointSlices of a Service. Empty if the Service has no selector. `pods` are the pods of
+/// its namespace.
 pub(super) fn slices(service: &Service, pods: &[&Pod]) -> Vec<EndpointSlice> {
     let Some(spec) = &service.spec else {
         return Vec::new();

@@ -1,4 +1,5 @@
-//! Execution of a command in a container's namespaces, with its mounts, user and environment, as `kubectl exec` does.
+//! Execution of a command in a container's namespaces, with its mounts, user and environment, as
+//! `kubectl exec` does.
 
 use std::{
     fs,

@@ -1,5 +1,5 @@
-//! The issuer of service account tokens. Its ES256 key exists in memory only. The controller verifies tokens with the JWKS file
-//! of the public key.
+//! The issuer of service account tokens. Its ES256 key exists in memory only. The controller
+//! verifies tokens with the JWKS file of the public key.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 

@@ -1,7 +1,7 @@
-//! The node of a sandbox: the kubelet and the control plane of a cluster with one node. It runs as a process inside the
-//! sandbox's namespaces (see `enter`). It accepts requests on the control socket, runs pods, and publishes the resulting state
-//! as the controller's catalog, Service translation rules, hosts files and webhook endpoints. It exits when the control socket
-//! closes.
+//! The node of a sandbox: the kubelet and the control plane of a cluster with one node. It runs as
+//! a process inside the sandbox's namespaces (see `enter`). It accepts requests on the control
+//! socket, runs pods, and publishes the resulting state as the controller's catalog, Service
+//! translation rules, hosts files and webhook endpoints. It exits when the control socket closes.
 //!
 //! The event loop below owns all mutable `State`. Every other task reports to it with `Event`s.
 

@@ -1,6 +1,6 @@
-//! The pod network: a veth pair connects each pod's network namespace to the node's. Packets are routed, not bridged, so that
-//! they pass the node's address translation in both directions, as with kind's network plugin. All addresses are local to the
-//! sandbox's namespaces.
+//! The pod network: a veth pair connects each pod's network namespace to the node's. Packets are
+//! routed, not bridged, so that they pass the node's address translation in both directions, as
+//! with kind's network plugin. All addresses are local to the sandbox's namespaces.
 
 use std::{
     fs::{self, File},
@@ -48,7 +48,8 @@ impl Network {
         if ipv6 {
             write_sysctl("net/ipv6/conf/all/forwarding", "1")?;
         }
-        // Packets to cluster IPs need a route to reach the translation rules. Untranslated packets are rejected.
+        // Packets to cluster IPs need a route to reach the translation rules. Untranslated packets
+        // are rejected.
         let mut batch = format!("link set lo up\nroute add {RANGE_V4} dev lo\n");
         if ipv6 {
             batch += &format!("route add {RANGE_V6} dev lo\n");
@@ -124,7 +125,8 @@ fn create(number: u32, v4: Ipv4Addr, v6: Option<Ipv6Addr>) -> Result<OwnedFd> {
     Ok(namespace)
 }
 
-/// The `ip -batch` commands for the pod's namespace. The veth peer is created in the node's namespace.
+/// The `ip -batch` commands for the pod's namespace. The veth peer is created in the node's
+/// namespace.
 fn pod_side(number: u32, node: u32, v4: Ipv4Addr, v6: Option<Ipv6Addr>) -> String {
     let mut batch = format!(
         "link set lo up\n\
@@ -170,7 +172,8 @@ pub(super) fn run_with_input(program: &str, arguments: &[&str], input: &str) -> 
         .spawn()
         .with_context(|| format!("failed to start {program}"))?;
     let mut stdin = child.stdin.take().expect("stdin is piped");
-    // A program that fails early closes the pipe. Its standard error is more specific than the broken pipe.
+    // A program that fails early closes the pipe. Its standard error is more specific than the
+    // broken pipe.
     let _ = stdin.write_all(input.as_bytes());
     drop(stdin);
     let output = child.wait_with_output()?;

@@ -1,5 +1,5 @@
-//! The applied Kubernetes objects. Parses and defaults them as an API server does, and ignores kinds that have no effect in the
-//! sandbox, such as RBAC objects and PodDisruptionBudgets.
+//! The applied Kubernetes objects. Parses and defaults them as an API server does, and ignores
+//! kinds that have no effect in the sandbox, such as RBAC objects and PodDisruptionBudgets.
 
 use std::collections::BTreeMap;
 

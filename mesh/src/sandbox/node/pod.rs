@@ -1,5 +1,6 @@
-//! The lifecycle of one pod: admission, network, volumes, init containers and native sidecars in order, application
-//! containers, and termination of the sidecars in reverse order after the application containers.
+//! The lifecycle of one pod: admission, network, volumes, init containers and native sidecars in
+//! order, application containers, and termination of the sidecars in reverse order after the
+//! application containers.
 
 use std::{collections::BTreeMap, fs, future::pending, path::Path, sync::Arc, time::Duration};
 
@@ -314,7 +315,8 @@ impl PodTask {
         Outcome::Exited { succeeded }
     }
 
-    /// Terminates containers concurrently and waits until they exit. Forwards later requests, which can shorten the deadline.
+    /// Terminates containers concurrently and waits until they exit. Forwards later requests, which
+    /// can shorten the deadline.
     async fn terminate(&self, containers: Vec<StartedContainer>, request: Termination) {
         for container in &containers {
             container.termination.send_replace(Some(request));
@@ -334,7 +336,8 @@ impl PodTask {
         }
     }
 
-    /// The requested termination, or one within the pod's grace period if the application containers have exited.
+    /// The requested termination, or one within the pod's grace period if the application
+    /// containers have exited.
     fn termination_request(&self) -> Termination {
         self.termination.borrow().unwrap_or_else(|| Termination {
             deadline: Instant::now() + termination_grace_period(&self.pod),

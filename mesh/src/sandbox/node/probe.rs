@@ -1,4 +1,5 @@
-//! Execution of container probes and HTTP lifecycle hooks, as a kubelet performs them. Supports httpGet, tcpSocket and grpc.
+//! Execution of container probes and HTTP lifecycle hooks, as a kubelet performs them. Supports
+//! httpGet, tcpSocket and grpc.
 
 use std::{
     net::{Ipv4Addr, SocketAddr},

@@ -1,5 +1,6 @@
-//! The trust roots of the mesh. Watches the file that the controllers publish in their certificate authority directory, and
-//! provides it to pods as the ConfigMap that a controller writes in a cluster.
+//! The trust roots of the mesh. Watches the file that the controllers publish in their certificate
+//! authority directory, and provides it to pods as the ConfigMap that a controller writes in a
+//! cluster.
 
 use std::{
     collections::BTreeMap,

@@ -1,4 +1,5 @@
-//! Services: cluster IPs, translation rules as kube-proxy writes them, and names as CoreDNS resolves them, in a hosts file. Pure.
+//! Services: cluster IPs, translation rules as kube-proxy writes them, and names as CoreDNS
+//! resolves them, in a hosts file. Pure.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -25,8 +26,8 @@ pub(super) struct ClusterIps {
 }
 
 impl ClusterIps {
-    /// Sets the IP families and cluster IPs that the Service does not specify, as the API server does. `previous` is the Service's
-    /// previous version.
+    /// Sets the IP families and cluster IPs that the Service does not specify, as the API server
+    /// does. `previous` is the Service's previous version.
     pub(super) fn assign(&mut self, service: &mut Service, previous: Option<&Service>, ipv6: bool) {
         let Some(spec) = &mut service.spec else {
             return;
@@ -69,7 +70,8 @@ impl ClusterIps {
     }
 }
 
-/// The iptables-restore input of one address family. It replaces the whole nat and filter tables of the node's namespace.
+/// The iptables-restore input of one address family. It replaces the whole nat and filter tables of
+/// the node's namespace.
 pub(super) fn rules(services: &[&Service], slices: &[EndpointSlice], ipv6: bool) -> String {
     let mut nat = String::new();
     let mut addresses = BTreeSet::new();
@@ -105,7 +107,8 @@ pub(super) fn rules(services: &[&Service], slices: &[EndpointSlice], ipv6: bool)
     let mut out =
         format!("*nat\n:SERVICES - [0:0]\n-A PREROUTING -j SERVICES\n-A OUTPUT -j SERVICES\n{nat}");
     for address in addresses {
-        // A pod that reaches itself through its own Service must see another source address than its own.
+        // A pod that reaches itself through its own Service must see another source address than
+        // its own.
         let _ = writeln!(
             out,
             "-A POSTROUTING -s {address} -d {address} -j MASQUERADE"

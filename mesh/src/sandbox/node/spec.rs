@@ -1,5 +1,6 @@
-//! Conversion of a container to the process that runs it: program, arguments, environment, user, capabilities and mounts. Reads
-//! the file system only to check for programs and mount points. `exec` applies the result.
+//! Conversion of a container to the process that runs it: program, arguments, environment, user,
+//! capabilities and mounts. Reads the file system only to check for programs and mount points.
+//! `exec` applies the result.
 
 use std::{
     collections::BTreeMap,
@@ -49,7 +50,8 @@ pub(super) struct PodContext<'a> {
     pub(super) programs: &'a Path,
     /// The pod's network namespace.
     pub(super) network: PathBuf,
-    /// The pod's directory: `hosts`, `resolv.conf`, `volumes/NAME`, `injector`, and `containers/NAME/{run,tmp}`.
+    /// The pod's directory: `hosts`, `resolv.conf`, `volumes/NAME`, `injector`, and
+    /// `containers/NAME/{run,tmp}`.
     pub(super) directory: &'a Path,
     /// The directory for controllers: the catalog and the keys that tokens are checked with.
     pub(super) control: &'a Path,
@@ -290,8 +292,8 @@ impl PodContext<'_> {
         Ok(binds)
     }
 
-    /// The path on the node at which to mount what the container sees at `path`: in its private directories, or on an existing
-    /// path of the host. Returns `None` if there is no mount point.
+    /// The path on the node at which to mount what the container sees at `path`: in its private
+    /// directories, or on an existing path of the host. Returns `None` if there is no mount point.
     pub(super) fn mount_point(&self, path: &Path, private: &Path) -> Option<PathBuf> {
         let path = match std::fs::read_link(path) {
             Ok(target) => normalize(&path.parent().unwrap_or(Path::new("/")).join(target)),
@@ -316,7 +318,8 @@ pub(super) fn service_account(pod: &Pod) -> String {
         .unwrap_or_else(|| "default".into())
 }
 
-/// The program that runs in place of an image: NAME for `diy-sm-NAME`, with any registry, tag and digest.
+/// The program that runs in place of an image: NAME for `diy-sm-NAME`, with any registry, tag and
+/// digest.
 pub(super) fn program(image: &str) -> Result<&str> {
     let name = image
         .split('@')
@@ -359,7 +362,8 @@ fn capabilities(container: &Container) -> Vec<String> {
     kept.chain(add.iter().cloned()).collect()
 }
 
-/// Expands `$(NAME)` to the value of the variable. Unknown names stay unchanged, and `$$(NAME)` becomes `$(NAME)`.
+/// Expands `$(NAME)` to the value of the variable. Unknown names stay unchanged, and `$$(NAME)`
+/// becomes `$(NAME)`.
 fn expand(text: &str, env: &BTreeMap<String, String>) -> String {
     let mut out = String::new();
     let mut rest = text;

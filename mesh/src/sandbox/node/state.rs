@@ -1,5 +1,6 @@
-//! The mutable state of a node, and its reconciliation: `sync` starts and stops pods, and updates the catalog, the translation
-//! rules, the hosts files and the webhooks. It never blocks, so the event loop calls it after every event.
+//! The mutable state of a node, and its reconciliation: `sync` starts and stops pods, and updates
+//! the catalog, the translation rules, the hosts files and the webhooks. It never blocks, so the
+//! event loop calls it after every event.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

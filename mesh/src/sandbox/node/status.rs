@@ -1,5 +1,5 @@
-//! The status of one pod, as a kubelet's status manager keeps it. Container supervisors update it, the pod task watches it, and
-//! each change is sent to the event loop.
+//! The status of one pod, as a kubelet's status manager keeps it. Container supervisors update it,
+//! the pod task watches it, and each change is sent to the event loop.
 
 use std::{net::Ipv4Addr, sync::Mutex};
 
@@ -27,8 +27,8 @@ pub(super) struct StatusManager {
 }
 
 impl StatusManager {
-    /// The status of a pod that has a network. `init` states for each container whether it runs to completion before the pod is
-    /// ready.
+    /// The status of a pod that has a network. `init` states for each container whether it runs to
+    /// completion before the pod is ready.
     pub(super) fn new(
         mut pod: Pod,
         view: PodView,

@@ -1,5 +1,5 @@
-//! The volumes of a pod (emptyDir, configMap, projected) and the private directories of its containers, on the node's tmpfs.
-//! `exec` mounts them.
+//! The volumes of a pod (emptyDir, configMap, projected) and the private directories of its
+//! containers, on the node's tmpfs. `exec` mounts them.
 
 use std::{
     fs, io,
@@ -76,7 +76,8 @@ fn create_private_directories(container: &Container, context: &PodContext<'_>) -
         fs::create_dir_all(private.join(name))?;
         fs::set_permissions(private.join(name), fs::Permissions::from_mode(mode))?;
     }
-    // The injector's and the controllers' certificate authority directories belong to the user of the container.
+    // The injector's and the controllers' certificate authority directories belong to the user of
+    // the container.
     for authority in [&context.directory.join("injector"), context.authority] {
         if process.binds.iter().any(|bind| bind.source == *authority) {
             fs::create_dir_all(authority)?;
