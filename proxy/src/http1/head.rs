@@ -1,8 +1,8 @@
-//! HTTP/1 heads: parsed strictly (RFC 9112), kept as they were sent, and written again for the next
-//! hop. Field names keep their case and fields their order. Nothing here reads or writes a socket.
+//! HTTP/1 heads: parsed strictly (RFC 9112), kept as received, and written for the next hop. Field
+//! names keep their case, and fields their order. Pure: no sockets.
 //!
-//! The proxy is stricter than its parser: whatever could be read in two ways by two hops is
-//! refused.
+//! The proxy is stricter than its parser: it rejects every head that two hops could parse
+//! differently.
 
 use std::cmp::Ordering;
 use std::ops::Range;
@@ -14,35 +14,35 @@ use crate::authority;
 use crate::http::edits::Edits;
 use crate::http::view::{Headers, RequestView};
 
-/// The most bytes of a start line and its fields together.
+/// The maximum size of a head in bytes: start line and fields.
 pub const MAX_HEAD: usize = 64 * 1024;
-/// The most fields of a head.
+/// The maximum number of fields of a head.
 const MAX_FIELDS: usize = 128;
 
-/// Why a head was refused.
+/// The reason for the rejection of a head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Refused {
     /// Over [`MAX_HEAD`] bytes, or too many fields.
     TooLarge,
-    /// Not HTTP/1 as RFC 9112 has it, or open to two readings.
+    /// Not valid by RFC 9112, or ambiguous.
     Malformed(&'static str),
 }
 
 /// HTTP/1.0 or HTTP/1.1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Version {
-    /// HTTP/1.0: one exchange a connection, unless both ask for more.
+    /// HTTP/1.0: one exchange per connection, unless both sides send `Connection: keep-alive`.
     Http10,
     /// HTTP/1.1.
     Http11,
 }
 
-/// Where a message's body ends (RFC 9112, section 6.3).
+/// The end of a message's body (RFC 9112, section 6.3).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Framing {
-    /// There is none.
+    /// No body.
     None,
-    /// After so many bytes.
+    /// After this number of bytes.
     Length(u64),
     /// With the last chunk.
     Chunked,
@@ -60,7 +60,7 @@ pub struct RequestHead {
     pub version: Version,
     /// Where the body ends.
     pub framing: Framing,
-    /// What the client asks of the connection.
+    /// The connection options of the client.
     pub connection: Connection,
 }
 
@@ -75,23 +75,23 @@ pub struct ResponseHead {
     pub status: u16,
     /// Where the body ends.
     pub framing: Framing,
-    /// What the upstream asks of the connection.
+    /// The connection options of the upstream.
     pub connection: Connection,
 }
 
-/// What a head says of the connection that it travels on.
+/// The connection options of a head.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Connection {
     /// `Connection: close`.
     pub close: bool,
     /// `Connection: keep-alive`.
     pub keep_alive: bool,
-    /// `Connection: upgrade`, with an `Upgrade` field that the proxy lets pass.
+    /// `Connection: upgrade`, with an `Upgrade` field that the proxy forwards.
     pub upgrade: bool,
 }
 
 impl Connection {
-    /// Whether the sender lets the connection carry another exchange.
+    /// Whether the connection may carry another exchange.
     pub fn persists(self, version: Version) -> bool {
         !self.close && (version == Version::Http11 || self.keep_alive)
     }
@@ -117,7 +117,7 @@ pub fn find_end(buf: &[u8], scanned: &mut usize) -> Result<Option<usize>, Refuse
 }
 
 impl RequestHead {
-    /// Parses a whole head, as [`find_end`] found it.
+    /// Parses a complete head, as delimited by [`find_end`].
     pub fn parse(raw: Bytes) -> Result<Self, Refused> {
         let mut storage = [httparse::EMPTY_HEADER; MAX_FIELDS];
         let mut parsed = httparse::Request::new(&mut storage);
@@ -161,9 +161,9 @@ impl RequestHead {
         Ok(head)
     }
 
-    /// The four forms of RFC 9112, section 3.2. Where target and Host name different authorities
-    /// the RFC has the target win; a server that takes Host would read another request than the
-    /// proxy, so it is refused.
+    /// Checks the four forms of a target (RFC 9112, section 3.2). If target and Host name different
+    /// hosts, the RFC gives precedence to the target. A server that uses Host would see another
+    /// request than the proxy, so such a request is rejected.
     fn check_target(&self) -> Result<(), Refused> {
         let (method, target) = (self.method(), self.target());
         if method == b"CONNECT" {
@@ -219,12 +219,12 @@ impl RequestHead {
         self.fields.slice(&self.method)
     }
 
-    /// As it was sent, in any of the four forms of RFC 9112, section 3.2.
+    /// The target as received, in any of the four forms of RFC 9112, section 3.2.
     pub fn target(&self) -> &[u8] {
         self.fields.slice(&self.target)
     }
 
-    /// Names and values in their order and case.
+    /// Names and values, in their order and case.
     pub fn fields(&self) -> impl Iterator<Item = (&[u8], &[u8])> {
         self.fields.iter()
     }
@@ -246,7 +246,8 @@ impl RequestHead {
 }
 
 impl ResponseHead {
-    /// Parses a whole head, as [`find_end`] found it: the answer to a request with this method.
+    /// Parses a complete head, as delimited by [`find_end`], of a response to a request with this
+    /// method.
     pub fn parse(raw: Bytes, method: &[u8]) -> Result<Self, Refused> {
         let mut storage = [httparse::EMPTY_HEADER; MAX_FIELDS];
         let mut parsed = httparse::Response::new(&mut storage);
@@ -288,22 +289,22 @@ impl ResponseHead {
         })
     }
 
-    /// The words behind the status code.
+    /// The reason phrase.
     pub fn reason(&self) -> &[u8] {
         self.fields.slice(&self.reason)
     }
 
-    /// Names and values in their order and case.
+    /// Names and values, in their order and case.
     pub fn fields(&self) -> impl Iterator<Item = (&[u8], &[u8])> {
         self.fields.iter()
     }
 
-    /// An answer on the way to the real one. (101 is the real one.)
+    /// An interim response. 101 is a final one.
     pub fn is_interim(&self) -> bool {
         (100..200).contains(&self.status) && self.status != 101
     }
 
-    /// For a client of HTTP/1.0, to which the body goes without its chunks: it is not told of any.
+    /// Removes Transfer-Encoding, for a client of HTTP/1.0.
     pub fn drop_chunks(&mut self) {
         for at in 0..self.fields.spans.len() {
             let name = self.fields.slice(&self.fields.spans[at].name);
@@ -311,8 +312,7 @@ impl ResponseHead {
         }
     }
 
-    /// Writes the head for the client; `connection` is what the proxy asks of the client's
-    /// connection, if anything.
+    /// Writes the head for the client. `connection` is the value of a Connection field, if any.
     pub fn write(&self, out: &mut BytesMut, edits: Edits<'_>, connection: Option<&str>) {
         out.reserve(self.fields.raw.len() + 32);
         out.extend_from_slice(b"HTTP/1.1 ");
@@ -333,7 +333,7 @@ impl ResponseHead {
     }
 }
 
-/// The fields of a head, as places in its bytes.
+/// The fields of a head, as ranges of its bytes.
 #[derive(Debug)]
 struct Fields {
     raw: Bytes,
@@ -344,11 +344,11 @@ struct Fields {
 struct FieldSpan {
     name: Range<u32>,
     value: Range<u32>,
-    /// Means this hop only: not written for the next.
+    /// Applies to this hop only: not written for the next one.
     hop_by_hop: bool,
 }
 
-/// What one pass over the fields finds.
+/// The result of one pass over the fields.
 #[derive(Default)]
 struct Seen {
     hosts: usize,
@@ -488,8 +488,8 @@ fn absolute_form(target: &[u8]) -> Option<(&[u8], &[u8])> {
         .then_some((scheme, named))
 }
 
-/// An upgrade that the proxy lets pass: any but one to HTTP, in the clear or in TLS, whose requests
-/// nobody would read.
+/// Whether the head requests an upgrade that the proxy forwards: any except to HTTP, in plaintext or
+/// in TLS, whose requests would not be parsed.
 fn asks_for_upgrade(fields: &[httparse::Header<'_>]) -> bool {
     let has = |name: &str, accept: fn(&[u8]) -> bool| {
         fields
@@ -504,7 +504,7 @@ fn asks_for_upgrade(fields: &[httparse::Header<'_>]) -> bool {
         && !has("upgrade", is_http)
 }
 
-/// A protocol of an Upgrade field that carries HTTP: `h2c` (RFC 7540), `HTTP/2.0` (RFC 9110,
+/// Whether a protocol of an Upgrade field carries HTTP: `h2c` (RFC 7540), `HTTP/2.0` (RFC 9110,
 /// section 7.8), `TLS/1.0` (RFC 2817).
 fn is_http(protocol: &[u8]) -> bool {
     [&b"h2"[..], b"http", b"tls"].iter().any(|name| {
@@ -514,8 +514,8 @@ fn is_http(protocol: &[u8]) -> bool {
     })
 }
 
-/// Marks the fields that `Connection` names (RFC 9110, section 7.6.1), but never those that frame
-/// or route a message.
+/// Marks the fields that `Connection` nominates (RFC 9110, section 7.6.1). Fields that frame or route
+/// a message must not be nominated.
 fn mark_nominated(spans: &mut [FieldSpan], parsed: &[httparse::Header<'_>]) -> Result<(), Refused> {
     const KEPT: [&[u8]; 4] = [b"close", b"keep-alive", b"upgrade", b"te"];
     const NEVER: [&[u8]; 7] = [
@@ -548,13 +548,12 @@ fn mark_nominated(spans: &mut [FieldSpan], parsed: &[httparse::Header<'_>]) -> R
     Ok(())
 }
 
-/// The fields of a head in the order of their names. A head may name as many options as it has room
-/// for: to look at each field for each of them would cost a hundred times what it takes to read the
-/// head.
+/// The fields of a head, sorted by name. Comparing every option with every field would cost a
+/// hundred times as much as parsing the head.
 struct NameIndex<'a, C> {
     fields: &'a [httparse::Header<'a>],
     order: Vec<usize>,
-    /// For each place in `order`, whether it has been named.
+    /// For each index in `order`, whether it has been nominated.
     named: Vec<bool>,
     compare: C,
 }
@@ -573,7 +572,7 @@ impl<'a, C: FnMut(&[u8], &[u8]) -> Ordering> NameIndex<'a, C> {
         }
     }
 
-    /// Gives each field of this name to `mark`, once: not again where the name is repeated.
+    /// Calls `mark` for each field with this name, once: not again for a repeated option.
     fn each_named(&mut self, name: &[u8], mut mark: impl FnMut(usize)) {
         let Self {
             fields,
@@ -592,7 +591,7 @@ impl<'a, C: FnMut(&[u8], &[u8]) -> Ordering> NameIndex<'a, C> {
     }
 }
 
-/// The order of two names, whatever their case.
+/// The order of two names, without case.
 fn compare_names(one: &[u8], other: &[u8]) -> Ordering {
     one.iter()
         .map(u8::to_ascii_lowercase)
@@ -650,7 +649,7 @@ fn whole(parsed: httparse::Result<usize>, length: usize) -> Result<(), Refused> 
     }
 }
 
-/// Where `part`, a slice of `whole`, lies in it.
+/// The range of `part` in `whole`. `part` must be a slice of it.
 fn span(whole: &[u8], part: &[u8]) -> Range<u32> {
     if part.is_empty() {
         return 0..0;
@@ -680,13 +679,13 @@ mod tests {
     }
 
     #[test]
-    fn case_and_order_and_repetition_survive() {
+    fn keeps_case_order_and_repetition_of_fields() {
         let text = "GET /a?b HTTP/1.1\r\nhOsT: x\r\nX-One: 1\r\nx-two: 2\r\nX-One: again\r\n\r\n";
         assert_eq!(forwarded(text), text);
     }
 
     #[test]
-    fn what_means_this_hop_only_stays_here() {
+    fn hop_by_hop_fields_are_not_forwarded() {
         let text = "GET / HTTP/1.1\r\nHost: x\r\nConnection: close, X-Mine\r\nX-Mine: 1\r\nKeep-Alive: 5\r\nProxy-Connection: a\r\nX-Other: 2\r\n\r\n";
         assert_eq!(
             forwarded(text),
@@ -707,7 +706,7 @@ mod tests {
     }
 
     #[test]
-    fn fields_that_connection_names_stay_here_however_often_and_in_whatever_case() {
+    fn removes_nominated_fields_in_any_case_and_number() {
         let mut rng = fastrand::Rng::with_seed(5);
         for _ in 0..500 {
             // Few names, so that fields and options repeat them.
@@ -737,7 +736,7 @@ mod tests {
     }
 
     #[test]
-    fn options_cost_what_they_are_long_and_not_what_they_are_times_the_fields() {
+    fn connection_options_cost_is_linear() {
         let value = b"1";
         for names in [
             vec!["a"; MAX_FIELDS],
@@ -764,7 +763,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_says_himself_who_he_is() {
+    fn removes_forged_x_called_by() {
         let text = "GET / HTTP/1.1\r\nHost: x\r\nX-Called-By: a\r\nx-cAlled-by: b\r\nx.called_by: d\r\nX-Called-Bye: c\r\n\r\n";
         assert_eq!(
             forwarded(text),
@@ -773,7 +772,7 @@ mod tests {
     }
 
     #[test]
-    fn a_websocket_upgrade_passes_and_h2c_does_not() {
+    fn forwards_websocket_upgrade_and_drops_upgrades_to_http() {
         let text = "GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: keep-alive, Upgrade\r\n\r\n";
         assert!(request(text).unwrap().connection.upgrade);
         assert_eq!(
@@ -801,7 +800,7 @@ mod tests {
     }
 
     #[test]
-    fn a_target_that_names_another_host_than_the_host_field_is_refused() {
+    fn rejects_target_with_another_host_than_the_host_field() {
         let target =
             |line: &str| request(&format!("{line} HTTP/1.1\r\nHost: a\r\n\r\n")).map(|_| ());
         for passed in [
@@ -850,7 +849,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_has_two_readings_is_refused() {
+    fn rejects_ambiguous_requests() {
         let refused = |fields: &str, why: &'static str| {
             let text = format!("POST / HTTP/1.1\r\n{fields}\r\n");
             assert_eq!(
@@ -915,7 +914,7 @@ mod tests {
     }
 
     #[test]
-    fn responses_end_where_rfc_9112_says() {
+    fn response_framing_follows_rfc_9112() {
         let framing = |text: &str, method: &str| response(text, method).unwrap().framing;
         assert_eq!(
             framing("HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n", "GET"),
@@ -958,7 +957,7 @@ mod tests {
     }
 
     #[test]
-    fn the_reason_survives_and_the_connection_is_ours() {
+    fn keeps_reason_phrase_and_sets_own_connection_field() {
         let mut out = BytesMut::new();
         let text = "HTTP/1.0 299 Fine By Me\r\nConnection: close\r\nX-A: b\r\n\r\n";
         response(text, "GET")
@@ -971,7 +970,7 @@ mod tests {
     }
 
     #[test]
-    fn an_upgrade_that_a_response_offers_stays_the_connections() {
+    fn keeps_offered_upgrade_with_its_connection_field() {
         let text = "HTTP/1.1 426 Upgrade Required\r\nUpgrade: websocket\r\nConnection: upgrade\r\nContent-Length: 0\r\n\r\n";
         let mut out = BytesMut::new();
         response(text, "GET")
@@ -985,7 +984,7 @@ mod tests {
     }
 
     #[test]
-    fn a_status_below_100_is_none() {
+    fn rejects_status_below_100() {
         for status in ["000", "099", "99", "1000", "abc"] {
             assert!(
                 response(&format!("HTTP/1.1 {status} OK\r\n\r\n"), "GET").is_err(),
@@ -999,7 +998,7 @@ mod tests {
     }
 
     #[test]
-    fn a_head_is_found_when_it_is_all_there_and_refused_when_it_never_ends() {
+    fn finds_complete_head_and_rejects_endless_one() {
         let mut scanned = 0;
         assert_eq!(
             find_end(b"GET / HTTP/1.1\r\nHost: a\r\n\r", &mut scanned),

@@ -1,6 +1,5 @@
-//! What of a request's head the proxy refuses, and the heads that it makes itself. `h2` has checked
-//! the framing by then: fields of HTTP/1 connections, repeated or misplaced pseudo-fields and a
-//! wrong Content-Length never get here.
+//! HTTP/2 heads: the checks beyond those of `h2`, and the changes for the next hop. `h2` rejects
+//! connection-specific fields, repeated or misplaced pseudo-fields and a wrong Content-Length.
 
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE, HOST};
 use http::request::Parts;
@@ -11,7 +10,7 @@ use crate::http::edits::{Edit, Edits};
 use crate::http::reply::{GRPC_STATUS, X_MESH_ERROR};
 use crate::http::view::RequestView;
 
-/// Why the request is malformed, as RFC 9113 has it, or ambiguous to whoever reads it next.
+/// The reason why the request is malformed (RFC 9113), or ambiguous for the next hop.
 pub(super) fn malformed(parts: &Parts) -> Option<&'static str> {
     if parts
         .headers
@@ -93,7 +92,7 @@ pub(super) fn remove(headers: &mut HeaderMap, is_ours: fn(&[u8]) -> bool) {
     forged.iter().for_each(|name| drop(headers.remove(name)));
 }
 
-/// gRPC calls are answered as gRPC clients understand. gRPC-Web is HTTP to whoever carries it.
+/// Whether failures are reported by `grpc-status`. gRPC-Web is plain HTTP.
 pub(super) fn is_grpc(headers: &HeaderMap) -> bool {
     let kind = headers
         .get(CONTENT_TYPE)
@@ -103,7 +102,7 @@ pub(super) fn is_grpc(headers: &HeaderMap) -> bool {
         .is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
 }
 
-/// The far side's proxy says that its app took no connection.
+/// Whether the peer's proxy replied that its application accepts no connection.
 pub(super) fn says_not_delivered(parts: &http::response::Parts) -> bool {
     let said = parts
         .headers
@@ -126,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_says_himself_who_he_is() {
+    fn removes_forged_x_called_by() {
         let mut forged = parts(
             "GET",
             "http://a/",
@@ -142,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn what_two_readers_could_take_differently_is_refused() {
+    fn rejects_ambiguous_http2_requests() {
         assert_eq!(
             malformed(&parts("GET", "http://a/", &[("host", "A")])),
             None
@@ -175,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn grpc_is_told_from_grpc_web() {
+    fn distinguishes_grpc_from_grpc_web() {
         for (kind, grpc) in [
             ("application/grpc", true),
             ("application/grpc+proto", true),
