@@ -95,6 +95,35 @@ fn paths_in_architecture_exist() {
 }
 
 #[test]
+fn image_builds_see_every_workspace_member() {
+    let manifest = read(Path::new("Cargo.toml"));
+    let members = manifest
+        .split("\nmembers = [")
+        .nth(1)
+        .and_then(|rest| rest.split(']').next())
+        .expect("Cargo.toml lists the members of the workspace");
+    let (ignored, tiltfile) = (
+        read(Path::new(".dockerignore")),
+        read(Path::new("Tiltfile")),
+    );
+    let directories: BTreeSet<&str> = members
+        .split('"')
+        .skip(1)
+        .step_by(2)
+        .filter_map(|member| member.split('/').next())
+        .collect();
+    assert!(directories.len() > 5, "cannot parse Cargo.toml: {members}");
+    let missing = directories.into_iter().filter(|directory| {
+        !ignored.lines().any(|line| line == format!("!{directory}"))
+            || !tiltfile.contains(&format!("'{directory}'"))
+    });
+    assert_none(
+        "workspace members are missing in .dockerignore or Tiltfile",
+        missing.map(str::to_owned),
+    );
+}
+
+#[test]
 fn every_image_of_the_manifests_is_built() {
     let manifests = files("manifests")
         .into_iter()
