@@ -1,14 +1,19 @@
 //! A request as authorization and routing see it, in either version of HTTP, without a copy.
 
-use http::HeaderMap;
+use http::header::HOST;
+use http::request::Parts;
 
-/// The fields of a head.
-pub trait Headers {
-    /// Calls `each` with every name and value, in order.
+/// A request's head in either version of HTTP. What only some requests need is found on demand.
+pub trait Head {
+    /// Calls `each` with the name and value of every field, in order.
     fn visit<'a>(&'a self, each: &mut dyn FnMut(&'a [u8], &'a [u8]));
 
+    /// The host that the request names, and the port if there is one: of the target, of
+    /// `:authority`, or of Host.
+    fn authority(&self) -> Option<&[u8]>;
+
     /// The value of the first field with this name, compared without case.
-    fn get(&self, name: &str) -> Option<&[u8]> {
+    fn field(&self, name: &str) -> Option<&[u8]> {
         let mut found = None;
         self.visit(&mut |field, value| {
             if found.is_none() && field.eq_ignore_ascii_case(name.as_bytes()) {
@@ -19,10 +24,18 @@ pub trait Headers {
     }
 }
 
-impl Headers for HeaderMap {
+impl Head for Parts {
     fn visit<'a>(&'a self, each: &mut dyn FnMut(&'a [u8], &'a [u8])) {
-        self.iter()
+        self.headers
+            .iter()
             .for_each(|(name, value)| each(name.as_str().as_bytes(), value.as_bytes()));
+    }
+
+    fn authority(&self) -> Option<&[u8]> {
+        match self.uri.authority() {
+            Some(authority) => Some(authority.as_str().as_bytes()),
+            None => self.headers.get(HOST).map(|host| host.as_bytes()),
+        }
     }
 }
 
@@ -33,11 +46,8 @@ pub struct RequestView<'a> {
     pub method: &'a [u8],
     /// The target as it was sent; in HTTP/2 the path with the query.
     pub target: &'a [u8],
-    /// The host that it names, and the port if there is one: of the target, of `:authority`, or of
-    /// Host.
-    pub authority: Option<&'a [u8]>,
-    /// The fields.
-    pub headers: &'a dyn Headers,
+    /// The rest of the head.
+    pub head: &'a dyn Head,
     /// It arrived by HTTP/2.
     pub http2: bool,
     /// There is a body.
@@ -65,9 +75,14 @@ impl<'a> RequestView<'a> {
             .map(|at| &target[at + 1..])
     }
 
-    /// The value of the first field with this name.
+    /// The host that the request names, and the port if there is one.
+    pub fn authority(&self) -> Option<&'a [u8]> {
+        self.head.authority()
+    }
+
+    /// The value of the first field with this name, compared without case.
     pub fn header(&self, name: &str) -> Option<&'a [u8]> {
-        self.headers.get(name)
+        self.head.field(name)
     }
 
     /// Sending it twice has the effect of sending it once (RFC 9110, section 9.2.2).
@@ -103,16 +118,19 @@ impl<'a> RequestView<'a> {
 
 #[cfg(test)]
 pub(crate) mod testing {
+    use std::sync::LazyLock;
+
+    use http::Request;
+
     use super::*;
 
     /// A request without fields.
     pub(crate) fn request<'a>(method: &'a str, target: &'a str) -> RequestView<'a> {
-        static EMPTY: std::sync::LazyLock<HeaderMap> = std::sync::LazyLock::new(HeaderMap::new);
+        static EMPTY: LazyLock<Parts> = LazyLock::new(|| Request::new(()).into_parts().0);
         RequestView {
             method: method.as_bytes(),
             target: target.as_bytes(),
-            authority: None,
-            headers: &*EMPTY,
+            head: &*EMPTY,
             http2: false,
             has_body: false,
             upgrade: false,
@@ -144,15 +162,26 @@ mod tests {
     }
 
     #[test]
-    fn headers_are_found_without_case() {
-        let mut headers = HeaderMap::new();
-        headers.append("x-a", "1".parse().expect("a value"));
-        headers.append("x-a", "2".parse().expect("a value"));
+    fn fields_and_authority_are_found() {
+        let head = |uri: &str| {
+            let builder = http::Request::get(uri)
+                .header("x-a", "1")
+                .header("x-a", "2");
+            let request = builder.header("host", "named").body(());
+            request.expect("a request").into_parts().0
+        };
+        let (origin, absolute) = (head("/"), head("http://target:1/"));
         let view = RequestView {
-            headers: &headers,
+            head: &origin,
             ..request("GET", "/")
         };
         assert_eq!(view.header("X-A"), Some(&b"1"[..]));
         assert_eq!(view.header("x-b"), None);
+        assert_eq!(view.authority(), Some(&b"named"[..]));
+        let view = RequestView {
+            head: &absolute,
+            ..view
+        };
+        assert_eq!(view.authority(), Some(&b"target:1"[..]));
     }
 }

@@ -12,7 +12,7 @@ use memchr::memmem;
 
 use crate::authority;
 use crate::http::edits::Edits;
-use crate::http::view::{Headers, RequestView};
+use crate::http::view::{Head, RequestView};
 
 /// The maximum size of a head in bytes: start line and fields.
 pub const MAX_HEAD: usize = 64 * 1024;
@@ -195,22 +195,10 @@ impl RequestHead {
         RequestView {
             method: self.method(),
             target: self.target(),
-            authority: self.authority(),
-            headers: &self.fields,
+            head: self,
             http2: false,
             has_body: self.framing != Framing::None,
             upgrade: self.connection.upgrade,
-        }
-    }
-
-    fn authority(&self) -> Option<&[u8]> {
-        let target = self.target();
-        if self.method() == b"CONNECT" {
-            return Some(target);
-        }
-        match absolute_form(target) {
-            Some((_, named)) => Some(named),
-            None => self.fields.get("host"),
         }
     }
 
@@ -468,9 +456,20 @@ impl Fields {
     }
 }
 
-impl Headers for Fields {
+impl Head for RequestHead {
     fn visit<'a>(&'a self, each: &mut dyn FnMut(&'a [u8], &'a [u8])) {
-        self.iter().for_each(|(name, value)| each(name, value));
+        self.fields().for_each(|(name, value)| each(name, value));
+    }
+
+    fn authority(&self) -> Option<&[u8]> {
+        let target = self.target();
+        if self.method() == b"CONNECT" {
+            return Some(target);
+        }
+        match absolute_form(target) {
+            Some((_, named)) => Some(named),
+            None => self.field("host"),
+        }
     }
 }
 

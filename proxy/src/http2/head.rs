@@ -53,11 +53,7 @@ pub(super) fn view(parts: &Parts, has_body: bool) -> RequestView<'_> {
     RequestView {
         method: parts.method.as_str().as_bytes(),
         target: path.as_bytes(),
-        authority: match parts.uri.authority() {
-            Some(authority) => Some(authority.as_str().as_bytes()),
-            None => parts.headers.get(HOST).map(HeaderValue::as_bytes),
-        },
-        headers: &parts.headers,
+        head: parts,
         http2: true,
         has_body,
         upgrade: extended_protocol(parts)
