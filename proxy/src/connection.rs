@@ -6,7 +6,7 @@ use std::rc::Rc;
 
 use tokio::net::TcpStream;
 
-use crate::detect::{Protocol, RequestLineDetector};
+use crate::detect::{Protocol, RequestDetector};
 use crate::dump::Direction;
 use crate::error::Failure;
 use crate::flow::Flow;
@@ -90,7 +90,7 @@ pub async fn serve(mut client: Io, mut flow: Flow) {
         // Boxed: it would double the size of every connection's task.
         Protocol::Http2 => Box::pin(http2::serve(client, Rc::new(flow))).await,
         Protocol::Opaque | Protocol::MeshTls => {
-            let detector = declared.is_none().then(RequestLineDetector::default);
+            let detector = declared.is_none().then(RequestDetector::default);
             opaque::serve(client, Rc::new(flow), dialed, detector).await;
         }
     }

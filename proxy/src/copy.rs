@@ -8,7 +8,7 @@ use std::task::{Context, Poll, ready};
 use bytes::{Buf, BytesMut};
 use tokio::io::AsyncWrite;
 
-use crate::detect::{Protocol, RequestLineDetector, Verdict};
+use crate::detect::{Protocol, RequestDetector, Verdict};
 use crate::io::Io;
 
 /// The result of [`bidirectional`].
@@ -31,7 +31,7 @@ pub struct Copied {
 pub async fn bidirectional(
     client: &mut Io,
     upstream: &mut Io,
-    detector: Option<RequestLineDetector>,
+    detector: Option<RequestDetector>,
     expiry: &mut (impl Future<Output = ()> + Unpin),
 ) -> Copied {
     let mut upload = Transfer {
@@ -66,7 +66,7 @@ struct Transfer {
     pending: BytesMut,
     copied: u64,
     state: State,
-    detector: Option<RequestLineDetector>,
+    detector: Option<RequestDetector>,
     was_http: bool,
 }
 

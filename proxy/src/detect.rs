@@ -3,8 +3,8 @@
 
 mod request_line;
 
-pub use request_line::RequestLineDetector;
 use request_line::is_separator;
+pub use request_line::{RequestDetector, RequestLineDetector};
 
 use crate::discovery::AppProtocol;
 use crate::tls::{self, Hello};
@@ -87,7 +87,7 @@ pub fn classify_inbound_opaque(bytes: &[u8]) -> Verdict {
 
 /// The protocol of an incomplete first line after which the client pauses. A method with the start
 /// of a target is HTTP/1: the HTTP parser replies to the incomplete request. All other bytes are
-/// opaque and are forwarded, while a [`RequestLineDetector`] inspects the rest of the line.
+/// opaque and are forwarded, while a [`RequestDetector`] inspects the rest of the line.
 pub fn guess(bytes: &[u8]) -> Protocol {
     let mut line = RequestLineDetector::default();
     match line.update(bytes) {

@@ -9,7 +9,7 @@ use tokio::io::AsyncWriteExt;
 use crate::balance::Endpoint;
 use crate::connect;
 use crate::copy;
-use crate::detect::RequestLineDetector;
+use crate::detect::RequestDetector;
 use crate::error::Failure;
 use crate::flow::Flow;
 use crate::forward::{AttemptError, Attempts, Forward, Retry, forward};
@@ -31,7 +31,7 @@ pub async fn serve(
     mut client: Io,
     flow: Rc<Flow>,
     dialed: Option<Dialed>,
-    detector: Option<RequestLineDetector>,
+    detector: Option<RequestDetector>,
 ) {
     let mut record = ConnectionRecord::new(&flow);
     let dialed = match (flow.authorize_connection(), dialed) {

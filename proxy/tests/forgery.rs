@@ -4,7 +4,7 @@
 
 mod support;
 
-use support::{App, Mesh, on_worker, read_all, read_until, write};
+use support::{App, Mesh, listen, on_worker, read_all, read_until, write};
 use tokio::io::AsyncWriteExt;
 
 const FORGED: &str = "GET /admin HTTP/1.1\r\nHost: a\r\nX-Called-By: forged\r\n\r\n";
@@ -224,5 +224,25 @@ fn rejects_target_that_differs_from_host_field() {
                 .await
                 .starts_with("GET HTTP://u@A:80/ ")
         );
+    });
+}
+
+#[test]
+fn resets_request_without_a_version_when_a_field_follows() {
+    on_worker(async {
+        for pieces in [
+            ["GET a:1\r\nX-Called-By: forged\r\n\r\n", ""],
+            ["GET a:1\r\n", "X-Called-By: forged\r\n\r\n"],
+        ] {
+            let (server, address) = listen().await;
+            let mut client = Mesh::new().connect_inbound(address).await;
+            write(&mut client, pieces[0]).await;
+            let mut app = server.accept().await.unwrap().0;
+            if !pieces[1].is_empty() {
+                assert_eq!(read_until(&mut app, "\r\n").await, pieces[0]);
+                write(&mut client, pieces[1]).await;
+            }
+            assert_eq!(read_all(&mut app).await, "", "{pieces:?}");
+        }
     });
 }

@@ -31,39 +31,39 @@ const MAX_WORDS: u8 = 4;
 impl RequestLineDetector {
     /// Inspects the next bytes of the connection. Returns the verdict on all bytes so far.
     pub fn update(&mut self, bytes: &[u8]) -> Verdict {
-        for byte in bytes {
-            if is_separator(byte) {
-                self.in_word = false;
-                // Every server ends a line at LF. Some also end it at the other vertical
-                // separators.
-                if is_vertical(byte)
-                    && self.is_method_and_target()
-                    && !self.ends_with_another_version()
-                {
-                    return Verdict::Known(Protocol::Http1);
-                }
-                if *byte == b'\n' && self.words > 0 {
-                    return Verdict::Known(Protocol::Opaque);
-                }
-                continue;
+        let known = bytes.iter().find_map(|byte| self.step(byte));
+        known.map_or(Verdict::NeedMore, Verdict::Known)
+    }
+
+    fn step(&mut self, byte: &u8) -> Option<Protocol> {
+        if is_separator(byte) {
+            self.in_word = false;
+            // Every server ends a line at LF. Some also end it at the other vertical separators.
+            if is_vertical(byte) && self.is_method_and_target() && !self.ends_with_another_version()
+            {
+                return Some(Protocol::Http1);
             }
-            if !self.in_word {
-                self.in_word = true;
-                self.words = (self.words + 1).min(MAX_WORDS);
-                self.last = Prefix::default();
-            }
-            self.last.push(*byte);
-            match self.words {
-                1 if !is_token(byte) => return Verdict::Known(Protocol::Opaque),
-                1 => self.first.push(*byte),
-                2 => self.second.push(*byte),
-                _ => {}
-            }
-            if self.words > 1 && self.last.is(b"HTTP/") {
-                return Verdict::Known(Protocol::Http1);
-            }
+            return (*byte == b'\n' && self.words > 0).then_some(Protocol::Opaque);
         }
-        Verdict::NeedMore
+        if !self.in_word {
+            self.in_word = true;
+            self.words = (self.words + 1).min(MAX_WORDS);
+            self.last = Prefix::default();
+        }
+        self.last.push(*byte);
+        match self.words {
+            1 if !is_token(byte) => return Some(Protocol::Opaque),
+            1 => self.first.push(*byte),
+            2 => self.second.push(*byte),
+            _ => {}
+        }
+        (self.words > 1 && self.last.is(b"HTTP/")).then_some(Protocol::Http1)
+    }
+
+    /// `GET` and one word: a request without a version (RFC 1945, section 4.1), or another protocol's
+    /// command.
+    fn is_simple_request(&self) -> bool {
+        self.words == 2 && self.first.get() == b"GET"
     }
 
     pub(super) fn is_method_and_target(&self) -> bool {
@@ -86,6 +86,57 @@ impl RequestLineDetector {
             && [&b"RTSP/"[..], b"SIP/", b"ICAP/"]
                 .iter()
                 .any(|name| word.strip_prefix(*name).is_some_and(digits))
+    }
+}
+
+/// An incremental detector of requests in a connection that was classified as opaque. After the first
+/// line it inspects the lines that follow `GET` and one word: some servers parse them as the fields of
+/// a request without a version, while other protocols send no field line there.
+#[derive(Debug, Default)]
+pub struct RequestDetector {
+    line: RequestLineDetector,
+    field: Option<FieldLine>,
+}
+
+/// The part of a field line before its colon.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum FieldLine {
+    Start,
+    Name,
+    AfterName,
+    /// The line is no field line.
+    Other,
+}
+
+impl RequestDetector {
+    /// Inspects the next bytes of the connection. Returns the verdict on all bytes so far.
+    pub fn update(&mut self, bytes: &[u8]) -> Verdict {
+        for byte in bytes {
+            self.field = match (self.field, byte) {
+                (None, _) => match self.line.step(byte) {
+                    None => None,
+                    Some(Protocol::Opaque) if self.line.is_simple_request() => {
+                        Some(FieldLine::Start)
+                    }
+                    Some(protocol) => return Verdict::Known(protocol),
+                },
+                // A blank line ends the fields.
+                (Some(FieldLine::Start), b'\n') => return Verdict::Known(Protocol::Opaque),
+                (Some(_), b'\n') => Some(FieldLine::Start),
+                (Some(FieldLine::Name | FieldLine::AfterName), b':') => {
+                    return Verdict::Known(Protocol::Http1);
+                }
+                (Some(FieldLine::Start | FieldLine::Name), byte) if is_token(byte) => {
+                    Some(FieldLine::Name)
+                }
+                (Some(FieldLine::Start), byte) if is_separator(byte) => Some(FieldLine::Start),
+                (Some(FieldLine::Name | FieldLine::AfterName), byte) if is_separator(byte) => {
+                    Some(FieldLine::AfterName)
+                }
+                (Some(_), _) => Some(FieldLine::Other),
+            };
+        }
+        Verdict::NeedMore
     }
 }
 
@@ -202,5 +253,47 @@ mod tests {
                 .iter()
                 .all(|method| method.len() < MAX_METHOD_PREFIX)
         );
+    }
+
+    /// The verdicts on the bytes at once, and byte by byte.
+    fn verdicts(bytes: &[u8]) -> [Verdict; 2] {
+        let mut detector = RequestDetector::default();
+        let known = bytes
+            .iter()
+            .find_map(|byte| match detector.update(&[*byte]) {
+                Verdict::NeedMore => None,
+                verdict => Some(verdict),
+            });
+        [
+            RequestDetector::default().update(bytes),
+            known.unwrap_or(Verdict::NeedMore),
+        ]
+    }
+
+    #[test]
+    fn fields_after_a_simple_request_are_a_request() {
+        for bytes in [
+            &b"GET a:1\r\nX-Called-By: forged\r\n\r\n"[..],
+            b"GET key\nHost: a\n",
+            b"GET key\r\nno field\r\n X-Called-By : forged\r\n",
+        ] {
+            let http1 = Verdict::Known(Protocol::Http1);
+            assert_eq!(verdicts(bytes), [http1; 2], "{}", bytes.escape_ascii());
+        }
+    }
+
+    #[test]
+    fn commands_of_other_protocols_are_no_request() {
+        for bytes in [
+            &b"GET key\r\nGET other:key\r\nSET a:b \"c: d\"\r\n"[..],
+            b"CONNECT {}\r\nPUB a 4\r\nb: c\r\n",
+            b"get key\r\nhost: a\r\n",
+            b"GET key\r\n\r\nhost: a\r\n",
+        ] {
+            for verdict in verdicts(bytes) {
+                let http1 = Verdict::Known(Protocol::Http1);
+                assert_ne!(verdict, http1, "{}", bytes.escape_ascii());
+            }
+        }
     }
 }
