@@ -60,10 +60,10 @@ impl RequestLineDetector {
         (self.words > 1 && self.last.is(b"HTTP/")).then_some(Protocol::Http1)
     }
 
-    /// `GET` and one word: a request without a version (RFC 1945, section 4.1), or another protocol's
-    /// command.
+    /// A request without a version (RFC 1945, section 4.1), or a command of another protocol. The
+    /// other words do not count: a server may split them at fewer separators.
     fn is_simple_request(&self) -> bool {
-        self.words == 2 && self.first.get() == b"GET"
+        self.first.get() == b"GET"
     }
 
     pub(super) fn is_method_and_target(&self) -> bool {
@@ -90,7 +90,7 @@ impl RequestLineDetector {
 }
 
 /// An incremental detector of requests in a connection that was classified as opaque. After the first
-/// line it inspects the lines that follow `GET` and one word: some servers parse them as the fields of
+/// line it inspects the lines that follow a line with `GET`: some servers parse them as the fields of
 /// a request without a version, while other protocols send no field line there.
 #[derive(Debug, Default)]
 pub struct RequestDetector {
@@ -275,6 +275,8 @@ mod tests {
         for bytes in [
             &b"GET a:1\r\nX-Called-By: forged\r\n\r\n"[..],
             b"GET key\nHost: a\n",
+            b"GET a\xe9b\r\nX-Called-By: forged\r\n",
+            b"GET \xe9\r\nX-Called-By: forged\r\n",
             b"GET key\r\nno field\r\n X-Called-By : forged\r\n",
         ] {
             let http1 = Verdict::Known(Protocol::Http1);
