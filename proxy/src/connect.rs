@@ -11,6 +11,7 @@ use socket2::{SockRef, TcpKeepalive};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
+use crate::discovery::EndpointInfo;
 use crate::error::Failure;
 use crate::io::Io;
 use crate::tls::{Alpn, Tls};
@@ -19,12 +20,24 @@ use crate::tls::{Alpn, Tls};
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The far end of connections that can replace one another.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Remote {
     /// Its address.
     pub address: SocketAddr,
+    /// Its pod as "namespace/name": another pod may get the address later. Empty if it is none.
+    pub pod: String,
     /// The SPIFFE ID that it has to prove. None: it is not meshed.
     pub identity: Option<Identity>,
+}
+
+impl From<&EndpointInfo> for Remote {
+    fn from(info: &EndpointInfo) -> Self {
+        Self {
+            address: info.address,
+            pod: info.pod.clone(),
+            identity: info.identity.clone(),
+        }
+    }
 }
 
 /// Opens a connection: with mutual TLS if the remote is meshed, never in plaintext then.

@@ -6,7 +6,7 @@ use std::rc::Rc;
 
 use diy_mesh_proto::Identity;
 
-use crate::balance::Destination;
+use crate::destination::Destination;
 use crate::detect::{Protocol, declared};
 use crate::dump::{ConnectionInfo, Direction};
 use crate::error::Failure;

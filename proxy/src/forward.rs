@@ -63,11 +63,11 @@ pub(crate) async fn forward<F: Forward>(
     request: &mut F,
     flow: &Flow,
 ) -> Result<F::Outcome, Failure> {
+    // 5. Route: a destination has one backend.
+    let backend = flow.destination.backend();
     let mut tried: Vec<SocketAddr> = Vec::new();
     let mut last_failure = None;
     loop {
-        // 5. Route: the destination of the connection is the only backend.
-        let backend = &flow.destination;
         // 6. Balance.
         let picked = backend.pick(&tried, &mut flow.worker.rng.borrow_mut());
         let endpoint = match picked {
@@ -165,7 +165,7 @@ impl Attempts {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::balance::Destination;
+    use crate::destination::Destination;
     use crate::dump::Direction;
     use crate::policy::Caller;
     use crate::worker::{Worker, WorkerContext};
@@ -219,6 +219,7 @@ mod tests {
         let result = forward(&mut request, &flow).await;
         let endpoint = flow
             .destination
+            .backend()
             .pick(&[], &mut fastrand::Rng::new())
             .expect("it is fixed");
         let result = result.map_err(|failure| failure.code().to_owned());

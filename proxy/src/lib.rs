@@ -21,6 +21,7 @@ pub mod connect;
 pub mod connection;
 pub mod control;
 pub mod copy;
+pub mod destination;
 pub mod detect;
 pub mod discovery;
 pub mod dump;

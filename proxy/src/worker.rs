@@ -14,8 +14,8 @@ use tokio::task::{LocalSet, spawn_local};
 use tokio_util::sync::CancellationToken;
 
 use crate::accept::accept;
-use crate::balance::Destinations;
 use crate::config::Config;
+use crate::destination::Destinations;
 use crate::discovery::Discovery;
 use crate::dump::{Direction, Dumps};
 use crate::error::Failure;

@@ -232,7 +232,8 @@ fn retries_only_idempotent_request_on_closed_pooled_connection() {
     on_worker(async {
         let (mut server, address) = App::listen().await;
         let mesh = Mesh::new();
-        let destination = std::rc::Rc::new(diy_mesh_proxy::balance::Destination::fixed(address));
+        let destination =
+            std::rc::Rc::new(diy_mesh_proxy::destination::Destination::fixed(address));
         let mut client = mesh.connect(&destination).await;
         write(&mut client, "GET /1 HTTP/1.1\r\nHost: a\r\n\r\n").await;
         let mut app = server.accept().await;

@@ -6,7 +6,7 @@ mod support;
 use std::rc::Rc;
 use std::time::Duration;
 
-use diy_mesh_proxy::balance::Destination;
+use diy_mesh_proxy::destination::Destination;
 use support::{App, Mesh, listen, on_worker, read_all, read_until, write};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 

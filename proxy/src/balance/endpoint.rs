@@ -1,4 +1,4 @@
-//! The state of one endpoint in one worker: its pool, in-flight requests, latency and quarantine.
+//! The state of one endpoint of a backend: its pool, in-flight requests, latency and quarantine.
 //! It survives updates of the other endpoints. In-flight requests keep it alive after its removal.
 
 use std::cell::Cell;
@@ -8,8 +8,6 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use super::ewma::PeakEwma;
-use crate::connect::Remote;
-use crate::discovery::EndpointInfo;
 use crate::pool::Pool;
 
 /// How long an endpoint is quarantined after it refused a connection. The time doubles with each
@@ -17,12 +15,12 @@ use crate::pool::Pool;
 const MIN_QUARANTINE: Duration = Duration::from_secs(1);
 const MAX_QUARANTINE: Duration = Duration::from_secs(30);
 
-/// An endpoint of a destination.
+/// An endpoint of a backend.
 pub struct Endpoint {
     /// Its address.
     pub address: SocketAddr,
     /// The connections to it.
-    pub pool: Pool,
+    pub pool: Rc<Pool>,
     in_flight: Cell<u32>,
     latency: PeakEwma,
     quarantine: Quarantine,
@@ -38,13 +36,10 @@ pub struct InFlight {
 }
 
 impl Endpoint {
-    pub(super) fn new(info: &EndpointInfo) -> Self {
+    pub(super) fn new(pool: &Rc<Pool>) -> Self {
         Self {
-            address: info.address,
-            pool: Pool::new(Remote {
-                address: info.address,
-                identity: info.identity.clone(),
-            }),
+            address: pool.remote.address,
+            pool: pool.clone(),
             in_flight: Cell::new(0),
             latency: PeakEwma::default(),
             quarantine: Quarantine::default(),
@@ -188,13 +183,14 @@ impl Quarantine {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::connect::Remote;
+    use crate::discovery::EndpointInfo;
 
     const SECOND: Duration = Duration::from_secs(1);
 
     fn endpoint() -> Rc<Endpoint> {
-        Rc::new(Endpoint::new(&EndpointInfo::bare(
-            ([127, 0, 0, 1], 80).into(),
-        )))
+        let remote = Remote::from(&EndpointInfo::bare(([127, 0, 0, 1], 80).into()));
+        Rc::new(Endpoint::new(&Rc::new(Pool::new(remote))))
     }
 
     #[test]

@@ -254,7 +254,7 @@ impl<'a> Exchange<'a> {
             && self.replayable
             && head.fields().any(code)
             && attempts < MAX_ATTEMPTS
-            && flow.destination.endpoints_len() > attempts as usize
+            && flow.destination.backend().endpoints_len() > attempts as usize
     }
 
     /// Relays the response, and pools the upstream's connection if it can carry another exchange.

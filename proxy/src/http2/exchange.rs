@@ -141,7 +141,7 @@ impl Exchange {
             && is_peer
             && head::says_not_delivered(response)
             && attempts < MAX_ATTEMPTS
-            && flow.destination.endpoints_len() > attempts as usize
+            && flow.destination.backend().endpoints_len() > attempts as usize
             && self.upload.rewind()
     }
 

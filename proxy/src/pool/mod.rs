@@ -1,10 +1,13 @@
-//! Step 7: the connections of one worker to one endpoint, by identity and protocol. The pool of a
-//! removed endpoint is closed and keeps no connection.
+//! Step 7: the connections of one worker, by endpoint, identity and protocol. Backends with the same
+//! endpoint share them. When the last backend has removed an endpoint, its pool is closed and keeps
+//! no connection.
 
 pub mod http2;
 
 use std::cell::{Cell, RefCell};
-use std::time::Instant;
+use std::collections::HashMap;
+use std::rc::{Rc, Weak};
+use std::time::{Duration, Instant};
 
 use self::http2::{Connections, Lease};
 use crate::connect::{self, Remote};
@@ -15,6 +18,58 @@ use crate::tls::{Alpn, Tls};
 
 /// The maximum number of idle HTTP/1 connections per endpoint and worker.
 const MAX_IDLE: usize = 256;
+
+/// How long an idle HTTP/1 connection to an endpoint is kept.
+pub(crate) const IDLE_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// The open pools of one worker.
+#[derive(Default)]
+pub struct Pools(RefCell<HashMap<Remote, Weak<OpenPool>>>);
+
+/// A pool that is closed when this value is dropped. Each backend that contains the endpoint holds
+/// it.
+pub struct OpenPool(Rc<Pool>);
+
+impl Pools {
+    /// The open pool of connections to `remote`.
+    pub fn open(&self, remote: Remote) -> Rc<OpenPool> {
+        let mut pools = self.0.borrow_mut();
+        if let Some(open) = pools.get(&remote).and_then(Weak::upgrade) {
+            return open;
+        }
+        let open = Rc::new(OpenPool(Rc::new(Pool::new(remote.clone()))));
+        pools.insert(remote, Rc::downgrade(&open));
+        open
+    }
+
+    /// Closes connections that are idle for too long. The worker calls it every few seconds.
+    pub fn evict_idle(&self, now: Instant) {
+        let mut pools = self.0.borrow_mut();
+        pools.retain(|_, pool| {
+            let open = pool.upgrade();
+            if let Some(OpenPool(pool)) = open.as_deref() {
+                pool.evict_idle(now);
+            }
+            open.is_some()
+        });
+        if pools.len() < pools.capacity() / 4 {
+            pools.shrink_to_fit();
+        }
+    }
+}
+
+impl OpenPool {
+    /// The pool. A request in flight may outlive the endpoint's removal, and keeps only this.
+    pub fn pool(&self) -> &Rc<Pool> {
+        &self.0
+    }
+}
+
+impl Drop for OpenPool {
+    fn drop(&mut self) {
+        self.0.close();
+    }
+}
 
 /// The connections to one endpoint.
 pub struct Pool {
@@ -97,13 +152,15 @@ impl Pool {
         }
     }
 
-    /// Drops the HTTP/1 connections that are idle since before `older_than`, closed or retired.
-    /// Maintains the HTTP/2 connections.
-    pub fn evict_idle(&self, older_than: Instant, now: Instant) {
+    /// Drops the HTTP/1 connections that are idle for too long, closed or retired. Maintains the
+    /// HTTP/2 connections.
+    pub fn evict_idle(&self, now: Instant) {
         self.http2.maintain(now);
         let mut idle = self.http1.borrow_mut();
         idle.retain_mut(|Idle { io, since }| {
-            *since >= older_than && !io.is_retired(now) && !io.is_stale()
+            now.saturating_duration_since(*since) <= IDLE_TIMEOUT
+                && !io.is_retired(now)
+                && !io.is_stale()
         });
         if idle.len() < idle.capacity() / 4 {
             idle.shrink_to_fit();
@@ -132,13 +189,13 @@ impl Pool {
 mod tests {
     use super::*;
     use crate::lifetime::Lifetime;
-    use std::time::Duration;
 
     use tokio::net::{TcpListener, TcpStream};
 
     fn remote() -> Remote {
         Remote {
             address: ([127, 0, 0, 1], 1).into(),
+            pod: String::new(),
             identity: None,
         }
     }
@@ -205,7 +262,7 @@ mod tests {
         for (io, age) in near.into_iter().zip([0, 10, 20]) {
             pool.checkin_http1(io, start + Duration::from_secs(age));
         }
-        pool.evict_idle(start + Duration::from_secs(10), start);
+        pool.evict_idle(start + IDLE_TIMEOUT + Duration::from_secs(10));
         assert_eq!(pool.idle_http1(), 1);
     }
 
@@ -231,9 +288,9 @@ mod tests {
             "the second one is retired"
         );
         pool.checkin_http1(longest, after(7199));
-        pool.evict_idle(now, after(7199));
+        pool.evict_idle(after(7199));
         assert_eq!(pool.idle_http1(), 1);
-        pool.evict_idle(now, after(7200));
+        pool.evict_idle(after(7200));
         assert_eq!(pool.idle_http1(), 0);
     }
 

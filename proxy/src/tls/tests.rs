@@ -16,8 +16,8 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
-use crate::balance::Destination;
 use crate::connection::serve;
+use crate::destination::Destination;
 use crate::discovery::{AppProtocol, Discovery, EndpointInfo, PodTarget, ServiceTarget, Target};
 use crate::dump::Direction;
 use crate::flow::Flow;
@@ -264,6 +264,7 @@ impl Pair {
     async fn negotiate(&self) -> super::Negotiated {
         let endpoint = self
             .destination
+            .backend()
             .pick(&[], &mut fastrand::Rng::new())
             .unwrap();
         let io = Io::new(TcpStream::connect(endpoint.address).await.unwrap());
@@ -394,11 +395,12 @@ fn pools_connections_and_resumes_sessions() {
         );
         let endpoint = pair
             .destination
+            .backend()
             .pick(&[], &mut fastrand::Rng::new())
             .unwrap();
         endpoint
             .pool
-            .evict_idle(Instant::now() + DEADLINE, Instant::now());
+            .evict_idle(Instant::now() + crate::pool::IDLE_TIMEOUT + Duration::from_secs(1));
         let before = pair.wire.borrow().len();
         let negotiated = pair.negotiate().await;
         assert_eq!(
@@ -627,6 +629,7 @@ fn retired_http2_connection_finishes_streams_and_accepts_no_new_ones() {
         }
         let pool = &pair
             .destination
+            .backend()
             .pick(&[], &mut fastrand::Rng::new())
             .unwrap()
             .pool
@@ -720,6 +723,7 @@ fn pools_the_early_connection_if_the_client_sends_http() {
             + memchr::memmem::find_iter(&pair.wire.borrow(), b"diy-mesh/http1").count();
         let endpoint = pair
             .destination
+            .backend()
             .pick(&[], &mut fastrand::Rng::new())
             .unwrap();
         while endpoint.pool.idle_http1() < hellos {
@@ -875,7 +879,7 @@ fn sends_no_request_to_a_meshed_endpoint_without_tls() {
             TcpListener::bind("127.0.0.2:0").await.unwrap(),
             Rc::new(RefCell::new(Vec::new())),
         );
-        let plain = crate::balance::Destination::fixed(listener.local_addr().unwrap());
+        let plain = crate::destination::Destination::fixed(listener.local_addr().unwrap());
         let record = heard.clone();
         tokio::task::spawn_local(async move {
             let (mut stream, _) = listener.accept().await.unwrap();
@@ -1226,7 +1230,10 @@ fn connections_of_a_pod_to_itself_use_no_tls() {
                 let (_, answer) = questions.next().await;
                 drop(answer(Arc::new(Target::Pod(pod))));
             });
-        let endpoint = destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
+        let endpoint = destination
+            .backend()
+            .pick(&[], &mut fastrand::Rng::new())
+            .unwrap();
         let io = crate::connect::dial(&endpoint.pool.remote, super::Alpn::Http1, &side.worker.tls)
             .await
             .unwrap();

@@ -9,9 +9,9 @@ use std::task::Poll;
 use std::time::Duration;
 
 use clap::Parser;
-use diy_mesh_proxy::balance::Destination;
 use diy_mesh_proxy::config::{Config, RawConfig};
 use diy_mesh_proxy::connection::serve;
+use diy_mesh_proxy::destination::Destination;
 use diy_mesh_proxy::discovery::Discovery;
 use diy_mesh_proxy::dump::{Direction, Dumps};
 use diy_mesh_proxy::flow::Flow;

@@ -56,7 +56,10 @@ fn opens_connection_at_max_concurrent_streams() {
         let (address, arrived) = waiting_app(10, go.clone()).await;
         let mesh = Mesh::new();
         let destination = Rc::new(Destination::fixed(address));
-        let endpoint = destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
+        let endpoint = destination
+            .backend()
+            .pick(&[], &mut fastrand::Rng::new())
+            .unwrap();
         let mut client = mesh.client(&destination).await;
         let mut responses = Vec::new();
         for count in 1..=25 {
@@ -87,7 +90,10 @@ fn concurrent_streams_dial_once() {
         let (address, arrived) = waiting_app(200, go).await;
         let mesh = Mesh::new();
         let destination = Rc::new(Destination::fixed(address));
-        let endpoint = destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
+        let endpoint = destination
+            .backend()
+            .pick(&[], &mut fastrand::Rng::new())
+            .unwrap();
         let mut client = mesh.client(&destination).await;
         let responses: Vec<_> = (0..50)
             .map(|_| client.send_request(get("/"), true).unwrap().0)
@@ -446,7 +452,10 @@ fn closes_connection_without_ping_response() {
         // A server that sends nothing after its preface.
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let destination = Rc::new(Destination::fixed(listener.local_addr().unwrap()));
-        let pool = destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
+        let pool = destination
+            .backend()
+            .pick(&[], &mut fastrand::Rng::new())
+            .unwrap();
         let mut client = Mesh::new().client(&destination).await;
         let (mut response, _) = client.send_request(get("/"), true).unwrap();
         let (mut silent, _) = listener.accept().await.unwrap();
@@ -475,7 +484,10 @@ fn keeps_silent_connection_that_answers_pings() {
         let go = Rc::new(Cell::new(false));
         let (address, arrived) = waiting_app(10, go.clone()).await;
         let destination = Rc::new(Destination::fixed(address));
-        let endpoint = destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
+        let endpoint = destination
+            .backend()
+            .pick(&[], &mut fastrand::Rng::new())
+            .unwrap();
         let mut client = Mesh::new().client(&destination).await;
         let (response, _) = client.send_request(get("/"), true).unwrap();
         until(|| arrived.get() == 1).await;

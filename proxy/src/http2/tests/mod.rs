@@ -21,7 +21,7 @@ use http::{HeaderMap, Request, Response};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
 
-use crate::balance::Destination;
+use crate::destination::Destination;
 use crate::discovery::{AppProtocol, Discovery, EndpointInfo, ServiceTarget, Target};
 use crate::dump::{Direction, DumpConfig, Dumps, Format, Mode};
 use crate::flow::Flow;

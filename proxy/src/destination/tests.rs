@@ -1,8 +1,14 @@
 //! Tests of destinations under updates from discovery: selection, retained state, eviction.
 
+use std::sync::Arc;
+
+use tokio::sync::watch;
+
 use super::*;
+use crate::balance::Endpoint;
 use crate::control::testing::soon;
-use crate::discovery::{PodTarget, Questions, ServiceTarget};
+use crate::discovery::{EndpointInfo, PodTarget, Questions, ServiceTarget, Target};
+use crate::error::Failure;
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -29,7 +35,10 @@ fn watched_destination(target: Arc<Target>) -> (watch::Sender<Arc<Target>>, Dest
     let (sender, receiver) = watch::channel(target);
     (
         sender,
-        Destination::watched(address("10.96.0.7:80"), receiver),
+        Destination::new(
+            address("10.96.0.7:80"),
+            Backend::watched(address("10.96.0.7:80"), receiver, &Rc::default()),
+        ),
     )
 }
 
@@ -42,6 +51,7 @@ fn picks(destination: &Destination, tried: &[SocketAddr], times: usize) -> HashM
     let (mut rng, mut picks) = (rng(), HashMap::new());
     for _ in 0..times {
         let endpoint = destination
+            .backend()
             .pick(tried, &mut rng)
             .expect("there is an endpoint");
         *picks.entry(endpoint.address.to_string()).or_default() += 1;
@@ -50,14 +60,10 @@ fn picks(destination: &Destination, tried: &[SocketAddr], times: usize) -> HashM
 }
 
 fn find(destination: &Destination, text: &str) -> Rc<Endpoint> {
-    let state = destination.state.borrow();
-    state
-        .members
-        .iter()
-        .find(|member| member.info.address == address(text))
+    destination
+        .backend()
+        .endpoint(address(text))
         .expect("the endpoint is a member")
-        .endpoint
-        .clone()
 }
 
 #[test]
@@ -74,7 +80,7 @@ fn distributes_requests_evenly() {
     );
     assert_eq!(
         (
-            destination.endpoints_len(),
+            destination.backend().endpoints_len(),
             destination.app_protocol(),
             &*destination.name()
         ),
@@ -98,6 +104,7 @@ fn prefers_endpoint_with_fewer_in_flight_requests() {
     for _ in 0..97 {
         burst.push(
             destination
+                .backend()
                 .pick(&[], &mut rng())
                 .expect("there are two endpoints")
                 .begin(),
@@ -124,6 +131,7 @@ fn excludes_tried_endpoints() {
         HashMap::from([("10.0.0.2:80".to_owned(), 50)])
     );
     let failure = destination
+        .backend()
         .pick(&tried, &mut rng())
         .err()
         .expect("all endpoints were tried");
@@ -133,6 +141,7 @@ fn excludes_tried_endpoints() {
     );
     assert!(
         Destination::fixed(tried[0])
+            .backend()
             .pick(&tried, &mut rng())
             .is_err()
     );
@@ -142,6 +151,7 @@ fn excludes_tried_endpoints() {
 fn error_names_service_without_endpoints() {
     let (sender, destination) = watched_destination(service(&[]));
     let failure = destination
+        .backend()
         .pick(&[], &mut rng())
         .err()
         .expect("there is no endpoint");
@@ -150,7 +160,7 @@ fn error_names_service_without_endpoints() {
         "service shop/cart has no ready endpoint"
     );
     sender.send_replace(service(&[info("10.0.0.1:80")]));
-    assert!(destination.pick(&[], &mut rng()).is_ok());
+    assert!(destination.backend().pick(&[], &mut rng()).is_ok());
 }
 
 #[test]
@@ -182,7 +192,7 @@ fn announcement_ends_quarantine_of_its_endpoint() {
         find(&destination, text).quarantine(later);
     }
     sender.send_replace(service(&[one, info("10.0.0.2:80"), info("10.0.0.3:80")]));
-    destination.apply_updates();
+    destination.backend().apply_updates();
     assert!(find(&destination, "10.0.0.1:80").is_quarantined(later));
     assert!(!find(&destination, "10.0.0.2:80").is_quarantined(later));
 }
@@ -237,6 +247,7 @@ fn replaces_endpoint_if_another_pod_has_its_address() {
         let before = find(&destination, "10.0.0.1:80");
         sender.send_replace(service(&[changed]));
         let after = destination
+            .backend()
             .pick(&[], &mut rng())
             .expect("there is an endpoint");
         assert!(!Rc::ptr_eq(&before, &after) && before.pool.is_closed() && !after.pool.is_closed());
@@ -325,6 +336,31 @@ async fn concurrent_requests_share_one_watch() {
 }
 
 #[tokio::test]
+async fn destinations_share_pools_until_last_one_removes_the_endpoint() {
+    let (discovery, mut questions) = Discovery::by_hand();
+    let destinations = Destinations::new(discovery);
+    let answer = async {
+        let endpoints = [info("10.0.0.1:80"), info("10.0.0.2:80")];
+        let one = questions.next().await.1(service(&endpoints));
+        (one, questions.next().await.1(service(&endpoints)))
+    };
+    let (one, other, (sender, other_sender)) = tokio::join!(
+        destinations.get_or_watch(address("10.96.0.7:80")),
+        destinations.get_or_watch(address("10.96.0.8:80")),
+        answer
+    );
+    let (shared, same) = (find(&one, "10.0.0.1:80"), find(&other, "10.0.0.1:80"));
+    assert!(Rc::ptr_eq(&shared.pool, &same.pool) && !Rc::ptr_eq(&shared, &same));
+    assert!(!Rc::ptr_eq(&shared.pool, &find(&one, "10.0.0.2:80").pool));
+    sender.send_replace(service(&[info("10.0.0.2:80")]));
+    one.backend().apply_updates();
+    assert!(!shared.pool.is_closed(), "the other destination uses it");
+    other_sender.send_replace(service(&[]));
+    destinations.evict_idle(Instant::now());
+    assert!(shared.pool.is_closed());
+}
+
+#[tokio::test]
 async fn next_request_resolves_after_cancelled_one() {
     let (discovery, mut questions) = Discovery::by_hand();
     let destinations = Destinations::new(discovery);
@@ -337,7 +373,7 @@ async fn next_request_resolves_after_cancelled_one() {
     let answer = async { questions.next().await.1(service(&[info("10.0.0.1:80")])) };
     let (destination, _sender) =
         tokio::join!(destinations.get_or_watch(address("10.96.0.7:80")), answer);
-    assert_eq!(destination.endpoints_len(), 1);
+    assert_eq!(destination.backend().endpoints_len(), 1);
 }
 
 #[tokio::test]
@@ -387,7 +423,7 @@ async fn resubscribes_after_discovery_drops_the_watch() {
     destinations.evict_idle(Instant::now());
     assert!(destinations.is_empty());
     assert!(
-        held.pick(&[], &mut rng()).is_ok(),
+        held.backend().pick(&[], &mut rng()).is_ok(),
         "the connection continues to use it"
     );
     let answer = async { questions.next().await.1(service(&[info("10.0.0.1:80")])) };
@@ -405,7 +441,7 @@ async fn serves_destinations_over_limit_without_keeping_them() {
     let over = destinations.get_or_watch(address("10.0.0.2:80")).await;
     let over_too = destinations.fixed(address("10.0.0.2:80"));
     assert!(
-        over.pick(&[], &mut rng()).is_ok()
+        over.backend().pick(&[], &mut rng()).is_ok()
             && !Rc::ptr_eq(&over, &over_too)
             && destinations.len() == 1
     );
@@ -450,13 +486,14 @@ async fn refuses_destination_while_table_of_discovery_is_full() {
     let ask = || soon(destinations.get_or_watch(address("10.96.0.7:80")));
     let (refused, ()) = tokio::join!(ask(), refuse(&mut questions, "10.96.0.7:80"));
     let failure = refused
+        .backend()
         .pick(&[], &mut rng())
         .err()
         .expect("a destination that may be meshed is not reached in plaintext");
     assert!(matches!(failure, Failure::Overloaded(_)), "{failure}");
     let answer = soon(async { questions.next().await.1(service(&[info("10.0.0.1:80")])) });
     let (destination, _sender) = tokio::join!(ask(), answer);
-    assert!(destination.pick(&[], &mut rng()).is_ok());
+    assert!(destination.backend().pick(&[], &mut rng()).is_ok());
 }
 
 #[tokio::test]
@@ -475,7 +512,7 @@ async fn releases_unused_destinations_and_retries_when_table_of_discovery_is_ful
         let sender = answer(&mut questions).await;
         (unused_sender.receiver_count() == 0, sender)
     });
-    assert!(released && asked.pick(&[], &mut rng()).is_ok());
+    assert!(released && asked.backend().pick(&[], &mut rng()).is_ok());
     assert!(held_sender.receiver_count() == 1 && Rc::ptr_eq(&held, &ask("10.96.0.7:80").await));
 }
 
@@ -489,7 +526,8 @@ async fn fixed_destination_is_its_own_endpoint_and_shared() {
     destinations.evict_idle(Instant::now());
     assert!(Rc::ptr_eq(&one, &other) && destinations.len() == 1);
     assert_eq!(
-        one.pick(&[], &mut rng())
+        one.backend()
+            .pick(&[], &mut rng())
             .expect("there is an endpoint")
             .address,
         address("10.0.0.1:80")
