@@ -270,6 +270,48 @@ fn retries_only_idempotent_request_on_closed_pooled_connection() {
 }
 
 #[test]
+fn retries_body_that_arrives_in_pieces_if_it_is_short() {
+    on_worker(async {
+        const HEAD: &str = "PUT / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n";
+        let (mut server, address) = App::listen().await;
+        let mesh = Mesh::new();
+        let destination =
+            std::rc::Rc::new(diy_mesh_proxy::destination::Destination::fixed(address));
+        for (second_chunk, is_retried) in [(5, true), (17_000, false)] {
+            let mut client = mesh.connect(&destination).await;
+            write(&mut client, "GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+            let mut app = server.accept().await;
+            read_until(&mut app, "\r\n\r\n").await;
+            write(&mut app, OK).await;
+            read_until(&mut client, "ok").await;
+            write(&mut client, &format!("{HEAD}3\r\none\r\n")).await;
+            read_until(&mut app, "one\r\n").await;
+            let chunk = format!("{second_chunk:x}\r\n{}\r\n", "x".repeat(second_chunk));
+            write(&mut client, &chunk).await;
+            read_until(&mut app, "x\r\n").await;
+            // The app closes before it responds.
+            drop(app);
+            if is_retried {
+                let mut app = server.accept().await;
+                let again = read_until(&mut app, "xxxxx\r\n").await;
+                assert!(again.ends_with(&format!("3\r\none\r\n{chunk}")), "{again}");
+                write(&mut client, "0\r\n\r\n").await;
+                read_until(&mut app, "0\r\n\r\n").await;
+                write(
+                    &mut app,
+                    &OK.replace("200 OK\r\n", "200 OK\r\nConnection: close\r\n"),
+                )
+                .await;
+                read_until(&mut client, "ok").await;
+            } else {
+                let answer = read_until(&mut client, "\r\n\r\n").await;
+                assert!(answer.contains("x-mesh-error: upstream-closed"), "{answer}");
+            }
+        }
+    });
+}
+
+#[test]
 fn replies_502_without_listener_and_keeps_connection() {
     on_worker(async {
         let (server, address) = listen().await;

@@ -1,6 +1,7 @@
-//! What both versions of HTTP share: the view of a request, changes of heads, and the replies that
-//! the proxy makes itself.
+//! What both versions of HTTP share: the view of a request, changes of heads, the part of a body that
+//! is kept for another attempt, and the replies that the proxy makes itself.
 
 pub mod edits;
+pub mod replay;
 pub mod reply;
 pub mod view;

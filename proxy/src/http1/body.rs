@@ -10,6 +10,7 @@ use thiserror::Error;
 use tokio::io::AsyncWrite;
 
 use super::head::Framing;
+use crate::http::replay::Replay;
 use crate::io::Io;
 use crate::policy::{is_called_by, is_mesh_error};
 
@@ -42,10 +43,15 @@ pub enum BodyError {
 pub struct Relay {
     decoder: Decoder,
     chunked: bool,
-    /// Written before `pending`. Set again for each attempt.
+    /// Written before `pending`: bytes that are kept for another attempt, or were.
     prefix: Bytes,
     /// Encoded bytes that were not yet written.
     pending: BytesMut,
+    replay: Replay,
+    /// Some bytes were written since the last attempt began.
+    written: bool,
+    /// The receiver accepts no more bytes.
+    stopped: bool,
 }
 
 impl Relay {
@@ -57,12 +63,26 @@ impl Relay {
             chunked: framing == Framing::Chunked && !plain,
             prefix: Bytes::new(),
             pending: head,
+            replay: Replay::off(),
+            written: false,
+            stopped: false,
         }
     }
 
-    /// Whether the complete body was read and written.
+    /// Creates a relay of a request, whose start is kept for another attempt until
+    /// [`Relay::discard_replay`].
+    pub fn with_replay(framing: Framing, head: BytesMut) -> Self {
+        Self {
+            replay: Replay::new(head.len()),
+            ..Self::new(framing, head, false)
+        }
+    }
+
+    /// Whether there is nothing more to write: the complete body was read and written, or the
+    /// receiver accepts no more bytes.
     pub fn is_done(&self) -> bool {
-        self.prefix.is_empty() && self.pending.is_empty() && self.decoder.is_done()
+        self.stopped
+            || (self.prefix.is_empty() && self.pending.is_empty() && self.decoder.is_done())
     }
 
     /// Whether the complete body was read.
@@ -70,25 +90,33 @@ impl Relay {
         self.decoder.is_done()
     }
 
-    /// Removes the unwritten bytes: the head and the start of the body. Each attempt passes them to
-    /// [`Relay::set_prefix`].
-    pub fn take_pending(&mut self) -> Bytes {
-        self.pending.split().freeze()
+    /// Whether another attempt can send all bytes again.
+    pub fn can_rewind(&self) -> bool {
+        !self.written || self.replay.is_available()
     }
 
-    /// Sets the bytes that are written first.
-    pub fn set_prefix(&mut self, prefix: Bytes) {
-        self.prefix = prefix;
+    /// Prepares another attempt. Returns false if some of the written bytes are not kept.
+    pub fn rewind(&mut self) -> bool {
+        if self.written {
+            match self.replay.bytes() {
+                Some(kept) => self.prefix = kept,
+                None => return false,
+            }
+        }
+        self.written = false;
+        self.stopped = false;
+        true
+    }
+
+    /// Drops the bytes that are kept for another attempt.
+    pub fn discard_replay(&mut self) {
+        self.replay.discard();
     }
 
     /// Ends the relay early: the receiver accepts no more bytes. The sender's connection ends with
-    /// the exchange.
+    /// the exchange, unless the complete body was read.
     pub fn stop(&mut self) {
-        self.prefix = Bytes::new();
-        self.pending = BytesMut::new();
-        if !self.decoder.is_done() {
-            self.decoder = Decoder::Stopped;
-        }
+        self.stopped = true;
     }
 
     /// Decodes the part of the body that is in the buffer `from`, and passes its data to `on_data`.
@@ -130,7 +158,7 @@ impl Relay {
                 self.decode_buffered(from.unread(), on_data)?;
             }
             ready!(self.poll_flush(cx, to))?;
-            if matches!(self.decoder, Decoder::Done | Decoder::Stopped) {
+            if self.is_done() {
                 return Poll::Ready(Ok(()));
             }
             if ready!(from.poll_fill(cx)).map_err(|_| BodyError::SenderClosed)? == 0 {
@@ -140,6 +168,11 @@ impl Relay {
     }
 
     fn poll_flush(&mut self, cx: &mut Context<'_>, to: &mut Io) -> Poll<Result<(), BodyError>> {
+        if self.replay.is_available() && self.prefix.is_empty() && !self.pending.is_empty() {
+            self.prefix = self.pending.split().freeze();
+            self.replay.keep(&self.prefix);
+        }
+        self.written = true;
         ready!(poll_write_all(cx, to, &mut self.prefix))?;
         poll_write_all(cx, to, &mut self.pending)
     }
@@ -189,8 +222,6 @@ enum Decoder {
     ChunkEnd,
     Trailers,
     Done,
-    /// The rest is not read.
-    Stopped,
 }
 
 impl Decoder {
@@ -209,7 +240,7 @@ impl Decoder {
 
     fn decode(&mut self, from: &mut BytesMut) -> Result<Decoded, &'static str> {
         match *self {
-            Self::Done | Self::Stopped => Ok(Decoded::Nothing),
+            Self::Done => Ok(Decoded::Nothing),
             Self::UntilClose => Ok(Decoded::Data(from.split())),
             Self::Length(left) | Self::ChunkData(left) => {
                 let data = take(from, left);

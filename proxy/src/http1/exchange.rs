@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
-use bytes::{Bytes, BytesMut};
+use bytes::BytesMut;
 use http::StatusCode;
 use tokio::io::{AsyncWrite, AsyncWriteExt};
 
@@ -42,14 +42,8 @@ pub(super) struct Exchange<'a> {
     client: &'a mut Io,
     request: RequestHead,
     record: ExchangeRecord,
-    /// The request's head, and the part of its body that arrived with it: one write.
-    first: Bytes,
-    /// The rest of the body.
+    /// The request's head and body.
     upload: Relay,
-    /// There is no rest: the request can be sent again.
-    replayable: bool,
-    /// Bytes of it were sent to an endpoint.
-    sent: bool,
     /// It is an exempt probe: the only exchange of its connections.
     is_probe: bool,
     /// The client has half-closed its connection.
@@ -78,15 +72,12 @@ impl<'a> Exchange<'a> {
         });
         let mut head = BytesMut::new();
         request.write(&mut head, Edits(&[edit]));
-        let upload = Relay::new(request.framing, head, false);
+        let upload = Relay::with_replay(request.framing, head);
         Self {
             client,
             request,
             record,
-            first: Bytes::new(),
             upload,
-            replayable: false,
-            sent: false,
             is_probe: false,
             client_ended: false,
         }
@@ -108,8 +99,6 @@ impl<'a> Exchange<'a> {
         if let Err(broken) = taken {
             return self.fail(&request_failure(&broken)).await;
         }
-        self.first = self.upload.take_pending();
-        self.replayable = self.upload.is_read();
         // 5. Route, 6. balance, 7. connect, 8. serve.
         match forward(&mut self, &flow).await {
             Ok(Outcome::After(after)) => after,
@@ -132,8 +121,6 @@ impl<'a> Exchange<'a> {
                 reason: reason.to_owned(),
             })
         };
-        self.upload.set_prefix(self.first.clone());
-        self.sent = true;
         loop {
             let mut scanned = 0;
             let received = poll_fn(|cx| self.poll_head(cx, &mut upstream.io, &mut scanned)).await;
@@ -145,7 +132,7 @@ impl<'a> Exchange<'a> {
                 Err(Ended::Upstream(reason)) => {
                     // A pooled connection may be closed just when it is used.
                     let untouched = upstream.reused && upstream.io.unread().is_empty();
-                    let safe = untouched && self.replayable && self.request.view().is_idempotent();
+                    let safe = untouched && self.request.view().is_idempotent();
                     let retry = if safe {
                         Retry::AnyEndpoint
                     } else {
@@ -251,7 +238,7 @@ impl<'a> Exchange<'a> {
         flow.direction == Direction::Outbound
             && head.status == 502
             && upstream.is_secured()
-            && self.replayable
+            && self.upload.can_rewind()
             && head.fields().any(code)
             && attempts < MAX_ATTEMPTS
             && flow.destination.backend().endpoints_len() > attempts as usize
@@ -423,6 +410,7 @@ impl Forward for Exchange<'_> {
                 retry: Retry::OtherEndpoint,
             });
         }
+        self.upload.discard_replay();
         let answered_at = self.record.attempts.answered();
         let keep_alive = !self.is_probe && self.may_keep_alive(answered_at);
         Ok(self
@@ -431,7 +419,7 @@ impl Forward for Exchange<'_> {
     }
 
     fn rewind(&mut self) -> bool {
-        self.replayable || !self.sent
+        self.upload.rewind()
     }
 }
 

@@ -135,14 +135,14 @@ impl Exchange {
 
     /// Whether to retry: the peer's proxy replied that its application accepts no connection, there
     /// is another endpoint, and the request can be sent again.
-    fn was_not_delivered(&mut self, response: &http::response::Parts, is_peer: bool) -> bool {
+    fn was_not_delivered(&self, response: &http::response::Parts, is_peer: bool) -> bool {
         let (flow, attempts) = (&self.record.flow, self.record.attempts.count);
         flow.direction == Direction::Outbound
             && is_peer
             && head::says_not_delivered(response)
             && attempts < MAX_ATTEMPTS
             && flow.destination.backend().endpoints_len() > attempts as usize
-            && self.upload.rewind()
+            && self.upload.can_rewind()
     }
 
     /// Sends the request's body until the response's head has arrived.

@@ -10,6 +10,7 @@ use http::HeaderMap;
 
 use super::head::remove;
 use crate::dump::pairs;
+use crate::http::replay::Replay;
 use crate::policy::{is_called_by, is_mesh_error};
 use crate::record::ExchangeRecord;
 
@@ -25,6 +26,9 @@ pub(super) struct Relay {
     pending: Bytes,
     /// The end of the stream was read.
     ended: bool,
+    trailers: Option<HeaderMap>,
+    /// Bytes that were read, and whose flow-control capacity the sender has not got back.
+    unreleased: usize,
     /// The end of the stream was sent.
     complete: bool,
     /// The receiver accepts no more bytes.
@@ -32,16 +36,6 @@ pub(super) struct Relay {
     /// The number of bytes that may still be sent without flow-control capacity.
     unreserved: usize,
     replay: Replay,
-}
-
-/// The sent bytes, while another attempt may have to send them again.
-enum Replay {
-    /// Nothing was sent.
-    Empty,
-    /// One DATA frame was sent.
-    Buffered(Bytes),
-    /// More was sent than is buffered, or no other attempt follows.
-    Unavailable,
 }
 
 /// The message that is relayed.
@@ -63,20 +57,22 @@ pub(super) enum RelayError {
 }
 
 impl Relay {
-    /// Creates a relay of the body `from`. The first bytes of a request are buffered for another
-    /// attempt until [`Relay::discard_replay`].
+    /// Creates a relay of the body `from`. The start of a request is kept for another attempt until
+    /// [`Relay::discard_replay`].
     pub fn new(from: RecvStream, message: Message) -> Self {
         let complete = from.is_end_stream();
         let replay = if message == Message::Request {
-            Replay::Empty
+            Replay::new(0)
         } else {
-            Replay::Unavailable
+            Replay::off()
         };
         Self {
             from,
             message,
             pending: Bytes::new(),
             ended: complete,
+            trailers: None,
+            unreleased: 0,
             complete,
             stopped: false,
             unreserved: MAX_UNRESERVED,
@@ -99,28 +95,24 @@ impl Relay {
         self.stopped = true;
     }
 
-    /// Drops the bytes that are buffered for another attempt.
+    /// Drops the bytes that are kept for another attempt.
     pub fn discard_replay(&mut self) {
-        self.replay = Replay::Unavailable;
+        self.replay.discard();
+    }
+
+    /// Whether another attempt can send all bytes again.
+    pub fn can_rewind(&self) -> bool {
+        self.replay.is_available()
     }
 
     /// Prepares another attempt with another receiver. Returns false if some of the sent bytes are
-    /// not buffered.
+    /// not kept.
     pub fn rewind(&mut self) -> bool {
-        match std::mem::replace(&mut self.replay, Replay::Empty) {
-            Replay::Unavailable => {
-                self.replay = Replay::Unavailable;
-                return false;
-            }
-            Replay::Empty => {}
-            Replay::Buffered(data) if self.pending.is_empty() => {
-                self.pending = data;
-                self.complete = false;
-            }
-            Replay::Buffered(data) => {
-                self.pending = [data, std::mem::take(&mut self.pending)].concat().into()
-            }
-        }
+        let Some(kept) = self.replay.bytes() else {
+            return false;
+        };
+        self.complete &= kept.is_empty() && self.trailers.is_none();
+        self.pending = kept;
         self.stopped = false;
         self.unreserved = MAX_UNRESERVED;
         true
@@ -138,26 +130,27 @@ impl Relay {
                 ready!(self.poll_send(cx, to))?;
                 continue;
             }
+            if self.ended {
+                return Poll::Ready(self.finish(to));
+            }
             match ready!(self.from.poll_data(cx)) {
                 Some(Ok(data)) => {
                     self.ended = self.from.is_end_stream();
+                    self.unreleased += data.len();
                     match self.message {
                         Message::Request => record.request_body(&data),
                         Message::Response { .. } => record.response_body(&data),
                     }
-                    if data.is_empty() && self.ended {
-                        return Poll::Ready(self.finish(to));
-                    }
+                    self.replay.keep(&data);
                     self.pending = data;
                 }
                 Some(Err(error)) => return Poll::Ready(Err(RelayError::Sender(error))),
-                None => match ready!(self.from.poll_trailers(cx)) {
-                    Ok(Some(trailers)) => {
-                        return Poll::Ready(self.finish_with_trailers(trailers, to, record));
-                    }
-                    Ok(None) => return Poll::Ready(self.finish(to)),
-                    Err(error) => return Poll::Ready(Err(RelayError::Sender(error))),
-                },
+                None => {
+                    let trailers =
+                        ready!(self.from.poll_trailers(cx)).map_err(RelayError::Sender)?;
+                    self.trailers = trailers.map(|fields| self.prepare_trailers(fields, record));
+                    self.ended = true;
+                }
             }
         }
         Poll::Ready(Ok(()))
@@ -188,34 +181,34 @@ impl Relay {
         } else {
             self.pending.split_to(capacity)
         };
-        let (length, last) = (data.len(), self.ended && self.pending.is_empty());
-        self.replay = match self.replay {
-            Replay::Empty if length <= MAX_UNRESERVED => Replay::Buffered(data.clone()),
-            _ => Replay::Unavailable,
-        };
+        let last = self.ended && self.trailers.is_none() && self.pending.is_empty();
+        // Bytes that are sent again were released already.
+        let released = data.len().min(self.unreleased);
+        self.unreleased -= released;
         to.send_data(data, last)
             .map_err(|_| RelayError::ReceiverClosed)?;
         self.complete = last;
         // Fails only if the sender's stream is closed.
-        let _ = self.from.flow_control().release_capacity(length);
+        let _ = self.from.flow_control().release_capacity(released);
         Poll::Ready(Ok(()))
     }
 
-    /// Sends the end of the stream.
+    /// Sends the end of the stream, with the trailers.
     fn finish(&mut self, to: &mut SendStream<Bytes>) -> Result<(), RelayError> {
-        self.ended = true;
         self.complete = true;
-        to.send_data(Bytes::new(), true)
-            .map_err(|_| RelayError::ReceiverClosed)
+        let trailers = match self.replay.is_available() {
+            true => self.trailers.clone(),
+            false => self.trailers.take(),
+        };
+        match trailers {
+            Some(trailers) => to.send_trailers(trailers),
+            None => to.send_data(Bytes::new(), true),
+        }
+        .map_err(|_| RelayError::ReceiverClosed)
     }
 
-    /// Sends the trailers, without the fields that only the mesh may set.
-    fn finish_with_trailers(
-        &mut self,
-        mut trailers: HeaderMap,
-        to: &mut SendStream<Bytes>,
-        record: &mut ExchangeRecord,
-    ) -> Result<(), RelayError> {
+    /// Removes the fields that only the mesh may set.
+    fn prepare_trailers(&self, mut trailers: HeaderMap, record: &mut ExchangeRecord) -> HeaderMap {
         match self.message {
             Message::Request => remove(&mut trailers, is_called_by),
             Message::Response { from_proxy: false } => remove(&mut trailers, is_mesh_error),
@@ -225,10 +218,7 @@ impl Relay {
             Message::Request => dump.request_trailers(pairs(&trailers)),
             Message::Response { .. } => dump.response_trailers(pairs(&trailers)),
         });
-        self.replay = Replay::Unavailable;
-        self.complete = true;
-        to.send_trailers(trailers)
-            .map_err(|_| RelayError::ReceiverClosed)
+        trailers
     }
 }
 

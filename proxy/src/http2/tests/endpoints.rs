@@ -221,6 +221,20 @@ fn retries_refused_stream_with_body_at_most_three_times() {
             (&response.body()[..], refuse.get()),
             (&b"the whole body"[..], 0)
         );
+        // Several frames and trailers are sent again as well.
+        refuse.set(1);
+        let (response, mut body) = client.send_request(grpc("/"), false).unwrap();
+        body.send_data("two ".into(), false).unwrap();
+        until(|| refuse.get() == 0).await;
+        body.send_data("frames".into(), false).unwrap();
+        body.send_trailers(HeaderMap::from_iter([(
+            "x-sum".parse().unwrap(),
+            "7".parse().unwrap(),
+        )]))
+        .unwrap();
+        let (response, trailers) = read(response.await.unwrap()).await.unwrap();
+        assert_eq!(&response.body()[..], b"two frames");
+        assert_eq!(trailers.unwrap()["x-sum"], "7");
         // At most three attempts.
         refuse.set(100);
         let (response, trailers) = call_with(&mut client, grpc("/"), b"x").await.unwrap();

@@ -252,11 +252,14 @@ async fn stalled_app() -> SocketAddr {
     .await
 }
 
-/// Responds with the body of the request.
+/// Responds with the body and the trailers of the request.
 async fn echo(request: Request<RecvStream>, mut respond: SendResponse<Bytes>) {
-    let (data, _) = read_body(&mut request.into_body()).await.unwrap();
+    let (data, trailers) = read_body(&mut request.into_body()).await.unwrap();
     let mut stream = respond.send_response(Response::new(()), false).unwrap();
-    stream.send_data(data, true).unwrap();
+    stream.send_data(data, trailers.is_none()).unwrap();
+    if let Some(trailers) = trailers {
+        stream.send_trailers(trailers).unwrap();
+    }
 }
 
 /// An address without a listener.
