@@ -127,7 +127,7 @@ impl Probe {
                 *port == to
                     && method == b"POST"
                     && target == b"/grpc.health.v1.Health/Check"
-                    && request.http2
+                    && request.version == http::Version::HTTP_2
             }
             // It sends no request: the accepted connection is the answer.
             Self::Tcp { .. } => false,
@@ -223,7 +223,7 @@ mod tests {
         }
         let probe = request("GET", "/healthz?full=1");
         let call = RequestView {
-            http2: true,
+            version: http::Version::HTTP_2,
             has_body: true,
             ..request("POST", "/grpc.health.v1.Health/Check")
         };
@@ -256,7 +256,7 @@ mod tests {
             (
                 9000,
                 RequestView {
-                    http2: false,
+                    version: http::Version::HTTP_11,
                     ..call
                 },
             ),

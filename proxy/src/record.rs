@@ -11,7 +11,9 @@ use crate::dump::ExchangeDump;
 use crate::error::Failure;
 use crate::flow::Flow;
 use crate::forward::Attempts;
+use crate::http::edits::Edits;
 use crate::http::reply::LocalReply;
+use crate::http::view::{Fields, RequestView};
 use crate::metrics::Protocol;
 
 /// One request and its response.
@@ -45,11 +47,15 @@ impl ExchangeRecord {
         }
     }
 
-    /// Fills the dump, if the exchange is dumped.
-    pub fn dump(&mut self, fill: impl FnOnce(&mut ExchangeDump)) {
+    fn dump(&mut self, fill: impl FnOnce(&mut ExchangeDump)) {
         if let Some(dump) = &mut self.dump {
             fill(dump);
         }
+    }
+
+    /// The request's head, with the changes that the proxy makes to it.
+    pub fn request(&mut self, request: &RequestView<'_>, edits: Edits<'_>) {
+        self.dump(|dump| dump.request(request, edits));
     }
 
     /// Bytes of the request's body.
@@ -58,15 +64,36 @@ impl ExchangeRecord {
         self.dump(|dump| dump.request_body(data));
     }
 
+    /// The request's trailers.
+    pub fn request_trailers(&mut self, trailers: &dyn Fields) {
+        self.dump(|dump| dump.request_trailers(trailers));
+    }
+
+    /// The request was sent to its end.
+    pub fn request_end(&mut self) {
+        self.dump(ExchangeDump::request_end);
+    }
+
     /// Bytes of the response's body.
     pub fn response_body(&mut self, data: &[u8]) {
         self.received += data.len() as u64;
         self.dump(|dump| dump.response_body(data));
     }
 
-    /// The status of the response that the client gets.
-    pub fn response(&mut self, status: StatusCode) {
+    /// The head of the response that the client gets. HTTP/2 has no reason phrase.
+    pub fn response(&mut self, status: StatusCode, reason: &[u8], fields: &dyn Fields) {
         self.status = Some(status);
+        self.dump(|dump| dump.response(status, reason, fields));
+    }
+
+    /// The response's trailers.
+    pub fn response_trailers(&mut self, trailers: &dyn Fields) {
+        self.dump(|dump| dump.response_trailers(trailers));
+    }
+
+    /// The response was sent to its end.
+    pub fn response_end(&mut self) {
+        self.dump(ExchangeDump::response_end);
     }
 
     /// The proxy replies itself.
@@ -81,15 +108,7 @@ impl ExchangeRecord {
     /// The proxy could not carry the exchange to its end.
     pub fn fail(&mut self, failure: &Failure) {
         self.failure = Some(failure.code());
-        let Flow {
-            worker,
-            direction,
-            peer,
-            destination,
-            ..
-        } = &*self.flow;
-        worker.metrics.failure(*direction, failure);
-        tracing::debug!(%peer, destination = %destination.name(), code = failure.code(), "{failure}");
+        report(&self.flow, failure, false);
     }
 
     /// The exchange ended early.
@@ -156,22 +175,10 @@ impl ConnectionRecord {
         self.copied = Some((sent, received));
     }
 
-    /// The proxy could not carry the connection.
+    /// The proxy could not carry the connection. The log is the only place where a failed
+    /// authentication shows: the client cannot be told.
     pub fn fail(&mut self, failure: &Failure) {
-        let Flow {
-            worker,
-            direction,
-            peer,
-            destination,
-            ..
-        } = &*self.flow;
-        worker.metrics.failure(*direction, failure);
-        let (path, destination, code) = (direction.name(), destination.name(), failure.code());
-        // The log is the only place where it shows: the client cannot be told.
-        if failure.is_identity_failure() && worker.should_log(Instant::now()) {
-            return tracing::warn!(path, %peer, %destination, code, "{failure}");
-        }
-        tracing::debug!(path, %peer, %destination, code, "{failure}");
+        report(&self.flow, failure, failure.is_identity_failure());
     }
 }
 
@@ -185,5 +192,17 @@ impl Drop for ConnectionRecord {
                 .dumps
                 .opaque(&self.flow.info(), sent, received, duration);
         }
+    }
+}
+
+/// Counts a failure and logs it, at the rate of warnings if it is one.
+fn report(flow: &Flow, failure: &Failure, is_warning: bool) {
+    flow.worker.metrics.failure(flow.direction, failure);
+    let (path, peer, code) = (flow.direction.name(), flow.peer, failure.code());
+    let destination = flow.destination.name();
+    if is_warning && flow.worker.should_log(Instant::now()) {
+        tracing::warn!(path, %peer, %destination, code, "{failure}");
+    } else {
+        tracing::debug!(path, %peer, %destination, code, "{failure}");
     }
 }

@@ -4,9 +4,13 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
+use http::{StatusCode, Version};
+
 use super::body::Body;
 use super::{ConnectionInfo, Message, Mode, Shared};
 use crate::error::Failure;
+use crate::http::edits::Edits;
+use crate::http::view::{self, RequestView};
 
 /// Maximum size of the recorded fields of one message.
 const MAX_FIELDS: usize = 16 * 1024;
@@ -29,7 +33,8 @@ pub(super) struct Record {
     pub time: SystemTime,
     pub duration: Duration,
     pub connection: ConnectionInfo,
-    pub protocol: &'static str,
+    /// It came by HTTP/2, not HTTP/1.
+    pub http2: bool,
     pub request: Part,
     pub response: Part,
     /// Code and message of an error of the proxy.
@@ -71,7 +76,7 @@ impl ExchangeDump {
             time: SystemTime::now(),
             duration: Duration::ZERO,
             connection,
-            protocol: "http1",
+            http2: false,
             request: part(),
             response: part(),
             failure: None,
@@ -86,155 +91,96 @@ impl ExchangeDump {
         }
     }
 
-    /// Records an HTTP/1 request: start line and fields in original order and case.
-    pub fn request_head<'a>(
-        &mut self,
-        start_line: &[u8],
-        fields: impl IntoIterator<Item = (&'a [u8], &'a [u8])>,
-    ) {
-        let Some(record) = &mut self.record else {
-            return;
-        };
-        record.request.head(start_line, fields);
+    /// The record, until it is written.
+    fn fill(&mut self, fill: impl FnOnce(&mut Record)) {
+        if let Some(record) = &mut self.record {
+            fill(record);
+        }
     }
 
-    /// Records the headers of an HTTP/2 request.
-    pub fn request_parts(&mut self, parts: &http::request::Parts) {
-        let Some(record) = &mut self.record else {
-            return;
-        };
-        record.protocol = "http2";
-        let path = parts.uri.path_and_query().map_or("", |path| path.as_str());
-        let authority = parts
-            .uri
-            .authority()
-            .map(|authority| ("host".as_bytes(), authority.as_str().as_bytes()));
-        let target = if path.is_empty() {
-            parts
-                .uri
-                .authority()
-                .map_or("*", |authority| authority.as_str())
-        } else {
-            path
-        };
-        let line = format!("{} {target} HTTP/2", parts.method);
-        record.request.head(
-            line.as_bytes(),
-            authority.into_iter().chain(pairs(&parts.headers)),
-        );
+    /// Records the head of a request as it is sent: fields in original order and case, after
+    /// `edits`.
+    pub fn request(&mut self, request: &RequestView<'_>, edits: Edits<'_>) {
+        self.fill(|record| {
+            let http2 = request.version == Version::HTTP_2;
+            record.http2 = http2;
+            let authority = request.authority().unwrap_or(b"*");
+            // The target of CONNECT is an authority.
+            let target = match request.target {
+                b"" => authority,
+                target => target,
+            };
+            let version = match http2 {
+                true => "HTTP/2".to_owned(),
+                false => format!("{:?}", request.version),
+            };
+            let line = [request.method, b" ", target, b" ", version.as_bytes()].concat();
+            let mut fields = pairs(request.head);
+            if http2 && request.header("host").is_none() && request.authority().is_some() {
+                fields.insert(0, (b"host", authority));
+            }
+            record.request.head(&line, edits.fields(fields.into_iter()));
+        });
     }
 
     /// Records bytes of the request body.
     pub fn request_body(&mut self, bytes: &[u8]) {
-        let Some(record) = &mut self.record else {
-            return;
-        };
-        record.request.body.append(bytes);
+        self.fill(|record| record.request.body.append(bytes));
         self.write_if_long_lived();
     }
 
     /// Records the request trailers.
-    pub fn request_trailers<'a>(&mut self, fields: impl IntoIterator<Item = (&'a [u8], &'a [u8])>) {
-        let Some(record) = &mut self.record else {
-            return;
-        };
-        record.request.trailers.extend(fields);
+    pub fn request_trailers(&mut self, fields: &dyn view::Fields) {
+        self.fill(|record| record.request.trailers.extend(pairs(fields)));
     }
 
     /// Records the end of the request.
     pub fn request_end(&mut self) {
-        let Some(record) = &mut self.record else {
-            return;
-        };
-        record.request.ended = true;
+        self.fill(|record| record.request.ended = true);
     }
 
-    /// Records an HTTP/1 response. Replaces an interim response such as 100 Continue.
-    pub fn response_head<'a>(
-        &mut self,
-        start_line: &[u8],
-        fields: impl IntoIterator<Item = (&'a [u8], &'a [u8])>,
-    ) {
-        let Some(record) = &mut self.record else {
-            return;
-        };
-        record.response.head(start_line, fields);
-    }
-
-    /// Records the headers of an HTTP/2 response.
-    pub fn response_parts(&mut self, parts: &http::response::Parts) {
-        let Some(record) = &mut self.record else {
-            return;
-        };
-        record.response.head(
-            format!("HTTP/2 {}", parts.status.as_u16()).as_bytes(),
-            pairs(&parts.headers),
-        );
-    }
-
-    /// Records a response of the proxy itself.
-    pub fn response_answer(&mut self, head: &http::Response<()>, body: &[u8]) {
-        let Some(record) = &mut self.record else {
-            return;
-        };
-        record.response.head(
-            format!("HTTP/2 {}", head.status().as_u16()).as_bytes(),
-            pairs(head.headers()),
-        );
-        record.response.body.append(body);
+    /// Records the head of a response. Replaces an interim response such as 100 Continue.
+    pub fn response(&mut self, status: StatusCode, reason: &[u8], fields: &dyn view::Fields) {
+        self.fill(|record| {
+            let status = status.as_str().as_bytes();
+            let line = match record.http2 {
+                true => [b"HTTP/2 ", status].concat(),
+                false => [b"HTTP/1.1 ", status, b" ", reason].concat(),
+            };
+            record.response.head(&line, pairs(fields));
+        });
     }
 
     /// Records bytes of the response body.
     pub fn response_body(&mut self, bytes: &[u8]) {
-        let Some(record) = &mut self.record else {
-            return;
-        };
-        record.response.body.append(bytes);
+        self.fill(|record| record.response.body.append(bytes));
         self.write_if_long_lived();
     }
 
     /// Records the response trailers.
-    pub fn response_trailers<'a>(
-        &mut self,
-        fields: impl IntoIterator<Item = (&'a [u8], &'a [u8])>,
-    ) {
-        let Some(record) = &mut self.record else {
-            return;
-        };
-        record.response.trailers.extend(fields);
+    pub fn response_trailers(&mut self, fields: &dyn view::Fields) {
+        self.fill(|record| record.response.trailers.extend(pairs(fields)));
     }
 
     /// Records the end of the response.
     pub fn response_end(&mut self) {
-        let Some(record) = &mut self.record else {
-            return;
-        };
-        record.response.ended = true;
+        self.fill(|record| record.response.ended = true);
     }
 
     /// Records the error that causes a response of the proxy itself.
     pub fn failure(&mut self, failure: &Failure) {
-        let Some(record) = &mut self.record else {
-            return;
-        };
-        record.failure = Some((failure.code(), failure.to_string()));
+        self.fill(|record| record.failure = Some((failure.code(), failure.to_string())));
     }
 
     /// Records why the exchange is aborted.
     pub fn cut_off(&mut self, reason: &str) {
-        let Some(record) = &mut self.record else {
-            return;
-        };
-        record.cut_off = Some(reason.to_owned());
+        self.fill(|record| record.cut_off = Some(reason.to_owned()));
     }
 
     /// Records the bytes that the client sent and received after a protocol upgrade (WebSocket,
     /// CONNECT).
     pub fn upgraded(&mut self, sent: u64, received: u64) {
-        let Some(record) = &mut self.record else {
-            return;
-        };
-        record.upgraded = Some((sent, received));
+        self.fill(|record| record.upgraded = Some((sent, received)));
     }
 
     fn write_if_long_lived(&mut self) {
@@ -333,17 +279,18 @@ impl Fields {
     }
 }
 
-/// Fields of a header map as pairs of name and value.
-pub fn pairs(headers: &http::HeaderMap) -> impl Iterator<Item = (&[u8], &[u8])> {
-    headers
-        .iter()
-        .map(|(name, value)| (name.as_str().as_bytes(), value.as_bytes()))
+/// Fields as pairs of name and value.
+fn pairs(fields: &dyn view::Fields) -> Vec<(&[u8], &[u8])> {
+    let mut pairs = Vec::new();
+    fields.visit(&mut |name, value| pairs.push((name, value)));
+    pairs
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::dump::{Direction, Dumps};
+    use crate::http::view::testing::request;
 
     #[test]
     fn writes_long_lived_stream_once() {
@@ -356,9 +303,9 @@ mod tests {
                 destination: address,
             })
             .unwrap();
-        dump.request_head(b"GET /watch HTTP/1.1", []);
+        dump.request(&request("GET", "/watch"), Edits::default());
         dump.request_end();
-        dump.response_head(b"HTTP/1.1 200 OK", []);
+        dump.response(StatusCode::OK, b"OK", &http::HeaderMap::new());
         dump.response_body(b"first");
         dump.started -= MAX_OPEN_TIME + Duration::from_secs(1);
         dump.response_body(b", second");

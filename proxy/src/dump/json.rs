@@ -22,7 +22,7 @@ use super::{ConnectionInfo, Opaque, mask};
 /// Renders an exchange.
 pub(super) fn exchange(record: &Record) -> String {
     let mut object = connection(&record.connection, record.time);
-    object["protocol"] = record.protocol.into();
+    object["protocol"] = if record.http2 { "http2" } else { "http1" }.into();
     object["duration_ms"] = milliseconds(record.duration);
     object["request"] = part(&record.request);
     object["response"] = part(&record.response);

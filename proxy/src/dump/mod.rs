@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::{Duration, SystemTime};
 
-pub use exchange::{ExchangeDump, pairs};
+pub use exchange::ExchangeDump;
 
 use crate::metrics::Metrics;
 use exchange::Record;

@@ -4,10 +4,13 @@ use std::io::{self, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use http::{HeaderMap, Request, Response};
+use http::{HeaderMap, HeaderName, Request, StatusCode, Version};
 
 use super::*;
 use crate::error::Failure;
+use crate::http::edits::Edits;
+use crate::http::view::{self, RequestView};
+use crate::http1::head::{RequestHead, ResponseHead};
 
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -58,20 +61,35 @@ fn connection(direction: Direction) -> ConnectionInfo {
     }
 }
 
+fn header_map(fields: &[(&str, &str)]) -> HeaderMap {
+    let parse = |(name, value): &(&str, &str)| (name.parse().unwrap(), value.parse().unwrap());
+    let mut headers = HeaderMap::new();
+    fields
+        .iter()
+        .map(parse)
+        .for_each(|(name, value): (HeaderName, _)| {
+            headers.append(name, value);
+        });
+    headers
+}
+
+fn request(dump: &mut ExchangeDump, head: &'static str) {
+    let head = RequestHead::parse(head.into()).unwrap();
+    dump.request(&head.view(), Edits::default());
+}
+
 fn hello(dump: &mut ExchangeDump) {
-    let fields: [(&[u8], &[u8]); 3] = [
-        (b"Host", b"http-server"),
-        (b"X-CaSe", b"kept"),
-        (b"AUTHORIZATION", b"Bearer secret"),
-    ];
-    dump.request_head(b"POST /hello?a=b HTTP/1.1", fields);
+    request(
+        dump,
+        "POST /hello?a=b HTTP/1.1\r\nHost: http-server\r\nX-CaSe: kept\r\n\
+         AUTHORIZATION: Bearer secret\r\n\r\n",
+    );
     dump.request_body(b"ping");
     dump.request_end();
-    let fields: [(&[u8], &[u8]); 2] = [
-        (b"Content-Type", b"text/plain"),
-        (b"Set-Cookie", b"id=secret; Path=/"),
-    ];
-    dump.response_head(b"HTTP/1.1 200 OK", fields);
+    let head =
+        "HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nSet-Cookie: id=secret; Path=/\r\n\r\n";
+    let head = ResponseHead::parse(head.into(), b"POST").unwrap();
+    dump.response(StatusCode::OK, head.reason(), &head);
     dump.response_body(b"po");
     dump.response_body(b"ng\n");
     dump.response_end();
@@ -124,33 +142,24 @@ fn headers_mode_omits_bodies() {
 #[test]
 fn renders_grpc_metadata_message_counts_and_status() {
     let text = written(Mode::Full, Format::Text, Direction::Outbound, |dump| {
-        let request = Request::post("http://grpc-server:80/echo.v1.EchoService/Echo")
-            .header("content-type", "application/grpc");
-        dump.request_parts(
-            &request
-                .header("te", "trailers")
-                .body(())
-                .unwrap()
-                .into_parts()
-                .0,
-        );
+        let head = Request::post("http://grpc-server:80/echo.v1.EchoService/Echo")
+            .header("content-type", "application/grpc")
+            .header("te", "trailers");
+        let head = head.body(()).unwrap().into_parts().0;
+        let request = RequestView {
+            head: &head,
+            version: Version::HTTP_2,
+            ..view::testing::request("POST", "/echo.v1.EchoService/Echo")
+        };
+        dump.request(&request, Edits::default());
         dump.request_body(b"\0\0\0\0\x02hi");
         dump.request_end();
-        dump.response_parts(
-            &Response::builder()
-                .header("content-type", "application/grpc")
-                .body(())
-                .unwrap()
-                .into_parts()
-                .0,
-        );
+        let fields = [("content-type", "application/grpc")];
+        dump.response(StatusCode::OK, b"", &header_map(&fields));
         dump.response_body(b"\0\0\0\0\x02hi\0\0");
         dump.response_body(b"\0\0\x02ho");
-        let trailers: HeaderMap = [("grpc-status", "5"), ("grpc-message", "no such echo")]
-            .map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap()))
-            .into_iter()
-            .collect();
-        dump.response_trailers(pairs(&trailers));
+        let trailers = [("grpc-status", "5"), ("grpc-message", "no such echo")];
+        dump.response_trailers(&header_map(&trailers));
         dump.response_end();
     });
     assert_eq!(
@@ -166,17 +175,17 @@ fn renders_grpc_metadata_message_counts_and_status() {
 #[test]
 fn reports_aborted_exchange() {
     let text = written(Mode::Full, Format::Text, Direction::Inbound, |dump| {
-        dump.request_head(b"GET / HTTP/1.1", []);
+        request(dump, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
         dump.request_end();
     });
     assert!(
-        text.ends_with("GET / HTTP/1.1\n\n[cut off before the response began]\n\n"),
+        text.ends_with("GET / HTTP/1.1\nHost: a\n\n[cut off before the response began]\n\n"),
         "{text}"
     );
     let text = written(Mode::Full, Format::Text, Direction::Inbound, |dump| {
-        dump.request_head(b"GET / HTTP/1.1", []);
+        request(dump, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
         dump.request_end();
-        dump.response_head(b"HTTP/1.1 200 OK", []);
+        dump.response(StatusCode::OK, b"OK", &HeaderMap::new());
         dump.cut_off("the client\x1b went away");
     });
     assert!(
@@ -188,9 +197,10 @@ fn reports_aborted_exchange() {
 #[test]
 fn renders_failure_before_its_response() {
     let text = written(Mode::Full, Format::Text, Direction::Outbound, |dump| {
-        dump.request_head(b"GET / HTTP/1.1", []);
+        request(dump, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
         dump.failure(&Failure::NoEndpoint("shop/cart".into()));
-        dump.response_head(b"HTTP/1.1 503 Service Unavailable", []);
+        let status = StatusCode::SERVICE_UNAVAILABLE;
+        dump.response(status, b"Service Unavailable", &HeaderMap::new());
     });
     let end = "[answered by the proxy: no-endpoint: service shop/cart has no ready endpoint]\nHTTP/1.1 503 Service Unavailable\n\n";
     assert!(text.ends_with(end), "{text}");
@@ -199,11 +209,9 @@ fn renders_failure_before_its_response() {
 #[test]
 fn truncates_large_headers() {
     let text = written(Mode::Full, Format::Text, Direction::Inbound, |dump| {
-        let value = [b'v'; 1000];
-        dump.request_head(
-            b"GET / HTTP/1.1",
-            (0..60).map(|_| (&b"name"[..], &value[..])),
-        );
+        let value = "v".repeat(1000);
+        let fields: Vec<_> = (0..60).map(|_| ("name", &*value)).collect();
+        dump.response(StatusCode::OK, b"OK", &header_map(&fields));
     });
     assert!(
         text.contains("[and 44 more]") && text.len() < 20_000,

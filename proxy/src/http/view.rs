@@ -2,15 +2,12 @@
 
 use http::header::HOST;
 use http::request::Parts;
+use http::{HeaderMap, Version};
 
-/// A request's head in either version of HTTP. What only some requests need is found on demand.
-pub trait Head {
+/// The fields of a head, or of trailers, in either version of HTTP.
+pub trait Fields {
     /// Calls `each` with the name and value of every field, in order.
     fn visit<'a>(&'a self, each: &mut dyn FnMut(&'a [u8], &'a [u8]));
-
-    /// The host that the request names, and the port if there is one: of the target, of
-    /// `:authority`, or of Host.
-    fn authority(&self) -> Option<&[u8]>;
 
     /// The value of the first field with this name, compared without case.
     fn field(&self, name: &str) -> Option<&[u8]> {
@@ -24,13 +21,27 @@ pub trait Head {
     }
 }
 
-impl Head for Parts {
+/// A request's head in either version of HTTP. What only some requests need is found on demand.
+pub trait Head: Fields {
+    /// The host that the request names, and the port if there is one: of the target, of
+    /// `:authority`, or of Host.
+    fn authority(&self) -> Option<&[u8]>;
+}
+
+impl Fields for HeaderMap {
     fn visit<'a>(&'a self, each: &mut dyn FnMut(&'a [u8], &'a [u8])) {
-        self.headers
-            .iter()
+        self.iter()
             .for_each(|(name, value)| each(name.as_str().as_bytes(), value.as_bytes()));
     }
+}
 
+impl Fields for Parts {
+    fn visit<'a>(&'a self, each: &mut dyn FnMut(&'a [u8], &'a [u8])) {
+        self.headers.visit(each);
+    }
+}
+
+impl Head for Parts {
     fn authority(&self) -> Option<&[u8]> {
         match self.uri.authority() {
             Some(authority) => Some(authority.as_str().as_bytes()),
@@ -48,8 +59,8 @@ pub struct RequestView<'a> {
     pub target: &'a [u8],
     /// The rest of the head.
     pub head: &'a dyn Head,
-    /// It arrived by HTTP/2.
-    pub http2: bool,
+    /// HTTP/1.0, HTTP/1.1 or HTTP/2.
+    pub version: Version,
     /// There is a body.
     pub has_body: bool,
     /// It asks for another protocol on this connection, or in this stream.
@@ -131,7 +142,7 @@ pub(crate) mod testing {
             method: method.as_bytes(),
             target: target.as_bytes(),
             head: &*EMPTY,
-            http2: false,
+            version: Version::HTTP_11,
             has_body: false,
             upgrade: false,
         }

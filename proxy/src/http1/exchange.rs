@@ -62,14 +62,7 @@ impl<'a> Exchange<'a> {
     pub fn new(client: &'a mut Io, flow: &Rc<Flow>, request: RequestHead) -> Self {
         let mut record = ExchangeRecord::new(flow, Protocol::Http1);
         let edit = flow.request_edit();
-        record.dump(|dump| {
-            let version: &[u8] = match request.version {
-                Version::Http10 => b"HTTP/1.0",
-                Version::Http11 => b"HTTP/1.1",
-            };
-            let line = [request.method(), b" ", request.target(), b" ", version].concat();
-            dump.request_head(&line, Edits(&[edit]).fields(request.fields()));
-        });
+        record.request(&request.view(), Edits(&[edit]));
         let mut head = BytesMut::new();
         request.write(&mut head, Edits(&[edit]));
         let upload = Relay::with_replay(request.framing, head);
@@ -198,7 +191,7 @@ impl<'a> Exchange<'a> {
         let seen = &mut |data: &[u8]| record.request_body(data);
         match self.upload.poll(cx, self.client, upstream, seen) {
             Poll::Pending => return Ok(Poll::Pending),
-            Poll::Ready(Ok(())) => self.record.dump(|dump| dump.request_end()),
+            Poll::Ready(Ok(())) => self.record.request_end(),
             Poll::Ready(Err(BodyError::Write(_))) => self.upload.stop(),
             Poll::Ready(Err(BodyError::SenderClosed)) => return Err(Ended::Client),
             Poll::Ready(Err(broken)) => return Err(Ended::BadRequest(request_failure(&broken))),
@@ -252,13 +245,8 @@ impl<'a> Exchange<'a> {
         mut head: ResponseHead,
         keep_alive: bool,
     ) -> Outcome {
-        self.record
-            .response(StatusCode::from_u16(head.status).unwrap_or(StatusCode::BAD_GATEWAY));
-        self.record.dump(|dump| {
-            let status = head.status.to_string();
-            let line = [b"HTTP/1.1 ", status.as_bytes(), b" ", head.reason()].concat();
-            dump.response_head(&line, head.fields());
-        });
+        let status = StatusCode::from_u16(head.status).unwrap_or(StatusCode::BAD_GATEWAY);
+        self.record.response(status, head.reason(), &head);
         let is_tunnel = head.status == 101
             || (self.request.method() == b"CONNECT" && (200..300).contains(&head.status));
         let to_http10 = self.request.version == Version::Http10;
@@ -291,7 +279,7 @@ impl<'a> Exchange<'a> {
         self.record.attempts.end();
         match relayed {
             Ok(()) if is_tunnel => return Outcome::Tunnel(upstream),
-            Ok(()) => self.record.dump(|dump| dump.response_end()),
+            Ok(()) => self.record.response_end(),
             Err(broken) => {
                 self.record.cut_off(&broken.to_string());
                 // The client sees that the response is cut off, as without the mesh.

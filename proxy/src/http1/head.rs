@@ -12,7 +12,7 @@ use memchr::memmem;
 
 use crate::authority;
 use crate::http::edits::Edits;
-use crate::http::view::{Head, RequestView};
+use crate::http::view::{self, Fields as _, Head, RequestView};
 
 /// The maximum size of a head in bytes: start line and fields.
 pub const MAX_HEAD: usize = 64 * 1024;
@@ -179,11 +179,8 @@ impl RequestHead {
         let Some((scheme, named)) = absolute_form(target) else {
             return Err(Refused::Malformed("the target is neither a path nor a URL"));
         };
-        let mut hosts = self
-            .fields()
-            .filter(|(name, _)| name.eq_ignore_ascii_case(b"host"));
-        match hosts.next() {
-            Some((_, host)) if !authority::is_same(scheme, named, host) => Err(Refused::Malformed(
+        match self.field("host") {
+            Some(host) if !authority::is_same(scheme, named, host) => Err(Refused::Malformed(
                 "the target and the Host field name different hosts",
             )),
             _ => Ok(()),
@@ -196,7 +193,10 @@ impl RequestHead {
             method: self.method(),
             target: self.target(),
             head: self,
-            http2: false,
+            version: match self.version {
+                Version::Http10 => http::Version::HTTP_10,
+                Version::Http11 => http::Version::HTTP_11,
+            },
             has_body: self.framing != Framing::None,
             upgrade: self.connection.upgrade,
         }
@@ -210,11 +210,6 @@ impl RequestHead {
     /// The target as received, in any of the four forms of RFC 9112, section 3.2.
     pub fn target(&self) -> &[u8] {
         self.fields.slice(&self.target)
-    }
-
-    /// Names and values, in their order and case.
-    pub fn fields(&self) -> impl Iterator<Item = (&[u8], &[u8])> {
-        self.fields.iter()
     }
 
     /// Writes the head for the next hop.
@@ -456,11 +451,21 @@ impl Fields {
     }
 }
 
-impl Head for RequestHead {
+impl view::Fields for RequestHead {
     fn visit<'a>(&'a self, each: &mut dyn FnMut(&'a [u8], &'a [u8])) {
-        self.fields().for_each(|(name, value)| each(name, value));
+        let fields = self.fields.iter();
+        fields.for_each(|(name, value)| each(name, value));
     }
+}
 
+impl view::Fields for ResponseHead {
+    fn visit<'a>(&'a self, each: &mut dyn FnMut(&'a [u8], &'a [u8])) {
+        let fields = self.fields.iter();
+        fields.for_each(|(name, value)| each(name, value));
+    }
+}
+
+impl Head for RequestHead {
     fn authority(&self) -> Option<&[u8]> {
         let target = self.target();
         if self.method() == b"CONNECT" {
@@ -907,8 +912,11 @@ mod tests {
         );
         assert!(request("GET / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n").is_err());
         assert!(
-            request("GET / HTTP/1.1\r\nHost: a\nX: 1\r\n\r\n")
-                .is_ok_and(|head| head.fields().count() == 2)
+            request("GET / HTTP/1.1\r\nHost: a\nX: 1\r\n\r\n").is_ok_and(|head| head
+                .fields
+                .iter()
+                .count()
+                == 2)
         );
     }
 

@@ -22,6 +22,7 @@ use crate::balance::Endpoint;
 use crate::dump::Direction;
 use crate::error::Failure;
 use crate::forward::{AttemptError, Attempts, Forward, MAX_ATTEMPTS, Retry, forward};
+use crate::http::edits::Edits;
 use crate::http::reply::LocalReply;
 use crate::io::Io;
 use crate::metrics::Protocol;
@@ -39,7 +40,7 @@ pub(super) async fn carry(
     let malformed = head::malformed(&parts);
     head::prepare(&mut parts, client.flow.request_edit());
     let mut record = ExchangeRecord::new(&client.flow, Protocol::Http2);
-    record.dump(|dump| dump.request_parts(&parts));
+    record.request(&head::view(&parts, !body.is_end_stream()), Edits::default());
     let exchange = Exchange {
         respond,
         upload: Relay::new(body, Message::Request),
@@ -201,8 +202,7 @@ impl Exchange {
         endpoint: &Endpoint,
     ) -> Outcome {
         let (parts, body) = response.into_parts();
-        self.record.response(parts.status);
-        self.record.dump(|dump| dump.response_parts(&parts));
+        self.record.response(parts.status, b"", &parts.headers);
         let from_proxy = attempt.lease.is_secured();
         let mut download = Relay::new(body, Message::Response { from_proxy });
         let is_grpc = self.is_grpc && head::is_grpc(&parts.headers);
@@ -218,13 +218,10 @@ impl Exchange {
         self.record.attempts.end();
         match relayed {
             Ok(()) => {
-                let is_complete = self.upload.is_complete();
-                self.record.dump(|dump| {
-                    dump.response_end();
-                    if is_complete {
-                        dump.request_end();
-                    }
-                });
+                self.record.response_end();
+                if self.upload.is_complete() {
+                    self.record.request_end();
+                }
                 Outcome::Ended
             }
             Err(Ended::Client(code)) => {
@@ -339,7 +336,6 @@ impl Exchange {
         } else {
             reply.http2(head_only)
         };
-        self.record.dump(|dump| dump.response_answer(&head, &body));
         // A client that has closed needs no response. Dropped, the stream tells the client that the
         // rest of its request is not read.
         if let Ok(mut stream) = self.respond.send_response(head, body.is_empty())

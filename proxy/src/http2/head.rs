@@ -54,7 +54,7 @@ pub(super) fn view(parts: &Parts, has_body: bool) -> RequestView<'_> {
         method: parts.method.as_str().as_bytes(),
         target: path.as_bytes(),
         head: parts,
-        http2: true,
+        version: Version::HTTP_2,
         has_body,
         upgrade: extended_protocol(parts)
             .is_some_and(|protocol| protocol.eq_ignore_ascii_case("websocket")),

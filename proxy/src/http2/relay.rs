@@ -9,7 +9,6 @@ use h2::{Reason, RecvStream, SendStream};
 use http::HeaderMap;
 
 use super::head::remove;
-use crate::dump::pairs;
 use crate::http::replay::Replay;
 use crate::policy::{is_called_by, is_mesh_error};
 use crate::record::ExchangeRecord;
@@ -214,10 +213,10 @@ impl Relay {
             Message::Response { from_proxy: false } => remove(&mut trailers, is_mesh_error),
             Message::Response { from_proxy: true } => {}
         }
-        record.dump(|dump| match self.message {
-            Message::Request => dump.request_trailers(pairs(&trailers)),
-            Message::Response { .. } => dump.response_trailers(pairs(&trailers)),
-        });
+        match self.message {
+            Message::Request => record.request_trailers(&trailers),
+            Message::Response { .. } => record.response_trailers(&trailers),
+        }
         trailers
     }
 }
