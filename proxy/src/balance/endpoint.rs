@@ -7,7 +7,7 @@ use std::rc::Rc;
 
 use std::time::{Duration, Instant};
 
-use super::ewma::PeakEwma;
+use super::latency::Latency;
 use crate::pool::Pool;
 
 /// How long an endpoint is quarantined after it refused a connection. The time doubles with each
@@ -22,7 +22,7 @@ pub struct Endpoint {
     /// The connections to it.
     pub pool: Rc<Pool>,
     in_flight: Cell<u32>,
-    latency: PeakEwma,
+    latency: Latency,
     quarantine: Quarantine,
 }
 
@@ -41,7 +41,7 @@ impl Endpoint {
             address: pool.remote.address,
             pool: pool.clone(),
             in_flight: Cell::new(0),
-            latency: PeakEwma::default(),
+            latency: Latency::default(),
             quarantine: Quarantine::default(),
         }
     }
@@ -234,11 +234,13 @@ mod tests {
     #[test]
     fn latency_excludes_dialing_and_opaque_connections() {
         let (dialed, pooled, opened) = (endpoint(), endpoint(), endpoint());
-        let mut slow = dialed.begin();
-        slow.started_at -= SECOND;
-        slow.connected();
-        drop(slow);
-        pooled.latency.record_success(SECOND / 2, Instant::now());
+        for _ in 0..10 {
+            let mut slow = dialed.begin();
+            slow.started_at -= SECOND;
+            slow.connected();
+            drop(slow);
+            pooled.latency.record_success(SECOND / 2, Instant::now());
+        }
         assert!(dialed.is_cheaper(&pooled, Instant::now()));
         let mut connection = opened.begin();
         connection.opened();
@@ -260,8 +262,10 @@ mod tests {
     #[test]
     fn failure_makes_endpoint_more_expensive() {
         let (failing, healthy) = (endpoint(), endpoint());
-        drop(healthy.begin());
-        failing.begin().failed();
+        for _ in 0..10 {
+            drop(healthy.begin());
+            failing.begin().failed();
+        }
         assert!(healthy.is_cheaper(&failing, Instant::now()));
     }
 }

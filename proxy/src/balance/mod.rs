@@ -3,8 +3,10 @@
 //! discovery. This module opens no connections.
 
 mod endpoint;
-mod ewma;
+mod latency;
 mod p2c;
+#[cfg(test)]
+mod simulation;
 
 use std::cell::RefCell;
 use std::net::SocketAddr;

@@ -1,0 +1,173 @@
+//! Simulation of two endpoints in virtual time: the shares of requests that they get.
+
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use fastrand::Rng;
+
+use super::latency::Latency;
+use super::p2c;
+
+/// Standard deviations between a share and its mean. Chance exceeds it once in 15,000 cases.
+const MAX_DEVIATIONS: f64 = 4.0;
+
+/// When requests start.
+#[derive(Clone, Copy)]
+enum Arrivals {
+    /// At random times, as many per second.
+    PerSecond(f64),
+    /// One after the other, with this pause.
+    Sequential(Duration),
+}
+
+/// A request that an endpoint got: the time since the start, and the index of the endpoint.
+type Request = (Duration, usize);
+
+/// Sends `count` requests to two endpoints, whose latency is a function of their index, of the time
+/// and of chance.
+fn simulate(
+    arrivals: Arrivals,
+    count: usize,
+    seed: u64,
+    latency_of: impl Fn(usize, Duration, &mut Rng) -> Duration,
+) -> Vec<Request> {
+    let (mut rng, start) = (Rng::with_seed(seed), Instant::now());
+    let endpoints: [(Latency, Cell<u32>); 2] = Default::default();
+    // Responses by the time of their arrival: the endpoint and the latency.
+    let mut responses: BTreeMap<(Duration, usize), (usize, Duration)> = BTreeMap::new();
+    let (mut now, mut requests) = (Duration::ZERO, Vec::new());
+    for number in 0..count {
+        if let Arrivals::PerSecond(rate) = arrivals {
+            now += exponential(Duration::from_secs(1), &mut rng).div_f64(rate);
+        }
+        while let Some(first) = responses.first_entry().filter(|first| first.key().0 <= now) {
+            let at = start + first.key().0;
+            let (endpoint, latency) = first.remove();
+            let (latencies, in_flight) = &endpoints[endpoint];
+            in_flight.set(in_flight.get() - 1);
+            latencies.record_success(latency, at);
+        }
+        let is_cheaper = |one: usize, other: usize| {
+            let [one, other] = [one, other].map(|index| &endpoints[index]);
+            let (in_flight, other_in_flight) = (one.1.get(), other.1.get());
+            one.0
+                .is_cheaper(in_flight, &other.0, other_in_flight, start + now)
+        };
+        let picked = p2c::choose(2, &mut rng, |_| true, is_cheaper).expect("two are usable");
+        requests.push((now, picked));
+        let latency = latency_of(picked, now, &mut rng);
+        let in_flight = &endpoints[picked].1;
+        in_flight.set(in_flight.get() + 1);
+        responses.insert((now + latency, number), (picked, latency));
+        if let Arrivals::Sequential(pause) = arrivals {
+            now += latency + pause;
+        }
+    }
+    requests
+}
+
+/// An exponentially distributed time.
+fn exponential(mean: Duration, rng: &mut Rng) -> Duration {
+    mean.mul_f64(-(1.0 - rng.f64()).ln())
+}
+
+/// The latency of a usual application: 3 ms on average, and 100 ms more for one request of 30.
+fn noisy(rng: &mut Rng) -> Duration {
+    let usual = exponential(Duration::from_millis(3), rng);
+    if rng.u8(..30) > 0 {
+        return usual;
+    }
+    usual + exponential(Duration::from_millis(100), rng)
+}
+
+/// The share of the requests between two times that the second endpoint got.
+fn share(requests: &[Request], seconds: std::ops::Range<u64>) -> f64 {
+    let within = |request: &&Request| seconds.contains(&request.0.as_secs());
+    let all = requests.iter().filter(within).count();
+    let second = requests
+        .iter()
+        .filter(within)
+        .filter(|request| request.1 == 1);
+    assert!(all > 0, "no request in {seconds:?}");
+    second.count() as f64 / all as f64
+}
+
+/// At higher rates, responses overlap, and in-flight requests count.
+#[test]
+fn equal_endpoints_get_shares_within_chance_at_low_rates() {
+    for rate in [0.2, 1.0, 5.0] {
+        let (seeds, count) = (400, 100);
+        let mut squares = 0.0;
+        for seed in 0..seeds {
+            let requests = simulate(Arrivals::PerSecond(rate), count, seed, |_, _, rng| {
+                noisy(rng)
+            });
+            let second = share(&requests, 0..u64::MAX);
+            // The binomial distribution of 100 draws at p = 1/2 has a standard deviation of 5.
+            let deviations = (second - 0.5) * 2.0 * (count as f64).sqrt();
+            assert!(
+                deviations.abs() < MAX_DEVIATIONS,
+                "seed {seed}: {second} at {rate} requests/s"
+            );
+            squares += deviations * deviations;
+        }
+        // Its mean over 400 seeds has a standard deviation of 0.07.
+        let variance = squares / seeds as f64;
+        assert!(variance < 1.3, "{variance} at {rate} requests/s");
+    }
+}
+
+#[test]
+fn one_slow_response_does_not_exclude_an_idle_endpoint() {
+    let mut after = 0.0;
+    for seed in 0..400 {
+        let slow = Cell::new(true);
+        let latency_of = |endpoint: usize, now: Duration, rng: &mut Rng| {
+            let is_slow = endpoint == 1 && now.as_secs() >= 30 && slow.take();
+            let latency = exponential(Duration::from_millis(3), rng);
+            latency + Duration::from_millis(60) * u32::from(is_slow)
+        };
+        let requests = simulate(
+            Arrivals::Sequential(Duration::from_secs(1)),
+            50,
+            seed,
+            latency_of,
+        );
+        let slow_at = requests
+            .iter()
+            .find(|request| request.0.as_secs() >= 30 && request.1 == 1);
+        let from = slow_at
+            .expect("each endpoint gets one of 20 requests")
+            .0
+            .as_secs()
+            + 1;
+        after += share(&requests, from..from + 5);
+    }
+    let mean = after / 400.0;
+    assert!((0.45..0.55).contains(&mean), "{mean}");
+}
+
+#[test]
+fn slow_endpoint_loses_its_share_within_two_seconds() {
+    let is_slow = |endpoint, now: Duration| endpoint == 1 && now.as_secs() >= 5;
+    let latency_of = |endpoint: usize, now: Duration, rng: &mut Rng| {
+        noisy(rng) + Duration::from_millis(200) * u32::from(is_slow(endpoint, now))
+    };
+    for seed in 0..50 {
+        let requests = simulate(Arrivals::PerSecond(100.0), 2500, seed, latency_of);
+        let (soon, later) = (share(&requests, 7..9), share(&requests, 9..20));
+        assert!(
+            soon < 0.1 && later < 0.05,
+            "seed {seed}: {soon}, then {later}"
+        );
+    }
+    // Sequential requests never overlap: only latencies show the slow endpoint, after about nine of
+    // its responses.
+    for seed in 0..50 {
+        let arrivals = Arrivals::Sequential(Duration::from_millis(7));
+        let requests = simulate(arrivals, 2500, seed, latency_of);
+        let later = share(&requests, 12..20);
+        assert!(later < 0.1, "seed {seed}: {later}");
+    }
+}
