@@ -17,6 +17,8 @@ LOAD ?= kind load docker-image
 IMAGE ?=
 # Arguments for the demo, the benchmark and the Tiltfile.
 ARGS ?=
+# Where cargo puts its output.
+TARGET_DIR := $(or $(CARGO_TARGET_DIR),target)
 
 say = @printf '\033[1m%s\033[0m\n' "$(1)"
 
@@ -27,12 +29,12 @@ help: ## this list
 
 demo: tools ## run the mesh in a sandbox, without cluster and Docker (ARGS='--for 30')
 	@cargo build --bins
-	@target/debug/mesh demo $(ARGS)
+	@$(TARGET_DIR)/debug/mesh demo $(ARGS)
 
 test: MORE := openssl:openssl c++:g++
 test: tools ## run all tests that need no cluster; tests in namespaces need root
 	@cargo build --workspace --bins
-	@cargo test --workspace
+	@.ci/totals cargo test --workspace --no-fail-fast
 
 check: MORE := c++:g++
 check: tools ## check format, lints, documentation, licences, manifests
@@ -70,7 +72,7 @@ tilt-ci: ## deploy with Tilt to a local cluster, wait until all workloads are he
 
 bench: tools ## compare with Envoy and with direct connections, print ratios
 	@cargo build --config .cargo/static.toml --profile dist --bins
-	@target/$(HOST)/dist/bench $(ARGS)
+	@$(TARGET_DIR)/$(HOST)/dist/bench $(ARGS)
 
 images: ## build all images with the Dockerfile (DOCKER_BUILD='docker build')
 	@for app in $(APPS); do echo "image diy-sm-$$app:$(TAG)"; $(DOCKER_BUILD) -t "diy-sm-$$app:$(TAG)" --target "$$app" .; done
@@ -78,7 +80,7 @@ images: ## build all images with the Dockerfile (DOCKER_BUILD='docker build')
 dev-images: tools ## build all images from a local cargo build, faster than images (IMAGE=PROGRAM)
 	@[[ -n "$(IMAGE)" ]] || { echo "dev-images: IMAGE is not set. Run: make dev-images IMAGE=PROGRAM, which is called as PROGRAM NAME:TAG FILE[=PATH]..." >&2; exit 2; }
 	@cargo build --bins -p diy-mesh-controller -p diy-mesh-injector -p diy-mesh-proxy -p diy-mesh-proxy-init -p diy-mesh-sample-apps
-	@for app in $(APPS); do files=; [[ $$app != proxy-init ]] || files="$(IPTABLES)"; $(IMAGE) "diy-sm-$$app:$(TAG)" "target/debug/$$app" $$files; done
+	@for app in $(APPS); do files=; [[ $$app != proxy-init ]] || files="$(IPTABLES)"; $(IMAGE) "diy-sm-$$app:$(TAG)" "$(TARGET_DIR)/debug/$$app" $$files; done
 
 load: ## load the images into the cluster (LOAD='kind load docker-image')
 	@$(LOAD) $(IMAGES)
@@ -88,7 +90,7 @@ IPTABLES := $(foreach backend,nft legacy,/usr/sbin/xtables-$(backend)-multi=/usr
 
 # `make fuzz` uses a separate target directory with coverage instrumentation. The explicit --target excludes build scripts and macros from
 # it.
-FUZZ := $(or $(CARGO_TARGET_DIR),target)/fuzz
+FUZZ := $(TARGET_DIR)/fuzz
 FUZZ_TARGETS := $(basename $(notdir $(wildcard proxy/fuzz/targets/*.rs)))
 FUZZ_FLAGS := -Cpasses=sancov-module $(addprefix -Cllvm-args=-sanitizer-coverage-,level=4 inline-8bit-counters pc-table)
 HOST = $(shell rustc -vV | sed -n 's/^host: //p')

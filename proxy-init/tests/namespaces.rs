@@ -339,14 +339,15 @@ fn works_with_read_only_root_and_two_capabilities() {
         return;
     }
     for name in BACKENDS {
-        // Disables the other backend.
+        // Disables the other backend. The checkout may be in a directory that the mounts hide, so
+        // that the program is opened before them.
         let other = if name == "nft" { "legacy" } else { "nft" };
         let script = format!(
-            "set -e; mount --make-rprivate /; mount --bind /dev/null /usr/sbin/xtables-{other}-multi\n\
+            "set -e; exec 9<{PROXY_INIT}; mount --make-rprivate /; mount --bind /dev/null /usr/sbin/xtables-{other}-multi\n\
              for place in /run /tmp /dev/shm; do mount -t tmpfs -o ro tmpfs $place; done\n\
              mount -o bind,remount,ro /\n\
              if touch /usr/x 2>/dev/null; then echo 'the root file system is writable'; exit 1; fi\n\
-             exec setpriv --bounding-set=-all,+net_admin,+net_raw --no-new-privs {PROXY_INIT} {}",
+             exec setpriv --bounding-set=-all,+net_admin,+net_raw --no-new-privs /proc/self/fd/9 {}",
             FLAGS.join(" ")
         );
         let output = Command::new("unshare")

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use diy_mesh_tests::repository::{assert_none, files_with_extension, read, root};
+use diy_mesh_tests::sandbox::programs;
 
 #[test]
 fn links_resolve() {
@@ -179,14 +180,9 @@ fn reference_lists_all_flags() {
             .and_then(|rest| rest.split("\n#").next());
         let section =
             section.unwrap_or_else(|| panic!("docs/reference.md has no section {heading}"));
-        let program = root().join("target/debug").join(command[0]);
+        let program = programs().join(command[0]);
         let output = Command::new(&program).args(&command[1..]).output();
-        let output = output.unwrap_or_else(|error| {
-            panic!(
-                "{}: {error}; run `cargo build --bins` first",
-                program.display()
-            )
-        });
+        let output = output.unwrap_or_else(|error| panic!("{}: {error}", program.display()));
         let help = String::from_utf8_lossy(&output.stdout);
         let actual: BTreeSet<String> = help
             .lines()

@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::{env, fs};
 
 use diy_mesh_tests::repository::{files_with_extension, read, root};
+use diy_mesh_tests::sandbox::programs;
 
 /// Time limit of a block in seconds.
 const BLOCK_TIMEOUT: &str = "180";
@@ -24,12 +25,6 @@ const RETRY_TIME_FACTOR: u32 = 6;
 
 #[test]
 fn commands_print_expected_output() {
-    let programs = root().join("target/debug/mesh");
-    assert!(
-        programs.is_file(),
-        "{} does not exist: run `cargo build --bins` first",
-        programs.display()
-    );
     let runs: Vec<Run> = files_with_extension("docs/tutorial", "md")
         .iter()
         .flat_map(|chapter| runs(chapter, &read(chapter)))
@@ -140,8 +135,10 @@ impl Run {
             eprintln!("{place}: skipped, requires root (with CI=true it runs without root)");
             return None;
         }
-        // Merges both streams in order.
-        let script = format!("exec 2>&1\n{}", scale_times(&self.script, times));
+        // Merges both streams in order. The target directory may be elsewhere.
+        let programs = format!("{}/", programs().display());
+        let script = scale_times(&self.script, times).replace("target/debug/", &programs);
+        let script = format!("exec 2>&1\n{script}");
         let output = Command::new("timeout")
             .args([BLOCK_TIMEOUT, "bash", "-euo", "pipefail", "-c", &script])
             .current_dir(root())
