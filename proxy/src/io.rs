@@ -2,6 +2,12 @@
 //! yet consumed. Both paths and both versions of HTTP read and write through it. It contains no
 //! policy.
 //!
+//! **Bytes count as written when the socket has them,** with and without TLS. A writer therefore
+//! never flushes, and nothing stays behind while its source pauses. In return, a write that has
+//! returned `Pending` must be repeated with the same bytes, because their TLS records exist already;
+//! more bytes may follow them. [`AsyncWrite::poll_flush`] sends what the session adds to data: the
+//! last messages of a handshake, and alerts.
+//!
 //! All connections of a worker share one scratch buffer: a read either returns at once or leaves
 //! the buffer unused. A connection that waits for bytes owns no buffer.
 

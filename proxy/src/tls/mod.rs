@@ -15,6 +15,8 @@ mod session;
 mod session_tests;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod write_tests;
 
 use std::cell::RefCell;
 use std::collections::HashMap;

@@ -54,6 +54,9 @@ pub struct Session {
     incoming: BytesMut,
     /// Pending output.
     outgoing: BytesMut,
+    /// Plaintext bytes whose records are pending, or sent since the write that returned `Pending`.
+    /// The next write reports them.
+    unreported: usize,
     /// Whether `outgoing` may wait for the next write.
     delay_output: bool,
     /// Incomplete handshake message.
@@ -105,6 +108,7 @@ impl Session {
                 incoming
             },
             outgoing,
+            unreported: 0,
             delay_output: true,
             message: Vec::new(),
             key_update_requested: false,
@@ -175,8 +179,9 @@ impl Session {
         }
     }
 
-    /// Seals a prefix of `data` and writes it. Output that the socket does not accept stays pending
-    /// and counts as written.
+    /// Seals a prefix of `data` and writes it. Ready when the socket has its records, so callers need
+    /// no flush. Until then the records stay pending, and the next call must pass the same bytes.
+    /// More bytes may follow them.
     pub fn poll_write(
         &mut self,
         cx: &mut Context<'_>,
@@ -188,6 +193,15 @@ impl Session {
         }
         if !self.delay_output || self.outgoing.len() > MAX_DELAYED {
             ready!(self.poll_flush(cx, stream))?;
+        }
+        if self.unreported > data.len() {
+            return Poll::Ready(Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "a write to a TLS session does not continue the pending one",
+            )));
+        }
+        if self.unreported > 0 {
+            return Poll::Ready(Ok(std::mem::take(&mut self.unreported)));
         }
         let data = &data[..data.len().min(MAX_WRITE)];
         let write = |sealed: &mut Vec<u8>| {
@@ -203,11 +217,12 @@ impl Session {
                 match Pin::new(&mut *stream).poll_write(cx, rest) {
                     Poll::Ready(Ok(written)) => rest = &rest[written..],
                     Poll::Ready(Err(error)) => return Poll::Ready(Err(error)),
-                    Poll::Pending => break,
+                    Poll::Pending => {
+                        self.outgoing = BytesMut::from(rest);
+                        self.unreported = data.len();
+                        return Poll::Pending;
+                    }
                 }
-            }
-            if !rest.is_empty() {
-                self.outgoing = BytesMut::from(rest);
             }
             Poll::Ready(Ok(data.len()))
         };

@@ -18,13 +18,14 @@ use super::session::Session;
 use crate::control::testing::soon;
 use crate::identity::testing::{Authority, WEB};
 use crate::identity::{ClientVerifier, ServerVerifier};
+use crate::io::Io;
 
-struct Configs {
+pub(super) struct Configs {
     client: Arc<ClientConfig>,
     server: Arc<ServerConfig>,
 }
 
-fn configs() -> Configs {
+pub(super) fn configs() -> Configs {
     let authority = Authority::new("root");
     let (leaf, key) = authority.leaf_and_key(WEB, |_| {});
     let key = PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(key.serialize_der()));
@@ -134,7 +135,7 @@ impl Ours {
     }
 }
 
-async fn sockets() -> (TcpStream, TcpStream) {
+pub(super) async fn sockets() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let (near, far) = tokio::join!(
         TcpStream::connect(listener.local_addr().unwrap()),
@@ -195,6 +196,22 @@ async fn ours(configs: &Configs) -> (Ours, Ours) {
     (client, server)
 }
 
+/// Both ends of a connection with a session, over these sockets.
+pub(super) async fn secured(configs: &Configs, (near, far): (TcpStream, TcpStream)) -> (Io, Io) {
+    let client =
+        rustls::client::UnbufferedClientConnection::new(configs.client.clone(), name()).unwrap();
+    let server = rustls::server::UnbufferedServerConnection::new(configs.server.clone()).unwrap();
+    let (client, server) = tokio::join!(
+        async {
+            let (mut io, _) = Io::new(near).secure(Handshake::client(client)).await?;
+            io.flush().await?;
+            Ok::<_, std::io::Error>(io)
+        },
+        Io::new(far).secure(Handshake::server(server, BytesMut::new()))
+    );
+    (client.unwrap(), server.unwrap().0)
+}
+
 /// Content type and content of a record.
 type Record<'a> = (ContentType, &'a [u8]);
 
@@ -202,7 +219,7 @@ fn name() -> ServerName<'static> {
     ServerName::IpAddress(std::net::IpAddr::from([127, 0, 0, 1]).into())
 }
 
-fn bytes_of(length: usize) -> Vec<u8> {
+pub(super) fn bytes_of(length: usize) -> Vec<u8> {
     (0..length).map(|at| (at % 251) as u8).collect()
 }
 

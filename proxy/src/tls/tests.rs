@@ -30,10 +30,10 @@ use crate::opaque;
 use crate::policy::Caller;
 use crate::worker::{Worker, WorkerContext};
 
-const CART: &str = "spiffe://cluster.local/ns/shop/sa/cart";
+pub(super) const CART: &str = "spiffe://cluster.local/ns/shop/sa/cart";
 const DEADLINE: Duration = Duration::from_secs(20);
 
-fn on_worker<F: Future<Output = ()>>(test: F) {
+pub(super) fn on_worker<F: Future<Output = ()>>(test: F) {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -75,8 +75,8 @@ fn credentials_that_trust(
 }
 
 /// Worker of one proxy, with the sender of its credentials.
-struct Side {
-    worker: Rc<Worker>,
+pub(super) struct Side {
+    pub(super) worker: Rc<Worker>,
     credentials: Option<watch::Sender<Option<Arc<Credentials>>>>,
     metrics: Arc<Metrics>,
 }
@@ -106,6 +106,10 @@ impl Side {
     /// address of the client's own pod.
     async fn receive(&self, app: SocketAddr) -> SocketAddr {
         let listener = TcpListener::bind("127.0.0.2:0").await.unwrap();
+        self.receive_on(listener, app)
+    }
+
+    pub(super) fn receive_on(&self, listener: TcpListener, app: SocketAddr) -> SocketAddr {
         let address = listener.local_addr().unwrap();
         let worker = self.worker.clone();
         tokio::task::spawn_local(async move {
@@ -154,9 +158,9 @@ impl Side {
 }
 
 /// Client → outbound proxy → recorded connection → inbound proxy → application.
-struct Pair {
-    outbound: Side,
-    inbound: Side,
+pub(super) struct Pair {
+    pub(super) outbound: Side,
+    pub(super) inbound: Side,
     destination: Rc<Destination>,
     /// Recorded bytes of all connections, in both directions.
     wire: Rc<RefCell<Vec<u8>>>,
@@ -214,7 +218,7 @@ impl Pair {
     }
 
     /// WEB connects to CART, under one authority.
-    async fn usual(app: SocketAddr) -> Self {
+    pub(super) async fn usual(app: SocketAddr) -> Self {
         let authority = Authority::new("root");
         let [web, cart] = [WEB, CART].map(|identity| credentials(&authority, identity, |_| {}));
         Self::new(Some(web), Some(cart), "", app).await
@@ -348,7 +352,7 @@ async fn app() -> SocketAddr {
 }
 
 /// An application that serves each connection with `carry`.
-async fn listening(carry: impl AsyncFn(TcpStream) + 'static) -> SocketAddr {
+pub(super) async fn listening(carry: impl AsyncFn(TcpStream) + 'static) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let carry = Rc::new(carry);
