@@ -2,13 +2,16 @@
 //! component. Changes nothing.
 //!
 //! Each connection carries one request, which must arrive within [`REQUEST_TIMEOUT`]. At the limit
-//! of connections, a new one replaces the oldest: clients that hold connections cannot block
-//! probes.
+//! of connections, a new one replaces another: clients that hold connections cannot block probes.
 
-use std::collections::VecDeque;
-use std::convert::Infallible;
+use std::borrow::Cow;
+use std::cmp::Reverse;
+use std::collections::HashMap;
 use std::fmt;
+use std::net::IpAddr;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -19,6 +22,7 @@ use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Notify;
 use tokio::task::{AbortHandle, JoinSet};
 
 use crate::listen::Acceptor;
@@ -26,8 +30,8 @@ use crate::{Readiness, metrics};
 
 /// Time from the connection to the complete request head.
 pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
-/// Time from the connection to the complete response.
-const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time from the response of a handler to its delivery.
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The maximum number of open connections.
 const MAX_CONNECTIONS: usize = 256;
 const MAX_REQUEST_BYTES: usize = 16 * 1024;
@@ -35,10 +39,12 @@ const TEXT: &str = "text/plain; charset=utf-8";
 
 /// The routes of an admin server.
 pub struct Admin {
-    routes: Vec<(&'static str, Handler)>,
+    routes: Vec<(Cow<'static, str>, Handler)>,
 }
 
-type Handler = Box<dyn Fn() -> Page + Send + Sync>;
+type Handler = Box<dyn Fn() -> PendingPage + Send + Sync>;
+/// `None` closes the connection without a response.
+type PendingPage = Pin<Box<dyn Future<Output = Option<Page>> + Send>>;
 
 /// The response of a route.
 #[derive(Debug)]
@@ -51,12 +57,17 @@ pub struct Page {
 impl Page {
     /// A page of plain text.
     pub fn text(body: impl Into<String>) -> Self {
-        Self::new(StatusCode::OK, TEXT, body.into())
+        Self::failure(StatusCode::OK, body)
     }
 
     /// A page of JSON.
     pub fn json(body: impl Into<String>) -> Self {
         Self::new(StatusCode::OK, "application/json", body.into())
+    }
+
+    /// A page of plain text with another status than 200.
+    pub fn failure(status: StatusCode, body: impl Into<String>) -> Self {
+        Self::new(status, TEXT, body.into())
     }
 
     fn new(status: StatusCode, content_type: &'static str, body: String) -> Self {
@@ -74,7 +85,7 @@ impl Admin {
     pub fn new(readiness: Readiness, metrics: impl Fn() -> String + Send + Sync + 'static) -> Self {
         let ready = move || match readiness.unmet() {
             unmet if unmet.is_empty() => Page::text("ready\n"),
-            unmet => Page::new(StatusCode::SERVICE_UNAVAILABLE, TEXT, unmet),
+            unmet => Page::failure(StatusCode::SERVICE_UNAVAILABLE, unmet),
         };
         Self { routes: Vec::new() }
             .route("/live", || Page::text("live\n"))
@@ -86,11 +97,25 @@ impl Admin {
 
     /// Adds a route for GET requests. The handler must not block.
     pub fn route(
-        mut self,
-        path: &'static str,
+        self,
+        path: impl Into<Cow<'static, str>>,
         handler: impl Fn() -> Page + Send + Sync + 'static,
     ) -> Self {
-        self.routes.push((path, Box::new(handler)));
+        self.async_route(path, move || std::future::ready(Some(handler())))
+    }
+
+    /// Adds a route for GET requests whose page takes time; the handler limits that time. `None`
+    /// closes the connection without a response. The future is dropped if the client leaves.
+    pub fn async_route<F>(
+        mut self,
+        path: impl Into<Cow<'static, str>>,
+        handler: impl Fn() -> F + Send + Sync + 'static,
+    ) -> Self
+    where
+        F: Future<Output = Option<Page>> + Send + 'static,
+    {
+        let handler: Handler = Box::new(move || Box::pin(handler()));
+        self.routes.push((path.into(), handler));
         self
     }
 
@@ -99,25 +124,34 @@ impl Admin {
         let admin = Arc::new(self);
         let mut acceptor = Acceptor::new(listener);
         let mut connections = JoinSet::new();
-        let mut open: VecDeque<AbortHandle> = VecDeque::new();
+        let mut open: Vec<OpenConnection> = Vec::new();
         loop {
-            let (stream, _) = acceptor.accept().await;
+            let (stream, peer) = acceptor.accept().await;
             while connections.try_join_next().is_some() {}
-            open.retain(|connection| !connection.is_finished());
+            open.retain(|connection| !connection.task.is_finished());
             if open.len() >= MAX_CONNECTIONS
-                && let Some(oldest) = open.pop_front()
+                && let Some(index) = eviction_candidate(&open)
             {
-                tracing::debug!("admin connection closed: {MAX_CONNECTIONS} newer ones are open");
-                oldest.abort();
+                tracing::debug!("admin connection closed: {MAX_CONNECTIONS} others are open");
+                open.remove(index).task.abort();
             }
-            let admin = admin.clone();
-            open.push_back(connections.spawn(async move { admin.serve_connection(stream).await }));
+            let (admin, requested) = (admin.clone(), Arc::new(AtomicBool::new(false)));
+            open.push(OpenConnection {
+                address: peer.ip().to_canonical(),
+                requested: requested.clone(),
+                task: connections
+                    .spawn(async move { admin.serve_connection(stream, &requested).await }),
+            });
         }
     }
 
-    async fn serve_connection(&self, stream: TcpStream) {
+    async fn serve_connection(&self, stream: TcpStream, requested: &AtomicBool) {
+        let responded = Notify::new();
         let service = service_fn(async |request: Request<Incoming>| {
-            Ok::<_, Infallible>(self.respond(request.method(), request.uri().path()))
+            requested.store(true, Ordering::Relaxed);
+            let response = self.respond(request.method(), request.uri().path()).await;
+            responded.notify_one();
+            response
         });
         let connection = hyper::server::conn::http1::Builder::new()
             .timer(TokioTimer::new())
@@ -125,26 +159,35 @@ impl Admin {
             .keep_alive(false)
             .max_buf_size(MAX_REQUEST_BYTES)
             .serve_connection(TokioIo::new(stream), service);
-        match tokio::time::timeout(CONNECTION_TIMEOUT, connection).await {
-            Ok(Ok(())) => {}
-            Ok(Err(error)) => tracing::debug!("admin connection failed: {error}"),
-            Err(_) => tracing::debug!("admin connection timed out after {CONNECTION_TIMEOUT:?}"),
+        let undelivered = async {
+            responded.notified().await;
+            tokio::time::sleep(RESPONSE_TIMEOUT).await;
+        };
+        tokio::select! {
+            result = connection => if let Err(error) = result {
+                tracing::debug!("admin connection failed: {error}");
+            },
+            () = undelivered => tracing::debug!("admin response not read in {RESPONSE_TIMEOUT:?}"),
         }
     }
 
-    fn respond(&self, method: &Method, path: &str) -> Response<Full<Bytes>> {
+    /// An error closes the connection without a response.
+    async fn respond(
+        &self,
+        method: &Method,
+        path: &str,
+    ) -> Result<Response<Full<Bytes>>, &'static str> {
         let is_allowed = [Method::GET, Method::HEAD].contains(method);
         let page = match self.routes.iter().find(|(route, _)| *route == path) {
-            _ if !is_allowed => Page::new(
+            _ if !is_allowed => Page::failure(
                 StatusCode::METHOD_NOT_ALLOWED,
-                TEXT,
-                "only GET and HEAD are allowed\n".to_owned(),
+                "only GET and HEAD are allowed\n",
             ),
-            Some((_, handler)) => handler(),
+            Some((_, handler)) => handler().await.ok_or("the handler gives no response")?,
             None => {
-                let paths: Vec<&str> = self.routes.iter().map(|(path, _)| *path).collect();
+                let paths: Vec<&str> = self.routes.iter().map(|(path, _)| &**path).collect();
                 let text = format!("{path} not found; paths: {}\n", paths.join(", "));
-                Page::new(StatusCode::NOT_FOUND, TEXT, text)
+                Page::failure(StatusCode::NOT_FOUND, text)
             }
         };
         let mut response = Response::new(Full::from(page.body));
@@ -154,7 +197,7 @@ impl Admin {
         if !is_allowed {
             headers.insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
         }
-        response
+        Ok(response)
     }
 }
 
@@ -163,6 +206,32 @@ impl fmt::Debug for Admin {
         let paths = self.routes.iter().map(|(path, _)| path);
         f.debug_list().entries(paths).finish()
     }
+}
+
+/// A connection of an admin server.
+struct OpenConnection {
+    address: IpAddr,
+    /// Its request is complete.
+    requested: Arc<AtomicBool>,
+    task: AbortHandle,
+}
+
+/// The connection to close at the limit: one of the address with the most connections, if possible
+/// one without a complete request, the oldest of these.
+fn eviction_candidate(open: &[OpenConnection]) -> Option<usize> {
+    let mut counts: HashMap<IpAddr, usize> = HashMap::new();
+    for connection in open {
+        *counts.entry(connection.address).or_default() += 1;
+    }
+    let rank = |connection: &OpenConnection| {
+        let count = counts[&connection.address];
+        let requested = connection.requested.load(Ordering::Relaxed);
+        (Reverse(count), requested)
+    };
+    let ranked = open.iter().enumerate();
+    ranked
+        .min_by_key(|(index, connection)| (rank(connection), *index))
+        .map(|(index, _)| index)
 }
 
 #[cfg(test)]
@@ -178,7 +247,8 @@ mod tests {
     async fn start() -> (SocketAddr, Readiness) {
         let readiness = Readiness::default();
         let admin = Admin::new(readiness.clone(), || "# EOF\n".to_owned())
-            .route("/identity", || Page::json("{}"));
+            .route("/identity", || Page::json("{}"))
+            .async_route("/none", || std::future::ready(None));
         let listener = bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
         let address = listener.local_addr().unwrap();
         tokio::spawn(admin.serve(listener));
@@ -188,12 +258,21 @@ mod tests {
     /// Returns the status, the head and the body.
     async fn send(address: SocketAddr, method: &str, path: &str) -> (u16, String, String) {
         let mut stream = TcpStream::connect(address).await.unwrap();
-        let request = format!("{method} {path} HTTP/1.1\r\nhost: a\r\n\r\n");
-        stream.write_all(request.as_bytes()).await.unwrap();
-        let mut response = String::new();
-        stream.read_to_string(&mut response).await.unwrap();
+        request(&mut stream, method, path).await;
+        let response = read(stream).await;
         let (head, body) = response.split_once("\r\n\r\n").unwrap();
         (head[9..12].parse().unwrap(), head.into(), body.into())
+    }
+
+    async fn request(stream: &mut TcpStream, method: &str, path: &str) {
+        let request = format!("{method} {path} HTTP/1.1\r\nhost: a\r\n\r\n");
+        stream.write_all(request.as_bytes()).await.unwrap();
+    }
+
+    async fn read(mut stream: TcpStream) -> String {
+        let mut response = String::new();
+        stream.read_to_string(&mut response).await.unwrap();
+        response
     }
 
     #[tokio::test]
@@ -253,6 +332,55 @@ mod tests {
                 elapsed > REQUEST_TIMEOUT / 2 && elapsed < REQUEST_TIMEOUT * 5,
                 "{sent:?}: {elapsed:?}"
             );
+        }
+    }
+
+    #[tokio::test]
+    async fn closes_connection_if_a_handler_gives_no_response() {
+        let (address, _) = start().await;
+        let mut stream = TcpStream::connect(address).await.unwrap();
+        request(&mut stream, "GET", "/none").await;
+        assert_eq!(read(stream).await, "");
+    }
+
+    /// A request that waits for its page is answered, whatever connections follow: silent ones from
+    /// the same address, or requests for the same page from another one.
+    #[tokio::test]
+    async fn other_clients_do_not_displace_a_pending_request() {
+        for (source, path) in [("127.0.0.1", None), ("127.0.0.2", Some("/slow"))] {
+            let (release, gate) = tokio::sync::watch::channel(false);
+            let slow = move || {
+                let mut gate = gate.clone();
+                async move {
+                    gate.wait_for(|open| *open).await.unwrap();
+                    Some(Page::text("done"))
+                }
+            };
+            let admin = Admin::new(Readiness::default(), String::new).async_route("/slow", slow);
+            let listener = bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
+            let address = listener.local_addr().unwrap();
+            tokio::spawn(admin.serve(listener));
+
+            let mut pending = TcpStream::connect(address).await.unwrap();
+            request(&mut pending, "GET", "/slow").await;
+            while release.receiver_count() < 2 {
+                tokio::task::yield_now().await;
+            }
+            let mut others = Vec::new();
+            for _ in 0..MAX_CONNECTIONS + 16 {
+                let socket = tokio::net::TcpSocket::new_v4().unwrap();
+                socket.bind(format!("{source}:0").parse().unwrap()).unwrap();
+                let mut stream = socket.connect(address).await.unwrap();
+                if let Some(path) = path {
+                    request(&mut stream, "GET", path).await;
+                }
+                others.push(stream);
+            }
+            // The last connection is served, so all others have been accepted.
+            assert_eq!(send(address, "GET", "/live").await.0, 200);
+            release.send(true).unwrap();
+            let response = read(pending).await;
+            assert!(response.ends_with("done"), "{source}: {response}");
         }
     }
 }
