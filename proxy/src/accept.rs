@@ -6,10 +6,10 @@ use std::net::{IpAddr, SocketAddr, TcpListener as StdListener};
 use std::time::Duration;
 
 use diy_mesh_runtime::Backoff;
-use socket2::{Domain, Protocol, Socket, Type};
+use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::net::{TcpListener, TcpStream};
 
-use crate::connect::keepalive;
+use crate::connect::set_options;
 
 /// The maximum number of connections that wait to be accepted.
 const MAX_BACKLOG: i32 = 4096;
@@ -19,7 +19,7 @@ const MAX_ACCEPT_DELAY: Duration = Duration::from_secs(1);
 
 /// Creates a listening socket. `SO_REUSEPORT` lets each worker have its own on the same port.
 /// Accepted sockets inherit its options.
-pub fn bind(ip: IpAddr, port: u16) -> io::Result<StdListener> {
+pub fn bind(ip: IpAddr, port: u16, user_timeout: Duration) -> io::Result<StdListener> {
     let address = SocketAddr::new(ip, port);
     let socket = Socket::new(
         Domain::for_address(address),
@@ -31,8 +31,7 @@ pub fn bind(ip: IpAddr, port: u16) -> io::Result<StdListener> {
     }
     socket.set_reuse_address(true)?;
     socket.set_reuse_port(true)?;
-    socket.set_tcp_nodelay(true)?;
-    socket.set_tcp_keepalive(&keepalive())?;
+    set_options(SockRef::from(&socket), user_timeout)?;
     socket.set_nonblocking(true)?;
     socket.bind(&address.into())?;
     socket.listen(MAX_BACKLOG)?;

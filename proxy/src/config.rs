@@ -15,6 +15,7 @@ use tracing_subscriber::filter::Targets;
 use crate::dump::{Format, Mode};
 use crate::policy::{Policy, Probe};
 use crate::ports::PortSet;
+use crate::timeouts::Timeouts;
 
 /// The largest `--max-connection-age`, in seconds: a year, longer than any certificate is valid.
 const MAX_CONNECTION_AGE: u64 = 365 * 24 * 3600;
@@ -69,6 +70,8 @@ pub struct RawConfig {
         value_parser = parse_max_connection_age
     )]
     max_connection_age: MaxConnectionAge,
+    #[command(flatten)]
+    timeouts: Timeouts,
     /// Worker threads, one per available core
     #[arg(long, value_name = "N", default_value = "1", value_parser = value_parser!(u8).range(1..=64))]
     workers: u8,
@@ -143,6 +146,8 @@ pub struct Config {
     pub drain: Duration,
     /// Maximum age of connections between proxies.
     pub max_connection_age: Option<Duration>,
+    /// Timeouts of connections.
+    pub timeouts: Timeouts,
     /// URL of the controller.
     pub controller: Uri,
     /// How the controller is authenticated. `None` over plaintext: the proxy has no identity.
@@ -203,6 +208,7 @@ impl Config {
             workers: raw.workers.into(),
             drain: Duration::from_secs(raw.drain_seconds),
             max_connection_age: raw.max_connection_age,
+            timeouts: raw.timeouts,
             controller: raw.controller,
             controller_proof,
             token_file: raw.token_file,
@@ -324,6 +330,17 @@ mod tests {
                 "1 to 31536000",
             ),
             ("workers", "--workers=0", "1..=64"),
+            (
+                "http1-idle-timeout",
+                "--http1-idle-timeout=0",
+                "1..=31536000",
+            ),
+            ("detect-timeout", "--detect-timeout=5s", "invalid digit"),
+            (
+                "tcp-user-timeout",
+                "--tcp-user-timeout=9999999",
+                "0..=2147483",
+            ),
             ("drain-seconds", "--drain-seconds=3601", "1..=3600"),
             (
                 "controller",

@@ -42,7 +42,7 @@ impl From<&EndpointInfo> for Remote {
 
 /// Opens a connection: with mutual TLS if the remote is meshed, never in plaintext then.
 pub async fn dial(remote: &Remote, alpn: Alpn, tls: &Tls) -> Result<Io, Failure> {
-    let io = connect(remote.address).await?;
+    let io = connect(remote.address, tls.timeouts().tcp_user).await?;
     match &remote.identity {
         // A connection to the pod itself never leaves it, and does not pass its own proxy again.
         Some(expected) if !is_own(&io) => tls.connect(io, remote.address, expected, alpn).await,
@@ -56,7 +56,7 @@ fn is_own(io: &Io) -> bool {
     matches!((socket.local_addr(), socket.peer_addr()), (Ok(local), Ok(peer)) if local.ip() == peer.ip())
 }
 
-async fn connect(address: SocketAddr) -> Result<Io, Failure> {
+async fn connect(address: SocketAddr, user_timeout: Duration) -> Result<Io, Failure> {
     let stream = match timeout(CONNECT_TIMEOUT, TcpStream::connect(address)).await {
         Ok(Ok(stream)) => stream,
         Ok(Err(error)) if error.kind() == io::ErrorKind::TimedOut => {
@@ -71,16 +71,21 @@ async fn connect(address: SocketAddr) -> Result<Io, Failure> {
         Err(_) => return Err(Failure::ConnectTimeout(address)),
     };
     // A socket whose peer has gone already refuses options; the first read will tell.
-    let _ = stream.set_nodelay(true);
-    let _ = SockRef::from(&stream).set_tcp_keepalive(&keepalive());
+    let _ = set_options(SockRef::from(&stream), user_timeout);
     Ok(Io::new(stream))
 }
 
-/// How soon a peer that is gone without a word is noticed on a quiet connection: within about two
-/// minutes.
-pub fn keepalive() -> TcpKeepalive {
-    TcpKeepalive::new()
+/// Sets the options of each socket, accepted or dialed. A peer that is unreachable is detected on a
+/// quiet connection by keepalive probes, and on a connection with unacknowledged data by
+/// `TCP_USER_TIMEOUT`, by default within two minutes both. With a `user_timeout`, Linux also ends
+/// the probes after it, not after a number of them.
+pub fn set_options(socket: SockRef<'_>, user_timeout: Duration) -> io::Result<()> {
+    let keepalive = TcpKeepalive::new()
         .with_time(Duration::from_secs(60))
         .with_interval(Duration::from_secs(15))
-        .with_retries(4)
+        .with_retries(4);
+    socket.set_tcp_nodelay(true)?;
+    socket.set_tcp_keepalive(&keepalive)?;
+    // 0 is the default of the kernel.
+    socket.set_tcp_user_timeout(Some(user_timeout))
 }

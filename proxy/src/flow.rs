@@ -1,8 +1,11 @@
 //! What one connection carries along the path: its worker, its direction, its two ends and its
 //! caller.
 
+use std::future::{Future, poll_fn};
 use std::net::SocketAddr;
+use std::pin::Pin;
 use std::rc::Rc;
+use std::task::Poll;
 
 use diy_mesh_proto::Identity;
 
@@ -15,6 +18,7 @@ use crate::http::view::RequestView;
 use crate::io::Io;
 use crate::lifetime::Expiry;
 use crate::policy::{Admission, Caller};
+use crate::timeouts::{IdleTimer, TimeoutKind};
 use crate::worker::Worker;
 
 /// One connection on its way through the proxy.
@@ -77,6 +81,30 @@ impl Flow {
             upstream
         };
         self.worker.expiry(to_peer, self.direction)
+    }
+
+    /// The end of this connection while its bytes are copied to `upstream` and back: its expiry, or
+    /// the idle timeout. To be polled after each transfer.
+    pub fn copy_end<'a>(
+        &'a self,
+        client: &Io,
+        upstream: &Io,
+    ) -> impl Future<Output = ()> + Unpin + use<'a> {
+        let mut expiry = self.expiry(client, upstream);
+        let mut idle = IdleTimer::new(self.worker.config.timeouts.opaque_idle);
+        poll_fn(move |cx| {
+            if idle.poll_active(cx).is_ready() {
+                self.count_timeout(TimeoutKind::OpaqueIdle);
+                return Poll::Ready(());
+            }
+            Pin::new(&mut expiry).poll(cx)
+        })
+    }
+
+    /// Counts a timeout of this connection.
+    pub fn count_timeout(&self, kind: TimeoutKind) {
+        self.worker.metrics.timeout(self.direction, kind);
+        tracing::debug!(peer = %self.peer, kind = kind.name(), "timeout");
     }
 
     /// The value of `X-Called-By` for the application.

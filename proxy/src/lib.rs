@@ -43,6 +43,7 @@ pub mod ports;
 pub mod protocol;
 pub mod record;
 mod scratch;
+pub mod timeouts;
 pub mod tls;
 pub mod worker;
 
@@ -221,12 +222,13 @@ async fn identity_condition(mut credentials: CurrentCredentials, condition: Cond
 /// Binds the listeners of one worker: inbound on all addresses, outbound on loopback, where
 /// proxy-init redirects to.
 fn bind(config: &Config) -> anyhow::Result<Listeners> {
+    let user_timeout = config.timeouts.tcp_user;
     let port =
         |flag: &str, port: u16, v4: Ipv4Addr, v6: Ipv6Addr| -> anyhow::Result<Vec<TcpListener>> {
-            let v4 = accept::bind(IpAddr::V4(v4), port)
+            let v4 = accept::bind(IpAddr::V4(v4), port, user_timeout)
                 .with_context(|| format!("failed to listen on {v4}:{port} (--{flag})"))?;
             // Optional: without IPv6, nothing is redirected either.
-            let v6 = accept::bind(IpAddr::V6(v6), port)
+            let v6 = accept::bind(IpAddr::V6(v6), port, user_timeout)
                 .inspect_err(|error| tracing::debug!("IPv6 is unavailable: {error}"));
             Ok(std::iter::once(v4).chain(v6).collect())
         };

@@ -17,6 +17,7 @@ use tokio::sync::watch;
 
 use crate::dump::Direction;
 use crate::error::Failure;
+use crate::timeouts::TimeoutKind;
 
 /// Values of the label `code`: those of `Failure::code`, and one for codes missing here.
 const FAILURE_CODES: [&str; 15] = [
@@ -72,6 +73,8 @@ struct Flows {
     /// By [`Protocol`] and status class.
     requests: [[Counter; CLASSES.len()]; 2],
     failures: [Counter; FAILURE_CODES.len()],
+    /// By [`TimeoutKind`].
+    timeouts: [Counter; TimeoutKind::ALL.len()],
     opaque_connections: Counter,
     opaque_sent: Counter,
     opaque_received: Counter,
@@ -172,6 +175,11 @@ impl Metrics {
         self.flows(direction).failures[index].inc();
     }
 
+    /// Counts a connection that ended, or whose protocol was decided, by a timeout.
+    pub fn timeout(&self, direction: Direction, kind: TimeoutKind) {
+        self.flows(direction).timeouts[kind as usize].inc();
+    }
+
     /// Counts a closed opaque connection and the bytes that its client sent and received.
     pub fn opaque(&self, direction: Direction, sent: u64, received: u64) {
         let flows = self.flows(direction);
@@ -210,6 +218,8 @@ impl Flows {
             "failures",
             "Requests and connections that the proxy failed to forward, by error code",
         );
+        let timeouts: Counters<2> =
+            register(r, "timeouts", "Timeouts of connections that fired, by kind");
         let opaque_connections: Counters<1> = register(
             r,
             "opaque_connections",
@@ -234,6 +244,8 @@ impl Flows {
                 }),
                 failures: FAILURE_CODES
                     .map(|code| failures.get_or_create_owned(&[direction, ("code", code)])),
+                timeouts: TimeoutKind::ALL
+                    .map(|kind| timeouts.get_or_create_owned(&[direction, ("kind", kind.name())])),
                 opaque_connections: opaque_connections.get_or_create_owned(&[direction]),
                 opaque_sent: opaque_bytes.get_or_create_owned(&[direction, ("way", "sent")]),
                 opaque_received: opaque_bytes

@@ -49,8 +49,8 @@ pub async fn serve(
             return client.reset();
         }
     };
-    let mut expiry = flow.expiry(&client, &upstream);
-    let copied = copy::bidirectional(&mut client, &mut upstream, detector, &mut expiry).await;
+    let mut end = flow.copy_end(&client, &upstream);
+    let copied = copy::bidirectional(&mut client, &mut upstream, detector, &mut end).await;
     drop(attempts);
     record.copied(copied.sent, copied.received);
     if copied.was_http {

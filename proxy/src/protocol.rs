@@ -3,12 +3,12 @@
 //! are not delayed.
 
 use std::future::{Future, poll_fn, ready};
-use std::pin::{Pin, pin};
+use std::pin::Pin;
 use std::task::{Poll, ready};
 use std::time::Duration;
 
 use tokio::task::spawn_local;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout, timeout_at};
 
 use crate::detect::{
     Protocol, Verdict, classify, classify_inbound, classify_inbound_opaque, guess, is_binary,
@@ -19,6 +19,7 @@ use crate::flow::Flow;
 use crate::io::Io;
 use crate::opaque::{self, Dialed};
 use crate::policy::Caller;
+use crate::timeouts::TimeoutKind;
 use crate::tls::{self, Alpn, Hello};
 
 /// How long a client may be silent before the proxy dials. A client that sends first does so
@@ -28,7 +29,7 @@ const CLIENT_FIRST_TIMEOUT: Duration = Duration::from_millis(2);
 /// application's first bytes would cross with it.
 const PEER_FIRST_TIMEOUT: Duration = Duration::from_millis(100);
 /// How long a client may pause within its first line.
-const DETECT_TIMEOUT: Duration = Duration::from_millis(300);
+const PAUSE_TIMEOUT: Duration = Duration::from_millis(300);
 /// How long a client may pause within its ClientHello.
 const CLIENT_HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a client that has to authenticate may be silent.
@@ -55,13 +56,16 @@ pub async fn detect(
     };
     if let Err(refused) = flow.authorize_connection() {
         // The application gets no connection for a client that has to authenticate first.
-        let protocol = timeout(UNAUTHENTICATED_TIMEOUT, detector.read(client)).await;
-        return protocol.unwrap_or(Err(refused));
+        let protocol = timeout(UNAUTHENTICATED_TIMEOUT, detector.read(client, flow)).await;
+        return protocol.unwrap_or_else(|_| {
+            flow.count_timeout(TimeoutKind::SilentClient);
+            Err(refused)
+        });
     }
-    if let Ok(protocol) = timeout(first_timeout, detector.read(client)).await {
+    if let Ok(protocol) = timeout(first_timeout, detector.read(client, flow)).await {
         return protocol;
     }
-    let mut reading = pin!(detector.read(client));
+    let mut reading = Box::pin(detector.read(client, flow));
     let mut dialing: Dialing = match dialed.take() {
         Some(dialed) => Box::pin(ready(Ok(dialed))),
         None => {
@@ -93,7 +97,7 @@ pub async fn detect(
             .unwrap_or(Err(failure)),
         First::Connected(Ok(new)) => {
             let upstream = &mut dialed.insert(new).upstream;
-            poll_fn(|cx| match reading.as_mut().poll(cx) {
+            let first = poll_fn(|cx| match reading.as_mut().poll(cx) {
                 Poll::Pending => loop {
                     match ready!(upstream.poll_fill(cx)) {
                         Ok(1..) if declared.is_none() && is_http2_server(upstream.unread()) => {}
@@ -102,8 +106,17 @@ pub async fn detect(
                     }
                 },
                 protocol => protocol,
-            })
-            .await
+            });
+            let silent_timeout = flow.worker.config.timeouts.silent_client;
+            if let Ok(protocol) = timeout(silent_timeout, first).await {
+                return protocol;
+            }
+            drop(reading);
+            if !client.unread().is_empty() {
+                return detector.read(client, flow).await;
+            }
+            flow.count_timeout(TimeoutKind::SilentClient);
+            Err(Failure::RequestTimeout)
         }
     }
 }
@@ -136,13 +149,22 @@ const INBOUND_OPAQUE: Detector = Detector {
 
 impl Detector {
     /// Reads until the bytes determine the protocol. They stay unread in `client`.
-    async fn read(self, client: &mut Io) -> Result<Protocol, Failure> {
+    async fn read(self, client: &mut Io, flow: &Flow) -> Result<Protocol, Failure> {
+        let mut deadline = None;
         loop {
             let filled = if client.unread().is_empty() {
                 Ok(poll_fn(|cx| client.poll_fill(cx)).await)
             } else {
-                let pause = pause_timeout(client.unread());
-                timeout(pause, poll_fn(|cx| client.poll_fill(cx))).await
+                // One deadline for all bytes: a byte now and then does not extend it.
+                let now = Instant::now();
+                let deadline = *deadline.get_or_insert(now + flow.worker.config.timeouts.detect);
+                let pause = now + pause_timeout(client.unread());
+                let filled = timeout_at(deadline.min(pause), poll_fn(|cx| client.poll_fill(cx)));
+                let filled = filled.await;
+                if filled.is_err() && deadline <= pause {
+                    flow.count_timeout(TimeoutKind::Detect);
+                }
+                filled
             };
             match filled {
                 // After a half-close without a byte the server may still have something to send.
@@ -167,6 +189,6 @@ fn pause_timeout(begun: &[u8]) -> Duration {
     match tls::inspect(begun) {
         Hello::NeedMore => CLIENT_HELLO_TIMEOUT,
         _ if is_binary(begun) => Duration::ZERO,
-        _ => DETECT_TIMEOUT,
+        _ => PAUSE_TIMEOUT,
     }
 }

@@ -113,11 +113,17 @@ impl Worker {
     pub fn new(context: WorkerContext) -> Rc<Self> {
         let mut rng = fastrand::Rng::new();
         let lifetimes = Lifetimes::new(context.config.max_connection_age, rng.fork());
+        let tls = Tls::new(
+            context.credentials,
+            lifetimes,
+            context.config.timeouts,
+            context.metrics.clone(),
+        );
         Rc::new(Self {
             config: context.config,
             dumps: context.dumps,
             metrics: context.metrics,
-            tls: Tls::new(context.credentials, lifetimes),
+            tls,
             destinations: Destinations::new(context.discovery),
             apps: Destinations::new(Discovery::off()),
             rng: RefCell::new(rng),

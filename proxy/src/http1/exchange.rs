@@ -323,8 +323,9 @@ impl<'a> Exchange<'a> {
 
     /// Copies the bytes of another protocol both ways.
     async fn tunnel(mut self, mut upstream: Io) -> After {
-        let mut expiry = self.record.flow.expiry(self.client, &upstream);
-        let copied = copy::bidirectional(self.client, &mut upstream, None, &mut expiry).await;
+        let flow = self.record.flow.clone();
+        let mut end = flow.copy_end(self.client, &upstream);
+        let copied = copy::bidirectional(self.client, &mut upstream, None, &mut end).await;
         self.record.tunnel(copied.sent, copied.received);
         if copied.expired {
             After::Reset(upstream)

@@ -10,7 +10,7 @@ pub mod head;
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::rc::Rc;
-use std::task::Poll;
+use std::task::{Poll, ready};
 use std::time::Duration;
 
 use tokio::io::{AsyncWrite, AsyncWriteExt};
@@ -24,9 +24,8 @@ use crate::io::Io;
 use crate::lifetime::{Lifetime, drained_or};
 use crate::metrics::Protocol;
 use crate::record::ExchangeRecord;
+use crate::timeouts::{IdleTimer, TimeoutKind};
 
-/// How long a client may take to send a head once it has begun.
-const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
 /// Bytes that are read from a client after the last response, so that it is not lost to a reset.
 const MAX_LINGER: usize = 256 * 1024;
 /// How long they are read.
@@ -36,8 +35,10 @@ const LINGER_TIMEOUT: Duration = Duration::from_secs(1);
 pub async fn serve(mut client: Io, flow: &Rc<Flow>) {
     let closes_at = client.lifetime().map(Lifetime::closes_idle_at);
     let mut end = pin!(drained_or(&flow.worker.drain, closes_at));
+    let mut idle = IdleTimer::new(flow.worker.config.timeouts.http1_idle);
     loop {
-        let request = match read_request(&mut client, end.as_mut()).await {
+        idle.touch();
+        let request = match read_request(&mut client, flow, end.as_mut(), &mut idle).await {
             Ok(Some(request)) => request,
             Ok(None) => return,
             Err(failure) => {
@@ -62,7 +63,9 @@ pub async fn serve(mut client: Io, flow: &Rc<Flow>) {
 /// requests.
 async fn read_request(
     client: &mut Io,
+    flow: &Flow,
     mut end: Pin<&mut impl Future<Output = ()>>,
+    idle_timer: &mut IdleTimer,
 ) -> Result<Option<RequestHead>, Failure> {
     let mut scanned = 0;
     let mut deadline = None;
@@ -77,20 +80,29 @@ async fn read_request(
             .all(|byte| matches!(byte, b'\r' | b'\n'));
         let filled = if idle {
             poll_fn(|cx| match client.poll_fill(cx) {
-                Poll::Pending => end.as_mut().poll(cx).map(|()| {
+                Poll::Pending => {
+                    if idle_timer.poll(cx).is_ready() {
+                        flow.count_timeout(TimeoutKind::Http1Idle);
+                    } else {
+                        ready!(end.as_mut().poll(cx));
+                    }
                     // An error means that the client has closed.
                     let _ = Pin::new(&mut *client).poll_shutdown(cx);
-                    Ok(0)
-                }),
+                    Poll::Ready(Ok(0))
+                }
                 filled => filled,
             })
             .await
         } else {
             // One deadline for the whole head: a byte now and then does not extend it.
-            let deadline = *deadline.get_or_insert_with(|| Instant::now() + HEAD_TIMEOUT);
+            let head_timeout = flow.worker.config.timeouts.request_head;
+            let deadline = *deadline.get_or_insert_with(|| Instant::now() + head_timeout);
             timeout_at(deadline, poll_fn(|cx| client.poll_fill(cx)))
                 .await
-                .map_err(|_| Failure::RequestTimeout)?
+                .map_err(|_| {
+                    flow.count_timeout(TimeoutKind::RequestHead);
+                    Failure::RequestTimeout
+                })?
         };
         match filled {
             Ok(0) | Err(_) if idle => return Ok(None),

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use h2::Reason;
 use h2::server::{Builder, Connection};
-use tokio::time::{Sleep, sleep, timeout};
+use tokio::time::timeout;
 
 use crate::batched::Batched;
 use crate::flow::Flow;
@@ -30,6 +30,7 @@ use crate::lifetime::{Expiry, drained_or};
 use crate::pool::http2::{
     CONNECTION_WINDOW, MAX_HEADER_LIST, MAX_LOCAL_RESETS, MAX_SEND_BUFFER, STREAM_WINDOW,
 };
+use crate::timeouts::{IdleTimer, TimeoutKind};
 
 /// The maximum number of concurrent streams of a client connection.
 const MAX_STREAMS: u32 = 250;
@@ -40,14 +41,12 @@ const MAX_ERROR_RESETS: usize = 100;
 /// The maximum number of streams that the client resets per second, if it resets more than are
 /// completed.
 const MAX_RESETS_PER_SECOND: u32 = 400;
-/// The maximum number of bytes of control frames (PING, SETTINGS, PRIORITY and the like) without
-/// progress on a stream.
+/// The maximum number of bytes of control frames (PING, SETTINGS, PRIORITY and the like) in
+/// [`CONTROL_INTERVAL`] without progress on a stream.
 const MAX_CONTROL_BYTES: u64 = 256 * 1024;
-/// How long the proxy waits for the client's preface.
-const PREFACE_TIMEOUT: Duration = Duration::from_secs(10);
-/// How often the proxy checks for streams. A connection that has none at two consecutive checks is
-/// closed.
-const IDLE_CHECK_INTERVAL: Duration = Duration::from_secs(15 * 60);
+/// The period in which [`MAX_CONTROL_BYTES`] count. Clients of quiet connections send PING frames
+/// for days.
+const CONTROL_INTERVAL: Duration = Duration::from_secs(15 * 60);
 
 /// Serves a client's connection until either side ends it.
 pub async fn serve(io: Io, flow: Rc<Flow>) {
@@ -57,16 +56,14 @@ pub async fn serve(io: Io, flow: Rc<Flow>) {
     );
     let io = Batched::new(io);
     let mut handshake = pin!(settings().handshake::<_, Bytes>(io.clone()));
-    let connection = match timeout(PREFACE_TIMEOUT, io.drive(|cx| handshake.as_mut().poll(cx)))
-        .await
-    {
+    let timeouts = flow.worker.config.timeouts;
+    let handshake = io.drive(|cx| handshake.as_mut().poll(cx));
+    let connection = match timeout(timeouts.request_head, handshake).await {
         Ok(Ok(connection)) => connection,
         Ok(Err(error)) => {
             return tracing::debug!(peer = %flow.peer, "invalid HTTP/2 preface: {error}");
         }
-        Err(_) => {
-            return tracing::debug!(peer = %flow.peer, "timed out waiting for the HTTP/2 preface");
-        }
+        Err(_) => return flow.count_timeout(TimeoutKind::RequestHead),
     };
     let drain = flow.worker.drain.clone();
     let shared = Rc::new(Shared::new(flow));
@@ -76,8 +73,8 @@ pub async fn serve(io: Io, flow: Rc<Flow>) {
         io: io.clone(),
         shared,
         bytes_at_progress: 0,
-        idle_check: Box::pin(sleep(IDLE_CHECK_INTERVAL)),
-        idle: false,
+        control_since: Instant::now(),
+        idle: IdleTimer::new(timeouts.http2_idle),
         draining: false,
         flooded: false,
         supports_extended_connect: false,
@@ -122,9 +119,9 @@ struct ClientConnection {
     shared: Rc<Shared>,
     /// The number of bytes read at the last progress on a stream.
     bytes_at_progress: u64,
-    idle_check: Pin<Box<Sleep>>,
-    /// There was no stream at the last check.
-    idle: bool,
+    /// The start of the period in which control frames count.
+    control_since: Instant,
+    idle: IdleTimer,
     /// GOAWAY was sent: the client opens no new streams.
     draining: bool,
     flooded: bool,
@@ -156,7 +153,6 @@ impl ClientConnection {
         loop {
             match self.connection.poll_accept(cx) {
                 Poll::Ready(Some(Ok((request, respond)))) => {
-                    self.idle = false;
                     self.shared.record_progress();
                     let stream = Stream::open(&self.shared);
                     tokio::task::spawn_local(exchange::carry(request, respond, stream));
@@ -173,20 +169,19 @@ impl ClientConnection {
                 Poll::Pending => break,
             }
         }
-        while self.idle_check.as_mut().poll(cx).is_ready() {
-            let next_check = tokio::time::Instant::now() + IDLE_CHECK_INTERVAL;
-            self.idle_check.as_mut().reset(next_check);
-            self.bytes_at_progress = self.io.bytes_read();
-            let idle = !self.connection.has_streams();
-            if idle && self.idle {
-                if self.draining {
-                    return Poll::Ready(End::Closed);
-                }
-                self.draining = true;
-                self.connection.graceful_shutdown();
-                cx.waker().wake_by_ref();
+        if self.connection.has_streams() {
+            self.idle.touch();
+        }
+        // The timer runs while there are streams too: the end of the last one may wake nothing.
+        if self.idle.poll(cx).is_ready() {
+            self.shared.flow.count_timeout(TimeoutKind::Http2Idle);
+            if self.draining {
+                return Poll::Ready(End::Closed);
             }
-            self.idle = idle;
+            self.draining = true;
+            self.idle.touch();
+            self.connection.graceful_shutdown();
+            cx.waker().wake_by_ref();
         }
         Poll::Pending
     }
@@ -207,11 +202,16 @@ impl ClientConnection {
                 .saturating_mul(self.shared.open.get())
                 .min(CONNECTION_WINDOW),
         );
-        let is_flood = bytes_read - self.bytes_at_progress > MAX_CONTROL_BYTES + bodies;
-        if is_flood {
-            tracing::info!(peer = %self.shared.flow.peer, "connection closed: control-frame flood");
+        if bytes_read - self.bytes_at_progress <= MAX_CONTROL_BYTES + bodies {
+            return false;
         }
-        is_flood
+        if self.control_since.elapsed() >= CONTROL_INTERVAL {
+            self.control_since = Instant::now();
+            self.bytes_at_progress = bytes_read;
+            return false;
+        }
+        tracing::info!(peer = %self.shared.flow.peer, "connection closed: control-frame flood");
+        true
     }
 }
 

@@ -25,7 +25,7 @@ use std::net::SocketAddr;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Instant, SystemTime};
 
 use diy_mesh_proto::Identity;
 use rustls::client::{Resumption, UnbufferedClientConnection};
@@ -35,19 +35,20 @@ use rustls::server::{NoServerSessionStorage, UnbufferedServerConnection};
 use rustls::{ClientConfig, ServerConfig};
 use tokio::time::timeout;
 
+use crate::dump::Direction;
 use crate::error::Failure;
 use crate::identity::{
     ClientVerifier, Credentials, CurrentCredentials, ServerVerifier, identity_of,
 };
 use crate::io::Io;
 use crate::lifetime::Lifetimes;
+use crate::metrics::Metrics;
+use crate::timeouts::{TimeoutKind, Timeouts};
 
 pub use handshake::{Handshake, Negotiated};
 pub use hello::{Hello, inspect};
 pub use session::{Buffered, Kernel, Session};
 
-/// Timeout of a handshake.
-const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum number of stored sessions for one identity and protocol, keyed by endpoint.
 const MAX_SESSIONS: usize = 32;
 /// Maximum number of cached client configurations. At the limit, the cache is cleared.
@@ -89,6 +90,8 @@ impl Alpn {
 pub struct Tls {
     credentials: CurrentCredentials,
     lifetimes: Lifetimes,
+    timeouts: Timeouts,
+    metrics: Arc<Metrics>,
     configs: RefCell<Option<Rc<Configs>>>,
 }
 
@@ -101,12 +104,24 @@ struct Configs {
 
 impl Tls {
     /// Uses the current value of `credentials` for each connection.
-    pub fn new(credentials: CurrentCredentials, lifetimes: Lifetimes) -> Self {
+    pub fn new(
+        credentials: CurrentCredentials,
+        lifetimes: Lifetimes,
+        timeouts: Timeouts,
+        metrics: Arc<Metrics>,
+    ) -> Self {
         Self {
             credentials,
             lifetimes,
+            timeouts,
+            metrics,
             configs: RefCell::new(None),
         }
+    }
+
+    /// The timeouts of the sockets and handshakes of new connections.
+    pub fn timeouts(&self) -> &Timeouts {
+        &self.timeouts
     }
 
     /// Runs the client handshake with an endpoint, whose certificate must have the identity
@@ -150,7 +165,7 @@ impl Tls {
         let name = ServerName::IpAddress(address.ip().into());
         let connection = UnbufferedClientConnection::new(config, name)
             .map_err(|error| failed(error.to_string()))?;
-        run_handshake(io, Handshake::client(connection))
+        self.run_handshake(io, Handshake::client(connection), Direction::Outbound)
             .await
             .map_err(|error| failed(error.to_string()))
     }
@@ -170,18 +185,14 @@ impl Tls {
         let connection = UnbufferedServerConnection::new(configs.server.clone())
             .map_err(|error| failed(error.to_string()))?;
         let handshake = Handshake::server(connection, std::mem::take(io.unread()));
-        let (mut io, negotiated) =
-            run_handshake(io, handshake)
-                .await
-                .map_err(|error| match error.kind() {
-                    io::ErrorKind::InvalidData | io::ErrorKind::TimedOut => {
-                        failed(error.to_string())
-                    }
-                    // Clients may cancel a connection: no authentication failure.
-                    _ => {
-                        Failure::BadRequest("client closed the connection during the TLS handshake")
-                    }
-                })?;
+        let (mut io, negotiated) = self
+            .run_handshake(io, handshake, Direction::Inbound)
+            .await
+            .map_err(|error| match error.kind() {
+                io::ErrorKind::InvalidData | io::ErrorKind::TimedOut => failed(error.to_string()),
+                // Clients may cancel a connection: no authentication failure.
+                _ => Failure::BadRequest("client closed the connection during the TLS handshake"),
+            })?;
         let (identity, not_after) = authenticate(&negotiated).map_err(failed)?;
         let alpn = negotiated
             .alpn
@@ -190,6 +201,28 @@ impl Tls {
             .ok_or_else(|| failed("no ALPN protocol of the mesh".to_owned()))?;
         self.set_lifetime(&mut io, not_after, configs.credentials.not_after);
         Ok((io, identity, alpn))
+    }
+
+    /// Runs a handshake with a timeout. Boxed: its future is large and short-lived, and would
+    /// otherwise enlarge the task of the connection for its whole lifetime.
+    fn run_handshake(
+        &self,
+        io: Io,
+        handshake: Handshake,
+        direction: Direction,
+    ) -> Pin<Box<impl Future<Output = io::Result<(Io, Negotiated)>>>> {
+        let limit = self.timeouts.tls_handshake;
+        Box::pin(async move {
+            timeout(limit, io.secure(handshake))
+                .await
+                .unwrap_or_else(|_| {
+                    self.metrics.timeout(direction, TimeoutKind::TlsHandshake);
+                    Err(io::Error::new(
+                        io::ErrorKind::TimedOut,
+                        format!("TLS handshake not completed within {limit:?}"),
+                    ))
+                })
+        })
     }
 
     /// Converts the expiry times of both certificates from wall clock to monotonic time.
@@ -220,24 +253,6 @@ impl Tls {
             }
         }
     }
-}
-
-/// Runs a handshake with a timeout. Boxed: its future is large and short-lived, and would otherwise
-/// enlarge the task of the connection for its whole lifetime.
-fn run_handshake(
-    io: Io,
-    handshake: Handshake,
-) -> Pin<Box<impl Future<Output = io::Result<(Io, Negotiated)>>>> {
-    Box::pin(async {
-        timeout(HANDSHAKE_TIMEOUT, io.secure(handshake))
-            .await
-            .unwrap_or_else(|_| {
-                Err(io::Error::new(
-                    io::ErrorKind::TimedOut,
-                    format!("TLS handshake not completed within {HANDSHAKE_TIMEOUT:?}"),
-                ))
-            })
-    })
 }
 
 /// Identity of the peer and expiry of its certificate. Full handshakes have verified the

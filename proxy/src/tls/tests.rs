@@ -22,7 +22,7 @@ use crate::discovery::{AppProtocol, Discovery, EndpointInfo, PodTarget, ServiceT
 use crate::dump::Direction;
 use crate::flow::Flow;
 use crate::identity::testing::{Authority, WEB};
-use crate::identity::{Credentials, none};
+use crate::identity::{Credentials, CurrentCredentials, none};
 use crate::io::Io;
 use crate::lifetime::Lifetimes;
 use crate::metrics::Metrics;
@@ -72,6 +72,13 @@ fn credentials_that_trust(
         not_after,
         tickets: OnceLock::new(),
     })
+}
+
+/// The TLS configurations of a worker with default settings.
+fn tls(credentials: CurrentCredentials) -> super::Tls {
+    let lifetimes = Lifetimes::new(None, fastrand::Rng::new());
+    let timeouts = WorkerContext::for_a_test("").config.timeouts;
+    super::Tls::new(credentials, lifetimes, timeouts, Metrics::new())
 }
 
 /// Worker of one proxy, with the sender of its credentials.
@@ -423,8 +430,6 @@ fn resumes_sessions_on_any_worker() {
         let authority = Authority::new("root");
         let [web, cart] = [WEB, CART]
             .map(|identity| watch::channel(Some(credentials(&authority, identity, |_| {}))).1);
-        let tls =
-            |credentials| super::Tls::new(credentials, Lifetimes::new(None, fastrand::Rng::new()));
         let (client, servers) = (tls(web), [cart.clone(), cart].map(tls));
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -558,8 +563,6 @@ fn lifetime_ends_with_the_certificates() {
             |leaf: &mut CertificateParams| leaf.not_after = (SystemTime::now() + left).into();
         let web = watch::channel(Some(credentials(&authority, WEB, expires))).1;
         let cart = watch::channel(Some(credentials(&authority, CART, |_| {}))).1;
-        let tls =
-            |credentials| super::Tls::new(credentials, Lifetimes::new(None, fastrand::Rng::new()));
         let (client, server) = (tls(web), tls(cart));
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -1207,6 +1210,50 @@ fn new_connections_use_new_certificate_and_open_ones_continue() {
             "sessions of earlier certificates are not resumed"
         );
         ask(&mut kept).await;
+    });
+}
+
+#[test]
+fn limits_and_counts_the_time_of_handshakes() {
+    on_worker(async {
+        let authority = Authority::new("root");
+        let side = |identity| {
+            let credentials = credentials(&authority, identity, |_| {});
+            Side::new(Some(credentials), "", Discovery::off())
+        };
+        let counted = |side: &Side, direction: &str| {
+            let name =
+                format!("timeouts_total{{direction=\"{direction}\",kind=\"tls-handshake\"}} 1\n");
+            side.metrics.render().contains(&name)
+        };
+        let (client, server, cart) = (side(WEB), side(CART), CART.parse().unwrap());
+        // The client's ClientHello reaches a peer that does not respond.
+        let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = silent.local_addr().unwrap();
+        let (near, far) = tokio::join!(TcpStream::connect(address), silent.accept());
+        let (near, mut far) = (Io::new(near.unwrap()), far.unwrap().0);
+        let tls = &client.worker.tls;
+        let connect = tls.connect(near, address, &cart, super::Alpn::Http1);
+        let mut hello = vec![0; 4096];
+        let read = async {
+            let read = far.read(&mut hello).await.unwrap();
+            hello.truncate(read);
+            tokio::time::pause();
+        };
+        let (connected, ()) = tokio::join!(connect, read);
+        let failure = connected.err().unwrap().to_string();
+        assert!(failure.contains("not completed within 5s"), "{failure}");
+        assert!(counted(&client, "outbound"));
+        // The server responds to a ClientHello after which nothing follows.
+        tokio::time::resume();
+        let mut stream = TcpStream::connect(server.receive(address).await)
+            .await
+            .unwrap();
+        stream.write_all(&hello).await.unwrap();
+        assert!(stream.read(&mut [0; 4096]).await.unwrap() > 0);
+        tokio::time::pause();
+        let _ = stream.read_to_end(&mut Vec::new()).await;
+        assert!(counted(&server, "inbound"));
     });
 }
 

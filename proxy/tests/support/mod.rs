@@ -19,6 +19,7 @@ use diy_mesh_proxy::io::Io;
 use diy_mesh_proxy::lifetime::Lifetime;
 use diy_mesh_proxy::metrics::Metrics;
 use diy_mesh_proxy::policy::Caller;
+use diy_mesh_proxy::timeouts::TimeoutKind;
 use diy_mesh_proxy::worker::{Worker, WorkerContext};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
@@ -173,11 +174,27 @@ impl Mesh {
 
     /// The number of open inbound connections whose peer's certificate has expired.
     pub fn expired(&self) -> u64 {
+        self.metric("connections_certificate_expired{direction=\"inbound\"}")
+    }
+
+    /// The number of timeouts of this kind that fired.
+    pub fn timeouts(&self, direction: Direction, kind: TimeoutKind) -> u64 {
+        let (direction, kind) = (direction.name(), kind.name());
+        self.metric(&format!(
+            "timeouts_total{{direction=\"{direction}\",kind=\"{kind}\"}}"
+        ))
+    }
+
+    /// The value of a time series.
+    pub fn metric(&self, name: &str) -> u64 {
         let page = self.metrics.render();
-        let name = "diy_mesh_proxy_connections_certificate_expired{direction=\"inbound\"} ";
-        page.lines()
-            .find_map(|line| line.strip_prefix(name))
-            .unwrap()
+        let value = page.lines().find_map(|line| {
+            line.strip_prefix("diy_mesh_proxy_")?
+                .strip_prefix(name)?
+                .strip_prefix(' ')
+        });
+        value
+            .unwrap_or_else(|| panic!("no {name} in {page}"))
             .parse()
             .unwrap()
     }
@@ -186,6 +203,14 @@ impl Mesh {
     pub async fn connect_to(&self, address: SocketAddr) -> TcpStream {
         self.connect(&Rc::new(Destination::fixed(address))).await
     }
+}
+
+/// Whether the connection was reset by the other end.
+pub async fn is_reset(stream: &mut TcpStream) -> bool {
+    stream
+        .read(&mut [0])
+        .await
+        .is_err_and(|error| error.kind() == std::io::ErrorKind::ConnectionReset)
 }
 
 /// A listening socket and its address.
@@ -251,6 +276,27 @@ impl App {
             }
         }
     }
+}
+
+/// An app that responds to each request with 200 and no body.
+pub async fn answering_app() -> SocketAddr {
+    let (mut app, address) = App::listen().await;
+    tokio::task::spawn_local(async move {
+        loop {
+            let mut stream = app.accept().await;
+            tokio::task::spawn_local(async move {
+                let mut head = Vec::new();
+                while let Ok(byte) = stream.read_u8().await {
+                    head.push(byte);
+                    if head.ends_with(b"\r\n\r\n") {
+                        write(&mut stream, "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").await;
+                        head.clear();
+                    }
+                }
+            });
+        }
+    });
+    address
 }
 
 /// Reads until the bytes end with `end`.
