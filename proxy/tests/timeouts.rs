@@ -200,6 +200,7 @@ fn every_socket_has_user_timeout_and_keepalive() {
         let listener = accept::bind([127, 0, 0, 1].into(), 0, user_timeout).unwrap();
         let listener = TcpListener::from_std(listener).unwrap();
         let remote = Remote {
+            pod: String::new(),
             address: listener.local_addr().unwrap(),
             identity: None,
         };
