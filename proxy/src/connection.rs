@@ -1,10 +1,17 @@
 //! The path of a connection, inbound and outbound, one call a step. Read this first; `forward.rs`
 //! has steps 5 to 7.
 
-use std::net::SocketAddr;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
 use std::rc::Rc;
+use std::time::Duration;
 
-use tokio::net::TcpStream;
+use diy_mesh_runtime::Backoff;
+use socket2::SockRef;
+use thiserror::Error;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::spawn_local;
+use tokio::time::sleep;
 
 use crate::detect::{Protocol, RequestDetector};
 use crate::dump::Direction;
@@ -12,7 +19,6 @@ use crate::error::Failure;
 use crate::flow::Flow;
 use crate::io::Io;
 use crate::opaque;
-use crate::orig_dst::original_destination;
 use crate::policy::Caller;
 use crate::protocol::detect;
 use crate::record::ConnectionRecord;
@@ -20,8 +26,67 @@ use crate::tls::Alpn;
 use crate::worker::Worker;
 use crate::{http1, http2};
 
-/// Carries an accepted connection (step 1) until it ends.
-pub async fn carry(worker: Rc<Worker>, direction: Direction, stream: TcpStream, peer: SocketAddr) {
+/// The delay after the first failed accept(2). It doubles with each further failure.
+const MIN_ACCEPT_DELAY: Duration = Duration::from_millis(5);
+const MAX_ACCEPT_DELAY: Duration = Duration::from_secs(1);
+
+/// The listening sockets of a worker.
+pub struct Listeners {
+    /// For connections to the application.
+    pub inbound: Vec<std::net::TcpListener>,
+    /// For connections of the application.
+    pub outbound: Vec<std::net::TcpListener>,
+}
+
+/// Serves the connections of one worker until the proxy has drained.
+pub async fn serve(worker: Rc<Worker>, listeners: Listeners) {
+    for (direction, listeners) in [
+        (Direction::Inbound, listeners.inbound),
+        (Direction::Outbound, listeners.outbound),
+    ] {
+        for listener in listeners {
+            spawn_local(accept(worker.clone(), direction, listener));
+        }
+    }
+    worker.maintain_until_drained().await;
+}
+
+/// 1. Accept. Never ends: after an error of accept(2), it logs the error and waits.
+async fn accept(worker: Rc<Worker>, direction: Direction, listener: std::net::TcpListener) {
+    let listener = match TcpListener::from_std(listener) {
+        Ok(listener) => listener,
+        Err(error) => return tracing::error!("cannot listen: {error}"),
+    };
+    let mut backoff = Backoff::new(MIN_ACCEPT_DELAY, MAX_ACCEPT_DELAY);
+    loop {
+        match listener.accept().await {
+            Ok((stream, peer)) => {
+                backoff.reset();
+                start(&worker, direction, stream, peer);
+            }
+            Err(error) => {
+                let delay = backoff.next_delay();
+                tracing::warn!("cannot accept a connection: {error}; retrying in {delay:?}");
+                sleep(delay).await;
+            }
+        }
+    }
+}
+
+/// Starts the task of an accepted connection. Resets the connection if the limit is reached.
+fn start(worker: &Rc<Worker>, direction: Direction, stream: TcpStream, peer: SocketAddr) {
+    let Ok(open) = worker.admit(direction) else {
+        return Io::new(stream).reset();
+    };
+    let worker = worker.clone();
+    spawn_local(async move {
+        redirected(worker, direction, stream, peer).await;
+        drop(open);
+    });
+}
+
+/// Carries a redirected connection until it ends.
+async fn redirected(worker: Rc<Worker>, direction: Direction, stream: TcpStream, peer: SocketAddr) {
     // 2. Original destination. Inbound it is the application, at the pod's own address; outbound,
     // discovery knows it, or the connection passes through to it.
     let original = match original_destination(&stream, &worker.own_ports()) {
@@ -38,7 +103,7 @@ pub async fn carry(worker: Rc<Worker>, direction: Direction, stream: TcpStream, 
             Caller::App,
         ),
     };
-    serve(
+    carry(
         Io::new(stream),
         Flow {
             worker,
@@ -51,8 +116,8 @@ pub async fn carry(worker: Rc<Worker>, direction: Direction, stream: TcpStream, 
     .await;
 }
 
-/// Steps 3 to 8.
-pub async fn serve(mut client: Io, mut flow: Flow) {
+/// Carries a connection from step 3 on until it ends.
+pub async fn carry(mut client: Io, mut flow: Flow) {
     // A connection that detection dials while the client is silent.
     let mut dialed = None;
     let declared = flow.declared_protocol();
@@ -100,4 +165,127 @@ pub async fn serve(mut client: Io, mut flow: Flow) {
 fn refuse(client: Io, flow: Flow, failure: &Failure) {
     ConnectionRecord::new(&Rc::new(flow)).fail(failure);
     client.reset();
+}
+
+/// Reads SO_ORIGINAL_DST, which the REDIRECT rule sets. `own_ports` are the ports of the proxy.
+fn original_destination(stream: &TcpStream, own_ports: &[u16]) -> Result<SocketAddr, OrigDstError> {
+    let local = stream.local_addr().map_err(OrigDstError::Unknown)?;
+    let socket = SockRef::from(stream);
+    let original = if local.is_ipv4() {
+        socket.original_dst_v4()
+    } else {
+        socket.original_dst_v6()
+    };
+    let original = original.map_err(OrigDstError::Unknown)?.as_socket();
+    let original =
+        original.ok_or_else(|| OrigDstError::Unknown(io::ErrorKind::AddrNotAvailable.into()))?;
+    check(original, local, own_ports)
+}
+
+/// Rejects own ports at addresses of this pod.
+fn check(
+    original: SocketAddr,
+    local: SocketAddr,
+    own_ports: &[u16],
+) -> Result<SocketAddr, OrigDstError> {
+    let is_own_address = original.ip().is_loopback()
+        || original.ip().is_unspecified()
+        || same(original.ip(), local.ip());
+    if is_own_address && own_ports.contains(&original.port()) {
+        Err(OrigDstError::Loop(original))
+    } else {
+        Ok(original)
+    }
+}
+
+fn same(one: IpAddr, other: IpAddr) -> bool {
+    one.to_canonical() == other.to_canonical()
+}
+
+/// A connection without a usable original destination, which is closed.
+#[derive(Debug, Error)]
+enum OrigDstError {
+    /// The original destination is a port of the proxy itself.
+    #[error("original destination {0} is the proxy itself: forwarding would loop")]
+    Loop(SocketAddr),
+    /// The kernel has no original destination.
+    #[error(
+        "no original destination: {0}; check that the rules of proxy-init redirected the connection"
+    )]
+    Unknown(#[source] io::Error),
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::ErrorKind;
+
+    use tokio::io::AsyncReadExt as _;
+
+    use super::*;
+    use crate::worker::WorkerContext;
+
+    fn is_accepted(original: &str, local: &str) -> bool {
+        check(
+            original.parse().unwrap(),
+            local.parse().unwrap(),
+            &[4000, 5000],
+        )
+        .is_ok()
+    }
+
+    #[test]
+    fn rejects_own_ports_at_own_addresses_only() {
+        assert!(!is_accepted("10.0.0.1:4000", "10.0.0.1:4000"));
+        assert!(!is_accepted("10.0.0.1:5000", "10.0.0.1:4000"));
+        assert!(!is_accepted("127.0.0.1:5000", "127.0.0.1:5000"));
+        assert!(!is_accepted("[::1]:5000", "[::1]:5000"));
+        assert!(is_accepted("10.0.0.1:8080", "10.0.0.1:4000"));
+        assert!(
+            is_accepted("10.0.0.2:5000", "127.0.0.1:5000"),
+            "port 5000 of another host"
+        );
+    }
+
+    #[tokio::test]
+    async fn rejects_connection_without_redirect() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (_client, accepted) = tokio::join!(TcpStream::connect(address), listener.accept());
+        assert!(original_destination(&accepted.unwrap().0, &[address.port()]).is_err());
+    }
+
+    #[tokio::test]
+    async fn resets_and_counts_connections_over_limit() {
+        let context = WorkerContext {
+            limit: 1,
+            ..WorkerContext::for_a_test("")
+        };
+        let metrics = context.metrics.clone();
+        let worker = Worker::new(context);
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let open = worker.admit(Direction::Inbound);
+        let flood = async {
+            for _ in 0..100 {
+                let (stream, peer) = listener.accept().await.unwrap();
+                start(&worker, Direction::Inbound, stream, peer);
+            }
+        };
+        let clients = async {
+            for _ in 0..100 {
+                let mut client = TcpStream::connect(address).await.unwrap();
+                let error = client.read(&mut [0]).await.expect_err("a reset");
+                assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+            }
+        };
+        tokio::join!(flood, clients);
+        assert!(open.is_ok(), "the open connection is unaffected");
+        let counted = metrics.render();
+        assert!(
+            counted.contains("failures_total{direction=\"inbound\",code=\"overloaded\"} 100"),
+            "{counted}"
+        );
+        drop(open);
+        assert!(worker.admit(Direction::Inbound).is_ok());
+    }
 }

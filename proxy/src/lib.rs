@@ -1,9 +1,8 @@
 //! The data plane: one proxy beside each pod. Every TCP connection of the pod passes through it,
 //! redirected by the rules that proxy-init wrote.
 //!
-//! Read `connection.rs` first: the path, one call a step, inbound and outbound. The steps before
-//! are in `accept.rs`, `orig_dst.rs`, and `protocol.rs` with the pure `detect.rs`; then `policy.rs`
-//! authorizes, `http1/`, `http2/` and `opaque.rs` serve, and `forward.rs` sends to endpoints by way
+//! Read `connection.rs` first: the path, one call a step, inbound and outbound. `protocol.rs` with the
+//! pure `detect.rs` is step 3; then `policy.rs` authorizes, `http1/`, `http2/` and `opaque.rs` serve, and `forward.rs` sends to endpoints by way
 //! of `balance/`, `pool/` and `connect.rs`. `record.rs` is what metrics, dumps and the log get of
 //! it. Beside the path: `discovery.rs` and `identity.rs`, both by way of `control.rs`; `dump/`,
 //! `metrics.rs`; and `error.rs`, the one map of failures.
@@ -12,7 +11,6 @@
 //! Each worker thread has its own listeners, pools and balancers: a request stays on one core and
 //! takes no lock.
 
-pub mod accept;
 pub mod authority;
 pub mod balance;
 mod batched;
@@ -34,9 +32,9 @@ pub mod http2;
 pub mod identity;
 pub mod io;
 pub mod lifetime;
+pub mod listener;
 pub mod metrics;
 pub mod opaque;
-pub mod orig_dst;
 pub mod policy;
 pub mod pool;
 pub mod ports;
@@ -57,12 +55,12 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tokio_util::sync::CancellationToken;
 
 use crate::config::{Config, ControllerProof};
+use crate::connection::Listeners;
 use crate::control::{Control, Tls};
 use crate::discovery::Discovery;
 use crate::dump::{DumpConfig, Dumps};
 use crate::identity::{CurrentCredentials, Trust};
 use crate::metrics::Metrics;
-use crate::worker::Listeners;
 
 /// Maximum number of connections, if the limit of open files permits.
 const MAX_CONNECTIONS: u64 = 50_000;
@@ -117,12 +115,8 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
             limit,
             drain: drain.clone(),
         };
-        workers.push(worker::spawn(
-            number,
-            context,
-            listeners,
-            connection::carry,
-        )?);
+        let serve = move |worker| connection::serve(worker, listeners);
+        workers.push(worker::spawn(number, context, serve)?);
     }
     listening.met();
     let mut connected = discovery.connected_once();
@@ -225,10 +219,10 @@ fn bind(config: &Config) -> anyhow::Result<Listeners> {
     let user_timeout = config.timeouts.tcp_user;
     let port =
         |flag: &str, port: u16, v4: Ipv4Addr, v6: Ipv6Addr| -> anyhow::Result<Vec<TcpListener>> {
-            let v4 = accept::bind(IpAddr::V4(v4), port, user_timeout)
+            let v4 = listener::bind(IpAddr::V4(v4), port, user_timeout)
                 .with_context(|| format!("failed to listen on {v4}:{port} (--{flag})"))?;
             // Optional: without IPv6, nothing is redirected either.
-            let v6 = accept::bind(IpAddr::V6(v6), port, user_timeout)
+            let v6 = listener::bind(IpAddr::V6(v6), port, user_timeout)
                 .inspect_err(|error| tracing::debug!("IPv6 is unavailable: {error}"));
             Ok(std::iter::once(v4).chain(v6).collect())
         };

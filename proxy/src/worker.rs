@@ -1,19 +1,16 @@
-//! One worker thread: its listeners, and what its connections share. Workers share nothing but the
+//! One worker thread, and what its connections share. Workers share nothing but the
 //! configuration, the metrics and the dump queue.
 
 use std::cell::{Cell, RefCell};
 use std::io;
-use std::net::{SocketAddr, TcpListener};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::net::TcpStream;
 use tokio::sync::{Notify, oneshot};
-use tokio::task::{LocalSet, spawn_local};
+use tokio::task::LocalSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::accept::accept;
 use crate::config::Config;
 use crate::destination::Destinations;
 use crate::discovery::Discovery;
@@ -49,24 +46,12 @@ pub struct WorkerContext {
     pub drain: CancellationToken,
 }
 
-/// The listening sockets of a worker.
-pub struct Listeners {
-    /// For connections to the application.
-    pub inbound: Vec<TcpListener>,
-    /// For connections of the application.
-    pub outbound: Vec<TcpListener>,
-}
-
-/// A function that handles an accepted connection until it ends.
-pub trait Carry<F>: Fn(Rc<Worker>, Direction, TcpStream, SocketAddr) -> F + Copy + 'static {}
-impl<F, C: Fn(Rc<Worker>, Direction, TcpStream, SocketAddr) -> F + Copy + 'static> Carry<F> for C {}
-
-/// Starts a worker on a thread of its own. The receiver completes when the worker has drained.
-pub fn spawn<F: Future<Output = ()> + 'static>(
+/// Starts a worker on a thread of its own, which runs `serve`. The receiver completes when that
+/// ends.
+pub fn spawn<F: Future<Output = ()>>(
     number: usize,
     context: WorkerContext,
-    listeners: Listeners,
-    carry: impl Carry<F> + Send,
+    serve: impl FnOnce(Rc<Worker>) -> F + Send + 'static,
 ) -> io::Result<oneshot::Receiver<()>> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -75,7 +60,7 @@ pub fn spawn<F: Future<Output = ()> + 'static>(
     std::thread::Builder::new()
         .name(format!("worker-{number}"))
         .spawn(move || {
-            LocalSet::new().block_on(&runtime, Worker::new(context).run(listeners, carry));
+            LocalSet::new().block_on(&runtime, serve(Worker::new(context)));
             // Fails if the drain timeout has passed and the receiver was dropped.
             let _ = done.send(());
         })?;
@@ -135,21 +120,9 @@ impl Worker {
         })
     }
 
-    async fn run<F>(self: Rc<Self>, listeners: Listeners, carry: impl Carry<F>)
-    where
-        F: Future<Output = ()> + 'static,
-    {
-        for (direction, listeners) in [
-            (Direction::Inbound, listeners.inbound),
-            (Direction::Outbound, listeners.outbound),
-        ] {
-            for listener in listeners {
-                let worker = self.clone();
-                spawn_local(accept(listener, move |stream, peer| {
-                    worker.take(direction, stream, peer, carry);
-                }));
-            }
-        }
+    /// Evicts what is idle until the proxy shuts down, then waits for the last connection. Late
+    /// connections are still served.
+    pub async fn maintain_until_drained(&self) {
         let mut eviction = tokio::time::interval(EVICTION_INTERVAL);
         loop {
             tokio::select! {
@@ -160,35 +133,23 @@ impl Worker {
                 () = self.drain.cancelled() => break,
             }
         }
-        // Late connections are still served: the listeners stay until no connection is open.
         while self.open.get() > 0 {
             self.idle.notified().await;
         }
     }
 
-    /// Spawns the task of an accepted connection. Resets the connection if the limit is reached.
-    fn take<F: Future<Output = ()> + 'static>(
-        self: &Rc<Self>,
-        direction: Direction,
-        stream: TcpStream,
-        peer: SocketAddr,
-        carry: impl Carry<F>,
-    ) {
+    /// Counts an accepted connection until the value is dropped. Fails if the limit is reached.
+    pub fn admit(self: &Rc<Self>, direction: Direction) -> Result<Open, Failure> {
         if self.open.get() >= self.limit {
-            self.metrics
-                .failure(direction, &Failure::Overloaded("too many connections"));
-            return Io::new(stream).reset();
+            let failure = Failure::Overloaded("too many connections");
+            self.metrics.failure(direction, &failure);
+            return Err(failure);
         }
         self.open.set(self.open.get() + 1);
-        let counted = self.metrics.connection(direction);
-        let open = Open {
+        Ok(Open {
             worker: self.clone(),
-            _counted: counted,
-        };
-        spawn_local(async move {
-            carry(open.worker.clone(), direction, stream, peer).await;
-            drop(open);
-        });
+            _counted: self.metrics.connection(direction),
+        })
     }
 
     /// Whether to log a warning about a peer. Limits the rate of these warnings.
@@ -233,7 +194,7 @@ impl Worker {
 }
 
 /// One open connection, counted until it is dropped.
-struct Open {
+pub struct Open {
     worker: Rc<Worker>,
     _counted: diy_mesh_runtime::metrics::Active,
 }
@@ -264,49 +225,5 @@ impl WorkerContext {
             limit: 1000,
             drain: CancellationToken::new(),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::io::ErrorKind;
-
-    use tokio::io::AsyncReadExt as _;
-
-    use super::*;
-
-    #[tokio::test]
-    async fn resets_and_counts_connections_over_limit() {
-        let context = WorkerContext {
-            limit: 1,
-            ..WorkerContext::for_a_test("")
-        };
-        let metrics = context.metrics.clone();
-        let worker = Worker::new(context);
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
-        worker.open.set(1);
-        let flood = async {
-            for _ in 0..100 {
-                let (stream, peer) = listener.accept().await.unwrap();
-                worker.take(Direction::Inbound, stream, peer, |_, _, _, _| {
-                    std::future::ready(())
-                });
-            }
-        };
-        let clients = async {
-            for _ in 0..100 {
-                let mut client = TcpStream::connect(address).await.unwrap();
-                let error = client.read(&mut [0]).await.expect_err("a reset");
-                assert_eq!(error.kind(), ErrorKind::ConnectionReset);
-            }
-        };
-        tokio::join!(flood, clients);
-        assert_eq!(worker.open.get(), 1, "the open connection is unaffected");
-        let counted = metrics.render();
-        assert!(
-            counted.contains("failures_total{direction=\"inbound\",code=\"overloaded\"} 100"),
-            "{counted}"
-        );
     }
 }

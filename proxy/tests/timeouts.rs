@@ -7,9 +7,9 @@ mod support;
 use std::time::Duration;
 
 use bytes::Bytes;
-use diy_mesh_proxy::accept;
 use diy_mesh_proxy::connect::{Remote, dial};
 use diy_mesh_proxy::dump::Direction::{Inbound, Outbound};
+use diy_mesh_proxy::listener;
 use diy_mesh_proxy::timeouts::TimeoutKind;
 use diy_mesh_proxy::tls::Alpn;
 use socket2::SockRef;
@@ -197,7 +197,7 @@ fn every_socket_has_user_timeout_and_keepalive() {
     on_worker(async {
         let mesh = Mesh::with(|config| config.timeouts.tcp_user = Duration::from_secs(77));
         let user_timeout = mesh.worker.config.timeouts.tcp_user;
-        let listener = accept::bind([127, 0, 0, 1].into(), 0, user_timeout).unwrap();
+        let listener = listener::bind([127, 0, 0, 1].into(), 0, user_timeout).unwrap();
         let listener = TcpListener::from_std(listener).unwrap();
         let remote = Remote {
             pod: String::new(),

@@ -16,7 +16,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
-use crate::connection::serve;
+use crate::connection::carry;
 use crate::destination::Destination;
 use crate::discovery::{AppProtocol, Discovery, EndpointInfo, PodTarget, ServiceTarget, Target};
 use crate::dump::Direction;
@@ -130,7 +130,7 @@ impl Side {
                     destination,
                     caller: Caller::Unauthenticated,
                 };
-                tokio::task::spawn_local(serve(Io::new(stream), flow));
+                tokio::task::spawn_local(carry(Io::new(stream), flow));
             }
         });
         address
@@ -152,7 +152,7 @@ impl Side {
             destination,
             caller: Caller::App,
         };
-        tokio::task::spawn_local(serve(Io::new(stream), flow));
+        tokio::task::spawn_local(carry(Io::new(stream), flow));
         client.unwrap()
     }
 

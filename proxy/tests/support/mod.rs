@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use clap::Parser;
 use diy_mesh_proxy::config::{Config, RawConfig};
-use diy_mesh_proxy::connection::serve;
+use diy_mesh_proxy::connection::carry;
 use diy_mesh_proxy::destination::Destination;
 use diy_mesh_proxy::discovery::Discovery;
 use diy_mesh_proxy::dump::{Direction, Dumps};
@@ -168,7 +168,7 @@ impl Mesh {
         if let Some(lifetime) = lifetime {
             io.set_lifetime(lifetime);
         }
-        tokio::task::spawn_local(serve(io, flow));
+        tokio::task::spawn_local(carry(io, flow));
         client.unwrap()
     }
 

@@ -10,7 +10,7 @@ use tonic::transport::{Endpoint, Server, Uri};
 use tonic::{Code, Status, Streaming};
 
 use super::*;
-use crate::connection::serve;
+use crate::connection::carry;
 use crate::policy::Caller;
 
 struct Echo;
@@ -67,7 +67,7 @@ async fn client_through(
             destination: Rc::new(Destination::fixed(address)),
             caller: Caller::App,
         };
-        serve(Io::new(stream), flow).await;
+        carry(Io::new(stream), flow).await;
     });
     let connector =
         tower::service_fn(
