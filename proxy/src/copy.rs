@@ -1,5 +1,6 @@
 //! Step 8 for opaque connections and tunnels: copies bytes between two connections in both
-//! directions. Each direction ends independently.
+//! directions. Each direction ends independently. An end is passed on only if the sender ended its
+//! direction: truncated bytes end with a reset.
 
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
@@ -18,16 +19,29 @@ pub struct Copied {
     pub sent: u64,
     /// Bytes to the client.
     pub received: u64,
-    /// It ended because the client sent an HTTP request line.
-    pub was_http: bool,
-    /// It ended because a connection reached its maximum age: the caller resets both.
-    pub expired: bool,
+    /// How it ended.
+    pub end: End,
+}
+
+/// How [`bidirectional`] ended.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    /// Both directions ended.
+    #[default]
+    Complete,
+    /// A connection failed, or ended without TLS close_notify.
+    Failed,
+    /// The client sent an HTTP request line.
+    Http,
+    /// A connection reached its maximum age.
+    Expired,
 }
 
 /// Copies until both directions have ended, or either connection fails. The end of one direction is
 /// propagated as a half-close and does not end the other direction. If there is a `detector`, it
 /// inspects the client's bytes until it has a verdict. The verdict HTTP ends the copy, and so does
-/// `expiry` when it completes.
+/// `expiry` when it completes. A connection that has not received everything up to the sender's end
+/// is reset when it is dropped.
 pub async fn bidirectional(
     client: &mut Io,
     upstream: &mut Io,
@@ -39,23 +53,28 @@ pub async fn bidirectional(
         ..Transfer::default()
     };
     let mut download = Transfer::default();
-    let expired = poll_fn(|cx| {
+    let end = poll_fn(|cx| {
         // An error in either direction ends both, as a reset does without the mesh.
         match (
             upload.poll(cx, client, upstream),
             download.poll(cx, upstream, client),
         ) {
-            (Poll::Ready(Err(_)), _) | (_, Poll::Ready(Err(_))) => Poll::Ready(false),
-            (Poll::Ready(Ok(())), Poll::Ready(Ok(()))) => Poll::Ready(false),
-            _ => Pin::new(&mut *expiry).poll(cx).map(|()| true),
+            _ if upload.was_http => Poll::Ready(End::Http),
+            (Poll::Ready(Err(_)), _) | (_, Poll::Ready(Err(_))) => Poll::Ready(End::Failed),
+            (Poll::Ready(Ok(())), Poll::Ready(Ok(()))) => Poll::Ready(End::Complete),
+            _ => Pin::new(&mut *expiry).poll(cx).map(|()| End::Expired),
         }
     })
     .await;
+    for (transfer, to) in [(&upload, upstream), (&download, client)] {
+        if transfer.state != State::Done {
+            to.reset_on_drop();
+        }
+    }
     Copied {
         sent: upload.copied,
         received: download.copied,
-        was_http: upload.was_http,
-        expired,
+        end,
     }
 }
 
@@ -186,8 +205,7 @@ mod tests {
             Copied {
                 sent: 7,
                 received: 22,
-                was_http: false,
-                expired: false
+                end: End::Complete
             }
         );
     }

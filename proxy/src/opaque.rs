@@ -8,7 +8,7 @@ use tokio::io::AsyncWriteExt;
 
 use crate::balance::Endpoint;
 use crate::connect;
-use crate::copy;
+use crate::copy::{self, End};
 use crate::detect::RequestDetector;
 use crate::error::Failure;
 use crate::flow::Flow;
@@ -53,14 +53,10 @@ pub async fn serve(
     let copied = copy::bidirectional(&mut client, &mut upstream, detector, &mut end).await;
     drop(attempts);
     record.copied(copied.sent, copied.received);
-    if copied.was_http {
+    if copied.end == End::Http {
         record.fail(&Failure::BadRequest(
             "the client paused in the first line of an HTTP request",
         ));
-        client.reset();
-    } else if copied.expired {
-        client.reset();
-        upstream.reset();
     }
 }
 

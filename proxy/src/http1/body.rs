@@ -24,9 +24,12 @@ const MAX_PENDING: usize = 64 * 1024;
 /// Why a body is incomplete.
 #[derive(Debug, Error)]
 pub enum BodyError {
-    /// The sender closed or reset its connection.
+    /// The sender ended its direction of the connection.
     #[error("the sender closed the connection before the end of the body")]
     SenderClosed,
+    /// The sender reset its connection, or ended it without TLS close_notify.
+    #[error("the sender's connection failed before the end of the body: {0}")]
+    SenderFailed(io::Error),
     /// The encoding violates RFC 9112.
     #[error("the body is malformed: {0}")]
     Malformed(&'static str),
@@ -161,7 +164,7 @@ impl Relay {
             if self.is_done() {
                 return Poll::Ready(Ok(()));
             }
-            if ready!(from.poll_fill(cx)).map_err(|_| BodyError::SenderClosed)? == 0 {
+            if ready!(from.poll_fill(cx)).map_err(BodyError::SenderFailed)? == 0 {
                 self.decoder.end_of_stream()?;
             }
         }

@@ -31,10 +31,8 @@ pub(super) enum After {
     KeepAlive,
     /// It is closed once the client has read the response.
     Close,
-    /// It is closed already, or was a tunnel.
+    /// It is over: it was a tunnel, failed, or has reached its maximum age.
     Closed,
-    /// It is reset together with the upstream's: one of them has reached its maximum age.
-    Reset(Io),
 }
 
 /// One request and its response.
@@ -193,7 +191,9 @@ impl<'a> Exchange<'a> {
             Poll::Pending => return Ok(Poll::Pending),
             Poll::Ready(Ok(())) => self.record.request_end(),
             Poll::Ready(Err(BodyError::Write(_))) => self.upload.stop(),
-            Poll::Ready(Err(BodyError::SenderClosed)) => return Err(Ended::Client),
+            Poll::Ready(Err(BodyError::SenderClosed | BodyError::SenderFailed(_))) => {
+                return Err(Ended::Client);
+            }
             Poll::Ready(Err(broken)) => return Err(Ended::BadRequest(request_failure(&broken))),
         }
         Ok(Poll::Ready(()))
@@ -283,10 +283,12 @@ impl<'a> Exchange<'a> {
             Err(broken) => {
                 self.record.cut_off(&broken.to_string());
                 // The client sees that the response is cut off, as without the mesh.
-                return Outcome::After(match broken {
-                    BodyError::Expired => After::Reset(upstream),
-                    _ => After::Closed,
-                });
+                upstream.reset_on_drop();
+                if !until_close && matches!(broken, BodyError::SenderClosed) {
+                    return Outcome::After(After::Close);
+                }
+                self.client.reset_on_drop();
+                return Outcome::After(After::Closed);
             }
         }
         let reusable = head.connection.persists(head.version)
@@ -313,7 +315,8 @@ impl<'a> Exchange<'a> {
         download: &mut Relay,
     ) -> Poll<Result<(), BodyError>> {
         if let Err(Ended::Client) = self.poll_upload(cx, upstream) {
-            return Poll::Ready(Err(BodyError::SenderClosed));
+            let reason = std::io::ErrorKind::ConnectionAborted.into();
+            return Poll::Ready(Err(BodyError::SenderFailed(reason)));
         }
         let record = &mut self.record;
         download.poll(cx, upstream, self.client, &mut |data| {
@@ -327,11 +330,7 @@ impl<'a> Exchange<'a> {
         let mut end = flow.copy_end(self.client, &upstream);
         let copied = copy::bidirectional(self.client, &mut upstream, None, &mut end).await;
         self.record.tunnel(copied.sent, copied.received);
-        if copied.expired {
-            After::Reset(upstream)
-        } else {
-            After::Closed
-        }
+        After::Closed
     }
 
     /// The client's connection can carry another exchange.
@@ -386,6 +385,7 @@ impl Forward for Exchange<'_> {
         }
         // 8. Serve.
         let Some(head) = self.receive_head(&mut upstream, endpoint).await? else {
+            upstream.io.reset_on_drop();
             return Ok(Outcome::After(After::Closed));
         };
         if self.was_not_delivered(&head, &upstream.io) {
@@ -459,8 +459,6 @@ impl From<Refused> for Ended {
 fn request_failure(broken: &BodyError) -> Failure {
     match broken {
         BodyError::Malformed(reason) => Failure::BadRequest(reason),
-        BodyError::Write(_) | BodyError::SenderClosed | BodyError::Expired => {
-            Failure::BadRequest("the request ended early")
-        }
+        _ => Failure::BadRequest("the request ended early"),
     }
 }

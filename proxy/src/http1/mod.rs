@@ -51,10 +51,6 @@ pub async fn serve(mut client: Io, flow: &Rc<Flow>) {
             After::KeepAlive => {}
             After::Close => return linger(client).await,
             After::Closed => return,
-            After::Reset(upstream) => {
-                client.reset();
-                return upstream.reset();
-            }
         }
     }
 }

@@ -16,6 +16,8 @@ mod session_tests;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
+mod truncation_tests;
+#[cfg(test)]
 mod write_tests;
 
 use std::cell::RefCell;

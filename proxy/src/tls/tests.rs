@@ -15,6 +15,7 @@ use rustls::sign::CertifiedKey;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
 
 use crate::connection::carry;
 use crate::destination::Destination;
@@ -173,6 +174,8 @@ pub(super) struct Pair {
     wire: Rc<RefCell<Vec<u8>>>,
     /// Address of the inbound proxy.
     address: SocketAddr,
+    /// Ends the recorded connections, without close_notify.
+    pub(super) cut: CancellationToken,
 }
 
 impl Pair {
@@ -190,7 +193,8 @@ impl Pair {
         let wire_listener = TcpListener::bind("127.0.0.2:0").await.unwrap();
         let wire_address = wire_listener.local_addr().unwrap();
         let wire = Rc::new(RefCell::new(Vec::new()));
-        tokio::task::spawn_local(tap(wire_listener, address, wire.clone()));
+        let cut = CancellationToken::new();
+        tokio::task::spawn_local(tap(wire_listener, address, wire.clone(), cut.clone()));
         let opaque = inbound
             .worker
             .config
@@ -221,6 +225,7 @@ impl Pair {
             destination,
             wire,
             address,
+            cut,
         }
     }
 
@@ -250,7 +255,7 @@ impl Pair {
     }
 
     /// A client connection through the outbound proxy.
-    async fn connect(&self) -> TcpStream {
+    pub(super) async fn connect(&self) -> TcpStream {
         self.outbound.connect(&self.destination).await
     }
 
@@ -295,10 +300,15 @@ impl Pair {
 }
 
 /// Forwards connections and records their bytes.
-async fn tap(listener: TcpListener, to: SocketAddr, record: Rc<RefCell<Vec<u8>>>) {
+async fn tap(
+    listener: TcpListener,
+    to: SocketAddr,
+    record: Rc<RefCell<Vec<u8>>>,
+    cut: CancellationToken,
+) {
     loop {
         let (near, _) = listener.accept().await.unwrap();
-        let record = record.clone();
+        let (record, cut) = (record.clone(), cut.clone());
         tokio::task::spawn_local(async move {
             let far = TcpStream::connect(to).await.unwrap();
             let ((near_read, near_write), (far_read, far_write)) =
@@ -314,7 +324,10 @@ async fn tap(listener: TcpListener, to: SocketAddr, record: Rc<RefCell<Vec<u8>>>
                         }
                     }
                 };
-            tokio::join!(one_way(near_read, far_write), one_way(far_read, near_write));
+            let both = async {
+                tokio::join!(one_way(near_read, far_write), one_way(far_read, near_write))
+            };
+            cut.run_until_cancelled(both).await;
         });
     }
 }
