@@ -2,6 +2,7 @@
 //! then [`Config`]. The injector passes the ports, because proxy-init needs the same ones: they
 //! have no defaults here.
 
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -15,6 +16,7 @@ use tracing_subscriber::filter::Targets;
 use crate::dump::{Format, Mode};
 use crate::policy::{Policy, Probe};
 use crate::ports::PortSet;
+use crate::probe::{KubeletProbe, Pod};
 use crate::timeouts::Timeouts;
 
 /// The largest `--max-connection-age`, in seconds: a year, longer than any certificate is valid.
@@ -30,7 +32,7 @@ pub struct RawConfig {
     /// Port of outbound connections, to which proxy-init redirects
     #[arg(long, value_name = "PORT", value_parser = value_parser!(u16).range(1..))]
     outbound_port: u16,
-    /// Port of /live, /ready and /metrics
+    /// Port of /live, /ready, /metrics and /probes/INDEX
     #[arg(long, value_name = "PORT", value_parser = value_parser!(u16).range(1..))]
     admin_port: u16,
     /// Content of the dumps on standard output
@@ -96,6 +98,13 @@ pub struct RawConfig {
     /// File with the service account token that authenticates this workload to the controller
     #[arg(long, env = "SERVICE_MESH_TOKEN_FILE", value_name = "FILE")]
     token_file: PathBuf,
+    /// Probe or lifecycle hook that the proxy performs for the kubelet, in JSON with the fields of
+    /// Kubernetes; may be repeated. The first one is /probes/0 of the admin port
+    #[arg(long = "kubelet-probe", value_name = "JSON", requires = "pod_ip")]
+    kubelet_probes: Vec<KubeletProbe>,
+    /// Address of this pod, for probes
+    #[arg(long, env = "POD_IP", value_name = "ADDRESS")]
+    pod_ip: Option<IpAddr>,
     /// Name of this pod, for logs
     #[arg(long, env = "POD_NAME", value_name = "NAME", default_value = "")]
     pod_name: String,
@@ -140,6 +149,8 @@ pub struct Config {
     pub dump_format: Format,
     /// Which inbound connections and requests are authorized.
     pub policy: Policy,
+    /// The probes that the proxy performs for the kubelet, and their target.
+    pub kubelet_probes: Option<(Pod, Vec<KubeletProbe>)>,
     /// Number of worker threads.
     pub workers: usize,
     /// Maximum duration of draining.
@@ -205,6 +216,15 @@ impl Config {
                 opaque_ports: raw.opaque_ports,
                 allow_connect: raw.allow_connect,
             },
+            kubelet_probes: raw.pod_ip.map(|ip| {
+                (
+                    Pod {
+                        ip,
+                        proxy_ports: ports,
+                    },
+                    raw.kubelet_probes,
+                )
+            }),
             workers: raw.workers.into(),
             drain: Duration::from_secs(raw.drain_seconds),
             max_connection_age: raw.max_connection_age,
@@ -319,6 +339,8 @@ mod tests {
             ("dump-format", "--dump-format=xml", "text, json"),
             ("inbound", "--inbound=lax", "permissive, strict"),
             ("probe", "--probe=http:80", "expected http:PORT:PATH"),
+            ("kubelet-probe", "--kubelet-probe=tcp:80", "a probe in JSON"),
+            ("pod-ip", "--pod-ip=localhost", "invalid IP address"),
             (
                 "opaque-ports",
                 "--opaque-ports=25,smtp",
@@ -395,6 +417,26 @@ mod tests {
                 && config.policy.allow_connect
         );
         assert_eq!(config.max_connection_age, Some(Duration::from_secs(1800)));
+    }
+
+    #[test]
+    fn reads_probes_in_order() {
+        let first = r#"--kubelet-probe={"tcpSocket":{"port":80},"timeoutSeconds":1}"#;
+        let second = r#"--kubelet-probe={"grpc":{"port":81},"timeoutSeconds":1}"#;
+        let config = with("none", &[first, second, "--pod-ip=10.0.0.7"]).unwrap();
+        let (pod, probes) = config.kubelet_probes.unwrap();
+        assert_eq!(
+            (pod.ip.to_string(), pod.proxy_ports),
+            ("10.0.0.7".into(), [4000, 5000, 4001])
+        );
+        let ports = [80, 81].map(|port| format!("port {port}"));
+        assert!(
+            probes.len() == 2
+                && std::iter::zip(&probes, ports)
+                    .all(|(probe, port)| probe.to_string().ends_with(&port))
+        );
+        let report = with("none", &[first]).unwrap_err();
+        assert!(report.contains("--pod-ip <ADDRESS>"), "{report}");
     }
 
     #[test]

@@ -4,8 +4,8 @@
 //! Read `connection.rs` first: the path, one call a step, inbound and outbound. `protocol.rs` with the
 //! pure `detect.rs` is step 3; then `policy.rs` authorizes, `http1/`, `http2/` and `opaque.rs` serve, and `forward.rs` sends to endpoints by way
 //! of `balance/`, `pool/` and `connect.rs`. `record.rs` is what metrics, dumps and the log get of
-//! it. Beside the path: `discovery.rs` and `identity.rs`, both by way of `control.rs`; `dump/`,
-//! `metrics.rs`; and `error.rs`, the one map of failures.
+//! it. Beside the path: `discovery.rs` and `identity.rs`, both by way of `control.rs`; `probe.rs`;
+//! `dump/`, `metrics.rs`; and `error.rs`, the one map of failures.
 //!
 //! The main thread runs what is slow and shared: the admin server, discovery, renewal, shutdown.
 //! Each worker thread has its own listeners, pools and balancers: a request stays on one core and
@@ -38,6 +38,7 @@ pub mod opaque;
 pub mod policy;
 pub mod pool;
 pub mod ports;
+pub mod probe;
 pub mod protocol;
 pub mod record;
 mod scratch;
@@ -95,6 +96,10 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
     let discovering = readiness.condition("discovery", "no response from the controller yet");
     let admin_metrics = metrics.clone();
     let admin = Admin::new(readiness.clone(), move || admin_metrics.render());
+    let admin = match &config.kubelet_probes {
+        Some((pod, probes)) => probe::add_routes(admin, probes, *pod),
+        None => admin,
+    };
     let admin_port = config.admin_port;
     let admin_listener = listen::bind((Ipv6Addr::UNSPECIFIED, admin_port).into())
         .await

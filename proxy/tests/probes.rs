@@ -1,0 +1,403 @@
+//! The kubelet's probes: `/probes/INDEX` on the admin port against applications of each kind.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use diy_mesh_proxy::probe::{KubeletProbe, Pod, add_routes};
+use diy_mesh_runtime::{Admin, Readiness};
+use rustls::pki_types::PrivatePkcs8KeyDer;
+use support::{listen, on_worker, read_all, read_until, write};
+use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
+use tokio_stream::wrappers::TcpListenerStream;
+use tonic_health::ServingStatus;
+
+const OK: &str = "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n";
+/// A port of the proxy in these tests.
+const PROXY_PORT: u16 = 4001;
+
+/// The address of an admin server with these probes.
+async fn admin(probes: &[String]) -> SocketAddr {
+    let probes: Vec<KubeletProbe> = probes.iter().map(|probe| probe.parse().unwrap()).collect();
+    let pod = Pod {
+        ip: Ipv4Addr::LOCALHOST.into(),
+        proxy_ports: [4000, 5000, PROXY_PORT],
+    };
+    let admin = add_routes(Admin::new(Readiness::default(), String::new), &probes, pod);
+    let (listener, address) = listen().await;
+    tokio::spawn(admin.serve(listener));
+    address
+}
+
+fn probe(action: &str, app: SocketAddr, more: &str) -> String {
+    let port = app.port();
+    format!(r#"{{"{action}":{{"port":{port}{more}}},"timeoutSeconds":1}}"#)
+}
+
+fn hook(app: SocketAddr) -> String {
+    format!(r#"{{"httpGet":{{"port":{},"path":"stop"}}}}"#, app.port())
+}
+
+async fn request(admin: SocketAddr, line: &str) -> String {
+    let mut client = TcpStream::connect(admin).await.unwrap();
+    write(&mut client, &format!("{line} HTTP/1.1\r\nHost: a\r\n\r\n")).await;
+    read_all(&mut client).await
+}
+
+/// The status and the body.
+async fn get(admin: SocketAddr, path: &str) -> (u16, String) {
+    let response = request(admin, &format!("GET {path}")).await;
+    let (head, body) = response.split_once("\r\n\r\n").expect(&response);
+    (head[9..12].parse().unwrap(), body.to_owned())
+}
+
+/// Performs one probe.
+async fn perform(probe: String) -> (u16, String) {
+    get(admin(&[probe]).await, "/probes/0").await
+}
+
+/// An application that responds to each connection with the next response, and sends the requests
+/// to the returned channel.
+async fn app<const N: usize>(
+    responses: [String; N],
+) -> (SocketAddr, tokio::sync::mpsc::UnboundedReceiver<String>) {
+    let (listener, address) = listen().await;
+    let (sender, requests) = tokio::sync::mpsc::unbounded_channel();
+    tokio::task::spawn_local(async move {
+        for response in responses {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            sender
+                .send(read_until(&mut stream, "\r\n\r\n").await)
+                .unwrap();
+            write(&mut stream, &response).await;
+        }
+    });
+    (address, requests)
+}
+
+fn redirect(location: impl std::fmt::Display) -> String {
+    format!("HTTP/1.1 302 Found\r\nLocation: {location}\r\nContent-Length: 0\r\n\r\n")
+}
+
+/// Accepts one TLS connection with a self-signed certificate for another name.
+async fn accept_tls(listener: TcpListener, alpn: &[u8]) -> TlsStream<TcpStream> {
+    let certified = rcgen::generate_simple_self_signed(["another.example".to_owned()]).unwrap();
+    let key = PrivatePkcs8KeyDer::from(certified.signing_key.serialize_der());
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let mut config = rustls::ServerConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_no_client_auth()
+        .with_single_cert(vec![certified.cert.der().clone()], key.into())
+        .unwrap();
+    config.alpn_protocols = vec![alpn.to_vec()];
+    let (stream, _) = listener.accept().await.unwrap();
+    let acceptor = TlsAcceptor::from(Arc::new(config));
+    acceptor.accept(stream).await.unwrap()
+}
+
+#[test]
+fn dead_application_fails_every_kind_of_probe() {
+    on_worker(async {
+        let (listener, dead) = listen().await;
+        drop(listener);
+        for (action, more) in [
+            ("tcpSocket", ""),
+            ("grpc", ""),
+            ("httpGet", ""),
+            ("httpGet", r#","scheme":"HTTPS""#),
+        ] {
+            let (status, body) = perform(probe(action, dead, more)).await;
+            assert_eq!(status, 503, "{action}{more}");
+            assert!(
+                body.contains(&format!("cannot connect to {dead}")),
+                "{body}"
+            );
+        }
+    });
+}
+
+#[test]
+fn tcp_probe_succeeds_if_the_application_accepts() {
+    on_worker(async {
+        let (_listener, address) = listen().await;
+        let answer = perform(probe("tcpSocket", address, "")).await;
+        assert_eq!(answer, (200, "ok\n".to_owned()));
+    });
+}
+
+#[test]
+fn http_probe_is_the_request_of_the_kubelet() {
+    on_worker(async {
+        let (address, mut requests) = app([OK.to_owned(), OK.to_owned()]).await;
+        assert_eq!(perform(probe("httpGet", address, "")).await.0, 200);
+        assert_eq!(
+            requests.recv().await.unwrap(),
+            format!(
+                "GET / HTTP/1.1\r\nUser-Agent: kube-probe/1 (diy-service-mesh)\r\nAccept: */*\r\nHost: {address}\r\nConnection: close\r\n\r\n"
+            )
+        );
+        let headers = r#","path":"a b?c","httpHeaders":[{"name":"Host","value":"shop"},{"name":"User-Agent","value":"me"},
+            {"name":"X-A","value":"1"},{"name":"X-A","value":"2"},{"name":"Accept","value":""},{"name":"Content-Length","value":"9"}]"#;
+        assert_eq!(perform(probe("httpGet", address, headers)).await.0, 200);
+        assert_eq!(
+            requests.recv().await.unwrap(),
+            "GET /a%20b?c HTTP/1.1\r\nX-A: 1\r\nX-A: 2\r\nUser-Agent: me\r\nHost: shop\r\nConnection: close\r\n\r\n"
+        );
+    });
+}
+
+#[test]
+fn status_of_400_or_more_and_malformed_responses_fail() {
+    on_worker(async {
+        for (response, expected) in [
+            ("HTTP/1.1 399 x\r\nContent-Length: 0\r\n\r\n", 200),
+            ("HTTP/1.1 304 Not Modified\r\n\r\n", 200),
+            ("HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n", 503),
+            ("HTTP/1.1 500 x\r\nContent-Length: 0\r\n\r\n", 503),
+            ("SSH-2.0-x\r\n\r\n", 503),
+            ("HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\ncut", 503),
+            ("", 503),
+        ] {
+            let (address, _requests) = app([response.to_owned()]).await;
+            let (status, body) = perform(probe("httpGet", address, "")).await;
+            assert_eq!(status, expected, "{response:?}: {body}");
+        }
+    });
+}
+
+#[test]
+fn reads_only_the_start_of_an_endless_body() {
+    on_worker(async {
+        let endless = format!("HTTP/1.1 200 OK\r\n\r\n{}", "x".repeat(20_000));
+        let (address, _requests) = app([endless]).await;
+        assert_eq!(perform(probe("httpGet", address, "")).await.0, 200);
+    });
+}
+
+#[test]
+fn follows_redirects_on_the_same_host_only() {
+    on_worker(async {
+        let (other, mut requests) = app([OK.to_owned()]).await;
+        let (address, mut first) = app([
+            redirect("/there?x#y"),
+            redirect(format!("http://{other}/elsewhere")),
+        ])
+        .await;
+        let host = r#","httpHeaders":[{"name":"Host","value":"shop"}]"#;
+        assert_eq!(perform(probe("httpGet", address, host)).await.0, 200);
+        assert!(first.recv().await.unwrap().contains("\r\nHost: shop\r\n"));
+        let second = first.recv().await.unwrap();
+        assert!(second.starts_with("GET /there?x HTTP/1.1\r\n") && second.contains("Host: shop"));
+        let third = requests.recv().await.unwrap();
+        assert!(third.starts_with("GET /elsewhere "), "{third}");
+        assert!(third.contains(&format!("Host: {other}\r\n")), "{third}");
+
+        let (listener, elsewhere) = listen().await;
+        let location = format!("http://localhost:{}/", elsewhere.port());
+        let (address, _requests) = app([redirect(location)]).await;
+        assert_eq!(perform(probe("httpGet", address, "")).await.0, 200);
+        let accepted = tokio::time::timeout(Duration::ZERO, listener.accept()).await;
+        assert!(accepted.is_err(), "another host is not called");
+    });
+}
+
+#[test]
+fn redirect_loops_and_redirects_to_the_proxy_fail() {
+    on_worker(async {
+        let (address, _requests) = app(std::array::from_fn::<_, 12, _>(|_| redirect("/"))).await;
+        let (status, body) = perform(probe("httpGet", address, "")).await;
+        assert_eq!((status, &*body), (503, "more than 10 redirects\n"));
+
+        for location in [
+            format!("http://127.0.0.1:{PROXY_PORT}/probes/0"),
+            "http://[".to_owned(),
+        ] {
+            let (address, _requests) = app([redirect(location)]).await;
+            assert_eq!(perform(probe("httpGet", address, "")).await.0, 503);
+        }
+        let proxy = SocketAddr::from((Ipv4Addr::LOCALHOST, PROXY_PORT));
+        let (status, body) = perform(probe("tcpSocket", proxy, "")).await;
+        assert_eq!(status, 503);
+        assert!(body.contains("port 4001 belongs to the proxy"), "{body}");
+    });
+}
+
+#[test]
+fn https_probe_accepts_any_certificate_and_either_http_version() {
+    on_worker(async {
+        let https = r#","scheme":"HTTPS""#;
+        let (listener, address) = listen().await;
+        let app = tokio::task::spawn_local(async move {
+            let mut stream = accept_tls(listener, b"http/1.1").await;
+            let mut head = Vec::new();
+            while !head.ends_with(b"\r\n\r\n") {
+                head.push(tokio::io::AsyncReadExt::read_u8(&mut stream).await.unwrap());
+            }
+            let _ = tokio::io::AsyncWriteExt::write_all(&mut stream, OK.as_bytes()).await;
+        });
+        let answer = perform(probe("httpGet", address, https)).await;
+        assert_eq!(answer, (200, "ok\n".to_owned()));
+        app.await.unwrap();
+
+        let (listener, address) = listen().await;
+        let app = tokio::task::spawn_local(async move {
+            let stream = accept_tls(listener, b"h2").await;
+            let mut connection = h2::server::handshake(stream).await.unwrap();
+            let (request, mut respond) = connection.accept().await.unwrap().unwrap();
+            let response = http::Response::builder().status(503).body(()).unwrap();
+            let mut body = respond.send_response(response, false).unwrap();
+            body.send_data(Bytes::from_static(b"no"), true).unwrap();
+            // Sends what is left.
+            let _ = connection.accept().await;
+            request.uri().to_string()
+        });
+        let host =
+            r#","scheme":"HTTPS","path":"/x","httpHeaders":[{"name":"Host","value":"shop"}]"#;
+        let answer = perform(probe("httpGet", address, host)).await;
+        assert_eq!(
+            answer,
+            (503, "HTTP status 503, expected 200 to 399\n".to_owned())
+        );
+        assert_eq!(app.await.unwrap(), "https://shop/x");
+
+        // The application does not use TLS.
+        let (address, _requests) = self::app(["HTTP/1.1 400 x\r\n\r\n".to_owned()]).await;
+        let (status, body) = perform(probe("httpGet", address, https)).await;
+        assert_eq!(status, 504, "{body}");
+    });
+}
+
+#[test]
+fn grpc_probe_requires_the_status_serving() {
+    on_worker(async {
+        let (reporter, service) = tonic_health::server::health_reporter();
+        for (name, status) in [
+            ("up", ServingStatus::Serving),
+            ("down", ServingStatus::NotServing),
+        ] {
+            reporter.set_service_status(name, status).await;
+        }
+        let (listener, address) = listen().await;
+        tokio::spawn(
+            tonic::transport::Server::builder()
+                .add_service(service)
+                .serve_with_incoming(TcpListenerStream::new(listener)),
+        );
+        for (more, status, text) in [
+            ("", 200, "ok"),
+            (r#","service":"up""#, 200, "ok"),
+            (r#","service":"down""#, 503, "health status NOT_SERVING"),
+            (r#","service":"unknown""#, 503, "failed: NotFound"),
+        ] {
+            let answer = perform(probe("grpc", address, more)).await;
+            assert_eq!(answer.0, status, "{more}: {answer:?}");
+            assert!(answer.1.contains(text), "{more}: {answer:?}");
+        }
+        // The application does not use HTTP/2.
+        let (address, _requests) = app(["HTTP/1.1 200 OK\r\n\r\n".to_owned()]).await;
+        assert_ne!(perform(probe("grpc", address, "")).await.0, 200);
+    });
+}
+
+#[test]
+fn silent_application_fails_with_a_timeout() {
+    on_worker(async {
+        let (_listener, address) = listen().await;
+        for action in ["httpGet", "grpc"] {
+            let answer = perform(probe(action, address, "")).await;
+            assert_eq!(answer, (504, "no response within 1s\n".to_owned()));
+        }
+    });
+}
+
+#[test]
+fn only_configured_indexes_are_probes() {
+    on_worker(async {
+        let (_listener, address) = listen().await;
+        let admin = admin(&[probe("tcpSocket", address, "")]).await;
+        for path in [
+            "/probes/1",
+            "/probes/",
+            "/probes",
+            "/probes/00",
+            "/probes/-1",
+            "/probes/0/",
+            "/probes/18446744073709551617",
+            "/probes/127.0.0.1:80",
+        ] {
+            assert_eq!(get(admin, path).await.0, 404, "{path}");
+        }
+        for line in ["POST /probes/0", "CONNECT 127.0.0.1:80", "DELETE /probes/0"] {
+            let response = request(admin, line).await;
+            assert!(response.starts_with("HTTP/1.1 405 "), "{line}: {response}");
+        }
+        assert_eq!(get(admin, "/probes/0?target=127.0.0.1").await.0, 200);
+    });
+}
+
+#[test]
+fn concurrent_requests_share_one_attempt() {
+    on_worker(async {
+        let (listener, address) = listen().await;
+        let admin = admin(&[probe("httpGet", address, "")]).await;
+        let mut clients = Vec::new();
+        for _ in 0..20 {
+            let mut client = TcpStream::connect(admin).await.unwrap();
+            write(&mut client, "GET /probes/0 HTTP/1.1\r\nHost: a\r\n\r\n").await;
+            clients.push(client);
+        }
+        let (mut app, _) = listener.accept().await.unwrap();
+        read_until(&mut app, "\r\n\r\n").await;
+        // The first client, whose request started the attempt, leaves.
+        drop(clients.remove(0));
+        assert_eq!(get(admin, "/live").await.0, 200);
+        write(&mut app, OK).await;
+        for mut client in clients {
+            let response = read_all(&mut client).await;
+            assert!(response.starts_with("HTTP/1.1 200 "), "{response}");
+        }
+        let more = tokio::time::timeout(Duration::ZERO, listener.accept()).await;
+        assert!(more.is_err(), "the application got one request");
+    });
+}
+
+#[test]
+fn hook_fails_without_a_response_and_succeeds_with_any_status() {
+    on_worker(async {
+        let failing = "HTTP/1.1 500 x\r\nContent-Length: 0\r\n\r\n".to_owned();
+        let (address, mut requests) = app([failing]).await;
+        assert_eq!(perform(hook(address)).await.0, 200);
+        let seen = requests.recv().await.unwrap();
+        assert!(
+            seen.starts_with("GET /stop HTTP/1.1\r\nUser-Agent: kube-lifecycle/1 "),
+            "{seen}"
+        );
+        let (listener, dead) = listen().await;
+        drop(listener);
+        let admin = admin(&[hook(dead)]).await;
+        assert_eq!(request(admin, "GET /probes/0").await, "");
+    });
+}
+
+#[test]
+fn hook_ends_when_its_client_leaves() {
+    on_worker(async {
+        let (listener, address) = listen().await;
+        let admin = admin(&[hook(address)]).await;
+        for _ in 0..2 {
+            let mut client = TcpStream::connect(admin).await.unwrap();
+            write(&mut client, "GET /probes/0 HTTP/1.1\r\nHost: a\r\n\r\n").await;
+            let (mut app, _) = listener.accept().await.unwrap();
+            read_until(&mut app, "\r\n\r\n").await;
+            drop(client);
+            assert_eq!(read_all(&mut app).await, "", "the connection is closed");
+        }
+    });
+}
