@@ -27,6 +27,9 @@ pub enum BodyError {
     /// The sender closed or reset its connection.
     #[error("the sender closed the connection before the end of the body")]
     SenderClosed,
+    /// The client closed or reset its connection during the response.
+    #[error("the client closed the connection before the end of the response")]
+    ClientClosed,
     /// The encoding violates RFC 9112.
     #[error("the body is malformed: {0}")]
     Malformed(&'static str),

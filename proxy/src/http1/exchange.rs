@@ -25,6 +25,9 @@ use crate::policy::Admission;
 use crate::pool::Upstream;
 use crate::record::ExchangeRecord;
 
+/// Bytes of further requests from which the end of the client's connection is no longer watched.
+const MAX_PIPELINED: usize = 16 * 1024;
+
 /// What the client's connection does after an exchange.
 pub(super) enum After {
     /// It carries another one.
@@ -48,6 +51,8 @@ pub(super) struct Exchange<'a> {
     is_probe: bool,
     /// The client has half-closed its connection.
     client_ended: bool,
+    /// Its half-close was passed on.
+    end_passed_on: bool,
 }
 
 /// How an attempt ends that needs no other one.
@@ -73,6 +78,7 @@ impl<'a> Exchange<'a> {
             upload,
             is_probe: false,
             client_ended: false,
+            end_passed_on: false,
         }
     }
 
@@ -119,7 +125,10 @@ impl<'a> Exchange<'a> {
             let received = poll_fn(|cx| self.poll_head(cx, &mut upstream.io, &mut scanned)).await;
             let head = match received {
                 Ok(head) => head,
-                Err(Ended::Client) => return Ok(None),
+                Err(Ended::Client) => {
+                    upstream.io.reset_on_drop();
+                    return Ok(None);
+                }
                 Err(Ended::BadRequest(failure)) => return Err(AttemptError::last(failure)),
                 Err(Ended::Malformed(reason)) => return Err(malformed(reason)),
                 Err(Ended::Upstream(reason)) => {
@@ -199,26 +208,24 @@ impl<'a> Exchange<'a> {
         Ok(Poll::Ready(()))
     }
 
-    /// While the application prepares its response: a half-close of the client is passed on, an
-    /// error ends the exchange.
+    /// After the request, while the application is silent: a half-close of the client is passed on,
+    /// so that the application decides what it means. An error ends the exchange.
     fn poll_client_end(
         &mut self,
         cx: &mut Context<'_>,
         upstream: &mut Io,
     ) -> Poll<Result<(), Ended>> {
-        if self.client_ended || !self.client.unread().is_empty() {
-            return Poll::Pending;
-        }
-        match self.client.poll_fill(cx) {
-            Poll::Ready(Ok(0)) => {
-                self.client_ended = true;
-                // An error means that the upstream has closed: the next read tells.
-                let _ = Pin::new(&mut *upstream).poll_shutdown(cx);
-                Poll::Pending
+        while !self.client_ended && self.client.unread().len() < MAX_PIPELINED {
+            match ready!(self.client.poll_fill(cx)) {
+                Ok(read) => self.client_ended = read == 0,
+                Err(_) => return Poll::Ready(Err(Ended::Client)),
             }
-            Poll::Ready(Ok(_)) | Poll::Pending => Poll::Pending,
-            Poll::Ready(Err(_)) => Poll::Ready(Err(Ended::Client)),
         }
+        if self.client_ended && !self.end_passed_on {
+            // An error means that the upstream has closed: the next read tells.
+            self.end_passed_on = Pin::new(upstream).poll_shutdown(cx).is_ready();
+        }
+        Poll::Pending
     }
 
     /// The peer's proxy replied that its application accepts no connection, and there is another
@@ -305,20 +312,34 @@ impl<'a> Exchange<'a> {
         })
     }
 
-    /// Relays the response to the client, and the rest of the request to the upstream.
+    /// Relays the response to the client, and the rest of the request to the upstream. A client
+    /// that is gone resets the upstream: the application stops producing the response.
     fn poll_relay(
         &mut self,
         cx: &mut Context<'_>,
         upstream: &mut Io,
         download: &mut Relay,
     ) -> Poll<Result<(), BodyError>> {
-        if let Err(Ended::Client) = self.poll_upload(cx, upstream) {
-            return Poll::Ready(Err(BodyError::SenderClosed));
-        }
+        let uploading = match self.poll_upload(cx, upstream) {
+            Err(Ended::Client) => {
+                upstream.reset_on_drop();
+                return Poll::Ready(Err(BodyError::ClientClosed));
+            }
+            uploading => uploading.unwrap_or(Poll::Pending),
+        };
         let record = &mut self.record;
-        download.poll(cx, upstream, self.client, &mut |data| {
-            record.response_body(data)
-        })
+        let seen = &mut |data: &[u8]| record.response_body(data);
+        let relayed = download.poll(cx, upstream, self.client, seen);
+        let client_is_gone = match &relayed {
+            Poll::Pending if uploading.is_ready() => self.poll_client_end(cx, upstream).is_ready(),
+            Poll::Ready(Err(BodyError::Write(_))) => true,
+            _ => false,
+        };
+        if client_is_gone {
+            upstream.reset_on_drop();
+            return Poll::Ready(Err(BodyError::ClientClosed));
+        }
+        relayed
     }
 
     /// Copies the bytes of another protocol both ways.
@@ -372,6 +393,7 @@ impl Forward for Exchange<'_> {
 
     async fn attempt(&mut self, endpoint: &Rc<Endpoint>) -> Result<Outcome, AttemptError> {
         let (flow, began_at) = (self.record.flow.clone(), self.record.attempts.began_at());
+        self.end_passed_on = false;
         // 7. Connect.
         let connected = endpoint
             .pool
@@ -459,8 +481,9 @@ impl From<Refused> for Ended {
 fn request_failure(broken: &BodyError) -> Failure {
     match broken {
         BodyError::Malformed(reason) => Failure::BadRequest(reason),
-        BodyError::Write(_) | BodyError::SenderClosed | BodyError::Expired => {
-            Failure::BadRequest("the request ended early")
-        }
+        BodyError::Write(_)
+        | BodyError::SenderClosed
+        | BodyError::ClientClosed
+        | BodyError::Expired => Failure::BadRequest("the request ended early"),
     }
 }
