@@ -57,7 +57,8 @@ fn retired_http1_connection_closes_after_its_exchange() {
 #[test]
 fn closes_idle_http1_connection_after_retirement() {
     on_worker_with_jumps(async {
-        let (mesh, app) = (Mesh::new(), answering_app().await);
+        let mesh = Mesh::with(|config| config.timeouts.http1_idle = 24 * HOUR);
+        let app = answering_app().await;
         let mut client = mesh.connect_peer(app, lifetime(1, 24, None)).await;
         assert_eq!(ask(&mut client).await, OK);
         // The connection is retired, and still accepts a request that the caller may have sent.

@@ -175,7 +175,9 @@ fn resets_connection_whose_client_and_server_are_silent_for_an_hour() {
 }
 
 async fn until_counted(mesh: &Mesh) {
+    let begun = Instant::now();
     while mesh.timeouts(Inbound, TimeoutKind::SilentClient) == 0 {
+        assert!(begun.elapsed() < 24 * HOUR, "the timeout is an hour");
         jump(MINUTE).await;
         tokio::task::yield_now().await;
     }

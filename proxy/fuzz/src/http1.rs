@@ -290,7 +290,7 @@ impl Taken {
         }
         Self {
             body,
-            framed: relay.take_pending().to_vec(),
+            framed: relay.pending().to_vec(),
             left: from.to_vec(),
             ended: relay.is_read(),
             broken,

@@ -30,6 +30,9 @@ pub enum BodyError {
     /// The sender reset its connection, or ended it without TLS close_notify.
     #[error("the sender's connection failed before the end of the body: {0}")]
     SenderFailed(io::Error),
+    /// The client closed or reset its connection during the response.
+    #[error("the client closed the connection before the end of the response")]
+    ClientClosed,
     /// The encoding violates RFC 9112.
     #[error("the body is malformed: {0}")]
     Malformed(&'static str),
@@ -91,6 +94,11 @@ impl Relay {
     /// Whether the complete body was read.
     pub fn is_read(&self) -> bool {
         self.decoder.is_done()
+    }
+
+    /// Encoded bytes that were not yet written.
+    pub fn pending(&self) -> &[u8] {
+        &self.pending
     }
 
     /// Whether another attempt can send all bytes again.

@@ -25,6 +25,9 @@ use crate::policy::Admission;
 use crate::pool::Upstream;
 use crate::record::ExchangeRecord;
 
+/// Bytes of further requests from which the end of the client's connection is no longer watched.
+const MAX_PIPELINED: usize = 16 * 1024;
+
 /// What the client's connection does after an exchange.
 pub(super) enum After {
     /// It carries another one.
@@ -46,6 +49,8 @@ pub(super) struct Exchange<'a> {
     is_probe: bool,
     /// The client has half-closed its connection.
     client_ended: bool,
+    /// Its half-close was passed on.
+    end_passed_on: bool,
 }
 
 /// How an attempt ends that needs no other one.
@@ -71,6 +76,7 @@ impl<'a> Exchange<'a> {
             upload,
             is_probe: false,
             client_ended: false,
+            end_passed_on: false,
         }
     }
 
@@ -199,26 +205,24 @@ impl<'a> Exchange<'a> {
         Ok(Poll::Ready(()))
     }
 
-    /// While the application prepares its response: a half-close of the client is passed on, an
-    /// error ends the exchange.
+    /// After the request, while the application is silent: a half-close of the client is passed on,
+    /// so that the application decides what it means. An error ends the exchange.
     fn poll_client_end(
         &mut self,
         cx: &mut Context<'_>,
         upstream: &mut Io,
     ) -> Poll<Result<(), Ended>> {
-        if self.client_ended || !self.client.unread().is_empty() {
-            return Poll::Pending;
-        }
-        match self.client.poll_fill(cx) {
-            Poll::Ready(Ok(0)) => {
-                self.client_ended = true;
-                // An error means that the upstream has closed: the next read tells.
-                let _ = Pin::new(&mut *upstream).poll_shutdown(cx);
-                Poll::Pending
+        while !self.client_ended && self.client.unread().len() < MAX_PIPELINED {
+            match ready!(self.client.poll_fill(cx)) {
+                Ok(read) => self.client_ended = read == 0,
+                Err(_) => return Poll::Ready(Err(Ended::Client)),
             }
-            Poll::Ready(Ok(_)) | Poll::Pending => Poll::Pending,
-            Poll::Ready(Err(_)) => Poll::Ready(Err(Ended::Client)),
         }
+        if self.client_ended && !self.end_passed_on {
+            // An error means that the upstream has closed: the next read tells.
+            self.end_passed_on = Pin::new(upstream).poll_shutdown(cx).is_ready();
+        }
+        Poll::Pending
     }
 
     /// The peer's proxy replied that its application accepts no connection, and there is another
@@ -307,21 +311,30 @@ impl<'a> Exchange<'a> {
         })
     }
 
-    /// Relays the response to the client, and the rest of the request to the upstream.
+    /// Relays the response to the client, and the rest of the request to the upstream. A client
+    /// that is gone resets the upstream: the application stops producing the response.
     fn poll_relay(
         &mut self,
         cx: &mut Context<'_>,
         upstream: &mut Io,
         download: &mut Relay,
     ) -> Poll<Result<(), BodyError>> {
-        if let Err(Ended::Client) = self.poll_upload(cx, upstream) {
-            let reason = std::io::ErrorKind::ConnectionAborted.into();
-            return Poll::Ready(Err(BodyError::SenderFailed(reason)));
-        }
+        let uploading = match self.poll_upload(cx, upstream) {
+            Err(Ended::Client) => return Poll::Ready(Err(BodyError::ClientClosed)),
+            uploading => uploading.unwrap_or(Poll::Pending),
+        };
         let record = &mut self.record;
-        download.poll(cx, upstream, self.client, &mut |data| {
-            record.response_body(data)
-        })
+        let seen = &mut |data: &[u8]| record.response_body(data);
+        let relayed = download.poll(cx, upstream, self.client, seen);
+        let client_is_gone = match &relayed {
+            Poll::Pending if uploading.is_ready() => self.poll_client_end(cx, upstream).is_ready(),
+            Poll::Ready(Err(BodyError::Write(_))) => true,
+            _ => false,
+        };
+        if client_is_gone {
+            return Poll::Ready(Err(BodyError::ClientClosed));
+        }
+        relayed
     }
 
     /// Copies the bytes of another protocol both ways.
@@ -371,6 +384,7 @@ impl Forward for Exchange<'_> {
 
     async fn attempt(&mut self, endpoint: &Rc<Endpoint>) -> Result<Outcome, AttemptError> {
         let (flow, began_at) = (self.record.flow.clone(), self.record.attempts.began_at());
+        self.end_passed_on = false;
         // 7. Connect.
         let connected = endpoint
             .pool

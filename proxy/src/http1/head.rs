@@ -212,6 +212,11 @@ impl RequestHead {
         self.fields.slice(&self.target)
     }
 
+    /// Names and values, in their order and case.
+    pub fn fields(&self) -> impl Iterator<Item = (&[u8], &[u8])> {
+        self.fields.iter()
+    }
+
     /// Writes the head for the next hop.
     pub fn write(&self, out: &mut BytesMut, edits: Edits<'_>) {
         out.reserve(self.fields.raw.len() + 128);
@@ -453,15 +458,13 @@ impl Fields {
 
 impl view::Fields for RequestHead {
     fn visit<'a>(&'a self, each: &mut dyn FnMut(&'a [u8], &'a [u8])) {
-        let fields = self.fields.iter();
-        fields.for_each(|(name, value)| each(name, value));
+        self.fields().for_each(|(name, value)| each(name, value));
     }
 }
 
 impl view::Fields for ResponseHead {
     fn visit<'a>(&'a self, each: &mut dyn FnMut(&'a [u8], &'a [u8])) {
-        let fields = self.fields.iter();
-        fields.for_each(|(name, value)| each(name, value));
+        self.fields().for_each(|(name, value)| each(name, value));
     }
 }
 

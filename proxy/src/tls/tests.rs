@@ -1,6 +1,8 @@
 //! Two proxies between a client and an application, with a recording of the bytes between the
 //! proxies.
 
+mod client_end;
+
 use std::cell::{Cell, RefCell};
 use std::future::Future;
 use std::net::SocketAddr;
