@@ -134,11 +134,11 @@ impl Attempts {
         }
     }
 
-    /// The response has begun. Returns the time.
-    pub fn answered(&mut self) -> Instant {
+    /// The response has begun, and is a failure of the endpoint or not. Returns the time.
+    pub fn answered(&mut self, is_failure: bool) -> Instant {
         self.current
             .as_mut()
-            .map_or_else(Instant::now, InFlight::answered)
+            .map_or_else(Instant::now, |in_flight| in_flight.answered(is_failure))
     }
 
     /// Nothing more is in flight.
@@ -151,13 +151,11 @@ impl Attempts {
             return;
         };
         match retry {
-            Retry::OtherEndpoint => {
-                in_flight.failed();
-                in_flight.endpoint().quarantine(Instant::now());
-            }
-            Retry::Never if failure.is_upstream_failure() => in_flight.failed(),
-            // A closed pooled connection, or a bad request, says nothing about the endpoint.
-            Retry::Never | Retry::AnyEndpoint => {}
+            Retry::OtherEndpoint => in_flight.refused(),
+            // A closed pooled connection says nothing about the endpoint, nor does a bad request.
+            Retry::AnyEndpoint if self.count < MAX_ATTEMPTS => in_flight.discard(),
+            _ if failure.is_upstream_failure() => in_flight.failed(),
+            _ => in_flight.discard(),
         }
     }
 }

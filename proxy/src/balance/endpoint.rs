@@ -4,16 +4,17 @@
 use std::cell::Cell;
 use std::net::SocketAddr;
 use std::rc::Rc;
-
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::latency::Latency;
+use super::quarantine::{Cause, Quarantine, Siblings};
 use crate::pool::Pool;
 
-/// How long an endpoint is quarantined after it refused a connection. The time doubles with each
-/// further refusal.
-const MIN_QUARANTINE: Duration = Duration::from_secs(1);
-const MAX_QUARANTINE: Duration = Duration::from_secs(30);
+/// Whether a response with this HTTP status counts as a failure of the endpoint: a proxy or an
+/// application that is unavailable. Other errors are results of the request.
+pub fn is_failure_status(status: u16) -> bool {
+    matches!(status, 502..=504)
+}
 
 /// An endpoint of a backend.
 pub struct Endpoint {
@@ -31,35 +32,33 @@ pub struct Endpoint {
 pub struct InFlight {
     endpoint: Rc<Endpoint>,
     started_at: Instant,
-    /// The latency was recorded, or does not count.
+    /// The result was recorded, or does not count.
     recorded: bool,
+    /// Its result decides whether the quarantine of the endpoint ends.
+    is_probe: bool,
 }
 
 impl Endpoint {
-    pub(super) fn new(pool: &Rc<Pool>) -> Self {
+    pub(super) fn new(pool: &Rc<Pool>, siblings: &Rc<Siblings>) -> Self {
         Self {
             address: pool.remote.address,
             pool: pool.clone(),
             in_flight: Cell::new(0),
             latency: Latency::default(),
-            quarantine: Quarantine::default(),
+            quarantine: Quarantine::new(siblings),
         }
     }
 
     /// Counts a request that starts now.
     pub fn begin(self: &Rc<Self>) -> InFlight {
         self.in_flight.set(self.in_flight.get() + 1);
+        let now = Instant::now();
         InFlight {
             endpoint: self.clone(),
-            started_at: Instant::now(),
+            started_at: now,
             recorded: false,
+            is_probe: self.quarantine.begin(now),
         }
-    }
-
-    /// Starts or extends the quarantine after the endpoint refused a connection. The balancer
-    /// prefers endpoints that are not quarantined.
-    pub fn quarantine(&self, now: Instant) {
-        self.quarantine.extend(now);
     }
 
     /// The number of in-flight requests.
@@ -67,7 +66,7 @@ impl Endpoint {
         self.in_flight.get()
     }
 
-    /// Whether the endpoint is quarantined.
+    /// Whether the endpoint is quarantined. The balancer prefers others.
     pub fn is_quarantined(&self, now: Instant) -> bool {
         self.quarantine.is_active(now)
     }
@@ -81,6 +80,18 @@ impl Endpoint {
     /// Ends the quarantine: discovery has announced the endpoint again.
     pub(super) fn end_quarantine(&self) {
         self.quarantine.end();
+    }
+
+    /// Discovery has removed the endpoint.
+    pub(super) fn remove(&self) {
+        self.quarantine.remove();
+    }
+
+    fn record_failure(&self, cause: Cause, is_probe: bool, now: Instant) {
+        if self.quarantine.record_failure(cause, is_probe, now) {
+            // Afterwards, the endpoint starts without a history of slow failures.
+            self.latency.reset();
+        }
     }
 }
 
@@ -108,14 +119,14 @@ impl InFlight {
         self.endpoint.quarantine.record_success(self.started_at);
     }
 
-    /// Records the latency at the start of the response. Returns the time.
-    pub fn answered(&mut self) -> Instant {
+    /// Records the latency at the start of a response, and whether it is a failure of the endpoint.
+    /// Returns the time.
+    pub fn answered(&mut self, is_failure: bool) -> Instant {
         let now = Instant::now();
-        if !self.recorded {
-            self.recorded = true;
-            self.endpoint
-                .latency
-                .record_success(now.saturating_duration_since(self.started_at), now);
+        if is_failure {
+            self.record_failure(Cause::Failed, now);
+        } else if !self.recorded {
+            self.record_latency(now);
             self.endpoint.quarantine.record_success(self.started_at);
         }
         now
@@ -123,21 +134,49 @@ impl InFlight {
 
     /// Records a failure of the endpoint.
     pub fn failed(&mut self) {
+        self.record_failure(Cause::Failed, Instant::now());
+    }
+
+    /// Records that the endpoint accepted no connection.
+    pub fn refused(&mut self) {
+        self.record_failure(Cause::Refused, Instant::now());
+    }
+
+    /// Drops a result that says nothing about the endpoint.
+    pub fn discard(mut self) {
+        self.recorded = true;
+        self.cancel_probe(Instant::now());
+    }
+
+    fn record_failure(&mut self, cause: Cause, now: Instant) {
         if !self.recorded {
             self.recorded = true;
-            let now = Instant::now();
-            self.endpoint
-                .latency
-                .record_failure(now.saturating_duration_since(self.started_at), now);
+            let latency = now.saturating_duration_since(self.started_at);
+            self.endpoint.latency.record_failure(latency, now);
+            self.endpoint.record_failure(cause, self.is_probe, now);
+        }
+    }
+
+    fn record_latency(&mut self, now: Instant) {
+        self.recorded = true;
+        let latency = now.saturating_duration_since(self.started_at);
+        self.endpoint.latency.record_success(latency, now);
+    }
+
+    fn cancel_probe(&self, now: Instant) {
+        if self.is_probe {
+            self.endpoint.quarantine.cancel_probe(now);
         }
     }
 }
 
 impl Drop for InFlight {
-    /// Counts a request without a recorded result as answered now.
+    /// A request without a recorded result was canceled: its response takes at least until now.
     fn drop(&mut self) {
         if !self.recorded {
-            self.answered();
+            let now = Instant::now();
+            self.record_latency(now);
+            self.cancel_probe(now);
         }
         self.endpoint
             .in_flight
@@ -145,43 +184,10 @@ impl Drop for InFlight {
     }
 }
 
-/// The quarantine of an endpoint. An expired one determines the duration of the next one.
-#[derive(Default)]
-struct Quarantine(Cell<Option<(Instant, Duration)>>);
-
-impl Quarantine {
-    /// Starts the quarantine, for twice the previous duration. Refusals during the quarantine do
-    /// not extend it.
-    fn extend(&self, now: Instant) {
-        let duration = match self.0.get() {
-            Some(_) if self.is_active(now) => return,
-            Some((_, duration)) => (duration * 2).min(MAX_QUARANTINE),
-            None => MIN_QUARANTINE,
-        };
-        self.0.set(Some((now, duration)));
-    }
-
-    fn is_active(&self, now: Instant) -> bool {
-        self.0
-            .get()
-            .is_some_and(|(start, duration)| now.saturating_duration_since(start) < duration)
-    }
-
-    /// Ends the quarantine if the successful request started after the refusal. An earlier one may
-    /// have used an old connection to an endpoint that accepts no new ones.
-    fn record_success(&self, started_at: Instant) {
-        if self.0.get().is_some_and(|(start, _)| start < started_at) {
-            self.end();
-        }
-    }
-
-    fn end(&self) {
-        self.0.set(None);
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
     use crate::connect::Remote;
     use crate::discovery::EndpointInfo;
@@ -190,34 +196,7 @@ mod tests {
 
     fn endpoint() -> Rc<Endpoint> {
         let remote = Remote::from(&EndpointInfo::bare(([127, 0, 0, 1], 80).into()));
-        Rc::new(Endpoint::new(&Rc::new(Pool::new(remote))))
-    }
-
-    #[test]
-    fn quarantine_doubles_from_one_second_to_thirty() {
-        let (mut now, quarantine) = (Instant::now(), Quarantine::default());
-        assert!(!quarantine.is_active(now));
-        for seconds in [1, 2, 4, 8, 16, 30, 30] {
-            quarantine.extend(now);
-            // Concurrent refusals count once.
-            (0..32).for_each(|_| quarantine.extend(now));
-            now += seconds * SECOND;
-            assert!(quarantine.is_active(now - SECOND / 100), "{seconds} s");
-            assert!(!quarantine.is_active(now), "{seconds} s");
-        }
-        quarantine.end();
-        quarantine.extend(now);
-        assert!(!quarantine.is_active(now + SECOND));
-    }
-
-    #[test]
-    fn only_success_of_later_request_ends_quarantine() {
-        let (now, quarantine) = (Instant::now(), Quarantine::default());
-        quarantine.extend(now);
-        quarantine.record_success(now - SECOND);
-        assert!(quarantine.is_active(now));
-        quarantine.record_success(now + SECOND / 2);
-        assert!(!quarantine.is_active(now));
+        Rc::new(Endpoint::new(&Rc::new(Pool::new(remote)), &Rc::default()))
     }
 
     #[test]
@@ -225,7 +204,7 @@ mod tests {
         let endpoint = endpoint();
         let (mut one, other) = (endpoint.begin(), endpoint.begin());
         assert_eq!(endpoint.in_flight(), 2);
-        one.answered();
+        one.answered(false);
         assert_eq!(endpoint.in_flight(), 2);
         drop((one, other));
         assert_eq!(endpoint.in_flight(), 0);

@@ -72,6 +72,11 @@ impl Latency {
         self.record(latency.as_secs_f64().max(FAILURE_SECONDS), now);
     }
 
+    /// Drops all samples.
+    pub fn reset(&self) {
+        self.0.set(None);
+    }
+
     fn record(&self, seconds: f64, now: Instant) {
         let mut samples = self.0.get().unwrap_or(Samples {
             mean: 0.0,
@@ -235,6 +240,8 @@ mod tests {
             failing.record_failure(Duration::ZERO, now);
         }
         assert_eq!(cheaper_when_idle(&healthy, &failing, now), Some(1));
+        failing.reset();
+        assert_eq!(cheaper_when_idle(&healthy, &failing, now), None);
     }
 
     #[test]

@@ -5,8 +5,11 @@
 mod endpoint;
 mod latency;
 mod p2c;
+mod quarantine;
 #[cfg(test)]
 mod simulation;
+#[cfg(test)]
+mod tests;
 
 use std::cell::RefCell;
 use std::net::SocketAddr;
@@ -20,7 +23,8 @@ use crate::connect::Remote;
 use crate::discovery::{AppProtocol, EndpointInfo, Target};
 use crate::error::Failure;
 use crate::pool::{OpenPool, Pools};
-pub use endpoint::{Endpoint, InFlight};
+pub use endpoint::{Endpoint, InFlight, is_failure_status};
+use quarantine::Siblings;
 
 /// The endpoints of a Service port, or of a pod, among which requests are balanced.
 pub struct Backend {
@@ -29,6 +33,7 @@ pub struct Backend {
     updates: Option<RefCell<watch::Receiver<Arc<Target>>>>,
     state: RefCell<State>,
     pools: Rc<Pools>,
+    siblings: Rc<Siblings>,
 }
 
 struct State {
@@ -51,12 +56,7 @@ struct Member {
 impl Backend {
     /// A backend whose only endpoint is `address` itself, such as the local application.
     pub fn fixed(address: SocketAddr, pools: &Rc<Pools>) -> Self {
-        Self {
-            address,
-            updates: None,
-            state: RefCell::new(State::new(&Target::Unknown, address, Vec::new(), pools)),
-            pools: pools.clone(),
-        }
+        Self::new(address, &Target::Unknown, None, pools)
     }
 
     /// A backend that follows the updates of discovery for `address`.
@@ -65,12 +65,24 @@ impl Backend {
         mut updates: watch::Receiver<Arc<Target>>,
         pools: &Rc<Pools>,
     ) -> Self {
-        let state = State::new(&updates.borrow_and_update(), address, Vec::new(), pools);
+        let target = updates.borrow_and_update().clone();
+        Self::new(address, &target, Some(updates), pools)
+    }
+
+    fn new(
+        address: SocketAddr,
+        target: &Target,
+        updates: Option<watch::Receiver<Arc<Target>>>,
+        pools: &Rc<Pools>,
+    ) -> Self {
+        let siblings = Rc::default();
+        let state = State::new(target, address, Vec::new(), pools, &siblings);
         Self {
             address,
-            updates: Some(RefCell::new(updates)),
+            updates: updates.map(RefCell::new),
             state: RefCell::new(state),
             pools: pools.clone(),
+            siblings,
         }
     }
 
@@ -122,8 +134,8 @@ impl Backend {
         if updates.borrow().has_changed().unwrap_or(false) {
             let target = updates.borrow_mut().borrow_and_update().clone();
             let before = std::mem::take(&mut self.state.borrow_mut().members);
-            self.state
-                .replace(State::new(&target, self.address, before, &self.pools));
+            let state = State::new(&target, self.address, before, &self.pools, &self.siblings);
+            self.state.replace(state);
         }
     }
 
@@ -141,7 +153,13 @@ impl Backend {
 }
 
 impl State {
-    fn new(target: &Target, address: SocketAddr, before: Vec<Member>, pools: &Pools) -> Self {
+    fn new(
+        target: &Target,
+        address: SocketAddr,
+        before: Vec<Member>,
+        pools: &Pools,
+        siblings: &Rc<Siblings>,
+    ) -> Self {
         let (name, app_protocol, endpoints) = match target {
             Target::Withheld => {
                 let name = format!(
@@ -181,7 +199,7 @@ impl State {
             name: name.into(),
             app_protocol,
             unavailable,
-            members: merge(before, endpoints, pools),
+            members: merge(before, endpoints, pools, siblings),
         }
     }
 
@@ -203,27 +221,33 @@ impl State {
 
 /// Merges an update into the members. Both lists are sorted by address. Unchanged endpoints keep
 /// their state.
-fn merge(before: Vec<Member>, after: Vec<Arc<EndpointInfo>>, pools: &Pools) -> Vec<Member> {
+fn merge(
+    before: Vec<Member>,
+    after: Vec<Arc<EndpointInfo>>,
+    pools: &Pools,
+    siblings: &Rc<Siblings>,
+) -> Vec<Member> {
     let mut before = before.into_iter().peekable();
     let mut members = Vec::with_capacity(after.len());
+    siblings.set_count(after.len());
     for info in after {
-        while before
-            .next_if(|member| member.info.address < info.address)
-            .is_some()
-        {}
-        let unchanged = before
-            .next_if(|member| member.info.address == info.address)
-            .filter(|member| is_same(&member.info, &info));
-        members.push(match unchanged {
-            Some(member) => {
+        while let Some(removed) = before.next_if(|member| member.info.address < info.address) {
+            removed.endpoint.remove();
+        }
+        let known = before.next_if(|member| member.info.address == info.address);
+        members.push(match known {
+            Some(member) if is_same(&member.info, &info) => {
                 if !Arc::ptr_eq(&member.info, &info) {
                     member.endpoint.end_quarantine();
                 }
                 Member { info, ..member }
             }
-            None => {
+            replaced => {
+                if let Some(replaced) = replaced {
+                    replaced.endpoint.remove();
+                }
                 let pool = pools.open(Remote::from(&*info));
-                let endpoint = Rc::new(Endpoint::new(pool.pool()));
+                let endpoint = Rc::new(Endpoint::new(pool.pool(), siblings));
                 Member {
                     info,
                     endpoint,
@@ -232,6 +256,7 @@ fn merge(before: Vec<Member>, after: Vec<Arc<EndpointInfo>>, pools: &Pools) -> V
             }
         });
     }
+    before.for_each(|removed| removed.endpoint.remove());
     members
 }
 

@@ -12,7 +12,7 @@ use tokio::io::{AsyncWrite, AsyncWriteExt};
 
 use super::body::{BodyError, Relay};
 use super::head::{Framing, Refused, RequestHead, ResponseHead, Version, find_end};
-use crate::balance::Endpoint;
+use crate::balance::{Endpoint, is_failure_status};
 use crate::copy;
 use crate::dump::Direction;
 use crate::error::Failure;
@@ -400,7 +400,8 @@ impl Forward for Exchange<'_> {
             });
         }
         self.upload.discard_replay();
-        let answered_at = self.record.attempts.answered();
+        let is_failure = is_failure_status(head.status);
+        let answered_at = self.record.attempts.answered(is_failure);
         let keep_alive = !self.is_probe && self.may_keep_alive(answered_at);
         Ok(self
             .relay_response(upstream.io, endpoint, head, keep_alive)

@@ -420,7 +420,7 @@ impl Forward for Exchange {
                 retry: Retry::OtherEndpoint,
             });
         }
-        self.record.attempts.answered();
+        self.record.attempts.answered(head::is_failure(&parts));
         self.upload.discard_replay();
         let response = Response::from_parts(parts, body);
         Ok(self.relay_response(response, attempt, endpoint).await)

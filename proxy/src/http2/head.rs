@@ -6,6 +6,7 @@ use http::request::Parts;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Version};
 
 use crate::authority;
+use crate::balance::is_failure_status;
 use crate::http::edits::{Edit, Edits};
 use crate::http::reply::{GRPC_STATUS, X_MESH_ERROR};
 use crate::http::view::RequestView;
@@ -105,6 +106,16 @@ pub(super) fn says_not_delivered(parts: &http::response::Parts) -> bool {
         .get(X_MESH_ERROR)
         .is_some_and(|code| code == "connect-failed");
     said && (parts.status == StatusCode::BAD_GATEWAY || parts.headers.contains_key(GRPC_STATUS))
+}
+
+/// Whether the response is a failure of the endpoint. A gRPC failure without a message has its status
+/// in the head ("Trailers-Only").
+pub(super) fn is_failure(parts: &http::response::Parts) -> bool {
+    let grpc_unavailable = parts
+        .headers
+        .get(GRPC_STATUS)
+        .is_some_and(|status| status == "14");
+    is_failure_status(parts.status.as_u16()) || grpc_unavailable
 }
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ mod session;
 #[cfg(test)]
 mod session_tests;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 #[cfg(test)]
 mod write_tests;
 

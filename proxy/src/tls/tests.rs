@@ -18,7 +18,7 @@ use tokio::sync::watch;
 
 use crate::connection::serve;
 use crate::destination::Destination;
-use crate::discovery::{AppProtocol, Discovery, EndpointInfo, PodTarget, ServiceTarget, Target};
+use crate::discovery::{AppProtocol, Discovery, EndpointInfo, PodTarget, Target};
 use crate::dump::Direction;
 use crate::flow::Flow;
 use crate::identity::testing::{Authority, WEB};
@@ -30,10 +30,10 @@ use crate::opaque;
 use crate::policy::Caller;
 use crate::worker::{Worker, WorkerContext};
 
-pub(super) const CART: &str = "spiffe://cluster.local/ns/shop/sa/cart";
+pub(crate) const CART: &str = "spiffe://cluster.local/ns/shop/sa/cart";
 const DEADLINE: Duration = Duration::from_secs(20);
 
-pub(super) fn on_worker<F: Future<Output = ()>>(test: F) {
+pub(crate) fn on_worker<F: Future<Output = ()>>(test: F) {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -46,7 +46,7 @@ pub(super) fn on_worker<F: Future<Output = ()>>(test: F) {
 }
 
 /// Credentials of a workload, by this authority.
-fn credentials(
+pub(crate) fn credentials(
     authority: &Authority,
     identity: &str,
     change: impl FnOnce(&mut CertificateParams),
@@ -82,14 +82,18 @@ fn tls(credentials: CurrentCredentials) -> super::Tls {
 }
 
 /// Worker of one proxy, with the sender of its credentials.
-pub(super) struct Side {
-    pub(super) worker: Rc<Worker>,
+pub(crate) struct Side {
+    pub(crate) worker: Rc<Worker>,
     credentials: Option<watch::Sender<Option<Arc<Credentials>>>>,
-    metrics: Arc<Metrics>,
+    pub(crate) metrics: Arc<Metrics>,
 }
 
 impl Side {
-    fn new(credentials: Option<Arc<Credentials>>, arguments: &str, discovery: Discovery) -> Self {
+    pub(crate) fn new(
+        credentials: Option<Arc<Credentials>>,
+        arguments: &str,
+        discovery: Discovery,
+    ) -> Self {
         let (sender, receiver) = watch::channel(credentials.clone());
         let (sender, receiver) = if credentials.is_some() {
             (Some(sender), receiver)
@@ -111,7 +115,7 @@ impl Side {
 
     /// Accepts connections for `app` and returns the address: not 127.0.0.1, which would be the
     /// address of the client's own pod.
-    async fn receive(&self, app: SocketAddr) -> SocketAddr {
+    pub(crate) async fn receive(&self, app: SocketAddr) -> SocketAddr {
         let listener = TcpListener::bind("127.0.0.2:0").await.unwrap();
         self.receive_on(listener, app)
     }
@@ -137,7 +141,7 @@ impl Side {
     }
 
     /// An outbound connection of the application.
-    async fn connect(&self, destination: &Rc<Destination>) -> TcpStream {
+    pub(crate) async fn connect(&self, destination: &Rc<Destination>) -> TcpStream {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let (client, accepted) = tokio::join!(
             TcpStream::connect(listener.local_addr().unwrap()),
@@ -319,7 +323,7 @@ async fn tap(listener: TcpListener, to: SocketAddr, record: Rc<RefCell<Vec<u8>>>
     }
 }
 
-async fn exchange(mut client: TcpStream, request: &str) -> String {
+pub(crate) async fn exchange(mut client: TcpStream, request: &str) -> String {
     client.write_all(request.as_bytes()).await.unwrap();
     let mut answer = Vec::new();
     let _ = client.read_to_end(&mut answer).await;
@@ -340,7 +344,7 @@ async fn speaks_first(greeting: &'static [u8]) -> SocketAddr {
 }
 
 /// An HTTP/1 application that returns the head of each request.
-async fn app() -> SocketAddr {
+pub(crate) async fn app() -> SocketAddr {
     listening(async |mut stream| {
         let mut seen = Vec::new();
         while let Ok(byte) = stream.read_u8().await {
@@ -359,7 +363,7 @@ async fn app() -> SocketAddr {
 }
 
 /// An application that serves each connection with `carry`.
-pub(super) async fn listening(carry: impl AsyncFn(TcpStream) + 'static) -> SocketAddr {
+pub(crate) async fn listening(carry: impl AsyncFn(TcpStream) + 'static) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let carry = Rc::new(carry);
@@ -1110,67 +1114,6 @@ fn probe_is_the_only_exchange_of_its_connections() {
             seen,
             [peers.repeat(2), probe.to_owned()],
             "the probe has its own connection"
-        );
-    });
-}
-
-#[test]
-fn retries_on_another_endpoint_if_the_peer_proxy_cannot_connect() {
-    on_worker(async {
-        let authority = Authority::new("root");
-        let [web, cart] = [WEB, CART].map(|identity| credentials(&authority, identity, |_| {}));
-        let unused = TcpListener::bind("127.0.0.1:0")
-            .await
-            .unwrap()
-            .local_addr()
-            .unwrap();
-        let mut endpoints = Vec::new();
-        let mut sides = Vec::new();
-        for app in [unused, app().await] {
-            let side = Side::new(Some(cart.clone()), "", Discovery::off());
-            let endpoint = EndpointInfo {
-                identity: Some(CART.parse().unwrap()),
-                ..EndpointInfo::bare(side.receive(app).await)
-            };
-            endpoints.push(Arc::new(endpoint));
-            sides.push(side);
-        }
-        endpoints.sort_by_key(|endpoint| endpoint.address);
-        let (discovery, mut questions) = Discovery::by_hand();
-        let outbound = Side::new(Some(web), "", discovery);
-        let service = ServiceTarget {
-            namespace: "shop".into(),
-            name: "cart".into(),
-            app_protocol: AppProtocol::Detect,
-            endpoints,
-        };
-        let (destination, ()) = tokio::join!(
-            outbound
-                .worker
-                .destinations
-                .get_or_watch(SocketAddr::from(([10, 96, 0, 7], 80))),
-            async {
-                let (_, answer) = questions.next().await;
-                drop(answer(Arc::new(Target::Service(service))));
-            }
-        );
-        for _ in 0..20 {
-            let post = "POST /secret HTTP/1.1\r\nHost: cart\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
-            let answer = exchange(outbound.connect(&destination).await, post).await;
-            assert!(
-                answer.starts_with("HTTP/1.1 200 ") && !answer.contains("x-mesh-error"),
-                "{answer}"
-            );
-        }
-        let refused = sides[0].metrics.render();
-        let count = refused.lines().find_map(|line| {
-            line.strip_prefix(
-                "diy_mesh_proxy_failures_total{direction=\"inbound\",code=\"connect-failed\"} ",
-            )
-        });
-        assert!(
-            matches!(count, Some("1" | "2")),
-            "tries the unavailable endpoint, then avoids it: {count:?}"
         );
     });
 }

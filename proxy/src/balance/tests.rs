@@ -1,0 +1,232 @@
+//! Services of several endpoints, through the proxies of a caller and of each endpoint: which
+//! endpoints get requests, and what a caller reads if none does.
+
+use std::cell::Cell;
+use std::future::poll_fn;
+use std::net::SocketAddr;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use http::{HeaderValue, Request, Response};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpListener;
+use tokio::task::JoinSet;
+
+use crate::destination::Destination;
+use crate::discovery::{AppProtocol, Discovery, EndpointInfo, ServiceTarget, Target};
+use crate::identity::testing::{Authority, WEB};
+use crate::tls::tests::{CART, Side, app, credentials, exchange, listening, on_worker};
+
+const GET: &str = "GET / HTTP/1.1\r\nHost: cart\r\nConnection: close\r\n\r\n";
+const POST: &str =
+    "POST / HTTP/1.1\r\nHost: cart\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
+
+/// A caller, and a Service with a meshed endpoint for each application.
+struct Service {
+    caller: Side,
+    endpoints: Vec<Side>,
+    destination: Rc<Destination>,
+}
+
+impl Service {
+    async fn new(apps: &[SocketAddr]) -> Self {
+        let authority = Authority::new("root");
+        let [web, cart] = [WEB, CART].map(|identity| credentials(&authority, identity, |_| {}));
+        let (mut endpoints, mut infos) = (Vec::new(), Vec::new());
+        for app in apps {
+            let side = Side::new(Some(cart.clone()), "", Discovery::off());
+            let address = side.receive(*app).await;
+            infos.push(Arc::new(EndpointInfo {
+                identity: Some(CART.parse().expect("an identity")),
+                ..EndpointInfo::bare(address)
+            }));
+            endpoints.push(side);
+        }
+        infos.sort_by_key(|info| info.address);
+        let (discovery, mut questions) = Discovery::by_hand();
+        let caller = Side::new(Some(web), "", discovery);
+        let target = Target::Service(ServiceTarget {
+            namespace: "shop".into(),
+            name: "cart".into(),
+            app_protocol: AppProtocol::Detect,
+            endpoints: infos,
+        });
+        let address = SocketAddr::from(([10, 96, 0, 7], 80));
+        let (destination, ()) =
+            tokio::join!(caller.worker.destinations.get_or_watch(address), async {
+                drop(questions.next().await.1(Arc::new(target)));
+            });
+        Self {
+            caller,
+            endpoints,
+            destination,
+        }
+    }
+
+    /// Sends a request on a new connection and returns the response.
+    async fn call(&self, request: &str) -> String {
+        exchange(self.caller.connect(&self.destination).await, request).await
+    }
+
+    /// The failures of the proxy of an endpoint.
+    fn failures(&self, endpoint: usize, code: &str) -> u64 {
+        let name =
+            format!("diy_mesh_proxy_failures_total{{direction=\"inbound\",code=\"{code}\"}} ");
+        let page = self.endpoints[endpoint].metrics.render();
+        let count = page.lines().find_map(|line| line.strip_prefix(&name));
+        count.map_or(0, |count| count.parse().expect("a number"))
+    }
+}
+
+/// An address without a listener.
+async fn closed_address() -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("loopback");
+    listener.local_addr().expect("bound")
+}
+
+/// An application that closes each connection when the first byte of a request arrives.
+async fn closing_app() -> SocketAddr {
+    listening(async |mut stream| drop(stream.read_u8().await)).await
+}
+
+/// An HTTP/1 application that answers each connection's request with 503 at once.
+async fn failing_app(requests: Rc<Cell<u32>>) -> SocketAddr {
+    listening(async move |mut stream| {
+        let mut head = Vec::new();
+        while !head.ends_with(b"\r\n\r\n") {
+            match stream.read_u8().await {
+                Ok(byte) => head.push(byte),
+                Err(_) => return,
+            }
+        }
+        requests.set(requests.get() + 1);
+        let answer = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n";
+        // The proxy may have closed.
+        let _ = stream.write_all(answer).await;
+    })
+    .await
+}
+
+/// An HTTP/2 application that answers each request with this head.
+async fn http2_app(head: impl Fn() -> Response<()> + Clone + 'static) -> SocketAddr {
+    listening(async move |stream| {
+        let Ok(mut connection) = h2::server::handshake(stream).await else {
+            return;
+        };
+        while let Some(Ok((_, mut respond))) = connection.accept().await {
+            // The proxy may have closed.
+            let _ = respond.send_response(head(), true);
+        }
+    })
+    .await
+}
+
+/// Sends 100 HTTP/2 requests, one after the other on one connection. Returns the number of failures.
+async fn http2_failures(service: &Service) -> usize {
+    let stream = service.caller.connect(&service.destination).await;
+    let (mut client, connection) = h2::client::handshake(stream).await.expect("a preface");
+    tokio::task::spawn_local(async move { drop(connection.await) });
+    let mut failures = 0;
+    for _ in 0..100 {
+        poll_fn(|cx| client.poll_ready(cx))
+            .await
+            .expect("it is open");
+        let request = Request::get("http://cart/").body(()).expect("valid");
+        let (response, _) = client.send_request(request, true).expect("it is ready");
+        let response = response.await.expect("a response");
+        let is_ok = response.status() == 200 && !response.headers().contains_key("grpc-status");
+        failures += usize::from(!is_ok);
+    }
+    failures
+}
+
+/// The number of failures of 100 requests, one after the other.
+async fn http1_failures(service: &Service) -> usize {
+    let mut failures = 0;
+    for _ in 0..100 {
+        let answer = service.call(GET).await;
+        failures += usize::from(!answer.starts_with("HTTP/1.1 200 "));
+    }
+    failures
+}
+
+#[test]
+fn endpoint_that_accepts_and_closes_loses_its_traffic() {
+    on_worker(async {
+        let service = Service::new(&[closing_app().await, app().await]).await;
+        let failures = http1_failures(&service).await;
+        assert!((1..=5).contains(&failures), "{failures} of 100 failed");
+        let service =
+            Service::new(&[closing_app().await, http2_app(Response::default).await]).await;
+        let failures = http2_failures(&service).await;
+        assert!((1..=5).contains(&failures), "{failures} of 100 failed");
+    });
+}
+
+#[test]
+fn endpoint_that_answers_503_loses_its_traffic() {
+    on_worker(async {
+        let requests = Rc::new(Cell::new(0));
+        let service = Service::new(&[failing_app(requests.clone()).await, app().await]).await;
+        let failures = http1_failures(&service).await;
+        assert!((1..=5).contains(&failures), "{failures} of 100 failed");
+        assert_eq!(requests.get() as usize, failures, "no request was retried");
+        let unavailable = || {
+            let mut head = Response::new(());
+            *head.status_mut() = http::StatusCode::SERVICE_UNAVAILABLE;
+            head
+        };
+        let grpc_unavailable = || {
+            let mut head = Response::new(());
+            let status = HeaderValue::from_static("14");
+            head.headers_mut().insert("grpc-status", status);
+            head
+        };
+        for failing in [
+            http2_app(unavailable).await,
+            http2_app(grpc_unavailable).await,
+        ] {
+            let service = Service::new(&[failing, http2_app(Response::default).await]).await;
+            let failures = http2_failures(&service).await;
+            assert!((1..=5).contains(&failures), "{failures} of 100 failed");
+        }
+    });
+}
+
+#[test]
+fn fast_failures_do_not_attract_concurrent_requests() {
+    on_worker(async {
+        let requests = Rc::new(Cell::new(0));
+        let service = Service::new(&[failing_app(requests.clone()).await, app().await]).await;
+        let service = Rc::new(service);
+        for _ in 0..10 {
+            let mut calls = JoinSet::new();
+            for _ in 0..10 {
+                let service = service.clone();
+                calls.spawn_local(async move { service.call(GET).await });
+            }
+            calls.join_all().await;
+        }
+        // Ten requests begin before the first failure.
+        assert!(requests.get() <= 15, "{} of 100 failed", requests.get());
+    });
+}
+
+#[test]
+fn retries_on_another_endpoint_if_the_peer_proxy_cannot_connect() {
+    on_worker(async {
+        let service = Service::new(&[closed_address().await, app().await]).await;
+        for _ in 0..20 {
+            let answer = service.call(POST).await;
+            assert!(
+                answer.starts_with("HTTP/1.1 200 ") && !answer.contains("x-mesh-error"),
+                "{answer}"
+            );
+        }
+        let refused = service.failures(0, "connect-failed");
+        assert!(
+            (1..=2).contains(&refused),
+            "tries the unavailable endpoint, then avoids it: {refused}"
+        );
+    });
+}
