@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use diy_mesh_proxy::accept;
-use diy_mesh_proxy::connect::{Remote, dial};
+use diy_mesh_proxy::connect::{Dialer, Remote};
 use diy_mesh_proxy::dump::Direction::{Inbound, Outbound};
 use diy_mesh_proxy::timeouts::TimeoutKind;
 use diy_mesh_proxy::tls::Alpn;
@@ -204,10 +204,11 @@ fn every_socket_has_user_timeout_and_keepalive() {
             address: listener.local_addr().unwrap(),
             identity: None,
         };
-        let (dialed, accepted) = tokio::join!(
-            dial(&remote, Alpn::Http1, &mesh.worker.tls),
-            listener.accept()
-        );
+        let dialer = Dialer {
+            tls: &mesh.worker.tls,
+            timeout: support::TEST_TIMEOUT,
+        };
+        let (dialed, accepted) = tokio::join!(dialer.dial(&remote, Alpn::Http1), listener.accept());
         let (dialed, accepted) = (dialed.unwrap(), accepted.unwrap().0);
         for socket in [SockRef::from(dialed.socket()), SockRef::from(&accepted)] {
             assert_eq!(socket.tcp_user_timeout().unwrap(), Some(user_timeout));
