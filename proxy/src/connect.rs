@@ -1,4 +1,4 @@
-//! Step 7: a new connection to an endpoint. It limits the time that a connection attempt takes, and
+//! Step 7: a new connection to an endpoint, within the time that `forward.rs` gives an attempt. It
 //! distinguishes a refused connection from a timeout. `forward.rs` selects the next endpoint.
 
 use std::io;
@@ -9,15 +9,12 @@ use std::time::Duration;
 use diy_mesh_proto::Identity;
 use socket2::{SockRef, TcpKeepalive};
 use tokio::net::TcpStream;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout_at};
 
 use crate::discovery::EndpointInfo;
 use crate::error::Failure;
 use crate::io::Io;
 use crate::tls::{Alpn, Tls};
-
-/// How long the kernel may take to connect.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The far end of connections that can replace one another.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -40,13 +37,32 @@ impl From<&EndpointInfo> for Remote {
     }
 }
 
-/// Opens a connection: with mutual TLS if the remote is meshed, never in plaintext then.
-pub async fn dial(remote: &Remote, alpn: Alpn, tls: &Tls) -> Result<Io, Failure> {
-    let io = connect(remote.address, tls.timeouts().tcp_user).await?;
-    match &remote.identity {
-        // A connection to the pod itself never leaves it, and does not pass its own proxy again.
-        Some(expected) if !is_own(&io) => tls.connect(io, remote.address, expected, alpn).await,
-        _ => Ok(io),
+/// Opens the new connections of one attempt.
+#[derive(Clone, Copy)]
+pub struct Dialer<'a> {
+    /// The TLS configurations.
+    pub tls: &'a Tls,
+    /// How long a connection may take, its TLS handshake included.
+    pub timeout: Duration,
+}
+
+impl Dialer<'_> {
+    /// Opens a connection: with mutual TLS if the remote is meshed, never in plaintext then.
+    pub async fn dial(&self, remote: &Remote, alpn: Alpn) -> Result<Io, Failure> {
+        let Self { tls, timeout } = *self;
+        let (address, deadline) = (remote.address, Instant::now() + timeout);
+        let io = connect(address, tls.timeouts().tcp_user, deadline).await?;
+        match &remote.identity {
+            // A connection to the pod itself never leaves it, and does not pass its own proxy again.
+            Some(expected) if !is_own(&io) => {
+                let secured = timeout_at(deadline, tls.connect(io, address, expected, alpn));
+                secured.await.unwrap_or_else(|_| {
+                    let reason = format!("not completed within {timeout:?}");
+                    Err(Failure::Handshake { address, reason })
+                })
+            }
+            _ => Ok(io),
+        }
     }
 }
 
@@ -56,8 +72,12 @@ fn is_own(io: &Io) -> bool {
     matches!((socket.local_addr(), socket.peer_addr()), (Ok(local), Ok(peer)) if local.ip() == peer.ip())
 }
 
-async fn connect(address: SocketAddr, user_timeout: Duration) -> Result<Io, Failure> {
-    let stream = match timeout(CONNECT_TIMEOUT, TcpStream::connect(address)).await {
+async fn connect(
+    address: SocketAddr,
+    user_timeout: Duration,
+    deadline: Instant,
+) -> Result<Io, Failure> {
+    let stream = match timeout_at(deadline, TcpStream::connect(address)).await {
         Ok(Ok(stream)) => stream,
         Ok(Err(error)) if error.kind() == io::ErrorKind::TimedOut => {
             return Err(Failure::ConnectTimeout(address));

@@ -25,6 +25,14 @@ pub enum Failure {
     /// The endpoint did not accept the connection within the timeout.
     #[error("connection to {0} timed out")]
     ConnectTimeout(SocketAddr),
+    /// None of several endpoints accepted a connection.
+    #[error("{message}")]
+    NoneAccepts {
+        /// Which endpoints, and why.
+        message: String,
+        /// The failure of the last one, whose status and code this one has.
+        last: Box<Failure>,
+    },
     /// The upstream closed or reset the connection before its response.
     #[error("{address} closed the connection before it responded: {reason}")]
     UpstreamClosed {
@@ -78,9 +86,49 @@ pub enum Failure {
 }
 
 impl Failure {
+    /// The failure after failed attempts to reach a backend, which has `ready` endpoints: the last
+    /// one, or a summary if no endpoint accepts connections. None without attempts.
+    pub fn of_attempts(mut failures: Vec<Self>, backend: &str, ready: usize) -> Option<Self> {
+        let count = failures.len();
+        let mut ports: Vec<_> = failures.iter().filter_map(Self::unconnected).collect();
+        if count < 2 || ports.len() < count {
+            return failures.pop();
+        }
+        ports.dedup();
+        let is_refusal = |failure: &Self| {
+            matches!(failure, Self::Connect { source, .. }
+                if source.kind() == io::ErrorKind::ConnectionRefused)
+        };
+        let all_refuse = failures.iter().all(is_refusal);
+        let last = failures.pop()?;
+        let endpoints = match (count, ready) {
+            (2, 2) => "both ready endpoints".to_owned(),
+            (count, ready) if count >= ready => format!("all {count} ready endpoints"),
+            (count, ready) => format!("{count} of {ready} ready endpoints"),
+        };
+        let problem = match (all_refuse, ports.as_slice()) {
+            (true, [port]) => format!("refuse connections on port {port}"),
+            (true, _) => "refuse connections".to_owned(),
+            (false, _) => format!("accept no connection; the last error is: {last}"),
+        };
+        Some(Self::NoneAccepts {
+            message: format!("{endpoints} of {backend} {problem}"),
+            last: Box::new(last),
+        })
+    }
+
+    /// The port of an endpoint that accepted no connection.
+    fn unconnected(&self) -> Option<u16> {
+        match self {
+            Self::Connect { address, .. } | Self::ConnectTimeout(address) => Some(address.port()),
+            _ => None,
+        }
+    }
+
     /// The HTTP status that the client gets.
     pub fn status(&self) -> StatusCode {
         match self {
+            Self::NoneAccepts { last, .. } => last.status(),
             Self::NoEndpoint(_) | Self::Overloaded(_) | Self::NoCertificate(_) => {
                 StatusCode::SERVICE_UNAVAILABLE
             }
@@ -102,6 +150,7 @@ impl Failure {
     /// gRPC core documentation.
     pub fn grpc_status(&self) -> u8 {
         match self {
+            Self::NoneAccepts { last, .. } => last.grpc_status(),
             Self::ConnectTimeout(_) | Self::RequestTimeout => 4, // DEADLINE_EXCEEDED
             Self::MtlsRequired => 7,                             // PERMISSION_DENIED
             Self::BadRequest(_) => 13,                           // INTERNAL, as gRPC maps HTTP 400
@@ -147,6 +196,7 @@ impl Failure {
     /// The code in `x-mesh-error` and in metrics.
     pub fn code(&self) -> &'static str {
         match self {
+            Self::NoneAccepts { last, .. } => last.code(),
             Self::NoEndpoint(_) => "no-endpoint",
             Self::Connect { .. } => "connect-failed",
             Self::ConnectTimeout(_) => "connect-timeout",
@@ -162,5 +212,81 @@ impl Failure {
             Self::ConnectNotAllowed => "connect-not-allowed",
             Self::Loop(_) => "loop",
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn address(host: u8, port: u16) -> SocketAddr {
+        ([10, 0, 0, host], port).into()
+    }
+
+    fn refused(host: u8, port: u16) -> Failure {
+        Failure::Connect {
+            address: address(host, port),
+            source: Arc::new(io::ErrorKind::ConnectionRefused.into()),
+        }
+    }
+
+    #[test]
+    fn failure_of_several_endpoints_names_what_they_have_in_common() {
+        let timeout = |host| Failure::ConnectTimeout(address(host, 8089));
+        let handshake = Failure::Handshake {
+            address: address(3, 8089),
+            reason: "no".to_owned(),
+        };
+        let both = || vec![refused(1, 8089), refused(2, 8089)];
+        let cases = [
+            (
+                both(),
+                2,
+                "both ready endpoints of shop/cart refuse connections on port 8089",
+                502,
+            ),
+            (
+                [both(), vec![refused(3, 8089)]].concat(),
+                3,
+                "all 3 ready endpoints of shop/cart refuse connections on port 8089",
+                502,
+            ),
+            (
+                [both(), vec![refused(3, 8090)]].concat(),
+                9,
+                "3 of 9 ready endpoints of shop/cart refuse connections",
+                502,
+            ),
+            (
+                vec![refused(1, 8089), timeout(2)],
+                2,
+                "both ready endpoints of shop/cart accept no connection; \
+                 the last error is: connection to 10.0.0.2:8089 timed out",
+                504,
+            ),
+            (
+                [both(), vec![handshake]].concat(),
+                3,
+                "mutual TLS handshake with 10.0.0.3:8089 failed: no",
+                502,
+            ),
+            (
+                vec![timeout(1)],
+                1,
+                "connection to 10.0.0.1:8089 timed out",
+                504,
+            ),
+        ];
+        for (failures, ready, message, status) in cases {
+            let last = failures.last().expect("one").clone();
+            let failure = Failure::of_attempts(failures, "shop/cart", ready).expect("one");
+            assert_eq!(failure.to_string(), message);
+            assert_eq!(failure.status().as_u16(), status);
+            assert_eq!(
+                (failure.code(), failure.grpc_status()),
+                (last.code(), last.grpc_status())
+            );
+        }
+        assert!(Failure::of_attempts(Vec::new(), "shop/cart", 0).is_none());
     }
 }

@@ -1,13 +1,17 @@
 //! Steps 5 to 7 of a request, or of an opaque connection: one endpoint after another, until one
 //! takes it. This is the only loop that retries; the protocols send, receive and relay.
 
+use std::io;
 use std::net::SocketAddr;
 use std::rc::Rc;
-use std::time::Instant;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use crate::balance::{Endpoint, InFlight};
+use crate::connect::Dialer;
 use crate::error::Failure;
 use crate::flow::Flow;
+use crate::tls::Tls;
 
 /// Endpoints that one request is sent to at most.
 pub const MAX_ATTEMPTS: u32 = 3;
@@ -48,6 +52,27 @@ pub enum Retry {
 }
 
 impl AttemptError {
+    /// There is no connection. Another endpoint may accept one.
+    pub fn connect(failure: Failure) -> Self {
+        let retry = match failure {
+            Failure::Overloaded(_) => Retry::Never,
+            _ => Retry::OtherEndpoint,
+        };
+        Self { failure, retry }
+    }
+
+    /// The authenticated proxy of the endpoint replied that its application accepts no connection.
+    pub fn not_delivered(address: SocketAddr) -> Self {
+        let source = io::Error::new(
+            io::ErrorKind::ConnectionRefused,
+            "its application accepts no connection",
+        );
+        Self::connect(Failure::Connect {
+            address,
+            source: Arc::new(source),
+        })
+    }
+
     /// An error after which there is no other attempt.
     pub fn last(failure: Failure) -> Self {
         Self {
@@ -58,7 +83,7 @@ impl AttemptError {
 }
 
 /// Sends to endpoints until one takes the request, or no other attempt is safe. Fails with the last
-/// attempt's failure.
+/// attempt's failure, or with that of all endpoints.
 pub(crate) async fn forward<F: Forward>(
     request: &mut F,
     flow: &Flow,
@@ -66,30 +91,39 @@ pub(crate) async fn forward<F: Forward>(
     // 5. Route: a destination has one backend.
     let backend = flow.destination.backend();
     let mut tried: Vec<SocketAddr> = Vec::new();
-    let mut last_failure = None;
+    let mut failures = Vec::new();
+    let mut time_to_connect = flow.worker.config.timeouts.connect;
+    let summary =
+        |failures| Failure::of_attempts(failures, &backend.name(), backend.endpoints_len());
     loop {
         // 6. Balance.
         let picked = backend.pick(&tried, &mut flow.worker.rng.borrow_mut());
         let endpoint = match picked {
             Ok(endpoint) => endpoint,
-            Err(failure) => return Err(last_failure.unwrap_or(failure)),
+            Err(failure) => return Err(summary(failures).unwrap_or(failure)),
         };
-        request.attempts().begin(&endpoint);
+        let endpoints_left = backend.endpoints_len().saturating_sub(tried.len());
+        request
+            .attempts()
+            .begin(&endpoint, time_to_connect, endpoints_left);
+        let begun = tokio::time::Instant::now();
         // 7. Connect, and 8. serve.
         let AttemptError { failure, retry } = match request.attempt(&endpoint).await {
             Ok(outcome) => return Ok(outcome),
             Err(error) => error,
         };
         request.attempts().fail(&failure, retry);
-        let is_last = retry == Retry::Never || request.attempts().count >= MAX_ATTEMPTS;
-        if is_last || !request.rewind() {
-            return Err(failure);
-        }
-        tracing::debug!(destination = %backend.name(), "retrying: {failure}");
         if retry == Retry::OtherEndpoint {
             tried.push(endpoint.address);
+            time_to_connect = time_to_connect.saturating_sub(begun.elapsed());
         }
-        last_failure = Some(failure);
+        let is_last = retry == Retry::Never || request.attempts().count >= MAX_ATTEMPTS;
+        if is_last || !request.rewind() {
+            failures.push(failure.clone());
+            return Err(summary(failures).unwrap_or(failure));
+        }
+        tracing::debug!(destination = %backend.name(), "retrying: {failure}");
+        failures.push(failure);
     }
 }
 
@@ -100,12 +134,27 @@ pub struct Attempts {
     /// Attempts so far, the current one included.
     pub count: u32,
     current: Option<InFlight>,
+    connect_timeout: Duration,
 }
 
 impl Attempts {
-    fn begin(&mut self, endpoint: &Rc<Endpoint>) {
+    /// An attempt begins. It gets an equal share of the time to connect, so that there is time for
+    /// the other endpoints.
+    fn begin(&mut self, endpoint: &Rc<Endpoint>, time_to_connect: Duration, endpoints: usize) {
+        let attempts_left = MAX_ATTEMPTS - self.count;
+        let attempts_left = u32::try_from(endpoints)
+            .map_or(attempts_left, |endpoints| endpoints.clamp(1, attempts_left));
+        self.connect_timeout = time_to_connect / attempts_left;
         self.count += 1;
         self.current = Some(endpoint.begin());
+    }
+
+    /// Opens the connections of the current attempt.
+    pub fn dialer<'a>(&self, tls: &'a Tls) -> Dialer<'a> {
+        Dialer {
+            tls,
+            timeout: self.connect_timeout,
+        }
     }
 
     /// The endpoint of the current attempt, or of the last one.
@@ -151,7 +200,8 @@ impl Attempts {
             return;
         };
         match retry {
-            Retry::OtherEndpoint => in_flight.refused(),
+            // Without a certificate of its own, the proxy does not connect.
+            Retry::OtherEndpoint if failure.is_upstream_failure() => in_flight.refused(),
             // A closed pooled connection says nothing about the endpoint, nor does a bad request.
             Retry::AnyEndpoint if self.count < MAX_ATTEMPTS => in_flight.discard(),
             _ if failure.is_upstream_failure() => in_flight.failed(),

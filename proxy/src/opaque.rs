@@ -7,12 +7,11 @@ use std::time::Instant;
 use tokio::io::AsyncWriteExt;
 
 use crate::balance::Endpoint;
-use crate::connect;
 use crate::copy::{self, End};
 use crate::detect::RequestDetector;
 use crate::error::Failure;
 use crate::flow::Flow;
-use crate::forward::{AttemptError, Attempts, Forward, Retry, forward};
+use crate::forward::{AttemptError, Attempts, Forward, forward};
 use crate::io::Io;
 use crate::record::ConnectionRecord;
 use crate::tls::{Alpn, Tls};
@@ -101,11 +100,9 @@ impl Forward for Dial<'_> {
     }
 
     async fn attempt(&mut self, endpoint: &Rc<Endpoint>) -> Result<Io, AttemptError> {
-        let dialed = connect::dial(&endpoint.pool.remote, self.alpn, self.tls);
-        let upstream = dialed.await.map_err(|failure| AttemptError {
-            failure,
-            retry: Retry::OtherEndpoint,
-        })?;
+        let dialer = self.attempts.dialer(self.tls);
+        let dialed = dialer.dial(&endpoint.pool.remote, self.alpn).await;
+        let upstream = dialed.map_err(AttemptError::connect)?;
         self.attempts.opened();
         Ok(upstream)
     }

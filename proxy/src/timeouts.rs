@@ -32,6 +32,10 @@ pub struct Timeouts {
     /// Time for a client to send the head of a request after its first byte, or the HTTP/2 preface
     #[arg(long = "request-head-timeout", value_name = "SECONDS", default_value = "30", value_parser = seconds())]
     pub request_head: Duration,
+    /// Time to connect a request or connection to an endpoint, mutual TLS included: all attempts
+    /// together
+    #[arg(long = "connect-timeout", value_name = "SECONDS", default_value = "3", value_parser = seconds())]
+    pub connect: Duration,
     /// Time for a mutual TLS handshake after the ClientHello
     #[arg(long = "tls-handshake-timeout", value_name = "SECONDS", default_value = "5", value_parser = seconds())]
     pub tls_handshake: Duration,

@@ -7,7 +7,7 @@ mod support;
 use std::time::Duration;
 
 use bytes::Bytes;
-use diy_mesh_proxy::connect::{Remote, dial};
+use diy_mesh_proxy::connect::{Dialer, Remote};
 use diy_mesh_proxy::dump::Direction::{Inbound, Outbound};
 use diy_mesh_proxy::listener;
 use diy_mesh_proxy::timeouts::TimeoutKind;
@@ -206,10 +206,11 @@ fn every_socket_has_user_timeout_and_keepalive() {
             address: listener.local_addr().unwrap(),
             identity: None,
         };
-        let (dialed, accepted) = tokio::join!(
-            dial(&remote, Alpn::Http1, &mesh.worker.tls),
-            listener.accept()
-        );
+        let dialer = Dialer {
+            tls: &mesh.worker.tls,
+            timeout: support::TEST_TIMEOUT,
+        };
+        let (dialed, accepted) = tokio::join!(dialer.dial(&remote, Alpn::Http1), listener.accept());
         let (dialed, accepted) = (dialed.unwrap(), accepted.unwrap().0);
         for socket in [SockRef::from(dialed.socket()), SockRef::from(&accepted)] {
             assert_eq!(socket.tcp_user_timeout().unwrap(), Some(user_timeout));

@@ -21,7 +21,7 @@ const GET: &str = "GET / HTTP/1.1\r\nHost: cart\r\nConnection: close\r\n\r\n";
 const POST: &str =
     "POST / HTTP/1.1\r\nHost: cart\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
 
-/// A caller, and a Service with a meshed endpoint for each application.
+/// A caller, a Service, and the proxies of its endpoints.
 struct Service {
     caller: Side,
     endpoints: Vec<Side>,
@@ -29,27 +29,34 @@ struct Service {
 }
 
 impl Service {
+    /// A Service with a meshed endpoint for each application.
     async fn new(apps: &[SocketAddr]) -> Self {
         let authority = Authority::new("root");
-        let [web, cart] = [WEB, CART].map(|identity| credentials(&authority, identity, |_| {}));
+        let cart = credentials(&authority, CART, |_| {});
         let (mut endpoints, mut infos) = (Vec::new(), Vec::new());
         for app in apps {
             let side = Side::new(Some(cart.clone()), "", Discovery::off());
             let address = side.receive(*app).await;
-            infos.push(Arc::new(EndpointInfo {
-                identity: Some(CART.parse().expect("an identity")),
-                ..EndpointInfo::bare(address)
-            }));
+            infos.push(meshed(address));
             endpoints.push(side);
         }
+        Self {
+            endpoints,
+            ..Self::with(&authority, infos).await
+        }
+    }
+
+    /// A Service with these endpoints.
+    async fn with(authority: &Authority, mut infos: Vec<EndpointInfo>) -> Self {
         infos.sort_by_key(|info| info.address);
+        let web = credentials(authority, WEB, |_| {});
         let (discovery, mut questions) = Discovery::by_hand();
         let caller = Side::new(Some(web), "", discovery);
         let target = Target::Service(ServiceTarget {
             namespace: "shop".into(),
             name: "cart".into(),
             app_protocol: AppProtocol::Detect,
-            endpoints: infos,
+            endpoints: infos.into_iter().map(Arc::new).collect(),
         });
         let address = SocketAddr::from(([10, 96, 0, 7], 80));
         let (destination, ()) =
@@ -58,7 +65,7 @@ impl Service {
             });
         Self {
             caller,
-            endpoints,
+            endpoints: Vec::new(),
             destination,
         }
     }
@@ -75,6 +82,14 @@ impl Service {
         let page = self.endpoints[endpoint].metrics.render();
         let count = page.lines().find_map(|line| line.strip_prefix(&name));
         count.map_or(0, |count| count.parse().expect("a number"))
+    }
+}
+
+/// A meshed endpoint.
+fn meshed(address: SocketAddr) -> EndpointInfo {
+    EndpointInfo {
+        identity: Some(CART.parse().expect("an identity")),
+        ..EndpointInfo::bare(address)
     }
 }
 
@@ -228,5 +243,107 @@ fn retries_on_another_endpoint_if_the_peer_proxy_cannot_connect() {
             (1..=2).contains(&refused),
             "tries the unavailable endpoint, then avoids it: {refused}"
         );
+    });
+}
+
+/// An address that answers no SYN: the queue of its listener is full.
+fn silent_address(held: &mut Vec<socket2::Socket>) -> SocketAddr {
+    let listener = socket2::Socket::new(
+        socket2::Domain::IPV4,
+        socket2::Type::STREAM,
+        Some(socket2::Protocol::TCP),
+    )
+    .expect("a socket");
+    let any: SocketAddr = ([127, 0, 0, 2], 0).into();
+    listener.bind(&any.into()).expect("loopback");
+    listener.listen(0).expect("bound");
+    let address = listener.local_addr().expect("bound");
+    // The queue has space for one connection, and the kernel rounds up.
+    for _ in 0..2 {
+        let client = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None);
+        let client = client.expect("a socket");
+        client.set_nonblocking(true).expect("an option");
+        // In progress.
+        let _ = client.connect(&address);
+        held.push(client);
+    }
+    held.push(listener);
+    address.as_socket().expect("IPv4")
+}
+
+#[test]
+fn answer_names_all_endpoints_that_refuse_connections() {
+    on_worker(async {
+        let service = Service::new(&[closed_address().await, closed_address().await]).await;
+        for _ in 0..3 {
+            let answer = service.call(POST).await;
+            assert!(
+                answer.starts_with("HTTP/1.1 502 ")
+                    && answer.contains("x-mesh-error: connect-failed")
+                    && answer.contains("both ready endpoints of shop/cart refuse connections"),
+                "{answer}"
+            );
+        }
+        // Two pods without a mesh, with a wrong targetPort.
+        let port = closed_address().await.port();
+        let pods = [[127, 0, 0, 3], [127, 0, 0, 4]].map(|ip| EndpointInfo::bare((ip, port).into()));
+        let service = Service::with(&Authority::new("root"), pods.into()).await;
+        let expected =
+            format!("both ready endpoints of shop/cart refuse connections on port {port}");
+        let answer = service.call(POST).await;
+        assert!(
+            answer.starts_with("HTTP/1.1 502 ") && answer.contains(&expected),
+            "{answer}"
+        );
+    });
+}
+
+#[test]
+fn attempts_to_connect_take_three_seconds_together() {
+    on_worker(async {
+        tokio::time::pause();
+        let (mut held, authority) = (Vec::new(), Authority::new("root"));
+        // Accepts connections and answers no ClientHello. 127.0.0.1 is the pod's own address.
+        let mute = TcpListener::bind("127.0.0.2:0").await.expect("loopback");
+        let mute_address = mute.local_addr().expect("bound");
+        let mut silent = || EndpointInfo::bare(silent_address(&mut held));
+        let cases = [
+            (vec![silent()], "504 ", "connect-timeout"),
+            (vec![silent(), silent()], "504 ", "connect-timeout"),
+            (
+                vec![silent(), silent(), silent(), silent()],
+                "504 ",
+                "connect-timeout",
+            ),
+            (vec![meshed(mute_address)], "502 ", "handshake-failed"),
+        ];
+        for (endpoints, status, code) in cases {
+            let count = endpoints.len();
+            let service = Service::with(&authority, endpoints).await;
+            let started_at = tokio::time::Instant::now();
+            let answer = service.call(GET).await;
+            let seconds = started_at.elapsed().as_secs_f64();
+            assert!(
+                answer.starts_with(&format!("HTTP/1.1 {status}"))
+                    && answer.contains(&format!("x-mesh-error: {code}")),
+                "{answer}"
+            );
+            assert!((2.9..3.2).contains(&seconds), "{count}: {seconds} s");
+        }
+    });
+}
+
+#[test]
+fn attempt_to_connect_leaves_time_for_the_other_endpoint() {
+    on_worker(async {
+        tokio::time::pause();
+        let mut held = Vec::new();
+        let silent = EndpointInfo::bare(silent_address(&mut held));
+        let endpoints = vec![silent, EndpointInfo::bare(app().await)];
+        let service = Service::with(&Authority::new("root"), endpoints).await;
+        for _ in 0..5 {
+            let answer = service.call(GET).await;
+            assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+        }
     });
 }

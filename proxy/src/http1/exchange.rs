@@ -17,7 +17,7 @@ use crate::copy;
 use crate::dump::Direction;
 use crate::error::Failure;
 use crate::flow::Flow;
-use crate::forward::{AttemptError, Attempts, Forward, MAX_ATTEMPTS, Retry, forward};
+use crate::forward::{AttemptError, Attempts, Forward, Retry, forward};
 use crate::http::edits::{Edit, Edits};
 use crate::io::Io;
 use crate::metrics::Protocol;
@@ -228,7 +228,7 @@ impl<'a> Exchange<'a> {
     /// The peer's proxy replied that its application accepts no connection, and there is another
     /// endpoint.
     fn was_not_delivered(&self, head: &ResponseHead, upstream: &Io) -> bool {
-        let (flow, attempts) = (&self.record.flow, self.record.attempts.count);
+        let flow = &self.record.flow;
         let code = |(name, value): (&[u8], &[u8])| {
             name.eq_ignore_ascii_case(b"x-mesh-error") && value == b"connect-failed"
         };
@@ -237,8 +237,7 @@ impl<'a> Exchange<'a> {
             && upstream.is_secured()
             && self.upload.can_rewind()
             && head.fields().any(code)
-            && attempts < MAX_ATTEMPTS
-            && flow.destination.backend().endpoints_len() > attempts as usize
+            && flow.destination.backend().endpoints_len() > 1
     }
 
     /// Relays the response, and pools the upstream's connection if it can carry another exchange.
@@ -386,14 +385,9 @@ impl Forward for Exchange<'_> {
         let (flow, began_at) = (self.record.flow.clone(), self.record.attempts.began_at());
         self.end_passed_on = false;
         // 7. Connect.
-        let connected = endpoint
-            .pool
-            .http1(!self.is_probe, &flow.worker.tls, began_at)
-            .await;
-        let mut upstream = connected.map_err(|failure| AttemptError {
-            failure,
-            retry: Retry::OtherEndpoint,
-        })?;
+        let dialer = self.record.attempts.dialer(&flow.worker.tls);
+        let connected = endpoint.pool.http1(!self.is_probe, dialer, began_at).await;
+        let mut upstream = connected.map_err(AttemptError::connect)?;
         if !upstream.reused {
             self.record.attempts.connected();
         }
@@ -403,15 +397,7 @@ impl Forward for Exchange<'_> {
             return Ok(Outcome::After(After::Closed));
         };
         if self.was_not_delivered(&head, &upstream.io) {
-            let reason = "its application accepts no connection".into();
-            let failure = Failure::UpstreamClosed {
-                address: endpoint.address,
-                reason,
-            };
-            return Err(AttemptError {
-                failure,
-                retry: Retry::OtherEndpoint,
-            });
+            return Err(AttemptError::not_delivered(endpoint.address));
         }
         self.upload.discard_replay();
         let is_failure = is_failure_status(head.status);

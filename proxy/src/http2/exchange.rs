@@ -21,7 +21,7 @@ use super::relay::{Message, Relay, RelayError, reset_code};
 use crate::balance::Endpoint;
 use crate::dump::Direction;
 use crate::error::Failure;
-use crate::forward::{AttemptError, Attempts, Forward, MAX_ATTEMPTS, Retry, forward};
+use crate::forward::{AttemptError, Attempts, Forward, Retry, forward};
 use crate::http::edits::Edits;
 use crate::http::reply::LocalReply;
 use crate::io::Io;
@@ -126,7 +126,8 @@ impl Exchange {
     async fn connect(&mut self, endpoint: &Endpoint) -> Option<Result<Lease, Failure>> {
         let worker = self.record.flow.worker.clone();
         let expiry = |io: &Io| worker.expiry(io, Direction::Outbound);
-        let mut leasing = pin!(endpoint.pool.http2(!self.is_probe, &worker.tls, expiry));
+        let dialer = self.record.attempts.dialer(&worker.tls);
+        let mut leasing = pin!(endpoint.pool.http2(!self.is_probe, dialer, expiry));
         poll_fn(|cx| match leasing.as_mut().poll(cx) {
             Poll::Ready(leased) => Poll::Ready(Some(leased)),
             Poll::Pending => self.respond.poll_reset(cx).map(|_| None),
@@ -137,12 +138,11 @@ impl Exchange {
     /// Whether to retry: the peer's proxy replied that its application accepts no connection, there
     /// is another endpoint, and the request can be sent again.
     fn was_not_delivered(&self, response: &http::response::Parts, is_peer: bool) -> bool {
-        let (flow, attempts) = (&self.record.flow, self.record.attempts.count);
+        let flow = &self.record.flow;
         flow.direction == Direction::Outbound
             && is_peer
             && head::says_not_delivered(response)
-            && attempts < MAX_ATTEMPTS
-            && flow.destination.backend().endpoints_len() > attempts as usize
+            && flow.destination.backend().endpoints_len() > 1
             && self.upload.can_rewind()
     }
 
@@ -361,13 +361,7 @@ impl Forward for Exchange {
         // 7. Connect.
         let lease = match self.connect(endpoint).await {
             Some(Ok(lease)) => lease,
-            Some(Err(failure)) => {
-                let retry = match failure {
-                    Failure::Overloaded(_) => Retry::Never,
-                    _ => Retry::OtherEndpoint,
-                };
-                return Err(AttemptError { failure, retry });
-            }
+            Some(Err(failure)) => return Err(AttemptError::connect(failure)),
             None => return Ok(Outcome::Cancelled),
         };
         let address = endpoint.address;
@@ -413,12 +407,7 @@ impl Forward for Exchange {
             head::remove(&mut parts.headers, is_mesh_error);
         }
         if self.was_not_delivered(&parts, is_peer) {
-            let reason = "its application accepts no connection".into();
-            let failure = Failure::UpstreamClosed { address, reason };
-            return Err(AttemptError {
-                failure,
-                retry: Retry::OtherEndpoint,
-            });
+            return Err(AttemptError::not_delivered(address));
         }
         self.record.attempts.answered(head::is_failure(&parts));
         self.upload.discard_replay();

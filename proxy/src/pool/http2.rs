@@ -16,11 +16,11 @@ use tokio::sync::Mutex;
 use tokio::task::AbortHandle;
 
 use crate::batched::Batched;
-use crate::connect::{self, Remote};
+use crate::connect::{Dialer, Remote};
 use crate::error::Failure;
 use crate::io::Io;
 use crate::lifetime::{Expiry, Lifetime};
-use crate::tls::{Alpn, Tls};
+use crate::tls::Alpn;
 
 /// The maximum size of a header list, counted as in RFC 9113, section 6.5.2.
 pub const MAX_HEADER_LIST: u32 = 64 * 1024;
@@ -91,7 +91,7 @@ impl Connections {
     pub(super) async fn lease(
         &self,
         remote: &Remote,
-        tls: &Tls,
+        dialer: Dialer<'_>,
         expiry: impl FnOnce(&Io) -> Expiry,
     ) -> Result<Lease, Failure> {
         if let Some(lease) = self.find() {
@@ -108,7 +108,7 @@ impl Connections {
         if self.open.borrow().len() >= MAX_CONNECTIONS {
             return Err(Failure::Overloaded("too many streams to one endpoint"));
         }
-        let dialed = open(remote, tls, expiry).await;
+        let dialed = open(remote, dialer, expiry).await;
         self.dials.set(self.dials.get() + 1);
         self.last_failure.replace(dialed.as_ref().err().cloned());
         let connection = dialed?;
@@ -283,11 +283,11 @@ impl Drop for Lease {
 /// Opens a connection and starts its task. `expiry` completes when the connection has to be reset.
 pub(super) async fn open(
     remote: &Remote,
-    tls: &Tls,
+    dialer: Dialer<'_>,
     expiry: impl FnOnce(&Io) -> Expiry,
 ) -> Result<Rc<Connection>, Failure> {
     let address = remote.address;
-    let io = connect::dial(remote, Alpn::Http2, tls).await?;
+    let io = dialer.dial(remote, Alpn::Http2).await?;
     let is_secured = io.is_secured();
     let lifetime = io.lifetime().copied();
     let mut expiry = expiry(&io);

@@ -10,11 +10,11 @@ use std::rc::{Rc, Weak};
 use std::time::{Duration, Instant};
 
 use self::http2::{Connections, Lease};
-use crate::connect::{self, Remote};
+use crate::connect::{Dialer, Remote};
 use crate::error::Failure;
 use crate::io::Io;
 use crate::lifetime::Expiry;
-use crate::tls::{Alpn, Tls};
+use crate::tls::Alpn;
 
 /// The maximum number of idle HTTP/1 connections per endpoint and worker.
 const MAX_IDLE: usize = 256;
@@ -107,11 +107,16 @@ impl Pool {
     }
 
     /// An HTTP/1 connection: an idle one if there is one and `reuse` is set, else a new one.
-    pub async fn http1(&self, reuse: bool, tls: &Tls, now: Instant) -> Result<Upstream, Failure> {
+    pub async fn http1(
+        &self,
+        reuse: bool,
+        dialer: Dialer<'_>,
+        now: Instant,
+    ) -> Result<Upstream, Failure> {
         match reuse.then(|| self.checkout_http1(now)).flatten() {
             Some(io) => Ok(Upstream { io, reused: true }),
             None => {
-                let io = connect::dial(&self.remote, Alpn::Http1, tls).await?;
+                let io = dialer.dial(&self.remote, Alpn::Http1).await?;
                 Ok(Upstream { io, reused: false })
             }
         }
@@ -122,13 +127,14 @@ impl Pool {
     pub async fn http2(
         &self,
         reuse: bool,
-        tls: &Tls,
+        dialer: Dialer<'_>,
         expiry: impl FnOnce(&Io) -> Expiry,
     ) -> Result<Lease, Failure> {
         if reuse {
-            self.http2.lease(&self.remote, tls, expiry).await
+            self.http2.lease(&self.remote, dialer, expiry).await
         } else {
-            http2::open(&self.remote, tls, expiry).await.map(Lease::new)
+            let opened = http2::open(&self.remote, dialer, expiry).await;
+            opened.map(Lease::new)
         }
     }
 

@@ -1243,7 +1243,12 @@ fn connections_of_a_pod_to_itself_use_no_tls() {
             .backend()
             .pick(&[], &mut fastrand::Rng::new())
             .unwrap();
-        let io = crate::connect::dial(&endpoint.pool.remote, super::Alpn::Http1, &side.worker.tls)
+        let dialer = crate::connect::Dialer {
+            tls: &side.worker.tls,
+            timeout: DEADLINE,
+        };
+        let io = dialer
+            .dial(&endpoint.pool.remote, super::Alpn::Http1)
             .await
             .unwrap();
         assert!(!io.is_secured());
