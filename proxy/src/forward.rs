@@ -100,17 +100,19 @@ pub struct Attempts {
     /// Attempts so far, the current one included.
     pub count: u32,
     current: Option<InFlight>,
+    last: Option<Rc<Endpoint>>,
 }
 
 impl Attempts {
     fn begin(&mut self, endpoint: &Rc<Endpoint>) {
         self.count += 1;
         self.current = Some(endpoint.begin());
+        self.last = Some(endpoint.clone());
     }
 
     /// The endpoint of the current attempt, or of the last one.
     pub fn endpoint(&self) -> Option<&Rc<Endpoint>> {
-        self.current.as_ref().map(InFlight::endpoint)
+        self.last.as_ref()
     }
 
     /// When the current attempt began.

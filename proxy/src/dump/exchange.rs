@@ -1,6 +1,7 @@
 //! Record of one exchange in bounded memory. The worker fills it and sends it to the writer on
 //! drop.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -29,6 +30,10 @@ pub(super) struct Record {
     pub time: SystemTime,
     pub duration: Duration,
     pub connection: ConnectionInfo,
+    /// Endpoint of an outbound exchange.
+    pub endpoint: Option<SocketAddr>,
+    /// Identity of the caller or of the endpoint. `None` without mutual TLS.
+    pub identity: Option<String>,
     pub protocol: &'static str,
     pub request: Part,
     pub response: Part,
@@ -71,6 +76,8 @@ impl ExchangeDump {
             time: SystemTime::now(),
             duration: Duration::ZERO,
             connection,
+            endpoint: None,
+            identity: None,
             protocol: "http1",
             request: part(),
             response: part(),
@@ -210,6 +217,16 @@ impl ExchangeDump {
             return;
         };
         record.response.ended = true;
+    }
+
+    /// Records the other side of the proxy: the endpoint of an outbound exchange, and the identity
+    /// of the endpoint or the caller.
+    pub fn remote(&mut self, endpoint: Option<SocketAddr>, identity: Option<&str>) {
+        let Some(record) = &mut self.record else {
+            return;
+        };
+        record.endpoint = endpoint;
+        record.identity = identity.map(str::to_owned);
     }
 
     /// Records the error that causes a response of the proxy itself.
