@@ -135,6 +135,7 @@ pub struct Attempts {
     pub count: u32,
     current: Option<InFlight>,
     connect_timeout: Duration,
+    last: Option<Rc<Endpoint>>,
 }
 
 impl Attempts {
@@ -147,6 +148,7 @@ impl Attempts {
         self.connect_timeout = time_to_connect / attempts_left;
         self.count += 1;
         self.current = Some(endpoint.begin());
+        self.last = Some(endpoint.clone());
     }
 
     /// Opens the connections of the current attempt.
@@ -159,7 +161,7 @@ impl Attempts {
 
     /// The endpoint of the current attempt, or of the last one.
     pub fn endpoint(&self) -> Option<&Rc<Endpoint>> {
-        self.current.as_ref().map(InFlight::endpoint)
+        self.last.as_ref()
     }
 
     /// When the current attempt began.

@@ -5,9 +5,11 @@
 use std::rc::Rc;
 use std::time::Instant;
 
+use diy_mesh_proto::Identity;
 use http::StatusCode;
 
-use crate::dump::ExchangeDump;
+use crate::connect::Remote;
+use crate::dump::{Direction, ExchangeDump};
 use crate::error::Failure;
 use crate::flow::Flow;
 use crate::forward::Attempts;
@@ -83,6 +85,7 @@ impl ExchangeRecord {
     /// The head of the response that the client gets. HTTP/2 has no reason phrase.
     pub fn response(&mut self, status: StatusCode, reason: &[u8], fields: &dyn Fields) {
         self.status = Some(status);
+        self.dump_remote();
         self.dump(|dump| dump.response(status, reason, fields));
     }
 
@@ -111,6 +114,21 @@ impl ExchangeRecord {
         report(&self.flow, failure, false);
     }
 
+    /// Adds the other side of the proxy to the dump: an inbound caller, or an outbound endpoint.
+    fn dump_remote(&mut self) {
+        let Some(dump) = &mut self.dump else { return };
+        match (self.flow.direction, self.attempts.endpoint()) {
+            (Direction::Inbound, _) => dump.remote(None, self.flow.called_by()),
+            (Direction::Outbound, Some(endpoint)) => {
+                let Remote {
+                    address, identity, ..
+                } = &endpoint.pool.remote;
+                dump.remote(Some(*address), identity.as_ref().map(Identity::as_str));
+            }
+            (Direction::Outbound, None) => {}
+        }
+    }
+
     /// The exchange ended early.
     pub fn cut_off(&mut self, reason: &str) {
         self.dump(|dump| dump.cut_off(reason));
@@ -126,6 +144,7 @@ impl ExchangeRecord {
 
 impl Drop for ExchangeRecord {
     fn drop(&mut self) {
+        self.dump_remote();
         let Flow {
             worker,
             direction,

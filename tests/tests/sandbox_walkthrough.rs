@@ -1,6 +1,7 @@
 //! The walkthrough in a sandbox, with the manifests for clusters.
 
 use std::{
+    collections::BTreeSet,
     io::{BufRead, BufReader},
     process::{Command, Stdio},
 };
@@ -85,10 +86,7 @@ fn demo_prints_summary_on_sigint() {
         .by_ref()
         .find(|line| line.contains("Response #"))
         .unwrap();
-    assert!(
-        shown.starts_with("http-client/http-client-") && shown.contains("[http-client]"),
-        "{shown}"
-    );
+    assert!(shown.starts_with("  http-client[http-client] "), "{shown}");
     kill(Pid::from_raw(demo.id().cast_signed()), Signal::SIGINT).unwrap();
     let rest: Vec<String> = lines.collect();
     assert!(
@@ -97,6 +95,63 @@ fn demo_prints_summary_on_sigint() {
                 && line.contains("6 of them with a proxy")),
         "{rest:?}"
     );
+    assert!(demo.wait().unwrap().success());
+}
+
+#[test]
+fn demo_prints_exchanges_as_lines_after_the_first() {
+    if empty().is_none() {
+        return;
+    }
+    let mut demo = Command::new(programs().join("mesh"))
+        .args(["demo", "--for", "600"])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let lines = BufReader::new(demo.stdout.take().unwrap()).lines();
+    let mut lines = lines.map(|line| line.unwrap());
+    let mut seen = BTreeSet::new();
+    // The first exchange with each version is a block: headline, application, proxy, proxy,
+    // application.
+    while seen.len() < 2 {
+        let line = lines.next().unwrap();
+        assert!(!line.contains("kube-probe"), "{line}");
+        let Some(rest) = line.strip_prefix("http-client -> ") else {
+            continue;
+        };
+        assert!(
+            line.contains(" GET /hello ") && line.ends_with(" ms  mTLS"),
+            "{line}"
+        );
+        let version = rest.split(' ').next().unwrap().to_owned();
+        if !seen.insert(version.clone()) {
+            continue;
+        }
+        let block = lines.by_ref().take_while(|line| !line.is_empty());
+        let mut sources: Vec<String> = block
+            .filter_map(|line| Some(line.trim_start().split_once(' ')?.0.to_owned()))
+            .collect();
+        sources.dedup();
+        let expected = [
+            "http-client[http-client]",
+            "http-client[proxy]",
+            &format!("{version}[proxy]"),
+            &format!("{version}[http-server]"),
+        ];
+        assert_eq!(sources, expected);
+    }
+    let is_exchange = |line: &String| line.starts_with("http-client -> http-server-v");
+    lines.by_ref().find(is_exchange).unwrap();
+    let next = lines.next().unwrap();
+    assert!(
+        !next.starts_with(' '),
+        "the second exchange is a line: {next}"
+    );
+    kill(Pid::from_raw(demo.id().cast_signed()), Signal::SIGINT).unwrap();
+    let summary: Vec<String> = lines
+        .filter(|line| line.starts_with("  http-client -> "))
+        .collect();
+    assert_eq!(summary.len(), 2, "{summary:?}");
     assert!(demo.wait().unwrap().success());
 }
 

@@ -2,6 +2,7 @@
 //! containers. One blocking loop receives the messages of the sandbox and signals.
 
 use std::{
+    collections::BTreeSet,
     io::{self, Write},
     path::PathBuf,
     process::ExitCode,
@@ -14,12 +15,26 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::demo_output::{Screen, Summary};
+use serde_json::Value;
+
+use self::{
+    screen::{Detail, Screen},
+    story::{Item, Story},
+    summary::Summary,
+};
 use crate::sandbox::{
     Sandbox,
     manifest::{self, Files},
     protocol::Message,
 };
+
+mod dump;
+mod names;
+mod screen;
+mod story;
+mod summary;
+#[cfg(test)]
+mod tests;
 
 /// The arguments of `mesh demo`.
 #[derive(Args, Debug)]
@@ -30,8 +45,11 @@ pub struct Arguments {
     /// Print the summary only
     #[arg(long)]
     quiet: bool,
-    /// Show only this workload, pod, container or namespace, for example http-client or proxy;
-    /// repeatable
+    /// Print all exchanges in full, probes, and all other output of the containers
+    #[arg(long, conflicts_with = "quiet")]
+    full: bool,
+    /// Like --full, but only for this workload, pod, container or namespace, for example
+    /// http-client or proxy; repeatable
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
     /// Run the manifests in this directory instead of the walkthrough's
@@ -52,7 +70,7 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Runs the demo.
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
-    let objects = match &arguments.manifests {
+    let mut objects = match &arguments.manifests {
         Some(directory) => Files::read(directory).and_then(|files| files.objects()).with_context(|| {
             let directory = directory.display();
             format!("invalid --manifests {directory}: expected a directory of YAML files with the mesh and its applications")
@@ -63,7 +81,13 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let (sender, demo_events) = sync_channel(1024);
     watch_signals(sender.clone())?;
     let started_at = Instant::now();
-    let mut screen = Screen::new(arguments.quiet, arguments.only.clone());
+    let detail = match () {
+        () if arguments.quiet => Detail::Summary,
+        () if arguments.full || !arguments.only.is_empty() => Detail::Everything,
+        () => Detail::Story,
+    };
+    let json = request_json_dumps(&mut objects);
+    let mut screen = Screen::new(detail, arguments.only.clone(), json);
     screen.print_status("starting a sandbox; Ctrl-C stops it and removes all of its resources")?;
     let sandbox = Sandbox::start_with(
         &programs()?,
@@ -80,6 +104,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let mut demo = Demo {
         sandbox,
         screen,
+        story: Story::default(),
         summary: Summary::default(),
         started_at,
         ready_after: None,
@@ -100,6 +125,7 @@ enum ExitReason {
 struct Demo {
     sandbox: Sandbox,
     screen: Screen,
+    story: Story,
     summary: Summary,
     started_at: Instant,
     /// The time until all pods were ready for the first time.
@@ -114,22 +140,27 @@ impl Demo {
     ) -> Result<ExitReason> {
         let mut next_progress = self.started_at + PROGRESS_INTERVAL;
         loop {
-            let next = deadline.map_or(next_progress, |deadline| deadline.min(next_progress));
+            let deadlines = [deadline, self.story.next_deadline()];
+            let next = deadlines
+                .into_iter()
+                .flatten()
+                .fold(next_progress, Instant::min);
             match demo_events.recv_timeout(next.saturating_duration_since(Instant::now())) {
                 Ok(DemoEvent::Signal) => return Ok(ExitReason::Signal),
                 Ok(DemoEvent::Sandbox(message)) => {
                     if let Message::Failed { reason } = &*message {
                         bail!("the sandbox failed: {reason}");
                     }
-                    match self.handle(&message) {
-                        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
-                            return Ok(ExitReason::OutputClosed);
-                        }
-                        other => other?,
+                    if is_closed(self.handle(&message))? {
+                        return Ok(ExitReason::OutputClosed);
                     }
                 }
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => bail!("the sandbox is disconnected"),
+            }
+            let items = self.story.take_complete(Instant::now());
+            if is_closed(self.print(&items))? {
+                return Ok(ExitReason::OutputClosed);
             }
             if Instant::now() >= next_progress {
                 next_progress += PROGRESS_INTERVAL;
@@ -152,16 +183,20 @@ impl Demo {
     }
 
     fn handle(&mut self, message: &Message) -> io::Result<()> {
-        self.summary.record(message);
+        self.summary.record_message(message);
         match message {
-            Message::Log(line) => self.screen.line(line),
+            Message::Log(line) => {
+                self.story.record_line(line, Instant::now());
+                Ok(())
+            }
             Message::Notice(text) => self.screen.print_status(text),
             Message::Pod(pod) => {
+                self.story.record_pod(pod);
                 self.screen.pod(pod)?;
                 if self.ready_after.is_none() && self.summary.all_settled() {
                     let elapsed = self.started_at.elapsed();
                     self.ready_after = Some(elapsed);
-                    self.screen.print_status(&format!(
+                    self.screen.print_ready(&format!(
                         "everything is ready after {:.1} s",
                         elapsed.as_secs_f64()
                     ))?;
@@ -172,8 +207,20 @@ impl Demo {
         }
     }
 
+    fn print(&mut self, items: &[Item]) -> io::Result<()> {
+        for item in items {
+            if let Item::Exchange(exchange) = item {
+                self.summary.record_exchange(exchange, &self.story);
+            }
+            self.screen.print(item, &self.story)?;
+        }
+        Ok(())
+    }
+
     /// Shuts the sandbox down and prints the summary. A second signal exits immediately.
-    fn finish(self, reason: ExitReason, demo_events: &Receiver<DemoEvent>) -> Result<ExitCode> {
+    fn finish(mut self, reason: ExitReason, demo_events: &Receiver<DemoEvent>) -> Result<ExitCode> {
+        let rest = self.story.take_all();
+        let closed = is_closed(self.print(&rest))? || reason == ExitReason::OutputClosed;
         let not_ready = self.sandbox.view().not_ready();
         thread::scope(|scope| {
             let stopping = scope.spawn(|| self.sandbox.shut_down(SHUTDOWN_TIMEOUT));
@@ -188,7 +235,7 @@ impl Demo {
                 .expect("shut_down does not panic")
                 .context("failed to shut the sandbox down")
         })?;
-        if reason == ExitReason::OutputClosed {
+        if closed {
             return Ok(ExitCode::SUCCESS);
         }
         let text = self
@@ -209,6 +256,40 @@ impl Demo {
             ExitCode::SUCCESS
         })
     }
+}
+
+/// Whether writing failed because the reader of standard output has exited.
+fn is_closed(written: io::Result<()>) -> io::Result<bool> {
+    match written {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(true),
+        other => other.map(|()| false),
+    }
+}
+
+/// Makes the proxies print JSON dumps, which the demo formats itself. Returns the namespaces and
+/// names of the workloads whose manifests already request a format: `json` is printed as it is.
+fn request_json_dumps(objects: &mut [Value]) -> BTreeSet<(String, String)> {
+    const ANNOTATION: &str = "diy-service-mesh/dump-format";
+    let mut json = BTreeSet::new();
+    for object in objects {
+        let text = |value: &Value, default: &str| value.as_str().unwrap_or(default).to_owned();
+        let namespace = text(&object["metadata"]["namespace"], "default");
+        let name = text(&object["metadata"]["name"], "");
+        let pod = match object["kind"].as_str() {
+            Some("Pod") => object,
+            Some("Deployment" | "Job") => &mut object["spec"]["template"],
+            _ => continue,
+        };
+        let annotations = &mut pod["metadata"]["annotations"];
+        match annotations[ANNOTATION].as_str() {
+            Some(format) if format.eq_ignore_ascii_case("json") => {
+                json.insert((namespace, name));
+            }
+            Some(_) => {}
+            None => annotations[ANNOTATION] = "json".into(),
+        }
+    }
+    json
 }
 
 /// The directory of this binary, which contains the other binaries.

@@ -2,7 +2,6 @@
 
 pub mod check;
 pub mod demo;
-mod demo_output;
 pub mod identity;
 pub mod rotate_root;
 mod terminal;

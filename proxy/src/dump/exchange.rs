@@ -1,6 +1,7 @@
 //! Record of one exchange in bounded memory. The worker fills it and sends it to the writer on
 //! drop.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -33,6 +34,10 @@ pub(super) struct Record {
     pub time: SystemTime,
     pub duration: Duration,
     pub connection: ConnectionInfo,
+    /// Endpoint of an outbound exchange.
+    pub endpoint: Option<SocketAddr>,
+    /// Identity of the caller or of the endpoint. `None` without mutual TLS.
+    pub identity: Option<String>,
     /// It came by HTTP/2, not HTTP/1.
     pub http2: bool,
     pub request: Part,
@@ -76,6 +81,8 @@ impl ExchangeDump {
             time: SystemTime::now(),
             duration: Duration::ZERO,
             connection,
+            endpoint: None,
+            identity: None,
             http2: false,
             request: part(),
             response: part(),
@@ -165,6 +172,15 @@ impl ExchangeDump {
     /// Records the end of the response.
     pub fn response_end(&mut self) {
         self.fill(|record| record.response.ended = true);
+    }
+
+    /// Records the other side of the proxy: the endpoint of an outbound exchange, and the identity
+    /// of the endpoint or the caller.
+    pub fn remote(&mut self, endpoint: Option<SocketAddr>, identity: Option<&str>) {
+        self.fill(|record| {
+            record.endpoint = endpoint;
+            record.identity = identity.map(str::to_owned);
+        });
     }
 
     /// Records the error that causes a response of the proxy itself.

@@ -1,7 +1,7 @@
 //! JSON format of dumps, one object per line. Pure. Fields of an exchange:
 //!
 //! - `time` (start, RFC 3339), `direction` (`inbound`, `outbound`), `peer`, `destination` (address and port),
-//!   `protocol` (`http1`, `http2`, `tcp`), `duration_ms`
+//!   `endpoint` (outbound), `identity` (of the caller or the endpoint, if mutual TLS), `protocol` (`http1`, `http2`, `tcp`), `duration_ms`
 //! - `request`, `response`: `start_line`, `headers` (pairs of name and value, in order), `headers_omitted`, `body` (text, where it
 //!   is text), `body_kind` (`text`, `binary`, `gzip`, ...), `body_bytes` (total length), `messages` (gRPC), `trailers`; `null`
 //!   if absent
@@ -22,6 +22,12 @@ use super::{ConnectionInfo, Opaque, mask};
 /// Renders an exchange.
 pub(super) fn exchange(record: &Record) -> String {
     let mut object = connection(&record.connection, record.time);
+    if let Some(endpoint) = record.endpoint {
+        object["endpoint"] = endpoint.to_string().into();
+    }
+    if let Some(identity) = &record.identity {
+        object["identity"] = identity.as_str().into();
+    }
     object["protocol"] = if record.http2 { "http2" } else { "http1" }.into();
     object["duration_ms"] = milliseconds(record.duration);
     object["request"] = part(&record.request);

@@ -237,6 +237,18 @@ fn renders_one_json_object_per_line() {
 }
 
 #[test]
+fn json_names_endpoint_and_identity() {
+    let identity = "spiffe://cluster.local/ns/shop/sa/cart";
+    let line = written(Mode::Full, Format::Json, Direction::Outbound, |dump| {
+        hello(dump);
+        dump.remote(Some(([10, 244, 0, 6], 8080).into()), Some(identity));
+    });
+    let object: serde_json::Value = serde_json::from_str(&line).unwrap();
+    assert_eq!(object["endpoint"], "10.244.0.6:8080");
+    assert_eq!(object["identity"], identity);
+}
+
+#[test]
 fn counts_exchanges_beyond_the_budget_and_resets_it_each_second() {
     let (dumps, output, metrics) = start(Mode::Full, Format::Text);
     let dumped = (0..100)

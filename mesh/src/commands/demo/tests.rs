@@ -1,0 +1,296 @@
+//! Tests from the lines of containers to the output of the demo.
+
+use std::{
+    collections::BTreeSet,
+    time::{Duration, Instant},
+};
+
+use serde_json::{Value, json};
+
+use super::{
+    dump::{Dump, DumpLine},
+    request_json_dumps,
+    screen::{Detail, Screen},
+    story::{Item, Story},
+    summary::Summary,
+};
+use crate::sandbox::protocol::{LogLine, PodView};
+
+const CALLER: &str = "10.244.0.7";
+const CALLEE: &str = "10.244.0.6";
+
+/// A story with the pods `web-1` and `cart-1`, both with a proxy.
+fn story() -> Story {
+    let mut story = Story::default();
+    for (workload, ip) in [("web", CALLER), ("cart", CALLEE)] {
+        story.record_pod(&PodView {
+            namespace: "shop".into(),
+            name: format!("{workload}-1"),
+            workload: workload.into(),
+            ip: Some(ip.into()),
+            injected: true,
+            ..PodView::default()
+        });
+    }
+    story
+}
+
+fn line(workload: &str, container: &str, line: impl ToString) -> LogLine {
+    LogLine {
+        namespace: "shop".into(),
+        pod: format!("{workload}-1"),
+        workload: workload.into(),
+        container: container.into(),
+        line: line.to_string(),
+    }
+}
+
+fn part(start_line: &str, body: &str) -> Value {
+    let text = (!body.is_empty()).then_some(body);
+    json!({"start_line": start_line, "headers": [["Host", "cart"]], "body": text, "body_bytes": body.len()})
+}
+
+fn outbound() -> Value {
+    json!({
+        "time": "2026-11-21T10:00:00.100Z", "direction": "outbound", "peer": format!("{CALLER}:40000"),
+        "destination": "10.96.0.12:80", "endpoint": format!("{CALLEE}:8080"), "protocol": "http1",
+        "identity": "spiffe://cluster.local/ns/shop/sa/cart", "duration_ms": 1.25,
+        "request": part("GET /items HTTP/1.1", ""), "response": part("HTTP/1.1 200 OK", "3 items\n"),
+    })
+}
+
+fn inbound() -> Value {
+    let mut dump = outbound();
+    dump["time"] = "2026-11-21T10:00:00.101Z".into();
+    dump["direction"] = "inbound".into();
+    dump["destination"] = format!("{CALLEE}:8080").into();
+    dump.as_object_mut().unwrap().remove("endpoint");
+    dump
+}
+
+fn screen(detail: Detail, only: &[&str]) -> Screen {
+    let only = only.iter().map(ToString::to_string).collect();
+    Screen::new(detail, only, BTreeSet::new())
+}
+
+fn record_exchange(story: &mut Story, now: Instant) {
+    story.record_line(&line("cart", "proxy", inbound()), now);
+    for text in ["Request #1", "GET /items HTTP/1.1"] {
+        story.record_line(&line("cart", "cart", text), now);
+    }
+    story.record_line(&line("web", "proxy", outbound()), now);
+    for text in ["Response #1", "HTTP/1.1 200 OK", "Response #2", "other"] {
+        story.record_line(&line("web", "web", text), now);
+    }
+}
+
+#[test]
+fn prints_first_exchange_as_block_and_the_next_as_line() {
+    let (mut story, mut screen) = (story(), screen(Detail::Story, &[]));
+    let mut now = Instant::now();
+    let mut pages = Vec::new();
+    for _ in 0..2 {
+        record_exchange(&mut story, now);
+        assert!(story.take_complete(now).is_empty());
+        now += Duration::from_millis(250);
+        let items = story.take_complete(now);
+        pages.push(
+            items
+                .iter()
+                .map(|item| screen.format(item, &story))
+                .collect::<String>(),
+        );
+        now += Duration::from_secs(5);
+        assert!(
+            story
+                .take_complete(now)
+                .iter()
+                .all(|item| screen.format(item, &story).is_empty()),
+            "other output is not printed"
+        );
+    }
+    let headline = "web -> cart  GET /items  200     1.2 ms  mTLS\n";
+    assert_eq!(
+        pages[0],
+        format!(
+            "{headline}  web[web]    Response #1
+  web[web]    HTTP/1.1 200 OK
+  web[proxy]  Outbound connection to 10.96.0.12:80
+  web[proxy]  GET /items HTTP/1.1
+  web[proxy]  Host: cart
+  web[proxy]  \n  web[proxy]  HTTP/1.1 200 OK
+  web[proxy]  Host: cart
+  web[proxy]  \n  web[proxy]  3 items
+  cart[proxy] Inbound connection from 10.244.0.7:40000 to port: 8080
+  cart[proxy] GET /items HTTP/1.1
+  cart[proxy] Host: cart
+  cart[proxy] \n  cart[proxy] HTTP/1.1 200 OK
+  cart[proxy] Host: cart
+  cart[proxy] \n  cart[proxy] 3 items
+  cart[cart]  Request #1
+  cart[cart]  GET /items HTTP/1.1
+
+"
+        )
+    );
+    assert_eq!(pages[1], headline);
+}
+
+#[test]
+fn only_shows_blocks_of_one_workload_and_its_other_output() {
+    let (mut story, mut screen) = (story(), screen(Detail::Everything, &["web"]));
+    record_exchange(&mut story, Instant::now());
+    story.record_line(&line("web", "web", "Response #3"), Instant::now());
+    let items = story.take_all();
+    let page: String = items
+        .iter()
+        .map(|item| screen.format(item, &story))
+        .collect();
+    assert!(page.starts_with("web -> cart  GET /items  200"), "{page}");
+    assert!(
+        page.contains("\n  web[proxy] Outbound connection"),
+        "{page}"
+    );
+    assert!(page.contains("  web[web] Response #3\n"), "{page}");
+    assert!(!page.contains("cart["), "{page}");
+}
+
+#[test]
+fn probes_are_printed_only_on_request() {
+    let mut probe = inbound();
+    probe["peer"] = "10.244.0.1:50000".into();
+    for (detail, expected) in [(Detail::Story, false), (Detail::Everything, true)] {
+        let (mut story, mut screen) = (story(), screen(detail, &[]));
+        story.record_line(&line("cart", "proxy", &probe), Instant::now());
+        let items = story.take_all();
+        assert_eq!(!screen.format(&items[0], &story).is_empty(), expected);
+    }
+}
+
+#[test]
+fn failure_without_other_side_names_its_cause() {
+    let mut dump = outbound();
+    dump["failure"] = json!({"code": "connect-failed", "message": "10.244.0.6 refuses"});
+    dump["response"] = part("HTTP/1.1 502 Bad Gateway", "");
+    dump.as_object_mut().unwrap().remove("identity");
+    let (mut story, mut screen) = (story(), screen(Detail::Story, &[]));
+    let now = Instant::now();
+    story.record_line(&line("web", "proxy", dump), now);
+    let items = story.take_complete(now + Duration::from_millis(250));
+    let page = screen.format(&items[0], &story);
+    let expected =
+        "web -> cart  GET /items  502     1.2 ms  plaintext  connect-failed: 10.244.0.6 refuses\n";
+    assert!(page.starts_with(expected), "{page}");
+}
+
+#[test]
+fn dump_of_one_proxy_waits_for_the_other() {
+    let mut story = story();
+    let now = Instant::now();
+    story.record_line(&line("cart", "proxy", inbound()), now);
+    assert!(
+        story
+            .take_complete(now + Duration::from_millis(900))
+            .is_empty()
+    );
+    let items = story.take_complete(now + Duration::from_secs(1));
+    assert!(matches!(&items[..], [Item::Exchange(exchange)] if exchange.outbound.is_none()));
+}
+
+#[test]
+fn dumps_of_different_exchanges_are_not_joined() {
+    let change = |name: &str, value: &str| {
+        let mut dump = inbound();
+        dump[name] = value.into();
+        dump
+    };
+    let mut other_request = inbound();
+    other_request["request"]["start_line"] = "GET /other HTTP/1.1".into();
+    for dump in [
+        change("time", "2026-11-21T10:00:00.200Z"),
+        change("time", "2026-11-21T10:00:00.090Z"),
+        change("peer", "10.244.0.9:40000"),
+        change("destination", "10.244.0.5:8080"),
+        other_request,
+    ] {
+        let mut story = story();
+        story.record_line(&line("web", "proxy", outbound()), Instant::now());
+        story.record_line(&line("cart", "proxy", &dump), Instant::now());
+        assert_eq!(story.take_all().len(), 2, "{dump}");
+    }
+}
+
+#[test]
+fn formats_dumps_as_the_proxy_does() {
+    let text = |dump: Value| match DumpLine::parse(&dump.to_string()) {
+        Some(DumpLine::Exchange(dump)) => Dump::text(&dump).join("\n"),
+        other => panic!("{other:?}"),
+    };
+    let mut grpc = outbound();
+    grpc["response"] = json!({
+        "start_line": "HTTP/2 200", "headers": [], "headers_omitted": 2, "body_kind": "grpc", "messages": 1,
+        "body_bytes": 50, "trailers": [["grpc-status", "4"]],
+    });
+    let page = text(grpc);
+    let end = "HTTP/2 200\n[and 2 more]\n\n[1 gRPC message, 50 bytes]\n\ngrpc-status: 4 (DEADLINE_EXCEEDED)";
+    assert!(page.ends_with(end), "{page}");
+    let mut long = outbound();
+    long["response"]["body"] = "ab\u{1b}[2J".into();
+    long["response"]["body_bytes"] = 5000.into();
+    let page = text(long);
+    assert!(
+        page.ends_with("ab\\u{1b}[2J\n[the first 6 of 5000 bytes]"),
+        "{page}"
+    );
+    let opaque = json!({
+        "time": "2026-11-21T10:00:00.1Z", "direction": "inbound", "peer": "10.0.0.1:1", "destination": "[fd00::7]:25",
+        "protocol": "tcp", "duration_ms": 1500.0, "sent": 1, "received": 80,
+    });
+    let expected = "Inbound connection from 10.0.0.1:1 to port: 25\n[TCP: 1 byte sent, 80 bytes received, 1.500 s]";
+    assert_eq!(text(opaque), expected);
+}
+
+#[test]
+fn pods_print_json_unless_manifests_name_a_format() {
+    let workload = |name: &str, annotations: Value| {
+        json!({"kind": "Deployment", "metadata": {"name": name, "namespace": "shop"},
+            "spec": {"template": {"metadata": {"annotations": annotations}}}})
+    };
+    let format = "diy-service-mesh/dump-format";
+    let mut objects = vec![
+        workload("web", Value::Null),
+        workload("cart", json!({format: "JSON"})),
+        workload("till", json!({format: "text"})),
+        json!({"kind": "Service", "metadata": {"name": "web"}}),
+    ];
+    let json = request_json_dumps(&mut objects);
+    assert_eq!(
+        json,
+        BTreeSet::from([("shop".to_owned(), "cart".to_owned())])
+    );
+    let annotation =
+        |object: &Value| object["spec"]["template"]["metadata"]["annotations"][format].clone();
+    let formats: Vec<Value> = objects.iter().map(annotation).collect();
+    assert_eq!(
+        formats,
+        [json!("json"), json!("JSON"), json!("text"), Value::Null]
+    );
+    assert!(objects[3].get("spec").is_none());
+}
+
+#[test]
+fn summary_counts_exchanges_of_workloads() {
+    let (mut story, mut summary) = (story(), Summary::default());
+    record_exchange(&mut story, Instant::now());
+    for item in story.take_all() {
+        if let Item::Exchange(exchange) = item {
+            summary.record_exchange(&exchange, &story);
+        }
+    }
+    let text = summary.text(Duration::from_secs(30), Some(Duration::from_millis(1234)));
+    assert_eq!(
+        text,
+        "mesh demo: ran 30 s, all ready after 1.2 s; 0 pods, 0 of them with a proxy, 0 restarts\n  \
+         web -> cart  1 exchange, 0 failed, 1 with mTLS, average 1.2 ms"
+    );
+}
