@@ -35,7 +35,7 @@ pub const STATUS_INJECTED: &str = "injected";
 
 const DUMPS: [&str; 3] = ["full", "headers", "off"];
 const DUMP_FORMATS: [&str; 2] = ["text", "json"];
-/// Rejects unauthenticated connections, except exempt probes.
+/// Rejects unauthenticated connections.
 pub const STRICT: &str = "strict";
 /// Accepts unauthenticated connections.
 pub const PERMISSIVE: &str = "permissive";
@@ -114,13 +114,6 @@ impl Options {
     /// Whether inbound connections to this port bypass the proxy.
     pub fn skips_inbound(&self, port: u16) -> bool {
         self.skip_inbound_ports
-            .as_deref()
-            .is_some_and(|list| contains(list, port))
-    }
-
-    /// Whether inbound connections to this port have no protocol detection.
-    pub fn is_opaque(&self, port: u16) -> bool {
-        self.opaque_ports
             .as_deref()
             .is_some_and(|list| contains(list, port))
     }

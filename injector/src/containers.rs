@@ -31,6 +31,8 @@ pub const API_TOKEN_PATH: &str = "/var/run/secrets/kubernetes.io/serviceaccount"
 pub const PROXY_UID: i64 = 1337;
 /// A flag of proxy-init, which identifies the injected container.
 pub const PROXY_UID_FLAG: &str = "--proxy-uid";
+/// The flag for the admin port.
+pub const ADMIN_PORT_FLAG: &str = "--admin-port";
 /// A variable of the proxy, which identifies the injected container.
 pub const TOKEN_FILE_VARIABLE: &str = "SERVICE_MESH_TOKEN_FILE";
 
@@ -52,6 +54,11 @@ impl Ports {
         outbound: 5000,
         admin: 4001,
     };
+
+    /// Whether the proxy listens on this port.
+    pub fn contains(self, port: u16) -> bool {
+        [self.inbound, self.outbound, self.admin].contains(&port)
+    }
 
     /// The default ports, each incremented to the next one that is not declared. `None` if there is
     /// none.
@@ -97,13 +104,8 @@ pub fn proxy_init(settings: &Settings, ports: Ports, options: &Options) -> Value
 }
 
 /// The proxy as a native sidecar: starts before the containers of the pod and stops after them.
-/// `exempt_probes` are values of `--probe`.
-pub fn proxy(
-    settings: &Settings,
-    ports: Ports,
-    options: &Options,
-    exempt_probes: &[String],
-) -> Value {
+/// `probes` are its arguments for the probes of the pod.
+pub fn proxy(settings: &Settings, ports: Ports, options: &Options, probes: Vec<String>) -> Value {
     let mut args = port_args(ports);
     args.extend(arg("--dump", &options.dump));
     args.extend(arg("--dump-format", &options.dump_format));
@@ -111,7 +113,7 @@ pub fn proxy(
     args.extend(arg("--opaque-ports", &options.opaque_ports));
     args.extend(options.allow_connect.then(|| "--allow-connect".to_owned()));
     args.extend(arg("--max-connection-age", &options.max_connection_age));
-    args.extend(exempt_probes.iter().map(|probe| format!("--probe={probe}")));
+    args.extend(probes);
     json!({
         "name": PROXY,
         "image": settings.proxy_image,
@@ -123,6 +125,7 @@ pub fn proxy(
             {"name": "SERVICE_MESH_CONTROLLER_IDENTITY", "value": settings.controller_identity},
             {"name": "SERVICE_MESH_ROOTS_FILE", "value": format!("{TOKEN_PATH}/{ROOTS}")},
             {"name": TOKEN_FILE_VARIABLE, "value": format!("{TOKEN_PATH}/token")},
+            {"name": "POD_IP", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "status.podIP"}}},
             {"name": "POD_NAME", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.name"}}},
             {"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.namespace"}}},
         ],
@@ -153,7 +156,7 @@ fn port_args(ports: Ports) -> Vec<String> {
     vec![
         format!("--inbound-port={}", ports.inbound),
         format!("--outbound-port={}", ports.outbound),
-        format!("--admin-port={}", ports.admin),
+        format!("{ADMIN_PORT_FLAG}={}", ports.admin),
     ]
 }
 

@@ -46,7 +46,8 @@ fn merge_key(items: &[Value]) -> Option<&'static str> {
         .find(|key| items.iter().all(|item| item.get(key).is_some()))
 }
 
-/// The JSON patch from one pod to another. Compares annotations, init containers and volumes only.
+/// The JSON patch from one pod to another. Compares annotations, containers, init containers and
+/// volumes only.
 pub fn patch(before: &Value, after: &Value) -> Patch {
     let mut patch = Vec::new();
     match (
@@ -62,7 +63,7 @@ pub fn patch(before: &Value, after: &Value) -> Patch {
         }
         (_, new) => patch.extend(new.map(|new| add(["metadata", "annotations"], new))),
     }
-    for list in ["initContainers", "volumes"] {
+    for list in ["initContainers", "containers", "volumes"] {
         let path = format!("/spec/{list}");
         match (before.pointer(&path), after.pointer(&path)) {
             (Some(Value::Array(old)), Some(Value::Array(new))) => {

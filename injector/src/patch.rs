@@ -1,7 +1,7 @@
 //! The injection decision: a pod in, a verdict and a JSON patch out. Pure and idempotent.
 //!
 //! Works on plain JSON, so that unknown fields of later Kubernetes versions survive. Adds two init
-//! containers, a volume and an annotation, and changes nothing else.
+//! containers, a volume and an annotation, rewrites probes, and changes nothing else.
 
 use json_patch::Patch;
 use serde_json::Value;
@@ -13,7 +13,7 @@ use crate::containers::{
 };
 use crate::diff;
 use crate::pod::{PodView, annotation, list, name_of};
-use crate::probes;
+use crate::probes::{Previous, Rewriter};
 
 /// A pod that is about to be created.
 #[derive(Clone, Copy, Debug)]
@@ -122,21 +122,31 @@ fn inject(settings: &Settings, candidate: Candidate<'_>) -> Result<Injection, Ve
         problems.push("the containers of the pod declare all ports from 4000 to 65535, which leaves none for the proxy".into());
         Ports::DEFAULT
     });
-    let mut exempt_probes = Vec::new();
-    if options.inbound == Some(annotations::STRICT) {
-        exempt_probes = probes::exempt(app_containers(&view), &options).unwrap_or_else(|invalid| {
-            problems.extend(invalid);
-            Vec::new()
-        });
-    }
     if !problems.is_empty() {
         return Err(problems);
     }
 
     let mut injected = pod.clone();
+    let (old, others) = split(view.init_containers);
+    let previous = old.iter().find(|container| name_of(container) == PROXY);
+    let previous = previous
+        .map(|proxy| Previous::of(proxy))
+        .unwrap_or_default();
+    let mut probes = Rewriter::new(&options, ports, previous);
+    let others: Vec<Value> = others
+        .into_iter()
+        .map(|other| probes.rewrite(other))
+        .collect();
+    if !view.containers.is_empty() {
+        let containers = view
+            .containers
+            .iter()
+            .map(|container| probes.rewrite(container));
+        injected["spec"]["containers"] = containers.collect();
+    }
     let containers = [
         containers::proxy_init(settings, ports, &options),
-        containers::proxy(settings, ports, &options, &exempt_probes),
+        containers::proxy(settings, ports, &options, probes.arguments),
     ];
     let mut volumes = view.volumes.to_vec();
     diff::merge_list(&mut volumes, &[containers::token_volume()], "name");
@@ -145,7 +155,7 @@ fn inject(settings: &Settings, candidate: Candidate<'_>) -> Result<Injection, Ve
         annotations::STATUS.into(),
         annotations::STATUS_INJECTED.into(),
     );
-    injected["spec"]["initContainers"] = init_containers(&view, containers).into();
+    injected["spec"]["initContainers"] = init_containers(&old, containers, others).into();
     injected["spec"]["volumes"] = volumes.into();
     injected["metadata"]["annotations"] = annotations.into();
 
@@ -187,20 +197,23 @@ fn declared_ports(view: &PodView<'_>) -> impl Iterator<Item = u16> {
         .filter_map(|port| u16::try_from(port.get("containerPort")?.as_u64()?).ok())
 }
 
+/// The init containers of an earlier injection, and the others.
+fn split(init_containers: &[Value]) -> (Vec<&Value>, Vec<&Value>) {
+    init_containers
+        .iter()
+        .partition(|container| is_injected(container))
+}
+
 /// The mesh's containers, then the others in their order. Fields that others added to the mesh's
 /// containers stay.
-fn init_containers(view: &PodView<'_>, injected: [Value; 2]) -> Vec<Value> {
-    let (old, others): (Vec<_>, Vec<_>) = view
-        .init_containers
-        .iter()
-        .partition(|container| is_injected(container));
+fn init_containers(old: &[&Value], injected: [Value; 2], others: Vec<Value>) -> Vec<Value> {
     let updated = injected.into_iter().map(|new| {
         match old.iter().find(|old| name_of(old) == name_of(&new)) {
             Some(old) => updated(old, &new),
             None => new,
         }
     });
-    updated.chain(others.into_iter().cloned()).collect()
+    updated.chain(others).collect()
 }
 
 /// The names and users of the pod that conflict with the mesh.

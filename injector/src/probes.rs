@@ -1,96 +1,163 @@
-//! The probes of a pod, as values of the proxy's `--probe`: `http:PORT:PATH`, `tcp:PORT`,
-//! `grpc:PORT`. Pure.
+//! The probes and lifecycle hooks that the proxy performs for the kubelet. Pure.
 //!
-//! The kubelet has no identity in the mesh. A strict proxy accepts unauthenticated requests that
-//! match one of these values, and no other requests to the same port.
+//! The proxy accepts each connection to the pod, so that a TCP probe would succeed without an
+//! application, and a strict proxy rejects the kubelet, which has no identity in the mesh. These
+//! probes become `httpGet` of `/probes/INDEX` on the admin port, and the originals become values of
+//! the proxy's `--kubelet-probe`. A pod that is reviewed again gets its originals back first, so
+//! that containers of other webhooks and other ports of the proxy make no difference.
 
-use std::collections::BTreeSet;
+use std::collections::HashMap;
 
-use serde_json::Value;
+use serde_json::{Map, Value, json};
 
-use crate::annotations::{INBOUND, Options, PERMISSIVE, SKIP_INBOUND_PORTS};
+use crate::annotations::{Options, STRICT};
+use crate::containers::{ADMIN_PORT_FLAG, Ports};
 use crate::pod::{list, name_of};
 
 const PROBES: [&str; 3] = ["startupProbe", "livenessProbe", "readinessProbe"];
 const HOOKS: [&str; 2] = ["postStart", "preStop"];
+const ACTIONS: [&str; 4] = ["httpGet", "tcpSocket", "grpc", "exec"];
+/// The proxy's flag for one probe.
+const FLAG: &str = "--kubelet-probe";
 
-/// The probes and lifecycle hooks of the containers that pass through the proxy, without
-/// duplicates. Returns one message per probe that a strict proxy cannot recognize.
-pub fn exempt<'a>(
-    containers: impl Iterator<Item = &'a Value>,
-    options: &Options,
-) -> Result<Vec<String>, Vec<String>> {
-    let (mut probes, mut problems) = (Vec::new(), Vec::new());
-    let mut seen = BTreeSet::new();
-    for container in containers {
-        let declared = PROBES.map(|name| (name, container.get(name)));
-        let hooks = HOOKS.map(|name| {
-            (
-                name,
-                container
-                    .get("lifecycle")
-                    .and_then(|lifecycle| lifecycle.get(name)),
-            )
+/// Rewrites the probes of containers, one after another.
+pub struct Rewriter<'a> {
+    options: &'a Options,
+    ports: Ports,
+    previous: Previous,
+    /// The arguments of the proxy for the probes so far.
+    pub arguments: Vec<String>,
+}
+
+/// The result of an earlier injection into the same pod.
+#[derive(Debug, Default)]
+pub struct Previous {
+    admin_port: Option<u64>,
+    /// The original of each path.
+    originals: HashMap<String, Value>,
+}
+
+impl Previous {
+    /// Reads the arguments of an injected proxy.
+    pub fn of(proxy: &Value) -> Self {
+        let arguments = || list(proxy, "args").iter().filter_map(Value::as_str);
+        let values = |flag: &'static str| {
+            arguments().filter_map(move |argument| argument.strip_prefix(flag)?.strip_prefix('='))
+        };
+        let originals = values(FLAG).enumerate().filter_map(|(index, value)| {
+            let original = serde_json::from_str(&unescape_dollar(value)).ok()?;
+            Some((path(index), original))
         });
-        for (name, action) in declared.into_iter().chain(hooks) {
-            match action.map(|action| read(action, container, options)) {
-                Some(Ok(Some(probe))) if seen.insert(probe.clone()) => probes.push(probe),
-                Some(Err(cause)) => problems.push(problem(container, name, &cause)),
-                _ => {}
+        Self {
+            admin_port: values(ADMIN_PORT_FLAG).find_map(|port| port.parse().ok()),
+            originals: originals.collect(),
+        }
+    }
+
+    /// The original of a rewritten probe.
+    fn original(&self, action: &Map<String, Value>) -> Option<&Map<String, Value>> {
+        let get = action.get("httpGet")?;
+        let port = get.get("port").and_then(Value::as_u64);
+        let path = get.get("path")?.as_str()?;
+        (port.is_some() && port == self.admin_port && is_pod(get))
+            .then(|| self.originals.get(path)?.as_object())
+            .flatten()
+    }
+}
+
+impl<'a> Rewriter<'a> {
+    /// A rewriter for a pod with these options and ports of the proxy.
+    pub fn new(options: &'a Options, ports: Ports, previous: Previous) -> Self {
+        Self {
+            options,
+            ports,
+            previous,
+            arguments: Vec::new(),
+        }
+    }
+
+    /// The container with the probes that the kubelet performs through the proxy.
+    pub fn rewrite(&mut self, container: &Value) -> Value {
+        let mut rewritten = container.clone();
+        for name in PROBES {
+            if let Some(Value::Object(probe)) = rewritten.get_mut(name) {
+                let timeout = probe.get("timeoutSeconds").and_then(Value::as_u64);
+                // The default of Kubernetes, also for 0.
+                let timeout = timeout.filter(|seconds| *seconds != 0).unwrap_or(1);
+                self.rewrite_action(probe, container, Some(timeout));
             }
         }
+        for name in HOOKS {
+            let hook = rewritten
+                .get_mut("lifecycle")
+                .and_then(|lifecycle| lifecycle.get_mut(name));
+            if let Some(Value::Object(hook)) = hook {
+                self.rewrite_action(hook, container, None);
+            }
+        }
+        rewritten
     }
-    if problems.is_empty() {
-        Ok(probes)
-    } else {
-        Err(problems)
-    }
-}
 
-/// A probe that a proxy cannot distinguish from other connections to its port.
-enum Unrecognizable {
-    /// The probe uses TLS.
-    Tls(u16),
-    /// The port is opaque.
-    Opaque(u16),
-}
-
-/// The value for one probe, or `None` if it does not pass through the proxy.
-fn read(
-    action: &Value,
-    container: &Value,
-    options: &Options,
-) -> Result<Option<String>, Unrecognizable> {
-    let proxied_port = |target: &Value| {
-        port(target, container).filter(|port| is_pod(target) && !options.skips_inbound(*port))
-    };
-    if let Some(http) = action.get("httpGet") {
-        let Some(port) = proxied_port(http) else {
-            return Ok(None);
+    /// Rewrites one probe, or a hook, which has no timeout.
+    fn rewrite_action(
+        &mut self,
+        action: &mut Map<String, Value>,
+        container: &Value,
+        timeout: Option<u64>,
+    ) {
+        if let Some(original) = self.previous.original(action) {
+            let original = original.clone();
+            action.remove("httpGet");
+            action.extend(original.into_iter().filter(|(key, _)| is_action(key)));
+        }
+        let Some((kind, port)) = self.proxied(action, container, timeout.is_none()) else {
+            return;
         };
-        if http.get("scheme").and_then(Value::as_str) == Some("HTTPS") {
-            return Err(Unrecognizable::Tls(port));
-        }
-        if options.is_opaque(port) {
-            return Err(Unrecognizable::Opaque(port));
-        }
-        let path = http.get("path").and_then(Value::as_str).unwrap_or_default();
-        return Ok(Some(format!(
-            "http:{port}:{}",
-            escape_dollar(&request_target(path))
-        )));
+        let mut target = action.remove(kind).unwrap_or_default();
+        target["port"] = port.into();
+        let mut original = Map::from_iter([(kind.to_owned(), target)]);
+        original.extend(timeout.map(|seconds| ("timeoutSeconds".to_owned(), seconds.into())));
+        let value = escape_dollar(&Value::Object(original).to_string());
+        let path = path(self.arguments.len());
+        self.arguments.push(format!("{FLAG}={value}"));
+        let get = json!({"path": path, "port": self.ports.admin, "scheme": "HTTP"});
+        action.insert("httpGet".to_owned(), get);
     }
-    let simple = ["tcpSocket", "grpc"]
-        .into_iter()
-        .find_map(|kind| Some((kind, proxied_port(action.get(kind)?)?)));
-    let Some((kind, port)) = simple else {
-        return Ok(None);
-    };
-    // A TCP probe sends no bytes, so it needs no detection.
-    if kind == "grpc" && options.is_opaque(port) {
-        return Err(Unrecognizable::Opaque(port));
+
+    /// The kind and the port of a probe that the proxy has to perform.
+    fn proxied(
+        &self,
+        action: &Map<String, Value>,
+        container: &Value,
+        is_hook: bool,
+    ) -> Option<(&'static str, u16)> {
+        let mut kinds = ACTIONS
+            .into_iter()
+            .filter(|kind| action.get(*kind).is_some_and(Value::is_object));
+        let (Some(kind), None) = (kinds.next(), kinds.next()) else {
+            return None;
+        };
+        let target = &action[kind];
+        let is_strict = self.options.inbound == Some(STRICT);
+        let is_https = || target.get("scheme").and_then(Value::as_str) == Some("HTTPS");
+        let is_needed = match kind {
+            "httpGet" if is_hook => is_strict,
+            "httpGet" => is_strict || is_https(),
+            "tcpSocket" | "grpc" => !is_hook,
+            _ => false,
+        };
+        let port = port(target, container)?;
+        let bypasses = self.options.skips_inbound(port) || self.ports.contains(port);
+        (is_needed && is_pod(target) && !bypasses).then_some((kind, port))
     }
-    Ok(Some(format!("{}:{port}", kind.trim_end_matches("Socket"))))
+}
+
+fn path(index: usize) -> String {
+    format!("/probes/{index}")
+}
+
+fn is_action(key: &str) -> bool {
+    ACTIONS.contains(&key)
 }
 
 /// Whether the kubelet sends the probe to the pod, which is the default without `host`.
@@ -124,158 +191,154 @@ fn port(target: &Value, container: &Value) -> Option<u16> {
     )
 }
 
-/// The request target that the kubelet sends for a path: with a leading slash, without a fragment,
-/// percent-encoded.
-fn request_target(path: &str) -> String {
-    let path = path.split('#').next().unwrap_or_default();
-    let mut target = String::from(if path.starts_with('/') { "" } else { "/" });
-    for byte in path.bytes() {
-        match byte {
-            b'"' | b'<' | b'>' | b'\\' | b'^' | b'`' | b'{' | b'|' | b'}' => {
-                target.push_str(&format!("%{byte:02X}"))
-            }
-            _ if byte.is_ascii_graphic() => target.push(char::from(byte)),
-            _ => target.push_str(&format!("%{byte:02X}")),
-        }
-    }
-    target
-}
-
-/// Escapes `$`: Kubernetes expands `$(NAME)` in arguments, but not in the path of a probe.
+/// Escapes `$`: Kubernetes expands `$(NAME)` in arguments, but not in probes.
 fn escape_dollar(text: &str) -> String {
     text.replace('$', "$$")
 }
 
-fn problem(container: &Value, name: &str, cause: &Unrecognizable) -> String {
-    let (port, what, instead) = match cause {
-        Unrecognizable::Tls(port) => (
-            port,
-            format!(
-                "sends HTTPS to port {port}, which a strict proxy cannot distinguish from other TLS connections"
-            ),
-            "without TLS",
-        ),
-        Unrecognizable::Opaque(port) => (
-            port,
-            format!(
-                "targets port {port}, which is opaque, so that a strict proxy cannot distinguish it from other connections"
-            ),
-            "that is not opaque",
-        ),
-    };
-    format!(
-        "container {}: its {name} {what}: probe a port {instead}, or exclude port {port} from the proxy with the annotation \
-         {SKIP_INBOUND_PORTS}, or set {INBOUND} to {PERMISSIVE}",
-        name_of(container)
-    )
+fn unescape_dollar(text: &str) -> String {
+    text.replace("$$", "$")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
+    use crate::annotations::PERMISSIVE;
 
-    fn probes(containers: &Value, options: &Options) -> Result<Vec<String>, Vec<String>> {
-        exempt(containers.as_array().expect("a list").iter(), options)
+    const PORTS: Ports = Ports::DEFAULT;
+
+    fn options(inbound: &'static str) -> Options {
+        Options {
+            inbound: Some(inbound),
+            ..Options::default()
+        }
+    }
+
+    /// The rewritten container and the originals.
+    fn rewrite(container: &Value, options: &Options) -> (Value, Vec<Value>) {
+        let mut rewriter = Rewriter::new(options, PORTS, Previous::default());
+        let rewritten = rewriter.rewrite(container);
+        let originals = rewriter.arguments.iter().map(|argument| {
+            let value = argument.strip_prefix("--kubelet-probe=").expect("the flag");
+            serde_json::from_str(&unescape_dollar(value)).expect("JSON")
+        });
+        (rewritten, originals.collect())
+    }
+
+    fn admin(index: usize) -> Value {
+        json!({"path": format!("/probes/{index}"), "port": 4001, "scheme": "HTTP"})
     }
 
     #[test]
-    fn returns_each_probe_and_hook_once() {
-        let containers = json!([
-            {
-                "name": "a",
-                "ports": [{"name": "web", "containerPort": 8080}],
-                "startupProbe": {"httpGet": {"path": "/start", "port": "web"}},
-                "livenessProbe": {"httpGet": {"path": "/health", "port": "web"}},
-                "readinessProbe": {"httpGet": {"path": "/health", "port": 8080}},
-                "lifecycle": {"preStop": {"httpGet": {"path": "/stop", "port": "web"}}, "postStart": {"exec": {"command": ["x"]}}},
-            },
-            {"name": "b", "livenessProbe": {"tcpSocket": {"port": "9090"}}, "readinessProbe": {"grpc": {"port": 9091, "service": "x"}}},
-            {"name": "c", "livenessProbe": {"exec": {"command": ["x"]}}, "readinessProbe": {"httpGet": {"port": 80}}},
-        ]);
-        let expected = [
-            "http:8080:/start",
-            "http:8080:/health",
-            "http:8080:/stop",
-            "tcp:9090",
-            "grpc:9091",
-            "http:80:/",
-        ];
+    fn rewrites_probes_and_keeps_their_other_fields() {
+        let container = json!({
+            "name": "a",
+            "ports": [{"name": "web", "containerPort": 8080}],
+            "startupProbe": {"tcpSocket": {"port": "web"}, "failureThreshold": 30},
+            "livenessProbe": {"grpc": {"port": 9000, "service": "x"}, "timeoutSeconds": 3},
+            "readinessProbe": {"httpGet": {"path": "/", "port": "8443", "scheme": "HTTPS"}, "timeoutSeconds": 0},
+        });
+        let (rewritten, originals) = rewrite(&container, &options(PERMISSIVE));
         assert_eq!(
-            probes(&containers, &Options::default()),
-            Ok(expected.map(str::to_owned).to_vec())
+            rewritten["startupProbe"],
+            json!({"httpGet": admin(0), "failureThreshold": 30})
+        );
+        assert_eq!(
+            rewritten["livenessProbe"],
+            json!({"httpGet": admin(1), "timeoutSeconds": 3})
+        );
+        assert_eq!(
+            originals,
+            [
+                json!({"tcpSocket": {"port": 8080}, "timeoutSeconds": 1}),
+                json!({"grpc": {"port": 9000, "service": "x"}, "timeoutSeconds": 3}),
+                json!({"httpGet": {"path": "/", "port": 8443, "scheme": "HTTPS"}, "timeoutSeconds": 1}),
+            ]
         );
     }
 
     #[test]
-    fn omits_probes_that_bypass_the_proxy() {
+    fn strict_pods_need_http_probes_and_hooks_too() {
+        let get = json!({"httpGet": {"path": "/$(A)", "port": 80, "httpHeaders": [{"name": "A", "value": "$$"}]}});
+        let container = json!({
+            "name": "a", "livenessProbe": get,
+            "lifecycle": {"preStop": get, "postStart": {"exec": {"command": ["x"]}}},
+        });
+        assert_eq!(
+            rewrite(&container, &options(PERMISSIVE)),
+            (container.clone(), Vec::new())
+        );
+        let (rewritten, originals) = rewrite(&container, &options(STRICT));
+        let lifecycle =
+            json!({"preStop": {"httpGet": admin(1)}, "postStart": {"exec": {"command": ["x"]}}});
+        assert_eq!(rewritten["lifecycle"], lifecycle);
+        let mut probe = get.clone();
+        probe["timeoutSeconds"] = json!(1);
+        assert_eq!(originals, [probe, get]);
+    }
+
+    #[test]
+    fn keeps_probes_that_do_not_pass_the_proxy_and_invalid_ones() {
         let options = Options {
             skip_inbound_ports: Some("25,8000-8999".into()),
-            ..Options::default()
+            ..options(STRICT)
         };
-        let containers = json!([
-            {"name": "a", "livenessProbe": {"tcpSocket": {"port": 25}}, "readinessProbe": {"httpGet": {"port": 8443, "scheme": "HTTPS"}}},
-            {"name": "b", "livenessProbe": {"httpGet": {"port": 80, "host": "example.com"}}, "readinessProbe": {"tcpSocket": {"port": "x"}}},
-            {"name": "c", "livenessProbe": {"httpGet": {"port": 0}}, "readinessProbe": {"grpc": {"port": 70000}}, "startupProbe": null},
-        ]);
-        assert_eq!(probes(&containers, &options), Ok(Vec::new()));
+        for probe in [
+            json!({"tcpSocket": {"port": 25}}),
+            json!({"httpGet": {"port": 8443, "scheme": "HTTPS"}}),
+            json!({"httpGet": {"port": 80, "host": "example.com"}}),
+            json!({"httpGet": {"port": 4001, "path": "/probes/0"}}),
+            json!({"tcpSocket": {"port": "unknown"}}),
+            json!({"httpGet": {"port": 0}}),
+            json!({"grpc": {"port": 70000}}),
+            json!({"exec": {"command": ["x"]}}),
+            json!({"tcpSocket": {"port": 80}, "grpc": {"port": 80}}),
+            json!({"tcpSocket": null}),
+            json!([]),
+            Value::Null,
+        ] {
+            let container = json!({"name": "a", "livenessProbe": probe});
+            assert_eq!(
+                rewrite(&container, &options),
+                (container.clone(), Vec::new())
+            );
+        }
+        let hook = json!({"lifecycle": {"preStop": {"tcpSocket": {"port": 80}}}});
+        assert_eq!(rewrite(&hook, &options), (hook.clone(), Vec::new()));
     }
 
     #[test]
-    fn resolves_port_names_within_the_container() {
-        let containers = json!([
-            {"name": "a", "ports": [{"name": "web", "containerPort": 1}]},
-            {"name": "b", "ports": [{"name": "web", "containerPort": 2}], "livenessProbe": {"tcpSocket": {"port": "web"}}},
-        ]);
+    fn restores_the_originals_of_an_earlier_injection() {
+        let probe = json!({"tcpSocket": {"port": 80}, "timeoutSeconds": 2, "periodSeconds": 5});
+        let get = json!({"httpGet": {"path": "/$(A)", "port": 81}});
+        let strict = options(STRICT);
+        let first = json!({"livenessProbe": probe, "lifecycle": {"preStop": get}});
+        let mut rewriter = Rewriter::new(&strict, PORTS, Previous::default());
+        let once = rewriter.rewrite(&first);
+        let mut arguments = vec!["--admin-port=4001".to_owned()];
+        arguments.extend(rewriter.arguments.clone());
+        let proxy = json!({"args": arguments});
+
+        // Another webhook has added a container before it, whose port moves the admin port.
+        let ports = Ports {
+            admin: 4002,
+            ..PORTS
+        };
+        let mut again = Rewriter::new(&strict, ports, Previous::of(&proxy));
+        again.rewrite(&json!({"readinessProbe": {"tcpSocket": {"port": 4001}}}));
+        let twice = again.rewrite(&once);
         assert_eq!(
-            probes(&containers, &Options::default()),
-            Ok(vec!["tcp:2".into()])
+            twice["livenessProbe"],
+            json!({
+                "httpGet": {"path": "/probes/1", "port": 4002, "scheme": "HTTP"}, "timeoutSeconds": 2, "periodSeconds": 5,
+            })
         );
-    }
+        assert_eq!(again.arguments[1..], rewriter.arguments);
 
-    #[test]
-    fn encodes_paths_as_the_kubelet_does() {
-        assert_eq!(request_target("health?full=1#top"), "/health?full=1");
-        assert_eq!(request_target("/a b/ü/%20"), "/a%20b/%C3%BC/%20");
-        assert_eq!(request_target(""), "/");
-        assert_eq!(escape_dollar("/$(POD_NAME)/$$"), "/$$(POD_NAME)/$$$$");
-    }
-
-    #[test]
-    fn rejects_https_probe_with_advice() {
-        let containers = json!([{"name": "a", "livenessProbe": {"httpGet": {"port": 8443, "scheme": "HTTPS", "path": "/health"}}}]);
-        let problems = probes(&containers, &Options::default()).expect_err("TLS");
-        assert!(
-            problems[0].starts_with("container a: its livenessProbe sends HTTPS to port 8443"),
-            "{problems:?}"
-        );
-        assert!(
-            problems[0].contains("diy-service-mesh/skip-inbound-ports"),
-            "{problems:?}"
-        );
-    }
-
-    #[test]
-    fn rejects_probes_of_opaque_ports_except_tcp() {
-        let options = Options {
-            opaque_ports: Some("5432,9000-9100".into()),
-            ..Options::default()
-        };
-        let containers = json!([
-            {"name": "a", "startupProbe": {"tcpSocket": {"port": 5432}}, "livenessProbe": {"httpGet": {"port": 9000}}},
-            {"name": "b", "livenessProbe": {"grpc": {"port": 9100}}, "readinessProbe": {"httpGet": {"port": 80}}},
-        ]);
-        let problems = probes(&containers, &options).expect_err("opaque");
-        let of = |container: &str, port: u16| {
-            format!("container {container}: its livenessProbe targets port {port}, which is opaque")
-        };
-        assert!(
-            problems.len() == 2
-                && problems[0].starts_with(&of("a", 9000))
-                && problems[1].starts_with(&of("b", 9100)),
-            "{problems:?}"
-        );
-        let containers = json!([{"name": "a", "livenessProbe": {"tcpSocket": {"port": 5432}}}]);
-        assert_eq!(probes(&containers, &options), Ok(vec!["tcp:5432".into()]));
+        // It is permissive now: the hook of the pod's owner comes back.
+        let permissive = options(PERMISSIVE);
+        let mut again = Rewriter::new(&permissive, PORTS, Previous::of(&proxy));
+        assert_eq!(again.rewrite(&once)["lifecycle"]["preStop"], get);
+        assert_eq!(again.arguments, rewriter.arguments[..1]);
     }
 }

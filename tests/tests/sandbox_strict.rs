@@ -3,7 +3,7 @@
 
 #![allow(missing_docs, clippy::unwrap_used)]
 
-use diy_mesh_tests::sandbox::{MESHED, get, post, shell, single_pod, with_mesh};
+use diy_mesh_tests::sandbox::{MESHED, get, post, shell, single_pod, wait_for_line, with_mesh};
 
 /// Deployment and Service; `probes` are fields of the container.
 fn server(name: &str, program: &str, annotations: &str, probes: &str) -> String {
@@ -86,4 +86,9 @@ fn strict_namespace_accepts_only_probes_and_meshed_clients() {
         0,
         "the liveness probe never fails: {vault:?}"
     );
+    sandbox.delete("Pod", "bank", &vault.name).unwrap();
+    wait_for_line(&sandbox, &vault, "app", "the request of the hook", |line| {
+        line.to_lowercase()
+            .starts_with("user-agent: kube-lifecycle/")
+    });
 }

@@ -168,8 +168,7 @@ fn a_pods_own_opaque_ports_bypass_detection_and_a_services_app_protocol_does_not
         let server = single_pod(&sandbox, namespace, "http-server");
         let response = get(&sandbox, &client, "shell", host, 80, "/hello");
         assert!(response.contains(HELLO), "{response}");
-        // The readiness probe is a TCP connection without data.
-        let bytes = |line: &str| line.starts_with("[TCP: ") && !line.starts_with("[TCP: 0 bytes");
+        let bytes = |line: &str| line.starts_with("[TCP: ");
         let request =
             |line: &str| line == "X-Called-By: spiffe://cluster.local/ns/clients/sa/default";
         let carried = wait_for_line(&sandbox, &server, "proxy", "the dump", |line| {

@@ -9,7 +9,7 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use bytes::Bytes;
 use http_body_util::Empty;
-use hyper::{Request, client::conn::http1, header};
+use hyper::{Request, StatusCode, client::conn::http1, header};
 use hyper_util::rt::TokioIo;
 use k8s_openapi::{
     api::core::v1::{Container, HTTPGetAction, Probe},
@@ -38,6 +38,8 @@ enum Handler {
     Http {
         path: String,
         headers: Vec<(String, String)>,
+        /// Every response is a success, as for a lifecycle hook.
+        any_status: bool,
     },
     Tcp,
     Grpc {
@@ -49,7 +51,7 @@ impl Prober {
     /// Parses a container's probe.
     pub(super) fn new(probe: &Probe, container: &Container) -> Result<Self> {
         let (handler, port) = if let Some(http) = &probe.http_get {
-            http_handler(http, container)?
+            http_handler(http, container, false)?
         } else if let Some(tcp) = &probe.tcp_socket {
             (Handler::Tcp, port(&tcp.port, container)?)
         } else if let Some(grpc) = &probe.grpc {
@@ -88,7 +90,7 @@ impl Prober {
 
     /// Parses an HTTP preStop hook. Only the pod's grace period limits its duration.
     pub(super) fn pre_stop(http: &HTTPGetAction, container: &Container) -> Result<Self> {
-        let (handler, port) = http_handler(http, container)?;
+        let (handler, port) = http_handler(http, container, true)?;
         Ok(Self {
             handler,
             port,
@@ -109,7 +111,16 @@ impl Prober {
                     .await
                     .map(drop)
                     .map_err(anyhow::Error::from),
-                Handler::Http { path, headers } => http_get(address, path, headers).await,
+                Handler::Http {
+                    path,
+                    headers,
+                    any_status,
+                } => {
+                    let status = http_get(address, path, headers).await?;
+                    let is_success = status.is_success() || status.is_redirection();
+                    ensure!(*any_status || is_success, "status {status}");
+                    Ok(())
+                }
                 Handler::Grpc { service } => grpc_health(address, service).await,
             }
         };
@@ -125,7 +136,11 @@ impl Prober {
     }
 }
 
-fn http_handler(http: &HTTPGetAction, container: &Container) -> Result<(Handler, u16)> {
+fn http_handler(
+    http: &HTTPGetAction,
+    container: &Container,
+    any_status: bool,
+) -> Result<(Handler, u16)> {
     ensure!(
         http.scheme.as_deref().unwrap_or("HTTP") == "HTTP",
         "unsupported probe scheme HTTPS: the sandbox supports HTTP"
@@ -143,7 +158,11 @@ fn http_handler(http: &HTTPGetAction, container: &Container) -> Result<(Handler,
         format!("/{path}")
     };
     Ok((
-        Handler::Http { path, headers },
+        Handler::Http {
+            path,
+            headers,
+            any_status,
+        },
         port(&http.port, container)?,
     ))
 }
@@ -165,7 +184,11 @@ fn port(port: &IntOrString, container: &Container) -> Result<u16> {
     }
 }
 
-async fn http_get(address: SocketAddr, path: &str, headers: &[(String, String)]) -> Result<()> {
+async fn http_get(
+    address: SocketAddr,
+    path: &str,
+    headers: &[(String, String)],
+) -> Result<StatusCode> {
     let stream = TcpStream::connect(address).await?;
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
     let mut request = Request::get(path)
@@ -179,12 +202,7 @@ async fn http_get(address: SocketAddr, path: &str, headers: &[(String, String)])
     let driver = tokio::spawn(connection);
     let response = sender.send_request(request).await;
     driver.abort();
-    let status = response?.status();
-    ensure!(
-        status.is_success() || status.is_redirection(),
-        "status {status}"
-    );
-    Ok(())
+    Ok(response?.status())
 }
 
 async fn grpc_health(address: SocketAddr, service: &str) -> Result<()> {
@@ -251,7 +269,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn probe_succeeds_only_for_healthy_servers() {
+    async fn probe_succeeds_only_for_healthy_servers_and_hook_for_all() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();
         let container = container(&format!(
@@ -269,6 +287,13 @@ mod tests {
             answer(&listener, "503 Service Unavailable")
         );
         assert!(format!("{:#}", down.unwrap_err()).contains("503"));
+        let get = container.liveness_probe.as_ref().unwrap().http_get.as_ref();
+        let hook = Prober::pre_stop(get.unwrap(), &container).unwrap();
+        let (stopped, ()) = tokio::join!(
+            hook.probe(Ipv4Addr::LOCALHOST),
+            answer(&listener, "503 Service Unavailable")
+        );
+        stopped.unwrap();
         drop(listener);
         tcp.probe(Ipv4Addr::LOCALHOST).await.unwrap_err();
     }
