@@ -20,6 +20,9 @@ use crate::tls::Alpn;
 use crate::worker::Worker;
 use crate::{http1, http2};
 
+const TOO_MANY_PENDING: &str = "too many unauthenticated connections of one address";
+const TOO_MANY_OF_CALLER: &str = "too many connections of one caller";
+
 /// Carries an accepted connection (step 1) until it ends.
 pub async fn carry(worker: Rc<Worker>, direction: Direction, stream: TcpStream, peer: SocketAddr) {
     // 2. Original destination. Inbound it is the application, at the pod's own address; outbound,
@@ -53,6 +56,14 @@ pub async fn carry(worker: Rc<Worker>, direction: Direction, stream: TcpStream, 
 
 /// Steps 3 to 8.
 pub async fn serve(mut client: Io, mut flow: Flow) {
+    // Before authentication only the address tells clients apart.
+    let mut pending = None;
+    if matches!(flow.caller, Caller::Unauthenticated) {
+        pending = flow.worker.pending.acquire(flow.peer.ip());
+        if pending.is_none() {
+            return refuse(client, flow, &Failure::Overloaded(TOO_MANY_PENDING));
+        }
+    }
     // A connection that detection dials while the client is silent.
     let mut dialed = None;
     let declared = flow.declared_protocol();
@@ -71,6 +82,7 @@ pub async fn serve(mut client: Io, mut flow: Flow) {
         };
         client = secured;
         flow.caller = Caller::Peer(Rc::new(identity));
+        pending = None;
         match (declared, alpn) {
             (Some(protocol), _) => break protocol,
             (None, Alpn::Http1) => break Protocol::Http1,
@@ -78,6 +90,15 @@ pub async fn serve(mut client: Io, mut flow: Flow) {
             (None, Alpn::Opaque | Alpn::Detect) => {}
         }
     };
+    drop(pending);
+    let caller = match &flow.caller {
+        Caller::App => None,
+        Caller::Unauthenticated => Some(flow.worker.callers.acquire(None)),
+        Caller::Peer(identity) => Some(flow.worker.callers.acquire(Some(identity.clone()))),
+    };
+    if matches!(caller, Some(None)) {
+        return refuse(client, flow, &Failure::Overloaded(TOO_MANY_OF_CALLER));
+    }
     // 4. Authorization, per request or of the connection. 5. Route, 6. balance, 7. connect: forward.rs.
     // 8. Serve or copy.
     match protocol {

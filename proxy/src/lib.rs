@@ -43,6 +43,7 @@ pub mod ports;
 pub mod protocol;
 pub mod record;
 mod scratch;
+pub mod shares;
 pub mod timeouts;
 pub mod tls;
 pub mod worker;

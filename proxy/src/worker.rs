@@ -3,11 +3,12 @@
 
 use std::cell::{Cell, RefCell};
 use std::io;
-use std::net::{SocketAddr, TcpListener};
+use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use diy_mesh_proto::Identity;
 use tokio::net::TcpStream;
 use tokio::sync::{Notify, oneshot};
 use tokio::task::{LocalSet, spawn_local};
@@ -23,10 +24,15 @@ use crate::identity::CurrentCredentials;
 use crate::io::Io;
 use crate::lifetime::{Expiry, Lifetimes};
 use crate::metrics::Metrics;
+use crate::shares::{Share, Shares};
 use crate::tls::Tls;
 
 /// How often idle destinations and connections are evicted.
 const EVICTION_INTERVAL: Duration = Duration::from_secs(5);
+
+/// The maximum number of inbound connections that have neither authenticated nor sent a request:
+/// each may hold the state of a TLS handshake.
+const MAX_PENDING: usize = 8192;
 
 /// At most one warning about a peer is logged in this time; the metrics count them all.
 const PEER_WARNING_INTERVAL: Duration = Duration::from_secs(10);
@@ -100,8 +106,14 @@ pub struct Worker {
     pub rng: RefCell<fastrand::Rng>,
     /// Cancelled when the proxy shuts down: connections end after their current exchange.
     pub drain: CancellationToken,
-    limit: usize,
-    open: Cell<usize>,
+    /// The open connections, by direction: neither keeps the other one out.
+    open: Rc<Shares<Direction>>,
+    /// Inbound connections whose caller is not authenticated and whose protocol is unknown, by
+    /// address.
+    pub pending: Rc<Shares<IpAddr>>,
+    /// The other inbound connections, by the caller's identity. Never by address: a gateway or a
+    /// node that translates addresses is one address of many callers.
+    pub callers: Rc<Shares<Option<Rc<Identity>>>>,
     /// When a peer was last warned about.
     warned_at: Cell<Option<Instant>>,
     /// Notified when the last connection closes.
@@ -113,6 +125,10 @@ impl Worker {
     pub fn new(context: WorkerContext) -> Rc<Self> {
         let mut rng = fastrand::Rng::new();
         let lifetimes = Lifetimes::new(context.config.max_connection_age, rng.fork());
+        // A quarter of the connections is for the other direction. Of the inbound ones, a quarter
+        // may be pending, and half may be of one caller.
+        let max_inbound = context.limit - context.limit / 4;
+        let max_pending = (max_inbound / 4).clamp(1, MAX_PENDING);
         let tls = Tls::new(
             context.credentials,
             lifetimes,
@@ -128,8 +144,9 @@ impl Worker {
             apps: Destinations::new(Discovery::off()),
             rng: RefCell::new(rng),
             drain: context.drain,
-            limit: context.limit,
-            open: Cell::new(0),
+            open: Shares::new(context.limit, max_inbound),
+            callers: Shares::new(max_inbound, max_inbound / 2),
+            pending: Shares::new(max_pending, max_pending / 2),
             warned_at: Cell::new(None),
             idle: Notify::new(),
         })
@@ -161,28 +178,28 @@ impl Worker {
             }
         }
         // Late connections are still served: the listeners stay until no connection is open.
-        while self.open.get() > 0 {
+        while self.open.in_use() > 0 {
             self.idle.notified().await;
         }
     }
 
     /// Spawns the task of an accepted connection. Resets the connection if the limit is reached.
-    fn take<F: Future<Output = ()> + 'static>(
+    pub(crate) fn take<F: Future<Output = ()> + 'static>(
         self: &Rc<Self>,
         direction: Direction,
         stream: TcpStream,
         peer: SocketAddr,
         carry: impl Carry<F>,
     ) {
-        if self.open.get() >= self.limit {
+        let Some(slot) = self.open.acquire(direction) else {
             self.metrics
                 .failure(direction, &Failure::Overloaded("too many connections"));
             return Io::new(stream).reset();
-        }
-        self.open.set(self.open.get() + 1);
+        };
         let counted = self.metrics.connection(direction);
         let open = Open {
             worker: self.clone(),
+            slot: Some(slot),
             _counted: counted,
         };
         spawn_local(async move {
@@ -235,14 +252,14 @@ impl Worker {
 /// One open connection, counted until it is dropped.
 struct Open {
     worker: Rc<Worker>,
+    slot: Option<Share<Direction>>,
     _counted: diy_mesh_runtime::metrics::Active,
 }
 
 impl Drop for Open {
     fn drop(&mut self) {
-        let open = &self.worker.open;
-        open.set(open.get() - 1);
-        if open.get() == 0 {
+        self.slot = None;
+        if self.worker.open.in_use() == 0 {
             self.worker.idle.notify_one();
         }
     }
@@ -285,7 +302,7 @@ mod tests {
         let worker = Worker::new(context);
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        worker.open.set(1);
+        let _open = worker.open.acquire(Direction::Outbound);
         let flood = async {
             for _ in 0..100 {
                 let (stream, peer) = listener.accept().await.unwrap();
@@ -302,7 +319,7 @@ mod tests {
             }
         };
         tokio::join!(flood, clients);
-        assert_eq!(worker.open.get(), 1, "the open connection is unaffected");
+        assert_eq!(worker.open.in_use(), 1, "the open connection is unaffected");
         let counted = metrics.render();
         assert!(
             counted.contains("failures_total{direction=\"inbound\",code=\"overloaded\"} 100"),
