@@ -26,6 +26,8 @@ use crate::tls::Alpn;
 use crate::worker::Worker;
 use crate::{http1, http2};
 
+const TOO_MANY_PENDING: &str = "too many unauthenticated connections of one address";
+const TOO_MANY_OF_CALLER: &str = "too many connections of one caller";
 /// The delay after the first failed accept(2). It doubles with each further failure.
 const MIN_ACCEPT_DELAY: Duration = Duration::from_millis(5);
 const MAX_ACCEPT_DELAY: Duration = Duration::from_secs(1);
@@ -118,6 +120,14 @@ async fn redirected(worker: Rc<Worker>, direction: Direction, stream: TcpStream,
 
 /// Carries a connection from step 3 on until it ends.
 pub async fn carry(mut client: Io, mut flow: Flow) {
+    // Before authentication only the address tells clients apart.
+    let mut pending = None;
+    if matches!(flow.caller, Caller::Unauthenticated) {
+        pending = flow.worker.pending.acquire(flow.peer.ip());
+        if pending.is_none() {
+            return refuse(client, flow, &Failure::Overloaded(TOO_MANY_PENDING));
+        }
+    }
     // A connection that detection dials while the client is silent.
     let mut dialed = None;
     let declared = flow.declared_protocol();
@@ -136,6 +146,7 @@ pub async fn carry(mut client: Io, mut flow: Flow) {
         };
         client = secured;
         flow.caller = Caller::Peer(Rc::new(identity));
+        pending = None;
         match (declared, alpn) {
             (Some(protocol), _) => break protocol,
             (None, Alpn::Http1) => break Protocol::Http1,
@@ -143,6 +154,15 @@ pub async fn carry(mut client: Io, mut flow: Flow) {
             (None, Alpn::Opaque | Alpn::Detect) => {}
         }
     };
+    drop(pending);
+    let caller = match &flow.caller {
+        Caller::App => None,
+        Caller::Unauthenticated => Some(flow.worker.callers.acquire(None)),
+        Caller::Peer(identity) => Some(flow.worker.callers.acquire(Some(identity.clone()))),
+    };
+    if matches!(caller, Some(None)) {
+        return refuse(client, flow, &Failure::Overloaded(TOO_MANY_OF_CALLER));
+    }
     // 4. Authorization, per request or of the connection. 5. Route, 6. balance, 7. connect: forward.rs.
     // 8. Serve or copy.
     match protocol {

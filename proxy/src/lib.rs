@@ -42,6 +42,7 @@ pub mod probe;
 pub mod protocol;
 pub mod record;
 mod scratch;
+pub mod shares;
 pub mod timeouts;
 pub mod tls;
 pub mod worker;

@@ -3,10 +3,12 @@
 
 use std::cell::{Cell, RefCell};
 use std::io;
+use std::net::IpAddr;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use diy_mesh_proto::Identity;
 use tokio::sync::{Notify, oneshot};
 use tokio::task::LocalSet;
 use tokio_util::sync::CancellationToken;
@@ -20,10 +22,15 @@ use crate::identity::CurrentCredentials;
 use crate::io::Io;
 use crate::lifetime::{Expiry, Lifetimes};
 use crate::metrics::Metrics;
+use crate::shares::{Share, Shares};
 use crate::tls::Tls;
 
 /// How often idle destinations and connections are evicted.
 const EVICTION_INTERVAL: Duration = Duration::from_secs(5);
+
+/// The maximum number of inbound connections that have neither authenticated nor sent a request:
+/// each may hold the state of a TLS handshake.
+const MAX_PENDING: usize = 8192;
 
 /// At most one warning about a peer is logged in this time; the metrics count them all.
 const PEER_WARNING_INTERVAL: Duration = Duration::from_secs(10);
@@ -85,8 +92,14 @@ pub struct Worker {
     pub rng: RefCell<fastrand::Rng>,
     /// Cancelled when the proxy shuts down: connections end after their current exchange.
     pub drain: CancellationToken,
-    limit: usize,
-    open: Cell<usize>,
+    /// The open connections, by direction: neither keeps the other one out.
+    open: Rc<Shares<Direction>>,
+    /// Inbound connections whose caller is not authenticated and whose protocol is unknown, by
+    /// address.
+    pub pending: Rc<Shares<IpAddr>>,
+    /// The other inbound connections, by the caller's identity. Never by address: a gateway or a
+    /// node that translates addresses is one address of many callers.
+    pub callers: Rc<Shares<Option<Rc<Identity>>>>,
     /// When a peer was last warned about.
     warned_at: Cell<Option<Instant>>,
     /// Notified when the last connection closes.
@@ -98,6 +111,10 @@ impl Worker {
     pub fn new(context: WorkerContext) -> Rc<Self> {
         let mut rng = fastrand::Rng::new();
         let lifetimes = Lifetimes::new(context.config.max_connection_age, rng.fork());
+        // A quarter of the connections is for the other direction. Of the inbound ones, a quarter
+        // may be pending, and half may be of one caller.
+        let max_inbound = context.limit - context.limit / 4;
+        let max_pending = (max_inbound / 4).clamp(1, MAX_PENDING);
         let tls = Tls::new(
             context.credentials,
             lifetimes,
@@ -113,8 +130,9 @@ impl Worker {
             apps: Destinations::new(Discovery::off()),
             rng: RefCell::new(rng),
             drain: context.drain,
-            limit: context.limit,
-            open: Cell::new(0),
+            open: Shares::new(context.limit, max_inbound),
+            callers: Shares::new(max_inbound, max_inbound / 2),
+            pending: Shares::new(max_pending, max_pending / 2),
             warned_at: Cell::new(None),
             idle: Notify::new(),
         })
@@ -133,21 +151,21 @@ impl Worker {
                 () = self.drain.cancelled() => break,
             }
         }
-        while self.open.get() > 0 {
+        while self.open.in_use() > 0 {
             self.idle.notified().await;
         }
     }
 
     /// Counts an accepted connection until the value is dropped. Fails if the limit is reached.
     pub fn admit(self: &Rc<Self>, direction: Direction) -> Result<Open, Failure> {
-        if self.open.get() >= self.limit {
+        let Some(slot) = self.open.acquire(direction) else {
             let failure = Failure::Overloaded("too many connections");
             self.metrics.failure(direction, &failure);
             return Err(failure);
-        }
-        self.open.set(self.open.get() + 1);
+        };
         Ok(Open {
             worker: self.clone(),
+            slot: Some(slot),
             _counted: self.metrics.connection(direction),
         })
     }
@@ -196,14 +214,14 @@ impl Worker {
 /// One open connection, counted until it is dropped.
 pub struct Open {
     worker: Rc<Worker>,
+    slot: Option<Share<Direction>>,
     _counted: diy_mesh_runtime::metrics::Active,
 }
 
 impl Drop for Open {
     fn drop(&mut self) {
-        let open = &self.worker.open;
-        open.set(open.get() - 1);
-        if open.get() == 0 {
+        self.slot = None;
+        if self.worker.open.in_use() == 0 {
             self.worker.idle.notify_one();
         }
     }

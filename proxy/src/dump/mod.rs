@@ -53,7 +53,7 @@ pub enum Format {
 }
 
 /// Direction of a connection, as seen from the application.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Direction {
     /// To the application of the pod.
     Inbound,

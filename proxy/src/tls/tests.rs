@@ -2,6 +2,7 @@
 //! proxies.
 
 mod client_end;
+mod slots;
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;
@@ -37,12 +38,16 @@ pub(crate) const CART: &str = "spiffe://cluster.local/ns/shop/sa/cart";
 const DEADLINE: Duration = Duration::from_secs(20);
 
 pub(crate) fn on_worker<F: Future<Output = ()>>(test: F) {
+    on_worker_within(DEADLINE, test);
+}
+
+fn on_worker_within<F: Future<Output = ()>>(deadline: Duration, test: F) {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .unwrap();
     tokio::task::LocalSet::new().block_on(&runtime, async {
-        tokio::time::timeout(DEADLINE, test)
+        tokio::time::timeout(deadline, test)
             .await
             .expect("the test took too long")
     });

@@ -1,0 +1,161 @@
+//! Connection slots of an inbound proxy before and after authentication: many connections of one
+//! address are served, and a flood of one address does not keep the others out.
+
+use tokio::net::TcpSocket;
+use tokio::task::JoinSet;
+
+use super::*;
+
+/// An address of many callers, such as an ingress gateway.
+const GATEWAY: [u8; 4] = [127, 0, 0, 5];
+const FLOODER: [u8; 4] = [127, 0, 0, 6];
+
+/// An inbound proxy with `limit` connections, and a caller of it.
+struct Slots {
+    address: SocketAddr,
+    inbound: Rc<Worker>,
+    metrics: Arc<Metrics>,
+    caller: Rc<Worker>,
+}
+
+impl Slots {
+    async fn new(limit: usize, arguments: &str) -> Self {
+        let app = app().await;
+        let authority = Authority::new("root");
+        let worker = |identity, arguments| {
+            let credentials = credentials(&authority, identity, |_| {});
+            let context = WorkerContext {
+                credentials: watch::channel(Some(credentials)).1,
+                limit,
+                ..WorkerContext::for_a_test(arguments)
+            };
+            (context.metrics.clone(), Worker::new(context))
+        };
+        let ((metrics, inbound), (_, caller)) = (worker(CART, arguments), worker(WEB, ""));
+        let listener = crate::listener::bind([127, 0, 0, 2].into(), 0, DEADLINE).unwrap();
+        let address = listener.local_addr().unwrap();
+        let worker = inbound.clone();
+        let listener = TcpListener::from_std(listener).unwrap();
+        tokio::task::spawn_local(async move {
+            loop {
+                let (stream, peer) = listener.accept().await.unwrap();
+                let Ok(open) = worker.admit(Direction::Inbound) else {
+                    Io::new(stream).reset();
+                    continue;
+                };
+                let flow = Flow {
+                    worker: worker.clone(),
+                    direction: Direction::Inbound,
+                    peer,
+                    destination: worker.apps.fixed(app),
+                    caller: Caller::Unauthenticated,
+                };
+                tokio::task::spawn_local(async move {
+                    carry(Io::new(stream), flow).await;
+                    drop(open);
+                });
+            }
+        });
+        Self {
+            address,
+            inbound,
+            metrics,
+            caller,
+        }
+    }
+
+    async fn connect(&self, from: [u8; 4]) -> std::io::Result<TcpStream> {
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind((from, 0).into()).unwrap();
+        socket.connect(self.address).await
+    }
+
+    /// One request over mutual TLS on a connection of its own.
+    async fn call(&self, from: [u8; 4]) -> Result<String, String> {
+        let failed = |error: std::io::Error| error.to_string();
+        let io = Io::new(self.connect(from).await.map_err(failed)?);
+        let (cart, tls) = (CART.parse().unwrap(), &self.caller.tls);
+        let connected = tls.connect(io, self.address, &cart, super::super::Alpn::Http1);
+        let mut io = connected.await.map_err(|failure| failure.to_string())?;
+        io.write_all(GET.as_bytes()).await.map_err(failed)?;
+        io.flush().await.map_err(failed)?;
+        let mut answer = Vec::new();
+        io.read_to_end(&mut answer).await.map_err(failed)?;
+        Ok(String::from_utf8(answer).unwrap())
+    }
+
+    /// Connections that send these bytes and nothing else, without those that are reset.
+    async fn flood(&self, bytes: &[u8]) -> Vec<TcpStream> {
+        let mut flood = Vec::new();
+        for _ in 0..300 {
+            if let Ok(mut stream) = self.connect(FLOODER).await
+                && stream.write_all(bytes).await.is_ok()
+            {
+                flood.push(stream);
+            }
+        }
+        while !self.rejected() {
+            tokio::task::yield_now().await;
+        }
+        flood
+    }
+
+    fn rejected(&self) -> bool {
+        let name = "failures_total{direction=\"inbound\",code=\"overloaded\"} 0\n";
+        !self.metrics.render().contains(name)
+    }
+}
+
+#[test]
+fn two_thousand_connections_of_one_address_succeed() {
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    setrlimit(Resource::RLIMIT_NOFILE, hard, hard).unwrap();
+    on_worker_within(Duration::from_secs(120), async {
+        let slots = Rc::new(Slots::new(50_000, "").await);
+        let mut calls = JoinSet::new();
+        for _ in 0..2000 {
+            let slots = slots.clone();
+            calls.spawn_local(async move { slots.call(GATEWAY).await });
+        }
+        while let Some(answer) = calls.join_next().await {
+            let answer = answer.unwrap().expect("the connection is accepted");
+            assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
+        }
+        assert!(!slots.rejected());
+    });
+}
+
+#[test]
+fn flood_of_unauthenticated_connections_leaves_slots_to_other_addresses() {
+    on_worker(async {
+        for (arguments, bytes) in [
+            // An unfinished ClientHello.
+            ("", &b"\x16\x03\x01\x02\0\x01"[..]),
+            ("", b""),
+            (" --inbound strict", b""),
+        ] {
+            let slots = Slots::new(200, arguments).await;
+            let _flood = slots.flood(bytes).await;
+            let pending = slots.inbound.pending.in_use();
+            assert_eq!(pending, 18, "half of the pending connections");
+            for _ in 0..3 {
+                let answer = slots.call(GATEWAY).await.expect("another address");
+                assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
+            }
+        }
+    });
+}
+
+#[test]
+fn flood_of_one_caller_leaves_slots_to_other_callers() {
+    on_worker(async {
+        let slots = Slots::new(200, "").await;
+        // Opaque: the protocol is known, and the caller has no identity.
+        let _flood = slots.flood(b"\0\0\0\0").await;
+        for _ in 0..3 {
+            let answer = slots.call(FLOODER).await.expect("another caller");
+            assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
+        }
+    });
+}
