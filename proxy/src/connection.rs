@@ -1,5 +1,5 @@
 //! The path of a connection, inbound and outbound, one call a step. Read this first; `forward.rs`
-//! has steps 5 to 7.
+//! has steps 4 to 7 of a request.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -13,14 +13,13 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::spawn_local;
 use tokio::time::sleep;
 
-use crate::detect::{Protocol, RequestDetector};
+use crate::detect::{Protocol, RequestDetector, detect};
 use crate::dump::Direction;
 use crate::error::Failure;
 use crate::flow::Flow;
 use crate::io::Io;
 use crate::opaque;
 use crate::policy::Caller;
-use crate::protocol::detect;
 use crate::record::ConnectionRecord;
 use crate::tls::Alpn;
 use crate::worker::Worker;
@@ -163,7 +162,7 @@ pub async fn carry(mut client: Io, mut flow: Flow) {
     if matches!(caller, Some(None)) {
         return refuse(client, flow, &Failure::Overloaded(TOO_MANY_OF_CALLER));
     }
-    // 4. Authorization, per request or of the connection. 5. Route, 6. balance, 7. connect: forward.rs.
+    // 4. Authorization, 5. route, 6. balance, 7. connect: forward.rs, per request or for the connection.
     // 8. Serve or copy.
     match protocol {
         Protocol::Http1 => {

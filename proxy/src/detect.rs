@@ -1,13 +1,46 @@
-//! Step 3: protocol detection from the client's first bytes. [`classify`] is a pure function of
-//! these bytes. The caller reads them, and must not wait for them if the server sends first.
+//! Step 3: protocol detection from the first bytes of the client or of the server. While the client
+//! is silent, the proxy connects to the upstream, so that server-first protocols (SMTP, MySQL, SSH)
+//! are not delayed. The rules ([`classify`] and below) are pure functions of the bytes.
 
 mod request_line;
+#[cfg(test)]
+mod tests;
+
+use std::future::{Future, poll_fn, ready};
+use std::pin::Pin;
+use std::task::{Poll, ready};
+use std::time::Duration;
+
+use tokio::task::spawn_local;
+use tokio::time::{Instant, timeout, timeout_at};
 
 use request_line::is_separator;
 pub use request_line::{RequestDetector, RequestLineDetector};
 
 use crate::discovery::AppProtocol;
-use crate::tls::{self, Hello};
+use crate::error::Failure;
+use crate::flow::Flow;
+use crate::io::Io;
+use crate::opaque::{self, Dialed};
+use crate::policy::Caller;
+use crate::timeouts::TimeoutKind;
+use crate::tls::{self, Alpn, Hello};
+
+/// How long a client may be silent before the proxy dials. A client that sends first does so
+/// sooner.
+const CLIENT_FIRST_TIMEOUT: Duration = Duration::from_millis(2);
+/// The same if the client may be another proxy, whose ClientHello may still be in transit: the
+/// application's first bytes would cross with it.
+const PEER_FIRST_TIMEOUT: Duration = Duration::from_millis(100);
+/// How long a client may pause within its first line.
+const PAUSE_TIMEOUT: Duration = Duration::from_millis(300);
+/// How long a client may pause within its ClientHello.
+const CLIENT_HELLO_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a client that has to authenticate may be silent.
+const UNAUTHENTICATED_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a client may be silent after the proxy failed to connect. If the client sends a
+/// request, the proxy replies to it in the client's protocol.
+const LATE_CLIENT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The maximum length of a first line that detection waits for.
 const MAX_FIRST_LINE: usize = 16 * 1024;
@@ -28,6 +61,161 @@ pub enum Protocol {
     /// TLS of another proxy. Its ALPN extension names the protocol inside. Detected on inbound
     /// connections only.
     MeshTls,
+}
+
+/// Waits until the first bytes of the client or of the server determine the protocol. Leaves an
+/// upstream connection that was opened in the meantime in `dialed`. Fails if the proxy cannot
+/// connect, or if the client closes.
+pub async fn detect(
+    client: &mut Io,
+    flow: &Flow,
+    declared: Option<Protocol>,
+    dialed: &mut Option<Dialed>,
+) -> Result<Protocol, Failure> {
+    // Another proxy sends first. The proxy terminates its TLS on opaque ports too.
+    let (detector, first_timeout) = match (&flow.caller, declared) {
+        (Caller::Unauthenticated, Some(_)) => (INBOUND_OPAQUE, PEER_FIRST_TIMEOUT),
+        (Caller::Unauthenticated, None) => (INBOUND, PEER_FIRST_TIMEOUT),
+        (_, Some(protocol)) => return Ok(protocol),
+        (_, None) => (CLIENT, CLIENT_FIRST_TIMEOUT),
+    };
+    if let Err(refused) = flow.authorize_connection() {
+        // The application gets no connection for a client that has to authenticate first.
+        let protocol = timeout(UNAUTHENTICATED_TIMEOUT, detector.read(client, flow)).await;
+        return protocol.unwrap_or_else(|_| {
+            flow.count_timeout(TimeoutKind::SilentClient);
+            Err(refused)
+        });
+    }
+    if let Ok(protocol) = timeout(first_timeout, detector.read(client, flow)).await {
+        return protocol;
+    }
+    let mut reading = Box::pin(detector.read(client, flow));
+    let mut dialing: Dialing = match dialed.take() {
+        Some(dialed) => Box::pin(ready(Ok(dialed))),
+        None => {
+            let flow = flow.clone();
+            Box::pin(async move { opaque::dial(&flow, Alpn::Detect).await })
+        }
+    };
+    let first = poll_fn(|cx| match reading.as_mut().poll(cx) {
+        Poll::Ready(protocol) => Poll::Ready(First::Client(protocol)),
+        Poll::Pending => dialing.as_mut().poll(cx).map(First::Connected),
+    });
+    match first.await {
+        First::Client(protocol) => {
+            match protocol {
+                Ok(Protocol::Http1) => drop(spawn_local(async move {
+                    if let Ok(dialed) = dialing.await {
+                        opaque::pool(dialed).await;
+                    }
+                })),
+                // An opaque connection needs this upstream connection. After a failure, the proxy
+                // dials again.
+                Ok(Protocol::Opaque) => *dialed = dialing.await.ok(),
+                _ => {}
+            }
+            protocol
+        }
+        First::Connected(Err(failure)) => timeout(LATE_CLIENT_TIMEOUT, reading)
+            .await
+            .unwrap_or(Err(failure)),
+        First::Connected(Ok(new)) => {
+            let upstream = &mut dialed.insert(new).upstream;
+            let first = poll_fn(|cx| match reading.as_mut().poll(cx) {
+                Poll::Pending => loop {
+                    match ready!(upstream.poll_fill(cx)) {
+                        Ok(1..) if declared.is_none() && is_http2_server(upstream.unread()) => {}
+                        // The copy forwards the bytes, the end or the error.
+                        _ => return Poll::Ready(Ok(Protocol::Opaque)),
+                    }
+                },
+                protocol => protocol,
+            });
+            let silent_timeout = flow.worker.config.timeouts.silent_client;
+            if let Ok(protocol) = timeout(silent_timeout, first).await {
+                return protocol;
+            }
+            drop(reading);
+            if !client.unread().is_empty() {
+                return detector.read(client, flow).await;
+            }
+            flow.count_timeout(TimeoutKind::SilentClient);
+            Err(Failure::RequestTimeout)
+        }
+    }
+}
+
+/// A connection attempt.
+type Dialing = Pin<Box<dyn Future<Output = Result<Dialed, Failure>>>>;
+
+enum First {
+    Client(Result<Protocol, Failure>),
+    Connected(Result<Dialed, Failure>),
+}
+
+/// The detection rules for the client's bytes.
+#[derive(Clone, Copy)]
+struct Detector {
+    classify: fn(&[u8]) -> Verdict,
+    /// The protocol of an unfinished first line.
+    guess: fn(&[u8]) -> Protocol,
+}
+
+const CLIENT: Detector = Detector { classify, guess };
+const INBOUND: Detector = Detector {
+    classify: classify_inbound,
+    guess,
+};
+const INBOUND_OPAQUE: Detector = Detector {
+    classify: classify_inbound_opaque,
+    guess: |_| Protocol::Opaque,
+};
+
+impl Detector {
+    /// Reads until the bytes determine the protocol. They stay unread in `client`.
+    async fn read(self, client: &mut Io, flow: &Flow) -> Result<Protocol, Failure> {
+        let mut deadline = None;
+        loop {
+            let filled = if client.unread().is_empty() {
+                Ok(poll_fn(|cx| client.poll_fill(cx)).await)
+            } else {
+                // One deadline for all bytes: a byte now and then does not extend it.
+                let now = Instant::now();
+                let deadline = *deadline.get_or_insert(now + flow.worker.config.timeouts.detect);
+                let pause = now + pause_timeout(client.unread());
+                let filled = timeout_at(deadline.min(pause), poll_fn(|cx| client.poll_fill(cx)));
+                let filled = filled.await;
+                if filled.is_err() && deadline <= pause {
+                    flow.count_timeout(TimeoutKind::Detect);
+                }
+                filled
+            };
+            match filled {
+                // After a half-close without a byte the server may still have something to send.
+                Err(_) | Ok(Ok(0)) => return Ok((self.guess)(client.unread())),
+                Ok(Ok(_)) => {}
+                Ok(Err(error)) => {
+                    tracing::debug!("the client closed during protocol detection: {error}");
+                    let reason = "the client closed during protocol detection";
+                    return Err(Failure::BadRequest(reason));
+                }
+            }
+            if let Verdict::Known(protocol) = (self.classify)(client.unread()) {
+                return Ok(protocol);
+            }
+        }
+    }
+}
+
+/// How long the client may pause after these bytes. A prefix of a request line may be a complete
+/// message of another protocol, in particular if it is binary. A prefix of a ClientHello is not.
+fn pause_timeout(begun: &[u8]) -> Duration {
+    match tls::inspect(begun) {
+        Hello::NeedMore => CLIENT_HELLO_TIMEOUT,
+        _ if is_binary(begun) => Duration::ZERO,
+        _ => PAUSE_TIMEOUT,
+    }
 }
 
 /// The result of detection.
@@ -109,294 +297,4 @@ pub fn is_binary(bytes: &[u8]) -> bool {
 /// a server-first protocol.
 pub fn is_http2_server(bytes: &[u8]) -> bool {
     bytes.len() <= MAX_SERVER_PREFACE && matches!(bytes, [_, _, _, 4, 0, 0, 0, 0, 0, ..])
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const HTTP1: Verdict = Verdict::Known(Protocol::Http1);
-    const OPAQUE: Verdict = Verdict::Known(Protocol::Opaque);
-
-    #[test]
-    fn detects_request_line_at_its_version() {
-        let line = b"OPTIONS * HTTP/1.1\r\n";
-        for length in 0..line.len() {
-            let expected = if length < "OPTIONS * HTTP/".len() {
-                Verdict::NeedMore
-            } else {
-                HTTP1
-            };
-            assert_eq!(classify(&line[..length]), expected, "{length}");
-        }
-        assert_eq!(classify(b"GET /a b HTTP/1.0\n"), HTTP1);
-        assert_eq!(classify(b"\r\nPURGE / HTTP/1.1\r\n"), HTTP1);
-    }
-
-    #[test]
-    fn needs_the_complete_http2_preface() {
-        for length in 0..HTTP2_PREFACE.len() {
-            assert_eq!(
-                classify(&HTTP2_PREFACE[..length]),
-                Verdict::NeedMore,
-                "{length}"
-            );
-        }
-        assert_eq!(classify(HTTP2_PREFACE), Verdict::Known(Protocol::Http2));
-    }
-
-    #[test]
-    fn recognizes_http2_server_preface() {
-        assert!(is_http2_server(
-            b"\0\0\x12\x04\0\0\0\0\0\0\x04\0\x10\0\0\0\x05\0\0\x40\0\0\x06\0\0\x40\0"
-        ));
-        for other in [
-            &b"\x4a\0\0\0\x0a8.0.36\0"[..],
-            b"220 mail.example ESMTP\r\n",
-            b"SSH-2.0-OpenSSH_9\r\n",
-            b"\0\0\0\x04",
-            b"",
-        ] {
-            assert!(!is_http2_server(other), "{other:?}");
-        }
-    }
-
-    /// The first bytes of clients of other protocols.
-    const OTHER_PROTOCOLS: [(&str, &[u8]); 40] = [
-        ("RTSP", b"OPTIONS rtsp://camera.example/1 RTSP/1.0\r\n"),
-        ("RTSP, any stream", b"OPTIONS * RTSP/1.0\r\n"),
-        ("RTSP 2, a path", b"SETUP /track1 RTSP/2.0\r\n"),
-        ("SIP", b"INVITE sip:bob@biloxi.example SIP/2.0\r\n"),
-        ("SIP, keep-alive", b"OPTIONS sip:proxy.example SIP/2.0\r\n"),
-        (
-            "ICAP",
-            b"OPTIONS icap://scanner.example/avscan ICAP/1.0\r\n",
-        ),
-        ("ICAP, any service", b"OPTIONS * ICAP/1.0\r\n"),
-        (
-            "syslog, RFC 3164",
-            b"<134>Nov 21 10:00:00 web nginx: 10.0.0.1 - - \"GET / HTTP/1.1\" 200 12\n",
-        ),
-        (
-            "syslog, RFC 5424",
-            b"<165>1 2026-11-21T10:00:00Z web nginx 12 - - \"GET /a HTTP/1.1\" 200\n",
-        ),
-        (
-            "JSON lines",
-            b"{\"request\":\"GET / HTTP/1.1\",\"status\":200}\n",
-        ),
-        (
-            "JSON lines, spaced",
-            b"{ \"request\": \"GET / HTTP/1.1\" }\n",
-        ),
-        ("memcached, get", b"get /index.html\r\n"),
-        ("memcached, set", b"set /index.html 0 60 5\r\nhello\r\n"),
-        ("memcached, meta", b"mg /a t v\r\n"),
-        ("Redis, RESP", b"*1\r\n$4\r\nPING\r\n"),
-        ("Redis, inline", b"PING\r\n"),
-        ("Redis, inline key", b"GET key\r\n"),
-        ("Redis, inline lower case", b"get /key\r\n"),
-        ("SMTP", b"EHLO mail.example\r\n"),
-        ("SMTP, old", b"HELO mail.example\r\n"),
-        ("LMTP", b"LHLO mail.example\r\n"),
-        ("FTP", b"USER anonymous\r\n"),
-        ("IMAP", b"a1 LOGIN fred secret\r\n"),
-        ("POP3", b"APOP mrose c4c9334bac560ecc979e58001b3e22fb\r\n"),
-        ("NNTP", b"GROUP misc.test\r\n"),
-        (
-            "NATS",
-            b"CONNECT {\"verbose\":false,\"lang\":\"go\"}\r\nPING\r\n",
-        ),
-        ("STOMP", b"CONNECT\naccept-version:1.2\nhost:broker\n\n\0"),
-        ("STOMP 1.2", b"STOMP\naccept-version:1.2\n\n\0"),
-        ("IRC", b"NICK fred\r\nUSER fred 0 * :Fred\r\n"),
-        ("beanstalkd", b"put 0 0 60 5\r\nhello\r\n"),
-        ("ZooKeeper, four letters", b"ruok\n"),
-        ("Graphite", b"web.GET.200 12 1795341600\n"),
-        (
-            "InfluxDB lines",
-            b"cpu,host=web usage=0.5 1795341600000000000\n",
-        ),
-        ("whois", b"example.org\r\n"),
-        ("finger", b"/W fred\r\n"),
-        ("gopher", b"/docs\tHTTP\r\n"),
-        ("SSH", b"SSH-2.0-OpenSSH_9.2\r\n"),
-        ("clamd", b"nINSTREAM\n"),
-        ("git", b"0032git-upload-pack /it.git\0host=here\0"),
-        ("AMQP", b"AMQP\0\0\x09\x01"),
-    ];
-
-    #[test]
-    fn classifies_other_protocols_as_opaque() {
-        for (name, bytes) in OTHER_PROTOCOLS {
-            assert_ne!(classify(bytes), HTTP1, "{name}");
-            assert_eq!(guess(bytes), Protocol::Opaque, "{name}");
-            let by_byte = bytes.iter().fold(
-                (RequestLineDetector::default(), Verdict::NeedMore),
-                |(mut line, verdict), byte| {
-                    let verdict = if verdict == Verdict::NeedMore {
-                        line.update(&[*byte])
-                    } else {
-                        verdict
-                    };
-                    (line, verdict)
-                },
-            );
-            assert_ne!(by_byte.1, HTTP1, "{name}, byte by byte");
-            let has_line = bytes.contains(&b'\n');
-            assert!(
-                !has_line || classify(bytes) == OPAQUE,
-                "{name}: the line is complete"
-            );
-        }
-        for bytes in [
-            &b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"[..],
-            b"\0\0\0\x01",
-        ] {
-            assert_eq!(
-                (classify(bytes), guess(bytes)),
-                (OPAQUE, Protocol::Opaque),
-                "{bytes:?}"
-            );
-        }
-        assert_eq!(guess(b"\r\n\r\n\r\n"), Protocol::Opaque);
-    }
-
-    #[test]
-    fn classifies_ambiguous_lines_as_http() {
-        // docs/reference.md lists these protocols. Their ports must be declared opaque.
-        for line in [
-            &b"GET /a\r\n"[..], // Redis, inline
-            b"127.0.0.1 - - [21/Nov/2026:10:00:00 +0000] \"GET /\" HTTP/1.1 200 12\n", // an access log
-            b"92 <165>1 2026-11-21T10:00:00Z web nginx 12 - - GET /a HTTP/1.1\n", // syslog, RFC 6587
-            b"SEARCH /a\n", // a protocol with this command
-        ] {
-            assert_eq!(classify(line), HTTP1, "{}", line.escape_ascii());
-        }
-    }
-
-    #[test]
-    fn never_classifies_request_for_lenient_server_as_opaque() {
-        let blank = [&b"\r\n".repeat(9)[..], b"GET / HTTP/1.1\r\n"].concat();
-        let long = [&[b'A'; 100][..], b" / HTTP/1.1\r\n"].concat();
-        for line in [
-            &blank[..],
-            &long,
-            b" GET / HTTP/1.1\n",
-            b"GET\t/\tHTTP/1.1\r\n",
-            b"GET / HTTP/1.1\x0b\r\n",
-            b"GET\xa0/\xa0HTTP/1.1\r\n",
-            b"GET\xc2\xa0/\xe2\x80\x83HTTP/1.1\r\n",
-            b"\xef\xbb\xbfGET / HTTP/1.1\r\n",
-            b"\xe3\x80\x80GET / HTTP/1.1\r\n",
-            b"GET / http/1.1\r\n",
-            b"GET / HTTP/1.10\r\n",
-            b"GET / HTTP/2.0\r\n",
-            b"GET / HTTP/1.1 x\r\n",
-            b"GET / HTTP/1.1 RTSP/1.0\r\n",
-            b"GET / x HTTP/\r\n",
-            b"GET HTTP/1.1\r\n",
-            b"GET /\0 HTTP/1.1\r\n",
-            b"get / HTTP/1.1\r\n",
-            b"X / HTTP/1.1\r\n",
-            b"GET /\r\n",
-            b"GET / x\r\n",
-            b"GET / RTSP/1.0 x\r\n",
-            b"GET / RTSP/\r\n",
-            b"GET / RTSP/1.0x\r\n",
-            b"GET / rtsp/1.0\r\n",
-            b"GET /\rHost: a\r\r",
-            b"GET /\x0bHost: a RTSP/1.0\n",
-            b"POST HTTP://a/ x\n",
-            b"GET https://a/\n",
-            b"OPTIONS *\n",
-            b"CONNECT /\n",
-            b"CONNECT a:1 HTTP/1.1\n",
-        ] {
-            assert_eq!(classify(line), HTTP1, "{}", line.escape_ascii());
-            for length in 0..line.len() {
-                let prefix = classify(&line[..length]);
-                assert!(
-                    matches!(prefix, Verdict::NeedMore | HTTP1),
-                    "{}: {prefix:?}",
-                    line[..length].escape_ascii()
-                );
-            }
-        }
-        assert_eq!(classify(b"PRI * HTTP/2.0\r\n\r\nXX"), HTTP1);
-    }
-
-    #[test]
-    fn recognizes_binary_protocols() {
-        let anonymous_ldap_bind = b"0\x0c\x02\x01\x01\x60\x07\x02\x01\x03\x04\0\x80\0";
-        for bytes in [
-            &anonymous_ldap_bind[..],
-            b"0032git-upload-pack /it.git\0host=here\0",
-        ] {
-            assert_eq!(
-                (classify(bytes), is_binary(bytes)),
-                (Verdict::NeedMore, true),
-                "{bytes:?}"
-            );
-            assert_eq!(guess(bytes), Protocol::Opaque, "{bytes:?}");
-        }
-        assert!(!is_binary(b"\r\nGET\t/caf\xe9 HTTP/1.1\r\n"));
-    }
-
-    #[test]
-    fn fragmented_request_line_with_forbidden_byte_is_http() {
-        // A server that accepts \x0b as a space would parse a request, whose X-Called-By the proxy
-        // has not removed.
-        let line = b"GET /\x0b HTTP/1.1\r\n";
-        for length in 0..line.len() {
-            assert_ne!(classify(&line[..length]), OPAQUE, "{length}");
-        }
-        assert_eq!(classify(line), HTTP1);
-    }
-
-    #[test]
-    fn classifies_first_line_over_limit_by_its_start() {
-        let mut line = [b"GET /".to_vec(), vec![b'a'; MAX_FIRST_LINE]].concat();
-        assert_eq!(classify(&line), HTTP1);
-        line.extend_from_slice(b" and no version\n");
-        assert_eq!(classify(&line), HTTP1);
-        assert_eq!(classify(&[b'a'; MAX_FIRST_LINE]), OPAQUE);
-    }
-
-    #[test]
-    fn request_line_detector_inspects_lines_of_any_length() {
-        let long = vec![b'A'; 10 * MAX_FIRST_LINE];
-        for (end, verdict) in [
-            (&b" / HTTP/1.1\n"[..], HTTP1),
-            (b" and so on\n", OPAQUE),
-            (b"\n", OPAQUE),
-            (b"/", OPAQUE),
-        ] {
-            let mut detector = RequestLineDetector::default();
-            assert_eq!(detector.update(&long), Verdict::NeedMore);
-            assert_eq!(detector.update(end), verdict, "{end:?}");
-        }
-    }
-
-    #[test]
-    fn guesses_protocol_of_incomplete_first_line() {
-        for bytes in [
-            &b"GET /hel"[..],
-            b"PROPFIND /hel",
-            b"CONNECT /",
-            b"FOO x HTTP/1.1\rX: y\r",
-        ] {
-            assert_eq!(guess(bytes), Protocol::Http1, "{bytes:?}");
-        }
-        for bytes in [
-            &b""[..],
-            b"hello",
-            b"PRI * HT",
-            b"GET ke",
-            b"ruok",
-            b"0032git-upload-pack /it.git\0host=here\0",
-        ] {
-            assert_eq!(guess(bytes), Protocol::Opaque, "{bytes:?}");
-        }
-    }
 }

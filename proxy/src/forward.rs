@@ -1,4 +1,4 @@
-//! Steps 5 to 7 of a request, or of an opaque connection: one endpoint after another, until one
+//! Steps 4 to 7 of a request, or of an opaque connection: one endpoint after another, until one
 //! takes it. This is the only loop that retries; the protocols send, receive and relay.
 
 use std::io;
@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use crate::balance::{Endpoint, InFlight};
 use crate::connect::Dialer;
+use crate::dump::Direction;
 use crate::error::Failure;
 use crate::flow::Flow;
 use crate::tls::Tls;
@@ -20,6 +21,9 @@ pub const MAX_ATTEMPTS: u32 = 3;
 pub(crate) trait Forward {
     /// How an attempt ends that needs no other one.
     type Outcome;
+
+    /// Step 4: whether the policy of the pod allows it.
+    fn authorize(&mut self, flow: &Flow) -> Result<(), Failure>;
 
     /// The record of the attempts.
     fn attempts(&mut self) -> &mut Attempts;
@@ -88,6 +92,11 @@ pub(crate) async fn forward<F: Forward>(
     request: &mut F,
     flow: &Flow,
 ) -> Result<F::Outcome, Failure> {
+    // 4. Authorization: no application is reached without it. Outbound, the client is the pod's own
+    // application.
+    if flow.direction == Direction::Inbound {
+        request.authorize(flow)?;
+    }
     // 5. Route: a destination has one backend.
     let backend = flow.destination.backend();
     let mut tried: Vec<SocketAddr> = Vec::new();
@@ -216,7 +225,6 @@ impl Attempts {
 mod tests {
     use super::*;
     use crate::destination::Destination;
-    use crate::dump::Direction;
     use crate::policy::Caller;
     use crate::worker::{Worker, WorkerContext};
 
@@ -229,6 +237,10 @@ mod tests {
 
     impl Forward for Scripted {
         type Outcome = ();
+
+        fn authorize(&mut self, _: &Flow) -> Result<(), Failure> {
+            Ok(())
+        }
 
         fn attempts(&mut self) -> &mut Attempts {
             &mut self.attempts

@@ -51,7 +51,7 @@ struct Tls {
 }
 
 impl Io {
-    /// Wraps a connected socket. `listener.rs` and `connect.rs` set its options.
+    /// Wraps a connected socket. `listener.rs` and `connect/mod.rs` set its options.
     pub fn new(stream: TcpStream) -> Self {
         Self {
             stream,

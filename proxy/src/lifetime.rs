@@ -175,7 +175,7 @@ mod tests {
             ages().any(|age| age < HOUR.mul_f64(0.92))
                 && ages().any(|age| age > HOUR.mul_f64(1.08))
         );
-        assert!(RETIREMENT_PERIOD >= 2 * crate::pool::IDLE_TIMEOUT);
+        assert!(RETIREMENT_PERIOD >= 2 * crate::connect::IDLE_TIMEOUT);
         assert!(
             samples.iter().all(|lifetime| lifetime.resets_at.is_none()
                 && lifetime.certificate_ends_at == now + DAY)

@@ -95,6 +95,10 @@ struct Dial<'a> {
 impl Forward for Dial<'_> {
     type Outcome = Io;
 
+    fn authorize(&mut self, flow: &Flow) -> Result<(), Failure> {
+        flow.authorize_connection()
+    }
+
     fn attempts(&mut self) -> &mut Attempts {
         &mut self.attempts
     }

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use super::latency::Latency;
 use super::quarantine::{Cause, Quarantine, Siblings};
-use crate::pool::Pool;
+use crate::connect::Pool;
 
 /// Whether a response with this HTTP status counts as a failure of the endpoint: a proxy or an
 /// application that is unavailable. Other errors are results of the request.

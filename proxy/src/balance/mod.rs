@@ -20,9 +20,9 @@ use std::time::Instant;
 use tokio::sync::watch;
 
 use crate::connect::Remote;
+use crate::connect::{OpenPool, Pools};
 use crate::discovery::{AppProtocol, EndpointInfo, Target};
 use crate::error::Failure;
-use crate::pool::{OpenPool, Pools};
 pub use endpoint::{Endpoint, InFlight, is_failure_status};
 use quarantine::Siblings;
 

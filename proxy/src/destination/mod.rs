@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 use tokio::sync::OnceCell;
 
 use crate::balance::Backend;
+use crate::connect::Pools;
 use crate::discovery::{AppProtocol, Discovery};
-use crate::pool::Pools;
 
 /// The maximum number of destinations of a worker. Destinations above it are served, but not shared
 /// or kept.

@@ -1,25 +1,31 @@
-//! Step 8 for HTTP/1: one connection of a client, one exchange after the other.
+//! Step 8 for HTTP/1: one connection of a client, one exchange after the other. `attempt.rs` has the
+//! upstream's side of an exchange.
 //!
 //! Heads are parsed strictly and messages are framed anew, so that two hops never disagree about
 //! where a message ends. HTTP/1 leaves as HTTP/1, with the case and order of its fields.
 
+mod attempt;
 pub mod body;
-mod exchange;
 pub mod head;
 
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::task::{Poll, ready};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use bytes::BytesMut;
 use tokio::io::{AsyncWrite, AsyncWriteExt};
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{timeout, timeout_at};
 
-use self::exchange::{After, Exchange, reply};
+use self::attempt::{Outcome, request_failure};
+use self::body::Relay;
 use self::head::{MAX_HEAD, Refused, RequestHead, find_end};
+use crate::copy;
 use crate::error::Failure;
 use crate::flow::Flow;
+use crate::forward::forward;
+use crate::http::edits::Edits;
 use crate::io::Io;
 use crate::lifetime::{Lifetime, drained_or};
 use crate::metrics::Protocol;
@@ -92,7 +98,8 @@ async fn read_request(
         } else {
             // One deadline for the whole head: a byte now and then does not extend it.
             let head_timeout = flow.worker.config.timeouts.request_head;
-            let deadline = *deadline.get_or_insert_with(|| Instant::now() + head_timeout);
+            let deadline =
+                *deadline.get_or_insert_with(|| tokio::time::Instant::now() + head_timeout);
             timeout_at(deadline, poll_fn(|cx| client.poll_fill(cx)))
                 .await
                 .map_err(|_| {
@@ -111,6 +118,120 @@ async fn read_request(
             Ok(_) => {}
         }
     }
+}
+
+/// What the client's connection does after an exchange.
+enum After {
+    /// It carries another one.
+    KeepAlive,
+    /// It is closed once the client has read the response.
+    Close,
+    /// It is over: it was a tunnel, failed, or has reached its maximum age.
+    Closed,
+}
+
+/// One request and its response.
+struct Exchange<'a> {
+    client: &'a mut Io,
+    request: RequestHead,
+    record: ExchangeRecord,
+    /// The request's head and body.
+    upload: Relay,
+    /// It is an exempt probe: the only exchange of its connections.
+    is_probe: bool,
+    /// The client has half-closed its connection.
+    client_ended: bool,
+    /// Its half-close was passed on.
+    end_passed_on: bool,
+}
+
+impl<'a> Exchange<'a> {
+    fn new(client: &'a mut Io, flow: &Rc<Flow>, request: RequestHead) -> Self {
+        let mut record = ExchangeRecord::new(flow, Protocol::Http1);
+        let edit = flow.request_edit();
+        record.request(&request.view(), Edits(&[edit]));
+        let mut head = BytesMut::new();
+        request.write(&mut head, Edits(&[edit]));
+        let upload = Relay::with_replay(request.framing, head);
+        Self {
+            client,
+            request,
+            record,
+            upload,
+            is_probe: false,
+            client_ended: false,
+            end_passed_on: false,
+        }
+    }
+
+    /// Carries the exchange to its end.
+    async fn run(mut self) -> After {
+        let flow = self.record.flow.clone();
+        let record = &mut self.record;
+        let unread = self.client.unread();
+        let taken = self
+            .upload
+            .decode_buffered(unread, &mut |data| record.request_body(data));
+        if let Err(broken) = taken {
+            return self.fail(&request_failure(&broken)).await;
+        }
+        // 4. Authorization, 5. route, 6. balance, 7. connect, 8. serve: attempt.rs.
+        match forward(&mut self, &flow).await {
+            Ok(Outcome::After(after)) => after,
+            Ok(Outcome::Tunnel(upstream)) => self.tunnel(upstream).await,
+            Err(failure) => self.fail(&failure).await,
+        }
+    }
+
+    /// Copies the bytes of another protocol both ways.
+    async fn tunnel(mut self, mut upstream: Io) -> After {
+        let flow = self.record.flow.clone();
+        let mut end = flow.copy_end(self.client, &upstream);
+        let copied = copy::bidirectional(self.client, &mut upstream, None, &mut end).await;
+        self.record.tunnel(copied.sent, copied.received);
+        After::Closed
+    }
+
+    /// The client's connection can carry another exchange.
+    fn may_keep_alive(&self, now: Instant) -> bool {
+        self.request.connection.persists(self.request.version)
+            && self.upload.is_read()
+            && !self.client_ended
+            && !self.record.flow.is_draining()
+            && !self.client.is_retired(now)
+    }
+
+    /// Replies in place of the application.
+    async fn fail(mut self, failure: &Failure) -> After {
+        let keep_alive = !failure.closes_connection() && self.may_keep_alive(Instant::now());
+        let head_only = self.request.method() == b"HEAD";
+        reply(
+            self.client,
+            &mut self.record,
+            failure,
+            keep_alive,
+            head_only,
+        )
+        .await;
+        if keep_alive {
+            After::KeepAlive
+        } else {
+            After::Close
+        }
+    }
+}
+
+/// Sends the proxy's own response to a failure.
+async fn reply(
+    client: &mut Io,
+    record: &mut ExchangeRecord,
+    failure: &Failure,
+    keep_alive: bool,
+    head_only: bool,
+) {
+    let reply = record.local_reply(failure).http1(keep_alive, head_only);
+    // A client that has closed needs no response.
+    let _ = client.write_all(&reply).await;
 }
 
 impl From<Refused> for Failure {

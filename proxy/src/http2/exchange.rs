@@ -19,15 +19,16 @@ use super::Stream;
 use super::head;
 use super::relay::{Message, Relay, RelayError, reset_code};
 use crate::balance::Endpoint;
+use crate::connect::http2::Lease;
 use crate::dump::Direction;
 use crate::error::Failure;
+use crate::flow::Flow;
 use crate::forward::{AttemptError, Attempts, Forward, Retry, forward};
 use crate::http::edits::Edits;
 use crate::http::reply::LocalReply;
 use crate::io::Io;
 use crate::metrics::Protocol;
 use crate::policy::{Admission, is_mesh_error};
-use crate::pool::http2::Lease;
 use crate::record::ExchangeRecord;
 
 /// Forwards one request to an endpoint, and the response to the client.
@@ -100,17 +101,7 @@ impl Exchange {
     /// Runs the exchange to its end.
     async fn run(mut self) {
         let flow = self.record.flow.clone();
-        // 4. Authorization.
-        let request = head::view(&self.parts, !self.upload.is_done());
-        match flow.authorize_request(&request) {
-            // An exempt probe is the only exchange of its connection.
-            Ok(Admission::Probe) if self.client.probed.replace(true) => {
-                return self.fail(&Failure::MtlsRequired);
-            }
-            Ok(admission) => self.is_probe = admission == Admission::Probe,
-            Err(failure) => return self.fail(&failure),
-        }
-        // 5. Route, 6. balance, 7. connect, 8. serve.
+        // 4. Authorization, 5. route, 6. balance, 7. connect, 8. serve.
         match forward(&mut self, &flow).await {
             Ok(Outcome::Ended) => self.client.record_completed(),
             Ok(Outcome::Cancelled) => self.client.record_reset(),
@@ -352,6 +343,16 @@ impl Exchange {
 
 impl Forward for Exchange {
     type Outcome = Outcome;
+
+    fn authorize(&mut self, flow: &Flow) -> Result<(), Failure> {
+        let request = head::view(&self.parts, !self.upload.is_done());
+        self.is_probe = flow.authorize_request(&request)? == Admission::Probe;
+        // An exempt probe is the only exchange of its connection.
+        if self.is_probe && self.client.probed.replace(true) {
+            return Err(Failure::MtlsRequired);
+        }
+        Ok(())
+    }
 
     fn attempts(&mut self) -> &mut Attempts {
         &mut self.record.attempts

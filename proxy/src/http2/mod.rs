@@ -1,5 +1,5 @@
 //! Steps 4 to 8 for HTTP/2 with prior knowledge, which includes gRPC. [`serve`] serves one client
-//! connection. `exchange.rs` forwards each of its streams independently. `pool/http2.rs` manages
+//! connection. `exchange.rs` forwards each of its streams independently. `connect/http2.rs` manages
 //! the connections to endpoints.
 //!
 //! The constants in this file limit the resources that one client connection uses. A flood closes
@@ -24,12 +24,12 @@ use h2::server::{Builder, Connection};
 use tokio::time::timeout;
 
 use crate::batched::Batched;
+use crate::connect::http2::{
+    CONNECTION_WINDOW, MAX_HEADER_LIST, MAX_LOCAL_RESETS, MAX_SEND_BUFFER, STREAM_WINDOW,
+};
 use crate::flow::Flow;
 use crate::io::Io;
 use crate::lifetime::{Expiry, drained_or};
-use crate::pool::http2::{
-    CONNECTION_WINDOW, MAX_HEADER_LIST, MAX_LOCAL_RESETS, MAX_SEND_BUFFER, STREAM_WINDOW,
-};
 use crate::timeouts::{IdleTimer, TimeoutKind};
 
 /// The maximum number of concurrent streams of a client connection.

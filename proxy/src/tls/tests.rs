@@ -435,7 +435,7 @@ fn pools_connections_and_resumes_sessions() {
             .unwrap();
         endpoint
             .pool
-            .evict_idle(Instant::now() + crate::pool::IDLE_TIMEOUT + Duration::from_secs(1));
+            .evict_idle(Instant::now() + crate::connect::IDLE_TIMEOUT + Duration::from_secs(1));
         let before = pair.wire.borrow().len();
         let negotiated = pair.negotiate().await;
         assert_eq!(

@@ -10,6 +10,9 @@ use super::*;
 const GATEWAY: [u8; 4] = [127, 0, 0, 5];
 const FLOODER: [u8; 4] = [127, 0, 0, 6];
 
+/// A busy machine takes seconds for thousands of handshakes.
+const PATIENT: &str = " --tls-handshake-timeout 100 --detect-timeout 100";
+
 /// An inbound proxy with `limit` connections, and a caller of it.
 struct Slots {
     address: SocketAddr,
@@ -31,7 +34,7 @@ impl Slots {
             };
             (context.metrics.clone(), Worker::new(context))
         };
-        let ((metrics, inbound), (_, caller)) = (worker(CART, arguments), worker(WEB, ""));
+        let ((metrics, inbound), (_, caller)) = (worker(CART, arguments), worker(WEB, PATIENT));
         let listener = crate::listener::bind([127, 0, 0, 2].into(), 0, DEADLINE).unwrap();
         let address = listener.local_addr().unwrap();
         let worker = inbound.clone();
@@ -112,7 +115,7 @@ fn two_thousand_connections_of_one_address_succeed() {
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard).unwrap();
     on_worker_within(Duration::from_secs(120), async {
-        let slots = Rc::new(Slots::new(50_000, "").await);
+        let slots = Rc::new(Slots::new(50_000, PATIENT).await);
         let mut calls = JoinSet::new();
         for _ in 0..2000 {
             let slots = slots.clone();

@@ -1,4 +1,5 @@
-//! One request and its response in HTTP/1: authorized, forwarded, and relayed both ways at once.
+//! One attempt of an exchange in HTTP/1: a request is sent to an endpoint, and its response relayed
+//! to the client, both at once.
 
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
@@ -11,47 +12,20 @@ use http::StatusCode;
 use tokio::io::{AsyncWrite, AsyncWriteExt};
 
 use super::body::{BodyError, Relay};
-use super::head::{Framing, Refused, RequestHead, ResponseHead, Version, find_end};
+use super::head::{Framing, Refused, ResponseHead, Version, find_end};
+use super::{After, Exchange};
 use crate::balance::{Endpoint, is_failure_status};
-use crate::copy;
+use crate::connect::Upstream;
 use crate::dump::Direction;
 use crate::error::Failure;
 use crate::flow::Flow;
-use crate::forward::{AttemptError, Attempts, Forward, Retry, forward};
+use crate::forward::{AttemptError, Attempts, Forward, Retry};
 use crate::http::edits::{Edit, Edits};
 use crate::io::Io;
-use crate::metrics::Protocol;
 use crate::policy::Admission;
-use crate::pool::Upstream;
-use crate::record::ExchangeRecord;
 
 /// Bytes of further requests from which the end of the client's connection is no longer watched.
 const MAX_PIPELINED: usize = 16 * 1024;
-
-/// What the client's connection does after an exchange.
-pub(super) enum After {
-    /// It carries another one.
-    KeepAlive,
-    /// It is closed once the client has read the response.
-    Close,
-    /// It is over: it was a tunnel, failed, or has reached its maximum age.
-    Closed,
-}
-
-/// One request and its response.
-pub(super) struct Exchange<'a> {
-    client: &'a mut Io,
-    request: RequestHead,
-    record: ExchangeRecord,
-    /// The request's head and body.
-    upload: Relay,
-    /// It is an exempt probe: the only exchange of its connections.
-    is_probe: bool,
-    /// The client has half-closed its connection.
-    client_ended: bool,
-    /// Its half-close was passed on.
-    end_passed_on: bool,
-}
 
 /// How an attempt ends that needs no other one.
 pub(super) enum Outcome {
@@ -61,49 +35,52 @@ pub(super) enum Outcome {
     Tunnel(Io),
 }
 
-impl<'a> Exchange<'a> {
-    pub fn new(client: &'a mut Io, flow: &Rc<Flow>, request: RequestHead) -> Self {
-        let mut record = ExchangeRecord::new(flow, Protocol::Http1);
-        let edit = flow.request_edit();
-        record.request(&request.view(), Edits(&[edit]));
-        let mut head = BytesMut::new();
-        request.write(&mut head, Edits(&[edit]));
-        let upload = Relay::with_replay(request.framing, head);
-        Self {
-            client,
-            request,
-            record,
-            upload,
-            is_probe: false,
-            client_ended: false,
-            end_passed_on: false,
-        }
+impl Forward for Exchange<'_> {
+    type Outcome = Outcome;
+
+    fn authorize(&mut self, flow: &Flow) -> Result<(), Failure> {
+        let admission = flow.authorize_request(&self.request.view())?;
+        self.is_probe = admission == Admission::Probe;
+        Ok(())
     }
 
-    /// Carries the exchange to its end.
-    pub async fn run(mut self) -> After {
-        let flow = self.record.flow.clone();
-        // 4. Authorization.
-        match flow.authorize_request(&self.request.view()) {
-            Ok(admission) => self.is_probe = admission == Admission::Probe,
-            Err(failure) => return self.fail(&failure).await,
-        }
-        let record = &mut self.record;
-        let unread = self.client.unread();
-        let taken = self
-            .upload
-            .decode_buffered(unread, &mut |data| record.request_body(data));
-        if let Err(broken) = taken {
-            return self.fail(&request_failure(&broken)).await;
-        }
-        // 5. Route, 6. balance, 7. connect, 8. serve.
-        match forward(&mut self, &flow).await {
-            Ok(Outcome::After(after)) => after,
-            Ok(Outcome::Tunnel(upstream)) => self.tunnel(upstream).await,
-            Err(failure) => self.fail(&failure).await,
-        }
+    fn attempts(&mut self) -> &mut Attempts {
+        &mut self.record.attempts
     }
 
+    async fn attempt(&mut self, endpoint: &Rc<Endpoint>) -> Result<Outcome, AttemptError> {
+        let (flow, began_at) = (self.record.flow.clone(), self.record.attempts.began_at());
+        self.end_passed_on = false;
+        // 7. Connect.
+        let dialer = self.record.attempts.dialer(&flow.worker.tls);
+        let connected = endpoint.pool.http1(!self.is_probe, dialer, began_at).await;
+        let mut upstream = connected.map_err(AttemptError::connect)?;
+        if !upstream.reused {
+            self.record.attempts.connected();
+        }
+        // 8. Serve.
+        let Some(head) = self.receive_head(&mut upstream, endpoint).await? else {
+            upstream.io.reset_on_drop();
+            return Ok(Outcome::After(After::Closed));
+        };
+        if self.was_not_delivered(&head, &upstream.io) {
+            return Err(AttemptError::not_delivered(endpoint.address));
+        }
+        self.upload.discard_replay();
+        let is_failure = is_failure_status(head.status);
+        let answered_at = self.record.attempts.answered(is_failure);
+        let keep_alive = !self.is_probe && self.may_keep_alive(answered_at);
+        Ok(self
+            .relay_response(upstream.io, endpoint, head, keep_alive)
+            .await)
+    }
+
+    fn rewind(&mut self) -> bool {
+        self.upload.rewind()
+    }
+}
+
+impl Exchange<'_> {
     /// Sends the request and relays interim responses until the final response's head has arrived.
     /// None if the client closes.
     async fn receive_head(
@@ -335,82 +312,6 @@ impl<'a> Exchange<'a> {
         }
         relayed
     }
-
-    /// Copies the bytes of another protocol both ways.
-    async fn tunnel(mut self, mut upstream: Io) -> After {
-        let flow = self.record.flow.clone();
-        let mut end = flow.copy_end(self.client, &upstream);
-        let copied = copy::bidirectional(self.client, &mut upstream, None, &mut end).await;
-        self.record.tunnel(copied.sent, copied.received);
-        After::Closed
-    }
-
-    /// The client's connection can carry another exchange.
-    fn may_keep_alive(&self, now: Instant) -> bool {
-        self.request.connection.persists(self.request.version)
-            && self.upload.is_read()
-            && !self.client_ended
-            && !self.record.flow.is_draining()
-            && !self.client.is_retired(now)
-    }
-
-    /// Replies in place of the application.
-    async fn fail(mut self, failure: &Failure) -> After {
-        let keep_alive = !failure.closes_connection() && self.may_keep_alive(Instant::now());
-        let head_only = self.request.method() == b"HEAD";
-        reply(
-            self.client,
-            &mut self.record,
-            failure,
-            keep_alive,
-            head_only,
-        )
-        .await;
-        if keep_alive {
-            After::KeepAlive
-        } else {
-            After::Close
-        }
-    }
-}
-
-impl Forward for Exchange<'_> {
-    type Outcome = Outcome;
-
-    fn attempts(&mut self) -> &mut Attempts {
-        &mut self.record.attempts
-    }
-
-    async fn attempt(&mut self, endpoint: &Rc<Endpoint>) -> Result<Outcome, AttemptError> {
-        let (flow, began_at) = (self.record.flow.clone(), self.record.attempts.began_at());
-        self.end_passed_on = false;
-        // 7. Connect.
-        let dialer = self.record.attempts.dialer(&flow.worker.tls);
-        let connected = endpoint.pool.http1(!self.is_probe, dialer, began_at).await;
-        let mut upstream = connected.map_err(AttemptError::connect)?;
-        if !upstream.reused {
-            self.record.attempts.connected();
-        }
-        // 8. Serve.
-        let Some(head) = self.receive_head(&mut upstream, endpoint).await? else {
-            upstream.io.reset_on_drop();
-            return Ok(Outcome::After(After::Closed));
-        };
-        if self.was_not_delivered(&head, &upstream.io) {
-            return Err(AttemptError::not_delivered(endpoint.address));
-        }
-        self.upload.discard_replay();
-        let is_failure = is_failure_status(head.status);
-        let answered_at = self.record.attempts.answered(is_failure);
-        let keep_alive = !self.is_probe && self.may_keep_alive(answered_at);
-        Ok(self
-            .relay_response(upstream.io, endpoint, head, keep_alive)
-            .await)
-    }
-
-    fn rewind(&mut self) -> bool {
-        self.upload.rewind()
-    }
 }
 
 /// The changes of a response's head: only a peer's proxy, which has authenticated, replies for the
@@ -421,19 +322,6 @@ fn response_edits(upstream: &Io) -> Edits<'static> {
     } else {
         Edits(&[Edit::Remove("x-mesh-error")])
     }
-}
-
-/// Sends the proxy's own response to a failure.
-pub(super) async fn reply(
-    client: &mut Io,
-    record: &mut ExchangeRecord,
-    failure: &Failure,
-    keep_alive: bool,
-    head_only: bool,
-) {
-    let reply = record.local_reply(failure).http1(keep_alive, head_only);
-    // A client that has closed needs no response.
-    let _ = client.write_all(&reply).await;
 }
 
 /// How waiting for a response ends without one.
@@ -457,7 +345,7 @@ impl From<Refused> for Ended {
     }
 }
 
-fn request_failure(broken: &BodyError) -> Failure {
+pub(super) fn request_failure(broken: &BodyError) -> Failure {
     match broken {
         BodyError::Malformed(reason) => Failure::BadRequest(reason),
         _ => Failure::BadRequest("the request ended early"),

@@ -15,8 +15,8 @@ use http::Request;
 use tokio::sync::Mutex;
 use tokio::task::AbortHandle;
 
+use super::{Dialer, Remote};
 use crate::batched::Batched;
-use crate::connect::{Dialer, Remote};
 use crate::error::Failure;
 use crate::io::Io;
 use crate::lifetime::{Expiry, Lifetime};
