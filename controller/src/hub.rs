@@ -9,8 +9,10 @@ use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::hash::Hash;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use tokio::sync::{Notify, mpsc, watch};
+use tokio_util::sync::CancellationToken;
 
 use crate::index::object::{Change, Key, Kind};
 use crate::index::state::State;
@@ -19,6 +21,25 @@ use crate::index::{Index, Touched};
 
 /// How many changes are taken in under one lock; more wait for the next round.
 const BATCH: usize = 1024;
+/// Time that a call waits for a synced catalog.
+const SYNC_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Why the catalog cannot be read.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CatalogError {
+    /// Objects of these kinds were not listed yet.
+    #[error("the catalog is not synced yet, objects of these kinds are missing: {0}; try again")]
+    NotSynced(String),
+    /// The controller stops.
+    #[error("this controller is shutting down; connect again to reach another replica")]
+    Stopping,
+}
+
+impl From<CatalogError> for tonic::Status {
+    fn from(error: CatalogError) -> tonic::Status {
+        tonic::Status::unavailable(error.to_string())
+    }
+}
 
 /// The index and its subscribers. Cheap to clone.
 #[derive(Clone)]
@@ -109,7 +130,19 @@ impl Hub {
         self.missing.borrow().clone()
     }
 
-    /// Waits until the catalog is synced.
+    /// Waits for a synced catalog, for [`SYNC_TIMEOUT`] at most.
+    pub async fn wait_synced(&self, stopping: &CancellationToken) -> Result<(), CatalogError> {
+        tokio::select! {
+            () = self.synced() => Ok(()),
+            () = stopping.cancelled() => Err(CatalogError::Stopping),
+            () = tokio::time::sleep(SYNC_TIMEOUT) => {
+                let missing: Vec<&str> = self.missing().iter().map(|kind| kind.name()).collect();
+                Err(CatalogError::NotSynced(missing.join(", ")))
+            }
+        }
+    }
+
+    /// Waits for a synced catalog.
     pub async fn synced(&self) {
         let mut missing = self.missing.subscribe();
         let waited = missing.wait_for(BTreeSet::is_empty).await;
@@ -130,20 +163,20 @@ impl Hub {
             .collect()
     }
 
-    /// Asks the index, again after each change, until it answers.
-    pub async fn wait_for<T>(&self, ask: impl Fn(&Index) -> Option<T>) -> T {
+    /// Reads the index, again after each change, until `read` returns a value.
+    pub async fn wait_for<T>(&self, read: impl Fn(&Index) -> Option<T>) -> T {
         let mut changed = self.changed.subscribe();
         loop {
-            if let Some(answer) = self.ask(&ask) {
-                return answer;
+            if let Some(value) = self.read(&read) {
+                return value;
             }
             changed.changed().await.expect("self holds the sender");
         }
     }
 
-    /// Asks the index as it is now. What is asked must be quick.
-    pub fn ask<T>(&self, ask: impl FnOnce(&Index) -> T) -> T {
-        ask(&self.lock().index)
+    /// Reads the current index under its lock.
+    pub fn read<T>(&self, read: impl FnOnce(&Index) -> T) -> T {
+        read(&self.lock().index)
     }
 
     /// A Service as it is now.
@@ -354,8 +387,13 @@ impl Services {
         Some((key, view))
     }
 
-    /// How many Services have news at this moment.
-    pub fn waiting(&self) -> usize {
+    /// Whether the subscription is for all Services.
+    pub fn watches_all(&self) -> bool {
+        self.names.is_empty()
+    }
+
+    /// The number of pending notifications.
+    pub fn pending(&self) -> usize {
         self.mailbox.len()
     }
 }

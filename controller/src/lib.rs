@@ -202,18 +202,18 @@ impl Controller {
         );
         let trust_domain = self.trust_domain.clone();
         let grpc = async {
-            let authority = tokio::select! {
-                authority = self.authority.authority() => authority,
+            let trust = tokio::select! {
+                trust = self.authority.loaded() => trust,
                 () = stopping.cancelled() => None,
             };
-            let Some(authority) = authority else {
+            let Some(trust) = trust.map(|trust| trust.subscribe()) else {
                 return Ok(());
             };
-            let serving = Serving::new(authority.clone(), self.names, self.certificate_life)?;
+            let serving = Serving::new(trust.clone(), self.names, self.certificate_life)?;
             let context = grpc::Context {
                 hub: hub.clone(),
                 authenticator,
-                authority,
+                trust,
                 proxies: self.proxies,
                 trust_domain: self.trust_domain,
                 certificate_life: self.certificate_life,

@@ -60,7 +60,7 @@ pub struct Status {
 
 impl Proxies {
     /// Adds one, until the guard is dropped.
-    pub fn connect(&self, caller: &Caller, now: SystemTime) -> Connected {
+    pub fn connect(&self, caller: &Caller, now: SystemTime) -> ConnectedGuard {
         let proxy = ConnectedProxy {
             pod: caller.pod.clone(),
             user: caller.user.clone(),
@@ -73,7 +73,7 @@ impl Proxies {
         inner.connected.insert(id, proxy);
         drop(inner);
         self.changed.send_replace(());
-        Connected {
+        ConnectedGuard {
             proxies: self.clone(),
             id,
         }
@@ -102,16 +102,16 @@ impl Proxies {
     }
 }
 
-/// A proxy's place in the registry. Dropped, it is forgotten.
+/// Removes a proxy from the registry when it is dropped.
 #[derive(Debug)]
-pub struct Connected {
+pub struct ConnectedGuard {
     proxies: Proxies,
     id: u64,
 }
 
-impl Connected {
-    /// Keeps what the proxy says now.
-    pub fn says(&self, status: Status) {
+impl ConnectedGuard {
+    /// Replaces the status of the proxy.
+    pub fn update(&self, status: Status) {
         if let Some(proxy) = self.proxies.lock().connected.get_mut(&self.id) {
             proxy.status = Some(status);
         }
@@ -119,7 +119,7 @@ impl Connected {
     }
 }
 
-impl Drop for Connected {
+impl Drop for ConnectedGuard {
     fn drop(&mut self) {
         self.proxies.lock().connected.remove(&self.id);
         self.proxies.changed.send_replace(());
@@ -156,8 +156,8 @@ mod tests {
         );
         assert!(changed.has_changed().unwrap());
         changed.mark_unchanged();
-        one.says(status("1"));
-        one.says(status("2"));
+        one.update(status("1"));
+        one.update(status("2"));
         assert!(changed.has_changed().unwrap());
         let all = proxies.snapshot();
         assert_eq!(

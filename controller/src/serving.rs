@@ -1,10 +1,8 @@
-//! TLS before gRPC: who connects finds out that this is the controller. Between the listener and
-//! the gRPC server.
+//! TLS between the listener and the gRPC server. Clients verify that the server is the controller.
 //!
-//! TLS 1.3 alone, without client certificates: callers prove themselves by tokens. The certificate
-//! comes from the mesh's own issuer and is replaced while connections go on. Handshakes run beside
-//! each other, bounded in number and time, and never hold up the next; a connection that is no TLS
-//! is closed, never served.
+//! TLS 1.3 without client certificates: tokens authenticate the clients. The issuer of the mesh
+//! signs the certificate, which is renewed while connections stay open. Handshakes run
+//! concurrently and are limited in number and time.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::pin::Pin;
@@ -14,6 +12,7 @@ use std::time::{Duration, SystemTime};
 use std::{fmt, io};
 
 use diy_mesh_proto::Identity;
+use diy_mesh_proto::identity::InvalidIdentity;
 use diy_mesh_runtime::listen::Acceptor;
 use futures::Stream;
 use rustls::ServerConfig;
@@ -28,21 +27,22 @@ use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::{Connected, TcpConnectInfo};
 
-use crate::authority::Authority;
+use crate::authority::TrustReceiver;
 use crate::issuer::{Issuer, SignError};
 
-/// How many connections there may be: a proxy has one or two.
+/// A proxy has one or two connections.
 const MAX_CONNECTIONS: usize = 50_000;
-/// How many of them may be in their handshake.
+/// Connections in their handshake.
 const MAX_HANDSHAKES: usize = 1024;
-/// How long a handshake may take.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-/// After a certificate could not be made.
+/// Delay after a failure to sign the certificate.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
-/// The clock is looked at so often: it may jump, a timer does not.
+/// Timers do not follow changes of the clock.
 const CLOCK_CHECK_INTERVAL: Duration = Duration::from_secs(60);
+/// The usual domain of cluster DNS. Proxies verify the identity instead of the DNS name.
+const CLUSTER_DOMAIN: &str = "cluster.local";
 
-/// The names of the controller, for its certificate.
+/// The names in the serving certificate.
 #[derive(Clone, Debug)]
 pub struct Names {
     identity: Identity,
@@ -50,11 +50,8 @@ pub struct Names {
 }
 
 impl Names {
-    /// Those of the controller in this trust domain and namespace.
-    pub fn new(
-        trust_domain: &str,
-        namespace: &str,
-    ) -> Result<Names, diy_mesh_proto::identity::InvalidIdentity> {
+    /// The names of the controller in this trust domain and namespace.
+    pub fn new(trust_domain: &str, namespace: &str) -> Result<Names, InvalidIdentity> {
         let name = format!("controller.{namespace}");
         let dns = vec![
             format!("{name}.svc.{CLUSTER_DOMAIN}"),
@@ -69,92 +66,84 @@ impl Names {
     }
 }
 
-/// What cluster DNS calls itself nearly everywhere. Proxies verify the identity, not this.
-const CLUSTER_DOMAIN: &str = "cluster.local";
-
-/// The certificate that is shown, replaced in time.
+/// The serving certificate and its renewal.
 pub struct Serving {
-    authority: Authority,
+    trust: TrustReceiver,
     names: Names,
     life: Duration,
-    shown: RwLock<Shown>,
+    current: RwLock<Current>,
 }
 
-struct Shown {
+struct Current {
     certified: Arc<CertifiedKey>,
     issuer: Arc<Issuer>,
     renew: SystemTime,
 }
 
 impl Serving {
-    /// Has the first certificate made.
+    /// Signs the first certificate.
     pub fn new(
-        authority: Authority,
+        trust: TrustReceiver,
         names: Names,
         life: Duration,
     ) -> Result<Arc<Serving>, SignError> {
-        let shown = RwLock::new(make(&authority, &names, life)?);
+        let issuer = trust.borrow().issuer.clone();
         Ok(Arc::new(Serving {
-            authority,
+            current: RwLock::new(sign(issuer, &names, life)?),
+            trust,
             names,
             life,
-            shown,
         }))
     }
 
-    /// Has a new certificate made at two thirds of the life of each, and when another issuer signs.
-    /// Ends with the authority.
+    /// Renews the certificate after two thirds of its validity, and when the issuer changes.
+    /// Returns when the authority ends.
     pub async fn renew(&self) {
-        let mut trust = self.authority.trust();
+        let mut trust = self.trust.clone();
         loop {
-            let wait = match self.renew_where_due() {
+            let wait = match self.renew_if_due() {
                 Ok(next) => next
                     .duration_since(SystemTime::now())
                     .unwrap_or_default()
                     .min(CLOCK_CHECK_INTERVAL),
                 Err(error) => {
-                    tracing::error!(
-                        "the controller's own certificate cannot be renewed, the former one is shown: {error}"
-                    );
+                    tracing::error!("cannot renew the serving certificate, retrying: {error}");
                     RETRY_INTERVAL
                 }
             };
             tokio::select! {
-                changed = trust.changed() => changed.expect("self holds the authority"),
+                changed = trust.changed() => if changed.is_err() { return },
                 () = tokio::time::sleep(wait) => {}
             }
         }
     }
 
-    /// When it is due next.
-    fn renew_where_due(&self) -> Result<SystemTime, SignError> {
-        let issuer = self.authority.trust().borrow().issuer.clone();
+    /// Returns the time of the next renewal.
+    fn renew_if_due(&self) -> Result<SystemTime, SignError> {
+        let issuer = self.trust.borrow().issuer.clone();
         {
-            let shown = self.shown.read().unwrap_or_else(PoisonError::into_inner);
-            if Arc::ptr_eq(&shown.issuer, &issuer) && SystemTime::now() < shown.renew {
-                return Ok(shown.renew);
+            let current = self.current.read().unwrap_or_else(PoisonError::into_inner);
+            if Arc::ptr_eq(&current.issuer, &issuer) && SystemTime::now() < current.renew {
+                return Ok(current.renew);
             }
         }
-        let new = make(&self.authority, &self.names, self.life)?;
-        tracing::info!(
-            issuer = new.issuer.id(),
-            "the controller's own certificate is new"
-        );
+        let new = sign(issuer, &self.names, self.life)?;
+        tracing::info!(issuer = new.issuer.id(), "serving certificate renewed");
         let renew = new.renew;
-        *self.shown.write().unwrap_or_else(PoisonError::into_inner) = new;
+        *self.current.write().unwrap_or_else(PoisonError::into_inner) = new;
         Ok(renew)
     }
 
-    /// What TLS is spoken by.
+    /// The TLS configuration, which always uses the current certificate.
     pub fn tls(self: &Arc<Self>) -> Arc<ServerConfig> {
         let mut config =
             ServerConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
                 .with_protocol_versions(&[&rustls::version::TLS13])
-                .expect("the provider speaks TLS 1.3")
+                .expect("the provider supports TLS 1.3")
                 .with_no_client_auth()
                 .with_cert_resolver(Arc::new(Resolver(self.clone())));
         config.alpn_protocols = vec![b"h2".to_vec()];
-        // Whoever comes back verifies the certificate that is shown then.
+        // Without resumption, clients verify the current certificate.
         config.send_tls13_tickets = 0;
         Arc::new(config)
     }
@@ -164,14 +153,9 @@ struct Resolver(Arc<Serving>);
 
 impl ResolvesServerCert for Resolver {
     fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
-        Some(
-            self.0
-                .shown
-                .read()
-                .unwrap_or_else(PoisonError::into_inner)
-                .certified
-                .clone(),
-        )
+        let current = self.0.current.read();
+        let current = current.unwrap_or_else(PoisonError::into_inner);
+        Some(current.certified.clone())
     }
 }
 
@@ -181,26 +165,26 @@ impl fmt::Debug for Resolver {
     }
 }
 
-fn make(authority: &Authority, names: &Names, life: Duration) -> Result<Shown, SignError> {
-    let issuer = authority.trust().borrow().issuer.clone();
+fn sign(issuer: Arc<Issuer>, names: &Names, life: Duration) -> Result<Current, SignError> {
     let now = SystemTime::now();
     let local = [
         IpAddr::V4(Ipv4Addr::LOCALHOST),
         IpAddr::V6(Ipv6Addr::LOCALHOST),
     ];
-    let made = issuer.sign_serving(Some(names.identity.as_str()), &names.dns, &local, now, life)?;
-    let key = aws_lc_rs::sign::any_supported_type(&made.key)
+    let identity = Some(names.identity.as_str());
+    let signed = issuer.sign_serving(identity, &names.dns, &local, now, life)?;
+    let key = aws_lc_rs::sign::any_supported_type(&signed.key)
         .map_err(|error| SignError::Crypto(error.to_string()))?;
-    let left = made.not_after.duration_since(now).unwrap_or_default();
-    Ok(Shown {
-        certified: Arc::new(CertifiedKey::new(made.chain, key)),
+    let left = signed.not_after.duration_since(now).unwrap_or_default();
+    Ok(Current {
+        certified: Arc::new(CertifiedKey::new(signed.chain, key)),
         issuer,
         renew: now + left * 2 / 3,
     })
 }
 
-/// The connections with a completed handshake.
-pub fn handshakes(
+/// Accepts connections and returns those with a completed handshake.
+pub fn connections(
     tls: Arc<ServerConfig>,
     listener: TcpListener,
 ) -> impl Stream<Item = io::Result<TlsConnection>> {
@@ -225,7 +209,7 @@ async fn accept(
             () = done.closed() => return,
             accepted = acceptor.accept_limited(&handshakes) => accepted,
         };
-        // A closed connection makes the proxy try another replica; one that waits does not.
+        // The proxy tries another replica after a closed connection.
         let Ok(slot) = connections.clone().try_acquire_owned() else {
             tracing::warn!(
                 "connection closed: the limit of {MAX_CONNECTIONS} connections is reached"
@@ -246,32 +230,31 @@ async fn accept(
 async fn handshake_with_timeout(
     tls: TlsAcceptor,
     connection: TcpStream,
-    place: OwnedSemaphorePermit,
+    slot: OwnedSemaphorePermit,
 ) -> Option<TlsConnection> {
     let peer = connection.peer_addr().ok();
     match tokio::time::timeout(HANDSHAKE_TIMEOUT, tls.accept(connection)).await {
         Ok(Ok(stream)) => {
             return Some(TlsConnection {
                 stream,
-                _place: place,
+                _slot: slot,
             });
         }
-        // Every TCP health check ends so.
+        // TCP health checks.
         Ok(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => {}
-        Ok(Err(error)) => tracing::debug!(?peer, "a TLS handshake failed: {error}"),
+        Ok(Err(error)) => tracing::debug!(?peer, "TLS handshake failed: {error}"),
         Err(_) => tracing::debug!(
             ?peer,
-            "a TLS handshake took longer than {} s",
-            HANDSHAKE_TIMEOUT.as_secs()
+            "TLS handshake not complete after {HANDSHAKE_TIMEOUT:?}"
         ),
     }
     None
 }
 
-/// A connection over TLS, which counts until it is dropped.
+/// A TLS connection, which counts towards the limit until it is dropped.
 pub struct TlsConnection {
     stream: TlsStream<TcpStream>,
-    _place: OwnedSemaphorePermit,
+    _slot: OwnedSemaphorePermit,
 }
 
 impl Connected for TlsConnection {
@@ -324,6 +307,8 @@ impl AsyncWrite for TlsConnection {
 
 #[cfg(test)]
 mod tests {
+    use tokio::sync::watch;
+
     use super::*;
     use crate::authority::{Roots, Trust, self_signed};
 
@@ -340,47 +325,44 @@ mod tests {
     }
 
     fn leaf(serving: &Serving) -> Vec<u8> {
-        serving.shown.read().unwrap().certified.cert[0].to_vec()
+        serving.current.read().unwrap().certified.cert[0].to_vec()
+    }
+
+    fn serving(life: u64) -> (Arc<Serving>, watch::Sender<Arc<Trust>>) {
+        let authority = watch::Sender::new(Arc::new(trust()));
+        let names = Names::new("cluster.local", "service-mesh").unwrap();
+        let life = Duration::from_secs(life);
+        let serving = Serving::new(authority.subscribe(), names, life).unwrap();
+        (serving, authority)
     }
 
     #[test]
-    fn a_certificate_is_kept_until_it_is_due_or_another_issuer_signs() {
-        let (authority, names) = (
-            Authority::fixed(trust()),
-            Names::new("cluster.local", "service-mesh").unwrap(),
-        );
-        let serving = Serving::new(authority.clone(), names, Duration::from_secs(3000)).unwrap();
+    fn renews_certificate_when_it_is_due_or_the_issuer_changes() {
+        let (serving, authority) = serving(3000);
         let first = leaf(&serving);
-        let due = serving
-            .renew_where_due()
-            .unwrap()
-            .duration_since(SystemTime::now())
-            .unwrap();
+        let due = serving.renew_if_due().unwrap();
+        let due = due.duration_since(SystemTime::now()).unwrap();
         assert!(
             (1990..=2000).contains(&due.as_secs()),
-            "at two thirds of its life: {due:?}"
+            "after two thirds of its validity: {due:?}"
         );
         assert_eq!(leaf(&serving), first);
-        serving.shown.write().unwrap().renew = SystemTime::now();
-        serving.renew_where_due().unwrap();
+        serving.current.write().unwrap().renew = SystemTime::now();
+        serving.renew_if_due().unwrap();
         let second = leaf(&serving);
         assert_ne!(second, first);
-        authority.publish(trust());
-        serving.renew_where_due().unwrap();
+        authority.send_replace(Arc::new(trust()));
+        serving.renew_if_due().unwrap();
         assert_ne!(leaf(&serving), second);
         assert!(Arc::ptr_eq(
-            &serving.shown.read().unwrap().issuer,
-            &authority.trust().borrow().issuer
+            &serving.current.read().unwrap().issuer,
+            &authority.borrow().issuer
         ));
     }
 
     #[tokio::test]
-    async fn what_is_due_is_renewed_without_anybody_asking() {
-        let (authority, names) = (
-            Authority::fixed(trust()),
-            Names::new("cluster.local", "service-mesh").unwrap(),
-        );
-        let serving = Serving::new(authority, names, Duration::from_secs(1)).unwrap();
+    async fn renews_due_certificate_by_itself() {
+        let (serving, _authority) = serving(1);
         let first = leaf(&serving);
         let changed = async {
             while leaf(&serving) == first {

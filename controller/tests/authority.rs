@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use diy_mesh_controller::authority::reports::Connected;
 use diy_mesh_controller::authority::rotation::Phase;
 use diy_mesh_controller::authority::{
-    self, Authority, AuthorityHandle, Options, Provider, Roots, self_signed,
+    self, AuthorityHandle, Options, Provider, Roots, TrustSender, self_signed,
 };
 use diy_mesh_controller::hub::Hub;
 use diy_mesh_controller::index::object::{Change, Key, Kind, Object, Pod};
@@ -116,25 +116,19 @@ impl Replica {
         }));
     }
 
-    async fn authority(&self) -> Authority {
-        tokio::time::timeout(DEADLINE, self.kept.authority())
+    async fn authority(&self) -> TrustSender {
+        tokio::time::timeout(DEADLINE, self.kept.loaded())
             .await
             .unwrap()
             .unwrap()
     }
 
     async fn roots(&self) -> Arc<Roots> {
-        self.authority().await.trust().borrow().roots.clone()
+        self.authority().await.borrow().roots.clone()
     }
 
     async fn issuer(&self) -> String {
-        self.authority()
-            .await
-            .trust()
-            .borrow()
-            .issuer
-            .id()
-            .to_owned()
+        self.authority().await.borrow().issuer.id().to_owned()
     }
 
     async fn until(&self, what: &str, condition: impl Fn(&Status) -> bool) -> Status {
@@ -174,11 +168,11 @@ fn connected(name: &str, proxy: &Proxy) -> Connected {
 }
 
 async fn follow(kept: AuthorityHandle, proxies: Arc<Mutex<Vec<(String, Proxy)>>>) {
-    let Some(authority) = kept.authority().await else {
+    let Some(authority) = kept.loaded().await else {
         return;
     };
     loop {
-        let trust = authority.trust().borrow().clone();
+        let trust = authority.borrow().clone();
         for (_, proxy) in proxies
             .lock()
             .unwrap()

@@ -252,11 +252,11 @@ impl Replica {
     }
 
     async fn roots(&self) -> Arc<Roots> {
-        let authority = tokio::time::timeout(DEADLINE, self.kept.authority())
+        let authority = tokio::time::timeout(DEADLINE, self.kept.loaded())
             .await
             .expect("there is a CA in time")
             .unwrap();
-        authority.trust().borrow().roots.clone()
+        authority.borrow().roots.clone()
     }
 
     async fn until_phase(&self, phase: Phase) {

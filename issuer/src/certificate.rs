@@ -4,12 +4,10 @@ use std::net::IpAddr;
 use std::time::{Duration, SystemTime};
 
 use aws_lc_rs::digest::{SHA256, digest};
-use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use x509_parser::certificate::X509Certificate;
 use x509_parser::extensions::{GeneralName, ParsedExtension};
-
-use crate::hex;
 
 const BEGIN: &str = "-----BEGIN CERTIFICATE-----";
 const END: &str = "-----END CERTIFICATE-----";
@@ -171,4 +169,29 @@ fn ip_address(name: &GeneralName<'_>) -> Option<IpAddr> {
 /// A time in seconds since 1970. Earlier times become 1970.
 pub(crate) fn time(seconds: i64) -> SystemTime {
     SystemTime::UNIX_EPOCH + Duration::from_secs(u64::try_from(seconds).unwrap_or_default())
+}
+
+/// A certificate as PEM.
+pub fn pem(certificate: &CertificateDer<'_>) -> String {
+    to_pem("CERTIFICATE", certificate)
+}
+
+fn to_pem(label: &str, der: &[u8]) -> String {
+    let config = ::pem::EncodeConfig::new().set_line_ending(::pem::LineEnding::LF);
+    ::pem::encode_config(&::pem::Pem::new(label, der), config)
+}
+
+/// A private key as PEM.
+pub fn private_key_pem(key: &PrivateKeyDer<'_>) -> String {
+    let label = match key {
+        PrivateKeyDer::Pkcs1(_) => "RSA PRIVATE KEY",
+        PrivateKeyDer::Sec1(_) => "EC PRIVATE KEY",
+        _ => "PRIVATE KEY",
+    };
+    to_pem(label, key.secret_der())
+}
+
+/// Bytes as lower-case hexadecimal digits.
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -7,7 +7,6 @@
 
 mod certificate;
 mod check;
-mod draft;
 mod request;
 
 use std::fmt;
@@ -17,13 +16,13 @@ use std::time::{Duration, SystemTime};
 use aws_lc_rs::rand;
 use rcgen::{
     BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa,
-    KeyIdMethod, KeyPair, KeyUsagePurpose, PublicKeyData, SanType,
+    KeyIdMethod, KeyPair, KeyUsagePurpose, PublicKeyData, SanType, SignatureAlgorithm, SigningKey,
 };
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use x509_parser::asn1_rs::{Any, BitString, FromDer, Sequence, ToDer};
 
-pub use certificate::Certificate;
+pub use certificate::{Certificate, hex, pem, private_key_pem};
 pub use check::IssuerError;
-use draft::DraftKey;
 pub use request::{Request, RequestError};
 
 /// Time by which `notBefore` precedes the signing time, to tolerate clock skew.
@@ -133,10 +132,10 @@ impl Issuer {
         now: SystemTime,
         lifetime: Duration,
     ) -> Result<Serving, SignError> {
-        let key = KeyPair::generate_for(&rcgen::PKCS_ECDSA_P256_SHA256).map_err(failed)?;
+        let key = KeyPair::generate_for(&rcgen::PKCS_ECDSA_P256_SHA256).map_err(crypto)?;
         let mut all: Vec<SanType> = spiffe_id.map(uri).transpose()?.into_iter().collect();
         for name in names {
-            all.push(SanType::DnsName(name.as_str().try_into().map_err(failed)?));
+            all.push(SanType::DnsName(name.as_str().try_into().map_err(crypto)?));
         }
         all.extend(addresses.iter().map(|address| SanType::IpAddress(*address)));
         let leaf = self.leaf(&key, all, now, lifetime)?;
@@ -198,8 +197,8 @@ impl Issuer {
         }
         params.subject_alt_names = names;
         params.use_authority_key_identifier_extension = true;
-        let draft = params.signed_by(key, &self.ca).map_err(failed)?;
-        let der = draft::sign(draft.der(), &self.subject, self.ca.key())?;
+        let draft = params.signed_by(key, &self.ca).map_err(crypto)?;
+        let der = sign_draft(draft.der(), &self.subject, self.ca.key())?;
         Ok(Signed {
             pem: pem(&der),
             der,
@@ -220,10 +219,10 @@ impl fmt::Debug for Issuer {
 }
 
 fn uri(spiffe_id: &str) -> Result<SanType, SignError> {
-    Ok(SanType::URI(spiffe_id.try_into().map_err(failed)?))
+    Ok(SanType::URI(spiffe_id.try_into().map_err(crypto)?))
 }
 
-fn failed(error: rcgen::Error) -> SignError {
+fn crypto(error: impl fmt::Display) -> SignError {
     SignError::Crypto(error.to_string())
 }
 
@@ -235,7 +234,7 @@ pub fn self_signed(
     now: SystemTime,
     lifetime: Duration,
 ) -> Result<(String, String), SignError> {
-    let key = KeyPair::generate_for(&rcgen::PKCS_ECDSA_P384_SHA384).map_err(failed)?;
+    let key = KeyPair::generate_for(&rcgen::PKCS_ECDSA_P384_SHA384).map_err(crypto)?;
     let mut params = CertificateParams::default();
     params.distinguished_name = DistinguishedName::new();
     params
@@ -249,7 +248,7 @@ pub fn self_signed(
     params.use_authority_key_identifier_extension = true;
     params.not_before = (now - BACKDATED).into();
     params.not_after = (now + lifetime).into();
-    let certificate = params.self_signed(&key).map_err(failed)?;
+    let certificate = params.self_signed(&key).map_err(crypto)?;
     Ok((certificate.pem(), key.serialize_pem()))
 }
 
@@ -263,29 +262,61 @@ fn serial() -> Result<[u8; 16], SignError> {
     Ok(serial)
 }
 
-/// A certificate as PEM.
-pub fn pem(certificate: &CertificateDer<'_>) -> String {
-    to_pem("CERTIFICATE", certificate)
+/// A CA key that rcgen signs drafts with. Drafts have an empty signature.
+struct DraftKey(KeyPair);
+
+impl PublicKeyData for DraftKey {
+    fn der_bytes(&self) -> &[u8] {
+        self.0.der_bytes()
+    }
+
+    fn algorithm(&self) -> &'static SignatureAlgorithm {
+        self.0.algorithm()
+    }
 }
 
-fn to_pem(label: &str, der: &[u8]) -> String {
-    let config = pem::EncodeConfig::new().set_line_ending(pem::LineEnding::LF);
-    pem::encode_config(&pem::Pem::new(label, der), config)
+impl SigningKey for DraftKey {
+    fn sign(&self, _: &[u8]) -> Result<Vec<u8>, rcgen::Error> {
+        Ok(Vec::new())
+    }
 }
 
-/// A private key as PEM.
-pub fn private_key_pem(key: &PrivateKeyDer<'_>) -> String {
-    let label = match key {
-        PrivateKeyDer::Pkcs1(_) => "RSA PRIVATE KEY",
-        PrivateKeyDer::Sec1(_) => "EC PRIVATE KEY",
-        _ => "PRIVATE KEY",
-    };
-    to_pem(label, key.secret_der())
+/// Signs a draft by [`DraftKey`], with `issuer` (a Name, as DER) in place of the issuer name: it is
+/// copied byte by byte from the CA certificate, because verifiers compare the encodings (RFC 5280,
+/// section 6.1.3). rcgen stores names in a map and encodes them again, which changes names with a
+/// repeated attribute, such as `DC=example, DC=com`, and with several attributes in one RDN.
+fn sign_draft(
+    draft: &CertificateDer<'_>,
+    issuer: &[u8],
+    key: &DraftKey,
+) -> Result<CertificateDer<'static>, SignError> {
+    let (_, certificate) = Sequence::from_der(draft).map_err(crypto)?;
+    let (after, content) = Sequence::from_der(certificate.as_ref()).map_err(crypto)?;
+    let (_, algorithm) = element(after)?;
+    let content = content.as_ref();
+    // Version, serial number and algorithm precede the issuer name.
+    let mut rest = content;
+    for _ in 0..3 {
+        rest = element(rest)?.0;
+    }
+    let before = &content[..content.len() - rest.len()];
+    let (after, _) = element(rest)?;
+    let content = sequence(&[before, issuer, after])?;
+    let signature = key.0.sign(&content).map_err(crypto)?;
+    let signature = BitString::new(0, &signature).to_der_vec().map_err(crypto)?;
+    Ok(sequence(&[&content, algorithm, &signature])?.into())
 }
 
-/// Bytes as lower-case hexadecimal digits.
-pub fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+/// The remainder after the first element, and that element.
+fn element(bytes: &[u8]) -> Result<(&[u8], &[u8]), SignError> {
+    let (rest, _) = Any::from_der(bytes).map_err(crypto)?;
+    Ok((rest, &bytes[..bytes.len() - rest.len()]))
+}
+
+fn sequence(parts: &[&[u8]]) -> Result<Vec<u8>, SignError> {
+    Sequence::new(parts.concat().into())
+        .to_der_vec()
+        .map_err(crypto)
 }
 
 #[cfg(test)]

@@ -15,6 +15,8 @@ const COMMON_VARIABLES: [&str; 2] = ["PATH", "NO_COLOR"];
 const TEXT_EXTENSIONS: [&str; 8] = [
     ".rs", ".md", ".toml", ".yaml", ".yml", ".proto", ".svg", ".sh",
 ];
+/// The maximum length of the list of files that a certificate request passes.
+const MAX_FILES_OF_CERTIFICATE_REQUEST: usize = 12;
 /// List of banned words with their replacements.
 const BANNED_WORDS: &str = "tests/banned-words.txt";
 /// Top-level entries that are not yet checked for banned words. Remove each as soon as it passes.
@@ -92,6 +94,54 @@ fn paths_in_architecture_exist() {
         "paths in ARCHITECTURE.md do not exist",
         missing.map(str::to_owned),
     );
+}
+
+#[test]
+fn certificate_request_passes_few_files_and_returns_to_none() {
+    let text = read(Path::new("ARCHITECTURE.md"));
+    let section = text
+        .split("\n## A certificate request\n")
+        .nth(1)
+        .and_then(|rest| rest.split("\n## ").next())
+        .expect("ARCHITECTURE.md has the section `A certificate request`");
+    let walk: Vec<&str> = section
+        .lines()
+        .filter(|line| line.starts_with(|first: char| first.is_ascii_digit()))
+        .map(|line| line.split('`').nth(1).unwrap_or(line))
+        .collect();
+    assert!(
+        (5..=MAX_FILES_OF_CERTIFICATE_REQUEST).contains(&walk.len()),
+        "{} files, expected at most {MAX_FILES_OF_CERTIFICATE_REQUEST}: {walk:?}",
+        walk.len()
+    );
+    assert_eq!(
+        walk.iter().collect::<BTreeSet<_>>().len(),
+        walk.len(),
+        "a file is listed twice: {walk:?}"
+    );
+    let unreachable = (1..walk.len()).filter(|&position| {
+        let (earlier, path) = (&walk[..position], Path::new(walk[position]));
+        !earlier
+            .iter()
+            .any(|file| mentions(&code(Path::new(file)), path))
+    });
+    assert_none(
+        "files of the certificate request are not imported by an earlier one",
+        unreachable.map(|position| walk[position].to_owned()),
+    );
+}
+
+/// Whether code refers to the module in a file, or to the crate of the file.
+fn mentions(code: &str, path: &Path) -> bool {
+    let names: Vec<_> = path.iter().filter_map(|part| part.to_str()).collect();
+    let (crate_name, file) = (names[0], names[names.len() - 1].trim_end_matches(".rs"));
+    let module = match file {
+        "mod" => names[names.len() - 2],
+        file => file,
+    };
+    code.contains(&format!("mod {module};"))
+        || code.contains(&format!("{module}::"))
+        || code.contains(&format!("{crate_name}::"))
 }
 
 #[test]

@@ -4,60 +4,60 @@
 //! Results are cached for a short time by the hash of the token. Tokens are never logged, stored or
 //! part of a message.
 
-mod cache;
 pub mod jwks;
 mod tokenreview;
 
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use aws_lc_rs::digest;
+use diy_mesh_proto::TOKEN_AUDIENCE;
 use tokio::sync::Semaphore;
+use tonic::Status;
 use tonic::metadata::MetadataMap;
 
 use crate::metrics::Metrics;
-use cache::Cache;
 pub use jwks::Jwks;
 pub use tokenreview::TokenReviews;
 
-/// No token is longer: those of service accounts have one or two kB.
+/// Tokens of service accounts have one or two kB.
 const MAX_TOKEN_BYTES: usize = 16 * 1024;
-/// An accepted token is asked about again after this time at the latest.
+/// Maximum cache time of an accepted token.
 const ACCEPTED_TTL: Duration = Duration::from_secs(60);
-/// A refused one too: a token may be valid a moment later (a key that was just added, a clock
-/// behind).
+/// Cache time of a rejected token, which may become valid (a new key, a clock that is behind).
 const REFUSED_TTL: Duration = Duration::from_secs(3);
-/// How many answers of either sort are kept.
+/// The capacity of each cache.
 const MAX_CACHE_ENTRIES: usize = 10_000;
-/// How many questions are under way at a time.
+/// More reviews wait.
 const MAX_CONCURRENT_REVIEWS: usize = 32;
-/// How long a question may take, its wait for a turn included.
+/// Time for a review, including its wait for a slot.
 const REVIEW_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Who is calling, proven by a token.
+/// An authenticated client.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Caller {
     /// The user name, for example `system:serviceaccount:shop:web`.
     pub user: Arc<str>,
-    /// The pod that the token was made for and ends with; none for a token that is bound to no pod.
+    /// The pod that the token is bound to, if any.
     pub pod: Option<PodRef>,
 }
 
-/// One pod, and not its successor of the same name.
+/// A pod, distinguished by its UID from a successor with the same name.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct PodRef {
-    /// Its namespace.
+    /// The namespace.
     pub namespace: Arc<str>,
-    /// Its name.
+    /// The name.
     pub name: Arc<str>,
-    /// Its UID.
+    /// The UID.
     pub uid: Arc<str>,
 }
 
 impl PodRef {
-    /// The pod of a service account's token: it is in the account's own namespace. None where a
-    /// part is missing.
+    /// The pod of a service account's token, in the namespace of the account. `None` if a part is
+    /// missing.
     fn of(user: &str, name: Option<&str>, uid: Option<&str>) -> Option<PodRef> {
         let (namespace, _) = user
             .strip_prefix("system:serviceaccount:")?
@@ -80,185 +80,159 @@ impl fmt::Display for PodRef {
     }
 }
 
-/// Why a call is refused.
+/// Why a call is rejected.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum AuthError {
-    /// There is no `authorization` metadata.
+    /// The `authorization` metadata is missing.
     #[error("the call carries no token")]
     Missing,
-    /// There is, but it is no bearer token.
+    /// The `authorization` metadata is not a bearer token.
     #[error("the `authorization` metadata is not `Bearer TOKEN`")]
     NoBearer,
-    /// The token was looked at and refused.
+    /// The token is invalid.
     #[error("the token is refused: {0}")]
     Refused(Arc<str>),
-    /// Nobody could look at the token.
+    /// The token cannot be verified at the moment.
     #[error("the token cannot be checked now: {0}")]
     Unreachable(Arc<str>),
+}
+
+impl From<AuthError> for Status {
+    fn from(error: AuthError) -> Status {
+        match error {
+            AuthError::Unreachable(_) => Status::unavailable(format!("{error}; try again")),
+            _ => Status::unauthenticated(format!(
+                "{error}. Send `authorization: Bearer TOKEN` with a service account token of the audience {TOKEN_AUDIENCE:?} \
+                 (in a pod: a projected token; by hand: kubectl create token ACCOUNT --audience {TOKEN_AUDIENCE})"
+            )),
+        }
+    }
 }
 
 /// The result of a successful review.
 #[derive(Clone, Debug, PartialEq)]
 struct Accepted {
     caller: Caller,
-    /// The token's own end, in seconds since 1970; none where it does not say.
+    /// The expiry of the token, in seconds since 1970, if known.
     expires: Option<u64>,
 }
 
-/// Who says whether a token is good.
+/// The authority on tokens.
 pub enum Verifier {
     /// The Kubernetes API server.
     TokenReview(TokenReviews),
-    /// A file with the issuer's public keys.
+    /// A file with the public keys of the token issuer.
     Jwks(Jwks),
 }
 
-/// Checks the tokens of calls.
+/// Verifies the tokens of calls.
 pub struct Authenticator {
     verifier: Verifier,
-    turns: Semaphore,
-    accepted: Mutex<Cache<Caller>>,
-    refused: Mutex<Cache<Arc<str>>>,
+    slots: Semaphore,
+    cache: Mutex<ResultCache>,
     metrics: Arc<Metrics>,
 }
 
-type TokenHash = [u8; digest::SHA256_OUTPUT_LEN];
-
 impl Authenticator {
-    /// An authenticator that asks `verifier`.
+    /// An authenticator that uses `verifier`.
     pub fn new(verifier: Verifier, metrics: Arc<Metrics>) -> Authenticator {
         Authenticator {
             verifier,
-            turns: Semaphore::new(MAX_CONCURRENT_REVIEWS),
-            accepted: Mutex::new(Cache::new(MAX_CACHE_ENTRIES)),
-            // Apart from the accepted ones, so that a flood of rubbish does not drive them out.
-            refused: Mutex::new(Cache::new(MAX_CACHE_ENTRIES)),
+            slots: Semaphore::new(MAX_CONCURRENT_REVIEWS),
+            cache: Mutex::default(),
             metrics,
         }
     }
 
-    /// Who makes the call that carries this metadata.
+    /// The sender of a call with this metadata.
     pub async fn caller(&self, metadata: &MetadataMap) -> Result<Caller, AuthError> {
-        let result = match bearer(metadata) {
+        self.count(match bearer(metadata) {
             Ok(token) => self.check(token).await,
             Err(error) => Err(error),
-        };
-        self.count(&result);
-        result
+        })
     }
 
-    /// Whose token it is, where a call carries it in its message.
+    /// The sender of a call with this token in its message.
     pub async fn caller_by_token(&self, token: &str) -> Result<Caller, AuthError> {
-        let result = if token.is_empty() {
-            Err(AuthError::Missing)
-        } else {
-            self.check(token).await
-        };
-        self.count(&result);
-        result
+        self.count(match token {
+            "" => Err(AuthError::Missing),
+            token => self.check(token).await,
+        })
     }
 
-    fn count(&self, result: &Result<Caller, AuthError>) {
-        let counter = match result {
+    fn count(&self, result: Result<Caller, AuthError>) -> Result<Caller, AuthError> {
+        match &result {
             Ok(_) => &self.metrics.calls_accepted,
             Err(AuthError::Unreachable(_)) => &self.metrics.calls_unchecked,
             Err(_) => &self.metrics.calls_refused,
-        };
-        counter.inc();
+        }
+        .inc();
+        result
     }
 
     async fn check(&self, token: &str) -> Result<Caller, AuthError> {
         if token.len() > MAX_TOKEN_BYTES {
-            return Err(AuthError::Refused(
-                format!("it is longer than {MAX_TOKEN_BYTES} bytes").into(),
-            ));
+            let reason = format!("it is longer than {MAX_TOKEN_BYTES} bytes");
+            return Err(AuthError::Refused(reason.into()));
         }
         let hash = hash(token);
-        if let Some(known) = self.known(&hash) {
-            return known;
+        if let Some(result) = self.cache().get(&hash, Instant::now()) {
+            return result;
         }
-        let question = async {
-            let _turn = self
-                .turns
-                .acquire()
-                .await
-                .expect("the semaphore is never closed");
-            // Whoever had the turn before may have asked the same.
-            match self.known(&hash) {
-                Some(known) => known,
-                None => self.ask(token, hash).await,
+        let review = async {
+            let slot = self.slots.acquire().await;
+            let _slot = slot.expect("the semaphore is never closed");
+            // The same token may have been reviewed during the wait.
+            let cached = self.cache().get(&hash, Instant::now());
+            match cached {
+                Some(result) => result,
+                None => self.review(token, hash).await,
             }
         };
-        match tokio::time::timeout(REVIEW_TIMEOUT, question).await {
-            Ok(answer) => answer,
-            Err(_) => Err(AuthError::Unreachable(
-                format!("no answer within {} s", REVIEW_TIMEOUT.as_secs()).into(),
-            )),
-        }
+        let result = tokio::time::timeout(REVIEW_TIMEOUT, review).await;
+        result.unwrap_or_else(|_| {
+            let reason = format!("no answer within {} s", REVIEW_TIMEOUT.as_secs());
+            Err(AuthError::Unreachable(reason.into()))
+        })
     }
 
-    fn known(&self, hash: &TokenHash) -> Option<Result<Caller, AuthError>> {
-        let now = Instant::now();
-        if let Some(caller) = self
-            .accepted
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .get(hash, now)
-        {
-            return Some(Ok(caller));
-        }
-        let reason = self
-            .refused
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .get(hash, now)?;
-        Some(Err(AuthError::Refused(reason)))
-    }
-
-    async fn ask(&self, token: &str, hash: TokenHash) -> Result<Caller, AuthError> {
-        let answer = match &self.verifier {
+    async fn review(&self, token: &str, hash: TokenHash) -> Result<Caller, AuthError> {
+        let result = match &self.verifier {
             Verifier::TokenReview(reviews) => reviews.review(token).await,
             Verifier::Jwks(jwks) => jwks.verify(token),
         };
-        let now = Instant::now();
-        match &answer {
-            Ok(accepted) => {
-                let until = now + cache_ttl(accepted.expires, SystemTime::now());
-                self.accepted
-                    .lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .put(hash, accepted.caller.clone(), until, now);
+        let (now, time) = (Instant::now(), SystemTime::now());
+        match &result {
+            Ok(Accepted { caller, expires }) => {
+                let until = now + cache_ttl(*expires, time);
+                self.cache().accepted.put(hash, caller.clone(), until, now);
             }
             Err(AuthError::Refused(reason)) => {
-                self.refused
-                    .lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .put(hash, reason.clone(), now + REFUSED_TTL, now);
+                let until = now + REFUSED_TTL;
+                self.cache().refused.put(hash, reason.clone(), until, now);
             }
             Err(_) => {}
         }
-        answer.map(|accepted| accepted.caller)
+        result.map(|accepted| accepted.caller)
+    }
+
+    fn cache(&self) -> MutexGuard<'_, ResultCache> {
+        self.cache.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// An accepted token is kept for a minute, and never beyond its own end.
+/// The cache time of an accepted token, which ends with the token.
 fn cache_ttl(expires: Option<u64>, now: SystemTime) -> Duration {
-    let Some(expires) = expires else {
-        return ACCEPTED_TTL;
-    };
-    let end = SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(expires));
-    end.map_or(ACCEPTED_TTL, |end| {
-        end.duration_since(now).unwrap_or_default()
-    })
-    .min(ACCEPTED_TTL)
+    let expires = expires.map(Duration::from_secs);
+    match expires.and_then(|expires| SystemTime::UNIX_EPOCH.checked_add(expires)) {
+        Some(end) => ACCEPTED_TTL.min(end.duration_since(now).unwrap_or_default()),
+        None => ACCEPTED_TTL,
+    }
 }
 
 fn bearer(metadata: &MetadataMap) -> Result<&str, AuthError> {
-    let value = metadata
-        .get("authorization")
-        .ok_or(AuthError::Missing)?
-        .to_str()
-        .map_err(|_| AuthError::NoBearer)?;
+    let value = metadata.get("authorization").ok_or(AuthError::Missing)?;
+    let value = value.to_str().map_err(|_| AuthError::NoBearer)?;
     let (scheme, token) = value.split_once(' ').ok_or(AuthError::NoBearer)?;
     let token = token.trim();
     if scheme.eq_ignore_ascii_case("bearer") && !token.is_empty() {
@@ -268,12 +242,68 @@ fn bearer(metadata: &MetadataMap) -> Result<&str, AuthError> {
     }
 }
 
+type TokenHash = [u8; digest::SHA256_OUTPUT_LEN];
+
 fn hash(token: &str) -> TokenHash {
     let digest = digest::digest(&digest::SHA256, token.as_bytes());
-    digest
-        .as_ref()
-        .try_into()
-        .expect("a SHA-256 digest has 32 bytes")
+    let bytes = digest.as_ref().try_into();
+    bytes.expect("a SHA-256 digest has 32 bytes")
+}
+
+/// Results by token. The caches are separate, so that invalid tokens cannot evict valid ones.
+#[derive(Default)]
+struct ResultCache {
+    accepted: Cache<Caller>,
+    refused: Cache<Arc<str>>,
+}
+
+impl ResultCache {
+    fn get(&self, hash: &TokenHash, now: Instant) -> Option<Result<Caller, AuthError>> {
+        let accepted = self.accepted.get(hash, now).map(Ok);
+        let refused = || self.refused.get(hash, now);
+        accepted.or_else(|| refused().map(|reason| Err(AuthError::Refused(reason))))
+    }
+}
+
+/// A bounded map with expiring values. The oldest entry is evicted first.
+struct Cache<T> {
+    entries: HashMap<TokenHash, (T, Instant)>,
+    order: VecDeque<TokenHash>,
+    capacity: usize,
+}
+
+impl<T> Default for Cache<T> {
+    fn default() -> Self {
+        Cache {
+            entries: HashMap::new(),
+            order: VecDeque::new(),
+            capacity: MAX_CACHE_ENTRIES,
+        }
+    }
+}
+
+impl<T: Clone> Cache<T> {
+    /// The value, unless it has expired.
+    fn get(&self, key: &TokenHash, now: Instant) -> Option<T> {
+        let (value, until) = self.entries.get(key)?;
+        (now < *until).then(|| value.clone())
+    }
+
+    /// Stores a value until it expires, and evicts expired entries and those beyond the capacity.
+    fn put(&mut self, key: TokenHash, value: T, until: Instant, now: Instant) {
+        if until <= now {
+            return;
+        }
+        if self.entries.insert(key, (value, until)).is_none() {
+            self.order.push_back(key);
+        }
+        while let Some(oldest) = self.order.front()
+            && (self.order.len() > self.capacity || self.entries[oldest].1 <= now)
+        {
+            self.entries.remove(oldest);
+            self.order.pop_front();
+        }
+    }
 }
 
 #[cfg(test)]
@@ -287,13 +317,13 @@ mod tests {
     }
 
     #[test]
-    fn the_scheme_may_be_written_in_any_case() {
+    fn accepts_bearer_scheme_in_any_case() {
         assert_eq!(bearer(&metadata("Bearer abc")), Ok("abc"));
         assert_eq!(bearer(&metadata("bearer abc")), Ok("abc"));
     }
 
     #[test]
-    fn other_schemes_and_empty_tokens_are_no_bearer_tokens() {
+    fn rejects_other_schemes_and_empty_tokens() {
         assert_eq!(bearer(&MetadataMap::new()), Err(AuthError::Missing));
         for value in ["Basic abc", "Bearer", "Bearer  ", "abc"] {
             assert_eq!(
@@ -305,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_is_one_with_every_part() {
+    fn pod_reference_requires_every_part() {
         let user = "system:serviceaccount:shop:web";
         let pod = PodRef::of(user, Some("web-1"), Some("u1")).unwrap();
         assert_eq!((pod.to_string().as_str(), &*pod.uid), ("shop/web-1", "u1"));
@@ -320,12 +350,75 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_is_never_kept_beyond_the_tokens_end() {
+    fn cache_time_ends_with_the_token() {
         let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1000);
         assert_eq!(cache_ttl(Some(1010), now), Duration::from_secs(10));
         assert_eq!(cache_ttl(Some(5000), now), ACCEPTED_TTL);
         assert_eq!(cache_ttl(Some(900), now), Duration::ZERO);
         assert_eq!(cache_ttl(Some(u64::MAX), now), ACCEPTED_TTL);
         assert_eq!(cache_ttl(None, now), ACCEPTED_TTL);
+    }
+
+    #[test]
+    fn status_names_the_remedy_and_the_responsible_side() {
+        let status = Status::from(AuthError::Missing);
+        assert_eq!(status.code(), tonic::Code::Unauthenticated);
+        let message = status.message();
+        assert!(message.contains("kubectl create token"), "{message}");
+        let status = Status::from(AuthError::Unreachable("down".into()));
+        assert_eq!(status.code(), tonic::Code::Unavailable);
+    }
+
+    fn key(number: u8) -> TokenHash {
+        [number; 32]
+    }
+
+    #[test]
+    fn cache_entries_expire() {
+        let now = Instant::now();
+        let mut cache = Cache::default();
+        cache.put(key(1), "a", now + Duration::from_secs(5), now);
+        assert_eq!(cache.get(&key(1), now + Duration::from_secs(4)), Some("a"));
+        assert_eq!(cache.get(&key(1), now + Duration::from_secs(5)), None);
+        cache.put(key(2), "b", now, now);
+        assert_eq!(cache.get(&key(2), now), None, "expired");
+    }
+
+    #[test]
+    fn cache_evicts_the_oldest_entry_at_its_capacity() {
+        let now = Instant::now();
+        let later = now + Duration::from_secs(5);
+        let mut cache = Cache {
+            capacity: 3,
+            ..Cache::default()
+        };
+        for number in 0..100 {
+            cache.put(key(number), number, later, now);
+        }
+        assert_eq!(
+            (0..100)
+                .filter(|number| cache.get(&key(*number), now).is_some())
+                .collect::<Vec<_>>(),
+            [97, 98, 99]
+        );
+        for _ in 0..100 {
+            cache.put(key(99), 99, later, now);
+        }
+        assert!(cache.order.len() <= 3 && cache.entries.len() <= 3);
+        assert_eq!(cache.get(&key(99), now), Some(99), "replaced entries stay");
+    }
+
+    #[test]
+    fn cache_evicts_expired_entries() {
+        let now = Instant::now();
+        let mut cache = Cache::default();
+        cache.put(key(1), 1, now + Duration::from_secs(1), now);
+        cache.put(
+            key(2),
+            2,
+            now + Duration::from_secs(9),
+            now + Duration::from_secs(2),
+        );
+        assert_eq!(cache.entries.len(), 1);
     }
 }

@@ -24,7 +24,7 @@ use super::reports::{
 use super::rotation::{Phase, Progress, Request, Rules, Step};
 use super::status::{self, StatusSender};
 use super::store::{Store, Stored, Written};
-use super::{Authority, Roots, Trust};
+use super::{Roots, Trust, TrustSender};
 use crate::hub::Hub;
 use crate::issuer::hex;
 
@@ -46,7 +46,7 @@ struct InForce {
     material: Material,
     /// A digest of it: the same on each replica that acts by it.
     state: String,
-    authority: Authority,
+    trust: TrustSender,
 }
 
 /// Keeps the authority.
@@ -59,7 +59,7 @@ pub(super) struct Keeper<S> {
     pub(super) proxies: ConnectedProxies,
     pub(super) published: watch::Receiver<Published>,
     /// Gets the authority once there is one.
-    pub(super) first: watch::Sender<Option<Authority>>,
+    pub(super) first: watch::Sender<Option<TrustSender>>,
     pub(super) status: StatusSender,
 }
 
@@ -201,14 +201,14 @@ impl<S: Store> Keeper<S> {
         match &mut state.in_force {
             Some(in_force) if in_force.state == digest => {}
             Some(in_force) => {
-                if in_force.authority.trust().borrow().roots.version != trust.roots.version {
+                if in_force.trust.borrow().roots.version != trust.roots.version {
                     tracing::info!(
                         version = trust.roots.version,
                         "there are {} trust roots now",
                         trust.roots.certificates.len()
                     );
                 }
-                in_force.authority.publish(trust);
+                in_force.trust.send_replace(Arc::new(trust));
                 self.status.follow(status::of(
                     &material,
                     &self.store.place(),
@@ -228,7 +228,7 @@ impl<S: Store> Keeper<S> {
                     "the CA in {} is in use",
                     self.store.place()
                 );
-                let authority = Authority::fixed(trust);
+                let trust = TrustSender::new(Arc::new(trust));
                 self.status.follow(status::of(
                     &material,
                     &self.store.place(),
@@ -236,11 +236,11 @@ impl<S: Store> Keeper<S> {
                     Vec::new(),
                     BTreeMap::new(),
                 ));
-                self.first.send_replace(Some(authority.clone()));
+                self.first.send_replace(Some(trust.clone()));
                 state.in_force = Some(InForce {
                     material,
                     state: digest,
-                    authority,
+                    trust,
                 });
             }
         }
@@ -369,7 +369,7 @@ impl<S: Store> Keeper<S> {
     }
 
     fn report(&self, in_force: &InForce, beat: u64, connected: &[Connected]) -> Report {
-        let trust = in_force.authority.trust().borrow().clone();
+        let trust = in_force.trust.borrow().clone();
         let mut acknowledged = BTreeMap::new();
         for proxy in connected {
             *acknowledged.entry(proxy.roots_version.clone()).or_default() += 1;

@@ -96,30 +96,10 @@ impl Roots {
     }
 }
 
-/// A handle to the trust that is in force. Cheap to clone.
-#[derive(Clone, Debug)]
-pub struct Authority {
-    trust: watch::Sender<Arc<Trust>>,
-}
-
-impl Authority {
-    /// With this trust in force until another one is [published](Authority::publish).
-    pub fn fixed(trust: Trust) -> Authority {
-        Authority {
-            trust: watch::Sender::new(Arc::new(trust)),
-        }
-    }
-
-    /// The trust in force, now and whenever it changes.
-    pub fn trust(&self) -> watch::Receiver<Arc<Trust>> {
-        self.trust.subscribe()
-    }
-
-    /// Puts another trust in force.
-    pub fn publish(&self, trust: Trust) {
-        self.trust.send_replace(Arc::new(trust));
-    }
-}
+/// Publishes the current trust.
+pub type TrustSender = watch::Sender<Arc<Trust>>;
+/// The current trust and its changes.
+pub type TrustReceiver = watch::Receiver<Arc<Trust>>;
 
 /// Generates the controller's own root: its certificate and its key, as PEM.
 pub fn self_signed(
@@ -156,30 +136,25 @@ pub enum Provider {
     Files(PathBuf),
 }
 
-/// What others see of the authority while it is kept.
+/// The state of the authority for the other modules.
 #[derive(Clone)]
 pub struct AuthorityHandle {
-    first: watch::Receiver<Option<Authority>>,
+    trust: watch::Receiver<Option<TrustSender>>,
     status: watch::Receiver<Status>,
 }
 
 impl AuthorityHandle {
-    /// The authority, once there is a CA that can be used.
-    pub async fn authority(&self) -> Option<Authority> {
-        let mut first = self.first.clone();
-        first
-            .wait_for(Option::is_some)
-            .await
-            .ok()
-            .and_then(|first| first.clone())
+    /// Waits for a usable CA. `None`: the authority has ended.
+    pub async fn loaded(&self) -> Option<TrustSender> {
+        let mut trust = self.trust.clone();
+        let loaded = trust.wait_for(Option::is_some).await;
+        loaded.ok().and_then(|trust| trust.clone())
     }
 
-    /// The trust that is in force, if there is any.
+    /// The current trust, if a CA is loaded.
     pub fn trust(&self) -> Option<Arc<Trust>> {
-        self.first
-            .borrow()
-            .as_ref()
-            .map(|authority| authority.trust().borrow().clone())
+        let trust = self.trust.borrow();
+        trust.as_ref().map(|trust| trust.borrow().clone())
     }
 
     /// How it stands.
@@ -190,7 +165,7 @@ impl AuthorityHandle {
     /// Why nothing can be signed, where that is so.
     pub fn unavailable(&self) -> Option<String> {
         let waits = || "the CA was not read yet".to_owned();
-        self.first
+        self.trust
             .borrow()
             .is_none()
             .then(|| self.status.borrow().problem.clone().unwrap_or_else(waits))
@@ -241,7 +216,7 @@ fn keep_in<P: Future<Output = ()> + Send>(
     let name = replica_name();
     let status = StatusSender::new(&store.place(), &name);
     let kept = AuthorityHandle {
-        first: first.subscribe(),
+        trust: first.subscribe(),
         status: status.sender.subscribe(),
     };
     let keeper = Keeper {
@@ -261,9 +236,9 @@ fn keep_in<P: Future<Output = ()> + Send>(
     };
     let (there, namespaces) = (kept.clone(), hub.meshed_namespaces());
     let publishing = async move {
-        if let Some(authority) = there.authority().await {
+        if let Some(trust) = there.loaded().await {
             publish(Task {
-                trust: authority.trust(),
+                trust: trust.subscribe(),
                 namespaces,
                 published,
             })
@@ -300,7 +275,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn equal_sets_have_equal_versions_in_whatever_order_they_are_given() {
+    fn version_depends_on_the_set_of_roots_only() {
         let now = SystemTime::now();
         let new = || {
             self_signed("cluster.local", now, Duration::from_secs(3600))
@@ -315,26 +290,5 @@ mod tests {
         assert_ne!(both.version, roots(&one).version);
         assert_eq!(roots(&both.pem), both);
         assert!(Roots::from_pem("-----BEGIN CERTIFICATE-----\nx").is_err());
-    }
-
-    #[tokio::test]
-    async fn a_change_reaches_whoever_watches() {
-        let now = SystemTime::now();
-        let trust = || {
-            let (certificate, key) =
-                self_signed("cluster.local", now, Duration::from_secs(3600)).unwrap();
-            let issuer = Issuer::from_pem(&certificate, &key, now).unwrap();
-            Trust {
-                issuer: issuer.into(),
-                roots: Roots::from_pem(&certificate).unwrap().into(),
-                renew_within: Duration::ZERO,
-            }
-        };
-        let authority = Authority::fixed(trust());
-        let mut watcher = authority.trust();
-        let before = watcher.borrow_and_update().roots.version.clone();
-        authority.publish(trust());
-        watcher.changed().await.unwrap();
-        assert_ne!(watcher.borrow().roots.version, before);
     }
 }

@@ -1,9 +1,8 @@
-//! One Discover stream: subscriptions in, what they stand for out; the trust roots first, and
-//! whenever they change.
+//! One Discover stream: subscriptions in, states of destinations out; the trust roots first, and
+//! after each change.
 //!
-//! Reading never waits for writing, nor does a slow reader hold anything up: its news wait in a
-//! mailbox as a list of addresses, and an answer is made, from the latest state, once there is room
-//! for it.
+//! Reads never wait for writes. Notifications of a slow client wait in its queue as addresses, and
+//! a response is made from the latest state when the stream has capacity.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -11,180 +10,165 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use diy_mesh_proto::mesh::v1 as proto;
-use diy_mesh_runtime::metrics::Active;
 use proto::discover_request::Action;
-use proto::discover_response::Update as Answer;
+use proto::discover_response::Update as Response;
 use tokio::sync::mpsc::{self, Permit};
-use tokio::sync::watch;
 use tonic::{Status, Streaming};
 
-use super::{Context, message, service};
-use crate::authenticate::Caller;
-use crate::authority::Trust;
+use super::message;
+use crate::authority::{Trust, TrustReceiver};
 use crate::hub::Destinations;
 use crate::index::state::{State, Update};
 use crate::metrics::Metrics;
-use crate::proxies;
+use crate::proxies::{self, ConnectedGuard};
 
-/// Far more than a pod meets; a proxy forgets idle ones.
+/// Far more than the destinations of a pod; proxies unsubscribe from idle ones.
 const MAX_SUBSCRIPTIONS: usize = 10_000;
-/// The longest text in a proxy's status; all are versions and numbers.
+/// The length of versions and numbers in a proxy's status.
 const MAX_TEXT_BYTES: usize = 128;
 
-type Answers = mpsc::Sender<Result<proto::DiscoverResponse, Status>>;
+type Responses = mpsc::Sender<Result<proto::DiscoverResponse, Status>>;
 
-/// Serves one stream until the caller leaves, errs, or the controller stops.
+/// Serves one stream until the client disconnects or sends an invalid request.
 pub(super) async fn run(
-    context: Context,
-    caller: Caller,
+    mut subscriptions: Subscriptions,
+    mut trust: TrustReceiver,
+    proxy: &ConnectedGuard,
+    metrics: &Metrics,
     mut requests: Streaming<proto::DiscoverRequest>,
-    answers: Answers,
-) {
-    let _open = Active::new(&context.metrics.discover_streams);
-    let mut stream = Stream {
-        news: context.hub.watch_destinations(),
-        subscriptions: HashMap::new(),
-    };
-    let place = context.proxies.connect(&caller, SystemTime::now());
-    let mut trust = context.authority.trust();
+    responses: &Responses,
+) -> Result<(), Status> {
     trust.mark_changed();
     let mut reading = true;
-    let end = loop {
+    loop {
         tokio::select! {
-            () = context.stopping.cancelled() => break service::stopping(),
-            () = answers.closed() => return,
-            room = room_for_roots(&mut trust, &answers) => {
-                let Some(room) = room else { return };
-                let answer = roots(&trust.borrow_and_update());
-                count(&context.metrics, &answer);
-                room.send(Ok(answer));
+            permit = permit_for_roots(&mut trust, responses) => {
+                let Some(permit) = permit else { return Ok(()) };
+                send(permit, roots(&trust.borrow_and_update()), metrics);
             }
-            request = requests.message(), if reading => match request {
-                Ok(Some(proto::DiscoverRequest { action: Some(Action::Status(status)) })) => match says(status, SystemTime::now()) {
-                    Ok(status) => place.says(status),
-                    Err(status) => break status,
-                },
-                Ok(Some(request)) => if let Err(status) = stream.take(request) { break status },
-                // The caller has no more to say, and may still listen.
-                Ok(None) => reading = false,
-                Err(status) => break status,
+            request = requests.message(), if reading => match request? {
+                Some(proto::DiscoverRequest { action: Some(Action::Status(status)) }) => {
+                    proxy.update(proxy_status(status, SystemTime::now())?);
+                }
+                Some(request) => subscriptions.apply(request)?,
+                // The client sends no more requests, and may still read.
+                None => reading = false,
             },
-            // Roots first: nothing of what follows is of use to a proxy that cannot verify it.
-            room = room_for_news(&stream.news, &answers), if !trust.has_changed().unwrap_or(false) => {
-                let Some(room) = room else { return };
-                if let Some(answer) = stream.answer() {
-                    count(&context.metrics, &answer);
-                    room.send(Ok(answer));
+            // Roots first: without them, a proxy cannot verify endpoints.
+            permit = permit_for_update(&subscriptions.subscriber, responses), if !trust.has_changed().unwrap_or(false) => {
+                let Some(permit) = permit else { return Ok(()) };
+                if let Some(response) = subscriptions.next_response() {
+                    send(permit, response, metrics);
                 }
             }
         }
-    };
-    // A caller that reads no more does not hear the reason; the server's drain ends its connection.
-    let _ = answers.send(Err(end)).await;
+    }
 }
 
-/// Loses nothing when it is dropped: the news stays where it is until there is room. None: the
-/// caller has left.
-async fn room_for_news<'a>(
-    news: &Destinations,
-    answers: &'a Answers,
+/// Waits for a notification and for capacity. `None`: the client has disconnected. Cancel-safe: the
+/// notification stays queued.
+async fn permit_for_update<'a>(
+    subscriber: &Destinations,
+    responses: &'a Responses,
 ) -> Option<Permit<'a, Result<proto::DiscoverResponse, Status>>> {
-    news.wait().await;
-    answers.reserve().await.ok()
+    subscriber.wait().await;
+    responses.reserve().await.ok()
 }
 
-/// The same, for roots that are not told yet. Once there is no authority any more, nothing comes.
-async fn room_for_roots<'a>(
-    trust: &mut watch::Receiver<Arc<Trust>>,
-    answers: &'a Answers,
+/// Waits for unsent roots and for capacity. `None`: the client has disconnected. Cancel-safe: the
+/// roots stay marked as changed until they are sent.
+async fn permit_for_roots<'a>(
+    trust: &mut TrustReceiver,
+    responses: &'a Responses,
 ) -> Option<Permit<'a, Result<proto::DiscoverResponse, Status>>> {
     if trust.changed().await.is_err() {
+        // The authority has ended: there are no further roots.
         std::future::pending::<()>().await;
     }
-    // Not told before there is room: if this is dropped while it waits, the roots are still to be
-    // told.
     trust.mark_changed();
-    answers.reserve().await.ok()
+    responses.reserve().await.ok()
 }
 
-struct Stream {
-    news: Destinations,
-    subscriptions: HashMap<SocketAddr, Subscription>,
+/// The destinations that a client has subscribed to.
+pub(super) struct Subscriptions {
+    subscriber: Destinations,
+    by_address: HashMap<SocketAddr, Subscription>,
 }
 
 struct Subscription {
-    /// The destination as the caller writes it, for the answers.
+    /// The destination as the client wrote it.
     destination: Box<str>,
-    has: Has,
+    known: Known,
 }
 
-/// What the caller has of a destination.
-enum Has {
+/// The state of a destination that the client has.
+enum Known {
     Nothing,
-    /// What it says that it has, from before a lost stream.
+    /// The version that the client received on an earlier stream.
     Version(String),
-    /// What we told it.
-    Told(Arc<State>),
+    /// The state that was sent on this stream.
+    Sent(Arc<State>),
 }
 
-impl Stream {
-    fn take(&mut self, request: proto::DiscoverRequest) -> Result<(), Status> {
+impl Subscriptions {
+    pub(super) fn new(subscriber: Destinations) -> Subscriptions {
+        Subscriptions {
+            subscriber,
+            by_address: HashMap::new(),
+        }
+    }
+
+    fn apply(&mut self, request: proto::DiscoverRequest) -> Result<(), Status> {
         match request.action {
             Some(Action::Subscribe(proto::Subscribe {
                 destination,
                 known_version,
             })) => {
                 let address = parse(&destination)?;
-                if self.subscriptions.len() >= MAX_SUBSCRIPTIONS
-                    && !self.subscriptions.contains_key(&address)
+                if self.by_address.len() >= MAX_SUBSCRIPTIONS
+                    && !self.by_address.contains_key(&address)
                 {
                     return Err(Status::resource_exhausted(format!(
-                        "{MAX_SUBSCRIPTIONS} destinations are subscribed to on this stream, which is the most; unsubscribe from idle ones"
+                        "the stream has subscriptions to {MAX_SUBSCRIPTIONS} destinations, the maximum; unsubscribe from idle ones"
                     )));
                 }
-                let has = if known_version.is_empty() {
-                    Has::Nothing
-                } else {
-                    Has::Version(known_version)
+                let known = match known_version.is_empty() {
+                    true => Known::Nothing,
+                    false => Known::Version(known_version),
                 };
-                self.subscriptions.insert(
-                    address,
-                    Subscription {
-                        destination: destination.into(),
-                        has,
-                    },
-                );
-                self.news.subscribe(address);
+                let destination = destination.into();
+                self.by_address
+                    .insert(address, Subscription { destination, known });
+                self.subscriber.subscribe(address);
             }
             Some(Action::Unsubscribe(proto::Unsubscribe { destination })) => {
                 let address = parse(&destination)?;
-                self.subscriptions.remove(&address);
-                self.news.unsubscribe(address);
+                self.by_address.remove(&address);
+                self.subscriber.unsubscribe(address);
             }
-            // An action of a later version of the contract: a newer proxy must be able to live with
-            // an older controller.
+            // A newer proxy must work with an older controller.
             None | Some(Action::Status(_)) => {
-                tracing::debug!("a request has no action that this controller knows; it is ignored")
+                tracing::debug!("ignoring a request with an action of a later release")
             }
         }
         Ok(())
     }
 
-    /// The next answer, if what is new is news to the caller.
-    fn answer(&mut self) -> Option<proto::DiscoverResponse> {
-        let (address, state) = self.news.next()?;
-        let subscription = self.subscriptions.get_mut(&address)?;
+    /// The next response, if the state of a destination differs from the client's.
+    fn next_response(&mut self) -> Option<proto::DiscoverResponse> {
+        let (address, state) = self.subscriber.next()?;
+        let subscription = self.by_address.get_mut(&address)?;
         let version = state.version.to_string();
-        let update = match &subscription.has {
-            Has::Version(known) if *known == version => Answer::Unchanged(proto::Unchanged {}),
-            Has::Nothing | Has::Version(_) => whole(&state),
-            Has::Told(before) => match state.since(before) {
+        let update = match &subscription.known {
+            Known::Version(known) if *known == version => Response::Unchanged(proto::Unchanged {}),
+            Known::Nothing | Known::Version(_) => whole(&state),
+            Known::Sent(before) => match state.since(before) {
                 Update::Nothing => return None,
                 Update::Whole => whole(&state),
-                Update::Difference(delta) => Answer::Delta(message::delta(&delta)),
+                Update::Difference(delta) => Response::Delta(message::delta(&delta)),
             },
         };
-        subscription.has = Has::Told(state);
+        subscription.known = Known::Sent(state);
         Some(proto::DiscoverResponse {
             destination: subscription.destination.to_string(),
             version,
@@ -193,9 +177,9 @@ impl Stream {
     }
 }
 
-/// What a proxy says of itself, in our words. Its texts are kept for as long as it is connected, so
-/// they are short.
-fn says(status: proto::ProxyStatus, now: SystemTime) -> Result<proxies::Status, Status> {
+/// Checks the status of a proxy. Its texts stay in memory while the proxy is connected, so their
+/// length is limited.
+fn proxy_status(status: proto::ProxyStatus, now: SystemTime) -> Result<proxies::Status, Status> {
     let texts = [
         &status.roots_version,
         &status.certificate_serial,
@@ -232,29 +216,34 @@ fn roots(trust: &Trust) -> proto::DiscoverResponse {
     proto::DiscoverResponse {
         destination: String::new(),
         version: trust.roots.version.clone(),
-        update: Some(Answer::Roots(roots)),
+        update: Some(Response::Roots(roots)),
     }
 }
 
-fn whole(state: &State) -> Answer {
+fn whole(state: &State) -> Response {
     match &state.target {
-        Some(target) => Answer::Snapshot(message::snapshot(target)),
-        None => Answer::Unknown(proto::Unknown {}),
+        Some(target) => Response::Snapshot(message::snapshot(target)),
+        None => Response::Unknown(proto::Unknown {}),
     }
 }
 
-fn count(metrics: &Metrics, answer: &proto::DiscoverResponse) {
-    let counter = match answer.update {
-        Some(Answer::Snapshot(_)) => &metrics.snapshots,
-        Some(Answer::Delta(_)) => &metrics.deltas,
-        Some(Answer::Unchanged(_)) => &metrics.unchanged,
-        Some(Answer::Roots(_)) => &metrics.roots,
-        Some(Answer::Unknown(_)) | None => &metrics.unknown,
+fn send(
+    permit: Permit<'_, Result<proto::DiscoverResponse, Status>>,
+    response: proto::DiscoverResponse,
+    metrics: &Metrics,
+) {
+    let counter = match response.update {
+        Some(Response::Snapshot(_)) => &metrics.snapshots,
+        Some(Response::Delta(_)) => &metrics.deltas,
+        Some(Response::Unchanged(_)) => &metrics.unchanged,
+        Some(Response::Roots(_)) => &metrics.roots,
+        Some(Response::Unknown(_)) | None => &metrics.unknown,
     };
     counter.inc();
+    permit.send(Ok(response));
 }
 
-/// An IPv4 address in IPv6 clothes is the IPv4 address, and scopes mean nothing across machines.
+/// Parses a destination. IPv4-mapped IPv6 addresses become IPv4 addresses; scope IDs are ignored.
 fn parse(destination: &str) -> Result<SocketAddr, Status> {
     let address = destination
         .parse::<SocketAddr>()
@@ -289,9 +278,9 @@ mod tests {
             let by_address = |endpoint: proto::Endpoint| (endpoint.address.clone(), endpoint);
             self.version = answer.version;
             match answer.update.unwrap() {
-                Answer::Unchanged(_) | Answer::Roots(_) => {}
-                Answer::Unknown(_) => (self.target, self.endpoints) = (None, BTreeMap::new()),
-                Answer::Snapshot(snapshot) => {
+                Response::Unchanged(_) | Response::Roots(_) => {}
+                Response::Unknown(_) => (self.target, self.endpoints) = (None, BTreeMap::new()),
+                Response::Snapshot(snapshot) => {
                     self.target = Some((
                         snapshot.kind,
                         snapshot.namespace,
@@ -300,7 +289,7 @@ mod tests {
                     ));
                     self.endpoints = snapshot.endpoints.into_iter().map(by_address).collect();
                 }
-                Answer::Delta(delta) => {
+                Response::Delta(delta) => {
                     for address in delta.removed {
                         assert!(
                             self.endpoints.remove(&address).is_some(),
@@ -314,11 +303,8 @@ mod tests {
         }
     }
 
-    fn stream(hub: &Hub) -> Stream {
-        Stream {
-            news: hub.watch_destinations(),
-            subscriptions: HashMap::new(),
-        }
+    fn stream(hub: &Hub) -> Subscriptions {
+        Subscriptions::new(hub.watch_destinations())
     }
 
     fn subscribe(destination: SocketAddr, known_version: &str) -> proto::DiscoverRequest {
@@ -331,9 +317,13 @@ mod tests {
         }
     }
 
-    fn read(stream: &mut Stream, kept: &mut BTreeMap<SocketAddr, ProxyState>, at_most: usize) {
+    fn read(
+        stream: &mut Subscriptions,
+        kept: &mut BTreeMap<SocketAddr, ProxyState>,
+        at_most: usize,
+    ) {
         for _ in 0..at_most {
-            if let Some(answer) = stream.answer() {
+            if let Some(answer) = stream.next_response() {
                 kept.entry(answer.destination.parse().unwrap())
                     .or_default()
                     .take(answer);
@@ -342,8 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_happens_and_however_slowly_it_reads_a_proxy_ends_with_the_state_that_a_new_one_is_told()
-     {
+    fn slow_proxy_ends_with_the_state_of_a_new_proxy() {
         for seed in 0..50 {
             let mut chance = Chance(fastrand::Rng::with_seed(seed));
             let (hub, mut kept) = (Hub::default(), BTreeMap::new());
@@ -352,19 +341,18 @@ mod tests {
                 match chance.0.u8(..12) {
                     // A stream that is lost, and resumes with what it has.
                     0 => {
-                        let subscribed: Vec<SocketAddr> =
-                            slow.subscriptions.keys().copied().collect();
+                        let subscribed: Vec<SocketAddr> = slow.by_address.keys().copied().collect();
                         slow = stream(&hub);
                         for destination in subscribed {
                             let known = kept
                                 .get(&destination)
                                 .map_or("", |kept: &ProxyState| &kept.version);
-                            slow.take(subscribe(destination, known)).unwrap();
+                            slow.apply(subscribe(destination, known)).unwrap();
                         }
                     }
                     1..4 => {
                         let all = Chance::destinations();
-                        slow.take(subscribe(all[chance.0.usize(..all.len())], ""))
+                        slow.apply(subscribe(all[chance.0.usize(..all.len())], ""))
                             .unwrap();
                     }
                     4..6 => read(&mut slow, &mut kept, step % 4),
@@ -373,8 +361,8 @@ mod tests {
             }
             read(&mut slow, &mut kept, 1000);
             let (mut fresh, mut told) = (stream(&hub), BTreeMap::new());
-            for destination in slow.subscriptions.keys() {
-                fresh.take(subscribe(*destination, "")).unwrap();
+            for destination in slow.by_address.keys() {
+                fresh.apply(subscribe(*destination, "")).unwrap();
             }
             read(&mut fresh, &mut told, 1000);
             assert_eq!(kept, told, "seed {seed}");
@@ -382,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn destinations_are_addresses_with_a_port() {
+    fn accepts_only_addresses_with_port_as_destinations() {
         assert_eq!(
             parse("10.96.0.7:80").unwrap(),
             "10.96.0.7:80".parse().unwrap()

@@ -1,32 +1,44 @@
-//! The gRPC server: the service of `mesh.proto` and the health check, on one port, over TLS.
+//! The gRPC server on one port over TLS: the service of `mesh.proto`, and the health check.
+//!
+//! Every RPC authenticates the client, waits for a synced catalog, then responds. `sign` alone
+//! decides on certificate requests; `discover` and `watch` serve one stream each.
 
 mod discover;
-mod limit;
 mod message;
-mod service;
 mod sign;
 mod watch;
 
+use std::collections::BTreeSet;
+use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
-use diy_mesh_proto::mesh::v1::service_mesh_service_server::{
-    SERVICE_NAME, ServiceMeshServiceServer,
+use diy_mesh_proto::mesh::v1 as proto;
+use diy_mesh_runtime::metrics::Active;
+use futures::Stream;
+use proto::service_mesh_service_server::{
+    SERVICE_NAME, ServiceMeshService, ServiceMeshServiceServer,
 };
 use rustls::ServerConfig;
 use tokio::net::TcpListener;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
+use tonic::metadata::MetadataMap;
 use tonic::transport::Server;
+use tonic::{Request, Response, Status, Streaming};
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
-use crate::authenticate::Authenticator;
-use crate::authority::Authority;
-use crate::hub::Hub;
+use crate::authenticate::{Authenticator, Caller};
+use crate::authority::TrustReceiver;
+use crate::hub::{CatalogError, Hub};
+use crate::index::object::Key;
 use crate::metrics::Metrics;
 use crate::proxies::Proxies;
 use crate::serving;
-use service::Mesh;
+use discover::Subscriptions;
+use sign::Signer;
 
 /// For the largest messages: a certificate request, or a list of names.
 const MAX_MESSAGE_BYTES: usize = 256 * 1024;
@@ -38,8 +50,10 @@ const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(20);
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time for streams to end after shutdown.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(3);
+/// Responses that are queued for a client. No more are made before it has read these.
+const RESPONSE_QUEUE_LENGTH: usize = 16;
 
-/// What the service answers from.
+/// The state that the RPCs share.
 #[derive(Clone)]
 pub struct Context {
     /// The catalog.
@@ -47,20 +61,20 @@ pub struct Context {
     /// Authentication of clients.
     pub authenticator: Arc<Authenticator>,
     /// The issuer and the trust roots.
-    pub authority: Authority,
-    /// The proxies that are connected.
+    pub trust: TrustReceiver,
+    /// The registry of connected proxies.
     pub proxies: Proxies,
     /// The trust domain of all identities.
     pub trust_domain: Arc<str>,
-    /// How long workloads' certificates are valid.
+    /// The validity of workload certificates.
     pub certificate_life: Duration,
     /// The counters.
     pub metrics: Arc<Metrics>,
-    /// Cancelled once the controller stops: streams end, so that their callers go elsewhere.
+    /// Cancelled at shutdown: streams end, and clients connect to other replicas.
     pub stopping: CancellationToken,
 }
 
-/// Serves until `context.stopping`, then a few seconds more at most.
+/// Serves until `context.stopping`, then for [`DRAIN_TIMEOUT`] at most.
 pub async fn serve(
     listener: TcpListener,
     tls: Arc<ServerConfig>,
@@ -82,7 +96,7 @@ pub async fn serve(
         .add_service(health_service)
         .add_service(mesh)
         .serve_with_incoming_shutdown(
-            serving::handshakes(tls, listener),
+            serving::connections(tls, listener),
             stopping.clone().cancelled_owned(),
         );
 
@@ -98,7 +112,7 @@ pub async fn serve(
     tokio::select! {
         result = server => result,
         () = state => {
-            tracing::info!("some connections did not end within {} s and are cut", DRAIN_TIMEOUT.as_secs());
+            tracing::info!("closing connections that are open {DRAIN_TIMEOUT:?} after shutdown");
             Ok(())
         }
     }
@@ -107,5 +121,175 @@ pub async fn serve(
 async fn report(health: &HealthReporter, status: ServingStatus) {
     for name in ["", SERVICE_NAME] {
         health.set_service_status(name, status).await;
+    }
+}
+
+/// The implementation of `mesh.proto`.
+struct Mesh {
+    context: Context,
+    signer: Signer,
+}
+
+type Responses<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl ServiceMeshService for Mesh {
+    async fn sign_certificate(
+        &self,
+        request: Request<proto::SignCertificateRequest>,
+    ) -> Result<Response<proto::SignCertificateResponse>, Status> {
+        let peer = request.remote_addr();
+        let response = self.signer.sign(request.into_inner(), peer).await?;
+        Ok(Response::new(response))
+    }
+
+    async fn get_services(
+        &self,
+        request: Request<proto::GetServicesRequest>,
+    ) -> Result<Response<proto::GetServicesResponse>, Status> {
+        self.authenticate(request.metadata()).await?;
+        let hub = &self.context.hub;
+        let mut keys = service_keys(&request.get_ref().services)?;
+        if keys.is_empty() {
+            keys = hub.service_keys();
+        }
+        let services = keys
+            .iter()
+            .map(|key| message::service(key, hub.service(key).as_ref()))
+            .collect();
+        Ok(Response::new(proto::GetServicesResponse { services }))
+    }
+
+    type WatchServicesStream = Responses<proto::WatchServicesResponse>;
+
+    async fn watch_services(
+        &self,
+        request: Request<proto::WatchServicesRequest>,
+    ) -> Result<Response<Self::WatchServicesStream>, Status> {
+        let caller = self.authenticate(request.metadata()).await?;
+        let keys = service_keys(&request.get_ref().services)?;
+        tracing::debug!(caller = %caller.user, services = keys.len(), "WatchServices");
+        let open = Active::new(&self.context.metrics.watch_streams);
+        let subscriber = self.context.hub.watch_services(&keys);
+        Ok(self.stream(|responses| async move {
+            let _open = open;
+            watch::run(subscriber, &responses).await
+        }))
+    }
+
+    type DiscoverStream = Responses<proto::DiscoverResponse>;
+
+    async fn discover(
+        &self,
+        request: Request<Streaming<proto::DiscoverRequest>>,
+    ) -> Result<Response<Self::DiscoverStream>, Status> {
+        let caller = self.authenticate(request.metadata()).await?;
+        tracing::debug!(caller = %caller.user, "Discover");
+        let open = Active::new(&self.context.metrics.discover_streams);
+        let Context {
+            hub,
+            trust,
+            proxies,
+            metrics,
+            ..
+        } = self.context.clone();
+        let proxy = proxies.connect(&caller, SystemTime::now());
+        Ok(self.stream(|responses| async move {
+            let _open = open;
+            let subscriptions = Subscriptions::new(hub.watch_destinations());
+            discover::run(
+                subscriptions,
+                trust,
+                &proxy,
+                &metrics,
+                request.into_inner(),
+                &responses,
+            )
+            .await
+        }))
+    }
+}
+
+impl Mesh {
+    fn new(context: Context) -> Mesh {
+        Mesh {
+            signer: Signer::new(
+                context.authenticator.clone(),
+                context.hub.clone(),
+                context.trust.clone(),
+                context.trust_domain.clone(),
+                context.certificate_life,
+                context.metrics.clone(),
+                context.stopping.clone(),
+            ),
+            context,
+        }
+    }
+
+    /// Authenticates a client, then waits for a synced catalog: before that, known destinations
+    /// would be reported as unknown.
+    async fn authenticate(&self, metadata: &MetadataMap) -> Result<Caller, Status> {
+        let caller = self.context.authenticator.caller(metadata).await?;
+        self.context.hub.wait_synced(&self.context.stopping).await?;
+        Ok(caller)
+    }
+
+    /// Runs `serve` as the source of a stream, until it ends, the client disconnects or the
+    /// controller stops.
+    fn stream<T: Send + 'static, F>(
+        &self,
+        serve: impl FnOnce(mpsc::Sender<Result<T, Status>>) -> F,
+    ) -> Response<Responses<T>>
+    where
+        F: Future<Output = Result<(), Status>> + Send + 'static,
+    {
+        let (responses, stream) = mpsc::channel(RESPONSE_QUEUE_LENGTH);
+        let (serve, stopping) = (serve(responses.clone()), self.context.stopping.clone());
+        tokio::spawn(async move {
+            let result = tokio::select! {
+                result = serve => result,
+                () = responses.closed() => return,
+                () = stopping.cancelled() => Err(CatalogError::Stopping.into()),
+            };
+            if let Err(status) = result {
+                // A client that reads no more does not receive this: the drain closes its
+                // connection.
+                let _ = responses.send(Err(status)).await;
+            }
+        });
+        Response::new(Box::pin(ReceiverStream::new(stream)))
+    }
+}
+
+fn service_keys(names: &[String]) -> Result<BTreeSet<Key>, Status> {
+    names.iter().map(|name| service_key(name)).collect()
+}
+
+fn service_key(name: &str) -> Result<Key, Status> {
+    match name.split_once('/') {
+        Some((namespace, service))
+            if !namespace.is_empty() && !service.is_empty() && !service.contains('/') =>
+        {
+            Ok(Key::new(namespace, service))
+        }
+        _ => Err(Status::invalid_argument(format!(
+            "services: {name:?} is not NAMESPACE/NAME"
+        ))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn service_names_have_two_parts() {
+        assert_eq!(service_key("shop/web").unwrap(), Key::new("shop", "web"));
+        for name in ["", "web", "/web", "shop/", "a/b/c"] {
+            let status = service_key(name).unwrap_err();
+            assert_eq!(status.code(), tonic::Code::InvalidArgument);
+            let message = status.message();
+            assert!(message.contains(&format!("{name:?}")), "{message}");
+        }
     }
 }

@@ -1,203 +1,190 @@
-//! SignCertificate: a pod's token and request in, its certificate out. The one place that decides
-//! who gets an identity.
+//! SignCertificate: the token and the certificate request of a pod in, its certificate out. The
+//! only place that decides on identities.
 //!
-//! What the certificate says comes from the token alone. The token must be bound to a pod, which
-//! the catalog must know by that very UID, and the call must not come from another pod's address: a
-//! token that was stolen is of no use elsewhere in the cluster.
+//! The identity comes from the token alone. The token must be bound to a pod, the catalog must
+//! contain the pod with this UID, and the call must not come from the address of another pod:
+//! elsewhere in the cluster, a stolen token is useless.
 
+use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use diy_mesh_proto::Identity;
 use diy_mesh_proto::mesh::v1 as proto;
 use tokio::sync::Semaphore;
+use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
-use super::limit::Limiter;
-use super::{Context, service};
-use crate::authenticate::{Caller, PodRef};
+use crate::authenticate::{Authenticator, Caller, PodRef};
+use crate::authority::TrustReceiver;
+use crate::hub::Hub;
 use crate::index::Index;
 use crate::index::object::Key;
 use crate::issuer::{Request, SignError};
+use crate::metrics::Metrics;
 
-/// How many calls are worked on at a time; more wait for their turn.
+/// More requests wait.
 const MAX_CONCURRENT_REQUESTS: usize = 256;
-/// How long a call may take, its wait for a turn included.
+/// Time for a request, including its wait for a slot.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long a pod is waited for that the catalog does not have yet: the proxy of a new pod is
-/// sometimes faster than its news.
+/// Time for a new pod to appear in the catalog: its proxy may call before the watch event arrives.
 const POD_TIMEOUT: Duration = Duration::from_secs(5);
+/// Certificates that a pod gets at once, for a proxy that restarts several times.
+const BURST: u32 = 5;
+/// Interval of further certificates per pod.
+const REFILL_INTERVAL: Duration = Duration::from_secs(10);
+/// Pods with requests in the last minute. Further pods are rejected.
+const MAX_RATE_LIMITED_PODS: usize = 100_000;
 
 /// Signs certificates.
 pub(super) struct Signer {
-    context: Context,
-    turns: Semaphore,
-    limiter: Mutex<Limiter>,
-}
-
-/// What the catalog says of a pod that asks.
-#[derive(Debug, PartialEq)]
-enum Verdict {
-    /// It may have its certificate.
-    Good,
-    /// The pod is not known, or not by this UID; that may change.
-    Unknown,
-    /// The pod is known, but the call comes from another one's address; that may be old news.
-    Elsewhere(Key),
-    /// The call comes from another pod's address, and not from the pod's own, which is known.
-    Stolen(Key),
-    /// The pod runs as somebody else.
-    OtherAccount,
+    authenticator: Arc<Authenticator>,
+    hub: Hub,
+    trust: TrustReceiver,
+    trust_domain: Arc<str>,
+    certificate_life: Duration,
+    metrics: Arc<Metrics>,
+    stopping: CancellationToken,
+    slots: Semaphore,
+    limiter: Mutex<RateLimiter>,
 }
 
 impl Signer {
-    pub(super) fn new(context: Context) -> Signer {
+    pub(super) fn new(
+        authenticator: Arc<Authenticator>,
+        hub: Hub,
+        trust: TrustReceiver,
+        trust_domain: Arc<str>,
+        certificate_life: Duration,
+        metrics: Arc<Metrics>,
+        stopping: CancellationToken,
+    ) -> Signer {
         Signer {
-            context,
-            turns: Semaphore::new(MAX_CONCURRENT_REQUESTS),
+            authenticator,
+            hub,
+            trust,
+            trust_domain,
+            certificate_life,
+            metrics,
+            stopping,
+            slots: Semaphore::new(MAX_CONCURRENT_REQUESTS),
             limiter: Mutex::default(),
         }
     }
 
-    /// Answers one call from `peer`.
+    /// Responds to a request from `peer`.
     pub(super) async fn sign(
         &self,
         message: proto::SignCertificateRequest,
         peer: Option<SocketAddr>,
     ) -> Result<proto::SignCertificateResponse, Status> {
-        let work = async {
-            let _turn = self
-                .turns
-                .acquire()
-                .await
-                .expect("the semaphore is never closed");
-            self.decide(message, peer.map(|peer| peer.ip().to_canonical()))
-                .await
+        let response = async {
+            let slot = self.slots.acquire().await;
+            let _slot = slot.expect("the semaphore is never closed");
+            let caller = self.authenticator.caller_by_token(&message.token).await?;
+            let (pod, identity) = requester(&caller, &message.name, &self.trust_domain)?;
+            let peer = peer.map(|peer| peer.ip().to_canonical());
+            let response = self.issue(&message.csr, pod, &identity, peer).await;
+            if let Err(status) = &response {
+                let reason = status.message();
+                tracing::info!(%identity, %pod, ?peer, "certificate request rejected: {reason}");
+            }
+            response
         };
-        let result = tokio::time::timeout(REQUEST_TIMEOUT, work).await;
+        let result = tokio::time::timeout(REQUEST_TIMEOUT, response).await;
         let result = result.unwrap_or_else(|_| {
             Err(Status::deadline_exceeded(format!(
-                "no turn within {} s; try again",
+                "the request was not processed within {} s; try again",
                 REQUEST_TIMEOUT.as_secs()
             )))
         });
-        let metrics = &self.context.metrics;
-        if result.is_ok() {
-            &metrics.certificates_issued
-        } else {
-            &metrics.certificates_refused
+        match result {
+            Ok(_) => &self.metrics.certificates_issued,
+            Err(_) => &self.metrics.certificates_refused,
         }
         .inc();
         result
     }
 
-    async fn decide(
-        &self,
-        message: proto::SignCertificateRequest,
-        peer: Option<IpAddr>,
-    ) -> Result<proto::SignCertificateResponse, Status> {
-        let caller = self
-            .context
-            .authenticator
-            .caller_by_token(&message.token)
-            .await
-            .map_err(service::refusal)?;
-        let (pod, identity) = whose(&caller, &message.name, &self.context.trust_domain)?;
-        let answer = self.checked(&message.csr, pod, &identity, peer).await;
-        if let Err(status) = &answer {
-            tracing::info!(%identity, %pod, ?peer, "no certificate: {}", status.message());
-        }
-        answer
-    }
-
-    async fn checked(
+    async fn issue(
         &self,
         csr: &[u8],
         pod: &PodRef,
         identity: &Identity,
         peer: Option<IpAddr>,
     ) -> Result<proto::SignCertificateResponse, Status> {
-        let turn = self
-            .limiter
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take(&pod.uid, Instant::now());
-        turn.map_err(|wait| {
-            let seconds = wait.as_secs_f64().ceil();
-            Status::resource_exhausted(format!(
-                "the pod {pod} asks for certificates too often; try again in {seconds} s"
-            ))
-        })?;
+        self.limit(pod)?;
         let request = Request::parse(csr, &identity.user())
             .map_err(|error| Status::invalid_argument(format!("csr: {error}")))?;
-        service::synced(&self.context).await?;
-        self.known(pod, identity, peer).await?;
-        self.issue(&request, pod, identity)
+        self.hub.wait_synced(&self.stopping).await?;
+        self.check_pod(pod, identity, peer).await?;
+        self.sign_request(&request, pod, identity)
     }
 
-    /// Waits a while for the catalog to know the pod.
-    async fn known(
+    fn limit(&self, pod: &PodRef) -> Result<(), Status> {
+        let mut limiter = self.limiter.lock().unwrap_or_else(PoisonError::into_inner);
+        limiter.take(&pod.uid, Instant::now()).map_err(|wait| {
+            let seconds = wait.as_secs_f64().ceil();
+            Status::resource_exhausted(format!(
+                "the pod {pod} requests certificates too often; try again in {seconds} s"
+            ))
+        })
+    }
+
+    /// Checks the pod against the catalog, and waits for a catalog that may lag.
+    async fn check_pod(
         &self,
         pod: &PodRef,
         identity: &Identity,
         peer: Option<IpAddr>,
     ) -> Result<(), Status> {
-        let hub = &self.context.hub;
-        let settled = hub.wait_for(|index| match verdict(index, pod, identity, peer) {
-            Verdict::Unknown | Verdict::Elsewhere(_) => None,
+        let check = |index: &Index| PodCheck::new(index, pod, identity, peer);
+        let settled = self.hub.wait_for(|index| match check(index) {
+            PodCheck::Unknown | PodCheck::AddressPending(_) => None,
             settled => Some(settled),
         });
         let settled = tokio::time::timeout(POD_TIMEOUT, settled).await;
-        match settled.unwrap_or_else(|_| hub.ask(|index| verdict(index, pod, identity, peer))) {
-            Verdict::Good => Ok(()),
-            Verdict::Unknown => Err(Status::failed_precondition(format!(
-                "the pod {pod} with the UID {} of the token is not known; if it is new, try again",
+        match settled.unwrap_or_else(|_| self.hub.read(check)) {
+            PodCheck::Valid => Ok(()),
+            PodCheck::Unknown => Err(Status::failed_precondition(format!(
+                "the catalog does not contain the pod {pod} with the UID {} of the token; if it is new, try again",
                 pod.uid
             ))),
-            Verdict::Elsewhere(other) | Verdict::Stolen(other) => {
+            PodCheck::AddressPending(other) | PodCheck::OtherAddress(other) => {
                 Err(Status::permission_denied(format!(
-                    "the token is the pod {pod}'s, and the call comes from the address of {}/{}",
-                    other.namespace, other.name
+                    "the token belongs to the pod {pod}, and the call comes from the address of {other}"
                 )))
             }
-            Verdict::OtherAccount => Err(Status::permission_denied(format!(
+            PodCheck::OtherAccount => Err(Status::permission_denied(format!(
                 "the pod {pod} does not run as {}",
                 identity.service_account()
             ))),
         }
     }
 
-    fn issue(
+    fn sign_request(
         &self,
         request: &Request,
         pod: &PodRef,
         identity: &Identity,
     ) -> Result<proto::SignCertificateResponse, Status> {
-        // One look: the certificate and the roots belong together.
-        let trust = self.context.authority.trust().borrow().clone();
-        let signed = trust.issuer.sign(
-            request,
-            identity.as_str(),
-            SystemTime::now(),
-            self.context.certificate_life,
-        );
-        let signed = signed.map_err(|error| {
-            tracing::error!(
-                issuer = trust.issuer.id(),
-                "a certificate cannot be signed: {error}"
-            );
-            match error {
-                SignError::Expired => Status::unavailable(error.to_string()),
-                SignError::Crypto(_) => Status::internal(error.to_string()),
-            }
-        })?;
-        let until = signed
-            .not_after
-            .duration_since(SystemTime::UNIX_EPOCH)
-            .unwrap_or_default()
-            .as_secs();
-        tracing::info!(%identity, %pod, serial = %signed.serial, until, issuer = trust.issuer.id(), "a certificate was issued");
+        // One read: the certificate and the roots belong together.
+        let trust = self.trust.borrow().clone();
+        let (now, issuer) = (SystemTime::now(), trust.issuer.id());
+        let signed = trust
+            .issuer
+            .sign(request, identity.as_str(), now, self.certificate_life)
+            .map_err(|error| {
+                tracing::error!(issuer, "cannot sign a certificate: {error}");
+                match error {
+                    SignError::Expired => Status::unavailable(error.to_string()),
+                    SignError::Crypto(_) => Status::internal(error.to_string()),
+                }
+            })?;
+        let until = signed.not_after.duration_since(SystemTime::UNIX_EPOCH);
+        let until = until.unwrap_or_default().as_secs();
+        tracing::info!(%identity, %pod, serial = %signed.serial, until, issuer, "certificate issued");
         Ok(proto::SignCertificateResponse {
             cert: (signed.pem + trust.issuer.chain_pem()).into(),
             ca: trust.roots.pem.clone().into(),
@@ -206,8 +193,8 @@ impl Signer {
     }
 }
 
-/// The pod and the identity that a token stands for.
-fn whose<'a>(
+/// The pod and the identity of an authenticated caller that claims to be `name`.
+fn requester<'a>(
     caller: &'a Caller,
     name: &str,
     trust_domain: &str,
@@ -222,39 +209,84 @@ fn whose<'a>(
     let identity = Identity::from_user(trust_domain, name)
         .map_err(|error| Status::permission_denied(format!("{name:?}: {error}")))?;
     let pod = caller.pod.as_ref().ok_or_else(|| {
-        Status::permission_denied("the token is bound to no pod; certificates are for pods, by their projected token, alone")
+        Status::permission_denied(
+            "the token is bound to no pod; only pods get certificates, with their projected token",
+        )
     })?;
     Ok((pod, identity))
 }
 
-/// Pure: what is known says.
-fn verdict(index: &Index, pod: &PodRef, identity: &Identity, peer: Option<IpAddr>) -> Verdict {
-    let key = Key {
-        namespace: pod.namespace.clone(),
-        name: pod.name.clone(),
-    };
-    let Some(known) = index.pod(&key).filter(|known| known.uid == pod.uid) else {
-        return Verdict::Unknown;
-    };
-    if known
-        .identity
-        .as_deref()
-        .is_some_and(|expected| expected != identity.as_str())
-    {
-        return Verdict::OtherAccount;
+/// The result of the comparison of a request with the catalog.
+#[derive(Debug, PartialEq)]
+enum PodCheck {
+    /// The pod may have its certificate.
+    Valid,
+    /// The catalog does not contain the pod with this UID, which may change.
+    Unknown,
+    /// The pod has no address yet, and the call comes from the address of another pod, which may be
+    /// outdated.
+    AddressPending(Key),
+    /// The pod has another address than the call, which comes from the address of another pod.
+    OtherAddress(Key),
+    /// The pod runs under another service account.
+    OtherAccount,
+}
+
+impl PodCheck {
+    fn new(index: &Index, pod: &PodRef, identity: &Identity, peer: Option<IpAddr>) -> PodCheck {
+        let key = Key {
+            namespace: pod.namespace.clone(),
+            name: pod.name.clone(),
+        };
+        let Some(known) = index.pod(&key).filter(|known| known.uid == pod.uid) else {
+            return PodCheck::Unknown;
+        };
+        let expected = known.identity.as_deref();
+        if expected.is_some_and(|expected| expected != identity.as_str()) {
+            return PodCheck::OtherAccount;
+        }
+        let owners: Vec<&Key> = peer
+            .into_iter()
+            .flat_map(|peer| index.pods_at(peer))
+            .map(|owner| &owner.key)
+            .collect();
+        match owners.first() {
+            // The address of a node, or a translated one.
+            None => PodCheck::Valid,
+            Some(_) if owners.contains(&&key) => PodCheck::Valid,
+            Some(other) if known.addresses.is_empty() => PodCheck::AddressPending((*other).clone()),
+            Some(other) => PodCheck::OtherAddress((*other).clone()),
+        }
     }
-    let mut owners = peer
-        .into_iter()
-        .flat_map(|peer| index.pods_at(peer))
-        .peekable();
-    // Nobody's: a node's, or one that is translated on the way.
-    let Some(other) = owners.peek().map(|owner| owner.key.clone()) else {
-        return Verdict::Good;
-    };
-    match owners.any(|owner| owner.key == key) {
-        true => Verdict::Good,
-        false if known.addresses.is_empty() => Verdict::Elsewhere(other),
-        false => Verdict::Stolen(other),
+}
+
+/// Limits the certificates per pod: a burst, then one per interval. Pure; bounded in memory.
+#[derive(Default)]
+struct RateLimiter {
+    /// By UID, the time at which a pod has its full burst again. Earlier times are removed.
+    full_at: HashMap<Arc<str>, Instant>,
+    swept: Option<Instant>,
+}
+
+impl RateLimiter {
+    /// Takes one of the pod's certificates, or returns the time to wait for the next.
+    fn take(&mut self, uid: &Arc<str>, now: Instant) -> Result<(), Duration> {
+        let is_due = |swept: Instant| now >= swept + REFILL_INTERVAL;
+        if self.swept.is_none_or(is_due) {
+            self.full_at.retain(|_, full| *full > now);
+            self.swept = Some(now);
+        }
+        if self.full_at.len() >= MAX_RATE_LIMITED_PODS && !self.full_at.contains_key(uid) {
+            return Err(REFILL_INTERVAL);
+        }
+        let full = self.full_at.get(uid).map_or(now, |full| now.max(*full)) + REFILL_INTERVAL;
+        match (full - now).checked_sub(REFILL_INTERVAL * BURST) {
+            Some(wait) if !wait.is_zero() => Err(wait),
+            _ => {
+                self.full_at.insert(uid.clone(), full);
+                Ok(())
+            }
+        }
     }
 }
 
@@ -298,9 +330,9 @@ mod tests {
         }
     }
 
-    fn asks(index: &Index, uid: &str, peer: &str) -> Verdict {
+    fn check(index: &Index, uid: &str, peer: &str) -> PodCheck {
         let identity = Identity::new("cluster.local", "shop", "web").unwrap();
-        verdict(
+        PodCheck::new(
             index,
             &reference(uid),
             &identity,
@@ -309,49 +341,46 @@ mod tests {
     }
 
     #[test]
-    fn only_the_very_pod_from_its_own_address_or_nobodys_is_good() {
+    fn accepts_pod_from_its_own_or_an_unassigned_address() {
         let index = index([
             pod("web-1", "1", &["10.0.0.1", "fd00::1"]),
             pod("web-2", "2", &["10.0.0.2"]),
         ]);
-        assert_eq!(asks(&index, "1", "10.0.0.1"), Verdict::Good);
-        assert_eq!(asks(&index, "1", "fd00::1"), Verdict::Good);
+        assert_eq!(check(&index, "1", "10.0.0.1"), PodCheck::Valid);
+        assert_eq!(check(&index, "1", "fd00::1"), PodCheck::Valid);
         assert_eq!(
-            asks(&index, "1", "192.0.2.7"),
-            Verdict::Good,
+            check(&index, "1", "192.0.2.7"),
+            PodCheck::Valid,
             "translated on the way"
         );
         assert_eq!(
-            asks(&index, "1", "10.0.0.2"),
-            Verdict::Stolen(Key::new("shop", "web-2"))
+            check(&index, "1", "10.0.0.2"),
+            PodCheck::OtherAddress(Key::new("shop", "web-2"))
         );
-        assert_eq!(
-            asks(&index, "its predecessor's", "10.0.0.1"),
-            Verdict::Unknown
-        );
+        assert_eq!(check(&index, "predecessor", "10.0.0.1"), PodCheck::Unknown);
         let other = Identity::new("cluster.local", "shop", "admin").unwrap();
         assert_eq!(
-            verdict(&index, &reference("1"), &other, None),
-            Verdict::OtherAccount
+            PodCheck::new(&index, &reference("1"), &other, None),
+            PodCheck::OtherAccount
         );
     }
 
     #[test]
-    fn an_address_that_changes_hands_is_waited_for() {
+    fn reassigned_address_is_pending() {
         let before = index([pod("web-1", "1", &[]), pod("gone", "0", &["10.0.0.1"])]);
         assert_eq!(
-            asks(&before, "1", "10.0.0.1"),
-            Verdict::Elsewhere(Key::new("shop", "gone"))
+            check(&before, "1", "10.0.0.1"),
+            PodCheck::AddressPending(Key::new("shop", "gone"))
         );
         let between = index([
             pod("web-1", "1", &["10.0.0.1"]),
             pod("gone", "0", &["10.0.0.1"]),
         ]);
-        assert_eq!(asks(&between, "1", "10.0.0.1"), Verdict::Good);
+        assert_eq!(check(&between, "1", "10.0.0.1"), PodCheck::Valid);
     }
 
     #[test]
-    fn a_token_stands_for_its_own_user_in_a_pod_alone() {
+    fn rejects_token_of_another_user_or_without_pod() {
         let caller = |user: &str, pod| Caller {
             user: user.into(),
             pod,
@@ -359,7 +388,7 @@ mod tests {
         let user = "system:serviceaccount:shop:web";
         let good = caller(user, Some(reference("1")));
         assert_eq!(
-            whose(&good, user, "cluster.local").unwrap().1.as_str(),
+            requester(&good, user, "cluster.local").unwrap().1.as_str(),
             "spiffe://cluster.local/ns/shop/sa/web"
         );
         for (caller, name, part) in [
@@ -376,9 +405,56 @@ mod tests {
                 "not a service account",
             ),
         ] {
-            let status = whose(caller, name, "cluster.local").unwrap_err();
+            let status = requester(caller, name, "cluster.local").unwrap_err();
             assert_eq!(status.code(), tonic::Code::PermissionDenied);
             assert!(status.message().contains(part), "{}", status.message());
         }
+    }
+
+    #[test]
+    fn allows_a_burst_then_one_per_interval_and_pod() {
+        let (mut limiter, now) = (RateLimiter::default(), Instant::now());
+        let (one, other) = ("one".into(), "other".into());
+        for _ in 0..BURST {
+            assert_eq!(limiter.take(&one, now), Ok(()));
+        }
+        assert_eq!(limiter.take(&one, now), Err(REFILL_INTERVAL));
+        assert_eq!(
+            limiter.take(&one, now + REFILL_INTERVAL / 4),
+            Err(REFILL_INTERVAL * 3 / 4),
+            "rejections do not count"
+        );
+        assert_eq!(limiter.take(&other, now), Ok(()));
+        assert_eq!(limiter.take(&one, now + REFILL_INTERVAL), Ok(()));
+        assert_eq!(
+            limiter.take(&one, now + REFILL_INTERVAL),
+            Err(REFILL_INTERVAL)
+        );
+        let later = now + REFILL_INTERVAL * 100;
+        for _ in 0..BURST {
+            assert_eq!(limiter.take(&one, later), Ok(()));
+        }
+        assert!(
+            limiter.take(&one, later).is_err(),
+            "the burst does not accumulate"
+        );
+    }
+
+    #[test]
+    fn bounds_and_frees_memory() {
+        let (mut limiter, now) = (RateLimiter::default(), Instant::now());
+        for pod in 0..MAX_RATE_LIMITED_PODS {
+            limiter.take(&pod.to_string().into(), now).unwrap();
+        }
+        assert_eq!(limiter.take(&"one more".into(), now), Err(REFILL_INTERVAL));
+        assert_eq!(
+            limiter.take(&"0".into(), now),
+            Ok(()),
+            "known pods are not affected"
+        );
+        limiter
+            .take(&"later".into(), now + REFILL_INTERVAL * 3)
+            .unwrap();
+        assert_eq!(limiter.full_at.len(), 1);
     }
 }

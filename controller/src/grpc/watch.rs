@@ -1,67 +1,57 @@
-//! One WatchServices stream: the Services as they are, then each change to them, the latest state
-//! of each at the caller's pace.
+//! One WatchServices stream: the existing Services, then each change. A slow client receives the
+//! latest state of each Service.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
 
 use diy_mesh_proto::mesh::v1 as proto;
-use diy_mesh_runtime::metrics::Active;
 use tokio::sync::mpsc;
 use tonic::Status;
 
-use super::{Context, message, service};
+use super::message;
+use crate::hub::Services;
 use crate::index::object::Key;
 use crate::index::version::Version;
 
-/// Serves one stream until the caller leaves or the controller stops.
+/// Serves one stream until the client disconnects.
 pub(super) async fn run(
-    context: Context,
-    names: BTreeSet<Key>,
-    answers: mpsc::Sender<Result<proto::WatchServicesResponse, Status>>,
-) {
-    let _open = Active::new(&context.metrics.watch_streams);
-    let news = context.hub.watch_services(&names);
-    let mut told: HashMap<Key, Option<Version>> = HashMap::new();
-    // News is served in its order, so these are the Services that existed when the call came.
-    let mut unsynced = Some(news.waiting());
+    subscriber: Services,
+    responses: &mpsc::Sender<Result<proto::WatchServicesResponse, Status>>,
+) -> Result<(), Status> {
+    let mut sent: HashMap<Key, Option<Version>> = HashMap::new();
+    // Notifications keep their order, so these are the Services at the time of the call.
+    let mut unsynced = Some(subscriber.pending());
     loop {
         if unsynced == Some(0) {
             unsynced = None;
-            if answers
-                .send(Ok(proto::WatchServicesResponse {
-                    service: None,
-                    synced: true,
-                }))
-                .await
-                .is_err()
-            {
-                return;
+            let synced = proto::WatchServicesResponse {
+                service: None,
+                synced: true,
+            };
+            if responses.send(Ok(synced)).await.is_err() {
+                return Ok(());
             }
         }
-        let room = tokio::select! {
-            () = context.stopping.cancelled() => break,
-            () = answers.closed() => return,
-            room = async { news.wait().await; answers.reserve().await } => room,
+        subscriber.wait().await;
+        let Ok(permit) = responses.reserve().await else {
+            return Ok(());
         };
-        let Ok(room) = room else { return };
-        let Some((key, view)) = news.next() else {
+        let Some((key, view)) = subscriber.next() else {
             continue;
         };
         unsynced = unsynced.map(|left| left - 1);
         let version = view.as_ref().map(|view| view.version());
-        if told.get(&key) == Some(&version) {
+        if sent.get(&key) == Some(&version) {
             continue;
         }
-        room.send(Ok(proto::WatchServicesResponse {
+        permit.send(Ok(proto::WatchServicesResponse {
             service: Some(message::service(&key, view.as_ref())),
             synced: false,
         }));
-        // One that is gone is remembered only where the caller named it: names that come and go
-        // must not add up.
-        if version.is_none() && names.is_empty() {
-            told.remove(&key);
+        // Deleted Services are remembered only if the client named them, which bounds the memory.
+        if version.is_none() && subscriber.watches_all() {
+            sent.remove(&key);
         } else {
-            told.insert(key, version);
+            sent.insert(key, version);
         }
     }
-    let _ = answers.send(Err(service::stopping())).await;
 }

@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use diy_mesh_controller::authority::Authority;
+use diy_mesh_controller::authority::TrustSender;
 use diy_mesh_controller::config::{Authenticator, Ca, Catalog};
 use diy_mesh_controller::{Config, Controller, Error};
 use diy_mesh_proto::mesh::v1 as proto;
@@ -90,7 +90,7 @@ pub struct Sandbox {
     pub issuer: Issuer,
     pub address: SocketAddr,
     pub admin: SocketAddr,
-    pub authority: Authority,
+    pub authority: TrustSender,
     pub dir: tempfile::TempDir,
     stop: Option<oneshot::Sender<()>>,
     running: JoinHandle<Result<(), Error>>,
@@ -116,7 +116,7 @@ impl Sandbox {
         let running = tokio::spawn(controller.run(async {
             let _ = stopped.await;
         }));
-        let authority = tokio::time::timeout(DEADLINE, kept.authority())
+        let authority = tokio::time::timeout(DEADLINE, kept.loaded())
             .await
             .expect("there is an authority")
             .unwrap();
@@ -158,7 +158,7 @@ impl Sandbox {
 
     /// A client that trusts the mesh's roots of now.
     pub async fn try_channel(&self) -> Result<Channel, tonic::transport::Error> {
-        let roots = self.authority.trust().borrow().roots.pem.clone();
+        let roots = self.authority.borrow().roots.pem.clone();
         connect(self.address, &roots).await
     }
 
