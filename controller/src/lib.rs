@@ -35,7 +35,6 @@ use tokio_util::sync::CancellationToken;
 
 use authenticate::{Authenticator, Jwks, TokenReviews, Verifier};
 use authority::AuthorityHandle;
-use authority::reports::ConnectedProxies;
 pub use config::Config;
 pub use diy_mesh_issuer as issuer;
 use hub::Hub;
@@ -136,21 +135,21 @@ impl Controller {
         let names = Names::new(&config.trust_domain, &config.pod_namespace)?;
         let (trust_domain, certificate_life) =
             (config.trust_domain.as_str().into(), config.certificate_life);
-        let provider = match config.ca {
-            config::Ca::Kubernetes => authority::Provider::Kubernetes {
+        let storage = match config.ca {
+            config::Ca::Kubernetes => authority::Storage::Kubernetes {
                 client: client(),
                 namespace: config.pod_namespace,
             },
-            config::Ca::Files(folder) => authority::Provider::Files(folder),
+            config::Ca::Files(folder) => authority::Storage::Files(folder),
         };
         let authority = authority::Options {
             trust_domain: config.trust_domain,
             certificate_life: config.certificate_life,
             ca_life: config.ca_life,
-            provider,
+            storage,
         };
         let (hub, proxies) = (Hub::default(), Proxies::default());
-        let (authority, keeping) = authority::keep(authority, &hub, connected(proxies.clone()));
+        let (authority, keeping) = authority::start(authority, &hub, proxies.clone());
         let grpc = bind("LISTEN", config.listen).await?;
         let admin = bind("ADMIN_LISTEN", config.admin_listen).await?;
         Ok(Controller {
@@ -253,30 +252,6 @@ impl Controller {
             _ = async { tokio::join!(provider, follow, synced, self.keeping, signal) } => Ok(()),
         }
     }
-}
-
-/// The registry as the authority wants to see it.
-fn connected(proxies: Proxies) -> ConnectedProxies {
-    let seen = |proxy: proxies::ConnectedProxy| {
-        let (roots_version, issuer) = proxy
-            .status
-            .map(|status| (status.roots_version, status.certificate_issuer))
-            .unwrap_or_default();
-        let pod = proxy.pod.map(|pod| {
-            (
-                pod.namespace.to_string(),
-                pod.name.to_string(),
-                pod.uid.to_string(),
-            )
-        });
-        authority::reports::Connected {
-            pod,
-            user: proxy.user.to_string(),
-            roots_version,
-            issuer,
-        }
-    };
-    Arc::new(move || proxies.snapshot().into_iter().map(seen).collect())
 }
 
 async fn bind(setting: &'static str, address: SocketAddr) -> Result<Listener, Error> {

@@ -1,65 +1,80 @@
-//! The proxies that are connected now: who they are, and what they last said of themselves. Beside
-//! the Discover streams.
-//!
-//! It remembers nothing of a proxy that is gone, and decides nothing: who rotates the roots, and
-//! people, read it.
+//! The registry of connected proxies, with the status that they report on their Discover streams.
+//! Forgets a proxy when its stream ends.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
+use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
-
-use tokio::sync::watch;
 
 use crate::authenticate::{Caller, PodRef};
 
 /// The registry. Cheap to clone.
 #[derive(Clone, Debug, Default)]
-pub struct Proxies {
-    inner: Arc<Mutex<Inner>>,
-    changed: Arc<watch::Sender<()>>,
-}
+pub struct Proxies(Arc<Mutex<Inner>>);
 
 #[derive(Debug, Default)]
 struct Inner {
-    connected: HashMap<u64, ConnectedProxy>,
-    next: u64,
+    connected: BTreeMap<u64, ConnectedProxy>,
+    last: u64,
 }
 
-/// A proxy whose stream is open.
+/// A proxy with an open stream.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ConnectedProxy {
-    /// Its pod, where its token is bound to one.
+    /// The pod, if the token is bound to one.
     pub pod: Option<PodRef>,
-    /// Its user name.
+    /// The user name.
     pub user: Arc<str>,
-    /// Since when its stream is open.
+    /// The start of the stream.
     pub connected_since: SystemTime,
-    /// What it last said of itself; none where it has not (yet).
+    /// The latest status, if the proxy has reported one.
     pub status: Option<Status>,
 }
 
-/// What a proxy says of itself.
-#[derive(Clone, Debug, PartialEq)]
+/// The status of a proxy. Times are in seconds since 1970.
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Status {
-    /// The version of the roots that it verifies its peers by.
+    /// The version of the roots that verify peers.
     pub roots_version: String,
-    /// From when its certificate is valid, in seconds since 1970.
+    /// The start of the validity of the certificate.
     pub certificate_not_before: i64,
-    /// Until when, in seconds since 1970.
+    /// The end of the validity of the certificate.
     pub certificate_not_after: i64,
-    /// Its certificate's serial number, hexadecimal.
+    /// The serial number of the certificate, hexadecimal.
     pub certificate_serial: String,
-    /// The key identifier, hexadecimal, of the issuer of its certificate.
+    /// The key identifier of the certificate's issuer, hexadecimal.
     pub certificate_issuer: String,
-    /// Its version.
+    /// The version of the proxy.
     pub proxy_version: String,
-    /// How far its clock is ahead of ours, in milliseconds; behind: negative. The message's way
-    /// here counts as behind.
+    /// The offset of the proxy's clock, in milliseconds, less the latency of the message.
     pub clock_skew: i64,
 }
 
+impl ConnectedProxy {
+    /// The version of the roots that verify peers, or an empty text.
+    pub fn roots_version(&self) -> &str {
+        let status = self.status.as_ref();
+        status.map_or("", |status| &status.roots_version)
+    }
+
+    /// The key identifier of the certificate's issuer, or an empty text.
+    pub fn certificate_issuer(&self) -> &str {
+        let status = self.status.as_ref();
+        status.map_or("", |status| &status.certificate_issuer)
+    }
+}
+
+impl fmt::Display for ConnectedProxy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.pod {
+            Some(pod) => write!(f, "proxy {pod}"),
+            None => write!(f, "proxy of {}", self.user),
+        }
+    }
+}
+
 impl Proxies {
-    /// Adds one, until the guard is dropped.
+    /// Adds a proxy until the guard is dropped.
     pub fn connect(&self, caller: &Caller, now: SystemTime) -> ConnectedGuard {
         let proxy = ConnectedProxy {
             pod: caller.pod.clone(),
@@ -68,37 +83,24 @@ impl Proxies {
             status: None,
         };
         let mut inner = self.lock();
-        inner.next += 1;
-        let id = inner.next;
+        inner.last += 1;
+        let id = inner.last;
         inner.connected.insert(id, proxy);
         drop(inner);
-        self.changed.send_replace(());
         ConnectedGuard {
             proxies: self.clone(),
             id,
         }
     }
 
-    /// All of them now, in the order in which they came. One that is about to leave an old stream
-    /// may be there twice.
+    /// All proxies in the order of their connection. A proxy that replaces its stream may be listed
+    /// twice.
     pub fn snapshot(&self) -> Vec<ConnectedProxy> {
-        let mut all: Vec<_> = self
-            .lock()
-            .connected
-            .iter()
-            .map(|(id, proxy)| (*id, proxy.clone()))
-            .collect();
-        all.sort_unstable_by_key(|(id, _)| *id);
-        all.into_iter().map(|(_, proxy)| proxy).collect()
-    }
-
-    /// Marked as changed whenever one comes, goes, or says something new.
-    pub fn changed(&self) -> watch::Receiver<()> {
-        self.changed.subscribe()
+        self.lock().connected.values().cloned().collect()
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -115,14 +117,12 @@ impl ConnectedGuard {
         if let Some(proxy) = self.proxies.lock().connected.get_mut(&self.id) {
             proxy.status = Some(status);
         }
-        self.proxies.changed.send_replace(());
     }
 }
 
 impl Drop for ConnectedGuard {
     fn drop(&mut self) {
         self.proxies.lock().connected.remove(&self.id);
-        self.proxies.changed.send_replace(());
     }
 }
 
@@ -133,19 +133,13 @@ mod tests {
     fn status(roots_version: &str) -> Status {
         Status {
             roots_version: roots_version.into(),
-            certificate_not_before: 0,
-            certificate_not_after: 0,
-            certificate_serial: String::new(),
-            certificate_issuer: String::new(),
-            proxy_version: String::new(),
-            clock_skew: 0,
+            ..Status::default()
         }
     }
 
     #[test]
-    fn a_proxy_is_there_as_long_as_its_stream_and_says_the_latest() {
+    fn lists_proxies_with_their_latest_status_until_their_stream_ends() {
         let proxies = Proxies::default();
-        let mut changed = proxies.changed();
         let caller = |user: &str| Caller {
             user: user.into(),
             pod: None,
@@ -154,11 +148,8 @@ mod tests {
             proxies.connect(&caller("one"), SystemTime::UNIX_EPOCH),
             proxies.connect(&caller("other"), SystemTime::UNIX_EPOCH),
         );
-        assert!(changed.has_changed().unwrap());
-        changed.mark_unchanged();
         one.update(status("1"));
         one.update(status("2"));
-        assert!(changed.has_changed().unwrap());
         let all = proxies.snapshot();
         assert_eq!(
             all.iter().map(|proxy| &*proxy.user).collect::<Vec<_>>(),
@@ -168,11 +159,26 @@ mod tests {
             (&all[0].status, &all[1].status),
             (&Some(status("2")), &None)
         );
-        changed.mark_unchanged();
         drop(one);
-        assert!(changed.has_changed().unwrap());
         assert_eq!(proxies.snapshot().len(), 1);
         drop(other);
         assert!(proxies.snapshot().is_empty());
+    }
+
+    #[test]
+    fn names_proxies_by_pod_or_user() {
+        let mut proxy = ConnectedProxy {
+            pod: Some(PodRef {
+                namespace: "shop".into(),
+                name: "web".into(),
+                uid: "uid".into(),
+            }),
+            user: "tool".into(),
+            connected_since: SystemTime::UNIX_EPOCH,
+            status: None,
+        };
+        assert_eq!(proxy.to_string(), "proxy shop/web");
+        proxy.pod = None;
+        assert_eq!(proxy.to_string(), "proxy of tool");
     }
 }

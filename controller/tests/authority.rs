@@ -1,28 +1,28 @@
-//! The authority as replicas keep it together in a folder: one CA for all, a rotation that waits
-//! for the proxies and survives restarts in each phase, an operator's hand. The proxies are
-//! pretended; the stores, the tasks and the clocks are real.
+//! The authority of several replicas with a shared folder: one CA, rotations that wait for proxies
+//! and survive restarts, CAs of operators. The proxies are simulated; stores, tasks and clocks are
+//! real.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod support;
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
-use diy_mesh_controller::authority::reports::Connected;
-use diy_mesh_controller::authority::rotation::Phase;
+use diy_mesh_controller::authenticate::{Caller, PodRef};
+use diy_mesh_controller::authority::state::Phase;
 use diy_mesh_controller::authority::{
-    self, AuthorityHandle, Options, Provider, Roots, TrustSender, self_signed,
+    self, AuthorityHandle, Options, Roots, Storage, TrustSender, self_signed,
 };
 use diy_mesh_controller::hub::Hub;
 use diy_mesh_controller::index::object::{Change, Key, Kind, Object, Pod};
+use diy_mesh_controller::proxies::{self, ConnectedGuard, Proxies};
 use diy_mesh_proto::status::Status;
 use tokio::task::JoinHandle;
 
 const DEADLINE: Duration = Duration::from_secs(40);
 
-/// A pretended proxy: it trusts, and has a certificate of, whatever the replica that it is
-/// connected to says, unless it is stuck.
+/// A simulated proxy. Unless it is stuck, it has the roots and a certificate of its replica.
 #[derive(Clone, Default)]
 struct Proxy {
     roots_version: String,
@@ -30,10 +30,27 @@ struct Proxy {
     stuck: bool,
 }
 
+impl Proxy {
+    fn status(&self) -> proxies::Status {
+        proxies::Status {
+            roots_version: self.roots_version.clone(),
+            certificate_issuer: self.issuer.clone(),
+            ..proxies::Status::default()
+        }
+    }
+}
+
+struct Connected {
+    name: String,
+    proxy: Proxy,
+    guard: ConnectedGuard,
+}
+
 struct Replica {
-    kept: AuthorityHandle,
+    authority: AuthorityHandle,
     hub: Hub,
-    proxies: Arc<Mutex<Vec<(String, Proxy)>>>,
+    registry: Proxies,
+    proxies: Arc<Mutex<Vec<Connected>>>,
     task: JoinHandle<()>,
 }
 
@@ -47,55 +64,63 @@ impl Replica {
     }
 
     fn with_lives(folder: &Path, certificate_life: Duration, ca_life: Duration) -> Replica {
-        let (hub, proxies) = (Hub::default(), Arc::new(Mutex::new(Vec::new())));
+        let (hub, registry) = (Hub::default(), Proxies::default());
         let options = Options {
             trust_domain: "cluster.local".into(),
             certificate_life,
             ca_life,
-            provider: Provider::Files(folder.to_owned()),
+            storage: Storage::Files(folder.to_owned()),
         };
-        let connected = {
-            let proxies: Arc<Mutex<Vec<(String, Proxy)>>> = proxies.clone();
-            Arc::new(move || {
-                proxies
-                    .lock()
-                    .unwrap()
-                    .iter()
-                    .map(|(name, proxy)| connected(name, proxy))
-                    .collect()
-            })
-        };
-        let (kept, keeping) = authority::keep(options, &hub, connected);
+        let (authority, run) = authority::start(options, &hub, registry.clone());
         hub.apply(Kind::ALL.map(|kind| Change::Reset(kind, vec![])));
-        let task = tokio::spawn({
-            let (kept, proxies) = (kept.clone(), proxies.clone());
-            async move {
-                tokio::select! {
-                    () = keeping => {}
-                    () = follow(kept, proxies) => {}
-                }
+        let proxies: Arc<Mutex<Vec<Connected>>> = Arc::default();
+        let follow = follow(authority.clone(), proxies.clone());
+        let task = tokio::spawn(async move {
+            tokio::select! {
+                () = run => {}
+                () = follow => {}
             }
         });
         Replica {
-            kept,
+            authority,
             hub,
+            registry,
             proxies,
             task,
         }
     }
 
-    /// Connects a proxy, as it was if it was connected elsewhere before.
+    /// Connects a proxy in the state of its previous connection.
     fn connect(&self, name: &str, proxy: Proxy) {
-        self.proxies.lock().unwrap().push((name.to_owned(), proxy));
+        let pod = Some(PodRef {
+            namespace: "shop".into(),
+            name: name.into(),
+            uid: name.into(),
+        });
+        let caller = Caller {
+            user: "user".into(),
+            pod,
+        };
+        let guard = self.registry.connect(&caller, SystemTime::now());
+        guard.update(proxy.status());
+        let name = name.to_owned();
+        self.proxies
+            .lock()
+            .unwrap()
+            .push(Connected { name, proxy, guard });
     }
 
     fn disconnect(&self, name: &str) -> Proxy {
         let mut proxies = self.proxies.lock().unwrap();
-        let position = proxies
-            .iter()
-            .position(|(candidate, _)| candidate == name)
-            .unwrap();
-        proxies.remove(position).1
+        let position = proxies.iter().position(|proxy| proxy.name == name);
+        proxies.remove(position.unwrap()).proxy
+    }
+
+    fn change(&self, name: &str, change: impl FnOnce(&mut Proxy)) {
+        let mut proxies = self.proxies.lock().unwrap();
+        let connected = proxies.iter_mut().find(|proxy| proxy.name == name).unwrap();
+        change(&mut connected.proxy);
+        connected.guard.update(connected.proxy.status());
     }
 
     /// The catalog has these pods, ready and meshed.
@@ -116,25 +141,25 @@ impl Replica {
         }));
     }
 
-    async fn authority(&self) -> TrustSender {
-        tokio::time::timeout(DEADLINE, self.kept.loaded())
+    async fn trust(&self) -> TrustSender {
+        tokio::time::timeout(DEADLINE, self.authority.loaded())
             .await
             .unwrap()
             .unwrap()
     }
 
     async fn roots(&self) -> Arc<Roots> {
-        self.authority().await.borrow().roots.clone()
+        self.trust().await.borrow().roots.clone()
     }
 
     async fn issuer(&self) -> String {
-        self.authority().await.borrow().issuer.id().to_owned()
+        self.trust().await.borrow().issuer.id().to_owned()
     }
 
     async fn until(&self, what: &str, condition: impl Fn(&Status) -> bool) -> Status {
         let deadline = Instant::now() + DEADLINE;
         loop {
-            let status = self.kept.status();
+            let status = self.authority.status();
             if condition(&status) {
                 return status;
             }
@@ -157,30 +182,19 @@ impl Replica {
     }
 }
 
-fn connected(name: &str, proxy: &Proxy) -> Connected {
-    let pod = Some(("shop".to_owned(), name.to_owned(), name.to_owned()));
-    Connected {
-        pod,
-        user: String::new(),
-        roots_version: proxy.roots_version.clone(),
-        issuer: proxy.issuer.clone(),
-    }
-}
-
-async fn follow(kept: AuthorityHandle, proxies: Arc<Mutex<Vec<(String, Proxy)>>>) {
-    let Some(authority) = kept.loaded().await else {
+async fn follow(authority: AuthorityHandle, proxies: Arc<Mutex<Vec<Connected>>>) {
+    let Some(trust) = authority.loaded().await else {
         return;
     };
     loop {
-        let trust = authority.borrow().clone();
-        for (_, proxy) in proxies
-            .lock()
-            .unwrap()
-            .iter_mut()
-            .filter(|(_, proxy)| !proxy.stuck)
+        let trust = trust.borrow().clone();
+        let is_following = |one: &&mut Connected| !one.proxy.stuck;
+        for Connected { proxy, guard, .. } in
+            proxies.lock().unwrap().iter_mut().filter(is_following)
         {
-            (proxy.roots_version, proxy.issuer) =
-                (trust.roots.version.clone(), trust.issuer.id().to_owned());
+            proxy.roots_version.clone_from(&trust.roots.version);
+            trust.issuer.id().clone_into(&mut proxy.issuer);
+            guard.update(proxy.status());
         }
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
@@ -215,7 +229,7 @@ fn folder() -> (tempfile::TempDir, PathBuf) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn replicas_that_start_at_the_same_moment_share_one_ca_and_publish_it() {
+async fn replicas_share_and_publish_one_ca() {
     let (_dir, folder) = folder();
     let replicas: Vec<Replica> = (0..5).map(|_| Replica::start(&folder)).collect();
     let roots = replicas[0].roots().await;
@@ -230,7 +244,7 @@ async fn replicas_that_start_at_the_same_moment_share_one_ca_and_publish_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_rotation_waits_for_every_proxy_on_every_replica_and_survives_restarts_in_each_phase() {
+async fn rotation_waits_for_all_proxies_and_survives_restarts() {
     let (_dir, folder) = folder();
     let (one, two) = (Replica::start(&folder), Replica::start(&folder));
     let (old_roots, old_issuer) = (one.roots().await, one.issuer().await);
@@ -241,7 +255,7 @@ async fn a_rotation_waits_for_every_proxy_on_every_replica_and_survives_restarts
     }
     two.until("both replicas report", |status| status.replicas.len() == 2)
         .await;
-    two.proxies.lock().unwrap()[0].1.stuck = true;
+    two.change("b", |proxy| proxy.stuck = true);
 
     request(&folder, "start\n");
     let told = one
@@ -275,12 +289,10 @@ async fn a_rotation_waits_for_every_proxy_on_every_replica_and_survives_restarts
     // It comes back to the other replica, and takes the roots; not yet its certificate, later.
     one.connect("b", Proxy { stuck: false, ..b });
     one.until_phase(Phase::Switched).await;
-    let a = one.proxies.lock().unwrap()[0].1.clone();
-    one.proxies.lock().unwrap()[1].1 = Proxy {
-        issuer: old_issuer.clone(),
-        stuck: true,
-        ..a
-    };
+    one.change("b", |proxy| {
+        proxy.issuer.clone_from(&old_issuer);
+        proxy.stuck = true;
+    });
     let waiting = one
         .until("waiting for b's certificate", |status| {
             status
@@ -329,7 +341,7 @@ async fn a_rotation_waits_for_every_proxy_on_every_replica_and_survives_restarts
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_abandoned_rotation_leaves_everything_as_it_was() {
+async fn abandoned_rotation_restores_the_roots() {
     let (_dir, folder) = folder();
     let one = Replica::start(&folder);
     let roots = one.roots().await;
@@ -348,13 +360,16 @@ async fn an_abandoned_rotation_leaves_everything_as_it_was() {
     assert_eq!(one.roots().await, roots);
     request(&folder, "dance");
     one.until("the answer", |status| {
-        status.rotation.answer.contains("\"dance\" is no request")
+        status
+            .rotation
+            .answer
+            .contains("\"dance\" is not a request")
     })
     .await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_ca_of_seconds_is_rotated_by_itself() {
+async fn rotates_short_lived_ca_by_itself() {
     let (_dir, folder) = folder();
     let one = Replica::with_lives(&folder, Duration::from_secs(10), Duration::from_secs(15));
     let roots = one.roots().await;
@@ -366,11 +381,11 @@ async fn a_ca_of_seconds_is_rotated_by_itself() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_broken_ca_is_refused_and_used_once_it_is_repaired() {
+async fn rejects_invalid_ca_until_it_is_repaired() {
     let (_dir, folder) = folder();
     let (certificate, key) = self_signed(
         "cluster.local",
-        std::time::SystemTime::now(),
+        SystemTime::now(),
         Duration::from_secs(3600),
     )
     .unwrap();
@@ -384,7 +399,7 @@ async fn a_broken_ca_is_refused_and_used_once_it_is_repaired() {
     })
     .await;
     assert!(
-        one.kept
+        one.authority
             .unavailable()
             .is_some_and(|reason| reason.contains("tls.key is missing"))
     );
@@ -394,21 +409,24 @@ async fn a_broken_ca_is_refused_and_used_once_it_is_repaired() {
         one.roots().await.pem,
         Roots::from_pem(&certificate).unwrap().pem
     );
-    assert_eq!(one.kept.unavailable(), None);
+    assert_eq!(one.authority.unavailable(), None);
 
     // Once one is in use, a broken one changes nothing.
     let roots = one.roots().await;
     write(&folder, "tls.crt", "broken");
     one.until("a refusal", |status| status.problem.is_some())
         .await;
-    assert_eq!((one.roots().await, one.kept.unavailable()), (roots, None));
+    assert_eq!(
+        (one.roots().await, one.authority.unavailable()),
+        (roots, None)
+    );
     write(&folder, "tls.crt", &certificate);
     one.until("it is well", |status| status.problem.is_none())
         .await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_store_that_is_emptied_is_filled_again_with_what_is_in_force() {
+async fn restores_loaded_ca_to_an_empty_store() {
     let (_dir, folder) = folder();
     let one = Replica::start(&folder);
     let before = one.roots().await;
@@ -428,7 +446,7 @@ async fn a_store_that_is_emptied_is_filled_again_with_what_is_in_force() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_ca_replaced_by_an_operator_is_used_once_all_proxies_trust_it() {
+async fn adopts_ca_of_an_operator_when_all_proxies_trust_it() {
     let (_dir, folder) = folder();
     let (one, two) = (Replica::start(&folder), Replica::start(&folder));
     let old_issuer = one.issuer().await;
@@ -457,7 +475,7 @@ async fn a_ca_replaced_by_an_operator_is_used_once_all_proxies_trust_it() {
             (old_issuer.clone(), 2)
         );
     }
-    one.proxies.lock().unwrap()[0].1.stuck = false;
+    one.change("a", |proxy| proxy.stuck = false);
     for replica in [&one, &two] {
         let status = replica.until_phase(Phase::Steady).await;
         assert!(!status.issuer.unwrap().own);

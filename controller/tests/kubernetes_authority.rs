@@ -9,15 +9,14 @@
 use std::fmt::Debug;
 use std::panic::{AssertUnwindSafe, resume_unwind};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
-use diy_mesh_controller::authority::reports::Connected;
-use diy_mesh_controller::authority::rotation::Phase;
-use diy_mesh_controller::authority::{
-    self, AuthorityHandle, Options, Provider, Roots, self_signed,
-};
+use diy_mesh_controller::authenticate::{Caller, PodRef};
+use diy_mesh_controller::authority::state::Phase;
+use diy_mesh_controller::authority::{self, AuthorityHandle, Options, Roots, Storage, self_signed};
 use diy_mesh_controller::hub::Hub;
 use diy_mesh_controller::index::object::{Change, Key, Kind, Object, Pod};
+use diy_mesh_controller::proxies::{self, Proxies};
 use futures::FutureExt;
 use k8s_openapi::NamespaceResourceScope;
 use k8s_openapi::api::authentication::v1::{TokenRequest, TokenRequestSpec};
@@ -87,7 +86,7 @@ async fn scenario(cluster: &Cluster) {
     one.knows("no-such-namespace-of-ours", false);
     cluster
         .until("the failure is known", async || {
-            one.kept
+            one.authority
                 .status()
                 .replicas
                 .values()
@@ -150,13 +149,16 @@ async fn scenario(cluster: &Cluster) {
         .await
         .unwrap();
     let refused = async || {
-        one.kept
+        one.authority
             .status()
             .problem
             .is_some_and(|problem| problem.contains("tls.key cannot be used"))
     };
     cluster.until("it is refused", refused).await;
-    assert_eq!((one.roots().await, one.kept.unavailable()), (after, None));
+    assert_eq!(
+        (one.roots().await, one.authority.unavailable()),
+        (after, None)
+    );
 
     // An operator's own, replaced whole.
     let (certificate, key) = self_signed(
@@ -181,8 +183,34 @@ async fn scenario(cluster: &Cluster) {
     two.task.abort();
 }
 
+/// Connects one proxy, which always has the trust of its replica.
+async fn follow(authority: AuthorityHandle, registry: Proxies) {
+    let pod = Some(PodRef {
+        namespace: "shop".into(),
+        name: "web".into(),
+        uid: "web".into(),
+    });
+    let user = "user".into();
+    let proxy = registry.connect(&Caller { user, pod }, SystemTime::now());
+    let Some(trust) = authority.loaded().await else {
+        return;
+    };
+    let mut trust = trust.subscribe();
+    loop {
+        let now = trust.borrow_and_update().clone();
+        proxy.update(proxies::Status {
+            roots_version: now.roots.version.clone(),
+            certificate_issuer: now.issuer.id().to_owned(),
+            ..proxies::Status::default()
+        });
+        if trust.changed().await.is_err() {
+            return;
+        }
+    }
+}
+
 struct Replica {
-    kept: AuthorityHandle,
+    authority: AuthorityHandle,
     hub: Hub,
     task: JoinHandle<()>,
 }
@@ -196,38 +224,21 @@ impl Replica {
             trust_domain: "cluster.local".into(),
             certificate_life: Duration::from_secs(30),
             ca_life: Duration::from_secs(3600),
-            provider: Provider::Kubernetes {
+            storage: Storage::Kubernetes {
                 client,
                 namespace: cluster.mesh.clone(),
             },
         };
-        // One proxy, that always has what its replica says.
-        let follows: Arc<std::sync::Mutex<Option<AuthorityHandle>>> = Arc::default();
-        let connected = {
-            let follows = follows.clone();
-            Arc::new(move || {
-                match follows
-                    .lock()
-                    .unwrap()
-                    .as_ref()
-                    .and_then(AuthorityHandle::trust)
-                {
-                    None => vec![],
-                    Some(trust) => vec![Connected {
-                        pod: Some(("shop".into(), "web".into(), "web".into())),
-                        user: String::new(),
-                        roots_version: trust.roots.version.clone(),
-                        issuer: trust.issuer.id().to_owned(),
-                    }],
-                }
-            })
-        };
-        let (kept, keeping) = authority::keep(options, &hub, connected);
-        *follows.lock().unwrap() = Some(kept.clone());
+        let registry = Proxies::default();
+        let (authority, run) = authority::start(options, &hub, registry.clone());
+        let follow = follow(authority.clone(), registry);
+        let task = tokio::spawn(async move {
+            tokio::join!(run, follow);
+        });
         Replica {
-            kept,
+            authority,
             hub,
-            task: tokio::spawn(keeping),
+            task,
         }
     }
 
@@ -252,7 +263,7 @@ impl Replica {
     }
 
     async fn roots(&self) -> Arc<Roots> {
-        let authority = tokio::time::timeout(DEADLINE, self.kept.loaded())
+        let authority = tokio::time::timeout(DEADLINE, self.authority.loaded())
             .await
             .expect("there is a CA in time")
             .unwrap();
@@ -261,14 +272,14 @@ impl Replica {
 
     async fn until_phase(&self, phase: Phase) {
         let deadline = Instant::now() + DEADLINE;
-        while self.kept.status().issuer.is_none()
-            || self.kept.status().rotation.phase != phase.name()
+        while self.authority.status().issuer.is_none()
+            || self.authority.status().rotation.phase != phase.name()
         {
             assert!(
                 Instant::now() < deadline,
                 "never {}: {:#?}",
                 phase.name(),
-                self.kept.status()
+                self.authority.status()
             );
             tokio::time::sleep(Duration::from_millis(50)).await;
         }

@@ -363,7 +363,7 @@ fn start_phases(view: &View, pod: &PodView) -> Vec<String> {
     let lines = view
         .lines(pod, "controller")
         .iter()
-        .filter(|line| line.contains("is in use"));
+        .filter(|line| line.contains("loaded the CA in"));
     lines
         .filter_map(|line| Some(line.split("phase=\"").nth(1)?.split('"').next()?.to_owned()))
         .collect()

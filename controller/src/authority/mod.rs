@@ -1,25 +1,26 @@
-//! The certificate authority of the mesh: the current issuer and the trust roots, as one watched
-//! value.
+//! The certificate authority of the mesh: the issuer and the trust roots as one watched value.
 //!
-//! It lies in a [`store`] that all replicas share. [`material`] says what the store's fields mean,
-//! [`rotation`] (pure) how one CA replaces another, [`reports`] which conditions the replicas
-//! report for it. `keeper` is the task that combines them, [`publish`] distributes the roots to
-//! pods, [`status`] reports the state.
+//! All replicas share its state in a [`store`]. [`state`] and [`ca`] define and check the state,
+//! [`rotation`] decides on the next step (pure), according to the [`reports`] of the replicas.
+//! `reconcile` connects these, [`publish`] distributes the roots to pods, [`status`] reports.
 
-mod disjoint_roots;
-mod keeper;
-pub mod material;
+pub mod ca;
 pub mod publish;
+mod reconcile;
 pub mod reports;
 pub mod rotation;
+pub mod state;
 pub mod status;
 pub mod store;
+#[cfg(test)]
+mod testing;
 
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use aws_lc_rs::{digest, rand};
+use diy_mesh_proto::status::Status;
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use rustls::pki_types::CertificateDer;
@@ -28,19 +29,19 @@ use tokio::sync::watch;
 
 use crate::hub::Hub;
 use crate::issuer::{self, Issuer, SignError, hex, pem};
-use diy_mesh_proto::status::Status;
-use keeper::Keeper;
-use publish::{Published, Task};
-use reports::ConnectedProxies;
-use rotation::Rules;
+use crate::proxies::Proxies;
+use publish::{Publication, PublishStatus, config_maps};
+use reconcile::Reconciler;
+use rotation::RotationPolicy;
 use status::StatusSender;
 use store::Store;
+use store::files::Files;
+use store::kubernetes::Kubernetes;
 
-/// The common name of every CA that the controller makes: by it, it tells its own from an
-/// operator's.
+/// The common name of generated CAs, which distinguishes them from those of operators.
 pub const NAME: &str = "diy-service-mesh CA";
-/// Files in pods follow their ConfigMap this late, at most: the kubelet looks once a minute, and
-/// what it knows may be as old.
+/// Time from a change of a ConfigMap until mounted files contain it: the kubelet syncs once a
+/// minute, from a cache that may be as old.
 const KUBELET_SYNC_DELAY: Duration = Duration::from_secs(120);
 
 /// The issuer and the trust roots. They change together.
@@ -50,20 +51,19 @@ pub struct Trust {
     pub issuer: Arc<Issuer>,
     /// The roots of all proxies.
     pub roots: Arc<Roots>,
-    /// Within what time proxies whose certificate another issuer signed shall renew it, each at a
-    /// moment of its own choice.
+    /// The time within which proxies with a certificate of another issuer renew it, each at a
+    /// random time.
     pub renew_within: Duration,
 }
 
 /// A set of trust roots.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Roots {
-    /// All of them.
+    /// The certificates as PEM.
     pub pem: String,
-    /// Equal for equal sets, on each replica: the first half of the SHA-256 over the sorted
-    /// certificates, hexadecimal.
+    /// Equal for equal sets: the first half of the SHA-256 of the sorted certificates, hexadecimal.
     pub version: String,
-    /// All of them, sorted, none twice.
+    /// The certificates, sorted and without duplicates.
     pub certificates: Vec<CertificateDer<'static>>,
 }
 
@@ -74,25 +74,18 @@ impl Roots {
         certificates.sort_by(|one, other| one.as_ref().cmp(other.as_ref()));
         certificates.dedup();
         let mut hash = digest::Context::new(&digest::SHA256);
-        certificates
-            .iter()
-            .for_each(|certificate| hash.update(certificate));
-        let version = hex(&hash.finish().as_ref()[..16]);
+        certificates.iter().for_each(|root| hash.update(root));
         Roots {
-            pem: certificates
-                .iter()
-                .map(|certificate| pem(certificate))
-                .collect(),
-            version,
+            pem: certificates.iter().map(|root| pem(root)).collect(),
+            version: hex(&hash.finish().as_ref()[..16]),
             certificates,
         }
     }
 
-    /// The set of the certificates in a text.
+    /// The set of the certificates in a PEM text.
     pub fn from_pem(text: &str) -> Result<Roots, rustls::pki_types::pem::Error> {
-        let certificates: Vec<_> =
-            CertificateDer::pem_slice_iter(text.as_bytes()).collect::<Result<_, _>>()?;
-        Ok(Roots::new(certificates))
+        let certificates = CertificateDer::pem_slice_iter(text.as_bytes());
+        Ok(Roots::new(certificates.collect::<Result<Vec<_>, _>>()?))
     }
 }
 
@@ -101,42 +94,42 @@ pub type TrustSender = watch::Sender<Arc<Trust>>;
 /// The current trust and its changes.
 pub type TrustReceiver = watch::Receiver<Arc<Trust>>;
 
-/// Generates the controller's own root: its certificate and its key, as PEM.
+/// Generates a root CA: its certificate and its key, as PEM.
 pub fn self_signed(
     trust_domain: &str,
     now: SystemTime,
-    life: Duration,
+    lifetime: Duration,
 ) -> Result<(String, String), SignError> {
-    issuer::self_signed(trust_domain, NAME, now, life)
+    issuer::self_signed(trust_domain, NAME, now, lifetime)
 }
 
-/// What the authority is told.
+/// The options of the authority.
 pub struct Options {
-    /// The controller's trust domain.
+    /// The trust domain of the mesh.
     pub trust_domain: String,
-    /// How long leaves live.
+    /// The validity of leaves.
     pub certificate_life: Duration,
-    /// How long a CA that it makes lives.
+    /// The validity of generated CAs.
     pub ca_life: Duration,
-    /// Where the CA lies.
-    pub provider: Provider,
+    /// The storage of the state.
+    pub storage: Storage,
 }
 
-/// Where the CA lies, and where the roots are published.
+/// The storage of the state and of the published roots.
 #[derive(Clone)]
-pub enum Provider {
-    /// In a Secret, and a ConfigMap in each namespace with meshed pods.
+pub enum Storage {
+    /// A Secret, and a ConfigMap in each namespace with meshed pods.
     Kubernetes {
-        /// The cluster.
+        /// The client of the cluster.
         client: kube::Client,
-        /// The mesh's own namespace.
+        /// The namespace of the mesh.
         namespace: String,
     },
-    /// In a folder, both.
+    /// A folder.
     Files(PathBuf),
 }
 
-/// The state of the authority for the other modules.
+/// The authority for the other modules.
 #[derive(Clone)]
 pub struct AuthorityHandle {
     trust: watch::Receiver<Option<TrustSender>>,
@@ -157,117 +150,106 @@ impl AuthorityHandle {
         trust.as_ref().map(|trust| trust.borrow().clone())
     }
 
-    /// How it stands.
+    /// The status of this replica.
     pub fn status(&self) -> Status {
         self.status.borrow().clone()
     }
 
-    /// Why nothing can be signed, where that is so.
+    /// The reason why no certificate can be signed, if that is the case.
     pub fn unavailable(&self) -> Option<String> {
-        let waits = || "the CA was not read yet".to_owned();
-        self.trust
-            .borrow()
-            .is_none()
-            .then(|| self.status.borrow().problem.clone().unwrap_or_else(waits))
+        let reason = || {
+            let problem = self.status.borrow().problem.clone();
+            problem.unwrap_or_else(|| "the CA is not loaded yet".to_owned())
+        };
+        self.trust.borrow().is_none().then(reason)
     }
 }
 
-/// Prepares the authority. The returned future maintains it and never completes.
-pub fn keep(
+/// Creates the authority. The returned future runs it and never completes.
+pub fn start(
     options: Options,
     hub: &Hub,
-    proxies: ConnectedProxies,
+    proxies: Proxies,
 ) -> (AuthorityHandle, BoxFuture<'static, ()>) {
-    match options.provider.clone() {
-        Provider::Kubernetes { client, namespace } => {
+    match options.storage.clone() {
+        Storage::Kubernetes { client, namespace } => {
             let settle = KUBELET_SYNC_DELAY.min(options.certificate_life / 10);
-            let store = store::kubernetes::Kubernetes::new(client.clone(), &namespace);
-            keep_in(store, settle, options, hub, proxies, |task| {
-                publish::kubernetes(client, namespace, task)
+            let store = Kubernetes::new(client.clone(), &namespace);
+            start_with(store, settle, options, hub, proxies, |publication| {
+                config_maps::run(client, namespace, publication)
             })
         }
-        Provider::Files(folder) => {
-            let store = store::files::Files::new(folder.clone());
-            keep_in(store, Duration::ZERO, options, hub, proxies, |task| {
-                publish::file(folder, task)
-            })
+        Storage::Files(folder) => {
+            let store = Files::new(folder.clone());
+            start_with(
+                store,
+                Duration::ZERO,
+                options,
+                hub,
+                proxies,
+                |publication| publish::file(folder, publication),
+            )
         }
     }
 }
 
-fn keep_in<P: Future<Output = ()> + Send>(
+fn start_with<P: Future<Output = ()> + Send>(
     store: impl Store,
     settle: Duration,
     options: Options,
     hub: &Hub,
-    proxies: ConnectedProxies,
-    publish: impl FnOnce(Task) -> P + Send + 'static,
+    proxies: Proxies,
+    publish: impl FnOnce(Publication) -> P + Send + 'static,
 ) -> (AuthorityHandle, BoxFuture<'static, ()>) {
-    let Options {
-        trust_domain,
-        certificate_life: leaf_life,
-        ca_life,
-        ..
-    } = options;
-    let (first, (published, seen)) = (
-        watch::Sender::default(),
-        watch::channel(Published::default()),
-    );
-    let name = replica_name();
-    let status = StatusSender::new(&store.place(), &name);
-    let kept = AuthorityHandle {
-        trust: first.subscribe(),
+    let (trust, replica) = (watch::Sender::default(), replica_name());
+    let (published_sender, published) = watch::channel(PublishStatus::default());
+    let status = StatusSender::new(&store.place(), &replica);
+    let handle = AuthorityHandle {
+        trust: trust.subscribe(),
         status: status.sender.subscribe(),
     };
-    let keeper = Keeper {
+    let reconciler = Reconciler {
         store: Arc::new(store),
-        rules: Rules {
-            trust_domain,
-            ca_life,
-            leaf_life,
+        policy: RotationPolicy {
+            trust_domain: options.trust_domain,
+            ca_life: options.ca_life,
+            leaf_life: options.certificate_life,
             settle,
         },
-        name,
+        replica,
         hub: hub.clone(),
         proxies,
-        published: seen,
-        first,
+        published,
+        trust,
         status,
     };
-    let (there, namespaces) = (kept.clone(), hub.meshed_namespaces());
-    let publishing = async move {
-        if let Some(trust) = there.loaded().await {
-            publish(Task {
+    let (loaded, namespaces) = (handle.clone(), hub.meshed_namespaces());
+    let publish = async move {
+        if let Some(trust) = loaded.loaded().await {
+            let publication = Publication {
                 trust: trust.subscribe(),
                 namespaces,
-                published,
-            })
-            .await;
+                status: published_sender,
+            };
+            publish(publication).await;
         }
     };
-    let both = async move {
-        tokio::join!(keeper.run(), publishing);
+    let run = async move {
+        tokio::join!(reconciler.run(), publish);
     };
-    (kept, both.boxed())
+    (handle, run.boxed())
 }
 
-/// The machine's name, which in a cluster is the pod's, and something of its own: two replicas may
-/// share a machine.
+/// The host name, which is the pod's name in a cluster, with a random suffix: replicas may share a
+/// host.
 fn replica_name() -> String {
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    let plain = |c: &char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.');
-    let mut own = [0; 3];
-    // Without randomness the name alone has to do.
-    let _ = rand::fill(&mut own);
-    format!(
-        "{}-{}",
-        host.trim()
-            .chars()
-            .filter(plain)
-            .take(200)
-            .collect::<String>(),
-        hex(&own)
-    )
+    let is_plain = |c: &char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.');
+    let host: String = host.trim().chars().filter(is_plain).take(200).collect();
+    let mut suffix = [0; 3];
+    // Without randomness, the host name must do.
+    let _ = rand::fill(&mut suffix);
+    format!("{host}-{}", hex(&suffix))
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! What the authority says of itself: for people and tools (GET /identity), for Prometheus, and in
-//! the log when something ends soon. Nothing here decides anything, and no key is in it.
+//! The status of the authority: JSON (GET /identity), metrics, and log messages on problems and
+//! expiry. Contains no keys and decides nothing.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,65 +13,147 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::Trust;
-use super::material::{Ca, Material};
-use super::rotation::{Phase, seconds};
+use super::ca::Ca;
+use super::state::{CaState, Phase, seconds};
 use crate::issuer::{BACKDATED, Certificate};
 use crate::proxies::ConnectedProxy;
 
 /// The maximum number of listed conditions.
 const MAX_LINES: usize = 20;
-/// That something ends soon is said this often.
+/// The interval of log messages on the expiry of a CA.
 const REMINDER_INTERVAL: Duration = Duration::from_secs(6 * 60 * 60);
 
-/// Of a state, and what the replicas say of it. Who is connected is not in it.
-pub(super) fn of(
-    material: &Material,
-    place: &str,
-    name: &str,
-    mut waiting: Vec<String>,
-    replicas: BTreeMap<String, Report>,
-) -> Status {
+/// Publishes the status of this replica.
+pub(super) struct StatusSender {
+    pub(super) sender: watch::Sender<Status>,
+    reminded: Option<Instant>,
+}
+
+impl StatusSender {
+    /// The status before the store is read.
+    pub(super) fn new(place: &str, replica: &str) -> StatusSender {
+        let mut status = Status {
+            place: place.to_owned(),
+            replica: replica.to_owned(),
+            ..Status::default()
+        };
+        Phase::default()
+            .name()
+            .clone_into(&mut status.rotation.phase);
+        StatusSender {
+            sender: watch::Sender::new(status),
+            reminded: None,
+        }
+    }
+
+    /// Publishes a loaded state. The reports of replicas follow.
+    pub(super) fn load(&self, state: &CaState) {
+        self.sender
+            .send_modify(|status| describe_state(status, state, Vec::new()));
+    }
+
+    /// Publishes a state with its unmet conditions and the reports of replicas.
+    pub(super) fn update(
+        &self,
+        state: &CaState,
+        waiting: Vec<String>,
+        replicas: BTreeMap<String, Report>,
+    ) {
+        self.sender.send_modify(|status| {
+            describe_state(status, state, waiting);
+            status.replicas = replicas;
+        });
+    }
+
+    /// Publishes a problem, and logs a new one.
+    pub(super) fn problem(&self, problem: Option<String>) {
+        self.sender.send_if_modified(|status| {
+            let is_new = status.problem != problem;
+            if let Some(problem) = problem.as_ref().filter(|_| is_new) {
+                let consequence = match status.issuer {
+                    Some(_) => "the previous state stays in use",
+                    None => "certificates cannot be signed",
+                };
+                tracing::error!("{problem}; {consequence}");
+            }
+            status.problem = problem;
+            is_new
+        });
+    }
+
+    /// In the last third of its lifetime, logs that a CA expires.
+    pub(super) fn remind(&mut self, ca: &Ca, waiting: &[String], now: SystemTime) {
+        let left = ca.not_after().duration_since(now).unwrap_or_default();
+        let reminded = self.reminded.as_ref().map(Instant::elapsed);
+        if left > ca.lifetime() / 3 || reminded.is_some_and(|age| age < REMINDER_INTERVAL) {
+            return;
+        }
+        self.reminded = Some(Instant::now());
+        let (subject, hours) = (&ca.certificate().subject, left.as_secs() / 3600);
+        if !ca.is_generated() {
+            tracing::warn!(
+                "the CA {subject}, or a certificate above it, expires in {hours} h: write its successor to tls.crt, tls.key and ca.crt"
+            );
+        } else if let Some(first) = waiting.first() {
+            let count = waiting.len();
+            tracing::warn!(
+                "the CA {subject} expires in {hours} h, and its rotation waits for {count} conditions, such as {first}"
+            );
+        }
+    }
+}
+
+fn describe_state(status: &mut Status, state: &CaState, mut waiting: Vec<String>) {
     if waiting.len() > MAX_LINES {
         let more = waiting.len() - MAX_LINES;
         waiting.truncate(MAX_LINES);
         waiting.push(format!("and {more} more"));
     }
-    let progress = material.progress.clone();
-    let signer = material.signer();
-    let signs = if *signer == material.current {
-        "current"
-    } else {
-        "previous"
+    let (rotation, signer) = (state.rotation.clone(), state.signer());
+    let role = match *signer == state.current {
+        true => "current",
+        false => "previous",
     };
-    let rotation = Rotation {
-        phase: progress.phase.name().to_owned(),
-        since: progress.since,
-        reason: progress.reason,
-        reverting: progress.reverting,
+    let certificate = signer.certificate();
+    status.issuer = Some(authority(certificate, role, signer.is_generated()));
+    status.roots = roots(state);
+    status.rotation = Rotation {
+        phase: rotation.phase.name().to_owned(),
+        since: rotation.since,
+        reason: rotation.reason,
+        reverting: rotation.reverting,
         waiting,
-        answer: progress.answer,
+        answer: rotation.answer,
     };
-    let issuer = Some(authority(signer.issuer(), signs, signer.is_ours()));
-    Status {
-        rotation,
-        issuer,
-        roots: roots(material),
-        replicas,
-        ..unknown(place, name)
-    }
 }
 
-/// Before anything was read.
-fn unknown(place: &str, name: &str) -> Status {
-    let rotation = Rotation {
-        phase: Phase::default().name().to_owned(),
-        ..Rotation::default()
-    };
-    Status {
-        place: place.to_owned(),
-        replica: name.to_owned(),
-        rotation,
-        ..Status::default()
+fn roots(state: &CaState) -> Vec<Authority> {
+    let of_cas = state.cas().flat_map(|(ca, role)| {
+        let roots = ca.roots().iter();
+        roots.map(move |root| authority(root, role, ca.is_generated()))
+    });
+    let kept = state.kept.iter().map(|root| authority(root, "kept", false));
+    let mut roots: Vec<Authority> = Vec::new();
+    for root in of_cas.chain(kept) {
+        let is_known = |known: &Authority| known.fingerprint == root.fingerprint;
+        if !roots.iter().any(is_known) {
+            roots.push(root);
+        }
+    }
+    roots
+}
+
+fn authority(certificate: &Certificate, role: &str, own: bool) -> Authority {
+    let backdated = if own { BACKDATED } else { Duration::ZERO };
+    Authority {
+        role: role.to_owned(),
+        subject: certificate.subject.clone(),
+        fingerprint: certificate.fingerprint(),
+        id: certificate.key_id.clone().unwrap_or_default(),
+        own,
+        not_before: seconds(certificate.not_before),
+        issued_at: seconds(certificate.not_before + backdated),
+        not_after: seconds(certificate.not_after),
     }
 }
 
@@ -178,116 +260,6 @@ fn certificate(status: &crate::proxies::Status, trust: Option<&Trust>) -> proto:
     }
 }
 
-fn authority(certificate: &Certificate, role: &str, own: bool) -> Authority {
-    Authority {
-        role: role.to_owned(),
-        subject: certificate.subject.clone(),
-        fingerprint: certificate.fingerprint(),
-        id: certificate.key_id.clone().unwrap_or_default(),
-        own,
-        not_before: seconds(certificate.not_before),
-        issued_at: seconds(certificate.not_before + if own { BACKDATED } else { Duration::ZERO }),
-        not_after: seconds(certificate.not_after),
-    }
-}
-
-fn roots(material: &Material) -> Vec<Authority> {
-    let mut all: Vec<Authority> = Vec::new();
-    let cas = [
-        (Some(&material.current), "current"),
-        (material.next.as_ref(), "next"),
-        (material.previous.as_ref(), "previous"),
-    ];
-    let of_cas = cas
-        .into_iter()
-        .filter_map(|(ca, role)| ca.map(|ca| (ca.roots(), role, ca.is_ours())));
-    for (roots, role, own) in of_cas.chain([(material.kept.as_slice(), "kept", false)]) {
-        for root in roots.iter().map(|root| authority(root, role, own)) {
-            if !all
-                .iter()
-                .any(|known| known.fingerprint == root.fingerprint)
-            {
-                all.push(root);
-            }
-        }
-    }
-    all
-}
-
-/// Where the keeper leaves its status.
-pub(super) struct StatusSender {
-    pub(super) sender: watch::Sender<Status>,
-    reminded: Option<Instant>,
-}
-
-impl StatusSender {
-    pub(super) fn new(place: &str, name: &str) -> StatusSender {
-        StatusSender {
-            sender: watch::Sender::new(unknown(place, name)),
-            reminded: None,
-        }
-    }
-
-    /// Another state is in force; what the replicas say of it comes later.
-    pub(super) fn follow(&mut self, status: Status) {
-        self.sender.send_modify(|before| {
-            *before = Status {
-                replicas: std::mem::take(&mut before.replicas),
-                ..status
-            }
-        });
-    }
-
-    pub(super) fn update(&mut self, status: Status) {
-        self.sender.send_replace(status);
-    }
-
-    /// Something is wrong; said once in the log.
-    pub(super) fn problem(&mut self, problem: String) {
-        self.sender.send_if_modified(|status| {
-            let new = status.problem.as_ref() != Some(&problem);
-            if new {
-                let consequence = if status.issuer.is_some() {
-                    "what was read before stays in force"
-                } else {
-                    "nothing can be signed"
-                };
-                tracing::error!("{problem}; {consequence}");
-                status.problem = Some(problem);
-            }
-            new
-        });
-    }
-
-    pub(super) fn no_problem(&mut self) {
-        self.sender
-            .send_if_modified(|status| status.problem.take().is_some());
-    }
-
-    /// From a third of its life on, says that a CA ends.
-    pub(super) fn remind(&mut self, ca: &Ca, waiting: &[String], now: SystemTime) {
-        let left = ca.ends().duration_since(now).unwrap_or_default();
-        let is_long_ago = self
-            .reminded
-            .is_none_or(|reminded| reminded.elapsed() >= REMINDER_INTERVAL);
-        if left > ca.life() / 3 || !is_long_ago {
-            return;
-        }
-        self.reminded = Some(Instant::now());
-        let (subject, hours) = (&ca.issuer().subject, left.as_secs() / 3600);
-        if !ca.is_ours() {
-            tracing::warn!(
-                "the CA {subject}, or what is above it, ends in {hours} h: put its successor into tls.crt, tls.key and ca.crt"
-            );
-        } else if let Some(first) = waiting.first() {
-            tracing::warn!(
-                "the CA {subject} ends in {hours} h, and its rotation waits for {first} (of {} in all)",
-                waiting.len()
-            );
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use serde_json::{Value, json};
@@ -295,23 +267,29 @@ mod tests {
     use super::*;
     use crate::authenticate::PodRef;
     use crate::authority::Roots;
-    use crate::authority::material::tests::start;
+    use crate::authority::testing::start;
     use crate::metrics::Metrics;
 
-    fn trust(material: &Material) -> Trust {
-        let roots = Roots::new(material.roots().into_iter().map(|root| root.der.clone()));
+    fn trust(state: &CaState) -> Trust {
+        let roots = Roots::new(state.roots().into_iter().map(|root| root.der.clone()));
         Trust {
-            issuer: material.current.signs().unwrap().clone(),
+            issuer: state.current.issuer().unwrap().clone(),
             roots: roots.into(),
             renew_within: Duration::ZERO,
         }
     }
 
+    fn status_of(state: &CaState, waiting: Vec<String>) -> Status {
+        let sender = StatusSender::new("here", "a");
+        sender.update(state, waiting, BTreeMap::new());
+        sender.sender.borrow().clone()
+    }
+
     #[test]
-    fn people_see_the_phase_the_roots_and_each_proxys_certificate_and_no_key() {
-        let material =
-            Material::make("cluster.local", start(), Duration::from_secs(86_400)).unwrap();
-        let trust = trust(&material);
+    fn reports_phase_roots_and_proxies_without_keys() {
+        let state =
+            CaState::generate("cluster.local", start(), Duration::from_secs(86_400)).unwrap();
+        let trust = trust(&state);
         let said = crate::proxies::Status {
             roots_version: trust.roots.version.clone(),
             certificate_not_before: 1,
@@ -333,13 +311,8 @@ mod tests {
             connected_since: start(),
             status: Some(said),
         };
-        let status = of(
-            &material,
-            "here",
-            "a",
-            (0..30).map(|line| line.to_string()).collect(),
-            BTreeMap::new(),
-        );
+        let waiting = (0..30).map(|line| line.to_string()).collect();
+        let status = status_of(&state, waiting);
         let json = json!(report(
             status,
             "cluster.local",
@@ -365,7 +338,7 @@ mod tests {
         );
         assert_eq!(
             json["roots"][0]["fingerprint"],
-            json!(material.current.issuer().fingerprint())
+            json!(state.current.certificate().fingerprint())
         );
         assert_eq!(
             (&json["issuer"]["own"], &json["roots"][0]["role"]),
@@ -378,7 +351,7 @@ mod tests {
         });
         assert_eq!(
             said["certificate"], certificate,
-            "made five minutes after it counts"
+            "issued five minutes after the start of its validity"
         );
         assert_eq!(
             (&json["issuer"]["issued_at"], &json["issuer"]["not_before"]),
@@ -400,8 +373,8 @@ mod tests {
     }
 
     #[test]
-    fn metrics_say_how_long_and_how_far() {
-        let material = Material::make(
+    fn encodes_remaining_time_and_phase() {
+        let state = CaState::generate(
             "cluster.local",
             SystemTime::now(),
             Duration::from_secs(86_400),
@@ -409,7 +382,7 @@ mod tests {
         .unwrap();
         let render =
             |status: Status| Metrics::new(move |encoder| encode_metrics(&status, encoder)).render();
-        let text = render(of(&material, "here", "a", Vec::new(), BTreeMap::new()));
+        let text = render(status_of(&state, Vec::new()));
         assert!(
             text.contains("diy_mesh_controller_certificate_seconds_left{of=\"issuer\"} 86"),
             "{text}"
@@ -422,10 +395,10 @@ mod tests {
             text.contains("diy_mesh_controller_rotation_phase{phase=\"switched\"} 0\n"),
             "{text}"
         );
-        let none = render(unknown("here", "a"));
+        let none = render(StatusSender::new("here", "a").sender.borrow().clone());
         assert!(
             !none.contains("certificate_seconds_left{"),
-            "nothing is known yet"
+            "no CA is loaded"
         );
     }
 }

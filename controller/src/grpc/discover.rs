@@ -129,7 +129,7 @@ impl Subscriptions {
                     && !self.by_address.contains_key(&address)
                 {
                     return Err(Status::resource_exhausted(format!(
-                        "the stream has {MAX_SUBSCRIPTIONS} subscriptions, the maximum; unsubscribe from idle destinations"
+                        "the stream has subscriptions to {MAX_SUBSCRIPTIONS} destinations, the maximum; unsubscribe from idle ones"
                     )));
                 }
                 let known = match known_version.is_empty() {

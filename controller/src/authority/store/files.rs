@@ -1,9 +1,8 @@
-//! The authority's state in a folder that the replicas share: a file a field, reports in a folder
-//! below, `request` for requests.
+//! The state of the authority in a folder: a file per field, the reports in `reports.json`, and
+//! requests in `request`.
 //!
-//! Several files change in one step: what is to be written is first left in one file, which whoever
-//! comes next (after a crash too) carries out before it does anything else. All of it happens under
-//! a lock that ends with its process.
+//! A write changes several files in one step: it first leaves its content in one file, and the next
+//! access, even after a crash, completes it. A lock of the operating system protects each access.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
@@ -12,22 +11,19 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use aws_lc_rs::digest::{Context, SHA256};
 use futures::Stream;
 use tokio::time::{MissedTickBehavior, interval};
 
 use super::{Store, StoreError, Stored, Written};
-use crate::authority::material::{FIELDS, Fields};
-use crate::issuer::hex;
+use crate::authority::state::{FIELDS, Fields, fields_digest};
 
-/// How often the folder is looked at.
-const INTERVAL: Duration = Duration::from_millis(400);
+const POLL_INTERVAL: Duration = Duration::from_millis(400);
 const LOCK: &str = ".lock";
 const PENDING: &str = ".pending.json";
 const REQUEST: &str = "request";
-const REPORTS: &str = "reports";
+const REPORTS: &str = "reports.json";
 
-/// The store of a folder.
+/// The store in a folder.
 #[derive(Clone)]
 pub struct Files {
     folder: PathBuf,
@@ -39,68 +35,71 @@ impl Files {
         Files { folder }
     }
 
-    /// Does something while no other replica does, once what was left undone is done.
+    /// Completes a pending write, then runs `work`, with the lock.
     async fn locked<T: Send + 'static>(
         &self,
         work: impl FnOnce(&Files) -> Result<T, StoreError> + Send + 'static,
     ) -> Result<T, StoreError> {
         let files = self.clone();
-        let done = tokio::task::spawn_blocking(move || {
-            let path = files.folder.join(LOCK);
-            let lock = OpenOptions::new()
-                .create(true)
-                .truncate(false)
-                .write(true)
-                .mode(0o600)
-                .open(&path);
+        let work = tokio::task::spawn_blocking(move || {
+            let path = files.path(LOCK);
+            let mut options = OpenOptions::new();
+            let options = options.create(true).truncate(false).write(true).mode(0o600);
+            let lock = options.open(&path);
             let lock = lock.and_then(|lock| lock.lock().map(|()| lock));
-            let lock = lock.map_err(|error| StoreError::File(path, error))?;
-            files.carry_out()?;
-            let done = work(&files);
-            drop(lock);
-            done
+            let _lock = lock.map_err(|error| StoreError::File(path, error))?;
+            files.complete_write()?;
+            work(&files)
         });
-        done.await.unwrap_or_else(|error| {
-            Err(StoreError::File(
-                self.folder.clone(),
-                io::Error::other(error),
-            ))
-        })
+        let result = work.await.map_err(io::Error::other);
+        result.map_err(|error| StoreError::File(self.folder.clone(), error))?
     }
 
-    /// Carries out what a write has left to be done.
-    fn carry_out(&self) -> Result<(), StoreError> {
-        let pending = self.folder.join(PENDING);
-        let Some(bytes) = read(&pending)? else {
+    fn complete_write(&self) -> Result<(), StoreError> {
+        let pending = self.path(PENDING);
+        let Some(json) = read(&pending)? else {
             return Ok(());
         };
-        let fields: BTreeMap<String, String> = serde_json::from_slice(&bytes)
-            .map_err(|error| StoreError::File(pending.clone(), io::Error::other(error)))?;
+        let fields: BTreeMap<String, String> = serde_json::from_slice(&json)
+            .map_err(|error| StoreError::File(pending.clone(), error.into()))?;
         for name in FIELDS {
+            let path = self.path(name);
             match fields.get(name) {
-                Some(text) => replace(&self.folder.join(name), text.as_bytes(), mode(name))?,
-                None => remove(&self.folder.join(name))?,
+                Some(text) => replace(&path, text.as_bytes(), mode(name))?,
+                None => remove(&path)?,
             }
         }
-        remove(&self.folder.join(REQUEST))?;
+        remove(&self.path(REQUEST))?;
         remove(&pending)
     }
 
     fn stored(&self) -> Result<Option<Stored>, StoreError> {
         let mut fields = Fields::new();
         for name in FIELDS {
-            if let Some(bytes) = read(&self.folder.join(name))? {
-                fields.insert(name.to_owned(), bytes);
-            }
+            let value = read(&self.path(name))?;
+            fields.extend(value.map(|value| (name.to_owned(), value)));
         }
-        let request = read(&self.folder.join(REQUEST))?
-            .map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
-        let version = version(&fields, request.as_deref());
-        Ok((!fields.is_empty()).then_some(Stored {
+        if fields.is_empty() {
+            return Ok(None);
+        }
+        let request = read(&self.path(REQUEST))?;
+        let mut all = fields.clone();
+        all.extend(request.clone().map(|request| (REQUEST.to_owned(), request)));
+        Ok(Some(Stored {
             fields,
-            request,
-            version,
+            request: request.map(|request| String::from_utf8_lossy(&request).into_owned()),
+            version: fields_digest(&all),
         }))
+    }
+
+    fn read_reports(&self) -> Result<BTreeMap<String, String>, StoreError> {
+        // Reports repeat, so an invalid file is replaced.
+        let json = read(&self.path(REPORTS))?.unwrap_or_default();
+        Ok(serde_json::from_slice(&json).unwrap_or_default())
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.join(name)
     }
 }
 
@@ -115,24 +114,23 @@ impl Store for Files {
 
     async fn write(&self, fields: &Fields, before: Option<&Stored>) -> Result<Written, StoreError> {
         let before = before.map(|before| before.version.clone());
-        let texts = fields
-            .iter()
-            .map(|(name, value)| (name.clone(), String::from_utf8_lossy(value).into_owned()));
-        let pending =
-            serde_json::to_vec(&texts.collect::<BTreeMap<_, _>>()).expect("texts are JSON");
+        let texts = fields.iter();
+        let texts = texts.map(|(name, value)| (name, String::from_utf8_lossy(value)));
+        let pending = texts.collect::<BTreeMap<_, _>>();
+        let pending = serde_json::to_vec(&pending).expect("texts are valid JSON");
         self.locked(move |files| {
             if files.stored()?.map(|stored| stored.version) != before {
-                return Ok(Written::Raced);
+                return Ok(Written::Conflict);
             }
-            replace(&files.folder.join(PENDING), &pending, 0o600)?;
-            files.carry_out()?;
+            replace(&files.path(PENDING), &pending, 0o600)?;
+            files.complete_write()?;
             Ok(Written::Done)
         })
         .await
     }
 
     fn changes(&self) -> impl Stream<Item = ()> + Send {
-        let mut ticks = interval(INTERVAL);
+        let mut ticks = interval(POLL_INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         futures::stream::unfold(ticks, async |mut ticks| {
             ticks.tick().await;
@@ -141,62 +139,25 @@ impl Store for Files {
     }
 
     async fn reports(&self) -> Result<BTreeMap<String, String>, StoreError> {
-        let folder = self.folder.join(REPORTS);
-        let entries = match fs::read_dir(&folder) {
-            Ok(entries) => entries,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(BTreeMap::new()),
-            Err(error) => return Err(StoreError::File(folder, error)),
-        };
-        let mut reports = BTreeMap::new();
-        for entry in entries.flatten() {
-            let path = entry.path();
-            let name = path
-                .file_name()
-                .and_then(|name| name.to_str())
-                .and_then(|name| name.strip_suffix(".json"));
-            let Some(name) = name.filter(|name| !name.starts_with('.')) else {
-                continue;
-            };
-            if let Some(bytes) = read(&path)? {
-                reports.insert(
-                    name.to_owned(),
-                    String::from_utf8_lossy(&bytes).into_owned(),
-                );
-            }
-        }
-        Ok(reports)
+        self.locked(Files::read_reports).await
     }
 
-    async fn report(&self, name: &str, report: Option<&str>) -> Result<(), StoreError> {
-        let folder = self.folder.join(REPORTS);
-        fs::create_dir_all(&folder).map_err(|error| StoreError::File(folder.clone(), error))?;
-        let path = folder.join(format!("{name}.json"));
-        match report {
-            Some(report) => replace(&path, report.as_bytes(), 0o644),
-            None => remove(&path),
-        }
+    async fn report(&self, replica: &str, report: Option<&str>) -> Result<(), StoreError> {
+        let (replica, report) = (replica.to_owned(), report.map(str::to_owned));
+        self.locked(move |files| {
+            let mut reports = files.read_reports()?;
+            reports.remove(&replica);
+            reports.extend(report.map(|report| (replica, report)));
+            let json = serde_json::to_vec(&reports).expect("texts are valid JSON");
+            replace(&files.path(REPORTS), &json, 0o644)
+        })
+        .await
     }
 }
 
 /// Only the owner can read keys.
 fn mode(name: &str) -> u32 {
     if name.ends_with(".key") { 0o600 } else { 0o644 }
-}
-
-fn version(fields: &Fields, request: Option<&str>) -> String {
-    let mut context = Context::new(&SHA256);
-    let request = request.map(|request| (REQUEST, request.as_bytes()));
-    for (name, value) in fields
-        .iter()
-        .map(|(name, value)| (name.as_str(), value.as_slice()))
-        .chain(request)
-    {
-        for part in [name.as_bytes(), value] {
-            context.update(&(part.len() as u64).to_be_bytes());
-            context.update(part);
-        }
-    }
-    hex(context.finish().as_ref())
 }
 
 fn read(path: &Path) -> Result<Option<Vec<u8>>, StoreError> {
@@ -207,25 +168,21 @@ fn read(path: &Path) -> Result<Option<Vec<u8>>, StoreError> {
     }
 }
 
-/// Puts a whole new file in the place of an old one, at once, and on the disk.
+/// Replaces a file atomically, and flushes it to the disk.
 pub fn replace(path: &Path, bytes: &[u8], mode: u32) -> Result<(), StoreError> {
-    let failed = |error| StoreError::File(path.to_owned(), error);
     let folder = path.parent().unwrap_or(Path::new("."));
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let new = folder.join(format!(".{name}.{}", std::process::id()));
     let written = || -> io::Result<()> {
         remove(&new).map_err(io::Error::other)?;
-        let mut file = OpenOptions::new()
-            .create_new(true)
-            .write(true)
-            .mode(mode)
-            .open(&new)?;
+        let mut options = OpenOptions::new();
+        let mut file = options.create_new(true).write(true).mode(mode).open(&new)?;
         file.write_all(bytes)?;
         file.sync_all()?;
         fs::rename(&new, path)?;
         File::open(folder)?.sync_all()
     };
-    written().map_err(failed)
+    written().map_err(|error| StoreError::File(path.to_owned(), error))
 }
 
 fn remove(path: &Path) -> Result<(), StoreError> {
@@ -249,7 +206,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn of_many_who_create_at_the_same_moment_one_does_and_all_read_the_same() {
+    async fn one_of_concurrent_first_writes_succeeds() {
         let dir = tempfile::tempdir().unwrap();
         let racing = (0..8).map(|number| {
             let files = Files::new(dir.path().to_owned());
@@ -281,7 +238,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_write_replaces_all_fields_takes_the_request_and_leaves_keys_to_their_owner() {
+    async fn write_replaces_fields_removes_request_and_protects_keys() {
         use std::os::unix::fs::PermissionsExt;
         let dir = tempfile::tempdir().unwrap();
         let files = Files::new(dir.path().to_owned());
@@ -318,11 +275,11 @@ mod tests {
             .write(&fields(&[("tls.crt", "e")]), Some(&stored))
             .await
             .unwrap();
-        assert_eq!(late, Written::Raced, "what it was made from is out of date");
+        assert_eq!(late, Written::Conflict, "its base is outdated");
     }
 
     #[tokio::test]
-    async fn what_a_crash_has_left_undone_is_done_by_whoever_comes_next() {
+    async fn next_access_completes_interrupted_write() {
         let dir = tempfile::tempdir().unwrap();
         let files = Files::new(dir.path().to_owned());
         files
@@ -332,7 +289,7 @@ mod tests {
             )
             .await
             .unwrap();
-        // As a crash in the midst of a write leaves it.
+        // The state after a crash during a write.
         fs::write(
             dir.path().join(PENDING),
             r#"{"tls.crt": "new", "tls.key": "new"}"#,
@@ -348,7 +305,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn reports_come_and_go() {
+    async fn stores_and_removes_reports() {
         let dir = tempfile::tempdir().unwrap();
         let files = Files::new(dir.path().to_owned());
         assert!(files.reports().await.unwrap().is_empty());

@@ -1,8 +1,8 @@
-//! The authority's state in a Secret, the replicas' reports in a ConfigMap, both in the mesh's own
-//! namespace.
+//! The state of the authority in a Secret, and the reports of the replicas in a ConfigMap, both in
+//! the namespace of the mesh.
 //!
-//! Writes are merge patches that name the version which they were made from, and none of anybody
-//! else's fields.
+//! Writes are merge patches of the mesh's own fields with the resource version that they are based
+//! on.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -18,20 +18,20 @@ use serde_json::{Value, json};
 use tokio::time::timeout;
 
 use super::{Store, StoreError, Stored, Written};
-use crate::authority::material::{FIELDS, Fields};
+use crate::authority::state::{FIELDS, Fields};
 
 /// The Secret with the CA.
 pub const SECRET: &str = "diy-service-mesh-ca";
-/// The ConfigMap with the replicas' reports.
+/// The ConfigMap with the reports.
 pub const REPORTS: &str = "diy-service-mesh-identity";
-/// The annotation of the Secret that asks for something.
+/// The annotation of the Secret with the request.
 pub const REQUEST: &str = "diy-service-mesh.dev/rotate-root";
-/// Who the API server writes down as the one who has written.
-pub const MANAGER: &str = "diy-service-mesh-controller";
-/// How long a request to the API may take.
-const API_TIMEOUT: Duration = Duration::from_secs(10);
+/// The field manager of all writes.
+pub const FIELD_MANAGER: &str = "diy-service-mesh-controller";
+/// Time for a request to the API.
+pub const API_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The store of a cluster.
+/// The store in a cluster.
 pub struct Kubernetes {
     namespace: String,
     secrets: Api<Secret>,
@@ -39,16 +39,12 @@ pub struct Kubernetes {
 }
 
 impl Kubernetes {
-    /// The store in the mesh's namespace.
+    /// The store in this namespace.
     pub fn new(client: Client, namespace: &str) -> Kubernetes {
-        let (secrets, config_maps) = (
-            Api::namespaced(client.clone(), namespace),
-            Api::namespaced(client, namespace),
-        );
         Kubernetes {
             namespace: namespace.to_owned(),
-            secrets,
-            config_maps,
+            secrets: Api::namespaced(client.clone(), namespace),
+            config_maps: Api::namespaced(client, namespace),
         }
     }
 }
@@ -59,50 +55,37 @@ impl Store for Kubernetes {
     }
 
     async fn read(&self) -> Result<Option<Stored>, StoreError> {
-        let secret = api(
-            format!("read {}", self.place()),
-            self.secrets.get_opt(SECRET),
-        )
-        .await?;
-        Ok(secret.map(|secret| {
-            let data = secret.data.unwrap_or_default().into_iter();
-            let request = secret
-                .metadata
-                .annotations
-                .and_then(|mut all| all.remove(REQUEST));
-            Stored {
-                fields: data
-                    .filter(|(name, _)| FIELDS.contains(&name.as_str()))
-                    .map(|(name, value)| (name, value.0))
-                    .collect(),
-                request,
-                version: secret.metadata.resource_version.unwrap_or_default(),
-            }
+        let action = format!("read {}", self.place());
+        let secret = request(&action, &[], self.secrets.get_opt(SECRET)).await?;
+        let Some(Secret { metadata, data, .. }) = secret.flatten() else {
+            return Ok(None);
+        };
+        let fields = data.unwrap_or_default().into_iter();
+        let fields = fields.filter(|(name, _)| FIELDS.contains(&name.as_str()));
+        let annotations = metadata.annotations;
+        Ok(Some(Stored {
+            fields: fields.map(|(name, value)| (name, value.0)).collect(),
+            request: annotations.and_then(|mut annotations| annotations.remove(REQUEST)),
+            version: metadata.resource_version.unwrap_or_default(),
         }))
     }
 
     async fn write(&self, fields: &Fields, before: Option<&Stored>) -> Result<Written, StoreError> {
-        let what = format!("write {}", self.place());
+        let action = format!("write {}", self.place());
+        // The Secret exists already, has changed, or was deleted.
+        let conflicts = [404, 409];
         let written = match before {
-            None => api_or_status(
-                what.clone(),
-                self.secrets.create(&PostParams::default(), &secret(fields)),
-            )
-            .await?
-            .map(|_| ()),
+            None => {
+                let (params, secret) = (PostParams::default(), secret(fields));
+                request(&action, &conflicts, self.secrets.create(&params, &secret)).await?
+            }
             Some(before) => {
-                let patch = Patch::Merge(difference(fields, before));
-                api_or_status(what.clone(), self.secrets.patch(SECRET, &params(), &patch))
-                    .await?
-                    .map(|_| ())
+                let (params, patch) = (params(), Patch::Merge(patch(fields, before)));
+                let write = self.secrets.patch(SECRET, &params, &patch);
+                request(&action, &conflicts, write).await?
             }
         };
-        match written {
-            Ok(()) => Ok(Written::Done),
-            // It exists already, it has changed, or it was deleted.
-            Err(kube::Error::Api(status)) if matches!(status.code, 404 | 409) => Ok(Written::Raced),
-            Err(error) => Err(StoreError::Api(what, Box::new(error))),
-        }
+        Ok(written.map_or(Written::Conflict, |_| Written::Done))
     }
 
     fn changes(&self) -> impl Stream<Item = ()> + Send {
@@ -110,123 +93,92 @@ impl Store for Kubernetes {
             .default_backoff()
             .map(|event| {
                 if let Err(error) = event {
-                    tracing::warn!(
-                        "the watch of {SECRET} was interrupted: {}",
-                        error_chain(&error)
-                    );
+                    let error = error_chain(&error);
+                    tracing::warn!("cannot watch Secret {SECRET}, retrying: {error}");
                 }
             })
     }
 
     async fn reports(&self) -> Result<BTreeMap<String, String>, StoreError> {
-        let reports = api(
-            format!("read ConfigMap {REPORTS}"),
-            self.config_maps.get_opt(REPORTS),
-        )
-        .await?;
-        Ok(reports.and_then(|reports| reports.data).unwrap_or_default())
+        let action = format!("read ConfigMap {REPORTS}");
+        let reports = request(&action, &[], self.config_maps.get_opt(REPORTS)).await?;
+        let data = reports.flatten().and_then(|reports| reports.data);
+        Ok(data.unwrap_or_default())
     }
 
-    async fn report(&self, name: &str, report: Option<&str>) -> Result<(), StoreError> {
-        let what = format!("write ConfigMap {REPORTS}");
-        let patch = Patch::Merge(json!({"data": {name: report}}));
-        let patched = api_or_status(
-            what.clone(),
-            self.config_maps.patch(REPORTS, &params(), &patch),
-        )
-        .await?;
-        match (patched, report) {
-            (Ok(_), _) | (Err(kube::Error::Api(_)), None) => Ok(()),
-            (Err(kube::Error::Api(status)), Some(report)) if status.code == 404 => {
-                let data = Some(BTreeMap::from([(name.to_owned(), report.to_owned())]));
-                let reports = ConfigMap {
-                    metadata: metadata(REPORTS),
-                    data,
-                    ..ConfigMap::default()
-                };
-                match api_or_status(
-                    what.clone(),
-                    self.config_maps.create(&PostParams::default(), &reports),
-                )
-                .await?
-                {
-                    Ok(_) => Ok(()),
-                    // Another replica has made it at this moment: the next report finds it.
-                    Err(kube::Error::Api(status)) if status.code == 409 => Ok(()),
-                    Err(error) => Err(StoreError::Api(what, Box::new(error))),
-                }
-            }
-            (Err(error), _) => Err(StoreError::Api(what, Box::new(error))),
+    async fn report(&self, replica: &str, report: Option<&str>) -> Result<(), StoreError> {
+        let action = format!("write ConfigMap {REPORTS}");
+        let (params, patch) = (params(), Patch::Merge(json!({"data": {replica: report}})));
+        let write = self.config_maps.patch(REPORTS, &params, &patch);
+        let patched = request(&action, &[404], write).await?;
+        if let (None, Some(report)) = (patched, report) {
+            let reports = ConfigMap {
+                metadata: metadata(REPORTS),
+                data: Some([(replica.to_owned(), report.to_owned())].into()),
+                ..ConfigMap::default()
+            };
+            // After a conflict, the next report finds the ConfigMap of another replica.
+            let params = PostParams::default();
+            let create = self.config_maps.create(&params, &reports);
+            request(&action, &[409], create).await?;
         }
+        Ok(())
     }
 }
 
 fn params() -> PatchParams {
     PatchParams {
-        field_manager: Some(MANAGER.into()),
+        field_manager: Some(FIELD_MANAGER.into()),
         ..PatchParams::default()
     }
 }
 
 fn metadata(name: &str) -> ObjectMeta {
-    let labels = BTreeMap::from([(
-        "app.kubernetes.io/part-of".into(),
-        "diy-service-mesh".into(),
-    )]);
+    let label = ("app.kubernetes.io/part-of", "diy-service-mesh");
     ObjectMeta {
         name: Some(name.into()),
-        labels: Some(labels),
+        labels: Some([(label.0.into(), label.1.into())].into()),
         ..ObjectMeta::default()
     }
 }
 
 fn secret(fields: &Fields) -> Secret {
-    let data = fields
-        .iter()
-        .map(|(name, value)| (name.clone(), ByteString(value.clone())))
-        .collect();
+    let data = fields.iter();
+    let data = data.map(|(name, value)| (name.clone(), ByteString(value.clone())));
     Secret {
         metadata: metadata(SECRET),
         type_: Some("kubernetes.io/tls".into()),
-        data: Some(data),
+        data: Some(data.collect()),
         ..Secret::default()
     }
 }
 
-/// A patch from what was read to these fields. It names the version that was read, so that it
-/// applies to nothing else.
-fn difference(fields: &Fields, before: &Stored) -> Value {
+/// The merge patch from `before` to these fields.
+fn patch(fields: &Fields, before: &Stored) -> Value {
     let mut data = serde_json::Map::new();
     for name in FIELDS {
-        match (fields.get(name), before.fields.get(name)) {
-            (Some(new), old) if Some(new) != old => {
-                data.insert(name.to_owned(), json!(ByteString(new.clone())))
-            }
-            (None, Some(_)) => data.insert(name.to_owned(), Value::Null),
-            _ => None,
-        };
+        let (new, old) = (fields.get(name), before.fields.get(name));
+        if new != old {
+            let value = new.map(|new| ByteString(new.clone()));
+            data.insert(name.to_owned(), json!(value));
+        }
     }
     json!({"metadata": {"resourceVersion": before.version, "annotations": {REQUEST: null}}, "data": data})
 }
 
-/// A request to the API that ends, and whose failure says what was tried.
-async fn api<T>(
-    what: String,
+/// Sends a request to the API, with a timeout. `None`: the API returned one of the `expected` status
+/// codes.
+async fn request<T>(
+    action: &str,
+    expected: &[u16],
     request: impl Future<Output = kube::Result<T>>,
-) -> Result<T, StoreError> {
-    api_or_status(what.clone(), request)
-        .await?
-        .map_err(|error| StoreError::Api(what, Box::new(error)))
-}
-
-/// The same, where an answer of the API may mean something.
-async fn api_or_status<T>(
-    what: String,
-    request: impl Future<Output = kube::Result<T>>,
-) -> Result<kube::Result<T>, StoreError> {
-    timeout(API_TIMEOUT, request)
-        .await
-        .map_err(|_| StoreError::Silent(what))
+) -> Result<Option<T>, StoreError> {
+    match timeout(API_TIMEOUT, request).await {
+        Ok(Ok(response)) => Ok(Some(response)),
+        Ok(Err(kube::Error::Api(status))) if expected.contains(&status.code) => Ok(None),
+        Ok(Err(error)) => Err(StoreError::Api(action.to_owned(), Box::new(error))),
+        Err(_) => Err(StoreError::Timeout(action.to_owned())),
+    }
 }
 
 #[cfg(test)]
@@ -234,7 +186,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_write_names_its_version_removes_what_is_over_and_touches_nothing_else() {
+    fn patch_names_its_version_and_changed_fields() {
         let field = |name: &str, value: &str| (name.to_owned(), value.as_bytes().to_vec());
         let before = Stored {
             fields: [
@@ -251,6 +203,6 @@ mod tests {
             "metadata": {"resourceVersion": "7", "annotations": {"diy-service-mesh.dev/rotate-root": null}},
             "data": {"tls.crt": "bmV3", "next.crt": null},
         });
-        assert_eq!(difference(&after, &before), expected);
+        assert_eq!(patch(&after, &before), expected);
     }
 }

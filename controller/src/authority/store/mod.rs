@@ -1,9 +1,7 @@
-//! Where the authority's state lies, for all replicas alike: a Secret, or a folder. Two providers
-//! that keep one promise.
+//! The storage of the authority's state, shared by all replicas: a Secret, or a folder.
 //!
-//! A write names what it was made from, and is refused where somebody has written since: of two
-//! replicas that do the same at the same moment one does it, and the other reads what the first has
-//! written. A store decides nothing.
+//! A write names the state that it is based on, and is rejected after a write of another replica,
+//! which the next read returns. A store decides nothing.
 
 pub mod files;
 pub mod kubernetes;
@@ -14,69 +12,68 @@ use std::path::PathBuf;
 
 use futures::Stream;
 
-use super::material::Fields;
+use super::state::Fields;
 
-/// What a store holds.
+/// The content of a store.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Stored {
-    /// The mesh's fields.
+    /// The fields of the mesh.
     pub fields: Fields,
-    /// What somebody asks of the rotation, as it was written.
+    /// The request for a rotation, as written.
     pub request: Option<String>,
-    /// Another one after each write.
+    /// Differs after each write.
     pub version: String,
 }
 
-/// What became of a write.
+/// The result of a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Written {
-    /// It is done.
+    /// The fields are written.
     Done,
-    /// Somebody else was quicker: read again.
-    Raced,
+    /// The store has changed since it was read.
+    Conflict,
 }
 
-/// Why a store cannot be read or written.
+/// A failure to access a store.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// The Kubernetes API refuses.
+    /// The Kubernetes API returned an error.
     #[error("cannot {0}: {1}")]
     Api(String, #[source] Box<kube::Error>),
-    /// The Kubernetes API does not answer.
-    #[error("cannot {0}: the Kubernetes API does not answer")]
-    Silent(String),
-    /// A file cannot be read or written.
+    /// The Kubernetes API does not respond.
+    #[error("cannot {0}: the Kubernetes API does not respond")]
+    Timeout(String),
+    /// A file cannot be accessed.
     #[error("{path}: {1}", path = .0.display())]
     File(PathBuf, #[source] io::Error),
 }
 
-/// One of the providers.
+/// A store.
 pub trait Store: Send + Sync + 'static {
-    /// Where it is, for people: "Secret service-mesh/diy-service-mesh-ca".
+    /// The location for messages, such as "Secret service-mesh/diy-service-mesh-ca".
     fn place(&self) -> String;
 
-    /// What it holds; none where nothing was ever put there.
+    /// The content. `None` if there is none.
     fn read(&self) -> impl Future<Output = Result<Option<Stored>, StoreError>> + Send;
 
-    /// Puts these fields in the place of all that are the mesh's own, and takes the request away,
-    /// unless somebody has written since `before` was read (none: unless somebody has put something
-    /// there).
+    /// Replaces all fields and removes the request, unless the store has changed since `before` was
+    /// read (`None`: unless the store has content).
     fn write(
         &self,
         fields: &Fields,
         before: Option<&Stored>,
     ) -> impl Future<Output = Result<Written, StoreError>> + Send;
 
-    /// An item whenever there may be something new to read. It never ends.
+    /// An item after each possible change. Never ends.
     fn changes(&self) -> impl Stream<Item = ()> + Send;
 
-    /// What each replica has reported last, by its name.
+    /// The latest reports by replica.
     fn reports(&self) -> impl Future<Output = Result<BTreeMap<String, String>, StoreError>> + Send;
 
-    /// Leaves a replica's report, or takes it away.
+    /// Writes or removes the report of a replica.
     fn report(
         &self,
-        name: &str,
+        replica: &str,
         report: Option<&str>,
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
 }

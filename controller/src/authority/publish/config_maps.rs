@@ -1,0 +1,412 @@
+//! The roots in a ConfigMap in each namespace with meshed pods.
+//!
+//! A namespace with errors is retried and does not delay others. ConfigMaps that this mesh has
+//! published are kept up to date, with meshed pods or without; those of others are left alone.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use diy_mesh_runtime::{Backoff, error_chain};
+use futures::stream::FuturesUnordered;
+use futures::{StreamExt, stream};
+use k8s_openapi::api::core::v1::ConfigMap;
+use kube::api::{ListParams, ObjectList, Patch, PatchParams};
+use kube::runtime::WatchStreamExt;
+use kube::runtime::watcher::{self, Event, watcher};
+use kube::{Api, Client};
+use serde_json::json;
+use tokio::time::error::Elapsed;
+use tokio::time::{Instant, interval, sleep_until, timeout};
+
+use super::{KEY, Publication, are_disjoint, warn_of_disjoint_roots};
+use crate::authority::Roots;
+use crate::authority::store::kubernetes::{API_TIMEOUT, FIELD_MANAGER};
+
+/// The name of the ConfigMaps.
+pub const CONFIG_MAP: &str = "diy-service-mesh-roots";
+/// The label with the namespace of the mesh that owns the ConfigMap.
+pub const LABEL: &str = "diy-service-mesh.dev/mesh";
+/// Interval of complete reads, in case a watch has missed an event.
+const RESYNC_INTERVAL: Duration = Duration::from_secs(60);
+const MAX_CONCURRENT_WRITES: usize = 16;
+const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(250);
+const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(30);
+
+/// Writes the roots to a ConfigMap in each namespace with meshed pods, and restores it after
+/// changes. `mesh` is the namespace of the mesh. Returns when the authority ends.
+pub async fn run(client: Client, mesh: String, mut publication: Publication) {
+    let all: Api<ConfigMap> = Api::all(client.clone());
+    let name = format!("metadata.name={CONFIG_MAP}");
+    let config = watcher::Config::default().fields(&name);
+    let mut events = pin!(watcher(all.clone(), config).default_backoff());
+    let list = ListParams::default().fields(&name);
+    let resync = interval(RESYNC_INTERVAL);
+    let mut lists = pin!(stream::unfold(resync, async |mut resync| {
+        resync.tick().await;
+        Some((timeout(API_TIMEOUT, all.list(&list)).await, resync))
+    }));
+    let mut config_maps = ConfigMaps::new(mesh);
+    let mut writes = FuturesUnordered::new();
+    loop {
+        let roots = publication.roots();
+        let namespaces = publication.namespaces.borrow_and_update().clone();
+        let mut wake = None;
+        if config_maps.listed {
+            warn_of_disjoint_roots(&config_maps.disjoint(&roots, &namespaces));
+            let capacity = MAX_CONCURRENT_WRITES - writes.len();
+            let due = config_maps.due(&roots.pem, &namespaces, Instant::now(), capacity);
+            writes.extend(due.into_iter().map(|namespace| {
+                let mesh = config_maps.mesh.clone();
+                apply(client.clone(), namespace, mesh, roots.clone())
+            }));
+            let (waiting, next) = config_maps.waiting(&roots.pem, &namespaces);
+            wake = next;
+            publication.report(&roots, waiting);
+        }
+        tokio::select! {
+            Some(event) = events.next() => config_maps.apply(event),
+            Some(listed) = lists.next() => config_maps.replace(listed),
+            Some((namespace, result)) = writes.next() => config_maps.written(namespace, result, Instant::now()),
+            changed = publication.trust.changed() => if changed.is_err() { return },
+            changed = publication.namespaces.changed() => if changed.is_err() { return },
+            () = sleep_until(wake.unwrap_or_else(Instant::now)), if wake.is_some() => {}
+        }
+    }
+}
+
+async fn apply(
+    client: Client,
+    namespace: String,
+    mesh: String,
+    roots: Arc<Roots>,
+) -> (String, Result<String, String>) {
+    let config_map = json!({
+        "apiVersion": "v1", "kind": "ConfigMap",
+        "metadata": {"name": CONFIG_MAP, "labels": {"app.kubernetes.io/part-of": "diy-service-mesh", LABEL: mesh}},
+        "data": {KEY: roots.pem},
+    });
+    let api: Api<ConfigMap> = Api::namespaced(client, &namespace);
+    let (params, patch) = (
+        PatchParams::apply(FIELD_MANAGER).force(),
+        Patch::Apply(config_map),
+    );
+    let result = match timeout(API_TIMEOUT, api.patch(CONFIG_MAP, &params, &patch)).await {
+        Ok(Ok(_)) => Ok(roots.pem.clone()),
+        Ok(Err(error)) => Err(error_chain(&error)),
+        Err(_) => Err("the Kubernetes API does not respond".to_owned()),
+    };
+    (namespace, result)
+}
+
+/// The known ConfigMaps by namespace. Pure.
+#[derive(Default)]
+struct ConfigMaps {
+    /// The namespace of the mesh.
+    mesh: String,
+    /// Whether the ConfigMaps have been listed.
+    listed: bool,
+    contents: BTreeMap<String, Content>,
+    listing: BTreeMap<String, Content>,
+    /// Namespaces with a write in progress.
+    writing: BTreeSet<String>,
+    failures: BTreeMap<String, Failure>,
+    /// The version of the roots that were last compared with the contents.
+    compared: String,
+}
+
+/// The content of a ConfigMap.
+#[derive(Default)]
+struct Content {
+    pem: Option<String>,
+    /// The namespace of the mesh that owns it.
+    mesh: Option<String>,
+}
+
+struct Failure {
+    error: String,
+    backoff: Backoff,
+    retry: Instant,
+}
+
+impl ConfigMaps {
+    fn new(mesh: String) -> ConfigMaps {
+        ConfigMaps {
+            mesh,
+            ..ConfigMaps::default()
+        }
+    }
+
+    fn apply(&mut self, event: Result<Event<ConfigMap>, watcher::Error>) {
+        match event {
+            Ok(Event::Init) => self.listing.clear(),
+            Ok(Event::InitApply(object)) => self.listing.extend(content(object)),
+            Ok(Event::InitDone) => {
+                self.contents = std::mem::take(&mut self.listing);
+                self.listed = true;
+            }
+            Ok(Event::Apply(object)) => self.contents.extend(content(object)),
+            Ok(Event::Delete(object)) => {
+                let namespace = object.metadata.namespace.unwrap_or_default();
+                self.contents.remove(&namespace);
+            }
+            Err(error) => {
+                let error = error_chain(&error);
+                tracing::warn!("cannot watch ConfigMaps {CONFIG_MAP}, retrying: {error}");
+            }
+        }
+    }
+
+    fn replace(&mut self, listed: Result<kube::Result<ObjectList<ConfigMap>>, Elapsed>) {
+        let error = match listed {
+            Ok(Ok(list)) => {
+                self.contents = list.items.into_iter().filter_map(content).collect();
+                self.listed = true;
+                return;
+            }
+            Ok(Err(error)) => {
+                // Without permission to list, write to all namespaces: writes are idempotent.
+                self.listed = true;
+                error_chain(&error)
+            }
+            Err(_) => "the Kubernetes API does not respond".to_owned(),
+        };
+        tracing::warn!("cannot list ConfigMaps {CONFIG_MAP}: {error}");
+    }
+
+    /// The namespaces of this mesh whose roots have none in common with these. Once per set of
+    /// roots.
+    fn disjoint(&mut self, roots: &Roots, namespaces: &BTreeSet<Arc<str>>) -> Vec<String> {
+        if self.compared == roots.version {
+            return Vec::new();
+        }
+        self.compared.clone_from(&roots.version);
+        let is_disjoint = |namespace: &String| {
+            let content = self.contents.get(namespace);
+            let owned = content.filter(|content| content.mesh.as_ref() == Some(&self.mesh));
+            let pem = owned.and_then(|content| content.pem.as_deref());
+            pem.is_some_and(|pem| are_disjoint(roots, pem))
+        };
+        let outdated = self.outdated(&roots.pem, namespaces).into_iter();
+        outdated
+            .filter(is_disjoint)
+            .map(|namespace| format!("namespace {namespace}"))
+            .collect()
+    }
+
+    /// The namespaces to write now, at most `capacity`.
+    fn due(
+        &mut self,
+        pem: &str,
+        namespaces: &BTreeSet<Arc<str>>,
+        now: Instant,
+        capacity: usize,
+    ) -> Vec<String> {
+        let is_due = |namespace: &String| {
+            let failure = self.failures.get(namespace);
+            !self.writing.contains(namespace) && failure.is_none_or(|failure| failure.retry <= now)
+        };
+        let outdated = self.outdated(pem, namespaces).into_iter();
+        let due: Vec<String> = outdated.filter(is_due).take(capacity).collect();
+        self.writing.extend(due.iter().cloned());
+        due
+    }
+
+    /// The outdated namespaces with their errors, and the time of the next retry.
+    fn waiting(
+        &self,
+        pem: &str,
+        namespaces: &BTreeSet<Arc<str>>,
+    ) -> (BTreeMap<String, String>, Option<Instant>) {
+        let outdated = self.outdated(pem, namespaces);
+        let failure = |namespace: &String| self.failures.get(namespace);
+        let retries = outdated.iter().filter(|name| !self.writing.contains(*name));
+        let next = retries
+            .filter_map(failure)
+            .map(|failure| failure.retry)
+            .min();
+        let waiting = outdated.into_iter().map(|namespace| {
+            let error = failure(&namespace).map(|failure| failure.error.clone());
+            (namespace, error.unwrap_or_default())
+        });
+        (waiting.collect(), next)
+    }
+
+    /// The namespaces with meshed pods or with a ConfigMap of this mesh (its pods may return),
+    /// whose ConfigMap differs from `pem`.
+    fn outdated(&self, pem: &str, namespaces: &BTreeSet<Arc<str>>) -> BTreeSet<String> {
+        let owned = self.contents.iter();
+        let owned = owned.filter(|(_, content)| content.mesh.as_ref() == Some(&self.mesh));
+        let owned = owned.map(|(namespace, _)| namespace.clone());
+        let content = |namespace: &String| self.contents.get(namespace)?.pem.as_deref();
+        let all = namespaces.iter().map(|namespace| namespace.to_string());
+        all.chain(owned)
+            .filter(|namespace| content(namespace) != Some(pem))
+            .collect()
+    }
+
+    fn written(&mut self, namespace: String, result: Result<String, String>, now: Instant) {
+        self.writing.remove(&namespace);
+        match result {
+            Ok(pem) => {
+                tracing::info!("published the roots in namespace {namespace}");
+                self.failures.remove(&namespace);
+                let (pem, mesh) = (Some(pem), Some(self.mesh.clone()));
+                self.contents.insert(namespace, Content { pem, mesh });
+            }
+            Err(error) => {
+                let failure = self.failures.entry(namespace);
+                let failure = failure.or_insert_with(|| Failure {
+                    error: String::new(),
+                    backoff: Backoff::new(MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL),
+                    retry: now,
+                });
+                failure.error = error;
+                failure.retry = now + failure.backoff.next_delay();
+            }
+        }
+    }
+}
+
+/// The namespace and the content of a ConfigMap.
+fn content(object: ConfigMap) -> Option<(String, Content)> {
+    let pem = object.data.and_then(|mut data| data.remove(KEY));
+    let labels = object.metadata.labels;
+    let mesh = labels.and_then(|mut labels| labels.remove(LABEL));
+    Some((object.metadata.namespace?, Content { pem, mesh }))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::SystemTime;
+
+    use super::*;
+    use crate::authority::self_signed;
+
+    fn namespaces(names: &[&str]) -> BTreeSet<Arc<str>> {
+        names.iter().map(|name| Arc::from(*name)).collect()
+    }
+
+    fn holds(namespace: &str, pem: &str) -> ConfigMap {
+        let metadata =
+            json!({"name": CONFIG_MAP, "namespace": namespace, "labels": {LABEL: "mesh"}});
+        let object = json!({"metadata": metadata, "data": {KEY: pem}});
+        serde_json::from_value(object).unwrap()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn failed_namespace_does_not_delay_others() {
+        let (mut config_maps, wanted, now) = (
+            ConfigMaps::default(),
+            namespaces(&["bad", "good"]),
+            Instant::now(),
+        );
+        assert_eq!(config_maps.due("A", &wanted, now, 16), ["bad", "good"]);
+        assert!(
+            config_maps.due("A", &wanted, now, 16).is_empty(),
+            "both are being written"
+        );
+        config_maps.written("bad".into(), Err("no".into()), now);
+        config_maps.written("good".into(), Ok("A".into()), now);
+        assert!(config_maps.due("A", &wanted, now, 16).is_empty());
+        let (waiting, next) = config_maps.waiting("A", &wanted);
+        assert_eq!(waiting, [("bad".to_owned(), "no".to_owned())].into());
+        assert_eq!(next, Some(now + MIN_RETRY_INTERVAL));
+        assert_eq!(
+            config_maps.due("A", &wanted, now + MIN_RETRY_INTERVAL, 16),
+            ["bad"]
+        );
+        config_maps.written("bad".into(), Err("no".into()), now);
+        assert_eq!(
+            config_maps.waiting("A", &wanted).1,
+            Some(now + MIN_RETRY_INTERVAL * 2),
+            "the second pause is longer"
+        );
+        assert_eq!(
+            config_maps.due("B", &wanted, now, 16),
+            ["good"],
+            "new roots apply to all namespaces"
+        );
+    }
+
+    #[test]
+    fn reports_disjoint_roots_once() {
+        let new = || {
+            Roots::from_pem(
+                &self_signed("cluster.local", SystemTime::now(), RESYNC_INTERVAL)
+                    .unwrap()
+                    .0,
+            )
+            .unwrap()
+        };
+        let (old, now) = (new(), new());
+        let both = Roots::new([old.certificates.clone(), now.certificates.clone()].concat());
+        let (mut config_maps, wanted) = (
+            ConfigMaps {
+                mesh: "mesh".into(),
+                ..ConfigMaps::default()
+            },
+            namespaces(&["new", "till"]),
+        );
+        for (namespace, roots) in [
+            ("shop", &old),
+            ("till", &old),
+            ("moved", &both),
+            ("right", &now),
+        ] {
+            config_maps.apply(Ok(Event::Apply(holds(namespace, &roots.pem))));
+        }
+        assert_eq!(
+            config_maps.disjoint(&now, &wanted),
+            ["namespace shop", "namespace till"]
+        );
+        assert!(
+            config_maps.disjoint(&now, &wanted).is_empty(),
+            "once is enough"
+        );
+        config_maps.apply(Ok(Event::Apply(holds("shop", &now.pem))));
+        config_maps.mesh = "another".into();
+        assert!(
+            config_maps.disjoint(&old, &wanted).is_empty(),
+            "another mesh's roots are another's"
+        );
+    }
+
+    #[test]
+    fn restores_edited_and_deleted_config_maps() {
+        let (mut config_maps, wanted, now) = (
+            ConfigMaps {
+                mesh: "mesh".into(),
+                ..ConfigMaps::default()
+            },
+            namespaces(&["shop"]),
+            Instant::now(),
+        );
+        config_maps.apply(Ok(Event::Init));
+        config_maps.apply(Ok(Event::InitApply(holds("shop", "A"))));
+        config_maps.apply(Ok(Event::InitApply(holds("at-rest", "A"))));
+        assert!(!config_maps.listed);
+        config_maps.apply(Ok(Event::InitDone));
+        assert!(config_maps.listed);
+        assert!(config_maps.due("A", &wanted, now, 16).is_empty());
+        config_maps.apply(Ok(Event::Apply(holds("shop", "edited"))));
+        assert_eq!(config_maps.due("A", &wanted, now, 16), ["shop"]);
+        config_maps.written("shop".into(), Ok("A".into()), now);
+        config_maps.apply(Ok(Event::Delete(holds("shop", "A"))));
+        assert_eq!(config_maps.due("A", &wanted, now, 16), ["shop"]);
+        config_maps.apply(Ok(Event::Delete(holds("at-rest", "A"))));
+        assert_eq!(
+            config_maps.waiting("A", &wanted).0.len(),
+            1,
+            "nobody needs it where no meshed pod is"
+        );
+        config_maps.mesh = "another".into();
+        config_maps.apply(Ok(Event::Apply(holds("at-rest", "B"))));
+        assert_eq!(
+            config_maps.waiting("A", &wanted).0.len(),
+            1,
+            "another mesh's is left alone"
+        );
+    }
+}

@@ -1,0 +1,378 @@
+//! The reconcile loop of the authority: loads the state from the store, publishes its trust,
+//! reports on the proxies of this replica, and takes the next step of a rotation when all replicas
+//! agree.
+//!
+//! Level-triggered: each event causes a complete reconciliation. [`super::state`],
+//! [`super::rotation`] and [`super::reports`] decide; this module connects them to the store, the
+//! clock and the proxies. While the store is unavailable, the loaded state stays in use.
+
+use std::collections::BTreeMap;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use diy_mesh_runtime::{Backoff, error_chain};
+use futures::StreamExt;
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep_until};
+
+use super::publish::PublishStatus;
+use super::reports::{Agreement, BoundedNames, Liveness, Observation, Report, bounded, pod_digest};
+use super::rotation::{RotationPolicy, Step};
+use super::state::{CaState, Phase, fields_digest, seconds};
+use super::status::StatusSender;
+use super::store::{Store, StoreError, Stored, Written};
+use super::{Roots, Trust, TrustSender};
+use crate::hub::Hub;
+use crate::proxies::{ConnectedProxy, Proxies};
+
+/// Interval of reports during a rotation.
+const ROTATION_REPORT_INTERVAL: Duration = Duration::from_secs(1);
+/// Interval of reports without a rotation.
+const REPORT_INTERVAL: Duration = Duration::from_secs(10);
+/// Time until the loaded state is written to an empty store. An operator may replace it in two
+/// steps.
+const RESTORE_DELAY: Duration = Duration::from_secs(5);
+/// Writes by others between a read and a write, until they count as an error.
+const MAX_CONFLICTS: usize = 10;
+const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(250);
+const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Reconciles the store, the published trust and the reports.
+pub(super) struct Reconciler<S> {
+    pub(super) store: Arc<S>,
+    pub(super) policy: RotationPolicy,
+    /// The name of this replica.
+    pub(super) replica: String,
+    pub(super) hub: Hub,
+    pub(super) proxies: Proxies,
+    pub(super) published: watch::Receiver<PublishStatus>,
+    /// Receives the trust when the first CA is loaded.
+    pub(super) trust: watch::Sender<Option<TrustSender>>,
+    pub(super) status: StatusSender,
+}
+
+/// The memory between reconciliations.
+#[derive(Default)]
+struct Memory {
+    loaded: Option<Loaded>,
+    /// The version of the store that is loaded.
+    version: Option<String>,
+    empty_since: Option<Instant>,
+    liveness: Liveness,
+    agreement: Agreement,
+    /// The counter in the reports of this replica.
+    beat: u64,
+    next_report: Option<Instant>,
+}
+
+/// The loaded state.
+struct Loaded {
+    state: CaState,
+    /// A digest of the state, equal on all replicas that use it.
+    digest: String,
+    trust: TrustSender,
+}
+
+/// The result of a reconciliation.
+enum Outcome {
+    Done,
+    /// The store has changed. Reconcile again.
+    Requeue,
+}
+
+#[derive(Debug, thiserror::Error)]
+enum Error {
+    #[error("{}", error_chain(.0))]
+    Store(#[from] StoreError),
+    #[error("{0}")]
+    Other(String),
+}
+
+impl<S: Store> Reconciler<S> {
+    /// Runs until it is dropped.
+    pub(super) async fn run(mut self) {
+        let store = self.store.clone();
+        let mut changes = pin!(store.changes());
+        let mut memory = Memory {
+            beat: seconds(SystemTime::now()),
+            ..Memory::default()
+        };
+        let mut backoff = Backoff::new(MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL);
+        let mut conflicts = 0;
+        loop {
+            let wake = match self.reconcile(&mut memory).await {
+                Ok(Outcome::Requeue) if conflicts < MAX_CONFLICTS => {
+                    conflicts += 1;
+                    continue;
+                }
+                Ok(Outcome::Done) => {
+                    backoff.reset();
+                    self.status.problem(None);
+                    memory.next_report
+                }
+                result => {
+                    let place = self.store.place();
+                    let problem = match result {
+                        Err(error) => error.to_string(),
+                        Ok(_) => format!("{place} changed {MAX_CONFLICTS} times before a write"),
+                    };
+                    self.status.problem(Some(problem));
+                    Some(Instant::now() + backoff.next_delay())
+                }
+            };
+            conflicts = 0;
+            tokio::select! {
+                Some(()) = changes.next() => {}
+                () = sleep_until(wake.unwrap_or_else(Instant::now)), if wake.is_some() => {}
+            }
+        }
+    }
+
+    async fn reconcile(&mut self, memory: &mut Memory) -> Result<Outcome, Error> {
+        let Some(stored) = self.store.read().await? else {
+            return self.fill_empty_store(memory).await;
+        };
+        memory.empty_since = None;
+        if memory.version.as_ref() != Some(&stored.version) {
+            if let Outcome::Requeue = self.load(memory, &stored).await? {
+                return Ok(Outcome::Requeue);
+            }
+            memory.version = Some(stored.version.clone());
+        }
+        let Some(loaded) = &memory.loaded else {
+            return Ok(Outcome::Done);
+        };
+        if let Some(request) = &stored.request {
+            let now = SystemTime::now();
+            let next = self.policy.request(&loaded.state, request, now);
+            let next = next.map_err(other)?;
+            tracing::info!(
+                request = request.trim(),
+                "rotation: {}",
+                next.rotation.answer
+            );
+            return self.write(next, Some(loaded), Some(&stored)).await;
+        }
+        match memory.next_report {
+            Some(next) if Instant::now() < next => Ok(Outcome::Done),
+            _ => self.report_and_advance(memory, &stored).await,
+        }
+    }
+
+    /// Generates a CA, or restores the loaded one after a delay.
+    async fn fill_empty_store(&self, memory: &mut Memory) -> Result<Outcome, Error> {
+        let (place, loaded) = (self.store.place(), memory.loaded.as_ref());
+        let state = match loaded {
+            Some(loaded) => {
+                let since = *memory.empty_since.get_or_insert_with(Instant::now);
+                if since.elapsed() < RESTORE_DELAY {
+                    memory.next_report = Some(since + RESTORE_DELAY);
+                    return Ok(Outcome::Done);
+                }
+                tracing::warn!("{place} is empty, restoring the loaded CA");
+                loaded.state.clone()
+            }
+            None => {
+                tracing::info!("{place} contains no CA, generating one");
+                let RotationPolicy {
+                    trust_domain,
+                    ca_life,
+                    ..
+                } = &self.policy;
+                CaState::generate(trust_domain, SystemTime::now(), *ca_life).map_err(other)?
+            }
+        };
+        self.write(state, loaded, None).await
+    }
+
+    /// Loads a stored state and publishes its trust.
+    async fn load(&mut self, memory: &mut Memory, stored: &Stored) -> Result<Outcome, Error> {
+        let (now, place) = (SystemTime::now(), self.store.place());
+        let unusable = |reason| Error::Other(format!("cannot use the CA in {place}: {reason}"));
+        let state = CaState::read(&stored.fields, now);
+        let state = state.map_err(|error| unusable(error.to_string()))?;
+        if let Some(loaded) = &memory.loaded
+            && let Some(next) = self.policy.adopt(&loaded.state, &state, now)
+        {
+            tracing::warn!("{}", next.rotation.reason);
+            return self.write(next, Some(loaded), Some(stored)).await;
+        }
+        let before = memory.loaded.as_ref().map(|loaded| &loaded.state);
+        let trust = self.trust(&state, before).map_err(unusable)?;
+        let digest = fields_digest(&state.write());
+        match &mut memory.loaded {
+            Some(loaded) if loaded.digest == digest => return Ok(Outcome::Done),
+            Some(loaded) => {
+                let (version, count) = (&trust.roots.version, trust.roots.certificates.len());
+                if loaded.trust.borrow().roots.version != *version {
+                    tracing::info!(version, "the number of trust roots is now {count}");
+                }
+                self.status.load(&state);
+                loaded.trust.send_replace(Arc::new(trust));
+                (loaded.state, loaded.digest) = (state, digest);
+                memory.next_report = None;
+            }
+            None => {
+                let phase = state.rotation.phase.name();
+                let (issuer, version) =
+                    (&state.signer().certificate().subject, &trust.roots.version);
+                tracing::info!(issuer, version, phase, "loaded the CA in {place}");
+                self.status.load(&state);
+                let trust = TrustSender::new(Arc::new(trust));
+                self.trust.send_replace(Some(trust.clone()));
+                memory.loaded = Some(Loaded {
+                    state,
+                    digest,
+                    trust,
+                });
+            }
+        }
+        Ok(Outcome::Done)
+    }
+
+    /// The trust of a state. An unchanged issuer stays in use after its expiry.
+    fn trust(&self, state: &CaState, before: Option<&CaState>) -> Result<Trust, String> {
+        let before = before.map(CaState::signer);
+        let signer = before.filter(|before| *before == state.signer());
+        let issuer = signer.unwrap_or(state.signer()).issuer();
+        let issuer = issuer.ok_or("the signing CA has expired, or its key is missing")?;
+        let roots = state.roots().into_iter().map(|root| root.der.clone());
+        Ok(Trust {
+            issuer: issuer.clone(),
+            roots: Arc::new(Roots::new(roots)),
+            renew_within: self.policy.renew_within(),
+        })
+    }
+
+    /// Writes a report, reads those of all replicas, and takes the next step if all agree.
+    async fn report_and_advance(
+        &mut self,
+        memory: &mut Memory,
+        stored: &Stored,
+    ) -> Result<Outcome, Error> {
+        let Some(loaded) = &memory.loaded else {
+            return Ok(Outcome::Done);
+        };
+        let is_steady = loaded.state.rotation.phase == Phase::Steady;
+        let interval = match is_steady {
+            true => REPORT_INTERVAL,
+            false => ROTATION_REPORT_INTERVAL,
+        };
+        memory.next_report = Some(Instant::now() + interval);
+        memory.beat += 1;
+        let report = self.report(loaded, memory.beat);
+        let reports = self.exchange_reports(&mut memory.liveness, report).await?;
+        let observed = Observation {
+            state: loaded.digest.clone(),
+            reports,
+            pods: self.ready_pods(),
+        };
+        let now = SystemTime::now();
+        let step = self.policy.next(&loaded.state, &observed, now);
+        let (waiting, next) = match step.map_err(other)? {
+            Step::Wait(waiting) => (waiting, None),
+            Step::Write(next) => (Vec::new(), Some(next)),
+        };
+        let agree = next.is_some() && self.hub.missing().is_empty();
+        let is_stable = memory.agreement.is_stable(agree, &observed);
+        self.status.remind(loaded.state.signer(), &waiting, now);
+        self.status.update(&loaded.state, waiting, observed.reports);
+        match next {
+            Some(next) if is_stable || is_steady => {
+                let phase = next.rotation.phase.name();
+                tracing::info!(
+                    "rotation: entering the phase {phase}: {}",
+                    next.rotation.reason
+                );
+                self.write(*next, Some(loaded), Some(stored)).await
+            }
+            _ => Ok(Outcome::Done),
+        }
+    }
+
+    /// Writes the report of this replica and returns those of the live replicas.
+    async fn exchange_reports(
+        &self,
+        liveness: &mut Liveness,
+        report: Report,
+    ) -> Result<BTreeMap<String, Report>, Error> {
+        let text = serde_json::to_string(&report).expect("numbers and texts are valid JSON");
+        self.store.report(&self.replica, Some(&text)).await?;
+        let others = self.store.reports().await?.into_iter();
+        let mut reports: BTreeMap<String, Report> = others
+            .filter_map(|(name, text)| Some((name, serde_json::from_str(&text).ok()?)))
+            .collect();
+        reports.insert(self.replica.clone(), report);
+        let (live, dead) = liveness.update(reports, Instant::now());
+        for name in dead {
+            tracing::info!("replica {name} has stopped, removing its report");
+            self.store.report(&name, None).await?;
+        }
+        Ok(live)
+    }
+
+    fn report(&self, loaded: &Loaded, beat: u64) -> Report {
+        let (trust, proxies) = (loaded.trust.borrow().clone(), self.proxies.snapshot());
+        let (roots, issuer) = (trust.roots.version.clone(), trust.issuer.id().to_owned());
+        let mut acknowledged = BTreeMap::new();
+        for proxy in &proxies {
+            let version = proxy.roots_version().to_owned();
+            *acknowledged.entry(version).or_default() += 1;
+        }
+        let names = |matches: &dyn Fn(&ConnectedProxy) -> bool| -> BoundedNames {
+            let proxies = proxies.iter().filter(|proxy| !matches(proxy));
+            bounded(proxies.map(ConnectedProxy::to_string))
+        };
+        let published = self.published.borrow();
+        let namespaces = match published.version == roots {
+            true => {
+                let namespaces = published.waiting.keys();
+                bounded(namespaces.map(|name| format!("namespace {name}")))
+            }
+            false => bounded([format!("the namespaces of replica {}", self.replica)]),
+        };
+        let in_rotation = loaded.state.rotation.phase != Phase::Steady;
+        let pods = proxies.iter().filter_map(|proxy| proxy.pod.as_ref());
+        Report {
+            beat,
+            state: loaded.digest.clone(),
+            connected: proxies.len() as u64,
+            acknowledged,
+            not_acknowledged: names(&|proxy| proxy.roots_version() == roots),
+            not_renewed: names(&|proxy| proxy.certificate_issuer() == issuer),
+            namespaces,
+            pods: pods
+                .filter(|_| in_rotation)
+                .map(|pod| pod_digest(&pod.namespace, &pod.name, &pod.uid))
+                .collect(),
+            roots,
+            issuer,
+        }
+    }
+
+    /// The names of ready meshed pods by digest.
+    fn ready_pods(&self) -> BTreeMap<String, String> {
+        let pods = self.hub.ready_meshed_pods().into_iter();
+        pods.map(|(key, uid)| (pod_digest(&key.namespace, &key.name, &uid), key.to_string()))
+            .collect()
+    }
+
+    async fn write(
+        &self,
+        mut state: CaState,
+        loaded: Option<&Loaded>,
+        before: Option<&Stored>,
+    ) -> Result<Outcome, Error> {
+        let known = loaded.map_or(0, |loaded| loaded.state.rotation.generation);
+        state.rotation.generation = known.max(state.rotation.generation) + 1;
+        if let Written::Conflict = self.store.write(&state.write(), before).await? {
+            tracing::info!("another replica has written {}", self.store.place());
+        }
+        Ok(Outcome::Requeue)
+    }
+}
+
+fn other(error: impl std::fmt::Display) -> Error {
+    Error::Other(error.to_string())
+}
