@@ -15,6 +15,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::timeout;
 
 use crate::io::Io;
+use crate::tls::Acceptance;
 
 /// The maximum number of buffered bytes. Above it, a write waits for the socket.
 const MAX_BUFFERED: usize = 64 * 1024;
@@ -85,6 +86,11 @@ impl Batched {
     /// Makes the connection end with a reset when it is dropped.
     pub fn reset_on_drop(&self) {
         self.0.borrow().io.reset_on_drop();
+    }
+
+    /// Whether the peer has accepted the TLS handshake.
+    pub fn acceptance(&self) -> Acceptance {
+        self.0.borrow().io.acceptance()
     }
 
     /// The number of bytes read so far.

@@ -12,7 +12,7 @@ use crate::connect::Dialer;
 use crate::dump::Direction;
 use crate::error::Failure;
 use crate::flow::Flow;
-use crate::tls::Tls;
+use crate::tls::{Acceptance, Tls};
 
 /// Endpoints that one request is sent to at most.
 pub const MAX_ATTEMPTS: u32 = 3;
@@ -63,6 +63,25 @@ impl AttemptError {
             _ => Retry::OtherEndpoint,
         };
         Self { failure, retry }
+    }
+
+    /// The error of a connection that ended before the peer accepted the TLS handshake, if it did.
+    /// Without an alert, the peer may have processed the request, so only an idempotent one is safe
+    /// to send again.
+    pub fn handshake(
+        address: SocketAddr,
+        reason: &str,
+        acceptance: Acceptance,
+        is_idempotent: bool,
+    ) -> Option<Self> {
+        let retry = match acceptance {
+            Acceptance::Accepted => return None,
+            Acceptance::Unknown if !is_idempotent => Retry::Never,
+            Acceptance::Unknown | Acceptance::Rejected => Retry::OtherEndpoint,
+        };
+        let reason = format!("the peer did not accept it: {reason}");
+        let failure = Failure::Handshake { address, reason };
+        Some(Self { failure, retry })
     }
 
     /// The authenticated proxy of the endpoint replied that its application accepts no connection.

@@ -23,7 +23,7 @@ use tokio::net::TcpStream;
 
 use crate::lifetime::Lifetime;
 use crate::scratch::Scratch;
-use crate::tls::{Handshake, Negotiated, Session};
+use crate::tls::{Acceptance, Handshake, Negotiated, Session};
 
 /// The maximum number of bytes of one read that are forwarded at once. A large value saves system
 /// calls for bulk data. Pages of the scratch buffer that no read has used need no memory.
@@ -71,6 +71,12 @@ impl Io {
     /// Whether the connection has a TLS session.
     pub fn is_secured(&self) -> bool {
         self.tls.as_ref().is_some_and(|tls| tls.session.is_some())
+    }
+
+    /// Whether the peer has accepted the TLS handshake. Plaintext has none to reject.
+    pub fn acceptance(&self) -> Acceptance {
+        let session = self.tls.as_ref().and_then(|tls| tls.session.as_ref());
+        session.map_or(Acceptance::Accepted, Session::acceptance)
     }
 
     /// The lifetime of the connection. None for a plaintext connection.

@@ -15,7 +15,10 @@ use tokio::task::JoinSet;
 use crate::destination::Destination;
 use crate::discovery::{AppProtocol, Discovery, EndpointInfo, ServiceTarget, Target};
 use crate::identity::testing::{Authority, WEB};
-use crate::tls::tests::{CART, Side, app, credentials, exchange, listening, on_worker};
+use crate::io::Io;
+use crate::tls::tests::{
+    CART, Side, app, credentials, credentials_that_trust, exchange, listening, on_worker,
+};
 
 const GET: &str = "GET / HTTP/1.1\r\nHost: cart\r\nConnection: close\r\n\r\n";
 const POST: &str =
@@ -344,6 +347,71 @@ fn attempt_to_connect_leaves_time_for_the_other_endpoint() {
         for _ in 0..5 {
             let answer = service.call(GET).await;
             assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+        }
+    });
+}
+
+/// A meshed endpoint whose proxy closes each connection after the TLS handshake.
+async fn closing_peer(authority: &Authority) -> EndpointInfo {
+    let side = Side::new(
+        Some(credentials(authority, CART, |_| {})),
+        "",
+        Discovery::off(),
+    );
+    let listener = TcpListener::bind("127.0.0.2:0").await.expect("loopback");
+    let address = listener.local_addr().expect("bound");
+    tokio::task::spawn_local(async move {
+        loop {
+            let (stream, peer) = listener.accept().await.expect("a connection");
+            let mut io = Io::new(stream);
+            poll_fn(|cx| io.poll_fill(cx)).await.expect("a ClientHello");
+            drop(side.worker.tls.accept(io, peer).await);
+        }
+    });
+    meshed(address)
+}
+
+/// A meshed endpoint whose proxy trusts other roots, and rejects the caller's certificate.
+async fn rejecting_peer(authority: &Authority) -> EndpointInfo {
+    let other = Authority::new("another root");
+    let cart = credentials_that_trust(authority, CART, other.roots(), |_| {});
+    let side = Side::new(Some(cart), "", Discovery::off());
+    meshed(side.receive(app().await).await)
+}
+
+#[test]
+fn peer_that_rejects_the_handshake_is_a_failed_handshake_and_another_one_is_tried() {
+    on_worker(async {
+        let authority = Authority::new("root");
+        let cart = credentials(&authority, CART, |_| {});
+        // Without an alert, only an idempotent request is safe to send again.
+        for (peer, request) in [
+            (rejecting_peer(&authority).await, POST),
+            (closing_peer(&authority).await, GET),
+        ] {
+            let service = Service::with(&authority, vec![peer.clone()]).await;
+            let answer = service.call(request).await;
+            assert!(
+                answer.starts_with("HTTP/1.1 502 ")
+                    && answer.contains("x-mesh-error: handshake-failed"),
+                "{answer}"
+            );
+            assert_eq!(http2_failures(&service).await, 100);
+            let code = "failures_total{direction=\"outbound\",code=\"handshake-failed\"} 101";
+            let metrics = service.caller.metrics.render();
+            assert!(metrics.contains(code), "{metrics}");
+
+            let side = Side::new(Some(cart.clone()), "", Discovery::off());
+            let other = meshed(side.receive(app().await).await);
+            let service = Service::with(&authority, vec![peer.clone(), other]).await;
+            for _ in 0..20 {
+                let answer = service.call(request).await;
+                assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+            }
+            let other = http2_app(Response::default).await;
+            let other = meshed(side.receive(other).await);
+            let service = Service::with(&authority, vec![peer, other]).await;
+            assert_eq!(http2_failures(&service).await, 0);
         }
     });
 }

@@ -20,7 +20,7 @@ use crate::batched::Batched;
 use crate::error::Failure;
 use crate::io::Io;
 use crate::lifetime::{Expiry, Lifetime};
-use crate::tls::Alpn;
+use crate::tls::{Acceptance, Alpn};
 
 /// The maximum size of a header list, counted as in RFC 9113, section 6.5.2.
 pub const MAX_HEADER_LIST: u32 = 64 * 1024;
@@ -260,6 +260,11 @@ impl Lease {
             .sender
             .borrow()
             .is_extended_connect_protocol_enabled()
+    }
+
+    /// Whether the peer has accepted the TLS handshake.
+    pub fn acceptance(&self) -> Acceptance {
+        self.connection.health.borrow().io.acceptance()
     }
 
     /// Whether the connection has carried another stream before.

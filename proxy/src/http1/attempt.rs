@@ -104,9 +104,18 @@ impl Exchange<'_> {
                 Err(Ended::BadRequest(failure)) => return Err(AttemptError::last(failure)),
                 Err(Ended::Malformed(reason)) => return Err(malformed(reason)),
                 Err(Ended::Upstream(reason)) => {
+                    let (acceptance, is_idempotent) = (
+                        upstream.io.acceptance(),
+                        self.request.view().is_idempotent(),
+                    );
+                    let rejected =
+                        AttemptError::handshake(address, &reason, acceptance, is_idempotent);
+                    if let Some(rejected) = rejected {
+                        return Err(rejected);
+                    }
                     // A pooled connection may be closed just when it is used.
                     let untouched = upstream.reused && upstream.io.unread().is_empty();
-                    let safe = untouched && self.request.view().is_idempotent();
+                    let safe = untouched && is_idempotent;
                     let retry = if safe {
                         Retry::AnyEndpoint
                     } else {

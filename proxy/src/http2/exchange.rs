@@ -30,6 +30,7 @@ use crate::io::Io;
 use crate::metrics::Protocol;
 use crate::policy::{Admission, is_mesh_error};
 use crate::record::ExchangeRecord;
+use crate::tls::Acceptance;
 
 /// Forwards one request to an endpoint, and the response to the client.
 pub(super) async fn carry(
@@ -269,8 +270,14 @@ impl Exchange {
         error: &h2::Error,
         endpoint: &Endpoint,
         reused: bool,
+        acceptance: Acceptance,
     ) -> Result<Outcome, AttemptError> {
         let (address, reason) = (endpoint.address, error.to_string());
+        let is_idempotent = self.parts.method.is_idempotent();
+        let rejected = AttemptError::handshake(address, &reason, acceptance, is_idempotent);
+        if let Some(rejected) = rejected {
+            return Err(rejected);
+        }
         // The peer has not processed this stream.
         let refused = error.reason() == Some(Reason::REFUSED_STREAM);
         let unprocessed = error.is_remote() && (error.is_go_away() || refused);
@@ -282,7 +289,7 @@ impl Exchange {
             }
             _ => {
                 // The peer may close a pooled connection just when it is used.
-                let stale = reused && self.parts.method.is_idempotent();
+                let stale = reused && is_idempotent;
                 let failure = Failure::UpstreamClosed { address, reason };
                 let retry = if unprocessed || stale {
                     Retry::AnyEndpoint
@@ -376,7 +383,7 @@ impl Forward for Exchange {
         let request = Request::from_parts(self.parts.clone(), ());
         let (response, to_upstream) = match lease.send(request, self.upload.is_done()) {
             Ok(stream) => stream,
-            Err(error) => return self.failed(&error, endpoint, true),
+            Err(error) => return self.failed(&error, endpoint, true, lease.acceptance()),
         };
         let mut attempt = Attempt {
             response,
@@ -391,7 +398,9 @@ impl Forward for Exchange {
                 return Ok(Outcome::Cancelled);
             }
             Err(Ended::Upstream(error)) => {
-                return self.failed(&error, endpoint, attempt.lease.is_reused());
+                let lease = &attempt.lease;
+                let (reused, acceptance) = (lease.is_reused(), lease.acceptance());
+                return self.failed(&error, endpoint, reused, acceptance);
             }
         };
         if attempt.lease.supports_extended_connect() {

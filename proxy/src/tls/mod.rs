@@ -49,7 +49,7 @@ use crate::timeouts::{TimeoutKind, Timeouts};
 
 pub use handshake::{Handshake, Negotiated};
 pub use hello::{Hello, inspect};
-pub use session::{Buffered, Kernel, Session};
+pub use session::{Acceptance, Buffered, Kernel, Session};
 
 /// Maximum number of stored sessions for one identity and protocol, keyed by endpoint.
 const MAX_SESSIONS: usize = 32;

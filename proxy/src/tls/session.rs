@@ -65,6 +65,7 @@ pub struct Session {
     key_update_requested: bool,
     /// Consecutive records without application data.
     records_without_data: u8,
+    acceptance: Acceptance,
     /// Whether the peer has sent close_notify.
     peer_closed: bool,
     /// Whether this side has sent an alert.
@@ -77,6 +78,19 @@ pub enum Kernel {
     Client(KernelConnection<ClientConnectionData>),
     /// Server side.
     Server(KernelConnection<ServerConnectionData>),
+}
+
+/// Whether the peer has accepted the handshake. A client completes it before the server has checked
+/// the client's certificate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Acceptance {
+    /// The peer has sent nothing yet. A server sends its ticket with its first data at the latest,
+    /// so it may have read a request.
+    Unknown,
+    /// The peer has sent data or a ticket.
+    Accepted,
+    /// The first record was an error alert: the peer has read no request.
+    Rejected,
 }
 
 /// Buffers that a handshake passes to its session.
@@ -113,6 +127,7 @@ impl Session {
             message: Vec::new(),
             key_update_requested: false,
             records_without_data: 0,
+            acceptance: Acceptance::Unknown,
             peer_closed,
             closed: false,
         })
@@ -257,6 +272,11 @@ impl Session {
         Pin::new(stream).poll_shutdown(cx)
     }
 
+    /// Whether the peer has accepted the handshake.
+    pub fn acceptance(&self) -> Acceptance {
+        self.acceptance
+    }
+
     /// Whether no output is pending.
     pub fn is_flushed(&self) -> bool {
         self.outgoing.is_empty()
@@ -314,6 +334,9 @@ impl Session {
                 "peer sent too many records without data",
             ));
         }
+        if content_type != ContentType::Alert {
+            self.acceptance = Acceptance::Accepted;
+        }
         match content_type {
             ContentType::ApplicationData => Ok(length),
             ContentType::Handshake => {
@@ -328,7 +351,12 @@ impl Session {
                     self.peer_closed = true;
                     Ok(0)
                 }
-                [_, _] => Err(RecordError(Alert::CloseNotify, "peer sent an alert")),
+                [_, description] => {
+                    if self.acceptance == Acceptance::Unknown {
+                        self.acceptance = Acceptance::Rejected;
+                    }
+                    Err(RecordError(Alert::CloseNotify, alert_text(description)))
+                }
                 _ => Err(RecordError(Alert::DecodeError, "invalid alert")),
             },
         }
@@ -436,6 +464,21 @@ impl Session {
         if let Ok(length) = self.seal(ContentType::Alert, &[level, alert as u8], &mut record) {
             self.outgoing.extend_from_slice(&record[..length]);
         }
+    }
+}
+
+/// The alerts that a peer sends if it rejects a certificate (RFC 8446, section 6.2).
+fn alert_text(description: u8) -> &'static str {
+    match description {
+        42 => "peer sent the alert bad_certificate",
+        43 => "peer sent the alert unsupported_certificate",
+        44 => "peer sent the alert certificate_revoked",
+        45 => "peer sent the alert certificate_expired",
+        46 => "peer sent the alert certificate_unknown",
+        48 => "peer sent the alert unknown_ca",
+        49 => "peer sent the alert access_denied",
+        116 => "peer sent the alert certificate_required",
+        _ => "peer sent an alert",
     }
 }
 

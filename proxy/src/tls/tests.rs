@@ -62,7 +62,7 @@ pub(crate) fn credentials(
     credentials_that_trust(authority, identity, authority.roots(), change)
 }
 
-fn credentials_that_trust(
+pub(crate) fn credentials_that_trust(
     authority: &Authority,
     identity: &str,
     roots: Arc<RootCertStore>,
@@ -856,7 +856,11 @@ fn rejects_client_with_invalid_certificate() {
             let cart = credentials(&authority, CART, |_| {});
             let pair = Pair::new(Some(web), Some(cart), "", app().await).await;
             let answer = pair.call(GET).await;
-            assert!(answer.starts_with("HTTP/1.1 502 "), "{what}: {answer}");
+            assert!(
+                answer.starts_with("HTTP/1.1 502 ")
+                    && answer.contains("x-mesh-error: handshake-failed"),
+                "{what}: {answer}"
+            );
             assert!(
                 pair.inbound
                     .metrics
