@@ -116,6 +116,8 @@ const PORT: u16 = 8080;
 const ROOTS_CONFIG_MAP: &str = "diy-service-mesh-roots";
 const ROOTS_KEY: &str = "roots.pem";
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Shorter than the timeout of an idle connection to the API server.
+const PING_INTERVAL: Duration = Duration::from_secs(10);
 /// The shortest validity that the API server grants, in seconds.
 const TOKEN_SECONDS: i64 = 600;
 /// A Service with some ten thousand endpoints has a tenth of this size.
@@ -199,7 +201,11 @@ impl Controller {
                 let stream = stream.take().ok_or(io::ErrorKind::NotConnected);
                 async { Ok::<_, io::Error>(TokioIo::new(stream?)) }
             });
+            // Pings end a quiet watch if the controller is unavailable, and keep the API server's
+            // forwarding open.
             let channel = Endpoint::from_static("http://controller")
+                .http2_keep_alive_interval(PING_INTERVAL)
+                .keep_alive_while_idle(true)
                 .connect_with_connector(once)
                 .await;
             channel.map_err(io::Error::other)
