@@ -1,8 +1,9 @@
-//! Embeds the walkthrough's manifests in the binary.
+//! Embeds the walkthrough's manifests and the version in the binary.
 
-use std::{env, fs, io, path::Path};
+use std::{env, fs, io, path::Path, process::Command};
 
 fn main() -> io::Result<()> {
+    println!("cargo::rustc-env=MESH_VERSION={}", version());
     let own = env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR");
     let manifests = Path::new(&own).join("../manifests").canonicalize()?;
     println!("cargo::rerun-if-changed={}", manifests.display());
@@ -35,4 +36,28 @@ fn collect(root: &Path, folder: &Path, entries: &mut Vec<(String, String)>) -> i
         }
     }
     Ok(())
+}
+
+/// The version of the package, and in release builds from a git checkout the commit. Debug builds
+/// would be rebuilt after each commit.
+fn version() -> String {
+    let version = env::var("CARGO_PKG_VERSION").expect("cargo sets CARGO_PKG_VERSION");
+    if env::var("PROFILE").is_ok_and(|profile| profile == "debug") {
+        return version;
+    }
+    // Each commit and checkout changes this file.
+    if let Some(log) = git(&["rev-parse", "--git-path", "logs/HEAD"]) {
+        println!("cargo::rerun-if-changed={log}");
+    }
+    match git(&["rev-parse", "--short", "HEAD"]) {
+        Some(commit) => format!("{version} ({commit})"),
+        None => version,
+    }
+}
+
+/// The output of git. `None` without git or a checkout.
+fn git(arguments: &[&str]) -> Option<String> {
+    let output = Command::new("git").args(arguments).output().ok()?;
+    let text = String::from_utf8(output.stdout).ok()?;
+    (output.status.success() && !text.trim().is_empty()).then(|| text.trim().to_owned())
 }

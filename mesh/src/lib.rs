@@ -4,6 +4,7 @@
 pub mod check;
 pub mod cluster;
 pub mod commands;
+pub mod controller;
 pub mod identity;
 pub mod sandbox;
 mod time;

@@ -3,18 +3,10 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use diy_mesh::commands::Command;
-
-/// DIY Service Mesh: the whole mesh, small enough to read, fast enough to run
-#[derive(Parser)]
-#[command(name = "mesh", version)]
-struct Arguments {
-    #[command(subcommand)]
-    command: Command,
-}
+use diy_mesh::commands::Mesh;
 
 fn main() -> ExitCode {
-    Arguments::parse().command.run().unwrap_or_else(|error| {
+    Mesh::parse().command.run().unwrap_or_else(|error| {
         eprintln!("mesh: {error:#}");
         ExitCode::FAILURE
     })
@@ -28,6 +20,6 @@ mod tests {
 
     #[test]
     fn command_line_is_valid() {
-        Arguments::command().debug_assert();
+        Mesh::command().debug_assert();
     }
 }

@@ -1,75 +1,70 @@
-//! Text format of HTTP messages: first line, headers, an empty line, the body.
+//! Text format of HTTP messages: first line, headers, an empty line, the body. Names of HTTP/1
+//! headers have their canonical case (`Content-Type`), whatever case the peer uses.
 
 use std::fmt::Write;
 
+use hyper::ext::ReasonPhrase;
 use hyper::header::CONTENT_ENCODING;
 use hyper::http::{request, response};
 use hyper::{HeaderMap, Version};
 
-use crate::recording::ReceivedBytes;
-
 /// Limit of body bytes in a dump.
 const MAX_BODY_BYTES: usize = 16 * 1024;
 
-/// Formats a request. An HTTP/1 head is taken from `received`, with its original header case and
-/// order.
-pub fn request(parts: &request::Parts, body: &[u8], received: Option<&ReceivedBytes>) -> String {
-    let (target, authority) = if parts.version == Version::HTTP_2 {
-        let authority = parts
-            .uri
-            .authority()
-            .map(|name| format!("\n:authority: {name}"));
+/// Formats a request.
+pub fn request(parts: &request::Parts, body: &[u8]) -> String {
+    let mut text = if parts.version == Version::HTTP_2 {
         let path = parts.uri.path_and_query().map_or("/", |path| path.as_str());
-        (path.to_owned(), authority.unwrap_or_default())
+        let authority = parts.uri.authority();
+        let authority = authority.map(|name| format!("\n:authority: {name}"));
+        let authority = authority.unwrap_or_default();
+        format!("{} {path} {:?}{authority}", parts.method, parts.version)
     } else {
-        (parts.uri.to_string(), String::new())
+        format!("{} {} {:?}", parts.method, parts.uri, parts.version)
     };
-    let first_line = format!("{} {target} {:?}", parts.method, parts.version);
-    message(&first_line, &authority, &parts.headers, body, received)
-}
-
-/// Formats a response. An HTTP/1 head is taken from its [`ReceivedBytes`] extension.
-pub fn response(parts: &response::Parts, body: &[u8]) -> String {
-    let first_line = format!("{:?} {}", parts.version, parts.status.as_str());
-    let reason = format!(" {}", parts.status.canonical_reason().unwrap_or_default());
-    message(
-        &first_line,
-        &reason,
-        &parts.headers,
-        body,
-        parts.extensions.get(),
-    )
-}
-
-/// `suffix` completes the first line if `received` does not contain the head.
-fn message(
-    first_line: &str,
-    suffix: &str,
-    headers: &HeaderMap,
-    body: &[u8],
-    received: Option<&ReceivedBytes>,
-) -> String {
-    let recorded = received.and_then(|received| received.take_head(first_line, headers));
-    let mut text = recorded.unwrap_or_else(|| {
-        let mut head = format!("{first_line}{suffix}");
-        write_headers(&mut head, headers);
-        head
-    });
-    write_body(&mut text, headers, body);
+    write_message(&mut text, parts.version, &parts.headers, body);
     text
 }
 
-/// Appends each header on a new line.
-pub fn write_headers(text: &mut String, headers: &HeaderMap) {
+/// Formats a response.
+pub fn response(parts: &response::Parts, body: &[u8]) -> String {
+    let received = parts.extensions.get::<ReasonPhrase>();
+    let received = received.map(|reason| String::from_utf8_lossy(reason.as_bytes()));
+    let canonical = parts.status.canonical_reason().unwrap_or_default();
+    let reason = received.unwrap_or_else(|| canonical.into());
+    let mut text = format!("{:?} {} {reason}", parts.version, parts.status.as_str());
+    write_message(&mut text, parts.version, &parts.headers, body);
+    text
+}
+
+/// Formats a gRPC message after its path and metadata.
+pub fn grpc_message(path: &str, metadata: &HeaderMap, message: &str) -> String {
+    let mut text = path.to_owned();
+    write_message(&mut text, Version::HTTP_2, metadata, message.as_bytes());
+    text
+}
+
+/// Appends the headers, each on a new line, the empty line that ends the head, and the body.
+fn write_message(text: &mut String, version: Version, headers: &HeaderMap, body: &[u8]) {
     for (name, value) in headers {
+        let name = match version {
+            Version::HTTP_2 => name.to_string(),
+            _ => canonical_name(name.as_str()),
+        };
         let value = String::from_utf8_lossy(value.as_bytes());
         write!(text, "\n{name}: {value}").expect("writing to a String never fails");
     }
+    write_body(text, headers, body);
 }
 
-/// Appends an empty line and the text of a gRPC message, truncated like a body.
-pub fn write_message(text: &mut String, message: &str) {
-    write_body(text, &HeaderMap::new(), message.as_bytes());
+/// `x-called-by` as `X-Called-By`.
+fn canonical_name(name: &str) -> String {
+    let word = |word: &str| word[..1].to_ascii_uppercase() + &word[1..];
+    let words = name.split('-').map(|text| match text {
+        "" => String::new(),
+        text => word(text),
+    });
+    words.collect::<Vec<_>>().join("-")
 }
 
 /// Appends the empty line that ends the head, then the body, or its size if it is not plain text.
@@ -129,10 +124,7 @@ mod tests {
                 .body(())
                 .expect("valid"),
         );
-        assert_eq!(
-            request(&parts, b"", None),
-            "GET /hello?x=1 HTTP/1.1\nhost: a\n\n"
-        );
+        assert_eq!(request(&parts, b""), "GET /hello?x=1 HTTP/1.1\nHost: a\n\n");
     }
 
     #[test]
@@ -144,7 +136,7 @@ mod tests {
                 .expect("valid"),
         );
         assert_eq!(
-            request(&parts, b"", None),
+            request(&parts, b""),
             "GET /hello HTTP/2.0\n:authority: a.b\n\n"
         );
     }
@@ -159,7 +151,7 @@ mod tests {
             .into_parts();
         assert_eq!(
             response(&parts, b"no\n"),
-            "HTTP/1.1 500 Internal Server Error\nx-a: 1\n\nno\n"
+            "HTTP/1.1 500 Internal Server Error\nX-A: 1\n\nno\n"
         );
     }
 

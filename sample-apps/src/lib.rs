@@ -8,4 +8,3 @@ pub mod config;
 pub mod dump;
 pub mod listen;
 pub mod process;
-pub mod recording;

@@ -1,9 +1,13 @@
 //! The walkthrough of the README on a cluster: applies the manifests and checks responses and
 //! dumps.
 
+use std::process::Command;
+
 use anyhow::{Context, Result, ensure};
 use diy_mesh_tests::cluster::workloads::distinct;
 use diy_mesh_tests::cluster::{kubectl, rolled_out, sample_apps, wait_for, with_mesh};
+use diy_mesh_tests::sandbox::programs;
+use serde_json::Value;
 
 #[test]
 fn sample_apps_respond_and_proxies_dump_requests() -> Result<()> {
@@ -38,7 +42,27 @@ fn check_sample_apps() -> Result<()> {
         let responses = logs("grpc-client", "deployment/grpc-client", "grpc-client")?;
         Ok((distinct(&responses, "Hostname: ").len() == 2).then_some(()))
     })?;
-    assert_dumps()
+    assert_dumps()?;
+    assert_services()
+}
+
+/// Asserts that `mesh services` reaches the controller and lists both pods with their identity.
+fn assert_services() -> Result<()> {
+    let arguments = ["services", "http-server/http-server", "--output=json"];
+    let output = Command::new(programs().join("mesh"))
+        .args(arguments)
+        .output()?;
+    let errors = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "mesh services: {errors}");
+    let services: Value = serde_json::from_slice(&output.stdout)?;
+    let endpoints = services[0]["endpoints"].as_array();
+    let endpoints = endpoints.with_context(|| format!("no endpoints: {services:#}"))?;
+    let identity = "spiffe://cluster.local/ns/http-server/sa/http-server";
+    let meshed = endpoints
+        .iter()
+        .filter(|endpoint| endpoint["identity"] == identity);
+    ensure!(meshed.count() >= 2, "{services:#}");
+    Ok(())
 }
 
 /// Asserts that the dumps of the proxies contain the requests.

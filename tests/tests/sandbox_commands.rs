@@ -1,11 +1,19 @@
-//! `mesh identity` and `mesh rotate-root` in a sandbox: their output matches the state of the mesh,
-//! and the new root is in use everywhere when `mesh rotate-root` completes.
+//! `mesh identity`, `mesh rotate-root` and `mesh services` in a sandbox: their output matches the
+//! state of the mesh, and the new root is in use everywhere when `mesh rotate-root` completes.
 
 #![allow(missing_docs, clippy::unwrap_used)]
 
-use diy_mesh_tests::sandbox::{
-    MESHED, READY_TIMEOUT, http_server, identity, identity_when, mesh, with_controller,
+use std::{
+    process::Command,
+    thread,
+    time::{Duration, Instant},
 };
+
+use diy_mesh_tests::sandbox::{
+    MESHED, READY_TIMEOUT, http_server, identity, identity_when, mesh, programs, with_controller,
+    with_mesh,
+};
+use serde_json::Value;
 
 #[test]
 fn new_root_is_in_use_when_rotate_root_completes() {
@@ -96,6 +104,100 @@ fn new_root_is_in_use_when_rotate_root_completes() {
         assert_eq!(
             workload["certificate_issuer"], after["issuer"]["id"],
             "{workload:#}"
+        );
+    }
+}
+
+#[test]
+fn services_lists_endpoints_with_identities_and_watches_them() {
+    let Some(sandbox) = with_mesh(&http_server(2, "1.0", MESHED)) else {
+        return;
+    };
+    let pod = sandbox.view().pods_of("servers", "http-server").remove(0);
+    let services = "mesh services --controller https://controller.service-mesh.svc:8080 \
+        --token-file /var/run/secrets/diy-service-mesh/token \
+        --roots-file /var/run/secrets/diy-service-mesh/roots.pem";
+    let run = |script: &str| {
+        let script = script.replace("SERVICES", services);
+        let argv = ["timeout", "60", "bash", "-c", &script];
+        sandbox
+            .exec(&pod, "proxy", &argv)
+            .expect("the program runs")
+    };
+
+    // The catalog receives the readiness of pods with a delay.
+    let deadline = Instant::now() + READY_TIMEOUT;
+    let all: Vec<Value> = loop {
+        let output = run("SERVICES -o json");
+        assert_eq!(output.code, 0, "{output:?}");
+        if output.stdout.matches("\"ready\": true").count() == 6 {
+            break serde_json::from_str(&output.stdout).unwrap();
+        }
+        assert!(
+            Instant::now() < deadline,
+            "6 endpoints are ready: {output:?}"
+        );
+    };
+    let names: Vec<&Value> = all.iter().map(|service| &service["name"]).collect();
+    assert!(names.contains(&&"controller".into()), "{names:?}");
+    let server = all.iter().find(|service| service["name"] == "http-server");
+    let endpoints = server.unwrap()["endpoints"].as_array().unwrap();
+    assert_eq!(endpoints.len(), 2, "{endpoints:?}");
+    for endpoint in endpoints {
+        assert_eq!(
+            endpoint["identity"],
+            "spiffe://cluster.local/ns/servers/sa/default"
+        );
+    }
+    let table = run("SERVICES servers/http-server").stdout;
+    assert!(
+        table.starts_with("SERVICE ") && table.lines().count() == 3,
+        "{table}"
+    );
+    assert!(table.contains(&pod.name), "{table}");
+
+    let wrong = run("SERVICES http-server");
+    assert!(
+        wrong.code == 1 && wrong.stderr.contains("NAMESPACE/NAME"),
+        "{wrong:?}"
+    );
+
+    thread::scope(|scope| {
+        let watch = scope.spawn(|| {
+            run("SERVICES servers/http-server --watch -o json > /tmp/watch & \
+                 until grep -q '\"deleted\":false' /tmp/watch; do sleep 0.05; done; touch /tmp/watching; \
+                 until grep '\"deleted\":true' /tmp/watch; do sleep 0.05; done; kill $!")
+        });
+        let deadline = Instant::now() + READY_TIMEOUT;
+        while run("test -e /tmp/watching").code != 0 {
+            assert!(Instant::now() < deadline, "the watch has not started");
+            thread::sleep(Duration::from_millis(100));
+        }
+        sandbox.delete("Service", "servers", "http-server").unwrap();
+        let output = watch.join().unwrap();
+        assert!(
+            output.stdout.contains("\"name\":\"http-server\""),
+            "{output:?}"
+        );
+    });
+}
+
+#[test]
+fn completion_scripts_are_valid_and_hide_internal_commands() {
+    for (shell, check) in [("bash", "bash -n"), ("zsh", "cat"), ("fish", "cat")] {
+        let script =
+            format!("set -o pipefail; mesh completions {shell} | tee /dev/stderr | {check}");
+        let programs = programs();
+        let output = Command::new("bash")
+            .args(["-c", &script])
+            .env("PATH", format!("{}:{}", programs.display(), env!("PATH")))
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{shell}: {text}");
+        assert!(
+            text.contains("services") && !text.contains("sandbox"),
+            "{shell}: {text}"
         );
     }
 }

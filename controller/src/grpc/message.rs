@@ -95,5 +95,6 @@ fn service_endpoint(endpoint: &EndpointView) -> proto::service::Endpoint {
             .iter()
             .map(|(name, number)| (name.clone(), (*number).into()))
             .collect(),
+        identity: endpoint.identity.as_deref().unwrap_or_default().to_owned(),
     }
 }

@@ -442,6 +442,8 @@ fn a_view_shows_everything_and_joins_the_families_of_a_pod() {
         .unwrap();
     assert_eq!(joined.addresses, [ip("10.0.0.1"), ip("fd01::1")].into());
     assert_eq!(joined.ports["http"], 8080);
+    let identity = "spiffe://cluster.local/ns/shop/sa/web";
+    assert_eq!(joined.identity.as_deref(), Some(identity));
     assert_eq!(
         view.endpoints
             .iter()

@@ -31,6 +31,8 @@ pub struct EndpointView {
     pub zone: Arc<str>,
     /// The numbers behind the Service's ports, by port name.
     pub ports: BTreeMap<String, u16>,
+    /// The SPIFFE ID of a meshed pod, unless all of these ports bypass the proxy.
+    pub identity: Option<Arc<str>>,
 }
 
 impl ServiceView {
@@ -71,6 +73,9 @@ pub(super) fn of<'a>(
             let ready = (endpoint.ready || service.publish_not_ready) && pod != Some(None);
             let leaving = endpoint.terminating || pod.flatten().is_some_and(|pod| pod.terminating);
             add(view, endpoint, ready, leaving);
+            let identity_at = |port| pod.flatten().and_then(|pod| pod.identity_at(port));
+            let identity = slice.ports.iter().find_map(|port| identity_at(port.port));
+            view.identity = view.identity.take().or(identity);
             view.ports.extend(
                 slice
                     .ports
@@ -125,6 +130,7 @@ fn digest_endpoint(digest: &mut Digest, endpoint: &EndpointView) {
     digest.number(u64::from(endpoint.ready) | u64::from(endpoint.terminating) << 1);
     digest.text(&endpoint.pod_name);
     digest.text(&endpoint.zone);
+    digest.text(endpoint.identity.as_deref().unwrap_or_default());
     digest.number(endpoint.ports.len() as u64);
     for (name, number) in &endpoint.ports {
         digest.text(name);

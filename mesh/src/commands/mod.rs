@@ -4,15 +4,26 @@ pub mod check;
 pub mod demo;
 pub mod identity;
 pub mod rotate_root;
+pub mod services;
 mod terminal;
 
 use std::{path::PathBuf, process::ExitCode};
 
 use anyhow::{Context, Result};
-use clap::Subcommand;
+use clap::{CommandFactory, Parser, Subcommand};
+use clap_complete::Shell;
 use tracing_subscriber::filter::Targets;
 
 use crate::sandbox::{enter, exec};
+
+/// DIY Service Mesh: the whole mesh, small enough to read, fast enough to run
+#[derive(Parser)]
+#[command(name = "mesh", version = VERSION)]
+pub struct Mesh {
+    /// The command.
+    #[command(subcommand)]
+    pub command: Command,
+}
 
 /// A command and its arguments.
 #[derive(Subcommand)]
@@ -25,6 +36,15 @@ pub enum Command {
     Identity(identity::Arguments),
     /// Rotate the trust root of the mesh without downtime
     RotateRoot(rotate_root::Arguments),
+    /// List the Services that the controller knows, with endpoints and identities
+    Services(services::Arguments),
+    /// Print a completion script for a shell
+    Completions {
+        /// The shell
+        shell: Shell,
+    },
+    /// Print the version
+    Version,
     /// Create the namespaces of a sandbox
     #[command(hide = true)]
     SandboxNode(Programs),
@@ -65,12 +85,35 @@ impl Command {
             Self::Check(arguments) => check::run(&arguments),
             Self::Identity(arguments) => identity::run(&arguments),
             Self::RotateRoot(arguments) => rotate_root::run(&arguments),
+            Self::Services(arguments) => services::run(arguments),
+            Self::Completions { shell } => completions(shell),
+            Self::Version => {
+                terminal::print(&format!("mesh {VERSION}\n"))?;
+                Ok(ExitCode::SUCCESS)
+            }
             Self::SandboxNode(Programs { programs }) => enter::node(&programs),
             Self::SandboxInit(Programs { programs }) => enter::init(&programs),
             Self::SandboxAgent { programs, log } => enter::agent(programs, log),
             Self::SandboxExec { spec } => exec::run(&spec).map(|never| match never {}),
         }
     }
+}
+
+/// The version, and the commit if the sources are a git checkout.
+pub const VERSION: &str = env!("MESH_VERSION");
+
+fn completions(shell: Shell) -> Result<ExitCode> {
+    let mut script = Vec::new();
+    // clap_complete includes hidden commands.
+    let shown = |command: &&clap::Command| !command.is_hide_set();
+    let commands = Mesh::command();
+    let commands = commands.get_subcommands().filter(shown).cloned();
+    let mut mesh = clap::Command::new("mesh")
+        .version(VERSION)
+        .subcommands(commands);
+    clap_complete::generate(shell, &mut mesh, "mesh", &mut script);
+    terminal::print(&String::from_utf8_lossy(&script))?;
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Runs a future on a new single-threaded runtime.

@@ -146,7 +146,7 @@ impl Source {
 }
 
 /// The names of the running controller pods.
-async fn controllers(cluster: &Cluster) -> Result<Vec<String>, Error> {
+pub async fn controllers(cluster: &Cluster) -> Result<Vec<String>, Error> {
     let namespace = &cluster.namespace;
     let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), namespace);
     let pods = pods

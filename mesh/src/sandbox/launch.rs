@@ -110,11 +110,14 @@ fn missing_prerequisites(programs: &Path) -> Vec<String> {
                 .filter_map(|ids| ids.first_subordinate_id().err()),
         );
     }
-    if !programs.join("mesh").is_file() {
-        missing.push(format!(
-            "program mesh not found in {}: run `cargo build --bins`",
-            programs.display()
-        ));
+    // An installed `mesh` has no programs beside it.
+    for program in ["mesh", "proxy"] {
+        if !programs.join(program).is_file() {
+            missing.push(format!(
+                "program {program} not found in {}: run `make demo` or `cargo build --bins` in a checkout of the sources",
+                programs.display()
+            ));
+        }
     }
     missing
 }

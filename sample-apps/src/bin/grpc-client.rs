@@ -163,20 +163,17 @@ impl Client {
         response: &EchoResponse,
     ) -> anyhow::Result<()> {
         let number = self.responses.fetch_add(1, Ordering::Relaxed) + 1;
-        let mut block = format!("Response #{number}\n/echo.v1.EchoService/{method}");
-        dump::write_headers(&mut block, &metadata.clone().into_headers());
         let EchoResponse {
             message,
             hostname,
             version,
         } = response;
-        dump::write_message(
-            &mut block,
-            &format!(
-                "Echo from the grpc-server service! Hostname: {hostname} Version: {version} Message: {message}"
-            ),
+        let path = format!("/echo.v1.EchoService/{method}");
+        let message = format!(
+            "Echo from the grpc-server service! Hostname: {hostname} Version: {version} Message: {message}"
         );
-        process::print(&block).context("cannot print")
+        let block = dump::grpc_message(&path, &metadata.clone().into_headers(), &message);
+        process::print(&format!("Response #{number}\n{block}")).context("cannot print")
     }
 }
 

@@ -142,11 +142,10 @@ impl Shared {
         } else {
             ""
         };
-        let mut block = format!("Request #{number}\n/{SERVICE_NAME}/{method}");
-        dump::write_headers(&mut block, &metadata.clone().into_headers());
-        dump::write_message(&mut block, &message);
+        let path = format!("/{SERVICE_NAME}/{method}");
+        let block = dump::grpc_message(&path, &metadata.clone().into_headers(), &message);
         // A closed standard output does not stop the server.
-        process::print(&format!("{block}---\n{outcome}")).ok();
+        process::print(&format!("Request #{number}\n{block}---\n{outcome}")).ok();
         match fails {
             true => Err(Status::internal("Internal server error")),
             false => Ok(EchoResponse {

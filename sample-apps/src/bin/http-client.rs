@@ -7,17 +7,14 @@ use std::time::Duration;
 use anyhow::Context;
 use bytes::Bytes;
 use diy_mesh_sample_apps::config::ClientConfig;
-use diy_mesh_sample_apps::recording::RecordingStream;
 use diy_mesh_sample_apps::{dump, process};
 use http_body_util::{BodyExt, Empty, Limited};
 use hyper::header::{HeaderValue, USER_AGENT};
 use hyper::{Request, Uri};
 use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::{Connect, HttpConnector};
-use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
-use tokio::net::TcpStream;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::{TokioExecutor, TokioTimer};
 use tokio::time::{MissedTickBehavior, interval, timeout};
-use tower::ServiceExt;
 
 const NAME: &str = "http-client";
 const ABOUT: &str = "Requests a URL each second and prints the responses";
@@ -41,13 +38,10 @@ async fn send_requests(endpoint: Uri) -> anyhow::Result<()> {
     let mut tcp = HttpConnector::new();
     tcp.set_nodelay(true);
     tcp.set_connect_timeout(Some(REQUEST_TIMEOUT));
-    let connector = tcp.map_response(|connection: TokioIo<TcpStream>| {
-        TokioIo::new(RecordingStream::new(connection.into_inner()))
-    });
     let client = Client::builder(TokioExecutor::new())
         .http1_title_case_headers(true)
         .pool_timer(TokioTimer::new())
-        .build(connector);
+        .build(tcp);
 
     let mut ticks = interval(REQUEST_INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
@@ -70,10 +64,10 @@ async fn send_requests(endpoint: Uri) -> anyhow::Result<()> {
 }
 
 /// Sends one request and returns the dump of the response.
-async fn send_request<C>(client: &Client<C, Empty<Bytes>>, endpoint: &Uri) -> anyhow::Result<String>
-where
-    C: Connect + Clone + Send + Sync + 'static,
-{
+async fn send_request(
+    client: &Client<HttpConnector, Empty<Bytes>>,
+    endpoint: &Uri,
+) -> anyhow::Result<String> {
     let mut request = Request::new(Empty::new());
     *request.uri_mut() = endpoint.clone();
     request

@@ -12,7 +12,6 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use diy_mesh_sample_apps::config::ServerConfig;
-use diy_mesh_sample_apps::recording::{ReceivedBytes, RecordingStream};
 use diy_mesh_sample_apps::{dump, listen, process};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
@@ -83,9 +82,7 @@ async fn serve_connection(
     connection: TcpStream,
     stop: CancellationToken,
 ) {
-    let connection = RecordingStream::new(connection);
-    let received = connection.received();
-    let service = service_fn(move |request| respond(server.clone(), received.clone(), request));
+    let service = service_fn(move |request| respond(server.clone(), request));
     let mut connection = pin!(http.serve_connection(TokioIo::new(connection), service));
     let served = tokio::select! {
         result = connection.as_mut() => result,
@@ -105,7 +102,6 @@ struct Server {
 
 async fn respond(
     server: Arc<Server>,
-    received: ReceivedBytes,
     request: Request<Incoming>,
 ) -> Result<Response<Full<Bytes>>, Infallible> {
     if request.uri().path() != "/hello" {
@@ -142,7 +138,7 @@ async fn respond(
     // A closed standard output does not stop the server.
     process::print(&format!(
         "Request #{number}\n{}---\n{outcome}",
-        dump::request(&parts, &body, Some(&received))
+        dump::request(&parts, &body)
     ))
     .ok();
 
