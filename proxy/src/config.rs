@@ -14,7 +14,7 @@ use http::Uri;
 use tracing_subscriber::filter::Targets;
 
 use crate::dump::{Format, Mode};
-use crate::policy::{Policy, Probe};
+use crate::policy::Policy;
 use crate::ports::PortSet;
 use crate::probe::{KubeletProbe, Pod};
 use crate::timeouts::Timeouts;
@@ -44,10 +44,9 @@ pub struct RawConfig {
     /// Inbound connections to accept
     #[arg(long, value_name = "MODE", default_value = "permissive")]
     inbound: InboundMode,
-    /// A kubelet probe that `strict` accepts: `http:PORT:PATH`, `tcp:PORT` or `grpc:PORT`; may be
-    /// repeated
-    #[arg(long = "probe", value_name = "PROBE")]
-    probes: Vec<Probe>,
+    /// Ignored: injectors before `--kubelet-probe` passed it to the proxies of strict pods
+    #[arg(long = "probe", value_name = "PROBE", hide = true)]
+    exempt_probes: Vec<String>,
     /// Ports of the application whose connections are forwarded without protocol detection, such as
     /// 25,9000-9100
     #[arg(
@@ -126,7 +125,7 @@ pub struct RawConfig {
 enum InboundMode {
     /// All connections
     Permissive,
-    /// Mutual TLS connections from workloads of the mesh, and kubelet probes
+    /// Mutual TLS connections from workloads of the mesh
     Strict,
 }
 
@@ -149,6 +148,8 @@ pub struct Config {
     pub dump_format: Format,
     /// Which inbound connections and requests are authorized.
     pub policy: Policy,
+    /// An injector that still exempted probes created this pod.
+    pub has_exempt_probes: bool,
     /// The probes that the proxy performs for the kubelet, and their target.
     pub kubelet_probes: Option<(Pod, Vec<KubeletProbe>)>,
     /// Number of worker threads.
@@ -212,10 +213,10 @@ impl Config {
             dump_format: raw.dump_format,
             policy: Policy {
                 strict: raw.inbound == InboundMode::Strict,
-                probes: raw.probes,
                 opaque_ports: raw.opaque_ports,
                 allow_connect: raw.allow_connect,
             },
+            has_exempt_probes: !raw.exempt_probes.is_empty(),
             kubelet_probes: raw.pod_ip.map(|ip| {
                 (
                     Pod {
@@ -338,7 +339,6 @@ mod tests {
             ("dump", "--dump=loud", "full, headers, off"),
             ("dump-format", "--dump-format=xml", "text, json"),
             ("inbound", "--inbound=lax", "permissive, strict"),
-            ("probe", "--probe=http:80", "expected http:PORT:PATH"),
             ("kubelet-probe", "--kubelet-probe=tcp:80", "a probe in JSON"),
             ("pod-ip", "--pod-ip=localhost", "invalid IP address"),
             (
@@ -435,6 +435,7 @@ mod tests {
                 && std::iter::zip(&probes, ports)
                     .all(|(probe, port)| probe.to_string().ends_with(&port))
         );
+        assert!(with("none", &["--probe=tcp:80"]).unwrap().has_exempt_probes);
         let report = with("none", &[first]).unwrap_err();
         assert!(report.contains("--pod-ip <ADDRESS>"), "{report}");
     }

@@ -17,7 +17,7 @@ use crate::http::edits::Edit;
 use crate::http::view::RequestView;
 use crate::io::Io;
 use crate::lifetime::Expiry;
-use crate::policy::{Admission, Caller};
+use crate::policy::Caller;
 use crate::timeouts::{IdleTimer, TimeoutKind};
 use crate::worker::Worker;
 
@@ -63,13 +63,10 @@ impl Flow {
         self.worker.config.policy.authorize_connection(&self.caller)
     }
 
-    /// Whether this request may be forwarded, and how.
-    pub fn authorize_request(&self, request: &RequestView<'_>) -> Result<Admission, Failure> {
-        let port = self.destination.address.port();
-        self.worker
-            .config
-            .policy
-            .authorize_request(&self.caller, port, request)
+    /// Whether this request may be forwarded.
+    pub fn authorize_request(&self, request: &RequestView<'_>) -> Result<(), Failure> {
+        let policy = &self.worker.config.policy;
+        policy.authorize_request(&self.caller, request)
     }
 
     /// The expiry of this connection while it and `upstream` are in use: one of the two leads to a

@@ -95,6 +95,11 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
     let discovering = readiness.condition("discovery", "no response from the controller yet");
     let admin_metrics = metrics.clone();
     let admin = Admin::new(readiness.clone(), move || admin_metrics.render());
+    if config.has_exempt_probes {
+        tracing::warn!(
+            "--probe is ignored: an earlier injector created this strict pod, and the kubelet's probes fail; recreate it"
+        );
+    }
     let admin = match &config.kubelet_probes {
         Some((pod, probes)) => probe::add_routes(admin, probes, *pod),
         None => admin,

@@ -12,6 +12,7 @@ use diy_mesh_proxy::probe::{KubeletProbe, Pod, add_routes};
 use diy_mesh_runtime::{Admin, Readiness};
 use rustls::pki_types::PrivatePkcs8KeyDer;
 use support::{listen, on_worker, read_all, read_until, write};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
@@ -159,6 +160,7 @@ fn status_of_400_or_more_and_malformed_responses_fail() {
         for (response, expected) in [
             ("HTTP/1.1 399 x\r\nContent-Length: 0\r\n\r\n", 200),
             ("HTTP/1.1 304 Not Modified\r\n\r\n", 200),
+            ("HTTP/1.0 200\r\nA: b\r\n c\r\n\r\n", 200),
             ("HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n", 503),
             ("HTTP/1.1 500 x\r\nContent-Length: 0\r\n\r\n", 503),
             ("SSH-2.0-x\r\n\r\n", 503),
@@ -238,9 +240,9 @@ fn https_probe_accepts_any_certificate_and_either_http_version() {
             let mut stream = accept_tls(listener, b"http/1.1").await;
             let mut head = Vec::new();
             while !head.ends_with(b"\r\n\r\n") {
-                head.push(tokio::io::AsyncReadExt::read_u8(&mut stream).await.unwrap());
+                head.push(stream.read_u8().await.unwrap());
             }
-            let _ = tokio::io::AsyncWriteExt::write_all(&mut stream, OK.as_bytes()).await;
+            let _ = stream.write_all(OK.as_bytes()).await;
         });
         let answer = perform(probe("httpGet", address, https)).await;
         assert_eq!(answer, (200, "ok\n".to_owned()));
@@ -314,6 +316,36 @@ fn silent_application_fails_with_a_timeout() {
             let answer = perform(probe(action, address, "")).await;
             assert_eq!(answer, (504, "no response within 1s\n".to_owned()));
         }
+    });
+}
+
+/// Otherwise a hanging application would collect one connection a period.
+#[test]
+fn probe_that_timed_out_closes_its_connection() {
+    on_worker(async {
+        for action in ["httpGet", "grpc"] {
+            let (listener, address) = listen().await;
+            let app = async {
+                let (mut stream, _) = listener.accept().await.unwrap();
+                let mut sent = Vec::new();
+                let _ = stream.read_to_end(&mut sent).await;
+                sent
+            };
+            let (answer, sent) = tokio::join!(perform(probe(action, address, "")), app);
+            assert_eq!(answer.0, 504, "{action}");
+            assert!(!sent.is_empty(), "{action}");
+        }
+        let (listener, address) = listen().await;
+        let app = async {
+            let stream = accept_tls(listener, b"h2").await;
+            let mut connection = h2::server::handshake(stream).await.unwrap();
+            let pending = connection.accept().await.unwrap().unwrap();
+            assert!(!matches!(connection.accept().await, Some(Ok(_))));
+            drop(pending);
+        };
+        let https = probe("httpGet", address, r#","scheme":"HTTPS""#);
+        let (answer, ()) = tokio::join!(perform(https), app);
+        assert_eq!(answer.0, 504);
     });
 }
 

@@ -107,7 +107,7 @@ fn traffic_between_meshed_pods_is_encrypted() {
 }
 
 #[test]
-fn strict_pod_accepts_only_probes_and_meshed_clients() {
+fn strict_pod_accepts_only_meshed_clients_and_its_probe_succeeds() {
     let strict = http_server(
         1,
         "1.0",

@@ -30,7 +30,7 @@ spec:
 }
 
 #[test]
-fn strict_namespace_accepts_only_probes_and_meshed_clients() {
+fn strict_namespace_accepts_only_meshed_clients_and_its_probes_succeed() {
     let http = "startupProbe: {httpGet: {port: web, path: /hello}, periodSeconds: 1, failureThreshold: 60},
         livenessProbe: {httpGet: {port: web, path: '/hello?probe=1'}, periodSeconds: 1}, readinessProbe: {tcpSocket: {port: 8080}},
         lifecycle: {preStop: {httpGet: {port: web, path: hello}}}";

@@ -232,7 +232,7 @@ impl Health {
 }
 
 impl Lease {
-    pub(super) fn new(connection: Rc<Connection>) -> Self {
+    fn new(connection: Rc<Connection>) -> Self {
         connection.streams.set(connection.streams.get() + 1);
         Self { connection }
     }
@@ -286,7 +286,7 @@ impl Drop for Lease {
 }
 
 /// Opens a connection and starts its task. `expiry` completes when the connection has to be reset.
-pub(super) async fn open(
+async fn open(
     remote: &Remote,
     dialer: Dialer<'_>,
     expiry: impl FnOnce(&Io) -> Expiry,

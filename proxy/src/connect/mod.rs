@@ -114,14 +114,9 @@ impl Pool {
         }
     }
 
-    /// An HTTP/1 connection: an idle one if there is one and `reuse` is set, else a new one.
-    pub async fn http1(
-        &self,
-        reuse: bool,
-        dialer: Dialer<'_>,
-        now: Instant,
-    ) -> Result<Upstream, Failure> {
-        match reuse.then(|| self.checkout_http1(now)).flatten() {
+    /// An HTTP/1 connection: an idle one if there is one, else a new one.
+    pub async fn http1(&self, dialer: Dialer<'_>, now: Instant) -> Result<Upstream, Failure> {
+        match self.checkout_http1(now) {
             Some(io) => Ok(Upstream { io, reused: true }),
             None => {
                 let io = dialer.dial(&self.remote, Alpn::Http1).await?;
@@ -130,20 +125,14 @@ impl Pool {
         }
     }
 
-    /// A slot for a stream on an HTTP/2 connection: on an open one if there is one with a free slot
-    /// and `reuse` is set, else on a new one. `expiry` tells when a new connection has to be reset.
+    /// A slot for a stream on an HTTP/2 connection: on an open one if there is one with a free slot,
+    /// else on a new one. `expiry` tells when a new connection has to be reset.
     pub async fn http2(
         &self,
-        reuse: bool,
         dialer: Dialer<'_>,
         expiry: impl FnOnce(&Io) -> Expiry,
     ) -> Result<Lease, Failure> {
-        if reuse {
-            self.http2.lease(&self.remote, dialer, expiry).await
-        } else {
-            let opened = http2::open(&self.remote, dialer, expiry).await;
-            opened.map(Lease::new)
-        }
+        self.http2.lease(&self.remote, dialer, expiry).await
     }
 
     /// The most recently used HTTP/1 connection that is still open. Drops closed and retired ones.

@@ -61,8 +61,6 @@ pub struct RequestView<'a> {
     pub head: &'a dyn Head,
     /// HTTP/1.0, HTTP/1.1 or HTTP/2.
     pub version: Version,
-    /// There is a body.
-    pub has_body: bool,
     /// It asks for another protocol on this connection, or in this stream.
     pub upgrade: bool,
 }
@@ -143,7 +141,6 @@ pub(crate) mod testing {
             target: target.as_bytes(),
             head: &*EMPTY,
             version: Version::HTTP_11,
-            has_body: false,
             upgrade: false,
         }
     }

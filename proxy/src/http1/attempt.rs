@@ -22,7 +22,6 @@ use crate::flow::Flow;
 use crate::forward::{AttemptError, Attempts, Forward, Retry};
 use crate::http::edits::{Edit, Edits};
 use crate::io::Io;
-use crate::policy::Admission;
 
 /// Bytes of further requests from which the end of the client's connection is no longer watched.
 const MAX_PIPELINED: usize = 16 * 1024;
@@ -39,9 +38,7 @@ impl Forward for Exchange<'_> {
     type Outcome = Outcome;
 
     fn authorize(&mut self, flow: &Flow) -> Result<(), Failure> {
-        let admission = flow.authorize_request(&self.request.view())?;
-        self.is_probe = admission == Admission::Probe;
-        Ok(())
+        flow.authorize_request(&self.request.view())
     }
 
     fn attempts(&mut self) -> &mut Attempts {
@@ -53,7 +50,7 @@ impl Forward for Exchange<'_> {
         self.end_passed_on = false;
         // 7. Connect.
         let dialer = self.record.attempts.dialer(&flow.worker.tls);
-        let connected = endpoint.pool.http1(!self.is_probe, dialer, began_at).await;
+        let connected = endpoint.pool.http1(dialer, began_at).await;
         let mut upstream = connected.map_err(AttemptError::connect)?;
         if !upstream.reused {
             self.record.attempts.connected();
@@ -69,7 +66,7 @@ impl Forward for Exchange<'_> {
         self.upload.discard_replay();
         let is_failure = is_failure_status(head.status);
         let answered_at = self.record.attempts.answered(is_failure);
-        let keep_alive = !self.is_probe && self.may_keep_alive(answered_at);
+        let keep_alive = self.may_keep_alive(answered_at);
         Ok(self
             .relay_response(upstream.io, endpoint, head, keep_alive)
             .await)
@@ -283,8 +280,7 @@ impl Exchange<'_> {
         let reusable = head.connection.persists(head.version)
             && !until_close
             && self.upload.is_done()
-            && !self.client_ended
-            && !self.is_probe;
+            && !self.client_ended;
         if reusable && upstream.unread().is_empty() {
             endpoint.pool.checkin_http1(upstream, Instant::now());
         }

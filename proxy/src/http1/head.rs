@@ -197,7 +197,6 @@ impl RequestHead {
                 Version::Http10 => http::Version::HTTP_10,
                 Version::Http11 => http::Version::HTTP_11,
             },
-            has_body: self.framing != Framing::None,
             upgrade: self.connection.upgrade,
         }
     }

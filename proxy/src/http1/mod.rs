@@ -137,8 +137,6 @@ struct Exchange<'a> {
     record: ExchangeRecord,
     /// The request's head and body.
     upload: Relay,
-    /// It is an exempt probe: the only exchange of its connections.
-    is_probe: bool,
     /// The client has half-closed its connection.
     client_ended: bool,
     /// Its half-close was passed on.
@@ -158,7 +156,6 @@ impl<'a> Exchange<'a> {
             request,
             record,
             upload,
-            is_probe: false,
             client_ended: false,
             end_passed_on: false,
         }

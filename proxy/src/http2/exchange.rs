@@ -28,7 +28,7 @@ use crate::http::edits::Edits;
 use crate::http::reply::LocalReply;
 use crate::io::Io;
 use crate::metrics::Protocol;
-use crate::policy::{Admission, is_mesh_error};
+use crate::policy::is_mesh_error;
 use crate::record::ExchangeRecord;
 use crate::tls::Acceptance;
 
@@ -42,14 +42,13 @@ pub(super) async fn carry(
     let malformed = head::malformed(&parts);
     head::prepare(&mut parts, client.flow.request_edit());
     let mut record = ExchangeRecord::new(&client.flow, Protocol::Http2);
-    record.request(&head::view(&parts, !body.is_end_stream()), Edits::default());
+    record.request(&head::view(&parts), Edits::default());
     let exchange = Exchange {
         respond,
         upload: Relay::new(body, Message::Request),
         record,
         is_grpc: head::is_grpc(&parts.headers),
         expects_interim: parts.headers.contains_key(EXPECT),
-        is_probe: false,
         client,
         parts,
     };
@@ -69,8 +68,6 @@ struct Exchange {
     is_grpc: bool,
     /// The client waits for an interim response.
     expects_interim: bool,
-    /// It is an exempt probe: the only exchange of its connections.
-    is_probe: bool,
     client: Stream,
 }
 
@@ -119,7 +116,7 @@ impl Exchange {
         let worker = self.record.flow.worker.clone();
         let expiry = |io: &Io| worker.expiry(io, Direction::Outbound);
         let dialer = self.record.attempts.dialer(&worker.tls);
-        let mut leasing = pin!(endpoint.pool.http2(!self.is_probe, dialer, expiry));
+        let mut leasing = pin!(endpoint.pool.http2(dialer, expiry));
         poll_fn(|cx| match leasing.as_mut().poll(cx) {
             Poll::Ready(leased) => Poll::Ready(Some(leased)),
             Poll::Pending => self.respond.poll_reset(cx).map(|_| None),
@@ -352,13 +349,7 @@ impl Forward for Exchange {
     type Outcome = Outcome;
 
     fn authorize(&mut self, flow: &Flow) -> Result<(), Failure> {
-        let request = head::view(&self.parts, !self.upload.is_done());
-        self.is_probe = flow.authorize_request(&request)? == Admission::Probe;
-        // An exempt probe is the only exchange of its connection.
-        if self.is_probe && self.client.probed.replace(true) {
-            return Err(Failure::MtlsRequired);
-        }
-        Ok(())
+        flow.authorize_request(&head::view(&self.parts))
     }
 
     fn attempts(&mut self) -> &mut Attempts {

@@ -49,14 +49,13 @@ pub(super) fn malformed(parts: &Parts) -> Option<&'static str> {
 }
 
 /// The request as authorization sees it.
-pub(super) fn view(parts: &Parts, has_body: bool) -> RequestView<'_> {
+pub(super) fn view(parts: &Parts) -> RequestView<'_> {
     let path = parts.uri.path_and_query().map_or("", |path| path.as_str());
     RequestView {
         method: parts.method.as_str().as_bytes(),
         target: path.as_bytes(),
         head: parts,
         version: Version::HTTP_2,
-        has_body,
         upgrade: extended_protocol(parts)
             .is_some_and(|protocol| protocol.eq_ignore_ascii_case("websocket")),
     }

@@ -140,7 +140,7 @@ impl ClientConnection {
         if Pin::new(&mut self.expiry).poll(cx).is_ready() {
             return Poll::Ready(End::Expired);
         }
-        if !self.draining && (retire.poll(cx).is_ready() || self.shared.probed.get()) {
+        if !self.draining && retire.poll(cx).is_ready() {
             self.draining = true;
             self.connection.graceful_shutdown();
         }
@@ -239,8 +239,6 @@ struct Shared {
     /// Streams that ended with a response.
     completed: Cell<u32>,
     reset_flood: Cell<bool>,
-    /// A stream was an exempt probe of a strict pod: the connection carries no other request.
-    probed: Cell<bool>,
 }
 
 impl Shared {
@@ -254,7 +252,6 @@ impl Shared {
             resets: zero(),
             completed: zero(),
             reset_flood: Cell::new(false),
-            probed: Cell::new(false),
         }
     }
 

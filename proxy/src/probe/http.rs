@@ -168,6 +168,8 @@ async fn http1_exchange(
     let (mut sender, connection) = http1::Builder::new()
         .title_case_headers(true)
         .max_headers(MAX_HEADER_FIELDS)
+        // Like Go's client.
+        .allow_obsolete_multiline_headers_in_responses(true)
         .handshake(TokioIo::new(stream))
         .await?;
     read(sender.send_request(request), connection).await

@@ -96,49 +96,13 @@ fn accepts_extended_connect_only_for_websockets_of_supporting_apps() {
 }
 
 #[test]
-fn exempt_probe_is_only_exchange_of_its_connections() {
+fn strict_pod_rejects_health_checks_of_unauthenticated_peers() {
     on_worker(async {
-        let paths = Rc::new(std::cell::RefCell::new(Vec::new()));
-        let connections = Rc::new(Cell::new(0));
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
-        tokio::task::spawn_local({
-            let (paths, connections) = (paths.clone(), connections.clone());
-            async move {
-                loop {
-                    let (stream, _) = listener.accept().await.unwrap();
-                    connections.set(connections.get() + 1);
-                    let paths = paths.clone();
-                    tokio::task::spawn_local(async move {
-                        let Ok(mut connection) = h2::server::handshake(stream).await else {
-                            return;
-                        };
-                        while let Some(Ok((request, mut respond))) = connection.accept().await {
-                            paths.borrow_mut().push(request.uri().path().to_owned());
-                            drop(respond.send_response(Response::new(()), true));
-                        }
-                    });
-                }
-            }
-        });
-        let arguments = format!(" --inbound strict --probe grpc:{}", address.port());
-        let mesh = Mesh::with_arguments(Discovery::off(), &arguments);
-        for _ in 0..2 {
-            let mut client = mesh.inbound_client(address).await;
-            let probe = || grpc("/grpc.health.v1.Health/Check");
-            let (response, _) = call_with(&mut client, probe(), b"\0\0\0\0\0")
-                .await
-                .unwrap();
-            assert!(
-                !response.headers().contains_key("grpc-status"),
-                "{response:?}"
-            );
-            // A second one is rejected, or the connection is closed.
-            if let Ok((response, _)) = call_with(&mut client, probe(), b"\0\0\0\0\0").await {
-                assert_eq!(response.headers()["x-mesh-error"], "mtls-required");
-            }
-        }
-        assert_eq!(*paths.borrow(), ["/grpc.health.v1.Health/Check"; 2]);
-        assert_eq!(connections.get(), 2, "one per probe");
+        let app = named_app("app").await;
+        let mesh = Mesh::with_arguments(Discovery::off(), " --inbound strict");
+        let mut client = mesh.inbound_client(app).await;
+        let check = grpc("/grpc.health.v1.Health/Check");
+        let (response, _) = call_with(&mut client, check, b"\0\0\0\0\0").await.unwrap();
+        assert_eq!(response.headers()["x-mesh-error"], "mtls-required");
     });
 }
