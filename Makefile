@@ -70,7 +70,8 @@ tilt-ci: ## deploy with Tilt to a local cluster, wait until all workloads are he
 	@tilt ci -- $(ARGS)
 	@tilt down --delete-namespaces -- $(ARGS)
 
-bench: tools ## compare with Envoy and with direct connections, print ratios
+bench: MORE := haproxy:haproxy
+bench: tools ## compare with Envoy, HAProxy and direct connections, print ratios
 	@cargo build --config .cargo/static.toml --profile dist --bins
 	@$(TARGET_DIR)/$(HOST)/dist/bench $(ARGS)
 

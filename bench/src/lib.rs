@@ -1,4 +1,4 @@
-//! Side-by-side benchmark: compares direct connections, this mesh and Envoy on one machine and
+//! Side-by-side benchmark: compares direct connections, this mesh, Envoy and HAProxy on one machine and
 //! prints ratios.
 //!
 //! [`cases`] defines the measurements, [`sides`] starts the four configurations, [`mod@measure`]

@@ -199,9 +199,11 @@ impl Results {
 
 /// Pairs of sides to compare.
 fn ratios(sides: &[Side]) -> Vec<(Side, Side)> {
-    let mut selected = vec![(Side::Mesh, Side::Direct), (Side::Mesh, Side::Envoy)];
+    let of = |side, others: &[Side]| others.iter().map(|to| (side, *to)).collect::<Vec<_>>();
+    let mut selected = of(Side::Mesh, &[Side::Direct, Side::Envoy, Side::Haproxy]);
     if !sides.contains(&Side::Mesh) {
-        selected = vec![(Side::Dumps, Side::Envoy), (Side::Envoy, Side::Direct)];
+        selected = of(Side::Dumps, &[Side::Envoy, Side::Haproxy]);
+        selected.extend(of(Side::Envoy, &[Side::Direct]));
     }
     selected.retain(|(side, to)| sides.contains(side) && sides.contains(to));
     selected

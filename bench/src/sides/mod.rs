@@ -1,8 +1,10 @@
-//! The four sides, each in its own namespaces, all running at the same time.
+//! The sides, each in its own namespaces, all running at the same time.
 
 mod control;
 mod envoy;
+mod haproxy;
 mod mesh;
+mod peer;
 
 use std::{
     fs::{self, Permissions},
@@ -86,7 +88,8 @@ impl Running {
             Side::Direct => None,
             Side::Mesh => Some(mesh::start(&self.programs, &self.pair, false)?),
             Side::Dumps => Some(mesh::start(&self.programs, &self.pair, true)?),
-            Side::Envoy => Some(envoy::start(&self.programs, &self.pair)?),
+            Side::Envoy => Some(envoy::peer(&self.programs)?.start(&self.programs, &self.pair)?),
+            Side::Haproxy => Some(haproxy::peer(&self.programs).start(&self.programs, &self.pair)?),
         };
         let http = self.http();
         let response = self.pair.client.enter(|| load::one_request(http));
