@@ -1,11 +1,9 @@
-//! The index: the catalog's objects by the questions that are asked of them. Between the catalog
-//! and its subscribers.
+//! The index of the catalog: resolves destinations and Services, and returns the destinations that
+//! a change affects.
 //!
-//! Pure: no sockets, no clock, no Kubernetes client. The same objects give the same answers and
-//! versions, in whatever order their events came. Each change costs what it touches, not what the
-//! cluster holds.
+//! Pure. Equal objects result in equal states and versions, in any order of events. The cost of a
+//! change depends on the affected objects, not on the size of the cluster.
 
-pub mod convert;
 pub mod object;
 pub mod state;
 pub mod version;
@@ -22,7 +20,7 @@ use object::{
 use state::{Endpoint, State, Target, TargetKind};
 use view::ServiceView;
 
-/// All objects of the catalog, and how they refer to each other.
+/// The objects of the catalog and their references.
 #[derive(Debug, Default)]
 pub struct Index {
     services: HashMap<Key, Service>,
@@ -32,21 +30,21 @@ pub struct Index {
     slices_of_pod: HashMap<Key, BTreeSet<Key>>,
     services_at: HashMap<IpAddr, BTreeSet<Key>>,
     pods_at: HashMap<IpAddr, BTreeSet<Key>>,
-    /// The meshed pods of each namespace that has any.
-    meshed: BTreeMap<Arc<str>, BTreeSet<Key>>,
+    /// The meshed pods by namespace.
+    meshed: HashMap<Arc<str>, BTreeSet<Key>>,
 }
 
-/// What changes may have touched: the only things to look at again.
+/// The topics that changes may affect.
 #[derive(Debug, Default, PartialEq)]
 pub struct Touched {
-    /// Services whose view may be another one now.
+    /// Services with a possibly changed view.
     pub services: BTreeSet<Key>,
-    /// Addresses whose destinations may stand for something else now.
+    /// Addresses with possibly changed destinations.
     pub addresses: BTreeSet<IpAddr>,
 }
 
 impl Index {
-    /// Takes one change in and adds to `touched` what it concerns.
+    /// Applies a change and adds the affected topics to `touched`.
     pub fn apply(&mut self, change: Change, touched: &mut Touched) {
         match change {
             Change::Apply(object) => self.set(object, touched),
@@ -68,7 +66,7 @@ impl Index {
         }
     }
 
-    /// What a destination stands for: a Service's port, else a pod, else nothing known.
+    /// Resolves a destination to a Service port, a pod, or an unknown target.
     pub fn resolve(&self, destination: SocketAddr) -> State {
         State::new(
             self.service_target(destination)
@@ -76,7 +74,7 @@ impl Index {
         )
     }
 
-    /// A Service as people and tools see it; none where it does not exist.
+    /// A Service with all endpoints.
     pub fn service(&self, key: &Key) -> Option<ServiceView> {
         let service = self.services.get(key)?;
         let slices: Vec<&Slice> = self.slices_of(key).collect();
@@ -85,12 +83,12 @@ impl Index {
         }))
     }
 
-    /// A pod.
+    /// A pod by its key.
     pub fn pod(&self, key: &Key) -> Option<&Pod> {
         self.pods.get(key)
     }
 
-    /// The pods that an address belongs to; more than one while one takes it over from another.
+    /// The pods with an address. Several during its reassignment.
     pub fn pods_at(&self, address: IpAddr) -> impl Iterator<Item = &Pod> {
         self.pods_at
             .get(&address)
@@ -99,23 +97,23 @@ impl Index {
             .map(|key| &self.pods[key])
     }
 
-    /// Namespace and name of every Service, in order.
+    /// The keys of all Services.
     pub fn service_keys(&self) -> BTreeSet<Key> {
         self.services.keys().cloned().collect()
     }
 
-    /// The namespaces that have meshed pods, in order.
+    /// The namespaces with meshed pods.
     pub fn meshed_namespaces(&self) -> impl Iterator<Item = &Arc<str>> {
         self.meshed.keys()
     }
 
-    /// The meshed pods that are ready and stay.
+    /// The meshed pods that are ready and do not terminate.
     pub fn ready_meshed_pods(&self) -> impl Iterator<Item = &Pod> {
         let meshed = self.meshed.values().flatten().map(|key| &self.pods[key]);
         meshed.filter(|pod| pod.ready && !pod.terminating)
     }
 
-    /// How many objects of a kind there are.
+    /// The number of objects of a kind.
     pub fn count(&self, kind: Kind) -> usize {
         match kind {
             Kind::Service => self.services.len(),
@@ -124,7 +122,7 @@ impl Index {
         }
     }
 
-    /// TCP alone is redirected, so a port of another transport is no destination.
+    /// Only TCP is redirected: ports of other transports are not destinations.
     fn service_target(&self, destination: SocketAddr) -> Option<Target> {
         let service = &self.services[self.services_at.get(&destination.ip())?.first()?];
         let port = service
@@ -139,7 +137,7 @@ impl Index {
         })
     }
 
-    /// The pod that an address belongs to: one that stays before one that goes, then the youngest.
+    /// The pod with an address. Terminating and older pods come last.
     fn pod_target(&self, destination: SocketAddr) -> Option<Target> {
         let pod = self
             .pods_at(destination.ip())
@@ -158,7 +156,7 @@ impl Index {
         })
     }
 
-    /// The endpoints behind one port that may take new connections, of the cluster IP's own family.
+    /// The endpoints of a port that accept new connections, in the family of the cluster IP.
     fn endpoints(&self, service: &Service, port: &str, ipv6: bool) -> Vec<Endpoint> {
         let mut all: BTreeMap<SocketAddr, Vec<&SliceEndpoint>> = BTreeMap::new();
         for slice in self.slices_of(&service.key) {
@@ -183,8 +181,8 @@ impl Index {
             .collect()
     }
 
-    /// Several slices may hold one address while an endpoint moves between them: any that calls its
-    /// pod terminating is right.
+    /// Several slices may contain an address while an endpoint moves between them. It terminates if
+    /// it terminates in any of them.
     fn usable(
         &self,
         service: &Service,
@@ -194,8 +192,8 @@ impl Index {
         let chosen = same.iter().find_map(|endpoint| {
             let pod = match &endpoint.pod {
                 None => None,
-                // Only the pod says whether it is meshed: an endpoint whose pod is not known (yet,
-                // or any more) has to wait.
+                // Only the pod determines whether it is meshed: endpoints of unknown pods are not
+                // usable.
                 Some(reference) => Some(self.pod_of(reference)?),
             };
             let leaving = pod.is_some_and(|pod| pod.terminating)
@@ -214,13 +212,13 @@ impl Index {
         })
     }
 
-    /// The pod that a slice names, unless a successor has taken its name.
+    /// The referenced pod, unless a successor has its name.
     fn pod_of(&self, reference: &PodReference) -> Option<&Pod> {
         let pod = self.pods.get(&reference.key)?;
         (reference.uid.is_empty() || pod.uid.is_empty() || reference.uid == pod.uid).then_some(pod)
     }
 
-    /// In the order of their names, so that what wins does not depend on the order of events.
+    /// In the order of their names, independently of the order of events.
     fn slices_of(&self, service: &Key) -> impl Iterator<Item = &Slice> {
         self.slices_of_service
             .get(service)
@@ -331,10 +329,10 @@ impl Index {
                     .or_default()
                     .insert(key.clone());
             }
-            (true, false) => unlink_in_order(&mut self.meshed, &key.namespace, key),
+            (true, false) => unlink(&mut self.meshed, &key.namespace, key),
             _ => {}
         }
-        // Readiness alone touches nothing.
+        // Readiness does not affect destinations.
         if old
             .clone()
             .zip(new)
@@ -363,7 +361,7 @@ impl Index {
     }
 }
 
-/// Where the Service's endpoints are another matter now, so is each of its addresses.
+/// Adds a Service and its addresses.
 fn touch_service(services: &HashMap<Key, Service>, key: &Key, touched: &mut Touched) {
     if let Some(service) = services.get(key) {
         touched.addresses.extend(&service.cluster_ips);
@@ -379,15 +377,6 @@ fn replace<T>(map: &mut HashMap<Key, T>, key: &Key, new: Option<T>) -> Option<T>
 }
 
 fn unlink<K: Eq + Hash>(map: &mut HashMap<K, BTreeSet<Key>>, from: &K, key: &Key) {
-    if let Some(keys) = map.get_mut(from) {
-        keys.remove(key);
-        if keys.is_empty() {
-            map.remove(from);
-        }
-    }
-}
-
-fn unlink_in_order(map: &mut BTreeMap<Arc<str>, BTreeSet<Key>>, from: &Arc<str>, key: &Key) {
     if let Some(keys) = map.get_mut(from) {
         keys.remove(key);
         if keys.is_empty() {
