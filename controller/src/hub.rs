@@ -5,19 +5,21 @@
 //! queue. A queue contains each topic once: a slow reader gets the latest state, and queues stay
 //! bounded.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
-use std::hash::Hash;
+mod queue;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::{Notify, mpsc, watch};
+use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
 use crate::index::object::{Change, Key, Kind};
 use crate::index::state::State;
 use crate::index::view::ServiceView;
 use crate::index::{Index, Touched};
+use queue::Queue;
 
 /// The maximum number of changes that are applied under one lock.
 const MAX_BATCH: usize = 1024;
@@ -386,54 +388,6 @@ impl Drop for Services {
                 }
             }
         }
-    }
-}
-
-/// The pending notifications of a subscriber: each topic once, in order.
-struct Queue<T> {
-    topics: Mutex<(VecDeque<T>, HashSet<T>)>,
-    added: Notify,
-}
-
-impl<T> Default for Queue<T> {
-    fn default() -> Self {
-        Queue {
-            topics: Mutex::new((VecDeque::new(), HashSet::new())),
-            added: Notify::new(),
-        }
-    }
-}
-
-impl<T: Clone + Eq + Hash> Queue<T> {
-    fn push(&self, topic: T) {
-        let mut topics = self.topics();
-        if topics.1.insert(topic.clone()) {
-            topics.0.push_back(topic);
-            drop(topics);
-            self.added.notify_one();
-        }
-    }
-
-    fn pop(&self) -> Option<T> {
-        let mut topics = self.topics();
-        let topic = topics.0.pop_front()?;
-        topics.1.remove(&topic);
-        Some(topic)
-    }
-
-    fn len(&self) -> usize {
-        self.topics().0.len()
-    }
-
-    /// With one reader, `Notify` keeps a notification between the check and the wait.
-    async fn wait(&self) {
-        while self.topics().0.is_empty() {
-            self.added.notified().await;
-        }
-    }
-
-    fn topics(&self) -> MutexGuard<'_, (VecDeque<T>, HashSet<T>)> {
-        self.topics.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -50,14 +50,11 @@ impl Index {
             Change::Apply(object) => self.set(object, touched),
             Change::Delete(kind, key) => self.remove(kind, &key, touched),
             Change::Reset(kind, objects) => {
-                let kept: HashSet<Key> =
-                    objects.iter().map(|object| object.key().clone()).collect();
-                for gone in self
-                    .keys(kind)
-                    .into_iter()
-                    .filter(|key| !kept.contains(key))
-                {
-                    self.remove(kind, &gone, touched);
+                let listed: HashSet<&Key> = objects.iter().map(Object::key).collect();
+                let mut deleted = self.keys(kind);
+                deleted.retain(|key| !listed.contains(key));
+                for key in deleted {
+                    self.remove(kind, &key, touched);
                 }
                 for object in objects {
                     self.set(object, touched);
@@ -160,24 +157,20 @@ impl Index {
     fn endpoints(&self, service: &Service, port: &str, ipv6: bool) -> Vec<Endpoint> {
         let mut all: BTreeMap<SocketAddr, Vec<&SliceEndpoint>> = BTreeMap::new();
         for slice in self.slices_of(&service.key) {
-            for number in slice
+            let ports = slice
                 .ports
                 .iter()
-                .filter(|candidate| candidate.name == port && candidate.protocol == Transport::Tcp)
-            {
-                for endpoint in slice
-                    .endpoints
-                    .iter()
-                    .filter(|endpoint| endpoint.address.is_ipv6() == ipv6)
-                {
-                    all.entry(SocketAddr::new(endpoint.address, number.port))
-                        .or_default()
-                        .push(endpoint);
+                .filter(|candidate| candidate.name == port && candidate.protocol == Transport::Tcp);
+            for number in ports.map(|port| port.port) {
+                let endpoints = slice.endpoints.iter();
+                for endpoint in endpoints.filter(|endpoint| endpoint.address.is_ipv6() == ipv6) {
+                    let address = SocketAddr::new(endpoint.address, number);
+                    all.entry(address).or_default().push(endpoint);
                 }
             }
         }
-        all.into_iter()
-            .filter_map(|(address, same)| self.usable(service, address, &same))
+        let all = all.into_iter();
+        all.filter_map(|(address, same)| self.usable(service, address, &same))
             .collect()
     }
 
@@ -259,14 +252,14 @@ impl Index {
         if old.as_ref() == new {
             return;
         }
-        for ip in old.iter().flat_map(|service| &service.cluster_ips) {
-            unlink(&mut self.services_at, ip, key);
-            touched.addresses.insert(*ip);
-        }
-        for ip in new.iter().flat_map(|service| &service.cluster_ips) {
-            self.services_at.entry(*ip).or_default().insert(key.clone());
-            touched.addresses.insert(*ip);
-        }
+        let ips = |service: Option<&Service>| service.map_or(vec![], |one| one.cluster_ips.clone());
+        relink(
+            &mut self.services_at,
+            key,
+            ips(old.as_ref()),
+            ips(new),
+            touched,
+        );
         touched.services.insert(key.clone());
     }
 
@@ -277,40 +270,16 @@ impl Index {
             return;
         }
         if let Some(slice) = &old {
-            if let Some(service) = &slice.service {
-                unlink(&mut self.slices_of_service, service, key);
-            }
-            for pod in slice
-                .endpoints
-                .iter()
-                .filter_map(|endpoint| endpoint.pod.as_ref())
-            {
-                unlink(&mut self.slices_of_pod, &pod.key, key);
-            }
+            let services = slice.service.iter();
+            services.for_each(|service| unlink(&mut self.slices_of_service, service, key));
+            pods_of(slice).for_each(|pod| unlink(&mut self.slices_of_pod, pod, key));
         }
         if let Some(slice) = new {
-            if let Some(service) = &slice.service {
-                self.slices_of_service
-                    .entry(service.clone())
-                    .or_default()
-                    .insert(key.clone());
-            }
-            for pod in slice
-                .endpoints
-                .iter()
-                .filter_map(|endpoint| endpoint.pod.as_ref())
-            {
-                self.slices_of_pod
-                    .entry(pod.key.clone())
-                    .or_default()
-                    .insert(key.clone());
-            }
+            let services = slice.service.iter();
+            services.for_each(|service| link(&mut self.slices_of_service, service, key));
+            pods_of(slice).for_each(|pod| link(&mut self.slices_of_pod, pod, key));
         }
-        for service in old
-            .iter()
-            .chain(new)
-            .filter_map(|slice| slice.service.as_ref())
-        {
+        for service in old.iter().chain(new).flat_map(|slice| &slice.service) {
             touch_service(&self.services, service, touched);
         }
     }
@@ -318,47 +287,44 @@ impl Index {
     fn set_pod(&mut self, key: &Key, new: Option<Pod>, touched: &mut Touched) {
         let old = replace(&mut self.pods, key, new);
         let new = self.pods.get(key);
-        let is_meshed = |pod: &Pod| pod.identity.is_some();
-        match (
-            old.as_ref().is_some_and(is_meshed),
-            new.is_some_and(is_meshed),
-        ) {
-            (false, true) => {
-                self.meshed
-                    .entry(key.namespace.clone())
-                    .or_default()
-                    .insert(key.clone());
-            }
+        let is_meshed = |pod: Option<&Pod>| pod.is_some_and(|pod| pod.identity.is_some());
+        match (is_meshed(old.as_ref()), is_meshed(new)) {
+            (false, true) => link(&mut self.meshed, &key.namespace, key),
             (true, false) => unlink(&mut self.meshed, &key.namespace, key),
             _ => {}
         }
         // Readiness does not affect destinations.
-        if old
-            .clone()
-            .zip(new)
-            .map_or(old.as_ref() == new, |(old, new)| {
-                Pod {
-                    ready: new.ready,
-                    ..old
-                } == *new
-            })
-        {
+        let ready = new.is_some_and(|pod| pod.ready);
+        let same_readiness = old.clone().map(|old| Pod { ready, ..old });
+        if same_readiness.as_ref() == new {
             return;
         }
-        for ip in old.iter().flat_map(|pod| &pod.addresses) {
-            unlink(&mut self.pods_at, ip, key);
-            touched.addresses.insert(*ip);
-        }
-        for ip in new.iter().flat_map(|pod| &pod.addresses) {
-            self.pods_at.entry(*ip).or_default().insert(key.clone());
-            touched.addresses.insert(*ip);
-        }
+        let ips = |pod: Option<&Pod>| pod.map_or(vec![], |pod| pod.addresses.clone());
+        relink(&mut self.pods_at, key, ips(old.as_ref()), ips(new), touched);
         for slice in self.slices_of_pod.get(key).into_iter().flatten() {
             if let Some(service) = &self.slices[slice].service {
                 touch_service(&self.services, service, touched);
             }
         }
     }
+}
+
+fn pods_of(slice: &Slice) -> impl Iterator<Item = &Key> {
+    let references = slice.endpoints.iter().flat_map(|endpoint| &endpoint.pod);
+    references.map(|reference| &reference.key)
+}
+
+/// Moves an object from its old to its new addresses, which are all affected.
+fn relink(
+    map: &mut HashMap<IpAddr, BTreeSet<Key>>,
+    key: &Key,
+    old: Vec<IpAddr>,
+    new: Vec<IpAddr>,
+    touched: &mut Touched,
+) {
+    old.iter().for_each(|ip| unlink(map, ip, key));
+    new.iter().for_each(|ip| link(map, ip, key));
+    touched.addresses.extend(old.into_iter().chain(new));
 }
 
 /// Adds a Service and its addresses.
@@ -374,6 +340,10 @@ fn replace<T>(map: &mut HashMap<Key, T>, key: &Key, new: Option<T>) -> Option<T>
         Some(new) => map.insert(key.clone(), new),
         None => map.remove(key),
     }
+}
+
+fn link<K: Clone + Eq + Hash>(map: &mut HashMap<K, BTreeSet<Key>>, to: &K, key: &Key) {
+    map.entry(to.clone()).or_default().insert(key.clone());
 }
 
 fn unlink<K: Eq + Hash>(map: &mut HashMap<K, BTreeSet<Key>>, from: &K, key: &Key) {

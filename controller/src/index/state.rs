@@ -1,5 +1,4 @@
-//! What a destination stands for at one moment, its version, and the difference between two such
-//! states. Pure values.
+//! The state of a destination, its version, and the difference between two states. Pure values.
 
 use std::cmp::Ordering;
 use std::net::SocketAddr;
@@ -249,7 +248,7 @@ mod tests {
         for (position, version) in versions.iter().enumerate() {
             assert!(
                 !versions[..position].contains(version),
-                "version {position} stands for two states"
+                "version {position} is not unique"
             );
         }
     }
