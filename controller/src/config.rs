@@ -17,14 +17,14 @@ use crate::authenticate::Jwks;
 const MIN_LIFE_SECONDS: u64 = 10;
 const MAX_LIFE_SECONDS: u64 = 100 * 365 * 24 * 60 * 60;
 
-/// The flags of the controller. Each value is valid by itself.
-#[derive(Clone, Debug, Parser)]
+/// The configuration of the controller.
+#[derive(Clone, Debug, PartialEq, Parser)]
 #[command(
     name = "controller",
     version,
     about = "The control plane of DIY Service Mesh: discovery and certificates over gRPC"
 )]
-pub struct Flags {
+pub struct Config {
     /// Address of the gRPC server
     #[arg(long, env, value_name = "ADDRESS:PORT", default_value = "[::]:8080")]
     pub listen: SocketAddr,
@@ -67,31 +67,6 @@ pub struct Flags {
     pub log: Targets,
 }
 
-/// A consistent configuration.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Config {
-    /// Address of the gRPC server.
-    pub listen: SocketAddr,
-    /// Address of the admin server.
-    pub admin_listen: SocketAddr,
-    /// Source of the catalog.
-    pub catalog: Catalog,
-    /// Verification of tokens.
-    pub authenticator: Authenticator,
-    /// Storage of the certificate authority.
-    pub ca: Ca,
-    /// Trust domain of all identities.
-    pub trust_domain: String,
-    /// Validity of workload certificates.
-    pub certificate_life: Duration,
-    /// Validity of generated certificate authorities.
-    pub ca_life: Duration,
-    /// Namespace of the controller.
-    pub pod_namespace: String,
-    /// Log filter.
-    pub log: Targets,
-}
-
 /// Source of the catalog.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Catalog {
@@ -115,19 +90,30 @@ pub enum Ca {
 pub enum Authenticator {
     /// The Kubernetes API server.
     TokenReview,
-    /// A file with public keys.
-    Jwks {
-        /// A JWK set.
-        file: PathBuf,
-        /// The only accepted issuer, or `None` for any.
-        issuer: Option<String>,
-    },
+    /// A file with public keys, as a JWK set.
+    Jwks(PathBuf),
 }
 
 impl Config {
     /// Parses the command line and the environment. Prints an error and exits if they are invalid.
-    pub fn parse() -> Config {
-        Config::try_from(Flags::parse()).unwrap_or_else(|error| error.exit())
+    pub fn load() -> Config {
+        Config::parse().check().unwrap_or_else(|error| error.exit())
+    }
+
+    /// Checks values that depend on each other.
+    fn check(self) -> Result<Config, clap::Error> {
+        let (listen, ca_life) = (self.listen, self.ca_life.as_secs());
+        let certificate_life = self.certificate_life.as_secs();
+        let conflict = if listen == self.admin_listen && listen.port() != 0 {
+            format!("--listen and --admin-listen are both {listen}; set different ports")
+        } else if ca_life < certificate_life {
+            format!("--ca-life {ca_life} is less than --certificate-life {certificate_life}")
+        } else if self.jwks_issuer.is_some() && self.authenticator == Authenticator::TokenReview {
+            "--jwks-issuer requires --authenticator jwks:FILE".to_owned()
+        } else {
+            return Ok(self);
+        };
+        Err(Config::command().error(ErrorKind::ArgumentConflict, conflict))
     }
 
     /// Whether the configuration requires the Kubernetes API.
@@ -135,48 +121,6 @@ impl Config {
         self.catalog == Catalog::Kubernetes
             || self.authenticator == Authenticator::TokenReview
             || self.ca == Ca::Kubernetes
-    }
-}
-
-/// Checks values that depend on each other.
-impl TryFrom<Flags> for Config {
-    type Error = clap::Error;
-
-    fn try_from(flags: Flags) -> Result<Config, clap::Error> {
-        let conflict =
-            |message: String| Err(Flags::command().error(ErrorKind::ArgumentConflict, message));
-        let (listen, ca_life) = (flags.listen, flags.ca_life);
-        if listen == flags.admin_listen && listen.port() != 0 {
-            return conflict(format!(
-                "--listen and --admin-listen are both {listen}; set different ports"
-            ));
-        }
-        if ca_life < flags.certificate_life {
-            return conflict(format!(
-                "--ca-life {} is less than --certificate-life {}",
-                ca_life.as_secs(),
-                flags.certificate_life.as_secs()
-            ));
-        }
-        let authenticator = match (flags.authenticator, flags.jwks_issuer) {
-            (Authenticator::Jwks { file, .. }, issuer) => Authenticator::Jwks { file, issuer },
-            (Authenticator::TokenReview, None) => Authenticator::TokenReview,
-            (Authenticator::TokenReview, Some(_)) => {
-                return conflict("--jwks-issuer requires --authenticator jwks:FILE".to_owned());
-            }
-        };
-        Ok(Config {
-            listen,
-            admin_listen: flags.admin_listen,
-            catalog: flags.catalog,
-            authenticator,
-            ca: flags.ca,
-            trust_domain: flags.trust_domain,
-            certificate_life: flags.certificate_life,
-            ca_life,
-            pod_namespace: flags.pod_namespace,
-            log: flags.log,
-        })
     }
 }
 
@@ -204,10 +148,7 @@ impl FromStr for Authenticator {
             None if text == "token-review" => Ok(Authenticator::TokenReview),
             Some(("jwks", file)) if !file.is_empty() => {
                 Jwks::open(Path::new(file), None).map_err(|error| error.to_string())?;
-                Ok(Authenticator::Jwks {
-                    file: file.into(),
-                    issuer: None,
-                })
+                Ok(Authenticator::Jwks(file.into()))
             }
             _ => Err("expected `token-review` or `jwks:FILE`".to_owned()),
         }
@@ -252,7 +193,7 @@ mod tests {
     use super::*;
 
     fn parse(args: &[&str]) -> Result<Config, clap::Error> {
-        Flags::try_parse_from([&["controller"], args].concat()).and_then(Config::try_from)
+        Config::try_parse_from([&["controller"], args].concat()).and_then(Config::check)
     }
 
     #[test]

@@ -1,16 +1,14 @@
-//! Whether a file is still the one that was read. Shared by what re-reads files: the catalog of
-//! files, the issuer's keys.
+//! Detection of changed files, for the catalog of a folder and the keys of the token issuer.
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
-/// The kernel stamps files by a coarse clock: a second write within this time may leave no trace in
-/// the stamp.
+/// The kernel uses a coarse clock: a second write within this time may not change the stamp.
 const TIMESTAMP_GRANULARITY: Duration = Duration::from_secs(1);
 
-/// What tells a file from the same file after a change, or after its replacement.
+/// The metadata that changes when a file is written or replaced.
 #[derive(Clone, Debug)]
 pub struct Stamp {
     inode: u64,
@@ -42,7 +40,7 @@ impl Stamp {
         })
     }
 
-    /// Whether it certainly is another file, or another content, than at the time of `earlier`.
+    /// Whether the file has been written or replaced since `earlier`.
     pub fn differs(&self, earlier: &Stamp) -> bool {
         (self.inode, self.length, self.modified, self.changed)
             != (
@@ -53,7 +51,7 @@ impl Stamp {
             )
     }
 
-    /// Whether a change after this stamp would show in the next one.
+    /// Whether a later change certainly changes the stamp.
     pub fn settled(&self) -> bool {
         self.settled
     }
@@ -64,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_replaced_file_differs_and_an_untouched_one_does_not() {
+    fn differs_after_replacement_only() {
         let dir = tempfile::tempdir().unwrap();
         let (path, other) = (dir.path().join("a"), dir.path().join("b"));
         std::fs::write(&path, "same").unwrap();
@@ -76,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_is_no_file() {
+    fn rejects_folders() {
         assert!(Stamp::of(tempfile::tempdir().unwrap().path()).is_err());
     }
 }

@@ -2,25 +2,27 @@
 //! the index and the gRPC streams.
 //!
 //! Per changed destination, the state is computed once. Per subscriber, the topic is added to its
-//! mailbox. A mailbox holds each topic once: a slow reader gets the latest state, and queues stay
+//! queue. A queue contains each topic once: a slow reader gets the latest state, and queues stay
 //! bounded.
 
-use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
-use std::hash::Hash;
-use std::net::{IpAddr, SocketAddr};
+mod queue;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::{Notify, mpsc, watch};
+use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
 use crate::index::object::{Change, Key, Kind};
 use crate::index::state::State;
 use crate::index::view::ServiceView;
 use crate::index::{Index, Touched};
+use queue::Queue;
 
-/// How many changes are taken in under one lock; more wait for the next round.
-const BATCH: usize = 1024;
+/// The maximum number of changes that are applied under one lock.
+const MAX_BATCH: usize = 1024;
 /// Time that a call waits for a synced catalog.
 const SYNC_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -47,31 +49,31 @@ pub struct Hub {
     inner: Arc<Mutex<Inner>>,
     missing: watch::Sender<BTreeSet<Kind>>,
     meshed: watch::Sender<BTreeSet<Arc<str>>>,
-    /// Sent to after each change, for whoever waits for a fact.
+    /// Notified after each change.
     changed: watch::Sender<()>,
 }
 
 #[derive(Default)]
 struct Inner {
     index: Index,
-    destinations: HashMap<IpAddr, HashMap<u16, Watched>>,
-    named: HashMap<Key, HashMap<u64, Arc<Mailbox<Key>>>>,
-    all: HashMap<u64, Arc<Mailbox<Key>>>,
+    destinations: BTreeMap<SocketAddr, Watched>,
+    named: HashMap<Key, HashMap<u64, Arc<Queue<Key>>>>,
+    all: HashMap<u64, Arc<Queue<Key>>>,
     next_subscriber: u64,
 }
 
-/// A destination that somebody watches.
+/// A destination with subscribers.
 struct Watched {
     state: Arc<State>,
-    subscribers: HashMap<u64, Arc<Mailbox<SocketAddr>>>,
+    subscribers: HashMap<u64, Arc<Queue<SocketAddr>>>,
 }
 
-/// How much there is of everything, for the metrics.
+/// Sizes for the metrics.
 #[derive(Debug, Default, PartialEq)]
 pub struct Counts {
     /// Objects by kind.
     pub objects: Vec<(Kind, usize)>,
-    /// Destinations that somebody watches.
+    /// Destinations with subscribers.
     pub destinations: usize,
     /// Subscriptions to them.
     pub subscriptions: usize,
@@ -89,10 +91,10 @@ impl Default for Hub {
 }
 
 impl Hub {
-    /// Takes in what a catalog provider sends, until the provider is gone.
+    /// Applies the changes of a catalog until it ends.
     pub async fn follow(&self, mut changes: mpsc::Receiver<Change>) {
         let mut batch = Vec::new();
-        while changes.recv_many(&mut batch, BATCH).await > 0 {
+        while changes.recv_many(&mut batch, MAX_BATCH).await > 0 {
             self.apply(batch.drain(..));
         }
     }
@@ -110,11 +112,8 @@ impl Hub {
         }
         inner.publish(&touched);
         self.meshed.send_if_modified(|meshed| {
-            let changed = !inner.index.meshed_namespaces().eq(meshed.iter());
-            if changed {
-                *meshed = inner.index.meshed_namespaces().cloned().collect();
-            }
-            changed
+            let now = inner.index.meshed_namespaces().cloned().collect();
+            std::mem::replace(meshed, now) != *meshed
         });
         drop(inner);
         self.changed.send_replace(());
@@ -125,7 +124,7 @@ impl Hub {
         });
     }
 
-    /// The kinds of object that were not listed yet; none: the catalog is synced.
+    /// The kinds that were not listed yet. Empty if the catalog is synced.
     pub fn missing(&self) -> BTreeSet<Kind> {
         self.missing.borrow().clone()
     }
@@ -149,12 +148,12 @@ impl Hub {
         debug_assert!(waited.is_ok(), "self holds the sender");
     }
 
-    /// The namespaces that have meshed pods, now and whenever that changes.
+    /// The namespaces with meshed pods, and changes.
     pub fn meshed_namespaces(&self) -> watch::Receiver<BTreeSet<Arc<str>>> {
         self.meshed.subscribe()
     }
 
-    /// Namespace, name and UID of the meshed pods that are ready.
+    /// The keys and UIDs of ready meshed pods.
     pub fn ready_meshed_pods(&self) -> Vec<(Key, Arc<str>)> {
         self.lock()
             .index
@@ -179,70 +178,69 @@ impl Hub {
         read(&self.lock().index)
     }
 
-    /// A Service as it is now.
+    /// The current state of a Service.
     pub fn service(&self, key: &Key) -> Option<ServiceView> {
         self.lock().index.service(key)
     }
 
-    /// All Services there are now.
+    /// The keys of all Services.
     pub fn service_keys(&self) -> BTreeSet<Key> {
         self.lock().index.service_keys()
     }
 
-    /// A subscriber to destinations, with none yet.
+    /// A subscriber without subscriptions.
     pub fn watch_destinations(&self) -> Destinations {
         let id = self.lock().next_id();
         Destinations {
             hub: self.clone(),
             id,
-            mailbox: Arc::default(),
+            queue: Arc::default(),
             subscribed: HashSet::new(),
         }
     }
 
-    /// A subscriber to the named Services, or to all where none is named. Each of them is news at
-    /// first.
+    /// A subscriber to these Services, or to all if `names` is empty, with a pending notification
+    /// for each.
     pub fn watch_services(&self, names: &BTreeSet<Key>) -> Services {
         let mut inner = self.lock();
         let id = inner.next_id();
-        let mailbox: Arc<Mailbox<Key>> = Arc::default();
+        let queue: Arc<Queue<Key>> = Arc::default();
         if names.is_empty() {
-            inner.all.insert(id, mailbox.clone());
+            inner.all.insert(id, queue.clone());
             inner
                 .index
                 .service_keys()
                 .into_iter()
-                .for_each(|key| mailbox.put(key));
+                .for_each(|key| queue.push(key));
         }
         for name in names {
             inner
                 .named
                 .entry(name.clone())
                 .or_default()
-                .insert(id, mailbox.clone());
-            mailbox.put(name.clone());
+                .insert(id, queue.clone());
+            queue.push(name.clone());
         }
         Services {
             hub: self.clone(),
             id,
             names: names.clone(),
-            mailbox,
+            queue,
         }
     }
 
-    /// How much there is of everything.
+    /// Sizes for the metrics.
     pub fn counts(&self) -> Counts {
         let inner = self.lock();
-        let watched = || inner.destinations.values().flat_map(HashMap::values);
+        let watched = inner.destinations.values();
         Counts {
             objects: Kind::ALL.map(|kind| (kind, inner.index.count(kind))).into(),
-            destinations: watched().count(),
-            subscriptions: watched().map(|watched| watched.subscribers.len()).sum(),
+            destinations: inner.destinations.len(),
+            subscriptions: watched.map(|watched| watched.subscribers.len()).sum(),
         }
     }
 
-    /// A panic under the lock would be a bug of the index; what it left is still the best that we
-    /// know.
+    /// After a panic under the lock, the index stays in use.
     fn lock(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -251,18 +249,13 @@ impl Hub {
 impl Inner {
     fn publish(&mut self, touched: &Touched) {
         for ip in &touched.addresses {
-            let Some(ports) = self.destinations.get_mut(ip) else {
-                continue;
-            };
-            for (port, watched) in ports {
-                let destination = SocketAddr::new(*ip, *port);
-                let state = self.index.resolve(destination);
+            let ports = SocketAddr::new(*ip, 0)..=SocketAddr::new(*ip, u16::MAX);
+            for (destination, watched) in self.destinations.range_mut(ports) {
+                let state = self.index.resolve(*destination);
                 if state.version != watched.state.version {
                     watched.state = Arc::new(state);
-                    watched
-                        .subscribers
-                        .values()
-                        .for_each(|mailbox| mailbox.put(destination));
+                    let subscribers = watched.subscribers.values();
+                    subscribers.for_each(|queue| queue.push(*destination));
                 }
             }
         }
@@ -270,7 +263,7 @@ impl Inner {
             let named = self.named.get(key).into_iter().flat_map(HashMap::values);
             named
                 .chain(self.all.values())
-                .for_each(|mailbox| mailbox.put(key.clone()));
+                .for_each(|queue| queue.push(key.clone()));
         }
     }
 
@@ -280,16 +273,16 @@ impl Inner {
     }
 }
 
-/// A subscriber to destinations. Dropped, it is forgotten.
+/// A subscriber to destinations. Dropping it ends its subscriptions.
 pub struct Destinations {
     hub: Hub,
     id: u64,
-    mailbox: Arc<Mailbox<SocketAddr>>,
+    queue: Arc<Queue<SocketAddr>>,
     subscribed: HashSet<SocketAddr>,
 }
 
 impl Destinations {
-    /// Watches one more destination, whose state is news at once, also where it was watched before.
+    /// Adds a subscription, and a notification of its current state, even if it exists.
     pub fn subscribe(&mut self, destination: SocketAddr) {
         let mut inner = self.hub.lock();
         let Inner {
@@ -297,44 +290,35 @@ impl Destinations {
             destinations,
             ..
         } = &mut *inner;
-        let watched = destinations
-            .entry(destination.ip())
-            .or_default()
-            .entry(destination.port());
-        let watched = watched.or_insert_with(|| Watched {
+        let watched = destinations.entry(destination).or_insert_with(|| Watched {
             state: Arc::new(index.resolve(destination)),
             subscribers: HashMap::new(),
         });
-        watched.subscribers.insert(self.id, self.mailbox.clone());
+        watched.subscribers.insert(self.id, self.queue.clone());
         self.subscribed.insert(destination);
-        self.mailbox.put(destination);
+        self.queue.push(destination);
     }
 
-    /// Watches a destination no longer.
+    /// Removes a subscription.
     pub fn unsubscribe(&mut self, destination: SocketAddr) {
         if self.subscribed.remove(&destination) {
             forget(&mut self.hub.lock(), destination, self.id);
         }
     }
 
-    /// Waits until there is news. Loses nothing when it is dropped.
+    /// Waits for a notification. Cancel-safe.
     pub async fn wait(&self) {
-        self.mailbox.wait().await;
+        self.queue.wait().await;
     }
 
-    /// The next news: a destination and its state now.
+    /// The next notification: a destination and its current state.
     pub fn next(&self) -> Option<(SocketAddr, Arc<State>)> {
         loop {
-            let destination = self.mailbox.take()?;
+            let destination = self.queue.pop()?;
             let inner = self.hub.lock();
-            let watched = inner
-                .destinations
-                .get(&destination.ip())
-                .and_then(|ports| ports.get(&destination.port()));
-            // A note about a destination that was unsubscribed since is no news, even where others
-            // watch it.
-            if let Some(watched) =
-                watched.filter(|watched| watched.subscribers.contains_key(&self.id))
+            // A pending notification of a subscription that has ended is dropped.
+            if let Some(watched) = inner.destinations.get(&destination)
+                && watched.subscribers.contains_key(&self.id)
             {
                 return Some((destination, watched.state.clone()));
             }
@@ -352,37 +336,31 @@ impl Drop for Destinations {
 }
 
 fn forget(inner: &mut Inner, destination: SocketAddr, subscriber: u64) {
-    let Some(ports) = inner.destinations.get_mut(&destination.ip()) else {
-        return;
-    };
-    if let Some(watched) = ports.get_mut(&destination.port()) {
+    if let Some(watched) = inner.destinations.get_mut(&destination) {
         watched.subscribers.remove(&subscriber);
         if watched.subscribers.is_empty() {
-            ports.remove(&destination.port());
+            inner.destinations.remove(&destination);
         }
-    }
-    if ports.is_empty() {
-        inner.destinations.remove(&destination.ip());
     }
 }
 
-/// A subscriber to Services. Dropped, it is forgotten.
+/// A subscriber to Services. Dropping it ends its subscriptions.
 pub struct Services {
     hub: Hub,
     id: u64,
     names: BTreeSet<Key>,
-    mailbox: Arc<Mailbox<Key>>,
+    queue: Arc<Queue<Key>>,
 }
 
 impl Services {
-    /// Waits until there is news. Loses nothing when it is dropped.
+    /// Waits for a notification. Cancel-safe.
     pub async fn wait(&self) {
-        self.mailbox.wait().await;
+        self.queue.wait().await;
     }
 
-    /// The next news: a Service as it is now, or none for one that does not exist.
+    /// The next notification: a Service and its current state, or `None` if it does not exist.
     pub fn next(&self) -> Option<(Key, Option<ServiceView>)> {
-        let key = self.mailbox.take()?;
+        let key = self.queue.pop()?;
         let view = self.hub.service(&key);
         Some((key, view))
     }
@@ -394,7 +372,7 @@ impl Services {
 
     /// The number of pending notifications.
     pub fn pending(&self) -> usize {
-        self.mailbox.len()
+        self.queue.len()
     }
 }
 
@@ -410,55 +388,6 @@ impl Drop for Services {
                 }
             }
         }
-    }
-}
-
-/// What a subscriber has to look at: each topic once, first come, first served.
-struct Mailbox<T> {
-    topics: Mutex<(VecDeque<T>, HashSet<T>)>,
-    news: Notify,
-}
-
-impl<T> Default for Mailbox<T> {
-    fn default() -> Self {
-        Mailbox {
-            topics: Mutex::new((VecDeque::new(), HashSet::new())),
-            news: Notify::new(),
-        }
-    }
-}
-
-impl<T: Clone + Eq + Hash> Mailbox<T> {
-    fn put(&self, topic: T) {
-        let mut topics = self.topics();
-        if topics.1.insert(topic.clone()) {
-            topics.0.push_back(topic);
-            drop(topics);
-            self.news.notify_one();
-        }
-    }
-
-    fn take(&self) -> Option<T> {
-        let mut topics = self.topics();
-        let topic = topics.0.pop_front()?;
-        topics.1.remove(&topic);
-        Some(topic)
-    }
-
-    fn len(&self) -> usize {
-        self.topics().0.len()
-    }
-
-    /// There is one reader, so a note that is left between the look and the wait is kept by
-    /// `Notify`.
-    async fn wait(&self) {
-        while self.topics().0.is_empty() {
-            self.news.notified().await;
-        }
-    }
-
-    fn topics(&self) -> MutexGuard<'_, (VecDeque<T>, HashSet<T>)> {
-        self.topics.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -488,7 +417,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_catalog_is_synced_once_each_kind_was_listed() {
+    async fn is_synced_after_a_list_of_each_kind() {
         let hub = Hub::default();
         hub.apply([
             Change::Reset(Kind::Service, vec![]),
@@ -505,7 +434,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_slow_reader_finds_the_latest_state_once_however_often_it_changed() {
+    async fn slow_reader_gets_the_latest_state_once() {
         let hub = Hub::default();
         let mut reader = hub.watch_destinations();
         reader.subscribe(destination("10.0.0.1:80"));
@@ -520,12 +449,12 @@ mod tests {
         assert_eq!(state.target.as_ref().unwrap().key, Key::new("shop", "p999"));
         assert!(
             reader.next().is_none(),
-            "the mailbox held the destination once"
+            "the queue contained the destination once"
         );
     }
 
     #[test]
-    fn only_who_watches_what_changed_has_news() {
+    fn notifies_only_subscribers_of_changed_destinations() {
         let hub = Hub::default();
         let (mut one, mut other) = (hub.watch_destinations(), hub.watch_destinations());
         one.subscribe(destination("10.0.0.1:80"));
@@ -534,13 +463,13 @@ mod tests {
         hub.apply([pod("p", "10.0.0.1")]);
         assert!(one.next().is_some());
         assert!(other.next().is_none());
-        // Touched, yet the same: a pod behind it that changes nothing of what it stands for.
+        // Affected, but unchanged.
         hub.apply([pod("p", "10.0.0.1")]);
         assert!(one.next().is_none());
     }
 
     #[test]
-    fn nothing_is_left_of_subscribers_that_are_gone() {
+    fn dropped_subscribers_leave_no_state() {
         let hub = Hub::default();
         let mut one = hub.watch_destinations();
         one.subscribe(destination("10.0.0.1:80"));
@@ -556,7 +485,7 @@ mod tests {
     }
 
     #[test]
-    fn readers_of_any_pace_end_at_what_the_index_says() {
+    fn readers_of_any_pace_end_with_the_state_of_the_index() {
         for seed in 0..50 {
             let mut chance = Chance(fastrand::Rng::with_seed(seed));
             let hub = Hub::default();
@@ -580,7 +509,7 @@ mod tests {
                 }
             }
             for (reader, known) in &mut readers {
-                while reader.mailbox.len() > 0 {
+                while reader.queue.len() > 0 {
                     take(reader, known);
                 }
                 assert_eq!(known.len(), reader.subscribed.len(), "seed {seed}");

@@ -1,9 +1,9 @@
 //! The controller: discovery and certificates for proxies, over gRPC.
 //!
-//! The path of a change, in the order of the modules: [`catalog`] (Kubernetes, or files) sends it,
-//! [`index`] (pure) determines what it affects, [`hub`] notifies subscribers, [`grpc`] sends
-//! responses at the pace of each client. [`authenticate`] precedes every call. The controller
-//! stores only its certificate authority; all replicas respond alike.
+//! The path of a change: [`catalog`] (Kubernetes, or files) sends it, [`index`] (pure) determines
+//! the affected destinations, [`hub`] notifies their subscribers, [`grpc`] sends responses at the
+//! pace of each client. [`authenticate`] precedes every call. The controller stores only its
+//! certificate authority; all replicas respond alike.
 //!
 //! The path of a certificate: [`serving`] (TLS), [`grpc`] authenticates the pod, [`issuer`] (pure)
 //! signs with the current CA of [`authority`]. [`proxies`] lists the connected proxies and their
@@ -25,7 +25,6 @@ pub mod serving;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
 
 use diy_mesh_runtime::{Readiness, listen};
 use futures::future::BoxFuture;
@@ -42,57 +41,56 @@ use metrics::Metrics;
 use proxies::Proxies;
 use serving::{Names, Serving};
 
-/// Changes that wait for the index; a provider pauses when there are more.
+/// The catalog pauses while more changes wait for the index.
 const MAX_QUEUED_CHANGES: usize = 1024;
 
-/// Why the controller does not start, or ends.
+/// A failure that prevents the start of the controller, or ends it.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A port cannot be listened on.
+    /// The controller cannot listen on an address.
     #[error("cannot listen on {address} ({setting}): {source}")]
     Bind {
-        /// The setting that names it.
+        /// The setting with the address.
         setting: &'static str,
         /// The address.
         address: SocketAddr,
-        /// Why.
+        /// The error of the operating system.
         source: io::Error,
     },
-    /// There is no cluster to talk to.
+    /// The configuration of the Kubernetes client is missing or invalid.
     #[error(
-        "no way to the Kubernetes API (a ServiceAccount in a pod, or KUBECONFIG, or ~/.kube/config): {0}"
+        "cannot configure the Kubernetes client, expected a service account in a pod, KUBECONFIG, or ~/.kube/config: {0}"
     )]
     Kubernetes(#[from] kube::Error),
-    /// The issuer's keys cannot be used.
-    #[error("the authenticator: {0}")]
+    /// The public keys of the token issuer cannot be used.
+    #[error("cannot use the keys of the token issuer: {0}")]
     Jwks(#[from] authenticate::jwks::JwksError),
-    /// The trust domain and the namespace do not make an identity.
-    #[error("the controller's own identity: {0}")]
+    /// The trust domain or the namespace is invalid in an identity.
+    #[error("cannot create the identity of the controller: {0}")]
     Identity(#[from] diy_mesh_proto::identity::InvalidIdentity),
-    /// The controller has no certificate of its own.
-    #[error("the controller's own certificate: {0}")]
+    /// The serving certificate cannot be signed.
+    #[error("cannot create the serving certificate: {0}")]
     Certificate(#[from] issuer::SignError),
-    /// The gRPC server gave up.
-    #[error("the gRPC server ended: {0}")]
+    /// The gRPC server has failed.
+    #[error("the gRPC server has failed: {0}")]
     Grpc(#[from] tonic::transport::Error),
 }
 
-/// Runs the controller until `shutdown`, then a few seconds more at most.
+/// Runs the controller until `shutdown`, then for a few seconds at most.
 pub async fn run(config: Config, shutdown: impl Future<Output = ()>) -> Result<(), Error> {
     Controller::bind(config).await?.run(shutdown).await
 }
 
-/// A controller that listens, and answers once it runs.
+/// A controller with open ports. It responds when it runs.
 pub struct Controller {
-    catalog: Source,
+    config: Config,
+    client: Option<kube::Client>,
     verifier: Verifier,
+    names: Names,
     hub: Hub,
     proxies: Proxies,
     authority: AuthorityHandle,
-    keeping: BoxFuture<'static, ()>,
-    names: Names,
-    trust_domain: Arc<str>,
-    certificate_life: Duration,
+    run_authority: BoxFuture<'static, ()>,
     grpc: Listener,
     admin: Listener,
 }
@@ -102,72 +100,51 @@ struct Listener {
     address: SocketAddr,
 }
 
-enum Source {
-    Kubernetes(kube::Client),
-    Files(std::path::PathBuf),
-}
-
 impl Controller {
-    /// Listens, and gets ready to talk to what the configuration names.
+    /// Opens the ports and connects the modules.
     pub async fn bind(config: Config) -> Result<Controller, Error> {
-        let client = if config.needs_kubernetes() {
-            Some(kube::Client::try_default().await?)
-        } else {
-            None
+        let client = match config.needs_kubernetes() {
+            true => Some(kube::Client::try_default().await?),
+            false => None,
         };
-        let client = || {
-            client
-                .clone()
-                .expect("a client was made for whatever needs Kubernetes")
-        };
-        let catalog = match config.catalog {
-            config::Catalog::Kubernetes => Source::Kubernetes(client()),
-            config::Catalog::Files(folder) => Source::Files(folder),
-        };
-        let verifier = match config.authenticator {
+        let cluster = || client.clone().expect(CLIENT);
+        let verifier = match &config.authenticator {
             config::Authenticator::TokenReview => {
-                Verifier::TokenReview(TokenReviews::new(client()))
+                Verifier::TokenReview(TokenReviews::new(cluster()))
             }
-            config::Authenticator::Jwks { file, issuer } => {
-                Verifier::Jwks(Jwks::open(&file, issuer)?)
+            config::Authenticator::Jwks(file) => {
+                Verifier::Jwks(Jwks::open(file, config.jwks_issuer.clone())?)
             }
         };
-        let names = Names::new(&config.trust_domain, &config.pod_namespace)?;
-        let (trust_domain, certificate_life) =
-            (config.trust_domain.as_str().into(), config.certificate_life);
-        let storage = match config.ca {
-            config::Ca::Kubernetes => authority::Storage::Kubernetes {
-                client: client(),
-                namespace: config.pod_namespace,
-            },
-            config::Ca::Files(folder) => authority::Storage::Files(folder),
-        };
-        let authority = authority::Options {
-            trust_domain: config.trust_domain,
+        let options = authority::Options {
+            trust_domain: config.trust_domain.clone(),
             certificate_life: config.certificate_life,
             ca_life: config.ca_life,
-            storage,
+            storage: match &config.ca {
+                config::Ca::Kubernetes => authority::Storage::Kubernetes {
+                    client: cluster(),
+                    namespace: config.pod_namespace.clone(),
+                },
+                config::Ca::Files(folder) => authority::Storage::Files(folder.clone()),
+            },
         };
         let (hub, proxies) = (Hub::default(), Proxies::default());
-        let (authority, keeping) = authority::start(authority, &hub, proxies.clone());
-        let grpc = bind("LISTEN", config.listen).await?;
-        let admin = bind("ADMIN_LISTEN", config.admin_listen).await?;
+        let (authority, run_authority) = authority::start(options, &hub, proxies.clone());
         Ok(Controller {
-            catalog,
+            names: Names::new(&config.trust_domain, &config.pod_namespace)?,
+            grpc: bind("LISTEN", config.listen).await?,
+            admin: bind("ADMIN_LISTEN", config.admin_listen).await?,
+            config,
+            client,
             verifier,
             hub,
             proxies,
             authority,
-            keeping,
-            names,
-            trust_domain,
-            certificate_life,
-            grpc,
-            admin,
+            run_authority,
         })
     }
 
-    /// Where gRPC is served.
+    /// The address of the gRPC server.
     pub fn address(&self) -> SocketAddr {
         self.grpc.address
     }
@@ -177,45 +154,52 @@ impl Controller {
         &self.authority
     }
 
-    /// Where /live, /ready and /metrics are served.
+    /// The address of /live, /ready and /metrics.
     pub fn admin_address(&self) -> SocketAddr {
         self.admin.address
     }
 
-    /// Serves until `shutdown`, then a few seconds more at most.
+    /// Serves until `shutdown`, then for a few seconds at most.
     pub async fn run(self, shutdown: impl Future<Output = ()>) -> Result<(), Error> {
-        let (hub, stopping, readiness) = (self.hub, CancellationToken::new(), Readiness::default());
-        let (counted, authority) = (hub.clone(), self.authority.clone());
+        let Controller {
+            config,
+            hub,
+            proxies,
+            authority,
+            ..
+        } = self;
+        let (stopping, readiness) = (CancellationToken::new(), Readiness::default());
+        let trust_domain: Arc<str> = config.trust_domain.into();
+        let (counted, described) = (hub.clone(), authority.clone());
         let metrics = Arc::new(Metrics::new(move |encoder| {
             metrics::encode_counts(&counted, encoder)?;
-            authority::status::encode_metrics(&authority.status(), encoder)
+            authority::status::encode_metrics(&described.status(), encoder)
         }));
-        admin::add_conditions(&readiness, hub.clone(), self.authority.clone());
-        let authenticator = Arc::new(Authenticator::new(self.verifier, metrics.clone()));
+        admin::add_conditions(&readiness, hub.clone(), authority.clone());
         let admin = admin::server(
             readiness.clone(),
             metrics.clone(),
-            self.authority.clone(),
-            self.proxies.clone(),
-            self.trust_domain.clone(),
+            authority.clone(),
+            proxies.clone(),
+            trust_domain.clone(),
         );
-        let trust_domain = self.trust_domain.clone();
         let grpc = async {
             let trust = tokio::select! {
-                trust = self.authority.loaded() => trust,
+                trust = authority.loaded() => trust,
                 () = stopping.cancelled() => None,
             };
             let Some(trust) = trust.map(|trust| trust.subscribe()) else {
                 return Ok(());
             };
-            let serving = Serving::new(trust.clone(), self.names, self.certificate_life)?;
+            let certificate_life = config.certificate_life;
+            let serving = Serving::new(trust.clone(), self.names, certificate_life)?;
             let context = grpc::Context {
                 hub: hub.clone(),
-                authenticator,
+                authenticator: Arc::new(Authenticator::new(self.verifier, metrics.clone())),
                 trust,
-                proxies: self.proxies,
-                trust_domain: self.trust_domain,
-                certificate_life: self.certificate_life,
+                proxies,
+                trust_domain: trust_domain.clone(),
+                certificate_life,
                 metrics,
                 stopping: stopping.clone(),
             };
@@ -225,12 +209,15 @@ impl Controller {
             }
         };
         let (sender, changes) = mpsc::channel(MAX_QUEUED_CHANGES);
-        let provider = async {
-            match self.catalog {
-                Source::Kubernetes(client) => {
+        let catalog = async {
+            match config.catalog {
+                config::Catalog::Kubernetes => {
+                    let client = self.client.expect(CLIENT);
                     catalog::kubernetes::run(client, &trust_domain, sender).await
                 }
-                Source::Files(folder) => catalog::files::run(folder, &trust_domain, sender).await,
+                config::Catalog::Files(folder) => {
+                    catalog::files::run(folder, &trust_domain, sender).await
+                }
             }
         };
         let follow = hub.follow(changes);
@@ -244,15 +231,18 @@ impl Controller {
             readiness.drain();
             stopping.cancel();
         };
-        tracing::info!(grpc = %self.grpc.address, admin = %self.admin.address, "the controller listens");
+        tracing::info!(grpc = %self.grpc.address, admin = %self.admin.address, "listening");
         tokio::select! {
             result = grpc => result,
             () = admin.serve(self.admin.socket) => Ok(()),
-            // The rest goes on until the servers end.
-            _ = async { tokio::join!(provider, follow, synced, self.keeping, signal) } => Ok(()),
+            // These run until the servers end.
+            _ = async { tokio::join!(catalog, follow, synced, self.run_authority, signal) } => Ok(()),
         }
     }
 }
+
+/// The invariant of the client.
+const CLIENT: &str = "the configuration that needs Kubernetes has a client";
 
 async fn bind(setting: &'static str, address: SocketAddr) -> Result<Listener, Error> {
     let listening = async {

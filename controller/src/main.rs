@@ -6,7 +6,7 @@ use diy_mesh_controller::Config;
 use diy_mesh_runtime::{init_logging, shutdown_signal};
 
 fn main() -> ExitCode {
-    let config = Config::parse();
+    let config = Config::load();
     init_logging(config.log.clone());
     match run(config) {
         Ok(()) => ExitCode::SUCCESS,

@@ -24,7 +24,7 @@ fn refused<T>(result: Result<T, Status>) -> String {
 }
 
 #[tokio::test]
-async fn every_rpc_needs_a_token() {
+async fn every_rpc_requires_a_token() {
     let sandbox = Sandbox::start(&[]).await;
     let mut client = sandbox.client().await;
     let sign = proto::SignCertificateRequest::default;
@@ -41,7 +41,7 @@ async fn every_rpc_needs_a_token() {
 }
 
 #[tokio::test]
-async fn bad_tokens_are_refused_with_the_reason() {
+async fn rejects_invalid_tokens_with_the_reason() {
     let sandbox = Sandbox::start(&[]).await;
     let mut client = sandbox.client().await;
     let with = |claim: &str, value: serde_json::Value| {
@@ -85,7 +85,7 @@ async fn bad_tokens_are_refused_with_the_reason() {
 }
 
 #[tokio::test]
-async fn a_new_key_of_the_issuer_is_taken_up() {
+async fn reloads_keys_of_the_token_issuer() {
     let sandbox = Sandbox::start(&[]).await;
     let next = Issuer::new("second");
     let mut client = sandbox.client().await;
@@ -96,7 +96,7 @@ async fn a_new_key_of_the_issuer_is_taken_up() {
 }
 
 #[tokio::test]
-async fn too_large_a_message_is_refused_and_the_connection_lives() {
+async fn rejects_large_message_and_keeps_the_connection() {
     let sandbox = Sandbox::start(&[]).await;
     let mut client = sandbox.client().await;
     let names = vec!["shop/web"; 100_000];
@@ -108,7 +108,7 @@ async fn too_large_a_message_is_refused_and_the_connection_lives() {
 }
 
 #[tokio::test]
-async fn health_is_open_to_all_and_probes_say_ready() {
+async fn health_and_admin_require_no_token() {
     let sandbox = Sandbox::start(&[("web.yaml", web(&["10.0.0.1"]))]).await;
     let mut health = HealthClient::new(sandbox.channel().await);
     sandbox.client().await.services(&[]).await.unwrap();
@@ -146,7 +146,7 @@ async fn until(watch: &mut tonic::Streaming<HealthCheckResponse>, wanted: Servin
 }
 
 #[tokio::test]
-async fn on_shutdown_health_turns_streams_end_unavailable_and_it_ends_though_clients_stay() {
+async fn shutdown_ends_streams_and_does_not_wait_for_clients() {
     let mut sandbox = Sandbox::start(&[("web.yaml", web(&["10.0.0.1"]))]).await;
     let mut client = sandbox.client().await;
     let mut discover = client.discover().await;
@@ -180,7 +180,7 @@ async fn on_shutdown_health_turns_streams_end_unavailable_and_it_ends_though_cli
 }
 
 #[tokio::test]
-async fn a_port_that_is_taken_is_named_with_its_setting() {
+async fn names_the_setting_of_a_used_port() {
     let sandbox = Sandbox::start(&[]).await;
     let config = diy_mesh_controller::Config {
         admin_listen: sandbox.address,

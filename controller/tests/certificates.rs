@@ -71,7 +71,7 @@ fn bound(pod: &str, uid: &str) -> Value {
 }
 
 #[tokio::test]
-async fn a_pod_gets_the_certificate_of_its_own_account_and_the_roots() {
+async fn pod_gets_certificate_of_its_account_and_the_roots() {
     let sandbox = Sandbox::start(&[("web.yaml", pod("web-1", "1", "10.0.0.1"))]).await;
     let mut client = sandbox.client().await;
     let response = sign(&mut client, sandbox.issuer.token()).await.unwrap();
@@ -202,7 +202,7 @@ async fn rejects_requests_for_other_identities() {
 }
 
 #[tokio::test]
-async fn a_pod_that_is_faster_than_its_news_is_waited_for() {
+async fn waits_for_a_new_pod_in_the_catalog() {
     let sandbox = Sandbox::start(&[]).await;
     let mut client = sandbox.client().await;
     client.services(&[]).await.unwrap();
@@ -228,7 +228,7 @@ fn next(authority: &TrustSender) -> Trust {
 }
 
 #[tokio::test]
-async fn roots_come_first_on_a_stream_and_again_when_they_change() {
+async fn sends_roots_first_and_after_changes() {
     let sandbox = Sandbox::start(&[]).await;
     let mut discover = sandbox.client().await.try_discover().await.unwrap();
     discover.subscribe("10.0.0.1:80", "").await;
@@ -265,7 +265,7 @@ async fn roots_come_first_on_a_stream_and_again_when_they_change() {
 }
 
 #[tokio::test]
-async fn a_status_of_endless_texts_ends_the_stream() {
+async fn rejects_status_with_long_texts() {
     let sandbox = Sandbox::start(&[]).await;
     let mut discover = sandbox.client().await.discover().await;
     discover
@@ -313,7 +313,7 @@ async fn shown(
 }
 
 #[tokio::test]
-async fn the_controllers_certificate_follows_the_issuer_while_streams_go_on() {
+async fn renews_serving_certificate_while_streams_stay_open() {
     let sandbox = Sandbox::start(&[]).await;
     let mut discover = sandbox.client().await.discover().await;
     let old = sandbox.authority.borrow().roots.pem.clone();
@@ -353,7 +353,7 @@ async fn the_controllers_certificate_follows_the_issuer_while_streams_go_on() {
 }
 
 #[tokio::test]
-async fn plaintext_and_silent_connections_get_nothing_and_hold_nobody_up() {
+async fn plaintext_and_silent_connections_do_not_block_others() {
     let sandbox = Sandbox::start(&[]).await;
     let mut silent = Vec::new();
     for _ in 0..50 {

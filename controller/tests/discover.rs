@@ -8,7 +8,7 @@ use proto::discover_response::Update;
 use support::{Sandbox, pod_manifest, say, web};
 
 #[tokio::test]
-async fn a_cluster_ip_is_a_service_and_changes_come_as_deltas() {
+async fn returns_snapshot_of_a_service_then_deltas() {
     let sandbox = Sandbox::start(&[("web.yaml", web(&["10.0.0.1", "10.0.0.2"]))]).await;
     let mut discover = sandbox.client().await.discover().await;
     discover.subscribe("10.96.0.7:80", "").await;
@@ -46,7 +46,7 @@ async fn a_cluster_ip_is_a_service_and_changes_come_as_deltas() {
 }
 
 #[tokio::test]
-async fn a_pods_own_address_is_that_pod_on_any_port() {
+async fn resolves_pod_address_on_any_port() {
     let sandbox = Sandbox::start(&[("web.yaml", web(&["10.0.0.1"]))]).await;
     let mut discover = sandbox.client().await.discover().await;
     discover.subscribe("10.0.0.1:9999", "").await;
@@ -57,7 +57,7 @@ async fn a_pods_own_address_is_that_pod_on_any_port() {
 }
 
 #[tokio::test]
-async fn an_endpoint_is_opaque_where_the_arguments_of_its_proxy_say_so() {
+async fn endpoint_is_opaque_by_the_arguments_of_its_proxy() {
     let spec = "initContainers: [{name: proxy, args: ['--opaque-ports=5432']}], containers: []";
     let sandbox = Sandbox::start(&[(
         "pod.yaml",
@@ -75,7 +75,7 @@ async fn an_endpoint_is_opaque_where_the_arguments_of_its_proxy_say_so() {
 }
 
 #[tokio::test]
-async fn an_unknown_address_becomes_known_and_unknown_again() {
+async fn unknown_address_becomes_known_and_unknown_again() {
     let sandbox = Sandbox::start(&[]).await;
     let mut discover = sandbox.client().await.discover().await;
     discover.subscribe("10.96.0.7:80", "").await;
@@ -99,7 +99,7 @@ async fn an_unknown_address_becomes_known_and_unknown_again() {
 }
 
 #[tokio::test]
-async fn what_a_proxy_has_from_before_is_not_sent_again_even_by_another_replica() {
+async fn known_version_is_not_sent_again_by_another_replica() {
     let manifests = [("web.yaml", web(&["10.0.0.1"]))];
     let one = Sandbox::start(&manifests).await;
     let mut discover = one.client().await.discover().await;
@@ -127,7 +127,7 @@ async fn what_a_proxy_has_from_before_is_not_sent_again_even_by_another_replica(
 }
 
 #[tokio::test]
-async fn after_unsubscribing_nothing_more_is_said_and_others_go_on() {
+async fn unsubscription_ends_updates_of_one_destination() {
     let sandbox = Sandbox::start(&[("web.yaml", web(&["10.0.0.1"]))]).await;
     let mut discover = sandbox.client().await.discover().await;
     discover.subscribe("10.96.0.7:80", "").await;
@@ -145,7 +145,7 @@ async fn after_unsubscribing_nothing_more_is_said_and_others_go_on() {
 }
 
 #[tokio::test]
-async fn a_destination_that_is_none_is_named() {
+async fn rejects_invalid_destination_with_its_value() {
     let sandbox = Sandbox::start(&[]).await;
     let mut discover = sandbox.client().await.discover().await;
     discover.subscribe("web.shop:80", "").await;
@@ -159,7 +159,7 @@ async fn a_destination_that_is_none_is_named() {
 }
 
 #[tokio::test]
-async fn a_request_of_a_later_contract_is_passed_over() {
+async fn ignores_requests_of_later_releases() {
     let sandbox = Sandbox::start(&[]).await;
     let mut discover = sandbox.client().await.discover().await;
     discover
@@ -172,7 +172,7 @@ async fn a_request_of_a_later_contract_is_passed_over() {
 }
 
 #[tokio::test]
-async fn a_change_reaches_every_subscriber() {
+async fn change_reaches_every_subscriber() {
     let sandbox = Sandbox::start(&[("web.yaml", web(&["10.0.0.1"]))]).await;
     let mut streams = Vec::new();
     for _ in 0..3 {
@@ -197,7 +197,7 @@ async fn a_change_reaches_every_subscriber() {
 }
 
 #[tokio::test]
-async fn a_caller_that_says_no_more_still_hears_of_changes() {
+async fn client_with_closed_requests_receives_updates() {
     let sandbox = Sandbox::start(&[("web.yaml", web(&["10.0.0.1"]))]).await;
     let mut discover = sandbox.client().await.discover().await;
     discover.subscribe("10.96.0.7:80", "").await;
@@ -212,7 +212,7 @@ async fn a_caller_that_says_no_more_still_hears_of_changes() {
 }
 
 #[tokio::test]
-async fn ten_thousand_subscriptions_are_served_and_one_more_is_refused() {
+async fn serves_ten_thousand_subscriptions_and_rejects_more() {
     let sandbox = Sandbox::start(&[]).await;
     let mut discover = sandbox.client().await.discover().await;
     // Written without reading in between: the stream must not get stuck on answers that nobody

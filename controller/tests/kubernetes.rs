@@ -31,7 +31,7 @@ const OURS: &str = "diy-service-mesh";
 
 #[tokio::test]
 #[ignore = "needs a cluster: KUBECONFIG"]
-async fn the_controller_serves_a_cluster_with_the_least_rights() {
+async fn controller_serves_a_cluster_with_minimal_permissions() {
     let cluster = Cluster::make().await;
     // In a task of its own, so that what it made is removed also when it fails.
     let result = tokio::spawn(scenario(cluster.clone())).await;

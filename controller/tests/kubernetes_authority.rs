@@ -36,7 +36,7 @@ const ROOTS: &str = "diy-service-mesh-roots";
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs a cluster: KUBECONFIG"]
-async fn replicas_share_a_ca_publish_its_roots_and_rotate_it_with_the_least_rights() {
+async fn replicas_share_publish_and_rotate_a_ca_with_minimal_permissions() {
     let cluster = Cluster::make().await;
     // What it made is removed also when it fails.
     let result = AssertUnwindSafe(scenario(&cluster)).catch_unwind().await;

@@ -36,7 +36,7 @@ endpoints:
 ";
 
 #[tokio::test]
-async fn a_service_is_shown_with_all_that_it_has() {
+async fn returns_services_with_all_fields() {
     let sandbox = Sandbox::start(&[
         ("others.yaml", OTHERS.into()),
         ("web.yaml", web(&["10.0.0.1"])),
@@ -101,7 +101,7 @@ async fn a_service_is_shown_with_all_that_it_has() {
 }
 
 #[tokio::test]
-async fn a_named_service_that_does_not_exist_is_deleted_and_a_wrong_name_is_an_error() {
+async fn missing_service_is_deleted_and_invalid_name_is_an_error() {
     let sandbox = Sandbox::start(&[("web.yaml", web(&[]))]).await;
     let mut client = sandbox.client().await;
     let services = client.services(&["shop/web", "shop/nobody"]).await.unwrap();
@@ -134,7 +134,7 @@ async fn next(stream: &mut Streaming<proto::WatchServicesResponse>) -> String {
 }
 
 #[tokio::test]
-async fn a_watch_says_what_there_is_then_that_it_is_synced_then_what_changes() {
+async fn watch_returns_services_then_synced_then_changes() {
     let sandbox = Sandbox::start(&[
         ("others.yaml", OTHERS.into()),
         ("web.yaml", web(&["10.0.0.1"])),
@@ -189,7 +189,7 @@ async fn a_watch_says_what_there_is_then_that_it_is_synced_then_what_changes() {
 }
 
 #[tokio::test]
-async fn a_watch_of_an_empty_catalog_is_synced_at_once() {
+async fn watch_of_an_empty_catalog_is_synced_at_once() {
     let sandbox = Sandbox::start(&[]).await;
     let mut client = sandbox.client().await;
     let mut all = client.watch(&[]).await;
@@ -197,7 +197,7 @@ async fn a_watch_of_an_empty_catalog_is_synced_at_once() {
 }
 
 #[tokio::test]
-async fn a_broken_file_leaves_its_last_good_state() {
+async fn invalid_file_keeps_its_previous_content() {
     let sandbox = Sandbox::start(&[("web.yaml", web(&["10.0.0.1"]))]).await;
     let mut client = sandbox.client().await;
     let mut all = client.watch(&[]).await;

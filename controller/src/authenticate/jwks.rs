@@ -1,8 +1,8 @@
-//! Tokens checked against a file of public keys (a JWK set), for clusters without a Kubernetes API:
-//! the sandbox, plain machines.
+//! Verification of tokens with a file of public keys (a JWK set), without a Kubernetes API: in the
+//! sandbox and on plain machines.
 //!
-//! The file is looked at before each check and read again when it has changed; one that cannot be
-//! read leaves the last keys in force.
+//! A changed file is read again before each verification. The previous keys stay in use if it is
+//! invalid.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -14,37 +14,37 @@ use serde::Deserialize;
 use super::{Accepted, AuthError, Caller, PodRef};
 use crate::file::Stamp;
 
-/// How far the issuer's clock may be from ours, in seconds.
+/// The tolerated clock skew of the issuer, in seconds.
 const LEEWAY: u64 = 10;
 
-/// Why a file of keys is of no use.
+/// An unusable file of keys.
 #[derive(Debug, thiserror::Error)]
 pub enum JwksError {
-    /// It cannot be read.
-    #[error("{path}: {source}")]
+    /// The file cannot be read.
+    #[error("cannot read {path}: {source}")]
     Read {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The error of the operating system.
         source: std::io::Error,
     },
-    /// It is no JWK set.
+    /// The file is not a JWK set.
     #[error("{path} is not a JWK set: {source}")]
     Parse {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The parse error.
         source: serde_json::Error,
     },
-    /// It is one, but of no use.
-    #[error("{path} holds no public key that could check a token (RSA, P-256, P-384 or Ed25519)")]
+    /// The set contains no usable key.
+    #[error("{path} contains no public key for tokens, expected RSA, P-256, P-384 or Ed25519")]
     Empty {
         /// The file.
         path: PathBuf,
     },
 }
 
-/// Checks tokens against the keys of a file.
+/// Verifies tokens with the keys of a file.
 pub struct Jwks {
     path: PathBuf,
     issuer: Option<String>,
@@ -58,7 +58,7 @@ struct Keys {
 
 struct Key {
     id: Option<String>,
-    /// Where the set says it: no other algorithm will do.
+    /// The only accepted algorithm, if the set names one.
     algorithm: Option<Algorithm>,
     key: DecodingKey,
 }
@@ -71,7 +71,7 @@ struct Claims {
     kubernetes: Bound,
 }
 
-/// What Kubernetes says of a token in its private claim.
+/// The private claim of Kubernetes.
 #[derive(Default, Deserialize)]
 struct Bound {
     namespace: Option<String>,
@@ -90,7 +90,7 @@ impl Claims {
         let pod = pod
             .as_ref()
             .and_then(|pod| PodRef::of(&self.sub, Some(&pod.name), Some(&pod.uid)));
-        // A token whose parts disagree is bound to nothing.
+        // A token with contradictory claims is bound to no pod.
         let pod = pod.filter(|pod| namespace.as_deref() == Some(&*pod.namespace));
         Caller {
             user: self.sub.as_str().into(),
@@ -100,7 +100,7 @@ impl Claims {
 }
 
 impl Jwks {
-    /// Reads the keys. `issuer`, where given, is the only one whose tokens are accepted.
+    /// Reads the keys. `issuer` is the only accepted issuer, if any.
     pub fn open(path: &Path, issuer: Option<String>) -> Result<Jwks, JwksError> {
         let stamp = Stamp::of(path).map_err(|source| JwksError::Read {
             path: path.to_owned(),
@@ -117,13 +117,13 @@ impl Jwks {
         })
     }
 
-    /// Whose token it is.
+    /// The sender of a token.
     pub(super) fn verify(&self, token: &str) -> Result<Accepted, AuthError> {
         let header = jsonwebtoken::decode_header(token)
             .map_err(|_| refused("it is not a JWT with an algorithm that we know"))?;
         if header.alg.family() == AlgorithmFamily::Hmac {
             return Err(refused(
-                "its algorithm is symmetric; RS256, ES256 and their like are accepted",
+                "its algorithm is symmetric, expected RS256, ES256 or another asymmetric one",
             ));
         }
         let validation = self.validation(header.alg);
@@ -174,10 +174,12 @@ impl Jwks {
         keys.stamp = stamp;
         match read(&self.path) {
             Ok(all) => {
-                tracing::info!(file = %self.path.display(), keys = all.len(), "the issuer's keys were read again");
+                tracing::info!(file = %self.path.display(), keys = all.len(), "keys of the token issuer reloaded");
                 keys.all = all;
             }
-            Err(error) => tracing::error!("the issuer's former keys stay in force: {error}"),
+            Err(error) => tracing::error!(
+                "cannot reload the keys of the token issuer, the previous ones stay in use: {error}"
+            ),
         }
     }
 
@@ -233,7 +235,7 @@ fn read(path: &Path) -> Result<Vec<Key>, JwksError> {
     }
 }
 
-/// A shared secret is no key to check with: whoever can read the file could make tokens.
+/// Ignores shared secrets: a reader of the file could sign tokens with them.
 fn usable(jwk: &Jwk) -> Option<Key> {
     let key = DecodingKey::from_jwk(jwk)
         .ok()
@@ -320,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn a_good_token_names_its_subject_and_its_end() {
+    fn accepts_valid_token_with_subject_and_expiry() {
         let dir = tempfile::tempdir().unwrap();
         let (path, issuer) = (dir.path().join("jwks.json"), Issuer::new("k"));
         write(&path, &[Issuer::new("other").jwk(), issuer.jwk()]);
@@ -341,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_names_the_pod_that_it_is_bound_to() {
+    fn returns_the_pod_of_a_bound_token() {
         let dir = tempfile::tempdir().unwrap();
         let (path, issuer) = (dir.path().join("jwks.json"), Issuer::new("k"));
         write(&path, &[issuer.jwk()]);
@@ -375,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn each_wrong_claim_is_refused_by_name() {
+    fn rejects_invalid_claims_with_their_names() {
         let dir = tempfile::tempdir().unwrap();
         let (path, issuer) = (dir.path().join("jwks.json"), Issuer::new("k"));
         write(&path, &[issuer.jwk()]);
@@ -402,7 +404,7 @@ mod tests {
     }
 
     #[test]
-    fn only_asymmetric_signatures_by_a_known_key_count() {
+    fn rejects_symmetric_algorithms_and_unknown_keys() {
         let dir = tempfile::tempdir().unwrap();
         let (path, issuer, other_issuer) = (
             dir.path().join("jwks.json"),
@@ -440,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn new_keys_are_read_and_a_broken_file_leaves_the_former_in_force() {
+    fn reloads_keys_and_keeps_previous_ones_if_invalid() {
         let dir = tempfile::tempdir().unwrap();
         let (path, old, new) = (
             dir.path().join("jwks.json"),

@@ -1,4 +1,4 @@
-//! Tokens checked by the Kubernetes API server (TokenReview, audience `diy-service-mesh`).
+//! Verification of tokens by the Kubernetes API server (TokenReview, audience `diy-service-mesh`).
 
 use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, TokenReviewStatus};
 use kube::api::{Api, PostParams};
@@ -6,48 +6,47 @@ use serde::Deserialize;
 
 use super::{Accepted, AuthError, Caller, PodRef};
 
-/// Asks the API server about tokens.
+/// Reviews tokens with the API server.
 pub struct TokenReviews {
     api: Api<TokenReview>,
 }
 
 impl TokenReviews {
-    /// Asks through `client`, whose account may `create` `tokenreviews`.
+    /// The account of `client` needs the verb `create` on `tokenreviews`.
     pub fn new(client: kube::Client) -> TokenReviews {
         TokenReviews {
             api: Api::all(client),
         }
     }
 
-    /// Whose token it is.
+    /// The sender of a token.
     pub(super) async fn review(&self, token: &str) -> Result<Accepted, AuthError> {
         let spec = TokenReviewSpec {
             audiences: Some(vec![diy_mesh_proto::TOKEN_AUDIENCE.to_owned()]),
             token: Some(token.to_owned()),
         };
-        let question = TokenReview {
+        let review = TokenReview {
             spec,
             ..TokenReview::default()
         };
-        match self.api.create(&PostParams::default(), &question).await {
-            Ok(answer) => verdict(answer.status.unwrap_or_default(), token),
+        match self.api.create(&PostParams::default(), &review).await {
+            Ok(review) => result(review.status.unwrap_or_default(), token),
             Err(error) => {
                 let reason = explain(&error);
-                tracing::warn!("a token could not be checked: {reason}");
+                tracing::warn!("cannot verify a token: {reason}");
                 Err(AuthError::Unreachable(reason.into()))
             }
         }
     }
 }
 
-/// An API server that knows nothing of audiences leaves them out, and its "authenticated" means
-/// less than we ask.
-fn verdict(status: TokenReviewStatus, token: &str) -> Result<Accepted, AuthError> {
+/// An API server without support for audiences returns none, and does not check them.
+fn result(status: TokenReviewStatus, token: &str) -> Result<Accepted, AuthError> {
     if status.authenticated != Some(true) {
         let reason = status.error.filter(|error| !error.is_empty());
         return Err(AuthError::Refused(
             reason
-                .unwrap_or_else(|| "the API server does not know it".to_owned())
+                .unwrap_or_else(|| "the API server rejects it".to_owned())
                 .into(),
         ));
     }
@@ -81,16 +80,16 @@ fn verdict(status: TokenReviewStatus, token: &str) -> Result<Accepted, AuthError
             })
         }
         None => Err(AuthError::Refused(
-            "the API server names no user for it".into(),
+            "the API server returned no user name".into(),
         )),
     }
 }
 
-/// Where the API server says what pod a token is bound to.
+/// The pod that a token is bound to.
 const POD_NAME: &str = "authentication.kubernetes.io/pod-name";
 const POD_UID: &str = "authentication.kubernetes.io/pod-uid";
 
-/// The token's own end. Read without a check, which the API server has made.
+/// The expiry of a token, which the API server has verified.
 fn expiry(token: &str) -> Option<u64> {
     #[derive(Deserialize)]
     struct Claims {
@@ -110,7 +109,7 @@ fn explain(error: &kube::Error) -> String {
             )
         }
         kube::Error::Api(status) => status.message.clone(),
-        other => format!("the Kubernetes API cannot be reached: {other}"),
+        other => format!("cannot reach the Kubernetes API: {other}"),
     }
 }
 
@@ -138,8 +137,8 @@ mod tests {
     }
 
     #[test]
-    fn authenticated_for_our_audience_is_accepted() {
-        let accepted = verdict(status(true, &["diy-service-mesh"]), "no JWT").unwrap();
+    fn accepts_token_with_the_audience() {
+        let accepted = result(status(true, &["diy-service-mesh"]), "no JWT").unwrap();
         let caller = Caller {
             user: "system:serviceaccount:shop:web".into(),
             pod: None,
@@ -154,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn the_pod_of_a_bound_token_is_named() {
+    fn returns_the_pod_of_a_bound_token() {
         let mut status = status(true, &["diy-service-mesh"]);
         let values = [
             (POD_NAME.to_owned(), vec!["web-1".to_owned()]),
@@ -166,14 +165,14 @@ mod tests {
             name: "web-1".into(),
             uid: "u1".into(),
         };
-        assert_eq!(verdict(status, "t").unwrap().caller.pod, Some(pod));
+        assert_eq!(result(status, "t").unwrap().caller.pod, Some(pod));
     }
 
     #[test]
-    fn authenticated_without_our_audience_is_refused() {
+    fn rejects_token_without_the_audience() {
         for audiences in [&[][..], &["https://kubernetes.default.svc"][..]] {
             assert!(matches!(
-                verdict(status(true, audiences), "t"),
+                result(status(true, audiences), "t"),
                 Err(AuthError::Refused(_))
             ));
         }
@@ -181,27 +180,27 @@ mod tests {
             audiences: None,
             ..status(true, &[])
         };
-        assert!(matches!(verdict(silent, "t"), Err(AuthError::Refused(_))));
+        assert!(matches!(result(silent, "t"), Err(AuthError::Refused(_))));
     }
 
     #[test]
-    fn not_authenticated_is_refused_with_the_servers_reason() {
+    fn rejects_token_with_the_reason_of_the_server() {
         let error = TokenReviewStatus {
             error: Some("token is expired".into()),
             ..status(false, &["diy-service-mesh"])
         };
         assert_eq!(
-            verdict(error, "t"),
+            result(error, "t"),
             Err(AuthError::Refused("token is expired".into()))
         );
         assert!(matches!(
-            verdict(TokenReviewStatus::default(), "t"),
+            result(TokenReviewStatus::default(), "t"),
             Err(AuthError::Refused(_))
         ));
     }
 
     #[test]
-    fn the_end_of_a_token_is_read_from_its_claims() {
+    fn reads_expiry_from_the_claims() {
         // {"alg":"none"} . {"exp":1700000000}
         assert_eq!(
             expiry("eyJhbGciOiJub25lIn0.eyJleHAiOjE3MDAwMDAwMDB9.x"),

@@ -176,8 +176,8 @@ impl Ca {
         let key = key.ok_or_else(|| StateError::missing(names.key, hint))?;
         let issuer = Issuer::from_pem(&pem(&self.chain), key, now).map_err(|error| {
             let field = match error {
-                IssuerError::NoKey | IssuerError::OtherKey { .. } => names.key,
-                _ => names.chain,
+                IssuerError::Key(_) => names.key,
+                IssuerError::Chain(_) => names.chain,
             };
             StateError::invalid(field, error)
         })?;

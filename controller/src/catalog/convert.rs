@@ -1,9 +1,9 @@
-//! From the objects of Kubernetes to the values that the index keeps. Pure; the one place that
-//! knows both.
+//! Conversion of Kubernetes objects to the values of the index. Pure; the only module that uses
+//! both.
 //!
-//! What Kubernetes would refuse is an error here too, so that a hand-written file is told what is
-//! wrong with it.
+//! Content that Kubernetes rejects is an error here too, for objects from files.
 
+use std::fmt;
 use std::net::IpAddr;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -13,166 +13,133 @@ use k8s_openapi::api::discovery::v1 as discovery;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
-use super::object::{
-    Key, Pod, PodReference, Service, ServicePort, Slice, SliceEndpoint, SlicePort, TargetPort,
-    Transport,
+use crate::index::object::{
+    Key, Kind, Object, Pod, PodReference, Service, ServicePort, Slice, SliceEndpoint, SlicePort,
+    TargetPort, Transport,
 };
 
 const SERVICE_NAME_LABEL: &str = "kubernetes.io/service-name";
 const ZONE_LABEL: &str = "topology.kubernetes.io/zone";
 const STATUS_ANNOTATION: &str = "diy-service-mesh/status";
-/// Ports that the pod keeps from its proxy; the proxy's admin port is called this by the injector.
+/// The ports that are not redirected to the proxy.
 const SKIP_ANNOTATION: &str = "diy-service-mesh/skip-inbound-ports";
+/// The name of the proxy's admin port.
 const ADMIN_PORT: &str = "mesh-admin";
-/// The init container and the argument of it in which the injector writes down the pod's opaque
-/// ports. A pod's spec does not change.
+/// The init container of the proxy. Its arguments contain the opaque ports, because the spec of a
+/// pod is immutable.
 const PROXY: &str = "proxy";
 const OPAQUE_PORTS_ARGUMENT: &str = "--opaque-ports=";
 
-/// An object that cannot be used, and why.
+/// An invalid object: the field, its value and the expected value.
 #[derive(Debug, PartialEq, thiserror::Error)]
-pub enum ConvertError {
-    /// The object has no name.
-    #[error("metadata.name is missing")]
-    NoName,
-    /// A field holds something that is no IP address.
-    #[error("{field}: {value:?} is not an IP address")]
-    Address {
-        /// Where it stands.
-        field: &'static str,
-        /// What stands there.
-        value: String,
-    },
-    /// A field holds something that is no port number.
-    #[error("{field}: {value} is not a port (1 to 65535)")]
-    Port {
-        /// Where it stands.
-        field: &'static str,
-        /// What stands there.
-        value: i32,
-    },
-    /// A protocol that Kubernetes does not know.
-    #[error("{field}: {value:?} is not TCP, UDP or SCTP")]
-    Protocol {
-        /// Where it stands.
-        field: &'static str,
-        /// What stands there.
-        value: String,
-    },
+#[error("{0}")]
+pub struct ConvertError(String);
+
+fn invalid(field: &str, value: impl fmt::Display, expected: &str) -> ConvertError {
+    ConvertError(format!("{field}: {value} is not {expected}"))
 }
 
-/// A Service.
-pub fn service(object: &core::Service) -> Result<Service, ConvertError> {
-    let key = key(&object.metadata)?;
-    let Some(spec) = &object.spec else {
-        return Ok(Service {
-            key,
-            cluster_ips: vec![],
-            ports: vec![],
-            external_name: String::new(),
-            publish_not_ready: false,
-        });
+/// A Kubernetes object of the catalog.
+pub(super) trait CatalogObject {
+    /// The kind.
+    const KIND: Kind;
+
+    /// Converts the object. Identities are in this trust domain.
+    fn convert(&self, trust_domain: &str) -> Result<Object, ConvertError>;
+}
+
+impl CatalogObject for core::Service {
+    const KIND: Kind = Kind::Service;
+
+    fn convert(&self, _: &str) -> Result<Object, ConvertError> {
+        service(self).map(Object::Service)
+    }
+}
+
+impl CatalogObject for discovery::EndpointSlice {
+    const KIND: Kind = Kind::Slice;
+
+    fn convert(&self, _: &str) -> Result<Object, ConvertError> {
+        slice(self).map(Object::Slice)
+    }
+}
+
+impl CatalogObject for core::Pod {
+    const KIND: Kind = Kind::Pod;
+
+    fn convert(&self, trust_domain: &str) -> Result<Object, ConvertError> {
+        pod(self, trust_domain).map(Object::Pod)
+    }
+}
+
+fn service(object: &core::Service) -> Result<Service, ConvertError> {
+    let spec = object.spec.clone().unwrap_or_default();
+    let ports = spec.ports.iter().flatten().map(service_port);
+    let is_external = spec.type_.as_deref() == Some("ExternalName");
+    let (cluster_ips, external_name) = match is_external {
+        true => (vec![], spec.external_name.clone().unwrap_or_default()),
+        false => (cluster_ips(&spec)?, String::new()),
     };
-    let external = spec.type_.as_deref() == Some("ExternalName");
     Ok(Service {
-        key,
-        cluster_ips: if external { vec![] } else { cluster_ips(spec)? },
-        ports: spec
-            .ports
-            .iter()
-            .flatten()
-            .map(service_port)
-            .collect::<Result<_, _>>()?,
-        external_name: if external {
-            spec.external_name.clone().unwrap_or_default()
-        } else {
-            String::new()
-        },
+        key: key(&object.metadata)?,
+        cluster_ips,
+        ports: ports.collect::<Result<_, _>>()?,
+        external_name,
         publish_not_ready: spec.publish_not_ready_addresses.unwrap_or(false),
     })
 }
 
-/// An EndpointSlice. One without the label that names its Service belongs to none; one of names
+/// Without the label with the name of its Service, a slice belongs to none. A slice of host names
 /// (FQDN) has no endpoints.
-pub fn slice(object: &discovery::EndpointSlice) -> Result<Slice, ConvertError> {
+fn slice(object: &discovery::EndpointSlice) -> Result<Slice, ConvertError> {
     let key = key(&object.metadata)?;
     let service = label(&object.metadata, SERVICE_NAME_LABEL).map(|name| Key {
         namespace: key.namespace.clone(),
         name: name.into(),
     });
-    let addresses = matches!(object.address_type.as_str(), "IPv4" | "IPv6");
-    let mut endpoints = Vec::new();
-    for endpoint in object.endpoints.iter().filter(|_| addresses) {
-        endpoints.extend(slice_endpoint(endpoint, &key.namespace)?);
-    }
-    let mut ports = Vec::new();
-    for port in object.ports.iter().flatten() {
-        ports.extend(slice_port(port)?);
-    }
+    let has_addresses = matches!(object.address_type.as_str(), "IPv4" | "IPv6");
+    let endpoints = object.endpoints.iter().filter(|_| has_addresses);
+    let endpoints = endpoints.filter_map(|endpoint| slice_endpoint(endpoint, &key.namespace));
+    let ports = object.ports.iter().flatten().filter_map(slice_port);
     Ok(Slice {
-        key,
         service,
-        ports,
-        endpoints,
+        ports: ports.collect::<Result<_, _>>()?,
+        endpoints: endpoints.collect::<Result<_, _>>()?,
+        key,
     })
 }
 
-/// A Pod.
-pub fn pod(object: &core::Pod, trust_domain: &str) -> Result<Pod, ConvertError> {
-    let key = key(&object.metadata)?;
+fn pod(object: &core::Pod, trust_domain: &str) -> Result<Pod, ConvertError> {
+    let (key, metadata) = (key(&object.metadata)?, &object.metadata);
     let spec = object.spec.as_ref();
-    let status = object.status.as_ref();
-    let finished = matches!(
-        status.and_then(|status| status.phase.as_deref()),
-        Some("Succeeded" | "Failed")
-    );
+    let status = object.status.clone().unwrap_or_default();
+    let is_finished = matches!(status.phase.as_deref(), Some("Succeeded" | "Failed"));
     let host_network = spec.and_then(|spec| spec.host_network).unwrap_or(false);
-    let injected = object
-        .metadata
-        .annotations
-        .as_ref()
-        .and_then(|all| all.get(STATUS_ANNOTATION))
-        .is_some_and(|status| status == "injected");
-    let account = spec
-        .and_then(|spec| spec.service_account_name.as_deref())
-        .filter(|name| !name.is_empty())
-        .unwrap_or("default");
-    let identity = injected
-        .then(|| format!("spiffe://{trust_domain}/ns/{}/sa/{account}", key.namespace).into());
+    let account = spec.and_then(|spec| spec.service_account_name.as_deref());
+    let account = account.filter(|name| !name.is_empty()).unwrap_or("default");
+    let identity = || format!("spiffe://{trust_domain}/ns/{}/sa/{account}", key.namespace).into();
+    let is_injected = annotation(object, STATUS_ANNOTATION) == Some("injected");
+    let created = metadata.creation_timestamp.as_ref();
     Ok(Pod {
-        uid: object.metadata.uid.as_deref().unwrap_or_default().into(),
-        addresses: if finished || host_network {
-            vec![]
-        } else {
-            status.map(pod_addresses).transpose()?.unwrap_or_default()
+        uid: metadata.uid.as_deref().unwrap_or_default().into(),
+        addresses: match is_finished || host_network {
+            true => vec![],
+            false => pod_addresses(&status)?,
         },
-        terminating: object.metadata.deletion_timestamp.is_some(),
-        ready: !finished && status.is_some_and(is_ready),
-        created: object
-            .metadata
-            .creation_timestamp
-            .as_ref()
-            .map_or(0, |time| time.0.as_second()),
-        zone: label(&object.metadata, ZONE_LABEL)
-            .unwrap_or_default()
-            .into(),
-        identity,
+        terminating: metadata.deletion_timestamp.is_some(),
+        ready: !is_finished && is_ready(&status),
+        created: created.map_or(0, |time| time.0.as_second()),
+        zone: label(metadata, ZONE_LABEL).unwrap_or_default().into(),
+        identity: is_injected.then(identity),
         bypassed: bypassed(object),
         opaque_ports: opaque_ports(object),
         key,
     })
 }
 
-/// What the pod's annotation keeps from its proxy, and the proxy's own admin port. The injector has
-/// refused what is no list of ports.
+/// The ports in the pod's annotation, which the injector has validated, and the proxy's admin port.
 fn bypassed(object: &core::Pod) -> Vec<RangeInclusive<u16>> {
-    let list = object
-        .metadata
-        .annotations
-        .as_ref()
-        .and_then(|all| all.get(SKIP_ANNOTATION))
-        .map_or("", String::as_str);
-    let skipped = ports(list);
+    let skipped = ports(annotation(object, SKIP_ANNOTATION).unwrap_or_default());
     let spec = object.spec.iter();
     let containers = spec.flat_map(|spec| {
         spec.init_containers
@@ -181,28 +148,22 @@ fn bypassed(object: &core::Pod) -> Vec<RangeInclusive<u16>> {
             .chain(&spec.containers)
     });
     let ports = containers.flat_map(|container| container.ports.iter().flatten());
-    let admin = ports
-        .filter(|port| port.name.as_deref() == Some(ADMIN_PORT))
-        .filter_map(|port| u16::try_from(port.container_port).ok());
+    let admin = ports.filter(|port| port.name.as_deref() == Some(ADMIN_PORT));
+    let admin = admin.filter_map(|port| u16::try_from(port.container_port).ok());
     skipped.chain(admin.map(|port| port..=port)).collect()
 }
 
 /// The opaque ports in the arguments of the injected proxy.
 fn opaque_ports(object: &core::Pod) -> Box<[RangeInclusive<u16>]> {
-    let containers = object
-        .spec
-        .iter()
-        .flat_map(|spec| spec.init_containers.iter().flatten());
-    let arguments = containers
-        .filter(|container| container.name == PROXY)
-        .flat_map(|proxy| proxy.args.iter().flatten());
-    arguments
-        .filter_map(|argument| argument.strip_prefix(OPAQUE_PORTS_ARGUMENT))
-        .flat_map(ports)
-        .collect()
+    let spec = object.spec.iter();
+    let containers = spec.flat_map(|spec| spec.init_containers.iter().flatten());
+    let proxy = containers.filter(|container| container.name == PROXY);
+    let arguments = proxy.flat_map(|proxy| proxy.args.iter().flatten());
+    let lists = arguments.filter_map(|argument| argument.strip_prefix(OPAQUE_PORTS_ARGUMENT));
+    lists.flat_map(ports).collect()
 }
 
-/// The ports and ranges of a list, without what is neither.
+/// The valid ports and ranges of a list.
 fn ports(list: &str) -> impl Iterator<Item = RangeInclusive<u16>> {
     list.split(',').filter_map(|part| {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
@@ -211,44 +172,35 @@ fn ports(list: &str) -> impl Iterator<Item = RangeInclusive<u16>> {
 }
 
 fn is_ready(status: &core::PodStatus) -> bool {
-    status
-        .conditions
-        .iter()
-        .flatten()
-        .any(|condition| condition.type_ == "Ready" && condition.status == "True")
+    let mut conditions = status.conditions.iter().flatten();
+    conditions.any(|condition| condition.type_ == "Ready" && condition.status == "True")
 }
 
 fn key(metadata: &ObjectMeta) -> Result<Key, ConvertError> {
-    let name = metadata
-        .name
+    let name = metadata.name.as_deref().filter(|name| !name.is_empty());
+    let name = name.ok_or_else(|| ConvertError("metadata.name is missing".to_owned()))?;
+    let namespace = metadata
+        .namespace
         .as_deref()
-        .filter(|name| !name.is_empty())
-        .ok_or(ConvertError::NoName)?;
-    Ok(Key::new(
-        metadata
-            .namespace
-            .as_deref()
-            .filter(|namespace| !namespace.is_empty())
-            .unwrap_or("default"),
-        name,
-    ))
+        .filter(|name| !name.is_empty());
+    Ok(Key::new(namespace.unwrap_or("default"), name))
 }
 
 fn label<'a>(metadata: &'a ObjectMeta, name: &str) -> Option<&'a str> {
-    metadata
-        .labels
-        .as_ref()?
-        .get(name)
-        .map(String::as_str)
-        .filter(|value| !value.is_empty())
+    let label = metadata.labels.as_ref()?.get(name)?;
+    Some(label.as_str()).filter(|label| !label.is_empty())
+}
+
+fn annotation<'a>(object: &'a core::Pod, name: &str) -> Option<&'a str> {
+    let annotations = object.metadata.annotations.as_ref()?;
+    annotations.get(name).map(String::as_str)
 }
 
 fn cluster_ips(spec: &core::ServiceSpec) -> Result<Vec<IpAddr>, ConvertError> {
     let listed = spec.cluster_ips.as_deref().unwrap_or_default();
-    let all = if listed.is_empty() {
-        spec.cluster_ip.as_slice()
-    } else {
-        listed
+    let all = match listed.is_empty() {
+        true => spec.cluster_ip.as_slice(),
+        false => listed,
     };
     all.iter()
         .filter(|ip| !ip.is_empty() && *ip != "None")
@@ -259,14 +211,11 @@ fn cluster_ips(spec: &core::ServiceSpec) -> Result<Vec<IpAddr>, ConvertError> {
 fn service_port(port: &core::ServicePort) -> Result<ServicePort, ConvertError> {
     let number = port_number("spec.ports.port", port.port)?;
     let target = match &port.target_port {
-        None => TargetPort::Number(number),
-        // Written by hand, 0 and the empty text mean what leaving it out means.
-        Some(IntOrString::Int(0)) => TargetPort::Number(number),
-        Some(IntOrString::String(name)) if name.is_empty() => TargetPort::Number(number),
-        Some(IntOrString::Int(target)) => {
+        Some(IntOrString::Int(target)) if *target != 0 => {
             TargetPort::Number(port_number("spec.ports.targetPort", *target)?)
         }
-        Some(IntOrString::String(name)) => TargetPort::Name(name.clone()),
+        Some(IntOrString::String(name)) if !name.is_empty() => TargetPort::Name(name.clone()),
+        _ => TargetPort::Number(number),
     };
     Ok(ServicePort {
         name: port.name.clone().unwrap_or_default(),
@@ -277,60 +226,54 @@ fn service_port(port: &core::ServicePort) -> Result<ServicePort, ConvertError> {
     })
 }
 
-/// None for a port without a number, which stands for "all ports" and leads nowhere.
-fn slice_port(port: &discovery::EndpointPort) -> Result<Option<SlicePort>, ConvertError> {
-    let Some(number) = port.port else {
-        return Ok(None);
+/// `None` for a port without a number, which means all ports.
+fn slice_port(port: &discovery::EndpointPort) -> Option<Result<SlicePort, ConvertError>> {
+    let number = port.port?;
+    let convert = || {
+        Ok(SlicePort {
+            name: port.name.clone().unwrap_or_default(),
+            port: port_number("ports.port", number)?,
+            protocol: transport("ports.protocol", port.protocol.as_deref())?,
+        })
     };
-    Ok(Some(SlicePort {
-        name: port.name.clone().unwrap_or_default(),
-        port: port_number("ports.port", number)?,
-        protocol: transport("ports.protocol", port.protocol.as_deref())?,
-    }))
+    Some(convert())
 }
 
+/// `None` for an endpoint without an address.
 fn slice_endpoint(
     endpoint: &discovery::Endpoint,
     namespace: &Arc<str>,
-) -> Result<Option<SliceEndpoint>, ConvertError> {
-    let Some(first) = endpoint.addresses.first() else {
-        return Ok(None);
-    };
+) -> Option<Result<SliceEndpoint, ConvertError>> {
+    let first = endpoint.addresses.first()?;
     let conditions = endpoint.conditions.clone().unwrap_or_default();
-    let pod = endpoint
-        .target_ref
-        .as_ref()
-        .filter(|target| target.kind.as_deref() == Some("Pod"))
-        .and_then(|target| {
-            let name = target.name.as_deref()?;
-            let namespace = target
-                .namespace
-                .as_deref()
-                .map_or_else(|| namespace.clone(), Arc::from);
-            Some(PodReference {
-                key: Key {
-                    namespace,
-                    name: name.into(),
-                },
-                uid: target.uid.as_deref().unwrap_or_default().into(),
-            })
-        });
-    Ok(Some(SliceEndpoint {
-        address: address("endpoints.addresses", first)?,
-        ready: conditions.ready.unwrap_or(true),
-        terminating: conditions.terminating.unwrap_or(false),
-        zone: endpoint.zone.as_deref().unwrap_or_default().into(),
-        pod,
-    }))
+    let target = endpoint.target_ref.as_ref();
+    let target = target.filter(|target| target.kind.as_deref() == Some("Pod"));
+    let pod = target.and_then(|target| {
+        let other = target.namespace.as_deref().map(Arc::from);
+        Some(PodReference {
+            key: Key {
+                namespace: other.unwrap_or_else(|| namespace.clone()),
+                name: target.name.as_deref()?.into(),
+            },
+            uid: target.uid.as_deref().unwrap_or_default().into(),
+        })
+    });
+    Some(
+        address("endpoints.addresses", first).map(|address| SliceEndpoint {
+            address,
+            ready: conditions.ready.unwrap_or(true),
+            terminating: conditions.terminating.unwrap_or(false),
+            zone: endpoint.zone.as_deref().unwrap_or_default().into(),
+            pod,
+        }),
+    )
 }
 
 fn pod_addresses(status: &core::PodStatus) -> Result<Vec<IpAddr>, ConvertError> {
     let listed = status.pod_ips.iter().flatten().map(|ip| ip.ip.as_str());
+    let all = listed.chain(status.pod_ip.as_deref());
     let mut addresses = Vec::new();
-    for ip in listed
-        .chain(status.pod_ip.as_deref())
-        .filter(|ip| !ip.is_empty())
-    {
+    for ip in all.filter(|ip| !ip.is_empty()) {
         let ip = address("status.podIPs", ip)?;
         if !addresses.contains(&ip) {
             addresses.push(ip);
@@ -339,29 +282,26 @@ fn pod_addresses(status: &core::PodStatus) -> Result<Vec<IpAddr>, ConvertError> 
     Ok(addresses)
 }
 
-fn address(field: &'static str, value: &str) -> Result<IpAddr, ConvertError> {
-    value.parse().map_err(|_| ConvertError::Address {
-        field,
-        value: value.to_owned(),
-    })
+fn address(field: &str, value: &str) -> Result<IpAddr, ConvertError> {
+    let address = value.parse();
+    address.map_err(|_| invalid(field, format_args!("{value:?}"), "an IP address"))
 }
 
-fn port_number(field: &'static str, value: i32) -> Result<u16, ConvertError> {
-    u16::try_from(value)
-        .ok()
-        .filter(|port| *port != 0)
-        .ok_or(ConvertError::Port { field, value })
+fn port_number(field: &str, value: i32) -> Result<u16, ConvertError> {
+    let port = u16::try_from(value).ok().filter(|port| *port != 0);
+    port.ok_or_else(|| invalid(field, value, "a port (1 to 65535)"))
 }
 
-fn transport(field: &'static str, value: Option<&str>) -> Result<Transport, ConvertError> {
-    match value.unwrap_or("TCP") {
+fn transport(field: &str, value: Option<&str>) -> Result<Transport, ConvertError> {
+    match value.unwrap_or_default() {
         "TCP" | "" => Ok(Transport::Tcp),
         "UDP" => Ok(Transport::Udp),
         "SCTP" => Ok(Transport::Sctp),
-        other => Err(ConvertError::Protocol {
+        other => Err(invalid(
             field,
-            value: other.to_owned(),
-        }),
+            format_args!("{other:?}"),
+            "TCP, UDP or SCTP",
+        )),
     }
 }
 
@@ -501,7 +441,7 @@ spec: {containers: [{name: app}], initContainers: [{name: proxy, ports: [{name: 
     }
 
     #[test]
-    fn opaque_ports_are_read_from_the_proxys_arguments_and_nowhere_else() {
+    fn reads_opaque_ports_from_the_arguments_of_the_proxy_only() {
         let converted = pod(
             &read(
                 "metadata: {name: p, namespace: shop, annotations: {diy-service-mesh/status: injected, diy-service-mesh/opaque-ports: '80'}}
@@ -558,8 +498,10 @@ spec:
             "spec.ports.port: 70000 is not a port (1 to 65535)"
         );
         assert_eq!(
-            pod(&read("{metadata: {}}"), "cluster.local").unwrap_err(),
-            ConvertError::NoName
+            pod(&read("{metadata: {}}"), "cluster.local")
+                .unwrap_err()
+                .to_string(),
+            "metadata.name is missing"
         );
     }
 }

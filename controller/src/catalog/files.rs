@@ -1,29 +1,25 @@
-//! The catalog of files: a folder whose *.yaml, *.yml and *.json hold Services, EndpointSlices and
-//! Pods.
+//! The catalog of a folder: Services, EndpointSlices and Pods in *.yaml, *.yml and *.json files.
 //!
-//! Looked at several times a second; a file that is unchanged costs one `stat`. A file that cannot
-//! be used is named once, and what it said before stays in force. It never writes, and never
-//! follows into folders below.
+//! Polls the folder; an unchanged file costs one `stat`. Logs an invalid file once and keeps its
+//! previous content. Never writes, and ignores subfolders.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use aws_lc_rs::digest;
 use tokio::sync::mpsc;
 
 use super::manifest;
 use crate::file::Stamp;
 use crate::index::object::{Change, Key, Kind, Object};
 
-/// How often the folder is looked at.
-const INTERVAL: Duration = Duration::from_millis(200);
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Sends the folder's objects, then what changes, until the receiver is gone.
+/// Sends the objects of the folder, then changes, until the receiver is dropped.
 pub async fn run(folder: PathBuf, trust_domain: &str, changes: mpsc::Sender<Change>) {
     let mut files = Files::new(folder, trust_domain);
-    let mut interval = tokio::time::interval(INTERVAL);
+    let mut interval = tokio::time::interval(POLL_INTERVAL);
     interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         tokio::select! {
@@ -38,21 +34,22 @@ pub async fn run(folder: PathBuf, trust_domain: &str, changes: mpsc::Sender<Chan
     }
 }
 
-/// The folder as it was at the last look.
+/// The folder at the last scan.
 struct Files {
     folder: PathBuf,
     trust_domain: String,
     files: BTreeMap<PathBuf, File>,
-    /// All objects, and the file that each is from; none before the first look that succeeded.
-    objects: Option<BTreeMap<(Kind, Key), (PathBuf, Object)>>,
-    /// What was wrong at the last look: said once, not at every look.
+    /// The objects with their files. `None` before the first successful scan.
+    objects: Option<Objects>,
+    /// The errors of the last scan, which logs new ones only.
     errors: BTreeSet<String>,
 }
 
+type Objects = BTreeMap<(Kind, Key), (PathBuf, Object)>;
+
 struct File {
     stamp: Stamp,
-    digest: Vec<u8>,
-    /// Of the last content that could be used.
+    /// The objects of the last valid content.
     objects: Vec<Object>,
 }
 
@@ -67,157 +64,117 @@ impl Files {
         }
     }
 
-    /// What has changed since the last look. Nothing where the folder cannot be read: what is known
-    /// stays.
+    /// The changes since the last scan. None if the folder cannot be read.
     fn scan(&mut self) -> Vec<Change> {
         let mut errors = BTreeSet::new();
-        let changes = self.scan_with(&mut errors);
+        let changes = match list(&self.folder) {
+            Ok(paths) => self.read_all(paths, &mut errors),
+            Err(error) => {
+                let folder = self.folder.display();
+                errors.insert(format!("cannot read the folder {folder}: {error}"));
+                vec![]
+            }
+        };
         for new in errors.difference(&self.errors) {
-            tracing::error!("{new}. What was read before stays in force");
+            tracing::error!("{new}; the previous content stays in use");
         }
         self.errors = errors;
         changes
     }
 
-    fn scan_with(&mut self, errors: &mut BTreeSet<String>) -> Vec<Change> {
-        let paths = match list(&self.folder) {
-            Ok(paths) => paths,
-            Err(error) => {
-                errors.insert(format!(
-                    "{}: the folder of the catalog cannot be read: {error}",
-                    self.folder.display()
-                ));
-                return vec![];
-            }
-        };
+    fn read_all(&mut self, paths: BTreeSet<PathBuf>, errors: &mut BTreeSet<String>) -> Vec<Change> {
         let before = self.files.len();
         self.files.retain(|path, _| paths.contains(path));
         let mut changed = self.files.len() < before || self.objects.is_none();
         for path in paths {
-            changed |= self.read(path, errors);
+            match self.read(&path) {
+                Ok(file_changed) => changed |= file_changed,
+                Err(error) => {
+                    errors.insert(format!("{}: {error}", path.display()));
+                }
+            }
         }
-        if changed { self.publish() } else { vec![] }
+        if changed { self.update() } else { vec![] }
     }
 
-    /// Reads one file if it may have changed. Whether there is another content to take into
-    /// account.
-    fn read(&mut self, path: PathBuf, errors: &mut BTreeSet<String>) -> bool {
-        let known = self.files.get(&path);
-        let read = Stamp::of(&path).and_then(|stamp| match known {
+    /// Reads a file that may have changed. Returns whether its objects have changed.
+    fn read(&mut self, path: &Path) -> Result<bool, String> {
+        let known = self.files.get(path);
+        let read = Stamp::of(path).and_then(|stamp| match known {
             Some(file) if file.stamp.settled() && !stamp.differs(&file.stamp) => Ok(None),
-            _ => Ok(Some((stamp, std::fs::read(&path)?))),
+            _ => Ok(Some((stamp, std::fs::read(path)?))),
         });
         let (stamp, bytes) = match read {
-            Ok(None) => return false,
             Ok(Some(read)) => read,
-            // Gone since the folder was listed: the next look sees that it is.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return false,
-            Err(error) => {
-                errors.insert(format!("{}: cannot be read: {error}", path.display()));
-                return false;
-            }
+            Ok(None) => return Ok(false),
+            // Deleted since the folder was listed.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+            Err(error) => return Err(format!("cannot read the file: {error}")),
         };
-        let digest = digest::digest(&digest::SHA256, &bytes).as_ref().to_vec();
-        let former = self.files.remove(&path);
-        if let Some(file) = former.as_ref().filter(|file| file.digest == digest) {
-            let objects = file.objects.clone();
-            self.files.insert(
-                path,
-                File {
-                    stamp,
-                    digest,
-                    objects,
-                },
-            );
-            return false;
-        }
-        let parsed = String::from_utf8(bytes).map_err(|error| format!("not UTF-8: {error}"));
-        let (objects, usable) = match parsed.and_then(|text| {
-            manifest::parse(&text, &self.trust_domain).map_err(|error| error.to_string())
-        }) {
-            Ok(objects) => (objects, true),
-            Err(reason) => {
-                tracing::error!(
-                    "{}: {reason}. What the file said before stays in force",
-                    path.display()
-                );
-                (former.map(|file| file.objects).unwrap_or_default(), false)
-            }
+        let parsed = match String::from_utf8(bytes) {
+            Ok(text) => manifest::parse(&text, &self.trust_domain).map_err(|e| e.to_string()),
+            Err(error) => Err(format!("it is not UTF-8 text: {error}")),
         };
-        self.files.insert(
-            path,
-            File {
-                stamp,
-                digest,
-                objects,
-            },
-        );
-        usable
+        let file = self.files.entry(path.to_owned()).or_insert(File {
+            stamp: stamp.clone(),
+            objects: Vec::new(),
+        });
+        file.stamp = stamp;
+        let objects = parsed?;
+        let changed = file.objects != objects;
+        file.objects = objects;
+        Ok(changed)
     }
 
-    fn publish(&mut self) -> Vec<Change> {
-        let mut objects: BTreeMap<(Kind, Key), (PathBuf, Object)> = BTreeMap::new();
+    /// Merges the objects of all files, and returns the changes.
+    fn update(&mut self) -> Vec<Change> {
+        let mut objects = Objects::new();
         for (path, file) in &self.files {
             for object in &file.objects {
-                let key = (object.kind(), object.key().clone());
-                if let Some((other, _)) = objects.insert(key, (path.clone(), object.clone())) {
-                    let (kind, key) = (object.kind(), object.key());
-                    tracing::warn!(
-                        "{kind} {key} stands in {} and in {}: the latter counts",
-                        other.display(),
-                        path.display()
-                    );
+                let (kind, key) = (object.kind(), object.key().clone());
+                let entry = (path.clone(), object.clone());
+                if let Some((other, _)) = objects.insert((kind, key.clone()), entry) {
+                    let (other, path) = (other.display(), path.display());
+                    tracing::warn!("{kind} {key} is in {other} and in {path}, using the latter");
                 }
             }
         }
         let changes = match &self.objects {
-            None => Kind::ALL
-                .map(|kind| Change::Reset(kind, of_kind(&objects, kind)))
-                .into(),
+            None => Kind::ALL.map(|kind| reset(&objects, kind)).into(),
             Some(before) => difference(before, &objects),
         };
-        tracing::debug!(folder = %self.folder.display(), files = self.files.len(), objects = objects.len(), "the catalog was read");
+        let (files, count) = (self.files.len(), objects.len());
+        tracing::debug!(folder = %self.folder.display(), files, objects = count, "catalog updated");
         self.objects = Some(objects);
         changes
     }
 }
 
-fn of_kind(objects: &BTreeMap<(Kind, Key), (PathBuf, Object)>, kind: Kind) -> Vec<Object> {
-    objects
-        .values()
-        .filter(|(_, object)| object.kind() == kind)
-        .map(|(_, object)| object.clone())
-        .collect()
+fn reset(objects: &Objects, kind: Kind) -> Change {
+    let objects = objects.values().map(|(_, object)| object);
+    let of_kind = objects.filter(|object| object.kind() == kind);
+    Change::Reset(kind, of_kind.cloned().collect())
 }
 
-fn difference(
-    before: &BTreeMap<(Kind, Key), (PathBuf, Object)>,
-    after: &BTreeMap<(Kind, Key), (PathBuf, Object)>,
-) -> Vec<Change> {
-    let gone = before
-        .keys()
-        .filter(|key| !after.contains_key(*key))
-        .map(|(kind, key)| Change::Delete(*kind, key.clone()));
-    let changed = after
-        .iter()
-        .filter(|(key, (_, object))| before.get(*key).is_none_or(|(_, old)| old != object));
-    gone.chain(changed.map(|(_, (_, object))| Change::Apply(object.clone())))
-        .collect()
+fn difference(before: &Objects, after: &Objects) -> Vec<Change> {
+    let deleted = before.keys().filter(|key| !after.contains_key(*key));
+    let deleted = deleted.map(|(kind, key)| Change::Delete(*kind, key.clone()));
+    let old = |key| before.get(key).map(|(_, object)| object);
+    let after = after.iter().map(|(key, (_, object))| (key, object));
+    let changed = after.filter(|(key, object)| old(*key) != Some(*object));
+    let changed = changed.map(|(_, object)| Change::Apply(object.clone()));
+    deleted.chain(changed).collect()
 }
 
-/// Files that begin with a dot are a writer's own: it renames them when they are complete.
+/// The manifests of a folder. Writers use hidden files until they are complete.
 fn list(folder: &Path) -> io::Result<BTreeSet<PathBuf>> {
     let mut paths = BTreeSet::new();
     for entry in std::fs::read_dir(folder)? {
         let path = entry?.path();
-        let manifest = matches!(
-            path.extension().and_then(|extension| extension.to_str()),
-            Some("yaml" | "yml" | "json")
-        );
-        let hidden = path
-            .file_name()
-            .is_some_and(|name| name.as_encoded_bytes().starts_with(b"."));
-        if manifest && !hidden && path.is_file() {
+        let extension = path.extension().and_then(|extension| extension.to_str());
+        let is_manifest = matches!(extension, Some("yaml" | "yml" | "json"));
+        let name = path.file_name().unwrap_or_default();
+        if is_manifest && !name.as_encoded_bytes().starts_with(b".") && path.is_file() {
             paths.insert(path);
         }
     }
@@ -250,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_look_lists_each_kind_and_later_ones_say_what_changed() {
+    fn first_scan_resets_each_kind_and_later_scans_return_changes() {
         let dir = tempfile::tempdir().unwrap();
         write(dir.path(), "a.yaml", &service("a", "10.0.0.1"));
         write(dir.path(), "notes.txt", "no manifest");
@@ -269,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_in_place_of_the_same_length_is_noticed() {
+    fn notices_change_in_place_with_the_same_length() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a.yaml");
         std::fs::write(&path, service("a", "10.0.0.1")).unwrap();
@@ -280,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn a_broken_file_keeps_its_last_good_state_and_harms_no_other() {
+    fn invalid_file_keeps_its_last_valid_content() {
         let dir = tempfile::tempdir().unwrap();
         write(dir.path(), "a.yaml", &service("a", "10.0.0.1"));
         write(dir.path(), "b.yaml", "kind: [");
@@ -295,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn an_object_in_two_files_counts_as_the_last_one_has_it() {
+    fn last_file_with_an_object_takes_precedence() {
         let dir = tempfile::tempdir().unwrap();
         write(dir.path(), "1.yaml", &service("a", "10.0.0.1"));
         write(dir.path(), "2.yaml", &service("a", "10.0.0.2"));
@@ -314,12 +271,12 @@ mod tests {
         assert_eq!(
             say(files.scan()),
             ["apply default/a"],
-            "the other file's object is back in force"
+            "the object of the other file"
         );
     }
 
     #[test]
-    fn a_folder_that_vanishes_takes_nothing_with_it() {
+    fn missing_folder_keeps_all_objects() {
         let dir = tempfile::tempdir().unwrap();
         let folder = dir.path().join("catalog");
         std::fs::create_dir(&folder).unwrap();

@@ -1,4 +1,4 @@
-//! The catalog of a Kubernetes cluster: all Services, EndpointSlices and Pods by watch.
+//! The catalog of a Kubernetes cluster: watches of all Services, EndpointSlices and Pods.
 //!
 //! Each kind has its own watch. After an error, the watch logs the cause and the required
 //! permissions and retries with back-off. Only the fields that the index needs are kept.
@@ -16,15 +16,15 @@ use kube::{Api, Client, Resource, ResourceExt};
 use serde::de::DeserializeOwned;
 use tokio::sync::mpsc;
 
-use super::CatalogObject;
+use super::convert::CatalogObject;
 use crate::index::object::{Change, Key, Kind, Object};
 
 const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(250);
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Sends the cluster's objects, then what changes, until the receiver is gone.
+/// Sends the objects of the cluster, then changes, until the receiver is dropped.
 pub async fn run(client: Client, trust_domain: &str, changes: mpsc::Sender<Change>) {
-    // A pod that has finished owns nothing any more: for the watch it is gone.
+    // Finished pods own no address. The watch reports them as deleted.
     let running = watcher::Config::default().fields("status.phase!=Succeeded,status.phase!=Failed");
     tokio::join!(
         watch::<Service>(
@@ -64,7 +64,7 @@ async fn watch<K>(
     }
 }
 
-/// From events to changes, with a growing pause after each error until there is progress again.
+/// Converts events to changes, with a delay after each error that grows until the next change.
 async fn forward<K>(
     events: impl Stream<Item = Result<Event<K>, Error>>,
     trust_domain: &str,
@@ -86,11 +86,11 @@ async fn forward<K>(
                 None
             }
             Ok(Event::InitDone) => Some(Change::Reset(K::KIND, std::mem::take(&mut listed))),
-            // What can no longer be used must not stay as it was.
+            // An invalid object replaces its valid state.
             Ok(Event::Apply(object)) => {
-                Some(convert(&object, trust_domain).map_or_else(|| gone(&object), Change::Apply))
+                Some(convert(&object, trust_domain).map_or_else(|| deleted(&object), Change::Apply))
             }
-            Ok(Event::Delete(object)) => Some(gone(&object)),
+            Ok(Event::Delete(object)) => Some(deleted(&object)),
             Err(error) => {
                 let delay = backoff.next_delay();
                 tracing::warn!(
@@ -111,7 +111,7 @@ async fn forward<K>(
     }
 }
 
-fn gone<K: CatalogObject + ResourceExt>(object: &K) -> Change {
+fn deleted<K: CatalogObject + ResourceExt>(object: &K) -> Change {
     Change::Delete(
         K::KIND,
         Key::new(&object.namespace().unwrap_or_default(), &object.name_any()),
@@ -122,12 +122,12 @@ fn convert<K: CatalogObject + ResourceExt>(object: &K, trust_domain: &str) -> Op
     let converted = object.convert(trust_domain);
     if let Err(error) = &converted {
         let (namespace, name) = (object.namespace().unwrap_or_default(), object.name_any());
-        tracing::warn!("{} {namespace}/{name} is left out: {error}", K::KIND);
+        tracing::warn!("{} {namespace}/{name} is ignored: {error}", K::KIND);
     }
     converted.ok()
 }
 
-/// An error with what the operator can do about it.
+/// An error with its remedy.
 fn explain(kind: Kind, error: &Error) -> String {
     let status = match error {
         Error::InitialListFailed(kube::Error::Api(status))
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_list_becomes_one_reset_and_a_new_list_replaces_it() {
+    async fn converts_each_list_to_a_reset() {
         let events = vec![
             Ok(Event::Init),
             Ok(Event::InitApply(service("a", "10.0.0.1"))),
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn errors_pause_and_do_not_end_the_watch_and_a_half_list_is_forgotten() {
+    async fn retries_after_errors_and_discards_incomplete_lists() {
         let events = vec![
             Ok(Event::Init),
             Ok(Event::InitApply(service("a", "10.0.0.1"))),
@@ -223,13 +223,13 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_object_that_turns_unusable_is_taken_out() {
+    async fn deletes_objects_that_become_invalid() {
         let events = vec![Ok(Event::Apply(service("a", "not an address")))];
         assert_eq!(forwarded(events).await, ["delete Service shop/a"]);
     }
 
     #[test]
-    fn a_forbidden_watch_says_which_verbs_on_what_are_missing() {
+    fn names_missing_permissions() {
         let text = explain(Kind::Slice, &forbidden());
         assert!(
             text.contains("verbs list and watch on endpointslices of discovery.k8s.io"),

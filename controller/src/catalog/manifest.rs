@@ -1,42 +1,44 @@
-//! A file of manifests, as text, to the catalog's objects. Pure: YAML or JSON, several documents,
-//! Lists; other kinds are ignored.
+//! Parses a file of manifests: YAML or JSON with any number of documents and Lists. Ignores other
+//! kinds. Pure.
 
 use k8s_openapi::api::core::v1::{Pod, Service};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
-use serde::{Deserialize, de::DeserializeOwned};
-use serde_yaml_ng::{Deserializer, Value};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Deserializer};
+use serde_yaml_ng::{Error, Value};
 
-use super::CatalogObject;
+use super::convert::CatalogObject;
 use crate::index::object::Object;
 
-/// What is wrong with a text, and where.
+/// An error in a file, with its position.
 #[derive(Debug, PartialEq, thiserror::Error)]
 pub enum ManifestError {
-    /// It does not parse, or a field has the wrong type. The reason may name the path to the field.
+    /// The text does not parse, or a field has the wrong type. The reason may contain the path of
+    /// the field.
     #[error("line {line} column {column}: {reason}")]
     At {
-        /// Counted from 1.
+        /// The line, from 1.
         line: usize,
-        /// Counted from 1.
+        /// The column, from 1.
         column: usize,
-        /// What the parser says.
+        /// The error of the parser.
         reason: String,
     },
-    /// It cannot be used, and the parser does not say where.
+    /// An object is invalid, or the parser does not report the position.
     #[error("document {document}: {reason}")]
     In {
-        /// Counted from 1.
+        /// The number of the document, from 1.
         document: usize,
-        /// Why.
+        /// The reason.
         reason: String,
     },
 }
 
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
+#[derive(Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
 struct TypeMeta {
-    api_version: Option<String>,
-    kind: Option<String>,
+    api_version: String,
+    kind: String,
 }
 
 #[derive(Deserialize)]
@@ -45,128 +47,102 @@ struct List {
     items: Vec<Value>,
 }
 
-/// Every Service, EndpointSlice and Pod of the text, in its order.
+/// All Services, EndpointSlices and Pods of a text in their order.
 pub(super) fn parse(text: &str, trust_domain: &str) -> Result<Vec<Object>, ManifestError> {
     let mut objects = Vec::new();
-    // Each document is read twice, first for its kind alone, so that an error in the second reading
-    // has its line.
-    let documents = Deserializer::from_str(text).zip(Deserializer::from_str(text));
-    for (position, (first, second)) in documents.enumerate() {
-        let context = Context {
-            text,
-            trust_domain,
-            document: position + 1,
+    // Each document is parsed twice, first for its kind, so that errors of the second pass have a
+    // line.
+    let documents = || serde_yaml_ng::Deserializer::from_str(text);
+    for (position, (first, second)) in documents().zip(documents()).enumerate() {
+        let document = position + 1;
+        let within = |reason| ManifestError::In { document, reason };
+        let at = |error: Error| match error.location() {
+            None => within(error.to_string()),
+            Some(location) => ManifestError::At {
+                line: location.line().min(text.lines().count().max(1)),
+                column: location.column(),
+                reason: without_position(&error),
+            },
         };
-        // A document that holds nothing but comments is null.
-        let Some(meta) =
-            Option::<TypeMeta>::deserialize(first).map_err(|error| context.at(&error))?
-        else {
+        // A document with comments only is null.
+        let Some(meta) = Option::<TypeMeta>::deserialize(first).map_err(at)? else {
             continue;
         };
-        let kind = meta.kind.ok_or_else(|| {
-            context.within("it has no kind; every object needs apiVersion and kind")
-        })?;
-        match (
-            meta.api_version.as_deref().unwrap_or_default(),
-            kind.as_str(),
-        ) {
-            ("v1", "Service") => objects.push(context.read::<Service>(second)?),
-            ("discovery.k8s.io/v1", "EndpointSlice") => {
-                objects.push(context.read::<EndpointSlice>(second)?)
+        if meta.kind.is_empty() {
+            let reason = "it has no kind; every object needs apiVersion and kind";
+            return Err(within(reason.to_owned()));
+        }
+        if meta.api_version == "v1" && meta.kind.ends_with("List") {
+            let list = List::deserialize(second).map_err(at)?;
+            for (position, item) in list.items.into_iter().enumerate() {
+                let object = list_item(item, &meta.kind, trust_domain);
+                let invalid = |reason| within(format!("items[{position}]: {reason}"));
+                objects.extend(object.map_err(invalid)?);
             }
-            ("v1", "Pod") => objects.push(context.read::<Pod>(second)?),
-            ("v1", list) if list.ends_with("List") => {
-                let list = List::deserialize(second).map_err(|error| context.at(&error))?;
-                for (position, item) in list.items.into_iter().enumerate() {
-                    objects.extend(context.item(item, list_item_kind(&kind), position)?);
+        } else {
+            objects.extend(match object(&meta, second, trust_domain) {
+                Some(Ok(object)) => Some(object),
+                Some(Err(Invalid::Parse(error))) => return Err(at(error)),
+                Some(Err(Invalid::Convert(reason))) => {
+                    return Err(within(format!("{}: {reason}", meta.kind)));
                 }
-            }
-            _ => {}
+                None => None,
+            });
         }
     }
     Ok(objects)
 }
 
-/// `PodList` holds Pods, which need not repeat their kind; `List` holds anything.
-fn list_item_kind(list: &str) -> &str {
-    list.strip_suffix("List").unwrap_or_default()
+/// Parses an item. The items of a `PodList` need no kind; a `List` has items of any kind.
+fn list_item(item: Value, list: &str, trust_domain: &str) -> Result<Option<Object>, String> {
+    let text = |field: &str| item.get(field).and_then(Value::as_str).map(str::to_owned);
+    let kind = list.strip_suffix("List").unwrap_or_default();
+    let meta = TypeMeta {
+        api_version: text("apiVersion").unwrap_or_else(|| "v1".to_owned()),
+        kind: text("kind").unwrap_or_else(|| kind.to_owned()),
+    };
+    let object = object(&meta, item, trust_domain).transpose();
+    object.map_err(|error| match error {
+        Invalid::Parse(error) => format!("{}: {error}", meta.kind),
+        Invalid::Convert(reason) => format!("{}: {reason}", meta.kind),
+    })
 }
 
-struct Context<'a> {
-    text: &'a str,
-    trust_domain: &'a str,
-    document: usize,
+enum Invalid {
+    Parse(Error),
+    Convert(String),
 }
 
-impl Context<'_> {
-    fn read<T: CatalogObject + DeserializeOwned>(
-        &self,
-        document: Deserializer<'_>,
-    ) -> Result<Object, ManifestError> {
-        let object = T::deserialize(document).map_err(|error| self.at(&error))?;
-        object
-            .convert(self.trust_domain)
-            .map_err(|error| self.within(&format!("{}: {error}", T::KIND)))
-    }
-
-    fn item(
-        &self,
-        item: Value,
-        kind: &str,
-        position: usize,
-    ) -> Result<Option<Object>, ManifestError> {
-        let text = |field: &str| item.get(field).and_then(Value::as_str).map(str::to_owned);
-        let kind = text("kind").unwrap_or_else(|| kind.to_owned());
-        let version = text("apiVersion").unwrap_or_else(|| "v1".to_owned());
-        let result = match (version.as_str(), kind.as_str()) {
-            ("v1", "Service") => read_value::<Service>(item, self.trust_domain),
-            ("discovery.k8s.io/v1", "EndpointSlice") => {
-                read_value::<EndpointSlice>(item, self.trust_domain)
-            }
-            ("v1", "Pod") => read_value::<Pod>(item, self.trust_domain),
-            _ => return Ok(None),
-        };
-        result
-            .map(Some)
-            .map_err(|reason| self.within(&format!("items[{position}]: {kind}: {reason}")))
-    }
-
-    fn at(&self, error: &serde_yaml_ng::Error) -> ManifestError {
-        match error.location() {
-            None => self.within(&error.to_string()),
-            Some(location) => {
-                // The parser appends the place to some of its messages, and says it in its own way.
-                let reason = error.to_string();
-                let reason = reason
-                    .split(" at line ")
-                    .next()
-                    .unwrap_or(&reason)
-                    .to_owned();
-                ManifestError::At {
-                    line: location.line().min(self.text.lines().count().max(1)),
-                    column: location.column(),
-                    reason,
-                }
-            }
-        }
-    }
-
-    fn within(&self, reason: &str) -> ManifestError {
-        ManifestError::In {
-            document: self.document,
-            reason: reason.to_owned(),
-        }
-    }
-}
-
-fn read_value<T: CatalogObject + DeserializeOwned>(
-    item: Value,
+/// Parses an object. `None`: the kind is not part of the catalog.
+fn object<'a>(
+    meta: &TypeMeta,
+    document: impl Deserializer<'a, Error = Error>,
     trust_domain: &str,
-) -> Result<Object, String> {
-    let object: T = serde_yaml_ng::from_value(item).map_err(|error| error.to_string())?;
-    object
-        .convert(trust_domain)
-        .map_err(|error| error.to_string())
+) -> Option<Result<Object, Invalid>> {
+    match (meta.api_version.as_str(), meta.kind.as_str()) {
+        ("v1", "Service") => Some(read::<Service>(document, trust_domain)),
+        ("v1", "Pod") => Some(read::<Pod>(document, trust_domain)),
+        ("discovery.k8s.io/v1", "EndpointSlice") => {
+            Some(read::<EndpointSlice>(document, trust_domain))
+        }
+        _ => None,
+    }
+}
+
+fn read<'a, T: CatalogObject + DeserializeOwned>(
+    document: impl Deserializer<'a, Error = Error>,
+    trust_domain: &str,
+) -> Result<Object, Invalid> {
+    let object = T::deserialize(document).map_err(Invalid::Parse)?;
+    let converted = object.convert(trust_domain);
+    converted.map_err(|error| Invalid::Convert(error.to_string()))
+}
+
+/// The message of an error. The parser appends the position to some.
+fn without_position(error: &Error) -> String {
+    let message = error.to_string();
+    let reason = message.split(" at line ").next();
+    reason.unwrap_or(&message).to_owned()
 }
 
 #[cfg(test)]
@@ -182,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn several_documents_and_other_kinds_in_one_file() {
+    fn parses_several_documents_and_ignores_other_kinds() {
         let text = "# a comment alone\n---\napiVersion: v1\nkind: Service\nmetadata: {name: web, namespace: shop}\n---\n\
                     apiVersion: apps/v1\nkind: Deployment\nmetadata: {name: web}\nspec: {anything: goes}\n---\n---\n\
                     apiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\naddressType: IPv4\nendpoints: []\nmetadata: {name: web-1}\n";
@@ -194,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn json_and_what_kubectl_prints_are_read_too() {
+    fn parses_json_and_lists() {
         assert_eq!(
             names(r#"{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}}"#),
             ["Pod default/p"]
@@ -206,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn text_that_is_no_yaml_is_named_with_its_line_and_column() {
+    fn reports_line_and_column_of_invalid_yaml() {
         let text = "apiVersion: v1\nkind: Service\nmetadata:\n  name: web\n bad: [\n";
         let ManifestError::At {
             line,
@@ -221,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn a_field_of_the_wrong_type_is_named_with_its_line() {
+    fn reports_line_and_path_of_a_field_with_the_wrong_type() {
         let text = "apiVersion: v1\nkind: Service\nmetadata:\n  name: web\nspec:\n  ports:\n  - port: eighty\n";
         let error = parse(text, "cluster.local").unwrap_err();
         assert!(
@@ -232,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_that_makes_no_sense_names_its_document() {
+    fn reports_the_document_of_an_invalid_object() {
         let text = "apiVersion: v1\nkind: Pod\nmetadata: {name: a}\n---\napiVersion: v1\nkind: Service\nmetadata: {name: b}\nspec: {clusterIP: x}\n";
         assert_eq!(
             parse(text, "cluster.local").unwrap_err().to_string(),

@@ -274,10 +274,10 @@ mod tests {
     }
 
     impl ProxyState {
-        fn take(&mut self, answer: proto::DiscoverResponse) {
+        fn apply(&mut self, response: proto::DiscoverResponse) {
             let by_address = |endpoint: proto::Endpoint| (endpoint.address.clone(), endpoint);
-            self.version = answer.version;
-            match answer.update.unwrap() {
+            self.version = response.version;
+            match response.update.unwrap() {
                 Response::Unchanged(_) | Response::Roots(_) => {}
                 Response::Unknown(_) => (self.target, self.endpoints) = (None, BTreeMap::new()),
                 Response::Snapshot(snapshot) => {
@@ -319,14 +319,15 @@ mod tests {
 
     fn read(
         stream: &mut Subscriptions,
-        kept: &mut BTreeMap<SocketAddr, ProxyState>,
+        received: &mut BTreeMap<SocketAddr, ProxyState>,
         at_most: usize,
     ) {
         for _ in 0..at_most {
-            if let Some(answer) = stream.next_response() {
-                kept.entry(answer.destination.parse().unwrap())
+            if let Some(response) = stream.next_response() {
+                received
+                    .entry(response.destination.parse().unwrap())
                     .or_default()
-                    .take(answer);
+                    .apply(response);
             }
         }
     }
@@ -335,7 +336,7 @@ mod tests {
     fn slow_proxy_ends_with_the_state_of_a_new_proxy() {
         for seed in 0..50 {
             let mut chance = Chance(fastrand::Rng::with_seed(seed));
-            let (hub, mut kept) = (Hub::default(), BTreeMap::new());
+            let (hub, mut received) = (Hub::default(), BTreeMap::new());
             let mut slow = stream(&hub);
             for step in 0..200 {
                 match chance.0.u8(..12) {
@@ -344,9 +345,9 @@ mod tests {
                         let subscribed: Vec<SocketAddr> = slow.by_address.keys().copied().collect();
                         slow = stream(&hub);
                         for destination in subscribed {
-                            let known = kept
+                            let known = received
                                 .get(&destination)
-                                .map_or("", |kept: &ProxyState| &kept.version);
+                                .map_or("", |received: &ProxyState| &received.version);
                             slow.apply(subscribe(destination, known)).unwrap();
                         }
                     }
@@ -355,17 +356,17 @@ mod tests {
                         slow.apply(subscribe(all[chance.0.usize(..all.len())], ""))
                             .unwrap();
                     }
-                    4..6 => read(&mut slow, &mut kept, step % 4),
+                    4..6 => read(&mut slow, &mut received, step % 4),
                     _ => hub.apply([chance.change()]),
                 }
             }
-            read(&mut slow, &mut kept, 1000);
-            let (mut fresh, mut told) = (stream(&hub), BTreeMap::new());
+            read(&mut slow, &mut received, 1000);
+            let (mut fresh, mut expected) = (stream(&hub), BTreeMap::new());
             for destination in slow.by_address.keys() {
                 fresh.apply(subscribe(*destination, "")).unwrap();
             }
-            read(&mut fresh, &mut told, 1000);
-            assert_eq!(kept, told, "seed {seed}");
+            read(&mut fresh, &mut expected, 1000);
+            assert_eq!(received, expected, "seed {seed}");
         }
     }
 

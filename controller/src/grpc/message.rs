@@ -1,4 +1,4 @@
-//! The index's values in the contract's words. Pure.
+//! Conversion of the values of the index to messages. Pure.
 
 use std::net::SocketAddr;
 
@@ -8,7 +8,7 @@ use crate::index::object::{Key, ServicePort, TargetPort};
 use crate::index::state::{Delta, Endpoint, Target, TargetKind};
 use crate::index::view::{EndpointView, ServiceView};
 
-/// A Service; one that does not exist has its name alone, and is marked as deleted.
+/// A Service. One that does not exist has a name only and is marked as deleted.
 pub(super) fn service(key: &Key, view: Option<&ServiceView>) -> proto::Service {
     let mut message = proto::Service {
         name: key.name.to_string(),
@@ -33,7 +33,7 @@ pub(super) fn service(key: &Key, view: Option<&ServiceView>) -> proto::Service {
     message
 }
 
-/// The whole state of a known destination.
+/// The whole state of a destination.
 pub(super) fn snapshot(target: &Target) -> proto::Snapshot {
     let kind = match target.kind {
         TargetKind::Service => proto::snapshot::Kind::Service,

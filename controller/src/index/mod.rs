@@ -1,11 +1,9 @@
-//! The index: the catalog's objects by the questions that are asked of them. Between the catalog
-//! and its subscribers.
+//! The index of the catalog: resolves destinations and Services, and returns the destinations that
+//! a change affects.
 //!
-//! Pure: no sockets, no clock, no Kubernetes client. The same objects give the same answers and
-//! versions, in whatever order their events came. Each change costs what it touches, not what the
-//! cluster holds.
+//! Pure. Equal objects result in equal states and versions, in any order of events. The cost of a
+//! change depends on the affected objects, not on the size of the cluster.
 
-pub mod convert;
 pub mod object;
 pub mod state;
 pub mod version;
@@ -22,7 +20,7 @@ use object::{
 use state::{Endpoint, State, Target, TargetKind};
 use view::ServiceView;
 
-/// All objects of the catalog, and how they refer to each other.
+/// The objects of the catalog and their references.
 #[derive(Debug, Default)]
 pub struct Index {
     services: HashMap<Key, Service>,
@@ -32,34 +30,31 @@ pub struct Index {
     slices_of_pod: HashMap<Key, BTreeSet<Key>>,
     services_at: HashMap<IpAddr, BTreeSet<Key>>,
     pods_at: HashMap<IpAddr, BTreeSet<Key>>,
-    /// The meshed pods of each namespace that has any.
-    meshed: BTreeMap<Arc<str>, BTreeSet<Key>>,
+    /// The meshed pods by namespace.
+    meshed: HashMap<Arc<str>, BTreeSet<Key>>,
 }
 
-/// What changes may have touched: the only things to look at again.
+/// The topics that changes may affect.
 #[derive(Debug, Default, PartialEq)]
 pub struct Touched {
-    /// Services whose view may be another one now.
+    /// Services with a possibly changed view.
     pub services: BTreeSet<Key>,
-    /// Addresses whose destinations may stand for something else now.
+    /// Addresses with possibly changed destinations.
     pub addresses: BTreeSet<IpAddr>,
 }
 
 impl Index {
-    /// Takes one change in and adds to `touched` what it concerns.
+    /// Applies a change and adds the affected topics to `touched`.
     pub fn apply(&mut self, change: Change, touched: &mut Touched) {
         match change {
             Change::Apply(object) => self.set(object, touched),
             Change::Delete(kind, key) => self.remove(kind, &key, touched),
             Change::Reset(kind, objects) => {
-                let kept: HashSet<Key> =
-                    objects.iter().map(|object| object.key().clone()).collect();
-                for gone in self
-                    .keys(kind)
-                    .into_iter()
-                    .filter(|key| !kept.contains(key))
-                {
-                    self.remove(kind, &gone, touched);
+                let listed: HashSet<&Key> = objects.iter().map(Object::key).collect();
+                let mut deleted = self.keys(kind);
+                deleted.retain(|key| !listed.contains(key));
+                for key in deleted {
+                    self.remove(kind, &key, touched);
                 }
                 for object in objects {
                     self.set(object, touched);
@@ -68,7 +63,7 @@ impl Index {
         }
     }
 
-    /// What a destination stands for: a Service's port, else a pod, else nothing known.
+    /// Resolves a destination to a Service port, a pod, or an unknown target.
     pub fn resolve(&self, destination: SocketAddr) -> State {
         State::new(
             self.service_target(destination)
@@ -76,7 +71,7 @@ impl Index {
         )
     }
 
-    /// A Service as people and tools see it; none where it does not exist.
+    /// A Service with all endpoints.
     pub fn service(&self, key: &Key) -> Option<ServiceView> {
         let service = self.services.get(key)?;
         let slices: Vec<&Slice> = self.slices_of(key).collect();
@@ -85,12 +80,12 @@ impl Index {
         }))
     }
 
-    /// A pod.
+    /// A pod by its key.
     pub fn pod(&self, key: &Key) -> Option<&Pod> {
         self.pods.get(key)
     }
 
-    /// The pods that an address belongs to; more than one while one takes it over from another.
+    /// The pods with an address. Several during its reassignment.
     pub fn pods_at(&self, address: IpAddr) -> impl Iterator<Item = &Pod> {
         self.pods_at
             .get(&address)
@@ -99,23 +94,23 @@ impl Index {
             .map(|key| &self.pods[key])
     }
 
-    /// Namespace and name of every Service, in order.
+    /// The keys of all Services.
     pub fn service_keys(&self) -> BTreeSet<Key> {
         self.services.keys().cloned().collect()
     }
 
-    /// The namespaces that have meshed pods, in order.
+    /// The namespaces with meshed pods.
     pub fn meshed_namespaces(&self) -> impl Iterator<Item = &Arc<str>> {
         self.meshed.keys()
     }
 
-    /// The meshed pods that are ready and stay.
+    /// The meshed pods that are ready and do not terminate.
     pub fn ready_meshed_pods(&self) -> impl Iterator<Item = &Pod> {
         let meshed = self.meshed.values().flatten().map(|key| &self.pods[key]);
         meshed.filter(|pod| pod.ready && !pod.terminating)
     }
 
-    /// How many objects of a kind there are.
+    /// The number of objects of a kind.
     pub fn count(&self, kind: Kind) -> usize {
         match kind {
             Kind::Service => self.services.len(),
@@ -124,7 +119,7 @@ impl Index {
         }
     }
 
-    /// TCP alone is redirected, so a port of another transport is no destination.
+    /// Only TCP is redirected: ports of other transports are not destinations.
     fn service_target(&self, destination: SocketAddr) -> Option<Target> {
         let service = &self.services[self.services_at.get(&destination.ip())?.first()?];
         let port = service
@@ -139,7 +134,7 @@ impl Index {
         })
     }
 
-    /// The pod that an address belongs to: one that stays before one that goes, then the youngest.
+    /// The pod with an address. Terminating and older pods come last.
     fn pod_target(&self, destination: SocketAddr) -> Option<Target> {
         let pod = self
             .pods_at(destination.ip())
@@ -158,33 +153,29 @@ impl Index {
         })
     }
 
-    /// The endpoints behind one port that may take new connections, of the cluster IP's own family.
+    /// The endpoints of a port that accept new connections, in the family of the cluster IP.
     fn endpoints(&self, service: &Service, port: &str, ipv6: bool) -> Vec<Endpoint> {
         let mut all: BTreeMap<SocketAddr, Vec<&SliceEndpoint>> = BTreeMap::new();
         for slice in self.slices_of(&service.key) {
-            for number in slice
+            let ports = slice
                 .ports
                 .iter()
-                .filter(|candidate| candidate.name == port && candidate.protocol == Transport::Tcp)
-            {
-                for endpoint in slice
-                    .endpoints
-                    .iter()
-                    .filter(|endpoint| endpoint.address.is_ipv6() == ipv6)
-                {
-                    all.entry(SocketAddr::new(endpoint.address, number.port))
-                        .or_default()
-                        .push(endpoint);
+                .filter(|candidate| candidate.name == port && candidate.protocol == Transport::Tcp);
+            for number in ports.map(|port| port.port) {
+                let endpoints = slice.endpoints.iter();
+                for endpoint in endpoints.filter(|endpoint| endpoint.address.is_ipv6() == ipv6) {
+                    let address = SocketAddr::new(endpoint.address, number);
+                    all.entry(address).or_default().push(endpoint);
                 }
             }
         }
-        all.into_iter()
-            .filter_map(|(address, same)| self.usable(service, address, &same))
+        let all = all.into_iter();
+        all.filter_map(|(address, same)| self.usable(service, address, &same))
             .collect()
     }
 
-    /// Several slices may hold one address while an endpoint moves between them: any that calls its
-    /// pod terminating is right.
+    /// Several slices may contain an address while an endpoint moves between them. It terminates if
+    /// it terminates in any of them.
     fn usable(
         &self,
         service: &Service,
@@ -194,8 +185,8 @@ impl Index {
         let chosen = same.iter().find_map(|endpoint| {
             let pod = match &endpoint.pod {
                 None => None,
-                // Only the pod says whether it is meshed: an endpoint whose pod is not known (yet,
-                // or any more) has to wait.
+                // Only the pod determines whether it is meshed: endpoints of unknown pods are not
+                // usable.
                 Some(reference) => Some(self.pod_of(reference)?),
             };
             let leaving = pod.is_some_and(|pod| pod.terminating)
@@ -214,13 +205,13 @@ impl Index {
         })
     }
 
-    /// The pod that a slice names, unless a successor has taken its name.
+    /// The referenced pod, unless a successor has its name.
     fn pod_of(&self, reference: &PodReference) -> Option<&Pod> {
         let pod = self.pods.get(&reference.key)?;
         (reference.uid.is_empty() || pod.uid.is_empty() || reference.uid == pod.uid).then_some(pod)
     }
 
-    /// In the order of their names, so that what wins does not depend on the order of events.
+    /// In the order of their names, independently of the order of events.
     fn slices_of(&self, service: &Key) -> impl Iterator<Item = &Slice> {
         self.slices_of_service
             .get(service)
@@ -261,14 +252,14 @@ impl Index {
         if old.as_ref() == new {
             return;
         }
-        for ip in old.iter().flat_map(|service| &service.cluster_ips) {
-            unlink(&mut self.services_at, ip, key);
-            touched.addresses.insert(*ip);
-        }
-        for ip in new.iter().flat_map(|service| &service.cluster_ips) {
-            self.services_at.entry(*ip).or_default().insert(key.clone());
-            touched.addresses.insert(*ip);
-        }
+        let ips = |service: Option<&Service>| service.map_or(vec![], |one| one.cluster_ips.clone());
+        relink(
+            &mut self.services_at,
+            key,
+            ips(old.as_ref()),
+            ips(new),
+            touched,
+        );
         touched.services.insert(key.clone());
     }
 
@@ -279,40 +270,16 @@ impl Index {
             return;
         }
         if let Some(slice) = &old {
-            if let Some(service) = &slice.service {
-                unlink(&mut self.slices_of_service, service, key);
-            }
-            for pod in slice
-                .endpoints
-                .iter()
-                .filter_map(|endpoint| endpoint.pod.as_ref())
-            {
-                unlink(&mut self.slices_of_pod, &pod.key, key);
-            }
+            let services = slice.service.iter();
+            services.for_each(|service| unlink(&mut self.slices_of_service, service, key));
+            pods_of(slice).for_each(|pod| unlink(&mut self.slices_of_pod, pod, key));
         }
         if let Some(slice) = new {
-            if let Some(service) = &slice.service {
-                self.slices_of_service
-                    .entry(service.clone())
-                    .or_default()
-                    .insert(key.clone());
-            }
-            for pod in slice
-                .endpoints
-                .iter()
-                .filter_map(|endpoint| endpoint.pod.as_ref())
-            {
-                self.slices_of_pod
-                    .entry(pod.key.clone())
-                    .or_default()
-                    .insert(key.clone());
-            }
+            let services = slice.service.iter();
+            services.for_each(|service| link(&mut self.slices_of_service, service, key));
+            pods_of(slice).for_each(|pod| link(&mut self.slices_of_pod, pod, key));
         }
-        for service in old
-            .iter()
-            .chain(new)
-            .filter_map(|slice| slice.service.as_ref())
-        {
+        for service in old.iter().chain(new).flat_map(|slice| &slice.service) {
             touch_service(&self.services, service, touched);
         }
     }
@@ -320,41 +287,20 @@ impl Index {
     fn set_pod(&mut self, key: &Key, new: Option<Pod>, touched: &mut Touched) {
         let old = replace(&mut self.pods, key, new);
         let new = self.pods.get(key);
-        let is_meshed = |pod: &Pod| pod.identity.is_some();
-        match (
-            old.as_ref().is_some_and(is_meshed),
-            new.is_some_and(is_meshed),
-        ) {
-            (false, true) => {
-                self.meshed
-                    .entry(key.namespace.clone())
-                    .or_default()
-                    .insert(key.clone());
-            }
-            (true, false) => unlink_in_order(&mut self.meshed, &key.namespace, key),
+        let is_meshed = |pod: Option<&Pod>| pod.is_some_and(|pod| pod.identity.is_some());
+        match (is_meshed(old.as_ref()), is_meshed(new)) {
+            (false, true) => link(&mut self.meshed, &key.namespace, key),
+            (true, false) => unlink(&mut self.meshed, &key.namespace, key),
             _ => {}
         }
-        // Readiness alone touches nothing.
-        if old
-            .clone()
-            .zip(new)
-            .map_or(old.as_ref() == new, |(old, new)| {
-                Pod {
-                    ready: new.ready,
-                    ..old
-                } == *new
-            })
-        {
+        // Readiness does not affect destinations.
+        let ready = new.is_some_and(|pod| pod.ready);
+        let same_readiness = old.clone().map(|old| Pod { ready, ..old });
+        if same_readiness.as_ref() == new {
             return;
         }
-        for ip in old.iter().flat_map(|pod| &pod.addresses) {
-            unlink(&mut self.pods_at, ip, key);
-            touched.addresses.insert(*ip);
-        }
-        for ip in new.iter().flat_map(|pod| &pod.addresses) {
-            self.pods_at.entry(*ip).or_default().insert(key.clone());
-            touched.addresses.insert(*ip);
-        }
+        let ips = |pod: Option<&Pod>| pod.map_or(vec![], |pod| pod.addresses.clone());
+        relink(&mut self.pods_at, key, ips(old.as_ref()), ips(new), touched);
         for slice in self.slices_of_pod.get(key).into_iter().flatten() {
             if let Some(service) = &self.slices[slice].service {
                 touch_service(&self.services, service, touched);
@@ -363,7 +309,25 @@ impl Index {
     }
 }
 
-/// Where the Service's endpoints are another matter now, so is each of its addresses.
+fn pods_of(slice: &Slice) -> impl Iterator<Item = &Key> {
+    let references = slice.endpoints.iter().flat_map(|endpoint| &endpoint.pod);
+    references.map(|reference| &reference.key)
+}
+
+/// Moves an object from its old to its new addresses, which are all affected.
+fn relink(
+    map: &mut HashMap<IpAddr, BTreeSet<Key>>,
+    key: &Key,
+    old: Vec<IpAddr>,
+    new: Vec<IpAddr>,
+    touched: &mut Touched,
+) {
+    old.iter().for_each(|ip| unlink(map, ip, key));
+    new.iter().for_each(|ip| link(map, ip, key));
+    touched.addresses.extend(old.into_iter().chain(new));
+}
+
+/// Adds a Service and its addresses.
 fn touch_service(services: &HashMap<Key, Service>, key: &Key, touched: &mut Touched) {
     if let Some(service) = services.get(key) {
         touched.addresses.extend(&service.cluster_ips);
@@ -378,16 +342,11 @@ fn replace<T>(map: &mut HashMap<Key, T>, key: &Key, new: Option<T>) -> Option<T>
     }
 }
 
-fn unlink<K: Eq + Hash>(map: &mut HashMap<K, BTreeSet<Key>>, from: &K, key: &Key) {
-    if let Some(keys) = map.get_mut(from) {
-        keys.remove(key);
-        if keys.is_empty() {
-            map.remove(from);
-        }
-    }
+fn link<K: Clone + Eq + Hash>(map: &mut HashMap<K, BTreeSet<Key>>, to: &K, key: &Key) {
+    map.entry(to.clone()).or_default().insert(key.clone());
 }
 
-fn unlink_in_order(map: &mut BTreeMap<Arc<str>, BTreeSet<Key>>, from: &Arc<str>, key: &Key) {
+fn unlink<K: Eq + Hash>(map: &mut HashMap<K, BTreeSet<Key>>, from: &K, key: &Key) {
     if let Some(keys) = map.get_mut(from) {
         keys.remove(key);
         if keys.is_empty() {

@@ -1,14 +1,12 @@
-//! The catalog's objects as the index keeps them: the few fields that decide where traffic goes,
-//! and nothing else.
-//!
-//! First stop behind the catalog providers. Plain values: they know neither Kubernetes nor gRPC.
+//! The objects of the catalog, with the fields that determine destinations. Plain values without
+//! types of Kubernetes or gRPC.
 
 use std::fmt;
 use std::net::IpAddr;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
-/// The three kinds of object that the catalog is made of.
+/// The kinds of objects in the catalog.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kind {
     /// A Service.
@@ -20,10 +18,10 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// Every kind; the catalog is synced once each was listed.
+    /// All kinds. The catalog is synced when all were listed.
     pub const ALL: [Kind; 3] = [Kind::Service, Kind::Slice, Kind::Pod];
 
-    /// The kind as Kubernetes writes it.
+    /// The name in Kubernetes.
     pub fn name(self) -> &'static str {
         match self {
             Kind::Service => "Service",
@@ -39,7 +37,7 @@ impl fmt::Display for Kind {
     }
 }
 
-/// Namespace and name of an object. Cheap to clone: it stands in many maps.
+/// Namespace and name of an object. Cheap to clone.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Key {
     /// The namespace.
@@ -64,14 +62,14 @@ impl fmt::Display for Key {
     }
 }
 
-/// What a catalog provider tells the index.
+/// A change of the catalog.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Change {
-    /// The object is new or has changed.
+    /// A new or changed object.
     Apply(Object),
-    /// The object is gone.
+    /// A deleted object.
     Delete(Kind, Key),
-    /// These are all objects of the kind; what is not among them is gone.
+    /// All objects of a kind. Others are deleted.
     Reset(Kind, Vec<Object>),
 }
 
@@ -87,7 +85,7 @@ pub enum Object {
 }
 
 impl Object {
-    /// Which kind it is.
+    /// The kind.
     pub fn kind(&self) -> Kind {
         match self {
             Object::Service(_) => Kind::Service,
@@ -96,7 +94,7 @@ impl Object {
         }
     }
 
-    /// Its namespace and name.
+    /// Namespace and name.
     pub fn key(&self) -> &Key {
         match self {
             Object::Service(service) => &service.key,
@@ -111,44 +109,44 @@ impl Object {
 pub struct Service {
     /// Namespace and name.
     pub key: Key,
-    /// The cluster IPs of both families; none for a headless Service and for an ExternalName.
+    /// The cluster IPs of both families. Empty for headless Services and ExternalNames.
     pub cluster_ips: Vec<IpAddr>,
-    /// All ports, in the order of the Service.
+    /// The ports in their order.
     pub ports: Vec<ServicePort>,
-    /// Where an ExternalName points; empty for all other types.
+    /// The target of an ExternalName, or empty.
     pub external_name: String,
-    /// Whether endpoints count as ready when they are not.
+    /// Whether endpoints that are not ready count as ready.
     pub publish_not_ready: bool,
 }
 
 /// One port of a Service.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ServicePort {
-    /// Empty where the Service has one port without a name.
+    /// The name, which may be empty for a single port.
     pub name: String,
     /// The number on the cluster IP.
     pub port: u16,
-    /// What it stands for on the pods.
+    /// The port of the pods.
     pub target: TargetPort,
     /// The transport.
     pub protocol: Transport,
-    /// The application protocol as the Service names it; empty where it names none.
+    /// The application protocol, or empty.
     pub app_protocol: String,
 }
 
-/// A Service port's target.
+/// The target of a Service port.
 #[derive(Clone, Debug, PartialEq)]
 pub enum TargetPort {
     /// A number.
     Number(u16),
-    /// A named port of the pods: its number may differ by pod, so the slices say it.
+    /// A named port of the pods, whose number is in the slices.
     Name(String),
 }
 
 /// A transport protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Transport {
-    /// TCP, the only one that is redirected to the proxies.
+    /// TCP, the only redirected transport.
     Tcp,
     /// UDP.
     Udp,
@@ -157,7 +155,7 @@ pub enum Transport {
 }
 
 impl Transport {
-    /// The name as Kubernetes writes it.
+    /// The name in Kubernetes.
     pub fn name(self) -> &'static str {
         match self {
             Transport::Tcp => "TCP",
@@ -172,18 +170,18 @@ impl Transport {
 pub struct Slice {
     /// Namespace and name.
     pub key: Key,
-    /// The Service that it belongs to, in its own namespace; none for a slice that nobody claimed.
+    /// The Service, if the slice belongs to one.
     pub service: Option<Key>,
-    /// The ports behind the Service's ports.
+    /// The ports of the endpoints.
     pub ports: Vec<SlicePort>,
-    /// The endpoints; none for a slice of names instead of addresses.
+    /// The endpoints. Empty for a slice of host names.
     pub endpoints: Vec<SliceEndpoint>,
 }
 
 /// One port of an EndpointSlice.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SlicePort {
-    /// The Service port's name.
+    /// The name of the Service port.
     pub name: String,
     /// The number on the endpoints.
     pub port: u16,
@@ -194,24 +192,24 @@ pub struct SlicePort {
 /// One endpoint of an EndpointSlice.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SliceEndpoint {
-    /// Its address (the first one: further ones mean nothing, says Kubernetes).
+    /// The first address. Kubernetes defines no meaning of further ones.
     pub address: IpAddr,
-    /// Whether it takes new connections.
+    /// Whether the endpoint accepts new connections.
     pub ready: bool,
-    /// Whether it is on its way out.
+    /// Whether the endpoint terminates.
     pub terminating: bool,
-    /// Its zone, or empty.
+    /// The zone, or empty.
     pub zone: Arc<str>,
-    /// The pod behind it; none where the slice names no pod.
+    /// The pod, if the slice contains a reference to it.
     pub pod: Option<PodReference>,
 }
 
-/// A pod as an EndpointSlice names it.
+/// A reference to a pod in an EndpointSlice.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PodReference {
     /// Namespace and name.
     pub key: Key,
-    /// Tells a pod from its successor of the same name; empty where the slice does not say.
+    /// The UID, or empty. It differs for a successor with the same name.
     pub uid: Arc<str>,
 }
 
@@ -220,37 +218,35 @@ pub struct PodReference {
 pub struct Pod {
     /// Namespace and name.
     pub key: Key,
-    /// Its UID, or empty.
+    /// The UID, or empty.
     pub uid: Arc<str>,
-    /// The addresses that are its own: none while it has none, once it has finished, and on the
-    /// host's network.
+    /// The pod's own addresses. Empty for finished pods and in the host network.
     pub addresses: Vec<IpAddr>,
-    /// Whether it is being deleted.
+    /// Whether the pod is being deleted.
     pub terminating: bool,
-    /// Whether all of its containers are ready. Where traffic goes does not depend on it: slices
-    /// say that.
+    /// Whether the pod is ready. Destinations depend on the slices instead.
     pub ready: bool,
-    /// When it was made, in seconds since 1970; 0 where that is not said.
+    /// The creation time in seconds since 1970, or 0.
     pub created: i64,
-    /// Its zone, or empty.
+    /// The zone, or empty.
     pub zone: Arc<str>,
-    /// The SPIFFE ID to expect of it; none where it is not meshed.
+    /// The SPIFFE ID, if the pod is meshed.
     pub identity: Option<Arc<str>>,
-    /// The ports that do not pass its proxy, where it is meshed: nobody there proves anything.
+    /// The ports that are not redirected to the proxy of a meshed pod.
     pub bypassed: Vec<RangeInclusive<u16>>,
-    /// The ports whose connections its proxy carries as bytes, whatever anybody else says.
+    /// The ports that the pod declares opaque.
     pub opaque_ports: Box<[RangeInclusive<u16>]>,
 }
 
 impl Pod {
-    /// The SPIFFE ID to expect at one of its ports.
+    /// The SPIFFE ID at a port.
     pub fn identity_at(&self, port: u16) -> Option<Arc<str>> {
         self.identity
             .clone()
             .filter(|_| !self.bypassed.iter().any(|ports| ports.contains(&port)))
     }
 
-    /// Whether the pod declares one of its ports opaque.
+    /// Whether the pod declares a port opaque.
     pub fn is_opaque_at(&self, port: u16) -> bool {
         self.opaque_ports.iter().any(|ports| ports.contains(&port))
     }

@@ -1,5 +1,4 @@
-//! What a destination stands for at one moment, its version, and the difference between two such
-//! states. Pure values.
+//! The state of a destination, its version, and the difference between two states. Pure values.
 
 use std::cmp::Ordering;
 use std::net::SocketAddr;
@@ -8,16 +7,16 @@ use std::sync::Arc;
 use super::object::Key;
 use super::version::{Digest, Version};
 
-/// One destination's state.
+/// The state of a destination.
 #[derive(Clone, Debug, PartialEq)]
 pub struct State {
-    /// Its version.
+    /// The version.
     pub version: Version,
-    /// What it stands for; none: neither a Service nor a pod.
+    /// The target. `None`: neither a Service nor a pod.
     pub target: Option<Target>,
 }
 
-/// What a known destination stands for.
+/// The target of a destination.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Target {
     /// A Service or a pod.
@@ -26,11 +25,11 @@ pub struct Target {
     pub key: Key,
     /// The Service port's application protocol, or empty.
     pub app_protocol: String,
-    /// Those that may take new connections, ascending by address, none twice.
+    /// The endpoints that accept new connections, ascending by address, without duplicates.
     pub endpoints: Vec<Endpoint>,
 }
 
-/// The two kinds of target.
+/// The kind of a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TargetKind {
     /// A Service by its cluster IP.
@@ -42,40 +41,40 @@ pub enum TargetKind {
 /// One endpoint of a target.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Endpoint {
-    /// Where it listens.
+    /// The address and port.
     pub address: SocketAddr,
-    /// Its zone, or empty.
+    /// The zone, or empty.
     pub zone: Arc<str>,
-    /// The pod behind it, where one is named.
+    /// The pod, if known.
     pub pod: Option<Key>,
-    /// The SPIFFE ID to expect; none: not meshed.
+    /// The SPIFFE ID, if the endpoint is meshed.
     pub identity: Option<Arc<str>>,
     /// Whether the pod declares the port opaque.
     pub opaque: bool,
 }
 
-/// What turns one state's endpoints into another's.
+/// The difference between the endpoints of two states.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Delta {
-    /// New or changed ones.
+    /// New and changed endpoints.
     pub upserted: Vec<Endpoint>,
-    /// Addresses that are gone.
+    /// Addresses of removed endpoints.
     pub removed: Vec<SocketAddr>,
 }
 
-/// How to tell a subscriber of a new state.
+/// The update for a subscriber.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Update {
-    /// The whole state: there was none before, or more has changed than the endpoints.
+    /// The whole state: the target has changed.
     Whole,
-    /// The difference to what it has.
+    /// The difference to the subscriber's state.
     Difference(Delta),
-    /// It has it already.
+    /// The subscriber has the state.
     Nothing,
 }
 
 impl State {
-    /// The state of a destination that stands for `target`.
+    /// The state of a destination with this target.
     pub fn new(target: Option<Target>) -> State {
         State {
             version: version(target.as_ref()),
@@ -83,7 +82,7 @@ impl State {
         }
     }
 
-    /// How to tell a subscriber that has `before` of this state.
+    /// The update for a subscriber with the state `before`.
     pub fn since(&self, before: &State) -> Update {
         if self.version == before.version {
             return Update::Nothing;
@@ -100,7 +99,7 @@ impl State {
     }
 }
 
-/// Both lists ascend by address, so that one pass finds every difference.
+/// Compares lists that ascend by address, in one pass.
 fn difference(old: &[Endpoint], new: &[Endpoint]) -> Delta {
     let mut delta = Delta::default();
     let (mut old, mut new) = (old.iter().peekable(), new.iter().peekable());
@@ -168,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn a_difference_names_what_came_changed_and_went() {
+    fn difference_contains_new_changed_and_removed_endpoints() {
         let before = state(
             "web",
             vec![
@@ -197,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn another_service_at_the_address_is_told_whole() {
+    fn another_target_requires_the_whole_state() {
         assert_eq!(
             state("web", vec![]).since(&state("api", vec![])),
             Update::Whole
@@ -207,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn versions_tell_every_field_apart() {
+    fn versions_differ_for_each_field() {
         let mut versions = vec![
             State::new(None).version,
             state("web", vec![]).version,
@@ -249,7 +248,7 @@ mod tests {
         for (position, version) in versions.iter().enumerate() {
             assert!(
                 !versions[..position].contains(version),
-                "version {position} stands for two states"
+                "version {position} is not unique"
             );
         }
     }

@@ -118,7 +118,7 @@ fn at(index: &Index, destination: &str) -> String {
 }
 
 #[test]
-fn each_port_of_each_family_leads_to_its_own_endpoints() {
+fn resolves_each_port_and_family_to_its_endpoints() {
     let index = index([
         Object::Service(service("web", &["10.96.0.1", "fd00::1"])),
         Object::Slice(slice("web-4", "web", 8080, vec![endpoint("10.0.0.1", "p")])),
@@ -150,7 +150,7 @@ fn each_port_of_each_family_leads_to_its_own_endpoints() {
 }
 
 #[test]
-fn a_pods_opaque_ports_are_those_of_its_endpoints_by_every_address() {
+fn endpoints_have_the_opaque_ports_of_their_pod() {
     let declares = |ports: &[std::ops::RangeInclusive<u16>]| {
         Object::Pod(Pod {
             opaque_ports: ports.into(),
@@ -209,7 +209,7 @@ fn a_pods_opaque_ports_are_those_of_its_endpoints_by_every_address() {
 }
 
 #[test]
-fn other_ports_and_transports_of_a_cluster_ip_are_unknown() {
+fn other_ports_and_transports_of_a_service_are_unknown() {
     let index = index([Object::Service(service("web", &["10.96.0.1"]))]);
     assert_eq!(at(&index, "10.96.0.1:81"), "unknown");
     assert_eq!(
@@ -226,7 +226,7 @@ fn other_ports_and_transports_of_a_cluster_ip_are_unknown() {
 }
 
 #[test]
-fn a_named_target_port_has_the_number_that_each_slice_says() {
+fn resolves_named_target_ports_per_slice() {
     let index = index([
         Object::Service(service("web", &["10.96.0.1"])),
         Object::Slice(slice(
@@ -249,7 +249,7 @@ fn a_named_target_port_has_the_number_that_each_slice_says() {
 }
 
 #[test]
-fn only_ready_endpoints_that_stay_are_listed() {
+fn lists_ready_endpoints_that_do_not_terminate() {
     let mut unready = endpoint("10.0.0.2", "");
     unready.ready = false;
     let mut leaving = endpoint("10.0.0.3", "");
@@ -274,7 +274,7 @@ fn only_ready_endpoints_that_stay_are_listed() {
 }
 
 #[test]
-fn a_pod_that_is_being_deleted_leaves_its_services_before_their_slices_say_so() {
+fn deleted_pod_leaves_services_before_the_slices_change() {
     let mut going = pod("p", &["10.0.0.1"]);
     going.terminating = true;
     let index = index([
@@ -291,7 +291,7 @@ fn a_pod_that_is_being_deleted_leaves_its_services_before_their_slices_say_so() 
 }
 
 #[test]
-fn an_endpoint_waits_for_its_pod_because_only_the_pod_says_whether_it_is_meshed() {
+fn endpoint_of_an_unknown_pod_is_not_usable() {
     let mut index = index([
         Object::Service(service("web", &["10.96.0.1"])),
         Object::Slice(slice("web-1", "web", 8080, vec![endpoint("10.0.0.1", "p")])),
@@ -312,7 +312,7 @@ fn an_endpoint_waits_for_its_pod_because_only_the_pod_says_whether_it_is_meshed(
 }
 
 #[test]
-fn a_slice_of_a_pods_predecessor_of_the_same_name_is_not_believed() {
+fn ignores_slices_of_a_predecessor_with_the_same_name() {
     let mut stale = endpoint("10.0.0.1", "db-0");
     stale.pod = Some(PodReference {
         key: key("db-0"),
@@ -329,7 +329,7 @@ fn a_slice_of_a_pods_predecessor_of_the_same_name_is_not_believed() {
 }
 
 #[test]
-fn an_endpoint_in_two_slices_is_one_endpoint_and_terminating_in_either_is_terminating() {
+fn merges_endpoints_of_two_slices_and_their_termination() {
     let mut moved = slice(
         "web-2",
         "web",
@@ -356,7 +356,7 @@ fn an_endpoint_in_two_slices_is_one_endpoint_and_terminating_in_either_is_termin
 }
 
 #[test]
-fn an_address_that_passes_from_a_leaving_pod_to_a_new_one_stays_in() {
+fn address_that_moves_to_a_new_pod_stays_usable() {
     let mut leaving = endpoint("10.0.0.1", "old");
     leaving.terminating = true;
     leaving.ready = false;
@@ -380,7 +380,7 @@ fn an_address_that_passes_from_a_leaving_pod_to_a_new_one_stays_in() {
 }
 
 #[test]
-fn of_two_pods_at_one_address_the_one_that_stays_then_the_younger_owns_it() {
+fn prefers_running_then_younger_pod_at_an_address() {
     let (mut old, mut new) = (pod("old", &["10.0.0.1"]), pod("new", &["10.0.0.1"]));
     (old.created, new.created) = (2, 1);
     assert_eq!(
@@ -398,7 +398,7 @@ fn of_two_pods_at_one_address_the_one_that_stays_then_the_younger_owns_it() {
 }
 
 #[test]
-fn an_address_of_a_finished_pod_goes_to_its_next_owner() {
+fn address_of_a_finished_pod_belongs_to_the_next_pod() {
     let mut index = index([Object::Pod(pod("job", &["10.0.0.1"]))]);
     // A finished pod is converted to one without addresses.
     index.apply(
@@ -414,7 +414,7 @@ fn an_address_of_a_finished_pod_goes_to_its_next_owner() {
 }
 
 #[test]
-fn a_view_shows_everything_and_joins_the_families_of_a_pod() {
+fn view_contains_all_endpoints_and_merges_address_families() {
     let mut unready = endpoint("10.0.0.9", "");
     unready.ready = false;
     let index = index([
@@ -455,7 +455,7 @@ fn a_view_shows_everything_and_joins_the_families_of_a_pod() {
 }
 
 #[test]
-fn the_same_object_again_touches_nothing() {
+fn unchanged_object_affects_nothing() {
     let objects = [
         Object::Service(service("web", &["10.96.0.1"])),
         Object::Pod(pod("p", &["10.0.0.1"])),
@@ -473,7 +473,7 @@ fn the_same_object_again_touches_nothing() {
 }
 
 #[test]
-fn a_slice_that_changes_its_service_touches_both() {
+fn slice_that_changes_its_service_affects_both() {
     let mut index = index([
         Object::Service(service("a", &["10.96.0.1"])),
         Object::Service(service("b", &["10.96.0.2"])),
@@ -606,7 +606,7 @@ fn remember(objects: &mut BTreeMap<(Kind, Key), Object>, change: &Change) {
 }
 
 #[test]
-fn whatever_the_history_the_same_objects_give_the_same_answers_and_versions() {
+fn states_and_versions_are_independent_of_the_history() {
     for seed in 0..50 {
         let mut chance = Chance(fastrand::Rng::with_seed(seed));
         let (mut lived, mut objects) = (Index::default(), BTreeMap::new());
@@ -642,7 +642,7 @@ fn whatever_the_history_the_same_objects_give_the_same_answers_and_versions() {
 }
 
 #[test]
-fn whatever_changes_is_touched_and_deltas_lead_from_each_state_to_the_next() {
+fn changes_are_reported_and_deltas_transform_states() {
     for seed in 0..50 {
         let mut chance = Chance(fastrand::Rng::with_seed(1000 + seed));
         let mut index = Index::default();
@@ -720,7 +720,7 @@ fn patched(endpoints: &[Endpoint], delta: &Delta) -> Vec<Endpoint> {
 }
 
 #[test]
-fn the_namespaces_of_meshed_pods_come_and_go_with_them_and_readiness_touches_nothing() {
+fn meshed_namespaces_follow_their_pods() {
     let mut index = index([
         Object::Pod(pod("a", &["10.0.0.1"])),
         Object::Pod(pod("b", &["10.0.0.2"])),

@@ -1,11 +1,10 @@
-//! Versions: a digest of a state, the same on every replica, after every restart and for every
-//! order of events.
+//! Versions: digests of states, equal on all replicas and independent of the order of events.
 
 use std::fmt;
 
 use aws_lc_rs::digest::{Context, SHA256};
 
-/// Names one state of a destination or a service. Equal versions mean equal states.
+/// The version of a state. Equal versions mean equal states.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Version([u8; 16]);
 
@@ -21,12 +20,12 @@ impl fmt::Debug for Version {
     }
 }
 
-/// Takes a state in, field by field. Each field says where it ends, so that no two states read
-/// alike.
+/// Computes a version from fields with their lengths, so that different fields result in different
+/// input.
 pub(super) struct Digest(Context);
 
 impl Digest {
-    /// `what` keeps digests of different things apart.
+    /// `what` distinguishes the digests of different types.
     pub(super) fn new(what: &str) -> Digest {
         let mut digest = Digest(Context::new(&SHA256));
         digest.text(what);
@@ -70,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fields_do_not_run_into_each_other() {
+    fn distinguishes_adjacent_fields() {
         let of = |fields: &[&str]| {
             let mut digest = Digest::new("test");
             fields.iter().for_each(|field| digest.text(field));
@@ -81,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn a_version_stays_what_it_is_from_release_to_release() {
+    fn versions_are_stable_across_releases() {
         let mut digest = Digest::new("test");
         digest.number(7);
         digest.address("10.0.0.1".parse().unwrap());

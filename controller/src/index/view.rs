@@ -1,4 +1,4 @@
-//! A Service as people and tools see it: everything, also what takes no traffic and why. Pure.
+//! A Service with all of its endpoints, also those that are not ready, for tools. Pure.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -10,33 +10,33 @@ use super::version::{Digest, Version};
 /// A Service with its endpoints.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ServiceView {
-    /// The Service itself.
+    /// The Service.
     pub service: Service,
-    /// All endpoints, ready or not; those of one pod are one.
+    /// All endpoints, one per pod.
     pub endpoints: Vec<EndpointView>,
 }
 
 /// One endpoint of a Service.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct EndpointView {
-    /// Its addresses, of both families.
+    /// The addresses of both families.
     pub addresses: BTreeSet<IpAddr>,
-    /// Whether it takes new connections.
+    /// Whether the endpoint accepts new connections.
     pub ready: bool,
-    /// Whether it is on its way out.
+    /// Whether the endpoint terminates.
     pub terminating: bool,
-    /// The pod's name, or empty.
+    /// The name of the pod, or empty.
     pub pod_name: Arc<str>,
-    /// Its zone, or empty.
+    /// The zone, or empty.
     pub zone: Arc<str>,
-    /// The numbers behind the Service's ports, by port name.
+    /// The ports by name.
     pub ports: BTreeMap<String, u16>,
     /// The SPIFFE ID of a meshed pod, unless all of these ports bypass the proxy.
     pub identity: Option<Arc<str>>,
 }
 
 impl ServiceView {
-    /// Equal for equal views.
+    /// A digest of the view.
     pub fn version(&self) -> Version {
         let mut digest = Digest::new("view");
         digest_service(&mut digest, &self.service);
@@ -47,29 +47,31 @@ impl ServiceView {
     }
 }
 
-/// What tells endpoints apart: the pod where one is named, else the address.
+/// The key of an endpoint: its pod, or its address without a pod.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
-enum Who<'a> {
+enum EndpointKey<'a> {
     Pod(&'a Key),
     Address(IpAddr),
 }
 
-/// Puts a Service and its slices together; `pod_of` finds the pod that a slice names.
+/// Combines a Service with its slices. `pod_of` resolves references to pods.
 pub(super) fn of<'a>(
     service: &Service,
     slices: &[&Slice],
     pod_of: impl Fn(&PodReference) -> Option<&'a Pod>,
 ) -> ServiceView {
-    let mut all: BTreeMap<Who, EndpointView> = BTreeMap::new();
+    let mut all: BTreeMap<EndpointKey, EndpointView> = BTreeMap::new();
     for slice in slices {
         for endpoint in &slice.endpoints {
             let who = endpoint
                 .pod
                 .as_ref()
-                .map_or(Who::Address(endpoint.address), |pod| Who::Pod(&pod.key));
+                .map_or(EndpointKey::Address(endpoint.address), |pod| {
+                    EndpointKey::Pod(&pod.key)
+                });
             let view = all.entry(who).or_default();
             let pod = endpoint.pod.as_ref().map(&pod_of);
-            // As for the proxies: an endpoint whose pod is not known has to wait.
+            // As for proxies, endpoints of unknown pods are not usable.
             let ready = (endpoint.ready || service.publish_not_ready) && pod != Some(None);
             let leaving = endpoint.terminating || pod.flatten().is_some_and(|pod| pod.terminating);
             add(view, endpoint, ready, leaving);

@@ -210,10 +210,8 @@ pub fn config(dir: &Path) -> Config {
         listen: "127.0.0.1:0".parse().unwrap(),
         admin_listen: "127.0.0.1:0".parse().unwrap(),
         catalog: Catalog::Files(dir.join("catalog")),
-        authenticator: Authenticator::Jwks {
-            file: dir.join("jwks.json"),
-            issuer: Some("https://issuer.test".into()),
-        },
+        authenticator: Authenticator::Jwks(dir.join("jwks.json")),
+        jwks_issuer: Some("https://issuer.test".into()),
         ca: Ca::Files(dir.join("ca")),
         ca_life: Duration::from_secs(86_400),
         certificate_life: Duration::from_secs(3600),
