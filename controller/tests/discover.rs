@@ -99,6 +99,28 @@ async fn unknown_address_becomes_known_and_unknown_again() {
 }
 
 #[tokio::test]
+async fn unknown_port_of_a_service_is_sent_with_the_ports_of_the_service() {
+    let sandbox = Sandbox::start(&[("web.yaml", web(&["10.0.0.1"]))]).await;
+    let mut discover = sandbox.client().await.discover().await;
+    discover.subscribe("10.96.0.7:99", "").await;
+    let Some(Update::Snapshot(snapshot)) = discover.answer().await.unwrap().update else {
+        panic!("a snapshot comes first")
+    };
+    assert_eq!(
+        (snapshot.unknown_port, &snapshot.ports[..], &*snapshot.name),
+        (true, &[80][..], "web")
+    );
+    assert!(snapshot.endpoints.is_empty());
+    // The Service gets the port.
+    let changed = web(&["10.0.0.1"]).replace("port: 80,", "port: 99,");
+    sandbox.write("web.yaml", &changed);
+    assert_eq!(
+        discover.said().await,
+        "10.96.0.7:99: service shop/web [10.0.0.1:8080]"
+    );
+}
+
+#[tokio::test]
 async fn known_version_is_not_sent_again_by_another_replica() {
     let manifests = [("web.yaml", web(&["10.0.0.1"]))];
     let one = Sandbox::start(&manifests).await;

@@ -28,7 +28,7 @@ use crate::control::{Control, ControlError, backoff_ceiling, describe};
 use crate::identity::{CurrentCredentials, Roots, Trust};
 use crate::metrics::DiscoveryMetrics;
 use table::{Table, Watched};
-pub use target::{AppProtocol, EndpointInfo, PodTarget, ServiceTarget, Target};
+pub use target::{AppProtocol, EndpointInfo, PodTarget, ServiceTarget, Target, UnknownPort};
 
 /// Maximum number of subscribed destinations of all workers. Further ones are refused while all of
 /// them are in use.
@@ -426,7 +426,7 @@ impl Driver {
 /// Waits for a response with endpoints. A Service without endpoints, as each one is at first, keeps
 /// its first connection waiting.
 async fn first_response(receiver: &mut watch::Receiver<Arc<Target>>) {
-    while receiver.changed().await.is_ok() && receiver.borrow().is_without_endpoint() {}
+    while receiver.changed().await.is_ok() && receiver.borrow().awaits_endpoint() {}
 }
 
 /// Waits for new credentials; forever if the sender is dropped.

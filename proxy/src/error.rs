@@ -14,6 +14,22 @@ pub enum Failure {
     /// The Service exists and has no ready endpoint.
     #[error("service {0} has no ready endpoint")]
     NoEndpoint(String),
+    /// The Service exists and does not have the port.
+    #[error("service {service} has no port {port}; it has {}", list(ports))]
+    UnknownPort {
+        /// Namespace and name of the Service.
+        service: String,
+        /// The port of the destination.
+        port: u16,
+        /// The TCP ports of the Service.
+        ports: Arc<[u16]>,
+    },
+    /// The destination is or may be meshed, and the controller has not sent its endpoints.
+    #[error(
+        "the endpoints of {0} are unknown, and it may be meshed: plaintext is not allowed; \
+         check that the controller is available"
+    )]
+    Withheld(SocketAddr),
     /// The endpoint did not accept the connection.
     #[error("cannot connect to {address}: {source}")]
     Connect {
@@ -129,9 +145,11 @@ impl Failure {
     pub fn status(&self) -> StatusCode {
         match self {
             Self::NoneAccepts { last, .. } => last.status(),
-            Self::NoEndpoint(_) | Self::Overloaded(_) | Self::NoCertificate(_) => {
-                StatusCode::SERVICE_UNAVAILABLE
-            }
+            Self::NoEndpoint(_)
+            | Self::UnknownPort { .. }
+            | Self::Withheld(_)
+            | Self::Overloaded(_)
+            | Self::NoCertificate(_) => StatusCode::SERVICE_UNAVAILABLE,
             Self::Connect { .. }
             | Self::UpstreamClosed { .. }
             | Self::UpstreamMalformed { .. }
@@ -198,6 +216,8 @@ impl Failure {
         match self {
             Self::NoneAccepts { last, .. } => last.code(),
             Self::NoEndpoint(_) => "no-endpoint",
+            Self::UnknownPort { .. } => "unknown-port",
+            Self::Withheld(_) => "withheld",
             Self::Connect { .. } => "connect-failed",
             Self::ConnectTimeout(_) => "connect-timeout",
             Self::UpstreamClosed { .. } => "upstream-closed",
@@ -215,9 +235,49 @@ impl Failure {
     }
 }
 
+/// The ports in a message, at most eight of them.
+fn list(ports: &[u16]) -> String {
+    let (shown, rest) = ports.split_at(ports.len().min(8));
+    let shown: Vec<String> = shown.iter().map(u16::to_string).collect();
+    match (shown.is_empty(), rest.len()) {
+        (true, _) => "no TCP port".to_owned(),
+        (false, 0) => shown.join(", "),
+        (false, more) => format!("{} and {more} more", shown.join(", ")),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn unknown_port_names_the_ports_of_the_service() {
+        let unknown = |ports: &[u16]| Failure::UnknownPort {
+            service: "shop/web".to_owned(),
+            port: 99,
+            ports: ports.into(),
+        };
+        for (ports, message) in [
+            (&[80][..], "service shop/web has no port 99; it has 80"),
+            (
+                &[80, 443],
+                "service shop/web has no port 99; it has 80, 443",
+            ),
+            (&[], "service shop/web has no port 99; it has no TCP port"),
+            (
+                &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10],
+                "service shop/web has no port 99; it has 1, 2, 3, 4, 5, 6, 7, 8 and 2 more",
+            ),
+        ] {
+            let failure = unknown(ports);
+            assert_eq!(failure.to_string(), message);
+            assert_eq!(failure.status().as_u16(), 503);
+            assert_eq!(
+                (failure.code(), failure.grpc_status()),
+                ("unknown-port", 14)
+            );
+        }
+    }
 
     fn address(host: u8, port: u16) -> SocketAddr {
         ([10, 0, 0, host], port).into()

@@ -20,8 +20,10 @@ use crate::error::Failure;
 use crate::timeouts::TimeoutKind;
 
 /// Values of the label `code`: those of `Failure::code`, and one for codes missing here.
-const FAILURE_CODES: [&str; 15] = [
+const FAILURE_CODES: [&str; 17] = [
     "no-endpoint",
+    "unknown-port",
+    "withheld",
     "connect-failed",
     "connect-timeout",
     "upstream-closed",
@@ -478,6 +480,12 @@ mod tests {
         let address = std::net::SocketAddr::from(([127, 0, 0, 1], 1));
         let failures = [
             Failure::NoEndpoint(String::new()),
+            Failure::UnknownPort {
+                service: String::new(),
+                port: 1,
+                ports: Arc::new([]),
+            },
+            Failure::Withheld(address),
             Failure::Connect {
                 address,
                 source: Arc::new(std::io::ErrorKind::Other.into()),
@@ -504,6 +512,6 @@ mod tests {
             Failure::ConnectNotAllowed,
             Failure::Loop(address),
         ];
-        assert_eq!(failures.each_ref().map(Failure::code), FAILURE_CODES[..14]);
+        assert_eq!(failures.each_ref().map(Failure::code), FAILURE_CODES[..16]);
     }
 }

@@ -35,9 +35,10 @@ pub(super) fn service(key: &Key, view: Option<&ServiceView>) -> proto::Service {
 
 /// The whole state of a destination.
 pub(super) fn snapshot(target: &Target) -> proto::Snapshot {
-    let kind = match target.kind {
-        TargetKind::Service => proto::snapshot::Kind::Service,
-        TargetKind::Pod => proto::snapshot::Kind::Pod,
+    let (kind, unknown_port, ports) = match &target.kind {
+        TargetKind::Service => (proto::snapshot::Kind::Service, false, &[][..]),
+        TargetKind::UnknownPort(ports) => (proto::snapshot::Kind::Service, true, ports.as_slice()),
+        TargetKind::Pod => (proto::snapshot::Kind::Pod, false, &[][..]),
     };
     proto::Snapshot {
         kind: kind.into(),
@@ -45,6 +46,8 @@ pub(super) fn snapshot(target: &Target) -> proto::Snapshot {
         name: target.key.name.to_string(),
         app_protocol: target.app_protocol.clone(),
         endpoints: target.endpoints.iter().map(endpoint).collect(),
+        unknown_port,
+        ports: ports.iter().map(|port| (*port).into()).collect(),
     }
 }
 

@@ -15,7 +15,8 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use object::{
-    Change, Key, Kind, Object, Pod, PodReference, Service, Slice, SliceEndpoint, Transport,
+    Change, Key, Kind, Object, Pod, PodReference, Service, ServicePort, Slice, SliceEndpoint,
+    Transport,
 };
 use state::{Endpoint, State, Target, TargetKind};
 use view::ServiceView;
@@ -63,11 +64,13 @@ impl Index {
         }
     }
 
-    /// Resolves a destination to a Service port, a pod, or an unknown target.
+    /// Resolves a destination to a Service port, a pod, a Service without the port, or an unknown
+    /// target.
     pub fn resolve(&self, destination: SocketAddr) -> State {
         State::new(
             self.service_target(destination)
-                .or_else(|| self.pod_target(destination)),
+                .or_else(|| self.pod_target(destination))
+                .or_else(|| self.unknown_port(destination)),
         )
     }
 
@@ -131,6 +134,22 @@ impl Index {
             key: service.key.clone(),
             app_protocol: port.app_protocol.clone(),
             endpoints: self.endpoints(service, &port.name, destination.is_ipv6()),
+        })
+    }
+
+    /// The Service at a cluster IP, which does not have the port: no connection can succeed there.
+    fn unknown_port(&self, destination: SocketAddr) -> Option<Target> {
+        let service = &self.services[self.services_at.get(&destination.ip())?.first()?];
+        if !service.cluster_ips.contains(&destination.ip()) {
+            return None;
+        }
+        let tcp = |port: &&ServicePort| port.protocol == Transport::Tcp;
+        let ports = service.ports.iter().filter(tcp).map(|port| port.port);
+        Some(Target {
+            kind: TargetKind::UnknownPort(ports.collect()),
+            key: service.key.clone(),
+            app_protocol: String::new(),
+            endpoints: Vec::new(),
         })
     }
 

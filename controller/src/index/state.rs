@@ -30,10 +30,12 @@ pub struct Target {
 }
 
 /// The kind of a target.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TargetKind {
     /// A Service by its cluster IP.
     Service,
+    /// A Service by its cluster IP that does not have the port, and the TCP ports that it has.
+    UnknownPort(Vec<u16>),
     /// A pod by its own IP.
     Pod,
 }
@@ -89,8 +91,8 @@ impl State {
         }
         match (&before.target, &self.target) {
             (Some(old), Some(new))
-                if (old.kind, &old.key, &old.app_protocol)
-                    == (new.kind, &new.key, &new.app_protocol) =>
+                if (&old.kind, &old.key, &old.app_protocol)
+                    == (&new.kind, &new.key, &new.app_protocol) =>
             {
                 Update::Difference(difference(&old.endpoints, &new.endpoints))
             }
@@ -126,8 +128,13 @@ fn version(target: Option<&Target>) -> Version {
     };
     let mut digest = Digest::new(match target.kind {
         TargetKind::Service => "service",
+        TargetKind::UnknownPort(_) => "unknown port",
         TargetKind::Pod => "pod",
     });
+    if let TargetKind::UnknownPort(ports) = &target.kind {
+        digest.number(ports.len() as u64);
+        ports.iter().for_each(|port| digest.number((*port).into()));
+    }
     digest.text(&target.key.namespace);
     digest.text(&target.key.name);
     digest.text(&target.app_protocol);
@@ -245,6 +252,15 @@ mod tests {
             )
             .version,
         );
+        for ports in [vec![], vec![80], vec![80, 443]] {
+            let target = Target {
+                kind: TargetKind::UnknownPort(ports),
+                key: Key::new("shop", "web"),
+                app_protocol: String::new(),
+                endpoints: vec![],
+            };
+            versions.push(State::new(Some(target)).version);
+        }
         for (position, version) in versions.iter().enumerate() {
             assert!(
                 !versions[..position].contains(version),

@@ -209,13 +209,25 @@ fn endpoints_have_the_opaque_ports_of_their_pod() {
 }
 
 #[test]
-fn other_ports_and_transports_of_a_service_are_unknown() {
-    let index = index([Object::Service(service("web", &["10.96.0.1"]))]);
-    assert_eq!(at(&index, "10.96.0.1:81"), "unknown");
+fn other_ports_and_transports_of_a_cluster_ip_are_unknown_ports() {
+    let index = index([
+        Object::Service(service("web", &["10.96.0.1"])),
+        Object::Pod(pod("node", &["10.96.0.3"])),
+        Object::Service(service("api", &["10.96.0.3"])),
+    ]);
+    assert_eq!(
+        at(&index, "10.96.0.1:81"),
+        "UnknownPort([80, 9000]) shop/web []"
+    );
     assert_eq!(
         at(&index, "10.96.0.1:53"),
-        "unknown",
+        "UnknownPort([80, 9000]) shop/web []",
         "UDP is not redirected"
+    );
+    assert_eq!(
+        at(&index, "10.96.0.3:81"),
+        "Pod shop/node [10.96.0.3:81]",
+        "a pod has all ports"
     );
     assert_eq!(at(&index, "10.96.0.2:80"), "unknown");
     assert_eq!(

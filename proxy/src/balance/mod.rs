@@ -161,13 +161,14 @@ impl State {
         siblings: &Rc<Siblings>,
     ) -> Self {
         let (name, app_protocol, endpoints) = match target {
-            Target::Withheld => {
-                let name = format!(
-                    "{address}, which may be meshed and which the controller has not described yet,"
-                );
-                (name, AppProtocol::Detect, Vec::new())
+            Target::Withheld | Target::Refused => {
+                (address.to_string(), AppProtocol::Detect, Vec::new())
             }
-            Target::Refused => (address.to_string(), AppProtocol::Detect, Vec::new()),
+            Target::UnknownPort(unknown) => (
+                format!("{}/{}", unknown.namespace, unknown.name),
+                AppProtocol::Detect,
+                Vec::new(),
+            ),
             Target::Unknown => (
                 address.to_string(),
                 AppProtocol::Detect,
@@ -186,6 +187,12 @@ impl State {
         };
         let unavailable = match target {
             Target::Refused => Failure::Overloaded("too many destinations are in use"),
+            Target::Withheld => Failure::Withheld(address),
+            Target::UnknownPort(unknown) => Failure::UnknownPort {
+                service: name.clone(),
+                port: address.port(),
+                ports: unknown.ports.as_slice().into(),
+            },
             _ => Failure::NoEndpoint(name.clone()),
         };
         // The declaration of the endpoints overrides that of their Service.

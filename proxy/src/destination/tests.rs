@@ -7,7 +7,7 @@ use tokio::sync::watch;
 use super::*;
 use crate::balance::Endpoint;
 use crate::control::testing::soon;
-use crate::discovery::{EndpointInfo, PodTarget, Questions, ServiceTarget, Target};
+use crate::discovery::{EndpointInfo, PodTarget, Questions, ServiceTarget, Target, UnknownPort};
 use crate::error::Failure;
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -161,6 +161,33 @@ fn error_names_service_without_endpoints() {
     );
     sender.send_replace(service(&[info("10.0.0.1:80")]));
     assert!(destination.backend().pick(&[], &mut rng()).is_ok());
+}
+
+#[test]
+fn error_names_unknown_port_and_withheld_destination() {
+    let unknown = UnknownPort {
+        namespace: "shop".to_owned(),
+        name: "cart".to_owned(),
+        ports: vec![8080],
+    };
+    for (target, code, message) in [
+        (
+            Target::UnknownPort(unknown),
+            "unknown-port",
+            "service shop/cart has no port 80; it has 8080",
+        ),
+        (
+            Target::Withheld,
+            "withheld",
+            "the endpoints of 10.96.0.7:80 are unknown, and it may be meshed: \
+             plaintext is not allowed; check that the controller is available",
+        ),
+    ] {
+        let (_sender, destination) = watched_destination(Arc::new(target));
+        let picked = destination.backend().pick(&[], &mut rng());
+        let failure = picked.err().expect("there is no endpoint");
+        assert_eq!((failure.code(), &*failure.to_string()), (code, message));
+    }
 }
 
 #[test]

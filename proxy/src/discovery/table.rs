@@ -392,6 +392,8 @@ mod tests {
             name,
             app_protocol: String::new(),
             endpoints,
+            unknown_port: false,
+            ports: Vec::new(),
         })
     }
 
@@ -419,6 +421,7 @@ mod tests {
         match &**receiver.borrow() {
             Target::Unknown => vec!["unknown".to_owned()],
             Target::Withheld => vec!["withheld".to_owned()],
+            Target::UnknownPort(_) => vec!["unknown port".to_owned()],
             Target::Refused => vec!["refused".to_owned()],
             Target::Service(service) => service
                 .endpoints

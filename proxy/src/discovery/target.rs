@@ -18,6 +18,8 @@ pub enum Target {
     Refused,
     /// A cluster IP of a Service: balanced over its endpoints.
     Service(ServiceTarget),
+    /// A cluster IP of a Service that does not have the port: unreachable.
+    UnknownPort(UnknownPort),
     /// An IP of a pod: connections go there.
     Pod(PodTarget),
 }
@@ -26,7 +28,7 @@ impl Target {
     /// Whether connections require mutual TLS.
     pub fn is_meshed(&self) -> bool {
         match self {
-            Self::Unknown => false,
+            Self::Unknown | Self::UnknownPort(_) => false,
             Self::Withheld | Self::Refused => true,
             Self::Service(service) => service
                 .endpoints
@@ -48,6 +50,17 @@ pub struct ServiceTarget {
     pub app_protocol: AppProtocol,
     /// Ready endpoints, sorted by address, without duplicates.
     pub endpoints: Vec<Arc<EndpointInfo>>,
+}
+
+/// A Service without the port of the destination.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UnknownPort {
+    /// The Service's namespace.
+    pub namespace: String,
+    /// The Service's name.
+    pub name: String,
+    /// The TCP ports that it has.
+    pub ports: Vec<u16>,
 }
 
 /// A port of a pod.
@@ -95,6 +108,11 @@ pub struct EndpointInfo {
 impl Target {
     /// Whether this is a Service without ready endpoints.
     pub fn is_without_endpoint(&self) -> bool {
+        self.awaits_endpoint() || matches!(self, Self::UnknownPort(_))
+    }
+
+    /// Whether an endpoint may follow soon, as for each Service at first.
+    pub fn awaits_endpoint(&self) -> bool {
         matches!(self, Self::Service(service) if service.endpoints.is_empty())
     }
 }
@@ -145,9 +163,19 @@ pub(super) fn from_snapshot(
         namespace,
         name,
         endpoints,
+        unknown_port,
+        ports,
         ..
     } = snapshot;
     match kind {
+        Kind::Service if unknown_port => Ok(Target::UnknownPort(UnknownPort {
+            namespace,
+            name,
+            ports: ports
+                .into_iter()
+                .filter_map(|port| port.try_into().ok())
+                .collect(),
+        })),
         Kind::Service => {
             let mut endpoints: Vec<_> = endpoints
                 .into_iter()
@@ -248,7 +276,7 @@ pub(super) fn with_delta(
                 None => Ok(before.clone()),
             }
         }
-        Target::Unknown | Target::Withheld | Target::Refused => {
+        Target::Unknown | Target::UnknownPort(_) | Target::Withheld | Target::Refused => {
             Err("delta before a snapshot".to_owned())
         }
     }

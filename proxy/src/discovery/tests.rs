@@ -74,6 +74,7 @@ async fn expect(receiver: &mut watch::Receiver<Arc<Target>>, expected: &[&str]) 
 fn addresses(target: &Target) -> Vec<String> {
     match target {
         Target::Withheld => vec!["withheld".to_owned()],
+        Target::UnknownPort(unknown) => vec![format!("of {:?}", unknown.ports)],
         Target::Refused => vec!["refused".to_owned()],
         Target::Unknown => vec!["unknown".to_owned()],
         Target::Service(service) => service
@@ -102,6 +103,8 @@ fn endpoints(addresses: &[&str]) -> Vec<proto::Endpoint> {
 fn service(addresses: &[&str]) -> Update {
     let kind = proto::snapshot::Kind::Service.into();
     Update::Snapshot(proto::Snapshot {
+        unknown_port: false,
+        ports: Vec::new(),
         kind,
         endpoints: endpoints(addresses),
         ..proto::Snapshot::default()
@@ -192,6 +195,34 @@ async fn first_watch_waits_for_an_endpoint_until_the_timeout() {
             .all(|address| address == "unknown"),
         "after the timeout"
     );
+}
+
+/// A Service without the port of the destination.
+fn unknown_port(ports: &[u32]) -> Update {
+    let Update::Snapshot(snapshot) = service(&[]) else {
+        unreachable!("a snapshot")
+    };
+    Update::Snapshot(proto::Snapshot {
+        unknown_port: true,
+        ports: ports.to_vec(),
+        ..snapshot
+    })
+}
+
+#[tokio::test]
+async fn watch_of_unknown_port_does_not_wait_for_an_endpoint() {
+    let mut controller = FakeController::start().await;
+    let proxy = Running::start(controller.address, timing());
+    let mut stream = controller.stream().await;
+    let watching = proxy.watch(CART);
+    stream.request().await;
+    stream
+        .respond(CART, "1", unknown_port(&[80, 443, 1 << 16]))
+        .await;
+    let mut receiver = soon(watching).await.expect("a response");
+    assert_eq!(addresses(&receiver.borrow()), ["of [80, 443]"]);
+    stream.respond(CART, "2", service(&["10.0.0.1:80"])).await;
+    expect(&mut receiver, &["10.0.0.1:80"]).await;
 }
 
 #[tokio::test]
