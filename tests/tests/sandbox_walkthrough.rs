@@ -110,6 +110,12 @@ fn demo_prints_exchanges_as_lines_after_the_first() {
         .unwrap();
     let lines = BufReader::new(demo.stdout.take().unwrap()).lines();
     let mut lines = lines.map(|line| line.unwrap());
+    let is_status = |line: &String| line.starts_with("mesh demo: ");
+    let start: Vec<String> = lines.by_ref().take(4).collect();
+    assert!(
+        start.iter().all(is_status),
+        "exchanges follow the start: {start:?}"
+    );
     let mut seen = BTreeSet::new();
     // The first exchange with each version is a block: headline, application, proxy, proxy,
     // application.

@@ -65,6 +65,8 @@ enum DemoEvent {
 
 /// The interval of progress messages until all pods are ready.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(10);
+/// The story begins after this time even if a pod is not ready.
+const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// The time between SIGTERM and SIGKILL at the end of the demo.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
 
@@ -140,7 +142,8 @@ impl Demo {
     ) -> Result<ExitReason> {
         let mut next_progress = self.started_at + PROGRESS_INTERVAL;
         loop {
-            let deadlines = [deadline, self.story.next_deadline()];
+            let story_deadline = self.story.next_deadline().filter(|_| !self.is_starting());
+            let deadlines = [deadline, story_deadline];
             let next = deadlines
                 .into_iter()
                 .flatten()
@@ -158,9 +161,11 @@ impl Demo {
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => bail!("the sandbox is disconnected"),
             }
-            let items = self.story.take_complete(Instant::now());
-            if is_closed(self.print(&items))? {
-                return Ok(ExitReason::OutputClosed);
+            if !self.is_starting() {
+                let items = self.story.take_complete(Instant::now());
+                if is_closed(self.print(&items))? {
+                    return Ok(ExitReason::OutputClosed);
+                }
             }
             if Instant::now() >= next_progress {
                 next_progress += PROGRESS_INTERVAL;
@@ -170,6 +175,13 @@ impl Demo {
                 return Ok(ExitReason::Timeout);
             }
         }
+    }
+
+    /// Whether exchanges wait: their story begins when all pods are ready.
+    fn is_starting(&self) -> bool {
+        self.screen.detail() == Detail::Story
+            && self.ready_after.is_none()
+            && self.started_at.elapsed() < START_TIMEOUT
     }
 
     fn print_progress(&mut self) -> io::Result<()> {

@@ -64,6 +64,11 @@ impl Screen {
         }
     }
 
+    /// What the demo prints.
+    pub fn detail(&self) -> Detail {
+        self.detail
+    }
+
     /// Prints a status line of the demo.
     pub fn print_status(&mut self, text: &str) -> io::Result<()> {
         if self.detail == Detail::Summary {
