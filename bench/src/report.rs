@@ -70,7 +70,7 @@ impl Results {
     }
 
     /// Formats the table. A goal is a ratio of mesh to Envoy, or an absolute value for a
-    /// controller-only case.
+    /// standalone case.
     pub fn table(&self, cases: &[&Case], sides: &[Side], color: bool) -> String {
         let ratios = ratios(sides);
         let mut columns: Vec<_> = sides.iter().map(|side| side.name().to_string()).collect();
@@ -79,9 +79,9 @@ impl Results {
                 .iter()
                 .map(|(side, to)| format!("{}/{}", side.name(), to.name())),
         );
-        let is_controller_only = cases.iter().any(|case| case.kind.is_controller_only());
+        let is_standalone = cases.iter().any(|case| case.kind.is_standalone());
         let goals = ratios.contains(&(Side::Mesh, Side::Envoy))
-            || (is_controller_only && sides.contains(&Side::Mesh));
+            || (is_standalone && sides.contains(&Side::Mesh));
         if goals {
             columns.push("goal".to_string());
         }
@@ -122,7 +122,7 @@ impl Results {
             .find(|goal| goal.0 == metric)
             .map(|goal| goal.1);
         let (plain, decimals) = (
-            goal.filter(|_| case.kind.is_controller_only()),
+            goal.filter(|_| case.kind.is_standalone()),
             metric.decimals(),
         );
         for &side in sides {
@@ -189,7 +189,7 @@ impl Results {
                     "case": case.name, "metric": metric.name(),
                     "sides": of_sides.collect::<serde_json::Map<_, _>>(),
                     "ratios": ratios.collect::<serde_json::Map<_, _>>(),
-                    (if case.kind.is_controller_only() { "goal" } else { "goal_mesh_to_envoy" }): goal,
+                    (if case.kind.is_standalone() { "goal" } else { "goal_mesh_to_envoy" }): goal,
                 }));
             }
         }
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn controller_only_case_has_absolute_goals() {
+    fn standalone_case_has_absolute_goals() {
         let (mut results, alone) = (Results::default(), case("certificates"));
         results.add(
             alone,

@@ -45,7 +45,7 @@ fn direct_loads(namespaces: &NamespaceSet) -> Result<()> {
     let mut direct = Running::start(Side::Direct, &Programs::default(), namespaces, None)?;
     let loads = CASES
         .iter()
-        .filter(|case| !matches!(case.kind, Kind::Start { .. }) && !case.kind.is_controller_only());
+        .filter(|case| !matches!(case.kind, Kind::Start { .. }) && !case.kind.is_standalone());
     for case in loads {
         let numbers = measure(case, &mut direct, WINDOW)?;
         let expected = main_metric(case);
@@ -84,7 +84,7 @@ fn processes_end(namespaces: &NamespaceSet) -> Result<()> {
 fn main_metric(case: &Case) -> Metric {
     match case.kind {
         Kind::Latency { .. } => Metric::LatencyP50,
-        Kind::Tcp => Metric::Gigabits,
+        Kind::Tcp(_) => Metric::Gigabits,
         _ => Metric::Requests,
     }
 }

@@ -116,7 +116,7 @@ pub fn one_request(target: SocketAddr) -> Result<()> {
     idle_connections(1, target, Duration::ZERO, || Ok(()))
 }
 
-fn runtime() -> Result<runtime::Runtime> {
+pub(crate) fn runtime() -> Result<runtime::Runtime> {
     runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -124,7 +124,7 @@ fn runtime() -> Result<runtime::Runtime> {
 }
 
 /// Runs `number` instances of `work`, which returns only on failure, and counts within the window.
-fn run<T, F>(
+pub(crate) fn run<T, F>(
     target: SocketAddr,
     window: Window,
     probe: impl Fn() -> Result<T>,

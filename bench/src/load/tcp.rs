@@ -11,10 +11,12 @@ use std::{
 use anyhow::{Context, Result, anyhow, ensure};
 
 use super::{Tally, Window};
+use crate::cases::Payload;
 
 /// Sends bytes to `target`; `arrived` returns the number of bytes received so far.
 pub fn stream_bytes<T>(
     target: SocketAddr,
+    payload: Payload,
     window: Window,
     arrived: impl Fn() -> u64,
     probe: impl Fn() -> Result<T>,
@@ -25,7 +27,7 @@ pub fn stream_bytes<T>(
         .set_write_timeout(Some(Duration::from_secs(5)))
         .context("set a write timeout")?;
     thread::scope(|scope| {
-        let writer = scope.spawn(|| write(&stream, &stop));
+        let writer = scope.spawn(|| write(&stream, &payload.bytes(), &stop));
         thread::sleep(window.warm_up);
         let (before, start, first) = (probe()?, Instant::now(), arrived());
         thread::sleep(window.length);
@@ -50,10 +52,9 @@ pub fn stream_bytes<T>(
     })
 }
 
-fn write(mut stream: &TcpStream, stop: &AtomicBool) -> Result<()> {
-    let chunk = vec![0xa5; 256 * 1024];
+fn write(mut stream: &TcpStream, chunk: &[u8], stop: &AtomicBool) -> Result<()> {
     while !stop.load(Ordering::Relaxed) {
-        if let Err(error) = stream.write_all(&chunk)
+        if let Err(error) = stream.write_all(chunk)
             && !stop.load(Ordering::Relaxed)
         {
             return Err(error).context("send bytes");

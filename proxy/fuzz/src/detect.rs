@@ -2,7 +2,7 @@
 //! must make no difference.
 
 use diy_mesh_proxy::detect::{
-    Protocol, RequestLineDetector, Verdict, classify, classify_inbound, classify_inbound_opaque,
+    Protocol, RequestDetector, RequestLineDetector, Verdict, classify, classify_inbound, classify_inbound_opaque,
     guess, is_http2_server,
 };
 use diy_mesh_proxy::tls::{Hello, inspect};
@@ -42,6 +42,16 @@ pub fn detect(bytes: &[u8]) {
             "{early:?}, then {outbound:?}"
         );
     }
+    // One byte at a time, nothing is skipped.
+    let mut by_byte = RequestDetector::default();
+    let reference = bytes
+        .iter()
+        .map(|byte| by_byte.update(&[*byte]))
+        .find(|verdict| *verdict != Verdict::NeedMore);
+    assert_eq!(
+        RequestDetector::default().update(bytes),
+        reference.unwrap_or(Verdict::NeedMore)
+    );
     assert!(
         !is_http2_server(bytes) || outbound != Verdict::Known(Protocol::Http2),
         "a client's word and a server's"

@@ -13,13 +13,18 @@ use super::{Protocol, Verdict};
 /// The rule covers all lenient servers: it does not depend on the position of the version, nor on
 /// its presence. The verdict HTTP is final. The verdict opaque needs the end of the line, or a
 /// first word that is not a token. The verdict therefore does not depend on how the sender splits
-/// the line, and a pause within a request does not bypass the parser.
+/// the line, and a pause within a request does not bypass the parser. A line over
+/// [`MAX_REQUEST_LINE`] is opaque.
 #[derive(Debug, Default)]
 pub struct RequestLineDetector {
+    /// The length of the line so far.
+    length: usize,
     /// The number of words so far, at most [`MAX_WORDS`].
     words: u8,
     in_word: bool,
     first: Prefix<MAX_METHOD_PREFIX>,
+    /// Whether the first word is a method. Set when it is complete.
+    has_method: bool,
     second: Prefix<MAX_SCHEME_PREFIX>,
     /// The current word.
     last: Prefix<MAX_VERSION_PREFIX>,
@@ -27,15 +32,76 @@ pub struct RequestLineDetector {
 
 /// The maximum number of words that are counted. A request line has three.
 const MAX_WORDS: u8 = 4;
+/// The length of a line from which it is opaque: twice what the most lenient servers accept (Go
+/// reads 1 MiB). The end of text without line ends is not inspected.
+const MAX_REQUEST_LINE: usize = 2 * 1024 * 1024;
+/// The start of a version.
+const VERSION: &[u8] = b"HTTP/";
 
 impl RequestLineDetector {
     /// Inspects the next bytes of the connection. Returns the verdict on all bytes so far.
-    pub fn update(&mut self, bytes: &[u8]) -> Verdict {
-        let known = bytes.iter().find_map(|byte| self.step(byte));
-        known.map_or(Verdict::NeedMore, Verdict::Known)
+    pub fn update(&mut self, mut bytes: &[u8]) -> Verdict {
+        self.advance(&mut bytes)
+            .map_or(Verdict::NeedMore, Verdict::Known)
+    }
+
+    /// Inspects `bytes` up to the byte that determines the protocol, and removes them.
+    fn advance(&mut self, bytes: &mut &[u8]) -> Option<Protocol> {
+        *bytes = &bytes[self.skip(bytes)..];
+        while let Some((byte, rest)) = bytes.split_first() {
+            *bytes = rest;
+            let known = self.step(byte);
+            if known.is_some() {
+                return known;
+            }
+            if *byte == b'/' || is_separator(byte) {
+                *bytes = &bytes[self.skip(bytes)..];
+            }
+        }
+        None
+    }
+
+    /// Skips bytes that cannot determine the protocol, and returns their number. If the line needs a
+    /// version, these are the ones before the next version, and before the next LF.
+    fn skip(&mut self, bytes: &[u8]) -> usize {
+        if !self.needs_version() {
+            return 0;
+        }
+        let (name, _) = VERSION.split_at(VERSION.len() - 1);
+        let next = memchr::memchr2_iter(b'/', b'\n', bytes).find(|at| {
+            let before = bytes[..*at].last_chunk::<4>();
+            bytes[*at] == b'\n' || before.is_none_or(|before| before.eq_ignore_ascii_case(name))
+        });
+        let next = next.unwrap_or(bytes.len());
+        // A version, and the separator before it, are left for `step`.
+        let skipped = next
+            .saturating_sub(VERSION.len())
+            .min(MAX_REQUEST_LINE - self.length);
+        if let Some(byte) = bytes[..skipped].last() {
+            self.length += skipped;
+            self.in_word = !is_separator(byte);
+            self.last = Prefix::OTHER;
+        }
+        skipped
+    }
+
+    /// Whether the line is not a method and a target, whatever follows.
+    fn needs_version(&self) -> bool {
+        match self.words {
+            0 | 1 => false,
+            2 => !self.has_method,
+            _ => !self.is_method_and_target(),
+        }
     }
 
     fn step(&mut self, byte: &u8) -> Option<Protocol> {
+        if self.length >= MAX_REQUEST_LINE {
+            return Some(Protocol::Opaque);
+        }
+        self.length += 1;
+        if self.words == 0 && matches!(byte, b'\r' | b'\n') {
+            self.length = 0;
+        }
         if is_separator(byte) {
             self.in_word = false;
             // Every server ends a line at LF. Some also end it at the other vertical separators.
@@ -47,6 +113,9 @@ impl RequestLineDetector {
         }
         if !self.in_word {
             self.in_word = true;
+            if self.words == 1 {
+                self.has_method = METHODS.binary_search(&self.first.get()).is_ok();
+            }
             self.words = (self.words + 1).min(MAX_WORDS);
             self.last = Prefix::default();
         }
@@ -57,7 +126,7 @@ impl RequestLineDetector {
             2 => self.second.push(*byte),
             _ => {}
         }
-        (self.words > 1 && self.last.is(b"HTTP/")).then_some(Protocol::Http1)
+        (self.words > 1 && self.last.is(VERSION)).then_some(Protocol::Http1)
     }
 
     /// A request without a version (RFC 1945, section 4.1), or a command of another protocol. The
@@ -75,7 +144,7 @@ impl RequestLineDetector {
         };
         let is_target =
             matches!(target, [b'/' | b'*', ..]) || is_url(b"http:") || is_url(b"https:");
-        is_target && METHODS.binary_search(&self.first.get()).is_ok()
+        is_target && self.has_method
     }
 
     /// Whether the line has three words, and the last one is the version of RTSP, SIP or ICAP.
@@ -96,6 +165,8 @@ impl RequestLineDetector {
 pub struct RequestDetector {
     line: RequestLineDetector,
     field: Option<FieldLine>,
+    /// The length of the field line so far.
+    length: usize,
 }
 
 /// The part of a field line before its colon.
@@ -110,33 +181,53 @@ enum FieldLine {
 
 impl RequestDetector {
     /// Inspects the next bytes of the connection. Returns the verdict on all bytes so far.
-    pub fn update(&mut self, bytes: &[u8]) -> Verdict {
-        for byte in bytes {
-            self.field = match (self.field, byte) {
-                (None, _) => match self.line.step(byte) {
-                    None => None,
-                    Some(Protocol::Opaque) if self.line.is_simple_request() => {
-                        Some(FieldLine::Start)
-                    }
-                    Some(protocol) => return Verdict::Known(protocol),
-                },
-                // A blank line ends the fields.
-                (Some(FieldLine::Start), b'\n') => return Verdict::Known(Protocol::Opaque),
-                (Some(_), b'\n') => Some(FieldLine::Start),
-                (Some(FieldLine::Name | FieldLine::AfterName), b':') => {
-                    return Verdict::Known(Protocol::Http1);
-                }
-                (Some(FieldLine::Start | FieldLine::Name), byte) if is_token(byte) => {
-                    Some(FieldLine::Name)
-                }
-                (Some(FieldLine::Start), byte) if is_separator(byte) => Some(FieldLine::Start),
-                (Some(FieldLine::Name | FieldLine::AfterName), byte) if is_separator(byte) => {
-                    Some(FieldLine::AfterName)
-                }
-                (Some(_), _) => Some(FieldLine::Other),
+    pub fn update(&mut self, mut bytes: &[u8]) -> Verdict {
+        let mut field = match self.field {
+            Some(field) => field,
+            None => match self.line.advance(&mut bytes) {
+                None => return Verdict::NeedMore,
+                Some(Protocol::Opaque) if self.line.is_simple_request() => FieldLine::Start,
+                Some(protocol) => return Verdict::Known(protocol),
+            },
+        };
+        while !bytes.is_empty() {
+            if field == FieldLine::Other {
+                let skipped = memchr::memchr(b'\n', bytes).unwrap_or(bytes.len());
+                let skipped = skipped.min(MAX_REQUEST_LINE - self.length);
+                self.length += skipped;
+                bytes = &bytes[skipped..];
+            }
+            let Some((byte, rest)) = bytes.split_first() else {
+                break;
+            };
+            bytes = rest;
+            if self.length >= MAX_REQUEST_LINE {
+                return Verdict::Known(Protocol::Opaque);
+            }
+            self.length = if *byte == b'\n' { 0 } else { self.length + 1 };
+            field = match field.step(*byte) {
+                Ok(next) => next,
+                Err(protocol) => return Verdict::Known(protocol),
             };
         }
+        self.field = Some(field);
         Verdict::NeedMore
+    }
+}
+
+impl FieldLine {
+    /// The state after the next byte, or the protocol.
+    fn step(self, byte: u8) -> Result<Self, Protocol> {
+        match (self, byte) {
+            // A blank line ends the fields.
+            (Self::Start, b'\n') => Err(Protocol::Opaque),
+            (_, b'\n') => Ok(Self::Start),
+            (Self::Name | Self::AfterName, b':') => Err(Protocol::Http1),
+            (Self::Start | Self::Name, byte) if is_token(&byte) => Ok(Self::Name),
+            (Self::Start, byte) if is_separator(&byte) => Ok(Self::Start),
+            (Self::Name | Self::AfterName, byte) if is_separator(&byte) => Ok(Self::AfterName),
+            _ => Ok(Self::Other),
+        }
     }
 }
 
@@ -157,6 +248,12 @@ impl<const N: usize> Default for Prefix<N> {
 }
 
 impl<const N: usize> Prefix<N> {
+    /// A word that no text is equal to.
+    const OTHER: Self = Self {
+        bytes: [0; N],
+        length: N as u8,
+    };
+
     fn push(&mut self, byte: u8) {
         if let Some(next) = self.bytes.get_mut(usize::from(self.length)) {
             *next = byte;
@@ -268,6 +365,90 @@ mod tests {
             RequestDetector::default().update(bytes),
             known.unwrap_or(Verdict::NeedMore),
         ]
+    }
+
+    #[test]
+    fn verdict_does_not_depend_on_the_split() {
+        let pieces = [
+            "HTTP/",
+            "http/1.1",
+            "HTT",
+            "P",
+            "/",
+            " ",
+            "\t",
+            "\r",
+            "\n",
+            ":",
+            "GET",
+            "GET /",
+            "POST",
+            "a",
+            "word",
+            "a longer piece of text",
+            "\u{e9}",
+            "\u{1}",
+        ];
+        let mut rng = fastrand::Rng::with_seed(5);
+        for _ in 0..50_000 {
+            let text: String = (0..rng.usize(0..12))
+                .map(|_| pieces[rng.usize(0..pieces.len())])
+                .collect();
+            let [whole, by_byte] = verdicts(text.as_bytes());
+            assert_eq!(whole, by_byte, "{text:?}");
+            let (mut detector, mut split) = (RequestDetector::default(), Verdict::NeedMore);
+            let mut rest = text.as_bytes();
+            while !rest.is_empty() && split == Verdict::NeedMore {
+                let (piece, after) = rest.split_at(rng.usize(1..=rest.len()));
+                (split, rest) = (detector.update(piece), after);
+            }
+            assert_eq!(whole, split, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn text_over_the_maximum_length_is_opaque() {
+        let opaque = Verdict::Known(Protocol::Opaque);
+        for text in [
+            &b"two words "[..],
+            b"word",
+            b"GET /",
+            b"GET a/",
+            b" ",
+            b"GET k\nname",
+            b"GET k\n a b",
+        ] {
+            let piece = text.repeat(64 * 1024 / text.len());
+            let mut detector = RequestDetector::default();
+            let mut verdict = detector.update(text);
+            let mut length = 0;
+            while verdict == Verdict::NeedMore && length <= 2 * MAX_REQUEST_LINE {
+                // Without another line end.
+                let piece: Vec<u8> = piece.iter().map(|byte| (*byte).max(b' ')).collect();
+                verdict = detector.update(&piece);
+                length += piece.len();
+            }
+            assert_eq!(verdict, opaque, "{}", text.escape_ascii());
+            assert!(length >= MAX_REQUEST_LINE - 64 * 1024);
+        }
+    }
+
+    #[test]
+    fn requests_that_servers_accept_are_http_whatever_their_length() {
+        // Go accepts 1 MiB and 4 kB.
+        let long = "a".repeat(1024 * 1024 + 4096);
+        let blank_lines = "\r\n".repeat(2 * MAX_REQUEST_LINE);
+        let lines = format!("a b {long}\n").repeat(4);
+        for request in [
+            format!("GET a{long} HTTP/1.1\r\n"),
+            format!("GET  /{long}\r\n"),
+            format!("{}{long} / HTTP/1.1\r\n", " ".repeat(4096)),
+            format!("{blank_lines}GET / HTTP/1.1\r\n"),
+            format!("GET k\r\n{lines}X-Called-By: forged\r\n"),
+        ] {
+            let http1 = Verdict::Known(Protocol::Http1);
+            assert_eq!(RequestDetector::default().update(request.as_bytes()), http1);
+        }
     }
 
     #[test]
