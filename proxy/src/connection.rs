@@ -25,8 +25,6 @@ use crate::tls::Alpn;
 use crate::worker::Worker;
 use crate::{http1, http2};
 
-const TOO_MANY_PENDING: &str = "too many unauthenticated connections of one address";
-const TOO_MANY_OF_CALLER: &str = "too many connections of one caller";
 /// The delay after the first failed accept(2). It doubles with each further failure.
 const MIN_ACCEPT_DELAY: Duration = Duration::from_millis(5);
 const MAX_ACCEPT_DELAY: Duration = Duration::from_secs(1);
@@ -119,14 +117,10 @@ async fn redirected(worker: Rc<Worker>, direction: Direction, stream: TcpStream,
 
 /// Carries a connection from step 3 on until it ends.
 pub async fn carry(mut client: Io, mut flow: Flow) {
-    // Before authentication only the address tells clients apart.
-    let mut pending = None;
-    if matches!(flow.caller, Caller::Unauthenticated) {
-        pending = flow.worker.pending.acquire(flow.peer.ip());
-        if pending.is_none() {
-            return refuse(client, flow, &Failure::Overloaded(TOO_MANY_PENDING));
-        }
-    }
+    let mut pending = match flow.acquire_pending() {
+        Ok(pending) => pending,
+        Err(failure) => return refuse(client, flow, &failure),
+    };
     // A connection that detection dials while the client is silent.
     let mut dialed = None;
     let declared = flow.declared_protocol();
@@ -154,14 +148,10 @@ pub async fn carry(mut client: Io, mut flow: Flow) {
         }
     };
     drop(pending);
-    let caller = match &flow.caller {
-        Caller::App => None,
-        Caller::Unauthenticated => Some(flow.worker.callers.acquire(None)),
-        Caller::Peer(identity) => Some(flow.worker.callers.acquire(Some(identity.clone()))),
+    let _slot = match flow.acquire_slot() {
+        Ok(slot) => slot,
+        Err(failure) => return refuse(client, flow, &failure),
     };
-    if matches!(caller, Some(None)) {
-        return refuse(client, flow, &Failure::Overloaded(TOO_MANY_OF_CALLER));
-    }
     // 4. Authorization, 5. route, 6. balance, 7. connect: forward.rs, per request or for the connection.
     // 8. Serve or copy.
     match protocol {

@@ -2,7 +2,7 @@
 //! caller.
 
 use std::future::{Future, poll_fn};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::Poll;
@@ -18,6 +18,7 @@ use crate::http::view::RequestView;
 use crate::io::Io;
 use crate::lifetime::Expiry;
 use crate::policy::Caller;
+use crate::shares::Share;
 use crate::timeouts::{IdleTimer, TimeoutKind};
 use crate::worker::Worker;
 
@@ -56,6 +57,29 @@ impl Flow {
                 .then_some(Protocol::Opaque),
             Direction::Outbound => declared(self.destination.app_protocol()),
         }
+    }
+
+    /// The slot of an inbound client until it has authenticated or its protocol is known. Only the
+    /// address tells such clients apart.
+    pub fn acquire_pending(&self) -> Result<Option<Share<IpAddr>>, Failure> {
+        if !matches!(self.caller, Caller::Unauthenticated) {
+            return Ok(None);
+        }
+        let slot = self.worker.pending.acquire(self.peer.ip());
+        let failure = Failure::Overloaded("too many unauthenticated connections of one address");
+        slot.ok_or(failure).map(Some)
+    }
+
+    /// The slot of an inbound client of a known identity, or of none.
+    pub fn acquire_slot(&self) -> Result<Option<Share<Option<Rc<Identity>>>>, Failure> {
+        let caller = match &self.caller {
+            Caller::App => return Ok(None),
+            Caller::Unauthenticated => None,
+            Caller::Peer(identity) => Some(identity.clone()),
+        };
+        let slot = self.worker.callers.acquire(caller);
+        let failure = Failure::Overloaded("too many connections of one caller");
+        slot.ok_or(failure).map(Some)
     }
 
     /// Whether the client may have a connection to the application, whatever it carries.

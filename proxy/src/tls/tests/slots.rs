@@ -36,29 +36,9 @@ impl Slots {
         };
         let ((metrics, inbound), (_, caller)) = (worker(CART, arguments), worker(WEB, PATIENT));
         let listener = crate::listener::bind([127, 0, 0, 2].into(), 0, DEADLINE).unwrap();
-        let address = listener.local_addr().unwrap();
-        let worker = inbound.clone();
         let listener = TcpListener::from_std(listener).unwrap();
-        tokio::task::spawn_local(async move {
-            loop {
-                let (stream, peer) = listener.accept().await.unwrap();
-                let Ok(open) = worker.admit(Direction::Inbound) else {
-                    Io::new(stream).reset();
-                    continue;
-                };
-                let flow = Flow {
-                    worker: worker.clone(),
-                    direction: Direction::Inbound,
-                    peer,
-                    destination: worker.apps.fixed(app),
-                    caller: Caller::Unauthenticated,
-                };
-                tokio::task::spawn_local(async move {
-                    carry(Io::new(stream), flow).await;
-                    drop(open);
-                });
-            }
-        });
+        let address = listener.local_addr().unwrap();
+        tokio::task::spawn_local(accept(inbound.clone(), listener, app));
         Self {
             address,
             inbound,
@@ -106,6 +86,28 @@ impl Slots {
     fn rejected(&self) -> bool {
         let name = "failures_total{direction=\"inbound\",code=\"overloaded\"} 0\n";
         !self.metrics.render().contains(name)
+    }
+}
+
+/// Accepts connections as the proxy does, with `app` as their original destination.
+async fn accept(worker: Rc<Worker>, listener: TcpListener, app: SocketAddr) {
+    loop {
+        let (stream, peer) = listener.accept().await.unwrap();
+        let Ok(open) = worker.admit(Direction::Inbound) else {
+            Io::new(stream).reset();
+            continue;
+        };
+        let flow = Flow {
+            worker: worker.clone(),
+            direction: Direction::Inbound,
+            peer,
+            destination: worker.apps.fixed(app),
+            caller: Caller::Unauthenticated,
+        };
+        tokio::task::spawn_local(async move {
+            carry(Io::new(stream), flow).await;
+            drop(open);
+        });
     }
 }
 
