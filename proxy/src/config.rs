@@ -73,6 +73,10 @@ pub struct RawConfig {
     max_connection_age: MaxConnectionAge,
     #[command(flatten)]
     timeouts: Timeouts,
+    /// Memory of the proxy in MiB, of which connections and their buffers use three quarters
+    /// [default: the limit of the container, or an eighth of the machine's memory]
+    #[arg(long, value_name = "MIB", value_parser = value_parser!(u32).range(32..=1_048_576))]
+    memory_limit: Option<u32>,
     /// Worker threads, one per available core
     #[arg(long, value_name = "N", default_value = "1", value_parser = value_parser!(u8).range(1..=64))]
     workers: u8,
@@ -160,6 +164,8 @@ pub struct Config {
     pub max_connection_age: Option<Duration>,
     /// Timeouts of connections.
     pub timeouts: Timeouts,
+    /// Memory of the proxy in bytes. None: the limit of the container.
+    pub memory_limit: Option<usize>,
     /// URL of the controller.
     pub controller: Uri,
     /// How the controller is authenticated. `None` over plaintext: the proxy has no identity.
@@ -230,6 +236,7 @@ impl Config {
             drain: Duration::from_secs(raw.drain_seconds),
             max_connection_age: raw.max_connection_age,
             timeouts: raw.timeouts,
+            memory_limit: raw.memory_limit.map(|limit| limit as usize * 1024 * 1024),
             controller: raw.controller,
             controller_proof,
             token_file: raw.token_file,
@@ -357,6 +364,7 @@ mod tests {
                 "--http1-idle-timeout=0",
                 "1..=31536000",
             ),
+            ("memory-limit", "--memory-limit=16", "32..=1048576"),
             ("detect-timeout", "--detect-timeout=5s", "invalid digit"),
             (
                 "tcp-user-timeout",

@@ -41,12 +41,14 @@ pub enum End {
 /// propagated as a half-close and does not end the other direction. If there is a `detector`, it
 /// inspects the client's bytes until it has a verdict. The verdict HTTP ends the copy, and so does
 /// `expiry` when it completes. A connection that has not received everything up to the sender's end
-/// is reset when it is dropped.
+/// is reset when it is dropped. `charge` gets the size of the
+/// buffers when the copy waits.
 pub async fn bidirectional(
     client: &mut Io,
     upstream: &mut Io,
     detector: Option<RequestDetector>,
     expiry: &mut (impl Future<Output = ()> + Unpin),
+    charge: &mut impl FnMut(usize),
 ) -> Copied {
     let mut upload = Transfer {
         detector,
@@ -62,7 +64,11 @@ pub async fn bidirectional(
             _ if upload.was_http => Poll::Ready(End::Http),
             (Poll::Ready(Err(_)), _) | (_, Poll::Ready(Err(_))) => Poll::Ready(End::Failed),
             (Poll::Ready(Ok(())), Poll::Ready(Ok(()))) => Poll::Ready(End::Complete),
-            _ => Pin::new(&mut *expiry).poll(cx).map(|()| End::Expired),
+            _ => {
+                let pending = upload.pending.capacity() + download.pending.capacity();
+                charge(client.buffered() + upstream.buffered() + pending);
+                Pin::new(&mut *expiry).poll(cx).map(|()| End::Expired)
+            }
         }
     })
     .await;
@@ -183,13 +189,14 @@ mod tests {
         (near.unwrap(), Io::new(far.unwrap().0))
     }
 
+    async fn copy(mut client: Io, mut server: Io) -> Copied {
+        bidirectional(&mut client, &mut server, None, &mut pending(), &mut |_| {}).await
+    }
+
     #[tokio::test]
     async fn propagates_half_close_and_continues_in_other_direction() {
-        let ((mut client, mut client_io), (mut server, mut server_io)) =
-            (pair().await, pair().await);
-        let copying = tokio::spawn(async move {
-            bidirectional(&mut client_io, &mut server_io, None, &mut pending()).await
-        });
+        let ((mut client, client_io), (mut server, server_io)) = (pair().await, pair().await);
+        let copying = tokio::spawn(async move { copy(client_io, server_io).await });
         client.write_all(b"request").await.unwrap();
         client.shutdown().await.unwrap();
         let mut request = String::new();
@@ -212,11 +219,8 @@ mod tests {
 
     #[tokio::test]
     async fn applies_backpressure_to_sender_without_data_loss() {
-        let ((mut client, mut client_io), (mut server, mut server_io)) =
-            (pair().await, pair().await);
-        tokio::spawn(async move {
-            bidirectional(&mut client_io, &mut server_io, None, &mut pending()).await
-        });
+        let ((mut client, client_io), (mut server, server_io)) = (pair().await, pair().await);
+        tokio::spawn(async move { copy(client_io, server_io).await });
         let sent: Vec<u8> = (0..4_000_000u32).map(|at| (at % 251) as u8).collect();
         let copy = sent.clone();
         let writing = tokio::spawn(async move {

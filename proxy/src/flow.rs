@@ -17,10 +17,15 @@ use crate::http::edits::Edit;
 use crate::http::view::RequestView;
 use crate::io::Io;
 use crate::lifetime::Expiry;
+use crate::memory::{Charge, PENDING_COST};
 use crate::policy::Caller;
 use crate::shares::Share;
 use crate::timeouts::{IdleTimer, TimeoutKind};
 use crate::worker::Worker;
+
+/// The maximum size of a head while memory is short.
+const MAX_HEAD_UNDER_PRESSURE: usize = 4 * 1024;
+const NO_MEMORY: &str = "its connections use the memory that they may use";
 
 /// One connection on its way through the proxy.
 #[derive(Clone)]
@@ -59,15 +64,42 @@ impl Flow {
         }
     }
 
-    /// The slot of an inbound client until it has authenticated or its protocol is known. Only the
-    /// address tells such clients apart.
-    pub fn acquire_pending(&self) -> Result<Option<Share<IpAddr>>, Failure> {
+    /// The slot and the memory of an inbound client until it has authenticated or its protocol is
+    /// known. Only the address tells such clients apart.
+    pub fn acquire_pending(&self) -> Result<Option<(Share<IpAddr>, Charge)>, Failure> {
         if !matches!(self.caller, Caller::Unauthenticated) {
             return Ok(None);
         }
         let slot = self.worker.pending.acquire(self.peer.ip());
         let failure = Failure::Overloaded("too many unauthenticated connections of one address");
-        slot.ok_or(failure).map(Some)
+        let slot = slot.ok_or(failure)?;
+        let mut memory = self.charge();
+        if !memory.try_grow(PENDING_COST) {
+            return Err(Failure::Overloaded(NO_MEMORY));
+        }
+        Ok(Some((slot, memory)))
+    }
+
+    /// An account of the buffers of this connection.
+    pub fn charge(&self) -> Charge {
+        Charge::new(&self.worker.memory(self.direction).buffers)
+    }
+
+    /// Fails if there is no memory for new work.
+    pub fn check_memory(&self) -> Result<(), Failure> {
+        match self.worker.memory(self.direction).buffers.is_exhausted() {
+            true => Err(Failure::Overloaded(NO_MEMORY)),
+            false => Ok(()),
+        }
+    }
+
+    /// Fails if there is no memory for a head of this size: under pressure, only for small ones.
+    pub fn check_head(&self, size: usize) -> Result<(), Failure> {
+        let buffers = &self.worker.memory(self.direction).buffers;
+        if size > MAX_HEAD_UNDER_PRESSURE && buffers.is_under_pressure() {
+            return Err(Failure::Overloaded(NO_MEMORY));
+        }
+        self.check_memory()
     }
 
     /// The slot of an inbound client of a known identity, or of none.

@@ -22,14 +22,19 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
 use crate::lifetime::Lifetime;
+use crate::memory::max_read;
 use crate::scratch::Scratch;
 use crate::tls::{Acceptance, Handshake, Negotiated, Session};
 
 /// The maximum number of bytes of one read that are forwarded at once. A large value saves system
 /// calls for bulk data. Pages of the scratch buffer that no read has used need no memory.
 const MAX_READ: usize = 256 * 1024;
-/// The maximum number of bytes of one read that are buffered until they are parsed.
-const MAX_FILL: usize = 64 * 1024;
+/// The maximum number of bytes of one read that are buffered until they are parsed. Below the size
+/// that the allocator of the image returns to the kernel at once: bulk data needs no such buffers.
+const MAX_FILL: usize = 31 * 1024;
+
+/// The minimum size of a read of TLS records: an incomplete record, and the rest of it.
+const MIN_SEALED_READ: usize = 40 * 1024;
 
 thread_local! {
     static SCRATCH_BUFFER: Scratch = const { Scratch::new() };
@@ -105,6 +110,12 @@ impl Io {
         &mut self.unread
     }
 
+    /// The size of the buffers that the connection owns.
+    pub fn buffered(&self) -> usize {
+        let session = self.tls.as_ref().and_then(|tls| tls.session.as_ref());
+        self.unread.capacity() + session.map_or(0, Session::buffered)
+    }
+
     /// Reads once and appends the bytes to [`Io::unread`]. Returns their number, 0 at the end of
     /// the stream.
     pub fn poll_fill(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
@@ -117,7 +128,7 @@ impl Io {
         if unread.is_empty() && unread.capacity() > 0 {
             *unread = BytesMut::new();
         }
-        poll_read_once(stream, tls, cx, MAX_FILL, |bytes, _| {
+        poll_read_once(stream, tls, cx, max_read(MAX_FILL), |bytes, _| {
             unread.extend_from_slice(bytes);
             bytes.len()
         })
@@ -131,7 +142,8 @@ impl Io {
         consume: impl FnOnce(&[u8], &mut Context<'_>) -> T,
     ) -> Poll<io::Result<T>> {
         if self.unread.is_empty() {
-            return poll_read_once(&mut self.stream, &mut self.tls, cx, MAX_READ, consume);
+            let limit = max_read(MAX_READ);
+            return poll_read_once(&mut self.stream, &mut self.tls, cx, limit, consume);
         }
         let unread = std::mem::take(&mut self.unread);
         Poll::Ready(Ok(consume(&unread, cx)))
@@ -187,7 +199,10 @@ fn poll_read_once<T>(
             ready!(Pin::new(stream).poll_read(cx, &mut buf))?;
             Poll::Ready(Ok(consume(buf.filled(), cx)))
         }
-        Some(session) => session.poll_read(cx, stream, &mut scratch[..limit], consume),
+        Some(session) => {
+            let limit = limit.max(MIN_SEALED_READ);
+            session.poll_read(cx, stream, &mut scratch[..limit], consume)
+        }
     };
     SCRATCH_BUFFER.with(|buffer| buffer.with_buffer(MAX_READ, read))
 }

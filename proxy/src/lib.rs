@@ -33,6 +33,7 @@ pub mod identity;
 pub mod io;
 pub mod lifetime;
 pub mod listener;
+pub mod memory;
 pub mod metrics;
 pub mod opaque;
 pub mod policy;
@@ -60,6 +61,7 @@ use crate::control::{Control, Tls};
 use crate::discovery::Discovery;
 use crate::dump::{DumpConfig, Dumps};
 use crate::identity::{CurrentCredentials, Trust};
+use crate::memory::Memory;
 use crate::metrics::Metrics;
 
 /// Maximum number of connections, if the limit of open files permits.
@@ -111,7 +113,9 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
     tokio::spawn(admin.serve(admin_listener));
 
     let drain = CancellationToken::new();
-    let limit = connection_limit() / config.workers;
+    let memory = Memory::detect(config.memory_limit);
+    let limit = connection_limit().min(memory.max_connections()) / config.workers;
+    tracing::debug!(memory = memory.limit(), limit, "limits of each worker");
     let mut workers = Vec::new();
     for number in 0..config.workers {
         let listeners = bind(&config)?;
@@ -122,6 +126,7 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
             discovery: discovery.clone(),
             credentials: credentials.clone(),
             limit,
+            memory: memory.buffers(config.workers),
             drain: drain.clone(),
         };
         let serve = move |worker| connection::serve(worker, listeners);
@@ -258,7 +263,6 @@ fn connection_limit() -> usize {
         if raised { hard } else { soft }
     });
     let connections = (files.saturating_sub(128) / 3).clamp(16, MAX_CONNECTIONS);
-    tracing::debug!(files, connections, "connection limit");
     usize::try_from(connections).unwrap_or(16)
 }
 

@@ -33,7 +33,10 @@ pub async fn serve(
     detector: Option<RequestDetector>,
 ) {
     let mut record = ConnectionRecord::new(&flow);
-    let dialed = match (flow.authorize_connection(), dialed) {
+    let admitted = flow
+        .authorize_connection()
+        .and_then(|()| flow.check_memory());
+    let dialed = match (admitted, dialed) {
         (Err(refused), _) => Err(refused),
         (Ok(()), Some(dialed)) => Ok(dialed),
         (Ok(()), None) => dial(&flow, Alpn::Opaque).await,
@@ -49,7 +52,9 @@ pub async fn serve(
         }
     };
     let mut end = flow.copy_end(&client, &upstream);
-    let copied = copy::bidirectional(&mut client, &mut upstream, detector, &mut end).await;
+    let mut memory = flow.charge();
+    let charge = &mut |bytes| memory.set(bytes);
+    let copied = copy::bidirectional(&mut client, &mut upstream, detector, &mut end, charge).await;
     drop(attempts);
     record.copied(copied.sent, copied.received);
     if copied.end == End::Http {

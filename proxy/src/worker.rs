@@ -21,6 +21,7 @@ use crate::error::Failure;
 use crate::identity::CurrentCredentials;
 use crate::io::Io;
 use crate::lifetime::{Expiry, Lifetimes};
+use crate::memory::{Budgets, PENDING_COST};
 use crate::metrics::Metrics;
 use crate::shares::{Share, Shares};
 use crate::tls::Tls;
@@ -49,6 +50,8 @@ pub struct WorkerContext {
     pub credentials: CurrentCredentials,
     /// The maximum number of open connections.
     pub limit: usize,
+    /// The budget for the buffers of each direction, in bytes.
+    pub memory: usize,
     /// Cancelled when the proxy shuts down.
     pub drain: CancellationToken,
 }
@@ -100,6 +103,8 @@ pub struct Worker {
     /// The other inbound connections, by the caller's identity. Never by address: a gateway or a
     /// node that translates addresses is one address of many callers.
     pub callers: Rc<Shares<Option<Rc<Identity>>>>,
+    inbound_memory: Budgets,
+    outbound_memory: Budgets,
     /// When a peer was last warned about.
     warned_at: Cell<Option<Instant>>,
     /// Notified when the last connection closes.
@@ -115,6 +120,7 @@ impl Worker {
         // may be pending, and half may be of one caller.
         let max_inbound = context.limit - context.limit / 4;
         let max_pending = (max_inbound / 4).clamp(1, MAX_PENDING);
+        let max_pending = max_pending.min((context.memory / 2 / PENDING_COST).max(1));
         let tls = Tls::new(
             context.credentials,
             lifetimes,
@@ -133,6 +139,8 @@ impl Worker {
             open: Shares::new(context.limit, max_inbound),
             callers: Shares::new(max_inbound, max_inbound / 2),
             pending: Shares::new(max_pending, max_pending / 2),
+            inbound_memory: Budgets::new(context.memory),
+            outbound_memory: Budgets::new(context.memory),
             warned_at: Cell::new(None),
             idle: Notify::new(),
         })
@@ -168,6 +176,14 @@ impl Worker {
             slot: Some(slot),
             _counted: self.metrics.connection(direction),
         })
+    }
+
+    /// The memory for the buffers of one direction.
+    pub fn memory(&self, direction: Direction) -> &Budgets {
+        match direction {
+            Direction::Inbound => &self.inbound_memory,
+            Direction::Outbound => &self.outbound_memory,
+        }
     }
 
     /// Whether to log a warning about a peer. Limits the rate of these warnings.
@@ -241,6 +257,7 @@ impl WorkerContext {
             discovery: Discovery::off(),
             credentials: crate::identity::none(),
             limit: 1000,
+            memory: 64 * 1024 * 1024,
             drain: CancellationToken::new(),
         }
     }

@@ -26,7 +26,7 @@ use crate::tls::{Acceptance, Alpn};
 pub const MAX_HEADER_LIST: u32 = 64 * 1024;
 /// The flow-control window of a stream.
 pub const STREAM_WINDOW: u32 = 256 * 1024;
-/// The flow-control window of a connection: 32 streams whose receivers do not read.
+/// The largest flow-control window of a connection: 32 streams whose receivers do not read.
 pub const CONNECTION_WINDOW: u32 = 32 * STREAM_WINDOW;
 /// The maximum number of unwritten bytes of one stream.
 pub const MAX_SEND_BUFFER: usize = 64 * 1024;

@@ -56,6 +56,11 @@ impl Replay {
         *self = Self::off();
     }
 
+    /// The size of the bytes that are kept.
+    pub fn buffered(&self) -> usize {
+        self.first.len() + self.rest.capacity()
+    }
+
     /// Everything so far, for another attempt. None if it is not kept.
     pub fn bytes(&self) -> Option<Bytes> {
         self.left?;

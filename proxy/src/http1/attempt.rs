@@ -162,10 +162,18 @@ impl Exchange<'_> {
                 Poll::Pending => break,
             }
         }
+        self.charge(upstream, 0);
         if uploading.is_ready() {
             ready!(self.poll_client_end(cx, upstream))?;
         }
         Poll::Pending
+    }
+
+    /// Charges what the exchange holds while it waits.
+    fn charge(&mut self, upstream: &Io, download: usize) {
+        let connections = self.client.buffered() + upstream.buffered();
+        let relays = self.upload.buffered() + download;
+        self.memory.set(self.head_size + connections + relays);
     }
 
     /// Relays the request's body. An upstream that reads no more may have responded already: that
@@ -307,6 +315,9 @@ impl Exchange<'_> {
         let record = &mut self.record;
         let seen = &mut |data: &[u8]| record.response_body(data);
         let relayed = download.poll(cx, upstream, self.client, seen);
+        if relayed.is_pending() {
+            self.charge(upstream, download.buffered());
+        }
         let client_is_gone = match &relayed {
             Poll::Pending if uploading.is_ready() => self.poll_client_end(cx, upstream).is_ready(),
             Poll::Ready(Err(BodyError::Write(_))) => true,

@@ -101,6 +101,11 @@ impl Relay {
         &self.pending
     }
 
+    /// The size of the buffers of the relay.
+    pub fn buffered(&self) -> usize {
+        self.prefix.len() + self.pending.capacity() + self.replay.buffered()
+    }
+
     /// Whether another attempt can send all bytes again.
     pub fn can_rewind(&self) -> bool {
         !self.written || self.replay.is_available()

@@ -28,10 +28,16 @@ use crate::forward::forward;
 use crate::http::edits::Edits;
 use crate::io::Io;
 use crate::lifetime::{Lifetime, drained_or};
+use crate::memory::Charge;
 use crate::metrics::Protocol;
 use crate::record::ExchangeRecord;
 use crate::timeouts::{IdleTimer, TimeoutKind};
 
+/// An unfinished head above this size gets a buffer of [`LARGE_HEAD`] bytes. The allocator of the
+/// image returns buffers of this size to the kernel one by one (`MALLOC_MMAP_THRESHOLD_`), smaller
+/// ones only together.
+const MAX_SMALL_HEAD: usize = 4 * 1024;
+const LARGE_HEAD: usize = 36 * 1024;
 /// Bytes that are read from a client after the last response, so that it is not lost to a reset.
 const MAX_LINGER: usize = 256 * 1024;
 /// How long they are read.
@@ -42,18 +48,24 @@ pub async fn serve(mut client: Io, flow: &Rc<Flow>) {
     let closes_at = client.lifetime().map(Lifetime::closes_idle_at);
     let mut end = pin!(drained_or(&flow.worker.drain, closes_at));
     let mut idle = IdleTimer::new(flow.worker.config.timeouts.http1_idle);
+    let mut memory = flow.charge();
     loop {
         idle.touch();
-        let request = match read_request(&mut client, flow, end.as_mut(), &mut idle).await {
+        let reading = read_request(&mut client, flow, end.as_mut(), &mut idle, &mut memory);
+        let request = match reading.await {
             Ok(Some(request)) => request,
             Ok(None) => return,
             Err(failure) => {
                 let mut record = ExchangeRecord::new(flow, Protocol::Http1);
                 reply(&mut client, &mut record, &failure, false, false).await;
+                drop(memory);
                 return linger(client).await;
             }
         };
-        match Exchange::new(&mut client, flow, request).run().await {
+        match Exchange::new(&mut client, flow, request, &mut memory)
+            .run()
+            .await
+        {
             After::KeepAlive => {}
             After::Close => return linger(client).await,
             After::Closed => return,
@@ -68,6 +80,7 @@ async fn read_request(
     flow: &Flow,
     mut end: Pin<&mut impl Future<Output = ()>>,
     idle_timer: &mut IdleTimer,
+    memory: &mut Charge,
 ) -> Result<Option<RequestHead>, Failure> {
     let mut scanned = 0;
     let mut deadline = None;
@@ -80,6 +93,11 @@ async fn read_request(
             .unread()
             .iter()
             .all(|byte| matches!(byte, b'\r' | b'\n'));
+        if !idle {
+            flow.check_head(client.unread().len())?;
+            enlarge(client.unread());
+        }
+        memory.set(client.buffered());
         let filled = if idle {
             poll_fn(|cx| match client.poll_fill(cx) {
                 Poll::Pending => {
@@ -120,6 +138,13 @@ async fn read_request(
     }
 }
 
+/// Enlarges the buffer of an unfinished head that is not small.
+fn enlarge(head: &mut BytesMut) {
+    if head.len() > MAX_SMALL_HEAD {
+        head.reserve(LARGE_HEAD.saturating_sub(head.len()));
+    }
+}
+
 /// What the client's connection does after an exchange.
 enum After {
     /// It carries another one.
@@ -133,6 +158,10 @@ enum After {
 /// One request and its response.
 struct Exchange<'a> {
     client: &'a mut Io,
+    /// Charged for the buffers of the exchange.
+    memory: &'a mut Charge,
+    /// The size of the request's head.
+    head_size: usize,
     request: RequestHead,
     record: ExchangeRecord,
     /// The request's head and body.
@@ -144,15 +173,23 @@ struct Exchange<'a> {
 }
 
 impl<'a> Exchange<'a> {
-    fn new(client: &'a mut Io, flow: &Rc<Flow>, request: RequestHead) -> Self {
+    fn new(
+        client: &'a mut Io,
+        flow: &Rc<Flow>,
+        request: RequestHead,
+        memory: &'a mut Charge,
+    ) -> Self {
         let mut record = ExchangeRecord::new(flow, Protocol::Http1);
         let edit = flow.request_edit();
         record.request(&request.view(), Edits(&[edit]));
         let mut head = BytesMut::new();
         request.write(&mut head, Edits(&[edit]));
+        let head_size = head.len();
         let upload = Relay::with_replay(request.framing, head);
         Self {
             client,
+            memory,
+            head_size,
             request,
             record,
             upload,
@@ -164,6 +201,9 @@ impl<'a> Exchange<'a> {
     /// Carries the exchange to its end.
     async fn run(mut self) -> After {
         let flow = self.record.flow.clone();
+        if let Err(failure) = flow.check_head(self.head_size) {
+            return self.fail(&failure).await;
+        }
         let record = &mut self.record;
         let unread = self.client.unread();
         let taken = self
@@ -184,7 +224,8 @@ impl<'a> Exchange<'a> {
     async fn tunnel(mut self, mut upstream: Io) -> After {
         let flow = self.record.flow.clone();
         let mut end = flow.copy_end(self.client, &upstream);
-        let copied = copy::bidirectional(self.client, &mut upstream, None, &mut end).await;
+        let charge = &mut |bytes| self.memory.set(bytes);
+        let copied = copy::bidirectional(self.client, &mut upstream, None, &mut end, charge).await;
         self.record.tunnel(copied.sent, copied.received);
         After::Closed
     }

@@ -27,6 +27,7 @@ use crate::forward::{AttemptError, Attempts, Forward, Retry, forward};
 use crate::http::edits::Edits;
 use crate::http::reply::LocalReply;
 use crate::io::Io;
+use crate::memory::Charge;
 use crate::metrics::Protocol;
 use crate::policy::is_mesh_error;
 use crate::record::ExchangeRecord;
@@ -40,6 +41,10 @@ pub(super) async fn carry(
 ) {
     let (mut parts, body) = request.into_parts();
     let malformed = head::malformed(&parts);
+    let head_size = head::size(&parts);
+    let admitted = client.flow.check_head(head_size);
+    let mut memory = client.flow.charge();
+    memory.set(head_size);
     head::prepare(&mut parts, client.flow.request_edit());
     let mut record = ExchangeRecord::new(&client.flow, Protocol::Http2);
     record.request(&head::view(&parts), Edits::default());
@@ -51,10 +56,12 @@ pub(super) async fn carry(
         expects_interim: parts.headers.contains_key(EXPECT),
         client,
         parts,
+        _memory: memory,
     };
-    match malformed {
-        Some(reason) => exchange.fail(&Failure::BadRequest(reason)),
-        None => exchange.run().await,
+    match (admitted, malformed) {
+        (Err(failure), _) => exchange.fail(&failure),
+        (_, Some(reason)) => exchange.fail(&Failure::BadRequest(reason)),
+        (Ok(()), None) => exchange.run().await,
     }
 }
 
@@ -69,6 +76,8 @@ struct Exchange {
     /// The client waits for an interim response.
     expects_interim: bool,
     client: Stream,
+    /// Charged for the head.
+    _memory: Charge,
 }
 
 /// The result of an attempt that is not followed by another one.

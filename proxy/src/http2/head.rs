@@ -117,6 +117,16 @@ pub(super) fn is_failure(parts: &http::response::Parts) -> bool {
     is_failure_status(parts.status.as_u16()) || grpc_unavailable
 }
 
+/// The size of a request's head, counted as in RFC 9113, section 6.5.2.
+pub fn size(parts: &Parts) -> usize {
+    let field = |(name, value): (&HeaderName, &HeaderValue)| name.as_str().len() + value.len() + 32;
+    let target = parts
+        .uri
+        .path_and_query()
+        .map_or(0, |target| target.as_str().len());
+    target + parts.headers.iter().map(field).sum::<usize>()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -27,9 +27,12 @@ use crate::batched::Batched;
 use crate::connect::http2::{
     CONNECTION_WINDOW, MAX_HEADER_LIST, MAX_LOCAL_RESETS, MAX_SEND_BUFFER, STREAM_WINDOW,
 };
+use crate::error::Failure;
 use crate::flow::Flow;
 use crate::io::Io;
 use crate::lifetime::{Expiry, drained_or};
+use crate::memory::Charge;
+use crate::record::ConnectionRecord;
 use crate::timeouts::{IdleTimer, TimeoutKind};
 
 /// The maximum number of concurrent streams of a client connection.
@@ -44,6 +47,11 @@ const MAX_RESETS_PER_SECOND: u32 = 400;
 /// The maximum number of bytes of control frames (PING, SETTINGS, PRIORITY and the like) in
 /// [`CONTROL_INTERVAL`] without progress on a stream.
 const MAX_CONTROL_BYTES: u64 = 256 * 1024;
+/// The flow-control window of a connection that has no share of the memory for windows: the
+/// smallest one (RFC 9113, section 6.9.2).
+const MIN_CONNECTION_WINDOW: u32 = 65_535;
+/// The memory of a connection besides that of its windows and streams.
+const CONNECTION_COST: usize = 16 * 1024;
 /// The period in which [`MAX_CONTROL_BYTES`] count. Clients of quiet connections send PING frames
 /// for days.
 const CONTROL_INTERVAL: Duration = Duration::from_secs(15 * 60);
@@ -56,6 +64,12 @@ pub async fn serve(io: Io, flow: Rc<Flow>) {
     );
     let io = Batched::new(io);
     let mut handshake = pin!(settings().handshake::<_, Bytes>(io.clone()));
+    let mut memory = flow.charge();
+    if !memory.try_grow(CONNECTION_COST) {
+        ConnectionRecord::new(&flow).fail(&Failure::Overloaded("too many HTTP/2 connections"));
+        return io.reset_on_drop();
+    }
+    let window = Charge::new(&flow.worker.memory(flow.direction).windows);
     let timeouts = flow.worker.config.timeouts;
     let handshake = io.drive(|cx| handshake.as_mut().poll(cx));
     let connection = match timeout(timeouts.request_head, handshake).await {
@@ -75,6 +89,7 @@ pub async fn serve(io: Io, flow: Rc<Flow>) {
         bytes_at_progress: 0,
         control_since: Instant::now(),
         idle: IdleTimer::new(timeouts.http2_idle),
+        window,
         draining: false,
         flooded: false,
         supports_extended_connect: false,
@@ -95,7 +110,7 @@ fn settings() -> Builder {
         .max_concurrent_streams(MAX_STREAMS)
         .max_header_list_size(MAX_HEADER_LIST)
         .initial_window_size(STREAM_WINDOW)
-        .initial_connection_window_size(CONNECTION_WINDOW)
+        .initial_connection_window_size(MIN_CONNECTION_WINDOW)
         .max_send_buffer_size(MAX_SEND_BUFFER)
         .max_concurrent_reset_streams(MAX_LOCAL_RESETS)
         .max_pending_accept_reset_streams(MAX_PENDING_RESETS)
@@ -122,6 +137,8 @@ struct ClientConnection {
     /// The start of the period in which control frames count.
     control_since: Instant,
     idle: IdleTimer,
+    /// The memory for the connection's flow-control window.
+    window: Charge,
     /// GOAWAY was sent: the client opens no new streams.
     draining: bool,
     flooded: bool,
@@ -169,6 +186,7 @@ impl ClientConnection {
                 Poll::Pending => break,
             }
         }
+        self.resize_window();
         if self.connection.has_streams() {
             self.idle.touch();
         }
@@ -184,6 +202,25 @@ impl ClientConnection {
             cx.waker().wake_by_ref();
         }
         Poll::Pending
+    }
+
+    /// Increases the flow-control window with the number of streams while there is memory for it.
+    fn resize_window(&mut self) {
+        let streams = self.shared.open.get();
+        if streams == 0 && self.window.bytes() > 0 && self.window.budget().is_under_pressure() {
+            self.window.set(0);
+            self.connection
+                .set_target_window_size(MIN_CONNECTION_WINDOW);
+            return;
+        }
+        let streams = streams.min(CONNECTION_WINDOW / STREAM_WINDOW);
+        let wanted = streams.next_power_of_two() * STREAM_WINDOW;
+        if streams > 0
+            && wanted as usize > self.window.bytes()
+            && self.window.try_grow(wanted as usize)
+        {
+            self.connection.set_target_window_size(wanted);
+        }
     }
 
     /// Whether the client floods the connection with resets or with control frames.

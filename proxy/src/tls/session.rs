@@ -277,6 +277,11 @@ impl Session {
         self.acceptance
     }
 
+    /// The size of the buffers that the session owns.
+    pub fn buffered(&self) -> usize {
+        self.incoming.capacity() + self.outgoing.capacity() + self.message.capacity()
+    }
+
     /// Whether no output is pending.
     pub fn is_flushed(&self) -> bool {
         self.outgoing.is_empty()

@@ -105,6 +105,7 @@ impl Mesh {
             discovery: Discovery::off(),
             credentials: diy_mesh_proxy::identity::none(),
             limit: 1000,
+            memory: 64 * 1024 * 1024,
             drain: drain.clone(),
         };
         Self {

@@ -13,6 +13,7 @@ const HEADERS: u8 = 1;
 const RST_STREAM: u8 = 3;
 const SETTINGS: u8 = 4;
 const PING: u8 = 6;
+const WINDOW_UPDATE: u8 = 8;
 const GOAWAY: u8 = 7;
 const CONTINUATION: u8 = 9;
 const END_STREAM: u8 = 1;
@@ -152,15 +153,22 @@ fn accepts_concurrent_large_uploads() {
         let mut raw = Raw::connect(&mesh, address).await;
         raw.wait_for(SETTINGS).await.unwrap();
         raw.send(&frame(SETTINGS, 1, 0, &[])).await;
+        // The window of the connection follows the number of streams.
+        let streams = || (0..8_u32).map(|index| 2 * index + 1);
+        let window = super::super::STREAM_WINDOW;
+        for stream in streams() {
+            raw.send(&frame(HEADERS, END_HEADERS, stream, GET)).await;
+        }
+        let mut granted = super::super::MIN_CONNECTION_WINDOW;
+        while granted < 8 * window {
+            let increment = raw.wait_for(WINDOW_UPDATE).await.unwrap();
+            granted += u32::from_be_bytes(increment.try_into().unwrap());
+        }
         let (mut read, mut write) = raw.0.into_split();
         // Uploads that fill the flow-control windows at once are not a flood.
         let chunk = vec![0; 16 * 1024];
-        let upload = (0..8_u32).flat_map(|index| {
-            let stream = 2 * index + 1;
-            let data = frame(0, 0, stream, &chunk)
-                .repeat(super::super::STREAM_WINDOW as usize / chunk.len());
-            [frame(HEADERS, END_HEADERS, stream, GET), data].concat()
-        });
+        let upload = streams()
+            .flat_map(|stream| frame(0, 0, stream, &chunk).repeat(window as usize / chunk.len()));
         let upload: Vec<u8> = upload.chain(frame(PING, 0, 0, b"thereyet")).collect();
         let writing =
             tokio::task::spawn_local(async move { write.write_all(&upload).await.map(|()| write) });

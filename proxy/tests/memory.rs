@@ -1,0 +1,188 @@
+//! The memory of a real proxy process under attack, in a network namespace of its own. Requires root
+//! and iptables.
+#![allow(missing_docs, clippy::unwrap_used)]
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::sched::{CloneFlags, unshare};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+
+const MIB: u64 = 1024 * 1024;
+/// The memory limit of the proxy.
+const LIMIT: u64 = 64 * MIB;
+const DEADLINE: Duration = Duration::from_secs(60);
+/// The group of the proxy, whose connections are not redirected.
+const PROXY_GROUP: u32 = 1337;
+/// The address of the application, behind the proxy.
+const APP: ([u8; 4], u16) = ([127, 0, 0, 1], 9999);
+
+/// Why this machine cannot run the test. In CI it must.
+fn skip(reason: &str) {
+    assert!(
+        std::env::var_os("CI").is_none_or(|value| value != "true"),
+        "CI must be able to run this: {reason}"
+    );
+    eprintln!("SKIPPED: {reason}");
+}
+
+fn run(command: &str) -> Result<(), String> {
+    let mut words = command.split(' ');
+    let mut program = Command::new(words.next().unwrap());
+    match program.args(words).output() {
+        Ok(output) if output.status.success() => Ok(()),
+        Ok(output) => Err(format!(
+            "{command}: {}",
+            String::from_utf8_lossy(&output.stderr)
+        )),
+        Err(error) => Err(format!("{command}: {error}")),
+    }
+}
+
+/// Moves this thread to a network namespace where connections to [`APP`] are redirected.
+fn enter_namespace() -> Result<(), String> {
+    unshare(CloneFlags::CLONE_NEWNET)
+        .map_err(|error| format!("cannot create a namespace: {error}"))?;
+    run("ip link set lo up")?;
+    run(&format!(
+        "iptables -w -t nat -A OUTPUT -p tcp --dport {} -m owner ! --gid-owner {PROXY_GROUP} -j REDIRECT --to-ports 4000",
+        APP.1
+    ))
+}
+
+/// The proxy, with the environment of its image.
+struct Proxy(Child);
+
+impl Proxy {
+    fn start() -> Self {
+        let dockerfile = Path::new(env!("CARGO_MANIFEST_DIR")).join("../Dockerfile");
+        let dockerfile = std::fs::read_to_string(dockerfile).unwrap();
+        let stage = dockerfile.split("\nFROM run AS proxy\n").nth(1).unwrap();
+        let stage = stage.split("\nFROM ").next().unwrap();
+        let variables = stage
+            .lines()
+            .filter_map(|line| line.strip_prefix("ENV ")?.split_once('='));
+        let limit = (LIMIT / MIB).to_string();
+        let arguments = [
+            "--inbound-port=4000",
+            "--outbound-port=5000",
+            "--admin-port=4001",
+            "--controller=http://127.0.0.1:1",
+            "--token-file=/dev/null",
+            "--dump=off",
+            "--memory-limit",
+            &limit,
+        ];
+        let child = Command::new(env!("CARGO_BIN_EXE_proxy"))
+            .args(arguments)
+            .envs(variables)
+            .gid(PROXY_GROUP)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let proxy = Self(child);
+        proxy.wait("it listens", || connect(1).is_ok());
+        proxy
+    }
+
+    /// Resident memory in bytes.
+    fn resident(&self) -> u64 {
+        self.status("VmRSS:")
+    }
+
+    /// The largest resident memory so far in bytes.
+    fn peak(&self) -> u64 {
+        self.status("VmHWM:")
+    }
+
+    fn status(&self, name: &str) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.0.id())).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix(name));
+        let kibibytes = line.unwrap().trim().strip_suffix(" kB").unwrap();
+        kibibytes.parse::<u64>().unwrap() * 1024
+    }
+
+    fn wait(&self, what: &str, condition: impl Fn() -> bool) {
+        let deadline = Instant::now() + DEADLINE;
+        while !condition() {
+            assert!(Instant::now() < deadline, "timed out waiting: {what}");
+            std::thread::yield_now();
+        }
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A connection from one of many addresses.
+fn connect(number: usize) -> std::io::Result<TcpStream> {
+    let source = [127, 1, (number / 200) as u8, (number % 200) as u8 + 1];
+    let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None)?;
+    socket.bind(&SocketAddr::from((source, 0)).into())?;
+    socket.connect(&SocketAddr::from(APP).into())?;
+    let stream = TcpStream::from(socket);
+    stream.set_read_timeout(Some(DEADLINE))?;
+    stream.set_write_timeout(Some(DEADLINE))?;
+    Ok(stream)
+}
+
+/// The first bytes that the proxy sends.
+fn answer(mut stream: &TcpStream) -> String {
+    let mut answer = [0; 2048];
+    let read = stream.read(&mut answer).unwrap_or(0);
+    String::from_utf8_lossy(&answer[..read]).into_owned()
+}
+
+/// Whether a small request is served: nothing listens at the application's address.
+fn is_served() -> bool {
+    let Ok(mut client) = connect(7000) else {
+        return false;
+    };
+    let sent = client.write_all(b"GET / HTTP/1.1\r\nHost: cart\r\n\r\n");
+    sent.is_ok() && answer(&client).contains("x-mesh-error: connect-failed")
+}
+
+#[test]
+fn unfinished_heads_stay_within_the_memory_limit_and_their_memory_returns() {
+    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    setrlimit(Resource::RLIMIT_NOFILE, hard, hard).unwrap();
+    if let Err(reason) = enter_namespace() {
+        return skip(&reason);
+    }
+    let proxy = Proxy::start();
+    let idle = proxy.resident();
+    for size in [60_000, 20_000] {
+        let mut head = b"GET / HTTP/1.1\r\nHost: cart\r\nX: ".to_vec();
+        head.resize(size, b'a');
+        let attack: Vec<_> = (0..6000)
+            .filter_map(|number| {
+                let mut stream = connect(number).ok()?;
+                // A rejected connection may be reset.
+                let _ = stream.write_all(&head);
+                Some(stream)
+            })
+            .collect();
+        let is_overloaded = |stream: &TcpStream| {
+            stream.set_nonblocking(true).unwrap();
+            answer(stream).contains("503 Service Unavailable\r\n")
+        };
+        let rejected = attack.iter().filter(|stream| is_overloaded(stream)).count();
+        assert!(rejected > 100, "{rejected} replies with 503");
+        // Rejected clients have a second to read the reply. Then small requests are served, while
+        // unfinished heads still hold memory.
+        proxy.wait("a small request is served", is_served);
+        drop(attack);
+        proxy.wait("the memory returns", || proxy.resident() < idle + 16 * MIB);
+    }
+    let peak = proxy.peak();
+    assert!(peak < LIMIT, "{} MiB were resident", peak / MIB);
+}

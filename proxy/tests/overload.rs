@@ -1,0 +1,200 @@
+//! Tests of a proxy whose connections use all memory that they may use: new work is rejected with a
+//! clear answer, and accepted again when memory is free.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use bytes::Bytes;
+use diy_mesh_proxy::dump::Direction::{Inbound, Outbound};
+use diy_mesh_proxy::memory::{Budget, Charge};
+use support::{App, Mesh, answering_app, is_reset, listen, on_worker, read_until, until, write};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+const GET: &str = "GET / HTTP/1.1\r\nHost: cart\r\n\r\n";
+
+/// The budget of outbound buffers.
+fn buffers(mesh: &Mesh) -> &std::rc::Rc<Budget> {
+    &mesh.worker.memory(Outbound).buffers
+}
+
+/// Uses all of the memory for outbound buffers.
+fn exhaust(mesh: &Mesh) -> Charge {
+    let mut all = Charge::new(buffers(mesh));
+    all.set(buffers(mesh).limit());
+    all
+}
+
+#[test]
+fn http1_requests_get_503_until_memory_is_free() {
+    on_worker(async {
+        let (mesh, app) = (Mesh::new(), answering_app().await);
+        let mut client = mesh.connect_to(app).await;
+        let all = exhaust(&mesh);
+        write(&mut client, GET).await;
+        let reply = read_until(&mut client, "may use\n").await;
+        assert!(reply.starts_with("HTTP/1.1 503 "), "{reply}");
+        assert!(reply.contains("x-mesh-error: overloaded"), "{reply}");
+        assert_eq!(
+            mesh.metric("failures_total{direction=\"outbound\",code=\"overloaded\"}"),
+            1
+        );
+        drop(all);
+        write(&mut client, GET).await;
+        let reply = read_until(&mut client, "\r\n\r\n").await;
+        assert!(reply.starts_with("HTTP/1.1 200 "), "{reply}");
+    });
+}
+
+#[test]
+fn http2_requests_get_503_until_memory_is_free() {
+    on_worker(async {
+        let (mesh, (listener, address)) = (Mesh::new(), listen().await);
+        tokio::task::spawn_local(async move {
+            let mut app = h2::server::handshake(listener.accept().await.unwrap().0)
+                .await
+                .unwrap();
+            while let Some(Ok((_, mut respond))) = app.accept().await {
+                respond
+                    .send_response(http::Response::new(()), true)
+                    .unwrap();
+            }
+        });
+        let stream = mesh.connect_to(address).await;
+        let (mut client, connection) = h2::client::handshake(stream).await.unwrap();
+        tokio::task::spawn_local(connection);
+        let mut get = async || {
+            let request = http::Request::get("http://cart/").body(()).unwrap();
+            client.send_request(request, true).unwrap().0.await.unwrap()
+        };
+        assert_eq!(get().await.status(), 200);
+        let all = exhaust(&mesh);
+        let reply = get().await;
+        assert_eq!(reply.status(), 503);
+        assert_eq!(reply.headers()["x-mesh-error"], "overloaded");
+        drop(all);
+        assert_eq!(get().await.status(), 200);
+    });
+}
+
+#[test]
+fn opaque_connections_are_reset_until_memory_is_free() {
+    on_worker(async {
+        let (mesh, (mut app, address)) = (Mesh::new(), App::listen().await);
+        let all = exhaust(&mesh);
+        let mut client = mesh.connect_to(address).await;
+        client.write_all(b"\0\x01hello").await.unwrap();
+        assert!(is_reset(&mut client).await);
+        drop(all);
+        let mut client = mesh.connect_to(address).await;
+        client.write_all(b"\0\x01hello").await.unwrap();
+        app.accept().await.read_exact(&mut [0; 7]).await.unwrap();
+    });
+}
+
+#[test]
+fn directions_have_separate_memory() {
+    on_worker(async {
+        let (mesh, app) = (Mesh::new(), answering_app().await);
+        let _all = exhaust(&mesh);
+        let mut client = mesh.connect_inbound(app).await;
+        write(&mut client, GET).await;
+        let reply = read_until(&mut client, "\r\n\r\n").await;
+        assert!(reply.starts_with("HTTP/1.1 200 "), "{reply}");
+        assert!(!mesh.worker.memory(Inbound).buffers.is_exhausted());
+    });
+}
+
+#[test]
+fn buffers_of_slow_receivers_are_charged_and_released() {
+    on_worker(async {
+        let body = vec![b'x'; 32 * 1024 * 1024];
+        for head in [
+            &b"HTTP/1.1 200 OK\r\nContent-Length: 33554432\r\n\r\n"[..],
+            // Opaque: the request is not HTTP.
+            b"",
+        ] {
+            let (mesh, (mut app, address)) = (Mesh::new(), App::listen().await);
+            let mut client = mesh.connect_to(address).await;
+            // The buffers of the kernel would grow to the size of the body.
+            let socket = socket2::SockRef::from(&client);
+            socket.set_recv_buffer_size(64 * 1024).unwrap();
+            let request = if head.is_empty() {
+                "\0\x01\r\n\r\n"
+            } else {
+                GET
+            };
+            write(&mut client, request).await;
+            let mut upstream = app.accept().await;
+            read_until(&mut upstream, "\r\n\r\n").await;
+            let sent = [head, &body].concat();
+            tokio::task::spawn_local(async move { upstream.write_all(&sent).await });
+            // More than the heads: the part of a read that the client has not accepted.
+            until(|| buffers(&mesh).used() > 256).await;
+            let mut received = vec![0; head.len().max(1) - 1 + body.len()];
+            client.read_exact(&mut received).await.unwrap();
+            drop(client);
+            until(|| buffers(&mesh).used() == 0).await;
+        }
+    });
+}
+
+#[test]
+fn unfinished_heads_are_charged_and_released() {
+    on_worker(async {
+        let (mesh, app) = (Mesh::new(), answering_app().await);
+        let mut client = mesh.connect_to(app).await;
+        write(&mut client, "GET / HTTP/1.1\r\nHost: cart\r\nX: ").await;
+        write(&mut client, &"a".repeat(20_000)).await;
+        until(|| buffers(&mesh).used() >= 20_000).await;
+        // Under pressure, only small heads may be unfinished.
+        let mut most = Charge::new(buffers(&mesh));
+        most.set(buffers(&mesh).limit() / 4 * 3);
+        write(&mut client, "a").await;
+        let reply = read_until(&mut client, "may use\n").await;
+        assert!(reply.starts_with("HTTP/1.1 503 "), "{reply}");
+        let mut small = mesh.connect_to(app).await;
+        write(&mut small, GET).await;
+        let reply = read_until(&mut small, "\r\n\r\n").await;
+        assert!(reply.starts_with("HTTP/1.1 200 "), "{reply}");
+        drop((client, small, most));
+        until(|| buffers(&mesh).used() == 0).await;
+    });
+}
+
+#[test]
+fn uploads_complete_without_memory_for_larger_windows() {
+    on_worker(async {
+        let (mesh, (listener, address)) = (Mesh::new(), listen().await);
+        let mut all = Charge::new(&mesh.worker.memory(Outbound).windows);
+        all.set(mesh.worker.memory(Outbound).windows.limit());
+        tokio::task::spawn_local(async move {
+            let mut app = h2::server::handshake(listener.accept().await.unwrap().0)
+                .await
+                .unwrap();
+            while let Some(Ok((request, mut respond))) = app.accept().await {
+                tokio::task::spawn_local(async move {
+                    let mut body = request.into_body();
+                    let mut length = 0;
+                    while let Some(Ok(data)) = body.data().await {
+                        length += data.len();
+                        let _ = body.flow_control().release_capacity(data.len());
+                    }
+                    let mut stream = respond
+                        .send_response(http::Response::new(()), false)
+                        .unwrap();
+                    stream.send_data(length.to_string().into(), true).unwrap();
+                });
+            }
+        });
+        let stream = mesh.connect_to(address).await;
+        let (mut client, connection) = h2::client::handshake(stream).await.unwrap();
+        tokio::task::spawn_local(connection);
+        let request = http::Request::post("http://cart/").body(()).unwrap();
+        let (response, mut upload) = client.send_request(request, false).unwrap();
+        upload
+            .send_data(Bytes::from(vec![0; 1_000_000]), true)
+            .unwrap();
+        let mut body = response.await.unwrap().into_body();
+        assert_eq!(body.data().await.unwrap().unwrap(), "1000000");
+    });
+}
