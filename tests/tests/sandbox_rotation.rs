@@ -213,7 +213,7 @@ fn abandon_after_the_switch(sandbox: &Sandbox) {
             "{now:#}"
         );
         assert_eq!(
-            now["rotation"]["answer"], "granted: the mesh goes back to the root before",
+            now["rotation"]["answer"], "granted: the mesh reverts to the previous root",
             "{now:#}"
         );
         assert!(
