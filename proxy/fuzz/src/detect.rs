@@ -2,8 +2,8 @@
 //! must make no difference.
 
 use diy_mesh_proxy::detect::{
-    Protocol, RequestDetector, RequestLineDetector, Verdict, classify, classify_inbound, classify_inbound_opaque,
-    guess, is_http2_server,
+    Protocol, RequestDetector, RequestLineDetector, Verdict, classify, classify_inbound,
+    classify_inbound_opaque, guess, is_http2_server,
 };
 use diy_mesh_proxy::tls::{Hello, inspect};
 

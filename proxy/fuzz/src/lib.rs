@@ -8,6 +8,7 @@ mod hello;
 mod http1;
 mod identity;
 mod record;
+mod rustls_peer;
 mod session;
 
 pub use detect::detect;
@@ -15,19 +16,21 @@ pub use hello::hello;
 pub use http1::{body, head};
 pub use identity::identity;
 pub use record::record;
+pub use rustls_peer::rustls_peer;
 pub use session::session;
 
 /// Takes any bytes, and panics where what must hold does not.
 pub type Target = fn(&[u8]);
 
 /// All targets. Each has a folder of its name in `corpus/`, and a file in `targets/`.
-pub const TARGETS: [(&str, Target); 7] = [
+pub const TARGETS: [(&str, Target); 8] = [
     ("body", body),
     ("detect", detect),
     ("head", head),
     ("hello", hello),
     ("identity", identity),
     ("record", record),
+    ("rustls-peer", rustls_peer),
     ("session", session),
 ];
 

@@ -12,7 +12,7 @@ use rustls::crypto::aws_lc_rs;
 use rustls::pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer, ServerName};
 use rustls::server::UnbufferedServerConnection;
 use rustls::unbuffered::{ConnectionState, EncodeError, UnbufferedStatus};
-use rustls::{ClientConfig, ExtractedSecrets, RootCertStore, ServerConfig};
+use rustls::{ClientConfig, ExtractedSecrets, RootCertStore, ServerConfig, SupportedCipherSuite};
 
 const NEW_SESSION_TICKET: u8 = 4;
 const KEY_UPDATE: u8 = 24;
@@ -224,9 +224,18 @@ impl Peer {
     }
 }
 
-/// A session of ours in this role, and its peer.
-fn pair(is_client: bool) -> (Session, Peer) {
-    let (client, server) = configs();
+/// The cipher suites of TLS 1.3.
+pub(super) const SUITES: [SupportedCipherSuite; 3] = [
+    aws_lc_rs::cipher_suite::TLS13_AES_128_GCM_SHA256,
+    aws_lc_rs::cipher_suite::TLS13_AES_256_GCM_SHA384,
+    aws_lc_rs::cipher_suite::TLS13_CHACHA20_POLY1305_SHA256,
+];
+
+/// Both ends of a connection after its handshake, with one of [`SUITES`].
+pub(super) fn established(
+    suite: usize,
+) -> (UnbufferedClientConnection, UnbufferedServerConnection) {
+    let (client, server) = &configs()[suite];
     let name = ServerName::try_from("peer").expect("a name");
     let mut client =
         UnbufferedClientConnection::new(client.clone(), name).expect("a configuration");
@@ -246,6 +255,12 @@ fn pair(is_client: bool) -> (Session, Peer) {
             &mut to_server,
         ) {}
     }
+    (client, server)
+}
+
+/// A session of ours in this role, and its peer.
+fn pair(is_client: bool) -> (Session, Peer) {
+    let (client, server) = established(0);
     let (client_secrets, client) = client
         .dangerous_into_kernel_connection()
         .expect("a handshake that has ended");
@@ -259,12 +274,7 @@ fn pair(is_client: bool) -> (Session, Peer) {
     if !is_client {
         std::mem::swap(&mut ours, &mut theirs);
     }
-    let buffered = Buffered {
-        incoming: BytesMut::new(),
-        outgoing: BytesMut::new(),
-        peer_closed: false,
-    };
-    let session = Session::new(ours.1, &ours.0, buffered).expect("a suite of TLS 1.3");
+    let session = session_of(ours.1, &ours.0);
     let (ExtractedSecrets { tx, rx }, kernel) = theirs;
     let sealer = Sealer::new(tx.0, &tx.1).expect("a suite of TLS 1.3");
     let opener = Opener::new(rx.0, &rx.1).expect("a suite of TLS 1.3");
@@ -276,6 +286,15 @@ fn pair(is_client: bool) -> (Session, Peer) {
             opener,
         },
     )
+}
+
+pub(super) fn session_of(kernel: Kernel, secrets: &ExtractedSecrets) -> Session {
+    let buffered = Buffered {
+        incoming: BytesMut::new(),
+        outgoing: BytesMut::new(),
+        peer_closed: false,
+    };
+    Session::new(kernel, secrets, buffered).expect("a suite of TLS 1.3")
 }
 
 /// One step with what has come; false once nothing more can be done with it.
@@ -305,40 +324,43 @@ fn step<Data>(status: UnbufferedStatus<'_, '_, Data>, outgoing: &mut Vec<u8>) ->
     (discard, goes_on)
 }
 
-/// For both ends, made once: the cheapest handshake there is. Tickets are the script's.
-fn configs() -> &'static (Arc<ClientConfig>, Arc<ServerConfig>) {
-    static CONFIGS: OnceLock<(Arc<ClientConfig>, Arc<ServerConfig>)> = OnceLock::new();
+/// For both ends and each suite, made once: the cheapest handshake there is. Tickets are the
+/// script's.
+fn configs() -> &'static [(Arc<ClientConfig>, Arc<ServerConfig>); 3] {
+    static CONFIGS: OnceLock<[(Arc<ClientConfig>, Arc<ServerConfig>); 3]> = OnceLock::new();
     CONFIGS.get_or_init(|| {
-        let certified = rcgen::generate_simple_self_signed(["peer".to_owned()]).expect("a key");
-        let (leaf, key) = (
-            certified.cert.der().clone(),
-            certified.signing_key.serialize_der(),
-        );
-        let mut roots = RootCertStore::empty();
-        roots.add(leaf.clone()).expect("a certificate");
-        let mut provider = aws_lc_rs::default_provider();
-        provider.kx_groups = vec![aws_lc_rs::kx_group::X25519];
-        provider.cipher_suites = vec![aws_lc_rs::cipher_suite::TLS13_AES_128_GCM_SHA256];
-        let provider = Arc::new(provider);
-        let versions = &[&rustls::version::TLS13];
-        let client = ClientConfig::builder_with_provider(provider.clone())
-            .with_protocol_versions(versions)
-            .expect("TLS 1.3");
-        let mut client = client.with_root_certificates(roots).with_no_client_auth();
-        client.enable_secret_extraction = true;
-        client.resumption = Resumption::disabled();
-        let server = ServerConfig::builder_with_provider(provider)
-            .with_protocol_versions(versions)
-            .expect("TLS 1.3");
-        let server = server.with_no_client_auth();
-        let mut server = server
-            .with_single_cert(
-                vec![leaf],
-                PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(key)),
-            )
-            .expect("a key");
-        server.enable_secret_extraction = true;
-        server.send_tls13_tickets = 0;
-        (Arc::new(client), Arc::new(server))
+        SUITES.map(|suite| {
+            let certified = rcgen::generate_simple_self_signed(["peer".to_owned()]).expect("a key");
+            let (leaf, key) = (
+                certified.cert.der().clone(),
+                certified.signing_key.serialize_der(),
+            );
+            let mut roots = RootCertStore::empty();
+            roots.add(leaf.clone()).expect("a certificate");
+            let mut provider = aws_lc_rs::default_provider();
+            provider.kx_groups = vec![aws_lc_rs::kx_group::X25519];
+            provider.cipher_suites = vec![suite];
+            let provider = Arc::new(provider);
+            let versions = &[&rustls::version::TLS13];
+            let client = ClientConfig::builder_with_provider(provider.clone())
+                .with_protocol_versions(versions)
+                .expect("TLS 1.3");
+            let mut client = client.with_root_certificates(roots).with_no_client_auth();
+            client.enable_secret_extraction = true;
+            client.resumption = Resumption::disabled();
+            let server = ServerConfig::builder_with_provider(provider)
+                .with_protocol_versions(versions)
+                .expect("TLS 1.3");
+            let server = server.with_no_client_auth();
+            let mut server = server
+                .with_single_cert(
+                    vec![leaf],
+                    PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(key)),
+                )
+                .expect("a key");
+            server.enable_secret_extraction = true;
+            server.send_tls13_tickets = 0;
+            (Arc::new(client), Arc::new(server))
+        })
     })
 }

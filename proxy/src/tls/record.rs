@@ -293,6 +293,63 @@ mod tests {
         }
     }
 
+    fn bytes(hex: &str) -> Vec<u8> {
+        let digits: Vec<_> = hex.split_whitespace().flat_map(str::bytes).collect();
+        let byte = |pair: &[u8]| u8::from_str_radix(str::from_utf8(pair).unwrap(), 16).unwrap();
+        digits.chunks(2).map(byte).collect()
+    }
+
+    /// The application data and the alerts of the handshake in RFC 8448, section 3.
+    #[test]
+    fn seals_and_opens_the_records_of_rfc_8448() {
+        let data: Vec<u8> = (0..50).collect();
+        for (key, iv, sequence, records) in [
+            (
+                "17422dda596ed5d9acd890e3c63f5051",
+                "5b78923dee08579033e523d9",
+                0,
+                [
+                    "17 03 03 00 43 a2 3f 70 54 b6 2c 94 d0 af fa fe 82 28 ba 55 cb ef ac ea 42 f9 14
+                     aa 66 bc ab 3f 2b 98 19 a8 a5 b4 6b 39 5b d5 4a 9a 20 44 1e 2b 62 97 4e 1f 5a 62
+                     92 a2 97 70 14 bd 1e 3d ea e6 3a ee bb 21 69 49 15 e4",
+                    "17 03 03 00 13 c9 87 27 60 65 56 66 b7 4d 7f f1 15 3e fd 6d b6 d0 b0 e3",
+                ],
+            ),
+            (
+                "9f02283b6c9c07efc26bb9f2ac92e356",
+                "cf782b88dd83549aadf1e984",
+                1,
+                [
+                    "17 03 03 00 43 2e 93 7e 11 ef 4a c7 40 e5 38 ad 36 00 5f c4 a4 69 32 fc 32 25 d0
+                     5f 82 aa 1b 36 e3 0e fa f9 7d 90 e6 df fc 60 2d cb 50 1a 59 a8 fc c4 9c 4b f2 e5
+                     f0 a2 1c 00 47 c2 ab f3 32 54 0d d0 32 e1 67 c2 95 5d",
+                    "17 03 03 00 13 b5 8f d6 71 66 eb f5 99 d2 47 20 cf be 7e fa 7a 88 64 a9",
+                ],
+            ),
+        ] {
+            let key = || Key {
+                key: LessSafeKey::new(UnboundKey::new(&AES_128_GCM, &bytes(key)).unwrap()),
+                iv: bytes(iv).try_into().unwrap(),
+                sequence,
+            };
+            let (key, mut opener) = (key(), Opener(key()));
+            let max_records = MAX_RECORDS_PER_KEY;
+            let mut sealer = Sealer { key, max_records };
+            let contents = [
+                (ContentType::ApplicationData, &data[..]),
+                (ContentType::Alert, &[1, 0]),
+            ];
+            for ((content_type, content), record) in contents.into_iter().zip(records) {
+                let record = bytes(record);
+                assert_eq!(seal(&mut sealer, content_type, content), record);
+                let mut out = vec![0; record.len()];
+                let opened = opener.open(&record, &mut out).unwrap();
+                assert_eq!(opened, (content_type, content.len()));
+                assert_eq!(&out[..content.len()], content);
+            }
+        }
+    }
+
     #[test]
     fn rejects_modified_replayed_and_reordered_records() {
         for change in [0, 3, 5, 12, 30] {
