@@ -50,7 +50,7 @@ pub async fn serve(
     };
     let mut end = flow.copy_end(&client, &upstream);
     let copied = copy::bidirectional(&mut client, &mut upstream, detector, &mut end).await;
-    drop(attempts);
+    attempts.closed(copied.received > 0, copied.upstream_ended_first);
     record.copied(copied.sent, copied.received);
     if copied.end == End::Http {
         record.fail(&Failure::BadRequest(
