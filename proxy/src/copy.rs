@@ -19,6 +19,8 @@ pub struct Copied {
     pub sent: u64,
     /// Bytes to the client.
     pub received: u64,
+    /// Whether the upstream ended its direction, or failed, before the client did.
+    pub upstream_ended_first: bool,
     /// How it ended.
     pub end: End,
 }
@@ -55,12 +57,18 @@ pub async fn bidirectional(
         ..Transfer::default()
     };
     let mut download = Transfer::default();
+    let mut first_end = None;
     let end = poll_fn(|cx| {
-        // An error in either direction ends both, as a reset does without the mesh.
-        match (
+        let polled = (
             upload.poll(cx, client, upstream),
             download.poll(cx, upstream, client),
-        ) {
+        );
+        if polled.0.is_ready() || polled.1.is_ready() {
+            // An error of the upload alone is one of the client: the upstream's also ends the download.
+            first_end.get_or_insert(polled.1.is_ready() && upload.state == State::Copying);
+        }
+        // An error in either direction ends both, as a reset does without the mesh.
+        match polled {
             _ if upload.was_http => Poll::Ready(End::Http),
             (Poll::Ready(Err(_)), _) | (_, Poll::Ready(Err(_))) => Poll::Ready(End::Failed),
             (Poll::Ready(Ok(())), Poll::Ready(Ok(()))) => Poll::Ready(End::Complete),
@@ -80,6 +88,7 @@ pub async fn bidirectional(
     Copied {
         sent: upload.copied,
         received: download.copied,
+        upstream_ended_first: first_end.unwrap_or(false),
         end,
     }
 }
@@ -212,6 +221,7 @@ mod tests {
             Copied {
                 sent: 7,
                 received: 22,
+                upstream_ended_first: false,
                 end: End::Complete
             }
         );

@@ -213,6 +213,14 @@ impl Attempts {
         }
     }
 
+    /// The opaque connection has ended: whether the endpoint sent anything, and whether it ended the
+    /// connection before the client did.
+    pub fn closed(self, has_answered: bool, ended_first: bool) {
+        if let Some(in_flight) = self.current {
+            in_flight.closed(has_answered, ended_first);
+        }
+    }
+
     /// The response has begun, and is a failure of the endpoint or not. Returns the time.
     pub fn answered(&mut self, is_failure: bool) -> Instant {
         self.current

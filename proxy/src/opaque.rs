@@ -55,7 +55,7 @@ pub async fn serve(
     let mut memory = flow.charge();
     let charge = &mut |bytes| memory.set(bytes);
     let copied = copy::bidirectional(&mut client, &mut upstream, detector, &mut end, charge).await;
-    drop(attempts);
+    attempts.closed(copied.received > 0, copied.upstream_ended_first);
     record.copied(copied.sent, copied.received);
     if copied.end == End::Http {
         record.fail(&Failure::BadRequest(

@@ -113,10 +113,26 @@ impl InFlight {
         self.started_at = Instant::now();
     }
 
-    /// Records the success of an opaque connection, whose duration is not a latency.
+    /// Records that the endpoint accepted an opaque connection, whose duration is not a latency.
     pub fn opened(&mut self) {
         self.recorded = true;
-        self.endpoint.quarantine.record_success(self.started_at);
+        self.endpoint
+            .quarantine
+            .record_connection(self.started_at, self.is_probe);
+    }
+
+    /// Records the end of an opaque connection: whether the endpoint sent anything, and whether it
+    /// ended the connection before the client did.
+    pub fn closed(self, has_answered: bool, ended_first: bool) {
+        let now = Instant::now();
+        if has_answered {
+            self.endpoint.quarantine.record_success(self.started_at);
+        } else if ended_first {
+            self.endpoint
+                .record_failure(Cause::Failed, self.is_probe, now);
+        } else {
+            self.cancel_probe(now);
+        }
     }
 
     /// Records the latency at the start of a response, and whether it is a failure of the endpoint.

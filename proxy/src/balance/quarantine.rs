@@ -66,12 +66,18 @@ enum State {
         /// Consecutive failures.
         failures: u32,
     },
-    /// It lasts until a request succeeds, and is active until `until`.
-    Quarantined {
-        since: Instant,
-        until: Instant,
-        duration: Duration,
-    },
+    /// It lasts until a request succeeds.
+    Quarantined(Active),
+}
+
+#[derive(Clone, Copy)]
+struct Active {
+    cause: Cause,
+    since: Instant,
+    until: Instant,
+    duration: Duration,
+    /// The probe is an opaque connection that is open: no failure until `until` is a success.
+    probe_is_open: bool,
 }
 
 const HEALTHY: State = State::Healthy { failures: 0 };
@@ -87,40 +93,36 @@ impl Quarantine {
 
     /// Whether requests avoid the endpoint.
     pub fn is_active(&self, now: Instant) -> bool {
-        matches!(self.state.get(), State::Quarantined { until, .. } if now < until)
+        matches!(self.state.get(), State::Quarantined(active) if now < active.until)
     }
 
     /// A request begins. Returns whether it is the probing request after an expired quarantine,
     /// whose result decides. Others avoid the endpoint meanwhile.
     pub fn begin(&self, now: Instant) -> bool {
         match self.state.get() {
-            State::Quarantined {
-                since,
-                until,
-                duration,
-            } if now >= until => {
-                self.state.set(State::Quarantined {
-                    since,
-                    until: now + PROBE_TIMEOUT,
-                    duration,
-                });
+            State::Quarantined(active) if now < active.until => false,
+            State::Quarantined(active) if !active.probe_is_open => {
+                let until = now + PROBE_TIMEOUT;
+                self.state
+                    .set(State::Quarantined(Active { until, ..active }));
                 true
             }
-            _ => false,
+            State::Quarantined(_) => {
+                self.end();
+                false
+            }
+            State::Healthy { .. } => false,
         }
     }
 
     /// The probing request has no result. Another one may decide.
     pub fn cancel_probe(&self, now: Instant) {
-        if let State::Quarantined {
-            since, duration, ..
-        } = self.state.get()
-        {
-            self.state.set(State::Quarantined {
-                since,
+        if let State::Quarantined(active) = self.state.get() {
+            self.state.set(State::Quarantined(Active {
                 until: now,
-                duration,
-            });
+                probe_is_open: false,
+                ..active
+            }));
         }
     }
 
@@ -140,15 +142,17 @@ impl Quarantine {
                 self.start()
             }
             State::Healthy { .. } => self.start(),
-            State::Quarantined { .. } if !is_probe => return false,
-            State::Quarantined { duration, .. } => duration * 2,
+            State::Quarantined(_) if !is_probe => return false,
+            State::Quarantined(active) => active.duration * 2,
         };
         let duration = duration.clamp(first, longest);
-        self.state.set(State::Quarantined {
+        self.state.set(State::Quarantined(Active {
+            cause,
             since: now,
             until: now + duration,
             duration,
-        });
+            probe_is_open: false,
+        }));
         true
     }
 
@@ -156,14 +160,32 @@ impl Quarantine {
     /// earlier one may have used an old connection to an endpoint that accepts no new ones.
     pub fn record_success(&self, started_at: Instant) {
         match self.state.get() {
-            State::Quarantined { since, .. } if since >= started_at => {}
+            State::Quarantined(active) if active.since >= started_at => {}
             _ => self.end(),
+        }
+    }
+
+    /// Records that the endpoint accepted an opaque connection. This ends a quarantine for refused
+    /// connections, and says nothing about other failures yet.
+    pub fn record_connection(&self, started_at: Instant, is_probe: bool) {
+        match self.state.get() {
+            State::Quarantined(active) if active.cause == Cause::Refused => {
+                self.record_success(started_at);
+            }
+            State::Quarantined(active) if is_probe => {
+                let probe_is_open = true;
+                self.state.set(State::Quarantined(Active {
+                    probe_is_open,
+                    ..active
+                }));
+            }
+            _ => {}
         }
     }
 
     /// Ends the quarantine.
     pub fn end(&self) {
-        if let State::Quarantined { .. } = self.state.replace(HEALTHY) {
+        if let State::Quarantined(_) = self.state.replace(HEALTHY) {
             let quarantined = &self.siblings.quarantined;
             quarantined.set(quarantined.get() - 1);
         }
@@ -267,6 +289,35 @@ mod tests {
         assert!(quarantine.begin(expired + 11 * SECOND));
         quarantine.record_success(expired);
         assert!(!quarantine.is_active(expired + 11 * SECOND));
+    }
+
+    #[test]
+    fn accepted_connection_is_no_success_after_failures() {
+        let (now, quarantines) = (Instant::now(), quarantines(4));
+        let [one, refusing, ..] = &quarantines[..] else {
+            unreachable!("four")
+        };
+        fail(one, 4, now);
+        one.record_connection(now, false);
+        fail(one, 1, now);
+        assert!(one.is_active(now));
+        // The connection of the probe stays open.
+        let expired = now + 10 * SECOND;
+        assert!(one.begin(expired));
+        one.record_connection(expired, true);
+        assert!(one.is_active(expired + 9 * SECOND));
+        assert!(!one.begin(expired + 10 * SECOND), "it is over");
+        // It fails.
+        fail(one, 5, expired);
+        let expired = expired + 10 * SECOND;
+        assert!(one.begin(expired));
+        one.record_connection(expired, true);
+        assert!(one.record_failure(Failed, true, expired));
+        assert!(one.is_active(expired + 19 * SECOND));
+
+        refusing.record_failure(Refused, false, now);
+        refusing.record_connection(now + SECOND, false);
+        assert!(!refusing.is_active(now));
     }
 
     #[test]

@@ -415,3 +415,37 @@ fn peer_that_rejects_the_handshake_is_a_failed_handshake_and_another_one_is_trie
         }
     });
 }
+
+/// An opaque application that sends first, and closes.
+async fn greeting_app() -> SocketAddr {
+    listening(async |mut stream| {
+        // The proxy may have closed.
+        let _ = stream.write_all(b"220 ready\r\n").await;
+    })
+    .await
+}
+
+/// The number of 40 opaque connections, one after the other, on which the server sends nothing.
+async fn opaque_failures(service: &Service) -> usize {
+    let mut failures = 0;
+    for _ in 0..40 {
+        let mut client = service.caller.connect(&service.destination).await;
+        let mut greeting = Vec::new();
+        // A reset is a failure too.
+        let _ = client.read_to_end(&mut greeting).await;
+        failures += usize::from(greeting.is_empty());
+    }
+    failures
+}
+
+#[test]
+fn opaque_endpoint_that_closes_without_an_answer_loses_its_traffic() {
+    on_worker(async {
+        let closing = listening(async |stream| drop(stream)).await;
+        for failing in [closing, closed_address().await] {
+            let service = Service::new(&[failing, greeting_app().await]).await;
+            let failures = opaque_failures(&service).await;
+            assert!((1..=5).contains(&failures), "{failures} of 40 failed");
+        }
+    });
+}
