@@ -1,7 +1,7 @@
 //! A gRPC connection to the controller: through the API server to a pod of the cluster, or to a
 //! given URL. The connection is TLS, and each call carries a token.
 
-use std::{io, path::PathBuf, sync::Arc, time::Duration};
+use std::{collections::BTreeSet, io, path::PathBuf, sync::Arc, time::Duration};
 
 use aws_lc_rs::digest;
 use clap::Args;
@@ -296,32 +296,35 @@ async fn request_token(cluster: &Cluster, account: &str) -> Result<String, Error
     })
 }
 
-/// The published roots that a controller confirms. Whoever may write ConfigMaps in a namespace
-/// cannot add one.
+/// The published roots that a controller confirms.
 async fn roots(cluster: &Cluster) -> Result<RootCertStore, Error> {
     let responses = Source::Cluster(Box::new(cluster.clone())).fetch().await?;
-    let confirmed = |certificate: &CertificateDer<'_>| {
-        let hash = digest::digest(&digest::SHA256, certificate);
-        let hash: String = hash
-            .as_ref()
-            .iter()
-            .map(|byte| format!("{byte:02x}"))
-            .collect();
-        let mut roots = responses.replicas.values().flat_map(|status| &status.roots);
-        roots.any(|root| root.fingerprint == hash)
-    };
+    let statuses = responses.replicas.values();
+    let fingerprints = statuses.flat_map(|status| &status.roots);
+    let fingerprints = fingerprints.map(|root| root.fingerprint.clone()).collect();
     let config_maps: Api<ConfigMap> = Api::all(cluster.client.clone());
     let named = ListParams::default().fields(&format!("metadata.name={ROOTS_CONFIG_MAP}"));
     let config_maps = config_maps.list(&named).await;
     let config_maps = config_maps.map_err(|error| Error::Roots(cluster::describe_error(&error)))?;
+    let data = config_maps.items.iter().flat_map(|map| &map.data);
+    confirmed(data.filter_map(|data| data.get(ROOTS_KEY)), &fingerprints)
+}
+
+/// The certificates with one of the SHA-256 fingerprints. A client that may write ConfigMaps in
+/// one namespace therefore cannot add a root.
+fn confirmed<'a>(
+    pems: impl Iterator<Item = &'a String>,
+    fingerprints: &BTreeSet<String>,
+) -> Result<RootCertStore, Error> {
+    let is_confirmed = |certificate: &CertificateDer<'_>| {
+        let hash = digest::digest(&digest::SHA256, certificate);
+        let hash = hash.as_ref().iter().map(|byte| format!("{byte:02x}"));
+        fingerprints.contains(&hash.collect::<String>())
+    };
     let mut store = RootCertStore::empty();
-    let data = config_maps
-        .items
-        .iter()
-        .filter_map(|map| map.data.as_ref()?.get(ROOTS_KEY));
-    for pem in data {
+    for pem in pems {
         let parsed = CertificateDer::pem_slice_iter(pem.as_bytes()).filter_map(Result::ok);
-        store.add_parsable_certificates(parsed.filter(&confirmed));
+        store.add_parsable_certificates(parsed.filter(is_confirmed));
     }
     if store.is_empty() {
         return Err(Error::Roots(format!(
@@ -330,4 +333,46 @@ async fn roots(cluster: &Cluster) -> Result<RootCertStore, Error> {
         )));
     }
     Ok(store)
+}
+
+#[cfg(test)]
+mod tests {
+    use rcgen::{CertificateParams, KeyPair};
+
+    use super::*;
+
+    /// A root as PEM, and its fingerprint.
+    fn root(name: &str) -> (String, String) {
+        let key = KeyPair::generate().unwrap();
+        let certificate = CertificateParams::new([name.to_owned()]).unwrap();
+        let certificate = certificate.self_signed(&key).unwrap();
+        let hash = digest::digest(&digest::SHA256, certificate.der());
+        let hash = hash.as_ref().iter().map(|byte| format!("{byte:02x}"));
+        (certificate.pem(), hash.collect())
+    }
+
+    #[test]
+    fn trusts_only_roots_that_a_controller_confirms() {
+        let ((own, fingerprint), (foreign, _)) = (root("mesh"), root("foreign"));
+        let fingerprints = BTreeSet::from([fingerprint]);
+        let both = format!("{foreign}{own}");
+        let store = confirmed([&foreign, &both].into_iter(), &fingerprints).unwrap();
+        assert_eq!(store.roots, certificates(&own).unwrap().roots);
+        for (pems, fingerprints) in [
+            (vec![&foreign], &fingerprints),
+            (vec![], &fingerprints),
+            (vec![&own], &BTreeSet::new()),
+        ] {
+            let error = confirmed(pems.into_iter(), fingerprints).unwrap_err();
+            assert!(error.to_string().contains(ROOTS_CONFIG_MAP), "{error}");
+        }
+    }
+
+    #[test]
+    fn rejects_invalid_files_and_urls() {
+        assert!(certificates("no PEM").is_err());
+        assert!(metadata("two\nlines").is_err());
+        assert!(https_url("http://controller:8080").is_err());
+        assert!(https_url("https://controller:8080").is_ok());
+    }
 }
