@@ -129,7 +129,7 @@ impl Hub {
         self.missing.borrow().clone()
     }
 
-    /// Waits for a synced catalog, for [`SYNC_TIMEOUT`] at most.
+    /// Waits for a synced catalog, for a few seconds at most.
     pub async fn wait_synced(&self, stopping: &CancellationToken) -> Result<(), CatalogError> {
         tokio::select! {
             () = self.synced() => Ok(()),

@@ -74,7 +74,7 @@ pub struct Context {
     pub stopping: CancellationToken,
 }
 
-/// Serves until `context.stopping`, then for [`DRAIN_TIMEOUT`] at most.
+/// Serves until `context.stopping`, then for a few seconds at most.
 pub async fn serve(
     listener: TcpListener,
     tls: Arc<ServerConfig>,
