@@ -13,8 +13,7 @@ use super::{Protocol, Verdict};
 /// The rule covers all lenient servers: it does not depend on the position of the version, nor on
 /// its presence. The verdict HTTP is final. The verdict opaque needs the end of the line, or a
 /// first word that is not a token. The verdict therefore does not depend on how the sender splits
-/// the line, and a pause within a request does not bypass the parser. A line over
-/// [`MAX_REQUEST_LINE`] is opaque.
+/// the line, and a pause within a request does not bypass the parser. A line over 2 MiB is opaque.
 #[derive(Debug, Default)]
 pub struct RequestLineDetector {
     /// The length of the line so far.
