@@ -2,7 +2,7 @@
 //! ports.
 
 use diy_mesh_tests::sandbox::{
-    MESHED, get, http_server, shell, single_pod, wait_for_line, with_mesh,
+    MESHED, get, http_server, post, shell, single_pod, wait_for_line, with_mesh,
 };
 
 const HELLO: &str = "Hello from the http-server service!";
@@ -78,6 +78,22 @@ fn meshed_client_reaches_unmeshed_server() {
         "/hello",
     );
     assert!(response.contains(HELLO), "{response}");
+    // A port that the Service does not have.
+    let output = post(
+        &sandbox,
+        &client,
+        "shell",
+        "http-server.servers",
+        99,
+        "/hello",
+    );
+    assert!(
+        output.stdout.starts_with("HTTP/1.1 503 ")
+            && output
+                .stdout
+                .contains("service servers/http-server has no port 99; it has 80"),
+        "{output:?}"
+    );
 }
 
 #[test]
