@@ -183,12 +183,15 @@ async fn through_api_server(cluster: &Cluster, pod: &str) -> Result<String, Stri
     }
 }
 
+/// Sends a GET request, again if the connection was closed without a response: a controller that
+/// stops closes its connections, and one that is ready waits for a request only shortly.
 async fn get(client: &HttpClient<HttpConnector, Empty<Bytes>>, url: Uri) -> Result<String, String> {
     let response = async {
-        let response = client
-            .get(url)
-            .await
-            .map_err(|error| cluster::error_chain(&error))?;
+        let response = match client.get(url.clone()).await {
+            Err(error) if is_incomplete(&error) => client.get(url).await,
+            response => response,
+        };
+        let response = response.map_err(|error| cluster::error_chain(&error))?;
         let status = response.status();
         let body = Limited::new(response.into_body(), MAX_BODY_SIZE)
             .collect()
@@ -205,4 +208,42 @@ async fn get(client: &HttpClient<HttpConnector, Empty<Bytes>>, url: Uri) -> Resu
     timeout(REQUEST_TIMEOUT, response)
         .await
         .unwrap_or_else(|_| Err(format!("timed out after {} s", REQUEST_TIMEOUT.as_secs())))
+}
+
+fn is_incomplete(error: &hyper_util::client::legacy::Error) -> bool {
+    let source = std::error::Error::source(error);
+    source
+        .and_then(|source| source.downcast_ref::<hyper::Error>())
+        .is_some_and(hyper::Error::is_incomplete_message)
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn asks_again_after_a_close_without_a_response() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("loopback");
+        let address = listener.local_addr().expect("bound");
+        let controller = async {
+            for response in [&b""[..], b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"] {
+                let (mut stream, _) = listener.accept().await.expect("a connection");
+                stream.read_exact(&mut [0; 4]).await.expect("a request");
+                stream
+                    .write_all(response)
+                    .await
+                    .expect("an open connection");
+                stream.shutdown().await.expect("an open connection");
+                // The rest of the request, so that the close is no reset.
+                let _ = stream.read_to_end(&mut Vec::new()).await;
+            }
+        };
+        let client = HttpClient::builder(TokioExecutor::new()).build_http();
+        let url = format!("http://{address}/identity").parse().expect("a URL");
+        let (text, ()) = tokio::join!(get(&client, url), controller);
+        assert_eq!(text.as_deref(), Ok("{}"));
+    }
 }
