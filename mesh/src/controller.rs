@@ -58,10 +58,9 @@ pub struct Arguments {
     /// Service account in the namespace of the mesh; the command requests a token for it
     #[arg(long, value_name = "NAME", default_value = "default")]
     pub account: String,
-    /// URL of a controller to query instead of one of the cluster, for example
-    /// https://controller.service-mesh.svc:8080
+    /// URL of a controller to query instead of one of the cluster
     #[arg(
-        long, value_name = "URL", value_parser = https_url, requires_all = ["token_file", "roots_file"],
+        long, value_name = "https://HOST:PORT", value_parser = https_url, requires_all = ["token_file", "roots_file"],
         conflicts_with_all = ["context", "namespace", "account"]
     )]
     pub controller: Option<Uri>,

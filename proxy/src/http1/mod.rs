@@ -62,10 +62,10 @@ pub async fn serve(mut client: Io, flow: &Rc<Flow>) {
                 return linger(client).await;
             }
         };
-        match Exchange::new(&mut client, flow, request, &mut memory)
+        let after = Exchange::new(&mut client, flow, request, &mut memory)
             .run()
-            .await
-        {
+            .await;
+        match after {
             After::KeepAlive => {}
             After::Close => return linger(client).await,
             After::Closed => return,
@@ -199,7 +199,7 @@ impl<'a> Exchange<'a> {
     }
 
     /// Carries the exchange to its end.
-    async fn run(mut self) -> After {
+    async fn run(&mut self) -> After {
         let flow = self.record.flow.clone();
         if let Err(failure) = flow.check_head(self.head_size) {
             return self.fail(&failure).await;
@@ -213,15 +213,16 @@ impl<'a> Exchange<'a> {
             return self.fail(&request_failure(&broken)).await;
         }
         // 4. Authorization, 5. route, 6. balance, 7. connect, 8. serve: attempt.rs.
-        match forward(&mut self, &flow).await {
+        match forward(self, &flow).await {
             Ok(Outcome::After(after)) => after,
-            Ok(Outcome::Tunnel(upstream)) => self.tunnel(upstream).await,
+            // Boxed: it is rare, and would enlarge the task of every connection.
+            Ok(Outcome::Tunnel(upstream)) => Box::pin(self.tunnel(upstream)).await,
             Err(failure) => self.fail(&failure).await,
         }
     }
 
     /// Copies the bytes of another protocol both ways.
-    async fn tunnel(mut self, mut upstream: Io) -> After {
+    async fn tunnel(&mut self, mut upstream: Io) -> After {
         let flow = self.record.flow.clone();
         let mut end = flow.copy_end(self.client, &upstream);
         let charge = &mut |bytes| self.memory.set(bytes);
@@ -240,7 +241,7 @@ impl<'a> Exchange<'a> {
     }
 
     /// Replies in place of the application.
-    async fn fail(mut self, failure: &Failure) -> After {
+    async fn fail(&mut self, failure: &Failure) -> After {
         let keep_alive = !failure.closes_connection() && self.may_keep_alive(Instant::now());
         let head_only = self.request.method() == b"HEAD";
         reply(

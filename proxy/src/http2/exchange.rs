@@ -48,7 +48,7 @@ pub(super) async fn carry(
     head::prepare(&mut parts, client.flow.request_edit());
     let mut record = ExchangeRecord::new(&client.flow, Protocol::Http2);
     record.request(&head::view(&parts), Edits::default());
-    let exchange = Exchange {
+    let mut exchange = Exchange {
         respond,
         upload: Relay::new(body, Message::Request),
         record,
@@ -106,10 +106,10 @@ enum Ended {
 
 impl Exchange {
     /// Runs the exchange to its end.
-    async fn run(mut self) {
+    async fn run(&mut self) {
         let flow = self.record.flow.clone();
         // 4. Authorization, 5. route, 6. balance, 7. connect, 8. serve.
-        match forward(&mut self, &flow).await {
+        match forward(self, &flow).await {
             Ok(Outcome::Ended) => self.client.record_completed(),
             Ok(Outcome::Cancelled) => self.client.record_reset(),
             Ok(Outcome::Reset(code)) => {
@@ -332,7 +332,7 @@ impl Exchange {
     }
 
     /// Replies in place of the application.
-    fn fail(mut self, failure: &Failure) {
+    fn fail(&mut self, failure: &Failure) {
         let reply = self.record.local_reply(failure);
         let head_only = self.parts.method == Method::HEAD;
         let (head, body) = if self.is_grpc {
