@@ -351,7 +351,7 @@ impl Controller {
             admin: nowhere,
             files,
         };
-        let line = controller.until("the controller listens").await;
+        let line = controller.until("listening grpc=").await;
         let field = |name: &str| {
             line.split(' ')
                 .find_map(|part| part.strip_prefix(name))
