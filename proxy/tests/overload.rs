@@ -105,6 +105,55 @@ fn directions_have_separate_memory() {
 }
 
 #[test]
+fn unauthenticated_clients_that_read_nothing_leave_memory_to_peers() {
+    on_worker(async {
+        // The memory for a thousand connections, as in a container.
+        let mesh = Mesh::with_memory(4 * 1024 * 1024, |_| {});
+        let (listener, address) = listen().await;
+        tokio::task::spawn_local(async move {
+            let body = vec![b'x'; 8 * 1024 * 1024];
+            loop {
+                let mut stream = listener.accept().await.unwrap().0;
+                let body = body.clone();
+                tokio::task::spawn_local(async move {
+                    let _ = stream
+                        .write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 8388608\r\n\r\n")
+                        .await;
+                    let _ = stream.write_all(&body).await;
+                    std::future::pending::<()>().await;
+                });
+            }
+        });
+        let (mut flood, inbound) = (Vec::new(), mesh.worker.memory(Inbound).buffers.clone());
+        let overloaded = "failures_total{direction=\"inbound\",code=\"overloaded\"}";
+        while mesh.metric(overloaded) < 20 {
+            let mut client = mesh.connect_inbound(address).await;
+            let socket = socket2::SockRef::from(&client);
+            socket.set_recv_buffer_size(4096).unwrap();
+            let (used, rejected) = (inbound.used(), mesh.metric(overloaded));
+            // A client that is rejected is reset.
+            let _ = client.write_all(GET.as_bytes()).await;
+            flood.push(client);
+            until(|| inbound.used() > used || mesh.metric(overloaded) > rejected).await;
+        }
+        let far = std::time::Instant::now() + std::time::Duration::from_secs(3600);
+        let lifetime = diy_mesh_proxy::lifetime::Lifetime {
+            retires_at: far,
+            certificate_ends_at: far,
+            resets_at: None,
+        };
+        let mut peer = mesh.connect_peer(address, lifetime).await;
+        write(&mut peer, GET).await;
+        let reply = read_until(&mut peer, "\r\n\r\n").await;
+        let (count, used) = (flood.len(), inbound.used());
+        assert!(
+            reply.starts_with("HTTP/1.1 200 "),
+            "{count} clients, {used} bytes: {reply}"
+        );
+    });
+}
+
+#[test]
 fn buffers_of_slow_receivers_are_charged_and_released() {
     on_worker(async {
         let body = vec![b'x'; 32 * 1024 * 1024];

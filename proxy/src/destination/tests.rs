@@ -387,6 +387,21 @@ async fn destinations_share_pools_until_last_one_removes_the_endpoint() {
 }
 
 #[tokio::test]
+async fn failures_of_one_service_quarantine_no_endpoint_of_another() {
+    let endpoints = [info("10.0.0.1:80"), info("10.0.0.2:80")];
+    let (one, other) = (
+        watched_destination(service(&endpoints)).1,
+        watched_destination(service(&endpoints)).1,
+    );
+    for _ in 0..5 {
+        find(&one, "10.0.0.1:80").begin().failed();
+    }
+    let is_quarantined =
+        |destination| find(destination, "10.0.0.1:80").is_quarantined(Instant::now());
+    assert!(is_quarantined(&one) && !is_quarantined(&other));
+}
+
+#[tokio::test]
 async fn next_request_resolves_after_cancelled_one() {
     let (discovery, mut questions) = Discovery::by_hand();
     let destinations = Destinations::new(discovery);

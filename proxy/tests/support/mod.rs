@@ -94,6 +94,10 @@ impl Mesh {
     }
 
     pub fn with(change: impl FnOnce(&mut Config)) -> Self {
+        Self::with_memory(64 * 1024 * 1024, change)
+    }
+
+    pub fn with_memory(memory: usize, change: impl FnOnce(&mut Config)) -> Self {
         let args = "proxy --inbound-port 4000 --outbound-port 5000 --admin-port 4001 --controller http://c:8080 --token-file /token --dump off";
         let mut config = Config::from_raw(RawConfig::parse_from(args.split(' '))).unwrap();
         change(&mut config);
@@ -105,7 +109,7 @@ impl Mesh {
             discovery: Discovery::off(),
             credentials: diy_mesh_proxy::identity::none(),
             limit: 1000,
-            memory: 64 * 1024 * 1024,
+            memory,
             drain: drain.clone(),
         };
         Self {
