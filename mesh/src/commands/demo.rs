@@ -79,6 +79,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         })?,
         None => manifest::embedded().objects()?,
     };
+    check_only(&arguments.only, &objects)?;
     // The bounded queue slows the programs down if the output is slow.
     let (sender, demo_events) = sync_channel(1024);
     watch_signals(sender.clone())?;
@@ -302,6 +303,37 @@ fn request_json_dumps(objects: &mut [Value]) -> BTreeSet<(String, String)> {
         }
     }
     json
+}
+
+/// Fails if nothing has a name that `--only` selects. A pod's name begins with that of its workload.
+fn check_only(only: &[String], objects: &[Value]) -> Result<()> {
+    let (mut workloads, mut others) = (BTreeSet::new(), BTreeSet::from(story::PROXY_CONTAINERS));
+    for object in objects {
+        let pod = match object["kind"].as_str() {
+            Some("Pod") => object,
+            Some("Deployment" | "Job") => &object["spec"]["template"],
+            _ => continue,
+        };
+        workloads.extend(object["metadata"]["name"].as_str());
+        others.extend(object["metadata"]["namespace"].as_str());
+        let lists = ["containers", "initContainers"].map(|list| pod["spec"][list].as_array());
+        let containers = lists.into_iter().flatten().flatten();
+        others.extend(containers.filter_map(|container| container["name"].as_str()));
+    }
+    for name in only {
+        let is_pod = |workload: &&str| {
+            let suffix = name.strip_prefix(*workload);
+            suffix.is_some_and(|suffix| suffix.is_empty() || suffix.starts_with('-'))
+        };
+        if !others.contains(&**name) && !workloads.iter().any(is_pod) {
+            let workloads: Vec<_> = workloads.into_iter().collect();
+            bail!(
+                "invalid --only {name}: no workload, pod, container or namespace has this name; the workloads are {}",
+                workloads.join(", ")
+            );
+        }
+    }
+    Ok(())
 }
 
 /// The directory of this binary, which contains the other binaries.

@@ -8,13 +8,17 @@ use std::{
 use serde_json::{Value, json};
 
 use super::{
+    check_only,
     dump::{Dump, DumpLine},
     request_json_dumps,
     screen::{Detail, Screen},
     story::{Item, Story},
     summary::Summary,
 };
-use crate::sandbox::protocol::{LogLine, PodView};
+use crate::sandbox::{
+    manifest,
+    protocol::{LogLine, PodView},
+};
 
 const CALLER: &str = "10.244.0.7";
 const CALLEE: &str = "10.244.0.6";
@@ -292,5 +296,26 @@ fn summary_counts_exchanges_of_workloads() {
         text,
         "mesh demo: ran 30 s, all ready after 1.2 s; 0 pods, 0 of them with a proxy, 0 restarts\n  \
          web -> cart  1 exchange, 0 failed, 1 with mTLS, average 1.2 ms"
+    );
+}
+
+#[test]
+fn only_rejects_names_of_nothing() {
+    let objects = manifest::embedded().objects().expect("valid manifests");
+    let check = |name: &str| check_only(&[name.to_owned()], &objects);
+    for name in [
+        "http-client",
+        "http-server-v1-abc-def",
+        "service-mesh",
+        "proxy",
+    ] {
+        assert!(check(name).is_ok(), "{name}");
+    }
+    let error = check("nobody")
+        .expect_err("there is no such name")
+        .to_string();
+    assert!(
+        error.contains("--only nobody") && error.contains("grpc-client, grpc-server"),
+        "{error}"
     );
 }
