@@ -42,7 +42,7 @@ fn demo_runs_without_root() {
     // The bind mount makes the programs accessible for user `nobody`. Each step is an exec: the
     // child process is the demo.
     let steps = "mount --bind $0/ranges /etc/subuid && mount --bind $0/ranges /etc/subgid && mkdir $0/programs && mount --bind $1 $0/programs \
-         && chmod 755 $0 && exec setpriv --reuid nobody --regid nogroup --clear-groups $0/programs/mesh demo --only nothing --for 600";
+         && chmod 755 $0 && exec setpriv --reuid nobody --regid nogroup --clear-groups $0/programs/mesh demo --only controller --for 600";
     let mut demo = Command::new("unshare")
         .args(["--mount", "--propagation", "private", "sh", "-c", steps])
         .args([&folder, &programs()])

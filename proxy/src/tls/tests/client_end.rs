@@ -1,6 +1,8 @@
 //! Clients that close or reset their connection before the response has ended, through two proxies:
 //! the application learns of it as without the mesh.
 
+use tokio::io::AsyncBufReadExt as _;
+
 use super::*;
 
 const STREAM: &str = "GET /events HTTP/1.1\r\nHost: cart\r\n\r\n";
@@ -121,6 +123,55 @@ fn half_close_of_the_client_reaches_the_application_and_the_response_completes()
             assert!(rest.contains("last"), "{rest}");
             assert_eq!(end.get(), Some(End::HalfClose));
             assert_eq!(pair.idle_http1(), 0, "the connection is half-closed");
+        }
+    });
+}
+
+/// Builds the Go server. None without Go, which CI must have.
+fn go_server(folder: &std::path::Path) -> Option<std::path::PathBuf> {
+    let program = folder.join("events");
+    let source = folder.join("events.go");
+    std::fs::write(&source, include_str!("events.go")).unwrap();
+    let mut build = std::process::Command::new("go");
+    build.args(["build", "-o"]).arg(&program).arg(&source);
+    match build.env("GOCACHE", folder.join("cache")).output() {
+        Ok(output) => assert!(output.status.success(), "{output:?}"),
+        Err(error) => {
+            let is_ci = std::env::var_os("CI").is_some_and(|value| value == "true");
+            assert!(!is_ci, "CI must be able to run Go: {error}");
+            println!("skipped: cannot run Go: {error}");
+            return None;
+        }
+    }
+    Some(program)
+}
+
+#[test]
+fn context_of_a_go_server_ends_with_the_client() {
+    let folder = tempfile::tempdir().unwrap();
+    let Some(program) = go_server(folder.path()) else {
+        return;
+    };
+    on_worker(async {
+        let mut server = tokio::process::Command::new(program)
+            .stdout(std::process::Stdio::piped())
+            .kill_on_drop(true)
+            .spawn()
+            .unwrap();
+        let mut lines = tokio::io::BufReader::new(server.stdout.take().unwrap()).lines();
+        let app = lines.next_line().await.unwrap().unwrap().parse().unwrap();
+        let pair = Pair::usual(app).await;
+        for is_reset in [true, false] {
+            let mut client = pair.connect().await;
+            client.write_all(STREAM.as_bytes()).await.unwrap();
+            read_until(&mut client, "first\n").await;
+            if is_reset {
+                Io::new(client).reset();
+            } else {
+                client.shutdown().await.unwrap();
+            }
+            let line = lines.next_line().await.unwrap();
+            assert_eq!(line.as_deref(), Some("context canceled"), "{is_reset}");
         }
     });
 }
