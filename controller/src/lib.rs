@@ -37,6 +37,7 @@ use authority::AuthorityHandle;
 pub use config::Config;
 pub use diy_mesh_issuer as issuer;
 use hub::Hub;
+use index::object::Source;
 use metrics::Metrics;
 use proxies::Proxies;
 use serving::{Names, Serving};
@@ -128,7 +129,11 @@ impl Controller {
                 config::Ca::Files(folder) => authority::Storage::Files(folder.clone()),
             },
         };
-        let (hub, proxies) = (Hub::default(), Proxies::default());
+        let source = match &config.catalog {
+            config::Catalog::Kubernetes => Source::Kubernetes,
+            config::Catalog::Files(_) => Source::Files,
+        };
+        let (hub, proxies) = (Hub::new([source]), Proxies::default());
         let (authority, run_authority) = authority::start(options, &hub, proxies.clone());
         Ok(Controller {
             names: Names::new(&config.trust_domain, &config.pod_namespace)?,

@@ -1,4 +1,4 @@
-//! The catalog of a folder: Services, EndpointSlices and Pods in *.yaml, *.yml and *.json files.
+//! The catalog of a folder: Services, EndpointSlices, Pods and Nodes in *.yaml, *.yml and *.json files.
 //!
 //! Polls the folder; an unchanged file costs one `stat`. Logs an invalid file once and keeps its
 //! previous content. Never writes, and ignores subfolders.
@@ -12,7 +12,7 @@ use tokio::sync::mpsc;
 
 use super::manifest;
 use crate::file::Stamp;
-use crate::index::object::{Change, Key, Kind, Object};
+use crate::index::object::{Change, Key, Kind, Object, Source};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
@@ -153,16 +153,16 @@ impl Files {
 fn reset(objects: &Objects, kind: Kind) -> Change {
     let objects = objects.values().map(|(_, object)| object);
     let of_kind = objects.filter(|object| object.kind() == kind);
-    Change::Reset(kind, of_kind.cloned().collect())
+    Change::Reset(Source::Files, kind, of_kind.cloned().collect())
 }
 
 fn difference(before: &Objects, after: &Objects) -> Vec<Change> {
     let deleted = before.keys().filter(|key| !after.contains_key(*key));
-    let deleted = deleted.map(|(kind, key)| Change::Delete(*kind, key.clone()));
+    let deleted = deleted.map(|(kind, key)| Change::Delete(Source::Files, *kind, key.clone()));
     let old = |key| before.get(key).map(|(_, object)| object);
     let after = after.iter().map(|(key, (_, object))| (key, object));
     let changed = after.filter(|(key, object)| old(*key) != Some(*object));
-    let changed = changed.map(|(_, object)| Change::Apply(object.clone()));
+    let changed = changed.map(|(_, object)| Change::Apply(Source::Files, object.clone()));
     deleted.chain(changed).collect()
 }
 
@@ -199,9 +199,12 @@ mod tests {
 
     fn say(changes: Vec<Change>) -> Vec<String> {
         let one = |change: &Change| match change {
-            Change::Apply(object) => format!("apply {}", object.key()),
-            Change::Delete(_, key) => format!("delete {key}"),
-            Change::Reset(kind, objects) => format!("reset {kind} {}", objects.len()),
+            Change::Apply(_, object) => format!("apply {}", object.key()),
+            Change::Delete(_, _, key) => format!("delete {key}"),
+            Change::Unavailable(_, kind) => format!("unavailable {kind}"),
+            Change::Reset(_, kind, objects) => {
+                format!("reset {kind} {}", objects.len())
+            }
         };
         changes.iter().map(one).collect()
     }
@@ -214,7 +217,12 @@ mod tests {
         let mut files = Files::new(dir.path().to_owned(), "cluster.local");
         assert_eq!(
             say(files.scan()),
-            ["reset Service 1", "reset EndpointSlice 0", "reset Pod 0"]
+            [
+                "reset Service 1",
+                "reset EndpointSlice 0",
+                "reset Pod 0",
+                "reset Node 0"
+            ]
         );
         assert_eq!(say(files.scan()), [""; 0]);
         write(dir.path(), "b.yml", &service("b", "10.0.0.2"));
@@ -257,7 +265,7 @@ mod tests {
         write(dir.path(), "1.yaml", &service("a", "10.0.0.1"));
         write(dir.path(), "2.yaml", &service("a", "10.0.0.2"));
         let mut files = Files::new(dir.path().to_owned(), "cluster.local");
-        let Change::Reset(Kind::Service, services) = files.scan().remove(0) else {
+        let Change::Reset(Source::Files, Kind::Service, services) = files.scan().remove(0) else {
             panic!("Services come first")
         };
         let Object::Service(service) = &services[0] else {

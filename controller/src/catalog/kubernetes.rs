@@ -1,4 +1,4 @@
-//! The catalog of a Kubernetes cluster: watches of all Services, EndpointSlices and Pods.
+//! The catalog of a Kubernetes cluster: watches of all Services, EndpointSlices, Pods and Nodes.
 //!
 //! Each kind has its own watch. After an error, the watch logs the cause and the required
 //! permissions and retries with back-off. Only the fields that the index needs are kept.
@@ -9,15 +9,16 @@ use std::time::Duration;
 
 use diy_mesh_runtime::{Backoff, error_chain};
 use futures::{Stream, StreamExt};
-use k8s_openapi::api::core::v1::{Pod, Service};
+use k8s_openapi::api::core::v1::{Node, Pod, Service};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
+use kube::core::Status;
 use kube::runtime::watcher::{self, Error, Event, watcher};
 use kube::{Api, Client, Resource, ResourceExt};
 use serde::de::DeserializeOwned;
 use tokio::sync::mpsc;
 
 use super::convert::CatalogObject;
-use crate::index::object::{Change, Key, Kind, Object};
+use crate::index::object::{Change, Key, Kind, Object, Source};
 
 const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(250);
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(10);
@@ -39,7 +40,8 @@ pub async fn run(client: Client, trust_domain: &str, changes: mpsc::Sender<Chang
             trust_domain,
             changes.clone()
         ),
-        watch::<Pod>(client, running, trust_domain, changes),
+        watch::<Pod>(client.clone(), running, trust_domain, changes.clone()),
+        watch::<Node>(client, watcher::Config::default(), trust_domain, changes),
     );
 }
 
@@ -85,10 +87,16 @@ async fn forward<K>(
                 listed.extend(convert(&object, trust_domain));
                 None
             }
-            Ok(Event::InitDone) => Some(Change::Reset(K::KIND, std::mem::take(&mut listed))),
+            Ok(Event::InitDone) => Some(Change::Reset(
+                Source::Kubernetes,
+                K::KIND,
+                std::mem::take(&mut listed),
+            )),
             // An invalid object replaces its valid state.
             Ok(Event::Apply(object)) => {
-                Some(convert(&object, trust_domain).map_or_else(|| deleted(&object), Change::Apply))
+                let converted = convert(&object, trust_domain);
+                let apply = |object| Change::Apply(Source::Kubernetes, object);
+                Some(converted.map_or_else(|| deleted(&object), apply))
             }
             Ok(Event::Delete(object)) => Some(deleted(&object)),
             Err(error) => {
@@ -99,11 +107,14 @@ async fn forward<K>(
                     explain(K::KIND, &error)
                 );
                 tokio::time::sleep(delay).await;
-                None
+                is_unavailable(K::KIND, &error)
+                    .then_some(Change::Unavailable(Source::Kubernetes, K::KIND))
             }
         };
         if let Some(change) = change {
-            backoff.reset();
+            if !matches!(change, Change::Unavailable(..)) {
+                backoff.reset();
+            }
             if changes.send(change).await.is_err() {
                 return;
             }
@@ -113,6 +124,7 @@ async fn forward<K>(
 
 fn deleted<K: CatalogObject + ResourceExt>(object: &K) -> Change {
     Change::Delete(
+        Source::Kubernetes,
         K::KIND,
         Key::new(&object.namespace().unwrap_or_default(), &object.name_any()),
     )
@@ -127,13 +139,24 @@ fn convert<K: CatalogObject + ResourceExt>(object: &K, trust_domain: &str) -> Op
     converted.ok()
 }
 
-/// An error with its remedy.
-fn explain(kind: Kind, error: &Error) -> String {
-    let status = match error {
+/// Whether the cluster does not have an optional kind, or does not permit to list it.
+fn is_unavailable(kind: Kind, error: &Error) -> bool {
+    kind.is_optional() && status(error).is_some_and(|status| matches!(status.code, 403 | 404))
+}
+
+fn status(error: &Error) -> Option<&Status> {
+    match error {
         Error::InitialListFailed(kube::Error::Api(status))
         | Error::WatchStartFailed(kube::Error::Api(status))
-        | Error::WatchError(status) => status,
-        other => return error_chain(other),
+        | Error::WatchError(status) => Some(status),
+        _ => None,
+    }
+}
+
+/// An error with its remedy.
+fn explain(kind: Kind, error: &Error) -> String {
+    let Some(status) = status(error) else {
+        return error_chain(error);
     };
     if status.code != 403 {
         return format!("{} (status {})", status.message, status.code);
@@ -142,6 +165,7 @@ fn explain(kind: Kind, error: &Error) -> String {
         Kind::Service => ("services", "the core group"),
         Kind::Slice => ("endpointslices", "discovery.k8s.io"),
         Kind::Pod => ("pods", "the core group"),
+        Kind::Node => ("nodes", "the core group"),
     };
     format!(
         "{}; the controller's ServiceAccount needs the verbs list and watch on {resource} of {group}, in all namespaces",
@@ -151,8 +175,6 @@ fn explain(kind: Kind, error: &Error) -> String {
 
 #[cfg(test)]
 mod tests {
-    use kube::core::Status;
-
     use super::*;
 
     fn service(name: &str, ip: &str) -> Service {
@@ -164,16 +186,22 @@ mod tests {
         Error::InitialListFailed(kube::Error::Api(Box::new(status)))
     }
 
-    async fn forwarded(events: Vec<Result<Event<Service>, Error>>) -> Vec<String> {
+    async fn forwarded<K>(events: Vec<Result<Event<K>, Error>>) -> Vec<String>
+    where
+        K: CatalogObject + Resource<DynamicType = ()>,
+    {
         let (sender, mut receiver) = mpsc::channel(100);
         forward(futures::stream::iter(events), "cluster.local", &sender).await;
         drop(sender);
         let mut changes = Vec::new();
         while let Some(change) = receiver.recv().await {
             changes.push(match change {
-                Change::Apply(object) => format!("apply {}", object.key()),
-                Change::Delete(kind, key) => format!("delete {kind} {key}"),
-                Change::Reset(kind, objects) => format!("reset {kind} {}", objects.len()),
+                Change::Apply(_, object) => format!("apply {}", object.key()),
+                Change::Delete(_, kind, key) => format!("delete {kind} {key}"),
+                Change::Unavailable(_, kind) => format!("unavailable {kind}"),
+                Change::Reset(_, kind, objects) => {
+                    format!("reset {kind} {}", objects.len())
+                }
             });
         }
         changes
@@ -222,9 +250,21 @@ mod tests {
         );
     }
 
+    #[tokio::test(start_paused = true)]
+    async fn kind_that_is_not_installed_or_not_permitted_is_unavailable_if_it_is_optional() {
+        let not_found = || {
+            let status = Status::failure("the server could not find it", "NotFound").with_code(404);
+            Error::InitialListFailed(kube::Error::Api(Box::new(status)))
+        };
+        let nodes = forwarded::<Node>(vec![Err(not_found()), Err(forbidden())]).await;
+        assert_eq!(nodes, ["unavailable Node", "unavailable Node"]);
+        let services = forwarded::<Service>(vec![Err(not_found()), Err(forbidden())]).await;
+        assert_eq!(services, [""; 0]);
+    }
+
     #[tokio::test]
     async fn deletes_objects_that_become_invalid() {
-        let events = vec![Ok(Event::Apply(service("a", "not an address")))];
+        let events = vec![Ok(Event::<Service>::Apply(service("a", "not an address")))];
         assert_eq!(forwarded(events).await, ["delete Service shop/a"]);
     }
 
