@@ -443,6 +443,36 @@ mod tests {
         assert!(hub.missing().is_empty());
     }
 
+    #[test]
+    fn list_of_the_same_objects_notifies_nobody_and_never_empties_a_service() {
+        let objects = |addresses: &[&str]| {
+            crate::index::tests::service_with_pods("web", "10.96.0.1", addresses)
+        };
+        let resets = |addresses: &[&str]| {
+            let all = objects(addresses);
+            Kind::ALL.map(|kind| {
+                let of_kind = all.iter().filter(|object| object.kind() == kind);
+                Change::Reset(Source::Kubernetes, kind, of_kind.cloned().collect())
+            })
+        };
+        let hub = Hub::new([Source::Kubernetes]);
+        hub.apply(resets(&["10.0.0.1", "10.0.0.2"]));
+        let mut reader = hub.watch_destinations();
+        reader.subscribe(destination("10.96.0.1:80"));
+        assert!(reader.next().is_some());
+        // Each kind is listed again on its own, at another time.
+        for reset in resets(&["10.0.0.1", "10.0.0.2"]) {
+            hub.apply([reset]);
+            assert!(reader.next().is_none());
+        }
+        for reset in resets(&["10.0.0.2"]) {
+            hub.apply([reset]);
+            while let Some((_, state)) = reader.next() {
+                assert!(!state.target.as_ref().unwrap().endpoints.is_empty());
+            }
+        }
+    }
+
     #[tokio::test]
     async fn slow_reader_gets_the_latest_state_once() {
         let hub = Hub::new([Source::Kubernetes]);

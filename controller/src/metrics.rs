@@ -8,6 +8,7 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
+use crate::catalog::freshness::Freshness;
 use crate::hub::{Counts, Hub};
 
 /// Counters and gauges that the RPCs update.
@@ -121,6 +122,14 @@ pub fn encode_counts(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
             ("subscribers", subscriptions as i64),
         ],
     )
+}
+
+/// Encodes the age of the catalog.
+pub fn encode_ages(freshness: &Freshness, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+    let ages = freshness.ages().into_iter();
+    let ages = ages.map(|(kind, age)| (kind.name(), age.as_secs() as i64));
+    let help = "Seconds since the source of the catalog last confirmed its objects";
+    encode_gauges(encoder, "watch_age_seconds", help, "kind", ages)
 }
 
 #[cfg(test)]

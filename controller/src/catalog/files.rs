@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use tokio::sync::mpsc;
 
+use super::freshness::Freshness;
 use super::manifest;
 use crate::file::Stamp;
 use crate::index::object::{Change, Key, Kind, Object, Source};
@@ -17,7 +18,12 @@ use crate::index::object::{Change, Key, Kind, Object, Source};
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Sends the objects of the folder, then changes, until the receiver is dropped.
-pub async fn run(folder: PathBuf, trust_domain: &str, changes: mpsc::Sender<Change>) {
+pub async fn run(
+    folder: PathBuf,
+    trust_domain: &str,
+    freshness: &Freshness,
+    changes: mpsc::Sender<Change>,
+) {
     let mut files = Files::new(folder, trust_domain);
     let mut interval = tokio::time::interval(POLL_INTERVAL);
     interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -31,6 +37,11 @@ pub async fn run(folder: PathBuf, trust_domain: &str, changes: mpsc::Sender<Chan
                 return;
             }
         }
+        if files.is_current {
+            Kind::ALL
+                .into_iter()
+                .for_each(|kind| freshness.confirm(kind));
+        }
     }
 }
 
@@ -43,6 +54,8 @@ struct Files {
     objects: Option<Objects>,
     /// The errors of the last scan, which logs new ones only.
     errors: BTreeSet<String>,
+    /// The last scan could read the folder.
+    is_current: bool,
 }
 
 type Objects = BTreeMap<(Kind, Key), (PathBuf, Object)>;
@@ -61,13 +74,16 @@ impl Files {
             files: BTreeMap::new(),
             objects: None,
             errors: BTreeSet::new(),
+            is_current: false,
         }
     }
 
     /// The changes since the last scan. None if the folder cannot be read.
     fn scan(&mut self) -> Vec<Change> {
         let mut errors = BTreeSet::new();
-        let changes = match list(&self.folder) {
+        let listed = list(&self.folder);
+        self.is_current = listed.is_ok();
+        let changes = match listed {
             Ok(paths) => self.read_all(paths, &mut errors),
             Err(error) => {
                 let folder = self.folder.display();

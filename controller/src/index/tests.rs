@@ -95,6 +95,18 @@ fn pod(name: &str, addresses: &[&str]) -> Pod {
     }
 }
 
+/// A Service, its slice and a pod at each address.
+pub(crate) fn service_with_pods(name: &str, ip: &str, addresses: &[&str]) -> Vec<Object> {
+    let endpoints = addresses.iter().map(|address| endpoint(address, address));
+    let slice = slice(name, name, 8080, endpoints.collect());
+    let pods = addresses
+        .iter()
+        .map(|address| Object::Pod(pod(address, &[address])));
+    let mut all: Vec<Object> = pods.collect();
+    all.extend([Object::Service(service(name, &[ip])), Object::Slice(slice)]);
+    all
+}
+
 fn index(objects: impl IntoIterator<Item = Object>) -> Index {
     let mut index = Index::default();
     for object in objects {
