@@ -15,7 +15,7 @@ use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
-use crate::index::object::{Change, Key, Kind, Resource};
+use crate::index::object::{Change, Key, Kind, Resource, Source};
 use crate::index::state::State;
 use crate::index::view::ServiceView;
 use crate::index::{Index, Touched};
@@ -47,7 +47,7 @@ impl From<CatalogError> for tonic::Status {
 #[derive(Clone)]
 pub struct Hub {
     inner: Arc<Mutex<Inner>>,
-    missing: watch::Sender<BTreeSet<Kind>>,
+    missing: watch::Sender<BTreeSet<(Source, Kind)>>,
     meshed: watch::Sender<BTreeSet<Arc<str>>>,
     /// Notified after each change.
     changed: watch::Sender<()>,
@@ -79,18 +79,18 @@ pub struct Counts {
     pub subscriptions: usize,
 }
 
-impl Default for Hub {
-    fn default() -> Self {
+impl Hub {
+    /// An empty catalog that is synced when each of these sources has listed each kind.
+    pub fn new(sources: impl IntoIterator<Item = Source>) -> Hub {
+        let all = |source| Kind::ALL.map(|kind| (source, kind));
         Hub {
             inner: Arc::default(),
-            missing: watch::Sender::new(Kind::ALL.into()),
+            missing: watch::Sender::new(sources.into_iter().flat_map(all).collect()),
             meshed: watch::Sender::default(),
             changed: watch::Sender::new(()),
         }
     }
-}
 
-impl Hub {
     /// Applies the changes of a catalog until it ends.
     pub async fn follow(&self, mut changes: mpsc::Receiver<Change>) {
         let mut batch = Vec::new();
@@ -101,12 +101,12 @@ impl Hub {
 
     /// Applies changes and notifies the subscribers of the affected topics.
     pub fn apply(&self, changes: impl IntoIterator<Item = Change>) {
-        let mut listed = BTreeSet::new();
+        let mut listed: BTreeSet<(Source, Kind)> = BTreeSet::new();
         let mut inner = self.lock();
         let mut touched = Touched::default();
         for change in changes {
-            if let Change::Reset(kind, _) = &change {
-                listed.insert(*kind);
+            if let Change::Reset(source, kind, _) | Change::Unavailable(source, kind) = &change {
+                listed.insert((*source, *kind));
             }
             inner.index.apply(change, &mut touched);
         }
@@ -119,14 +119,18 @@ impl Hub {
         self.changed.send_replace(());
         self.missing.send_if_modified(|missing| {
             let before = missing.len();
-            missing.retain(|kind| !listed.contains(kind));
+            missing.retain(|one| !listed.contains(one));
             missing.len() < before
         });
     }
 
     /// The kinds that were not listed yet. Empty if the catalog is synced.
     pub fn missing(&self) -> BTreeSet<Kind> {
-        self.missing.borrow().clone()
+        self.missing
+            .borrow()
+            .iter()
+            .map(|(_, kind)| *kind)
+            .collect()
     }
 
     /// Waits for a synced catalog, for a few seconds at most.
@@ -419,18 +423,22 @@ mod tests {
     use crate::index::tests::Chance;
 
     fn pod(name: &str, ip: &str) -> Change {
-        Change::Apply(Object::Pod(Pod {
-            key: Key::new("shop", name),
-            uid: "".into(),
-            addresses: vec![ip.parse().unwrap()],
-            terminating: false,
-            ready: false,
-            created: 0,
-            zone: "".into(),
-            identity: None,
-            bypassed: Vec::new(),
-            inbound: Default::default(),
-        }))
+        Change::Apply(
+            Source::Kubernetes,
+            Object::Pod(Pod {
+                key: Key::new("shop", name),
+                uid: "".into(),
+                addresses: vec![ip.parse().unwrap()],
+                terminating: false,
+                ready: false,
+                created: 0,
+                node: "".into(),
+                zone: "".into(),
+                identity: None,
+                bypassed: Vec::new(),
+                inbound: Default::default(),
+            }),
+        )
     }
 
     fn destination(text: &str) -> Resource {
@@ -438,31 +446,67 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn is_synced_after_a_list_of_each_kind() {
-        let hub = Hub::default();
-        hub.apply([
-            Change::Reset(Kind::Service, vec![]),
-            Change::Reset(Kind::Pod, vec![]),
-        ]);
+    async fn is_synced_when_each_source_has_listed_or_lacks_each_kind() {
+        let (kubernetes, files) = (Source::Kubernetes, Source::Files);
+        let hub = Hub::new([kubernetes, files]);
+        let listed = |source| move |kind| Change::Reset(source, kind, vec![]);
+        hub.apply(Kind::ALL.map(listed(files)));
+        hub.apply([Kind::Service, Kind::Pod].map(listed(kubernetes)));
+        assert_eq!(hub.missing(), [Kind::Slice, Kind::Node].into());
+        hub.apply([Change::Unavailable(kubernetes, Kind::Node)]);
         assert_eq!(hub.missing(), [Kind::Slice].into());
         let waiting = tokio::spawn({
             let hub = hub.clone();
             async move { hub.synced().await }
         });
-        hub.apply([Change::Reset(Kind::Slice, vec![])]);
+        hub.apply([listed(kubernetes)(Kind::Slice)]);
         waiting.await.unwrap();
         assert!(hub.missing().is_empty());
     }
 
+    #[test]
+    fn list_of_the_same_objects_notifies_nobody_and_never_empties_a_service() {
+        let objects = |addresses: &[&str]| {
+            crate::index::tests::service_with_pods("web", "10.96.0.1", addresses)
+        };
+        let resets = |addresses: &[&str]| {
+            let all = objects(addresses);
+            Kind::ALL.map(|kind| {
+                let of_kind = all.iter().filter(|object| object.kind() == kind);
+                Change::Reset(Source::Kubernetes, kind, of_kind.cloned().collect())
+            })
+        };
+        let hub = Hub::new([Source::Kubernetes]);
+        hub.apply(resets(&["10.0.0.1", "10.0.0.2"]));
+        let mut reader = hub.watch_resources();
+        reader.subscribe(&destination("10.96.0.1:80"));
+        assert!(reader.next().is_some());
+        // Each kind is listed again on its own, at another time.
+        for reset in resets(&["10.0.0.1", "10.0.0.2"]) {
+            hub.apply([reset]);
+            assert!(reader.next().is_none());
+        }
+        for reset in resets(&["10.0.0.2"]) {
+            hub.apply([reset]);
+            while let Some((_, state)) = reader.next() {
+                assert!(!state.target.as_ref().unwrap().endpoints.is_empty());
+            }
+        }
+    }
+
     #[tokio::test]
     async fn slow_reader_gets_the_latest_state_once() {
-        let hub = Hub::default();
+        let hub = Hub::new([Source::Kubernetes]);
         let mut reader = hub.watch_resources();
         reader.subscribe(&destination("10.0.0.1:80"));
         for round in 0..1000 {
             hub.apply([
                 pod(&format!("p{round}"), "10.0.0.1"),
-                Change::Delete(Kind::Pod, Key::new("shop", &format!("p{}", round - 1))),
+                Change::Delete(
+                    Source::Kubernetes,
+                    Kind::Pod,
+                    Key::new("shop", &format!("p{}", round - 1)),
+                ),
             ]);
         }
         reader.wait().await;
@@ -476,7 +520,7 @@ mod tests {
 
     #[test]
     fn notifies_only_subscribers_of_changed_destinations() {
-        let hub = Hub::default();
+        let hub = Hub::new([Source::Kubernetes]);
         let (mut one, mut other) = (hub.watch_resources(), hub.watch_resources());
         one.subscribe(&destination("10.0.0.1:80"));
         other.subscribe(&destination("10.0.0.2:80"));
@@ -491,7 +535,7 @@ mod tests {
 
     #[test]
     fn dropped_subscribers_leave_no_state() {
-        let hub = Hub::default();
+        let hub = Hub::new([Source::Kubernetes]);
         let mut one = hub.watch_resources();
         one.subscribe(&destination("10.0.0.1:80"));
         one.subscribe(&destination("10.0.0.1:81"));
@@ -509,7 +553,7 @@ mod tests {
     fn readers_of_any_pace_end_with_the_state_of_the_index() {
         for seed in 0..50 {
             let mut chance = Chance(fastrand::Rng::with_seed(seed));
-            let hub = Hub::default();
+            let hub = Hub::new([Source::Kubernetes]);
             let mut readers: Vec<_> = (0..3)
                 .map(|_| (hub.watch_resources(), HashMap::new()))
                 .collect();

@@ -355,6 +355,7 @@ mod tests {
 
     use super::*;
     use crate::hub::Hub;
+    use crate::index::object::Source;
     use crate::index::tests::Chance;
 
     /// The state of a destination in a proxy.
@@ -437,7 +438,7 @@ mod tests {
     fn slow_proxy_ends_with_the_state_of_a_new_proxy() {
         for seed in 0..50 {
             let mut chance = Chance(fastrand::Rng::with_seed(seed));
-            let (hub, mut received) = (Hub::default(), BTreeMap::new());
+            let (hub, mut received) = (Hub::new([Source::Kubernetes]), BTreeMap::new());
             let mut slow = stream(&hub);
             for step in 0..200 {
                 match chance.0.u8(..12) {
