@@ -53,6 +53,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use diy_mesh_runtime::{Admin, Condition, Readiness, listen, shutdown_signal};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::{Config, ControllerProof};
@@ -133,12 +134,8 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
         workers.push(worker::spawn(number, context, serve)?);
     }
     listening.met();
-    let mut connected = discovery.connected_once();
-    tokio::spawn(async move {
-        if connected.wait_for(|connected| *connected).await.is_ok() {
-            discovering.met();
-        }
-    });
+    let connected = discovery.connected_once();
+    tokio::spawn(meet_once(connected, |connected| *connected, discovering));
     tracing::info!(
         pod = config.pod,
         inbound = config.inbound_port,
@@ -197,7 +194,7 @@ fn start_control(
             );
             tokio::spawn(renewal);
             let condition = readiness.condition("identity", "no certificate yet");
-            tokio::spawn(identity_condition(credentials.clone(), condition));
+            tokio::spawn(meet_once(credentials.clone(), Option::is_some, condition));
             (control, credentials)
         }
         None => {
@@ -217,13 +214,15 @@ fn start_control(
     Ok((discovery, credentials))
 }
 
-/// Sets `condition` while there is a valid certificate.
-async fn identity_condition(mut credentials: CurrentCredentials, condition: Condition) {
-    while credentials.changed().await.is_ok() {
-        match *credentials.borrow_and_update() {
-            Some(_) => condition.met(),
-            None => condition.unmet("certificate expired"),
-        }
+/// Meets `condition` when `value` matches for the first time. A proxy that was ready once stays
+/// ready, so that a long outage of the controllers does not remove all pods from their Services.
+async fn meet_once<T>(
+    mut value: watch::Receiver<T>,
+    matches: impl FnMut(&T) -> bool,
+    condition: Condition,
+) {
+    if value.wait_for(matches).await.is_ok() {
+        condition.met();
     }
 }
 
@@ -264,33 +263,4 @@ fn connection_limit() -> usize {
     });
     let connections = (files.saturating_sub(128) / 3).clamp(16, MAX_CONNECTIONS);
     usize::try_from(connections).unwrap_or(16)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::control::testing::soon;
-
-    #[tokio::test(start_paused = true)]
-    async fn is_ready_while_the_certificate_is_valid() {
-        let readiness = Readiness::default();
-        let (sender, credentials) = tokio::sync::watch::channel(None);
-        let condition = readiness.condition("identity", "no certificate yet");
-        tokio::spawn(identity_condition(credentials, condition));
-        let reasons = async |expected: &str| {
-            soon(async {
-                while readiness.unmet() != expected {
-                    tokio::task::yield_now().await;
-                }
-            })
-            .await;
-        };
-        reasons("identity: no certificate yet\n").await;
-        sender.send_replace(Some(identity::testing::credentials(
-            &identity::testing::Authority::new("one"),
-        )));
-        reasons("").await;
-        sender.send_replace(None);
-        reasons("identity: certificate expired\n").await;
-    }
 }

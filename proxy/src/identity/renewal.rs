@@ -197,9 +197,7 @@ impl<E: Environment + Clone> Renewal<E> {
         let attempts = self.failures;
         match self.certificate.as_ref().map(|current| current.validity) {
             None if !attempts.is_power_of_two() && delay < FREQUENT_RETRY_DELAY => {}
-            None => warn!(
-                "no certificate, pod is not ready: {error} ({attempts} attempts, next in {delay:.1?})"
-            ),
+            None => warn!("no certificate: {error} ({attempts} attempts, next in {delay:.1?})"),
             Some(validity) if validity.is_late(now) => {
                 let remaining = validity.remaining(now).as_secs();
                 warn!(
@@ -275,7 +273,7 @@ impl<E: Environment + Clone> Renewal<E> {
             .take_if(|current| current.validity.remaining(now).is_zero())
             .is_some()
         {
-            error!("certificate expired: no mutual TLS and pod is not ready until the next one");
+            error!("certificate expired: no mutual TLS until the next one");
             self.credentials.send_replace(None);
         }
     }
