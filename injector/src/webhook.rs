@@ -267,7 +267,7 @@ mod tests {
             ),
             (
                 r#"{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","request":{"uid":"u","kind":{"kind":"Pod"},"operation":"CREATE"}}"#,
-                "request \"u\" of the AdmissionReview creates a pod, but its object is missing",
+                "request \"u\" of the AdmissionReview is for a pod, but its object is missing",
             ),
         ] {
             let response = webhook().handle(post(Full::from(body))).await;
