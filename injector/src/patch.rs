@@ -14,6 +14,7 @@ use crate::containers::{
 use crate::diff;
 use crate::pod::{PodView, annotation, list, name_of};
 use crate::probes::{Previous, Rewriter};
+use crate::proxy_settings::ProxySettings;
 
 /// A pod that is about to be created.
 #[derive(Clone, Copy, Debug)]
@@ -62,6 +63,8 @@ pub struct Injection {
 
 /// Maximum number of problems in a denial message.
 const MAX_REPORTED_PROBLEMS: usize = 10;
+/// The default of `terminationGracePeriodSeconds`.
+const DEFAULT_GRACE_PERIOD: u64 = 30;
 
 /// Decides about a pod.
 pub fn decide(settings: &Settings, candidate: Candidate<'_>) -> Verdict {
@@ -132,6 +135,7 @@ fn inject(settings: &Settings, candidate: Candidate<'_>) -> Result<Injection, Ve
         problems.extend(invalid);
         Options::default()
     });
+    let proxy = settings.proxy.for_pod(pod, &mut problems);
     let namespace_mode = candidate.labels.strict.then_some(annotations::STRICT);
     options.inbound = options.inbound.or(namespace_mode);
     let ports = Ports::avoiding(declared_ports(&view)).unwrap_or_else(|| {
@@ -162,7 +166,7 @@ fn inject(settings: &Settings, candidate: Candidate<'_>) -> Result<Injection, Ve
     }
     let containers = [
         containers::proxy_init(settings, ports, &options),
-        containers::proxy(settings, ports, &options, probes.arguments),
+        containers::proxy(settings, &proxy, ports, &options, probes.arguments),
     ];
     let mut volumes = view.volumes.to_vec();
     diff::merge_list(&mut volumes, &[containers::token_volume()], "name");
@@ -178,7 +182,10 @@ fn inject(settings: &Settings, candidate: Candidate<'_>) -> Result<Injection, Ve
     Ok(Injection {
         patch: diff::patch(pod, &injected),
         pod: injected,
-        warnings: port_warning(ports).into_iter().collect(),
+        warnings: port_warning(ports)
+            .into_iter()
+            .chain(drain_warning(pod, &proxy))
+            .collect(),
     })
 }
 
@@ -190,6 +197,22 @@ fn port_warning(ports: Ports) -> Option<String> {
     } = ports;
     (ports != Ports::DEFAULT).then(|| {
         format!("a container declares a default port of the proxy; the proxy listens on {inbound} (inbound), {outbound} (outbound) and {admin} (admin) instead")
+    })
+}
+
+/// The kubelet ends the proxy with the pod, also before the end of a drain period that the pod
+/// asks for.
+fn drain_warning(pod: &Value, proxy: &ProxySettings) -> Option<String> {
+    annotation(pod, annotations::DRAIN)?;
+    let grace_period = pod
+        .pointer("/spec/terminationGracePeriodSeconds")
+        .and_then(Value::as_u64)
+        .unwrap_or(DEFAULT_GRACE_PERIOD);
+    (proxy.proxy_drain > grace_period).then(|| {
+        format!(
+            "annotation {} is longer than terminationGracePeriodSeconds of the pod, {grace_period}: set a longer one",
+            annotations::DRAIN
+        )
     })
 }
 
