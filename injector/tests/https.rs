@@ -298,10 +298,40 @@ async fn patches_only_pod_creation() {
             "{pointer}"
         );
     }
-    let mut ephemeral = review(&pod("true"));
-    ephemeral["request"]["subResource"] = json!("ephemeralcontainers");
-    let (_, body) = injector.http1(post("/inject", &ephemeral)).await;
-    assert!(response(&body)["patch"].is_null());
+}
+
+#[tokio::test]
+async fn denies_ephemeral_containers_of_injected_pods_with_the_uid_of_the_proxy() {
+    let injector = injector().await;
+    let plain = pod("true");
+    let (_, body) = injector.http1(post("/inject", &review(&plain))).await;
+    let meshed = patched(&plain, &response(&body));
+    let debug = async |pod: &Value, pod_user: Value, user: Value| {
+        let mut pod = pod.clone();
+        pod["spec"]["securityContext"] = json!({"runAsUser": pod_user});
+        let container =
+            json!({"name": "shell", "image": "busybox", "securityContext": {"runAsUser": user}});
+        pod["spec"]["ephemeralContainers"] = json!([container]);
+        let mut review = review(&pod);
+        review["request"]["operation"] = json!("UPDATE");
+        review["request"]["subResource"] = json!("ephemeralcontainers");
+        let (_, body) = injector.http1(post("/inject", &review)).await;
+        let response = response(&body);
+        assert!(response["patch"].is_null());
+        response["status"]["message"].as_str().map(str::to_owned)
+    };
+    let (proxy, other, none) = (json!(1337), json!(1000), Value::Null);
+    let denied = debug(&meshed, none.clone(), proxy.clone()).await;
+    assert_eq!(
+        denied.as_deref(),
+        Some(
+            "container \"shell\" runs as user 1337, which is reserved for the proxy, so that its traffic would bypass the mesh: choose another user"
+        )
+    );
+    assert_eq!(debug(&meshed, proxy.clone(), none.clone()).await, denied);
+    assert_eq!(debug(&meshed, proxy.clone(), other.clone()).await, None);
+    assert_eq!(debug(&meshed, none.clone(), none.clone()).await, None);
+    assert_eq!(debug(&plain, none, proxy).await, None, "not injected");
 }
 
 #[tokio::test]
