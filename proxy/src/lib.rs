@@ -51,8 +51,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use diy_mesh_runtime::{Admin, Condition, Readiness, listen, shutdown_signal};
-use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use diy_mesh_runtime::{
+    Admin, Condition, Readiness, listen, raise_max_open_files, shutdown_signal,
+};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
@@ -268,10 +269,7 @@ fn bind(config: &Config) -> anyhow::Result<Listeners> {
 
 /// Maximum number of connections. Each needs two file descriptors, and pools need some more.
 fn connection_limit() -> usize {
-    let files = getrlimit(Resource::RLIMIT_NOFILE).map_or(1024, |(soft, hard)| {
-        let raised = setrlimit(Resource::RLIMIT_NOFILE, hard, hard).is_ok();
-        if raised { hard } else { soft }
-    });
+    let files = raise_max_open_files();
     let connections = (files.saturating_sub(128) / 3).clamp(16, MAX_CONNECTIONS);
     usize::try_from(connections).unwrap_or(16)
 }
