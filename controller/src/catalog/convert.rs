@@ -92,6 +92,7 @@ fn service(object: &core::Service) -> Result<Service, ConvertError> {
     };
     Ok(Service {
         key: key(&object.metadata)?,
+        uid: object.metadata.uid.as_deref().unwrap_or_default().into(),
         cluster_ips,
         ports: ports.collect::<Result<_, _>>()?,
         external_name,

@@ -5,6 +5,7 @@
 //! change depends on the affected objects, not on the size of the cluster.
 
 pub mod object;
+pub mod position;
 pub mod state;
 mod store;
 pub mod version;
@@ -16,9 +17,10 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use object::{
-    Change, Key, Kind, Node, Object, Pod, PodReference, Resource, Service, ServicePort, Slice,
-    SliceEndpoint, Source, Transport,
+    Change, Event, Key, Kind, Node, Object, Pod, PodReference, Resource, Service, ServicePort,
+    Slice, SliceEndpoint, Source, Transport,
 };
+use position::{History, Position};
 use state::{Endpoint, State, Target, TargetKind};
 use store::{Replaced, Store};
 use view::ServiceView;
@@ -34,6 +36,8 @@ pub struct Index {
     slices_of_pod: HashMap<Key, BTreeSet<Key>>,
     services_at: HashMap<IpAddr, BTreeSet<Key>>,
     pods_at: HashMap<IpAddr, BTreeSet<Key>>,
+    history: History,
+    position: Option<Arc<Position>>,
     /// The meshed pods by namespace.
     meshed: HashMap<Arc<str>, BTreeSet<Key>>,
 }
@@ -71,12 +75,34 @@ impl Index {
         }
     }
 
+    /// Applies a change with its version, as [`apply`](Self::apply) does.
+    pub fn apply_event(&mut self, event: Event, touched: &mut Touched) {
+        let recorded = match &event.change {
+            Change::Apply(source, object) => Some((*source, object.kind(), false)),
+            Change::Delete(source, kind, _) => Some((*source, *kind, false)),
+            Change::Reset(source, kind, _) => Some((*source, *kind, true)),
+            Change::Unavailable(..) => None,
+        };
+        self.apply(event.change, touched);
+        if let Some((Source::Kubernetes, kind, is_list)) = recorded {
+            self.history.record(kind, is_list, event.version);
+            let api = self.services.get(&Key::new("default", "kubernetes"));
+            let cluster = api.map(|service| &*service.uid);
+            let position = cluster.and_then(|uid| self.history.position(uid));
+            self.position = position.map(Arc::new);
+        }
+    }
+
     /// Resolves a resource.
     pub fn state(&self, resource: &Resource) -> State {
-        match resource {
+        let state = match resource {
             Resource::Destination(address) => self.resolve(*address),
             Resource::Backend(service, port) => State::new(self.backend(service, *port)),
             Resource::Workload(pod, uid) => State::new(self.workload(pod, uid)),
+        };
+        State {
+            position: self.position.clone(),
+            ..state
         }
     }
 

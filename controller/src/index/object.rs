@@ -109,6 +109,25 @@ pub enum Resource {
     Workload(Key, Arc<str>),
 }
 
+/// A change and its resource version.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Event {
+    /// The change.
+    pub change: Change,
+    /// The resource version of the list or of the object, if it is an integer.
+    pub version: Option<u64>,
+}
+
+impl From<Change> for Event {
+    /// An event of a source without resource versions.
+    fn from(change: Change) -> Event {
+        Event {
+            change,
+            version: None,
+        }
+    }
+}
+
 /// One object of the catalog.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Object {
@@ -149,6 +168,8 @@ impl Object {
 pub struct Service {
     /// Namespace and name.
     pub key: Key,
+    /// The UID, or empty.
+    pub uid: Arc<str>,
     /// The cluster IPs of both families. Empty for headless Services and ExternalNames.
     pub cluster_ips: Vec<IpAddr>,
     /// The ports in their order.

@@ -28,6 +28,7 @@ fn service(name: &str, ips: &[&str]) -> Service {
     };
     Service {
         key: key(name),
+        uid: "".into(),
         cluster_ips: ips.iter().map(|text| ip(text)).collect(),
         ports: vec![
             port("http", 80, Transport::Tcp),
@@ -37,6 +38,15 @@ fn service(name: &str, ips: &[&str]) -> Service {
         external_name: String::new(),
         publish_not_ready: false,
     }
+}
+
+/// The Service of the Kubernetes API, whose UID identifies the cluster.
+pub(crate) fn api_service(uid: &str) -> Object {
+    Object::Service(Service {
+        key: Key::new("default", "kubernetes"),
+        uid: uid.into(),
+        ..service("kubernetes", &["10.96.255.1"])
+    })
 }
 
 fn slice(name: &str, service: &str, port: u16, endpoints: Vec<SliceEndpoint>) -> Slice {
