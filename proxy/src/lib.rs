@@ -51,8 +51,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use diy_mesh_runtime::{Admin, Condition, Readiness, listen, shutdown_signal};
-use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use diy_mesh_runtime::{
+    Admin, Condition, Readiness, listen, raise_max_open_files, shutdown_signal,
+};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
@@ -95,7 +96,7 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
     let readiness = Readiness::default();
     let (discovery, credentials) = start_control(&config, &metrics, &readiness)?;
     let listening = readiness.condition("listeners", "listeners are not bound yet");
-    let discovering = readiness.condition("discovery", "no response from the controller yet");
+    let discovering = readiness.condition("discovery", "not started");
     let admin_metrics = metrics.clone();
     let admin = Admin::new(readiness.clone(), move || admin_metrics.render());
     if config.has_exempt_probes {
@@ -134,8 +135,7 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
         workers.push(worker::spawn(number, context, serve)?);
     }
     listening.met();
-    let connected = discovery.connected_once();
-    tokio::spawn(meet_once(connected, |connected| *connected, discovering));
+    tokio::spawn(meet_once(discovery.unready(), Option::clone, discovering));
     tracing::info!(
         pod = config.pod,
         inbound = config.inbound_port,
@@ -193,8 +193,12 @@ fn start_control(
                 metrics.identity.clone(),
             );
             tokio::spawn(renewal);
-            let condition = readiness.condition("identity", "no certificate yet");
-            tokio::spawn(meet_once(credentials.clone(), Option::is_some, condition));
+            let condition = readiness.condition("identity", "not started");
+            let reason = |credentials: &Option<_>| match credentials {
+                Some(_) => None,
+                None => Some("no certificate yet".to_owned()),
+            };
+            tokio::spawn(meet_once(credentials.clone(), reason, condition));
             (control, credentials)
         }
         None => {
@@ -214,15 +218,23 @@ fn start_control(
     Ok((discovery, credentials))
 }
 
-/// Meets `condition` when `value` matches for the first time. A proxy that was ready once stays
-/// ready, so that a long outage of the controllers does not remove all pods from their Services.
+/// Meets `condition` when `value` has no `reason` against it for the first time. A proxy that was
+/// ready once stays ready, so that a long outage of the controllers does not remove all pods from
+/// their Services.
 async fn meet_once<T>(
     mut value: watch::Receiver<T>,
-    matches: impl FnMut(&T) -> bool,
+    reason: impl Fn(&T) -> Option<String>,
     condition: Condition,
 ) {
-    if value.wait_for(matches).await.is_ok() {
-        condition.met();
+    loop {
+        let reason = reason(&value.borrow_and_update());
+        match reason {
+            Some(reason) => condition.unmet(reason),
+            None => return condition.met(),
+        }
+        if value.changed().await.is_err() {
+            return;
+        }
     }
 }
 
@@ -257,10 +269,7 @@ fn bind(config: &Config) -> anyhow::Result<Listeners> {
 
 /// Maximum number of connections. Each needs two file descriptors, and pools need some more.
 fn connection_limit() -> usize {
-    let files = getrlimit(Resource::RLIMIT_NOFILE).map_or(1024, |(soft, hard)| {
-        let raised = setrlimit(Resource::RLIMIT_NOFILE, hard, hard).is_ok();
-        if raised { hard } else { soft }
-    });
+    let files = raise_max_open_files();
     let connections = (files.saturating_sub(128) / 3).clamp(16, MAX_CONNECTIONS);
     usize::try_from(connections).unwrap_or(16)
 }
