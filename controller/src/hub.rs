@@ -1,7 +1,7 @@
-//! The hub: subscriptions to destinations and Services, and their pending notifications. Between
+//! The hub: subscriptions to resources and Services, and their pending notifications. Between
 //! the index and the gRPC streams.
 //!
-//! Per changed destination, the state is computed once. Per subscriber, the topic is added to its
+//! Per changed resource, the state is computed once. Per subscriber, the topic is added to its
 //! queue. A queue contains each topic once: a slow reader gets the latest state, and queues stay
 //! bounded.
 
@@ -15,7 +15,7 @@ use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
-use crate::index::object::{Change, Key, Kind};
+use crate::index::object::{Change, Key, Kind, Resource, Source};
 use crate::index::state::State;
 use crate::index::view::ServiceView;
 use crate::index::{Index, Touched};
@@ -47,7 +47,7 @@ impl From<CatalogError> for tonic::Status {
 #[derive(Clone)]
 pub struct Hub {
     inner: Arc<Mutex<Inner>>,
-    missing: watch::Sender<BTreeSet<Kind>>,
+    missing: watch::Sender<BTreeSet<(Source, Kind)>>,
     meshed: watch::Sender<BTreeSet<Arc<str>>>,
     /// Notified after each change.
     changed: watch::Sender<()>,
@@ -56,16 +56,16 @@ pub struct Hub {
 #[derive(Default)]
 struct Inner {
     index: Index,
-    destinations: BTreeMap<SocketAddr, Watched>,
+    resources: BTreeMap<Resource, Watched>,
     named: HashMap<Key, HashMap<u64, Arc<Queue<Key>>>>,
     all: HashMap<u64, Arc<Queue<Key>>>,
     next_subscriber: u64,
 }
 
-/// A destination with subscribers.
+/// A resource with subscribers.
 struct Watched {
     state: Arc<State>,
-    subscribers: HashMap<u64, Arc<Queue<SocketAddr>>>,
+    subscribers: HashMap<u64, Arc<Queue<Resource>>>,
 }
 
 /// Sizes for the metrics.
@@ -73,24 +73,24 @@ struct Watched {
 pub struct Counts {
     /// Objects by kind.
     pub objects: Vec<(Kind, usize)>,
-    /// Destinations with subscribers.
-    pub destinations: usize,
+    /// Resources with subscribers.
+    pub resources: usize,
     /// Subscriptions to them.
     pub subscriptions: usize,
 }
 
-impl Default for Hub {
-    fn default() -> Self {
+impl Hub {
+    /// An empty catalog that is synced when each of these sources has listed each kind.
+    pub fn new(sources: impl IntoIterator<Item = Source>) -> Hub {
+        let all = |source| Kind::ALL.map(|kind| (source, kind));
         Hub {
             inner: Arc::default(),
-            missing: watch::Sender::new(Kind::ALL.into()),
+            missing: watch::Sender::new(sources.into_iter().flat_map(all).collect()),
             meshed: watch::Sender::default(),
             changed: watch::Sender::new(()),
         }
     }
-}
 
-impl Hub {
     /// Applies the changes of a catalog until it ends.
     pub async fn follow(&self, mut changes: mpsc::Receiver<Change>) {
         let mut batch = Vec::new();
@@ -101,12 +101,12 @@ impl Hub {
 
     /// Applies changes and notifies the subscribers of the affected topics.
     pub fn apply(&self, changes: impl IntoIterator<Item = Change>) {
-        let mut listed = BTreeSet::new();
+        let mut listed: BTreeSet<(Source, Kind)> = BTreeSet::new();
         let mut inner = self.lock();
         let mut touched = Touched::default();
         for change in changes {
-            if let Change::Reset(kind, _) = &change {
-                listed.insert(*kind);
+            if let Change::Reset(source, kind, _) | Change::Unavailable(source, kind) = &change {
+                listed.insert((*source, *kind));
             }
             inner.index.apply(change, &mut touched);
         }
@@ -119,14 +119,18 @@ impl Hub {
         self.changed.send_replace(());
         self.missing.send_if_modified(|missing| {
             let before = missing.len();
-            missing.retain(|kind| !listed.contains(kind));
+            missing.retain(|one| !listed.contains(one));
             missing.len() < before
         });
     }
 
     /// The kinds that were not listed yet. Empty if the catalog is synced.
     pub fn missing(&self) -> BTreeSet<Kind> {
-        self.missing.borrow().clone()
+        self.missing
+            .borrow()
+            .iter()
+            .map(|(_, kind)| *kind)
+            .collect()
     }
 
     /// Waits for a synced catalog, for a few seconds at most.
@@ -189,9 +193,9 @@ impl Hub {
     }
 
     /// A subscriber without subscriptions.
-    pub fn watch_destinations(&self) -> Destinations {
+    pub fn watch_resources(&self) -> Resources {
         let id = self.lock().next_id();
-        Destinations {
+        Resources {
             hub: self.clone(),
             id,
             queue: Arc::default(),
@@ -232,10 +236,10 @@ impl Hub {
     /// Sizes for the metrics.
     pub fn counts(&self) -> Counts {
         let inner = self.lock();
-        let watched = inner.destinations.values();
+        let watched = inner.resources.values();
         Counts {
             objects: Kind::ALL.map(|kind| (kind, inner.index.count(kind))).into(),
-            destinations: inner.destinations.len(),
+            resources: inner.resources.len(),
             subscriptions: watched.map(|watched| watched.subscribers.len()).sum(),
         }
     }
@@ -249,21 +253,42 @@ impl Hub {
 impl Inner {
     fn publish(&mut self, touched: &Touched) {
         for ip in &touched.addresses {
-            let ports = SocketAddr::new(*ip, 0)..=SocketAddr::new(*ip, u16::MAX);
-            for (destination, watched) in self.destinations.range_mut(ports) {
-                let state = self.index.resolve(*destination);
-                if state.version != watched.state.version {
-                    watched.state = Arc::new(state);
-                    let subscribers = watched.subscribers.values();
-                    subscribers.for_each(|queue| queue.push(*destination));
-                }
-            }
+            let first = Resource::Destination(SocketAddr::new(*ip, 0));
+            self.publish_from(
+                first,
+                |resource| matches!(resource, Resource::Destination(other) if other.ip() == *ip),
+            );
+        }
+        for pod in &touched.pods {
+            let first = Resource::Workload(pod.clone(), "".into());
+            self.publish_from(
+                first,
+                |resource| matches!(resource, Resource::Workload(other, _) if other == pod),
+            );
         }
         for key in &touched.services {
+            let first = Resource::Backend(key.clone(), 0);
+            self.publish_from(
+                first,
+                |resource| matches!(resource, Resource::Backend(other, _) if other == key),
+            );
             let named = self.named.get(key).into_iter().flat_map(HashMap::values);
             named
                 .chain(self.all.values())
                 .for_each(|queue| queue.push(key.clone()));
+        }
+    }
+
+    /// Resolves the resources that are affected, which begin with `first` in their order.
+    fn publish_from(&mut self, first: Resource, is_affected: impl Fn(&Resource) -> bool) {
+        let affected = self.resources.range_mut(first..);
+        for (resource, watched) in affected.take_while(|(resource, _)| is_affected(resource)) {
+            let state = self.index.state(resource);
+            if state.version != watched.state.version {
+                watched.state = Arc::new(state);
+                let subscribers = watched.subscribers.values();
+                subscribers.for_each(|queue| queue.push(resource.clone()));
+            }
         }
     }
 
@@ -273,36 +298,36 @@ impl Inner {
     }
 }
 
-/// A subscriber to destinations. Dropping it ends its subscriptions.
-pub struct Destinations {
+/// A subscriber to resources. Dropping it ends its subscriptions.
+pub struct Resources {
     hub: Hub,
     id: u64,
-    queue: Arc<Queue<SocketAddr>>,
-    subscribed: HashSet<SocketAddr>,
+    queue: Arc<Queue<Resource>>,
+    subscribed: HashSet<Resource>,
 }
 
-impl Destinations {
+impl Resources {
     /// Adds a subscription, and a notification of its current state, even if it exists.
-    pub fn subscribe(&mut self, destination: SocketAddr) {
+    pub fn subscribe(&mut self, resource: &Resource) {
         let mut inner = self.hub.lock();
         let Inner {
-            index,
-            destinations,
-            ..
+            index, resources, ..
         } = &mut *inner;
-        let watched = destinations.entry(destination).or_insert_with(|| Watched {
-            state: Arc::new(index.resolve(destination)),
-            subscribers: HashMap::new(),
-        });
+        let watched = resources
+            .entry(resource.clone())
+            .or_insert_with(|| Watched {
+                state: Arc::new(index.state(resource)),
+                subscribers: HashMap::new(),
+            });
         watched.subscribers.insert(self.id, self.queue.clone());
-        self.subscribed.insert(destination);
-        self.queue.push(destination);
+        self.subscribed.insert(resource.clone());
+        self.queue.push(resource.clone());
     }
 
     /// Removes a subscription.
-    pub fn unsubscribe(&mut self, destination: SocketAddr) {
-        if self.subscribed.remove(&destination) {
-            forget(&mut self.hub.lock(), destination, self.id);
+    pub fn unsubscribe(&mut self, resource: &Resource) {
+        if self.subscribed.remove(resource) {
+            forget(&mut self.hub.lock(), resource, self.id);
         }
     }
 
@@ -311,35 +336,35 @@ impl Destinations {
         self.queue.wait().await;
     }
 
-    /// The next notification: a destination and its current state.
-    pub fn next(&self) -> Option<(SocketAddr, Arc<State>)> {
+    /// The next notification: a resource and its current state.
+    pub fn next(&self) -> Option<(Resource, Arc<State>)> {
         loop {
-            let destination = self.queue.pop()?;
+            let resource = self.queue.pop()?;
             let inner = self.hub.lock();
             // A pending notification of a subscription that has ended is dropped.
-            if let Some(watched) = inner.destinations.get(&destination)
+            if let Some(watched) = inner.resources.get(&resource)
                 && watched.subscribers.contains_key(&self.id)
             {
-                return Some((destination, watched.state.clone()));
+                return Some((resource, watched.state.clone()));
             }
         }
     }
 }
 
-impl Drop for Destinations {
+impl Drop for Resources {
     fn drop(&mut self) {
         let mut inner = self.hub.lock();
-        for destination in &self.subscribed {
-            forget(&mut inner, *destination, self.id);
+        for resource in &self.subscribed {
+            forget(&mut inner, resource, self.id);
         }
     }
 }
 
-fn forget(inner: &mut Inner, destination: SocketAddr, subscriber: u64) {
-    if let Some(watched) = inner.destinations.get_mut(&destination) {
+fn forget(inner: &mut Inner, resource: &Resource, subscriber: u64) {
+    if let Some(watched) = inner.resources.get_mut(resource) {
         watched.subscribers.remove(&subscriber);
         if watched.subscribers.is_empty() {
-            inner.destinations.remove(&destination);
+            inner.resources.remove(resource);
         }
     }
 }
@@ -398,50 +423,90 @@ mod tests {
     use crate::index::tests::Chance;
 
     fn pod(name: &str, ip: &str) -> Change {
-        Change::Apply(Object::Pod(Pod {
-            key: Key::new("shop", name),
-            uid: "".into(),
-            addresses: vec![ip.parse().unwrap()],
-            terminating: false,
-            ready: false,
-            created: 0,
-            zone: "".into(),
-            identity: None,
-            bypassed: Vec::new(),
-            opaque_ports: Box::default(),
-        }))
+        Change::Apply(
+            Source::Kubernetes,
+            Object::Pod(Pod {
+                key: Key::new("shop", name),
+                uid: "".into(),
+                addresses: vec![ip.parse().unwrap()],
+                terminating: false,
+                ready: false,
+                created: 0,
+                node: "".into(),
+                zone: "".into(),
+                identity: None,
+                bypassed: Vec::new(),
+                inbound: Default::default(),
+            }),
+        )
     }
 
-    fn destination(text: &str) -> SocketAddr {
-        text.parse().unwrap()
+    fn destination(text: &str) -> Resource {
+        Resource::Destination(text.parse().unwrap())
     }
 
     #[tokio::test]
-    async fn is_synced_after_a_list_of_each_kind() {
-        let hub = Hub::default();
-        hub.apply([
-            Change::Reset(Kind::Service, vec![]),
-            Change::Reset(Kind::Pod, vec![]),
-        ]);
+    async fn is_synced_when_each_source_has_listed_or_lacks_each_kind() {
+        let (kubernetes, files) = (Source::Kubernetes, Source::Files);
+        let hub = Hub::new([kubernetes, files]);
+        let listed = |source| move |kind| Change::Reset(source, kind, vec![]);
+        hub.apply(Kind::ALL.map(listed(files)));
+        hub.apply([Kind::Service, Kind::Pod].map(listed(kubernetes)));
+        assert_eq!(hub.missing(), [Kind::Slice, Kind::Node].into());
+        hub.apply([Change::Unavailable(kubernetes, Kind::Node)]);
         assert_eq!(hub.missing(), [Kind::Slice].into());
         let waiting = tokio::spawn({
             let hub = hub.clone();
             async move { hub.synced().await }
         });
-        hub.apply([Change::Reset(Kind::Slice, vec![])]);
+        hub.apply([listed(kubernetes)(Kind::Slice)]);
         waiting.await.unwrap();
         assert!(hub.missing().is_empty());
     }
 
+    #[test]
+    fn list_of_the_same_objects_notifies_nobody_and_never_empties_a_service() {
+        let objects = |addresses: &[&str]| {
+            crate::index::tests::service_with_pods("web", "10.96.0.1", addresses)
+        };
+        let resets = |addresses: &[&str]| {
+            let all = objects(addresses);
+            Kind::ALL.map(|kind| {
+                let of_kind = all.iter().filter(|object| object.kind() == kind);
+                Change::Reset(Source::Kubernetes, kind, of_kind.cloned().collect())
+            })
+        };
+        let hub = Hub::new([Source::Kubernetes]);
+        hub.apply(resets(&["10.0.0.1", "10.0.0.2"]));
+        let mut reader = hub.watch_resources();
+        reader.subscribe(&destination("10.96.0.1:80"));
+        assert!(reader.next().is_some());
+        // Each kind is listed again on its own, at another time.
+        for reset in resets(&["10.0.0.1", "10.0.0.2"]) {
+            hub.apply([reset]);
+            assert!(reader.next().is_none());
+        }
+        for reset in resets(&["10.0.0.2"]) {
+            hub.apply([reset]);
+            while let Some((_, state)) = reader.next() {
+                assert!(!state.target.as_ref().unwrap().endpoints.is_empty());
+            }
+        }
+    }
+
     #[tokio::test]
     async fn slow_reader_gets_the_latest_state_once() {
-        let hub = Hub::default();
-        let mut reader = hub.watch_destinations();
-        reader.subscribe(destination("10.0.0.1:80"));
+        let hub = Hub::new([Source::Kubernetes]);
+        let mut reader = hub.watch_resources();
+        reader.subscribe(&destination("10.0.0.1:80"));
         for round in 0..1000 {
             hub.apply([
                 pod(&format!("p{round}"), "10.0.0.1"),
-                Change::Delete(Kind::Pod, Key::new("shop", &format!("p{}", round - 1))),
+                Change::Delete(
+                    Source::Kubernetes,
+                    Kind::Pod,
+                    Key::new("shop", &format!("p{}", round - 1)),
+                ),
             ]);
         }
         reader.wait().await;
@@ -455,10 +520,10 @@ mod tests {
 
     #[test]
     fn notifies_only_subscribers_of_changed_destinations() {
-        let hub = Hub::default();
-        let (mut one, mut other) = (hub.watch_destinations(), hub.watch_destinations());
-        one.subscribe(destination("10.0.0.1:80"));
-        other.subscribe(destination("10.0.0.2:80"));
+        let hub = Hub::new([Source::Kubernetes]);
+        let (mut one, mut other) = (hub.watch_resources(), hub.watch_resources());
+        one.subscribe(&destination("10.0.0.1:80"));
+        other.subscribe(&destination("10.0.0.2:80"));
         assert!(one.next().is_some() && other.next().is_some());
         hub.apply([pod("p", "10.0.0.1")]);
         assert!(one.next().is_some());
@@ -470,27 +535,27 @@ mod tests {
 
     #[test]
     fn dropped_subscribers_leave_no_state() {
-        let hub = Hub::default();
-        let mut one = hub.watch_destinations();
-        one.subscribe(destination("10.0.0.1:80"));
-        one.subscribe(destination("10.0.0.1:81"));
-        one.unsubscribe(destination("10.0.0.1:81"));
+        let hub = Hub::new([Source::Kubernetes]);
+        let mut one = hub.watch_resources();
+        one.subscribe(&destination("10.0.0.1:80"));
+        one.subscribe(&destination("10.0.0.1:81"));
+        one.unsubscribe(&destination("10.0.0.1:81"));
         let services = hub.watch_services(&[Key::new("shop", "web")].into());
         let all = hub.watch_services(&BTreeSet::new());
         let counts = hub.counts();
-        assert_eq!((counts.destinations, counts.subscriptions), (1, 1));
+        assert_eq!((counts.resources, counts.subscriptions), (1, 1));
         drop((one, services, all));
         let inner = hub.lock();
-        assert!(inner.destinations.is_empty() && inner.named.is_empty() && inner.all.is_empty());
+        assert!(inner.resources.is_empty() && inner.named.is_empty() && inner.all.is_empty());
     }
 
     #[test]
     fn readers_of_any_pace_end_with_the_state_of_the_index() {
         for seed in 0..50 {
             let mut chance = Chance(fastrand::Rng::with_seed(seed));
-            let hub = Hub::default();
+            let hub = Hub::new([Source::Kubernetes]);
             let mut readers: Vec<_> = (0..3)
-                .map(|_| (hub.watch_destinations(), HashMap::new()))
+                .map(|_| (hub.watch_resources(), HashMap::new()))
                 .collect();
             for _ in 0..200 {
                 let count = chance.0.usize(..3);
@@ -498,11 +563,11 @@ mod tests {
                 hub.apply(changes);
                 let (reader, known) = &mut readers[chance.0.usize(..3)];
                 let all = Chance::destinations();
-                let some = all[chance.0.usize(..all.len())];
+                let some = Resource::Destination(all[chance.0.usize(..all.len())]);
                 match chance.0.u8(..4) {
-                    0 => reader.subscribe(some),
+                    0 => reader.subscribe(&some),
                     1 => {
-                        reader.unsubscribe(some);
+                        reader.unsubscribe(&some);
                         known.remove(&some);
                     }
                     _ => take(reader, known),
@@ -513,20 +578,20 @@ mod tests {
                     take(reader, known);
                 }
                 assert_eq!(known.len(), reader.subscribed.len(), "seed {seed}");
-                for (destination, state) in known {
+                for (resource, state) in known {
                     assert_eq!(
                         **state,
-                        hub.lock().index.resolve(*destination),
-                        "seed {seed}: {destination}"
+                        hub.lock().index.state(resource),
+                        "seed {seed}: {resource:?}"
                     );
                 }
             }
         }
     }
 
-    fn take(reader: &Destinations, known: &mut HashMap<SocketAddr, Arc<State>>) {
-        if let Some((destination, state)) = reader.next() {
-            known.insert(destination, state);
+    fn take(reader: &Resources, known: &mut HashMap<Resource, Arc<State>>) {
+        if let Some((resource, state)) = reader.next() {
+            known.insert(resource, state);
         }
     }
 }

@@ -2,12 +2,15 @@
 
 use std::fmt;
 
-use diy_mesh_runtime::metrics::{encode_gauges, on_scrape, register_family, render};
+use diy_mesh_runtime::metrics::{
+    encode_gauges, on_scrape, register_family, register_process, render,
+};
 use prometheus_client::encoding::DescriptorEncoder;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
+use crate::catalog::freshness::Freshness;
 use crate::hub::{Counts, Hub};
 
 /// Counters and gauges that the RPCs update.
@@ -34,6 +37,12 @@ pub struct Metrics {
     pub unknown: Counter,
     /// Sets of trust roots sent.
     pub roots: Counter,
+    /// Inbound configurations sent.
+    pub workloads: Counter,
+    /// Updates that proxies use.
+    pub acknowledged: Counter,
+    /// Updates that proxies reject.
+    pub rejected: Counter,
     /// Workload certificates issued.
     pub certificates_issued: Counter,
     /// Certificate requests rejected.
@@ -61,12 +70,26 @@ impl Metrics {
             "rpc",
             ["Discover", "WatchServices"],
         );
-        let [snapshots, deltas, unchanged, unknown, roots] = register_family(
+        let [snapshots, deltas, unchanged, unknown, roots, workloads] = register_family(
             r,
             "updates",
             "Messages sent on Discover streams",
             "kind",
-            ["snapshot", "delta", "unchanged", "unknown", "roots"],
+            [
+                "snapshot",
+                "delta",
+                "unchanged",
+                "unknown",
+                "roots",
+                "workload",
+            ],
+        );
+        let [acknowledged, rejected] = register_family(
+            r,
+            "acknowledgements",
+            "Updates that proxies have acknowledged, by result",
+            "result",
+            ["accepted", "rejected"],
         );
         let [certificates_issued, certificates_refused] = register_family(
             r,
@@ -75,6 +98,7 @@ impl Metrics {
             "result",
             ["issued", "refused"],
         );
+        register_process(r);
         on_scrape(r, state);
         Metrics {
             registry,
@@ -88,6 +112,9 @@ impl Metrics {
             unchanged,
             unknown,
             roots,
+            workloads,
+            acknowledged,
+            rejected,
             certificates_issued,
             certificates_refused,
         }
@@ -103,7 +130,7 @@ impl Metrics {
 pub fn encode_counts(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     let Counts {
         objects,
-        destinations,
+        resources,
         subscriptions,
     } = hub.counts();
     let objects = objects
@@ -114,13 +141,21 @@ pub fn encode_counts(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
     encode_gauges(
         encoder,
         "subscriptions",
-        "Subscribed destinations, and subscriptions to them",
+        "Subscribed resources, and subscriptions to them",
         "of",
         [
-            ("destinations", destinations as i64),
+            ("resources", resources as i64),
             ("subscribers", subscriptions as i64),
         ],
     )
+}
+
+/// Encodes the age of the catalog.
+pub fn encode_ages(freshness: &Freshness, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+    let ages = freshness.ages().into_iter();
+    let ages = ages.map(|(kind, age)| (kind.name(), age.as_secs() as i64));
+    let help = "Seconds since the source of the catalog last confirmed its objects";
+    encode_gauges(encoder, "watch_age_seconds", help, "kind", ages)
 }
 
 #[cfg(test)]
@@ -128,25 +163,29 @@ mod tests {
     use diy_mesh_runtime::metrics::Active;
 
     use super::*;
-    use crate::index::object::{Change, Key, Object, Pod};
+    use crate::index::object::{Change, Key, Object, Pod, Resource, Source};
 
     #[test]
     fn renders_each_series_with_its_label() {
-        let hub = Hub::default();
-        hub.apply([Change::Apply(Object::Pod(Pod {
-            key: Key::new("shop", "web"),
-            uid: "".into(),
-            addresses: vec!["10.0.0.1".parse().unwrap()],
-            terminating: false,
-            ready: true,
-            created: 0,
-            zone: "".into(),
-            identity: None,
-            bypassed: Vec::new(),
-            opaque_ports: Box::default(),
-        }))]);
-        let mut one = hub.watch_destinations();
-        one.subscribe("10.0.0.1:80".parse().unwrap());
+        let hub = Hub::new([Source::Kubernetes]);
+        hub.apply([Change::Apply(
+            Source::Kubernetes,
+            Object::Pod(Pod {
+                key: Key::new("shop", "web"),
+                uid: "".into(),
+                addresses: vec!["10.0.0.1".parse().unwrap()],
+                terminating: false,
+                ready: true,
+                created: 0,
+                node: "".into(),
+                zone: "".into(),
+                identity: None,
+                bypassed: Vec::new(),
+                inbound: Default::default(),
+            }),
+        )]);
+        let mut one = hub.watch_resources();
+        one.subscribe(&Resource::Destination("10.0.0.1:80".parse().unwrap()));
         let metrics = Metrics::new(move |encoder| encode_counts(&hub, encoder));
         metrics.deltas.inc_by(3);
         let active = Active::new(&metrics.discover_streams);

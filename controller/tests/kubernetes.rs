@@ -94,7 +94,7 @@ async fn scenario(cluster: Cluster) {
         discover.answer().await.unwrap(),
         discover.answer().await.unwrap(),
     ];
-    both.sort_by_key(|answer| answer.destination != "198.51.100.7:1234");
+    both.sort_by_key(|answer| answer.name != "198.51.100.7:1234");
     assert_eq!(
         say(&both[0]),
         format!(
@@ -210,7 +210,7 @@ impl Cluster {
                 .unwrap();
         }
         let role = cluster.create(json!({"metadata": {"name": name}, "rules": [
-            {"apiGroups": [""], "resources": ["services", "pods"], "verbs": ["list", "watch"]},
+            {"apiGroups": [""], "resources": ["services", "pods", "nodes"], "verbs": ["list", "watch"]},
             {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]},
             {"apiGroups": ["authentication.k8s.io"], "resources": ["tokenreviews"], "verbs": ["create"]},
         ]}));

@@ -31,7 +31,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use diy_mesh_runtime::{Admin, Readiness, listen};
+use diy_mesh_runtime::{Admin, Readiness, listen, raise_max_open_files};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::time::sleep;
@@ -71,6 +71,7 @@ pub struct Injector {
 impl Injector {
     /// Binds the ports.
     pub async fn bind(config: Config) -> Result<Self, Error> {
+        raise_max_open_files();
         let bind = async |address| {
             listen::bind(address)
                 .await

@@ -1,6 +1,8 @@
 //! The injector over HTTPS, with ephemeral certificates.
 
+use std::io::{BufRead as _, BufReader};
 use std::path::Path;
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -87,18 +89,22 @@ impl Running {
     }
 
     async fn admin(&self, path: &str) -> (StatusCode, String) {
-        let stream = TcpStream::connect(self.admin).await.expect("a connection");
-        let (mut sender, connection) = http1::handshake(TokioIo::new(stream))
-            .await
-            .expect("HTTP/1.1");
-        tokio::spawn(connection);
-        let request = Request::get(path)
-            .header("host", "injector")
-            .body(Full::<Bytes>::default())
-            .expect("a request");
-        let (status, body) = read(sender.send_request(request).await.expect("an answer")).await;
-        (status, String::from_utf8(body.to_vec()).expect("text"))
+        get(self.admin, path).await
     }
+}
+
+async fn get(address: SocketAddr, path: &str) -> (StatusCode, String) {
+    let stream = TcpStream::connect(address).await.expect("a connection");
+    let (mut sender, connection) = http1::handshake(TokioIo::new(stream))
+        .await
+        .expect("HTTP/1.1");
+    tokio::spawn(connection);
+    let request = Request::get(path)
+        .header("host", "injector")
+        .body(Full::<Bytes>::default())
+        .expect("a request");
+    let (status, body) = read(sender.send_request(request).await.expect("an answer")).await;
+    (status, String::from_utf8(body.to_vec()).expect("text"))
 }
 
 async fn tls(
@@ -486,4 +492,37 @@ async fn reports_port_in_use() {
         error.starts_with(&format!("cannot listen on {}", injector.address)),
         "{error}"
     );
+}
+
+/// Container runtimes start a process with a soft limit of 1,024 open files.
+#[tokio::test]
+async fn raises_the_limit_of_open_files() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut injector = Command::new("sh")
+        .args(["-c", "ulimit -Sn 64 && exec \"$0\" \"$@\""])
+        .arg(env!("CARGO_BIN_EXE_injector"))
+        .args([
+            "--image-to-deploy-proxy=a",
+            "--image-to-deploy-proxy-init=b",
+        ])
+        .args(["--listen=127.0.0.1:0", "--admin-listen=127.0.0.1:0"])
+        .arg("--serving-certificate=ephemeral")
+        .arg(format!("--ca-file={}/ca.crt", folder.path().display()))
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the injector");
+    let log = BufReader::new(injector.stderr.take().expect("a pipe"));
+    let admin = log.lines().find_map(|line| {
+        let line = line.expect("text");
+        Some(line.split_once(" admin=")?.1.trim().to_owned())
+    });
+    let admin = admin.expect("a log line").parse().expect("an address");
+    let (_, metrics) = get(admin, "/metrics").await;
+    injector.kill().expect("a process");
+    injector.wait().expect("a process");
+    let limit = metrics
+        .lines()
+        .find_map(|line| line.strip_prefix("diy_mesh_injector_max_open_files "));
+    let limit: u64 = limit.expect("a metric").parse().expect("a number");
+    assert!(limit > 64, "{limit} files can be open");
 }

@@ -2,7 +2,7 @@
 //! types of Kubernetes or gRPC.
 
 use std::fmt;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
@@ -15,11 +15,18 @@ pub enum Kind {
     Slice,
     /// A Pod.
     Pod,
+    /// A Node.
+    Node,
 }
 
 impl Kind {
-    /// All kinds. The catalog is synced when all were listed.
-    pub const ALL: [Kind; 3] = [Kind::Service, Kind::Slice, Kind::Pod];
+    /// All kinds. The catalog is synced when all were listed, or are unavailable.
+    pub const ALL: [Kind; 4] = [Kind::Service, Kind::Slice, Kind::Pod, Kind::Node];
+
+    /// Whether the mesh works without objects of this kind.
+    pub fn is_optional(self) -> bool {
+        self == Kind::Node
+    }
 
     /// The name in Kubernetes.
     pub fn name(self) -> &'static str {
@@ -27,6 +34,7 @@ impl Kind {
             Kind::Service => "Service",
             Kind::Slice => "EndpointSlice",
             Kind::Pod => "Pod",
+            Kind::Node => "Node",
         }
     }
 }
@@ -62,15 +70,43 @@ impl fmt::Display for Key {
     }
 }
 
-/// A change of the catalog.
+/// The sources of the catalog, in the order of their precedence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Source {
+    /// The Kubernetes API.
+    Kubernetes,
+    /// A folder of files.
+    Files,
+}
+
+impl Source {
+    /// The source that takes precedence over all others.
+    pub const FIRST: Source = Source::Kubernetes;
+}
+
+/// A change of the catalog. It concerns the objects of its source only.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Change {
     /// A new or changed object.
-    Apply(Object),
+    Apply(Source, Object),
     /// A deleted object.
-    Delete(Kind, Key),
-    /// All objects of a kind. Others are deleted.
-    Reset(Kind, Vec<Object>),
+    Delete(Source, Kind, Key),
+    /// All objects of a kind. Others of the source are deleted.
+    Reset(Source, Kind, Vec<Object>),
+    /// The source cannot list an optional kind, which is not installed or not permitted. The
+    /// catalog does not wait for it.
+    Unavailable(Source, Kind),
+}
+
+/// A resource that proxies subscribe to.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Resource {
+    /// The target of the connections to an address.
+    Destination(SocketAddr),
+    /// The endpoints of a Service port.
+    Backend(Key, u16),
+    /// The inbound configuration of a pod, by its key and its UID.
+    Workload(Key, Arc<str>),
 }
 
 /// One object of the catalog.
@@ -82,6 +118,8 @@ pub enum Object {
     Slice(Slice),
     /// A Pod.
     Pod(Pod),
+    /// A Node.
+    Node(Node),
 }
 
 impl Object {
@@ -91,6 +129,7 @@ impl Object {
             Object::Service(_) => Kind::Service,
             Object::Slice(_) => Kind::Slice,
             Object::Pod(_) => Kind::Pod,
+            Object::Node(_) => Kind::Node,
         }
     }
 
@@ -100,6 +139,7 @@ impl Object {
             Object::Service(service) => &service.key,
             Object::Slice(slice) => &slice.key,
             Object::Pod(pod) => &pod.key,
+            Object::Node(node) => &node.key,
         }
     }
 }
@@ -228,14 +268,41 @@ pub struct Pod {
     pub ready: bool,
     /// The creation time in seconds since 1970, or 0.
     pub created: i64,
+    /// The name of the node, or empty.
+    pub node: Arc<str>,
     /// The zone, or empty.
     pub zone: Arc<str>,
     /// The SPIFFE ID, if the pod is meshed.
     pub identity: Option<Arc<str>>,
     /// The ports that are not redirected to the proxy of a meshed pod.
     pub bypassed: Vec<RangeInclusive<u16>>,
-    /// The ports that the pod declares opaque.
+    /// The inbound configuration of its proxy.
+    pub inbound: Inbound,
+}
+
+/// The inbound configuration of a meshed pod, from the arguments of its proxy: the injector wrote
+/// them, and they are immutable.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Inbound {
+    /// Only authenticated peers are accepted.
+    pub strict: bool,
+    /// The application accepts CONNECT requests.
+    pub allow_connect: bool,
+    /// The ports that are copied without detection.
     pub opaque_ports: Box<[RangeInclusive<u16>]>,
+    /// The ports that the containers declare.
+    pub ports: Box<[ContainerPort]>,
+}
+
+/// A port that a container declares.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ContainerPort {
+    /// The name, or empty.
+    pub name: Arc<str>,
+    /// The number.
+    pub port: u16,
+    /// The transport.
+    pub protocol: Transport,
 }
 
 impl Pod {
@@ -248,6 +315,20 @@ impl Pod {
 
     /// Whether the pod declares a port opaque.
     pub fn is_opaque_at(&self, port: u16) -> bool {
-        self.opaque_ports.iter().any(|ports| ports.contains(&port))
+        self.inbound
+            .opaque_ports
+            .iter()
+            .any(|ports| ports.contains(&port))
     }
+}
+
+/// A Node.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Node {
+    /// The name, in the empty namespace.
+    pub key: Key,
+    /// The addresses.
+    pub addresses: Vec<IpAddr>,
+    /// The zone, or empty.
+    pub zone: Arc<str>,
 }
