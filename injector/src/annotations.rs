@@ -38,6 +38,8 @@ pub const MEMORY_REQUEST: &str = "diy-service-mesh/proxy-memory-request";
 pub const MEMORY_LIMIT: &str = "diy-service-mesh/proxy-memory-limit";
 /// Log filter of the proxy.
 pub const LOG: &str = "diy-service-mesh/proxy-log";
+/// Format of the log of the proxy.
+pub const LOG_FORMAT: &str = "diy-service-mesh/proxy-log-format";
 /// Drain period of the proxy.
 pub const DRAIN: &str = "diy-service-mesh/proxy-drain";
 /// Marks injected pods. Written by the injector, read by the controller.
@@ -45,7 +47,7 @@ pub const STATUS: &str = "diy-service-mesh/status";
 /// The prefix of all annotations.
 pub const PREFIX: &str = "diy-service-mesh/";
 /// All annotations.
-pub const ALL: [&str; 16] = [
+pub const ALL: [&str; 17] = [
     INJECT,
     SKIP_INBOUND_PORTS,
     SKIP_OUTBOUND_PORTS,
@@ -60,6 +62,7 @@ pub const ALL: [&str; 16] = [
     MEMORY_REQUEST,
     MEMORY_LIMIT,
     LOG,
+    LOG_FORMAT,
     DRAIN,
     STATUS,
 ];
