@@ -416,6 +416,7 @@ mod tests {
                 identity: None,
                 bypassed: Vec::new(),
                 opaque_ports: Box::default(),
+                labels: Default::default(),
             }),
         )
     }

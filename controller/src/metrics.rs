@@ -156,6 +156,7 @@ mod tests {
                 identity: None,
                 bypassed: Vec::new(),
                 opaque_ports: Box::default(),
+                labels: Default::default(),
             }),
         )]);
         let mut one = hub.watch_destinations();

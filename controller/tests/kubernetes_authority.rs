@@ -257,6 +257,7 @@ impl Replica {
                 identity: Some("spiffe://cluster.local/ns/shop/sa/web".into()),
                 bypassed: vec![],
                 opaque_ports: Box::default(),
+                labels: Default::default(),
             }),
         )]);
     }

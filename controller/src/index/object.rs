@@ -1,6 +1,7 @@
 //! The objects of the catalog, with the fields that determine destinations. Plain values without
 //! types of Kubernetes or gRPC.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
 use std::ops::RangeInclusive;
@@ -138,6 +139,10 @@ impl Object {
 pub struct Service {
     /// Namespace and name.
     pub key: Key,
+    /// Whether the Service has no cluster IP on purpose: its clients connect to its pods.
+    pub is_headless: bool,
+    /// The labels of its pods. Empty if something else maintains its slices.
+    pub selector: BTreeMap<String, String>,
     /// The cluster IPs of both families. Empty for headless Services and ExternalNames.
     pub cluster_ips: Vec<IpAddr>,
     /// The ports in their order.
@@ -146,6 +151,16 @@ pub struct Service {
     pub external_name: String,
     /// Whether endpoints that are not ready count as ready.
     pub publish_not_ready: bool,
+}
+
+impl Service {
+    /// Whether the selector selects a pod.
+    pub fn selects(&self, pod: &Pod) -> bool {
+        let matches = |(name, value)| pod.labels.get(name) == Some(value);
+        !self.selector.is_empty()
+            && self.key.namespace == pod.key.namespace
+            && self.selector.iter().all(matches)
+    }
 }
 
 /// One port of a Service.
@@ -267,6 +282,8 @@ pub struct Pod {
     pub bypassed: Vec<RangeInclusive<u16>>,
     /// The ports that the pod declares opaque.
     pub opaque_ports: Box<[RangeInclusive<u16>]>,
+    /// The labels, which selectors of Services match.
+    pub labels: BTreeMap<String, String>,
 }
 
 impl Pod {
