@@ -130,7 +130,7 @@ impl Replica {
                 Source::Kubernetes,
                 Object::Pod(Pod {
                     bypassed: Vec::new(),
-                    opaque_ports: Box::default(),
+                    inbound: Default::default(),
                     labels: Default::default(),
                     key: Key::new("shop", name),
                     uid: (*name).into(),

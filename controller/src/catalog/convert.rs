@@ -14,8 +14,8 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
 use super::injected::Injected;
 use crate::index::object::{
-    Key, Kind, Node, Object, Pod, PodReference, Service, ServicePort, Slice, SliceEndpoint,
-    SlicePort, TargetPort, Transport,
+    Inbound, Key, Kind, Node, Object, Pod, PodReference, Service, ServicePort, Slice,
+    SliceEndpoint, SlicePort, TargetPort, Transport,
 };
 
 const SERVICE_NAME_LABEL: &str = "kubernetes.io/service-name";
@@ -136,7 +136,7 @@ fn pod(object: &core::Pod, trust_domain: &str) -> Result<Pod, ConvertError> {
         zone: label(metadata, ZONE_LABEL).unwrap_or_default().into(),
         identity: injected.is_some().then(identity),
         bypassed: injected.as_ref().map_or(vec![], Injected::bypassed),
-        opaque_ports: injected.map_or(Box::default(), |one| one.opaque_ports()),
+        inbound: injected.map_or(Inbound::default(), |injected| injected.inbound()),
         labels: metadata.labels.clone().unwrap_or_default(),
         key,
     })
@@ -278,7 +278,7 @@ fn port_number(field: &str, value: i32) -> Result<u16, ConvertError> {
     port.ok_or_else(|| invalid(field, value, "a port (1 to 65535)"))
 }
 
-fn transport(field: &str, value: Option<&str>) -> Result<Transport, ConvertError> {
+pub(super) fn transport(field: &str, value: Option<&str>) -> Result<Transport, ConvertError> {
     match value.unwrap_or_default() {
         "TCP" | "" => Ok(Transport::Tcp),
         "UDP" => Ok(Transport::Udp),
@@ -294,6 +294,7 @@ fn transport(field: &str, value: Option<&str>) -> Result<Transport, ConvertError
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::index::object::ContainerPort;
 
     fn read<T: for<'de> serde::Deserialize<'de>>(yaml: &str) -> T {
         serde_yaml_ng::from_str(yaml).expect("the test's YAML is right")
@@ -438,6 +439,43 @@ spec:
                 "{port}"
             );
         }
+    }
+
+    #[test]
+    fn reads_inbound_configuration_from_the_arguments_of_the_proxy_only() {
+        let converted = pod(
+            &read(
+                "metadata: {name: p, namespace: shop, annotations: {diy-service-mesh/inbound: permissive, diy-service-mesh/opaque-ports: '80'}}
+spec:
+  containers: [{name: app, args: ['--opaque-ports=81', '--allow-connect'], ports: [{name: http, containerPort: 8080}, {containerPort: 53, protocol: UDP}]}]
+  initContainers: [{name: other, args: ['--opaque-ports=82']}, {name: proxy, args: ['--inbound=strict', '--opaque-ports=25,9000-9100'], ports: [{containerPort: 4001}], env: [{name: SERVICE_MESH_TOKEN_FILE}]}]",
+            ),
+            "cluster.local",
+        )
+        .unwrap();
+        let opaque: Vec<u16> = (1..=u16::MAX)
+            .filter(|port| converted.is_opaque_at(*port))
+            .collect();
+        assert_eq!(opaque, [vec![25], (9000..=9100).collect()].concat());
+        assert!(converted.inbound.strict && !converted.inbound.allow_connect);
+        let port = |name: &str, port, protocol| ContainerPort {
+            name: name.into(),
+            port,
+            protocol,
+        };
+        assert_eq!(
+            *converted.inbound.ports,
+            [
+                port("http", 8080, Transport::Tcp),
+                port("", 53, Transport::Udp)
+            ]
+        );
+        let plain = pod(
+            &read("{metadata: {name: p}, spec: {containers: [{name: proxy, args: ['--inbound=strict']}]}}"),
+            "cluster.local",
+        )
+        .unwrap();
+        assert_eq!(plain.inbound, Inbound::default());
     }
 
     #[test]

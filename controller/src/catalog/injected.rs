@@ -6,7 +6,11 @@
 
 use std::ops::RangeInclusive;
 
-use k8s_openapi::api::core::v1::{Container, Pod};
+use k8s_openapi::api::core::v1 as core;
+use k8s_openapi::api::core::v1::{Container, Pod, PodSpec};
+
+use super::convert::transport;
+use crate::index::object::{ContainerPort, Inbound};
 
 const PROXY: &str = "proxy";
 const PROXY_INIT: &str = "proxy-init";
@@ -15,6 +19,7 @@ const TOKEN_FILE_VARIABLE: &str = "SERVICE_MESH_TOKEN_FILE";
 
 /// The containers that the injector added to a pod.
 pub(super) struct Injected<'a> {
+    pod: &'a PodSpec,
     proxy: &'a Container,
     proxy_init: Option<&'a Container>,
 }
@@ -22,11 +27,13 @@ pub(super) struct Injected<'a> {
 impl<'a> Injected<'a> {
     /// `None` if the pod has no proxy.
     pub fn of(pod: &'a Pod) -> Option<Self> {
-        let containers = pod.spec.as_ref()?.init_containers.as_deref()?;
+        let pod = pod.spec.as_ref()?;
+        let containers = pod.init_containers.as_deref()?;
         let named = |name: &str| containers.iter().find(|container| container.name == name);
         let mut variables = named(PROXY)?.env.iter().flatten();
         variables.find(|variable| variable.name == TOKEN_FILE_VARIABLE)?;
         Some(Injected {
+            pod,
             proxy: named(PROXY)?,
             proxy_init: named(PROXY_INIT),
         })
@@ -39,10 +46,29 @@ impl<'a> Injected<'a> {
         skipped.chain(ports(self.proxy, "--admin-port=")).collect()
     }
 
-    /// The opaque ports.
-    pub fn opaque_ports(&self) -> Box<[RangeInclusive<u16>]> {
-        ports(self.proxy, "--opaque-ports=").collect()
+    /// The inbound configuration of the proxy, and the ports that the application declares.
+    pub fn inbound(&self) -> Inbound {
+        let has = |flag: &str| self.proxy.args.iter().flatten().any(|other| other == flag);
+        let containers = self.pod.init_containers.iter().flatten();
+        let containers = containers.chain(&self.pod.containers);
+        let applications = containers.filter(|container| container.name != PROXY);
+        let declared = applications.flat_map(|container| container.ports.iter().flatten());
+        Inbound {
+            strict: has("--inbound=strict"),
+            allow_connect: has("--allow-connect"),
+            opaque_ports: ports(self.proxy, "--opaque-ports=").collect(),
+            ports: declared.filter_map(container_port).collect(),
+        }
     }
+}
+
+/// `None` for a port that Kubernetes rejects.
+fn container_port(port: &core::ContainerPort) -> Option<ContainerPort> {
+    Some(ContainerPort {
+        name: port.name.as_deref().unwrap_or_default().into(),
+        port: u16::try_from(port.container_port).ok()?,
+        protocol: transport("protocol", port.protocol.as_deref()).ok()?,
+    })
 }
 
 /// The valid ports and ranges in an argument.
@@ -106,7 +132,7 @@ mod tests {
             .unwrap();
         let injected = Injected::of(&after).unwrap();
         assert_eq!(injected.bypassed(), [25..=25, 4001..=4001]);
-        assert_eq!(*injected.opaque_ports(), [25..=25, 9000..=9100]);
+        assert_eq!(*injected.inbound().opaque_ports, [25..=25, 9000..=9100]);
         let first = pod(serde_yaml_ng::from_str(
             "spec:
   containers: [{name: app, args: ['--opaque-ports=81', '--skip-inbound-ports=82']}]
@@ -123,6 +149,6 @@ mod tests {
         .unwrap());
         let injected = Injected::of(&first).unwrap();
         assert_eq!(injected.bypassed(), [25..=25, 9000..=9100, 4001..=4001]);
-        assert!(injected.opaque_ports().is_empty());
+        assert_eq!(injected.inbound(), Inbound::default());
     }
 }

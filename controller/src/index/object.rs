@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
@@ -97,6 +97,17 @@ pub enum Change {
     /// The source cannot list an optional kind, which is not installed or not permitted. The
     /// catalog does not wait for it.
     Unavailable(Source, Kind),
+}
+
+/// A resource that proxies subscribe to.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Resource {
+    /// The target of the connections to an address.
+    Destination(SocketAddr),
+    /// The endpoints of a Service port.
+    Backend(Key, u16),
+    /// The inbound configuration of a pod, by its key and its UID.
+    Workload(Key, Arc<str>),
 }
 
 /// One object of the catalog.
@@ -280,10 +291,35 @@ pub struct Pod {
     pub identity: Option<Arc<str>>,
     /// The ports that are not redirected to the proxy of a meshed pod.
     pub bypassed: Vec<RangeInclusive<u16>>,
-    /// The ports that the pod declares opaque.
-    pub opaque_ports: Box<[RangeInclusive<u16>]>,
+    /// The inbound configuration of its proxy.
+    pub inbound: Inbound,
     /// The labels, which selectors of Services match.
     pub labels: BTreeMap<String, String>,
+}
+
+/// The inbound configuration of a meshed pod, from the arguments of its proxy: the injector wrote
+/// them, and they are immutable.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Inbound {
+    /// Only authenticated peers are accepted.
+    pub strict: bool,
+    /// The application accepts CONNECT requests.
+    pub allow_connect: bool,
+    /// The ports that are copied without detection.
+    pub opaque_ports: Box<[RangeInclusive<u16>]>,
+    /// The ports that the containers declare.
+    pub ports: Box<[ContainerPort]>,
+}
+
+/// A port that a container declares.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ContainerPort {
+    /// The name, or empty.
+    pub name: Arc<str>,
+    /// The number.
+    pub port: u16,
+    /// The transport.
+    pub protocol: Transport,
 }
 
 impl Pod {
@@ -296,7 +332,10 @@ impl Pod {
 
     /// Whether the pod declares a port opaque.
     pub fn is_opaque_at(&self, port: u16) -> bool {
-        self.opaque_ports.iter().any(|ports| ports.contains(&port))
+        self.inbound
+            .opaque_ports
+            .iter()
+            .any(|ports| ports.contains(&port))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::object::{ServicePort, SlicePort, TargetPort};
+use super::object::{Inbound, ServicePort, SlicePort, TargetPort};
 use super::state::{Delta, Update};
 use super::*;
 
@@ -93,7 +93,7 @@ fn pod(name: &str, addresses: &[&str]) -> Pod {
         zone: "".into(),
         identity: Some("spiffe://cluster.local/ns/shop/sa/web".into()),
         bypassed: Vec::new(),
-        opaque_ports: Box::default(),
+        inbound: Default::default(),
         labels: [("app".to_owned(), "web".to_owned())].into(),
     }
 }
@@ -172,7 +172,10 @@ fn resolves_each_port_and_family_to_its_endpoints() {
 fn endpoints_have_the_opaque_ports_of_their_pod() {
     let declares = |ports: &[std::ops::RangeInclusive<u16>]| {
         Object::Pod(Pod {
-            opaque_ports: ports.into(),
+            inbound: Inbound {
+                opaque_ports: ports.into(),
+                ..Inbound::default()
+            },
             ..pod("p", &["10.0.0.1"])
         })
     };
@@ -454,7 +457,10 @@ fn address_of_a_finished_pod_belongs_to_the_next_pod() {
 fn endpoint_without_a_pod_has_the_identity_but_not_the_policy_of_the_pod_at_its_address() {
     let holder = |addresses: &[&str]| {
         Object::Pod(Pod {
-            opaque_ports: [8080..=8080].into(),
+            inbound: Inbound {
+                opaque_ports: [8080..=8080].into(),
+                ..Inbound::default()
+            },
             bypassed: vec![8081..=8081],
             ..pod("p", addresses)
         })
