@@ -439,6 +439,7 @@ mod tests {
                 identity: None,
                 bypassed: Vec::new(),
                 inbound: Default::default(),
+                labels: Default::default(),
             }),
         )
     }
