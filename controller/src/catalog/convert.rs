@@ -86,6 +86,7 @@ fn service(object: &core::Service) -> Result<Service, ConvertError> {
         ports: ports.collect::<Result<_, _>>()?,
         external_name,
         publish_not_ready: spec.publish_not_ready_addresses.unwrap_or(false),
+        local_only: spec.internal_traffic_policy.as_deref() == Some("Local"),
     })
 }
 
@@ -232,6 +233,10 @@ fn slice_endpoint(
 ) -> Option<Result<SliceEndpoint, ConvertError>> {
     let first = endpoint.addresses.first()?;
     let conditions = endpoint.conditions.clone().unwrap_or_default();
+    let ready = conditions.ready.unwrap_or(true);
+    let hints = || endpoint.hints.iter();
+    let for_nodes = hints().flat_map(|hints| hints.for_nodes.iter().flatten());
+    let for_zones = hints().flat_map(|hints| hints.for_zones.iter().flatten());
     let target = endpoint.target_ref.as_ref();
     let target = target.filter(|target| target.kind.as_deref() == Some("Pod"));
     let pod = target.and_then(|target| {
@@ -247,9 +252,13 @@ fn slice_endpoint(
     Some(
         address("endpoints.addresses", first).map(|address| SliceEndpoint {
             address,
-            ready: conditions.ready.unwrap_or(true),
+            ready,
+            serving: conditions.serving.unwrap_or(ready),
             terminating: conditions.terminating.unwrap_or(false),
+            node: endpoint.node_name.as_deref().unwrap_or_default().into(),
             zone: endpoint.zone.as_deref().unwrap_or_default().into(),
+            node_hints: for_nodes.map(|node| node.name.as_str().into()).collect(),
+            zone_hints: for_zones.map(|zone| zone.name.as_str().into()).collect(),
             pod,
         }),
     )
@@ -372,6 +381,7 @@ endpoints:
             "addresses beyond an endpoint's first mean nothing"
         );
         assert!(converted.endpoints[0].ready && !converted.endpoints[0].terminating);
+        assert!(converted.endpoints[0].serving && !converted.endpoints[1].serving);
         assert!(!converted.endpoints[1].ready && converted.endpoints[1].terminating);
         assert_eq!(
             converted.endpoints[1].pod.as_ref().unwrap().key,

@@ -4,6 +4,7 @@
 //! Pure. Equal objects result in equal states and versions, in any order of events. The cost of a
 //! change depends on the affected objects, not on the size of the cluster.
 
+pub mod locality;
 pub mod object;
 pub mod state;
 mod store;
@@ -15,6 +16,7 @@ use std::hash::Hash;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
+use locality::{Candidate, Location, Scope};
 use object::{
     Change, Key, Kind, Node, Object, Pod, PodReference, Resource, Service, ServicePort, Slice,
     SliceEndpoint, Source, Transport,
@@ -47,8 +49,10 @@ pub struct Touched {
     pub services: BTreeSet<Key>,
     /// Addresses with possibly changed destinations.
     pub addresses: BTreeSet<IpAddr>,
-    /// Pods with possibly changed inbound configuration.
+    /// Pods with possibly changed inbound configuration or location.
     pub pods: BTreeSet<Key>,
+    /// Nodes with a possibly changed zone.
+    pub nodes: BTreeSet<Arc<str>>,
 }
 
 impl Index {
@@ -73,23 +77,32 @@ impl Index {
         }
     }
 
-    /// Resolves a resource.
-    pub fn state(&self, resource: &Resource) -> State {
-        match resource {
-            Resource::Destination(address) => self.resolve(*address),
-            Resource::Backend(service, port) => State::new(self.backend(service, *port)),
-            Resource::Workload(pod, uid) => State::new(self.workload(pod, uid)),
-        }
+    /// Resolves a resource for a client. Clients with equal locations within the scope share the
+    /// state.
+    pub fn resolve(&self, resource: &Resource, client: &Location) -> (Scope, State) {
+        let resolved = match resource {
+            Resource::Destination(address) => self.destination(*address, client),
+            Resource::Backend(service, port) => self.backend(service, *port, client),
+            Resource::Workload(pod, uid) => self.workload(pod, uid).map(everywhere),
+        };
+        let (scope, target) = resolved.unzip();
+        (scope.unwrap_or_default(), State::new(target))
     }
 
-    /// Resolves a destination to a Service port, a pod, a Service without the port, or an unknown
-    /// target.
-    pub fn resolve(&self, destination: SocketAddr) -> State {
-        State::new(
-            self.service_target(destination)
-                .or_else(|| self.pod_target(destination))
-                .or_else(|| self.unknown_port(destination)),
-        )
+    /// The node and the zone of a pod, not of another one with its name.
+    pub fn location(&self, pod: &Key, uid: &str) -> Location {
+        let Some(pod) = self.pods.get(pod).filter(|pod| *pod.uid == *uid) else {
+            return Location::default();
+        };
+        let node = Key {
+            namespace: "".into(),
+            name: pod.node.clone(),
+        };
+        let zone = self.nodes.get(&node).map(|node| &node.zone);
+        Location {
+            node: node.name,
+            zone: zone.unwrap_or(&pod.zone).clone(),
+        }
     }
 
     /// A Service with all endpoints.
@@ -140,28 +153,44 @@ impl Index {
         }
     }
 
-    fn service_target(&self, destination: SocketAddr) -> Option<Target> {
-        let service = &self.services[self.services_at.get(&destination.ip())?.first()?];
-        self.service_port(service, destination.port(), destination.is_ipv6())
+    /// A Service port, a pod, a Service without the port, or an unknown target.
+    fn destination(&self, address: SocketAddr, client: &Location) -> Option<(Scope, Target)> {
+        self.service_target(address, client)
+            .or_else(|| self.pod_target(address).map(everywhere))
+            .or_else(|| self.unknown_port(address).map(everywhere))
+    }
+
+    fn service_target(&self, address: SocketAddr, client: &Location) -> Option<(Scope, Target)> {
+        let service = &self.services[self.services_at.get(&address.ip())?.first()?];
+        self.service_port(service, address.port(), address.is_ipv6(), client)
     }
 
     /// A Service port in the primary family of the Service.
-    fn backend(&self, service: &Key, port: u16) -> Option<Target> {
+    fn backend(&self, service: &Key, port: u16, client: &Location) -> Option<(Scope, Target)> {
         let service = self.services.get(service)?;
         let primary = service.cluster_ips.first();
-        self.service_port(service, port, primary.is_some_and(IpAddr::is_ipv6))
+        self.service_port(service, port, primary.is_some_and(IpAddr::is_ipv6), client)
     }
 
     /// Only TCP is redirected: there are no targets of other transports.
-    fn service_port(&self, service: &Service, port: u16, ipv6: bool) -> Option<Target> {
+    fn service_port(
+        &self,
+        service: &Service,
+        port: u16,
+        ipv6: bool,
+        client: &Location,
+    ) -> Option<(Scope, Target)> {
         let mut ports = service.ports.iter();
         let port = ports.find(|other| other.port == port && other.protocol == Transport::Tcp)?;
-        Some(Target {
+        let candidates = self.endpoints(service, &port.name, ipv6);
+        let (scope, endpoints) = locality::select(candidates, service.local_only, client);
+        let target = Target {
             kind: TargetKind::Service,
             key: service.key.clone(),
             app_protocol: port.app_protocol.clone(),
-            endpoints: self.endpoints(service, &port.name, ipv6),
-        })
+            endpoints,
+        };
+        Some((scope, target))
     }
 
     /// The inbound configuration of a meshed pod, not of another one with its name.
@@ -203,6 +232,7 @@ impl Index {
                 pod: Some(pod.key.clone()),
                 identity: pod.identity_at(destination.port()),
                 opaque: pod.is_opaque_at(destination.port()),
+                draining: false,
             }],
         })
     }
@@ -233,8 +263,8 @@ impl Index {
         only.cloned().unwrap_or_default()
     }
 
-    /// The endpoints of a port that accept new connections, in the family of the cluster IP.
-    fn endpoints(&self, service: &Service, port: &str, ipv6: bool) -> Vec<Endpoint> {
+    /// The endpoints of a port that are ready or drain, in the family of the cluster IP.
+    fn endpoints(&self, service: &Service, port: &str, ipv6: bool) -> Vec<Candidate<'_>> {
         let mut all: BTreeMap<SocketAddr, Vec<&SliceEndpoint>> = BTreeMap::new();
         for slice in self.slices_of(&service.key) {
             let ports = slice
@@ -256,35 +286,39 @@ impl Index {
 
     /// Several slices may contain an address while an endpoint moves between them. It terminates if
     /// it terminates in any of them.
-    fn usable(
+    fn usable<'a>(
         &self,
         service: &Service,
         address: SocketAddr,
-        same: &[&SliceEndpoint],
-    ) -> Option<Endpoint> {
-        let chosen = same.iter().find_map(|endpoint| {
+        same: &[&'a SliceEndpoint],
+    ) -> Option<Candidate<'a>> {
+        let all = same.iter().copied().filter_map(|endpoint| {
             let pod = match &endpoint.pod {
                 None => None,
                 // Only the pod determines whether it is meshed: endpoints of unknown pods are not
                 // usable.
                 Some(reference) => Some(self.pod_of(reference)?),
             };
-            let leaving = pod.is_some_and(|pod| pod.terminating)
+            let terminating = pod.is_some_and(|pod| pod.terminating)
                 || same
                     .iter()
                     .any(|other| other.terminating && other.pod == endpoint.pod);
-            let ready = endpoint.ready || service.publish_not_ready;
-            (ready && !leaving).then_some((endpoint, pod))
+            let ready = service.publish_not_ready || (endpoint.ready && !terminating);
+            let draining = !ready && terminating && endpoint.serving;
+            (ready || draining).then_some((draining, endpoint, pod))
         });
+        let (draining, slice, pod) = all.min_by_key(|(draining, ..)| *draining)?;
         // Whoever maintains the slice: the pod at the address is meshed or not.
-        let holder = |pod: Option<_>| pod.or_else(|| self.holder(address.ip()));
-        chosen.map(|(endpoint, pod)| Endpoint {
+        let holder = pod.or_else(|| self.holder(address.ip()));
+        let endpoint = Endpoint {
             address,
-            zone: endpoint.zone.clone(),
+            zone: slice.zone.clone(),
             pod: pod.map(|pod| pod.key.clone()),
-            identity: holder(pod).and_then(|pod| pod.identity_at(address.port())),
+            identity: holder.and_then(|pod| pod.identity_at(address.port())),
             opaque: pod.is_some_and(|pod| pod.is_opaque_at(address.port())),
-        })
+            draining,
+        };
+        Some(Candidate { endpoint, slice })
     }
 
     /// The referenced pod, unless a successor has its name.
@@ -317,7 +351,7 @@ impl Index {
             Object::Service(service) => self.set_service(source, &key, Some(service), touched),
             Object::Slice(slice) => self.set_slice(source, &key, Some(slice), touched),
             Object::Pod(pod) => self.set_pod(source, &key, Some(pod), touched),
-            Object::Node(node) => self.set_node(source, &key, Some(node)),
+            Object::Node(node) => self.set_node(source, &key, Some(node), touched),
         }
     }
 
@@ -326,7 +360,7 @@ impl Index {
             Kind::Service => self.set_service(source, key, None, touched),
             Kind::Slice => self.set_slice(source, key, None, touched),
             Kind::Pod => self.set_pod(source, key, None, touched),
-            Kind::Node => self.set_node(source, key, None),
+            Kind::Node => self.set_node(source, key, None, touched),
         }
     }
 
@@ -433,9 +467,16 @@ impl Index {
         pods.for_each(|pod| touched.addresses.extend(&pod.addresses));
     }
 
-    fn set_node(&mut self, source: Source, key: &Key, new: Option<Node>) {
-        self.nodes.replace(source, key, new);
+    fn set_node(&mut self, source: Source, key: &Key, new: Option<Node>, touched: &mut Touched) {
+        if self.nodes.replace(source, key, new).is_some() {
+            touched.nodes.insert(key.name.clone());
+        }
     }
+}
+
+/// A target that does not depend on the client.
+fn everywhere(target: Target) -> (Scope, Target) {
+    (Scope::Cluster, target)
 }
 
 fn pods_of(slice: &Slice) -> impl Iterator<Item = &Key> {

@@ -162,6 +162,8 @@ pub struct Service {
     pub external_name: String,
     /// Whether endpoints that are not ready count as ready.
     pub publish_not_ready: bool,
+    /// Whether clients in the cluster use only endpoints on their own node.
+    pub local_only: bool,
 }
 
 impl Service {
@@ -251,10 +253,18 @@ pub struct SliceEndpoint {
     pub address: IpAddr,
     /// Whether the endpoint accepts new connections.
     pub ready: bool,
+    /// Whether the endpoint serves, also while it terminates.
+    pub serving: bool,
     /// Whether the endpoint terminates.
     pub terminating: bool,
+    /// The name of the node, or empty.
+    pub node: Arc<str>,
     /// The zone, or empty.
     pub zone: Arc<str>,
+    /// The nodes whose clients should use the endpoint.
+    pub node_hints: Box<[Arc<str>]>,
+    /// The zones whose clients should use the endpoint.
+    pub zone_hints: Box<[Arc<str>]>,
     /// The pod, if the slice contains a reference to it.
     pub pod: Option<PodReference>,
 }

@@ -25,7 +25,7 @@ pub struct Target {
     pub key: Key,
     /// The Service port's application protocol, or empty.
     pub app_protocol: String,
-    /// The endpoints that accept new connections, ascending by address, without duplicates.
+    /// The endpoints that are ready, and those that drain, ascending by address, without duplicates.
     pub endpoints: Vec<Endpoint>,
 }
 
@@ -55,6 +55,8 @@ pub struct Endpoint {
     pub identity: Option<Arc<str>>,
     /// Whether the pod declares the port opaque.
     pub opaque: bool,
+    /// Whether the endpoint terminates and still serves: used only while none is ready.
+    pub draining: bool,
 }
 
 /// The difference between the endpoints of two states.
@@ -151,7 +153,7 @@ fn version(target: Option<&Target>) -> Version {
         digest.text(endpoint.pod.as_ref().map_or("", |pod| &pod.namespace));
         digest.text(endpoint.pod.as_ref().map_or("", |pod| &pod.name));
         digest.text(endpoint.identity.as_deref().unwrap_or(""));
-        digest.number(endpoint.opaque.into());
+        digest.number(u64::from(endpoint.opaque) | u64::from(endpoint.draining) << 1);
     }
     digest.finish()
 }
@@ -182,6 +184,7 @@ mod tests {
             pod: None,
             identity: None,
             opaque: false,
+            draining: false,
         }
     }
 
@@ -268,6 +271,16 @@ mod tests {
                 "web",
                 vec![Endpoint {
                     opaque: true,
+                    ..endpoint("10.0.0.1:80", "")
+                }],
+            )
+            .version,
+        );
+        versions.push(
+            state(
+                "web",
+                vec![Endpoint {
+                    draining: true,
                     ..endpoint("10.0.0.1:80", "")
                 }],
             )
