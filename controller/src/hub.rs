@@ -59,6 +59,8 @@ pub struct Hub {
 struct Inner {
     index: Index,
     resources: BTreeMap<Resource, Watched>,
+    /// The destinations with subscribers by their port.
+    destinations_on: HashMap<u16, BTreeSet<SocketAddr>>,
     named: HashMap<Key, HashMap<u64, Arc<Queue<Key>>>>,
     all: HashMap<u64, Arc<Queue<Key>>>,
     clients: HashMap<u64, Client>,
@@ -288,6 +290,15 @@ impl Inner {
                 |resource| matches!(resource, Resource::Destination(other) if other.ip() == *ip),
             );
         }
+        for port in &touched.node_ports {
+            for address in self.destinations_on.get(port).into_iter().flatten() {
+                let resource = Resource::Destination(*address);
+                let watched = self.resources.get_mut(&resource);
+                watched
+                    .into_iter()
+                    .for_each(|watched| watched.update(&resource, &self.index, &self.clients));
+            }
+        }
         self.relocate(touched);
         for pod in &touched.pods {
             let first = Resource::Workload(pod.clone(), "".into());
@@ -414,12 +425,17 @@ impl Resources {
             index,
             resources,
             clients,
+            destinations_on,
             ..
         } = &mut *inner;
         let client = clients.get_mut(&self.id).expect("self is a client");
         let watched = resources.entry(resource.clone()).or_default();
         if watched.subscribers.is_empty() {
             (watched.scope, _) = index.resolve(resource, &Location::default());
+        }
+        if let Resource::Destination(address) = resource {
+            let same_port = destinations_on.entry(address.port()).or_default();
+            same_port.insert(*address);
         }
         watched.add(resource, index, &client.location);
         watched.subscribers.insert(self.id);
@@ -483,6 +499,14 @@ fn forget(inner: &mut Inner, resource: &Resource, subscriber: u64) {
         watched.subscribers.remove(&subscriber);
         if watched.subscribers.is_empty() {
             inner.resources.remove(resource);
+            if let Resource::Destination(address) = resource
+                && let Some(same_port) = inner.destinations_on.get_mut(&address.port())
+            {
+                same_port.remove(address);
+                if same_port.is_empty() {
+                    inner.destinations_on.remove(&address.port());
+                }
+            }
         }
     }
 }
@@ -742,6 +766,7 @@ mod tests {
         let inner = hub.lock();
         assert!(inner.resources.is_empty() && inner.named.is_empty() && inner.all.is_empty());
         assert!(inner.clients.is_empty() && inner.clients_of_pod.is_empty());
+        assert!(inner.destinations_on.is_empty());
     }
 
     #[test]

@@ -37,7 +37,10 @@ pub struct Index {
     /// The slices with an endpoint at an address that names no pod.
     slices_at: HashMap<IpAddr, BTreeSet<Key>>,
     services_at: HashMap<IpAddr, BTreeSet<Key>>,
+    services_outside: HashMap<IpAddr, BTreeSet<Key>>,
+    services_on_nodes: HashMap<u16, BTreeSet<Key>>,
     pods_at: HashMap<IpAddr, BTreeSet<Key>>,
+    nodes_at: HashMap<IpAddr, BTreeSet<Key>>,
     /// The meshed pods by namespace.
     meshed: HashMap<Arc<str>, BTreeSet<Key>>,
 }
@@ -53,6 +56,8 @@ pub struct Touched {
     pub pods: BTreeSet<Key>,
     /// Nodes with a possibly changed zone.
     pub nodes: BTreeSet<Arc<str>>,
+    /// Ports with possibly changed destinations at the addresses of nodes.
+    pub node_ports: BTreeSet<u16>,
 }
 
 impl Index {
@@ -153,44 +158,86 @@ impl Index {
         }
     }
 
-    /// A Service port, a pod, a Service without the port, or an unknown target.
+    /// A Service port, a pod, a Service without the port, a node port, a Service port at an external
+    /// address, or an unknown target. An address of several kinds is of the first one.
     fn destination(&self, address: SocketAddr, client: &Location) -> Option<(Scope, Target)> {
         self.service_target(address, client)
             .or_else(|| self.pod_target(address).map(everywhere))
             .or_else(|| self.unknown_port(address).map(everywhere))
+            .or_else(|| match self.nodes_at.get(&address.ip()) {
+                Some(nodes) => self.node_port(nodes.first()?, address, client),
+                None => self.external(address, client),
+            })
     }
 
     fn service_target(&self, address: SocketAddr, client: &Location) -> Option<(Scope, Target)> {
         let service = &self.services[self.services_at.get(&address.ip())?.first()?];
-        self.service_port(service, address.port(), address.is_ipv6(), client)
+        let port = service.tcp_port(|port| port.port == address.port())?;
+        self.service_port(service, port, address.is_ipv6(), client)
+    }
+
+    /// Pods reach all endpoints at external addresses, whatever the policies of the Service. Of
+    /// several Services with the address and port, the oldest one has it.
+    fn external(&self, address: SocketAddr, client: &Location) -> Option<(Scope, Target)> {
+        let services = self.services_outside.get(&address.ip())?.iter();
+        let services = services.filter_map(|key| {
+            let service = &self.services[key];
+            let port = service.tcp_port(|port| port.port == address.port())?;
+            Some((service, port))
+        });
+        let (service, port) =
+            services.min_by_key(|(service, _)| (service.created, &service.key))?;
+        let candidates = self.endpoints(service, &port.name, address.is_ipv6());
+        let (scope, endpoints) = locality::select(candidates, false, client);
+        Some((scope, service_target(service, port, endpoints)))
+    }
+
+    /// A node with `externalTrafficPolicy: Local` forwards connections of other nodes to its own
+    /// endpoints.
+    fn node_port(
+        &self,
+        node: &Key,
+        address: SocketAddr,
+        client: &Location,
+    ) -> Option<(Scope, Target)> {
+        let services = self.services_on_nodes.get(&address.port())?.iter();
+        let services = services.map(|key| &self.services[key]);
+        let service = services.min_by_key(|service| (service.created, &service.key))?;
+        let port = service.tcp_port(|port| port.node_port == Some(address.port()))?;
+        let candidates = self.endpoints(service, &port.name, address.is_ipv6());
+        let on_node = Location {
+            node: node.name.clone(),
+            ..Location::default()
+        };
+        let is_local = service.external_local && client.node != node.name;
+        let from = if is_local { &on_node } else { client };
+        let (scope, endpoints) = locality::select(candidates, is_local, from);
+        let scope = if service.external_local {
+            Scope::Node
+        } else {
+            scope
+        };
+        Some((scope, service_target(service, port, endpoints)))
     }
 
     /// A Service port in the primary family of the Service.
     fn backend(&self, service: &Key, port: u16, client: &Location) -> Option<(Scope, Target)> {
         let service = self.services.get(service)?;
         let primary = service.cluster_ips.first();
+        let port = service.tcp_port(|other| other.port == port)?;
         self.service_port(service, port, primary.is_some_and(IpAddr::is_ipv6), client)
     }
 
-    /// Only TCP is redirected: there are no targets of other transports.
     fn service_port(
         &self,
         service: &Service,
-        port: u16,
+        port: &ServicePort,
         ipv6: bool,
         client: &Location,
     ) -> Option<(Scope, Target)> {
-        let mut ports = service.ports.iter();
-        let port = ports.find(|other| other.port == port && other.protocol == Transport::Tcp)?;
         let candidates = self.endpoints(service, &port.name, ipv6);
         let (scope, endpoints) = locality::select(candidates, service.local_only, client);
-        let target = Target {
-            kind: TargetKind::Service,
-            key: service.key.clone(),
-            app_protocol: port.app_protocol.clone(),
-            endpoints,
-        };
-        Some((scope, target))
+        Some((scope, service_target(service, port, endpoints)))
     }
 
     /// The inbound configuration of a meshed pod, not of another one with its name.
@@ -376,13 +423,20 @@ impl Index {
         };
         let new = self.services.get(key);
         let ips = |service: Option<&Service>| service.map_or(vec![], |one| one.cluster_ips.clone());
-        relink(
-            &mut self.services_at,
-            key,
-            ips(old.as_ref()),
-            ips(new),
-            touched,
-        );
+        let (before, after) = (ips(old.as_ref()), ips(new));
+        relink(&mut self.services_at, key, before, after, touched);
+        let ips =
+            |service: Option<&Service>| service.map_or(vec![], |one| one.external_ips.clone());
+        let (before, after) = (ips(old.as_ref()), ips(new));
+        relink(&mut self.services_outside, key, before, after, touched);
+        for port in old.iter().flat_map(Service::node_ports) {
+            unlink(&mut self.services_on_nodes, &port, key);
+            touched.node_ports.insert(port);
+        }
+        for port in new.into_iter().flat_map(Service::node_ports) {
+            link(&mut self.services_on_nodes, &port, key);
+            touched.node_ports.insert(port);
+        }
         touched.services.insert(key.clone());
         let is_headless = |service: Option<&Service>| service.is_some_and(|one| one.is_headless);
         if is_headless(old.as_ref()) || is_headless(new) {
@@ -457,6 +511,8 @@ impl Index {
         let service = slice.service.as_ref();
         if let Some(service) = service.and_then(|key| self.services.get(key)) {
             touched.addresses.extend(&service.cluster_ips);
+            touched.addresses.extend(&service.external_ips);
+            touched.node_ports.extend(service.node_ports());
             touched.services.insert(service.key.clone());
         }
     }
@@ -468,9 +524,22 @@ impl Index {
     }
 
     fn set_node(&mut self, source: Source, key: &Key, new: Option<Node>, touched: &mut Touched) {
-        if self.nodes.replace(source, key, new).is_some() {
-            touched.nodes.insert(key.name.clone());
-        }
+        let Some(Replaced(old)) = self.nodes.replace(source, key, new) else {
+            return;
+        };
+        let ips = |node: Option<&Node>| node.map_or(vec![], |node| node.addresses.clone());
+        let (before, after) = (ips(old.as_ref()), ips(self.nodes.get(key)));
+        relink(&mut self.nodes_at, key, before, after, touched);
+        touched.nodes.insert(key.name.clone());
+    }
+}
+
+fn service_target(service: &Service, port: &ServicePort, endpoints: Vec<Endpoint>) -> Target {
+    Target {
+        kind: TargetKind::Service,
+        key: service.key.clone(),
+        app_protocol: port.app_protocol.clone(),
+        endpoints,
     }
 }
 

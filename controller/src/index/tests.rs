@@ -18,6 +18,7 @@ fn service(name: &str, ips: &[&str]) -> Service {
     let port = |name: &str, port, protocol| ServicePort {
         name: name.into(),
         port,
+        node_port: None,
         target: TargetPort::Name(name.into()),
         protocol,
         app_protocol: if name == "http" {
@@ -31,6 +32,9 @@ fn service(name: &str, ips: &[&str]) -> Service {
         is_headless: ips.is_empty(),
         selector: [("app".to_owned(), "web".to_owned())].into(),
         cluster_ips: ips.iter().map(|text| ip(text)).collect(),
+        external_ips: vec![],
+        external_local: false,
+        created: 0,
         ports: vec![
             port("http", 80, Transport::Tcp),
             port("admin", 9000, Transport::Tcp),
@@ -467,6 +471,83 @@ fn location_of_a_pod_has_the_zone_of_its_node() {
     assert_eq!(index.location(&key("p"), "1"), location("n1", "a"));
 }
 
+fn node(name: &str, addresses: &[&str]) -> Object {
+    Object::Node(Node {
+        key: Key::new("", name),
+        addresses: addresses.iter().map(|text| ip(text)).collect(),
+        zone: "".into(),
+    })
+}
+
+#[test]
+fn external_addresses_are_destinations_unless_they_are_others() {
+    let outside = |name: &str, created, addresses: &[&str]| {
+        let mut service = service(name, &[]);
+        service.external_ips = addresses.iter().map(|text| ip(text)).collect();
+        service.created = created;
+        // Policies for cluster IPs and for other nodes do not apply.
+        (service.local_only, service.external_local) = (true, true);
+        Object::Service(service)
+    };
+    let all = ["192.0.2.1", "10.96.0.1", "10.0.0.1", "10.1.0.1"];
+    let mut index = index([
+        outside("young", 2, &["192.0.2.1"]),
+        outside("web", 1, &all),
+        Object::Slice(slice("web-1", "web", 8080, vec![endpoint("10.0.0.1", "")])),
+        Object::Service(service("api", &["10.96.0.1"])),
+        Object::Pod(pod("p", &["10.0.0.1"])),
+        node("n1", &["10.1.0.1"]),
+    ]);
+    assert_eq!(
+        at(&index, "192.0.2.1:80"),
+        "Service shop/web [10.0.0.1:8080]"
+    );
+    assert_eq!(at(&index, "192.0.2.1:81"), "unknown", "no such port");
+    assert_eq!(at(&index, "10.96.0.1:80"), "Service shop/api []");
+    assert_eq!(at(&index, "10.0.0.1:80"), "Pod shop/p [10.0.0.1:80]");
+    assert_eq!(at(&index, "10.1.0.1:80"), "unknown", "a node");
+    let mut touched = Touched::default();
+    let gone = Change::Delete(Source::Kubernetes, Kind::Service, key("web"));
+    index.apply(gone, &mut touched);
+    assert!(touched.addresses.contains(&ip("192.0.2.1")));
+    assert_eq!(at(&index, "192.0.2.1:80"), "Service shop/young []");
+}
+
+#[test]
+fn node_ports_are_destinations_at_the_addresses_of_nodes() {
+    let on_node = |address: &str, node: &str| {
+        let mut endpoint = endpoint(address, "");
+        endpoint.node = node.into();
+        endpoint
+    };
+    let endpoints = vec![on_node("10.0.0.1", "n1"), on_node("10.0.0.2", "n2")];
+    let mut web = service("web", &["10.96.0.1"]);
+    web.ports[0].node_port = Some(30080);
+    let mut index = index([
+        Object::Service(web.clone()),
+        Object::Slice(slice("web-1", "web", 8080, endpoints)),
+        node("n1", &["10.1.0.1", "fd02::1"]),
+    ]);
+    let both = "Service shop/web [10.0.0.1:8080 10.0.0.2:8080]";
+    assert_eq!(at(&index, "10.1.0.1:30080"), both);
+    assert_eq!(at(&index, "[fd02::1]:30080"), "Service shop/web []");
+    assert_eq!(at(&index, "10.1.0.1:80"), "unknown");
+    assert_eq!(at(&index, "10.1.0.2:30080"), "unknown", "not a node");
+    // Another node forwards only to its own endpoints, the client's node to all.
+    web.external_local = true;
+    let mut touched = Touched::default();
+    let local = Change::Apply(Source::Kubernetes, Object::Service(web));
+    index.apply(local, &mut touched);
+    assert!(touched.node_ports.contains(&30080));
+    let from = |node: &str| {
+        let destination = Resource::Destination("10.1.0.1:30080".parse().unwrap());
+        let (scope, state) = index.resolve(&destination, &location(node, ""));
+        assert_eq!(scope, Scope::Node);
+        state.target.unwrap().endpoints.len()
+    };
+    assert_eq!((from("n1"), from("n2"), from("")), (2, 1, 1));
+}
+
 #[test]
 fn endpoint_of_an_unknown_pod_is_not_usable() {
     let mut index = index([
@@ -803,6 +884,11 @@ impl Chance {
                 let mut service = service(self.one(&Self::SERVICES), &ips);
                 service.publish_not_ready = self.0.bool();
                 service.local_only = self.0.u8(..4) == 0;
+                service.external_local = self.0.bool();
+                service.created = self.0.i64(..2);
+                let outside = [&Self::CLUSTER_IPS[..], &Self::ADDRESSES, &["192.0.2.1"]].concat();
+                service.external_ips = self.some(&outside).into_iter().map(ip).collect();
+                service.ports[0].node_port = self.0.bool().then_some(30080);
                 Object::Service(service)
             }
             Kind::Slice => {
@@ -862,7 +948,8 @@ impl Chance {
 
     pub(crate) fn destinations() -> Vec<SocketAddr> {
         let ips = Self::CLUSTER_IPS.iter().chain(&Self::ADDRESSES);
-        ips.flat_map(|address| [80, 9000].map(|port| SocketAddr::new(ip(address), port)))
+        let ips = ips.chain(&["192.0.2.1"]);
+        ips.flat_map(|address| [80, 9000, 30080].map(|port| SocketAddr::new(ip(address), port)))
             .collect()
     }
 }
@@ -959,11 +1046,12 @@ fn states_and_versions_are_independent_of_the_history() {
             lived.slices_of_service.len(),
             lived.slices_of_pod.len() + lived.slices_at.len(),
             lived.services_at.len(),
-            lived.pods_at.len(),
+            lived.services_outside.len() + lived.services_on_nodes.len(),
+            lived.pods_at.len() + lived.nodes_at.len(),
         );
         assert_eq!(
             links,
-            (0, 0, 0, 0),
+            (0, 0, 0, 0, 0),
             "seed {seed}: nothing is left of what is gone"
         );
     }
@@ -989,7 +1077,9 @@ fn changes_are_reported_and_deltas_transform_states() {
                     "seed {seed} step {step}: {destination} for {client:?}"
                 );
                 assert!(
-                    old == new || touched.addresses.contains(&destination.ip()),
+                    old == new
+                        || touched.addresses.contains(&destination.ip())
+                        || touched.node_ports.contains(&destination.port()),
                     "seed {seed} step {step}: {destination}"
                 );
                 assert_eq!(
