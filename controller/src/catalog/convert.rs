@@ -74,19 +74,32 @@ fn service(object: &core::Service) -> Result<Service, ConvertError> {
     let spec = object.spec.clone().unwrap_or_default();
     let ports = spec.ports.iter().flatten().map(service_port);
     let is_external = spec.type_.as_deref() == Some("ExternalName");
-    let (cluster_ips, external_name) = match is_external {
-        true => (vec![], spec.external_name.clone().unwrap_or_default()),
-        false => (cluster_ips(&spec)?, String::new()),
+    let (cluster_ips, external_ips, external_name) = match is_external {
+        true => (
+            vec![],
+            vec![],
+            spec.external_name.clone().unwrap_or_default(),
+        ),
+        false => (
+            cluster_ips(&spec)?,
+            external_ips(object, &spec)?,
+            String::new(),
+        ),
     };
+    let created = object.metadata.creation_timestamp.as_ref();
     Ok(Service {
         key: key(&object.metadata)?,
         uid: object.metadata.uid.as_deref().unwrap_or_default().into(),
         is_headless: is_headless(&spec),
         selector: spec.selector.clone().unwrap_or_default(),
         cluster_ips,
+        external_ips,
+        external_local: spec.external_traffic_policy.as_deref() == Some("Local"),
+        created: created.map_or(0, |time| time.0.as_second()),
         ports: ports.collect::<Result<_, _>>()?,
         external_name,
         publish_not_ready: spec.publish_not_ready_addresses.unwrap_or(false),
+        local_only: spec.internal_traffic_policy.as_deref() == Some("Local"),
     })
 }
 
@@ -195,6 +208,25 @@ fn cluster_ips(spec: &core::ServiceSpec) -> Result<Vec<IpAddr>, ConvertError> {
         .collect()
 }
 
+/// The external IPs, and the IPs of the load balancer that kube-proxy forwards itself: not those in
+/// `ipMode: Proxy`, nor if it restricts their clients.
+fn external_ips(
+    object: &core::Service,
+    spec: &core::ServiceSpec,
+) -> Result<Vec<IpAddr>, ConvertError> {
+    let restricted = spec.load_balancer_source_ranges.iter().flatten().count() > 0;
+    let has_balancer = spec.type_.as_deref() == Some("LoadBalancer") && !restricted;
+    let status = object.status.iter().filter(|_| has_balancer);
+    let balancer = status.filter_map(|status| status.load_balancer.as_ref());
+    let ingress = balancer.flat_map(|balancer| balancer.ingress.iter().flatten());
+    let vip = ingress.filter(|ingress| ingress.ip_mode.as_deref() != Some("Proxy"));
+    let vip = vip.filter_map(|ingress| ingress.ip.as_ref());
+    let external = spec.external_ips.iter().flatten();
+    let all = external.chain(vip).filter(|ip| !ip.is_empty());
+    all.map(|ip| address("spec.externalIPs or status.loadBalancer.ingress", ip))
+        .collect()
+}
+
 fn service_port(port: &core::ServicePort) -> Result<ServicePort, ConvertError> {
     let number = port_number("spec.ports.port", port.port)?;
     let target = match &port.target_port {
@@ -207,6 +239,10 @@ fn service_port(port: &core::ServicePort) -> Result<ServicePort, ConvertError> {
     Ok(ServicePort {
         name: port.name.clone().unwrap_or_default(),
         port: number,
+        node_port: match port.node_port.unwrap_or_default() {
+            0 => None,
+            node_port => Some(port_number("spec.ports.nodePort", node_port)?),
+        },
         target,
         protocol: transport("spec.ports.protocol", port.protocol.as_deref())?,
         app_protocol: port.app_protocol.clone().unwrap_or_default(),
@@ -233,6 +269,10 @@ fn slice_endpoint(
 ) -> Option<Result<SliceEndpoint, ConvertError>> {
     let first = endpoint.addresses.first()?;
     let conditions = endpoint.conditions.clone().unwrap_or_default();
+    let ready = conditions.ready.unwrap_or(true);
+    let hints = || endpoint.hints.iter();
+    let for_nodes = hints().flat_map(|hints| hints.for_nodes.iter().flatten());
+    let for_zones = hints().flat_map(|hints| hints.for_zones.iter().flatten());
     let target = endpoint.target_ref.as_ref();
     let target = target.filter(|target| target.kind.as_deref() == Some("Pod"));
     let pod = target.and_then(|target| {
@@ -248,9 +288,13 @@ fn slice_endpoint(
     Some(
         address("endpoints.addresses", first).map(|address| SliceEndpoint {
             address,
-            ready: conditions.ready.unwrap_or(true),
+            ready,
+            serving: conditions.serving.unwrap_or(ready),
             terminating: conditions.terminating.unwrap_or(false),
+            node: endpoint.node_name.as_deref().unwrap_or_default().into(),
             zone: endpoint.zone.as_deref().unwrap_or_default().into(),
+            node_hints: for_nodes.map(|node| node.name.as_str().into()).collect(),
+            zone_hints: for_zones.map(|zone| zone.name.as_str().into()).collect(),
             pod,
         }),
     )
@@ -348,6 +392,29 @@ spec:
     }
 
     #[test]
+    fn addresses_for_traffic_from_outside_are_those_that_kube_proxy_forwards_itself() {
+        let balanced = |rest: &str| {
+            service(&read(&format!(
+                "metadata: {{name: web}}
+spec: {{clusterIP: 10.96.0.7, externalIPs: [198.51.100.1], {rest}, externalTrafficPolicy: Local, ports: [{{port: 80, nodePort: 30080}}]}}
+status: {{loadBalancer: {{ingress: [{{ip: 203.0.113.1}}, {{ip: 203.0.113.2, ipMode: VIP}}, {{ip: 203.0.113.3, ipMode: Proxy}}, {{hostname: lb.example.org}}]}}}}"
+            )))
+            .unwrap()
+        };
+        let texts = |service: &Service| {
+            let ips = service.external_ips.iter();
+            ips.map(ToString::to_string).collect::<Vec<_>>()
+        };
+        let web = balanced("type: LoadBalancer");
+        assert_eq!(texts(&web), ["198.51.100.1", "203.0.113.1", "203.0.113.2"]);
+        assert!(web.external_local && web.ports[0].node_port == Some(30080));
+        let restricted = balanced("type: LoadBalancer, loadBalancerSourceRanges: [192.0.2.0/24]");
+        assert_eq!(texts(&restricted), ["198.51.100.1"]);
+        assert_eq!(texts(&balanced("type: NodePort")), ["198.51.100.1"]);
+        assert!(texts(&balanced("type: ExternalName")).is_empty());
+    }
+
+    #[test]
     fn missing_conditions_mean_ready_and_not_terminating() {
         let converted = slice(&read(
             "metadata: {name: web-1, namespace: shop, labels: {kubernetes.io/service-name: web}}
@@ -373,6 +440,7 @@ endpoints:
             "addresses beyond an endpoint's first mean nothing"
         );
         assert!(converted.endpoints[0].ready && !converted.endpoints[0].terminating);
+        assert!(converted.endpoints[0].serving && !converted.endpoints[1].serving);
         assert!(!converted.endpoints[1].ready && converted.endpoints[1].terminating);
         assert_eq!(
             converted.endpoints[1].pod.as_ref().unwrap().key,

@@ -198,7 +198,8 @@ impl ServiceMeshService for Mesh {
         let capabilities = capabilities(&caller);
         let mut response = self.stream(|responses| async move {
             let _open = open;
-            let subscriptions = Subscriptions::new(hub.watch_resources(), caller.pod);
+            let subscriptions =
+                Subscriptions::new(hub.watch_resources(caller.pod.clone()), caller.pod);
             discover::run(
                 subscriptions,
                 trust,

@@ -4,6 +4,7 @@
 //! Pure. Equal objects result in equal states and versions, in any order of events. The cost of a
 //! change depends on the affected objects, not on the size of the cluster.
 
+pub mod locality;
 pub mod object;
 pub mod position;
 pub mod state;
@@ -16,6 +17,7 @@ use std::hash::Hash;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
+use locality::{Candidate, Location, Scope};
 use object::{
     Change, Event, Key, Kind, Node, Object, Pod, PodReference, Resource, Service, ServicePort,
     Slice, SliceEndpoint, Source, Transport,
@@ -37,9 +39,12 @@ pub struct Index {
     /// The slices with an endpoint at an address that names no pod.
     slices_at: HashMap<IpAddr, BTreeSet<Key>>,
     services_at: HashMap<IpAddr, BTreeSet<Key>>,
+    services_outside: HashMap<IpAddr, BTreeSet<Key>>,
+    services_on_nodes: HashMap<u16, BTreeSet<Key>>,
     pods_at: HashMap<IpAddr, BTreeSet<Key>>,
     history: History,
     position: Option<Arc<Position>>,
+    nodes_at: HashMap<IpAddr, BTreeSet<Key>>,
     /// The meshed pods by namespace.
     meshed: HashMap<Arc<str>, BTreeSet<Key>>,
 }
@@ -51,8 +56,12 @@ pub struct Touched {
     pub services: BTreeSet<Key>,
     /// Addresses with possibly changed destinations.
     pub addresses: BTreeSet<IpAddr>,
-    /// Pods with possibly changed inbound configuration.
+    /// Pods with possibly changed inbound configuration or location.
     pub pods: BTreeSet<Key>,
+    /// Nodes with a possibly changed zone.
+    pub nodes: BTreeSet<Arc<str>>,
+    /// Ports with possibly changed destinations at the addresses of nodes.
+    pub node_ports: BTreeSet<u16>,
 }
 
 impl Index {
@@ -95,27 +104,36 @@ impl Index {
         }
     }
 
-    /// Resolves a resource.
-    pub fn state(&self, resource: &Resource) -> State {
-        let state = match resource {
-            Resource::Destination(address) => self.resolve(*address),
-            Resource::Backend(service, port) => State::new(self.backend(service, *port)),
-            Resource::Workload(pod, uid) => State::new(self.workload(pod, uid)),
+    /// Resolves a resource for a client. Clients with equal locations within the scope share the
+    /// state.
+    pub fn resolve(&self, resource: &Resource, client: &Location) -> (Scope, State) {
+        let resolved = match resource {
+            Resource::Destination(address) => self.destination(*address, client),
+            Resource::Backend(service, port) => self.backend(service, *port, client),
+            Resource::Workload(pod, uid) => self.workload(pod, uid).map(everywhere),
         };
-        State {
+        let (scope, target) = resolved.unzip();
+        let state = State {
             position: self.position.clone(),
-            ..state
-        }
+            ..State::new(target)
+        };
+        (scope.unwrap_or_default(), state)
     }
 
-    /// Resolves a destination to a Service port, a pod, a Service without the port, or an unknown
-    /// target.
-    pub fn resolve(&self, destination: SocketAddr) -> State {
-        State::new(
-            self.service_target(destination)
-                .or_else(|| self.pod_target(destination))
-                .or_else(|| self.unknown_port(destination)),
-        )
+    /// The node and the zone of a pod, not of another one with its name.
+    pub fn location(&self, pod: &Key, uid: &str) -> Location {
+        let Some(pod) = self.pods.get(pod).filter(|pod| *pod.uid == *uid) else {
+            return Location::default();
+        };
+        let node = Key {
+            namespace: "".into(),
+            name: pod.node.clone(),
+        };
+        let zone = self.nodes.get(&node).map(|node| &node.zone);
+        Location {
+            node: node.name,
+            zone: zone.unwrap_or(&pod.zone).clone(),
+        }
     }
 
     /// A Service with all endpoints.
@@ -166,28 +184,86 @@ impl Index {
         }
     }
 
-    fn service_target(&self, destination: SocketAddr) -> Option<Target> {
-        let service = &self.services[self.services_at.get(&destination.ip())?.first()?];
-        self.service_port(service, destination.port(), destination.is_ipv6())
+    /// A Service port, a pod, a Service without the port, a node port, a Service port at an external
+    /// address, or an unknown target. An address of several kinds is of the first one.
+    fn destination(&self, address: SocketAddr, client: &Location) -> Option<(Scope, Target)> {
+        self.service_target(address, client)
+            .or_else(|| self.pod_target(address).map(everywhere))
+            .or_else(|| self.unknown_port(address).map(everywhere))
+            .or_else(|| match self.nodes_at.get(&address.ip()) {
+                Some(nodes) => self.node_port(nodes.first()?, address, client),
+                None => self.external(address, client),
+            })
+    }
+
+    fn service_target(&self, address: SocketAddr, client: &Location) -> Option<(Scope, Target)> {
+        let service = &self.services[self.services_at.get(&address.ip())?.first()?];
+        let port = service.tcp_port(|port| port.port == address.port())?;
+        self.service_port(service, port, address.is_ipv6(), client)
+    }
+
+    /// Pods reach all endpoints at external addresses, whatever the policies of the Service. Of
+    /// several Services with the address and port, the oldest one has it.
+    fn external(&self, address: SocketAddr, client: &Location) -> Option<(Scope, Target)> {
+        let services = self.services_outside.get(&address.ip())?.iter();
+        let services = services.filter_map(|key| {
+            let service = &self.services[key];
+            let port = service.tcp_port(|port| port.port == address.port())?;
+            Some((service, port))
+        });
+        let (service, port) =
+            services.min_by_key(|(service, _)| (service.created, &service.key))?;
+        let candidates = self.endpoints(service, &port.name, address.is_ipv6());
+        let (scope, endpoints) = locality::select(candidates, false, client);
+        Some((scope, service_target(service, port, endpoints)))
+    }
+
+    /// A node with `externalTrafficPolicy: Local` forwards connections of other nodes to its own
+    /// endpoints.
+    fn node_port(
+        &self,
+        node: &Key,
+        address: SocketAddr,
+        client: &Location,
+    ) -> Option<(Scope, Target)> {
+        let services = self.services_on_nodes.get(&address.port())?.iter();
+        let services = services.map(|key| &self.services[key]);
+        let service = services.min_by_key(|service| (service.created, &service.key))?;
+        let port = service.tcp_port(|port| port.node_port == Some(address.port()))?;
+        let candidates = self.endpoints(service, &port.name, address.is_ipv6());
+        let on_node = Location {
+            node: node.name.clone(),
+            ..Location::default()
+        };
+        let is_local = service.external_local && client.node != node.name;
+        let from = if is_local { &on_node } else { client };
+        let (scope, endpoints) = locality::select(candidates, is_local, from);
+        let scope = if service.external_local {
+            Scope::Node
+        } else {
+            scope
+        };
+        Some((scope, service_target(service, port, endpoints)))
     }
 
     /// A Service port in the primary family of the Service.
-    fn backend(&self, service: &Key, port: u16) -> Option<Target> {
+    fn backend(&self, service: &Key, port: u16, client: &Location) -> Option<(Scope, Target)> {
         let service = self.services.get(service)?;
         let primary = service.cluster_ips.first();
-        self.service_port(service, port, primary.is_some_and(IpAddr::is_ipv6))
+        let port = service.tcp_port(|other| other.port == port)?;
+        self.service_port(service, port, primary.is_some_and(IpAddr::is_ipv6), client)
     }
 
-    /// Only TCP is redirected: there are no targets of other transports.
-    fn service_port(&self, service: &Service, port: u16, ipv6: bool) -> Option<Target> {
-        let mut ports = service.ports.iter();
-        let port = ports.find(|other| other.port == port && other.protocol == Transport::Tcp)?;
-        Some(Target {
-            kind: TargetKind::Service,
-            key: service.key.clone(),
-            app_protocol: port.app_protocol.clone(),
-            endpoints: self.endpoints(service, &port.name, ipv6),
-        })
+    fn service_port(
+        &self,
+        service: &Service,
+        port: &ServicePort,
+        ipv6: bool,
+        client: &Location,
+    ) -> Option<(Scope, Target)> {
+        let candidates = self.endpoints(service, &port.name, ipv6);
+        let (scope, endpoints) = locality::select(candidates, service.local_only, client);
+        Some((scope, service_target(service, port, endpoints)))
     }
 
     /// The inbound configuration of a meshed pod, not of another one with its name.
@@ -229,6 +305,7 @@ impl Index {
                 pod: Some(pod.key.clone()),
                 identity: pod.identity_at(destination.port()),
                 opaque: pod.is_opaque_at(destination.port()),
+                draining: false,
             }],
         })
     }
@@ -259,8 +336,8 @@ impl Index {
         only.cloned().unwrap_or_default()
     }
 
-    /// The endpoints of a port that accept new connections, in the family of the cluster IP.
-    fn endpoints(&self, service: &Service, port: &str, ipv6: bool) -> Vec<Endpoint> {
+    /// The endpoints of a port that are ready or drain, in the family of the cluster IP.
+    fn endpoints(&self, service: &Service, port: &str, ipv6: bool) -> Vec<Candidate<'_>> {
         let mut all: BTreeMap<SocketAddr, Vec<&SliceEndpoint>> = BTreeMap::new();
         for slice in self.slices_of(&service.key) {
             let ports = slice
@@ -282,35 +359,39 @@ impl Index {
 
     /// Several slices may contain an address while an endpoint moves between them. It terminates if
     /// it terminates in any of them.
-    fn usable(
+    fn usable<'a>(
         &self,
         service: &Service,
         address: SocketAddr,
-        same: &[&SliceEndpoint],
-    ) -> Option<Endpoint> {
-        let chosen = same.iter().find_map(|endpoint| {
+        same: &[&'a SliceEndpoint],
+    ) -> Option<Candidate<'a>> {
+        let all = same.iter().copied().filter_map(|endpoint| {
             let pod = match &endpoint.pod {
                 None => None,
                 // Only the pod determines whether it is meshed: endpoints of unknown pods are not
                 // usable.
                 Some(reference) => Some(self.pod_of(reference)?),
             };
-            let leaving = pod.is_some_and(|pod| pod.terminating)
+            let terminating = pod.is_some_and(|pod| pod.terminating)
                 || same
                     .iter()
                     .any(|other| other.terminating && other.pod == endpoint.pod);
-            let ready = endpoint.ready || service.publish_not_ready;
-            (ready && !leaving).then_some((endpoint, pod))
+            let ready = service.publish_not_ready || (endpoint.ready && !terminating);
+            let draining = !ready && terminating && endpoint.serving;
+            (ready || draining).then_some((draining, endpoint, pod))
         });
+        let (draining, slice, pod) = all.min_by_key(|(draining, ..)| *draining)?;
         // Whoever maintains the slice: the pod at the address is meshed or not.
-        let holder = |pod: Option<_>| pod.or_else(|| self.holder(address.ip()));
-        chosen.map(|(endpoint, pod)| Endpoint {
+        let holder = pod.or_else(|| self.holder(address.ip()));
+        let endpoint = Endpoint {
             address,
-            zone: endpoint.zone.clone(),
+            zone: slice.zone.clone(),
             pod: pod.map(|pod| pod.key.clone()),
-            identity: holder(pod).and_then(|pod| pod.identity_at(address.port())),
+            identity: holder.and_then(|pod| pod.identity_at(address.port())),
             opaque: pod.is_some_and(|pod| pod.is_opaque_at(address.port())),
-        })
+            draining,
+        };
+        Some(Candidate { endpoint, slice })
     }
 
     /// The referenced pod, unless a successor has its name.
@@ -343,7 +424,7 @@ impl Index {
             Object::Service(service) => self.set_service(source, &key, Some(service), touched),
             Object::Slice(slice) => self.set_slice(source, &key, Some(slice), touched),
             Object::Pod(pod) => self.set_pod(source, &key, Some(pod), touched),
-            Object::Node(node) => self.set_node(source, &key, Some(node)),
+            Object::Node(node) => self.set_node(source, &key, Some(node), touched),
         }
     }
 
@@ -352,7 +433,7 @@ impl Index {
             Kind::Service => self.set_service(source, key, None, touched),
             Kind::Slice => self.set_slice(source, key, None, touched),
             Kind::Pod => self.set_pod(source, key, None, touched),
-            Kind::Node => self.set_node(source, key, None),
+            Kind::Node => self.set_node(source, key, None, touched),
         }
     }
 
@@ -368,13 +449,20 @@ impl Index {
         };
         let new = self.services.get(key);
         let ips = |service: Option<&Service>| service.map_or(vec![], |one| one.cluster_ips.clone());
-        relink(
-            &mut self.services_at,
-            key,
-            ips(old.as_ref()),
-            ips(new),
-            touched,
-        );
+        let (before, after) = (ips(old.as_ref()), ips(new));
+        relink(&mut self.services_at, key, before, after, touched);
+        let ips =
+            |service: Option<&Service>| service.map_or(vec![], |one| one.external_ips.clone());
+        let (before, after) = (ips(old.as_ref()), ips(new));
+        relink(&mut self.services_outside, key, before, after, touched);
+        for port in old.iter().flat_map(Service::node_ports) {
+            unlink(&mut self.services_on_nodes, &port, key);
+            touched.node_ports.insert(port);
+        }
+        for port in new.into_iter().flat_map(Service::node_ports) {
+            link(&mut self.services_on_nodes, &port, key);
+            touched.node_ports.insert(port);
+        }
         touched.services.insert(key.clone());
         let is_headless = |service: Option<&Service>| service.is_some_and(|one| one.is_headless);
         if is_headless(old.as_ref()) || is_headless(new) {
@@ -449,6 +537,8 @@ impl Index {
         let service = slice.service.as_ref();
         if let Some(service) = service.and_then(|key| self.services.get(key)) {
             touched.addresses.extend(&service.cluster_ips);
+            touched.addresses.extend(&service.external_ips);
+            touched.node_ports.extend(service.node_ports());
             touched.services.insert(service.key.clone());
         }
     }
@@ -459,9 +549,29 @@ impl Index {
         pods.for_each(|pod| touched.addresses.extend(&pod.addresses));
     }
 
-    fn set_node(&mut self, source: Source, key: &Key, new: Option<Node>) {
-        self.nodes.replace(source, key, new);
+    fn set_node(&mut self, source: Source, key: &Key, new: Option<Node>, touched: &mut Touched) {
+        let Some(Replaced(old)) = self.nodes.replace(source, key, new) else {
+            return;
+        };
+        let ips = |node: Option<&Node>| node.map_or(vec![], |node| node.addresses.clone());
+        let (before, after) = (ips(old.as_ref()), ips(self.nodes.get(key)));
+        relink(&mut self.nodes_at, key, before, after, touched);
+        touched.nodes.insert(key.name.clone());
     }
+}
+
+fn service_target(service: &Service, port: &ServicePort, endpoints: Vec<Endpoint>) -> Target {
+    Target {
+        kind: TargetKind::Service,
+        key: service.key.clone(),
+        app_protocol: port.app_protocol.clone(),
+        endpoints,
+    }
+}
+
+/// A target that does not depend on the client.
+fn everywhere(target: Target) -> (Scope, Target) {
+    (Scope::Cluster, target)
 }
 
 fn pods_of(slice: &Slice) -> impl Iterator<Item = &Key> {

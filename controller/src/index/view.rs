@@ -74,9 +74,10 @@ pub(super) fn of<'a>(
             let view = all.entry(who).or_default();
             let pod = endpoint.pod.as_ref().map(&pod_of);
             // As for proxies, endpoints of unknown pods are not usable.
-            let ready = (endpoint.ready || service.publish_not_ready) && pod != Some(None);
+            let known = pod != Some(None);
             let leaving = endpoint.terminating || pod.flatten().is_some_and(|pod| pod.terminating);
-            add(view, endpoint, ready, leaving);
+            add(view, endpoint, endpoint.ready && known, leaving);
+            view.ready |= service.publish_not_ready && known;
             let holder = pod.unwrap_or_else(|| holder(endpoint.address));
             let identity_at = |port| holder.and_then(|pod| pod.identity_at(port));
             let identity = slice.ports.iter().find_map(|port| identity_at(port.port));
