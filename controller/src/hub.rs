@@ -1,7 +1,7 @@
-//! The hub: subscriptions to destinations and Services, and their pending notifications. Between
+//! The hub: subscriptions to resources and Services, and their pending notifications. Between
 //! the index and the gRPC streams.
 //!
-//! Per changed destination, the state is computed once. Per subscriber, the topic is added to its
+//! Per changed resource, the state is computed once. Per subscriber, the topic is added to its
 //! queue. A queue contains each topic once: a slow reader gets the latest state, and queues stay
 //! bounded.
 
@@ -15,7 +15,7 @@ use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
-use crate::index::object::{Change, Key, Kind};
+use crate::index::object::{Change, Key, Kind, Resource};
 use crate::index::state::State;
 use crate::index::view::ServiceView;
 use crate::index::{Index, Touched};
@@ -56,16 +56,16 @@ pub struct Hub {
 #[derive(Default)]
 struct Inner {
     index: Index,
-    destinations: BTreeMap<SocketAddr, Watched>,
+    resources: BTreeMap<Resource, Watched>,
     named: HashMap<Key, HashMap<u64, Arc<Queue<Key>>>>,
     all: HashMap<u64, Arc<Queue<Key>>>,
     next_subscriber: u64,
 }
 
-/// A destination with subscribers.
+/// A resource with subscribers.
 struct Watched {
     state: Arc<State>,
-    subscribers: HashMap<u64, Arc<Queue<SocketAddr>>>,
+    subscribers: HashMap<u64, Arc<Queue<Resource>>>,
 }
 
 /// Sizes for the metrics.
@@ -73,8 +73,8 @@ struct Watched {
 pub struct Counts {
     /// Objects by kind.
     pub objects: Vec<(Kind, usize)>,
-    /// Destinations with subscribers.
-    pub destinations: usize,
+    /// Resources with subscribers.
+    pub resources: usize,
     /// Subscriptions to them.
     pub subscriptions: usize,
 }
@@ -189,9 +189,9 @@ impl Hub {
     }
 
     /// A subscriber without subscriptions.
-    pub fn watch_destinations(&self) -> Destinations {
+    pub fn watch_resources(&self) -> Resources {
         let id = self.lock().next_id();
-        Destinations {
+        Resources {
             hub: self.clone(),
             id,
             queue: Arc::default(),
@@ -232,10 +232,10 @@ impl Hub {
     /// Sizes for the metrics.
     pub fn counts(&self) -> Counts {
         let inner = self.lock();
-        let watched = inner.destinations.values();
+        let watched = inner.resources.values();
         Counts {
             objects: Kind::ALL.map(|kind| (kind, inner.index.count(kind))).into(),
-            destinations: inner.destinations.len(),
+            resources: inner.resources.len(),
             subscriptions: watched.map(|watched| watched.subscribers.len()).sum(),
         }
     }
@@ -249,21 +249,42 @@ impl Hub {
 impl Inner {
     fn publish(&mut self, touched: &Touched) {
         for ip in &touched.addresses {
-            let ports = SocketAddr::new(*ip, 0)..=SocketAddr::new(*ip, u16::MAX);
-            for (destination, watched) in self.destinations.range_mut(ports) {
-                let state = self.index.resolve(*destination);
-                if state.version != watched.state.version {
-                    watched.state = Arc::new(state);
-                    let subscribers = watched.subscribers.values();
-                    subscribers.for_each(|queue| queue.push(*destination));
-                }
-            }
+            let first = Resource::Destination(SocketAddr::new(*ip, 0));
+            self.publish_from(
+                first,
+                |resource| matches!(resource, Resource::Destination(other) if other.ip() == *ip),
+            );
+        }
+        for pod in &touched.pods {
+            let first = Resource::Workload(pod.clone(), "".into());
+            self.publish_from(
+                first,
+                |resource| matches!(resource, Resource::Workload(other, _) if other == pod),
+            );
         }
         for key in &touched.services {
+            let first = Resource::Backend(key.clone(), 0);
+            self.publish_from(
+                first,
+                |resource| matches!(resource, Resource::Backend(other, _) if other == key),
+            );
             let named = self.named.get(key).into_iter().flat_map(HashMap::values);
             named
                 .chain(self.all.values())
                 .for_each(|queue| queue.push(key.clone()));
+        }
+    }
+
+    /// Resolves the resources that are affected, which begin with `first` in their order.
+    fn publish_from(&mut self, first: Resource, is_affected: impl Fn(&Resource) -> bool) {
+        let affected = self.resources.range_mut(first..);
+        for (resource, watched) in affected.take_while(|(resource, _)| is_affected(resource)) {
+            let state = self.index.state(resource);
+            if state.version != watched.state.version {
+                watched.state = Arc::new(state);
+                let subscribers = watched.subscribers.values();
+                subscribers.for_each(|queue| queue.push(resource.clone()));
+            }
         }
     }
 
@@ -273,36 +294,36 @@ impl Inner {
     }
 }
 
-/// A subscriber to destinations. Dropping it ends its subscriptions.
-pub struct Destinations {
+/// A subscriber to resources. Dropping it ends its subscriptions.
+pub struct Resources {
     hub: Hub,
     id: u64,
-    queue: Arc<Queue<SocketAddr>>,
-    subscribed: HashSet<SocketAddr>,
+    queue: Arc<Queue<Resource>>,
+    subscribed: HashSet<Resource>,
 }
 
-impl Destinations {
+impl Resources {
     /// Adds a subscription, and a notification of its current state, even if it exists.
-    pub fn subscribe(&mut self, destination: SocketAddr) {
+    pub fn subscribe(&mut self, resource: &Resource) {
         let mut inner = self.hub.lock();
         let Inner {
-            index,
-            destinations,
-            ..
+            index, resources, ..
         } = &mut *inner;
-        let watched = destinations.entry(destination).or_insert_with(|| Watched {
-            state: Arc::new(index.resolve(destination)),
-            subscribers: HashMap::new(),
-        });
+        let watched = resources
+            .entry(resource.clone())
+            .or_insert_with(|| Watched {
+                state: Arc::new(index.state(resource)),
+                subscribers: HashMap::new(),
+            });
         watched.subscribers.insert(self.id, self.queue.clone());
-        self.subscribed.insert(destination);
-        self.queue.push(destination);
+        self.subscribed.insert(resource.clone());
+        self.queue.push(resource.clone());
     }
 
     /// Removes a subscription.
-    pub fn unsubscribe(&mut self, destination: SocketAddr) {
-        if self.subscribed.remove(&destination) {
-            forget(&mut self.hub.lock(), destination, self.id);
+    pub fn unsubscribe(&mut self, resource: &Resource) {
+        if self.subscribed.remove(resource) {
+            forget(&mut self.hub.lock(), resource, self.id);
         }
     }
 
@@ -311,35 +332,35 @@ impl Destinations {
         self.queue.wait().await;
     }
 
-    /// The next notification: a destination and its current state.
-    pub fn next(&self) -> Option<(SocketAddr, Arc<State>)> {
+    /// The next notification: a resource and its current state.
+    pub fn next(&self) -> Option<(Resource, Arc<State>)> {
         loop {
-            let destination = self.queue.pop()?;
+            let resource = self.queue.pop()?;
             let inner = self.hub.lock();
             // A pending notification of a subscription that has ended is dropped.
-            if let Some(watched) = inner.destinations.get(&destination)
+            if let Some(watched) = inner.resources.get(&resource)
                 && watched.subscribers.contains_key(&self.id)
             {
-                return Some((destination, watched.state.clone()));
+                return Some((resource, watched.state.clone()));
             }
         }
     }
 }
 
-impl Drop for Destinations {
+impl Drop for Resources {
     fn drop(&mut self) {
         let mut inner = self.hub.lock();
-        for destination in &self.subscribed {
-            forget(&mut inner, *destination, self.id);
+        for resource in &self.subscribed {
+            forget(&mut inner, resource, self.id);
         }
     }
 }
 
-fn forget(inner: &mut Inner, destination: SocketAddr, subscriber: u64) {
-    if let Some(watched) = inner.destinations.get_mut(&destination) {
+fn forget(inner: &mut Inner, resource: &Resource, subscriber: u64) {
+    if let Some(watched) = inner.resources.get_mut(resource) {
         watched.subscribers.remove(&subscriber);
         if watched.subscribers.is_empty() {
-            inner.destinations.remove(&destination);
+            inner.resources.remove(resource);
         }
     }
 }
@@ -408,12 +429,12 @@ mod tests {
             zone: "".into(),
             identity: None,
             bypassed: Vec::new(),
-            opaque_ports: Box::default(),
+            inbound: Default::default(),
         }))
     }
 
-    fn destination(text: &str) -> SocketAddr {
-        text.parse().unwrap()
+    fn destination(text: &str) -> Resource {
+        Resource::Destination(text.parse().unwrap())
     }
 
     #[tokio::test]
@@ -436,8 +457,8 @@ mod tests {
     #[tokio::test]
     async fn slow_reader_gets_the_latest_state_once() {
         let hub = Hub::default();
-        let mut reader = hub.watch_destinations();
-        reader.subscribe(destination("10.0.0.1:80"));
+        let mut reader = hub.watch_resources();
+        reader.subscribe(&destination("10.0.0.1:80"));
         for round in 0..1000 {
             hub.apply([
                 pod(&format!("p{round}"), "10.0.0.1"),
@@ -456,9 +477,9 @@ mod tests {
     #[test]
     fn notifies_only_subscribers_of_changed_destinations() {
         let hub = Hub::default();
-        let (mut one, mut other) = (hub.watch_destinations(), hub.watch_destinations());
-        one.subscribe(destination("10.0.0.1:80"));
-        other.subscribe(destination("10.0.0.2:80"));
+        let (mut one, mut other) = (hub.watch_resources(), hub.watch_resources());
+        one.subscribe(&destination("10.0.0.1:80"));
+        other.subscribe(&destination("10.0.0.2:80"));
         assert!(one.next().is_some() && other.next().is_some());
         hub.apply([pod("p", "10.0.0.1")]);
         assert!(one.next().is_some());
@@ -471,17 +492,17 @@ mod tests {
     #[test]
     fn dropped_subscribers_leave_no_state() {
         let hub = Hub::default();
-        let mut one = hub.watch_destinations();
-        one.subscribe(destination("10.0.0.1:80"));
-        one.subscribe(destination("10.0.0.1:81"));
-        one.unsubscribe(destination("10.0.0.1:81"));
+        let mut one = hub.watch_resources();
+        one.subscribe(&destination("10.0.0.1:80"));
+        one.subscribe(&destination("10.0.0.1:81"));
+        one.unsubscribe(&destination("10.0.0.1:81"));
         let services = hub.watch_services(&[Key::new("shop", "web")].into());
         let all = hub.watch_services(&BTreeSet::new());
         let counts = hub.counts();
-        assert_eq!((counts.destinations, counts.subscriptions), (1, 1));
+        assert_eq!((counts.resources, counts.subscriptions), (1, 1));
         drop((one, services, all));
         let inner = hub.lock();
-        assert!(inner.destinations.is_empty() && inner.named.is_empty() && inner.all.is_empty());
+        assert!(inner.resources.is_empty() && inner.named.is_empty() && inner.all.is_empty());
     }
 
     #[test]
@@ -490,7 +511,7 @@ mod tests {
             let mut chance = Chance(fastrand::Rng::with_seed(seed));
             let hub = Hub::default();
             let mut readers: Vec<_> = (0..3)
-                .map(|_| (hub.watch_destinations(), HashMap::new()))
+                .map(|_| (hub.watch_resources(), HashMap::new()))
                 .collect();
             for _ in 0..200 {
                 let count = chance.0.usize(..3);
@@ -498,11 +519,11 @@ mod tests {
                 hub.apply(changes);
                 let (reader, known) = &mut readers[chance.0.usize(..3)];
                 let all = Chance::destinations();
-                let some = all[chance.0.usize(..all.len())];
+                let some = Resource::Destination(all[chance.0.usize(..all.len())]);
                 match chance.0.u8(..4) {
-                    0 => reader.subscribe(some),
+                    0 => reader.subscribe(&some),
                     1 => {
-                        reader.unsubscribe(some);
+                        reader.unsubscribe(&some);
                         known.remove(&some);
                     }
                     _ => take(reader, known),
@@ -513,20 +534,20 @@ mod tests {
                     take(reader, known);
                 }
                 assert_eq!(known.len(), reader.subscribed.len(), "seed {seed}");
-                for (destination, state) in known {
+                for (resource, state) in known {
                     assert_eq!(
                         **state,
-                        hub.lock().index.resolve(*destination),
-                        "seed {seed}: {destination}"
+                        hub.lock().index.state(resource),
+                        "seed {seed}: {resource:?}"
                     );
                 }
             }
         }
     }
 
-    fn take(reader: &Destinations, known: &mut HashMap<SocketAddr, Arc<State>>) {
-        if let Some((destination, state)) = reader.next() {
-            known.insert(destination, state);
+    fn take(reader: &Resources, known: &mut HashMap<Resource, Arc<State>>) {
+        if let Some((resource, state)) = reader.next() {
+            known.insert(resource, state);
         }
     }
 }

@@ -34,6 +34,12 @@ pub struct Metrics {
     pub unknown: Counter,
     /// Sets of trust roots sent.
     pub roots: Counter,
+    /// Inbound configurations sent.
+    pub workloads: Counter,
+    /// Updates that proxies use.
+    pub acknowledged: Counter,
+    /// Updates that proxies reject.
+    pub rejected: Counter,
     /// Workload certificates issued.
     pub certificates_issued: Counter,
     /// Certificate requests rejected.
@@ -61,12 +67,26 @@ impl Metrics {
             "rpc",
             ["Discover", "WatchServices"],
         );
-        let [snapshots, deltas, unchanged, unknown, roots] = register_family(
+        let [snapshots, deltas, unchanged, unknown, roots, workloads] = register_family(
             r,
             "updates",
             "Messages sent on Discover streams",
             "kind",
-            ["snapshot", "delta", "unchanged", "unknown", "roots"],
+            [
+                "snapshot",
+                "delta",
+                "unchanged",
+                "unknown",
+                "roots",
+                "workload",
+            ],
+        );
+        let [acknowledged, rejected] = register_family(
+            r,
+            "acknowledgements",
+            "Updates that proxies have acknowledged, by result",
+            "result",
+            ["accepted", "rejected"],
         );
         let [certificates_issued, certificates_refused] = register_family(
             r,
@@ -88,6 +108,9 @@ impl Metrics {
             unchanged,
             unknown,
             roots,
+            workloads,
+            acknowledged,
+            rejected,
             certificates_issued,
             certificates_refused,
         }
@@ -103,7 +126,7 @@ impl Metrics {
 pub fn encode_counts(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     let Counts {
         objects,
-        destinations,
+        resources,
         subscriptions,
     } = hub.counts();
     let objects = objects
@@ -114,10 +137,10 @@ pub fn encode_counts(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
     encode_gauges(
         encoder,
         "subscriptions",
-        "Subscribed destinations, and subscriptions to them",
+        "Subscribed resources, and subscriptions to them",
         "of",
         [
-            ("destinations", destinations as i64),
+            ("resources", resources as i64),
             ("subscribers", subscriptions as i64),
         ],
     )
@@ -128,7 +151,7 @@ mod tests {
     use diy_mesh_runtime::metrics::Active;
 
     use super::*;
-    use crate::index::object::{Change, Key, Object, Pod};
+    use crate::index::object::{Change, Key, Object, Pod, Resource};
 
     #[test]
     fn renders_each_series_with_its_label() {
@@ -143,10 +166,10 @@ mod tests {
             zone: "".into(),
             identity: None,
             bypassed: Vec::new(),
-            opaque_ports: Box::default(),
+            inbound: Default::default(),
         }))]);
-        let mut one = hub.watch_destinations();
-        one.subscribe("10.0.0.1:80".parse().unwrap());
+        let mut one = hub.watch_resources();
+        one.subscribe(&Resource::Destination("10.0.0.1:80".parse().unwrap()));
         let metrics = Metrics::new(move |encoder| encode_counts(&hub, encoder));
         metrics.deltas.inc_by(3);
         let active = Active::new(&metrics.discover_streams);

@@ -111,6 +111,15 @@ pub struct ConnectedGuard {
     id: u64,
 }
 
+impl fmt::Display for ConnectedGuard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.proxies.lock().connected.get(&self.id) {
+            Some(proxy) => proxy.fmt(f),
+            None => f.write_str("proxy"),
+        }
+    }
+}
+
 impl ConnectedGuard {
     /// Replaces the status of the proxy.
     pub fn update(&self, status: Status) {

@@ -128,7 +128,7 @@ impl Replica {
         self.hub.apply(pods.iter().map(|name| {
             Change::Apply(Object::Pod(Pod {
                 bypassed: Vec::new(),
-                opaque_ports: Box::default(),
+                inbound: Default::default(),
                 key: Key::new("shop", name),
                 uid: (*name).into(),
                 addresses: vec![],

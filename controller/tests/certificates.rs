@@ -235,7 +235,7 @@ async fn sends_roots_first_and_after_changes() {
     let trust = sandbox.authority.subscribe();
     let first = discover.answer().await.unwrap();
     assert_eq!(
-        (first.destination.as_str(), &first.version),
+        (first.name.as_str(), &first.version),
         ("", &trust.borrow().roots.version)
     );
     let Some(Update::Roots(roots)) = first.update else {

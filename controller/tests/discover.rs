@@ -4,8 +4,10 @@
 mod support;
 
 use diy_mesh_proto::mesh::v1 as proto;
+use proto::ResourceType;
+use proto::discover_request::Action;
 use proto::discover_response::Update;
-use support::{Sandbox, pod_manifest, say, web};
+use support::{Sandbox, claims, pod_manifest, say, web};
 
 #[tokio::test]
 async fn returns_snapshot_of_a_service_then_deltas() {
@@ -120,6 +122,138 @@ async fn unknown_port_of_a_service_is_sent_with_the_ports_of_the_service() {
     );
 }
 
+/// The pod that the token of the tests is bound to.
+fn own_pod(uid: &str, arguments: &str) -> String {
+    pod_manifest("web-1", "10.0.0.1")
+        .replace("name: web-1,", &format!("name: web-1, uid: '{uid}',"))
+        .replace(
+            "containers: []",
+            &format!(
+                "initContainers: [{{name: proxy, args: [{arguments}]}}], containers: [{{name: app, ports: [{{name: http, containerPort: 8080}}]}}]"
+            ),
+        )
+}
+
+#[tokio::test]
+async fn self_is_the_inbound_configuration_of_the_pod_that_the_token_names() {
+    let sandbox = Sandbox::start(&[]).await;
+    let mut discover = sandbox.client().await.discover().await;
+    assert_eq!(discover.capabilities, "self,backend");
+    discover.subscribe_to(ResourceType::Self_, "").await;
+    discover.subscribe("192.0.2.1:80", "").await;
+    assert_eq!(
+        discover.said().await,
+        "192.0.2.1:80: unknown",
+        "the pod is not in the catalog yet"
+    );
+    // A predecessor with the same name has another UID.
+    sandbox.write("pod.yaml", &own_pod("0", "--inbound=strict"));
+    sandbox.write("late.yaml", &pod_manifest("late", "192.0.2.1"));
+    let expected = "192.0.2.1:80: pod shop/late [192.0.2.1:80]";
+    assert_eq!(discover.said().await, expected);
+    let arguments = "--inbound=strict, '--opaque-ports=25,9000-9100', --allow-connect";
+    sandbox.write("pod.yaml", &own_pod("1", arguments));
+    let update = discover.answer().await.unwrap();
+    assert_eq!(
+        say(&update),
+        r#": workload INBOUND_MODE_STRICT connect true opaque ["25-25", "9000-9100"] ports ["http:8080/TCP"]"#
+    );
+    assert_eq!(update.r#type(), ResourceType::Self_);
+    // The same version is not sent to a new stream.
+    let mut discover = sandbox.client().await.discover().await;
+    let known = proto::Subscribe {
+        known_version: update.version,
+        r#type: ResourceType::Self_.into(),
+        ..proto::Subscribe::default()
+    };
+    discover.send(Action::Subscribe(known)).await;
+    assert_eq!(discover.said().await, ": unchanged");
+}
+
+#[tokio::test]
+async fn token_without_a_pod_has_no_self() {
+    let sandbox = Sandbox::start(&[]).await;
+    let mut client = sandbox.client().await;
+    let mut claims = claims();
+    claims["kubernetes.io"] = serde_json::json!({"namespace": "shop"});
+    client.token = Some(sandbox.issuer.sign(&claims));
+    let mut discover = client.discover().await;
+    assert_eq!(discover.capabilities, "backend");
+    discover.subscribe_to(ResourceType::Self_, "").await;
+    let status = discover.answer().await.unwrap_err();
+    assert_eq!(status.code(), tonic::Code::FailedPrecondition);
+    assert!(status.message().contains("not bound to a pod"), "{status}");
+}
+
+#[tokio::test]
+async fn backend_is_a_service_port_by_its_name() {
+    let sandbox = Sandbox::start(&[("web.yaml", web(&["10.0.0.1"]))]).await;
+    let mut discover = sandbox.client().await.discover().await;
+    for (name, expected) in [
+        ("shop/web:80", "service shop/web [10.0.0.1:8080]"),
+        ("shop/web:81", "unknown"),
+        ("shop/api:80", "unknown"),
+    ] {
+        discover.subscribe_to(ResourceType::Backend, name).await;
+        let update = discover.answer().await.unwrap();
+        assert_eq!(say(&update), format!("{name}: {expected}"));
+        assert_eq!(update.r#type(), ResourceType::Backend);
+    }
+    sandbox.write("web.yaml", &web(&["10.0.0.2"]));
+    let expected = "shop/web:80: +[10.0.0.2:8080] -[10.0.0.1:8080]";
+    assert_eq!(discover.said().await, expected);
+    let long = format!("shop/{}:80", "x".repeat(126));
+    for name in ["shop/web", "web:80", "/web:80", "shop/web:0", &long] {
+        let mut discover = sandbox.client().await.discover().await;
+        discover.subscribe_to(ResourceType::Backend, name).await;
+        let status = discover.answer().await.unwrap_err();
+        assert_eq!(status.code(), tonic::Code::InvalidArgument, "{name}");
+        assert!(
+            status.message().contains("NAMESPACE/SERVICE:PORT"),
+            "{status}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn resource_types_and_actions_of_later_releases_are_ignored() {
+    let sandbox = Sandbox::start(&[]).await;
+    let mut discover = sandbox.client().await.discover().await;
+    let later = proto::Subscribe {
+        name: "shop/web".into(),
+        r#type: 77,
+        ..proto::Subscribe::default()
+    };
+    discover.send(Action::Subscribe(later)).await;
+    let empty = proto::DiscoverRequest { action: None };
+    discover.requests.send(empty).await.unwrap();
+    discover.subscribe("192.0.2.1:80", "").await;
+    assert_eq!(discover.said().await, "192.0.2.1:80: unknown");
+}
+
+#[tokio::test]
+async fn rejections_are_counted() {
+    let sandbox = Sandbox::start(&[]).await;
+    let mut discover = sandbox.client().await.discover().await;
+    for rejection in ["", "unknown inbound mode 7"] {
+        let acknowledgement = proto::Acknowledgement {
+            r#type: ResourceType::Self_.into(),
+            rejection: rejection.into(),
+            ..proto::Acknowledgement::default()
+        };
+        discover
+            .send(Action::Acknowledgement(acknowledgement))
+            .await;
+    }
+    discover.subscribe("192.0.2.1:80", "").await;
+    discover.said().await;
+    let (_, metrics) = sandbox.admin("/metrics").await;
+    for result in ["accepted", "rejected"] {
+        let line = format!("diy_mesh_controller_acknowledgements_total{{result=\"{result}\"}} 1\n");
+        assert!(metrics.contains(&line), "{metrics}");
+    }
+}
+
 #[tokio::test]
 async fn known_version_is_not_sent_again_by_another_replica() {
     let manifests = [("web.yaml", web(&["10.0.0.1"]))];
@@ -181,19 +315,6 @@ async fn rejects_invalid_destination_with_its_value() {
 }
 
 #[tokio::test]
-async fn ignores_requests_of_later_releases() {
-    let sandbox = Sandbox::start(&[]).await;
-    let mut discover = sandbox.client().await.discover().await;
-    discover
-        .requests
-        .send(proto::DiscoverRequest { action: None })
-        .await
-        .unwrap();
-    discover.subscribe("10.96.0.7:80", "").await;
-    assert_eq!(discover.said().await, "10.96.0.7:80: unknown");
-}
-
-#[tokio::test]
 async fn change_reaches_every_subscriber() {
     let sandbox = Sandbox::start(&[("web.yaml", web(&["10.0.0.1"]))]).await;
     let mut streams = Vec::new();
@@ -212,7 +333,7 @@ async fn change_reaches_every_subscriber() {
     }
     let (_, metrics) = sandbox.admin("/metrics").await;
     assert!(
-        metrics.contains("subscriptions{of=\"destinations\"} 1\n")
+        metrics.contains("subscriptions{of=\"resources\"} 1\n")
             && metrics.contains("of=\"subscribers\"} 300\n"),
         "{metrics}"
     );
@@ -256,7 +377,7 @@ async fn serves_ten_thousand_subscriptions_and_rejects_more() {
     };
     assert_eq!(status.code(), tonic::Code::ResourceExhausted);
     assert!(
-        status.message().contains("10000 destinations"),
+        status.message().contains("10000 resources"),
         "{}",
         status.message()
     );

@@ -94,7 +94,7 @@ async fn scenario(cluster: Cluster) {
         discover.answer().await.unwrap(),
         discover.answer().await.unwrap(),
     ];
-    both.sort_by_key(|answer| answer.destination != "198.51.100.7:1234");
+    both.sort_by_key(|answer| answer.name != "198.51.100.7:1234");
     assert_eq!(
         say(&both[0]),
         format!(

@@ -253,7 +253,7 @@ impl Replica {
             zone: "".into(),
             identity: Some("spiffe://cluster.local/ns/shop/sa/web".into()),
             bypassed: vec![],
-            opaque_ports: Box::default(),
+            inbound: Default::default(),
         }))]);
     }
 

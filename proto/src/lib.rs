@@ -24,3 +24,13 @@ pub use identity::Identity;
 
 /// Audience of the service account tokens that authenticate workloads to the controller.
 pub const TOKEN_AUDIENCE: &str = "diy-service-mesh";
+
+/// Metadata of a Discover call and of its response: what the sender understands, words separated by
+/// commas.
+pub const CAPABILITIES_METADATA: &str = "diy-mesh-capabilities";
+/// The controller sends the inbound configuration of the client's own pod.
+pub const CAPABILITY_SELF: &str = "self";
+/// The controller resolves Service ports by name.
+pub const CAPABILITY_BACKEND: &str = "backend";
+/// The proxy understands snapshots in several messages.
+pub const CAPABILITY_CHUNKS: &str = "chunks";

@@ -150,7 +150,7 @@ pub struct Config {
     pub dump: Mode,
     /// Format of the dumps.
     pub dump_format: Format,
-    /// Which inbound connections and requests are authorized.
+    /// Which inbound connections and requests are authorized, until the controller says so.
     pub policy: Policy,
     /// An injector that still exempted probes created this pod.
     pub has_exempt_probes: bool,

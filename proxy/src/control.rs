@@ -14,6 +14,7 @@ use diy_mesh_proto::mesh::v1::service_mesh_service_client::ServiceMeshServiceCli
 use diy_mesh_proto::mesh::v1::{
     DiscoverRequest, DiscoverResponse, SignCertificateRequest, SignCertificateResponse,
 };
+use diy_mesh_proto::{CAPABILITIES_METADATA, CAPABILITY_CHUNKS, CAPABILITY_SELF};
 use diy_mesh_runtime::error_chain;
 use http::Uri;
 use hyper_util::rt::TokioIo;
@@ -105,6 +106,15 @@ pub enum ControlError {
     },
 }
 
+/// An open discovery stream.
+#[derive(Debug)]
+pub struct DiscoveryStream {
+    /// The responses of the controller.
+    pub responses: Streaming<DiscoverResponse>,
+    /// The controller announces the inbound configuration of the proxy's own pod.
+    pub sends_own_pod: bool,
+}
+
 /// Client of the controller. Cheap to clone; holds no connection.
 #[derive(Clone, Debug)]
 pub struct Control {
@@ -168,19 +178,29 @@ impl Control {
     pub async fn discover(
         self,
         requests: impl Stream<Item = DiscoverRequest> + Send + 'static,
-    ) -> Result<Streaming<DiscoverResponse>, ControlError> {
+    ) -> Result<DiscoveryStream, ControlError> {
         self.with_timeout(OPEN_TIMEOUT, async {
             let mut request = Request::new(requests);
+            let capabilities = MetadataValue::from_static(CAPABILITY_CHUNKS);
+            request
+                .metadata_mut()
+                .insert(CAPABILITIES_METADATA, capabilities);
             if let Some(token) = self.token().await? {
                 request.metadata_mut().insert("authorization", token);
             }
             let mut client = ServiceMeshServiceClient::new(self.connect().await?)
                 .max_decoding_message_size(MAX_MESSAGE_SIZE);
-            Ok(client
+            let response = client
                 .discover(request)
                 .await
-                .map_err(ControlError::Rejected)?
-                .into_inner())
+                .map_err(ControlError::Rejected)?;
+            let capabilities = response.metadata().get(CAPABILITIES_METADATA);
+            let capabilities = capabilities.and_then(|text| text.to_str().ok());
+            let mut capabilities = capabilities.unwrap_or_default().split(',').map(str::trim);
+            Ok(DiscoveryStream {
+                sends_own_pod: capabilities.any(|capability| capability == CAPABILITY_SELF),
+                responses: response.into_inner(),
+            })
         })
         .await
     }

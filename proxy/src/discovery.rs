@@ -4,6 +4,7 @@
 //! Destinations without receivers expire. `balance` selects the endpoint of a request, not this
 //! module.
 
+mod own_pod;
 mod table;
 mod target;
 #[cfg(test)]
@@ -17,19 +18,23 @@ use std::time::Duration;
 
 use diy_mesh_proto::mesh::v1::discover_request::Action;
 use diy_mesh_proto::mesh::v1::discover_response::Update;
-use diy_mesh_proto::mesh::v1::{DiscoverRequest, DiscoverResponse};
+use diy_mesh_proto::mesh::v1::{Acknowledgement, DiscoverRequest, DiscoverResponse, ResourceType};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval, sleep, timeout};
 use tokio_stream::wrappers::UnboundedReceiverStream;
-use tonic::Streaming;
 use tracing::{debug, info, warn};
 
-use crate::control::{Control, ControlError, backoff_ceiling, describe};
+use crate::control::{Control, ControlError, DiscoveryStream, backoff_ceiling, describe};
 use crate::identity::{CurrentCredentials, Roots, Trust};
 use crate::metrics::DiscoveryMetrics;
+use crate::policy::Policy;
+use own_pod::OwnPod;
 use table::{Table, Watched};
 pub use target::{AppProtocol, EndpointInfo, PodTarget, ServiceTarget, Target, UnknownPort};
 
+/// Why the proxy is not ready at first.
+const NOT_CONNECTED: &str = "no response from the controller yet";
+const NOT_CONFIGURED: &str = "no inbound configuration of this pod from the controller yet";
 /// Maximum number of subscribed destinations of all workers. Further ones are refused while all of
 /// them are in use.
 const MAX_DESTINATIONS: usize = 10_000;
@@ -43,7 +48,8 @@ const LOG_INTERVAL: Duration = Duration::from_secs(10);
 pub struct Discovery {
     /// `None` if discovery is off.
     requests: Option<mpsc::Sender<WatchRequest>>,
-    connected_once: watch::Receiver<bool>,
+    unready: watch::Receiver<Option<String>>,
+    policy: watch::Receiver<Option<Arc<Policy>>>,
     first_response_timeout: Duration,
 }
 
@@ -102,10 +108,12 @@ fn start_with(
     timing: Timing,
 ) -> (Discovery, impl Future<Output = ()> + Send) {
     let (sender, requests) = mpsc::channel(MAX_QUEUED_REQUESTS);
-    let (set_connected_once, connected_once) = watch::channel(false);
+    let (set_unready, unready) = watch::channel(Some(NOT_CONNECTED.to_owned()));
+    let (set_policy, policy) = watch::channel(None);
     let discovery = Discovery {
         requests: Some(sender),
-        connected_once,
+        unready,
+        policy,
         first_response_timeout: timing.first_response_timeout,
     };
     let driver = async move {
@@ -116,7 +124,8 @@ fn start_with(
             requests,
             stream: None,
             controller_unavailable: false,
-            connected_once: set_connected_once,
+            unready: set_unready,
+            own_pod: OwnPod::new(set_policy),
             metrics,
             sweep,
             timing,
@@ -134,7 +143,8 @@ impl Discovery {
     pub fn off() -> Self {
         Self {
             requests: None,
-            connected_once: watch::channel(true).1,
+            unready: watch::channel(None).1,
+            policy: watch::channel(None).1,
             first_response_timeout: Duration::ZERO,
         }
     }
@@ -176,9 +186,15 @@ impl Discovery {
         receiver
     }
 
-    /// True once the controller has accepted a stream for the first time. `/ready` waits for it.
-    pub fn connected_once(&self) -> watch::Receiver<bool> {
-        self.connected_once.clone()
+    /// Why `/ready` waits: for the first stream and, if the controller announces it, for the first
+    /// inbound configuration of this pod. `None` from then on.
+    pub fn unready(&self) -> watch::Receiver<Option<String>> {
+        self.unready.clone()
+    }
+
+    /// The inbound policy of this pod that the controller sends. `None` before the first one.
+    pub fn policy(&self) -> watch::Receiver<Option<Arc<Policy>>> {
+        self.policy.clone()
     }
 }
 
@@ -214,6 +230,14 @@ impl Questions {
 
 #[cfg(test)]
 impl Discovery {
+    /// Discovery that receives nothing but the policy of this pod.
+    pub(crate) fn with_policy(policy: watch::Receiver<Option<Arc<Policy>>>) -> Self {
+        Self {
+            policy,
+            ..Self::off()
+        }
+    }
+
     /// Discovery whose requests the test responds to.
     pub(crate) fn by_hand() -> (Self, Questions) {
         let (sender, requests) = mpsc::channel(MAX_QUEUED_REQUESTS);
@@ -234,7 +258,8 @@ struct Driver {
     stream: Option<mpsc::UnboundedSender<DiscoverRequest>>,
     /// The latest attempt to open a stream failed: workers do not wait for a response.
     controller_unavailable: bool,
-    connected_once: watch::Sender<bool>,
+    unready: watch::Sender<Option<String>>,
+    own_pod: OwnPod,
     metrics: DiscoveryMetrics,
     sweep: Interval,
     timing: Timing,
@@ -255,9 +280,9 @@ impl Driver {
                 return;
             };
             match opened {
-                Ok(responses) => {
+                Ok(stream) => {
                     let opened_at = Instant::now();
-                    let Some(end) = self.follow(responses, requests).await else {
+                    let Some(end) = self.follow(stream, requests).await else {
                         return;
                     };
                     failures = if opened_at.elapsed() >= self.timing.backoff_reset_after {
@@ -284,7 +309,7 @@ impl Driver {
     /// Returns why it closed; `None` if all handles are dropped.
     async fn follow(
         &mut self,
-        mut responses: Streaming<DiscoverResponse>,
+        stream: DiscoveryStream,
         requests: mpsc::UnboundedSender<DiscoverRequest>,
     ) -> Option<String> {
         info!(
@@ -294,10 +319,23 @@ impl Driver {
         self.controller_unavailable = false;
         self.stream = Some(requests);
         self.send_status();
+        let DiscoveryStream {
+            mut responses,
+            sends_own_pod,
+        } = stream;
+        if sends_own_pod {
+            let subscription = self.own_pod.subscribe();
+            self.send([subscription]);
+        }
+        // Without it, the arguments of the proxy count.
+        if !sends_own_pod || self.own_pod.is_configured() {
+            self.unready.send_replace(None);
+        } else {
+            self.set_unready(NOT_CONFIGURED.to_owned());
+        }
         let subscriptions = self.table.resume(Instant::now(), self.timing.idle_timeout);
         self.send(subscriptions);
         self.metrics.connected.set(1);
-        self.connected_once.send_replace(true);
         let end = loop {
             match self.serve_until(responses.message()).await? {
                 Ok(Some(response)) => self.apply(response),
@@ -354,7 +392,7 @@ impl Driver {
     fn apply(&mut self, response: DiscoverResponse) {
         self.metrics.message_received();
         debug!(
-            destination = response.destination,
+            name = response.name,
             version = response.version,
             "discovery response"
         );
@@ -363,6 +401,7 @@ impl Driver {
             log_limiter,
             metrics,
             trust,
+            own_pod,
             ..
         } = self;
         let mut report = |error: String| {
@@ -378,10 +417,40 @@ impl Driver {
                 ..
             } => match Roots::from_stream(roots, &version) {
                 Ok(roots) => trust.set_from_stream(roots),
-                Err(error) => report(format!("trust roots {version:?} rejected: {error}")),
+                Err(error) => {
+                    report(format!("trust roots {version:?} rejected: {error}"));
+                    let rejection = reject_roots(version, error.to_string());
+                    self.send([rejection]);
+                }
             },
+            DiscoverResponse {
+                update: Some(Update::Workload(workload)),
+                version,
+                ..
+            } => {
+                let (acknowledgement, rejection) = own_pod.apply(workload, version);
+                match rejection {
+                    None => drop(self.unready.send_replace(None)),
+                    Some(reason) => {
+                        report(format!("inbound configuration rejected: {reason}"));
+                        self.set_unready(format!("inbound configuration rejected: {reason}"));
+                    }
+                }
+                self.send([acknowledgement]);
+            }
+            // The only other resource without destinations: its version is current.
+            response if response.r#type() == ResourceType::Self_ => {}
             response => table.apply(response, &mut report),
         }
+    }
+
+    /// Sets why the proxy is not ready, unless it has been ready.
+    fn set_unready(&self, reason: String) {
+        self.unready.send_if_modified(|unready| {
+            let is_unready = unready.is_some();
+            *unready = unready.take().map(|_| reason);
+            is_unready
+        });
     }
 
     /// Reports the roots and the certificate in use to the controller.
@@ -420,6 +489,18 @@ impl Driver {
                 .into_iter()
                 .for_each(|request| drop(stream.send(request)));
         }
+    }
+}
+
+fn reject_roots(version: String, rejection: String) -> DiscoverRequest {
+    let acknowledgement = Acknowledgement {
+        r#type: ResourceType::Roots.into(),
+        version,
+        rejection,
+        ..Acknowledgement::default()
+    };
+    DiscoverRequest {
+        action: Some(Action::Acknowledgement(acknowledgement)),
     }
 }
 

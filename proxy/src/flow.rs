@@ -55,11 +55,10 @@ impl Flow {
     /// The declared protocol. Inbound, only the pod's own opaque ports count; outbound, what
     /// discovery knows of the destination.
     pub fn declared_protocol(&self) -> Option<Protocol> {
-        let opaque_ports = &self.worker.config.policy.opaque_ports;
+        let port = self.destination.address.port();
+        let is_opaque = || self.worker.policy().opaque_ports.contains(port);
         match self.direction {
-            Direction::Inbound => opaque_ports
-                .contains(self.destination.address.port())
-                .then_some(Protocol::Opaque),
+            Direction::Inbound => is_opaque().then_some(Protocol::Opaque),
             Direction::Outbound => declared(self.destination.app_protocol()),
         }
     }
@@ -116,12 +115,12 @@ impl Flow {
 
     /// Whether the client may have a connection to the application, whatever it carries.
     pub fn authorize_connection(&self) -> Result<(), Failure> {
-        self.worker.config.policy.authorize_connection(&self.caller)
+        self.worker.policy().authorize_connection(&self.caller)
     }
 
     /// Whether this request may be forwarded.
     pub fn authorize_request(&self, request: &RequestView<'_>) -> Result<(), Failure> {
-        let policy = &self.worker.config.policy;
+        let policy = self.worker.policy();
         policy.authorize_request(&self.caller, request)
     }
 

@@ -53,6 +53,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use diy_mesh_runtime::{Admin, Condition, Readiness, listen, shutdown_signal};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::{Config, ControllerProof};
@@ -94,7 +95,7 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
     let readiness = Readiness::default();
     let (discovery, credentials) = start_control(&config, &metrics, &readiness)?;
     let listening = readiness.condition("listeners", "listeners are not bound yet");
-    let discovering = readiness.condition("discovery", "no response from the controller yet");
+    let discovering = readiness.condition("discovery", "not started");
     let admin_metrics = metrics.clone();
     let admin = Admin::new(readiness.clone(), move || admin_metrics.render());
     if config.has_exempt_probes {
@@ -133,12 +134,7 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
         workers.push(worker::spawn(number, context, serve)?);
     }
     listening.met();
-    let mut connected = discovery.connected_once();
-    tokio::spawn(async move {
-        if connected.wait_for(|connected| *connected).await.is_ok() {
-            discovering.met();
-        }
-    });
+    tokio::spawn(discovery_condition(discovery.unready(), discovering));
     tracing::info!(
         pod = config.pod,
         inbound = config.inbound_port,
@@ -223,6 +219,19 @@ async fn identity_condition(mut credentials: CurrentCredentials, condition: Cond
         match *credentials.borrow_and_update() {
             Some(_) => condition.met(),
             None => condition.unmet("certificate expired"),
+        }
+    }
+}
+
+/// Sets `condition` when discovery is ready for the first time.
+async fn discovery_condition(mut unready: watch::Receiver<Option<String>>, condition: Condition) {
+    loop {
+        match unready.borrow_and_update().clone() {
+            Some(reason) => condition.unmet(reason),
+            None => return condition.met(),
+        }
+        if unready.changed().await.is_err() {
+            return;
         }
     }
 }

@@ -1,5 +1,6 @@
 //! Sets of ports, parsed from lists such as `25,9000-9100`.
 
+use std::fmt;
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 
@@ -11,6 +12,25 @@ impl PortSet {
     /// Whether the port is in the set.
     pub fn contains(&self, port: u16) -> bool {
         self.0.iter().any(|range| range.contains(&port))
+    }
+}
+
+impl FromIterator<RangeInclusive<u16>> for PortSet {
+    fn from_iter<T: IntoIterator<Item = RangeInclusive<u16>>>(ranges: T) -> Self {
+        Self(ranges.into_iter().collect())
+    }
+}
+
+impl fmt::Display for PortSet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (position, range) in self.0.iter().enumerate() {
+            let separator = if position == 0 { "" } else { "," };
+            match (range.start(), range.end()) {
+                (first, last) if first == last => write!(f, "{separator}{first}")?,
+                (first, last) => write!(f, "{separator}{first}-{last}")?,
+            }
+        }
+        Ok(())
     }
 }
 
@@ -55,6 +75,7 @@ mod tests {
             [24, 25, 8999, 9000, 9002, 9003, 65535].map(|port| ports.contains(port)),
             [false, true, false, true, true, false, true]
         );
+        assert_eq!(ports.to_string(), "25,9000-9002,65535");
         assert_eq!(" ".parse(), Ok(PortSet::default()));
         assert!(!PortSet::default().contains(25));
     }

@@ -1,7 +1,7 @@
 //! One worker thread, and what its connections share. Workers share nothing but the
 //! configuration, the metrics and the dump queue.
 
-use std::cell::{Cell, RefCell};
+use std::cell::{Cell, Ref, RefCell};
 use std::io;
 use std::net::IpAddr;
 use std::rc::Rc;
@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use diy_mesh_proto::Identity;
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::{Notify, oneshot, watch};
 use tokio::task::LocalSet;
 use tokio_util::sync::CancellationToken;
 
@@ -23,6 +23,7 @@ use crate::io::Io;
 use crate::lifetime::{Expiry, Lifetimes};
 use crate::memory::{Budgets, PENDING_COST};
 use crate::metrics::Metrics;
+use crate::policy::Policy;
 use crate::shares::{Share, Shares};
 use crate::tls::Tls;
 
@@ -91,6 +92,9 @@ pub struct Worker {
     pub destinations: Destinations,
     /// The addresses of the application, which the inbound path connects to.
     pub apps: Destinations,
+    /// The inbound policy, and its updates.
+    policy: RefCell<Arc<Policy>>,
+    policy_updates: watch::Receiver<Option<Arc<Policy>>>,
     /// The random numbers of the balancers.
     pub rng: RefCell<fastrand::Rng>,
     /// Cancelled when the proxy shuts down: connections end after their current exchange.
@@ -128,6 +132,8 @@ impl Worker {
             context.metrics.clone(),
         );
         Rc::new(Self {
+            policy: RefCell::new(Arc::new(context.config.policy.clone())),
+            policy_updates: context.discovery.policy(),
             config: context.config,
             dumps: context.dumps,
             metrics: context.metrics,
@@ -150,8 +156,15 @@ impl Worker {
     /// connections are still served.
     pub async fn maintain_until_drained(&self) {
         let mut eviction = tokio::time::interval(EVICTION_INTERVAL);
+        let mut policy_updates = self.policy_updates.clone();
+        policy_updates.mark_changed();
         loop {
             tokio::select! {
+                Ok(()) = policy_updates.changed() => {
+                    if let Some(policy) = &*policy_updates.borrow_and_update() {
+                        *self.policy.borrow_mut() = policy.clone();
+                    }
+                }
                 _ = eviction.tick() => {
                     self.destinations.evict_idle(Instant::now());
                     self.apps.evict_idle(Instant::now());
@@ -176,6 +189,11 @@ impl Worker {
             slot: Some(slot),
             _counted: self.metrics.connection(direction),
         })
+    }
+
+    /// The inbound policy of the pod.
+    pub fn policy(&self) -> Ref<'_, Policy> {
+        Ref::map(self.policy.borrow(), |policy| &**policy)
     }
 
     /// The memory for the buffers of one direction.
@@ -260,5 +278,36 @@ impl WorkerContext {
             memory: 64 * 1024 * 1024,
             drain: CancellationToken::new(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn policy_of_the_controller_replaces_that_of_the_arguments() {
+        let (controller, policy) = watch::channel(None);
+        let context = WorkerContext {
+            discovery: Discovery::with_policy(policy),
+            ..WorkerContext::for_a_test(" --allow-connect")
+        };
+        let drain = context.drain.clone();
+        let worker = Worker::new(context);
+        let change = async {
+            assert!(worker.policy().allow_connect && !worker.policy().strict);
+            let strict = Policy {
+                strict: true,
+                ..Policy::default()
+            };
+            controller.send_replace(Some(Arc::new(strict.clone())));
+            while *worker.policy() != strict {
+                tokio::task::yield_now().await;
+            }
+            drain.cancel();
+        };
+        let both = async { tokio::join!(worker.maintain_until_drained(), change) };
+        let ended = tokio::time::timeout(Duration::from_secs(20), both).await;
+        assert!(ended.is_ok(), "the policy is unchanged");
     }
 }

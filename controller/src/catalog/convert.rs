@@ -14,8 +14,8 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
 use crate::index::object::{
-    Key, Kind, Object, Pod, PodReference, Service, ServicePort, Slice, SliceEndpoint, SlicePort,
-    TargetPort, Transport,
+    ContainerPort, Inbound, Key, Kind, Object, Pod, PodReference, Service, ServicePort, Slice,
+    SliceEndpoint, SlicePort, TargetPort, Transport,
 };
 
 const SERVICE_NAME_LABEL: &str = "kubernetes.io/service-name";
@@ -25,10 +25,12 @@ const STATUS_ANNOTATION: &str = "diy-service-mesh/status";
 const SKIP_ANNOTATION: &str = "diy-service-mesh/skip-inbound-ports";
 /// The name of the proxy's admin port.
 const ADMIN_PORT: &str = "mesh-admin";
-/// The init container of the proxy. Its arguments contain the opaque ports, because the spec of a
-/// pod is immutable.
+/// The init container of the proxy. Its arguments contain the inbound configuration, because the
+/// spec of a pod is immutable.
 const PROXY: &str = "proxy";
 const OPAQUE_PORTS_ARGUMENT: &str = "--opaque-ports=";
+const STRICT_ARGUMENT: &str = "--inbound=strict";
+const ALLOW_CONNECT_ARGUMENT: &str = "--allow-connect";
 
 /// An invalid object: the field, its value and the expected value.
 #[derive(Debug, PartialEq, thiserror::Error)]
@@ -132,7 +134,10 @@ fn pod(object: &core::Pod, trust_domain: &str) -> Result<Pod, ConvertError> {
         zone: label(metadata, ZONE_LABEL).unwrap_or_default().into(),
         identity: is_injected.then(identity),
         bypassed: bypassed(object),
-        opaque_ports: opaque_ports(object),
+        inbound: match is_injected {
+            true => inbound(object),
+            false => Inbound::default(),
+        },
         key,
     })
 }
@@ -153,14 +158,35 @@ fn bypassed(object: &core::Pod) -> Vec<RangeInclusive<u16>> {
     skipped.chain(admin.map(|port| port..=port)).collect()
 }
 
-/// The opaque ports in the arguments of the injected proxy.
-fn opaque_ports(object: &core::Pod) -> Box<[RangeInclusive<u16>]> {
+/// The inbound configuration in the arguments of the injected proxy, and the declared ports.
+fn inbound(object: &core::Pod) -> Inbound {
+    let init_containers = || {
+        let spec = object.spec.iter();
+        spec.flat_map(|spec| spec.init_containers.iter().flatten())
+    };
+    let mut proxies = init_containers().filter(|container| container.name == PROXY);
+    let proxy = proxies.next();
+    let arguments = || proxy.iter().flat_map(|proxy| proxy.args.iter().flatten());
+    let opaque = arguments().filter_map(|argument| argument.strip_prefix(OPAQUE_PORTS_ARGUMENT));
     let spec = object.spec.iter();
-    let containers = spec.flat_map(|spec| spec.init_containers.iter().flatten());
-    let proxy = containers.filter(|container| container.name == PROXY);
-    let arguments = proxy.flat_map(|proxy| proxy.args.iter().flatten());
-    let lists = arguments.filter_map(|argument| argument.strip_prefix(OPAQUE_PORTS_ARGUMENT));
-    lists.flat_map(ports).collect()
+    let containers = init_containers().chain(spec.flat_map(|spec| &spec.containers));
+    let applications = containers.filter(|container| container.name != PROXY);
+    let declared = applications.flat_map(|container| container.ports.iter().flatten());
+    Inbound {
+        strict: arguments().any(|argument| argument == STRICT_ARGUMENT),
+        allow_connect: arguments().any(|argument| argument == ALLOW_CONNECT_ARGUMENT),
+        opaque_ports: opaque.flat_map(ports).collect(),
+        ports: declared.filter_map(container_port).collect(),
+    }
+}
+
+/// `None` for a port that Kubernetes rejects.
+fn container_port(port: &core::ContainerPort) -> Option<ContainerPort> {
+    Some(ContainerPort {
+        name: port.name.as_deref().unwrap_or_default().into(),
+        port: u16::try_from(port.container_port).ok()?,
+        protocol: transport("protocol", port.protocol.as_deref()).ok()?,
+    })
 }
 
 /// The valid ports and ranges of a list.
@@ -441,13 +467,13 @@ spec: {containers: [{name: app}], initContainers: [{name: proxy, ports: [{name: 
     }
 
     #[test]
-    fn reads_opaque_ports_from_the_arguments_of_the_proxy_only() {
+    fn reads_inbound_configuration_from_the_arguments_of_the_proxy_only() {
         let converted = pod(
             &read(
-                "metadata: {name: p, namespace: shop, annotations: {diy-service-mesh/status: injected, diy-service-mesh/opaque-ports: '80'}}
+                "metadata: {name: p, namespace: shop, annotations: {diy-service-mesh/status: injected, diy-service-mesh/inbound: permissive, diy-service-mesh/opaque-ports: '80'}}
 spec:
-  containers: [{name: app, args: ['--opaque-ports=81']}]
-  initContainers: [{name: other, args: ['--opaque-ports=82']}, {name: proxy, args: ['--dump=off', '--opaque-ports=25,9000-9100']}]",
+  containers: [{name: app, args: ['--opaque-ports=81', '--allow-connect'], ports: [{name: http, containerPort: 8080}, {containerPort: 53, protocol: UDP}]}]
+  initContainers: [{name: other, args: ['--opaque-ports=82']}, {name: proxy, args: ['--inbound=strict', '--opaque-ports=25,9000-9100'], ports: [{containerPort: 4001}]}]",
             ),
             "cluster.local",
         )
@@ -456,12 +482,25 @@ spec:
             .filter(|port| converted.is_opaque_at(*port))
             .collect();
         assert_eq!(opaque, [vec![25], (9000..=9100).collect()].concat());
+        assert!(converted.inbound.strict && !converted.inbound.allow_connect);
+        let port = |name: &str, port, protocol| ContainerPort {
+            name: name.into(),
+            port,
+            protocol,
+        };
+        assert_eq!(
+            *converted.inbound.ports,
+            [
+                port("http", 8080, Transport::Tcp),
+                port("", 53, Transport::Udp)
+            ]
+        );
         let plain = pod(
-            &read("{metadata: {name: p}, spec: {containers: []}}"),
+            &read("{metadata: {name: p}, spec: {containers: [{name: proxy, args: ['--inbound=strict']}]}}"),
             "cluster.local",
         )
         .unwrap();
-        assert!(plain.opaque_ports.is_empty());
+        assert_eq!(plain.inbound, Inbound::default());
     }
 
     #[test]

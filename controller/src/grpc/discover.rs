@@ -1,8 +1,8 @@
-//! One Discover stream: subscriptions in, states of destinations out; the trust roots first, and
-//! after each change.
+//! One Discover stream: subscriptions in, states of resources out; the trust roots first, and after
+//! each change.
 //!
-//! Reads never wait for writes. Notifications of a slow client wait in its queue as addresses, and
-//! a response is made from the latest state when the stream has capacity.
+//! Reads never wait for writes. Notifications of a slow client wait in its queue as names, and a
+//! response is made from the latest state when the stream has capacity.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -10,22 +10,29 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use diy_mesh_proto::mesh::v1 as proto;
+use proto::ResourceType;
 use proto::discover_request::Action;
 use proto::discover_response::Update as Response;
 use tokio::sync::mpsc::{self, Permit};
 use tonic::{Status, Streaming};
 
 use super::message;
+use crate::authenticate::PodRef;
 use crate::authority::{Trust, TrustReceiver};
-use crate::hub::Destinations;
+use crate::hub::Resources;
+use crate::index::object::{Key, Resource};
 use crate::index::state::{State, Update};
 use crate::metrics::Metrics;
 use crate::proxies::{self, ConnectedGuard};
 
-/// Far more than the destinations of a pod; proxies unsubscribe from idle ones.
+/// Far more than the resources of a pod; proxies unsubscribe from idle ones.
 const MAX_SUBSCRIPTIONS: usize = 10_000;
 /// The length of versions and numbers in a proxy's status.
 const MAX_TEXT_BYTES: usize = 128;
+/// The length of a reason in the log.
+const MAX_REASON_CHARS: usize = 256;
+/// Namespace, name and port of a Service.
+const MAX_BACKEND_BYTES: usize = 63 + 1 + 63 + 1 + 5;
 
 type Responses = mpsc::Sender<Result<proto::DiscoverResponse, Status>>;
 
@@ -39,18 +46,23 @@ pub(super) async fn run(
     responses: &Responses,
 ) -> Result<(), Status> {
     trust.mark_changed();
-    let mut reading = true;
+    let (mut reading, mut has_rejected) = (true, false);
     loop {
         tokio::select! {
             permit = permit_for_roots(&mut trust, responses) => {
                 let Some(permit) = permit else { return Ok(()) };
                 send(permit, roots(&trust.borrow_and_update()), metrics);
             }
-            request = requests.message(), if reading => match request? {
-                Some(proto::DiscoverRequest { action: Some(Action::Status(status)) }) => {
+            request = requests.message(), if reading => match request?.map(|request| request.action) {
+                Some(Some(Action::Subscribe(request))) => subscriptions.subscribe(request)?,
+                Some(Some(Action::Unsubscribe(request))) => subscriptions.unsubscribe(request)?,
+                Some(Some(Action::Status(status))) => {
                     proxy.update(proxy_status(status, SystemTime::now())?);
                 }
-                Some(request) => subscriptions.apply(request)?,
+                Some(Some(Action::Acknowledgement(request))) => {
+                    acknowledge(&request, &mut has_rejected, proxy, metrics);
+                }
+                Some(None) => tracing::debug!("ignoring a request with an action of a later release"),
                 // The client sends no more requests, and may still read.
                 None => reading = false,
             },
@@ -68,7 +80,7 @@ pub(super) async fn run(
 /// Waits for a notification and for capacity. `None`: the client has disconnected. Cancel-safe: the
 /// notification stays queued.
 async fn permit_for_update<'a>(
-    subscriber: &Destinations,
+    subscriber: &Resources,
     responses: &'a Responses,
 ) -> Option<Permit<'a, Result<proto::DiscoverResponse, Status>>> {
     subscriber.wait().await;
@@ -89,19 +101,21 @@ async fn permit_for_roots<'a>(
     responses.reserve().await.ok()
 }
 
-/// The destinations that a client has subscribed to.
+/// The resources that a client has subscribed to.
 pub(super) struct Subscriptions {
-    subscriber: Destinations,
-    by_address: HashMap<SocketAddr, Subscription>,
+    subscriber: Resources,
+    /// The pod of the client, if its token is bound to one.
+    pod: Option<PodRef>,
+    by_resource: HashMap<Resource, Subscription>,
 }
 
 struct Subscription {
-    /// The destination as the client wrote it.
-    destination: Box<str>,
+    /// The name of the resource as the client wrote it.
+    name: Box<str>,
     known: Known,
 }
 
-/// The state of a destination that the client has.
+/// The state of a resource that the client has.
 enum Known {
     Nothing,
     /// The version that the client received on an earlier stream.
@@ -111,69 +125,135 @@ enum Known {
 }
 
 impl Subscriptions {
-    pub(super) fn new(subscriber: Destinations) -> Subscriptions {
+    pub(super) fn new(subscriber: Resources, pod: Option<PodRef>) -> Subscriptions {
         Subscriptions {
             subscriber,
-            by_address: HashMap::new(),
+            pod,
+            by_resource: HashMap::new(),
         }
     }
 
-    fn apply(&mut self, request: proto::DiscoverRequest) -> Result<(), Status> {
-        match request.action {
-            Some(Action::Subscribe(proto::Subscribe {
-                destination,
-                known_version,
-            })) => {
-                let address = parse(&destination)?;
-                if self.by_address.len() >= MAX_SUBSCRIPTIONS
-                    && !self.by_address.contains_key(&address)
-                {
-                    return Err(Status::resource_exhausted(format!(
-                        "the stream has subscriptions to {MAX_SUBSCRIPTIONS} destinations, the maximum; unsubscribe from idle ones"
-                    )));
-                }
-                let known = match known_version.is_empty() {
-                    true => Known::Nothing,
-                    false => Known::Version(known_version),
-                };
-                let destination = destination.into();
-                self.by_address
-                    .insert(address, Subscription { destination, known });
-                self.subscriber.subscribe(address);
-            }
-            Some(Action::Unsubscribe(proto::Unsubscribe { destination })) => {
-                let address = parse(&destination)?;
-                self.by_address.remove(&address);
-                self.subscriber.unsubscribe(address);
-            }
-            // A newer proxy must work with an older controller.
-            None | Some(Action::Status(_)) => {
-                tracing::debug!("ignoring a request with an action of a later release")
-            }
+    fn subscribe(&mut self, request: proto::Subscribe) -> Result<(), Status> {
+        let Some(resource) = self.resource(request.r#type, &request.name)? else {
+            return Ok(());
+        };
+        if self.by_resource.len() >= MAX_SUBSCRIPTIONS && !self.by_resource.contains_key(&resource)
+        {
+            return Err(Status::resource_exhausted(format!(
+                "the stream has subscriptions to {MAX_SUBSCRIPTIONS} resources, the maximum; unsubscribe from idle ones"
+            )));
+        }
+        let known = match request.known_version.is_empty() {
+            true => Known::Nothing,
+            false => Known::Version(request.known_version),
+        };
+        self.subscriber.subscribe(&resource);
+        let name = request.name.into();
+        self.by_resource
+            .insert(resource, Subscription { name, known });
+        Ok(())
+    }
+
+    fn unsubscribe(&mut self, request: proto::Unsubscribe) -> Result<(), Status> {
+        if let Some(resource) = self.resource(request.r#type, &request.name)? {
+            self.by_resource.remove(&resource);
+            self.subscriber.unsubscribe(&resource);
         }
         Ok(())
     }
 
-    /// The next response, if the state of a destination differs from the client's.
+    /// The resource with this type and name. `None` for types of later releases: a newer proxy must
+    /// work with an older controller.
+    fn resource(&self, kind: i32, name: &str) -> Result<Option<Resource>, Status> {
+        let resource = match ResourceType::try_from(kind) {
+            Ok(ResourceType::Destination) => Resource::Destination(parse_destination(name)?),
+            Ok(ResourceType::Backend) => parse_backend(name)?,
+            Ok(ResourceType::Self_) => match &self.pod {
+                Some(PodRef {
+                    namespace,
+                    name,
+                    uid,
+                }) => Resource::Workload(
+                    Key {
+                        namespace: namespace.clone(),
+                        name: name.clone(),
+                    },
+                    uid.clone(),
+                ),
+                None => {
+                    return Err(Status::failed_precondition(
+                        "self: the token of this call is not bound to a pod",
+                    ));
+                }
+            },
+            Ok(ResourceType::Roots) => {
+                return Err(Status::invalid_argument(
+                    "roots: every stream receives them without a subscription",
+                ));
+            }
+            Err(_) => {
+                tracing::debug!(kind, "ignoring a resource type of a later release");
+                return Ok(None);
+            }
+        };
+        Ok(Some(resource))
+    }
+
+    /// The next response, if the state of a resource differs from the client's.
     fn next_response(&mut self) -> Option<proto::DiscoverResponse> {
-        let (address, state) = self.subscriber.next()?;
-        let subscription = self.by_address.get_mut(&address)?;
+        let (resource, state) = self.subscriber.next()?;
+        let subscription = self.by_resource.get_mut(&resource)?;
         let version = state.version.to_string();
+        let kind = match resource {
+            Resource::Destination(_) => ResourceType::Destination,
+            Resource::Backend(..) => ResourceType::Backend,
+            Resource::Workload(..) => ResourceType::Self_,
+        };
+        if kind == ResourceType::Self_ && state.target.is_none() {
+            // The pod is not in the catalog yet.
+            return None;
+        }
         let update = match &subscription.known {
             Known::Version(known) if *known == version => Response::Unchanged(proto::Unchanged {}),
-            Known::Nothing | Known::Version(_) => whole(&state),
+            Known::Nothing | Known::Version(_) => message::whole(&state),
             Known::Sent(before) => match state.since(before) {
                 Update::Nothing => return None,
-                Update::Whole => whole(&state),
+                Update::Whole => message::whole(&state),
                 Update::Difference(delta) => Response::Delta(message::delta(&delta)),
             },
         };
         subscription.known = Known::Sent(state);
         Some(proto::DiscoverResponse {
-            destination: subscription.destination.to_string(),
+            name: subscription.name.to_string(),
             version,
             update: Some(update),
+            r#type: kind.into(),
+            ..proto::DiscoverResponse::default()
         })
+    }
+}
+
+/// Counts an acknowledgement. Logs the first rejection of a stream.
+fn acknowledge(
+    acknowledgement: &proto::Acknowledgement,
+    has_rejected: &mut bool,
+    proxy: &ConnectedGuard,
+    metrics: &Metrics,
+) {
+    if acknowledgement.rejection.is_empty() {
+        metrics.acknowledged.inc();
+        return;
+    }
+    metrics.rejected.inc();
+    if !std::mem::replace(has_rejected, true) {
+        let reason: String = acknowledgement
+            .rejection
+            .chars()
+            .take(MAX_REASON_CHARS)
+            .collect();
+        let kind = ResourceType::try_from(acknowledgement.r#type);
+        let kind = kind.map_or("a resource", |kind| kind.as_str_name());
+        tracing::warn!(resource = kind, reason, "{proxy} rejects an update");
     }
 }
 
@@ -214,16 +294,10 @@ fn roots(trust: &Trust) -> proto::DiscoverResponse {
         renew_within_seconds: u32::try_from(trust.renew_within.as_secs()).unwrap_or(u32::MAX),
     };
     proto::DiscoverResponse {
-        destination: String::new(),
         version: trust.roots.version.clone(),
         update: Some(Response::Roots(roots)),
-    }
-}
-
-fn whole(state: &State) -> Response {
-    match &state.target {
-        Some(target) => Response::Snapshot(message::snapshot(target)),
-        None => Response::Unknown(proto::Unknown {}),
+        r#type: ResourceType::Roots.into(),
+        ..proto::DiscoverResponse::default()
     }
 }
 
@@ -237,6 +311,7 @@ fn send(
         Some(Response::Delta(_)) => &metrics.deltas,
         Some(Response::Unchanged(_)) => &metrics.unchanged,
         Some(Response::Roots(_)) => &metrics.roots,
+        Some(Response::Workload(_)) => &metrics.workloads,
         Some(Response::Unknown(_)) | None => &metrics.unknown,
     };
     counter.inc();
@@ -244,7 +319,7 @@ fn send(
 }
 
 /// Parses a destination. IPv4-mapped IPv6 addresses become IPv4 addresses; scope IDs are ignored.
-fn parse(destination: &str) -> Result<SocketAddr, Status> {
+fn parse_destination(destination: &str) -> Result<SocketAddr, Status> {
     let address = destination
         .parse::<SocketAddr>()
         .ok()
@@ -252,6 +327,24 @@ fn parse(destination: &str) -> Result<SocketAddr, Status> {
     address.map(|address| SocketAddr::new(address.ip().to_canonical(), address.port())).ok_or_else(|| {
         Status::invalid_argument(format!(
             "destination {destination:?} is not ADDRESS:PORT, for example \"10.96.0.7:80\" or \"[fd00::7]:80\""
+        ))
+    })
+}
+
+/// Parses the name of a backend.
+fn parse_backend(name: &str) -> Result<Resource, Status> {
+    let parse = || {
+        let (service, port) = name.rsplit_once(':')?;
+        let (namespace, service) = service.split_once('/')?;
+        let port = port.parse().ok().filter(|port| *port != 0)?;
+        let is_valid = !namespace.is_empty() && !service.is_empty() && !service.contains('/');
+        is_valid.then(|| Resource::Backend(Key::new(namespace, service), port))
+    };
+    let is_bounded = name.len() <= MAX_BACKEND_BYTES;
+    is_bounded.then(parse).flatten().ok_or_else(|| {
+        let name: String = name.chars().take(MAX_BACKEND_BYTES).collect();
+        Status::invalid_argument(format!(
+            "backend {name:?} is not NAMESPACE/SERVICE:PORT, for example \"shop/web:80\""
         ))
     })
 }
@@ -278,7 +371,7 @@ mod tests {
             let by_address = |endpoint: proto::Endpoint| (endpoint.address.clone(), endpoint);
             self.version = response.version;
             match response.update.unwrap() {
-                Response::Unchanged(_) | Response::Roots(_) => {}
+                Response::Unchanged(_) | Response::Roots(_) | Response::Workload(_) => {}
                 Response::Unknown(_) => (self.target, self.endpoints) = (None, BTreeMap::new()),
                 Response::Snapshot(snapshot) => {
                     self.target = Some((
@@ -303,17 +396,25 @@ mod tests {
         }
     }
 
-    fn stream(hub: &Hub) -> Subscriptions {
-        Subscriptions::new(hub.watch_destinations())
+    fn destinations(stream: &Subscriptions) -> Vec<SocketAddr> {
+        let destinations = stream.by_resource.keys();
+        destinations
+            .map(|resource| match resource {
+                Resource::Destination(address) => *address,
+                other => panic!("{other:?} was not subscribed to"),
+            })
+            .collect()
     }
 
-    fn subscribe(destination: SocketAddr, known_version: &str) -> proto::DiscoverRequest {
-        let subscribe = proto::Subscribe {
-            destination: destination.to_string(),
+    fn stream(hub: &Hub) -> Subscriptions {
+        Subscriptions::new(hub.watch_resources(), None)
+    }
+
+    fn subscribe(destination: SocketAddr, known_version: &str) -> proto::Subscribe {
+        proto::Subscribe {
+            name: destination.to_string(),
             known_version: known_version.to_owned(),
-        };
-        proto::DiscoverRequest {
-            action: Some(Action::Subscribe(subscribe)),
+            ..proto::Subscribe::default()
         }
     }
 
@@ -325,7 +426,7 @@ mod tests {
         for _ in 0..at_most {
             if let Some(response) = stream.next_response() {
                 received
-                    .entry(response.destination.parse().unwrap())
+                    .entry(response.name.parse().unwrap())
                     .or_default()
                     .apply(response);
             }
@@ -342,18 +443,18 @@ mod tests {
                 match chance.0.u8(..12) {
                     // A stream that is lost, and resumes with what it has.
                     0 => {
-                        let subscribed: Vec<SocketAddr> = slow.by_address.keys().copied().collect();
+                        let subscribed: Vec<SocketAddr> = destinations(&slow);
                         slow = stream(&hub);
                         for destination in subscribed {
                             let known = received
                                 .get(&destination)
                                 .map_or("", |received: &ProxyState| &received.version);
-                            slow.apply(subscribe(destination, known)).unwrap();
+                            slow.subscribe(subscribe(destination, known)).unwrap();
                         }
                     }
                     1..4 => {
                         let all = Chance::destinations();
-                        slow.apply(subscribe(all[chance.0.usize(..all.len())], ""))
+                        slow.subscribe(subscribe(all[chance.0.usize(..all.len())], ""))
                             .unwrap();
                     }
                     4..6 => read(&mut slow, &mut received, step % 4),
@@ -362,8 +463,8 @@ mod tests {
             }
             read(&mut slow, &mut received, 1000);
             let (mut fresh, mut expected) = (stream(&hub), BTreeMap::new());
-            for destination in slow.by_address.keys() {
-                fresh.apply(subscribe(*destination, "")).unwrap();
+            for destination in destinations(&slow) {
+                fresh.subscribe(subscribe(destination, "")).unwrap();
             }
             read(&mut fresh, &mut expected, 1000);
             assert_eq!(received, expected, "seed {seed}");
@@ -373,15 +474,15 @@ mod tests {
     #[test]
     fn accepts_only_addresses_with_port_as_destinations() {
         assert_eq!(
-            parse("10.96.0.7:80").unwrap(),
+            parse_destination("10.96.0.7:80").unwrap(),
             "10.96.0.7:80".parse().unwrap()
         );
         assert_eq!(
-            parse("[fd00::7]:80").unwrap(),
+            parse_destination("[fd00::7]:80").unwrap(),
             "[fd00::7]:80".parse().unwrap()
         );
         assert_eq!(
-            parse("[::ffff:10.96.0.7]:80").unwrap(),
+            parse_destination("[::ffff:10.96.0.7]:80").unwrap(),
             "10.96.0.7:80".parse().unwrap()
         );
         for text in [
@@ -392,7 +493,7 @@ mod tests {
             "10.96.0.7:80 ",
             "fd00::7:80",
         ] {
-            let status = parse(text).unwrap_err();
+            let status = parse_destination(text).unwrap_err();
             assert_eq!(status.code(), tonic::Code::InvalidArgument);
             assert!(
                 status.message().contains(&format!("{text:?}")),

@@ -3,9 +3,10 @@
 use std::net::SocketAddr;
 
 use diy_mesh_proto::mesh::v1 as proto;
+use proto::discover_response::Update;
 
-use crate::index::object::{Key, ServicePort, TargetPort};
-use crate::index::state::{Delta, Endpoint, Target, TargetKind};
+use crate::index::object::{Inbound, Key, ServicePort, TargetPort};
+use crate::index::state::{Delta, Endpoint, State, TargetKind};
 use crate::index::view::{EndpointView, ServiceView};
 
 /// A Service. One that does not exist has a name only and is marked as deleted.
@@ -33,14 +34,18 @@ pub(super) fn service(key: &Key, view: Option<&ServiceView>) -> proto::Service {
     message
 }
 
-/// The whole state of a destination.
-pub(super) fn snapshot(target: &Target) -> proto::Snapshot {
+/// The whole state of a resource.
+pub(super) fn whole(state: &State) -> Update {
+    let Some(target) = &state.target else {
+        return Update::Unknown(proto::Unknown {});
+    };
     let (kind, unknown_port, ports) = match &target.kind {
+        TargetKind::Workload(inbound) => return Update::Workload(workload(inbound)),
         TargetKind::Service => (proto::snapshot::Kind::Service, false, &[][..]),
         TargetKind::UnknownPort(ports) => (proto::snapshot::Kind::Service, true, ports.as_slice()),
         TargetKind::Pod => (proto::snapshot::Kind::Pod, false, &[][..]),
     };
-    proto::Snapshot {
+    Update::Snapshot(proto::Snapshot {
         kind: kind.into(),
         namespace: target.key.namespace.to_string(),
         name: target.key.name.to_string(),
@@ -48,10 +53,36 @@ pub(super) fn snapshot(target: &Target) -> proto::Snapshot {
         endpoints: target.endpoints.iter().map(endpoint).collect(),
         unknown_port,
         ports: ports.iter().map(|port| (*port).into()).collect(),
+    })
+}
+
+fn workload(inbound: &Inbound) -> proto::Workload {
+    let mode = match inbound.strict {
+        true => proto::workload::InboundMode::Strict,
+        false => proto::workload::InboundMode::Permissive,
+    };
+    let opaque = inbound.opaque_ports.iter();
+    let ports = inbound.ports.iter();
+    proto::Workload {
+        inbound_mode: mode.into(),
+        opaque_ports: opaque
+            .map(|range| proto::workload::PortRange {
+                first: (*range.start()).into(),
+                last: (*range.end()).into(),
+            })
+            .collect(),
+        allow_connect: inbound.allow_connect,
+        ports: ports
+            .map(|port| proto::workload::Port {
+                name: port.name.to_string(),
+                port: port.port.into(),
+                protocol: port.protocol.name().to_owned(),
+            })
+            .collect(),
     }
 }
 
-/// The difference between two states of a destination.
+/// The difference between two states of a resource.
 pub(super) fn delta(delta: &Delta) -> proto::Delta {
     proto::Delta {
         upserted: delta.upserted.iter().map(endpoint).collect(),

@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use diy_mesh_proto::mesh::v1 as proto;
+use diy_mesh_proto::{CAPABILITIES_METADATA, CAPABILITY_BACKEND, CAPABILITY_SELF};
 use diy_mesh_runtime::metrics::Active;
 use futures::Stream;
 use proto::service_mesh_service_server::{
@@ -24,7 +25,7 @@ use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
-use tonic::metadata::MetadataMap;
+use tonic::metadata::{Ascii, MetadataMap, MetadataValue};
 use tonic::transport::Server;
 use tonic::{Request, Response, Status, Streaming};
 use tonic_health::ServingStatus;
@@ -194,9 +195,10 @@ impl ServiceMeshService for Mesh {
             ..
         } = self.context.clone();
         let proxy = proxies.connect(&caller, SystemTime::now());
-        Ok(self.stream(|responses| async move {
+        let capabilities = capabilities(&caller);
+        let mut response = self.stream(|responses| async move {
             let _open = open;
-            let subscriptions = Subscriptions::new(hub.watch_destinations());
+            let subscriptions = Subscriptions::new(hub.watch_resources(), caller.pod);
             discover::run(
                 subscriptions,
                 trust,
@@ -206,8 +208,18 @@ impl ServiceMeshService for Mesh {
                 &responses,
             )
             .await
-        }))
+        });
+        let metadata = response.metadata_mut();
+        metadata.insert(CAPABILITIES_METADATA, capabilities);
+        Ok(response)
     }
+}
+
+/// What this controller announces: `self` only to a client that it can name a pod of.
+fn capabilities(caller: &Caller) -> MetadataValue<Ascii> {
+    let of_pod = caller.pod.as_ref().map(|_| CAPABILITY_SELF);
+    let all: Vec<&str> = of_pod.into_iter().chain([CAPABILITY_BACKEND]).collect();
+    MetadataValue::try_from(all.join(",")).expect("capabilities are ASCII words")
 }
 
 impl Mesh {

@@ -310,7 +310,7 @@ mod tests {
             zone: "".into(),
             identity: Some("spiffe://cluster.local/ns/shop/sa/web".into()),
             bypassed: Vec::new(),
-            opaque_ports: Box::default(),
+            inbound: Default::default(),
         }))
     }
 

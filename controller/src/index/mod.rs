@@ -15,8 +15,8 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use object::{
-    Change, Key, Kind, Object, Pod, PodReference, Service, ServicePort, Slice, SliceEndpoint,
-    Transport,
+    Change, Key, Kind, Object, Pod, PodReference, Resource, Service, ServicePort, Slice,
+    SliceEndpoint, Transport,
 };
 use state::{Endpoint, State, Target, TargetKind};
 use view::ServiceView;
@@ -42,6 +42,8 @@ pub struct Touched {
     pub services: BTreeSet<Key>,
     /// Addresses with possibly changed destinations.
     pub addresses: BTreeSet<IpAddr>,
+    /// Pods with possibly changed inbound configuration.
+    pub pods: BTreeSet<Key>,
 }
 
 impl Index {
@@ -61,6 +63,15 @@ impl Index {
                     self.set(object, touched);
                 }
             }
+        }
+    }
+
+    /// Resolves a resource.
+    pub fn state(&self, resource: &Resource) -> State {
+        match resource {
+            Resource::Destination(address) => self.resolve(*address),
+            Resource::Backend(service, port) => State::new(self.backend(service, *port)),
+            Resource::Workload(pod, uid) => State::new(self.workload(pod, uid)),
         }
     }
 
@@ -122,18 +133,38 @@ impl Index {
         }
     }
 
-    /// Only TCP is redirected: ports of other transports are not destinations.
     fn service_target(&self, destination: SocketAddr) -> Option<Target> {
         let service = &self.services[self.services_at.get(&destination.ip())?.first()?];
-        let port = service
-            .ports
-            .iter()
-            .find(|port| port.port == destination.port() && port.protocol == Transport::Tcp)?;
+        self.service_port(service, destination.port(), destination.is_ipv6())
+    }
+
+    /// A Service port in the primary family of the Service.
+    fn backend(&self, service: &Key, port: u16) -> Option<Target> {
+        let service = self.services.get(service)?;
+        let primary = service.cluster_ips.first();
+        self.service_port(service, port, primary.is_some_and(IpAddr::is_ipv6))
+    }
+
+    /// Only TCP is redirected: there are no targets of other transports.
+    fn service_port(&self, service: &Service, port: u16, ipv6: bool) -> Option<Target> {
+        let mut ports = service.ports.iter();
+        let port = ports.find(|other| other.port == port && other.protocol == Transport::Tcp)?;
         Some(Target {
             kind: TargetKind::Service,
             key: service.key.clone(),
             app_protocol: port.app_protocol.clone(),
-            endpoints: self.endpoints(service, &port.name, destination.is_ipv6()),
+            endpoints: self.endpoints(service, &port.name, ipv6),
+        })
+    }
+
+    /// The inbound configuration of a meshed pod, not of another one with its name.
+    fn workload(&self, pod: &Key, uid: &str) -> Option<Target> {
+        let pod = self.pods.get(pod)?;
+        (pod.identity.is_some() && *pod.uid == *uid).then(|| Target {
+            kind: TargetKind::Workload(pod.inbound.clone()),
+            key: pod.key.clone(),
+            app_protocol: String::new(),
+            endpoints: Vec::new(),
         })
     }
 
@@ -318,6 +349,7 @@ impl Index {
         if same_readiness.as_ref() == new {
             return;
         }
+        touched.pods.insert(key.clone());
         let ips = |pod: Option<&Pod>| pod.map_or(vec![], |pod| pod.addresses.clone());
         relink(&mut self.pods_at, key, ips(old.as_ref()), ips(new), touched);
         for slice in self.slices_of_pod.get(key).into_iter().flatten() {

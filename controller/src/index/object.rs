@@ -2,7 +2,7 @@
 //! types of Kubernetes or gRPC.
 
 use std::fmt;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
@@ -71,6 +71,17 @@ pub enum Change {
     Delete(Kind, Key),
     /// All objects of a kind. Others are deleted.
     Reset(Kind, Vec<Object>),
+}
+
+/// A resource that proxies subscribe to.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Resource {
+    /// The target of the connections to an address.
+    Destination(SocketAddr),
+    /// The endpoints of a Service port.
+    Backend(Key, u16),
+    /// The inbound configuration of a pod, by its key and its UID.
+    Workload(Key, Arc<str>),
 }
 
 /// One object of the catalog.
@@ -234,8 +245,33 @@ pub struct Pod {
     pub identity: Option<Arc<str>>,
     /// The ports that are not redirected to the proxy of a meshed pod.
     pub bypassed: Vec<RangeInclusive<u16>>,
-    /// The ports that the pod declares opaque.
+    /// The inbound configuration of its proxy.
+    pub inbound: Inbound,
+}
+
+/// The inbound configuration of a meshed pod, from the arguments of its proxy: the injector wrote
+/// them, and they are immutable.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Inbound {
+    /// Only authenticated peers are accepted.
+    pub strict: bool,
+    /// The application accepts CONNECT requests.
+    pub allow_connect: bool,
+    /// The ports that are copied without detection.
     pub opaque_ports: Box<[RangeInclusive<u16>]>,
+    /// The ports that the containers declare.
+    pub ports: Box<[ContainerPort]>,
+}
+
+/// A port that a container declares.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ContainerPort {
+    /// The name, or empty.
+    pub name: Arc<str>,
+    /// The number.
+    pub port: u16,
+    /// The transport.
+    pub protocol: Transport,
 }
 
 impl Pod {
@@ -248,6 +284,9 @@ impl Pod {
 
     /// Whether the pod declares a port opaque.
     pub fn is_opaque_at(&self, port: u16) -> bool {
-        self.opaque_ports.iter().any(|ports| ports.contains(&port))
+        self.inbound
+            .opaque_ports
+            .iter()
+            .any(|ports| ports.contains(&port))
     }
 }

@@ -1,22 +1,22 @@
-//! The state of a destination, its version, and the difference between two states. Pure values.
+//! The state of a resource, its version, and the difference between two states. Pure values.
 
 use std::cmp::Ordering;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use super::object::Key;
+use super::object::{Inbound, Key};
 use super::version::{Digest, Version};
 
-/// The state of a destination.
+/// The state of a resource.
 #[derive(Clone, Debug, PartialEq)]
 pub struct State {
     /// The version.
     pub version: Version,
-    /// The target. `None`: neither a Service nor a pod.
+    /// The target. `None`: neither a Service nor a pod, or a pod that is not meshed.
     pub target: Option<Target>,
 }
 
-/// The target of a destination.
+/// The target of a resource.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Target {
     /// A Service or a pod.
@@ -38,6 +38,8 @@ pub enum TargetKind {
     UnknownPort(Vec<u16>),
     /// A pod by its own IP.
     Pod,
+    /// The inbound configuration of a pod.
+    Workload(Inbound),
 }
 
 /// One endpoint of a target.
@@ -76,7 +78,7 @@ pub enum Update {
 }
 
 impl State {
-    /// The state of a destination with this target.
+    /// The state of a resource with this target.
     pub fn new(target: Option<Target>) -> State {
         State {
             version: version(target.as_ref()),
@@ -130,7 +132,11 @@ fn version(target: Option<&Target>) -> Version {
         TargetKind::Service => "service",
         TargetKind::UnknownPort(_) => "unknown port",
         TargetKind::Pod => "pod",
+        TargetKind::Workload(_) => "workload",
     });
+    if let TargetKind::Workload(inbound) = &target.kind {
+        digest_inbound(&mut digest, inbound);
+    }
     if let TargetKind::UnknownPort(ports) = &target.kind {
         digest.number(ports.len() as u64);
         ports.iter().for_each(|port| digest.number((*port).into()));
@@ -148,6 +154,21 @@ fn version(target: Option<&Target>) -> Version {
         digest.number(endpoint.opaque.into());
     }
     digest.finish()
+}
+
+fn digest_inbound(digest: &mut Digest, inbound: &Inbound) {
+    digest.number(u64::from(inbound.strict) | u64::from(inbound.allow_connect) << 1);
+    digest.number(inbound.opaque_ports.len() as u64);
+    for ports in &inbound.opaque_ports {
+        digest.number((*ports.start()).into());
+        digest.number((*ports.end()).into());
+    }
+    digest.number(inbound.ports.len() as u64);
+    for port in &inbound.ports {
+        digest.text(&port.name);
+        digest.number(port.port.into());
+        digest.text(port.protocol.name());
+    }
 }
 
 #[cfg(test)]

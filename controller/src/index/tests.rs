@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::object::{ServicePort, SlicePort, TargetPort};
+use super::object::{Inbound, ServicePort, SlicePort, TargetPort};
 use super::state::{Delta, Update};
 use super::*;
 
@@ -90,7 +90,7 @@ fn pod(name: &str, addresses: &[&str]) -> Pod {
         zone: "".into(),
         identity: Some("spiffe://cluster.local/ns/shop/sa/web".into()),
         bypassed: Vec::new(),
-        opaque_ports: Box::default(),
+        inbound: Default::default(),
     }
 }
 
@@ -153,7 +153,10 @@ fn resolves_each_port_and_family_to_its_endpoints() {
 fn endpoints_have_the_opaque_ports_of_their_pod() {
     let declares = |ports: &[std::ops::RangeInclusive<u16>]| {
         Object::Pod(Pod {
-            opaque_ports: ports.into(),
+            inbound: Inbound {
+                opaque_ports: ports.into(),
+                ..Inbound::default()
+            },
             ..pod("p", &["10.0.0.1"])
         })
     };

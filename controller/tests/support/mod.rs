@@ -9,10 +9,12 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use diy_mesh_controller::authority::TrustSender;
 use diy_mesh_controller::config::{Authenticator, Ca, Catalog};
 use diy_mesh_controller::{Config, Controller, Error};
+use diy_mesh_proto::CAPABILITIES_METADATA;
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::mesh::v1::service_mesh_service_client::ServiceMeshServiceClient;
 use jsonwebtoken::jwk::{Jwk, JwkSet};
 use jsonwebtoken::{Algorithm, EncodingKey, Header};
+use proto::ResourceType;
 use proto::discover_request::Action;
 use proto::discover_response::Update;
 use serde_json::{Value, json};
@@ -276,33 +278,50 @@ impl Client {
 
     pub async fn try_discover(&mut self) -> Result<Discover, Status> {
         let (requests, stream) = mpsc::channel(16);
-        let answers = self
+        let answer = self
             .client
             .discover(self.request(ReceiverStream::new(stream)))
-            .await?
-            .into_inner();
-        Ok(Discover { requests, answers })
+            .await?;
+        let capabilities = answer.metadata().get(CAPABILITIES_METADATA);
+        let capabilities = capabilities.unwrap().to_str().unwrap().to_owned();
+        Ok(Discover {
+            requests,
+            capabilities,
+            answers: answer.into_inner(),
+        })
     }
 }
 
 /// An open Discover stream.
 pub struct Discover {
     pub requests: mpsc::Sender<proto::DiscoverRequest>,
+    pub capabilities: String,
     pub answers: Streaming<proto::DiscoverResponse>,
 }
 
 impl Discover {
     pub async fn subscribe(&self, destination: &str, known_version: &str) {
         let subscribe = proto::Subscribe {
-            destination: destination.into(),
+            name: destination.into(),
             known_version: known_version.into(),
+            ..proto::Subscribe::default()
+        };
+        self.send(Action::Subscribe(subscribe)).await;
+    }
+
+    pub async fn subscribe_to(&self, kind: ResourceType, name: &str) {
+        let subscribe = proto::Subscribe {
+            name: name.into(),
+            r#type: kind.into(),
+            ..proto::Subscribe::default()
         };
         self.send(Action::Subscribe(subscribe)).await;
     }
 
     pub async fn unsubscribe(&self, destination: &str) {
         self.send(Action::Unsubscribe(proto::Unsubscribe {
-            destination: destination.into(),
+            name: destination.into(),
+            ..proto::Unsubscribe::default()
         }))
         .await;
     }
@@ -359,8 +378,23 @@ pub fn say(answer: &proto::DiscoverResponse) -> String {
         Update::Unchanged(_) => "unchanged".into(),
         Update::Unknown(_) => "unknown".into(),
         Update::Roots(_) => "roots".into(),
+        Update::Workload(workload) => {
+            let opaque = workload.opaque_ports.iter();
+            let opaque: Vec<String> = opaque
+                .map(|ports| format!("{}-{}", ports.first, ports.last))
+                .collect();
+            let ports = workload.ports.iter();
+            let ports: Vec<String> = ports
+                .map(|port| format!("{}:{}/{}", port.name, port.port, port.protocol))
+                .collect();
+            format!(
+                "workload {} connect {} opaque {opaque:?} ports {ports:?}",
+                workload.inbound_mode().as_str_name(),
+                workload.allow_connect
+            )
+        }
     };
-    format!("{}: {what}", answer.destination)
+    format!("{}: {what}", answer.name)
 }
 
 /// A Service `shop/web` on port 80, its pods at these addresses, and one slice of them.

@@ -4,15 +4,18 @@ use std::future::Future;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
+use diy_mesh_proto::CAPABILITIES_METADATA;
 use diy_mesh_proto::mesh::v1 as proto;
 use proto::discover_request::Action;
 use proto::discover_response::Update;
 use proto::service_mesh_service_server::{ServiceMeshService, ServiceMeshServiceServer};
 use proto::{
-    DiscoverRequest, DiscoverResponse, ProxyStatus, SignCertificateRequest, SignCertificateResponse,
+    DiscoverRequest, DiscoverResponse, ProxyStatus, ResourceType, SignCertificateRequest,
+    SignCertificateResponse,
 };
 use rcgen::CertificateSigningRequestParams;
 use tokio::net::TcpListener;
@@ -21,6 +24,7 @@ use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
 use tokio_util::sync::CancellationToken;
+use tonic::metadata::MetadataValue;
 use tonic::transport::{Identity, Server, ServerTlsConfig};
 use tonic::{Request, Response, Status, Streaming};
 
@@ -44,6 +48,8 @@ pub(crate) struct FakeController {
     pub address: SocketAddr,
     /// How it issues certificates; `None` rejects requests as unavailable.
     pub signing: Arc<Mutex<Option<Signing>>>,
+    /// Whether it announces that it sends the inbound configuration of the proxy's pod.
+    pub announces_self: Arc<AtomicBool>,
     streams: mpsc::Receiver<FakeStream>,
     stop: CancellationToken,
     server: JoinHandle<()>,
@@ -67,6 +73,7 @@ pub(crate) struct FakeStream {
 struct FakeService {
     streams: mpsc::Sender<FakeStream>,
     signing: Arc<Mutex<Option<Signing>>>,
+    announces_self: Arc<AtomicBool>,
 }
 
 impl FakeController {
@@ -99,10 +106,12 @@ impl FakeController {
         let address = listener.local_addr().expect("bound");
         let (sender, streams) = mpsc::channel(16);
         let (stop, signing) = (CancellationToken::new(), Arc::default());
+        let announces_self = Arc::default();
         let stopped = stop.clone().cancelled_owned();
         let service = FakeService {
             streams: sender,
             signing: Arc::clone(&signing),
+            announces_self: Arc::clone(&announces_self),
         };
         let server = server
             .add_service(ServiceMeshServiceServer::new(service))
@@ -111,6 +120,7 @@ impl FakeController {
         Self {
             address,
             signing,
+            announces_self,
             streams,
             stop,
             server,
@@ -142,10 +152,19 @@ impl FakeStream {
     /// roots".
     pub async fn request(&mut self) -> String {
         match self.action().await {
-            Action::Subscribe(subscribe) => {
-                format!("+{}@{}", subscribe.destination, subscribe.known_version)
+            Action::Subscribe(subscribe) if subscribe.r#type() == ResourceType::Self_ => {
+                format!("+self@{}", subscribe.known_version)
             }
-            Action::Unsubscribe(unsubscribe) => format!("-{}", unsubscribe.destination),
+            Action::Subscribe(subscribe) => {
+                format!("+{}@{}", subscribe.name, subscribe.known_version)
+            }
+            Action::Unsubscribe(unsubscribe) => format!("-{}", unsubscribe.name),
+            Action::Acknowledgement(acknowledgement) => format!(
+                "{}@{} {:?}",
+                acknowledgement.r#type().as_str_name(),
+                acknowledgement.version,
+                acknowledgement.rejection
+            ),
             Action::Status(status) => format!("={}", status.roots_version),
         }
     }
@@ -167,11 +186,16 @@ impl FakeStream {
     }
 
     pub async fn respond(&self, destination: &str, version: &str, update: Update) {
-        let response = DiscoverResponse {
-            destination: destination.to_owned(),
+        self.send(DiscoverResponse {
+            name: destination.to_owned(),
             version: version.to_owned(),
             update: Some(update),
-        };
+            ..DiscoverResponse::default()
+        })
+        .await;
+    }
+
+    pub async fn send(&self, response: DiscoverResponse) {
         soon(self.responses.send(Ok(response)))
             .await
             .expect("the stream is open");
@@ -206,7 +230,13 @@ impl ServiceMeshService for FakeService {
             .send(stream)
             .await
             .map_err(|_| Status::unavailable("the test has ended"))?;
-        Ok(Response::new(ReceiverStream::new(outgoing)))
+        let mut response = Response::new(ReceiverStream::new(outgoing));
+        if self.announces_self.load(Ordering::SeqCst) {
+            let capabilities = MetadataValue::from_static("later, self");
+            let metadata = response.metadata_mut();
+            metadata.insert(CAPABILITIES_METADATA, capabilities);
+        }
+        Ok(response)
     }
 
     async fn get_services(

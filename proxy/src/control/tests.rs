@@ -351,10 +351,15 @@ async fn follows_root_rotation_and_reports_status_on_a_new_stream() {
     stream.respond("", "old", roots(&[&old], &old, 0)).await;
     assert_eq!(stream.request().await, "=old");
     proxy.has_certificate(true).await;
-    // Invalid roots are ignored and not acknowledged.
+    // Invalid roots are rejected.
     stream
         .respond("", "none", Update::Roots(proto::Roots::default()))
         .await;
+    let rejected = stream.request().await;
+    assert!(
+        rejected.starts_with("RESOURCE_TYPE_ROOTS@none \"no certificate"),
+        "{rejected}"
+    );
     stream
         .respond("", "both", roots(&[&old, &new], &old, 0))
         .await;

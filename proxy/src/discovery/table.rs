@@ -9,7 +9,7 @@ use std::time::Duration;
 use diy_mesh_proto::mesh::v1::discover_request::Action;
 use diy_mesh_proto::mesh::v1::discover_response::Update;
 use diy_mesh_proto::mesh::v1::{
-    DiscoverRequest, DiscoverResponse, Endpoint, Subscribe, Unsubscribe,
+    DiscoverRequest, DiscoverResponse, Endpoint, ResourceType, Snapshot, Subscribe, Unsubscribe,
 };
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -18,6 +18,9 @@ use super::target::{self, Target};
 
 /// Maximum number of expired meshed destinations that are remembered, about 2 MB.
 const MAX_REMEMBERED: usize = 50_000;
+
+/// Maximum number of endpoints of a destination, about 60 MB.
+const MAX_ENDPOINTS: usize = 200_000;
 
 /// All subscribed destinations, and which expired ones were meshed.
 pub(super) struct Table {
@@ -54,6 +57,8 @@ struct Entry {
     /// Version of the target in `sender`; empty if there is none to resume from.
     version: String,
     phase: Phase,
+    /// The part of a snapshot in several messages that has arrived.
+    partial: Option<Snapshot>,
     /// Whether the target is from the controller.
     settled: bool,
     /// Whether the latest target with endpoints was meshed.
@@ -126,6 +131,7 @@ impl Table {
             sender,
             version: String::new(),
             phase: Phase::Subscribed,
+            partial: None,
             settled: false,
             meshed,
             unused_since: None,
@@ -155,19 +161,16 @@ impl Table {
     /// Applies a response. Reports each invalid part and applies the others. Ignores responses
     /// about expired destinations, which cross the unsubscription on the wire.
     pub fn apply(&mut self, response: DiscoverResponse, report: &mut dyn FnMut(String)) {
-        let DiscoverResponse {
-            destination,
-            version,
-            update,
-        } = response;
-        let Ok(address) = destination.parse::<SocketAddr>() else {
-            return report(format!(
-                "response about {destination:?}, expected ADDRESS:PORT"
-            ));
+        let name = &response.name;
+        if response.r#type != i32::from(ResourceType::Destination) {
+            return report(format!("response about {name:?} of an unknown type"));
+        }
+        let Ok(address) = name.parse::<SocketAddr>() else {
+            return report(format!("response about {name:?}, expected ADDRESS:PORT"));
         };
         let address = target::canonical(address);
         if let Some(entry) = self.entries.get_mut(&address) {
-            entry.apply(address, version, update, &mut |error| {
+            entry.apply(address, response, &mut |error| {
                 report(format!("{address}: {error}"))
             });
         }
@@ -187,6 +190,7 @@ impl Table {
         self.remove_idle(now, idle);
         let resubscribe = |(address, entry): (&SocketAddr, &mut Entry)| {
             entry.phase = Phase::Subscribed;
+            entry.partial = None;
             subscribe(*address, entry)
         };
         self.entries.iter_mut().map(resubscribe).collect()
@@ -259,10 +263,15 @@ impl Entry {
     fn apply(
         &mut self,
         address: SocketAddr,
-        version: String,
-        update: Option<Update>,
+        response: DiscoverResponse,
         report: &mut dyn FnMut(String),
     ) {
+        let DiscoverResponse {
+            version,
+            update,
+            more,
+            ..
+        } = response;
         let mut errors = 0;
         let mut report_part = |error: String| {
             errors += 1;
@@ -271,6 +280,15 @@ impl Entry {
         let mut names_identity = false;
         let next = match update {
             Some(Update::Snapshot(snapshot)) => {
+                let snapshot = self.append(snapshot);
+                if snapshot.endpoints.len() > MAX_ENDPOINTS {
+                    report(format!("snapshot of more than {MAX_ENDPOINTS} endpoints"));
+                    return self.mark_out_of_sync();
+                }
+                if more {
+                    self.partial = Some(snapshot);
+                    return;
+                }
                 let is_meshed = |endpoint: &Endpoint| !endpoint.identity.is_empty();
                 names_identity = snapshot.endpoints.iter().any(is_meshed);
                 target::from_snapshot(address, snapshot, &mut report_part)
@@ -297,7 +315,7 @@ impl Entry {
                 next
             }
             // Sent by a newer controller.
-            Some(Update::Roots(_)) | None => {
+            Some(Update::Roots(_) | Update::Workload(_)) | None => {
                 return report("unknown kind of response".to_owned());
             }
         };
@@ -315,6 +333,17 @@ impl Entry {
         }
     }
 
+    /// Joins the messages of a snapshot.
+    fn append(&mut self, mut next: Snapshot) -> Snapshot {
+        match self.partial.take() {
+            Some(mut snapshot) => {
+                snapshot.endpoints.append(&mut next.endpoints);
+                snapshot
+            }
+            None => next,
+        }
+    }
+
     fn publish(&mut self, target: Target, version: String) {
         if !target.is_without_endpoint() {
             self.meshed = target.is_meshed();
@@ -328,6 +357,7 @@ impl Entry {
     /// Keeps the target until a snapshot arrives, for which no receiver waits.
     fn mark_out_of_sync(&mut self) {
         self.phase = Phase::OutOfSync;
+        self.partial = None;
         self.version = String::new();
         if !self.settled {
             self.sender.send_modify(|_| {});
@@ -342,8 +372,9 @@ impl Entry {
 
 fn subscribe(destination: SocketAddr, entry: &Entry) -> DiscoverRequest {
     let action = Action::Subscribe(Subscribe {
-        destination: destination.to_string(),
+        name: destination.to_string(),
         known_version: entry.version.clone(),
+        ..Subscribe::default()
     });
     DiscoverRequest {
         action: Some(action),
@@ -353,7 +384,8 @@ fn subscribe(destination: SocketAddr, entry: &Entry) -> DiscoverRequest {
 fn unsubscribe(destination: SocketAddr) -> DiscoverRequest {
     DiscoverRequest {
         action: Some(Action::Unsubscribe(Unsubscribe {
-            destination: destination.to_string(),
+            name: destination.to_string(),
+            ..Unsubscribe::default()
         })),
     }
 }
@@ -409,9 +441,10 @@ mod tests {
     fn apply(table: &mut Table, version: &str, update: impl Into<Option<Update>>) -> Vec<String> {
         let mut errors = Vec::new();
         let response = DiscoverResponse {
-            destination: "10.96.0.7:80".to_owned(),
+            name: "10.96.0.7:80".to_owned(),
             version: version.to_owned(),
             update: update.into(),
+            ..DiscoverResponse::default()
         };
         table.apply(response, &mut |error| errors.push(error));
         errors
@@ -438,10 +471,10 @@ mod tests {
             .into_iter()
             .map(|request| match request.action.expect("an action") {
                 Action::Subscribe(subscribe) => {
-                    format!("+{}@{}", subscribe.destination, subscribe.known_version)
+                    format!("+{}@{}", subscribe.name, subscribe.known_version)
                 }
-                Action::Unsubscribe(unsubscribe) => format!("-{}", unsubscribe.destination),
-                Action::Status(status) => format!("={}", status.roots_version),
+                Action::Unsubscribe(unsubscribe) => format!("-{}", unsubscribe.name),
+                other => panic!("the table does not send {other:?}"),
             })
             .collect();
         texts.sort();
@@ -795,9 +828,10 @@ mod tests {
             for update in [snapshot(Kind::Service, &[]), meshed()] {
                 let destination = destination.to_string();
                 let response = DiscoverResponse {
-                    destination,
+                    name: destination,
                     version: "1".to_owned(),
                     update: Some(update),
+                    ..DiscoverResponse::default()
                 };
                 table.apply(response, &mut |error| panic!("{error}"));
             }
@@ -862,14 +896,17 @@ mod tests {
         apply(&mut table, "1", snapshot(Kind::Service, &["10.0.0.1:80"]));
         assert_eq!(apply(&mut table, "2", None).len(), 1);
         let mut errors = Vec::new();
-        let invalid = DiscoverResponse {
-            destination: "nowhere".to_owned(),
+        let invalid = |name: &str, r#type| DiscoverResponse {
+            name: name.to_owned(),
+            r#type,
             ..DiscoverResponse::default()
         };
-        table.apply(invalid, &mut |error| errors.push(error));
+        for response in [invalid("nowhere", 0), invalid("10.96.0.7:80", 77)] {
+            table.apply(response, &mut |error| errors.push(error));
+        }
         assert_eq!(
             (errors.len(), addresses(&receiver)),
-            (1, vec!["10.0.0.1:80".to_owned()])
+            (2, vec!["10.0.0.1:80".to_owned()])
         );
     }
 }

@@ -1,5 +1,7 @@
 //! Discovery against a fake controller in the same process.
 
+use std::sync::atomic::Ordering;
+
 use diy_mesh_proto::mesh::v1 as proto;
 use tokio::task::{JoinHandle, JoinSet};
 
@@ -267,13 +269,13 @@ async fn does_not_wait_for_an_unavailable_controller() {
     let proxy = Running::start(address, timing());
     let mut receiver = soon(proxy.watch(CART)).await.expect("a response");
     assert_eq!(**receiver.borrow(), Target::Unknown);
-    assert!(!*proxy.discovery.connected_once().borrow());
+    assert!(proxy.discovery.unready().borrow().is_some());
     let mut controller = FakeController::start_at(address).await;
     let mut stream = controller.stream().await;
     assert_eq!(stream.request().await, format!("+{CART}@"));
     stream.respond(CART, "1", service(&["10.0.0.1:80"])).await;
     expect(&mut receiver, &["10.0.0.1:80"]).await;
-    assert!(*proxy.discovery.connected_once().borrow());
+    assert_eq!(*proxy.discovery.unready().borrow(), None);
     assert!(proxy.metrics.last_message_age().is_some());
 }
 
@@ -372,6 +374,118 @@ async fn refuses_destinations_over_the_limit() {
     );
 }
 
+/// Waits until the reason why discovery is not ready contains `expected`; empty: until it is ready.
+async fn unready(proxy: &Running, expected: &str) {
+    let mut unready = proxy.discovery.unready();
+    let is_expected = |reason: &Option<String>| match reason {
+        Some(reason) => !expected.is_empty() && reason.contains(expected),
+        None => expected.is_empty(),
+    };
+    drop(soon(unready.wait_for(is_expected)).await.expect(expected));
+}
+
+fn workload(mode: proto::workload::InboundMode) -> Update {
+    Update::Workload(proto::Workload {
+        inbound_mode: mode.into(),
+        ..proto::Workload::default()
+    })
+}
+
+#[tokio::test]
+async fn is_ready_with_the_first_valid_configuration_of_its_pod() {
+    use proto::workload::InboundMode::{Strict, Unspecified};
+    let mut controller = FakeController::start().await;
+    controller.announces_self.store(true, Ordering::SeqCst);
+    let proxy = Running::start(controller.address, timing());
+    let mut stream = controller.stream().await;
+    assert_eq!(stream.request().await, "+self@");
+    unready(&proxy, "no inbound configuration").await;
+    stream.respond("", "1", workload(Unspecified)).await;
+    let rejected = stream.request().await;
+    assert!(
+        rejected.starts_with("RESOURCE_TYPE_SELF@1 \"inbound mode 0"),
+        "{rejected}"
+    );
+    unready(&proxy, "inbound configuration rejected: inbound mode 0").await;
+    assert_eq!(*proxy.discovery.policy().borrow(), None);
+    stream.respond("", "2", workload(Strict)).await;
+    assert_eq!(stream.request().await, "RESOURCE_TYPE_SELF@2 \"\"");
+    unready(&proxy, "").await;
+    // It stays in force, and the proxy ready, whatever the next stream says.
+    drop(stream);
+    let mut stream = controller.stream().await;
+    assert_eq!(stream.request().await, "+self@2");
+    stream.respond("", "3", workload(Unspecified)).await;
+    let rejected = stream.request().await;
+    assert!(rejected.starts_with("RESOURCE_TYPE_SELF@3"), "{rejected}");
+    assert_eq!(*proxy.discovery.unready().borrow(), None);
+    let policy = proxy.discovery.policy().borrow().clone().unwrap();
+    assert!(policy.strict);
+}
+
+#[tokio::test]
+async fn is_ready_without_configuration_if_the_controller_sends_none() {
+    let mut controller = FakeController::start().await;
+    let proxy = Running::start(controller.address, timing());
+    let _watching = proxy.watch(CART);
+    let mut stream = controller.stream().await;
+    unready(&proxy, "").await;
+    assert_eq!(stream.request().await, format!("+{CART}@"));
+    assert_eq!(*proxy.discovery.policy().borrow(), None);
+}
+
+#[tokio::test]
+async fn rejects_invalid_roots_with_a_reason() {
+    let mut controller = FakeController::start().await;
+    let _proxy = Running::start(controller.address, timing());
+    let mut stream = controller.stream().await;
+    let garbage = proto::Roots {
+        pem: b"garbage".to_vec(),
+        ..proto::Roots::default()
+    };
+    stream.respond("", "1", Update::Roots(garbage)).await;
+    let rejected = stream.request().await;
+    assert!(
+        rejected.starts_with("RESOURCE_TYPE_ROOTS@1 ") && !rejected.ends_with("\"\""),
+        "{rejected}"
+    );
+}
+
+#[tokio::test]
+async fn snapshot_in_several_messages_applies_when_the_last_has_arrived() {
+    let mut controller = FakeController::start().await;
+    let proxy = Running::start(controller.address, timing());
+    let watching = proxy.watch(CART);
+    let mut stream = controller.stream().await;
+    assert_eq!(stream.request().await, format!("+{CART}@"));
+    let chunk = |endpoint: &str, more| DiscoverResponse {
+        name: CART.to_owned(),
+        version: "1".to_owned(),
+        update: Some(service(&[endpoint])),
+        more,
+        ..DiscoverResponse::default()
+    };
+    stream.send(chunk("10.0.0.1:80", true)).await;
+    stream.send(chunk("10.0.0.2:80", true)).await;
+    // A lost stream begins anew.
+    drop(stream);
+    let mut stream = controller.stream().await;
+    assert_eq!(stream.request().await, format!("+{CART}@"));
+    stream.send(chunk("10.0.0.3:80", true)).await;
+    assert!(!watching.is_finished());
+    stream.send(chunk("10.0.0.4:80", false)).await;
+    let mut receiver = soon(watching).await.expect("a response");
+    expect(&mut receiver, &["10.0.0.3:80", "10.0.0.4:80"]).await;
+    stream
+        .respond(CART, "2", delta(&["10.0.0.5:80"], &[]))
+        .await;
+    expect(
+        &mut receiver,
+        &["10.0.0.3:80", "10.0.0.4:80", "10.0.0.5:80"],
+    )
+    .await;
+}
+
 #[tokio::test]
 async fn each_attempt_sends_the_current_token() {
     let path = std::env::temp_dir().join(format!("diy-sm-discovery-token-{}", std::process::id()));
@@ -384,7 +498,7 @@ async fn each_attempt_sends_the_current_token() {
         }
     })
     .await;
-    assert!(!*proxy.discovery.connected_once().borrow());
+    assert!(proxy.discovery.unready().borrow().is_some());
     for token in ["first", "second"] {
         // Atomically, as the kubelet does.
         let next = path.with_extension("next");
@@ -420,9 +534,8 @@ async fn task_ends_with_the_last_handle_and_off_returns_unknown() {
     soon(driver).await.expect("the task ends");
     let off = Discovery::off();
     let receiver = off.watch(address(CART)).await;
-    assert!(
-        off.is_off() && **receiver.borrow() == Target::Unknown && *off.connected_once().borrow()
-    );
+    assert!(off.is_off() && **receiver.borrow() == Target::Unknown);
+    assert_eq!(*off.unready().borrow(), None);
 }
 
 #[tokio::test]

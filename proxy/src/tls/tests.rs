@@ -206,12 +206,7 @@ impl Pair {
         let wire = Rc::new(RefCell::new(Vec::new()));
         let cut = CancellationToken::new();
         tokio::task::spawn_local(tap(wire_listener, address, wire.clone(), cut.clone()));
-        let opaque = inbound
-            .worker
-            .config
-            .policy
-            .opaque_ports
-            .contains(app.port());
+        let opaque = inbound.worker.policy().opaque_ports.contains(app.port());
         let endpoint = EndpointInfo {
             identity: Some(CART.parse().unwrap()),
             opaque,
