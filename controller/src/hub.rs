@@ -1,10 +1,11 @@
 //! The hub: subscriptions to resources and Services, and their pending notifications. Between
 //! the index and the gRPC streams.
 //!
-//! Per changed resource, the state is computed once. Per subscriber, the topic is added to its
+//! Per changed resource, the state is computed and encoded once. Per subscriber, the topic is added to its
 //! queue. A queue contains each topic once: a slow reader gets the latest state, and queues stay
 //! bounded.
 
+mod published;
 mod queue;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
@@ -13,16 +14,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
+use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
 use crate::index::object::{Change, Key, Kind, Resource};
-use crate::index::state::State;
 use crate::index::view::ServiceView;
 use crate::index::{Index, Touched};
+pub use published::Published;
 use queue::Queue;
 
 /// The maximum number of changes that are applied under one lock.
 const MAX_BATCH: usize = 1024;
+/// Minimum time between two publications, which merges the changes of a rollout.
+const PUBLICATION_INTERVAL: Duration = Duration::from_millis(100);
 /// Time that a call waits for a synced catalog.
 const SYNC_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -64,7 +68,7 @@ struct Inner {
 
 /// A resource with subscribers.
 struct Watched {
-    state: Arc<State>,
+    published: Arc<Published>,
     subscribers: HashMap<u64, Arc<Queue<Resource>>>,
 }
 
@@ -91,26 +95,44 @@ impl Default for Hub {
 }
 
 impl Hub {
-    /// Applies the changes of a catalog until it ends.
+    /// Applies the changes of a catalog until it ends. Subscribers are notified of a change at once,
+    /// and of the changes that follow it within an interval together.
     pub async fn follow(&self, mut changes: mpsc::Receiver<Change>) {
-        let mut batch = Vec::new();
-        while changes.recv_many(&mut batch, MAX_BATCH).await > 0 {
-            self.apply(batch.drain(..));
+        let (mut batch, mut touched) = (Vec::new(), Touched::default());
+        let mut next_publication = Instant::now();
+        loop {
+            tokio::select! {
+                count = changes.recv_many(&mut batch, MAX_BATCH) => {
+                    if count == 0 {
+                        return self.lock().publish(&touched);
+                    }
+                    self.update(batch.drain(..), &mut touched);
+                }
+                () = sleep_until(next_publication), if touched != Touched::default() => {
+                    self.lock().publish(&std::mem::take(&mut touched));
+                    next_publication = Instant::now() + PUBLICATION_INTERVAL;
+                }
+            }
         }
     }
 
     /// Applies changes and notifies the subscribers of the affected topics.
     pub fn apply(&self, changes: impl IntoIterator<Item = Change>) {
+        let mut touched = Touched::default();
+        self.update(changes, &mut touched);
+        self.lock().publish(&touched);
+    }
+
+    /// Applies changes and adds the affected topics to `touched`.
+    fn update(&self, changes: impl IntoIterator<Item = Change>, touched: &mut Touched) {
         let mut listed = BTreeSet::new();
         let mut inner = self.lock();
-        let mut touched = Touched::default();
         for change in changes {
             if let Change::Reset(kind, _) = &change {
                 listed.insert(*kind);
             }
-            inner.index.apply(change, &mut touched);
+            inner.index.apply(change, touched);
         }
-        inner.publish(&touched);
         self.meshed.send_if_modified(|meshed| {
             let now = inner.index.meshed_namespaces().cloned().collect();
             std::mem::replace(meshed, now) != *meshed
@@ -280,8 +302,8 @@ impl Inner {
         let affected = self.resources.range_mut(first..);
         for (resource, watched) in affected.take_while(|(resource, _)| is_affected(resource)) {
             let state = self.index.state(resource);
-            if state.version != watched.state.version {
-                watched.state = Arc::new(state);
+            if state.version != watched.published.state.version {
+                watched.published = Arc::new(watched.published.successor(state));
                 let subscribers = watched.subscribers.values();
                 subscribers.for_each(|queue| queue.push(resource.clone()));
             }
@@ -312,7 +334,7 @@ impl Resources {
         let watched = resources
             .entry(resource.clone())
             .or_insert_with(|| Watched {
-                state: Arc::new(index.state(resource)),
+                published: Arc::new(Published::new(index.state(resource))),
                 subscribers: HashMap::new(),
             });
         watched.subscribers.insert(self.id, self.queue.clone());
@@ -333,7 +355,7 @@ impl Resources {
     }
 
     /// The next notification: a resource and its current state.
-    pub fn next(&self) -> Option<(Resource, Arc<State>)> {
+    pub fn next(&self) -> Option<(Resource, Arc<Published>)> {
         loop {
             let resource = self.queue.pop()?;
             let inner = self.hub.lock();
@@ -341,7 +363,7 @@ impl Resources {
             if let Some(watched) = inner.resources.get(&resource)
                 && watched.subscribers.contains_key(&self.id)
             {
-                return Some((resource, watched.state.clone()));
+                return Some((resource, watched.published.clone()));
             }
         }
     }
@@ -466,12 +488,43 @@ mod tests {
             ]);
         }
         reader.wait().await;
-        let (_, state) = reader.next().unwrap();
-        assert_eq!(state.target.as_ref().unwrap().key, Key::new("shop", "p999"));
+        let (_, published) = reader.next().unwrap();
+        assert_eq!(
+            published.state.target.as_ref().unwrap().key,
+            Key::new("shop", "p999")
+        );
         assert!(
             reader.next().is_none(),
             "the queue contained the destination once"
         );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn publishes_a_change_at_once_and_a_burst_together() {
+        let (hub, (sender, changes)) = (Hub::default(), mpsc::channel(100));
+        let mut reader = hub.watch_resources();
+        reader.subscribe(&destination("10.0.0.1:80"));
+        reader.next().unwrap();
+        let following = tokio::spawn(async move { hub.follow(changes).await });
+        let start = Instant::now();
+        sender.send(pod("p", "10.0.0.1")).await.unwrap();
+        reader.wait().await;
+        assert_eq!(start.elapsed(), Duration::ZERO);
+        reader.next().unwrap();
+        for name in ["q", "r", "s"] {
+            sender.send(pod(name, "10.0.0.1")).await.unwrap();
+            tokio::time::sleep(PUBLICATION_INTERVAL / 5).await;
+        }
+        reader.wait().await;
+        assert_eq!(
+            start.elapsed().as_millis(),
+            PUBLICATION_INTERVAL.as_millis()
+        );
+        let (_, published) = reader.next().unwrap();
+        let target = published.state.target.as_ref().unwrap();
+        assert_eq!((&*target.key.name, reader.next().is_none()), ("s", true));
+        drop(sender);
+        following.await.unwrap();
     }
 
     #[test]
@@ -534,9 +587,9 @@ mod tests {
                     take(reader, known);
                 }
                 assert_eq!(known.len(), reader.subscribed.len(), "seed {seed}");
-                for (resource, state) in known {
+                for (resource, published) in known {
                     assert_eq!(
-                        **state,
+                        *published.state,
                         hub.lock().index.state(resource),
                         "seed {seed}: {resource:?}"
                     );
@@ -545,9 +598,9 @@ mod tests {
         }
     }
 
-    fn take(reader: &Resources, known: &mut HashMap<Resource, Arc<State>>) {
-        if let Some((resource, state)) = reader.next() {
-            known.insert(resource, state);
+    fn take(reader: &Resources, known: &mut HashMap<Resource, Arc<Published>>) {
+        if let Some((resource, published)) = reader.next() {
+            known.insert(resource, published);
         }
     }
 }

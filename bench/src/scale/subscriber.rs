@@ -9,7 +9,8 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 use anyhow::{Context, Result};
 use bytes::Bytes;
 use diy_mesh_proto::mesh::v1::{
-    Delta, DiscoverRequest, ProxyStatus, Snapshot, Subscribe, discover_request::Action,
+    Delta, DiscoverRequest, ProxyStatus, ResourceType, Snapshot, Subscribe,
+    discover_request::Action,
 };
 use diy_mesh_proxy::{
     control::Control,
@@ -60,7 +61,7 @@ pub struct Subscriber {
 #[derive(Clone, PartialEq, Message)]
 struct RawResponse {
     #[prost(string, tag = "1")]
-    destination: String,
+    name: String,
     #[prost(bytes = "bytes", optional, tag = "3")]
     snapshot: Option<Bytes>,
     #[prost(bytes = "bytes", optional, tag = "4")]
@@ -103,16 +104,17 @@ impl Subscriber {
         let hot = expected[0].to_string();
         while let Some(response) = responses.message().await.context("read a response")? {
             let RawResponse {
-                destination,
+                name,
                 snapshot,
                 delta,
             } = response;
-            if destination.is_empty() {
+            if name.is_empty() {
+                // The roots, or the inbound configuration of the pod.
                 continue;
             }
-            let address: SocketAddr = destination.parse().context("read a destination")?;
+            let address: SocketAddr = name.parse().context("read a destination")?;
             expected.retain(|missing| *missing != address);
-            if destination == hot {
+            if name == hot {
                 let upserted = match (delta, snapshot) {
                     (Some(delta), _) => Delta::decode(delta).context("decode a delta")?.upserted,
                     // The first one has no change that is measured, and is large.
@@ -137,13 +139,17 @@ impl Subscriber {
 
     /// Opens a stream with subscriptions to all destinations, without known versions.
     async fn open(&self) -> Result<Streaming<RawResponse>> {
-        let mut requests = vec![Action::Status(status())];
+        let own_pod = Subscribe {
+            r#type: ResourceType::Self_.into(),
+            ..Subscribe::default()
+        };
+        let mut requests = vec![Action::Status(status()), Action::Subscribe(own_pod)];
         requests.extend(
             cluster::destinations(self.number)
                 .iter()
                 .map(|destination| {
                     Action::Subscribe(Subscribe {
-                        destination: destination.to_string(),
+                        name: destination.to_string(),
                         ..Subscribe::default()
                     })
                 }),

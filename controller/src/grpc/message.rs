@@ -83,11 +83,11 @@ fn workload(inbound: &Inbound) -> proto::Workload {
 }
 
 /// The difference between two states of a resource.
-pub(super) fn delta(delta: &Delta) -> proto::Delta {
-    proto::Delta {
+pub(super) fn delta(delta: &Delta) -> Update {
+    Update::Delta(proto::Delta {
         upserted: delta.upserted.iter().map(endpoint).collect(),
         removed: delta.removed.iter().map(SocketAddr::to_string).collect(),
-    }
+    })
 }
 
 fn endpoint(endpoint: &Endpoint) -> proto::Endpoint {
