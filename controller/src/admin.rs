@@ -6,17 +6,25 @@ use std::sync::Arc;
 use diy_mesh_runtime::{Admin, Page, Readiness};
 
 use crate::authority::{AuthorityHandle, status};
+use crate::catalog::freshness::Freshness;
 use crate::hub::Hub;
 use crate::metrics::Metrics;
 use crate::proxies::Proxies;
 
-/// Adds the conditions of readiness: a synced catalog and a CA.
-pub fn add_conditions(readiness: &Readiness, hub: Hub, authority: AuthorityHandle) {
+/// Adds the conditions of readiness: a synced and current catalog, and a CA.
+pub fn add_conditions(
+    readiness: &Readiness,
+    hub: Hub,
+    freshness: &Freshness,
+    authority: AuthorityHandle,
+) {
     readiness.check("certificate authority", move || authority.unavailable());
     readiness.check("catalog", move || {
         let missing: Vec<&str> = hub.missing().iter().map(|kind| kind.name()).collect();
         (!missing.is_empty()).then(|| format!("not synced: waiting for {}", missing.join(", ")))
     });
+    let freshness = freshness.clone();
+    readiness.check("catalog updates", move || freshness.stale());
 }
 
 /// The routes of the admin port.

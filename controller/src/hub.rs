@@ -17,7 +17,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
-use crate::index::object::{Change, Key, Kind, Resource};
+use crate::index::object::{Change, Event, Key, Kind, Resource, Source};
 use crate::index::view::ServiceView;
 use crate::index::{Index, Touched};
 pub use published::Published;
@@ -51,7 +51,7 @@ impl From<CatalogError> for tonic::Status {
 #[derive(Clone)]
 pub struct Hub {
     inner: Arc<Mutex<Inner>>,
-    missing: watch::Sender<BTreeSet<Kind>>,
+    missing: watch::Sender<BTreeSet<(Source, Kind)>>,
     meshed: watch::Sender<BTreeSet<Arc<str>>>,
     /// Notified after each change.
     changed: watch::Sender<()>,
@@ -83,21 +83,21 @@ pub struct Counts {
     pub subscriptions: usize,
 }
 
-impl Default for Hub {
-    fn default() -> Self {
+impl Hub {
+    /// An empty catalog that is synced when each of these sources has listed each kind.
+    pub fn new(sources: impl IntoIterator<Item = Source>) -> Hub {
+        let all = |source| Kind::ALL.map(|kind| (source, kind));
         Hub {
             inner: Arc::default(),
-            missing: watch::Sender::new(Kind::ALL.into()),
+            missing: watch::Sender::new(sources.into_iter().flat_map(all).collect()),
             meshed: watch::Sender::default(),
             changed: watch::Sender::new(()),
         }
     }
-}
 
-impl Hub {
     /// Applies the changes of a catalog until it ends. Subscribers are notified of a change at once,
     /// and of the changes that follow it within an interval together.
-    pub async fn follow(&self, mut changes: mpsc::Receiver<Change>) {
+    pub async fn follow(&self, mut changes: mpsc::Receiver<Event>) {
         let (mut batch, mut touched) = (Vec::new(), Touched::default());
         let mut next_publication = Instant::now();
         loop {
@@ -117,21 +117,23 @@ impl Hub {
     }
 
     /// Applies changes and notifies the subscribers of the affected topics.
-    pub fn apply(&self, changes: impl IntoIterator<Item = Change>) {
+    pub fn apply<E: Into<Event>>(&self, changes: impl IntoIterator<Item = E>) {
         let mut touched = Touched::default();
         self.update(changes, &mut touched);
         self.lock().publish(&touched);
     }
 
     /// Applies changes and adds the affected topics to `touched`.
-    fn update(&self, changes: impl IntoIterator<Item = Change>, touched: &mut Touched) {
-        let mut listed = BTreeSet::new();
+    fn update<E: Into<Event>>(&self, changes: impl IntoIterator<Item = E>, touched: &mut Touched) {
+        let mut listed: BTreeSet<(Source, Kind)> = BTreeSet::new();
         let mut inner = self.lock();
-        for change in changes {
-            if let Change::Reset(kind, _) = &change {
-                listed.insert(*kind);
+        for event in changes.into_iter().map(Into::into) {
+            if let Change::Reset(source, kind, _) | Change::Unavailable(source, kind) =
+                &event.change
+            {
+                listed.insert((*source, *kind));
             }
-            inner.index.apply(change, touched);
+            inner.index.apply_event(event, touched);
         }
         self.meshed.send_if_modified(|meshed| {
             let now = inner.index.meshed_namespaces().cloned().collect();
@@ -141,14 +143,18 @@ impl Hub {
         self.changed.send_replace(());
         self.missing.send_if_modified(|missing| {
             let before = missing.len();
-            missing.retain(|kind| !listed.contains(kind));
+            missing.retain(|one| !listed.contains(one));
             missing.len() < before
         });
     }
 
     /// The kinds that were not listed yet. Empty if the catalog is synced.
     pub fn missing(&self) -> BTreeSet<Kind> {
-        self.missing.borrow().clone()
+        self.missing
+            .borrow()
+            .iter()
+            .map(|(_, kind)| *kind)
+            .collect()
     }
 
     /// Waits for a synced catalog, for a few seconds at most.
@@ -441,18 +447,22 @@ mod tests {
     use crate::index::tests::Chance;
 
     fn pod(name: &str, ip: &str) -> Change {
-        Change::Apply(Object::Pod(Pod {
-            key: Key::new("shop", name),
-            uid: "".into(),
-            addresses: vec![ip.parse().unwrap()],
-            terminating: false,
-            ready: false,
-            created: 0,
-            zone: "".into(),
-            identity: None,
-            bypassed: Vec::new(),
-            inbound: Default::default(),
-        }))
+        Change::Apply(
+            Source::Kubernetes,
+            Object::Pod(Pod {
+                key: Key::new("shop", name),
+                uid: "".into(),
+                addresses: vec![ip.parse().unwrap()],
+                terminating: false,
+                ready: false,
+                created: 0,
+                node: "".into(),
+                zone: "".into(),
+                identity: None,
+                bypassed: Vec::new(),
+                inbound: Default::default(),
+            }),
+        )
     }
 
     fn destination(text: &str) -> Resource {
@@ -460,31 +470,124 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn is_synced_after_a_list_of_each_kind() {
-        let hub = Hub::default();
-        hub.apply([
-            Change::Reset(Kind::Service, vec![]),
-            Change::Reset(Kind::Pod, vec![]),
-        ]);
+    async fn is_synced_when_each_source_has_listed_or_lacks_each_kind() {
+        let (kubernetes, files) = (Source::Kubernetes, Source::Files);
+        let hub = Hub::new([kubernetes, files]);
+        let listed = |source| move |kind| Change::Reset(source, kind, vec![]);
+        hub.apply(Kind::ALL.map(listed(files)));
+        hub.apply([Kind::Service, Kind::Pod].map(listed(kubernetes)));
+        assert_eq!(hub.missing(), [Kind::Slice, Kind::Node].into());
+        hub.apply([Change::Unavailable(kubernetes, Kind::Node)]);
         assert_eq!(hub.missing(), [Kind::Slice].into());
         let waiting = tokio::spawn({
             let hub = hub.clone();
             async move { hub.synced().await }
         });
-        hub.apply([Change::Reset(Kind::Slice, vec![])]);
+        hub.apply([listed(kubernetes)(Kind::Slice)]);
         waiting.await.unwrap();
         assert!(hub.missing().is_empty());
     }
 
+    #[test]
+    fn list_of_the_same_objects_notifies_nobody_and_never_empties_a_service() {
+        let objects = |addresses: &[&str]| {
+            crate::index::tests::service_with_pods("web", "10.96.0.1", addresses)
+        };
+        let resets = |addresses: &[&str]| {
+            let all = objects(addresses);
+            Kind::ALL.map(|kind| {
+                let of_kind = all.iter().filter(|object| object.kind() == kind);
+                Change::Reset(Source::Kubernetes, kind, of_kind.cloned().collect())
+            })
+        };
+        let hub = Hub::new([Source::Kubernetes]);
+        hub.apply(resets(&["10.0.0.1", "10.0.0.2"]));
+        let mut reader = hub.watch_resources();
+        reader.subscribe(&destination("10.96.0.1:80"));
+        assert!(reader.next().is_some());
+        // Each kind is listed again on its own, at another time.
+        for reset in resets(&["10.0.0.1", "10.0.0.2"]) {
+            hub.apply([reset]);
+            assert!(reader.next().is_none());
+        }
+        for reset in resets(&["10.0.0.2"]) {
+            hub.apply([reset]);
+            while let Some((_, published)) = reader.next() {
+                assert!(
+                    !published
+                        .state
+                        .target
+                        .as_ref()
+                        .unwrap()
+                        .endpoints
+                        .is_empty()
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn states_have_the_position_of_the_event_that_changed_them() {
+        let hub = Hub::new([Source::Kubernetes]);
+        let event = |change, version| Event {
+            change,
+            version: Some(version),
+        };
+        let api = crate::index::tests::api_service("uid");
+        let list = |kind, objects| Change::Reset(Source::Kubernetes, kind, objects);
+        let mut reader = hub.watch_resources();
+        let position = |reader: &Resources| {
+            let (_, published) = reader.next()?;
+            let position = published.state.position.as_ref()?;
+            Some((position.epoch.to_string(), position.versions[&Kind::Pod]))
+        };
+        hub.apply([event(list(Kind::Service, vec![api]), 10)]);
+        hub.apply([event(list(Kind::Slice, vec![]), 11)]);
+        hub.apply([event(list(Kind::Pod, vec![]), 12)]);
+        let mut other = hub.watch_resources();
+        other.subscribe(&destination("10.0.0.2:80"));
+        reader.subscribe(&destination("10.0.0.1:80"));
+        assert_eq!(position(&reader), Some(("uid".to_owned(), 12)));
+        hub.apply([
+            event(pod("p", "10.0.0.1"), 20),
+            event(pod("q", "10.0.0.9"), 21),
+        ]);
+        assert_eq!(position(&reader), Some(("uid".to_owned(), 21)));
+        let deleted = Change::Delete(Source::Kubernetes, Kind::Pod, Key::new("shop", "p"));
+        hub.apply([event(deleted, 30)]);
+        assert_eq!(position(&reader), Some(("uid".to_owned(), 30)));
+        // A list after a restore from a backup.
+        hub.apply([event(list(Kind::Pod, vec![]), 5)]);
+        hub.apply([event(list(Kind::Service, vec![]), 6)]);
+        hub.apply([event(pod("p", "10.0.0.1"), 7)]);
+        assert_eq!(position(&reader), None, "the Service of the API is gone");
+        assert_eq!(
+            other
+                .next()
+                .unwrap()
+                .1
+                .state
+                .position
+                .as_ref()
+                .unwrap()
+                .versions[&Kind::Pod],
+            12
+        );
+    }
+
     #[tokio::test]
     async fn slow_reader_gets_the_latest_state_once() {
-        let hub = Hub::default();
+        let hub = Hub::new([Source::Kubernetes]);
         let mut reader = hub.watch_resources();
         reader.subscribe(&destination("10.0.0.1:80"));
         for round in 0..1000 {
             hub.apply([
                 pod(&format!("p{round}"), "10.0.0.1"),
-                Change::Delete(Kind::Pod, Key::new("shop", &format!("p{}", round - 1))),
+                Change::Delete(
+                    Source::Kubernetes,
+                    Kind::Pod,
+                    Key::new("shop", &format!("p{}", round - 1)),
+                ),
             ]);
         }
         reader.wait().await;
@@ -501,18 +604,19 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn publishes_a_change_at_once_and_a_burst_together() {
-        let (hub, (sender, changes)) = (Hub::default(), mpsc::channel(100));
+        let hub = Hub::new([Source::Kubernetes]);
+        let (sender, changes) = mpsc::channel(100);
         let mut reader = hub.watch_resources();
         reader.subscribe(&destination("10.0.0.1:80"));
         reader.next().unwrap();
         let following = tokio::spawn(async move { hub.follow(changes).await });
         let start = Instant::now();
-        sender.send(pod("p", "10.0.0.1")).await.unwrap();
+        sender.send(pod("p", "10.0.0.1").into()).await.unwrap();
         reader.wait().await;
         assert_eq!(start.elapsed(), Duration::ZERO);
         reader.next().unwrap();
         for name in ["q", "r", "s"] {
-            sender.send(pod(name, "10.0.0.1")).await.unwrap();
+            sender.send(pod(name, "10.0.0.1").into()).await.unwrap();
             tokio::time::sleep(PUBLICATION_INTERVAL / 5).await;
         }
         reader.wait().await;
@@ -529,7 +633,7 @@ mod tests {
 
     #[test]
     fn notifies_only_subscribers_of_changed_destinations() {
-        let hub = Hub::default();
+        let hub = Hub::new([Source::Kubernetes]);
         let (mut one, mut other) = (hub.watch_resources(), hub.watch_resources());
         one.subscribe(&destination("10.0.0.1:80"));
         other.subscribe(&destination("10.0.0.2:80"));
@@ -544,7 +648,7 @@ mod tests {
 
     #[test]
     fn dropped_subscribers_leave_no_state() {
-        let hub = Hub::default();
+        let hub = Hub::new([Source::Kubernetes]);
         let mut one = hub.watch_resources();
         one.subscribe(&destination("10.0.0.1:80"));
         one.subscribe(&destination("10.0.0.1:81"));
@@ -562,7 +666,7 @@ mod tests {
     fn readers_of_any_pace_end_with_the_state_of_the_index() {
         for seed in 0..50 {
             let mut chance = Chance(fastrand::Rng::with_seed(seed));
-            let hub = Hub::default();
+            let hub = Hub::new([Source::Kubernetes]);
             let mut readers: Vec<_> = (0..3)
                 .map(|_| (hub.watch_resources(), HashMap::new()))
                 .collect();

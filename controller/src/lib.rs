@@ -26,7 +26,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use diy_mesh_runtime::{Readiness, listen};
+use diy_mesh_runtime::{Readiness, listen, raise_max_open_files};
 use futures::future::BoxFuture;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
@@ -34,9 +34,11 @@ use tokio_util::sync::CancellationToken;
 
 use authenticate::{Authenticator, Jwks, TokenReviews, Verifier};
 use authority::AuthorityHandle;
+use catalog::freshness::Freshness;
 pub use config::Config;
 pub use diy_mesh_issuer as issuer;
 use hub::Hub;
+use index::object::Source;
 use metrics::Metrics;
 use proxies::Proxies;
 use serving::{Names, Serving};
@@ -103,6 +105,7 @@ struct Listener {
 impl Controller {
     /// Opens the ports and connects the modules.
     pub async fn bind(config: Config) -> Result<Controller, Error> {
+        raise_max_open_files();
         let client = match config.needs_kubernetes() {
             true => Some(kube::Client::try_default().await?),
             false => None,
@@ -128,7 +131,11 @@ impl Controller {
                 config::Ca::Files(folder) => authority::Storage::Files(folder.clone()),
             },
         };
-        let (hub, proxies) = (Hub::default(), Proxies::default());
+        let source = match &config.catalog {
+            config::Catalog::Kubernetes => Source::Kubernetes,
+            config::Catalog::Files(_) => Source::Files,
+        };
+        let (hub, proxies) = (Hub::new([source]), Proxies::default());
         let (authority, run_authority) = authority::start(options, &hub, proxies.clone());
         Ok(Controller {
             names: Names::new(&config.trust_domain, &config.pod_namespace)?,
@@ -170,12 +177,15 @@ impl Controller {
         } = self;
         let (stopping, readiness) = (CancellationToken::new(), Readiness::default());
         let trust_domain: Arc<str> = config.trust_domain.into();
+        let freshness = Freshness::default();
         let (counted, described) = (hub.clone(), authority.clone());
+        let watched = freshness.clone();
         let metrics = Arc::new(Metrics::new(move |encoder| {
             metrics::encode_counts(&counted, encoder)?;
+            metrics::encode_ages(&watched, encoder)?;
             authority::status::encode_metrics(&described.status(), encoder)
         }));
-        admin::add_conditions(&readiness, hub.clone(), authority.clone());
+        admin::add_conditions(&readiness, hub.clone(), &freshness, authority.clone());
         let admin = admin::server(
             readiness.clone(),
             metrics.clone(),
@@ -213,10 +223,10 @@ impl Controller {
             match config.catalog {
                 config::Catalog::Kubernetes => {
                     let client = self.client.expect(CLIENT);
-                    catalog::kubernetes::run(client, &trust_domain, sender).await
+                    catalog::kubernetes::run(client, &trust_domain, &freshness, sender).await
                 }
                 config::Catalog::Files(folder) => {
-                    catalog::files::run(folder, &trust_domain, sender).await
+                    catalog::files::run(folder, &trust_domain, &freshness, sender).await
                 }
             }
         };

@@ -2,12 +2,15 @@
 
 use std::fmt;
 
-use diy_mesh_runtime::metrics::{encode_gauges, on_scrape, register_family, render};
+use diy_mesh_runtime::metrics::{
+    encode_gauges, on_scrape, register_family, register_process, render,
+};
 use prometheus_client::encoding::DescriptorEncoder;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
+use crate::catalog::freshness::Freshness;
 use crate::hub::{Counts, Hub};
 
 /// Counters and gauges that the RPCs update.
@@ -95,6 +98,7 @@ impl Metrics {
             "result",
             ["issued", "refused"],
         );
+        register_process(r);
         on_scrape(r, state);
         Metrics {
             registry,
@@ -146,28 +150,40 @@ pub fn encode_counts(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
     )
 }
 
+/// Encodes the age of the catalog.
+pub fn encode_ages(freshness: &Freshness, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+    let ages = freshness.ages().into_iter();
+    let ages = ages.map(|(kind, age)| (kind.name(), age.as_secs() as i64));
+    let help = "Seconds since the source of the catalog last confirmed its objects";
+    encode_gauges(encoder, "watch_age_seconds", help, "kind", ages)
+}
+
 #[cfg(test)]
 mod tests {
     use diy_mesh_runtime::metrics::Active;
 
     use super::*;
-    use crate::index::object::{Change, Key, Object, Pod, Resource};
+    use crate::index::object::{Change, Key, Object, Pod, Resource, Source};
 
     #[test]
     fn renders_each_series_with_its_label() {
-        let hub = Hub::default();
-        hub.apply([Change::Apply(Object::Pod(Pod {
-            key: Key::new("shop", "web"),
-            uid: "".into(),
-            addresses: vec!["10.0.0.1".parse().unwrap()],
-            terminating: false,
-            ready: true,
-            created: 0,
-            zone: "".into(),
-            identity: None,
-            bypassed: Vec::new(),
-            inbound: Default::default(),
-        }))]);
+        let hub = Hub::new([Source::Kubernetes]);
+        hub.apply([Change::Apply(
+            Source::Kubernetes,
+            Object::Pod(Pod {
+                key: Key::new("shop", "web"),
+                uid: "".into(),
+                addresses: vec!["10.0.0.1".parse().unwrap()],
+                terminating: false,
+                ready: true,
+                created: 0,
+                node: "".into(),
+                zone: "".into(),
+                identity: None,
+                bypassed: Vec::new(),
+                inbound: Default::default(),
+            }),
+        )]);
         let mut one = hub.watch_resources();
         one.subscribe(&Resource::Destination("10.0.0.1:80".parse().unwrap()));
         let metrics = Metrics::new(move |encoder| encode_counts(&hub, encoder));

@@ -210,7 +210,7 @@ impl Cluster {
                 .unwrap();
         }
         let role = cluster.create(json!({"metadata": {"name": name}, "rules": [
-            {"apiGroups": [""], "resources": ["services", "pods"], "verbs": ["list", "watch"]},
+            {"apiGroups": [""], "resources": ["services", "pods", "nodes"], "verbs": ["list", "watch"]},
             {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]},
             {"apiGroups": ["authentication.k8s.io"], "resources": ["tokenreviews"], "verbs": ["create"]},
         ]}));

@@ -36,7 +36,7 @@ pub struct RawConfig {
     #[arg(long, value_name = "PORT", value_parser = value_parser!(u16).range(1..))]
     admin_port: u16,
     /// Content of the dumps on standard output
-    #[arg(long, value_name = "MODE", default_value = "full")]
+    #[arg(long, value_name = "MODE", default_value = "headers")]
     dump: Mode,
     /// Format of the dumps
     #[arg(long, value_name = "FORMAT", default_value = "text")]
@@ -317,7 +317,7 @@ mod tests {
             ),
             (4000, 5000, 4001, 1, Duration::from_secs(20))
         );
-        assert_eq!(config.dump, Mode::Full);
+        assert_eq!(config.dump, Mode::Headers);
         let proof = config.controller_proof.unwrap();
         assert_eq!(
             (proof.identity.namespace(), proof.roots_file),

@@ -1,8 +1,9 @@
-//! Parts of a `main` function: logs, signals and error messages.
+//! Parts of a `main` function: logs, signals, limits and error messages.
 
 use std::error::Error;
 use std::io::{self, IsTerminal as _};
 
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::filter::Targets;
 use tracing_subscriber::prelude::*;
@@ -28,6 +29,22 @@ pub fn shutdown_signal() -> io::Result<impl Future<Output = ()>> {
             _ = interrupt.recv() => {}
         }
     })
+}
+
+/// The limit of open files of this process.
+pub fn max_open_files() -> u64 {
+    getrlimit(Resource::RLIMIT_NOFILE).map_or(1024, |(soft, _)| soft)
+}
+
+/// Raises the soft limit of open files to the hard limit. Container runtimes set a soft limit of
+/// 1,024. Returns the limit.
+pub fn raise_max_open_files() -> u64 {
+    let raised = getrlimit(Resource::RLIMIT_NOFILE)
+        .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
+    if let Err(error) = raised {
+        tracing::warn!("cannot raise the limit of open files: {error}");
+    }
+    max_open_files()
 }
 
 /// Formats an error and its causes as `error: cause: cause`. Omits causes that the text contains

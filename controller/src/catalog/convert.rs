@@ -14,8 +14,8 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
 use crate::index::object::{
-    ContainerPort, Inbound, Key, Kind, Object, Pod, PodReference, Service, ServicePort, Slice,
-    SliceEndpoint, SlicePort, TargetPort, Transport,
+    ContainerPort, Inbound, Key, Kind, Node, Object, Pod, PodReference, Service, ServicePort,
+    Slice, SliceEndpoint, SlicePort, TargetPort, Transport,
 };
 
 const SERVICE_NAME_LABEL: &str = "kubernetes.io/service-name";
@@ -74,6 +74,14 @@ impl CatalogObject for core::Pod {
     }
 }
 
+impl CatalogObject for core::Node {
+    const KIND: Kind = Kind::Node;
+
+    fn convert(&self, _: &str) -> Result<Object, ConvertError> {
+        node(self).map(Object::Node)
+    }
+}
+
 fn service(object: &core::Service) -> Result<Service, ConvertError> {
     let spec = object.spec.clone().unwrap_or_default();
     let ports = spec.ports.iter().flatten().map(service_port);
@@ -84,6 +92,7 @@ fn service(object: &core::Service) -> Result<Service, ConvertError> {
     };
     Ok(Service {
         key: key(&object.metadata)?,
+        uid: object.metadata.uid.as_deref().unwrap_or_default().into(),
         cluster_ips,
         ports: ports.collect::<Result<_, _>>()?,
         external_name,
@@ -131,6 +140,10 @@ fn pod(object: &core::Pod, trust_domain: &str) -> Result<Pod, ConvertError> {
         terminating: metadata.deletion_timestamp.is_some(),
         ready: !is_finished && is_ready(&status),
         created: created.map_or(0, |time| time.0.as_second()),
+        node: spec
+            .and_then(|spec| spec.node_name.as_deref())
+            .unwrap_or_default()
+            .into(),
         zone: label(metadata, ZONE_LABEL).unwrap_or_default().into(),
         identity: is_injected.then(identity),
         bypassed: bypassed(object),
@@ -139,6 +152,22 @@ fn pod(object: &core::Pod, trust_domain: &str) -> Result<Pod, ConvertError> {
             false => Inbound::default(),
         },
         key,
+    })
+}
+
+fn node(object: &core::Node) -> Result<Node, ConvertError> {
+    let name = key(&object.metadata)?.name;
+    let addresses = object.status.iter().flat_map(|status| &status.addresses);
+    let addresses = addresses
+        .flatten()
+        .filter(|address| matches!(address.type_.as_str(), "InternalIP" | "ExternalIP"));
+    let addresses = addresses.map(|ip| address("status.addresses", &ip.address));
+    Ok(Node {
+        key: Key::new("", &name),
+        addresses: addresses.collect::<Result<_, _>>()?,
+        zone: label(&object.metadata, ZONE_LABEL)
+            .unwrap_or_default()
+            .into(),
     })
 }
 

@@ -1,4 +1,4 @@
-//! The catalog of a folder: Services, EndpointSlices and Pods in *.yaml, *.yml and *.json files.
+//! The catalog of a folder: Services, EndpointSlices, Pods and Nodes in *.yaml, *.yml and *.json files.
 //!
 //! Polls the folder; an unchanged file costs one `stat`. Logs an invalid file once and keeps its
 //! previous content. Never writes, and ignores subfolders.
@@ -10,14 +10,20 @@ use std::time::Duration;
 
 use tokio::sync::mpsc;
 
+use super::freshness::Freshness;
 use super::manifest;
 use crate::file::Stamp;
-use crate::index::object::{Change, Key, Kind, Object};
+use crate::index::object::{Change, Event, Key, Kind, Object, Source};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Sends the objects of the folder, then changes, until the receiver is dropped.
-pub async fn run(folder: PathBuf, trust_domain: &str, changes: mpsc::Sender<Change>) {
+pub async fn run(
+    folder: PathBuf,
+    trust_domain: &str,
+    freshness: &Freshness,
+    changes: mpsc::Sender<Event>,
+) {
     let mut files = Files::new(folder, trust_domain);
     let mut interval = tokio::time::interval(POLL_INTERVAL);
     interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -27,9 +33,14 @@ pub async fn run(folder: PathBuf, trust_domain: &str, changes: mpsc::Sender<Chan
             () = changes.closed() => return,
         }
         for change in files.scan() {
-            if changes.send(change).await.is_err() {
+            if changes.send(change.into()).await.is_err() {
                 return;
             }
+        }
+        if files.is_current {
+            Kind::ALL
+                .into_iter()
+                .for_each(|kind| freshness.confirm(kind));
         }
     }
 }
@@ -43,6 +54,8 @@ struct Files {
     objects: Option<Objects>,
     /// The errors of the last scan, which logs new ones only.
     errors: BTreeSet<String>,
+    /// The last scan could read the folder.
+    is_current: bool,
 }
 
 type Objects = BTreeMap<(Kind, Key), (PathBuf, Object)>;
@@ -61,13 +74,16 @@ impl Files {
             files: BTreeMap::new(),
             objects: None,
             errors: BTreeSet::new(),
+            is_current: false,
         }
     }
 
     /// The changes since the last scan. None if the folder cannot be read.
     fn scan(&mut self) -> Vec<Change> {
         let mut errors = BTreeSet::new();
-        let changes = match list(&self.folder) {
+        let listed = list(&self.folder);
+        self.is_current = listed.is_ok();
+        let changes = match listed {
             Ok(paths) => self.read_all(paths, &mut errors),
             Err(error) => {
                 let folder = self.folder.display();
@@ -153,16 +169,16 @@ impl Files {
 fn reset(objects: &Objects, kind: Kind) -> Change {
     let objects = objects.values().map(|(_, object)| object);
     let of_kind = objects.filter(|object| object.kind() == kind);
-    Change::Reset(kind, of_kind.cloned().collect())
+    Change::Reset(Source::Files, kind, of_kind.cloned().collect())
 }
 
 fn difference(before: &Objects, after: &Objects) -> Vec<Change> {
     let deleted = before.keys().filter(|key| !after.contains_key(*key));
-    let deleted = deleted.map(|(kind, key)| Change::Delete(*kind, key.clone()));
+    let deleted = deleted.map(|(kind, key)| Change::Delete(Source::Files, *kind, key.clone()));
     let old = |key| before.get(key).map(|(_, object)| object);
     let after = after.iter().map(|(key, (_, object))| (key, object));
     let changed = after.filter(|(key, object)| old(*key) != Some(*object));
-    let changed = changed.map(|(_, object)| Change::Apply(object.clone()));
+    let changed = changed.map(|(_, object)| Change::Apply(Source::Files, object.clone()));
     deleted.chain(changed).collect()
 }
 
@@ -199,9 +215,12 @@ mod tests {
 
     fn say(changes: Vec<Change>) -> Vec<String> {
         let one = |change: &Change| match change {
-            Change::Apply(object) => format!("apply {}", object.key()),
-            Change::Delete(_, key) => format!("delete {key}"),
-            Change::Reset(kind, objects) => format!("reset {kind} {}", objects.len()),
+            Change::Apply(_, object) => format!("apply {}", object.key()),
+            Change::Delete(_, _, key) => format!("delete {key}"),
+            Change::Unavailable(_, kind) => format!("unavailable {kind}"),
+            Change::Reset(_, kind, objects) => {
+                format!("reset {kind} {}", objects.len())
+            }
         };
         changes.iter().map(one).collect()
     }
@@ -214,7 +233,12 @@ mod tests {
         let mut files = Files::new(dir.path().to_owned(), "cluster.local");
         assert_eq!(
             say(files.scan()),
-            ["reset Service 1", "reset EndpointSlice 0", "reset Pod 0"]
+            [
+                "reset Service 1",
+                "reset EndpointSlice 0",
+                "reset Pod 0",
+                "reset Node 0"
+            ]
         );
         assert_eq!(say(files.scan()), [""; 0]);
         write(dir.path(), "b.yml", &service("b", "10.0.0.2"));
@@ -257,7 +281,7 @@ mod tests {
         write(dir.path(), "1.yaml", &service("a", "10.0.0.1"));
         write(dir.path(), "2.yaml", &service("a", "10.0.0.2"));
         let mut files = Files::new(dir.path().to_owned(), "cluster.local");
-        let Change::Reset(Kind::Service, services) = files.scan().remove(0) else {
+        let Change::Reset(Source::Files, Kind::Service, services) = files.scan().remove(0) else {
             panic!("Services come first")
         };
         let Object::Service(service) = &services[0] else {

@@ -1,7 +1,7 @@
 //! Parses a file of manifests: YAML or JSON with any number of documents and Lists. Ignores other
 //! kinds. Pure.
 
-use k8s_openapi::api::core::v1::{Pod, Service};
+use k8s_openapi::api::core::v1::{Node, Pod, Service};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
@@ -47,7 +47,7 @@ struct List {
     items: Vec<Value>,
 }
 
-/// All Services, EndpointSlices and Pods of a text in their order.
+/// All Services, EndpointSlices, Pods and Nodes of a text in their order.
 pub(super) fn parse(text: &str, trust_domain: &str) -> Result<Vec<Object>, ManifestError> {
     let mut objects = Vec::new();
     // Each document is parsed twice, first for its kind, so that errors of the second pass have a
@@ -122,6 +122,7 @@ fn object<'a>(
     match (meta.api_version.as_str(), meta.kind.as_str()) {
         ("v1", "Service") => Some(read::<Service>(document, trust_domain)),
         ("v1", "Pod") => Some(read::<Pod>(document, trust_domain)),
+        ("v1", "Node") => Some(read::<Node>(document, trust_domain)),
         ("discovery.k8s.io/v1", "EndpointSlice") => {
             Some(read::<EndpointSlice>(document, trust_domain))
         }

@@ -5,5 +5,7 @@
 
 mod convert;
 pub mod files;
+pub mod freshness;
 pub mod kubernetes;
 mod manifest;
+mod watch;

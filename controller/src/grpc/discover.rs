@@ -21,6 +21,7 @@ use crate::authenticate::PodRef;
 use crate::authority::{Trust, TrustReceiver};
 use crate::hub::Resources;
 use crate::index::object::{Key, Resource};
+use crate::index::state::State;
 use crate::index::version::Version;
 use crate::metrics::Metrics;
 use crate::proxies::{self, ConnectedGuard};
@@ -213,7 +214,7 @@ impl Subscriptions {
             (_, None) => Sent::Unknown,
             (_, Some(_)) => Sent::Snapshot,
         };
-        let encode = |update| response(&resource, name.as_deref(), state.version, update);
+        let encode = |update| response(&resource, name.as_deref(), state, update);
         let difference = |version| match name {
             None => published.difference(version, |delta| encode(message::delta(delta))),
             Some(_) => published
@@ -248,7 +249,7 @@ fn name_of(resource: &Resource) -> String {
 }
 
 /// An encoded response about a resource.
-fn response(resource: &Resource, name: Option<&str>, version: Version, update: Response) -> Bytes {
+fn response(resource: &Resource, name: Option<&str>, state: &State, update: Response) -> Bytes {
     let kind = match resource {
         Resource::Destination(_) => ResourceType::Destination,
         Resource::Backend(..) => ResourceType::Backend,
@@ -256,9 +257,10 @@ fn response(resource: &Resource, name: Option<&str>, version: Version, update: R
     };
     frames::encode(&proto::DiscoverResponse {
         name: name.map_or_else(|| name_of(resource), str::to_owned),
-        version: version.to_string(),
+        version: state.version.to_string(),
         update: Some(update),
         r#type: kind.into(),
+        position: state.position.as_deref().map(message::position),
         ..proto::DiscoverResponse::default()
     })
 }
@@ -394,6 +396,7 @@ mod tests {
 
     use super::*;
     use crate::hub::Hub;
+    use crate::index::object::Source;
     use crate::index::tests::Chance;
 
     /// The state of a destination in a proxy.
@@ -477,7 +480,7 @@ mod tests {
     fn slow_proxy_ends_with_the_state_of_a_new_proxy() {
         for seed in 0..50 {
             let mut chance = Chance(fastrand::Rng::with_seed(seed));
-            let (hub, mut received) = (Hub::default(), BTreeMap::new());
+            let (hub, mut received) = (Hub::new([Source::Kubernetes]), BTreeMap::new());
             let mut slow = stream(&hub);
             for step in 0..200 {
                 match chance.0.u8(..12) {
@@ -513,7 +516,8 @@ mod tests {
 
     #[test]
     fn streams_share_the_encoding_of_each_message() {
-        let (hub, mut chance) = (Hub::default(), Chance(fastrand::Rng::with_seed(7)));
+        let hub = Hub::new([Source::Kubernetes]);
+        let mut chance = Chance(fastrand::Rng::with_seed(7));
         let all = Chance::destinations();
         let mut streams = [stream(&hub), stream(&hub)];
         for stream in &mut streams {
@@ -539,7 +543,7 @@ mod tests {
 
     #[test]
     fn response_has_the_name_as_the_client_wrote_it() {
-        let mut stream = stream(&Hub::default());
+        let mut stream = stream(&Hub::new([Source::Kubernetes]));
         for name in ["10.0.0.1:80", "[::ffff:10.0.0.2]:80"] {
             let request = proto::Subscribe {
                 name: name.to_owned(),

@@ -5,7 +5,9 @@
 //! change depends on the affected objects, not on the size of the cluster.
 
 pub mod object;
+pub mod position;
 pub mod state;
+mod store;
 pub mod version;
 pub mod view;
 
@@ -15,22 +17,27 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use object::{
-    Change, Key, Kind, Object, Pod, PodReference, Resource, Service, ServicePort, Slice,
-    SliceEndpoint, Transport,
+    Change, Event, Key, Kind, Node, Object, Pod, PodReference, Resource, Service, ServicePort,
+    Slice, SliceEndpoint, Source, Transport,
 };
+use position::{History, Position};
 use state::{Endpoint, State, Target, TargetKind};
+use store::{Replaced, Store};
 use view::ServiceView;
 
 /// The objects of the catalog and their references.
 #[derive(Debug, Default)]
 pub struct Index {
-    services: HashMap<Key, Service>,
-    slices: HashMap<Key, Slice>,
-    pods: HashMap<Key, Pod>,
+    services: Store<Service>,
+    slices: Store<Slice>,
+    pods: Store<Pod>,
+    nodes: Store<Node>,
     slices_of_service: HashMap<Key, BTreeSet<Key>>,
     slices_of_pod: HashMap<Key, BTreeSet<Key>>,
     services_at: HashMap<IpAddr, BTreeSet<Key>>,
     pods_at: HashMap<IpAddr, BTreeSet<Key>>,
+    history: History,
+    position: Option<Arc<Position>>,
     /// The meshed pods by namespace.
     meshed: HashMap<Arc<str>, BTreeSet<Key>>,
 }
@@ -50,28 +57,52 @@ impl Index {
     /// Applies a change and adds the affected topics to `touched`.
     pub fn apply(&mut self, change: Change, touched: &mut Touched) {
         match change {
-            Change::Apply(object) => self.set(object, touched),
-            Change::Delete(kind, key) => self.remove(kind, &key, touched),
-            Change::Reset(kind, objects) => {
+            Change::Apply(source, object) => self.set(source, object, touched),
+            Change::Delete(source, kind, key) => self.remove(source, kind, &key, touched),
+            Change::Reset(source, kind, objects) => {
                 let listed: HashSet<&Key> = objects.iter().map(Object::key).collect();
-                let mut deleted = self.keys(kind);
+                let mut deleted = self.keys_of(source, kind);
                 deleted.retain(|key| !listed.contains(key));
                 for key in deleted {
-                    self.remove(kind, &key, touched);
+                    self.remove(source, kind, &key, touched);
                 }
                 for object in objects {
-                    self.set(object, touched);
+                    self.set(source, object, touched);
                 }
             }
+            // What was listed before stays.
+            Change::Unavailable(..) => {}
+        }
+    }
+
+    /// Applies a change with its version, as [`apply`](Self::apply) does.
+    pub fn apply_event(&mut self, event: Event, touched: &mut Touched) {
+        let recorded = match &event.change {
+            Change::Apply(source, object) => Some((*source, object.kind(), false)),
+            Change::Delete(source, kind, _) => Some((*source, *kind, false)),
+            Change::Reset(source, kind, _) => Some((*source, *kind, true)),
+            Change::Unavailable(..) => None,
+        };
+        self.apply(event.change, touched);
+        if let Some((Source::Kubernetes, kind, is_list)) = recorded {
+            self.history.record(kind, is_list, event.version);
+            let api = self.services.get(&Key::new("default", "kubernetes"));
+            let cluster = api.map(|service| &*service.uid);
+            let position = cluster.and_then(|uid| self.history.position(uid));
+            self.position = position.map(Arc::new);
         }
     }
 
     /// Resolves a resource.
     pub fn state(&self, resource: &Resource) -> State {
-        match resource {
+        let state = match resource {
             Resource::Destination(address) => self.resolve(*address),
             Resource::Backend(service, port) => State::new(self.backend(service, *port)),
             Resource::Workload(pod, uid) => State::new(self.workload(pod, uid)),
+        };
+        State {
+            position: self.position.clone(),
+            ..state
         }
     }
 
@@ -130,6 +161,7 @@ impl Index {
             Kind::Service => self.services.len(),
             Kind::Slice => self.slices.len(),
             Kind::Pod => self.pods.len(),
+            Kind::Node => self.nodes.len(),
         }
     }
 
@@ -270,38 +302,45 @@ impl Index {
             .map(|key| &self.slices[key])
     }
 
-    fn keys(&self, kind: Kind) -> Vec<Key> {
+    fn keys_of(&self, source: Source, kind: Kind) -> Vec<Key> {
         match kind {
-            Kind::Service => self.services.keys().cloned().collect(),
-            Kind::Slice => self.slices.keys().cloned().collect(),
-            Kind::Pod => self.pods.keys().cloned().collect(),
+            Kind::Service => self.services.keys_of(source),
+            Kind::Slice => self.slices.keys_of(source),
+            Kind::Pod => self.pods.keys_of(source),
+            Kind::Node => self.nodes.keys_of(source),
         }
     }
 
-    fn set(&mut self, object: Object, touched: &mut Touched) {
+    fn set(&mut self, source: Source, object: Object, touched: &mut Touched) {
+        let key = object.key().clone();
         match object {
-            Object::Service(service) => {
-                self.set_service(&service.key.clone(), Some(service), touched)
-            }
-            Object::Slice(slice) => self.set_slice(&slice.key.clone(), Some(slice), touched),
-            Object::Pod(pod) => self.set_pod(&pod.key.clone(), Some(pod), touched),
+            Object::Service(service) => self.set_service(source, &key, Some(service), touched),
+            Object::Slice(slice) => self.set_slice(source, &key, Some(slice), touched),
+            Object::Pod(pod) => self.set_pod(source, &key, Some(pod), touched),
+            Object::Node(node) => self.set_node(source, &key, Some(node)),
         }
     }
 
-    fn remove(&mut self, kind: Kind, key: &Key, touched: &mut Touched) {
+    fn remove(&mut self, source: Source, kind: Kind, key: &Key, touched: &mut Touched) {
         match kind {
-            Kind::Service => self.set_service(key, None, touched),
-            Kind::Slice => self.set_slice(key, None, touched),
-            Kind::Pod => self.set_pod(key, None, touched),
+            Kind::Service => self.set_service(source, key, None, touched),
+            Kind::Slice => self.set_slice(source, key, None, touched),
+            Kind::Pod => self.set_pod(source, key, None, touched),
+            Kind::Node => self.set_node(source, key, None),
         }
     }
 
-    fn set_service(&mut self, key: &Key, new: Option<Service>, touched: &mut Touched) {
-        let old = replace(&mut self.services, key, new);
-        let new = self.services.get(key);
-        if old.as_ref() == new {
+    fn set_service(
+        &mut self,
+        source: Source,
+        key: &Key,
+        new: Option<Service>,
+        touched: &mut Touched,
+    ) {
+        let Some(Replaced(old)) = self.services.replace(source, key, new) else {
             return;
-        }
+        };
+        let new = self.services.get(key);
         let ips = |service: Option<&Service>| service.map_or(vec![], |one| one.cluster_ips.clone());
         relink(
             &mut self.services_at,
@@ -313,12 +352,11 @@ impl Index {
         touched.services.insert(key.clone());
     }
 
-    fn set_slice(&mut self, key: &Key, new: Option<Slice>, touched: &mut Touched) {
-        let old = replace(&mut self.slices, key, new);
-        let new = self.slices.get(key);
-        if old.as_ref() == new {
+    fn set_slice(&mut self, source: Source, key: &Key, new: Option<Slice>, touched: &mut Touched) {
+        let Some(Replaced(old)) = self.slices.replace(source, key, new) else {
             return;
-        }
+        };
+        let new = self.slices.get(key);
         if let Some(slice) = &old {
             let services = slice.service.iter();
             services.for_each(|service| unlink(&mut self.slices_of_service, service, key));
@@ -334,8 +372,10 @@ impl Index {
         }
     }
 
-    fn set_pod(&mut self, key: &Key, new: Option<Pod>, touched: &mut Touched) {
-        let old = replace(&mut self.pods, key, new);
+    fn set_pod(&mut self, source: Source, key: &Key, new: Option<Pod>, touched: &mut Touched) {
+        let Some(Replaced(old)) = self.pods.replace(source, key, new) else {
+            return;
+        };
         let new = self.pods.get(key);
         let is_meshed = |pod: Option<&Pod>| pod.is_some_and(|pod| pod.identity.is_some());
         match (is_meshed(old.as_ref()), is_meshed(new)) {
@@ -358,6 +398,10 @@ impl Index {
             }
         }
     }
+
+    fn set_node(&mut self, source: Source, key: &Key, new: Option<Node>) {
+        self.nodes.replace(source, key, new);
+    }
 }
 
 fn pods_of(slice: &Slice) -> impl Iterator<Item = &Key> {
@@ -379,17 +423,10 @@ fn relink(
 }
 
 /// Adds a Service and its addresses.
-fn touch_service(services: &HashMap<Key, Service>, key: &Key, touched: &mut Touched) {
+fn touch_service(services: &Store<Service>, key: &Key, touched: &mut Touched) {
     if let Some(service) = services.get(key) {
         touched.addresses.extend(&service.cluster_ips);
         touched.services.insert(key.clone());
-    }
-}
-
-fn replace<T>(map: &mut HashMap<Key, T>, key: &Key, new: Option<T>) -> Option<T> {
-    match new {
-        Some(new) => map.insert(key.clone(), new),
-        None => map.remove(key),
     }
 }
 

@@ -15,11 +15,18 @@ pub enum Kind {
     Slice,
     /// A Pod.
     Pod,
+    /// A Node.
+    Node,
 }
 
 impl Kind {
-    /// All kinds. The catalog is synced when all were listed.
-    pub const ALL: [Kind; 3] = [Kind::Service, Kind::Slice, Kind::Pod];
+    /// All kinds. The catalog is synced when all were listed, or are unavailable.
+    pub const ALL: [Kind; 4] = [Kind::Service, Kind::Slice, Kind::Pod, Kind::Node];
+
+    /// Whether the mesh works without objects of this kind.
+    pub fn is_optional(self) -> bool {
+        self == Kind::Node
+    }
 
     /// The name in Kubernetes.
     pub fn name(self) -> &'static str {
@@ -27,6 +34,7 @@ impl Kind {
             Kind::Service => "Service",
             Kind::Slice => "EndpointSlice",
             Kind::Pod => "Pod",
+            Kind::Node => "Node",
         }
     }
 }
@@ -62,15 +70,32 @@ impl fmt::Display for Key {
     }
 }
 
-/// A change of the catalog.
+/// The sources of the catalog, in the order of their precedence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Source {
+    /// The Kubernetes API.
+    Kubernetes,
+    /// A folder of files.
+    Files,
+}
+
+impl Source {
+    /// The source that takes precedence over all others.
+    pub const FIRST: Source = Source::Kubernetes;
+}
+
+/// A change of the catalog. It concerns the objects of its source only.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Change {
     /// A new or changed object.
-    Apply(Object),
+    Apply(Source, Object),
     /// A deleted object.
-    Delete(Kind, Key),
-    /// All objects of a kind. Others are deleted.
-    Reset(Kind, Vec<Object>),
+    Delete(Source, Kind, Key),
+    /// All objects of a kind. Others of the source are deleted.
+    Reset(Source, Kind, Vec<Object>),
+    /// The source cannot list an optional kind, which is not installed or not permitted. The
+    /// catalog does not wait for it.
+    Unavailable(Source, Kind),
 }
 
 /// A resource that proxies subscribe to.
@@ -84,6 +109,25 @@ pub enum Resource {
     Workload(Key, Arc<str>),
 }
 
+/// A change and its resource version.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Event {
+    /// The change.
+    pub change: Change,
+    /// The resource version of the list or of the object, if it is an integer.
+    pub version: Option<u64>,
+}
+
+impl From<Change> for Event {
+    /// An event of a source without resource versions.
+    fn from(change: Change) -> Event {
+        Event {
+            change,
+            version: None,
+        }
+    }
+}
+
 /// One object of the catalog.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Object {
@@ -93,6 +137,8 @@ pub enum Object {
     Slice(Slice),
     /// A Pod.
     Pod(Pod),
+    /// A Node.
+    Node(Node),
 }
 
 impl Object {
@@ -102,6 +148,7 @@ impl Object {
             Object::Service(_) => Kind::Service,
             Object::Slice(_) => Kind::Slice,
             Object::Pod(_) => Kind::Pod,
+            Object::Node(_) => Kind::Node,
         }
     }
 
@@ -111,6 +158,7 @@ impl Object {
             Object::Service(service) => &service.key,
             Object::Slice(slice) => &slice.key,
             Object::Pod(pod) => &pod.key,
+            Object::Node(node) => &node.key,
         }
     }
 }
@@ -120,6 +168,8 @@ impl Object {
 pub struct Service {
     /// Namespace and name.
     pub key: Key,
+    /// The UID, or empty.
+    pub uid: Arc<str>,
     /// The cluster IPs of both families. Empty for headless Services and ExternalNames.
     pub cluster_ips: Vec<IpAddr>,
     /// The ports in their order.
@@ -239,6 +289,8 @@ pub struct Pod {
     pub ready: bool,
     /// The creation time in seconds since 1970, or 0.
     pub created: i64,
+    /// The name of the node, or empty.
+    pub node: Arc<str>,
     /// The zone, or empty.
     pub zone: Arc<str>,
     /// The SPIFFE ID, if the pod is meshed.
@@ -289,4 +341,15 @@ impl Pod {
             .iter()
             .any(|ports| ports.contains(&port))
     }
+}
+
+/// A Node.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Node {
+    /// The name, in the empty namespace.
+    pub key: Key,
+    /// The addresses.
+    pub addresses: Vec<IpAddr>,
+    /// The zone, or empty.
+    pub zone: Arc<str>,
 }

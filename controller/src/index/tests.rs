@@ -28,6 +28,7 @@ fn service(name: &str, ips: &[&str]) -> Service {
     };
     Service {
         key: key(name),
+        uid: "".into(),
         cluster_ips: ips.iter().map(|text| ip(text)).collect(),
         ports: vec![
             port("http", 80, Transport::Tcp),
@@ -37,6 +38,15 @@ fn service(name: &str, ips: &[&str]) -> Service {
         external_name: String::new(),
         publish_not_ready: false,
     }
+}
+
+/// The Service of the Kubernetes API, whose UID identifies the cluster.
+pub(crate) fn api_service(uid: &str) -> Object {
+    Object::Service(Service {
+        key: Key::new("default", "kubernetes"),
+        uid: uid.into(),
+        ..service("kubernetes", &["10.96.255.1"])
+    })
 }
 
 fn slice(name: &str, service: &str, port: u16, endpoints: Vec<SliceEndpoint>) -> Slice {
@@ -87,6 +97,7 @@ fn pod(name: &str, addresses: &[&str]) -> Pod {
         terminating: false,
         ready: false,
         created: 0,
+        node: "".into(),
         zone: "".into(),
         identity: Some("spiffe://cluster.local/ns/shop/sa/web".into()),
         bypassed: Vec::new(),
@@ -94,10 +105,25 @@ fn pod(name: &str, addresses: &[&str]) -> Pod {
     }
 }
 
+/// A Service, its slice and a pod at each address.
+pub(crate) fn service_with_pods(name: &str, ip: &str, addresses: &[&str]) -> Vec<Object> {
+    let endpoints = addresses.iter().map(|address| endpoint(address, address));
+    let slice = slice(name, name, 8080, endpoints.collect());
+    let pods = addresses
+        .iter()
+        .map(|address| Object::Pod(pod(address, &[address])));
+    let mut all: Vec<Object> = pods.collect();
+    all.extend([Object::Service(service(name, &[ip])), Object::Slice(slice)]);
+    all
+}
+
 fn index(objects: impl IntoIterator<Item = Object>) -> Index {
     let mut index = Index::default();
     for object in objects {
-        index.apply(Change::Apply(object), &mut Touched::default());
+        index.apply(
+            Change::Apply(Source::Kubernetes, object),
+            &mut Touched::default(),
+        );
     }
     index
 }
@@ -193,7 +219,10 @@ fn endpoints_have_the_opaque_ports_of_their_pod() {
     // Another pod of the name declares nothing: subscribers hear of it.
     let before = index.resolve("10.96.0.1:80".parse().unwrap());
     let mut touched = Touched::default();
-    index.apply(Change::Apply(declares(&[])), &mut touched);
+    index.apply(
+        Change::Apply(Source::Kubernetes, declares(&[])),
+        &mut touched,
+    );
     assert!(touched.addresses.contains(&ip("10.96.0.1")));
     let Update::Difference(delta) = index
         .resolve("10.96.0.1:80".parse().unwrap())
@@ -314,7 +343,7 @@ fn endpoint_of_an_unknown_pod_is_not_usable() {
     assert_eq!(at(&index, "10.96.0.1:80"), "Service shop/web []");
     let mut touched = Touched::default();
     index.apply(
-        Change::Apply(Object::Pod(pod("p", &["10.0.0.1"]))),
+        Change::Apply(Source::Kubernetes, Object::Pod(pod("p", &["10.0.0.1"]))),
         &mut touched,
     );
     assert!(touched.addresses.contains(&ip("10.96.0.1")));
@@ -322,7 +351,10 @@ fn endpoint_of_an_unknown_pod_is_not_usable() {
         at(&index, "10.96.0.1:80"),
         "Service shop/web [10.0.0.1:8080]"
     );
-    index.apply(Change::Delete(Kind::Pod, key("p")), &mut touched);
+    index.apply(
+        Change::Delete(Source::Kubernetes, Kind::Pod, key("p")),
+        &mut touched,
+    );
     assert_eq!(at(&index, "10.96.0.1:80"), "Service shop/web []");
 }
 
@@ -417,12 +449,12 @@ fn address_of_a_finished_pod_belongs_to_the_next_pod() {
     let mut index = index([Object::Pod(pod("job", &["10.0.0.1"]))]);
     // A finished pod is converted to one without addresses.
     index.apply(
-        Change::Apply(Object::Pod(pod("job", &[]))),
+        Change::Apply(Source::Kubernetes, Object::Pod(pod("job", &[]))),
         &mut Touched::default(),
     );
     assert_eq!(at(&index, "10.0.0.1:80"), "unknown");
     index.apply(
-        Change::Apply(Object::Pod(pod("web", &["10.0.0.1"]))),
+        Change::Apply(Source::Kubernetes, Object::Pod(pod("web", &["10.0.0.1"]))),
         &mut Touched::default(),
     );
     assert_eq!(at(&index, "10.0.0.1:80"), "Pod shop/web [10.0.0.1:80]");
@@ -478,10 +510,10 @@ fn unchanged_object_affects_nothing() {
     let mut index = index(objects.clone());
     let mut touched = Touched::default();
     for object in objects {
-        index.apply(Change::Apply(object), &mut touched);
+        index.apply(Change::Apply(Source::Kubernetes, object), &mut touched);
     }
     index.apply(
-        Change::Delete(Kind::Slice, key("never-there")),
+        Change::Delete(Source::Kubernetes, Kind::Slice, key("never-there")),
         &mut touched,
     );
     assert_eq!(touched, Touched::default());
@@ -496,12 +528,10 @@ fn slice_that_changes_its_service_affects_both() {
     ]);
     let mut touched = Touched::default();
     index.apply(
-        Change::Apply(Object::Slice(slice(
-            "s",
-            "b",
-            8080,
-            vec![endpoint("10.0.0.1", "")],
-        ))),
+        Change::Apply(
+            Source::Kubernetes,
+            Object::Slice(slice("s", "b", 8080, vec![endpoint("10.0.0.1", "")])),
+        ),
         &mut touched,
     );
     assert_eq!(touched.services, [key("a"), key("b")].into());
@@ -516,6 +546,7 @@ impl Chance {
     const SERVICES: [&str; 3] = ["a", "b", "c"];
     const SLICES: [&str; 4] = ["s1", "s2", "s3", "s4"];
     const PODS: [&str; 4] = ["p1", "p2", "p3", "p4"];
+    const NODES: [&str; 2] = ["n1", "n2"];
     const CLUSTER_IPS: [&str; 3] = ["10.96.0.1", "10.96.0.2", "fd00::1"];
     const ADDRESSES: [&str; 4] = ["10.0.0.1", "10.0.0.2", "10.0.0.3", "fd01::1"];
 
@@ -563,23 +594,30 @@ impl Chance {
                 pod.terminating = self.0.u8(..4) == 0;
                 pod.created = self.0.i64(..3);
                 pod.identity = if self.0.bool() { pod.identity } else { None };
+                pod.node = self.one(&Self::NODES).into();
                 Object::Pod(pod)
             }
+            Kind::Node => Object::Node(Node {
+                key: Key::new("", self.one(&Self::NODES)),
+                addresses: self.some(&Self::ADDRESSES).into_iter().map(ip).collect(),
+                zone: self.one(&["a", "b"]).into(),
+            }),
         }
     }
 
     pub(crate) fn change(&mut self) -> Change {
-        let kind = Kind::ALL[self.0.usize(..3)];
+        let source = [Source::Kubernetes, Source::Files][self.0.usize(..2)];
+        let kind = Kind::ALL[self.0.usize(..Kind::ALL.len())];
         match self.0.u8(..10) {
             0 => {
                 let objects: BTreeMap<Key, Object> = (0..3)
                     .map(|_| self.object(kind))
                     .map(|object| (object.key().clone(), object))
                     .collect();
-                Change::Reset(kind, objects.into_values().collect())
+                Change::Reset(source, kind, objects.into_values().collect())
             }
-            1..4 => Change::Delete(kind, self.object(kind).key().clone()),
-            _ => Change::Apply(self.object(kind)),
+            1..4 => Change::Delete(source, kind, self.object(kind).key().clone()),
+            _ => Change::Apply(source, self.object(kind)),
         }
     }
 
@@ -602,22 +640,46 @@ fn answers(index: &Index) -> (Vec<State>, Vec<Option<ServiceView>>) {
     )
 }
 
-fn remember(objects: &mut BTreeMap<(Kind, Key), Object>, change: &Change) {
+fn remember(objects: &mut BTreeMap<(Kind, Key, Source), Object>, change: &Change) {
     match change {
-        Change::Apply(object) => {
-            objects.insert((object.kind(), object.key().clone()), object.clone());
+        Change::Apply(source, object) => {
+            let key = (object.kind(), object.key().clone(), *source);
+            objects.insert(key, object.clone());
         }
-        Change::Delete(kind, key) => {
-            objects.remove(&(*kind, key.clone()));
+        Change::Delete(source, kind, key) => {
+            objects.remove(&(*kind, key.clone(), *source));
         }
-        Change::Reset(kind, all) => {
-            objects.retain(|(other, _), _| other != kind);
-            objects.extend(
-                all.iter()
-                    .map(|object| ((*kind, object.key().clone()), object.clone())),
-            );
+        Change::Reset(source, kind, all) => {
+            objects.retain(|(other, _, of), _| (other, of) != (kind, source));
+            let all = all.iter();
+            objects
+                .extend(all.map(|object| ((*kind, object.key().clone(), *source), object.clone())));
         }
+        Change::Unavailable(..) => {}
     }
+}
+
+#[test]
+fn list_of_one_source_keeps_the_objects_of_another() {
+    let [kubernetes, files] = [Source::Kubernetes, Source::Files];
+    let mut index = Index::default();
+    let mut touched = Touched::default();
+    let mut apply = |index: &mut Index, change| index.apply(change, &mut touched);
+    let pod_at = |address| Object::Pod(pod("p", &[address]));
+    apply(&mut index, Change::Apply(kubernetes, pod_at("10.0.0.1")));
+    apply(&mut index, Change::Reset(files, Kind::Pod, vec![]));
+    assert_eq!(at(&index, "10.0.0.1:80"), "Pod shop/p [10.0.0.1:80]");
+
+    // Both have the object: the first source takes precedence until it deletes it.
+    apply(&mut index, Change::Apply(files, pod_at("10.0.0.2")));
+    assert_eq!(at(&index, "10.0.0.1:80"), "Pod shop/p [10.0.0.1:80]");
+    assert_eq!(at(&index, "10.0.0.2:80"), "unknown");
+    apply(&mut index, Change::Reset(kubernetes, Kind::Pod, vec![]));
+    assert_eq!(at(&index, "10.0.0.2:80"), "Pod shop/p [10.0.0.2:80]");
+    apply(&mut index, Change::Delete(kubernetes, Kind::Pod, key("p")));
+    assert_eq!(at(&index, "10.0.0.2:80"), "Pod shop/p [10.0.0.2:80]");
+    apply(&mut index, Change::Delete(files, Kind::Pod, key("p")));
+    assert_eq!(index.count(Kind::Pod), 0);
 }
 
 #[test]
@@ -630,17 +692,23 @@ fn states_and_versions_are_independent_of_the_history() {
             remember(&mut objects, &change);
             lived.apply(change, &mut Touched::default());
             if step % 10 == 9 {
-                let mut shuffled: Vec<Object> = objects.values().cloned().collect();
+                let all = objects.iter();
+                let mut shuffled: Vec<Change> = all
+                    .map(|((_, _, source), object)| Change::Apply(*source, object.clone()))
+                    .collect();
                 chance.0.shuffle(&mut shuffled);
-                assert_eq!(
-                    answers(&index(shuffled)),
-                    answers(&lived),
-                    "seed {seed} step {step}"
-                );
+                let mut fresh = Index::default();
+                for change in shuffled {
+                    fresh.apply(change, &mut Touched::default());
+                }
+                assert_eq!(answers(&fresh), answers(&lived), "seed {seed} step {step}");
             }
         }
-        for kind in Kind::ALL {
-            lived.apply(Change::Reset(kind, vec![]), &mut Touched::default());
+        for (source, kind) in [Source::Kubernetes, Source::Files]
+            .into_iter()
+            .flat_map(|source| Kind::ALL.map(|kind| (source, kind)))
+        {
+            lived.apply(Change::Reset(source, kind, vec![]), &mut Touched::default());
         }
         let links = (
             lived.slices_of_service.len(),
@@ -750,10 +818,13 @@ fn meshed_namespaces_follow_their_pods() {
     assert_eq!(index.ready_meshed_pods().count(), 0);
     let mut touched = Touched::default();
     index.apply(
-        Change::Apply(Object::Pod(Pod {
-            ready: true,
-            ..pod("a", &["10.0.0.1"])
-        })),
+        Change::Apply(
+            Source::Kubernetes,
+            Object::Pod(Pod {
+                ready: true,
+                ..pod("a", &["10.0.0.1"])
+            }),
+        ),
         &mut touched,
     );
     assert_eq!(touched, Touched::default());
@@ -765,13 +836,19 @@ fn meshed_namespaces_follow_their_pods() {
         [&key("a")]
     );
     index.apply(
-        Change::Apply(Object::Pod(Pod {
-            identity: None,
-            ..pod("a", &["10.0.0.1"])
-        })),
+        Change::Apply(
+            Source::Kubernetes,
+            Object::Pod(Pod {
+                identity: None,
+                ..pod("a", &["10.0.0.1"])
+            }),
+        ),
         &mut touched,
     );
     assert_eq!(namespaces(&index), ["shop"]);
-    index.apply(Change::Delete(Kind::Pod, key("b")), &mut touched);
+    index.apply(
+        Change::Delete(Source::Kubernetes, Kind::Pod, key("b")),
+        &mut touched,
+    );
     assert!(namespaces(&index).is_empty());
 }

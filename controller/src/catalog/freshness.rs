@@ -1,0 +1,71 @@
+//! The age of the catalog: for each kind, the time since its source last confirmed that the objects
+//! are current.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::index::object::Kind;
+
+/// The age of a required kind above which the controller is not ready. A watch that works is
+/// confirmed at least every three minutes.
+pub const MAX_WATCH_AGE: Duration = Duration::from_secs(300);
+
+/// The last confirmation of each kind. Cheap to clone.
+#[derive(Clone, Debug, Default)]
+pub struct Freshness(Arc<Mutex<BTreeMap<Kind, Instant>>>);
+
+impl Freshness {
+    /// The objects of a kind are current.
+    pub fn confirm(&self, kind: Kind) {
+        self.lock().insert(kind, Instant::now());
+    }
+
+    /// The age of each kind that was confirmed at least once.
+    pub fn ages(&self) -> Vec<(Kind, Duration)> {
+        let confirmed = self.lock();
+        let ages = confirmed.iter().map(|(kind, at)| (*kind, at.elapsed()));
+        ages.collect()
+    }
+
+    /// The required kinds that are too old, for `/ready`.
+    pub fn stale(&self) -> Option<String> {
+        let mut ages = self.ages();
+        ages.retain(|(kind, age)| !kind.is_optional() && *age > MAX_WATCH_AGE);
+        let stale = ages.iter();
+        let stale = stale.map(|(kind, age)| format!("{kind} for {} s", age.as_secs()));
+        let stale: Vec<String> = stale.collect();
+        (!stale.is_empty()).then(|| format!("not updated: {}", stale.join(", ")))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<Kind, Instant>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn required_kind_that_is_not_confirmed_for_too_long_is_stale() {
+        let freshness = Freshness::default();
+        freshness.confirm(Kind::Pod);
+        freshness.confirm(Kind::Node);
+        tokio::time::advance(MAX_WATCH_AGE).await;
+        assert_eq!(freshness.stale(), None);
+        tokio::time::advance(Duration::from_secs(1)).await;
+        let reason = freshness.stale();
+        assert_eq!(reason.as_deref(), Some("not updated: Pod for 301 s"));
+        freshness.confirm(Kind::Pod);
+        assert_eq!(freshness.stale(), None);
+        let ages: Vec<u64> = freshness
+            .ages()
+            .iter()
+            .map(|(_, age)| age.as_secs())
+            .collect();
+        assert_eq!(ages, [0, 301]);
+    }
+}
