@@ -12,22 +12,23 @@ use std::time::SystemTime;
 use diy_mesh_proto::mesh::v1 as proto;
 use proto::discover_request::Action;
 use proto::discover_response::Update as Response;
-use tokio::sync::mpsc::{self, Permit};
+use tokio::sync::OwnedSemaphorePermit;
 use tonic::{Status, Streaming};
 
 use super::message;
+use super::responses::{Capacity, Responses};
 use crate::authority::{Trust, TrustReceiver};
 use crate::hub::Destinations;
 use crate::index::state::{State, Update};
 use crate::metrics::Metrics;
 use crate::proxies::{self, ConnectedGuard};
+use crate::quota::Quota;
 
-/// Far more than the destinations of a pod; proxies unsubscribe from idle ones.
-const MAX_SUBSCRIPTIONS: usize = 10_000;
+/// The length of a destination, the longest of which is an IPv6 address with a scope and a port,
+/// and of a version.
+const MAX_NAME_BYTES: usize = 64;
 /// The length of versions and numbers in a proxy's status.
 const MAX_TEXT_BYTES: usize = 128;
-
-type Responses = mpsc::Sender<Result<proto::DiscoverResponse, Status>>;
 
 /// Serves one stream until the client disconnects or sends an invalid request.
 pub(super) async fn run(
@@ -36,7 +37,7 @@ pub(super) async fn run(
     proxy: &ConnectedGuard,
     metrics: &Metrics,
     mut requests: Streaming<proto::DiscoverRequest>,
-    responses: &Responses,
+    responses: &Responses<proto::DiscoverResponse>,
 ) -> Result<(), Status> {
     trust.mark_changed();
     let mut reading = true;
@@ -69,29 +70,30 @@ pub(super) async fn run(
 /// notification stays queued.
 async fn permit_for_update<'a>(
     subscriber: &Destinations,
-    responses: &'a Responses,
-) -> Option<Permit<'a, Result<proto::DiscoverResponse, Status>>> {
+    responses: &'a Responses<proto::DiscoverResponse>,
+) -> Option<Capacity<'a, proto::DiscoverResponse>> {
     subscriber.wait().await;
-    responses.reserve().await.ok()
+    responses.reserve().await
 }
 
 /// Waits for unsent roots and for capacity. `None`: the client has disconnected. Cancel-safe: the
 /// roots stay marked as changed until they are sent.
 async fn permit_for_roots<'a>(
     trust: &mut TrustReceiver,
-    responses: &'a Responses,
-) -> Option<Permit<'a, Result<proto::DiscoverResponse, Status>>> {
+    responses: &'a Responses<proto::DiscoverResponse>,
+) -> Option<Capacity<'a, proto::DiscoverResponse>> {
     if trust.changed().await.is_err() {
         // The authority has ended: there are no further roots.
         std::future::pending::<()>().await;
     }
     trust.mark_changed();
-    responses.reserve().await.ok()
+    responses.reserve().await
 }
 
 /// The destinations that a client has subscribed to.
 pub(super) struct Subscriptions {
     subscriber: Destinations,
+    quota: Arc<Quota>,
     by_address: HashMap<SocketAddr, Subscription>,
 }
 
@@ -99,6 +101,7 @@ struct Subscription {
     /// The destination as the client wrote it.
     destination: Box<str>,
     known: Known,
+    counted: OwnedSemaphorePermit,
 }
 
 /// The state of a destination that the client has.
@@ -111,9 +114,10 @@ enum Known {
 }
 
 impl Subscriptions {
-    pub(super) fn new(subscriber: Destinations) -> Subscriptions {
+    pub(super) fn new(subscriber: Destinations, quota: Arc<Quota>) -> Subscriptions {
         Subscriptions {
             subscriber,
+            quota,
             by_address: HashMap::new(),
         }
     }
@@ -125,20 +129,25 @@ impl Subscriptions {
                 known_version,
             })) => {
                 let address = parse(&destination)?;
-                if self.by_address.len() >= MAX_SUBSCRIPTIONS
-                    && !self.by_address.contains_key(&address)
-                {
-                    return Err(Status::resource_exhausted(format!(
-                        "the stream has subscriptions to {MAX_SUBSCRIPTIONS} destinations, the maximum; unsubscribe from idle ones"
+                if known_version.len() > MAX_NAME_BYTES {
+                    return Err(Status::invalid_argument(format!(
+                        "known_version of {destination} is longer than {MAX_NAME_BYTES} bytes"
                     )));
                 }
+                let counted = match self.by_address.remove(&address) {
+                    Some(before) => before.counted,
+                    None => self.quota.subscriptions(1)?,
+                };
                 let known = match known_version.is_empty() {
                     true => Known::Nothing,
                     false => Known::Version(known_version),
                 };
-                let destination = destination.into();
-                self.by_address
-                    .insert(address, Subscription { destination, known });
+                let subscription = Subscription {
+                    destination: destination.into(),
+                    known,
+                    counted,
+                };
+                self.by_address.insert(address, subscription);
                 self.subscriber.subscribe(address);
             }
             Some(Action::Unsubscribe(proto::Unsubscribe { destination })) => {
@@ -228,7 +237,7 @@ fn whole(state: &State) -> Response {
 }
 
 fn send(
-    permit: Permit<'_, Result<proto::DiscoverResponse, Status>>,
+    permit: Capacity<'_, proto::DiscoverResponse>,
     response: proto::DiscoverResponse,
     metrics: &Metrics,
 ) {
@@ -240,11 +249,16 @@ fn send(
         Some(Response::Unknown(_)) | None => &metrics.unknown,
     };
     counter.inc();
-    permit.send(Ok(response));
+    permit.send(response);
 }
 
 /// Parses a destination. IPv4-mapped IPv6 addresses become IPv4 addresses; scope IDs are ignored.
 fn parse(destination: &str) -> Result<SocketAddr, Status> {
+    if destination.len() > MAX_NAME_BYTES {
+        return Err(Status::invalid_argument(format!(
+            "a destination is longer than {MAX_NAME_BYTES} bytes"
+        )));
+    }
     let address = destination
         .parse::<SocketAddr>()
         .ok()
@@ -304,7 +318,7 @@ mod tests {
     }
 
     fn stream(hub: &Hub) -> Subscriptions {
-        Subscriptions::new(hub.watch_destinations())
+        Subscriptions::new(hub.watch_destinations(), Arc::default())
     }
 
     fn subscribe(destination: SocketAddr, known_version: &str) -> proto::DiscoverRequest {
