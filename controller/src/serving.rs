@@ -215,6 +215,11 @@ pub struct Peer {
 }
 
 impl Peer {
+    /// Its IP address.
+    pub fn ip(&self) -> Option<IpAddr> {
+        self.address.map(|address| address.ip().to_canonical())
+    }
+
     /// Counts a call until the value is dropped.
     pub fn call(&self) -> OpenCall {
         self.client.call()

@@ -181,7 +181,8 @@ impl ServiceMeshService for Mesh {
         let call = open_call(&request)?;
         let message = request.into_inner();
         let token = &message.token;
-        let caller = self.context.authenticator.caller_by_token(token).await?;
+        let authenticator = &self.context.authenticator;
+        let caller = authenticator.caller_by_token(token, call.peer.ip()).await?;
         self.admit(&call, &caller)?;
         let response = self
             .signer
@@ -278,7 +279,8 @@ impl Mesh {
     async fn authenticate<T>(&self, request: &Request<T>) -> Result<(Caller, Arc<Quota>), Status> {
         let call = open_call(request)?;
         let authenticator = &self.context.authenticator;
-        let caller = authenticator.caller(request.metadata()).await?;
+        let address = call.peer.ip();
+        let caller = authenticator.caller(request.metadata(), address).await?;
         let quota = self.admit(&call, &caller)?;
         self.context.hub.wait_synced(&self.context.stopping).await?;
         Ok((caller, quota))
