@@ -20,6 +20,7 @@ pub mod hub;
 pub mod index;
 pub mod metrics;
 pub mod proxies;
+pub mod quota;
 pub mod serving;
 
 use std::io;
@@ -41,6 +42,7 @@ use hub::Hub;
 use index::object::Source;
 use metrics::Metrics;
 use proxies::Proxies;
+use quota::Quotas;
 use serving::{Names, Serving};
 
 /// The catalog pauses while more changes wait for the index.
@@ -208,6 +210,7 @@ impl Controller {
                 authenticator: Arc::new(Authenticator::new(self.verifier, metrics.clone())),
                 trust,
                 proxies,
+                quotas: Quotas::default(),
                 trust_domain: trust_domain.clone(),
                 certificate_life,
                 metrics,

@@ -137,7 +137,7 @@ impl Injector {
         )));
         let webhook = server::serve(
             webhook,
-            tls::acceptor(publisher.subscribe()),
+            tls::config(publisher.subscribe()),
             handler,
             stopping.clone(),
         );

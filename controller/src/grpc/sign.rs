@@ -16,7 +16,7 @@ use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
-use crate::authenticate::{Authenticator, Caller, PodRef};
+use crate::authenticate::{Caller, PodRef};
 use crate::authority::TrustReceiver;
 use crate::hub::Hub;
 use crate::index::Index;
@@ -39,7 +39,6 @@ const MAX_RATE_LIMITED_PODS: usize = 100_000;
 
 /// Signs certificates.
 pub(super) struct Signer {
-    authenticator: Arc<Authenticator>,
     hub: Hub,
     trust: TrustReceiver,
     trust_domain: Arc<str>,
@@ -52,7 +51,6 @@ pub(super) struct Signer {
 
 impl Signer {
     pub(super) fn new(
-        authenticator: Arc<Authenticator>,
         hub: Hub,
         trust: TrustReceiver,
         trust_domain: Arc<str>,
@@ -61,7 +59,6 @@ impl Signer {
         stopping: CancellationToken,
     ) -> Signer {
         Signer {
-            authenticator,
             hub,
             trust,
             trust_domain,
@@ -73,17 +70,17 @@ impl Signer {
         }
     }
 
-    /// Responds to a request from `peer`.
+    /// Responds to a request of an authenticated caller, from `peer`.
     pub(super) async fn sign(
         &self,
         message: proto::SignCertificateRequest,
+        caller: &Caller,
         peer: Option<SocketAddr>,
     ) -> Result<proto::SignCertificateResponse, Status> {
         let response = async {
             let slot = self.slots.acquire().await;
             let _slot = slot.expect("the semaphore is never closed");
-            let caller = self.authenticator.caller_by_token(&message.token).await?;
-            let (pod, identity) = requester(&caller, &message.name, &self.trust_domain)?;
+            let (pod, identity) = requester(caller, &message.name, &self.trust_domain)?;
             let peer = peer.map(|peer| peer.ip().to_canonical());
             let response = self.issue(&message.csr, pod, &identity, peer).await;
             if let Err(status) = &response {
