@@ -275,9 +275,8 @@ async fn rotation_waits_for_all_proxies_and_survives_restarts() {
         (told.rotation.phase.as_str(), told.rotation.answer.as_str()),
         (
             "announcing",
-            "granted: a new root is announced; the rotation takes about 6 min: 0 s until mounted files contain the root, and up \
-          to 6 min in which proxies renew their certificates; longer while a meshed pod has no connection to a controller or does not \
-          accept the root"
+            "granted: a new root is announced; the rotation takes about 6 min: up to 6 min in which proxies renew their certificates; \
+             longer while a meshed pod has no connection to a controller or does not accept the root"
         )
     );
     assert!(!folder.join("request").exists());

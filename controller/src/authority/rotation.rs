@@ -245,12 +245,18 @@ impl RotationPolicy {
 
     /// How long a rotation takes, and why.
     fn expectation(&self) -> String {
-        let (settle, renewal) = (self.settle, self.renew_within());
+        let renewal = self.renew_within();
+        let settle = match self.settle {
+            Duration::ZERO => String::new(),
+            settle => format!(
+                "{} until mounted files contain the root, and ",
+                minutes(settle)
+            ),
+        };
         format!(
-            "the rotation takes about {}: {} until mounted files contain the root, and up to {} in which proxies renew their certificates; \
-             longer while a meshed pod has no connection to a controller or does not accept the root",
-            minutes(settle + renewal),
-            minutes(settle),
+            "the rotation takes about {}: {settle}up to {} in which proxies renew their certificates; longer while a meshed pod has no \
+             connection to a controller or does not accept the root",
+            minutes(self.settle + renewal),
             minutes(renewal)
         )
     }
