@@ -1,10 +1,11 @@
 //! The hub: subscriptions to resources and Services, and their pending notifications. Between
 //! the index and the gRPC streams.
 //!
-//! Per changed resource, the state is computed once. Per subscriber, the topic is added to its
+//! Per changed resource, the state is computed and encoded once. Per subscriber, the topic is added to its
 //! queue. A queue contains each topic once: a slow reader gets the latest state, and queues stay
 //! bounded.
 
+mod published;
 mod queue;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
@@ -13,16 +14,22 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
+use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
-use crate::index::object::{Change, Key, Kind, Resource, Source};
+use crate::authenticate::PodRef;
+use crate::index::locality::{Location, Scope};
+use crate::index::object::{Change, Event, Key, Kind, Resource, Source};
 use crate::index::state::State;
 use crate::index::view::ServiceView;
 use crate::index::{Index, Touched};
+pub use published::Published;
 use queue::Queue;
 
 /// The maximum number of changes that are applied under one lock.
 const MAX_BATCH: usize = 1024;
+/// Minimum time between two publications, which merges the changes of a rollout.
+const PUBLICATION_INTERVAL: Duration = Duration::from_millis(100);
 /// Time that a call waits for a synced catalog.
 const SYNC_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -57,15 +64,32 @@ pub struct Hub {
 struct Inner {
     index: Index,
     resources: BTreeMap<Resource, Watched>,
+    /// The destinations with subscribers by their port.
+    destinations_on: HashMap<u16, BTreeSet<SocketAddr>>,
     named: HashMap<Key, HashMap<u64, Arc<Queue<Key>>>>,
     all: HashMap<u64, Arc<Queue<Key>>>,
+    clients: HashMap<u64, Client>,
+    clients_of_pod: HashMap<Key, BTreeSet<u64>>,
     next_subscriber: u64,
 }
 
+/// A subscriber to resources.
+struct Client {
+    queue: Arc<Queue<Resource>>,
+    /// Its pod, if its token is bound to one.
+    pod: Option<PodRef>,
+    /// The location of its pod. Unknown until the pod is in the catalog.
+    location: Location,
+    subscribed: HashSet<Resource>,
+}
+
 /// A resource with subscribers.
+#[derive(Default)]
 struct Watched {
-    state: Arc<State>,
-    subscribers: HashMap<u64, Arc<Queue<Resource>>>,
+    scope: Scope,
+    /// The states by the location of clients within the scope. One for most resources.
+    states: HashMap<Location, Arc<Published>>,
+    subscribers: BTreeSet<u64>,
 }
 
 /// Sizes for the metrics.
@@ -91,26 +115,46 @@ impl Hub {
         }
     }
 
-    /// Applies the changes of a catalog until it ends.
-    pub async fn follow(&self, mut changes: mpsc::Receiver<Change>) {
-        let mut batch = Vec::new();
-        while changes.recv_many(&mut batch, MAX_BATCH).await > 0 {
-            self.apply(batch.drain(..));
+    /// Applies the changes of a catalog until it ends. Subscribers are notified of a change at once,
+    /// and of the changes that follow it within an interval together.
+    pub async fn follow(&self, mut changes: mpsc::Receiver<Event>) {
+        let (mut batch, mut touched) = (Vec::new(), Touched::default());
+        let mut next_publication = Instant::now();
+        loop {
+            tokio::select! {
+                count = changes.recv_many(&mut batch, MAX_BATCH) => {
+                    if count == 0 {
+                        return self.lock().publish(&touched);
+                    }
+                    self.update(batch.drain(..), &mut touched);
+                }
+                () = sleep_until(next_publication), if touched != Touched::default() => {
+                    self.lock().publish(&std::mem::take(&mut touched));
+                    next_publication = Instant::now() + PUBLICATION_INTERVAL;
+                }
+            }
         }
     }
 
     /// Applies changes and notifies the subscribers of the affected topics.
-    pub fn apply(&self, changes: impl IntoIterator<Item = Change>) {
+    pub fn apply<E: Into<Event>>(&self, changes: impl IntoIterator<Item = E>) {
+        let mut touched = Touched::default();
+        self.update(changes, &mut touched);
+        self.lock().publish(&touched);
+    }
+
+    /// Applies changes and adds the affected topics to `touched`.
+    fn update<E: Into<Event>>(&self, changes: impl IntoIterator<Item = E>, touched: &mut Touched) {
         let mut listed: BTreeSet<(Source, Kind)> = BTreeSet::new();
         let mut inner = self.lock();
-        let mut touched = Touched::default();
-        for change in changes {
-            if let Change::Reset(source, kind, _) | Change::Unavailable(source, kind) = &change {
+        for event in changes.into_iter().map(Into::into) {
+            if let Change::Reset(source, kind, _) | Change::Unavailable(source, kind) =
+                &event.change
+            {
                 listed.insert((*source, *kind));
             }
-            inner.index.apply(change, &mut touched);
+            inner.index.apply_event(event, touched);
         }
-        inner.publish(&touched);
         self.meshed.send_if_modified(|meshed| {
             let now = inner.index.meshed_namespaces().cloned().collect();
             std::mem::replace(meshed, now) != *meshed
@@ -192,14 +236,26 @@ impl Hub {
         self.lock().index.service_keys()
     }
 
-    /// A subscriber without subscriptions.
-    pub fn watch_resources(&self) -> Resources {
-        let id = self.lock().next_id();
+    /// A subscriber without subscriptions, in the pod that its token is bound to, if any.
+    pub fn watch_resources(&self, pod: Option<PodRef>) -> Resources {
+        let mut inner = self.lock();
+        let id = inner.next_id();
+        let queue: Arc<Queue<Resource>> = Arc::default();
+        let key = pod.as_ref().map(PodRef::key);
+        let client = Client {
+            location: inner.location(pod.as_ref()),
+            queue: queue.clone(),
+            pod,
+            subscribed: HashSet::new(),
+        };
+        inner.clients.insert(id, client);
+        if let Some(key) = key {
+            inner.clients_of_pod.entry(key).or_default().insert(id);
+        }
         Resources {
             hub: self.clone(),
             id,
-            queue: Arc::default(),
-            subscribed: HashSet::new(),
+            queue,
         }
     }
 
@@ -259,6 +315,16 @@ impl Inner {
                 |resource| matches!(resource, Resource::Destination(other) if other.ip() == *ip),
             );
         }
+        for port in &touched.node_ports {
+            for address in self.destinations_on.get(port).into_iter().flatten() {
+                let resource = Resource::Destination(*address);
+                let watched = self.resources.get_mut(&resource);
+                watched
+                    .into_iter()
+                    .for_each(|watched| watched.update(&resource, &self.index, &self.clients));
+            }
+        }
+        self.relocate(touched);
         for pod in &touched.pods {
             let first = Resource::Workload(pod.clone(), "".into());
             self.publish_from(
@@ -283,13 +349,43 @@ impl Inner {
     fn publish_from(&mut self, first: Resource, is_affected: impl Fn(&Resource) -> bool) {
         let affected = self.resources.range_mut(first..);
         for (resource, watched) in affected.take_while(|(resource, _)| is_affected(resource)) {
-            let state = self.index.state(resource);
-            if state.version != watched.state.version {
-                watched.state = Arc::new(state);
-                let subscribers = watched.subscribers.values();
-                subscribers.for_each(|queue| queue.push(resource.clone()));
+            watched.update(resource, &self.index, &self.clients);
+        }
+    }
+
+    /// Moves the clients in pods and on nodes that have changed, and notifies them of the resources
+    /// that depend on their location.
+    fn relocate(&mut self, touched: &Touched) {
+        let pods = touched.pods.iter();
+        let in_pods = pods.filter_map(|pod| self.clients_of_pod.get(pod));
+        let mut moved: BTreeSet<u64> = in_pods.flatten().copied().collect();
+        if !touched.nodes.is_empty() {
+            let clients = self.clients.iter();
+            let on_nodes =
+                clients.filter(|(_, client)| touched.nodes.contains(&client.location.node));
+            moved.extend(on_nodes.map(|(id, _)| *id));
+        }
+        for id in moved {
+            let location = self.location(self.clients[&id].pod.as_ref());
+            let Some(client) = self.clients.get_mut(&id) else {
+                continue;
+            };
+            if std::mem::replace(&mut client.location, location) == client.location {
+                continue;
+            }
+            for resource in &client.subscribed {
+                if let Some(watched) = self.resources.get_mut(resource) {
+                    watched.add(resource, &self.index, &client.location);
+                    client.queue.push(resource.clone());
+                }
             }
         }
+    }
+
+    fn location(&self, pod: Option<&PodRef>) -> Location {
+        pod.map_or_else(Location::default, |pod| {
+            self.index.location(&pod.key(), &pod.uid)
+        })
     }
 
     fn next_id(&mut self) -> u64 {
@@ -298,12 +394,66 @@ impl Inner {
     }
 }
 
+impl Watched {
+    /// Adds the state for a location, if there is none.
+    fn add(&mut self, resource: &Resource, index: &Index, location: &Location) {
+        let location = location.within(self.scope);
+        self.states.entry(location).or_insert_with_key(|location| {
+            let (_, state) = index.resolve(resource, location);
+            Arc::new(Published::new(state))
+        });
+    }
+
+    fn published(&self, location: &Location) -> Option<&Arc<Published>> {
+        self.states.get(&location.within(self.scope))
+    }
+
+    /// The next state for a location: the known one if it is unchanged.
+    fn next(&self, location: &Location, state: State) -> Arc<Published> {
+        match self.states.get(location) {
+            Some(known) if known.state.version == state.version => known.clone(),
+            Some(known) => Arc::new(known.successor(state)),
+            None => Arc::new(Published::new(state)),
+        }
+    }
+
+    /// Resolves the resource again, and notifies the subscribers whose state has changed. Work is
+    /// done per location, and in most cases there is one.
+    fn update(&mut self, resource: &Resource, index: &Index, clients: &HashMap<u64, Client>) {
+        let anywhere = Location::default();
+        let (scope, state) = index.resolve(resource, &anywhere);
+        let before = std::mem::take(self);
+        let next = before.next(&anywhere, state);
+        let is_same = |known: &Arc<Published>| Arc::ptr_eq(known, &next);
+        let is_unchanged = (before.scope, scope) == (Scope::Cluster, Scope::Cluster)
+            && before.states.get(&anywhere).is_some_and(is_same);
+        self.scope = scope;
+        self.states.insert(anywhere, next);
+        let version = |watched: &Watched, client: &Client| {
+            let published = watched.published(&client.location)?;
+            Some(published.state.version)
+        };
+        let subscribers = before.subscribers.iter();
+        let affected = subscribers.filter(|_| !is_unchanged);
+        for client in affected.filter_map(|id| clients.get(id)) {
+            let location = client.location.within(scope);
+            self.states.entry(location).or_insert_with_key(|location| {
+                let (_, state) = index.resolve(resource, location);
+                before.next(location, state)
+            });
+            if version(self, client) != version(&before, client) {
+                client.queue.push(resource.clone());
+            }
+        }
+        self.subscribers = before.subscribers;
+    }
+}
+
 /// A subscriber to resources. Dropping it ends its subscriptions.
 pub struct Resources {
     hub: Hub,
     id: u64,
     queue: Arc<Queue<Resource>>,
-    subscribed: HashSet<Resource>,
 }
 
 impl Resources {
@@ -311,23 +461,33 @@ impl Resources {
     pub fn subscribe(&mut self, resource: &Resource) {
         let mut inner = self.hub.lock();
         let Inner {
-            index, resources, ..
+            index,
+            resources,
+            clients,
+            destinations_on,
+            ..
         } = &mut *inner;
-        let watched = resources
-            .entry(resource.clone())
-            .or_insert_with(|| Watched {
-                state: Arc::new(index.state(resource)),
-                subscribers: HashMap::new(),
-            });
-        watched.subscribers.insert(self.id, self.queue.clone());
-        self.subscribed.insert(resource.clone());
+        let client = clients.get_mut(&self.id).expect("self is a client");
+        let watched = resources.entry(resource.clone()).or_default();
+        if watched.subscribers.is_empty() {
+            (watched.scope, _) = index.resolve(resource, &Location::default());
+        }
+        if let Resource::Destination(address) = resource {
+            let same_port = destinations_on.entry(address.port()).or_default();
+            same_port.insert(*address);
+        }
+        watched.add(resource, index, &client.location);
+        watched.subscribers.insert(self.id);
+        client.subscribed.insert(resource.clone());
         self.queue.push(resource.clone());
     }
 
     /// Removes a subscription.
     pub fn unsubscribe(&mut self, resource: &Resource) {
-        if self.subscribed.remove(resource) {
-            forget(&mut self.hub.lock(), resource, self.id);
+        let mut inner = self.hub.lock();
+        let client = inner.clients.get_mut(&self.id);
+        if client.is_some_and(|client| client.subscribed.remove(resource)) {
+            forget(&mut inner, resource, self.id);
         }
     }
 
@@ -337,15 +497,17 @@ impl Resources {
     }
 
     /// The next notification: a resource and its current state.
-    pub fn next(&self) -> Option<(Resource, Arc<State>)> {
+    pub fn next(&self) -> Option<(Resource, Arc<Published>)> {
         loop {
             let resource = self.queue.pop()?;
             let inner = self.hub.lock();
+            let client = inner.clients.get(&self.id)?;
             // A pending notification of a subscription that has ended is dropped.
             if let Some(watched) = inner.resources.get(&resource)
-                && watched.subscribers.contains_key(&self.id)
+                && watched.subscribers.contains(&self.id)
+                && let Some(published) = watched.published(&client.location)
             {
-                return Some((resource, watched.state.clone()));
+                return Some((resource, published.clone()));
             }
         }
     }
@@ -354,8 +516,19 @@ impl Resources {
 impl Drop for Resources {
     fn drop(&mut self) {
         let mut inner = self.hub.lock();
-        for resource in &self.subscribed {
+        let Some(client) = inner.clients.remove(&self.id) else {
+            return;
+        };
+        for resource in &client.subscribed {
             forget(&mut inner, resource, self.id);
+        }
+        if let Some(key) = client.pod.as_ref().map(PodRef::key)
+            && let Some(clients) = inner.clients_of_pod.get_mut(&key)
+        {
+            clients.remove(&self.id);
+            if clients.is_empty() {
+                inner.clients_of_pod.remove(&key);
+            }
         }
     }
 }
@@ -365,6 +538,14 @@ fn forget(inner: &mut Inner, resource: &Resource, subscriber: u64) {
         watched.subscribers.remove(&subscriber);
         if watched.subscribers.is_empty() {
             inner.resources.remove(resource);
+            if let Resource::Destination(address) = resource
+                && let Some(same_port) = inner.destinations_on.get_mut(&address.port())
+            {
+                same_port.remove(address);
+                if same_port.is_empty() {
+                    inner.destinations_on.remove(&address.port());
+                }
+            }
         }
     }
 }
@@ -437,6 +618,7 @@ mod tests {
                 identity: None,
                 bypassed: Vec::new(),
                 inbound: Default::default(),
+                labels: Default::default(),
             }),
         )
     }
@@ -478,7 +660,7 @@ mod tests {
         };
         let hub = Hub::new([Source::Kubernetes]);
         hub.apply(resets(&["10.0.0.1", "10.0.0.2"]));
-        let mut reader = hub.watch_resources();
+        let mut reader = hub.watch_resources(None);
         reader.subscribe(&destination("10.96.0.1:80"));
         assert!(reader.next().is_some());
         // Each kind is listed again on its own, at another time.
@@ -488,16 +670,73 @@ mod tests {
         }
         for reset in resets(&["10.0.0.2"]) {
             hub.apply([reset]);
-            while let Some((_, state)) = reader.next() {
-                assert!(!state.target.as_ref().unwrap().endpoints.is_empty());
+            while let Some((_, published)) = reader.next() {
+                assert!(
+                    !published
+                        .state
+                        .target
+                        .as_ref()
+                        .unwrap()
+                        .endpoints
+                        .is_empty()
+                );
             }
         }
+    }
+
+    #[test]
+    fn states_have_the_position_of_the_event_that_changed_them() {
+        let hub = Hub::new([Source::Kubernetes]);
+        let event = |change, version| Event {
+            change,
+            version: Some(version),
+        };
+        let api = crate::index::tests::api_service("uid");
+        let list = |kind, objects| Change::Reset(Source::Kubernetes, kind, objects);
+        let mut reader = hub.watch_resources(None);
+        let position = |reader: &Resources| {
+            let (_, published) = reader.next()?;
+            let position = published.state.position.as_ref()?;
+            Some((position.epoch.to_string(), position.versions[&Kind::Pod]))
+        };
+        hub.apply([event(list(Kind::Service, vec![api]), 10)]);
+        hub.apply([event(list(Kind::Slice, vec![]), 11)]);
+        hub.apply([event(list(Kind::Pod, vec![]), 12)]);
+        let mut other = hub.watch_resources(None);
+        other.subscribe(&destination("10.0.0.2:80"));
+        reader.subscribe(&destination("10.0.0.1:80"));
+        assert_eq!(position(&reader), Some(("uid".to_owned(), 12)));
+        hub.apply([
+            event(pod("p", "10.0.0.1"), 20),
+            event(pod("q", "10.0.0.9"), 21),
+        ]);
+        assert_eq!(position(&reader), Some(("uid".to_owned(), 21)));
+        let deleted = Change::Delete(Source::Kubernetes, Kind::Pod, Key::new("shop", "p"));
+        hub.apply([event(deleted, 30)]);
+        assert_eq!(position(&reader), Some(("uid".to_owned(), 30)));
+        // A list after a restore from a backup.
+        hub.apply([event(list(Kind::Pod, vec![]), 5)]);
+        hub.apply([event(list(Kind::Service, vec![]), 6)]);
+        hub.apply([event(pod("p", "10.0.0.1"), 7)]);
+        assert_eq!(position(&reader), None, "the Service of the API is gone");
+        assert_eq!(
+            other
+                .next()
+                .unwrap()
+                .1
+                .state
+                .position
+                .as_ref()
+                .unwrap()
+                .versions[&Kind::Pod],
+            12
+        );
     }
 
     #[tokio::test]
     async fn slow_reader_gets_the_latest_state_once() {
         let hub = Hub::new([Source::Kubernetes]);
-        let mut reader = hub.watch_resources();
+        let mut reader = hub.watch_resources(None);
         reader.subscribe(&destination("10.0.0.1:80"));
         for round in 0..1000 {
             hub.apply([
@@ -510,18 +749,50 @@ mod tests {
             ]);
         }
         reader.wait().await;
-        let (_, state) = reader.next().unwrap();
-        assert_eq!(state.target.as_ref().unwrap().key, Key::new("shop", "p999"));
+        let (_, published) = reader.next().unwrap();
+        assert_eq!(
+            published.state.target.as_ref().unwrap().key,
+            Key::new("shop", "p999")
+        );
         assert!(
             reader.next().is_none(),
             "the queue contained the destination once"
         );
     }
 
+    #[tokio::test(start_paused = true)]
+    async fn publishes_a_change_at_once_and_a_burst_together() {
+        let hub = Hub::new([Source::Kubernetes]);
+        let (sender, changes) = mpsc::channel(100);
+        let mut reader = hub.watch_resources(None);
+        reader.subscribe(&destination("10.0.0.1:80"));
+        reader.next().unwrap();
+        let following = tokio::spawn(async move { hub.follow(changes).await });
+        let start = Instant::now();
+        sender.send(pod("p", "10.0.0.1").into()).await.unwrap();
+        reader.wait().await;
+        assert_eq!(start.elapsed(), Duration::ZERO);
+        reader.next().unwrap();
+        for name in ["q", "r", "s"] {
+            sender.send(pod(name, "10.0.0.1").into()).await.unwrap();
+            tokio::time::sleep(PUBLICATION_INTERVAL / 5).await;
+        }
+        reader.wait().await;
+        assert_eq!(
+            start.elapsed().as_millis(),
+            PUBLICATION_INTERVAL.as_millis()
+        );
+        let (_, published) = reader.next().unwrap();
+        let target = published.state.target.as_ref().unwrap();
+        assert_eq!((&*target.key.name, reader.next().is_none()), ("s", true));
+        drop(sender);
+        following.await.unwrap();
+    }
+
     #[test]
     fn notifies_only_subscribers_of_changed_destinations() {
         let hub = Hub::new([Source::Kubernetes]);
-        let (mut one, mut other) = (hub.watch_resources(), hub.watch_resources());
+        let (mut one, mut other) = (hub.watch_resources(None), hub.watch_resources(None));
         one.subscribe(&destination("10.0.0.1:80"));
         other.subscribe(&destination("10.0.0.2:80"));
         assert!(one.next().is_some() && other.next().is_some());
@@ -534,9 +805,84 @@ mod tests {
     }
 
     #[test]
+    fn clients_on_one_node_share_the_states_of_a_local_service() {
+        let hub = Hub::new([Source::Kubernetes]);
+        let client = |name: &str| {
+            let pod = PodRef {
+                namespace: "shop".into(),
+                name: name.into(),
+                uid: "".into(),
+            };
+            let mut reader = hub.watch_resources(Some(pod));
+            reader.subscribe(&destination("10.96.0.1:80"));
+            reader
+        };
+        let on_node = |name: &str, node: &str| {
+            let Change::Apply(source, Object::Pod(pod)) = pod(name, "10.1.0.1") else {
+                panic!("a pod")
+            };
+            let node = node.into();
+            Change::Apply(source, Object::Pod(Pod { node, ..pod }))
+        };
+        let endpoints = |reader: &Resources| {
+            let published = reader.next()?.1;
+            let endpoints = published.state.target.as_ref()?.endpoints.iter();
+            Some(
+                endpoints
+                    .map(|one| one.address.to_string())
+                    .collect::<Vec<_>>(),
+            )
+        };
+        let addresses = ["10.0.0.1", "10.0.0.2"];
+        let mut service = crate::index::tests::service_with_pods("web", "10.96.0.1", &addresses);
+        for object in &mut service {
+            match object {
+                Object::Service(service) => service.local_only = true,
+                Object::Slice(slice) => {
+                    slice.endpoints[0].node = "n1".into();
+                    slice.endpoints[1].node = "n2".into();
+                }
+                _ => {}
+            }
+        }
+        hub.apply([on_node("a", "n1"), on_node("b", "n1"), on_node("c", "n2")]);
+        let changes = service.iter().cloned();
+        hub.apply(changes.map(|object| Change::Apply(Source::Kubernetes, object)));
+        let (a, b, c, late) = (client("a"), client("b"), client("c"), client("late"));
+        let (first, second) = (
+            vec!["10.0.0.1:8080".to_owned()],
+            vec!["10.0.0.2:8080".to_owned()],
+        );
+        assert_eq!(endpoints(&a), Some(first.clone()));
+        assert_eq!(endpoints(&b), Some(first));
+        assert_eq!(endpoints(&c), Some(second.clone()));
+        assert_eq!(endpoints(&late), Some(vec![]), "its node is unknown");
+        let states = || {
+            hub.lock().resources[&destination("10.96.0.1:80")]
+                .states
+                .len()
+        };
+        assert_eq!(states(), 3);
+        // The catalog learns of the pod.
+        hub.apply([on_node("late", "n2")]);
+        assert_eq!(endpoints(&late), Some(second));
+        assert!(a.next().is_none() && c.next().is_none());
+        // The Service is the same for all clients again.
+        let Some(Object::Service(mut web)) = service.iter().rev().nth(1).cloned() else {
+            panic!("the Service comes before its slice")
+        };
+        web.local_only = false;
+        hub.apply([Change::Apply(Source::Kubernetes, Object::Service(web))]);
+        for reader in [&a, &b, &c, &late] {
+            assert_eq!(endpoints(reader).unwrap().len(), 2);
+        }
+        assert_eq!(states(), 1);
+    }
+
+    #[test]
     fn dropped_subscribers_leave_no_state() {
         let hub = Hub::new([Source::Kubernetes]);
-        let mut one = hub.watch_resources();
+        let mut one = hub.watch_resources(None);
         one.subscribe(&destination("10.0.0.1:80"));
         one.subscribe(&destination("10.0.0.1:81"));
         one.unsubscribe(&destination("10.0.0.1:81"));
@@ -547,6 +893,8 @@ mod tests {
         drop((one, services, all));
         let inner = hub.lock();
         assert!(inner.resources.is_empty() && inner.named.is_empty() && inner.all.is_empty());
+        assert!(inner.clients.is_empty() && inner.clients_of_pod.is_empty());
+        assert!(inner.destinations_on.is_empty());
     }
 
     #[test]
@@ -554,9 +902,15 @@ mod tests {
         for seed in 0..50 {
             let mut chance = Chance(fastrand::Rng::with_seed(seed));
             let hub = Hub::new([Source::Kubernetes]);
-            let mut readers: Vec<_> = (0..3)
-                .map(|_| (hub.watch_resources(), HashMap::new()))
-                .collect();
+            // Pods that come, go, and move between nodes.
+            let pods = ["p1", "p2", "p3"].map(|name| PodRef {
+                namespace: "shop".into(),
+                name: name.into(),
+                uid: "".into(),
+            });
+            let mut readers: Vec<_> = pods
+                .map(|pod| (hub.watch_resources(Some(pod)), HashMap::new()))
+                .into();
             for _ in 0..200 {
                 let count = chance.0.usize(..3);
                 let changes: Vec<Change> = (0..count).map(|_| chance.change()).collect();
@@ -577,11 +931,13 @@ mod tests {
                 while reader.queue.len() > 0 {
                     take(reader, known);
                 }
-                assert_eq!(known.len(), reader.subscribed.len(), "seed {seed}");
-                for (resource, state) in known {
+                let subscribed = hub.lock().clients[&reader.id].subscribed.len();
+                assert_eq!(known.len(), subscribed, "seed {seed}");
+                let location = &hub.lock().clients[&reader.id].location.clone();
+                for (resource, published) in known {
                     assert_eq!(
-                        **state,
-                        hub.lock().index.state(resource),
+                        *published.state,
+                        hub.lock().index.resolve(resource, location).1,
                         "seed {seed}: {resource:?}"
                     );
                 }
@@ -589,9 +945,9 @@ mod tests {
         }
     }
 
-    fn take(reader: &Resources, known: &mut HashMap<Resource, Arc<State>>) {
-        if let Some((resource, state)) = reader.next() {
-            known.insert(resource, state);
+    fn take(reader: &Resources, known: &mut HashMap<Resource, Arc<Published>>) {
+        if let Some((resource, published)) = reader.next() {
+            known.insert(resource, published);
         }
     }
 }

@@ -135,6 +135,7 @@ impl Replica {
                 Object::Pod(Pod {
                     bypassed: Vec::new(),
                     inbound: Default::default(),
+                    labels: Default::default(),
                     key: Key::new("shop", name),
                     uid: (*name).into(),
                     addresses: vec![],

@@ -1,11 +1,10 @@
 //! Conversion of the values of the index to messages. Pure.
 
-use std::net::SocketAddr;
-
 use diy_mesh_proto::mesh::v1 as proto;
 use proto::discover_response::Update;
 
-use crate::index::object::{Inbound, Key, ServicePort, TargetPort};
+use crate::index::object::{Inbound, Key, Kind, ServicePort, TargetPort};
+use crate::index::position::Position;
 use crate::index::state::{Delta, Endpoint, State, TargetKind};
 use crate::index::view::{EndpointView, ServiceView};
 
@@ -50,9 +49,10 @@ pub(super) fn whole(state: &State) -> Update {
         namespace: target.key.namespace.to_string(),
         name: target.key.name.to_string(),
         app_protocol: target.app_protocol.clone(),
-        endpoints: target.endpoints.iter().map(endpoint).collect(),
+        endpoints: with_draining(&target.endpoints, false),
         unknown_port,
         ports: ports.iter().map(|port| (*port).into()).collect(),
+        draining: with_draining(&target.endpoints, true),
     })
 }
 
@@ -82,12 +82,36 @@ fn workload(inbound: &Inbound) -> proto::Workload {
     }
 }
 
-/// The difference between two states of a resource.
-pub(super) fn delta(delta: &Delta) -> proto::Delta {
-    proto::Delta {
-        upserted: delta.upserted.iter().map(endpoint).collect(),
-        removed: delta.removed.iter().map(SocketAddr::to_string).collect(),
+/// The position of a state.
+pub(super) fn position(position: &Position) -> proto::Position {
+    let component = |(kind, version): (&Kind, &u64)| proto::position::Component {
+        kind: kind.name().to_owned(),
+        resource_version: *version,
+    };
+    proto::Position {
+        epoch: position.epoch.to_string(),
+        components: position.versions.iter().map(component).collect(),
     }
+}
+
+/// The difference between two states of a resource.
+pub(super) fn delta(delta: &Delta) -> Update {
+    // For proxies that do not know draining endpoints, these are removed.
+    let draining = delta.upserted.iter().filter(|endpoint| endpoint.draining);
+    let removed = delta.removed.iter().copied();
+    let removed = removed.chain(draining.map(|endpoint| endpoint.address));
+    Update::Delta(proto::Delta {
+        upserted: with_draining(&delta.upserted, false),
+        removed: removed.map(|address| address.to_string()).collect(),
+        draining: with_draining(&delta.upserted, true),
+    })
+}
+
+/// The endpoints that drain, or the others.
+fn with_draining(endpoints: &[Endpoint], draining: bool) -> Vec<proto::Endpoint> {
+    let endpoints = endpoints.iter();
+    let endpoints = endpoints.filter(|endpoint| endpoint.draining == draining);
+    endpoints.map(endpoint).collect()
 }
 
 fn endpoint(endpoint: &Endpoint) -> proto::Endpoint {

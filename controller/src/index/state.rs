@@ -5,11 +5,14 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use super::object::{Inbound, Key};
+use super::position::Position;
 use super::version::{Digest, Version};
 
 /// The state of a resource.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct State {
+    /// The position of the index when it resolved the resource, if positions have an order.
+    pub position: Option<Arc<Position>>,
     /// The version.
     pub version: Version,
     /// The target. `None`: neither a Service nor a pod, or a pod that is not meshed.
@@ -25,7 +28,7 @@ pub struct Target {
     pub key: Key,
     /// The Service port's application protocol, or empty.
     pub app_protocol: String,
-    /// The endpoints that accept new connections, ascending by address, without duplicates.
+    /// The endpoints that are ready, and those that drain, ascending by address, without duplicates.
     pub endpoints: Vec<Endpoint>,
 }
 
@@ -55,6 +58,8 @@ pub struct Endpoint {
     pub identity: Option<Arc<str>>,
     /// Whether the pod declares the port opaque.
     pub opaque: bool,
+    /// Whether the endpoint terminates and still serves: used only while none is ready.
+    pub draining: bool,
 }
 
 /// The difference between the endpoints of two states.
@@ -77,10 +82,18 @@ pub enum Update {
     Nothing,
 }
 
+/// Equal versions mean equal states. Their positions may differ.
+impl PartialEq for State {
+    fn eq(&self, other: &State) -> bool {
+        self.version == other.version
+    }
+}
+
 impl State {
     /// The state of a resource with this target.
     pub fn new(target: Option<Target>) -> State {
         State {
+            position: None,
             version: version(target.as_ref()),
             target,
         }
@@ -151,7 +164,7 @@ fn version(target: Option<&Target>) -> Version {
         digest.text(endpoint.pod.as_ref().map_or("", |pod| &pod.namespace));
         digest.text(endpoint.pod.as_ref().map_or("", |pod| &pod.name));
         digest.text(endpoint.identity.as_deref().unwrap_or(""));
-        digest.number(endpoint.opaque.into());
+        digest.number(u64::from(endpoint.opaque) | u64::from(endpoint.draining) << 1);
     }
     digest.finish()
 }
@@ -182,6 +195,7 @@ mod tests {
             pod: None,
             identity: None,
             opaque: false,
+            draining: false,
         }
     }
 
@@ -268,6 +282,16 @@ mod tests {
                 "web",
                 vec![Endpoint {
                     opaque: true,
+                    ..endpoint("10.0.0.1:80", "")
+                }],
+            )
+            .version,
+        );
+        versions.push(
+            state(
+                "web",
+                vec![Endpoint {
+                    draining: true,
                     ..endpoint("10.0.0.1:80", "")
                 }],
             )

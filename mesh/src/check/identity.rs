@@ -164,7 +164,9 @@ pub(super) fn roots(facts: &Facts) -> Vec<Finding> {
             ))
         })
         .collect();
+    // The controller writes the ConfigMap of a namespace after its first meshed pod.
     let needed: BTreeSet<&str> = pods::meshed(pods)
+        .filter(|pod| pods::age(pod, facts.now) > pods::READY_TIMEOUT)
         .filter_map(|pod| pod.metadata.namespace.as_deref())
         .collect();
     let (mut missing, mut outdated) = (Vec::new(), Vec::new());
@@ -531,6 +533,11 @@ mod tests {
             (Level::Problem, &["shop".to_owned()][..])
         );
         assert!(text.contains("1 namespace without ConfigMap"), "{text}");
+        let mut young = facts(300, workload(40_000, 0));
+        young.roots = Ok(Vec::new());
+        // 30 s after 2020-01-01, the creation of the pods.
+        young.now = 1_577_836_830;
+        assert_eq!(roots_finding(&young).level, Level::Ok);
         let (level, text, _) = with(
             json!([{"metadata": {"namespace": "shop", "name": ROOTS}, "data": {"roots.pem": ""}}]),
         );
