@@ -143,6 +143,17 @@ async fn scenario(cluster: &Cluster) {
         })
         .await;
     assert_eq!(one.roots().await, after);
+    let empty = Patch::Merge(json!({"data": {"tls.crt": "", "tls.key": ""}}));
+    secrets
+        .patch(SECRET, &PatchParams::default(), &empty)
+        .await
+        .unwrap();
+    let has_key = async || {
+        let data = secrets.get(SECRET).await.unwrap().data.unwrap();
+        !data["tls.key"].0.is_empty()
+    };
+    cluster.until("it is filled", has_key).await;
+    assert_eq!(one.roots().await, after);
     let break_it = Patch::Merge(json!({"data": {"tls.key": "cnViYmlzaA=="}}));
     secrets
         .patch(SECRET, &PatchParams::default(), &break_it)
@@ -181,12 +192,27 @@ async fn scenario(cluster: &Cluster) {
     cluster.until_published(&cluster.shop, &theirs).await;
     one.task.abort();
     two.task.abort();
+
+    // Lost while no replica ran: the published roots show that there was one.
+    secrets
+        .delete(SECRET, &DeleteParams::default())
+        .await
+        .unwrap();
+    let one = Replica::start(cluster).await;
+    assert_ne!(*one.roots().await, theirs);
+    one.until_phase(Phase::Steady).await;
+    let reason = one.authority.status().rotation.reason;
+    assert!(
+        reason.contains("the CA was lost") && reason.contains(&cluster.shop),
+        "{reason}"
+    );
+    one.task.abort();
 }
 
 /// Connects one proxy, which always has the trust of its replica.
-async fn follow(authority: AuthorityHandle, registry: Proxies) {
+async fn follow(authority: AuthorityHandle, registry: Proxies, namespace: String) {
     let pod = Some(PodRef {
-        namespace: "shop".into(),
+        namespace: namespace.into(),
         name: "web".into(),
         uid: "web".into(),
     });
@@ -231,7 +257,7 @@ impl Replica {
         };
         let registry = Proxies::default();
         let (authority, run) = authority::start(options, &hub, registry.clone());
-        let follow = follow(authority.clone(), registry);
+        let follow = follow(authority.clone(), registry, cluster.shop.clone());
         let task = tokio::spawn(async move {
             tokio::join!(run, follow);
         });

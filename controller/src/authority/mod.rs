@@ -52,7 +52,7 @@ pub struct Trust {
     /// The roots of all proxies.
     pub roots: Arc<Roots>,
     /// The time within which proxies with a certificate of another issuer renew it, each at a
-    /// random time.
+    /// random time. Zero after a forced rotation: proxies must not trust former roots any longer.
     pub renew_within: Duration,
 }
 
