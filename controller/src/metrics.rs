@@ -182,6 +182,7 @@ mod tests {
                 identity: None,
                 bypassed: Vec::new(),
                 inbound: Default::default(),
+                labels: Default::default(),
             }),
         )]);
         let mut one = hub.watch_resources();

@@ -60,10 +60,10 @@ async fn resolves_pod_address_on_any_port() {
 
 #[tokio::test]
 async fn endpoint_is_opaque_by_the_arguments_of_its_proxy() {
-    let spec = "initContainers: [{name: proxy, args: ['--opaque-ports=5432']}], containers: []";
+    let proxy = "{name: proxy, args: ['--opaque-ports=5432'], ";
     let sandbox = Sandbox::start(&[(
         "pod.yaml",
-        pod_manifest("db", "10.0.0.1").replace("containers: []", spec),
+        pod_manifest("db", "10.0.0.1").replace("{name: proxy, ", proxy),
     )])
     .await;
     let mut discover = sandbox.client().await.discover().await;

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use diy_mesh_runtime::metrics::{Active, on_scrape, register, register_process, render};
+use diy_mesh_runtime::metrics::{
+    Active, on_scrape, register, register_family, register_process, render,
+};
 use http::StatusCode;
 use prometheus_client::encoding::EncodeGaugeValue;
 use prometheus_client::metrics::MetricType;
@@ -95,6 +97,10 @@ pub struct DiscoveryMetrics {
     pub broken: Counter,
     /// Attempts to open the stream after the first one.
     pub reconnects: Counter,
+    /// Responses with a state that is older than the known one.
+    pub older_refused: Counter,
+    /// Older states in use, because no newer ones arrived.
+    pub older_accepted: Counter,
     last_message: watch::Sender<Option<Instant>>,
 }
 
@@ -254,7 +260,16 @@ impl Flows {
 
 impl DiscoveryMetrics {
     fn register(r: &mut Registry) -> Self {
+        let [older_refused, older_accepted] = register_family(
+            r,
+            "discovery_older_states",
+            "States from the controller that are older than the known ones",
+            "result",
+            ["refused", "accepted"],
+        );
         let metrics = Self {
+            older_refused,
+            older_accepted,
             connected: register(
                 r,
                 "discovery_connected",

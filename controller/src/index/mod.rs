@@ -5,6 +5,7 @@
 //! change depends on the affected objects, not on the size of the cluster.
 
 pub mod object;
+pub mod position;
 pub mod state;
 mod store;
 pub mod version;
@@ -16,9 +17,10 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use object::{
-    Change, Key, Kind, Node, Object, Pod, PodReference, Resource, Service, ServicePort, Slice,
-    SliceEndpoint, Source, Transport,
+    Change, Event, Key, Kind, Node, Object, Pod, PodReference, Resource, Service, ServicePort,
+    Slice, SliceEndpoint, Source, Transport,
 };
+use position::{History, Position};
 use state::{Endpoint, State, Target, TargetKind};
 use store::{Replaced, Store};
 use view::ServiceView;
@@ -32,8 +34,12 @@ pub struct Index {
     nodes: Store<Node>,
     slices_of_service: HashMap<Key, BTreeSet<Key>>,
     slices_of_pod: HashMap<Key, BTreeSet<Key>>,
+    /// The slices with an endpoint at an address that names no pod.
+    slices_at: HashMap<IpAddr, BTreeSet<Key>>,
     services_at: HashMap<IpAddr, BTreeSet<Key>>,
     pods_at: HashMap<IpAddr, BTreeSet<Key>>,
+    history: History,
+    position: Option<Arc<Position>>,
     /// The meshed pods by namespace.
     meshed: HashMap<Arc<str>, BTreeSet<Key>>,
 }
@@ -71,12 +77,34 @@ impl Index {
         }
     }
 
+    /// Applies a change with its version, as [`apply`](Self::apply) does.
+    pub fn apply_event(&mut self, event: Event, touched: &mut Touched) {
+        let recorded = match &event.change {
+            Change::Apply(source, object) => Some((*source, object.kind(), false)),
+            Change::Delete(source, kind, _) => Some((*source, *kind, false)),
+            Change::Reset(source, kind, _) => Some((*source, *kind, true)),
+            Change::Unavailable(..) => None,
+        };
+        self.apply(event.change, touched);
+        if let Some((Source::Kubernetes, kind, is_list)) = recorded {
+            self.history.record(kind, is_list, event.version);
+            let api = self.services.get(&Key::new("default", "kubernetes"));
+            let cluster = api.map(|service| &*service.uid);
+            let position = cluster.and_then(|uid| self.history.position(uid));
+            self.position = position.map(Arc::new);
+        }
+    }
+
     /// Resolves a resource.
     pub fn state(&self, resource: &Resource) -> State {
-        match resource {
+        let state = match resource {
             Resource::Destination(address) => self.resolve(*address),
             Resource::Backend(service, port) => State::new(self.backend(service, *port)),
             Resource::Workload(pod, uid) => State::new(self.workload(pod, uid)),
+        };
+        State {
+            position: self.position.clone(),
+            ..state
         }
     }
 
@@ -94,9 +122,8 @@ impl Index {
     pub fn service(&self, key: &Key) -> Option<ServiceView> {
         let service = self.services.get(key)?;
         let slices: Vec<&Slice> = self.slices_of(key).collect();
-        Some(view::of(service, &slices, |reference| {
-            self.pod_of(reference)
-        }))
+        let pod_of = |reference: &PodReference| self.pod_of(reference);
+        Some(view::of(service, &slices, pod_of, |ip| self.holder(ip)))
     }
 
     /// A pod by its key.
@@ -190,15 +217,12 @@ impl Index {
         })
     }
 
-    /// The pod with an address. Terminating and older pods come last.
     fn pod_target(&self, destination: SocketAddr) -> Option<Target> {
-        let pod = self
-            .pods_at(destination.ip())
-            .max_by_key(|pod| (!pod.terminating, pod.created, &pod.key))?;
+        let pod = self.holder(destination.ip())?;
         Some(Target {
             kind: TargetKind::Pod,
             key: pod.key.clone(),
-            app_protocol: String::new(),
+            app_protocol: self.headless_protocol(pod, destination.port()),
             endpoints: vec![Endpoint {
                 address: destination,
                 zone: pod.zone.clone(),
@@ -207,6 +231,32 @@ impl Index {
                 opaque: pod.is_opaque_at(destination.port()),
             }],
         })
+    }
+
+    /// The running pod with an address. Terminating and older pods come last.
+    fn holder(&self, address: IpAddr) -> Option<&Pod> {
+        self.pods_at(address)
+            .max_by_key(|pod| (!pod.terminating, pod.created, &pod.key))
+    }
+
+    /// The application protocol that headless Services declare for a port of a pod. Empty if they
+    /// declare none, or different ones.
+    fn headless_protocol(&self, pod: &Pod, port: u16) -> String {
+        let slices = self.slices_of_pod.get(&pod.key).into_iter().flatten();
+        let declared = slices.filter_map(|slice| {
+            let slice = &self.slices[slice];
+            let service = self.services.get(slice.service.as_ref()?)?;
+            let is_tcp = |protocol| protocol == Transport::Tcp;
+            let mut ports = slice.ports.iter();
+            let at = ports.find(|at| at.port == port && is_tcp(at.protocol))?;
+            let mut ports = service.ports.iter();
+            let port = ports.find(|port| port.name == at.name && is_tcp(port.protocol))?;
+            let belongs = service.is_headless && service.selects(pod);
+            (belongs && !port.app_protocol.is_empty()).then_some(&port.app_protocol)
+        });
+        let mut declared: BTreeSet<&String> = declared.collect();
+        let only = declared.pop_first().filter(|_| declared.is_empty());
+        only.cloned().unwrap_or_default()
     }
 
     /// The endpoints of a port that accept new connections, in the family of the cluster IP.
@@ -252,11 +302,13 @@ impl Index {
             let ready = endpoint.ready || service.publish_not_ready;
             (ready && !leaving).then_some((endpoint, pod))
         });
+        // Whoever maintains the slice: the pod at the address is meshed or not.
+        let holder = |pod: Option<_>| pod.or_else(|| self.holder(address.ip()));
         chosen.map(|(endpoint, pod)| Endpoint {
             address,
             zone: endpoint.zone.clone(),
             pod: pod.map(|pod| pod.key.clone()),
-            identity: pod.and_then(|pod| pod.identity_at(address.port())),
+            identity: holder(pod).and_then(|pod| pod.identity_at(address.port())),
             opaque: pod.is_some_and(|pod| pod.is_opaque_at(address.port())),
         })
     }
@@ -324,6 +376,11 @@ impl Index {
             touched,
         );
         touched.services.insert(key.clone());
+        let is_headless = |service: Option<&Service>| service.is_some_and(|one| one.is_headless);
+        if is_headless(old.as_ref()) || is_headless(new) {
+            self.slices_of(key)
+                .for_each(|slice| self.touch_pods(slice, touched));
+        }
     }
 
     fn set_slice(&mut self, source: Source, key: &Key, new: Option<Slice>, touched: &mut Touched) {
@@ -335,14 +392,21 @@ impl Index {
             let services = slice.service.iter();
             services.for_each(|service| unlink(&mut self.slices_of_service, service, key));
             pods_of(slice).for_each(|pod| unlink(&mut self.slices_of_pod, pod, key));
+            bare_addresses(slice).for_each(|ip| unlink(&mut self.slices_at, &ip, key));
         }
         if let Some(slice) = new {
             let services = slice.service.iter();
             services.for_each(|service| link(&mut self.slices_of_service, service, key));
             pods_of(slice).for_each(|pod| link(&mut self.slices_of_pod, pod, key));
+            bare_addresses(slice).for_each(|ip| link(&mut self.slices_at, &ip, key));
         }
-        for service in old.iter().chain(new).flat_map(|slice| &slice.service) {
-            touch_service(&self.services, service, touched);
+        for slice in old.iter().chain(new) {
+            self.touch_service_of(slice, touched);
+            let service = slice.service.as_ref();
+            let service = service.and_then(|key| self.services.get(key));
+            if service.is_some_and(|service| service.is_headless) {
+                self.touch_pods(slice, touched);
+            }
         }
     }
 
@@ -365,12 +429,34 @@ impl Index {
         }
         touched.pods.insert(key.clone());
         let ips = |pod: Option<&Pod>| pod.map_or(vec![], |pod| pod.addresses.clone());
-        relink(&mut self.pods_at, key, ips(old.as_ref()), ips(new), touched);
-        for slice in self.slices_of_pod.get(key).into_iter().flatten() {
-            if let Some(service) = &self.slices[slice].service {
-                touch_service(&self.services, service, touched);
-            }
+        let (before, after) = (ips(old.as_ref()), ips(new));
+        let bare = before.iter().chain(&after);
+        let bare = bare.filter_map(|ip| self.slices_at.get(ip)).flatten();
+        for slice in self
+            .slices_of_pod
+            .get(key)
+            .into_iter()
+            .flatten()
+            .chain(bare)
+        {
+            self.touch_service_of(&self.slices[slice], touched);
         }
+        relink(&mut self.pods_at, key, before, after, touched);
+    }
+
+    /// Adds the Service of a slice and its addresses.
+    fn touch_service_of(&self, slice: &Slice, touched: &mut Touched) {
+        let service = slice.service.as_ref();
+        if let Some(service) = service.and_then(|key| self.services.get(key)) {
+            touched.addresses.extend(&service.cluster_ips);
+            touched.services.insert(service.key.clone());
+        }
+    }
+
+    /// Adds the addresses of the pods of a slice.
+    fn touch_pods(&self, slice: &Slice, touched: &mut Touched) {
+        let pods = pods_of(slice).filter_map(|key| self.pods.get(key));
+        pods.for_each(|pod| touched.addresses.extend(&pod.addresses));
     }
 
     fn set_node(&mut self, source: Source, key: &Key, new: Option<Node>) {
@@ -381,6 +467,13 @@ impl Index {
 fn pods_of(slice: &Slice) -> impl Iterator<Item = &Key> {
     let references = slice.endpoints.iter().flat_map(|endpoint| &endpoint.pod);
     references.map(|reference| &reference.key)
+}
+
+/// The addresses of endpoints that name no pod.
+fn bare_addresses(slice: &Slice) -> impl Iterator<Item = IpAddr> {
+    let bare = slice.endpoints.iter();
+    bare.filter(|endpoint| endpoint.pod.is_none())
+        .map(|endpoint| endpoint.address)
 }
 
 /// Moves an object from its old to its new addresses, which are all affected.
@@ -394,14 +487,6 @@ fn relink(
     old.iter().for_each(|ip| unlink(map, ip, key));
     new.iter().for_each(|ip| link(map, ip, key));
     touched.addresses.extend(old.into_iter().chain(new));
-}
-
-/// Adds a Service and its addresses.
-fn touch_service(services: &Store<Service>, key: &Key, touched: &mut Touched) {
-    if let Some(service) = services.get(key) {
-        touched.addresses.extend(&service.cluster_ips);
-        touched.services.insert(key.clone());
-    }
 }
 
 fn link<K: Clone + Eq + Hash>(map: &mut HashMap<K, BTreeSet<Key>>, to: &K, key: &Key) {

@@ -1,6 +1,7 @@
 //! The objects of the catalog, with the fields that determine destinations. Plain values without
 //! types of Kubernetes or gRPC.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::ops::RangeInclusive;
@@ -109,6 +110,25 @@ pub enum Resource {
     Workload(Key, Arc<str>),
 }
 
+/// A change and its resource version.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Event {
+    /// The change.
+    pub change: Change,
+    /// The resource version of the list or of the object, if it is an integer.
+    pub version: Option<u64>,
+}
+
+impl From<Change> for Event {
+    /// An event of a source without resource versions.
+    fn from(change: Change) -> Event {
+        Event {
+            change,
+            version: None,
+        }
+    }
+}
+
 /// One object of the catalog.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Object {
@@ -149,6 +169,12 @@ impl Object {
 pub struct Service {
     /// Namespace and name.
     pub key: Key,
+    /// The UID, or empty.
+    pub uid: Arc<str>,
+    /// Whether the Service has no cluster IP on purpose: its clients connect to its pods.
+    pub is_headless: bool,
+    /// The labels of its pods. Empty if something else maintains its slices.
+    pub selector: BTreeMap<String, String>,
     /// The cluster IPs of both families. Empty for headless Services and ExternalNames.
     pub cluster_ips: Vec<IpAddr>,
     /// The ports in their order.
@@ -157,6 +183,16 @@ pub struct Service {
     pub external_name: String,
     /// Whether endpoints that are not ready count as ready.
     pub publish_not_ready: bool,
+}
+
+impl Service {
+    /// Whether the selector selects a pod.
+    pub fn selects(&self, pod: &Pod) -> bool {
+        let matches = |(name, value)| pod.labels.get(name) == Some(value);
+        !self.selector.is_empty()
+            && self.key.namespace == pod.key.namespace
+            && self.selector.iter().all(matches)
+    }
 }
 
 /// One port of a Service.
@@ -278,6 +314,8 @@ pub struct Pod {
     pub bypassed: Vec<RangeInclusive<u16>>,
     /// The inbound configuration of its proxy.
     pub inbound: Inbound,
+    /// The labels, which selectors of Services match.
+    pub labels: BTreeMap<String, String>,
 }
 
 /// The inbound configuration of a meshed pod, from the arguments of its proxy: the injector wrote

@@ -28,6 +28,9 @@ fn service(name: &str, ips: &[&str]) -> Service {
     };
     Service {
         key: key(name),
+        uid: "".into(),
+        is_headless: ips.is_empty(),
+        selector: [("app".to_owned(), "web".to_owned())].into(),
         cluster_ips: ips.iter().map(|text| ip(text)).collect(),
         ports: vec![
             port("http", 80, Transport::Tcp),
@@ -37,6 +40,15 @@ fn service(name: &str, ips: &[&str]) -> Service {
         external_name: String::new(),
         publish_not_ready: false,
     }
+}
+
+/// The Service of the Kubernetes API, whose UID identifies the cluster.
+pub(crate) fn api_service(uid: &str) -> Object {
+    Object::Service(Service {
+        key: Key::new("default", "kubernetes"),
+        uid: uid.into(),
+        ..service("kubernetes", &["10.96.255.1"])
+    })
 }
 
 fn slice(name: &str, service: &str, port: u16, endpoints: Vec<SliceEndpoint>) -> Slice {
@@ -92,6 +104,7 @@ fn pod(name: &str, addresses: &[&str]) -> Pod {
         identity: Some("spiffe://cluster.local/ns/shop/sa/web".into()),
         bypassed: Vec::new(),
         inbound: Default::default(),
+        labels: [("app".to_owned(), "web".to_owned())].into(),
     }
 }
 
@@ -451,6 +464,91 @@ fn address_of_a_finished_pod_belongs_to_the_next_pod() {
 }
 
 #[test]
+fn endpoint_without_a_pod_has_the_identity_but_not_the_policy_of_the_pod_at_its_address() {
+    let holder = |addresses: &[&str]| {
+        Object::Pod(Pod {
+            inbound: Inbound {
+                opaque_ports: [8080..=8080].into(),
+                ..Inbound::default()
+            },
+            bypassed: vec![8081..=8081],
+            ..pod("p", addresses)
+        })
+    };
+    let mut index = index([
+        Object::Service(service("web", &["10.96.0.1"])),
+        Object::Slice(slice("web-1", "web", 8080, vec![endpoint("10.0.0.1", "")])),
+        holder(&["10.0.0.1"]),
+    ]);
+    let only = |index: &Index, destination: &str| {
+        let target = index.resolve(destination.parse().unwrap()).target.unwrap();
+        let [endpoint] = &target.endpoints[..] else {
+            panic!("one endpoint")
+        };
+        endpoint.clone()
+    };
+    let endpoint = only(&index, "10.96.0.1:80");
+    assert!(endpoint.identity.is_some());
+    assert_eq!((endpoint.pod, endpoint.opaque), (None, false));
+    assert_eq!(only(&index, "10.96.0.1:9000").identity, None, "bypassed");
+    let view = index.service(&key("web")).unwrap();
+    assert!(view.endpoints[0].identity.is_some());
+    // The pod loses the address, as a finished one does.
+    let mut touched = Touched::default();
+    let gone = Change::Apply(Source::Kubernetes, holder(&[]));
+    index.apply(gone, &mut touched);
+    assert!(touched.addresses.contains(&ip("10.96.0.1")));
+    assert_eq!(only(&index, "10.96.0.1:80").identity, None);
+}
+
+#[test]
+fn pod_has_the_protocol_of_headless_services_that_select_it() {
+    let declares = |name: &str, protocol: &str| {
+        let mut service = service(name, &[]);
+        service.ports[0].app_protocol = protocol.into();
+        service
+    };
+    let behind = |services: &[Service]| {
+        let mut all = vec![Object::Pod(pod("p", &["10.0.0.1"]))];
+        for service in services {
+            let name = &service.key.name;
+            let mut slice = slice(name, name, 8080, vec![endpoint("10.0.0.1", "p")]);
+            slice.service = Some(service.key.clone());
+            all.extend([Object::Service(service.clone()), Object::Slice(slice)]);
+        }
+        index(all)
+    };
+    let protocol = |index: &Index, destination: &str| {
+        let target = index.resolve(destination.parse().unwrap()).target;
+        target.unwrap().app_protocol
+    };
+    let grpc = declares("grpc", "grpc");
+    let mut index = behind(std::slice::from_ref(&grpc));
+    assert_eq!(protocol(&index, "10.0.0.1:8080"), "grpc");
+    assert_eq!(protocol(&index, "10.0.0.1:8081"), "", "another port");
+    let mut touched = Touched::default();
+    let changed = Object::Service(declares("grpc", "redis"));
+    index.apply(Change::Apply(Source::Kubernetes, changed), &mut touched);
+    assert!(touched.addresses.contains(&ip("10.0.0.1")));
+    assert_eq!(protocol(&index, "10.0.0.1:8080"), "redis");
+
+    let both = behind(&[grpc.clone(), declares("redis", "redis")]);
+    assert_eq!(protocol(&both, "10.0.0.1:8080"), "", "they disagree");
+    let mut other = grpc.clone();
+    other.selector.insert("app".into(), "other".into());
+    assert_eq!(protocol(&behind(&[other]), "10.0.0.1:8080"), "");
+    let mut manual = grpc.clone();
+    manual.selector.clear();
+    assert_eq!(protocol(&behind(&[manual]), "10.0.0.1:8080"), "");
+    let mut foreign = grpc.clone();
+    foreign.key = Key::new("elsewhere", "grpc");
+    assert_eq!(protocol(&behind(&[foreign]), "10.0.0.1:8080"), "");
+    let mut balanced = grpc;
+    balanced.is_headless = false;
+    assert_eq!(protocol(&behind(&[balanced]), "10.0.0.1:8080"), "");
+}
+
+#[test]
 fn view_contains_all_endpoints_and_merges_address_families() {
     let mut unready = endpoint("10.0.0.9", "");
     unready.ready = false;
@@ -584,6 +682,9 @@ impl Chance {
                 pod.terminating = self.0.u8(..4) == 0;
                 pod.created = self.0.i64(..3);
                 pod.identity = if self.0.bool() { pod.identity } else { None };
+                if self.0.u8(..4) == 0 {
+                    pod.labels.clear();
+                }
                 pod.node = self.one(&Self::NODES).into();
                 Object::Pod(pod)
             }
@@ -702,7 +803,7 @@ fn states_and_versions_are_independent_of_the_history() {
         }
         let links = (
             lived.slices_of_service.len(),
-            lived.slices_of_pod.len(),
+            lived.slices_of_pod.len() + lived.slices_at.len(),
             lived.services_at.len(),
             lived.pods_at.len(),
         );

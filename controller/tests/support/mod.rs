@@ -433,8 +433,8 @@ pub fn pod_manifest(name: &str, ip: &str) -> String {
         "---
 apiVersion: v1
 kind: Pod
-metadata: {{name: {name}, namespace: shop, annotations: {{diy-service-mesh/status: injected}}}}
-spec: {{serviceAccountName: web, containers: []}}
+metadata: {{name: {name}, namespace: shop}}
+spec: {{serviceAccountName: web, initContainers: [{{name: proxy, env: [{{name: SERVICE_MESH_TOKEN_FILE}}]}}], containers: []}}
 status: {{phase: Running, podIP: {ip}, podIPs: [{{ip: {ip}}}]}}
 "
     )
