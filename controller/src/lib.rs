@@ -14,6 +14,7 @@ pub mod authenticate;
 pub mod authority;
 pub mod catalog;
 pub mod config;
+pub mod events;
 pub mod file;
 pub mod grpc;
 pub mod hub;
@@ -38,6 +39,7 @@ use authority::AuthorityHandle;
 use catalog::freshness::Freshness;
 pub use config::Config;
 pub use diy_mesh_issuer as issuer;
+use events::Events;
 use hub::Hub;
 use index::object::Source;
 use metrics::Metrics;
@@ -195,6 +197,18 @@ impl Controller {
             proxies.clone(),
             trust_domain.clone(),
         );
+        let (events, queue) = Events::new();
+        let client = self.client.clone();
+        let publish_events = async {
+            if let Some(client) = client {
+                events::publish(client, queue).await;
+            }
+        };
+        let observe_authority = async {
+            if matches!(config.ca, config::Ca::Kubernetes) {
+                events::observe(authority.clone(), &config.pod_namespace, events.clone()).await;
+            }
+        };
         let grpc = async {
             let trust = tokio::select! {
                 trust = authority.loaded() => trust,
@@ -214,6 +228,7 @@ impl Controller {
                 trust_domain: trust_domain.clone(),
                 certificate_life,
                 metrics,
+                events: events.clone(),
                 stopping: stopping.clone(),
             };
             tokio::select! {
@@ -249,7 +264,9 @@ impl Controller {
             result = grpc => result,
             () = admin.serve(self.admin.socket) => Ok(()),
             // These run until the servers end.
-            _ = async { tokio::join!(catalog, follow, synced, self.run_authority, signal) } => Ok(()),
+            _ = async { tokio::join!(
+                catalog, follow, synced, self.run_authority, signal, publish_events, observe_authority
+            ) } => Ok(()),
         }
     }
 }

@@ -13,6 +13,7 @@ pub mod config;
 pub mod containers;
 mod diff;
 mod ephemeral;
+mod events;
 mod health;
 mod kubernetes;
 mod metrics;
@@ -38,6 +39,7 @@ use tokio::time::sleep;
 
 use crate::certificate::Names;
 pub use crate::config::{Config, Flags, ServingCertificate};
+use crate::events::{Events, Queue};
 use crate::health::Health;
 use crate::metrics::Metrics;
 use crate::publish::Publisher;
@@ -131,9 +133,11 @@ impl Injector {
             let metrics = metrics.clone();
             Admin::new(readiness.clone(), move || metrics.render()).serve(admin)
         };
+        let (events, queue) = Events::new();
         let handler = webhook::handler(Arc::new(webhook::Webhook::new(
             config.settings.clone(),
             metrics,
+            events,
         )));
         let webhook = server::serve(
             webhook,
@@ -141,7 +145,7 @@ impl Injector {
             handler,
             stopping.clone(),
         );
-        let certificates = certificates(&config, &publisher, stopping);
+        let certificates = certificates(&config, &publisher, queue, stopping);
         let signal = async {
             shutdown.await;
             tracing::info!(delay = ?config.shutdown_delay, "stopping");
@@ -160,6 +164,7 @@ impl Injector {
 async fn certificates(
     config: &Config,
     publisher: &Publisher,
+    queue: Queue,
     mut stop: watch::Receiver<bool>,
 ) -> Result<(), Error> {
     let service = format!("injector.{}.svc", config.settings.mesh_namespace);
@@ -170,9 +175,15 @@ async fn certificates(
         } => {
             let names = Names::new(service_names.into_iter().chain(config.extra_names.clone()));
             let namespace = &config.settings.mesh_namespace;
+            let client = kubernetes::client().await?;
+            let events = async {
+                events::publish(client.clone(), queue).await;
+                std::future::pending::<()>().await;
+            };
             tokio::select! {
                 () = server::stopped(&mut stop) => Ok(()),
-                result = kubernetes::run(publisher, &names, namespace, webhook_configuration) => match result? {},
+                () = events => Ok(()),
+                result = kubernetes::run(client.clone(), publisher, &names, namespace, webhook_configuration) => match result? {},
             }
         }
         ServingCertificate::Ephemeral { ca_file } => {

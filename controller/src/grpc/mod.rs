@@ -37,6 +37,7 @@ use tower::service_fn;
 
 use crate::authenticate::{Authenticator, Caller};
 use crate::authority::TrustReceiver;
+use crate::events::Events;
 use crate::hub::{CatalogError, Hub};
 use crate::index::object::Key;
 use crate::metrics::Metrics;
@@ -81,6 +82,8 @@ pub struct Context {
     pub certificate_life: Duration,
     /// The counters.
     pub metrics: Arc<Metrics>,
+    /// The sender of Kubernetes Events.
+    pub events: Events,
     /// Cancelled at shutdown: streams end, and clients connect to other replicas.
     pub stopping: CancellationToken,
 }
@@ -248,14 +251,7 @@ fn capabilities(caller: &Caller) -> HeaderValue {
 impl Mesh {
     fn new(context: Context) -> Mesh {
         Mesh {
-            signer: Signer::new(
-                context.hub.clone(),
-                context.trust.clone(),
-                context.trust_domain.clone(),
-                context.certificate_life,
-                context.metrics.clone(),
-                context.stopping.clone(),
-            ),
+            signer: Signer::new(&context),
             context,
         }
     }

@@ -14,10 +14,12 @@ use diy_mesh_proto::Identity;
 use diy_mesh_proto::mesh::v1 as proto;
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
-use tonic::Status;
+use tonic::{Code, Status};
 
+use super::Context;
 use crate::authenticate::{Caller, PodRef};
 use crate::authority::TrustReceiver;
+use crate::events::Events;
 use crate::hub::Hub;
 use crate::index::Index;
 use crate::index::object::Key;
@@ -44,27 +46,23 @@ pub(super) struct Signer {
     trust_domain: Arc<str>,
     certificate_life: Duration,
     metrics: Arc<Metrics>,
+    events: Events,
     stopping: CancellationToken,
     slots: Semaphore,
     limiter: Mutex<RateLimiter>,
 }
 
 impl Signer {
-    pub(super) fn new(
-        hub: Hub,
-        trust: TrustReceiver,
-        trust_domain: Arc<str>,
-        certificate_life: Duration,
-        metrics: Arc<Metrics>,
-        stopping: CancellationToken,
-    ) -> Signer {
+    pub(super) fn new(context: &Context) -> Signer {
+        let context = context.clone();
         Signer {
-            hub,
-            trust,
-            trust_domain,
-            certificate_life,
-            metrics,
-            stopping,
+            hub: context.hub,
+            trust: context.trust,
+            trust_domain: context.trust_domain,
+            certificate_life: context.certificate_life,
+            metrics: context.metrics,
+            events: context.events,
+            stopping: context.stopping,
             slots: Semaphore::new(MAX_CONCURRENT_REQUESTS),
             limiter: Mutex::default(),
         }
@@ -86,6 +84,10 @@ impl Signer {
             if let Err(status) = &response {
                 let reason = status.message();
                 tracing::info!(%identity, %pod, ?peer, "certificate request rejected: {reason}");
+                // The proxy retries elsewhere.
+                if status.code() != Code::Unavailable {
+                    self.events.certificate_refused(pod, reason);
+                }
             }
             response
         };
