@@ -247,6 +247,7 @@ impl Index {
             kind: TargetKind::Workload(pod.inbound.clone()),
             key: pod.key.clone(),
             app_protocol: String::new(),
+            session_affinity: 0,
             endpoints: Vec::new(),
         })
     }
@@ -263,6 +264,7 @@ impl Index {
             kind: TargetKind::UnknownPort(ports.collect()),
             key: service.key.clone(),
             app_protocol: String::new(),
+            session_affinity: 0,
             endpoints: Vec::new(),
         })
     }
@@ -273,6 +275,7 @@ impl Index {
             kind: TargetKind::Pod,
             key: pod.key.clone(),
             app_protocol: self.headless_protocol(pod, destination.port()),
+            session_affinity: 0,
             endpoints: vec![Endpoint {
                 address: destination,
                 zone: pod.zone.clone(),
@@ -539,6 +542,7 @@ fn service_target(service: &Service, port: &ServicePort, endpoints: Vec<Endpoint
         kind: TargetKind::Service,
         key: service.key.clone(),
         app_protocol: port.app_protocol.clone(),
+        session_affinity: service.session_affinity,
         endpoints,
     }
 }

@@ -43,6 +43,7 @@ fn service(name: &str, ips: &[&str]) -> Service {
         external_name: String::new(),
         publish_not_ready: false,
         local_only: false,
+        session_affinity: 0,
     }
 }
 
@@ -885,6 +886,7 @@ impl Chance {
                 service.publish_not_ready = self.0.bool();
                 service.local_only = self.0.u8(..4) == 0;
                 service.external_local = self.0.bool();
+                service.session_affinity = self.0.u32(..2);
                 service.created = self.0.i64(..2);
                 let outside = [&Self::CLUSTER_IPS[..], &Self::ADDRESSES, &["192.0.2.1"]].concat();
                 service.external_ips = self.some(&outside).into_iter().map(ip).collect();
