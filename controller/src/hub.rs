@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::authenticate::PodRef;
 use crate::index::locality::{Location, Scope};
-use crate::index::object::{Change, Key, Kind, Resource, Source};
+use crate::index::object::{Change, Event, Key, Kind, Resource, Source};
 use crate::index::state::State;
 use crate::index::view::ServiceView;
 use crate::index::{Index, Touched};
@@ -111,7 +111,7 @@ impl Hub {
     }
 
     /// Applies the changes of a catalog until it ends.
-    pub async fn follow(&self, mut changes: mpsc::Receiver<Change>) {
+    pub async fn follow(&self, mut changes: mpsc::Receiver<Event>) {
         let mut batch = Vec::new();
         while changes.recv_many(&mut batch, MAX_BATCH).await > 0 {
             self.apply(batch.drain(..));
@@ -119,15 +119,17 @@ impl Hub {
     }
 
     /// Applies changes and notifies the subscribers of the affected topics.
-    pub fn apply(&self, changes: impl IntoIterator<Item = Change>) {
+    pub fn apply<E: Into<Event>>(&self, changes: impl IntoIterator<Item = E>) {
         let mut listed: BTreeSet<(Source, Kind)> = BTreeSet::new();
         let mut inner = self.lock();
         let mut touched = Touched::default();
-        for change in changes {
-            if let Change::Reset(source, kind, _) | Change::Unavailable(source, kind) = &change {
+        for event in changes.into_iter().map(Into::into) {
+            if let Change::Reset(source, kind, _) | Change::Unavailable(source, kind) =
+                &event.change
+            {
                 listed.insert((*source, *kind));
             }
-            inner.index.apply(change, &mut touched);
+            inner.index.apply_event(event, &mut touched);
         }
         inner.publish(&touched);
         self.meshed.send_if_modified(|meshed| {
@@ -635,6 +637,47 @@ mod tests {
                 assert!(!state.target.as_ref().unwrap().endpoints.is_empty());
             }
         }
+    }
+
+    #[test]
+    fn states_have_the_position_of_the_event_that_changed_them() {
+        let hub = Hub::new([Source::Kubernetes]);
+        let event = |change, version| Event {
+            change,
+            version: Some(version),
+        };
+        let api = crate::index::tests::api_service("uid");
+        let list = |kind, objects| Change::Reset(Source::Kubernetes, kind, objects);
+        let mut reader = hub.watch_resources(None);
+        let position = |reader: &Resources| {
+            let (_, state) = reader.next()?;
+            let position = state.position.as_ref()?;
+            Some((position.epoch.to_string(), position.versions[&Kind::Pod]))
+        };
+        hub.apply([event(list(Kind::Service, vec![api]), 10)]);
+        hub.apply([event(list(Kind::Slice, vec![]), 11)]);
+        hub.apply([event(list(Kind::Pod, vec![]), 12)]);
+        let mut other = hub.watch_resources(None);
+        other.subscribe(&destination("10.0.0.2:80"));
+        reader.subscribe(&destination("10.0.0.1:80"));
+        assert_eq!(position(&reader), Some(("uid".to_owned(), 12)));
+        hub.apply([
+            event(pod("p", "10.0.0.1"), 20),
+            event(pod("q", "10.0.0.9"), 21),
+        ]);
+        assert_eq!(position(&reader), Some(("uid".to_owned(), 21)));
+        let deleted = Change::Delete(Source::Kubernetes, Kind::Pod, Key::new("shop", "p"));
+        hub.apply([event(deleted, 30)]);
+        assert_eq!(position(&reader), Some(("uid".to_owned(), 30)));
+        // A list after a restore from a backup.
+        hub.apply([event(list(Kind::Pod, vec![]), 5)]);
+        hub.apply([event(list(Kind::Service, vec![]), 6)]);
+        hub.apply([event(pod("p", "10.0.0.1"), 7)]);
+        assert_eq!(position(&reader), None, "the Service of the API is gone");
+        assert_eq!(
+            other.next().unwrap().1.position.as_ref().unwrap().versions[&Kind::Pod],
+            12
+        );
     }
 
     #[tokio::test]

@@ -26,7 +26,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use diy_mesh_runtime::{Readiness, listen};
+use diy_mesh_runtime::{Readiness, listen, raise_max_open_files};
 use futures::future::BoxFuture;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
@@ -105,6 +105,7 @@ struct Listener {
 impl Controller {
     /// Opens the ports and connects the modules.
     pub async fn bind(config: Config) -> Result<Controller, Error> {
+        raise_max_open_files();
         let client = match config.needs_kubernetes() {
             true => Some(kube::Client::try_default().await?),
             false => None,

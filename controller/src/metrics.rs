@@ -2,7 +2,9 @@
 
 use std::fmt;
 
-use diy_mesh_runtime::metrics::{encode_gauges, on_scrape, register_family, render};
+use diy_mesh_runtime::metrics::{
+    encode_gauges, on_scrape, register_family, register_process, render,
+};
 use prometheus_client::encoding::DescriptorEncoder;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::gauge::Gauge;
@@ -96,6 +98,7 @@ impl Metrics {
             "result",
             ["issued", "refused"],
         );
+        register_process(r);
         on_scrape(r, state);
         Metrics {
             registry,

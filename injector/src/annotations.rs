@@ -28,12 +28,47 @@ pub const OPAQUE_PORTS: &str = "diy-service-mesh/opaque-ports";
 pub const ALLOW_CONNECT: &str = "diy-service-mesh/allow-connect";
 /// Maximum age of connections between proxies.
 pub const MAX_CONNECTION_AGE: &str = "diy-service-mesh/max-connection-age";
+/// CPU time that the proxy requests.
+pub const CPU_REQUEST: &str = "diy-service-mesh/proxy-cpu-request";
+/// Limit of the CPU time of the proxy.
+pub const CPU_LIMIT: &str = "diy-service-mesh/proxy-cpu-limit";
+/// Memory that the proxy requests.
+pub const MEMORY_REQUEST: &str = "diy-service-mesh/proxy-memory-request";
+/// Limit of the memory of the proxy.
+pub const MEMORY_LIMIT: &str = "diy-service-mesh/proxy-memory-limit";
+/// Log filter of the proxy.
+pub const LOG: &str = "diy-service-mesh/proxy-log";
+/// Format of the log of the proxy.
+pub const LOG_FORMAT: &str = "diy-service-mesh/proxy-log-format";
+/// Drain period of the proxy.
+pub const DRAIN: &str = "diy-service-mesh/proxy-drain";
 /// Marks injected pods. Written by the injector, read by the controller.
 pub const STATUS: &str = "diy-service-mesh/status";
+/// The prefix of all annotations.
+pub const PREFIX: &str = "diy-service-mesh/";
+/// All annotations.
+pub const ALL: [&str; 17] = [
+    INJECT,
+    SKIP_INBOUND_PORTS,
+    SKIP_OUTBOUND_PORTS,
+    DUMP,
+    DUMP_FORMAT,
+    INBOUND,
+    OPAQUE_PORTS,
+    ALLOW_CONNECT,
+    MAX_CONNECTION_AGE,
+    CPU_REQUEST,
+    CPU_LIMIT,
+    MEMORY_REQUEST,
+    MEMORY_LIMIT,
+    LOG,
+    LOG_FORMAT,
+    DRAIN,
+    STATUS,
+];
 /// The value of [`STATUS`].
 pub const STATUS_INJECTED: &str = "injected";
 
-const DUMPS: [&str; 3] = ["full", "headers", "off"];
 const DUMP_FORMATS: [&str; 2] = ["text", "json"];
 /// Rejects unauthenticated connections.
 pub const STRICT: &str = "strict";
@@ -65,8 +100,6 @@ pub struct Options {
     pub skip_inbound_ports: Option<String>,
     /// For `proxy-init --skip-outbound-ports`.
     pub skip_outbound_ports: Option<String>,
-    /// For `proxy --dump`.
-    pub dump: Option<&'static str>,
     /// For `proxy --dump-format`.
     pub dump_format: Option<&'static str>,
     /// For `proxy --inbound`.
@@ -77,6 +110,11 @@ pub struct Options {
     pub allow_connect: bool,
     /// For `proxy --max-connection-age`, in seconds.
     pub max_connection_age: Option<u64>,
+}
+
+/// Whether an annotation has the prefix of the mesh, but no meaning, such as one with a typo.
+pub fn is_unknown(name: &str) -> bool {
+    name.starts_with(PREFIX) && !ALL.contains(&name)
 }
 
 /// Reads [`INJECT`].
@@ -96,7 +134,6 @@ impl Options {
         let options = Self {
             skip_inbound_ports: ports(pod, SKIP_INBOUND_PORTS, &mut problems),
             skip_outbound_ports: ports(pod, SKIP_OUTBOUND_PORTS, &mut problems),
-            dump: one_of(pod, DUMP, &DUMPS, &mut problems),
             dump_format: one_of(pod, DUMP_FORMAT, &DUMP_FORMATS, &mut problems),
             inbound: one_of(pod, INBOUND, &[STRICT, PERMISSIVE], &mut problems),
             opaque_ports: ports(pod, OPAQUE_PORTS, &mut problems),
@@ -129,7 +166,7 @@ fn contains(list: &str, port: u16) -> bool {
 }
 
 /// The value of an annotation that is present and not blank.
-fn non_empty<'a>(pod: &'a Value, name: &str) -> Option<&'a str> {
+pub(crate) fn non_empty<'a>(pod: &'a Value, name: &str) -> Option<&'a str> {
     annotation(pod, name).filter(|value| !value.trim().is_empty())
 }
 
@@ -171,7 +208,7 @@ fn duration(pod: &Value, name: &str, problems: &mut Vec<String>) -> Option<u64> 
     seconds
 }
 
-fn seconds(text: &str) -> Option<u64> {
+pub(crate) fn seconds(text: &str) -> Option<u64> {
     let (number, unit) = text.split_at_checked(text.len() - 1)?;
     let unit = match unit {
         "s" => 1,
@@ -296,30 +333,26 @@ mod tests {
 
     #[test]
     fn reports_all_invalid_annotations() {
-        let pod = json!({"metadata": {"annotations": {SKIP_INBOUND_PORTS: "a", DUMP: "loud", DUMP_FORMAT: "xml"}}});
+        let pod = json!({"metadata": {"annotations": {SKIP_INBOUND_PORTS: "a", INBOUND: "mtls", DUMP_FORMAT: "xml"}}});
         let problems = Options::from_pod(&pod).expect_err("three invalid values");
         assert_eq!(problems.len(), 3);
         assert_eq!(
             problems[1],
-            "annotation diy-service-mesh/dump is \"loud\", expected one of full, headers, off"
+            "annotation diy-service-mesh/dump-format is \"xml\", expected one of text, json"
         );
     }
 
     #[test]
     fn truncates_long_values_at_a_character_boundary() {
         let message =
-            &Options::from_pod(&pod(DUMP, &"é".repeat(1000))).expect_err("invalid value")[0];
+            &Options::from_pod(&pod(DUMP_FORMAT, &"é".repeat(1000))).expect_err("invalid value")[0];
         assert!(message.len() < 300 && message.contains("..."), "{message}");
     }
 
     #[test]
-    fn parses_dump_annotations_case_insensitively() {
-        let pod = json!({"metadata": {"annotations": {DUMP: "Headers", DUMP_FORMAT: "JSON"}}});
-        let options = Options::from_pod(&pod).expect("valid values");
-        assert_eq!(
-            (options.dump, options.dump_format),
-            (Some("headers"), Some("json"))
-        );
+    fn parses_dump_format_case_insensitively() {
+        let options = Options::from_pod(&pod(DUMP_FORMAT, "JSON")).expect("a valid value");
+        assert_eq!(options.dump_format, Some("json"));
     }
 
     #[test]

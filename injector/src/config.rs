@@ -6,7 +6,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{CommandFactory, FromArgMatches, Parser, ValueEnum};
+use diy_mesh_runtime::LogFormat;
 use serde::Serialize;
+
+use crate::proxy_settings::ProxySettings;
 
 const SHUTDOWN_DELAY_KUBERNETES: u64 = 5;
 const SHUTDOWN_DELAY_EPHEMERAL: u64 = 0;
@@ -37,6 +40,9 @@ pub struct Flags {
     /// [default: `spiffe://cluster.local/ns/POD_NAMESPACE/sa/controller`]
     #[arg(long, env, value_name = "SPIFFE-ID", value_parser = spiffe_id)]
     pub controller_identity: Option<String>,
+    /// The defaults of proxies.
+    #[command(flatten)]
+    pub proxy: ProxySettings,
     /// Address of the webhook (HTTPS)
     #[arg(long, env, value_name = "ADDRESS:PORT", default_value = "[::]:8443")]
     pub listen: SocketAddr,
@@ -78,6 +84,9 @@ pub struct Flags {
     /// info,diy_mesh_injector=debug [default: info]
     #[arg(long, env, value_name = "FILTER")]
     pub log: Option<String>,
+    /// Format of the log: text, or json with one object per line
+    #[arg(long, env, value_name = "FORMAT", default_value = "text")]
+    pub log_format: LogFormat,
 }
 
 /// The pull policy of an image, as in a Kubernetes container.
@@ -130,6 +139,8 @@ pub struct Settings {
     pub controller_identity: String,
     /// The namespace of the mesh itself. Its pods are not injected.
     pub mesh_namespace: String,
+    /// The defaults of proxies.
+    pub proxy: ProxySettings,
 }
 
 /// A checked configuration.
@@ -200,6 +211,7 @@ impl Config {
                 controller_address: flags.controller_address,
                 controller_identity: flags.controller_identity.unwrap_or_else(default_identity),
                 mesh_namespace,
+                proxy: flags.proxy,
             },
             listen: flags.listen,
             admin_listen: flags.admin_listen,
@@ -363,6 +375,10 @@ mod tests {
             ("--shutdown-delay", "soon"),
             ("--shutdown-delay", "301"),
             ("--serving-certificate", "file"),
+            ("--proxy-cpu-request", "none"),
+            ("--proxy-memory-limit", "16Mi"),
+            ("--proxy-drain", "2h"),
+            ("--proxy-dump", "loud"),
         ] {
             let error = parse(&[&format!("{flag}={value}")])
                 .expect_err(value)

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 
 use crate::annotations::Options;
 use crate::config::Settings;
+use crate::proxy_settings::ProxySettings;
 
 /// The name of the proxy container.
 pub const PROXY: &str = "proxy";
@@ -104,10 +105,22 @@ pub fn proxy_init(settings: &Settings, ports: Ports, options: &Options) -> Value
 }
 
 /// The proxy as a native sidecar: starts before the containers of the pod and stops after them.
-/// `probes` are its arguments for the probes of the pod.
-pub fn proxy(settings: &Settings, ports: Ports, options: &Options, probes: Vec<String>) -> Value {
+/// `own` are the settings of this proxy, `probes` its arguments for the probes of the pod.
+pub fn proxy(
+    settings: &Settings,
+    own: &ProxySettings,
+    ports: Ports,
+    options: &Options,
+    probes: Vec<String>,
+) -> Value {
     let mut args = port_args(ports);
-    args.extend(arg("--dump", &options.dump));
+    args.push(format!("--log={}", own.proxy_log));
+    // Earlier proxies, which a pinned image may contain, do not know this flag.
+    args.extend(
+        (own.proxy_log_format != "text").then(|| format!("--log-format={}", own.proxy_log_format)),
+    );
+    args.push(format!("--drain-seconds={}", own.proxy_drain));
+    args.push(format!("--dump={}", own.proxy_dump));
     args.extend(arg("--dump-format", &options.dump_format));
     args.extend(arg("--inbound", &options.inbound));
     args.extend(arg("--opaque-ports", &options.opaque_ports));
@@ -136,8 +149,7 @@ pub fn proxy(settings: &Settings, ports: Ports, options: &Options, probes: Vec<S
         "readinessProbe": probe("/ready", ports.admin, 2, 2, 3),
         // A restart closes all connections of the pod, hence the threshold of one minute.
         "livenessProbe": probe("/live", ports.admin, 10, 5, 6),
-        // No CPU limit: throttling adds latency to all traffic of the pod.
-        "resources": {"requests": {"cpu": "10m", "memory": "16Mi"}, "limits": {"memory": "256Mi"}},
+        "resources": own.resources(),
         "securityContext": {
             "allowPrivilegeEscalation": false,
             "capabilities": {"drop": ["ALL"]},

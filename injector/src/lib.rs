@@ -1,7 +1,7 @@
 //! The injector: a mutating admission webhook that adds proxy-init and the proxy to pods.
 //!
 //! The path of a review: `server` (HTTPS), `webhook` (limits), `review` (AdmissionReview), `patch`
-//! (Pod to JSON patch), which uses `annotations`, `containers` and `probes`. `kubernetes` or
+//! (Pod to JSON patch), which uses `annotations`, `proxy_settings`, `containers` and `probes`. `kubernetes` or
 //! `ephemeral` provide the serving certificate (`certificate`); `publish` hands it to `tls` and to
 //! `health`.
 //!
@@ -19,6 +19,7 @@ mod metrics;
 pub mod patch;
 mod pod;
 mod probes;
+pub mod proxy_settings;
 mod publish;
 pub mod review;
 mod server;
@@ -30,7 +31,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use diy_mesh_runtime::{Admin, Readiness, listen};
+use diy_mesh_runtime::{Admin, Readiness, listen, raise_max_open_files};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::time::sleep;
@@ -70,6 +71,7 @@ pub struct Injector {
 impl Injector {
     /// Binds the ports.
     pub async fn bind(config: Config) -> Result<Self, Error> {
+        raise_max_open_files();
         let bind = async |address| {
             listen::bind(address)
                 .await

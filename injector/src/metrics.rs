@@ -2,7 +2,7 @@
 
 use std::time::{Duration, SystemTime};
 
-use diy_mesh_runtime::metrics::{register, register_family, render};
+use diy_mesh_runtime::metrics::{register, register_family, register_process, render};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
@@ -59,6 +59,7 @@ impl Default for Metrics {
             "ca_certificate_end_seconds",
             "Expiry of the CA of the serving certificate, in seconds since 1970",
         );
+        register_process(r);
         Self {
             registry,
             injected,

@@ -14,6 +14,7 @@ use crate::containers::{
 use crate::diff;
 use crate::pod::{PodView, annotation, list, name_of};
 use crate::probes::{Previous, Rewriter};
+use crate::proxy_settings::ProxySettings;
 
 /// A pod that is about to be created.
 #[derive(Clone, Copy, Debug)]
@@ -62,6 +63,8 @@ pub struct Injection {
 
 /// Maximum number of problems in a denial message.
 const MAX_REPORTED_PROBLEMS: usize = 10;
+/// The default of `terminationGracePeriodSeconds`.
+const DEFAULT_GRACE_PERIOD: u64 = 30;
 
 /// Decides about a pod.
 pub fn decide(settings: &Settings, candidate: Candidate<'_>) -> Verdict {
@@ -89,6 +92,22 @@ pub fn decide(settings: &Settings, candidate: Candidate<'_>) -> Verdict {
     }
 }
 
+/// Decides about a pod to which ephemeral containers are added. Injected pods reject those that
+/// would bypass the proxy.
+pub fn decide_ephemeral_containers(pod: &Value) -> Verdict {
+    let spec = pod.get("spec").unwrap_or(&Value::Null);
+    if !list(spec, "initContainers").iter().any(is_injected) {
+        return Verdict::NotRequested;
+    }
+    let mut problems: Vec<_> =
+        user_conflicts(pod, list(spec, "ephemeralContainers").iter()).collect();
+    if problems.is_empty() {
+        return Verdict::NotRequested;
+    }
+    problems.truncate(MAX_REPORTED_PROBLEMS);
+    Verdict::Denied(problems.join("; "))
+}
+
 /// The reason why a pod cannot have a proxy, if there is one.
 fn ineligible(settings: &Settings, candidate: Candidate<'_>) -> Option<String> {
     let Candidate { pod, namespace, .. } = candidate;
@@ -111,11 +130,12 @@ fn ineligible(settings: &Settings, candidate: Candidate<'_>) -> Option<String> {
 fn inject(settings: &Settings, candidate: Candidate<'_>) -> Result<Injection, Vec<String>> {
     let pod = candidate.pod;
     let view = PodView::new(pod)?;
-    let mut problems = conflicts(&view);
+    let mut problems = conflicts(pod, &view);
     let mut options = Options::from_pod(pod).unwrap_or_else(|invalid| {
         problems.extend(invalid);
         Options::default()
     });
+    let proxy = settings.proxy.for_pod(pod, &mut problems);
     let namespace_mode = candidate.labels.strict.then_some(annotations::STRICT);
     options.inbound = options.inbound.or(namespace_mode);
     let ports = Ports::avoiding(declared_ports(&view)).unwrap_or_else(|| {
@@ -146,7 +166,7 @@ fn inject(settings: &Settings, candidate: Candidate<'_>) -> Result<Injection, Ve
     }
     let containers = [
         containers::proxy_init(settings, ports, &options),
-        containers::proxy(settings, ports, &options, probes.arguments),
+        containers::proxy(settings, &proxy, ports, &options, probes.arguments),
     ];
     let mut volumes = view.volumes.to_vec();
     diff::merge_list(&mut volumes, &[containers::token_volume()], "name");
@@ -162,7 +182,11 @@ fn inject(settings: &Settings, candidate: Candidate<'_>) -> Result<Injection, Ve
     Ok(Injection {
         patch: diff::patch(pod, &injected),
         pod: injected,
-        warnings: port_warning(ports).into_iter().collect(),
+        warnings: port_warning(ports)
+            .into_iter()
+            .chain(drain_warning(pod, &proxy))
+            .chain(unknown_annotations(&view))
+            .collect(),
     })
 }
 
@@ -177,13 +201,37 @@ fn port_warning(ports: Ports) -> Option<String> {
     })
 }
 
+fn unknown_annotations(view: &PodView<'_>) -> impl Iterator<Item = String> {
+    let names = view.annotations.into_iter().flat_map(|map| map.keys());
+    names
+        .filter(|name| annotations::is_unknown(name))
+        .take(MAX_REPORTED_PROBLEMS)
+        .map(|name| format!("annotation {} is unknown and has no effect", quoted(name)))
+}
+
+/// The kubelet ends the proxy with the pod, also before the end of a drain period that the pod
+/// asks for.
+fn drain_warning(pod: &Value, proxy: &ProxySettings) -> Option<String> {
+    annotation(pod, annotations::DRAIN)?;
+    let grace_period = pod
+        .pointer("/spec/terminationGracePeriodSeconds")
+        .and_then(Value::as_u64)
+        .unwrap_or(DEFAULT_GRACE_PERIOD);
+    (proxy.proxy_drain > grace_period).then(|| {
+        format!(
+            "annotation {} is longer than terminationGracePeriodSeconds of the pod, {grace_period}: set a longer one",
+            annotations::DRAIN
+        )
+    })
+}
+
 /// The containers of the pod, without those of the mesh.
 fn app_containers<'a>(view: &PodView<'a>) -> impl Iterator<Item = &'a Value> {
     let init = view
         .init_containers
         .iter()
         .filter(|container| !is_injected(container));
-    init.chain(view.containers).chain(view.ephemeral_containers)
+    init.chain(view.containers)
 }
 
 /// The TCP ports that the containers of the pod declare.
@@ -217,7 +265,7 @@ fn init_containers(old: &[&Value], injected: [Value; 2], others: Vec<Value>) -> 
 }
 
 /// The names and users of the pod that conflict with the mesh.
-fn conflicts(view: &PodView<'_>) -> Vec<String> {
+fn conflicts(pod: &Value, view: &PodView<'_>) -> Vec<String> {
     let mut problems = Vec::new();
     for container in app_containers(view) {
         let name = name_of(container);
@@ -226,16 +274,8 @@ fn conflicts(view: &PodView<'_>) -> Vec<String> {
                 "the pod has a container named {name:?}, which is reserved for the mesh: rename it"
             ));
         }
-        let user = container
-            .pointer("/securityContext/runAsUser")
-            .and_then(Value::as_i64);
-        if user.or(view.run_as_user) == Some(PROXY_UID) {
-            problems.push(format!(
-                "container {} runs as user {PROXY_UID}, which is reserved for the proxy, so that its traffic would bypass the mesh: choose another user",
-                quoted(name)
-            ));
-        }
     }
+    problems.extend(user_conflicts(pod, app_containers(view)));
     let is_conflict =
         |volume: &Value| name_of(volume) == TOKEN_VOLUME && volume.get("projected").is_none();
     if view.volumes.iter().any(is_conflict) {
@@ -244,6 +284,28 @@ fn conflicts(view: &PodView<'_>) -> Vec<String> {
         ));
     }
     problems
+}
+
+/// The containers that run as the proxy's user, their own or the pod's. The user of an image is not
+/// in the pod.
+fn user_conflicts<'a>(
+    pod: &Value,
+    containers: impl Iterator<Item = &'a Value>,
+) -> impl Iterator<Item = String> {
+    let user = |object: &Value| {
+        object
+            .pointer("/securityContext/runAsUser")
+            .and_then(Value::as_i64)
+    };
+    let default = pod.get("spec").and_then(user);
+    containers
+        .filter(move |container| user(container).or(default) == Some(PROXY_UID))
+        .map(|container| {
+            format!(
+                "container {} runs as user {PROXY_UID}, which is reserved for the proxy, so that its traffic would bypass the mesh: choose another user",
+                quoted(name_of(container))
+            )
+        })
 }
 
 /// Whether this or an earlier version of the injector added an init container.

@@ -31,12 +31,8 @@ pub struct PodView<'a> {
     pub init_containers: &'a [Value],
     /// `spec.containers`
     pub containers: &'a [Value],
-    /// `spec.ephemeralContainers`
-    pub ephemeral_containers: &'a [Value],
     /// `spec.volumes`
     pub volumes: &'a [Value],
-    /// `spec.securityContext.runAsUser`
-    pub run_as_user: Option<i64>,
 }
 
 impl<'a> PodView<'a> {
@@ -58,7 +54,6 @@ impl<'a> PodView<'a> {
         };
         let init_containers = list("/spec/initContainers");
         let containers = list("/spec/containers");
-        let ephemeral_containers = list("/spec/ephemeralContainers");
         let volumes = list("/spec/volumes");
         let annotations = match pod.pointer("/metadata/annotations") {
             None | Some(Value::Null) => None,
@@ -68,9 +63,6 @@ impl<'a> PodView<'a> {
                 None
             }
         };
-        let run_as_user = pod
-            .pointer("/spec/securityContext/runAsUser")
-            .and_then(Value::as_i64);
         if !problems.is_empty() {
             return Err(problems);
         }
@@ -78,9 +70,7 @@ impl<'a> PodView<'a> {
             annotations,
             init_containers,
             containers,
-            ephemeral_containers,
             volumes,
-            run_as_user,
         })
     }
 }

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::config::Settings;
-use crate::patch::{Candidate, NamespaceLabels, Verdict, decide};
+use crate::patch::{Candidate, NamespaceLabels, Verdict, decide, decide_ephemeral_containers};
 
 const API_VERSION: &str = "admission.k8s.io/v1";
 const KIND: &str = "AdmissionReview";
@@ -26,9 +26,9 @@ pub enum Error {
     /// `request` is missing.
     #[error("the AdmissionReview has no request")]
     NoRequest,
-    /// `request.object` is missing although the request creates a pod.
+    /// `request.object` is missing although the request creates or changes a pod.
     #[error(
-        "request {0:?} of the AdmissionReview creates a pod, but its object is missing or not a JSON object"
+        "request {0:?} of the AdmissionReview is for a pod, but its object is missing or not a JSON object"
     )]
     NoObject(String),
 }
@@ -68,20 +68,18 @@ pub fn review(
         return Err(Error::Version(review.api_version, review.kind));
     }
     let request = review.request.ok_or(Error::NoRequest)?;
-    let verdict = if creates_pod(&request) {
-        if !request.object.is_object() {
-            return Err(Error::NoObject(request.uid));
-        }
-        decide(
+    let verdict = match operation(&request) {
+        Operation::Other => Verdict::NotRequested,
+        _ if !request.object.is_object() => return Err(Error::NoObject(request.uid)),
+        Operation::CreatePod => decide(
             settings,
             Candidate {
                 pod: &request.object,
                 namespace: &request.namespace,
                 labels,
             },
-        )
-    } else {
-        Verdict::NotRequested
+        ),
+        Operation::AddEphemeralContainers => decide_ephemeral_containers(&request.object),
     };
     let subject = subject(&request);
     let (response, outcome) = response(request.uid, verdict)?;
@@ -100,17 +98,25 @@ pub fn review(
     })
 }
 
-/// Excludes updates and subresources of pods.
-fn creates_pod(request: &Request) -> bool {
+/// What a request does.
+enum Operation {
+    CreatePod,
+    AddEphemeralContainers,
+    /// Nothing that the mesh decides about.
+    Other,
+}
+
+fn operation(request: &Request) -> Operation {
     let Kind { group, kind } = &request.kind;
-    request.operation == "CREATE"
-        && group.is_empty()
-        && kind == "Pod"
-        && request
-            .sub_resource
-            .as_deref()
-            .unwrap_or_default()
-            .is_empty()
+    let sub_resource = request.sub_resource.as_deref().unwrap_or_default();
+    if !group.is_empty() || kind != "Pod" {
+        return Operation::Other;
+    }
+    match (request.operation.as_str(), sub_resource) {
+        ("CREATE", "") => Operation::CreatePod,
+        ("UPDATE", "ephemeralcontainers") => Operation::AddEphemeralContainers,
+        _ => Operation::Other,
+    }
 }
 
 /// Uses `generateName` for pods of controllers, which have no name at admission.

@@ -219,17 +219,17 @@ mod tests {
     use http_body_util::Empty;
     use hyper::body::Frame;
 
-    use crate::config::ImagePullPolicy;
+    use clap::Parser;
+
+    use crate::config::{Config, Flags};
 
     fn webhook() -> Webhook {
-        let settings = Settings {
-            proxy_image: "proxy".into(),
-            proxy_init_image: "init".into(),
-            image_pull_policy: ImagePullPolicy::IfNotPresent,
-            controller_address: "https://controller".into(),
-            controller_identity: "spiffe://cluster.local/ns/service-mesh/sa/controller".into(),
-            mesh_namespace: "service-mesh".into(),
-        };
+        let images = [
+            "--image-to-deploy-proxy=p",
+            "--image-to-deploy-proxy-init=i",
+        ];
+        let flags = Flags::parse_from(["injector"].iter().chain(&images));
+        let settings = Config::from_flags(flags).expect("valid flags").settings;
         Webhook::new(settings, Arc::default())
     }
 
@@ -267,7 +267,7 @@ mod tests {
             ),
             (
                 r#"{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","request":{"uid":"u","kind":{"kind":"Pod"},"operation":"CREATE"}}"#,
-                "request \"u\" of the AdmissionReview creates a pod, but its object is missing",
+                "request \"u\" of the AdmissionReview is for a pod, but its object is missing",
             ),
         ] {
             let response = webhook().handle(post(Full::from(body))).await;

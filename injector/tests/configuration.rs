@@ -8,6 +8,8 @@ use diy_mesh_injector::patch::NamespaceLabels;
 use diy_mesh_injector::webhook;
 use serde_json::{Value, json};
 
+const EPHEMERAL_CONTAINERS: &str = "ephemeral-containers.injector.diy-service-mesh.dev";
+
 fn webhooks() -> Vec<Value> {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../manifests/webhook.yaml");
     let configuration: Value =
@@ -31,7 +33,7 @@ fn selects(webhook: &Value, label: &str, operator: &str, value: &str) -> bool {
 }
 
 #[test]
-fn webhooks_call_existing_paths_for_new_pods_only() {
+fn webhooks_call_existing_paths_for_new_pods_and_ephemeral_containers_only() {
     for webhook in webhooks() {
         let service = &webhook["clientConfig"]["service"];
         assert_eq!(
@@ -49,14 +51,19 @@ fn webhooks_call_existing_paths_for_new_pods_only() {
             "{}",
             webhook["name"]
         );
-        let fails = webhook["failurePolicy"] == "Fail";
+        let fails = webhook["failurePolicy"] == "Fail" && webhook["name"] != EPHEMERAL_CONTAINERS;
         assert_eq!(
             fails && !expected.strict,
             selects(&webhook, "diy-service-mesh/inbound", "NotIn", "strict"),
             "{}",
             webhook["name"]
         );
-        let rules = json!([{"operations": ["CREATE"], "apiGroups": [""], "apiVersions": ["v1"], "resources": ["pods"], "scope": "Namespaced"}]);
+        let (operation, resource) = if webhook["name"] == EPHEMERAL_CONTAINERS {
+            ("UPDATE", "pods/ephemeralcontainers")
+        } else {
+            ("CREATE", "pods")
+        };
+        let rules = json!([{"operations": [operation], "apiGroups": [""], "apiVersions": ["v1"], "resources": [resource], "scope": "Namespaced"}]);
         assert_eq!(webhook["rules"], rules);
         assert_eq!(
             (&webhook["sideEffects"], &webhook["admissionReviewVersions"]),
@@ -75,12 +82,17 @@ fn fail_closed_webhooks_have_match_conditions_and_exclude_system_namespaces() {
     let (fail_closed, others): (Vec<_>, Vec<_>) = webhooks
         .iter()
         .partition(|webhook| webhook["failurePolicy"] == "Fail");
-    assert_eq!((fail_closed.len(), others.len()), (4, 1));
+    assert_eq!((fail_closed.len(), others.len()), (5, 1));
     for webhook in fail_closed {
+        let conditions = if webhook["name"] == EPHEMERAL_CONTAINERS {
+            1
+        } else {
+            2
+        };
         assert!(
             webhook["matchConditions"]
                 .as_array()
-                .is_some_and(|conditions| conditions.len() == 2),
+                .is_some_and(|list| list.len() == conditions),
             "{}",
             webhook["name"]
         );

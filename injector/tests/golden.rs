@@ -6,7 +6,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use diy_mesh_injector::config::{ImagePullPolicy, Settings};
+use clap::Parser;
+use diy_mesh_injector::config::{Config, Flags, Settings};
 use diy_mesh_injector::patch::{Candidate, NamespaceLabels, Verdict, decide};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -29,14 +30,12 @@ struct Golden {
 }
 
 fn settings() -> Settings {
-    Settings {
-        proxy_image: "diy-sm-proxy:dev".into(),
-        proxy_init_image: "diy-sm-proxy-init:dev".into(),
-        image_pull_policy: ImagePullPolicy::IfNotPresent,
-        controller_address: "https://controller.service-mesh.svc.cluster.local.:8080".into(),
-        controller_identity: "spiffe://cluster.local/ns/service-mesh/sa/controller".into(),
-        mesh_namespace: "service-mesh".into(),
-    }
+    let images = [
+        "--image-to-deploy-proxy=diy-sm-proxy:dev",
+        "--image-to-deploy-proxy-init=diy-sm-proxy-init:dev",
+    ];
+    let flags = Flags::parse_from(["injector"].iter().chain(&images));
+    Config::from_flags(flags).expect("valid flags").settings
 }
 
 fn files() -> Vec<PathBuf> {

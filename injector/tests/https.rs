@@ -1,6 +1,8 @@
 //! The injector over HTTPS, with ephemeral certificates.
 
+use std::io::{BufRead as _, BufReader};
 use std::path::Path;
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -87,18 +89,22 @@ impl Running {
     }
 
     async fn admin(&self, path: &str) -> (StatusCode, String) {
-        let stream = TcpStream::connect(self.admin).await.expect("a connection");
-        let (mut sender, connection) = http1::handshake(TokioIo::new(stream))
-            .await
-            .expect("HTTP/1.1");
-        tokio::spawn(connection);
-        let request = Request::get(path)
-            .header("host", "injector")
-            .body(Full::<Bytes>::default())
-            .expect("a request");
-        let (status, body) = read(sender.send_request(request).await.expect("an answer")).await;
-        (status, String::from_utf8(body.to_vec()).expect("text"))
+        get(self.admin, path).await
     }
+}
+
+async fn get(address: SocketAddr, path: &str) -> (StatusCode, String) {
+    let stream = TcpStream::connect(address).await.expect("a connection");
+    let (mut sender, connection) = http1::handshake(TokioIo::new(stream))
+        .await
+        .expect("HTTP/1.1");
+    tokio::spawn(connection);
+    let request = Request::get(path)
+        .header("host", "injector")
+        .body(Full::<Bytes>::default())
+        .expect("a request");
+    let (status, body) = read(sender.send_request(request).await.expect("an answer")).await;
+    (status, String::from_utf8(body.to_vec()).expect("text"))
 }
 
 async fn tls(
@@ -298,10 +304,40 @@ async fn patches_only_pod_creation() {
             "{pointer}"
         );
     }
-    let mut ephemeral = review(&pod("true"));
-    ephemeral["request"]["subResource"] = json!("ephemeralcontainers");
-    let (_, body) = injector.http1(post("/inject", &ephemeral)).await;
-    assert!(response(&body)["patch"].is_null());
+}
+
+#[tokio::test]
+async fn denies_ephemeral_containers_of_injected_pods_with_the_uid_of_the_proxy() {
+    let injector = injector().await;
+    let plain = pod("true");
+    let (_, body) = injector.http1(post("/inject", &review(&plain))).await;
+    let meshed = patched(&plain, &response(&body));
+    let debug = async |pod: &Value, pod_user: Value, user: Value| {
+        let mut pod = pod.clone();
+        pod["spec"]["securityContext"] = json!({"runAsUser": pod_user});
+        let container =
+            json!({"name": "shell", "image": "busybox", "securityContext": {"runAsUser": user}});
+        pod["spec"]["ephemeralContainers"] = json!([container]);
+        let mut review = review(&pod);
+        review["request"]["operation"] = json!("UPDATE");
+        review["request"]["subResource"] = json!("ephemeralcontainers");
+        let (_, body) = injector.http1(post("/inject", &review)).await;
+        let response = response(&body);
+        assert!(response["patch"].is_null());
+        response["status"]["message"].as_str().map(str::to_owned)
+    };
+    let (proxy, other, none) = (json!(1337), json!(1000), Value::Null);
+    let denied = debug(&meshed, none.clone(), proxy.clone()).await;
+    assert_eq!(
+        denied.as_deref(),
+        Some(
+            "container \"shell\" runs as user 1337, which is reserved for the proxy, so that its traffic would bypass the mesh: choose another user"
+        )
+    );
+    assert_eq!(debug(&meshed, proxy.clone(), none.clone()).await, denied);
+    assert_eq!(debug(&meshed, proxy.clone(), other.clone()).await, None);
+    assert_eq!(debug(&meshed, none.clone(), none.clone()).await, None);
+    assert_eq!(debug(&plain, none, proxy).await, None, "not injected");
 }
 
 #[tokio::test]
@@ -456,4 +492,37 @@ async fn reports_port_in_use() {
         error.starts_with(&format!("cannot listen on {}", injector.address)),
         "{error}"
     );
+}
+
+/// Container runtimes start a process with a soft limit of 1,024 open files.
+#[tokio::test]
+async fn raises_the_limit_of_open_files() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut injector = Command::new("sh")
+        .args(["-c", "ulimit -Sn 64 && exec \"$0\" \"$@\""])
+        .arg(env!("CARGO_BIN_EXE_injector"))
+        .args([
+            "--image-to-deploy-proxy=a",
+            "--image-to-deploy-proxy-init=b",
+        ])
+        .args(["--listen=127.0.0.1:0", "--admin-listen=127.0.0.1:0"])
+        .arg("--serving-certificate=ephemeral")
+        .arg(format!("--ca-file={}/ca.crt", folder.path().display()))
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the injector");
+    let log = BufReader::new(injector.stderr.take().expect("a pipe"));
+    let admin = log.lines().find_map(|line| {
+        let line = line.expect("text");
+        Some(line.split_once(" admin=")?.1.trim().to_owned())
+    });
+    let admin = admin.expect("a log line").parse().expect("an address");
+    let (_, metrics) = get(admin, "/metrics").await;
+    injector.kill().expect("a process");
+    injector.wait().expect("a process");
+    let limit = metrics
+        .lines()
+        .find_map(|line| line.strip_prefix("diy_mesh_injector_max_open_files "));
+    let limit: u64 = limit.expect("a metric").parse().expect("a number");
+    assert!(limit > 64, "{limit} files can be open");
 }

@@ -1,20 +1,19 @@
 //! Properties of injection, on random pods from a fixed seed: unusual, partially injected and
 //! malformed ones.
 
-use diy_mesh_injector::config::{ImagePullPolicy, Settings};
+use clap::Parser;
+use diy_mesh_injector::config::{Config, Flags, Settings};
 use diy_mesh_injector::patch::{Candidate, Injection, NamespaceLabels, Verdict, decide};
 use fastrand::Rng;
 use serde_json::{Map, Value, json};
 
 fn settings() -> Settings {
-    Settings {
-        proxy_image: "proxy:1".into(),
-        proxy_init_image: "init:1".into(),
-        image_pull_policy: ImagePullPolicy::Always,
-        controller_address: "https://controller:8080".into(),
-        controller_identity: "spiffe://cluster.local/ns/service-mesh/sa/controller".into(),
-        mesh_namespace: "service-mesh".into(),
-    }
+    let flags = Flags::parse_from([
+        "injector",
+        "--image-to-deploy-proxy=proxy:1",
+        "--image-to-deploy-proxy-init=init:1",
+    ]);
+    Config::from_flags(flags).expect("valid flags").settings
 }
 
 fn verdict(pod: &Value, strict: bool) -> Verdict {

@@ -6,6 +6,7 @@
 
 mod affinity;
 mod own_pod;
+mod position;
 mod table;
 mod target;
 #[cfg(test)]
@@ -31,7 +32,7 @@ use crate::metrics::DiscoveryMetrics;
 use crate::policy::Policy;
 pub use affinity::Affinity;
 use own_pod::OwnPod;
-use table::{Table, Watched};
+use table::{MAX_REFUSAL, Table, Watched};
 pub use target::{AppProtocol, EndpointInfo, PodTarget, ServiceTarget, Target, UnknownPort};
 
 /// Why the proxy is not ready at first.
@@ -442,7 +443,11 @@ impl Driver {
             }
             // The only other resource without destinations: its version is current.
             response if response.r#type() == ResourceType::Self_ => {}
-            response => table.apply(response, &mut report),
+            response => {
+                if table.apply(response, Instant::now(), &mut report) {
+                    metrics.older_refused.inc();
+                }
+            }
         }
     }
 
@@ -469,6 +474,16 @@ impl Driver {
 
     fn sweep(&mut self) {
         if self.stream.is_some() {
+            let accepted = self.table.accept_refused(Instant::now());
+            self.metrics.older_accepted.inc_by(accepted.len() as u64);
+            if let Some(destination) = accepted.first()
+                && let Some(count) = self.log_limiter.should_log(LogKind::OlderState)
+            {
+                warn!(
+                    "using an older state of {destination}: no controller has sent a newer one for {MAX_REFUSAL:?} ({} destinations, {count} times)",
+                    accepted.len()
+                );
+            }
             let requests = self.table.sweep(Instant::now(), self.timing.idle_timeout);
             self.send(requests);
         }
@@ -525,11 +540,12 @@ enum LogKind {
     TableFull,
     InvalidResponse,
     Unavailable,
+    OlderState,
 }
 
 /// Limits each kind of log message to one per [`LOG_INTERVAL`].
 #[derive(Default)]
-struct LogLimiter([LogState; 3]);
+struct LogLimiter([LogState; 4]);
 
 #[derive(Default)]
 struct LogState {

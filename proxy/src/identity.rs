@@ -95,7 +95,7 @@ impl Credentials {
         Self {
             identity,
             certified,
-            roots: roots.store.clone(),
+            roots: roots.trusted.clone(),
             roots_version: roots.version.clone(),
             not_after,
             tickets: OnceLock::new(),

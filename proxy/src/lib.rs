@@ -51,8 +51,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use diy_mesh_runtime::{Admin, Condition, Readiness, listen, shutdown_signal};
-use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use diy_mesh_runtime::{
+    Admin, Condition, Readiness, listen, raise_max_open_files, shutdown_signal,
+};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
@@ -134,7 +135,7 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
         workers.push(worker::spawn(number, context, serve)?);
     }
     listening.met();
-    tokio::spawn(discovery_condition(discovery.unready(), discovering));
+    tokio::spawn(meet_once(discovery.unready(), Option::clone, discovering));
     tracing::info!(
         pod = config.pod,
         inbound = config.inbound_port,
@@ -192,8 +193,12 @@ fn start_control(
                 metrics.identity.clone(),
             );
             tokio::spawn(renewal);
-            let condition = readiness.condition("identity", "no certificate yet");
-            tokio::spawn(identity_condition(credentials.clone(), condition));
+            let condition = readiness.condition("identity", "not started");
+            let reason = |credentials: &Option<_>| match credentials {
+                Some(_) => None,
+                None => Some("no certificate yet".to_owned()),
+            };
+            tokio::spawn(meet_once(credentials.clone(), reason, condition));
             (control, credentials)
         }
         None => {
@@ -213,24 +218,21 @@ fn start_control(
     Ok((discovery, credentials))
 }
 
-/// Sets `condition` while there is a valid certificate.
-async fn identity_condition(mut credentials: CurrentCredentials, condition: Condition) {
-    while credentials.changed().await.is_ok() {
-        match *credentials.borrow_and_update() {
-            Some(_) => condition.met(),
-            None => condition.unmet("certificate expired"),
-        }
-    }
-}
-
-/// Sets `condition` when discovery is ready for the first time.
-async fn discovery_condition(mut unready: watch::Receiver<Option<String>>, condition: Condition) {
+/// Meets `condition` when `value` has no `reason` against it for the first time. A proxy that was
+/// ready once stays ready, so that a long outage of the controllers does not remove all pods from
+/// their Services.
+async fn meet_once<T>(
+    mut value: watch::Receiver<T>,
+    reason: impl Fn(&T) -> Option<String>,
+    condition: Condition,
+) {
     loop {
-        match unready.borrow_and_update().clone() {
+        let reason = reason(&value.borrow_and_update());
+        match reason {
             Some(reason) => condition.unmet(reason),
             None => return condition.met(),
         }
-        if unready.changed().await.is_err() {
+        if value.changed().await.is_err() {
             return;
         }
     }
@@ -267,39 +269,7 @@ fn bind(config: &Config) -> anyhow::Result<Listeners> {
 
 /// Maximum number of connections. Each needs two file descriptors, and pools need some more.
 fn connection_limit() -> usize {
-    let files = getrlimit(Resource::RLIMIT_NOFILE).map_or(1024, |(soft, hard)| {
-        let raised = setrlimit(Resource::RLIMIT_NOFILE, hard, hard).is_ok();
-        if raised { hard } else { soft }
-    });
+    let files = raise_max_open_files();
     let connections = (files.saturating_sub(128) / 3).clamp(16, MAX_CONNECTIONS);
     usize::try_from(connections).unwrap_or(16)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::control::testing::soon;
-
-    #[tokio::test(start_paused = true)]
-    async fn is_ready_while_the_certificate_is_valid() {
-        let readiness = Readiness::default();
-        let (sender, credentials) = tokio::sync::watch::channel(None);
-        let condition = readiness.condition("identity", "no certificate yet");
-        tokio::spawn(identity_condition(credentials, condition));
-        let reasons = async |expected: &str| {
-            soon(async {
-                while readiness.unmet() != expected {
-                    tokio::task::yield_now().await;
-                }
-            })
-            .await;
-        };
-        reasons("identity: no certificate yet\n").await;
-        sender.send_replace(Some(identity::testing::credentials(
-            &identity::testing::Authority::new("one"),
-        )));
-        reasons("").await;
-        sender.send_replace(None);
-        reasons("identity: certificate expired\n").await;
-    }
 }

@@ -4,12 +4,10 @@ use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::time::Duration;
 
+use diy_mesh_runtime::listen::MAX_BACKLOG;
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 
 use crate::connect::set_options;
-
-/// The maximum number of connections that wait to be accepted.
-const MAX_BACKLOG: i32 = 4096;
 
 /// Creates a listening socket. `SO_REUSEPORT` lets each worker have its own on the same port.
 /// Accepted sockets inherit its options.
@@ -28,6 +26,6 @@ pub fn bind(ip: IpAddr, port: u16, user_timeout: Duration) -> io::Result<TcpList
     set_options(SockRef::from(&socket), user_timeout)?;
     socket.set_nonblocking(true)?;
     socket.bind(&address.into())?;
-    socket.listen(MAX_BACKLOG)?;
+    socket.listen(MAX_BACKLOG.cast_signed())?;
     Ok(socket.into())
 }

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use diy_mesh_runtime::metrics::{Active, on_scrape, register, render};
+use diy_mesh_runtime::metrics::{
+    Active, on_scrape, register, register_family, register_process, render,
+};
 use http::StatusCode;
 use prometheus_client::encoding::EncodeGaugeValue;
 use prometheus_client::metrics::MetricType;
@@ -95,6 +97,10 @@ pub struct DiscoveryMetrics {
     pub broken: Counter,
     /// Attempts to open the stream after the first one.
     pub reconnects: Counter,
+    /// Responses with a state that is older than the known one.
+    pub older_refused: Counter,
+    /// Older states in use, because no newer ones arrived.
+    pub older_accepted: Counter,
     last_message: watch::Sender<Option<Instant>>,
 }
 
@@ -132,12 +138,7 @@ impl Metrics {
             "Start time of the process in seconds since 1970",
         );
         start_time.set(unix_seconds(SystemTime::now()));
-        register_optional(
-            r,
-            "resident_memory_bytes",
-            "Resident memory of the process in bytes.",
-            resident_memory,
-        );
+        register_process(r);
         Arc::new(Self {
             registry,
             inbound,
@@ -259,7 +260,16 @@ impl Flows {
 
 impl DiscoveryMetrics {
     fn register(r: &mut Registry) -> Self {
+        let [older_refused, older_accepted] = register_family(
+            r,
+            "discovery_older_states",
+            "States from the controller that are older than the known ones",
+            "result",
+            ["refused", "accepted"],
+        );
         let metrics = Self {
+            older_refused,
+            older_accepted,
             connected: register(
                 r,
                 "discovery_connected",
@@ -355,16 +365,6 @@ fn unix_seconds(time: SystemTime) -> f64 {
     time.duration_since(UNIX_EPOCH)
         .unwrap_or_default()
         .as_secs_f64()
-}
-
-/// Resident memory of the process in bytes; `None` where the kernel does not report it.
-fn resident_memory() -> Option<u64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status
-        .lines()
-        .find_map(|line| line.strip_prefix("VmRSS:"))?;
-    let kibibytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some(kibibytes * 1024)
 }
 
 #[cfg(test)]

@@ -13,7 +13,9 @@ use std::time::Duration;
 use backon::{BackoffBuilder as _, ExponentialBackoff, ExponentialBuilder};
 
 pub use admin::{Admin, Page};
-pub use process::{error_chain, init_logging, shutdown_signal};
+pub use process::{
+    LogFormat, error_chain, init_logging, max_open_files, raise_max_open_files, shutdown_signal,
+};
 pub use readiness::{Condition, Readiness};
 
 /// Exponential delays between `min` and `max`, doubled with each error in a row.

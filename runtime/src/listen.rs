@@ -5,28 +5,39 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::Backoff;
 
 const MIN_ACCEPT_DELAY: Duration = Duration::from_millis(5);
 const MAX_ACCEPT_DELAY: Duration = Duration::from_secs(1);
+/// The maximum number of connections that wait to be accepted. The kernel also applies its
+/// `net.core.somaxconn`, by default 4,096.
+pub const MAX_BACKLOG: u32 = 4096;
 
 /// Binds an address. On hosts without IPv6, `[::]` means `0.0.0.0`.
 pub async fn bind(address: SocketAddr) -> io::Result<TcpListener> {
-    match TcpListener::bind(address).await {
+    match listen(address) {
         Err(error)
             if error.kind() != io::ErrorKind::AddrInUse
                 && address.is_ipv6()
                 && address.ip().is_unspecified() =>
         {
-            TcpListener::bind((Ipv4Addr::UNSPECIFIED, address.port()))
-                .await
-                .map_err(|_| error)
+            listen((Ipv4Addr::UNSPECIFIED, address.port()).into()).map_err(|_| error)
         }
         result => result,
     }
+}
+
+fn listen(address: SocketAddr) -> io::Result<TcpListener> {
+    let socket = match address {
+        SocketAddr::V4(_) => TcpSocket::new_v4()?,
+        SocketAddr::V6(_) => TcpSocket::new_v6()?,
+    };
+    socket.set_reuseaddr(true)?;
+    socket.bind(address)?;
+    socket.listen(MAX_BACKLOG)
 }
 
 /// Accepts connections from one listener. An error of accept(2), usually a lack of file
@@ -85,6 +96,8 @@ impl Acceptor {
 mod tests {
     use super::*;
 
+    const TIMEOUT: Duration = Duration::from_secs(20);
+
     #[tokio::test]
     async fn accepts_no_more_connections_than_permits() {
         let listener = bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
@@ -100,6 +113,20 @@ mod tests {
         assert!(tokio::time::timeout(timeout, second).await.is_err());
         drop(first);
         let _third = acceptor.accept_limited(&limit).await;
+    }
+
+    /// The kernel drops the SYN of a connection that exceeds the backlog.
+    #[tokio::test]
+    async fn connections_wait_in_the_backlog() {
+        crate::raise_max_open_files();
+        let listener = bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut clients = Vec::new();
+        for number in 0..1000 {
+            let client = tokio::time::timeout(TIMEOUT, TcpStream::connect(address));
+            let client = client.await.unwrap_or_else(|_| panic!("{number} are open"));
+            clients.push(client.unwrap());
+        }
     }
 
     #[tokio::test]

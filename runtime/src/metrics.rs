@@ -65,6 +65,49 @@ impl<F> fmt::Debug for OnScrape<F> {
     }
 }
 
+/// Registers the memory and the open files of the process.
+pub fn register_process(registry: &mut Registry) {
+    on_scrape(registry, |encoder| {
+        let gauges = [
+            (
+                "resident_memory_bytes",
+                "Resident memory in bytes.",
+                resident_memory(),
+            ),
+            ("open_files", "Open files.", open_files()),
+            (
+                "max_open_files",
+                "The limit of open files.",
+                Some(crate::max_open_files()),
+            ),
+        ];
+        for (name, help, value) in gauges {
+            if let Some(value) = value {
+                encoder
+                    .encode_descriptor(name, help, None, MetricType::Gauge)?
+                    .encode_gauge(&value)?;
+            }
+        }
+        Ok(())
+    });
+}
+
+/// `None` where the kernel does not report it.
+fn resident_memory() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmRSS:"))?;
+    let kibibytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kibibytes * 1024)
+}
+
+/// `None` where the kernel does not report it.
+fn open_files() -> Option<u64> {
+    let files = std::fs::read_dir("/proc/self/fd").ok()?;
+    u64::try_from(files.count()).ok()
+}
+
 /// Encodes a gauge with one label. `help` has no full stop.
 pub fn encode_gauges(
     encoder: &mut DescriptorEncoder<'_>,

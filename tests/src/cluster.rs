@@ -257,7 +257,8 @@ impl Drop for Namespace {
     }
 }
 
-fn kubectl_with_input(arguments: &[&str], input: &str) -> Result<String> {
+/// Runs kubectl with this standard input and returns its output.
+pub fn kubectl_with_input(arguments: &[&str], input: &str) -> Result<String> {
     let mut command = Command::new("kubectl");
     command
         .args(arguments)

@@ -44,9 +44,10 @@ fn documented_metrics_exist() {
         ("diy_mesh_controller_", "controller/src"),
         ("diy_mesh_injector_", "injector/src"),
     ] {
-        let sources: String = files_with_extension(folder, "rs")
+        let sources: String = [folder, "runtime/src"]
             .iter()
-            .map(|path| read(path))
+            .flat_map(|folder| files_with_extension(folder, "rs"))
+            .map(|path| read(&path))
             .collect();
         // A registry adds the prefix, and `_total` to the name of a counter.
         let registered = |name: &str| {

@@ -4,7 +4,8 @@
 
 use diy_mesh::sandbox::{Sandbox, protocol::PodView};
 use diy_mesh_tests::sandbox::{
-    MESHED, get, http_server, post, programs, shell, single_pod, wait_for_line, with_mesh,
+    MESHED, READY_TIMEOUT, get, http_server, post, programs, shell, single_pod, wait_for_line,
+    with_controller, with_mesh,
 };
 
 const CLIENT_IDENTITY: &str = "spiffe://cluster.local/ns/clients/sa/default";
@@ -147,4 +148,68 @@ fn strict_pod_accepts_only_meshed_clients_and_its_probe_succeeds() {
             && refused.stdout.contains("x-mesh-error: mtls-required"),
         "{refused:?}"
     );
+}
+
+#[test]
+fn pod_stays_ready_and_serves_plaintext_when_its_certificate_expires() {
+    let unmeshed = shell("").replace("namespace: clients", "namespace: unmeshed");
+    let objects = format!(
+        "{}---{}---{unmeshed}",
+        http_server(1, "1.0", MESHED),
+        shell(MESHED)
+    );
+    let Some(sandbox) = with_controller(&[("CERTIFICATE_LIFE", "20")], &objects) else {
+        return;
+    };
+    let (client, unmeshed) = (
+        single_pod(&sandbox, "clients", "shell"),
+        single_pod(&sandbox, "unmeshed", "shell"),
+    );
+    let server = single_pod(&sandbox, "servers", "http-server");
+    let hello = |client: &PodView| {
+        get(
+            &sandbox,
+            client,
+            "shell",
+            "http-server.servers",
+            80,
+            "/hello",
+        )
+    };
+    hello(&client);
+    sandbox.scale("service-mesh", "controller", 0).unwrap();
+    for pod in [&client, &server] {
+        wait_for_line(&sandbox, pod, "proxy", "the expiry", |line| {
+            line.contains("certificate expired")
+        });
+    }
+    // The admin port answers as it answers the kubelet.
+    let script = format!(
+        "exec 3<>/dev/tcp/{}/4001 && printf 'GET /ready HTTP/1.0\\r\\n\\r\\n' >&3 && cat <&3",
+        server.ip.as_deref().unwrap()
+    );
+    let ready = sandbox
+        .exec(
+            &unmeshed,
+            "shell",
+            &["timeout", "20", "bash", "-c", &script],
+        )
+        .unwrap();
+    assert!(ready.stdout.starts_with("HTTP/1.0 200 "), "{ready:?}");
+    hello(&unmeshed);
+    let refused = post(
+        &sandbox,
+        &client,
+        "shell",
+        "http-server.servers",
+        80,
+        "/hello",
+    );
+    assert!(
+        refused.stdout.contains("x-mesh-error: no-certificate"),
+        "{refused:?}"
+    );
+    sandbox.scale("service-mesh", "controller", 1).unwrap();
+    sandbox.wait_settled(READY_TIMEOUT).unwrap();
+    hello(&client);
 }

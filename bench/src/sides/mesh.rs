@@ -53,9 +53,8 @@ fn program(proxy: &Path, state: &Path, workload: Workload, dumps: bool) -> Progr
         arguments.extend([flag.to_string(), port.to_string()]);
     }
     arguments.extend(["--workers".to_string(), "1".to_string()]);
-    if !dumps {
-        arguments.extend(["--dump".to_string(), "off".to_string()]);
-    }
+    let dump = if dumps { "full" } else { "off" };
+    arguments.extend(["--dump".to_string(), dump.to_string()]);
     Program {
         name: format!(
             "{}-proxy-{}",

@@ -91,6 +91,7 @@ fn service(object: &core::Service) -> Result<Service, ConvertError> {
     let created = object.metadata.creation_timestamp.as_ref();
     Ok(Service {
         key: key(&object.metadata)?,
+        uid: object.metadata.uid.as_deref().unwrap_or_default().into(),
         is_headless: is_headless(&spec),
         selector: spec.selector.clone().unwrap_or_default(),
         cluster_ips,

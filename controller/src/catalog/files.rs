@@ -13,7 +13,7 @@ use tokio::sync::mpsc;
 use super::freshness::Freshness;
 use super::manifest;
 use crate::file::Stamp;
-use crate::index::object::{Change, Key, Kind, Object, Source};
+use crate::index::object::{Change, Event, Key, Kind, Object, Source};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
@@ -22,7 +22,7 @@ pub async fn run(
     folder: PathBuf,
     trust_domain: &str,
     freshness: &Freshness,
-    changes: mpsc::Sender<Change>,
+    changes: mpsc::Sender<Event>,
 ) {
     let mut files = Files::new(folder, trust_domain);
     let mut interval = tokio::time::interval(POLL_INTERVAL);
@@ -33,7 +33,7 @@ pub async fn run(
             () = changes.closed() => return,
         }
         for change in files.scan() {
-            if changes.send(change).await.is_err() {
+            if changes.send(change.into()).await.is_err() {
                 return;
             }
         }

@@ -11,14 +11,14 @@ use tokio::sync::mpsc;
 
 use super::freshness::Freshness;
 use super::watch::{Context, Timing, watch};
-use crate::index::object::Change;
+use crate::index::object::Event;
 
 /// Sends the objects of the cluster, then changes, until the receiver is dropped.
 pub async fn run(
     client: Client,
     trust_domain: &str,
     freshness: &Freshness,
-    changes: mpsc::Sender<Change>,
+    changes: mpsc::Sender<Event>,
 ) {
     // Finished pods own no address. The watch reports them as deleted.
     let running = Some("status.phase!=Succeeded,status.phase!=Failed");

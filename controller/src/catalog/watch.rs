@@ -21,7 +21,7 @@ use tokio::time::timeout;
 
 use super::convert::CatalogObject;
 use super::freshness::Freshness;
-use crate::index::object::{Change, Key, Kind, Object, Source};
+use crate::index::object::{Change, Event, Key, Kind, Object, Source};
 
 const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(250);
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(10);
@@ -56,7 +56,7 @@ impl Default for Timing {
 pub(super) struct Context<'a> {
     pub trust_domain: &'a str,
     pub freshness: &'a Freshness,
-    pub changes: &'a mpsc::Sender<Change>,
+    pub changes: &'a mpsc::Sender<Event>,
     pub timing: Timing,
 }
 
@@ -142,10 +142,12 @@ where
             }
         };
         let version = version.filter(|version| !version.is_empty());
-        self.version = Some(version.ok_or(Error::NoVersion)?);
+        let version = version.ok_or(Error::NoVersion)?;
         self.confirm();
-        let reset = Change::Reset(Source::Kubernetes, K::KIND, listed);
-        self.send(reset).await
+        let change = Change::Reset(Source::Kubernetes, K::KIND, listed);
+        let sent = self.send(change, &version).await;
+        self.version = Some(version);
+        sent
     }
 
     /// Sends the changes since `version` until the API server ends the watch.
@@ -200,14 +202,15 @@ where
                 return Err(Error::of::<K>(kube::Error::Api(status)));
             }
         };
+        self.confirm();
+        if let Some(change) = change {
+            self.send(change, version.as_deref().unwrap_or_default())
+                .await?;
+        }
         if let Some(version) = version {
             self.version = Some(version);
         }
-        self.confirm();
-        match change {
-            Some(change) => self.send(change).await,
-            None => Ok(()),
-        }
+        Ok(())
     }
 
     /// The result of a request, unless it exceeds its deadline.
@@ -233,7 +236,7 @@ where
         if K::KIND.is_optional() && error.is_unavailable() {
             let unavailable = Change::Unavailable(Source::Kubernetes, K::KIND);
             // If the receiver was dropped, the next request does not matter.
-            let _ = self.context.changes.send(unavailable).await;
+            let _ = self.context.changes.send(unavailable.into()).await;
         }
         tokio::time::sleep(delay).await;
     }
@@ -244,8 +247,10 @@ where
         self.context.freshness.confirm(K::KIND);
     }
 
-    async fn send(&self, change: Change) -> Result<(), Error> {
-        let sent = self.context.changes.send(change).await;
+    async fn send(&self, change: Change, version: &str) -> Result<(), Error> {
+        let version = version.parse().ok();
+        let event = Event { change, version };
+        let sent = self.context.changes.send(event).await;
         sent.map_err(|_| Error::Stopped)
     }
 
@@ -334,7 +339,7 @@ mod tests {
     /// An API server whose responses the test writes.
     struct Server {
         listener: TcpListener,
-        changes: mpsc::Receiver<Change>,
+        changes: mpsc::Receiver<Event>,
         freshness: Freshness,
         /// Connections without a response.
         hanging: Vec<TcpStream>,
@@ -422,8 +427,14 @@ mod tests {
 
         /// The next change in a few words.
         async fn change(&mut self) -> String {
-            let change = tokio::time::timeout(DEADLINE, self.changes.recv()).await;
-            match change.expect("another change").unwrap() {
+            self.event().await.0
+        }
+
+        /// The next change in a few words, and its version.
+        async fn event(&mut self) -> (String, Option<u64>) {
+            let event = tokio::time::timeout(DEADLINE, self.changes.recv()).await;
+            let event = event.expect("another change").unwrap();
+            let text = match event.change {
                 Change::Apply(_, object) => format!("apply {}", object.key()),
                 Change::Delete(_, kind, key) => format!("delete {kind} {key}"),
                 Change::Reset(_, kind, objects) => {
@@ -432,7 +443,8 @@ mod tests {
                     format!("reset {kind} [{}]", keys.join(" "))
                 }
                 Change::Unavailable(_, kind) => format!("unavailable {kind}"),
-            }
+            };
+            (text, event.version)
         }
     }
 
@@ -514,6 +526,19 @@ mod tests {
         assert_eq!(resumed, "watch=true&resourceVersion=3");
         assert_eq!(server.respond(200, list("4", "", &[])).await, "");
         assert_eq!(server.change().await, "reset Service []");
+    }
+
+    #[tokio::test]
+    async fn changes_have_the_version_of_their_event_if_it_is_an_integer() {
+        let mut server = Server::start::<Service>().await;
+        server.respond(200, list("7", "", &[])).await;
+        assert_eq!(server.event().await, ("reset Service []".into(), Some(7)));
+        let object = |version| service("a", "10.0.0.1", version);
+        let events = ["8", "9", "x-1"].map(|version| event("ADDED", object(version)));
+        server.events(&events).await;
+        for version in [Some(8), Some(9), None] {
+            assert_eq!(server.event().await, ("apply shop/a".into(), version));
+        }
     }
 
     #[tokio::test]

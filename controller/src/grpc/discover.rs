@@ -222,8 +222,10 @@ impl Subscriptions {
                 Update::Difference(delta) => Response::Delta(message::delta(&delta)),
             },
         };
+        let position = state.position.as_deref().map(message::position);
         subscription.known = Known::Sent(state);
         Some(proto::DiscoverResponse {
+            position,
             name: subscription.name.to_string(),
             version,
             update: Some(update),

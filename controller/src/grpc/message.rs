@@ -3,7 +3,8 @@
 use diy_mesh_proto::mesh::v1 as proto;
 use proto::discover_response::Update;
 
-use crate::index::object::{Inbound, Key, ServicePort, TargetPort};
+use crate::index::object::{Inbound, Key, Kind, ServicePort, TargetPort};
+use crate::index::position::Position;
 use crate::index::state::{Delta, Endpoint, State, TargetKind};
 use crate::index::view::{EndpointView, ServiceView};
 
@@ -79,6 +80,18 @@ fn workload(inbound: &Inbound) -> proto::Workload {
                 protocol: port.protocol.name().to_owned(),
             })
             .collect(),
+    }
+}
+
+/// The position of a state.
+pub(super) fn position(position: &Position) -> proto::Position {
+    let component = |(kind, version): (&Kind, &u64)| proto::position::Component {
+        kind: kind.name().to_owned(),
+        resource_version: *version,
+    };
+    proto::Position {
+        epoch: position.epoch.to_string(),
+        components: position.versions.iter().map(component).collect(),
     }
 }
 

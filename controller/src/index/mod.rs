@@ -6,6 +6,7 @@
 
 pub mod locality;
 pub mod object;
+pub mod position;
 pub mod state;
 mod store;
 pub mod version;
@@ -18,9 +19,10 @@ use std::sync::Arc;
 
 use locality::{Candidate, Location, Scope};
 use object::{
-    Change, Key, Kind, Node, Object, Pod, PodReference, Resource, Service, ServicePort, Slice,
-    SliceEndpoint, Source, Transport,
+    Change, Event, Key, Kind, Node, Object, Pod, PodReference, Resource, Service, ServicePort,
+    Slice, SliceEndpoint, Source, Transport,
 };
+use position::{History, Position};
 use state::{Endpoint, State, Target, TargetKind};
 use store::{Replaced, Store};
 use view::ServiceView;
@@ -41,6 +43,8 @@ pub struct Index {
     services_on_nodes: HashMap<u16, BTreeSet<Key>>,
     pods_at: HashMap<IpAddr, BTreeSet<Key>>,
     nodes_at: HashMap<IpAddr, BTreeSet<Key>>,
+    history: History,
+    position: Option<Arc<Position>>,
     /// The meshed pods by namespace.
     meshed: HashMap<Arc<str>, BTreeSet<Key>>,
 }
@@ -82,6 +86,24 @@ impl Index {
         }
     }
 
+    /// Applies a change with its version, as [`apply`](Self::apply) does.
+    pub fn apply_event(&mut self, event: Event, touched: &mut Touched) {
+        let recorded = match &event.change {
+            Change::Apply(source, object) => Some((*source, object.kind(), false)),
+            Change::Delete(source, kind, _) => Some((*source, *kind, false)),
+            Change::Reset(source, kind, _) => Some((*source, *kind, true)),
+            Change::Unavailable(..) => None,
+        };
+        self.apply(event.change, touched);
+        if let Some((Source::Kubernetes, kind, is_list)) = recorded {
+            self.history.record(kind, is_list, event.version);
+            let api = self.services.get(&Key::new("default", "kubernetes"));
+            let cluster = api.map(|service| &*service.uid);
+            let position = cluster.and_then(|uid| self.history.position(uid));
+            self.position = position.map(Arc::new);
+        }
+    }
+
     /// Resolves a resource for a client. Clients with equal locations within the scope share the
     /// state.
     pub fn resolve(&self, resource: &Resource, client: &Location) -> (Scope, State) {
@@ -91,7 +113,11 @@ impl Index {
             Resource::Workload(pod, uid) => self.workload(pod, uid).map(everywhere),
         };
         let (scope, target) = resolved.unzip();
-        (scope.unwrap_or_default(), State::new(target))
+        let state = State {
+            position: self.position.clone(),
+            ..State::new(target)
+        };
+        (scope.unwrap_or_default(), state)
     }
 
     /// The node and the zone of a pod, not of another one with its name.

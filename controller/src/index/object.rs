@@ -110,6 +110,25 @@ pub enum Resource {
     Workload(Key, Arc<str>),
 }
 
+/// A change and its resource version.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Event {
+    /// The change.
+    pub change: Change,
+    /// The resource version of the list or of the object, if it is an integer.
+    pub version: Option<u64>,
+}
+
+impl From<Change> for Event {
+    /// An event of a source without resource versions.
+    fn from(change: Change) -> Event {
+        Event {
+            change,
+            version: None,
+        }
+    }
+}
+
 /// One object of the catalog.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Object {
@@ -150,6 +169,8 @@ impl Object {
 pub struct Service {
     /// Namespace and name.
     pub key: Key,
+    /// The UID, or empty.
+    pub uid: Arc<str>,
     /// Whether the Service has no cluster IP on purpose: its clients connect to its pods.
     pub is_headless: bool,
     /// The labels of its pods. Empty if something else maintains its slices.

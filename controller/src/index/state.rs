@@ -5,11 +5,14 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use super::object::{Inbound, Key};
+use super::position::Position;
 use super::version::{Digest, Version};
 
 /// The state of a resource.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct State {
+    /// The position of the index when it resolved the resource, if positions have an order.
+    pub position: Option<Arc<Position>>,
     /// The version.
     pub version: Version,
     /// The target. `None`: neither a Service nor a pod, or a pod that is not meshed.
@@ -81,10 +84,18 @@ pub enum Update {
     Nothing,
 }
 
+/// Equal versions mean equal states. Their positions may differ.
+impl PartialEq for State {
+    fn eq(&self, other: &State) -> bool {
+        self.version == other.version
+    }
+}
+
 impl State {
     /// The state of a resource with this target.
     pub fn new(target: Option<Target>) -> State {
         State {
+            position: None,
             version: version(target.as_ref()),
             target,
         }

@@ -29,6 +29,7 @@ fn service(name: &str, ips: &[&str]) -> Service {
     };
     Service {
         key: key(name),
+        uid: "".into(),
         is_headless: ips.is_empty(),
         selector: [("app".to_owned(), "web".to_owned())].into(),
         cluster_ips: ips.iter().map(|text| ip(text)).collect(),
@@ -45,6 +46,15 @@ fn service(name: &str, ips: &[&str]) -> Service {
         local_only: false,
         session_affinity: 0,
     }
+}
+
+/// The Service of the Kubernetes API, whose UID identifies the cluster.
+pub(crate) fn api_service(uid: &str) -> Object {
+    Object::Service(Service {
+        key: Key::new("default", "kubernetes"),
+        uid: uid.into(),
+        ..service("kubernetes", &["10.96.255.1"])
+    })
 }
 
 fn slice(name: &str, service: &str, port: u16, endpoints: Vec<SliceEndpoint>) -> Slice {

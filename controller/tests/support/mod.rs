@@ -220,6 +220,7 @@ pub fn config(dir: &Path) -> Config {
         trust_domain: "cluster.local".into(),
         pod_namespace: "service-mesh".into(),
         log: tracing_subscriber::filter::Targets::new(),
+        log_format: diy_mesh_runtime::LogFormat::Text,
     }
 }
 

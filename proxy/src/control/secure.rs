@@ -61,7 +61,7 @@ impl Tls {
                 RootCertStore::empty()
             }
         };
-        for anchor in received.iter().flat_map(|roots| &roots.store.roots) {
+        for anchor in received.iter().flat_map(|roots| &roots.trusted.roots) {
             if !roots.roots.contains(anchor) {
                 roots.roots.push(anchor.clone());
             }

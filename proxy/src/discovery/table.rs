@@ -14,11 +14,14 @@ use diy_mesh_proto::mesh::v1::{
 use tokio::sync::watch;
 use tokio::time::Instant;
 
+use super::position::Position;
 use super::target::{self, Target};
 
 /// Maximum number of expired meshed destinations that are remembered, about 2 MB.
 const MAX_REMEMBERED: usize = 50_000;
 
+/// Time for which states that are older than the known one are refused.
+pub(super) const MAX_REFUSAL: Duration = Duration::from_secs(30);
 /// Maximum number of endpoints of a destination, about 60 MB.
 const MAX_ENDPOINTS: usize = 200_000;
 
@@ -56,6 +59,9 @@ struct Entry {
     sender: watch::Sender<Arc<Target>>,
     /// Version of the target in `sender`; empty if there is none to resume from.
     version: String,
+    position: Position,
+    /// The state on the stream, if it is older than the target in `sender`.
+    refused: Option<Refused>,
     phase: Phase,
     /// The part of a snapshot in several messages that has arrived.
     partial: Option<Snapshot>,
@@ -64,6 +70,14 @@ struct Entry {
     /// Whether the latest target with endpoints was meshed.
     meshed: bool,
     unused_since: Option<Instant>,
+}
+
+/// An older state of a replica of the controller that lags behind.
+struct Refused {
+    target: Target,
+    version: String,
+    position: Position,
+    since: Instant,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -130,6 +144,8 @@ impl Table {
         let entry = Entry {
             sender,
             version: String::new(),
+            position: Position::default(),
+            refused: None,
             phase: Phase::Subscribed,
             partial: None,
             settled: false,
@@ -159,21 +175,31 @@ impl Table {
     }
 
     /// Applies a response. Reports each invalid part and applies the others. Ignores responses
-    /// about expired destinations, which cross the unsubscription on the wire.
-    pub fn apply(&mut self, response: DiscoverResponse, report: &mut dyn FnMut(String)) {
+    /// about expired destinations, which cross the unsubscription on the wire. Returns whether the
+    /// state on the stream is older than the known one, which stays.
+    pub fn apply(
+        &mut self,
+        response: DiscoverResponse,
+        now: Instant,
+        report: &mut dyn FnMut(String),
+    ) -> bool {
         let name = &response.name;
-        if response.r#type != i32::from(ResourceType::Destination) {
-            return report(format!("response about {name:?} of an unknown type"));
-        }
-        let Ok(address) = name.parse::<SocketAddr>() else {
-            return report(format!("response about {name:?}, expected ADDRESS:PORT"));
+        let is_destination = response.r#type == i32::from(ResourceType::Destination);
+        let address = name.parse::<SocketAddr>().ok().filter(|_| is_destination);
+        let Some(address) = address.map(target::canonical) else {
+            report(format!(
+                "response about {name:?} of type {}, expected ADDRESS:PORT of type 0",
+                response.r#type
+            ));
+            return false;
         };
-        let address = target::canonical(address);
-        if let Some(entry) = self.entries.get_mut(&address) {
-            entry.apply(address, response, &mut |error| {
-                report(format!("{address}: {error}"))
-            });
-        }
+        let Some(entry) = self.entries.get_mut(&address) else {
+            return false;
+        };
+        entry.apply(address, response, now, &mut |error| {
+            report(format!("{address}: {error}"))
+        });
+        entry.refused.is_some()
     }
 
     /// Ends the wait for first responses, because the controller is unavailable.
@@ -191,6 +217,7 @@ impl Table {
         let resubscribe = |(address, entry): (&SocketAddr, &mut Entry)| {
             entry.phase = Phase::Subscribed;
             entry.partial = None;
+            entry.refused = None;
             subscribe(*address, entry)
         };
         self.entries.iter_mut().map(resubscribe).collect()
@@ -238,6 +265,18 @@ impl Table {
         idle_entries.map(remember).collect()
     }
 
+    /// Publishes the states that were refused for [`MAX_REFUSAL`]: no replica sends newer ones.
+    /// Returns their destinations.
+    pub fn accept_refused(&mut self, now: Instant) -> Vec<SocketAddr> {
+        let is_due = |refused: &mut Refused| now.duration_since(refused.since) >= MAX_REFUSAL;
+        let due = self.entries.iter_mut().filter_map(|(address, entry)| {
+            let refused = entry.refused.take_if(is_due)?;
+            entry.publish(refused.target, refused.version, refused.position);
+            Some(*address)
+        });
+        due.collect()
+    }
+
     fn mark_unused(&mut self, now: Instant) {
         for entry in self.entries.values_mut() {
             entry.unused_since = if entry.sender.receiver_count() > 0 {
@@ -264,14 +303,17 @@ impl Entry {
         &mut self,
         address: SocketAddr,
         response: DiscoverResponse,
+        now: Instant,
         report: &mut dyn FnMut(String),
     ) {
         let DiscoverResponse {
             version,
             update,
             more,
+            position,
             ..
         } = response;
+        let position = Position::from(position);
         let mut errors = 0;
         let mut report_part = |error: String| {
             errors += 1;
@@ -299,6 +341,7 @@ impl Entry {
             Some(Update::Unknown(_)) => Ok(Target::Unknown),
             Some(Update::Unchanged(_)) if self.settled && !self.version.is_empty() => {
                 self.phase = Phase::Current;
+                self.refused = None;
                 return;
             }
             Some(Update::Unchanged(_)) => Err("unchanged, but no version is known".to_owned()),
@@ -307,10 +350,14 @@ impl Entry {
                 Err("delta before a snapshot".to_owned())
             }
             Some(Update::Delta(delta)) => {
-                let before = self.sender.borrow().clone();
+                let before = match &self.refused {
+                    Some(refused) => Arc::new(refused.target.clone()),
+                    None => self.sender.borrow().clone(),
+                };
                 let next = target::with_delta(&before, delta, &mut report_part);
                 if errors > 0 {
-                    self.publish(next.unwrap_or_else(|_| Target::clone(&before)), version);
+                    let next = next.unwrap_or_else(|_| Target::clone(&before));
+                    self.accept(next, version, position, now);
                     return self.mark_out_of_sync();
                 }
                 next
@@ -321,7 +368,7 @@ impl Entry {
             }
         };
         match next {
-            Ok(target) => self.publish(target, version),
+            Ok(target) => self.accept(target, version, position, now),
             Err(error) => {
                 report(error);
                 // The endpoint is meshed, and its identity is invalid.
@@ -346,13 +393,31 @@ impl Entry {
         }
     }
 
-    fn publish(&mut self, mut target: Target, version: String) {
+    /// Publishes the state, unless the known one is newer.
+    fn accept(&mut self, target: Target, version: String, position: Position, now: Instant) {
+        if self.settled && position.is_older_than(&self.position) {
+            let since = self.refused.take().map_or(now, |refused| refused.since);
+            self.phase = Phase::Current;
+            self.refused = Some(Refused {
+                target,
+                version,
+                position,
+                since,
+            });
+        } else {
+            self.publish(target, version, position);
+        }
+    }
+
+    fn publish(&mut self, mut target: Target, version: String, position: Position) {
         target.inherit_affinity(&self.sender.borrow());
         if !target.is_without_endpoint() {
             self.meshed = target.is_meshed();
         }
         self.sender.send_replace(Arc::new(target));
         self.version = version;
+        self.position = position;
+        self.refused = None;
         self.phase = Phase::Current;
         self.settled = true;
     }
@@ -361,6 +426,7 @@ impl Entry {
     fn mark_out_of_sync(&mut self) {
         self.phase = Phase::OutOfSync;
         self.partial = None;
+        self.refused = None;
         self.version = String::new();
         if !self.settled {
             self.sender.send_modify(|_| {});
@@ -396,6 +462,7 @@ fn unsubscribe(destination: SocketAddr) -> DiscoverRequest {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use diy_mesh_proto::mesh::v1 as proto;
     use diy_mesh_proto::mesh::v1::snapshot::Kind;
     use diy_mesh_proto::mesh::v1::{Delta, Snapshot, Unchanged, Unknown};
 
@@ -449,7 +516,7 @@ mod tests {
             update: update.into(),
             ..DiscoverResponse::default()
         };
-        table.apply(response, &mut |error| errors.push(error));
+        table.apply(response, Instant::now(), &mut |error| errors.push(error));
         errors
     }
 
@@ -900,7 +967,7 @@ mod tests {
                     update: Some(update),
                     ..DiscoverResponse::default()
                 };
-                table.apply(response, &mut |error| panic!("{error}"));
+                table.apply(response, Instant::now(), &mut |error| panic!("{error}"));
             }
         }
         expire(&mut table);
@@ -956,6 +1023,103 @@ mod tests {
         assert_eq!(addresses(&receiver), ["10.0.0.1:80", "10.0.0.2:80"]);
     }
 
+    /// Applies a response of a replica that has processed these events, at `now`. Returns whether
+    /// the state is refused.
+    fn apply_at(
+        table: &mut Table,
+        now: Instant,
+        position: (&str, u64, u64),
+        version: &str,
+        update: Update,
+    ) -> bool {
+        let (epoch, pods, slices) = position;
+        let components = [("Pod", pods), ("EndpointSlice", slices)];
+        let component = |(kind, resource_version): (&str, u64)| proto::position::Component {
+            kind: kind.to_owned(),
+            resource_version,
+        };
+        let response = DiscoverResponse {
+            name: "10.96.0.7:80".to_owned(),
+            version: version.to_owned(),
+            update: Some(update),
+            position: Some(proto::Position {
+                epoch: epoch.to_owned(),
+                components: components.map(component).into(),
+            }),
+            ..DiscoverResponse::default()
+        };
+        table.apply(response, now, &mut |error| panic!("{error}"))
+    }
+
+    #[test]
+    fn lagging_replica_does_not_restore_an_older_state() {
+        let (mut table, start) = (table(), Instant::now());
+        let receiver = watch(&mut table);
+        let new = snapshot(Kind::Service, &["10.0.0.9:80"]);
+        assert!(!apply_at(&mut table, start, ("a", 50, 60), "new", new));
+        // Another replica, which lags.
+        let requests = table.resume(start, MINUTE);
+        assert_eq!(short(requests), ["+10.96.0.7:80@new"]);
+        let old = snapshot(Kind::Service, &["10.0.0.1:80", "10.0.0.2:80"]);
+        assert!(apply_at(&mut table, start, ("a", 50, 40), "old", old));
+        assert_eq!(addresses(&receiver), ["10.0.0.9:80"]);
+        // Its deltas apply to its own state, until that is not older.
+        let update = delta(&["10.0.0.3:80"], &["10.0.0.1:80"]);
+        assert!(apply_at(&mut table, start, ("a", 50, 50), "older", update));
+        assert_eq!(addresses(&receiver), ["10.0.0.9:80"]);
+        let update = delta(&["10.0.0.9:80"], &["10.0.0.2:80"]);
+        assert!(!apply_at(&mut table, start, ("a", 50, 61), "newer", update));
+        assert_eq!(addresses(&receiver), ["10.0.0.3:80", "10.0.0.9:80"]);
+        assert_eq!(short(table.resume(start, MINUTE)), ["+10.96.0.7:80@newer"]);
+    }
+
+    #[test]
+    fn states_without_order_apply() {
+        let (mut table, start) = (table(), Instant::now());
+        let receiver = watch(&mut table);
+        for (position, endpoint) in [
+            (("a", 50, 60), "10.0.0.1:80"),
+            // Each replica is ahead in one kind.
+            (("a", 40, 70), "10.0.0.2:80"),
+            (("a", 50, 60), "10.0.0.3:80"),
+            // The cluster was restored from a backup.
+            (("a, restored", 1, 1), "10.0.0.4:80"),
+            // A catalog of files.
+            (("", 0, 0), "10.0.0.5:80"),
+            (("", 0, 0), "10.0.0.6:80"),
+        ] {
+            let update = snapshot(Kind::Service, &[endpoint]);
+            assert!(!apply_at(&mut table, start, position, "1", update));
+            assert_eq!(addresses(&receiver), [endpoint]);
+        }
+    }
+
+    #[test]
+    fn older_state_applies_if_no_newer_one_arrives() {
+        let (mut table, start) = (table(), Instant::now());
+        let receiver = watch(&mut table);
+        let known = snapshot(Kind::Service, &["10.0.0.1:80"]);
+        apply_at(&mut table, start, ("a", 50, 60), "known", known);
+        let old = snapshot(Kind::Service, &["10.0.0.2:80"]);
+        assert!(apply_at(&mut table, start, ("a", 1, 1), "old", old));
+        let later = start + MAX_REFUSAL / 2;
+        let update = delta(&["10.0.0.3:80"], &[]);
+        assert!(apply_at(&mut table, later, ("a", 2, 2), "less old", update));
+        let due = start + MAX_REFUSAL;
+        assert!(
+            table
+                .accept_refused(due - Duration::from_millis(1))
+                .is_empty()
+        );
+        assert_eq!(table.accept_refused(due), [address("10.96.0.7:80")]);
+        assert_eq!(addresses(&receiver), ["10.0.0.2:80", "10.0.0.3:80"]);
+        assert!(table.accept_refused(due).is_empty());
+        // From there on, the order counts from that state.
+        let update = delta(&[], &["10.0.0.2:80"]);
+        assert!(!apply_at(&mut table, due, ("a", 3, 3), "3", update));
+        assert_eq!(addresses(&receiver), ["10.0.0.3:80"]);
+    }
+
     #[test]
     fn ignores_responses_without_update_or_address() {
         let mut table = table();
@@ -969,7 +1133,7 @@ mod tests {
             ..DiscoverResponse::default()
         };
         for response in [invalid("nowhere", 0), invalid("10.96.0.7:80", 77)] {
-            table.apply(response, &mut |error| errors.push(error));
+            table.apply(response, Instant::now(), &mut |error| errors.push(error));
         }
         assert_eq!(
             (errors.len(), addresses(&receiver)),

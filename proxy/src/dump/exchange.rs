@@ -55,6 +55,8 @@ pub(super) struct Record {
 /// A request or a response.
 #[derive(Default)]
 pub(super) struct Part {
+    /// Whether query strings are masked.
+    pub masks_queries: bool,
     pub start_line: Vec<u8>,
     pub fields: Fields,
     pub body: Body,
@@ -75,6 +77,7 @@ impl ExchangeDump {
         let keeps = shared.mode == Mode::Full;
         let part = || Part {
             body: Body::new(keeps),
+            masks_queries: !keeps,
             ..Part::default()
         };
         let record = Record {

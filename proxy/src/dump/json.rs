@@ -73,8 +73,8 @@ fn part(part: &Part) -> Value {
         return Value::Null;
     }
     let mut object = json!({
-        "start_line": shown(&part.start_line),
-        "headers": fields(&part.fields),
+        "start_line": shown(&mask::start_line(&part.start_line, part.masks_queries)),
+        "headers": fields(part, &part.fields),
         "body_bytes": part.body.total(),
     });
     if part.fields.omitted > 0 {
@@ -93,16 +93,19 @@ fn part(part: &Part) -> Value {
         }
     }
     if !part.trailers.kept.is_empty() {
-        object["trailers"] = fields(&part.trailers);
+        object["trailers"] = fields(part, &part.trailers);
     }
     object
 }
 
-fn fields(fields: &Fields) -> Value {
+fn fields(part: &Part, fields: &Fields) -> Value {
     fields
         .kept
         .iter()
-        .map(|(name, value)| json!([shown(name), shown(&mask::value(name, value))]))
+        .map(|(name, value)| {
+            let value = mask::value(name, value, part.masks_queries);
+            json!([shown(name), shown(&value)])
+        })
         .collect()
 }
 

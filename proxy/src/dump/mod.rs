@@ -37,7 +37,7 @@ const QUEUE_CAPACITY: usize = 64;
 pub enum Mode {
     /// Headers, and the first bytes of text bodies
     Full,
-    /// Headers only
+    /// Headers only, without query strings
     Headers,
     /// No dumps
     Off,

@@ -123,10 +123,10 @@ fn renders_exchange_as_text() {
 }
 
 #[test]
-fn headers_mode_omits_bodies() {
+fn headers_mode_omits_bodies_and_query_strings() {
     let text = written(Mode::Headers, Format::Text, Direction::Outbound, hello);
     assert!(
-        text.starts_with("Outbound connection to 10.0.0.9:8080\nPOST /hello"),
+        text.starts_with("Outbound connection to 10.0.0.9:8080\nPOST /hello?*** HTTP/1.1\n"),
         "{text}"
     );
     assert!(
@@ -137,6 +137,8 @@ fn headers_mode_omits_bodies() {
         !text.contains("ping") && !text.contains("pong") && !text.contains("secret"),
         "{text}"
     );
+    let line = written(Mode::Headers, Format::Json, Direction::Outbound, hello);
+    assert!(line.contains("\"POST /hello?*** HTTP/1.1\""), "{line}");
 }
 
 #[test]

@@ -75,22 +75,22 @@ fn connection(connection: &ConnectionInfo) -> String {
 }
 
 fn part(part: &Part, out: &mut String) {
-    mask::line(&part.start_line, out);
+    mask::line(&mask::start_line(&part.start_line, part.masks_queries), out);
     out.push('\n');
-    fields(&part.fields, out);
+    fields(part, &part.fields, out);
     out.push('\n');
     body(part, out);
     if !part.trailers.kept.is_empty() {
-        fields(&part.trailers, out);
+        fields(part, &part.trailers, out);
         out.push('\n');
     }
 }
 
-fn fields(fields: &Fields, out: &mut String) {
+fn fields(part: &Part, fields: &Fields, out: &mut String) {
     for (name, value) in &fields.kept {
         mask::line(name, out);
         out.push_str(": ");
-        mask::line(&mask::value(name, value), out);
+        mask::line(&mask::value(name, value, part.masks_queries), out);
         if let Some(status) = grpc_status_name(name, value) {
             let _ = write!(out, " ({status})");
         }

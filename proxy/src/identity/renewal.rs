@@ -13,7 +13,7 @@ use tokio::time::sleep;
 use tracing::{error, info, warn};
 
 use super::Credentials;
-use super::request::{CertificateRequest, IdentityError, Issued};
+use super::request::{CertificateRequest, IdentityError, Issued, verify};
 use super::roots::{Changes, Trust};
 use super::schedule::{Validity, issuer_change_renewal_time, retry_delay};
 use crate::control::{Control, ControlError};
@@ -197,9 +197,7 @@ impl<E: Environment + Clone> Renewal<E> {
         let attempts = self.failures;
         match self.certificate.as_ref().map(|current| current.validity) {
             None if !attempts.is_power_of_two() && delay < FREQUENT_RETRY_DELAY => {}
-            None => warn!(
-                "no certificate, pod is not ready: {error} ({attempts} attempts, next in {delay:.1?})"
-            ),
+            None => warn!("no certificate: {error} ({attempts} attempts, next in {delay:.1?})"),
             Some(validity) if validity.is_late(now) => {
                 let remaining = validity.remaining(now).as_secs();
                 warn!(
@@ -224,15 +222,16 @@ impl<E: Environment + Clone> Renewal<E> {
             return;
         };
         self.credentials.send_if_modified(|current| {
-            let Some(old) = current
-                .as_ref()
-                .filter(|old| old.roots_version != roots.version)
-            else {
+            let Some(old) = current.as_ref().filter(|old| {
+                old.roots_version != roots.version || old.roots.roots != roots.trusted.roots
+            }) else {
                 return false;
             };
+            let former = roots.trusted.len() - roots.store.len();
             info!(
                 version = roots.version,
                 roots = roots.store.len(),
+                former,
                 "trust roots updated"
             );
             *current = Some(Arc::new(Credentials::new(
@@ -252,20 +251,31 @@ impl<E: Environment + Clone> Renewal<E> {
         self.follow_issuer();
     }
 
-    /// Brings the renewal forward if the certificate is not from the current issuer.
+    /// Brings the renewal forward if the certificate is not from the current issuer, and to now if
+    /// no announced root verifies it: peers that trust only these roots reject it.
     fn follow_issuer(&mut self) {
-        let (Some(current), Some(issuer)) = (&self.certificate, self.trust.issuer()) else {
+        let (Some(current), 0) = (&self.certificate, self.failures) else {
             return;
         };
-        if self.failures == 0 && !current.issuer.is_empty() && current.issuer != issuer.id {
-            let time = issuer_change_renewal_time(
-                self.environment.now(),
-                current.validity,
-                issuer.renew_within,
-                self.environment.random(),
-            );
-            self.next_attempt = self.next_attempt.min(time);
-        }
+        let now = self.environment.now();
+        let within = match self.trust.issuer() {
+            _ if !self.is_verified(now) => Duration::ZERO,
+            Some(issuer) if !current.issuer.is_empty() && current.issuer != issuer.id => {
+                issuer.renew_within
+            }
+            _ => return,
+        };
+        let random = self.environment.random();
+        let time = issuer_change_renewal_time(now, current.validity, within, random);
+        self.next_attempt = self.next_attempt.min(time);
+    }
+
+    /// Whether an announced root verifies the own certificate.
+    fn is_verified(&self, now: SystemTime) -> bool {
+        let (roots, credentials) = (self.trust.newest(), self.credentials.borrow());
+        roots.zip(credentials.as_ref()).is_none_or(|(roots, own)| {
+            verify(&own.certified.cert, &roots, &own.identity, now).is_ok()
+        })
     }
 
     fn remove_expired(&mut self) {
@@ -275,7 +285,7 @@ impl<E: Environment + Clone> Renewal<E> {
             .take_if(|current| current.validity.remaining(now).is_zero())
             .is_some()
         {
-            error!("certificate expired: no mutual TLS and pod is not ready until the next one");
+            error!("certificate expired: no mutual TLS until the next one");
             self.credentials.send_replace(None);
         }
     }

@@ -158,8 +158,8 @@ fn validity_error(leaf: &Leaf, now: SystemTime) -> Option<String> {
     }
 }
 
-/// Verifies the chain as TLS clients and servers do.
-fn verify(
+/// Verifies the chain as TLS clients and servers do, with the announced roots.
+pub(super) fn verify(
     chain: &[CertificateDer<'_>],
     roots: &Roots,
     identity: &Identity,

@@ -1,6 +1,10 @@
 //! Trust roots: one set as [`Roots`], the newest set of the process in [`Trust`]. Roots arrive on
 //! the discovery stream and with each certificate; those of the stream take precedence. Verifies
 //! nothing itself.
+//!
+//! A rotation announces a root before it drops another. Roots that have none in common with the
+//! known ones are those of a mesh that lost its CA: peers learn of them at different times, so the
+//! former roots stay trusted while peers renew their certificates.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,6 +15,10 @@ use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject as _;
 use thiserror::Error;
 use tokio::sync::watch;
+use tokio::time::{Instant, sleep_until};
+
+/// Maximum time for which former roots stay trusted.
+const MAX_OVERLAP: Duration = Duration::from_secs(600);
 
 /// An invalid set of roots, which is rejected as a whole.
 #[derive(Debug, Error)]
@@ -36,8 +44,10 @@ pub enum RootsError {
 pub struct Roots {
     /// Version, equal for equal sets.
     pub version: String,
-    /// Trust anchors.
+    /// Announced trust anchors.
     pub store: Arc<RootCertStore>,
+    /// Trust anchors that verify peers: the announced ones and former ones during an overlap.
+    pub trusted: Arc<RootCertStore>,
     /// Current issuer, if the controller announced it.
     pub issuer: Option<Issuer>,
 }
@@ -47,16 +57,18 @@ pub struct Roots {
 pub struct Issuer {
     /// Key identifier, hexadecimal.
     pub id: String,
-    /// Time to renew certificates of other issuers.
+    /// Time to renew certificates of other issuers. Zero if former roots must not be trusted.
     pub renew_within: Duration,
 }
 
 impl Roots {
     /// Parses roots that arrive with a certificate.
     pub fn parse(pem: &[u8], version: &str) -> Result<Self, RootsError> {
+        let store = Arc::new(parse_roots(pem)?);
         Ok(Self {
             version: version.to_owned(),
-            store: Arc::new(parse_roots(pem)?),
+            trusted: store.clone(),
+            store,
             issuer: None,
         })
     }
@@ -72,6 +84,12 @@ impl Roots {
             issuer,
             ..Self::parse(&roots.pem, version)?
         })
+    }
+
+    /// Whether both sets announce a common trust anchor.
+    fn overlaps(&self, other: &Self) -> bool {
+        let mut anchors = self.store.roots.iter();
+        anchors.any(|anchor| other.store.roots.contains(anchor))
     }
 }
 
@@ -103,6 +121,43 @@ struct State {
     roots: Option<Arc<Roots>>,
     /// Whether the roots are from the open discovery stream.
     live: bool,
+    /// End of the trust in former roots.
+    overlap_end: Option<Instant>,
+}
+
+impl State {
+    /// Replaces the roots. Former ones stay trusted for the time in which peers renew their
+    /// certificates, if they have none in common with the new ones.
+    fn replace(&mut self, mut roots: Roots) {
+        let issuer = roots.issuer.as_ref();
+        let overlap = issuer.map_or(MAX_OVERLAP, |issuer| issuer.renew_within.min(MAX_OVERLAP));
+        let (now, before) = (Instant::now(), self.overlap_end.take());
+        if let Some(known) = self.roots.take().filter(|_| !overlap.is_zero()) {
+            let is_former = |anchor: &&_| !known.store.roots.contains(anchor);
+            let former: Vec<_> = match known.overlaps(&roots) {
+                true => known.trusted.roots.iter().filter(is_former).collect(),
+                false => known.trusted.roots.iter().collect(),
+            };
+            if !former.is_empty() {
+                let end = before.filter(|_| known.overlaps(&roots));
+                self.overlap_end = Some(end.unwrap_or(now + overlap).min(now + overlap));
+                let mut trusted = RootCertStore::clone(&roots.store);
+                trusted.roots.extend(former.into_iter().cloned());
+                roots.trusted = Arc::new(trusted);
+            }
+        }
+        self.roots = Some(Arc::new(roots));
+    }
+
+    /// Ends the trust in former roots.
+    fn end_overlap(&mut self) {
+        self.overlap_end = None;
+        if let Some(roots) = &mut self.roots {
+            let mut alone = Roots::clone(roots);
+            alone.trusted = alone.store.clone();
+            *roots = Arc::new(alone);
+        }
+    }
 }
 
 impl Default for Trust {
@@ -114,9 +169,9 @@ impl Default for Trust {
 impl Trust {
     /// Replaces the roots by those of the discovery stream.
     pub fn set_from_stream(&self, roots: Roots) {
-        self.0.send_replace(State {
-            roots: Some(Arc::new(roots)),
-            live: true,
+        self.0.send_modify(|state| {
+            state.replace(roots);
+            state.live = true;
         });
     }
 
@@ -141,7 +196,7 @@ impl Trust {
             {
                 return false;
             }
-            state.roots = Some(Arc::new(roots));
+            state.replace(roots);
             true
         });
     }
@@ -159,19 +214,29 @@ impl Trust {
 
     /// A receiver of changes.
     pub fn changes(&self) -> Changes {
-        Changes(self.0.subscribe())
+        Changes {
+            trust: self.clone(),
+            receiver: self.0.subscribe(),
+        }
     }
 }
 
 /// See [`Trust::changes`].
-pub struct Changes(watch::Receiver<State>);
+pub struct Changes {
+    trust: Trust,
+    receiver: watch::Receiver<State>,
+}
 
 impl Changes {
-    /// Waits for newer roots than at the previous call.
+    /// Waits for other roots than at the previous call, or for the end of the trust in former ones.
     pub async fn next(&mut self) {
-        if self.0.changed().await.is_err() {
-            // All senders are dropped.
-            std::future::pending().await
+        let end = self.receiver.borrow().overlap_end;
+        tokio::select! {
+            changed = self.receiver.changed() => changed.expect("`trust` is a sender"),
+            () = sleep_until(end.unwrap_or_else(Instant::now)), if end.is_some() => {
+                self.trust.0.send_modify(State::end_overlap);
+                self.receiver.mark_unchanged();
+            }
         }
     }
 }
@@ -245,6 +310,55 @@ mod tests {
         }
         trust.stream_closed();
         changes.next().await;
-        assert!(!changes.0.has_changed().unwrap());
+        assert!(!changes.receiver.has_changed().unwrap());
+    }
+
+    /// The versions of the announced roots, and the number of roots that verify peers.
+    fn trusted(trust: &Trust) -> (String, usize) {
+        let roots = trust.newest().unwrap();
+        (roots.version.clone(), roots.trusted.len())
+    }
+
+    fn announce(trust: &Trust, authorities: &[&Authority], version: &str, renew_within: u64) {
+        let issuer = Some(Issuer {
+            id: "ab".to_owned(),
+            renew_within: Duration::from_secs(renew_within),
+        });
+        trust.set_from_stream(Roots {
+            issuer,
+            ..roots(authorities, version)
+        });
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn former_roots_stay_trusted_for_a_time_after_a_replacement() {
+        let (old, new, next) = ["old", "new", "next"].map(Authority::new).into();
+        let trust = Trust::default();
+        let mut changes = trust.changes();
+        announce(&trust, &[&old], "1", 60);
+        announce(&trust, &[&new], "2", 60);
+        assert_eq!(trusted(&trust), ("2".to_owned(), 2), "both, for 60 s");
+        changes.next().await;
+        tokio::time::sleep(Duration::from_secs(40)).await;
+        announce(&trust, &[&new, &next], "3", 60);
+        assert_eq!(trusted(&trust), ("3".to_owned(), 3), "20 s more");
+        changes.next().await;
+        let start = Instant::now();
+        changes.next().await;
+        assert_eq!(start.elapsed().as_secs(), 20);
+        assert_eq!(trusted(&trust), ("3".to_owned(), 2));
+        announce(&trust, &[&next], "4", 60);
+        assert_eq!(
+            trusted(&trust),
+            ("4".to_owned(), 1),
+            "a rotation drops roots"
+        );
+        trust.stream_closed();
+        trust.set_from_certificate(roots(&[&old], "1"));
+        assert_eq!(trusted(&trust), ("1".to_owned(), 2));
+        announce(&trust, &[&old], "1", 0);
+        assert_eq!(trusted(&trust), ("1".to_owned(), 1), "a forced rotation");
+        announce(&trust, &[&new], "2", 0);
+        assert_eq!(trusted(&trust), ("2".to_owned(), 1));
     }
 }

@@ -16,7 +16,7 @@ const LATE_FRACTION: f64 = 1.0 / 3.0;
 const RENEWAL_INTERVAL: Duration = Duration::from_secs(30);
 /// Smallest and largest ceiling of the retry delay.
 const RETRY_BACKOFF: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(60));
-/// The same without a certificate, while the pod is not ready.
+/// The same without a valid certificate.
 const INITIAL_BACKOFF: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(10));
 /// Shortest validity with unscaled intervals.
 const FULL_VALIDITY: Duration = Duration::from_secs(300);

@@ -1,6 +1,6 @@
 //! Test certificate authorities, certificates and tokens.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use base64::Engine as _;
@@ -10,14 +10,10 @@ use rcgen::{
     Issuer, KeyPair, KeyUsagePurpose, PublicKeyData, SanType,
 };
 use rustls::RootCertStore;
-use rustls::crypto::aws_lc_rs::sign::any_ecdsa_type;
-use rustls::pki_types::{CertificateDer, PrivatePkcs8KeyDer};
-use rustls::sign::CertifiedKey;
+use rustls::pki_types::CertificateDer;
 use x509_parser::certificate::X509Certificate;
 use x509_parser::extensions::ParsedExtension;
 use x509_parser::prelude::FromDer as _;
-
-use super::{Credentials, identity_of};
 
 /// Default workload of tests.
 pub(crate) const WEB: &str = "spiffe://cluster.local/ns/shop/sa/web";
@@ -135,23 +131,6 @@ impl Authority {
         change(&mut params);
         params.signed_by(key, &self.issuer).unwrap()
     }
-}
-
-/// Credentials of the workload [`WEB`].
-pub(crate) fn credentials(authority: &Authority) -> Arc<Credentials> {
-    let (leaf, key) = authority.leaf_and_key(WEB, |_| {});
-    let (identity, not_after) = identity_of(&leaf).unwrap();
-    let key = any_ecdsa_type(&PrivatePkcs8KeyDer::from(key.serialize_der()).into()).unwrap();
-    let certified = Arc::new(CertifiedKey::new(vec![leaf], key));
-    let (roots, roots_version, tickets) = (authority.roots(), "1".to_owned(), OnceLock::new());
-    Arc::new(Credentials {
-        identity,
-        certified,
-        roots,
-        roots_version,
-        not_after,
-        tickets,
-    })
 }
 
 /// A certificate as PEM.

@@ -161,16 +161,23 @@ impl Running {
             .collect()
     }
 
+    /// The CA of the controller.
+    fn authority(&self) -> Arc<Authority> {
+        let behaviour = self.fake.0.behaviour.lock().unwrap();
+        behaviour.signing.authority.clone()
+    }
+
     /// Receives roots and issuer on the discovery stream.
     fn announce(
         &self,
-        authority: &Authority,
+        authorities: &[&Authority],
         version: &str,
         issuer: &str,
         renew_within_seconds: u32,
     ) {
+        let pem: Vec<String> = authorities.iter().map(|one| one.pem()).collect();
         let roots = proto::Roots {
-            pem: authority.pem().into_bytes(),
+            pem: pem.concat().into_bytes(),
             issuer: issuer.to_owned(),
             renew_within_seconds,
         };
@@ -305,16 +312,17 @@ async fn rejects_certificate_of_another_workload() {
 async fn applies_new_roots_to_the_current_certificate() {
     let mut proxy = Running::start(DAY);
     let first = proxy.changed().await.expect("a certificate");
-    let other = Authority::new("other");
-    proxy.announce(&other, "2", "", 0);
+    let (own, other) = (proxy.authority(), Authority::new("other"));
+    proxy.announce(&[&own, &other], "2", "", 0);
     let second = proxy.changed().await.expect("the same certificate");
+    let both = [own.roots().roots.clone(), other.roots().roots.clone()].concat();
     assert_eq!(
         (second.roots_version.as_str(), &second.roots.roots),
-        ("2", &other.roots().roots)
+        ("2", &both)
     );
     assert!(Arc::ptr_eq(&first.certified, &second.certified));
     assert_eq!(second.status().roots_version, "2");
-    proxy.announce(&other, "2", "", 0);
+    proxy.announce(&[&own, &other], "2", "", 0);
     sleep(Duration::from_secs(1)).await;
     assert!(!proxy.credentials.has_changed().unwrap(), "same version");
     // Roots of the stream take precedence over those of the next certificate.
@@ -333,11 +341,11 @@ async fn renews_once_after_a_change_of_the_issuer() {
     let mut proxy = Running::start(DAY);
     proxy.changed().await.expect("a certificate");
     sleep(Duration::from_secs(1000)).await;
-    let other = Arc::new(Authority::new("other"));
+    let (old, other) = (proxy.authority(), Arc::new(Authority::new("other")));
     proxy.fake.set(|behaviour| {
         (behaviour.signing.authority, behaviour.signing.roots_version) = (other.clone(), "2")
     });
-    proxy.announce(&other, "2", &other.key_id(), 600);
+    proxy.announce(&[&old, &other], "2", &other.key_id(), 600);
     proxy.changed().await.expect("the new roots");
     let second = proxy
         .changed()
@@ -358,19 +366,40 @@ async fn renews_once_after_a_change_of_the_issuer() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn renews_at_once_if_no_root_verifies_the_certificate() {
+    let mut proxy = Running::start(DAY);
+    proxy.changed().await.expect("a certificate");
+    sleep(Duration::from_secs(1000)).await;
+    // The mesh was installed again: another root without a rotation.
+    let other = Arc::new(Authority::new("other"));
+    proxy.fake.set(|behaviour| {
+        (behaviour.signing.authority, behaviour.signing.roots_version) = (other.clone(), "2")
+    });
+    proxy.announce(&[&other], "2", &other.key_id(), 600);
+    let second = proxy.changed().await.expect("the new CA");
+    assert!(
+        close(&proxy.request_times(), &[1000.0]),
+        "{:?}",
+        proxy.request_times()
+    );
+    assert_eq!(second.status().certificate_issuer, other.key_id());
+    assert_eq!(
+        (second.roots_version.as_str(), second.roots.len()),
+        ("2", 2),
+        "peers may still have certificates of the former CA"
+    );
+    let third = proxy.changed().await.expect("the new roots alone");
+    assert_eq!(third.roots.roots, other.roots().roots);
+    assert!(Arc::ptr_eq(&second.certified, &third.certified));
+    assert_eq!(proxy.request_times().len(), 1);
+}
+
+#[tokio::test(start_paused = true)]
 async fn retries_a_lagging_replica_at_the_minimum_interval() {
     let mut proxy = Running::start(DAY);
     proxy.changed().await.expect("a certificate");
-    let authority = proxy
-        .fake
-        .0
-        .behaviour
-        .lock()
-        .unwrap()
-        .signing
-        .authority
-        .clone();
-    proxy.announce(&authority, "1", "next issuer", 0);
+    let authority = proxy.authority();
+    proxy.announce(&[&authority], "1", "next issuer", 0);
     sleep(Duration::from_secs(100)).await;
     assert!(
         close(&proxy.request_times(), &[30.0, 60.0, 90.0]),
@@ -383,18 +412,10 @@ async fn retries_a_lagging_replica_at_the_minimum_interval() {
 async fn retries_soon_after_roots_arrive() {
     let mut proxy = Running::start_where(DAY, |behaviour| behaviour.mode = Mode::Reject);
     sleep(Duration::from_secs(100)).await;
-    let authority = proxy
-        .fake
-        .0
-        .behaviour
-        .lock()
-        .unwrap()
-        .signing
-        .authority
-        .clone();
+    let authority = proxy.authority();
     proxy.fake.set(|behaviour| behaviour.mode = Mode::Sign);
     let back = proxy.fake.now();
-    proxy.announce(&authority, "1", "", 0);
+    proxy.announce(&[&authority], "1", "", 0);
     proxy.changed().await.expect("a certificate");
     assert!(proxy.fake.now() < back + Duration::from_millis(200));
 }

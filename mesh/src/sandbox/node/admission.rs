@@ -373,6 +373,27 @@ mod tests {
     }
 
     #[test]
+    fn ephemeral_containers_match_only_in_injected_pods() {
+        let webhooks = webhooks();
+        let condition = webhooks
+            .iter()
+            .find(|webhook| webhook.name.starts_with("ephemeral-containers."))
+            .and_then(|webhook| webhook.match_conditions.as_ref()?.first())
+            .unwrap();
+        let matches = |init_containers: Value| {
+            let object = json!({"spec": {"initContainers": init_containers}});
+            cel::evaluate(&condition.expression, &object).unwrap()
+        };
+        let token = json!([{"name": "A", "value": "b"}, {"name": "SERVICE_MESH_TOKEN_FILE"}]);
+        assert!(matches(
+            json!([{"name": "proxy-init"}, {"name": "proxy", "env": token}])
+        ));
+        assert!(!matches(json!([{"name": "other", "env": token}])));
+        assert!(!matches(json!([{"name": "proxy"}])));
+        assert!(!cel::evaluate(&condition.expression, &json!({"spec": {}})).unwrap());
+    }
+
+    #[test]
     fn error_names_the_invalid_match_condition() {
         let webhook = json!({"name": "w", "admissionReviewVersions": [], "clientConfig": {}, "sideEffects": "None",
             "rules": [{"operations": ["CREATE"], "resources": ["pods"]}], "matchConditions": [{"name": "odd", "expression": "oldObject == 1"}]});

@@ -1,0 +1,45 @@
+//! Admission on a cluster, beyond the injection of new pods.
+
+use anyhow::{Context, Result, ensure};
+use diy_mesh_tests::cluster::workloads::App;
+use diy_mesh_tests::cluster::{Namespace, in_namespace, kubectl, kubectl_with_input};
+use serde_json::{Value, json};
+
+#[test]
+fn ephemeral_containers_cannot_use_the_uid_of_the_proxy() -> Result<()> {
+    in_namespace("debug", |namespace| {
+        let meshed = App::http_server();
+        let plain = App {
+            name: "plain",
+            inject: None,
+            ..App::http_server()
+        };
+        for app in [&meshed, &plain] {
+            namespace.apply(&app.deployment())?;
+            namespace.rolled_out(app.name)?;
+        }
+        let error = debug(namespace, meshed.name, 1337).expect_err("the container is rejected");
+        let message = "container \"shell\" runs as user 1337, which is reserved for the proxy";
+        ensure!(format!("{error:#}").contains(message), "{error:#}");
+        debug(namespace, meshed.name, 1338).context("another user")?;
+        debug(namespace, plain.name, 1337).context("a pod without a proxy")
+    })
+}
+
+/// Adds an ephemeral container to a pod of an app.
+fn debug(namespace: &Namespace, app: &str, user: i64) -> Result<()> {
+    let pods = namespace.pods(app)?;
+    let pod = pods.first().context("the app has a pod")?;
+    let path = format!(
+        "/api/v1/namespaces/{}/pods/{pod}/ephemeralcontainers",
+        namespace.name
+    );
+    let mut pod: Value = serde_json::from_str(&kubectl(&["get", "--raw", &path])?)?;
+    pod["spec"]["ephemeralContainers"] = json!([{
+        "name": "shell",
+        "image": "diy-sm-http-server:dev",
+        "imagePullPolicy": "IfNotPresent",
+        "securityContext": {"runAsUser": user},
+    }]);
+    kubectl_with_input(&["replace", "--raw", &path, "-f", "-"], &pod.to_string()).map(drop)
+}
