@@ -125,6 +125,37 @@ fn prefers_endpoint_with_fewer_in_flight_requests() {
 }
 
 #[test]
+fn draining_endpoint_gets_requests_only_while_no_endpoint_is_ready() {
+    let target = |ready: &[&str], draining: &[&str]| {
+        let all = |texts: &[&str]| texts.iter().map(|text| info(text)).collect::<Vec<_>>();
+        let Target::Service(empty) = &*service(&[]) else {
+            panic!("a Service")
+        };
+        Arc::new(Target::Service(ServiceTarget {
+            endpoints: all(ready),
+            draining: all(draining),
+            ..empty.clone()
+        }))
+    };
+    let (one, other) = ("10.0.0.1:80", "10.0.0.2:80");
+    let (sender, destination) = watched_destination(target(&[one, other], &[]));
+    let in_flight = find(&destination, one).begin();
+    sender.send_replace(target(&[other], &[one]));
+    assert_eq!(
+        picks(&destination, &[], 100),
+        HashMap::from([(other.to_owned(), 100)])
+    );
+    sender.send_replace(target(&[], &[one, other]));
+    assert_eq!(picks(&destination, &[], 100).len(), 2);
+    // The last ready endpoint that drains keeps its connections and its state.
+    let last = find(&destination, other);
+    sender.send_replace(target(&[other], &[]));
+    assert_eq!(picks(&destination, &[], 1).len(), 1);
+    assert!(Rc::ptr_eq(&last, &find(&destination, other)));
+    drop(in_flight);
+}
+
+#[test]
 fn session_affinity_keeps_the_endpoint_in_all_workers_until_it_fails_or_leaves() {
     let all = ["10.0.0.1:80", "10.0.0.2:80", "10.0.0.3:80", "10.0.0.4:80"].map(info);
     let Target::Service(balanced) = &*service(&all) else {
