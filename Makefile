@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz e2e tilt-ci bench images dev-images previous-images load load-previous tools
+.PHONY: help demo test check fuzz e2e tilt-ci bench bench-scale images dev-images previous-images load load-previous tools
 
 MESH := controller injector proxy proxy-init
 APPS := $(MESH) http-client http-server grpc-client grpc-server
@@ -78,6 +78,10 @@ bench: MORE := haproxy:haproxy
 bench: tools ## compare with Envoy, HAProxy and direct connections, print ratios
 	@cargo build --config .cargo/static.toml --profile dist --bins
 	@$(TARGET_DIR)/$(HOST)/dist/bench $(ARGS)
+
+bench-scale: tools ## measure the control plane with 100 to 5,000 subscribed proxies, next to its goals
+	@cargo build --config .cargo/static.toml --profile dist --bin controller --bin injector --bin scale
+	@$(TARGET_DIR)/$(HOST)/dist/scale $(ARGS)
 
 images: ## build all images with the Dockerfile (DOCKER_BUILD='docker build')
 	@for app in $(APPS); do echo "image diy-sm-$$app:$(TAG)"; $(DOCKER_BUILD) -t "diy-sm-$$app:$(TAG)" --target "$$app" .; done

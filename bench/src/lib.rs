@@ -6,6 +6,7 @@
 //! the table. Load generator and server are threads of this program in their [`network`]
 //! namespaces; proxies and controller are processes. Both meshes use mutual TLS between their
 //! proxies. [`certificates`] measures the controller without proxies, [`records`] TLS records alone.
+//! The program `scale` measures the control plane with thousands of subscribers: [`scale`].
 
 pub mod cases;
 pub mod certificates;
@@ -19,6 +20,7 @@ pub mod process;
 pub mod profile;
 pub mod records;
 pub mod report;
+pub mod scale;
 pub mod server;
 pub mod sides;
 pub mod tokens;

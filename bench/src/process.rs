@@ -48,6 +48,15 @@ pub struct Process {
 impl Process {
     /// Starts `program` in `namespace`; writes its output to files in `logs`.
     pub fn start(program: Program, namespace: &Namespace, logs: &Path) -> Result<Self> {
+        Process::start_with(program, logs, |command| namespace.spawn(command))
+    }
+
+    /// Starts `program` with `spawn`; writes its output to files in `logs`.
+    pub fn start_with(
+        program: Program,
+        logs: &Path,
+        spawn: impl FnOnce(&mut Command) -> Result<Child>,
+    ) -> Result<Self> {
         let create = |stream: &str| {
             let path = logs.join(format!("{}.{stream}", program.name));
             let file = File::create(&path).with_context(|| format!("create {}", path.display()))?;
@@ -64,7 +73,7 @@ impl Process {
         command.stdin(Stdio::null()).stdout(output).stderr(errors);
         command.uid(program.uid).gid(program.uid).current_dir("/");
         let started = Instant::now();
-        let child = namespace.spawn(&mut command)?;
+        let child = spawn(&mut command)?;
         Ok(Process {
             name: program.name,
             child,
@@ -86,35 +95,38 @@ impl Process {
         address: SocketAddr,
         path: &str,
     ) -> Result<Duration> {
-        namespace.enter(|| {
-            let deadline = self.started + Duration::from_secs(20);
-            loop {
-                let answer = http_get(address, path);
-                if answer
-                    .as_ref()
-                    .is_ok_and(|answer| answer.starts_with("HTTP/1.1 200"))
-                {
-                    return Ok(self.started.elapsed());
-                }
-                if let Some(status) = self.child.try_wait().context("wait for a child")? {
-                    bail!(
-                        "{} exited during startup ({status}){}",
-                        self.name,
-                        self.log_tail()
-                    );
-                }
-                if Instant::now() >= deadline {
-                    let answer = answer.unwrap_or_else(|error| error.to_string());
-                    bail!(
-                        "{} is not ready after 20 s: {}{}",
-                        self.name,
-                        answer.trim(),
-                        self.log_tail()
-                    );
-                }
-                thread::sleep(Duration::from_millis(1));
+        namespace.enter(|| self.poll_ready(address, path))
+    }
+
+    /// Polls `path` at `address` until the response is 200. Returns the time since the start.
+    pub fn poll_ready(&mut self, address: SocketAddr, path: &str) -> Result<Duration> {
+        let deadline = self.started + Duration::from_secs(20);
+        loop {
+            let answer = http_get(address, path);
+            if answer
+                .as_ref()
+                .is_ok_and(|answer| answer.starts_with("HTTP/1.1 200"))
+            {
+                return Ok(self.started.elapsed());
             }
-        })
+            if let Some(status) = self.child.try_wait().context("wait for a child")? {
+                bail!(
+                    "{} exited during startup ({status}){}",
+                    self.name,
+                    self.log_tail()
+                );
+            }
+            if Instant::now() >= deadline {
+                let answer = answer.unwrap_or_else(|error| error.to_string());
+                bail!(
+                    "{} is not ready after 20 s: {}{}",
+                    self.name,
+                    answer.trim(),
+                    self.log_tail()
+                );
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// Fails if the process has exited.
@@ -147,6 +159,13 @@ impl Process {
         )
     }
 
+    /// Kills the process without a shutdown.
+    pub fn kill(&mut self) -> Result<()> {
+        self.child.kill().context("kill a child")?;
+        self.child.wait().context("wait for a child")?;
+        Ok(())
+    }
+
     /// Meter of its CPU time and memory.
     pub fn meter(&self) -> Meter {
         Meter::of(self.id())
@@ -155,6 +174,9 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
+        if !matches!(self.child.try_wait(), Ok(None)) {
+            return;
+        }
         let pid = Pid::from_raw(self.child.id() as i32);
         let _ = kill(pid, Signal::SIGTERM);
         let deadline = Instant::now() + Duration::from_secs(2);
@@ -200,6 +222,15 @@ impl Meter {
             }
         }
         Ok(Duration::from_nanos(nanoseconds))
+    }
+
+    /// Highest resident memory since the start of the process, in bytes.
+    pub fn peak_resident(&self) -> Result<u64> {
+        let file = self.0.join("status");
+        let text = fs::read_to_string(&file).with_context(|| format!("read {}", file.display()))?;
+        let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+        let number = line.and_then(first_number).context("status has no VmHWM")?;
+        Ok(number * 1024)
     }
 
     /// Resident memory in bytes.

@@ -1,10 +1,11 @@
 //! The hub: subscriptions to resources and Services, and their pending notifications. Between
 //! the index and the gRPC streams.
 //!
-//! Per changed resource, the state is computed once. Per subscriber, the topic is added to its
+//! Per changed resource, the state is computed and encoded once. Per subscriber, the topic is added to its
 //! queue. A queue contains each topic once: a slow reader gets the latest state, and queues stay
 //! bounded.
 
+mod published;
 mod queue;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
@@ -13,6 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
+use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
 use crate::authenticate::PodRef;
@@ -21,10 +23,13 @@ use crate::index::object::{Change, Event, Key, Kind, Resource, Source};
 use crate::index::state::State;
 use crate::index::view::ServiceView;
 use crate::index::{Index, Touched};
+pub use published::Published;
 use queue::Queue;
 
 /// The maximum number of changes that are applied under one lock.
 const MAX_BATCH: usize = 1024;
+/// Minimum time between two publications, which merges the changes of a rollout.
+const PUBLICATION_INTERVAL: Duration = Duration::from_millis(100);
 /// Time that a call waits for a synced catalog.
 const SYNC_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -83,7 +88,7 @@ struct Client {
 struct Watched {
     scope: Scope,
     /// The states by the location of clients within the scope. One for most resources.
-    states: HashMap<Location, Arc<State>>,
+    states: HashMap<Location, Arc<Published>>,
     subscribers: BTreeSet<u64>,
 }
 
@@ -110,28 +115,46 @@ impl Hub {
         }
     }
 
-    /// Applies the changes of a catalog until it ends.
+    /// Applies the changes of a catalog until it ends. Subscribers are notified of a change at once,
+    /// and of the changes that follow it within an interval together.
     pub async fn follow(&self, mut changes: mpsc::Receiver<Event>) {
-        let mut batch = Vec::new();
-        while changes.recv_many(&mut batch, MAX_BATCH).await > 0 {
-            self.apply(batch.drain(..));
+        let (mut batch, mut touched) = (Vec::new(), Touched::default());
+        let mut next_publication = Instant::now();
+        loop {
+            tokio::select! {
+                count = changes.recv_many(&mut batch, MAX_BATCH) => {
+                    if count == 0 {
+                        return self.lock().publish(&touched);
+                    }
+                    self.update(batch.drain(..), &mut touched);
+                }
+                () = sleep_until(next_publication), if touched != Touched::default() => {
+                    self.lock().publish(&std::mem::take(&mut touched));
+                    next_publication = Instant::now() + PUBLICATION_INTERVAL;
+                }
+            }
         }
     }
 
     /// Applies changes and notifies the subscribers of the affected topics.
     pub fn apply<E: Into<Event>>(&self, changes: impl IntoIterator<Item = E>) {
+        let mut touched = Touched::default();
+        self.update(changes, &mut touched);
+        self.lock().publish(&touched);
+    }
+
+    /// Applies changes and adds the affected topics to `touched`.
+    fn update<E: Into<Event>>(&self, changes: impl IntoIterator<Item = E>, touched: &mut Touched) {
         let mut listed: BTreeSet<(Source, Kind)> = BTreeSet::new();
         let mut inner = self.lock();
-        let mut touched = Touched::default();
         for event in changes.into_iter().map(Into::into) {
             if let Change::Reset(source, kind, _) | Change::Unavailable(source, kind) =
                 &event.change
             {
                 listed.insert((*source, *kind));
             }
-            inner.index.apply_event(event, &mut touched);
+            inner.index.apply_event(event, touched);
         }
-        inner.publish(&touched);
         self.meshed.send_if_modified(|meshed| {
             let now = inner.index.meshed_namespaces().cloned().collect();
             std::mem::replace(meshed, now) != *meshed
@@ -377,33 +400,47 @@ impl Watched {
         let location = location.within(self.scope);
         self.states.entry(location).or_insert_with_key(|location| {
             let (_, state) = index.resolve(resource, location);
-            Arc::new(state)
+            Arc::new(Published::new(state))
         });
     }
 
-    fn state(&self, location: &Location) -> Option<&Arc<State>> {
+    fn published(&self, location: &Location) -> Option<&Arc<Published>> {
         self.states.get(&location.within(self.scope))
+    }
+
+    /// The next state for a location: the known one if it is unchanged.
+    fn next(&self, location: &Location, state: State) -> Arc<Published> {
+        match self.states.get(location) {
+            Some(known) if known.state.version == state.version => known.clone(),
+            Some(known) => Arc::new(known.successor(state)),
+            None => Arc::new(Published::new(state)),
+        }
     }
 
     /// Resolves the resource again, and notifies the subscribers whose state has changed. Work is
     /// done per location, and in most cases there is one.
     fn update(&mut self, resource: &Resource, index: &Index, clients: &HashMap<u64, Client>) {
-        let (scope, state) = index.resolve(resource, &Location::default());
+        let anywhere = Location::default();
+        let (scope, state) = index.resolve(resource, &anywhere);
         let before = std::mem::take(self);
+        let next = before.next(&anywhere, state);
+        let is_same = |known: &Arc<Published>| Arc::ptr_eq(known, &next);
+        let is_unchanged = (before.scope, scope) == (Scope::Cluster, Scope::Cluster)
+            && before.states.get(&anywhere).is_some_and(is_same);
         self.scope = scope;
+        self.states.insert(anywhere, next);
         let version = |watched: &Watched, client: &Client| {
-            let state = watched.state(&client.location)?;
-            Some(state.version)
+            let published = watched.published(&client.location)?;
+            Some(published.state.version)
         };
-        let shared = before.states.get(&Location::default());
-        let shared = shared.filter(|known| before.scope == scope && known.version == state.version);
-        let is_unchanged = scope == Scope::Cluster && shared.is_some();
-        let state = shared.cloned().unwrap_or_else(|| Arc::new(state));
-        self.states.insert(Location::default(), state);
         let subscribers = before.subscribers.iter();
         let affected = subscribers.filter(|_| !is_unchanged);
         for client in affected.filter_map(|id| clients.get(id)) {
-            self.add(resource, index, &client.location);
+            let location = client.location.within(scope);
+            self.states.entry(location).or_insert_with_key(|location| {
+                let (_, state) = index.resolve(resource, location);
+                before.next(location, state)
+            });
             if version(self, client) != version(&before, client) {
                 client.queue.push(resource.clone());
             }
@@ -460,7 +497,7 @@ impl Resources {
     }
 
     /// The next notification: a resource and its current state.
-    pub fn next(&self) -> Option<(Resource, Arc<State>)> {
+    pub fn next(&self) -> Option<(Resource, Arc<Published>)> {
         loop {
             let resource = self.queue.pop()?;
             let inner = self.hub.lock();
@@ -468,9 +505,9 @@ impl Resources {
             // A pending notification of a subscription that has ended is dropped.
             if let Some(watched) = inner.resources.get(&resource)
                 && watched.subscribers.contains(&self.id)
-                && let Some(state) = watched.state(&client.location)
+                && let Some(published) = watched.published(&client.location)
             {
-                return Some((resource, state.clone()));
+                return Some((resource, published.clone()));
             }
         }
     }
@@ -633,8 +670,16 @@ mod tests {
         }
         for reset in resets(&["10.0.0.2"]) {
             hub.apply([reset]);
-            while let Some((_, state)) = reader.next() {
-                assert!(!state.target.as_ref().unwrap().endpoints.is_empty());
+            while let Some((_, published)) = reader.next() {
+                assert!(
+                    !published
+                        .state
+                        .target
+                        .as_ref()
+                        .unwrap()
+                        .endpoints
+                        .is_empty()
+                );
             }
         }
     }
@@ -650,8 +695,8 @@ mod tests {
         let list = |kind, objects| Change::Reset(Source::Kubernetes, kind, objects);
         let mut reader = hub.watch_resources(None);
         let position = |reader: &Resources| {
-            let (_, state) = reader.next()?;
-            let position = state.position.as_ref()?;
+            let (_, published) = reader.next()?;
+            let position = published.state.position.as_ref()?;
             Some((position.epoch.to_string(), position.versions[&Kind::Pod]))
         };
         hub.apply([event(list(Kind::Service, vec![api]), 10)]);
@@ -675,7 +720,15 @@ mod tests {
         hub.apply([event(pod("p", "10.0.0.1"), 7)]);
         assert_eq!(position(&reader), None, "the Service of the API is gone");
         assert_eq!(
-            other.next().unwrap().1.position.as_ref().unwrap().versions[&Kind::Pod],
+            other
+                .next()
+                .unwrap()
+                .1
+                .state
+                .position
+                .as_ref()
+                .unwrap()
+                .versions[&Kind::Pod],
             12
         );
     }
@@ -696,12 +749,44 @@ mod tests {
             ]);
         }
         reader.wait().await;
-        let (_, state) = reader.next().unwrap();
-        assert_eq!(state.target.as_ref().unwrap().key, Key::new("shop", "p999"));
+        let (_, published) = reader.next().unwrap();
+        assert_eq!(
+            published.state.target.as_ref().unwrap().key,
+            Key::new("shop", "p999")
+        );
         assert!(
             reader.next().is_none(),
             "the queue contained the destination once"
         );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn publishes_a_change_at_once_and_a_burst_together() {
+        let hub = Hub::new([Source::Kubernetes]);
+        let (sender, changes) = mpsc::channel(100);
+        let mut reader = hub.watch_resources(None);
+        reader.subscribe(&destination("10.0.0.1:80"));
+        reader.next().unwrap();
+        let following = tokio::spawn(async move { hub.follow(changes).await });
+        let start = Instant::now();
+        sender.send(pod("p", "10.0.0.1").into()).await.unwrap();
+        reader.wait().await;
+        assert_eq!(start.elapsed(), Duration::ZERO);
+        reader.next().unwrap();
+        for name in ["q", "r", "s"] {
+            sender.send(pod(name, "10.0.0.1").into()).await.unwrap();
+            tokio::time::sleep(PUBLICATION_INTERVAL / 5).await;
+        }
+        reader.wait().await;
+        assert_eq!(
+            start.elapsed().as_millis(),
+            PUBLICATION_INTERVAL.as_millis()
+        );
+        let (_, published) = reader.next().unwrap();
+        let target = published.state.target.as_ref().unwrap();
+        assert_eq!((&*target.key.name, reader.next().is_none()), ("s", true));
+        drop(sender);
+        following.await.unwrap();
     }
 
     #[test]
@@ -740,8 +825,8 @@ mod tests {
             Change::Apply(source, Object::Pod(Pod { node, ..pod }))
         };
         let endpoints = |reader: &Resources| {
-            let state = reader.next()?.1;
-            let endpoints = state.target.as_ref()?.endpoints.iter();
+            let published = reader.next()?.1;
+            let endpoints = published.state.target.as_ref()?.endpoints.iter();
             Some(
                 endpoints
                     .map(|one| one.address.to_string())
@@ -849,9 +934,9 @@ mod tests {
                 let subscribed = hub.lock().clients[&reader.id].subscribed.len();
                 assert_eq!(known.len(), subscribed, "seed {seed}");
                 let location = &hub.lock().clients[&reader.id].location.clone();
-                for (resource, state) in known {
+                for (resource, published) in known {
                     assert_eq!(
-                        **state,
+                        *published.state,
                         hub.lock().index.resolve(resource, location).1,
                         "seed {seed}: {resource:?}"
                     );
@@ -860,9 +945,9 @@ mod tests {
         }
     }
 
-    fn take(reader: &Resources, known: &mut HashMap<Resource, Arc<State>>) {
-        if let Some((resource, state)) = reader.next() {
-            known.insert(resource, state);
+    fn take(reader: &Resources, known: &mut HashMap<Resource, Arc<Published>>) {
+        if let Some((resource, published)) = reader.next() {
+            known.insert(resource, published);
         }
     }
 }

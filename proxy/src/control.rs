@@ -255,7 +255,8 @@ impl Control {
             })
     }
 
-    async fn connect(&self) -> Result<Channel, ControlError> {
+    /// Opens a new connection.
+    pub async fn connect(&self) -> Result<Channel, ControlError> {
         let connected = match &self.tls {
             None => self.endpoint.connect().await,
             Some(tls) => {
@@ -282,7 +283,8 @@ impl Control {
         })
     }
 
-    async fn token(&self) -> Result<Option<MetadataValue<Ascii>>, ControlError> {
+    /// The value of the metadata `authorization`; `None` without a token file.
+    pub async fn token(&self) -> Result<Option<MetadataValue<Ascii>>, ControlError> {
         let (Some(path), Some(token)) = (&self.token_file, self.read_token().await?) else {
             return Ok(None);
         };

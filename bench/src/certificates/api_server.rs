@@ -130,7 +130,7 @@ struct Object {
 }
 
 /// Returns a TokenReview with the fields and the size of a real one.
-async fn review(Json(review): Json<Value>) -> (StatusCode, Json<Value>) {
+pub(crate) async fn review(Json(review): Json<Value>) -> (StatusCode, Json<Value>) {
     let token = review["spec"]["token"].as_str().unwrap_or_default();
     let Ok(claims) = jsonwebtoken::dangerous::insecure_decode_claims::<Claims>(token) else {
         return (

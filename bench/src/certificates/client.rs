@@ -2,7 +2,7 @@
 //! controller's identity.
 
 use std::{
-    path::Path,
+    path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
@@ -18,24 +18,16 @@ use tokio::{
     time::sleep_until,
 };
 
-const CONTROLLER: &str = "https://127.0.0.1:8080";
+/// The controller's identity.
 const IDENTITY: &str = "spiffe://cluster.local/ns/service-mesh/sa/controller";
 
 /// Sends signing requests to the controller, from its namespace.
 pub struct SigningClient(Control);
 
 impl SigningClient {
-    /// Verifies the controller with the roots in this file.
-    pub fn new(roots: &Path) -> Result<Self> {
-        let expected: Identity = IDENTITY.parse().context("the controller's identity")?;
-        let tls = Tls {
-            expected,
-            roots_file: roots.to_path_buf(),
-            trust: Trust::default(),
-        };
-        Ok(SigningClient(
-            Control::new(CONTROLLER, None, Some(tls)).context("reach the controller")?,
-        ))
+    /// Sends to the controller at this URL and verifies it with the roots in this file.
+    pub fn new(controller: &str, roots: &Path) -> Result<Self> {
+        control(controller, None, roots).map(SigningClient)
     }
 
     /// Sends the requests with at most `concurrency` in flight. Returns the total duration.
@@ -82,6 +74,17 @@ impl SigningClient {
             Ok(times)
         })
     }
+}
+
+/// The proxy's client of the controller at this URL. Verifies it with the roots in this file.
+pub fn control(controller: &str, token_file: Option<PathBuf>, roots: &Path) -> Result<Control> {
+    let expected: Identity = IDENTITY.parse().context("the controller's identity")?;
+    let tls = Tls {
+        expected,
+        roots_file: roots.to_path_buf(),
+        trust: Trust::default(),
+    };
+    Control::new(controller, token_file, Some(tls)).context("reach the controller")
 }
 
 /// Sends one request on a new connection.

@@ -5,9 +5,9 @@
 //! code: each request has a new connection and a token that is not in the controller's cache. No
 //! proxy runs.
 
-mod api_server;
-mod client;
-mod requests;
+pub(crate) mod api_server;
+pub(crate) mod client;
+pub(crate) mod requests;
 
 use std::{
     fs,
@@ -84,9 +84,10 @@ impl CertificateBench {
         let seconds = window.length.as_secs_f64();
         let count =
             WARM_UP_REQUESTS as f64 + seconds * (MAX_CERTIFICATES_PER_SECOND + f64::from(rate));
-        let (requests, catalog) = requests::prepare(count.ceil() as usize)?;
+        let (requests, pods) = requests::prepare(count.ceil() as usize)?;
+        let catalog: Vec<_> = pods.iter().map(ToString::to_string).collect();
         let (folder, authority) = (self.state.join("catalog"), self.state.join("ca"));
-        write_readable(&folder.join("pods.yaml"), &catalog)?;
+        write_readable(&folder.join("pods.yaml"), &catalog.join("\n---\n"))?;
         let arguments = [
             "--catalog",
             &format!("files:{}", folder.display()),
@@ -111,7 +112,7 @@ impl CertificateBench {
         )?;
         let roots = authority.join("roots.pem");
         wait_for(&roots)?;
-        let client = SigningClient::new(&roots)?;
+        let client = SigningClient::new("https://127.0.0.1:8080", &roots)?;
         Ok(PreparedRun {
             controller,
             client,

@@ -3,27 +3,24 @@
 use anyhow::{Context, Result};
 use diy_mesh_proto::mesh::v1::SignCertificateRequest;
 use rcgen::{CertificateParams, DistinguishedName, DnType, KeyPair};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::tokens::{Issuer, Pod};
 
 /// Number of namespaces; all pods of one namespace have the same identity.
 const NAMESPACES: usize = 50;
 
-/// Creates `count` requests of different pods, and the catalog.
-pub fn prepare(count: usize) -> Result<(Vec<SignCertificateRequest>, String)> {
+/// Creates `count` requests of different pods, and these pods.
+pub fn prepare(count: usize) -> Result<(Vec<SignCertificateRequest>, Vec<Value>)> {
     let issuer = Issuer::new()?;
     let pods: Vec<Pod> = (0..count).map(pod).collect();
     let requests = pods
         .iter()
         .map(|pod| sign_request(pod, &issuer))
         .collect::<Result<_>>()?;
-    let catalog: Vec<String> = pods
-        .iter()
-        .enumerate()
-        .map(|(number, pod)| manifest(number, pod))
-        .collect();
-    Ok((requests, catalog.join("\n---\n")))
+    let numbered = pods.iter().enumerate();
+    let manifests = numbered.map(|(number, pod)| manifest(number, pod));
+    Ok((requests, manifests.collect()))
 }
 
 fn pod(number: usize) -> Pod {
@@ -55,7 +52,7 @@ fn sign_request(pod: &Pod, issuer: &Issuer) -> Result<SignCertificateRequest> {
 }
 
 /// Pod manifest. The pod IP only matters for the lookup of the client address.
-fn manifest(number: usize, pod: &Pod) -> String {
+fn manifest(number: usize, pod: &Pod) -> Value {
     let address = format!(
         "10.{}.{}.{}",
         128 + number / 65_536,
@@ -74,7 +71,6 @@ fn manifest(number: usize, pod: &Pod) -> String {
             "conditions": [{ "type": "Ready", "status": "False" }],
         },
     })
-    .to_string()
 }
 
 #[cfg(test)]
@@ -85,7 +81,7 @@ mod tests {
 
     #[test]
     fn requests_have_distinct_tokens_and_keys() {
-        let (requests, catalog) = prepare(120).unwrap();
+        let (requests, pods) = prepare(120).unwrap();
         assert_eq!(
             requests
                 .iter()
@@ -110,12 +106,6 @@ mod tests {
                 .len(),
             NAMESPACES
         );
-        assert_eq!(
-            catalog
-                .lines()
-                .filter(|line| line.contains("\"kind\":\"Pod\""))
-                .count(),
-            120
-        );
+        assert_eq!(pods.len(), 120);
     }
 }

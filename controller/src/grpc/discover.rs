@@ -6,9 +6,9 @@
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::time::SystemTime;
 
+use bytes::Bytes;
 use diy_mesh_proto::mesh::v1 as proto;
 use proto::ResourceType;
 use proto::discover_request::Action;
@@ -16,12 +16,13 @@ use proto::discover_response::Update as Response;
 use tokio::sync::mpsc::{self, Permit};
 use tonic::{Status, Streaming};
 
-use super::message;
+use super::{frames, message};
 use crate::authenticate::PodRef;
 use crate::authority::{Trust, TrustReceiver};
 use crate::hub::Resources;
 use crate::index::object::{Key, Resource};
-use crate::index::state::{State, Update};
+use crate::index::state::State;
+use crate::index::version::Version;
 use crate::metrics::Metrics;
 use crate::proxies::{self, ConnectedGuard};
 
@@ -34,7 +35,7 @@ const MAX_REASON_CHARS: usize = 256;
 /// Namespace, name and port of a Service.
 const MAX_BACKEND_BYTES: usize = 63 + 1 + 63 + 1 + 5;
 
-type Responses = mpsc::Sender<Result<proto::DiscoverResponse, Status>>;
+type Responses = mpsc::Sender<Result<Bytes, Status>>;
 
 /// Serves one stream until the client disconnects or sends an invalid request.
 pub(super) async fn run(
@@ -51,7 +52,8 @@ pub(super) async fn run(
         tokio::select! {
             permit = permit_for_roots(&mut trust, responses) => {
                 let Some(permit) = permit else { return Ok(()) };
-                send(permit, roots(&trust.borrow_and_update()), metrics);
+                let roots = frames::encode(&roots(&trust.borrow_and_update()));
+                send(permit, Sent::Roots, roots, metrics);
             }
             request = requests.message(), if reading => match request?.map(|request| request.action) {
                 Some(Some(Action::Subscribe(request))) => subscriptions.subscribe(request)?,
@@ -69,8 +71,8 @@ pub(super) async fn run(
             // Roots first: without them, a proxy cannot verify endpoints.
             permit = permit_for_update(&subscriptions.subscriber, responses), if !trust.has_changed().unwrap_or(false) => {
                 let Some(permit) = permit else { return Ok(()) };
-                if let Some(response) = subscriptions.next_response() {
-                    send(permit, response, metrics);
+                if let Some((kind, response)) = subscriptions.next_response() {
+                    send(permit, kind, response, metrics);
                 }
             }
         }
@@ -82,7 +84,7 @@ pub(super) async fn run(
 async fn permit_for_update<'a>(
     subscriber: &Resources,
     responses: &'a Responses,
-) -> Option<Permit<'a, Result<proto::DiscoverResponse, Status>>> {
+) -> Option<Permit<'a, Result<Bytes, Status>>> {
     subscriber.wait().await;
     responses.reserve().await.ok()
 }
@@ -92,7 +94,7 @@ async fn permit_for_update<'a>(
 async fn permit_for_roots<'a>(
     trust: &mut TrustReceiver,
     responses: &'a Responses,
-) -> Option<Permit<'a, Result<proto::DiscoverResponse, Status>>> {
+) -> Option<Permit<'a, Result<Bytes, Status>>> {
     if trust.changed().await.is_err() {
         // The authority has ended: there are no further roots.
         std::future::pending::<()>().await;
@@ -110,8 +112,8 @@ pub(super) struct Subscriptions {
 }
 
 struct Subscription {
-    /// The name of the resource as the client wrote it.
-    name: Box<str>,
+    /// The name of the resource as the client wrote it, if that is not the usual spelling.
+    name: Option<Box<str>>,
     known: Known,
 }
 
@@ -120,8 +122,8 @@ enum Known {
     Nothing,
     /// The version that the client received on an earlier stream.
     Version(String),
-    /// The state that was sent on this stream.
-    Sent(Arc<State>),
+    /// The version that was sent on this stream.
+    Sent(Version),
 }
 
 impl Subscriptions {
@@ -148,7 +150,8 @@ impl Subscriptions {
             false => Known::Version(request.known_version),
         };
         self.subscriber.subscribe(&resource);
-        let name = request.name.into();
+        let name = Some(request.name).filter(|name| *name != name_of(&resource));
+        let name = name.map(String::into_boxed_str);
         self.by_resource
             .insert(resource, Subscription { name, known });
         Ok(())
@@ -200,39 +203,66 @@ impl Subscriptions {
     }
 
     /// The next response, if the state of a resource differs from the client's.
-    fn next_response(&mut self) -> Option<proto::DiscoverResponse> {
-        let (resource, state) = self.subscriber.next()?;
-        let subscription = self.by_resource.get_mut(&resource)?;
-        let version = state.version.to_string();
-        let kind = match resource {
-            Resource::Destination(_) => ResourceType::Destination,
-            Resource::Backend(..) => ResourceType::Backend,
-            Resource::Workload(..) => ResourceType::Self_,
-        };
-        if kind == ResourceType::Self_ && state.target.is_none() {
+    fn next_response(&mut self) -> Option<(Sent, Bytes)> {
+        let (resource, published) = self.subscriber.next()?;
+        let Subscription { name, known } = self.by_resource.get_mut(&resource)?;
+        let state = &published.state;
+        let kind = match (&resource, &state.target) {
             // The pod is not in the catalog yet.
-            return None;
-        }
-        let update = match &subscription.known {
-            Known::Version(known) if *known == version => Response::Unchanged(proto::Unchanged {}),
-            Known::Nothing | Known::Version(_) => message::whole(&state),
-            Known::Sent(before) => match state.since(before) {
-                Update::Nothing => return None,
-                Update::Whole => message::whole(&state),
-                Update::Difference(delta) => Response::Delta(message::delta(&delta)),
-            },
+            (Resource::Workload(..), None) => return None,
+            (Resource::Workload(..), Some(_)) => Sent::Workload,
+            (_, None) => Sent::Unknown,
+            (_, Some(_)) => Sent::Snapshot,
         };
-        let position = state.position.as_deref().map(message::position);
-        subscription.known = Known::Sent(state);
-        Some(proto::DiscoverResponse {
-            position,
-            name: subscription.name.to_string(),
-            version,
-            update: Some(update),
-            r#type: kind.into(),
-            ..proto::DiscoverResponse::default()
-        })
+        let encode = |update| response(&resource, name.as_deref(), state, update);
+        let difference = |version| match name {
+            None => published.difference(version, |delta| encode(message::delta(delta))),
+            Some(_) => published
+                .since(version)
+                .map(|delta| encode(message::delta(&delta))),
+        };
+        let delta = match &*known {
+            Known::Sent(version) if *version == state.version => return None,
+            Known::Version(known) if *known == state.version.to_string() => {
+                let unchanged = encode(Response::Unchanged(proto::Unchanged {}));
+                Some((Sent::Unchanged, unchanged))
+            }
+            Known::Nothing | Known::Version(_) => None,
+            Known::Sent(version) => difference(*version).map(|delta| (Sent::Delta, delta)),
+        };
+        *known = Known::Sent(state.version);
+        let whole = || encode(message::whole(state));
+        Some(delta.unwrap_or_else(|| match name {
+            None => (kind, published.whole(whole)),
+            Some(_) => (kind, whole()),
+        }))
     }
+}
+
+/// The usual spelling of the name of a resource.
+fn name_of(resource: &Resource) -> String {
+    match resource {
+        Resource::Destination(address) => address.to_string(),
+        Resource::Backend(service, port) => format!("{service}:{port}"),
+        Resource::Workload(..) => String::new(),
+    }
+}
+
+/// An encoded response about a resource.
+fn response(resource: &Resource, name: Option<&str>, state: &State, update: Response) -> Bytes {
+    let kind = match resource {
+        Resource::Destination(_) => ResourceType::Destination,
+        Resource::Backend(..) => ResourceType::Backend,
+        Resource::Workload(..) => ResourceType::Self_,
+    };
+    frames::encode(&proto::DiscoverResponse {
+        name: name.map_or_else(|| name_of(resource), str::to_owned),
+        version: state.version.to_string(),
+        update: Some(update),
+        r#type: kind.into(),
+        position: state.position.as_deref().map(message::position),
+        ..proto::DiscoverResponse::default()
+    })
 }
 
 /// Counts an acknowledgement. Logs the first rejection of a stream.
@@ -303,18 +333,25 @@ fn roots(trust: &Trust) -> proto::DiscoverResponse {
     }
 }
 
-fn send(
-    permit: Permit<'_, Result<proto::DiscoverResponse, Status>>,
-    response: proto::DiscoverResponse,
-    metrics: &Metrics,
-) {
-    let counter = match response.update {
-        Some(Response::Snapshot(_)) => &metrics.snapshots,
-        Some(Response::Delta(_)) => &metrics.deltas,
-        Some(Response::Unchanged(_)) => &metrics.unchanged,
-        Some(Response::Roots(_)) => &metrics.roots,
-        Some(Response::Workload(_)) => &metrics.workloads,
-        Some(Response::Unknown(_)) | None => &metrics.unknown,
+/// The kind of a response, for the metrics.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sent {
+    Snapshot,
+    Delta,
+    Unchanged,
+    Unknown,
+    Roots,
+    Workload,
+}
+
+fn send(permit: Permit<'_, Result<Bytes, Status>>, kind: Sent, response: Bytes, metrics: &Metrics) {
+    let counter = match kind {
+        Sent::Snapshot => &metrics.snapshots,
+        Sent::Delta => &metrics.deltas,
+        Sent::Unchanged => &metrics.unchanged,
+        Sent::Unknown => &metrics.unknown,
+        Sent::Roots => &metrics.roots,
+        Sent::Workload => &metrics.workloads,
     };
     counter.inc();
     permit.send(Ok(response));
@@ -354,6 +391,8 @@ fn parse_backend(name: &str) -> Result<Resource, Status> {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
+
+    use prost::Message;
 
     use super::*;
     use crate::hub::Hub;
@@ -438,7 +477,8 @@ mod tests {
         at_most: usize,
     ) {
         for _ in 0..at_most {
-            if let Some(response) = stream.next_response() {
+            if let Some((_, response)) = stream.next_response() {
+                let response = proto::DiscoverResponse::decode(&response[5..]).unwrap();
                 received
                     .entry(response.name.parse().unwrap())
                     .or_default()
@@ -482,6 +522,48 @@ mod tests {
             }
             read(&mut fresh, &mut expected, 1000);
             assert_eq!(received, expected, "seed {seed}");
+        }
+    }
+
+    #[test]
+    fn streams_share_the_encoding_of_each_message() {
+        let hub = Hub::new([Source::Kubernetes]);
+        let mut chance = Chance(fastrand::Rng::with_seed(7));
+        let all = Chance::destinations();
+        let mut streams = [stream(&hub), stream(&hub)];
+        for stream in &mut streams {
+            for destination in &all {
+                stream.subscribe(subscribe(*destination, "")).unwrap();
+            }
+        }
+        let mut kinds = Vec::new();
+        for _ in 0..200 {
+            hub.apply([chance.change()]);
+            let [one, other] = &mut streams;
+            while let Some((kind, message)) = one.next_response() {
+                let (_, same) = other.next_response().unwrap();
+                assert_eq!(
+                    (message.as_ptr(), message.len()),
+                    (same.as_ptr(), same.len())
+                );
+                kinds.push(kind);
+            }
+        }
+        assert!(kinds.contains(&Sent::Snapshot) && kinds.contains(&Sent::Delta));
+    }
+
+    #[test]
+    fn response_has_the_name_as_the_client_wrote_it() {
+        let mut stream = stream(&Hub::new([Source::Kubernetes]));
+        for name in ["10.0.0.1:80", "[::ffff:10.0.0.2]:80"] {
+            let request = proto::Subscribe {
+                name: name.to_owned(),
+                ..proto::Subscribe::default()
+            };
+            stream.subscribe(request).unwrap();
+            let (_, response) = stream.next_response().unwrap();
+            let response = proto::DiscoverResponse::decode(&response[5..]).unwrap();
+            assert_eq!(response.name, name);
         }
     }
 

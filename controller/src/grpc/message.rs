@@ -96,16 +96,16 @@ pub(super) fn position(position: &Position) -> proto::Position {
 }
 
 /// The difference between two states of a resource.
-pub(super) fn delta(delta: &Delta) -> proto::Delta {
+pub(super) fn delta(delta: &Delta) -> Update {
     // For proxies that do not know draining endpoints, these are removed.
     let draining = delta.upserted.iter().filter(|endpoint| endpoint.draining);
     let removed = delta.removed.iter().copied();
     let removed = removed.chain(draining.map(|endpoint| endpoint.address));
-    proto::Delta {
+    Update::Delta(proto::Delta {
         upserted: with_draining(&delta.upserted, false),
         removed: removed.map(|address| address.to_string()).collect(),
         draining: with_draining(&delta.upserted, true),
-    }
+    })
 }
 
 /// The endpoints that drain, or the others.

@@ -4,6 +4,7 @@
 //! decides on certificate requests; `discover` and `watch` serve one stream each.
 
 mod discover;
+mod frames;
 mod message;
 mod sign;
 mod watch;
@@ -17,15 +18,15 @@ use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::{CAPABILITIES_METADATA, CAPABILITY_BACKEND, CAPABILITY_SELF};
 use diy_mesh_runtime::metrics::Active;
 use futures::Stream;
-use proto::service_mesh_service_server::{
-    SERVICE_NAME, ServiceMeshService, ServiceMeshServiceServer,
-};
+use hyper::header::HeaderValue;
+use proto::service_mesh_service_server::{SERVICE_NAME, ServiceMeshService};
 use rustls::ServerConfig;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
-use tonic::metadata::{Ascii, MetadataMap, MetadataValue};
+use tonic::body::Body;
+use tonic::metadata::MetadataMap;
 use tonic::transport::Server;
 use tonic::{Request, Response, Status, Streaming};
 use tonic_health::ServingStatus;
@@ -39,6 +40,7 @@ use crate::metrics::Metrics;
 use crate::proxies::Proxies;
 use crate::serving;
 use discover::Subscriptions;
+use frames::MeshServer;
 use sign::Signer;
 
 /// For the largest messages: a certificate request, or a list of names.
@@ -87,15 +89,13 @@ pub async fn serve(
     let health_service = tonic_health::pb::health_server::HealthServer::new(
         tonic_health::server::HealthService::from_health_reporter(health.clone()),
     );
-    let mesh = ServiceMeshServiceServer::new(Mesh::new(context))
-        .max_decoding_message_size(MAX_MESSAGE_BYTES);
     let server = Server::builder()
         .http2_keepalive_interval(Some(KEEP_ALIVE_INTERVAL))
         .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))
         .http2_max_header_list_size(MAX_HEADER_LIST_BYTES)
         .max_concurrent_streams(MAX_CONCURRENT_STREAMS)
         .add_service(health_service)
-        .add_service(mesh)
+        .add_service(MeshServer::new(Mesh::new(context)))
         .serve_with_incoming_shutdown(
             serving::connections(tls, listener),
             stopping.clone().cancelled_owned(),
@@ -172,55 +172,29 @@ impl ServiceMeshService for Mesh {
         tracing::debug!(caller = %caller.user, services = keys.len(), "WatchServices");
         let open = Active::new(&self.context.metrics.watch_streams);
         let subscriber = self.context.hub.watch_services(&keys);
-        Ok(self.stream(|responses| async move {
+        let stream = self.stream(|responses| async move {
             let _open = open;
             watch::run(subscriber, &responses).await
-        }))
+        });
+        Ok(Response::new(Box::pin(stream)))
     }
 
     type DiscoverStream = Responses<proto::DiscoverResponse>;
 
+    /// [`MeshServer`] calls [`Mesh::serve_discover`] instead.
     async fn discover(
         &self,
-        request: Request<Streaming<proto::DiscoverRequest>>,
+        _: Request<Streaming<proto::DiscoverRequest>>,
     ) -> Result<Response<Self::DiscoverStream>, Status> {
-        let caller = self.authenticate(request.metadata()).await?;
-        tracing::debug!(caller = %caller.user, "Discover");
-        let open = Active::new(&self.context.metrics.discover_streams);
-        let Context {
-            hub,
-            trust,
-            proxies,
-            metrics,
-            ..
-        } = self.context.clone();
-        let proxy = proxies.connect(&caller, SystemTime::now());
-        let capabilities = capabilities(&caller);
-        let mut response = self.stream(|responses| async move {
-            let _open = open;
-            let subscriptions =
-                Subscriptions::new(hub.watch_resources(caller.pod.clone()), caller.pod);
-            discover::run(
-                subscriptions,
-                trust,
-                &proxy,
-                &metrics,
-                request.into_inner(),
-                &responses,
-            )
-            .await
-        });
-        let metadata = response.metadata_mut();
-        metadata.insert(CAPABILITIES_METADATA, capabilities);
-        Ok(response)
+        Err(Status::unimplemented("Discover is served as frames"))
     }
 }
 
 /// What this controller announces: `self` only to a client that it can name a pod of.
-fn capabilities(caller: &Caller) -> MetadataValue<Ascii> {
+fn capabilities(caller: &Caller) -> HeaderValue {
     let of_pod = caller.pod.as_ref().map(|_| CAPABILITY_SELF);
     let all: Vec<&str> = of_pod.into_iter().chain([CAPABILITY_BACKEND]).collect();
-    MetadataValue::try_from(all.join(",")).expect("capabilities are ASCII words")
+    HeaderValue::try_from(all.join(",")).expect("capabilities are ASCII words")
 }
 
 impl Mesh {
@@ -239,6 +213,36 @@ impl Mesh {
         }
     }
 
+    /// Serves one Discover stream.
+    async fn serve_discover(
+        &self,
+        request: Request<Streaming<proto::DiscoverRequest>>,
+    ) -> Result<hyper::Response<Body>, Status> {
+        let caller = self.authenticate(request.metadata()).await?;
+        tracing::debug!(caller = %caller.user, "Discover");
+        let open = Active::new(&self.context.metrics.discover_streams);
+        let Context {
+            hub,
+            trust,
+            proxies,
+            metrics,
+            ..
+        } = self.context.clone();
+        let proxy = proxies.connect(&caller, SystemTime::now());
+        let capabilities = capabilities(&caller);
+        let messages = self.stream(|responses| async move {
+            let _open = open;
+            let subscriptions =
+                Subscriptions::new(hub.watch_resources(caller.pod.clone()), caller.pod);
+            let requests = request.into_inner();
+            discover::run(subscriptions, trust, &proxy, &metrics, requests, &responses).await
+        });
+        let mut response = frames::response(messages);
+        let headers = response.headers_mut();
+        headers.insert(CAPABILITIES_METADATA, capabilities);
+        Ok(response)
+    }
+
     /// Authenticates a client, then waits for a synced catalog: before that, known destinations
     /// would be reported as unknown.
     async fn authenticate(&self, metadata: &MetadataMap) -> Result<Caller, Status> {
@@ -252,7 +256,7 @@ impl Mesh {
     fn stream<T: Send + 'static, F>(
         &self,
         serve: impl FnOnce(mpsc::Sender<Result<T, Status>>) -> F,
-    ) -> Response<Responses<T>>
+    ) -> ReceiverStream<Result<T, Status>>
     where
         F: Future<Output = Result<(), Status>> + Send + 'static,
     {
@@ -270,7 +274,7 @@ impl Mesh {
                 let _ = responses.send(Err(status)).await;
             }
         });
-        Response::new(Box::pin(ReceiverStream::new(stream)))
+        ReceiverStream::new(stream)
     }
 }
 

@@ -1,0 +1,209 @@
+//! Fake Kubernetes API server over HTTP: LIST and WATCH of any collection, with resource versions
+//! and bookmarks, and TokenReview. It authenticates nobody and ignores selectors.
+
+use std::{
+    collections::BTreeMap,
+    convert::Infallible,
+    net::SocketAddr,
+    sync::{Arc, Mutex, MutexGuard, mpsc as channel},
+    thread,
+    time::Duration,
+};
+
+use anyhow::{Context, Result};
+use axum::{
+    Json, Router,
+    body::Body,
+    extract::State,
+    http::Uri,
+    response::{IntoResponse, Response},
+    routing::post,
+};
+use bytes::Bytes;
+use serde_json::{Value, json};
+use tokio::{net::TcpListener, runtime, sync::mpsc, time::interval};
+use tokio_stream::wrappers::UnboundedReceiverStream;
+
+use super::cluster::Object;
+use crate::certificates::api_server::review;
+
+const BOOKMARK_INTERVAL: Duration = Duration::from_secs(5);
+
+/// The server. It runs until the process exits.
+#[derive(Clone)]
+pub struct ApiServer {
+    store: Arc<Mutex<Store>>,
+    /// Where it listens.
+    pub address: SocketAddr,
+}
+
+#[derive(Default)]
+struct Store {
+    version: u64,
+    collections: BTreeMap<String, BTreeMap<String, Value>>,
+    events: Vec<Event>,
+    watches: Vec<Watch>,
+}
+
+struct Event {
+    version: u64,
+    collection: &'static str,
+    line: Bytes,
+}
+
+struct Watch {
+    collection: String,
+    lines: mpsc::UnboundedSender<Result<Bytes, Infallible>>,
+}
+
+impl ApiServer {
+    /// Starts the server on a thread of its own.
+    pub fn start() -> Result<ApiServer> {
+        let store = Arc::new(Mutex::new(Store::default()));
+        let (ready, listening) = channel::channel();
+        let shared = store.clone();
+        thread::Builder::new()
+            .name("api-server".into())
+            .spawn(move || serve(shared, &ready))
+            .context("start the API server's thread")?;
+        let address = listening
+            .recv()
+            .context("the API server exited before it listened")??;
+        Ok(ApiServer { store, address })
+    }
+
+    /// A kubeconfig for the server.
+    pub fn kubeconfig(&self) -> String {
+        json!({
+            "apiVersion": "v1", "kind": "Config", "current-context": "scale",
+            "clusters": [{ "name": "scale", "cluster": { "server": format!("http://{}", self.address) } }],
+            "users": [{ "name": "scale", "user": { "token": "controller-token" } }],
+            "contexts": [{ "name": "scale", "context": { "cluster": "scale", "user": "scale" } }],
+        })
+        .to_string()
+    }
+
+    /// Replaces all objects. No watch may be open.
+    pub fn reset(&self, objects: Vec<Object>) {
+        let mut store = lock(&self.store);
+        store.collections.clear();
+        store.events.clear();
+        for (collection, mut object) in objects {
+            store.insert(collection, &mut object);
+        }
+    }
+
+    /// Creates or updates an object and notifies the watches.
+    pub fn apply(&self, (collection, mut object): Object) {
+        let mut store = lock(&self.store);
+        let is_new = store.insert(collection, &mut object);
+        let kind = if is_new { "ADDED" } else { "MODIFIED" };
+        let line = line(&json!({ "type": kind, "object": object }));
+        let version = store.version;
+        store.watches.retain(|watch| {
+            watch.collection != collection || watch.lines.send(Ok(line.clone())).is_ok()
+        });
+        store.events.push(Event {
+            version,
+            collection,
+            line,
+        });
+    }
+}
+
+impl Store {
+    fn insert(&mut self, collection: &str, object: &mut Value) -> bool {
+        self.version += 1;
+        object["metadata"]["resourceVersion"] = self.version.to_string().into();
+        let metadata = &object["metadata"];
+        let key = format!("{}/{}", metadata["namespace"], metadata["name"]);
+        let objects = self.collections.entry(collection.to_owned()).or_default();
+        objects.insert(key, object.clone()).is_none()
+    }
+}
+
+fn lock(store: &Mutex<Store>) -> MutexGuard<'_, Store> {
+    store.lock().expect("no holder of the lock panics")
+}
+
+fn line(event: &Value) -> Bytes {
+    format!("{event}\n").into()
+}
+
+fn serve(store: Arc<Mutex<Store>>, ready: &channel::Sender<Result<SocketAddr>>) {
+    let work = async {
+        let listener = TcpListener::bind("127.0.0.1:0")
+            .await
+            .context("listen as the API server")?;
+        let _ = ready.send(
+            listener
+                .local_addr()
+                .context("read the API server's address"),
+        );
+        tokio::spawn(send_bookmarks(store.clone()));
+        let routes = Router::new()
+            .route("/apis/authentication.k8s.io/v1/tokenreviews", post(review))
+            .fallback(collection)
+            .with_state(store);
+        axum::serve(listener, routes)
+            .await
+            .context("serve as the API server")
+    };
+    let runtime = runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("start the API server's runtime");
+    if let Err(error) = runtime.and_then(|runtime| runtime.block_on(work)) {
+        let _ = ready.send(Err(error));
+    }
+}
+
+/// LIST or WATCH. A collection that was never written is empty.
+async fn collection(State(store): State<Arc<Mutex<Store>>>, uri: Uri) -> Response {
+    let mut store = lock(&store);
+    let mut options = uri.query().unwrap_or_default().split('&');
+    if !options.clone().any(|option| option == "watch=true") {
+        let objects = store.collections.get(uri.path());
+        let items: Vec<_> = objects.into_iter().flat_map(BTreeMap::values).collect();
+        return Json(json!({
+            "apiVersion": "v1", "kind": "List", "items": items,
+            "metadata": { "resourceVersion": store.version.to_string() },
+        }))
+        .into_response();
+    }
+    let since = options.find_map(|option| option.strip_prefix("resourceVersion="));
+    let since: u64 = since.and_then(|version| version.parse().ok()).unwrap_or(0);
+    let (lines, stream) = mpsc::unbounded_channel();
+    for event in &store.events {
+        if event.collection == uri.path() && event.version > since {
+            let _ = lines.send(Ok(event.line.clone()));
+        }
+    }
+    store.watches.push(Watch {
+        collection: uri.path().to_owned(),
+        lines,
+    });
+    Body::from_stream(UnboundedReceiverStream::new(stream)).into_response()
+}
+
+async fn send_bookmarks(store: Arc<Mutex<Store>>) {
+    let mut ticks = interval(BOOKMARK_INTERVAL);
+    loop {
+        ticks.tick().await;
+        let mut store = lock(&store);
+        let version = store.version.to_string();
+        store.watches.retain(|watch| {
+            let (group, kind) = match &watch.collection {
+                path if path.ends_with("endpointslices") => {
+                    ("discovery.k8s.io/v1", "EndpointSlice")
+                }
+                path if path.ends_with("services") => ("v1", "Service"),
+                _ => ("v1", "Pod"),
+            };
+            let bookmark = json!({ "type": "BOOKMARK", "object": {
+                "apiVersion": group, "kind": kind, "metadata": { "resourceVersion": version },
+            }});
+            watch.lines.send(Ok(line(&bookmark))).is_ok()
+        });
+    }
+}
