@@ -1,9 +1,13 @@
 //! The index as its callers see it: scenarios, and properties over random histories.
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 
-use super::object::{Inbound, ServicePort, SlicePort, TargetPort};
-use super::state::{Delta, Update};
+use super::locality::{Location, Scope};
+use super::object::{
+    Inbound, Resource, ServicePort, SliceEndpoint, SlicePort, TargetPort, Transport,
+};
+use super::state::{Delta, Endpoint, State, Update};
 use super::*;
 
 fn key(name: &str) -> Key {
