@@ -425,8 +425,8 @@ impl Watched {
         let before = std::mem::take(self);
         let next = before.next(&anywhere, state);
         let is_same = |known: &Arc<Published>| Arc::ptr_eq(known, &next);
-        let is_unchanged = (before.scope, scope) == (Scope::Cluster, Scope::Cluster)
-            && before.states.get(&anywhere).is_some_and(is_same);
+        let is_shared = (before.scope, scope) == (Scope::Cluster, Scope::Cluster);
+        let is_unchanged = is_shared && before.states.get(&anywhere).is_some_and(is_same);
         self.scope = scope;
         self.states.insert(anywhere, next);
         let version = |watched: &Watched, client: &Client| {
@@ -436,6 +436,10 @@ impl Watched {
         let subscribers = before.subscribers.iter();
         let affected = subscribers.filter(|_| !is_unchanged);
         for client in affected.filter_map(|id| clients.get(id)) {
+            if is_shared {
+                client.queue.push(resource.clone());
+                continue;
+            }
             let location = client.location.within(scope);
             self.states.entry(location).or_insert_with_key(|location| {
                 let (_, state) = index.resolve(resource, location);

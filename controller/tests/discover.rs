@@ -101,6 +101,37 @@ async fn unknown_address_becomes_known_and_unknown_again() {
 }
 
 #[tokio::test]
+async fn local_service_has_the_endpoints_on_the_node_of_the_pod_that_the_token_names() {
+    let mut local = web(&["10.0.0.1", "10.0.0.2"])
+        .replace("clusterIP:", "internalTrafficPolicy: Local, clusterIP:");
+    for (address, node) in [("10.0.0.1", "n1"), ("10.0.0.2", "n2")] {
+        let endpoint = format!("{{addresses: [{address}], ");
+        local = local.replace(&endpoint, &format!("{endpoint}nodeName: {node}, "));
+    }
+    let sandbox = Sandbox::start(&[("web.yaml", local)]).await;
+    let mut discover = sandbox.client().await.discover().await;
+    discover.subscribe("10.96.0.7:80", "").await;
+    let unknown = "10.96.0.7:80: service shop/web []";
+    assert_eq!(
+        discover.said().await,
+        unknown,
+        "so far, no pod has the UID of the token"
+    );
+    let own_pod = |uid: &str| {
+        own_pod(uid, "--inbound=strict")
+            .replace("10.0.0.1", "10.0.0.9")
+            .replace(
+                "containers: [{name: app",
+                "nodeName: n2, containers: [{name: app",
+            )
+    };
+    sandbox.write("pod.yaml", &own_pod("0"));
+    sandbox.write("pod.yaml", &own_pod("1"));
+    let update = discover.said().await;
+    assert_eq!(update, "10.96.0.7:80: +[10.0.0.2:8080] -[]");
+}
+
+#[tokio::test]
 async fn draining_endpoint_is_removed_for_proxies_that_do_not_know_draining_ones() {
     let sandbox = Sandbox::start(&[("web.yaml", web(&["10.0.0.1", "10.0.0.2"]))]).await;
     let mut discover = sandbox.client().await.discover().await;

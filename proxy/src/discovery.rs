@@ -4,6 +4,7 @@
 //! Destinations without receivers expire. `balance` selects the endpoint of a request, not this
 //! module.
 
+mod affinity;
 mod own_pod;
 mod position;
 mod table;
@@ -29,6 +30,7 @@ use crate::control::{Control, ControlError, DiscoveryStream, backoff_ceiling, de
 use crate::identity::{CurrentCredentials, Roots, Trust};
 use crate::metrics::DiscoveryMetrics;
 use crate::policy::Policy;
+pub use affinity::Affinity;
 use own_pod::OwnPod;
 use table::{MAX_REFUSAL, Table, Watched};
 pub use target::{AppProtocol, EndpointInfo, PodTarget, ServiceTarget, Target, UnknownPort};

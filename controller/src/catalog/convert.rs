@@ -19,6 +19,8 @@ use crate::index::object::{
 };
 
 const SERVICE_NAME_LABEL: &str = "kubernetes.io/service-name";
+/// The default of Kubernetes: three hours.
+const DEFAULT_AFFINITY_SECONDS: u32 = 10_800;
 const ZONE_LABEL: &str = "topology.kubernetes.io/zone";
 /// An invalid object: the field, its value and the expected value.
 #[derive(Debug, PartialEq, thiserror::Error)]
@@ -99,6 +101,7 @@ fn service(object: &core::Service) -> Result<Service, ConvertError> {
         ports: ports.collect::<Result<_, _>>()?,
         external_name,
         publish_not_ready: spec.publish_not_ready_addresses.unwrap_or(false),
+        session_affinity: session_affinity(&spec),
         local_only: spec.internal_traffic_policy.as_deref() == Some("Local"),
     })
 }
@@ -206,6 +209,17 @@ fn cluster_ips(spec: &core::ServiceSpec) -> Result<Vec<IpAddr>, ConvertError> {
         .filter(|ip| !ip.is_empty() && *ip != "None")
         .map(|ip| address("spec.clusterIPs", ip))
         .collect()
+}
+
+fn session_affinity(spec: &core::ServiceSpec) -> u32 {
+    if spec.session_affinity.as_deref() != Some("ClientIP") {
+        return 0;
+    }
+    let config = spec.session_affinity_config.as_ref();
+    let client_ip = config.and_then(|config| config.client_ip.as_ref());
+    let timeout = client_ip.and_then(|client_ip| client_ip.timeout_seconds);
+    let timeout = timeout.and_then(|timeout| u32::try_from(timeout).ok());
+    timeout.unwrap_or(DEFAULT_AFFINITY_SECONDS)
 }
 
 /// The external IPs, and the IPs of the load balancer that kube-proxy forwards itself: not those in
@@ -389,6 +403,18 @@ spec:
         .unwrap();
         assert!(external.cluster_ips.is_empty());
         assert_eq!(external.external_name, "example.org");
+    }
+
+    #[test]
+    fn session_affinity_of_a_client_ip_has_a_timeout() {
+        let timeout = |spec: &str| {
+            let yaml = format!("{{metadata: {{name: web}}, spec: {{{spec}}}}}");
+            service(&read(&yaml)).unwrap().session_affinity
+        };
+        let config = "sessionAffinityConfig: {clientIP: {timeoutSeconds: 60}}";
+        assert_eq!(timeout("sessionAffinity: ClientIP"), 10_800);
+        assert_eq!(timeout(&format!("sessionAffinity: ClientIP, {config}")), 60);
+        assert_eq!(timeout(&format!("sessionAffinity: None, {config}")), 0);
     }
 
     #[test]

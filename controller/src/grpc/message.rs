@@ -53,6 +53,7 @@ pub(super) fn whole(state: &State) -> Update {
         unknown_port,
         ports: ports.iter().map(|port| (*port).into()).collect(),
         draining: with_draining(&target.endpoints, true),
+        session_affinity_seconds: target.session_affinity,
     })
 }
 

@@ -117,6 +117,7 @@ mod tests {
             kind: TargetKind::Service,
             key: Key::new("shop", "web"),
             app_protocol: String::new(),
+            session_affinity: 0,
             endpoints: (1..=endpoints).map(endpoint).collect(),
         }))
     }

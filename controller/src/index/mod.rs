@@ -7,23 +7,19 @@
 pub mod locality;
 pub mod object;
 pub mod position;
+mod resolve;
 pub mod state;
 mod store;
 pub mod version;
 pub mod view;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::hash::Hash;
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::sync::Arc;
 
-use locality::{Candidate, Location, Scope};
-use object::{
-    Change, Event, Key, Kind, Node, Object, Pod, PodReference, Resource, Service, ServicePort,
-    Slice, SliceEndpoint, Source, Transport,
-};
+use object::{Change, Event, Key, Kind, Node, Object, Pod, PodReference, Service, Slice, Source};
 use position::{History, Position};
-use state::{Endpoint, State, Target, TargetKind};
 use store::{Replaced, Store};
 use view::ServiceView;
 
@@ -42,9 +38,9 @@ pub struct Index {
     services_outside: HashMap<IpAddr, BTreeSet<Key>>,
     services_on_nodes: HashMap<u16, BTreeSet<Key>>,
     pods_at: HashMap<IpAddr, BTreeSet<Key>>,
+    nodes_at: HashMap<IpAddr, BTreeSet<Key>>,
     history: History,
     position: Option<Arc<Position>>,
-    nodes_at: HashMap<IpAddr, BTreeSet<Key>>,
     /// The meshed pods by namespace.
     meshed: HashMap<Arc<str>, BTreeSet<Key>>,
 }
@@ -104,38 +100,6 @@ impl Index {
         }
     }
 
-    /// Resolves a resource for a client. Clients with equal locations within the scope share the
-    /// state.
-    pub fn resolve(&self, resource: &Resource, client: &Location) -> (Scope, State) {
-        let resolved = match resource {
-            Resource::Destination(address) => self.destination(*address, client),
-            Resource::Backend(service, port) => self.backend(service, *port, client),
-            Resource::Workload(pod, uid) => self.workload(pod, uid).map(everywhere),
-        };
-        let (scope, target) = resolved.unzip();
-        let state = State {
-            position: self.position.clone(),
-            ..State::new(target)
-        };
-        (scope.unwrap_or_default(), state)
-    }
-
-    /// The node and the zone of a pod, not of another one with its name.
-    pub fn location(&self, pod: &Key, uid: &str) -> Location {
-        let Some(pod) = self.pods.get(pod).filter(|pod| *pod.uid == *uid) else {
-            return Location::default();
-        };
-        let node = Key {
-            namespace: "".into(),
-            name: pod.node.clone(),
-        };
-        let zone = self.nodes.get(&node).map(|node| &node.zone);
-        Location {
-            node: node.name,
-            zone: zone.unwrap_or(&pod.zone).clone(),
-        }
-    }
-
     /// A Service with all endpoints.
     pub fn service(&self, key: &Key) -> Option<ServiceView> {
         let service = self.services.get(key)?;
@@ -182,231 +146,6 @@ impl Index {
             Kind::Pod => self.pods.len(),
             Kind::Node => self.nodes.len(),
         }
-    }
-
-    /// A Service port, a pod, a Service without the port, a node port, a Service port at an external
-    /// address, or an unknown target. An address of several kinds is of the first one.
-    fn destination(&self, address: SocketAddr, client: &Location) -> Option<(Scope, Target)> {
-        self.service_target(address, client)
-            .or_else(|| self.pod_target(address).map(everywhere))
-            .or_else(|| self.unknown_port(address).map(everywhere))
-            .or_else(|| match self.nodes_at.get(&address.ip()) {
-                Some(nodes) => self.node_port(nodes.first()?, address, client),
-                None => self.external(address, client),
-            })
-    }
-
-    fn service_target(&self, address: SocketAddr, client: &Location) -> Option<(Scope, Target)> {
-        let service = &self.services[self.services_at.get(&address.ip())?.first()?];
-        let port = service.tcp_port(|port| port.port == address.port())?;
-        self.service_port(service, port, address.is_ipv6(), client)
-    }
-
-    /// Pods reach all endpoints at external addresses, whatever the policies of the Service. Of
-    /// several Services with the address and port, the oldest one has it.
-    fn external(&self, address: SocketAddr, client: &Location) -> Option<(Scope, Target)> {
-        let services = self.services_outside.get(&address.ip())?.iter();
-        let services = services.filter_map(|key| {
-            let service = &self.services[key];
-            let port = service.tcp_port(|port| port.port == address.port())?;
-            Some((service, port))
-        });
-        let (service, port) =
-            services.min_by_key(|(service, _)| (service.created, &service.key))?;
-        let candidates = self.endpoints(service, &port.name, address.is_ipv6());
-        let (scope, endpoints) = locality::select(candidates, false, client);
-        Some((scope, service_target(service, port, endpoints)))
-    }
-
-    /// A node with `externalTrafficPolicy: Local` forwards connections of other nodes to its own
-    /// endpoints.
-    fn node_port(
-        &self,
-        node: &Key,
-        address: SocketAddr,
-        client: &Location,
-    ) -> Option<(Scope, Target)> {
-        let services = self.services_on_nodes.get(&address.port())?.iter();
-        let services = services.map(|key| &self.services[key]);
-        let service = services.min_by_key(|service| (service.created, &service.key))?;
-        let port = service.tcp_port(|port| port.node_port == Some(address.port()))?;
-        let candidates = self.endpoints(service, &port.name, address.is_ipv6());
-        let on_node = Location {
-            node: node.name.clone(),
-            ..Location::default()
-        };
-        let is_local = service.external_local && client.node != node.name;
-        let from = if is_local { &on_node } else { client };
-        let (scope, endpoints) = locality::select(candidates, is_local, from);
-        let scope = if service.external_local {
-            Scope::Node
-        } else {
-            scope
-        };
-        Some((scope, service_target(service, port, endpoints)))
-    }
-
-    /// A Service port in the primary family of the Service.
-    fn backend(&self, service: &Key, port: u16, client: &Location) -> Option<(Scope, Target)> {
-        let service = self.services.get(service)?;
-        let primary = service.cluster_ips.first();
-        let port = service.tcp_port(|other| other.port == port)?;
-        self.service_port(service, port, primary.is_some_and(IpAddr::is_ipv6), client)
-    }
-
-    fn service_port(
-        &self,
-        service: &Service,
-        port: &ServicePort,
-        ipv6: bool,
-        client: &Location,
-    ) -> Option<(Scope, Target)> {
-        let candidates = self.endpoints(service, &port.name, ipv6);
-        let (scope, endpoints) = locality::select(candidates, service.local_only, client);
-        Some((scope, service_target(service, port, endpoints)))
-    }
-
-    /// The inbound configuration of a meshed pod, not of another one with its name.
-    fn workload(&self, pod: &Key, uid: &str) -> Option<Target> {
-        let pod = self.pods.get(pod)?;
-        (pod.identity.is_some() && *pod.uid == *uid).then(|| Target {
-            kind: TargetKind::Workload(pod.inbound.clone()),
-            key: pod.key.clone(),
-            app_protocol: String::new(),
-            endpoints: Vec::new(),
-        })
-    }
-
-    /// The Service at a cluster IP, which does not have the port: no connection can succeed there.
-    fn unknown_port(&self, destination: SocketAddr) -> Option<Target> {
-        let service = &self.services[self.services_at.get(&destination.ip())?.first()?];
-        if !service.cluster_ips.contains(&destination.ip()) {
-            return None;
-        }
-        let tcp = |port: &&ServicePort| port.protocol == Transport::Tcp;
-        let ports = service.ports.iter().filter(tcp).map(|port| port.port);
-        Some(Target {
-            kind: TargetKind::UnknownPort(ports.collect()),
-            key: service.key.clone(),
-            app_protocol: String::new(),
-            endpoints: Vec::new(),
-        })
-    }
-
-    fn pod_target(&self, destination: SocketAddr) -> Option<Target> {
-        let pod = self.holder(destination.ip())?;
-        Some(Target {
-            kind: TargetKind::Pod,
-            key: pod.key.clone(),
-            app_protocol: self.headless_protocol(pod, destination.port()),
-            endpoints: vec![Endpoint {
-                address: destination,
-                zone: pod.zone.clone(),
-                pod: Some(pod.key.clone()),
-                identity: pod.identity_at(destination.port()),
-                opaque: pod.is_opaque_at(destination.port()),
-                draining: false,
-            }],
-        })
-    }
-
-    /// The running pod with an address. Terminating and older pods come last.
-    fn holder(&self, address: IpAddr) -> Option<&Pod> {
-        self.pods_at(address)
-            .max_by_key(|pod| (!pod.terminating, pod.created, &pod.key))
-    }
-
-    /// The application protocol that headless Services declare for a port of a pod. Empty if they
-    /// declare none, or different ones.
-    fn headless_protocol(&self, pod: &Pod, port: u16) -> String {
-        let slices = self.slices_of_pod.get(&pod.key).into_iter().flatten();
-        let declared = slices.filter_map(|slice| {
-            let slice = &self.slices[slice];
-            let service = self.services.get(slice.service.as_ref()?)?;
-            let is_tcp = |protocol| protocol == Transport::Tcp;
-            let mut ports = slice.ports.iter();
-            let at = ports.find(|at| at.port == port && is_tcp(at.protocol))?;
-            let mut ports = service.ports.iter();
-            let port = ports.find(|port| port.name == at.name && is_tcp(port.protocol))?;
-            let belongs = service.is_headless && service.selects(pod);
-            (belongs && !port.app_protocol.is_empty()).then_some(&port.app_protocol)
-        });
-        let mut declared: BTreeSet<&String> = declared.collect();
-        let only = declared.pop_first().filter(|_| declared.is_empty());
-        only.cloned().unwrap_or_default()
-    }
-
-    /// The endpoints of a port that are ready or drain, in the family of the cluster IP.
-    fn endpoints(&self, service: &Service, port: &str, ipv6: bool) -> Vec<Candidate<'_>> {
-        let mut all: BTreeMap<SocketAddr, Vec<&SliceEndpoint>> = BTreeMap::new();
-        for slice in self.slices_of(&service.key) {
-            let ports = slice
-                .ports
-                .iter()
-                .filter(|candidate| candidate.name == port && candidate.protocol == Transport::Tcp);
-            for number in ports.map(|port| port.port) {
-                let endpoints = slice.endpoints.iter();
-                for endpoint in endpoints.filter(|endpoint| endpoint.address.is_ipv6() == ipv6) {
-                    let address = SocketAddr::new(endpoint.address, number);
-                    all.entry(address).or_default().push(endpoint);
-                }
-            }
-        }
-        let all = all.into_iter();
-        all.filter_map(|(address, same)| self.usable(service, address, &same))
-            .collect()
-    }
-
-    /// Several slices may contain an address while an endpoint moves between them. It terminates if
-    /// it terminates in any of them.
-    fn usable<'a>(
-        &self,
-        service: &Service,
-        address: SocketAddr,
-        same: &[&'a SliceEndpoint],
-    ) -> Option<Candidate<'a>> {
-        let all = same.iter().copied().filter_map(|endpoint| {
-            let pod = match &endpoint.pod {
-                None => None,
-                // Only the pod determines whether it is meshed: endpoints of unknown pods are not
-                // usable.
-                Some(reference) => Some(self.pod_of(reference)?),
-            };
-            let terminating = pod.is_some_and(|pod| pod.terminating)
-                || same
-                    .iter()
-                    .any(|other| other.terminating && other.pod == endpoint.pod);
-            let ready = service.publish_not_ready || (endpoint.ready && !terminating);
-            let draining = !ready && terminating && endpoint.serving;
-            (ready || draining).then_some((draining, endpoint, pod))
-        });
-        let (draining, slice, pod) = all.min_by_key(|(draining, ..)| *draining)?;
-        // Whoever maintains the slice: the pod at the address is meshed or not.
-        let holder = pod.or_else(|| self.holder(address.ip()));
-        let endpoint = Endpoint {
-            address,
-            zone: slice.zone.clone(),
-            pod: pod.map(|pod| pod.key.clone()),
-            identity: holder.and_then(|pod| pod.identity_at(address.port())),
-            opaque: pod.is_some_and(|pod| pod.is_opaque_at(address.port())),
-            draining,
-        };
-        Some(Candidate { endpoint, slice })
-    }
-
-    /// The referenced pod, unless a successor has its name.
-    fn pod_of(&self, reference: &PodReference) -> Option<&Pod> {
-        let pod = self.pods.get(&reference.key)?;
-        (reference.uid.is_empty() || pod.uid.is_empty() || reference.uid == pod.uid).then_some(pod)
-    }
-
-    /// In the order of their names, independently of the order of events.
-    fn slices_of(&self, service: &Key) -> impl Iterator<Item = &Slice> {
-        self.slices_of_service
-            .get(service)
-            .into_iter()
-            .flatten()
-            .map(|key| &self.slices[key])
     }
 
     fn keys_of(&self, source: Source, kind: Kind) -> Vec<Key> {
@@ -558,20 +297,6 @@ impl Index {
         relink(&mut self.nodes_at, key, before, after, touched);
         touched.nodes.insert(key.name.clone());
     }
-}
-
-fn service_target(service: &Service, port: &ServicePort, endpoints: Vec<Endpoint>) -> Target {
-    Target {
-        kind: TargetKind::Service,
-        key: service.key.clone(),
-        app_protocol: port.app_protocol.clone(),
-        endpoints,
-    }
-}
-
-/// A target that does not depend on the client.
-fn everywhere(target: Target) -> (Scope, Target) {
-    (Scope::Cluster, target)
 }
 
 fn pods_of(slice: &Slice) -> impl Iterator<Item = &Key> {

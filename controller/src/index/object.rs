@@ -192,6 +192,8 @@ pub struct Service {
     pub publish_not_ready: bool,
     /// Whether clients in the cluster use only endpoints on their own node.
     pub local_only: bool,
+    /// How long a client keeps its endpoint after a request, in seconds. 0: not at all.
+    pub session_affinity: u32,
 }
 
 impl Service {

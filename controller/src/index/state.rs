@@ -28,6 +28,8 @@ pub struct Target {
     pub key: Key,
     /// The Service port's application protocol, or empty.
     pub app_protocol: String,
+    /// How long a client keeps its endpoint after a request, in seconds. 0: not at all.
+    pub session_affinity: u32,
     /// The endpoints that are ready, and those that drain, ascending by address, without duplicates.
     pub endpoints: Vec<Endpoint>,
 }
@@ -106,8 +108,8 @@ impl State {
         }
         match (&before.target, &self.target) {
             (Some(old), Some(new))
-                if (&old.kind, &old.key, &old.app_protocol)
-                    == (&new.kind, &new.key, &new.app_protocol) =>
+                if (&old.kind, &old.key, &old.app_protocol, old.session_affinity)
+                    == (&new.kind, &new.key, &new.app_protocol, new.session_affinity) =>
             {
                 Update::Difference(difference(&old.endpoints, &new.endpoints))
             }
@@ -157,6 +159,7 @@ fn version(target: Option<&Target>) -> Version {
     digest.text(&target.key.namespace);
     digest.text(&target.key.name);
     digest.text(&target.app_protocol);
+    digest.number(target.session_affinity.into());
     for endpoint in &target.endpoints {
         digest.address(endpoint.address.ip());
         digest.number(endpoint.address.port().into());
@@ -204,6 +207,7 @@ mod tests {
             kind: TargetKind::Service,
             key: Key::new("shop", name),
             app_protocol: String::new(),
+            session_affinity: 0,
             endpoints,
         }))
     }
@@ -297,11 +301,17 @@ mod tests {
             )
             .version,
         );
+        let mut sticky = state("web", vec![]).target.unwrap();
+        sticky.session_affinity = 60;
+        let sticky = State::new(Some(sticky));
+        assert_eq!(sticky.since(&state("web", vec![])), Update::Whole);
+        versions.push(sticky.version);
         for ports in [vec![], vec![80], vec![80, 443]] {
             let target = Target {
                 kind: TargetKind::UnknownPort(ports),
                 key: Key::new("shop", "web"),
                 app_protocol: String::new(),
+                session_affinity: 0,
                 endpoints: vec![],
             };
             versions.push(State::new(Some(target)).version);

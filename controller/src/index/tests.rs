@@ -1,9 +1,13 @@
 //! The index as its callers see it: scenarios, and properties over random histories.
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 
-use super::object::{Inbound, ServicePort, SlicePort, TargetPort};
-use super::state::{Delta, Update};
+use super::locality::{Location, Scope};
+use super::object::{
+    Inbound, Resource, ServicePort, SliceEndpoint, SlicePort, TargetPort, Transport,
+};
+use super::state::{Delta, Endpoint, State, Update};
 use super::*;
 
 fn key(name: &str) -> Key {
@@ -44,6 +48,7 @@ fn service(name: &str, ips: &[&str]) -> Service {
         external_name: String::new(),
         publish_not_ready: false,
         local_only: false,
+        session_affinity: 0,
     }
 }
 
@@ -895,6 +900,7 @@ impl Chance {
                 service.publish_not_ready = self.0.bool();
                 service.local_only = self.0.u8(..4) == 0;
                 service.external_local = self.0.bool();
+                service.session_affinity = self.0.u32(..2);
                 service.created = self.0.i64(..2);
                 let outside = [&Self::CLUSTER_IPS[..], &Self::ADDRESSES, &["192.0.2.1"]].concat();
                 service.external_ips = self.some(&outside).into_iter().map(ip).collect();

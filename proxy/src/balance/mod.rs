@@ -21,7 +21,7 @@ use tokio::sync::watch;
 
 use crate::connect::Remote;
 use crate::connect::{OpenPool, Pools};
-use crate::discovery::{AppProtocol, EndpointInfo, Target};
+use crate::discovery::{Affinity, AppProtocol, EndpointInfo, Target};
 use crate::error::Failure;
 pub use endpoint::{Endpoint, InFlight, is_failure_status};
 use quarantine::Siblings;
@@ -43,6 +43,8 @@ struct State {
     unavailable: Failure,
     /// Sorted by address, without duplicates.
     members: Vec<Member>,
+    /// The endpoint that requests keep.
+    affinity: Option<Arc<Affinity>>,
 }
 
 struct Member {
@@ -98,8 +100,8 @@ impl Backend {
     }
 
     /// Selects the endpoint for the next request: the better of two random ones, without those in
-    /// `tried`. Selects a quarantined one only if all are quarantined. Fails if no endpoint is
-    /// left.
+    /// `tried`, or the previous one if the Service has session affinity. Selects a quarantined one
+    /// only if all are quarantined. Fails if no endpoint is left.
     pub fn pick(
         &self,
         tried: &[SocketAddr],
@@ -207,10 +209,34 @@ impl State {
             app_protocol,
             unavailable,
             members: merge(before, endpoints, pools, siblings),
+            affinity: match target {
+                Target::Service(service) => service.affinity.clone(),
+                _ => None,
+            },
         }
     }
 
     fn pick(&self, tried: &[SocketAddr], rng: &mut fastrand::Rng) -> Option<&Rc<Endpoint>> {
+        let Some(affinity) = &self.affinity else {
+            return self.balance(tried, rng);
+        };
+        let now = Instant::now();
+        let is_usable = |endpoint: &Endpoint| {
+            !tried.contains(&endpoint.address) && !endpoint.is_quarantined(now)
+        };
+        let kept = |address| {
+            let member = |member: &Member| member.info.address.cmp(&address);
+            let at = self.members.binary_search_by(member).ok()?;
+            Some(&self.members[at].endpoint).filter(|endpoint| is_usable(endpoint))
+        };
+        let pick = || {
+            let endpoint = self.balance(tried, rng)?;
+            Some((endpoint.address, endpoint))
+        };
+        affinity.select(now, kept, pick)
+    }
+
+    fn balance(&self, tried: &[SocketAddr], rng: &mut fastrand::Rng) -> Option<&Rc<Endpoint>> {
         let untried = |endpoint: &Endpoint| !tried.contains(&endpoint.address);
         if let [only] = self.members.as_slice() {
             return untried(&only.endpoint).then_some(&only.endpoint);

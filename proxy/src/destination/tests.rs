@@ -7,7 +7,9 @@ use tokio::sync::watch;
 use super::*;
 use crate::balance::Endpoint;
 use crate::control::testing::soon;
-use crate::discovery::{EndpointInfo, PodTarget, Questions, ServiceTarget, Target, UnknownPort};
+use crate::discovery::{
+    Affinity, EndpointInfo, PodTarget, Questions, ServiceTarget, Target, UnknownPort,
+};
 use crate::error::Failure;
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -120,6 +122,78 @@ fn prefers_endpoint_with_fewer_in_flight_requests() {
     );
     drop((burst, requests));
     assert_eq!(loaded.in_flight(), 0);
+}
+
+#[test]
+fn draining_endpoint_gets_requests_only_while_no_endpoint_is_ready() {
+    let target = |ready: &[&str], draining: &[&str]| {
+        let all = |texts: &[&str]| texts.iter().map(|text| info(text)).collect::<Vec<_>>();
+        let Target::Service(empty) = &*service(&[]) else {
+            panic!("a Service")
+        };
+        Arc::new(Target::Service(ServiceTarget {
+            endpoints: all(ready),
+            draining: all(draining),
+            ..empty.clone()
+        }))
+    };
+    let (one, other) = ("10.0.0.1:80", "10.0.0.2:80");
+    let (sender, destination) = watched_destination(target(&[one, other], &[]));
+    let in_flight = find(&destination, one).begin();
+    sender.send_replace(target(&[other], &[one]));
+    assert_eq!(
+        picks(&destination, &[], 100),
+        HashMap::from([(other.to_owned(), 100)])
+    );
+    sender.send_replace(target(&[], &[one, other]));
+    assert_eq!(picks(&destination, &[], 100).len(), 2);
+    // The last ready endpoint that drains keeps its connections and its state.
+    let last = find(&destination, other);
+    sender.send_replace(target(&[other], &[]));
+    assert_eq!(picks(&destination, &[], 1).len(), 1);
+    assert!(Rc::ptr_eq(&last, &find(&destination, other)));
+    drop(in_flight);
+}
+
+#[test]
+fn session_affinity_keeps_the_endpoint_in_all_workers_until_it_fails_or_leaves() {
+    let all = ["10.0.0.1:80", "10.0.0.2:80", "10.0.0.3:80", "10.0.0.4:80"].map(info);
+    let Target::Service(balanced) = &*service(&all) else {
+        panic!("a Service")
+    };
+    let affinity = Some(Arc::new(Affinity::new(Duration::from_secs(3600))));
+    let sticky = |endpoints: &[Arc<EndpointInfo>]| {
+        Arc::new(Target::Service(ServiceTarget {
+            endpoints: endpoints.to_vec(),
+            affinity: affinity.clone(),
+            ..balanced.clone()
+        }))
+    };
+    let (sender, one) = watched_destination(sticky(&all));
+    let (_sender, other) = watched_destination(sticky(&all));
+    let only = |destination: &Destination| {
+        let picks = picks(destination, &[], 50);
+        assert_eq!(picks.len(), 1, "{picks:?}");
+        address(picks.keys().next().expect("an endpoint"))
+    };
+    let first = only(&one);
+    assert_eq!(only(&other), first);
+    // Another attempt of a request does not go to the same endpoint, and later requests follow it.
+    let second = picks(&one, &[first], 1);
+    let second = address(second.keys().next().expect("an endpoint"));
+    assert_ne!(second, first);
+    assert_eq!(only(&one), second);
+    // It refuses connections.
+    find(&one, &second.to_string()).begin().refused();
+    let third = only(&one);
+    assert_ne!(third, second);
+    // Discovery removes it.
+    let rest: Vec<_> = all
+        .into_iter()
+        .filter(|info| info.address != third)
+        .collect();
+    sender.send_replace(sticky(&rest));
+    assert_ne!(only(&one), third);
 }
 
 #[test]

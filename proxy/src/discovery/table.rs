@@ -409,7 +409,8 @@ impl Entry {
         }
     }
 
-    fn publish(&mut self, target: Target, version: String, position: Position) {
+    fn publish(&mut self, mut target: Target, version: String, position: Position) {
+        target.inherit_affinity(&self.sender.borrow());
         if !target.is_without_endpoint() {
             self.meshed = target.is_meshed();
         }
@@ -666,6 +667,34 @@ mod tests {
         assert_eq!(usable(), ["10.0.0.3:80"]);
         assert!(apply(&mut table, "5", delta(&[], &["10.0.0.3:80"])).is_empty());
         assert_eq!(usable(), ["10.0.0.2:80"]);
+    }
+
+    #[test]
+    fn session_affinity_continues_after_another_snapshot() {
+        let mut table = table();
+        let receiver = watch(&mut table);
+        let affinity = || match &**receiver.borrow() {
+            Target::Service(service) => service.affinity.clone(),
+            other => panic!("{other:?}"),
+        };
+        let sticky = |session_affinity_seconds| {
+            let Update::Snapshot(snapshot) = snapshot(Kind::Service, &["10.0.0.1:80"]) else {
+                panic!("it is a snapshot");
+            };
+            Update::Snapshot(Snapshot {
+                session_affinity_seconds,
+                ..snapshot
+            })
+        };
+        apply(&mut table, "1", sticky(60));
+        let first = affinity().expect("the Service has affinity");
+        apply(&mut table, "2", delta(&["10.0.0.2:80"], &[]));
+        apply(&mut table, "3", sticky(60));
+        assert!(Arc::ptr_eq(&first, &affinity().expect("the same")));
+        apply(&mut table, "4", sticky(30));
+        assert!(!Arc::ptr_eq(&first, &affinity().expect("another timeout")));
+        apply(&mut table, "5", sticky(0));
+        assert!(affinity().is_none());
     }
 
     #[test]

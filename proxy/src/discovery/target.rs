@@ -2,10 +2,13 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
+use std::time::Duration;
 
 use diy_mesh_proto::Identity;
 use diy_mesh_proto::mesh::v1::snapshot::Kind;
 use diy_mesh_proto::mesh::v1::{Delta, Endpoint, Snapshot};
+
+use super::affinity::Affinity;
 
 /// Target of a destination: where its connections may go.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,6 +55,8 @@ pub struct ServiceTarget {
     pub endpoints: Endpoints,
     /// Endpoints that terminate and still serve, sorted by address, without duplicates.
     pub draining: Endpoints,
+    /// The endpoint that requests keep, if the Service has session affinity.
+    pub affinity: Option<Arc<Affinity>>,
 }
 
 /// Endpoints in the order of their addresses.
@@ -121,6 +126,16 @@ pub struct EndpointInfo {
 }
 
 impl Target {
+    /// Continues the session affinity of an earlier target of the same Service.
+    pub fn inherit_affinity(&mut self, before: &Self) {
+        if let (Self::Service(service), Self::Service(before)) = (self, before)
+            && (&service.namespace, &service.name) == (&before.namespace, &before.name)
+            && service.affinity == before.affinity
+        {
+            service.affinity.clone_from(&before.affinity);
+        }
+    }
+
     /// Whether this is a Service without usable endpoints.
     pub fn is_without_endpoint(&self) -> bool {
         self.awaits_endpoint() || matches!(self, Self::UnknownPort(_))
@@ -181,6 +196,7 @@ pub(super) fn from_snapshot(
         unknown_port,
         ports,
         draining,
+        session_affinity_seconds,
         ..
     } = snapshot;
     match kind {
@@ -201,6 +217,10 @@ pub(super) fn from_snapshot(
                 app_protocol,
                 endpoints,
                 draining,
+                affinity: (session_affinity_seconds > 0).then(|| {
+                    let timeout = Duration::from_secs(session_affinity_seconds.into());
+                    Arc::new(Affinity::new(timeout))
+                }),
             }))
         }
         Kind::Pod => {
