@@ -47,6 +47,9 @@ pub enum Error {
     /// An address that cannot be bound.
     #[error("cannot listen on {0}: {1}")]
     Bind(SocketAddr, std::io::Error),
+    /// A failure of the admin server.
+    #[error("the admin server has failed: {0}")]
+    Admin(#[from] std::io::Error),
     /// A failure to provide certificates.
     #[error(transparent)]
     Publish(#[from] publish::Error),
@@ -128,7 +131,7 @@ impl Injector {
         });
         let admin = {
             let metrics = metrics.clone();
-            Admin::new(readiness.clone(), move || metrics.render()).serve(admin)
+            Admin::new(readiness.clone(), move || metrics.render()).serve_on_thread(admin)
         };
         let handler = webhook::handler(Arc::new(webhook::Webhook::new(
             config.settings.clone(),
@@ -151,7 +154,7 @@ impl Injector {
         let served = async { tokio::try_join!(ok(webhook), certificates, ok(signal)).map(|_| ()) };
         tokio::select! {
             result = served => result,
-            () = admin => Ok(()),
+            failed = admin => match failed? {},
         }
     }
 }
