@@ -77,6 +77,9 @@ pub enum Error {
     /// The serving certificate cannot be signed.
     #[error("cannot create the serving certificate: {0}")]
     Certificate(#[from] issuer::SignError),
+    /// The admin server has failed.
+    #[error("the admin server has failed: {0}")]
+    Admin(#[from] io::Error),
     /// The gRPC server has failed.
     #[error("the gRPC server has failed: {0}")]
     Grpc(#[from] tonic::transport::Error),
@@ -262,7 +265,7 @@ impl Controller {
         tracing::info!(grpc = %self.grpc.address, admin = %self.admin.address, "listening");
         tokio::select! {
             result = grpc => result,
-            () = admin.serve(self.admin.socket) => Ok(()),
+            failed = admin.serve_on_thread(self.admin.socket) => match failed? {},
             // These run until the servers end.
             _ = async { tokio::join!(
                 catalog, follow, synced, self.run_authority, signal, publish_events, observe_authority

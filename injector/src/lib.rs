@@ -50,6 +50,9 @@ pub enum Error {
     /// An address that cannot be bound.
     #[error("cannot listen on {0}: {1}")]
     Bind(SocketAddr, std::io::Error),
+    /// A failure of the admin server.
+    #[error("the admin server has failed: {0}")]
+    Admin(#[from] std::io::Error),
     /// A failure to provide certificates.
     #[error(transparent)]
     Publish(#[from] publish::Error),
@@ -131,7 +134,7 @@ impl Injector {
         });
         let admin = {
             let metrics = metrics.clone();
-            Admin::new(readiness.clone(), move || metrics.render()).serve(admin)
+            Admin::new(readiness.clone(), move || metrics.render()).serve_on_thread(admin)
         };
         let (events, queue) = Events::new();
         let handler = webhook::handler(Arc::new(webhook::Webhook::new(
@@ -156,7 +159,7 @@ impl Injector {
         let served = async { tokio::try_join!(ok(webhook), certificates, ok(signal)).map(|_| ()) };
         tokio::select! {
             result = served => result,
-            () = admin => Ok(()),
+            failed = admin => match failed? {},
         }
     }
 }
