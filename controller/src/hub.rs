@@ -355,9 +355,9 @@ impl Resources {
         }
     }
 
-    /// Waits for a notification. Cancel-safe.
-    pub async fn wait(&self) {
-        self.queue.wait().await;
+    /// A handle that waits for notifications.
+    pub fn notifications(&self) -> Notifications {
+        Notifications(self.queue.clone())
     }
 
     /// The next notification: a resource and its current state.
@@ -372,6 +372,16 @@ impl Resources {
                 return Some((resource, watched.published.clone()));
             }
         }
+    }
+}
+
+/// Waits for the notifications of a subscriber.
+pub struct Notifications(Arc<Queue<Resource>>);
+
+impl Notifications {
+    /// Waits for a notification. Cancel-safe.
+    pub async fn wait(&self) {
+        self.0.wait().await;
     }
 }
 
@@ -590,7 +600,7 @@ mod tests {
                 ),
             ]);
         }
-        reader.wait().await;
+        reader.notifications().wait().await;
         let (_, published) = reader.next().unwrap();
         assert_eq!(
             published.state.target.as_ref().unwrap().key,
@@ -612,14 +622,14 @@ mod tests {
         let following = tokio::spawn(async move { hub.follow(changes).await });
         let start = Instant::now();
         sender.send(pod("p", "10.0.0.1").into()).await.unwrap();
-        reader.wait().await;
+        reader.notifications().wait().await;
         assert_eq!(start.elapsed(), Duration::ZERO);
         reader.next().unwrap();
         for name in ["q", "r", "s"] {
             sender.send(pod(name, "10.0.0.1").into()).await.unwrap();
             tokio::time::sleep(PUBLICATION_INTERVAL / 5).await;
         }
-        reader.wait().await;
+        reader.notifications().wait().await;
         assert_eq!(
             start.elapsed().as_millis(),
             PUBLICATION_INTERVAL.as_millis()

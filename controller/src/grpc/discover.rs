@@ -5,15 +5,17 @@
 //! response is made from the latest state when the stream has capacity.
 
 use std::collections::HashMap;
+use std::convert::Infallible;
 use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 use bytes::Bytes;
 use diy_mesh_proto::mesh::v1 as proto;
+use futures::{Stream, stream};
 use proto::ResourceType;
 use proto::discover_request::Action;
 use proto::discover_response::Update as Response;
-use tokio::sync::mpsc::{self, Permit};
 use tonic::{Status, Streaming};
 
 use super::{frames, message};
@@ -35,76 +37,88 @@ const MAX_REASON_CHARS: usize = 256;
 /// Namespace, name and port of a Service.
 const MAX_BACKEND_BYTES: usize = 63 + 1 + 63 + 1 + 5;
 
-type Responses = mpsc::Sender<Result<Bytes, Status>>;
-
-/// Serves one stream until the client disconnects or sends an invalid request.
-pub(super) async fn run(
-    mut subscriptions: Subscriptions,
-    mut trust: TrustReceiver,
+/// Reads requests until one is invalid. Does not return after a client that sends no more requests:
+/// it may still read.
+pub(super) async fn read(
+    mut requests: Streaming<proto::DiscoverRequest>,
+    subscriptions: &SharedSubscriptions,
     proxy: &ConnectedGuard,
     metrics: &Metrics,
-    mut requests: Streaming<proto::DiscoverRequest>,
-    responses: &Responses,
-) -> Result<(), Status> {
-    trust.mark_changed();
-    let (mut reading, mut has_rejected) = (true, false);
-    loop {
-        tokio::select! {
-            permit = permit_for_roots(&mut trust, responses) => {
-                let Some(permit) = permit else { return Ok(()) };
-                let roots = frames::encode(&roots(&trust.borrow_and_update()));
-                send(permit, Sent::Roots, roots, metrics);
+) -> Result<Infallible, Status> {
+    let mut has_rejected = false;
+    while let Some(request) = requests.message().await? {
+        match request.action {
+            Some(Action::Subscribe(request)) => subscriptions.lock().subscribe(request)?,
+            Some(Action::Unsubscribe(request)) => subscriptions.lock().unsubscribe(request)?,
+            Some(Action::Status(status)) => {
+                proxy.update(proxy_status(status, SystemTime::now())?);
             }
-            request = requests.message(), if reading => match request?.map(|request| request.action) {
-                Some(Some(Action::Subscribe(request))) => subscriptions.subscribe(request)?,
-                Some(Some(Action::Unsubscribe(request))) => subscriptions.unsubscribe(request)?,
-                Some(Some(Action::Status(status))) => {
-                    proxy.update(proxy_status(status, SystemTime::now())?);
-                }
-                Some(Some(Action::Acknowledgement(request))) => {
-                    acknowledge(&request, &mut has_rejected, proxy, metrics);
-                }
-                Some(None) => tracing::debug!("ignoring a request with an action of a later release"),
-                // The client sends no more requests, and may still read.
-                None => reading = false,
-            },
-            // Roots first: without them, a proxy cannot verify endpoints.
-            permit = permit_for_update(&subscriptions.subscriber, responses), if !trust.has_changed().unwrap_or(false) => {
-                let Some(permit) = permit else { return Ok(()) };
-                if let Some((kind, response)) = subscriptions.next_response() {
-                    send(permit, kind, response, metrics);
-                }
+            Some(Action::Acknowledgement(request)) => {
+                acknowledge(&request, &mut has_rejected, proxy, metrics);
             }
+            None => tracing::debug!("ignoring a request with an action of a later release"),
         }
     }
+    std::future::pending().await
 }
 
-/// Waits for a notification and for capacity. `None`: the client has disconnected. Cancel-safe: the
-/// notification stays queued.
-async fn permit_for_update<'a>(
-    subscriber: &Resources,
-    responses: &'a Responses,
-) -> Option<Permit<'a, Result<Bytes, Status>>> {
-    subscriber.wait().await;
-    responses.reserve().await.ok()
+/// The responses of a stream, made when the client reads them, until `end` returns its status.
+pub(super) fn responses(
+    subscriptions: SharedSubscriptions,
+    mut trust: TrustReceiver,
+    metrics: Arc<Metrics>,
+    end: impl Future<Output = Status> + Send + Unpin + 'static,
+) -> impl Stream<Item = Result<Bytes, Status>> + Send + 'static {
+    trust.mark_changed();
+    let notifications = subscriptions.lock().subscriber.notifications();
+    let state = (subscriptions, trust, metrics, end, notifications);
+    stream::unfold(state, |mut state| async move {
+        let (subscriptions, trust, metrics, end, notifications) = &mut state;
+        let response = loop {
+            tokio::select! {
+                biased;
+                status = &mut *end => break Err(status),
+                // Roots first: without them, a proxy cannot verify endpoints.
+                () = changed(trust) => {
+                    metrics.roots.inc();
+                    break Ok(frames::encode(&roots(&trust.borrow_and_update())));
+                }
+                () = notifications.wait() => {
+                    if let Some((kind, response)) = subscriptions.lock().next_response() {
+                        count(kind, metrics);
+                        break Ok(response);
+                    }
+                }
+            }
+        };
+        Some((response, state))
+    })
 }
 
-/// Waits for unsent roots and for capacity. `None`: the client has disconnected. Cancel-safe: the
-/// roots stay marked as changed until they are sent.
-async fn permit_for_roots<'a>(
-    trust: &mut TrustReceiver,
-    responses: &'a Responses,
-) -> Option<Permit<'a, Result<Bytes, Status>>> {
+/// Waits for unsent roots.
+async fn changed(trust: &mut TrustReceiver) {
     if trust.changed().await.is_err() {
         // The authority has ended: there are no further roots.
-        std::future::pending::<()>().await;
+        std::future::pending().await
     }
-    trust.mark_changed();
-    responses.reserve().await.ok()
+}
+
+/// The subscriptions of a stream, which its requests change and its responses read.
+#[derive(Clone)]
+pub(super) struct SharedSubscriptions(Arc<Mutex<Subscriptions>>);
+
+impl SharedSubscriptions {
+    pub(super) fn new(subscriber: Resources, pod: Option<PodRef>) -> SharedSubscriptions {
+        SharedSubscriptions(Arc::new(Mutex::new(Subscriptions::new(subscriber, pod))))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Subscriptions> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// The resources that a client has subscribed to.
-pub(super) struct Subscriptions {
+struct Subscriptions {
     subscriber: Resources,
     /// The pod of the client, if its token is bound to one.
     pod: Option<PodRef>,
@@ -127,7 +141,7 @@ enum Known {
 }
 
 impl Subscriptions {
-    pub(super) fn new(subscriber: Resources, pod: Option<PodRef>) -> Subscriptions {
+    fn new(subscriber: Resources, pod: Option<PodRef>) -> Subscriptions {
         Subscriptions {
             subscriber,
             pod,
@@ -340,21 +354,18 @@ enum Sent {
     Delta,
     Unchanged,
     Unknown,
-    Roots,
     Workload,
 }
 
-fn send(permit: Permit<'_, Result<Bytes, Status>>, kind: Sent, response: Bytes, metrics: &Metrics) {
+fn count(kind: Sent, metrics: &Metrics) {
     let counter = match kind {
         Sent::Snapshot => &metrics.snapshots,
         Sent::Delta => &metrics.deltas,
         Sent::Unchanged => &metrics.unchanged,
         Sent::Unknown => &metrics.unknown,
-        Sent::Roots => &metrics.roots,
         Sent::Workload => &metrics.workloads,
     };
     counter.inc();
-    permit.send(Ok(response));
 }
 
 /// Parses a destination. IPv4-mapped IPv6 addresses become IPv4 addresses; scope IDs are ignored.
@@ -392,12 +403,18 @@ fn parse_backend(name: &str) -> Result<Resource, Status> {
 mod tests {
     use std::collections::BTreeMap;
 
+    use std::time::Duration;
+
+    use futures::{FutureExt, StreamExt};
     use prost::Message;
+    use tokio::sync::{oneshot, watch};
 
     use super::*;
+    use crate::authority::{Roots, self_signed};
     use crate::hub::Hub;
     use crate::index::object::Source;
     use crate::index::tests::Chance;
+    use crate::issuer::Issuer;
 
     /// The state of a destination in a proxy.
     #[derive(Debug, Default, PartialEq)]
@@ -512,6 +529,37 @@ mod tests {
             read(&mut fresh, &mut expected, 1000);
             assert_eq!(received, expected, "seed {seed}");
         }
+    }
+
+    #[tokio::test]
+    async fn responses_are_the_roots_the_updates_and_the_status_of_the_end() {
+        let now = SystemTime::now();
+        let (ca, key) = self_signed("cluster.local", now, Duration::from_secs(3600)).unwrap();
+        let (_keep, trust) = watch::channel(Arc::new(Trust {
+            issuer: Issuer::from_pem(&ca, &key, now).unwrap().into(),
+            roots: Roots::from_pem(&ca).unwrap().into(),
+            renew_within: Duration::ZERO,
+        }));
+        let hub = Hub::new([Source::Kubernetes]);
+        let subscriptions = SharedSubscriptions::new(hub.watch_resources(), None);
+        let destination = "10.0.0.1:80".parse().unwrap();
+        let request = subscribe(destination, "");
+        subscriptions.lock().subscribe(request).unwrap();
+        let metrics = Arc::new(Metrics::new(|_| Ok(())));
+        let (ended, end) = oneshot::channel();
+        let end = end.map(Result::unwrap);
+        let responses = responses(subscriptions, trust, metrics.clone(), end);
+        let mut responses = std::pin::pin!(responses);
+        for kind in ["roots", "unknown"] {
+            let response = responses.next().await.unwrap().unwrap();
+            let response = proto::DiscoverResponse::decode(&response[5..]).unwrap();
+            let text = format!("{:?}", response.update.unwrap()).to_lowercase();
+            assert!(text.starts_with(kind), "{text}");
+        }
+        assert_eq!((metrics.roots.get(), metrics.unknown.get()), (1, 1));
+        ended.send(Status::new(tonic::Code::Ok, "")).unwrap();
+        let status = responses.next().await.unwrap().unwrap_err();
+        assert_eq!(status.code(), tonic::Code::Ok);
     }
 
     #[test]

@@ -17,18 +17,18 @@ use std::time::{Duration, SystemTime};
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::{CAPABILITIES_METADATA, CAPABILITY_BACKEND, CAPABILITY_SELF};
 use diy_mesh_runtime::metrics::Active;
-use futures::Stream;
+use futures::{Stream, TryFutureExt};
 use hyper::header::HeaderValue;
 use proto::service_mesh_service_server::{SERVICE_NAME, ServiceMeshService};
 use rustls::ServerConfig;
 use tokio::net::TcpListener;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::body::Body;
 use tonic::metadata::MetadataMap;
 use tonic::transport::Server;
-use tonic::{Request, Response, Status, Streaming};
+use tonic::{Code, Request, Response, Status, Streaming};
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
@@ -39,7 +39,7 @@ use crate::index::object::Key;
 use crate::metrics::Metrics;
 use crate::proxies::Proxies;
 use crate::serving;
-use discover::Subscriptions;
+use discover::SharedSubscriptions;
 use frames::MeshServer;
 use sign::Signer;
 
@@ -51,6 +51,8 @@ const MAX_HEADER_LIST_BYTES: u32 = 32 * 1024;
 const MAX_CONCURRENT_STREAMS: u32 = 128;
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(20);
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(10);
+/// A Discover stream ends at one to two times this age.
+const MIN_STREAM_AGE: Duration = Duration::from_secs(30 * 60);
 /// Time for streams to end after shutdown.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(3);
 /// Responses that are queued for a client. No more are made before it has read these.
@@ -190,6 +192,12 @@ impl ServiceMeshService for Mesh {
     }
 }
 
+/// The age at which a Discover stream ends, so that its client connects again, perhaps to another
+/// replica. Random, so that streams that begin together do not end together.
+fn stream_age() -> Duration {
+    MIN_STREAM_AGE.mul_f64(1.0 + fastrand::f64())
+}
+
 /// What this controller announces: `self` only to a client that it can name a pod of.
 fn capabilities(caller: &Caller) -> HeaderValue {
     let of_pod = caller.pod.as_ref().map(|_| CAPABILITY_SELF);
@@ -230,13 +238,23 @@ impl Mesh {
         } = self.context.clone();
         let proxy = proxies.connect(&caller, SystemTime::now());
         let capabilities = capabilities(&caller);
-        let messages = self.stream(|responses| async move {
+        let subscriptions = SharedSubscriptions::new(hub.watch_resources(), caller.pod);
+        let (mut ended, end) = oneshot::channel::<Status>();
+        let end = end.unwrap_or_else(|_| Status::internal("the stream has failed"));
+        let responses = discover::responses(subscriptions.clone(), trust, metrics.clone(), end);
+        let (requests, stopping) = (request.into_inner(), self.context.stopping.clone());
+        tokio::spawn(async move {
             let _open = open;
-            let subscriptions = Subscriptions::new(hub.watch_resources(), caller.pod);
-            let requests = request.into_inner();
-            discover::run(subscriptions, trust, &proxy, &metrics, requests, &responses).await
+            let status = tokio::select! {
+                Err(status) = discover::read(requests, &subscriptions, &proxy, &metrics) => status,
+                () = ended.closed() => return,
+                () = stopping.cancelled() => CatalogError::Stopping.into(),
+                () = tokio::time::sleep(stream_age()) => Status::new(Code::Ok, ""),
+            };
+            // A client that reads no more does not receive this: the drain closes its connection.
+            let _ = ended.send(status);
         });
-        let mut response = frames::response(messages);
+        let mut response = frames::response(responses);
         let headers = response.headers_mut();
         headers.insert(CAPABILITIES_METADATA, capabilities);
         Ok(response)
@@ -297,6 +315,12 @@ fn service_key(name: &str) -> Result<Key, Status> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn streams_end_at_different_ages() {
+        let ages: BTreeSet<_> = (0..100).map(|_| stream_age()).collect();
+        assert!(ages.len() > 90 && ages.iter().all(|age| (1800..3600).contains(&age.as_secs())));
+    }
 
     #[test]
     fn service_names_have_two_parts() {
