@@ -4,11 +4,15 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz e2e tilt-ci bench bench-scale images dev-images load tools
+.PHONY: help demo test check fuzz e2e tilt-ci bench bench-scale images dev-images previous-images load load-previous tools
 
-APPS := controller injector proxy proxy-init http-client http-server grpc-client grpc-server
+MESH := controller injector proxy proxy-init
+APPS := $(MESH) http-client http-server grpc-client grpc-server
 TAG ?= dev
 IMAGES := $(APPS:%=diy-sm-%:$(TAG))
+
+# make e2e: tag of the images of the previous release. Empty: the tests that need them are skipped.
+PREVIOUS_TAG ?=
 
 # How images are built and loaded; the defaults are Docker's and kind's.
 DOCKER_BUILD ?= docker build
@@ -64,7 +68,7 @@ e2e: ## run the cluster tests on the cluster of KUBECONFIG, which needs the imag
 	@kubectl rollout restart -n service-mesh deployment 2>/dev/null || true # the images may have changed under the same tag
 	@cargo test --workspace --test kubernetes --test kubernetes_authority -- --ignored
 	@cargo build --bins # the command line tests run these programs
-	@E2E=1 cargo test --workspace --test 'cluster_*' -- --nocapture
+	@E2E=1 E2E_PREVIOUS_TAG=$(PREVIOUS_TAG) cargo test --workspace --test 'cluster_*' -- --nocapture
 
 tilt-ci: ## deploy with Tilt to a local cluster, wait until all workloads are healthy, clean up (ARGS=--network=host)
 	@tilt ci -- $(ARGS)
@@ -87,8 +91,16 @@ dev-images: tools ## build all images from a local cargo build, faster than imag
 	@cargo build --bins -p diy-mesh-controller -p diy-mesh-injector -p diy-mesh-proxy -p diy-mesh-proxy-init -p diy-mesh-sample-apps
 	@for app in $(APPS); do files=; [[ $$app != proxy-init ]] || files="$(IPTABLES)"; $(IMAGE) "diy-sm-$$app:$(TAG)" "$(TARGET_DIR)/debug/$$app" $$files; done
 
+previous-images: ## build the mesh's images of the commit in tests/previous-release, with the tag "previous"
+	@rm -rf $(TARGET_DIR)/previous && mkdir -p $(TARGET_DIR)/previous
+	@git archive "$$(<tests/previous-release)" | tar -x -C $(TARGET_DIR)/previous
+	@CARGO_TARGET_DIR=$(abspath $(TARGET_DIR))/previous-target $(MAKE) -C $(TARGET_DIR)/previous $(if $(IMAGE),dev-images IMAGE=$(IMAGE),images) TAG=previous APPS='$(MESH)'
+
 load: ## load the images into the cluster (LOAD='kind load docker-image')
 	@$(LOAD) $(IMAGES)
+
+load-previous: ## load the images of the previous release into the cluster (LOAD='kind load docker-image')
+	@$(LOAD) $(MESH:%=diy-sm-%:previous)
 
 # Both iptables backends for proxy-init.
 IPTABLES := $(foreach backend,nft legacy,/usr/sbin/xtables-$(backend)-multi=/usr/sbin/xtables-$(backend)-multi)

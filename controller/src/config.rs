@@ -9,6 +9,7 @@ use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser};
 use diy_mesh_proto::Identity;
 use diy_mesh_proto::identity::TRUST_DOMAIN;
+use diy_mesh_runtime::LogFormat;
 use tracing_subscriber::filter::Targets;
 
 use crate::authenticate::Jwks;
@@ -65,6 +66,14 @@ pub struct Config {
         default_value = "info,kube_runtime=error"
     )]
     pub log: Targets,
+    /// Format of the log: text, or json with one object per line
+    #[arg(
+        long,
+        env = "LOG_FORMAT",
+        value_name = "FORMAT",
+        default_value = "text"
+    )]
+    pub log_format: LogFormat,
 }
 
 /// Source of the catalog.

@@ -17,6 +17,8 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
+use crate::authenticate::PodRef;
+use crate::index::locality::{Location, Scope};
 use crate::index::object::{Change, Event, Key, Kind, Resource, Source};
 use crate::index::view::ServiceView;
 use crate::index::{Index, Touched};
@@ -61,15 +63,32 @@ pub struct Hub {
 struct Inner {
     index: Index,
     resources: BTreeMap<Resource, Watched>,
+    /// The destinations with subscribers by their port.
+    destinations_on: HashMap<u16, BTreeSet<SocketAddr>>,
     named: HashMap<Key, HashMap<u64, Arc<Queue<Key>>>>,
     all: HashMap<u64, Arc<Queue<Key>>>,
+    clients: HashMap<u64, Client>,
+    clients_of_pod: HashMap<Key, BTreeSet<u64>>,
     next_subscriber: u64,
 }
 
+/// A subscriber to resources.
+struct Client {
+    queue: Arc<Queue<Resource>>,
+    /// Its pod, if its token is bound to one.
+    pod: Option<PodRef>,
+    /// The location of its pod. Unknown until the pod is in the catalog.
+    location: Location,
+    subscribed: HashSet<Resource>,
+}
+
 /// A resource with subscribers.
+#[derive(Default)]
 struct Watched {
-    published: Arc<Published>,
-    subscribers: HashMap<u64, Arc<Queue<Resource>>>,
+    scope: Scope,
+    /// The states by the location of clients within the scope. One for most resources.
+    states: HashMap<Location, Arc<Published>>,
+    subscribers: BTreeSet<u64>,
 }
 
 /// Sizes for the metrics.
@@ -216,14 +235,26 @@ impl Hub {
         self.lock().index.service_keys()
     }
 
-    /// A subscriber without subscriptions.
-    pub fn watch_resources(&self) -> Resources {
-        let id = self.lock().next_id();
+    /// A subscriber without subscriptions, in the pod that its token is bound to, if any.
+    pub fn watch_resources(&self, pod: Option<PodRef>) -> Resources {
+        let mut inner = self.lock();
+        let id = inner.next_id();
+        let queue: Arc<Queue<Resource>> = Arc::default();
+        let key = pod.as_ref().map(PodRef::key);
+        let client = Client {
+            location: inner.location(pod.as_ref()),
+            queue: queue.clone(),
+            pod,
+            subscribed: HashSet::new(),
+        };
+        inner.clients.insert(id, client);
+        if let Some(key) = key {
+            inner.clients_of_pod.entry(key).or_default().insert(id);
+        }
         Resources {
             hub: self.clone(),
             id,
-            queue: Arc::default(),
-            subscribed: HashSet::new(),
+            queue,
         }
     }
 
@@ -283,6 +314,16 @@ impl Inner {
                 |resource| matches!(resource, Resource::Destination(other) if other.ip() == *ip),
             );
         }
+        for port in &touched.node_ports {
+            for address in self.destinations_on.get(port).into_iter().flatten() {
+                let resource = Resource::Destination(*address);
+                let watched = self.resources.get_mut(&resource);
+                watched
+                    .into_iter()
+                    .for_each(|watched| watched.update(&resource, &self.index, &self.clients));
+            }
+        }
+        self.relocate(touched);
         for pod in &touched.pods {
             let first = Resource::Workload(pod.clone(), "".into());
             self.publish_from(
@@ -307,13 +348,43 @@ impl Inner {
     fn publish_from(&mut self, first: Resource, is_affected: impl Fn(&Resource) -> bool) {
         let affected = self.resources.range_mut(first..);
         for (resource, watched) in affected.take_while(|(resource, _)| is_affected(resource)) {
-            let state = self.index.state(resource);
-            if state.version != watched.published.state.version {
-                watched.published = Arc::new(watched.published.successor(state));
-                let subscribers = watched.subscribers.values();
-                subscribers.for_each(|queue| queue.push(resource.clone()));
+            watched.update(resource, &self.index, &self.clients);
+        }
+    }
+
+    /// Moves the clients in pods and on nodes that have changed, and notifies them of the resources
+    /// that depend on their location.
+    fn relocate(&mut self, touched: &Touched) {
+        let pods = touched.pods.iter();
+        let in_pods = pods.filter_map(|pod| self.clients_of_pod.get(pod));
+        let mut moved: BTreeSet<u64> = in_pods.flatten().copied().collect();
+        if !touched.nodes.is_empty() {
+            let clients = self.clients.iter();
+            let on_nodes =
+                clients.filter(|(_, client)| touched.nodes.contains(&client.location.node));
+            moved.extend(on_nodes.map(|(id, _)| *id));
+        }
+        for id in moved {
+            let location = self.location(self.clients[&id].pod.as_ref());
+            let Some(client) = self.clients.get_mut(&id) else {
+                continue;
+            };
+            if std::mem::replace(&mut client.location, location) == client.location {
+                continue;
+            }
+            for resource in &client.subscribed {
+                if let Some(watched) = self.resources.get_mut(resource) {
+                    watched.add(resource, &self.index, &client.location, &HashMap::new());
+                    client.queue.push(resource.clone());
+                }
             }
         }
+    }
+
+    fn location(&self, pod: Option<&PodRef>) -> Location {
+        pod.map_or_else(Location::default, |pod| {
+            self.index.location(&pod.key(), &pod.uid)
+        })
     }
 
     fn next_id(&mut self) -> u64 {
@@ -322,12 +393,58 @@ impl Inner {
     }
 }
 
+impl Watched {
+    /// Adds the state for a location, if there is none. `before` are earlier states.
+    fn add(
+        &mut self,
+        resource: &Resource,
+        index: &Index,
+        location: &Location,
+        before: &HashMap<Location, Arc<Published>>,
+    ) {
+        let location = location.within(self.scope);
+        self.states.entry(location).or_insert_with_key(|location| {
+            let (_, state) = index.resolve(resource, location);
+            Published::next(before.get(location), state)
+        });
+    }
+
+    fn state(&self, location: &Location) -> Option<&Arc<Published>> {
+        self.states.get(&location.within(self.scope))
+    }
+
+    /// Resolves the resource again, and notifies the subscribers whose state has changed. Work is
+    /// done per location, and in most cases there is one.
+    fn update(&mut self, resource: &Resource, index: &Index, clients: &HashMap<u64, Client>) {
+        let (scope, state) = index.resolve(resource, &Location::default());
+        let before = std::mem::take(self);
+        self.scope = scope;
+        let version = |watched: &Watched, client: &Client| {
+            let published = watched.state(&client.location)?;
+            Some(published.state.version)
+        };
+        let shared = before.states.get(&Location::default());
+        let published = Published::next(shared, state);
+        let is_same = shared.is_some_and(|shared| Arc::ptr_eq(shared, &published));
+        let is_unchanged = is_same && scope == Scope::Cluster && before.scope == scope;
+        self.states.insert(Location::default(), published);
+        let subscribers = before.subscribers.iter();
+        let affected = subscribers.filter(|_| !is_unchanged);
+        for client in affected.filter_map(|id| clients.get(id)) {
+            self.add(resource, index, &client.location, &before.states);
+            if version(self, client) != version(&before, client) {
+                client.queue.push(resource.clone());
+            }
+        }
+        self.subscribers = before.subscribers;
+    }
+}
+
 /// A subscriber to resources. Dropping it ends its subscriptions.
 pub struct Resources {
     hub: Hub,
     id: u64,
     queue: Arc<Queue<Resource>>,
-    subscribed: HashSet<Resource>,
 }
 
 impl Resources {
@@ -335,23 +452,33 @@ impl Resources {
     pub fn subscribe(&mut self, resource: &Resource) {
         let mut inner = self.hub.lock();
         let Inner {
-            index, resources, ..
+            index,
+            resources,
+            clients,
+            destinations_on,
+            ..
         } = &mut *inner;
-        let watched = resources
-            .entry(resource.clone())
-            .or_insert_with(|| Watched {
-                published: Arc::new(Published::new(index.state(resource))),
-                subscribers: HashMap::new(),
-            });
-        watched.subscribers.insert(self.id, self.queue.clone());
-        self.subscribed.insert(resource.clone());
+        let client = clients.get_mut(&self.id).expect("self is a client");
+        let watched = resources.entry(resource.clone()).or_default();
+        if watched.subscribers.is_empty() {
+            (watched.scope, _) = index.resolve(resource, &Location::default());
+        }
+        if let Resource::Destination(address) = resource {
+            let same_port = destinations_on.entry(address.port()).or_default();
+            same_port.insert(*address);
+        }
+        watched.add(resource, index, &client.location, &HashMap::new());
+        watched.subscribers.insert(self.id);
+        client.subscribed.insert(resource.clone());
         self.queue.push(resource.clone());
     }
 
     /// Removes a subscription.
     pub fn unsubscribe(&mut self, resource: &Resource) {
-        if self.subscribed.remove(resource) {
-            forget(&mut self.hub.lock(), resource, self.id);
+        let mut inner = self.hub.lock();
+        let client = inner.clients.get_mut(&self.id);
+        if client.is_some_and(|client| client.subscribed.remove(resource)) {
+            forget(&mut inner, resource, self.id);
         }
     }
 
@@ -365,11 +492,13 @@ impl Resources {
         loop {
             let resource = self.queue.pop()?;
             let inner = self.hub.lock();
+            let client = inner.clients.get(&self.id)?;
             // A pending notification of a subscription that has ended is dropped.
             if let Some(watched) = inner.resources.get(&resource)
-                && watched.subscribers.contains_key(&self.id)
+                && watched.subscribers.contains(&self.id)
+                && let Some(state) = watched.state(&client.location)
             {
-                return Some((resource, watched.published.clone()));
+                return Some((resource, state.clone()));
             }
         }
     }
@@ -388,8 +517,19 @@ impl Notifications {
 impl Drop for Resources {
     fn drop(&mut self) {
         let mut inner = self.hub.lock();
-        for resource in &self.subscribed {
+        let Some(client) = inner.clients.remove(&self.id) else {
+            return;
+        };
+        for resource in &client.subscribed {
             forget(&mut inner, resource, self.id);
+        }
+        if let Some(key) = client.pod.as_ref().map(PodRef::key)
+            && let Some(clients) = inner.clients_of_pod.get_mut(&key)
+        {
+            clients.remove(&self.id);
+            if clients.is_empty() {
+                inner.clients_of_pod.remove(&key);
+            }
         }
     }
 }
@@ -399,6 +539,14 @@ fn forget(inner: &mut Inner, resource: &Resource, subscriber: u64) {
         watched.subscribers.remove(&subscriber);
         if watched.subscribers.is_empty() {
             inner.resources.remove(resource);
+            if let Resource::Destination(address) = resource
+                && let Some(same_port) = inner.destinations_on.get_mut(&address.port())
+            {
+                same_port.remove(address);
+                if same_port.is_empty() {
+                    inner.destinations_on.remove(&address.port());
+                }
+            }
         }
     }
 }
@@ -471,6 +619,7 @@ mod tests {
                 identity: None,
                 bypassed: Vec::new(),
                 inbound: Default::default(),
+                labels: Default::default(),
             }),
         )
     }
@@ -512,7 +661,7 @@ mod tests {
         };
         let hub = Hub::new([Source::Kubernetes]);
         hub.apply(resets(&["10.0.0.1", "10.0.0.2"]));
-        let mut reader = hub.watch_resources();
+        let mut reader = hub.watch_resources(None);
         reader.subscribe(&destination("10.96.0.1:80"));
         assert!(reader.next().is_some());
         // Each kind is listed again on its own, at another time.
@@ -545,7 +694,7 @@ mod tests {
         };
         let api = crate::index::tests::api_service("uid");
         let list = |kind, objects| Change::Reset(Source::Kubernetes, kind, objects);
-        let mut reader = hub.watch_resources();
+        let mut reader = hub.watch_resources(None);
         let position = |reader: &Resources| {
             let (_, published) = reader.next()?;
             let position = published.state.position.as_ref()?;
@@ -554,7 +703,7 @@ mod tests {
         hub.apply([event(list(Kind::Service, vec![api]), 10)]);
         hub.apply([event(list(Kind::Slice, vec![]), 11)]);
         hub.apply([event(list(Kind::Pod, vec![]), 12)]);
-        let mut other = hub.watch_resources();
+        let mut other = hub.watch_resources(None);
         other.subscribe(&destination("10.0.0.2:80"));
         reader.subscribe(&destination("10.0.0.1:80"));
         assert_eq!(position(&reader), Some(("uid".to_owned(), 12)));
@@ -588,7 +737,7 @@ mod tests {
     #[tokio::test]
     async fn slow_reader_gets_the_latest_state_once() {
         let hub = Hub::new([Source::Kubernetes]);
-        let mut reader = hub.watch_resources();
+        let mut reader = hub.watch_resources(None);
         reader.subscribe(&destination("10.0.0.1:80"));
         for round in 0..1000 {
             hub.apply([
@@ -616,7 +765,7 @@ mod tests {
     async fn publishes_a_change_at_once_and_a_burst_together() {
         let hub = Hub::new([Source::Kubernetes]);
         let (sender, changes) = mpsc::channel(100);
-        let mut reader = hub.watch_resources();
+        let mut reader = hub.watch_resources(None);
         reader.subscribe(&destination("10.0.0.1:80"));
         reader.next().unwrap();
         let following = tokio::spawn(async move { hub.follow(changes).await });
@@ -630,10 +779,8 @@ mod tests {
             tokio::time::sleep(PUBLICATION_INTERVAL / 5).await;
         }
         reader.notifications().wait().await;
-        assert_eq!(
-            start.elapsed().as_millis(),
-            PUBLICATION_INTERVAL.as_millis()
-        );
+        let elapsed = start.elapsed().as_millis();
+        assert_eq!(elapsed, PUBLICATION_INTERVAL.as_millis());
         let (_, published) = reader.next().unwrap();
         let target = published.state.target.as_ref().unwrap();
         assert_eq!((&*target.key.name, reader.next().is_none()), ("s", true));
@@ -644,7 +791,7 @@ mod tests {
     #[test]
     fn notifies_only_subscribers_of_changed_destinations() {
         let hub = Hub::new([Source::Kubernetes]);
-        let (mut one, mut other) = (hub.watch_resources(), hub.watch_resources());
+        let (mut one, mut other) = (hub.watch_resources(None), hub.watch_resources(None));
         one.subscribe(&destination("10.0.0.1:80"));
         other.subscribe(&destination("10.0.0.2:80"));
         assert!(one.next().is_some() && other.next().is_some());
@@ -657,9 +804,84 @@ mod tests {
     }
 
     #[test]
+    fn clients_on_one_node_share_the_states_of_a_local_service() {
+        let hub = Hub::new([Source::Kubernetes]);
+        let client = |name: &str| {
+            let pod = PodRef {
+                namespace: "shop".into(),
+                name: name.into(),
+                uid: "".into(),
+            };
+            let mut reader = hub.watch_resources(Some(pod));
+            reader.subscribe(&destination("10.96.0.1:80"));
+            reader
+        };
+        let on_node = |name: &str, node: &str| {
+            let Change::Apply(source, Object::Pod(pod)) = pod(name, "10.1.0.1") else {
+                panic!("a pod")
+            };
+            let node = node.into();
+            Change::Apply(source, Object::Pod(Pod { node, ..pod }))
+        };
+        let endpoints = |reader: &Resources| {
+            let state = reader.next()?.1.state.clone();
+            let endpoints = state.target.as_ref()?.endpoints.iter();
+            Some(
+                endpoints
+                    .map(|one| one.address.to_string())
+                    .collect::<Vec<_>>(),
+            )
+        };
+        let addresses = ["10.0.0.1", "10.0.0.2"];
+        let mut service = crate::index::tests::service_with_pods("web", "10.96.0.1", &addresses);
+        for object in &mut service {
+            match object {
+                Object::Service(service) => service.local_only = true,
+                Object::Slice(slice) => {
+                    slice.endpoints[0].node = "n1".into();
+                    slice.endpoints[1].node = "n2".into();
+                }
+                _ => {}
+            }
+        }
+        hub.apply([on_node("a", "n1"), on_node("b", "n1"), on_node("c", "n2")]);
+        let changes = service.iter().cloned();
+        hub.apply(changes.map(|object| Change::Apply(Source::Kubernetes, object)));
+        let (a, b, c, late) = (client("a"), client("b"), client("c"), client("late"));
+        let (first, second) = (
+            vec!["10.0.0.1:8080".to_owned()],
+            vec!["10.0.0.2:8080".to_owned()],
+        );
+        assert_eq!(endpoints(&a), Some(first.clone()));
+        assert_eq!(endpoints(&b), Some(first));
+        assert_eq!(endpoints(&c), Some(second.clone()));
+        assert_eq!(endpoints(&late), Some(vec![]), "its node is unknown");
+        let states = || {
+            hub.lock().resources[&destination("10.96.0.1:80")]
+                .states
+                .len()
+        };
+        assert_eq!(states(), 3);
+        // The catalog learns of the pod.
+        hub.apply([on_node("late", "n2")]);
+        assert_eq!(endpoints(&late), Some(second));
+        assert!(a.next().is_none() && c.next().is_none());
+        // The Service is the same for all clients again.
+        let Some(Object::Service(mut web)) = service.iter().rev().nth(1).cloned() else {
+            panic!("the Service comes before its slice")
+        };
+        web.local_only = false;
+        hub.apply([Change::Apply(Source::Kubernetes, Object::Service(web))]);
+        for reader in [&a, &b, &c, &late] {
+            assert_eq!(endpoints(reader).unwrap().len(), 2);
+        }
+        assert_eq!(states(), 1);
+    }
+
+    #[test]
     fn dropped_subscribers_leave_no_state() {
         let hub = Hub::new([Source::Kubernetes]);
-        let mut one = hub.watch_resources();
+        let mut one = hub.watch_resources(None);
         one.subscribe(&destination("10.0.0.1:80"));
         one.subscribe(&destination("10.0.0.1:81"));
         one.unsubscribe(&destination("10.0.0.1:81"));
@@ -670,6 +892,8 @@ mod tests {
         drop((one, services, all));
         let inner = hub.lock();
         assert!(inner.resources.is_empty() && inner.named.is_empty() && inner.all.is_empty());
+        assert!(inner.clients.is_empty() && inner.clients_of_pod.is_empty());
+        assert!(inner.destinations_on.is_empty());
     }
 
     #[test]
@@ -677,9 +901,15 @@ mod tests {
         for seed in 0..50 {
             let mut chance = Chance(fastrand::Rng::with_seed(seed));
             let hub = Hub::new([Source::Kubernetes]);
-            let mut readers: Vec<_> = (0..3)
-                .map(|_| (hub.watch_resources(), HashMap::new()))
-                .collect();
+            // Pods that come, go, and move between nodes.
+            let pods = ["p1", "p2", "p3"].map(|name| PodRef {
+                namespace: "shop".into(),
+                name: name.into(),
+                uid: "".into(),
+            });
+            let mut readers: Vec<_> = pods
+                .map(|pod| (hub.watch_resources(Some(pod)), HashMap::new()))
+                .into();
             for _ in 0..200 {
                 let count = chance.0.usize(..3);
                 let changes: Vec<Change> = (0..count).map(|_| chance.change()).collect();
@@ -700,11 +930,13 @@ mod tests {
                 while reader.queue.len() > 0 {
                     take(reader, known);
                 }
-                assert_eq!(known.len(), reader.subscribed.len(), "seed {seed}");
+                let subscribed = hub.lock().clients[&reader.id].subscribed.len();
+                assert_eq!(known.len(), subscribed, "seed {seed}");
+                let location = &hub.lock().clients[&reader.id].location.clone();
                 for (resource, published) in known {
                     assert_eq!(
                         *published.state,
-                        hub.lock().index.state(resource),
+                        hub.lock().index.resolve(resource, location).1,
                         "seed {seed}: {resource:?}"
                     );
                 }

@@ -7,7 +7,7 @@ use diy_mesh_runtime::{init_logging, shutdown_signal};
 
 fn main() -> ExitCode {
     let config = Config::load();
-    init_logging(config.log.clone());
+    init_logging(config.log.clone(), config.log_format);
     match run(config) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

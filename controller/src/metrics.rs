@@ -182,9 +182,10 @@ mod tests {
                 identity: None,
                 bypassed: Vec::new(),
                 inbound: Default::default(),
+                labels: Default::default(),
             }),
         )]);
-        let mut one = hub.watch_resources();
+        let mut one = hub.watch_resources(None);
         one.subscribe(&Resource::Destination("10.0.0.1:80".parse().unwrap()));
         let metrics = Metrics::new(move |encoder| encode_counts(&hub, encoder));
         metrics.deltas.inc_by(3);

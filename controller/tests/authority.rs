@@ -131,6 +131,7 @@ impl Replica {
                 Object::Pod(Pod {
                     bypassed: Vec::new(),
                     inbound: Default::default(),
+                    labels: Default::default(),
                     key: Key::new("shop", name),
                     uid: (*name).into(),
                     addresses: vec![],
@@ -447,6 +448,51 @@ async fn restores_loaded_ca_to_an_empty_store() {
         (one.roots().await, two.roots().await),
         (before.clone(), before)
     );
+}
+
+/// Removes the CA, as a cluster without the Secret, or empties its fields.
+fn lose_ca(folder: &Path, fields: Option<&str>) {
+    std::fs::remove_file(folder.join("rotation.json")).unwrap();
+    for name in ["tls.crt", "tls.key"] {
+        match fields {
+            Some(text) => write(folder, name, text),
+            None => std::fs::remove_file(folder.join(name)).unwrap(),
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn new_replicas_leave_an_empty_store_to_the_replica_with_the_ca() {
+    let (_dir, folder) = folder();
+    let one = Replica::start(&folder);
+    let before = one.roots().await;
+    until_published(&folder, &before).await;
+    lose_ca(&folder, None);
+    let (two, three) = (Replica::start(&folder), Replica::start(&folder));
+    for replica in [&one, &two, &three] {
+        assert_eq!(replica.roots().await, before);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn replaces_an_emptied_ca_that_no_replica_has_and_says_so() {
+    let (_dir, folder) = folder();
+    let one = Replica::start(&folder);
+    let before = one.roots().await;
+    until_published(&folder, &before).await;
+    one.kill().await;
+    lose_ca(&folder, Some("\n"));
+    let (one, two) = (Replica::start(&folder), Replica::start(&folder));
+    let after = one.roots().await;
+    assert_ne!(after, before);
+    assert_eq!(two.roots().await, after);
+    let status = two.until_phase(Phase::Steady).await;
+    let reason = status.rotation.reason;
+    assert!(
+        reason.contains("the CA was lost") && reason.contains("the file roots.pem"),
+        "{reason}"
+    );
+    until_published(&folder, &after).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -29,8 +29,8 @@ fn pod(name: &str, uid: &str, ip: &str) -> String {
         "---
 apiVersion: v1
 kind: Pod
-metadata: {{name: {name}, namespace: shop, uid: \"{uid}\", annotations: {{diy-service-mesh/status: injected}}}}
-spec: {{serviceAccountName: web, containers: []}}
+metadata: {{name: {name}, namespace: shop, uid: \"{uid}\"}}
+spec: {{serviceAccountName: web, initContainers: [{{name: proxy, env: [{{name: SERVICE_MESH_TOKEN_FILE}}]}}], containers: []}}
 status: {{phase: Running, podIP: {ip}, podIPs: [{{ip: {ip}}}]}}
 "
     )

@@ -60,10 +60,10 @@ async fn resolves_pod_address_on_any_port() {
 
 #[tokio::test]
 async fn endpoint_is_opaque_by_the_arguments_of_its_proxy() {
-    let spec = "initContainers: [{name: proxy, args: ['--opaque-ports=5432']}], containers: []";
+    let proxy = "{name: proxy, args: ['--opaque-ports=5432'], ";
     let sandbox = Sandbox::start(&[(
         "pod.yaml",
-        pod_manifest("db", "10.0.0.1").replace("containers: []", spec),
+        pod_manifest("db", "10.0.0.1").replace("{name: proxy, ", proxy),
     )])
     .await;
     let mut discover = sandbox.client().await.discover().await;
@@ -101,6 +101,33 @@ async fn unknown_address_becomes_known_and_unknown_again() {
 }
 
 #[tokio::test]
+async fn draining_endpoint_is_removed_for_proxies_that_do_not_know_draining_ones() {
+    let sandbox = Sandbox::start(&[("web.yaml", web(&["10.0.0.1", "10.0.0.2"]))]).await;
+    let mut discover = sandbox.client().await.discover().await;
+    discover.subscribe("10.96.0.7:80", "").await;
+    discover.said().await;
+    let leaving =
+        "{addresses: [10.0.0.1], conditions: {ready: false, serving: true, terminating: true}, ";
+    let all = web(&["10.0.0.1", "10.0.0.2"]).replace("{addresses: [10.0.0.1], ", leaving);
+    sandbox.write("web.yaml", &all);
+    let update = discover.answer().await.unwrap();
+    assert_eq!(say(&update), "10.96.0.7:80: +[] -[10.0.0.1:8080]");
+    let Some(Update::Delta(delta)) = update.update else {
+        panic!("a delta is enough")
+    };
+    assert_eq!(delta.draining[0].address, "10.0.0.1:8080");
+    // A new subscriber.
+    let mut discover = sandbox.client().await.discover().await;
+    discover.subscribe("10.96.0.7:80", "").await;
+    let Some(Update::Snapshot(snapshot)) = discover.answer().await.unwrap().update else {
+        panic!("a snapshot comes first")
+    };
+    assert_eq!(snapshot.endpoints[0].address, "10.0.0.2:8080");
+    assert_eq!(snapshot.draining[0].address, "10.0.0.1:8080");
+    assert_eq!((snapshot.endpoints.len(), snapshot.draining.len()), (1, 1));
+}
+
+#[tokio::test]
 async fn unknown_port_of_a_service_is_sent_with_the_ports_of_the_service() {
     let sandbox = Sandbox::start(&[("web.yaml", web(&["10.0.0.1"]))]).await;
     let mut discover = sandbox.client().await.discover().await;
@@ -128,9 +155,11 @@ fn own_pod(uid: &str, arguments: &str) -> String {
         .replace("name: web-1,", &format!("name: web-1, uid: '{uid}',"))
         .replace(
             "containers: []",
-            &format!(
-                "initContainers: [{{name: proxy, args: [{arguments}]}}], containers: [{{name: app, ports: [{{name: http, containerPort: 8080}}]}}]"
-            ),
+            "containers: [{name: app, ports: [{name: http, containerPort: 8080}]}]",
+        )
+        .replace(
+            "{name: proxy, ",
+            &format!("{{name: proxy, args: [{arguments}], "),
         )
 }
 

@@ -257,6 +257,7 @@ impl Replica {
                 identity: Some("spiffe://cluster.local/ns/shop/sa/web".into()),
                 bypassed: vec![],
                 inbound: Default::default(),
+                labels: Default::default(),
             }),
         )]);
     }

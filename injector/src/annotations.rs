@@ -38,10 +38,34 @@ pub const MEMORY_REQUEST: &str = "diy-service-mesh/proxy-memory-request";
 pub const MEMORY_LIMIT: &str = "diy-service-mesh/proxy-memory-limit";
 /// Log filter of the proxy.
 pub const LOG: &str = "diy-service-mesh/proxy-log";
+/// Format of the log of the proxy.
+pub const LOG_FORMAT: &str = "diy-service-mesh/proxy-log-format";
 /// Drain period of the proxy.
 pub const DRAIN: &str = "diy-service-mesh/proxy-drain";
 /// Marks injected pods. Written by the injector, read by the controller.
 pub const STATUS: &str = "diy-service-mesh/status";
+/// The prefix of all annotations.
+pub const PREFIX: &str = "diy-service-mesh/";
+/// All annotations.
+pub const ALL: [&str; 17] = [
+    INJECT,
+    SKIP_INBOUND_PORTS,
+    SKIP_OUTBOUND_PORTS,
+    DUMP,
+    DUMP_FORMAT,
+    INBOUND,
+    OPAQUE_PORTS,
+    ALLOW_CONNECT,
+    MAX_CONNECTION_AGE,
+    CPU_REQUEST,
+    CPU_LIMIT,
+    MEMORY_REQUEST,
+    MEMORY_LIMIT,
+    LOG,
+    LOG_FORMAT,
+    DRAIN,
+    STATUS,
+];
 /// The value of [`STATUS`].
 pub const STATUS_INJECTED: &str = "injected";
 
@@ -86,6 +110,11 @@ pub struct Options {
     pub allow_connect: bool,
     /// For `proxy --max-connection-age`, in seconds.
     pub max_connection_age: Option<u64>,
+}
+
+/// Whether an annotation has the prefix of the mesh, but no meaning, such as one with a typo.
+pub fn is_unknown(name: &str) -> bool {
+    name.starts_with(PREFIX) && !ALL.contains(&name)
 }
 
 /// Reads [`INJECT`].

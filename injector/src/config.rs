@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{CommandFactory, FromArgMatches, Parser, ValueEnum};
+use diy_mesh_runtime::LogFormat;
 use serde::Serialize;
 
 use crate::proxy_settings::ProxySettings;
@@ -83,6 +84,9 @@ pub struct Flags {
     /// info,diy_mesh_injector=debug [default: info]
     #[arg(long, env, value_name = "FILTER")]
     pub log: Option<String>,
+    /// Format of the log: text, or json with one object per line
+    #[arg(long, env, value_name = "FORMAT", default_value = "text")]
+    pub log_format: LogFormat,
 }
 
 /// The pull policy of an image, as in a Kubernetes container.

@@ -115,6 +115,10 @@ pub fn proxy(
 ) -> Value {
     let mut args = port_args(ports);
     args.push(format!("--log={}", own.proxy_log));
+    // Earlier proxies, which a pinned image may contain, do not know this flag.
+    args.extend(
+        (own.proxy_log_format != "text").then(|| format!("--log-format={}", own.proxy_log_format)),
+    );
     args.push(format!("--drain-seconds={}", own.proxy_drain));
     args.push(format!("--dump={}", own.proxy_dump));
     args.extend(arg("--dump-format", &options.dump_format));

@@ -18,7 +18,7 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    init_logging(filter);
+    init_logging(filter, flags.log_format);
     let config = match Config::from_flags(flags) {
         Ok(config) => config,
         Err(problems) => {
@@ -29,7 +29,7 @@ fn main() -> ExitCode {
     let Err(error) = serve(config) else {
         return ExitCode::SUCCESS;
     };
-    eprintln!("injector: {error}");
+    tracing::error!("{error}");
     ExitCode::FAILURE
 }
 

@@ -185,6 +185,7 @@ fn inject(settings: &Settings, candidate: Candidate<'_>) -> Result<Injection, Ve
         warnings: port_warning(ports)
             .into_iter()
             .chain(drain_warning(pod, &proxy))
+            .chain(unknown_annotations(&view))
             .collect(),
     })
 }
@@ -198,6 +199,14 @@ fn port_warning(ports: Ports) -> Option<String> {
     (ports != Ports::DEFAULT).then(|| {
         format!("a container declares a default port of the proxy; the proxy listens on {inbound} (inbound), {outbound} (outbound) and {admin} (admin) instead")
     })
+}
+
+fn unknown_annotations(view: &PodView<'_>) -> impl Iterator<Item = String> {
+    let names = view.annotations.into_iter().flat_map(|map| map.keys());
+    names
+        .filter(|name| annotations::is_unknown(name))
+        .take(MAX_REPORTED_PROBLEMS)
+        .map(|name| format!("annotation {} is unknown and has no effect", quoted(name)))
 }
 
 /// The kubelet ends the proxy with the pod, also before the end of a drain period that the pod

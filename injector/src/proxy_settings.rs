@@ -5,14 +5,13 @@ use clap::Args;
 use serde_json::{Map, Value, json};
 
 use crate::annotations::{
-    CPU_LIMIT, CPU_REQUEST, DRAIN, DUMP, LOG, MEMORY_LIMIT, MEMORY_REQUEST, non_empty, quoted,
-    seconds,
+    CPU_LIMIT, CPU_REQUEST, DRAIN, DUMP, LOG, LOG_FORMAT, MEMORY_LIMIT, MEMORY_REQUEST, non_empty,
+    quoted, seconds,
 };
 
 /// The least memory that a proxy divides among its connections.
 const MIN_MEMORY_LIMIT: u128 = 32 * 1024 * 1024 * 1000;
 const MAX_DRAIN_SECONDS: u64 = 3600;
-const DUMPS: [&str; 3] = ["full", "headers", "off"];
 const LEVELS: [&str; 6] = ["error", "warn", "info", "debug", "trace", "off"];
 
 /// The settings of a proxy.
@@ -33,6 +32,9 @@ pub struct ProxySettings {
     /// Log level of a proxy, or a filter by module
     #[arg(long, env, value_name = "FILTER", value_parser = log, default_value = "info")]
     pub proxy_log: String,
+    /// Format of the log of a proxy: text or json
+    #[arg(long, env, value_name = "FORMAT", value_parser = log_format, default_value = "text")]
+    pub proxy_log_format: &'static str,
     /// Drain period of a proxy after SIGTERM, from 1s to 1h
     #[arg(long, env, value_name = "DURATION", value_parser = drain, default_value = "20s")]
     pub proxy_drain: u64,
@@ -75,6 +77,13 @@ impl ProxySettings {
             problems,
         );
         read(pod, LOG, log, &mut settings.proxy_log, problems);
+        read(
+            pod,
+            LOG_FORMAT,
+            log_format,
+            &mut settings.proxy_log_format,
+            problems,
+        );
         read(pod, DRAIN, drain, &mut settings.proxy_drain, problems);
         read(pod, DUMP, dump, &mut settings.proxy_dump, problems);
         settings
@@ -213,10 +222,16 @@ fn drain(text: &str) -> Result<u64, &'static str> {
 }
 
 fn dump(text: &str) -> Result<&'static str, &'static str> {
-    DUMPS
-        .into_iter()
-        .find(|known| text.eq_ignore_ascii_case(known))
-        .ok_or("expected one of full, headers, off")
+    one_of(&["full", "headers", "off"], text).ok_or("expected one of full, headers, off")
+}
+
+fn log_format(text: &str) -> Result<&'static str, &'static str> {
+    one_of(&["text", "json"], text).ok_or("expected one of text, json")
+}
+
+fn one_of(known: &[&'static str], text: &str) -> Option<&'static str> {
+    let mut known = known.iter().copied();
+    known.find(|known| text.eq_ignore_ascii_case(known))
 }
 
 #[cfg(test)]
@@ -230,6 +245,7 @@ mod tests {
             proxy_memory_request: quantity("16Mi").expect("valid"),
             proxy_memory_limit: memory_limit("256Mi").expect("valid"),
             proxy_log: "info".into(),
+            proxy_log_format: "text",
             proxy_drain: 20,
             proxy_dump: "headers",
         }
@@ -303,6 +319,7 @@ mod tests {
             ),
             (DRAIN, &["20", "0s", "2h", "61m"]),
             (DUMP, &["loud"]),
+            (LOG_FORMAT, &["xml"]),
         ] {
             for value in values {
                 let problems = for_pod(json!({name: value})).expect_err(value);

@@ -10,6 +10,7 @@ use clap::builder::styling::Styles;
 use clap::error::ErrorKind;
 use clap::{CommandFactory as _, Parser, ValueEnum, value_parser};
 use diy_mesh_proto::Identity;
+use diy_mesh_runtime::LogFormat;
 use http::Uri;
 use tracing_subscriber::filter::Targets;
 
@@ -122,6 +123,14 @@ pub struct RawConfig {
     /// Filter of the log on standard error, for example info or diy_mesh_proxy=debug
     #[arg(long, env = "LOG", value_name = "FILTER", default_value = "info")]
     log: Targets,
+    /// Format of the log: text, or json with one object per line
+    #[arg(
+        long,
+        env = "LOG_FORMAT",
+        value_name = "FORMAT",
+        default_value = "text"
+    )]
+    log_format: LogFormat,
 }
 
 /// Which inbound connections the proxy accepts.
@@ -176,6 +185,8 @@ pub struct Config {
     pub pod: String,
     /// Filter of the log.
     pub log: Targets,
+    /// Format of the log.
+    pub log_format: LogFormat,
 }
 
 /// What authenticates the controller.
@@ -242,6 +253,7 @@ impl Config {
             token_file: raw.token_file,
             pod: format!("{}/{}", raw.pod_namespace, raw.pod_name),
             log: raw.log,
+            log_format: raw.log_format,
         })
     }
 }
@@ -383,6 +395,7 @@ mod tests {
                 "spiffe://",
             ),
             ("log", "--log=a=b=c", "a=b=c"),
+            ("log-format", "--log-format=xml", "text or json"),
         ] {
             let report = with(name, &[value]).unwrap_err();
             assert!(

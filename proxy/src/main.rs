@@ -9,11 +9,11 @@ use diy_mesh_runtime::init_logging;
 
 fn main() -> ExitCode {
     let config = Config::load();
-    init_logging(config.log.clone());
+    init_logging(config.log.clone(), config.log_format);
     match run(config) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("proxy: {error:#}");
+            tracing::error!("{error:#}");
             ExitCode::FAILURE
         }
     }

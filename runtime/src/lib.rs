@@ -14,7 +14,7 @@ use backon::{BackoffBuilder as _, ExponentialBackoff, ExponentialBuilder};
 
 pub use admin::{Admin, Page};
 pub use process::{
-    error_chain, init_logging, max_open_files, raise_max_open_files, shutdown_signal,
+    LogFormat, error_chain, init_logging, max_open_files, raise_max_open_files, shutdown_signal,
 };
 pub use readiness::{Condition, Readiness};
 

@@ -2,21 +2,64 @@
 
 use std::error::Error;
 use std::io::{self, IsTerminal as _};
+use std::str::FromStr;
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
+use tracing::Subscriber;
+use tracing_subscriber::Layer;
 use tracing_subscriber::filter::Targets;
+use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::prelude::*;
+use tracing_subscriber::registry::LookupSpan;
 
-/// Writes logs to stderr, in color if it is a terminal.
-pub fn init_logging(filter: Targets) {
-    let lines = tracing_subscriber::fmt::layer()
-        .with_writer(io::stderr)
-        .with_ansi(io::stderr().is_terminal());
+/// The format of logs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LogFormat {
+    /// Lines for people.
+    Text,
+    /// One JSON object per line: `timestamp`, `level`, `target`, `message`, and further fields.
+    Json,
+}
+
+impl FromStr for LogFormat {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, &'static str> {
+        match text {
+            "text" => Ok(Self::Text),
+            "json" => Ok(Self::Json),
+            _ => Err("expected text or json"),
+        }
+    }
+}
+
+/// Writes logs to stderr, as text in color if it is a terminal.
+pub fn init_logging(filter: Targets, format: LogFormat) {
+    let text = (format == LogFormat::Text).then(|| {
+        tracing_subscriber::fmt::layer()
+            .with_writer(io::stderr)
+            .with_ansi(io::stderr().is_terminal())
+    });
+    let json = (format == LogFormat::Json).then(|| json_lines(io::stderr));
     tracing_subscriber::registry()
         .with(filter)
-        .with(lines)
+        .with(text)
+        .with(json)
         .init();
+}
+
+fn json_lines<S, W>(writer: W) -> impl Layer<S>
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+    W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
+{
+    tracing_subscriber::fmt::layer()
+        .json()
+        .flatten_event(true)
+        .with_current_span(false)
+        .with_span_list(false)
+        .with_writer(writer)
 }
 
 /// Registers for SIGTERM and SIGINT at once. The returned future completes at the first of them.
@@ -64,6 +107,8 @@ pub fn error_chain(error: &(dyn Error + 'static)) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Mutex;
+
     use super::*;
 
     #[derive(Debug)]
@@ -79,6 +124,39 @@ mod tests {
         fn source(&self) -> Option<&(dyn Error + 'static)> {
             self.1.as_ref().map(|cause| &**cause as _)
         }
+    }
+
+    #[test]
+    fn json_logs_contain_one_object_per_line() {
+        static OUTPUT: Mutex<Vec<u8>> = Mutex::new(Vec::new());
+        struct Output;
+        impl io::Write for Output {
+            fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+                OUTPUT.lock().unwrap().extend_from_slice(bytes);
+                Ok(bytes.len())
+            }
+            fn flush(&mut self) -> io::Result<()> {
+                Ok(())
+            }
+        }
+        let logs = tracing_subscriber::registry().with(json_lines(|| Output));
+        tracing::subscriber::with_default(logs, || {
+            tracing::info!(pod = "shop/a", "first \"line\"\nstill the first");
+            tracing::warn!("second");
+        });
+        let output = String::from_utf8(OUTPUT.lock().unwrap().clone()).unwrap();
+        let lines: Vec<_> = output.lines().collect();
+        assert_eq!(lines.len(), 2, "{output}");
+        for part in [
+            r#"{"timestamp":""#,
+            r#""level":"INFO""#,
+            r#""message":"first \"line\"\nstill the first""#,
+            r#""pod":"shop/a""#,
+            r#""target":"diy_mesh_runtime::process::tests""#,
+        ] {
+            assert!(lines[0].contains(part), "{part}: {output}");
+        }
+        assert!(lines[1].contains(r#""level":"WARN""#), "{output}");
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! `mesh check` on a cluster: passes on a healthy mesh, and reports an invalid caBundle and a pod
-//! without a proxy.
+//! `mesh check` on a cluster: passes on a healthy mesh, and reports an invalid caBundle, a pod
+//! without a proxy, a workload without pods, and why a proxy is not ready.
 
 use std::process::Command;
 
@@ -35,6 +35,8 @@ fn healthy_mesh_passes_and_problems_are_reported() -> Result<()> {
             }
         })?;
         reports_pod_without_proxy(namespace)?;
+        reports_workload_without_pods(namespace)?;
+        prints_the_reasons_of_a_proxy_that_is_not_ready(namespace)?;
         let outage = InjectorOutage::new()?;
         let result = reports_foreign_ca_bundle(namespace);
         drop(outage);
@@ -67,6 +69,82 @@ spec:
     ensure!(finding["level"] == "problem" && named, "{finding:#}");
     namespace
         .kubectl(&["delete", "pod/outside", "--wait=true"])
+        .map(drop)
+}
+
+fn reports_workload_without_pods(namespace: &Namespace) -> Result<()> {
+    namespace.apply(
+        "
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: refused, annotations: {diy-service-mesh/inject: 'true'}}
+spec:
+  selector: {matchLabels: {app: refused}}
+  template:
+    metadata:
+      labels: {app: refused}
+      annotations: {diy-service-mesh/inject: 'true', diy-service-mesh/max-connection-age: never}
+    spec:
+      containers: [{name: server, image: 'diy-sm-http-server:dev', imagePullPolicy: IfNotPresent}]
+",
+    )?;
+    let name = format!("Deployment {}/refused: ", namespace.name);
+    wait_for("the rejected annotation is reported", || {
+        let report = check()?;
+        let findings = report["checks"].as_array().context("a list")?.iter();
+        let details: Vec<&str> = findings
+            .filter(|finding| finding["check"] == "workloads")
+            .flat_map(|finding| finding["details"].as_array().into_iter().flatten())
+            .filter_map(|detail| detail.as_str()?.strip_prefix(&name))
+            .collect();
+        let is_complete = matches!(details[..], [failure, "diy-service-mesh/inject"]
+            if failure.starts_with("FailedCreate: ") && failure.contains("max-connection-age is \"never\""));
+        if is_complete {
+            Ok(Some(()))
+        } else {
+            Err(anyhow::anyhow!("{report:#}"))
+        }
+    })?;
+    namespace
+        .kubectl(&["delete", "deployment/refused"])
+        .map(drop)
+}
+
+/// A pod that looks injected, with a server without `/ready` in place of the proxy.
+fn prints_the_reasons_of_a_proxy_that_is_not_ready(namespace: &Namespace) -> Result<()> {
+    namespace.apply(
+        "
+apiVersion: v1
+kind: Pod
+metadata: {name: stuck, annotations: {diy-service-mesh/status: injected}}
+spec:
+  terminationGracePeriodSeconds: 0
+  initContainers:
+    - name: proxy
+      image: diy-sm-http-server:dev
+      imagePullPolicy: IfNotPresent
+      restartPolicy: Always
+      env: [{name: LISTEN_PORT, value: '4001'}]
+      readinessProbe: {httpGet: {path: /ready, port: 4001}, periodSeconds: 1}
+  containers: [{name: server, image: 'diy-sm-http-server:dev', imagePullPolicy: IfNotPresent}]
+",
+    )?;
+    let name = format!("{}/stuck: proxy is running but not ready: ", namespace.name);
+    wait_for("the response of /ready is reported", || {
+        let report = check()?;
+        let finding = finding(&report, "proxies").context("proxies are checked")?;
+        let details = finding["details"].as_array().into_iter().flatten();
+        let is_named = details
+            .filter_map(|detail| detail.as_str()?.strip_prefix(&name))
+            .any(|reasons| reasons.contains("this server answers /hello"));
+        if is_named {
+            Ok(Some(()))
+        } else {
+            Err(anyhow::anyhow!("{finding:#}"))
+        }
+    })?;
+    namespace
+        .kubectl(&["delete", "pod/stuck", "--wait=true"])
         .map(drop)
 }
 

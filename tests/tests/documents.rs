@@ -125,22 +125,38 @@ fn readme_lists_all_error_codes() {
 
 #[test]
 fn security_promises_name_existing_tests() {
+    let tests = tests_named_in("docs/security.md", "## Promises", "## Limits", "promise");
+    assert!(tests > 20, "cannot parse docs/security.md: {tests} tests");
+}
+
+#[test]
+fn kubernetes_fields_name_existing_tests() {
+    let section = ("## Kubernetes fields", "### Fields without effect");
+    let tests = tests_named_in("docs/reference.md", section.0, section.1, "field");
+    assert!(tests > 20, "cannot parse docs/reference.md: {tests} tests");
+}
+
+/// Checks that each row of the tables between two headings names tests in its last column, and that
+/// they exist. Returns their number. `header` begins the first row of each table.
+fn tests_named_in(document: &str, from: &str, to: &str, header: &str) -> usize {
     let code: String = files_with_extension("", "rs")
         .iter()
         .map(|path| read(path))
         .collect();
-    let document = read(Path::new("docs/security.md"));
-    let promises = document
-        .split("## Promises")
+    let text = read(Path::new(document));
+    let section = text
+        .split(from)
         .nth(1)
-        .and_then(|rest| rest.split("## Limits").next())
-        .expect("docs/security.md has promises and limits");
-    let rows = promises
+        .and_then(|rest| rest.split(to).next())
+        .expect("the document has both headings");
+    let is_header = |line: &str| line.starts_with(&format!("| {header} |"));
+    let rows = section
         .lines()
-        .filter(|line| line.starts_with('|') && !line.starts_with("| promise"));
+        .filter(|line| line.starts_with('|') && !is_header(line));
     let (mut missing, mut tests) = (Vec::new(), 0);
     for row in rows.filter(|row| !row.starts_with("|---")) {
-        let cell = row.split('|').nth(2).unwrap_or_default();
+        let cell = row.trim_end_matches('|').rsplit('|').next();
+        let cell = cell.unwrap_or_default();
         let named: Vec<&str> = cell.split('`').skip(1).step_by(2).collect();
         assert!(!named.is_empty(), "no test in: {row}");
         tests += named.len();
@@ -153,8 +169,8 @@ fn security_promises_name_existing_tests() {
                 .map(str::to_owned),
         );
     }
-    assert!(tests > 20, "cannot parse docs/security.md: {tests} tests");
-    assert_none("tests that docs/security.md names do not exist", missing);
+    assert_none("tests that the document names do not exist", missing);
+    tests
 }
 
 #[test]

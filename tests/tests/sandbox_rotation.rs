@@ -12,7 +12,7 @@ use std::{
 
 use diy_mesh::sandbox::{Sandbox, View, protocol::PodView};
 use diy_mesh_tests::sandbox::{
-    MESHED, READY_TIMEOUT, http_server, identity, identity_when, mesh, shell, single_pod,
+    MESHED, READY_TIMEOUT, get, http_server, identity, identity_when, mesh, shell, single_pod,
     under_load, with_controller,
 };
 use serde_json::Value;
@@ -30,6 +30,12 @@ const PROXIES: usize = 3;
 const PHASES: [&str; 2] = ["announcing", "switched"];
 /// Limit for rotation phases.
 const ROTATION_TIMEOUT: Duration = Duration::from_secs(3 * READY_TIMEOUT.as_secs());
+
+/// Kills the controller of the pod in which the script runs. Processes of all pods are visible: the
+/// network namespace identifies those of the pod.
+const KILL: &str = "for process in /proc/[0-9]*; do
+    read -r name < $process/comm && [ \"$name\" = controller ] && [ $process/ns/net -ef /proc/self/ns/net ] && exec kill -9 ${process#/proc/}
+done 2> /dev/null; exit 1";
 
 /// Starts two meshed servers and a meshed client.
 fn short_lived(life: &str) -> Option<(Sandbox, PodView)> {
@@ -103,6 +109,65 @@ fn rotation_completes_despite_crashes_and_can_be_abandoned() {
     });
     assert_eq!(unexpected_warnings(&sandbox), [""; 0]);
     assert_client_identity_of_all_requests(&sandbox);
+}
+
+#[test]
+fn mesh_that_lost_its_ca_recovers() {
+    let objects = format!("{}---{}", http_server(1, "1.0", MESHED), shell(MESHED));
+    let Some(sandbox) = with_controller(&[], &objects) else {
+        return;
+    };
+    let client = single_pod(&sandbox, "clients", "shell");
+    let before = identity(&sandbox);
+    // No replica that has loaded the CA survives.
+    let lose = format!("rm -f /run/authority/tls.* /run/authority/rotation.json; {KILL}");
+    let pods = controllers(&sandbox);
+    thread::scope(|scope| {
+        for pod in &pods {
+            scope.spawn(|| run(&sandbox, pod, &lose));
+        }
+    });
+    for pod in &pods {
+        let restarted = |view: &View| {
+            let now = view.pods.get(&pod.full_name())?;
+            (now.ready && now.restarts() > pod.restarts()).then_some(())
+        };
+        sandbox
+            .wait("a controller with a new CA", ROTATION_TIMEOUT, restarted)
+            .unwrap();
+    }
+    // The regular renewal after a change of the issuer takes up to ten minutes.
+    let is_recovered = |now: &Value| {
+        let (id, workloads) = (&now["issuer"]["id"], now["workloads"].as_array().unwrap());
+        *id != before["issuer"]["id"]
+            && workloads.len() == 2
+            && workloads
+                .iter()
+                .all(|one| one["certificate_issuer"] == *id && one["acknowledged"] == true)
+    };
+    identity_when(
+        &sandbox,
+        "certificates of the new CA",
+        READY_TIMEOUT,
+        is_recovered,
+    );
+    let page = mesh(&sandbox, &["identity"]).stdout;
+    assert!(page.contains("the CA was lost"), "{page}");
+    let hello = || {
+        get(
+            &sandbox,
+            &client,
+            "shell",
+            "http-server.servers",
+            80,
+            "/hello",
+        )
+    };
+    hello();
+    // New pods trust only the new root.
+    sandbox.apply(&http_server(1, "2.0", MESHED)).unwrap();
+    sandbox.wait_settled(READY_TIMEOUT).unwrap();
+    hello();
 }
 
 /// Rotates the root and calls `disturb` in each phase, which returns the phases in which
@@ -314,10 +379,6 @@ fn controllers(sandbox: &Sandbox) -> Vec<PodView> {
 
 /// Kills controllers concurrently. Returns the phases at their restarts.
 fn kill(sandbox: &Sandbox, pods: &[PodView]) -> Vec<String> {
-    // Processes of all pods are visible: the network namespace identifies those of the pod.
-    const KILL: &str = "for process in /proc/[0-9]*; do
-        read -r name < $process/comm && [ \"$name\" = controller ] && [ $process/ns/net -ef /proc/self/ns/net ] && exec kill -9 ${process#/proc/}
-    done 2> /dev/null; exit 1";
     let begun: Vec<usize> = pods
         .iter()
         .map(|pod| start_phases(&sandbox.view(), pod).len())
@@ -325,13 +386,7 @@ fn kill(sandbox: &Sandbox, pods: &[PodView]) -> Vec<String> {
     thread::scope(|scope| {
         for pod in pods {
             scope.spawn(|| {
-                assert_eq!(
-                    sandbox
-                        .exec(pod, "controller", &["bash", "-c", KILL])
-                        .unwrap()
-                        .code,
-                    0
-                )
+                run(sandbox, pod, KILL);
             });
         }
     });
@@ -348,6 +403,12 @@ fn kill(sandbox: &Sandbox, pods: &[PodView]) -> Vec<String> {
         phase_at_start(sandbox, pod, begun)
     };
     pods.iter().zip(begun).map(again).collect()
+}
+
+/// Runs a script in the pod of a controller.
+fn run(sandbox: &Sandbox, pod: &PodView, script: &str) {
+    let output = sandbox.exec(pod, "controller", &["bash", "-c", script]);
+    assert_eq!(output.unwrap().code, 0, "{script}");
 }
 
 /// Phase of a controller at its start number `time`, counted from 0.

@@ -63,9 +63,9 @@ fn manifest(number: usize, pod: &Pod) -> Value {
         "apiVersion": "v1", "kind": "Pod",
         "metadata": {
             "name": pod.name, "namespace": pod.namespace, "uid": pod.uid,
-            "annotations": { "diy-service-mesh/inject": "true", "diy-service-mesh/status": "injected" },
         },
-        "spec": { "serviceAccountName": pod.namespace, "containers": [{ "name": "till", "image": "till" }] },
+        "spec": { "serviceAccountName": pod.namespace, "containers": [{ "name": "till", "image": "till" }],
+            "initContainers": [{ "name": "proxy", "env": [{ "name": "SERVICE_MESH_TOKEN_FILE" }] }] },
         "status": {
             "phase": "Running", "podIP": address, "podIPs": [{ "ip": address }],
             "conditions": [{ "type": "Ready", "status": "False" }],

@@ -182,9 +182,9 @@ fn pod(workload: Workload) -> serde_json::Value {
         "apiVersion": "v1", "kind": "Pod",
         "metadata": {
             "name": name, "namespace": name, "uid": workload.pod().uid, "labels": { "app": name },
-            "annotations": { "diy-service-mesh/inject": "true", "diy-service-mesh/status": "injected" },
         },
-        "spec": { "serviceAccountName": name, "containers": [{ "name": name, "image": name }] },
+        "spec": { "serviceAccountName": name, "containers": [{ "name": name, "image": name }],
+            "initContainers": [{ "name": "proxy", "env": [{ "name": "SERVICE_MESH_TOKEN_FILE" }] }] },
         "status": {
             "phase": "Running", "podIP": address, "podIPs": [{ "ip": address }],
             "conditions": [{ "type": "Ready", "status": "True" }],

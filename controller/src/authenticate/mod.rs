@@ -18,6 +18,7 @@ use tokio::sync::Semaphore;
 use tonic::Status;
 use tonic::metadata::MetadataMap;
 
+use crate::index::object::Key;
 use crate::metrics::Metrics;
 pub use jwks::Jwks;
 pub use tokenreview::TokenReviews;
@@ -56,6 +57,14 @@ pub struct PodRef {
 }
 
 impl PodRef {
+    /// Namespace and name.
+    pub fn key(&self) -> Key {
+        Key {
+            namespace: self.namespace.clone(),
+            name: self.name.clone(),
+        }
+    }
+
     /// The pod of a service account's token, in the namespace of the account. `None` if a part is
     /// missing.
     fn of(user: &str, name: Option<&str>, uid: Option<&str>) -> Option<PodRef> {

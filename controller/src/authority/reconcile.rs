@@ -33,6 +33,9 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 /// Time until the loaded state is written to an empty store. An operator may replace it in two
 /// steps.
 const RESTORE_DELAY: Duration = Duration::from_secs(5);
+/// Time until a CA is generated for an empty store that had one: replicas that have loaded it notice
+/// the loss within a report interval, and restore it first.
+const GENERATE_DELAY: Duration = Duration::from_secs(20);
 /// Writes by others between a read and a write, until they count as an error.
 const MAX_CONFLICTS: usize = 10;
 const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(250);
@@ -130,8 +133,9 @@ impl<S: Store> Reconciler<S> {
     }
 
     async fn reconcile(&mut self, memory: &mut Memory) -> Result<Outcome, Error> {
-        let Some(stored) = self.store.read().await? else {
-            return self.fill_empty_store(memory).await;
+        let stored = match self.store.read().await? {
+            Some(stored) if !stored.is_empty() => stored,
+            empty => return self.fill_empty_store(memory, empty.as_ref()).await,
         };
         memory.empty_since = None;
         if memory.version.as_ref() != Some(&stored.version) {
@@ -160,30 +164,57 @@ impl<S: Store> Reconciler<S> {
         }
     }
 
-    /// Generates a CA, or restores the loaded one after a delay.
-    async fn fill_empty_store(&self, memory: &mut Memory) -> Result<Outcome, Error> {
+    /// Restores the loaded CA, or generates one. Both wait, unless the store never had a CA.
+    async fn fill_empty_store(
+        &self,
+        memory: &mut Memory,
+        empty: Option<&Stored>,
+    ) -> Result<Outcome, Error> {
         let (place, loaded) = (self.store.place(), memory.loaded.as_ref());
+        let traces = match loaded {
+            Some(_) => Vec::new(),
+            None => self.store.traces().await?,
+        };
+        let delay = match loaded {
+            Some(_) => RESTORE_DELAY,
+            None if traces.is_empty() => Duration::ZERO,
+            None => GENERATE_DELAY,
+        };
+        let is_new = memory.empty_since.is_none();
+        let since = *memory.empty_since.get_or_insert_with(Instant::now);
+        let traces = bounded(traces);
+        let (names, count) = (traces.names.join(", "), traces.count);
+        if since.elapsed() < delay {
+            if is_new && count > 0 {
+                tracing::warn!(
+                    "{place} contains no CA, but the mesh had one ({count} traces: {names}); a new one is generated in {} s, \
+                     unless a replica or an operator restores it",
+                    delay.as_secs()
+                );
+            }
+            memory.next_report = Some(since + delay);
+            return Ok(Outcome::Done);
+        }
         let state = match loaded {
             Some(loaded) => {
-                let since = *memory.empty_since.get_or_insert_with(Instant::now);
-                if since.elapsed() < RESTORE_DELAY {
-                    memory.next_report = Some(since + RESTORE_DELAY);
-                    return Ok(Outcome::Done);
-                }
                 tracing::warn!("{place} is empty, restoring the loaded CA");
                 loaded.state.clone()
             }
             None => {
                 tracing::info!("{place} contains no CA, generating one");
-                let RotationPolicy {
-                    trust_domain,
-                    ca_life,
-                    ..
-                } = &self.policy;
-                CaState::generate(trust_domain, SystemTime::now(), *ca_life).map_err(other)?
+                let policy = &self.policy;
+                let generated =
+                    CaState::generate(&policy.trust_domain, SystemTime::now(), policy.ca_life);
+                let mut state = generated.map_err(other)?;
+                if count > 0 {
+                    state.rotation.reason = format!(
+                        "the CA was lost and a new one generated: {place} contained none, but the mesh had one ({count} traces: {names})"
+                    );
+                }
+                state
             }
         };
-        self.write(state, loaded, None).await
+        self.write(state, loaded, empty).await
     }
 
     /// Loads a stored state and publishes its trust.

@@ -5,7 +5,6 @@
 
 use std::fmt;
 use std::net::IpAddr;
-use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use k8s_openapi::api::core::v1 as core;
@@ -13,25 +12,14 @@ use k8s_openapi::api::discovery::v1 as discovery;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
+use super::injected::Injected;
 use crate::index::object::{
-    ContainerPort, Inbound, Key, Kind, Node, Object, Pod, PodReference, Service, ServicePort,
-    Slice, SliceEndpoint, SlicePort, TargetPort, Transport,
+    Inbound, Key, Kind, Node, Object, Pod, PodReference, Service, ServicePort, Slice,
+    SliceEndpoint, SlicePort, TargetPort, Transport,
 };
 
 const SERVICE_NAME_LABEL: &str = "kubernetes.io/service-name";
 const ZONE_LABEL: &str = "topology.kubernetes.io/zone";
-const STATUS_ANNOTATION: &str = "diy-service-mesh/status";
-/// The ports that are not redirected to the proxy.
-const SKIP_ANNOTATION: &str = "diy-service-mesh/skip-inbound-ports";
-/// The name of the proxy's admin port.
-const ADMIN_PORT: &str = "mesh-admin";
-/// The init container of the proxy. Its arguments contain the inbound configuration, because the
-/// spec of a pod is immutable.
-const PROXY: &str = "proxy";
-const OPAQUE_PORTS_ARGUMENT: &str = "--opaque-ports=";
-const STRICT_ARGUMENT: &str = "--inbound=strict";
-const ALLOW_CONNECT_ARGUMENT: &str = "--allow-connect";
-
 /// An invalid object: the field, its value and the expected value.
 #[derive(Debug, PartialEq, thiserror::Error)]
 #[error("{0}")]
@@ -86,17 +74,32 @@ fn service(object: &core::Service) -> Result<Service, ConvertError> {
     let spec = object.spec.clone().unwrap_or_default();
     let ports = spec.ports.iter().flatten().map(service_port);
     let is_external = spec.type_.as_deref() == Some("ExternalName");
-    let (cluster_ips, external_name) = match is_external {
-        true => (vec![], spec.external_name.clone().unwrap_or_default()),
-        false => (cluster_ips(&spec)?, String::new()),
+    let (cluster_ips, external_ips, external_name) = match is_external {
+        true => (
+            vec![],
+            vec![],
+            spec.external_name.clone().unwrap_or_default(),
+        ),
+        false => (
+            cluster_ips(&spec)?,
+            external_ips(object, &spec)?,
+            String::new(),
+        ),
     };
+    let created = object.metadata.creation_timestamp.as_ref();
     Ok(Service {
         key: key(&object.metadata)?,
         uid: object.metadata.uid.as_deref().unwrap_or_default().into(),
+        is_headless: is_headless(&spec),
+        selector: spec.selector.clone().unwrap_or_default(),
         cluster_ips,
+        external_ips,
+        external_local: spec.external_traffic_policy.as_deref() == Some("Local"),
+        created: created.map_or(0, |time| time.0.as_second()),
         ports: ports.collect::<Result<_, _>>()?,
         external_name,
         publish_not_ready: spec.publish_not_ready_addresses.unwrap_or(false),
+        local_only: spec.internal_traffic_policy.as_deref() == Some("Local"),
     })
 }
 
@@ -129,7 +132,7 @@ fn pod(object: &core::Pod, trust_domain: &str) -> Result<Pod, ConvertError> {
     let account = spec.and_then(|spec| spec.service_account_name.as_deref());
     let account = account.filter(|name| !name.is_empty()).unwrap_or("default");
     let identity = || format!("spiffe://{trust_domain}/ns/{}/sa/{account}", key.namespace).into();
-    let is_injected = annotation(object, STATUS_ANNOTATION) == Some("injected");
+    let injected = Injected::of(object);
     let created = metadata.creation_timestamp.as_ref();
     Ok(Pod {
         uid: metadata.uid.as_deref().unwrap_or_default().into(),
@@ -145,12 +148,10 @@ fn pod(object: &core::Pod, trust_domain: &str) -> Result<Pod, ConvertError> {
             .unwrap_or_default()
             .into(),
         zone: label(metadata, ZONE_LABEL).unwrap_or_default().into(),
-        identity: is_injected.then(identity),
-        bypassed: bypassed(object),
-        inbound: match is_injected {
-            true => inbound(object),
-            false => Inbound::default(),
-        },
+        identity: injected.is_some().then(identity),
+        bypassed: injected.as_ref().map_or(vec![], Injected::bypassed),
+        inbound: injected.map_or(Inbound::default(), |injected| injected.inbound()),
+        labels: metadata.labels.clone().unwrap_or_default(),
         key,
     })
 }
@@ -168,61 +169,6 @@ fn node(object: &core::Node) -> Result<Node, ConvertError> {
         zone: label(&object.metadata, ZONE_LABEL)
             .unwrap_or_default()
             .into(),
-    })
-}
-
-/// The ports in the pod's annotation, which the injector has validated, and the proxy's admin port.
-fn bypassed(object: &core::Pod) -> Vec<RangeInclusive<u16>> {
-    let skipped = ports(annotation(object, SKIP_ANNOTATION).unwrap_or_default());
-    let spec = object.spec.iter();
-    let containers = spec.flat_map(|spec| {
-        spec.init_containers
-            .iter()
-            .flatten()
-            .chain(&spec.containers)
-    });
-    let ports = containers.flat_map(|container| container.ports.iter().flatten());
-    let admin = ports.filter(|port| port.name.as_deref() == Some(ADMIN_PORT));
-    let admin = admin.filter_map(|port| u16::try_from(port.container_port).ok());
-    skipped.chain(admin.map(|port| port..=port)).collect()
-}
-
-/// The inbound configuration in the arguments of the injected proxy, and the declared ports.
-fn inbound(object: &core::Pod) -> Inbound {
-    let init_containers = || {
-        let spec = object.spec.iter();
-        spec.flat_map(|spec| spec.init_containers.iter().flatten())
-    };
-    let mut proxies = init_containers().filter(|container| container.name == PROXY);
-    let proxy = proxies.next();
-    let arguments = || proxy.iter().flat_map(|proxy| proxy.args.iter().flatten());
-    let opaque = arguments().filter_map(|argument| argument.strip_prefix(OPAQUE_PORTS_ARGUMENT));
-    let spec = object.spec.iter();
-    let containers = init_containers().chain(spec.flat_map(|spec| &spec.containers));
-    let applications = containers.filter(|container| container.name != PROXY);
-    let declared = applications.flat_map(|container| container.ports.iter().flatten());
-    Inbound {
-        strict: arguments().any(|argument| argument == STRICT_ARGUMENT),
-        allow_connect: arguments().any(|argument| argument == ALLOW_CONNECT_ARGUMENT),
-        opaque_ports: opaque.flat_map(ports).collect(),
-        ports: declared.filter_map(container_port).collect(),
-    }
-}
-
-/// `None` for a port that Kubernetes rejects.
-fn container_port(port: &core::ContainerPort) -> Option<ContainerPort> {
-    Some(ContainerPort {
-        name: port.name.as_deref().unwrap_or_default().into(),
-        port: u16::try_from(port.container_port).ok()?,
-        protocol: transport("protocol", port.protocol.as_deref()).ok()?,
-    })
-}
-
-/// The valid ports and ranges of a list.
-fn ports(list: &str) -> impl Iterator<Item = RangeInclusive<u16>> {
-    list.split(',').filter_map(|part| {
-        let (first, last) = part.split_once('-').unwrap_or((part, part));
-        Some(first.trim().parse().ok()?..=last.trim().parse().ok()?)
     })
 }
 
@@ -246,9 +192,8 @@ fn label<'a>(metadata: &'a ObjectMeta, name: &str) -> Option<&'a str> {
     Some(label.as_str()).filter(|label| !label.is_empty())
 }
 
-fn annotation<'a>(object: &'a core::Pod, name: &str) -> Option<&'a str> {
-    let annotations = object.metadata.annotations.as_ref()?;
-    annotations.get(name).map(String::as_str)
+fn is_headless(spec: &core::ServiceSpec) -> bool {
+    spec.cluster_ip.as_deref() == Some("None")
 }
 
 fn cluster_ips(spec: &core::ServiceSpec) -> Result<Vec<IpAddr>, ConvertError> {
@@ -260,6 +205,25 @@ fn cluster_ips(spec: &core::ServiceSpec) -> Result<Vec<IpAddr>, ConvertError> {
     all.iter()
         .filter(|ip| !ip.is_empty() && *ip != "None")
         .map(|ip| address("spec.clusterIPs", ip))
+        .collect()
+}
+
+/// The external IPs, and the IPs of the load balancer that kube-proxy forwards itself: not those in
+/// `ipMode: Proxy`, nor if it restricts their clients.
+fn external_ips(
+    object: &core::Service,
+    spec: &core::ServiceSpec,
+) -> Result<Vec<IpAddr>, ConvertError> {
+    let restricted = spec.load_balancer_source_ranges.iter().flatten().count() > 0;
+    let has_balancer = spec.type_.as_deref() == Some("LoadBalancer") && !restricted;
+    let status = object.status.iter().filter(|_| has_balancer);
+    let balancer = status.filter_map(|status| status.load_balancer.as_ref());
+    let ingress = balancer.flat_map(|balancer| balancer.ingress.iter().flatten());
+    let vip = ingress.filter(|ingress| ingress.ip_mode.as_deref() != Some("Proxy"));
+    let vip = vip.filter_map(|ingress| ingress.ip.as_ref());
+    let external = spec.external_ips.iter().flatten();
+    let all = external.chain(vip).filter(|ip| !ip.is_empty());
+    all.map(|ip| address("spec.externalIPs or status.loadBalancer.ingress", ip))
         .collect()
 }
 
@@ -275,6 +239,10 @@ fn service_port(port: &core::ServicePort) -> Result<ServicePort, ConvertError> {
     Ok(ServicePort {
         name: port.name.clone().unwrap_or_default(),
         port: number,
+        node_port: match port.node_port.unwrap_or_default() {
+            0 => None,
+            node_port => Some(port_number("spec.ports.nodePort", node_port)?),
+        },
         target,
         protocol: transport("spec.ports.protocol", port.protocol.as_deref())?,
         app_protocol: port.app_protocol.clone().unwrap_or_default(),
@@ -301,6 +269,10 @@ fn slice_endpoint(
 ) -> Option<Result<SliceEndpoint, ConvertError>> {
     let first = endpoint.addresses.first()?;
     let conditions = endpoint.conditions.clone().unwrap_or_default();
+    let ready = conditions.ready.unwrap_or(true);
+    let hints = || endpoint.hints.iter();
+    let for_nodes = hints().flat_map(|hints| hints.for_nodes.iter().flatten());
+    let for_zones = hints().flat_map(|hints| hints.for_zones.iter().flatten());
     let target = endpoint.target_ref.as_ref();
     let target = target.filter(|target| target.kind.as_deref() == Some("Pod"));
     let pod = target.and_then(|target| {
@@ -316,9 +288,13 @@ fn slice_endpoint(
     Some(
         address("endpoints.addresses", first).map(|address| SliceEndpoint {
             address,
-            ready: conditions.ready.unwrap_or(true),
+            ready,
+            serving: conditions.serving.unwrap_or(ready),
             terminating: conditions.terminating.unwrap_or(false),
+            node: endpoint.node_name.as_deref().unwrap_or_default().into(),
             zone: endpoint.zone.as_deref().unwrap_or_default().into(),
+            node_hints: for_nodes.map(|node| node.name.as_str().into()).collect(),
+            zone_hints: for_zones.map(|zone| zone.name.as_str().into()).collect(),
             pod,
         }),
     )
@@ -347,7 +323,7 @@ fn port_number(field: &str, value: i32) -> Result<u16, ConvertError> {
     port.ok_or_else(|| invalid(field, value, "a port (1 to 65535)"))
 }
 
-fn transport(field: &str, value: Option<&str>) -> Result<Transport, ConvertError> {
+pub(super) fn transport(field: &str, value: Option<&str>) -> Result<Transport, ConvertError> {
     match value.unwrap_or_default() {
         "TCP" | "" => Ok(Transport::Tcp),
         "UDP" => Ok(Transport::Udp),
@@ -363,6 +339,7 @@ fn transport(field: &str, value: Option<&str>) -> Result<Transport, ConvertError
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::index::object::ContainerPort;
 
     fn read<T: for<'de> serde::Deserialize<'de>>(yaml: &str) -> T {
         serde_yaml_ng::from_str(yaml).expect("the test's YAML is right")
@@ -415,6 +392,29 @@ spec:
     }
 
     #[test]
+    fn addresses_for_traffic_from_outside_are_those_that_kube_proxy_forwards_itself() {
+        let balanced = |rest: &str| {
+            service(&read(&format!(
+                "metadata: {{name: web}}
+spec: {{clusterIP: 10.96.0.7, externalIPs: [198.51.100.1], {rest}, externalTrafficPolicy: Local, ports: [{{port: 80, nodePort: 30080}}]}}
+status: {{loadBalancer: {{ingress: [{{ip: 203.0.113.1}}, {{ip: 203.0.113.2, ipMode: VIP}}, {{ip: 203.0.113.3, ipMode: Proxy}}, {{hostname: lb.example.org}}]}}}}"
+            )))
+            .unwrap()
+        };
+        let texts = |service: &Service| {
+            let ips = service.external_ips.iter();
+            ips.map(ToString::to_string).collect::<Vec<_>>()
+        };
+        let web = balanced("type: LoadBalancer");
+        assert_eq!(texts(&web), ["198.51.100.1", "203.0.113.1", "203.0.113.2"]);
+        assert!(web.external_local && web.ports[0].node_port == Some(30080));
+        let restricted = balanced("type: LoadBalancer, loadBalancerSourceRanges: [192.0.2.0/24]");
+        assert_eq!(texts(&restricted), ["198.51.100.1"]);
+        assert_eq!(texts(&balanced("type: NodePort")), ["198.51.100.1"]);
+        assert!(texts(&balanced("type: ExternalName")).is_empty());
+    }
+
+    #[test]
     fn missing_conditions_mean_ready_and_not_terminating() {
         let converted = slice(&read(
             "metadata: {name: web-1, namespace: shop, labels: {kubernetes.io/service-name: web}}
@@ -440,6 +440,7 @@ endpoints:
             "addresses beyond an endpoint's first mean nothing"
         );
         assert!(converted.endpoints[0].ready && !converted.endpoints[0].terminating);
+        assert!(converted.endpoints[0].serving && !converted.endpoints[1].serving);
         assert!(!converted.endpoints[1].ready && converted.endpoints[1].terminating);
         assert_eq!(
             converted.endpoints[1].pod.as_ref().unwrap().key,
@@ -461,8 +462,8 @@ endpoints:
     fn injected_pod_has_the_identity_of_its_service_account() {
         let converted = pod(
             &read(
-                "metadata: {name: p, namespace: shop, annotations: {diy-service-mesh/status: injected}}
-spec: {serviceAccountName: clerk, containers: []}
+                "metadata: {name: p, namespace: shop}
+spec: {serviceAccountName: clerk, containers: [], initContainers: [{name: proxy, env: [{name: SERVICE_MESH_TOKEN_FILE}]}]}
 status: {phase: Running, podIP: 10.0.0.1, podIPs: [{ip: 10.0.0.1}, {ip: 'fd00::1'}], conditions: [{type: Ready, status: 'True'}]}",
             ),
             "shop.example",
@@ -477,10 +478,24 @@ status: {phase: Running, podIP: 10.0.0.1, podIPs: [{ip: 10.0.0.1}, {ip: 'fd00::1
     }
 
     #[test]
+    fn annotations_and_labels_do_not_make_a_pod_meshed() {
+        let converted = pod(&read(
+            "metadata: {name: p, namespace: shop, labels: {diy-service-mesh/status: injected}, annotations: {diy-service-mesh/status: injected}}
+spec: {containers: [{name: proxy, env: [{name: SERVICE_MESH_TOKEN_FILE}]}]}",
+        ), "cluster.local")
+        .unwrap();
+        assert_eq!(converted.identity, None);
+    }
+
+    #[test]
     fn ports_that_do_not_pass_the_proxy_have_no_identity() {
         let converted = pod(&read(
-            "metadata: {name: p, namespace: shop, annotations: {diy-service-mesh/status: injected, diy-service-mesh/skip-inbound-ports: '25, 9000-9100'}}
-spec: {containers: [{name: app}], initContainers: [{name: proxy, ports: [{name: mesh-admin, containerPort: 4001}]}]}",
+            "metadata: {name: p, namespace: shop, annotations: {diy-service-mesh/skip-inbound-ports: '80'}}
+spec:
+  containers: [{name: app}]
+  initContainers:
+  - {name: proxy-init, args: ['--skip-inbound-ports=25,9000-9100']}
+  - {name: proxy, args: [--admin-port=4001], env: [{name: SERVICE_MESH_TOKEN_FILE}]}",
         ), "cluster.local")
         .unwrap();
         for port in [25, 9000, 9100, 4001] {
@@ -499,10 +514,10 @@ spec: {containers: [{name: app}], initContainers: [{name: proxy, ports: [{name: 
     fn reads_inbound_configuration_from_the_arguments_of_the_proxy_only() {
         let converted = pod(
             &read(
-                "metadata: {name: p, namespace: shop, annotations: {diy-service-mesh/status: injected, diy-service-mesh/inbound: permissive, diy-service-mesh/opaque-ports: '80'}}
+                "metadata: {name: p, namespace: shop, annotations: {diy-service-mesh/inbound: permissive, diy-service-mesh/opaque-ports: '80'}}
 spec:
   containers: [{name: app, args: ['--opaque-ports=81', '--allow-connect'], ports: [{name: http, containerPort: 8080}, {containerPort: 53, protocol: UDP}]}]
-  initContainers: [{name: other, args: ['--opaque-ports=82']}, {name: proxy, args: ['--inbound=strict', '--opaque-ports=25,9000-9100'], ports: [{containerPort: 4001}]}]",
+  initContainers: [{name: other, args: ['--opaque-ports=82']}, {name: proxy, args: ['--inbound=strict', '--opaque-ports=25,9000-9100'], ports: [{containerPort: 4001}], env: [{name: SERVICE_MESH_TOKEN_FILE}]}]",
             ),
             "cluster.local",
         )

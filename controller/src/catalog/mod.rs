@@ -6,6 +6,7 @@
 mod convert;
 pub mod files;
 pub mod freshness;
+mod injected;
 pub mod kubernetes;
 mod manifest;
 mod watch;

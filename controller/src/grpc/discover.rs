@@ -423,15 +423,23 @@ mod tests {
         /// Kind, namespace, name, application protocol; none while it is unknown.
         target: Option<(i32, String, String, String)>,
         endpoints: BTreeMap<String, proto::Endpoint>,
+        draining: BTreeMap<String, proto::Endpoint>,
     }
 
     impl ProxyState {
+        fn with_version(version: &str) -> ProxyState {
+            ProxyState {
+                version: version.to_owned(),
+                ..ProxyState::default()
+            }
+        }
+
         fn apply(&mut self, response: proto::DiscoverResponse) {
             let by_address = |endpoint: proto::Endpoint| (endpoint.address.clone(), endpoint);
             self.version = response.version;
             match response.update.unwrap() {
                 Response::Unchanged(_) | Response::Roots(_) | Response::Workload(_) => {}
-                Response::Unknown(_) => (self.target, self.endpoints) = (None, BTreeMap::new()),
+                Response::Unknown(_) => *self = ProxyState::with_version(&self.version),
                 Response::Snapshot(snapshot) => {
                     self.target = Some((
                         snapshot.kind,
@@ -440,16 +448,19 @@ mod tests {
                         snapshot.app_protocol,
                     ));
                     self.endpoints = snapshot.endpoints.into_iter().map(by_address).collect();
+                    self.draining = snapshot.draining.into_iter().map(by_address).collect();
                 }
                 Response::Delta(delta) => {
                     for address in delta.removed {
-                        assert!(
-                            self.endpoints.remove(&address).is_some(),
-                            "only what is there is removed"
-                        );
+                        self.endpoints.remove(&address);
+                        self.draining.remove(&address);
                     }
-                    self.endpoints
-                        .extend(delta.upserted.into_iter().map(by_address));
+                    for endpoint in delta.upserted {
+                        self.draining.remove(&endpoint.address);
+                        self.endpoints.insert(endpoint.address.clone(), endpoint);
+                    }
+                    self.draining
+                        .extend(delta.draining.into_iter().map(by_address));
                 }
             }
         }
@@ -466,7 +477,7 @@ mod tests {
     }
 
     fn stream(hub: &Hub) -> Subscriptions {
-        Subscriptions::new(hub.watch_resources(), None)
+        Subscriptions::new(hub.watch_resources(None), None)
     }
 
     fn subscribe(destination: SocketAddr, known_version: &str) -> proto::Subscribe {
@@ -541,7 +552,7 @@ mod tests {
             renew_within: Duration::ZERO,
         }));
         let hub = Hub::new([Source::Kubernetes]);
-        let subscriptions = SharedSubscriptions::new(hub.watch_resources(), None);
+        let subscriptions = SharedSubscriptions::new(hub.watch_resources(None), None);
         let destination = "10.0.0.1:80".parse().unwrap();
         let request = subscribe(destination, "");
         subscriptions.lock().subscribe(request).unwrap();

@@ -1,7 +1,5 @@
 //! Conversion of the values of the index to messages. Pure.
 
-use std::net::SocketAddr;
-
 use diy_mesh_proto::mesh::v1 as proto;
 use proto::discover_response::Update;
 
@@ -51,9 +49,10 @@ pub(super) fn whole(state: &State) -> Update {
         namespace: target.key.namespace.to_string(),
         name: target.key.name.to_string(),
         app_protocol: target.app_protocol.clone(),
-        endpoints: target.endpoints.iter().map(endpoint).collect(),
+        endpoints: with_draining(&target.endpoints, false),
         unknown_port,
         ports: ports.iter().map(|port| (*port).into()).collect(),
+        draining: with_draining(&target.endpoints, true),
     })
 }
 
@@ -97,10 +96,22 @@ pub(super) fn position(position: &Position) -> proto::Position {
 
 /// The difference between two states of a resource.
 pub(super) fn delta(delta: &Delta) -> Update {
+    // For proxies that do not know draining endpoints, these are removed.
+    let draining = delta.upserted.iter().filter(|endpoint| endpoint.draining);
+    let removed = delta.removed.iter().copied();
+    let removed = removed.chain(draining.map(|endpoint| endpoint.address));
     Update::Delta(proto::Delta {
-        upserted: delta.upserted.iter().map(endpoint).collect(),
-        removed: delta.removed.iter().map(SocketAddr::to_string).collect(),
+        upserted: with_draining(&delta.upserted, false),
+        removed: removed.map(|address| address.to_string()).collect(),
+        draining: with_draining(&delta.upserted, true),
     })
+}
+
+/// The endpoints that drain, or the others.
+fn with_draining(endpoints: &[Endpoint], draining: bool) -> Vec<proto::Endpoint> {
+    let endpoints = endpoints.iter();
+    let endpoints = endpoints.filter(|endpoint| endpoint.draining == draining);
+    endpoints.map(endpoint).collect()
 }
 
 fn endpoint(endpoint: &Endpoint) -> proto::Endpoint {

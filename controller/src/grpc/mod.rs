@@ -238,7 +238,8 @@ impl Mesh {
         } = self.context.clone();
         let proxy = proxies.connect(&caller, SystemTime::now());
         let capabilities = capabilities(&caller);
-        let subscriptions = SharedSubscriptions::new(hub.watch_resources(), caller.pod);
+        let subscriptions =
+            SharedSubscriptions::new(hub.watch_resources(caller.pod.clone()), caller.pod);
         let (mut ended, end) = oneshot::channel::<Status>();
         let end = end.unwrap_or_else(|_| Status::internal("the stream has failed"));
         let responses = discover::responses(subscriptions.clone(), trust, metrics.clone(), end);

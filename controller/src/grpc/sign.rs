@@ -314,6 +314,7 @@ mod tests {
                 identity: Some("spiffe://cluster.local/ns/shop/sa/web".into()),
                 bypassed: Vec::new(),
                 inbound: Default::default(),
+                labels: Default::default(),
             }),
         )
     }

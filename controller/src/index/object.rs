@@ -1,6 +1,7 @@
 //! The objects of the catalog, with the fields that determine destinations. Plain values without
 //! types of Kubernetes or gRPC.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::ops::RangeInclusive;
@@ -170,14 +171,50 @@ pub struct Service {
     pub key: Key,
     /// The UID, or empty.
     pub uid: Arc<str>,
+    /// Whether the Service has no cluster IP on purpose: its clients connect to its pods.
+    pub is_headless: bool,
+    /// The labels of its pods. Empty if something else maintains its slices.
+    pub selector: BTreeMap<String, String>,
     /// The cluster IPs of both families. Empty for headless Services and ExternalNames.
     pub cluster_ips: Vec<IpAddr>,
+    /// The addresses for traffic from outside the cluster: external IPs, and IPs of a load balancer
+    /// that does not forward to other addresses.
+    pub external_ips: Vec<IpAddr>,
+    /// Whether a node forwards traffic from outside the cluster only to endpoints on itself.
+    pub external_local: bool,
+    /// The creation time in seconds since 1970, or 0.
+    pub created: i64,
     /// The ports in their order.
     pub ports: Vec<ServicePort>,
     /// The target of an ExternalName, or empty.
     pub external_name: String,
     /// Whether endpoints that are not ready count as ready.
     pub publish_not_ready: bool,
+    /// Whether clients in the cluster use only endpoints on their own node.
+    pub local_only: bool,
+}
+
+impl Service {
+    /// The TCP port that `matches`. Only TCP is redirected: other transports have no destinations.
+    pub fn tcp_port(&self, matches: impl Fn(&ServicePort) -> bool) -> Option<&ServicePort> {
+        let mut ports = self.ports.iter();
+        ports.find(|port| port.protocol == Transport::Tcp && matches(port))
+    }
+
+    /// The TCP ports on each node.
+    pub fn node_ports(&self) -> impl Iterator<Item = u16> {
+        let ports = self.ports.iter();
+        let tcp = ports.filter(|port| port.protocol == Transport::Tcp);
+        tcp.filter_map(|port| port.node_port)
+    }
+
+    /// Whether the selector selects a pod.
+    pub fn selects(&self, pod: &Pod) -> bool {
+        let matches = |(name, value)| pod.labels.get(name) == Some(value);
+        !self.selector.is_empty()
+            && self.key.namespace == pod.key.namespace
+            && self.selector.iter().all(matches)
+    }
 }
 
 /// One port of a Service.
@@ -187,6 +224,8 @@ pub struct ServicePort {
     pub name: String,
     /// The number on the cluster IP.
     pub port: u16,
+    /// The number on each node.
+    pub node_port: Option<u16>,
     /// The port of the pods.
     pub target: TargetPort,
     /// The transport.
@@ -257,10 +296,18 @@ pub struct SliceEndpoint {
     pub address: IpAddr,
     /// Whether the endpoint accepts new connections.
     pub ready: bool,
+    /// Whether the endpoint serves, also while it terminates.
+    pub serving: bool,
     /// Whether the endpoint terminates.
     pub terminating: bool,
+    /// The name of the node, or empty.
+    pub node: Arc<str>,
     /// The zone, or empty.
     pub zone: Arc<str>,
+    /// The nodes whose clients should use the endpoint.
+    pub node_hints: Box<[Arc<str>]>,
+    /// The zones whose clients should use the endpoint.
+    pub zone_hints: Box<[Arc<str>]>,
     /// The pod, if the slice contains a reference to it.
     pub pod: Option<PodReference>,
 }
@@ -299,6 +346,8 @@ pub struct Pod {
     pub bypassed: Vec<RangeInclusive<u16>>,
     /// The inbound configuration of its proxy.
     pub inbound: Inbound,
+    /// The labels, which selectors of Services match.
+    pub labels: BTreeMap<String, String>,
 }
 
 /// The inbound configuration of a meshed pod, from the arguments of its proxy: the injector wrote

@@ -28,7 +28,7 @@ pub struct Target {
     pub key: Key,
     /// The Service port's application protocol, or empty.
     pub app_protocol: String,
-    /// The endpoints that accept new connections, ascending by address, without duplicates.
+    /// The endpoints that are ready, and those that drain, ascending by address, without duplicates.
     pub endpoints: Vec<Endpoint>,
 }
 
@@ -58,6 +58,8 @@ pub struct Endpoint {
     pub identity: Option<Arc<str>>,
     /// Whether the pod declares the port opaque.
     pub opaque: bool,
+    /// Whether the endpoint terminates and still serves: used only while none is ready.
+    pub draining: bool,
 }
 
 /// The difference between the endpoints of two states.
@@ -162,7 +164,7 @@ fn version(target: Option<&Target>) -> Version {
         digest.text(endpoint.pod.as_ref().map_or("", |pod| &pod.namespace));
         digest.text(endpoint.pod.as_ref().map_or("", |pod| &pod.name));
         digest.text(endpoint.identity.as_deref().unwrap_or(""));
-        digest.number(endpoint.opaque.into());
+        digest.number(u64::from(endpoint.opaque) | u64::from(endpoint.draining) << 1);
     }
     digest.finish()
 }
@@ -193,6 +195,7 @@ mod tests {
             pod: None,
             identity: None,
             opaque: false,
+            draining: false,
         }
     }
 
@@ -279,6 +282,16 @@ mod tests {
                 "web",
                 vec![Endpoint {
                     opaque: true,
+                    ..endpoint("10.0.0.1:80", "")
+                }],
+            )
+            .version,
+        );
+        versions.push(
+            state(
+                "web",
+                vec![Endpoint {
+                    draining: true,
                     ..endpoint("10.0.0.1:80", "")
                 }],
             )

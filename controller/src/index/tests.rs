@@ -18,6 +18,7 @@ fn service(name: &str, ips: &[&str]) -> Service {
     let port = |name: &str, port, protocol| ServicePort {
         name: name.into(),
         port,
+        node_port: None,
         target: TargetPort::Name(name.into()),
         protocol,
         app_protocol: if name == "http" {
@@ -29,7 +30,12 @@ fn service(name: &str, ips: &[&str]) -> Service {
     Service {
         key: key(name),
         uid: "".into(),
+        is_headless: ips.is_empty(),
+        selector: [("app".to_owned(), "web".to_owned())].into(),
         cluster_ips: ips.iter().map(|text| ip(text)).collect(),
+        external_ips: vec![],
+        external_local: false,
+        created: 0,
         ports: vec![
             port("http", 80, Transport::Tcp),
             port("admin", 9000, Transport::Tcp),
@@ -37,6 +43,7 @@ fn service(name: &str, ips: &[&str]) -> Service {
         ],
         external_name: String::new(),
         publish_not_ready: false,
+        local_only: false,
     }
 }
 
@@ -83,8 +90,12 @@ fn endpoint(address: &str, pod: &str) -> SliceEndpoint {
     SliceEndpoint {
         address: ip(address),
         ready: true,
+        serving: true,
         terminating: false,
+        node: "".into(),
         zone: "a".into(),
+        node_hints: Box::default(),
+        zone_hints: Box::default(),
         pod,
     }
 }
@@ -102,6 +113,7 @@ fn pod(name: &str, addresses: &[&str]) -> Pod {
         identity: Some("spiffe://cluster.local/ns/shop/sa/web".into()),
         bypassed: Vec::new(),
         inbound: Default::default(),
+        labels: [("app".to_owned(), "web".to_owned())].into(),
     }
 }
 
@@ -117,6 +129,22 @@ pub(crate) fn service_with_pods(name: &str, ip: &str, addresses: &[&str]) -> Vec
     all
 }
 
+/// The state of a destination for a client without a location.
+fn state(index: &Index, destination: SocketAddr) -> State {
+    state_at(index, destination, &Location::default())
+}
+
+fn state_at(index: &Index, destination: SocketAddr, client: &Location) -> State {
+    index.resolve(&Resource::Destination(destination), client).1
+}
+
+fn location(node: &str, zone: &str) -> Location {
+    Location {
+        node: node.into(),
+        zone: zone.into(),
+    }
+}
+
 fn index(objects: impl IntoIterator<Item = Object>) -> Index {
     let mut index = Index::default();
     for object in objects {
@@ -130,13 +158,16 @@ fn index(objects: impl IntoIterator<Item = Object>) -> Index {
 
 /// What a destination stands for, in a few words.
 fn at(index: &Index, destination: &str) -> String {
-    match index.resolve(destination.parse().unwrap()).target {
+    match state(index, destination.parse().unwrap()).target {
         None => "unknown".into(),
         Some(target) => {
             let endpoints: Vec<String> = target
                 .endpoints
                 .iter()
-                .map(|endpoint| endpoint.address.to_string())
+                .map(|endpoint| match endpoint.draining {
+                    true => format!("draining:{}", endpoint.address),
+                    false => endpoint.address.to_string(),
+                })
                 .collect();
             format!("{:?} {} [{}]", target.kind, target.key, endpoints.join(" "))
         }
@@ -164,8 +195,7 @@ fn resolves_each_port_and_family_to_its_endpoints() {
         "Service shop/web [[fd01::1]:8080]"
     );
     assert_eq!(at(&index, "[fd01::1]:1234"), "Pod shop/p [[fd01::1]:1234]");
-    let target = index
-        .resolve("10.96.0.1:80".parse().unwrap())
+    let target = state(&index, "10.96.0.1:80".parse().unwrap())
         .target
         .unwrap();
     assert_eq!(target.app_protocol, "http");
@@ -197,8 +227,7 @@ fn endpoints_have_the_opaque_ports_of_their_pod() {
         declares(&[8080..=8080]),
     ]);
     let opaque = |index: &Index, destination: &str| {
-        let endpoints = index
-            .resolve(destination.parse().unwrap())
+        let endpoints = state(index, destination.parse().unwrap())
             .target
             .unwrap()
             .endpoints;
@@ -217,16 +246,14 @@ fn endpoints_have_the_opaque_ports_of_their_pod() {
         (vec![true], vec![false])
     );
     // Another pod of the name declares nothing: subscribers hear of it.
-    let before = index.resolve("10.96.0.1:80".parse().unwrap());
+    let before = state(&index, "10.96.0.1:80".parse().unwrap());
     let mut touched = Touched::default();
     index.apply(
         Change::Apply(Source::Kubernetes, declares(&[])),
         &mut touched,
     );
     assert!(touched.addresses.contains(&ip("10.96.0.1")));
-    let Update::Difference(delta) = index
-        .resolve("10.96.0.1:80".parse().unwrap())
-        .since(&before)
+    let Update::Difference(delta) = state(&index, "10.96.0.1:80".parse().unwrap()).since(&before)
     else {
         panic!("a delta is enough")
     };
@@ -293,32 +320,43 @@ fn resolves_named_target_ports_per_slice() {
 }
 
 #[test]
-fn lists_ready_endpoints_that_do_not_terminate() {
+fn lists_ready_endpoints_and_draining_ones_apart() {
     let mut unready = endpoint("10.0.0.2", "");
-    unready.ready = false;
+    (unready.ready, unready.serving) = (false, false);
     let mut leaving = endpoint("10.0.0.3", "");
-    leaving.terminating = true;
-    let slice = slice(
-        "web-1",
-        "web",
-        8080,
-        vec![endpoint("10.0.0.1", ""), unready, leaving],
-    );
-    let mut web = service("web", &["10.96.0.1"]);
-    let both = |web: &Service| index([Object::Service(web.clone()), Object::Slice(slice.clone())]);
+    (leaving.ready, leaving.terminating) = (false, true);
+    let mut gone = leaving.clone();
+    (gone.address, gone.serving) = (ip("10.0.0.4"), false);
+    let all = vec![endpoint("10.0.0.1", ""), unready, leaving, gone];
+    let slice = slice("web-1", "web", 8080, all);
+    let web = service("web", &["10.96.0.1"]);
+    let index = index([Object::Service(web), Object::Slice(slice)]);
     assert_eq!(
-        at(&both(&web), "10.96.0.1:80"),
-        "Service shop/web [10.0.0.1:8080]"
-    );
-    web.publish_not_ready = true;
-    assert_eq!(
-        at(&both(&web), "10.96.0.1:80"),
-        "Service shop/web [10.0.0.1:8080 10.0.0.2:8080]"
+        at(&index, "10.96.0.1:80"),
+        "Service shop/web [10.0.0.1:8080 draining:10.0.0.3:8080]"
     );
 }
 
 #[test]
-fn deleted_pod_leaves_services_before_the_slices_change() {
+fn published_endpoints_are_ready_in_every_condition() {
+    let mut unready = endpoint("10.0.0.2", "");
+    (unready.ready, unready.serving) = (false, false);
+    let mut leaving = endpoint("10.0.0.3", "");
+    leaving.terminating = true;
+    let mut web = service("web", &["10.96.0.1"]);
+    web.publish_not_ready = true;
+    let slice = slice("web-1", "web", 8080, vec![unready, leaving]);
+    let index = index([Object::Service(web), Object::Slice(slice)]);
+    assert_eq!(
+        at(&index, "10.96.0.1:80"),
+        "Service shop/web [10.0.0.2:8080 10.0.0.3:8080]"
+    );
+    let view = index.service(&key("web")).unwrap();
+    assert!(view.endpoints.iter().all(|endpoint| endpoint.ready));
+}
+
+#[test]
+fn deleted_pod_drains_before_the_slices_change() {
     let mut going = pod("p", &["10.0.0.1"]);
     going.terminating = true;
     let index = index([
@@ -326,12 +364,198 @@ fn deleted_pod_leaves_services_before_the_slices_change() {
         Object::Slice(slice("web-1", "web", 8080, vec![endpoint("10.0.0.1", "p")])),
         Object::Pod(going),
     ]);
-    assert_eq!(at(&index, "10.96.0.1:80"), "Service shop/web []");
+    assert_eq!(
+        at(&index, "10.96.0.1:80"),
+        "Service shop/web [draining:10.0.0.1:8080]"
+    );
     assert_eq!(
         at(&index, "10.0.0.1:80"),
         "Pod shop/p [10.0.0.1:80]",
         "by its own address it is still itself"
     );
+}
+
+/// The endpoints at 10.96.0.1:80 for a client, by the last part of their address.
+fn endpoints_for(index: &Index, client: &Location) -> (Scope, String) {
+    let destination = Resource::Destination("10.96.0.1:80".parse().unwrap());
+    let (scope, state) = index.resolve(&destination, client);
+    let endpoints = state.target.unwrap().endpoints;
+    let last = |endpoint: &Endpoint| {
+        let address = endpoint.address.ip().to_string();
+        let last = address.rsplit('.').next().unwrap().to_owned();
+        if endpoint.draining {
+            format!("draining:{last}")
+        } else {
+            last
+        }
+    };
+    let endpoints: Vec<String> = endpoints.iter().map(last).collect();
+    (scope, endpoints.join(" "))
+}
+
+#[test]
+fn internal_traffic_policy_local_selects_the_endpoints_of_the_clients_node() {
+    let on = |address: &str, node: &str| {
+        let mut endpoint = endpoint(address, "");
+        endpoint.node = node.into();
+        endpoint
+    };
+    let mut leaving = on("10.0.0.3", "n2");
+    (leaving.ready, leaving.terminating) = (false, true);
+    let all = vec![on("10.0.0.1", "n1"), on("10.0.0.2", ""), leaving];
+    let mut web = service("web", &["10.96.0.1"]);
+    web.local_only = true;
+    let index = index([
+        Object::Service(web),
+        Object::Slice(slice("web-1", "web", 8080, all)),
+    ]);
+    for (node, expected) in [("n1", "1"), ("n2", "draining:3"), ("n3", ""), ("", "2")] {
+        let found = endpoints_for(&index, &location(node, "a"));
+        assert_eq!(found, (Scope::Node, expected.to_owned()), "{node:?}");
+    }
+}
+
+#[test]
+fn hints_select_endpoints_for_the_zone_or_the_node_of_the_client() {
+    let hinted = |address: &str, zones: &[&str], nodes: &[&str]| {
+        let mut endpoint = endpoint(address, "");
+        endpoint.zone_hints = zones.iter().map(|zone| (*zone).into()).collect();
+        endpoint.node_hints = nodes.iter().map(|node| (*node).into()).collect();
+        endpoint
+    };
+    let behind = |all: Vec<SliceEndpoint>| {
+        index([
+            Object::Service(service("web", &["10.96.0.1"])),
+            Object::Slice(slice("web-1", "web", 8080, all)),
+        ])
+    };
+    let found = |index: &Index, node: &str, zone: &str| endpoints_for(index, &location(node, zone));
+    let one = hinted("10.0.0.1", &["a"], &[]);
+    let other = hinted("10.0.0.2", &["b", "c"], &[]);
+    let mut leaving = endpoint("10.0.0.3", "");
+    (leaving.ready, leaving.terminating) = (false, true);
+    let zones = behind(vec![one.clone(), other.clone(), leaving.clone()]);
+    assert_eq!(found(&zones, "n", "a"), (Scope::Zone, "1".into()));
+    assert_eq!(found(&zones, "n", "c"), (Scope::Zone, "2".into()));
+    // No endpoint is for the client, or its zone is unknown.
+    let all = (Scope::Zone, "1 2 draining:3".to_owned());
+    assert_eq!(found(&zones, "n", "d"), all);
+    assert_eq!(found(&zones, "n", ""), all);
+    // One endpoint has no hint.
+    let some = behind(vec![one.clone(), endpoint("10.0.0.4", "")]);
+    assert_eq!(found(&some, "n", "a"), (Scope::Cluster, "1 4".into()));
+    let none = behind(vec![leaving]);
+    assert_eq!(
+        found(&none, "n", "a"),
+        (Scope::Cluster, "draining:3".into())
+    );
+    // Hints for nodes precede those for zones.
+    let nodes = behind(vec![
+        hinted("10.0.0.1", &["a"], &["n1"]),
+        hinted("10.0.0.2", &["a"], &["n2"]),
+        hinted("10.0.0.3", &["b"], &["n3"]),
+    ]);
+    assert_eq!(found(&nodes, "n2", "a"), (Scope::Node, "2".into()));
+    assert_eq!(found(&nodes, "n4", "a"), (Scope::Node, "1 2".into()));
+}
+
+#[test]
+fn location_of_a_pod_has_the_zone_of_its_node() {
+    let on_node = |uid: &str| Pod {
+        uid: uid.into(),
+        node: "n1".into(),
+        zone: "label".into(),
+        ..pod("p", &[])
+    };
+    let mut index = index([Object::Pod(on_node("1"))]);
+    assert_eq!(index.location(&key("p"), "1"), location("n1", "label"));
+    assert_eq!(index.location(&key("p"), "0"), Location::default());
+    let node = Object::Node(Node {
+        key: Key::new("", "n1"),
+        addresses: vec![],
+        zone: "a".into(),
+    });
+    let mut touched = Touched::default();
+    index.apply(Change::Apply(Source::Kubernetes, node), &mut touched);
+    assert_eq!(touched.nodes, ["n1".into()].into());
+    assert_eq!(index.location(&key("p"), "1"), location("n1", "a"));
+}
+
+fn node(name: &str, addresses: &[&str]) -> Object {
+    Object::Node(Node {
+        key: Key::new("", name),
+        addresses: addresses.iter().map(|text| ip(text)).collect(),
+        zone: "".into(),
+    })
+}
+
+#[test]
+fn external_addresses_are_destinations_unless_they_are_others() {
+    let outside = |name: &str, created, addresses: &[&str]| {
+        let mut service = service(name, &[]);
+        service.external_ips = addresses.iter().map(|text| ip(text)).collect();
+        service.created = created;
+        // Policies for cluster IPs and for other nodes do not apply.
+        (service.local_only, service.external_local) = (true, true);
+        Object::Service(service)
+    };
+    let all = ["192.0.2.1", "10.96.0.1", "10.0.0.1", "10.1.0.1"];
+    let mut index = index([
+        outside("young", 2, &["192.0.2.1"]),
+        outside("web", 1, &all),
+        Object::Slice(slice("web-1", "web", 8080, vec![endpoint("10.0.0.1", "")])),
+        Object::Service(service("api", &["10.96.0.1"])),
+        Object::Pod(pod("p", &["10.0.0.1"])),
+        node("n1", &["10.1.0.1"]),
+    ]);
+    assert_eq!(
+        at(&index, "192.0.2.1:80"),
+        "Service shop/web [10.0.0.1:8080]"
+    );
+    assert_eq!(at(&index, "192.0.2.1:81"), "unknown", "no such port");
+    assert_eq!(at(&index, "10.96.0.1:80"), "Service shop/api []");
+    assert_eq!(at(&index, "10.0.0.1:80"), "Pod shop/p [10.0.0.1:80]");
+    assert_eq!(at(&index, "10.1.0.1:80"), "unknown", "a node");
+    let mut touched = Touched::default();
+    let gone = Change::Delete(Source::Kubernetes, Kind::Service, key("web"));
+    index.apply(gone, &mut touched);
+    assert!(touched.addresses.contains(&ip("192.0.2.1")));
+    assert_eq!(at(&index, "192.0.2.1:80"), "Service shop/young []");
+}
+
+#[test]
+fn node_ports_are_destinations_at_the_addresses_of_nodes() {
+    let on_node = |address: &str, node: &str| {
+        let mut endpoint = endpoint(address, "");
+        endpoint.node = node.into();
+        endpoint
+    };
+    let endpoints = vec![on_node("10.0.0.1", "n1"), on_node("10.0.0.2", "n2")];
+    let mut web = service("web", &["10.96.0.1"]);
+    web.ports[0].node_port = Some(30080);
+    let mut index = index([
+        Object::Service(web.clone()),
+        Object::Slice(slice("web-1", "web", 8080, endpoints)),
+        node("n1", &["10.1.0.1", "fd02::1"]),
+    ]);
+    let both = "Service shop/web [10.0.0.1:8080 10.0.0.2:8080]";
+    assert_eq!(at(&index, "10.1.0.1:30080"), both);
+    assert_eq!(at(&index, "[fd02::1]:30080"), "Service shop/web []");
+    assert_eq!(at(&index, "10.1.0.1:80"), "unknown");
+    assert_eq!(at(&index, "10.1.0.2:30080"), "unknown", "not a node");
+    // Another node forwards only to its own endpoints, the client's node to all.
+    web.external_local = true;
+    let mut touched = Touched::default();
+    let local = Change::Apply(Source::Kubernetes, Object::Service(web));
+    index.apply(local, &mut touched);
+    assert!(touched.node_ports.contains(&30080));
+    let from = |node: &str| {
+        let destination = Resource::Destination("10.1.0.1:30080".parse().unwrap());
+        let (scope, state) = index.resolve(&destination, &location(node, ""));
+        assert_eq!(scope, Scope::Node);
+        state.target.unwrap().endpoints.len()
+    };
+    assert_eq!((from("n1"), from("n2"), from("")), (2, 1, 1));
 }
 
 #[test]
@@ -398,7 +622,7 @@ fn merges_endpoints_of_two_slices_and_their_termination() {
     moved.endpoints[0].terminating = true;
     assert_eq!(
         at(&objects(&moved), "10.96.0.1:80"),
-        "Service shop/web [10.0.0.2:8080]"
+        "Service shop/web [draining:10.0.0.1:8080 10.0.0.2:8080]"
     );
 }
 
@@ -418,8 +642,7 @@ fn address_that_moves_to_a_new_pod_stays_usable() {
         )),
         Object::Pod(pod("new", &["10.0.0.1"])),
     ]);
-    let target = index
-        .resolve("10.96.0.1:80".parse().unwrap())
+    let target = state(&index, "10.96.0.1:80".parse().unwrap())
         .target
         .unwrap();
     assert_eq!(target.endpoints.len(), 1);
@@ -458,6 +681,91 @@ fn address_of_a_finished_pod_belongs_to_the_next_pod() {
         &mut Touched::default(),
     );
     assert_eq!(at(&index, "10.0.0.1:80"), "Pod shop/web [10.0.0.1:80]");
+}
+
+#[test]
+fn endpoint_without_a_pod_has_the_identity_but_not_the_policy_of_the_pod_at_its_address() {
+    let holder = |addresses: &[&str]| {
+        Object::Pod(Pod {
+            inbound: Inbound {
+                opaque_ports: [8080..=8080].into(),
+                ..Inbound::default()
+            },
+            bypassed: vec![8081..=8081],
+            ..pod("p", addresses)
+        })
+    };
+    let mut index = index([
+        Object::Service(service("web", &["10.96.0.1"])),
+        Object::Slice(slice("web-1", "web", 8080, vec![endpoint("10.0.0.1", "")])),
+        holder(&["10.0.0.1"]),
+    ]);
+    let only = |index: &Index, destination: &str| {
+        let target = state(index, destination.parse().unwrap()).target.unwrap();
+        let [endpoint] = &target.endpoints[..] else {
+            panic!("one endpoint")
+        };
+        endpoint.clone()
+    };
+    let endpoint = only(&index, "10.96.0.1:80");
+    assert!(endpoint.identity.is_some());
+    assert_eq!((endpoint.pod, endpoint.opaque), (None, false));
+    assert_eq!(only(&index, "10.96.0.1:9000").identity, None, "bypassed");
+    let view = index.service(&key("web")).unwrap();
+    assert!(view.endpoints[0].identity.is_some());
+    // The pod loses the address, as a finished one does.
+    let mut touched = Touched::default();
+    let gone = Change::Apply(Source::Kubernetes, holder(&[]));
+    index.apply(gone, &mut touched);
+    assert!(touched.addresses.contains(&ip("10.96.0.1")));
+    assert_eq!(only(&index, "10.96.0.1:80").identity, None);
+}
+
+#[test]
+fn pod_has_the_protocol_of_headless_services_that_select_it() {
+    let declares = |name: &str, protocol: &str| {
+        let mut service = service(name, &[]);
+        service.ports[0].app_protocol = protocol.into();
+        service
+    };
+    let behind = |services: &[Service]| {
+        let mut all = vec![Object::Pod(pod("p", &["10.0.0.1"]))];
+        for service in services {
+            let name = &service.key.name;
+            let mut slice = slice(name, name, 8080, vec![endpoint("10.0.0.1", "p")]);
+            slice.service = Some(service.key.clone());
+            all.extend([Object::Service(service.clone()), Object::Slice(slice)]);
+        }
+        index(all)
+    };
+    let protocol = |index: &Index, destination: &str| {
+        let target = state(index, destination.parse().unwrap()).target;
+        target.unwrap().app_protocol
+    };
+    let grpc = declares("grpc", "grpc");
+    let mut index = behind(std::slice::from_ref(&grpc));
+    assert_eq!(protocol(&index, "10.0.0.1:8080"), "grpc");
+    assert_eq!(protocol(&index, "10.0.0.1:8081"), "", "another port");
+    let mut touched = Touched::default();
+    let changed = Object::Service(declares("grpc", "redis"));
+    index.apply(Change::Apply(Source::Kubernetes, changed), &mut touched);
+    assert!(touched.addresses.contains(&ip("10.0.0.1")));
+    assert_eq!(protocol(&index, "10.0.0.1:8080"), "redis");
+
+    let both = behind(&[grpc.clone(), declares("redis", "redis")]);
+    assert_eq!(protocol(&both, "10.0.0.1:8080"), "", "they disagree");
+    let mut other = grpc.clone();
+    other.selector.insert("app".into(), "other".into());
+    assert_eq!(protocol(&behind(&[other]), "10.0.0.1:8080"), "");
+    let mut manual = grpc.clone();
+    manual.selector.clear();
+    assert_eq!(protocol(&behind(&[manual]), "10.0.0.1:8080"), "");
+    let mut foreign = grpc.clone();
+    foreign.key = Key::new("elsewhere", "grpc");
+    assert_eq!(protocol(&behind(&[foreign]), "10.0.0.1:8080"), "");
+    let mut balanced = grpc;
+    balanced.is_headless = false;
+    assert_eq!(protocol(&behind(&[balanced]), "10.0.0.1:8080"), "");
 }
 
 #[test]
@@ -566,8 +874,16 @@ impl Chance {
         };
         let mut endpoint = endpoint(self.one(&Self::ADDRESSES), pod);
         endpoint.ready = self.0.u8(..4) > 0;
+        endpoint.serving = self.0.u8(..4) > 0;
         endpoint.terminating = self.0.u8(..4) == 0;
         endpoint.zone = self.one(&["a", "b"]).into();
+        endpoint.node = self.one(&Self::NODES).into();
+        if self.0.bool() {
+            endpoint.zone_hints = [endpoint.zone.clone()].into();
+        }
+        if self.0.u8(..4) == 0 {
+            endpoint.node_hints = [endpoint.node.clone()].into();
+        }
         endpoint
     }
 
@@ -577,6 +893,12 @@ impl Chance {
                 let ips = self.some(&Self::CLUSTER_IPS);
                 let mut service = service(self.one(&Self::SERVICES), &ips);
                 service.publish_not_ready = self.0.bool();
+                service.local_only = self.0.u8(..4) == 0;
+                service.external_local = self.0.bool();
+                service.created = self.0.i64(..2);
+                let outside = [&Self::CLUSTER_IPS[..], &Self::ADDRESSES, &["192.0.2.1"]].concat();
+                service.external_ips = self.some(&outside).into_iter().map(ip).collect();
+                service.ports[0].node_port = self.0.bool().then_some(30080);
                 Object::Service(service)
             }
             Kind::Slice => {
@@ -594,6 +916,9 @@ impl Chance {
                 pod.terminating = self.0.u8(..4) == 0;
                 pod.created = self.0.i64(..3);
                 pod.identity = if self.0.bool() { pod.identity } else { None };
+                if self.0.u8(..4) == 0 {
+                    pod.labels.clear();
+                }
                 pod.node = self.one(&Self::NODES).into();
                 Object::Pod(pod)
             }
@@ -621,23 +946,40 @@ impl Chance {
         }
     }
 
+    /// Unknown, and two nodes in two zones.
+    pub(crate) fn locations() -> [Location; 3] {
+        let [one, other] = Self::NODES;
+        [
+            Location::default(),
+            location(one, "a"),
+            location(other, "b"),
+        ]
+    }
+
     pub(crate) fn destinations() -> Vec<SocketAddr> {
         let ips = Self::CLUSTER_IPS.iter().chain(&Self::ADDRESSES);
-        ips.flat_map(|address| [80, 9000].map(|port| SocketAddr::new(ip(address), port)))
+        let ips = ips.chain(&["192.0.2.1"]);
+        ips.flat_map(|address| [80, 9000, 30080].map(|port| SocketAddr::new(ip(address), port)))
             .collect()
     }
 }
 
 /// Everything that can be asked of an index.
-fn answers(index: &Index) -> (Vec<State>, Vec<Option<ServiceView>>) {
+fn answers(index: &Index) -> (Vec<(Scope, State)>, Vec<Option<ServiceView>>) {
     let views = Chance::SERVICES.map(|name| index.service(&key(name)));
-    (
-        Chance::destinations()
-            .iter()
-            .map(|destination| index.resolve(*destination))
-            .collect(),
-        views.into(),
-    )
+    let states = requests();
+    let states = states
+        .iter()
+        .map(|(destination, client)| index.resolve(&Resource::Destination(*destination), client));
+    (states.collect(), views.into())
+}
+
+/// Each destination, for a client at each location.
+fn requests() -> Vec<(SocketAddr, Location)> {
+    let destinations = Chance::destinations().into_iter();
+    destinations
+        .flat_map(|destination| Chance::locations().map(|client| (destination, client)))
+        .collect()
 }
 
 fn remember(objects: &mut BTreeMap<(Kind, Key, Source), Object>, change: &Change) {
@@ -712,13 +1054,14 @@ fn states_and_versions_are_independent_of_the_history() {
         }
         let links = (
             lived.slices_of_service.len(),
-            lived.slices_of_pod.len(),
+            lived.slices_of_pod.len() + lived.slices_at.len(),
             lived.services_at.len(),
-            lived.pods_at.len(),
+            lived.services_outside.len() + lived.services_on_nodes.len(),
+            lived.pods_at.len() + lived.nodes_at.len(),
         );
         assert_eq!(
             links,
-            (0, 0, 0, 0),
+            (0, 0, 0, 0, 0),
             "seed {seed}: nothing is left of what is gone"
         );
     }
@@ -734,12 +1077,19 @@ fn changes_are_reported_and_deltas_transform_states() {
             let mut touched = Touched::default();
             index.apply(chance.change(), &mut touched);
             let after = answers(&index);
-            for (destination, (old, new)) in Chance::destinations()
-                .iter()
-                .zip(before.0.iter().zip(&after.0))
+            for ((destination, client), ((_, old), (scope, new))) in
+                requests().iter().zip(before.0.iter().zip(&after.0))
             {
+                let place = client.within(*scope);
+                assert_eq!(
+                    state_at(&index, *destination, &place),
+                    *new,
+                    "seed {seed} step {step}: {destination} for {client:?}"
+                );
                 assert!(
-                    old == new || touched.addresses.contains(&destination.ip()),
+                    old == new
+                        || touched.addresses.contains(&destination.ip())
+                        || touched.node_ports.contains(&destination.port()),
                     "seed {seed} step {step}: {destination}"
                 );
                 assert_eq!(

@@ -54,11 +54,13 @@ enum EndpointKey<'a> {
     Address(IpAddr),
 }
 
-/// Combines a Service with its slices. `pod_of` resolves references to pods.
+/// Combines a Service with its slices. `pod_of` resolves references to pods, `holder` is the pod
+/// with an address.
 pub(super) fn of<'a>(
     service: &Service,
     slices: &[&Slice],
     pod_of: impl Fn(&PodReference) -> Option<&'a Pod>,
+    holder: impl Fn(IpAddr) -> Option<&'a Pod>,
 ) -> ServiceView {
     let mut all: BTreeMap<EndpointKey, EndpointView> = BTreeMap::new();
     for slice in slices {
@@ -72,10 +74,12 @@ pub(super) fn of<'a>(
             let view = all.entry(who).or_default();
             let pod = endpoint.pod.as_ref().map(&pod_of);
             // As for proxies, endpoints of unknown pods are not usable.
-            let ready = (endpoint.ready || service.publish_not_ready) && pod != Some(None);
+            let known = pod != Some(None);
             let leaving = endpoint.terminating || pod.flatten().is_some_and(|pod| pod.terminating);
-            add(view, endpoint, ready, leaving);
-            let identity_at = |port| pod.flatten().and_then(|pod| pod.identity_at(port));
+            add(view, endpoint, endpoint.ready && known, leaving);
+            view.ready |= service.publish_not_ready && known;
+            let holder = pod.unwrap_or_else(|| holder(endpoint.address));
+            let identity_at = |port| holder.and_then(|pod| pod.identity_at(port));
             let identity = slice.ports.iter().find_map(|port| identity_at(port.port));
             view.identity = view.identity.take().or(identity);
             view.ports.extend(

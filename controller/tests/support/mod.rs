@@ -220,6 +220,7 @@ pub fn config(dir: &Path) -> Config {
         trust_domain: "cluster.local".into(),
         pod_namespace: "service-mesh".into(),
         log: tracing_subscriber::filter::Targets::new(),
+        log_format: diy_mesh_runtime::LogFormat::Text,
     }
 }
 
@@ -432,8 +433,8 @@ pub fn pod_manifest(name: &str, ip: &str) -> String {
         "---
 apiVersion: v1
 kind: Pod
-metadata: {{name: {name}, namespace: shop, annotations: {{diy-service-mesh/status: injected}}}}
-spec: {{serviceAccountName: web, containers: []}}
+metadata: {{name: {name}, namespace: shop}}
+spec: {{serviceAccountName: web, initContainers: [{{name: proxy, env: [{{name: SERVICE_MESH_TOKEN_FILE}}]}}], containers: []}}
 status: {{phase: Running, podIP: {ip}, podIPs: [{{ip: {ip}}}]}}
 "
     )

@@ -2,6 +2,11 @@
 //! dry run of the injection. They are read concurrently. A fact that cannot be read is stored as
 //! the error message.
 
+use std::{collections::BTreeMap, time::Duration};
+
+use diy_mesh_injector::containers::ADMIN_PORT_FLAG;
+use futures::future::join_all;
+use hyper::Request;
 use k8s_openapi::{
     api::{
         admissionregistration::v1::MutatingWebhookConfiguration,
@@ -11,14 +16,19 @@ use k8s_openapi::{
     apimachinery::pkg::version::Info,
 };
 use kube::{
-    Api, Resource,
+    Api, Resource, ResourceExt,
     api::{ListParams, PostParams},
 };
 use serde::de::DeserializeOwned;
 use serde_json::json;
-use tokio::join;
+use tokio::{join, time::timeout};
 
-use super::permissions::{self, Permission};
+use super::{
+    MAX_DETAILS,
+    permissions::{self, Permission},
+    pods,
+    workloads::{self, Workload},
+};
 use crate::{
     cluster::{self, Cluster},
     identity::{source::Source, status::Mesh},
@@ -43,6 +53,10 @@ pub struct Facts {
     pub namespaces: Fact<Vec<Namespace>>,
     /// The pods of all namespaces.
     pub pods: Fact<Vec<Pod>>,
+    /// The responses of proxies that are not ready to `/ready`, by `namespace/name` of the pod.
+    pub ready_pages: BTreeMap<String, String>,
+    /// The controllers of pods in all namespaces.
+    pub workloads: Fact<Vec<Workload>>,
     /// The Deployments in the namespace of the mesh.
     pub deployments: Fact<Vec<Deployment>>,
     /// The webhook configuration of the mesh, if it exists.
@@ -76,6 +90,7 @@ pub const WEBHOOK: &str = "diy-service-mesh-injector";
 pub const ROOTS: &str = "diy-service-mesh-roots";
 /// The Secret with the serving certificate of the injector.
 const SERVING_SECRET: &str = "diy-service-mesh-injector-tls";
+const READY_PAGE_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl Facts {
     /// Reads all facts from the cluster.
@@ -95,6 +110,7 @@ impl Facts {
             identity,
             permissions,
             dry_run,
+            workloads,
         ) = join!(
             list(Api::all(client.clone()), &all),
             list(Api::all(client.clone()), &all),
@@ -106,15 +122,23 @@ impl Facts {
             source.fetch(),
             permissions::review(cluster),
             dry_run(cluster),
+            workloads::list(cluster),
         );
+        let now = now();
+        let ready_pages = match &pods {
+            Ok(pods) => ready_pages(cluster, pods, now).await,
+            Err(_) => BTreeMap::new(),
+        };
         Self {
             namespace: namespace.to_owned(),
-            now: now(),
+            now,
             version: cluster.version.clone(),
             identity: identity.map(Mesh::merge).map_err(|error| error.to_string()),
             nodes,
             namespaces,
             pods,
+            ready_pages,
+            workloads,
             deployments,
             webhook,
             serving,
@@ -125,8 +149,34 @@ impl Facts {
     }
 }
 
+/// Reads `/ready` of the proxies that are not ready through the API server. The text of an error is
+/// the page: a proxy that is not ready responds with 503.
+async fn ready_pages(cluster: &Cluster, pods: &[Pod], now: u64) -> BTreeMap<String, String> {
+    let read = |pod: &Pod| {
+        let (name, client) = (pods::name(pod), cluster.client.clone());
+        let port = pods::proxy(pod).and_then(|proxy| pods::argument(proxy, ADMIN_PORT_FLAG));
+        let path = format!(
+            "/api/v1/namespaces/{}/pods/{}:{}/proxy/ready",
+            pod.namespace().unwrap_or_default(),
+            pod.name_any(),
+            port.unwrap_or("4001")
+        );
+        async move {
+            let request = Request::get(path).body(Vec::new()).ok()?;
+            let page = match timeout(READY_PAGE_TIMEOUT, client.request_text(request)).await {
+                Ok(Ok(page)) => page,
+                Ok(Err(error)) => cluster::describe_error(&error),
+                Err(_) => "its /ready does not respond".into(),
+            };
+            Some((name, page))
+        }
+    };
+    let pages = pods::unready_proxies(pods, now).take(MAX_DETAILS).map(read);
+    join_all(pages).await.into_iter().flatten().collect()
+}
+
 /// Lists all objects, page by page.
-async fn list<K>(api: Api<K>, params: &ListParams) -> Fact<Vec<K>>
+pub(super) async fn list<K>(api: Api<K>, params: &ListParams) -> Fact<Vec<K>>
 where
     K: Resource + Clone + DeserializeOwned + std::fmt::Debug,
 {
@@ -223,6 +273,8 @@ pub(super) mod testing {
             nodes: unknown(),
             namespaces: unknown(),
             pods: unknown(),
+            ready_pages: BTreeMap::new(),
+            workloads: unknown(),
             deployments: unknown(),
             webhook: unknown(),
             serving: unknown(),

@@ -164,7 +164,9 @@ pub(super) fn roots(facts: &Facts) -> Vec<Finding> {
             ))
         })
         .collect();
+    // The controller writes the ConfigMap of a namespace after its first meshed pod.
     let needed: BTreeSet<&str> = pods::meshed(pods)
+        .filter(|pod| pods::age(pod, facts.now) > pods::READY_TIMEOUT)
         .filter_map(|pod| pod.metadata.namespace.as_deref())
         .collect();
     let (mut missing, mut outdated) = (Vec::new(), Vec::new());
@@ -217,13 +219,22 @@ fn lacks_current_root(pem: &str, mesh: &Mesh) -> bool {
     })
 }
 
-/// Every ready proxy is connected to a controller and has a valid certificate.
+/// Whether no trust root covers the certificates of an issuer. Unknown for an intermediate: its
+/// predecessors may have the same root.
+fn is_untrusted(mesh: &Mesh, issuer: &str) -> bool {
+    let is_root = |id: &str| mesh.roots.iter().any(|root| root.id == id);
+    let current = mesh.issuer.as_ref().map_or("", |issuer| &issuer.id);
+    is_root(current) && !issuer.is_empty() && !is_root(issuer)
+}
+
+/// Every ready proxy is connected to a controller and has a valid certificate of a trusted root.
 pub(super) fn workloads(facts: &Facts) -> Vec<Finding> {
     const CHECK: &str = "certificates";
     let Ok(mesh) = &facts.identity else {
         return Vec::new();
     };
     let (mut expired, mut overdue, mut pending) = (Vec::new(), Vec::new(), Vec::new());
+    let mut untrusted = Vec::new();
     for workload in &mesh.workloads {
         let remaining = workload.certificate_not_after.saturating_sub(facts.now);
         let lifetime = workload
@@ -232,6 +243,9 @@ pub(super) fn workloads(facts: &Facts) -> Vec<Finding> {
         match () {
             () if !workload.has_certificate() => pending.push(workload.name()),
             () if remaining == 0 => expired.push(workload.name()),
+            () if is_untrusted(mesh, &workload.certificate_issuer) => {
+                untrusted.push(workload.name())
+            }
             () if remaining < lifetime / 10 => overdue.push(format!(
                 "{}: expires in {}",
                 workload.name(),
@@ -248,6 +262,15 @@ pub(super) fn workloads(facts: &Facts) -> Vec<Finding> {
             count(expired.len(), "certificate has", "certificates have")
         );
         findings.push(Finding::problem(CHECK, text, advice).with_details(expired));
+    }
+    if !untrusted.is_empty() {
+        let text = format!(
+            "{} that no trust root of the mesh covers: other proxies reject their connections",
+            count(untrusted.len(), "certificate", "certificates")
+        );
+        let advice = "the CA was replaced without a rotation (see `mesh identity`). A connected proxy gets a new certificate within a minute; \
+                      if it does not, see its log: kubectl logs -n NAMESPACE POD -c proxy";
+        findings.push(Finding::problem(CHECK, text, advice).with_details(untrusted));
     }
     if !overdue.is_empty() {
         let text = format!(
@@ -460,6 +483,29 @@ mod tests {
     }
 
     #[test]
+    fn reports_certificates_that_no_root_covers() {
+        let of_former_ca = Workload {
+            certificate_issuer: "former".into(),
+            ..workload(40_000, 0)
+        };
+        let mut facts = facts(300, of_former_ca);
+        let mesh = facts.identity.as_mut().unwrap();
+        mesh.roots[0].id = "root".into();
+        mesh.issuer.as_mut().unwrap().id = "root".into();
+        let finding = &workloads(&facts)[0];
+        assert_eq!(
+            (finding.level, finding.details.as_slice()),
+            (Level::Problem, &["shop/till".to_owned()][..])
+        );
+        // During a rotation, the roots contain that of the former CA.
+        let mesh = facts.identity.as_mut().unwrap();
+        let mut former = mesh.roots[0].clone();
+        former.id = "former".into();
+        mesh.roots.push(former);
+        assert_eq!(level(&workloads(&facts)), Level::Ok);
+    }
+
+    #[test]
     fn reports_clock_skew() {
         let level_of = |skew| level(&clocks(&facts(300, workload(40_000, skew))));
         assert_eq!(
@@ -487,6 +533,11 @@ mod tests {
             (Level::Problem, &["shop".to_owned()][..])
         );
         assert!(text.contains("1 namespace without ConfigMap"), "{text}");
+        let mut young = facts(300, workload(40_000, 0));
+        young.roots = Ok(Vec::new());
+        // 30 s after 2020-01-01, the creation of the pods.
+        young.now = 1_577_836_830;
+        assert_eq!(roots_finding(&young).level, Level::Ok);
         let (level, text, _) = with(
             json!([{"metadata": {"namespace": "shop", "name": ROOTS}, "data": {"roots.pem": ""}}]),
         );

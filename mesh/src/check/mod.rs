@@ -7,7 +7,9 @@ mod identity;
 mod permissions;
 mod platform;
 mod pods;
+mod settings;
 mod webhook;
+mod workloads;
 
 use serde::Serialize;
 
@@ -88,7 +90,7 @@ impl Finding {
 
 /// Runs all checks.
 pub fn run(facts: &Facts) -> Vec<Finding> {
-    let checks: [fn(&Facts) -> Vec<Finding>; 15] = [
+    let checks: [fn(&Facts) -> Vec<Finding>; 17] = [
         platform::kubernetes,
         platform::components,
         platform::versions,
@@ -99,7 +101,9 @@ pub fn run(facts: &Facts) -> Vec<Finding> {
         identity::authority,
         identity::rotation,
         identity::roots,
-        pods::labels_and_annotations,
+        settings::labels_and_annotations,
+        settings::strict,
+        workloads::workloads,
         pods::injected,
         pods::proxies,
         identity::workloads,

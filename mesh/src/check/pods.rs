@@ -1,23 +1,24 @@
-//! Checks of pods: injection, proxy readiness, and invalid labels and annotations. Pure.
+//! Checks of pods: injection, readiness and restarts of proxies. Pure.
 
 use std::collections::BTreeSet;
 
+use diy_mesh_injector::annotations::{INJECT, STATUS, STATUS_INJECTED};
 use k8s_openapi::api::core::v1::{Container, ContainerStatus, Namespace, Pod};
 use kube::ResourceExt;
 
 use super::{Finding, count, facts::Facts};
+use crate::time::{format_duration, format_relative};
 
-const INJECT: &str = "diy-service-mesh/inject";
-const INBOUND: &str = "diy-service-mesh/inbound";
-const STATUS: &str = "diy-service-mesh/status";
 /// The namespaces that the webhook excludes, in addition to the namespace of the mesh.
 const EXCLUDED_NAMESPACES: [&str; 3] = ["kube-system", "kube-public", "kube-node-lease"];
 /// The time from the creation of a pod until its proxy is ready, in seconds.
-const READY_TIMEOUT: u64 = 60;
+pub(super) const READY_TIMEOUT: u64 = 60;
+/// The period in which restarts of proxies are reported, in seconds.
+const RESTART_PERIOD: u64 = 24 * 3600;
 
 /// Whether the injector has injected a proxy.
 pub(super) fn is_injected(pod: &Pod) -> bool {
-    annotation(pod, STATUS) == Some("injected")
+    annotation(pod, STATUS) == Some(STATUS_INJECTED)
 }
 
 /// The active pods with a proxy.
@@ -32,12 +33,22 @@ pub(super) fn name(pod: &Pod) -> String {
 
 /// The proxy container of a pod.
 pub(super) fn proxy(pod: &Pod) -> Option<&Container> {
-    pod.spec
-        .as_ref()?
-        .init_containers
+    init_container(pod, "proxy")
+}
+
+/// An init container of a pod.
+pub(super) fn init_container<'a>(pod: &'a Pod, name: &str) -> Option<&'a Container> {
+    let containers = &pod.spec.as_ref()?.init_containers;
+    containers
         .iter()
         .flatten()
-        .find(|container| container.name == "proxy")
+        .find(|container| container.name == name)
+}
+
+/// The value of an argument `FLAG=VALUE` of a container.
+pub(super) fn argument<'a>(container: &'a Container, flag: &str) -> Option<&'a str> {
+    let mut arguments = container.args.iter().flatten();
+    arguments.find_map(|argument| argument.strip_prefix(flag)?.strip_prefix('='))
 }
 
 /// Whether the proxy of the pod is ready.
@@ -45,11 +56,11 @@ pub(super) fn is_proxy_ready(pod: &Pod) -> bool {
     status(pod, "proxy").is_some_and(|status| status.ready)
 }
 
-fn annotation<'a>(pod: &'a Pod, name: &str) -> Option<&'a str> {
+pub(super) fn annotation<'a>(pod: &'a Pod, name: &str) -> Option<&'a str> {
     pod.annotations().get(name).map(String::as_str)
 }
 
-fn is_active(pod: &Pod) -> bool {
+pub(super) fn is_active(pod: &Pod) -> bool {
     let phase = pod
         .status
         .as_ref()
@@ -66,69 +77,14 @@ fn status<'a>(pod: &'a Pod, container: &str) -> Option<&'a ContainerStatus> {
         .find(|status| status.name == container)
 }
 
-/// The labels of namespaces and annotations of pods have valid values.
-pub(super) fn labels_and_annotations(facts: &Facts) -> Vec<Finding> {
-    const CHECK: &str = "wishes";
-    let mut findings = Vec::new();
-    if let Ok(namespaces) = &facts.namespaces {
-        let values = [
-            (INJECT, &["enabled", "disabled"][..]),
-            (INBOUND, &["strict", "permissive"]),
-        ];
-        let invalid: Vec<String> = namespaces
-            .iter()
-            .flat_map(|namespace| {
-                values
-                    .iter()
-                    .filter_map(|(label, known)| invalid(namespace, label, known))
-            })
-            .collect();
-        if !invalid.is_empty() {
-            let text = format!(
-                "{} with an invalid label value, which has no effect",
-                count(invalid.len(), "namespace", "namespaces")
-            );
-            let advice = format!(
-                "valid values are {INJECT}: enabled or disabled, and {INBOUND}: strict or permissive"
-            );
-            findings.push(Finding::problem(CHECK, text, advice).with_details(invalid));
-        }
-    }
-    if let Ok(pods) = &facts.pods {
-        let value = |pod: &Pod| {
-            annotation(pod, INJECT)
-                .filter(|value| {
-                    !value.eq_ignore_ascii_case("true") && !value.eq_ignore_ascii_case("false")
-                })
-                .map(|value| format!("{}: {value:?}", name(pod)))
-        };
-        let invalid: Vec<String> = pods
-            .iter()
-            .filter(|pod| is_active(pod))
-            .filter_map(value)
-            .collect();
-        if !invalid.is_empty() {
-            let text = format!(
-                "{} whose annotation {INJECT} is neither \"true\" nor \"false\"",
-                count(invalid.len(), "pod", "pods")
-            );
-            findings.push(
-                Finding::warning(
-                    CHECK,
-                    text,
-                    "correct spec.template.metadata.annotations of the workload",
-                )
-                .with_details(invalid),
-            );
-        }
-    }
-    findings
-}
-
-fn invalid(namespace: &Namespace, label: &str, known: &[&str]) -> Option<String> {
-    let value = namespace.labels().get(label)?;
-    let name = namespace.name_any();
-    (!known.contains(&value.as_str())).then(|| format!("{name}: {label}: {value:?}"))
+/// The namespaces that enable injection.
+pub(super) fn enabled(namespaces: &[Namespace]) -> BTreeSet<String> {
+    let is_enabled = |namespace: &&Namespace| {
+        let value = namespace.labels().get(INJECT);
+        value.is_some_and(|value| value == "enabled")
+    };
+    let enabled = namespaces.iter().filter(is_enabled);
+    enabled.map(ResourceExt::name_any).collect()
 }
 
 /// Pods that request injection have a proxy.
@@ -138,15 +94,7 @@ pub(super) fn injected(facts: &Facts) -> Vec<Finding> {
         (Ok(pods), Ok(namespaces)) => (pods, namespaces),
         (Err(reason), _) | (_, Err(reason)) => return vec![Finding::unknown(CHECK, reason)],
     };
-    let is_enabled = |namespace: &&Namespace| {
-        let value = namespace.labels().get(INJECT);
-        value.is_some_and(|value| value == "enabled")
-    };
-    let enabled: BTreeSet<String> = namespaces
-        .iter()
-        .filter(is_enabled)
-        .map(ResourceExt::name_any)
-        .collect();
+    let enabled = enabled(namespaces);
     let (mut missing, mut unsupported) = (Vec::new(), Vec::new());
     for pod in pods
         .iter()
@@ -222,7 +170,7 @@ fn injection_obstacle(pod: &Pod) -> Option<&'static str> {
         .map(|_| "it runs on Windows")
 }
 
-/// Proxies are ready.
+/// Proxies are ready, and have not restarted.
 pub(super) fn proxies(facts: &Facts) -> Vec<Finding> {
     const CHECK: &str = "proxies";
     let Ok(pods) = &facts.pods else {
@@ -230,27 +178,75 @@ pub(super) fn proxies(facts: &Facts) -> Vec<Finding> {
     };
     let not_ready: Vec<String> = meshed(pods)
         .filter_map(|pod| {
-            Some(format!(
-                "{}: {}",
-                name(pod),
-                not_ready_reason(pod, facts.now)?
-            ))
+            let reason = not_ready_reason(pod, facts.now)?;
+            let own = facts
+                .ready_pages
+                .get(&name(pod))
+                .map(|page| page.trim().replace('\n', "; "));
+            let own = own.map_or_else(String::new, |own| format!(": {own}"));
+            Some(format!("{}: {reason}{own}", name(pod)))
         })
         .collect();
     let ready = meshed(pods).filter(|pod| is_proxy_ready(pod)).count();
-    vec![if not_ready.is_empty() {
-        Finding::ok(
-            CHECK,
-            format!("{} ready", count(ready, "proxy is", "proxies are")),
-        )
+    let mut findings = Vec::new();
+    if not_ready.is_empty() {
+        let text = format!("{} ready", count(ready, "proxy is", "proxies are"));
+        findings.push(Finding::ok(CHECK, text));
     } else {
         let text = format!(
             "{} not ready",
             count(not_ready.len(), "proxy is", "proxies are")
         );
         let advice = "see the log of the proxy (kubectl logs -n NAMESPACE POD -c proxy) and the events of the pod (kubectl describe)";
-        Finding::problem(CHECK, text, advice).with_details(not_ready)
-    }]
+        findings.push(Finding::problem(CHECK, text, advice).with_details(not_ready));
+    }
+    let restarted: Vec<String> = meshed(pods)
+        .filter_map(|pod| Some(format!("{}: {}", name(pod), restarts(pod, facts.now)?)))
+        .collect();
+    if !restarted.is_empty() {
+        let text = format!(
+            "{} restarted in the last {}; each restart closes the connections of its pod",
+            count(restarted.len(), "proxy has", "proxies have"),
+            format_duration(RESTART_PERIOD)
+        );
+        let advice = "see the log before the restart: kubectl logs -n NAMESPACE POD -c proxy --previous; OOMKilled: increase diy-service-mesh/proxy-memory-limit";
+        findings.push(Finding::warning(CHECK, text, advice).with_details(restarted));
+    }
+    findings
+}
+
+/// The pods whose proxies run and are not ready, although they are old enough.
+pub(super) fn unready_proxies(pods: &[Pod], now: u64) -> impl Iterator<Item = &Pod> {
+    meshed(pods).filter(move |pod| is_proxy_running(pod) && not_ready_reason(pod, now).is_some())
+}
+
+/// The restarts of a proxy, if the last one is within `RESTART_PERIOD`.
+fn restarts(pod: &Pod, now: u64) -> Option<String> {
+    let status = status(pod, "proxy").filter(|status| status.restart_count > 0)?;
+    let last = status.last_state.as_ref()?.terminated.as_ref()?;
+    let time = u64::try_from(last.finished_at.as_ref()?.0.as_second()).ok()?;
+    let number = usize::try_from(status.restart_count).unwrap_or_default();
+    (now.saturating_sub(time) <= RESTART_PERIOD).then(|| {
+        format!(
+            "{}, the last one {} ({}, exit code {})",
+            count(number, "restart", "restarts"),
+            format_relative(time, now),
+            last.reason.as_deref().unwrap_or("no reason"),
+            last.exit_code
+        )
+    })
+}
+
+/// The age of a pod in seconds.
+pub(super) fn age(pod: &Pod, now: u64) -> u64 {
+    let created = pod.metadata.creation_timestamp.as_ref();
+    let created = created.and_then(|time| u64::try_from(time.0.as_second()).ok());
+    now.saturating_sub(created.unwrap_or(now))
+}
+
+fn is_proxy_running(pod: &Pod) -> bool {
+    let state = status(pod, "proxy").and_then(|status| status.state.as_ref());
+    state.is_some_and(|state| state.running.is_some())
 }
 
 /// Why the proxy of a pod is not ready. Returns `None` within `READY_TIMEOUT` unless a container
@@ -282,28 +278,18 @@ fn not_ready_reason(pod: &Pod, now: u64) -> Option<String> {
             ));
         }
     }
-    let created = pod
-        .metadata
-        .creation_timestamp
-        .as_ref()
-        .and_then(|time| u64::try_from(time.0.as_second()).ok())
-        .unwrap_or(now);
-    let is_running = status(pod, "proxy").is_some_and(|status| {
-        status
-            .state
-            .as_ref()
-            .is_some_and(|state| state.running.is_some())
-    });
-    let state = if is_running {
+    let state = if is_proxy_running(pod) {
         "proxy is running but not ready"
     } else {
         "proxy has not started"
     };
-    (now.saturating_sub(created) > READY_TIMEOUT).then(|| state.into())
+    (age(pod, now) > READY_TIMEOUT).then(|| state.into())
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use serde_json::{Value, json};
 
     use super::super::{
@@ -362,29 +348,38 @@ mod tests {
     }
 
     #[test]
-    fn reports_invalid_labels_and_annotations() {
-        let findings = labels_and_annotations(&facts(
-            vec![pod("p", json!({INJECT: "enabled"}))],
-            json!({INJECT: "true", INBOUND: "Strict"}),
-        ));
+    fn prints_the_reasons_of_the_proxy() {
+        let mut status = ready();
+        status["ready"] = json!(false);
+        let page = "identity: no certificate\ndiscovery: not connected\n".to_owned();
+        let findings = proxies(&Facts {
+            ready_pages: BTreeMap::from([("shop/p".to_owned(), page)]),
+            ..facts(vec![meshed_pod("p", status)], json!({}))
+        });
         assert_eq!(
-            findings
-                .iter()
-                .map(|finding| finding.level)
-                .collect::<Vec<_>>(),
-            [Level::Problem, Level::Warning]
+            findings[0].details,
+            [
+                "shop/p: proxy is running but not ready: identity: no certificate; discovery: not connected"
+            ]
         );
+    }
+
+    #[test]
+    fn warns_of_restarted_proxies() {
+        let restarted = |finished: &str| {
+            let mut status = ready();
+            status["restartCount"] = json!(3);
+            status["lastState"] = json!({"terminated": {"exitCode": 137, "reason": "OOMKilled", "finishedAt": finished}});
+            proxies(&facts(vec![meshed_pod("p", status)], json!({})))
+        };
+        // NOW is 2027-01-15T08:00:00Z.
+        let findings = restarted("2027-01-15T07:00:00Z");
+        assert_eq!(findings[1].level, Level::Warning);
         assert_eq!(
-            (findings[0].details.len(), findings[1].details.as_slice()),
-            (2, &["shop/p: \"enabled\"".to_owned()][..])
+            findings[1].details,
+            ["shop/p: 3 restarts, the last one 1 h ago (OOMKilled, exit code 137)"]
         );
-        assert!(
-            labels_and_annotations(&facts(
-                vec![],
-                json!({INJECT: "enabled", INBOUND: "strict"})
-            ))
-            .is_empty()
-        );
+        assert_eq!(restarted("2027-01-13T07:00:00Z").len(), 1);
     }
 
     #[test]

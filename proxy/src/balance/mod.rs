@@ -177,7 +177,7 @@ impl State {
             Target::Service(service) => (
                 format!("{}/{}", service.namespace, service.name),
                 service.app_protocol,
-                service.endpoints.clone(),
+                service.usable().to_vec(),
             ),
             Target::Pod(pod) => (
                 format!("{}/{}", pod.namespace, pod.name),

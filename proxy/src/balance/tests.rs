@@ -60,6 +60,7 @@ impl Service {
             name: "cart".into(),
             app_protocol: AppProtocol::Detect,
             endpoints: infos.into_iter().map(Arc::new).collect(),
+            ..ServiceTarget::default()
         });
         let address = SocketAddr::from(([10, 96, 0, 7], 80));
         let (destination, ()) =

@@ -27,6 +27,7 @@ fn service(endpoints: &[Arc<EndpointInfo>]) -> Arc<Target> {
         name,
         app_protocol: AppProtocol::Http2,
         endpoints: endpoints.to_vec(),
+        ..ServiceTarget::default()
     }))
 }
 

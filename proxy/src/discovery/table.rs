@@ -323,7 +323,7 @@ impl Entry {
         let next = match update {
             Some(Update::Snapshot(snapshot)) => {
                 let snapshot = self.append(snapshot);
-                if snapshot.endpoints.len() > MAX_ENDPOINTS {
+                if snapshot.endpoints.len() + snapshot.draining.len() > MAX_ENDPOINTS {
                     report(format!("snapshot of more than {MAX_ENDPOINTS} endpoints"));
                     return self.mark_out_of_sync();
                 }
@@ -332,7 +332,8 @@ impl Entry {
                     return;
                 }
                 let is_meshed = |endpoint: &Endpoint| !endpoint.identity.is_empty();
-                names_identity = snapshot.endpoints.iter().any(is_meshed);
+                let mut endpoints = snapshot.endpoints.iter().chain(&snapshot.draining);
+                names_identity = endpoints.any(is_meshed);
                 target::from_snapshot(address, snapshot, &mut report_part)
             }
             // The replica may lag behind.
@@ -385,6 +386,7 @@ impl Entry {
         match self.partial.take() {
             Some(mut snapshot) => {
                 snapshot.endpoints.append(&mut next.endpoints);
+                snapshot.draining.append(&mut next.draining);
                 snapshot
             }
             None => next,
@@ -491,8 +493,7 @@ mod tests {
             name,
             app_protocol: String::new(),
             endpoints,
-            unknown_port: false,
-            ports: Vec::new(),
+            ..Snapshot::default()
         })
     }
 
@@ -501,6 +502,7 @@ mod tests {
         Update::Delta(Delta {
             upserted,
             removed: removed.iter().map(ToString::to_string).collect(),
+            draining: Vec::new(),
         })
     }
 
@@ -624,10 +626,46 @@ mod tests {
             "2",
             Update::Delta(Delta {
                 upserted,
-                removed: Vec::new(),
+                ..Delta::default()
             }),
         );
         assert_eq!(opaque(), [false, true]);
+    }
+
+    #[test]
+    fn draining_endpoints_are_usable_only_while_none_is_ready() {
+        let mut table = table();
+        let receiver = watch(&mut table);
+        let usable = || match &**receiver.borrow() {
+            Target::Service(service) => service
+                .usable()
+                .iter()
+                .map(|endpoint| endpoint.address.to_string())
+                .collect::<Vec<_>>(),
+            other => panic!("{other:?}"),
+        };
+        let Update::Snapshot(ready) = snapshot(Kind::Service, &["10.0.0.2:80"]) else {
+            panic!("it is a snapshot");
+        };
+        let draining = vec![endpoint("10.0.0.3:80"), endpoint("10.0.0.1:80")];
+        let both = Snapshot { draining, ..ready };
+        assert!(apply(&mut table, "1", Update::Snapshot(both)).is_empty());
+        assert_eq!(usable(), ["10.0.0.2:80"]);
+        let drain = |address: &str| {
+            Update::Delta(Delta {
+                removed: vec![address.to_owned()],
+                draining: vec![endpoint(address)],
+                ..Delta::default()
+            })
+        };
+        assert!(apply(&mut table, "2", drain("10.0.0.2:80")).is_empty());
+        assert_eq!(usable(), ["10.0.0.1:80", "10.0.0.2:80", "10.0.0.3:80"]);
+        assert!(apply(&mut table, "3", delta(&[], &["10.0.0.1:80"])).is_empty());
+        assert_eq!(usable(), ["10.0.0.2:80", "10.0.0.3:80"]);
+        assert!(apply(&mut table, "4", delta(&["10.0.0.3:80"], &[])).is_empty());
+        assert_eq!(usable(), ["10.0.0.3:80"]);
+        assert!(apply(&mut table, "5", delta(&[], &["10.0.0.3:80"])).is_empty());
+        assert_eq!(usable(), ["10.0.0.2:80"]);
     }
 
     #[test]
@@ -776,7 +814,7 @@ mod tests {
                 "2",
                 Update::Delta(Delta {
                     upserted: vec![meshed],
-                    removed: Vec::new()
+                    ..Delta::default()
                 })
             )
             .is_empty()
@@ -830,7 +868,7 @@ mod tests {
         };
         Update::Delta(Delta {
             upserted: vec![meshed],
-            removed: Vec::new(),
+            ..Delta::default()
         })
     }
 

@@ -30,17 +30,17 @@ impl Target {
         match self {
             Self::Unknown | Self::UnknownPort(_) => false,
             Self::Withheld | Self::Refused => true,
-            Self::Service(service) => service
-                .endpoints
-                .iter()
-                .any(|endpoint| endpoint.identity.is_some()),
+            Self::Service(service) => {
+                let mut all = service.endpoints.iter().chain(&service.draining);
+                all.any(|endpoint| endpoint.identity.is_some())
+            }
             Self::Pod(pod) => pod.endpoint.identity.is_some(),
         }
     }
 }
 
 /// A port of a Service.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ServiceTarget {
     /// The Service's namespace.
     pub namespace: String,
@@ -49,7 +49,22 @@ pub struct ServiceTarget {
     /// Application protocol of the port.
     pub app_protocol: AppProtocol,
     /// Ready endpoints, sorted by address, without duplicates.
-    pub endpoints: Vec<Arc<EndpointInfo>>,
+    pub endpoints: Endpoints,
+    /// Endpoints that terminate and still serve, sorted by address, without duplicates.
+    pub draining: Endpoints,
+}
+
+/// Endpoints in the order of their addresses.
+type Endpoints = Vec<Arc<EndpointInfo>>;
+
+impl ServiceTarget {
+    /// The endpoints for new requests: draining ones only while none is ready (KEP-1669).
+    pub fn usable(&self) -> &[Arc<EndpointInfo>] {
+        match self.endpoints.is_empty() {
+            true => &self.draining,
+            false => &self.endpoints,
+        }
+    }
 }
 
 /// A Service without the port of the destination.
@@ -106,14 +121,14 @@ pub struct EndpointInfo {
 }
 
 impl Target {
-    /// Whether this is a Service without ready endpoints.
+    /// Whether this is a Service without usable endpoints.
     pub fn is_without_endpoint(&self) -> bool {
         self.awaits_endpoint() || matches!(self, Self::UnknownPort(_))
     }
 
     /// Whether an endpoint may follow soon, as for each Service at first.
     pub fn awaits_endpoint(&self) -> bool {
-        matches!(self, Self::Service(service) if service.endpoints.is_empty())
+        matches!(self, Self::Service(service) if service.usable().is_empty())
     }
 }
 
@@ -165,6 +180,7 @@ pub(super) fn from_snapshot(
         endpoints,
         unknown_port,
         ports,
+        draining,
         ..
     } = snapshot;
     match kind {
@@ -177,19 +193,14 @@ pub(super) fn from_snapshot(
                 .collect(),
         })),
         Kind::Service => {
-            let mut endpoints: Vec<_> = endpoints
-                .into_iter()
-                .filter_map(|endpoint| parse_endpoint(endpoint, report))
-                .collect();
-            // The last of several endpoints with one address wins, as in a delta.
-            endpoints.reverse();
-            endpoints.sort_by_key(|endpoint| endpoint.address);
-            endpoints.dedup_by_key(|endpoint| endpoint.address);
+            let endpoints = parse_endpoints(endpoints, report);
+            let draining = parse_endpoints(draining, report);
             Ok(Target::Service(ServiceTarget {
                 namespace,
                 name,
                 app_protocol,
                 endpoints,
+                draining,
             }))
         }
         Kind::Pod => {
@@ -230,10 +241,8 @@ pub(super) fn with_delta(
                 match address.parse::<SocketAddr>() {
                     // An unknown endpoint is already removed.
                     Ok(address) => {
-                        let at = service
-                            .endpoints
-                            .binary_search_by_key(&address, |known| known.address);
-                        let _ = at.map(|at| service.endpoints.remove(at));
+                        remove(&mut service.endpoints, address);
+                        remove(&mut service.draining, address);
                     }
                     Err(_) => report(format!(
                         "removed endpoint {address:?}: expected ADDRESS:PORT"
@@ -245,13 +254,16 @@ pub(super) fn with_delta(
                 .into_iter()
                 .filter_map(|endpoint| parse_endpoint(endpoint, report))
             {
-                match service
-                    .endpoints
-                    .binary_search_by_key(&endpoint.address, |known| known.address)
-                {
-                    Ok(at) => service.endpoints[at] = endpoint,
-                    Err(at) => service.endpoints.insert(at, endpoint),
-                }
+                remove(&mut service.draining, endpoint.address);
+                upsert(&mut service.endpoints, endpoint);
+            }
+            for endpoint in delta
+                .draining
+                .into_iter()
+                .filter_map(|endpoint| parse_endpoint(endpoint, report))
+            {
+                remove(&mut service.endpoints, endpoint.address);
+                upsert(&mut service.draining, endpoint);
             }
             Ok(Target::Service(service))
         }
@@ -282,11 +294,33 @@ pub(super) fn with_delta(
     }
 }
 
+fn remove(endpoints: &mut Endpoints, address: SocketAddr) {
+    if let Ok(at) = endpoints.binary_search_by_key(&address, |known| known.address) {
+        endpoints.remove(at);
+    }
+}
+
+fn upsert(endpoints: &mut Endpoints, endpoint: Arc<EndpointInfo>) {
+    match endpoints.binary_search_by_key(&endpoint.address, |known| known.address) {
+        Ok(at) => endpoints[at] = endpoint,
+        Err(at) => endpoints.insert(at, endpoint),
+    }
+}
+
 /// The canonical form of an address: IPv4-mapped IPv6 addresses as IPv4, without flow label and
 /// scope.
 pub(super) fn canonical(address: SocketAddr) -> SocketAddr {
     let ip: IpAddr = address.ip().to_canonical();
     SocketAddr::new(ip, address.port())
+}
+
+/// Sorts endpoints. The last of several with one address wins, as in a delta.
+fn parse_endpoints(all: Vec<Endpoint>, report: &mut dyn FnMut(String)) -> Endpoints {
+    let parse = |endpoint| parse_endpoint(endpoint, report);
+    let mut endpoints: Endpoints = all.into_iter().rev().filter_map(parse).collect();
+    endpoints.sort_by_key(|endpoint| endpoint.address);
+    endpoints.dedup_by_key(|endpoint| endpoint.address);
+    endpoints
 }
 
 fn parse_endpoint(endpoint: Endpoint, report: &mut dyn FnMut(String)) -> Option<Arc<EndpointInfo>> {

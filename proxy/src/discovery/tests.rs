@@ -117,6 +117,7 @@ fn delta(upserted: &[&str], removed: &[&str]) -> Update {
     Update::Delta(proto::Delta {
         upserted: endpoints(upserted),
         removed: removed.iter().map(ToString::to_string).collect(),
+        draining: Vec::new(),
     })
 }
 

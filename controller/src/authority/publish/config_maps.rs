@@ -9,16 +9,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use diy_mesh_runtime::{Backoff, error_chain};
+use futures::StreamExt;
 use futures::stream::FuturesUnordered;
-use futures::{StreamExt, stream};
 use k8s_openapi::api::core::v1::ConfigMap;
-use kube::api::{ListParams, ObjectList, Patch, PatchParams};
+use kube::api::{Patch, PatchParams};
 use kube::runtime::WatchStreamExt;
 use kube::runtime::watcher::{self, Event, watcher};
 use kube::{Api, Client};
 use serde_json::json;
-use tokio::time::error::Elapsed;
-use tokio::time::{Instant, interval, sleep_until, timeout};
+use tokio::time::{Instant, sleep_until, timeout};
 
 use super::{KEY, Publication, are_disjoint, warn_of_disjoint_roots};
 use crate::authority::Roots;
@@ -28,8 +27,6 @@ use crate::authority::store::kubernetes::{API_TIMEOUT, FIELD_MANAGER};
 pub const CONFIG_MAP: &str = "diy-service-mesh-roots";
 /// The label with the namespace of the mesh that owns the ConfigMap.
 pub const LABEL: &str = "diy-service-mesh.dev/mesh";
-/// Interval of complete reads, in case a watch has missed an event.
-const RESYNC_INTERVAL: Duration = Duration::from_secs(60);
 const MAX_CONCURRENT_WRITES: usize = 16;
 const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(250);
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(30);
@@ -40,13 +37,7 @@ pub async fn run(client: Client, mesh: String, mut publication: Publication) {
     let all: Api<ConfigMap> = Api::all(client.clone());
     let name = format!("metadata.name={CONFIG_MAP}");
     let config = watcher::Config::default().fields(&name);
-    let mut events = pin!(watcher(all.clone(), config).default_backoff());
-    let list = ListParams::default().fields(&name);
-    let resync = interval(RESYNC_INTERVAL);
-    let mut lists = pin!(stream::unfold(resync, async |mut resync| {
-        resync.tick().await;
-        Some((timeout(API_TIMEOUT, all.list(&list)).await, resync))
-    }));
+    let mut events = pin!(watcher(all, config).default_backoff());
     let mut config_maps = ConfigMaps::new(mesh);
     let mut writes = FuturesUnordered::new();
     loop {
@@ -67,7 +58,6 @@ pub async fn run(client: Client, mesh: String, mut publication: Publication) {
         }
         tokio::select! {
             Some(event) = events.next() => config_maps.apply(event),
-            Some(listed) = lists.next() => config_maps.replace(listed),
             Some((namespace, result)) = writes.next() => config_maps.written(namespace, result, Instant::now()),
             changed = publication.trust.changed() => if changed.is_err() { return },
             changed = publication.namespaces.changed() => if changed.is_err() { return },
@@ -152,27 +142,12 @@ impl ConfigMaps {
                 self.contents.remove(&namespace);
             }
             Err(error) => {
+                // Without permission to list, write to all namespaces: writes are idempotent.
+                self.listed = true;
                 let error = error_chain(&error);
                 tracing::warn!("cannot watch ConfigMaps {CONFIG_MAP}, retrying: {error}");
             }
         }
-    }
-
-    fn replace(&mut self, listed: Result<kube::Result<ObjectList<ConfigMap>>, Elapsed>) {
-        let error = match listed {
-            Ok(Ok(list)) => {
-                self.contents = list.items.into_iter().filter_map(content).collect();
-                self.listed = true;
-                return;
-            }
-            Ok(Err(error)) => {
-                // Without permission to list, write to all namespaces: writes are idempotent.
-                self.listed = true;
-                error_chain(&error)
-            }
-            Err(_) => "the Kubernetes API does not respond".to_owned(),
-        };
-        tracing::warn!("cannot list ConfigMaps {CONFIG_MAP}: {error}");
     }
 
     /// The namespaces of this mesh whose roots have none in common with these. Once per set of
@@ -279,10 +254,17 @@ fn content(object: ConfigMap) -> Option<(String, Content)> {
 
 #[cfg(test)]
 mod tests {
+    use std::future::pending;
+    use std::sync::atomic::{AtomicUsize, Ordering};
     use std::time::SystemTime;
 
+    use http::{Request, Response};
+    use kube::client::Body;
+    use tokio::sync::watch;
+
     use super::*;
-    use crate::authority::self_signed;
+    use crate::authority::state::CaState;
+    use crate::authority::{Trust, self_signed};
 
     fn namespaces(names: &[&str]) -> BTreeSet<Arc<str>> {
         names.iter().map(|name| Arc::from(*name)).collect()
@@ -334,7 +316,7 @@ mod tests {
     fn reports_disjoint_roots_once() {
         let new = || {
             Roots::from_pem(
-                &self_signed("cluster.local", SystemTime::now(), RESYNC_INTERVAL)
+                &self_signed("cluster.local", SystemTime::now(), MAX_RETRY_INTERVAL)
                     .unwrap()
                     .0,
             )
@@ -408,5 +390,44 @@ mod tests {
             1,
             "another mesh's is left alone"
         );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn lists_config_maps_once() {
+        let lists = Arc::new(AtomicUsize::new(0));
+        let counter = lists.clone();
+        // An API server that keeps its watches open.
+        let service = tower::service_fn(move |request: Request<Body>| {
+            let counter = counter.clone();
+            async move {
+                if request.uri().query().unwrap_or_default().contains("watch=") {
+                    return pending().await;
+                }
+                counter.fetch_add(1, Ordering::Relaxed);
+                let list = json!({
+                    "apiVersion": "v1", "kind": "ConfigMapList", "metadata": {"resourceVersion": "1"}, "items": [],
+                });
+                let body = Body::from(list.to_string().into_bytes());
+                Ok::<_, kube::Error>(Response::new(body))
+            }
+        });
+        let hour = Duration::from_secs(3600);
+        let state = CaState::generate("cluster.local", SystemTime::now(), hour).unwrap();
+        let roots = state.roots().into_iter().map(|root| root.der.clone());
+        let trust = watch::Sender::new(Arc::new(Trust {
+            issuer: state.current.issuer().unwrap().clone(),
+            roots: Arc::new(Roots::new(roots)),
+            renew_within: Duration::ZERO,
+        }));
+        let namespaces = watch::Sender::default();
+        let publication = Publication {
+            trust: trust.subscribe(),
+            namespaces: namespaces.subscribe(),
+            status: watch::Sender::default(),
+        };
+        let run = run(Client::new(service, "mesh"), "mesh".into(), publication);
+        let ended = timeout(hour, run).await;
+        assert!(ended.is_err(), "the authority has not ended");
+        assert_eq!(lists.load(Ordering::Relaxed), 1);
     }
 }

@@ -118,11 +118,11 @@ fn disjoint_roots_warning(places: &[String]) -> Option<String> {
     let listed = listed.join(", ");
     (!places.is_empty()).then(|| {
         format!(
-            "the CA was replaced by one with another root while no controller was running: the trust roots in {listed}{more} have none in \
-             common with those of the current CA. Running pods trust the former root and new pods the new one; they reject each other's \
-             certificates, and requests between them fail, until every proxy has the new roots and a new certificate, which takes some \
-             minutes. To avoid this: write the former CA back to tls.crt, tls.key and ca.crt, wait until the controllers use it, and replace \
-             it while they run: they wait until all proxies trust both roots. `mesh rotate-root` replaces a CA that the mesh has generated"
+            "the trust roots in {listed}{more} have none in common with those of the current CA: the former CA was lost, or replaced while no \
+             controller was running (`mesh identity` says which). New pods trust the new root only. Running proxies trust both, and get a new \
+             certificate, when they reconnect, which takes up to two minutes; until then, requests between them and new pods fail. To keep the \
+             former CA: write it back to tls.crt, tls.key and ca.crt. To replace a CA without this: write the new one while the controllers \
+             run: they wait until all proxies trust both roots. `mesh rotate-root` replaces a CA that the mesh has generated"
         )
     })
 }
@@ -164,8 +164,8 @@ mod tests {
         for part in [
             "namespace shop-1, ",
             "namespace shop-5 and 2 more",
-            "requests between them fail",
-            "write the former CA back",
+            "requests between them and new pods fail",
+            "write it back",
             "mesh rotate-root",
         ] {
             assert!(text.contains(part), "{part}: {text}");

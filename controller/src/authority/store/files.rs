@@ -15,6 +15,7 @@ use futures::Stream;
 use tokio::time::{MissedTickBehavior, interval};
 
 use super::{Store, StoreError, Stored, Written};
+use crate::authority::publish::KEY;
 use crate::authority::state::{FIELDS, Fields, fields_digest};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(400);
@@ -110,6 +111,16 @@ impl Store for Files {
 
     async fn read(&self) -> Result<Option<Stored>, StoreError> {
         self.locked(Files::stored).await
+    }
+
+    async fn traces(&self) -> Result<Vec<String>, StoreError> {
+        let work = |files: &Files| {
+            let roots = read(&files.path(KEY))?.map(|_| format!("the file {KEY}"));
+            let reports = files.read_reports()?.into_keys();
+            let reports = reports.map(|name| format!("the report of replica {name}"));
+            Ok(roots.into_iter().chain(reports).collect())
+        };
+        self.locked(work).await
     }
 
     async fn write(&self, fields: &Fields, before: Option<&Stored>) -> Result<Written, StoreError> {

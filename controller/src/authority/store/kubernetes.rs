@@ -11,13 +11,14 @@ use diy_mesh_runtime::error_chain;
 use futures::{Stream, StreamExt};
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::{ConfigMap, Secret};
-use kube::api::{ObjectMeta, Patch, PatchParams, PostParams};
+use kube::api::{ListParams, ObjectMeta, Patch, PatchParams, PostParams};
 use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Api, Client};
 use serde_json::{Value, json};
 use tokio::time::timeout;
 
 use super::{Store, StoreError, Stored, Written};
+use crate::authority::publish::config_maps::{CONFIG_MAP, LABEL};
 use crate::authority::state::{FIELDS, Fields};
 
 /// The Secret with the CA.
@@ -36,6 +37,8 @@ pub struct Kubernetes {
     namespace: String,
     secrets: Api<Secret>,
     config_maps: Api<ConfigMap>,
+    /// The ConfigMaps of all namespaces.
+    published: Api<ConfigMap>,
 }
 
 impl Kubernetes {
@@ -44,7 +47,8 @@ impl Kubernetes {
         Kubernetes {
             namespace: namespace.to_owned(),
             secrets: Api::namespaced(client.clone(), namespace),
-            config_maps: Api::namespaced(client, namespace),
+            config_maps: Api::namespaced(client.clone(), namespace),
+            published: Api::all(client),
         }
     }
 }
@@ -68,6 +72,21 @@ impl Store for Kubernetes {
             request: annotations.and_then(|mut annotations| annotations.remove(REQUEST)),
             version: metadata.resource_version.unwrap_or_default(),
         }))
+    }
+
+    async fn traces(&self) -> Result<Vec<String>, StoreError> {
+        let action = format!("list ConfigMaps {CONFIG_MAP}");
+        let published = ListParams::default()
+            .fields(&format!("metadata.name={CONFIG_MAP}"))
+            .labels(&format!("{LABEL}={}", self.namespace));
+        let published = request(&action, &[403], self.published.list(&published)).await?;
+        let namespaces = published.into_iter().flatten();
+        let namespaces = namespaces.filter_map(|map| map.metadata.namespace);
+        let reports = self.reports().await?.into_keys();
+        Ok(namespaces
+            .map(|namespace| format!("ConfigMap {CONFIG_MAP} in namespace {namespace}"))
+            .chain(reports.map(|name| format!("the report of replica {name}")))
+            .collect())
     }
 
     async fn write(&self, fields: &Fields, before: Option<&Stored>) -> Result<Written, StoreError> {

@@ -25,6 +25,16 @@ pub struct Stored {
     pub version: String,
 }
 
+impl Stored {
+    /// Whether the fields of the CA have been emptied.
+    pub fn is_empty(&self) -> bool {
+        ["tls.crt", "tls.key"].into_iter().all(|name| {
+            let value = self.fields.get(name);
+            value.is_none_or(|value| value.trim_ascii().is_empty())
+        })
+    }
+}
+
 /// The result of a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Written {
@@ -55,6 +65,9 @@ pub trait Store: Send + Sync + 'static {
 
     /// The content. `None` if there is none.
     fn read(&self) -> impl Future<Output = Result<Option<Stored>, StoreError>> + Send;
+
+    /// What shows that the mesh had a CA before: published roots, reports of replicas.
+    fn traces(&self) -> impl Future<Output = Result<Vec<String>, StoreError>> + Send;
 
     /// Replaces all fields and removes the request, unless the store has changed since `before` was
     /// read (`None`: unless the store has content).

@@ -117,6 +117,7 @@ impl Mesh {
             name: "cart".into(),
             app_protocol: AppProtocol::Http2,
             endpoints,
+            ..ServiceTarget::default()
         };
         let address = SocketAddr::from(([10, 96, 0, 7], 80));
         let (destination, ()) =

@@ -1,0 +1,154 @@
+//! What the injector wrote into the spec of a pod: the arguments of the proxy and of proxy-init.
+//! Pure.
+//!
+//! The spec is immutable, except for images. Annotations and labels are not: they say nothing about
+//! the pod that runs.
+
+use std::ops::RangeInclusive;
+
+use k8s_openapi::api::core::v1 as core;
+use k8s_openapi::api::core::v1::{Container, Pod, PodSpec};
+
+use super::convert::transport;
+use crate::index::object::{ContainerPort, Inbound};
+
+const PROXY: &str = "proxy";
+const PROXY_INIT: &str = "proxy-init";
+/// A variable of the proxy, which every version of the injector has set.
+const TOKEN_FILE_VARIABLE: &str = "SERVICE_MESH_TOKEN_FILE";
+
+/// The containers that the injector added to a pod.
+pub(super) struct Injected<'a> {
+    pod: &'a PodSpec,
+    proxy: &'a Container,
+    proxy_init: Option<&'a Container>,
+}
+
+impl<'a> Injected<'a> {
+    /// `None` if the pod has no proxy.
+    pub fn of(pod: &'a Pod) -> Option<Self> {
+        let pod = pod.spec.as_ref()?;
+        let containers = pod.init_containers.as_deref()?;
+        let named = |name: &str| containers.iter().find(|container| container.name == name);
+        let mut variables = named(PROXY)?.env.iter().flatten();
+        variables.find(|variable| variable.name == TOKEN_FILE_VARIABLE)?;
+        Some(Injected {
+            pod,
+            proxy: named(PROXY)?,
+            proxy_init: named(PROXY_INIT),
+        })
+    }
+
+    /// The ports that are not redirected to the proxy: the skipped ones, and the admin port.
+    pub fn bypassed(&self) -> Vec<RangeInclusive<u16>> {
+        let skipped = self.proxy_init.into_iter();
+        let skipped = skipped.flat_map(|init| ports(init, "--skip-inbound-ports="));
+        skipped.chain(ports(self.proxy, "--admin-port=")).collect()
+    }
+
+    /// The inbound configuration of the proxy, and the ports that the application declares.
+    pub fn inbound(&self) -> Inbound {
+        let has = |flag: &str| self.proxy.args.iter().flatten().any(|other| other == flag);
+        let containers = self.pod.init_containers.iter().flatten();
+        let containers = containers.chain(&self.pod.containers);
+        let applications = containers.filter(|container| container.name != PROXY);
+        let declared = applications.flat_map(|container| container.ports.iter().flatten());
+        Inbound {
+            strict: has("--inbound=strict"),
+            allow_connect: has("--allow-connect"),
+            opaque_ports: ports(self.proxy, "--opaque-ports=").collect(),
+            ports: declared.filter_map(container_port).collect(),
+        }
+    }
+}
+
+/// `None` for a port that Kubernetes rejects.
+fn container_port(port: &core::ContainerPort) -> Option<ContainerPort> {
+    Some(ContainerPort {
+        name: port.name.as_deref().unwrap_or_default().into(),
+        port: u16::try_from(port.container_port).ok()?,
+        protocol: transport("protocol", port.protocol.as_deref()).ok()?,
+    })
+}
+
+/// The valid ports and ranges in an argument.
+fn ports<'a>(
+    container: &'a Container,
+    flag: &'a str,
+) -> impl Iterator<Item = RangeInclusive<u16>> + 'a {
+    let arguments = container.args.iter().flatten();
+    let lists = arguments.filter_map(move |argument| argument.strip_prefix(flag));
+    lists.flat_map(|list| list.split(',')).filter_map(|part| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        Some(first.trim().parse().ok()?..=last.trim().parse().ok()?)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use serde_yaml_ng::Value;
+
+    use super::*;
+
+    fn pod(value: Value) -> Pod {
+        serde_yaml_ng::from_value(value).unwrap()
+    }
+
+    /// The pods of the injector's golden files: before and after injection.
+    fn goldens() -> Vec<(String, Pod, Pod)> {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../injector/tests/golden");
+        let mut pods = Vec::new();
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            let name = path.file_stem().unwrap().to_str().unwrap().to_owned();
+            let text = std::fs::read_to_string(&path).unwrap();
+            let mut golden: Value = serde_yaml_ng::from_str(&text).unwrap();
+            let golden = golden.as_mapping_mut().unwrap();
+            let (input, patched) = (golden.remove("input"), golden.remove("patched"));
+            if let Some(patched) = patched {
+                pods.push((name, pod(input.unwrap()), pod(patched)));
+            }
+        }
+        assert!(pods.len() > 5);
+        pods
+    }
+
+    #[test]
+    fn recognizes_every_pod_that_the_injector_patches_and_no_other() {
+        for (name, before, after) in goldens() {
+            assert!(Injected::of(&after).is_some(), "{name}");
+            let was_injected = name.contains("earlier") || name.contains("again");
+            assert_eq!(Injected::of(&before).is_some(), was_injected, "{name}");
+        }
+    }
+
+    #[test]
+    fn reads_ports_of_the_present_and_of_the_first_injector() {
+        let (_, _, after) = goldens()
+            .into_iter()
+            .find(|(name, ..)| name == "all-annotations")
+            .unwrap();
+        let injected = Injected::of(&after).unwrap();
+        assert_eq!(injected.bypassed(), [25..=25, 4001..=4001]);
+        assert_eq!(*injected.inbound().opaque_ports, [25..=25, 9000..=9100]);
+        let first = pod(serde_yaml_ng::from_str(
+            "spec:
+  containers: [{name: app, args: ['--opaque-ports=81', '--skip-inbound-ports=82']}]
+  initContainers:
+  - {name: proxy-init, args: [--inbound-port=4000, --outbound-port=5000, --admin-port=4001, --proxy-uid=1337, '--skip-inbound-ports=25,9000-9100']}
+  - {name: other, args: ['--opaque-ports=83']}
+  - name: proxy
+    restartPolicy: Always
+    args: [--inbound-port=4000, --outbound-port=5000, --admin-port=4001]
+    env:
+    - {name: SERVICE_MESH_CONTROLLER, value: 'http://controller:8080'}
+    - {name: SERVICE_MESH_TOKEN_FILE, value: /var/run/secrets/diy-service-mesh/token}",
+        )
+        .unwrap());
+        let injected = Injected::of(&first).unwrap();
+        assert_eq!(injected.bypassed(), [25..=25, 9000..=9100, 4001..=4001]);
+        assert_eq!(injected.inbound(), Inbound::default());
+    }
+}

@@ -1,0 +1,273 @@
+//! Checks of what users set: labels of namespaces, annotations of pods, and the exemptions of
+//! strict pods. Pure.
+
+use diy_mesh_injector::annotations::{self, INBOUND, INJECT, PREFIX, STATUS};
+use k8s_openapi::api::core::v1::{Namespace, Pod};
+use kube::ResourceExt;
+
+use super::{
+    Finding, count,
+    facts::Facts,
+    pods::{
+        annotation, argument, enabled, init_container, is_active, is_injected, meshed, name, proxy,
+    },
+};
+
+const CHECK: &str = "wishes";
+
+/// The labels of namespaces and the annotations of pods are known, valid and in effect.
+pub(super) fn labels_and_annotations(facts: &Facts) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    if let Ok(namespaces) = &facts.namespaces {
+        findings.extend(invalid_labels(namespaces));
+    }
+    if let Ok(pods) = &facts.pods {
+        findings.extend(invalid_inject_annotations(pods));
+        findings.extend(unknown_annotations(pods));
+        if let Ok(namespaces) = &facts.namespaces {
+            findings.extend(ineffective_annotations(pods, namespaces));
+        }
+    }
+    findings
+}
+
+fn invalid_labels(namespaces: &[Namespace]) -> Option<Finding> {
+    let values = [
+        (INJECT, &["enabled", "disabled"][..]),
+        (INBOUND, &["strict", "permissive"]),
+    ];
+    let invalid = |namespace: &Namespace| -> Vec<String> {
+        let labels = namespace.labels().iter();
+        let invalid = labels.filter(|(label, value)| {
+            let known = values.iter().find(|(known, _)| known == label);
+            label.starts_with(PREFIX)
+                && known.is_none_or(|(_, known)| !known.contains(&value.as_str()))
+        });
+        let name = namespace.name_any();
+        invalid
+            .map(|(label, value)| format!("{name}: {label}: {value:?}"))
+            .collect()
+    };
+    let invalid: Vec<String> = namespaces.iter().flat_map(invalid).collect();
+    (!invalid.is_empty()).then(|| {
+        let text = format!(
+            "{} with an invalid label, which has no effect",
+            count(invalid.len(), "namespace", "namespaces")
+        );
+        let advice = format!(
+            "valid labels are {INJECT}: enabled or disabled, and {INBOUND}: strict or permissive"
+        );
+        Finding::problem(CHECK, text, advice).with_details(invalid)
+    })
+}
+
+fn invalid_inject_annotations(pods: &[Pod]) -> Option<Finding> {
+    let value = |pod: &Pod| {
+        annotation(pod, INJECT)
+            .filter(|value| {
+                !value.eq_ignore_ascii_case("true") && !value.eq_ignore_ascii_case("false")
+            })
+            .map(|value| format!("{}: {value:?}", name(pod)))
+    };
+    let invalid = active(pods).filter_map(value);
+    warning(
+        invalid,
+        &format!("whose annotation {INJECT} is neither \"true\" nor \"false\""),
+        "correct spec.template.metadata.annotations of the workload",
+    )
+}
+
+fn unknown_annotations(pods: &[Pod]) -> Option<Finding> {
+    let unknown = |pod: &Pod| {
+        let mut names = pod.annotations().keys();
+        let unknown = names.find(|name| annotations::is_unknown(name))?;
+        Some(format!("{}: {unknown}", name(pod)))
+    };
+    warning(
+        active(pods).filter_map(unknown),
+        "with an unknown annotation of the mesh, which has no effect",
+        "correct the name: docs/reference.md lists the annotations",
+    )
+}
+
+/// Settings of pods that do not request injection, such as `inbound` without `inject`.
+fn ineffective_annotations(pods: &[Pod], namespaces: &[Namespace]) -> Option<Finding> {
+    let enabled = enabled(namespaces);
+    let ineffective = |pod: &Pod| {
+        let mut names = pod.annotations().keys();
+        let setting = names.find(|name| {
+            name.starts_with(PREFIX) && *name != STATUS && !annotations::is_unknown(name)
+        })?;
+        let is_outside = annotation(pod, INJECT).is_none()
+            && !is_injected(pod)
+            && !enabled.contains(&pod.namespace().unwrap_or_default());
+        is_outside.then(|| format!("{}: {setting}", name(pod)))
+    };
+    warning(
+        active(pods).filter_map(ineffective),
+        "with annotations of the mesh that does not request injection",
+        &format!("add {INJECT}: \"true\" to the pods, or remove the annotations"),
+    )
+}
+
+fn active(pods: &[Pod]) -> impl Iterator<Item = &Pod> {
+    pods.iter().filter(|pod| is_active(pod))
+}
+
+/// A warning about pods, unless there are none. `what` completes the sentence "N pods ...".
+fn warning(details: impl Iterator<Item = String>, what: &str, advice: &str) -> Option<Finding> {
+    let details: Vec<String> = details.collect();
+    (!details.is_empty()).then(|| {
+        let text = format!("{} {what}", count(details.len(), "pod", "pods"));
+        Finding::warning(CHECK, text, advice).with_details(details)
+    })
+}
+
+/// What unauthenticated callers reach in strict pods.
+pub(super) fn strict(facts: &Facts) -> Vec<Finding> {
+    let Ok(pods) = &facts.pods else {
+        return Vec::new();
+    };
+    let strict: Vec<&Pod> = meshed(pods).filter(|pod| is_strict(pod)).collect();
+    if strict.is_empty() {
+        return Vec::new();
+    }
+    let text = format!(
+        "{} callers outside the mesh, except for the proxy's admin port and these exemptions",
+        count(strict.len(), "strict pod rejects", "strict pods reject")
+    );
+    let exemptions = strict.into_iter().filter_map(exemptions);
+    vec![Finding::ok("strict", text).with_details(exemptions)]
+}
+
+fn is_strict(pod: &Pod) -> bool {
+    proxy(pod).and_then(|proxy| argument(proxy, "--inbound")) == Some(annotations::STRICT)
+}
+
+/// The ports of a strict pod that bypass its proxy, and the probes and hooks that every caller of
+/// the admin port can start.
+fn exemptions(pod: &Pod) -> Option<String> {
+    let skipped = init_container(pod, "proxy-init")
+        .and_then(|init| argument(init, "--skip-inbound-ports"))
+        .map(|ports| format!("ports {ports} bypass the proxy"));
+    let probes = proxy(pod)
+        .into_iter()
+        .flat_map(|proxy| proxy.args.iter().flatten())
+        .filter(|argument| argument.starts_with("--kubelet-probe="))
+        .count();
+    let probes = (probes > 0).then(|| {
+        let probes = count(probes, "probe or hook", "probes or hooks");
+        format!("all clients can start {probes} at the admin port")
+    });
+    let exemptions: Vec<String> = skipped.into_iter().chain(probes).collect();
+    (!exemptions.is_empty()).then(|| format!("{}: {}", name(pod), exemptions.join("; ")))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::super::{
+        Level,
+        facts::testing::{meshed as meshed_pod, object, pod, ready, unknown_facts},
+    };
+    use super::*;
+
+    fn facts(pods: Vec<Pod>, labels: Value) -> Facts {
+        Facts {
+            pods: Ok(pods),
+            namespaces: Ok(vec![object(
+                json!({"metadata": {"name": "shop", "labels": labels}}),
+            )]),
+            ..unknown_facts()
+        }
+    }
+
+    #[test]
+    fn reports_invalid_labels_and_annotations() {
+        let findings = labels_and_annotations(&facts(
+            vec![pod("p", json!({INJECT: "enabled"}))],
+            json!({INJECT: "true", INBOUND: "Strict", "diy-service-mesh/inbund": "strict", "app": "x"}),
+        ));
+        assert_eq!(
+            findings
+                .iter()
+                .map(|finding| finding.level)
+                .collect::<Vec<_>>(),
+            [Level::Problem, Level::Warning]
+        );
+        assert_eq!(
+            (findings[0].details.len(), findings[1].details.as_slice()),
+            (3, &["shop/p: \"enabled\"".to_owned()][..])
+        );
+        assert!(
+            labels_and_annotations(&facts(
+                vec![],
+                json!({INJECT: "enabled", INBOUND: "strict"})
+            ))
+            .is_empty()
+        );
+    }
+
+    #[test]
+    fn warns_of_unknown_annotations() {
+        let mut typo = meshed_pod("typo", ready());
+        typo.annotations_mut()
+            .insert("diy-service-mesh/inbund".into(), "strict".into());
+        let pods = vec![typo, meshed_pod("right", ready())];
+        let findings = labels_and_annotations(&facts(pods, json!({})));
+        assert_eq!((findings.len(), findings[0].level), (1, Level::Warning));
+        assert_eq!(findings[0].details, ["shop/typo: diy-service-mesh/inbund"]);
+    }
+
+    #[test]
+    fn warns_of_settings_without_injection() {
+        let pods = || {
+            vec![
+                pod("p", json!({INBOUND: "strict"})),
+                pod("excluded", json!({INBOUND: "strict", INJECT: "false"})),
+            ]
+        };
+        let findings = labels_and_annotations(&facts(pods(), json!({})));
+        assert_eq!((findings.len(), findings[0].level), (1, Level::Warning));
+        assert_eq!(findings[0].details, [format!("shop/p: {INBOUND}")]);
+        let enabled = facts(pods(), json!({INJECT: "enabled"}));
+        assert_eq!(labels_and_annotations(&enabled), []);
+    }
+
+    #[test]
+    fn lists_exemptions_of_strict_pods() {
+        let pod = |name: &str, arguments: Value| {
+            let mut pod = meshed_pod(name, ready());
+            let containers = &mut pod.spec.as_mut().unwrap().init_containers.as_mut().unwrap();
+            containers[0].args = Some(object(arguments));
+            containers.push(object(
+                json!({"name": "proxy-init", "args": ["--skip-inbound-ports=25,9000-9100"]}),
+            ));
+            pod
+        };
+        let pods = vec![
+            pod(
+                "p",
+                json!([
+                    "--inbound=strict",
+                    "--kubelet-probe={}",
+                    "--kubelet-probe={}"
+                ]),
+            ),
+            pod("permissive", json!(["--inbound=permissive"])),
+        ];
+        let findings = strict(&facts(pods, json!({})));
+        assert_eq!((findings.len(), findings[0].level), (1, Level::Ok));
+        assert_eq!(
+            findings[0].details,
+            [
+                "shop/p: ports 25,9000-9100 bypass the proxy; all clients can start 2 probes or hooks at the admin port"
+            ]
+        );
+        assert_eq!(
+            strict(&facts(vec![meshed_pod("p", ready())], json!({}))),
+            []
+        );
+    }
+}

@@ -1,0 +1,302 @@
+//! The workloads of the cluster: Deployments, StatefulSets and DaemonSets. Their failures to create
+//! pods, and settings of the mesh in the wrong place.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use diy_mesh_injector::annotations::{INJECT, PREFIX};
+use k8s_openapi::{
+    api::{
+        apps::v1::{DaemonSet, Deployment, StatefulSet},
+        core::v1::{Event, PodTemplateSpec},
+    },
+    apimachinery::pkg::apis::meta::v1::ObjectMeta,
+};
+use kube::{Api, api::ListParams};
+
+use super::{
+    Finding, count,
+    facts::{self, Fact, Facts},
+    pods,
+};
+use crate::cluster::Cluster;
+
+/// A controller of pods.
+#[derive(Clone, Debug)]
+pub struct Workload {
+    kind: &'static str,
+    namespace: String,
+    name: String,
+    /// The annotations and labels of the workload itself.
+    own: BTreeMap<String, String>,
+    /// The annotations of its pods.
+    template: BTreeMap<String, String>,
+    /// The error that prevents the creation of pods.
+    failure: Option<String>,
+}
+
+/// Lists the workloads of all namespaces.
+pub(super) async fn list(cluster: &Cluster) -> Fact<Vec<Workload>> {
+    let client = &cluster.client;
+    let all = ListParams::default();
+    let failures = ListParams::default().fields("reason=FailedCreate");
+    let (deployments, stateful_sets, daemon_sets, events) = tokio::try_join!(
+        facts::list::<Deployment>(Api::all(client.clone()), &all),
+        facts::list::<StatefulSet>(Api::all(client.clone()), &all),
+        facts::list::<DaemonSet>(Api::all(client.clone()), &all),
+        facts::list::<Event>(Api::all(client.clone()), &failures),
+    )?;
+    let deployments = deployments.iter().map(deployment);
+    let stateful_sets = stateful_sets.iter().map(|set| stateful_set(set, &events));
+    let daemon_sets = daemon_sets.iter().map(|set| daemon_set(set, &events));
+    let workloads = deployments.chain(stateful_sets).chain(daemon_sets);
+    Ok(workloads.flatten().collect())
+}
+
+fn deployment(deployment: &Deployment) -> Option<Workload> {
+    let conditions = deployment
+        .status
+        .iter()
+        .flat_map(|status| &status.conditions);
+    let failure = conditions
+        .flatten()
+        .find(|condition| condition.type_ == "ReplicaFailure" && condition.status == "True")
+        .map(|condition| {
+            let reason = condition.reason.as_deref().unwrap_or("ReplicaFailure");
+            format!(
+                "{reason}: {}",
+                condition.message.as_deref().unwrap_or_default()
+            )
+        });
+    let template = &deployment.spec.as_ref()?.template;
+    workload("Deployment", &deployment.metadata, template, failure)
+}
+
+fn stateful_set(set: &StatefulSet, events: &[Event]) -> Option<Workload> {
+    let spec = set.spec.as_ref()?;
+    let current = set.status.as_ref().map_or(0, |status| status.replicas);
+    let failure = (current < spec.replicas.unwrap_or(1))
+        .then(|| last_failure("StatefulSet", &set.metadata, events))
+        .flatten();
+    workload("StatefulSet", &set.metadata, &spec.template, failure)
+}
+
+fn daemon_set(set: &DaemonSet, events: &[Event]) -> Option<Workload> {
+    let is_incomplete = set
+        .status
+        .as_ref()
+        .is_some_and(|status| status.current_number_scheduled < status.desired_number_scheduled);
+    let failure = is_incomplete
+        .then(|| last_failure("DaemonSet", &set.metadata, events))
+        .flatten();
+    workload(
+        "DaemonSet",
+        &set.metadata,
+        &set.spec.as_ref()?.template,
+        failure,
+    )
+}
+
+/// The last `FailedCreate` event of a workload. Unlike Deployments, StatefulSets and DaemonSets have
+/// no condition for it.
+fn last_failure(kind: &str, metadata: &ObjectMeta, events: &[Event]) -> Option<String> {
+    let is_own = |event: &&Event| {
+        let object = &event.involved_object;
+        object.kind.as_deref() == Some(kind)
+            && object.namespace == metadata.namespace
+            && object.name == metadata.name
+    };
+    let event = events
+        .iter()
+        .filter(is_own)
+        .max_by_key(|event| event.last_timestamp.clone())?;
+    let message = event.message.as_deref().unwrap_or_default();
+    Some(format!("FailedCreate: {message}"))
+}
+
+fn workload(
+    kind: &'static str,
+    metadata: &ObjectMeta,
+    template: &PodTemplateSpec,
+    failure: Option<String>,
+) -> Option<Workload> {
+    let own = metadata.annotations.iter().chain(&metadata.labels);
+    let own = own
+        .flatten()
+        .map(|(name, value)| (name.clone(), value.clone()));
+    let template = template
+        .metadata
+        .as_ref()
+        .and_then(|metadata| metadata.annotations.clone());
+    Some(Workload {
+        kind,
+        namespace: metadata.namespace.clone()?,
+        name: metadata.name.clone()?,
+        own: own.collect(),
+        template: template.unwrap_or_default(),
+        failure,
+    })
+}
+
+impl Workload {
+    fn requests_injection(&self, enabled_namespaces: &BTreeSet<String>) -> bool {
+        match self.template.get(INJECT) {
+            Some(value) => value.eq_ignore_ascii_case("true"),
+            None => enabled_namespaces.contains(&self.namespace),
+        }
+    }
+
+    fn describe(&self, text: &str) -> String {
+        format!("{} {}/{}: {text}", self.kind, self.namespace, self.name)
+    }
+}
+
+/// Workloads that request injection can create their pods, and their own metadata contains no
+/// settings of pods.
+pub(super) fn workloads(facts: &Facts) -> Vec<Finding> {
+    const CHECK: &str = "workloads";
+    let workloads = match &facts.workloads {
+        Ok(workloads) => workloads,
+        Err(reason) => return vec![Finding::unknown(CHECK, reason)],
+    };
+    let enabled = facts
+        .namespaces
+        .as_deref()
+        .map(pods::enabled)
+        .unwrap_or_default();
+    let failed: Vec<String> = workloads
+        .iter()
+        .filter(|workload| workload.requests_injection(&enabled))
+        .filter_map(|workload| Some(workload.describe(workload.failure.as_deref()?)))
+        .collect();
+    let misplaced: Vec<String> = workloads
+        .iter()
+        .filter_map(|workload| {
+            let name = workload.own.keys().find(|name| name.starts_with(PREFIX))?;
+            Some(workload.describe(name))
+        })
+        .collect();
+    let mut findings = Vec::new();
+    if !failed.is_empty() {
+        let text = format!(
+            "{} injection and cannot create pods",
+            count(failed.len(), "workload requests", "workloads request")
+        );
+        let advice = "remove the cause in the message; Kubernetes then retries";
+        findings.push(Finding::problem(CHECK, text, advice).with_details(failed));
+    }
+    if !misplaced.is_empty() {
+        let text = format!(
+            "{} a setting of pods in its own metadata, where it has no effect",
+            count(misplaced.len(), "workload has", "workloads have")
+        );
+        let advice = "move it to spec.template.metadata.annotations";
+        findings.push(Finding::warning(CHECK, text, advice).with_details(misplaced));
+    }
+    if findings.is_empty() {
+        let requested = workloads
+            .iter()
+            .filter(|workload| workload.requests_injection(&enabled))
+            .count();
+        let text = format!(
+            "{} injection, and can create pods",
+            count(requested, "workload requests", "workloads request")
+        );
+        findings.push(Finding::ok(CHECK, text));
+    }
+    findings
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::super::{
+        Level,
+        facts::testing::{object, unknown_facts},
+    };
+    use super::*;
+
+    const QUOTA: &str = "pods \"web-1\" is forbidden: exceeded quota: small";
+
+    fn findings(workload: Option<Workload>) -> Vec<Finding> {
+        workloads(&Facts {
+            workloads: Ok(vec![workload.expect("a complete object")]),
+            ..unknown_facts()
+        })
+    }
+
+    fn template(inject: &str) -> Value {
+        json!({"metadata": {"annotations": {INJECT: inject}}, "spec": {"containers": []}})
+    }
+
+    #[test]
+    fn reports_deployments_that_cannot_create_pods() {
+        let web = |inject: &str, status: &str| {
+            findings(deployment(&object(json!({
+                "metadata": {"namespace": "shop", "name": "web"},
+                "spec": {"selector": {}, "template": template(inject)},
+                "status": {"conditions": [
+                    {"type": "Available", "status": "True"},
+                    {"type": "ReplicaFailure", "status": status, "reason": "FailedCreate", "message": QUOTA},
+                ]},
+            }))))
+        };
+        let finding = &web("true", "True")[0];
+        assert_eq!(finding.level, Level::Problem);
+        assert_eq!(
+            finding.details,
+            [format!("Deployment shop/web: FailedCreate: {QUOTA}")]
+        );
+        assert_eq!(web("true", "False")[0].level, Level::Ok);
+        assert_eq!(web("false", "True")[0].level, Level::Ok);
+    }
+
+    #[test]
+    fn reports_stateful_and_daemon_sets_that_cannot_create_pods() {
+        let event = |kind: &str, time: &str, message: &str| {
+            object(json!({
+                "metadata": {}, "reason": "FailedCreate", "message": message, "lastTimestamp": time,
+                "involvedObject": {"kind": kind, "namespace": "shop", "name": "db"},
+            }))
+        };
+        let events: [Event; 3] = [
+            event("StatefulSet", "2026-01-02T00:00:00Z", QUOTA),
+            event("StatefulSet", "2026-01-01T00:00:00Z", "earlier"),
+            event("DaemonSet", "2026-01-01T00:00:00Z", "denied"),
+        ];
+        let db = |replicas: i32| {
+            let set = json!({
+                "metadata": {"namespace": "shop", "name": "db"},
+                "spec": {"replicas": 2, "selector": {}, "serviceName": "db", "template": template("true")},
+                "status": {"replicas": replicas},
+            });
+            findings(stateful_set(&object(set), &events))
+        };
+        assert_eq!(
+            db(1)[0].details,
+            [format!("StatefulSet shop/db: FailedCreate: {QUOTA}")]
+        );
+        assert_eq!(db(2)[0].level, Level::Ok, "the event is old");
+        let set = json!({
+            "metadata": {"namespace": "shop", "name": "db"},
+            "spec": {"selector": {}, "template": template("true")},
+            "status": {"currentNumberScheduled": 0, "desiredNumberScheduled": 1, "numberMisscheduled": 0, "numberReady": 0},
+        });
+        let findings = findings(daemon_set(&object(set), &events));
+        assert_eq!(
+            findings[0].details,
+            ["DaemonSet shop/db: FailedCreate: denied"]
+        );
+    }
+
+    #[test]
+    fn warns_of_settings_in_the_metadata_of_the_workload() {
+        let web = json!({
+            "metadata": {"namespace": "shop", "name": "web", "annotations": {INJECT: "true"}},
+            "spec": {"selector": {}, "template": {"spec": {"containers": []}}},
+        });
+        let finding = &findings(deployment(&object(web)))[0];
+        assert_eq!(finding.level, Level::Warning);
+        assert_eq!(finding.details, [format!("Deployment shop/web: {INJECT}")]);
+    }
+}

@@ -1,0 +1,161 @@
+//! Components of two releases together, as during an upgrade: the commit in `tests/previous-release`
+//! and this one. Requires the images of both; E2E_PREVIOUS_TAG is the tag of the previous ones.
+
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use diy_mesh_tests::cluster::workloads::App;
+use diy_mesh_tests::cluster::{
+    MESH, Namespace, in_namespace, kubectl, kubectl_with_input, rolled_out, wait_for_mesh,
+    with_mesh,
+};
+
+const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
+
+#[test]
+fn releases_work_together_without_failed_requests() -> Result<()> {
+    let Some(tag) = std::env::var_os("E2E_PREVIOUS_TAG").filter(|tag| !tag.is_empty()) else {
+        let is_ci = std::env::var_os("CI").is_some_and(|value| value == "true");
+        ensure!(!(is_ci && with_mesh()?), "CI must set E2E_PREVIOUS_TAG");
+        eprintln!("skipped: E2E_PREVIOUS_TAG is not set (make previous-images)");
+        return Ok(());
+    };
+    let tag = tag.into_string().ok().context("E2E_PREVIOUS_TAG")?;
+    in_namespace("releases", |namespace| {
+        let _restore = Restore;
+        // Proxies of the previous release, with the controller and the injector of this one.
+        inject_proxies(&tag)?;
+        let old = Pair::start(namespace, "old", "old-server")?;
+        old.run_proxies(namespace, &tag)?;
+        // Proxies of this release call them, and are called by them.
+        inject_proxies("dev")?;
+        let new = Pair::start(namespace, "new", "old-server")?;
+        new.run_proxies(namespace, "dev")?;
+        let mixed = Pair::start(namespace, "mixed", "new-server")?;
+        // The controller of the previous release, for running proxies and for new ones.
+        install_previous("controller", &tag)?;
+        for pair in [&old, &new, &mixed] {
+            pair.expect_responses(namespace)?;
+        }
+        let late = Pair::start(namespace, "late", "new-server")?;
+        late.run_proxies(namespace, "dev")?;
+        // The injector of the previous release creates pods with proxies of this one.
+        install_previous("injector", &tag)?;
+        inject_proxies("dev")?;
+        let injected = Pair::start(namespace, "injected", "old-server")?;
+        injected.run_proxies(namespace, "dev")?;
+        // The controller of this release, with proxies of all kinds.
+        kubectl(&["apply", "-k", &format!("{ROOT}/manifests")])?;
+        wait_for_mesh()?;
+        for pair in [&old, &new, &mixed, &late, &injected] {
+            pair.expect_responses(namespace)?;
+        }
+        Ok(())
+    })
+}
+
+/// A server, and a client of another server.
+struct Pair {
+    server: String,
+    client: String,
+    /// Requests that failed before the server was known.
+    initial_failures: usize,
+}
+
+impl Pair {
+    /// Starts both, and waits for responses.
+    fn start(namespace: &Namespace, name: &str, called: &str) -> Result<Pair> {
+        let (server, client) = (format!("{name}-server"), format!("{name}-client"));
+        let endpoint = format!("http://{called}/hello");
+        let mut pair = Pair {
+            server,
+            client,
+            initial_failures: 0,
+        };
+        pair.initial_failures = namespace
+            .wait_for_responses(&pair.server(), &pair.client(&endpoint))
+            .with_context(|| format!("the pods {name}"))?;
+        Ok(pair)
+    }
+
+    /// Fails if one of the next requests does.
+    fn expect_responses(&self, namespace: &Namespace) -> Result<()> {
+        namespace
+            .wait_for_more_responses(&self.client(""), self.initial_failures)
+            .with_context(|| format!("requests of {}", self.client))
+    }
+
+    /// Fails if the proxies are of another release.
+    fn run_proxies(&self, namespace: &Namespace, tag: &str) -> Result<()> {
+        for app in [&self.server, &self.client] {
+            let path = r#"jsonpath={.items[*].spec.initContainers[?(@.name=="proxy")].image}"#;
+            let label = format!("app={app}");
+            let image = namespace.kubectl(&["get", "pods", "-l", &label, "-o", path])?;
+            ensure!(image == format!("diy-sm-proxy:{tag}"), "{app}: {image}");
+        }
+        Ok(())
+    }
+
+    fn server(&self) -> App<'_> {
+        App {
+            name: &self.server,
+            ..App::http_server()
+        }
+    }
+
+    fn client<'a>(&'a self, endpoint: &'a str) -> App<'a> {
+        App {
+            name: &self.client,
+            endpoint,
+            ..App::http_client()
+        }
+    }
+}
+
+/// Makes the injector add proxies of a release.
+fn inject_proxies(tag: &str) -> Result<()> {
+    kubectl(&[
+        "set",
+        "env",
+        "-n",
+        MESH,
+        "deployment/injector",
+        &format!("IMAGE_TO_DEPLOY_PROXY=diy-sm-proxy:{tag}"),
+        &format!("IMAGE_TO_DEPLOY_PROXY_INIT=diy-sm-proxy-init:{tag}"),
+    ])?;
+    rolled_out(MESH, "injector")
+}
+
+/// Installs a component with the manifests of the previous release.
+fn install_previous(component: &str, tag: &str) -> Result<()> {
+    let commit = std::fs::read_to_string(format!("{ROOT}/tests/previous-release"))?;
+    let file = format!("{}:manifests/{component}.yaml", commit.trim());
+    let shown = Command::new("git")
+        .args(["-C", ROOT, "show", &file])
+        .output()?;
+    ensure!(
+        shown.status.success(),
+        "git show {file}: {}; the checkout must contain the history",
+        String::from_utf8_lossy(&shown.stderr)
+    );
+    let image = format!("image: diy-sm-{component}:");
+    let manifests = String::from_utf8(shown.stdout)?;
+    let manifests = manifests.replace(&format!("{image}dev"), &format!("{image}{tag}"));
+    kubectl_with_input(&["apply", "-f", "-"], &manifests)?;
+    rolled_out(MESH, component)
+}
+
+/// Installs this release again on drop.
+struct Restore;
+
+impl Drop for Restore {
+    fn drop(&mut self) {
+        let manifests = format!("{ROOT}/manifests");
+        let restored = kubectl(&["apply", "-k", &manifests])
+            .and_then(|_| inject_proxies("dev"))
+            .and_then(|()| wait_for_mesh());
+        if let Err(error) = restored {
+            eprintln!("cannot restore the mesh: {error:#}");
+        }
+    }
+}
