@@ -166,6 +166,7 @@ fn pod(namespace: &str, name: &str, uid: &str, ip: IpAddr) -> Value {
             "serviceAccountName": namespace, "nodeName": "node-1",
             "initContainers": [{
                 "name": "proxy", "image": "diy-sm-proxy", "restartPolicy": "Always",
+                "env": [{ "name": "SERVICE_MESH_TOKEN_FILE" }],
                 "args": ["--inbound-port=4000", "--outbound-port=5000", "--admin-port=4001"],
                 "ports": [{ "name": "mesh-admin", "containerPort": 4001, "protocol": "TCP" }],
             }],
