@@ -10,7 +10,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use diy_mesh_proto::mesh::v1 as proto;
 use futures::{Stream, stream};
 use proto::ResourceType;
@@ -34,6 +34,8 @@ const MAX_SUBSCRIPTIONS: usize = 10_000;
 const MAX_TEXT_BYTES: usize = 128;
 /// The length of a reason in the log.
 const MAX_REASON_CHARS: usize = 256;
+/// Endpoints in one message, about half a megabyte.
+const MAX_CHUNK_ENDPOINTS: usize = 4_000;
 /// Namespace, name and port of a Service.
 const MAX_BACKEND_BYTES: usize = 63 + 1 + 63 + 1 + 5;
 
@@ -108,8 +110,13 @@ async fn changed(trust: &mut TrustReceiver) {
 pub(super) struct SharedSubscriptions(Arc<Mutex<Subscriptions>>);
 
 impl SharedSubscriptions {
-    pub(super) fn new(subscriber: Resources, pod: Option<PodRef>) -> SharedSubscriptions {
-        SharedSubscriptions(Arc::new(Mutex::new(Subscriptions::new(subscriber, pod))))
+    pub(super) fn new(
+        subscriber: Resources,
+        pod: Option<PodRef>,
+        chunks: bool,
+    ) -> SharedSubscriptions {
+        let subscriptions = Subscriptions::new(subscriber, pod, chunks);
+        SharedSubscriptions(Arc::new(Mutex::new(subscriptions)))
     }
 
     fn lock(&self) -> MutexGuard<'_, Subscriptions> {
@@ -122,6 +129,8 @@ struct Subscriptions {
     subscriber: Resources,
     /// The pod of the client, if its token is bound to one.
     pod: Option<PodRef>,
+    /// Whether the client understands snapshots in several messages.
+    chunks: bool,
     by_resource: HashMap<Resource, Subscription>,
 }
 
@@ -141,10 +150,11 @@ enum Known {
 }
 
 impl Subscriptions {
-    fn new(subscriber: Resources, pod: Option<PodRef>) -> Subscriptions {
+    fn new(subscriber: Resources, pod: Option<PodRef>, chunks: bool) -> Subscriptions {
         Subscriptions {
             subscriber,
             pod,
+            chunks,
             by_resource: HashMap::new(),
         }
     }
@@ -228,7 +238,7 @@ impl Subscriptions {
             (_, None) => Sent::Unknown,
             (_, Some(_)) => Sent::Snapshot,
         };
-        let encode = |update| response(&resource, name.as_deref(), state, update);
+        let encode = |update| frames::encode(&response(&resource, name.as_deref(), state, update));
         let difference = |version| match name {
             None => published.difference(version, |delta| encode(message::delta(delta))),
             Some(_) => published
@@ -245,10 +255,22 @@ impl Subscriptions {
             Known::Sent(version) => difference(*version).map(|delta| (Sent::Delta, delta)),
         };
         *known = Known::Sent(state.version);
-        let whole = || encode(message::whole(state));
-        Some(delta.unwrap_or_else(|| match name {
-            None => (kind, published.whole(whole)),
-            Some(_) => (kind, whole()),
+        let chunks = self.chunks;
+        let whole = || {
+            whole(
+                response(&resource, name.as_deref(), state, message::whole(state)),
+                chunks,
+            )
+        };
+        let endpoints = state
+            .target
+            .as_ref()
+            .map_or(0, |target| target.endpoints.len());
+        // Few clients need an encoding of their own.
+        let is_shared = name.is_none() && (chunks || endpoints <= MAX_CHUNK_ENDPOINTS);
+        Some(delta.unwrap_or_else(|| match is_shared {
+            true => (kind, published.whole(whole)),
+            false => (kind, whole()),
         }))
     }
 }
@@ -262,21 +284,51 @@ fn name_of(resource: &Resource) -> String {
     }
 }
 
-/// An encoded response about a resource.
-fn response(resource: &Resource, name: Option<&str>, state: &State, update: Response) -> Bytes {
+/// A response about a resource.
+fn response(
+    resource: &Resource,
+    name: Option<&str>,
+    state: &State,
+    update: Response,
+) -> proto::DiscoverResponse {
     let kind = match resource {
         Resource::Destination(_) => ResourceType::Destination,
         Resource::Backend(..) => ResourceType::Backend,
         Resource::Workload(..) => ResourceType::Self_,
     };
-    frames::encode(&proto::DiscoverResponse {
+    proto::DiscoverResponse {
         name: name.map_or_else(|| name_of(resource), str::to_owned),
         version: state.version.to_string(),
         update: Some(update),
         r#type: kind.into(),
         position: state.position.as_deref().map(message::position),
         ..proto::DiscoverResponse::default()
-    })
+    }
+}
+
+/// Encodes a response with the whole state, in several messages if the client understands them.
+fn whole(mut response: proto::DiscoverResponse, chunks: bool) -> Bytes {
+    let mut encoded = BytesMut::new();
+    while let Some(Response::Snapshot(snapshot)) = &mut response.update
+        && chunks
+        && snapshot.endpoints.len() > MAX_CHUNK_ENDPOINTS
+    {
+        let rest = snapshot.endpoints.split_off(MAX_CHUNK_ENDPOINTS);
+        let draining = std::mem::take(&mut snapshot.draining);
+        response.more = true;
+        encoded.extend_from_slice(&frames::encode(&response));
+        response.more = false;
+        if let Some(Response::Snapshot(snapshot)) = &mut response.update {
+            (snapshot.endpoints, snapshot.draining) = (rest, draining);
+        }
+    }
+    match encoded.is_empty() {
+        true => frames::encode(&response),
+        false => {
+            encoded.extend_from_slice(&frames::encode(&response));
+            encoded.freeze()
+        }
+    }
 }
 
 /// Counts an acknowledgement. Logs the first rejection of a stream.
@@ -477,7 +529,7 @@ mod tests {
     }
 
     fn stream(hub: &Hub) -> Subscriptions {
-        Subscriptions::new(hub.watch_resources(None), None)
+        Subscriptions::new(hub.watch_resources(None), None, true)
     }
 
     fn subscribe(destination: SocketAddr, known_version: &str) -> proto::Subscribe {
@@ -552,7 +604,7 @@ mod tests {
             renew_within: Duration::ZERO,
         }));
         let hub = Hub::new([Source::Kubernetes]);
-        let subscriptions = SharedSubscriptions::new(hub.watch_resources(None), None);
+        let subscriptions = SharedSubscriptions::new(hub.watch_resources(None), None, true);
         let destination = "10.0.0.1:80".parse().unwrap();
         let request = subscribe(destination, "");
         subscriptions.lock().subscribe(request).unwrap();
@@ -598,6 +650,41 @@ mod tests {
             }
         }
         assert!(kinds.contains(&Sent::Snapshot) && kinds.contains(&Sent::Delta));
+    }
+
+    #[test]
+    fn large_snapshot_has_several_messages_for_clients_that_understand_them() {
+        let endpoint = |number: usize| proto::Endpoint {
+            address: format!("10.0.0.{number}:80"),
+            ..proto::Endpoint::default()
+        };
+        let snapshot = proto::Snapshot {
+            namespace: "shop".to_owned(),
+            endpoints: (0..2 * MAX_CHUNK_ENDPOINTS + 1).map(endpoint).collect(),
+            draining: vec![endpoint(0)],
+            ..proto::Snapshot::default()
+        };
+        let response = proto::DiscoverResponse {
+            update: Some(Response::Snapshot(snapshot.clone())),
+            ..proto::DiscoverResponse::default()
+        };
+        for (chunks, expected) in [(true, [true, true, false].as_slice()), (false, &[false])] {
+            let mut encoded = &*whole(response.clone(), chunks);
+            let (mut more, mut received) = (Vec::new(), proto::Snapshot::default());
+            while let Some((prefix, rest)) = encoded.split_first_chunk::<5>() {
+                let length = u32::from_be_bytes(prefix[1..].try_into().unwrap()) as usize;
+                let message = proto::DiscoverResponse::decode(&rest[..length]).unwrap();
+                encoded = &rest[length..];
+                let Some(Response::Snapshot(part)) = message.update else {
+                    panic!("each message is a part of the snapshot")
+                };
+                more.push(message.more);
+                received.namespace = part.namespace;
+                received.endpoints.extend(part.endpoints);
+                received.draining.extend(part.draining);
+            }
+            assert_eq!((more.as_slice(), received == snapshot), (expected, true));
+        }
     }
 
     #[test]

@@ -15,7 +15,9 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use diy_mesh_proto::mesh::v1 as proto;
-use diy_mesh_proto::{CAPABILITIES_METADATA, CAPABILITY_BACKEND, CAPABILITY_SELF};
+use diy_mesh_proto::{
+    CAPABILITIES_METADATA, CAPABILITY_BACKEND, CAPABILITY_CHUNKS, CAPABILITY_SELF,
+};
 use diy_mesh_runtime::metrics::Active;
 use futures::{Stream, TryFutureExt};
 use hyper::header::HeaderValue;
@@ -238,8 +240,15 @@ impl Mesh {
         } = self.context.clone();
         let proxy = proxies.connect(&caller, SystemTime::now());
         let capabilities = capabilities(&caller);
-        let subscriptions =
-            SharedSubscriptions::new(hub.watch_resources(caller.pod.clone()), caller.pod);
+        let announced = request.metadata().get(CAPABILITIES_METADATA);
+        let announced = announced
+            .and_then(|words| words.to_str().ok())
+            .unwrap_or_default();
+        let chunks = announced
+            .split(',')
+            .any(|word| word.trim() == CAPABILITY_CHUNKS);
+        let subscriber = hub.watch_resources(caller.pod.clone());
+        let subscriptions = SharedSubscriptions::new(subscriber, caller.pod, chunks);
         let (mut ended, end) = oneshot::channel::<Status>();
         let end = end.unwrap_or_else(|_| Status::internal("the stream has failed"));
         let responses = discover::responses(subscriptions.clone(), trust, metrics.clone(), end);
