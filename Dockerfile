@@ -35,6 +35,8 @@ COPY --from=build /out/etc/ /etc/
 USER 65532:65532
 
 FROM run AS controller
+# With an arena for each thread, a connected proxy takes a third more memory.
+ENV MALLOC_ARENA_MAX=1
 COPY --from=build /out/controller /usr/local/bin/
 ENTRYPOINT ["/usr/local/bin/controller"]
 

@@ -20,7 +20,6 @@ use tokio_util::sync::CancellationToken;
 use crate::authenticate::PodRef;
 use crate::index::locality::{Location, Scope};
 use crate::index::object::{Change, Event, Key, Kind, Resource, Source};
-use crate::index::state::State;
 use crate::index::view::ServiceView;
 use crate::index::{Index, Touched};
 pub use published::Published;
@@ -375,7 +374,7 @@ impl Inner {
             }
             for resource in &client.subscribed {
                 if let Some(watched) = self.resources.get_mut(resource) {
-                    watched.add(resource, &self.index, &client.location);
+                    watched.add(resource, &self.index, &client.location, &HashMap::new());
                     client.queue.push(resource.clone());
                 }
             }
@@ -395,26 +394,23 @@ impl Inner {
 }
 
 impl Watched {
-    /// Adds the state for a location, if there is none.
-    fn add(&mut self, resource: &Resource, index: &Index, location: &Location) {
+    /// Adds the state for a location, if there is none. `before` are earlier states.
+    fn add(
+        &mut self,
+        resource: &Resource,
+        index: &Index,
+        location: &Location,
+        before: &HashMap<Location, Arc<Published>>,
+    ) {
         let location = location.within(self.scope);
         self.states.entry(location).or_insert_with_key(|location| {
             let (_, state) = index.resolve(resource, location);
-            Arc::new(Published::new(state))
+            Published::next(before.get(location), state)
         });
     }
 
     fn published(&self, location: &Location) -> Option<&Arc<Published>> {
         self.states.get(&location.within(self.scope))
-    }
-
-    /// The next state for a location: the known one if it is unchanged.
-    fn next(&self, location: &Location, state: State) -> Arc<Published> {
-        match self.states.get(location) {
-            Some(known) if known.state.version == state.version => known.clone(),
-            Some(known) => Arc::new(known.successor(state)),
-            None => Arc::new(Published::new(state)),
-        }
     }
 
     /// Resolves the resource again, and notifies the subscribers whose state has changed. Work is
@@ -423,7 +419,7 @@ impl Watched {
         let anywhere = Location::default();
         let (scope, state) = index.resolve(resource, &anywhere);
         let before = std::mem::take(self);
-        let next = before.next(&anywhere, state);
+        let next = Published::next(before.states.get(&anywhere), state);
         let is_same = |known: &Arc<Published>| Arc::ptr_eq(known, &next);
         let is_shared = (before.scope, scope) == (Scope::Cluster, Scope::Cluster);
         let is_unchanged = is_shared && before.states.get(&anywhere).is_some_and(is_same);
@@ -440,11 +436,7 @@ impl Watched {
                 client.queue.push(resource.clone());
                 continue;
             }
-            let location = client.location.within(scope);
-            self.states.entry(location).or_insert_with_key(|location| {
-                let (_, state) = index.resolve(resource, location);
-                before.next(location, state)
-            });
+            self.add(resource, index, &client.location, &before.states);
             if version(self, client) != version(&before, client) {
                 client.queue.push(resource.clone());
             }
@@ -480,7 +472,7 @@ impl Resources {
             let same_port = destinations_on.entry(address.port()).or_default();
             same_port.insert(*address);
         }
-        watched.add(resource, index, &client.location);
+        watched.add(resource, index, &client.location, &HashMap::new());
         watched.subscribers.insert(self.id);
         client.subscribed.insert(resource.clone());
         self.queue.push(resource.clone());
@@ -495,9 +487,9 @@ impl Resources {
         }
     }
 
-    /// Waits for a notification. Cancel-safe.
-    pub async fn wait(&self) {
-        self.queue.wait().await;
+    /// A handle that waits for notifications.
+    pub fn notifications(&self) -> Notifications {
+        Notifications(self.queue.clone())
     }
 
     /// The next notification: a resource and its current state.
@@ -514,6 +506,16 @@ impl Resources {
                 return Some((resource, published.clone()));
             }
         }
+    }
+}
+
+/// Waits for the notifications of a subscriber.
+pub struct Notifications(Arc<Queue<Resource>>);
+
+impl Notifications {
+    /// Waits for a notification. Cancel-safe.
+    pub async fn wait(&self) {
+        self.0.wait().await;
     }
 }
 
@@ -752,7 +754,7 @@ mod tests {
                 ),
             ]);
         }
-        reader.wait().await;
+        reader.notifications().wait().await;
         let (_, published) = reader.next().unwrap();
         assert_eq!(
             published.state.target.as_ref().unwrap().key,
@@ -774,18 +776,16 @@ mod tests {
         let following = tokio::spawn(async move { hub.follow(changes).await });
         let start = Instant::now();
         sender.send(pod("p", "10.0.0.1").into()).await.unwrap();
-        reader.wait().await;
+        reader.notifications().wait().await;
         assert_eq!(start.elapsed(), Duration::ZERO);
         reader.next().unwrap();
         for name in ["q", "r", "s"] {
             sender.send(pod(name, "10.0.0.1").into()).await.unwrap();
             tokio::time::sleep(PUBLICATION_INTERVAL / 5).await;
         }
-        reader.wait().await;
-        assert_eq!(
-            start.elapsed().as_millis(),
-            PUBLICATION_INTERVAL.as_millis()
-        );
+        reader.notifications().wait().await;
+        let elapsed = start.elapsed().as_millis();
+        assert_eq!(elapsed, PUBLICATION_INTERVAL.as_millis());
         let (_, published) = reader.next().unwrap();
         let target = published.state.target.as_ref().unwrap();
         assert_eq!((&*target.key.name, reader.next().is_none()), ("s", true));

@@ -43,6 +43,8 @@ impl Controller {
         ];
         let environment = vec![
             ("POD_NAMESPACE", "service-mesh".to_owned()),
+            // As the image does.
+            ("MALLOC_ARENA_MAX", "1".to_owned()),
             ("KUBECONFIG", kubeconfig.to_string_lossy().into_owned()),
         ];
         let process = testbed.start(

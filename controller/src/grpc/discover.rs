@@ -5,19 +5,20 @@
 //! response is made from the latest state when the stream has capacity.
 
 use std::collections::HashMap;
+use std::convert::Infallible;
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use diy_mesh_proto::mesh::v1 as proto;
+use futures::{Stream, stream};
 use proto::ResourceType;
 use proto::discover_request::Action;
 use proto::discover_response::Update as Response;
 use tokio::sync::OwnedSemaphorePermit;
 use tonic::{Status, Streaming};
 
-use super::responses::{Capacity, Responses};
 use super::{frames, message};
 use crate::authenticate::PodRef;
 use crate::authority::{Trust, TrustReceiver};
@@ -36,81 +37,105 @@ const MAX_NAME_BYTES: usize = 64;
 const MAX_TEXT_BYTES: usize = 128;
 /// The length of a reason in the log.
 const MAX_REASON_CHARS: usize = 256;
+/// Endpoints in one message, about half a megabyte.
+const MAX_CHUNK_ENDPOINTS: usize = 4_000;
 /// Namespace, name and port of a Service.
 const MAX_BACKEND_BYTES: usize = 63 + 1 + 63 + 1 + 5;
 
-/// Serves one stream until the client disconnects or sends an invalid request.
-pub(super) async fn run(
-    mut subscriptions: Subscriptions,
-    mut trust: TrustReceiver,
+/// Reads requests until one is invalid. Does not return after a client that sends no more requests:
+/// it may still read.
+pub(super) async fn read(
+    mut requests: Streaming<proto::DiscoverRequest>,
+    subscriptions: &SharedSubscriptions,
     proxy: &ConnectedGuard,
     metrics: &Metrics,
-    mut requests: Streaming<proto::DiscoverRequest>,
-    responses: &Responses<Bytes>,
-) -> Result<(), Status> {
-    trust.mark_changed();
-    let (mut reading, mut has_rejected) = (true, false);
-    loop {
-        tokio::select! {
-            permit = permit_for_roots(&mut trust, responses) => {
-                let Some(permit) = permit else { return Ok(()) };
-                let roots = frames::encode(&roots(&trust.borrow_and_update()));
-                send(permit, Sent::Roots, roots, metrics);
+) -> Result<Infallible, Status> {
+    let mut has_rejected = false;
+    while let Some(request) = requests.message().await? {
+        match request.action {
+            Some(Action::Subscribe(request)) => subscriptions.lock().subscribe(request)?,
+            Some(Action::Unsubscribe(request)) => subscriptions.lock().unsubscribe(request)?,
+            Some(Action::Status(status)) => {
+                proxy.update(proxy_status(status, SystemTime::now())?);
             }
-            request = requests.message(), if reading => match request?.map(|request| request.action) {
-                Some(Some(Action::Subscribe(request))) => subscriptions.subscribe(request)?,
-                Some(Some(Action::Unsubscribe(request))) => subscriptions.unsubscribe(request)?,
-                Some(Some(Action::Status(status))) => {
-                    proxy.update(proxy_status(status, SystemTime::now())?);
-                }
-                Some(Some(Action::Acknowledgement(request))) => {
-                    acknowledge(&request, &mut has_rejected, proxy, metrics);
-                }
-                Some(None) => tracing::debug!("ignoring a request with an action of a later release"),
-                // The client sends no more requests, and may still read.
-                None => reading = false,
-            },
-            // Roots first: without them, a proxy cannot verify endpoints.
-            permit = permit_for_update(&subscriptions.subscriber, responses), if !trust.has_changed().unwrap_or(false) => {
-                let Some(permit) = permit else { return Ok(()) };
-                if let Some((kind, response)) = subscriptions.next_response() {
-                    send(permit, kind, response, metrics);
-                }
+            Some(Action::Acknowledgement(request)) => {
+                acknowledge(&request, &mut has_rejected, proxy, metrics);
             }
+            None => tracing::debug!("ignoring a request with an action of a later release"),
         }
     }
+    std::future::pending().await
 }
 
-/// Waits for a notification and for capacity. `None`: the client has disconnected. Cancel-safe: the
-/// notification stays queued.
-async fn permit_for_update<'a>(
-    subscriber: &Resources,
-    responses: &'a Responses<Bytes>,
-) -> Option<Capacity<'a, Bytes>> {
-    subscriber.wait().await;
-    responses.reserve().await
+/// The responses of a stream, made when the client reads them, until `end` returns its status.
+pub(super) fn responses(
+    subscriptions: SharedSubscriptions,
+    mut trust: TrustReceiver,
+    metrics: Arc<Metrics>,
+    end: impl Future<Output = Status> + Send + Unpin + 'static,
+) -> impl Stream<Item = Result<Bytes, Status>> + Send + 'static {
+    trust.mark_changed();
+    let notifications = subscriptions.lock().subscriber.notifications();
+    let state = (subscriptions, trust, metrics, end, notifications);
+    stream::unfold(state, |mut state| async move {
+        let (subscriptions, trust, metrics, end, notifications) = &mut state;
+        let response = loop {
+            tokio::select! {
+                biased;
+                status = &mut *end => break Err(status),
+                // Roots first: without them, a proxy cannot verify endpoints.
+                () = changed(trust) => {
+                    metrics.roots.inc();
+                    break Ok(frames::encode(&roots(&trust.borrow_and_update())));
+                }
+                () = notifications.wait() => {
+                    if let Some((kind, response)) = subscriptions.lock().next_response() {
+                        count(kind, metrics);
+                        break Ok(response);
+                    }
+                }
+            }
+        };
+        Some((response, state))
+    })
 }
 
-/// Waits for unsent roots and for capacity. `None`: the client has disconnected. Cancel-safe: the
-/// roots stay marked as changed until they are sent.
-async fn permit_for_roots<'a>(
-    trust: &mut TrustReceiver,
-    responses: &'a Responses<Bytes>,
-) -> Option<Capacity<'a, Bytes>> {
+/// Waits for unsent roots.
+async fn changed(trust: &mut TrustReceiver) {
     if trust.changed().await.is_err() {
         // The authority has ended: there are no further roots.
-        std::future::pending::<()>().await;
+        std::future::pending().await
     }
-    trust.mark_changed();
-    responses.reserve().await
+}
+
+/// The subscriptions of a stream, which its requests change and its responses read.
+#[derive(Clone)]
+pub(super) struct SharedSubscriptions(Arc<Mutex<Subscriptions>>);
+
+impl SharedSubscriptions {
+    pub(super) fn new(
+        subscriber: Resources,
+        pod: Option<PodRef>,
+        quota: Arc<Quota>,
+        chunks: bool,
+    ) -> SharedSubscriptions {
+        let subscriptions = Subscriptions::new(subscriber, pod, quota, chunks);
+        SharedSubscriptions(Arc::new(Mutex::new(subscriptions)))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Subscriptions> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// The resources that a client has subscribed to.
-pub(super) struct Subscriptions {
+struct Subscriptions {
     subscriber: Resources,
     /// The pod of the client, if its token is bound to one.
     pod: Option<PodRef>,
     quota: Arc<Quota>,
+    /// Whether the client understands snapshots in several messages.
+    chunks: bool,
     by_resource: HashMap<Resource, Subscription>,
 }
 
@@ -131,15 +156,17 @@ enum Known {
 }
 
 impl Subscriptions {
-    pub(super) fn new(
+    fn new(
         subscriber: Resources,
         pod: Option<PodRef>,
         quota: Arc<Quota>,
+        chunks: bool,
     ) -> Subscriptions {
         Subscriptions {
             subscriber,
             pod,
             quota,
+            chunks,
             by_resource: HashMap::new(),
         }
     }
@@ -230,7 +257,7 @@ impl Subscriptions {
             (_, None) => Sent::Unknown,
             (_, Some(_)) => Sent::Snapshot,
         };
-        let encode = |update| response(&resource, name.as_deref(), state, update);
+        let encode = |update| frames::encode(&response(&resource, name.as_deref(), state, update));
         let difference = |version| match name {
             None => published.difference(version, |delta| encode(message::delta(delta))),
             Some(_) => published
@@ -247,10 +274,22 @@ impl Subscriptions {
             Known::Sent(version) => difference(*version).map(|delta| (Sent::Delta, delta)),
         };
         *known = Known::Sent(state.version);
-        let whole = || encode(message::whole(state));
-        Some(delta.unwrap_or_else(|| match name {
-            None => (kind, published.whole(whole)),
-            Some(_) => (kind, whole()),
+        let chunks = self.chunks;
+        let whole = || {
+            whole(
+                response(&resource, name.as_deref(), state, message::whole(state)),
+                chunks,
+            )
+        };
+        let endpoints = state
+            .target
+            .as_ref()
+            .map_or(0, |target| target.endpoints.len());
+        // Few clients need an encoding of their own.
+        let is_shared = name.is_none() && (chunks || endpoints <= MAX_CHUNK_ENDPOINTS);
+        Some(delta.unwrap_or_else(|| match is_shared {
+            true => (kind, published.whole(whole)),
+            false => (kind, whole()),
         }))
     }
 }
@@ -264,21 +303,51 @@ fn name_of(resource: &Resource) -> String {
     }
 }
 
-/// An encoded response about a resource.
-fn response(resource: &Resource, name: Option<&str>, state: &State, update: Response) -> Bytes {
+/// A response about a resource.
+fn response(
+    resource: &Resource,
+    name: Option<&str>,
+    state: &State,
+    update: Response,
+) -> proto::DiscoverResponse {
     let kind = match resource {
         Resource::Destination(_) => ResourceType::Destination,
         Resource::Backend(..) => ResourceType::Backend,
         Resource::Workload(..) => ResourceType::Self_,
     };
-    frames::encode(&proto::DiscoverResponse {
+    proto::DiscoverResponse {
         name: name.map_or_else(|| name_of(resource), str::to_owned),
         version: state.version.to_string(),
         update: Some(update),
         r#type: kind.into(),
         position: state.position.as_deref().map(message::position),
         ..proto::DiscoverResponse::default()
-    })
+    }
+}
+
+/// Encodes a response with the whole state, in several messages if the client understands them.
+fn whole(mut response: proto::DiscoverResponse, chunks: bool) -> Bytes {
+    let mut encoded = BytesMut::new();
+    while let Some(Response::Snapshot(snapshot)) = &mut response.update
+        && chunks
+        && snapshot.endpoints.len() > MAX_CHUNK_ENDPOINTS
+    {
+        let rest = snapshot.endpoints.split_off(MAX_CHUNK_ENDPOINTS);
+        let draining = std::mem::take(&mut snapshot.draining);
+        response.more = true;
+        encoded.extend_from_slice(&frames::encode(&response));
+        response.more = false;
+        if let Some(Response::Snapshot(snapshot)) = &mut response.update {
+            (snapshot.endpoints, snapshot.draining) = (rest, draining);
+        }
+    }
+    match encoded.is_empty() {
+        true => frames::encode(&response),
+        false => {
+            encoded.extend_from_slice(&frames::encode(&response));
+            encoded.freeze()
+        }
+    }
 }
 
 /// Counts an acknowledgement. Logs the first rejection of a stream.
@@ -356,22 +425,18 @@ enum Sent {
     Delta,
     Unchanged,
     Unknown,
-    Roots,
     Workload,
 }
 
-fn send(permit: Capacity<'_, Bytes>, kind: Sent, response: Bytes, metrics: &Metrics) {
+fn count(kind: Sent, metrics: &Metrics) {
     let counter = match kind {
         Sent::Snapshot => &metrics.snapshots,
         Sent::Delta => &metrics.deltas,
         Sent::Unchanged => &metrics.unchanged,
         Sent::Unknown => &metrics.unknown,
-        Sent::Roots => &metrics.roots,
         Sent::Workload => &metrics.workloads,
     };
     counter.inc();
-    let length = response.len();
-    permit.send(response, length);
 }
 
 /// Parses a destination. IPv4-mapped IPv6 addresses become IPv4 addresses; scope IDs are ignored.
@@ -414,12 +479,18 @@ fn parse_backend(name: &str) -> Result<Resource, Status> {
 mod tests {
     use std::collections::BTreeMap;
 
+    use std::time::Duration;
+
+    use futures::{FutureExt, StreamExt};
     use prost::Message;
+    use tokio::sync::{oneshot, watch};
 
     use super::*;
+    use crate::authority::{Roots, self_signed};
     use crate::hub::Hub;
     use crate::index::object::Source;
     use crate::index::tests::Chance;
+    use crate::issuer::Issuer;
 
     /// The state of a destination in a proxy.
     #[derive(Debug, Default, PartialEq)]
@@ -482,7 +553,7 @@ mod tests {
     }
 
     fn stream(hub: &Hub) -> Subscriptions {
-        Subscriptions::new(hub.watch_resources(None), None, Arc::default())
+        Subscriptions::new(hub.watch_resources(None), None, Arc::default(), true)
     }
 
     fn subscribe(destination: SocketAddr, known_version: &str) -> proto::Subscribe {
@@ -547,6 +618,38 @@ mod tests {
         }
     }
 
+    #[tokio::test]
+    async fn responses_are_the_roots_the_updates_and_the_status_of_the_end() {
+        let now = SystemTime::now();
+        let (ca, key) = self_signed("cluster.local", now, Duration::from_secs(3600)).unwrap();
+        let (_keep, trust) = watch::channel(Arc::new(Trust {
+            issuer: Issuer::from_pem(&ca, &key, now).unwrap().into(),
+            roots: Roots::from_pem(&ca).unwrap().into(),
+            renew_within: Duration::ZERO,
+        }));
+        let hub = Hub::new([Source::Kubernetes]);
+        let subscriptions =
+            SharedSubscriptions::new(hub.watch_resources(None), None, Arc::default(), true);
+        let destination = "10.0.0.1:80".parse().unwrap();
+        let request = subscribe(destination, "");
+        subscriptions.lock().subscribe(request).unwrap();
+        let metrics = Arc::new(Metrics::new(|_| Ok(())));
+        let (ended, end) = oneshot::channel();
+        let end = end.map(Result::unwrap);
+        let responses = responses(subscriptions, trust, metrics.clone(), end);
+        let mut responses = std::pin::pin!(responses);
+        for kind in ["roots", "unknown"] {
+            let response = responses.next().await.unwrap().unwrap();
+            let response = proto::DiscoverResponse::decode(&response[5..]).unwrap();
+            let text = format!("{:?}", response.update.unwrap()).to_lowercase();
+            assert!(text.starts_with(kind), "{text}");
+        }
+        assert_eq!((metrics.roots.get(), metrics.unknown.get()), (1, 1));
+        ended.send(Status::new(tonic::Code::Ok, "")).unwrap();
+        let status = responses.next().await.unwrap().unwrap_err();
+        assert_eq!(status.code(), tonic::Code::Ok);
+    }
+
     #[test]
     fn streams_share_the_encoding_of_each_message() {
         let hub = Hub::new([Source::Kubernetes]);
@@ -572,6 +675,41 @@ mod tests {
             }
         }
         assert!(kinds.contains(&Sent::Snapshot) && kinds.contains(&Sent::Delta));
+    }
+
+    #[test]
+    fn large_snapshot_has_several_messages_for_clients_that_understand_them() {
+        let endpoint = |number: usize| proto::Endpoint {
+            address: format!("10.0.0.{number}:80"),
+            ..proto::Endpoint::default()
+        };
+        let snapshot = proto::Snapshot {
+            namespace: "shop".to_owned(),
+            endpoints: (0..2 * MAX_CHUNK_ENDPOINTS + 1).map(endpoint).collect(),
+            draining: vec![endpoint(0)],
+            ..proto::Snapshot::default()
+        };
+        let response = proto::DiscoverResponse {
+            update: Some(Response::Snapshot(snapshot.clone())),
+            ..proto::DiscoverResponse::default()
+        };
+        for (chunks, expected) in [(true, [true, true, false].as_slice()), (false, &[false])] {
+            let mut encoded = &*whole(response.clone(), chunks);
+            let (mut more, mut received) = (Vec::new(), proto::Snapshot::default());
+            while let Some((prefix, rest)) = encoded.split_first_chunk::<5>() {
+                let length = u32::from_be_bytes(prefix[1..].try_into().unwrap()) as usize;
+                let message = proto::DiscoverResponse::decode(&rest[..length]).unwrap();
+                encoded = &rest[length..];
+                let Some(Response::Snapshot(part)) = message.update else {
+                    panic!("each message is a part of the snapshot")
+                };
+                more.push(message.more);
+                received.namespace = part.namespace;
+                received.endpoints.extend(part.endpoints);
+                received.draining.extend(part.draining);
+            }
+            assert_eq!((more.as_slice(), received == snapshot), (expected, true));
+        }
     }
 
     #[test]

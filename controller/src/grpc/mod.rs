@@ -16,19 +16,22 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
 
 use diy_mesh_proto::mesh::v1 as proto;
-use diy_mesh_proto::{CAPABILITIES_METADATA, CAPABILITY_BACKEND, CAPABILITY_SELF};
+use diy_mesh_proto::{
+    CAPABILITIES_METADATA, CAPABILITY_BACKEND, CAPABILITY_CHUNKS, CAPABILITY_SELF,
+};
 use diy_mesh_runtime::metrics::Active;
-use futures::Stream;
+use futures::{Stream, TryFutureExt};
 use http_body_util::BodyExt as _;
 use hyper::header::HeaderValue;
 use proto::service_mesh_service_server::{SERVICE_NAME, ServiceMeshService};
 use rustls::ServerConfig;
 use tokio::net::TcpListener;
+use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 use tonic::body::Body;
 use tonic::service::Routes;
 use tonic::transport::Server;
-use tonic::{Request, Response, Status, Streaming};
+use tonic::{Code, Request, Response, Status, Streaming};
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 use tower::ServiceExt as _;
@@ -44,7 +47,7 @@ use crate::metrics::Metrics;
 use crate::proxies::Proxies;
 use crate::quota::{Counted, Quota, Quotas};
 use crate::serving::{self, Peer};
-use discover::Subscriptions;
+use discover::SharedSubscriptions;
 use frames::MeshServer;
 use responses::Responses;
 use sign::Signer;
@@ -60,6 +63,8 @@ const CONNECTION_WINDOW: u32 = 256 * 1024;
 const STREAM_WINDOW: u32 = 64 * 1024;
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(20);
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(10);
+/// A Discover stream ends at one to two times this age.
+const MIN_STREAM_AGE: Duration = Duration::from_secs(30 * 60);
 /// Time for streams to end after shutdown.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(3);
 
@@ -241,6 +246,12 @@ impl ServiceMeshService for Mesh {
     }
 }
 
+/// The age at which a Discover stream ends, so that its client connects again, perhaps to another
+/// replica. Random, so that streams that begin together do not end together.
+fn stream_age() -> Duration {
+    MIN_STREAM_AGE.mul_f64(1.0 + fastrand::f64())
+}
+
 /// What this controller announces: `self` only to a client that it can name a pod of.
 fn capabilities(caller: &Caller) -> HeaderValue {
     let of_pod = caller.pod.as_ref().map(|_| CAPABILITY_SELF);
@@ -273,14 +284,31 @@ impl Mesh {
         } = self.context.clone();
         let proxy = proxies.connect(&caller, SystemTime::now());
         let capabilities = capabilities(&caller);
-        let messages = self.stream(quota.clone(), |responses| async move {
+        let announced = request.metadata().get(CAPABILITIES_METADATA);
+        let announced = announced
+            .and_then(|words| words.to_str().ok())
+            .unwrap_or_default();
+        let chunks = announced
+            .split(',')
+            .any(|word| word.trim() == CAPABILITY_CHUNKS);
+        let subscriber = hub.watch_resources(caller.pod.clone());
+        let subscriptions = SharedSubscriptions::new(subscriber, caller.pod, quota, chunks);
+        let (mut ended, end) = oneshot::channel::<Status>();
+        let end = end.unwrap_or_else(|_| Status::internal("the stream has failed"));
+        let responses = discover::responses(subscriptions.clone(), trust, metrics.clone(), end);
+        let (requests, stopping) = (request.into_inner(), self.context.stopping.clone());
+        tokio::spawn(async move {
             let _open = open;
-            let subscriber = hub.watch_resources(caller.pod.clone());
-            let subscriptions = Subscriptions::new(subscriber, caller.pod, quota);
-            let requests = request.into_inner();
-            discover::run(subscriptions, trust, &proxy, &metrics, requests, &responses).await
+            let status = tokio::select! {
+                Err(status) = discover::read(requests, &subscriptions, &proxy, &metrics) => status,
+                () = ended.closed() => return,
+                () = stopping.cancelled() => CatalogError::Stopping.into(),
+                () = tokio::time::sleep(stream_age()) => Status::new(Code::Ok, ""),
+            };
+            // A client that reads no more does not receive this: the drain closes its connection.
+            let _ = ended.send(status);
         });
-        let mut response = frames::response(messages);
+        let mut response = frames::response(responses);
         let headers = response.headers_mut();
         headers.insert(CAPABILITIES_METADATA, capabilities);
         Ok(response)
@@ -362,6 +390,12 @@ fn service_key(name: &str) -> Result<Key, Status> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn streams_end_at_different_ages() {
+        let ages: BTreeSet<_> = (0..100).map(|_| stream_age()).collect();
+        assert!(ages.len() > 90 && ages.iter().all(|age| (1800..3600).contains(&age.as_secs())));
+    }
 
     #[test]
     fn service_names_have_two_parts() {

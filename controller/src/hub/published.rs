@@ -28,13 +28,16 @@ pub struct Published {
 }
 
 impl Published {
-    /// The first state of a resource.
-    pub fn new(state: State) -> Published {
-        Published::after(Vec::new(), state)
+    /// The next state of a resource: the current one, if the versions are equal.
+    pub fn next(current: Option<&Arc<Published>>, state: State) -> Arc<Published> {
+        match current {
+            Some(current) if current.state.version == state.version => current.clone(),
+            Some(current) => Arc::new(current.successor(state)),
+            None => Arc::new(Published::after(Vec::new(), state)),
+        }
     }
 
-    /// The next state of the resource.
-    pub fn successor(&self, state: State) -> Published {
+    fn successor(&self, state: State) -> Published {
         let mut earlier = self.earlier.clone();
         earlier.push(self.state.clone());
         let (mut kept, mut endpoints) = (0, 0);
@@ -123,10 +126,11 @@ mod tests {
     }
 
     /// The states with 1, 2, ... endpoints.
-    fn published(sizes: impl IntoIterator<Item = u16>) -> Published {
-        let mut sizes = sizes.into_iter();
-        let first = Published::new(state(sizes.next().unwrap()));
-        sizes.fold(first, |published, size| published.successor(state(size)))
+    fn published(sizes: impl IntoIterator<Item = u16>) -> Arc<Published> {
+        let add = |published: Option<Arc<Published>>, size| {
+            Some(Published::next(published.as_ref(), state(size)))
+        };
+        sizes.into_iter().fold(None, add).unwrap()
     }
 
     #[test]
