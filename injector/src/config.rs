@@ -19,23 +19,23 @@ const SHUTDOWN_DELAY_EPHEMERAL: u64 = 0;
 #[command(name = "injector", version, about)]
 pub struct Flags {
     /// Image of the proxy container
-    #[arg(long, env, value_name = "IMAGE", value_parser = image)]
-    pub image_to_deploy_proxy: String,
+    /// [default: that of init container proxy-image of the injector's pod]
+    #[arg(long, env, value_name = "IMAGE", value_parser = image, required_unless_present = "pod_name")]
+    pub image_to_deploy_proxy: Option<String>,
     /// Image of the proxy-init container
-    #[arg(long, env, value_name = "IMAGE", value_parser = image)]
-    pub image_to_deploy_proxy_init: String,
+    /// [default: that of init container proxy-init-image of the injector's pod]
+    #[arg(long, env, value_name = "IMAGE", value_parser = image, required_unless_present = "pod_name")]
+    pub image_to_deploy_proxy_init: Option<String>,
+    /// Name of the injector's pod
+    #[arg(long, env, value_name = "NAME")]
+    pub pod_name: Option<String>,
     /// Pull policy of both images
     #[arg(long, env, value_name = "POLICY", default_value = "IfNotPresent")]
     pub image_pull_policy: ImagePullPolicy,
     /// URL of the controller, passed to proxies
-    #[arg(
-        long,
-        env,
-        value_name = "URL",
-        value_parser = controller_url,
-        default_value = "https://controller.service-mesh.svc.cluster.local.:8080"
-    )]
-    pub controller_address: String,
+    /// [default: `https://controller.POD_NAMESPACE.svc.cluster.local.:8080`]
+    #[arg(long, env, value_name = "URL", value_parser = controller_url)]
+    pub controller_address: Option<String>,
     /// Identity that proxies expect in the controller's certificate
     /// [default: `spiffe://cluster.local/ns/POD_NAMESPACE/sa/controller`]
     #[arg(long, env, value_name = "SPIFFE-ID", value_parser = spiffe_id)]
@@ -127,9 +127,9 @@ impl Flags {
 /// The content of injected containers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// The image of the proxy.
+    /// The image of the proxy. Empty until it is read from the injector's pod.
     pub proxy_image: String,
-    /// The image of proxy-init.
+    /// The image of proxy-init. Empty until it is read from the injector's pod.
     pub proxy_init_image: String,
     /// The pull policy of both.
     pub image_pull_policy: ImagePullPolicy,
@@ -148,6 +148,8 @@ pub struct Settings {
 pub struct Config {
     /// The content of injected containers.
     pub settings: Settings,
+    /// The injector's pod, if it has the images of injected containers.
+    pub pod_with_images: Option<String>,
     /// The address of the webhook.
     pub listen: SocketAddr,
     /// The address of the admin server.
@@ -201,14 +203,19 @@ impl Config {
                 (CertificateStorage::Kubernetes, Some(_)) => return Err(UnexpectedCaFile),
             };
         let mesh_namespace = flags.pod_namespace;
+        let default_address =
+            || format!("https://controller.{mesh_namespace}.svc.cluster.local.:8080");
         let default_identity =
             || format!("spiffe://cluster.local/ns/{mesh_namespace}/sa/controller");
+        let has_images =
+            flags.image_to_deploy_proxy.is_some() && flags.image_to_deploy_proxy_init.is_some();
         Ok(Self {
+            pod_with_images: flags.pod_name.filter(|_| !has_images),
             settings: Settings {
-                proxy_image: flags.image_to_deploy_proxy,
-                proxy_init_image: flags.image_to_deploy_proxy_init,
+                proxy_image: flags.image_to_deploy_proxy.unwrap_or_default(),
+                proxy_init_image: flags.image_to_deploy_proxy_init.unwrap_or_default(),
                 image_pull_policy: flags.image_pull_policy,
-                controller_address: flags.controller_address,
+                controller_address: flags.controller_address.unwrap_or_else(default_address),
                 controller_identity: flags.controller_identity.unwrap_or_else(default_identity),
                 mesh_namespace,
                 proxy: flags.proxy,
@@ -358,6 +365,10 @@ mod tests {
             config.settings.controller_identity,
             "spiffe://cluster.local/ns/mesh/sa/controller"
         );
+        assert_eq!(
+            config.settings.controller_address,
+            "https://controller.mesh.svc.cluster.local.:8080"
+        );
         assert_eq!(config.extra_names, ["ok.example", "10.0.0.1"]);
         assert_eq!(config.shutdown_delay, Duration::from_secs(300));
     }
@@ -393,6 +404,25 @@ mod tests {
                 .to_string();
             assert!(error.contains("--image-to-deploy-proxy"), "{error}");
         }
+    }
+
+    #[test]
+    fn pod_provides_the_images_that_no_flag_sets() {
+        let parse = |arguments: &[&str]| {
+            let flags = Flags::try_parse_from(["injector"].iter().chain(arguments));
+            Config::from_flags(flags.expect("valid flags")).expect("consistent flags")
+        };
+        assert_eq!(
+            parse(&["--pod-name=a"]).pod_with_images.as_deref(),
+            Some("a")
+        );
+        let one = parse(&["--pod-name=a", IMAGES[1]]);
+        assert_eq!(one.pod_with_images.as_deref(), Some("a"));
+        assert_eq!(one.settings.proxy_init_image, "init:1");
+        assert_eq!(
+            parse(&["--pod-name=a", IMAGES[0], IMAGES[1]]).pod_with_images,
+            None
+        );
     }
 
     #[test]

@@ -18,7 +18,7 @@ use diy_mesh_runtime::error_chain;
 use futures::StreamExt;
 use k8s_openapi::ByteString;
 use k8s_openapi::api::admissionregistration::v1::MutatingWebhookConfiguration;
-use k8s_openapi::api::core::v1::Secret;
+use k8s_openapi::api::core::v1::{Pod, Secret};
 use kube::api::{ObjectMeta, Patch, PatchParams, PostParams};
 use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Api, Client};
@@ -26,6 +26,7 @@ use serde_json::json;
 use tokio::time::{sleep, timeout};
 
 use crate::certificate::{FIELDS, KeyMaterial, Names};
+use crate::config::Settings;
 use crate::publish::{Error, Publisher};
 
 /// The Secret with the certificates of the webhook.
@@ -45,6 +46,32 @@ pub async fn client() -> Result<Client, Error> {
     Client::try_default()
         .await
         .map_err(|error| Error::Client(Box::new(error)))
+}
+
+/// Fills in the images that are empty with those of the init containers of the injector's pod.
+/// There, unlike in variables, kustomize and other tools find and replace them.
+pub async fn read_images(settings: &mut Settings, pod: &str) -> Result<(), Error> {
+    let pods: Api<Pod> = Api::namespaced(client().await?, &settings.mesh_namespace);
+    let pod = api(&format!("read pod {pod}"), pods.get(pod)).await?;
+    let containers = pod.spec.and_then(|spec| spec.init_containers);
+    let containers = containers.unwrap_or_default();
+    for (container, image) in [
+        ("proxy-image", &mut settings.proxy_image),
+        ("proxy-init-image", &mut settings.proxy_init_image),
+    ] {
+        if image.is_empty() {
+            let mut containers = containers.iter();
+            let found = containers.find(|other| other.name == container);
+            let found = found.and_then(|container| container.image.clone());
+            *image = found.ok_or_else(|| Error::NoImage(container.into()))?;
+        }
+    }
+    tracing::info!(
+        proxy = settings.proxy_image,
+        init = settings.proxy_init_image,
+        "images of new pods"
+    );
+    Ok(())
 }
 
 /// Reconciles both objects forever. Returns an error only if a retry cannot succeed.

@@ -74,8 +74,12 @@ pub struct Injector {
 }
 
 impl Injector {
-    /// Binds the ports.
-    pub async fn bind(config: Config) -> Result<Self, Error> {
+    /// Binds the ports, and reads the images of injected containers if the configuration lacks
+    /// them.
+    pub async fn bind(mut config: Config) -> Result<Self, Error> {
+        if let Some(pod) = &config.pod_with_images {
+            kubernetes::read_images(&mut config.settings, pod).await?;
+        }
         raise_max_open_files();
         let bind = async |address| {
             listen::bind(address)

@@ -31,6 +31,11 @@ pub enum Error {
     /// There is no configuration for the Kubernetes API.
     #[error("cannot connect to the Kubernetes API: {0}")]
     Client(#[source] Box<kube::Error>),
+    /// The injector's pod lacks an init container with an image.
+    #[error(
+        "the injector's pod has no init container {0}, whose image new pods receive: apply the manifests, or set --image-to-deploy-proxy and --image-to-deploy-proxy-init"
+    )]
+    NoImage(String),
     /// The API server does not support native sidecars.
     #[error(
         "Kubernetes {0} is too old: the mesh uses native sidecars, which require 1.29 or later; upgrade the cluster"

@@ -104,14 +104,23 @@ fn fail_closed_webhooks_have_match_conditions_and_exclude_system_namespaces() {
             (&excluded["key"], &excluded["operator"]),
             (&json!("kubernetes.io/metadata.name"), &json!("NotIn"))
         );
-        for namespace in ["kube-system", "service-mesh"] {
-            assert!(
-                excluded["values"]
-                    .as_array()
-                    .is_some_and(|values| values.contains(&json!(namespace))),
-                "{}",
-                webhook["name"]
-            );
-        }
+        assert!(
+            excluded["values"]
+                .as_array()
+                .is_some_and(|values| values.contains(&json!("kube-system"))),
+            "{}",
+            webhook["name"]
+        );
+        // The label of all objects of the mesh, its namespace included.
+        assert!(
+            selects(
+                webhook,
+                "app.kubernetes.io/part-of",
+                "NotIn",
+                "diy-service-mesh"
+            ),
+            "{}",
+            webhook["name"]
+        );
     }
 }

@@ -39,9 +39,9 @@ fn releases_work_together_without_failed_requests() -> Result<()> {
         }
         let late = Pair::start(namespace, "late", "new-server")?;
         late.run_proxies(namespace, "dev")?;
-        // The injector of the previous release creates pods with proxies of this one.
+        // The injector of the previous release creates pods with proxies of this one, which its
+        // manifest names.
         install_previous("injector", &tag)?;
-        inject_proxies("dev")?;
         let injected = Pair::start(namespace, "injected", "old-server")?;
         injected.run_proxies(namespace, "dev")?;
         // The controller of this release, with proxies of all kinds.
@@ -116,12 +116,12 @@ impl Pair {
 fn inject_proxies(tag: &str) -> Result<()> {
     kubectl(&[
         "set",
-        "env",
+        "image",
         "-n",
         MESH,
         "deployment/injector",
-        &format!("IMAGE_TO_DEPLOY_PROXY=diy-sm-proxy:{tag}"),
-        &format!("IMAGE_TO_DEPLOY_PROXY_INIT=diy-sm-proxy-init:{tag}"),
+        &format!("proxy-image=diy-sm-proxy:{tag}"),
+        &format!("proxy-init-image=diy-sm-proxy-init:{tag}"),
     ])?;
     rolled_out(MESH, "injector")
 }

@@ -134,21 +134,22 @@ pub(super) fn versions(facts: &Facts) -> Vec<Finding> {
     let Ok(deployments) = &facts.deployments else {
         return Vec::new();
     };
-    let container = |name: &str| {
-        find(deployments, name)?
-            .spec
-            .as_ref()?
-            .template
-            .spec
-            .as_ref()?
-            .containers
-            .first()
+    let spec = |name: &str| {
+        let deployment = find(deployments, name)?;
+        deployment.spec.as_ref()?.template.spec.as_ref()
     };
+    let container = |name: &str| spec(name)?.containers.first();
     let (Some(controller), Some(injector)) = (container("controller"), container("injector"))
     else {
         return Vec::new();
     };
-    let proxy = variable(injector, "IMAGE_TO_DEPLOY_PROXY").unwrap_or_default();
+    let init = spec("injector").and_then(|spec| spec.init_containers.as_ref());
+    let init = init.into_iter().flatten();
+    let image = init
+        .filter(|container| container.name == "proxy-image")
+        .find_map(|container| container.image.as_deref());
+    let proxy = variable(injector, "IMAGE_TO_DEPLOY_PROXY").or(image);
+    let proxy = proxy.unwrap_or_default();
     let images = [
         controller.image.as_deref().unwrap_or_default(),
         injector.image.as_deref().unwrap_or_default(),
@@ -342,5 +343,14 @@ mod tests {
             [Level::Warning, Level::Warning],
             "the tag of new pods, and the pod with the old one"
         );
+        let mut facts = with_components(2, "");
+        let injector = &mut facts.deployments.as_mut().unwrap()[1];
+        let pod = injector.spec.as_mut().unwrap().template.spec.as_mut();
+        let pod = pod.unwrap();
+        pod.containers[0].env = None;
+        pod.init_containers = Some(vec![object(
+            json!({"name": "proxy-image", "image": "diy-sm-proxy:1.0"}),
+        )]);
+        assert_eq!(versions(&facts)[0].level, Level::Ok);
     }
 }

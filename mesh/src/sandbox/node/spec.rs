@@ -163,8 +163,25 @@ impl PodContext<'_> {
                 _ => &[],
             };
             argv.extend(extra.iter().map(|&argument| argument.to_owned()));
+            if program == "injector" {
+                argv.extend(self.injected_images());
+            }
         }
         Ok(argv)
+    }
+
+    /// The images that the injector reads from its own pod in a cluster.
+    fn injected_images(&self) -> impl Iterator<Item = String> {
+        let spec = self.pod.spec.iter();
+        let containers = spec.flat_map(|spec| spec.init_containers.iter().flatten());
+        containers.filter_map(|container| {
+            let flag = match container.name.as_str() {
+                "proxy-image" => "--image-to-deploy-proxy",
+                "proxy-init-image" => "--image-to-deploy-proxy-init",
+                _ => return None,
+            };
+            Some(format!("{flag}={}", container.image.as_deref()?))
+        })
     }
 
     fn environment(&self, container: &Container) -> Result<BTreeMap<String, String>> {

@@ -1,0 +1,60 @@
+//! The manifests as the base of a kustomize overlay: images and namespace. Requires kubectl.
+
+use std::fs;
+use std::io::Write;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use diy_mesh_tests::repository::root;
+
+#[test]
+fn overlay_changes_the_images_of_proxies_and_the_namespace() -> Result<()> {
+    // kustomize accepts only relative paths of directories.
+    let folder = root().join(format!("target/overlay-{}", std::process::id()));
+    fs::create_dir_all(&folder)?;
+    let result = render(&folder);
+    fs::remove_dir_all(&folder)?;
+    let Some(text) = result? else {
+        return Ok(());
+    };
+    for image in ["controller", "injector", "proxy", "proxy-init"] {
+        let line = format!("image: registry.example/{image}:1.0");
+        ensure!(text.contains(&line), "{line} is not in\n{text}");
+    }
+    ensure!(
+        !text.contains("diy-sm-"),
+        "an image has its old name:\n{text}"
+    );
+    // Names of objects, labels and annotations contain diy-service-mesh.
+    let old = text.replace("diy-service-mesh", "");
+    let old: Vec<_> = old
+        .lines()
+        .filter(|line| line.contains("service-mesh"))
+        .collect();
+    ensure!(old.is_empty(), "the old namespace remains: {old:#?}");
+    Ok(())
+}
+
+fn render(folder: &std::path::Path) -> Result<Option<String>> {
+    let images: String = ["controller", "injector", "proxy", "proxy-init"]
+        .map(|image| {
+            format!(
+                "  - {{name: diy-sm-{image}, newName: registry.example/{image}, newTag: '1.0'}}\n"
+            )
+        })
+        .concat();
+    let overlay = format!("resources: [../../manifests]\nnamespace: other\nimages:\n{images}");
+    fs::write(folder.join("kustomization.yaml"), overlay)?;
+    let output = Command::new("kubectl")
+        .arg("kustomize")
+        .arg(folder)
+        .output();
+    if output.is_err() && std::env::var_os("CI").is_none() {
+        writeln!(std::io::stderr(), "skipped: requires kubectl")?;
+        return Ok(None);
+    }
+    let output = output.context("cannot start kubectl")?;
+    let error = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "kubectl kustomize: {error}");
+    Ok(Some(String::from_utf8(output.stdout)?))
+}
