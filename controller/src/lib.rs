@@ -14,12 +14,14 @@ pub mod authenticate;
 pub mod authority;
 pub mod catalog;
 pub mod config;
+pub mod events;
 pub mod file;
 pub mod grpc;
 pub mod hub;
 pub mod index;
 pub mod metrics;
 pub mod proxies;
+pub mod quota;
 pub mod serving;
 
 use std::io;
@@ -37,10 +39,12 @@ use authority::AuthorityHandle;
 use catalog::freshness::Freshness;
 pub use config::Config;
 pub use diy_mesh_issuer as issuer;
+use events::Events;
 use hub::Hub;
 use index::object::Source;
 use metrics::Metrics;
 use proxies::Proxies;
+use quota::Quotas;
 use serving::{Names, Serving};
 
 /// The catalog pauses while more changes wait for the index.
@@ -73,6 +77,9 @@ pub enum Error {
     /// The serving certificate cannot be signed.
     #[error("cannot create the serving certificate: {0}")]
     Certificate(#[from] issuer::SignError),
+    /// The admin server has failed.
+    #[error("the admin server has failed: {0}")]
+    Admin(#[from] io::Error),
     /// The gRPC server has failed.
     #[error("the gRPC server has failed: {0}")]
     Grpc(#[from] tonic::transport::Error),
@@ -193,6 +200,18 @@ impl Controller {
             proxies.clone(),
             trust_domain.clone(),
         );
+        let (events, queue) = Events::new();
+        let client = self.client.clone();
+        let publish_events = async {
+            if let Some(client) = client {
+                events::publish(client, queue).await;
+            }
+        };
+        let observe_authority = async {
+            if matches!(config.ca, config::Ca::Kubernetes) {
+                events::observe(authority.clone(), &config.pod_namespace, events.clone()).await;
+            }
+        };
         let grpc = async {
             let trust = tokio::select! {
                 trust = authority.loaded() => trust,
@@ -208,9 +227,11 @@ impl Controller {
                 authenticator: Arc::new(Authenticator::new(self.verifier, metrics.clone())),
                 trust,
                 proxies,
+                quotas: Quotas::default(),
                 trust_domain: trust_domain.clone(),
                 certificate_life,
                 metrics,
+                events: events.clone(),
                 stopping: stopping.clone(),
             };
             tokio::select! {
@@ -244,9 +265,11 @@ impl Controller {
         tracing::info!(grpc = %self.grpc.address, admin = %self.admin.address, "listening");
         tokio::select! {
             result = grpc => result,
-            () = admin.serve(self.admin.socket) => Ok(()),
+            failed = admin.serve_on_thread(self.admin.socket) => match failed? {},
             // These run until the servers end.
-            _ = async { tokio::join!(catalog, follow, synced, self.run_authority, signal) } => Ok(()),
+            _ = async { tokio::join!(
+                catalog, follow, synced, self.run_authority, signal, publish_events, observe_authority
+            ) } => Ok(()),
         }
     }
 }

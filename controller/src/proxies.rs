@@ -7,6 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 use crate::authenticate::{Caller, PodRef};
+use crate::index::Index;
+use crate::index::object::Key;
 
 /// The registry. Cheap to clone.
 #[derive(Clone, Debug, Default)]
@@ -61,6 +63,15 @@ impl ConnectedProxy {
     pub fn certificate_issuer(&self) -> &str {
         let status = self.status.as_ref();
         status.map_or("", |status| &status.certificate_issuer)
+    }
+
+    /// Whether it is the proxy of a meshed pod in the catalog. Every service account can open a
+    /// stream; only these proxies have certificates that a rotation concerns.
+    pub fn is_meshed(&self, index: &Index) -> bool {
+        self.pod.as_ref().is_some_and(|pod| {
+            let known = index.pod(&Key::new(&pod.namespace, &pod.name));
+            known.is_some_and(|known| known.uid == pod.uid && known.identity.is_some())
+        })
     }
 }
 

@@ -1,19 +1,20 @@
 //! TLS between the listener and the gRPC server. Clients verify that the server is the controller.
 //!
 //! TLS 1.3 without client certificates: tokens authenticate the clients. The issuer of the mesh
-//! signs the certificate, which is renewed while connections stay open. Handshakes run
-//! concurrently and are limited in number and time.
+//! signs the certificate, which is renewed while connections stay open. Unauthenticated clients
+//! are limited in number, by address, and in time.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::pin::Pin;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 use std::task::{Context, Poll};
 use std::time::{Duration, SystemTime};
 use std::{fmt, io};
 
 use diy_mesh_proto::Identity;
 use diy_mesh_proto::identity::InvalidIdentity;
-use diy_mesh_runtime::listen::Acceptor;
+use diy_mesh_runtime::max_open_files;
+use diy_mesh_runtime::tls::{Client, Limits, OpenCall, TlsServer};
 use futures::Stream;
 use rustls::ServerConfig;
 use rustls::crypto::aws_lc_rs;
@@ -21,20 +22,22 @@ use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
-use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
-use tokio_stream::wrappers::ReceiverStream;
-use tonic::transport::server::{Connected, TcpConnectInfo};
+use tonic::Status;
+use tonic::transport::server::Connected;
 
 use crate::authority::TrustReceiver;
 use crate::issuer::{Issuer, SignError};
+use crate::quota::{Counted, Quota};
 
-/// A proxy has one or two connections.
+/// A proxy has one or two.
 const MAX_CONNECTIONS: usize = 50_000;
-/// Connections in their handshake.
-const MAX_HANDSHAKES: usize = 1024;
-const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Connections in their handshake, or without an authenticated call.
+const MAX_UNAUTHENTICATED: usize = 1024;
+/// Time without an open call after which a connection ends.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(5 * 60);
+/// Open files that are not connections of clients.
+const OTHER_FILES: usize = 128;
 /// Delay after a failure to sign the certificate.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 /// Timers do not follow changes of the clock.
@@ -188,80 +191,78 @@ pub fn connections(
     tls: Arc<ServerConfig>,
     listener: TcpListener,
 ) -> impl Stream<Item = io::Result<TlsConnection>> {
-    let (done, secured) = mpsc::channel(16);
-    tokio::spawn(accept(
-        TlsAcceptor::from(tls),
-        Acceptor::new(listener),
-        done,
-    ));
-    ReceiverStream::new(secured)
+    let files = usize::try_from(max_open_files()).unwrap_or(usize::MAX);
+    let limits = Limits {
+        connections: files.saturating_sub(OTHER_FILES).clamp(1, MAX_CONNECTIONS),
+        slots: MAX_UNAUTHENTICATED,
+        idle: IDLE_TIMEOUT,
+    };
+    let server = TlsServer::new(listener, tls, limits);
+    futures::stream::unfold(server, |mut server| async {
+        let (stream, client) = server.accept().await;
+        Some((Ok(TlsConnection::new(stream, client)), server))
+    })
 }
 
-async fn accept(
-    tls: TlsAcceptor,
-    mut acceptor: Acceptor,
-    done: mpsc::Sender<io::Result<TlsConnection>>,
-) {
-    let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-    let handshakes = Arc::new(Semaphore::new(MAX_HANDSHAKES));
-    loop {
-        let (connection, handshake) = tokio::select! {
-            () = done.closed() => return,
-            accepted = acceptor.accept_limited(&handshakes) => accepted,
-        };
-        // The proxy tries another replica after a closed connection.
-        let Ok(slot) = connections.clone().try_acquire_owned() else {
-            tracing::warn!(
-                "connection closed: the limit of {MAX_CONNECTIONS} connections is reached"
-            );
-            continue;
-        };
-        let (tls, done) = (tls.clone(), done.clone());
-        tokio::spawn(async move {
-            let _handshake = handshake;
-            if let Some(connection) = handshake_with_timeout(tls, connection, slot).await {
-                // Fails only while the server shuts down.
-                let _ = done.send(Ok(connection)).await;
-            }
-        });
+/// The client of a connection.
+#[derive(Clone)]
+pub struct Peer {
+    /// Its address. None if it has disconnected.
+    pub address: Option<SocketAddr>,
+    client: Arc<Client>,
+    /// The place of the connection in the quota of the caller that it authenticated first.
+    counted: Arc<OnceLock<Counted>>,
+}
+
+impl Peer {
+    /// Its IP address.
+    pub fn ip(&self) -> Option<IpAddr> {
+        self.address.map(|address| address.ip().to_canonical())
     }
-}
 
-async fn handshake_with_timeout(
-    tls: TlsAcceptor,
-    connection: TcpStream,
-    slot: OwnedSemaphorePermit,
-) -> Option<TlsConnection> {
-    let peer = connection.peer_addr().ok();
-    match tokio::time::timeout(HANDSHAKE_TIMEOUT, tls.accept(connection)).await {
-        Ok(Ok(stream)) => {
-            return Some(TlsConnection {
-                stream,
-                _slot: slot,
-            });
+    /// Counts a call until the value is dropped.
+    pub fn call(&self) -> OpenCall {
+        self.client.call()
+    }
+
+    /// A caller with this quota has authenticated.
+    pub fn authenticate(&self, quota: &Arc<Quota>) -> Result<(), Status> {
+        if self.counted.get().is_none() {
+            // At most one of several concurrent calls keeps its permit.
+            let _ = self.counted.set(quota.connection()?);
         }
-        // TCP health checks.
-        Ok(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => {}
-        Ok(Err(error)) => tracing::debug!(?peer, "TLS handshake failed: {error}"),
-        Err(_) => tracing::debug!(
-            ?peer,
-            "TLS handshake not complete after {HANDSHAKE_TIMEOUT:?}"
-        ),
+        self.client.authenticate();
+        Ok(())
     }
-    None
 }
 
-/// A TLS connection, which counts towards the limit until it is dropped.
+/// A TLS connection that ends when its client has expired.
 pub struct TlsConnection {
     stream: TlsStream<TcpStream>,
-    _slot: OwnedSemaphorePermit,
+    peer: Peer,
+    expired: Pin<Box<dyn Future<Output = ()> + Send>>,
+}
+
+impl TlsConnection {
+    fn new(stream: TlsStream<TcpStream>, client: Arc<Client>) -> TlsConnection {
+        let expired = client.clone();
+        TlsConnection {
+            peer: Peer {
+                address: stream.get_ref().0.peer_addr().ok(),
+                client,
+                counted: Arc::default(),
+            },
+            stream,
+            expired: Box::pin(async move { expired.expired().await }),
+        }
+    }
 }
 
 impl Connected for TlsConnection {
-    type ConnectInfo = TcpConnectInfo;
+    type ConnectInfo = Peer;
 
-    fn connect_info(&self) -> TcpConnectInfo {
-        self.stream.get_ref().0.connect_info()
+    fn connect_info(&self) -> Peer {
+        self.peer.clone()
     }
 }
 
@@ -271,6 +272,9 @@ impl AsyncRead for TlsConnection {
         cx: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        if self.expired.as_mut().poll(cx).is_ready() {
+            return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
+        }
         Pin::new(&mut self.stream).poll_read(cx, buffer)
     }
 }

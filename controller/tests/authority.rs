@@ -97,6 +97,10 @@ impl Replica {
             name: name.into(),
             uid: name.into(),
         });
+        self.connect_as(pod, name, proxy);
+    }
+
+    fn connect_as(&self, pod: Option<PodRef>, name: &str, proxy: Proxy) {
         let caller = Caller {
             user: "user".into(),
             pod,
@@ -270,7 +274,11 @@ async fn rotation_waits_for_all_proxies_and_survives_restarts() {
         .await;
     assert_eq!(
         (told.rotation.phase.as_str(), told.rotation.answer.as_str()),
-        ("announcing", "granted: a new root is announced")
+        (
+            "announcing",
+            "granted: a new root is announced; the rotation takes about 6 min: up to 6 min in which proxies renew their certificates; \
+             longer while a meshed pod has no connection to a controller or does not accept the root"
+        )
     );
     assert!(!folder.join("request").exists());
     assert_eq!(
@@ -357,12 +365,17 @@ async fn abandoned_rotation_restores_the_roots() {
             ..Proxy::default()
         },
     );
+    one.knows(&["a"]);
     request(&folder, "start");
     one.until_phase(Phase::Announcing).await;
     request(&folder, "abandon");
     let status = one.until_phase(Phase::Steady).await;
     assert_eq!(status.rotation.answer, "granted: the next root is dropped");
-    assert_eq!(one.roots().await, roots);
+    // The status may be known before the roots.
+    let mut trust = one.trust().await.subscribe();
+    let restored = trust.wait_for(|trust| trust.roots == roots);
+    let restored = tokio::time::timeout(DEADLINE, restored).await;
+    assert!(restored.is_ok_and(|restored| restored.is_ok()));
     request(&folder, "dance");
     one.until("the answer", |status| {
         status
@@ -371,6 +384,66 @@ async fn abandoned_rotation_restores_the_roots() {
             .contains("\"dance\" is not a request")
     })
     .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn rotation_waits_only_for_proxies_of_meshed_pods_in_the_catalog() {
+    let (_dir, folder) = folder();
+    let one = Replica::start(&folder);
+    let roots = one.roots().await;
+    let stuck = || Proxy {
+        stuck: true,
+        ..Proxy::default()
+    };
+    one.connect("a", stuck());
+    one.knows(&["a"]);
+    one.connect_as(None, "a service account", stuck());
+    one.connect("a pod of no catalog", stuck());
+    let other_uid = PodRef {
+        namespace: "shop".into(),
+        name: "a".into(),
+        uid: "former".into(),
+    };
+    one.connect_as(Some(other_uid), "a former pod", stuck());
+    request(&folder, "start");
+    one.until("waiting for a", |status| {
+        status.rotation.waiting == ["proxy shop/a to trust the current roots"]
+    })
+    .await;
+    one.change("a", |proxy| proxy.stuck = false);
+    one.until_phase(Phase::Switched).await;
+    one.until_phase(Phase::Steady).await;
+    assert_ne!(one.roots().await, roots);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn forced_rotation_waits_for_no_proxy() {
+    let (_dir, folder) = folder();
+    let (one, two) = (Replica::start(&folder), Replica::start(&folder));
+    let before = one.roots().await;
+    one.connect(
+        "a",
+        Proxy {
+            stuck: true,
+            ..Proxy::default()
+        },
+    );
+    one.knows(&["a"]);
+    request(&folder, "force");
+    for replica in [&one, &two] {
+        let status = replica
+            .until("forced", |status| {
+                status.rotation.reason == "a rotation was forced"
+            })
+            .await;
+        assert_eq!(
+            status.rotation.answer,
+            "granted: the new CA signs, and only its root is trusted"
+        );
+        let trust = replica.trust().await.borrow().clone();
+        assert!(trust.renew_within.is_zero() && trust.roots.certificates.len() == 1);
+        assert_ne!(trust.roots.version, before.version);
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -508,6 +581,7 @@ async fn adopts_ca_of_an_operator_when_all_proxies_trust_it() {
             ..Proxy::default()
         },
     );
+    one.knows(&["a"]);
     let theirs = rcgen_ca();
     write(&folder, "tls.key", &theirs.1);
     write(&folder, "tls.crt", &theirs.0);

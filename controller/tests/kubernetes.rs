@@ -103,6 +103,12 @@ async fn scenario(cluster: Cluster) {
         )
     );
     assert_eq!(say(&both[1]), format!("{ip}:80: +[198.51.100.7:8080] -[]"));
+    let pods_of = |position: &Option<proto::Position>| {
+        let components = position.as_ref().unwrap().components.iter();
+        let mut pods = components.filter(|component| component.kind == "Pod");
+        pods.next().unwrap().resource_version
+    };
+    assert!(both.iter().all(|answer| pods_of(&answer.position) > 0));
     let version = both[1].version.clone();
     let mut again = client.discover().await;
     again.subscribe(&format!("{ip}:80"), &version).await;

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant, SystemTime};
 use diy_mesh_controller::authenticate::{Caller, PodRef};
 use diy_mesh_controller::authority::state::Phase;
 use diy_mesh_controller::authority::{self, AuthorityHandle, Options, Roots, Storage, self_signed};
+use diy_mesh_controller::events::{self, Events};
 use diy_mesh_controller::hub::Hub;
 use diy_mesh_controller::index::object::{Change, Key, Kind, Object, Pod, Source};
 use diy_mesh_controller::proxies::{self, Proxies};
@@ -21,8 +22,9 @@ use futures::FutureExt;
 use k8s_openapi::NamespaceResourceScope;
 use k8s_openapi::api::authentication::v1::{TokenRequest, TokenRequestSpec};
 use k8s_openapi::api::core::v1::{ConfigMap, Namespace, Secret, ServiceAccount};
+use k8s_openapi::api::events::v1::Event;
 use k8s_openapi::api::rbac::v1::{ClusterRole, ClusterRoleBinding, Role, RoleBinding};
-use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
+use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config, Resource};
 use serde::Deserialize;
@@ -94,6 +96,7 @@ async fn scenario(cluster: &Cluster) {
         })
         .await;
     one.forgets("no-such-namespace-of-ours");
+    reports_roots_that_cannot_be_published(cluster, &one).await;
 
     // A rotation, asked for by an annotation.
     let ask = |what: &str| {
@@ -143,6 +146,17 @@ async fn scenario(cluster: &Cluster) {
         })
         .await;
     assert_eq!(one.roots().await, after);
+    let empty = Patch::Merge(json!({"data": {"tls.crt": "", "tls.key": ""}}));
+    secrets
+        .patch(SECRET, &PatchParams::default(), &empty)
+        .await
+        .unwrap();
+    let has_key = async || {
+        let data = secrets.get(SECRET).await.unwrap().data.unwrap();
+        !data["tls.key"].0.is_empty()
+    };
+    cluster.until("it is filled", has_key).await;
+    assert_eq!(one.roots().await, after);
     let break_it = Patch::Merge(json!({"data": {"tls.key": "cnViYmlzaA=="}}));
     secrets
         .patch(SECRET, &PatchParams::default(), &break_it)
@@ -181,12 +195,56 @@ async fn scenario(cluster: &Cluster) {
     cluster.until_published(&cluster.shop, &theirs).await;
     one.task.abort();
     two.task.abort();
+
+    // Lost while no replica ran: the published roots show that there was one.
+    secrets
+        .delete(SECRET, &DeleteParams::default())
+        .await
+        .unwrap();
+    let one = Replica::start(cluster).await;
+    assert_ne!(*one.roots().await, theirs);
+    one.until_phase(Phase::Steady).await;
+    let reason = one.authority.status().rotation.reason;
+    assert!(
+        reason.contains("the CA was lost") && reason.contains(&cluster.shop),
+        "{reason}"
+    );
+    one.task.abort();
+}
+
+/// An event names a ConfigMap that cannot be written: here, an immutable one.
+async fn reports_roots_that_cannot_be_published(cluster: &Cluster, replica: &Replica) {
+    let config_map =
+        json!({"metadata": {"name": ROOTS}, "immutable": true, "data": {"roots.pem": "other"}});
+    let config_maps = cluster.api::<ConfigMap>(&cluster.mesh);
+    let config_map = serde_json::from_value(config_map).unwrap();
+    let created = config_maps
+        .create(&PostParams::default(), &config_map)
+        .await;
+    created.unwrap();
+    replica.knows(&cluster.mesh, false);
+    let events = cluster.api::<Event>(&cluster.mesh);
+    cluster
+        .until("an event names the ConfigMap", async || {
+            let events = events.list(&ListParams::default()).await.unwrap();
+            events.iter().any(|event| {
+                let object = event
+                    .regarding
+                    .as_ref()
+                    .and_then(|object| object.name.as_deref());
+                event.reason.as_deref() == Some("RootsNotPublished") && object == Some(ROOTS)
+            })
+        })
+        .await;
+    replica.forgets(&cluster.mesh);
+    let deleted = config_maps.delete(ROOTS, &DeleteParams::default()).await;
+    deleted.unwrap();
 }
 
 /// Connects one proxy, which always has the trust of its replica.
-async fn follow(authority: AuthorityHandle, registry: Proxies) {
+async fn follow(authority: AuthorityHandle, registry: Proxies, namespace: String) {
     let pod = Some(PodRef {
-        namespace: "shop".into(),
+        namespace: namespace.into(),
         name: "web".into(),
         uid: "web".into(),
     });
@@ -225,15 +283,18 @@ impl Replica {
             certificate_life: Duration::from_secs(30),
             ca_life: Duration::from_secs(3600),
             storage: Storage::Kubernetes {
-                client,
+                client: client.clone(),
                 namespace: cluster.mesh.clone(),
             },
         };
         let registry = Proxies::default();
         let (authority, run) = authority::start(options, &hub, registry.clone());
-        let follow = follow(authority.clone(), registry);
+        let follow = follow(authority.clone(), registry, cluster.shop.clone());
+        let ((events, queue), mesh) = (Events::new(), cluster.mesh.clone());
+        let observed = authority.clone();
         let task = tokio::spawn(async move {
-            tokio::join!(run, follow);
+            let observe = events::observe(observed, &mesh, events);
+            tokio::join!(run, follow, observe, events::publish(client, queue));
         });
         Replica {
             authority,

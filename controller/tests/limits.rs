@@ -3,10 +3,180 @@
 
 mod support;
 
-use std::io::{BufRead as _, BufReader};
+use std::io::{BufRead as _, BufReader, ErrorKind};
+use std::net::SocketAddr;
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 
-use support::{get, scratch};
+use futures::future::join_all;
+use rustls::pki_types::ServerName;
+use support::{DEADLINE, Discover, Sandbox, get, scratch};
+use tokio::io::AsyncWriteExt as _;
+use tokio::net::{TcpSocket, TcpStream};
+use tonic::{Code, Status};
+
+async fn connect_from(source: &str, address: SocketAddr) -> TcpStream {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.bind(format!("{source}:0").parse().unwrap()).unwrap();
+    socket.connect(address).await.unwrap()
+}
+
+fn has_nothing_to_read(stream: &TcpStream) -> bool {
+    let read = stream.try_read(&mut [0]);
+    read.is_err_and(|error| error.kind() == ErrorKind::WouldBlock)
+}
+
+/// The bytes of a ClientHello.
+fn client_hello() -> Vec<u8> {
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let config = rustls::ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(rustls::RootCertStore::empty())
+        .with_no_client_auth();
+    let name = ServerName::try_from("localhost").unwrap();
+    let mut client = rustls::ClientConnection::new(config.into(), name).unwrap();
+    let mut hello = Vec::new();
+    client.write_tls(&mut hello).unwrap();
+    hello
+}
+
+fn exhausted<T>(result: Result<T, Status>) -> String {
+    let status = result.err().expect("the call is rejected");
+    assert_eq!(status.code(), Code::ResourceExhausted, "{status:?}");
+    status.message().to_owned()
+}
+
+#[tokio::test]
+async fn silent_connections_do_not_delay_a_proxy() {
+    let sandbox = Sandbox::start(&[]).await;
+    let mut silent = Vec::new();
+    for _ in 0..1500 {
+        silent.push(TcpStream::connect(sandbox.address).await.unwrap());
+    }
+    sandbox.client().await.discover().await;
+    assert!(silent.iter().all(has_nothing_to_read), "they are open");
+}
+
+/// A slot goes to the address with the fewest slots, whoever else waits for one.
+#[tokio::test]
+async fn unfinished_handshakes_do_not_delay_a_proxy_of_another_address() {
+    for (addresses, connections) in [(1, 1500), (6, 400)] {
+        let sandbox = Sandbox::start(&[]).await;
+        let (hello, mut unfinished) = (client_hello(), Vec::new());
+        for source in 2..2 + addresses {
+            for _ in 0..connections {
+                let source = format!("127.0.0.{source}");
+                let mut stream = connect_from(&source, sandbox.address).await;
+                stream.write_all(&hello).await.unwrap();
+                unfinished.push(stream);
+            }
+        }
+        sandbox.client().await.discover().await;
+        let last = unfinished.last().unwrap();
+        assert!(has_nothing_to_read(last), "it waits for a slot");
+    }
+}
+
+#[tokio::test]
+async fn proxies_behind_one_address_all_get_in() {
+    let sandbox = Arc::new(Sandbox::start(&[]).await);
+    let proxies = (0..2000).map(|uid| {
+        let sandbox = sandbox.clone();
+        tokio::spawn(async move {
+            let mut proxy = sandbox.pod(uid).await;
+            (proxy.discover().await, proxy)
+        })
+    });
+    let proxies = join_all(proxies).await;
+    assert!(proxies.iter().all(|proxy| proxy.is_ok()));
+    let (_, metrics) = sandbox.admin("/metrics").await;
+    let line = "diy_mesh_controller_streams{rpc=\"Discover\"} 2000\n";
+    assert!(metrics.contains(line), "{metrics}");
+}
+
+#[tokio::test]
+async fn connection_without_an_authenticated_call_ends() {
+    let sandbox = Sandbox::start(&[]).await;
+    let mut client = sandbox.client().await;
+    client.token = Some("rubbish".into());
+    let mut health = tonic_health::pb::health_client::HealthClient::new(sandbox.channel().await);
+    let watch = health.watch(tonic_health::pb::HealthCheckRequest::default());
+    let mut watch = watch.await.unwrap().into_inner();
+    // It ends, whatever else the client does.
+    let ended = tokio::time::timeout(DEADLINE, async {
+        while let Ok(Some(_)) = watch.message().await {}
+    });
+    ended.await.expect("the connection ends");
+    sandbox.client().await.discover().await;
+}
+
+#[tokio::test]
+async fn long_names_end_the_stream() {
+    let sandbox = Sandbox::start(&[]).await;
+    let mut client = sandbox.client().await;
+    let zeros = "0".repeat(100);
+    for (destination, version) in [
+        ("10.96.0.7:80", "x".repeat(65)),
+        (&format!("10.96.0.7:{zeros}80"), String::new()),
+    ] {
+        let mut discover = client.discover().await;
+        discover.subscribe(destination, &version).await;
+        let status = discover.answer().await.unwrap_err();
+        assert_eq!(status.code(), Code::InvalidArgument, "{destination}");
+        assert!(status.message().contains("64 bytes"), "{status:?}");
+    }
+}
+
+#[tokio::test]
+async fn calls_and_connections_of_a_pod_are_limited() {
+    let sandbox = Sandbox::start(&[]).await;
+    let (mut one, mut two) = (sandbox.pod(1).await, sandbox.pod(1).await);
+    let mut open: Vec<Discover> = Vec::new();
+    for _ in 0..8 {
+        open.push(one.discover().await);
+        open.push(two.discover().await);
+    }
+    let message = exhausted(one.try_discover().await);
+    assert!(message.contains("16 open calls"), "{message}");
+    sandbox.pod(2).await.discover().await;
+    drop(open);
+    let mut clients = vec![one, two];
+    while clients.len() < 16 {
+        let mut client = sandbox.pod(1).await;
+        client.services(&[]).await.unwrap();
+        clients.push(client);
+    }
+    let message = exhausted(sandbox.pod(1).await.services(&[]).await);
+    assert!(message.contains("16 connections"), "{message}");
+    clients[0].services(&[]).await.unwrap();
+    sandbox.pod(2).await.services(&[]).await.unwrap();
+}
+
+#[tokio::test]
+async fn subscriptions_of_all_streams_of_a_pod_are_limited() {
+    let sandbox = Sandbox::start(&[]).await;
+    let mut client = sandbox.pod(1).await;
+    let names: Vec<String> = (0..9_000)
+        .map(|number| format!("shop/web-{number}"))
+        .collect();
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    let watch = client.watch(&names).await;
+    let mut discover = client.discover().await;
+    for port in 1..=1000 {
+        // Again: no further subscription.
+        for _ in 0..2 {
+            discover.subscribe(&format!("10.96.0.7:{port}"), "").await;
+            assert!(discover.said().await.ends_with("unknown"));
+        }
+    }
+    discover.subscribe("10.96.0.8:80", "").await;
+    let message = exhausted(discover.answer().await);
+    assert!(message.contains("10000 subscriptions"), "{message}");
+    drop(watch);
+    let discover = sandbox.pod(2).await.discover().await;
+    discover.subscribe("10.96.0.8:80", "").await;
+}
 
 /// Container runtimes start a process with a soft limit of 1,024 open files.
 #[tokio::test]

@@ -40,16 +40,21 @@ const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(30);
 /// The first version whose nodes enable native sidecars by default.
 const MIN_VERSION: (u32, u32) = (1, 29);
 
+/// A client of the cluster.
+pub async fn client() -> Result<Client, Error> {
+    Client::try_default()
+        .await
+        .map_err(|error| Error::Client(Box::new(error)))
+}
+
 /// Reconciles both objects forever. Returns an error only if a retry cannot succeed.
 pub async fn run(
+    client: Client,
     publisher: &Publisher,
     names: &Names,
     namespace: &str,
     webhook_configuration: &str,
 ) -> Result<Infallible, Error> {
-    let client = Client::try_default()
-        .await
-        .map_err(|error| Error::Client(Box::new(error)))?;
     let mut reconciler = Reconciler {
         secrets: Api::namespaced(client.clone(), namespace),
         configurations: Api::all(client.clone()),

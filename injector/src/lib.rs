@@ -13,6 +13,7 @@ pub mod config;
 pub mod containers;
 mod diff;
 mod ephemeral;
+mod events;
 mod health;
 mod kubernetes;
 mod metrics;
@@ -38,6 +39,7 @@ use tokio::time::sleep;
 
 use crate::certificate::Names;
 pub use crate::config::{Config, Flags, ServingCertificate};
+use crate::events::{Events, Queue};
 use crate::health::Health;
 use crate::metrics::Metrics;
 use crate::publish::Publisher;
@@ -48,6 +50,9 @@ pub enum Error {
     /// An address that cannot be bound.
     #[error("cannot listen on {0}: {1}")]
     Bind(SocketAddr, std::io::Error),
+    /// A failure of the admin server.
+    #[error("the admin server has failed: {0}")]
+    Admin(#[from] std::io::Error),
     /// A failure to provide certificates.
     #[error(transparent)]
     Publish(#[from] publish::Error),
@@ -129,19 +134,21 @@ impl Injector {
         });
         let admin = {
             let metrics = metrics.clone();
-            Admin::new(readiness.clone(), move || metrics.render()).serve(admin)
+            Admin::new(readiness.clone(), move || metrics.render()).serve_on_thread(admin)
         };
+        let (events, queue) = Events::new();
         let handler = webhook::handler(Arc::new(webhook::Webhook::new(
             config.settings.clone(),
             metrics,
+            events,
         )));
         let webhook = server::serve(
             webhook,
-            tls::acceptor(publisher.subscribe()),
+            tls::config(publisher.subscribe()),
             handler,
             stopping.clone(),
         );
-        let certificates = certificates(&config, &publisher, stopping);
+        let certificates = certificates(&config, &publisher, queue, stopping);
         let signal = async {
             shutdown.await;
             tracing::info!(delay = ?config.shutdown_delay, "stopping");
@@ -152,7 +159,7 @@ impl Injector {
         let served = async { tokio::try_join!(ok(webhook), certificates, ok(signal)).map(|_| ()) };
         tokio::select! {
             result = served => result,
-            () = admin => Ok(()),
+            failed = admin => match failed? {},
         }
     }
 }
@@ -160,6 +167,7 @@ impl Injector {
 async fn certificates(
     config: &Config,
     publisher: &Publisher,
+    queue: Queue,
     mut stop: watch::Receiver<bool>,
 ) -> Result<(), Error> {
     let service = format!("injector.{}.svc", config.settings.mesh_namespace);
@@ -170,9 +178,15 @@ async fn certificates(
         } => {
             let names = Names::new(service_names.into_iter().chain(config.extra_names.clone()));
             let namespace = &config.settings.mesh_namespace;
+            let client = kubernetes::client().await?;
+            let events = async {
+                events::publish(client.clone(), queue).await;
+                std::future::pending::<()>().await;
+            };
             tokio::select! {
                 () = server::stopped(&mut stop) => Ok(()),
-                result = kubernetes::run(publisher, &names, namespace, webhook_configuration) => match result? {},
+                () = events => Ok(()),
+                result = kubernetes::run(client.clone(), publisher, &names, namespace, webhook_configuration) => match result? {},
             }
         }
         ServingCertificate::Ephemeral { ca_file } => {

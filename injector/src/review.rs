@@ -5,11 +5,13 @@
 use std::collections::BTreeMap;
 
 use k8s_openapi::ByteString;
+use k8s_openapi::api::core::v1::ObjectReference;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::config::Settings;
 use crate::patch::{Candidate, NamespaceLabels, Verdict, decide, decide_ephemeral_containers};
+use crate::pod::list;
 
 const API_VERSION: &str = "admission.k8s.io/v1";
 const KIND: &str = "AdmissionReview";
@@ -55,6 +57,8 @@ pub struct Reviewed {
     pub subject: String,
     /// Warnings and denial messages for the client.
     pub messages: Vec<String>,
+    /// The object for an event with the messages. `None` for a dry run.
+    pub concerned: Option<ObjectReference>,
 }
 
 /// Reviews an AdmissionReview, as JSON.
@@ -82,6 +86,7 @@ pub fn review(
         Operation::AddEphemeralContainers => decide_ephemeral_containers(&request.object),
     };
     let subject = subject(&request);
+    let concerned = (!request.dry_run).then(|| concerned(&request));
     let (response, outcome) = response(request.uid, verdict)?;
     let mut messages = response.warnings.clone();
     messages.extend(response.status.iter().map(|status| status.message.clone()));
@@ -95,6 +100,7 @@ pub fn review(
         outcome,
         subject,
         messages,
+        concerned,
     })
 }
 
@@ -133,6 +139,35 @@ fn subject(request: &Request) -> String {
         .or(metadata("generateName"))
         .unwrap_or(&request.name);
     format!("{} {}/{name}", request.kind.kind, request.namespace)
+}
+
+/// The pod if it exists, otherwise its controller, which tries to create it, otherwise the name of
+/// the pod.
+fn concerned(request: &Request) -> ObjectReference {
+    let metadata = &request.object["metadata"];
+    let text = |object: &Value, field: &str| object[field].as_str().map(str::to_owned);
+    let owner = list(metadata, "ownerReferences")
+        .iter()
+        .find(|owner| owner["controller"] == true);
+    let namespace = Some(request.namespace.clone());
+    match owner.filter(|_| metadata["uid"].is_null()) {
+        Some(owner) => ObjectReference {
+            api_version: text(owner, "apiVersion"),
+            kind: text(owner, "kind"),
+            name: text(owner, "name"),
+            uid: text(owner, "uid"),
+            namespace,
+            ..ObjectReference::default()
+        },
+        None => ObjectReference {
+            api_version: Some("v1".into()),
+            kind: Some(request.kind.kind.clone()),
+            name: text(metadata, "name").or_else(|| text(metadata, "generateName")),
+            uid: text(metadata, "uid"),
+            namespace,
+            ..ObjectReference::default()
+        },
+    }
 }
 
 fn response(uid: String, verdict: Verdict) -> Result<(Response, Outcome), serde_json::Error> {
@@ -192,6 +227,8 @@ struct Request {
     operation: String,
     #[serde(default)]
     object: Value,
+    #[serde(default)]
+    dry_run: bool,
 }
 
 #[derive(Deserialize)]

@@ -1,5 +1,7 @@
 //! An HTTPS server: HTTP/1.1 and HTTP/2 over TLS, with limits and graceful shutdown. Independent of
 //! the handler.
+//!
+//! The API server has no identity here: a connection keeps the slot of its address until it ends.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -8,23 +10,28 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use diy_mesh_runtime::listen::Acceptor;
+use diy_mesh_runtime::max_open_files;
+use diy_mesh_runtime::tls::{Connection, Limits, TlsServer};
 use http::{Request, Response};
 use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
-use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Semaphore, watch};
+use rustls::ServerConfig;
+use tokio::net::TcpListener;
+use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
-use tokio_rustls::TlsAcceptor;
-use tokio_rustls::server::TlsStream;
 
-/// Further connections stay in the backlog of the kernel.
+/// Connections that have sent a ClientHello.
 const MAX_CONNECTIONS: usize = 512;
-const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Connections, with those that have sent no ClientHello.
+const MAX_OPEN_CONNECTIONS: usize = 16 * 1024;
+/// Open files that are not connections of clients.
+const OTHER_FILES: usize = 128;
+/// Time without a request after which a connection ends.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(20);
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time to the end of the next request head of an HTTP/1 connection.
@@ -37,32 +44,38 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 /// Serves until `stop` is true, then waits for open requests to complete.
 pub async fn serve<H, F>(
     listener: TcpListener,
-    tls: TlsAcceptor,
+    tls: Arc<ServerConfig>,
     handler: H,
     mut stop: watch::Receiver<bool>,
 ) where
     H: Fn(Request<Incoming>) -> F + Clone + Send + Sync + 'static,
     F: Future<Output = Response<Full<Bytes>>> + Send + 'static,
 {
-    let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-    let mut acceptor = Acceptor::new(listener);
+    let files = usize::try_from(max_open_files()).unwrap_or(usize::MAX);
+    let limits = Limits {
+        connections: files
+            .saturating_sub(OTHER_FILES)
+            .clamp(1, MAX_OPEN_CONNECTIONS),
+        slots: MAX_CONNECTIONS,
+        idle: IDLE_TIMEOUT,
+    };
+    let mut server = TlsServer::new(listener, tls, limits);
     let mut tasks = JoinSet::new();
     loop {
-        let (stream, permit) = tokio::select! {
+        let connection = tokio::select! {
             biased;
             () = stopped(&mut stop) => break,
             Some(_) = tasks.join_next() => continue,
-            accepted = acceptor.accept_limited(&connections) => accepted,
+            connection = server.accept() => connection,
         };
-        let (tls, handler, stop) = (tls.clone(), handler.clone(), stop.clone());
+        let (handler, stop) = (handler.clone(), stop.clone());
         tasks.spawn(async move {
-            if let Err(error) = connection(stream, tls, handler, stop).await {
+            if let Err(error) = requests(connection, handler, stop).await {
                 tracing::debug!(error, "connection failed");
             }
-            drop(permit);
         });
     }
-    drop(acceptor);
+    drop(server);
     let _ = timeout(DRAIN_TIMEOUT, async {
         while tasks.join_next().await.is_some() {}
     })
@@ -71,22 +84,8 @@ pub async fn serve<H, F>(
 
 type ConnectionError = Box<dyn std::error::Error + Send + Sync>;
 
-async fn connection<H, F>(
-    stream: TcpStream,
-    tls: TlsAcceptor,
-    handler: H,
-    stop: watch::Receiver<bool>,
-) -> Result<(), ConnectionError>
-where
-    H: Fn(Request<Incoming>) -> F + Clone + Send + Sync + 'static,
-    F: Future<Output = Response<Full<Bytes>>> + Send + 'static,
-{
-    let stream = timeout(HANDSHAKE_TIMEOUT, tls.accept(stream)).await??;
-    requests(stream, handler, stop).await
-}
-
 async fn requests<H, F>(
-    stream: TlsStream<TcpStream>,
+    (stream, client): Connection,
     handler: H,
     mut stop: watch::Receiver<bool>,
 ) -> Result<(), ConnectionError>
@@ -109,15 +108,21 @@ where
         .http2()
         .keep_alive_interval(KEEP_ALIVE_INTERVAL)
         .keep_alive_timeout(KEEP_ALIVE_TIMEOUT);
+    let calling = client.clone();
     let service = service_fn(move |request| {
-        let response = handler(request);
-        async move { Ok::<_, Infallible>(response.await) }
+        calling.serve();
+        let (response, call) = (handler(request), calling.call());
+        async move {
+            let _call = call;
+            Ok::<_, Infallible>(response.await)
+        }
     });
     let mut serving = pin!(builder.serve_connection(TokioIo::new(stream), service));
     tokio::select! {
         done = serving.as_mut() => return done,
         () = stopped(&mut stop) => {}
         () = sleep(MAX_CONNECTION_AGE) => {}
+        () = client.expired() => {}
     }
     serving.as_mut().graceful_shutdown();
     timeout(DRAIN_TIMEOUT, serving).await?

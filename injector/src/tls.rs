@@ -6,13 +6,12 @@ use rustls::ServerConfig;
 use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 use tokio::sync::watch;
-use tokio_rustls::TlsAcceptor;
 
 /// The latest serving certificate, or `None` before the first one.
 pub type ServingCertificate = watch::Receiver<Option<Arc<CertifiedKey>>>;
 
-/// A TLS acceptor for HTTP/2 and HTTP/1.1.
-pub fn acceptor(certificate: ServingCertificate) -> TlsAcceptor {
+/// A TLS configuration for HTTP/2 and HTTP/1.1.
+pub fn config(certificate: ServingCertificate) -> Arc<ServerConfig> {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
     let mut config = ServerConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()
@@ -20,7 +19,7 @@ pub fn acceptor(certificate: ServingCertificate) -> TlsAcceptor {
         .with_no_client_auth()
         .with_cert_resolver(Arc::new(Resolver(certificate)));
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
-    TlsAcceptor::from(Arc::new(config))
+    Arc::new(config)
 }
 
 #[derive(Debug)]

@@ -16,6 +16,7 @@ use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 use crate::config::Settings;
+use crate::events::Events;
 use crate::metrics::Metrics;
 use crate::patch::NamespaceLabels;
 use crate::review::{self, Outcome};
@@ -44,15 +45,17 @@ const REVIEW_TIMEOUT: Duration = Duration::from_secs(4);
 pub struct Webhook {
     settings: Settings,
     metrics: Arc<Metrics>,
+    events: Events,
     buffer_kib: Semaphore,
 }
 
 impl Webhook {
     /// A webhook that injects containers with these settings.
-    pub fn new(settings: Settings, metrics: Arc<Metrics>) -> Self {
+    pub fn new(settings: Settings, metrics: Arc<Metrics>, events: Events) -> Self {
         Self {
             settings,
             metrics,
+            events,
             buffer_kib: Semaphore::new(MAX_BUFFERED_KIB),
         }
     }
@@ -105,6 +108,14 @@ impl Webhook {
             Outcome::Injected => tracing::info!(%subject, %messages, "injected"),
             Outcome::Denied => tracing::warn!(%subject, %messages, "denied"),
             Outcome::LeftAlone => tracing::info!(%subject, %messages, "skipped"),
+        }
+        if let Some(object) = reviewed.concerned.filter(|_| !messages.is_empty()) {
+            let reason = match reviewed.outcome {
+                Outcome::Injected => "InjectionWarning",
+                Outcome::Denied => "AdmissionDenied",
+                Outcome::LeftAlone => "NotInjected",
+            };
+            self.events.warn(object, reason, &messages);
         }
         self.metrics.outcome(reviewed.outcome);
         let mut response = Response::new(Full::from(reviewed.body));
@@ -218,6 +229,7 @@ mod tests {
 
     use http_body_util::Empty;
     use hyper::body::Frame;
+    use serde_json::json;
 
     use clap::Parser;
 
@@ -230,7 +242,7 @@ mod tests {
         ];
         let flags = Flags::parse_from(["injector"].iter().chain(&images));
         let settings = Config::from_flags(flags).expect("valid flags").settings;
-        Webhook::new(settings, Arc::default())
+        Webhook::new(settings, Arc::default(), Events::new().0)
     }
 
     fn post<B>(body: B) -> Request<B> {
@@ -275,6 +287,48 @@ mod tests {
             let answer = text(response).await;
             assert!(answer.contains(why), "{body}: {answer}");
         }
+    }
+
+    #[tokio::test]
+    async fn queues_events_about_the_controllers_of_pods() {
+        let (events, mut queue) = Events::new();
+        let webhook = Webhook {
+            events,
+            ..webhook()
+        };
+        let mut review = json!({
+            "apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview",
+            "request": {"uid": "u", "kind": {"kind": "Pod"}, "namespace": "shop", "operation": "CREATE", "object": {
+                "metadata": {
+                    "generateName": "web-", "annotations": {"diy-service-mesh/inject": "yes"},
+                    "ownerReferences": [
+                        {"apiVersion": "example.com/v1", "kind": "App", "name": "app", "uid": "1"},
+                        {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "web", "uid": "2", "controller": true},
+                    ],
+                },
+                "spec": {"containers": []},
+            }},
+        });
+        webhook.handle(post(Full::from(review.to_string()))).await;
+        let (object, event) = queue.try_recv().expect("an event");
+        assert_eq!(
+            (
+                object.kind.as_deref(),
+                object.uid.as_deref(),
+                object.namespace.as_deref()
+            ),
+            (Some("ReplicaSet"), Some("2"), Some("shop"))
+        );
+        assert_eq!(event.reason, "NotInjected");
+        assert!(event.note.is_some_and(|note| note.contains("is \"yes\"")));
+
+        review["request"]["dryRun"] = json!(true);
+        webhook.handle(post(Full::from(review.to_string()))).await;
+        assert!(queue.try_recv().is_err(), "a dry run has no side effect");
+        review["request"]["dryRun"] = json!(false);
+        review["request"]["object"]["metadata"]["annotations"] = json!({});
+        webhook.handle(post(Full::from(review.to_string()))).await;
+        assert!(queue.try_recv().is_err(), "there is no message");
     }
 
     #[tokio::test]

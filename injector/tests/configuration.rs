@@ -67,7 +67,7 @@ fn webhooks_call_existing_paths_for_new_pods_and_ephemeral_containers_only() {
         assert_eq!(webhook["rules"], rules);
         assert_eq!(
             (&webhook["sideEffects"], &webhook["admissionReviewVersions"]),
-            (&json!("None"), &json!(["v1"]))
+            (&json!("NoneOnDryRun"), &json!(["v1"]))
         );
         assert!(
             webhook["clientConfig"]["caBundle"].is_null(),

@@ -1,9 +1,12 @@
 //! The injector over HTTPS, with ephemeral certificates.
 
 use std::io::{BufRead as _, BufReader};
+use std::iter;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use bytes::Bytes;
 use clap::Parser;
@@ -19,7 +22,8 @@ use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::{ClientConfig, RootCertStore};
 use serde_json::{Value, json};
 use std::net::SocketAddr;
-use tokio::net::TcpStream;
+use tokio::io::AsyncReadExt as _;
+use tokio::net::{TcpSocket, TcpStream};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tokio_rustls::TlsConnector;
@@ -113,6 +117,12 @@ async fn tls(
     protocol: &[u8],
     name: &str,
 ) -> std::io::Result<TlsStream<TcpStream>> {
+    let config = client_config(ca_file, protocol);
+    let stream = TcpStream::connect(address).await?;
+    handshake(config, name, stream).await
+}
+
+fn client_config(ca_file: &Path, protocol: &[u8]) -> ClientConfig {
     let mut roots = RootCertStore::empty();
     for certificate in CertificateDer::pem_file_iter(ca_file).expect("a CA file") {
         roots
@@ -125,12 +135,17 @@ async fn tls(
         .expect("versions");
     let mut config = builder.with_root_certificates(roots).with_no_client_auth();
     config.alpn_protocols = vec![protocol.to_vec()];
-    let stream = TcpStream::connect(address).await?;
+    config
+}
+
+async fn handshake(
+    config: ClientConfig,
+    name: &str,
+    stream: TcpStream,
+) -> std::io::Result<TlsStream<TcpStream>> {
+    let name = ServerName::try_from(name.to_owned()).expect("a name");
     TlsConnector::from(Arc::new(config))
-        .connect(
-            ServerName::try_from(name.to_owned()).expect("a name"),
-            stream,
-        )
+        .connect(name, stream)
         .await
 }
 
@@ -525,4 +540,36 @@ async fn raises_the_limit_of_open_files() {
         .find_map(|line| line.strip_prefix("diy_mesh_injector_max_open_files "));
     let limit: u64 = limit.expect("a metric").parse().expect("a number");
     assert!(limit > 64, "{limit} files can be open");
+}
+
+/// The API server is one address among many.
+#[tokio::test]
+async fn held_connections_do_not_keep_the_api_server_out() {
+    // One address gets all slots until they are short.
+    for (addresses, connections, slots) in [(1, 600, 256), (4, 200, 512)] {
+        let injector = injector().await;
+        let config = client_config(&injector.ca.path().join("ca.crt"), b"h2");
+        let (established, mut held) = (Arc::new(AtomicUsize::new(0)), Vec::new());
+        for source in (2..2 + addresses).flat_map(|source| iter::repeat_n(source, connections)) {
+            let socket = TcpSocket::new_v4().expect("a socket");
+            let source = format!("127.0.0.{source}:0").parse().expect("an address");
+            socket.bind(source).expect("an address");
+            let stream = socket.connect(injector.address).await.expect("TCP");
+            let (config, established) = (config.clone(), established.clone());
+            held.push(tokio::spawn(async move {
+                let mut stream = handshake(config, "127.0.0.1", stream).await?;
+                established.fetch_add(1, Ordering::Relaxed);
+                stream.read_to_end(&mut Vec::new()).await
+            }));
+        }
+        while established.load(Ordering::Relaxed) < slots {
+            tokio::task::yield_now().await;
+        }
+        let pod = pod("true");
+        let review = injector.http1(post("/inject", &review(&pod)));
+        let review = tokio::time::timeout(Duration::from_secs(20), review).await;
+        let (status, _) = review.expect("an answer");
+        assert_eq!(status, StatusCode::OK);
+        held.iter().for_each(|task| task.abort());
+    }
 }

@@ -19,9 +19,9 @@ use crate::io::Io;
 use crate::lifetime::Expiry;
 use crate::memory::{Charge, PENDING_COST};
 use crate::policy::Caller;
-use crate::shares::Share;
 use crate::timeouts::{IdleTimer, TimeoutKind};
 use crate::worker::Worker;
+use diy_mesh_runtime::shares::Share;
 
 /// The maximum size of a head while memory is short.
 const MAX_HEAD_UNDER_PRESSURE: usize = 4 * 1024;
@@ -69,7 +69,7 @@ impl Flow {
         if !matches!(self.caller, Caller::Unauthenticated) {
             return Ok(None);
         }
-        let slot = self.worker.pending.acquire(self.peer.ip());
+        let slot = self.worker.pending.try_acquire(self.peer.ip());
         let failure = Failure::Overloaded("too many unauthenticated connections of one address");
         let slot = slot.ok_or(failure)?;
         let mut memory = self.charge();
@@ -108,7 +108,7 @@ impl Flow {
             Caller::Unauthenticated => None,
             Caller::Peer(identity) => Some(identity.clone()),
         };
-        let slot = self.worker.callers.acquire(caller);
+        let slot = self.worker.callers.try_acquire(caller);
         let failure = Failure::Overloaded("too many connections of one caller");
         slot.ok_or(failure).map(Some)
     }

@@ -41,7 +41,6 @@ pub mod ports;
 pub mod probe;
 pub mod record;
 mod scratch;
-pub mod shares;
 pub mod timeouts;
 pub mod tls;
 pub mod worker;

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use diy_mesh_proto::Identity;
+use diy_mesh_runtime::shares::{Share, Shares};
 use tokio::sync::{Notify, oneshot, watch};
 use tokio::task::LocalSet;
 use tokio_util::sync::CancellationToken;
@@ -24,7 +25,6 @@ use crate::lifetime::{Expiry, Lifetimes};
 use crate::memory::{Budgets, PENDING_COST};
 use crate::metrics::Metrics;
 use crate::policy::Policy;
-use crate::shares::{Share, Shares};
 use crate::tls::Tls;
 
 /// How often idle destinations and connections are evicted.
@@ -100,13 +100,13 @@ pub struct Worker {
     /// Cancelled when the proxy shuts down: connections end after their current exchange.
     pub drain: CancellationToken,
     /// The open connections, by direction: neither keeps the other one out.
-    open: Rc<Shares<Direction>>,
+    open: Arc<Shares<Direction>>,
     /// Inbound connections whose caller is not authenticated and whose protocol is unknown, by
     /// address.
-    pub pending: Rc<Shares<IpAddr>>,
+    pub pending: Arc<Shares<IpAddr>>,
     /// The other inbound connections, by the caller's identity. Never by address: a gateway or a
     /// node that translates addresses is one address of many callers.
-    pub callers: Rc<Shares<Option<Rc<Identity>>>>,
+    pub callers: Arc<Shares<Option<Rc<Identity>>>>,
     inbound_memory: Budgets,
     outbound_memory: Budgets,
     /// When a peer was last warned about.
@@ -179,7 +179,7 @@ impl Worker {
 
     /// Counts an accepted connection until the value is dropped. Fails if the limit is reached.
     pub fn admit(self: &Rc<Self>, direction: Direction) -> Result<Open, Failure> {
-        let Some(slot) = self.open.acquire(direction) else {
+        let Some(slot) = self.open.try_acquire(direction) else {
             let failure = Failure::Overloaded("too many connections");
             self.metrics.failure(direction, &failure);
             return Err(failure);

@@ -7,12 +7,13 @@
 use std::borrow::Cow;
 use std::cmp::Reverse;
 use std::collections::HashMap;
-use std::fmt;
+use std::convert::Infallible;
 use std::net::IpAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
+use std::{fmt, io};
 
 use bytes::Bytes;
 use http::header::{ALLOW, CONTENT_TYPE};
@@ -22,7 +23,7 @@ use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 use tokio::task::{AbortHandle, JoinSet};
 
 use crate::listen::Acceptor;
@@ -35,6 +36,9 @@ const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The maximum number of open connections.
 const MAX_CONNECTIONS: usize = 256;
 const MAX_REQUEST_BYTES: usize = 16 * 1024;
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
+/// A process is not live if its tasks have not run for this time. No load takes that long.
+const MAX_STALL: Duration = Duration::from_secs(60);
 const TEXT: &str = "text/plain; charset=utf-8";
 
 /// The routes of an admin server.
@@ -119,6 +123,43 @@ impl Admin {
         self
     }
 
+    /// Serves forever on a thread of its own, so that the load of other tasks does not delay
+    /// probes. `/live` fails if the tasks of the caller's runtime do not run. Dropping the future
+    /// ends the server.
+    pub async fn serve_on_thread(mut self, listener: TcpListener) -> io::Result<Infallible> {
+        let listener = listener.into_std()?;
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()?;
+        let (heartbeat, heartbeats) = watch::channel(Instant::now());
+        let alive = heartbeats.clone();
+        let live: Handler = Box::new(move || {
+            let page = live(alive.borrow().elapsed());
+            Box::pin(std::future::ready(Some(page)))
+        });
+        self.routes.retain(|(path, _)| path != "/live");
+        self.routes.insert(0, ("/live".into(), live));
+        let server = async move {
+            let listener = TcpListener::from_std(listener)?;
+            let mut heartbeats = heartbeats;
+            let ended = async { while heartbeats.changed().await.is_ok() {} };
+            tokio::select! {
+                () = self.serve(listener) => {}
+                () = ended => {}
+            }
+            io::Result::Ok(())
+        };
+        std::thread::Builder::new()
+            .name("admin".to_owned())
+            .spawn(move || runtime.block_on(server))?;
+        loop {
+            tokio::time::sleep(HEARTBEAT_INTERVAL).await;
+            if heartbeat.send(Instant::now()).is_err() {
+                return Err(io::Error::other("the admin server has failed"));
+            }
+        }
+    }
+
     /// Serves forever. Dropping the future closes all connections.
     pub async fn serve(self, listener: TcpListener) {
         let admin = Arc::new(self);
@@ -201,6 +242,16 @@ impl Admin {
     }
 }
 
+fn live(stalled: Duration) -> Page {
+    match stalled < MAX_STALL {
+        true => Page::text("live\n"),
+        false => {
+            let text = format!("no task has run for {} s\n", stalled.as_secs());
+            Page::failure(StatusCode::SERVICE_UNAVAILABLE, text)
+        }
+    }
+}
+
 impl fmt::Debug for Admin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let paths = self.routes.iter().map(|(path, _)| path);
@@ -236,8 +287,8 @@ fn eviction_candidate(open: &[OpenConnection]) -> Option<usize> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read as _, Write as _};
     use std::net::SocketAddr;
-    use std::time::Instant;
 
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
@@ -288,6 +339,37 @@ mod tests {
         assert_eq!(send(address, "GET", "/ready").await.0, 503);
         let (status, _, body) = send(address, "GET", "/live").await;
         assert_eq!((status, body.as_str()), (200, "live\n"));
+    }
+
+    /// The only thread of this runtime waits for the response.
+    #[tokio::test]
+    async fn is_live_while_the_tasks_of_the_process_are_delayed() {
+        let listener = bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let admin = Admin::new(Readiness::default(), String::new);
+        let served = tokio::spawn(admin.serve_on_thread(listener));
+        tokio::task::yield_now().await;
+        let mut stream = std::net::TcpStream::connect(address).unwrap();
+        stream
+            .set_read_timeout(Some(Duration::from_secs(20)))
+            .unwrap();
+        let request = b"GET /live HTTP/1.1\r\nhost: a\r\n\r\n";
+        stream.write_all(request).unwrap();
+        let mut response = String::new();
+        stream.read_to_string(&mut response).unwrap();
+        assert!(response.ends_with("live\n"), "{response}");
+        served.abort();
+        assert!(served.await.unwrap_err().is_cancelled());
+        // The port is free again.
+        while bind(address).await.is_err() {
+            tokio::task::yield_now().await;
+        }
+    }
+
+    #[test]
+    fn is_not_live_if_no_task_has_run_for_long() {
+        assert_eq!(live(MAX_STALL / 2).status, StatusCode::OK);
+        assert_eq!(live(MAX_STALL).status, StatusCode::SERVICE_UNAVAILABLE);
     }
 
     #[tokio::test]

@@ -2,11 +2,9 @@
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::Backoff;
 
@@ -76,20 +74,6 @@ impl Acceptor {
             }
         }
     }
-
-    /// Waits for a permit, then returns the next connection. Further connections stay in the
-    /// backlog of the kernel. Cancel-safe.
-    pub async fn accept_limited(
-        &mut self,
-        limit: &Arc<Semaphore>,
-    ) -> (TcpStream, OwnedSemaphorePermit) {
-        let permit = limit
-            .clone()
-            .acquire_owned()
-            .await
-            .expect("the semaphore is never closed");
-        (self.accept().await.0, permit)
-    }
 }
 
 #[cfg(test)]
@@ -97,23 +81,6 @@ mod tests {
     use super::*;
 
     const TIMEOUT: Duration = Duration::from_secs(20);
-
-    #[tokio::test]
-    async fn accepts_no_more_connections_than_permits() {
-        let listener = bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
-        let address = listener.local_addr().unwrap();
-        let (mut acceptor, limit) = (Acceptor::new(listener), Arc::new(Semaphore::new(1)));
-        let _clients = [
-            TcpStream::connect(address).await.unwrap(),
-            TcpStream::connect(address).await.unwrap(),
-        ];
-        let first = acceptor.accept_limited(&limit).await;
-        let second = acceptor.accept_limited(&limit);
-        let timeout = Duration::from_millis(50);
-        assert!(tokio::time::timeout(timeout, second).await.is_err());
-        drop(first);
-        let _third = acceptor.accept_limited(&limit).await;
-    }
 
     /// The kernel drops the SYN of a connection that exceeds the backlog.
     #[tokio::test]

@@ -18,7 +18,8 @@ pub mod workloads;
 /// Limit for each wait on the cluster, such as a rollout.
 pub const CLUSTER_TIMEOUT: Duration = Duration::from_secs(180);
 const POLL_INTERVAL: Duration = Duration::from_millis(300);
-const MANIFESTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../manifests");
+/// Directory of the mesh, for `kubectl apply -k`.
+pub const MANIFESTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../manifests");
 /// Namespace of the mesh.
 pub const MESH: &str = "service-mesh";
 

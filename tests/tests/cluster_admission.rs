@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, ensure};
 use diy_mesh_tests::cluster::workloads::App;
-use diy_mesh_tests::cluster::{Namespace, in_namespace, kubectl, kubectl_with_input};
+use diy_mesh_tests::cluster::{Namespace, in_namespace, kubectl, kubectl_with_input, wait_for};
 use serde_json::{Value, json};
 
 #[test]
@@ -23,6 +23,34 @@ fn ephemeral_containers_cannot_use_the_uid_of_the_proxy() -> Result<()> {
         ensure!(format!("{error:#}").contains(message), "{error:#}");
         debug(namespace, meshed.name, 1338).context("another user")?;
         debug(namespace, plain.name, 1337).context("a pod without a proxy")
+    })
+}
+
+#[test]
+fn pods_that_are_not_injected_cause_events_about_their_controllers() -> Result<()> {
+    in_namespace("events", |namespace| {
+        for (name, setting, value, reason) in [
+            ("denied", "max-connection-age", "never", "AdmissionDenied"),
+            ("typo", "inbund", "strict", "InjectionWarning"),
+            ("unclear", "inject", "yes", "NotInjected"),
+        ] {
+            let app = App {
+                name,
+                ..App::http_server()
+            };
+            let mut deployment: Value = serde_json::from_str(&app.deployment())?;
+            let annotations = &mut deployment["spec"]["template"]["metadata"]["annotations"];
+            annotations[format!("diy-service-mesh/{setting}")] = json!(value);
+            namespace.apply(&deployment.to_string())?;
+            let field = format!("reason={reason},involvedObject.kind=ReplicaSet");
+            wait_for(reason, || {
+                let names = ["get", "events", "--field-selector", &field];
+                let output = "jsonpath={.items[*].involvedObject.name}";
+                let names = namespace.kubectl(&[&names[..], &["-o", output]].concat())?;
+                Ok(names.starts_with(name).then_some(()))
+            })?;
+        }
+        Ok(())
     })
 }
 

@@ -13,7 +13,7 @@ use std::{
 use diy_mesh::sandbox::{Sandbox, View, protocol::PodView};
 use diy_mesh_tests::sandbox::{
     MESHED, READY_TIMEOUT, get, http_server, identity, identity_when, mesh, shell, single_pod,
-    under_load, with_controller,
+    under_load, wait_for_line, with_controller,
 };
 use serde_json::Value;
 
@@ -168,6 +168,53 @@ fn mesh_that_lost_its_ca_recovers() {
     sandbox.apply(&http_server(1, "2.0", MESHED)).unwrap();
     sandbox.wait_settled(READY_TIMEOUT).unwrap();
     hello();
+}
+
+#[test]
+fn forced_rotation_replaces_roots_and_certificates_at_once() {
+    let objects = format!("{}---{}", http_server(1, "1.0", MESHED), shell(MESHED));
+    let Some(sandbox) = with_controller(&[], &objects) else {
+        return;
+    };
+    let client = single_pod(&sandbox, "clients", "shell");
+    let before = identity(&sandbox);
+    let done = mesh(
+        &sandbox,
+        &["rotate-root", "--force", "--ca-folder=/run/authority"],
+    );
+    assert_eq!(done.code, 0, "{done:?}");
+    for part in ["fail until both have a new certificate", "granted: "] {
+        assert!(done.stderr.contains(part), "{part}: {done:?}");
+    }
+    let after = identity(&sandbox);
+    let (old, new) = (&before["issuer"]["id"], &after["issuer"]["id"]);
+    assert_ne!(old, new);
+    assert_eq!(after["roots"].as_array().unwrap().len(), 1, "{after:#}");
+    let workloads = after["workloads"].as_array().unwrap();
+    assert_eq!(workloads.len(), 2, "{after:#}");
+    for workload in workloads {
+        assert_eq!(workload["certificate_issuer"], *new, "{workload:#}");
+    }
+    // No proxy trusts the former root any longer.
+    let pods = meshed(&sandbox.view());
+    for pod in pods {
+        wait_for_line(&sandbox, &pod, "proxy", "the new roots", |line| {
+            line.contains("trust roots updated")
+        });
+        let overlap = |line: &&String| line.contains("former=1");
+        assert_eq!(
+            sandbox.view().lines(&pod, "proxy").iter().find(overlap),
+            None
+        );
+    }
+    get(
+        &sandbox,
+        &client,
+        "shell",
+        "http-server.servers",
+        80,
+        "/hello",
+    );
 }
 
 /// Rotates the root and calls `disturb` in each phase, which returns the phases in which

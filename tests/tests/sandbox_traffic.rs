@@ -196,3 +196,21 @@ fn a_pods_own_opaque_ports_bypass_detection_and_a_services_app_protocol_does_not
     let is_http = |line: &String| line.starts_with("GET /hello ");
     assert!(!sandbox.view().lines(&client, "proxy").iter().any(is_http));
 }
+
+#[test]
+fn meshed_application_reaches_the_controller() {
+    let Some(sandbox) = with_mesh(&shell(MESHED)) else {
+        return;
+    };
+    let client = single_pod(&sandbox, "clients", "shell");
+    let handshake =
+        "openssl s_client -connect controller.service-mesh:8080 -alpn h2 < /dev/null 2>&1";
+    let output = sandbox
+        .exec(
+            &client,
+            "shell",
+            &["timeout", "20", "bash", "-c", handshake],
+        )
+        .unwrap();
+    assert!(output.stdout.contains("ALPN protocol: h2"), "{output:?}");
+}

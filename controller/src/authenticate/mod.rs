@@ -5,16 +5,18 @@
 //! part of a message.
 
 pub mod jwks;
+mod precheck;
 mod tokenreview;
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
+use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use aws_lc_rs::digest;
 use diy_mesh_proto::TOKEN_AUDIENCE;
-use tokio::sync::Semaphore;
+use diy_mesh_runtime::shares::Shares;
 use tonic::Status;
 use tonic::metadata::MetadataMap;
 
@@ -31,7 +33,7 @@ const ACCEPTED_TTL: Duration = Duration::from_secs(60);
 const REFUSED_TTL: Duration = Duration::from_secs(3);
 /// The capacity of each cache.
 const MAX_CACHE_ENTRIES: usize = 10_000;
-/// More reviews wait.
+/// More reviews wait. Addresses share the slots, so that a flood of one does not delay others.
 const MAX_CONCURRENT_REVIEWS: usize = 32;
 /// Time for a review, including its wait for a slot.
 const REVIEW_TIMEOUT: Duration = Duration::from_secs(5);
@@ -137,7 +139,7 @@ pub enum Verifier {
 /// Verifies the tokens of calls.
 pub struct Authenticator {
     verifier: Verifier,
-    slots: Semaphore,
+    slots: Arc<Shares<Option<IpAddr>>>,
     cache: Mutex<ResultCache>,
     metrics: Arc<Metrics>,
 }
@@ -147,25 +149,33 @@ impl Authenticator {
     pub fn new(verifier: Verifier, metrics: Arc<Metrics>) -> Authenticator {
         Authenticator {
             verifier,
-            slots: Semaphore::new(MAX_CONCURRENT_REVIEWS),
+            slots: Shares::new(MAX_CONCURRENT_REVIEWS, MAX_CONCURRENT_REVIEWS / 2),
             cache: Mutex::default(),
             metrics,
         }
     }
 
-    /// The sender of a call with this metadata.
-    pub async fn caller(&self, metadata: &MetadataMap) -> Result<Caller, AuthError> {
+    /// The sender of a call with this metadata, from this address.
+    pub async fn caller(
+        &self,
+        metadata: &MetadataMap,
+        address: Option<IpAddr>,
+    ) -> Result<Caller, AuthError> {
         self.count(match bearer(metadata) {
-            Ok(token) => self.check(token).await,
+            Ok(token) => self.check(token, address).await,
             Err(error) => Err(error),
         })
     }
 
-    /// The sender of a call with this token in its message.
-    pub async fn caller_by_token(&self, token: &str) -> Result<Caller, AuthError> {
+    /// The sender of a call with this token in its message, from this address.
+    pub async fn caller_by_token(
+        &self,
+        token: &str,
+        address: Option<IpAddr>,
+    ) -> Result<Caller, AuthError> {
         self.count(match token {
             "" => Err(AuthError::Missing),
-            token => self.check(token).await,
+            token => self.check(token, address).await,
         })
     }
 
@@ -179,18 +189,20 @@ impl Authenticator {
         result
     }
 
-    async fn check(&self, token: &str) -> Result<Caller, AuthError> {
+    async fn check(&self, token: &str, address: Option<IpAddr>) -> Result<Caller, AuthError> {
         if token.len() > MAX_TOKEN_BYTES {
             let reason = format!("it is longer than {MAX_TOKEN_BYTES} bytes");
             return Err(AuthError::Refused(reason.into()));
+        }
+        if let Verifier::TokenReview(_) = self.verifier {
+            precheck::check(token, SystemTime::now())?;
         }
         let hash = hash(token);
         if let Some(result) = self.cache().get(&hash, Instant::now()) {
             return result;
         }
         let review = async {
-            let slot = self.slots.acquire().await;
-            let _slot = slot.expect("the semaphore is never closed");
+            let _slot = self.slots.acquire(address).await;
             // The same token may have been reviewed during the wait.
             let cached = self.cache().get(&hash, Instant::now());
             match cached {
@@ -317,6 +329,10 @@ impl<T: Clone> Cache<T> {
 
 #[cfg(test)]
 mod tests {
+    use base64::Engine as _;
+    use base64::prelude::BASE64_URL_SAFE_NO_PAD;
+    use serde_json::{Value, json};
+
     use super::*;
 
     fn metadata(value: &str) -> MetadataMap {
@@ -376,6 +392,63 @@ mod tests {
         assert!(message.contains("kubectl create token"), "{message}");
         let status = Status::from(AuthError::Unreachable("down".into()));
         assert_eq!(status.code(), tonic::Code::Unavailable);
+    }
+
+    /// An API server that accepts the token "good", and takes a second to reject others.
+    fn api_server() -> kube::Client {
+        let answer = async |request: http::Request<kube::client::Body>| {
+            let body = http_body_util::BodyExt::collect(request.into_body()).await?;
+            let mut review: Value = serde_json::from_slice(&body.to_bytes())?;
+            let is_good = review["spec"]["token"]
+                .as_str()
+                .is_some_and(|token| token.ends_with("good"));
+            if !is_good {
+                tokio::time::sleep(Duration::from_secs(1)).await;
+            }
+            review["status"] = json!({
+                "authenticated": is_good, "audiences": [TOKEN_AUDIENCE], "user": {"username": "web"},
+            });
+            let body = kube::client::Body::from(review.to_string().into_bytes());
+            Ok::<_, tower::BoxError>(http::Response::new(body))
+        };
+        kube::Client::new(
+            tower::service_fn(move |request| Box::pin(answer(request))),
+            "default",
+        )
+    }
+
+    /// A token that only the API server can judge.
+    fn token(signature: &str) -> String {
+        let [header, claims] = [json!({"alg": "RS256"}), json!({"aud": TOKEN_AUDIENCE})]
+            .map(|part| BASE64_URL_SAFE_NO_PAD.encode(part.to_string()));
+        format!("{header}.{claims}.{signature}")
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn flood_of_forged_tokens_does_not_delay_real_ones() {
+        for flooders in [1, 8] {
+            let metrics = Arc::new(Metrics::new(|_| Ok(())));
+            let verifier = Verifier::TokenReview(TokenReviews::new(api_server()));
+            let authenticator = Arc::new(Authenticator::new(verifier, metrics));
+            for number in 0..1000 {
+                let authenticator = authenticator.clone();
+                let address = Some(IpAddr::from([10, 0, 0, number as u8 % flooders]));
+                tokio::spawn(async move {
+                    let token = token(&format!("forged-{number}"));
+                    authenticator.caller_by_token(&token, address).await
+                });
+                tokio::task::yield_now().await;
+            }
+            let start = tokio::time::Instant::now();
+            let address = Some(IpAddr::from([10, 0, 1, 1]));
+            let real = authenticator.caller_by_token(&token("good"), address).await;
+            assert_eq!(real.map(|caller| caller.user), Ok("web".into()));
+            assert!(
+                start.elapsed() < Duration::from_secs(2),
+                "{:?}",
+                start.elapsed()
+            );
+        }
     }
 
     fn key(number: u8) -> TokenHash {

@@ -52,7 +52,7 @@ pub struct Trust {
     /// The roots of all proxies.
     pub roots: Arc<Roots>,
     /// The time within which proxies with a certificate of another issuer renew it, each at a
-    /// random time.
+    /// random time. Zero after a forced rotation: proxies must not trust former roots any longer.
     pub renew_within: Duration,
 }
 
@@ -134,6 +134,7 @@ pub enum Storage {
 pub struct AuthorityHandle {
     trust: watch::Receiver<Option<TrustSender>>,
     status: watch::Receiver<Status>,
+    published: watch::Receiver<PublishStatus>,
 }
 
 impl AuthorityHandle {
@@ -153,6 +154,16 @@ impl AuthorityHandle {
     /// The status of this replica.
     pub fn status(&self) -> Status {
         self.status.borrow().clone()
+    }
+
+    /// The status of this replica, and its changes.
+    pub fn watch_status(&self) -> watch::Receiver<Status> {
+        self.status.clone()
+    }
+
+    /// The places without the current roots, and their changes.
+    pub fn watch_published(&self) -> watch::Receiver<PublishStatus> {
+        self.published.clone()
     }
 
     /// The reason why no certificate can be signed, if that is the case.
@@ -207,6 +218,7 @@ fn start_with<P: Future<Output = ()> + Send>(
     let handle = AuthorityHandle {
         trust: trust.subscribe(),
         status: status.sender.subscribe(),
+        published: published.clone(),
     };
     let reconciler = Reconciler {
         store: Arc::new(store),

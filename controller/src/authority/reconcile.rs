@@ -272,7 +272,10 @@ impl<S: Store> Reconciler<S> {
         Ok(Trust {
             issuer: issuer.clone(),
             roots: Arc::new(Roots::new(roots)),
-            renew_within: self.policy.renew_within(),
+            renew_within: match state.rotation.forced {
+                true => Duration::ZERO,
+                false => self.policy.renew_within(),
+            },
         })
     }
 
@@ -345,6 +348,12 @@ impl<S: Store> Reconciler<S> {
 
     fn report(&self, loaded: &Loaded, beat: u64) -> Report {
         let (trust, proxies) = (loaded.trust.borrow().clone(), self.proxies.snapshot());
+        // An incomplete catalog excludes nothing.
+        let is_complete = self.hub.missing().is_empty();
+        let meshed: Vec<&ConnectedProxy> = self.hub.read(|index| {
+            let counts = |proxy: &&ConnectedProxy| !is_complete || proxy.is_meshed(index);
+            proxies.iter().filter(counts).collect()
+        });
         let (roots, issuer) = (trust.roots.version.clone(), trust.issuer.id().to_owned());
         let mut acknowledged = BTreeMap::new();
         for proxy in &proxies {
@@ -352,8 +361,8 @@ impl<S: Store> Reconciler<S> {
             *acknowledged.entry(version).or_default() += 1;
         }
         let names = |matches: &dyn Fn(&ConnectedProxy) -> bool| -> BoundedNames {
-            let proxies = proxies.iter().filter(|proxy| !matches(proxy));
-            bounded(proxies.map(ConnectedProxy::to_string))
+            let proxies = meshed.iter().filter(|proxy| !matches(proxy));
+            bounded(proxies.map(|proxy| proxy.to_string()))
         };
         let published = self.published.borrow();
         let namespaces = match published.version == roots {
@@ -364,7 +373,7 @@ impl<S: Store> Reconciler<S> {
             false => bounded([format!("the namespaces of replica {}", self.replica)]),
         };
         let in_rotation = loaded.state.rotation.phase != Phase::Steady;
-        let pods = proxies.iter().filter_map(|proxy| proxy.pod.as_ref());
+        let pods = meshed.iter().filter_map(|proxy| proxy.pod.as_ref());
         Report {
             beat,
             state: loaded.digest.clone(),

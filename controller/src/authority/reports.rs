@@ -62,10 +62,12 @@ pub struct Observation {
 
 impl Observation {
     /// The conditions for trust of all proxies in the current roots.
-    pub fn not_acknowledged(&self, absent_count: bool) -> Vec<String> {
+    pub fn not_acknowledged(&self, absent_count: bool, namespaces_count: bool) -> Vec<String> {
         let mut waiting = self.outdated_replicas();
         for report in self.current() {
-            waiting.extend(conditions(&report.namespaces, "to hold the current roots"));
+            if namespaces_count {
+                waiting.extend(conditions(&report.namespaces, "to hold the current roots"));
+            }
             let proxies = &report.not_acknowledged;
             waiting.extend(conditions(proxies, "to trust the current roots"));
         }

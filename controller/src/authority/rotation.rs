@@ -6,6 +6,8 @@
 //!    │                  │  ◀───────────── abandon ─────────────┘
 //!    │                  └──abandon──▶ steady
 //!    └──an operator writes another CA──▶ adopting ──all trust its root──▶ switched
+//!
+//! any ──force──▶ steady, with the new CA alone
 //! ```
 //!
 //! In *announcing*, `current` signs and `next` is only trusted; in *adopting*, `previous` signs and
@@ -27,8 +29,13 @@ const REPLICA_LAG: Duration = Duration::from_secs(60);
 /// this time.
 const MAX_RENEWAL_WINDOW: Duration = Duration::from_secs(10 * 60);
 
+/// A namespace whose ConfigMap cannot be written, such as an immutable one, holds a rotation for
+/// this time. Running proxies get the roots over their streams; only new pods need the ConfigMap.
+const NAMESPACE_TIMEOUT: Duration = Duration::from_secs(10 * 60);
+
 const START: &str = "start";
 const ABANDON: &str = "abandon";
+const FORCE: &str = "force";
 
 /// The parameters of rotations.
 #[derive(Clone, Debug)]
@@ -70,7 +77,8 @@ impl RotationPolicy {
             Phase::Announcing | Phase::Adopting => {
                 // A proxy that was absent for the lifetime of a leaf starts with the new roots.
                 let absent_count = now < since + self.leaf_life + SKEW;
-                let mut waiting = observed.not_acknowledged(absent_count);
+                let namespaces_count = now < since + NAMESPACE_TIMEOUT;
+                let mut waiting = observed.not_acknowledged(absent_count, namespaces_count);
                 if let Ok(left) = (since + self.settle).duration_since(now)
                     && waiting.is_empty()
                     && !left.is_zero()
@@ -110,7 +118,7 @@ impl RotationPolicy {
         })
     }
 
-    /// The state after a request (`start` or `abandon`), with its result in `rotation.answer`.
+    /// The state after a request (`start`, `abandon` or `force`), with its result in `rotation.answer`.
     pub fn request(
         &self,
         state: &CaState,
@@ -126,14 +134,14 @@ impl RotationPolicy {
             ),
             (START, Phase::Steady) => {
                 next = self.announce(state, now, "requested")?;
-                Ok("a new root is announced")
+                Ok(format!("a new root is announced; {}", self.expectation()))
             }
             (START, Phase::Announcing) if reverting => {
                 // Leaves of the old CA may be in use, so its root stays as long as before.
                 next.previous = next.next.take();
                 next.rotation.reverting = false;
                 next.enter(Phase::Switched, now, "the rotation was resumed");
-                Ok("the rotation continues")
+                Ok("the rotation continues".to_owned())
             }
             (START, _) => Err("a rotation is in progress".to_owned()),
             (ABANDON, Phase::Steady) => Err("no rotation is in progress".to_owned()),
@@ -143,7 +151,7 @@ impl RotationPolicy {
             (ABANDON, Phase::Announcing) => {
                 next.next = None;
                 next.enter(Phase::Steady, now, abandoned);
-                Ok("the next root is dropped")
+                Ok("the next root is dropped".to_owned())
             }
             (ABANDON, Phase::Adopting) => Err(
                 "the CA was replaced by an operator; write the previous one to tls.crt, tls.key and ca.crt to restore it".to_owned(),
@@ -154,13 +162,20 @@ impl RotationPolicy {
                 next.next = next.previous.take();
                 next.rotation.reverting = true;
                 next.enter(Phase::Announcing, now, abandoned);
-                Ok("the mesh reverts to the previous root")
+                Ok("the mesh reverts to the previous root".to_owned())
             }
             (ABANDON, Phase::Switched) => {
                 Err("the key of the previous CA, previous.key, is missing".to_owned())
             }
+            (FORCE, Phase::Steady) if !state.current.is_generated() => Err(
+                "the CA comes from an operator; write its successor to tls.crt, tls.key and ca.crt, and then force the rotation".to_owned(),
+            ),
+            (FORCE, _) => {
+                next = self.force(state, now)?;
+                Ok("the new CA signs, and only its root is trusted".to_owned())
+            }
             (other, _) => Err(format!(
-                "{other:?} is not a request, expected `{START}` or `{ABANDON}`"
+                "{other:?} is not a request, expected `{START}`, `{ABANDON}` or `{FORCE}`"
             )),
         };
         next.rotation.answer = match result {
@@ -209,10 +224,41 @@ impl RotationPolicy {
             kept: kept.cloned().collect::<Vec<Certificate>>(),
             rotation: memory.rotation.clone(),
         };
-        next.rotation.reverting = false;
-        next.enter(phase, now, reason);
+        (next.rotation.reverting, next.rotation.forced) = (false, false);
+        next.enter(phase, now, &format!("{reason}; {}", self.expectation()));
         self.extend_old_leaves(&mut next, old, now);
         Some(next)
+    }
+
+    /// The new CA signs at once, and no other root is trusted: certificates of a stolen key are
+    /// worthless. The key of a next CA was stored beside the stolen one. The CA of an operator is
+    /// its own successor.
+    fn force(&self, state: &CaState, now: SystemTime) -> Result<CaState, StateError> {
+        let current = match state.current.is_generated() {
+            true => Ca::generate(&self.trust_domain, now, self.ca_life)?,
+            false => state.current.clone(),
+        };
+        let mut next = CaState::steady(current, now, "a rotation was forced");
+        next.rotation.forced = true;
+        Ok(next)
+    }
+
+    /// How long a rotation takes, and why.
+    fn expectation(&self) -> String {
+        let renewal = self.renew_within();
+        let settle = match self.settle {
+            Duration::ZERO => String::new(),
+            settle => format!(
+                "{} until mounted files contain the root, and ",
+                minutes(settle)
+            ),
+        };
+        format!(
+            "the rotation takes about {}: {settle}up to {} in which proxies renew their certificates; longer while a meshed pod has no \
+             connection to a controller or does not accept the root",
+            minutes(self.settle + renewal),
+            minutes(renewal)
+        )
     }
 
     fn announce(
@@ -223,8 +269,9 @@ impl RotationPolicy {
     ) -> Result<CaState, StateError> {
         let mut next = state.clone();
         next.next = Some(Ca::generate(&self.trust_domain, now, self.ca_life)?);
-        next.rotation.reverting = false;
-        next.enter(Phase::Announcing, now, reason);
+        (next.rotation.reverting, next.rotation.forced) = (false, false);
+        let reason = format!("{reason}; {}", self.expectation());
+        next.enter(Phase::Announcing, now, &reason);
         Ok(next)
     }
 
@@ -258,6 +305,13 @@ fn finish(state: &CaState, now: SystemTime, reason: &str) -> CaState {
 
 fn previous_can_sign(state: &CaState) -> bool {
     state.previous.as_ref().and_then(Ca::issuer).is_some()
+}
+
+fn minutes(duration: Duration) -> String {
+    match duration.as_secs() {
+        seconds @ 0..120 => format!("{seconds} s"),
+        seconds => format!("{} min", seconds.div_ceil(60)),
+    }
 }
 
 /// Whether two thirds of the lifetime of a generated CA have passed.

@@ -128,6 +128,8 @@ pub struct RotationState {
     pub current: String,
     /// Whether the rotation reverts to the previous CA.
     pub reverting: bool,
+    /// Whether the CA replaced the previous one at once, whose roots must not be trusted.
+    pub forced: bool,
     /// The latest expiry of leaves of the CA that has stopped to sign.
     pub old_leaves_end: u64,
     /// The result of the last request, as text.

@@ -6,6 +6,7 @@
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::SystemTime;
 
 use bytes::Bytes;
@@ -13,9 +14,10 @@ use diy_mesh_proto::mesh::v1 as proto;
 use proto::ResourceType;
 use proto::discover_request::Action;
 use proto::discover_response::Update as Response;
-use tokio::sync::mpsc::{self, Permit};
+use tokio::sync::OwnedSemaphorePermit;
 use tonic::{Status, Streaming};
 
+use super::responses::{Capacity, Responses};
 use super::{frames, message};
 use crate::authenticate::PodRef;
 use crate::authority::{Trust, TrustReceiver};
@@ -25,17 +27,17 @@ use crate::index::state::State;
 use crate::index::version::Version;
 use crate::metrics::Metrics;
 use crate::proxies::{self, ConnectedGuard};
+use crate::quota::Quota;
 
-/// Far more than the resources of a pod; proxies unsubscribe from idle ones.
-const MAX_SUBSCRIPTIONS: usize = 10_000;
+/// The length of a destination, the longest of which is an IPv6 address with a scope and a port,
+/// and of a version.
+const MAX_NAME_BYTES: usize = 64;
 /// The length of versions and numbers in a proxy's status.
 const MAX_TEXT_BYTES: usize = 128;
 /// The length of a reason in the log.
 const MAX_REASON_CHARS: usize = 256;
 /// Namespace, name and port of a Service.
 const MAX_BACKEND_BYTES: usize = 63 + 1 + 63 + 1 + 5;
-
-type Responses = mpsc::Sender<Result<Bytes, Status>>;
 
 /// Serves one stream until the client disconnects or sends an invalid request.
 pub(super) async fn run(
@@ -44,7 +46,7 @@ pub(super) async fn run(
     proxy: &ConnectedGuard,
     metrics: &Metrics,
     mut requests: Streaming<proto::DiscoverRequest>,
-    responses: &Responses,
+    responses: &Responses<Bytes>,
 ) -> Result<(), Status> {
     trust.mark_changed();
     let (mut reading, mut has_rejected) = (true, false);
@@ -83,24 +85,24 @@ pub(super) async fn run(
 /// notification stays queued.
 async fn permit_for_update<'a>(
     subscriber: &Resources,
-    responses: &'a Responses,
-) -> Option<Permit<'a, Result<Bytes, Status>>> {
+    responses: &'a Responses<Bytes>,
+) -> Option<Capacity<'a, Bytes>> {
     subscriber.wait().await;
-    responses.reserve().await.ok()
+    responses.reserve().await
 }
 
 /// Waits for unsent roots and for capacity. `None`: the client has disconnected. Cancel-safe: the
 /// roots stay marked as changed until they are sent.
 async fn permit_for_roots<'a>(
     trust: &mut TrustReceiver,
-    responses: &'a Responses,
-) -> Option<Permit<'a, Result<Bytes, Status>>> {
+    responses: &'a Responses<Bytes>,
+) -> Option<Capacity<'a, Bytes>> {
     if trust.changed().await.is_err() {
         // The authority has ended: there are no further roots.
         std::future::pending::<()>().await;
     }
     trust.mark_changed();
-    responses.reserve().await.ok()
+    responses.reserve().await
 }
 
 /// The resources that a client has subscribed to.
@@ -108,6 +110,7 @@ pub(super) struct Subscriptions {
     subscriber: Resources,
     /// The pod of the client, if its token is bound to one.
     pod: Option<PodRef>,
+    quota: Arc<Quota>,
     by_resource: HashMap<Resource, Subscription>,
 }
 
@@ -115,6 +118,7 @@ struct Subscription {
     /// The name of the resource as the client wrote it, if that is not the usual spelling.
     name: Option<Box<str>>,
     known: Known,
+    counted: OwnedSemaphorePermit,
 }
 
 /// The state of a resource that the client has.
@@ -127,10 +131,15 @@ enum Known {
 }
 
 impl Subscriptions {
-    pub(super) fn new(subscriber: Resources, pod: Option<PodRef>) -> Subscriptions {
+    pub(super) fn new(
+        subscriber: Resources,
+        pod: Option<PodRef>,
+        quota: Arc<Quota>,
+    ) -> Subscriptions {
         Subscriptions {
             subscriber,
             pod,
+            quota,
             by_resource: HashMap::new(),
         }
     }
@@ -139,21 +148,28 @@ impl Subscriptions {
         let Some(resource) = self.resource(request.r#type, &request.name)? else {
             return Ok(());
         };
-        if self.by_resource.len() >= MAX_SUBSCRIPTIONS && !self.by_resource.contains_key(&resource)
-        {
-            return Err(Status::resource_exhausted(format!(
-                "the stream has subscriptions to {MAX_SUBSCRIPTIONS} resources, the maximum; unsubscribe from idle ones"
+        if request.known_version.len() > MAX_NAME_BYTES {
+            return Err(Status::invalid_argument(format!(
+                "known_version of {} is longer than {MAX_NAME_BYTES} bytes",
+                request.name
             )));
         }
+        let counted = match self.by_resource.remove(&resource) {
+            Some(before) => before.counted,
+            None => self.quota.subscriptions(1)?,
+        };
         let known = match request.known_version.is_empty() {
             true => Known::Nothing,
             false => Known::Version(request.known_version),
         };
         self.subscriber.subscribe(&resource);
         let name = Some(request.name).filter(|name| *name != name_of(&resource));
-        let name = name.map(String::into_boxed_str);
-        self.by_resource
-            .insert(resource, Subscription { name, known });
+        let subscription = Subscription {
+            name: name.map(String::into_boxed_str),
+            known,
+            counted,
+        };
+        self.by_resource.insert(resource, subscription);
         Ok(())
     }
 
@@ -205,7 +221,7 @@ impl Subscriptions {
     /// The next response, if the state of a resource differs from the client's.
     fn next_response(&mut self) -> Option<(Sent, Bytes)> {
         let (resource, published) = self.subscriber.next()?;
-        let Subscription { name, known } = self.by_resource.get_mut(&resource)?;
+        let Subscription { name, known, .. } = self.by_resource.get_mut(&resource)?;
         let state = &published.state;
         let kind = match (&resource, &state.target) {
             // The pod is not in the catalog yet.
@@ -344,7 +360,7 @@ enum Sent {
     Workload,
 }
 
-fn send(permit: Permit<'_, Result<Bytes, Status>>, kind: Sent, response: Bytes, metrics: &Metrics) {
+fn send(permit: Capacity<'_, Bytes>, kind: Sent, response: Bytes, metrics: &Metrics) {
     let counter = match kind {
         Sent::Snapshot => &metrics.snapshots,
         Sent::Delta => &metrics.deltas,
@@ -354,11 +370,17 @@ fn send(permit: Permit<'_, Result<Bytes, Status>>, kind: Sent, response: Bytes, 
         Sent::Workload => &metrics.workloads,
     };
     counter.inc();
-    permit.send(Ok(response));
+    let length = response.len();
+    permit.send(response, length);
 }
 
 /// Parses a destination. IPv4-mapped IPv6 addresses become IPv4 addresses; scope IDs are ignored.
 fn parse_destination(destination: &str) -> Result<SocketAddr, Status> {
+    if destination.len() > MAX_NAME_BYTES {
+        return Err(Status::invalid_argument(format!(
+            "a destination is longer than {MAX_NAME_BYTES} bytes"
+        )));
+    }
     let address = destination
         .parse::<SocketAddr>()
         .ok()
@@ -460,7 +482,7 @@ mod tests {
     }
 
     fn stream(hub: &Hub) -> Subscriptions {
-        Subscriptions::new(hub.watch_resources(None), None)
+        Subscriptions::new(hub.watch_resources(None), None, Arc::default())
     }
 
     fn subscribe(destination: SocketAddr, known_version: &str) -> proto::Subscribe {

@@ -6,41 +6,47 @@
 mod discover;
 mod frames;
 mod message;
+mod responses;
 mod sign;
 mod watch;
 
 use std::collections::BTreeSet;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
 
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::{CAPABILITIES_METADATA, CAPABILITY_BACKEND, CAPABILITY_SELF};
 use diy_mesh_runtime::metrics::Active;
 use futures::Stream;
+use http_body_util::BodyExt as _;
 use hyper::header::HeaderValue;
 use proto::service_mesh_service_server::{SERVICE_NAME, ServiceMeshService};
 use rustls::ServerConfig;
 use tokio::net::TcpListener;
-use tokio::sync::mpsc;
-use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::body::Body;
-use tonic::metadata::MetadataMap;
+use tonic::service::Routes;
 use tonic::transport::Server;
 use tonic::{Request, Response, Status, Streaming};
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
+use tower::ServiceExt as _;
+use tower::layer::layer_fn;
+use tower::service_fn;
 
 use crate::authenticate::{Authenticator, Caller};
 use crate::authority::TrustReceiver;
+use crate::events::Events;
 use crate::hub::{CatalogError, Hub};
 use crate::index::object::Key;
 use crate::metrics::Metrics;
 use crate::proxies::Proxies;
-use crate::serving;
+use crate::quota::{Counted, Quota, Quotas};
+use crate::serving::{self, Peer};
 use discover::Subscriptions;
 use frames::MeshServer;
+use responses::Responses;
 use sign::Signer;
 
 /// For the largest messages: a certificate request, or a list of names.
@@ -48,13 +54,14 @@ const MAX_MESSAGE_BYTES: usize = 256 * 1024;
 /// The largest header block: a token and little else.
 const MAX_HEADER_LIST_BYTES: u32 = 32 * 1024;
 /// A proxy has two or three open streams.
-const MAX_CONCURRENT_STREAMS: u32 = 128;
+const MAX_CONCURRENT_STREAMS: u32 = 16;
+/// Bytes that a client may send before they are read, on a connection and on a stream.
+const CONNECTION_WINDOW: u32 = 256 * 1024;
+const STREAM_WINDOW: u32 = 64 * 1024;
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(20);
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time for streams to end after shutdown.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(3);
-/// Responses that are queued for a client. No more are made before it has read these.
-const RESPONSE_QUEUE_LENGTH: usize = 16;
 
 /// The state that the RPCs share.
 #[derive(Clone)]
@@ -67,12 +74,16 @@ pub struct Context {
     pub trust: TrustReceiver,
     /// The registry of connected proxies.
     pub proxies: Proxies,
+    /// The limits of each caller.
+    pub quotas: Quotas,
     /// The trust domain of all identities.
     pub trust_domain: Arc<str>,
     /// The validity of workload certificates.
     pub certificate_life: Duration,
     /// The counters.
     pub metrics: Arc<Metrics>,
+    /// The sender of Kubernetes Events.
+    pub events: Events,
     /// Cancelled at shutdown: streams end, and clients connect to other replicas.
     pub stopping: CancellationToken,
 }
@@ -94,6 +105,11 @@ pub async fn serve(
         .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))
         .http2_max_header_list_size(MAX_HEADER_LIST_BYTES)
         .max_concurrent_streams(MAX_CONCURRENT_STREAMS)
+        .initial_connection_window_size(CONNECTION_WINDOW)
+        .initial_stream_window_size(STREAM_WINDOW)
+        .layer(layer_fn(|routes: Routes| {
+            service_fn(move |request| count(routes.clone(), request))
+        }))
         .add_service(health_service)
         .add_service(MeshServer::new(Mesh::new(context)))
         .serve_with_incoming_shutdown(
@@ -125,13 +141,39 @@ async fn report(health: &HealthReporter, status: ServingStatus) {
     }
 }
 
+/// A call, until its response has been read.
+struct Call {
+    peer: Peer,
+    counted: OnceLock<Counted>,
+}
+
+/// Counts a call of a connection.
+async fn count(
+    routes: Routes,
+    mut request: http::Request<Body>,
+) -> Result<http::Response<Body>, tonic::codegen::StdError> {
+    let peer = request.extensions().get::<Peer>().cloned();
+    let peer = peer.expect("every connection has a peer");
+    let open = peer.call();
+    let counted = OnceLock::new();
+    let call = Arc::new(Call { peer, counted });
+    request.extensions_mut().insert(call.clone());
+    let response = routes.oneshot(request).await?;
+    Ok(response.map(|body| {
+        Body::new(body.map_frame(move |frame| {
+            let _until_the_end = (&call, &open);
+            frame
+        }))
+    }))
+}
+
 /// The implementation of `mesh.proto`.
 struct Mesh {
     context: Context,
     signer: Signer,
 }
 
-type Responses<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+type ResponseStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 #[tonic::async_trait]
 impl ServiceMeshService for Mesh {
@@ -139,8 +181,16 @@ impl ServiceMeshService for Mesh {
         &self,
         request: Request<proto::SignCertificateRequest>,
     ) -> Result<Response<proto::SignCertificateResponse>, Status> {
-        let peer = request.remote_addr();
-        let response = self.signer.sign(request.into_inner(), peer).await?;
+        let call = open_call(&request)?;
+        let message = request.into_inner();
+        let token = &message.token;
+        let authenticator = &self.context.authenticator;
+        let caller = authenticator.caller_by_token(token, call.peer.ip()).await?;
+        self.admit(&call, &caller)?;
+        let response = self
+            .signer
+            .sign(message, &caller, call.peer.address)
+            .await?;
         Ok(Response::new(response))
     }
 
@@ -148,7 +198,7 @@ impl ServiceMeshService for Mesh {
         &self,
         request: Request<proto::GetServicesRequest>,
     ) -> Result<Response<proto::GetServicesResponse>, Status> {
-        self.authenticate(request.metadata()).await?;
+        self.authenticate(&request).await?;
         let hub = &self.context.hub;
         let mut keys = service_keys(&request.get_ref().services)?;
         if keys.is_empty() {
@@ -161,25 +211,26 @@ impl ServiceMeshService for Mesh {
         Ok(Response::new(proto::GetServicesResponse { services }))
     }
 
-    type WatchServicesStream = Responses<proto::WatchServicesResponse>;
+    type WatchServicesStream = ResponseStream<proto::WatchServicesResponse>;
 
     async fn watch_services(
         &self,
         request: Request<proto::WatchServicesRequest>,
     ) -> Result<Response<Self::WatchServicesStream>, Status> {
-        let caller = self.authenticate(request.metadata()).await?;
+        let (caller, quota) = self.authenticate(&request).await?;
         let keys = service_keys(&request.get_ref().services)?;
         tracing::debug!(caller = %caller.user, services = keys.len(), "WatchServices");
         let open = Active::new(&self.context.metrics.watch_streams);
+        let counted = quota.subscriptions(keys.len())?;
         let subscriber = self.context.hub.watch_services(&keys);
-        let stream = self.stream(|responses| async move {
-            let _open = open;
+        let stream = self.stream(quota, |responses| async move {
+            let _open = (open, counted);
             watch::run(subscriber, &responses).await
         });
-        Ok(Response::new(Box::pin(stream)))
+        Ok(Response::new(stream))
     }
 
-    type DiscoverStream = Responses<proto::DiscoverResponse>;
+    type DiscoverStream = ResponseStream<proto::DiscoverResponse>;
 
     /// [`MeshServer`] calls [`Mesh::serve_discover`] instead.
     async fn discover(
@@ -200,15 +251,7 @@ fn capabilities(caller: &Caller) -> HeaderValue {
 impl Mesh {
     fn new(context: Context) -> Mesh {
         Mesh {
-            signer: Signer::new(
-                context.authenticator.clone(),
-                context.hub.clone(),
-                context.trust.clone(),
-                context.trust_domain.clone(),
-                context.certificate_life,
-                context.metrics.clone(),
-                context.stopping.clone(),
-            ),
+            signer: Signer::new(&context),
             context,
         }
     }
@@ -218,7 +261,7 @@ impl Mesh {
         &self,
         request: Request<Streaming<proto::DiscoverRequest>>,
     ) -> Result<hyper::Response<Body>, Status> {
-        let caller = self.authenticate(request.metadata()).await?;
+        let (caller, quota) = self.authenticate(&request).await?;
         tracing::debug!(caller = %caller.user, "Discover");
         let open = Active::new(&self.context.metrics.discover_streams);
         let Context {
@@ -230,10 +273,10 @@ impl Mesh {
         } = self.context.clone();
         let proxy = proxies.connect(&caller, SystemTime::now());
         let capabilities = capabilities(&caller);
-        let messages = self.stream(|responses| async move {
+        let messages = self.stream(quota.clone(), |responses| async move {
             let _open = open;
-            let subscriptions =
-                Subscriptions::new(hub.watch_resources(caller.pod.clone()), caller.pod);
+            let subscriber = hub.watch_resources(caller.pod.clone());
+            let subscriptions = Subscriptions::new(subscriber, caller.pod, quota);
             let requests = request.into_inner();
             discover::run(subscriptions, trust, &proxy, &metrics, requests, &responses).await
         });
@@ -245,22 +288,36 @@ impl Mesh {
 
     /// Authenticates a client, then waits for a synced catalog: before that, known destinations
     /// would be reported as unknown.
-    async fn authenticate(&self, metadata: &MetadataMap) -> Result<Caller, Status> {
-        let caller = self.context.authenticator.caller(metadata).await?;
+    async fn authenticate<T>(&self, request: &Request<T>) -> Result<(Caller, Arc<Quota>), Status> {
+        let call = open_call(request)?;
+        let authenticator = &self.context.authenticator;
+        let address = call.peer.ip();
+        let caller = authenticator.caller(request.metadata(), address).await?;
+        let quota = self.admit(&call, &caller)?;
         self.context.hub.wait_synced(&self.context.stopping).await?;
-        Ok(caller)
+        Ok((caller, quota))
+    }
+
+    /// Counts a call and its connection for an authenticated caller.
+    fn admit(&self, call: &Call, caller: &Caller) -> Result<Arc<Quota>, Status> {
+        let quota = self.context.quotas.of(caller);
+        call.peer.authenticate(&quota)?;
+        let _ = call.counted.set(quota.call()?);
+        Ok(quota)
     }
 
     /// Runs `serve` as the source of a stream, until it ends, the client disconnects or the
     /// controller stops.
     fn stream<T: Send + 'static, F>(
         &self,
-        serve: impl FnOnce(mpsc::Sender<Result<T, Status>>) -> F,
-    ) -> ReceiverStream<Result<T, Status>>
+        quota: Arc<Quota>,
+        serve: impl FnOnce(Arc<Responses<T>>) -> F,
+    ) -> ResponseStream<T>
     where
         F: Future<Output = Result<(), Status>> + Send + 'static,
     {
-        let (responses, stream) = mpsc::channel(RESPONSE_QUEUE_LENGTH);
+        let (responses, stream) = responses::queue(quota);
+        let responses = Arc::new(responses);
         let (serve, stopping) = (serve(responses.clone()), self.context.stopping.clone());
         tokio::spawn(async move {
             let result = tokio::select! {
@@ -271,11 +328,18 @@ impl Mesh {
             if let Err(status) = result {
                 // A client that reads no more does not receive this: the drain closes its
                 // connection.
-                let _ = responses.send(Err(status)).await;
+                responses.fail(status).await;
             }
         });
-        ReceiverStream::new(stream)
+        Box::pin(stream)
     }
+}
+
+/// The call that a request belongs to.
+fn open_call<T>(request: &Request<T>) -> Result<Arc<Call>, Status> {
+    let call = request.extensions().get::<Arc<Call>>();
+    call.cloned()
+        .ok_or_else(|| Status::internal("the call is not counted"))
 }
 
 fn service_keys(names: &[String]) -> Result<BTreeSet<Key>, Status> {

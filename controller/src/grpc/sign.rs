@@ -14,10 +14,12 @@ use diy_mesh_proto::Identity;
 use diy_mesh_proto::mesh::v1 as proto;
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
-use tonic::Status;
+use tonic::{Code, Status};
 
-use crate::authenticate::{Authenticator, Caller, PodRef};
+use super::Context;
+use crate::authenticate::{Caller, PodRef};
 use crate::authority::TrustReceiver;
+use crate::events::Events;
 use crate::hub::Hub;
 use crate::index::Index;
 use crate::index::object::Key;
@@ -39,56 +41,53 @@ const MAX_RATE_LIMITED_PODS: usize = 100_000;
 
 /// Signs certificates.
 pub(super) struct Signer {
-    authenticator: Arc<Authenticator>,
     hub: Hub,
     trust: TrustReceiver,
     trust_domain: Arc<str>,
     certificate_life: Duration,
     metrics: Arc<Metrics>,
+    events: Events,
     stopping: CancellationToken,
     slots: Semaphore,
     limiter: Mutex<RateLimiter>,
 }
 
 impl Signer {
-    pub(super) fn new(
-        authenticator: Arc<Authenticator>,
-        hub: Hub,
-        trust: TrustReceiver,
-        trust_domain: Arc<str>,
-        certificate_life: Duration,
-        metrics: Arc<Metrics>,
-        stopping: CancellationToken,
-    ) -> Signer {
+    pub(super) fn new(context: &Context) -> Signer {
+        let context = context.clone();
         Signer {
-            authenticator,
-            hub,
-            trust,
-            trust_domain,
-            certificate_life,
-            metrics,
-            stopping,
+            hub: context.hub,
+            trust: context.trust,
+            trust_domain: context.trust_domain,
+            certificate_life: context.certificate_life,
+            metrics: context.metrics,
+            events: context.events,
+            stopping: context.stopping,
             slots: Semaphore::new(MAX_CONCURRENT_REQUESTS),
             limiter: Mutex::default(),
         }
     }
 
-    /// Responds to a request from `peer`.
+    /// Responds to a request of an authenticated caller, from `peer`.
     pub(super) async fn sign(
         &self,
         message: proto::SignCertificateRequest,
+        caller: &Caller,
         peer: Option<SocketAddr>,
     ) -> Result<proto::SignCertificateResponse, Status> {
         let response = async {
             let slot = self.slots.acquire().await;
             let _slot = slot.expect("the semaphore is never closed");
-            let caller = self.authenticator.caller_by_token(&message.token).await?;
-            let (pod, identity) = requester(&caller, &message.name, &self.trust_domain)?;
+            let (pod, identity) = requester(caller, &message.name, &self.trust_domain)?;
             let peer = peer.map(|peer| peer.ip().to_canonical());
             let response = self.issue(&message.csr, pod, &identity, peer).await;
             if let Err(status) = &response {
                 let reason = status.message();
                 tracing::info!(%identity, %pod, ?peer, "certificate request rejected: {reason}");
+                // The proxy retries elsewhere.
+                if status.code() != Code::Unavailable {
+                    self.events.certificate_refused(pod, reason);
+                }
             }
             response
         };

@@ -4,10 +4,11 @@
 use std::collections::HashMap;
 
 use diy_mesh_proto::mesh::v1 as proto;
-use tokio::sync::mpsc;
+use prost::Message as _;
 use tonic::Status;
 
 use super::message;
+use super::responses::Responses;
 use crate::hub::Services;
 use crate::index::object::Key;
 use crate::index::version::Version;
@@ -15,7 +16,7 @@ use crate::index::version::Version;
 /// Serves one stream until the client disconnects.
 pub(super) async fn run(
     subscriber: Services,
-    responses: &mpsc::Sender<Result<proto::WatchServicesResponse, Status>>,
+    responses: &Responses<proto::WatchServicesResponse>,
 ) -> Result<(), Status> {
     let mut sent: HashMap<Key, Option<Version>> = HashMap::new();
     // Notifications keep their order, so these are the Services at the time of the call.
@@ -27,12 +28,14 @@ pub(super) async fn run(
                 service: None,
                 synced: true,
             };
-            if responses.send(Ok(synced)).await.is_err() {
+            let Some(capacity) = responses.reserve().await else {
                 return Ok(());
-            }
+            };
+            let length = synced.encoded_len();
+            capacity.send(synced, length);
         }
         subscriber.wait().await;
-        let Ok(permit) = responses.reserve().await else {
+        let Some(capacity) = responses.reserve().await else {
             return Ok(());
         };
         let Some((key, view)) = subscriber.next() else {
@@ -43,10 +46,12 @@ pub(super) async fn run(
         if sent.get(&key) == Some(&version) {
             continue;
         }
-        permit.send(Ok(proto::WatchServicesResponse {
+        let response = proto::WatchServicesResponse {
             service: Some(message::service(&key, view.as_ref())),
             synced: false,
-        }));
+        };
+        let length = response.encoded_len();
+        capacity.send(response, length);
         // Deleted Services are remembered only if the client named them, which bounds the memory.
         if version.is_none() && subscriber.watches_all() {
             sent.remove(&key);

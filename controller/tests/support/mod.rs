@@ -171,6 +171,17 @@ impl Sandbox {
         }
     }
 
+    /// A client of the pod with this UID.
+    pub async fn pod(&self, uid: usize) -> Client {
+        let mut claims = claims();
+        let pod = json!({"name": format!("web-{uid}"), "uid": uid.to_string()});
+        claims["kubernetes.io"]["pod"] = pod;
+        Client {
+            token: Some(self.issuer.sign(&claims)),
+            ..self.client().await
+        }
+    }
+
     pub async fn admin(&self, path: &str) -> (u16, String) {
         get(self.admin, path).await
     }

@@ -29,7 +29,8 @@ use crate::{
     old root is removed once none of its certificates is in use. No request fails, and no pod restarts.\n\n\
     Examples:\n  mesh rotate-root              start a rotation, or watch the current one; Ctrl-C stops watching only\n  \
     mesh rotate-root --no-wait    start a rotation without watching it\n  \
-    mesh rotate-root --abandon    return to the previous root"
+    mesh rotate-root --abandon    return to the previous root\n  \
+    mesh rotate-root --force      after the theft of a key: trust only a new root, at once"
 )]
 pub struct Arguments {
     #[command(flatten)]
@@ -37,6 +38,9 @@ pub struct Arguments {
     /// Return to the previous root
     #[arg(long)]
     abandon: bool,
+    /// Trust only a new root, at once; breaks connections until the proxies have new certificates
+    #[arg(long, conflicts_with = "abandon")]
+    force: bool,
     /// Watch until the rotation is complete (default)
     #[arg(long, overrides_with = "no_wait")]
     wait: bool,
@@ -79,16 +83,19 @@ async fn rotate(arguments: &Arguments, screen: &Screen) -> Result<ExitCode> {
             bail!("--controller requires --ca-folder, the directory of the controller's CA")
         }
     };
-    let request = if arguments.abandon {
-        Request::Abandon
-    } else {
-        Request::Start
+    let request = match (arguments.abandon, arguments.force) {
+        (true, _) => Request::Abandon,
+        (_, true) => Request::Force,
+        _ => Request::Start,
     };
     let before = Mesh::merge(source.fetch().await?);
     match intent(request, &before.rotation) {
         Intent::Reject(reason) => bail!("{reason}"),
         Intent::Watch => screen.print("the rotation is already in progress"),
         Intent::Submit => {
+            if request == Request::Force {
+                screen.print(FORCE_CONSEQUENCES);
+            }
             target.submit(request).await?;
             let answer = wait_for_answer(&source, &target, &before.rotation).await?;
             if let Some(reason) = answer.strip_prefix("refused: ") {
@@ -101,7 +108,7 @@ async fn rotate(arguments: &Arguments, screen: &Screen) -> Result<ExitCode> {
         screen.print("watch the rotation with `mesh rotate-root`");
         return Ok(ExitCode::SUCCESS);
     }
-    let (mesh, elapsed) = watch(&source, screen).await;
+    let (mesh, elapsed) = watch(&source, screen, request).await;
     let root = mesh
         .issuer
         .map(|issuer| {
@@ -120,6 +127,11 @@ async fn rotate(arguments: &Arguments, screen: &Screen) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// The effects of a forced rotation.
+const FORCE_CONSEQUENCES: &str = "the new root replaces all others at once: connections between proxies fail until both have a new certificate, \
+    for some seconds; a proxy without a connection to a controller fails until it reconnects, which takes up to two minutes; open connections \
+    stay open, those of HTTP for at most an hour";
+
 /// The action for a request in the current phase.
 #[derive(Debug, PartialEq, Eq)]
 enum Intent {
@@ -131,7 +143,8 @@ enum Intent {
 
 fn intent(request: Request, rotation: &Rotation) -> Intent {
     match (request, is_steady(rotation), rotation.reverting) {
-        (Request::Start, true, _)
+        (Request::Force, _, _)
+        | (Request::Start, true, _)
         | (Request::Start, false, true)
         | (Request::Abandon, false, false) => Intent::Submit,
         (Request::Start, false, false) | (Request::Abandon, false, true) => Intent::Watch,
@@ -186,15 +199,20 @@ fn differs(current: &Rotation, before: &Rotation) -> bool {
     )
 }
 
-/// Prints each phase and what it waits for until the rotation is complete.
-async fn watch(source: &Source, screen: &Screen) -> (Mesh, Duration) {
+/// Prints each phase and what it waits for until the rotation is complete. After a forced one, until
+/// all connected proxies have a new certificate.
+async fn watch(source: &Source, screen: &Screen, request: Request) -> (Mesh, Duration) {
     let started_at = Instant::now();
     let (mut phase, mut reported) = (String::new(), String::new());
     loop {
         let progress = match source.fetch().await {
             Ok(answers) => {
                 let mesh = Mesh::merge(answers);
-                if is_steady(&mesh.rotation) {
+                let outdated = match request {
+                    Request::Force => outdated_workloads(&mesh),
+                    _ => Vec::new(),
+                };
+                if is_steady(&mesh.rotation) && outdated.is_empty() {
                     return (mesh, started_at.elapsed());
                 }
                 let heading = format!(
@@ -206,7 +224,7 @@ async fn watch(source: &Source, screen: &Screen) -> (Mesh, Duration) {
                     screen.print(&heading);
                     phase = heading;
                 }
-                describe_waiting(&mesh.rotation.waiting)
+                describe_waiting(&[mesh.rotation.waiting, outdated].concat())
             }
             Err(error) => format!("{error}; retrying"),
         };
@@ -216,6 +234,18 @@ async fn watch(source: &Source, screen: &Screen) -> (Mesh, Duration) {
         }
         sleep(POLL_INTERVAL).await;
     }
+}
+
+/// The connected workloads without the current roots or a certificate of the issuer.
+fn outdated_workloads(mesh: &Mesh) -> Vec<String> {
+    let issuer = mesh.issuer.as_ref().map(|issuer| &issuer.id);
+    let outdated = mesh
+        .workloads
+        .iter()
+        .filter(|one| !one.acknowledged || Some(&one.certificate_issuer) != issuer);
+    outdated
+        .map(|one| format!("{} to renew its certificate", one.name()))
+        .collect()
 }
 
 /// Describes the first item that a phase waits for and the number of others, which `mesh identity`
@@ -283,6 +313,7 @@ mod tests {
             (Request::Start, "announcing", true, Intent::Submit),
             (Request::Abandon, "switched", false, Intent::Submit),
             (Request::Abandon, "announcing", true, Intent::Watch),
+            (Request::Force, "announcing", false, Intent::Submit),
         ] {
             assert_eq!(
                 intent(request, &rotation(phase, reverting)),

@@ -1,4 +1,4 @@
-//! Requests to start or abandon a root rotation: an annotation on the Secret of the CA, or a file
+//! Requests to start, abandon or force a root rotation: an annotation on the Secret of the CA, or a file
 //! in its directory. One replica of the controller removes the request and publishes its answer.
 
 use std::{
@@ -27,6 +27,8 @@ pub enum Request {
     Start,
     /// Return to the previous root.
     Abandon,
+    /// Trust only a new root, at once.
+    Force,
 }
 
 impl Request {
@@ -35,6 +37,7 @@ impl Request {
         match self {
             Self::Start => "start",
             Self::Abandon => "abandon",
+            Self::Force => "force",
         }
     }
 }

@@ -91,12 +91,14 @@ impl Files {
     }
 
     /// The objects of all kustomizations, outer directories first, or of all files if there is no
-    /// kustomization. Each kustomization is included once.
+    /// kustomization. Each kustomization is included once, and components are not: they change other
+    /// kustomizations on request.
     pub fn objects(&self) -> Result<Vec<Value>, Error> {
         let kustomizations: Vec<&PathBuf> = self
             .0
             .keys()
             .filter(|path| path.file_name().is_some_and(|name| name == KUSTOMIZATION))
+            .filter(|path| !is_component(&self.0[*path]))
             .collect();
         let mut seen = Vec::new();
         let mut objects = Vec::new();
@@ -194,6 +196,12 @@ fn parse_named(text: &str, path: &str) -> Result<Vec<Value>, Error> {
 }
 
 const KUSTOMIZATION: &str = "kustomization.yaml";
+
+/// Invalid YAML is reported later.
+fn is_component(kustomization: &str) -> bool {
+    let value: Result<Value, _> = serde_yaml_ng::from_str(kustomization);
+    value.is_ok_and(|value| value["kind"] == "Component")
+}
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "camelCase")]
@@ -301,6 +309,10 @@ mod tests {
                 "apiVersion: v1\nkind: Pod\nmetadata: {name: a}\nspec: {template: {}}",
             ),
             ("inner/kustomization.yaml", "resources: [../b.yaml]"),
+            (
+                "optional/kustomization.yaml",
+                "{kind: Component, patches: []}",
+            ),
             (
                 "b.yaml",
                 "apiVersion: v1\nkind: Pod\nmetadata: {name: b}\n---\n",

@@ -12,6 +12,7 @@ use diy_mesh_runtime::{Backoff, error_chain};
 use futures::StreamExt;
 use futures::stream::FuturesUnordered;
 use k8s_openapi::api::core::v1::ConfigMap;
+use k8s_openapi::api::rbac::v1::ClusterRole;
 use kube::api::{Patch, PatchParams};
 use kube::runtime::WatchStreamExt;
 use kube::runtime::watcher::{self, Event, watcher};
@@ -27,6 +28,9 @@ use crate::authority::store::kubernetes::{API_TIMEOUT, FIELD_MANAGER};
 pub const CONFIG_MAP: &str = "diy-service-mesh-roots";
 /// The label with the namespace of the mesh that owns the ConfigMap.
 pub const LABEL: &str = "diy-service-mesh.dev/mesh";
+/// Owns the ConfigMaps of all namespaces, as an object of the installation without a namespace:
+/// Kubernetes deletes them after it.
+const OWNER: &str = "diy-service-mesh-controller";
 const MAX_CONCURRENT_WRITES: usize = 16;
 const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(250);
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(30);
@@ -38,7 +42,7 @@ pub async fn run(client: Client, mesh: String, mut publication: Publication) {
     let name = format!("metadata.name={CONFIG_MAP}");
     let config = watcher::Config::default().fields(&name);
     let mut events = pin!(watcher(all, config).default_backoff());
-    let mut config_maps = ConfigMaps::new(mesh);
+    let mut config_maps = ConfigMaps::new(mesh, owner(&client).await);
     let mut writes = FuturesUnordered::new();
     loop {
         let roots = publication.roots();
@@ -50,7 +54,8 @@ pub async fn run(client: Client, mesh: String, mut publication: Publication) {
             let due = config_maps.due(&roots.pem, &namespaces, Instant::now(), capacity);
             writes.extend(due.into_iter().map(|namespace| {
                 let mesh = config_maps.mesh.clone();
-                apply(client.clone(), namespace, mesh, roots.clone())
+                let owner = config_maps.owner.clone();
+                apply(client.clone(), namespace, mesh, owner, roots.clone())
             }));
             let (waiting, next) = config_maps.waiting(&roots.pem, &namespaces);
             wake = next;
@@ -66,15 +71,37 @@ pub async fn run(client: Client, mesh: String, mut publication: Publication) {
     }
 }
 
+/// The UID of the owner. `None`, with a log line, if it cannot be read: the ConfigMaps then stay
+/// after an uninstall.
+async fn owner(client: &Client) -> Option<String> {
+    let roles: Api<ClusterRole> = Api::all(client.clone());
+    let error = match timeout(API_TIMEOUT, roles.get(OWNER)).await {
+        Ok(Ok(role)) => return role.metadata.uid,
+        Ok(Err(error)) => error_chain(&error),
+        Err(_) => "the Kubernetes API does not respond".to_owned(),
+    };
+    tracing::warn!(
+        "ConfigMaps {CONFIG_MAP} have no owner: cannot read ClusterRole {OWNER}: {error}"
+    );
+    None
+}
+
 async fn apply(
     client: Client,
     namespace: String,
     mesh: String,
+    owner: Option<String>,
     roots: Arc<Roots>,
 ) -> (String, Result<String, String>) {
+    let owner = owner.map(|uid| {
+        json!({"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole", "name": OWNER, "uid": uid})
+    });
     let config_map = json!({
         "apiVersion": "v1", "kind": "ConfigMap",
-        "metadata": {"name": CONFIG_MAP, "labels": {"app.kubernetes.io/part-of": "diy-service-mesh", LABEL: mesh}},
+        "metadata": {
+            "name": CONFIG_MAP, "labels": {"app.kubernetes.io/part-of": "diy-service-mesh", LABEL: mesh},
+            "ownerReferences": Vec::from_iter(owner),
+        },
         "data": {KEY: roots.pem},
     });
     let api: Api<ConfigMap> = Api::namespaced(client, &namespace);
@@ -95,6 +122,8 @@ async fn apply(
 struct ConfigMaps {
     /// The namespace of the mesh.
     mesh: String,
+    /// The UID of the owner of the ConfigMaps, if known.
+    owner: Option<String>,
     /// Whether the ConfigMaps have been listed.
     listed: bool,
     contents: BTreeMap<String, Content>,
@@ -112,6 +141,8 @@ struct Content {
     pem: Option<String>,
     /// The namespace of the mesh that owns it.
     mesh: Option<String>,
+    /// The UIDs of its owners.
+    owners: Vec<String>,
 }
 
 struct Failure {
@@ -121,9 +152,10 @@ struct Failure {
 }
 
 impl ConfigMaps {
-    fn new(mesh: String) -> ConfigMaps {
+    fn new(mesh: String, owner: Option<String>) -> ConfigMaps {
         ConfigMaps {
             mesh,
+            owner,
             ..ConfigMaps::default()
         }
     }
@@ -209,15 +241,20 @@ impl ConfigMaps {
     }
 
     /// The namespaces with meshed pods or with a ConfigMap of this mesh (its pods may return),
-    /// whose ConfigMap differs from `pem`.
+    /// whose ConfigMap differs from `pem` or lacks the owner.
     fn outdated(&self, pem: &str, namespaces: &BTreeSet<Arc<str>>) -> BTreeSet<String> {
         let owned = self.contents.iter();
         let owned = owned.filter(|(_, content)| content.mesh.as_ref() == Some(&self.mesh));
         let owned = owned.map(|(namespace, _)| namespace.clone());
         let content = |namespace: &String| self.contents.get(namespace)?.pem.as_deref();
+        let has_owner = |namespace: &String| {
+            let content = self.contents.get(namespace);
+            let mut owner = self.owner.iter();
+            owner.all(|owner| content.is_some_and(|content| content.owners.contains(owner)))
+        };
         let all = namespaces.iter().map(|namespace| namespace.to_string());
         all.chain(owned)
-            .filter(|namespace| content(namespace) != Some(pem))
+            .filter(|namespace| content(namespace) != Some(pem) || !has_owner(namespace))
             .collect()
     }
 
@@ -228,7 +265,9 @@ impl ConfigMaps {
                 tracing::info!("published the roots in namespace {namespace}");
                 self.failures.remove(&namespace);
                 let (pem, mesh) = (Some(pem), Some(self.mesh.clone()));
-                self.contents.insert(namespace, Content { pem, mesh });
+                let owners = self.owner.clone().into_iter().collect();
+                self.contents
+                    .insert(namespace, Content { pem, mesh, owners });
             }
             Err(error) => {
                 let failure = self.failures.entry(namespace);
@@ -249,7 +288,9 @@ fn content(object: ConfigMap) -> Option<(String, Content)> {
     let pem = object.data.and_then(|mut data| data.remove(KEY));
     let labels = object.metadata.labels;
     let mesh = labels.and_then(|mut labels| labels.remove(LABEL));
-    Some((object.metadata.namespace?, Content { pem, mesh }))
+    let owners = object.metadata.owner_references.into_iter().flatten();
+    let owners = owners.map(|owner| owner.uid).collect();
+    Some((object.metadata.namespace?, Content { pem, mesh, owners }))
 }
 
 #[cfg(test)]
@@ -259,6 +300,7 @@ mod tests {
     use std::time::SystemTime;
 
     use http::{Request, Response};
+    use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
     use kube::client::Body;
     use tokio::sync::watch;
 
@@ -392,6 +434,26 @@ mod tests {
         );
     }
 
+    #[test]
+    fn adds_the_owner_to_config_maps_of_earlier_versions_and_installations() {
+        let (wanted, now) = (namespaces(&["shop"]), Instant::now());
+        let mut config_maps = ConfigMaps::new("mesh".into(), Some("new".into()));
+        let mut stored = holds("shop", "A");
+        config_maps.apply(Ok(Event::Apply(stored.clone())));
+        assert_eq!(config_maps.due("A", &wanted, now, 16), ["shop"]);
+        config_maps.written("shop".into(), Ok("A".into()), now);
+        assert!(config_maps.due("A", &wanted, now, 16).is_empty());
+        for (uid, due) in [("old", 1), ("new", 0)] {
+            let owner = OwnerReference {
+                uid: uid.into(),
+                ..OwnerReference::default()
+            };
+            stored.metadata.owner_references = Some(vec![owner]);
+            config_maps.apply(Ok(Event::Apply(stored.clone())));
+            assert_eq!(config_maps.waiting("A", &wanted).0.len(), due, "{uid}");
+        }
+    }
+
     #[tokio::test(start_paused = true)]
     async fn lists_config_maps_once() {
         let lists = Arc::new(AtomicUsize::new(0));
@@ -403,7 +465,9 @@ mod tests {
                 if request.uri().query().unwrap_or_default().contains("watch=") {
                     return pending().await;
                 }
-                counter.fetch_add(1, Ordering::Relaxed);
+                if request.uri().path().ends_with("/configmaps") {
+                    counter.fetch_add(1, Ordering::Relaxed);
+                }
                 let list = json!({
                     "apiVersion": "v1", "kind": "ConfigMapList", "metadata": {"resourceVersion": "1"}, "items": [],
                 });

@@ -432,6 +432,69 @@ fn adopts_ca_under_another_root_when_it_is_trusted() {
 }
 
 #[test]
+fn namespace_holds_the_rotation_for_ten_minutes() {
+    let (announced, answer) = requested(&ours(), START, start());
+    assert!(
+        answer.contains("takes about 12 min: 2 min until"),
+        "{answer}"
+    );
+    assert!(
+        announced
+            .rotation
+            .reason
+            .starts_with("requested; the rotation")
+    );
+    let immutable = with(|report| report.namespaces = names("namespace tenant"));
+    assert_eq!(
+        waiting(&announced, &immutable, start() + minutes(9)),
+        ["namespace tenant to hold the current roots"]
+    );
+    let switched = written(&announced, &immutable, start() + minutes(10));
+    assert_eq!(switched.rotation.phase, Phase::Switched);
+}
+
+#[test]
+fn forced_rotation_trusts_only_the_new_root_at_once() {
+    let old = ours();
+    let (announced, _) = requested(&old, START, start());
+    for state in [&old, &announced] {
+        let (forced, answer) = requested(state, FORCE, start());
+        assert!(answer.starts_with("granted"), "{answer}");
+        assert_eq!(
+            (forced.rotation.phase, forced.roots().len()),
+            (Phase::Steady, 1)
+        );
+        assert!(forced.rotation.forced && forced.current.is_generated());
+        assert!(!trusts(&forced, &old.current));
+        // The key of the next CA was stored beside the key of the current one.
+        assert!(
+            announced
+                .next
+                .as_ref()
+                .is_some_and(|next| !trusts(&forced, next))
+        );
+        assert!(
+            policy()
+                .adopt(state, &later(forced.clone()), start())
+                .is_none()
+        );
+        let (again, _) = requested(&forced, START, start() + minutes(1));
+        assert!(!again.rotation.forced);
+    }
+
+    let theirs = of(&p256("theirs", None), None);
+    let (same, answer) = requested(&theirs, FORCE, start());
+    assert!(answer.contains("refused: the CA comes from an operator"));
+    assert_eq!(same.current, theirs.current);
+    let adopting = policy().adopt(&old, &theirs, start()).unwrap();
+    let (forced, _) = requested(&adopting, FORCE, start());
+    assert_eq!(
+        (forced.signer(), forced.roots().len()),
+        (&theirs.current, 1)
+    );
+}
+
+#[test]
 fn adopts_ca_from_a_backup() {
     let old = ours();
     let (announced, _) = requested(&old, START, start());

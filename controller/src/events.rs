@@ -1,0 +1,204 @@
+//! Kubernetes Events about refused certificates, roots that cannot be published, and rotations that
+//! make no progress, on the pod, the ConfigMap and the Secret. Best effort: the log has all
+//! messages.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, SystemTime};
+
+use diy_mesh_proto::status::Rotation;
+use diy_mesh_runtime::error_chain;
+use k8s_openapi::api::core::v1::ObjectReference;
+use kube::Client;
+use kube::runtime::events::{Event, EventType, Recorder, Reporter};
+use tokio::sync::mpsc;
+use tokio::time::{sleep, timeout};
+
+use crate::authenticate::PodRef;
+use crate::authority::AuthorityHandle;
+use crate::authority::publish::PublishStatus;
+use crate::authority::publish::config_maps::CONFIG_MAP;
+use crate::authority::state::{Phase, seconds};
+use crate::authority::store::kubernetes::SECRET;
+
+const MAX_QUEUED: usize = 64;
+/// The API server rejects longer notes.
+const MAX_NOTE_BYTES: usize = 1000;
+/// Limits the load of the API server.
+const PUBLISH_INTERVAL: Duration = Duration::from_millis(200);
+const API_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time in one phase of a rotation until it counts as stuck, and between its events, in seconds.
+const MAX_PHASE_DURATION: u64 = 3600;
+
+/// The sender of events. Drops them while the queue is full, and without a publisher.
+#[derive(Clone, Debug)]
+pub struct Events(mpsc::Sender<(ObjectReference, Event)>);
+
+/// The queued events.
+pub type Queue = mpsc::Receiver<(ObjectReference, Event)>;
+
+impl Events {
+    /// A sender and its queue.
+    pub fn new() -> (Events, Queue) {
+        let (sender, queue) = mpsc::channel(MAX_QUEUED);
+        (Events(sender), queue)
+    }
+
+    /// The certificate request of a pod was refused.
+    pub fn certificate_refused(&self, pod: &PodRef, reason: &str) {
+        let object = ObjectReference {
+            uid: Some(pod.uid.to_string()),
+            ..reference("Pod", &pod.namespace, &pod.name)
+        };
+        self.warn(object, "CertificateRefused", "SignCertificate", reason);
+    }
+
+    fn warn(&self, object: ObjectReference, reason: &str, action: &str, note: &str) {
+        let event = Event {
+            type_: EventType::Warning,
+            reason: reason.into(),
+            note: Some(note[..note.floor_char_boundary(MAX_NOTE_BYTES)].into()),
+            action: action.into(),
+            secondary: None,
+        };
+        let _ = self.0.try_send((object, event));
+    }
+}
+
+fn reference(kind: &str, namespace: &str, name: &str) -> ObjectReference {
+    ObjectReference {
+        api_version: Some("v1".into()),
+        kind: Some(kind.into()),
+        namespace: Some(namespace.into()),
+        name: Some(name.into()),
+        ..ObjectReference::default()
+    }
+}
+
+/// Publishes queued events until all senders are dropped.
+pub async fn publish(client: Client, mut queue: Queue) {
+    let reporter = Reporter {
+        controller: "diy-service-mesh.dev/controller".into(),
+        instance: None,
+    };
+    let recorder = Recorder::new(client, reporter);
+    while let Some((object, event)) = queue.recv().await {
+        match timeout(API_TIMEOUT, recorder.publish(&event, &object)).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => tracing::debug!("cannot publish an event: {}", error_chain(&error)),
+            Err(_) => {
+                tracing::debug!("cannot publish an event: the Kubernetes API does not respond")
+            }
+        }
+        sleep(PUBLISH_INTERVAL).await;
+    }
+}
+
+/// Queues the events of an authority in Kubernetes, whose Secret is in `namespace`, until the
+/// authority ends.
+pub async fn observe(authority: AuthorityHandle, namespace: &str, events: Events) {
+    let (mut published, mut status) = (authority.watch_published(), authority.watch_status());
+    let (mut known, mut next_reminder) = (PublishStatus::default(), 0);
+    loop {
+        let current = published.borrow_and_update().clone();
+        for (namespace, error) in new_errors(&known.waiting, &current.waiting) {
+            let object = reference("ConfigMap", namespace, CONFIG_MAP);
+            let note = format!("cannot publish the trust roots: {error}");
+            events.warn(object, "RootsNotPublished", "Publish", &note);
+        }
+        known = current;
+        let now = seconds(SystemTime::now());
+        let note = stuck(&status.borrow_and_update().rotation, now);
+        if let Some(note) = note.filter(|_| now >= next_reminder) {
+            let object = reference("Secret", namespace, SECRET);
+            events.warn(object, "RotationStuck", "Rotate", &note);
+            next_reminder = now + MAX_PHASE_DURATION;
+        }
+        tokio::select! {
+            changed = published.changed() => if changed.is_err() { return },
+            changed = status.changed() => if changed.is_err() { return },
+        }
+    }
+}
+
+/// The places with an error that they did not have before.
+fn new_errors<'a>(
+    before: &'a BTreeMap<String, String>,
+    now: &'a BTreeMap<String, String>,
+) -> impl Iterator<Item = (&'a String, &'a String)> {
+    now.iter()
+        .filter(|(place, error)| !error.is_empty() && before.get(*place) != Some(error))
+}
+
+/// What a rotation waits for, if it has made no progress for too long.
+fn stuck(rotation: &Rotation, now: u64) -> Option<String> {
+    let is_stuck = rotation.phase != Phase::Steady.name()
+        && !rotation.waiting.is_empty()
+        && now.saturating_sub(rotation.since) >= MAX_PHASE_DURATION;
+    is_stuck.then(|| {
+        let hours = now.saturating_sub(rotation.since) / 3600;
+        let (phase, waiting) = (&rotation.phase, rotation.waiting.join("; "));
+        format!("the rotation has been in the phase {phase} for {hours} h and waits for {waiting}")
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reports_errors_once() {
+        let errors = |list: &[(&str, &str)]| -> BTreeMap<String, String> {
+            let pairs = list.iter();
+            pairs
+                .map(|(place, error)| ((*place).into(), (*error).into()))
+                .collect()
+        };
+        let before = errors(&[("a", "denied"), ("b", "denied"), ("c", "")]);
+        let now = errors(&[
+            ("a", "denied"),
+            ("b", "timeout"),
+            ("c", "denied"),
+            ("d", ""),
+        ]);
+        let new: Vec<_> = new_errors(&before, &now)
+            .map(|(place, _)| place.as_str())
+            .collect();
+        assert_eq!(new, ["b", "c"]);
+    }
+
+    #[test]
+    fn rotation_is_stuck_after_an_hour_in_one_phase() {
+        let mut rotation = Rotation {
+            phase: Phase::Announcing.name().into(),
+            since: 1000,
+            waiting: vec!["shop/till to trust the current roots".into()],
+            ..Rotation::default()
+        };
+        assert_eq!(stuck(&rotation, 1000 + MAX_PHASE_DURATION - 1), None);
+        assert_eq!(
+            stuck(&rotation, 1000 + 2 * MAX_PHASE_DURATION).as_deref(),
+            Some(
+                "the rotation has been in the phase announcing for 2 h and waits for shop/till to trust the current roots"
+            )
+        );
+        rotation.waiting.clear();
+        assert_eq!(stuck(&rotation, u64::MAX), None);
+    }
+
+    #[test]
+    fn shortens_notes_at_a_character_boundary() {
+        let (events, mut queue) = Events::new();
+        let pod = PodRef {
+            namespace: "shop".into(),
+            name: "till".into(),
+            uid: "1".into(),
+        };
+        events.certificate_refused(&pod, &"é".repeat(1000));
+        let (object, event) = queue.try_recv().unwrap();
+        assert_eq!(
+            (object.uid.as_deref(), event.reason.as_str()),
+            (Some("1"), "CertificateRefused")
+        );
+        assert_eq!(event.note.unwrap().len(), MAX_NOTE_BYTES);
+    }
+}
