@@ -127,8 +127,8 @@ async fn local_service_has_the_endpoints_on_the_node_of_the_pod_that_the_token_n
     };
     sandbox.write("pod.yaml", &own_pod("0"));
     sandbox.write("pod.yaml", &own_pod("1"));
-    let update = discover.said().await;
-    assert_eq!(update, "10.96.0.7:80: +[10.0.0.2:8080] -[]");
+    let known = "10.96.0.7:80: service shop/web [10.0.0.2:8080]";
+    assert_eq!(discover.said().await, known);
 }
 
 #[tokio::test]
