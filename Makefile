@@ -7,7 +7,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 .PHONY: help demo test check fuzz e2e tilt-ci bench bench-scale images dev-images previous-images load load-previous tools
 
 MESH := controller injector proxy proxy-init
-APPS := $(MESH) http-client http-server grpc-client grpc-server
+APPS := controller injector proxy proxy-init http-client http-server grpc-client grpc-server
 TAG ?= dev
 IMAGES := $(APPS:%=diy-sm-%:$(TAG))
 
