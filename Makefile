@@ -93,7 +93,7 @@ dev-images: tools ## build all images from a local cargo build, faster than imag
 
 previous-images: ## build the mesh's images of the commit in tests/previous-release, with the tag "previous"
 	@rm -rf $(TARGET_DIR)/previous && mkdir -p $(TARGET_DIR)/previous
-	@git archive "$$(<tests/previous-release)" | tar -x -C $(TARGET_DIR)/previous
+	@git archive "$$(<tests/previous-release)" | tar -xm -C $(TARGET_DIR)/previous
 	@CARGO_TARGET_DIR=$(abspath $(TARGET_DIR))/previous-target $(MAKE) -C $(TARGET_DIR)/previous $(if $(IMAGE),dev-images IMAGE=$(IMAGE),images) TAG=previous APPS='$(MESH)'
 
 load: ## load the images into the cluster (LOAD='kind load docker-image')

@@ -2,9 +2,9 @@
 //! certificates and injections, next to their goals.
 //!
 //! The controller and the injector are the real programs, each on a core of its own. Subscribers
-//! ([`subscriber`]) use the proxy's client code. The fake Kubernetes API server ([`api_server`])
-//! serves the objects of [`cluster`] and answers TokenReviews. [`discovery`] and [`requests`] are
-//! the measurements, [`report`] formats them.
+//! (`subscriber.rs`) use the proxy's client code. The fake Kubernetes API server (`api_server.rs`)
+//! serves the objects of `cluster.rs` and answers TokenReviews. `discovery.rs` and `requests.rs` are
+//! the measurements, `report.rs` formats them.
 
 pub mod api_server;
 pub mod cluster;

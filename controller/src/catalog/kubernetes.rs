@@ -1,6 +1,6 @@
 //! The catalog of a Kubernetes cluster: watches of all Services, EndpointSlices, Pods and Nodes.
 //!
-//! Each kind has its own watch ([`watch`](super::watch)). After an error, the watch logs the cause
+//! Each kind has its own watch (`watch.rs`). After an error, the watch logs the cause
 //! and the required permissions and retries with back-off. Only the fields that the index needs are
 //! kept.
 
