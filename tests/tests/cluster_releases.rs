@@ -6,8 +6,8 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 use diy_mesh_tests::cluster::workloads::App;
 use diy_mesh_tests::cluster::{
-    MESH, Namespace, in_namespace, kubectl, kubectl_with_input, rolled_out, wait_for_mesh,
-    with_mesh,
+    MESH, Namespace, in_namespace, kubectl, kubectl_with_input, rolled_out, wait_for,
+    wait_for_mesh, with_mesh,
 };
 
 const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
@@ -123,7 +123,17 @@ fn inject_proxies(tag: &str) -> Result<()> {
         &format!("proxy-image=diy-sm-proxy:{tag}"),
         &format!("proxy-init-image=diy-sm-proxy-init:{tag}"),
     ])?;
-    rolled_out(MESH, "injector")
+    replaced("injector")
+}
+
+/// Waits until the replicas of a component have replaced all former ones, which may still serve.
+fn replaced(component: &str) -> Result<()> {
+    rolled_out(MESH, component)?;
+    wait_for("the former replicas have ended", || {
+        let label = format!("app={component}");
+        let pods = kubectl(&["get", "pods", "-n", MESH, "-l", &label, "-o", "name"])?;
+        Ok((pods.lines().count() == 2).then_some(()))
+    })
 }
 
 /// Installs a component with the manifests of the previous release.
@@ -142,7 +152,7 @@ fn install_previous(component: &str, tag: &str) -> Result<()> {
     let manifests = String::from_utf8(shown.stdout)?;
     let manifests = manifests.replace(&format!("{image}dev"), &format!("{image}{tag}"));
     kubectl_with_input(&["apply", "-f", "-"], &manifests)?;
-    rolled_out(MESH, component)
+    replaced(component)
 }
 
 /// Installs this release again on drop.
