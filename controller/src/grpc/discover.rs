@@ -712,6 +712,55 @@ mod tests {
         }
     }
 
+    /// A log that the test reads.
+    #[derive(Clone, Default)]
+    struct Log(Arc<Mutex<Vec<u8>>>);
+
+    impl std::io::Write for Log {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.lock().unwrap().write(bytes)
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn rejections_of_a_hostile_proxy_are_one_short_line_of_the_log() {
+        let log = Log::default();
+        let writer = log.clone();
+        let subscriber = tracing_subscriber::fmt()
+            .with_ansi(false)
+            .with_writer(move || writer.clone())
+            .finish();
+        let caller = crate::authenticate::Caller {
+            user: "system:serviceaccount:shop:web".into(),
+            pod: None,
+        };
+        let proxy = proxies::Proxies::default().connect(&caller, SystemTime::now());
+        let metrics = Metrics::new(|_| Ok(()));
+        let rejection = proto::Acknowledgement {
+            rejection: format!("x\n2026 ERROR forged\r\u{1b}[2J{}", "y".repeat(100_000)),
+            r#type: 77,
+            ..proto::Acknowledgement::default()
+        };
+        tracing::subscriber::with_default(subscriber, || {
+            let mut has_rejected = false;
+            for _ in 0..1_000 {
+                acknowledge(&rejection, &mut has_rejected, &proxy, &metrics);
+            }
+        });
+        let text = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+        let mut control = text.chars().filter(|character| character.is_control());
+        assert_eq!(
+            (control.next(), control.next()),
+            (Some('\n'), None),
+            "{text}"
+        );
+        assert!(text.ends_with('\n') && text.len() < 1_000, "{text}");
+    }
+
     #[test]
     fn response_has_the_name_as_the_client_wrote_it() {
         let mut stream = stream(&Hub::new([Source::Kubernetes]));

@@ -1074,6 +1074,50 @@ mod tests {
     }
 
     #[test]
+    fn snapshot_that_never_ends_is_dropped() {
+        let mut table = table();
+        let receiver = watch(&mut table);
+        apply(&mut table, "1", snapshot(Kind::Service, &["10.0.0.1:80"]));
+        let many: Vec<Endpoint> = (0..=MAX_ENDPOINTS / 4)
+            .map(|number| {
+                endpoint(&format!(
+                    "[fd00::{:x}:{:x}]:80",
+                    number >> 16,
+                    number & 0xffff
+                ))
+            })
+            .collect();
+        let mut errors = Vec::new();
+        for _ in 0..4 {
+            let chunk = Snapshot {
+                kind: Kind::Service.into(),
+                endpoints: many.clone(),
+                ..Snapshot::default()
+            };
+            let response = DiscoverResponse {
+                name: "10.96.0.7:80".to_owned(),
+                update: Some(Update::Snapshot(chunk)),
+                more: true,
+                ..DiscoverResponse::default()
+            };
+            table.apply(response, Instant::now(), &mut |error| errors.push(error));
+        }
+        assert_eq!(
+            errors,
+            [format!(
+                "10.96.0.7:80: snapshot of more than {MAX_ENDPOINTS} endpoints"
+            )]
+        );
+        let entry = &table.entries[&address("10.96.0.7:80")];
+        assert!(entry.partial.is_none() && entry.phase == Phase::OutOfSync);
+        assert_eq!(
+            addresses(&receiver),
+            ["10.0.0.1:80"],
+            "the known state stays"
+        );
+    }
+
+    #[test]
     fn states_without_order_apply() {
         let (mut table, start) = (table(), Instant::now());
         let receiver = watch(&mut table);
