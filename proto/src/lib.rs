@@ -1,5 +1,5 @@
 //! Contracts between the components of the mesh: generated gRPC types, workload identities, and
-//! shared constants. No logic.
+//! shared constants. No logic but the parsing of values that both sides read.
 
 /// API of the controller: discovery and certificates.
 pub mod mesh {
@@ -28,6 +28,12 @@ pub const TOKEN_AUDIENCE: &str = "diy-service-mesh";
 /// Metadata of a Discover call and of its response: what the sender understands, words separated by
 /// commas.
 pub const CAPABILITIES_METADATA: &str = "diy-mesh-capabilities";
+/// Whether the sender of this metadata announces a capability.
+pub fn announces(metadata: Option<&str>, capability: &str) -> bool {
+    let words = metadata.unwrap_or_default().split(',');
+    words.map(str::trim).any(|word| word == capability)
+}
+
 /// The controller sends the inbound configuration of the client's own pod.
 pub const CAPABILITY_SELF: &str = "self";
 /// The controller resolves Service ports by name.

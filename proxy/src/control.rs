@@ -14,7 +14,7 @@ use diy_mesh_proto::mesh::v1::service_mesh_service_client::ServiceMeshServiceCli
 use diy_mesh_proto::mesh::v1::{
     DiscoverRequest, DiscoverResponse, SignCertificateRequest, SignCertificateResponse,
 };
-use diy_mesh_proto::{CAPABILITIES_METADATA, CAPABILITY_CHUNKS, CAPABILITY_SELF};
+use diy_mesh_proto::{CAPABILITIES_METADATA, CAPABILITY_CHUNKS, CAPABILITY_SELF, announces};
 use diy_mesh_runtime::error_chain;
 use http::Uri;
 use hyper_util::rt::TokioIo;
@@ -196,9 +196,8 @@ impl Control {
                 .map_err(ControlError::Rejected)?;
             let capabilities = response.metadata().get(CAPABILITIES_METADATA);
             let capabilities = capabilities.and_then(|text| text.to_str().ok());
-            let mut capabilities = capabilities.unwrap_or_default().split(',').map(str::trim);
             Ok(DiscoveryStream {
-                sends_own_pod: capabilities.any(|capability| capability == CAPABILITY_SELF),
+                sends_own_pod: announces(capabilities, CAPABILITY_SELF),
                 responses: response.into_inner(),
             })
         })

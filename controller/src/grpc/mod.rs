@@ -17,7 +17,7 @@ use std::time::{Duration, SystemTime};
 
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::{
-    CAPABILITIES_METADATA, CAPABILITY_BACKEND, CAPABILITY_CHUNKS, CAPABILITY_SELF,
+    CAPABILITIES_METADATA, CAPABILITY_BACKEND, CAPABILITY_CHUNKS, CAPABILITY_SELF, announces,
 };
 use diy_mesh_runtime::metrics::Active;
 use futures::{Stream, TryFutureExt};
@@ -285,12 +285,8 @@ impl Mesh {
         let proxy = proxies.connect(&caller, SystemTime::now());
         let capabilities = capabilities(&caller);
         let announced = request.metadata().get(CAPABILITIES_METADATA);
-        let announced = announced
-            .and_then(|words| words.to_str().ok())
-            .unwrap_or_default();
-        let chunks = announced
-            .split(',')
-            .any(|word| word.trim() == CAPABILITY_CHUNKS);
+        let announced = announced.and_then(|words| words.to_str().ok());
+        let chunks = announces(announced, CAPABILITY_CHUNKS);
         let subscriber = hub.watch_resources(caller.pod.clone());
         let subscriptions = SharedSubscriptions::new(subscriber, caller.pod, quota, chunks);
         let (mut ended, end) = oneshot::channel::<Status>();
