@@ -1,12 +1,12 @@
-//! Side-by-side benchmark: compares direct connections, this mesh, Envoy and HAProxy on one machine and
-//! prints ratios.
+//! Side-by-side benchmark: compares direct connections, this mesh, Envoy and HAProxy on one machine
+//! and prints ratios.
 //!
 //! [`cases`] defines the measurements, [`sides`] starts the four configurations, [`mod@measure`]
 //! runs one case on one side with the [`load`] generator against the [`server`], [`report`] formats
 //! the table. Load generator and server are threads of this program in their [`network`]
 //! namespaces; proxies and controller are processes. Both meshes use mutual TLS between their
-//! proxies. [`certificates`] measures the controller without proxies, [`records`] TLS records alone.
-//! The program `scale` measures the control plane with thousands of subscribers: [`scale`].
+//! proxies. [`certificates`] measures the controller without proxies, [`records`] TLS records
+//! alone. The program `scale` measures the control plane with thousands of subscribers: [`scale`].
 
 pub mod cases;
 pub mod certificates;

@@ -1,9 +1,9 @@
 //! The hub: subscriptions to resources and Services, and their pending notifications. Between
 //! the index and the gRPC streams.
 //!
-//! Per changed resource, the state is computed and encoded once. Per subscriber, the topic is added to its
-//! queue. A queue contains each topic once: a slow reader gets the latest state, and queues stay
-//! bounded.
+//! Per changed resource, the state is computed and encoded once. Per subscriber, the topic is added
+//! to its queue. A queue contains each topic once: a slow reader gets the latest state, and queues
+//! stay bounded.
 
 mod published;
 mod queue;
@@ -114,8 +114,8 @@ impl Hub {
         }
     }
 
-    /// Applies the changes of a catalog until it ends. Subscribers are notified of a change at once,
-    /// and of the changes that follow it within an interval together.
+    /// Applies the changes of a catalog until it ends. Subscribers are notified of a change at
+    /// once, and of the changes that follow it within an interval together.
     pub async fn follow(&self, mut changes: mpsc::Receiver<Event>) {
         let (mut batch, mut touched) = (Vec::new(), Touched::default());
         let mut next_publication = Instant::now();

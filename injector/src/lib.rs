@@ -1,9 +1,9 @@
 //! The injector: a mutating admission webhook that adds proxy-init and the proxy to pods.
 //!
 //! The path of a review: `server` (HTTPS), `webhook` (limits), `review` (AdmissionReview), `patch`
-//! (Pod to JSON patch), which uses `annotations`, `proxy_settings`, `containers` and `probes`. `kubernetes` or
-//! `ephemeral` provide the serving certificate (`certificate`); `publish` hands it to `tls` and to
-//! `health`.
+//! (Pod to JSON patch), which uses `annotations`, `proxy_settings`, `containers` and `probes`.
+//! `kubernetes` or `ephemeral` provide the serving certificate (`certificate`); `publish` hands it
+//! to `tls` and to `health`.
 //!
 //! The injector stores only its own certificates and is not on the path of any traffic.
 

@@ -1,11 +1,11 @@
 //! The data plane: one proxy beside each pod. Every TCP connection of the pod passes through it,
 //! redirected by the rules that proxy-init wrote.
 //!
-//! Read `connection.rs` first: the path, one call a step, inbound and outbound. `detect.rs` is step 3.
-//! `http1/`, `http2/` and `opaque.rs` serve; `forward.rs` authorizes what they serve (`policy.rs`) and
-//! sends it to endpoints by way of `balance/` and `connect/`. `record.rs` is what metrics, dumps and
-//! the log get of it. Beside the path: `discovery.rs` and `identity.rs`, both by way of `control.rs`;
-//! `probe.rs`; `dump/`, `metrics.rs`; and `error.rs`, the one map of failures.
+//! Read `connection.rs` first: the path, one call a step, inbound and outbound. Step 3 is
+//! `detect.rs`. `http1/`, `http2/` and `opaque.rs` serve; `forward.rs` authorizes what they serve
+//! (`policy.rs`) and sends it to endpoints by way of `balance/` and `connect/`. `record.rs` is what
+//! metrics, dumps and the log get of it. Beside the path: `discovery.rs` and `identity.rs`, both by
+//! way of `control.rs`; `probe.rs`; `dump/`, `metrics.rs`; and `error.rs`, the one map of failures.
 //!
 //! The main thread runs what is slow and shared: the admin server, discovery, renewal, shutdown.
 //! Each worker thread has its own listeners, pools and balancers: a request stays on one core and

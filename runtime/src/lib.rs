@@ -1,6 +1,6 @@
 //! Shared parts of the long-running components (controller, injector, proxy): the admin server,
-//! listeners, TLS servers, fair shares, readiness, metrics, logs, back-off, signals and error chains. Has no knowledge of
-//! Kubernetes, of the mesh or of any component.
+//! listeners, TLS servers, fair shares, readiness, metrics, logs, back-off, signals and error
+//! chains. Has no knowledge of Kubernetes, of the mesh or of any component.
 
 pub mod admin;
 pub mod listen;

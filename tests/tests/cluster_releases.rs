@@ -1,5 +1,6 @@
-//! Components of two releases together, as during an upgrade: the commit in `tests/previous-release`
-//! and this one. Requires the images of both; E2E_PREVIOUS_TAG is the tag of the previous ones.
+//! Components of two releases together, as during an upgrade: the commit in
+//! `tests/previous-release` and this one. Requires the images of both; E2E_PREVIOUS_TAG is the tag
+//! of the previous ones.
 
 use std::process::Command;
 

@@ -3,8 +3,8 @@
 //!
 //! The controller and the injector are the real programs, each on a core of its own. Subscribers
 //! (`subscriber.rs`) use the proxy's client code. The fake Kubernetes API server (`api_server.rs`)
-//! serves the objects of `cluster.rs` and answers TokenReviews. `discovery.rs` and `requests.rs` are
-//! the measurements, `report.rs` formats them.
+//! serves the objects of `cluster.rs` and answers TokenReviews. `discovery.rs` and `requests.rs`
+//! are the measurements, `report.rs` formats them.
 
 pub mod api_server;
 pub mod cluster;

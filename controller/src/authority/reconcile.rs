@@ -33,8 +33,8 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 /// Time until the loaded state is written to an empty store. An operator may replace it in two
 /// steps.
 const RESTORE_DELAY: Duration = Duration::from_secs(5);
-/// Time until a CA is generated for an empty store that had one: replicas that have loaded it notice
-/// the loss within a report interval, and restore it first.
+/// Time until a CA is generated for an empty store that had one: replicas that have loaded it
+/// notice the loss within a report interval, and restore it first.
 const GENERATE_DELAY: Duration = Duration::from_secs(20);
 /// Writes by others between a read and a write, until they count as an error.
 const MAX_CONFLICTS: usize = 10;

@@ -118,7 +118,8 @@ impl RotationPolicy {
         })
     }
 
-    /// The state after a request (`start`, `abandon` or `force`), with its result in `rotation.answer`.
+    /// The state after a request (`start`, `abandon` or `force`), with its result in
+    /// `rotation.answer`.
     pub fn request(
         &self,
         state: &CaState,

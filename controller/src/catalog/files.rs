@@ -1,4 +1,5 @@
-//! The catalog of a folder: Services, EndpointSlices, Pods and Nodes in *.yaml, *.yml and *.json files.
+//! The catalog of a folder: Services, EndpointSlices, Pods and Nodes in *.yaml, *.yml and *.json
+//! files.
 //!
 //! Polls the folder; an unchanged file costs one `stat`. Logs an invalid file once and keeps its
 //! previous content. Never writes, and ignores subfolders.

@@ -43,8 +43,8 @@ impl Index {
         }
     }
 
-    /// A Service port, a pod, a Service without the port, a node port, a Service port at an external
-    /// address, or an unknown target. An address of several kinds is of the first one.
+    /// A Service port, a pod, a Service without the port, a node port, a Service port at an
+    /// external address, or an unknown target. An address of several kinds is of the first one.
     fn destination(&self, address: SocketAddr, client: &Location) -> Option<(Scope, Target)> {
         self.service_target(address, client)
             .or_else(|| self.pod_target(address).map(everywhere))

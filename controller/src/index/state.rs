@@ -30,7 +30,8 @@ pub struct Target {
     pub app_protocol: String,
     /// How long a client keeps its endpoint after a request, in seconds. 0: not at all.
     pub session_affinity: u32,
-    /// The endpoints that are ready, and those that drain, ascending by address, without duplicates.
+    /// The endpoints that are ready, and those that drain, ascending by address, without
+    /// duplicates.
     pub endpoints: Vec<Endpoint>,
 }
 

@@ -96,8 +96,8 @@ fn daemon_set(set: &DaemonSet, events: &[Event]) -> Option<Workload> {
     )
 }
 
-/// The last `FailedCreate` event of a workload. Unlike Deployments, StatefulSets and DaemonSets have
-/// no condition for it.
+/// The last `FailedCreate` event of a workload. Unlike Deployments, StatefulSets and DaemonSets
+/// have no condition for it.
 fn last_failure(kind: &str, metadata: &ObjectMeta, events: &[Event]) -> Option<String> {
     let is_own = |event: &&Event| {
         let object = &event.involved_object;

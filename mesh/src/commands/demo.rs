@@ -305,7 +305,8 @@ fn request_json_dumps(objects: &mut [Value]) -> BTreeSet<(String, String)> {
     json
 }
 
-/// Fails if nothing has a name that `--only` selects. A pod's name begins with that of its workload.
+/// Fails if nothing has a name that `--only` selects. A pod's name begins with that of its
+/// workload.
 fn check_only(only: &[String], objects: &[Value]) -> Result<()> {
     let (mut workloads, mut others) = (BTreeSet::new(), BTreeSet::from(story::PROXY_CONTAINERS));
     for object in objects {

@@ -199,8 +199,8 @@ fn differs(current: &Rotation, before: &Rotation) -> bool {
     )
 }
 
-/// Prints each phase and what it waits for until the rotation is complete. After a forced one, until
-/// all connected proxies have a new certificate.
+/// Prints each phase and what it waits for until the rotation is complete. After a forced one,
+/// until all connected proxies have a new certificate.
 async fn watch(source: &Source, screen: &Screen, request: Request) -> (Mesh, Duration) {
     let started_at = Instant::now();
     let (mut phase, mut reported) = (String::new(), String::new());

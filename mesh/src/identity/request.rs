@@ -1,5 +1,6 @@
-//! Requests to start, abandon or force a root rotation: an annotation on the Secret of the CA, or a file
-//! in its directory. One replica of the controller removes the request and publishes its answer.
+//! Requests to start, abandon or force a root rotation: an annotation on the Secret of the CA, or a
+//! file in its directory. One replica of the controller removes the request and publishes its
+//! answer.
 
 use std::{
     fs, io,

@@ -91,8 +91,8 @@ impl Files {
     }
 
     /// The objects of all kustomizations, outer directories first, or of all files if there is no
-    /// kustomization. Each kustomization is included once, and components are not: they change other
-    /// kustomizations on request.
+    /// kustomization. Each kustomization is included once, and components are not: they change
+    /// other kustomizations on request.
     pub fn objects(&self) -> Result<Vec<Value>, Error> {
         let kustomizations: Vec<&PathBuf> = self
             .0

@@ -1,6 +1,6 @@
 //! Step 6: load balancing. Selects an endpoint of the backend for each request. Each worker has its
-//! own balancers, so that selection takes no lock. Its only atomic operation checks for updates from
-//! discovery. This module opens no connections.
+//! own balancers, so that selection takes no lock. Its only atomic operation checks for updates
+//! from discovery. This module opens no connections.
 
 mod endpoint;
 mod latency;

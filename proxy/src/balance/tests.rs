@@ -140,7 +140,8 @@ async fn http2_app(head: impl Fn() -> Response<()> + Clone + 'static) -> SocketA
     .await
 }
 
-/// Sends 100 HTTP/2 requests, one after the other on one connection. Returns the number of failures.
+/// Sends 100 HTTP/2 requests, one after the other on one connection. Returns the number of
+/// failures.
 async fn http2_failures(service: &Service) -> usize {
     let stream = service.caller.connect(&service.destination).await;
     let (mut client, connection) = h2::client::handshake(stream).await.expect("a preface");

@@ -1,5 +1,5 @@
-//! Step 8 for HTTP/1: one connection of a client, one exchange after the other. `attempt.rs` has the
-//! upstream's side of an exchange.
+//! Step 8 for HTTP/1: one connection of a client, one exchange after the other. `attempt.rs` has
+//! the upstream's side of an exchange.
 //!
 //! Heads are parsed strictly and messages are framed anew, so that two hops never disagree about
 //! where a message ends. HTTP/1 leaves as HTTP/1, with the case and order of its fields.

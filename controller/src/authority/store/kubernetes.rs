@@ -185,8 +185,8 @@ fn patch(fields: &Fields, before: &Stored) -> Value {
     json!({"metadata": {"resourceVersion": before.version, "annotations": {REQUEST: null}}, "data": data})
 }
 
-/// Sends a request to the API, with a timeout. `None`: the API returned one of the `expected` status
-/// codes.
+/// Sends a request to the API, with a timeout. `None`: the API returned one of the `expected`
+/// status codes.
 async fn request<T>(
     action: &str,
     expected: &[u16],
