@@ -22,6 +22,7 @@ pub mod index;
 pub mod metrics;
 pub mod proxies;
 pub mod quota;
+pub mod routes;
 pub mod serving;
 
 use std::io;

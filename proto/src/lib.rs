@@ -40,3 +40,5 @@ pub const CAPABILITY_SELF: &str = "self";
 pub const CAPABILITY_BACKEND: &str = "backend";
 /// The proxy understands snapshots in several messages.
 pub const CAPABILITY_CHUNKS: &str = "chunks";
+/// The proxy applies the routes of destinations.
+pub const CAPABILITY_ROUTES: &str = "routes";

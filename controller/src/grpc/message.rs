@@ -54,6 +54,7 @@ pub(super) fn whole(state: &State) -> Update {
         ports: ports.iter().map(|port| (*port).into()).collect(),
         draining: with_draining(&target.endpoints, true),
         session_affinity_seconds: target.session_affinity,
+        routes: None,
     })
 }
 
