@@ -38,10 +38,11 @@ use tower::ServiceExt as _;
 use tower::layer::layer_fn;
 use tower::service_fn;
 
-use crate::authenticate::{Authenticator, Caller};
+use crate::authenticate::{Authenticator, Caller, PodRef};
 use crate::authority::TrustReceiver;
 use crate::events::Events;
 use crate::hub::{CatalogError, Hub};
+use crate::index::Index;
 use crate::index::object::Key;
 use crate::metrics::Metrics;
 use crate::proxies::Proxies;
@@ -252,10 +253,16 @@ fn stream_age() -> Duration {
     MIN_STREAM_AGE.mul_f64(1.0 + fastrand::f64())
 }
 
-/// What this controller announces: `self` only to a client that it can name a pod of.
-fn capabilities(caller: &Caller) -> HeaderValue {
-    let of_pod = caller.pod.as_ref().map(|_| CAPABILITY_SELF);
-    let all: Vec<&str> = of_pod.into_iter().chain([CAPABILITY_BACKEND]).collect();
+/// The capabilities that a client is announced: `self` only if its pod has an injected proxy, or is
+/// not in the catalog yet.
+fn capabilities(caller: &Caller, index: &Index) -> HeaderValue {
+    let is_injected = |pod: &&PodRef| {
+        let known = index.pod(&pod.key());
+        known.is_none_or(|known| known.uid != pod.uid || known.identity.is_some())
+    };
+    let of_pod = caller.pod.as_ref().filter(is_injected);
+    let of_pod = of_pod.map(|_| CAPABILITY_SELF).into_iter();
+    let all: Vec<&str> = of_pod.chain([CAPABILITY_BACKEND]).collect();
     HeaderValue::try_from(all.join(",")).expect("capabilities are ASCII words")
 }
 
@@ -283,7 +290,7 @@ impl Mesh {
             ..
         } = self.context.clone();
         let proxy = proxies.connect(&caller, SystemTime::now());
-        let capabilities = capabilities(&caller);
+        let capabilities = hub.read(|index| capabilities(&caller, index));
         let announced = request.metadata().get(CAPABILITIES_METADATA);
         let announced = announced.and_then(|words| words.to_str().ok());
         let chunks = announces(announced, CAPABILITY_CHUNKS);
