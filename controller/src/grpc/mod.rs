@@ -6,7 +6,6 @@
 mod discover;
 mod frames;
 mod message;
-mod responses;
 mod sign;
 mod watch;
 
@@ -20,7 +19,7 @@ use diy_mesh_proto::{
     CAPABILITIES_METADATA, CAPABILITY_BACKEND, CAPABILITY_CHUNKS, CAPABILITY_SELF, announces,
 };
 use diy_mesh_runtime::metrics::Active;
-use futures::{Stream, TryFutureExt};
+use futures::{Stream, StreamExt as _, TryFutureExt};
 use http_body_util::BodyExt as _;
 use hyper::header::HeaderValue;
 use proto::service_mesh_service_server::{SERVICE_NAME, ServiceMeshService};
@@ -50,7 +49,6 @@ use crate::quota::{Counted, Quota, Quotas};
 use crate::serving::{self, Peer};
 use discover::SharedSubscriptions;
 use frames::MeshServer;
-use responses::Responses;
 use sign::Signer;
 
 /// For the largest messages: a certificate request, or a list of names.
@@ -229,11 +227,11 @@ impl ServiceMeshService for Mesh {
         let open = Active::new(&self.context.metrics.watch_streams);
         let counted = quota.subscriptions(keys.len())?;
         let subscriber = self.context.hub.watch_services(&keys);
-        let stream = self.stream(quota, |responses| async move {
-            let _open = (open, counted);
-            watch::run(subscriber, &responses).await
+        let responses = watch::responses(subscriber, self.context.stopping.clone());
+        let responses = responses.inspect(move |_| {
+            let _until_the_end = (&open, &counted);
         });
-        Ok(Response::new(stream))
+        Ok(Response::new(Box::pin(responses)))
     }
 
     type DiscoverStream = ResponseStream<proto::DiscoverResponse>;
@@ -335,34 +333,6 @@ impl Mesh {
         call.peer.authenticate(&quota)?;
         let _ = call.counted.set(quota.call()?);
         Ok(quota)
-    }
-
-    /// Runs `serve` as the source of a stream, until it ends, the client disconnects or the
-    /// controller stops.
-    fn stream<T: Send + 'static, F>(
-        &self,
-        quota: Arc<Quota>,
-        serve: impl FnOnce(Arc<Responses<T>>) -> F,
-    ) -> ResponseStream<T>
-    where
-        F: Future<Output = Result<(), Status>> + Send + 'static,
-    {
-        let (responses, stream) = responses::queue(quota);
-        let responses = Arc::new(responses);
-        let (serve, stopping) = (serve(responses.clone()), self.context.stopping.clone());
-        tokio::spawn(async move {
-            let result = tokio::select! {
-                result = serve => result,
-                () = responses.closed() => return,
-                () = stopping.cancelled() => Err(CatalogError::Stopping.into()),
-            };
-            if let Err(status) = result {
-                // A client that reads no more does not receive this: the drain closes its
-                // connection.
-                responses.fail(status).await;
-            }
-        });
-        Box::pin(stream)
     }
 }
 
