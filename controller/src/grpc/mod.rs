@@ -7,7 +7,6 @@ mod discover;
 mod frames;
 mod message;
 mod name;
-mod responses;
 mod sign;
 mod subscriptions;
 mod watch;
@@ -22,7 +21,7 @@ use diy_mesh_proto::{
     CAPABILITIES_METADATA, CAPABILITY_BACKEND, CAPABILITY_CHUNKS, CAPABILITY_SELF, announces,
 };
 use diy_mesh_runtime::metrics::Active;
-use futures::{Stream, TryFutureExt};
+use futures::{Stream, StreamExt as _, TryFutureExt};
 use http_body_util::BodyExt as _;
 use hyper::header::HeaderValue;
 use proto::service_mesh_service_server::{SERVICE_NAME, ServiceMeshService};
@@ -40,10 +39,11 @@ use tower::ServiceExt as _;
 use tower::layer::layer_fn;
 use tower::service_fn;
 
-use crate::authenticate::{Authenticator, Caller};
+use crate::authenticate::{Authenticator, Caller, PodRef};
 use crate::authority::TrustReceiver;
 use crate::events::Events;
 use crate::hub::{CatalogError, Hub};
+use crate::index::Index;
 use crate::index::object::Key;
 use crate::metrics::Metrics;
 use crate::proxies::Proxies;
@@ -51,7 +51,6 @@ use crate::quota::{Counted, Quota, Quotas};
 use crate::serving::{self, Peer};
 use discover::SharedSubscriptions;
 use frames::MeshServer;
-use responses::Responses;
 use sign::Signer;
 
 /// For the largest messages: a certificate request, or a list of names.
@@ -230,11 +229,11 @@ impl ServiceMeshService for Mesh {
         let open = Active::new(&self.context.metrics.watch_streams);
         let counted = quota.subscriptions(keys.len())?;
         let subscriber = self.context.hub.watch_services(&keys);
-        let stream = self.stream(quota, |responses| async move {
-            let _open = (open, counted);
-            watch::run(subscriber, &responses).await
+        let responses = watch::responses(subscriber, self.context.stopping.clone());
+        let responses = responses.inspect(move |_| {
+            let _until_the_end = (&open, &counted);
         });
-        Ok(Response::new(stream))
+        Ok(Response::new(Box::pin(responses)))
     }
 
     type DiscoverStream = ResponseStream<proto::DiscoverResponse>;
@@ -254,10 +253,16 @@ fn stream_age() -> Duration {
     MIN_STREAM_AGE.mul_f64(1.0 + fastrand::f64())
 }
 
-/// What this controller announces: `self` only to a client that it can name a pod of.
-fn capabilities(caller: &Caller) -> HeaderValue {
-    let of_pod = caller.pod.as_ref().map(|_| CAPABILITY_SELF);
-    let all: Vec<&str> = of_pod.into_iter().chain([CAPABILITY_BACKEND]).collect();
+/// The capabilities that a client is announced: `self` only if its pod has an injected proxy, or is
+/// not in the catalog yet.
+fn capabilities(caller: &Caller, index: &Index) -> HeaderValue {
+    let is_injected = |pod: &&PodRef| {
+        let known = index.pod(&pod.key());
+        known.is_none_or(|known| known.uid != pod.uid || known.identity.is_some())
+    };
+    let of_pod = caller.pod.as_ref().filter(is_injected);
+    let of_pod = of_pod.map(|_| CAPABILITY_SELF).into_iter();
+    let all: Vec<&str> = of_pod.chain([CAPABILITY_BACKEND]).collect();
     HeaderValue::try_from(all.join(",")).expect("capabilities are ASCII words")
 }
 
@@ -285,7 +290,7 @@ impl Mesh {
             ..
         } = self.context.clone();
         let proxy = proxies.connect(&caller, SystemTime::now());
-        let capabilities = capabilities(&caller);
+        let capabilities = hub.read(|index| capabilities(&caller, index));
         let announced = request.metadata().get(CAPABILITIES_METADATA);
         let announced = announced.and_then(|words| words.to_str().ok());
         let chunks = announces(announced, CAPABILITY_CHUNKS);
@@ -330,34 +335,6 @@ impl Mesh {
         call.peer.authenticate(&quota)?;
         let _ = call.counted.set(quota.call()?);
         Ok(quota)
-    }
-
-    /// Runs `serve` as the source of a stream, until it ends, the client disconnects or the
-    /// controller stops.
-    fn stream<T: Send + 'static, F>(
-        &self,
-        quota: Arc<Quota>,
-        serve: impl FnOnce(Arc<Responses<T>>) -> F,
-    ) -> ResponseStream<T>
-    where
-        F: Future<Output = Result<(), Status>> + Send + 'static,
-    {
-        let (responses, stream) = responses::queue(quota);
-        let responses = Arc::new(responses);
-        let (serve, stopping) = (serve(responses.clone()), self.context.stopping.clone());
-        tokio::spawn(async move {
-            let result = tokio::select! {
-                result = serve => result,
-                () = responses.closed() => return,
-                () = stopping.cancelled() => Err(CatalogError::Stopping.into()),
-            };
-            if let Err(status) = result {
-                // A client that reads no more does not receive this: the drain closes its
-                // connection.
-                responses.fail(status).await;
-            }
-        });
-        Box::pin(stream)
     }
 }
 
