@@ -12,6 +12,7 @@ mod subscriptions;
 mod watch;
 
 use std::collections::BTreeSet;
+use std::convert::Infallible;
 use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
@@ -100,7 +101,12 @@ pub async fn serve(
     tls: Arc<ServerConfig>,
     context: Context,
 ) -> Result<(), tonic::transport::Error> {
-    let Context { hub, stopping, .. } = context.clone();
+    let Context {
+        hub,
+        stopping,
+        mut trust,
+        ..
+    } = context.clone();
     let health = HealthReporter::new();
     report(&health, ServingStatus::NotServing).await;
     let health_service = tonic_health::pb::health_server::HealthServer::new(
@@ -132,8 +138,15 @@ pub async fn serve(
         report(&health, ServingStatus::NotServing).await;
         tokio::time::sleep(DRAIN_TIMEOUT).await;
     };
+    let wake_for_trust = async {
+        while trust.changed().await.is_ok() {
+            hub.wake_clients();
+        }
+        std::future::pending().await
+    };
     tokio::select! {
         result = server => result,
+        () = wake_for_trust => Ok(()),
         () = state => {
             tracing::info!("closing connections that are open {DRAIN_TIMEOUT:?} after shutdown");
             Ok(())
@@ -296,20 +309,23 @@ impl Mesh {
         let chunks = announces(announced, CAPABILITY_CHUNKS);
         let subscriber = hub.watch_resources(caller.pod.clone());
         let subscriptions = SharedSubscriptions::new(subscriber, caller.pod, quota, chunks);
-        let (mut ended, end) = oneshot::channel::<Status>();
-        let end = end.unwrap_or_else(|_| Status::internal("the stream has failed"));
-        let responses = discover::responses(subscriptions.clone(), trust, metrics.clone(), end);
+        let responses = discover::responses(subscriptions.clone(), trust, metrics.clone());
+        // Dropped with the responses.
+        let (mut reading, read) = oneshot::channel::<Infallible>();
+        let responses = responses.inspect(move |_| {
+            let _ = &read;
+        });
         let (requests, stopping) = (request.into_inner(), self.context.stopping.clone());
         tokio::spawn(async move {
             let _open = open;
             let status = tokio::select! {
                 Err(status) = discover::read(requests, &subscriptions, &proxy, &metrics) => status,
-                () = ended.closed() => return,
+                () = reading.closed() => return,
                 () = stopping.cancelled() => CatalogError::Stopping.into(),
                 () = tokio::time::sleep(stream_age()) => Status::new(Code::Ok, ""),
             };
             // A client that reads no more does not receive this: the drain closes its connection.
-            let _ = ended.send(status);
+            subscriptions.end(status);
         });
         let mut response = frames::response(responses);
         let headers = response.headers_mut();
