@@ -22,6 +22,7 @@ use crate::index::locality::{Location, Scope};
 use crate::index::object::{Change, Event, Key, Kind, Resource, Source};
 use crate::index::view::ServiceView;
 use crate::index::{Index, Touched};
+use crate::routes::RouteStatus;
 pub use published::Published;
 use queue::Queue;
 
@@ -57,6 +58,8 @@ pub struct Hub {
     meshed: watch::Sender<BTreeSet<Arc<str>>>,
     /// Notified after each change.
     changed: watch::Sender<()>,
+    /// Notified after each change that may concern the status of a route.
+    routed: watch::Sender<()>,
 }
 
 #[derive(Default)]
@@ -111,6 +114,7 @@ impl Hub {
             missing: watch::Sender::new(sources.into_iter().flat_map(all).collect()),
             meshed: watch::Sender::default(),
             changed: watch::Sender::new(()),
+            routed: watch::Sender::new(()),
         }
     }
 
@@ -153,6 +157,9 @@ impl Hub {
                 listed.insert((*source, *kind));
             }
             inner.index.apply_event(event, touched);
+        }
+        if inner.index.settle(touched) {
+            self.routed.send_replace(());
         }
         self.meshed.send_if_modified(|meshed| {
             let now = inner.index.meshed_namespaces().cloned().collect();
@@ -198,6 +205,16 @@ impl Hub {
     /// The namespaces with meshed pods, and changes.
     pub fn meshed_namespaces(&self) -> watch::Receiver<BTreeSet<Arc<str>>> {
         self.meshed.subscribe()
+    }
+
+    /// What the authors of routes are told: all routes with a parent that is a Service.
+    pub fn route_statuses(&self) -> Vec<RouteStatus> {
+        self.lock().index.route_statuses()
+    }
+
+    /// Notified when the status of a route may have changed.
+    pub fn routes_changed(&self) -> watch::Receiver<()> {
+        self.routed.subscribe()
     }
 
     /// The keys and UIDs of ready meshed pods.
@@ -402,7 +419,7 @@ impl Watched {
         location: &Location,
         before: &HashMap<Location, Arc<Published>>,
     ) {
-        let location = location.within(self.scope);
+        let location = location.within(&self.scope);
         self.states.entry(location).or_insert_with_key(|location| {
             let (_, state) = index.resolve(resource, location);
             Published::next(before.get(location), state)
@@ -410,7 +427,7 @@ impl Watched {
     }
 
     fn published(&self, location: &Location) -> Option<&Arc<Published>> {
-        self.states.get(&location.within(self.scope))
+        self.states.get(&location.within(&self.scope))
     }
 
     /// Resolves the resource again, and notifies the subscribers whose state has changed. Work is
@@ -421,7 +438,7 @@ impl Watched {
         let before = std::mem::take(self);
         let next = Published::next(before.states.get(&anywhere), state);
         let is_same = |known: &Arc<Published>| Arc::ptr_eq(known, &next);
-        let is_shared = (before.scope, scope) == (Scope::Cluster, Scope::Cluster);
+        let is_shared = [&before.scope, &scope] == [&Scope::default(); 2];
         let is_unchanged = is_shared && before.states.get(&anywhere).is_some_and(is_same);
         self.scope = scope;
         self.states.insert(anywhere, next);
@@ -640,8 +657,9 @@ mod tests {
         let listed = |source| move |kind| Change::Reset(source, kind, vec![]);
         hub.apply(Kind::ALL.map(listed(files)));
         hub.apply([Kind::Service, Kind::Pod].map(listed(kubernetes)));
-        assert_eq!(hub.missing(), [Kind::Slice, Kind::Node].into());
-        hub.apply([Change::Unavailable(kubernetes, Kind::Node)]);
+        let optional = Kind::ALL.into_iter().filter(|kind| kind.is_optional());
+        assert_eq!(hub.missing().len(), 1 + optional.clone().count());
+        hub.apply(optional.map(|kind| Change::Unavailable(kubernetes, kind)));
         assert_eq!(hub.missing(), [Kind::Slice].into());
         let waiting = tokio::spawn({
             let hub = hub.clone();

@@ -108,6 +108,15 @@ async fn changed(trust: &mut TrustReceiver) {
     }
 }
 
+/// What a client announces.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Announced {
+    /// It understands snapshots in several messages.
+    pub chunks: bool,
+    /// It applies routes.
+    pub routes: bool,
+}
+
 /// The subscriptions of a stream, which its requests change and its responses read.
 #[derive(Clone)]
 pub(super) struct SharedSubscriptions(Arc<Mutex<Subscriptions>>);
@@ -117,9 +126,9 @@ impl SharedSubscriptions {
         subscriber: Resources,
         pod: Option<PodRef>,
         quota: Arc<Quota>,
-        chunks: bool,
+        announced: Announced,
     ) -> SharedSubscriptions {
-        let subscriptions = Subscriptions::new(subscriber, pod, quota, chunks);
+        let subscriptions = Subscriptions::new(subscriber, pod, quota, announced);
         SharedSubscriptions(Arc::new(Mutex::new(subscriptions)))
     }
 
@@ -134,8 +143,7 @@ struct Subscriptions {
     /// The pod of the client, if its token is bound to one.
     pod: Option<PodRef>,
     quota: Arc<Quota>,
-    /// Whether the client understands snapshots in several messages.
-    chunks: bool,
+    announced: Announced,
     by_resource: HashMap<Resource, Subscription>,
 }
 
@@ -160,13 +168,13 @@ impl Subscriptions {
         subscriber: Resources,
         pod: Option<PodRef>,
         quota: Arc<Quota>,
-        chunks: bool,
+        announced: Announced,
     ) -> Subscriptions {
         Subscriptions {
             subscriber,
             pod,
             quota,
-            chunks,
+            announced,
             by_resource: HashMap::new(),
         }
     }
@@ -274,19 +282,23 @@ impl Subscriptions {
             Known::Sent(version) => difference(*version).map(|delta| (Sent::Delta, delta)),
         };
         *known = Known::Sent(state.version);
-        let chunks = self.chunks;
+        let Announced { chunks, routes } = self.announced;
         let whole = || {
-            whole(
-                response(&resource, name.as_deref(), state, message::whole(state)),
-                chunks,
-            )
+            let mut update = message::whole(state);
+            if let Response::Snapshot(snapshot) = &mut update
+                && !routes
+            {
+                snapshot.routes = None;
+            }
+            whole(response(&resource, name.as_deref(), state, update), chunks)
         };
-        let endpoints = state
-            .target
-            .as_ref()
-            .map_or(0, |target| target.endpoints.len());
+        let target = state.target.as_ref();
+        let endpoints = target.map_or(0, |target| target.endpoints.len());
+        let has_routes = target.is_some_and(|target| target.routes.is_some());
         // Few clients need an encoding of their own.
-        let is_shared = name.is_none() && (chunks || endpoints <= MAX_CHUNK_ENDPOINTS);
+        let is_shared = name.is_none()
+            && (chunks || endpoints <= MAX_CHUNK_ENDPOINTS)
+            && (routes || !has_routes);
         Some(delta.unwrap_or_else(|| match is_shared {
             true => (kind, published.whole(whole)),
             false => (kind, whole()),
@@ -552,8 +564,13 @@ mod tests {
             .collect()
     }
 
+    const ALL: Announced = Announced {
+        chunks: true,
+        routes: true,
+    };
+
     fn stream(hub: &Hub) -> Subscriptions {
-        Subscriptions::new(hub.watch_resources(None), None, Arc::default(), true)
+        Subscriptions::new(hub.watch_resources(None), None, Arc::default(), ALL)
     }
 
     fn subscribe(destination: SocketAddr, known_version: &str) -> proto::Subscribe {
@@ -629,7 +646,7 @@ mod tests {
         }));
         let hub = Hub::new([Source::Kubernetes]);
         let subscriptions =
-            SharedSubscriptions::new(hub.watch_resources(None), None, Arc::default(), true);
+            SharedSubscriptions::new(hub.watch_resources(None), None, Arc::default(), ALL);
         let destination = "10.0.0.1:80".parse().unwrap();
         let request = subscribe(destination, "");
         subscriptions.lock().subscribe(request).unwrap();

@@ -7,6 +7,7 @@ mod discover;
 mod frames;
 mod message;
 mod responses;
+mod routes;
 mod sign;
 mod watch;
 
@@ -17,7 +18,8 @@ use std::time::{Duration, SystemTime};
 
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::{
-    CAPABILITIES_METADATA, CAPABILITY_BACKEND, CAPABILITY_CHUNKS, CAPABILITY_SELF, announces,
+    CAPABILITIES_METADATA, CAPABILITY_BACKEND, CAPABILITY_CHUNKS, CAPABILITY_ROUTES,
+    CAPABILITY_SELF, announces,
 };
 use diy_mesh_runtime::metrics::Active;
 use futures::{Stream, TryFutureExt};
@@ -286,9 +288,12 @@ impl Mesh {
         let capabilities = capabilities(&caller);
         let announced = request.metadata().get(CAPABILITIES_METADATA);
         let announced = announced.and_then(|words| words.to_str().ok());
-        let chunks = announces(announced, CAPABILITY_CHUNKS);
+        let announced = discover::Announced {
+            chunks: announces(announced, CAPABILITY_CHUNKS),
+            routes: announces(announced, CAPABILITY_ROUTES),
+        };
         let subscriber = hub.watch_resources(caller.pod.clone());
-        let subscriptions = SharedSubscriptions::new(subscriber, caller.pod, quota, chunks);
+        let subscriptions = SharedSubscriptions::new(subscriber, caller.pod, quota, announced);
         let (mut ended, end) = oneshot::channel::<Status>();
         let end = end.unwrap_or_else(|_| Status::internal("the stream has failed"));
         let responses = discover::responses(subscriptions.clone(), trust, metrics.clone(), end);
