@@ -1,5 +1,12 @@
 //! Routes of the Gateway API: what the mesh reports about each of them to its author. Plain values.
 
+pub mod lease;
+pub mod report;
+pub mod status;
+#[cfg(test)]
+mod testing;
+pub mod writer;
+
 use crate::index::object::{Key, Kind};
 
 /// The status of a route: one entry for each of its parents.
