@@ -22,9 +22,12 @@ use crate::error::Failure;
 use crate::timeouts::TimeoutKind;
 
 /// Values of the label `code`: those of `Failure::code`, and one for codes missing here.
-const FAILURE_CODES: [&str; 18] = [
+const FAILURE_CODES: [&str; 21] = [
     "no-endpoint",
     "unknown-port",
+    "no-route",
+    "invalid-backend",
+    "invalid-routes",
     "withheld",
     "connect-failed",
     "connect-timeout",
@@ -486,7 +489,13 @@ mod tests {
                 port: 1,
                 ports: Arc::new([]),
             },
-            Failure::Withheld(address),
+            Failure::NoRoute(String::new()),
+            Failure::InvalidBackend(String::new()),
+            Failure::InvalidRoutes {
+                service: String::new(),
+                reason: String::new(),
+            },
+            Failure::Withheld(String::new()),
             Failure::Connect {
                 address,
                 source: Arc::new(std::io::ErrorKind::Other.into()),

@@ -31,6 +31,7 @@ use crate::memory::Charge;
 use crate::metrics::Protocol;
 use crate::policy::is_mesh_error;
 use crate::record::ExchangeRecord;
+use crate::route::Answer;
 use crate::tls::Acceptance;
 
 /// Forwards one request to an endpoint, and the response to the client.
@@ -45,8 +46,27 @@ pub(super) async fn carry(
     let admitted = client.flow.check_head(head_size);
     let mut memory = client.flow.charge();
     memory.set(head_size);
-    head::prepare(&mut parts, client.flow.request_edit());
     let mut record = ExchangeRecord::new(&client.flow, Protocol::Http2);
+    let mut ready = admitted.map_err(Answer::from);
+    if let (Ok(()), Some(reason)) = (&ready, malformed) {
+        ready = Err(Failure::BadRequest(reason).into());
+    }
+    if let (Ok(()), Some(routes)) = (&ready, client.flow.destination.routes()) {
+        // 5. Route. Boxed: most destinations have none.
+        ready = Box::pin(record.route(&routes, &head::view(&parts))).await;
+    }
+    let own = client.flow.request_edit();
+    match record.route.clone() {
+        None => head::prepare(&mut parts, Edits::of(&[own])),
+        Some(route) => {
+            let edits = Edits {
+                fields: &route.request_edits(own),
+                host: route.host(),
+                target: route.target(),
+            };
+            head::prepare(&mut parts, edits);
+        }
+    }
     record.request(&head::view(&parts), Edits::default());
     let mut exchange = Exchange {
         respond,
@@ -59,10 +79,9 @@ pub(super) async fn carry(
         parts,
         _memory: memory,
     };
-    match (admitted, malformed) {
-        (Err(failure), _) => exchange.fail(&failure),
-        (_, Some(reason)) => exchange.fail(&Failure::BadRequest(reason)),
-        (Ok(()), None) => exchange.run().await,
+    match ready {
+        Ok(()) => exchange.run().await,
+        Err(answer) => exchange.reply(answer),
     }
 }
 
@@ -113,8 +132,9 @@ impl Exchange {
     /// Runs the exchange to its end.
     async fn run(&mut self) {
         let flow = self.record.flow.clone();
-        // 4. Authorization, 5. route, 6. balance, 7. connect, 8. serve.
-        let ended = match forward(self, &flow, flow.destination.backend()).await {
+        let backend = self.record.backend().clone();
+        // 4. Authorization, 6. balance, 7. connect, 8. serve.
+        let ended = match forward(self, &flow, &backend).await {
             // Boxed: it is rare, and would enlarge the task of every stream.
             Ok(Outcome::Tunnel(tunnel)) => Box::pin(self.tunnel(*tunnel)).await,
             ended => ended,
@@ -126,7 +146,7 @@ impl Exchange {
                 self.cut_off("the application reset the stream", code);
                 self.respond.send_reset(code);
             }
-            Err(failure) => self.fail(&failure),
+            Err(failure) => self.fail(failure),
         }
     }
 
@@ -158,7 +178,7 @@ impl Exchange {
         flow.direction == Direction::Outbound
             && is_peer
             && head::says_not_delivered(response)
-            && flow.destination.backend().endpoints_len() > 1
+            && self.record.backend().endpoints_len() > 1
             && self.upload.can_rewind()
     }
 
@@ -217,8 +237,13 @@ impl Exchange {
         mut attempt: Attempt,
         endpoint: &Endpoint,
     ) -> Outcome {
-        let (parts, body) = response.into_parts();
-        self.record.response(parts.status, b"", &parts.headers);
+        let (mut parts, body) = response.into_parts();
+        if let Some(route) = &self.record.route {
+            let edits: Vec<_> = route.response_edits().collect();
+            Edits::of(&edits).apply(&mut parts.headers);
+        }
+        self.record
+            .response(parts.status, b"", &parts.headers, Edits::default());
         let from_proxy = attempt.lease.is_secured();
         let mut download = Relay::new(body, Message::Response { from_proxy });
         let is_grpc = self.is_grpc && head::is_grpc(&parts.headers);
@@ -351,13 +376,18 @@ impl Exchange {
     }
 
     /// Replies in place of the application.
-    fn fail(&mut self, failure: &Failure) {
+    fn fail(&mut self, failure: Failure) {
         if self.record.has_response() {
-            return self.fail_response(failure, &failure.to_string());
+            return self.fail_response(&failure, &failure.to_string());
         }
-        let reply = self.record.local_reply(failure);
+        self.reply(Answer::Failure(failure));
+    }
+
+    fn reply(&mut self, answer: Answer) {
+        let is_failure = matches!(answer, Answer::Failure(_));
+        let reply = self.record.local_reply(answer);
         let head_only = self.parts.method == Method::HEAD;
-        let (head, body) = if self.is_grpc {
+        let (head, body) = if self.is_grpc && is_failure {
             reply.grpc()
         } else {
             reply.http2(head_only)
