@@ -19,6 +19,7 @@ use crate::io::Io;
 use crate::lifetime::Expiry;
 use crate::memory::{Charge, PENDING_COST};
 use crate::policy::Caller;
+use crate::route::{Answer, Route, Routes, Service};
 use crate::timeouts::{IdleTimer, TimeoutKind};
 use crate::worker::Worker;
 use diy_mesh_runtime::shares::Share;
@@ -124,6 +125,22 @@ impl Flow {
         policy.authorize_request(&self.caller, request)
     }
 
+    /// Step 5, the route: the way of a request to this destination, which has `routes`. Waits for
+    /// the first response of discovery about a new backend.
+    pub async fn route(&self, routes: &Routes, request: &RequestView<'_>) -> Result<Route, Answer> {
+        let service = Service {
+            name: &self.destination.name(),
+            is_pod: self.destination.backend().is_pod(),
+            address: self.destination.address,
+        };
+        let plan = routes.plan(request, &service, &mut self.worker.rng.borrow_mut())?;
+        let backend = match plan.backend() {
+            Some(name) => self.worker.destinations.backend(name).await,
+            None => self.destination.backend().clone(),
+        };
+        Ok(Route::new(plan, backend))
+    }
+
     /// The expiry of this connection while it and `upstream` are in use: one of the two leads to a
     /// peer's proxy, or neither.
     pub fn expiry(&self, client: &Io, upstream: &Io) -> Expiry {
@@ -167,10 +184,7 @@ impl Flow {
     /// The change that the proxy makes to every request's head: only it tells the application the
     /// caller's identity.
     pub fn request_edit(&self) -> Edit<'_> {
-        match self.called_by() {
-            Some(identity) => Edit::Set("X-Called-By", identity),
-            None => Edit::Remove("X-Called-By"),
-        }
+        Edit::Own("X-Called-By", self.called_by())
     }
 
     /// The proxy shuts down.

@@ -22,9 +22,12 @@ use crate::error::Failure;
 use crate::timeouts::TimeoutKind;
 
 /// Values of the label `code`: those of `Failure::code`, and one for codes missing here.
-const FAILURE_CODES: [&str; 17] = [
+const FAILURE_CODES: [&str; 21] = [
     "no-endpoint",
     "unknown-port",
+    "no-route",
+    "invalid-backend",
+    "invalid-routes",
     "withheld",
     "connect-failed",
     "connect-timeout",
@@ -38,6 +41,7 @@ const FAILURE_CODES: [&str; 17] = [
     "handshake-failed",
     "mtls-required",
     "connect-not-allowed",
+    "timeout",
     "loop",
     "other",
 ];
@@ -508,7 +512,13 @@ mod tests {
                 port: 1,
                 ports: Arc::new([]),
             },
-            Failure::Withheld(address),
+            Failure::NoRoute(String::new()),
+            Failure::InvalidBackend(String::new()),
+            Failure::InvalidRoutes {
+                service: String::new(),
+                reason: String::new(),
+            },
+            Failure::Withheld(String::new()),
             Failure::Connect {
                 address,
                 source: Arc::new(std::io::ErrorKind::Other.into()),
@@ -533,8 +543,12 @@ mod tests {
             },
             Failure::MtlsRequired,
             Failure::ConnectNotAllowed,
+            Failure::Timeout(crate::deadline::Limit::Exchange),
             Failure::Loop(address),
         ];
-        assert_eq!(failures.each_ref().map(Failure::code), FAILURE_CODES[..16]);
+        assert_eq!(
+            failures.each_ref().map(Failure::code),
+            FAILURE_CODES[..FAILURE_CODES.len() - 1]
+        );
     }
 }
