@@ -8,6 +8,8 @@ use std::sync::Arc;
 use http::StatusCode;
 use thiserror::Error;
 
+use crate::deadline::Limit;
+
 /// Why the proxy did not forward a request or a connection, or could not complete it.
 #[derive(Clone, Debug, Error)]
 pub enum Failure {
@@ -96,6 +98,9 @@ pub enum Failure {
         "CONNECT is not allowed: the pod does not have the annotation diy-service-mesh/allow-connect: \"true\""
     )]
     ConnectNotAllowed,
+    /// A deadline passed before the end of the response.
+    #[error("{}", timeout_message(*.0))]
+    Timeout(Limit),
     /// The destination is the proxy itself.
     #[error("{0} is an address of the proxy: forwarding would loop")]
     Loop(SocketAddr),
@@ -157,7 +162,7 @@ impl Failure {
             | Self::Loop(_) => StatusCode::BAD_GATEWAY,
             Self::MtlsRequired => StatusCode::FORBIDDEN,
             Self::ConnectNotAllowed => StatusCode::METHOD_NOT_ALLOWED,
-            Self::ConnectTimeout(_) => StatusCode::GATEWAY_TIMEOUT,
+            Self::ConnectTimeout(_) | Self::Timeout(_) => StatusCode::GATEWAY_TIMEOUT,
             Self::BadRequest(_) => StatusCode::BAD_REQUEST,
             Self::HeadersTooLarge(_) => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
             Self::RequestTimeout => StatusCode::REQUEST_TIMEOUT,
@@ -169,12 +174,13 @@ impl Failure {
     pub fn grpc_status(&self) -> u8 {
         match self {
             Self::NoneAccepts { last, .. } => last.grpc_status(),
-            Self::ConnectTimeout(_) | Self::RequestTimeout => 4, // DEADLINE_EXCEEDED
-            Self::MtlsRequired => 7,                             // PERMISSION_DENIED
-            Self::BadRequest(_) => 13,                           // INTERNAL, as gRPC maps HTTP 400
+            // DEADLINE_EXCEEDED
+            Self::ConnectTimeout(_) | Self::RequestTimeout | Self::Timeout(_) => 4,
+            Self::MtlsRequired => 7,   // PERMISSION_DENIED
+            Self::BadRequest(_) => 13, // INTERNAL, as gRPC maps HTTP 400
             Self::HeadersTooLarge(_) | Self::Overloaded(_) => 8, // RESOURCE_EXHAUSTED
-            Self::ConnectNotAllowed => 12,                       // UNIMPLEMENTED
-            _ => 14,                                             // UNAVAILABLE
+            Self::ConnectNotAllowed => 12, // UNIMPLEMENTED
+            _ => 14,                   // UNAVAILABLE
         }
     }
 
@@ -208,6 +214,7 @@ impl Failure {
                 | Self::UpstreamClosed { .. }
                 | Self::UpstreamMalformed { .. }
                 | Self::Handshake { .. }
+                | Self::Timeout(Limit::Attempt)
         )
     }
 
@@ -230,7 +237,17 @@ impl Failure {
             Self::Handshake { .. } => "handshake-failed",
             Self::MtlsRequired => "mtls-required",
             Self::ConnectNotAllowed => "connect-not-allowed",
+            Self::Timeout(_) => "timeout",
             Self::Loop(_) => "loop",
+        }
+    }
+}
+
+fn timeout_message(limit: Limit) -> &'static str {
+    match limit {
+        Limit::Exchange => "the response did not end within the request timeout of the route",
+        Limit::Attempt => {
+            "the endpoint did not respond within the backendRequest timeout of the route"
         }
     }
 }

@@ -1,14 +1,18 @@
 //! Steps 4 to 7 of a request, or of an opaque connection: one endpoint after another, until one
 //! takes it. This is the only loop that retries; the protocols send, receive and relay.
 
+use std::future::{Future, poll_fn};
 use std::io;
 use std::net::SocketAddr;
+use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use crate::balance::{Backend, Endpoint, InFlight};
 use crate::connect::Dialer;
+use crate::deadline::{Deadline, Limit};
 use crate::dump::Direction;
 use crate::error::Failure;
 use crate::flow::Flow;
@@ -105,19 +109,18 @@ impl AttemptError {
     }
 }
 
-/// Sends to endpoints until one takes the request, or no other attempt is safe. Fails with the last
-/// attempt's failure, or with that of all endpoints.
+/// Sends to endpoints of `backend` until one takes the request, or no other attempt is safe. Fails
+/// with the last attempt's failure, or with that of all endpoints.
 pub(crate) async fn forward<F: Forward>(
     request: &mut F,
     flow: &Flow,
+    backend: &Backend,
 ) -> Result<F::Outcome, Failure> {
     // 4. Authorization: no application is reached without it. Outbound, the client is the pod's own
     // application.
     if flow.direction == Direction::Inbound {
         request.authorize(flow)?;
     }
-    // 5. Route: a destination has one backend.
-    let backend = flow.destination.backend();
     let mut tried: Vec<SocketAddr> = Vec::new();
     let mut failures = Vec::new();
     let mut time_to_connect = flow.worker.config.timeouts.connect;
@@ -137,7 +140,9 @@ pub(crate) async fn forward<F: Forward>(
             .attempts()
             .begin(&endpoint, time_to_connect, endpoints_left);
         // 7. Connect, and 8. serve.
-        let AttemptError { failure, retry } = match request.attempt(&endpoint).await {
+        let deadline = request.attempts().deadline();
+        let ended = within(deadline, pin!(request.attempt(&endpoint))).await;
+        let AttemptError { failure, retry } = match ended {
             Ok(outcome) => return Ok(outcome),
             Err(error) => error,
         };
@@ -168,12 +173,31 @@ fn may_retry(backend: &Backend, flow: &Flow, now: tokio::time::Instant) -> bool 
     is_permitted
 }
 
+/// Runs an attempt until the deadline, and cancels it then.
+async fn within<T>(
+    deadline: Deadline,
+    mut attempt: Pin<&mut impl Future<Output = Result<T, AttemptError>>>,
+) -> Result<T, AttemptError> {
+    let mut timer = deadline.timer();
+    poll_fn(|cx| match attempt.as_mut().poll(cx) {
+        Poll::Pending => timer
+            .poll(cx)
+            .map(|limit| Err(AttemptError::last(Failure::Timeout(limit)))),
+        ended => ended,
+    })
+    .await
+}
+
 /// The attempts of one request or opaque connection. Their results decide how the balancer treats
 /// the endpoints.
 #[derive(Default)]
 pub struct Attempts {
     /// Attempts so far, the current one included.
     pub count: u32,
+    /// The end of the whole exchange.
+    pub exchange_deadline: Deadline,
+    /// The time for each attempt.
+    pub attempt_timeout: Option<Duration>,
     current: Option<InFlight>,
     connect_timeout: Duration,
     last: Option<Rc<Endpoint>>,
@@ -190,6 +214,12 @@ impl Attempts {
         self.count += 1;
         self.current = Some(endpoint.begin());
         self.last = Some(endpoint.clone());
+    }
+
+    /// The deadline of an attempt that begins now.
+    fn deadline(&self) -> Deadline {
+        let attempt = Deadline::after(self.attempt_timeout, Limit::Attempt);
+        self.exchange_deadline.earlier(attempt)
     }
 
     /// Opens the connections of the current attempt.
@@ -269,11 +299,12 @@ mod tests {
     use crate::policy::Caller;
     use crate::worker::{Worker, WorkerContext};
 
-    /// Fails as often as it has errors, then succeeds.
+    /// Fails as often as it has errors, then succeeds, or never ends.
     struct Scripted {
         attempts: Attempts,
         errors: Vec<Retry>,
         can_rewind: bool,
+        hangs: bool,
     }
 
     impl Forward for Scripted {
@@ -289,6 +320,7 @@ mod tests {
 
         async fn attempt(&mut self, endpoint: &Rc<Endpoint>) -> Result<(), AttemptError> {
             match self.errors.pop() {
+                None if self.hangs => std::future::pending().await,
                 None => Ok(()),
                 Some(retry) => {
                     let failure = Failure::ConnectTimeout(endpoint.address);
@@ -305,6 +337,16 @@ mod tests {
     /// Sends to a destination with one endpoint: the result, the attempts, and whether it is
     /// quarantined.
     async fn send(errors: &[Retry], can_rewind: bool) -> (Result<(), String>, u32, bool) {
+        let request = Scripted {
+            attempts: Attempts::default(),
+            errors: errors.to_vec(),
+            can_rewind,
+            hangs: false,
+        };
+        run(request).await
+    }
+
+    async fn run(mut request: Scripted) -> (Result<(), String>, u32, bool) {
         let address = SocketAddr::from(([127, 0, 0, 1], 80));
         let flow = Flow {
             worker: Worker::new(WorkerContext::for_a_test("")),
@@ -313,16 +355,9 @@ mod tests {
             destination: Rc::new(Destination::fixed(address)),
             caller: Caller::App,
         };
-        let attempts = Attempts::default();
-        let mut request = Scripted {
-            attempts,
-            errors: errors.to_vec(),
-            can_rewind,
-        };
-        let result = forward(&mut request, &flow).await;
-        let endpoint = flow
-            .destination
-            .backend()
+        let backend = flow.destination.backend();
+        let result = forward(&mut request, &flow, backend).await;
+        let endpoint = backend
             .pick(&[], &mut fastrand::Rng::new())
             .expect("it is fixed");
         let result = result.map_err(|failure| failure.code().to_owned());
@@ -380,8 +415,12 @@ mod tests {
                 attempts: Attempts::default(),
                 errors: vec![error; 3],
                 can_rewind: true,
+                hangs: false,
             };
-            forward(&mut request, &flow).await.expect_err("no endpoint");
+            let backend = flow.destination.backend();
+            forward(&mut request, &flow, backend)
+                .await
+                .expect_err("no endpoint");
             attempts += request.attempts.count;
         }
         (attempts, metrics.render())
@@ -396,6 +435,31 @@ mod tests {
             assert!(metrics.contains(retries), "{metrics}");
             let denied = "diy_mesh_proxy_retries_over_budget_total{direction=\"outbound\"} ";
             assert!(!metrics.contains(&format!("{denied}0\n")), "{metrics}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn deadlines_of_exchange_and_attempt_end_it() {
+        const SECOND: Duration = Duration::from_secs(1);
+        for (exchange, attempt) in [
+            (None, Some(SECOND)),
+            (Some(SECOND), None),
+            (Some(2 * SECOND), Some(SECOND)),
+        ] {
+            let request = Scripted {
+                attempts: Attempts {
+                    exchange_deadline: Deadline::after(exchange, Limit::Exchange),
+                    attempt_timeout: attempt,
+                    ..Attempts::default()
+                },
+                errors: Vec::new(),
+                can_rewind: true,
+                hangs: true,
+            };
+            let began = tokio::time::Instant::now();
+            let ended = run(request).await;
+            assert_eq!(ended.0, Err("timeout".to_owned()));
+            assert_eq!((ended.1, began.elapsed().as_secs()), (1, 1));
         }
     }
 

@@ -19,6 +19,7 @@ pub mod connect;
 pub mod connection;
 pub mod control;
 pub mod copy;
+pub mod deadline;
 pub mod destination;
 pub mod detect;
 pub mod discovery;

@@ -22,7 +22,7 @@ use crate::error::Failure;
 use crate::timeouts::TimeoutKind;
 
 /// Values of the label `code`: those of `Failure::code`, and one for codes missing here.
-const FAILURE_CODES: [&str; 17] = [
+const FAILURE_CODES: [&str; 18] = [
     "no-endpoint",
     "unknown-port",
     "withheld",
@@ -38,6 +38,7 @@ const FAILURE_CODES: [&str; 17] = [
     "handshake-failed",
     "mtls-required",
     "connect-not-allowed",
+    "timeout",
     "loop",
     "other",
 ];
@@ -533,8 +534,12 @@ mod tests {
             },
             Failure::MtlsRequired,
             Failure::ConnectNotAllowed,
+            Failure::Timeout(crate::deadline::Limit::Exchange),
             Failure::Loop(address),
         ];
-        assert_eq!(failures.each_ref().map(Failure::code), FAILURE_CODES[..16]);
+        assert_eq!(
+            failures.each_ref().map(Failure::code),
+            FAILURE_CODES[..FAILURE_CODES.len() - 1]
+        );
     }
 }

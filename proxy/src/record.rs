@@ -76,6 +76,11 @@ impl ExchangeRecord {
         self.dump(ExchangeDump::request_end);
     }
 
+    /// A response has begun.
+    pub fn has_response(&self) -> bool {
+        self.status.is_some()
+    }
+
     /// Bytes of the response's body.
     pub fn response_body(&mut self, data: &[u8]) {
         self.received += data.len() as u64;

@@ -213,7 +213,7 @@ impl<'a> Exchange<'a> {
             return self.fail(&request_failure(&broken)).await;
         }
         // 4. Authorization, 5. route, 6. balance, 7. connect, 8. serve: attempt.rs.
-        match forward(self, &flow).await {
+        match forward(self, &flow, flow.destination.backend()).await {
             Ok(Outcome::After(after)) => after,
             // Boxed: it is rare, and would enlarge the task of every connection.
             Ok(Outcome::Tunnel(upstream)) => Box::pin(self.tunnel(upstream)).await,
@@ -242,6 +242,13 @@ impl<'a> Exchange<'a> {
 
     /// Replies in place of the application.
     async fn fail(&mut self, failure: &Failure) -> After {
+        if self.record.has_response() {
+            // The client sees that the response is cut off, as without the mesh.
+            self.record.fail(failure);
+            self.record.cut_off(&failure.to_string());
+            self.client.reset_on_drop();
+            return After::Closed;
+        }
         let keep_alive = !failure.closes_connection() && self.may_keep_alive(Instant::now());
         let head_only = self.request.method() == b"HEAD";
         reply(

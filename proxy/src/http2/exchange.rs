@@ -53,6 +53,7 @@ pub(super) async fn carry(
         upload: Relay::new(body, Message::Request),
         record,
         is_grpc: head::is_grpc(&parts.headers),
+        to_client: None,
         expects_interim: parts.headers.contains_key(EXPECT),
         client,
         parts,
@@ -73,6 +74,8 @@ struct Exchange {
     upload: Relay,
     record: ExchangeRecord,
     is_grpc: bool,
+    /// The response's stream, once its head was sent.
+    to_client: Option<SendStream<Bytes>>,
     /// The client waits for an interim response.
     expects_interim: bool,
     client: Stream,
@@ -88,6 +91,8 @@ enum Outcome {
     Cancelled,
     /// The upstream reset the stream: the client gets the same code.
     Reset(Reason),
+    /// Both sides agreed on another protocol: no deadline applies.
+    Tunnel(Box<(Response<RecvStream>, Attempt, Rc<Endpoint>)>),
 }
 
 /// An attempt in progress. Fields are dropped in this order: the stream before its slot.
@@ -109,8 +114,13 @@ impl Exchange {
     async fn run(&mut self) {
         let flow = self.record.flow.clone();
         // 4. Authorization, 5. route, 6. balance, 7. connect, 8. serve.
-        match forward(self, &flow).await {
-            Ok(Outcome::Ended) => self.client.record_completed(),
+        let ended = match forward(self, &flow, flow.destination.backend()).await {
+            // Boxed: it is rare, and would enlarge the task of every stream.
+            Ok(Outcome::Tunnel(tunnel)) => Box::pin(self.tunnel(*tunnel)).await,
+            ended => ended,
+        };
+        match ended {
+            Ok(Outcome::Ended | Outcome::Tunnel(_)) => self.client.record_completed(),
             Ok(Outcome::Cancelled) => self.client.record_reset(),
             Ok(Outcome::Reset(code)) => {
                 self.cut_off("the application reset the stream", code);
@@ -118,6 +128,14 @@ impl Exchange {
             }
             Err(failure) => self.fail(&failure),
         }
+    }
+
+    /// Relays the bytes of another protocol.
+    async fn tunnel(
+        &mut self,
+        (response, attempt, endpoint): (Response<RecvStream>, Attempt, Rc<Endpoint>),
+    ) -> Result<Outcome, Failure> {
+        Ok(self.relay_response(response, attempt, &endpoint).await)
     }
 
     /// Acquires a slot on a connection to the endpoint. None if the client cancels.
@@ -205,14 +223,14 @@ impl Exchange {
         let mut download = Relay::new(body, Message::Response { from_proxy });
         let is_grpc = self.is_grpc && head::is_grpc(&parts.headers);
         let head = Response::from_parts(parts, ());
-        let Ok(mut to_client) = self.respond.send_response(head, download.is_done()) else {
+        let Ok(to_client) = self.respond.send_response(head, download.is_done()) else {
             attempt.to_upstream.send_reset(Reason::CANCEL);
             return Outcome::Cancelled;
         };
-        let relayed = poll_fn(|cx| {
-            self.poll_relay(cx, &mut attempt.to_upstream, &mut download, &mut to_client)
-        })
-        .await;
+        self.is_grpc = is_grpc;
+        self.to_client = Some(to_client);
+        let relayed =
+            poll_fn(|cx| self.poll_relay(cx, &mut attempt.to_upstream, &mut download)).await;
         self.record.attempts.end();
         match relayed {
             Ok(()) => {
@@ -228,7 +246,7 @@ impl Exchange {
                 Outcome::Cancelled
             }
             Err(Ended::Upstream(error)) => {
-                self.break_off(&error, endpoint, is_grpc, &mut to_client);
+                self.break_off(&error, endpoint);
                 Outcome::Ended
             }
         }
@@ -240,13 +258,12 @@ impl Exchange {
         cx: &mut Context<'_>,
         to_upstream: &mut SendStream<Bytes>,
         download: &mut Relay,
-        to_client: &mut SendStream<Bytes>,
     ) -> Poll<Result<(), Ended>> {
         self.client.record_progress();
         if let Err(code) = self.poll_upload(cx, to_upstream) {
             return Poll::Ready(Err(Ended::Client(code)));
         }
-        if !download.is_done() {
+        if let Some(to_client) = self.to_client.as_mut().filter(|_| !download.is_done()) {
             match download.poll(cx, to_client, &mut self.record) {
                 Poll::Ready(Ok(())) => {}
                 Poll::Ready(Err(RelayError::Sender(error))) => {
@@ -308,31 +325,36 @@ impl Exchange {
     }
 
     /// The upstream's stream ended within its response.
-    fn break_off(
-        &mut self,
-        error: &h2::Error,
-        endpoint: &Endpoint,
-        is_grpc: bool,
-        to_client: &mut SendStream<Bytes>,
-    ) {
+    fn break_off(&mut self, error: &h2::Error, endpoint: &Endpoint) {
         let code = reset_code(error);
         if error.is_reset() && error.is_remote() {
             self.cut_off("the application reset the stream", code);
-            return to_client.send_reset(code);
+            return self.respond.send_reset(code);
         }
         let (address, reason) = (endpoint.address, error.to_string());
-        let failure = Failure::UpstreamClosed { address, reason };
-        self.record.fail(&failure);
-        self.record
-            .cut_off(&format!("cut off before the response ended: {error}"));
-        let trailers = LocalReply::from(&failure).grpc_trailers();
-        if !is_grpc || to_client.send_trailers(trailers).is_err() {
-            to_client.send_reset(Reason::INTERNAL_ERROR);
+        let cut_off = format!("cut off before the response ended: {error}");
+        self.fail_response(&Failure::UpstreamClosed { address, reason }, &cut_off);
+    }
+
+    /// Ends a response that has begun: a gRPC call with its status, any other one with a reset.
+    fn fail_response(&mut self, failure: &Failure, cut_off: &str) {
+        self.record.fail(failure);
+        self.record.cut_off(cut_off);
+        let trailers = LocalReply::from(failure).grpc_trailers();
+        let ended = match &mut self.to_client {
+            Some(to_client) if self.is_grpc => to_client.send_trailers(trailers).is_ok(),
+            _ => false,
+        };
+        if !ended {
+            self.respond.send_reset(Reason::INTERNAL_ERROR);
         }
     }
 
     /// Replies in place of the application.
     fn fail(&mut self, failure: &Failure) {
+        if self.record.has_response() {
+            return self.fail_response(failure, &failure.to_string());
+        }
         let reply = self.record.local_reply(failure);
         let head_only = self.parts.method == Method::HEAD;
         let (head, body) = if self.is_grpc {
@@ -421,7 +443,12 @@ impl Forward for Exchange {
         }
         self.record.attempts.answered(head::is_failure(&parts));
         self.upload.discard_replay();
+        let is_tunnel = self.parts.method == Method::CONNECT && parts.status.is_success();
         let response = Response::from_parts(parts, body);
+        if is_tunnel {
+            let tunnel = Box::new((response, attempt, endpoint.clone()));
+            return Ok(Outcome::Tunnel(tunnel));
+        }
         Ok(self.relay_response(response, attempt, endpoint).await)
     }
 
