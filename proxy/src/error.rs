@@ -79,6 +79,9 @@ pub enum Failure {
     /// The proxy has reached a limit.
     #[error("the proxy is overloaded: {0}")]
     Overloaded(&'static str),
+    /// The endpoint takes no more requests at present.
+    #[error("{0} is overloaded")]
+    UpstreamOverloaded(SocketAddr),
     /// The endpoint requires mutual TLS, and the proxy has no valid certificate.
     #[error("{0} requires mutual TLS, and this proxy has no valid certificate")]
     NoCertificate(SocketAddr),
@@ -154,6 +157,7 @@ impl Failure {
             | Self::UnknownPort { .. }
             | Self::Withheld(_)
             | Self::Overloaded(_)
+            | Self::UpstreamOverloaded(_)
             | Self::NoCertificate(_) => StatusCode::SERVICE_UNAVAILABLE,
             Self::Connect { .. }
             | Self::UpstreamClosed { .. }
@@ -178,9 +182,10 @@ impl Failure {
             Self::ConnectTimeout(_) | Self::RequestTimeout | Self::Timeout(_) => 4,
             Self::MtlsRequired => 7,   // PERMISSION_DENIED
             Self::BadRequest(_) => 13, // INTERNAL, as gRPC maps HTTP 400
-            Self::HeadersTooLarge(_) | Self::Overloaded(_) => 8, // RESOURCE_EXHAUSTED
+            // RESOURCE_EXHAUSTED
+            Self::HeadersTooLarge(_) | Self::Overloaded(_) | Self::UpstreamOverloaded(_) => 8,
             Self::ConnectNotAllowed => 12, // UNIMPLEMENTED
-            _ => 14,                   // UNAVAILABLE
+            _ => 14,                       // UNAVAILABLE
         }
     }
 
@@ -233,6 +238,7 @@ impl Failure {
             Self::HeadersTooLarge(_) => "headers-too-large",
             Self::RequestTimeout => "request-timeout",
             Self::Overloaded(_) => "overloaded",
+            Self::UpstreamOverloaded(_) => "upstream-overloaded",
             Self::NoCertificate(_) => "no-certificate",
             Self::Handshake { .. } => "handshake-failed",
             Self::MtlsRequired => "mtls-required",

@@ -16,6 +16,7 @@ use crate::deadline::{Deadline, Limit};
 use crate::dump::Direction;
 use crate::error::Failure;
 use crate::flow::Flow;
+use crate::http::verdict::{Overload, Retryable, Verdict};
 use crate::tls::{Acceptance, Tls};
 
 /// Endpoints that one request is sent to at most.
@@ -114,14 +115,14 @@ impl AttemptError {
 pub(crate) async fn forward<F: Forward>(
     request: &mut F,
     flow: &Flow,
-    backend: &Backend,
+    backend: &Rc<Backend>,
 ) -> Result<F::Outcome, Failure> {
     // 4. Authorization: no application is reached without it. Outbound, the client is the pod's own
     // application.
     if flow.direction == Direction::Inbound {
         request.authorize(flow)?;
     }
-    let mut tried: Vec<SocketAddr> = Vec::new();
+    request.attempts().backend = Some(backend.clone());
     let mut failures = Vec::new();
     let mut time_to_connect = flow.worker.config.timeouts.connect;
     let mut now = tokio::time::Instant::now();
@@ -130,12 +131,13 @@ pub(crate) async fn forward<F: Forward>(
         |failures| Failure::of_attempts(failures, &backend.name(), backend.endpoints_len());
     loop {
         // 6. Balance.
-        let picked = backend.pick(&tried, &mut flow.worker.rng.borrow_mut());
+        let tried = &request.attempts().tried;
+        let picked = backend.pick(tried, &mut flow.worker.rng.borrow_mut());
+        let endpoints_left = backend.endpoints_len().saturating_sub(tried.len());
         let endpoint = match picked {
             Ok(endpoint) => endpoint,
             Err(failure) => return Err(summary(failures).unwrap_or(failure)),
         };
-        let endpoints_left = backend.endpoints_len().saturating_sub(tried.len());
         request
             .attempts()
             .begin(&endpoint, time_to_connect, endpoints_left);
@@ -149,28 +151,18 @@ pub(crate) async fn forward<F: Forward>(
         request.attempts().fail(&failure, retry);
         let begun = std::mem::replace(&mut now, tokio::time::Instant::now());
         if retry == Retry::OtherEndpoint {
-            tried.push(endpoint.address);
+            request.attempts().exclude(endpoint.address);
             time_to_connect = time_to_connect.saturating_sub(now - begun);
         }
-        let is_last = retry == Retry::Never
-            || request.attempts().count >= MAX_ATTEMPTS
-            || !backend.has_untried(&tried);
-        if is_last || !request.rewind() || !may_retry(backend, flow, now) {
+        let is_retried =
+            retry != Retry::Never && request.rewind() && request.attempts().start_retry(flow);
+        if !is_retried {
             failures.push(failure.clone());
             return Err(summary(failures).unwrap_or(failure));
         }
         tracing::debug!(destination = %backend.name(), "retrying: {failure}");
         failures.push(failure);
     }
-}
-
-/// Whether the backend's budget permits another attempt. All count, also those after refused
-/// connections: if all endpoints refuse them, callers would connect three times as often, and a
-/// network or a node that is overloaded refuses connections too.
-fn may_retry(backend: &Backend, flow: &Flow, now: tokio::time::Instant) -> bool {
-    let is_permitted = backend.retries.try_retry(now.into_std());
-    flow.worker.metrics.retry(flow.direction, is_permitted);
-    is_permitted
 }
 
 /// Runs an attempt until the deadline, and cancels it then.
@@ -188,6 +180,25 @@ async fn within<T>(
     .await
 }
 
+/// Why a safe retry does not take place: the label `reason` of the metric.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RetryDenial {
+    /// The budget of the backend is used up.
+    Budget,
+}
+
+impl RetryDenial {
+    /// All reasons, in the order of their discriminants.
+    pub const ALL: [Self; 1] = [Self::Budget];
+
+    /// The value of the label `reason`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Budget => "budget",
+        }
+    }
+}
+
 /// The attempts of one request or opaque connection. Their results decide how the balancer treats
 /// the endpoints.
 #[derive(Default)]
@@ -198,9 +209,23 @@ pub struct Attempts {
     pub exchange_deadline: Deadline,
     /// The time for each attempt.
     pub attempt_timeout: Option<Duration>,
+    backend: Option<Rc<Backend>>,
+    /// The endpoints that further attempts avoid.
+    tried: Vec<SocketAddr>,
+    /// Another attempt has its share of the budget already.
+    is_granted: bool,
     current: Option<InFlight>,
     connect_timeout: Duration,
     last: Option<Rc<Endpoint>>,
+}
+
+/// What a request permits.
+#[derive(Clone, Copy, Debug)]
+pub struct Replayable {
+    /// All of its bytes that were sent are still there.
+    pub is_kept: bool,
+    /// Sending it twice has the effect of sending it once.
+    pub is_idempotent: bool,
 }
 
 impl Attempts {
@@ -264,11 +289,83 @@ impl Attempts {
         }
     }
 
-    /// The response has begun, and is a failure of the endpoint or not. Returns the time.
-    pub fn answered(&mut self, is_failure: bool) -> Instant {
-        self.current
+    /// The head of the response has arrived. Returns the time. Fails if another endpoint gets the
+    /// request, in place of the client this response.
+    pub fn answered(
+        &mut self,
+        verdict: Verdict,
+        request: Replayable,
+        flow: &Flow,
+    ) -> Result<Instant, AttemptError> {
+        let others = |backend: &Rc<Backend>| backend.endpoints_len() > 1;
+        let has_others =
+            flow.direction == Direction::Outbound && self.backend.as_ref().is_some_and(others);
+        if verdict == Verdict::NotDelivered && request.is_kept && has_others {
+            return Err(AttemptError::not_delivered(self.address()));
+        }
+        let now = self
+            .current
             .as_mut()
-            .map_or_else(Instant::now, |in_flight| in_flight.answered(is_failure))
+            .map_or_else(Instant::now, |in_flight| in_flight.answered(verdict));
+        if let Verdict::Overloaded(Overload { retry, .. }) = verdict {
+            let is_safe = match retry {
+                Retryable::None => false,
+                Retryable::Idempotent => request.is_idempotent,
+                Retryable::All => true,
+            };
+            if is_safe && request.is_kept && has_others && self.grant_retry(now, flow) {
+                let failure = Failure::UpstreamOverloaded(self.address());
+                let retry = Retry::OtherEndpoint;
+                return Err(AttemptError { failure, retry });
+            }
+        }
+        Ok(now)
+    }
+
+    /// Whether a request whose response has arrived is sent to another endpoint. Those that want no
+    /// retries are excluded.
+    fn grant_retry(&mut self, now: Instant, flow: &Flow) -> bool {
+        let before = self.tried.len();
+        self.exclude(self.address());
+        let refusing = self.backend.as_ref().map(|all| all.refuse_retries(now));
+        let refusing = refusing.unwrap_or_default();
+        refusing.iter().for_each(|address| self.exclude(*address));
+        self.is_granted = self.start_retry(flow);
+        if !self.is_granted {
+            self.tried.truncate(before);
+        }
+        self.is_granted
+    }
+
+    /// Further attempts avoid this endpoint.
+    fn exclude(&mut self, address: SocketAddr) {
+        if !self.tried.contains(&address) {
+            self.tried.push(address);
+        }
+    }
+
+    /// Whether another attempt may begin, which then uses the budget of the backend. All retries
+    /// count, also those after refused connections: if all endpoints refuse them, callers would
+    /// connect three times as often, and an overloaded node or network refuses connections too.
+    fn start_retry(&mut self, flow: &Flow) -> bool {
+        if std::mem::take(&mut self.is_granted) {
+            return true;
+        }
+        let Some(backend) = &self.backend else {
+            return false;
+        };
+        if self.count >= MAX_ATTEMPTS || !backend.has_untried(&self.tried) {
+            return false;
+        }
+        let now = tokio::time::Instant::now().into_std();
+        let denial = (!backend.retries.try_retry(now)).then_some(RetryDenial::Budget);
+        flow.worker.metrics.retry(flow.direction, denial);
+        denial.is_none()
+    }
+
+    fn address(&self) -> SocketAddr {
+        let unspecified = SocketAddr::from(([0, 0, 0, 0], 0));
+        self.last.as_ref().map_or(unspecified, |last| last.address)
     }
 
     /// Nothing more is in flight.
@@ -433,7 +530,8 @@ mod tests {
             assert_eq!(attempts, 1000 + 200 + 10, "{error:?}");
             let retries = "diy_mesh_proxy_retries_total{direction=\"outbound\"} 210\n";
             assert!(metrics.contains(retries), "{metrics}");
-            let denied = "diy_mesh_proxy_retries_over_budget_total{direction=\"outbound\"} ";
+            let denied =
+                "diy_mesh_proxy_retries_denied_total{direction=\"outbound\",reason=\"budget\"} ";
             assert!(!metrics.contains(&format!("{denied}0\n")), "{metrics}");
         }
     }

@@ -9,12 +9,7 @@ use std::time::Instant;
 use super::latency::Latency;
 use super::quarantine::{Cause, Quarantine, Siblings};
 use crate::connect::Pool;
-
-/// Whether a response with this HTTP status counts as a failure of the endpoint: a proxy or an
-/// application that is unavailable. Other errors are results of the request.
-pub fn is_failure_status(status: u16) -> bool {
-    matches!(status, 502..=504)
-}
+use crate::http::verdict::{Overload, Verdict};
 
 /// An endpoint of a backend.
 pub struct Endpoint {
@@ -25,6 +20,8 @@ pub struct Endpoint {
     in_flight: Cell<u32>,
     latency: Latency,
     quarantine: Quarantine,
+    /// Until then, the endpoint wants no retries: it is overloaded.
+    no_retry_until: Cell<Option<Instant>>,
 }
 
 /// An in-flight request. The endpoint counts it until it is dropped.
@@ -46,6 +43,7 @@ impl Endpoint {
             in_flight: Cell::new(0),
             latency: Latency::default(),
             quarantine: Quarantine::new(siblings),
+            no_retry_until: Cell::new(None),
         }
     }
 
@@ -69,6 +67,11 @@ impl Endpoint {
     /// Whether the endpoint is quarantined. The balancer prefers others.
     pub fn is_quarantined(&self, now: Instant) -> bool {
         self.quarantine.is_active(now)
+    }
+
+    /// Whether the endpoint has asked for no retries yet.
+    pub fn refuses_retries(&self, now: Instant) -> bool {
+        self.no_retry_until.get().is_some_and(|until| now < until)
     }
 
     /// Whether one more request costs less than on `other`.
@@ -135,15 +138,25 @@ impl InFlight {
         }
     }
 
-    /// Records the latency at the start of a response, and whether it is a failure of the endpoint.
-    /// Returns the time.
-    pub fn answered(&mut self, is_failure: bool) -> Instant {
+    /// Records the latency at the start of a response, and what it says about the endpoint. Returns
+    /// the time.
+    pub fn answered(&mut self, verdict: Verdict) -> Instant {
         let now = Instant::now();
-        if is_failure {
-            self.record_failure(Cause::Failed, now);
-        } else if !self.recorded {
-            self.record_latency(now);
-            self.endpoint.quarantine.record_success(self.started_at);
+        match verdict {
+            Verdict::Failure | Verdict::NotDelivered => self.record_failure(Cause::Failed, now),
+            Verdict::Overloaded(Overload { retry_after, .. }) => {
+                let until = self.endpoint.no_retry_until.get();
+                let until = until.map_or(now + retry_after, |until| until.max(now + retry_after));
+                self.endpoint.no_retry_until.set(Some(until));
+                if !self.recorded {
+                    self.record_overload(now);
+                }
+            }
+            Verdict::Success if !self.recorded => {
+                self.record_latency(now);
+                self.endpoint.quarantine.record_success(self.started_at);
+            }
+            Verdict::Success => {}
         }
         now
     }
@@ -171,6 +184,15 @@ impl InFlight {
             self.endpoint.latency.record_failure(latency, now);
             self.endpoint.record_failure(cause, self.is_probe, now);
         }
+    }
+
+    /// An overloaded endpoint gets fewer requests, as a slow one, and no quarantine: it works, and
+    /// the others would have its load too.
+    fn record_overload(&mut self, now: Instant) {
+        self.recorded = true;
+        let latency = now.saturating_duration_since(self.started_at);
+        self.endpoint.latency.record_failure(latency, now);
+        self.endpoint.quarantine.record_success(self.started_at);
     }
 
     fn record_latency(&mut self, now: Instant) {
@@ -220,7 +242,7 @@ mod tests {
         let endpoint = endpoint();
         let (mut one, other) = (endpoint.begin(), endpoint.begin());
         assert_eq!(endpoint.in_flight(), 2);
-        one.answered(false);
+        one.answered(Verdict::Success);
         assert_eq!(endpoint.in_flight(), 2);
         drop((one, other));
         assert_eq!(endpoint.in_flight(), 0);

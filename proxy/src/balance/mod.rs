@@ -25,7 +25,7 @@ use crate::connect::{OpenPool, Pools};
 use crate::discovery::{Affinity, AppProtocol, EndpointInfo, Target};
 use crate::error::Failure;
 pub use budget::{BudgetSettings, RetryBudget};
-pub use endpoint::{Endpoint, InFlight, is_failure_status};
+pub use endpoint::{Endpoint, InFlight};
 use quarantine::Siblings;
 
 /// The endpoints of a Service port, or of a pod, among which requests are balanced.
@@ -122,6 +122,14 @@ impl Backend {
     pub fn endpoints_len(&self) -> usize {
         self.apply_updates();
         self.state.borrow().members.len()
+    }
+
+    /// The endpoints that want no retries at this time.
+    pub fn refuse_retries(&self, now: Instant) -> Vec<SocketAddr> {
+        let state = self.state.borrow();
+        let endpoints = state.members.iter().map(|member| &member.endpoint);
+        let refusing = endpoints.filter(|endpoint| endpoint.refuses_retries(now));
+        refusing.map(|endpoint| endpoint.address).collect()
     }
 
     /// Whether there is an endpoint that is not in `tried`.

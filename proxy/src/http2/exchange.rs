@@ -6,6 +6,7 @@ use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::task::{Context, Poll};
+use std::time::SystemTime;
 
 use bytes::Bytes;
 use h2::client::ResponseFuture;
@@ -23,9 +24,10 @@ use crate::connect::http2::Lease;
 use crate::dump::Direction;
 use crate::error::Failure;
 use crate::flow::Flow;
-use crate::forward::{AttemptError, Attempts, Forward, Retry, forward};
+use crate::forward::{AttemptError, Attempts, Forward, Replayable, Retry, forward};
 use crate::http::edits::Edits;
 use crate::http::reply::LocalReply;
+use crate::http::verdict::Verdict;
 use crate::io::Io;
 use crate::memory::Charge;
 use crate::metrics::Protocol;
@@ -149,17 +151,6 @@ impl Exchange {
             Poll::Pending => self.respond.poll_reset(cx).map(|_| None),
         })
         .await
-    }
-
-    /// Whether to retry: the peer's proxy replied that its application accepts no connection, there
-    /// is another endpoint, and the request can be sent again.
-    fn was_not_delivered(&self, response: &http::response::Parts, is_peer: bool) -> bool {
-        let flow = &self.record.flow;
-        flow.direction == Direction::Outbound
-            && is_peer
-            && head::says_not_delivered(response)
-            && flow.destination.backend().endpoints_len() > 1
-            && self.upload.can_rewind()
     }
 
     /// Sends the request's body until the response's head has arrived.
@@ -438,10 +429,14 @@ impl Forward for Exchange {
         if !is_peer {
             head::remove(&mut parts.headers, is_mesh_error);
         }
-        if self.was_not_delivered(&parts, is_peer) {
-            return Err(AttemptError::not_delivered(address));
-        }
-        self.record.attempts.answered(head::is_failure(&parts));
+        let status = parts.status.as_u16();
+        let verdict = Verdict::of(status, &parts.headers, is_peer, SystemTime::now);
+        let request = Replayable {
+            is_kept: self.upload.can_rewind(),
+            is_idempotent: self.parts.method.is_idempotent(),
+        };
+        let flow = &self.record.flow;
+        self.record.attempts.answered(verdict, request, flow)?;
         self.upload.discard_replay();
         let is_tunnel = self.parts.method == Method::CONNECT && parts.status.is_success();
         let response = Response::from_parts(parts, body);
