@@ -252,6 +252,7 @@ impl Failure {
 fn timeout_message(limit: Limit) -> &'static str {
     match limit {
         Limit::Exchange => "the response did not end within the request timeout of the route",
+        Limit::Caller => "the deadline of the caller (grpc-timeout) has passed",
         Limit::Attempt => {
             "the endpoint did not respond within the backendRequest timeout of the route"
         }

@@ -185,16 +185,22 @@ async fn within<T>(
 pub enum RetryDenial {
     /// The budget of the backend is used up.
     Budget,
+    /// Another hop has sent the request before, with its own budget.
+    PreviousAttempt,
+    /// No endpoint usually answers before the deadline.
+    Deadline,
 }
 
 impl RetryDenial {
     /// All reasons, in the order of their discriminants.
-    pub const ALL: [Self; 1] = [Self::Budget];
+    pub const ALL: [Self; 3] = [Self::Budget, Self::PreviousAttempt, Self::Deadline];
 
     /// The value of the label `reason`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Budget => "budget",
+            Self::PreviousAttempt => "previous-attempt",
+            Self::Deadline => "deadline",
         }
     }
 }
@@ -205,6 +211,8 @@ impl RetryDenial {
 pub struct Attempts {
     /// Attempts so far, the current one included.
     pub count: u32,
+    /// Attempts of earlier hops, this request excluded that came from the last of them.
+    pub previous: u32,
     /// The end of the whole exchange.
     pub exchange_deadline: Deadline,
     /// The time for each attempt.
@@ -358,9 +366,26 @@ impl Attempts {
             return false;
         }
         let now = tokio::time::Instant::now().into_std();
-        let denial = (!backend.retries.try_retry(now)).then_some(RetryDenial::Budget);
+        let can_finish = |time| backend.can_answer_within(time, &self.tried, now);
+        let denial = if self.previous > 0 {
+            Some(RetryDenial::PreviousAttempt)
+        } else if !self.exchange_deadline.remaining().is_none_or(can_finish) {
+            Some(RetryDenial::Deadline)
+        } else if !backend.retries.try_retry(now) {
+            Some(RetryDenial::Budget)
+        } else {
+            None
+        };
         flow.worker.metrics.retry(flow.direction, denial);
         denial.is_none()
+    }
+
+    /// What the next proxy is told of the attempts before the current one. Only an authenticated
+    /// proxy that parses the request removes it.
+    pub fn announced(&self, is_secured: bool) -> Option<u32> {
+        let parses = self.last.as_ref().is_some_and(|last| !last.is_opaque);
+        let previous = self.previous + self.count.saturating_sub(1);
+        (previous > 0 && is_secured && parses).then_some(previous)
     }
 
     fn address(&self) -> SocketAddr {
@@ -383,6 +408,8 @@ impl Attempts {
             // A closed pooled connection says nothing about the endpoint, nor does a bad request.
             Retry::AnyEndpoint if self.count < MAX_ATTEMPTS => in_flight.discard(),
             _ if failure.is_upstream_failure() => in_flight.failed(),
+            // It has no response yet: its latency is at least the time until now.
+            _ if matches!(failure, Failure::Timeout(_)) => drop(in_flight),
             _ => in_flight.discard(),
         }
     }
@@ -477,6 +504,32 @@ mod tests {
         assert_eq!(send(&[AnyEndpoint; 3], true).await, (failed(), 3, false));
         assert_eq!(send(&[AnyEndpoint], false).await, (failed(), 1, false));
         assert_eq!(send(&[Never], true).await, (failed(), 1, false));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn retries_nothing_that_was_retried_before_or_cannot_finish() {
+        let scripted = |attempts| Scripted {
+            attempts,
+            errors: vec![Retry::AnyEndpoint],
+            can_rewind: true,
+            hangs: false,
+        };
+        let deadline = |seconds| Attempts {
+            exchange_deadline: Deadline::after(Some(Duration::from_secs(seconds)), Limit::Exchange),
+            ..Attempts::default()
+        };
+        let retried_before = Attempts {
+            previous: 1,
+            ..Attempts::default()
+        };
+        let failed = Err("connect-timeout".to_owned());
+        for (attempts, expected) in [
+            (retried_before, (failed.clone(), 1, false)),
+            (deadline(0), (failed, 1, false)),
+            (deadline(1), (Ok(()), 2, false)),
+        ] {
+            assert_eq!(run(scripted(attempts)).await, expected);
+        }
     }
 
     /// Sends 1000 requests to three endpoints, each attempt of which ends with this error. Returns

@@ -4,7 +4,7 @@
 use std::cell::Cell;
 use std::net::SocketAddr;
 use std::rc::Rc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::latency::Latency;
 use super::quarantine::{Cause, Quarantine, Siblings};
@@ -17,6 +17,8 @@ pub struct Endpoint {
     pub address: SocketAddr,
     /// The connections to it.
     pub pool: Rc<Pool>,
+    /// Whether its proxy parses HTTP. Else its application gets all bytes.
+    pub is_opaque: bool,
     in_flight: Cell<u32>,
     latency: Latency,
     quarantine: Quarantine,
@@ -36,10 +38,11 @@ pub struct InFlight {
 }
 
 impl Endpoint {
-    pub(super) fn new(pool: &Rc<Pool>, siblings: &Rc<Siblings>) -> Self {
+    pub(super) fn new(pool: &Rc<Pool>, is_opaque: bool, siblings: &Rc<Siblings>) -> Self {
         Self {
             address: pool.remote.address,
             pool: pool.clone(),
+            is_opaque,
             in_flight: Cell::new(0),
             latency: Latency::default(),
             quarantine: Quarantine::new(siblings),
@@ -67,6 +70,12 @@ impl Endpoint {
     /// Whether the endpoint is quarantined. The balancer prefers others.
     pub fn is_quarantined(&self, now: Instant) -> bool {
         self.quarantine.is_active(now)
+    }
+
+    /// Whether the endpoint usually answers within this time. True if its latency is unknown.
+    pub(super) fn answers_within(&self, time: Duration, now: Instant) -> bool {
+        let usual = self.latency.usual(now);
+        !time.is_zero() && usual.is_none_or(|usual| usual <= time)
     }
 
     /// Whether the endpoint has asked for no retries yet.
@@ -224,8 +233,6 @@ impl Drop for InFlight {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
     use crate::connect::Remote;
     use crate::discovery::EndpointInfo;
@@ -234,7 +241,11 @@ mod tests {
 
     fn endpoint() -> Rc<Endpoint> {
         let remote = Remote::from(&EndpointInfo::bare(([127, 0, 0, 1], 80).into()));
-        Rc::new(Endpoint::new(&Rc::new(Pool::new(remote)), &Rc::default()))
+        Rc::new(Endpoint::new(
+            &Rc::new(Pool::new(remote)),
+            false,
+            &Rc::default(),
+        ))
     }
 
     #[test]
@@ -274,6 +285,17 @@ mod tests {
             !opened.is_cheaper(&dialed, Instant::now())
                 && !dialed.is_cheaper(&opened, Instant::now())
         );
+    }
+
+    #[test]
+    fn answers_within_the_usual_latency() {
+        let (unknown, slow, now) = (endpoint(), endpoint(), Instant::now());
+        for _ in 0..10 {
+            slow.latency.record_success(SECOND, now);
+        }
+        assert!(slow.answers_within(2 * SECOND, now) && !slow.answers_within(SECOND / 2, now));
+        assert!(unknown.answers_within(SECOND / 2, now));
+        assert!(!unknown.answers_within(Duration::ZERO, now));
     }
 
     #[test]

@@ -16,7 +16,7 @@ use std::cell::RefCell;
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
 
@@ -134,9 +134,18 @@ impl Backend {
 
     /// Whether there is an endpoint that is not in `tried`.
     pub fn has_untried(&self, tried: &[SocketAddr]) -> bool {
+        self.has_untried_that(tried, |_| true)
+    }
+
+    /// Whether there is an endpoint that is not in `tried`, and usually answers within this time.
+    pub fn can_answer_within(&self, time: Duration, tried: &[SocketAddr], now: Instant) -> bool {
+        self.has_untried_that(tried, |endpoint| endpoint.answers_within(time, now))
+    }
+
+    fn has_untried_that(&self, tried: &[SocketAddr], matches: impl Fn(&Endpoint) -> bool) -> bool {
         let state = self.state.borrow();
-        let mut members = state.members.iter();
-        members.any(|member| !tried.contains(&member.info.address))
+        let mut endpoints = state.members.iter().map(|member| &member.endpoint);
+        endpoints.any(|endpoint| !tried.contains(&endpoint.address) && matches(endpoint))
     }
 
     /// The endpoint with this address.
@@ -300,7 +309,7 @@ fn merge(
                     replaced.endpoint.remove();
                 }
                 let pool = pools.open(Remote::from(&*info));
-                let endpoint = Rc::new(Endpoint::new(pool.pool(), siblings));
+                let endpoint = Rc::new(Endpoint::new(pool.pool(), info.opaque, siblings));
                 Member {
                     info,
                     endpoint,

@@ -22,6 +22,7 @@ use crate::forward::{AttemptError, Attempts, Forward, Replayable, Retry};
 use crate::http::edits::{Edit, Edits};
 use crate::http::verdict::Verdict;
 use crate::io::Io;
+use crate::policy::PREVIOUS_ATTEMPTS;
 
 /// Bytes of further requests from which the end of the client's connection is no longer watched.
 const MAX_PIPELINED: usize = 16 * 1024;
@@ -54,6 +55,10 @@ impl Forward for Exchange<'_> {
         let mut upstream = connected.map_err(AttemptError::connect)?;
         if !upstream.reused {
             self.record.attempts.connected();
+        }
+        let announced = self.record.attempts.announced(upstream.io.is_secured());
+        if let Some(previous) = announced {
+            self.upload.add_field(PREVIOUS_ATTEMPTS, previous);
         }
         // 8. Serve.
         let Some(head) = self.receive_head(&mut upstream, endpoint).await? else {

@@ -180,10 +180,11 @@ impl<'a> Exchange<'a> {
         memory: &'a mut Charge,
     ) -> Self {
         let mut record = ExchangeRecord::new(flow, Protocol::Http1);
-        let edit = flow.request_edit();
-        record.request(&request.view(), Edits(&[edit]));
+        let edits = flow.request_edits();
+        record.request(&request.view(), Edits(&edits));
+        record.attempts.previous = flow.previous_attempts(&request);
         let mut head = BytesMut::new();
-        request.write(&mut head, Edits(&[edit]));
+        request.write(&mut head, Edits(&edits));
         let head_size = head.len();
         let upload = Relay::with_replay(request.framing, head);
         Self {

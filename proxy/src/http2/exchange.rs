@@ -12,7 +12,7 @@ use bytes::Bytes;
 use h2::client::ResponseFuture;
 use h2::server::SendResponse;
 use h2::{Reason, RecvStream, SendStream};
-use http::header::EXPECT;
+use http::header::{EXPECT, HeaderName, HeaderValue};
 use http::request::Parts;
 use http::{Method, Request, Response};
 
@@ -21,6 +21,7 @@ use super::head;
 use super::relay::{Message, Relay, RelayError, reset_code};
 use crate::balance::Endpoint;
 use crate::connect::http2::Lease;
+use crate::deadline::{self, Deadline, Limit};
 use crate::dump::Direction;
 use crate::error::Failure;
 use crate::flow::Flow;
@@ -31,9 +32,12 @@ use crate::http::verdict::Verdict;
 use crate::io::Io;
 use crate::memory::Charge;
 use crate::metrics::Protocol;
-use crate::policy::is_mesh_error;
+use crate::policy::{PREVIOUS_ATTEMPTS, is_mesh_error};
 use crate::record::ExchangeRecord;
 use crate::tls::Acceptance;
+
+/// The time that a gRPC client waits for the end of the call.
+const GRPC_TIMEOUT: &str = "grpc-timeout";
 
 /// Forwards one request to an endpoint, and the response to the client.
 pub(super) async fn carry(
@@ -47,14 +51,20 @@ pub(super) async fn carry(
     let admitted = client.flow.check_head(head_size);
     let mut memory = client.flow.charge();
     memory.set(head_size);
-    head::prepare(&mut parts, client.flow.request_edit());
     let mut record = ExchangeRecord::new(&client.flow, Protocol::Http2);
+    record.attempts.previous = client.flow.previous_attempts(&parts.headers);
+    let is_grpc = head::is_grpc(&parts.headers);
+    if is_grpc && let Some(timeout) = parts.headers.get(GRPC_TIMEOUT) {
+        let timeout = deadline::parse_grpc_timeout(timeout.as_bytes());
+        record.attempts.exchange_deadline = Deadline::after(timeout, Limit::Caller);
+    }
+    head::prepare(&mut parts, &client.flow.request_edits());
     record.request(&head::view(&parts), Edits::default());
     let mut exchange = Exchange {
         respond,
         upload: Relay::new(body, Message::Request),
         record,
-        is_grpc: head::is_grpc(&parts.headers),
+        is_grpc,
         to_client: None,
         expects_interim: parts.headers.contains_key(EXPECT),
         client,
@@ -393,7 +403,19 @@ impl Forward for Exchange {
         }
         // 8. Serve.
         self.record.attempts.connected();
-        let request = Request::from_parts(self.parts.clone(), ());
+        let mut parts = self.parts.clone();
+        if let Some(previous) = self.record.attempts.announced(lease.is_secured()) {
+            let name = HeaderName::from_static(PREVIOUS_ATTEMPTS);
+            parts.headers.insert(name, previous.into());
+        }
+        let deadline = self.record.attempts.exchange_deadline;
+        if let Some(field) = parts.headers.get_mut(GRPC_TIMEOUT)
+            && let Some(left) = deadline.grpc_timeout(field.as_bytes())
+            && let Ok(left) = HeaderValue::try_from(left)
+        {
+            *field = left;
+        }
+        let request = Request::from_parts(parts, ());
         let (response, to_upstream) = match lease.send(request, self.upload.is_done()) {
             Ok(stream) => stream,
             Err(error) => return self.failed(&error, endpoint, true, lease.acceptance()),

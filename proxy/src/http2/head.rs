@@ -68,8 +68,8 @@ pub(super) fn extended_protocol(parts: &Parts) -> Option<&str> {
 }
 
 /// Prepares the head for the next hop.
-pub(super) fn prepare(parts: &mut Parts, edit: Edit<'_>) {
-    Edits(&[edit]).apply(&mut parts.headers);
+pub(super) fn prepare(parts: &mut Parts, edits: &[Edit<'_>]) {
+    Edits(edits).apply(&mut parts.headers);
     // Without :authority, which is right if there is a Host, `h2` takes a scheme only of HTTP/1.
     if parts.uri.authority().is_none() {
         parts.version = Version::HTTP_11;
@@ -131,7 +131,7 @@ mod tests {
                 ("x-other", "3"),
             ],
         );
-        prepare(&mut forged, Edit::Remove("X-Called-By"));
+        prepare(&mut forged, &[Edit::Remove("X-Called-By")]);
         assert_eq!(forged.headers.len(), 1);
     }
 
