@@ -16,7 +16,7 @@ use std::cell::RefCell;
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
 
@@ -26,7 +26,7 @@ use crate::discovery::{Affinity, AppProtocol, EndpointInfo, Resource, Target};
 use crate::error::Failure;
 use crate::route::Routes;
 pub use budget::{BudgetSettings, RetryBudget};
-pub use endpoint::{Endpoint, InFlight, is_failure_status};
+pub use endpoint::{Endpoint, InFlight};
 use quarantine::Siblings;
 
 /// The endpoints of a Service port, or of a pod, among which requests are balanced.
@@ -138,11 +138,28 @@ impl Backend {
         self.state.borrow().members.len()
     }
 
+    /// The endpoints that want no retries at this time.
+    pub fn refuse_retries(&self, now: Instant) -> Vec<SocketAddr> {
+        let state = self.state.borrow();
+        let endpoints = state.members.iter().map(|member| &member.endpoint);
+        let refusing = endpoints.filter(|endpoint| endpoint.refuses_retries(now));
+        refusing.map(|endpoint| endpoint.address).collect()
+    }
+
     /// Whether there is an endpoint that is not in `tried`.
     pub fn has_untried(&self, tried: &[SocketAddr]) -> bool {
+        self.has_untried_that(tried, |_| true)
+    }
+
+    /// Whether there is an endpoint that is not in `tried`, and usually answers within this time.
+    pub fn can_answer_within(&self, time: Duration, tried: &[SocketAddr], now: Instant) -> bool {
+        self.has_untried_that(tried, |endpoint| endpoint.answers_within(time, now))
+    }
+
+    fn has_untried_that(&self, tried: &[SocketAddr], matches: impl Fn(&Endpoint) -> bool) -> bool {
         let state = self.state.borrow();
-        let mut members = state.members.iter();
-        members.any(|member| !tried.contains(&member.info.address))
+        let mut endpoints = state.members.iter().map(|member| &member.endpoint);
+        endpoints.any(|endpoint| !tried.contains(&endpoint.address) && matches(endpoint))
     }
 
     /// The endpoint with this address.
@@ -311,7 +328,7 @@ fn merge(
                     replaced.endpoint.remove();
                 }
                 let pool = pools.open(Remote::from(&*info));
-                let endpoint = Rc::new(Endpoint::new(pool.pool(), siblings));
+                let endpoint = Rc::new(Endpoint::new(pool.pool(), info.opaque, siblings));
                 Member {
                     info,
                     endpoint,

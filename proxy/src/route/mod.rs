@@ -264,9 +264,9 @@ impl Route {
     }
 
     /// The changes of the request's fields, with that of the mesh.
-    pub fn request_edits<'a>(&'a self, own: Edit<'a>) -> Vec<Edit<'a>> {
+    pub fn request_edits<'a>(&'a self, own: [Edit<'a>; 2]) -> Vec<Edit<'a>> {
         let changes = self.changes().request.iter().map(FieldEdit::as_edit);
-        std::iter::once(own).chain(changes).collect()
+        own.into_iter().chain(changes).collect()
     }
 
     /// The changes of the response's fields.
