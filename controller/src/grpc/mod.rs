@@ -6,9 +6,11 @@
 mod discover;
 mod frames;
 mod message;
+mod name;
 mod responses;
 mod routes;
 mod sign;
+mod subscriptions;
 mod watch;
 
 use std::collections::BTreeSet;
@@ -288,7 +290,7 @@ impl Mesh {
         let capabilities = capabilities(&caller);
         let announced = request.metadata().get(CAPABILITIES_METADATA);
         let announced = announced.and_then(|words| words.to_str().ok());
-        let announced = discover::Announced {
+        let announced = subscriptions::Announced {
             chunks: announces(announced, CAPABILITY_CHUNKS),
             routes: announces(announced, CAPABILITY_ROUTES),
         };
