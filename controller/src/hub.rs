@@ -28,6 +28,7 @@ use crate::index::locality::Location;
 use crate::index::object::{Change, Event, Key, Kind, Source};
 use crate::index::view::ServiceView;
 use crate::index::{Index, Touched};
+use crate::routes::RouteStatus;
 pub use published::Published;
 pub use resources::{Notifications, Resources};
 pub use services::Services;
@@ -67,6 +68,8 @@ pub struct Hub {
     meshed: watch::Sender<BTreeSet<Arc<str>>>,
     /// Notified after each change.
     changed: watch::Sender<()>,
+    /// Notified after each change that may concern the status of a route.
+    routed: watch::Sender<()>,
 }
 
 /// Sizes for the metrics.
@@ -90,6 +93,7 @@ impl Hub {
             missing: watch::Sender::new(sources.into_iter().flat_map(all).collect()),
             meshed: watch::Sender::default(),
             changed: watch::Sender::new(()),
+            routed: watch::Sender::new(()),
         }
     }
 
@@ -132,6 +136,9 @@ impl Hub {
                 listed.insert((*source, *kind));
             }
             index.apply_event(event, touched);
+        }
+        if index.settle(touched) {
+            self.routed.send_replace(());
         }
         self.meshed.send_if_modified(|meshed| {
             let now = index.meshed_namespaces().cloned().collect();
@@ -177,6 +184,16 @@ impl Hub {
     /// The namespaces with meshed pods, and changes.
     pub fn meshed_namespaces(&self) -> watch::Receiver<BTreeSet<Arc<str>>> {
         self.meshed.subscribe()
+    }
+
+    /// What the authors of routes are told: all routes with a parent that is a Service.
+    pub fn route_statuses(&self) -> Vec<RouteStatus> {
+        self.index().route_statuses()
+    }
+
+    /// Notified when the status of a route may have changed.
+    pub fn routes_changed(&self) -> watch::Receiver<()> {
+        self.routed.subscribe()
     }
 
     /// The keys and UIDs of ready meshed pods.
@@ -259,7 +276,7 @@ impl Hub {
         let affected = self.subscribers().affected(touched);
         for resource in affected {
             let mut resolved = Resolved::new(&index, &resource, &Location::default());
-            let locations = self.subscribers().locations(&resource, resolved.scope);
+            let locations = self.subscribers().locations(&resource, &resolved.scope);
             for location in locations {
                 resolved.add(&index, &resource, location);
             }

@@ -17,7 +17,7 @@ use proto::discover_response::Update as Response;
 use tonic::{Status, Streaming};
 
 use super::frames;
-use super::subscriptions::{Sent, Subscriptions};
+use super::subscriptions::{Announced, Sent, Subscriptions};
 use crate::authenticate::PodRef;
 use crate::authority::{Trust, TrustReceiver};
 use crate::hub::{Notifications, Resources};
@@ -107,10 +107,10 @@ impl SharedSubscriptions {
         subscriber: Resources,
         pod: Option<PodRef>,
         quota: Arc<Quota>,
-        chunks: bool,
+        announced: Announced,
     ) -> SharedSubscriptions {
         let notifications = subscriber.notifications();
-        let subscriptions = Subscriptions::new(subscriber, pod, quota, chunks);
+        let subscriptions = Subscriptions::new(subscriber, pod, quota, announced);
         SharedSubscriptions {
             inner: Arc::new(Mutex::new(subscriptions)),
             notifications,
@@ -240,8 +240,12 @@ mod tests {
             renew_within: Duration::ZERO,
         }));
         let hub = Hub::new([Source::Kubernetes]);
+        let announced = Announced {
+            chunks: true,
+            routes: true,
+        };
         let subscriptions =
-            SharedSubscriptions::new(hub.watch_resources(None), None, Arc::default(), true);
+            SharedSubscriptions::new(hub.watch_resources(None), None, Arc::default(), announced);
         let destination = "10.0.0.1:80".parse().unwrap();
         let request = subscribe(destination, "");
         subscriptions.lock().subscribe(request).unwrap();

@@ -7,6 +7,7 @@ mod discover;
 mod frames;
 mod message;
 mod name;
+mod routes;
 mod sign;
 mod subscriptions;
 mod watch;
@@ -19,10 +20,11 @@ use std::time::{Duration, SystemTime};
 
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::{
-    CAPABILITIES_METADATA, CAPABILITY_BACKEND, CAPABILITY_CHUNKS, CAPABILITY_SELF, announces,
+    CAPABILITIES_METADATA, CAPABILITY_BACKEND, CAPABILITY_CHUNKS, CAPABILITY_ROUTES,
+    CAPABILITY_SELF, announces,
 };
 use diy_mesh_runtime::metrics::Active;
-use futures::{Stream, StreamExt as _, TryFutureExt};
+use futures::{Stream, StreamExt as _};
 use http_body_util::BodyExt as _;
 use hyper::header::HeaderValue;
 use proto::service_mesh_service_server::{SERVICE_NAME, ServiceMeshService};
@@ -306,9 +308,12 @@ impl Mesh {
         let capabilities = hub.read(|index| capabilities(&caller, index));
         let announced = request.metadata().get(CAPABILITIES_METADATA);
         let announced = announced.and_then(|words| words.to_str().ok());
-        let chunks = announces(announced, CAPABILITY_CHUNKS);
+        let announced = subscriptions::Announced {
+            chunks: announces(announced, CAPABILITY_CHUNKS),
+            routes: announces(announced, CAPABILITY_ROUTES),
+        };
         let subscriber = hub.watch_resources(caller.pod.clone());
-        let subscriptions = SharedSubscriptions::new(subscriber, caller.pod, quota, chunks);
+        let subscriptions = SharedSubscriptions::new(subscriber, caller.pod, quota, announced);
         let responses = discover::responses(subscriptions.clone(), trust, metrics.clone());
         // Dropped with the responses.
         let (mut reading, read) = oneshot::channel::<Infallible>();

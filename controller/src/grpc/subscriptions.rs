@@ -25,6 +25,15 @@ const MAX_CHUNK_ENDPOINTS: usize = 4_000;
 /// Longer responses have a frame of their own, whose bytes all streams share.
 const MAX_SHARED_FRAME_BYTES: usize = 4 * 1024;
 
+/// What a client announces.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Announced {
+    /// It understands snapshots in several messages.
+    pub chunks: bool,
+    /// It applies routes.
+    pub routes: bool,
+}
+
 /// The resources that a client has subscribed to.
 pub(super) struct Subscriptions {
     subscriber: Resources,
@@ -33,8 +42,7 @@ pub(super) struct Subscriptions {
     /// The pod of the client, if its token is bound to one.
     pod: Option<PodRef>,
     quota: Arc<Quota>,
-    /// Whether the client understands snapshots in several messages.
-    chunks: bool,
+    announced: Announced,
     by_resource: HashMap<Arc<Resource>, Subscription>,
     /// Counts all of them.
     counted: Option<OwnedSemaphorePermit>,
@@ -62,13 +70,13 @@ impl Subscriptions {
         subscriber: Resources,
         pod: Option<PodRef>,
         quota: Arc<Quota>,
-        chunks: bool,
+        announced: Announced,
     ) -> Subscriptions {
         Subscriptions {
             subscriber,
             pod,
             quota,
-            chunks,
+            announced,
             by_resource: HashMap::new(),
             counted: None,
             end: None,
@@ -210,19 +218,23 @@ impl Subscriptions {
             Known::Sent(version) => difference(*version).map(|delta| (Sent::Delta, delta)),
         };
         *known = Known::Sent(state.version);
-        let chunks = self.chunks;
+        let Announced { chunks, routes } = self.announced;
         let whole = || {
-            whole(
-                response(resource, name.as_deref(), state, message::whole(state)),
-                chunks,
-            )
+            let mut update = message::whole(state);
+            if let Response::Snapshot(snapshot) = &mut update
+                && !routes
+            {
+                snapshot.routes = None;
+            }
+            whole(response(resource, name.as_deref(), state, update), chunks)
         };
-        let endpoints = state
-            .target
-            .as_ref()
-            .map_or(0, |target| target.endpoints.len());
+        let target = state.target.as_ref();
+        let endpoints = target.map_or(0, |target| target.endpoints.len());
+        let has_routes = target.is_some_and(|target| target.routes.is_some());
         // Few clients need an encoding of their own.
-        let is_shared = name.is_none() && (chunks || endpoints <= MAX_CHUNK_ENDPOINTS);
+        let is_shared = name.is_none()
+            && (chunks || endpoints <= MAX_CHUNK_ENDPOINTS)
+            && (routes || !has_routes);
         Some(delta.unwrap_or_else(|| match is_shared {
             true => (kind, published.whole(whole)),
             false => (kind, whole()),
@@ -359,8 +371,13 @@ mod tests {
             .collect()
     }
 
+    const ALL: Announced = Announced {
+        chunks: true,
+        routes: true,
+    };
+
     fn stream(hub: &Hub) -> Subscriptions {
-        Subscriptions::new(hub.watch_resources(None), None, Arc::default(), true)
+        Subscriptions::new(hub.watch_resources(None), None, Arc::default(), ALL)
     }
 
     fn subscribe(destination: SocketAddr, known_version: &str) -> proto::Subscribe {

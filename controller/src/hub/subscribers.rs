@@ -206,9 +206,9 @@ impl Subscribers {
     }
 
     /// The locations of the subscribers to a resource, within a scope.
-    pub(super) fn locations(&self, resource: &Resource, scope: Scope) -> HashSet<Location> {
+    pub(super) fn locations(&self, resource: &Resource, scope: &Scope) -> HashSet<Location> {
         let watched = self.resources.get(resource);
-        let watched = watched.filter(|_| scope != Scope::Cluster);
+        let watched = watched.filter(|_| *scope != Scope::default());
         let ids = watched
             .into_iter()
             .flat_map(|watched| watched.subscribers.keys());

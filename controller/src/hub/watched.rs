@@ -22,11 +22,12 @@ impl Resolved {
     pub(super) fn new(index: &Index, resource: &Resource, location: &Location) -> Resolved {
         let anywhere = Location::default();
         let (scope, state) = index.resolve(resource, &anywhere);
+        let location = location.within(&scope);
         let mut resolved = Resolved {
             scope,
             states: HashMap::from([(anywhere, state)]),
         };
-        resolved.add(index, resource, location.within(scope));
+        resolved.add(index, resource, location);
         resolved
     }
 
@@ -67,9 +68,9 @@ impl Watched {
         let mut resolved = resolved.unwrap_or_else(|| Resolved::new(index, resource, location));
         // An unpublished change of the scope concerns the other subscribers, too.
         if self.subscribers.is_empty() {
-            self.scope = resolved.scope;
+            self.scope = resolved.scope.clone();
         }
-        let location = location.within(self.scope);
+        let location = location.within(&self.scope);
         let state = resolved.take(index, resource, &location);
         let published = Published::next(None, state);
         self.states.insert(location, published.clone());
@@ -77,7 +78,7 @@ impl Watched {
     }
 
     pub(super) fn published(&self, location: &Location) -> Option<&Arc<Published>> {
-        self.states.get(&location.within(self.scope))
+        self.states.get(&location.within(&self.scope))
     }
 
     /// Replaces the states, and notifies the subscribers whose state has changed. Work is done per
@@ -91,11 +92,11 @@ impl Watched {
     ) {
         let anywhere = Location::default();
         let before = std::mem::take(self);
-        self.scope = resolved.scope;
+        self.scope = resolved.scope.clone();
         let state = resolved.take(index, resource, &anywhere);
         let next = Published::next(before.states.get(&anywhere), state);
         self.states.insert(anywhere.clone(), next.clone());
-        let is_shared = (before.scope, self.scope) == (Scope::Cluster, Scope::Cluster);
+        let is_shared = [&before.scope, &self.scope] == [&Scope::default(); 2];
         let is_same = |known: &Arc<Published>| Arc::ptr_eq(known, &next);
         let is_unchanged = is_shared && before.states.get(&anywhere).is_some_and(is_same);
         for (id, queue) in before.subscribers.iter().filter(|_| !is_unchanged) {
@@ -104,7 +105,7 @@ impl Watched {
                 continue;
             }
             let location = location(*id);
-            let published = self.states.entry(location.within(self.scope));
+            let published = self.states.entry(location.within(&self.scope));
             let published = published.or_insert_with_key(|location| {
                 let state = resolved.take(index, resource, location);
                 Published::next(before.states.get(location), state)

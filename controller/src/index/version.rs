@@ -1,6 +1,7 @@
 //! Versions: digests of states, equal on all replicas and independent of the order of events.
 
 use std::fmt;
+use std::hash::{Hash, Hasher};
 
 use aws_lc_rs::digest::{Context, SHA256};
 
@@ -71,6 +72,22 @@ impl Digest {
             .expect("a SHA-256 digest has 32 bytes");
         Version(*half)
     }
+}
+
+/// The version of a value: a digest of its fields. `what` distinguishes types.
+pub(crate) fn of(what: &str, value: &impl Hash) -> Version {
+    struct Fields(Digest);
+    impl Hasher for Fields {
+        fn write(&mut self, bytes: &[u8]) {
+            self.0.0.update(bytes);
+        }
+        fn finish(&self) -> u64 {
+            0
+        }
+    }
+    let mut fields = Fields(Digest::new(what));
+    value.hash(&mut fields);
+    fields.0.finish()
 }
 
 #[cfg(test)]
