@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use workloads::{App, Responses};
 
+pub mod gateway_api;
 pub mod workloads;
 
 /// Limit for each wait on the cluster, such as a rollout.
