@@ -395,6 +395,9 @@ impl Forward for Exchange {
             Some(Err(failure)) => return Err(AttemptError::connect(failure)),
             None => return Ok(Outcome::Cancelled),
         };
+        if !lease.is_reused() {
+            self.record.attempts.check_endpoint()?;
+        }
         let address = endpoint.address;
         if head::extended_protocol(&self.parts).is_some() && !lease.supports_extended_connect() {
             let reason = "it does not accept extended CONNECT requests".to_owned();
