@@ -74,6 +74,54 @@ fn new_endpoint_starts_with_a_small_share_unless_many_are_new() {
     );
 }
 
+#[test]
+fn stream_of_a_removed_endpoint_completes_and_its_connections_close() {
+    on_worker(async {
+        let (go, open) = (Rc::new(Cell::new(false)), Rc::new(Cell::new(0)));
+        let (answer, opened) = (go.clone(), open.clone());
+        let removed = listening(async move |stream| {
+            opened.set(opened.get() + 1);
+            let mut connection = h2::server::handshake(stream).await.expect("a preface");
+            while let Some(Ok((_, mut respond))) = connection.accept().await {
+                let answer = answer.clone();
+                tokio::task::spawn_local(async move {
+                    while !answer.get() {
+                        tokio::task::yield_now().await;
+                    }
+                    let body = respond.send_response(Response::new(()), false);
+                    body.expect("an open stream").send_data("late".into(), true)
+                });
+            }
+            opened.set(opened.get() - 1);
+        })
+        .await;
+        let remaining = EndpointInfo::bare(http2_app(Response::default).await);
+        let authority = Authority::new("root");
+        let service = Service::with(&authority, vec![EndpointInfo::bare(removed)]).await;
+        let stream = service.caller.connect(&service.destination).await;
+        let (mut client, connection) = h2::client::handshake(stream).await.expect("a preface");
+        tokio::task::spawn_local(async move { drop(connection.await) });
+        let get = || Request::get("http://cart/").body(()).expect("valid");
+        let (response, _) = client.send_request(get(), true).expect("it is ready");
+        while open.get() == 0 {
+            tokio::task::yield_now().await;
+        }
+        service.updates.send_replace(Arc::new(shop(&[remaining])));
+        assert_eq!(
+            http2_failures(&service).await,
+            0,
+            "the other one gets new requests"
+        );
+        go.set(true);
+        let response = response.await.expect("a response");
+        let data = response.into_body().data().await;
+        assert_eq!(data.expect("a body").expect("complete"), "late");
+        while open.get() > 0 {
+            tokio::task::yield_now().await;
+        }
+    });
+}
+
 /// A meshed endpoint that accepts the TLS handshake when `go` is set, and never answers a request.
 async fn slow_peer(
     authority: &Authority,
