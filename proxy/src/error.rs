@@ -16,6 +16,20 @@ pub enum Failure {
     /// The Service exists and has no ready endpoint.
     #[error("service {0} has no ready endpoint")]
     NoEndpoint(String),
+    /// The Service has routes, and none matches the request.
+    #[error("no route of service {0} matches the request")]
+    NoRoute(String),
+    /// A rule has no backend for the request.
+    #[error("{0} has no valid backend for the request")]
+    InvalidBackend(String),
+    /// The proxy rejected the routes of the Service.
+    #[error("the routes of service {service} are invalid for this proxy: {reason}")]
+    InvalidRoutes {
+        /// Namespace and name of the Service.
+        service: String,
+        /// What is invalid.
+        reason: String,
+    },
     /// The Service exists and does not have the port.
     #[error("service {service} has no port {port}; it has {}", list(ports))]
     UnknownPort {
@@ -31,7 +45,7 @@ pub enum Failure {
         "the endpoints of {0} are unknown, and it may be meshed: plaintext is not allowed; \
          check that the controller is available"
     )]
-    Withheld(SocketAddr),
+    Withheld(String),
     /// The endpoint did not accept the connection.
     #[error("cannot connect to {address}: {source}")]
     Connect {
@@ -164,6 +178,10 @@ impl Failure {
             | Self::UpstreamMalformed { .. }
             | Self::Handshake { .. }
             | Self::Loop(_) => StatusCode::BAD_GATEWAY,
+            Self::NoRoute(_) => StatusCode::NOT_FOUND,
+            Self::InvalidBackend(_) | Self::InvalidRoutes { .. } => {
+                StatusCode::INTERNAL_SERVER_ERROR
+            }
             Self::MtlsRequired => StatusCode::FORBIDDEN,
             Self::ConnectNotAllowed => StatusCode::METHOD_NOT_ALLOWED,
             Self::ConnectTimeout(_) | Self::Timeout(_) => StatusCode::GATEWAY_TIMEOUT,
@@ -184,8 +202,8 @@ impl Failure {
             Self::BadRequest(_) => 13, // INTERNAL, as gRPC maps HTTP 400
             // RESOURCE_EXHAUSTED
             Self::HeadersTooLarge(_) | Self::Overloaded(_) | Self::UpstreamOverloaded(_) => 8,
-            Self::ConnectNotAllowed => 12, // UNIMPLEMENTED
-            _ => 14,                       // UNAVAILABLE
+            Self::ConnectNotAllowed | Self::NoRoute(_) => 12, // UNIMPLEMENTED
+            _ => 14,                                          // UNAVAILABLE
         }
     }
 
@@ -228,6 +246,9 @@ impl Failure {
         match self {
             Self::NoneAccepts { last, .. } => last.code(),
             Self::NoEndpoint(_) => "no-endpoint",
+            Self::NoRoute(_) => "no-route",
+            Self::InvalidBackend(_) => "invalid-backend",
+            Self::InvalidRoutes { .. } => "invalid-routes",
             Self::UnknownPort { .. } => "unknown-port",
             Self::Withheld(_) => "withheld",
             Self::Connect { .. } => "connect-failed",

@@ -19,6 +19,7 @@ use crate::io::Io;
 use crate::lifetime::Expiry;
 use crate::memory::{Charge, PENDING_COST};
 use crate::policy::{Caller, PREVIOUS_ATTEMPTS};
+use crate::route::{Answer, Route, Routes, Service};
 use crate::timeouts::{IdleTimer, TimeoutKind};
 use crate::worker::Worker;
 use diy_mesh_runtime::shares::Share;
@@ -126,6 +127,22 @@ impl Flow {
         policy.authorize_request(&self.caller, request)
     }
 
+    /// Step 5, the route: the way of a request to this destination, which has `routes`. Waits for
+    /// the first response of discovery about a new backend.
+    pub async fn route(&self, routes: &Routes, request: &RequestView<'_>) -> Result<Route, Answer> {
+        let service = Service {
+            name: &self.destination.name(),
+            is_pod: self.destination.backend().is_pod(),
+            address: self.destination.address,
+        };
+        let plan = routes.plan(request, &service, &mut self.worker.rng.borrow_mut())?;
+        let backend = match plan.backend() {
+            Some(name) => self.worker.destinations.backend(name).await,
+            None => self.destination.backend().clone(),
+        };
+        Ok(Route::new(plan, backend))
+    }
+
     /// The expiry of this connection while it and `upstream` are in use: one of the two leads to a
     /// peer's proxy, or neither.
     pub fn expiry(&self, client: &Io, upstream: &Io) -> Expiry {
@@ -169,11 +186,10 @@ impl Flow {
     /// The changes that the proxy makes to every request's head: only it tells the application the
     /// caller's identity, and the next proxy the previous attempts, which no application gets.
     pub fn request_edits(&self) -> [Edit<'_>; 2] {
-        let called_by = match self.called_by() {
-            Some(identity) => Edit::Set("X-Called-By", identity),
-            None => Edit::Remove("X-Called-By"),
-        };
-        [called_by, Edit::Remove(PREVIOUS_ATTEMPTS)]
+        [
+            Edit::Own("X-Called-By", self.called_by()),
+            Edit::Own(PREVIOUS_ATTEMPTS, None),
+        ]
     }
 
     /// How often this request was sent before: by the proxy of its caller, or by the gRPC library of

@@ -583,9 +583,8 @@ mod tests {
                 hangs: false,
             };
             let backend = flow.destination.backend();
-            forward(&mut request, &flow, backend)
-                .await
-                .expect_err("no endpoint");
+            let forwarded = forward(&mut request, &flow, backend);
+            forwarded.await.expect_err("no endpoint");
             attempts += request.attempts.count;
         }
         (attempts, metrics.render())

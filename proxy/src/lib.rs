@@ -41,6 +41,7 @@ pub mod policy;
 pub mod ports;
 pub mod probe;
 pub mod record;
+pub mod route;
 mod scratch;
 pub mod timeouts;
 pub mod tls;

@@ -23,9 +23,12 @@ use crate::forward::RetryDenial;
 use crate::timeouts::TimeoutKind;
 
 /// Values of the label `code`: those of `Failure::code`, and one for codes missing here.
-const FAILURE_CODES: [&str; 19] = [
+const FAILURE_CODES: [&str; 22] = [
     "no-endpoint",
     "unknown-port",
+    "no-route",
+    "invalid-backend",
+    "invalid-routes",
     "withheld",
     "connect-failed",
     "connect-timeout",
@@ -514,7 +517,13 @@ mod tests {
                 port: 1,
                 ports: Arc::new([]),
             },
-            Failure::Withheld(address),
+            Failure::NoRoute(String::new()),
+            Failure::InvalidBackend(String::new()),
+            Failure::InvalidRoutes {
+                service: String::new(),
+                reason: String::new(),
+            },
+            Failure::Withheld(String::new()),
             Failure::Connect {
                 address,
                 source: Arc::new(std::io::ErrorKind::Other.into()),

@@ -22,8 +22,9 @@ use tokio::sync::watch;
 
 use crate::connect::Remote;
 use crate::connect::{OpenPool, Pools};
-use crate::discovery::{Affinity, AppProtocol, EndpointInfo, Target};
+use crate::discovery::{Affinity, AppProtocol, EndpointInfo, Resource, Target};
 use crate::error::Failure;
+use crate::route::Routes;
 pub use budget::{BudgetSettings, RetryBudget};
 pub use endpoint::{Endpoint, InFlight};
 use quarantine::Siblings;
@@ -40,8 +41,8 @@ const SLOW_START_FRACTION: usize = 3;
 
 /// The endpoints of a Service port, or of a pod, among which requests are balanced.
 pub struct Backend {
-    /// The original destination, which is the endpoint of what discovery does not know.
-    address: SocketAddr,
+    /// What discovery resolves. An address is the endpoint of what discovery does not know.
+    resource: Resource,
     updates: Option<RefCell<watch::Receiver<Arc<Target>>>>,
     state: RefCell<State>,
     pools: Rc<Pools>,
@@ -61,6 +62,8 @@ struct State {
     affinity: Option<Arc<Affinity>>,
     /// Until then, some endpoints get a growing share of the requests.
     slow_start_until: Option<Instant>,
+    routes: Option<Arc<Routes>>,
+    is_pod: bool,
 }
 
 struct Member {
@@ -74,29 +77,29 @@ struct Member {
 impl Backend {
     /// A backend whose only endpoint is `address` itself, such as the local application.
     pub fn fixed(address: SocketAddr, pools: &Rc<Pools>) -> Self {
-        Self::new(address, &Target::Unknown, None, pools)
+        Self::new(address.into(), &Target::Unknown, None, pools)
     }
 
-    /// A backend that follows the updates of discovery for `address`.
+    /// A backend that follows the updates of discovery for `resource`.
     pub fn watched(
-        address: SocketAddr,
+        resource: impl Into<Resource>,
         mut updates: watch::Receiver<Arc<Target>>,
         pools: &Rc<Pools>,
     ) -> Self {
         let target = updates.borrow_and_update().clone();
-        Self::new(address, &target, Some(updates), pools)
+        Self::new(resource.into(), &target, Some(updates), pools)
     }
 
     fn new(
-        address: SocketAddr,
+        resource: Resource,
         target: &Target,
         updates: Option<watch::Receiver<Arc<Target>>>,
         pools: &Rc<Pools>,
     ) -> Self {
         let siblings = Rc::default();
-        let state = State::new(target, address, Vec::new(), pools, &siblings);
+        let state = State::new(target, &resource, Vec::new(), pools, &siblings);
         Self {
-            address,
+            resource,
             updates: updates.map(RefCell::new),
             state: RefCell::new(state),
             pools: pools.clone(),
@@ -114,6 +117,17 @@ impl Backend {
     /// The name for logs and errors: `namespace/name` of the Service or pod, else the address.
     pub fn name(&self) -> Rc<str> {
         self.state.borrow().name.clone()
+    }
+
+    /// The routes of HTTP requests, if there are any.
+    pub fn routes(&self) -> Option<Arc<Routes>> {
+        self.apply_updates();
+        self.state.borrow().routes.clone()
+    }
+
+    /// Whether it is one pod, and not a Service.
+    pub fn is_pod(&self) -> bool {
+        self.state.borrow().is_pod
     }
 
     /// Selects the endpoint for the next request: the better of two random ones, without those in
@@ -185,7 +199,7 @@ impl Backend {
         if updates.borrow().has_changed().unwrap_or(false) {
             let target = updates.borrow_mut().borrow_and_update().clone();
             let before = std::mem::take(&mut self.state.borrow_mut().members);
-            let state = State::new(&target, self.address, before, &self.pools, &self.siblings);
+            let state = State::new(&target, &self.resource, before, &self.pools, &self.siblings);
             self.state.replace(state);
         }
     }
@@ -206,14 +220,14 @@ impl Backend {
 impl State {
     fn new(
         target: &Target,
-        address: SocketAddr,
+        resource: &Resource,
         before: Vec<Member>,
         pools: &Pools,
         siblings: &Rc<Siblings>,
     ) -> Self {
         let (name, app_protocol, endpoints) = match target {
             Target::Withheld | Target::Refused => {
-                (address.to_string(), AppProtocol::Detect, Vec::new())
+                (resource.to_string(), AppProtocol::Detect, Vec::new())
             }
             Target::UnknownPort(unknown) => (
                 format!("{}/{}", unknown.namespace, unknown.name),
@@ -221,9 +235,12 @@ impl State {
                 Vec::new(),
             ),
             Target::Unknown => (
-                address.to_string(),
+                resource.to_string(),
                 AppProtocol::Detect,
-                vec![Arc::new(EndpointInfo::bare(address))],
+                match resource {
+                    Resource::Destination(address) => vec![Arc::new(EndpointInfo::bare(*address))],
+                    Resource::Backend(_) => Vec::new(),
+                },
             ),
             Target::Service(service) => (
                 format!("{}/{}", service.namespace, service.name),
@@ -238,10 +255,10 @@ impl State {
         };
         let unavailable = match target {
             Target::Refused => Failure::Overloaded("too many destinations are in use"),
-            Target::Withheld => Failure::Withheld(address),
+            Target::Withheld => Failure::Withheld(resource.to_string()),
             Target::UnknownPort(unknown) => Failure::UnknownPort {
                 service: name.clone(),
-                port: address.port(),
+                port: resource.port(),
                 ports: unknown.ports.as_slice().into(),
             },
             _ => Failure::NoEndpoint(name.clone()),
@@ -264,6 +281,8 @@ impl State {
                 Target::Service(service) => service.affinity.clone(),
                 _ => None,
             },
+            routes: target.routes().cloned(),
+            is_pod: matches!(target, Target::Pod(_)),
         }
     }
 

@@ -140,7 +140,7 @@ impl Exchange<'_> {
                 return Ok(Some(head));
             }
             let mut out = BytesMut::new();
-            head.write(&mut out, response_edits(&upstream.io), None);
+            head.write(&mut out, Edits::of(own_edits(&upstream.io)), None);
             if self.client.write_all(&out).await.is_err() {
                 return Ok(None);
             }
@@ -233,7 +233,15 @@ impl Exchange<'_> {
         keep_alive: bool,
     ) -> Outcome {
         let status = StatusCode::from_u16(head.status).unwrap_or(StatusCode::BAD_GATEWAY);
-        self.record.response(status, head.reason(), &head);
+        let route = self.record.route.clone();
+        let mut with_route = Vec::new();
+        let mut edits = own_edits(&upstream);
+        if let Some(route) = &route {
+            with_route.extend(edits.iter().copied().chain(route.response_edits()));
+            edits = &with_route;
+        }
+        let edits = Edits::of(edits);
+        self.record.response(status, head.reason(), &head, edits);
         let is_tunnel = head.status == 101
             || (self.request.method() == b"CONNECT" && (200..300).contains(&head.status));
         let to_http10 = self.request.version == Version::Http10;
@@ -249,7 +257,7 @@ impl Exchange<'_> {
             (_, false) => Some("close"),
             (_, true) => to_http10.then_some("keep-alive"),
         };
-        head.write(&mut out, response_edits(&upstream), connection);
+        head.write(&mut out, edits, connection);
         let mut download = Relay::new(head.framing, out, to_http10);
         let flow = self.record.flow.clone();
         let mut expiry = None;
@@ -325,11 +333,11 @@ impl Exchange<'_> {
 
 /// The changes of a response's head: only a peer's proxy, which has authenticated, replies for the
 /// mesh.
-fn response_edits(upstream: &Io) -> Edits<'static> {
+fn own_edits(upstream: &Io) -> &'static [Edit<'static>] {
     if upstream.is_secured() {
-        Edits::default()
+        &[]
     } else {
-        Edits(&[Edit::Remove("x-mesh-error")])
+        &[Edit::Own("x-mesh-error", None)]
     }
 }
 

@@ -12,7 +12,7 @@ use bytes::Bytes;
 use h2::client::ResponseFuture;
 use h2::server::SendResponse;
 use h2::{Reason, RecvStream, SendStream};
-use http::header::{EXPECT, HeaderName, HeaderValue};
+use http::header::{EXPECT, HeaderName};
 use http::request::Parts;
 use http::{Method, Request, Response};
 
@@ -21,7 +21,6 @@ use super::head;
 use super::relay::{Message, Relay, RelayError, reset_code};
 use crate::balance::Endpoint;
 use crate::connect::http2::Lease;
-use crate::deadline::{self, Deadline, Limit};
 use crate::dump::Direction;
 use crate::error::Failure;
 use crate::flow::Flow;
@@ -34,10 +33,8 @@ use crate::memory::Charge;
 use crate::metrics::Protocol;
 use crate::policy::{PREVIOUS_ATTEMPTS, is_mesh_error};
 use crate::record::ExchangeRecord;
+use crate::route::Answer;
 use crate::tls::Acceptance;
-
-/// The time that a gRPC client waits for the end of the call.
-const GRPC_TIMEOUT: &str = "grpc-timeout";
 
 /// Forwards one request to an endpoint, and the response to the client.
 pub(super) async fn carry(
@@ -53,28 +50,44 @@ pub(super) async fn carry(
     memory.set(head_size);
     let mut record = ExchangeRecord::new(&client.flow, Protocol::Http2);
     record.attempts.previous = client.flow.previous_attempts(&parts.headers);
-    let is_grpc = head::is_grpc(&parts.headers);
-    if is_grpc && let Some(timeout) = parts.headers.get(GRPC_TIMEOUT) {
-        let timeout = deadline::parse_grpc_timeout(timeout.as_bytes());
-        record.attempts.exchange_deadline = Deadline::after(timeout, Limit::Caller);
+    let deadline = head::deadline(&parts);
+    let mut ready = admitted.map_err(Answer::from);
+    if let (Ok(()), Some(reason)) = (&ready, malformed) {
+        ready = Err(Failure::BadRequest(reason).into());
     }
-    head::prepare(&mut parts, &client.flow.request_edits());
+    if let (Ok(()), Some(routes)) = (&ready, client.flow.destination.routes()) {
+        // 5. Route. Boxed: most destinations have none.
+        ready = Box::pin(record.route(&routes, &head::view(&parts))).await;
+    }
+    // The route has set its own one.
+    record.attempts.exchange_deadline = deadline.earlier(record.attempts.exchange_deadline);
+    let own = client.flow.request_edits();
+    match record.route.clone() {
+        None => head::prepare(&mut parts, Edits::of(&own)),
+        Some(route) => {
+            let edits = Edits {
+                fields: &route.request_edits(own),
+                host: route.host(),
+                target: route.target(),
+            };
+            head::prepare(&mut parts, edits);
+        }
+    }
     record.request(&head::view(&parts), Edits::default());
     let mut exchange = Exchange {
         respond,
         upload: Relay::new(body, Message::Request),
         record,
-        is_grpc,
+        is_grpc: head::is_grpc(&parts.headers),
         to_client: None,
         expects_interim: parts.headers.contains_key(EXPECT),
         client,
         parts,
         _memory: memory,
     };
-    match (admitted, malformed) {
-        (Err(failure), _) => exchange.fail(&failure),
-        (_, Some(reason)) => exchange.fail(&Failure::BadRequest(reason)),
-        (Ok(()), None) => exchange.run().await,
+    match ready {
+        Ok(()) => exchange.run().await,
+        Err(answer) => exchange.reply(answer),
     }
 }
 
@@ -125,8 +138,9 @@ impl Exchange {
     /// Runs the exchange to its end.
     async fn run(&mut self) {
         let flow = self.record.flow.clone();
-        // 4. Authorization, 5. route, 6. balance, 7. connect, 8. serve.
-        let ended = match forward(self, &flow, flow.destination.backend()).await {
+        let backend = self.record.backend().clone();
+        // 4. Authorization, 6. balance, 7. connect, 8. serve.
+        let ended = match forward(self, &flow, &backend).await {
             // Boxed: it is rare, and would enlarge the task of every stream.
             Ok(Outcome::Tunnel(tunnel)) => Box::pin(self.tunnel(*tunnel)).await,
             ended => ended,
@@ -138,7 +152,7 @@ impl Exchange {
                 self.cut_off("the application reset the stream", code);
                 self.respond.send_reset(code);
             }
-            Err(failure) => self.fail(&failure),
+            Err(failure) => self.fail(failure),
         }
     }
 
@@ -218,8 +232,13 @@ impl Exchange {
         mut attempt: Attempt,
         endpoint: &Endpoint,
     ) -> Outcome {
-        let (parts, body) = response.into_parts();
-        self.record.response(parts.status, b"", &parts.headers);
+        let (mut parts, body) = response.into_parts();
+        if let Some(route) = &self.record.route {
+            let edits: Vec<_> = route.response_edits().collect();
+            Edits::of(&edits).apply(&mut parts.headers);
+        }
+        self.record
+            .response(parts.status, b"", &parts.headers, Edits::default());
         let from_proxy = attempt.lease.is_secured();
         let mut download = Relay::new(body, Message::Response { from_proxy });
         let is_grpc = self.is_grpc && head::is_grpc(&parts.headers);
@@ -352,13 +371,18 @@ impl Exchange {
     }
 
     /// Replies in place of the application.
-    fn fail(&mut self, failure: &Failure) {
+    fn fail(&mut self, failure: Failure) {
         if self.record.has_response() {
-            return self.fail_response(failure, &failure.to_string());
+            return self.fail_response(&failure, &failure.to_string());
         }
-        let reply = self.record.local_reply(failure);
+        self.reply(Answer::Failure(failure));
+    }
+
+    fn reply(&mut self, answer: Answer) {
+        let is_failure = matches!(answer, Answer::Failure(_));
+        let reply = self.record.local_reply(answer);
         let head_only = self.parts.method == Method::HEAD;
-        let (head, body) = if self.is_grpc {
+        let (head, body) = if self.is_grpc && is_failure {
             reply.grpc()
         } else {
             reply.http2(head_only)
@@ -411,13 +435,7 @@ impl Forward for Exchange {
             let name = HeaderName::from_static(PREVIOUS_ATTEMPTS);
             parts.headers.insert(name, previous.into());
         }
-        let deadline = self.record.attempts.exchange_deadline;
-        if let Some(field) = parts.headers.get_mut(GRPC_TIMEOUT)
-            && let Some(left) = deadline.grpc_timeout(field.as_bytes())
-            && let Ok(left) = HeaderValue::try_from(left)
-        {
-            *field = left;
-        }
+        head::set_deadline(&mut parts, self.record.attempts.exchange_deadline);
         let request = Request::from_parts(parts, ());
         let (response, to_upstream) = match lease.send(request, self.upload.is_done()) {
             Ok(stream) => stream,

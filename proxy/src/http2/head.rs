@@ -3,11 +3,16 @@
 
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE, HOST};
 use http::request::Parts;
-use http::{HeaderMap, HeaderName, HeaderValue, Method, Version};
+use http::uri::{Authority, PathAndQuery};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri, Version};
 
 use crate::authority;
-use crate::http::edits::{Edit, Edits};
+use crate::deadline::{Deadline, Limit, parse_grpc_timeout};
+use crate::http::edits::Edits;
 use crate::http::view::RequestView;
+
+/// The time that a gRPC client waits for the end of the call.
+const GRPC_TIMEOUT: &str = "grpc-timeout";
 
 /// The reason why the request is malformed (RFC 9113), or ambiguous for the next hop.
 pub(super) fn malformed(parts: &Parts) -> Option<&'static str> {
@@ -68,12 +73,31 @@ pub(super) fn extended_protocol(parts: &Parts) -> Option<&str> {
 }
 
 /// Prepares the head for the next hop.
-pub(super) fn prepare(parts: &mut Parts, edits: &[Edit<'_>]) {
-    Edits(edits).apply(&mut parts.headers);
+pub(super) fn prepare(parts: &mut Parts, edits: Edits<'_>) {
+    edits.apply(&mut parts.headers);
+    if edits.host.is_some() || edits.target.is_some() {
+        rewrite(parts, edits);
+    }
     // Without :authority, which is right if there is a Host, `h2` takes a scheme only of HTTP/1.
     if parts.uri.authority().is_none() {
         parts.version = Version::HTTP_11;
     }
+}
+
+/// Changes `:authority`, if there is one, and `:path`. Routes make only valid ones.
+fn rewrite(parts: &mut Parts, edits: Edits<'_>) {
+    let mut uri = std::mem::take(&mut parts.uri).into_parts();
+    let host = edits.host.and_then(|host| Authority::try_from(host).ok());
+    if let (Some(_), Some(host)) = (&uri.authority, host) {
+        uri.authority = Some(host);
+    }
+    if let Some(target) = edits
+        .target
+        .and_then(|target| PathAndQuery::try_from(target).ok())
+    {
+        uri.path_and_query = Some(target);
+    }
+    parts.uri = Uri::from_parts(uri).unwrap_or_default();
 }
 
 /// Removes the fields of heads and trailers that only the proxy may set, in every spelling.
@@ -96,6 +120,24 @@ pub(super) fn is_grpc(headers: &HeaderMap) -> bool {
         .is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
 }
 
+/// The deadline of the caller of a gRPC call, if it has one.
+pub(super) fn deadline(parts: &Parts) -> Deadline {
+    let timeout = parts.headers.get(GRPC_TIMEOUT);
+    let timeout = timeout.filter(|_| is_grpc(&parts.headers));
+    let timeout = timeout.and_then(|timeout| parse_grpc_timeout(timeout.as_bytes()));
+    Deadline::after(timeout, Limit::Caller)
+}
+
+/// Reduces the `grpc-timeout` of an attempt to the time that is left.
+pub(super) fn set_deadline(parts: &mut Parts, deadline: Deadline) {
+    if let Some(field) = parts.headers.get_mut(GRPC_TIMEOUT)
+        && let Some(left) = deadline.grpc_timeout(field.as_bytes())
+        && let Ok(left) = HeaderValue::try_from(left)
+    {
+        *field = left;
+    }
+}
+
 /// The size of a request's head, counted as in RFC 9113, section 6.5.2.
 pub fn size(parts: &Parts) -> usize {
     let field = |(name, value): (&HeaderName, &HeaderValue)| name.as_str().len() + value.len() + 32;
@@ -109,6 +151,7 @@ pub fn size(parts: &Parts) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::http::edits::Edit;
     use http::Request;
 
     fn parts(method: &str, uri: &str, fields: &[(&str, &str)]) -> Parts {
@@ -131,7 +174,7 @@ mod tests {
                 ("x-other", "3"),
             ],
         );
-        prepare(&mut forged, &[Edit::Remove("X-Called-By")]);
+        prepare(&mut forged, Edits::of(&[Edit::Own("X-Called-By", None)]));
         assert_eq!(forged.headers.len(), 1);
     }
 

@@ -37,8 +37,9 @@ fn new_endpoint_starts_with_a_small_share_unless_many_are_new() {
         let endpoint = |host| EndpointInfo::bare(([10, 0, 0, host], 80).into());
         hosts.map(endpoint).collect()
     };
-    let (pools, siblings, address) = (Pools::default(), Rc::default(), ([10, 96, 0, 7], 80).into());
-    let state = |before, target: &Target| State::new(target, address, before, &pools, &siblings);
+    let (pools, siblings) = (Pools::default(), Rc::default());
+    let address = SocketAddr::from(([10, 96, 0, 7], 80)).into();
+    let state = |before, target: &Target| State::new(target, &address, before, &pools, &siblings);
     let is_even = |shares: &[f64]| {
         let even = 1.0 / shares.len() as f64;
         shares.iter().all(|share| (share - even).abs() < 0.02)

@@ -1,0 +1,69 @@
+//! The subscriptions of one client to resources.
+
+use std::sync::Arc;
+
+use super::subscribers::ResourceQueue;
+use super::watched::Resolved;
+use super::{Hub, Published};
+use crate::index::object::Resource;
+
+/// A subscriber to resources. Dropping it ends its subscriptions.
+pub struct Resources {
+    hub: Hub,
+    pub(super) id: u64,
+    pub(super) queue: Arc<ResourceQueue>,
+}
+
+impl Resources {
+    pub(super) fn new(hub: Hub, id: u64, queue: Arc<ResourceQueue>) -> Resources {
+        Resources { hub, id, queue }
+    }
+
+    /// Adds a subscription, and a notification of its current state, even if it exists. Returns the
+    /// resource as all subscribers share it.
+    pub fn subscribe(&mut self, resource: &Resource) -> Arc<Resource> {
+        // The index stays unchanged until the state is published.
+        let index = self.hub.index();
+        let (location, is_known) = self.hub.subscribers().known(self.id, resource);
+        let resolved = (!is_known).then(|| Resolved::new(&index, resource, &location));
+        let mut subscribers = self.hub.subscribers();
+        subscribers.subscribe(&index, self.id, resource, resolved)
+    }
+
+    /// Removes a subscription, with its notification.
+    pub fn unsubscribe(&mut self, resource: &Resource) {
+        self.hub.subscribers().unsubscribe(self.id, resource);
+    }
+
+    /// A handle that waits for notifications.
+    pub fn notifications(&self) -> Notifications {
+        Notifications(self.queue.clone())
+    }
+
+    /// The next notification: a resource and its latest state.
+    pub fn next(&self) -> Option<(Arc<Resource>, Arc<Published>)> {
+        self.queue.pop()
+    }
+}
+
+impl Drop for Resources {
+    fn drop(&mut self) {
+        self.hub.subscribers().remove_client(self.id);
+    }
+}
+
+/// Waits for the notifications of a subscriber.
+#[derive(Clone)]
+pub struct Notifications(Arc<ResourceQueue>);
+
+impl Notifications {
+    /// Waits for a notification. Cancel-safe.
+    pub async fn wait(&self) {
+        self.0.wait().await;
+    }
+
+    /// Completes the current wait, or the next one, without a notification.
+    pub fn wake(&self) {
+        self.0.wake();
+    }
+}
