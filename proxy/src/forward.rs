@@ -583,8 +583,9 @@ mod tests {
                 hangs: false,
             };
             let backend = flow.destination.backend();
-            let forwarded = forward(&mut request, &flow, backend);
-            forwarded.await.expect_err("no endpoint");
+            forward(&mut request, &flow, backend)
+                .await
+                .expect_err("no endpoint");
             attempts += request.attempts.count;
         }
         (attempts, metrics.render())

@@ -180,13 +180,15 @@ impl<'a> Exchange<'a> {
         request: RequestHead,
         memory: &'a mut Charge,
     ) -> Self {
+        let mut record = ExchangeRecord::new(flow, Protocol::Http1);
+        record.attempts.previous = flow.previous_attempts(&request);
         let upload = Relay::with_replay(request.framing, BytesMut::new());
         Self {
             client,
             memory,
             head_size: 0,
             request,
-            record: ExchangeRecord::new(flow, Protocol::Http1),
+            record,
             upload,
             client_ended: false,
             end_passed_on: false,
@@ -205,7 +207,6 @@ impl<'a> Exchange<'a> {
     /// Carries the exchange to its end.
     async fn run(&mut self) -> After {
         let flow = self.record.flow.clone();
-        self.record.attempts.previous = flow.previous_attempts(&self.request);
         let own = flow.request_edits();
         if let Some(routes) = flow.destination.routes() {
             // 5. Route. Boxed: most destinations have none.
