@@ -255,6 +255,21 @@ impl Attempts {
         self.exchange_deadline.earlier(attempt)
     }
 
+    /// There is a new connection. Fails if discovery has removed the endpoint in the meantime:
+    /// another one gets the request, which has not been sent yet.
+    pub fn check_endpoint(&mut self) -> Result<(), AttemptError> {
+        let (Some(backend), Some(endpoint)) = (&self.backend, &self.last) else {
+            return Ok(());
+        };
+        if backend.contains(endpoint) {
+            return Ok(());
+        }
+        self.is_granted = self.count < MAX_ATTEMPTS && backend.endpoints_len() > 0;
+        let failure = Failure::NoEndpoint(backend.name().to_string());
+        let retry = Retry::OtherEndpoint;
+        Err(AttemptError { failure, retry })
+    }
+
     /// Opens the connections of the current attempt.
     pub fn dialer<'a>(&self, tls: &'a Tls) -> Dialer<'a> {
         Dialer {
