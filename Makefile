@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz e2e tilt-ci bench bench-scale images dev-images previous-images load load-previous tools
+.PHONY: help demo test check fuzz e2e tilt-ci bench bench-scale conformance conformance-image images dev-images previous-images load load-previous tools
 
 MESH := controller injector proxy proxy-init
 APPS := controller injector proxy proxy-init http-client http-server grpc-client grpc-server
@@ -28,7 +28,7 @@ say = @printf '\033[1m%s\033[0m\n' "$(1)"
 
 help: ## this list
 	@printf 'DIY Service Mesh: the whole mesh, small enough to read, fast enough to run.\n\n'
-	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do printf '  make %-12s%s\n' "$$target" "$$text"; done
+	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do printf '  make %-18s%s\n' "$$target" "$$text"; done
 	@printf '\nFirst time here? make demo\n'
 
 demo: tools ## run the mesh in a sandbox, without cluster and Docker (ARGS='--for 30')
@@ -69,6 +69,16 @@ e2e: ## run the cluster tests on the cluster of KUBECONFIG, which needs the imag
 	@cargo test --workspace --test kubernetes --test kubernetes_authority -- --ignored
 	@cargo build --bins # the command line tests run these programs
 	@E2E=1 E2E_PREVIOUS_TAG=$(PREVIOUS_TAG) cargo test --workspace --test 'cluster_*' -- --nocapture
+
+conformance-image: ## build the image for make conformance with Go (DOCKER_BUILD='docker build', or IMAGE=PROGRAM)
+	@mkdir -p $(TARGET_DIR)/conformance
+	@cd tests/conformance && CGO_ENABLED=0 go build -trimpath -o $(abspath $(TARGET_DIR))/conformance/client ./echo
+	@$(or $(IMAGE:%=% diy-sm-conformance:dev $(TARGET_DIR)/conformance/client),$(DOCKER_BUILD) -t diy-sm-conformance:dev -f tests/conformance/Dockerfile $(TARGET_DIR)/conformance)
+
+conformance: ## run the Gateway API's conformance tests for meshes on the cluster of KUBECONFIG, which needs the images (ARGS='-run-test MeshSplit')
+	@kubectl apply -k manifests >/dev/null
+	@for part in controller injector; do kubectl rollout status -n service-mesh "deployment/$$part" --timeout=180s; done
+	@cd tests/conformance && go test -count=1 -timeout 30m . -args $(ARGS)
 
 tilt-ci: ## deploy with Tilt to a local cluster, wait until all workloads are healthy, clean up (ARGS=--network=host)
 	@tilt ci -- $(ARGS)

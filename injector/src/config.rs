@@ -52,6 +52,9 @@ pub struct Flags {
     /// Namespace of the injector
     #[arg(long, env, value_name = "NAMESPACE", value_parser = namespace, default_value = "service-mesh")]
     pub pod_namespace: String,
+    /// Folder with the Namespaces as NAME.json, in place of the Kubernetes API
+    #[arg(long, env, value_name = "FOLDER")]
+    pub namespaces_folder: Option<PathBuf>,
     /// Storage of the serving certificate
     #[arg(long, env, value_name = "STORAGE", default_value = "kubernetes")]
     pub serving_certificate: CertificateStorage,
@@ -154,6 +157,8 @@ pub struct Config {
     pub listen: SocketAddr,
     /// The address of the admin server.
     pub admin_listen: SocketAddr,
+    /// The folder with the Namespaces, if they are not read from Kubernetes.
+    pub namespaces_folder: Option<PathBuf>,
     /// The storage of the serving certificate.
     pub serving_certificate: ServingCertificate,
     /// Additional names of the serving certificate.
@@ -222,6 +227,7 @@ impl Config {
             },
             listen: flags.listen,
             admin_listen: flags.admin_listen,
+            namespaces_folder: flags.namespaces_folder,
             serving_certificate,
             extra_names: flags
                 .extra_san
@@ -262,7 +268,8 @@ fn spiffe_id(value: &str) -> Result<String, &'static str> {
     }
 }
 
-fn namespace(value: &str) -> Result<String, &'static str> {
+/// Accepts the name of a namespace.
+pub(crate) fn namespace(value: &str) -> Result<String, &'static str> {
     let is_label = (1..=63).contains(&value.len())
         && !value.starts_with('-')
         && !value.ends_with('-')

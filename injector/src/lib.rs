@@ -1,7 +1,8 @@
 //! The injector: a mutating admission webhook that adds proxy-init and the proxy to pods.
 //!
-//! The path of a review: `server` (HTTPS), `webhook` (limits), `review` (AdmissionReview), `patch`
-//! (Pod to JSON patch), which uses `annotations`, `proxy_settings`, `containers` and `probes`.
+//! The path of a review: `server` (HTTPS), `webhook` (limits), `review` (AdmissionReview),
+//! `namespaces` (labels), `patch` (Pod to JSON patch), which uses `annotations`, `proxy_settings`,
+//! `containers` and `probes`.
 //! `kubernetes` or `ephemeral` provide the serving certificate (`certificate`); `publish` hands it
 //! to `tls` and to `health`.
 //!
@@ -17,6 +18,7 @@ mod events;
 mod health;
 mod kubernetes;
 mod metrics;
+mod namespaces;
 pub mod patch;
 mod pod;
 mod probes;
@@ -42,6 +44,7 @@ pub use crate::config::{Config, Flags, ServingCertificate};
 use crate::events::{Events, Queue};
 use crate::health::Health;
 use crate::metrics::Metrics;
+use crate::namespaces::Namespaces;
 use crate::publish::Publisher;
 
 /// A failure of the injector.
@@ -143,6 +146,7 @@ impl Injector {
         let (events, queue) = Events::new();
         let handler = webhook::handler(Arc::new(webhook::Webhook::new(
             config.settings.clone(),
+            Namespaces::open(config.namespaces_folder.as_deref()).await?,
             metrics,
             events,
         )));

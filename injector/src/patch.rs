@@ -23,8 +23,8 @@ pub struct Candidate<'a> {
     pub pod: &'a Value,
     /// The namespace of the request. The pod itself may not name it.
     pub namespace: &'a str,
-    /// The labels of that namespace.
-    pub labels: NamespaceLabels,
+    /// The labels of that namespace, or the reason why they are unknown.
+    pub labels: Result<NamespaceLabels, &'a str>,
 }
 
 /// The labels of a namespace, which are defaults for its pods. Annotations of a pod take
@@ -46,6 +46,8 @@ pub enum Verdict {
     Skipped(String),
     /// The pod is rejected, with a message.
     Denied(String),
+    /// The pod is rejected for now, because the labels of its namespace are unknown.
+    Unknown(String),
     /// The pod is admitted with a proxy.
     Injected(Box<Injection>),
 }
@@ -68,22 +70,26 @@ const DEFAULT_GRACE_PERIOD: u64 = 30;
 
 /// Decides about a pod.
 pub fn decide(settings: &Settings, candidate: Candidate<'_>) -> Verdict {
-    match annotations::inject(candidate.pod) {
-        InjectAnnotation::Disabled => return Verdict::NotRequested,
-        InjectAnnotation::Unset if !candidate.labels.enabled => return Verdict::NotRequested,
-        InjectAnnotation::Invalid(value) => {
+    match (annotations::inject(candidate.pod), candidate.labels) {
+        (InjectAnnotation::Disabled, _) => return Verdict::NotRequested,
+        (InjectAnnotation::Unset, Ok(labels)) if !labels.enabled => return Verdict::NotRequested,
+        (InjectAnnotation::Invalid(value), _) => {
             return Verdict::Skipped(format!(
                 "not injected: annotation {} is {}, expected \"true\" or \"false\"",
                 annotations::INJECT,
                 quoted(value)
             ));
         }
-        InjectAnnotation::Enabled | InjectAnnotation::Unset => {}
+        (InjectAnnotation::Enabled | InjectAnnotation::Unset, _) => {}
     }
     if let Some(reason) = ineligible(settings, candidate) {
         return Verdict::Skipped(format!("not injected: {reason}"));
     }
-    match inject(settings, candidate) {
+    let labels = match candidate.labels {
+        Ok(labels) => labels,
+        Err(reason) => return Verdict::Unknown(reason.into()),
+    };
+    match inject(settings, candidate.pod, labels) {
         Ok(injection) => Verdict::Injected(Box::new(injection)),
         Err(mut problems) => {
             problems.truncate(MAX_REPORTED_PROBLEMS);
@@ -127,8 +133,11 @@ fn ineligible(settings: &Settings, candidate: Candidate<'_>) -> Option<String> {
 }
 
 /// Injects the proxy, or returns every problem that prevents it.
-fn inject(settings: &Settings, candidate: Candidate<'_>) -> Result<Injection, Vec<String>> {
-    let pod = candidate.pod;
+fn inject(
+    settings: &Settings,
+    pod: &Value,
+    labels: NamespaceLabels,
+) -> Result<Injection, Vec<String>> {
     let view = PodView::new(pod)?;
     let mut problems = conflicts(pod, &view);
     let mut options = Options::from_pod(pod).unwrap_or_else(|invalid| {
@@ -136,7 +145,7 @@ fn inject(settings: &Settings, candidate: Candidate<'_>) -> Result<Injection, Ve
         Options::default()
     });
     let proxy = settings.proxy.for_pod(pod, &mut problems);
-    let namespace_mode = candidate.labels.strict.then_some(annotations::STRICT);
+    let namespace_mode = labels.strict.then_some(annotations::STRICT);
     options.inbound = options.inbound.or(namespace_mode);
     let ports = Ports::avoiding(declared_ports(&view)).unwrap_or_else(|| {
         problems.push("the containers of the pod declare all ports from 4000 to 65535, which leaves none for the proxy".into());

@@ -61,26 +61,34 @@ pub struct Reviewed {
     pub concerned: Option<ObjectReference>,
 }
 
-/// Reviews an AdmissionReview, as JSON.
-pub fn review(
-    settings: &Settings,
-    body: &[u8],
-    labels: NamespaceLabels,
-) -> Result<Reviewed, Error> {
+/// Decodes an AdmissionReview, as JSON.
+pub fn decode(body: &[u8]) -> Result<Request, Error> {
     let review: ReviewRequest = serde_json::from_slice(body)?;
     if review.api_version != API_VERSION || review.kind != KIND {
         return Err(Error::Version(review.api_version, review.kind));
     }
     let request = review.request.ok_or(Error::NoRequest)?;
+    if !matches!(operation(&request), Operation::Other) && !request.object.is_object() {
+        return Err(Error::NoObject(request.uid));
+    }
+    Ok(request)
+}
+
+/// Reviews a request. `labels` are those of the namespace of a new pod, or the reason why they are
+/// unknown.
+pub fn review(
+    settings: &Settings,
+    request: Request,
+    labels: Result<NamespaceLabels, String>,
+) -> Result<Reviewed, Error> {
     let verdict = match operation(&request) {
         Operation::Other => Verdict::NotRequested,
-        _ if !request.object.is_object() => return Err(Error::NoObject(request.uid)),
         Operation::CreatePod => decide(
             settings,
             Candidate {
                 pod: &request.object,
                 namespace: &request.namespace,
-                labels,
+                labels: labels.as_ref().map_err(String::as_str).copied(),
             },
         ),
         Operation::AddEphemeralContainers => decide_ephemeral_containers(&request.object),
@@ -183,12 +191,11 @@ fn response(uid: String, verdict: Verdict) -> Result<(Response, Outcome), serde_
             Outcome::LeftAlone
         }
         Verdict::Denied(message) => {
-            response.allowed = false;
-            response.status = Some(Status {
-                code: 422,
-                reason: "Invalid",
-                message,
-            });
+            response.deny(422, "Invalid", message);
+            Outcome::Denied
+        }
+        Verdict::Unknown(message) => {
+            response.deny(503, "ServiceUnavailable", message);
             Outcome::Denied
         }
         Verdict::Injected(injection) => {
@@ -214,9 +221,10 @@ struct ReviewRequest {
     request: Option<Request>,
 }
 
-#[derive(Deserialize)]
+/// The request of an AdmissionReview.
+#[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Request {
+pub struct Request {
     uid: String,
     kind: Kind,
     sub_resource: Option<String>,
@@ -231,7 +239,14 @@ struct Request {
     dry_run: bool,
 }
 
-#[derive(Deserialize)]
+impl Request {
+    /// The namespace of a new pod. Its labels are defaults for the pod.
+    pub fn namespace_of_new_pod(&self) -> Option<&str> {
+        matches!(operation(self), Operation::CreatePod).then_some(&self.namespace)
+    }
+}
+
+#[derive(Debug, Deserialize)]
 struct Kind {
     #[serde(default)]
     group: String,
@@ -261,6 +276,17 @@ struct Response {
     audit_annotations: BTreeMap<&'static str, &'static str>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     warnings: Vec<String>,
+}
+
+impl Response {
+    fn deny(&mut self, code: u16, reason: &'static str, message: String) {
+        self.allowed = false;
+        self.status = Some(Status {
+            code,
+            reason,
+            message,
+        });
+    }
 }
 
 #[derive(Serialize)]

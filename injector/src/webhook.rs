@@ -1,5 +1,5 @@
-//! The HTTP endpoint of the webhook: `POST /inject` with an AdmissionReview for [`crate::review`].
-//! The path carries the labels of the namespace, so that the injector does not read namespaces.
+//! The HTTP endpoint of the webhook: `POST /pods` with an AdmissionReview for [`crate::review`], and
+//! the labels of the namespace of a new pod.
 //!
 //! Limits the size of a body, the number of JSON values in it, the size of all bodies in memory,
 //! and the time of a review.
@@ -18,17 +18,16 @@ use tokio::time::timeout;
 use crate::config::Settings;
 use crate::events::Events;
 use crate::metrics::Metrics;
+use crate::namespaces::Namespaces;
 use crate::patch::NamespaceLabels;
 use crate::review::{self, Outcome};
 
-/// The path for namespaces without labels.
-pub const PATH: &str = "/inject";
-/// The path for namespaces that enable injection. Webhook configurations do not support a query.
-pub const PATH_FOR_ENABLED_NAMESPACES: &str = "/inject/enabled-namespace";
-/// The path for strict namespaces.
-pub const PATH_FOR_STRICT_NAMESPACES: &str = "/inject/strict-namespace";
-/// The path for strict namespaces that enable injection.
-pub const PATH_FOR_ENABLED_STRICT_NAMESPACES: &str = "/inject/enabled-strict-namespace";
+/// The path. Earlier releases, which read the labels of the namespace from the path, respond to it
+/// with 404: no pod of a strict namespace gets a permissive proxy during an upgrade.
+pub const PATH: &str = "/pods";
+/// The start of the paths of earlier releases, whose webhook configurations may still be in effect.
+/// The labels in these paths have no effect.
+const EARLIER_PATHS: &str = "/inject";
 /// Maximum size of a body. The API server accepts objects of up to 3 MiB, and a review contains
 /// one.
 pub const MAX_BODY_BYTES: usize = 4 * 1024 * 1024;
@@ -44,6 +43,7 @@ const REVIEW_TIMEOUT: Duration = Duration::from_secs(4);
 #[derive(Debug)]
 pub struct Webhook {
     settings: Settings,
+    namespaces: Namespaces,
     metrics: Arc<Metrics>,
     events: Events,
     buffer_kib: Semaphore,
@@ -51,9 +51,15 @@ pub struct Webhook {
 
 impl Webhook {
     /// A webhook that injects containers with these settings.
-    pub fn new(settings: Settings, metrics: Arc<Metrics>, events: Events) -> Self {
+    pub fn new(
+        settings: Settings,
+        namespaces: Namespaces,
+        metrics: Arc<Metrics>,
+        events: Events,
+    ) -> Self {
         Self {
             settings,
+            namespaces,
             metrics,
             events,
             buffer_kib: Semaphore::new(MAX_BUFFERED_KIB),
@@ -65,12 +71,13 @@ impl Webhook {
     where
         B: Body<Data = Bytes, Error: Into<Box<dyn std::error::Error + Send + Sync>>>,
     {
-        let Some(labels) = namespace_labels(request.uri().path()) else {
+        let path = request.uri().path();
+        if path != PATH && !path.starts_with(EARLIER_PATHS) {
             return error_response(
                 StatusCode::NOT_FOUND,
                 format!("unknown path: send POST {PATH}\n"),
             );
-        };
+        }
         if request.method() != Method::POST {
             let mut response = error_response(
                 StatusCode::METHOD_NOT_ALLOWED,
@@ -82,7 +89,7 @@ impl Webhook {
             return response;
         }
         let started = Instant::now();
-        let reviewed = timeout(REVIEW_TIMEOUT, self.review(request.into_body(), labels))
+        let reviewed = timeout(REVIEW_TIMEOUT, self.review(request.into_body()))
             .await
             .unwrap_or(Err(Error::Timeout));
         self.metrics.duration(started.elapsed());
@@ -93,16 +100,17 @@ impl Webhook {
         })
     }
 
-    async fn review<B>(
-        &self,
-        body: B,
-        labels: NamespaceLabels,
-    ) -> Result<Response<Full<Bytes>>, Error>
+    async fn review<B>(&self, body: B) -> Result<Response<Full<Bytes>>, Error>
     where
         B: Body<Data = Bytes, Error: Into<Box<dyn std::error::Error + Send + Sync>>>,
     {
         let (body, _permit) = self.read(body).await?;
-        let reviewed = review::review(&self.settings, &body, labels)?;
+        let request = review::decode(&body)?;
+        let labels = match request.namespace_of_new_pod() {
+            Some(namespace) => self.namespaces.labels(namespace).await,
+            None => Ok(NamespaceLabels::default()),
+        };
+        let reviewed = review::review(&self.settings, request, labels)?;
         let (subject, messages) = (&reviewed.subject, reviewed.messages.join("; "));
         match reviewed.outcome {
             Outcome::Injected => tracing::info!(%subject, %messages, "injected"),
@@ -160,18 +168,6 @@ impl Webhook {
         }
         Ok((body, permit))
     }
-}
-
-/// The labels that a path stands for, or `None` for an unknown path.
-pub fn namespace_labels(path: &str) -> Option<NamespaceLabels> {
-    let (enabled, strict) = match path {
-        PATH => (false, false),
-        PATH_FOR_ENABLED_NAMESPACES => (true, false),
-        PATH_FOR_STRICT_NAMESPACES => (false, true),
-        PATH_FOR_ENABLED_STRICT_NAMESPACES => (true, true),
-        _ => return None,
-    };
-    Some(NamespaceLabels { enabled, strict })
 }
 
 /// The webhook as a handler for the HTTP server.
@@ -234,6 +230,7 @@ mod tests {
     use clap::Parser;
 
     use crate::config::{Config, Flags};
+    use crate::namespaces::Source;
 
     fn webhook() -> Webhook {
         let images = [
@@ -242,7 +239,8 @@ mod tests {
         ];
         let flags = Flags::parse_from(["injector"].iter().chain(&images));
         let settings = Config::from_flags(flags).expect("valid flags").settings;
-        Webhook::new(settings, Arc::default(), Events::new().0)
+        let namespaces = Namespaces::new(Source::Folder("/nowhere".into()));
+        Webhook::new(settings, namespaces, Arc::default(), Events::new().0)
     }
 
     fn post<B>(body: B) -> Request<B> {
@@ -326,22 +324,27 @@ mod tests {
         webhook.handle(post(Full::from(review.to_string()))).await;
         assert!(queue.try_recv().is_err(), "a dry run has no side effect");
         review["request"]["dryRun"] = json!(false);
-        review["request"]["object"]["metadata"]["annotations"] = json!({});
+        review["request"]["object"]["metadata"]["annotations"]["diy-service-mesh/inject"] =
+            json!("false");
         webhook.handle(post(Full::from(review.to_string()))).await;
         assert!(queue.try_recv().is_err(), "there is no message");
     }
 
     #[tokio::test]
-    async fn serves_only_post_inject() {
+    async fn serves_only_post_requests_to_its_paths() {
         let get = Request::get(PATH).body(Empty::new()).expect("a request");
         let response = webhook().handle(get).await;
         assert_eq!(response.status(), StatusCode::METHOD_NOT_ALLOWED);
         assert_eq!(response.headers()[ALLOW], "POST");
-        let elsewhere = Request::post("/").body(Empty::new()).expect("a request");
-        assert_eq!(
-            webhook().handle(elsewhere).await.status(),
-            StatusCode::NOT_FOUND
-        );
+        for (path, expected) in [
+            ("/", StatusCode::NOT_FOUND),
+            ("/pods/other", StatusCode::NOT_FOUND),
+            ("/inject", StatusCode::BAD_REQUEST),
+            ("/inject/enabled-strict-namespace", StatusCode::BAD_REQUEST),
+        ] {
+            let empty = Request::post(path).body(Empty::new()).expect("a request");
+            assert_eq!(webhook().handle(empty).await.status(), expected, "{path}");
+        }
     }
 
     #[tokio::test]

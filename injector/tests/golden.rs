@@ -65,7 +65,7 @@ fn verdict(golden: &Golden) -> Verdict {
         Candidate {
             pod: &golden.input,
             namespace: &golden.namespace,
-            labels,
+            labels: Ok(labels),
         },
     )
 }
@@ -76,6 +76,7 @@ fn outcome(golden: &Golden) -> Value {
         Verdict::NotRequested => json!({"notRequested": true}),
         Verdict::Skipped(warning) => json!({"skipped": warning}),
         Verdict::Denied(message) => json!({"denied": message}),
+        Verdict::Unknown(reason) => panic!("{reason}"),
         Verdict::Injected(injection) => {
             let mut pod = golden.input.clone();
             json_patch::patch(&mut pod, &injection.patch).expect("the patch applies");

@@ -1,12 +1,12 @@
 //! The injector over HTTPS, with ephemeral certificates.
 
 use std::io::{BufRead as _, BufReader};
-use std::iter;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
+use std::{fs, iter};
 
 use bytes::Bytes;
 use clap::Parser;
@@ -22,6 +22,7 @@ use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::{ClientConfig, RootCertStore};
 use serde_json::{Value, json};
 use std::net::SocketAddr;
+use tempfile::TempDir;
 use tokio::io::AsyncReadExt as _;
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::sync::oneshot;
@@ -32,7 +33,8 @@ use tokio_rustls::client::TlsStream;
 struct Running {
     address: SocketAddr,
     admin: SocketAddr,
-    ca: tempfile::TempDir,
+    /// The file of the CA and those of the namespaces.
+    folder: TempDir,
     stop: oneshot::Sender<()>,
     task: JoinHandle<Result<(), Error>>,
 }
@@ -47,12 +49,14 @@ fn config(arguments: &[&str]) -> Config {
 }
 
 async fn injector() -> Running {
-    let ca = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("a folder");
+    label(&folder, json!({}));
     let config = config(&[
         "--listen=127.0.0.1:0",
         "--admin-listen=127.0.0.1:0",
+        &format!("--namespaces-folder={}", folder.path().display()),
         "--serving-certificate=ephemeral",
-        &format!("--ca-file={}/ca.crt", ca.path().display()),
+        &format!("--ca-file={}/ca.crt", folder.path().display()),
     ]);
     let injector = Injector::bind(config).await.expect("free ports");
     let (address, admin, ready) = (
@@ -68,15 +72,28 @@ async fn injector() -> Running {
     Running {
         address,
         admin,
-        ca,
+        folder,
         stop,
         task,
     }
 }
 
+/// Writes the Namespace `http-client`.
+fn label(folder: &TempDir, labels: Value) {
+    let namespace = json!({
+        "apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "http-client", "labels": labels},
+    });
+    let file = folder.path().join("http-client.json");
+    fs::write(file, namespace.to_string()).expect("a writable folder");
+}
+
 impl Running {
     async fn tls(&self, protocol: &[u8], name: &str) -> std::io::Result<TlsStream<TcpStream>> {
-        tls(self.address, &self.ca.path().join("ca.crt"), protocol, name).await
+        tls(self.address, &self.ca_file(), protocol, name).await
+    }
+
+    fn ca_file(&self) -> PathBuf {
+        self.folder.path().join("ca.crt")
     }
 
     /// Sends a request over a new connection.
@@ -225,7 +242,7 @@ fn patched(pod: &Value, response: &Value) -> Value {
 async fn patches_requesting_pod_and_second_review_is_empty() {
     let injector = injector().await;
     let asked = pod("True");
-    let (status, body) = injector.http1(post("/inject", &review(&asked))).await;
+    let (status, body) = injector.http1(post("/pods", &review(&asked))).await;
     assert_eq!(status, StatusCode::OK);
     let answer = response(&body);
     assert_eq!(
@@ -245,7 +262,7 @@ async fn patches_requesting_pod_and_second_review_is_empty() {
         .collect();
     assert_eq!(names, ["proxy-init", "proxy"]);
 
-    let (_, body) = injector.http1(post("/inject", &review(&meshed))).await;
+    let (_, body) = injector.http1(post("/pods", &review(&meshed))).await;
     let answer = response(&body);
     assert_eq!(
         (&answer["allowed"], &answer["patch"], &answer["patchType"]),
@@ -257,49 +274,83 @@ async fn patches_requesting_pod_and_second_review_is_empty() {
 async fn namespace_labels_are_defaults() {
     let injector = injector().await;
     let unannotated = json!({"metadata": {"name": "a"}, "spec": {"containers": []}});
-    let (_, body) = injector.http1(post("/inject", &review(&unannotated))).await;
-    assert_eq!(
-        response(&body),
-        json!({"uid": "705ab4f5-6393-11e8-b7cc-42010a800002", "allowed": true})
-    );
-    let (_, body) = injector
-        .http1(post(
-            "/inject/enabled-namespace?timeout=5s",
-            &review(&unannotated),
-        ))
-        .await;
-    assert!(response(&body)["patch"].is_string());
-    let (_, body) = injector
-        .http1(post("/inject/enabled-namespace", &review(&pod("false"))))
-        .await;
-    assert!(response(&body)["patch"].is_null());
-
-    let strict = |pod: &Value| {
-        pod["spec"]["initContainers"][1]["args"]
-            .as_array()
-            .is_some_and(|args| args.contains(&json!("--inbound=strict")))
+    let inbound = |pod: &Value| {
+        let args = pod["spec"]["initContainers"][1]["args"].as_array();
+        args.map(|args| args.contains(&json!("--inbound=strict")))
     };
-    for (path, asked, expected) in [
-        ("/inject", pod("true"), false),
-        ("/inject/enabled-namespace", unannotated.clone(), false),
-        ("/inject/strict-namespace", pod("true"), true),
+    for (labels, pod, expected) in [
+        (json!({}), unannotated.clone(), None),
         (
-            "/inject/enabled-strict-namespace",
+            json!({"diy-service-mesh/inject": "enabled"}),
             unannotated.clone(),
-            true,
+            Some(false),
+        ),
+        (
+            json!({"diy-service-mesh/inject": "enabled"}),
+            pod("false"),
+            None,
+        ),
+        (
+            json!({"diy-service-mesh/inbound": "strict"}),
+            unannotated.clone(),
+            None,
+        ),
+        (
+            json!({"diy-service-mesh/inbound": "strict"}),
+            pod("true"),
+            Some(true),
+        ),
+        (
+            json!({"diy-service-mesh/inbound": "permissive"}),
+            pod("true"),
+            Some(false),
+        ),
+        (
+            json!({"diy-service-mesh/inject": "enabled", "diy-service-mesh/inbound": "strict"}),
+            unannotated,
+            Some(true),
         ),
     ] {
-        let (_, body) = injector.http1(post(path, &review(&asked))).await;
+        label(&injector.folder, labels.clone());
+        // Also a path of an earlier release, whatever its labels.
+        for path in ["/pods?timeout=5s", "/inject", "/inject/strict-namespace"] {
+            let (_, body) = injector.http1(post(path, &review(&pod))).await;
+            let response = response(&body);
+            assert_eq!(response["allowed"], true);
+            let patched = match &response["patch"] {
+                Value::Null => None,
+                _ => inbound(&patched(&pod, &response)),
+            };
+            assert_eq!(patched, expected, "{path}, {labels}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn rejects_pods_of_a_namespace_that_cannot_be_read() {
+    let injector = injector().await;
+    fs::remove_file(injector.folder.path().join("http-client.json")).expect("a file");
+    for pod in [
+        pod("true"),
+        json!({"metadata": {"name": "a"}, "spec": {"containers": []}}),
+    ] {
+        let (_, body) = injector.http1(post("/pods", &review(&pod))).await;
+        let response = response(&body);
         assert_eq!(
-            strict(&patched(&asked, &response(&body))),
-            expected,
-            "{path}"
+            (&response["allowed"], &response["status"]["code"]),
+            (&json!(false), &json!(503))
+        );
+        let message = response["status"]["message"].as_str().expect("a message");
+        assert!(
+            message.starts_with("cannot read the labels of namespace \"http-client\""),
+            "{message}"
         );
     }
-    let (_, body) = injector
-        .http1(post("/inject/strict-namespace", &review(&unannotated)))
-        .await;
-    assert!(response(&body)["patch"].is_null());
+    // The decision about the others does not depend on the namespace.
+    for pod in [pod("false"), pod("enabled")] {
+        let (_, body) = injector.http1(post("/pods", &review(&pod))).await;
+        assert_eq!(response(&body)["allowed"], true);
+    }
 }
 
 #[tokio::test]
@@ -312,7 +363,7 @@ async fn patches_only_pod_creation() {
     ] {
         let mut review = review(&pod("true"));
         *review.pointer_mut(pointer).expect("a field") = json!(value);
-        let (_, body) = injector.http1(post("/inject", &review)).await;
+        let (_, body) = injector.http1(post("/pods", &review)).await;
         assert_eq!(
             response(&body),
             json!({"uid": "705ab4f5-6393-11e8-b7cc-42010a800002", "allowed": true}),
@@ -325,7 +376,7 @@ async fn patches_only_pod_creation() {
 async fn denies_ephemeral_containers_of_injected_pods_with_the_uid_of_the_proxy() {
     let injector = injector().await;
     let plain = pod("true");
-    let (_, body) = injector.http1(post("/inject", &review(&plain))).await;
+    let (_, body) = injector.http1(post("/pods", &review(&plain))).await;
     let meshed = patched(&plain, &response(&body));
     let debug = async |pod: &Value, pod_user: Value, user: Value| {
         let mut pod = pod.clone();
@@ -336,7 +387,7 @@ async fn denies_ephemeral_containers_of_injected_pods_with_the_uid_of_the_proxy(
         let mut review = review(&pod);
         review["request"]["operation"] = json!("UPDATE");
         review["request"]["subResource"] = json!("ephemeralcontainers");
-        let (_, body) = injector.http1(post("/inject", &review)).await;
+        let (_, body) = injector.http1(post("/pods", &review)).await;
         let response = response(&body);
         assert!(response["patch"].is_null());
         response["status"]["message"].as_str().map(str::to_owned)
@@ -360,7 +411,7 @@ async fn denies_invalid_annotation_and_warns_about_invalid_inject_annotation() {
     let injector = injector().await;
     let mut bad = pod("true");
     bad["metadata"]["annotations"]["diy-service-mesh/skip-outbound-ports"] = json!("25,smtp");
-    let (_, body) = injector.http1(post("/inject", &review(&bad))).await;
+    let (_, body) = injector.http1(post("/pods", &review(&bad))).await;
     let answer = response(&body);
     assert_eq!(answer["allowed"], false);
     let message = answer["status"]["message"].as_str().expect("a message");
@@ -370,7 +421,7 @@ async fn denies_invalid_annotation_and_warns_about_invalid_inject_annotation() {
     );
 
     let (_, body) = injector
-        .http1(post("/inject", &review(&pod("enabled"))))
+        .http1(post("/pods", &review(&pod("enabled"))))
         .await;
     let answer = response(&body);
     assert_eq!(
@@ -401,7 +452,7 @@ async fn http2_serves_concurrent_reviews() {
         let mut sender = sender.clone();
         async move {
             let request = post(
-                "https://injector.service-mesh.svc/inject",
+                "https://injector.service-mesh.svc/pods",
                 &review(&pod("true")),
             );
             read(sender.send_request(request).await.expect("an answer")).await
@@ -417,7 +468,7 @@ async fn http2_serves_concurrent_reviews() {
 async fn rejects_malformed_review_and_serves_the_next_one() {
     let injector = injector().await;
     for body in ["", "not json", "{\"kind\":\"AdmissionReview\"}"] {
-        let request = Request::post("/inject")
+        let request = Request::post("/pods")
             .header("host", "injector")
             .body(Full::from(body))
             .expect("a request");
@@ -425,16 +476,13 @@ async fn rejects_malformed_review_and_serves_the_next_one() {
         assert_eq!(status, StatusCode::BAD_REQUEST);
         assert!(!answer.is_empty());
     }
-    let large = Request::post("/inject")
+    let large = Request::post("/pods")
         .header("host", "injector")
         .body(Full::from(vec![b' '; 5 << 20]))
         .expect("a request");
     assert_eq!(injector.http1(large).await.0, StatusCode::PAYLOAD_TOO_LARGE);
     assert_eq!(
-        injector
-            .http1(post("/inject", &review(&pod("true"))))
-            .await
-            .0,
+        injector.http1(post("/pods", &review(&pod("true")))).await.0,
         StatusCode::OK
     );
     let (status, text) = injector.admin("/metrics").await;
@@ -523,6 +571,7 @@ async fn raises_the_limit_of_open_files() {
         .args(["--listen=127.0.0.1:0", "--admin-listen=127.0.0.1:0"])
         .arg("--serving-certificate=ephemeral")
         .arg(format!("--ca-file={}/ca.crt", folder.path().display()))
+        .arg("--namespaces-folder=/nowhere")
         .stderr(Stdio::piped())
         .spawn()
         .expect("the injector");
@@ -548,7 +597,7 @@ async fn held_connections_do_not_keep_the_api_server_out() {
     // One address gets all slots until they are short.
     for (addresses, connections, slots) in [(1, 600, 256), (4, 200, 512)] {
         let injector = injector().await;
-        let config = client_config(&injector.ca.path().join("ca.crt"), b"h2");
+        let config = client_config(&injector.ca_file(), b"h2");
         let (established, mut held) = (Arc::new(AtomicUsize::new(0)), Vec::new());
         for source in (2..2 + addresses).flat_map(|source| iter::repeat_n(source, connections)) {
             let socket = TcpSocket::new_v4().expect("a socket");
@@ -566,7 +615,7 @@ async fn held_connections_do_not_keep_the_api_server_out() {
             tokio::task::yield_now().await;
         }
         let pod = pod("true");
-        let review = injector.http1(post("/inject", &review(&pod)));
+        let review = injector.http1(post("/pods", &review(&pod)));
         let review = tokio::time::timeout(Duration::from_secs(20), review).await;
         let (status, _) = review.expect("an answer");
         assert_eq!(status, StatusCode::OK);

@@ -50,7 +50,7 @@ impl Cluster {
             json!({
                 "name": name,
                 "admissionReviewVersions": ["v1"],
-                "clientConfig": {"service": {"name": "injector", "namespace": self.name, "path": "/inject"}},
+                "clientConfig": {"service": {"name": "injector", "namespace": self.name, "path": "/pods"}},
                 "rules": [{"operations": ["CREATE"], "apiGroups": [""], "apiVersions": ["v1"], "resources": ["pods"]}],
                 "namespaceSelector": {"matchLabels": {"injector-test": self.name}},
                 "sideEffects": "None",

@@ -22,10 +22,10 @@ fn verdict(pod: &Value, strict: bool) -> Verdict {
         Candidate {
             pod,
             namespace: "shop",
-            labels: NamespaceLabels {
+            labels: Ok(NamespaceLabels {
                 enabled: true,
                 strict,
-            },
+            }),
         },
     )
 }

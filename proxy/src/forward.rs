@@ -124,6 +124,8 @@ pub(crate) async fn forward<F: Forward>(
     let mut tried: Vec<SocketAddr> = Vec::new();
     let mut failures = Vec::new();
     let mut time_to_connect = flow.worker.config.timeouts.connect;
+    let mut now = tokio::time::Instant::now();
+    backend.retries.record_request(now.into_std());
     let summary =
         |failures| Failure::of_attempts(failures, &backend.name(), backend.endpoints_len());
     loop {
@@ -137,7 +139,6 @@ pub(crate) async fn forward<F: Forward>(
         request
             .attempts()
             .begin(&endpoint, time_to_connect, endpoints_left);
-        let begun = tokio::time::Instant::now();
         // 7. Connect, and 8. serve.
         let deadline = request.attempts().deadline();
         let ended = within(deadline, pin!(request.attempt(&endpoint))).await;
@@ -146,12 +147,15 @@ pub(crate) async fn forward<F: Forward>(
             Err(error) => error,
         };
         request.attempts().fail(&failure, retry);
+        let begun = std::mem::replace(&mut now, tokio::time::Instant::now());
         if retry == Retry::OtherEndpoint {
             tried.push(endpoint.address);
-            time_to_connect = time_to_connect.saturating_sub(begun.elapsed());
+            time_to_connect = time_to_connect.saturating_sub(now - begun);
         }
-        let is_last = retry == Retry::Never || request.attempts().count >= MAX_ATTEMPTS;
-        if is_last || !request.rewind() {
+        let is_last = retry == Retry::Never
+            || request.attempts().count >= MAX_ATTEMPTS
+            || !backend.has_untried(&tried);
+        if is_last || !request.rewind() || !may_retry(backend, flow, now) {
             failures.push(failure.clone());
             return Err(summary(failures).unwrap_or(failure));
         }
@@ -173,6 +177,15 @@ async fn within<T>(
         ended => ended,
     })
     .await
+}
+
+/// Whether the backend's budget permits another attempt. All count, also those after refused
+/// connections: if all endpoints refuse them, callers would connect three times as often, and a
+/// network or a node that is overloaded refuses connections too.
+fn may_retry(backend: &Backend, flow: &Flow, now: tokio::time::Instant) -> bool {
+    let is_permitted = backend.retries.try_retry(now.into_std());
+    flow.worker.metrics.retry(flow.direction, is_permitted);
+    is_permitted
 }
 
 /// The attempts of one request or opaque connection. Their results decide how the balancer treats
@@ -282,6 +295,7 @@ impl Attempts {
 mod tests {
     use super::*;
     use crate::destination::Destination;
+    use crate::discovery::{Discovery, EndpointInfo, ServiceTarget, Target};
     use crate::policy::Caller;
     use crate::worker::{Worker, WorkerContext};
 
@@ -390,6 +404,61 @@ mod tests {
             let ended = run(request).await;
             assert_eq!(ended.0, Err("timeout".to_owned()));
             assert_eq!((ended.1, began.elapsed().as_secs()), (1, 1));
+        }
+    }
+
+    /// Sends 1000 requests to three endpoints, each attempt of which ends with this error. Returns
+    /// the attempts and the metrics.
+    async fn fail_all(error: Retry) -> (u32, String) {
+        let (discovery, mut questions) = Discovery::by_hand();
+        let context = WorkerContext {
+            discovery,
+            ..WorkerContext::for_a_test("")
+        };
+        let metrics = context.metrics.clone();
+        let worker = Worker::new(context);
+        let endpoint =
+            |host| Arc::new(EndpointInfo::bare(SocketAddr::from(([10, 0, 0, host], 80))));
+        let target = Target::Service(ServiceTarget {
+            endpoints: [1, 2, 3].map(endpoint).into(),
+            ..ServiceTarget::default()
+        });
+        let address = SocketAddr::from(([10, 96, 0, 7], 80));
+        let (destination, ()) = tokio::join!(worker.destinations.get_or_watch(address), async {
+            drop(questions.next().await.1(Arc::new(target)));
+        });
+        let flow = Flow {
+            worker,
+            direction: Direction::Outbound,
+            peer: address,
+            destination,
+            caller: Caller::App,
+        };
+        let mut attempts = 0;
+        for _ in 0..1000 {
+            let mut request = Scripted {
+                attempts: Attempts::default(),
+                errors: vec![error; 3],
+                can_rewind: true,
+                hangs: false,
+            };
+            let backend = flow.destination.backend();
+            let failed = forward(&mut request, &flow, backend).await;
+            failed.expect_err("no endpoint");
+            attempts += request.attempts.count;
+        }
+        (attempts, metrics.render())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn outage_of_all_endpoints_adds_at_most_a_fifth_of_the_requests() {
+        for error in [Retry::OtherEndpoint, Retry::AnyEndpoint] {
+            let (attempts, metrics) = fail_all(error).await;
+            assert_eq!(attempts, 1000 + 200 + 10, "{error:?}");
+            let retries = "diy_mesh_proxy_retries_total{direction=\"outbound\"} 210\n";
+            assert!(metrics.contains(retries), "{metrics}");
+            let denied = "diy_mesh_proxy_retries_over_budget_total{direction=\"outbound\"} ";
+            assert!(!metrics.contains(&format!("{denied}0\n")), "{metrics}");
         }
     }
 

@@ -81,6 +81,8 @@ struct Flows {
     /// By [`Protocol`] and status class.
     requests: [[Counter; CLASSES.len()]; 2],
     failures: [Counter; FAILURE_CODES.len()],
+    retries: Counter,
+    retries_over_budget: Counter,
     /// By [`TimeoutKind`].
     timeouts: [Counter; TimeoutKind::ALL.len()],
     opaque_connections: Counter,
@@ -182,6 +184,15 @@ impl Metrics {
         self.flows(direction).failures[index].inc();
     }
 
+    /// Counts a retry that was safe: whether the budget permitted it.
+    pub fn retry(&self, direction: Direction, is_permitted: bool) {
+        let flows = self.flows(direction);
+        match is_permitted {
+            true => flows.retries.inc(),
+            false => flows.retries_over_budget.inc(),
+        };
+    }
+
     /// Counts a connection that ended, or whose protocol was decided, by a timeout.
     pub fn timeout(&self, direction: Direction, kind: TimeoutKind) {
         self.flows(direction).timeouts[kind as usize].inc();
@@ -225,6 +236,16 @@ impl Flows {
             "failures",
             "Requests and connections that the proxy failed to forward, by error code",
         );
+        let retries: Counters<1> = register(
+            r,
+            "retries",
+            "Attempts to send a request or connection again",
+        );
+        let over_budget: Counters<1> = register(
+            r,
+            "retries_over_budget",
+            "Safe retries that the budget of the backend did not permit",
+        );
         let timeouts: Counters<2> =
             register(r, "timeouts", "Timeouts of connections that fired, by kind");
         let opaque_connections: Counters<1> = register(
@@ -251,6 +272,8 @@ impl Flows {
                 }),
                 failures: FAILURE_CODES
                     .map(|code| failures.get_or_create_owned(&[direction, ("code", code)])),
+                retries: retries.get_or_create_owned(&[direction]),
+                retries_over_budget: over_budget.get_or_create_owned(&[direction]),
                 timeouts: TimeoutKind::ALL
                     .map(|kind| timeouts.get_or_create_owned(&[direction, ("kind", kind.name())])),
                 opaque_connections: opaque_connections.get_or_create_owned(&[direction]),

@@ -27,6 +27,27 @@ fn ephemeral_containers_cannot_use_the_uid_of_the_proxy() -> Result<()> {
 }
 
 #[test]
+fn label_of_a_namespace_decides_about_the_next_pod() -> Result<()> {
+    in_namespace("strict-label", |namespace| {
+        for mode in ["strict", "permissive", "strict", "permissive"] {
+            let label = format!("diy-service-mesh/inbound={mode}");
+            kubectl(&["label", "--overwrite", "namespace", &namespace.name, &label])?;
+            let arguments = "jsonpath={.spec.initContainers[?(@.name=='proxy')].args}";
+            let run = ["run", "never", "--image=never", "--dry-run=server"];
+            let injected = [
+                "--annotations=diy-service-mesh/inject=true",
+                "-o",
+                arguments,
+            ];
+            let proxy = namespace.kubectl(&[&run[..], &injected].concat())?;
+            let is_strict = proxy.contains("--inbound=strict");
+            ensure!(is_strict == (mode == "strict"), "{mode}: {proxy}");
+        }
+        Ok(())
+    })
+}
+
+#[test]
 fn pods_that_are_not_injected_cause_events_about_their_controllers() -> Result<()> {
     in_namespace("events", |namespace| {
         for (name, setting, value, reason) in [

@@ -35,6 +35,7 @@ fn releases_work_together_without_failed_requests() -> Result<()> {
         let mixed = Pair::start(namespace, "mixed", "new-server")?;
         // The controller of the previous release, for running proxies and for new ones.
         install_previous("controller", &tag)?;
+        replaced("controller")?;
         for pair in [&old, &new, &mixed] {
             pair.expect_responses(namespace)?;
         }
@@ -43,6 +44,9 @@ fn releases_work_together_without_failed_requests() -> Result<()> {
         // The injector of the previous release creates pods with proxies of this one, which its
         // manifest names.
         install_previous("injector", &tag)?;
+        replaced("injector")?;
+        expect_no_pods_without_labels(namespace)?;
+        install_previous("webhook", &tag)?;
         let injected = Pair::start(namespace, "injected", "old-server")?;
         injected.run_proxies(namespace, "dev")?;
         // The controller of this release, with proxies of all kinds.
@@ -137,10 +141,26 @@ fn replaced(component: &str) -> Result<()> {
     })
 }
 
-/// Installs a component with the manifests of the previous release.
-fn install_previous(component: &str, tag: &str) -> Result<()> {
+/// Fails if an injector that takes the labels of namespaces from the path accepts the pods of this
+/// release's webhook configuration, and so makes pods of strict namespaces permissive.
+fn expect_no_pods_without_labels(namespace: &Namespace) -> Result<()> {
+    if previous_manifest("webhook")?.contains("path: /pods") {
+        return Ok(());
+    }
+    let inject = "--annotations=diy-service-mesh/inject=true";
+    let run = ["run", "never", "--image=never", "--dry-run=server", inject];
+    let error = namespace.kubectl(&run).expect_err("the pod is rejected");
+    ensure!(
+        format!("{error:#}").contains("failed calling webhook"),
+        "{error:#}"
+    );
+    Ok(())
+}
+
+/// A manifest of the previous release.
+fn previous_manifest(name: &str) -> Result<String> {
     let commit = std::fs::read_to_string(format!("{ROOT}/tests/previous-release"))?;
-    let file = format!("{}:manifests/{component}.yaml", commit.trim());
+    let file = format!("{}:manifests/{name}.yaml", commit.trim());
     let shown = Command::new("git")
         .args(["-C", ROOT, "show", &file])
         .output()?;
@@ -149,11 +169,15 @@ fn install_previous(component: &str, tag: &str) -> Result<()> {
         "git show {file}: {}; the checkout must contain the history",
         String::from_utf8_lossy(&shown.stderr)
     );
+    Ok(String::from_utf8(shown.stdout)?)
+}
+
+/// Installs a component with the manifests of the previous release.
+fn install_previous(component: &str, tag: &str) -> Result<()> {
     let image = format!("image: diy-sm-{component}:");
-    let manifests = String::from_utf8(shown.stdout)?;
+    let manifests = previous_manifest(component)?;
     let manifests = manifests.replace(&format!("{image}dev"), &format!("{image}{tag}"));
-    kubectl_with_input(&["apply", "-f", "-"], &manifests)?;
-    replaced(component)
+    kubectl_with_input(&["apply", "-f", "-"], &manifests).map(drop)
 }
 
 /// Installs this release again on drop.

@@ -1,5 +1,6 @@
 //! Fake Kubernetes API server over HTTP: LIST and WATCH of any collection, with resource versions
-//! and bookmarks, and TokenReview. It authenticates nobody and ignores selectors.
+//! and bookmarks, GET of cluster-scoped objects, and TokenReview. It authenticates nobody and
+//! ignores selectors.
 
 use std::{
     collections::BTreeMap,
@@ -158,9 +159,14 @@ fn serve(store: Arc<Mutex<Store>>, ready: &channel::Sender<Result<SocketAddr>>) 
     }
 }
 
-/// LIST or WATCH. A collection that was never written is empty.
+/// GET of a cluster-scoped object, LIST or WATCH. A collection that was never written is empty.
 async fn collection(State(store): State<Arc<Mutex<Store>>>, uri: Uri) -> Response {
     let mut store = lock(&store);
+    let (parent, name) = uri.path().rsplit_once('/').unwrap_or_default();
+    let mut siblings = store.collections.get(parent).into_iter().flatten();
+    if let Some((_, object)) = siblings.find(|(_, object)| object["metadata"]["name"] == name) {
+        return Json(object).into_response();
+    }
     let mut options = uri.query().unwrap_or_default().split('&');
     if !options.clone().any(|option| option == "watch=true") {
         let objects = store.collections.get(uri.path());

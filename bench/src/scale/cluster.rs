@@ -16,6 +16,8 @@ pub const SERVICES: &str = "/api/v1/services";
 pub const SLICES: &str = "/apis/discovery.k8s.io/v1/endpointslices";
 /// See [`SERVICES`].
 pub const PODS: &str = "/api/v1/pods";
+/// Collection of all Namespaces.
+pub const NAMESPACES: &str = "/api/v1/namespaces";
 
 /// Endpoints of an EndpointSlice: the maximum of the EndpointSlice controller.
 const SLICE_LENGTH: usize = 100;

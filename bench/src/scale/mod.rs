@@ -120,7 +120,7 @@ pub fn measure(config: &Config, interrupted: Arc<AtomicBool>) -> Result<Report> 
     }
     if config.only.contains(&Case::Injections) {
         eprintln!("injections");
-        let values = requests::injections(config, &testbed);
+        let values = requests::injections(config, &testbed, &api);
         report
             .standalone
             .extend(values.context("measure injections")?);

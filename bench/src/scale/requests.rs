@@ -24,7 +24,7 @@ use tokio_rustls::{TlsConnector, client::TlsStream};
 
 use super::{
     api_server::ApiServer,
-    cluster::PODS,
+    cluster::{NAMESPACES, PODS},
     config::Config,
     controller::Controller,
     report::{Metric, Values},
@@ -60,9 +60,13 @@ pub fn certificates(config: &Config, testbed: &Testbed, api: &ApiServer) -> Resu
     Ok(values)
 }
 
-/// Measures injections over connections that stay open, as those of an API server.
-pub fn injections(config: &Config, testbed: &Testbed) -> Result<Values> {
+/// Measures injections over connections that stay open, as those of an API server. The injector
+/// reads the namespace of each pod.
+pub fn injections(config: &Config, testbed: &Testbed, api: &ApiServer) -> Result<Values> {
     let program = config.injector.as_deref().context("no injector")?;
+    api.reset(vec![(NAMESPACES, json!({"metadata": {"name": "shop"}}))]);
+    let kubeconfig = testbed.write("kubeconfig", &api.kubeconfig())?;
+    let environment = vec![("KUBECONFIG", kubeconfig.to_string_lossy().into_owned())];
     let (address, admin) = (free_address()?, free_address()?);
     let ca_file = testbed.folder().join("injector-ca.crt");
     let arguments = vec![
@@ -73,7 +77,7 @@ pub fn injections(config: &Config, testbed: &Testbed) -> Result<Values> {
         "--serving-certificate=ephemeral".to_owned(),
         format!("--ca-file={}", ca_file.display()),
     ];
-    let injector = testbed.start("injector", program, arguments, Vec::new(), admin)?;
+    let injector = testbed.start("injector", program, arguments, environment, admin)?;
     testbed.wait_for("CA file of the injector", 1, CA_TIMEOUT, || {
         usize::from(ca_file.exists())
     })?;
@@ -142,7 +146,7 @@ async fn inject(tls: &TlsConnector, address: SocketAddr, count: usize) -> Result
 async fn review(stream: &mut TlsStream<TcpStream>, number: usize) -> Result<()> {
     let body = admission_review(number);
     let request = format!(
-        "POST /inject HTTP/1.1\r\nHost: injector.service-mesh.svc\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{body}",
+        "POST /pods HTTP/1.1\r\nHost: injector.service-mesh.svc\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{body}",
         body.len()
     );
     stream

@@ -6,8 +6,10 @@
 mod discover;
 mod frames;
 mod message;
+mod name;
 mod responses;
 mod sign;
+mod subscriptions;
 mod watch;
 
 use std::collections::BTreeSet;

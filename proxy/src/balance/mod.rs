@@ -2,6 +2,7 @@
 //! own balancers, so that selection takes no lock. Its only atomic operation checks for updates
 //! from discovery. This module opens no connections.
 
+mod budget;
 mod endpoint;
 mod latency;
 mod p2c;
@@ -24,6 +25,7 @@ use crate::connect::{OpenPool, Pools};
 use crate::discovery::{Affinity, AppProtocol, EndpointInfo, Resource, Target};
 use crate::error::Failure;
 use crate::route::Routes;
+pub use budget::{BudgetSettings, RetryBudget};
 pub use endpoint::{Endpoint, InFlight, is_failure_status};
 use quarantine::Siblings;
 
@@ -35,6 +37,8 @@ pub struct Backend {
     state: RefCell<State>,
     pools: Rc<Pools>,
     siblings: Rc<Siblings>,
+    /// The budget for retries of its requests.
+    pub retries: RetryBudget,
 }
 
 struct State {
@@ -88,6 +92,7 @@ impl Backend {
             state: RefCell::new(state),
             pools: pools.clone(),
             siblings,
+            retries: RetryBudget::new(BudgetSettings::default(), Instant::now()),
         }
     }
 
@@ -131,6 +136,13 @@ impl Backend {
     pub fn endpoints_len(&self) -> usize {
         self.apply_updates();
         self.state.borrow().members.len()
+    }
+
+    /// Whether there is an endpoint that is not in `tried`.
+    pub fn has_untried(&self, tried: &[SocketAddr]) -> bool {
+        let state = self.state.borrow();
+        let mut members = state.members.iter();
+        members.any(|member| !tried.contains(&member.info.address))
     }
 
     /// The endpoint with this address.

@@ -316,8 +316,8 @@ mod tests {
         serde_json::from_value(config["webhooks"].clone()).unwrap()
     }
 
-    /// The paths of the matching webhooks with failure policy Fail.
-    fn matching_paths(
+    /// The names of the matching webhooks with failure policy Fail.
+    fn matching(
         annotation: Option<&str>,
         inject: Option<&str>,
         inbound: Option<&str>,
@@ -337,38 +337,25 @@ mod tests {
             .filter(|webhook| webhook.failure_policy.as_deref() != Some("Ignore"));
         failing
             .filter(|webhook| matches(webhook, &object, &labels).unwrap())
-            .filter_map(|webhook| webhook.client_config.service?.path)
+            .map(|webhook| webhook.name)
             .collect()
     }
 
     #[test]
     fn matches_at_most_one_webhook_and_only_for_requested_injection() {
-        for (inbound, pod_path, namespace_path) in [
-            (None, "/inject", "/inject/enabled-namespace"),
-            (Some("permissive"), "/inject", "/inject/enabled-namespace"),
-            (
-                Some("strict"),
-                "/inject/strict-namespace",
-                "/inject/enabled-strict-namespace",
-            ),
-        ] {
+        let (pod, namespace) = (
+            ["injector.diy-service-mesh.dev"],
+            ["namespace.injector.diy-service-mesh.dev"],
+        );
+        for inbound in [None, Some("permissive"), Some("strict")] {
             let none: [&str; 0] = [];
-            assert_eq!(matching_paths(None, None, inbound), none);
-            assert_eq!(matching_paths(Some("True"), None, inbound), [pod_path]);
-            assert_eq!(matching_paths(Some("false"), None, inbound), none);
-            assert_eq!(
-                matching_paths(None, Some("enabled"), inbound),
-                [namespace_path]
-            );
-            assert_eq!(
-                matching_paths(Some("true"), Some("enabled"), inbound),
-                [pod_path]
-            );
-            assert_eq!(
-                matching_paths(Some("FALSE"), Some("enabled"), inbound),
-                none
-            );
-            assert_eq!(matching_paths(None, Some("other"), inbound), none);
+            assert_eq!(matching(None, None, inbound), none);
+            assert_eq!(matching(Some("True"), None, inbound), pod);
+            assert_eq!(matching(Some("false"), None, inbound), none);
+            assert_eq!(matching(None, Some("enabled"), inbound), namespace);
+            assert_eq!(matching(Some("true"), Some("enabled"), inbound), pod);
+            assert_eq!(matching(Some("FALSE"), Some("enabled"), inbound), none);
+            assert_eq!(matching(None, Some("other"), inbound), none);
         }
     }
 

@@ -55,7 +55,7 @@ use super::{
 /// State that the pod tasks and the event loop share.
 struct Node {
     programs: PathBuf,
-    /// The directory that the controllers mount: the catalog and the JWKS file.
+    /// The directory that the control plane mounts: the catalog, the namespaces and the JWKS file.
     control: PathBuf,
     /// The directory of the certificate authority, which all controllers mount.
     authority: PathBuf,

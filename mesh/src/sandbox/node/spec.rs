@@ -53,7 +53,8 @@ pub(super) struct PodContext<'a> {
     /// The pod's directory: `hosts`, `resolv.conf`, `volumes/NAME`, `injector`, and
     /// `containers/NAME/{run,tmp}`.
     pub(super) directory: &'a Path,
-    /// The directory for controllers: the catalog and the keys that tokens are checked with.
+    /// The directory for the control plane: the catalog, the namespaces, and the keys that tokens
+    /// are checked with.
     pub(super) control: &'a Path,
     /// The directory that controllers share: their certificate authority.
     pub(super) authority: &'a Path,
@@ -158,7 +159,9 @@ impl PodContext<'_> {
                     "--serving-certificate",
                     "ephemeral",
                     "--ca-file",
-                    "/run/sandbox/ca.pem",
+                    "/run/certificate/ca.pem",
+                    "--namespaces-folder",
+                    "/run/sandbox/namespaces",
                 ],
                 _ => &[],
             };
@@ -281,25 +284,18 @@ impl PodContext<'_> {
                 mount.read_only.unwrap_or(false),
             ));
         }
-        match program(container.image.as_deref().unwrap_or_default())? {
-            "controller" => {
-                binds.push(bind(
-                    self.control.to_owned(),
-                    private.join("run/sandbox"),
-                    true,
-                ));
-                binds.push(bind(
-                    self.authority.to_owned(),
-                    private.join("run/authority"),
-                    false,
-                ));
-            }
-            "injector" => binds.push(bind(
-                self.directory.join("injector"),
+        let written = match program(container.image.as_deref().unwrap_or_default())? {
+            "controller" => Some((self.authority.to_owned(), "run/authority")),
+            "injector" => Some((self.directory.join("injector"), "run/certificate")),
+            _ => None,
+        };
+        if let Some((source, target)) = written {
+            binds.push(bind(
+                self.control.to_owned(),
                 private.join("run/sandbox"),
-                false,
-            )),
-            _ => {}
+                true,
+            ));
+            binds.push(bind(source, private.join(target), false));
         }
         binds.push(bind(private.join("tmp"), "/tmp".into(), false));
         binds.push(bind(private.join("run"), "/run".into(), false));

@@ -18,7 +18,7 @@ use k8s_openapi::{
     jiff::Timestamp,
 };
 use kube::ResourceExt;
-use serde_json::Value;
+use serde_json::{Value, json};
 use tokio::{
     sync::{mpsc, watch},
     time::Instant,
@@ -35,6 +35,7 @@ use super::{
     objects::{Key, Objects},
     pod::{PodTask, termination_grace_period},
     services, spec,
+    volumes::replace_file,
     workloads::{Kind, OwnedPod, Workload},
 };
 use crate::sandbox::protocol::{Message, PodView};
@@ -211,7 +212,7 @@ impl State {
         if let Some(termination) = self.shutdown.as_ref().map(|shutdown| shutdown.termination) {
             self.terminate_pods(termination);
         } else {
-            self.run_workloads();
+            self.run_workloads()?;
         }
         let node = self.node.clone();
         let objects = node.objects();
@@ -258,7 +259,7 @@ impl State {
         });
     }
 
-    fn run_workloads(&mut self) {
+    fn run_workloads(&mut self) -> Result<()> {
         let workloads = self.node.objects().workloads.clone();
         for (owner, workload) in &workloads {
             let owned: Vec<OwnedPod> = self
@@ -269,7 +270,7 @@ impl State {
                 .collect();
             let plan = workload.plan(&owned);
             for _ in 0..plan.create {
-                self.start(workload, owner);
+                self.start(workload, owner)?;
             }
             for name in plan.delete {
                 self.stop_named(owner, &name);
@@ -283,9 +284,10 @@ impl State {
         for uid in orphans.collect::<Vec<_>>() {
             self.stop(&uid);
         }
+        Ok(())
     }
 
-    fn start(&mut self, workload: &Workload, owner: &(Kind, Key)) {
+    fn start(&mut self, workload: &Workload, owner: &(Kind, Key)) -> Result<()> {
         let pod = workload.new_pod();
         let uid = pod.uid().unwrap_or_default();
         let view = PodView {
@@ -297,6 +299,11 @@ impl State {
             ..PodView::default()
         };
         let namespace_labels = self.node.objects().namespace_labels(&view.namespace);
+        // For the injector.
+        let file = format!("namespaces/{}.json", view.namespace);
+        let namespace = json!({"metadata": {"name": view.namespace, "labels": namespace_labels}});
+        replace_file(&self.node.control.join(file), &namespace.to_string())
+            .context("failed to write a namespace")?;
         let (termination, receiver) = watch::channel(None);
         let task = PodTask {
             node: self.node.clone(),
@@ -317,6 +324,7 @@ impl State {
             alive: watch::Sender::new(()),
         };
         self.pods.insert(uid, record);
+        Ok(())
     }
 
     fn stop_named(&mut self, owner: &(Kind, Key), name: &str) {

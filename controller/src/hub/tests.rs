@@ -1,0 +1,350 @@
+//! Tests of the hub, and of its readers at any pace.
+
+use super::*;
+use crate::index::object::{Object, Pod};
+use crate::index::tests::Chance;
+
+fn pod(name: &str, ip: &str) -> Change {
+    Change::Apply(
+        Source::Kubernetes,
+        Object::Pod(Pod {
+            key: Key::new("shop", name),
+            uid: "".into(),
+            addresses: vec![ip.parse().unwrap()],
+            terminating: false,
+            ready: false,
+            created: 0,
+            node: "".into(),
+            zone: "".into(),
+            identity: None,
+            bypassed: Vec::new(),
+            inbound: Default::default(),
+            labels: Default::default(),
+        }),
+    )
+}
+
+fn destination(text: &str) -> Resource {
+    Resource::Destination(text.parse().unwrap())
+}
+
+#[tokio::test]
+async fn is_synced_when_each_source_has_listed_or_lacks_each_kind() {
+    let (kubernetes, files) = (Source::Kubernetes, Source::Files);
+    let hub = Hub::new([kubernetes, files]);
+    let listed = |source| move |kind| Change::Reset(source, kind, vec![]);
+    hub.apply(Kind::ALL.map(listed(files)));
+    hub.apply([Kind::Service, Kind::Pod].map(listed(kubernetes)));
+    assert_eq!(hub.missing(), [Kind::Slice, Kind::Node].into());
+    hub.apply([Change::Unavailable(kubernetes, Kind::Node)]);
+    assert_eq!(hub.missing(), [Kind::Slice].into());
+    let waiting = tokio::spawn({
+        let hub = hub.clone();
+        async move { hub.synced().await }
+    });
+    hub.apply([listed(kubernetes)(Kind::Slice)]);
+    waiting.await.unwrap();
+    assert!(hub.missing().is_empty());
+}
+
+#[test]
+fn list_of_the_same_objects_notifies_nobody_and_never_empties_a_service() {
+    let objects =
+        |addresses: &[&str]| crate::index::tests::service_with_pods("web", "10.96.0.1", addresses);
+    let resets = |addresses: &[&str]| {
+        let all = objects(addresses);
+        Kind::ALL.map(|kind| {
+            let of_kind = all.iter().filter(|object| object.kind() == kind);
+            Change::Reset(Source::Kubernetes, kind, of_kind.cloned().collect())
+        })
+    };
+    let hub = Hub::new([Source::Kubernetes]);
+    hub.apply(resets(&["10.0.0.1", "10.0.0.2"]));
+    let mut reader = hub.watch_resources(None);
+    reader.subscribe(&destination("10.96.0.1:80"));
+    assert!(reader.next().is_some());
+    // Each kind is listed again on its own, at another time.
+    for reset in resets(&["10.0.0.1", "10.0.0.2"]) {
+        hub.apply([reset]);
+        assert!(reader.next().is_none());
+    }
+    for reset in resets(&["10.0.0.2"]) {
+        hub.apply([reset]);
+        while let Some((_, published)) = reader.next() {
+            assert!(
+                !published
+                    .state
+                    .target
+                    .as_ref()
+                    .unwrap()
+                    .endpoints
+                    .is_empty()
+            );
+        }
+    }
+}
+
+#[test]
+fn states_have_the_position_of_the_event_that_changed_them() {
+    let hub = Hub::new([Source::Kubernetes]);
+    let event = |change, version| Event {
+        change,
+        version: Some(version),
+    };
+    let api = crate::index::tests::api_service("uid");
+    let list = |kind, objects| Change::Reset(Source::Kubernetes, kind, objects);
+    let mut reader = hub.watch_resources(None);
+    let position = |reader: &Resources| {
+        let (_, published) = reader.next()?;
+        let position = published.state.position.as_ref()?;
+        Some((position.epoch.to_string(), position.versions[&Kind::Pod]))
+    };
+    hub.apply([event(list(Kind::Service, vec![api]), 10)]);
+    hub.apply([event(list(Kind::Slice, vec![]), 11)]);
+    hub.apply([event(list(Kind::Pod, vec![]), 12)]);
+    let mut other = hub.watch_resources(None);
+    other.subscribe(&destination("10.0.0.2:80"));
+    reader.subscribe(&destination("10.0.0.1:80"));
+    assert_eq!(position(&reader), Some(("uid".to_owned(), 12)));
+    hub.apply([
+        event(pod("p", "10.0.0.1"), 20),
+        event(pod("q", "10.0.0.9"), 21),
+    ]);
+    assert_eq!(position(&reader), Some(("uid".to_owned(), 21)));
+    let deleted = Change::Delete(Source::Kubernetes, Kind::Pod, Key::new("shop", "p"));
+    hub.apply([event(deleted, 30)]);
+    assert_eq!(position(&reader), Some(("uid".to_owned(), 30)));
+    // A list after a restore from a backup.
+    hub.apply([event(list(Kind::Pod, vec![]), 5)]);
+    hub.apply([event(list(Kind::Service, vec![]), 6)]);
+    hub.apply([event(pod("p", "10.0.0.1"), 7)]);
+    assert_eq!(position(&reader), None, "the Service of the API is gone");
+    assert_eq!(
+        other
+            .next()
+            .unwrap()
+            .1
+            .state
+            .position
+            .as_ref()
+            .unwrap()
+            .versions[&Kind::Pod],
+        12
+    );
+}
+
+#[tokio::test]
+async fn slow_reader_gets_the_latest_state_once() {
+    let hub = Hub::new([Source::Kubernetes]);
+    let mut reader = hub.watch_resources(None);
+    reader.subscribe(&destination("10.0.0.1:80"));
+    for round in 0..1000 {
+        hub.apply([
+            pod(&format!("p{round}"), "10.0.0.1"),
+            Change::Delete(
+                Source::Kubernetes,
+                Kind::Pod,
+                Key::new("shop", &format!("p{}", round - 1)),
+            ),
+        ]);
+    }
+    reader.notifications().wait().await;
+    let (_, published) = reader.next().unwrap();
+    assert_eq!(
+        published.state.target.as_ref().unwrap().key,
+        Key::new("shop", "p999")
+    );
+    assert!(
+        reader.next().is_none(),
+        "the queue contained the destination once"
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn publishes_a_change_at_once_and_a_burst_together() {
+    let hub = Hub::new([Source::Kubernetes]);
+    let (sender, changes) = mpsc::channel(100);
+    let mut reader = hub.watch_resources(None);
+    reader.subscribe(&destination("10.0.0.1:80"));
+    reader.next().unwrap();
+    let following = tokio::spawn(async move { hub.follow(changes).await });
+    let start = Instant::now();
+    sender.send(pod("p", "10.0.0.1").into()).await.unwrap();
+    reader.notifications().wait().await;
+    assert_eq!(start.elapsed(), Duration::ZERO);
+    reader.next().unwrap();
+    for name in ["q", "r", "s"] {
+        sender.send(pod(name, "10.0.0.1").into()).await.unwrap();
+        tokio::time::sleep(PUBLICATION_INTERVAL / 5).await;
+    }
+    reader.notifications().wait().await;
+    let elapsed = start.elapsed().as_millis();
+    assert_eq!(elapsed, PUBLICATION_INTERVAL.as_millis());
+    let (_, published) = reader.next().unwrap();
+    let target = published.state.target.as_ref().unwrap();
+    assert_eq!((&*target.key.name, reader.next().is_none()), ("s", true));
+    drop(sender);
+    following.await.unwrap();
+}
+
+#[test]
+fn notifies_only_subscribers_of_changed_destinations() {
+    let hub = Hub::new([Source::Kubernetes]);
+    let (mut one, mut other) = (hub.watch_resources(None), hub.watch_resources(None));
+    one.subscribe(&destination("10.0.0.1:80"));
+    other.subscribe(&destination("10.0.0.2:80"));
+    assert!(one.next().is_some() && other.next().is_some());
+    hub.apply([pod("p", "10.0.0.1")]);
+    assert!(one.next().is_some());
+    assert!(other.next().is_none());
+    // Affected, but unchanged.
+    hub.apply([pod("p", "10.0.0.1")]);
+    assert!(one.next().is_none());
+}
+
+#[test]
+fn clients_on_one_node_share_the_states_of_a_local_service() {
+    let hub = Hub::new([Source::Kubernetes]);
+    let client = |name: &str| {
+        let pod = PodRef {
+            namespace: "shop".into(),
+            name: name.into(),
+            uid: "".into(),
+        };
+        let mut reader = hub.watch_resources(Some(pod));
+        reader.subscribe(&destination("10.96.0.1:80"));
+        reader
+    };
+    let on_node = |name: &str, node: &str| {
+        let Change::Apply(source, Object::Pod(pod)) = pod(name, "10.1.0.1") else {
+            panic!("a pod")
+        };
+        let node = node.into();
+        Change::Apply(source, Object::Pod(Pod { node, ..pod }))
+    };
+    let endpoints = |reader: &Resources| {
+        let published = reader.next()?.1;
+        let endpoints = published.state.target.as_ref()?.endpoints.iter();
+        Some(
+            endpoints
+                .map(|one| one.address.to_string())
+                .collect::<Vec<_>>(),
+        )
+    };
+    let addresses = ["10.0.0.1", "10.0.0.2"];
+    let mut service = crate::index::tests::service_with_pods("web", "10.96.0.1", &addresses);
+    for object in &mut service {
+        match object {
+            Object::Service(service) => service.local_only = true,
+            Object::Slice(slice) => {
+                slice.endpoints[0].node = "n1".into();
+                slice.endpoints[1].node = "n2".into();
+            }
+            _ => {}
+        }
+    }
+    hub.apply([on_node("a", "n1"), on_node("b", "n1"), on_node("c", "n2")]);
+    let changes = service.iter().cloned();
+    hub.apply(changes.map(|object| Change::Apply(Source::Kubernetes, object)));
+    let (a, b, c, late) = (client("a"), client("b"), client("c"), client("late"));
+    let (first, second) = (
+        vec!["10.0.0.1:8080".to_owned()],
+        vec!["10.0.0.2:8080".to_owned()],
+    );
+    assert_eq!(endpoints(&a), Some(first.clone()));
+    assert_eq!(endpoints(&b), Some(first));
+    assert_eq!(endpoints(&c), Some(second.clone()));
+    assert_eq!(endpoints(&late), Some(vec![]), "its node is unknown");
+    let states = || {
+        hub.lock().resources[&destination("10.96.0.1:80")]
+            .states
+            .len()
+    };
+    assert_eq!(states(), 3);
+    // The catalog learns of the pod.
+    hub.apply([on_node("late", "n2")]);
+    assert_eq!(endpoints(&late), Some(second));
+    assert!(a.next().is_none() && c.next().is_none());
+    // The Service is the same for all clients again.
+    let Some(Object::Service(mut web)) = service.iter().rev().nth(1).cloned() else {
+        panic!("the Service comes before its slice")
+    };
+    web.local_only = false;
+    hub.apply([Change::Apply(Source::Kubernetes, Object::Service(web))]);
+    for reader in [&a, &b, &c, &late] {
+        assert_eq!(endpoints(reader).unwrap().len(), 2);
+    }
+    assert_eq!(states(), 1);
+}
+
+#[test]
+fn dropped_subscribers_leave_no_state() {
+    let hub = Hub::new([Source::Kubernetes]);
+    let mut one = hub.watch_resources(None);
+    one.subscribe(&destination("10.0.0.1:80"));
+    one.subscribe(&destination("10.0.0.1:81"));
+    one.unsubscribe(&destination("10.0.0.1:81"));
+    let services = hub.watch_services(&[Key::new("shop", "web")].into());
+    let all = hub.watch_services(&BTreeSet::new());
+    let counts = hub.counts();
+    assert_eq!((counts.resources, counts.subscriptions), (1, 1));
+    drop((one, services, all));
+    let inner = hub.lock();
+    assert!(inner.resources.is_empty() && inner.named.is_empty() && inner.all.is_empty());
+    assert!(inner.clients.is_empty() && inner.clients_of_pod.is_empty());
+    assert!(inner.destinations_on.is_empty());
+}
+
+#[test]
+fn readers_of_any_pace_end_with_the_state_of_the_index() {
+    for seed in 0..50 {
+        let mut chance = Chance(fastrand::Rng::with_seed(seed));
+        let hub = Hub::new([Source::Kubernetes]);
+        // Pods that come, go, and move between nodes.
+        let pods = ["p1", "p2", "p3"].map(|name| PodRef {
+            namespace: "shop".into(),
+            name: name.into(),
+            uid: "".into(),
+        });
+        let mut readers: Vec<_> = pods
+            .map(|pod| (hub.watch_resources(Some(pod)), HashMap::new()))
+            .into();
+        for _ in 0..200 {
+            let count = chance.0.usize(..3);
+            let changes: Vec<Change> = (0..count).map(|_| chance.change()).collect();
+            hub.apply(changes);
+            let (reader, known) = &mut readers[chance.0.usize(..3)];
+            let all = Chance::destinations();
+            let some = Resource::Destination(all[chance.0.usize(..all.len())]);
+            match chance.0.u8(..4) {
+                0 => reader.subscribe(&some),
+                1 => {
+                    reader.unsubscribe(&some);
+                    known.remove(&some);
+                }
+                _ => take(reader, known),
+            }
+        }
+        for (reader, known) in &mut readers {
+            while reader.queue.len() > 0 {
+                take(reader, known);
+            }
+            let subscribed = hub.lock().clients[&reader.id].subscribed.len();
+            assert_eq!(known.len(), subscribed, "seed {seed}");
+            let location = &hub.lock().clients[&reader.id].location.clone();
+            for (resource, published) in known {
+                assert_eq!(
+                    *published.state,
+                    hub.lock().index.resolve(resource, location).1,
+                    "seed {seed}: {resource:?}"
+                );
+            }
+        }
+    }
+}
+
+fn take(reader: &Resources, known: &mut HashMap<Resource, Arc<Published>>) {
+    if let Some((resource, published)) = reader.next() {
+        known.insert(resource, published);
+    }
+}
