@@ -427,6 +427,7 @@ impl Controller {
         };
         let channel = support::connect(self.address, &roots).await.unwrap();
         support::Client {
+            announced: None,
             client: ServiceMeshServiceClient::new(channel),
             token: Some(token),
         }

@@ -18,6 +18,7 @@ pub mod echo {
 }
 
 pub mod identity;
+pub mod pattern;
 pub mod status;
 
 pub use identity::Identity;

@@ -164,6 +164,15 @@ pub(crate) async fn forward<F: Forward>(
     }
 }
 
+/// Whether the backend's budget permits another attempt. All count, also those after refused
+/// connections: if all endpoints refuse them, callers would connect three times as often, and a
+/// network or a node that is overloaded refuses connections too.
+fn may_retry(backend: &Backend, flow: &Flow, now: tokio::time::Instant) -> bool {
+    let is_permitted = backend.retries.try_retry(now.into_std());
+    flow.worker.metrics.retry(flow.direction, is_permitted);
+    is_permitted
+}
+
 /// Runs an attempt until the deadline, and cancels it then.
 async fn within<T>(
     deadline: Deadline,
@@ -177,15 +186,6 @@ async fn within<T>(
         ended => ended,
     })
     .await
-}
-
-/// Whether the backend's budget permits another attempt. All count, also those after refused
-/// connections: if all endpoints refuse them, callers would connect three times as often, and a
-/// network or a node that is overloaded refuses connections too.
-fn may_retry(backend: &Backend, flow: &Flow, now: tokio::time::Instant) -> bool {
-    let is_permitted = backend.retries.try_retry(now.into_std());
-    flow.worker.metrics.retry(flow.direction, is_permitted);
-    is_permitted
 }
 
 /// The attempts of one request or opaque connection. Their results decide how the balancer treats
@@ -382,31 +382,6 @@ mod tests {
         assert_eq!(send(&[Never], true).await, (failed(), 1, false));
     }
 
-    #[tokio::test(start_paused = true)]
-    async fn deadlines_of_exchange_and_attempt_end_it() {
-        const SECOND: Duration = Duration::from_secs(1);
-        for (exchange, attempt) in [
-            (None, Some(SECOND)),
-            (Some(SECOND), None),
-            (Some(2 * SECOND), Some(SECOND)),
-        ] {
-            let request = Scripted {
-                attempts: Attempts {
-                    exchange_deadline: Deadline::after(exchange, Limit::Exchange),
-                    attempt_timeout: attempt,
-                    ..Attempts::default()
-                },
-                errors: Vec::new(),
-                can_rewind: true,
-                hangs: true,
-            };
-            let began = tokio::time::Instant::now();
-            let ended = run(request).await;
-            assert_eq!(ended.0, Err("timeout".to_owned()));
-            assert_eq!((ended.1, began.elapsed().as_secs()), (1, 1));
-        }
-    }
-
     /// Sends 1000 requests to three endpoints, each attempt of which ends with this error. Returns
     /// the attempts and the metrics.
     async fn fail_all(error: Retry) -> (u32, String) {
@@ -443,8 +418,8 @@ mod tests {
                 hangs: false,
             };
             let backend = flow.destination.backend();
-            let failed = forward(&mut request, &flow, backend).await;
-            failed.expect_err("no endpoint");
+            let forwarded = forward(&mut request, &flow, backend);
+            forwarded.await.expect_err("no endpoint");
             attempts += request.attempts.count;
         }
         (attempts, metrics.render())
@@ -459,6 +434,31 @@ mod tests {
             assert!(metrics.contains(retries), "{metrics}");
             let denied = "diy_mesh_proxy_retries_over_budget_total{direction=\"outbound\"} ";
             assert!(!metrics.contains(&format!("{denied}0\n")), "{metrics}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn deadlines_of_exchange_and_attempt_end_it() {
+        const SECOND: Duration = Duration::from_secs(1);
+        for (exchange, attempt) in [
+            (None, Some(SECOND)),
+            (Some(SECOND), None),
+            (Some(2 * SECOND), Some(SECOND)),
+        ] {
+            let request = Scripted {
+                attempts: Attempts {
+                    exchange_deadline: Deadline::after(exchange, Limit::Exchange),
+                    attempt_timeout: attempt,
+                    ..Attempts::default()
+                },
+                errors: Vec::new(),
+                can_rewind: true,
+                hangs: true,
+            };
+            let began = tokio::time::Instant::now();
+            let ended = run(request).await;
+            assert_eq!(ended.0, Err("timeout".to_owned()));
+            assert_eq!((ended.1, began.elapsed().as_secs()), (1, 1));
         }
     }
 

@@ -25,7 +25,7 @@ const ZONE_LABEL: &str = "topology.kubernetes.io/zone";
 /// An invalid object: the field, its value and the expected value.
 #[derive(Debug, PartialEq, thiserror::Error)]
 #[error("{0}")]
-pub struct ConvertError(String);
+pub struct ConvertError(pub(super) String);
 
 fn invalid(field: &str, value: impl fmt::Display, expected: &str) -> ConvertError {
     ConvertError(format!("{field}: {value} is not {expected}"))
@@ -180,7 +180,7 @@ fn is_ready(status: &core::PodStatus) -> bool {
     conditions.any(|condition| condition.type_ == "Ready" && condition.status == "True")
 }
 
-fn key(metadata: &ObjectMeta) -> Result<Key, ConvertError> {
+pub(super) fn key(metadata: &ObjectMeta) -> Result<Key, ConvertError> {
     let name = metadata.name.as_deref().filter(|name| !name.is_empty());
     let name = name.ok_or_else(|| ConvertError("metadata.name is missing".to_owned()))?;
     let namespace = metadata

@@ -1,5 +1,5 @@
-//! The catalog of a folder: Services, EndpointSlices, Pods and Nodes in *.yaml, *.yml and *.json
-//! files.
+//! The catalog of a folder: Services, EndpointSlices, Pods, Nodes, routes and grants in *.yaml,
+//! *.yml and *.json files.
 //!
 //! Polls the folder; an unchanged file costs one `stat`. Logs an invalid file once and keeps its
 //! previous content. Never writes, and ignores subfolders.
@@ -238,7 +238,10 @@ mod tests {
                 "reset Service 1",
                 "reset EndpointSlice 0",
                 "reset Pod 0",
-                "reset Node 0"
+                "reset Node 0",
+                "reset HTTPRoute 0",
+                "reset GRPCRoute 0",
+                "reset ReferenceGrant 0"
             ]
         );
         assert_eq!(say(files.scan()), [""; 0]);

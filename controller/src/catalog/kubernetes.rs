@@ -1,4 +1,5 @@
-//! The catalog of a Kubernetes cluster: watches of all Services, EndpointSlices, Pods and Nodes.
+//! The catalog of a Kubernetes cluster: watches of all Services, EndpointSlices, Pods and Nodes,
+//! and of the routes and grants of the Gateway API, where it is installed.
 //!
 //! Each kind has its own watch (`watch.rs`). After an error, the watch logs the cause
 //! and the required permissions and retries with back-off. Only the fields that the index needs are
@@ -10,6 +11,7 @@ use kube::{Api, Client};
 use tokio::sync::mpsc;
 
 use super::freshness::Freshness;
+use super::gateway::{GatewayObject, GrpcRoute, HttpRoute, ReferenceGrant};
 use super::watch::{Context, Timing, watch};
 use crate::index::object::Event;
 
@@ -29,9 +31,20 @@ pub async fn run(
         timing: Timing::default(),
     };
     tokio::join!(
-        watch(Api::<Service>::all(client.clone()), None, context),
-        watch(Api::<EndpointSlice>::all(client.clone()), None, context),
-        watch(Api::<Pod>::all(client.clone()), running, context),
-        watch(Api::<Node>::all(client), None, context),
+        watch(vec![Api::<Service>::all(client.clone())], None, context),
+        watch(
+            vec![Api::<EndpointSlice>::all(client.clone())],
+            None,
+            context
+        ),
+        watch(vec![Api::<Pod>::all(client.clone())], running, context),
+        watch(vec![Api::<Node>::all(client.clone())], None, context),
+        watch(GatewayObject::<HttpRoute>::apis(&client), None, context),
+        watch(GatewayObject::<GrpcRoute>::apis(&client), None, context),
+        watch(
+            GatewayObject::<ReferenceGrant>::apis(&client),
+            None,
+            context
+        ),
     );
 }

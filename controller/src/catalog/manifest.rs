@@ -8,6 +8,7 @@ use serde::{Deserialize, Deserializer};
 use serde_yaml_ng::{Error, Value};
 
 use super::convert::CatalogObject;
+use super::gateway::{self, GatewayObject, GrpcRoute, HttpRoute, ReferenceGrant};
 use crate::index::object::Object;
 
 /// An error in a file, with its position.
@@ -47,7 +48,7 @@ struct List {
     items: Vec<Value>,
 }
 
-/// All Services, EndpointSlices, Pods and Nodes of a text in their order.
+/// All objects of the catalog in a text, in their order.
 pub(super) fn parse(text: &str, trust_domain: &str) -> Result<Vec<Object>, ManifestError> {
     let mut objects = Vec::new();
     // Each document is parsed twice, first for its kind, so that errors of the second pass have a
@@ -126,7 +127,19 @@ fn object<'a>(
         ("discovery.k8s.io/v1", "EndpointSlice") => {
             Some(read::<EndpointSlice>(document, trust_domain))
         }
-        _ => None,
+        (version, kind) => {
+            let (group, _) = version.split_once('/')?;
+            match kind {
+                _ if group != gateway::GROUP => None,
+                "HTTPRoute" => Some(read::<GatewayObject<HttpRoute>>(document, trust_domain)),
+                "GRPCRoute" => Some(read::<GatewayObject<GrpcRoute>>(document, trust_domain)),
+                "ReferenceGrant" => Some(read::<GatewayObject<ReferenceGrant>>(
+                    document,
+                    trust_domain,
+                )),
+                _ => None,
+            }
+        }
     }
 }
 

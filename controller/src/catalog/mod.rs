@@ -6,6 +6,7 @@
 mod convert;
 pub mod files;
 pub mod freshness;
+mod gateway;
 mod injected;
 pub mod kubernetes;
 mod manifest;

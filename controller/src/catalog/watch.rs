@@ -21,6 +21,7 @@ use tokio::time::timeout;
 
 use super::convert::CatalogObject;
 use super::freshness::Freshness;
+use super::gateway;
 use crate::index::object::{Change, Event, Key, Kind, Object, Source};
 
 const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(250);
@@ -79,13 +80,16 @@ enum Error {
     Stopped,
 }
 
-/// Sends all objects of a kind, then changes, until the receiver is dropped.
-pub(super) async fn watch<K>(api: Api<K>, fields: Option<&str>, context: Context<'_>)
+/// Sends all objects of a kind, then changes, until the receiver is dropped. `apis` are versions of
+/// the kind, of which the first one that is installed is used.
+pub(super) async fn watch<K>(apis: Vec<Api<K>>, fields: Option<&str>, context: Context<'_>)
 where
-    K: CatalogObject + Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned,
+    K: CatalogObject + Resource + Clone + Debug + DeserializeOwned,
 {
     let mut watch = Watch {
-        api,
+        apis,
+        missing: 0,
+        is_unavailable: false,
         fields,
         context,
         version: None,
@@ -98,7 +102,12 @@ where
 }
 
 struct Watch<'a, K> {
-    api: Api<K>,
+    /// The version in use comes first.
+    apis: Vec<Api<K>>,
+    /// Versions that are not installed, in a row.
+    missing: usize,
+    /// The kind is optional, and not installed or not permitted.
+    is_unavailable: bool,
     fields: Option<&'a str>,
     context: Context<'a>,
     /// The version of the last event. `None`: the objects must be listed.
@@ -108,7 +117,7 @@ struct Watch<'a, K> {
 
 impl<K> Watch<'_, K>
 where
-    K: CatalogObject + Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned,
+    K: CatalogObject + Resource + Clone + Debug + DeserializeOwned,
 {
     async fn run(&mut self) {
         loop {
@@ -132,7 +141,7 @@ where
         let version = loop {
             let deadline = self.context.timing.list_timeout;
             let page = self
-                .within(deadline, "LIST", self.api.list(&params))
+                .within(deadline, "LIST", self.apis[0].list(&params))
                 .await?;
             let objects = page.items.iter();
             listed.extend(objects.filter_map(|object| self.convert(object)));
@@ -159,7 +168,7 @@ where
             watch_timeout,
             ..
         } = self.context.timing;
-        let start = self.api.watch(&params, version);
+        let start = self.apis[0].watch(&params, version);
         let started = self.within(start_timeout, "start of a watch", start).await;
         let events = started.inspect_err(|error| {
             if error.requires_list() {
@@ -228,12 +237,32 @@ where
 
     /// Logs an error and waits.
     async fn retry(&mut self, error: &Error) {
+        if error.is_missing() {
+            self.apis.rotate_left(1);
+            self.missing += 1;
+            if self.missing < self.apis.len() {
+                return;
+            }
+        }
+        self.missing = 0;
         let delay = self.backoff.next_delay();
-        tracing::warn!(
-            "cannot watch {} objects, retrying in {delay:?}: {error}",
-            K::KIND
-        );
-        if K::KIND.is_optional() && error.is_unavailable() {
+        let is_unavailable = K::KIND.is_optional() && error.is_unavailable();
+        // A kind that is not installed is no news after the first request.
+        if is_unavailable && self.is_unavailable {
+            tracing::debug!("{} objects are still not available: {error}", K::KIND);
+        } else if is_unavailable {
+            tracing::info!(
+                "{} objects are not available, and will be used once they are: {error}",
+                K::KIND
+            );
+        } else {
+            tracing::warn!(
+                "cannot watch {} objects, retrying in {delay:?}: {error}",
+                K::KIND
+            );
+        }
+        if is_unavailable {
+            self.is_unavailable = true;
             let unavailable = Change::Unavailable(Source::Kubernetes, K::KIND);
             // If the receiver was dropped, the next request does not matter.
             let _ = self.context.changes.send(unavailable.into()).await;
@@ -244,6 +273,7 @@ where
     /// The objects are current.
     fn confirm(&mut self) {
         self.backoff.reset();
+        (self.missing, self.is_unavailable) = (0, false);
         self.context.freshness.confirm(K::KIND);
     }
 
@@ -294,6 +324,11 @@ impl Error {
         }
     }
 
+    /// Whether the cluster does not have the version of the kind.
+    fn is_missing(&self) -> bool {
+        matches!(self, Error::Status { status, .. } if status.code == 404)
+    }
+
     /// Whether the cluster does not have the kind, or does not permit to list it.
     fn is_unavailable(&self) -> bool {
         matches!(self, Error::Status { status, .. } if matches!(status.code, 403 | 404))
@@ -310,6 +345,9 @@ fn explain_status(kind: &Kind, status: &Status) -> String {
         Kind::Slice => ("endpointslices", "discovery.k8s.io"),
         Kind::Pod => ("pods", "the core group"),
         Kind::Node => ("nodes", "the core group"),
+        Kind::HttpRoute => ("httproutes", gateway::GROUP),
+        Kind::GrpcRoute => ("grpcroutes", gateway::GROUP),
+        Kind::Grant => ("referencegrants", gateway::GROUP),
     };
     format!(
         "{}; the controller's ServiceAccount needs the verbs list and watch on {resource} of {group}, in all namespaces",
@@ -325,6 +363,7 @@ mod tests {
     use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
     use tokio::net::{TcpListener, TcpStream};
 
+    use super::super::gateway::{GatewayObject, HttpRoute, ReferenceGrant};
     use super::*;
 
     /// Longer than anything takes.
@@ -352,9 +391,18 @@ mod tests {
             K: CatalogObject + Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned,
             K: Send + Sync + 'static,
         {
+            Server::start_with(|client| vec![Api::<K>::all(client)]).await
+        }
+
+        async fn start_with<K>(apis: impl FnOnce(Client) -> Vec<Api<K>>) -> Server
+        where
+            K: CatalogObject + Resource + Clone + Debug + DeserializeOwned,
+            K: Send + Sync + 'static,
+        {
             let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
             let url = format!("http://{}", listener.local_addr().unwrap());
             let client = Client::try_from(Config::new(url.parse().unwrap())).unwrap();
+            let apis = apis(client);
             let (sender, changes) = mpsc::channel(16);
             let freshness = Freshness::default();
             let confirmed = freshness.clone();
@@ -365,7 +413,7 @@ mod tests {
                     changes: &sender,
                     timing: TIMING,
                 };
-                watch(Api::<K>::all(client), None, context).await;
+                watch(apis, None, context).await;
             });
             Server {
                 listener,
@@ -554,6 +602,46 @@ mod tests {
             server.respond(200, list("1", "", &[])).await;
             assert_eq!(server.change().await, "reset Service []");
         }
+    }
+
+    #[tokio::test]
+    async fn uses_the_version_that_is_installed_and_waits_until_one_is() {
+        let grants = |client: Client| GatewayObject::<ReferenceGrant>::apis(&client);
+        let mut server = Server::start_with(grants).await;
+        // Before all versions were tried, the kind is not unavailable.
+        for _ in 0..2 {
+            server.respond(404, failure(404)).await;
+        }
+        assert_eq!(server.change().await, "unavailable ReferenceGrant");
+        server.respond(404, failure(404)).await;
+        let grant = json!({
+            "metadata": {"name": "g", "namespace": "shop", "resourceVersion": "5"},
+            "spec": {"from": [], "to": [{"group": "", "kind": "Service"}]},
+        });
+        server.respond(200, list("7", "", &[grant])).await;
+        assert_eq!(server.change().await, "reset ReferenceGrant [shop/g]");
+        assert_eq!(server.hang().await, "watch=true&resourceVersion=7");
+    }
+
+    #[tokio::test]
+    async fn route_with_values_of_a_later_release_leaves_the_others_readable() {
+        let routes = |client: Client| GatewayObject::<HttpRoute>::apis(&client);
+        let mut server = Server::start_with(routes).await;
+        let route = |name: &str, rules: Value| {
+            let parent = json!({"group": "", "kind": "Service", "name": "web"});
+            json!({
+                "metadata": {"name": name, "namespace": "shop", "resourceVersion": "5"},
+                "spec": {"parentRefs": [parent], "rules": rules},
+            })
+        };
+        let future = route("a", json!([{"filters": [{"type": "Future", "future": 1}]}]));
+        let unreadable = json!({
+            "metadata": {"name": "b", "namespace": "shop", "resourceVersion": "6"},
+            "spec": {"parentRefs": "none"},
+        });
+        let all = [future, unreadable, route("c", json!([{}]))];
+        server.respond(200, list("7", "", &all)).await;
+        assert_eq!(server.change().await, "reset HTTPRoute [shop/a shop/c]");
     }
 
     #[test]

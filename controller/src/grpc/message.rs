@@ -3,6 +3,7 @@
 use diy_mesh_proto::mesh::v1 as proto;
 use proto::discover_response::Update;
 
+use super::routes;
 use crate::index::object::{Inbound, Key, Kind, ServicePort, TargetPort};
 use crate::index::position::Position;
 use crate::index::state::{Delta, Endpoint, State, TargetKind};
@@ -54,7 +55,7 @@ pub(super) fn whole(state: &State) -> Update {
         ports: ports.iter().map(|port| (*port).into()).collect(),
         draining: with_draining(&target.endpoints, true),
         session_affinity_seconds: target.session_affinity,
-        routes: None,
+        routes: target.routes.as_deref().map(routes::routes),
     })
 }
 

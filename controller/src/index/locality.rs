@@ -1,14 +1,17 @@
 //! The endpoints of a Service for a client, by the client's node and zone: `internalTrafficPolicy`
-//! and topology hints, as kube-proxy applies them. Pure.
+//! and topology hints, as kube-proxy applies them. The routes, by its namespace. Pure.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::object::SliceEndpoint;
 use super::state::Endpoint;
 
-/// The node and the zone of a client. Empty if unknown.
+/// The namespace, the node and the zone of a client. Empty if unknown.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Location {
+    /// The namespace of the pod, which routes depend on.
+    pub namespace: Arc<str>,
     /// The name of the node.
     pub node: Arc<str>,
     /// The zone of the node.
@@ -16,9 +19,18 @@ pub struct Location {
 }
 
 /// The part of a client's location that a state depends on.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Scope {
+    /// The part of the cluster.
+    pub area: Area,
+    /// The namespaces whose clients have states of their own: those with consumer routes.
+    pub namespaces: Option<Arc<BTreeSet<Arc<str>>>>,
+}
+
+/// The part of the cluster that a state is for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Scope {
-    /// None: all clients have the same state.
+pub enum Area {
+    /// All of it.
     #[default]
     Cluster,
     /// The zone.
@@ -29,14 +41,19 @@ pub enum Scope {
 
 impl Location {
     /// The part of the location that a scope covers. Clients with equal parts share a state.
-    pub fn within(&self, scope: Scope) -> Location {
-        match scope {
-            Scope::Cluster => Location::default(),
-            Scope::Zone => Location {
-                zone: self.zone.clone(),
-                ..Location::default()
-            },
-            Scope::Node => self.clone(),
+    pub fn within(&self, scope: &Scope) -> Location {
+        let namespaces = scope.namespaces.iter();
+        let mut own = namespaces.filter_map(|namespaces| namespaces.get(&self.namespace));
+        let namespace = own.next().cloned().unwrap_or_default();
+        let (node, zone) = match scope.area {
+            Area::Cluster => Default::default(),
+            Area::Zone => ("".into(), self.zone.clone()),
+            Area::Node => (self.node.clone(), self.zone.clone()),
+        };
+        Location {
+            namespace,
+            node,
+            zone,
         }
     }
 }
@@ -54,7 +71,7 @@ pub(super) fn select(
     all: Vec<Candidate<'_>>,
     local_only: bool,
     client: &Location,
-) -> (Scope, Vec<Endpoint>) {
+) -> (Area, Vec<Endpoint>) {
     let on_node = |one: &Candidate<'_>| one.slice.node == client.node;
     let for_node = |one: &Candidate<'_>| one.slice.node_hints.contains(&client.node);
     let for_zone = |one: &Candidate<'_>| one.slice.zone_hints.contains(&client.zone);
@@ -62,10 +79,10 @@ pub(super) fn select(
     let has_ready = ready().next().is_some();
     let node_hints = has_ready && ready().all(|one| !one.slice.node_hints.is_empty());
     let zone_hints = has_ready && ready().all(|one| !one.slice.zone_hints.is_empty());
-    let scope = match (local_only || node_hints, zone_hints) {
-        (true, _) => Scope::Node,
-        (false, true) => Scope::Zone,
-        (false, false) => Scope::Cluster,
+    let area = match (local_only || node_hints, zone_hints) {
+        (true, _) => Area::Node,
+        (false, true) => Area::Zone,
+        (false, false) => Area::Cluster,
     };
     let is_selected: &dyn Fn(&Candidate<'_>) -> bool = if local_only {
         &on_node
@@ -78,5 +95,5 @@ pub(super) fn select(
     };
     let selected = all.iter().filter(|one| is_selected(one));
     let endpoints = selected.map(|one| one.endpoint.clone()).collect();
-    (scope, endpoints)
+    (area, endpoints)
 }

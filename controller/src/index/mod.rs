@@ -8,6 +8,7 @@ pub mod locality;
 pub mod object;
 pub mod position;
 mod resolve;
+mod routes;
 pub mod state;
 mod store;
 pub mod version;
@@ -20,8 +21,11 @@ use std::sync::Arc;
 
 use object::{Change, Event, Key, Kind, Node, Object, Pod, PodReference, Service, Slice, Source};
 use position::{History, Position};
+use routes::Routes;
 use store::{Replaced, Store};
 use view::ServiceView;
+
+use crate::routes::RouteStatus;
 
 /// The objects of the catalog and their references.
 #[derive(Debug, Default)]
@@ -30,6 +34,7 @@ pub struct Index {
     slices: Store<Slice>,
     pods: Store<Pod>,
     nodes: Store<Node>,
+    routes: Routes,
     slices_of_service: HashMap<Key, BTreeSet<Key>>,
     slices_of_pod: HashMap<Key, BTreeSet<Key>>,
     /// The slices with an endpoint at an address that names no pod.
@@ -63,6 +68,11 @@ pub struct Touched {
 impl Index {
     /// Applies a change and adds the affected topics to `touched`.
     pub fn apply(&mut self, change: Change, touched: &mut Touched) {
+        self.change(change, touched);
+        self.settle(touched);
+    }
+
+    fn change(&mut self, change: Change, touched: &mut Touched) {
         match change {
             Change::Apply(source, object) => self.set(source, object, touched),
             Change::Delete(source, kind, key) => self.remove(source, kind, &key, touched),
@@ -82,7 +92,8 @@ impl Index {
         }
     }
 
-    /// Applies a change with its version, as [`apply`](Self::apply) does.
+    /// Applies a change with its version. After the last one of a batch, [`settle`](Self::settle)
+    /// completes them.
     pub fn apply_event(&mut self, event: Event, touched: &mut Touched) {
         let recorded = match &event.change {
             Change::Apply(source, object) => Some((*source, object.kind(), false)),
@@ -90,7 +101,7 @@ impl Index {
             Change::Reset(source, kind, _) => Some((*source, *kind, true)),
             Change::Unavailable(..) => None,
         };
-        self.apply(event.change, touched);
+        self.change(event.change, touched);
         if let Some((Source::Kubernetes, kind, is_list)) = recorded {
             self.history.record(kind, is_list, event.version);
             let api = self.services.get(&Key::new("default", "kubernetes"));
@@ -98,6 +109,29 @@ impl Index {
             let position = cluster.and_then(|uid| self.history.position(uid));
             self.position = position.map(Arc::new);
         }
+    }
+
+    /// Completes changes: merges the routes that they concern. Returns whether the status of a
+    /// route may have changed.
+    pub fn settle(&mut self, touched: &mut Touched) -> bool {
+        let Some(affected) = self.routes.settle(&self.services) else {
+            return false;
+        };
+        for key in affected {
+            if let Some(service) = self.services.get(&key) {
+                touch_addresses(service, touched);
+                if service.is_headless {
+                    self.slices_of(&key)
+                        .for_each(|slice| self.touch_pods(slice, touched));
+                }
+            }
+        }
+        true
+    }
+
+    /// What the authors of routes are told.
+    pub fn route_statuses(&self) -> Vec<RouteStatus> {
+        self.routes.statuses()
     }
 
     /// A Service with all endpoints.
@@ -145,6 +179,8 @@ impl Index {
             Kind::Slice => self.slices.len(),
             Kind::Pod => self.pods.len(),
             Kind::Node => self.nodes.len(),
+            Kind::HttpRoute | Kind::GrpcRoute => self.routes.of_kind(kind).len(),
+            Kind::Grant => self.routes.grants.len(),
         }
     }
 
@@ -154,6 +190,8 @@ impl Index {
             Kind::Slice => self.slices.keys_of(source),
             Kind::Pod => self.pods.keys_of(source),
             Kind::Node => self.nodes.keys_of(source),
+            Kind::HttpRoute | Kind::GrpcRoute => self.routes.of_kind(kind).keys_of(source),
+            Kind::Grant => self.routes.grants.keys_of(source),
         }
     }
 
@@ -164,6 +202,10 @@ impl Index {
             Object::Slice(slice) => self.set_slice(source, &key, Some(slice), touched),
             Object::Pod(pod) => self.set_pod(source, &key, Some(pod), touched),
             Object::Node(node) => self.set_node(source, &key, Some(node), touched),
+            Object::Route(route) => {
+                self.routes.set_route(source, route.kind, &key, Some(route));
+            }
+            Object::Grant(grant) => self.routes.set_grant(source, &key, Some(grant)),
         }
     }
 
@@ -173,6 +215,8 @@ impl Index {
             Kind::Slice => self.set_slice(source, key, None, touched),
             Kind::Pod => self.set_pod(source, key, None, touched),
             Kind::Node => self.set_node(source, key, None, touched),
+            Kind::HttpRoute | Kind::GrpcRoute => self.routes.set_route(source, kind, key, None),
+            Kind::Grant => self.routes.set_grant(source, key, None),
         }
     }
 
@@ -203,6 +247,7 @@ impl Index {
             touched.node_ports.insert(port);
         }
         touched.services.insert(key.clone());
+        self.routes.set_service(key);
         let is_headless = |service: Option<&Service>| service.is_some_and(|one| one.is_headless);
         if is_headless(old.as_ref()) || is_headless(new) {
             self.slices_of(key)
@@ -275,9 +320,7 @@ impl Index {
     fn touch_service_of(&self, slice: &Slice, touched: &mut Touched) {
         let service = slice.service.as_ref();
         if let Some(service) = service.and_then(|key| self.services.get(key)) {
-            touched.addresses.extend(&service.cluster_ips);
-            touched.addresses.extend(&service.external_ips);
-            touched.node_ports.extend(service.node_ports());
+            touch_addresses(service, touched);
             touched.services.insert(service.key.clone());
         }
     }
@@ -297,6 +340,13 @@ impl Index {
         relink(&mut self.nodes_at, key, before, after, touched);
         touched.nodes.insert(key.name.clone());
     }
+}
+
+/// Adds the destinations of a Service.
+fn touch_addresses(service: &Service, touched: &mut Touched) {
+    touched.addresses.extend(&service.cluster_ips);
+    touched.addresses.extend(&service.external_ips);
+    touched.node_ports.extend(service.node_ports());
 }
 
 fn pods_of(slice: &Slice) -> impl Iterator<Item = &Key> {
@@ -324,11 +374,11 @@ fn relink(
     touched.addresses.extend(old.into_iter().chain(new));
 }
 
-fn link<K: Clone + Eq + Hash>(map: &mut HashMap<K, BTreeSet<Key>>, to: &K, key: &Key) {
+fn link<K: Clone + Eq + Hash, V: Clone + Ord>(map: &mut HashMap<K, BTreeSet<V>>, to: &K, key: &V) {
     map.entry(to.clone()).or_default().insert(key.clone());
 }
 
-fn unlink<K: Eq + Hash>(map: &mut HashMap<K, BTreeSet<Key>>, from: &K, key: &Key) {
+fn unlink<K: Eq + Hash, V: Ord>(map: &mut HashMap<K, BTreeSet<V>>, from: &K, key: &V) {
     if let Some(keys) = map.get_mut(from) {
         keys.remove(key);
         if keys.is_empty() {

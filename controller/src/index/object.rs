@@ -7,6 +7,8 @@ use std::net::{IpAddr, SocketAddr};
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
+use crate::routes::model::{Grant, Route};
+
 /// The kinds of objects in the catalog.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kind {
@@ -18,15 +20,29 @@ pub enum Kind {
     Pod,
     /// A Node.
     Node,
+    /// An HTTPRoute.
+    HttpRoute,
+    /// A GRPCRoute.
+    GrpcRoute,
+    /// A ReferenceGrant.
+    Grant,
 }
 
 impl Kind {
     /// All kinds. The catalog is synced when all were listed, or are unavailable.
-    pub const ALL: [Kind; 4] = [Kind::Service, Kind::Slice, Kind::Pod, Kind::Node];
+    pub const ALL: [Kind; 7] = [
+        Kind::Service,
+        Kind::Slice,
+        Kind::Pod,
+        Kind::Node,
+        Kind::HttpRoute,
+        Kind::GrpcRoute,
+        Kind::Grant,
+    ];
 
     /// Whether the mesh works without objects of this kind.
     pub fn is_optional(self) -> bool {
-        self == Kind::Node
+        !matches!(self, Kind::Service | Kind::Slice | Kind::Pod)
     }
 
     /// The name in Kubernetes.
@@ -36,6 +52,9 @@ impl Kind {
             Kind::Slice => "EndpointSlice",
             Kind::Pod => "Pod",
             Kind::Node => "Node",
+            Kind::HttpRoute => "HTTPRoute",
+            Kind::GrpcRoute => "GRPCRoute",
+            Kind::Grant => "ReferenceGrant",
         }
     }
 }
@@ -140,6 +159,10 @@ pub enum Object {
     Pod(Pod),
     /// A Node.
     Node(Node),
+    /// An HTTPRoute or a GRPCRoute.
+    Route(Route),
+    /// A ReferenceGrant.
+    Grant(Grant),
 }
 
 impl Object {
@@ -150,6 +173,8 @@ impl Object {
             Object::Slice(_) => Kind::Slice,
             Object::Pod(_) => Kind::Pod,
             Object::Node(_) => Kind::Node,
+            Object::Route(route) => route.kind,
+            Object::Grant(_) => Kind::Grant,
         }
     }
 
@@ -160,6 +185,8 @@ impl Object {
             Object::Slice(slice) => &slice.key,
             Object::Pod(pod) => &pod.key,
             Object::Node(node) => &node.key,
+            Object::Route(route) => &route.key,
+            Object::Grant(grant) => &grant.key,
         }
     }
 }

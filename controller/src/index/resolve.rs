@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
 
 use super::Index;
-use super::locality::{self, Candidate, Location, Scope};
+use super::locality::{self, Area, Candidate, Location, Scope};
 use super::object::{
     Key, Pod, PodReference, Resource, Service, ServicePort, Slice, SliceEndpoint, Transport,
 };
@@ -27,10 +27,14 @@ impl Index {
         (scope.unwrap_or_default(), state)
     }
 
-    /// The node and the zone of a pod, not of another one with its name.
-    pub fn location(&self, pod: &Key, uid: &str) -> Location {
-        let Some(pod) = self.pods.get(pod).filter(|pod| *pod.uid == *uid) else {
-            return Location::default();
+    /// The namespace, and the node and the zone of a pod, not of another one with its name.
+    pub fn location(&self, key: &Key, uid: &str) -> Location {
+        let namespace = key.namespace.clone();
+        let Some(pod) = self.pods.get(key).filter(|pod| *pod.uid == *uid) else {
+            return Location {
+                namespace,
+                ..Location::default()
+            };
         };
         let node = Key {
             namespace: "".into(),
@@ -38,6 +42,7 @@ impl Index {
         };
         let zone = self.nodes.get(&node).map(|node| &node.zone);
         Location {
+            namespace,
             node: node.name,
             zone: zone.unwrap_or(&pod.zone).clone(),
         }
@@ -47,7 +52,7 @@ impl Index {
     /// external address, or an unknown target. An address of several kinds is of the first one.
     fn destination(&self, address: SocketAddr, client: &Location) -> Option<(Scope, Target)> {
         self.service_target(address, client)
-            .or_else(|| self.pod_target(address).map(everywhere))
+            .or_else(|| self.pod_target(address, client))
             .or_else(|| self.unknown_port(address).map(everywhere))
             .or_else(|| match self.nodes_at.get(&address.ip()) {
                 Some(nodes) => self.node_port(nodes.first()?, address, client),
@@ -58,7 +63,8 @@ impl Index {
     fn service_target(&self, address: SocketAddr, client: &Location) -> Option<(Scope, Target)> {
         let service = &self.services[self.services_at.get(&address.ip())?.first()?];
         let port = service.tcp_port(|port| port.port == address.port())?;
-        self.service_port(service, port, address.is_ipv6(), client)
+        let target = self.service_port(service, port, address.is_ipv6(), client);
+        Some(self.with_routes(&service.key, port.port, target, client))
     }
 
     /// Pods reach all endpoints at external addresses, whatever the policies of the Service. Of
@@ -73,8 +79,9 @@ impl Index {
         let (service, port) =
             services.min_by_key(|(service, _)| (service.created, &service.key))?;
         let candidates = self.endpoints(service, &port.name, address.is_ipv6());
-        let (scope, endpoints) = locality::select(candidates, false, client);
-        Some((scope, service_target(service, port, endpoints)))
+        let (area, endpoints) = locality::select(candidates, false, client);
+        let target = (area, service_target(service, port, endpoints));
+        Some(self.with_routes(&service.key, port.port, target, client))
     }
 
     /// A node with `externalTrafficPolicy: Local` forwards connections of other nodes to its own
@@ -96,13 +103,14 @@ impl Index {
         };
         let is_local = service.external_local && client.node != node.name;
         let from = if is_local { &on_node } else { client };
-        let (scope, endpoints) = locality::select(candidates, is_local, from);
-        let scope = if service.external_local {
-            Scope::Node
+        let (area, endpoints) = locality::select(candidates, is_local, from);
+        let area = if service.external_local {
+            Area::Node
         } else {
-            scope
+            area
         };
-        Some((scope, service_target(service, port, endpoints)))
+        let target = (area, service_target(service, port, endpoints));
+        Some(self.with_routes(&service.key, port.port, target, client))
     }
 
     /// A Service port in the primary family of the Service.
@@ -110,7 +118,13 @@ impl Index {
         let service = self.services.get(service)?;
         let primary = service.cluster_ips.first();
         let port = service.tcp_port(|other| other.port == port)?;
-        self.service_port(service, port, primary.is_some_and(IpAddr::is_ipv6), client)
+        let is_ipv6 = primary.is_some_and(IpAddr::is_ipv6);
+        let (area, target) = self.service_port(service, port, is_ipv6, client);
+        let scope = Scope {
+            area,
+            namespaces: None,
+        };
+        Some((scope, target))
     }
 
     fn service_port(
@@ -119,10 +133,27 @@ impl Index {
         port: &ServicePort,
         ipv6: bool,
         client: &Location,
-    ) -> Option<(Scope, Target)> {
+    ) -> (Area, Target) {
         let candidates = self.endpoints(service, &port.name, ipv6);
-        let (scope, endpoints) = locality::select(candidates, service.local_only, client);
-        Some((scope, service_target(service, port, endpoints)))
+        let (area, endpoints) = locality::select(candidates, service.local_only, client);
+        (area, service_target(service, port, endpoints))
+    }
+
+    /// Adds the routes of a Service port for the client.
+    fn with_routes(
+        &self,
+        service: &Key,
+        port: u16,
+        (area, target): (Area, Target),
+        client: &Location,
+    ) -> (Scope, Target) {
+        let tables = self.routes.tables(service, port);
+        let routes = tables.and_then(|tables| tables.of_client(&client.namespace).cloned());
+        let scope = Scope {
+            area,
+            namespaces: tables.and_then(|tables| tables.namespaces.clone()),
+        };
+        (scope, Target { routes, ..target })
     }
 
     /// The inbound configuration of a meshed pod, not of another one with its name.
@@ -134,6 +165,7 @@ impl Index {
             app_protocol: String::new(),
             session_affinity: 0,
             endpoints: Vec::new(),
+            routes: None,
         })
     }
 
@@ -151,16 +183,21 @@ impl Index {
             app_protocol: String::new(),
             session_affinity: 0,
             endpoints: Vec::new(),
+            routes: None,
         })
     }
 
-    fn pod_target(&self, destination: SocketAddr) -> Option<Target> {
+    /// A pod by its own address. It has the routes of the oldest headless Service that selects it.
+    fn pod_target(&self, destination: SocketAddr, client: &Location) -> Option<(Scope, Target)> {
         let pod = self.holder(destination.ip())?;
-        Some(Target {
+        let headless = self.headless_ports(pod, destination.port());
+        let headless: Vec<_> = headless.collect();
+        let target = Target {
             kind: TargetKind::Pod,
             key: pod.key.clone(),
-            app_protocol: self.headless_protocol(pod, destination.port()),
+            app_protocol: headless_protocol(&headless),
             session_affinity: 0,
+            routes: None,
             endpoints: vec![Endpoint {
                 address: destination,
                 zone: pod.zone.clone(),
@@ -169,6 +206,15 @@ impl Index {
                 opaque: pod.is_opaque_at(destination.port()),
                 draining: false,
             }],
+        };
+        let oldest = headless.iter();
+        let oldest =
+            oldest.min_by_key(|(service, port)| (service.created, &service.key, port.port));
+        Some(match oldest {
+            None => everywhere(target),
+            Some((service, port)) => {
+                self.with_routes(&service.key, port.port, (Area::Cluster, target), client)
+            }
         })
     }
 
@@ -178,11 +224,14 @@ impl Index {
             .max_by_key(|pod| (!pod.terminating, pod.created, &pod.key))
     }
 
-    /// The application protocol that headless Services declare for a port of a pod. Empty if they
-    /// declare none, or different ones.
-    fn headless_protocol(&self, pod: &Pod, port: u16) -> String {
+    /// The headless Services that select a pod, with their port that leads to a port of it.
+    fn headless_ports<'a>(
+        &'a self,
+        pod: &'a Pod,
+        port: u16,
+    ) -> impl Iterator<Item = (&'a Service, &'a ServicePort)> {
         let slices = self.slices_of_pod.get(&pod.key).into_iter().flatten();
-        let declared = slices.filter_map(|slice| {
+        slices.filter_map(move |slice| {
             let slice = &self.slices[slice];
             let service = self.services.get(slice.service.as_ref()?)?;
             let is_tcp = |protocol| protocol == Transport::Tcp;
@@ -190,12 +239,8 @@ impl Index {
             let at = ports.find(|at| at.port == port && is_tcp(at.protocol))?;
             let mut ports = service.ports.iter();
             let port = ports.find(|port| port.name == at.name && is_tcp(port.protocol))?;
-            let belongs = service.is_headless && service.selects(pod);
-            (belongs && !port.app_protocol.is_empty()).then_some(&port.app_protocol)
-        });
-        let mut declared: BTreeSet<&String> = declared.collect();
-        let only = declared.pop_first().filter(|_| declared.is_empty());
-        only.cloned().unwrap_or_default()
+            (service.is_headless && service.selects(pod)).then_some((service, port))
+        })
     }
 
     /// The endpoints of a port that are ready or drain, in the family of the cluster IP.
@@ -272,6 +317,16 @@ impl Index {
     }
 }
 
+/// The application protocol that headless Services declare. Empty if they declare none, or
+/// different ones.
+fn headless_protocol(ports: &[(&Service, &ServicePort)]) -> String {
+    let declared = ports.iter().map(|(_, port)| &port.app_protocol);
+    let declared = declared.filter(|protocol| !protocol.is_empty());
+    let mut declared: BTreeSet<&String> = declared.collect();
+    let only = declared.pop_first().filter(|_| declared.is_empty());
+    only.cloned().unwrap_or_default()
+}
+
 fn service_target(service: &Service, port: &ServicePort, endpoints: Vec<Endpoint>) -> Target {
     Target {
         kind: TargetKind::Service,
@@ -279,10 +334,11 @@ fn service_target(service: &Service, port: &ServicePort, endpoints: Vec<Endpoint
         app_protocol: port.app_protocol.clone(),
         session_affinity: service.session_affinity,
         endpoints,
+        routes: None,
     }
 }
 
 /// A target that does not depend on the client.
 fn everywhere(target: Target) -> (Scope, Target) {
-    (Scope::Cluster, target)
+    (Scope::default(), target)
 }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use super::object::{Inbound, Key};
 use super::position::Position;
 use super::version::{Digest, Version};
+use crate::routes::attach::Table;
 
 /// The state of a resource.
 #[derive(Clone, Debug)]
@@ -33,6 +34,8 @@ pub struct Target {
     /// The endpoints that are ready, and those that drain, ascending by address, without
     /// duplicates.
     pub endpoints: Vec<Endpoint>,
+    /// The routes for the client, if there are any. Only destinations have routes.
+    pub routes: Option<Arc<Table>>,
 }
 
 /// The kind of a target.
@@ -110,7 +113,8 @@ impl State {
         match (&before.target, &self.target) {
             (Some(old), Some(new))
                 if (&old.kind, &old.key, &old.app_protocol, old.session_affinity)
-                    == (&new.kind, &new.key, &new.app_protocol, new.session_affinity) =>
+                    == (&new.kind, &new.key, &new.app_protocol, new.session_affinity)
+                    && old.routes == new.routes =>
             {
                 Update::Difference(difference(&old.endpoints, &new.endpoints))
             }
@@ -161,6 +165,9 @@ fn version(target: Option<&Target>) -> Version {
     digest.text(&target.key.name);
     digest.text(&target.app_protocol);
     digest.number(target.session_affinity.into());
+    if let Some(routes) = &target.routes {
+        digest.text(&routes.version.to_string());
+    }
     for endpoint in &target.endpoints {
         digest.address(endpoint.address.ip());
         digest.number(endpoint.address.port().into());
@@ -210,6 +217,7 @@ mod tests {
             app_protocol: String::new(),
             session_affinity: 0,
             endpoints,
+            routes: None,
         }))
     }
 
@@ -314,6 +322,7 @@ mod tests {
                 app_protocol: String::new(),
                 session_affinity: 0,
                 endpoints: vec![],
+                routes: None,
             };
             versions.push(State::new(Some(target)).version);
         }

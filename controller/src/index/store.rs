@@ -37,6 +37,10 @@ impl<T: Clone + PartialEq> Store<T> {
         self.objects.keys()
     }
 
+    pub fn values(&self) -> impl Iterator<Item = &T> {
+        self.objects.values().map(|(_, object)| object)
+    }
+
     pub fn len(&self) -> usize {
         self.objects.len()
     }

@@ -3,12 +3,16 @@
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 
-use super::locality::{Location, Scope};
+use serde_json::{Value, json};
+
+use super::locality::{Area, Location, Scope};
 use super::object::{
     Inbound, Resource, ServicePort, SliceEndpoint, SlicePort, TargetPort, Transport,
 };
 use super::state::{Delta, Endpoint, State, Update};
 use super::*;
+use crate::routes::model::{Grant, Route};
+use crate::routes::parse::{self, Meta};
 
 fn key(name: &str) -> Key {
     Key::new("shop", name)
@@ -145,6 +149,7 @@ fn state_at(index: &Index, destination: SocketAddr, client: &Location) -> State 
 
 fn location(node: &str, zone: &str) -> Location {
     Location {
+        namespace: "".into(),
         node: node.into(),
         zone: zone.into(),
     }
@@ -381,7 +386,7 @@ fn deleted_pod_drains_before_the_slices_change() {
 }
 
 /// The endpoints at 10.96.0.1:80 for a client, by the last part of their address.
-fn endpoints_for(index: &Index, client: &Location) -> (Scope, String) {
+fn endpoints_for(index: &Index, client: &Location) -> (Area, String) {
     let destination = Resource::Destination("10.96.0.1:80".parse().unwrap());
     let (scope, state) = index.resolve(&destination, client);
     let endpoints = state.target.unwrap().endpoints;
@@ -395,7 +400,7 @@ fn endpoints_for(index: &Index, client: &Location) -> (Scope, String) {
         }
     };
     let endpoints: Vec<String> = endpoints.iter().map(last).collect();
-    (scope, endpoints.join(" "))
+    (scope.area, endpoints.join(" "))
 }
 
 #[test]
@@ -416,7 +421,7 @@ fn internal_traffic_policy_local_selects_the_endpoints_of_the_clients_node() {
     ]);
     for (node, expected) in [("n1", "1"), ("n2", "draining:3"), ("n3", ""), ("", "2")] {
         let found = endpoints_for(&index, &location(node, "a"));
-        assert_eq!(found, (Scope::Node, expected.to_owned()), "{node:?}");
+        assert_eq!(found, (Area::Node, expected.to_owned()), "{node:?}");
     }
 }
 
@@ -440,28 +445,25 @@ fn hints_select_endpoints_for_the_zone_or_the_node_of_the_client() {
     let mut leaving = endpoint("10.0.0.3", "");
     (leaving.ready, leaving.terminating) = (false, true);
     let zones = behind(vec![one.clone(), other.clone(), leaving.clone()]);
-    assert_eq!(found(&zones, "n", "a"), (Scope::Zone, "1".into()));
-    assert_eq!(found(&zones, "n", "c"), (Scope::Zone, "2".into()));
+    assert_eq!(found(&zones, "n", "a"), (Area::Zone, "1".into()));
+    assert_eq!(found(&zones, "n", "c"), (Area::Zone, "2".into()));
     // No endpoint is for the client, or its zone is unknown.
-    let all = (Scope::Zone, "1 2 draining:3".to_owned());
+    let all = (Area::Zone, "1 2 draining:3".to_owned());
     assert_eq!(found(&zones, "n", "d"), all);
     assert_eq!(found(&zones, "n", ""), all);
     // One endpoint has no hint.
     let some = behind(vec![one.clone(), endpoint("10.0.0.4", "")]);
-    assert_eq!(found(&some, "n", "a"), (Scope::Cluster, "1 4".into()));
+    assert_eq!(found(&some, "n", "a"), (Area::Cluster, "1 4".into()));
     let none = behind(vec![leaving]);
-    assert_eq!(
-        found(&none, "n", "a"),
-        (Scope::Cluster, "draining:3".into())
-    );
+    assert_eq!(found(&none, "n", "a"), (Area::Cluster, "draining:3".into()));
     // Hints for nodes precede those for zones.
     let nodes = behind(vec![
         hinted("10.0.0.1", &["a"], &["n1"]),
         hinted("10.0.0.2", &["a"], &["n2"]),
         hinted("10.0.0.3", &["b"], &["n3"]),
     ]);
-    assert_eq!(found(&nodes, "n2", "a"), (Scope::Node, "2".into()));
-    assert_eq!(found(&nodes, "n4", "a"), (Scope::Node, "1 2".into()));
+    assert_eq!(found(&nodes, "n2", "a"), (Area::Node, "2".into()));
+    assert_eq!(found(&nodes, "n4", "a"), (Area::Node, "1 2".into()));
 }
 
 #[test]
@@ -473,8 +475,12 @@ fn location_of_a_pod_has_the_zone_of_its_node() {
         ..pod("p", &[])
     };
     let mut index = index([Object::Pod(on_node("1"))]);
+    let location = |node, zone| Location {
+        namespace: "shop".into(),
+        ..location(node, zone)
+    };
     assert_eq!(index.location(&key("p"), "1"), location("n1", "label"));
-    assert_eq!(index.location(&key("p"), "0"), Location::default());
+    assert_eq!(index.location(&key("p"), "0"), location("", ""));
     let node = Object::Node(Node {
         key: Key::new("", "n1"),
         addresses: vec![],
@@ -557,7 +563,7 @@ fn node_ports_are_destinations_at_the_addresses_of_nodes() {
     let from = |node: &str| {
         let destination = Resource::Destination("10.1.0.1:30080".parse().unwrap());
         let (scope, state) = index.resolve(&destination, &location(node, ""));
-        assert_eq!(scope, Scope::Node);
+        assert_eq!(scope.area, Area::Node);
         state.target.unwrap().endpoints.len()
     };
     assert_eq!((from("n1"), from("n2"), from("")), (2, 1, 1));
@@ -860,6 +866,7 @@ impl Chance {
     const SLICES: [&str; 4] = ["s1", "s2", "s3", "s4"];
     const PODS: [&str; 4] = ["p1", "p2", "p3", "p4"];
     const NODES: [&str; 2] = ["n1", "n2"];
+    const NAMESPACES: [&str; 2] = ["shop", "other"];
     const CLUSTER_IPS: [&str; 3] = ["10.96.0.1", "10.96.0.2", "fd00::1"];
     const ADDRESSES: [&str; 4] = ["10.0.0.1", "10.0.0.2", "10.0.0.3", "fd01::1"];
 
@@ -933,7 +940,45 @@ impl Chance {
                 addresses: self.some(&Self::ADDRESSES).into_iter().map(ip).collect(),
                 zone: self.one(&["a", "b"]).into(),
             }),
+            Kind::HttpRoute | Kind::GrpcRoute => Object::Route(self.route(kind)),
+            Kind::Grant => Object::Grant(Grant {
+                key: Key::new(self.one(&Self::NAMESPACES), self.one(&["g1", "g2"])),
+                from: vec![(Kind::HttpRoute, self.one(&Self::NAMESPACES).into())],
+                to: vec![self.0.bool().then(|| self.one(&Self::SERVICES).into())],
+            }),
         }
+    }
+
+    /// A route of either namespace, with parents and backends in `shop`.
+    fn route(&mut self, kind: Kind) -> Route {
+        let meta = Meta {
+            kind,
+            key: Key::new(self.one(&Self::NAMESPACES), self.one(&["r1", "r2", "r3"])),
+            generation: self.0.i64(..3),
+            created: self.0.i64(..2),
+        };
+        let parents = (0..2).map(|_| {
+            json!({
+                "group": "", "kind": "Service", "namespace": "shop",
+                "name": self.one(&Self::SERVICES),
+                "port": ([None, Some(80), Some(9000), Some(81)])[self.0.usize(..4)],
+            })
+        });
+        let parents: Vec<Value> = parents.collect();
+        let backends = (0..2).map(|_| {
+            json!({
+                "namespace": "shop", "name": self.one(&["a", "b", "c", "missing"]),
+                "port": 80 + self.0.u8(..2), "weight": self.0.u8(..3),
+            })
+        });
+        let rule = json!({
+            "backendRefs": backends.collect::<Vec<_>>(),
+            "matches": [{"headers": [{
+                "name": self.one(&["one", "two"]), "value": self.one(&["x", "("]),
+                "type": self.one(&["Exact", "RegularExpression"]),
+            }]}],
+        });
+        parse::route(meta, &json!({"parentRefs": parents, "rules": [rule]})).unwrap()
     }
 
     pub(crate) fn change(&mut self) -> Change {
@@ -952,11 +997,15 @@ impl Chance {
         }
     }
 
-    /// Unknown, and two nodes in two zones.
-    pub(crate) fn locations() -> [Location; 3] {
+    /// Unknown, two nodes in two zones, and another namespace.
+    pub(crate) fn locations() -> [Location; 4] {
         let [one, other] = Self::NODES;
         [
             Location::default(),
+            Location {
+                namespace: "other".into(),
+                ..location(one, "a")
+            },
             location(one, "a"),
             location(other, "b"),
         ]
@@ -971,13 +1020,19 @@ impl Chance {
 }
 
 /// Everything that can be asked of an index.
-fn answers(index: &Index) -> (Vec<(Scope, State)>, Vec<Option<ServiceView>>) {
+type Answers = (
+    Vec<(Scope, State)>,
+    Vec<Option<ServiceView>>,
+    Vec<RouteStatus>,
+);
+
+fn answers(index: &Index) -> Answers {
     let views = Chance::SERVICES.map(|name| index.service(&key(name)));
     let states = requests();
     let states = states
         .iter()
         .map(|(destination, client)| index.resolve(&Resource::Destination(*destination), client));
-    (states.collect(), views.into())
+    (states.collect(), views.into(), index.route_statuses())
 }
 
 /// Each destination, for a client at each location.
@@ -1064,10 +1119,11 @@ fn states_and_versions_are_independent_of_the_history() {
             lived.services_at.len(),
             lived.services_outside.len() + lived.services_on_nodes.len(),
             lived.pods_at.len() + lived.nodes_at.len(),
+            lived.routes.links(),
         );
         assert_eq!(
             links,
-            (0, 0, 0, 0, 0),
+            (0, 0, 0, 0, 0, 0),
             "seed {seed}: nothing is left of what is gone"
         );
     }
@@ -1086,7 +1142,7 @@ fn changes_are_reported_and_deltas_transform_states() {
             for ((destination, client), ((_, old), (scope, new))) in
                 requests().iter().zip(before.0.iter().zip(&after.0))
             {
-                let place = client.within(*scope);
+                let place = client.within(scope);
                 assert_eq!(
                     state_at(&index, *destination, &place),
                     *new,

@@ -1,12 +1,22 @@
 //! Versions: digests of states, equal on all replicas and independent of the order of events.
 
 use std::fmt;
+use std::hash::{Hash, Hasher};
 
 use aws_lc_rs::digest::{Context, SHA256};
 
 /// The version of a state. Equal versions mean equal states.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Version([u8; 16]);
+
+impl Version {
+    /// The version with this text. Text in another form is the version of no state.
+    pub fn parse(text: &str) -> Option<Version> {
+        let number = u128::from_str_radix(text, 16).ok()?;
+        let version = Version(number.to_be_bytes());
+        (version.to_string() == text).then_some(version)
+    }
+}
 
 impl fmt::Display for Version {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -64,6 +74,22 @@ impl Digest {
     }
 }
 
+/// The version of a value: a digest of its fields. `what` distinguishes types.
+pub(crate) fn of(what: &str, value: &impl Hash) -> Version {
+    struct Fields(Digest);
+    impl Hasher for Fields {
+        fn write(&mut self, bytes: &[u8]) {
+            self.0.0.update(bytes);
+        }
+        fn finish(&self) -> u64 {
+            0
+        }
+    }
+    let mut fields = Fields(Digest::new(what));
+    value.hash(&mut fields);
+    fields.0.finish()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -77,6 +103,20 @@ mod tests {
         };
         assert_ne!(of(&["ab", "c"]), of(&["a", "bc"]));
         assert_eq!(of(&["ab", "c"]), of(&["ab", "c"]));
+    }
+
+    #[test]
+    fn parses_only_the_text_of_a_version() {
+        let text = "0206d90d9cb08e227638bc9ad532ceb0";
+        assert_eq!(Version::parse(text).unwrap().to_string(), text);
+        for other in [
+            "",
+            &text[1..],
+            &text.to_uppercase(),
+            &format!("+{}", &text[1..]),
+        ] {
+            assert_eq!(Version::parse(other), None, "{other}");
+        }
     }
 
     #[test]

@@ -1,6 +1,36 @@
-//! Routes of the Gateway API: what the mesh reports about each of them to its author. Plain values.
+//! Routes of the Gateway API: HTTPRoutes, GRPCRoutes and ReferenceGrants with Services as parents
+//! and backends. Pure: `parse.rs` reads objects, `attach.rs` merges the routes of a Service, and
+//! `crate::index::routes` applies both to the catalog.
+//!
+//! This file is what the mesh reports about each route to its author. Plain values.
 
-use crate::index::object::{Key, Kind};
+pub mod attach;
+mod filters;
+pub mod lease;
+mod matches;
+pub mod model;
+pub mod parse;
+pub mod report;
+#[allow(missing_docs)]
+pub mod spec;
+pub mod status;
+#[cfg(test)]
+mod testing;
+pub mod writer;
+
+use crate::index::object::{Key, Kind, ServicePort};
+
+/// The reasons of conditions that do not hold, as the specification names them.
+const UNSUPPORTED_VALUE: &str = "UnsupportedValue";
+const INCOMPATIBLE_FILTERS: &str = "IncompatibleFilters";
+const NO_MATCHING_PARENT: &str = "NoMatchingParent";
+const CONFLICTED: &str = "Conflicted";
+/// For references to backends.
+pub const INVALID_KIND: &str = "InvalidKind";
+/// For references to backends.
+pub const BACKEND_NOT_FOUND: &str = "BackendNotFound";
+/// For references to backends.
+pub const REF_NOT_PERMITTED: &str = "RefNotPermitted";
 
 /// The status of a route: one entry for each of its parents.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,10 +65,25 @@ pub struct ParentReference {
     pub namespace: Option<String>,
     /// The name.
     pub name: String,
-    /// Not used by Services.
+    /// The name of the port.
     pub section_name: Option<String>,
     /// None: all ports.
     pub port: Option<u16>,
+}
+
+impl ParentReference {
+    /// Namespace and name of the parent of a route.
+    pub fn key(&self, route: &Key) -> Key {
+        let namespace = self.namespace.as_deref().filter(|name| !name.is_empty());
+        Key::new(namespace.unwrap_or(&route.namespace), &self.name)
+    }
+
+    /// Whether the reference is to a port of its Service.
+    fn selects(&self, port: &ServicePort) -> bool {
+        let section = self.section_name.as_deref().filter(|name| !name.is_empty());
+        self.port.is_none_or(|number| number == port.port)
+            && section.is_none_or(|name| name == port.name)
+    }
 }
 
 /// A condition of `status.parents`.
@@ -53,3 +98,6 @@ pub struct Condition {
     /// What is wrong, where, and what to do.
     pub message: String,
 }
+
+#[cfg(test)]
+pub(crate) mod tests;

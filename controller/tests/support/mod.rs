@@ -9,9 +9,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use diy_mesh_controller::authority::TrustSender;
 use diy_mesh_controller::config::{Authenticator, Ca, Catalog};
 use diy_mesh_controller::{Config, Controller, Error};
-use diy_mesh_proto::CAPABILITIES_METADATA;
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::mesh::v1::service_mesh_service_client::ServiceMeshServiceClient;
+use diy_mesh_proto::{CAPABILITIES_METADATA, CAPABILITY_ROUTES};
 use jsonwebtoken::jwk::{Jwk, JwkSet};
 use jsonwebtoken::{Algorithm, EncodingKey, Header};
 use proto::ResourceType;
@@ -168,6 +168,7 @@ impl Sandbox {
         Client {
             client: ServiceMeshServiceClient::new(self.channel().await),
             token: Some(self.issuer.token()),
+            announced: None,
         }
     }
 
@@ -245,6 +246,8 @@ pub fn replace(path: &Path, text: &str) {
 pub struct Client {
     pub client: ServiceMeshServiceClient<Channel>,
     pub token: Option<String>,
+    /// The capabilities that its Discover streams announce.
+    pub announced: Option<&'static str>,
 }
 
 impl Client {
@@ -281,6 +284,12 @@ impl Client {
             .into_inner()
     }
 
+    /// A stream of a proxy that applies routes, on which the roots have come.
+    pub async fn discover_routes(&mut self) -> Discover {
+        self.announced = Some(CAPABILITY_ROUTES);
+        self.discover().await
+    }
+
     /// A stream on which the roots have come.
     pub async fn discover(&mut self) -> Discover {
         let mut discover = self.try_discover().await.unwrap();
@@ -290,10 +299,12 @@ impl Client {
 
     pub async fn try_discover(&mut self) -> Result<Discover, Status> {
         let (requests, stream) = mpsc::channel(16);
-        let answer = self
-            .client
-            .discover(self.request(ReceiverStream::new(stream)))
-            .await?;
+        let mut request = self.request(ReceiverStream::new(stream));
+        if let Some(words) = self.announced {
+            let words = words.parse().unwrap();
+            request.metadata_mut().insert(CAPABILITIES_METADATA, words);
+        }
+        let answer = self.client.discover(request).await?;
         let capabilities = answer.metadata().get(CAPABILITIES_METADATA);
         let capabilities = capabilities.unwrap().to_str().unwrap().to_owned();
         Ok(Discover {

@@ -1,0 +1,157 @@
+//! HTTPRoutes, GRPCRoutes and ReferenceGrants as objects of Kubernetes.
+//!
+//! The crate `gateway-api` is for an earlier version of `kube`, and its types reject the whole list
+//! of objects if one has a value of a later release. So `spec` is parsed per object, in
+//! `crate::routes::parse`.
+
+use std::borrow::Cow;
+use std::marker::PhantomData;
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::{Api, Client, Resource};
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::convert::{CatalogObject, ConvertError, key};
+use crate::index::object::{Kind, Object};
+use crate::routes::model::Grant;
+use crate::routes::{parse, spec};
+
+pub(super) const GROUP: &str = "gateway.networking.k8s.io";
+
+/// An object of a kind of the Gateway API.
+#[derive(Clone, Debug, Deserialize)]
+pub(super) struct GatewayObject<K> {
+    metadata: ObjectMeta,
+    #[serde(default)]
+    spec: Value,
+    #[serde(skip)]
+    kind: PhantomData<K>,
+}
+
+/// A kind of the Gateway API.
+pub(super) trait GatewayKind: Clone + std::fmt::Debug + Send + Sync + 'static {
+    const KIND: Kind;
+    const PLURAL: &'static str;
+    /// The versions that have all fields that are read, the preferred one first.
+    const VERSIONS: &'static [&'static str];
+
+    fn convert(metadata: &ObjectMeta, spec: &Value) -> Result<Object, ConvertError>;
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct HttpRoute;
+
+#[derive(Clone, Debug)]
+pub(super) struct GrpcRoute;
+
+#[derive(Clone, Debug)]
+pub(super) struct ReferenceGrant;
+
+impl GatewayKind for HttpRoute {
+    const KIND: Kind = Kind::HttpRoute;
+    const PLURAL: &'static str = "httproutes";
+    const VERSIONS: &'static [&'static str] = &["v1"];
+
+    fn convert(metadata: &ObjectMeta, spec: &Value) -> Result<Object, ConvertError> {
+        route(Self::KIND, metadata, spec)
+    }
+}
+
+impl GatewayKind for GrpcRoute {
+    const KIND: Kind = Kind::GrpcRoute;
+    const PLURAL: &'static str = "grpcroutes";
+    const VERSIONS: &'static [&'static str] = &["v1"];
+
+    fn convert(metadata: &ObjectMeta, spec: &Value) -> Result<Object, ConvertError> {
+        route(Self::KIND, metadata, spec)
+    }
+}
+
+impl GatewayKind for ReferenceGrant {
+    const KIND: Kind = Kind::Grant;
+    const PLURAL: &'static str = "referencegrants";
+    const VERSIONS: &'static [&'static str] = &["v1", "v1beta1"];
+
+    fn convert(metadata: &ObjectMeta, spec: &Value) -> Result<Object, ConvertError> {
+        let spec = spec::GrantSpec::deserialize(spec);
+        let spec = spec.map_err(|error| ConvertError(format!("spec: {error}")))?;
+        let kinds = [Kind::HttpRoute, Kind::GrpcRoute];
+        let from = spec.from.into_iter().filter_map(|from| {
+            let mut kinds = kinds.into_iter();
+            let kind = kinds.find(|kind| from.group == GROUP && from.kind == kind.name())?;
+            Some((kind, from.namespace.into()))
+        });
+        let to = spec.to.into_iter();
+        let to = to.filter(|to| to.group.is_empty() && to.kind == "Service");
+        let name = |name: String| Some(name).filter(|name| !name.is_empty());
+        Ok(Object::Grant(Grant {
+            key: key(metadata)?,
+            from: from.collect(),
+            to: to
+                .map(|to| to.name.and_then(name).map(Into::into))
+                .collect(),
+        }))
+    }
+}
+
+fn route(kind: Kind, metadata: &ObjectMeta, spec: &Value) -> Result<Object, ConvertError> {
+    let created = metadata.creation_timestamp.as_ref();
+    let meta = parse::Meta {
+        kind,
+        key: key(metadata)?,
+        generation: metadata.generation.unwrap_or_default(),
+        created: created.map_or(0, |time| time.0.as_second()),
+    };
+    parse::route(meta, spec)
+        .map(Object::Route)
+        .map_err(ConvertError)
+}
+
+impl<K: GatewayKind> CatalogObject for GatewayObject<K> {
+    const KIND: Kind = K::KIND;
+
+    fn convert(&self, _: &str) -> Result<Object, ConvertError> {
+        K::convert(&self.metadata, &self.spec)
+    }
+}
+
+impl<K: GatewayKind> Resource for GatewayObject<K> {
+    /// The version of the API.
+    type DynamicType = &'static str;
+    type Scope = kube::core::NamespaceResourceScope;
+
+    fn kind(_: &Self::DynamicType) -> Cow<'_, str> {
+        K::KIND.name().into()
+    }
+
+    fn group(_: &Self::DynamicType) -> Cow<'_, str> {
+        GROUP.into()
+    }
+
+    fn version(version: &Self::DynamicType) -> Cow<'_, str> {
+        (*version).into()
+    }
+
+    fn plural(_: &Self::DynamicType) -> Cow<'_, str> {
+        K::PLURAL.into()
+    }
+
+    fn meta(&self) -> &ObjectMeta {
+        &self.metadata
+    }
+
+    fn meta_mut(&mut self) -> &mut ObjectMeta {
+        &mut self.metadata
+    }
+}
+
+impl<K: GatewayKind> GatewayObject<K> {
+    /// The objects of all namespaces, by each version of the API.
+    pub(super) fn apis(client: &Client) -> Vec<Api<Self>> {
+        let versions = K::VERSIONS.iter();
+        versions
+            .map(|version| Api::all_with(client.clone(), version))
+            .collect()
+    }
+}

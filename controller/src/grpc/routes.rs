@@ -1,0 +1,134 @@
+//! Conversion of routes to messages. Pure.
+
+use diy_mesh_proto::mesh::v1 as proto;
+use proto::{field_match, path_match, path_modifier, route_filter};
+
+use crate::routes::attach::Table;
+use crate::routes::model::{
+    Backend, Filter, HeaderModifier, Match, PathMatch, PathModifier, Redirect, Retry, Rule,
+    ValueMatch,
+};
+
+/// The routes of a destination.
+pub(super) fn routes(table: &Table) -> proto::Routes {
+    let matches = table.matches.iter();
+    proto::Routes {
+        matches: matches.map(|(rule, one)| route_match(*rule, one)).collect(),
+        rules: table.rules.iter().map(|one| rule(one)).collect(),
+        grpc: table.grpc,
+    }
+}
+
+fn route_match(rule: u32, one: &Match) -> proto::RouteMatch {
+    let path = one.path.clone().map(|path| proto::PathMatch {
+        kind: Some(match path {
+            PathMatch::Exact(path) => path_match::Kind::Exact(path),
+            PathMatch::Prefix(path) => path_match::Kind::Prefix(path),
+            PathMatch::Regex(pattern) => path_match::Kind::Regex(pattern),
+        }),
+    });
+    proto::RouteMatch {
+        rule,
+        path,
+        headers: one.headers.iter().map(field).collect(),
+        query: one.query.iter().map(field).collect(),
+        method: one.method.clone(),
+    }
+}
+
+fn field((name, value): &(String, ValueMatch)) -> proto::FieldMatch {
+    proto::FieldMatch {
+        name: name.clone(),
+        kind: Some(match value.clone() {
+            ValueMatch::Exact(value) => field_match::Kind::Exact(value),
+            ValueMatch::Regex(pattern) => field_match::Kind::Regex(pattern),
+        }),
+    }
+}
+
+fn rule(rule: &Rule<String>) -> proto::RouteRule {
+    let retry = |retry: &Retry| proto::RouteRetry {
+        statuses: retry.statuses.clone(),
+        attempts: retry.attempts,
+        backoff: retry.backoff,
+    };
+    proto::RouteRule {
+        name: rule.name.clone(),
+        backends: rule.backends.iter().map(backend).collect(),
+        filters: rule.filters.iter().map(filter).collect(),
+        request_timeout: rule.request_timeout,
+        backend_request_timeout: rule.backend_request_timeout,
+        retry: rule.retry.as_ref().map(retry),
+    }
+}
+
+fn backend(backend: &Backend<String>) -> proto::RouteBackend {
+    proto::RouteBackend {
+        name: backend.target.clone(),
+        weight: backend.weight,
+        filters: backend.filters.iter().map(filter).collect(),
+    }
+}
+
+fn filter(filter: &Filter<String>) -> proto::RouteFilter {
+    use route_filter::Kind;
+    let kind = match filter {
+        Filter::RequestHeaders(modifier) => Kind::RequestHeaders(headers(modifier)),
+        Filter::ResponseHeaders(modifier) => Kind::ResponseHeaders(headers(modifier)),
+        Filter::Redirect(redirect) => Kind::Redirect(self::redirect(redirect)),
+        Filter::Rewrite { hostname, path } => Kind::Rewrite(proto::UrlRewrite {
+            hostname: hostname.clone(),
+            path: path.as_ref().map(self::path),
+        }),
+        Filter::Mirror {
+            target,
+            numerator,
+            denominator,
+        } => Kind::Mirror(proto::Mirror {
+            backend: target.clone(),
+            numerator: *numerator,
+            denominator: *denominator,
+        }),
+        Filter::Cors(cors) => Kind::Cors(proto::Cors {
+            allow_origins: cors.allow_origins.clone(),
+            allow_credentials: cors.allow_credentials,
+            allow_methods: cors.allow_methods.clone(),
+            allow_headers: cors.allow_headers.clone(),
+            expose_headers: cors.expose_headers.clone(),
+            max_age: cors.max_age,
+        }),
+    };
+    proto::RouteFilter { kind: Some(kind) }
+}
+
+fn headers(modifier: &HeaderModifier) -> proto::HeaderModifier {
+    let fields = |fields: &[(String, String)]| {
+        let fields = fields.iter().cloned();
+        let fields = fields.map(|(name, value)| proto::header_modifier::Field { name, value });
+        fields.collect()
+    };
+    proto::HeaderModifier {
+        set: fields(&modifier.set),
+        add: fields(&modifier.add),
+        remove: modifier.remove.clone(),
+    }
+}
+
+fn redirect(redirect: &Redirect) -> proto::Redirect {
+    proto::Redirect {
+        scheme: redirect.scheme.clone(),
+        hostname: redirect.hostname.clone(),
+        path: redirect.path.as_ref().map(path),
+        port: redirect.port.into(),
+        status: redirect.status,
+    }
+}
+
+fn path(path: &PathModifier) -> proto::PathModifier {
+    proto::PathModifier {
+        kind: Some(match path.clone() {
+            PathModifier::Full(path) => path_modifier::Kind::Full(path),
+            PathModifier::Prefix(path) => path_modifier::Kind::Prefix(path),
+        }),
+    }
+}

@@ -1,0 +1,357 @@
+//! Filters of routes. Pure.
+//!
+//! What they write into requests and responses must not change their framing: names and values are
+//! checked, and the headers of connections are the proxy's alone.
+
+use std::sync::Arc;
+
+use super::model::{
+    Cors, Filter, HeaderModifier, Match, PathMatch, PathModifier, Redirect, Reference, Rejection,
+};
+use super::parse::{MAX_ITEMS, Meta, bounded, header_name, reference, unsupported};
+use super::{INCOMPATIBLE_FILTERS, matches, spec};
+use crate::index::object::Kind;
+
+const MAX_HOSTNAME_BYTES: usize = 253;
+const MAX_HEADER_NAME_BYTES: usize = 256;
+const MAX_HEADER_BYTES: usize = 4096;
+const MAX_PATH_BYTES: usize = 1024;
+const MAX_CORS_ITEMS: usize = 64;
+/// The default of the specification, in seconds.
+const DEFAULT_CORS_MAX_AGE: u32 = 5;
+/// Headers of the connection, of the framing and of the target, which filters cannot change.
+const RESERVED_HEADERS: [&str; 12] = [
+    "connection",
+    "content-length",
+    "expect",
+    "host",
+    "http2-settings",
+    "keep-alive",
+    "proxy-connection",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+    "x-called-by",
+];
+
+/// The rule of a filter.
+pub(super) struct Context<'a> {
+    pub meta: &'a Meta,
+    pub matches: &'a [Arc<Match>],
+}
+
+/// Parses the filters in the field `at`. The first filter that the mesh does not know is put in
+/// `unknown`.
+pub(super) fn parse(
+    specs: Vec<spec::Filter>,
+    at: &str,
+    context: &Context<'_>,
+    unknown: &mut Option<String>,
+) -> Result<Vec<Filter<Reference>>, Rejection> {
+    bounded(at, &specs, MAX_ITEMS)?;
+    let mut filters: Vec<Filter<Reference>> = Vec::new();
+    for (position, spec) in specs.into_iter().enumerate() {
+        let at = format!("{at}[{position}]");
+        if matches!(&*spec.kind, "ExtensionRef" | "ExternalAuth") {
+            unknown.get_or_insert(format!("{at}: the mesh has no {} filters", spec.kind));
+            continue;
+        }
+        filters.push(filter(spec, &at, context)?);
+    }
+    let incompatible = |message: &str| Rejection {
+        reason: INCOMPATIBLE_FILTERS,
+        message: format!("{at}: {message}"),
+    };
+    for (position, one) in filters.iter().enumerate() {
+        let same = |other: &Filter<Reference>| {
+            std::mem::discriminant(other) == std::mem::discriminant(one)
+        };
+        if !matches!(one, Filter::Mirror { .. }) && filters[..position].iter().any(same) {
+            return Err(incompatible("two filters of one type"));
+        }
+    }
+    let rewrites = filters
+        .iter()
+        .any(|one| matches!(one, Filter::Rewrite { .. }));
+    if rewrites && filters.iter().any(is_redirect) {
+        return Err(incompatible("RequestRedirect excludes URLRewrite"));
+    }
+    Ok(filters)
+}
+
+pub(super) fn is_redirect<B>(filter: &Filter<B>) -> bool {
+    matches!(filter, Filter::Redirect(_))
+}
+
+fn filter(
+    spec: spec::Filter,
+    at: &str,
+    context: &Context<'_>,
+) -> Result<Filter<Reference>, Rejection> {
+    let missing = |field: &str| unsupported(&format!("{at}.{field}"), "", "set");
+    let is_grpc = context.meta.kind == Kind::GrpcRoute;
+    match &*spec.kind {
+        "RequestHeaderModifier" => {
+            let field = format!("{at}.requestHeaderModifier");
+            let spec = spec.request_header_modifier;
+            let spec = spec.ok_or_else(|| missing("requestHeaderModifier"))?;
+            Ok(Filter::RequestHeaders(header_modifier(spec, &field)?))
+        }
+        "ResponseHeaderModifier" => {
+            let field = format!("{at}.responseHeaderModifier");
+            let spec = spec.response_header_modifier;
+            let spec = spec.ok_or_else(|| missing("responseHeaderModifier"))?;
+            Ok(Filter::ResponseHeaders(header_modifier(spec, &field)?))
+        }
+        "RequestMirror" => {
+            let spec = spec
+                .request_mirror
+                .ok_or_else(|| missing("requestMirror"))?;
+            mirror(spec, &format!("{at}.requestMirror"), context)
+        }
+        "RequestRedirect" if !is_grpc => {
+            let spec = spec
+                .request_redirect
+                .ok_or_else(|| missing("requestRedirect"))?;
+            redirect(spec, &format!("{at}.requestRedirect"), context).map(Filter::Redirect)
+        }
+        "URLRewrite" if !is_grpc => {
+            let spec = spec.url_rewrite.ok_or_else(|| missing("urlRewrite"))?;
+            let at = format!("{at}.urlRewrite");
+            Ok(Filter::Rewrite {
+                hostname: hostname(&spec.hostname, &at)?,
+                path: path_modifier(spec.path, &format!("{at}.path"), context)?,
+            })
+        }
+        "CORS" if !is_grpc => {
+            let spec = spec.cors.ok_or_else(|| missing("cors"))?;
+            cors(spec, &format!("{at}.cors")).map(Filter::Cors)
+        }
+        kind => {
+            let expected = format!("a type of filter of {}", context.meta.kind);
+            Err(unsupported(&format!("{at}.type"), kind, &expected))
+        }
+    }
+}
+
+fn header_modifier(spec: spec::HeaderModifier, at: &str) -> Result<HeaderModifier, Rejection> {
+    let set = headers(spec.set, &format!("{at}.set"))?;
+    let add = headers(spec.add, &format!("{at}.add"))?;
+    let field = format!("{at}.remove");
+    bounded(&field, &spec.remove, MAX_ITEMS)?;
+    let remove = spec.remove.iter().map(|name| modified(&field, name));
+    let modifier = HeaderModifier {
+        remove: remove.collect::<Result<_, _>>()?,
+        set,
+        add,
+    };
+    let fields = [&modifier.set, &modifier.add];
+    let names = fields.into_iter().flatten().map(|(name, _)| name);
+    let names = names.chain(&modifier.remove);
+    let mut names: Vec<String> = names.map(|name| name.to_ascii_lowercase()).collect();
+    names.sort_unstable();
+    match names.windows(2).find(|pair| pair[0] == pair[1]) {
+        Some(pair) => Err(unsupported(at, &pair[0], "the subject of one change only")),
+        None => Ok(modifier),
+    }
+}
+
+/// Of several fields with one name, the first one counts.
+fn headers(specs: Vec<spec::Header>, at: &str) -> Result<Vec<(String, String)>, Rejection> {
+    bounded(at, &specs, MAX_ITEMS)?;
+    let mut headers: Vec<(String, String)> = Vec::new();
+    for spec in specs {
+        let name = modified(at, &spec.name)?;
+        let is_text = |byte: u8| (b' '..=b'~').contains(&byte) || byte == b'\t';
+        let is_trimmed = spec.value.trim_matches([' ', '\t']) == spec.value;
+        let is_bounded = spec.value.len() <= MAX_HEADER_BYTES;
+        if !(spec.value.bytes().all(is_text) && is_trimmed && is_bounded) {
+            return Err(unsupported(at, &spec.value, "the value of a header"));
+        }
+        if headers
+            .iter()
+            .all(|(other, _)| !other.eq_ignore_ascii_case(&name))
+        {
+            headers.push((name, spec.value));
+        }
+    }
+    Ok(headers)
+}
+
+/// The name of a header that filters may change.
+fn modified(field: &str, name: &str) -> Result<String, Rejection> {
+    let lower = header_name(field, name)?;
+    match RESERVED_HEADERS.contains(&&*lower) {
+        true => Err(unsupported(field, name, "a header that filters may change")),
+        false => Ok(name.to_owned()),
+    }
+}
+
+fn mirror(
+    spec: spec::Mirror,
+    at: &str,
+    context: &Context<'_>,
+) -> Result<Filter<Reference>, Rejection> {
+    let (numerator, denominator) = match (&spec.percent, &spec.fraction) {
+        (None, None) => (100, 100),
+        (Some(percent), None) => (*percent, 100),
+        (None, Some(fraction)) => (fraction.numerator, fraction.denominator.unwrap_or(100)),
+        (Some(_), Some(_)) => return Err(unsupported(at, "", "one of percent and fraction")),
+    };
+    if denominator == 0 || numerator > denominator {
+        let share = format!("{numerator}/{denominator}");
+        return Err(unsupported(at, &share, "a share of at most 1"));
+    }
+    let field = format!("{at}.backendRef");
+    Ok(Filter::Mirror {
+        target: reference(spec.backend_ref, &context.meta.key, field),
+        numerator,
+        denominator,
+    })
+}
+
+fn redirect(spec: spec::Redirect, at: &str, context: &Context<'_>) -> Result<Redirect, Rejection> {
+    let scheme = spec.scheme.unwrap_or_default();
+    if !matches!(&*scheme, "" | "http" | "https") {
+        return Err(unsupported(
+            &format!("{at}.scheme"),
+            &scheme,
+            "http or https",
+        ));
+    }
+    let status = spec.status_code.unwrap_or(302);
+    if !matches!(status, 301 | 302 | 303 | 307 | 308) {
+        let field = format!("{at}.statusCode");
+        return Err(unsupported(
+            &field,
+            &status.to_string(),
+            "301, 302, 303, 307 or 308",
+        ));
+    }
+    Ok(Redirect {
+        scheme,
+        hostname: hostname(&spec.hostname, at)?,
+        path: path_modifier(spec.path, &format!("{at}.path"), context)?,
+        port: spec.port.unwrap_or_default(),
+        status,
+    })
+}
+
+fn path_modifier(
+    spec: Option<spec::PathModifier>,
+    at: &str,
+    context: &Context<'_>,
+) -> Result<Option<PathModifier>, Rejection> {
+    let Some(spec) = spec else {
+        return Ok(None);
+    };
+    let path = |value: Option<String>, name: &str| {
+        let field = format!("{at}.{name}");
+        let value = value.ok_or_else(|| unsupported(&field, "", "set"))?;
+        let is_absolute = value.is_empty() || value.starts_with('/');
+        let is_bounded = value.len() <= MAX_PATH_BYTES;
+        match is_absolute && is_bounded && matches::is_path_text(&value) {
+            true => Ok(value),
+            false => Err(unsupported(&field, &value, "a path that begins with \"/\"")),
+        }
+    };
+    match &*spec.kind {
+        "ReplaceFullPath" => {
+            let full = path(spec.replace_full_path, "replaceFullPath")?;
+            Ok(Some(PathModifier::Full(full)))
+        }
+        "ReplacePrefixMatch" => {
+            let prefix = path(spec.replace_prefix_match, "replacePrefixMatch")?;
+            let is_prefix = |one: &Arc<Match>| matches!(one.path, Some(PathMatch::Prefix(_)));
+            match context.matches {
+                [one] if is_prefix(one) => Ok(Some(PathModifier::Prefix(prefix))),
+                _ => Err(unsupported(
+                    at,
+                    &spec.kind,
+                    "possible: the rule needs exactly one match, with the path type PathPrefix",
+                )),
+            }
+        }
+        kind => Err(unsupported(
+            &format!("{at}.type"),
+            kind,
+            "a type of path modifier",
+        )),
+    }
+}
+
+fn cors(spec: spec::Cors, at: &str) -> Result<Cors, Rejection> {
+    let list = |name: &str, values: &[String], is_valid: fn(&str) -> bool| {
+        let field = format!("{at}.{name}");
+        bounded(&field, values, MAX_CORS_ITEMS)?;
+        match values
+            .iter()
+            .find(|value| *value != "*" && !is_valid(value))
+        {
+            Some(value) => Err(unsupported(&field, value, "valid")),
+            None if values.len() > 1 && values.iter().any(|value| value == "*") => {
+                Err(unsupported(&field, "*", "the only entry"))
+            }
+            None => Ok(()),
+        }
+    };
+    list("allowOrigins", &spec.allow_origins, is_origin)?;
+    list("allowMethods", &spec.allow_methods, is_token)?;
+    list("allowHeaders", &spec.allow_headers, is_token)?;
+    list("exposeHeaders", &spec.expose_headers, is_token)?;
+    Ok(Cors {
+        allow_origins: spec.allow_origins,
+        allow_credentials: spec.allow_credentials,
+        allow_methods: spec.allow_methods,
+        allow_headers: spec.allow_headers,
+        expose_headers: spec.expose_headers,
+        max_age: spec.max_age.unwrap_or(DEFAULT_CORS_MAX_AGE),
+    })
+}
+
+/// SCHEME://HOST[:PORT], with a host that may be "*" or begin with "*.".
+fn is_origin(origin: &str) -> bool {
+    let Some((scheme, host)) = origin.split_once("://") else {
+        return false;
+    };
+    let (host, port) = host.split_once(':').unwrap_or((host, "1"));
+    let labels = host.strip_prefix("*.").unwrap_or(host);
+    let is_label = |label: &str| {
+        let is_valid = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
+        !label.is_empty() && label.bytes().all(is_valid)
+    };
+    matches!(scheme, "http" | "https")
+        && origin.len() <= MAX_HOSTNAME_BYTES
+        && (host == "*" || labels.split('.').all(is_label))
+        && port.parse::<u16>().is_ok_and(|port| port != 0)
+}
+
+fn hostname(hostname: &Option<String>, at: &str) -> Result<String, Rejection> {
+    match hostname.as_deref().filter(|hostname| !hostname.is_empty()) {
+        None => Ok(String::new()),
+        Some(hostname) if is_hostname(hostname) => Ok(hostname.to_owned()),
+        Some(hostname) => Err(unsupported(
+            &format!("{at}.hostname"),
+            hostname,
+            "a host name",
+        )),
+    }
+}
+
+/// A name of DNS labels in lower case.
+pub(super) fn is_hostname(name: &str) -> bool {
+    let is_label = |label: &str| {
+        let is_valid =
+            |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
+        let has_edges = !label.starts_with('-') && !label.ends_with('-');
+        !label.is_empty() && has_edges && label.bytes().all(is_valid)
+    };
+    name.len() <= MAX_HOSTNAME_BYTES && name.split('.').all(is_label)
+}
+
+/// A token of RFC 9110, such as the name of a header.
+pub(super) fn is_token(text: &str) -> bool {
+    let is_valid = |byte: u8| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte);
+    (1..=MAX_HEADER_NAME_BYTES).contains(&text.len()) && text.bytes().all(is_valid)
+}

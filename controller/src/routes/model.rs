@@ -1,0 +1,312 @@
+//! Routes as values: what their objects say, checked, with their matches ranked. Plain values.
+
+use std::cmp::Reverse;
+use std::sync::Arc;
+
+use super::ParentReference;
+use crate::index::object::{Key, Kind};
+
+/// An HTTPRoute or a GRPCRoute with parents that are Services.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Route {
+    /// HTTPRoute or GRPCRoute.
+    pub kind: Kind,
+    /// Namespace and name.
+    pub key: Key,
+    /// The generation, for conditions.
+    pub generation: i64,
+    /// The creation time in seconds since 1970, or 0.
+    pub created: i64,
+    /// The parents that are Services.
+    pub parents: Vec<ParentReference>,
+    /// The rules in their order, or why the route is not accepted.
+    pub rules: Result<Vec<Arc<ParsedRule>>, Rejection>,
+    /// Fields with a value that have no effect.
+    pub ignored: Vec<&'static str>,
+    /// At least the length of its part of a message.
+    pub bytes: usize,
+}
+
+/// Why a route is not accepted.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct Rejection {
+    /// A reason of the specification.
+    pub reason: &'static str,
+    /// The field, its value and the expected value.
+    pub message: String,
+}
+
+/// A rule with references to its backends.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ParsedRule {
+    /// The conditions, of which one holds.
+    pub matches: Vec<Arc<Match>>,
+    /// The actions.
+    pub rule: Rule<Reference>,
+    /// A filter that the mesh does not know: requests get an error instead.
+    pub unknown_filter: Option<String>,
+}
+
+/// Conditions on a request, all of which hold.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Match {
+    /// The condition on the path. `None`: every path.
+    pub path: Option<PathMatch>,
+    /// The conditions on headers.
+    pub headers: Vec<(String, ValueMatch)>,
+    /// The conditions on query parameters.
+    pub query: Vec<(String, ValueMatch)>,
+    /// The method, or empty for every method.
+    pub method: String,
+    /// Higher ranks take precedence.
+    pub rank: Rank,
+}
+
+/// The precedence of a match, by the criteria of the specification for its kind of route.
+pub type Rank = Reverse<[usize; 5]>;
+
+/// A condition on the path.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum PathMatch {
+    /// The whole path.
+    Exact(String),
+    /// The first elements of the path.
+    Prefix(String),
+    /// A regular expression for the whole path.
+    Regex(String),
+}
+
+/// A condition on the value of a header or of a query parameter.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum ValueMatch {
+    /// The whole value.
+    Exact(String),
+    /// A regular expression for the whole value.
+    Regex(String),
+}
+
+/// The actions of a rule. Backends are references, or names of resources.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Rule<B> {
+    /// For logs and metrics.
+    pub name: String,
+    /// The backends with their weights and filters.
+    pub backends: Vec<Backend<B>>,
+    /// The filters in their order.
+    pub filters: Vec<Filter<B>>,
+    /// The timeout of a request in milliseconds. 0: none.
+    pub request_timeout: u64,
+    /// The timeout of one attempt in milliseconds. 0: none.
+    pub backend_request_timeout: u64,
+    /// The conditions of retries.
+    pub retry: Option<Retry>,
+}
+
+/// A backend of a rule.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Backend<B> {
+    /// The reference, or the name of the resource, which is empty if the reference is invalid.
+    pub target: B,
+    /// The share of the requests.
+    pub weight: u32,
+    /// The filters in their order.
+    pub filters: Vec<Filter<B>>,
+}
+
+/// The conditions of retries.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Retry {
+    /// The statuses that are retried.
+    pub statuses: Vec<u32>,
+    /// Attempts after the first one.
+    pub attempts: u32,
+    /// The time between attempts in milliseconds. 0: the default of the proxy.
+    pub backoff: u64,
+}
+
+/// A filter of a rule or of a backend.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Filter<B> {
+    /// Changes the headers of the request.
+    RequestHeaders(HeaderModifier),
+    /// Changes the headers of the response.
+    ResponseHeaders(HeaderModifier),
+    /// Responds with a redirect.
+    Redirect(Redirect),
+    /// Changes host and path of the request.
+    Rewrite {
+        /// The host, or empty.
+        hostname: String,
+        /// The path.
+        path: Option<PathModifier>,
+    },
+    /// Sends a copy of a share of the requests.
+    Mirror {
+        /// The receiver.
+        target: B,
+        /// The numerator of the share.
+        numerator: u32,
+        /// The denominator of the share.
+        denominator: u32,
+    },
+    /// Responds to requests of other origins.
+    Cors(Cors),
+}
+
+/// Changes of headers.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct HeaderModifier {
+    /// Replaced.
+    pub set: Vec<(String, String)>,
+    /// Added.
+    pub add: Vec<(String, String)>,
+    /// Removed.
+    pub remove: Vec<String>,
+}
+
+/// A change of the path.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum PathModifier {
+    /// The whole path.
+    Full(String),
+    /// The prefix that the match of the rule has.
+    Prefix(String),
+}
+
+/// A redirect. What is empty or 0 stays as in the request.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Redirect {
+    /// "http", "https" or empty.
+    pub scheme: String,
+    /// The host, or empty.
+    pub hostname: String,
+    /// The path.
+    pub path: Option<PathModifier>,
+    /// The port, or 0.
+    pub port: u16,
+    /// The status.
+    pub status: u32,
+}
+
+/// Responses to requests of other origins.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Cors {
+    /// The origins, some with wildcards.
+    pub allow_origins: Vec<String>,
+    /// Whether requests may have credentials.
+    pub allow_credentials: bool,
+    /// The methods, or "*".
+    pub allow_methods: Vec<String>,
+    /// The headers of requests, or "*".
+    pub allow_headers: Vec<String>,
+    /// The headers of responses, or "*".
+    pub expose_headers: Vec<String>,
+    /// How long the response to a preflight request is valid, in seconds.
+    pub max_age: u32,
+}
+
+/// A reference to a backend.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Reference {
+    /// The kind with its group, if it is not Service.
+    pub other_kind: Option<String>,
+    /// Namespace and name.
+    pub key: Key,
+    /// The port of the Service.
+    pub port: Option<u16>,
+    /// The field of the route, for conditions.
+    pub field: String,
+}
+
+/// A ReferenceGrant: references from these kinds and namespaces to these Services of its namespace.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Grant {
+    /// Namespace and name.
+    pub key: Key,
+    /// Kinds of routes, with their namespaces.
+    pub from: Vec<(Kind, Arc<str>)>,
+    /// Names of Services. `None`: all of the namespace.
+    pub to: Vec<Option<Arc<str>>>,
+}
+
+impl Route {
+    /// All references to backends, also of mirrors.
+    pub fn references(&self) -> impl Iterator<Item = &Reference> {
+        let rules = self.rules.iter().flatten();
+        rules.flat_map(|parsed| {
+            let backends = parsed.rule.backends.iter();
+            let filters = backends.clone().flat_map(|backend| &backend.filters);
+            let filters = filters.chain(&parsed.rule.filters);
+            let mirrors = filters.filter_map(|filter| match filter {
+                Filter::Mirror { target, .. } => Some(target),
+                _ => None,
+            });
+            backends.map(|backend| &backend.target).chain(mirrors)
+        })
+    }
+}
+
+impl<B> Rule<B> {
+    /// The rule with other targets. A mirror without a target is dropped.
+    pub fn map<T>(&self, mut target: impl FnMut(&B) -> Option<T>) -> Rule<T>
+    where
+        T: Default,
+    {
+        let backends = self.backends.iter().map(|backend| Backend {
+            target: target(&backend.target).unwrap_or_default(),
+            weight: backend.weight,
+            filters: map_filters(&backend.filters, &mut target),
+        });
+        Rule {
+            name: self.name.clone(),
+            backends: backends.collect(),
+            filters: map_filters(&self.filters, &mut target),
+            request_timeout: self.request_timeout,
+            backend_request_timeout: self.backend_request_timeout,
+            retry: self.retry.clone(),
+        }
+    }
+}
+
+fn map_filters<B, T>(
+    filters: &[Filter<B>],
+    target: &mut impl FnMut(&B) -> Option<T>,
+) -> Vec<Filter<T>> {
+    let map = |filter: &Filter<B>| {
+        Some(match filter {
+            Filter::RequestHeaders(modifier) => Filter::RequestHeaders(modifier.clone()),
+            Filter::ResponseHeaders(modifier) => Filter::ResponseHeaders(modifier.clone()),
+            Filter::Redirect(redirect) => Filter::Redirect(redirect.clone()),
+            Filter::Rewrite { hostname, path } => Filter::Rewrite {
+                hostname: hostname.clone(),
+                path: path.clone(),
+            },
+            Filter::Mirror {
+                target: mirror,
+                numerator,
+                denominator,
+            } => Filter::Mirror {
+                target: target(mirror)?,
+                numerator: *numerator,
+                denominator: *denominator,
+            },
+            Filter::Cors(cors) => Filter::Cors(cors.clone()),
+        })
+    };
+    filters.iter().filter_map(map).collect()
+}
+
+impl Grant {
+    /// Whether the grant permits a reference from a route to a Service of its namespace.
+    pub fn permits(&self, route: &Route, service: &Key) -> bool {
+        let is_from = |(kind, namespace): &(Kind, Arc<str>)| {
+            (*kind, namespace) == (route.kind, &route.key.namespace)
+        };
+        let is_to =
+            |name: &Option<Arc<str>>| name.as_ref().is_none_or(|name| *name == service.name);
+        self.key.namespace == service.namespace
+            && self.from.iter().any(is_from)
+            && self.to.iter().any(is_to)
+    }
+}

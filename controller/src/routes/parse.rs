@@ -1,0 +1,325 @@
+//! Routes from the content of their objects. Pure.
+//!
+//! Nothing relies on the validation of the API server: objects from files have none. What the
+//! specification forbids, or does not define, rejects the route, with the field and its value.
+
+use std::sync::Arc;
+
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use super::filters::{self, is_token};
+use super::matches::{self, MatchSpec};
+use super::model::{Backend, ParsedRule, Reference, Rejection, Retry, Route, Rule};
+use super::spec::{self, BackendRef, GrpcMatch, HttpMatch, ObjectRef, RouteSpec, Timeouts};
+use super::{ParentReference, UNSUPPORTED_VALUE};
+use crate::index::object::{Key, Kind};
+
+/// The limits of the objects in Kubernetes, which hold for files too.
+pub(super) const MAX_ITEMS: usize = 16;
+const MAX_PARENTS: usize = 32;
+const MAX_MATCHES: usize = 64;
+const MAX_MATCHES_OF_ROUTE: usize = 128;
+/// Regular expressions of a route, which proxies compile.
+const MAX_PATTERNS_OF_ROUTE: usize = 128;
+const MAX_WEIGHT: u32 = 1_000_000;
+/// More attempts would amplify an outage.
+const MAX_RETRY_ATTEMPTS: u32 = 10;
+/// The default of Envoy.
+const DEFAULT_RETRY_ATTEMPTS: u32 = 1;
+/// The length of a value in an error.
+const MAX_SHOWN_CHARS: usize = 64;
+/// At least the length of the parts of a rule and of a reference that its object does not contain.
+const RULE_BYTES: usize = 512;
+const REFERENCE_BYTES: usize = 160;
+
+/// The metadata of a route.
+pub struct Meta {
+    /// HTTPRoute or GRPCRoute.
+    pub kind: Kind,
+    /// Namespace and name.
+    pub key: Key,
+    /// The generation.
+    pub generation: i64,
+    /// The creation time in seconds since 1970, or 0.
+    pub created: i64,
+}
+
+/// A rejection that names the field, its value and the expected value.
+pub(super) fn unsupported(field: &str, value: &str, expected: &str) -> Rejection {
+    let shown: String = value.chars().take(MAX_SHOWN_CHARS).collect();
+    Rejection {
+        reason: UNSUPPORTED_VALUE,
+        message: format!("{field}: {shown:?} is not {expected}"),
+    }
+}
+
+/// Rejects lists that are longer than Kubernetes permits.
+pub(super) fn bounded<T>(field: &str, list: &[T], max: usize) -> Result<(), Rejection> {
+    match list.len() <= max {
+        true => Ok(()),
+        false => Err(Rejection {
+            reason: UNSUPPORTED_VALUE,
+            message: format!("{field}: {} entries are more than {max}", list.len()),
+        }),
+    }
+}
+
+/// Parses a route. An error: its parents are unknown, so that it has no status.
+pub fn route(meta: Meta, spec: &Value) -> Result<Route, String> {
+    let parsed: RouteSpec =
+        serde_json::from_value(spec.clone()).map_err(|error| format!("spec: {error}"))?;
+    let is_service = |parent: &spec::ParentRef| {
+        // The documentation of the Gateway API spells the core group in both ways.
+        matches!(parent.group.as_deref(), Some("" | "core"))
+            && parent.kind.as_deref() == Some("Service")
+    };
+    let parents = parsed.parent_refs.into_iter().filter(is_service);
+    let parents: Vec<ParentReference> = parents.take(MAX_PARENTS).map(parent).collect();
+    let mut ignored = Vec::new();
+    if !parsed.hostnames.is_empty() {
+        ignored.push("spec.hostnames");
+    }
+    // A route for Gateways only is none of the mesh's.
+    let values = parsed.rules.as_deref().filter(|_| !parents.is_empty());
+    let rules = match meta.kind {
+        Kind::GrpcRoute => rules::<GrpcMatch>(&meta, values.unwrap_or_default(), &mut ignored),
+        _ => {
+            let default = [Value::Object(serde_json::Map::new())];
+            let values = values.filter(|values| !values.is_empty());
+            rules::<HttpMatch>(&meta, values.unwrap_or(&default), &mut ignored)
+        }
+    };
+    let mut route = Route {
+        kind: meta.kind,
+        key: meta.key,
+        generation: meta.generation,
+        created: meta.created,
+        parents,
+        rules,
+        ignored,
+        bytes: 0,
+    };
+    let rules = route.rules.iter().flatten().count();
+    let own = spec.to_string().len();
+    route.bytes = own + rules * RULE_BYTES + route.references().count() * REFERENCE_BYTES;
+    Ok(route)
+}
+
+fn parent(parent: spec::ParentRef) -> ParentReference {
+    ParentReference {
+        group: parent.group,
+        kind: parent.kind,
+        namespace: parent.namespace,
+        name: parent.name,
+        section_name: parent.section_name,
+        port: parent.port,
+    }
+}
+
+fn rules<M: MatchSpec + DeserializeOwned>(
+    meta: &Meta,
+    values: &[Value],
+    ignored: &mut Vec<&'static str>,
+) -> Result<Vec<Arc<ParsedRule>>, Rejection> {
+    bounded("spec.rules", values, MAX_ITEMS)?;
+    let mut rules = Vec::new();
+    for (position, value) in values.iter().enumerate() {
+        let at = format!("spec.rules[{position}]");
+        let read = serde_json::from_value::<spec::Rule<M>>(value.clone());
+        let parsed = read.map_err(|error| Rejection {
+            reason: UNSUPPORTED_VALUE,
+            message: format!("{at}: {error}"),
+        })?;
+        if parsed.session_persistence.is_some() {
+            ignored.push("sessionPersistence");
+        }
+        rules.push(Arc::new(rule(meta, parsed, &at)?));
+    }
+    let all = rules.iter().flat_map(|rule| &rule.matches);
+    let count = all.clone().count();
+    let patterns: usize = all.map(|one| matches::patterns(one)).sum();
+    if count > MAX_MATCHES_OF_ROUTE || patterns > MAX_PATTERNS_OF_ROUTE {
+        return Err(Rejection {
+            reason: UNSUPPORTED_VALUE,
+            message: format!(
+                "spec.rules: {count} matches with {patterns} regular expressions are more than \
+                 {MAX_MATCHES_OF_ROUTE} and {MAX_PATTERNS_OF_ROUTE}"
+            ),
+        });
+    }
+    Ok(rules)
+}
+
+fn rule<M: MatchSpec>(meta: &Meta, rule: spec::Rule<M>, at: &str) -> Result<ParsedRule, Rejection> {
+    bounded(&format!("{at}.matches"), &rule.matches, MAX_MATCHES)?;
+    bounded(&format!("{at}.backendRefs"), &rule.backend_refs, MAX_ITEMS)?;
+    let everything = [M::default()];
+    let specs = match rule.matches.is_empty() {
+        true => &everything[..],
+        false => &rule.matches,
+    };
+    let parse = |(position, one): (usize, &M)| one.parse(&format!("{at}.matches[{position}]"));
+    let matches = specs.iter().enumerate().map(parse);
+    let matches: Vec<Arc<_>> = matches
+        .map(|one| one.map(Arc::new))
+        .collect::<Result<_, _>>()?;
+    let context = filters::Context {
+        meta,
+        matches: &matches,
+    };
+    let mut unknown_filter = None;
+    let filters_at = format!("{at}.filters");
+    let filters = filters::parse(rule.filters, &filters_at, &context, &mut unknown_filter)?;
+    let responds = filters.iter().any(filters::is_redirect);
+    if responds && !rule.backend_refs.is_empty() {
+        return Err(Rejection {
+            reason: super::INCOMPATIBLE_FILTERS,
+            message: format!("{at}: a RequestRedirect excludes backendRefs"),
+        });
+    }
+    let mut backends = Vec::new();
+    for (position, backend_ref) in rule.backend_refs.into_iter().enumerate() {
+        let at = format!("{at}.backendRefs[{position}]");
+        backends.push(backend(backend_ref, &at, &context, &mut unknown_filter)?);
+    }
+    let (request_timeout, backend_request_timeout) = timeouts(&rule.timeouts, at)?;
+    let retry = rule.retry.map(|spec| retry(spec, at)).transpose()?;
+    Ok(ParsedRule {
+        rule: Rule {
+            name: name(meta, rule.name.as_deref(), at)?,
+            backends,
+            filters,
+            request_timeout,
+            backend_request_timeout,
+            retry,
+        },
+        matches,
+        unknown_filter,
+    })
+}
+
+/// The name of a rule in logs and metrics.
+fn name(meta: &Meta, rule: Option<&str>, at: &str) -> Result<String, Rejection> {
+    let route = format!("{} {}", meta.kind, meta.key);
+    match rule.filter(|rule| !rule.is_empty()) {
+        None => Ok(route),
+        Some(rule) if filters::is_hostname(rule) => Ok(format!("{route}/{rule}")),
+        Some(rule) => Err(unsupported(&format!("{at}.name"), rule, "a name")),
+    }
+}
+
+fn backend(
+    backend: BackendRef,
+    at: &str,
+    context: &filters::Context<'_>,
+    unknown_filter: &mut Option<String>,
+) -> Result<Backend<Reference>, Rejection> {
+    let weight = backend.weight.unwrap_or(1);
+    if weight > MAX_WEIGHT {
+        let expected = format!("at most {MAX_WEIGHT}");
+        let field = format!("{at}.weight");
+        return Err(unsupported(&field, &weight.to_string(), &expected));
+    }
+    let filters_at = format!("{at}.filters");
+    Ok(Backend {
+        target: reference(backend.reference, &context.meta.key, at.to_owned()),
+        weight,
+        filters: filters::parse(backend.filters, &filters_at, context, unknown_filter)?,
+    })
+}
+
+/// A reference of the route `from`. What it refers to is checked with the catalog.
+pub(super) fn reference(object: ObjectRef, from: &Key, field: String) -> Reference {
+    let group = object
+        .group
+        .filter(|group| !group.is_empty() && group != "core");
+    let kind = object
+        .kind
+        .filter(|kind| !kind.is_empty() && kind != "Service");
+    let other_kind = (group.is_some() || kind.is_some()).then(|| {
+        let kind = kind.as_deref().unwrap_or("Service");
+        let group = group.map_or(String::new(), |group| format!(" of group {group}"));
+        format!("{kind}{group}")
+    });
+    let namespace = object.namespace.filter(|namespace| !namespace.is_empty());
+    Reference {
+        other_kind,
+        key: Key {
+            namespace: namespace.map_or_else(|| from.namespace.clone(), Into::into),
+            name: object.name.into(),
+        },
+        port: object.port.filter(|port| *port != 0),
+        field,
+    }
+}
+
+fn timeouts(timeouts: &Timeouts, at: &str) -> Result<(u64, u64), Rejection> {
+    let parse = |name: &str, value: &Option<String>| match value {
+        None => Ok(0),
+        Some(value) => duration(&format!("{at}.timeouts.{name}"), value),
+    };
+    let request = parse("request", &timeouts.request)?;
+    let backend_request = parse("backendRequest", &timeouts.backend_request)?;
+    if request > 0 && backend_request > request {
+        let field = format!("{at}.timeouts.backendRequest");
+        let value = timeouts.backend_request.as_deref().unwrap_or_default();
+        return Err(unsupported(&field, value, "at most the request timeout"));
+    }
+    Ok((request, backend_request))
+}
+
+fn retry(retry: spec::Retry, at: &str) -> Result<Retry, Rejection> {
+    bounded(&format!("{at}.retry.codes"), &retry.codes, MAX_MATCHES)?;
+    if let Some(code) = retry.codes.iter().find(|code| !(400..600).contains(*code)) {
+        let field = format!("{at}.retry.codes");
+        return Err(unsupported(
+            &field,
+            &code.to_string(),
+            "a status from 400 to 599",
+        ));
+    }
+    let attempts = retry.attempts.unwrap_or(DEFAULT_RETRY_ATTEMPTS);
+    if attempts > MAX_RETRY_ATTEMPTS {
+        let expected = format!("at most {MAX_RETRY_ATTEMPTS}");
+        let field = format!("{at}.retry.attempts");
+        return Err(unsupported(&field, &attempts.to_string(), &expected));
+    }
+    let backoff = retry.backoff.as_deref();
+    Ok(Retry {
+        statuses: retry.codes,
+        attempts,
+        backoff: backoff.map_or(Ok(0), |value| {
+            duration(&format!("{at}.retry.backoff"), value)
+        })?,
+    })
+}
+
+/// A duration in milliseconds, as GEP-2257 defines its text.
+fn duration(field: &str, text: &str) -> Result<u64, Rejection> {
+    let expected = "a duration, for example \"1m30s\" or \"500ms\"";
+    let invalid = || unsupported(field, text, expected);
+    let (mut rest, mut total, mut components) = (text, 0, 0);
+    while !rest.is_empty() || components == 0 {
+        let digits = rest.bytes().take_while(u8::is_ascii_digit).count();
+        let (number, unit) = rest.split_at(digits);
+        let units = [("ms", 1), ("s", 1000), ("m", 60_000), ("h", 3_600_000)];
+        let unit = units.iter().find(|(name, _)| unit.starts_with(name));
+        let (name, factor) = unit.ok_or_else(invalid)?;
+        components += 1;
+        if !(1..=5).contains(&digits) || components > 4 {
+            return Err(invalid());
+        }
+        total += number.parse::<u64>().map_err(|_| invalid())? * factor;
+        rest = &rest[digits + name.len()..];
+    }
+    Ok(total)
+}
+
+/// The name of a header, in lower case.
+pub(super) fn header_name(field: &str, name: &str) -> Result<String, Rejection> {
+    match is_token(name) {
+        true => Ok(name.to_ascii_lowercase()),
+        false => Err(unsupported(field, name, "the name of a header")),
+    }
+}

@@ -1,0 +1,215 @@
+//! The fields of HTTPRoutes, GRPCRoutes and ReferenceGrants (Gateway API v1.5) that the mesh reads.
+//!
+//! Values of enumerations are texts, so that a value of a later release does not make the object
+//! unreadable: `parse.rs` rejects it with a reason.
+
+use serde::Deserialize;
+use serde_json::Value;
+
+/// The parents and the rules of a route.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct RouteSpec {
+    pub parent_refs: Vec<ParentRef>,
+    pub hostnames: Vec<String>,
+    /// Each is parsed on its own, for the position in errors. Absent: the default of the kind.
+    pub rules: Option<Vec<Value>>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct ParentRef {
+    pub group: Option<String>,
+    pub kind: Option<String>,
+    pub namespace: Option<String>,
+    pub name: String,
+    pub section_name: Option<String>,
+    pub port: Option<u16>,
+}
+
+/// A rule of either kind of route, whose matches differ.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Rule<M> {
+    pub name: Option<String>,
+    pub matches: Vec<M>,
+    pub filters: Vec<Filter>,
+    pub backend_refs: Vec<BackendRef>,
+    pub timeouts: Timeouts,
+    pub retry: Option<Retry>,
+    pub session_persistence: Option<Value>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct HttpMatch {
+    pub path: Option<ValueMatch>,
+    pub headers: Vec<ValueMatch>,
+    pub query_params: Vec<ValueMatch>,
+    pub method: Option<String>,
+}
+
+/// A match of a path, of a header or of a query parameter.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct ValueMatch {
+    #[serde(rename = "type")]
+    pub kind: Option<String>,
+    pub name: String,
+    pub value: Option<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct GrpcMatch {
+    pub method: Option<GrpcMethodMatch>,
+    pub headers: Vec<ValueMatch>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct GrpcMethodMatch {
+    #[serde(rename = "type")]
+    pub kind: Option<String>,
+    pub service: Option<String>,
+    pub method: Option<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Timeouts {
+    pub request: Option<String>,
+    pub backend_request: Option<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Retry {
+    pub codes: Vec<u32>,
+    pub attempts: Option<u32>,
+    pub backoff: Option<String>,
+}
+
+/// A reference to a backend, its weight and its filters.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct BackendRef {
+    #[serde(flatten)]
+    pub reference: ObjectRef,
+    pub weight: Option<u32>,
+    pub filters: Vec<Filter>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct ObjectRef {
+    pub group: Option<String>,
+    pub kind: Option<String>,
+    pub namespace: Option<String>,
+    pub name: String,
+    pub port: Option<u16>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Filter {
+    #[serde(rename = "type")]
+    pub kind: String,
+    pub request_header_modifier: Option<HeaderModifier>,
+    pub response_header_modifier: Option<HeaderModifier>,
+    pub request_mirror: Option<Mirror>,
+    pub request_redirect: Option<Redirect>,
+    pub url_rewrite: Option<Rewrite>,
+    pub cors: Option<Cors>,
+    pub extension_ref: Option<ObjectRef>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct HeaderModifier {
+    pub set: Vec<Header>,
+    pub add: Vec<Header>,
+    pub remove: Vec<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Header {
+    pub name: String,
+    pub value: String,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct PathModifier {
+    #[serde(rename = "type")]
+    pub kind: String,
+    pub replace_full_path: Option<String>,
+    pub replace_prefix_match: Option<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Redirect {
+    pub scheme: Option<String>,
+    pub hostname: Option<String>,
+    pub path: Option<PathModifier>,
+    pub port: Option<u16>,
+    pub status_code: Option<u32>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Rewrite {
+    pub hostname: Option<String>,
+    pub path: Option<PathModifier>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Mirror {
+    pub backend_ref: ObjectRef,
+    pub percent: Option<u32>,
+    pub fraction: Option<Fraction>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Fraction {
+    pub numerator: u32,
+    pub denominator: Option<u32>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Cors {
+    pub allow_origins: Vec<String>,
+    pub allow_credentials: bool,
+    pub allow_methods: Vec<String>,
+    pub allow_headers: Vec<String>,
+    pub expose_headers: Vec<String>,
+    pub max_age: Option<u32>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct GrantSpec {
+    pub from: Vec<GrantFrom>,
+    pub to: Vec<GrantTo>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct GrantFrom {
+    pub group: String,
+    pub kind: String,
+    pub namespace: String,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct GrantTo {
+    pub group: String,
+    pub kind: String,
+    pub name: Option<String>,
+}

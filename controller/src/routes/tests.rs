@@ -1,0 +1,674 @@
+//! Tables of what the specification says: parsing, ranking, merging, conditions.
+
+use serde_json::{Value, json};
+
+use super::attach::{Attachment, Table, attach};
+use super::model::{Filter, Reference, Route};
+use super::parse::{Meta, route as parse};
+use super::*;
+use crate::index::object::{Service, TargetPort, Transport};
+
+/// A route in `shop` for the Service `web` in `shop`.
+pub(crate) fn route(name: &str, created: i64, rules: Value) -> Route {
+    route_of(Kind::HttpRoute, "shop", name, created, rules)
+}
+
+pub(crate) fn route_of(
+    kind: Kind,
+    namespace: &str,
+    name: &str,
+    created: i64,
+    rules: Value,
+) -> Route {
+    let parent = json!({"group": "", "kind": "Service", "name": "web", "namespace": "shop"});
+    let spec = json!({"parentRefs": [parent], "rules": rules});
+    parse_in(kind, namespace, name, created, spec)
+}
+
+fn parse_in(kind: Kind, namespace: &str, name: &str, created: i64, spec: Value) -> Route {
+    let meta = Meta {
+        kind,
+        key: Key::new(namespace, name),
+        generation: 7,
+        created,
+    };
+    parse(meta, &spec).unwrap()
+}
+
+/// A Service with the ports 80 (http) and 90 (admin).
+fn web() -> Service {
+    let port = |name: &str, port| ServicePort {
+        name: name.into(),
+        port,
+        node_port: None,
+        target: TargetPort::Number(port),
+        protocol: Transport::Tcp,
+        app_protocol: String::new(),
+    };
+    Service {
+        key: Key::new("shop", "web"),
+        uid: "".into(),
+        is_headless: false,
+        selector: Default::default(),
+        cluster_ips: vec!["10.96.0.7".parse().unwrap()],
+        external_ips: vec![],
+        external_local: false,
+        created: 0,
+        ports: vec![port("http", 80), port("admin", 90)],
+        external_name: String::new(),
+        publish_not_ready: false,
+        local_only: false,
+        session_affinity: 0,
+    }
+}
+
+fn attach_all(routes: &[Route]) -> Attachment {
+    let service = web();
+    let resolve = |_: &Route, reference: &Reference| Ok(reference.key.to_string());
+    attach(
+        &service.key,
+        Some(&service),
+        routes.iter().collect(),
+        resolve,
+    )
+}
+
+fn table(routes: &[Route]) -> std::sync::Arc<Table> {
+    let attachment = attach_all(routes);
+    let table = attachment.tables[&80].of_client("elsewhere");
+    table.expect("producer routes").clone()
+}
+
+/// The rules of the matches in their order, each as the name of its first backend.
+fn order(routes: &[Route]) -> String {
+    let table = table(routes);
+    let backends = table.matches.iter().map(|(rule, _)| {
+        let backend = table.rules[*rule as usize].backends.first();
+        backend.map_or("", |backend| backend.target.strip_prefix("shop/").unwrap())
+    });
+    backends.collect::<Vec<_>>().join(" ")
+}
+
+/// A rule whose backend has the name, which tells its matches apart.
+fn rule(backend: &str, matches: Value) -> Value {
+    json!({"matches": matches, "backendRefs": [{"name": backend, "port": 80}]})
+}
+
+fn prefix(path: &str) -> Value {
+    json!({"path": {"type": "PathPrefix", "value": path}})
+}
+
+fn conditions(attachment: &Attachment, kind: Kind, namespace: &str, name: &str) -> Vec<String> {
+    let of_route = &attachment.conditions[&(kind, Key::new(namespace, name))];
+    let conditions = of_route.values().flatten();
+    let say = |condition: &Condition| {
+        let sign = if condition.holds { "" } else { "not " };
+        format!("{sign}{} {}", condition.kind, condition.reason)
+    };
+    conditions.map(say).collect()
+}
+
+fn with(match_: Value, more: Value) -> Value {
+    let mut all = match_;
+    let more = more.as_object().unwrap().clone();
+    all.as_object_mut().unwrap().extend(more);
+    all
+}
+
+#[test]
+fn matches_are_ordered_by_the_criteria_of_the_specification() {
+    let header = |count: usize| {
+        let headers = (0..count).map(|name| json!({"name": format!("h{name}"), "value": "x"}));
+        json!({"headers": headers.collect::<Vec<_>>()})
+    };
+    let query = |count: usize| {
+        let query = (0..count).map(|name| json!({"name": format!("q{name}"), "value": "x"}));
+        json!({"queryParams": query.collect::<Vec<_>>()})
+    };
+    let exact = |path: &str| json!({"path": {"type": "Exact", "value": path}});
+    let regex = |path: &str| json!({"path": {"type": "RegularExpression", "value": path}});
+    let get = json!({"method": "GET"});
+    let cases = [
+        (
+            "an exact path before a longer prefix",
+            prefix("/long/path"),
+            exact("/a"),
+            "2 1",
+        ),
+        ("a longer prefix first", prefix("/a"), prefix("/aa"), "2 1"),
+        (
+            "a prefix without the trailing slash",
+            prefix("/a/"),
+            prefix("/ab"),
+            "2 1",
+        ),
+        (
+            "characters, not bytes",
+            prefix("/%C3%A4"),
+            prefix("/abcdefg"),
+            "2 1",
+        ),
+        (
+            "an expression before a prefix",
+            prefix("/aaaaaaa"),
+            regex("/a.*"),
+            "2 1",
+        ),
+        (
+            "an exact path before an expression",
+            regex("/aaaaaaa"),
+            exact("/a"),
+            "2 1",
+        ),
+        ("a prefix before a method", get.clone(), prefix("/a"), "2 1"),
+        ("a method before headers", header(2), get.clone(), "2 1"),
+        ("more headers first", header(1), header(2), "2 1"),
+        (
+            "headers before query parameters",
+            query(2),
+            header(1),
+            "2 1",
+        ),
+        ("more query parameters first", query(1), query(2), "2 1"),
+        (
+            "the first rule, of equal ones",
+            prefix("/a"),
+            prefix("/b"),
+            "1 2",
+        ),
+        (
+            "the first rule, of equal ones",
+            with(header(1), get.clone()),
+            with(get, header(1)),
+            "1 2",
+        ),
+    ];
+    for (criterion, first, second, expected) in cases {
+        let rules = json!([rule("1", json!([first])), rule("2", json!([second]))]);
+        assert_eq!(order(&[route("r", 0, rules)]), expected, "{criterion}");
+    }
+}
+
+#[test]
+fn equal_matches_of_several_routes_are_ordered_by_age_and_name() {
+    let one = |name: &str, created| route(name, created, json!([rule(name, json!([]))]));
+    for (routes, expected) in [
+        ([one("b", 1), one("a", 2)], "b a"),
+        ([one("b", 1), one("a", 1)], "a b"),
+        ([one("a", 1), one("b", 0)], "b a"),
+    ] {
+        assert_eq!(order(&routes), expected);
+    }
+    // Routes are merged: the longest prefix of all precedes the age of its route.
+    let younger = route("c", 9, json!([rule("c", json!([prefix("/c")]))]));
+    assert_eq!(order(&[one("a", 1), younger]), "c a");
+}
+
+#[test]
+fn grpc_matches_are_paths_in_the_order_of_the_specification() {
+    let method =
+        |service: &str, method: &str| json!({"method": {"service": service, "method": method}});
+    let regex = json!({"method": {"type": "RegularExpression", "service": "a.*", "method": "B|C"}});
+    let header = json!({"headers": [{"name": "x", "value": "y"}]});
+    let matches = [
+        json!({}),
+        header,
+        regex,
+        method("", "Get"),
+        method("a.B", ""),
+        method("a.B", "Get"),
+        method("long.Service", ""),
+    ];
+    let rules = json!([{"matches": matches}]);
+    let grpc = table(&[route_of(Kind::GrpcRoute, "shop", "r", 0, rules)]);
+    assert!(grpc.grpc);
+    let paths: Vec<String> = grpc
+        .matches
+        .iter()
+        .map(|(_, one)| {
+            one.path
+                .as_ref()
+                .map_or("any".into(), |path| format!("{path:?}"))
+        })
+        .collect();
+    assert_eq!(
+        paths,
+        [
+            "Prefix(\"/long.Service\")",
+            "Exact(\"/a.B/Get\")",
+            "Prefix(\"/a.B\")",
+            "Regex(\"/[^/]+/Get\")",
+            "Regex(\"/(?:a.*)/(?:B|C)\")",
+            "any",
+            "any",
+        ]
+    );
+    assert_eq!(grpc.matches[5].1.headers.len(), 1, "a header precedes none");
+}
+
+#[test]
+fn routes_of_a_namespace_are_for_its_clients_and_those_of_the_service_for_all_others() {
+    let producer = route("p", 0, json!([rule("p", json!([]))]));
+    let consumer = route_of(Kind::HttpRoute, "c", "r", 0, json!([rule("c", json!([]))]));
+    let attachment = attach_all(&[producer, consumer]);
+    let tables = &attachment.tables[&80];
+    for (client, expected) in [
+        ("c", "c/c"),
+        ("shop", "shop/p"),
+        ("x", "shop/p"),
+        ("", "shop/p"),
+    ] {
+        let backend = &tables.of_client(client).unwrap().rules[0].backends[0];
+        assert_eq!(backend.target, expected, "{client}");
+    }
+    let namespaces = tables.namespaces.as_deref().unwrap();
+    assert_eq!(
+        namespaces.iter().map(|name| &**name).collect::<Vec<_>>(),
+        ["c"]
+    );
+}
+
+#[test]
+fn grpc_routes_exclude_http_routes_of_the_same_port_and_namespace() {
+    let kinds = |grpc_namespace: &str, grpc_rules: Value| {
+        let grpc = route_of(Kind::GrpcRoute, grpc_namespace, "g", 9, grpc_rules);
+        attach_all(&[grpc, route("h", 0, json!([rule("h", json!([]))]))])
+    };
+    let http = |attachment: &Attachment| conditions(attachment, Kind::HttpRoute, "shop", "h");
+    let same = kinds("shop", json!([{}]));
+    assert_eq!(
+        http(&same),
+        ["not Accepted Conflicted", "ResolvedRefs ResolvedRefs"]
+    );
+    assert!(same.tables[&80].of_client("").unwrap().grpc);
+    let accepted = ["Accepted Accepted", "ResolvedRefs ResolvedRefs"];
+    assert_eq!(
+        http(&kinds("other", json!([{}]))),
+        accepted,
+        "of another namespace"
+    );
+    let invalid = json!([{"matches": [{"method": {}}]}]);
+    assert_eq!(
+        http(&kinds("shop", invalid)),
+        accepted,
+        "an invalid one excludes nothing"
+    );
+    // A port of its own remains.
+    let mut grpc = route_of(Kind::GrpcRoute, "shop", "g", 9, json!([{}]));
+    grpc.parents[0].port = Some(90);
+    let both = attach_all(&[grpc, route("h", 0, json!([rule("h", json!([]))]))]);
+    assert_eq!(http(&both), accepted);
+    assert!(
+        both.tables[&90].of_client("").unwrap().grpc
+            && !both.tables[&80].of_client("").unwrap().grpc
+    );
+}
+
+#[test]
+fn parents_select_ports_by_number_and_by_name() {
+    for (parent, ports) in [
+        (json!({}), vec![80, 90]),
+        (json!({"port": 90}), vec![90]),
+        (json!({"sectionName": "http"}), vec![80]),
+        (json!({"sectionName": "http", "port": 90}), vec![]),
+        (json!({"port": 99}), vec![]),
+    ] {
+        let parent = with(
+            json!({"group": "", "kind": "Service", "name": "web"}),
+            parent,
+        );
+        let spec = json!({"parentRefs": [parent], "rules": [rule("b", json!([]))]});
+        let attachment = attach_all(&[parse_in(Kind::HttpRoute, "shop", "r", 0, spec)]);
+        assert_eq!(
+            attachment.tables.keys().copied().collect::<Vec<_>>(),
+            ports,
+            "{parent}"
+        );
+        let accepted = &conditions(&attachment, Kind::HttpRoute, "shop", "r")[0];
+        let expected = match ports.is_empty() {
+            true => "not Accepted NoMatchingParent",
+            false => "Accepted Accepted",
+        };
+        assert_eq!(accepted, expected, "{parent}");
+    }
+}
+
+#[test]
+fn parents_that_are_missing_or_external_accept_no_route() {
+    let routes = [route("r", 0, json!([rule("b", json!([]))]))];
+    let resolve = |_: &Route, reference: &Reference| Ok(reference.key.to_string());
+    let key = Key::new("shop", "web");
+    let missing = attach(&key, None, routes.iter().collect(), resolve);
+    let first = |attachment| conditions(&attachment, Kind::HttpRoute, "shop", "r").remove(0);
+    assert_eq!(first(missing), "not Accepted NoMatchingParent");
+    let external = Service {
+        external_name: "example.com".into(),
+        ..web()
+    };
+    let external = attach(&key, Some(&external), routes.iter().collect(), resolve);
+    assert!(external.tables.is_empty());
+    assert_eq!(first(external), "not Accepted UnsupportedValue");
+}
+
+#[test]
+fn parents_of_other_kinds_are_ignored() {
+    let spec = json!({"parentRefs": [{"name": "gateway"}, {"group": "", "kind": "Pod", "name": "p"}],
+        "rules": [{"matches": [{"method": "invalid"}]}]});
+    assert!(
+        parse_in(Kind::HttpRoute, "shop", "r", 0, spec)
+            .parents
+            .is_empty()
+    );
+}
+
+#[test]
+fn routes_of_a_port_are_bounded_and_the_oldest_ones_stay() {
+    let value = "x".repeat(4000);
+    let large = |name: &str, created| {
+        let matches: Vec<Value> = (0..60)
+            .map(|_| json!({"headers": [{"name": "h", "value": value}]}))
+            .collect();
+        route(name, created, json!([rule(name, json!(matches))]))
+    };
+    let mut routes: Vec<Route> = (0..5)
+        .map(|age| large(&format!("r{age}"), 10 - age))
+        .collect();
+    routes.push(route("small", 20, json!([rule("small", json!([]))])));
+    let attachment = attach_all(&routes);
+    let accepted = |name: &str| {
+        conditions(&attachment, Kind::HttpRoute, "shop", name)[0] == "Accepted Accepted"
+    };
+    let names = ["r0", "r1", "r2", "r3", "r4", "small"];
+    assert_eq!(names.map(accepted), [false, true, true, true, true, true]);
+}
+
+#[test]
+fn rejections_name_the_field_and_its_value() {
+    let matches = |one: Value| json!([{"matches": [one]}]);
+    let filter = |one: Value| json!([{"filters": [one]}]);
+    let path = |kind: &str, value: &str| matches(json!({"path": {"type": kind, "value": value}}));
+    let header = |name: &str, value: &str| {
+        filter(
+            json!({"type": "RequestHeaderModifier", "requestHeaderModifier": {"set": [{"name": name, "value": value}]}}),
+        )
+    };
+    let redirect =
+        |redirect: Value| filter(json!({"type": "RequestRedirect", "requestRedirect": redirect}));
+    let cors = |cors: Value| filter(json!({"type": "CORS", "cors": cors}));
+    let cases = [
+        (
+            path("Glob", "/"),
+            "spec.rules[0].matches[0].path.type: \"Glob\"",
+        ),
+        (
+            path("Exact", "a"),
+            "spec.rules[0].matches[0].path.value: \"a\"",
+        ),
+        (path("PathPrefix", "/a//b"), "path.value: \"/a//b\""),
+        (path("PathPrefix", "/a/../b"), "path.value"),
+        (path("PathPrefix", "/a?b"), "path.value"),
+        (path("Exact", "/a%2fb"), "path.value"),
+        (path("Exact", "/a\r\nx"), "path.value"),
+        (
+            path("RegularExpression", "("),
+            "path.value: \"(\" is not a regular expression",
+        ),
+        (
+            matches(json!({"method": "get"})),
+            "matches[0].method: \"get\"",
+        ),
+        (
+            matches(json!({"headers": [{"name": "a b", "value": "x"}]})),
+            "headers[0].name",
+        ),
+        (
+            matches(json!({"headers": [{"name": "a"}]})),
+            "headers[0].value",
+        ),
+        (
+            matches(json!({"headers": [{"name": "a", "value": "[", "type": "RegularExpression"}]})),
+            "headers[0].value",
+        ),
+        (
+            matches(json!({"queryParams": [{"name": "a", "value": "x", "type": "Suffix"}]})),
+            "queryParams[0].type",
+        ),
+        (header("a", "x\r\nb: c"), "requestHeaderModifier.set"),
+        (
+            header("transfer-encoding", "chunked"),
+            "\"transfer-encoding\" is not a header that filters may change",
+        ),
+        (
+            header("X-Called-By", "admin"),
+            "not a header that filters may change",
+        ),
+        (
+            filter(json!({"type": "Magic"})),
+            "filters[0].type: \"Magic\"",
+        ),
+        (
+            filter(json!({"type": "URLRewrite"})),
+            "filters[0].urlRewrite",
+        ),
+        (
+            filter(json!({"type": "URLRewrite", "urlRewrite": {"hostname": "a b"}})),
+            "urlRewrite.hostname",
+        ),
+        (
+            filter(
+                json!({"type": "URLRewrite", "urlRewrite": {"path": {"type": "ReplaceFullPath", "replaceFullPath": "/a b"}}}),
+            ),
+            "replaceFullPath",
+        ),
+        (redirect(json!({"scheme": "ftp"})), "requestRedirect.scheme"),
+        (
+            redirect(json!({"statusCode": 200})),
+            "requestRedirect.statusCode",
+        ),
+        (
+            cors(json!({"allowOrigins": ["*", "https://a.example"]})),
+            "cors.allowOrigins",
+        ),
+        (
+            cors(json!({"allowOrigins": ["https://a.example/path"]})),
+            "cors.allowOrigins",
+        ),
+        (
+            cors(json!({"allowHeaders": ["a\r\n"]})),
+            "cors.allowHeaders",
+        ),
+        (
+            json!([{"timeouts": {"request": "10"}}]),
+            "timeouts.request: \"10\"",
+        ),
+        (
+            json!([{"timeouts": {"request": "1s", "backendRequest": "2s"}}]),
+            "timeouts.backendRequest",
+        ),
+        (json!([{"retry": {"codes": [200]}}]), "retry.codes: \"200\""),
+        (json!([{"retry": {"attempts": 1000}}]), "retry.attempts"),
+        (
+            json!([{"backendRefs": [{"name": "a", "port": 80, "weight": 1000001}]}]),
+            "backendRefs[0].weight",
+        ),
+        (json!([{"name": "a b"}]), "spec.rules[0].name"),
+        (json!([{"matches": "x"}]), "spec.rules[0]: "),
+        (json!(vec![json!({}); 17]), "spec.rules: 17 entries"),
+        (
+            json!([{"matches": vec![prefix("/a"); 65]}]),
+            "spec.rules[0].matches",
+        ),
+        (
+            json!(vec![json!({"matches": vec![prefix("/a"); 64]}); 3]),
+            "spec.rules: 192 matches",
+        ),
+    ];
+    for (rules, expected) in cases {
+        let rejection = route("r", 0, rules.clone()).rules.unwrap_err();
+        assert_eq!(rejection.reason, UNSUPPORTED_VALUE, "{rules}");
+        assert!(rejection.message.contains(expected), "{rejection}");
+        assert!(rejection.message.chars().count() < 400, "{rejection}");
+    }
+}
+
+#[test]
+fn incompatible_filters_reject_a_route() {
+    let redirect = json!({"type": "RequestRedirect", "requestRedirect": {"statusCode": 301}});
+    let rewrite = json!({"type": "URLRewrite", "urlRewrite": {"hostname": "a.example"}});
+    for rule in [
+        json!({"filters": [redirect, rewrite]}),
+        json!({"filters": [rewrite, rewrite]}),
+        json!({"filters": [redirect], "backendRefs": [{"name": "a", "port": 80}]}),
+    ] {
+        let rejection = route("r", 0, json!([rule])).rules.unwrap_err();
+        assert_eq!(rejection.reason, INCOMPATIBLE_FILTERS, "{rule}");
+    }
+}
+
+#[test]
+fn prefix_is_replaced_only_if_the_rule_has_one_prefix() {
+    let replace = json!({"type": "URLRewrite", "urlRewrite": {"path": {"type": "ReplacePrefixMatch", "replacePrefixMatch": "/x"}}});
+    let is_valid = |matches: Value| {
+        route("r", 0, json!([{"matches": matches, "filters": [replace]}]))
+            .rules
+            .is_ok()
+    };
+    assert!(is_valid(json!([prefix("/a")])) && is_valid(json!([])));
+    assert!(!is_valid(json!([prefix("/a"), prefix("/b")])));
+    assert!(!is_valid(
+        json!([{"path": {"type": "Exact", "value": "/a"}}])
+    ));
+}
+
+#[test]
+fn grpc_routes_have_fewer_filters_and_matches_of_their_own() {
+    for (rule, expected) in [
+        (
+            json!({"filters": [{"type": "URLRewrite", "urlRewrite": {}}]}),
+            "GRPCRoute",
+        ),
+        (
+            json!({"matches": [{"method": {"service": "a/b"}}]}),
+            "method.service: \"a/b\"",
+        ),
+        (
+            json!({"matches": [{"method": {"method": "a.b"}}]}),
+            "method.method",
+        ),
+        (
+            json!({"matches": [{"method": {"type": "RegularExpression", "method": "a)|(b"}}]}),
+            "method.method",
+        ),
+        (
+            json!({"matches": [{"method": {"type": "Prefix", "method": "a"}}]}),
+            "method.type",
+        ),
+    ] {
+        let route = route_of(Kind::GrpcRoute, "shop", "r", 0, json!([rule]));
+        let rejection = route.rules.unwrap_err();
+        assert!(rejection.message.contains(expected), "{rejection}");
+    }
+}
+
+#[test]
+fn durations_are_those_of_gep_2257() {
+    let request = |text: &str| {
+        let rules = json!([{"timeouts": {"request": text}}]);
+        route("r", 0, rules)
+            .rules
+            .ok()
+            .map(|rules| rules[0].rule.request_timeout)
+    };
+    for (text, milliseconds) in [
+        ("0h", 0),
+        ("0h0m0s", 0),
+        ("500ms", 500),
+        ("10s30m1h", 5_410_000),
+        ("100ms200ms300ms", 600),
+        ("00060m", 3_600_000),
+    ] {
+        assert_eq!(request(text), Some(milliseconds), "{text}");
+    }
+    for text in [
+        "",
+        "1",
+        "1m1",
+        "1d",
+        "1h30m10s20ms50h",
+        "999999h",
+        "1.5h",
+        "-15m",
+    ] {
+        assert_eq!(request(text), None, "{text}");
+    }
+}
+
+#[test]
+fn invalid_references_are_reported_and_leave_a_backend_without_a_name() {
+    let rules = json!([{
+        "backendRefs": [{"name": "a", "port": 80, "weight": 9}, {"name": "b", "port": 80}],
+        "filters": [
+            {"type": "RequestMirror", "requestMirror": {"backendRef": {"name": "b", "port": 80}}},
+            {"type": "RequestMirror", "requestMirror": {"backendRef": {"name": "a", "port": 80}, "percent": 5}},
+        ],
+    }]);
+    let routes = [route("r", 0, rules)];
+    let service = web();
+    let resolve = |_: &Route, reference: &Reference| match &*reference.key.name {
+        "a" => Ok("shop/a:80".to_owned()),
+        _ => Err(attach::Unresolved {
+            reason: BACKEND_NOT_FOUND,
+            message: format!("{}: no b", reference.field),
+        }),
+    };
+    let attachment = attach(
+        &service.key,
+        Some(&service),
+        routes.iter().collect(),
+        resolve,
+    );
+    let table = attachment.tables[&80].of_client("").unwrap();
+    let backends = table.rules[0].backends.iter();
+    let backends: Vec<(&str, u32)> = backends.map(|one| (&*one.target, one.weight)).collect();
+    assert_eq!(backends, [("shop/a:80", 9), ("", 1)]);
+    let mirror = Filter::Mirror {
+        target: "shop/a:80".to_owned(),
+        numerator: 5,
+        denominator: 100,
+    };
+    assert_eq!(
+        table.rules[0].filters,
+        [mirror],
+        "a mirror without a backend is dropped"
+    );
+    let conditions = &attachment.conditions[&(Kind::HttpRoute, Key::new("shop", "r"))][&0];
+    assert_eq!((conditions[0].holds, conditions[1].holds), (true, false));
+    assert_eq!(conditions[1].reason, "BackendNotFound");
+    let message = "spec.rules[0].backendRefs[1]: no b; spec.rules[0].filters[0].requestMirror.backendRef: no b";
+    assert_eq!(conditions[1].message, message);
+}
+
+#[test]
+fn requests_of_a_rule_with_an_unknown_extension_fail() {
+    let rules = json!([{
+        "filters": [{"type": "ExtensionRef", "extensionRef": {"group": "x", "kind": "Y", "name": "z"}}],
+        "backendRefs": [{"name": "a", "port": 80}],
+    }]);
+    let routes = [route("r", 0, rules)];
+    assert!(table(&routes).rules[0].backends.is_empty());
+    let conditions = conditions(&attach_all(&routes), Kind::HttpRoute, "shop", "r");
+    assert_eq!(
+        conditions,
+        ["Accepted Accepted", "not ResolvedRefs InvalidKind"]
+    );
+}
+
+#[test]
+fn fields_without_effect_are_named() {
+    let parent = json!({"group": "", "kind": "Service", "name": "web"});
+    let spec = json!({"parentRefs": [parent], "hostnames": ["a.example"], "rules": [{}]});
+    let attachment = attach_all(&[parse_in(Kind::HttpRoute, "shop", "r", 0, spec)]);
+    let condition = &attachment.conditions[&(Kind::HttpRoute, Key::new("shop", "r"))][&0][0];
+    let message = "the route applies to shop/web; spec.hostnames has no effect in a mesh";
+    assert_eq!(condition.message, message);
+}

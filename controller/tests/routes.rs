@@ -1,0 +1,304 @@
+//! Routes over loopback: what the proxies of each namespace are told, and when.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use diy_mesh_proto::mesh::v1 as proto;
+use proto::ResourceType;
+use proto::discover_response::Update;
+use support::{Client, Discover, Sandbox, claims, web};
+
+const WEB: &str = "10.96.0.7:80";
+
+/// A Service in a namespace without endpoints.
+fn service(namespace: &str, name: &str, ip: &str) -> String {
+    format!(
+        "apiVersion: v1
+kind: Service
+metadata: {{name: {name}, namespace: {namespace}}}
+spec: {{clusterIP: {ip}, ports: [{{name: http, port: 80}}]}}
+"
+    )
+}
+
+/// A route for `shop/web` in a namespace, with the rest of its rule.
+fn route(namespace: &str, rule: &str) -> String {
+    format!(
+        "apiVersion: gateway.networking.k8s.io/v1
+kind: HTTPRoute
+metadata: {{name: r, namespace: {namespace}}}
+spec:
+  parentRefs: [{{group: '', kind: Service, name: web, namespace: shop, port: 80}}]
+  rules: [{rule}]
+"
+    )
+}
+
+fn to(backends: &str) -> String {
+    format!("{{backendRefs: [{backends}]}}")
+}
+
+/// A client in a namespace.
+async fn client_in(sandbox: &Sandbox, namespace: &str) -> Client {
+    let mut claims = claims();
+    claims["sub"] = format!("system:serviceaccount:{namespace}:web").into();
+    claims["kubernetes.io"]["namespace"] = namespace.into();
+    Client {
+        token: Some(sandbox.issuer.sign(&claims)),
+        ..sandbox.client().await
+    }
+}
+
+async fn subscribed(sandbox: &Sandbox, namespace: &str) -> Discover {
+    let discover = client_in(sandbox, namespace).await.discover_routes().await;
+    discover.subscribe(WEB, "").await;
+    discover
+}
+
+/// The backends of the next snapshot, with their weights.
+async fn backends(discover: &mut Discover) -> String {
+    let Some(Update::Snapshot(snapshot)) = discover.answer().await.unwrap().update else {
+        panic!("another set of routes requires the whole state")
+    };
+    let Some(routes) = snapshot.routes else {
+        return "no routes".to_owned();
+    };
+    let backends = routes.rules.iter().flat_map(|rule| &rule.backends);
+    let say = |backend: &proto::RouteBackend| match backend.name.as_str() {
+        "" => format!("invalid={}", backend.weight),
+        name => format!("{name}={}", backend.weight),
+    };
+    backends.map(say).collect::<Vec<_>>().join(" ")
+}
+
+#[tokio::test]
+async fn canary_weights_reach_the_proxies_when_they_change() {
+    let canary = service("shop", "canary", "10.96.0.8");
+    let sandbox = Sandbox::start(&[("web.yaml", web(&["10.0.0.1"])), ("c.yaml", canary)]).await;
+    let mut discover = subscribed(&sandbox, "x").await;
+    assert_eq!(backends(&mut discover).await, "no routes");
+    for weight in [10, 50] {
+        let weights = format!(
+            "{{name: web, port: 80, weight: {}}}, {{name: canary, port: 80, weight: {weight}}}",
+            100 - weight
+        );
+        sandbox.write("r.yaml", &route("shop", &to(&weights)));
+        let expected = format!("shop/web:80={} shop/canary:80={weight}", 100 - weight);
+        assert_eq!(backends(&mut discover).await, expected);
+    }
+    // Endpoints still change by deltas.
+    sandbox.write("web.yaml", &web(&["10.0.0.1", "10.0.0.2"]));
+    assert_eq!(
+        discover.said().await,
+        format!("{WEB}: +[10.0.0.2:8080] -[]")
+    );
+    sandbox.remove("r.yaml");
+    assert_eq!(backends(&mut discover).await, "no routes");
+}
+
+#[tokio::test]
+async fn consumer_routes_are_for_the_clients_of_their_namespace_only() {
+    let own = service("consumer", "own", "10.96.0.8");
+    let sandbox = Sandbox::start(&[("web.yaml", web(&["10.0.0.1"])), ("own.yaml", own)]).await;
+    let mut consumer = subscribed(&sandbox, "consumer").await;
+    let mut other = subscribed(&sandbox, "other").await;
+    assert_eq!(backends(&mut consumer).await, "no routes");
+    assert_eq!(backends(&mut other).await, "no routes");
+    sandbox.write("c.yaml", &route("consumer", &to("{name: own, port: 80}")));
+    assert_eq!(backends(&mut consumer).await, "consumer/own:80=1");
+    // The next message of the other client is about the producer's route.
+    sandbox.write("p.yaml", &route("shop", &to("{name: web, port: 80}")));
+    assert_eq!(backends(&mut other).await, "shop/web:80=1");
+    sandbox.remove("c.yaml");
+    assert_eq!(backends(&mut consumer).await, "shop/web:80=1");
+}
+
+#[tokio::test]
+async fn backend_of_another_namespace_requires_a_grant() {
+    let canary = service("far", "canary", "10.96.0.8");
+    let backend = "{name: canary, namespace: far, port: 80}";
+    let sandbox = Sandbox::start(&[
+        ("web.yaml", web(&["10.0.0.1"])),
+        ("far.yaml", canary),
+        ("r.yaml", route("shop", &to(backend))),
+    ])
+    .await;
+    let mut discover = subscribed(&sandbox, "x").await;
+    assert_eq!(backends(&mut discover).await, "invalid=1");
+    for version in ["v1", "v1beta1"] {
+        let grant = |from: &str, to: &str| {
+            format!(
+                "apiVersion: gateway.networking.k8s.io/{version}
+kind: ReferenceGrant
+metadata: {{name: g, namespace: far}}
+spec:
+  from: [{{group: gateway.networking.k8s.io, kind: HTTPRoute, namespace: {from}}}]
+  to: [{{group: '', kind: Service, name: {to}}}]
+"
+            )
+        };
+        // A grant for another namespace or Service has no effect, and no message.
+        sandbox.write("g.yaml", &grant("x", "canary"));
+        sandbox.write("g.yaml", &grant("shop", "another"));
+        sandbox.write("g.yaml", &grant("shop", "canary"));
+        assert_eq!(backends(&mut discover).await, "far/canary:80=1");
+        sandbox.remove("g.yaml");
+        assert_eq!(backends(&mut discover).await, "invalid=1");
+    }
+}
+
+#[tokio::test]
+async fn consumer_may_refer_to_the_parent_but_not_to_its_neighbors() {
+    let neighbor = service("shop", "neighbor", "10.96.0.8");
+    let both =
+        "{name: web, namespace: shop, port: 80}, {name: neighbor, namespace: shop, port: 80}";
+    let sandbox = Sandbox::start(&[
+        ("web.yaml", web(&["10.0.0.1"])),
+        ("n.yaml", neighbor),
+        ("r.yaml", route("consumer", &to(both))),
+    ])
+    .await;
+    let mut discover = subscribed(&sandbox, "consumer").await;
+    assert_eq!(backends(&mut discover).await, "shop/web:80=1 invalid=1");
+}
+
+#[tokio::test]
+async fn backend_becomes_valid_when_its_service_and_port_exist() {
+    let backend = to("{name: canary, port: 80}");
+    let sandbox = Sandbox::start(&[
+        ("web.yaml", web(&["10.0.0.1"])),
+        ("r.yaml", route("shop", &backend)),
+    ])
+    .await;
+    let mut discover = subscribed(&sandbox, "x").await;
+    assert_eq!(backends(&mut discover).await, "invalid=1");
+    let canary = service("shop", "canary", "10.96.0.8");
+    sandbox.write("c.yaml", &canary);
+    assert_eq!(backends(&mut discover).await, "shop/canary:80=1");
+    sandbox.write("c.yaml", &canary.replace("port: 80", "port: 81"));
+    assert_eq!(backends(&mut discover).await, "invalid=1");
+    let external = "type: ExternalName, externalName: example.com, ports: [{port: 80}]";
+    let external = format!(
+        "apiVersion: v1\nkind: Service\nmetadata: {{name: canary, namespace: shop}}\nspec: {{{external}}}\n"
+    );
+    sandbox.write("c.yaml", &external);
+    // Still invalid: the next message is about the repaired Service.
+    sandbox.write("c.yaml", &canary);
+    assert_eq!(backends(&mut discover).await, "shop/canary:80=1");
+}
+
+#[tokio::test]
+async fn invalid_route_does_not_disturb_others() {
+    let invalid = "{matches: [{path: {type: RegularExpression, value: '('}}], backendRefs: [{name: web, port: 80, weight: 3}]}";
+    let sandbox = Sandbox::start(&[
+        ("web.yaml", web(&["10.0.0.1"])),
+        (
+            "bad.yaml",
+            route("shop", invalid).replace("name: r,", "name: bad,"),
+        ),
+        (
+            "r.yaml",
+            route("shop", &to("{name: web, port: 80, weight: 2}")),
+        ),
+    ])
+    .await;
+    let mut discover = subscribed(&sandbox, "x").await;
+    assert_eq!(backends(&mut discover).await, "shop/web:80=2");
+    let valid = invalid.replace("'('", "'/a.*'");
+    sandbox.write(
+        "bad.yaml",
+        &route("shop", &valid).replace("name: r,", "name: bad,"),
+    );
+    // In the order of their names.
+    assert_eq!(backends(&mut discover).await, "shop/web:80=3 shop/web:80=2");
+}
+
+#[tokio::test]
+async fn routes_are_sent_with_all_of_their_fields_and_only_to_proxies_that_announce_them() {
+    let rule = "{name: all, matches: [{path: {value: /a}, method: GET, headers: [{name: H, value: x, type: RegularExpression}],
+      queryParams: [{name: Q, value: y}]}], timeouts: {request: 2s, backendRequest: 1s}, retry: {codes: [503], attempts: 2, backoff: 10ms},
+      filters: [{type: ResponseHeaderModifier, responseHeaderModifier: {set: [{name: S, value: t}], add: [{name: a, value: b}], remove: [R]}}],
+      backendRefs: [{name: web, port: 80, weight: 5, filters: [{type: RequestHeaderModifier, requestHeaderModifier: {set: [{name: s, value: t}]}}]}]}";
+    let sandbox = Sandbox::start(&[
+        ("web.yaml", web(&["10.0.0.1"])),
+        ("r.yaml", route("shop", rule)),
+    ])
+    .await;
+    let mut discover = subscribed(&sandbox, "x").await;
+    let Some(Update::Snapshot(snapshot)) = discover.answer().await.unwrap().update else {
+        panic!("a snapshot comes first")
+    };
+    let routes = snapshot.routes.unwrap();
+    assert!(!routes.grpc);
+    let one = &routes.matches[0];
+    let path = one.path.as_ref().unwrap().kind.clone();
+    assert_eq!(path, Some(proto::path_match::Kind::Prefix("/a".into())));
+    assert_eq!((&*one.method, one.rule), ("GET", 0));
+    let (header, query) = (&one.headers[0], &one.query[0]);
+    assert_eq!((&*header.name, &*query.name), ("h", "Q"));
+    assert_eq!(
+        header.kind,
+        Some(proto::field_match::Kind::Regex("x".into()))
+    );
+    assert_eq!(
+        query.kind,
+        Some(proto::field_match::Kind::Exact("y".into()))
+    );
+    let rule = &routes.rules[0];
+    assert_eq!(rule.name, "HTTPRoute shop/r/all");
+    assert_eq!(
+        (rule.request_timeout, rule.backend_request_timeout),
+        (2000, 1000)
+    );
+    let retry = rule.retry.as_ref().unwrap();
+    assert_eq!(
+        (&retry.statuses[..], retry.attempts, retry.backoff),
+        (&[503][..], 2, 10)
+    );
+    let Some(proto::route_filter::Kind::ResponseHeaders(modifier)) = &rule.filters[0].kind else {
+        panic!("{:?}", rule.filters)
+    };
+    let names = (
+        &*modifier.set[0].name,
+        &*modifier.add[0].value,
+        &*modifier.remove[0],
+    );
+    assert_eq!(names, ("S", "b", "R"));
+    assert_eq!(rule.backends[0].filters.len(), 1);
+
+    let mut earlier = client_in(&sandbox, "x").await.discover().await;
+    earlier.subscribe(WEB, "").await;
+    assert_eq!(backends(&mut earlier).await, "no routes");
+}
+
+#[tokio::test]
+async fn backend_resource_has_what_a_proxy_needs_to_balance() {
+    let with_affinity =
+        web(&["10.0.0.1"]).replace("clusterIP:", "sessionAffinity: ClientIP, clusterIP:");
+    let sandbox = Sandbox::start(&[("web.yaml", with_affinity)]).await;
+    let mut discover = subscribed(&sandbox, "x").await;
+    discover.answer().await.unwrap();
+    for (name, known) in [
+        ("shop/web:80", true),
+        ("shop/web:81", false),
+        ("shop/none:80", false),
+    ] {
+        discover.subscribe_to(ResourceType::Backend, name).await;
+        let answer = discover.answer().await.unwrap();
+        assert_eq!(answer.name, name);
+        match answer.update.unwrap() {
+            Update::Snapshot(snapshot) if known => {
+                assert_eq!(snapshot.app_protocol, "http");
+                assert_eq!(snapshot.session_affinity_seconds, 10_800);
+                assert_eq!(snapshot.endpoints[0].address, "10.0.0.1:8080");
+                assert_eq!(
+                    snapshot.endpoints[0].identity,
+                    "spiffe://cluster.local/ns/shop/sa/web"
+                );
+                assert!(snapshot.routes.is_none());
+            }
+            Update::Unknown(_) if !known => {}
+            other => panic!("{name}: {other:?}"),
+        }
+    }
+}
