@@ -7,6 +7,12 @@ use std::time::Duration;
 
 use tokio::time::{Instant, Sleep, sleep_until};
 
+/// The minimum difference between the time that is left and the value of `grpc-timeout` at which
+/// the value changes.
+const MIN_DIFFERENCE: Duration = Duration::from_millis(1);
+/// `grpc-timeout` has at most eight digits.
+const MAX_GRPC_TIMEOUT: u128 = 100_000_000;
+
 /// What a deadline limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Limit {
@@ -14,6 +20,8 @@ pub enum Limit {
     Exchange,
     /// One attempt.
     Attempt,
+    /// The exchange: the caller of a gRPC call does not wait longer.
+    Caller,
 }
 
 /// The time at which an exchange or an attempt has to be complete, if there is one.
@@ -45,6 +53,21 @@ impl Deadline {
             .map(|(at, _)| at.saturating_duration_since(Instant::now()))
     }
 
+    /// The new value of a valid `grpc-timeout`: the time that is left. None if that is almost the
+    /// same, or if there is no deadline.
+    pub fn grpc_timeout(self, value: &[u8]) -> Option<String> {
+        let (before, left) = (parse_grpc_timeout(value)?, self.remaining()?);
+        if before.saturating_sub(left) < MIN_DIFFERENCE {
+            return None;
+        }
+        let units = [(left.as_micros(), 'u'), (left.as_millis(), 'm')];
+        let precise = units
+            .into_iter()
+            .find(|(count, _)| *count < MAX_GRPC_TIMEOUT);
+        let (count, unit) = precise.unwrap_or((u128::from(left.as_secs()), 'S'));
+        Some(format!("{}{unit}", count.min(MAX_GRPC_TIMEOUT - 1)))
+    }
+
     /// A timer that fires at the deadline.
     pub fn timer(self) -> DeadlineTimer {
         DeadlineTimer {
@@ -52,6 +75,24 @@ impl Deadline {
             sleep: None,
         }
     }
+}
+
+/// Parses `grpc-timeout`: at most eight digits, and a unit. None if it is malformed.
+pub fn parse_grpc_timeout(value: &[u8]) -> Option<Duration> {
+    let (unit, digits) = value.split_last()?;
+    if digits.is_empty() || digits.len() > 8 || !digits.iter().all(u8::is_ascii_digit) {
+        return None;
+    }
+    let count: u64 = std::str::from_utf8(digits).ok()?.parse().ok()?;
+    Some(match unit {
+        b'H' => Duration::from_secs(count * 3600),
+        b'M' => Duration::from_secs(count * 60),
+        b'S' => Duration::from_secs(count),
+        b'm' => Duration::from_millis(count),
+        b'u' => Duration::from_micros(count),
+        b'n' => Duration::from_nanos(count),
+        _ => return None,
+    })
 }
 
 /// Fires at a [`Deadline`].
@@ -97,6 +138,45 @@ mod tests {
             (limit, exchange.remaining()),
             (Limit::Exchange, Some(Duration::ZERO))
         );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn grpc_timeouts_are_parsed_and_written() {
+        for (text, expected) in [
+            ("1H", Some(3600 * SECOND)),
+            ("2M", Some(120 * SECOND)),
+            ("3S", Some(3 * SECOND)),
+            ("99999999m", Some(Duration::from_millis(99_999_999))),
+            ("5u", Some(Duration::from_micros(5))),
+            ("7n", Some(Duration::from_nanos(7))),
+            ("0S", Some(Duration::ZERO)),
+            ("99999999H", Some(Duration::from_secs(99_999_999 * 3600))),
+            ("123456789S", None),
+            ("S", None),
+            ("", None),
+            ("5", None),
+            ("-5S", None),
+            ("+5S", None),
+            ("5s", None),
+            ("1.5S", None),
+        ] {
+            assert_eq!(parse_grpc_timeout(text.as_bytes()), expected, "{text}");
+        }
+        for (timeout, expected) in [
+            (5 * SECOND, "5000000u"),
+            (100 * SECOND, "100000m"),
+            (Duration::from_secs(360_000), "360000S"),
+            (Duration::from_nanos(7), "0u"),
+        ] {
+            let deadline = Deadline::after(Some(timeout), Limit::Caller);
+            let written = deadline.grpc_timeout(b"1000H");
+            assert_eq!(written.as_deref(), Some(expected));
+        }
+        let deadline = Deadline::after(Some(SECOND), Limit::Caller);
+        for unchanged in [&b"1S"[..], b"1000m", b"1000999u", b"10", b""] {
+            assert_eq!(deadline.grpc_timeout(unchanged), None);
+        }
+        assert_eq!(Deadline::NONE.grpc_timeout(b"1S"), None);
     }
 
     #[tokio::test(start_paused = true)]

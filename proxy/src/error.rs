@@ -93,6 +93,9 @@ pub enum Failure {
     /// The proxy has reached a limit.
     #[error("the proxy is overloaded: {0}")]
     Overloaded(&'static str),
+    /// The endpoint takes no more requests at present.
+    #[error("{0} is overloaded")]
+    UpstreamOverloaded(SocketAddr),
     /// The endpoint requires mutual TLS, and the proxy has no valid certificate.
     #[error("{0} requires mutual TLS, and this proxy has no valid certificate")]
     NoCertificate(SocketAddr),
@@ -168,6 +171,7 @@ impl Failure {
             | Self::UnknownPort { .. }
             | Self::Withheld(_)
             | Self::Overloaded(_)
+            | Self::UpstreamOverloaded(_)
             | Self::NoCertificate(_) => StatusCode::SERVICE_UNAVAILABLE,
             Self::Connect { .. }
             | Self::UpstreamClosed { .. }
@@ -196,9 +200,10 @@ impl Failure {
             Self::ConnectTimeout(_) | Self::RequestTimeout | Self::Timeout(_) => 4,
             Self::MtlsRequired => 7,   // PERMISSION_DENIED
             Self::BadRequest(_) => 13, // INTERNAL, as gRPC maps HTTP 400
-            Self::HeadersTooLarge(_) | Self::Overloaded(_) => 8, // RESOURCE_EXHAUSTED
+            // RESOURCE_EXHAUSTED
+            Self::HeadersTooLarge(_) | Self::Overloaded(_) | Self::UpstreamOverloaded(_) => 8,
             Self::ConnectNotAllowed | Self::NoRoute(_) => 12, // UNIMPLEMENTED
-            _ => 14,                   // UNAVAILABLE
+            _ => 14,                                          // UNAVAILABLE
         }
     }
 
@@ -254,6 +259,7 @@ impl Failure {
             Self::HeadersTooLarge(_) => "headers-too-large",
             Self::RequestTimeout => "request-timeout",
             Self::Overloaded(_) => "overloaded",
+            Self::UpstreamOverloaded(_) => "upstream-overloaded",
             Self::NoCertificate(_) => "no-certificate",
             Self::Handshake { .. } => "handshake-failed",
             Self::MtlsRequired => "mtls-required",
@@ -267,6 +273,7 @@ impl Failure {
 fn timeout_message(limit: Limit) -> &'static str {
     match limit {
         Limit::Exchange => "the response did not end within the request timeout of the route",
+        Limit::Caller => "the deadline of the caller (grpc-timeout) has passed",
         Limit::Attempt => {
             "the endpoint did not respond within the backendRequest timeout of the route"
         }

@@ -16,6 +16,7 @@ use crate::deadline::{Deadline, Limit};
 use crate::dump::Direction;
 use crate::error::Failure;
 use crate::flow::Flow;
+use crate::http::verdict::{Overload, Retryable, Verdict};
 use crate::tls::{Acceptance, Tls};
 
 /// Endpoints that one request is sent to at most.
@@ -114,14 +115,14 @@ impl AttemptError {
 pub(crate) async fn forward<F: Forward>(
     request: &mut F,
     flow: &Flow,
-    backend: &Backend,
+    backend: &Rc<Backend>,
 ) -> Result<F::Outcome, Failure> {
     // 4. Authorization: no application is reached without it. Outbound, the client is the pod's own
     // application.
     if flow.direction == Direction::Inbound {
         request.authorize(flow)?;
     }
-    let mut tried: Vec<SocketAddr> = Vec::new();
+    request.attempts().backend = Some(backend.clone());
     let mut failures = Vec::new();
     let mut time_to_connect = flow.worker.config.timeouts.connect;
     let mut now = tokio::time::Instant::now();
@@ -130,12 +131,13 @@ pub(crate) async fn forward<F: Forward>(
         |failures| Failure::of_attempts(failures, &backend.name(), backend.endpoints_len());
     loop {
         // 6. Balance.
-        let picked = backend.pick(&tried, &mut flow.worker.rng.borrow_mut());
+        let tried = &request.attempts().tried;
+        let picked = backend.pick(tried, &mut flow.worker.rng.borrow_mut());
+        let endpoints_left = backend.endpoints_len().saturating_sub(tried.len());
         let endpoint = match picked {
             Ok(endpoint) => endpoint,
             Err(failure) => return Err(summary(failures).unwrap_or(failure)),
         };
-        let endpoints_left = backend.endpoints_len().saturating_sub(tried.len());
         request
             .attempts()
             .begin(&endpoint, time_to_connect, endpoints_left);
@@ -149,28 +151,18 @@ pub(crate) async fn forward<F: Forward>(
         request.attempts().fail(&failure, retry);
         let begun = std::mem::replace(&mut now, tokio::time::Instant::now());
         if retry == Retry::OtherEndpoint {
-            tried.push(endpoint.address);
+            request.attempts().exclude(endpoint.address);
             time_to_connect = time_to_connect.saturating_sub(now - begun);
         }
-        let is_last = retry == Retry::Never
-            || request.attempts().count >= MAX_ATTEMPTS
-            || !backend.has_untried(&tried);
-        if is_last || !request.rewind() || !may_retry(backend, flow, now) {
+        let is_retried =
+            retry != Retry::Never && request.rewind() && request.attempts().start_retry(flow);
+        if !is_retried {
             failures.push(failure.clone());
             return Err(summary(failures).unwrap_or(failure));
         }
         tracing::debug!(destination = %backend.name(), "retrying: {failure}");
         failures.push(failure);
     }
-}
-
-/// Whether the backend's budget permits another attempt. All count, also those after refused
-/// connections: if all endpoints refuse them, callers would connect three times as often, and a
-/// network or a node that is overloaded refuses connections too.
-fn may_retry(backend: &Backend, flow: &Flow, now: tokio::time::Instant) -> bool {
-    let is_permitted = backend.retries.try_retry(now.into_std());
-    flow.worker.metrics.retry(flow.direction, is_permitted);
-    is_permitted
 }
 
 /// Runs an attempt until the deadline, and cancels it then.
@@ -188,19 +180,68 @@ async fn within<T>(
     .await
 }
 
+/// Why a safe retry does not take place: the label `reason` of the metric.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RetryDenial {
+    /// The budget of the backend is used up.
+    Budget,
+    /// Another hop has sent the request before, with its own budget.
+    PreviousAttempt,
+    /// No endpoint usually answers before the deadline.
+    Deadline,
+}
+
+impl RetryDenial {
+    /// All reasons, in the order of their discriminants.
+    pub const ALL: [Self; 3] = [Self::Budget, Self::PreviousAttempt, Self::Deadline];
+
+    /// The value of the label `reason`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Budget => "budget",
+            Self::PreviousAttempt => "previous-attempt",
+            Self::Deadline => "deadline",
+        }
+    }
+}
+
 /// The attempts of one request or opaque connection. Their results decide how the balancer treats
 /// the endpoints.
 #[derive(Default)]
 pub struct Attempts {
     /// Attempts so far, the current one included.
     pub count: u32,
+    /// Attempts of earlier hops, this request excluded that came from the last of them.
+    pub previous: u32,
     /// The end of the whole exchange.
     pub exchange_deadline: Deadline,
     /// The time for each attempt.
     pub attempt_timeout: Option<Duration>,
+    backend: Option<Rc<Backend>>,
+    /// The endpoints that further attempts avoid.
+    tried: Vec<SocketAddr>,
+    /// Another attempt has its share of the budget already.
+    is_granted: bool,
     current: Option<InFlight>,
     connect_timeout: Duration,
     last: Option<Rc<Endpoint>>,
+}
+
+/// What a request permits.
+#[derive(Clone, Copy, Debug)]
+pub struct Replayable {
+    /// All of its bytes that were sent are still there.
+    pub is_kept: bool,
+    /// Sending it twice has the effect of sending it once.
+    pub is_idempotent: bool,
+}
+
+impl Replayable {
+    /// A request that is sent once.
+    pub const ONCE: Self = Self {
+        is_kept: false,
+        is_idempotent: false,
+    };
 }
 
 impl Attempts {
@@ -220,6 +261,21 @@ impl Attempts {
     fn deadline(&self) -> Deadline {
         let attempt = Deadline::after(self.attempt_timeout, Limit::Attempt);
         self.exchange_deadline.earlier(attempt)
+    }
+
+    /// There is a new connection. Fails if discovery has removed the endpoint in the meantime:
+    /// another one gets the request, which has not been sent yet.
+    pub fn check_endpoint(&mut self) -> Result<(), AttemptError> {
+        let (Some(backend), Some(endpoint)) = (&self.backend, &self.last) else {
+            return Ok(());
+        };
+        if backend.contains(endpoint) {
+            return Ok(());
+        }
+        self.is_granted = self.count < MAX_ATTEMPTS && backend.endpoints_len() > 0;
+        let failure = Failure::NoEndpoint(backend.name().to_string());
+        let retry = Retry::OtherEndpoint;
+        Err(AttemptError { failure, retry })
     }
 
     /// Opens the connections of the current attempt.
@@ -264,11 +320,100 @@ impl Attempts {
         }
     }
 
-    /// The response has begun, and is a failure of the endpoint or not. Returns the time.
-    pub fn answered(&mut self, is_failure: bool) -> Instant {
-        self.current
+    /// The head of the response has arrived. Returns the time. Fails if another endpoint gets the
+    /// request, in place of the client this response.
+    pub fn answered(
+        &mut self,
+        verdict: Verdict,
+        request: Replayable,
+        flow: &Flow,
+    ) -> Result<Instant, AttemptError> {
+        let others = |backend: &Rc<Backend>| backend.endpoints_len() > 1;
+        let has_others =
+            flow.direction == Direction::Outbound && self.backend.as_ref().is_some_and(others);
+        if verdict == Verdict::NotDelivered && request.is_kept && has_others {
+            return Err(AttemptError::not_delivered(self.address()));
+        }
+        let now = self
+            .current
             .as_mut()
-            .map_or_else(Instant::now, |in_flight| in_flight.answered(is_failure))
+            .map_or_else(Instant::now, |in_flight| in_flight.answered(verdict));
+        if let Verdict::Overloaded(Overload { retry, .. }) = verdict {
+            let is_safe = match retry {
+                Retryable::None => false,
+                Retryable::Idempotent => request.is_idempotent,
+                Retryable::All => true,
+            };
+            if is_safe && request.is_kept && has_others && self.grant_retry(now, flow) {
+                let failure = Failure::UpstreamOverloaded(self.address());
+                let retry = Retry::OtherEndpoint;
+                return Err(AttemptError { failure, retry });
+            }
+        }
+        Ok(now)
+    }
+
+    /// Whether a request whose response has arrived is sent to another endpoint. Those that want no
+    /// retries are excluded.
+    fn grant_retry(&mut self, now: Instant, flow: &Flow) -> bool {
+        let before = self.tried.len();
+        self.exclude(self.address());
+        let refusing = self.backend.as_ref().map(|all| all.refuse_retries(now));
+        let refusing = refusing.unwrap_or_default();
+        refusing.iter().for_each(|address| self.exclude(*address));
+        self.is_granted = self.start_retry(flow);
+        if !self.is_granted {
+            self.tried.truncate(before);
+        }
+        self.is_granted
+    }
+
+    /// Further attempts avoid this endpoint.
+    fn exclude(&mut self, address: SocketAddr) {
+        if !self.tried.contains(&address) {
+            self.tried.push(address);
+        }
+    }
+
+    /// Whether another attempt may begin, which then uses the budget of the backend. All retries
+    /// count, also those after refused connections: if all endpoints refuse them, callers would
+    /// connect three times as often, and an overloaded node or network refuses connections too.
+    fn start_retry(&mut self, flow: &Flow) -> bool {
+        if std::mem::take(&mut self.is_granted) {
+            return true;
+        }
+        let Some(backend) = &self.backend else {
+            return false;
+        };
+        if self.count >= MAX_ATTEMPTS || !backend.has_untried(&self.tried) {
+            return false;
+        }
+        let now = tokio::time::Instant::now().into_std();
+        let can_finish = |time| backend.can_answer_within(time, &self.tried, now);
+        let denial = if self.previous > 0 {
+            Some(RetryDenial::PreviousAttempt)
+        } else if !self.exchange_deadline.remaining().is_none_or(can_finish) {
+            Some(RetryDenial::Deadline)
+        } else if !backend.retries.try_retry(now) {
+            Some(RetryDenial::Budget)
+        } else {
+            None
+        };
+        flow.worker.metrics.retry(flow.direction, denial);
+        denial.is_none()
+    }
+
+    /// What the next proxy is told of the attempts before the current one. Only an authenticated
+    /// proxy that parses the request removes it.
+    pub fn announced(&self, is_secured: bool) -> Option<u32> {
+        let parses = self.last.as_ref().is_some_and(|last| !last.is_opaque);
+        let previous = self.previous + self.count.saturating_sub(1);
+        (previous > 0 && is_secured && parses).then_some(previous)
+    }
+
+    fn address(&self) -> SocketAddr {
+        let unspecified = SocketAddr::from(([0, 0, 0, 0], 0));
+        self.last.as_ref().map_or(unspecified, |last| last.address)
     }
 
     /// Nothing more is in flight.
@@ -286,6 +431,8 @@ impl Attempts {
             // A closed pooled connection says nothing about the endpoint, nor does a bad request.
             Retry::AnyEndpoint if self.count < MAX_ATTEMPTS => in_flight.discard(),
             _ if failure.is_upstream_failure() => in_flight.failed(),
+            // It has no response yet: its latency is at least the time until now.
+            _ if matches!(failure, Failure::Timeout(_)) => drop(in_flight),
             _ => in_flight.discard(),
         }
     }
@@ -382,6 +529,32 @@ mod tests {
         assert_eq!(send(&[Never], true).await, (failed(), 1, false));
     }
 
+    #[tokio::test(start_paused = true)]
+    async fn retries_nothing_that_was_retried_before_or_cannot_finish() {
+        let scripted = |attempts| Scripted {
+            attempts,
+            errors: vec![Retry::AnyEndpoint],
+            can_rewind: true,
+            hangs: false,
+        };
+        let deadline = |seconds| Attempts {
+            exchange_deadline: Deadline::after(Some(Duration::from_secs(seconds)), Limit::Exchange),
+            ..Attempts::default()
+        };
+        let retried_before = Attempts {
+            previous: 1,
+            ..Attempts::default()
+        };
+        let failed = Err("connect-timeout".to_owned());
+        for (attempts, expected) in [
+            (retried_before, (failed.clone(), 1, false)),
+            (deadline(0), (failed, 1, false)),
+            (deadline(1), (Ok(()), 2, false)),
+        ] {
+            assert_eq!(run(scripted(attempts)).await, expected);
+        }
+    }
+
     /// Sends 1000 requests to three endpoints, each attempt of which ends with this error. Returns
     /// the attempts and the metrics.
     async fn fail_all(error: Retry) -> (u32, String) {
@@ -418,8 +591,9 @@ mod tests {
                 hangs: false,
             };
             let backend = flow.destination.backend();
-            let forwarded = forward(&mut request, &flow, backend);
-            forwarded.await.expect_err("no endpoint");
+            forward(&mut request, &flow, backend)
+                .await
+                .expect_err("no endpoint");
             attempts += request.attempts.count;
         }
         (attempts, metrics.render())
@@ -432,7 +606,8 @@ mod tests {
             assert_eq!(attempts, 1000 + 200 + 10, "{error:?}");
             let retries = "diy_mesh_proxy_retries_total{direction=\"outbound\"} 210\n";
             assert!(metrics.contains(retries), "{metrics}");
-            let denied = "diy_mesh_proxy_retries_over_budget_total{direction=\"outbound\"} ";
+            let denied =
+                "diy_mesh_proxy_retries_denied_total{direction=\"outbound\",reason=\"budget\"} ";
             assert!(!metrics.contains(&format!("{denied}0\n")), "{metrics}");
         }
     }

@@ -19,11 +19,12 @@ use tokio::sync::watch;
 
 use crate::dump::Direction;
 use crate::error::Failure;
+use crate::forward::RetryDenial;
 use crate::mirror::MirrorResult;
 use crate::timeouts::TimeoutKind;
 
 /// Values of the label `code`: those of `Failure::code`, and one for codes missing here.
-const FAILURE_CODES: [&str; 21] = [
+const FAILURE_CODES: [&str; 22] = [
     "no-endpoint",
     "unknown-port",
     "no-route",
@@ -38,6 +39,7 @@ const FAILURE_CODES: [&str; 21] = [
     "headers-too-large",
     "request-timeout",
     "overloaded",
+    "upstream-overloaded",
     "no-certificate",
     "handshake-failed",
     "mtls-required",
@@ -85,7 +87,8 @@ struct Flows {
     requests: [[Counter; CLASSES.len()]; 2],
     failures: [Counter; FAILURE_CODES.len()],
     retries: Counter,
-    retries_over_budget: Counter,
+    /// By [`RetryDenial`].
+    retries_denied: [Counter; RetryDenial::ALL.len()],
     /// By [`TimeoutKind`].
     timeouts: [Counter; TimeoutKind::ALL.len()],
     opaque_connections: Counter,
@@ -195,12 +198,12 @@ impl Metrics {
         self.flows(direction).failures[index].inc();
     }
 
-    /// Counts a retry that was safe: whether the budget permitted it.
-    pub fn retry(&self, direction: Direction, is_permitted: bool) {
+    /// Counts a retry that is safe, and takes place unless it is denied.
+    pub fn retry(&self, direction: Direction, denial: Option<RetryDenial>) {
         let flows = self.flows(direction);
-        match is_permitted {
-            true => flows.retries.inc(),
-            false => flows.retries_over_budget.inc(),
+        match denial {
+            None => flows.retries.inc(),
+            Some(denial) => flows.retries_denied[denial as usize].inc(),
         };
     }
 
@@ -257,10 +260,10 @@ impl Flows {
             "retries",
             "Attempts to send a request or connection again",
         );
-        let over_budget: Counters<1> = register(
+        let denied: Counters<2> = register(
             r,
-            "retries_over_budget",
-            "Safe retries that the budget of the backend did not permit",
+            "retries_denied",
+            "Safe retries that did not take place, by reason",
         );
         let timeouts: Counters<2> =
             register(r, "timeouts", "Timeouts of connections that fired, by kind");
@@ -289,7 +292,9 @@ impl Flows {
                 failures: FAILURE_CODES
                     .map(|code| failures.get_or_create_owned(&[direction, ("code", code)])),
                 retries: retries.get_or_create_owned(&[direction]),
-                retries_over_budget: over_budget.get_or_create_owned(&[direction]),
+                retries_denied: RetryDenial::ALL.map(|denial| {
+                    denied.get_or_create_owned(&[direction, ("reason", denial.name())])
+                }),
                 timeouts: TimeoutKind::ALL
                     .map(|kind| timeouts.get_or_create_owned(&[direction, ("kind", kind.name())])),
                 opaque_connections: opaque_connections.get_or_create_owned(&[direction]),
@@ -552,6 +557,7 @@ mod tests {
             Failure::HeadersTooLarge(0),
             Failure::RequestTimeout,
             Failure::Overloaded(""),
+            Failure::UpstreamOverloaded(address),
             Failure::NoCertificate(address),
             Failure::Handshake {
                 address,

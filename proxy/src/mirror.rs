@@ -120,7 +120,6 @@ async fn send(flow: &Rc<Flow>, name: &Arc<str>, head: Head, body: Bytes) -> Mirr
     let backend = flow.worker.destinations.backend(name).await;
     let mut attempts = Attempts::default();
     attempts.exchange_deadline = Deadline::after(Some(MIRROR_TIMEOUT), Limit::Exchange);
-    let worker = flow.worker.clone();
     let sent = match head {
         Head::Http1 {
             head,
@@ -128,11 +127,11 @@ async fn send(flow: &Rc<Flow>, name: &Arc<str>, head: Head, body: Bytes) -> Mirr
             chunked,
         } => {
             let mut copy =
-                http1::mirror::Copy::new(worker, attempts, method, &head, &body, chunked);
+                http1::mirror::Copy::new(flow.clone(), attempts, method, &head, &body, chunked);
             forward(&mut copy, flow, &backend).await
         }
         Head::Http2(parts) => {
-            let mut copy = http2::mirror::Copy::new(worker, attempts, *parts, body);
+            let mut copy = http2::mirror::Copy::new(flow.clone(), attempts, *parts, body);
             forward(&mut copy, flow, &backend).await
         }
     };

@@ -65,7 +65,8 @@ impl ExchangeRecord {
         request: &RequestView<'_>,
     ) -> Result<(), Answer> {
         let route = Rc::new(self.flow.route(routes, request).await?);
-        self.attempts.exchange_deadline = route.deadline();
+        let earlier = self.attempts.exchange_deadline;
+        self.attempts.exchange_deadline = earlier.earlier(route.deadline());
         self.attempts.attempt_timeout = route.attempt_timeout();
         self.route = Some(route);
         Ok(())

@@ -5,7 +5,7 @@ use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, ready};
-use std::time::Instant;
+use std::time::{Instant, SystemTime};
 
 use bytes::BytesMut;
 use http::StatusCode;
@@ -14,14 +14,15 @@ use tokio::io::{AsyncWrite, AsyncWriteExt};
 use super::body::{BodyError, Relay};
 use super::head::{Framing, Refused, ResponseHead, Version, find_end};
 use super::{After, Exchange};
-use crate::balance::{Endpoint, is_failure_status};
+use crate::balance::Endpoint;
 use crate::connect::Upstream;
-use crate::dump::Direction;
 use crate::error::Failure;
 use crate::flow::Flow;
-use crate::forward::{AttemptError, Attempts, Forward, Retry};
+use crate::forward::{AttemptError, Attempts, Forward, Replayable, Retry};
 use crate::http::edits::{Edit, Edits};
+use crate::http::verdict::Verdict;
 use crate::io::Io;
+use crate::policy::PREVIOUS_ATTEMPTS;
 
 /// Bytes of further requests from which the end of the client's connection is no longer watched.
 const MAX_PIPELINED: usize = 16 * 1024;
@@ -53,19 +54,26 @@ impl Forward for Exchange<'_> {
         let connected = endpoint.pool.http1(dialer, began_at).await;
         let mut upstream = connected.map_err(AttemptError::connect)?;
         if !upstream.reused {
+            self.record.attempts.check_endpoint()?;
             self.record.attempts.connected();
+        }
+        let announced = self.record.attempts.announced(upstream.io.is_secured());
+        if let Some(previous) = announced {
+            self.upload.add_field(PREVIOUS_ATTEMPTS, previous);
         }
         // 8. Serve.
         let Some(head) = self.receive_head(&mut upstream, endpoint).await? else {
             upstream.io.reset_on_drop();
             return Ok(Outcome::After(After::Closed));
         };
-        if self.was_not_delivered(&head, &upstream.io) {
-            return Err(AttemptError::not_delivered(endpoint.address));
-        }
+        let is_peer = upstream.io.is_secured();
+        let verdict = Verdict::of(head.status, &head, is_peer, SystemTime::now);
+        let request = Replayable {
+            is_kept: self.upload.can_rewind(),
+            is_idempotent: self.request.view().is_idempotent(),
+        };
+        let answered_at = self.record.attempts.answered(verdict, request, &flow)?;
         self.upload.discard_replay();
-        let is_failure = is_failure_status(head.status);
-        let answered_at = self.record.attempts.answered(is_failure);
         let keep_alive = self.may_keep_alive(answered_at);
         Ok(self
             .relay_response(upstream.io, endpoint, head, keep_alive)
@@ -214,21 +222,6 @@ impl Exchange<'_> {
             self.end_passed_on = Pin::new(upstream).poll_shutdown(cx).is_ready();
         }
         Poll::Pending
-    }
-
-    /// The peer's proxy replied that its application accepts no connection, and there is another
-    /// endpoint.
-    fn was_not_delivered(&self, head: &ResponseHead, upstream: &Io) -> bool {
-        let flow = &self.record.flow;
-        let code = |(name, value): (&[u8], &[u8])| {
-            name.eq_ignore_ascii_case(b"x-mesh-error") && value == b"connect-failed"
-        };
-        flow.direction == Direction::Outbound
-            && head.status == 502
-            && upstream.is_secured()
-            && self.upload.can_rewind()
-            && head.fields().any(code)
-            && self.record.backend().endpoints_len() > 1
     }
 
     /// Relays the response, and pools the upstream's connection if it can carry another exchange.

@@ -2,23 +2,23 @@
 
 use std::future::poll_fn;
 use std::rc::Rc;
-use std::time::Instant;
+use std::time::SystemTime;
 
 use bytes::{Bytes, BytesMut};
 use tokio::io::AsyncWriteExt;
 
 use super::body::Relay;
 use super::head::{Framing, ResponseHead, find_end};
-use crate::balance::{Endpoint, is_failure_status};
+use crate::balance::Endpoint;
 use crate::error::Failure;
 use crate::flow::Flow;
-use crate::forward::{AttemptError, Attempts, Forward};
+use crate::forward::{AttemptError, Attempts, Forward, Replayable};
+use crate::http::verdict::Verdict;
 use crate::io::Io;
-use crate::worker::Worker;
 
 /// A copy.
 pub struct Copy {
-    worker: Rc<Worker>,
+    flow: Rc<Flow>,
     attempts: Attempts,
     method: Bytes,
     message: BytesMut,
@@ -27,7 +27,7 @@ pub struct Copy {
 impl Copy {
     /// A request with this head and body.
     pub fn new(
-        worker: Rc<Worker>,
+        flow: Rc<Flow>,
         attempts: Attempts,
         method: Bytes,
         head: &[u8],
@@ -45,7 +45,7 @@ impl Copy {
             message.extend_from_slice(b"0\r\n\r\n");
         }
         Self {
-            worker,
+            flow,
             attempts,
             method,
             message,
@@ -104,7 +104,7 @@ impl Forward for Copy {
 
     async fn attempt(&mut self, endpoint: &Rc<Endpoint>) -> Result<(), AttemptError> {
         let began_at = self.attempts.began_at();
-        let dialer = self.attempts.dialer(&self.worker.tls);
+        let dialer = self.attempts.dialer(&self.flow.worker.tls);
         let connected = endpoint.pool.http1(dialer, began_at).await;
         let mut upstream = connected.map_err(AttemptError::connect)?;
         if !upstream.reused {
@@ -122,16 +122,19 @@ impl Forward for Copy {
         let written: std::io::Result<()> = written.await;
         written.map_err(|error| closed(error.to_string()))?;
         let head = self.read(io).await.map_err(closed)?;
-        let answered_at = self.attempts.answered(is_failure_status(head.status));
+        let is_peer = io.is_secured();
+        let verdict = Verdict::of(head.status, &head, is_peer, SystemTime::now);
+        let answered = self
+            .attempts
+            .answered(verdict, Replayable::ONCE, &self.flow);
         self.attempts.end();
+        let answered_at = answered?;
         let reusable = head.connection.persists(head.version)
             && head.status != 101
             && head.framing != Framing::UntilClose
             && io.unread().is_empty();
         if reusable {
-            endpoint
-                .pool
-                .checkin_http1(upstream.io, answered_at.max(Instant::now()));
+            endpoint.pool.checkin_http1(upstream.io, answered_at);
         }
         Ok(())
     }

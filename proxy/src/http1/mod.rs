@@ -182,13 +182,15 @@ impl<'a> Exchange<'a> {
         request: RequestHead,
         memory: &'a mut Charge,
     ) -> Self {
+        let mut record = ExchangeRecord::new(flow, Protocol::Http1);
+        record.attempts.previous = flow.previous_attempts(&request);
         let upload = Relay::with_replay(request.framing, BytesMut::new());
         Self {
             client,
             memory,
             head_size: 0,
             request,
-            record: ExchangeRecord::new(flow, Protocol::Http1),
+            record,
             upload,
             client_ended: false,
             end_passed_on: false,
@@ -213,20 +215,20 @@ impl<'a> Exchange<'a> {
     /// Carries the exchange to its end.
     async fn run(&mut self) -> After {
         let flow = self.record.flow.clone();
-        let own = flow.request_edit();
+        let own = flow.request_edits();
         if let Some(routes) = flow.destination.routes() {
             // 5. Route. Boxed: most destinations have none.
             let view = self.request.view();
             let routing = Box::pin(self.record.route(&routes, &view));
             if let Err(answer) = routing.await {
-                self.write_head(Edits::of(&[own]));
+                self.write_head(Edits::of(&own));
                 return self.reply(answer).await;
             }
         }
         match self.record.route.clone() {
-            None => self.write_head(Edits::of(&[own])),
+            None => self.write_head(Edits::of(&own)),
             Some(route) => self.write_head(Edits {
-                fields: &route.request_edits(own),
+                fields: &route.request_edits(&own),
                 host: route.host(),
                 target: route.target(),
             }),

@@ -6,12 +6,13 @@ use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::task::{Context, Poll};
+use std::time::SystemTime;
 
 use bytes::Bytes;
 use h2::client::ResponseFuture;
 use h2::server::SendResponse;
 use h2::{Reason, RecvStream, SendStream};
-use http::header::EXPECT;
+use http::header::{EXPECT, HeaderName, HeaderValue};
 use http::request::Parts;
 use http::{Method, Request, Response};
 
@@ -20,20 +21,25 @@ use super::head;
 use super::relay::{Message, Relay, RelayError, reset_code};
 use crate::balance::Endpoint;
 use crate::connect::http2::Lease;
+use crate::deadline::{self, Deadline, Limit};
 use crate::dump::Direction;
 use crate::error::Failure;
 use crate::flow::Flow;
-use crate::forward::{AttemptError, Attempts, Forward, Retry, forward};
+use crate::forward::{AttemptError, Attempts, Forward, Replayable, Retry, forward};
 use crate::http::edits::Edits;
 use crate::http::reply::LocalReply;
+use crate::http::verdict::Verdict;
 use crate::io::Io;
 use crate::memory::Charge;
 use crate::metrics::Protocol;
 use crate::mirror::Head as Copied;
-use crate::policy::is_mesh_error;
+use crate::policy::{PREVIOUS_ATTEMPTS, is_mesh_error};
 use crate::record::ExchangeRecord;
 use crate::route::Answer;
 use crate::tls::Acceptance;
+
+/// The time that a gRPC client waits for the end of the call.
+const GRPC_TIMEOUT: &str = "grpc-timeout";
 
 /// Forwards one request to an endpoint, and the response to the client.
 pub(super) async fn carry(
@@ -48,6 +54,12 @@ pub(super) async fn carry(
     let mut memory = client.flow.charge();
     memory.set(head_size);
     let mut record = ExchangeRecord::new(&client.flow, Protocol::Http2);
+    record.attempts.previous = client.flow.previous_attempts(&parts.headers);
+    let is_grpc = head::is_grpc(&parts.headers);
+    if is_grpc && let Some(timeout) = parts.headers.get(GRPC_TIMEOUT) {
+        let timeout = deadline::parse_grpc_timeout(timeout.as_bytes());
+        record.attempts.exchange_deadline = Deadline::after(timeout, Limit::Caller);
+    }
     let mut ready = admitted.map_err(Answer::from);
     if let (Ok(()), Some(reason)) = (&ready, malformed) {
         ready = Err(Failure::BadRequest(reason).into());
@@ -56,12 +68,12 @@ pub(super) async fn carry(
         // 5. Route. Boxed: most destinations have none.
         ready = Box::pin(record.route(&routes, &head::view(&parts))).await;
     }
-    let own = client.flow.request_edit();
+    let own = client.flow.request_edits();
     match record.route.clone() {
-        None => head::prepare(&mut parts, Edits::of(&[own])),
+        None => head::prepare(&mut parts, Edits::of(&own)),
         Some(route) => {
             let edits = Edits {
-                fields: &route.request_edits(own),
+                fields: &route.request_edits(&own),
                 host: route.host(),
                 target: route.target(),
             };
@@ -77,7 +89,7 @@ pub(super) async fn carry(
         respond,
         upload: Relay::new(body, Message::Request),
         record,
-        is_grpc: head::is_grpc(&parts.headers),
+        is_grpc,
         to_client: None,
         expects_interim: parts.headers.contains_key(EXPECT),
         client,
@@ -174,17 +186,6 @@ impl Exchange {
             Poll::Pending => self.respond.poll_reset(cx).map(|_| None),
         })
         .await
-    }
-
-    /// Whether to retry: the peer's proxy replied that its application accepts no connection, there
-    /// is another endpoint, and the request can be sent again.
-    fn was_not_delivered(&self, response: &http::response::Parts, is_peer: bool) -> bool {
-        let flow = &self.record.flow;
-        flow.direction == Direction::Outbound
-            && is_peer
-            && head::says_not_delivered(response)
-            && self.record.backend().endpoints_len() > 1
-            && self.upload.can_rewind()
     }
 
     /// Sends the request's body until the response's head has arrived.
@@ -433,6 +434,9 @@ impl Forward for Exchange {
             Some(Err(failure)) => return Err(AttemptError::connect(failure)),
             None => return Ok(Outcome::Cancelled),
         };
+        if !lease.is_reused() {
+            self.record.attempts.check_endpoint()?;
+        }
         let address = endpoint.address;
         if head::extended_protocol(&self.parts).is_some() && !lease.supports_extended_connect() {
             let reason = "it does not accept extended CONNECT requests".to_owned();
@@ -441,7 +445,19 @@ impl Forward for Exchange {
         }
         // 8. Serve.
         self.record.attempts.connected();
-        let request = Request::from_parts(self.parts.clone(), ());
+        let mut parts = self.parts.clone();
+        if let Some(previous) = self.record.attempts.announced(lease.is_secured()) {
+            let name = HeaderName::from_static(PREVIOUS_ATTEMPTS);
+            parts.headers.insert(name, previous.into());
+        }
+        let deadline = self.record.attempts.exchange_deadline;
+        if let Some(field) = parts.headers.get_mut(GRPC_TIMEOUT)
+            && let Some(left) = deadline.grpc_timeout(field.as_bytes())
+            && let Ok(left) = HeaderValue::try_from(left)
+        {
+            *field = left;
+        }
+        let request = Request::from_parts(parts, ());
         let (response, to_upstream) = match lease.send(request, self.upload.is_done()) {
             Ok(stream) => stream,
             Err(error) => return self.failed(&error, endpoint, true, lease.acceptance()),
@@ -477,10 +493,14 @@ impl Forward for Exchange {
         if !is_peer {
             head::remove(&mut parts.headers, is_mesh_error);
         }
-        if self.was_not_delivered(&parts, is_peer) {
-            return Err(AttemptError::not_delivered(address));
-        }
-        self.record.attempts.answered(head::is_failure(&parts));
+        let status = parts.status.as_u16();
+        let verdict = Verdict::of(status, &parts.headers, is_peer, SystemTime::now);
+        let request = Replayable {
+            is_kept: self.upload.can_rewind(),
+            is_idempotent: self.parts.method.is_idempotent(),
+        };
+        let flow = &self.record.flow;
+        self.record.attempts.answered(verdict, request, flow)?;
         self.upload.discard_replay();
         let is_tunnel = self.parts.method == Method::CONNECT && parts.status.is_success();
         let response = Response::from_parts(parts, body);

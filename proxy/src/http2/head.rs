@@ -4,12 +4,10 @@
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE, HOST};
 use http::request::Parts;
 use http::uri::{Authority, PathAndQuery};
-use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, Version};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri, Version};
 
 use crate::authority;
-use crate::balance::is_failure_status;
 use crate::http::edits::Edits;
-use crate::http::reply::{GRPC_STATUS, X_MESH_ERROR};
 use crate::http::view::RequestView;
 
 /// The reason why the request is malformed (RFC 9113), or ambiguous for the next hop.
@@ -116,25 +114,6 @@ pub(super) fn is_grpc(headers: &HeaderMap) -> bool {
         .unwrap_or_default();
     kind.strip_prefix(b"application/grpc")
         .is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
-}
-
-/// Whether the peer's proxy replied that its application accepts no connection.
-pub(super) fn says_not_delivered(parts: &http::response::Parts) -> bool {
-    let said = parts
-        .headers
-        .get(X_MESH_ERROR)
-        .is_some_and(|code| code == "connect-failed");
-    said && (parts.status == StatusCode::BAD_GATEWAY || parts.headers.contains_key(GRPC_STATUS))
-}
-
-/// Whether the response is a failure of the endpoint. A gRPC failure without a message has its status
-/// in the head ("Trailers-Only").
-pub(super) fn is_failure(parts: &http::response::Parts) -> bool {
-    let grpc_unavailable = parts
-        .headers
-        .get(GRPC_STATUS)
-        .is_some_and(|status| status == "14");
-    is_failure_status(parts.status.as_u16()) || grpc_unavailable
 }
 
 /// The size of a request's head, counted as in RFC 9113, section 6.5.2.

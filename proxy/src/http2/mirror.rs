@@ -1,24 +1,24 @@
 //! A copy of an HTTP/2 request for a mirror: sent whole; its response is read and dropped.
 
 use std::rc::Rc;
+use std::time::SystemTime;
 
 use bytes::Bytes;
 use h2::RecvStream;
 use http::Request;
 use http::request::Parts;
 
-use super::head;
 use crate::balance::Endpoint;
 use crate::dump::Direction;
 use crate::error::Failure;
 use crate::flow::Flow;
-use crate::forward::{AttemptError, Attempts, Forward};
+use crate::forward::{AttemptError, Attempts, Forward, Replayable};
+use crate::http::verdict::Verdict;
 use crate::io::Io;
-use crate::worker::Worker;
 
 /// A copy.
 pub struct Copy {
-    worker: Rc<Worker>,
+    flow: Rc<Flow>,
     attempts: Attempts,
     parts: Parts,
     body: Bytes,
@@ -26,9 +26,9 @@ pub struct Copy {
 
 impl Copy {
     /// A request with this head and body.
-    pub fn new(worker: Rc<Worker>, attempts: Attempts, parts: Parts, body: Bytes) -> Self {
+    pub fn new(flow: Rc<Flow>, attempts: Attempts, parts: Parts, body: Bytes) -> Self {
         Self {
-            worker,
+            flow,
             attempts,
             parts,
             body,
@@ -56,7 +56,7 @@ impl Forward for Copy {
     }
 
     async fn attempt(&mut self, endpoint: &Rc<Endpoint>) -> Result<(), AttemptError> {
-        let worker = self.worker.clone();
+        let worker = self.flow.worker.clone();
         let expiry = |io: &Io| worker.expiry(io, Direction::Outbound);
         let dialer = self.attempts.dialer(&worker.tls);
         let leased = endpoint.pool.http2(dialer, expiry).await;
@@ -72,10 +72,14 @@ impl Forward for Copy {
             stream.send_data(self.body.clone(), true).map_err(closed)?;
         }
         let (parts, body) = response.await.map_err(closed)?.into_parts();
-        self.attempts.answered(head::is_failure(&parts));
+        let (status, is_peer) = (parts.status.as_u16(), lease.is_secured());
+        let verdict = Verdict::of(status, &parts.headers, is_peer, SystemTime::now);
+        let answered = self
+            .attempts
+            .answered(verdict, Replayable::ONCE, &self.flow);
         let drained = drain(body).await.map_err(closed);
         self.attempts.end();
-        drained
+        answered.and(drained)
     }
 
     fn rewind(&mut self) -> bool {

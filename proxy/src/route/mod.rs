@@ -281,10 +281,10 @@ impl Route {
         self.changes().rewrite.host.as_deref()
     }
 
-    /// The changes of the request's fields, with that of the mesh.
-    pub fn request_edits<'a>(&'a self, own: Edit<'a>) -> Vec<Edit<'a>> {
+    /// The changes of the request's fields, after those of the mesh.
+    pub fn request_edits<'a>(&'a self, own: &[Edit<'a>]) -> Vec<Edit<'a>> {
         let changes = self.changes().request.iter().map(FieldEdit::as_edit);
-        std::iter::once(own).chain(changes).collect()
+        own.iter().copied().chain(changes).collect()
     }
 
     /// The changes of the response's fields.
