@@ -11,7 +11,7 @@ use k8s_openapi::{
     api::{
         admissionregistration::v1::MutatingWebhookConfiguration,
         apps::v1::Deployment,
-        core::v1::{ConfigMap, Namespace, Node, Pod, Secret},
+        core::v1::{ConfigMap, Namespace, Node, Pod, Secret, Service},
     },
     apimachinery::pkg::version::Info,
 };
@@ -55,6 +55,8 @@ pub struct Facts {
     pub pods: Fact<Vec<Pod>>,
     /// The responses of proxies that are not ready to `/ready`, by `namespace/name` of the pod.
     pub ready_pages: BTreeMap<String, String>,
+    /// The Services of all namespaces.
+    pub services: Fact<Vec<Service>>,
     /// The controllers of pods in all namespaces.
     pub workloads: Fact<Vec<Workload>>,
     /// The Deployments in the namespace of the mesh.
@@ -103,6 +105,7 @@ impl Facts {
             nodes,
             namespaces,
             pods,
+            services,
             deployments,
             roots,
             webhook,
@@ -112,6 +115,7 @@ impl Facts {
             dry_run,
             workloads,
         ) = join!(
+            list(Api::all(client.clone()), &all),
             list(Api::all(client.clone()), &all),
             list(Api::all(client.clone()), &all),
             list(Api::all(client.clone()), &all),
@@ -138,6 +142,7 @@ impl Facts {
             namespaces,
             pods,
             ready_pages,
+            services,
             workloads,
             deployments,
             webhook,
@@ -274,6 +279,7 @@ pub(super) mod testing {
             namespaces: unknown(),
             pods: unknown(),
             ready_pages: BTreeMap::new(),
+            services: unknown(),
             workloads: unknown(),
             deployments: unknown(),
             webhook: unknown(),
@@ -318,7 +324,7 @@ pub(super) mod testing {
     pub(crate) fn deployment(name: &str, available: i32, env: Value) -> Deployment {
         object(json!({
             "metadata": {"name": name},
-            "spec": {"replicas": 2, "selector": {}, "template": {"spec": {"containers": [
+            "spec": {"replicas": 2, "selector": {}, "template": {"metadata": {"labels": {"app": name}}, "spec": {"containers": [
                 {"name": name, "image": format!("diy-sm-{name}:1.0"), "env": env}]}}},
             "status": {"availableReplicas": available},
         }))

@@ -7,6 +7,7 @@ mod identity;
 mod permissions;
 mod platform;
 mod pods;
+mod services;
 mod settings;
 mod webhook;
 mod workloads;
@@ -90,10 +91,11 @@ impl Finding {
 
 /// Runs all checks.
 pub fn run(facts: &Facts) -> Vec<Finding> {
-    let checks: [fn(&Facts) -> Vec<Finding>; 17] = [
+    let checks: [fn(&Facts) -> Vec<Finding>; 18] = [
         platform::kubernetes,
         platform::components,
         platform::versions,
+        services::services,
         permissions::permissions,
         webhook::configuration,
         webhook::ca_bundle,
