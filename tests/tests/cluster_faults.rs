@@ -29,8 +29,7 @@ fn faults_under_load_are_named_and_fail_no_other_request() -> Result<()> {
             drill.controller_selector_matches_nothing()?;
             let garbage = drill.roots_of_a_namespace_are_replaced()?;
             drill.controller_is_away()?;
-            garbage.now()?;
-            drill.healthy("the roots of the namespace are restored")?;
+            drill.roots_of_the_namespace_are_repaired(garbage)?;
             drill.ca_secret_is_emptied()?;
             drill.ca_is_lost()
         })
@@ -290,6 +289,31 @@ impl<'a> Drill<'a> {
         self.named("roots", &texts, || Ok(()))?;
         self.expect_no_failure("garbage in the roots of a namespace")?;
         Ok(repair)
+    }
+
+    /// Until its last pod on a node ends, a kubelet keeps an immutable ConfigMap.
+    fn roots_of_the_namespace_are_repaired(&self, garbage: Repair) -> Result<()> {
+        garbage.now()?;
+        let scale = |app: &App<'_>, replicas: u32| {
+            let (deployment, replicas) = (
+                format!("deployment/{}", app.name),
+                format!("--replicas={replicas}"),
+            );
+            self.tenant.kubectl(&["scale", &deployment, &replicas])
+        };
+        for app in [HTTP_CLIENT, HTTP_SERVER] {
+            scale(&app, 0)?;
+            let label = format!("app={}", app.name);
+            let gone = ["--for=delete", "--timeout=180s"];
+            self.tenant
+                .kubectl(&[&["wait", "pods", "-l", &label], &gone[..]].concat())?;
+        }
+        for app in [HTTP_SERVER, HTTP_CLIENT] {
+            scale(&app, 1)?;
+            self.tenant.rolled_out(app.name)?;
+        }
+        self.expect_no_failure("new pods of the namespace")?;
+        self.healthy("the roots of the namespace are repaired")
     }
 
     /// Known traffic continues. A new pod starts when the controller is back.

@@ -211,7 +211,8 @@ pub(super) fn roots(facts: &Facts) -> Vec<Finding> {
 fn describe_outdated(namespace: &str, map: &ConfigMap) -> String {
     match map.immutable {
         Some(true) => format!(
-            "{namespace}: it is immutable, so the controller cannot correct it: delete it (kubectl delete configmap -n {namespace} {ROOTS})"
+            "{namespace}: it is immutable, so the controller cannot correct it: delete it (kubectl delete configmap -n {namespace} {ROOTS}), \
+             then scale the meshed workloads of the namespace to 0 and back: kubelets keep an immutable ConfigMap while a pod uses it"
         ),
         _ => namespace.to_owned(),
     }
