@@ -28,6 +28,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use diy_mesh_control_plane::events::{Events, publish};
 use diy_mesh_runtime::{Readiness, listen, raise_max_open_files};
 use futures::future::BoxFuture;
 use tokio::net::TcpListener;
@@ -39,7 +40,6 @@ use authority::AuthorityHandle;
 use catalog::freshness::Freshness;
 pub use config::Config;
 pub use diy_mesh_issuer as issuer;
-use events::Events;
 use hub::Hub;
 use index::object::Source;
 use metrics::Metrics;
@@ -204,7 +204,7 @@ impl Controller {
         let client = self.client.clone();
         let publish_events = async {
             if let Some(client) = client {
-                events::publish(client, queue).await;
+                publish(client, "controller", queue).await;
             }
         };
         let observe_authority = async {
