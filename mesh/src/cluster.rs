@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use clap::Args;
+use diy_mesh_runtime::error_chain;
 use k8s_openapi::apimachinery::pkg::version::Info;
 use kube::{Client, Config, config::KubeConfigOptions};
 
@@ -101,20 +102,6 @@ impl Cluster {
             version,
         })
     }
-}
-
-/// Formats an error with its sources. Skips a source that the text already contains.
-pub fn error_chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(error) = source {
-        let message = error.to_string();
-        if !text.contains(&message) {
-            text = format!("{text}: {message}");
-        }
-        source = error.source();
-    }
-    text
 }
 
 /// Formats an error of the Kubernetes API.

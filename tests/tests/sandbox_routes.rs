@@ -1,32 +1,23 @@
 //! Routes in a sandbox: weights, matches, errors, grants, and routes of the client's namespace.
 #![allow(clippy::unwrap_used)]
 
-use std::time::Instant;
-
 use diy_mesh::sandbox::Sandbox;
 use diy_mesh::sandbox::protocol::PodView;
 use diy_mesh_tests::routes::{binomial_bounds, canary, grant, http_route, rule, servers};
 use diy_mesh_tests::sandbox::{
-    MESHED, READY_TIMEOUT, send_request, shell, single_pod, wait_for_line, with_mesh,
+    MESHED, READY_TIMEOUT, request_until, shell, single_pod, wait_for_line, with_mesh,
 };
 
 /// Sends a GET request to Service shop/web until the response begins with this status and contains
 /// this text, and returns it: routes reach proxies with a delay.
 fn until(sandbox: &Sandbox, pod: &PodView, target: &str, fields: &str, expected: &str) -> String {
     let (status, text) = expected.split_once(' ').unwrap_or((expected, ""));
-    let deadline = Instant::now() + READY_TIMEOUT;
-    loop {
-        let request = format!("GET {target}");
-        let output = send_request(sandbox, pod, "shell", &request, "web.shop", 80, fields);
-        let is_expected = output.stdout.starts_with(&format!("HTTP/1.1 {status} "));
-        if is_expected && output.stdout.contains(text) {
-            return output.stdout;
-        }
-        assert!(
-            Instant::now() < deadline,
-            "GET {target} {fields}: expected {expected}: {output:?}"
-        );
-    }
+    let is_expected = |response: &str| {
+        response.starts_with(&format!("HTTP/1.1 {status} ")) && response.contains(text)
+    };
+    let request = format!("GET {target}");
+    let service = ("web.shop", 80);
+    request_until(sandbox, pod, &request, service, fields, is_expected).stdout
 }
 
 /// Sends requests on one connection, and returns the number of responses of each version.

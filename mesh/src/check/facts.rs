@@ -302,6 +302,16 @@ pub(super) mod testing {
         }
     }
 
+    /// These pods, and the namespace `shop` with these labels.
+    pub(crate) fn facts(pods: Vec<Pod>, labels: Value) -> Facts {
+        let namespace = json!({"metadata": {"name": "shop", "labels": labels}});
+        Facts {
+            pods: Ok(pods),
+            namespaces: Ok(vec![object(namespace)]),
+            ..unknown_facts()
+        }
+    }
+
     /// A pod in namespace `shop`.
     pub(crate) fn pod(name: &str, annotations: Value) -> Pod {
         object(json!({

@@ -12,11 +12,10 @@ type Labels = BTreeMap<String, String>;
 /// The Services of the mesh select its components, and Services in namespaces with meshed pods
 /// select pods or the template of a workload, which may be scaled to zero.
 pub(super) fn services(facts: &Facts) -> Vec<Finding> {
-    const CHECK: &str = "services";
     let (services, pods, workloads) = match (&facts.services, &facts.pods, &facts.workloads) {
         (Ok(services), Ok(pods), Ok(workloads)) => (services, pods, workloads),
         (Err(reason), _, _) | (_, Err(reason), _) | (_, _, Err(reason)) => {
-            return vec![Finding::unknown(CHECK, reason)];
+            return vec![Finding::unknown(reason)];
         }
     };
     let mut findings = Vec::new();
@@ -31,7 +30,7 @@ pub(super) fn services(facts: &Facts) -> Vec<Finding> {
             )
         );
         let advice = "kubectl apply -k manifests";
-        findings.push(Finding::problem(CHECK, text, advice).with_details(broken));
+        findings.push(Finding::problem(text, advice).with_details(broken));
     }
     let meshed: BTreeSet<String> = pods::meshed(pods)
         .filter_map(ResourceExt::namespace)
@@ -54,14 +53,14 @@ pub(super) fn services(facts: &Facts) -> Vec<Finding> {
             count(unmatched.len(), "Service selects", "Services select")
         );
         let advice = "correct spec.selector of the Service, or the labels of the pods";
-        findings.push(Finding::problem(CHECK, text, advice).with_details(unmatched));
+        findings.push(Finding::problem(text, advice).with_details(unmatched));
     }
     if findings.is_empty() {
         let text = format!(
             "{} in namespaces with meshed pods, no selector without a match",
             count(number, "Service", "Services")
         );
-        findings.push(Finding::ok(CHECK, text));
+        findings.push(Finding::ok(text));
     }
     findings
 }

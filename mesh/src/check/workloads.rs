@@ -174,10 +174,9 @@ impl Workload {
 /// Workloads that request injection can create their pods, and their own metadata contains no
 /// settings of pods.
 pub(super) fn workloads(facts: &Facts) -> Vec<Finding> {
-    const CHECK: &str = "workloads";
     let workloads = match &facts.workloads {
         Ok(workloads) => workloads,
-        Err(reason) => return vec![Finding::unknown(CHECK, reason)],
+        Err(reason) => return vec![Finding::unknown(reason)],
     };
     let enabled = facts
         .namespaces
@@ -203,7 +202,7 @@ pub(super) fn workloads(facts: &Facts) -> Vec<Finding> {
             count(failed.len(), "workload requests", "workloads request")
         );
         let advice = "remove the cause in the message; Kubernetes then retries";
-        findings.push(Finding::problem(CHECK, text, advice).with_details(failed));
+        findings.push(Finding::problem(text, advice).with_details(failed));
     }
     if !misplaced.is_empty() {
         let text = format!(
@@ -211,7 +210,7 @@ pub(super) fn workloads(facts: &Facts) -> Vec<Finding> {
             count(misplaced.len(), "workload has", "workloads have")
         );
         let advice = "move it to spec.template.metadata.annotations";
-        findings.push(Finding::warning(CHECK, text, advice).with_details(misplaced));
+        findings.push(Finding::warning(text, advice).with_details(misplaced));
     }
     if findings.is_empty() {
         let requested = workloads
@@ -222,7 +221,7 @@ pub(super) fn workloads(facts: &Facts) -> Vec<Finding> {
             "{} injection, and can create pods",
             count(requested, "workload requests", "workloads request")
         );
-        findings.push(Finding::ok(CHECK, text));
+        findings.push(Finding::ok(text));
     }
     findings
 }
