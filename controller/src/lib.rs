@@ -86,9 +86,6 @@ pub enum Error {
     /// The admin server has failed.
     #[error("the admin server has failed: {0}")]
     Admin(#[from] io::Error),
-    /// The gRPC server has failed.
-    #[error("the gRPC server has failed: {0}")]
-    Grpc(#[from] tonic::transport::Error),
 }
 
 /// Runs the controller until `shutdown`, then for a few seconds at most.
@@ -266,7 +263,7 @@ impl Controller {
                 stopping: stopping.clone(),
             };
             tokio::select! {
-                result = grpc::serve(self.grpc.socket, serving.tls(), context) => Ok(result?),
+                () = grpc::serve(self.grpc.socket, serving.tls(), context) => Ok(()),
                 () = serving.renew() => Ok(()),
             }
         };

@@ -4,26 +4,20 @@
 //! signs the certificate, which is renewed while connections stay open. Unauthenticated clients
 //! are limited in number, by address, and in time.
 
+use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::pin::Pin;
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
-use std::task::{Context, Poll};
 use std::time::{Duration, SystemTime};
-use std::{fmt, io};
 
 use diy_mesh_control_plane::tls::{Client, Limits, OpenCall, TlsServer};
 use diy_mesh_proto::Identity;
 use diy_mesh_proto::identity::InvalidIdentity;
-use futures::Stream;
 use rustls::ServerConfig;
 use rustls::crypto::aws_lc_rs;
 use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
-use tokio_rustls::server::TlsStream;
 use tonic::Status;
-use tonic::transport::server::Connected;
 
 use crate::authority::TrustReceiver;
 use crate::issuer::{Issuer, SignError};
@@ -183,21 +177,14 @@ fn sign(issuer: Arc<Issuer>, names: &Names, life: Duration) -> Result<Current, S
     })
 }
 
-/// Accepts connections and returns those with a completed handshake.
-pub fn connections(
-    tls: Arc<ServerConfig>,
-    listener: TcpListener,
-) -> impl Stream<Item = io::Result<TlsConnection>> {
+/// Accepts connections and completes their handshakes.
+pub fn server(tls: Arc<ServerConfig>, listener: TcpListener) -> TlsServer {
     let limits = Limits {
         connections: MAX_CONNECTIONS,
         slots: MAX_UNAUTHENTICATED,
         idle: IDLE_TIMEOUT,
     };
-    let server = TlsServer::new(listener, tls, limits);
-    futures::stream::unfold(server, |mut server| async {
-        let (stream, client) = server.accept().await;
-        Some((Ok(TlsConnection::new(stream, client)), server))
-    })
+    TlsServer::new(listener, tls, limits)
 }
 
 /// The client of a connection.
@@ -211,6 +198,20 @@ pub struct Peer {
 }
 
 impl Peer {
+    /// The client of this connection.
+    pub fn new(stream: &TcpStream, client: Arc<Client>) -> Peer {
+        Peer {
+            address: stream.peer_addr().ok(),
+            client,
+            counted: Arc::default(),
+        }
+    }
+
+    /// Completes when the connection must end.
+    pub async fn expired(&self) {
+        self.client.expired().await;
+    }
+
     /// Its IP address.
     pub fn ip(&self) -> Option<IpAddr> {
         self.address.map(|address| address.ip().to_canonical())
@@ -229,79 +230,6 @@ impl Peer {
         }
         self.client.authenticate();
         Ok(())
-    }
-}
-
-/// A TLS connection that ends when its client has expired.
-pub struct TlsConnection {
-    stream: TlsStream<TcpStream>,
-    peer: Peer,
-    expired: Pin<Box<dyn Future<Output = ()> + Send>>,
-}
-
-impl TlsConnection {
-    fn new(stream: TlsStream<TcpStream>, client: Arc<Client>) -> TlsConnection {
-        let expired = client.clone();
-        TlsConnection {
-            peer: Peer {
-                address: stream.get_ref().0.peer_addr().ok(),
-                client,
-                counted: Arc::default(),
-            },
-            stream,
-            expired: Box::pin(async move { expired.expired().await }),
-        }
-    }
-}
-
-impl Connected for TlsConnection {
-    type ConnectInfo = Peer;
-
-    fn connect_info(&self) -> Peer {
-        self.peer.clone()
-    }
-}
-
-impl AsyncRead for TlsConnection {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buffer: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        if self.expired.as_mut().poll(cx).is_ready() {
-            return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
-        }
-        Pin::new(&mut self.stream).poll_read(cx, buffer)
-    }
-}
-
-impl AsyncWrite for TlsConnection {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(cx, bytes)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        slices: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(cx, slices)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
     }
 }
 

@@ -28,7 +28,9 @@ use crate::{certificates::client::control, load::percentile, tokens};
 const MAX_CONNECTING: usize = 64;
 /// One in this many subscribers does not read, and another one is the discovery of a proxy.
 const SPECIAL_SUBSCRIBERS: usize = 100;
-const SUBSCRIBE_TIMEOUT: Duration = Duration::from_secs(180);
+/// Time for all subscribers, and for each of them: many share a core.
+const SUBSCRIBE_TIMEOUT: Duration = Duration::from_secs(120);
+const SUBSCRIBER_TIMEOUT: Duration = Duration::from_millis(30);
 const CHANGE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time without changes before memory is read.
 const SETTLE_TIME: Duration = Duration::from_secs(2);
@@ -122,7 +124,7 @@ impl Run<'_> {
         self.testbed.wait_for(
             "subscribers with all destinations",
             self.readers(),
-            SUBSCRIBE_TIMEOUT,
+            SUBSCRIBE_TIMEOUT + SUBSCRIBER_TIMEOUT * self.subscribers as u32,
             || self.progress.complete(),
         )
     }

@@ -42,6 +42,9 @@ use self::{
     testbed::Testbed,
 };
 
+/// Enough for 20,000 subscribers.
+const OPEN_FILES: u64 = 65_536;
+
 /// Measures and prints the report. After SIGINT and SIGTERM, ends the programs and removes all
 /// files before it returns.
 pub fn run_until_signal(config: Config) -> ExitCode {
@@ -96,10 +99,18 @@ fn with_signals(
     })
 }
 
+/// Raises the limit of open files, which the programs under test inherit. Root may exceed the hard
+/// limit.
+fn raise_open_files() -> Result<()> {
+    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).context("read the limit of open files")?;
+    let set = |limit| setrlimit(Resource::RLIMIT_NOFILE, limit, limit);
+    let raised = set(hard.max(OPEN_FILES)).or_else(|_| set(hard));
+    raised.context("raise the limit of open files")
+}
+
 /// Measures what the configuration selects.
 pub fn measure(config: &Config, interrupted: Arc<AtomicBool>) -> Result<Report> {
-    let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).context("read the limit of open files")?;
-    setrlimit(Resource::RLIMIT_NOFILE, most, most).context("raise the limit of open files")?;
+    raise_open_files()?;
     let testbed = Testbed::new(interrupted)?;
     let api = ApiServer::start()?;
     let mut report = Report::default();

@@ -8,6 +8,7 @@ mod frames;
 mod message;
 mod name;
 mod routes;
+mod server;
 mod sign;
 mod subscriptions;
 mod watch;
@@ -26,7 +27,6 @@ use diy_mesh_proto::{
 };
 use diy_mesh_runtime::metrics::Active;
 use futures::{Stream, StreamExt as _};
-use http_body_util::BodyExt as _;
 use hyper::header::HeaderValue;
 use proto::service_mesh_service_server::{SERVICE_NAME, ServiceMeshService};
 use rustls::ServerConfig;
@@ -35,13 +35,9 @@ use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 use tonic::body::Body;
 use tonic::service::Routes;
-use tonic::transport::Server;
 use tonic::{Code, Request, Response, Status, Streaming};
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
-use tower::ServiceExt as _;
-use tower::layer::layer_fn;
-use tower::service_fn;
 
 use crate::authenticate::{Authenticator, Caller, PodRef};
 use crate::authority::TrustReceiver;
@@ -58,15 +54,6 @@ use sign::Signer;
 
 /// For the largest messages: a certificate request, or a list of names.
 const MAX_MESSAGE_BYTES: usize = 256 * 1024;
-/// The largest header block: a token and little else.
-const MAX_HEADER_LIST_BYTES: u32 = 32 * 1024;
-/// A proxy has two or three open streams.
-const MAX_CONCURRENT_STREAMS: u32 = 16;
-/// Bytes that a client may send before they are read, on a connection and on a stream.
-const CONNECTION_WINDOW: u32 = 256 * 1024;
-const STREAM_WINDOW: u32 = 64 * 1024;
-const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(20);
-const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(10);
 /// A Discover stream ends at one to two times this age.
 const MIN_STREAM_AGE: Duration = Duration::from_secs(30 * 60);
 /// Time for streams to end after shutdown.
@@ -98,11 +85,7 @@ pub struct Context {
 }
 
 /// Serves until `context.stopping`, then for a few seconds at most.
-pub async fn serve(
-    listener: TcpListener,
-    tls: Arc<ServerConfig>,
-    context: Context,
-) -> Result<(), tonic::transport::Error> {
+pub async fn serve(listener: TcpListener, tls: Arc<ServerConfig>, context: Context) {
     let Context {
         hub,
         stopping,
@@ -114,22 +97,10 @@ pub async fn serve(
     let health_service = tonic_health::pb::health_server::HealthServer::new(
         tonic_health::server::HealthService::from_health_reporter(health.clone()),
     );
-    let server = Server::builder()
-        .http2_keepalive_interval(Some(KEEP_ALIVE_INTERVAL))
-        .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))
-        .http2_max_header_list_size(MAX_HEADER_LIST_BYTES)
-        .max_concurrent_streams(MAX_CONCURRENT_STREAMS)
-        .initial_connection_window_size(CONNECTION_WINDOW)
-        .initial_stream_window_size(STREAM_WINDOW)
-        .layer(layer_fn(|routes: Routes| {
-            service_fn(move |request| count(routes.clone(), request))
-        }))
-        .add_service(health_service)
+    let routes = Routes::new(health_service)
         .add_service(MeshServer::new(Mesh::new(context)))
-        .serve_with_incoming_shutdown(
-            serving::connections(tls, listener),
-            stopping.clone().cancelled_owned(),
-        );
+        .prepare();
+    let server = server::serve(serving::server(tls, listener), routes, stopping.clone());
 
     let state = async {
         tokio::select! {
@@ -147,11 +118,10 @@ pub async fn serve(
         std::future::pending().await
     };
     tokio::select! {
-        result = server => result,
-        () = wake_for_trust => Ok(()),
+        () = server => {}
+        () = wake_for_trust => {}
         () = state => {
             tracing::info!("closing connections that are open {DRAIN_TIMEOUT:?} after shutdown");
-            Ok(())
         }
     }
 }
@@ -166,26 +136,6 @@ async fn report(health: &HealthReporter, status: ServingStatus) {
 struct Call {
     peer: Peer,
     counted: OnceLock<Counted>,
-}
-
-/// Counts a call of a connection.
-async fn count(
-    routes: Routes,
-    mut request: http::Request<Body>,
-) -> Result<http::Response<Body>, tonic::codegen::StdError> {
-    let peer = request.extensions().get::<Peer>().cloned();
-    let peer = peer.expect("every connection has a peer");
-    let open = peer.call();
-    let counted = OnceLock::new();
-    let call = Arc::new(Call { peer, counted });
-    request.extensions_mut().insert(call.clone());
-    let response = routes.oneshot(request).await?;
-    Ok(response.map(|body| {
-        Body::new(body.map_frame(move |frame| {
-            let _until_the_end = (&call, &open);
-            frame
-        }))
-    }))
 }
 
 /// The implementation of `mesh.proto`.

@@ -302,13 +302,13 @@ pub(super) enum Sent {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
-    use std::net::SocketAddr;
+    use std::net::{Ipv4Addr, SocketAddr};
 
     use prost::Message;
 
     use super::*;
     use crate::hub::Hub;
-    use crate::index::object::{Change, Source};
+    use crate::index::object::{Change, Object, Source};
     use crate::index::tests::Chance;
 
     /// The state of a destination in a proxy.
@@ -386,6 +386,17 @@ mod tests {
             known_version: known_version.to_owned(),
             ..proto::Subscribe::default()
         }
+    }
+
+    /// The messages of a frame.
+    fn messages(mut frame: Bytes) -> Vec<proto::DiscoverResponse> {
+        let mut messages = Vec::new();
+        while !frame.is_empty() {
+            let length = u32::from_be_bytes(frame[1..5].try_into().unwrap()) as usize;
+            let message = frame.split_to(5 + length).split_off(5);
+            messages.push(proto::DiscoverResponse::decode(message).unwrap());
+        }
+        messages
     }
 
     fn read(
@@ -484,18 +495,48 @@ mod tests {
         }
         let mut frames = Vec::new();
         let mut count = 0;
-        while let Some(mut frame) = stream.next_frame(|_| count += 1) {
-            let mut names = Vec::new();
-            while !frame.is_empty() {
-                let length = u32::from_be_bytes(frame[1..5].try_into().unwrap()) as usize;
-                let message = frame.split_to(5 + length).split_off(5);
-                names.push(proto::DiscoverResponse::decode(message).unwrap().name);
-            }
-            frames.push(names.join(" "));
+        while let Some(frame) = stream.next_frame(|_| count += 1) {
+            let names = messages(frame).into_iter().map(|message| message.name);
+            frames.push(names.collect::<Vec<_>>().join(" "));
         }
         let short = ["10.0.0.1:80 10.0.0.2:80", "10.0.0.3:80 10.0.0.4:80"];
         assert_eq!(frames, [short[0], "10.96.0.1:80", short[1]]);
         assert_eq!(count, 5);
+    }
+
+    #[test]
+    fn service_of_100_000_endpoints_is_sent_in_parts_and_then_by_difference() {
+        const ENDPOINTS: u32 = 100_000;
+        let address = |number| Ipv4Addr::from_bits(0x0a40_0000 + number).to_string();
+        let pods: Vec<String> = (0..ENDPOINTS).map(address).collect();
+        let pods: Vec<&str> = pods.iter().map(String::as_str).collect();
+        let mut objects = crate::index::tests::service_with_pods("web", "10.96.0.1", &pods);
+        let apply = |object| Change::Apply(Source::Kubernetes, object);
+        let hub = Hub::new([Source::Kubernetes]);
+        hub.apply(objects.iter().cloned().map(apply));
+        let mut stream = stream(&hub);
+        let destination = "10.96.0.1:80".parse().unwrap();
+        stream.subscribe(subscribe(destination, "")).unwrap();
+        let parts = messages(stream.next_frame(|_| ()).unwrap());
+        assert!(parts.iter().all(|part| part.encoded_len() < 1024 * 1024));
+        let (mut proxy, mut received) = (ProxyState::default(), 0);
+        for part in parts {
+            proxy.apply(part);
+            received += proxy.endpoints.len();
+        }
+        assert_eq!(received, ENDPOINTS as usize);
+        // The last object is the EndpointSlice.
+        let Some(Object::Slice(slice)) = objects.last_mut() else {
+            panic!("a slice")
+        };
+        slice.endpoints.pop();
+        hub.apply(objects.pop().map(apply));
+        let frame = stream.next_frame(|_| ()).unwrap();
+        assert!(frame.len() < 256, "{} bytes", frame.len());
+        let Some(Response::Delta(delta)) = messages(frame).remove(0).update else {
+            panic!("a difference")
+        };
+        assert_eq!((delta.upserted.len(), delta.removed.len()), (0, 1));
     }
 
     #[test]
