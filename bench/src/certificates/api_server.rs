@@ -5,7 +5,7 @@ use std::{
     collections::BTreeMap,
     io,
     net::{Ipv4Addr, SocketAddr},
-    sync::{Arc, mpsc},
+    sync::Arc,
     thread,
 };
 
@@ -41,16 +41,13 @@ pub fn start(namespace: &Namespace) -> Result<String> {
                 .with_single_cert(vec![cert.der().clone()], key)
         })
         .context("configure the API server's TLS")?;
+    let tls = TlsAcceptor::from(Arc::new(tls));
     namespace.enter(|| {
-        let (ready, listening) = mpsc::channel();
-        // A thread inherits the network namespace.
-        thread::Builder::new()
-            .name("api-server".into())
-            .spawn(move || serve(TlsAcceptor::from(Arc::new(tls)), &ready))
-            .context("start the API server's thread")?;
-        listening
-            .recv()
-            .context("the API server exited before it listened")?
+        serve_on_thread(PORT, async |listener| {
+            let routes =
+                Router::new().route("/apis/authentication.k8s.io/v1/tokenreviews", post(review));
+            axum::serve(TlsListener { listener, tls }, routes).await
+        })
     })?;
     let config = json!({
         "apiVersion": "v1", "kind": "Config", "current-context": "bench",
@@ -61,25 +58,33 @@ pub fn start(namespace: &Namespace) -> Result<String> {
     Ok(config.to_string())
 }
 
-fn serve(tls: TlsAcceptor, ready: &mpsc::Sender<Result<()>>) {
-    let work = async {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, PORT))
-            .await
-            .context("listen as the API server")?;
-        let _ = ready.send(Ok(()));
-        let routes =
-            Router::new().route("/apis/authentication.k8s.io/v1/tokenreviews", post(review));
-        axum::serve(TlsListener { listener, tls }, routes)
-            .await
-            .context("serve as the API server")
-    };
+/// Runs a server on a thread of its own until the process exits. It listens on a loopback port of
+/// the current network namespace, which is returned.
+pub fn serve_on_thread(
+    port: u16,
+    serve: impl AsyncFnOnce(TcpListener) -> io::Result<()> + Send + 'static,
+) -> Result<SocketAddr> {
+    let listener = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, port))
+        .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
+        .context("listen as the API server")?;
+    let address = listener
+        .local_addr()
+        .context("read the API server's address")?;
     let runtime = runtime::Builder::new_current_thread()
         .enable_all()
         .build()
-        .context("start the API server's runtime");
-    if let Err(error) = runtime.and_then(|runtime| runtime.block_on(work)) {
-        let _ = ready.send(Err(error));
-    }
+        .context("start the API server's runtime")?;
+    let server = move || {
+        let work = async { serve(TcpListener::from_std(listener)?).await };
+        if let Err(error) = runtime.block_on(work) {
+            eprintln!("the API server has failed: {error}");
+        }
+    };
+    thread::Builder::new()
+        .name("api-server".into())
+        .spawn(server)
+        .context("start the API server's thread")?;
+    Ok(address)
 }
 
 /// Listener that performs TLS handshakes one at a time: connections are few and long-lived.

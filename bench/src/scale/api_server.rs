@@ -6,12 +6,11 @@ use std::{
     collections::BTreeMap,
     convert::Infallible,
     net::SocketAddr,
-    sync::{Arc, Mutex, MutexGuard, mpsc as channel},
-    thread,
+    sync::{Arc, Mutex, MutexGuard},
     time::Duration,
 };
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use axum::{
     Json, Router,
     body::Body,
@@ -22,11 +21,11 @@ use axum::{
 };
 use bytes::Bytes;
 use serde_json::{Value, json};
-use tokio::{net::TcpListener, runtime, sync::mpsc, time::interval};
+use tokio::{sync::mpsc, time::interval};
 use tokio_stream::wrappers::UnboundedReceiverStream;
 
 use super::cluster::Object;
-use crate::certificates::api_server::review;
+use crate::certificates::api_server::{review, serve_on_thread};
 
 const BOOKMARK_INTERVAL: Duration = Duration::from_secs(5);
 
@@ -61,15 +60,15 @@ impl ApiServer {
     /// Starts the server on a thread of its own.
     pub fn start() -> Result<ApiServer> {
         let store = Arc::new(Mutex::new(Store::default()));
-        let (ready, listening) = channel::channel();
         let shared = store.clone();
-        thread::Builder::new()
-            .name("api-server".into())
-            .spawn(move || serve(shared, &ready))
-            .context("start the API server's thread")?;
-        let address = listening
-            .recv()
-            .context("the API server exited before it listened")??;
+        let address = serve_on_thread(0, async |listener| {
+            tokio::spawn(send_bookmarks(shared.clone()));
+            let routes = Router::new()
+                .route("/apis/authentication.k8s.io/v1/tokenreviews", post(review))
+                .fallback(collection)
+                .with_state(shared);
+            axum::serve(listener, routes).await
+        })?;
         Ok(ApiServer { store, address })
     }
 
@@ -129,34 +128,6 @@ fn lock(store: &Mutex<Store>) -> MutexGuard<'_, Store> {
 
 fn line(event: &Value) -> Bytes {
     format!("{event}\n").into()
-}
-
-fn serve(store: Arc<Mutex<Store>>, ready: &channel::Sender<Result<SocketAddr>>) {
-    let work = async {
-        let listener = TcpListener::bind("127.0.0.1:0")
-            .await
-            .context("listen as the API server")?;
-        let _ = ready.send(
-            listener
-                .local_addr()
-                .context("read the API server's address"),
-        );
-        tokio::spawn(send_bookmarks(store.clone()));
-        let routes = Router::new()
-            .route("/apis/authentication.k8s.io/v1/tokenreviews", post(review))
-            .fallback(collection)
-            .with_state(store);
-        axum::serve(listener, routes)
-            .await
-            .context("serve as the API server")
-    };
-    let runtime = runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .context("start the API server's runtime");
-    if let Err(error) = runtime.and_then(|runtime| runtime.block_on(work)) {
-        let _ = ready.send(Err(error));
-    }
 }
 
 /// GET of a cluster-scoped object, LIST or WATCH. A collection that was never written is empty.
