@@ -1,19 +1,22 @@
 //! The hub: subscriptions to resources and Services, and their pending notifications. Between
 //! the index and the gRPC streams.
 //!
-//! Per changed resource, the state is computed and encoded once. Per subscriber, the topic is added
+//! Per changed resource, the state is computed and encoded once. Per subscriber, the state is added
 //! to its queue. A queue contains each topic once: a slow reader gets the latest state, and queues
 //! stay bounded.
+//!
+//! Two locks: that of the index, and that of the subscribers, in this order. States are resolved
+//! under a shared lock of the index only, so streams read their queues meanwhile.
 
 mod published;
 mod queue;
 mod resources;
 mod services;
+mod subscribers;
 mod watched;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
-use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
@@ -22,15 +25,15 @@ use tokio_util::sync::CancellationToken;
 
 use crate::authenticate::PodRef;
 use crate::index::locality::Location;
-use crate::index::object::{Change, Event, Key, Kind, Resource, Source};
+use crate::index::object::{Change, Event, Key, Kind, Source};
 use crate::index::view::ServiceView;
 use crate::index::{Index, Touched};
 use crate::routes::RouteStatus;
 pub use published::Published;
-use queue::Queue;
 pub use resources::{Notifications, Resources};
 pub use services::Services;
-use watched::Watched;
+use subscribers::Subscribers;
+use watched::Resolved;
 
 /// The maximum number of changes that are applied under one lock.
 const MAX_BATCH: usize = 1024;
@@ -59,36 +62,14 @@ impl From<CatalogError> for tonic::Status {
 /// The index and its subscribers. Cheap to clone.
 #[derive(Clone)]
 pub struct Hub {
-    inner: Arc<Mutex<Inner>>,
+    index: Arc<RwLock<Index>>,
+    subscribers: Arc<Mutex<Subscribers>>,
     missing: watch::Sender<BTreeSet<(Source, Kind)>>,
     meshed: watch::Sender<BTreeSet<Arc<str>>>,
     /// Notified after each change.
     changed: watch::Sender<()>,
     /// Notified after each change that may concern the status of a route.
     routed: watch::Sender<()>,
-}
-
-#[derive(Default)]
-struct Inner {
-    index: Index,
-    resources: BTreeMap<Resource, Watched>,
-    /// The destinations with subscribers by their port.
-    destinations_on: HashMap<u16, BTreeSet<SocketAddr>>,
-    named: HashMap<Key, HashMap<u64, Arc<Queue<Key>>>>,
-    all: HashMap<u64, Arc<Queue<Key>>>,
-    clients: HashMap<u64, Client>,
-    clients_of_pod: HashMap<Key, BTreeSet<u64>>,
-    next_subscriber: u64,
-}
-
-/// A subscriber to resources.
-struct Client {
-    queue: Arc<Queue<Resource>>,
-    /// Its pod, if its token is bound to one.
-    pod: Option<PodRef>,
-    /// The location of its pod. Unknown until the pod is in the catalog.
-    location: Location,
-    subscribed: HashSet<Resource>,
 }
 
 /// Sizes for the metrics.
@@ -107,7 +88,8 @@ impl Hub {
     pub fn new(sources: impl IntoIterator<Item = Source>) -> Hub {
         let all = |source| Kind::ALL.map(|kind| (source, kind));
         Hub {
-            inner: Arc::default(),
+            index: Arc::default(),
+            subscribers: Arc::default(),
             missing: watch::Sender::new(sources.into_iter().flat_map(all).collect()),
             meshed: watch::Sender::default(),
             changed: watch::Sender::new(()),
@@ -124,12 +106,12 @@ impl Hub {
             tokio::select! {
                 count = changes.recv_many(&mut batch, MAX_BATCH) => {
                     if count == 0 {
-                        return self.lock().publish(&touched);
+                        return self.publish(&touched);
                     }
                     self.update(batch.drain(..), &mut touched);
                 }
                 () = sleep_until(next_publication), if touched != Touched::default() => {
-                    self.lock().publish(&std::mem::take(&mut touched));
+                    self.publish(&std::mem::take(&mut touched));
                     next_publication = Instant::now() + PUBLICATION_INTERVAL;
                 }
             }
@@ -140,29 +122,29 @@ impl Hub {
     pub fn apply<E: Into<Event>>(&self, changes: impl IntoIterator<Item = E>) {
         let mut touched = Touched::default();
         self.update(changes, &mut touched);
-        self.lock().publish(&touched);
+        self.publish(&touched);
     }
 
     /// Applies changes and adds the affected topics to `touched`.
     fn update<E: Into<Event>>(&self, changes: impl IntoIterator<Item = E>, touched: &mut Touched) {
         let mut listed: BTreeSet<(Source, Kind)> = BTreeSet::new();
-        let mut inner = self.lock();
+        let mut index = self.index.write().unwrap_or_else(PoisonError::into_inner);
         for event in changes.into_iter().map(Into::into) {
             if let Change::Reset(source, kind, _) | Change::Unavailable(source, kind) =
                 &event.change
             {
                 listed.insert((*source, *kind));
             }
-            inner.index.apply_event(event, touched);
+            index.apply_event(event, touched);
         }
-        if inner.index.settle(touched) {
+        if index.settle(touched) {
             self.routed.send_replace(());
         }
         self.meshed.send_if_modified(|meshed| {
-            let now = inner.index.meshed_namespaces().cloned().collect();
+            let now = index.meshed_namespaces().cloned().collect();
             std::mem::replace(meshed, now) != *meshed
         });
-        drop(inner);
+        drop(index);
         self.changed.send_replace(());
         self.missing.send_if_modified(|missing| {
             let before = missing.len();
@@ -206,7 +188,7 @@ impl Hub {
 
     /// What the authors of routes are told: all routes with a parent that is a Service.
     pub fn route_statuses(&self) -> Vec<RouteStatus> {
-        self.lock().index.route_statuses()
+        self.index().route_statuses()
     }
 
     /// Notified when the status of a route may have changed.
@@ -216,8 +198,7 @@ impl Hub {
 
     /// The keys and UIDs of ready meshed pods.
     pub fn ready_meshed_pods(&self) -> Vec<(Key, Arc<str>)> {
-        self.lock()
-            .index
+        self.index()
             .ready_meshed_pods()
             .map(|pod| (pod.key.clone(), pod.uid.clone()))
             .collect()
@@ -234,176 +215,86 @@ impl Hub {
         }
     }
 
-    /// Reads the current index under its lock.
+    /// Reads the current index under its lock. `read` must not use the hub.
     pub fn read<T>(&self, read: impl FnOnce(&Index) -> T) -> T {
-        read(&self.lock().index)
+        read(&self.index())
     }
 
     /// The current state of a Service.
     pub fn service(&self, key: &Key) -> Option<ServiceView> {
-        self.lock().index.service(key)
+        self.index().service(key)
     }
 
     /// The keys of all Services.
     pub fn service_keys(&self) -> BTreeSet<Key> {
-        self.lock().index.service_keys()
+        self.index().service_keys()
     }
 
     /// A subscriber without subscriptions, in the pod that its token is bound to, if any.
     pub fn watch_resources(&self, pod: Option<PodRef>) -> Resources {
-        let mut inner = self.lock();
-        let id = inner.next_id();
-        let queue: Arc<Queue<Resource>> = Arc::default();
-        let key = pod.as_ref().map(PodRef::key);
-        let client = Client {
-            location: inner.location(pod.as_ref()),
-            queue: queue.clone(),
-            pod,
-            subscribed: HashSet::new(),
-        };
-        inner.clients.insert(id, client);
-        if let Some(key) = key {
-            inner.clients_of_pod.entry(key).or_default().insert(id);
-        }
-        Resources {
-            hub: self.clone(),
-            id,
-            queue,
-        }
+        let index = self.index();
+        let location = subscribers::location(&index, pod.as_ref());
+        let (id, queue) = self.subscribers().add_client(pod, location);
+        Resources::new(self.clone(), id, queue)
     }
 
     /// A subscriber to these Services, or to all if `names` is empty, with a pending notification
     /// for each.
     pub fn watch_services(&self, names: &BTreeSet<Key>) -> Services {
-        let mut inner = self.lock();
-        let id = inner.next_id();
-        let queue: Arc<Queue<Key>> = Arc::default();
-        if names.is_empty() {
-            inner.all.insert(id, queue.clone());
-            inner
-                .index
+        let index = self.index();
+        let (id, queue) = self.subscribers().watch_services(names);
+        match names.is_empty() {
+            true => index
                 .service_keys()
                 .into_iter()
-                .for_each(|key| queue.push(key));
+                .for_each(|key| queue.push(key, ())),
+            false => names.iter().for_each(|name| queue.push(name.clone(), ())),
         }
-        for name in names {
-            inner
-                .named
-                .entry(name.clone())
-                .or_default()
-                .insert(id, queue.clone());
-            queue.push(name.clone());
-        }
-        Services {
-            hub: self.clone(),
-            id,
-            names: names.clone(),
-            queue,
-        }
+        Services::new(self.clone(), id, names.clone(), queue)
+    }
+
+    /// Wakes all subscribers to resources, to look for changes that are not in the catalog.
+    pub fn wake_clients(&self) {
+        self.subscribers().wake_clients();
     }
 
     /// Sizes for the metrics.
     pub fn counts(&self) -> Counts {
-        let inner = self.lock();
-        let watched = inner.resources.values();
+        let index = self.index();
+        let (resources, subscriptions) = self.subscribers().counts();
         Counts {
-            objects: Kind::ALL.map(|kind| (kind, inner.index.count(kind))).into(),
-            resources: inner.resources.len(),
-            subscriptions: watched.map(|watched| watched.subscribers.len()).sum(),
+            objects: Kind::ALL.map(|kind| (kind, index.count(kind))).into(),
+            resources,
+            subscriptions,
         }
     }
 
-    /// After a panic under the lock, the index stays in use.
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Inner {
-    fn publish(&mut self, touched: &Touched) {
-        for ip in &touched.addresses {
-            let first = Resource::Destination(SocketAddr::new(*ip, 0));
-            self.publish_from(
-                first,
-                |resource| matches!(resource, Resource::Destination(other) if other.ip() == *ip),
-            );
-        }
-        for port in &touched.node_ports {
-            for address in self.destinations_on.get(port).into_iter().flatten() {
-                let resource = Resource::Destination(*address);
-                let watched = self.resources.get_mut(&resource);
-                watched
-                    .into_iter()
-                    .for_each(|watched| watched.update(&resource, &self.index, &self.clients));
+    /// Resolves what is affected, and notifies its subscribers. The shared lock keeps the index
+    /// unchanged until the end, so that a new subscriber cannot replace a newer state.
+    fn publish(&self, touched: &Touched) {
+        let index = self.index();
+        let affected = self.subscribers().affected(touched);
+        for resource in affected {
+            let mut resolved = Resolved::new(&index, &resource, &Location::default());
+            let locations = self.subscribers().locations(&resource, &resolved.scope);
+            for location in locations {
+                resolved.add(&index, &resource, location);
             }
+            self.subscribers().update(&index, &resource, resolved);
         }
-        self.relocate(touched);
-        for pod in &touched.pods {
-            let first = Resource::Workload(pod.clone(), "".into());
-            self.publish_from(
-                first,
-                |resource| matches!(resource, Resource::Workload(other, _) if other == pod),
-            );
-        }
-        for key in &touched.services {
-            let first = Resource::Backend(key.clone(), 0);
-            self.publish_from(
-                first,
-                |resource| matches!(resource, Resource::Backend(other, _) if other == key),
-            );
-            let named = self.named.get(key).into_iter().flat_map(HashMap::values);
-            named
-                .chain(self.all.values())
-                .for_each(|queue| queue.push(key.clone()));
-        }
+        self.subscribers().relocate(&index, touched);
+        self.subscribers().notify_services(&touched.services);
     }
 
-    /// Resolves the resources that are affected, which begin with `first` in their order.
-    fn publish_from(&mut self, first: Resource, is_affected: impl Fn(&Resource) -> bool) {
-        let affected = self.resources.range_mut(first..);
-        for (resource, watched) in affected.take_while(|(resource, _)| is_affected(resource)) {
-            watched.update(resource, &self.index, &self.clients);
-        }
+    /// After a panic under a lock, index and subscribers stay in use.
+    fn index(&self) -> RwLockReadGuard<'_, Index> {
+        self.index.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Moves the clients in pods and on nodes that have changed, and notifies them of the resources
-    /// that depend on their location.
-    fn relocate(&mut self, touched: &Touched) {
-        let pods = touched.pods.iter();
-        let in_pods = pods.filter_map(|pod| self.clients_of_pod.get(pod));
-        let mut moved: BTreeSet<u64> = in_pods.flatten().copied().collect();
-        if !touched.nodes.is_empty() {
-            let clients = self.clients.iter();
-            let on_nodes =
-                clients.filter(|(_, client)| touched.nodes.contains(&client.location.node));
-            moved.extend(on_nodes.map(|(id, _)| *id));
-        }
-        for id in moved {
-            let location = self.location(self.clients[&id].pod.as_ref());
-            let Some(client) = self.clients.get_mut(&id) else {
-                continue;
-            };
-            if std::mem::replace(&mut client.location, location) == client.location {
-                continue;
-            }
-            for resource in &client.subscribed {
-                if let Some(watched) = self.resources.get_mut(resource) {
-                    watched.add(resource, &self.index, &client.location, &HashMap::new());
-                    client.queue.push(resource.clone());
-                }
-            }
-        }
-    }
-
-    fn location(&self, pod: Option<&PodRef>) -> Location {
-        pod.map_or_else(Location::default, |pod| {
-            self.index.location(&pod.key(), &pod.uid)
-        })
-    }
-
-    fn next_id(&mut self) -> u64 {
-        self.next_subscriber += 1;
-        self.next_subscriber
+    fn subscribers(&self) -> MutexGuard<'_, Subscribers> {
+        self.subscribers
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -27,10 +27,12 @@ pub mod serving;
 
 use std::io;
 use std::net::SocketAddr;
+use std::pin::pin;
 use std::sync::Arc;
 
 use diy_mesh_runtime::{Readiness, listen, raise_max_open_files};
-use futures::future::BoxFuture;
+use futures::FutureExt;
+use futures::future::{BoxFuture, FusedFuture};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
@@ -42,10 +44,13 @@ pub use config::Config;
 pub use diy_mesh_issuer as issuer;
 use events::Events;
 use hub::Hub;
-use index::object::Source;
+use index::object::{Kind, Source};
 use metrics::Metrics;
 use proxies::Proxies;
 use quota::Quotas;
+use routes::lease::{self, Election};
+use routes::report;
+use routes::writer::{self, Statuses, Writer};
 use serving::{Names, Serving};
 
 /// The catalog pauses while more changes wait for the index.
@@ -201,6 +206,35 @@ impl Controller {
             proxies.clone(),
             trust_domain.clone(),
         );
+        let reported = hub.clone();
+        let statuses = Statuses::new(move || reported.route_statuses(), hub.routes_changed());
+        let is_cluster = config.catalog == config::Catalog::Kubernetes;
+        let election = self.client.clone().filter(|_| is_cluster).map(|client| {
+            let (replica, timing) = (authority.status().replica, lease::Timing::default());
+            let writer = Writer::new(
+                client.clone(),
+                &[Kind::HttpRoute, Kind::GrpcRoute],
+                metrics.clone(),
+            );
+            let election = Election::new(client, &config.pod_namespace, replica, timing);
+            (election, writer)
+        });
+        let publish_statuses = async {
+            tokio::select! {
+                () = hub.synced() => {}
+                () = stopping.cancelled() => return,
+            }
+            match election {
+                Some((election, writer)) => {
+                    writer::run(election, writer, statuses, stopping.clone()).await;
+                }
+                None => tokio::select! {
+                    never = report::log_changes(statuses) => match never {},
+                    () = stopping.cancelled() => {}
+                },
+            }
+        };
+        let mut publish_statuses = pin!(publish_statuses.fuse());
         let (events, queue) = Events::new();
         let client = self.client.clone();
         let publish_events = async {
@@ -264,14 +298,21 @@ impl Controller {
             stopping.cancel();
         };
         tracing::info!(grpc = %self.grpc.address, admin = %self.admin.address, "listening");
-        tokio::select! {
+        let result = tokio::select! {
             result = grpc => result,
             failed = admin.serve_on_thread(self.admin.socket) => match failed? {},
             // These run until the servers end.
             _ = async { tokio::join!(
-                catalog, follow, synced, self.run_authority, signal, publish_events, observe_authority
+                catalog, follow, synced, self.run_authority, signal, publish_events,
+                observe_authority, &mut publish_statuses
             ) } => Ok(()),
+        };
+        // Another replica does not wait for the Lease of this one.
+        if !publish_statuses.is_terminated() {
+            stopping.cancel();
+            publish_statuses.await;
         }
+        result
     }
 }
 

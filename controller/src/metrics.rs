@@ -47,6 +47,14 @@ pub struct Metrics {
     pub certificates_issued: Counter,
     /// Certificate requests rejected.
     pub certificates_refused: Counter,
+    /// Statuses of routes written.
+    pub statuses_written: Counter,
+    /// Writes that another client has preceded.
+    pub status_conflicts: Counter,
+    /// Statuses that could not be read or written.
+    pub statuses_failed: Counter,
+    /// 1 while this replica writes the statuses of routes.
+    pub status_leader: Gauge,
 }
 
 impl Metrics {
@@ -98,6 +106,19 @@ impl Metrics {
             "result",
             ["issued", "refused"],
         );
+        let [statuses_written, status_conflicts, statuses_failed] = register_family(
+            r,
+            "route_status_writes",
+            "Writes of the status of routes by result",
+            "result",
+            ["written", "conflict", "failed"],
+        );
+        let status_leader = Gauge::default();
+        r.register(
+            "route_status_leader",
+            "1 while this replica writes the status of routes",
+            status_leader.clone(),
+        );
         register_process(r);
         on_scrape(r, state);
         Metrics {
@@ -117,6 +138,10 @@ impl Metrics {
             rejected,
             certificates_issued,
             certificates_refused,
+            statuses_written,
+            status_conflicts,
+            statuses_failed,
+            status_leader,
         }
     }
 

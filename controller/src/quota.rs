@@ -1,6 +1,6 @@
-//! What one caller may hold at the same time: connections, calls, subscriptions, and bytes of
-//! responses that it has not read. A caller is a pod, by its UID, or else a user. Never an address:
-//! a gateway or a node that translates addresses is one address of many callers.
+//! What one caller may hold at the same time: connections, calls and subscriptions. A caller is a
+//! pod, by its UID, or else a user. Never an address: a gateway or a node that translates addresses
+//! is one address of many callers.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -17,8 +17,6 @@ pub const MAX_CALLS: usize = 16;
 /// Far more than the destinations of a pod; proxies unsubscribe from idle ones. Also the names of
 /// Services in WatchServices.
 pub const MAX_SUBSCRIPTIONS: usize = 10_000;
-/// Responses that wait for the client. One response may exceed what is left.
-pub const MAX_QUEUED_BYTES: usize = 256 * 1024;
 
 /// The quotas of all callers with open calls or connections. Cheap to clone.
 #[derive(Clone, Default)]
@@ -35,7 +33,6 @@ pub struct Quota {
     connections: Arc<Semaphore>,
     calls: Arc<Semaphore>,
     subscriptions: Arc<Semaphore>,
-    bytes: Arc<Semaphore>,
 }
 
 impl Quotas {
@@ -62,7 +59,6 @@ impl Default for Quota {
             connections: Arc::new(Semaphore::new(MAX_CONNECTIONS)),
             calls: Arc::new(Semaphore::new(MAX_CALLS)),
             subscriptions: Arc::new(Semaphore::new(MAX_SUBSCRIPTIONS)),
-            bytes: Arc::new(Semaphore::new(MAX_QUEUED_BYTES)),
         }
     }
 }
@@ -94,19 +90,6 @@ impl Quota {
                 "unsubscribe from idle destinations",
             )
         })
-    }
-
-    /// Waits until responses may be queued.
-    pub async fn byte(&self) -> OwnedSemaphorePermit {
-        let permit = self.bytes.clone().acquire_owned().await;
-        permit.expect("the semaphore is never closed")
-    }
-
-    /// Counts the bytes of a response, as far as there are any left.
-    pub fn bytes(&self, length: usize) -> Option<OwnedSemaphorePermit> {
-        let count = length.min(self.bytes.available_permits());
-        let count = u32::try_from(count).unwrap_or(u32::MAX);
-        self.bytes.clone().try_acquire_many_owned(count).ok()
     }
 }
 

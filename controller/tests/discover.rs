@@ -245,6 +245,15 @@ async fn token_without_a_pod_has_no_self() {
     assert!(status.message().contains("not bound to a pod"), "{status}");
 }
 
+/// A proxy that was started by hand in such a pod uses its own flags.
+#[tokio::test]
+async fn pod_without_an_injected_proxy_has_no_self() {
+    let plain = own_pod("1", "").replace("SERVICE_MESH_TOKEN_FILE", "OTHER");
+    let sandbox = Sandbox::start(&[("pod.yaml", plain)]).await;
+    let discover = sandbox.client().await.discover().await;
+    assert_eq!(discover.capabilities, "backend");
+}
+
 #[tokio::test]
 async fn backend_is_a_service_port_by_its_name() {
     let sandbox = Sandbox::start(&[("web.yaml", web(&["10.0.0.1"]))]).await;

@@ -6,5 +6,6 @@ pub mod cluster;
 pub mod commands;
 pub mod controller;
 pub mod identity;
+pub mod routes;
 pub mod sandbox;
 mod time;

@@ -14,7 +14,9 @@ use diy_mesh_proto::mesh::v1::service_mesh_service_client::ServiceMeshServiceCli
 use diy_mesh_proto::mesh::v1::{
     DiscoverRequest, DiscoverResponse, SignCertificateRequest, SignCertificateResponse,
 };
-use diy_mesh_proto::{CAPABILITIES_METADATA, CAPABILITY_CHUNKS, CAPABILITY_SELF, announces};
+use diy_mesh_proto::{
+    CAPABILITIES_METADATA, CAPABILITY_CHUNKS, CAPABILITY_ROUTES, CAPABILITY_SELF, announces,
+};
 use diy_mesh_runtime::error_chain;
 use http::Uri;
 use hyper_util::rt::TokioIo;
@@ -181,7 +183,8 @@ impl Control {
     ) -> Result<DiscoveryStream, ControlError> {
         self.with_timeout(OPEN_TIMEOUT, async {
             let mut request = Request::new(requests);
-            let capabilities = MetadataValue::from_static(CAPABILITY_CHUNKS);
+            let capabilities = format!("{CAPABILITY_CHUNKS}, {CAPABILITY_ROUTES}");
+            let capabilities = capabilities.parse().expect("the names are words");
             request
                 .metadata_mut()
                 .insert(CAPABILITIES_METADATA, capabilities);

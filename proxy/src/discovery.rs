@@ -7,13 +7,16 @@
 mod affinity;
 mod own_pod;
 mod position;
+mod resource;
+#[cfg(test)]
+mod route_tests;
+mod routes;
 mod table;
 mod target;
 #[cfg(test)]
 mod tests;
 
 use std::future::Future;
-use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,6 +35,7 @@ use crate::metrics::DiscoveryMetrics;
 use crate::policy::Policy;
 pub use affinity::Affinity;
 use own_pod::OwnPod;
+pub use resource::Resource;
 use table::{MAX_REFUSAL, Table, Watched};
 pub use target::{AppProtocol, EndpointInfo, PodTarget, ServiceTarget, Target, UnknownPort};
 
@@ -84,10 +88,10 @@ impl Default for Timing {
     }
 }
 
-/// A worker's request for the target of a destination.
+/// A worker's request for the target of a resource.
 #[derive(Debug)]
 struct WatchRequest {
-    destination: SocketAddr,
+    resource: Resource,
     response: oneshot::Sender<Watched>,
 }
 
@@ -157,21 +161,19 @@ impl Discovery {
         self.requests.is_none()
     }
 
-    /// Watches the target of `destination`. Waits a bounded time for a first response with
+    /// Watches the target of `resource`. Waits a bounded time for a first response with
     /// endpoints; while the controller is unavailable, returns the known target, or
     /// [`Target::Unknown`], at once. The receiver is closed if the target never changes:
     /// [`Target::Refused`] over the limit and at shutdown, [`Target::Unknown`] for port 0, which is
     /// not a valid destination.
-    pub async fn watch(&self, destination: SocketAddr) -> watch::Receiver<Arc<Target>> {
+    pub async fn watch(&self, resource: impl Into<Resource>) -> watch::Receiver<Arc<Target>> {
+        let resource = resource.into();
         let closed = |target| watch::channel(Arc::new(target)).1;
-        let Some(requests) = self.requests.as_ref().filter(|_| destination.port() != 0) else {
-            return closed(Target::Unknown);
+        let Some(requests) = self.requests.as_ref().filter(|_| resource.port() != 0) else {
+            return closed(Target::unknown(&resource));
         };
         let (response, received) = oneshot::channel();
-        let request = WatchRequest {
-            destination,
-            response,
-        };
+        let request = WatchRequest { resource, response };
         if requests.send(request).await.is_err() {
             return closed(Target::Refused);
         }
@@ -207,19 +209,16 @@ pub(crate) struct Questions(mpsc::Receiver<WatchRequest>);
 
 #[cfg(test)]
 impl Questions {
-    /// The destination of the next request, and a function that responds to it and returns the
+    /// The resource of the next request, and a function that responds to it and returns the
     /// sender of updates.
     pub(crate) async fn next(
         &mut self,
     ) -> (
-        SocketAddr,
+        Resource,
         impl FnOnce(Arc<Target>) -> watch::Sender<Arc<Target>> + use<>,
     ) {
-        let WatchRequest {
-            destination,
-            response,
-        } = self.0.recv().await.expect("a handle exists");
-        (destination, move |target| {
+        let WatchRequest { resource, response } = self.0.recv().await.expect("a handle exists");
+        (resource, move |target| {
             let (sender, receiver) = watch::channel(target);
             // The worker may have dropped the request.
             let _ = response.send(Watched {
@@ -366,11 +365,8 @@ impl Driver {
     }
 
     fn watch(&mut self, request: WatchRequest) {
-        let WatchRequest {
-            destination,
-            response,
-        } = request;
-        match self.table.watch(destination) {
+        let WatchRequest { resource, response } = request;
+        match self.table.watch(resource.clone()) {
             Ok((Watched { receiver, settled }, requests)) => {
                 self.send(requests);
                 // The worker may have dropped the request.
@@ -385,7 +381,7 @@ impl Driver {
                 if let Some(count) = self.log_limiter.should_log(LogKind::TableFull) {
                     let limit = self.timing.max_destinations;
                     warn!(
-                        "refusing destination {destination}: all {limit} subscriptions are in use ({count} refused)"
+                        "refusing {resource}: all {limit} subscriptions are in use ({count} refused)"
                     );
                 }
             }
@@ -444,9 +440,11 @@ impl Driver {
             // The only other resource without destinations: its version is current.
             response if response.r#type() == ResourceType::Self_ => {}
             response => {
-                if table.apply(response, Instant::now(), &mut report) {
+                let applied = table.apply(response, Instant::now(), &mut report);
+                if applied.is_older {
                     metrics.older_refused.inc();
                 }
+                self.send(applied.acknowledgement.map(acknowledge));
             }
         }
     }
@@ -510,12 +508,15 @@ impl Driver {
 }
 
 fn reject_roots(version: String, rejection: String) -> DiscoverRequest {
-    let acknowledgement = Acknowledgement {
+    acknowledge(Acknowledgement {
         r#type: ResourceType::Roots.into(),
         version,
         rejection,
         ..Acknowledgement::default()
-    };
+    })
+}
+
+fn acknowledge(acknowledgement: Acknowledgement) -> DiscoverRequest {
     DiscoverRequest {
         action: Some(Action::Acknowledgement(acknowledgement)),
     }

@@ -8,12 +8,28 @@ use std::sync::Arc;
 use http::StatusCode;
 use thiserror::Error;
 
+use crate::deadline::Limit;
+
 /// Why the proxy did not forward a request or a connection, or could not complete it.
 #[derive(Clone, Debug, Error)]
 pub enum Failure {
     /// The Service exists and has no ready endpoint.
     #[error("service {0} has no ready endpoint")]
     NoEndpoint(String),
+    /// The Service has routes, and none matches the request.
+    #[error("no route of service {0} matches the request")]
+    NoRoute(String),
+    /// A rule has no backend for the request.
+    #[error("{0} has no valid backend for the request")]
+    InvalidBackend(String),
+    /// The proxy rejected the routes of the Service.
+    #[error("the routes of service {service} are invalid for this proxy: {reason}")]
+    InvalidRoutes {
+        /// Namespace and name of the Service.
+        service: String,
+        /// What is invalid.
+        reason: String,
+    },
     /// The Service exists and does not have the port.
     #[error("service {service} has no port {port}; it has {}", list(ports))]
     UnknownPort {
@@ -29,7 +45,7 @@ pub enum Failure {
         "the endpoints of {0} are unknown, and it may be meshed: plaintext is not allowed; \
          check that the controller is available"
     )]
-    Withheld(SocketAddr),
+    Withheld(String),
     /// The endpoint did not accept the connection.
     #[error("cannot connect to {address}: {source}")]
     Connect {
@@ -77,6 +93,9 @@ pub enum Failure {
     /// The proxy has reached a limit.
     #[error("the proxy is overloaded: {0}")]
     Overloaded(&'static str),
+    /// The endpoint takes no more requests at present.
+    #[error("{0} is overloaded")]
+    UpstreamOverloaded(SocketAddr),
     /// The endpoint requires mutual TLS, and the proxy has no valid certificate.
     #[error("{0} requires mutual TLS, and this proxy has no valid certificate")]
     NoCertificate(SocketAddr),
@@ -96,6 +115,9 @@ pub enum Failure {
         "CONNECT is not allowed: the pod does not have the annotation diy-service-mesh/allow-connect: \"true\""
     )]
     ConnectNotAllowed,
+    /// A deadline passed before the end of the response.
+    #[error("{}", timeout_message(*.0))]
+    Timeout(Limit),
     /// The destination is the proxy itself.
     #[error("{0} is an address of the proxy: forwarding would loop")]
     Loop(SocketAddr),
@@ -149,15 +171,20 @@ impl Failure {
             | Self::UnknownPort { .. }
             | Self::Withheld(_)
             | Self::Overloaded(_)
+            | Self::UpstreamOverloaded(_)
             | Self::NoCertificate(_) => StatusCode::SERVICE_UNAVAILABLE,
             Self::Connect { .. }
             | Self::UpstreamClosed { .. }
             | Self::UpstreamMalformed { .. }
             | Self::Handshake { .. }
             | Self::Loop(_) => StatusCode::BAD_GATEWAY,
+            Self::NoRoute(_) => StatusCode::NOT_FOUND,
+            Self::InvalidBackend(_) | Self::InvalidRoutes { .. } => {
+                StatusCode::INTERNAL_SERVER_ERROR
+            }
             Self::MtlsRequired => StatusCode::FORBIDDEN,
             Self::ConnectNotAllowed => StatusCode::METHOD_NOT_ALLOWED,
-            Self::ConnectTimeout(_) => StatusCode::GATEWAY_TIMEOUT,
+            Self::ConnectTimeout(_) | Self::Timeout(_) => StatusCode::GATEWAY_TIMEOUT,
             Self::BadRequest(_) => StatusCode::BAD_REQUEST,
             Self::HeadersTooLarge(_) => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
             Self::RequestTimeout => StatusCode::REQUEST_TIMEOUT,
@@ -169,12 +196,14 @@ impl Failure {
     pub fn grpc_status(&self) -> u8 {
         match self {
             Self::NoneAccepts { last, .. } => last.grpc_status(),
-            Self::ConnectTimeout(_) | Self::RequestTimeout => 4, // DEADLINE_EXCEEDED
-            Self::MtlsRequired => 7,                             // PERMISSION_DENIED
-            Self::BadRequest(_) => 13,                           // INTERNAL, as gRPC maps HTTP 400
-            Self::HeadersTooLarge(_) | Self::Overloaded(_) => 8, // RESOURCE_EXHAUSTED
-            Self::ConnectNotAllowed => 12,                       // UNIMPLEMENTED
-            _ => 14,                                             // UNAVAILABLE
+            // DEADLINE_EXCEEDED
+            Self::ConnectTimeout(_) | Self::RequestTimeout | Self::Timeout(_) => 4,
+            Self::MtlsRequired => 7,   // PERMISSION_DENIED
+            Self::BadRequest(_) => 13, // INTERNAL, as gRPC maps HTTP 400
+            // RESOURCE_EXHAUSTED
+            Self::HeadersTooLarge(_) | Self::Overloaded(_) | Self::UpstreamOverloaded(_) => 8,
+            Self::ConnectNotAllowed | Self::NoRoute(_) => 12, // UNIMPLEMENTED
+            _ => 14,                                          // UNAVAILABLE
         }
     }
 
@@ -208,6 +237,7 @@ impl Failure {
                 | Self::UpstreamClosed { .. }
                 | Self::UpstreamMalformed { .. }
                 | Self::Handshake { .. }
+                | Self::Timeout(Limit::Attempt)
         )
     }
 
@@ -216,6 +246,9 @@ impl Failure {
         match self {
             Self::NoneAccepts { last, .. } => last.code(),
             Self::NoEndpoint(_) => "no-endpoint",
+            Self::NoRoute(_) => "no-route",
+            Self::InvalidBackend(_) => "invalid-backend",
+            Self::InvalidRoutes { .. } => "invalid-routes",
             Self::UnknownPort { .. } => "unknown-port",
             Self::Withheld(_) => "withheld",
             Self::Connect { .. } => "connect-failed",
@@ -226,11 +259,23 @@ impl Failure {
             Self::HeadersTooLarge(_) => "headers-too-large",
             Self::RequestTimeout => "request-timeout",
             Self::Overloaded(_) => "overloaded",
+            Self::UpstreamOverloaded(_) => "upstream-overloaded",
             Self::NoCertificate(_) => "no-certificate",
             Self::Handshake { .. } => "handshake-failed",
             Self::MtlsRequired => "mtls-required",
             Self::ConnectNotAllowed => "connect-not-allowed",
+            Self::Timeout(_) => "timeout",
             Self::Loop(_) => "loop",
+        }
+    }
+}
+
+fn timeout_message(limit: Limit) -> &'static str {
+    match limit {
+        Limit::Exchange => "the response did not end within the request timeout of the route",
+        Limit::Caller => "the deadline of the caller (grpc-timeout) has passed",
+        Limit::Attempt => {
+            "the endpoint did not respond within the backendRequest timeout of the route"
         }
     }
 }

@@ -14,17 +14,20 @@ use crate::detect::{Protocol, declared};
 use crate::dump::{ConnectionInfo, Direction};
 use crate::error::Failure;
 use crate::http::edits::Edit;
-use crate::http::view::RequestView;
+use crate::http::view::{Fields, RequestView};
 use crate::io::Io;
 use crate::lifetime::Expiry;
 use crate::memory::{Charge, PENDING_COST};
-use crate::policy::Caller;
+use crate::policy::{Caller, PREVIOUS_ATTEMPTS};
+use crate::route::{Answer, Route, Routes, Service};
 use crate::timeouts::{IdleTimer, TimeoutKind};
 use crate::worker::Worker;
 use diy_mesh_runtime::shares::Share;
 
 /// The maximum size of a head while memory is short.
 const MAX_HEAD_UNDER_PRESSURE: usize = 4 * 1024;
+/// The field in which a gRPC client tells how often it has sent a call before (gRPC proposal A6).
+const GRPC_PREVIOUS_ATTEMPTS: &[u8] = b"grpc-previous-rpc-attempts";
 const NO_MEMORY: &str = "its connections use the memory that they may use";
 
 /// One connection on its way through the proxy.
@@ -124,6 +127,22 @@ impl Flow {
         policy.authorize_request(&self.caller, request)
     }
 
+    /// Step 5, the route: the way of a request to this destination, which has `routes`. Waits for
+    /// the first response of discovery about a new backend.
+    pub async fn route(&self, routes: &Routes, request: &RequestView<'_>) -> Result<Route, Answer> {
+        let service = Service {
+            name: &self.destination.name(),
+            is_pod: self.destination.backend().is_pod(),
+            address: self.destination.address,
+        };
+        let plan = routes.plan(request, &service, &mut self.worker.rng.borrow_mut())?;
+        let backend = match plan.backend() {
+            Some(name) => self.worker.destinations.backend(name).await,
+            None => self.destination.backend().clone(),
+        };
+        Ok(Route::new(plan, backend))
+    }
+
     /// The expiry of this connection while it and `upstream` are in use: one of the two leads to a
     /// peer's proxy, or neither.
     pub fn expiry(&self, client: &Io, upstream: &Io) -> Expiry {
@@ -164,13 +183,31 @@ impl Flow {
         self.caller.identity().map(Identity::as_str)
     }
 
-    /// The change that the proxy makes to every request's head: only it tells the application the
-    /// caller's identity.
-    pub fn request_edit(&self) -> Edit<'_> {
-        match self.called_by() {
-            Some(identity) => Edit::Set("X-Called-By", identity),
-            None => Edit::Remove("X-Called-By"),
-        }
+    /// The changes that the proxy makes to every request's head: only it tells the application the
+    /// caller's identity, and the next proxy the previous attempts, which no application gets.
+    pub fn request_edits(&self) -> [Edit<'_>; 2] {
+        [
+            Edit::Own("X-Called-By", self.called_by()),
+            Edit::Own(PREVIOUS_ATTEMPTS, None),
+        ]
+    }
+
+    /// How often this request was sent before: by the proxy of its caller, or by the gRPC library of
+    /// the application.
+    pub fn previous_attempts(&self, request: &dyn Fields) -> u32 {
+        let by_proxy =
+            self.direction == Direction::Inbound && matches!(self.caller, Caller::Peer(_));
+        let mut attempts = 0;
+        request.visit(&mut |name, value| {
+            let counts = name.eq_ignore_ascii_case(GRPC_PREVIOUS_ATTEMPTS)
+                || by_proxy && name.eq_ignore_ascii_case(PREVIOUS_ATTEMPTS.as_bytes());
+            if counts {
+                let number = std::str::from_utf8(value).ok();
+                let number = number.and_then(|text| text.parse().ok());
+                attempts = attempts.max(number.unwrap_or(0));
+            }
+        });
+        attempts
     }
 
     /// The proxy shuts down.

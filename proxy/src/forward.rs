@@ -1,17 +1,22 @@
 //! Steps 4 to 7 of a request, or of an opaque connection: one endpoint after another, until one
 //! takes it. This is the only loop that retries; the protocols send, receive and relay.
 
+use std::future::{Future, poll_fn};
 use std::io;
 use std::net::SocketAddr;
+use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use crate::balance::{Backend, Endpoint, InFlight};
 use crate::connect::Dialer;
+use crate::deadline::{Deadline, Limit};
 use crate::dump::Direction;
 use crate::error::Failure;
 use crate::flow::Flow;
+use crate::http::verdict::{Overload, Retryable, Verdict};
 use crate::tls::{Acceptance, Tls};
 
 /// Endpoints that one request is sent to at most.
@@ -105,20 +110,19 @@ impl AttemptError {
     }
 }
 
-/// Sends to endpoints until one takes the request, or no other attempt is safe. Fails with the last
-/// attempt's failure, or with that of all endpoints.
+/// Sends to endpoints of `backend` until one takes the request, or no other attempt is safe. Fails
+/// with the last attempt's failure, or with that of all endpoints.
 pub(crate) async fn forward<F: Forward>(
     request: &mut F,
     flow: &Flow,
+    backend: &Rc<Backend>,
 ) -> Result<F::Outcome, Failure> {
     // 4. Authorization: no application is reached without it. Outbound, the client is the pod's own
     // application.
     if flow.direction == Direction::Inbound {
         request.authorize(flow)?;
     }
-    // 5. Route: a destination has one backend.
-    let backend = flow.destination.backend();
-    let mut tried: Vec<SocketAddr> = Vec::new();
+    request.attempts().backend = Some(backend.clone());
     let mut failures = Vec::new();
     let mut time_to_connect = flow.worker.config.timeouts.connect;
     let mut now = tokio::time::Instant::now();
@@ -127,30 +131,32 @@ pub(crate) async fn forward<F: Forward>(
         |failures| Failure::of_attempts(failures, &backend.name(), backend.endpoints_len());
     loop {
         // 6. Balance.
-        let picked = backend.pick(&tried, &mut flow.worker.rng.borrow_mut());
+        let tried = &request.attempts().tried;
+        let picked = backend.pick(tried, &mut flow.worker.rng.borrow_mut());
+        let endpoints_left = backend.endpoints_len().saturating_sub(tried.len());
         let endpoint = match picked {
             Ok(endpoint) => endpoint,
             Err(failure) => return Err(summary(failures).unwrap_or(failure)),
         };
-        let endpoints_left = backend.endpoints_len().saturating_sub(tried.len());
         request
             .attempts()
             .begin(&endpoint, time_to_connect, endpoints_left);
         // 7. Connect, and 8. serve.
-        let AttemptError { failure, retry } = match request.attempt(&endpoint).await {
+        let deadline = request.attempts().deadline();
+        let ended = within(deadline, pin!(request.attempt(&endpoint))).await;
+        let AttemptError { failure, retry } = match ended {
             Ok(outcome) => return Ok(outcome),
             Err(error) => error,
         };
         request.attempts().fail(&failure, retry);
         let begun = std::mem::replace(&mut now, tokio::time::Instant::now());
         if retry == Retry::OtherEndpoint {
-            tried.push(endpoint.address);
+            request.attempts().exclude(endpoint.address);
             time_to_connect = time_to_connect.saturating_sub(now - begun);
         }
-        let is_last = retry == Retry::Never
-            || request.attempts().count >= MAX_ATTEMPTS
-            || !backend.has_untried(&tried);
-        if is_last || !request.rewind() || !may_retry(backend, flow, now) {
+        let is_retried =
+            retry != Retry::Never && request.rewind() && request.attempts().start_retry(flow);
+        if !is_retried {
             failures.push(failure.clone());
             return Err(summary(failures).unwrap_or(failure));
         }
@@ -159,13 +165,44 @@ pub(crate) async fn forward<F: Forward>(
     }
 }
 
-/// Whether the backend's budget permits another attempt. All count, also those after refused
-/// connections: if all endpoints refuse them, callers would connect three times as often, and a
-/// network or a node that is overloaded refuses connections too.
-fn may_retry(backend: &Backend, flow: &Flow, now: tokio::time::Instant) -> bool {
-    let is_permitted = backend.retries.try_retry(now.into_std());
-    flow.worker.metrics.retry(flow.direction, is_permitted);
-    is_permitted
+/// Runs an attempt until the deadline, and cancels it then.
+async fn within<T>(
+    deadline: Deadline,
+    mut attempt: Pin<&mut impl Future<Output = Result<T, AttemptError>>>,
+) -> Result<T, AttemptError> {
+    let mut timer = deadline.timer();
+    poll_fn(|cx| match attempt.as_mut().poll(cx) {
+        Poll::Pending => timer
+            .poll(cx)
+            .map(|limit| Err(AttemptError::last(Failure::Timeout(limit)))),
+        ended => ended,
+    })
+    .await
+}
+
+/// Why a safe retry does not take place: the label `reason` of the metric.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RetryDenial {
+    /// The budget of the backend is used up.
+    Budget,
+    /// Another hop has sent the request before, with its own budget.
+    PreviousAttempt,
+    /// No endpoint usually answers before the deadline.
+    Deadline,
+}
+
+impl RetryDenial {
+    /// All reasons, in the order of their discriminants.
+    pub const ALL: [Self; 3] = [Self::Budget, Self::PreviousAttempt, Self::Deadline];
+
+    /// The value of the label `reason`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Budget => "budget",
+            Self::PreviousAttempt => "previous-attempt",
+            Self::Deadline => "deadline",
+        }
+    }
 }
 
 /// The attempts of one request or opaque connection. Their results decide how the balancer treats
@@ -174,9 +211,29 @@ fn may_retry(backend: &Backend, flow: &Flow, now: tokio::time::Instant) -> bool 
 pub struct Attempts {
     /// Attempts so far, the current one included.
     pub count: u32,
+    /// Attempts of earlier hops, this request excluded that came from the last of them.
+    pub previous: u32,
+    /// The end of the whole exchange.
+    pub exchange_deadline: Deadline,
+    /// The time for each attempt.
+    pub attempt_timeout: Option<Duration>,
+    backend: Option<Rc<Backend>>,
+    /// The endpoints that further attempts avoid.
+    tried: Vec<SocketAddr>,
+    /// Another attempt has its share of the budget already.
+    is_granted: bool,
     current: Option<InFlight>,
     connect_timeout: Duration,
     last: Option<Rc<Endpoint>>,
+}
+
+/// What a request permits.
+#[derive(Clone, Copy, Debug)]
+pub struct Replayable {
+    /// All of its bytes that were sent are still there.
+    pub is_kept: bool,
+    /// Sending it twice has the effect of sending it once.
+    pub is_idempotent: bool,
 }
 
 impl Attempts {
@@ -190,6 +247,12 @@ impl Attempts {
         self.count += 1;
         self.current = Some(endpoint.begin());
         self.last = Some(endpoint.clone());
+    }
+
+    /// The deadline of an attempt that begins now.
+    fn deadline(&self) -> Deadline {
+        let attempt = Deadline::after(self.attempt_timeout, Limit::Attempt);
+        self.exchange_deadline.earlier(attempt)
     }
 
     /// Opens the connections of the current attempt.
@@ -234,11 +297,100 @@ impl Attempts {
         }
     }
 
-    /// The response has begun, and is a failure of the endpoint or not. Returns the time.
-    pub fn answered(&mut self, is_failure: bool) -> Instant {
-        self.current
+    /// The head of the response has arrived. Returns the time. Fails if another endpoint gets the
+    /// request, in place of the client this response.
+    pub fn answered(
+        &mut self,
+        verdict: Verdict,
+        request: Replayable,
+        flow: &Flow,
+    ) -> Result<Instant, AttemptError> {
+        let others = |backend: &Rc<Backend>| backend.endpoints_len() > 1;
+        let has_others =
+            flow.direction == Direction::Outbound && self.backend.as_ref().is_some_and(others);
+        if verdict == Verdict::NotDelivered && request.is_kept && has_others {
+            return Err(AttemptError::not_delivered(self.address()));
+        }
+        let now = self
+            .current
             .as_mut()
-            .map_or_else(Instant::now, |in_flight| in_flight.answered(is_failure))
+            .map_or_else(Instant::now, |in_flight| in_flight.answered(verdict));
+        if let Verdict::Overloaded(Overload { retry, .. }) = verdict {
+            let is_safe = match retry {
+                Retryable::None => false,
+                Retryable::Idempotent => request.is_idempotent,
+                Retryable::All => true,
+            };
+            if is_safe && request.is_kept && has_others && self.grant_retry(now, flow) {
+                let failure = Failure::UpstreamOverloaded(self.address());
+                let retry = Retry::OtherEndpoint;
+                return Err(AttemptError { failure, retry });
+            }
+        }
+        Ok(now)
+    }
+
+    /// Whether a request whose response has arrived is sent to another endpoint. Those that want no
+    /// retries are excluded.
+    fn grant_retry(&mut self, now: Instant, flow: &Flow) -> bool {
+        let before = self.tried.len();
+        self.exclude(self.address());
+        let refusing = self.backend.as_ref().map(|all| all.refuse_retries(now));
+        let refusing = refusing.unwrap_or_default();
+        refusing.iter().for_each(|address| self.exclude(*address));
+        self.is_granted = self.start_retry(flow);
+        if !self.is_granted {
+            self.tried.truncate(before);
+        }
+        self.is_granted
+    }
+
+    /// Further attempts avoid this endpoint.
+    fn exclude(&mut self, address: SocketAddr) {
+        if !self.tried.contains(&address) {
+            self.tried.push(address);
+        }
+    }
+
+    /// Whether another attempt may begin, which then uses the budget of the backend. All retries
+    /// count, also those after refused connections: if all endpoints refuse them, callers would
+    /// connect three times as often, and an overloaded node or network refuses connections too.
+    fn start_retry(&mut self, flow: &Flow) -> bool {
+        if std::mem::take(&mut self.is_granted) {
+            return true;
+        }
+        let Some(backend) = &self.backend else {
+            return false;
+        };
+        if self.count >= MAX_ATTEMPTS || !backend.has_untried(&self.tried) {
+            return false;
+        }
+        let now = tokio::time::Instant::now().into_std();
+        let can_finish = |time| backend.can_answer_within(time, &self.tried, now);
+        let denial = if self.previous > 0 {
+            Some(RetryDenial::PreviousAttempt)
+        } else if !self.exchange_deadline.remaining().is_none_or(can_finish) {
+            Some(RetryDenial::Deadline)
+        } else if !backend.retries.try_retry(now) {
+            Some(RetryDenial::Budget)
+        } else {
+            None
+        };
+        flow.worker.metrics.retry(flow.direction, denial);
+        denial.is_none()
+    }
+
+    /// What the next proxy is told of the attempts before the current one. Only an authenticated
+    /// proxy that parses the request removes it.
+    pub fn announced(&self, is_secured: bool) -> Option<u32> {
+        let parses = self.last.as_ref().is_some_and(|last| !last.is_opaque);
+        let previous = self.previous + self.count.saturating_sub(1);
+        (previous > 0 && is_secured && parses).then_some(previous)
+    }
+
+    fn address(&self) -> SocketAddr {
+        let unspecified = SocketAddr::from(([0, 0, 0, 0], 0));
+        self.last.as_ref().map_or(unspecified, |last| last.address)
     }
 
     /// Nothing more is in flight.
@@ -256,6 +408,8 @@ impl Attempts {
             // A closed pooled connection says nothing about the endpoint, nor does a bad request.
             Retry::AnyEndpoint if self.count < MAX_ATTEMPTS => in_flight.discard(),
             _ if failure.is_upstream_failure() => in_flight.failed(),
+            // It has no response yet: its latency is at least the time until now.
+            _ if matches!(failure, Failure::Timeout(_)) => drop(in_flight),
             _ => in_flight.discard(),
         }
     }
@@ -269,11 +423,12 @@ mod tests {
     use crate::policy::Caller;
     use crate::worker::{Worker, WorkerContext};
 
-    /// Fails as often as it has errors, then succeeds.
+    /// Fails as often as it has errors, then succeeds, or never ends.
     struct Scripted {
         attempts: Attempts,
         errors: Vec<Retry>,
         can_rewind: bool,
+        hangs: bool,
     }
 
     impl Forward for Scripted {
@@ -289,6 +444,7 @@ mod tests {
 
         async fn attempt(&mut self, endpoint: &Rc<Endpoint>) -> Result<(), AttemptError> {
             match self.errors.pop() {
+                None if self.hangs => std::future::pending().await,
                 None => Ok(()),
                 Some(retry) => {
                     let failure = Failure::ConnectTimeout(endpoint.address);
@@ -305,6 +461,16 @@ mod tests {
     /// Sends to a destination with one endpoint: the result, the attempts, and whether it is
     /// quarantined.
     async fn send(errors: &[Retry], can_rewind: bool) -> (Result<(), String>, u32, bool) {
+        let request = Scripted {
+            attempts: Attempts::default(),
+            errors: errors.to_vec(),
+            can_rewind,
+            hangs: false,
+        };
+        run(request).await
+    }
+
+    async fn run(mut request: Scripted) -> (Result<(), String>, u32, bool) {
         let address = SocketAddr::from(([127, 0, 0, 1], 80));
         let flow = Flow {
             worker: Worker::new(WorkerContext::for_a_test("")),
@@ -313,16 +479,9 @@ mod tests {
             destination: Rc::new(Destination::fixed(address)),
             caller: Caller::App,
         };
-        let attempts = Attempts::default();
-        let mut request = Scripted {
-            attempts,
-            errors: errors.to_vec(),
-            can_rewind,
-        };
-        let result = forward(&mut request, &flow).await;
-        let endpoint = flow
-            .destination
-            .backend()
+        let backend = flow.destination.backend();
+        let result = forward(&mut request, &flow, backend).await;
+        let endpoint = backend
             .pick(&[], &mut fastrand::Rng::new())
             .expect("it is fixed");
         let result = result.map_err(|failure| failure.code().to_owned());
@@ -345,6 +504,32 @@ mod tests {
         assert_eq!(send(&[AnyEndpoint; 3], true).await, (failed(), 3, false));
         assert_eq!(send(&[AnyEndpoint], false).await, (failed(), 1, false));
         assert_eq!(send(&[Never], true).await, (failed(), 1, false));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn retries_nothing_that_was_retried_before_or_cannot_finish() {
+        let scripted = |attempts| Scripted {
+            attempts,
+            errors: vec![Retry::AnyEndpoint],
+            can_rewind: true,
+            hangs: false,
+        };
+        let deadline = |seconds| Attempts {
+            exchange_deadline: Deadline::after(Some(Duration::from_secs(seconds)), Limit::Exchange),
+            ..Attempts::default()
+        };
+        let retried_before = Attempts {
+            previous: 1,
+            ..Attempts::default()
+        };
+        let failed = Err("connect-timeout".to_owned());
+        for (attempts, expected) in [
+            (retried_before, (failed.clone(), 1, false)),
+            (deadline(0), (failed, 1, false)),
+            (deadline(1), (Ok(()), 2, false)),
+        ] {
+            assert_eq!(run(scripted(attempts)).await, expected);
+        }
     }
 
     /// Sends 1000 requests to three endpoints, each attempt of which ends with this error. Returns
@@ -380,8 +565,12 @@ mod tests {
                 attempts: Attempts::default(),
                 errors: vec![error; 3],
                 can_rewind: true,
+                hangs: false,
             };
-            forward(&mut request, &flow).await.expect_err("no endpoint");
+            let backend = flow.destination.backend();
+            forward(&mut request, &flow, backend)
+                .await
+                .expect_err("no endpoint");
             attempts += request.attempts.count;
         }
         (attempts, metrics.render())
@@ -394,8 +583,34 @@ mod tests {
             assert_eq!(attempts, 1000 + 200 + 10, "{error:?}");
             let retries = "diy_mesh_proxy_retries_total{direction=\"outbound\"} 210\n";
             assert!(metrics.contains(retries), "{metrics}");
-            let denied = "diy_mesh_proxy_retries_over_budget_total{direction=\"outbound\"} ";
+            let denied =
+                "diy_mesh_proxy_retries_denied_total{direction=\"outbound\",reason=\"budget\"} ";
             assert!(!metrics.contains(&format!("{denied}0\n")), "{metrics}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn deadlines_of_exchange_and_attempt_end_it() {
+        const SECOND: Duration = Duration::from_secs(1);
+        for (exchange, attempt) in [
+            (None, Some(SECOND)),
+            (Some(SECOND), None),
+            (Some(2 * SECOND), Some(SECOND)),
+        ] {
+            let request = Scripted {
+                attempts: Attempts {
+                    exchange_deadline: Deadline::after(exchange, Limit::Exchange),
+                    attempt_timeout: attempt,
+                    ..Attempts::default()
+                },
+                errors: Vec::new(),
+                can_rewind: true,
+                hangs: true,
+            };
+            let began = tokio::time::Instant::now();
+            let ended = run(request).await;
+            assert_eq!(ended.0, Err("timeout".to_owned()));
+            assert_eq!((ended.1, began.elapsed().as_secs()), (1, 1));
         }
     }
 

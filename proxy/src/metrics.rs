@@ -19,12 +19,16 @@ use tokio::sync::watch;
 
 use crate::dump::Direction;
 use crate::error::Failure;
+use crate::forward::RetryDenial;
 use crate::timeouts::TimeoutKind;
 
 /// Values of the label `code`: those of `Failure::code`, and one for codes missing here.
-const FAILURE_CODES: [&str; 17] = [
+const FAILURE_CODES: [&str; 22] = [
     "no-endpoint",
     "unknown-port",
+    "no-route",
+    "invalid-backend",
+    "invalid-routes",
     "withheld",
     "connect-failed",
     "connect-timeout",
@@ -34,10 +38,12 @@ const FAILURE_CODES: [&str; 17] = [
     "headers-too-large",
     "request-timeout",
     "overloaded",
+    "upstream-overloaded",
     "no-certificate",
     "handshake-failed",
     "mtls-required",
     "connect-not-allowed",
+    "timeout",
     "loop",
     "other",
 ];
@@ -78,7 +84,8 @@ struct Flows {
     requests: [[Counter; CLASSES.len()]; 2],
     failures: [Counter; FAILURE_CODES.len()],
     retries: Counter,
-    retries_over_budget: Counter,
+    /// By [`RetryDenial`].
+    retries_denied: [Counter; RetryDenial::ALL.len()],
     /// By [`TimeoutKind`].
     timeouts: [Counter; TimeoutKind::ALL.len()],
     opaque_connections: Counter,
@@ -180,12 +187,12 @@ impl Metrics {
         self.flows(direction).failures[index].inc();
     }
 
-    /// Counts a retry that was safe: whether the budget permitted it.
-    pub fn retry(&self, direction: Direction, is_permitted: bool) {
+    /// Counts a retry that is safe, and takes place unless it is denied.
+    pub fn retry(&self, direction: Direction, denial: Option<RetryDenial>) {
         let flows = self.flows(direction);
-        match is_permitted {
-            true => flows.retries.inc(),
-            false => flows.retries_over_budget.inc(),
+        match denial {
+            None => flows.retries.inc(),
+            Some(denial) => flows.retries_denied[denial as usize].inc(),
         };
     }
 
@@ -237,10 +244,10 @@ impl Flows {
             "retries",
             "Attempts to send a request or connection again",
         );
-        let over_budget: Counters<1> = register(
+        let denied: Counters<2> = register(
             r,
-            "retries_over_budget",
-            "Safe retries that the budget of the backend did not permit",
+            "retries_denied",
+            "Safe retries that did not take place, by reason",
         );
         let timeouts: Counters<2> =
             register(r, "timeouts", "Timeouts of connections that fired, by kind");
@@ -269,7 +276,9 @@ impl Flows {
                 failures: FAILURE_CODES
                     .map(|code| failures.get_or_create_owned(&[direction, ("code", code)])),
                 retries: retries.get_or_create_owned(&[direction]),
-                retries_over_budget: over_budget.get_or_create_owned(&[direction]),
+                retries_denied: RetryDenial::ALL.map(|denial| {
+                    denied.get_or_create_owned(&[direction, ("reason", denial.name())])
+                }),
                 timeouts: TimeoutKind::ALL
                     .map(|kind| timeouts.get_or_create_owned(&[direction, ("kind", kind.name())])),
                 opaque_connections: opaque_connections.get_or_create_owned(&[direction]),
@@ -508,7 +517,13 @@ mod tests {
                 port: 1,
                 ports: Arc::new([]),
             },
-            Failure::Withheld(address),
+            Failure::NoRoute(String::new()),
+            Failure::InvalidBackend(String::new()),
+            Failure::InvalidRoutes {
+                service: String::new(),
+                reason: String::new(),
+            },
+            Failure::Withheld(String::new()),
             Failure::Connect {
                 address,
                 source: Arc::new(std::io::ErrorKind::Other.into()),
@@ -526,6 +541,7 @@ mod tests {
             Failure::HeadersTooLarge(0),
             Failure::RequestTimeout,
             Failure::Overloaded(""),
+            Failure::UpstreamOverloaded(address),
             Failure::NoCertificate(address),
             Failure::Handshake {
                 address,
@@ -533,8 +549,12 @@ mod tests {
             },
             Failure::MtlsRequired,
             Failure::ConnectNotAllowed,
+            Failure::Timeout(crate::deadline::Limit::Exchange),
             Failure::Loop(address),
         ];
-        assert_eq!(failures.each_ref().map(Failure::code), FAILURE_CODES[..16]);
+        assert_eq!(
+            failures.each_ref().map(Failure::code),
+            FAILURE_CODES[..FAILURE_CODES.len() - 1]
+        );
     }
 }

@@ -71,7 +71,7 @@ pub async fn dial(flow: &Flow, alpn: Alpn) -> Result<Dialed, Failure> {
         tls: &flow.worker.tls,
         attempts: Attempts::default(),
     };
-    let upstream = forward(&mut dial, flow).await?;
+    let upstream = forward(&mut dial, flow, flow.destination.backend()).await?;
     Ok(Dialed {
         upstream,
         attempts: dial.attempts,

@@ -71,6 +71,14 @@ pub fn is_called_by(name: &[u8]) -> bool {
     is_same_name(name, b"x-called-by")
 }
 
+/// The field in which a proxy tells the next one how often the request was sent before.
+pub const PREVIOUS_ATTEMPTS: &str = "x-mesh-previous-attempts";
+
+/// Whether some server reads this field of a request as one that only the proxy may set.
+pub fn is_reserved_in_requests(name: &[u8]) -> bool {
+    is_called_by(name) || is_same_name(name, PREVIOUS_ATTEMPTS.as_bytes())
+}
+
 /// Whether some server reads this field as `x-mesh-error`, which only a proxy may set.
 pub fn is_mesh_error(name: &[u8]) -> bool {
     is_same_name(name, b"x-mesh-error")

@@ -8,6 +8,7 @@ use std::time::Instant;
 use diy_mesh_proto::Identity;
 use http::StatusCode;
 
+use crate::balance::Backend;
 use crate::connect::Remote;
 use crate::dump::{Direction, ExchangeDump};
 use crate::error::Failure;
@@ -17,6 +18,7 @@ use crate::http::edits::Edits;
 use crate::http::reply::LocalReply;
 use crate::http::view::{Fields, RequestView};
 use crate::metrics::Protocol;
+use crate::route::{Answer, Route, Routes};
 
 /// One request and its response.
 pub struct ExchangeRecord {
@@ -24,6 +26,8 @@ pub struct ExchangeRecord {
     pub flow: Rc<Flow>,
     /// Where it was sent to.
     pub attempts: Attempts,
+    /// The way that a route chose. None: to the destination itself.
+    pub route: Option<Rc<Route>>,
     protocol: Protocol,
     started: Instant,
     status: Option<StatusCode>,
@@ -39,6 +43,7 @@ impl ExchangeRecord {
         Self {
             flow: flow.clone(),
             attempts: Attempts::default(),
+            route: None,
             protocol,
             started: Instant::now(),
             status: None,
@@ -46,6 +51,27 @@ impl ExchangeRecord {
             received: 0,
             failure: None,
             dump: flow.worker.dumps.exchange(&flow.info()),
+        }
+    }
+
+    /// Step 5. The deadlines of the route begin.
+    pub async fn route(
+        &mut self,
+        routes: &Routes,
+        request: &RequestView<'_>,
+    ) -> Result<(), Answer> {
+        let route = Rc::new(self.flow.route(routes, request).await?);
+        self.attempts.exchange_deadline = route.deadline();
+        self.attempts.attempt_timeout = route.attempt_timeout();
+        self.route = Some(route);
+        Ok(())
+    }
+
+    /// The endpoints of the request.
+    pub fn backend(&self) -> &Rc<Backend> {
+        match &self.route {
+            Some(route) => &route.backend,
+            None => self.flow.destination.backend(),
         }
     }
 
@@ -76,17 +102,29 @@ impl ExchangeRecord {
         self.dump(ExchangeDump::request_end);
     }
 
+    /// A response has begun.
+    pub fn has_response(&self) -> bool {
+        self.status.is_some()
+    }
+
     /// Bytes of the response's body.
     pub fn response_body(&mut self, data: &[u8]) {
         self.received += data.len() as u64;
         self.dump(|dump| dump.response_body(data));
     }
 
-    /// The head of the response that the client gets. HTTP/2 has no reason phrase.
-    pub fn response(&mut self, status: StatusCode, reason: &[u8], fields: &dyn Fields) {
+    /// The head of the response that the client gets, with the changes that the proxy makes to it.
+    /// HTTP/2 has no reason phrase.
+    pub fn response(
+        &mut self,
+        status: StatusCode,
+        reason: &[u8],
+        fields: &dyn Fields,
+        edits: Edits<'_>,
+    ) {
         self.status = Some(status);
         self.dump_remote();
-        self.dump(|dump| dump.response(status, reason, fields));
+        self.dump(|dump| dump.response(status, reason, fields, edits));
     }
 
     /// The response's trailers.
@@ -100,11 +138,27 @@ impl ExchangeRecord {
     }
 
     /// The proxy replies itself.
-    pub fn local_reply(&mut self, failure: &Failure) -> LocalReply {
-        let reply = LocalReply::from(failure);
+    pub fn local_reply(&mut self, answer: Answer) -> LocalReply {
+        let failure = match answer {
+            Answer::Reply(reply) => {
+                let (head, _) = reply.http2(true);
+                let reason = reply.status.canonical_reason().unwrap_or_default();
+                self.request_end();
+                self.response(
+                    reply.status,
+                    reason.as_bytes(),
+                    head.headers(),
+                    Edits::default(),
+                );
+                self.response_end();
+                return reply;
+            }
+            Answer::Failure(failure) => failure,
+        };
+        let reply = LocalReply::from(&failure);
         self.status = Some(reply.status);
-        self.fail(failure);
-        self.dump(|dump| dump.failure(failure));
+        self.fail(&failure);
+        self.dump(|dump| dump.failure(&failure));
         reply
     }
 
@@ -117,6 +171,9 @@ impl ExchangeRecord {
     /// Adds the other side of the proxy to the dump: an inbound caller, or an outbound endpoint.
     fn dump_remote(&mut self) {
         let Some(dump) = &mut self.dump else { return };
+        if let Some(route) = &self.route {
+            dump.route(route.name(), route.backend_name());
+        }
         match (self.flow.direction, self.attempts.endpoint()) {
             (Direction::Inbound, _) => dump.remote(None, self.flow.called_by()),
             (Direction::Outbound, Some(endpoint)) => {
@@ -160,6 +217,8 @@ impl Drop for ExchangeRecord {
             %peer,
             caller = self.flow.called_by(),
             destination = %destination.name(),
+            route = self.route.as_ref().map(|route| route.name()),
+            backend = self.route.as_ref().and_then(|route| route.backend_name()),
             endpoint = self.attempts.endpoint().map(|endpoint| tracing::field::display(endpoint.address)),
             attempts = self.attempts.count,
             status = self.status.map(|status| status.as_u16()),

@@ -190,6 +190,7 @@ fn reference_lists_all_flags() {
         ("mesh check", &["mesh", "check", "--help"]),
         ("mesh identity", &["mesh", "identity", "--help"]),
         ("mesh rotate-root", &["mesh", "rotate-root", "--help"]),
+        ("mesh routes", &["mesh", "routes", "--help"]),
         ("mesh services", &["mesh", "services", "--help"]),
     ] {
         let section = reference

@@ -20,7 +20,7 @@ use super::frames;
 use super::subscriptions::{Announced, Sent, Subscriptions};
 use crate::authenticate::PodRef;
 use crate::authority::{Trust, TrustReceiver};
-use crate::hub::Resources;
+use crate::hub::{Notifications, Resources};
 use crate::metrics::Metrics;
 use crate::proxies::{self, ConnectedGuard};
 use crate::quota::Quota;
@@ -55,50 +55,52 @@ pub(super) async fn read(
     std::future::pending().await
 }
 
-/// The responses of a stream, made when the client reads them, until `end` returns its status.
+/// The responses of a stream, made when the client reads them, until it ends. Whoever changes the
+/// trust or ends the stream wakes the subscriber.
 pub(super) fn responses(
     subscriptions: SharedSubscriptions,
     mut trust: TrustReceiver,
     metrics: Arc<Metrics>,
-    end: impl Future<Output = Status> + Send + Unpin + 'static,
 ) -> impl Stream<Item = Result<Bytes, Status>> + Send + 'static {
     trust.mark_changed();
-    let notifications = subscriptions.lock().subscriber.notifications();
-    let state = (subscriptions, trust, metrics, end, notifications);
+    let state = (subscriptions, trust, metrics);
     stream::unfold(state, |mut state| async move {
-        let (subscriptions, trust, metrics, end, notifications) = &mut state;
+        let (subscriptions, trust, metrics) = &mut state;
         let response = loop {
-            tokio::select! {
-                biased;
-                status = &mut *end => break Err(status),
-                // Roots first: without them, a proxy cannot verify endpoints.
-                () = changed(trust) => {
-                    metrics.roots.inc();
-                    break Ok(frames::encode(&roots(&trust.borrow_and_update())));
-                }
-                () = notifications.wait() => {
-                    if let Some((kind, response)) = subscriptions.lock().next_response() {
-                        count(kind, metrics);
-                        break Ok(response);
-                    }
-                }
+            match next(subscriptions, trust, metrics) {
+                Some(response) => break response,
+                None => subscriptions.notifications.wait().await,
             }
         };
         Some((response, state))
     })
 }
 
-/// Waits for unsent roots.
-async fn changed(trust: &mut TrustReceiver) {
-    if trust.changed().await.is_err() {
-        // The authority has ended: there are no further roots.
-        std::future::pending().await
+fn next(
+    subscriptions: &SharedSubscriptions,
+    trust: &mut TrustReceiver,
+    metrics: &Metrics,
+) -> Option<Result<Bytes, Status>> {
+    let mut subscriptions = subscriptions.lock();
+    if let Some(status) = subscriptions.end.take() {
+        return Some(Err(status));
     }
+    // Roots first: without them, a proxy cannot verify endpoints. There are no further ones after
+    // the end of the authority.
+    if trust.has_changed().unwrap_or(false) {
+        metrics.roots.inc();
+        return Some(Ok(frames::encode(&roots(&trust.borrow_and_update()))));
+    }
+    let frame = subscriptions.next_frame(|kind| count(kind, metrics));
+    frame.map(Ok)
 }
 
 /// The subscriptions of a stream, which its requests change and its responses read.
 #[derive(Clone)]
-pub(super) struct SharedSubscriptions(Arc<Mutex<Subscriptions>>);
+pub(super) struct SharedSubscriptions {
+    inner: Arc<Mutex<Subscriptions>>,
+    notifications: Notifications,
+}
 
 impl SharedSubscriptions {
     pub(super) fn new(
@@ -107,12 +109,22 @@ impl SharedSubscriptions {
         quota: Arc<Quota>,
         announced: Announced,
     ) -> SharedSubscriptions {
+        let notifications = subscriber.notifications();
         let subscriptions = Subscriptions::new(subscriber, pod, quota, announced);
-        SharedSubscriptions(Arc::new(Mutex::new(subscriptions)))
+        SharedSubscriptions {
+            inner: Arc::new(Mutex::new(subscriptions)),
+            notifications,
+        }
+    }
+
+    /// Ends the responses.
+    pub(super) fn end(&self, status: Status) {
+        self.lock().end = Some(status);
+        self.notifications.wake();
     }
 
     fn lock(&self) -> MutexGuard<'_, Subscriptions> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -200,7 +212,7 @@ mod tests {
 
     use futures::{FutureExt, StreamExt};
     use prost::Message;
-    use tokio::sync::{oneshot, watch};
+    use tokio::sync::watch;
 
     use super::*;
     use crate::authority::{Roots, self_signed};
@@ -220,25 +232,23 @@ mod tests {
     async fn responses_are_the_roots_the_updates_and_the_status_of_the_end() {
         let now = SystemTime::now();
         let (ca, key) = self_signed("cluster.local", now, Duration::from_secs(3600)).unwrap();
-        let (_keep, trust) = watch::channel(Arc::new(Trust {
+        let (authority, trust) = watch::channel(Arc::new(Trust {
             issuer: Issuer::from_pem(&ca, &key, now).unwrap().into(),
             roots: Roots::from_pem(&ca).unwrap().into(),
             renew_within: Duration::ZERO,
         }));
         let hub = Hub::new([Source::Kubernetes]);
-        let all = Announced {
+        let announced = Announced {
             chunks: true,
             routes: true,
         };
         let subscriptions =
-            SharedSubscriptions::new(hub.watch_resources(None), None, Arc::default(), all);
+            SharedSubscriptions::new(hub.watch_resources(None), None, Arc::default(), announced);
         let destination = "10.0.0.1:80".parse().unwrap();
         let request = subscribe(destination, "");
         subscriptions.lock().subscribe(request).unwrap();
         let metrics = Arc::new(Metrics::new(|_| Ok(())));
-        let (ended, end) = oneshot::channel();
-        let end = end.map(Result::unwrap);
-        let responses = responses(subscriptions, trust, metrics.clone(), end);
+        let responses = responses(subscriptions.clone(), trust, metrics.clone());
         let mut responses = std::pin::pin!(responses);
         for kind in ["roots", "unknown"] {
             let response = responses.next().await.unwrap().unwrap();
@@ -247,7 +257,13 @@ mod tests {
             assert!(text.starts_with(kind), "{text}");
         }
         assert_eq!((metrics.roots.get(), metrics.unknown.get()), (1, 1));
-        ended.send(Status::new(tonic::Code::Ok, "")).unwrap();
+        let newer = authority.borrow().clone();
+        assert!(responses.next().now_or_never().is_none());
+        authority.send_replace(newer);
+        hub.wake_clients();
+        assert!(responses.next().await.unwrap().is_ok());
+        assert_eq!(metrics.roots.get(), 2);
+        subscriptions.end(Status::new(tonic::Code::Ok, ""));
         let status = responses.next().await.unwrap().unwrap_err();
         assert_eq!(status.code(), tonic::Code::Ok);
     }

@@ -7,13 +7,13 @@ mod discover;
 mod frames;
 mod message;
 mod name;
-mod responses;
 mod routes;
 mod sign;
 mod subscriptions;
 mod watch;
 
 use std::collections::BTreeSet;
+use std::convert::Infallible;
 use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
@@ -24,7 +24,7 @@ use diy_mesh_proto::{
     CAPABILITY_SELF, announces,
 };
 use diy_mesh_runtime::metrics::Active;
-use futures::{Stream, TryFutureExt};
+use futures::{Stream, StreamExt as _};
 use http_body_util::BodyExt as _;
 use hyper::header::HeaderValue;
 use proto::service_mesh_service_server::{SERVICE_NAME, ServiceMeshService};
@@ -42,10 +42,11 @@ use tower::ServiceExt as _;
 use tower::layer::layer_fn;
 use tower::service_fn;
 
-use crate::authenticate::{Authenticator, Caller};
+use crate::authenticate::{Authenticator, Caller, PodRef};
 use crate::authority::TrustReceiver;
 use crate::events::Events;
 use crate::hub::{CatalogError, Hub};
+use crate::index::Index;
 use crate::index::object::Key;
 use crate::metrics::Metrics;
 use crate::proxies::Proxies;
@@ -53,7 +54,6 @@ use crate::quota::{Counted, Quota, Quotas};
 use crate::serving::{self, Peer};
 use discover::SharedSubscriptions;
 use frames::MeshServer;
-use responses::Responses;
 use sign::Signer;
 
 /// For the largest messages: a certificate request, or a list of names.
@@ -103,7 +103,12 @@ pub async fn serve(
     tls: Arc<ServerConfig>,
     context: Context,
 ) -> Result<(), tonic::transport::Error> {
-    let Context { hub, stopping, .. } = context.clone();
+    let Context {
+        hub,
+        stopping,
+        mut trust,
+        ..
+    } = context.clone();
     let health = HealthReporter::new();
     report(&health, ServingStatus::NotServing).await;
     let health_service = tonic_health::pb::health_server::HealthServer::new(
@@ -135,8 +140,15 @@ pub async fn serve(
         report(&health, ServingStatus::NotServing).await;
         tokio::time::sleep(DRAIN_TIMEOUT).await;
     };
+    let wake_for_trust = async {
+        while trust.changed().await.is_ok() {
+            hub.wake_clients();
+        }
+        std::future::pending().await
+    };
     tokio::select! {
         result = server => result,
+        () = wake_for_trust => Ok(()),
         () = state => {
             tracing::info!("closing connections that are open {DRAIN_TIMEOUT:?} after shutdown");
             Ok(())
@@ -232,11 +244,11 @@ impl ServiceMeshService for Mesh {
         let open = Active::new(&self.context.metrics.watch_streams);
         let counted = quota.subscriptions(keys.len())?;
         let subscriber = self.context.hub.watch_services(&keys);
-        let stream = self.stream(quota, |responses| async move {
-            let _open = (open, counted);
-            watch::run(subscriber, &responses).await
+        let responses = watch::responses(subscriber, self.context.stopping.clone());
+        let responses = responses.inspect(move |_| {
+            let _until_the_end = (&open, &counted);
         });
-        Ok(Response::new(stream))
+        Ok(Response::new(Box::pin(responses)))
     }
 
     type DiscoverStream = ResponseStream<proto::DiscoverResponse>;
@@ -256,10 +268,16 @@ fn stream_age() -> Duration {
     MIN_STREAM_AGE.mul_f64(1.0 + fastrand::f64())
 }
 
-/// What this controller announces: `self` only to a client that it can name a pod of.
-fn capabilities(caller: &Caller) -> HeaderValue {
-    let of_pod = caller.pod.as_ref().map(|_| CAPABILITY_SELF);
-    let all: Vec<&str> = of_pod.into_iter().chain([CAPABILITY_BACKEND]).collect();
+/// The capabilities that a client is announced: `self` only if its pod has an injected proxy, or is
+/// not in the catalog yet.
+fn capabilities(caller: &Caller, index: &Index) -> HeaderValue {
+    let is_injected = |pod: &&PodRef| {
+        let known = index.pod(&pod.key());
+        known.is_none_or(|known| known.uid != pod.uid || known.identity.is_some())
+    };
+    let of_pod = caller.pod.as_ref().filter(is_injected);
+    let of_pod = of_pod.map(|_| CAPABILITY_SELF).into_iter();
+    let all: Vec<&str> = of_pod.chain([CAPABILITY_BACKEND]).collect();
     HeaderValue::try_from(all.join(",")).expect("capabilities are ASCII words")
 }
 
@@ -287,7 +305,7 @@ impl Mesh {
             ..
         } = self.context.clone();
         let proxy = proxies.connect(&caller, SystemTime::now());
-        let capabilities = capabilities(&caller);
+        let capabilities = hub.read(|index| capabilities(&caller, index));
         let announced = request.metadata().get(CAPABILITIES_METADATA);
         let announced = announced.and_then(|words| words.to_str().ok());
         let announced = subscriptions::Announced {
@@ -296,20 +314,23 @@ impl Mesh {
         };
         let subscriber = hub.watch_resources(caller.pod.clone());
         let subscriptions = SharedSubscriptions::new(subscriber, caller.pod, quota, announced);
-        let (mut ended, end) = oneshot::channel::<Status>();
-        let end = end.unwrap_or_else(|_| Status::internal("the stream has failed"));
-        let responses = discover::responses(subscriptions.clone(), trust, metrics.clone(), end);
+        let responses = discover::responses(subscriptions.clone(), trust, metrics.clone());
+        // Dropped with the responses.
+        let (mut reading, read) = oneshot::channel::<Infallible>();
+        let responses = responses.inspect(move |_| {
+            let _ = &read;
+        });
         let (requests, stopping) = (request.into_inner(), self.context.stopping.clone());
         tokio::spawn(async move {
             let _open = open;
             let status = tokio::select! {
                 Err(status) = discover::read(requests, &subscriptions, &proxy, &metrics) => status,
-                () = ended.closed() => return,
+                () = reading.closed() => return,
                 () = stopping.cancelled() => CatalogError::Stopping.into(),
                 () = tokio::time::sleep(stream_age()) => Status::new(Code::Ok, ""),
             };
             // A client that reads no more does not receive this: the drain closes its connection.
-            let _ = ended.send(status);
+            subscriptions.end(status);
         });
         let mut response = frames::response(responses);
         let headers = response.headers_mut();
@@ -335,34 +356,6 @@ impl Mesh {
         call.peer.authenticate(&quota)?;
         let _ = call.counted.set(quota.call()?);
         Ok(quota)
-    }
-
-    /// Runs `serve` as the source of a stream, until it ends, the client disconnects or the
-    /// controller stops.
-    fn stream<T: Send + 'static, F>(
-        &self,
-        quota: Arc<Quota>,
-        serve: impl FnOnce(Arc<Responses<T>>) -> F,
-    ) -> ResponseStream<T>
-    where
-        F: Future<Output = Result<(), Status>> + Send + 'static,
-    {
-        let (responses, stream) = responses::queue(quota);
-        let responses = Arc::new(responses);
-        let (serve, stopping) = (serve(responses.clone()), self.context.stopping.clone());
-        tokio::spawn(async move {
-            let result = tokio::select! {
-                result = serve => result,
-                () = responses.closed() => return,
-                () = stopping.cancelled() => Err(CatalogError::Stopping.into()),
-            };
-            if let Err(status) = result {
-                // A client that reads no more does not receive this: the drain closes its
-                // connection.
-                responses.fail(status).await;
-            }
-        });
-        Box::pin(stream)
     }
 }
 

@@ -14,7 +14,7 @@ use tonic::Status;
 use super::name::{MAX_NAME_BYTES, name_of, parse_backend, parse_destination};
 use super::{frames, message};
 use crate::authenticate::PodRef;
-use crate::hub::Resources;
+use crate::hub::{Published, Resources};
 use crate::index::object::{Key, Resource};
 use crate::index::state::State;
 use crate::index::version::Version;
@@ -22,6 +22,8 @@ use crate::quota::Quota;
 
 /// Endpoints in one message, about half a megabyte.
 const MAX_CHUNK_ENDPOINTS: usize = 4_000;
+/// Longer responses have a frame of their own, whose bytes all streams share.
+const MAX_SHARED_FRAME_BYTES: usize = 4 * 1024;
 
 /// What a client announces.
 #[derive(Clone, Copy, Debug)]
@@ -34,26 +36,31 @@ pub(super) struct Announced {
 
 /// The resources that a client has subscribed to.
 pub(super) struct Subscriptions {
-    pub(super) subscriber: Resources,
+    subscriber: Resources,
+    /// Why the stream ends.
+    pub(super) end: Option<Status>,
     /// The pod of the client, if its token is bound to one.
     pod: Option<PodRef>,
     quota: Arc<Quota>,
     announced: Announced,
-    by_resource: HashMap<Resource, Subscription>,
+    by_resource: HashMap<Arc<Resource>, Subscription>,
+    /// Counts all of them.
+    counted: Option<OwnedSemaphorePermit>,
+    /// A response that did not fit into the last frame.
+    left: Option<(Sent, Bytes)>,
 }
 
 struct Subscription {
     /// The name of the resource as the client wrote it, if that is not the usual spelling.
     name: Option<Box<str>>,
     known: Known,
-    counted: OwnedSemaphorePermit,
 }
 
 /// The state of a resource that the client has.
 enum Known {
     Nothing,
     /// The version that the client received on an earlier stream.
-    Version(String),
+    Earlier(Version),
     /// The version that was sent on this stream.
     Sent(Version),
 }
@@ -71,6 +78,9 @@ impl Subscriptions {
             quota,
             announced,
             by_resource: HashMap::new(),
+            counted: None,
+            end: None,
+            left: None,
         }
     }
 
@@ -84,28 +94,29 @@ impl Subscriptions {
                 request.name
             )));
         }
-        let counted = match self.by_resource.remove(&resource) {
-            Some(before) => before.counted,
-            None => self.quota.subscriptions(1)?,
-        };
-        let known = match request.known_version.is_empty() {
-            true => Known::Nothing,
-            false => Known::Version(request.known_version),
-        };
-        self.subscriber.subscribe(&resource);
+        if !self.by_resource.contains_key(&resource) {
+            let counted = self.quota.subscriptions(1)?;
+            match &mut self.counted {
+                Some(all) => all.merge(counted),
+                none => *none = Some(counted),
+            }
+        }
+        let known = Version::parse(&request.known_version);
+        let known = known.map_or(Known::Nothing, Known::Earlier);
         let name = Some(request.name).filter(|name| *name != name_of(&resource));
-        let subscription = Subscription {
-            name: name.map(String::into_boxed_str),
-            known,
-            counted,
-        };
+        let name = name.map(String::into_boxed_str);
+        let resource = self.subscriber.subscribe(&resource);
+        let subscription = Subscription { name, known };
         self.by_resource.insert(resource, subscription);
         Ok(())
     }
 
     pub(super) fn unsubscribe(&mut self, request: proto::Unsubscribe) -> Result<(), Status> {
         if let Some(resource) = self.resource(request.r#type, &request.name)? {
-            self.by_resource.remove(&resource);
+            if self.by_resource.remove(&resource).is_some() {
+                let counted = self.counted.as_mut();
+                drop(counted.and_then(|counted| counted.split(1)));
+            }
             self.subscriber.unsubscribe(&resource);
         }
         Ok(())
@@ -148,19 +159,49 @@ impl Subscriptions {
         Ok(Some(resource))
     }
 
-    /// The next response, if the state of a resource differs from the client's.
-    pub(super) fn next_response(&mut self) -> Option<(Sent, Bytes)> {
-        let (resource, published) = self.subscriber.next()?;
-        let Subscription { name, known, .. } = self.by_resource.get_mut(&resource)?;
+    /// The next responses. Short ones share a frame: one write and one TLS record.
+    pub(super) fn next_frame(&mut self, mut count: impl FnMut(Sent)) -> Option<Bytes> {
+        let (kind, first) = self.left.take().or_else(|| self.next_response())?;
+        count(kind);
+        let mut frame = None;
+        while frame.as_ref().map_or(first.len(), BytesMut::len) < MAX_SHARED_FRAME_BYTES
+            && let Some((kind, next)) = self.next_response()
+        {
+            if next.len() >= MAX_SHARED_FRAME_BYTES {
+                self.left = Some((kind, next));
+                break;
+            }
+            count(kind);
+            let frame = frame.get_or_insert_with(|| BytesMut::from(&*first));
+            frame.extend_from_slice(&next);
+        }
+        Some(frame.map_or(first, BytesMut::freeze))
+    }
+
+    /// The next response, if the state of a resource differs from the client's. Notifications
+    /// without a difference are skipped.
+    fn next_response(&mut self) -> Option<(Sent, Bytes)> {
+        while let Some((resource, published)) = self.subscriber.next() {
+            let response = self.response(&resource, &published);
+            if response.is_some() {
+                return response;
+            }
+        }
+        None
+    }
+
+    /// The response with a state, if it differs from the client's.
+    fn response(&mut self, resource: &Resource, published: &Published) -> Option<(Sent, Bytes)> {
+        let Subscription { name, known } = self.by_resource.get_mut(resource)?;
         let state = &published.state;
-        let kind = match (&resource, &state.target) {
+        let kind = match (resource, &state.target) {
             // The pod is not in the catalog yet.
             (Resource::Workload(..), None) => return None,
             (Resource::Workload(..), Some(_)) => Sent::Workload,
             (_, None) => Sent::Unknown,
             (_, Some(_)) => Sent::Snapshot,
         };
-        let encode = |update| frames::encode(&response(&resource, name.as_deref(), state, update));
+        let encode = |update| frames::encode(&response(resource, name.as_deref(), state, update));
         let difference = |version| match name {
             None => published.difference(version, |delta| encode(message::delta(delta))),
             Some(_) => published
@@ -169,11 +210,11 @@ impl Subscriptions {
         };
         let delta = match &*known {
             Known::Sent(version) if *version == state.version => return None,
-            Known::Version(known) if *known == state.version.to_string() => {
+            Known::Earlier(version) if *version == state.version => {
                 let unchanged = encode(Response::Unchanged(proto::Unchanged {}));
                 Some((Sent::Unchanged, unchanged))
             }
-            Known::Nothing | Known::Version(_) => None,
+            Known::Nothing | Known::Earlier(_) => None,
             Known::Sent(version) => difference(*version).map(|delta| (Sent::Delta, delta)),
         };
         *known = Known::Sent(state.version);
@@ -185,7 +226,7 @@ impl Subscriptions {
             {
                 snapshot.routes = None;
             }
-            whole(response(&resource, name.as_deref(), state, update), chunks)
+            whole(response(resource, name.as_deref(), state, update), chunks)
         };
         let target = state.target.as_ref();
         let endpoints = target.map_or(0, |target| target.endpoints.len());
@@ -267,7 +308,7 @@ mod tests {
 
     use super::*;
     use crate::hub::Hub;
-    use crate::index::object::Source;
+    use crate::index::object::{Change, Source};
     use crate::index::tests::Chance;
 
     /// The state of a destination in a proxy.
@@ -323,7 +364,7 @@ mod tests {
     fn destinations(stream: &Subscriptions) -> Vec<SocketAddr> {
         let destinations = stream.by_resource.keys();
         destinations
-            .map(|resource| match resource {
+            .map(|resource| match &**resource {
                 Resource::Destination(address) => *address,
                 other => panic!("{other:?} was not subscribed to"),
             })
@@ -426,6 +467,35 @@ mod tests {
             }
         }
         assert!(kinds.contains(&Sent::Snapshot) && kinds.contains(&Sent::Delta));
+    }
+
+    #[test]
+    fn short_responses_share_a_frame_and_long_ones_do_not() {
+        let hub = Hub::new([Source::Kubernetes]);
+        let pods: Vec<String> = (1..=200).map(|pod| format!("10.1.0.{pod}")).collect();
+        let pods: Vec<&str> = pods.iter().map(String::as_str).collect();
+        let service = crate::index::tests::service_with_pods("web", "10.96.0.1", &pods);
+        let changes = service.into_iter();
+        hub.apply(changes.map(|object| Change::Apply(Source::Kubernetes, object)));
+        let mut stream = stream(&hub);
+        for address in ["10.0.0.1", "10.0.0.2", "10.96.0.1", "10.0.0.3", "10.0.0.4"] {
+            let destination = SocketAddr::new(address.parse().unwrap(), 80);
+            stream.subscribe(subscribe(destination, "")).unwrap();
+        }
+        let mut frames = Vec::new();
+        let mut count = 0;
+        while let Some(mut frame) = stream.next_frame(|_| count += 1) {
+            let mut names = Vec::new();
+            while !frame.is_empty() {
+                let length = u32::from_be_bytes(frame[1..5].try_into().unwrap()) as usize;
+                let message = frame.split_to(5 + length).split_off(5);
+                names.push(proto::DiscoverResponse::decode(message).unwrap().name);
+            }
+            frames.push(names.join(" "));
+        }
+        let short = ["10.0.0.1:80 10.0.0.2:80", "10.0.0.3:80 10.0.0.4:80"];
+        assert_eq!(frames, [short[0], "10.96.0.1:80", short[1]]);
+        assert_eq!(count, 5);
     }
 
     #[test]

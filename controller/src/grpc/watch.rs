@@ -1,62 +1,120 @@
-//! One WatchServices stream: the existing Services, then each change. A slow client receives the
-//! latest state of each Service.
+//! One WatchServices stream: the existing Services, then each change. A response is made when the
+//! client reads it, from the latest state of a Service.
 
 use std::collections::HashMap;
 
 use diy_mesh_proto::mesh::v1 as proto;
-use prost::Message as _;
+use futures::{Stream, stream};
+use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
 use super::message;
-use super::responses::Responses;
-use crate::hub::Services;
+use crate::hub::{CatalogError, Services};
 use crate::index::object::Key;
 use crate::index::version::Version;
 
-/// Serves one stream until the client disconnects.
-pub(super) async fn run(
+/// The responses of a stream until `stopping`.
+pub(super) fn responses(
     subscriber: Services,
-    responses: &Responses<proto::WatchServicesResponse>,
-) -> Result<(), Status> {
-    let mut sent: HashMap<Key, Option<Version>> = HashMap::new();
-    // Notifications keep their order, so these are the Services at the time of the call.
-    let mut unsynced = Some(subscriber.pending());
-    loop {
-        if unsynced == Some(0) {
-            unsynced = None;
-            let synced = proto::WatchServicesResponse {
-                service: None,
-                synced: true,
+    stopping: CancellationToken,
+) -> impl Stream<Item = Result<proto::WatchServicesResponse, Status>> + Send + 'static {
+    let watch = Watch {
+        // Notifications keep their order, so these are the Services at the time of the call.
+        unsynced: Some(subscriber.pending()),
+        subscriber,
+        sent: HashMap::new(),
+    };
+    stream::unfold((watch, stopping), |(mut watch, stopping)| async move {
+        let response = tokio::select! {
+            response = watch.next() => Ok(response),
+            () = stopping.cancelled() => Err(CatalogError::Stopping.into()),
+        };
+        Some((response, (watch, stopping)))
+    })
+}
+
+struct Watch {
+    subscriber: Services,
+    /// The number of initial Services that are not sent yet.
+    unsynced: Option<usize>,
+    sent: HashMap<Key, Option<Version>>,
+}
+
+impl Watch {
+    async fn next(&mut self) -> proto::WatchServicesResponse {
+        loop {
+            if self.unsynced == Some(0) {
+                self.unsynced = None;
+                return proto::WatchServicesResponse {
+                    service: None,
+                    synced: true,
+                };
+            }
+            self.subscriber.wait().await;
+            let Some((key, view)) = self.subscriber.next() else {
+                continue;
             };
-            let Some(capacity) = responses.reserve().await else {
-                return Ok(());
+            self.unsynced = self.unsynced.map(|left| left - 1);
+            let version = view.as_ref().map(|view| view.version());
+            if self.sent.get(&key) == Some(&version) {
+                continue;
+            }
+            let service = message::service(&key, view.as_ref());
+            // Deleted Services are remembered only if the client named them, which bounds the
+            // memory.
+            if version.is_none() && self.subscriber.watches_all() {
+                self.sent.remove(&key);
+            } else {
+                self.sent.insert(key, version);
+            }
+            return proto::WatchServicesResponse {
+                service: Some(service),
+                synced: false,
             };
-            let length = synced.encoded_len();
-            capacity.send(synced, length);
         }
-        subscriber.wait().await;
-        let Some(capacity) = responses.reserve().await else {
-            return Ok(());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    use std::collections::BTreeSet;
+    use std::pin::pin;
+
+    use futures::StreamExt as _;
+
+    use crate::hub::Hub;
+    use crate::index::object::{Change, Source};
+    use crate::index::tests::service_with_pods;
+
+    #[tokio::test]
+    async fn responses_are_made_when_the_client_reads_them() {
+        let hub = Hub::new([]);
+        let apply = |name, pod: &str| {
+            let objects = service_with_pods(name, "10.96.0.1", &[pod]).into_iter();
+            hub.apply(objects.map(|object| Change::Apply(Source::Kubernetes, object)));
         };
-        let Some((key, view)) = subscriber.next() else {
-            continue;
+        apply("a", "10.0.0.1");
+        apply("b", "10.0.0.2");
+        let stopping = CancellationToken::new();
+        let services = hub.watch_services(&BTreeSet::new());
+        let mut responses = pin!(responses(services, stopping.clone()));
+        let mut next = async || {
+            let response = responses.next().await.unwrap()?;
+            Ok::<_, Status>(response.service.map(|service| {
+                let endpoints = service.endpoints.iter();
+                let addresses: Vec<_> = endpoints.flat_map(|one| one.addresses.clone()).collect();
+                (service.name, addresses)
+            }))
         };
-        unsynced = unsynced.map(|left| left - 1);
-        let version = view.as_ref().map(|view| view.version());
-        if sent.get(&key) == Some(&version) {
-            continue;
-        }
-        let response = proto::WatchServicesResponse {
-            service: Some(message::service(&key, view.as_ref())),
-            synced: false,
-        };
-        let length = response.encoded_len();
-        capacity.send(response, length);
-        // Deleted Services are remembered only if the client named them, which bounds the memory.
-        if version.is_none() && subscriber.watches_all() {
-            sent.remove(&key);
-        } else {
-            sent.insert(key, version);
-        }
+        let service = |name: &str, pod: &str| Some((name.to_owned(), vec![pod.to_owned()]));
+        assert_eq!(next().await.unwrap(), service("a", "10.0.0.1"));
+        apply("b", "10.0.0.3");
+        assert_eq!(next().await.unwrap(), service("b", "10.0.0.3"));
+        assert_eq!(next().await.unwrap(), None, "synced");
+        stopping.cancel();
+        let status = next().await.unwrap_err();
+        assert_eq!(status.code(), tonic::Code::Unavailable);
     }
 }

@@ -4,19 +4,33 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::Hub;
-use super::queue::Queue;
+use super::subscribers::ServiceQueue;
 use crate::index::object::Key;
 use crate::index::view::ServiceView;
 
 /// A subscriber to Services. Dropping it ends its subscriptions.
 pub struct Services {
-    pub(super) hub: Hub,
-    pub(super) id: u64,
-    pub(super) names: BTreeSet<Key>,
-    pub(super) queue: Arc<Queue<Key>>,
+    hub: Hub,
+    id: u64,
+    names: BTreeSet<Key>,
+    queue: Arc<ServiceQueue>,
 }
 
 impl Services {
+    pub(super) fn new(
+        hub: Hub,
+        id: u64,
+        names: BTreeSet<Key>,
+        queue: Arc<ServiceQueue>,
+    ) -> Services {
+        Services {
+            hub,
+            id,
+            names,
+            queue,
+        }
+    }
+
     /// Waits for a notification. Cancel-safe.
     pub async fn wait(&self) {
         self.queue.wait().await;
@@ -24,7 +38,7 @@ impl Services {
 
     /// The next notification: a Service and its current state, or `None` if it does not exist.
     pub fn next(&self) -> Option<(Key, Option<ServiceView>)> {
-        let key = self.queue.pop()?;
+        let (key, ()) = self.queue.pop()?;
         let view = self.hub.service(&key);
         Some((key, view))
     }
@@ -42,15 +56,7 @@ impl Services {
 
 impl Drop for Services {
     fn drop(&mut self) {
-        let mut inner = self.hub.lock();
-        inner.all.remove(&self.id);
-        for name in &self.names {
-            if let Some(subscribers) = inner.named.get_mut(name) {
-                subscribers.remove(&self.id);
-                if subscribers.is_empty() {
-                    inner.named.remove(name);
-                }
-            }
-        }
+        let mut subscribers = self.hub.subscribers();
+        subscribers.unwatch_services(self.id, &self.names);
     }
 }

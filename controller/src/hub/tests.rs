@@ -1,7 +1,9 @@
 //! Tests of the hub, and of its readers at any pace.
 
+use std::collections::HashMap;
+
 use super::*;
-use crate::index::object::{Object, Pod};
+use crate::index::object::{Object, Pod, Resource};
 use crate::index::tests::Chance;
 
 fn pod(name: &str, ip: &str) -> Change {
@@ -256,11 +258,7 @@ fn clients_on_one_node_share_the_states_of_a_local_service() {
     assert_eq!(endpoints(&b), Some(first));
     assert_eq!(endpoints(&c), Some(second.clone()));
     assert_eq!(endpoints(&late), Some(vec![]), "its node is unknown");
-    let states = || {
-        hub.lock().resources[&destination("10.96.0.1:80")]
-            .states
-            .len()
-    };
+    let states = || hub.subscribers().states(&destination("10.96.0.1:80"));
     assert_eq!(states(), 3);
     // The catalog learns of the pod.
     hub.apply([on_node("late", "n2")]);
@@ -279,6 +277,33 @@ fn clients_on_one_node_share_the_states_of_a_local_service() {
 }
 
 #[test]
+fn ended_subscriptions_leave_no_notifications() {
+    let hub = Hub::new([Source::Kubernetes]);
+    let mut reader = hub.watch_resources(None);
+    for port in 1..1000 {
+        let resource = destination(&format!("10.0.0.1:{port}"));
+        reader.subscribe(&resource);
+        reader.unsubscribe(&resource);
+    }
+    assert_eq!(reader.queue.len(), 0);
+}
+
+#[test]
+fn streams_read_their_notifications_while_states_are_resolved() {
+    let hub = Hub::new([Source::Kubernetes]);
+    let mut reader = hub.watch_resources(None);
+    reader.subscribe(&destination("10.0.0.1:80"));
+    let resolving = hub.index();
+    let (other, (resource, published)) = std::thread::scope(|scope| {
+        let reading = scope.spawn(|| (hub.watch_resources(None), reader.next().unwrap()));
+        reading.join().unwrap()
+    });
+    drop((resolving, other));
+    assert_eq!(*resource, destination("10.0.0.1:80"));
+    assert!(published.state.target.is_none());
+}
+
+#[test]
 fn dropped_subscribers_leave_no_state() {
     let hub = Hub::new([Source::Kubernetes]);
     let mut one = hub.watch_resources(None);
@@ -290,10 +315,7 @@ fn dropped_subscribers_leave_no_state() {
     let counts = hub.counts();
     assert_eq!((counts.resources, counts.subscriptions), (1, 1));
     drop((one, services, all));
-    let inner = hub.lock();
-    assert!(inner.resources.is_empty() && inner.named.is_empty() && inner.all.is_empty());
-    assert!(inner.clients.is_empty() && inner.clients_of_pod.is_empty());
-    assert!(inner.destinations_on.is_empty());
+    assert!(hub.subscribers().is_empty());
 }
 
 #[test]
@@ -318,7 +340,7 @@ fn readers_of_any_pace_end_with_the_state_of_the_index() {
             let all = Chance::destinations();
             let some = Resource::Destination(all[chance.0.usize(..all.len())]);
             match chance.0.u8(..4) {
-                0 => reader.subscribe(&some),
+                0 => drop(reader.subscribe(&some)),
                 1 => {
                     reader.unsubscribe(&some);
                     known.remove(&some);
@@ -330,13 +352,12 @@ fn readers_of_any_pace_end_with_the_state_of_the_index() {
             while reader.queue.len() > 0 {
                 take(reader, known);
             }
-            let subscribed = hub.lock().clients[&reader.id].subscribed.len();
+            let (location, subscribed) = hub.subscribers().of(reader);
             assert_eq!(known.len(), subscribed, "seed {seed}");
-            let location = &hub.lock().clients[&reader.id].location.clone();
             for (resource, published) in known {
                 assert_eq!(
                     *published.state,
-                    hub.lock().index.resolve(resource, location).1,
+                    hub.index().resolve(resource, &location).1,
                     "seed {seed}: {resource:?}"
                 );
             }
@@ -344,7 +365,7 @@ fn readers_of_any_pace_end_with_the_state_of_the_index() {
     }
 }
 
-fn take(reader: &Resources, known: &mut HashMap<Resource, Arc<Published>>) {
+fn take(reader: &Resources, known: &mut HashMap<Arc<Resource>, Arc<Published>>) {
     if let Some((resource, published)) = reader.next() {
         known.insert(resource, published);
     }

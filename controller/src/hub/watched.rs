@@ -1,74 +1,118 @@
 //! One resource with subscribers: its published states, by location, and who is notified of a
 //! change.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use super::{Client, Published};
+use super::Published;
+use super::subscribers::ResourceQueue;
 use crate::index::Index;
 use crate::index::locality::{Location, Scope};
 use crate::index::object::Resource;
+use crate::index::state::State;
+
+/// The states of a resource in an index, by the location of clients within the scope.
+pub(super) struct Resolved {
+    pub(super) scope: Scope,
+    states: HashMap<Location, State>,
+}
+
+impl Resolved {
+    /// The states everywhere and at a location.
+    pub(super) fn new(index: &Index, resource: &Resource, location: &Location) -> Resolved {
+        let anywhere = Location::default();
+        let (scope, state) = index.resolve(resource, &anywhere);
+        let location = location.within(&scope);
+        let mut resolved = Resolved {
+            scope,
+            states: HashMap::from([(anywhere, state)]),
+        };
+        resolved.add(index, resource, location);
+        resolved
+    }
+
+    /// Adds the state at a location within the scope.
+    pub(super) fn add(&mut self, index: &Index, resource: &Resource, location: Location) {
+        let state = self.states.entry(location);
+        state.or_insert_with_key(|location| index.resolve(resource, location).1);
+    }
+
+    /// The state at a location within the scope.
+    fn take(&mut self, index: &Index, resource: &Resource, location: &Location) -> State {
+        let state = self.states.remove(location);
+        state.unwrap_or_else(|| index.resolve(resource, location).1)
+    }
+}
 
 /// A resource with subscribers.
 #[derive(Default)]
 pub(super) struct Watched {
-    pub(super) scope: Scope,
+    scope: Scope,
     /// The states by the location of clients within the scope. One for most resources.
     pub(super) states: HashMap<Location, Arc<Published>>,
-    pub(super) subscribers: BTreeSet<u64>,
+    pub(super) subscribers: BTreeMap<u64, Arc<ResourceQueue>>,
 }
 
 impl Watched {
-    /// Adds the state for a location, if there is none. `before` are earlier states.
+    /// The state at a location, which is added if there is none.
     pub(super) fn add(
         &mut self,
-        resource: &Resource,
         index: &Index,
+        resource: &Resource,
         location: &Location,
-        before: &HashMap<Location, Arc<Published>>,
-    ) {
+        resolved: Option<Resolved>,
+    ) -> Arc<Published> {
+        if let Some(known) = self.published(location) {
+            return known.clone();
+        }
+        let mut resolved = resolved.unwrap_or_else(|| Resolved::new(index, resource, location));
+        // An unpublished change of the scope concerns the other subscribers, too.
+        if self.subscribers.is_empty() {
+            self.scope = resolved.scope.clone();
+        }
         let location = location.within(&self.scope);
-        self.states.entry(location).or_insert_with_key(|location| {
-            let (_, state) = index.resolve(resource, location);
-            Published::next(before.get(location), state)
-        });
+        let state = resolved.take(index, resource, &location);
+        let published = Published::next(None, state);
+        self.states.insert(location, published.clone());
+        published
     }
 
     pub(super) fn published(&self, location: &Location) -> Option<&Arc<Published>> {
         self.states.get(&location.within(&self.scope))
     }
 
-    /// Resolves the resource again, and notifies the subscribers whose state has changed. Work is
-    /// done per location, and in most cases there is one.
+    /// Replaces the states, and notifies the subscribers whose state has changed. Work is done per
+    /// location, and in most cases there is one.
     pub(super) fn update(
         &mut self,
-        resource: &Resource,
         index: &Index,
-        clients: &HashMap<u64, Client>,
+        resource: &Arc<Resource>,
+        mut resolved: Resolved,
+        location: impl Fn(u64) -> Location,
     ) {
         let anywhere = Location::default();
-        let (scope, state) = index.resolve(resource, &anywhere);
         let before = std::mem::take(self);
+        self.scope = resolved.scope.clone();
+        let state = resolved.take(index, resource, &anywhere);
         let next = Published::next(before.states.get(&anywhere), state);
+        self.states.insert(anywhere.clone(), next.clone());
+        let is_shared = [&before.scope, &self.scope] == [&Scope::default(); 2];
         let is_same = |known: &Arc<Published>| Arc::ptr_eq(known, &next);
-        let is_shared = [&before.scope, &scope] == [&Scope::default(); 2];
         let is_unchanged = is_shared && before.states.get(&anywhere).is_some_and(is_same);
-        self.scope = scope;
-        self.states.insert(anywhere, next);
-        let version = |watched: &Watched, client: &Client| {
-            let published = watched.published(&client.location)?;
-            Some(published.state.version)
-        };
-        let subscribers = before.subscribers.iter();
-        let affected = subscribers.filter(|_| !is_unchanged);
-        for client in affected.filter_map(|id| clients.get(id)) {
+        for (id, queue) in before.subscribers.iter().filter(|_| !is_unchanged) {
             if is_shared {
-                client.queue.push(resource.clone());
+                queue.push(resource.clone(), next.clone());
                 continue;
             }
-            self.add(resource, index, &client.location, &before.states);
-            if version(self, client) != version(&before, client) {
-                client.queue.push(resource.clone());
+            let location = location(*id);
+            let published = self.states.entry(location.within(&self.scope));
+            let published = published.or_insert_with_key(|location| {
+                let state = resolved.take(index, resource, location);
+                Published::next(before.states.get(location), state)
+            });
+            let known = before.published(&location).map(|known| known.state.version);
+            if known != Some(published.state.version) {
+                queue.push(resource.clone(), published.clone());
             }
         }
         self.subscribers = before.subscribers;

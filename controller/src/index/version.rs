@@ -9,6 +9,15 @@ use aws_lc_rs::digest::{Context, SHA256};
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Version([u8; 16]);
 
+impl Version {
+    /// The version with this text. Text in another form is the version of no state.
+    pub fn parse(text: &str) -> Option<Version> {
+        let number = u128::from_str_radix(text, 16).ok()?;
+        let version = Version(number.to_be_bytes());
+        (version.to_string() == text).then_some(version)
+    }
+}
+
 impl fmt::Display for Version {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:032x}", u128::from_be_bytes(self.0))
@@ -94,6 +103,20 @@ mod tests {
         };
         assert_ne!(of(&["ab", "c"]), of(&["a", "bc"]));
         assert_eq!(of(&["ab", "c"]), of(&["ab", "c"]));
+    }
+
+    #[test]
+    fn parses_only_the_text_of_a_version() {
+        let text = "0206d90d9cb08e227638bc9ad532ceb0";
+        assert_eq!(Version::parse(text).unwrap().to_string(), text);
+        for other in [
+            "",
+            &text[1..],
+            &text.to_uppercase(),
+            &format!("+{}", &text[1..]),
+        ] {
+            assert_eq!(Version::parse(other), None, "{other}");
+        }
     }
 
     #[test]

@@ -6,11 +6,17 @@
 
 pub mod attach;
 mod filters;
+pub mod lease;
 mod matches;
 pub mod model;
 pub mod parse;
+pub mod report;
 #[allow(missing_docs)]
 pub mod spec;
+pub mod status;
+#[cfg(test)]
+mod testing;
+pub mod writer;
 
 use crate::index::object::{Key, Kind, ServicePort};
 

@@ -20,7 +20,7 @@ use kube::{
     api::{ListParams, PostParams},
 };
 use serde::de::DeserializeOwned;
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::{join, time::timeout};
 
 use super::{
@@ -32,6 +32,7 @@ use super::{
 use crate::{
     cluster::{self, Cluster},
     identity::{source::Source, status::Mesh},
+    routes::{self, Route},
     time::now,
 };
 
@@ -69,6 +70,10 @@ pub struct Facts {
     pub identity: Fact<Mesh>,
     /// The permissions that the service accounts of the mesh need, and whether they are granted.
     pub permissions: Fact<Vec<(Permission, bool)>>,
+    /// The definitions of the Gateway API that are installed, of those that the mesh uses.
+    pub gateway_api: Fact<Vec<Value>>,
+    /// The routes with Services as parents.
+    pub routes: Fact<Vec<Route>>,
     /// The result of a dry run of the injection.
     pub dry_run: Fact<DryRun>,
 }
@@ -111,6 +116,8 @@ impl Facts {
             permissions,
             dry_run,
             workloads,
+            gateway_api,
+            routes,
         ) = join!(
             list(Api::all(client.clone()), &all),
             list(Api::all(client.clone()), &all),
@@ -123,6 +130,8 @@ impl Facts {
             permissions::review(cluster),
             dry_run(cluster),
             workloads::list(cluster),
+            routes::definitions(client),
+            routes::fetch(client, None),
         );
         let now = now();
         let ready_pages = match &pods {
@@ -144,6 +153,8 @@ impl Facts {
             serving,
             roots,
             permissions,
+            gateway_api,
+            routes,
             dry_run,
         }
     }
@@ -249,8 +260,6 @@ const WEBHOOK_DOMAIN: &str = "injector.diy-service-mesh.dev";
 /// Facts for tests.
 #[cfg(test)]
 pub(super) mod testing {
-    use serde_json::Value;
-
     use super::*;
 
     pub(crate) const NOW: u64 = 1_800_000_000;
@@ -281,6 +290,8 @@ pub(super) mod testing {
             roots: unknown(),
             identity: unknown(),
             permissions: unknown(),
+            gateway_api: unknown(),
+            routes: unknown(),
             dry_run: unknown(),
         }
     }

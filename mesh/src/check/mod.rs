@@ -3,6 +3,7 @@
 
 mod certificates;
 pub mod facts;
+mod gateway;
 mod identity;
 mod permissions;
 mod platform;
@@ -90,7 +91,7 @@ impl Finding {
 
 /// Runs all checks.
 pub fn run(facts: &Facts) -> Vec<Finding> {
-    let checks: [fn(&Facts) -> Vec<Finding>; 17] = [
+    let checks: [fn(&Facts) -> Vec<Finding>; 19] = [
         platform::kubernetes,
         platform::components,
         platform::versions,
@@ -104,6 +105,8 @@ pub fn run(facts: &Facts) -> Vec<Finding> {
         settings::labels_and_annotations,
         settings::strict,
         workloads::workloads,
+        gateway::definitions,
+        gateway::routes,
         pods::injected,
         pods::proxies,
         identity::workloads,

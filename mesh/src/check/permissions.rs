@@ -122,11 +122,16 @@ pub(super) async fn review(cluster: &Cluster) -> Fact<Vec<(Permission, bool)>> {
 }
 
 fn access_review(permission: &Permission, namespace: &str) -> Value {
+    let (resource, subresource) = match permission.resource.split_once('/') {
+        Some((resource, subresource)) => (resource, Some(subresource)),
+        None => (permission.resource.as_str(), None),
+    };
     json!({"metadata": {}, "spec": {
         "user": format!("system:serviceaccount:{namespace}:{}", permission.account),
         "groups": ["system:serviceaccounts", format!("system:serviceaccounts:{namespace}"), "system:authenticated"],
         "resourceAttributes": {
-            "verb": permission.verb, "group": permission.group, "resource": permission.resource, "name": permission.name,
+            "verb": permission.verb, "group": permission.group, "resource": resource, "subresource": subresource,
+            "name": permission.name,
             "namespace": (!permission.cluster_wide).then_some(namespace),
         },
     }})
@@ -247,5 +252,9 @@ mod tests {
             "system:serviceaccount:mesh:injector"
         );
         assert_eq!(review["spec"]["resourceAttributes"]["namespace"], "mesh");
+        let status = permission("controller", "update", "httproutes/status");
+        let attributes = &access_review(&status, "mesh")["spec"]["resourceAttributes"];
+        assert_eq!(attributes["resource"], "httproutes");
+        assert_eq!(attributes["subresource"], "status");
     }
 }

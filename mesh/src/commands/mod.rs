@@ -4,6 +4,7 @@ pub mod check;
 pub mod demo;
 pub mod identity;
 pub mod rotate_root;
+pub mod routes;
 pub mod services;
 mod terminal;
 
@@ -36,6 +37,8 @@ pub enum Command {
     Identity(identity::Arguments),
     /// Rotate the trust root of the mesh without downtime
     RotateRoot(rotate_root::Arguments),
+    /// List the routes of Services with their backends and conditions
+    Routes(routes::Arguments),
     /// List the Services that the controller knows, with endpoints and identities
     Services(services::Arguments),
     /// Print a completion script for a shell
@@ -85,6 +88,7 @@ impl Command {
             Self::Check(arguments) => check::run(&arguments),
             Self::Identity(arguments) => identity::run(&arguments),
             Self::RotateRoot(arguments) => rotate_root::run(&arguments),
+            Self::Routes(arguments) => routes::run(&arguments),
             Self::Services(arguments) => services::run(arguments),
             Self::Completions { shell } => completions(shell),
             Self::Version => {

@@ -48,7 +48,7 @@ fn request_head(request: &RequestHead) {
         Framing::UntilClose,
         "a request ends before its connection"
     );
-    let called = Edits(&[Edit::Set("X-Called-By", CALLER)])
+    let called = Edits::of(&[Edit::Own("X-Called-By", Some(CALLER))])
         .fields(request.fields())
         .filter(|(name, _)| names_a_caller(name));
     assert!(
@@ -57,10 +57,8 @@ fn request_head(request: &RequestHead) {
     );
     for called_by in [None, Some(CALLER)] {
         let mut out = BytesMut::new();
-        let edit = called_by.map_or(Edit::Remove("X-Called-By"), |identity| {
-            Edit::Set("X-Called-By", identity)
-        });
-        request.write(&mut out, Edits(&[edit]));
+        let edit = Edit::Own("X-Called-By", called_by);
+        request.write(&mut out, Edits::of(&[edit]));
         if is_over_a_limit(&out) {
             continue;
         }
@@ -84,7 +82,7 @@ fn request_head(request: &RequestHead) {
             request.fields(),
         );
         let mut twice = BytesMut::new();
-        again.write(&mut twice, Edits(&[edit]));
+        again.write(&mut twice, Edits::of(&[edit]));
         assert_eq!(twice, out);
     }
 }

@@ -4,17 +4,12 @@
 use std::cell::Cell;
 use std::net::SocketAddr;
 use std::rc::Rc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::latency::Latency;
 use super::quarantine::{Cause, Quarantine, Siblings};
 use crate::connect::Pool;
-
-/// Whether a response with this HTTP status counts as a failure of the endpoint: a proxy or an
-/// application that is unavailable. Other errors are results of the request.
-pub fn is_failure_status(status: u16) -> bool {
-    matches!(status, 502..=504)
-}
+use crate::http::verdict::{Overload, Verdict};
 
 /// An endpoint of a backend.
 pub struct Endpoint {
@@ -22,9 +17,13 @@ pub struct Endpoint {
     pub address: SocketAddr,
     /// The connections to it.
     pub pool: Rc<Pool>,
+    /// Whether its proxy parses HTTP. Else its application gets all bytes.
+    pub is_opaque: bool,
     in_flight: Cell<u32>,
     latency: Latency,
     quarantine: Quarantine,
+    /// Until then, the endpoint wants no retries: it is overloaded.
+    no_retry_until: Cell<Option<Instant>>,
 }
 
 /// An in-flight request. The endpoint counts it until it is dropped.
@@ -39,13 +38,15 @@ pub struct InFlight {
 }
 
 impl Endpoint {
-    pub(super) fn new(pool: &Rc<Pool>, siblings: &Rc<Siblings>) -> Self {
+    pub(super) fn new(pool: &Rc<Pool>, is_opaque: bool, siblings: &Rc<Siblings>) -> Self {
         Self {
             address: pool.remote.address,
             pool: pool.clone(),
+            is_opaque,
             in_flight: Cell::new(0),
             latency: Latency::default(),
             quarantine: Quarantine::new(siblings),
+            no_retry_until: Cell::new(None),
         }
     }
 
@@ -69,6 +70,17 @@ impl Endpoint {
     /// Whether the endpoint is quarantined. The balancer prefers others.
     pub fn is_quarantined(&self, now: Instant) -> bool {
         self.quarantine.is_active(now)
+    }
+
+    /// Whether the endpoint usually answers within this time. True if its latency is unknown.
+    pub(super) fn answers_within(&self, time: Duration, now: Instant) -> bool {
+        let usual = self.latency.usual(now);
+        !time.is_zero() && usual.is_none_or(|usual| usual <= time)
+    }
+
+    /// Whether the endpoint has asked for no retries yet.
+    pub fn refuses_retries(&self, now: Instant) -> bool {
+        self.no_retry_until.get().is_some_and(|until| now < until)
     }
 
     /// Whether one more request costs less than on `other`.
@@ -135,15 +147,25 @@ impl InFlight {
         }
     }
 
-    /// Records the latency at the start of a response, and whether it is a failure of the endpoint.
-    /// Returns the time.
-    pub fn answered(&mut self, is_failure: bool) -> Instant {
+    /// Records the latency at the start of a response, and what it says about the endpoint. Returns
+    /// the time.
+    pub fn answered(&mut self, verdict: Verdict) -> Instant {
         let now = Instant::now();
-        if is_failure {
-            self.record_failure(Cause::Failed, now);
-        } else if !self.recorded {
-            self.record_latency(now);
-            self.endpoint.quarantine.record_success(self.started_at);
+        match verdict {
+            Verdict::Failure | Verdict::NotDelivered => self.record_failure(Cause::Failed, now),
+            Verdict::Overloaded(Overload { retry_after, .. }) => {
+                let until = self.endpoint.no_retry_until.get();
+                let until = until.map_or(now + retry_after, |until| until.max(now + retry_after));
+                self.endpoint.no_retry_until.set(Some(until));
+                if !self.recorded {
+                    self.record_overload(now);
+                }
+            }
+            Verdict::Success if !self.recorded => {
+                self.record_latency(now);
+                self.endpoint.quarantine.record_success(self.started_at);
+            }
+            Verdict::Success => {}
         }
         now
     }
@@ -171,6 +193,15 @@ impl InFlight {
             self.endpoint.latency.record_failure(latency, now);
             self.endpoint.record_failure(cause, self.is_probe, now);
         }
+    }
+
+    /// An overloaded endpoint gets fewer requests, as a slow one, and no quarantine: it works, and
+    /// the others would have its load too.
+    fn record_overload(&mut self, now: Instant) {
+        self.recorded = true;
+        let latency = now.saturating_duration_since(self.started_at);
+        self.endpoint.latency.record_failure(latency, now);
+        self.endpoint.quarantine.record_success(self.started_at);
     }
 
     fn record_latency(&mut self, now: Instant) {
@@ -202,8 +233,6 @@ impl Drop for InFlight {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
     use crate::connect::Remote;
     use crate::discovery::EndpointInfo;
@@ -212,7 +241,11 @@ mod tests {
 
     fn endpoint() -> Rc<Endpoint> {
         let remote = Remote::from(&EndpointInfo::bare(([127, 0, 0, 1], 80).into()));
-        Rc::new(Endpoint::new(&Rc::new(Pool::new(remote)), &Rc::default()))
+        Rc::new(Endpoint::new(
+            &Rc::new(Pool::new(remote)),
+            false,
+            &Rc::default(),
+        ))
     }
 
     #[test]
@@ -220,7 +253,7 @@ mod tests {
         let endpoint = endpoint();
         let (mut one, other) = (endpoint.begin(), endpoint.begin());
         assert_eq!(endpoint.in_flight(), 2);
-        one.answered(false);
+        one.answered(Verdict::Success);
         assert_eq!(endpoint.in_flight(), 2);
         drop((one, other));
         assert_eq!(endpoint.in_flight(), 0);
@@ -252,6 +285,17 @@ mod tests {
             !opened.is_cheaper(&dialed, Instant::now())
                 && !dialed.is_cheaper(&opened, Instant::now())
         );
+    }
+
+    #[test]
+    fn answers_within_the_usual_latency() {
+        let (unknown, slow, now) = (endpoint(), endpoint(), Instant::now());
+        for _ in 0..10 {
+            slow.latency.record_success(SECOND, now);
+        }
+        assert!(slow.answers_within(2 * SECOND, now) && !slow.answers_within(SECOND / 2, now));
+        assert!(unknown.answers_within(SECOND / 2, now));
+        assert!(!unknown.answers_within(Duration::ZERO, now));
     }
 
     #[test]

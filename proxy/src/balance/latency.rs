@@ -62,6 +62,13 @@ impl Latency {
         }
     }
 
+    /// The mean latency, if it is known.
+    pub fn usual(&self, now: Instant) -> Option<Duration> {
+        let samples = self.0.get();
+        let known = samples.filter(|samples| samples.weight_at(now) >= MIN_WEIGHT);
+        known.map(|samples| Duration::from_secs_f64(samples.mean.max(0.0)))
+    }
+
     /// Records the latency of a response.
     pub fn record_success(&self, latency: Duration, now: Instant) {
         self.record(latency.as_secs_f64(), now);

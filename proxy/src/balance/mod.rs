@@ -16,22 +16,23 @@ use std::cell::RefCell;
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
 
 use crate::connect::Remote;
 use crate::connect::{OpenPool, Pools};
-use crate::discovery::{Affinity, AppProtocol, EndpointInfo, Target};
+use crate::discovery::{Affinity, AppProtocol, EndpointInfo, Resource, Target};
 use crate::error::Failure;
+use crate::route::Routes;
 pub use budget::{BudgetSettings, RetryBudget};
-pub use endpoint::{Endpoint, InFlight, is_failure_status};
+pub use endpoint::{Endpoint, InFlight};
 use quarantine::Siblings;
 
 /// The endpoints of a Service port, or of a pod, among which requests are balanced.
 pub struct Backend {
-    /// The original destination, which is the endpoint of what discovery does not know.
-    address: SocketAddr,
+    /// What discovery resolves. An address is the endpoint of what discovery does not know.
+    resource: Resource,
     updates: Option<RefCell<watch::Receiver<Arc<Target>>>>,
     state: RefCell<State>,
     pools: Rc<Pools>,
@@ -49,6 +50,8 @@ struct State {
     members: Vec<Member>,
     /// The endpoint that requests keep.
     affinity: Option<Arc<Affinity>>,
+    routes: Option<Arc<Routes>>,
+    is_pod: bool,
 }
 
 struct Member {
@@ -62,29 +65,29 @@ struct Member {
 impl Backend {
     /// A backend whose only endpoint is `address` itself, such as the local application.
     pub fn fixed(address: SocketAddr, pools: &Rc<Pools>) -> Self {
-        Self::new(address, &Target::Unknown, None, pools)
+        Self::new(address.into(), &Target::Unknown, None, pools)
     }
 
-    /// A backend that follows the updates of discovery for `address`.
+    /// A backend that follows the updates of discovery for `resource`.
     pub fn watched(
-        address: SocketAddr,
+        resource: impl Into<Resource>,
         mut updates: watch::Receiver<Arc<Target>>,
         pools: &Rc<Pools>,
     ) -> Self {
         let target = updates.borrow_and_update().clone();
-        Self::new(address, &target, Some(updates), pools)
+        Self::new(resource.into(), &target, Some(updates), pools)
     }
 
     fn new(
-        address: SocketAddr,
+        resource: Resource,
         target: &Target,
         updates: Option<watch::Receiver<Arc<Target>>>,
         pools: &Rc<Pools>,
     ) -> Self {
         let siblings = Rc::default();
-        let state = State::new(target, address, Vec::new(), pools, &siblings);
+        let state = State::new(target, &resource, Vec::new(), pools, &siblings);
         Self {
-            address,
+            resource,
             updates: updates.map(RefCell::new),
             state: RefCell::new(state),
             pools: pools.clone(),
@@ -102,6 +105,17 @@ impl Backend {
     /// The name for logs and errors: `namespace/name` of the Service or pod, else the address.
     pub fn name(&self) -> Rc<str> {
         self.state.borrow().name.clone()
+    }
+
+    /// The routes of HTTP requests, if there are any.
+    pub fn routes(&self) -> Option<Arc<Routes>> {
+        self.apply_updates();
+        self.state.borrow().routes.clone()
+    }
+
+    /// Whether it is one pod, and not a Service.
+    pub fn is_pod(&self) -> bool {
+        self.state.borrow().is_pod
     }
 
     /// Selects the endpoint for the next request: the better of two random ones, without those in
@@ -124,11 +138,28 @@ impl Backend {
         self.state.borrow().members.len()
     }
 
+    /// The endpoints that want no retries at this time.
+    pub fn refuse_retries(&self, now: Instant) -> Vec<SocketAddr> {
+        let state = self.state.borrow();
+        let endpoints = state.members.iter().map(|member| &member.endpoint);
+        let refusing = endpoints.filter(|endpoint| endpoint.refuses_retries(now));
+        refusing.map(|endpoint| endpoint.address).collect()
+    }
+
     /// Whether there is an endpoint that is not in `tried`.
     pub fn has_untried(&self, tried: &[SocketAddr]) -> bool {
+        self.has_untried_that(tried, |_| true)
+    }
+
+    /// Whether there is an endpoint that is not in `tried`, and usually answers within this time.
+    pub fn can_answer_within(&self, time: Duration, tried: &[SocketAddr], now: Instant) -> bool {
+        self.has_untried_that(tried, |endpoint| endpoint.answers_within(time, now))
+    }
+
+    fn has_untried_that(&self, tried: &[SocketAddr], matches: impl Fn(&Endpoint) -> bool) -> bool {
         let state = self.state.borrow();
-        let mut members = state.members.iter();
-        members.any(|member| !tried.contains(&member.info.address))
+        let mut endpoints = state.members.iter().map(|member| &member.endpoint);
+        endpoints.any(|endpoint| !tried.contains(&endpoint.address) && matches(endpoint))
     }
 
     /// The endpoint with this address.
@@ -148,7 +179,7 @@ impl Backend {
         if updates.borrow().has_changed().unwrap_or(false) {
             let target = updates.borrow_mut().borrow_and_update().clone();
             let before = std::mem::take(&mut self.state.borrow_mut().members);
-            let state = State::new(&target, self.address, before, &self.pools, &self.siblings);
+            let state = State::new(&target, &self.resource, before, &self.pools, &self.siblings);
             self.state.replace(state);
         }
     }
@@ -169,14 +200,14 @@ impl Backend {
 impl State {
     fn new(
         target: &Target,
-        address: SocketAddr,
+        resource: &Resource,
         before: Vec<Member>,
         pools: &Pools,
         siblings: &Rc<Siblings>,
     ) -> Self {
         let (name, app_protocol, endpoints) = match target {
             Target::Withheld | Target::Refused => {
-                (address.to_string(), AppProtocol::Detect, Vec::new())
+                (resource.to_string(), AppProtocol::Detect, Vec::new())
             }
             Target::UnknownPort(unknown) => (
                 format!("{}/{}", unknown.namespace, unknown.name),
@@ -184,9 +215,12 @@ impl State {
                 Vec::new(),
             ),
             Target::Unknown => (
-                address.to_string(),
+                resource.to_string(),
                 AppProtocol::Detect,
-                vec![Arc::new(EndpointInfo::bare(address))],
+                match resource {
+                    Resource::Destination(address) => vec![Arc::new(EndpointInfo::bare(*address))],
+                    Resource::Backend(_) => Vec::new(),
+                },
             ),
             Target::Service(service) => (
                 format!("{}/{}", service.namespace, service.name),
@@ -201,10 +235,10 @@ impl State {
         };
         let unavailable = match target {
             Target::Refused => Failure::Overloaded("too many destinations are in use"),
-            Target::Withheld => Failure::Withheld(address),
+            Target::Withheld => Failure::Withheld(resource.to_string()),
             Target::UnknownPort(unknown) => Failure::UnknownPort {
                 service: name.clone(),
-                port: address.port(),
+                port: resource.port(),
                 ports: unknown.ports.as_slice().into(),
             },
             _ => Failure::NoEndpoint(name.clone()),
@@ -225,6 +259,8 @@ impl State {
                 Target::Service(service) => service.affinity.clone(),
                 _ => None,
             },
+            routes: target.routes().cloned(),
+            is_pod: matches!(target, Target::Pod(_)),
         }
     }
 
@@ -292,7 +328,7 @@ fn merge(
                     replaced.endpoint.remove();
                 }
                 let pool = pools.open(Remote::from(&*info));
-                let endpoint = Rc::new(Endpoint::new(pool.pool(), siblings));
+                let endpoint = Rc::new(Endpoint::new(pool.pool(), info.opaque, siblings));
                 Member {
                     info,
                     endpoint,

@@ -1,6 +1,9 @@
 //! Services of several endpoints, through the proxies of a caller and of each endpoint: which
 //! endpoints get requests, and what a caller reads if none does.
 
+mod hops;
+mod overload;
+
 use std::cell::Cell;
 use std::future::poll_fn;
 use std::net::SocketAddr;
@@ -28,6 +31,7 @@ const POST: &str =
 struct Service {
     caller: Side,
     endpoints: Vec<Side>,
+    addresses: Vec<SocketAddr>,
     destination: Rc<Destination>,
 }
 
@@ -53,6 +57,7 @@ impl Service {
     async fn with(authority: &Authority, mut infos: Vec<EndpointInfo>) -> Self {
         infos.sort_by_key(|info| info.address);
         let web = credentials(authority, WEB, |_| {});
+        let addresses = infos.iter().map(|info| info.address).collect();
         let (discovery, mut questions) = Discovery::by_hand();
         let caller = Side::new(Some(web), "", discovery);
         let target = Target::Service(ServiceTarget {
@@ -70,6 +75,7 @@ impl Service {
         Self {
             caller,
             endpoints: Vec::new(),
+            addresses,
             destination,
         }
     }

@@ -177,7 +177,7 @@ impl FakeStream {
         }
     }
 
-    async fn action(&mut self) -> Action {
+    pub async fn action(&mut self) -> Action {
         let request = soon(self.requests.message())
             .await
             .expect("the stream is open")

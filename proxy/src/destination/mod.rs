@@ -8,37 +8,45 @@ mod tests;
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::fmt;
+use std::hash::Hash;
 use std::net::SocketAddr;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::sync::OnceCell;
 
 use crate::balance::Backend;
 use crate::connect::Pools;
-use crate::discovery::{AppProtocol, Discovery};
+use crate::discovery::{AppProtocol, Discovery, Resource};
+use crate::route::Routes;
 
-/// The maximum number of destinations of a worker. Destinations above it are served, but not shared
-/// or kept.
+/// The maximum number of destinations of a worker, and of backends. Those above it are served, but
+/// not shared or kept.
 const MAX_DESTINATIONS: usize = 10_000;
 /// How long a destination without connections is kept.
 const DESTINATION_IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The destinations of one worker.
+/// The destinations of one worker, and the backends of their routes.
 pub struct Destinations {
     discovery: Discovery,
-    entries: RefCell<HashMap<SocketAddr, Rc<Entry>>>,
+    destinations: Registry<SocketAddr, Destination>,
+    backends: Registry<Arc<str>, Backend>,
     /// The connections to their endpoints.
     pools: Rc<Pools>,
+}
+
+/// Values by name that discovery keeps up to date. Idle ones are evicted.
+struct Registry<K, T> {
+    entries: RefCell<HashMap<K, Rc<Entry<T>>>>,
     limit: usize,
 }
 
-/// A destination, set when the first response of discovery arrives. Concurrent callers wait for the
-/// same response.
-#[derive(Default)]
-struct Entry {
-    destination: OnceCell<Rc<Destination>>,
-    /// The destination was requested since the last eviction run.
+/// A value, set when the first response of discovery arrives. Concurrent callers wait for the same
+/// response.
+struct Entry<T> {
+    value: OnceCell<Rc<T>>,
+    /// The value was requested since the last eviction run.
     used: Cell<bool>,
     idle_since: Cell<Option<Instant>>,
 }
@@ -59,97 +67,15 @@ impl Destinations {
     pub fn new(discovery: Discovery) -> Self {
         Self {
             discovery,
-            entries: RefCell::default(),
+            destinations: Registry::new(MAX_DESTINATIONS),
+            backends: Registry::new(MAX_DESTINATIONS),
             pools: Rc::default(),
-            limit: MAX_DESTINATIONS,
         }
     }
 
     /// The destination at `address`. For a new one, subscribes to it and waits for the first
     /// response of discovery, which is limited in time.
     pub async fn get_or_watch(&self, address: SocketAddr) -> Rc<Destination> {
-        let Some(entry) = self.entry(address) else {
-            return Rc::new(self.resolve(address).await);
-        };
-        entry.used.set(true);
-        // A refused destination is not kept: the next caller subscribes again.
-        let resolve = async || {
-            let destination = Rc::new(self.resolve(address).await);
-            if destination.is_refused() {
-                Err(destination)
-            } else {
-                Ok(destination)
-            }
-        };
-        entry
-            .destination
-            .get_or_try_init(resolve)
-            .await
-            .cloned()
-            .unwrap_or_else(|refused| refused)
-    }
-
-    /// The destination at `address` with the address itself as its endpoint, without discovery.
-    pub fn fixed(&self, address: SocketAddr) -> Rc<Destination> {
-        let fixed = || {
-            let backend = Backend::fixed(address, &self.pools);
-            Rc::new(Destination::new(address, backend))
-        };
-        let Some(entry) = self.entry(address) else {
-            return fixed();
-        };
-        entry.used.set(true);
-        if let Some(destination) = entry.destination.get() {
-            return destination.clone();
-        }
-        let destination = fixed();
-        // Fails while a caller waits for discovery. Then this destination is not shared.
-        let _ = entry.destination.set(destination.clone());
-        destination
-    }
-
-    /// Evicts idle destinations and idle connections, and applies updates to destinations without
-    /// requests. The worker calls it every few seconds.
-    pub fn evict_idle(&self, now: Instant) {
-        let mut entries = self.entries.borrow_mut();
-        entries.retain(|_, entry| {
-            let retain = entry.should_retain(now);
-            if let (true, Some(destination)) = (retain, entry.destination.get()) {
-                destination.backend.apply_updates();
-            }
-            retain
-        });
-        if entries.len() < entries.capacity() / 4 {
-            entries.shrink_to_fit();
-        }
-        self.pools.evict_idle(now);
-    }
-
-    /// The number of destinations.
-    pub fn len(&self) -> usize {
-        self.entries.borrow().len()
-    }
-
-    /// Whether there is no destination.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// The entry for `address`. None if all entries are in use and the limit is reached.
-    fn entry(&self, address: SocketAddr) -> Option<Rc<Entry>> {
-        let mut entries = self.entries.borrow_mut();
-        if let Some(entry) = entries.get(&address) {
-            return Some(entry.clone());
-        }
-        if entries.len() >= self.limit {
-            drop(entries);
-            self.release_unused();
-            entries = self.entries.borrow_mut();
-        }
-        (entries.len() < self.limit).then(|| entries.entry(address).or_default().clone())
-    }
-
-    async fn resolve(&self, address: SocketAddr) -> Destination {
         let resolve = async || {
             let backend = if self.discovery.is_off() {
                 Backend::fixed(address, &self.pools)
@@ -159,15 +85,128 @@ impl Destinations {
             };
             Destination::new(address, backend)
         };
-        let destination = resolve().await;
-        if !destination.is_refused() || !self.release_unused() {
-            return destination;
+        self.destinations
+            .get_or_resolve(address, async || self.retry_refused(resolve).await)
+            .await
+    }
+
+    /// The backend with this name, "NAMESPACE/SERVICE:PORT". Waits as for a destination.
+    pub async fn backend(&self, name: &Arc<str>) -> Rc<Backend> {
+        let resolve = async || {
+            let resource = Resource::Backend(name.clone());
+            let updates = self.discovery.watch(resource.clone()).await;
+            Backend::watched(resource, updates, &self.pools)
+        };
+        self.backends
+            .get_or_resolve(name.clone(), async || self.retry_refused(resolve).await)
+            .await
+    }
+
+    /// The destination at `address` with the address itself as its endpoint, without discovery.
+    pub fn fixed(&self, address: SocketAddr) -> Rc<Destination> {
+        let fixed = || {
+            let backend = Backend::fixed(address, &self.pools);
+            Rc::new(Destination::new(address, backend))
+        };
+        let Some(entry) = self.destinations.entry(address) else {
+            return fixed();
+        };
+        entry.used.set(true);
+        if let Some(destination) = entry.value.get() {
+            return destination.clone();
+        }
+        let destination = fixed();
+        // Fails while a caller waits for discovery. Then this destination is not shared.
+        let _ = entry.value.set(destination.clone());
+        destination
+    }
+
+    /// Evicts what is idle (destinations, backends, connections), and applies updates to those
+    /// without requests. The worker calls it every few seconds.
+    pub fn evict_idle(&self, now: Instant) {
+        self.destinations.evict_idle(now);
+        self.backends.evict_idle(now);
+        self.pools.evict_idle(now);
+    }
+
+    /// The number of destinations.
+    pub fn len(&self) -> usize {
+        self.destinations.entries.borrow().len()
+    }
+
+    /// Whether there is no destination.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Resolves again if discovery refused the subscription and others can be given up.
+    async fn retry_refused<T: AsRef<Backend>>(&self, resolve: impl AsyncFn() -> T) -> T {
+        let value = resolve().await;
+        let is_refused = value.as_ref().is_refused();
+        let release = || self.destinations.release_unused() | self.backends.release_unused();
+        if !is_refused || !release() {
+            return value;
         }
         resolve().await
     }
+}
 
-    /// Removes destinations without connections, which frees subscriptions of discovery. Returns
-    /// whether there were any.
+impl<K: Clone + Eq + Hash, T: AsRef<Backend>> Registry<K, T> {
+    fn new(limit: usize) -> Self {
+        Self {
+            entries: RefCell::default(),
+            limit,
+        }
+    }
+
+    /// The value with this name. One that discovery refuses is not kept: the next caller subscribes
+    /// again. Over the limit, values are not shared.
+    async fn get_or_resolve(&self, key: K, resolve: impl AsyncFn() -> T) -> Rc<T> {
+        let Some(entry) = self.entry(key) else {
+            return Rc::new(resolve().await);
+        };
+        entry.used.set(true);
+        let resolve = async || {
+            let value = Rc::new(resolve().await);
+            match (*value).as_ref().is_refused() {
+                true => Err(value),
+                false => Ok(value),
+            }
+        };
+        let value = entry.value.get_or_try_init(resolve).await;
+        value.cloned().unwrap_or_else(|refused| refused)
+    }
+
+    fn evict_idle(&self, now: Instant) {
+        let mut entries = self.entries.borrow_mut();
+        entries.retain(|_, entry| {
+            let retain = entry.should_retain(now);
+            if let (true, Some(value)) = (retain, entry.value.get()) {
+                (**value).as_ref().apply_updates();
+            }
+            retain
+        });
+        if entries.len() < entries.capacity() / 4 {
+            entries.shrink_to_fit();
+        }
+    }
+
+    /// The entry for `key`. None if all entries are in use and the limit is reached.
+    fn entry(&self, key: K) -> Option<Rc<Entry<T>>> {
+        let mut entries = self.entries.borrow_mut();
+        if let Some(entry) = entries.get(&key) {
+            return Some(entry.clone());
+        }
+        if entries.len() >= self.limit {
+            drop(entries);
+            self.release_unused();
+            entries = self.entries.borrow_mut();
+        }
+        (entries.len() < self.limit).then(|| entries.entry(key).or_default().clone())
+    }
+
+    /// Removes values that are not in use, which frees subscriptions of discovery. Returns whether
+    /// there were any.
     fn release_unused(&self) -> bool {
         let mut entries = self.entries.borrow_mut();
         let before = entries.len();
@@ -176,23 +215,30 @@ impl Destinations {
     }
 }
 
-impl Entry {
-    /// Whether a connection uses the destination, or waits for it.
+impl<T> Default for Entry<T> {
+    fn default() -> Self {
+        Self {
+            value: OnceCell::default(),
+            used: Cell::default(),
+            idle_since: Cell::default(),
+        }
+    }
+}
+
+impl<T: AsRef<Backend>> Entry<T> {
+    /// Whether a connection or a request uses the value, or waits for it.
     fn is_in_use(self: &Rc<Self>) -> bool {
-        Rc::strong_count(self) > 1
-            || self
-                .destination
-                .get()
-                .is_some_and(|destination| Rc::strong_count(destination) > 1)
+        let value = self.value.get();
+        Rc::strong_count(self) > 1 || value.is_some_and(|value| Rc::strong_count(value) > 1)
     }
 
-    /// Whether the destination was used recently, and discovery still updates it. If not, the next
+    /// Whether the value was used recently, and discovery still updates it. If not, the next
     /// request subscribes again.
     fn should_retain(&self, now: Instant) -> bool {
-        let (held, unwatched) = match self.destination.get() {
-            Some(destination) => (
-                Rc::strong_count(destination) > 1,
-                destination.backend.is_unwatched(),
+        let (held, unwatched) = match self.value.get() {
+            Some(value) => (
+                Rc::strong_count(value) > 1,
+                (**value).as_ref().is_unwatched(),
             ),
             None => (false, false),
         };
@@ -202,6 +248,18 @@ impl Entry {
         let since = self.idle_since.get().unwrap_or(now);
         self.idle_since.set(Some(since));
         !unwatched && now.saturating_duration_since(since) < DESTINATION_IDLE_TIMEOUT
+    }
+}
+
+impl AsRef<Backend> for Backend {
+    fn as_ref(&self) -> &Backend {
+        self
+    }
+}
+
+impl AsRef<Backend> for Destination {
+    fn as_ref(&self) -> &Backend {
+        &self.backend
     }
 }
 
@@ -234,9 +292,9 @@ impl Destination {
         self.backend.name()
     }
 
-    /// Whether discovery refused the subscription, because its table of destinations is full.
-    fn is_refused(&self) -> bool {
-        self.backend.is_refused()
+    /// The routes of its HTTP requests, if there are any.
+    pub fn routes(&self) -> Option<Arc<Routes>> {
+        self.backend.routes()
     }
 }
 

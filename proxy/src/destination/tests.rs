@@ -380,6 +380,7 @@ fn unknown_destinations_and_pods_use_the_original_address() {
         name,
         app_protocol: AppProtocol::Opaque,
         endpoint: info("10.96.0.7:80"),
+        routes: None,
     };
     sender.send_replace(Arc::new(Target::Pod(pod)));
     assert_eq!(
@@ -423,7 +424,7 @@ async fn concurrent_requests_share_one_watch() {
     let ask = || destinations.get_or_watch(address("10.96.0.7:80"));
     let answer = async {
         let (asked, reply) = questions.next().await;
-        assert_eq!(asked, address("10.96.0.7:80"));
+        assert_eq!(asked, address("10.96.0.7:80").into());
         reply(service(&[info("10.0.0.1:80")]))
     };
     let (one, other, sender) = tokio::join!(ask(), ask(), answer);
@@ -549,10 +550,8 @@ async fn resubscribes_after_discovery_drops_the_watch() {
 
 #[tokio::test]
 async fn serves_destinations_over_limit_without_keeping_them() {
-    let destinations = Destinations {
-        limit: 1,
-        ..Destinations::new(Discovery::off())
-    };
+    let mut destinations = Destinations::new(Discovery::off());
+    destinations.destinations.limit = 1;
     let kept = destinations.get_or_watch(address("10.0.0.1:80")).await;
     let over = destinations.get_or_watch(address("10.0.0.2:80")).await;
     let over_too = destinations.fixed(address("10.0.0.2:80"));
@@ -569,10 +568,8 @@ async fn serves_destinations_over_limit_without_keeping_them() {
 
 #[tokio::test]
 async fn evicts_unused_destinations_at_limit() {
-    let destinations = Destinations {
-        limit: 2,
-        ..Destinations::new(Discovery::off())
-    };
+    let mut destinations = Destinations::new(Discovery::off());
+    destinations.destinations.limit = 2;
     let held = destinations.get_or_watch(address("10.0.0.1:80")).await;
     drop(destinations.get_or_watch(address("10.0.0.2:80")).await);
     let kept = destinations.get_or_watch(address("10.0.0.3:80")).await;
@@ -591,7 +588,7 @@ async fn evicts_unused_destinations_at_limit() {
 /// Refuses the next subscription, as discovery does when its table is full.
 async fn refuse(questions: &mut Questions, text: &str) {
     let (asked, reply) = soon(questions.next()).await;
-    assert_eq!(asked, address(text));
+    assert_eq!(asked, address(text).into());
     drop(reply);
 }
 

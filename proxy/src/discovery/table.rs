@@ -1,5 +1,6 @@
-//! Table of subscribed destinations: target, version and receivers of each. Pure: takes responses
-//! and instants, sends targets to receivers and returns requests for the controller.
+//! Table of subscribed resources (destinations and backends): target, version and receivers of each.
+//! Pure: takes responses and instants, sends targets to receivers and returns requests for the
+//! controller.
 
 use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
@@ -9,12 +10,14 @@ use std::time::Duration;
 use diy_mesh_proto::mesh::v1::discover_request::Action;
 use diy_mesh_proto::mesh::v1::discover_response::Update;
 use diy_mesh_proto::mesh::v1::{
-    DiscoverRequest, DiscoverResponse, Endpoint, ResourceType, Snapshot, Subscribe, Unsubscribe,
+    Acknowledgement, DiscoverRequest, DiscoverResponse, Endpoint, Snapshot, Subscribe, Unsubscribe,
 };
 use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::position::Position;
+use super::resource::Resource;
+use super::routes;
 use super::target::{self, Target};
 
 /// Maximum number of expired meshed destinations that are remembered, about 2 MB.
@@ -25,9 +28,9 @@ pub(super) const MAX_REFUSAL: Duration = Duration::from_secs(30);
 /// Maximum number of endpoints of a destination, about 60 MB.
 const MAX_ENDPOINTS: usize = 200_000;
 
-/// All subscribed destinations, and which expired ones were meshed.
+/// All subscribed resources, and which expired destinations were meshed.
 pub(super) struct Table {
-    entries: HashMap<SocketAddr, Entry>,
+    entries: HashMap<Resource, Entry>,
     were_meshed: WereMeshed,
     limit: usize,
 }
@@ -69,6 +72,8 @@ struct Entry {
     settled: bool,
     /// Whether the latest target with endpoints was meshed.
     meshed: bool,
+    /// The routes of the latest snapshot are invalid: earlier ones stay in force.
+    routes_rejected: bool,
     unused_since: Option<Instant>,
 }
 
@@ -108,13 +113,13 @@ impl Table {
         self.entries.len()
     }
 
-    /// A receiver for `destination`, and the requests to send if the destination is new.
+    /// A receiver for `resource`, and the requests to send if it is new.
     pub fn watch(
         &mut self,
-        destination: SocketAddr,
+        resource: impl Into<Resource>,
     ) -> Result<(Watched, Vec<DiscoverRequest>), Full> {
-        let destination = target::canonical(destination);
-        if let Some(entry) = self.entries.get_mut(&destination) {
+        let resource = resource.into().canonical();
+        if let Some(entry) = self.entries.get_mut(&resource) {
             entry.unused_since = None;
             return Ok((
                 Watched {
@@ -133,9 +138,14 @@ impl Table {
             return Err(Full);
         }
         // A formerly meshed destination gets no plaintext until the controller sends another
-        // target.
-        let meshed = self.were_meshed.addresses.remove(&destination);
-        let withheld = meshed || self.were_meshed.is_incomplete;
+        // target. A backend has no address of its own.
+        let (meshed, withheld) = match &resource {
+            Resource::Destination(address) => {
+                let meshed = self.were_meshed.addresses.remove(address);
+                (meshed, meshed || self.were_meshed.is_incomplete)
+            }
+            Resource::Backend(_) => (false, true),
+        };
         let (sender, receiver) = watch::channel(Arc::new(if withheld {
             Target::Withheld
         } else {
@@ -150,10 +160,11 @@ impl Table {
             partial: None,
             settled: false,
             meshed,
+            routes_rejected: false,
             unused_since: None,
         };
-        requests.push(subscribe(destination, &entry));
-        self.entries.insert(destination, entry);
+        requests.push(subscribe(&resource, &entry));
+        self.entries.insert(resource, entry);
         Ok((
             Watched {
                 receiver,
@@ -170,36 +181,35 @@ impl Table {
         let unneeded = |entry: &Entry| entry.sender.receiver_count() == 0 && !entry.meshed;
         self.entries
             .extract_if(|_, entry| unneeded(entry))
-            .map(|(address, _)| unsubscribe(address))
+            .map(|(resource, _)| unsubscribe(&resource))
             .collect()
     }
 
     /// Applies a response. Reports each invalid part and applies the others. Ignores responses
-    /// about expired destinations, which cross the unsubscription on the wire. Returns whether the
-    /// state on the stream is older than the known one, which stays.
+    /// about expired resources, which cross the unsubscription on the wire.
     pub fn apply(
         &mut self,
         response: DiscoverResponse,
         now: Instant,
         report: &mut dyn FnMut(String),
-    ) -> bool {
-        let name = &response.name;
-        let is_destination = response.r#type == i32::from(ResourceType::Destination);
-        let address = name.parse::<SocketAddr>().ok().filter(|_| is_destination);
-        let Some(address) = address.map(target::canonical) else {
-            report(format!(
-                "response about {name:?} of type {}, expected ADDRESS:PORT of type 0",
-                response.r#type
-            ));
-            return false;
+    ) -> Applied {
+        let resource = match Resource::parse(response.r#type, &response.name) {
+            Ok(resource) => resource,
+            Err(error) => {
+                report(error);
+                return Applied::default();
+            }
         };
-        let Some(entry) = self.entries.get_mut(&address) else {
-            return false;
+        let Some(entry) = self.entries.get_mut(&resource) else {
+            return Applied::default();
         };
-        entry.apply(address, response, now, &mut |error| {
-            report(format!("{address}: {error}"))
+        let acknowledgement = entry.apply(&resource, response, now, &mut |error| {
+            report(format!("{resource}: {error}"))
         });
-        entry.refused.is_some()
+        Applied {
+            is_older: entry.refused.is_some(),
+            acknowledgement,
+        }
     }
 
     /// Ends the wait for first responses, because the controller is unavailable.
@@ -214,11 +224,11 @@ impl Table {
     pub fn resume(&mut self, now: Instant, idle: Duration) -> Vec<DiscoverRequest> {
         self.mark_unused(now);
         self.remove_idle(now, idle);
-        let resubscribe = |(address, entry): (&SocketAddr, &mut Entry)| {
+        let resubscribe = |(resource, entry): (&Resource, &mut Entry)| {
             entry.phase = Phase::Subscribed;
             entry.partial = None;
             entry.refused = None;
-            subscribe(*address, entry)
+            subscribe(resource, entry)
         };
         self.entries.iter_mut().map(resubscribe).collect()
     }
@@ -235,16 +245,16 @@ impl Table {
         };
         let mut requests: Vec<_> = self
             .remove_idle(now, idle)
-            .into_iter()
+            .iter()
             .map(unsubscribe)
             .collect();
-        for (address, entry) in self
+        for (resource, entry) in self
             .entries
             .iter_mut()
             .filter(|(_, entry)| entry.phase == Phase::OutOfSync)
         {
             entry.phase = Phase::Subscribed;
-            requests.extend([unsubscribe(*address), subscribe(*address, entry)]);
+            requests.extend([unsubscribe(resource), subscribe(resource, entry)]);
         }
         if self.entries.len() < self.entries.capacity() / 4 {
             self.entries.shrink_to_fit();
@@ -254,25 +264,26 @@ impl Table {
 
     /// Removes destinations without receivers after `idle`, and remembers which of them were
     /// meshed.
-    fn remove_idle(&mut self, now: Instant, idle: Duration) -> Vec<SocketAddr> {
+    fn remove_idle(&mut self, now: Instant, idle: Duration) -> Vec<Resource> {
         let idle_entries = self.entries.extract_if(|_, entry| entry.is_idle(now, idle));
-        let remember = |(address, entry): (SocketAddr, Entry)| {
-            if entry.meshed {
-                self.were_meshed.insert(address);
+        let remember = |(resource, entry): (Resource, Entry)| {
+            match resource {
+                Resource::Destination(address) if entry.meshed => self.were_meshed.insert(address),
+                _ => {}
             }
-            address
+            resource
         };
         idle_entries.map(remember).collect()
     }
 
     /// Publishes the states that were refused for [`MAX_REFUSAL`]: no replica sends newer ones.
-    /// Returns their destinations.
-    pub fn accept_refused(&mut self, now: Instant) -> Vec<SocketAddr> {
+    /// Returns their names.
+    pub fn accept_refused(&mut self, now: Instant) -> Vec<Resource> {
         let is_due = |refused: &mut Refused| now.duration_since(refused.since) >= MAX_REFUSAL;
-        let due = self.entries.iter_mut().filter_map(|(address, entry)| {
+        let due = self.entries.iter_mut().filter_map(|(resource, entry)| {
             let refused = entry.refused.take_if(is_due)?;
             entry.publish(refused.target, refused.version, refused.position);
-            Some(*address)
+            Some(resource.clone())
         });
         due.collect()
     }
@@ -288,6 +299,15 @@ impl Table {
     }
 }
 
+/// The effect of a response.
+#[derive(Debug, Default)]
+pub(super) struct Applied {
+    /// The state on the stream is older than the known one, which stays.
+    pub is_older: bool,
+    /// Of the routes.
+    pub acknowledgement: Option<Acknowledgement>,
+}
+
 impl WereMeshed {
     fn insert(&mut self, address: SocketAddr) {
         if self.addresses.len() < self.limit {
@@ -301,11 +321,11 @@ impl WereMeshed {
 impl Entry {
     fn apply(
         &mut self,
-        address: SocketAddr,
+        resource: &Resource,
         response: DiscoverResponse,
         now: Instant,
         report: &mut dyn FnMut(String),
-    ) {
+    ) -> Option<Acknowledgement> {
         let DiscoverResponse {
             version,
             update,
@@ -320,32 +340,43 @@ impl Entry {
             report(error);
         };
         let mut names_identity = false;
+        let mut acknowledgement = None;
         let next = match update {
             Some(Update::Snapshot(snapshot)) => {
-                let snapshot = self.append(snapshot);
+                let mut snapshot = self.append(snapshot);
                 if snapshot.endpoints.len() + snapshot.draining.len() > MAX_ENDPOINTS {
                     report(format!("snapshot of more than {MAX_ENDPOINTS} endpoints"));
-                    return self.mark_out_of_sync();
+                    self.mark_out_of_sync();
+                    return None;
                 }
                 if more {
                     self.partial = Some(snapshot);
-                    return;
+                    return None;
                 }
+                let routes = snapshot.routes.take().map(routes::parse);
+                acknowledgement = routes.as_ref().map(|routes| Acknowledgement {
+                    r#type: resource.kind().into(),
+                    name: resource.to_string(),
+                    version: version.clone(),
+                    rejection: routes.as_ref().err().cloned().unwrap_or_default(),
+                });
+                self.routes_rejected = matches!(routes, Some(Err(_)));
                 let is_meshed = |endpoint: &Endpoint| !endpoint.identity.is_empty();
                 let mut endpoints = snapshot.endpoints.iter().chain(&snapshot.draining);
                 names_identity = endpoints.any(is_meshed);
-                target::from_snapshot(address, snapshot, &mut report_part)
+                let target = target::from_snapshot(resource, snapshot, &mut report_part);
+                target.map(|target| target.with_routes(routes, &self.sender.borrow()))
             }
             // The replica may lag behind.
             Some(Update::Unknown(_)) if self.meshed => Ok(Target::Withheld),
-            Some(Update::Unknown(_)) => Ok(Target::Unknown),
+            Some(Update::Unknown(_)) => Ok(Target::unknown(resource)),
             Some(Update::Unchanged(_)) if self.settled && !self.version.is_empty() => {
                 self.phase = Phase::Current;
                 self.refused = None;
-                return;
+                return None;
             }
             Some(Update::Unchanged(_)) => Err("unchanged, but no version is known".to_owned()),
-            Some(Update::Delta(_)) if self.phase == Phase::OutOfSync => return,
+            Some(Update::Delta(_)) if self.phase == Phase::OutOfSync => return None,
             Some(Update::Delta(_)) if self.phase == Phase::Subscribed => {
                 Err("delta before a snapshot".to_owned())
             }
@@ -358,15 +389,22 @@ impl Entry {
                 if errors > 0 {
                     let next = next.unwrap_or_else(|_| Target::clone(&before));
                     self.accept(next, version, position, now);
-                    return self.mark_out_of_sync();
+                    self.mark_out_of_sync();
+                    return None;
                 }
                 next
             }
             // Sent by a newer controller.
             Some(Update::Roots(_) | Update::Workload(_)) | None => {
-                return report("unknown kind of response".to_owned());
+                report("unknown kind of response".to_owned());
+                return None;
             }
         };
+        if let Some(Acknowledgement { rejection, .. }) = &acknowledgement
+            && !rejection.is_empty()
+        {
+            report(format!("routes rejected: {rejection}"));
+        }
         match next {
             Ok(target) => self.accept(target, version, position, now),
             Err(error) => {
@@ -379,6 +417,7 @@ impl Entry {
                 self.mark_out_of_sync();
             }
         }
+        acknowledgement
     }
 
     /// Joins the messages of a snapshot.
@@ -415,7 +454,12 @@ impl Entry {
             self.meshed = target.is_meshed();
         }
         self.sender.send_replace(Arc::new(target));
-        self.version = version;
+        // The next stream reports a rejection again.
+        self.version = if self.routes_rejected {
+            String::new()
+        } else {
+            version
+        };
         self.position = position;
         self.refused = None;
         self.phase = Phase::Current;
@@ -439,22 +483,22 @@ impl Entry {
     }
 }
 
-fn subscribe(destination: SocketAddr, entry: &Entry) -> DiscoverRequest {
+fn subscribe(resource: &Resource, entry: &Entry) -> DiscoverRequest {
     let action = Action::Subscribe(Subscribe {
-        name: destination.to_string(),
+        name: resource.to_string(),
         known_version: entry.version.clone(),
-        ..Subscribe::default()
+        r#type: resource.kind().into(),
     });
     DiscoverRequest {
         action: Some(action),
     }
 }
 
-fn unsubscribe(destination: SocketAddr) -> DiscoverRequest {
+fn unsubscribe(resource: &Resource) -> DiscoverRequest {
     DiscoverRequest {
         action: Some(Action::Unsubscribe(Unsubscribe {
-            name: destination.to_string(),
-            ..Unsubscribe::default()
+            name: resource.to_string(),
+            r#type: resource.kind().into(),
         })),
     }
 }
@@ -1048,7 +1092,9 @@ mod tests {
             }),
             ..DiscoverResponse::default()
         };
-        table.apply(response, now, &mut |error| panic!("{error}"))
+        table
+            .apply(response, now, &mut |error| panic!("{error}"))
+            .is_older
     }
 
     #[test]
@@ -1108,7 +1154,7 @@ mod tests {
                 "10.96.0.7:80: snapshot of more than {MAX_ENDPOINTS} endpoints"
             )]
         );
-        let entry = &table.entries[&address("10.96.0.7:80")];
+        let entry = &table.entries[&Resource::from(address("10.96.0.7:80"))];
         assert!(entry.partial.is_none() && entry.phase == Phase::OutOfSync);
         assert_eq!(
             addresses(&receiver),
@@ -1155,7 +1201,7 @@ mod tests {
                 .accept_refused(due - Duration::from_millis(1))
                 .is_empty()
         );
-        assert_eq!(table.accept_refused(due), [address("10.96.0.7:80")]);
+        assert_eq!(table.accept_refused(due), [address("10.96.0.7:80").into()]);
         assert_eq!(addresses(&receiver), ["10.0.0.2:80", "10.0.0.3:80"]);
         assert!(table.accept_refused(due).is_empty());
         // From there on, the order counts from that state.

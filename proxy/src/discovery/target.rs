@@ -9,6 +9,8 @@ use diy_mesh_proto::mesh::v1::snapshot::Kind;
 use diy_mesh_proto::mesh::v1::{Delta, Endpoint, Snapshot};
 
 use super::affinity::Affinity;
+use super::resource::Resource;
+use crate::route::Routes;
 
 /// Target of a destination: where its connections may go.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,6 +59,8 @@ pub struct ServiceTarget {
     pub draining: Endpoints,
     /// The endpoint that requests keep, if the Service has session affinity.
     pub affinity: Option<Arc<Affinity>>,
+    /// The routes of HTTP requests, if there are any.
+    pub routes: Option<Arc<Routes>>,
 }
 
 /// Endpoints in the order of their addresses.
@@ -94,6 +98,8 @@ pub struct PodTarget {
     pub app_protocol: AppProtocol,
     /// The only endpoint.
     pub endpoint: Arc<EndpointInfo>,
+    /// The routes of HTTP requests to a headless Service of the pod. The pod stays the backend.
+    pub routes: Option<Arc<Routes>>,
 }
 
 /// Application protocol of a port, declared by its Service.
@@ -126,6 +132,57 @@ pub struct EndpointInfo {
 }
 
 impl Target {
+    /// The target of a resource that the controller does not know.
+    pub(super) fn unknown(resource: &Resource) -> Self {
+        match resource.service() {
+            None => Self::Unknown,
+            Some((namespace, name)) => Self::Service(ServiceTarget {
+                namespace: namespace.to_owned(),
+                name: name.to_owned(),
+                ..ServiceTarget::default()
+            }),
+        }
+    }
+
+    /// The target with the routes of a snapshot. If they are invalid, the valid ones of `before`
+    /// stay in force; without any, HTTP requests fail.
+    pub(super) fn with_routes(
+        mut self,
+        routes: Option<Result<Routes, String>>,
+        before: &Self,
+    ) -> Self {
+        let routes = routes.map(|routes| match (routes, before.routes()) {
+            (Ok(routes), _) => Arc::new(routes),
+            (Err(_), Some(valid)) if self.name() == before.name() && !valid.is_rejected() => {
+                valid.clone()
+            }
+            (Err(reason), _) => Arc::new(Routes::rejected(reason)),
+        });
+        match &mut self {
+            Self::Service(service) => service.routes = routes,
+            Self::Pod(pod) => pod.routes = routes,
+            _ => {}
+        }
+        self
+    }
+
+    /// The routes of HTTP requests.
+    pub fn routes(&self) -> Option<&Arc<Routes>> {
+        match self {
+            Self::Service(service) => service.routes.as_ref(),
+            Self::Pod(pod) => pod.routes.as_ref(),
+            _ => None,
+        }
+    }
+
+    fn name(&self) -> Option<(&str, &str)> {
+        match self {
+            Self::Service(service) => Some((&service.namespace, &service.name)),
+            Self::Pod(pod) => Some((&pod.namespace, &pod.name)),
+            _ => None,
+        }
+    }
+
     /// Continues the session affinity of an earlier target of the same Service.
     pub fn inherit_affinity(&mut self, before: &Self) {
         if let (Self::Service(service), Self::Service(before)) = (self, before)
@@ -138,12 +195,16 @@ impl Target {
 
     /// Whether this is a Service without usable endpoints.
     pub fn is_without_endpoint(&self) -> bool {
-        self.awaits_endpoint() || matches!(self, Self::UnknownPort(_))
+        match self {
+            Self::Service(service) => service.usable().is_empty(),
+            target => matches!(target, Self::UnknownPort(_)),
+        }
     }
 
     /// Whether an endpoint may follow soon, as for each Service at first.
     pub fn awaits_endpoint(&self) -> bool {
-        matches!(self, Self::Service(service) if service.usable().is_empty())
+        matches!(self, Self::Service(service)
+            if service.usable().is_empty() && service.routes.is_none())
     }
 }
 
@@ -180,10 +241,10 @@ impl AppProtocol {
     }
 }
 
-/// Converts a snapshot of `destination`. Reports and skips invalid endpoints. Fails if the snapshot
+/// Converts a snapshot of `resource`, without its routes. Reports and skips invalid endpoints. Fails if the snapshot
 /// is unusable.
 pub(super) fn from_snapshot(
-    destination: SocketAddr,
+    resource: &Resource,
     snapshot: Snapshot,
     report: &mut dyn FnMut(String),
 ) -> Result<Target, String> {
@@ -221,6 +282,7 @@ pub(super) fn from_snapshot(
                     let timeout = Duration::from_secs(session_affinity_seconds.into());
                     Arc::new(Affinity::new(timeout))
                 }),
+                routes: None,
             }))
         }
         Kind::Pod => {
@@ -230,7 +292,7 @@ pub(super) fn from_snapshot(
                 .next();
             let endpoint =
                 endpoint.ok_or_else(|| format!("pod {namespace}/{name} without an endpoint"))?;
-            if canonical(endpoint.address) != destination {
+            if Resource::from(canonical(endpoint.address)) != *resource {
                 return Err(format!(
                     "pod endpoint {} differs from the destination",
                     endpoint.address
@@ -241,6 +303,7 @@ pub(super) fn from_snapshot(
                 name,
                 app_protocol,
                 endpoint,
+                routes: None,
             }))
         }
         Kind::Unspecified => Err("snapshot of neither a service nor a pod".to_owned()),

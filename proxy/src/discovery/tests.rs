@@ -1,5 +1,6 @@
 //! Discovery against a fake controller in the same process.
 
+use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
 
 use diy_mesh_proto::mesh::v1 as proto;

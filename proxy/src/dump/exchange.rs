@@ -36,6 +36,8 @@ pub(super) struct Record {
     pub connection: ConnectionInfo,
     /// Endpoint of an outbound exchange.
     pub endpoint: Option<SocketAddr>,
+    /// The route, and its backend if it chose one.
+    pub route: Option<(String, Option<String>)>,
     /// Identity of the caller or of the endpoint. `None` without mutual TLS.
     pub identity: Option<String>,
     /// It came by HTTP/2, not HTTP/1.
@@ -85,6 +87,7 @@ impl ExchangeDump {
             duration: Duration::ZERO,
             connection,
             endpoint: None,
+            route: None,
             identity: None,
             http2: false,
             request: part(),
@@ -116,7 +119,7 @@ impl ExchangeDump {
             record.http2 = http2;
             let authority = request.authority().unwrap_or(b"*");
             // The target of CONNECT is an authority.
-            let target = match request.target {
+            let target = match edits.target.unwrap_or(request.target) {
                 b"" => authority,
                 target => target,
             };
@@ -150,14 +153,21 @@ impl ExchangeDump {
     }
 
     /// Records the head of a response. Replaces an interim response such as 100 Continue.
-    pub fn response(&mut self, status: StatusCode, reason: &[u8], fields: &dyn view::Fields) {
+    pub fn response(
+        &mut self,
+        status: StatusCode,
+        reason: &[u8],
+        fields: &dyn view::Fields,
+        edits: Edits<'_>,
+    ) {
         self.fill(|record| {
             let status = status.as_str().as_bytes();
             let line = match record.http2 {
                 true => [b"HTTP/2 ", status].concat(),
                 false => [b"HTTP/1.1 ", status, b" ", reason].concat(),
             };
-            record.response.head(&line, pairs(fields));
+            let fields = edits.fields(pairs(fields).into_iter());
+            record.response.head(&line, fields);
         });
     }
 
@@ -183,6 +193,13 @@ impl ExchangeDump {
         self.fill(|record| {
             record.endpoint = endpoint;
             record.identity = identity.map(str::to_owned);
+        });
+    }
+
+    /// Records the route of the request, and the backend that it chose.
+    pub fn route(&mut self, route: &str, backend: Option<&str>) {
+        self.fill(|record| {
+            record.route = Some((route.to_owned(), backend.map(str::to_owned)));
         });
     }
 
@@ -324,7 +341,8 @@ mod tests {
             .unwrap();
         dump.request(&request("GET", "/watch"), Edits::default());
         dump.request_end();
-        dump.response(StatusCode::OK, b"OK", &http::HeaderMap::new());
+        let fields = http::HeaderMap::new();
+        dump.response(StatusCode::OK, b"OK", &fields, Edits::default());
         dump.response_body(b"first");
         dump.started -= MAX_OPEN_TIME + Duration::from_secs(1);
         dump.response_body(b", second");

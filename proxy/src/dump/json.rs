@@ -25,6 +25,10 @@ pub(super) fn exchange(record: &Record) -> String {
     if let Some(endpoint) = record.endpoint {
         object["endpoint"] = endpoint.to_string().into();
     }
+    if let Some((route, backend)) = &record.route {
+        object["route"] = route.as_str().into();
+        object["backend"] = backend.as_deref().into();
+    }
     if let Some(identity) = &record.identity {
         object["identity"] = identity.as_str().into();
     }

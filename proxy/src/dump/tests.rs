@@ -89,7 +89,7 @@ fn hello(dump: &mut ExchangeDump) {
     let head =
         "HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nSet-Cookie: id=secret; Path=/\r\n\r\n";
     let head = ResponseHead::parse(head.into(), b"POST").unwrap();
-    dump.response(StatusCode::OK, head.reason(), &head);
+    dump.response(StatusCode::OK, head.reason(), &head, Edits::default());
     dump.response_body(b"po");
     dump.response_body(b"ng\n");
     dump.response_end();
@@ -157,7 +157,7 @@ fn renders_grpc_metadata_message_counts_and_status() {
         dump.request_body(b"\0\0\0\0\x02hi");
         dump.request_end();
         let fields = [("content-type", "application/grpc")];
-        dump.response(StatusCode::OK, b"", &header_map(&fields));
+        dump.response(StatusCode::OK, b"", &header_map(&fields), Edits::default());
         dump.response_body(b"\0\0\0\0\x02hi\0\0");
         dump.response_body(b"\0\0\x02ho");
         let trailers = [("grpc-status", "5"), ("grpc-message", "no such echo")];
@@ -187,7 +187,7 @@ fn reports_aborted_exchange() {
     let text = written(Mode::Full, Format::Text, Direction::Inbound, |dump| {
         request(dump, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
         dump.request_end();
-        dump.response(StatusCode::OK, b"OK", &HeaderMap::new());
+        dump.response(StatusCode::OK, b"OK", &HeaderMap::new(), Edits::default());
         dump.cut_off("the client\x1b went away");
     });
     assert!(
@@ -202,7 +202,12 @@ fn renders_failure_before_its_response() {
         request(dump, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
         dump.failure(&Failure::NoEndpoint("shop/cart".into()));
         let status = StatusCode::SERVICE_UNAVAILABLE;
-        dump.response(status, b"Service Unavailable", &HeaderMap::new());
+        dump.response(
+            status,
+            b"Service Unavailable",
+            &HeaderMap::new(),
+            Edits::default(),
+        );
     });
     let end = "[answered by the proxy: no-endpoint: service shop/cart has no ready endpoint]\nHTTP/1.1 503 Service Unavailable\n\n";
     assert!(text.ends_with(end), "{text}");
@@ -213,7 +218,12 @@ fn truncates_large_headers() {
     let text = written(Mode::Full, Format::Text, Direction::Inbound, |dump| {
         let value = "v".repeat(1000);
         let fields: Vec<_> = (0..60).map(|_| ("name", &*value)).collect();
-        dump.response(StatusCode::OK, b"OK", &header_map(&fields));
+        dump.response(
+            StatusCode::OK,
+            b"OK",
+            &header_map(&fields),
+            Edits::default(),
+        );
     });
     assert!(
         text.contains("[and 44 more]") && text.len() < 20_000,

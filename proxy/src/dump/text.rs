@@ -11,6 +11,14 @@ use super::{ConnectionInfo, Direction, Opaque, mask};
 /// Renders an exchange, ending with an empty line.
 pub(super) fn exchange(record: &Record) -> String {
     let mut out = connection(&record.connection);
+    if let Some((route, backend)) = &record.route {
+        out.push_str(" by ");
+        mask::line(route.as_bytes(), &mut out);
+        if let Some(backend) = backend {
+            out.push_str(" to ");
+            mask::line(backend.as_bytes(), &mut out);
+        }
+    }
     out.push('\n');
     if !record.request.start_line.is_empty() {
         part(&record.request, &mut out);

@@ -1,36 +1,67 @@
 //! Changes that the proxy makes to a head on its way: an overlay, which both versions of HTTP apply
 //! when they write the head. In HTTP/1 the other fields keep their case and order.
 
+use http::header::HOST;
 use http::{HeaderMap, HeaderName, HeaderValue};
 
-/// A change of one field. Names are compared by [`is_same_name`].
+/// A change of one field. Names are compared without case, those of [`Edit::Own`] by
+/// [`is_same_name`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Edit<'a> {
+    /// A field that only the mesh may set: it has this value alone, or is removed.
+    Own(&'a str, Option<&'a str>),
     /// The field has this value alone, and stands last.
-    Set(&'static str, &'a str),
+    Set(&'a str, &'a str),
     /// The field has this value besides those that it has, and stands last.
-    Add(&'static str, &'a str),
+    Add(&'a str, &'a str),
     /// The field is removed.
-    Remove(&'static str),
+    Remove(&'a str),
 }
 
-/// The changes of one head, in order.
+/// The changes of one head.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Edits<'a>(pub &'a [Edit<'a>]);
+pub struct Edits<'a> {
+    /// Of the fields, in order.
+    pub fields: &'a [Edit<'a>],
+    /// The new host, in the place of the old one.
+    pub host: Option<&'a str>,
+    /// The new target.
+    pub target: Option<&'a [u8]>,
+}
 
 impl<'a> Edits<'a> {
-    /// Whether a field with this name that stands in the head is left out.
-    pub fn remove(self, name: &[u8]) -> bool {
-        self.0.iter().any(|edit| match edit {
-            Edit::Set(removed, _) | Edit::Remove(removed) => is_same_name(name, removed.as_bytes()),
+    /// Changes of fields only.
+    pub fn of(fields: &'a [Edit<'a>]) -> Self {
+        Self {
+            fields,
+            ..Self::default()
+        }
+    }
+
+    /// The new value of a field that stands in the head. None if it is left out.
+    pub fn value<'f>(self, name: &[u8], value: &'f [u8]) -> Option<&'f [u8]>
+    where
+        'a: 'f,
+    {
+        let removes = |edit: &Edit<'_>| match edit {
+            Edit::Own(removed, _) => is_same_name(name, removed.as_bytes()),
+            Edit::Set(removed, _) | Edit::Remove(removed) => {
+                name.eq_ignore_ascii_case(removed.as_bytes())
+            }
             Edit::Add(..) => false,
-        })
+        };
+        match self.host {
+            _ if self.fields.iter().any(removes) => None,
+            Some(host) if name.eq_ignore_ascii_case(b"host") => Some(host.as_bytes()),
+            _ => Some(value),
+        }
     }
 
     /// The fields that are appended.
-    pub fn appended(self) -> impl Iterator<Item = (&'static str, &'a str)> {
-        self.0.iter().filter_map(|edit| match edit {
-            Edit::Set(name, value) | Edit::Add(name, value) => Some((*name, *value)),
+    pub fn appended(self) -> impl Iterator<Item = (&'a str, &'a str)> {
+        self.fields.iter().filter_map(|edit| match *edit {
+            Edit::Own(name, value) => value.map(|value| (name, value)),
+            Edit::Set(name, value) | Edit::Add(name, value) => Some((name, value)),
             Edit::Remove(_) => None,
         })
     }
@@ -46,17 +77,22 @@ impl<'a> Edits<'a> {
         let appended = self
             .appended()
             .map(|(name, value)| (name.as_bytes(), value.as_bytes()));
-        head.filter(move |(name, _)| !self.remove(name))
+        head.filter_map(move |(name, value)| Some((name, self.value(name, value)?)))
             .chain(appended)
     }
 
-    /// Changes a head of HTTP/2.
+    /// Changes the fields of a head of HTTP/2.
     pub fn apply(self, headers: &mut HeaderMap) {
         let names = headers
             .keys()
-            .filter(|name| self.remove(name.as_str().as_bytes()));
+            .filter(|name| self.value(name.as_str().as_bytes(), b"").is_none());
         let removed: Vec<HeaderName> = names.cloned().collect();
         removed.iter().for_each(|name| drop(headers.remove(name)));
+        if let Some(host) = self.host.and_then(|host| HeaderValue::from_str(host).ok())
+            && let Some(named) = headers.get_mut(HOST)
+        {
+            *named = host;
+        }
         for (name, value) in self.appended() {
             let name = HeaderName::from_bytes(name.as_bytes());
             if let (Ok(name), Ok(value)) = (name, HeaderValue::from_str(value)) {
@@ -84,11 +120,11 @@ pub fn is_same_name(one: &[u8], other: &[u8]) -> bool {
 mod tests {
     use super::*;
 
-    const EDITS: Edits<'static> = Edits(&[
-        Edit::Set("X-Called-By", "me"),
+    const EDITS: &[Edit<'static>] = &[
+        Edit::Own("X-Called-By", Some("me")),
         Edit::Add("X-Via", "mesh"),
         Edit::Remove("x-mesh-error"),
-    ]);
+    ];
 
     #[test]
     fn edits_keep_the_case_and_order_of_other_fields() {
@@ -99,7 +135,7 @@ mod tests {
             (b"X-MESH-ERROR", b"forged"),
             (b"X-B", b"2"),
         ];
-        let edited: Vec<_> = EDITS.fields(head.into_iter()).collect();
+        let edited: Vec<_> = Edits::of(EDITS).fields(head.into_iter()).collect();
         let expected: [(&[u8], &[u8]); 5] = [
             (b"hOsT", b"a"),
             (b"X-Via", b"one"),
@@ -116,7 +152,7 @@ mod tests {
         for (name, value) in [("x_called.by", "forged"), ("x-via", "one"), ("x-b", "2")] {
             headers.append(name, HeaderValue::from_static(value));
         }
-        EDITS.apply(&mut headers);
+        Edits::of(EDITS).apply(&mut headers);
         let values = |name: &str| -> Vec<_> { headers.get_all(name).iter().collect() };
         assert_eq!(values("x-via"), ["one", "mesh"]);
         assert_eq!(values("x-called-by"), ["me"]);

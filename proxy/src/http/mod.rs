@@ -4,4 +4,5 @@
 pub mod edits;
 pub mod replay;
 pub mod reply;
+pub mod verdict;
 pub mod view;

@@ -4,7 +4,7 @@
 use std::borrow::Cow;
 
 use bytes::Bytes;
-use http::header::{ALLOW, CONTENT_LENGTH, CONTENT_TYPE};
+use http::header::{ALLOW, CONTENT_LENGTH, CONTENT_TYPE, LOCATION};
 use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
 
 use crate::error::Failure;
@@ -44,6 +44,23 @@ impl From<&Failure> for LocalReply {
 }
 
 impl LocalReply {
+    /// A reply without a body.
+    pub fn bare(status: StatusCode, headers: Vec<(HeaderName, HeaderValue)>) -> Self {
+        Self {
+            status,
+            headers,
+            message: "".into(),
+            grpc_status: 0,
+        }
+    }
+
+    /// A redirect.
+    pub fn redirect(status: StatusCode, location: &[u8]) -> Result<Self, Failure> {
+        let location = HeaderValue::from_bytes(location)
+            .map_err(|_| Failure::BadRequest("the target or the host is no part of a URL"))?;
+        Ok(Self::bare(status, vec![(LOCATION, location)]))
+    }
+
     /// The whole response in HTTP/1.1. `keep_alive`: the connection carries another exchange.
     /// `head_only`: it replies to HEAD.
     pub fn http1(&self, keep_alive: bool, head_only: bool) -> Vec<u8> {
@@ -66,15 +83,20 @@ impl LocalReply {
 
     /// The head and the body in HTTP/2.
     pub fn http2(&self, head_only: bool) -> (Response<()>, Bytes) {
-        let body = Bytes::from(format!("{}\n", self.message));
+        let body = match self.message.is_empty() {
+            true => Bytes::new(),
+            false => Bytes::from(format!("{}\n", self.message)),
+        };
         let mut head = Response::new(());
         *head.status_mut() = self.status;
         let headers = head.headers_mut();
-        headers.insert(
-            CONTENT_TYPE,
-            HeaderValue::from_static("text/plain; charset=utf-8"),
-        );
-        headers.insert(CONTENT_LENGTH, body.len().into());
+        if !body.is_empty() {
+            let text = HeaderValue::from_static("text/plain; charset=utf-8");
+            headers.insert(CONTENT_TYPE, text);
+        }
+        if self.status != StatusCode::NO_CONTENT {
+            headers.insert(CONTENT_LENGTH, body.len().into());
+        }
         headers.extend(self.headers.iter().cloned());
         (head, if head_only { Bytes::new() } else { body })
     }

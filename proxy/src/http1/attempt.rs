@@ -5,7 +5,7 @@ use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, ready};
-use std::time::Instant;
+use std::time::{Instant, SystemTime};
 
 use bytes::BytesMut;
 use http::StatusCode;
@@ -14,14 +14,15 @@ use tokio::io::{AsyncWrite, AsyncWriteExt};
 use super::body::{BodyError, Relay};
 use super::head::{Framing, Refused, ResponseHead, Version, find_end};
 use super::{After, Exchange};
-use crate::balance::{Endpoint, is_failure_status};
+use crate::balance::Endpoint;
 use crate::connect::Upstream;
-use crate::dump::Direction;
 use crate::error::Failure;
 use crate::flow::Flow;
-use crate::forward::{AttemptError, Attempts, Forward, Retry};
+use crate::forward::{AttemptError, Attempts, Forward, Replayable, Retry};
 use crate::http::edits::{Edit, Edits};
+use crate::http::verdict::Verdict;
 use crate::io::Io;
+use crate::policy::PREVIOUS_ATTEMPTS;
 
 /// Bytes of further requests from which the end of the client's connection is no longer watched.
 const MAX_PIPELINED: usize = 16 * 1024;
@@ -55,17 +56,23 @@ impl Forward for Exchange<'_> {
         if !upstream.reused {
             self.record.attempts.connected();
         }
+        let announced = self.record.attempts.announced(upstream.io.is_secured());
+        if let Some(previous) = announced {
+            self.upload.add_field(PREVIOUS_ATTEMPTS, previous);
+        }
         // 8. Serve.
         let Some(head) = self.receive_head(&mut upstream, endpoint).await? else {
             upstream.io.reset_on_drop();
             return Ok(Outcome::After(After::Closed));
         };
-        if self.was_not_delivered(&head, &upstream.io) {
-            return Err(AttemptError::not_delivered(endpoint.address));
-        }
+        let is_peer = upstream.io.is_secured();
+        let verdict = Verdict::of(head.status, &head, is_peer, SystemTime::now);
+        let request = Replayable {
+            is_kept: self.upload.can_rewind(),
+            is_idempotent: self.request.view().is_idempotent(),
+        };
+        let answered_at = self.record.attempts.answered(verdict, request, &flow)?;
         self.upload.discard_replay();
-        let is_failure = is_failure_status(head.status);
-        let answered_at = self.record.attempts.answered(is_failure);
         let keep_alive = self.may_keep_alive(answered_at);
         Ok(self
             .relay_response(upstream.io, endpoint, head, keep_alive)
@@ -132,7 +139,7 @@ impl Exchange<'_> {
                 return Ok(Some(head));
             }
             let mut out = BytesMut::new();
-            head.write(&mut out, response_edits(&upstream.io), None);
+            head.write(&mut out, Edits::of(own_edits(&upstream.io)), None);
             if self.client.write_all(&out).await.is_err() {
                 return Ok(None);
             }
@@ -216,21 +223,6 @@ impl Exchange<'_> {
         Poll::Pending
     }
 
-    /// The peer's proxy replied that its application accepts no connection, and there is another
-    /// endpoint.
-    fn was_not_delivered(&self, head: &ResponseHead, upstream: &Io) -> bool {
-        let flow = &self.record.flow;
-        let code = |(name, value): (&[u8], &[u8])| {
-            name.eq_ignore_ascii_case(b"x-mesh-error") && value == b"connect-failed"
-        };
-        flow.direction == Direction::Outbound
-            && head.status == 502
-            && upstream.is_secured()
-            && self.upload.can_rewind()
-            && head.fields().any(code)
-            && flow.destination.backend().endpoints_len() > 1
-    }
-
     /// Relays the response, and pools the upstream's connection if it can carry another exchange.
     async fn relay_response(
         &mut self,
@@ -240,7 +232,15 @@ impl Exchange<'_> {
         keep_alive: bool,
     ) -> Outcome {
         let status = StatusCode::from_u16(head.status).unwrap_or(StatusCode::BAD_GATEWAY);
-        self.record.response(status, head.reason(), &head);
+        let route = self.record.route.clone();
+        let mut with_route = Vec::new();
+        let mut edits = own_edits(&upstream);
+        if let Some(route) = &route {
+            with_route.extend(edits.iter().copied().chain(route.response_edits()));
+            edits = &with_route;
+        }
+        let edits = Edits::of(edits);
+        self.record.response(status, head.reason(), &head, edits);
         let is_tunnel = head.status == 101
             || (self.request.method() == b"CONNECT" && (200..300).contains(&head.status));
         let to_http10 = self.request.version == Version::Http10;
@@ -256,7 +256,7 @@ impl Exchange<'_> {
             (_, false) => Some("close"),
             (_, true) => to_http10.then_some("keep-alive"),
         };
-        head.write(&mut out, response_edits(&upstream), connection);
+        head.write(&mut out, edits, connection);
         let mut download = Relay::new(head.framing, out, to_http10);
         let flow = self.record.flow.clone();
         let mut expiry = None;
@@ -332,11 +332,11 @@ impl Exchange<'_> {
 
 /// The changes of a response's head: only a peer's proxy, which has authenticated, replies for the
 /// mesh.
-fn response_edits(upstream: &Io) -> Edits<'static> {
+fn own_edits(upstream: &Io) -> &'static [Edit<'static>] {
     if upstream.is_secured() {
-        Edits::default()
+        &[]
     } else {
-        Edits(&[Edit::Remove("x-mesh-error")])
+        &[Edit::Own("x-mesh-error", None)]
     }
 }
 

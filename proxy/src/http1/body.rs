@@ -12,7 +12,7 @@ use tokio::io::AsyncWrite;
 use super::head::Framing;
 use crate::http::replay::Replay;
 use crate::io::Io;
-use crate::policy::{is_called_by, is_mesh_error};
+use crate::policy::{is_mesh_error, is_reserved_in_requests};
 
 /// The maximum length of a chunk-size line with its extensions.
 const MAX_CHUNK_LINE: usize = 4096;
@@ -49,6 +49,8 @@ pub enum BodyError {
 pub struct Relay {
     decoder: Decoder,
     chunked: bool,
+    /// The length of the head.
+    head: usize,
     /// Written before `pending`: bytes that are kept for another attempt, or were.
     prefix: Bytes,
     /// Encoded bytes that were not yet written.
@@ -67,6 +69,7 @@ impl Relay {
         Self {
             decoder: Decoder::new(framing),
             chunked: framing == Framing::Chunked && !plain,
+            head: head.len(),
             prefix: Bytes::new(),
             pending: head,
             replay: Replay::off(),
@@ -122,6 +125,18 @@ impl Relay {
         self.written = false;
         self.stopped = false;
         true
+    }
+
+    /// Adds a field to the head, for the attempt that begins now.
+    pub fn add_field(&mut self, name: &str, value: u32) {
+        if self.prefix.is_empty() {
+            self.keep_pending();
+        }
+        // Before the empty line. The bytes that are kept for further attempts stay as they are.
+        let (head, rest) = self.prefix.split_at(self.head.saturating_sub(2));
+        let field = format!("{name}: {value}\r\n");
+        self.prefix = [head, field.as_bytes(), rest].concat().into();
+        self.written = true;
     }
 
     /// Drops the bytes that are kept for another attempt.
@@ -185,12 +200,16 @@ impl Relay {
 
     fn poll_flush(&mut self, cx: &mut Context<'_>, to: &mut Io) -> Poll<Result<(), BodyError>> {
         if self.replay.is_available() && self.prefix.is_empty() && !self.pending.is_empty() {
-            self.prefix = self.pending.split().freeze();
-            self.replay.keep(&self.prefix);
+            self.keep_pending();
         }
         self.written = true;
         ready!(poll_write_all(cx, to, &mut self.prefix))?;
         poll_write_all(cx, to, &mut self.pending)
+    }
+
+    fn keep_pending(&mut self) {
+        self.prefix = self.pending.split().freeze();
+        self.replay.keep(&self.prefix);
     }
 
     fn encode(&mut self, data: BytesMut) {
@@ -350,7 +369,7 @@ fn is_forbidden_in_trailers(name: &str) -> bool {
     ]
     .iter()
     .any(|forbidden| name.eq_ignore_ascii_case(forbidden))
-        || is_called_by(name.as_bytes())
+        || is_reserved_in_requests(name.as_bytes())
         || is_mesh_error(name.as_bytes())
 }
 
@@ -427,7 +446,7 @@ mod tests {
 
     #[test]
     fn encodes_chunks_again_with_permitted_trailers() {
-        let input = b"3;ext=\"x\"\r\nabc\r\n0A \r\n0123456789\r\n0\r\nX-Sum: 9\r\nContent-Length: 3\r\nX.Called.By: a\r\nX-Mesh-Error: b\r\n\r\nrest";
+        let input = b"3;ext=\"x\"\r\nabc\r\n0A \r\n0123456789\r\n0\r\nX-Sum: 9\r\nContent-Length: 3\r\nX.Called.By: a\r\nX_Mesh_Previous.Attempts: 1\r\nX-Mesh-Error: b\r\n\r\nrest";
         let whole = relay(Framing::Chunked, input, input.len()).unwrap();
         assert_eq!(
             whole,

@@ -221,7 +221,7 @@ impl RequestHead {
         out.reserve(self.fields.raw.len() + 128);
         out.extend_from_slice(self.method());
         out.extend_from_slice(b" ");
-        out.extend_from_slice(self.target());
+        out.extend_from_slice(edits.target.unwrap_or_else(|| self.target()));
         out.extend_from_slice(if self.version == Version::Http10 {
             b" HTTP/1.0\r\n"
         } else {
@@ -435,12 +435,14 @@ impl Fields {
 
     fn write(&self, out: &mut BytesMut, upgrade: bool, edits: Edits<'_>) {
         for field in &self.spans {
-            if field.hop_by_hop || edits.remove(self.slice(&field.name)) {
+            let name = self.slice(&field.name);
+            let value = edits.value(name, self.slice(&field.value));
+            let Some(value) = value.filter(|_| !field.hop_by_hop) else {
                 continue;
-            }
-            out.extend_from_slice(self.slice(&field.name));
+            };
+            out.extend_from_slice(name);
             out.extend_from_slice(b": ");
-            out.extend_from_slice(self.slice(&field.value));
+            out.extend_from_slice(value);
             out.extend_from_slice(b"\r\n");
         }
         for (name, value) in edits.appended() {
@@ -679,8 +681,8 @@ mod tests {
 
     fn forwarded(text: &str) -> String {
         let mut out = BytesMut::new();
-        let edits = [Edit::Remove("x-called-by")];
-        request(text).unwrap().write(&mut out, Edits(&edits));
+        let edits = [Edit::Own("x-called-by", None)];
+        request(text).unwrap().write(&mut out, Edits::of(&edits));
         String::from_utf8(out.to_vec()).unwrap()
     }
 

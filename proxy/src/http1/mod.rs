@@ -31,6 +31,7 @@ use crate::lifetime::{Lifetime, drained_or};
 use crate::memory::Charge;
 use crate::metrics::Protocol;
 use crate::record::ExchangeRecord;
+use crate::route::Answer;
 use crate::timeouts::{IdleTimer, TimeoutKind};
 
 /// An unfinished head above this size gets a buffer of [`LARGE_HEAD`] bytes. The allocator of the
@@ -57,7 +58,7 @@ pub async fn serve(mut client: Io, flow: &Rc<Flow>) {
             Ok(None) => return,
             Err(failure) => {
                 let mut record = ExchangeRecord::new(flow, Protocol::Http1);
-                reply(&mut client, &mut record, &failure, false, false).await;
+                reply(&mut client, &mut record, failure.into(), false, false).await;
                 drop(memory);
                 return linger(client).await;
             }
@@ -180,16 +181,12 @@ impl<'a> Exchange<'a> {
         memory: &'a mut Charge,
     ) -> Self {
         let mut record = ExchangeRecord::new(flow, Protocol::Http1);
-        let edit = flow.request_edit();
-        record.request(&request.view(), Edits(&[edit]));
-        let mut head = BytesMut::new();
-        request.write(&mut head, Edits(&[edit]));
-        let head_size = head.len();
-        let upload = Relay::with_replay(request.framing, head);
+        record.attempts.previous = flow.previous_attempts(&request);
+        let upload = Relay::with_replay(request.framing, BytesMut::new());
         Self {
             client,
             memory,
-            head_size,
+            head_size: 0,
             request,
             record,
             upload,
@@ -198,11 +195,38 @@ impl<'a> Exchange<'a> {
         }
     }
 
+    /// Writes the head for the next hop.
+    fn write_head(&mut self, edits: Edits<'_>) {
+        self.record.request(&self.request.view(), edits);
+        let mut head = BytesMut::new();
+        self.request.write(&mut head, edits);
+        self.head_size = head.len();
+        self.upload = Relay::with_replay(self.request.framing, head);
+    }
+
     /// Carries the exchange to its end.
     async fn run(&mut self) -> After {
         let flow = self.record.flow.clone();
+        let own = flow.request_edits();
+        if let Some(routes) = flow.destination.routes() {
+            // 5. Route. Boxed: most destinations have none.
+            let view = self.request.view();
+            let routing = Box::pin(self.record.route(&routes, &view));
+            if let Err(answer) = routing.await {
+                self.write_head(Edits::of(&own));
+                return self.reply(answer).await;
+            }
+        }
+        match self.record.route.clone() {
+            None => self.write_head(Edits::of(&own)),
+            Some(route) => self.write_head(Edits {
+                fields: &route.request_edits(own),
+                host: route.host(),
+                target: route.target(),
+            }),
+        }
         if let Err(failure) = flow.check_head(self.head_size) {
-            return self.fail(&failure).await;
+            return self.fail(failure).await;
         }
         let record = &mut self.record;
         let unread = self.client.unread();
@@ -210,14 +234,15 @@ impl<'a> Exchange<'a> {
             .upload
             .decode_buffered(unread, &mut |data| record.request_body(data));
         if let Err(broken) = taken {
-            return self.fail(&request_failure(&broken)).await;
+            return self.fail(request_failure(&broken)).await;
         }
-        // 4. Authorization, 5. route, 6. balance, 7. connect, 8. serve: attempt.rs.
-        match forward(self, &flow).await {
+        // 4. Authorization, 6. balance, 7. connect, 8. serve: attempt.rs.
+        let backend = self.record.backend().clone();
+        match forward(self, &flow, &backend).await {
             Ok(Outcome::After(after)) => after,
             // Boxed: it is rare, and would enlarge the task of every connection.
             Ok(Outcome::Tunnel(upstream)) => Box::pin(self.tunnel(upstream)).await,
-            Err(failure) => self.fail(&failure).await,
+            Err(failure) => self.fail(failure).await,
         }
     }
 
@@ -241,17 +266,22 @@ impl<'a> Exchange<'a> {
     }
 
     /// Replies in place of the application.
-    async fn fail(&mut self, failure: &Failure) -> After {
-        let keep_alive = !failure.closes_connection() && self.may_keep_alive(Instant::now());
+    async fn fail(&mut self, failure: Failure) -> After {
+        if self.record.has_response() {
+            // The client sees that the response is cut off, as without the mesh.
+            self.record.fail(&failure);
+            self.record.cut_off(&failure.to_string());
+            self.client.reset_on_drop();
+            return After::Closed;
+        }
+        self.reply(Answer::Failure(failure)).await
+    }
+
+    async fn reply(&mut self, answer: Answer) -> After {
+        let closes = matches!(&answer, Answer::Failure(failure) if failure.closes_connection());
+        let keep_alive = !closes && self.may_keep_alive(Instant::now());
         let head_only = self.request.method() == b"HEAD";
-        reply(
-            self.client,
-            &mut self.record,
-            failure,
-            keep_alive,
-            head_only,
-        )
-        .await;
+        reply(self.client, &mut self.record, answer, keep_alive, head_only).await;
         if keep_alive {
             After::KeepAlive
         } else {
@@ -260,15 +290,15 @@ impl<'a> Exchange<'a> {
     }
 }
 
-/// Sends the proxy's own response to a failure.
+/// Sends the proxy's own response.
 async fn reply(
     client: &mut Io,
     record: &mut ExchangeRecord,
-    failure: &Failure,
+    answer: Answer,
     keep_alive: bool,
     head_only: bool,
 ) {
-    let reply = record.local_reply(failure).http1(keep_alive, head_only);
+    let reply = record.local_reply(answer).http1(keep_alive, head_only);
     // A client that has closed needs no response.
     let _ = client.write_all(&reply).await;
 }

@@ -6,12 +6,13 @@ use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::task::{Context, Poll};
+use std::time::SystemTime;
 
 use bytes::Bytes;
 use h2::client::ResponseFuture;
 use h2::server::SendResponse;
 use h2::{Reason, RecvStream, SendStream};
-use http::header::EXPECT;
+use http::header::{EXPECT, HeaderName, HeaderValue};
 use http::request::Parts;
 use http::{Method, Request, Response};
 
@@ -20,18 +21,24 @@ use super::head;
 use super::relay::{Message, Relay, RelayError, reset_code};
 use crate::balance::Endpoint;
 use crate::connect::http2::Lease;
+use crate::deadline::{self, Deadline, Limit};
 use crate::dump::Direction;
 use crate::error::Failure;
 use crate::flow::Flow;
-use crate::forward::{AttemptError, Attempts, Forward, Retry, forward};
+use crate::forward::{AttemptError, Attempts, Forward, Replayable, Retry, forward};
 use crate::http::edits::Edits;
 use crate::http::reply::LocalReply;
+use crate::http::verdict::Verdict;
 use crate::io::Io;
 use crate::memory::Charge;
 use crate::metrics::Protocol;
-use crate::policy::is_mesh_error;
+use crate::policy::{PREVIOUS_ATTEMPTS, is_mesh_error};
 use crate::record::ExchangeRecord;
+use crate::route::Answer;
 use crate::tls::Acceptance;
+
+/// The time that a gRPC client waits for the end of the call.
+const GRPC_TIMEOUT: &str = "grpc-timeout";
 
 /// Forwards one request to an endpoint, and the response to the client.
 pub(super) async fn carry(
@@ -45,23 +52,50 @@ pub(super) async fn carry(
     let admitted = client.flow.check_head(head_size);
     let mut memory = client.flow.charge();
     memory.set(head_size);
-    head::prepare(&mut parts, client.flow.request_edit());
     let mut record = ExchangeRecord::new(&client.flow, Protocol::Http2);
+    record.attempts.previous = client.flow.previous_attempts(&parts.headers);
+    let mut ready = admitted.map_err(Answer::from);
+    if let (Ok(()), Some(reason)) = (&ready, malformed) {
+        ready = Err(Failure::BadRequest(reason).into());
+    }
+    if let (Ok(()), Some(routes)) = (&ready, client.flow.destination.routes()) {
+        // 5. Route. Boxed: most destinations have none.
+        ready = Box::pin(record.route(&routes, &head::view(&parts))).await;
+    }
+    let is_grpc = head::is_grpc(&parts.headers);
+    if is_grpc && let Some(timeout) = parts.headers.get(GRPC_TIMEOUT) {
+        let timeout = deadline::parse_grpc_timeout(timeout.as_bytes());
+        let deadline = Deadline::after(timeout, Limit::Caller);
+        let attempts = &mut record.attempts;
+        attempts.exchange_deadline = attempts.exchange_deadline.earlier(deadline);
+    }
+    let own = client.flow.request_edits();
+    match record.route.clone() {
+        None => head::prepare(&mut parts, Edits::of(&own)),
+        Some(route) => {
+            let edits = Edits {
+                fields: &route.request_edits(own),
+                host: route.host(),
+                target: route.target(),
+            };
+            head::prepare(&mut parts, edits);
+        }
+    }
     record.request(&head::view(&parts), Edits::default());
     let mut exchange = Exchange {
         respond,
         upload: Relay::new(body, Message::Request),
         record,
-        is_grpc: head::is_grpc(&parts.headers),
+        is_grpc,
+        to_client: None,
         expects_interim: parts.headers.contains_key(EXPECT),
         client,
         parts,
         _memory: memory,
     };
-    match (admitted, malformed) {
-        (Err(failure), _) => exchange.fail(&failure),
-        (_, Some(reason)) => exchange.fail(&Failure::BadRequest(reason)),
-        (Ok(()), None) => exchange.run().await,
+    match ready {
+        Ok(()) => exchange.run().await,
+        Err(answer) => exchange.reply(answer),
     }
 }
 
@@ -73,6 +107,8 @@ struct Exchange {
     upload: Relay,
     record: ExchangeRecord,
     is_grpc: bool,
+    /// The response's stream, once its head was sent.
+    to_client: Option<SendStream<Bytes>>,
     /// The client waits for an interim response.
     expects_interim: bool,
     client: Stream,
@@ -88,6 +124,8 @@ enum Outcome {
     Cancelled,
     /// The upstream reset the stream: the client gets the same code.
     Reset(Reason),
+    /// Both sides agreed on another protocol: no deadline applies.
+    Tunnel(Box<(Response<RecvStream>, Attempt, Rc<Endpoint>)>),
 }
 
 /// An attempt in progress. Fields are dropped in this order: the stream before its slot.
@@ -108,16 +146,30 @@ impl Exchange {
     /// Runs the exchange to its end.
     async fn run(&mut self) {
         let flow = self.record.flow.clone();
-        // 4. Authorization, 5. route, 6. balance, 7. connect, 8. serve.
-        match forward(self, &flow).await {
-            Ok(Outcome::Ended) => self.client.record_completed(),
+        let backend = self.record.backend().clone();
+        // 4. Authorization, 6. balance, 7. connect, 8. serve.
+        let ended = match forward(self, &flow, &backend).await {
+            // Boxed: it is rare, and would enlarge the task of every stream.
+            Ok(Outcome::Tunnel(tunnel)) => Box::pin(self.tunnel(*tunnel)).await,
+            ended => ended,
+        };
+        match ended {
+            Ok(Outcome::Ended | Outcome::Tunnel(_)) => self.client.record_completed(),
             Ok(Outcome::Cancelled) => self.client.record_reset(),
             Ok(Outcome::Reset(code)) => {
                 self.cut_off("the application reset the stream", code);
                 self.respond.send_reset(code);
             }
-            Err(failure) => self.fail(&failure),
+            Err(failure) => self.fail(failure),
         }
+    }
+
+    /// Relays the bytes of another protocol.
+    async fn tunnel(
+        &mut self,
+        (response, attempt, endpoint): (Response<RecvStream>, Attempt, Rc<Endpoint>),
+    ) -> Result<Outcome, Failure> {
+        Ok(self.relay_response(response, attempt, &endpoint).await)
     }
 
     /// Acquires a slot on a connection to the endpoint. None if the client cancels.
@@ -131,17 +183,6 @@ impl Exchange {
             Poll::Pending => self.respond.poll_reset(cx).map(|_| None),
         })
         .await
-    }
-
-    /// Whether to retry: the peer's proxy replied that its application accepts no connection, there
-    /// is another endpoint, and the request can be sent again.
-    fn was_not_delivered(&self, response: &http::response::Parts, is_peer: bool) -> bool {
-        let flow = &self.record.flow;
-        flow.direction == Direction::Outbound
-            && is_peer
-            && head::says_not_delivered(response)
-            && flow.destination.backend().endpoints_len() > 1
-            && self.upload.can_rewind()
     }
 
     /// Sends the request's body until the response's head has arrived.
@@ -199,20 +240,25 @@ impl Exchange {
         mut attempt: Attempt,
         endpoint: &Endpoint,
     ) -> Outcome {
-        let (parts, body) = response.into_parts();
-        self.record.response(parts.status, b"", &parts.headers);
+        let (mut parts, body) = response.into_parts();
+        if let Some(route) = &self.record.route {
+            let edits: Vec<_> = route.response_edits().collect();
+            Edits::of(&edits).apply(&mut parts.headers);
+        }
+        self.record
+            .response(parts.status, b"", &parts.headers, Edits::default());
         let from_proxy = attempt.lease.is_secured();
         let mut download = Relay::new(body, Message::Response { from_proxy });
         let is_grpc = self.is_grpc && head::is_grpc(&parts.headers);
         let head = Response::from_parts(parts, ());
-        let Ok(mut to_client) = self.respond.send_response(head, download.is_done()) else {
+        let Ok(to_client) = self.respond.send_response(head, download.is_done()) else {
             attempt.to_upstream.send_reset(Reason::CANCEL);
             return Outcome::Cancelled;
         };
-        let relayed = poll_fn(|cx| {
-            self.poll_relay(cx, &mut attempt.to_upstream, &mut download, &mut to_client)
-        })
-        .await;
+        self.is_grpc = is_grpc;
+        self.to_client = Some(to_client);
+        let relayed =
+            poll_fn(|cx| self.poll_relay(cx, &mut attempt.to_upstream, &mut download)).await;
         self.record.attempts.end();
         match relayed {
             Ok(()) => {
@@ -228,7 +274,7 @@ impl Exchange {
                 Outcome::Cancelled
             }
             Err(Ended::Upstream(error)) => {
-                self.break_off(&error, endpoint, is_grpc, &mut to_client);
+                self.break_off(&error, endpoint);
                 Outcome::Ended
             }
         }
@@ -240,13 +286,12 @@ impl Exchange {
         cx: &mut Context<'_>,
         to_upstream: &mut SendStream<Bytes>,
         download: &mut Relay,
-        to_client: &mut SendStream<Bytes>,
     ) -> Poll<Result<(), Ended>> {
         self.client.record_progress();
         if let Err(code) = self.poll_upload(cx, to_upstream) {
             return Poll::Ready(Err(Ended::Client(code)));
         }
-        if !download.is_done() {
+        if let Some(to_client) = self.to_client.as_mut().filter(|_| !download.is_done()) {
             match download.poll(cx, to_client, &mut self.record) {
                 Poll::Ready(Ok(())) => {}
                 Poll::Ready(Err(RelayError::Sender(error))) => {
@@ -308,34 +353,44 @@ impl Exchange {
     }
 
     /// The upstream's stream ended within its response.
-    fn break_off(
-        &mut self,
-        error: &h2::Error,
-        endpoint: &Endpoint,
-        is_grpc: bool,
-        to_client: &mut SendStream<Bytes>,
-    ) {
+    fn break_off(&mut self, error: &h2::Error, endpoint: &Endpoint) {
         let code = reset_code(error);
         if error.is_reset() && error.is_remote() {
             self.cut_off("the application reset the stream", code);
-            return to_client.send_reset(code);
+            return self.respond.send_reset(code);
         }
         let (address, reason) = (endpoint.address, error.to_string());
-        let failure = Failure::UpstreamClosed { address, reason };
-        self.record.fail(&failure);
-        self.record
-            .cut_off(&format!("cut off before the response ended: {error}"));
-        let trailers = LocalReply::from(&failure).grpc_trailers();
-        if !is_grpc || to_client.send_trailers(trailers).is_err() {
-            to_client.send_reset(Reason::INTERNAL_ERROR);
+        let cut_off = format!("cut off before the response ended: {error}");
+        self.fail_response(&Failure::UpstreamClosed { address, reason }, &cut_off);
+    }
+
+    /// Ends a response that has begun: a gRPC call with its status, any other one with a reset.
+    fn fail_response(&mut self, failure: &Failure, cut_off: &str) {
+        self.record.fail(failure);
+        self.record.cut_off(cut_off);
+        let trailers = LocalReply::from(failure).grpc_trailers();
+        let ended = match &mut self.to_client {
+            Some(to_client) if self.is_grpc => to_client.send_trailers(trailers).is_ok(),
+            _ => false,
+        };
+        if !ended {
+            self.respond.send_reset(Reason::INTERNAL_ERROR);
         }
     }
 
     /// Replies in place of the application.
-    fn fail(&mut self, failure: &Failure) {
-        let reply = self.record.local_reply(failure);
+    fn fail(&mut self, failure: Failure) {
+        if self.record.has_response() {
+            return self.fail_response(&failure, &failure.to_string());
+        }
+        self.reply(Answer::Failure(failure));
+    }
+
+    fn reply(&mut self, answer: Answer) {
+        let is_failure = matches!(answer, Answer::Failure(_));
+        let reply = self.record.local_reply(answer);
         let head_only = self.parts.method == Method::HEAD;
-        let (head, body) = if self.is_grpc {
+        let (head, body) = if self.is_grpc && is_failure {
             reply.grpc()
         } else {
             reply.http2(head_only)
@@ -380,7 +435,19 @@ impl Forward for Exchange {
         }
         // 8. Serve.
         self.record.attempts.connected();
-        let request = Request::from_parts(self.parts.clone(), ());
+        let mut parts = self.parts.clone();
+        if let Some(previous) = self.record.attempts.announced(lease.is_secured()) {
+            let name = HeaderName::from_static(PREVIOUS_ATTEMPTS);
+            parts.headers.insert(name, previous.into());
+        }
+        let deadline = self.record.attempts.exchange_deadline;
+        if let Some(field) = parts.headers.get_mut(GRPC_TIMEOUT)
+            && let Some(left) = deadline.grpc_timeout(field.as_bytes())
+            && let Ok(left) = HeaderValue::try_from(left)
+        {
+            *field = left;
+        }
+        let request = Request::from_parts(parts, ());
         let (response, to_upstream) = match lease.send(request, self.upload.is_done()) {
             Ok(stream) => stream,
             Err(error) => return self.failed(&error, endpoint, true, lease.acceptance()),
@@ -416,12 +483,21 @@ impl Forward for Exchange {
         if !is_peer {
             head::remove(&mut parts.headers, is_mesh_error);
         }
-        if self.was_not_delivered(&parts, is_peer) {
-            return Err(AttemptError::not_delivered(address));
-        }
-        self.record.attempts.answered(head::is_failure(&parts));
+        let status = parts.status.as_u16();
+        let verdict = Verdict::of(status, &parts.headers, is_peer, SystemTime::now);
+        let request = Replayable {
+            is_kept: self.upload.can_rewind(),
+            is_idempotent: self.parts.method.is_idempotent(),
+        };
+        let flow = &self.record.flow;
+        self.record.attempts.answered(verdict, request, flow)?;
         self.upload.discard_replay();
+        let is_tunnel = self.parts.method == Method::CONNECT && parts.status.is_success();
         let response = Response::from_parts(parts, body);
+        if is_tunnel {
+            let tunnel = Box::new((response, attempt, endpoint.clone()));
+            return Ok(Outcome::Tunnel(tunnel));
+        }
         Ok(self.relay_response(response, attempt, endpoint).await)
     }
 

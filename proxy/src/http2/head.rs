@@ -3,12 +3,11 @@
 
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE, HOST};
 use http::request::Parts;
-use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Version};
+use http::uri::{Authority, PathAndQuery};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri, Version};
 
 use crate::authority;
-use crate::balance::is_failure_status;
-use crate::http::edits::{Edit, Edits};
-use crate::http::reply::{GRPC_STATUS, X_MESH_ERROR};
+use crate::http::edits::Edits;
 use crate::http::view::RequestView;
 
 /// The reason why the request is malformed (RFC 9113), or ambiguous for the next hop.
@@ -70,12 +69,31 @@ pub(super) fn extended_protocol(parts: &Parts) -> Option<&str> {
 }
 
 /// Prepares the head for the next hop.
-pub(super) fn prepare(parts: &mut Parts, edit: Edit<'_>) {
-    Edits(&[edit]).apply(&mut parts.headers);
+pub(super) fn prepare(parts: &mut Parts, edits: Edits<'_>) {
+    edits.apply(&mut parts.headers);
+    if edits.host.is_some() || edits.target.is_some() {
+        rewrite(parts, edits);
+    }
     // Without :authority, which is right if there is a Host, `h2` takes a scheme only of HTTP/1.
     if parts.uri.authority().is_none() {
         parts.version = Version::HTTP_11;
     }
+}
+
+/// Changes `:authority`, if there is one, and `:path`. Routes make only valid ones.
+fn rewrite(parts: &mut Parts, edits: Edits<'_>) {
+    let mut uri = std::mem::take(&mut parts.uri).into_parts();
+    let host = edits.host.and_then(|host| Authority::try_from(host).ok());
+    if let (Some(_), Some(host)) = (&uri.authority, host) {
+        uri.authority = Some(host);
+    }
+    if let Some(target) = edits
+        .target
+        .and_then(|target| PathAndQuery::try_from(target).ok())
+    {
+        uri.path_and_query = Some(target);
+    }
+    parts.uri = Uri::from_parts(uri).unwrap_or_default();
 }
 
 /// Removes the fields of heads and trailers that only the proxy may set, in every spelling.
@@ -98,25 +116,6 @@ pub(super) fn is_grpc(headers: &HeaderMap) -> bool {
         .is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
 }
 
-/// Whether the peer's proxy replied that its application accepts no connection.
-pub(super) fn says_not_delivered(parts: &http::response::Parts) -> bool {
-    let said = parts
-        .headers
-        .get(X_MESH_ERROR)
-        .is_some_and(|code| code == "connect-failed");
-    said && (parts.status == StatusCode::BAD_GATEWAY || parts.headers.contains_key(GRPC_STATUS))
-}
-
-/// Whether the response is a failure of the endpoint. A gRPC failure without a message has its status
-/// in the head ("Trailers-Only").
-pub(super) fn is_failure(parts: &http::response::Parts) -> bool {
-    let grpc_unavailable = parts
-        .headers
-        .get(GRPC_STATUS)
-        .is_some_and(|status| status == "14");
-    is_failure_status(parts.status.as_u16()) || grpc_unavailable
-}
-
 /// The size of a request's head, counted as in RFC 9113, section 6.5.2.
 pub fn size(parts: &Parts) -> usize {
     let field = |(name, value): (&HeaderName, &HeaderValue)| name.as_str().len() + value.len() + 32;
@@ -130,6 +129,7 @@ pub fn size(parts: &Parts) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::http::edits::Edit;
     use http::Request;
 
     fn parts(method: &str, uri: &str, fields: &[(&str, &str)]) -> Parts {
@@ -152,7 +152,7 @@ mod tests {
                 ("x-other", "3"),
             ],
         );
-        prepare(&mut forged, Edit::Remove("X-Called-By"));
+        prepare(&mut forged, Edits::of(&[Edit::Own("X-Called-By", None)]));
         assert_eq!(forged.headers.len(), 1);
     }
 

@@ -10,7 +10,7 @@ use http::HeaderMap;
 
 use super::head::remove;
 use crate::http::replay::Replay;
-use crate::policy::{is_called_by, is_mesh_error};
+use crate::policy::{is_mesh_error, is_reserved_in_requests};
 use crate::record::ExchangeRecord;
 
 /// The number of bytes that a relay passes to `h2` before it waits for flow-control capacity. Small
@@ -209,7 +209,7 @@ impl Relay {
     /// Removes the fields that only the mesh may set.
     fn prepare_trailers(&self, mut trailers: HeaderMap, record: &mut ExchangeRecord) -> HeaderMap {
         match self.message {
-            Message::Request => remove(&mut trailers, is_called_by),
+            Message::Request => remove(&mut trailers, is_reserved_in_requests),
             Message::Response { from_proxy: false } => remove(&mut trailers, is_mesh_error),
             Message::Response { from_proxy: true } => {}
         }

@@ -217,6 +217,7 @@ impl Pair {
             name: "cart-1".into(),
             app_protocol: AppProtocol::Detect,
             endpoint: Arc::new(endpoint),
+            routes: None,
         };
         let (destination, ()) = tokio::join!(
             outbound.worker.destinations.get_or_watch(wire_address),
@@ -1173,6 +1174,7 @@ fn connections_of_a_pod_to_itself_use_no_tls() {
             name: "cart-1".into(),
             app_protocol: AppProtocol::Detect,
             endpoint,
+            routes: None,
         };
         let (destination, ()) =
             tokio::join!(side.worker.destinations.get_or_watch(address), async {

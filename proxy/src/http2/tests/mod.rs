@@ -1,6 +1,7 @@
 //! Tests of HTTP/2 through the proxy over sockets: clients, a worker without listeners, and apps.
 
 mod calls;
+mod deadlines;
 mod endpoints;
 mod forgery;
 mod hostile;

@@ -1,0 +1,315 @@
+//! All subscribers, and the states that they share.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::net::SocketAddr;
+use std::ops::Bound;
+use std::sync::Arc;
+
+use super::Published;
+use super::queue::Queue;
+use super::watched::{Resolved, Watched};
+use crate::authenticate::PodRef;
+use crate::index::locality::{Location, Scope};
+use crate::index::object::{Key, Resource};
+use crate::index::{Index, Touched};
+
+/// The notifications of a subscriber to resources.
+pub(super) type ResourceQueue = Queue<Arc<Resource>, Arc<Published>>;
+/// The notifications of a subscriber to Services, which reads their states from the index.
+pub(super) type ServiceQueue = Queue<Key, ()>;
+
+#[derive(Default)]
+pub(super) struct Subscribers {
+    /// The resources with subscribers. All maps and queues share their names.
+    resources: BTreeMap<Arc<Resource>, Watched>,
+    /// The destinations with subscribers by their port.
+    destinations_on: HashMap<u16, BTreeSet<SocketAddr>>,
+    named: HashMap<Key, HashMap<u64, Arc<ServiceQueue>>>,
+    all: HashMap<u64, Arc<ServiceQueue>>,
+    clients: HashMap<u64, Client>,
+    clients_of_pod: HashMap<Key, BTreeSet<u64>>,
+    next_id: u64,
+}
+
+/// A subscriber to resources.
+pub(super) struct Client {
+    queue: Arc<ResourceQueue>,
+    /// Its pod, if its token is bound to one.
+    pod: Option<PodRef>,
+    /// The location of its pod. Unknown until the pod is in the catalog.
+    location: Location,
+    subscribed: HashSet<Arc<Resource>>,
+}
+
+/// The location of a pod, if a token is bound to one.
+pub(super) fn location(index: &Index, pod: Option<&PodRef>) -> Location {
+    pod.map_or_else(Location::default, |pod| {
+        index.location(&pod.key(), &pod.uid)
+    })
+}
+
+impl Subscribers {
+    pub(super) fn add_client(
+        &mut self,
+        pod: Option<PodRef>,
+        location: Location,
+    ) -> (u64, Arc<ResourceQueue>) {
+        let id = self.next_id();
+        let queue: Arc<ResourceQueue> = Arc::default();
+        if let Some(pod) = &pod {
+            self.clients_of_pod.entry(pod.key()).or_default().insert(id);
+        }
+        let client = Client {
+            queue: queue.clone(),
+            pod,
+            location,
+            subscribed: HashSet::new(),
+        };
+        self.clients.insert(id, client);
+        (id, queue)
+    }
+
+    pub(super) fn remove_client(&mut self, id: u64) {
+        let Some(client) = self.clients.remove(&id) else {
+            return;
+        };
+        for resource in &client.subscribed {
+            self.forget(resource, id);
+        }
+        if let Some(key) = client.pod.as_ref().map(PodRef::key)
+            && let Some(clients) = self.clients_of_pod.get_mut(&key)
+        {
+            clients.remove(&id);
+            if clients.is_empty() {
+                self.clients_of_pod.remove(&key);
+            }
+        }
+    }
+
+    pub(super) fn wake_clients(&self) {
+        self.clients.values().for_each(|client| client.queue.wake());
+    }
+
+    pub(super) fn watch_services(&mut self, names: &BTreeSet<Key>) -> (u64, Arc<ServiceQueue>) {
+        let id = self.next_id();
+        let queue: Arc<ServiceQueue> = Arc::default();
+        if names.is_empty() {
+            self.all.insert(id, queue.clone());
+        }
+        for name in names {
+            let named = self.named.entry(name.clone()).or_default();
+            named.insert(id, queue.clone());
+        }
+        (id, queue)
+    }
+
+    pub(super) fn unwatch_services(&mut self, id: u64, names: &BTreeSet<Key>) {
+        self.all.remove(&id);
+        for name in names {
+            if let Some(subscribers) = self.named.get_mut(name) {
+                subscribers.remove(&id);
+                if subscribers.is_empty() {
+                    self.named.remove(name);
+                }
+            }
+        }
+    }
+
+    pub(super) fn notify_services(&self, keys: &BTreeSet<Key>) {
+        for key in keys {
+            let named = self.named.get(key).into_iter().flat_map(HashMap::values);
+            let queues = named.chain(self.all.values());
+            queues.for_each(|queue| queue.push(key.clone(), ()));
+        }
+    }
+
+    /// The location of a client, and the state of a resource there, if a subscriber has it.
+    pub(super) fn known(&self, id: u64, resource: &Resource) -> (Location, bool) {
+        let location = &self.client(id).location;
+        let watched = self.resources.get(resource);
+        let is_known = watched.is_some_and(|watched| watched.published(location).is_some());
+        (location.clone(), is_known)
+    }
+
+    /// Adds a subscription, and a notification of its current state, even if it exists. `resolved`
+    /// is the state, unless it is known.
+    pub(super) fn subscribe(
+        &mut self,
+        index: &Index,
+        id: u64,
+        resource: &Resource,
+        resolved: Option<Resolved>,
+    ) -> Arc<Resource> {
+        let known = self.resources.get_key_value(resource);
+        let shared = known.map_or_else(|| Arc::new(resource.clone()), |(key, _)| key.clone());
+        let watched = self.resources.entry(shared.clone()).or_default();
+        if let Resource::Destination(address) = resource {
+            let same_port = self.destinations_on.entry(address.port()).or_default();
+            same_port.insert(*address);
+        }
+        let client = self.clients.get_mut(&id).expect("a client is removed last");
+        let published = watched.add(index, resource, &client.location, resolved);
+        watched.subscribers.insert(id, client.queue.clone());
+        client.subscribed.insert(shared.clone());
+        client.queue.push(shared.clone(), published);
+        shared
+    }
+
+    pub(super) fn unsubscribe(&mut self, id: u64, resource: &Resource) {
+        let client = self.clients.get_mut(&id);
+        if let Some(client) = client
+            && let Some(resource) = client.subscribed.take(resource)
+        {
+            client.queue.remove(&resource);
+            self.forget(&resource, id);
+        }
+    }
+
+    /// The resources with subscribers that changes of the index affect.
+    pub(super) fn affected(&self, touched: &Touched) -> BTreeSet<Arc<Resource>> {
+        let mut affected = BTreeSet::new();
+        for ip in &touched.addresses {
+            let first = Resource::Destination(SocketAddr::new(*ip, 0));
+            let is_affected =
+                |one: &Resource| matches!(one, Resource::Destination(other) if other.ip() == *ip);
+            affected.extend(self.range(&first, is_affected));
+        }
+        for port in &touched.node_ports {
+            let destinations = self.destinations_on.get(port).into_iter().flatten();
+            affected.extend(destinations.map(|address| Arc::new(Resource::Destination(*address))));
+        }
+        for pod in &touched.pods {
+            let first = Resource::Workload(pod.clone(), "".into());
+            let is_affected =
+                |one: &Resource| matches!(one, Resource::Workload(other, _) if other == pod);
+            affected.extend(self.range(&first, is_affected));
+        }
+        for key in &touched.services {
+            let first = Resource::Backend(key.clone(), 0);
+            let is_affected =
+                |one: &Resource| matches!(one, Resource::Backend(other, _) if other == key);
+            affected.extend(self.range(&first, is_affected));
+        }
+        affected
+    }
+
+    /// The resources that begin with `first` in their order, as long as they are affected.
+    fn range(
+        &self,
+        first: &Resource,
+        is_affected: impl Fn(&Resource) -> bool,
+    ) -> impl Iterator<Item = Arc<Resource>> {
+        let bounds = (Bound::Included(first), Bound::Unbounded);
+        let resources = self.resources.range::<Resource, _>(bounds);
+        let resources = resources.map(|(resource, _)| resource);
+        resources.take_while(move |one| is_affected(one)).cloned()
+    }
+
+    /// The locations of the subscribers to a resource, within a scope.
+    pub(super) fn locations(&self, resource: &Resource, scope: &Scope) -> HashSet<Location> {
+        let watched = self.resources.get(resource);
+        let watched = watched.filter(|_| *scope != Scope::default());
+        let ids = watched
+            .into_iter()
+            .flat_map(|watched| watched.subscribers.keys());
+        ids.map(|id| self.client(*id).location.within(scope))
+            .collect()
+    }
+
+    /// Replaces the states of a resource, and notifies the subscribers whose state has changed.
+    pub(super) fn update(&mut self, index: &Index, resource: &Resource, resolved: Resolved) {
+        if let Some((resource, _)) = self.resources.get_key_value(resource) {
+            let resource = resource.clone();
+            let clients = &self.clients;
+            let location = |id: u64| clients[&id].location.clone();
+            if let Some(watched) = self.resources.get_mut(&resource) {
+                watched.update(index, &resource, resolved, location);
+            }
+        }
+    }
+
+    /// Moves the clients in pods and on nodes that have changed, and notifies them of the resources
+    /// that depend on their location.
+    pub(super) fn relocate(&mut self, index: &Index, touched: &Touched) {
+        let pods = touched.pods.iter();
+        let in_pods = pods.filter_map(|pod| self.clients_of_pod.get(pod));
+        let mut moved: BTreeSet<u64> = in_pods.flatten().copied().collect();
+        if !touched.nodes.is_empty() {
+            let clients = self.clients.iter();
+            let on_nodes =
+                clients.filter(|(_, client)| touched.nodes.contains(&client.location.node));
+            moved.extend(on_nodes.map(|(id, _)| *id));
+        }
+        for id in moved {
+            let Some(client) = self.clients.get_mut(&id) else {
+                continue;
+            };
+            let location = location(index, client.pod.as_ref());
+            if std::mem::replace(&mut client.location, location) == client.location {
+                continue;
+            }
+            for resource in &client.subscribed {
+                if let Some(watched) = self.resources.get_mut(resource) {
+                    let published = watched.add(index, resource, &client.location, None);
+                    client.queue.push(resource.clone(), published);
+                }
+            }
+        }
+    }
+
+    /// The number of resources with subscribers, and of their subscriptions.
+    pub(super) fn counts(&self) -> (usize, usize) {
+        let watched = self.resources.values();
+        let subscriptions = watched.map(|watched| watched.subscribers.len()).sum();
+        (self.resources.len(), subscriptions)
+    }
+
+    fn forget(&mut self, resource: &Resource, subscriber: u64) {
+        if let Some(watched) = self.resources.get_mut(resource) {
+            watched.subscribers.remove(&subscriber);
+            if watched.subscribers.is_empty() {
+                self.resources.remove(resource);
+                if let Resource::Destination(address) = resource
+                    && let Some(same_port) = self.destinations_on.get_mut(&address.port())
+                {
+                    same_port.remove(address);
+                    if same_port.is_empty() {
+                        self.destinations_on.remove(&address.port());
+                    }
+                }
+            }
+        }
+    }
+
+    fn client(&self, id: u64) -> &Client {
+        &self.clients[&id]
+    }
+
+    fn next_id(&mut self) -> u64 {
+        self.next_id += 1;
+        self.next_id
+    }
+}
+
+#[cfg(test)]
+impl Subscribers {
+    /// The number of states of a resource.
+    pub(super) fn states(&self, resource: &Resource) -> usize {
+        self.resources[resource].states.len()
+    }
+
+    /// The location of a client, and the number of its subscriptions.
+    pub(super) fn of(&self, reader: &super::Resources) -> (Location, usize) {
+        let client = self.client(reader.id);
+        (client.location.clone(), client.subscribed.len())
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.resources.is_empty()
+            && self.destinations_on.is_empty()
+            && self.named.is_empty()
+            && self.all.is_empty()
+            && self.clients.is_empty()
+            && self.clients_of_pod.is_empty()
+    }
+}

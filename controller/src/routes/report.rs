@@ -1,0 +1,115 @@
+//! The conditions of routes in the log, where no Kubernetes API can store them: a catalog of files.
+
+use std::collections::BTreeMap;
+use std::convert::Infallible;
+use std::fmt;
+
+use super::writer::{Route, Statuses};
+use super::{Condition, ParentReference, RouteStatus};
+
+/// Logs each change of the conditions of a route, until it is dropped.
+pub async fn log_changes(mut statuses: Statuses) -> Infallible {
+    let mut logged = BTreeMap::new();
+    loop {
+        let current = statuses.current();
+        for (line, is_error) in changes(&logged, &current) {
+            match is_error {
+                true => tracing::warn!("{line}"),
+                false => tracing::info!("{line}"),
+            }
+        }
+        logged = current;
+        statuses.changed().await;
+    }
+}
+
+/// A line per parent whose conditions have changed, and whether it contains an error.
+fn changes(
+    before: &BTreeMap<Route, RouteStatus>,
+    current: &BTreeMap<Route, RouteStatus>,
+) -> Vec<(String, bool)> {
+    let mut lines = Vec::new();
+    for (route, status) in current {
+        let old = before.get(route).map(|old| old.parents.as_slice());
+        let old = old.unwrap_or_default();
+        for parent in status.parents.iter().filter(|parent| !old.contains(parent)) {
+            let conditions: Vec<String> = parent.conditions.iter().map(describe).collect();
+            let is_error = parent.conditions.iter().any(|condition| !condition.holds);
+            let line = format!(
+                "{route}, parent {}: {}",
+                parent.parent,
+                conditions.join("; ")
+            );
+            lines.push((line, is_error));
+        }
+    }
+    lines
+}
+
+fn describe(condition: &Condition) -> String {
+    let Condition {
+        kind,
+        holds,
+        reason,
+        message,
+    } = condition;
+    match holds {
+        true => format!("{kind}=True"),
+        false => format!("{kind}=False, {reason}: {message}"),
+    }
+}
+
+impl fmt::Display for ParentReference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ", self.kind.as_deref().unwrap_or("Gateway"))?;
+        self.namespace
+            .iter()
+            .try_for_each(|namespace| write!(f, "{namespace}/"))?;
+        f.write_str(&self.name)?;
+        self.port.iter().try_for_each(|port| write!(f, ":{port}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::index::object::Key;
+    use crate::routes::testing::{KIND, accepted, service, status};
+
+    #[test]
+    fn changed_conditions_are_lines_and_others_are_not() {
+        let route = || Route(KIND, Key::new("shop", "web"));
+        let one = |holds| {
+            let mut unresolved = accepted(false);
+            (unresolved.kind, unresolved.message) = ("ResolvedRefs", "no Service x".into());
+            let parents = vec![
+                service("web", Some(80), vec![accepted(holds)]),
+                service("other", None, vec![accepted(true), unresolved]),
+            ];
+            BTreeMap::from([(route(), status(1, parents))])
+        };
+        let lines = changes(&BTreeMap::new(), &one(true));
+        let expected = [
+            (
+                format!("{KIND} shop/web, parent Service web:80: Accepted=True"),
+                false,
+            ),
+            (
+                format!(
+                    "{KIND} shop/web, parent Service other: Accepted=True; \
+                     ResolvedRefs=False, UnsupportedValue: no Service x"
+                ),
+                true,
+            ),
+        ];
+        assert_eq!(lines, expected);
+        assert_eq!(changes(&one(true), &one(true)), []);
+        let lines = changes(&one(true), &one(false));
+        assert_eq!(lines.len(), 1);
+        assert!(
+            lines[0].0.contains("web:80: Accepted=False") && lines[0].1,
+            "{lines:?}"
+        );
+        assert_eq!(changes(&one(true), &BTreeMap::new()), []);
+    }
+}

@@ -1,0 +1,323 @@
+//! The entries of the mesh in `status.parents` of a route. Pure: from the object in the cluster and
+//! the conditions that the mesh computes to the status to write.
+//!
+//! The list is atomic, and other controllers have entries in it. Their entries, and what the mesh
+//! does not know in its own, stay as they are.
+
+use kube::core::DynamicObject;
+use serde_json::{Map, Value, json};
+
+use super::{Condition, ParentReference, ParentStatus, RouteStatus};
+
+/// The `controllerName` of the mesh.
+pub const CONTROLLER_NAME: &str = "diy-service-mesh.dev/controller";
+/// The API server rejects more.
+const MAX_PARENTS: usize = 32;
+/// The API server accepts 32 KiB.
+const MAX_MESSAGE_BYTES: usize = 2048;
+
+/// The status of a route with the entries that the mesh computes; without `desired`, without those
+/// whose parents the route no longer has. `None` if there is nothing to change. `now` is the time
+/// of transitions.
+pub fn merge(object: &DynamicObject, desired: Option<&RouteStatus>, now: &str) -> Option<Value> {
+    let namespace = object.metadata.namespace.as_deref().unwrap_or_default();
+    let before = object.data["status"]["parents"].as_array();
+    let before = before.map(Vec::as_slice).unwrap_or_default();
+    let mut missing: Vec<&ParentStatus> = desired.iter().flat_map(|one| &one.parents).collect();
+    let mut parents = Vec::new();
+    for entry in before {
+        if entry["controllerName"] != CONTROLLER_NAME {
+            parents.push(entry.clone());
+            continue;
+        }
+        let reference = &entry["parentRef"];
+        let Some(desired) = desired else {
+            let current = object.data["spec"]["parentRefs"].as_array();
+            let is_current = |parent: &Value| normalized(parent, namespace);
+            let mut current = current.into_iter().flatten().map(is_current);
+            if current.any(|parent| parent == normalized(reference, namespace)) {
+                parents.push(entry.clone());
+            }
+            continue;
+        };
+        let is_same = |status: &ParentStatus| {
+            let parent = to_json(&status.parent);
+            normalized(&parent, namespace) == normalized(reference, namespace)
+        };
+        // An entry without a parent, or a second one for the same parent, is removed.
+        if let Some(index) = missing.iter().position(|status| is_same(status)) {
+            let status = missing.remove(index);
+            parents.push(updated(entry, status, desired.generation, now));
+        }
+    }
+    for status in missing {
+        let entry = json!({
+            "parentRef": to_json(&status.parent), "controllerName": CONTROLLER_NAME,
+        });
+        let generation = desired.map_or(0, |desired| desired.generation);
+        parents.push(updated(&entry, status, generation, now));
+    }
+    parents.truncate(MAX_PARENTS);
+    if parents == before {
+        return None;
+    }
+    let mut status = match &object.data["status"] {
+        Value::Object(status) => status.clone(),
+        _ => Map::new(),
+    };
+    status.insert("parents".into(), parents.into());
+    Some(status.into())
+}
+
+/// An entry of the mesh with these conditions.
+fn updated(entry: &Value, status: &ParentStatus, generation: i64, now: &str) -> Value {
+    let before = entry["conditions"].as_array();
+    let before = before.map(Vec::as_slice).unwrap_or_default();
+    let observed = |condition: &Value| condition["observedGeneration"].as_i64().unwrap_or(0);
+    // Another replica knows a later generation of the route.
+    if before.iter().any(|one| observed(one) > generation) {
+        return entry.clone();
+    }
+    let mut conditions: Vec<Value> = Vec::new();
+    for old in before {
+        match status.conditions.iter().find(|new| old["type"] == new.kind) {
+            Some(new) => conditions.push(condition(new, Some(old), generation, now)),
+            // Types with a domain belong to others.
+            None if old["type"].as_str().is_some_and(|kind| kind.contains('/')) => {
+                conditions.push(old.clone());
+            }
+            None => {}
+        }
+    }
+    for new in &status.conditions {
+        if !before.iter().any(|old| old["type"] == new.kind) {
+            conditions.push(condition(new, None, generation, now));
+        }
+    }
+    let mut entry = entry.clone();
+    entry["conditions"] = conditions.into();
+    entry
+}
+
+/// A condition, with the time of its last transition.
+fn condition(new: &Condition, old: Option<&Value>, generation: i64, now: &str) -> Value {
+    let status = if new.holds { "True" } else { "False" };
+    let unchanged = old.filter(|old| old["status"] == status);
+    let since = unchanged.and_then(|old| old["lastTransitionTime"].as_str());
+    let message = &new.message[..new.message.floor_char_boundary(MAX_MESSAGE_BYTES)];
+    json!({
+        "type": new.kind, "status": status, "reason": new.reason, "message": message,
+        "observedGeneration": generation, "lastTransitionTime": since.unwrap_or(now),
+    })
+}
+
+/// A reference with the fields that its author wrote.
+fn to_json(parent: &ParentReference) -> Value {
+    let mut fields = Map::new();
+    let texts = [
+        ("group", &parent.group),
+        ("kind", &parent.kind),
+        ("namespace", &parent.namespace),
+        ("sectionName", &parent.section_name),
+    ];
+    for (name, text) in texts {
+        fields.extend(text.clone().map(|text| (name.to_owned(), text.into())));
+    }
+    fields.insert("name".into(), parent.name.clone().into());
+    fields.extend(parent.port.map(|port| ("port".to_owned(), port.into())));
+    fields.into()
+}
+
+/// A reference with the defaults of the Gateway API. Equal for references to the same parent.
+fn normalized(reference: &Value, namespace: &str) -> [Value; 6] {
+    let or = |field: &str, default: &str| match &reference[field] {
+        Value::Null => default.into(),
+        value => value.clone(),
+    };
+    [
+        or("group", "gateway.networking.k8s.io"),
+        or("kind", "Gateway"),
+        or("namespace", namespace),
+        or("name", ""),
+        or("sectionName", ""),
+        reference["port"].clone(),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use k8s_openapi::api::core::v1::Pod;
+    use kube::core::ApiResource;
+
+    use super::*;
+    use crate::routes::testing::{accepted, service, status};
+
+    const NOW: &str = "2026-11-22T09:00:00Z";
+    const LATER: &str = "2026-11-22T10:00:00Z";
+
+    fn route(parents: Value) -> DynamicObject {
+        let route = json!({
+            "metadata": {"namespace": "shop", "name": "web", "generation": 2},
+            "spec": {"parentRefs": [{"group": "", "kind": "Service", "name": "web", "port": 80}]},
+            "status": {"parents": parents},
+        });
+        serde_json::from_value(route).unwrap()
+    }
+
+    fn gateway() -> Value {
+        json!({
+            "parentRef": {"group": "gateway.networking.k8s.io", "kind": "Gateway", "name": "edge"},
+            "controllerName": "example.net/gateway", "unknown": {"z": 1, "a": [null]},
+            "conditions": [{"type": "Accepted", "status": "Unknown", "reason": "Pending",
+                "message": "", "lastTransitionTime": "2020-01-01T00:00:00Z"}],
+        })
+    }
+
+    fn entries(status: &Value) -> &Vec<Value> {
+        status["parents"].as_array().unwrap()
+    }
+
+    #[test]
+    fn adds_an_entry_and_leaves_those_of_others_alone() {
+        let mut object = route(json!([gateway()]));
+        object.data["status"]["other"] = json!("stays");
+        let desired = status(2, vec![service("web", Some(80), vec![accepted(true)])]);
+        let merged = merge(&object, Some(&desired), NOW).unwrap();
+        assert_eq!(merged["other"], "stays");
+        let [first, second] = &entries(&merged)[..] else {
+            panic!("{merged}")
+        };
+        assert_eq!(*first, gateway());
+        let expected = json!({
+            "parentRef": {"group": "", "kind": "Service", "name": "web", "port": 80},
+            "controllerName": "diy-service-mesh.dev/controller",
+            "conditions": [{"type": "Accepted", "status": "True", "reason": "Accepted",
+                "message": "", "observedGeneration": 2, "lastTransitionTime": NOW}],
+        });
+        assert_eq!(*second, expected);
+        object.data["status"] = merged;
+        assert_eq!(merge(&object, Some(&desired), LATER), None);
+    }
+
+    #[test]
+    fn transition_time_changes_with_the_status_only() {
+        let desired = |generation, holds| {
+            status(
+                generation,
+                vec![service("web", None, vec![accepted(holds)])],
+            )
+        };
+        let mut object = route(json!([]));
+        let mut merged_at = |generation, holds, now| {
+            let merged = merge(&object, Some(&desired(generation, holds)), now).unwrap();
+            object.data["status"] = merged.clone();
+            merged["parents"][0]["conditions"][0].clone()
+        };
+        assert_eq!(merged_at(1, true, NOW)["lastTransitionTime"], NOW);
+        let same = merged_at(2, true, LATER);
+        assert_eq!(same["lastTransitionTime"], NOW);
+        assert_eq!(same["observedGeneration"], 2);
+        let changed = merged_at(3, false, LATER);
+        assert_eq!(changed["lastTransitionTime"], LATER);
+        assert_eq!(changed["status"], "False");
+    }
+
+    #[test]
+    fn removes_entries_without_a_parent() {
+        let desired = status(2, vec![service("web", Some(80), vec![accepted(true)])]);
+        let ours = |name: &str, port: Value| {
+            json!({"parentRef": {"group": "", "kind": "Service", "name": name, "port": port},
+                "controllerName": CONTROLLER_NAME, "conditions": []})
+        };
+        let old = [
+            ours("old", json!(80)),
+            ours("web", json!(80)),
+            ours("web", json!(80)),
+        ];
+        let object = route(json!([old[0], gateway(), old[1], old[2]]));
+        let merged = merge(&object, Some(&desired), NOW).unwrap();
+        let names: Vec<&Value> = entries(&merged)
+            .iter()
+            .map(|entry| &entry["parentRef"]["name"])
+            .collect();
+        assert_eq!(names, ["edge", "web"]);
+        // Without computed conditions, only the route itself says that a parent is gone.
+        let merged = merge(&object, None, NOW).unwrap();
+        assert_eq!(entries(&merged).len(), 3);
+        assert_eq!(merge(&route(json!([gateway()])), None, NOW), None);
+        assert_eq!(
+            merge(
+                &DynamicObject::new("web", &ApiResource::erase::<Pod>(&())),
+                None,
+                NOW
+            ),
+            None
+        );
+    }
+
+    #[test]
+    fn references_are_compared_with_their_defaults() {
+        let mut parent = service("web", Some(80), vec![accepted(true)]);
+        parent.parent.namespace = Some("shop".into());
+        let object = route(json!([]));
+        let merged = merge(&object, Some(&status(2, vec![parent])), NOW).unwrap();
+        let mut object = route(merged["parents"].clone());
+        let desired = status(2, vec![service("web", Some(80), vec![accepted(true)])]);
+        assert_eq!(merge(&object, Some(&desired), NOW), None);
+        // Another port is another parent.
+        object.data["status"]["parents"][0]["parentRef"]["port"] = json!(81);
+        let merged = merge(&object, Some(&desired), NOW).unwrap();
+        assert_eq!(merged["parents"][0]["parentRef"]["port"], 80);
+        assert_eq!(entries(&merged).len(), 1);
+    }
+
+    #[test]
+    fn conditions_of_others_stay_and_former_ones_of_the_mesh_do_not() {
+        let object = route(json!([{
+            "parentRef": {"group": "", "kind": "Service", "name": "web"},
+            "controllerName": CONTROLLER_NAME,
+            "conditions": [
+                {"type": "example.net/Audited", "status": "True"},
+                {"type": "PartiallyInvalid", "status": "True"},
+            ],
+        }]));
+        let desired = status(2, vec![service("web", None, vec![accepted(false)])]);
+        let merged = merge(&object, Some(&desired), NOW).unwrap();
+        let conditions = merged["parents"][0]["conditions"].as_array().unwrap();
+        let kinds: Vec<&Value> = conditions.iter().map(|one| &one["type"]).collect();
+        assert_eq!(kinds, ["example.net/Audited", "Accepted"]);
+    }
+
+    #[test]
+    fn never_replaces_conditions_of_a_later_generation() {
+        let object = route(json!([{
+            "parentRef": {"group": "", "kind": "Service", "name": "web"},
+            "controllerName": CONTROLLER_NAME,
+            "conditions": [{"type": "Accepted", "status": "True", "observedGeneration": 7}],
+        }]));
+        let desired = |generation| {
+            status(
+                generation,
+                vec![service("web", None, vec![accepted(false)])],
+            )
+        };
+        assert_eq!(merge(&object, Some(&desired(6)), NOW), None);
+        assert!(merge(&object, Some(&desired(7)), NOW).is_some());
+    }
+
+    #[test]
+    fn messages_and_lists_have_the_sizes_that_the_api_server_accepts() {
+        let mut condition = accepted(false);
+        condition.message = "ä".repeat(40_000);
+        let parents: Vec<_> = (0..40)
+            .map(|number| service(&format!("web-{number}"), None, vec![condition.clone()]))
+            .collect();
+        let merged = merge(&route(json!([gateway()])), Some(&status(2, parents)), NOW).unwrap();
+        assert_eq!(entries(&merged).len(), MAX_PARENTS);
+        assert_eq!(merged["parents"][0], gateway());
+        let message = merged["parents"][1]["conditions"][0]["message"]
+            .as_str()
+            .unwrap();
+        assert_eq!(message.len(), MAX_MESSAGE_BYTES);
+    }
+}

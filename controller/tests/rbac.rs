@@ -1,0 +1,487 @@
+//! The program with a fake API server that records its calls: the manifests permit each of them,
+//! and no others.
+#![allow(missing_docs, clippy::unwrap_used)]
+
+mod support;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+use std::process::Stdio;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use diy_mesh_proto::mesh::v1 as proto;
+use diy_mesh_proto::mesh::v1::service_mesh_service_client::ServiceMeshServiceClient;
+use k8s_openapi::api::rbac::v1::PolicyRule;
+use serde::Deserialize;
+use serde_json::{Value, json};
+use support::{Client, DEADLINE, Issuer, web};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::process::{Child, Command};
+
+const MESH: &str = "service-mesh";
+/// Permissions that this test does not need.
+const UNUSED: [&str; 5] = [
+    // A rotation changes the CA.
+    "patch secrets",
+    // A status that another client changes meanwhile is read again.
+    "get httproutes.gateway.networking.k8s.io",
+    "get grpcroutes.gateway.networking.k8s.io",
+    // The catalog reads no schemas yet.
+    "list customresourcedefinitions.apiextensions.k8s.io",
+    "watch customresourcedefinitions.apiextensions.k8s.io",
+];
+
+#[tokio::test]
+async fn controller_makes_the_calls_that_the_manifests_permit() {
+    let api = Api::start().await;
+    let mut controller = start(&api).await;
+    let line = until(&mut controller, "listening grpc=").await;
+    let address = line.split("grpc=").nth(1).unwrap();
+    let address: SocketAddr = address.split(' ').next().unwrap().parse().unwrap();
+    until(&mut controller, "this replica writes the status").await;
+    let roots = api.until("the roots are published", roots).await;
+    let channel = support::connect(address, &roots).await.unwrap();
+    let token = Issuer::new("any").token();
+    let mut client = Client {
+        client: ServiceMeshServiceClient::new(channel),
+        token: Some(token.clone()),
+        announced: None,
+    };
+    // Refused, with an Event; the second time with a change of this Event.
+    for _ in 0..2 {
+        let request = proto::SignCertificateRequest {
+            name: "system:serviceaccount:shop:web".into(),
+            token: token.clone(),
+            csr: b"none".to_vec(),
+        };
+        client.client.sign_certificate(request).await.unwrap_err();
+    }
+    let rules = rules();
+    let expected: BTreeSet<String> = UNUSED.map(String::from).into();
+    let unused = |objects: &Objects| {
+        let rules = rules.iter().flat_map(Rule::permissions);
+        let is_used = |(rule, permission): &(&Rule, String)| {
+            let mut calls = objects.calls.iter();
+            calls.any(|call| call.name() == *permission && rule.permits(call))
+        };
+        let unused = rules.filter(|one| !is_used(one));
+        unused.map(|(_, name)| name).collect::<BTreeSet<_>>()
+    };
+    api.until("all permissions are used", |objects| {
+        let unused = unused(objects);
+        unused.is_subset(&expected).then_some(()).ok_or(unused)
+    })
+    .await;
+    let pid = controller.id().unwrap().to_string();
+    let killed = Command::new("kill").args(["-TERM", &pid]).status().await;
+    assert!(killed.unwrap().success());
+    tokio::time::timeout(DEADLINE, controller.wait())
+        .await
+        .expect("the program ends")
+        .unwrap();
+    let objects = api.0.lock().unwrap();
+    let forbidden: Vec<&Call> = objects
+        .calls
+        .iter()
+        .filter(|call| !rules.iter().any(|rule| rule.permits(call)))
+        .collect();
+    assert!(forbidden.is_empty(), "not in the manifests: {forbidden:#?}");
+    let stale: Vec<_> = expected.difference(&unused(&objects)).cloned().collect();
+    assert!(stale.is_empty(), "used, delete from UNUSED: {stale:?}");
+    let lease = objects.get("coordination.k8s.io", "leases", "diy-service-mesh-status");
+    assert_eq!(lease.unwrap()["spec"]["holderIdentity"], "", "released");
+}
+
+fn roots(objects: &Objects) -> Result<String, String> {
+    let map = objects.get("", "configmaps", "diy-service-mesh-roots");
+    let roots = map.and_then(|map| map["data"]["roots.pem"].as_str());
+    roots.map(str::to_owned).ok_or("no ConfigMap".to_owned())
+}
+
+async fn start(api: &Api) -> Child {
+    let files = support::scratch();
+    let path = files.path().join("kubeconfig");
+    let config = json!({
+        "apiVersion": "v1", "kind": "Config", "current-context": "test",
+        "clusters": [{"name": "test", "cluster": {"server": format!("http://{}", api.1)}}],
+        "users": [{"name": "test", "user": {"token": "controller"}}],
+        "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
+    });
+    std::fs::write(&path, config.to_string()).unwrap();
+    let controller = Command::new(env!("CARGO_BIN_EXE_controller"))
+        .args(["--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"])
+        .args(["--pod-namespace", MESH])
+        .env("KUBECONFIG", &path)
+        .env("NO_COLOR", "1")
+        .stderr(Stdio::piped())
+        .kill_on_drop(true)
+        .spawn()
+        .unwrap();
+    // The program reads the file before it connects.
+    api.until("a call", |objects| {
+        objects.calls.first().map(drop).ok_or("no call")
+    })
+    .await;
+    controller
+}
+
+/// The next line of the log with this text. Prints the log meanwhile, and also afterwards.
+async fn until(controller: &mut Child, text: &str) -> String {
+    let stderr = controller.stderr.as_mut().unwrap();
+    let mut lines = BufReader::with_capacity(1, stderr).lines();
+    let search = async {
+        loop {
+            let line = lines.next_line().await.unwrap().expect("the program runs");
+            println!("controller: {line}");
+            if line.contains(text) {
+                return line;
+            }
+        }
+    };
+    let line = tokio::time::timeout(DEADLINE, search).await;
+    line.unwrap_or_else(|_| panic!("no line with {text:?}"))
+}
+
+/// A call, in the terms of RBAC.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Call {
+    verb: &'static str,
+    group: String,
+    namespace: Option<String>,
+    /// With the subresource.
+    resource: String,
+    name: Option<String>,
+}
+
+impl Call {
+    fn name(&self) -> String {
+        permission(self.verb, &self.resource, &self.group)
+    }
+}
+
+fn permission(verb: &str, resource: &str, group: &str) -> String {
+    let separator = if group.is_empty() { "" } else { "." };
+    format!("{verb} {resource}{separator}{group}")
+}
+
+/// A rule of the manifests, and the only namespace where it applies.
+struct Rule {
+    rule: PolicyRule,
+    namespace: Option<&'static str>,
+}
+
+impl Rule {
+    fn permits(&self, call: &Call) -> bool {
+        let has = |list: &Option<Vec<String>>, text: &str| list.iter().flatten().any(|x| x == text);
+        let names = self.rule.resource_names.as_deref().unwrap_or_default();
+        let is_named = names.is_empty() || names.iter().any(|one| Some(one) == call.name.as_ref());
+        let is_there = self.namespace.is_none() || self.namespace == call.namespace.as_deref();
+        self.rule.verbs.iter().any(|verb| verb == call.verb)
+            && has(&self.rule.api_groups, &call.group)
+            && has(&self.rule.resources, &call.resource)
+            && is_named
+            && is_there
+    }
+
+    /// What the rule permits, as [`Call::name`].
+    fn permissions(&self) -> Vec<(&Rule, String)> {
+        let mut all = Vec::new();
+        for group in self.rule.api_groups.iter().flatten() {
+            for resource in self.rule.resources.iter().flatten() {
+                let verbs = self.rule.verbs.iter();
+                all.extend(verbs.map(|verb| (self, permission(verb, resource, group))));
+            }
+        }
+        all
+    }
+}
+
+fn rules() -> Vec<Rule> {
+    let mut rules = Vec::new();
+    for object in objects(include_str!("../../manifests/controller.yaml")) {
+        let namespace = match object["kind"].as_str().unwrap() {
+            "ClusterRole" => None,
+            "Role" => Some(MESH),
+            _ => continue,
+        };
+        let list: Vec<PolicyRule> = serde_json::from_value(object["rules"].clone()).unwrap();
+        rules.extend(list.into_iter().map(|rule| Rule { rule, namespace }));
+    }
+    rules
+}
+
+fn objects(text: &str) -> Vec<Value> {
+    let documents = serde_yaml_ng::Deserializer::from_str(text);
+    documents
+        .map(|document| Value::deserialize(document).unwrap())
+        .collect()
+}
+
+/// The API server, and its address.
+struct Api(Arc<Mutex<Objects>>, SocketAddr);
+
+#[derive(Default)]
+struct Objects {
+    version: u64,
+    /// By group, resource, namespace and name.
+    objects: BTreeMap<[String; 4], Value>,
+    calls: BTreeSet<Call>,
+}
+
+impl Api {
+    /// A server with Service shop/web, its meshed pod and its routes.
+    async fn start() -> Api {
+        let mut state = Objects::default();
+        for object in objects(&web(&["10.244.0.6"])) {
+            let (group, resource) = match object["kind"].as_str().unwrap() {
+                "Service" => ("", "services"),
+                "EndpointSlice" => ("discovery.k8s.io", "endpointslices"),
+                _ => ("", "pods"),
+            };
+            let name = object["metadata"]["name"].as_str().unwrap();
+            let key = [group, resource, "shop", name].map(String::from);
+            state.store(key, object);
+        }
+        for resource in ["httproutes", "grpcroutes"] {
+            let key = ["gateway.networking.k8s.io", resource, "shop", "web"].map(String::from);
+            let parent = json!({"group": "", "kind": "Service", "name": "web"});
+            let spec = json!({"parentRefs": [parent], "rules": [{}]});
+            state.store(key, json!({"metadata": {"generation": 1}, "spec": spec}));
+        }
+        let role = "diy-service-mesh-controller";
+        let role = ["rbac.authorization.k8s.io", "clusterroles", "", role].map(String::from);
+        state.store(role, json!({"metadata": {"uid": "1"}, "rules": []}));
+        let reports = ["", "configmaps", MESH, "diy-service-mesh-identity"].map(String::from);
+        state.store(reports, json!({"metadata": {}}));
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let api = Api(Arc::default(), listener.local_addr().unwrap());
+        *api.0.lock().unwrap() = state;
+        let shared = api.0.clone();
+        tokio::spawn(async move {
+            loop {
+                let (stream, _) = listener.accept().await.unwrap();
+                tokio::spawn(serve(stream, shared.clone()));
+            }
+        });
+        api
+    }
+
+    /// Waits until `read` succeeds.
+    async fn until<T, E: std::fmt::Debug>(
+        &self,
+        what: &str,
+        read: impl Fn(&Objects) -> Result<T, E>,
+    ) -> T {
+        let deadline = tokio::time::Instant::now() + DEADLINE;
+        loop {
+            match read(&self.0.lock().unwrap()) {
+                Ok(value) => return value,
+                Err(error) => assert!(
+                    tokio::time::Instant::now() < deadline,
+                    "{what}: not within {DEADLINE:?}: {error:#?}"
+                ),
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+}
+
+/// One request of a connection. A watch stays open, without events.
+async fn serve(stream: TcpStream, objects: Arc<Mutex<Objects>>) {
+    let mut stream = BufReader::new(stream);
+    let (mut head, mut length) = (String::new(), 0);
+    loop {
+        let mut line = String::new();
+        if stream.read_line(&mut line).await.unwrap_or(0) == 0 {
+            return;
+        }
+        if let Some(value) = line.to_lowercase().strip_prefix("content-length:") {
+            length = value.trim().parse().unwrap();
+        }
+        if line == "\r\n" {
+            break;
+        }
+        head += &line;
+    }
+    let mut body = vec![0; length];
+    stream.read_exact(&mut body).await.unwrap();
+    let body = serde_json::from_slice(&body).unwrap_or_default();
+    let mut words = head.split(' ');
+    let (method, target) = (words.next().unwrap(), words.next().unwrap());
+    let (path, query) = target.split_once('?').unwrap_or((target, ""));
+    let response = objects.lock().unwrap().respond(method, path, query, body);
+    let head = "Content-Type: application/json\r\nConnection: close\r\n";
+    let Some((status, response)) = response else {
+        let head = format!("HTTP/1.1 200 OK\r\n{head}\r\n");
+        stream.write_all(head.as_bytes()).await.unwrap();
+        // Until the client closes the connection.
+        let _ = stream.read_u8().await;
+        return;
+    };
+    let body = response.to_string();
+    let length = body.len();
+    let response = format!("HTTP/1.1 {status} X\r\n{head}Content-Length: {length}\r\n\r\n{body}");
+    let _ = stream.write_all(response.as_bytes()).await;
+}
+
+impl Objects {
+    fn store(&mut self, key: [String; 4], mut object: Value) -> Value {
+        self.version += 1;
+        object["metadata"]["name"] = json!(key[3]);
+        if !key[2].is_empty() {
+            object["metadata"]["namespace"] = json!(key[2]);
+        }
+        object["metadata"]["resourceVersion"] = json!(self.version.to_string());
+        self.objects.insert(key, object.clone());
+        object
+    }
+
+    fn get(&self, group: &str, resource: &str, name: &str) -> Option<&Value> {
+        let is_it = |key: &[String; 4]| key[0] == group && key[1] == resource && key[3] == name;
+        let mut found = self.objects.iter().filter(|(key, _)| is_it(key));
+        found.next().map(|(_, object)| object)
+    }
+
+    /// The response. `None` for a watch.
+    fn respond(
+        &mut self,
+        method: &str,
+        path: &str,
+        query: &str,
+        mut body: Value,
+    ) -> Option<(u16, Value)> {
+        let call = parse(method, path, query);
+        self.calls.insert(call.clone());
+        let Call {
+            verb,
+            group,
+            namespace,
+            resource,
+            name,
+        } = call;
+        let main = resource.split('/').next().unwrap().to_owned();
+        let key = |name: String| {
+            let namespace = namespace.clone().unwrap_or_default();
+            [group.clone(), main.clone(), namespace, name]
+        };
+        let failure = |code: u16, reason: &str| json!({"kind": "Status", "status": "Failure", "code": code, "message": reason, "reason": reason});
+        Some(match (verb, name) {
+            ("watch", _) => return None,
+            ("list", name) => {
+                let is_listed = |key: &[String; 4]| {
+                    (&key[0], &key[1]) == (&group, &main)
+                        && namespace.as_ref().is_none_or(|one| *one == key[2])
+                        && name.as_ref().is_none_or(|one| *one == key[3])
+                };
+                let listed = self.objects.iter().filter(|(key, _)| is_listed(key));
+                let items: Vec<&Value> = listed.map(|(_, object)| object).collect();
+                let metadata = json!({"resourceVersion": self.version.to_string()});
+                (
+                    200,
+                    json!({"kind": "List", "items": items, "metadata": metadata}),
+                )
+            }
+            ("create", _) if main == "tokenreviews" => {
+                body["status"] = json!({
+                    "authenticated": true, "audiences": ["diy-service-mesh"],
+                    "user": {"username": "system:serviceaccount:shop:web", "extra": {
+                        "authentication.kubernetes.io/pod-name": ["web-1"],
+                        "authentication.kubernetes.io/pod-uid": ["1"],
+                    }},
+                });
+                (201, body)
+            }
+            ("create", _) => {
+                let name = body["metadata"]["name"].as_str().unwrap().to_owned();
+                let key = key(name);
+                match self.objects.contains_key(&key) {
+                    true => (409, failure(409, "AlreadyExists")),
+                    false => (201, self.store(key, body)),
+                }
+            }
+            (_, Some(name)) => {
+                let key = key(name);
+                let current = self.objects.get(&key).cloned();
+                match (verb, current) {
+                    ("get", Some(object)) => (200, object),
+                    ("patch", None) if query.contains("fieldManager") && main == "configmaps" => {
+                        // Server-side apply creates the object, if that is permitted too.
+                        self.calls.insert(Call {
+                            verb: "create",
+                            group: group.clone(),
+                            namespace: namespace.clone(),
+                            resource,
+                            name: None,
+                        });
+                        (201, self.store(key, body))
+                    }
+                    (_, None) => (404, failure(404, "NotFound")),
+                    ("patch", Some(mut object)) => {
+                        merge(&mut object, body);
+                        (200, self.store(key, object))
+                    }
+                    (_, Some(_)) => (200, self.store(key, body)),
+                }
+            }
+            (verb, None) => panic!("{verb} {path}"),
+        })
+    }
+}
+
+/// A merge patch (RFC 7396).
+fn merge(object: &mut Value, patch: Value) {
+    match patch {
+        Value::Object(patch) => {
+            for (name, value) in patch {
+                match value {
+                    Value::Null => drop(object.as_object_mut().map(|object| object.remove(&name))),
+                    value => merge(&mut object[name], value),
+                }
+            }
+        }
+        value => *object = value,
+    }
+}
+
+fn parse(method: &str, path: &str, query: &str) -> Call {
+    let mut parts: Vec<&str> = path.trim_start_matches('/').split('/').collect();
+    let group = match parts.remove(0) {
+        "api" => String::new(),
+        _ => parts.remove(0).to_owned(),
+    };
+    parts.remove(0);
+    let namespace = (parts[0] == "namespaces" && parts.len() > 2).then(|| {
+        parts.remove(0);
+        parts.remove(0).to_owned()
+    });
+    let mut name = parts.get(1).map(|name| (*name).to_owned());
+    // RBAC takes the name of a LIST from its field selector.
+    let selected = query.split('&').find_map(|part| {
+        let part = part.replace("%3D", "=");
+        let name = part.strip_prefix("fieldSelector=metadata.name=")?;
+        Some(name.to_owned())
+    });
+    let verb = match method {
+        "GET" if name.is_some() => "get",
+        "GET" if query.contains("watch=true") => "watch",
+        "GET" => "list",
+        "POST" => "create",
+        "PUT" => "update",
+        "PATCH" => "patch",
+        other => panic!("unexpected method {other}"),
+    };
+    name = name.or(selected);
+    let resource = match parts.get(2) {
+        Some(subresource) => format!("{}/{subresource}", parts[0]),
+        None => parts[0].to_owned(),
+    };
+    Call {
+        verb,
+        group,
+        namespace,
+        resource,
+        name,
+    }
+}

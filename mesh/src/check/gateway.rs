@@ -1,0 +1,264 @@
+//! Checks of the Gateway API: the installed definitions, and the routes of the mesh. Pure.
+
+use std::collections::BTreeSet;
+
+use serde_json::Value;
+
+use super::{Finding, count, facts::Facts};
+use crate::routes::{GROUP, Route};
+
+/// The first version with the resources that the mesh reads.
+const MIN_VERSION: (u32, u32) = (1, 5);
+const INSTALL_ADVICE: &str = "install its standard channel, version 1.5 or newer: https://gateway-api.sigs.k8s.io/guides/getting-started/";
+/// The definitions that the mesh reads. Others are optional.
+const REQUIRED: [&str; 3] = ["HTTPRoute", "GRPCRoute", "ReferenceGrant"];
+/// Fields of rules that only the experimental channel has.
+const OPTIONAL_FIELDS: [&str; 2] = ["retry", "sessionPersistence"];
+
+/// The definitions of the Gateway API are complete and current, or not installed at all.
+pub(super) fn definitions(facts: &Facts) -> Vec<Finding> {
+    const CHECK: &str = "gateway-api";
+    let definitions = match &facts.gateway_api {
+        Err(reason) => return vec![Finding::unknown(CHECK, reason)],
+        Ok(definitions) => definitions,
+    };
+    let kind = |definition: &Value| definition["spec"]["names"]["kind"].clone();
+    let find = |name: &str| definitions.iter().find(|one| kind(one) == name);
+    let missing: Vec<&str> = REQUIRED
+        .into_iter()
+        .filter(|name| find(name).is_none())
+        .collect();
+    if missing.len() == REQUIRED.len() {
+        let text =
+            "not installed: the cluster has no HTTPRoutes and GRPCRoutes, and the mesh needs none";
+        return vec![Finding::ok(CHECK, text)];
+    }
+    if !missing.is_empty() {
+        let text = format!("{} is not installed", missing.join(", "));
+        return vec![Finding::warning(CHECK, text, INSTALL_ADVICE)];
+    }
+    let annotations = |name: &str| -> BTreeSet<String> {
+        let read = |one: &Value| {
+            let value = &one["metadata"]["annotations"][format!("{GROUP}/{name}")];
+            value.as_str().unwrap_or("unknown").to_owned()
+        };
+        definitions.iter().map(read).collect()
+    };
+    let (versions, channels) = (annotations("bundle-version"), annotations("channel"));
+    let joined = |set: &BTreeSet<String>| Vec::from_iter(set.iter().cloned()).join(", ");
+    let text = format!(
+        "version {}, channel {}",
+        joined(&versions),
+        joined(&channels)
+    );
+    if versions.len() > 1 || channels.len() > 1 {
+        let text = format!("{text}: the definitions are of different releases");
+        let advice = "install all definitions of one release and channel";
+        return vec![Finding::warning(CHECK, text, advice)];
+    }
+    if versions.iter().any(|version| is_old(version)) {
+        let text = format!("{text}: too old");
+        return vec![Finding::warning(CHECK, text, INSTALL_ADVICE)];
+    }
+    let lacks = |name: &str| {
+        let fields = find(name).map(rule_fields).unwrap_or_default();
+        let lacks = OPTIONAL_FIELDS.into_iter();
+        let lacks: Vec<&str> = lacks.filter(|field| !fields.contains(*field)).collect();
+        (!lacks.is_empty()).then(|| format!("{name} without {}", lacks.join(", ")))
+    };
+    let mut lacking = Vec::from_iter(lacks("HTTPRoute"));
+    lacking.extend(find("TCPRoute").is_none().then(|| "no TCPRoute".to_owned()));
+    let suffix = match lacking.is_empty() {
+        true => String::new(),
+        false => format!("; {}", lacking.join(", ")),
+    };
+    vec![Finding::ok(CHECK, text + &suffix)]
+}
+
+/// The fields of rules in the schema of a definition.
+fn rule_fields(definition: &Value) -> BTreeSet<String> {
+    let versions = definition["spec"]["versions"].as_array();
+    let mut versions = versions.into_iter().flatten();
+    let Some(version) = versions.find(|version| version["name"] == "v1") else {
+        return BTreeSet::new();
+    };
+    let path = "/schema/openAPIV3Schema/properties/spec/properties/rules/items/properties";
+    let fields = version.pointer(path).and_then(Value::as_object);
+    fields
+        .into_iter()
+        .flat_map(|fields| fields.keys().cloned())
+        .collect()
+}
+
+/// Whether a version such as `v1.4.0` is below `MIN_VERSION`. An invalid version is not.
+fn is_old(version: &str) -> bool {
+    let mut parts = version.trim_start_matches('v').split('.');
+    let mut next = || parts.next().and_then(|part| part.parse::<u32>().ok());
+    matches!((next(), next()), (Some(major), Some(minor)) if (major, minor) < MIN_VERSION)
+}
+
+/// The mesh has accepted the routes, and all of their references resolve.
+pub(super) fn routes(facts: &Facts) -> Vec<Finding> {
+    const CHECK: &str = "routes";
+    let routes = match &facts.routes {
+        Err(reason) => return vec![Finding::unknown(CHECK, reason)],
+        Ok(routes) if routes.is_empty() => return Vec::new(),
+        Ok(routes) => routes,
+    };
+    let (mut invalid, mut pending) = (Vec::new(), Vec::new());
+    for (route, parent) in parents(routes) {
+        let title = format!("{}, parent {}", route.title(), parent.title());
+        if parent.condition("Accepted").is_none() {
+            pending.push(title);
+            continue;
+        }
+        for condition in &parent.conditions {
+            let is_requirement = ["Accepted", "ResolvedRefs"].contains(&condition.kind.as_str());
+            if is_requirement && !condition.holds {
+                let (kind, reason) = (&condition.kind, &condition.reason);
+                invalid.push(format!(
+                    "{title}: {kind} is False, {reason}: {}",
+                    condition.message
+                ));
+            }
+        }
+    }
+    let mut findings = Vec::new();
+    if !invalid.is_empty() {
+        let text = "routes with errors: requests that they match fail, or the route has no effect";
+        let advice = "correct the routes; mesh routes lists all conditions";
+        findings.push(Finding::problem(CHECK, text, advice).with_details(invalid));
+    }
+    if !pending.is_empty() {
+        let text =
+            "routes whose current version no controller of the mesh has accepted or rejected";
+        let advice = format!(
+            "if this persists, see the log of the controllers: kubectl logs -n {} -l app=controller",
+            facts.namespace
+        );
+        findings.push(Finding::warning(CHECK, text, advice).with_details(pending));
+    }
+    if findings.is_empty() {
+        let text = format!("{} accepted", count(routes.len(), "route is", "routes are"));
+        findings.push(Finding::ok(CHECK, text));
+    }
+    findings
+}
+
+fn parents(routes: &[Route]) -> impl Iterator<Item = (&Route, &crate::routes::Parent)> {
+    routes
+        .iter()
+        .flat_map(|route| route.parents.iter().map(move |parent| (route, parent)))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::super::{Level, facts::testing::unknown_facts};
+    use super::*;
+    use crate::routes::testing::{condition, route};
+
+    fn definition(kind: &str, version: &str, channel: &str, fields: &[&str]) -> Value {
+        let fields: serde_json::Map<String, Value> = fields
+            .iter()
+            .map(|field| ((*field).to_owned(), json!({})))
+            .collect();
+        json!({
+            "metadata": {"annotations": {
+                "gateway.networking.k8s.io/bundle-version": version,
+                "gateway.networking.k8s.io/channel": channel,
+            }},
+            "spec": {"names": {"kind": kind}, "versions": [{"name": "v1", "schema": {"openAPIV3Schema":
+                {"properties": {"spec": {"properties": {"rules": {"items": {"properties": fields}}}}}}}}]},
+        })
+    }
+
+    fn finding(definitions: Vec<Value>) -> Finding {
+        let facts = Facts {
+            gateway_api: Ok(definitions),
+            ..unknown_facts()
+        };
+        super::definitions(&facts).remove(0)
+    }
+
+    fn standard(version: &str) -> Vec<Value> {
+        REQUIRED
+            .map(|kind| definition(kind, version, "standard", &["matches"]))
+            .into()
+    }
+
+    #[test]
+    fn cluster_without_the_gateway_api_is_ok() {
+        let finding = finding(Vec::new());
+        assert_eq!(finding.level, Level::Ok);
+        assert!(finding.text.starts_with("not installed"), "{finding:?}");
+    }
+
+    #[test]
+    fn reports_version_channel_and_lacking_fields() {
+        let found = finding(standard("v1.5.1"));
+        assert_eq!(found.level, Level::Ok);
+        assert_eq!(
+            found.text,
+            "version v1.5.1, channel standard; HTTPRoute without retry, sessionPersistence, no TCPRoute"
+        );
+        let mut all: Vec<Value> = REQUIRED
+            .map(|kind| definition(kind, "v1.6.0", "experimental", &OPTIONAL_FIELDS))
+            .into();
+        all.push(definition("TCPRoute", "v1.6.0", "experimental", &[]));
+        assert_eq!(finding(all).text, "version v1.6.0, channel experimental");
+    }
+
+    #[test]
+    fn incomplete_mixed_or_old_definitions_are_warnings() {
+        let mut mixed = standard("v1.5.1");
+        mixed[0] = definition("HTTPRoute", "v1.5.1", "experimental", &[]);
+        for (definitions, text) in [
+            (
+                standard("v1.5.1").split_off(1),
+                "HTTPRoute is not installed",
+            ),
+            (mixed, "different releases"),
+            (standard("v1.4.1"), "too old"),
+        ] {
+            let finding = finding(definitions);
+            assert_eq!(finding.level, Level::Warning, "{finding:?}");
+            assert!(finding.text.contains(text), "{finding:?}");
+        }
+    }
+
+    #[test]
+    fn reports_invalid_and_pending_routes() {
+        let findings = |conditions: Value| {
+            let routes = Route::read(&route(conditions)).into_iter().collect();
+            super::routes(&Facts {
+                routes: Ok(routes),
+                ..unknown_facts()
+            })
+        };
+        let accepted = condition("Accepted", "True", "Accepted");
+        let ok = findings(json!([
+            accepted,
+            condition("ResolvedRefs", "True", "ResolvedRefs")
+        ]));
+        assert_eq!(
+            (ok[0].level, ok[0].text.as_str()),
+            (Level::Ok, "1 route is accepted")
+        );
+        let invalid = &findings(json!([
+            accepted,
+            condition("ResolvedRefs", "False", "BackendNotFound")
+        ]))[0];
+        assert_eq!(invalid.level, Level::Problem);
+        let expected = "HTTPRoute shop/canary, parent shop/web:80: ResolvedRefs is False, \
+                        BackendNotFound: what to do";
+        assert_eq!(invalid.details, [expected]);
+        let pending = &findings(json!([]))[0];
+        assert_eq!(pending.level, Level::Warning);
+        assert_eq!(
+            pending.details,
+            ["HTTPRoute shop/canary, parent shop/web:80"]
+        );
+    }
+}

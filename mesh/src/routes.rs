@@ -1,0 +1,331 @@
+//! HTTPRoutes and GRPCRoutes with Services as parents: what their authors wrote, and the conditions
+//! that the mesh has written to their status. Pure, except for the requests to the API server.
+
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use kube::{
+    Api, Client,
+    api::ListParams,
+    core::{ApiResource, DynamicObject, GroupVersionKind},
+};
+use serde_json::{Value, json};
+
+use crate::cluster::describe_error;
+
+/// The API group of routes.
+pub const GROUP: &str = "gateway.networking.k8s.io";
+/// The `controllerName` of the entries of the mesh in `status.parents`.
+const CONTROLLER_NAME: &str = "diy-service-mesh.dev/controller";
+const KINDS: [&str; 2] = ["HTTPRoute", "GRPCRoute"];
+
+/// A route with its parents and backends.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Route {
+    /// HTTPRoute or GRPCRoute.
+    pub kind: String,
+    /// The namespace.
+    pub namespace: String,
+    /// The name.
+    pub name: String,
+    /// The Services among its parents.
+    pub parents: Vec<Parent>,
+    /// The backends by rule.
+    pub rules: Vec<Vec<Backend>>,
+}
+
+/// A Service whose requests the route handles.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Parent {
+    /// NAMESPACE/NAME.
+    pub service: String,
+    /// None: all ports.
+    pub port: Option<u64>,
+    /// Those for the current generation of the route. Empty until the mesh has written them.
+    pub conditions: Vec<Condition>,
+}
+
+/// A condition of the mesh for a parent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Condition {
+    /// "Accepted", "ResolvedRefs", ...
+    pub kind: String,
+    /// Whether it holds.
+    pub holds: bool,
+    /// A word of the specification.
+    pub reason: String,
+    /// For people.
+    pub message: String,
+}
+
+/// The destination of requests, with its share.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Backend {
+    /// NAMESPACE/NAME:PORT of a Service, with the kind in front if it is another.
+    pub target: String,
+    /// The weight among the backends of the rule.
+    pub weight: u64,
+}
+
+impl Route {
+    /// Reads a route. `None` if it has no Service as parent, or is of another kind.
+    pub fn read(object: &Value) -> Option<Self> {
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let kind = text(&object["kind"]);
+        let metadata = &object["metadata"];
+        let namespace = metadata["namespace"].as_str().unwrap_or("default");
+        let references = list(&object["spec"]["parentRefs"]);
+        let parents = references
+            .filter(|reference| is_service(reference, "Gateway", GROUP))
+            .map(|reference| parent(object, reference, namespace));
+        let parents: Vec<Parent> = parents.collect();
+        if parents.is_empty() || !KINDS.contains(&kind.as_str()) {
+            return None;
+        }
+        let backends = |rule: &Value| {
+            let backends = list(&rule["backendRefs"]);
+            backends.map(|one| backend(one, namespace)).collect()
+        };
+        Some(Self {
+            kind,
+            namespace: namespace.to_owned(),
+            name: text(&metadata["name"]),
+            parents,
+            rules: list(&object["spec"]["rules"]).map(backends).collect(),
+        })
+    }
+
+    /// `HTTPRoute NAMESPACE/NAME`.
+    pub fn title(&self) -> String {
+        format!("{} {}/{}", self.kind, self.namespace, self.name)
+    }
+
+    /// The route as JSON.
+    pub fn json(&self) -> Value {
+        let condition = |condition: &Condition| {
+            json!({"type": condition.kind, "status": condition.holds, "reason": condition.reason,
+                "message": condition.message})
+        };
+        let parent = |parent: &Parent| {
+            json!({"service": parent.service, "port": parent.port,
+                "conditions": parent.conditions.iter().map(condition).collect::<Value>()})
+        };
+        let backends = |backends: &Vec<Backend>| {
+            let backends = backends.iter();
+            let backends = backends.map(|one| json!({"target": one.target, "weight": one.weight}));
+            json!({"backends": backends.collect::<Value>()})
+        };
+        json!({
+            "kind": self.kind, "namespace": self.namespace, "name": self.name,
+            "parents": self.parents.iter().map(parent).collect::<Value>(),
+            "rules": self.rules.iter().map(backends).collect::<Value>(),
+        })
+    }
+}
+
+impl Parent {
+    /// `NAMESPACE/NAME:PORT`, or `NAMESPACE/NAME` for all ports.
+    pub fn title(&self) -> String {
+        match self.port {
+            Some(port) => format!("{}:{port}", self.service),
+            None => self.service.clone(),
+        }
+    }
+
+    /// The condition with this type.
+    pub fn condition(&self, kind: &str) -> Option<&Condition> {
+        self.conditions
+            .iter()
+            .find(|condition| condition.kind == kind)
+    }
+}
+
+fn parent(object: &Value, reference: &Value, namespace: &str) -> Parent {
+    let is_same = |other: &Value| {
+        let of = |reference: &Value| {
+            let namespace = reference["namespace"].as_str().unwrap_or(namespace);
+            let fields = ["name", "port", "sectionName"].map(|field| reference[field].clone());
+            (namespace.to_owned(), fields)
+        };
+        is_service(other, "Gateway", GROUP) && of(other) == of(reference)
+    };
+    let mut entries = list(&object["status"]["parents"]);
+    let entry = entries
+        .find(|entry| entry["controllerName"] == CONTROLLER_NAME && is_same(&entry["parentRef"]));
+    let generation = object["metadata"]["generation"].as_i64();
+    let is_current = |condition: &&Value| condition["observedGeneration"].as_i64() >= generation;
+    let conditions = entry.map(|entry| list(&entry["conditions"]).filter(is_current));
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let condition = |condition: &Value| Condition {
+        kind: text(&condition["type"]),
+        holds: condition["status"] == "True",
+        reason: text(&condition["reason"]),
+        message: text(&condition["message"]),
+    };
+    Parent {
+        service: named(reference, namespace),
+        port: reference["port"].as_u64(),
+        conditions: conditions.into_iter().flatten().map(condition).collect(),
+    }
+}
+
+fn backend(reference: &Value, namespace: &str) -> Backend {
+    let kind = reference["kind"].as_str().unwrap_or("Service");
+    let prefix = match is_service(reference, "Service", "") {
+        true => String::new(),
+        false => format!("{kind} "),
+    };
+    let port = reference["port"].as_u64();
+    let port = port.map_or(String::new(), |port| format!(":{port}"));
+    Backend {
+        target: format!("{prefix}{}{port}", named(reference, namespace)),
+        weight: reference["weight"].as_u64().unwrap_or(1),
+    }
+}
+
+/// Whether a reference, with these defaults, is to a Service.
+fn is_service(reference: &Value, kind: &str, group: &str) -> bool {
+    reference["kind"].as_str().unwrap_or(kind) == "Service"
+        && matches!(reference["group"].as_str().unwrap_or(group), "" | "core")
+}
+
+fn named(reference: &Value, namespace: &str) -> String {
+    let namespace = reference["namespace"].as_str().unwrap_or(namespace);
+    format!(
+        "{namespace}/{}",
+        reference["name"].as_str().unwrap_or_default()
+    )
+}
+
+fn list(value: &Value) -> std::slice::Iter<'_, Value> {
+    let list = value.as_array().map(Vec::as_slice);
+    list.unwrap_or_default().iter()
+}
+
+/// Lists the routes of a namespace, or of all, with Services as parents. Kinds that are not
+/// installed have none.
+pub async fn fetch(client: &Client, namespace: Option<&str>) -> Result<Vec<Route>, String> {
+    let mut routes = Vec::new();
+    for kind in KINDS {
+        let resource = ApiResource::from_gvk(&GroupVersionKind::gvk(GROUP, "v1", kind));
+        let api: Api<DynamicObject> = match namespace {
+            Some(namespace) => Api::namespaced_with(client.clone(), namespace, &resource),
+            None => Api::all_with(client.clone(), &resource),
+        };
+        let mut params = ListParams::default().limit(500);
+        loop {
+            let page = match api.list(&params).await {
+                Ok(page) => page,
+                Err(kube::Error::Api(status)) if status.code == 404 => break,
+                Err(error) => return Err(describe_error(&error)),
+            };
+            for object in page.items {
+                let object = serde_json::to_value(object).map_err(|error| error.to_string())?;
+                // Items of a list have no kind.
+                let object = with_kind(object, kind);
+                routes.extend(Route::read(&object));
+            }
+            match page.metadata.continue_.filter(|token| !token.is_empty()) {
+                Some(token) => params.continue_token = Some(token),
+                None => break,
+            }
+        }
+    }
+    Ok(routes)
+}
+
+fn with_kind(mut object: Value, kind: &str) -> Value {
+    object["kind"] = kind.into();
+    object
+}
+
+/// Reads the definitions of the Gateway API that the mesh uses, of those that are installed.
+pub async fn definitions(client: &Client) -> Result<Vec<Value>, String> {
+    let resource = ApiResource::erase::<CustomResourceDefinition>(&());
+    let api: Api<DynamicObject> = Api::all_with(client.clone(), &resource);
+    let mut definitions = Vec::new();
+    for plural in ["httproutes", "grpcroutes", "referencegrants", "tcproutes"] {
+        let found = api.get_opt(&format!("{plural}.{GROUP}")).await;
+        let found = found.map_err(|error| describe_error(&error))?;
+        let found = found.map(serde_json::to_value).transpose();
+        definitions.extend(found.map_err(|error| error.to_string())?);
+    }
+    Ok(definitions)
+}
+
+/// Routes for tests.
+#[cfg(test)]
+pub(crate) mod testing {
+    use super::*;
+
+    /// HTTPRoute shop/canary with Service shop/web as parent, and a status.
+    pub(crate) fn route(status: Value) -> Value {
+        json!({
+            "apiVersion": "gateway.networking.k8s.io/v1", "kind": "HTTPRoute",
+            "metadata": {"namespace": "shop", "name": "canary", "generation": 2},
+            "spec": {
+                "parentRefs": [
+                    {"group": "", "kind": "Service", "name": "web", "port": 80}, {"name": "edge"},
+                ],
+                "rules": [
+                    {"backendRefs": [{"name": "web-v1", "port": 80, "weight": 90}, {"name": "web-v2", "port": 80, "weight": 10}]},
+                    {"backendRefs": [{"kind": "Bucket", "group": "x.y", "name": "files", "namespace": "data"}]},
+                ],
+            },
+            "status": {"parents": [{
+                "parentRef": {"group": "", "kind": "Service", "namespace": "shop", "name": "web", "port": 80},
+                "controllerName": CONTROLLER_NAME, "conditions": status,
+            }]},
+        })
+    }
+
+    pub(crate) fn condition(kind: &str, status: &str, reason: &str) -> Value {
+        json!({"type": kind, "status": status, "reason": reason, "message": "what to do",
+            "observedGeneration": 2})
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::testing::{condition, route};
+    use super::*;
+
+    #[test]
+    fn reads_parents_backends_and_conditions() {
+        let status = json!([condition("Accepted", "True", "Accepted")]);
+        let read = Route::read(&route(status)).unwrap();
+        assert_eq!(read.title(), "HTTPRoute shop/canary");
+        let [parent] = &read.parents[..] else {
+            panic!("{read:?}")
+        };
+        assert_eq!(parent.title(), "shop/web:80");
+        assert!(parent.condition("Accepted").unwrap().holds);
+        let targets: Vec<(&str, u64)> = read
+            .rules
+            .iter()
+            .flatten()
+            .map(|backend| (backend.target.as_str(), backend.weight))
+            .collect();
+        let expected = [
+            ("shop/web-v1:80", 90),
+            ("shop/web-v2:80", 10),
+            ("Bucket data/files", 1),
+        ];
+        assert_eq!(targets, expected);
+    }
+
+    #[test]
+    fn conditions_of_an_earlier_generation_or_another_controller_do_not_count() {
+        let mut object = route(json!([condition("Accepted", "True", "Accepted")]));
+        object["metadata"]["generation"] = json!(3);
+        assert_eq!(Route::read(&object).unwrap().parents[0].conditions, []);
+        object["metadata"]["generation"] = json!(2);
+        object["status"]["parents"][0]["controllerName"] = json!("example.net/x");
+        assert_eq!(Route::read(&object).unwrap().parents[0].conditions, []);
+    }
+
+    #[test]
+    fn routes_of_gateways_are_not_routes_of_the_mesh() {
+        let mut object = route(json!([]));
+        object["spec"]["parentRefs"] = json!([{"name": "edge"}]);
+        assert_eq!(Route::read(&object), None);
+    }
+}

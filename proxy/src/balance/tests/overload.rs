@@ -1,0 +1,140 @@
+//! Endpoints that reject requests because of their load: they get fewer requests and no quarantine,
+//! and other endpoints get the rejected requests, within the retry budget.
+
+use super::*;
+
+/// An HTTP/1 application that answers each request with this status line and these fields. Returns
+/// its address and the number of requests.
+async fn http1_app(head: &'static str) -> (SocketAddr, Rc<Cell<usize>>) {
+    let requests = Rc::new(Cell::new(0));
+    let counter = requests.clone();
+    let address = listening(async move |mut stream| {
+        let mut read = Vec::new();
+        while let Ok(byte) = stream.read_u8().await {
+            read.push(byte);
+            if read.ends_with(b"\r\n\r\n") {
+                counter.set(counter.get() + 1);
+                let answer = format!("HTTP/1.1 {head}\r\nContent-Length: 0\r\n\r\n");
+                // The proxy may have closed.
+                let _ = stream.write_all(answer.as_bytes()).await;
+                read.clear();
+            }
+        }
+    })
+    .await;
+    (address, requests)
+}
+
+/// A gRPC application that answers each call with these fields, without a message.
+async fn grpc_app(
+    fields: &'static [(&'static str, &'static str)],
+) -> (SocketAddr, Rc<Cell<usize>>) {
+    let requests = Rc::new(Cell::new(0));
+    let counter = requests.clone();
+    let address = http2_app(move || {
+        counter.set(counter.get() + 1);
+        let fields = fields.iter();
+        fields
+            .fold(Response::builder(), |head, (name, value)| {
+                head.header(*name, *value)
+            })
+            .body(())
+            .expect("valid")
+    })
+    .await;
+    (address, requests)
+}
+
+/// Sends this request `count` times. Returns the number of responses with status 200.
+async fn successes(service: &Service, request: &str, count: usize) -> usize {
+    let mut successes = 0;
+    for _ in 0..count {
+        let answer = service.call(request).await;
+        assert!(!answer.contains("x-mesh-error"), "{answer}");
+        successes += usize::from(answer.starts_with("HTTP/1.1 200 "));
+    }
+    successes
+}
+
+/// The endpoints that are quarantined.
+fn quarantined(service: &Service) -> usize {
+    let endpoint = |side: &SocketAddr| service.destination.backend().endpoint(*side);
+    let endpoints = service.addresses.iter().filter_map(endpoint);
+    let now = std::time::Instant::now();
+    endpoints.filter(|one| one.is_quarantined(now)).count()
+}
+
+#[test]
+fn requests_that_an_overloaded_endpoint_rejects_go_to_another_one() {
+    on_worker(async {
+        for request in [GET, POST] {
+            let (rejecting, rejected) = http1_app("429 Too Many Requests").await;
+            let service = Service::new(&[rejecting, app().await]).await;
+            assert_eq!(successes(&service, request, 100).await, 100);
+            assert!((1..=30).contains(&rejected.get()), "{}", rejected.get());
+            assert_eq!(quarantined(&service), 0);
+        }
+        let (rejecting, rejected) = grpc_app(&[("grpc-status", "8")]).await;
+        let service = Service::new(&[rejecting, http2_app(Response::default).await]).await;
+        assert_eq!(http2_failures(&service).await, 0);
+        assert!((1..=30).contains(&rejected.get()), "{}", rejected.get());
+        assert_eq!(quarantined(&service), 0);
+    });
+}
+
+#[test]
+fn overload_of_all_endpoints_adds_at_most_the_budget() {
+    on_worker(async {
+        let (one, other) = (
+            http1_app("429 Too Many Requests").await,
+            http1_app("429 Too Many Requests").await,
+        );
+        let service = Service::new(&[one.0, other.0]).await;
+        assert_eq!(successes(&service, GET, 200).await, 0);
+        let attempts = one.1.get() + other.1.get();
+        // One more for each second that the test takes.
+        assert!((211..=200 + 40 + 10 + 10).contains(&attempts), "{attempts}");
+        assert_eq!(quarantined(&service), 0);
+    });
+}
+
+#[test]
+fn endpoint_gets_no_retry_before_retry_after() {
+    on_worker(async {
+        for head in [
+            "429 Too Many Requests\r\nRetry-After: 600",
+            "503 Service Unavailable\r\nRetry-After: Tue, 31 Dec 2999 23:59:59 GMT",
+        ] {
+            let (one, other) = (http1_app(head).await, http1_app(head).await);
+            let service = Service::new(&[one.0, other.0]).await;
+            assert_eq!(successes(&service, GET, 30).await, 0);
+            let attempts = one.1.get() + other.1.get();
+            assert_eq!(attempts, 31, "only the first request was sent twice");
+        }
+        for (pushback, retries) in [("600000", 1), ("-1", 0)] {
+            let fields: &[_] = match pushback {
+                "-1" => &[("grpc-status", "8"), ("grpc-retry-pushback-ms", "-1")],
+                _ => &[("grpc-status", "8"), ("grpc-retry-pushback-ms", "600000")],
+            };
+            let (one, other) = (grpc_app(fields).await, grpc_app(fields).await);
+            let service = Service::new(&[one.0, other.0]).await;
+            assert_eq!(http2_failures(&service).await, 100);
+            let attempts = one.1.get() + other.1.get();
+            assert_eq!(attempts, 100 + retries, "{pushback}");
+        }
+    });
+}
+
+#[test]
+fn rejection_that_may_have_had_an_effect_is_retried_only_if_idempotent() {
+    on_worker(async {
+        let head = "503 Service Unavailable\r\nRetry-After: 0";
+        let (rejecting, rejected) = http1_app(head).await;
+        let service = Service::new(&[rejecting, app().await]).await;
+        let answered = successes(&service, POST, 30).await;
+        assert_eq!((answered + rejected.get(), quarantined(&service)), (30, 0));
+        assert!(rejected.get() > 0);
+        let service = Service::new(&[rejecting, app().await]).await;
+        assert_eq!(successes(&service, GET, 30).await, 30);
+    });
+}

@@ -1,0 +1,190 @@
+//! Deadlines of an exchange, and of one attempt of it. `forward.rs` enforces them; routes, and the
+//! deadlines of callers, set them. Without a deadline there is no timer.
+
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use tokio::time::{Instant, Sleep, sleep_until};
+
+/// The minimum difference between the time that is left and the value of `grpc-timeout` at which
+/// the value changes.
+const MIN_DIFFERENCE: Duration = Duration::from_millis(1);
+/// `grpc-timeout` has at most eight digits.
+const MAX_GRPC_TIMEOUT: u128 = 100_000_000;
+
+/// What a deadline limits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Limit {
+    /// The exchange: from the head of the request to the end of the response, retries included.
+    Exchange,
+    /// One attempt.
+    Attempt,
+    /// The exchange: the caller of a gRPC call does not wait longer.
+    Caller,
+}
+
+/// The time at which an exchange or an attempt has to be complete, if there is one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Deadline(Option<(Instant, Limit)>);
+
+impl Deadline {
+    /// No deadline.
+    pub const NONE: Self = Self(None);
+
+    /// After `timeout`, from now on. None: no deadline.
+    pub fn after(timeout: Option<Duration>, limit: Limit) -> Self {
+        let at = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        Self(at.map(|at| (at, limit)))
+    }
+
+    /// The earlier one of two. Of equal ones, `self`.
+    pub fn earlier(self, other: Self) -> Self {
+        match (self.0, other.0) {
+            (Some((one, _)), Some((two, _))) if two < one => other,
+            (None, _) => other,
+            _ => self,
+        }
+    }
+
+    /// The time until the deadline. None without one.
+    pub fn remaining(self) -> Option<Duration> {
+        self.0
+            .map(|(at, _)| at.saturating_duration_since(Instant::now()))
+    }
+
+    /// The new value of a valid `grpc-timeout`: the time that is left. None if that is almost the
+    /// same, or if there is no deadline.
+    pub fn grpc_timeout(self, value: &[u8]) -> Option<String> {
+        let (before, left) = (parse_grpc_timeout(value)?, self.remaining()?);
+        if before.saturating_sub(left) < MIN_DIFFERENCE {
+            return None;
+        }
+        let units = [(left.as_micros(), 'u'), (left.as_millis(), 'm')];
+        let precise = units
+            .into_iter()
+            .find(|(count, _)| *count < MAX_GRPC_TIMEOUT);
+        let (count, unit) = precise.unwrap_or((u128::from(left.as_secs()), 'S'));
+        Some(format!("{}{unit}", count.min(MAX_GRPC_TIMEOUT - 1)))
+    }
+
+    /// A timer that fires at the deadline.
+    pub fn timer(self) -> DeadlineTimer {
+        DeadlineTimer {
+            deadline: self.0,
+            sleep: None,
+        }
+    }
+}
+
+/// Parses `grpc-timeout`: at most eight digits, and a unit. None if it is malformed.
+pub fn parse_grpc_timeout(value: &[u8]) -> Option<Duration> {
+    let (unit, digits) = value.split_last()?;
+    if digits.is_empty() || digits.len() > 8 || !digits.iter().all(u8::is_ascii_digit) {
+        return None;
+    }
+    let count: u64 = std::str::from_utf8(digits).ok()?.parse().ok()?;
+    Some(match unit {
+        b'H' => Duration::from_secs(count * 3600),
+        b'M' => Duration::from_secs(count * 60),
+        b'S' => Duration::from_secs(count),
+        b'm' => Duration::from_millis(count),
+        b'u' => Duration::from_micros(count),
+        b'n' => Duration::from_nanos(count),
+        _ => return None,
+    })
+}
+
+/// Fires at a [`Deadline`].
+#[derive(Debug)]
+pub struct DeadlineTimer {
+    deadline: Option<(Instant, Limit)>,
+    /// In a box, and set on the first poll: most exchanges have no deadline, or end at once.
+    sleep: Option<Pin<Box<Sleep>>>,
+}
+
+impl DeadlineTimer {
+    /// Ready at the deadline, with what it limits. Pending without one.
+    pub fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Limit> {
+        let Some((at, limit)) = self.deadline else {
+            return Poll::Pending;
+        };
+        let sleep = self.sleep.get_or_insert_with(|| Box::pin(sleep_until(at)));
+        sleep.as_mut().poll(cx).map(|()| limit)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::poll_fn;
+
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[tokio::test(start_paused = true)]
+    async fn earlier_deadline_fires_first() {
+        let exchange = Deadline::after(Some(3 * SECOND), Limit::Exchange);
+        let attempt = Deadline::after(Some(SECOND), Limit::Attempt);
+        for deadline in [exchange.earlier(attempt), attempt.earlier(exchange)] {
+            assert_eq!(deadline, attempt);
+        }
+        assert_eq!(exchange.earlier(Deadline::NONE), exchange);
+        assert_eq!(Deadline::NONE.earlier(exchange), exchange);
+        assert_eq!(exchange.remaining(), Some(3 * SECOND));
+        let mut timer = exchange.timer();
+        let limit = poll_fn(|cx| timer.poll(cx)).await;
+        assert_eq!(
+            (limit, exchange.remaining()),
+            (Limit::Exchange, Some(Duration::ZERO))
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn grpc_timeouts_are_parsed_and_written() {
+        for (text, expected) in [
+            ("1H", Some(3600 * SECOND)),
+            ("2M", Some(120 * SECOND)),
+            ("3S", Some(3 * SECOND)),
+            ("99999999m", Some(Duration::from_millis(99_999_999))),
+            ("5u", Some(Duration::from_micros(5))),
+            ("7n", Some(Duration::from_nanos(7))),
+            ("0S", Some(Duration::ZERO)),
+            ("99999999H", Some(Duration::from_secs(99_999_999 * 3600))),
+            ("123456789S", None),
+            ("S", None),
+            ("", None),
+            ("5", None),
+            ("-5S", None),
+            ("+5S", None),
+            ("5s", None),
+            ("1.5S", None),
+        ] {
+            assert_eq!(parse_grpc_timeout(text.as_bytes()), expected, "{text}");
+        }
+        for (timeout, expected) in [
+            (5 * SECOND, "5000000u"),
+            (100 * SECOND, "100000m"),
+            (Duration::from_secs(360_000), "360000S"),
+            (Duration::from_nanos(7), "0u"),
+        ] {
+            let deadline = Deadline::after(Some(timeout), Limit::Caller);
+            let written = deadline.grpc_timeout(b"1000H");
+            assert_eq!(written.as_deref(), Some(expected));
+        }
+        let deadline = Deadline::after(Some(SECOND), Limit::Caller);
+        for unchanged in [&b"1S"[..], b"1000m", b"1000999u", b"10", b""] {
+            assert_eq!(deadline.grpc_timeout(unchanged), None);
+        }
+        assert_eq!(Deadline::NONE.grpc_timeout(b"1S"), None);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn without_a_deadline_nothing_fires() {
+        assert_eq!(Deadline::after(None, Limit::Attempt), Deadline::NONE);
+        let endless = Deadline::after(Some(Duration::MAX), Limit::Attempt);
+        let mut timer = endless.timer();
+        let fired = tokio::time::timeout(1000 * SECOND, poll_fn(|cx| timer.poll(cx))).await;
+        assert!(fired.is_err());
+    }
+}

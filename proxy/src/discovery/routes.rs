@@ -1,0 +1,258 @@
+//! Conversion of routes from the controller's messages. Rejects what this proxy cannot apply
+//! completely. Pure.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use diy_mesh_proto::mesh::v1 as proto;
+use http::{Method, StatusCode};
+use proto::{field_match, path_match, path_modifier, route_filter::Kind};
+
+use super::resource::Resource;
+use crate::route::fields::FieldEdit;
+use crate::route::matching::{FieldMatch, Match, PathMatch, Pattern, ValueMatch};
+use crate::route::url::{PathChange, Redirect, Rewrite};
+use crate::route::{Changes, Cors, Origin, REDIRECTS, RouteBackend, Routes, Rule};
+
+/// Maximum number of matches and of rules of a destination.
+const MAX_MATCHES: usize = 10_000;
+/// Maximum number of regular expressions of a destination.
+const MAX_PATTERNS: usize = 1000;
+
+/// Converts routes. Fails with the first thing that is invalid or unknown.
+pub(super) fn parse(routes: proto::Routes) -> Result<Routes, String> {
+    let proto::Routes { matches, rules, .. } = routes;
+    for (count, what) in [(matches.len(), "matches"), (rules.len(), "rules")] {
+        if count > MAX_MATCHES {
+            return Err(format!("{count} {what}: at most {MAX_MATCHES} are allowed"));
+        }
+    }
+    let mut patterns = MAX_PATTERNS;
+    let mut parsed = Vec::with_capacity(matches.len());
+    for (index, one) in matches.into_iter().enumerate() {
+        let one = parse_match(one, rules.len(), &mut patterns);
+        parsed.push(one.map_err(|error| format!("match {index}: {error}"))?);
+    }
+    let in_rule = |(index, rule): (usize, proto::RouteRule)| {
+        let name = rule.name.clone();
+        let needs_prefix = parsed
+            .iter()
+            .any(|one| one.rule == index && one.prefix_len().is_none());
+        let rule = parse_rule(rule, !needs_prefix);
+        rule.map(Arc::new)
+            .map_err(|error| format!("rule {index} ({name}): {error}"))
+    };
+    let rules: Result<_, _> = rules.into_iter().enumerate().map(in_rule).collect();
+    Ok(Routes::new(parsed, rules?))
+}
+
+fn parse_match(
+    one: proto::RouteMatch,
+    rules: usize,
+    patterns: &mut usize,
+) -> Result<Match, String> {
+    let rule = usize::try_from(one.rule).ok().filter(|at| *at < rules);
+    let rule = rule.ok_or_else(|| format!("rule {} of {rules}", one.rule))?;
+    let mut pattern = |expression: &str| {
+        *patterns = patterns
+            .checked_sub(1)
+            .ok_or_else(|| format!("more than {MAX_PATTERNS} regular expressions"))?;
+        Pattern::new(expression)
+    };
+    let path = match one.path {
+        None => None,
+        Some(path) => Some(match path.kind {
+            Some(path_match::Kind::Exact(path)) => PathMatch::Exact(absolute(path)?),
+            Some(path_match::Kind::Prefix(path)) => PathMatch::prefix(&absolute(path)?),
+            Some(path_match::Kind::Regex(expression)) => PathMatch::Regex(pattern(&expression)?),
+            None => return Err("unknown kind of path match".to_owned()),
+        }),
+    };
+    let mut fields = |all: Vec<proto::FieldMatch>, normal: fn(&str) -> String| {
+        let mut names = HashSet::new();
+        let mut fields = Vec::with_capacity(all.len());
+        // Of several with one name, the first one counts.
+        for field in all {
+            let value = match field.kind {
+                Some(field_match::Kind::Exact(value)) => ValueMatch::Exact(value),
+                Some(field_match::Kind::Regex(regex)) => ValueMatch::Regex(pattern(&regex)?),
+                None => return Err(format!("unknown kind of match of {:?}", field.name)),
+            };
+            if names.insert(normal(&field.name)) {
+                let name = field.name;
+                fields.push(FieldMatch { name, value });
+            }
+        }
+        Ok(fields)
+    };
+    let headers = fields(one.headers, str::to_ascii_lowercase)?;
+    let query = fields(one.query, str::to_owned)?;
+    let method = Some(one.method).filter(|method| !method.is_empty());
+    if let Some(method) = method.as_ref() {
+        Method::from_bytes(method.as_bytes()).map_err(|_| format!("method {method:?}"))?;
+    }
+    Ok(Match {
+        rule,
+        path,
+        headers,
+        query,
+        method,
+    })
+}
+
+/// `selects_by_prefix`: all matches of the rule have one that can be replaced.
+fn parse_rule(rule: proto::RouteRule, selects_by_prefix: bool) -> Result<Rule, String> {
+    let mut parsed = Rule {
+        name: rule.name,
+        request_timeout: timeout(rule.request_timeout),
+        backend_request_timeout: timeout(rule.backend_request_timeout),
+        ..Rule::default()
+    };
+    let mut changes = Changes::default();
+    for filter in rule.filters {
+        match filter.kind {
+            Some(Kind::Redirect(redirect)) => parsed.redirect = Some(parse_redirect(redirect)?),
+            Some(Kind::Cors(cors)) => parsed.cors = Some(parse_cors(cors)?),
+            kind => change(&mut changes, kind)?,
+        }
+    }
+    parsed.changes = Arc::new(changes);
+    for backend in rule.backends {
+        if !backend.name.is_empty() {
+            Resource::backend(&backend.name)?;
+        }
+        let mut changes = parsed.changes.clone();
+        for filter in backend.filters {
+            change(Arc::make_mut(&mut changes), filter.kind)?;
+        }
+        parsed.backends.push(RouteBackend {
+            name: Some(backend.name.into()).filter(|name: &Arc<str>| !name.is_empty()),
+            weight: backend.weight,
+            changes,
+        });
+    }
+    let redirect = parsed.redirect.as_ref().map(|redirect| &redirect.path);
+    let rewrites = parsed.backends.iter().map(|one| &one.changes.rewrite.path);
+    let replaces_prefix = rewrites
+        .chain([&parsed.changes.rewrite.path])
+        .chain(redirect)
+        .any(|path| matches!(path, Some(PathChange::Prefix(_))));
+    if replaces_prefix && !selects_by_prefix {
+        return Err("a prefix is replaced, and not all matches have a prefix".to_owned());
+    }
+    Ok(parsed)
+}
+
+fn timeout(milliseconds: u64) -> Option<Duration> {
+    (milliseconds > 0).then(|| Duration::from_millis(milliseconds))
+}
+
+/// Adds a filter that changes requests or responses.
+fn change(changes: &mut Changes, filter: Option<Kind>) -> Result<(), String> {
+    match filter {
+        Some(Kind::RequestHeaders(modifier)) => modify(&mut changes.request, modifier),
+        Some(Kind::ResponseHeaders(modifier)) => modify(&mut changes.response, modifier),
+        Some(Kind::Rewrite(rewrite)) => {
+            let Rewrite { host, path } = &mut changes.rewrite;
+            if !rewrite.hostname.is_empty() {
+                *host = Some(hostname(rewrite.hostname)?);
+            }
+            if let Some(change) = rewrite.path {
+                *path = Some(path_change(change)?);
+            }
+            Ok(())
+        }
+        Some(Kind::Mirror(_)) => Err("mirror: this proxy does not support it yet".to_owned()),
+        Some(Kind::Redirect(_)) => Err("a redirect of a backend".to_owned()),
+        Some(Kind::Cors(_)) => Err("CORS of a backend".to_owned()),
+        None => Err("unknown kind of filter".to_owned()),
+    }
+}
+
+/// Set, then add, then remove.
+fn modify(edits: &mut Vec<FieldEdit>, modifier: proto::HeaderModifier) -> Result<(), String> {
+    for field in modifier.set {
+        FieldEdit::set(&field.name, &field.value)?.push(edits);
+    }
+    for field in modifier.add {
+        FieldEdit::add(&field.name, &field.value)?.push(edits);
+    }
+    for name in modifier.remove {
+        FieldEdit::remove(&name)?.push(edits);
+    }
+    Ok(())
+}
+
+fn path_change(modifier: proto::PathModifier) -> Result<PathChange, String> {
+    match modifier.kind {
+        Some(path_modifier::Kind::Full(path)) => Ok(PathChange::Full(absolute(path)?)),
+        Some(path_modifier::Kind::Prefix(path)) if path.is_empty() => Ok(PathChange::Prefix(path)),
+        Some(path_modifier::Kind::Prefix(path)) => Ok(PathChange::Prefix(absolute(path)?)),
+        None => Err("unknown kind of path modifier".to_owned()),
+    }
+}
+
+/// A path that begins with a slash, of characters that a request line may have.
+fn absolute(path: String) -> Result<String, String> {
+    let is_valid = |byte: u8| byte.is_ascii_graphic() && !b"?#".contains(&byte);
+    match path.starts_with('/') && path.bytes().all(is_valid) {
+        true => Ok(path),
+        false => Err(format!(
+            "path {path:?}: expected a path that begins with a slash, without a query"
+        )),
+    }
+}
+
+fn hostname(name: String) -> Result<String, String> {
+    let is_valid = |byte: u8| byte.is_ascii_alphanumeric() || b"-._".contains(&byte);
+    match !name.is_empty() && name.len() <= 253 && name.bytes().all(is_valid) {
+        true => Ok(name),
+        false => Err(format!("host name {name:?}: expected a DNS name")),
+    }
+}
+
+fn parse_redirect(redirect: proto::Redirect) -> Result<Redirect, String> {
+    let text = |text: String| Some(text).filter(|text| !text.is_empty());
+    let scheme = text(redirect.scheme);
+    if let Some(scheme) = scheme
+        .as_ref()
+        .filter(|one| !["http", "https"].contains(&&***one))
+    {
+        return Err(format!("redirect to the scheme {scheme:?}"));
+    }
+    let status = u16::try_from(redirect.status).ok();
+    let status = status.and_then(|status| StatusCode::from_u16(status).ok());
+    let status = status.filter(|status| REDIRECTS.contains(status));
+    let port = u16::try_from(redirect.port);
+    Ok(Redirect {
+        scheme,
+        host: text(redirect.hostname).map(hostname).transpose()?,
+        path: redirect.path.map(path_change).transpose()?,
+        port: Some(port.map_err(|_| format!("redirect to the port {}", redirect.port))?)
+            .filter(|port| *port != 0),
+        status: status.ok_or_else(|| format!("redirect with the status {}", redirect.status))?,
+    })
+}
+
+fn parse_cors(cors: proto::Cors) -> Result<Cors, String> {
+    let origins = cors.allow_origins.iter().map(|one| Origin::parse(one));
+    let origins = origins.collect::<Result<_, _>>()?;
+    let lists = [
+        &cors.allow_methods,
+        &cors.allow_headers,
+        &cors.expose_headers,
+    ];
+    for name in lists.into_iter().flatten() {
+        http::HeaderName::from_bytes(name.as_bytes())
+            .map_err(|_| format!("CORS: {name:?} is no name of a method or field"))?;
+    }
+    Ok(Cors {
+        origins,
+        credentials: cors.allow_credentials,
+        methods: cors.allow_methods,
+        headers: cors.allow_headers,
+        expose: cors.expose_headers,
+        max_age: cors.max_age,
+    })
+}

@@ -1,0 +1,94 @@
+//! Tests of `grpc-timeout`: the proxy ends calls at the deadline of the caller, and passes on the
+//! time that is left.
+
+use std::cell::{Cell, RefCell};
+
+use super::*;
+use crate::deadline::parse_grpc_timeout;
+
+/// A gRPC request with this timeout.
+fn within(timeout: &str) -> Request<()> {
+    let mut request = grpc("/");
+    let timeout = timeout.parse().unwrap();
+    request.headers_mut().insert("grpc-timeout", timeout);
+    request
+}
+
+#[test]
+fn call_ends_at_the_deadline_of_the_caller() {
+    on_worker(async {
+        let reset = Rc::new(Cell::new(None));
+        let address = app({
+            let reset = reset.clone();
+            move |_, mut respond| {
+                let reset = reset.clone();
+                async move {
+                    reset.set(poll_fn(|cx| respond.poll_reset(cx)).await.ok());
+                }
+            }
+        })
+        .await;
+        let mesh = Mesh::new();
+        for client in [
+            mesh.client_of(address).await,
+            mesh.inbound_client(address).await,
+        ] {
+            let mut client = client;
+            let (response, _) = call(&mut client, within("50m")).await.unwrap();
+            assert_local_reply(&response, 200, "timeout");
+            assert_eq!(response.headers()["grpc-status"], "4");
+            until(|| reset.take() == Some(Reason::CANCEL)).await;
+        }
+        // A response that has begun ends too.
+        let address = app(|_, mut respond| async move {
+            let head = Response::builder().header("content-type", "application/grpc");
+            let head = head.body(()).unwrap();
+            let _stream = respond.send_response(head, false).unwrap();
+            std::future::pending::<()>().await;
+        })
+        .await;
+        let mut client = mesh.client_of(address).await;
+        let (_, trailers) = call(&mut client, within("50m")).await.unwrap();
+        assert_eq!(trailers.unwrap()["grpc-status"], "4");
+    });
+}
+
+#[test]
+fn passes_on_the_time_that_is_left() {
+    on_worker(async {
+        let seen: Rc<RefCell<Vec<String>>> = Rc::default();
+        let address = app({
+            let seen = seen.clone();
+            move |request, mut respond| {
+                let timeout = request.headers()["grpc-timeout"].to_str().unwrap();
+                seen.borrow_mut().push(timeout.to_owned());
+                let is_first = seen.borrow().len() == 1;
+                async move {
+                    if is_first {
+                        tokio::time::pause();
+                        tokio::time::advance(Duration::from_secs(2)).await;
+                        tokio::time::resume();
+                        return respond.send_reset(Reason::REFUSED_STREAM);
+                    }
+                    respond.send_response(Response::new(()), true).unwrap();
+                }
+            }
+        })
+        .await;
+        let mut client = Mesh::new().client_of(address).await;
+        let (response, _) = call(&mut client, within("25S")).await.unwrap();
+        assert_eq!(response.status(), 200);
+        let seen = seen.borrow();
+        let [first, second] = &seen[..] else {
+            panic!("{seen:?}")
+        };
+        // Until a time passes that counts, the field stays as it is.
+        let at_first = parse_grpc_timeout(first.as_bytes()).unwrap();
+        assert!(
+            first == "25S" || at_first < Duration::from_secs(25),
+            "{first}"
+        );
+        let left = parse_grpc_timeout(second.as_bytes()).unwrap();
+        assert!(left <= Duration::from_secs(23), "{second}");
+    });
+}

@@ -1,0 +1,150 @@
+//! Changes of header fields that routes ask for, validated. Pure.
+
+use http::{HeaderName, HeaderValue};
+
+use crate::http::edits::Edit;
+use crate::policy::{is_called_by, is_mesh_error};
+
+/// Fields that no route changes: they frame a message, belong to one connection, or name the host.
+const RESERVED: [&str; 12] = [
+    "connection",
+    "content-length",
+    "host",
+    "http2-settings",
+    "keep-alive",
+    "proxy-authenticate",
+    "proxy-authorization",
+    "proxy-connection",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+];
+
+/// A change of one field.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum FieldEdit {
+    /// The field has this value alone.
+    Set(String, String),
+    /// The field has this value besides those that it has.
+    Add(String, String),
+    /// The field is removed.
+    Remove(String),
+}
+
+impl FieldEdit {
+    /// A field that has this value alone.
+    pub fn set(name: &str, value: &str) -> Result<Self, String> {
+        check(name)?;
+        check_value(name, value)?;
+        Ok(Self::Set(name.to_owned(), value.to_owned()))
+    }
+
+    /// A further value.
+    pub fn add(name: &str, value: &str) -> Result<Self, String> {
+        check(name)?;
+        check_value(name, value)?;
+        Ok(Self::Add(name.to_owned(), value.to_owned()))
+    }
+
+    /// A field that is removed.
+    pub fn remove(name: &str) -> Result<Self, String> {
+        check(name)?;
+        Ok(Self::Remove(name.to_owned()))
+    }
+
+    /// The change, for either version of HTTP.
+    pub fn as_edit(&self) -> Edit<'_> {
+        match self {
+            Self::Set(name, value) => Edit::Set(name, value),
+            Self::Add(name, value) => Edit::Add(name, value),
+            Self::Remove(name) => Edit::Remove(name),
+        }
+    }
+
+    fn name(&self) -> &str {
+        match self {
+            Self::Set(name, _) | Self::Add(name, _) | Self::Remove(name) => name,
+        }
+    }
+
+    /// Appends a change, which takes effect after the others.
+    pub fn push(self, to: &mut Vec<Self>) {
+        if !matches!(self, Self::Add(..)) {
+            to.retain(|earlier| !earlier.name().eq_ignore_ascii_case(self.name()));
+        }
+        to.push(self);
+    }
+}
+
+fn check(name: &str) -> Result<(), String> {
+    if HeaderName::from_bytes(name.as_bytes()).is_err() {
+        return Err(format!("header {name:?}: expected the name of a field"));
+    }
+    let is_reserved = RESERVED.iter().any(|one| name.eq_ignore_ascii_case(one));
+    if is_reserved || is_called_by(name.as_bytes()) || is_mesh_error(name.as_bytes()) {
+        return Err(format!(
+            "header {name:?}: routes must not change this field"
+        ));
+    }
+    Ok(())
+}
+
+fn check_value(name: &str, value: &str) -> Result<(), String> {
+    match HeaderValue::from_str(value) {
+        Ok(_) => Ok(()),
+        Err(_) => Err(format!(
+            "header {name:?}: the value {value:?} has control characters"
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rejects_fields_of_the_mesh_and_of_connections_and_line_ends() {
+        for name in [
+            "X-Called-By",
+            "x_called.by",
+            "X-Mesh-Error",
+            "Connection",
+            "TE",
+            "Host",
+            "Transfer-Encoding",
+            "Content-Length",
+            "",
+            "a b",
+            "a:b",
+            "a\r\nb",
+        ] {
+            assert!(FieldEdit::remove(name).is_err(), "{name:?}");
+            assert!(FieldEdit::set(name, "1").is_err(), "{name:?}");
+        }
+        for value in ["a\r\nX-Called-By: b", "a\n", "\0"] {
+            assert!(FieldEdit::add("x-a", value).is_err(), "{value:?}");
+        }
+        assert!(FieldEdit::set("X-Route", "canary, 10%").is_ok());
+    }
+
+    #[test]
+    fn later_changes_of_a_field_replace_earlier_ones() {
+        let mut edits = Vec::new();
+        for edit in [
+            FieldEdit::set("x-a", "1"),
+            FieldEdit::add("X-A", "2"),
+            FieldEdit::remove("x-a"),
+            FieldEdit::add("x-a", "3"),
+            FieldEdit::set("x-b", "4"),
+        ] {
+            edit.unwrap().push(&mut edits);
+        }
+        let expected = [
+            FieldEdit::Remove("x-a".into()),
+            FieldEdit::Add("x-a".into(), "3".into()),
+            FieldEdit::Set("x-b".into(), "4".into()),
+        ];
+        assert_eq!(edits, expected);
+    }
+}

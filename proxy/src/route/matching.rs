@@ -1,0 +1,235 @@
+//! The match of a request: conditions on path, fields, query and method, and an index of them by
+//! path. Paths, queries and values are compared as they were sent. Pure, and without allocation for
+//! usual requests.
+
+use std::borrow::Cow;
+use std::collections::{BTreeSet, HashMap};
+
+use regex_lite::{Regex, RegexBuilder};
+
+use crate::http::view::RequestView;
+
+/// The maximum size of a compiled regular expression, in bytes.
+const MAX_REGEX_SIZE: usize = 32 * 1024;
+
+/// Conditions on a request, all of which hold.
+#[derive(Debug, Default)]
+pub struct Match {
+    /// The index of the rule.
+    pub rule: usize,
+    /// None: every path.
+    pub path: Option<PathMatch>,
+    /// Of header fields.
+    pub headers: Vec<FieldMatch>,
+    /// Of query parameters.
+    pub query: Vec<FieldMatch>,
+    /// None: every method.
+    pub method: Option<String>,
+}
+
+/// A condition on the path.
+#[derive(Debug)]
+pub enum PathMatch {
+    /// The whole path.
+    Exact(String),
+    /// The first elements, without a slash at the end.
+    Prefix(String),
+    /// The whole path.
+    Regex(Pattern),
+}
+
+/// A condition on a header field or a query parameter.
+#[derive(Debug)]
+pub struct FieldMatch {
+    /// The name.
+    pub name: String,
+    /// The value.
+    pub value: ValueMatch,
+}
+
+/// A condition on a value.
+#[derive(Debug)]
+pub enum ValueMatch {
+    /// The whole value.
+    Exact(String),
+    /// The whole value.
+    Regex(Pattern),
+}
+
+/// A regular expression for whole values, which takes linear time.
+#[derive(Debug)]
+pub struct Pattern(Regex);
+
+impl PathMatch {
+    /// A prefix of elements: "/a" and "/a/" are the same.
+    pub fn prefix(prefix: &str) -> Self {
+        Self::Prefix(prefix.strip_suffix('/').unwrap_or(prefix).to_owned())
+    }
+}
+
+impl Pattern {
+    /// Compiles an expression.
+    pub fn new(expression: &str) -> Result<Self, String> {
+        let compile = |expression: &str| {
+            RegexBuilder::new(expression)
+                .size_limit(MAX_REGEX_SIZE)
+                .build()
+        };
+        // Alone first: "a)|(b" is valid only within parentheses.
+        compile(expression)
+            .and_then(|_| compile(&format!("^(?:{expression})$")))
+            .map(Self)
+            .map_err(|error| {
+                let shown: String = expression.chars().take(100).collect();
+                format!("regular expression {shown:?}: {error}")
+            })
+    }
+
+    fn is_match(&self, value: &[u8]) -> bool {
+        std::str::from_utf8(value).is_ok_and(|value| self.0.is_match(value))
+    }
+}
+
+impl ValueMatch {
+    fn is_match(&self, value: &[u8]) -> bool {
+        match self {
+            Self::Exact(exact) => exact.as_bytes() == value,
+            Self::Regex(pattern) => pattern.is_match(value),
+        }
+    }
+}
+
+impl Match {
+    /// The length of the path's prefix that selected the rule.
+    pub fn prefix_len(&self) -> Option<usize> {
+        match &self.path {
+            None => Some(0),
+            Some(PathMatch::Prefix(prefix)) => Some(prefix.len()),
+            Some(PathMatch::Exact(_) | PathMatch::Regex(_)) => None,
+        }
+    }
+
+    /// Whether the conditions hold, given that an exact path or a prefix does.
+    fn holds(&self, request: &RequestView<'_>, path: &[u8]) -> bool {
+        let has_path = match &self.path {
+            Some(PathMatch::Regex(pattern)) => pattern.is_match(path),
+            _ => true,
+        };
+        let has_method = |method: &String| method.as_bytes() == request.method;
+        has_path
+            && self.method.as_ref().is_none_or(has_method)
+            && self.headers.iter().all(|field| {
+                header(request, &field.name).is_some_and(|value| field.value.is_match(&value))
+            })
+            && self.query.iter().all(|field| {
+                parameter(request, &field.name).is_some_and(|value| field.value.is_match(value))
+            })
+    }
+}
+
+/// The path that routes see: "/" if a URL has none.
+pub fn path<'a>(request: &RequestView<'a>) -> &'a [u8] {
+    match request.path() {
+        b"" if !request.is_connect() => b"/",
+        path => path,
+    }
+}
+
+/// The value of a field. Several fields of one name count as one, joined by a comma (RFC 9110, section
+/// 5.3), or a semicolon for Cookie (RFC 9113, section 8.2.3).
+fn header<'a>(request: &RequestView<'a>, name: &str) -> Option<Cow<'a, [u8]>> {
+    if name.eq_ignore_ascii_case("host") {
+        return request.authority().map(Cow::Borrowed);
+    }
+    let separator: &[u8] = match name.eq_ignore_ascii_case("cookie") {
+        true => b"; ",
+        false => b",",
+    };
+    let mut joined: Option<Cow<'a, [u8]>> = None;
+    request.head.visit(&mut |field, value| {
+        if field.eq_ignore_ascii_case(name.as_bytes()) {
+            joined = Some(match joined.take() {
+                None => Cow::Borrowed(value),
+                Some(before) => Cow::Owned([&before, separator, value].concat()),
+            });
+        }
+    });
+    joined
+}
+
+/// The first query parameter with this name.
+fn parameter<'a>(request: &RequestView<'a>, name: &str) -> Option<&'a [u8]> {
+    let parameters = request.query()?.split(|byte| *byte == b'&');
+    let mut parameters = parameters.map(|pair| match memchr::memchr(b'=', pair) {
+        Some(at) => (&pair[..at], &pair[at + 1..]),
+        None => (pair, &b""[..]),
+    });
+    let (_, value) = parameters.find(|(key, _)| *key == name.as_bytes())?;
+    Some(value)
+}
+
+/// Matches by path, so that the cost of a selection does not grow with their number.
+#[derive(Debug, Default)]
+pub struct Index {
+    exact: HashMap<Box<[u8]>, Vec<usize>>,
+    prefixes: HashMap<Box<[u8]>, Vec<usize>>,
+    /// The lengths of the prefixes.
+    lengths: BTreeSet<usize>,
+    /// Matches with a regular expression.
+    others: Vec<usize>,
+}
+
+impl Index {
+    /// Indexes matches.
+    pub fn new(matches: &[Match]) -> Self {
+        let mut index = Self::default();
+        for (at, one) in matches.iter().enumerate() {
+            match &one.path {
+                Some(PathMatch::Exact(path)) => index
+                    .exact
+                    .entry(path.as_bytes().into())
+                    .or_default()
+                    .push(at),
+                Some(PathMatch::Regex(_)) => index.others.push(at),
+                None | Some(PathMatch::Prefix(_)) => {
+                    let prefix = match &one.path {
+                        Some(PathMatch::Prefix(prefix)) => prefix.as_bytes(),
+                        _ => b"",
+                    };
+                    index.lengths.insert(prefix.len());
+                    index.prefixes.entry(prefix.into()).or_default().push(at);
+                }
+            }
+        }
+        index
+    }
+
+    /// The first match of a request.
+    pub fn select(&self, matches: &[Match], request: &RequestView<'_>) -> Option<usize> {
+        let path = path(request);
+        let mut first = None;
+        let mut consider = |list: &[usize]| {
+            let earlier = list
+                .iter()
+                .copied()
+                .take_while(|at| first.is_none_or(|first| *at < first));
+            for at in earlier {
+                if matches[at].holds(request, path) {
+                    first = Some(at);
+                    break;
+                }
+            }
+        };
+        if let Some(list) = self.exact.get(path) {
+            consider(list);
+        }
+        for length in self.lengths.range(..=path.len()) {
+            let is_element = *length == 0 || path.get(*length).is_none_or(|byte| *byte == b'/');
+            if let Some(list) = self.prefixes.get(&path[..*length]).filter(|_| is_element) {
+                consider(list);
+            }
+        }
+        consider(&self.others);
+        first
+    }
+}

@@ -1,0 +1,296 @@
+//! Step 5: the routes of a destination, as the Gateway API defines them. The first match of a request
+//! selects a rule; the rule responds itself, or selects a backend by weight and says what changes on
+//! the way. Pure: `discovery/routes.rs` makes these values, `flow.rs` resolves the backends.
+
+mod cors;
+pub mod fields;
+pub mod matching;
+#[cfg(test)]
+mod tests;
+pub mod url;
+
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::StatusCode;
+
+use crate::balance::Backend;
+use crate::deadline::{Deadline, Limit};
+use crate::error::Failure;
+use crate::http::edits::Edit;
+use crate::http::reply::LocalReply;
+use crate::http::view::RequestView;
+pub use cors::{Cors, Origin};
+use fields::FieldEdit;
+use matching::{Index, Match};
+use url::{Redirect, Rewrite};
+
+/// The routes of a destination.
+#[derive(Debug, Default)]
+pub struct Routes {
+    /// In order of precedence.
+    matches: Vec<Match>,
+    index: Index,
+    rules: Vec<Arc<Rule>>,
+    /// Why there are none: the controller sent routes that this proxy rejected.
+    rejection: Option<String>,
+}
+
+/// Only the same routes are equal: expressions cannot be compared.
+impl PartialEq for Routes {
+    fn eq(&self, other: &Self) -> bool {
+        std::ptr::eq(self, other)
+    }
+}
+
+impl Eq for Routes {}
+
+/// What happens with the requests of a match.
+#[derive(Debug, Default)]
+pub struct Rule {
+    /// The object that the rule comes from.
+    pub name: String,
+    /// Chosen by weight.
+    pub backends: Vec<RouteBackend>,
+    /// The changes of all requests of the rule.
+    pub changes: Arc<Changes>,
+    /// The rule responds with a redirect.
+    pub redirect: Option<Redirect>,
+    /// Requests of other origins.
+    pub cors: Option<Cors>,
+    /// The time for the exchange.
+    pub request_timeout: Option<Duration>,
+    /// The time for each attempt.
+    pub backend_request_timeout: Option<Duration>,
+}
+
+/// A backend of a rule.
+#[derive(Debug)]
+pub struct RouteBackend {
+    /// "NAMESPACE/SERVICE:PORT". None: the route names something else.
+    pub name: Option<Arc<str>>,
+    /// Its share of the sum of weights.
+    pub weight: u32,
+    /// The changes of the rule and those of this backend.
+    pub changes: Arc<Changes>,
+}
+
+/// What a rule and a backend change.
+#[derive(Clone, Debug, Default)]
+pub struct Changes {
+    /// Of the request's fields.
+    pub request: Vec<FieldEdit>,
+    /// Of the response's fields.
+    pub response: Vec<FieldEdit>,
+    /// Of the request's host and path.
+    pub rewrite: Rewrite,
+}
+
+/// The way of one request.
+#[derive(Debug)]
+pub struct Plan {
+    /// The rule that it matched.
+    pub rule: Arc<Rule>,
+    /// The backend's index in the rule. None: the rule has none.
+    backend: Option<usize>,
+    /// The rewritten target.
+    target: Option<Vec<u8>>,
+    /// Fields that the response gets.
+    cors: Vec<FieldEdit>,
+}
+
+/// A response in place of that of a backend.
+#[derive(Debug)]
+pub enum Answer {
+    /// Of a rule.
+    Reply(LocalReply),
+    /// There is no way for the request.
+    Failure(Failure),
+}
+
+impl From<Failure> for Answer {
+    fn from(failure: Failure) -> Self {
+        Self::Failure(failure)
+    }
+}
+
+impl Routes {
+    /// Routes with these rules. `matches` refer to them by index.
+    pub fn new(matches: Vec<Match>, rules: Vec<Arc<Rule>>) -> Self {
+        Self {
+            index: Index::new(&matches),
+            matches,
+            rules,
+            rejection: None,
+        }
+    }
+
+    /// Routes that this proxy cannot apply.
+    pub fn rejected(reason: String) -> Self {
+        Self {
+            rejection: Some(reason),
+            ..Self::default()
+        }
+    }
+
+    /// Whether requests fail.
+    pub fn is_rejected(&self) -> bool {
+        self.rejection.is_some()
+    }
+
+    /// The way of a request to `service`. A pod stays the backend.
+    pub fn plan(
+        &self,
+        request: &RequestView<'_>,
+        service: &Service<'_>,
+        rng: &mut fastrand::Rng,
+    ) -> Result<Plan, Answer> {
+        if let Some(reason) = &self.rejection {
+            let service = service.name.to_owned();
+            let reason = reason.clone();
+            return Err(Failure::InvalidRoutes { service, reason }.into());
+        }
+        let selected = self.index.select(&self.matches, request);
+        let Some(selected) = selected.map(|at| &self.matches[at]) else {
+            return Err(Failure::NoRoute(service.name.to_owned()).into());
+        };
+        let rule = &self.rules[selected.rule];
+        let cors = match &rule.cors {
+            Some(cors) => cors.apply(request).map_err(Answer::Reply)?,
+            None => Vec::new(),
+        };
+        if let Some(redirect) = &rule.redirect {
+            let location = redirect.location(request, selected, service);
+            return Err(Answer::Reply(LocalReply::redirect(
+                redirect.status,
+                &location,
+            )?));
+        }
+        let backend = match service.is_pod {
+            true => None,
+            false => Some(rule.choose(rng)?),
+        };
+        let changes = rule.changes(backend);
+        Ok(Plan {
+            target: changes.rewrite.target(request, selected),
+            rule: rule.clone(),
+            backend,
+            cors,
+        })
+    }
+}
+
+/// The destination of a request, as far as its routes depend on it.
+#[derive(Clone, Copy, Debug)]
+pub struct Service<'a> {
+    /// Namespace and name.
+    pub name: &'a str,
+    /// The destination is a pod of a headless Service. It stays the backend.
+    pub is_pod: bool,
+    /// The original destination.
+    pub address: std::net::SocketAddr,
+}
+
+impl Rule {
+    /// Chooses a backend by weight.
+    fn choose(&self, rng: &mut fastrand::Rng) -> Result<usize, Failure> {
+        let total: u64 = self.backends.iter().map(|one| u64::from(one.weight)).sum();
+        let no_backend = || Failure::InvalidBackend(self.name.clone());
+        if total == 0 {
+            return Err(no_backend());
+        }
+        let mut at = match self.backends.len() {
+            1 => 0,
+            _ => rng.u64(..total),
+        };
+        for (index, backend) in self.backends.iter().enumerate() {
+            match at.checked_sub(backend.weight.into()) {
+                Some(rest) => at = rest,
+                None if backend.name.is_some() => return Ok(index),
+                None => break,
+            }
+        }
+        Err(no_backend())
+    }
+
+    fn changes(&self, backend: Option<usize>) -> &Arc<Changes> {
+        backend.map_or(&self.changes, |index| &self.backends[index].changes)
+    }
+}
+
+impl Plan {
+    /// The name of the backend. None: the destination itself.
+    pub fn backend(&self) -> Option<&Arc<str>> {
+        self.rule.backends[self.backend?].name.as_ref()
+    }
+}
+
+/// The way of one request, with its backend.
+pub struct Route {
+    plan: Plan,
+    /// The endpoints.
+    pub backend: Rc<Backend>,
+}
+
+impl Route {
+    /// The way to a backend.
+    pub fn new(plan: Plan, backend: Rc<Backend>) -> Self {
+        Self { plan, backend }
+    }
+
+    /// The rule, for logs.
+    pub fn name(&self) -> &str {
+        &self.plan.rule.name
+    }
+
+    /// The backend, for logs.
+    pub fn backend_name(&self) -> Option<&str> {
+        self.plan.backend().map(|name| &**name)
+    }
+
+    fn changes(&self) -> &Changes {
+        self.plan.rule.changes(self.plan.backend)
+    }
+
+    /// The target that replaces that of the request.
+    pub fn target(&self) -> Option<&[u8]> {
+        self.plan.target.as_deref()
+    }
+
+    /// The host that replaces that of the request.
+    pub fn host(&self) -> Option<&str> {
+        self.changes().rewrite.host.as_deref()
+    }
+
+    /// The changes of the request's fields, with that of the mesh.
+    pub fn request_edits<'a>(&'a self, own: [Edit<'a>; 2]) -> Vec<Edit<'a>> {
+        let changes = self.changes().request.iter().map(FieldEdit::as_edit);
+        own.into_iter().chain(changes).collect()
+    }
+
+    /// The changes of the response's fields.
+    pub fn response_edits(&self) -> impl Iterator<Item = Edit<'_>> {
+        let changes = self.changes().response.iter();
+        changes.chain(&self.plan.cors).map(FieldEdit::as_edit)
+    }
+
+    /// The end of an exchange that begins now.
+    pub fn deadline(&self) -> Deadline {
+        Deadline::after(self.plan.rule.request_timeout, Limit::Exchange)
+    }
+
+    /// The time for each attempt.
+    pub fn attempt_timeout(&self) -> Option<Duration> {
+        self.plan.rule.backend_request_timeout
+    }
+}
+
+/// The statuses of redirects.
+pub const REDIRECTS: [StatusCode; 5] = [
+    StatusCode::MOVED_PERMANENTLY,
+    StatusCode::FOUND,
+    StatusCode::SEE_OTHER,
+    StatusCode::TEMPORARY_REDIRECT,
+    StatusCode::PERMANENT_REDIRECT,
+];
