@@ -74,6 +74,8 @@ impl Cluster {
         };
         config.connect_timeout = Some(CONNECT_TIMEOUT);
         config.read_timeout = Some(READ_TIMEOUT);
+        // Retries would hide the responses with the status 503 of proxies that are not ready.
+        config.default_retry = false;
         let server = config.cluster_url.to_string();
         let client =
             Client::try_from(config).map_err(|error| ConnectError::Context(error_chain(&error)))?;

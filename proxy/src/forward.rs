@@ -236,6 +236,14 @@ pub struct Replayable {
     pub is_idempotent: bool,
 }
 
+impl Replayable {
+    /// A request that is sent once.
+    pub const ONCE: Self = Self {
+        is_kept: false,
+        is_idempotent: false,
+    };
+}
+
 impl Attempts {
     /// An attempt begins. It gets an equal share of the time to connect, so that there is time for
     /// the other endpoints.
@@ -253,6 +261,21 @@ impl Attempts {
     fn deadline(&self) -> Deadline {
         let attempt = Deadline::after(self.attempt_timeout, Limit::Attempt);
         self.exchange_deadline.earlier(attempt)
+    }
+
+    /// There is a new connection. Fails if discovery has removed the endpoint in the meantime:
+    /// another one gets the request, which has not been sent yet.
+    pub fn check_endpoint(&mut self) -> Result<(), AttemptError> {
+        let (Some(backend), Some(endpoint)) = (&self.backend, &self.last) else {
+            return Ok(());
+        };
+        if backend.contains(endpoint) {
+            return Ok(());
+        }
+        self.is_granted = self.count < MAX_ATTEMPTS && backend.endpoints_len() > 0;
+        let failure = Failure::NoEndpoint(backend.name().to_string());
+        let retry = Retry::OtherEndpoint;
+        Err(AttemptError { failure, retry })
     }
 
     /// Opens the connections of the current attempt.

@@ -262,7 +262,9 @@ pub fn post(
     }
 }
 
-fn send_request(
+/// Sends one request from a pod with bash. `what` is the method and the target, `fields` are header
+/// fields with `\\r\\n` at the end of each.
+pub fn send_request(
     sandbox: &Sandbox,
     pod: &PodView,
     container: &str,

@@ -3,6 +3,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use k8s_openapi::api::core::v1::ConfigMap;
+
 use super::{
     Finding, certificates, count,
     facts::{Facts, ROOTS},
@@ -155,33 +157,26 @@ pub(super) fn roots(facts: &Facts) -> Vec<Finding> {
         (Ok(pods), Ok(maps)) => (pods, maps),
         (Err(reason), _) | (_, Err(reason)) => return vec![Finding::unknown(CHECK, reason)],
     };
-    let published: BTreeMap<&str, &str> = maps
+    let published: BTreeMap<&str, &ConfigMap> = maps
         .iter()
-        .filter_map(|map| {
-            Some((
-                map.metadata.namespace.as_deref()?,
-                map.data.as_ref()?.get("roots.pem")?.as_str(),
-            ))
-        })
+        .filter_map(|map| Some((map.metadata.namespace.as_deref()?, map)))
         .collect();
-    // The controller writes the ConfigMap of a namespace after its first meshed pod.
-    let needed: BTreeSet<&str> = pods::meshed(pods)
-        .filter(|pod| pods::age(pod, facts.now) > pods::READY_TIMEOUT)
-        .filter_map(|pod| pod.metadata.namespace.as_deref())
-        .collect();
+    let mut needed: BTreeMap<&str, u64> = BTreeMap::new();
+    for pod in pods::meshed(pods) {
+        let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
+        let age = needed.entry(namespace).or_default();
+        *age = pods::age(pod, facts.now).max(*age);
+    }
     let (mut missing, mut outdated) = (Vec::new(), Vec::new());
-    for namespace in &needed {
-        match published.get(namespace) {
-            None => missing.push((*namespace).to_owned()),
-            Some(pem)
-                if facts
-                    .identity
-                    .as_ref()
-                    .is_ok_and(|mesh| lacks_current_root(pem, mesh)) =>
-            {
-                outdated.push((*namespace).to_owned())
+    for (namespace, age) in &needed {
+        match (published.get(namespace), &facts.identity) {
+            // The controller writes the ConfigMap of a namespace after its first meshed pod.
+            (None, _) if *age <= pods::READY_TIMEOUT => {}
+            (None, _) => missing.push((*namespace).to_owned()),
+            (Some(map), Ok(mesh)) if lacks_current_root(map, mesh) => {
+                outdated.push(describe_outdated(namespace, map))
             }
-            Some(_) => {}
+            (Some(_), _) => {}
         }
     }
     let mut findings = Vec::new();
@@ -195,10 +190,13 @@ pub(super) fn roots(facts: &Facts) -> Vec<Finding> {
     }
     if !outdated.is_empty() {
         let text = format!(
-            "{} whose ConfigMap {ROOTS} lacks a current root",
+            "{} whose ConfigMap {ROOTS} lacks a current root: new meshed pods do not start there",
             count(outdated.len(), "namespace", "namespaces")
         );
         findings.push(Finding::problem(CHECK, text, advice).with_details(outdated));
+    }
+    if let (Err(reason), true) = (&facts.identity, findings.is_empty()) {
+        findings.push(Finding::unknown(CHECK, reason));
     }
     if findings.is_empty() {
         let text = format!(
@@ -210,8 +208,19 @@ pub(super) fn roots(facts: &Facts) -> Vec<Finding> {
     findings
 }
 
-fn lacks_current_root(pem: &str, mesh: &Mesh) -> bool {
-    let fingerprints = certificates::fingerprints(pem.as_bytes());
+fn describe_outdated(namespace: &str, map: &ConfigMap) -> String {
+    match map.immutable {
+        Some(true) => format!(
+            "{namespace}: it is immutable, so the controller cannot correct it: delete it (kubectl delete configmap -n {namespace} {ROOTS}), \
+             then scale the meshed workloads of the namespace to 0 and back: kubelets keep an immutable ConfigMap while a pod uses it"
+        ),
+        _ => namespace.to_owned(),
+    }
+}
+
+fn lacks_current_root(map: &ConfigMap, mesh: &Mesh) -> bool {
+    let pem = map.data.as_ref().and_then(|data| data.get("roots.pem"));
+    let fingerprints = certificates::fingerprints(pem.map_or(b"", |pem| pem.as_bytes()));
     mesh.roots.iter().any(|root| {
         !fingerprints
             .iter()
@@ -538,12 +547,22 @@ mod tests {
         // 30 s after 2020-01-01, the creation of the pods.
         young.now = 1_577_836_830;
         assert_eq!(roots_finding(&young).level, Level::Ok);
+        young.identity = Err("no controller".into());
+        assert_eq!(roots_finding(&young).level, Level::Warning);
         let (level, text, _) = with(
             json!([{"metadata": {"namespace": "shop", "name": ROOTS}, "data": {"roots.pem": ""}}]),
         );
         assert!(
             level == Level::Problem && text.contains("lacks a current root"),
             "{text}"
+        );
+        let (_, text, details) = with(
+            json!([{"metadata": {"namespace": "shop", "name": ROOTS}, "immutable": true, "data": {"other": ""}}]),
+        );
+        assert!(
+            text.contains("lacks a current root")
+                && details[0].starts_with("shop: it is immutable"),
+            "{text} {details:?}"
         );
     }
 

@@ -8,6 +8,7 @@ mod identity;
 mod permissions;
 mod platform;
 mod pods;
+mod services;
 mod settings;
 mod webhook;
 mod workloads;
@@ -91,10 +92,11 @@ impl Finding {
 
 /// Runs all checks.
 pub fn run(facts: &Facts) -> Vec<Finding> {
-    let checks: [fn(&Facts) -> Vec<Finding>; 19] = [
+    let checks: [fn(&Facts) -> Vec<Finding>; 20] = [
         platform::kubernetes,
         platform::components,
         platform::versions,
+        services::services,
         permissions::permissions,
         webhook::configuration,
         webhook::ca_bundle,

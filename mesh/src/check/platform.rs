@@ -103,6 +103,11 @@ pub(super) fn components(facts: &Facts) -> Vec<Finding> {
             .as_ref()
             .and_then(|status| status.available_replicas)
             .unwrap_or(0);
+        if desired == 0 {
+            let text = format!("Deployment {namespace}/{check} is scaled to 0 replicas: {effect}");
+            let advice = format!("kubectl scale -n {namespace} deployment/{check} --replicas=2");
+            return Finding::problem(check, text, advice);
+        }
         let text = format!("{available} of {desired} replicas are available");
         let advice = format!(
             "kubectl describe -n {namespace} deployment/{check}; kubectl logs -n {namespace} deployment/{check}"
@@ -317,6 +322,14 @@ mod tests {
         assert_eq!(levels(&with_components(2, "")), [Level::Ok, Level::Ok]);
         assert_eq!(levels(&with_components(1, "")), [Level::Warning, Level::Ok]);
         assert_eq!(levels(&with_components(0, "")), [Level::Problem, Level::Ok]);
+        let mut facts = with_components(0, "");
+        let controller = &mut facts.deployments.as_mut().unwrap()[0];
+        controller.spec.as_mut().unwrap().replicas = Some(0);
+        let scaled = &components(&facts)[0];
+        assert!(
+            scaled.level == Level::Problem && scaled.text.contains("is scaled to 0 replicas"),
+            "{scaled:?}"
+        );
         let missing = components(&Facts {
             deployments: Ok(Vec::new()),
             ..unknown_facts()

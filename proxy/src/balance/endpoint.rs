@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::latency::Latency;
 use super::quarantine::{Cause, Quarantine, Siblings};
+use super::{MIN_SHARE, SLOW_START};
 use crate::connect::Pool;
 use crate::http::verdict::{Overload, Verdict};
 
@@ -19,6 +20,8 @@ pub struct Endpoint {
     pub pool: Rc<Pool>,
     /// Whether its proxy parses HTTP. Else its application gets all bytes.
     pub is_opaque: bool,
+    /// Until then, the endpoint is new and gets a growing share of the requests.
+    pub(super) slow_start_until: Option<Instant>,
     in_flight: Cell<u32>,
     latency: Latency,
     quarantine: Quarantine,
@@ -38,11 +41,18 @@ pub struct InFlight {
 }
 
 impl Endpoint {
-    pub(super) fn new(pool: &Rc<Pool>, is_opaque: bool, siblings: &Rc<Siblings>) -> Self {
+    /// `slow_start_until`: the end of the time in which the endpoint counts as new.
+    pub(super) fn new(
+        pool: &Rc<Pool>,
+        is_opaque: bool,
+        slow_start_until: Option<Instant>,
+        siblings: &Rc<Siblings>,
+    ) -> Self {
         Self {
             address: pool.remote.address,
             pool: pool.clone(),
             is_opaque,
+            slow_start_until,
             in_flight: Cell::new(0),
             latency: Latency::default(),
             quarantine: Quarantine::new(siblings),
@@ -70,6 +80,14 @@ impl Endpoint {
     /// Whether the endpoint is quarantined. The balancer prefers others.
     pub fn is_quarantined(&self, now: Instant) -> bool {
         self.quarantine.is_active(now)
+    }
+
+    /// The share of the requests that the endpoint gets, from nearly 0 to 1.
+    pub(super) fn share(&self, now: Instant) -> f64 {
+        let left = self
+            .slow_start_until
+            .map_or(Duration::ZERO, |until| until.saturating_duration_since(now));
+        (1.0 - left.as_secs_f64() / SLOW_START.as_secs_f64()).max(MIN_SHARE)
     }
 
     /// Whether the endpoint usually answers within this time. True if its latency is unknown.
@@ -241,11 +259,10 @@ mod tests {
 
     fn endpoint() -> Rc<Endpoint> {
         let remote = Remote::from(&EndpointInfo::bare(([127, 0, 0, 1], 80).into()));
-        Rc::new(Endpoint::new(
-            &Rc::new(Pool::new(remote)),
-            false,
-            &Rc::default(),
-        ))
+        {
+            let pool = Rc::new(Pool::new(remote));
+            Rc::new(Endpoint::new(&pool, false, None, &Rc::default()))
+        }
     }
 
     #[test]

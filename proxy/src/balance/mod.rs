@@ -29,6 +29,16 @@ pub use budget::{BudgetSettings, RetryBudget};
 pub use endpoint::{Endpoint, InFlight};
 use quarantine::Siblings;
 
+/// How long a new endpoint gets a growing share of the requests: caches are empty, code is not
+/// compiled yet.
+const SLOW_START: Duration = Duration::from_secs(10);
+/// The first share of a new endpoint, of that of the others.
+const MIN_SHARE: f64 = 0.1;
+/// A slow start takes place if at most this fraction of the endpoints is new: one third. The others
+/// get at most half as many requests again. In a rollout, the last old endpoint must not get the
+/// requests of all new ones.
+const SLOW_START_FRACTION: usize = 3;
+
 /// The endpoints of a Service port, or of a pod, among which requests are balanced.
 pub struct Backend {
     /// What discovery resolves. An address is the endpoint of what discovery does not know.
@@ -50,6 +60,8 @@ struct State {
     members: Vec<Member>,
     /// The endpoint that requests keep.
     affinity: Option<Arc<Affinity>>,
+    /// Until then, some endpoints get a growing share of the requests.
+    slow_start_until: Option<Instant>,
     routes: Option<Arc<Routes>>,
     is_pod: bool,
 }
@@ -144,6 +156,14 @@ impl Backend {
         let endpoints = state.members.iter().map(|member| &member.endpoint);
         let refusing = endpoints.filter(|endpoint| endpoint.refuses_retries(now));
         refusing.map(|endpoint| endpoint.address).collect()
+    }
+
+    /// Whether discovery still announces the endpoint.
+    pub fn contains(&self, endpoint: &Rc<Endpoint>) -> bool {
+        self.apply_updates();
+        let members = &self.state.borrow().members;
+        let at = members.binary_search_by_key(&endpoint.address, |member| member.info.address);
+        at.is_ok_and(|at| Rc::ptr_eq(&members[at].endpoint, endpoint))
     }
 
     /// Whether there is an endpoint that is not in `tried`.
@@ -250,11 +270,13 @@ impl State {
         } else {
             app_protocol
         };
+        let members = merge(before, endpoints, pools, siblings);
         Self {
             name: name.into(),
             app_protocol,
             unavailable,
-            members: merge(before, endpoints, pools, siblings),
+            slow_start_until: slow_start(&members),
+            members,
             affinity: match target {
                 Target::Service(service) => service.affinity.clone(),
                 _ => None,
@@ -265,10 +287,10 @@ impl State {
     }
 
     fn pick(&self, tried: &[SocketAddr], rng: &mut fastrand::Rng) -> Option<&Rc<Endpoint>> {
-        let Some(affinity) = &self.affinity else {
-            return self.balance(tried, rng);
-        };
         let now = Instant::now();
+        let Some(affinity) = &self.affinity else {
+            return self.balance(tried, rng, now);
+        };
         let is_usable = |endpoint: &Endpoint| {
             !tried.contains(&endpoint.address) && !endpoint.is_quarantined(now)
         };
@@ -278,26 +300,52 @@ impl State {
             Some(&self.members[at].endpoint).filter(|endpoint| is_usable(endpoint))
         };
         let pick = || {
-            let endpoint = self.balance(tried, rng)?;
+            let endpoint = self.balance(tried, rng, now)?;
             Some((endpoint.address, endpoint))
         };
         affinity.select(now, kept, pick)
     }
 
-    fn balance(&self, tried: &[SocketAddr], rng: &mut fastrand::Rng) -> Option<&Rc<Endpoint>> {
+    fn balance(
+        &self,
+        tried: &[SocketAddr],
+        rng: &mut fastrand::Rng,
+        now: Instant,
+    ) -> Option<&Rc<Endpoint>> {
         let untried = |endpoint: &Endpoint| !tried.contains(&endpoint.address);
         if let [only] = self.members.as_slice() {
             return untried(&only.endpoint).then_some(&only.endpoint);
         }
-        let now = Instant::now();
         let at = |index: usize| &self.members[index].endpoint;
         let is_cheaper = |one, other| at(one).is_cheaper(at(other), now);
         let healthy = |index| untried(at(index)) && !at(index).is_quarantined(now);
         let count = self.members.len();
+        if self.slow_start_until.is_some_and(|until| now < until) {
+            let drawn = rng.f64();
+            let takes_part = |index| healthy(index) && at(index).share(now) > drawn;
+            if let Some(picked) = p2c::choose(count, rng, takes_part, is_cheaper) {
+                return Some(at(picked));
+            }
+        }
         p2c::choose(count, rng, healthy, is_cheaper)
             .or_else(|| p2c::choose(count, rng, |index| untried(at(index)), is_cheaper))
             .map(at)
     }
+}
+
+/// The end of the slow start of new endpoints. None if there are none, or if so many are new that
+/// the others would get much more load.
+fn slow_start(members: &[Member]) -> Option<Instant> {
+    let now = Instant::now();
+    let ends = members
+        .iter()
+        .filter_map(|member| member.endpoint.slow_start_until);
+    let (count, last) = ends
+        .filter(|end| now < *end)
+        .fold((0, None), |(count, last), end| {
+            (count + 1, last.max(Some(end)))
+        });
+    last.filter(|_| count * SLOW_START_FRACTION <= members.len())
 }
 
 /// Merges an update into the members. Both lists are sorted by address. Unchanged endpoints keep
@@ -308,6 +356,8 @@ fn merge(
     pools: &Pools,
     siblings: &Rc<Siblings>,
 ) -> Vec<Member> {
+    // The first endpoints are new to this proxy only.
+    let slow_start_until = (!before.is_empty()).then(|| Instant::now() + SLOW_START);
     let mut before = before.into_iter().peekable();
     let mut members = Vec::with_capacity(after.len());
     siblings.set_count(after.len());
@@ -328,7 +378,12 @@ fn merge(
                     replaced.endpoint.remove();
                 }
                 let pool = pools.open(Remote::from(&*info));
-                let endpoint = Rc::new(Endpoint::new(pool.pool(), info.opaque, siblings));
+                let endpoint = Rc::new(Endpoint::new(
+                    pool.pool(),
+                    info.opaque,
+                    slow_start_until,
+                    siblings,
+                ));
                 Member {
                     info,
                     endpoint,

@@ -1,6 +1,7 @@
 //! Services of several endpoints, through the proxies of a caller and of each endpoint: which
 //! endpoints get requests, and what a caller reads if none does.
 
+mod changes;
 mod hops;
 mod overload;
 
@@ -13,6 +14,7 @@ use std::sync::Arc;
 use http::{HeaderValue, Request, Response};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
+use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use crate::destination::Destination;
@@ -32,6 +34,7 @@ struct Service {
     caller: Side,
     endpoints: Vec<Side>,
     addresses: Vec<SocketAddr>,
+    updates: watch::Sender<Arc<Target>>,
     destination: Rc<Destination>,
 }
 
@@ -55,9 +58,9 @@ impl Service {
 
     /// A Service with these endpoints.
     async fn with(authority: &Authority, mut infos: Vec<EndpointInfo>) -> Self {
+        let addresses = infos.iter().map(|info| info.address).collect();
         infos.sort_by_key(|info| info.address);
         let web = credentials(authority, WEB, |_| {});
-        let addresses = infos.iter().map(|info| info.address).collect();
         let (discovery, mut questions) = Discovery::by_hand();
         let caller = Side::new(Some(web), "", discovery);
         let target = Target::Service(ServiceTarget {
@@ -68,14 +71,15 @@ impl Service {
             ..ServiceTarget::default()
         });
         let address = SocketAddr::from(([10, 96, 0, 7], 80));
-        let (destination, ()) =
+        let (destination, updates) =
             tokio::join!(caller.worker.destinations.get_or_watch(address), async {
-                drop(questions.next().await.1(Arc::new(target)));
+                questions.next().await.1(Arc::new(target))
             });
         Self {
             caller,
             endpoints: Vec::new(),
             addresses,
+            updates,
             destination,
         }
     }

@@ -54,6 +54,7 @@ impl Forward for Exchange<'_> {
         let connected = endpoint.pool.http1(dialer, began_at).await;
         let mut upstream = connected.map_err(AttemptError::connect)?;
         if !upstream.reused {
+            self.record.attempts.check_endpoint()?;
             self.record.attempts.connected();
         }
         let announced = self.record.attempts.announced(upstream.io.is_secured());

@@ -12,7 +12,7 @@ use bytes::Bytes;
 use h2::client::ResponseFuture;
 use h2::server::SendResponse;
 use h2::{Reason, RecvStream, SendStream};
-use http::header::{EXPECT, HeaderName, HeaderValue};
+use http::header::{EXPECT, HeaderName};
 use http::request::Parts;
 use http::{Method, Request, Response};
 
@@ -21,7 +21,6 @@ use super::head;
 use super::relay::{Message, Relay, RelayError, reset_code};
 use crate::balance::Endpoint;
 use crate::connect::http2::Lease;
-use crate::deadline::{self, Deadline, Limit};
 use crate::dump::Direction;
 use crate::error::Failure;
 use crate::flow::Flow;
@@ -32,13 +31,11 @@ use crate::http::verdict::Verdict;
 use crate::io::Io;
 use crate::memory::Charge;
 use crate::metrics::Protocol;
+use crate::mirror::Head as Copied;
 use crate::policy::{PREVIOUS_ATTEMPTS, is_mesh_error};
 use crate::record::ExchangeRecord;
 use crate::route::Answer;
 use crate::tls::Acceptance;
-
-/// The time that a gRPC client waits for the end of the call.
-const GRPC_TIMEOUT: &str = "grpc-timeout";
 
 /// Forwards one request to an endpoint, and the response to the client.
 pub(super) async fn carry(
@@ -54,6 +51,7 @@ pub(super) async fn carry(
     memory.set(head_size);
     let mut record = ExchangeRecord::new(&client.flow, Protocol::Http2);
     record.attempts.previous = client.flow.previous_attempts(&parts.headers);
+    let deadline = head::deadline(&parts);
     let mut ready = admitted.map_err(Answer::from);
     if let (Ok(()), Some(reason)) = (&ready, malformed) {
         ready = Err(Failure::BadRequest(reason).into());
@@ -62,19 +60,14 @@ pub(super) async fn carry(
         // 5. Route. Boxed: most destinations have none.
         ready = Box::pin(record.route(&routes, &head::view(&parts))).await;
     }
-    let is_grpc = head::is_grpc(&parts.headers);
-    if is_grpc && let Some(timeout) = parts.headers.get(GRPC_TIMEOUT) {
-        let timeout = deadline::parse_grpc_timeout(timeout.as_bytes());
-        let deadline = Deadline::after(timeout, Limit::Caller);
-        let attempts = &mut record.attempts;
-        attempts.exchange_deadline = attempts.exchange_deadline.earlier(deadline);
-    }
+    // The route has set its own one.
+    record.attempts.exchange_deadline = deadline.earlier(record.attempts.exchange_deadline);
     let own = client.flow.request_edits();
     match record.route.clone() {
         None => head::prepare(&mut parts, Edits::of(&own)),
         Some(route) => {
             let edits = Edits {
-                fields: &route.request_edits(own),
+                fields: &route.request_edits(&own),
                 host: route.host(),
                 target: route.target(),
             };
@@ -82,11 +75,15 @@ pub(super) async fn carry(
         }
     }
     record.request(&head::view(&parts), Edits::default());
+    if ready.is_ok() {
+        let copied = || Copied::Http2(Box::new(parts.clone()));
+        record.mirror(&head::view(&parts), copied);
+    }
     let mut exchange = Exchange {
         respond,
         upload: Relay::new(body, Message::Request),
         record,
-        is_grpc,
+        is_grpc: head::is_grpc(&parts.headers),
         to_client: None,
         expects_interim: parts.headers.contains_key(EXPECT),
         client,
@@ -223,10 +220,14 @@ impl Exchange {
         to_upstream: &mut SendStream<Bytes>,
     ) -> Result<(), Reason> {
         if self.upload.is_done() {
+            if self.upload.is_complete() {
+                self.record.send_mirror();
+            }
             return Ok(());
         }
         match self.upload.poll(cx, to_upstream, &mut self.record) {
-            Poll::Pending | Poll::Ready(Ok(())) => {}
+            Poll::Pending => {}
+            Poll::Ready(Ok(())) => self.record.send_mirror(),
             Poll::Ready(Err(RelayError::ReceiverClosed)) => self.upload.stop(),
             Poll::Ready(Err(RelayError::Sender(error))) => return Err(reset_code(&error)),
         }
@@ -427,6 +428,9 @@ impl Forward for Exchange {
             Some(Err(failure)) => return Err(AttemptError::connect(failure)),
             None => return Ok(Outcome::Cancelled),
         };
+        if !lease.is_reused() {
+            self.record.attempts.check_endpoint()?;
+        }
         let address = endpoint.address;
         if head::extended_protocol(&self.parts).is_some() && !lease.supports_extended_connect() {
             let reason = "it does not accept extended CONNECT requests".to_owned();
@@ -440,13 +444,7 @@ impl Forward for Exchange {
             let name = HeaderName::from_static(PREVIOUS_ATTEMPTS);
             parts.headers.insert(name, previous.into());
         }
-        let deadline = self.record.attempts.exchange_deadline;
-        if let Some(field) = parts.headers.get_mut(GRPC_TIMEOUT)
-            && let Some(left) = deadline.grpc_timeout(field.as_bytes())
-            && let Ok(left) = HeaderValue::try_from(left)
-        {
-            *field = left;
-        }
+        head::set_deadline(&mut parts, self.record.attempts.exchange_deadline);
         let request = Request::from_parts(parts, ());
         let (response, to_upstream) = match lease.send(request, self.upload.is_done()) {
             Ok(stream) => stream,

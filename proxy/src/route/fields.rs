@@ -3,7 +3,7 @@
 use http::{HeaderName, HeaderValue};
 
 use crate::http::edits::Edit;
-use crate::policy::{is_called_by, is_mesh_error};
+use crate::policy::{is_mesh_error, is_reserved_in_requests};
 
 /// Fields that no route changes: they frame a message, belong to one connection, or name the host.
 const RESERVED: [&str; 12] = [
@@ -82,7 +82,7 @@ fn check(name: &str) -> Result<(), String> {
         return Err(format!("header {name:?}: expected the name of a field"));
     }
     let is_reserved = RESERVED.iter().any(|one| name.eq_ignore_ascii_case(one));
-    if is_reserved || is_called_by(name.as_bytes()) || is_mesh_error(name.as_bytes()) {
+    if is_reserved || is_reserved_in_requests(name.as_bytes()) || is_mesh_error(name.as_bytes()) {
         return Err(format!(
             "header {name:?}: routes must not change this field"
         ));
@@ -107,6 +107,7 @@ mod tests {
     fn rejects_fields_of_the_mesh_and_of_connections_and_line_ends() {
         for name in [
             "X-Called-By",
+            "X-Mesh-Previous-Attempts",
             "x_called.by",
             "X-Mesh-Error",
             "Connection",
