@@ -35,7 +35,7 @@ use diy_mesh_runtime::{Readiness, listen, raise_max_open_files};
 use futures::FutureExt;
 use futures::future::{BoxFuture, FusedFuture};
 use tokio::net::TcpListener;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use authenticate::{Authenticator, Jwks, TokenReviews, Verifier};
@@ -44,7 +44,7 @@ use catalog::freshness::Freshness;
 pub use config::Config;
 pub use diy_mesh_issuer as issuer;
 use hub::Hub;
-use index::object::Source;
+use index::object::{Kind, Source};
 use metrics::Metrics;
 use proxies::Proxies;
 use quota::Quotas;
@@ -203,12 +203,16 @@ impl Controller {
             proxies.clone(),
             trust_domain.clone(),
         );
-        // No catalog has routes yet.
-        let statuses = Statuses::new(Vec::new, watch::channel(()).1);
+        let reported = hub.clone();
+        let statuses = Statuses::new(move || reported.route_statuses(), hub.routes_changed());
         let is_cluster = config.catalog == config::Catalog::Kubernetes;
         let election = self.client.clone().filter(|_| is_cluster).map(|client| {
             let (replica, timing) = (authority.status().replica, lease::Timing::default());
-            let writer = Writer::new(client.clone(), &[], metrics.clone());
+            let writer = Writer::new(
+                client.clone(),
+                &[Kind::HttpRoute, Kind::GrpcRoute],
+                metrics.clone(),
+            );
             let election = Election::new(client, &config.pod_namespace, replica, timing);
             (election, writer)
         });

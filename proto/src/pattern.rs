@@ -6,7 +6,7 @@ use regex_lite::{Regex, RegexBuilder};
 /// The length of an expression.
 pub const MAX_PATTERN_BYTES: usize = 1024;
 /// The size of a compiled expression, which bounds the time of a match per byte.
-const MAX_COMPILED_BYTES: usize = 64 * 1024;
+const MAX_COMPILED_BYTES: usize = 32 * 1024;
 
 /// A regular expression for a whole value, in RE2 syntax without Unicode classes. Case-sensitive.
 /// Matching takes linear time.

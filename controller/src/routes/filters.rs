@@ -19,21 +19,25 @@ const MAX_PATH_BYTES: usize = 1024;
 const MAX_CORS_ITEMS: usize = 64;
 /// The default of the specification, in seconds.
 const DEFAULT_CORS_MAX_AGE: u32 = 5;
-/// Headers of the connection, of the framing and of the target, which filters cannot change.
-const RESERVED_HEADERS: [&str; 12] = [
+/// Headers of the connection, of the framing and of the target, which filters cannot change. Proxies
+/// reject all routes of a destination that do.
+const RESERVED_HEADERS: [&str; 13] = [
     "connection",
     "content-length",
     "expect",
     "host",
     "http2-settings",
     "keep-alive",
+    "proxy-authenticate",
+    "proxy-authorization",
     "proxy-connection",
     "te",
     "trailer",
     "transfer-encoding",
     "upgrade",
-    "x-called-by",
 ];
+/// Headers between proxies, in every spelling that a server reads as these.
+const MESH_HEADERS: [&str; 3] = ["x-called-by", "x-mesh-error", "x-mesh-previous-attempts"];
 
 /// The rule of a filter.
 pub(super) struct Context<'a> {
@@ -82,6 +86,11 @@ pub(super) fn parse(
 
 pub(super) fn is_redirect<B>(filter: &Filter<B>) -> bool {
     matches!(filter, Filter::Redirect(_))
+}
+
+/// Whether the filter responds to requests.
+pub(super) fn is_response<B>(filter: &Filter<B>) -> bool {
+    is_redirect(filter) || matches!(filter, Filter::Cors(_))
 }
 
 fn filter(
@@ -182,7 +191,9 @@ fn headers(specs: Vec<spec::Header>, at: &str) -> Result<Vec<(String, String)>, 
 /// The name of a header that filters may change.
 fn modified(field: &str, name: &str) -> Result<String, Rejection> {
     let lower = header_name(field, name)?;
-    match RESERVED_HEADERS.contains(&&*lower) {
+    let folded = lower.replace(|byte: char| !byte.is_ascii_alphanumeric(), "-");
+    let is_reserved = RESERVED_HEADERS.contains(&&*lower) || MESH_HEADERS.contains(&&*folded);
+    match is_reserved {
         true => Err(unsupported(field, name, "a header that filters may change")),
         false => Ok(name.to_owned()),
     }
@@ -258,7 +269,10 @@ fn path_modifier(
     };
     match &*spec.kind {
         "ReplaceFullPath" => {
-            let full = path(spec.replace_full_path, "replaceFullPath")?;
+            let mut full = path(spec.replace_full_path, "replaceFullPath")?;
+            if full.is_empty() {
+                full.push('/');
+            }
             Ok(Some(PathModifier::Full(full)))
         }
         "ReplacePrefixMatch" => {

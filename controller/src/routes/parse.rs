@@ -222,10 +222,17 @@ fn backend(
         return Err(unsupported(&field, &weight.to_string(), &expected));
     }
     let filters_at = format!("{at}.filters");
+    let filters = filters::parse(backend.filters, &filters_at, context, unknown_filter)?;
+    if filters.iter().any(filters::is_response) {
+        return Err(Rejection {
+            reason: super::INCOMPATIBLE_FILTERS,
+            message: format!("{filters_at}: RequestRedirect and CORS are filters of rules only"),
+        });
+    }
     Ok(Backend {
         target: reference(backend.reference, &context.meta.key, at.to_owned()),
         weight,
-        filters: filters::parse(backend.filters, &filters_at, context, unknown_filter)?,
+        filters,
     })
 }
 

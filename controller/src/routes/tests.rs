@@ -488,10 +488,46 @@ fn incompatible_filters_reject_a_route() {
         json!({"filters": [redirect, rewrite]}),
         json!({"filters": [rewrite, rewrite]}),
         json!({"filters": [redirect], "backendRefs": [{"name": "a", "port": 80}]}),
+        json!({"backendRefs": [{"name": "a", "port": 80, "filters": [redirect]}]}),
+        json!({"backendRefs": [{"name": "a", "port": 80, "filters": [{"type": "CORS", "cors": {}}]}]}),
     ] {
         let rejection = route("r", 0, json!([rule])).rules.unwrap_err();
         assert_eq!(rejection.reason, INCOMPATIBLE_FILTERS, "{rule}");
     }
+}
+
+#[test]
+fn reserved_headers_are_recognized_in_every_spelling() {
+    let accepts = |name: &str| {
+        let modifier = json!({"remove": [name]});
+        let filter = json!({"type": "RequestHeaderModifier", "requestHeaderModifier": modifier});
+        route("r", 0, json!([{"filters": [filter]}])).rules.is_ok()
+    };
+    assert!(accepts("x-own") && accepts("X-Called"));
+    for name in [
+        "Host",
+        "TE",
+        "x_called_by",
+        "X-Called-By",
+        "x.mesh.error",
+        "Expect",
+    ] {
+        assert!(!accepts(name), "{name}");
+    }
+}
+
+#[test]
+fn empty_path_of_a_redirect_is_the_root() {
+    let path = json!({"type": "ReplaceFullPath", "replaceFullPath": ""});
+    let filter = json!({"type": "RequestRedirect", "requestRedirect": {"path": path}});
+    let rules = route("r", 0, json!([{"filters": [filter]}])).rules.unwrap();
+    let Filter::Redirect(redirect) = &rules[0].rule.filters[0] else {
+        panic!("{rules:?}")
+    };
+    assert_eq!(
+        redirect.path,
+        Some(super::model::PathModifier::Full("/".to_owned()))
+    );
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Routes in the index: where they apply, for whom, and what their changes affect.
+//! Routes in the index: their destinations and clients, and the effect of changes.
 
 use serde_json::json;
 
