@@ -34,7 +34,7 @@ use diy_mesh_runtime::{Readiness, listen, raise_max_open_files};
 use futures::FutureExt;
 use futures::future::{BoxFuture, FusedFuture};
 use tokio::net::TcpListener;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use authenticate::{Authenticator, Jwks, TokenReviews, Verifier};
@@ -44,7 +44,7 @@ pub use config::Config;
 pub use diy_mesh_issuer as issuer;
 use events::Events;
 use hub::Hub;
-use index::object::Source;
+use index::object::{Kind, Source};
 use metrics::Metrics;
 use proxies::Proxies;
 use quota::Quotas;
@@ -53,6 +53,8 @@ use routes::report;
 use routes::writer::{self, Statuses, Writer};
 use serving::{Names, Serving};
 
+/// The kinds whose status the controller writes.
+const ROUTES: [Kind; 2] = [Kind::HttpRoute, Kind::GrpcRoute];
 /// The catalog pauses while more changes wait for the index.
 const MAX_QUEUED_CHANGES: usize = 1024;
 
@@ -206,12 +208,12 @@ impl Controller {
             proxies.clone(),
             trust_domain.clone(),
         );
-        // No catalog has routes yet.
-        let statuses = Statuses::new(Vec::new, watch::channel(()).1);
+        let (source, changed) = (hub.clone(), hub.routes_changed());
+        let statuses = Statuses::new(move || source.route_statuses(), changed);
         let is_cluster = config.catalog == config::Catalog::Kubernetes;
         let election = self.client.clone().filter(|_| is_cluster).map(|client| {
             let (replica, timing) = (authority.status().replica, lease::Timing::default());
-            let writer = Writer::new(client.clone(), &[], metrics.clone());
+            let writer = Writer::new(client.clone(), &ROUTES, metrics.clone());
             let election = Election::new(client, &config.pod_namespace, replica, timing);
             (election, writer)
         });
