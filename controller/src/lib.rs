@@ -53,6 +53,8 @@ use routes::report;
 use routes::writer::{self, Statuses, Writer};
 use serving::{Names, Serving};
 
+/// The kinds whose status the controller writes.
+const ROUTES: [Kind; 2] = [Kind::HttpRoute, Kind::GrpcRoute];
 /// The catalog pauses while more changes wait for the index.
 const MAX_QUEUED_CHANGES: usize = 1024;
 
@@ -203,16 +205,12 @@ impl Controller {
             proxies.clone(),
             trust_domain.clone(),
         );
-        let reported = hub.clone();
-        let statuses = Statuses::new(move || reported.route_statuses(), hub.routes_changed());
+        let (source, changed) = (hub.clone(), hub.routes_changed());
+        let statuses = Statuses::new(move || source.route_statuses(), changed);
         let is_cluster = config.catalog == config::Catalog::Kubernetes;
         let election = self.client.clone().filter(|_| is_cluster).map(|client| {
             let (replica, timing) = (authority.status().replica, lease::Timing::default());
-            let writer = Writer::new(
-                client.clone(),
-                &[Kind::HttpRoute, Kind::GrpcRoute],
-                metrics.clone(),
-            );
+            let writer = Writer::new(client.clone(), &ROUTES, metrics.clone());
             let election = Election::new(client, &config.pod_namespace, replica, timing);
             (election, writer)
         });

@@ -22,12 +22,9 @@ use tokio::process::{Child, Command};
 
 const MESH: &str = "service-mesh";
 /// Permissions that this test does not need.
-const UNUSED: [&str; 5] = [
+const UNUSED: [&str; 3] = [
     // A rotation changes the CA.
     "patch secrets",
-    // A status that another client changes meanwhile is read again.
-    "get httproutes.gateway.networking.k8s.io",
-    "get grpcroutes.gateway.networking.k8s.io",
     // The catalog reads no schemas yet.
     "list customresourcedefinitions.apiextensions.k8s.io",
     "watch customresourcedefinitions.apiextensions.k8s.io",
@@ -91,6 +88,13 @@ async fn controller_makes_the_calls_that_the_manifests_permit() {
     let stale: Vec<_> = expected.difference(&unused(&objects)).cloned().collect();
     assert!(stale.is_empty(), "used, delete from UNUSED: {stale:?}");
     let lease = objects.get("coordination.k8s.io", "leases", "diy-service-mesh-status");
+    for resource in ["httproutes", "grpcroutes"] {
+        let route = objects.get("gateway.networking.k8s.io", resource, "web");
+        let entry = &route.unwrap()["status"]["parents"][0];
+        assert_eq!(entry["controllerName"], "diy-service-mesh.dev/controller");
+        // The GRPCRoute excludes the HTTPRoute, whose backends exist all the same.
+        assert_eq!(entry["conditions"][1]["status"], "True", "{entry:#}");
+    }
     assert_eq!(lease.unwrap()["spec"]["holderIdentity"], "", "released");
 }
 
@@ -228,6 +232,8 @@ struct Objects {
     /// By group, resource, namespace and name.
     objects: BTreeMap<[String; 4], Value>,
     calls: BTreeSet<Call>,
+    /// Status subresources whose first write has had a conflict.
+    conflicts: BTreeSet<String>,
 }
 
 impl Api {
@@ -244,11 +250,17 @@ impl Api {
             let key = [group, resource, "shop", name].map(String::from);
             state.store(key, object);
         }
-        for resource in ["httproutes", "grpcroutes"] {
+        for (kind, resource) in [("HTTPRoute", "httproutes"), ("GRPCRoute", "grpcroutes")] {
             let key = ["gateway.networking.k8s.io", resource, "shop", "web"].map(String::from);
-            let parent = json!({"group": "", "kind": "Service", "name": "web"});
-            let spec = json!({"parentRefs": [parent], "rules": [{}]});
-            state.store(key, json!({"metadata": {"generation": 1}, "spec": spec}));
+            let route = json!({
+                "apiVersion": "gateway.networking.k8s.io/v1", "kind": kind,
+                "metadata": {"generation": 1},
+                "spec": {
+                    "parentRefs": [{"group": "", "kind": "Service", "name": "web"}],
+                    "rules": [{"backendRefs": [{"name": "web", "port": 80}]}],
+                },
+            });
+            state.store(key, route);
         }
         let role = "diy-service-mesh-controller";
         let role = ["rbac.authorization.k8s.io", "clusterroles", "", role].map(String::from);
@@ -416,6 +428,11 @@ impl Objects {
                             name: None,
                         });
                         (201, self.store(key, body))
+                    }
+                    ("update", Some(_))
+                        if resource.ends_with("/status") && self.conflicts.insert(path.into()) =>
+                    {
+                        (409, failure(409, "Conflict"))
                     }
                     (_, None) => (404, failure(404, "NotFound")),
                     ("patch", Some(mut object)) => {

@@ -14,7 +14,7 @@ use super::{Condition, ParentReference, ParentStatus, RouteStatus};
 use crate::index::object::{Key, Kind};
 
 /// The kind of the routes in tests.
-pub(crate) const KIND: Kind = Kind::Service;
+pub(crate) const KIND: Kind = Kind::HttpRoute;
 
 type Change = Box<dyn FnOnce(&mut Value) + Send>;
 
