@@ -236,6 +236,14 @@ pub struct Replayable {
     pub is_idempotent: bool,
 }
 
+impl Replayable {
+    /// A request that is sent once.
+    pub const ONCE: Self = Self {
+        is_kept: false,
+        is_idempotent: false,
+    };
+}
+
 impl Attempts {
     /// An attempt begins. It gets an equal share of the time to connect, so that there is time for
     /// the other endpoints.

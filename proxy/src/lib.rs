@@ -36,6 +36,7 @@ pub mod lifetime;
 pub mod listener;
 pub mod memory;
 pub mod metrics;
+pub mod mirror;
 pub mod opaque;
 pub mod policy;
 pub mod ports;

@@ -20,6 +20,7 @@ use tokio::sync::watch;
 use crate::dump::Direction;
 use crate::error::Failure;
 use crate::forward::RetryDenial;
+use crate::mirror::MirrorResult;
 use crate::timeouts::TimeoutKind;
 
 /// Values of the label `code`: those of `Failure::code`, and one for codes missing here.
@@ -64,6 +65,8 @@ pub struct Metrics {
     registry: Registry,
     inbound: Flows,
     outbound: Flows,
+    /// By [`MirrorResult`].
+    mirrors: [Counter; MirrorResult::NAMES.len()],
     /// Exchanges not dumped because the budget was exhausted.
     pub dumps_suppressed: Counter,
     /// Dumps dropped because the writer's queue was full.
@@ -131,6 +134,13 @@ impl Metrics {
         let [inbound, outbound] = Flows::register(r);
         let discovery = DiscoveryMetrics::register(r);
         let identity = IdentityMetrics::register(r);
+        let mirrors = register_family(
+            r,
+            "mirrored_requests",
+            "Copies of requests that routes mirror, by result",
+            "result",
+            MirrorResult::NAMES,
+        );
         let dumps_suppressed = register(
             r,
             "dumps_suppressed",
@@ -152,6 +162,7 @@ impl Metrics {
             registry,
             inbound,
             outbound,
+            mirrors,
             dumps_suppressed,
             dumps_dropped,
             discovery,
@@ -194,6 +205,11 @@ impl Metrics {
             None => flows.retries.inc(),
             Some(denial) => flows.retries_denied[denial as usize].inc(),
         };
+    }
+
+    /// Counts a copy of a request.
+    pub fn mirror(&self, result: MirrorResult) {
+        self.mirrors[result as usize].inc();
     }
 
     /// Counts a connection that ended, or whose protocol was decided, by a timeout.

@@ -18,6 +18,7 @@ use crate::http::edits::Edits;
 use crate::http::reply::LocalReply;
 use crate::http::view::{Fields, RequestView};
 use crate::metrics::Protocol;
+use crate::mirror::{self, Mirror};
 use crate::route::{Answer, Route, Routes};
 
 /// One request and its response.
@@ -28,6 +29,8 @@ pub struct ExchangeRecord {
     pub attempts: Attempts,
     /// The way that a route chose. None: to the destination itself.
     pub route: Option<Rc<Route>>,
+    /// A copy of the request, until it is complete.
+    mirror: Option<Box<Mirror>>,
     protocol: Protocol,
     started: Instant,
     status: Option<StatusCode>,
@@ -44,6 +47,7 @@ impl ExchangeRecord {
             flow: flow.clone(),
             attempts: Attempts::default(),
             route: None,
+            mirror: None,
             protocol,
             started: Instant::now(),
             status: None,
@@ -61,7 +65,8 @@ impl ExchangeRecord {
         request: &RequestView<'_>,
     ) -> Result<(), Answer> {
         let route = Rc::new(self.flow.route(routes, request).await?);
-        self.attempts.exchange_deadline = route.deadline();
+        let earlier = self.attempts.exchange_deadline;
+        self.attempts.exchange_deadline = earlier.earlier(route.deadline());
         self.attempts.attempt_timeout = route.attempt_timeout();
         self.route = Some(route);
         Ok(())
@@ -86,9 +91,27 @@ impl ExchangeRecord {
         self.dump(|dump| dump.request(request, edits));
     }
 
+    /// Begins a copy of the request, with the head that was prepared for the next hop, if its route
+    /// has a mirror. Another protocol is not copied.
+    pub fn mirror(&mut self, request: &RequestView<'_>, head: impl FnOnce() -> mirror::Head) {
+        let Some(route) = &self.route else { return };
+        let backends = route.mirrors();
+        if !backends.is_empty() && !request.upgrade && !request.is_connect() {
+            self.mirror = Mirror::new(&self.flow, backends, head());
+        }
+    }
+
+    /// The request is complete: sends its copy.
+    pub fn send_mirror(&mut self) {
+        if let Some(mirror) = self.mirror.take() {
+            mirror.send();
+        }
+    }
+
     /// Bytes of the request's body.
     pub fn request_body(&mut self, data: &[u8]) {
         self.sent += data.len() as u64;
+        self.mirror.take_if(|mirror| !mirror.body(data));
         self.dump(|dump| dump.request_body(data));
     }
 
@@ -99,6 +122,7 @@ impl ExchangeRecord {
 
     /// The request was sent to its end.
     pub fn request_end(&mut self) {
+        self.send_mirror();
         self.dump(ExchangeDump::request_end);
     }
 

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use diy_mesh_proto::Identity;
 use diy_mesh_runtime::shares::{Share, Shares};
-use tokio::sync::{Notify, oneshot, watch};
+use tokio::sync::{Notify, Semaphore, oneshot, watch};
 use tokio::task::LocalSet;
 use tokio_util::sync::CancellationToken;
 
@@ -24,6 +24,7 @@ use crate::io::Io;
 use crate::lifetime::{Expiry, Lifetimes};
 use crate::memory::{Budgets, PENDING_COST};
 use crate::metrics::Metrics;
+use crate::mirror::MAX_MIRRORS;
 use crate::policy::Policy;
 use crate::tls::Tls;
 
@@ -107,6 +108,8 @@ pub struct Worker {
     /// The other inbound connections, by the caller's identity. Never by address: a gateway or a
     /// node that translates addresses is one address of many callers.
     pub callers: Arc<Shares<Option<Rc<Identity>>>>,
+    /// Requests whose copies are collected or sent.
+    pub mirrors: Arc<Semaphore>,
     inbound_memory: Budgets,
     outbound_memory: Budgets,
     /// When a peer was last warned about.
@@ -145,6 +148,7 @@ impl Worker {
             open: Shares::new(context.limit, max_inbound),
             callers: Shares::new(max_inbound, max_inbound / 2),
             pending: Shares::new(max_pending, max_pending / 2),
+            mirrors: Arc::new(Semaphore::new(MAX_MIRRORS)),
             inbound_memory: Budgets::new(context.memory),
             outbound_memory: Budgets::new(context.memory),
             warned_at: Cell::new(None),

@@ -266,9 +266,16 @@ async fn app2(name: &'static str) -> (SocketAddr, Requests) {
                     return;
                 };
                 while let Some(Ok((request, mut respond))) = connection.accept().await {
-                    let (parts, _) = request.into_parts();
+                    let (parts, mut body) = request.into_parts();
                     let head = format!("{} {} {:?}", parts.method, parts.uri, parts.headers);
-                    seen.borrow_mut().push(head);
+                    let seen = seen.clone();
+                    tokio::task::spawn_local(async move {
+                        let mut text = String::new();
+                        while let Some(Ok(data)) = body.data().await {
+                            text += std::str::from_utf8(&data).unwrap();
+                        }
+                        seen.borrow_mut().push(head + &text);
+                    });
                     let response = Response::builder().header("x-old", "2").body(()).unwrap();
                     let mut stream = respond.send_response(response, false).unwrap();
                     stream
@@ -566,4 +573,366 @@ fn rewrites_host_and_path_in_place() {
             "{seen:?}"
         );
     });
+}
+
+/// Yields until the condition is true.
+async fn until(condition: impl Fn() -> bool) {
+    while !condition() {
+        tokio::task::yield_now().await;
+    }
+}
+
+/// An application that accepts connections and never responds, or only begins to.
+async fn silent_app(begins: &'static [u8]) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::task::spawn_local(async move {
+        let mut open = Vec::new();
+        loop {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            stream.write_all(begins).await.unwrap();
+            open.push(stream);
+        }
+    });
+    address
+}
+
+/// An HTTP/2 application whose responses never end.
+async fn endless_app2() -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::task::spawn_local(async move {
+        let (stream, _) = listener.accept().await.unwrap();
+        let mut connection = h2::server::handshake(stream).await.unwrap();
+        let mut open = Vec::new();
+        while let Some(Ok((request, mut respond))) = connection.accept().await {
+            let kind = request.headers().get("content-type").cloned();
+            let mut response = Response::new(());
+            response
+                .headers_mut()
+                .extend(kind.map(|kind| (http::header::CONTENT_TYPE, kind)));
+            let stream = respond.send_response(response, false).unwrap();
+            open.push((request, respond, stream));
+        }
+    });
+    address
+}
+
+fn with_timeouts(request: u64, attempt: u64) -> proto::RouteRule {
+    proto::RouteRule {
+        request_timeout: request,
+        backend_request_timeout: attempt,
+        ..to(&[(V1, 1)])
+    }
+}
+
+#[test]
+fn timeouts_end_requests_without_response() {
+    on_worker(async {
+        for (rule, named) in [
+            (with_timeouts(50, 0), "request timeout"),
+            (with_timeouts(0, 50), "backendRequest timeout"),
+            (with_timeouts(10_000, 50), "backendRequest timeout"),
+        ] {
+            let mesh = Mesh::new(one(rule), &[(V1, silent_app(b"").await)]).await;
+            let response = mesh.http1("GET / HTTP/1.1").await;
+            assert!(
+                response.starts_with("HTTP/1.1 504 Gateway Timeout\r\n"),
+                "{response}"
+            );
+            assert!(response.contains("x-mesh-error: timeout\r\n"), "{response}");
+            assert!(response.contains(named), "{response}");
+            let call = Request::post("http://web/").header("content-type", "application/grpc");
+            let (head, _) = mesh.http2(call.body(()).unwrap()).await;
+            assert_eq!(head.headers()["grpc-status"], "4");
+        }
+    });
+}
+
+#[test]
+fn timeouts_cut_off_responses_that_have_begun() {
+    on_worker(async {
+        let begins = b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhalf";
+        let app = silent_app(begins).await;
+        let mesh = Mesh::new(one(with_timeouts(100, 0)), &[(V1, app)]).await;
+        let mut client = mesh.connect().await;
+        client
+            .write_all(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            .await
+            .unwrap();
+        let mut read = Vec::new();
+        let ended = client.read_to_end(&mut read).await;
+        assert!(
+            read.ends_with(b"half"),
+            "{}",
+            String::from_utf8_lossy(&read)
+        );
+        assert_eq!(
+            ended.unwrap_err().kind(),
+            std::io::ErrorKind::ConnectionReset
+        );
+
+        let mesh = Mesh::new(one(with_timeouts(100, 0)), &[(V1, endless_app2().await)]).await;
+        let (mut client, connection) = h2::client::handshake(mesh.connect().await).await.unwrap();
+        tokio::task::spawn_local(connection);
+        for is_grpc in [true, false] {
+            let kind = if is_grpc {
+                "application/grpc"
+            } else {
+                "text/plain"
+            };
+            let call = Request::post("http://web/").header("content-type", kind);
+            let (response, _) = client.send_request(call.body(()).unwrap(), true).unwrap();
+            let response = response.await.unwrap();
+            assert_eq!(response.status(), 200);
+            let mut body = response.into_body();
+            if is_grpc {
+                assert!(body.data().await.is_none());
+                let trailers = body
+                    .trailers()
+                    .await
+                    .unwrap()
+                    .expect("the status of the call");
+                assert_eq!(trailers["grpc-status"], "4");
+            } else {
+                let reset = body.data().await.expect("a reset").unwrap_err();
+                assert_eq!(reset.reason(), Some(h2::Reason::INTERNAL_ERROR));
+            }
+        }
+    });
+}
+
+#[test]
+fn mirrors_get_a_copy_and_never_delay_the_request() {
+    on_worker(async {
+        let mirrored = |to_mirror: &str| {
+            let mirror = proto::Mirror {
+                backend: to_mirror.to_owned(),
+                numerator: 1,
+                denominator: 1,
+            };
+            proto::RouteRule {
+                filters: vec![filter(route_filter::Kind::Mirror(mirror))],
+                ..to(&[(V1, 1)])
+            }
+        };
+        let ((one_app, seen), (copy, copied)) = (app("one").await, app("copy").await);
+        let mesh = Mesh::new(one(mirrored(V2)), &[(V1, one_app), (V2, copy)]).await;
+        for request in [
+            "GET /a HTTP/1.1\r\nX-A: 1\r\nHost: a\r\nConnection: close\r\n\r\n",
+            "POST /b HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 5\r\n\r\nhello",
+            "POST /c HTTP/1.1\r\nHost: a\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+        ] {
+            let mut client = mesh.connect().await;
+            client.write_all(request.as_bytes()).await.unwrap();
+            let mut response = String::new();
+            client.read_to_string(&mut response).await.unwrap();
+            assert_eq!(body(&response), "one");
+            let forwarded = seen.borrow().last().unwrap().clone();
+            until(|| copied.borrow().last() == Some(&forwarded)).await;
+        }
+        // A body above the bound is not copied.
+        let length = crate::http::replay::MAX_REPLAY + 1;
+        let mut client = mesh.connect().await;
+        let head = format!(
+            "POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n"
+        );
+        client.write_all(head.as_bytes()).await.unwrap();
+        client.write_all(&vec![b'x'; length]).await.unwrap();
+        let mut response = String::new();
+        client.read_to_string(&mut response).await.unwrap();
+        assert_eq!(body(&response), "one");
+        let metrics = mesh.worker.metrics.clone();
+        let counted = |result: &str, count: usize| {
+            let sample = format!("mirrored_requests_total{{result=\"{result}\"}} {count}\n");
+            metrics.render().contains(&sample)
+        };
+        assert!(counted("dropped", 1), "{}", metrics.render());
+        until(|| counted("answered", 3)).await;
+
+        // The mirror is silent, or is gone.
+        for mirror in [Some(silent_app(b"").await), None] {
+            let mut apps = vec![(V1, one_app)];
+            apps.extend(mirror.map(|address| (V2, address)));
+            let mesh = Mesh::new(one(mirrored(V2)), &apps).await;
+            assert_eq!(body(&mesh.http1("GET / HTTP/1.1").await), "one");
+        }
+
+        let ((two_app, seen), (copy, copied)) = (app2("two").await, app2("copy").await);
+        let mesh = Mesh::new(one(mirrored(V2)), &[(V1, two_app), (V2, copy)]).await;
+        let (mut client, connection) = h2::client::handshake(mesh.connect().await).await.unwrap();
+        tokio::task::spawn_local(connection);
+        for with_body in [false, true] {
+            let request = Request::post("http://web/d").body(()).unwrap();
+            let (response, mut stream) = client.send_request(request, !with_body).unwrap();
+            if with_body {
+                stream
+                    .send_data(Bytes::from_static(b"hello"), true)
+                    .unwrap();
+            }
+            assert_eq!(response.await.unwrap().status(), 200);
+            let count = 1 + usize::from(with_body);
+            until(|| seen.borrow().len() == count && *copied.borrow() == *seen.borrow()).await;
+        }
+        assert!(copied.borrow()[1].ends_with("hello"), "{copied:?}");
+    });
+}
+
+#[test]
+fn cors_answers_preflight_requests_and_adds_fields_to_responses() {
+    on_worker(async {
+        let cors = proto::Cors {
+            allow_origins: vec!["https://shop.example".to_owned()],
+            allow_methods: vec!["PUT".to_owned()],
+            max_age: 5,
+            ..proto::Cors::default()
+        };
+        let rule = proto::RouteRule {
+            filters: vec![filter(route_filter::Kind::Cors(cors))],
+            ..to(&[(V1, 1)])
+        };
+        let (app, seen) = app("one").await;
+        let mesh = Mesh::new(one(rule), &[(V1, app)]).await;
+        let origin = "Origin: https://shop.example";
+        let asked = format!("{origin}\r\nAccess-Control-Request-Method: PUT");
+        let response = mesh.http1(&format!("OPTIONS / HTTP/1.1\r\n{asked}")).await;
+        let expected = "HTTP/1.1 204 No Content\r\n\
+            access-control-allow-origin: https://shop.example\r\n\
+            access-control-allow-methods: PUT\r\naccess-control-max-age: 5\r\n\
+            vary: origin\r\nconnection: close\r\n\r\n";
+        assert_eq!(response, expected);
+        assert!(seen.borrow().is_empty(), "the proxy answers");
+        let response = mesh.http1(&format!("PUT / HTTP/1.1\r\n{origin}")).await;
+        let allowed = "\r\naccess-control-allow-origin: https://shop.example\r\nvary: origin\r\n";
+        assert!(
+            response.contains(allowed) && body(&response) == "one",
+            "{response}"
+        );
+        let response = mesh
+            .http1("PUT / HTTP/1.1\r\nOrigin: https://evil.example")
+            .await;
+        assert!(!response.contains("access-control"), "{response}");
+    });
+}
+
+/// What the proxy says to routes that it cannot apply.
+fn rejection(routes: proto::Routes) -> String {
+    super::routes::parse(routes).err().unwrap_or_default()
+}
+
+#[test]
+fn hostile_routes_are_rejected_with_a_reason() {
+    let with = |kind| {
+        one(proto::RouteRule {
+            filters: vec![filter(kind)],
+            ..to(&[(V1, 1)])
+        })
+    };
+    let modifier = |name: &str, value: &str| {
+        with(route_filter::Kind::RequestHeaders(proto::HeaderModifier {
+            set: vec![field(name, value)],
+            ..proto::HeaderModifier::default()
+        }))
+    };
+    let matching = |one: proto::RouteMatch| routes(vec![one], vec![to(&[(V1, 1)])]);
+    let regex = |expression: String| {
+        let kind = Some(path_match::Kind::Regex(expression));
+        matching(proto::RouteMatch {
+            path: Some(proto::PathMatch { kind }),
+            ..proto::RouteMatch::default()
+        })
+    };
+    let redirect = |change: fn(&mut proto::Redirect)| {
+        let mut redirect = proto::Redirect {
+            status: 302,
+            ..proto::Redirect::default()
+        };
+        change(&mut redirect);
+        with(route_filter::Kind::Redirect(redirect))
+    };
+    let mirror = |backend: &str, denominator| {
+        with(route_filter::Kind::Mirror(proto::Mirror {
+            backend: backend.to_owned(),
+            numerator: 1,
+            denominator,
+        }))
+    };
+    let rewrite = |hostname: &str, path: Option<path_modifier::Kind>| {
+        with(route_filter::Kind::Rewrite(proto::UrlRewrite {
+            hostname: hostname.to_owned(),
+            path: path.map(|kind| proto::PathModifier { kind: Some(kind) }),
+        }))
+    };
+    let full = |path: &str| Some(path_modifier::Kind::Full(path.to_owned()));
+    let many = |count| routes(vec![prefix("/", 0); count], vec![to(&[(V1, 1)])]);
+    let many_expressions = {
+        let one = regex("a".to_owned()).matches.remove(0);
+        routes(vec![one; 1001], vec![to(&[(V1, 1)])])
+    };
+    let mut exact_prefix = rewrite("", Some(path_modifier::Kind::Prefix("/b".to_owned())));
+    exact_prefix.matches[0].path = Some(proto::PathMatch {
+        kind: Some(path_match::Kind::Exact("/a".to_owned())),
+    });
+    let no_kind = proto::RouteMatch {
+        path: Some(proto::PathMatch { kind: None }),
+        ..proto::RouteMatch::default()
+    };
+    let odd_method = proto::RouteMatch {
+        method: "G T".to_owned(),
+        ..proto::RouteMatch::default()
+    };
+    for (routes, reason) in [
+        (
+            regex("(a{1000}){1000}".to_owned()),
+            "match 0: regular expression",
+        ),
+        (regex("a".repeat(1 << 20)), "match 0: regular expression"),
+        (regex("(".repeat(10_000)), "match 0: regular expression"),
+        (
+            many_expressions,
+            "match 1000: more than 1000 regular expressions",
+        ),
+        (many(10_001), "10001 matches"),
+        (matching(prefix("/", 1)), "match 0: rule 1 of 1"),
+        (
+            matching(prefix("relative", 0)),
+            "match 0: path \"relative\"",
+        ),
+        (matching(no_kind), "unknown kind of path match"),
+        (matching(odd_method), "method \"G T\""),
+        (
+            modifier("x-a", "1\r\nX-Called-By: spiffe://evil"),
+            "control characters",
+        ),
+        (modifier("X_Called-By", "1"), "must not change"),
+        (modifier("Transfer-Encoding", "chunked"), "must not change"),
+        (modifier("a b", "1"), "expected the name of a field"),
+        (redirect(|one| one.status = 200), "status 200"),
+        (
+            redirect(|one| one.scheme = "javascript".to_owned()),
+            "javascript",
+        ),
+        (redirect(|one| one.port = 65_536), "port 65536"),
+        (
+            redirect(|one| one.hostname = "a/b".to_owned()),
+            "host name \"a/b\"",
+        ),
+        (rewrite("a\r\nb", None), "host name"),
+        (rewrite(&"a".repeat(1 << 20), None), "host name"),
+        (rewrite("", full("//a b")), "path \"//a b\""),
+        (rewrite("", full("/a\r\nX: y")), "expected a path"),
+        (rewrite("", full("/a?b")), "without a query"),
+        (exact_prefix, "not all matches have a prefix"),
+        (mirror("shop/v1", 1), "expected NAMESPACE/SERVICE:PORT"),
+        (mirror(V1, 0), "share of 0 parts"),
+        (
+            one(to(&[("shop/:80", 1)])),
+            "expected NAMESPACE/SERVICE:PORT",
+        ),
+    ] {
+        let rejection = rejection(routes);
+        assert!(rejection.contains(reason), "{reason}: {rejection}");
+        assert!(rejection.len() < 1000, "{}", rejection.len());
+    }
+    assert_eq!(rejection(many(10_000)), "");
 }

@@ -13,15 +13,22 @@ use super::resource::Resource;
 use crate::route::fields::FieldEdit;
 use crate::route::matching::{FieldMatch, Match, PathMatch, Pattern, ValueMatch};
 use crate::route::url::{PathChange, Redirect, Rewrite};
-use crate::route::{Changes, Cors, Origin, REDIRECTS, RouteBackend, Routes, Rule};
+use crate::route::{Changes, Cors, Mirror, Origin, REDIRECTS, RouteBackend, Routes, Rule};
 
 /// Maximum number of matches and of rules of a destination.
 const MAX_MATCHES: usize = 10_000;
 /// Maximum number of regular expressions of a destination.
 const MAX_PATTERNS: usize = 1000;
 
+/// Maximum length of the reason of a rejection, in characters.
+const MAX_REASON: usize = 500;
+
 /// Converts routes. Fails with the first thing that is invalid or unknown.
 pub(super) fn parse(routes: proto::Routes) -> Result<Routes, String> {
+    convert(routes).map_err(|reason| reason.chars().take(MAX_REASON).collect())
+}
+
+fn convert(routes: proto::Routes) -> Result<Routes, String> {
     let proto::Routes { matches, rules, .. } = routes;
     for (count, what) in [(matches.len(), "matches"), (rules.len(), "rules")] {
         if count > MAX_MATCHES {
@@ -163,7 +170,18 @@ fn change(changes: &mut Changes, filter: Option<Kind>) -> Result<(), String> {
             }
             Ok(())
         }
-        Some(Kind::Mirror(_)) => Err("mirror: this proxy does not support it yet".to_owned()),
+        Some(Kind::Mirror(mirror)) => {
+            Resource::backend(&mirror.backend)?;
+            if mirror.denominator == 0 {
+                return Err("mirror: a share of 0 parts".to_owned());
+            }
+            changes.mirrors.push(Mirror {
+                backend: mirror.backend.into(),
+                numerator: mirror.numerator,
+                denominator: mirror.denominator,
+            });
+            Ok(())
+        }
         Some(Kind::Redirect(_)) => Err("a redirect of a backend".to_owned()),
         Some(Kind::Cors(_)) => Err("CORS of a backend".to_owned()),
         None => Err("unknown kind of filter".to_owned()),

@@ -176,6 +176,13 @@ impl Relay {
         Ok(())
     }
 
+    /// Decodes the part of the body that is in the buffer `from`, and drops it.
+    pub fn drop_buffered(&mut self, from: &mut BytesMut) -> Result<(), BodyError> {
+        let decoded = self.decode_buffered(from, &mut |_| {});
+        self.pending.clear();
+        decoded
+    }
+
     /// Relays until the complete body is written. Passes the data to `on_data`.
     pub fn poll(
         &mut self,

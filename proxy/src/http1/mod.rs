@@ -7,6 +7,7 @@
 mod attempt;
 pub mod body;
 pub mod head;
+pub mod mirror;
 
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
@@ -14,13 +15,13 @@ use std::rc::Rc;
 use std::task::{Poll, ready};
 use std::time::{Duration, Instant};
 
-use bytes::BytesMut;
+use bytes::{Bytes, BytesMut};
 use tokio::io::{AsyncWrite, AsyncWriteExt};
 use tokio::time::{timeout, timeout_at};
 
 use self::attempt::{Outcome, request_failure};
 use self::body::Relay;
-use self::head::{MAX_HEAD, Refused, RequestHead, find_end};
+use self::head::{Framing, MAX_HEAD, Refused, RequestHead, find_end};
 use crate::copy;
 use crate::error::Failure;
 use crate::flow::Flow;
@@ -30,6 +31,7 @@ use crate::io::Io;
 use crate::lifetime::{Lifetime, drained_or};
 use crate::memory::Charge;
 use crate::metrics::Protocol;
+use crate::mirror::Head as Copied;
 use crate::record::ExchangeRecord;
 use crate::route::Answer;
 use crate::timeouts::{IdleTimer, TimeoutKind};
@@ -201,6 +203,12 @@ impl<'a> Exchange<'a> {
         let mut head = BytesMut::new();
         self.request.write(&mut head, edits);
         self.head_size = head.len();
+        let chunked = self.request.framing == Framing::Chunked;
+        self.record.mirror(&self.request.view(), || Copied::Http1 {
+            head: Bytes::copy_from_slice(&head),
+            method: Bytes::copy_from_slice(self.request.method()),
+            chunked,
+        });
         self.upload = Relay::with_replay(self.request.framing, head);
     }
 
@@ -220,7 +228,7 @@ impl<'a> Exchange<'a> {
         match self.record.route.clone() {
             None => self.write_head(Edits::of(&own)),
             Some(route) => self.write_head(Edits {
-                fields: &route.request_edits(own),
+                fields: &route.request_edits(&own),
                 host: route.host(),
                 target: route.target(),
             }),

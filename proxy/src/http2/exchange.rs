@@ -31,6 +31,7 @@ use crate::http::verdict::Verdict;
 use crate::io::Io;
 use crate::memory::Charge;
 use crate::metrics::Protocol;
+use crate::mirror::Head as Copied;
 use crate::policy::{PREVIOUS_ATTEMPTS, is_mesh_error};
 use crate::record::ExchangeRecord;
 use crate::route::Answer;
@@ -66,7 +67,7 @@ pub(super) async fn carry(
         None => head::prepare(&mut parts, Edits::of(&own)),
         Some(route) => {
             let edits = Edits {
-                fields: &route.request_edits(own),
+                fields: &route.request_edits(&own),
                 host: route.host(),
                 target: route.target(),
             };
@@ -74,6 +75,10 @@ pub(super) async fn carry(
         }
     }
     record.request(&head::view(&parts), Edits::default());
+    if ready.is_ok() {
+        let copied = || Copied::Http2(Box::new(parts.clone()));
+        record.mirror(&head::view(&parts), copied);
+    }
     let mut exchange = Exchange {
         respond,
         upload: Relay::new(body, Message::Request),
@@ -215,10 +220,14 @@ impl Exchange {
         to_upstream: &mut SendStream<Bytes>,
     ) -> Result<(), Reason> {
         if self.upload.is_done() {
+            if self.upload.is_complete() {
+                self.record.send_mirror();
+            }
             return Ok(());
         }
         match self.upload.poll(cx, to_upstream, &mut self.record) {
-            Poll::Pending | Poll::Ready(Ok(())) => {}
+            Poll::Pending => {}
+            Poll::Ready(Ok(())) => self.record.send_mirror(),
             Poll::Ready(Err(RelayError::ReceiverClosed)) => self.upload.stop(),
             Poll::Ready(Err(RelayError::Sender(error))) => return Err(reset_code(&error)),
         }

@@ -7,6 +7,7 @@
 
 mod exchange;
 mod head;
+pub mod mirror;
 mod relay;
 #[cfg(test)]
 mod tests;

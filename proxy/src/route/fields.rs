@@ -107,6 +107,7 @@ mod tests {
     fn rejects_fields_of_the_mesh_and_of_connections_and_line_ends() {
         for name in [
             "X-Called-By",
+            "X-Mesh-Previous-Attempts",
             "x_called.by",
             "X-Mesh-Error",
             "Connection",

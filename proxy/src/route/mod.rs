@@ -85,6 +85,19 @@ pub struct Changes {
     pub response: Vec<FieldEdit>,
     /// Of the request's host and path.
     pub rewrite: Rewrite,
+    /// Copies.
+    pub mirrors: Vec<Mirror>,
+}
+
+/// A copy of a share of the requests.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mirror {
+    /// "NAMESPACE/SERVICE:PORT".
+    pub backend: Arc<str>,
+    /// The share is `numerator` of `denominator`, which is not 0.
+    pub numerator: u32,
+    /// Of so many requests.
+    pub denominator: u32,
 }
 
 /// The way of one request.
@@ -98,6 +111,8 @@ pub struct Plan {
     target: Option<Vec<u8>>,
     /// Fields that the response gets.
     cors: Vec<FieldEdit>,
+    /// The backends that get a copy.
+    mirrors: Vec<Arc<str>>,
 }
 
 /// A response in place of that of a backend.
@@ -172,7 +187,10 @@ impl Routes {
             false => Some(rule.choose(rng)?),
         };
         let changes = rule.changes(backend);
+        let is_drawn = |mirror: &&Mirror| rng.u32(..mirror.denominator) < mirror.numerator;
+        let mirrors = changes.mirrors.iter().filter(is_drawn);
         Ok(Plan {
+            mirrors: mirrors.map(|mirror| mirror.backend.clone()).collect(),
             target: changes.rewrite.target(request, selected),
             rule: rule.clone(),
             backend,
@@ -263,16 +281,21 @@ impl Route {
         self.changes().rewrite.host.as_deref()
     }
 
-    /// The changes of the request's fields, with that of the mesh.
-    pub fn request_edits<'a>(&'a self, own: [Edit<'a>; 2]) -> Vec<Edit<'a>> {
+    /// The changes of the request's fields, after those of the mesh.
+    pub fn request_edits<'a>(&'a self, own: &[Edit<'a>]) -> Vec<Edit<'a>> {
         let changes = self.changes().request.iter().map(FieldEdit::as_edit);
-        own.into_iter().chain(changes).collect()
+        own.iter().copied().chain(changes).collect()
     }
 
     /// The changes of the response's fields.
     pub fn response_edits(&self) -> impl Iterator<Item = Edit<'_>> {
         let changes = self.changes().response.iter();
         changes.chain(&self.plan.cors).map(FieldEdit::as_edit)
+    }
+
+    /// The backends that get a copy.
+    pub fn mirrors(&self) -> &[Arc<str>] {
+        &self.plan.mirrors
     }
 
     /// The end of an exchange that begins now.

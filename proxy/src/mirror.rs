@@ -1,0 +1,145 @@
+//! Copies of requests, which routes send to further backends ("mirror"). A copy is complete when the
+//! whole request has passed, and is sent by a task of its own: the request never waits for it. Its
+//! response is read and dropped.
+
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use http::request::Parts;
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::task::spawn_local;
+
+use crate::deadline::{Deadline, Limit};
+use crate::flow::Flow;
+use crate::forward::{Attempts, forward};
+use crate::http::replay::MAX_REPLAY;
+use crate::memory::Charge;
+use crate::{http1, http2};
+
+/// The maximum number of requests of a worker whose copies are collected or sent.
+pub const MAX_MIRRORS: usize = 100;
+/// The time for a copy and its response.
+const MIRROR_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The result of a copy: the label `result` of the metric.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MirrorResult {
+    /// It has a response.
+    Answered,
+    /// It has none.
+    Failed,
+    /// It was not sent: its body is long, or there are too many.
+    Dropped,
+}
+
+impl MirrorResult {
+    /// The values of the label, in the order of the discriminants.
+    pub const NAMES: [&str; 3] = ["answered", "failed", "dropped"];
+}
+
+/// The head of a request that is copied.
+#[derive(Clone, Debug)]
+pub enum Head {
+    /// As it was written for the next hop.
+    Http1 {
+        /// Up to the empty line.
+        head: Bytes,
+        /// GET, POST, ...
+        method: Bytes,
+        /// The body is sent in chunks.
+        chunked: bool,
+    },
+    /// As it was prepared for the next hop.
+    Http2(Box<Parts>),
+}
+
+/// A copy that is collected while its request passes.
+pub struct Mirror {
+    head: Head,
+    body: BytesMut,
+    backends: Vec<Arc<str>>,
+    flow: Rc<Flow>,
+    memory: Charge,
+    slot: OwnedSemaphorePermit,
+}
+
+impl Mirror {
+    /// Begins a copy for each of these backends. None if there are too many.
+    pub fn new(flow: &Rc<Flow>, backends: &[Arc<str>], head: Head) -> Option<Box<Self>> {
+        let slot = flow.worker.mirrors.clone().try_acquire_owned().ok();
+        let mut memory = flow.charge();
+        let slot = slot.filter(|_| memory.try_grow(MAX_REPLAY));
+        if slot.is_none() {
+            flow.worker.metrics.mirror(MirrorResult::Dropped);
+        }
+        Some(Box::new(Self {
+            head,
+            body: BytesMut::new(),
+            backends: backends.to_vec(),
+            flow: flow.clone(),
+            memory,
+            slot: slot?,
+        }))
+    }
+
+    /// Copies bytes of the body. False if the body is too long.
+    pub fn body(&mut self, data: &[u8]) -> bool {
+        let fits = self.body.len() + data.len() <= MAX_REPLAY;
+        if fits {
+            self.body.extend_from_slice(data);
+        } else {
+            self.flow.worker.metrics.mirror(MirrorResult::Dropped);
+        }
+        fits
+    }
+
+    /// Sends the copies, in the background.
+    pub fn send(self) {
+        spawn_local(async move {
+            let Self {
+                head,
+                body,
+                backends,
+                flow,
+                memory,
+                slot,
+            } = self;
+            let body = body.freeze();
+            for name in backends {
+                let result = send(&flow, &name, head.clone(), body.clone()).await;
+                flow.worker.metrics.mirror(result);
+            }
+            drop((memory, slot));
+        });
+    }
+}
+
+async fn send(flow: &Rc<Flow>, name: &Arc<str>, head: Head, body: Bytes) -> MirrorResult {
+    let backend = flow.worker.destinations.backend(name).await;
+    let mut attempts = Attempts::default();
+    attempts.exchange_deadline = Deadline::after(Some(MIRROR_TIMEOUT), Limit::Exchange);
+    let sent = match head {
+        Head::Http1 {
+            head,
+            method,
+            chunked,
+        } => {
+            let mut copy =
+                http1::mirror::Copy::new(flow.clone(), attempts, method, &head, &body, chunked);
+            forward(&mut copy, flow, &backend).await
+        }
+        Head::Http2(parts) => {
+            let mut copy = http2::mirror::Copy::new(flow.clone(), attempts, *parts, body);
+            forward(&mut copy, flow, &backend).await
+        }
+    };
+    match sent {
+        Ok(()) => MirrorResult::Answered,
+        Err(failure) => {
+            tracing::debug!(backend = %name, "mirrored request failed: {failure}");
+            MirrorResult::Failed
+        }
+    }
+}
