@@ -53,18 +53,22 @@ impl Verdict {
         }
         let mesh_error = fields.field("x-mesh-error").filter(|_| is_peer);
         let pushback = fields.field("grpc-retry-pushback-ms").map(pushback);
+        let rejected = || {
+            let retry_after = match grpc_status {
+                Some(_) => pushback.unwrap_or(Some(Duration::ZERO)),
+                None => retry_after(fields, now),
+            };
+            Self::overloaded(retry_after, Retryable::All)
+        };
         match (status, grpc_status, mesh_error) {
             (502, _, Some(b"connect-failed")) | (_, Some(_), Some(b"connect-failed")) => {
                 Self::NotDelivered
             }
+            (_, _, Some(b"overloaded" | b"upstream-overloaded")) => rejected(),
+            // Another limit of its proxy, such as that of the header.
+            (_, Some(RESOURCE_EXHAUSTED), Some(_)) => Self::Success,
             // RFC 6585, section 4; the retry throttling of gRPC (proposal A6).
-            (429, ..) | (503, _, Some(b"overloaded")) | (_, Some(RESOURCE_EXHAUSTED), _) => {
-                let retry_after = match grpc_status {
-                    Some(_) => pushback,
-                    None => Some(retry_after(fields, now)),
-                };
-                Self::overloaded(retry_after.unwrap_or(Some(Duration::ZERO)), Retryable::All)
-            }
+            (429, ..) | (_, Some(RESOURCE_EXHAUSTED), _) => rejected(),
             (_, Some(UNAVAILABLE), _) => match pushback {
                 Some(Some(after)) => Self::overloaded(Some(after), Retryable::All),
                 _ => Self::Failure,
@@ -217,6 +221,15 @@ mod tests {
         assert_eq!(judge(502, &refused, false), Failure);
         assert_eq!(judge(503, &refused, true), Failure);
         assert_eq!(judge(503, &overload, true), overloaded(All, 0));
+        let full = [error("upstream-overloaded")];
+        assert_eq!(judge(503, &full, true), overloaded(All, 0));
+        for (code, expected) in [
+            ("overloaded", overloaded(All, 0)),
+            ("headers-too-large", Success),
+        ] {
+            let fields = [("grpc-status", "8"), error(code)];
+            assert_eq!(judge(200, &fields, true), expected, "{code}");
+        }
         assert_eq!(judge(503, &overload, false), Failure);
         let grpc = [("grpc-status", "14"), error("connect-failed")];
         assert_eq!(judge(200, &grpc, true), NotDelivered);
