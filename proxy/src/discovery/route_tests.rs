@@ -936,3 +936,61 @@ fn hostile_routes_are_rejected_with_a_reason() {
     }
     assert_eq!(rejection(many(10_000)), "");
 }
+
+/// An HTTP/1 application whose first responses have status 503.
+async fn failing_app(failures: usize) -> (SocketAddr, Rc<RefCell<usize>>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let requests = Rc::new(RefCell::new(0));
+    let count = requests.clone();
+    tokio::task::spawn_local(async move {
+        loop {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let mut head = Vec::new();
+            while let Ok(byte) = stream.read_u8().await {
+                head.push(byte);
+                if head.ends_with(b"\r\n\r\n") {
+                    *count.borrow_mut() += 1;
+                    let status = if *count.borrow() <= failures {
+                        "503 No"
+                    } else {
+                        "200 OK"
+                    };
+                    let response = format!(
+                        "HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+                    );
+                    stream.write_all(response.as_bytes()).await.unwrap();
+                    break;
+                }
+            }
+        }
+    });
+    (address, requests)
+}
+
+#[test]
+fn rules_retry_the_statuses_that_they_name() {
+    on_worker(async {
+        for (statuses, attempts, failures, expected, requests) in [
+            (&[503][..], 2, 2, "HTTP/1.1 200 ", 3),
+            (&[503], 2, 5, "HTTP/1.1 503 ", 3),
+            (&[500], 2, 1, "HTTP/1.1 503 ", 1),
+            (&[503], 0, 1, "HTTP/1.1 503 ", 1),
+        ] {
+            let retry = proto::RouteRetry {
+                statuses: statuses.to_vec(),
+                attempts,
+                backoff: 1,
+            };
+            let rule = proto::RouteRule {
+                retry: Some(retry),
+                ..to(&[(V1, 1)])
+            };
+            let (app, count) = failing_app(failures).await;
+            let mesh = Mesh::new(one(rule), &[(V1, app)]).await;
+            let response = mesh.http1("POST / HTTP/1.1").await;
+            assert!(response.starts_with(expected), "{response}");
+            assert_eq!(*count.borrow(), requests, "{statuses:?} {attempts}");
+        }
+    });
+}
