@@ -994,3 +994,56 @@ fn rules_retry_the_statuses_that_they_name() {
         }
     });
 }
+
+#[test]
+fn pod_of_a_headless_service_stays_the_backend() {
+    on_worker(async {
+        let ((pod, seen), (other, _)) = (app("pod").await, app("other").await);
+        let modifier = proto::HeaderModifier {
+            set: vec![field("X-Route", "1")],
+            ..proto::HeaderModifier::default()
+        };
+        let rule = proto::RouteRule {
+            filters: vec![filter(route_filter::Kind::RequestHeaders(modifier))],
+            ..to(&[(V1, 1)])
+        };
+        let mesh = Mesh::new(
+            routes(vec![prefix("/a", 0)], vec![rule.clone()]),
+            &[(V1, other)],
+        )
+        .await;
+        let endpoint = proto::Endpoint {
+            address: pod.to_string(),
+            ..proto::Endpoint::default()
+        };
+        let target = proto::Snapshot {
+            kind: proto::snapshot::Kind::Pod.into(),
+            namespace: "shop".to_owned(),
+            name: "web-0".to_owned(),
+            endpoints: vec![endpoint],
+            ..proto::Snapshot::default()
+        };
+        let resource = Resource::from(pod);
+        let target =
+            super::target::from_snapshot(&resource, target, &mut |error| panic!("{error}"));
+        let parsed = super::routes::parse(routes(vec![prefix("/a", 0)], vec![rule]));
+        let target = target.unwrap().with_routes(Some(parsed), &Target::Unknown);
+        let (discovery, mut questions) = Discovery::by_hand();
+        let worker = Worker::new(WorkerContext {
+            discovery,
+            ..WorkerContext::for_a_test("")
+        });
+        let (destination, ()) = tokio::join!(worker.destinations.get_or_watch(pod), async {
+            drop(questions.next().await.1(Arc::new(target)));
+        });
+        let mesh = Mesh {
+            worker,
+            destination,
+            ..mesh
+        };
+        assert_eq!(body(&mesh.http1("GET /a HTTP/1.1").await), "pod");
+        assert!(seen.borrow()[0].contains("X-Route: 1\r\n"), "{seen:?}");
+        let response = mesh.http1("GET /b HTTP/1.1").await;
+        assert!(response.starts_with("HTTP/1.1 404 "), "{response}");
+    });
+}
