@@ -1,17 +1,12 @@
 //! Kubernetes Events about refused certificates, roots that cannot be published, and rotations that
-//! make no progress, on the pod, the ConfigMap and the Secret. Best effort: the log has all
-//! messages.
+//! make no progress, on the pod, the ConfigMap and the Secret.
 
 use std::collections::BTreeMap;
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
+use diy_mesh_control_plane::events::Events;
 use diy_mesh_proto::status::Rotation;
-use diy_mesh_runtime::error_chain;
 use k8s_openapi::api::core::v1::ObjectReference;
-use kube::Client;
-use kube::runtime::events::{Event, EventType, Recorder, Reporter};
-use tokio::sync::mpsc;
-use tokio::time::{sleep, timeout};
 
 use crate::authenticate::PodRef;
 use crate::authority::AuthorityHandle;
@@ -20,48 +15,16 @@ use crate::authority::publish::config_maps::CONFIG_MAP;
 use crate::authority::state::{Phase, seconds};
 use crate::authority::store::kubernetes::SECRET;
 
-const MAX_QUEUED: usize = 64;
-/// The API server rejects longer notes.
-const MAX_NOTE_BYTES: usize = 1000;
-/// Limits the load of the API server.
-const PUBLISH_INTERVAL: Duration = Duration::from_millis(200);
-const API_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time in one phase of a rotation until it counts as stuck, and between its events, in seconds.
 const MAX_PHASE_DURATION: u64 = 3600;
 
-/// The sender of events. Drops them while the queue is full, and without a publisher.
-#[derive(Clone, Debug)]
-pub struct Events(mpsc::Sender<(ObjectReference, Event)>);
-
-/// The queued events.
-pub type Queue = mpsc::Receiver<(ObjectReference, Event)>;
-
-impl Events {
-    /// A sender and its queue.
-    pub fn new() -> (Events, Queue) {
-        let (sender, queue) = mpsc::channel(MAX_QUEUED);
-        (Events(sender), queue)
-    }
-
-    /// The certificate request of a pod was refused.
-    pub fn certificate_refused(&self, pod: &PodRef, reason: &str) {
-        let object = ObjectReference {
-            uid: Some(pod.uid.to_string()),
-            ..reference("Pod", &pod.namespace, &pod.name)
-        };
-        self.warn(object, "CertificateRefused", "SignCertificate", reason);
-    }
-
-    fn warn(&self, object: ObjectReference, reason: &str, action: &str, note: &str) {
-        let event = Event {
-            type_: EventType::Warning,
-            reason: reason.into(),
-            note: Some(note[..note.floor_char_boundary(MAX_NOTE_BYTES)].into()),
-            action: action.into(),
-            secondary: None,
-        };
-        let _ = self.0.try_send((object, event));
-    }
+/// Queues an event about a refused certificate request of a pod.
+pub fn certificate_refused(events: &Events, pod: &PodRef, reason: &str) {
+    let object = ObjectReference {
+        uid: Some(pod.uid.to_string()),
+        ..reference("Pod", &pod.namespace, &pod.name)
+    };
+    events.warn(object, "CertificateRefused", "SignCertificate", reason);
 }
 
 fn reference(kind: &str, namespace: &str, name: &str) -> ObjectReference {
@@ -71,25 +34,6 @@ fn reference(kind: &str, namespace: &str, name: &str) -> ObjectReference {
         namespace: Some(namespace.into()),
         name: Some(name.into()),
         ..ObjectReference::default()
-    }
-}
-
-/// Publishes queued events until all senders are dropped.
-pub async fn publish(client: Client, mut queue: Queue) {
-    let reporter = Reporter {
-        controller: "diy-service-mesh.dev/controller".into(),
-        instance: None,
-    };
-    let recorder = Recorder::new(client, reporter);
-    while let Some((object, event)) = queue.recv().await {
-        match timeout(API_TIMEOUT, recorder.publish(&event, &object)).await {
-            Ok(Ok(())) => {}
-            Ok(Err(error)) => tracing::debug!("cannot publish an event: {}", error_chain(&error)),
-            Err(_) => {
-                tracing::debug!("cannot publish an event: the Kubernetes API does not respond")
-            }
-        }
-        sleep(PUBLISH_INTERVAL).await;
     }
 }
 
@@ -183,22 +127,5 @@ mod tests {
         );
         rotation.waiting.clear();
         assert_eq!(stuck(&rotation, u64::MAX), None);
-    }
-
-    #[test]
-    fn shortens_notes_at_a_character_boundary() {
-        let (events, mut queue) = Events::new();
-        let pod = PodRef {
-            namespace: "shop".into(),
-            name: "till".into(),
-            uid: "1".into(),
-        };
-        events.certificate_refused(&pod, &"é".repeat(1000));
-        let (object, event) = queue.try_recv().unwrap();
-        assert_eq!(
-            (object.uid.as_deref(), event.reason.as_str()),
-            (Some("1"), "CertificateRefused")
-        );
-        assert_eq!(event.note.unwrap().len(), MAX_NOTE_BYTES);
     }
 }

@@ -30,6 +30,7 @@ use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
 
+use diy_mesh_control_plane::events::{Events, publish};
 use diy_mesh_runtime::{Readiness, listen, raise_max_open_files};
 use futures::FutureExt;
 use futures::future::{BoxFuture, FusedFuture};
@@ -42,7 +43,6 @@ use authority::AuthorityHandle;
 use catalog::freshness::Freshness;
 pub use config::Config;
 pub use diy_mesh_issuer as issuer;
-use events::Events;
 use hub::Hub;
 use index::object::Source;
 use metrics::Metrics;
@@ -235,7 +235,7 @@ impl Controller {
         let client = self.client.clone();
         let publish_events = async {
             if let Some(client) = client {
-                events::publish(client, queue).await;
+                publish(client, "controller", queue).await;
             }
         };
         let observe_authority = async {

@@ -11,10 +11,9 @@ use std::task::{Context, Poll};
 use std::time::{Duration, SystemTime};
 use std::{fmt, io};
 
+use diy_mesh_control_plane::tls::{Client, Limits, OpenCall, TlsServer};
 use diy_mesh_proto::Identity;
 use diy_mesh_proto::identity::InvalidIdentity;
-use diy_mesh_runtime::max_open_files;
-use diy_mesh_runtime::tls::{Client, Limits, OpenCall, TlsServer};
 use futures::Stream;
 use rustls::ServerConfig;
 use rustls::crypto::aws_lc_rs;
@@ -36,8 +35,6 @@ const MAX_CONNECTIONS: usize = 50_000;
 const MAX_UNAUTHENTICATED: usize = 1024;
 /// Time without an open call after which a connection ends.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(5 * 60);
-/// Open files that are not connections of clients.
-const OTHER_FILES: usize = 128;
 /// Delay after a failure to sign the certificate.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 /// Timers do not follow changes of the clock.
@@ -191,9 +188,8 @@ pub fn connections(
     tls: Arc<ServerConfig>,
     listener: TcpListener,
 ) -> impl Stream<Item = io::Result<TlsConnection>> {
-    let files = usize::try_from(max_open_files()).unwrap_or(usize::MAX);
     let limits = Limits {
-        connections: files.saturating_sub(OTHER_FILES).clamp(1, MAX_CONNECTIONS),
+        connections: MAX_CONNECTIONS,
         slots: MAX_UNAUTHENTICATED,
         idle: IDLE_TIMEOUT,
     };

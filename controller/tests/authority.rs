@@ -177,6 +177,16 @@ impl Replica {
         }
     }
 
+    async fn until_problem(&self, problem: &str) {
+        let has = |status: &Status| {
+            status
+                .problem
+                .as_ref()
+                .is_some_and(|text| text.contains(problem))
+        };
+        self.until(problem, has).await;
+    }
+
     async fn until_phase(&self, phase: Phase) -> Status {
         self.until(phase.name(), |status| {
             status.issuer.is_some() && status.rotation.phase == phase.name()
@@ -511,6 +521,8 @@ async fn restores_loaded_ca_to_an_empty_store() {
     for name in ["tls.crt", "tls.key", "rotation.json"] {
         std::fs::remove_file(folder.join(name)).unwrap();
     }
+    one.until_problem("contains no CA; it is restored after 5 s")
+        .await;
     let deadline = Instant::now() + DEADLINE;
     while !folder.join("tls.key").exists() {
         assert!(Instant::now() < deadline, "it is never filled");
@@ -556,6 +568,8 @@ async fn replaces_an_emptied_ca_that_no_replica_has_and_says_so() {
     one.kill().await;
     lose_ca(&folder, Some("\n"));
     let (one, two) = (Replica::start(&folder), Replica::start(&folder));
+    one.until_problem("contains no CA, but the mesh had one")
+        .await;
     let after = one.roots().await;
     assert_ne!(after, before);
     assert_eq!(two.roots().await, after);

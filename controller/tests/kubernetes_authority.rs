@@ -11,10 +11,11 @@ use std::panic::{AssertUnwindSafe, resume_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
+use diy_mesh_control_plane::events::{Events, publish};
 use diy_mesh_controller::authenticate::{Caller, PodRef};
 use diy_mesh_controller::authority::state::Phase;
 use diy_mesh_controller::authority::{self, AuthorityHandle, Options, Roots, Storage, self_signed};
-use diy_mesh_controller::events::{self, Events};
+use diy_mesh_controller::events;
 use diy_mesh_controller::hub::Hub;
 use diy_mesh_controller::index::object::{Change, Key, Kind, Object, Pod, Source};
 use diy_mesh_controller::proxies::{self, Proxies};
@@ -294,7 +295,7 @@ impl Replica {
         let observed = authority.clone();
         let task = tokio::spawn(async move {
             let observe = events::observe(observed, &mesh, events);
-            tokio::join!(run, follow, observe, events::publish(client, queue));
+            tokio::join!(run, follow, observe, publish(client, "controller", queue));
         });
         Replica {
             authority,

@@ -54,6 +54,7 @@ async fn controller_makes_the_calls_that_the_manifests_permit() {
     let mut client = Client {
         client: ServiceMeshServiceClient::new(channel),
         token: Some(token.clone()),
+        announced: None,
     };
     // Refused, with an Event; the second time with a change of this Event.
     for _ in 0..2 {

@@ -13,8 +13,7 @@ use std::convert::Infallible;
 use std::pin::pin;
 use std::time::{Duration, SystemTime};
 
-use backon::{BackoffBuilder, ExponentialBuilder};
-use diy_mesh_runtime::error_chain;
+use diy_mesh_runtime::{Backoff, error_chain};
 use futures::StreamExt;
 use k8s_openapi::ByteString;
 use k8s_openapi::api::admissionregistration::v1::MutatingWebhookConfiguration;
@@ -118,11 +117,7 @@ struct Reconciler<'a> {
 
 impl Reconciler<'_> {
     async fn reconcile_with_retries(&mut self) -> Result<(), Error> {
-        let mut intervals = ExponentialBuilder::default()
-            .with_min_delay(MIN_RETRY_INTERVAL)
-            .with_max_delay(MAX_RETRY_INTERVAL)
-            .without_max_times()
-            .build();
+        let mut backoff = Backoff::new(MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL);
         loop {
             match self.reconcile().await {
                 Ok(()) => return Ok(()),
@@ -137,7 +132,7 @@ impl Reconciler<'_> {
                     self.publisher.health.not_ready_yet(error);
                 }
             }
-            sleep(intervals.next().unwrap_or(MAX_RETRY_INTERVAL)).await;
+            sleep(backoff.next_delay()).await;
         }
     }
 

@@ -14,7 +14,6 @@ pub mod config;
 pub mod containers;
 mod diff;
 mod ephemeral;
-mod events;
 mod health;
 mod kubernetes;
 mod metrics;
@@ -34,6 +33,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::SystemTime;
 
+use diy_mesh_control_plane::events::{Events, Queue, publish};
 use diy_mesh_runtime::{Admin, Readiness, listen, raise_max_open_files};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -41,7 +41,6 @@ use tokio::time::sleep;
 
 use crate::certificate::Names;
 pub use crate::config::{Config, Flags, ServingCertificate};
-use crate::events::{Events, Queue};
 use crate::health::Health;
 use crate::metrics::Metrics;
 use crate::namespaces::Namespaces;
@@ -188,7 +187,7 @@ async fn certificates(
             let namespace = &config.settings.mesh_namespace;
             let client = kubernetes::client().await?;
             let events = async {
-                events::publish(client.clone(), queue).await;
+                publish(client.clone(), "injector", queue).await;
                 std::future::pending::<()>().await;
             };
             tokio::select! {

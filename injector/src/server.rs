@@ -10,8 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use diy_mesh_runtime::max_open_files;
-use diy_mesh_runtime::tls::{Connection, Limits, TlsServer};
+use diy_mesh_control_plane::tls::{Connection, Limits, TlsServer};
 use http::{Request, Response};
 use http_body_util::Full;
 use hyper::body::Incoming;
@@ -28,8 +27,6 @@ use tokio::time::{sleep, timeout};
 const MAX_CONNECTIONS: usize = 512;
 /// Connections, with those that have sent no ClientHello.
 const MAX_OPEN_CONNECTIONS: usize = 16 * 1024;
-/// Open files that are not connections of clients.
-const OTHER_FILES: usize = 128;
 /// Time without a request after which a connection ends.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(20);
@@ -51,11 +48,8 @@ pub async fn serve<H, F>(
     H: Fn(Request<Incoming>) -> F + Clone + Send + Sync + 'static,
     F: Future<Output = Response<Full<Bytes>>> + Send + 'static,
 {
-    let files = usize::try_from(max_open_files()).unwrap_or(usize::MAX);
     let limits = Limits {
-        connections: files
-            .saturating_sub(OTHER_FILES)
-            .clamp(1, MAX_OPEN_CONNECTIONS),
+        connections: MAX_OPEN_CONNECTIONS,
         slots: MAX_CONNECTIONS,
         idle: IDLE_TIMEOUT,
     };

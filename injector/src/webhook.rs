@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use diy_mesh_control_plane::events::Events;
 use http::header::{ALLOW, CONTENT_TYPE};
 use http::{HeaderValue, Method, Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
@@ -16,7 +17,6 @@ use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 use crate::config::Settings;
-use crate::events::Events;
 use crate::metrics::Metrics;
 use crate::namespaces::Namespaces;
 use crate::patch::NamespaceLabels;
@@ -123,7 +123,7 @@ impl Webhook {
                 Outcome::Denied => "AdmissionDenied",
                 Outcome::LeftAlone => "NotInjected",
             };
-            self.events.warn(object, reason, &messages);
+            self.events.warn(object, reason, "Inject", &messages);
         }
         self.metrics.outcome(reviewed.outcome);
         let mut response = Response::new(Full::from(reviewed.body));

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use clap::Args;
+use diy_mesh_runtime::error_chain;
 use k8s_openapi::apimachinery::pkg::version::Info;
 use kube::{Client, Config, config::KubeConfigOptions};
 
@@ -74,6 +75,8 @@ impl Cluster {
         };
         config.connect_timeout = Some(CONNECT_TIMEOUT);
         config.read_timeout = Some(READ_TIMEOUT);
+        // Retries would hide the responses with the status 503 of proxies that are not ready.
+        config.default_retry = false;
         let server = config.cluster_url.to_string();
         let client =
             Client::try_from(config).map_err(|error| ConnectError::Context(error_chain(&error)))?;
@@ -99,20 +102,6 @@ impl Cluster {
             version,
         })
     }
-}
-
-/// Formats an error with its sources. Skips a source that the text already contains.
-pub fn error_chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(error) = source {
-        let message = error.to_string();
-        if !text.contains(&message) {
-            text = format!("{text}: {message}");
-        }
-        source = error.source();
-    }
-    text
 }
 
 /// Formats an error of the Kubernetes API.

@@ -12,6 +12,7 @@ use diy_mesh_proto::{
         service_mesh_service_client::ServiceMeshServiceClient,
     },
 };
+use diy_mesh_runtime::error_chain;
 use hyper::Uri;
 use hyper_util::rt::TokioIo;
 use k8s_openapi::api::{
@@ -44,7 +45,7 @@ use tonic::{
 use tower::service_fn;
 
 use crate::{
-    cluster::{self, Cluster, ConnectError, error_chain},
+    cluster::{self, Cluster, ConnectError},
     identity::source::{self, Source},
 };
 

@@ -489,6 +489,7 @@ impl Driver {
 
     fn connect_failed(&mut self, error: &ControlError) {
         self.controller_unavailable = true;
+        self.set_unready(error.to_string());
         self.table.stop_waiting();
         if let Some(count) = self.log_limiter.should_log(LogKind::Unavailable) {
             warn!("discovery unavailable, keeping known targets: {error} ({count} attempts)");

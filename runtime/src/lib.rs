@@ -1,5 +1,5 @@
 //! Shared parts of the long-running components (controller, injector, proxy): the admin server,
-//! listeners, TLS servers, fair shares, readiness, metrics, logs, back-off, signals and error
+//! listeners, fair shares, readiness, metrics, logs, back-off, signals and error
 //! chains. Has no knowledge of Kubernetes, of the mesh or of any component.
 
 pub mod admin;
@@ -8,7 +8,6 @@ pub mod metrics;
 mod process;
 mod readiness;
 pub mod shares;
-pub mod tls;
 
 use std::time::Duration;
 

@@ -1,9 +1,12 @@
 //! Flags and environment variables of the sample programs. The only file of this crate that reads
 //! the environment.
 
+use std::time::Duration;
+
 use clap::builder::Resettable;
 use clap::{ArgMatches, Command, CommandFactory, FromArgMatches, Parser, value_parser};
 use hyper::Uri;
+use tokio::time::{Interval, MissedTickBehavior, interval};
 
 /// Configuration of both servers.
 #[derive(Debug, Clone, PartialEq, Eq, Parser)]
@@ -28,6 +31,18 @@ pub struct ClientConfig {
     /// URL to request, http:// only
     #[arg(long, env = "ENDPOINT", value_name = "URL", value_parser = parse_endpoint)]
     pub endpoint: Uri,
+    /// Milliseconds between two requests
+    #[arg(long, env = "INTERVAL_MS", value_name = "MS", default_value_t = 1000, value_parser = value_parser!(u64).range(1..))]
+    pub interval_ms: u64,
+}
+
+impl ClientConfig {
+    /// The time between two requests. Requests that are late are skipped.
+    pub fn interval(&self) -> Interval {
+        let mut ticks = interval(Duration::from_millis(self.interval_ms));
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
+        ticks
+    }
 }
 
 impl ServerConfig {

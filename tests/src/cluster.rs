@@ -13,6 +13,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use workloads::{App, Responses};
 
+pub mod check;
+pub mod gateway_api;
+pub mod load;
 pub mod workloads;
 
 /// Limit for each wait on the cluster, such as a rollout.
@@ -81,6 +84,22 @@ pub fn rolled_out(namespace: &str, deployment: &str) -> Result<()> {
         &timeout,
     ])
     .map(drop)
+}
+
+/// Names of an app's pods that are not terminating.
+pub fn pods(namespace: &str, app: &str) -> Result<Vec<String>> {
+    let template = r#"{{range .items}}{{if not .metadata.deletionTimestamp}}{{.metadata.name}}{{"\n"}}{{end}}{{end}}"#;
+    let names = kubectl(&[
+        "get",
+        "pods",
+        "-n",
+        namespace,
+        "-l",
+        &format!("app={app}"),
+        "-o",
+        &format!("go-template={template}"),
+    ])?;
+    Ok(names.lines().map(str::to_owned).collect())
 }
 
 /// Runs kubectl and returns its output. The error contains standard error.
@@ -194,16 +213,7 @@ impl Namespace {
 
     /// Names of an app's pods that are not terminating.
     pub fn pods(&self, app: &str) -> Result<Vec<String>> {
-        let template = r#"{{range .items}}{{if not .metadata.deletionTimestamp}}{{.metadata.name}}{{"\n"}}{{end}}{{end}}"#;
-        let names = self.kubectl(&[
-            "get",
-            "pods",
-            "-l",
-            &format!("app={app}"),
-            "-o",
-            &format!("go-template={template}"),
-        ])?;
-        Ok(names.lines().map(str::to_owned).collect())
+        pods(&self.name, app)
     }
 
     /// Value of a metric of a pod's proxy, such as `connections_total{direction="outbound"}`.

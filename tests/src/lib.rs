@@ -2,4 +2,5 @@
 
 pub mod cluster;
 pub mod repository;
+pub mod routes;
 pub mod sandbox;

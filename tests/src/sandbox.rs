@@ -201,82 +201,47 @@ pub fn wait_for_line(
         .expect("the line is logged")
 }
 
-/// Sends GET requests from a pod with bash until the status is 200, and returns the response. The
-/// first requests may fail: rules and proxies learn of a ready endpoint with a delay.
-pub fn get(
-    sandbox: &Sandbox,
-    pod: &PodView,
-    container: &str,
-    host: &str,
-    port: u16,
-    path: &str,
-) -> String {
-    let deadline = Instant::now() + READY_TIMEOUT;
-    loop {
-        let output = send_request(
-            sandbox,
-            pod,
-            container,
-            &format!("GET {path}"),
-            host,
-            port,
-            "",
-        );
-        if output.stdout.starts_with("HTTP/1.1 200 ") {
-            return output.stdout;
-        }
-        assert!(
-            Instant::now() < deadline,
-            "{host}:{port}{path}: no response with status 200: {output:?}"
-        );
-    }
+/// Sends `GET /hello` from the container `shell` of a pod until the status is 200, and returns the
+/// response. The first requests may fail: rules and proxies learn of a ready endpoint with a delay.
+pub fn get(sandbox: &Sandbox, pod: &PodView, host: &str, port: u16) -> String {
+    let is_ok = |response: &str| response.starts_with("HTTP/1.1 200 ");
+    request_until(sandbox, pod, "GET /hello", (host, port), "", is_ok).stdout
 }
 
-/// Sends POST requests from a pod until there is a response with any status.
-pub fn post(
-    sandbox: &Sandbox,
-    pod: &PodView,
-    container: &str,
-    host: &str,
-    port: u16,
-    path: &str,
-) -> Output {
-    let deadline = Instant::now() + READY_TIMEOUT;
-    loop {
-        let output = send_request(
-            sandbox,
-            pod,
-            container,
-            &format!("POST {path}"),
-            host,
-            port,
-            "Content-Length: 0\\r\\n",
-        );
-        if !output.stdout.is_empty() {
-            return output;
-        }
-        assert!(
-            Instant::now() < deadline,
-            "{host}:{port}{path}: no response: {output:?}"
-        );
-    }
+/// Sends `POST /hello` from the container `shell` of a pod until there is a response with any
+/// status.
+pub fn post(sandbox: &Sandbox, pod: &PodView, host: &str, port: u16) -> Output {
+    let is_any = |response: &str| !response.is_empty();
+    let fields = "Content-Length: 0\\r\\n";
+    request_until(sandbox, pod, "POST /hello", (host, port), fields, is_any)
 }
 
-fn send_request(
+/// Sends requests with bash until `is_expected` accepts a response. `what` is the method and the
+/// target, `fields` are header fields with `\\r\\n` at the end of each.
+pub fn request_until(
     sandbox: &Sandbox,
     pod: &PodView,
-    container: &str,
     what: &str,
-    host: &str,
-    port: u16,
+    (host, port): (&str, u16),
     fields: &str,
+    is_expected: impl Fn(&str) -> bool,
 ) -> Output {
     let request =
         format!("{what} HTTP/1.1\\r\\nHost: {host}\\r\\n{fields}Connection: close\\r\\n\\r\\n");
     let script = format!("exec 3<>/dev/tcp/{host}/{port} && printf '{request}' >&3 && cat <&3");
-    sandbox
-        .exec(pod, container, &["timeout", "20", "bash", "-c", &script])
-        .expect("the program runs")
+    let deadline = Instant::now() + READY_TIMEOUT;
+    loop {
+        let output = sandbox
+            .exec(pod, "shell", &["timeout", "20", "bash", "-c", &script])
+            .expect("the program runs");
+        if is_expected(&output.stdout) {
+            return output;
+        }
+        assert!(
+            Instant::now() < deadline,
+            "{what} {host}:{port}: no such response: {output:?}"
+        );
+    }
 }
 
 /// Runs `mesh` in the pod of a ready controller, with the URLs of all ready controllers.
@@ -330,14 +295,7 @@ pub fn identity_when(
 /// Runs `action` under load from `client` to http-server and asserts that no request fails. Each
 /// load is a number of workers and the number of requests per connection.
 pub fn under_load(sandbox: &Sandbox, client: &PodView, loads: &[[&str; 2]], action: impl FnOnce()) {
-    get(
-        sandbox,
-        client,
-        "shell",
-        "http-server.servers",
-        80,
-        "/hello",
-    );
+    get(sandbox, client, "http-server.servers", 80);
     thread::scope(|scope| {
         let load = |[workers, requests]: [&str; 2]| {
             let argv = [

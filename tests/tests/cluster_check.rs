@@ -1,12 +1,9 @@
 //! `mesh check` on a cluster: passes on a healthy mesh, and reports an invalid caBundle, a pod
 //! without a proxy, a workload without pods, and why a proxy is not ready.
 
-use std::process::Command;
-
 use anyhow::{Context, Result, ensure};
+use diy_mesh_tests::cluster::check::{check, finding, level};
 use diy_mesh_tests::cluster::{MESH, Namespace, in_namespace, kubectl, rolled_out, wait_for};
-use diy_mesh_tests::sandbox::programs;
-use serde_json::Value;
 
 const WEBHOOK: &str = "mutatingwebhookconfiguration/diy-service-mesh-injector";
 
@@ -86,27 +83,46 @@ spec:
       annotations: {diy-service-mesh/inject: 'true', diy-service-mesh/max-connection-age: never}
     spec:
       containers: [{name: server, image: 'diy-sm-http-server:dev', imagePullPolicy: IfNotPresent}]
+---
+apiVersion: batch/v1
+kind: Job
+metadata: {name: refused}
+spec:
+  template:
+    metadata:
+      annotations: {diy-service-mesh/inject: 'true', diy-service-mesh/max-connection-age: never}
+    spec:
+      restartPolicy: Never
+      containers: [{name: server, image: 'diy-sm-http-server:dev', imagePullPolicy: IfNotPresent}]
 ",
     )?;
-    let name = format!("Deployment {}/refused: ", namespace.name);
+    let name = |kind: &str| format!("{kind} {}/refused: ", namespace.name);
     wait_for("the rejected annotation is reported", || {
         let report = check()?;
         let findings = report["checks"].as_array().context("a list")?.iter();
         let details: Vec<&str> = findings
             .filter(|finding| finding["check"] == "workloads")
             .flat_map(|finding| finding["details"].as_array().into_iter().flatten())
-            .filter_map(|detail| detail.as_str()?.strip_prefix(&name))
+            .filter_map(|detail| detail.as_str())
             .collect();
-        let is_complete = matches!(details[..], [failure, "diy-service-mesh/inject"]
-            if failure.starts_with("FailedCreate: ") && failure.contains("max-connection-age is \"never\""));
-        if is_complete {
+        let is_reported = |kind: &str| {
+            let mut failures = details
+                .iter()
+                .filter_map(|detail| detail.strip_prefix(&name(kind)));
+            failures.any(|failure| {
+                failure.starts_with("FailedCreate: ")
+                    && failure.contains("max-connection-age is \"never\"")
+            })
+        };
+        let misplaced = name("Deployment") + "diy-service-mesh/inject";
+        if is_reported("Deployment") && is_reported("Job") && details.contains(&&*misplaced) {
             Ok(Some(()))
         } else {
             Err(anyhow::anyhow!("{report:#}"))
         }
     })?;
     namespace
-        .kubectl(&["delete", "deployment/refused"])
+        .kubectl(&["delete", "deployment/refused", "job/refused"])
         .map(drop)
 }
 
@@ -219,38 +235,4 @@ impl Drop for InjectorOutage {
             eprintln!("cannot scale up the injector: {error:#}");
         }
     }
-}
-
-/// Output of `mesh check`; asserts that its exit code matches.
-fn check() -> Result<Value> {
-    let output = Command::new(programs().join("mesh"))
-        .args(["check", "--output", "json"])
-        .output()
-        .context("cannot start mesh")?;
-    let text = String::from_utf8_lossy(&output.stdout);
-    let report: Value = serde_json::from_str(&text).with_context(|| {
-        format!(
-            "no report: {text}{}",
-            String::from_utf8_lossy(&output.stderr)
-        )
-    })?;
-    ensure!(
-        output.status.code() == Some(if report["ok"] == true { 0 } else { 1 }),
-        "exit code {:?} with {report:#}",
-        output.status.code()
-    );
-    Ok(report)
-}
-
-fn finding<'a>(report: &'a Value, check: &str) -> Option<&'a Value> {
-    report["checks"]
-        .as_array()?
-        .iter()
-        .find(|finding| finding["check"] == check)
-}
-
-fn level<'a>(report: &'a Value, check: &str) -> &'a str {
-    finding(report, check)
-        .and_then(|finding| finding["level"].as_str())
-        .unwrap_or("not checked")
 }

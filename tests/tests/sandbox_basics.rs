@@ -17,7 +17,7 @@ fn service_resolves_by_all_names_and_balances() {
         "http-server.servers.svc",
         "http-server.servers",
     ] {
-        let response = get(&sandbox, &shell, "shell", name, 80, "/hello");
+        let response = get(&sandbox, &shell, name, 80);
         assert!(
             response.contains("Hello from the http-server service!"),
             "{name}: {response}"
@@ -33,18 +33,11 @@ fn service_resolves_by_all_names_and_balances() {
         .apply(&format!("{late}\n---\n{slice}, addressType: IPv4, ports: [{{port: 8080}}], endpoints: [{{addresses: [{address}]}}]}}"))
         .unwrap();
     // A headless Service without selector resolves by its short name in a running pod.
-    get(&sandbox, &shell, "shell", "late", 8080, "/hello");
+    get(&sandbox, &shell, "late", 8080);
     let mut hosts = std::collections::BTreeSet::new();
     // Random balancing: 100 requests miss one of two pods with probability 10^-29.
     for _ in 0..100 {
-        let response = get(
-            &sandbox,
-            &shell,
-            "shell",
-            "http-server.servers",
-            80,
-            "/hello",
-        );
+        let response = get(&sandbox, &shell, "http-server.servers", 80);
         hosts.extend(
             response
                 .split("Hostname: ")
@@ -121,7 +114,7 @@ fn dual_stack_service_has_both_addresses() {
     let ipv6 = std::path::Path::new("/proc/sys/net/ipv6").exists();
     assert_eq!(addresses.len(), 1 + usize::from(ipv6), "{hosts}");
     for address in addresses {
-        get(&sandbox, &shell, "shell", address, 80, "/hello");
+        get(&sandbox, &shell, address, 80);
     }
 }
 

@@ -56,22 +56,8 @@ fn traffic_between_meshed_pods_is_encrypted() {
     };
     let client = single_pod(&sandbox, "clients", "shell");
     // Both servers are reachable before the capture.
-    get(
-        &sandbox,
-        &client,
-        "shell",
-        "http-server.servers",
-        80,
-        "/hello",
-    );
-    get(
-        &sandbox,
-        &client,
-        "shell",
-        "http-server.plain-servers",
-        80,
-        "/hello",
-    );
+    get(&sandbox, &client, "http-server.servers", 80);
+    get(&sandbox, &client, "http-server.plain-servers", 80);
     let words = ["open-sesame", "Hello from the http-server"];
     let plain = captured_counts(&sandbox, &client, "http-server.plain-servers/80", &words);
     assert!(
@@ -127,22 +113,8 @@ fn strict_pod_accepts_only_meshed_clients_and_its_probe_succeeds() {
         single_pod(&sandbox, "clients", "shell"),
         single_pod(&sandbox, "unmeshed", "shell"),
     );
-    get(
-        &sandbox,
-        &client,
-        "shell",
-        "http-server.servers",
-        80,
-        "/hello",
-    );
-    let refused = post(
-        &sandbox,
-        &unmeshed,
-        "shell",
-        "http-server.servers",
-        80,
-        "/hello",
-    );
+    get(&sandbox, &client, "http-server.servers", 80);
+    let refused = post(&sandbox, &unmeshed, "http-server.servers", 80);
     assert!(
         refused.stdout.starts_with("HTTP/1.1 403 ")
             && refused.stdout.contains("x-mesh-error: mtls-required"),
@@ -166,16 +138,7 @@ fn pod_stays_ready_and_serves_plaintext_when_its_certificate_expires() {
         single_pod(&sandbox, "unmeshed", "shell"),
     );
     let server = single_pod(&sandbox, "servers", "http-server");
-    let hello = |client: &PodView| {
-        get(
-            &sandbox,
-            client,
-            "shell",
-            "http-server.servers",
-            80,
-            "/hello",
-        )
-    };
+    let hello = |client: &PodView| get(&sandbox, client, "http-server.servers", 80);
     hello(&client);
     sandbox.scale("service-mesh", "controller", 0).unwrap();
     for pod in [&client, &server] {
@@ -197,14 +160,7 @@ fn pod_stays_ready_and_serves_plaintext_when_its_certificate_expires() {
         .unwrap();
     assert!(ready.stdout.starts_with("HTTP/1.0 200 "), "{ready:?}");
     hello(&unmeshed);
-    let refused = post(
-        &sandbox,
-        &client,
-        "shell",
-        "http-server.servers",
-        80,
-        "/hello",
-    );
+    let refused = post(&sandbox, &client, "http-server.servers", 80);
     assert!(
         refused.stdout.contains("x-mesh-error: no-certificate"),
         "{refused:?}"

@@ -153,16 +153,7 @@ fn mesh_that_lost_its_ca_recovers() {
     );
     let page = mesh(&sandbox, &["identity"]).stdout;
     assert!(page.contains("the CA was lost"), "{page}");
-    let hello = || {
-        get(
-            &sandbox,
-            &client,
-            "shell",
-            "http-server.servers",
-            80,
-            "/hello",
-        )
-    };
+    let hello = || get(&sandbox, &client, "http-server.servers", 80);
     hello();
     // New pods trust only the new root.
     sandbox.apply(&http_server(1, "2.0", MESHED)).unwrap();
@@ -207,14 +198,7 @@ fn forced_rotation_replaces_roots_and_certificates_at_once() {
             None
         );
     }
-    get(
-        &sandbox,
-        &client,
-        "shell",
-        "http-server.servers",
-        80,
-        "/hello",
-    );
+    get(&sandbox, &client, "http-server.servers", 80);
 }
 
 /// Rotates the root and calls `disturb` in each phase, which returns the phases in which

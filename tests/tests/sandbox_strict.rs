@@ -63,19 +63,17 @@ fn strict_namespace_accepts_only_meshed_clients_and_its_probes_succeed() {
     get(
         &sandbox,
         &single_pod(&sandbox, "clients", "shell"),
-        "shell",
         "vault.bank",
         80,
-        "/hello",
     );
 
     let unmeshed = single_pod(&sandbox, "unmeshed", "shell");
-    let refused = post(&sandbox, &unmeshed, "shell", "vault.bank", 80, "/hello");
+    let refused = post(&sandbox, &unmeshed, "vault.bank", 80);
     assert!(
         refused.stdout.contains("x-mesh-error: mtls-required"),
         "{refused:?}"
     );
-    let permitted = post(&sandbox, &unmeshed, "shell", "lobby.bank", 80, "/hello");
+    let permitted = post(&sandbox, &unmeshed, "lobby.bank", 80);
     assert!(
         !permitted.stdout.contains("x-mesh-error") && permitted.stdout.starts_with("HTTP/1.1 "),
         "{permitted:?}"

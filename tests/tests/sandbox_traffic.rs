@@ -21,14 +21,7 @@ fn unmeshed_client_reaches_meshed_server() {
         single_pod(&sandbox, "servers", "http-server"),
     );
     assert!(!client.injected && server.injected);
-    let response = get(
-        &sandbox,
-        &client,
-        "shell",
-        "http-server.servers",
-        80,
-        "/hello",
-    );
+    let response = get(&sandbox, &client, "http-server.servers", 80);
     assert!(
         response.starts_with("HTTP/1.1 200 OK\r\n") && response.contains(HELLO),
         "{response}"
@@ -53,14 +46,7 @@ fn meshed_client_reaches_unmeshed_server() {
         single_pod(&sandbox, "servers", "http-server"),
     );
     assert!(client.injected && !server.injected);
-    let response = get(
-        &sandbox,
-        &client,
-        "shell",
-        "http-server.servers",
-        80,
-        "/hello",
-    );
+    let response = get(&sandbox, &client, "http-server.servers", 80);
     assert!(
         response.starts_with("HTTP/1.1 200 OK\r\n") && response.contains(HELLO),
         "{response}"
@@ -69,24 +55,10 @@ fn meshed_client_reaches_unmeshed_server() {
         line.starts_with("Outbound connection to 10.96.")
     });
     // By pod IP, without the Service.
-    let response = get(
-        &sandbox,
-        &client,
-        "shell",
-        server.ip.as_deref().unwrap(),
-        8080,
-        "/hello",
-    );
+    let response = get(&sandbox, &client, server.ip.as_deref().unwrap(), 8080);
     assert!(response.contains(HELLO), "{response}");
     // A port that the Service does not have.
-    let output = post(
-        &sandbox,
-        &client,
-        "shell",
-        "http-server.servers",
-        99,
-        "/hello",
-    );
+    let output = post(&sandbox, &client, "http-server.servers", 99);
     assert!(
         output.stdout.starts_with("HTTP/1.1 503 ")
             && output
@@ -126,24 +98,10 @@ fn skipped_ports_bypass_the_proxy() {
         single_pod(&sandbox, "clients", "shell"),
         single_pod(&sandbox, "servers", "http-server"),
     );
-    let response = get(
-        &sandbox,
-        &client,
-        "shell",
-        "http-server.servers",
-        80,
-        "/hello",
-    );
+    let response = get(&sandbox, &client, "http-server.servers", 80);
     assert!(response.contains(HELLO), "{response}");
     // A request through the client's proxy: its dump follows any dump of the previous request.
-    get(
-        &sandbox,
-        &client,
-        "shell",
-        server.ip.as_deref().unwrap(),
-        8080,
-        "/hello",
-    );
+    get(&sandbox, &client, server.ip.as_deref().unwrap(), 8080);
     let dump = format!(
         "Outbound connection to {}:8080",
         server.ip.as_ref().unwrap()
@@ -182,7 +140,7 @@ fn a_pods_own_opaque_ports_bypass_detection_and_a_services_app_protocol_does_not
         ("opaque", "http-server.opaque", false),
     ] {
         let server = single_pod(&sandbox, namespace, "http-server");
-        let response = get(&sandbox, &client, "shell", host, 80, "/hello");
+        let response = get(&sandbox, &client, host, 80);
         assert!(response.contains(HELLO), "{response}");
         let bytes = |line: &str| line.starts_with("[TCP: ");
         let request =

@@ -82,6 +82,8 @@ enum Outcome {
     Done,
     /// The store has changed. Reconcile again.
     Requeue,
+    /// The store is empty and is filled later.
+    Empty(String),
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -112,6 +114,11 @@ impl<S: Store> Reconciler<S> {
                 Ok(Outcome::Done) => {
                     backoff.reset();
                     self.status.problem(None);
+                    memory.next_report
+                }
+                Ok(Outcome::Empty(problem)) => {
+                    backoff.reset();
+                    self.status.problem(Some(problem));
                     memory.next_report
                 }
                 result => {
@@ -180,20 +187,21 @@ impl<S: Store> Reconciler<S> {
             None if traces.is_empty() => Duration::ZERO,
             None => GENERATE_DELAY,
         };
-        let is_new = memory.empty_since.is_none();
         let since = *memory.empty_since.get_or_insert_with(Instant::now);
         let traces = bounded(traces);
         let (names, count) = (traces.names.join(", "), traces.count);
         if since.elapsed() < delay {
-            if is_new && count > 0 {
-                tracing::warn!(
-                    "{place} contains no CA, but the mesh had one ({count} traces: {names}); a new one is generated in {} s, \
-                     unless a replica or an operator restores it",
-                    delay.as_secs()
-                );
-            }
             memory.next_report = Some(since + delay);
-            return Ok(Outcome::Done);
+            let seconds = delay.as_secs();
+            return Ok(Outcome::Empty(match loaded {
+                Some(_) => {
+                    format!("{place} contains no CA; it is restored after {seconds} s")
+                }
+                None => format!(
+                    "{place} contains no CA, but the mesh had one ({count} traces: {names}); a new one is generated after {seconds} s, \
+                     unless a replica or an operator restores it"
+                ),
+            }));
         }
         let state = match loaded {
             Some(loaded) => {

@@ -141,14 +141,12 @@ fn acknowledge(
     }
     metrics.rejected.inc();
     if !std::mem::replace(has_rejected, true) {
-        let reason: String = acknowledgement
-            .rejection
-            .chars()
-            .take(MAX_REASON_CHARS)
-            .collect();
+        let bounded = |text: &str| text.chars().take(MAX_REASON_CHARS).collect::<String>();
+        let reason = bounded(&acknowledgement.rejection);
+        let name = bounded(&acknowledgement.name);
         let kind = ResourceType::try_from(acknowledgement.r#type);
         let kind = kind.map_or("a resource", |kind| kind.as_str_name());
-        tracing::warn!(resource = kind, reason, "{proxy} rejects an update");
+        tracing::warn!(resource = kind, name, reason, "{proxy} rejects an update");
     }
 }
 

@@ -18,6 +18,7 @@ use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
 
+use diy_mesh_control_plane::events::Events;
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::{
     CAPABILITIES_METADATA, CAPABILITY_BACKEND, CAPABILITY_CHUNKS, CAPABILITY_ROUTES,
@@ -44,7 +45,6 @@ use tower::service_fn;
 
 use crate::authenticate::{Authenticator, Caller, PodRef};
 use crate::authority::TrustReceiver;
-use crate::events::Events;
 use crate::hub::{CatalogError, Hub};
 use crate::index::Index;
 use crate::index::object::Key;

@@ -10,6 +10,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
+use diy_mesh_control_plane::events::Events;
 use diy_mesh_proto::Identity;
 use diy_mesh_proto::mesh::v1 as proto;
 use tokio::sync::Semaphore;
@@ -19,7 +20,7 @@ use tonic::{Code, Status};
 use super::Context;
 use crate::authenticate::{Caller, PodRef};
 use crate::authority::TrustReceiver;
-use crate::events::Events;
+use crate::events;
 use crate::hub::Hub;
 use crate::index::Index;
 use crate::index::object::Key;
@@ -86,7 +87,7 @@ impl Signer {
                 tracing::info!(%identity, %pod, ?peer, "certificate request rejected: {reason}");
                 // The proxy retries elsewhere.
                 if status.code() != Code::Unavailable {
-                    self.events.certificate_refused(pod, reason);
+                    events::certificate_refused(&self.events, pod, reason);
                 }
             }
             response

@@ -38,6 +38,11 @@ impl Published {
     }
 
     fn successor(&self, state: State) -> Published {
+        let routes = |state: &State| state.target.as_ref().map(|target| target.routes.clone());
+        if routes(&self.state) != routes(&state) {
+            // Other routes require the whole state.
+            return Published::after(Vec::new(), state);
+        }
         let mut earlier = self.earlier.clone();
         earlier.push(self.state.clone());
         let (mut kept, mut endpoints) = (0, 0);

@@ -118,7 +118,11 @@ impl Index {
         let service = self.services.get(service)?;
         let primary = service.cluster_ips.first();
         let port = service.tcp_port(|other| other.port == port)?;
-        let is_ipv6 = primary.is_some_and(IpAddr::is_ipv6);
+        let is_ipv6 = match primary {
+            Some(primary) => primary.is_ipv6(),
+            // A headless Service: IPv4, if there are such endpoints.
+            None => self.endpoints(service, &port.name, false).is_empty(),
+        };
         let (area, target) = self.service_port(service, port, is_ipv6, client);
         let scope = Scope {
             area,
@@ -147,11 +151,11 @@ impl Index {
         (area, target): (Area, Target),
         client: &Location,
     ) -> (Scope, Target) {
-        let tables = self.routes.tables(service, port);
-        let routes = tables.and_then(|tables| tables.of_client(&client.namespace).cloned());
+        let routes = self.routes.of_client(service, port, &client.namespace);
+        let routes = routes.cloned();
         let scope = Scope {
             area,
-            namespaces: tables.and_then(|tables| tables.namespaces.clone()),
+            namespaces: self.routes.consumers(service, port),
         };
         (scope, Target { routes, ..target })
     }

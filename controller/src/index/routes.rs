@@ -1,15 +1,19 @@
 //! The routes of the catalog, their parents and their backends. Pure.
 //!
-//! A change of a route, of a grant or of a Service marks the parents that it may concern. Their
-//! routes are merged once for all changes of a batch.
+//! Routes of the Service's own namespace (producer routes) are for all clients. Routes of another
+//! namespace (consumer routes) are for the clients of that namespace, in place of the former. So
+//! no namespace changes the traffic between two others.
+//!
+//! A change of a route, of a grant or of a Service marks the groups that it may concern: the routes
+//! of one namespace at one Service. They are merged once for all changes of a batch.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use super::object::{Key, Kind, Service, Source};
 use super::store::{Replaced, Store};
 use super::{link, unlink};
-use crate::routes::attach::{Attachment, PortTables, RouteId, Unresolved, attach};
+use crate::routes::attach::{Attachment, RouteId, Table, Unresolved, attach};
 use crate::routes::model::{Grant, Reference, Route};
 use crate::routes::{
     BACKEND_NOT_FOUND, INVALID_KIND, ParentStatus, REF_NOT_PERMITTED, RouteStatus,
@@ -22,14 +26,18 @@ pub(super) struct Routes {
     grpc: Store<Route>,
     pub(super) grants: Store<Grant>,
     grants_of: HashMap<Arc<str>, BTreeSet<Key>>,
-    of_parent: HashMap<Key, BTreeSet<RouteId>>,
+    of_group: HashMap<Group, BTreeSet<RouteId>>,
     of_backend: HashMap<Key, BTreeSet<RouteId>>,
     /// The routes with references into a namespace that is not theirs.
     into_namespace: HashMap<Arc<str>, BTreeSet<RouteId>>,
-    attachments: HashMap<Key, Attachment>,
-    /// Parents whose routes are to be merged again.
-    changed: BTreeSet<Key>,
+    /// The routes of each Service by their namespace.
+    attachments: HashMap<Key, BTreeMap<Arc<str>, Attachment>>,
+    /// Groups that are to be merged again.
+    changed: BTreeSet<Group>,
 }
+
+/// A Service, and a namespace with routes for it.
+type Group = (Key, Arc<str>);
 
 impl Routes {
     pub(super) fn of_kind(&self, kind: Kind) -> &Store<Route> {
@@ -39,9 +47,21 @@ impl Routes {
         }
     }
 
-    /// The tables of a Service port.
-    pub(super) fn tables(&self, service: &Key, port: u16) -> Option<&PortTables> {
-        self.attachments.get(service)?.tables.get(&port)
+    /// The routes of a Service port for the clients of a namespace.
+    pub(super) fn of_client(&self, service: &Key, port: u16, client: &str) -> Option<&Arc<Table>> {
+        let attachments = self.attachments.get(service)?;
+        let of_namespace = |namespace: &str| attachments.get(namespace)?.tables.get(&port);
+        of_namespace(client).or_else(|| of_namespace(&service.namespace))
+    }
+
+    /// The namespaces with consumer routes for a Service port, if there are any.
+    pub(super) fn consumers(&self, service: &Key, port: u16) -> Option<Arc<BTreeSet<Arc<str>>>> {
+        let all = self.attachments.get(service)?.iter();
+        let consumers = all.filter(|(namespace, attachment)| {
+            **namespace != service.namespace && attachment.tables.contains_key(&port)
+        });
+        let consumers: BTreeSet<_> = consumers.map(|(namespace, _)| namespace.clone()).collect();
+        (!consumers.is_empty()).then(|| Arc::new(consumers))
     }
 
     pub(super) fn set_route(&mut self, source: Source, kind: Kind, key: &Key, new: Option<Route>) {
@@ -54,14 +74,14 @@ impl Routes {
         };
         let (id, new) = ((kind, key.clone()), store.get(key).cloned());
         if let Some(route) = &old {
-            parents_of(route).for_each(|parent| unlink(&mut self.of_parent, &parent, &id));
+            groups_of(route).for_each(|group| unlink(&mut self.of_group, &group, &id));
             for reference in route.references() {
                 unlink(&mut self.of_backend, &reference.key, &id);
                 unlink(&mut self.into_namespace, &reference.key.namespace, &id);
             }
         }
         if let Some(route) = &new {
-            parents_of(route).for_each(|parent| link(&mut self.of_parent, &parent, &id));
+            groups_of(route).for_each(|group| link(&mut self.of_group, &group, &id));
             for reference in route.references() {
                 link(&mut self.of_backend, &reference.key, &id);
                 if reference.key.namespace != key.namespace {
@@ -70,7 +90,7 @@ impl Routes {
             }
         }
         let both = old.iter().chain(&new);
-        self.changed.extend(both.flat_map(parents_of));
+        self.changed.extend(both.flat_map(groups_of));
     }
 
     pub(super) fn set_grant(&mut self, source: Source, key: &Key, new: Option<Grant>) {
@@ -81,47 +101,52 @@ impl Routes {
             }
             let routes = self.into_namespace.get(&key.namespace);
             let routes = routes.into_iter().flatten();
-            let parents = routes.flat_map(|id| self.parents_of_id(id));
-            self.changed.extend(parents.collect::<Vec<_>>());
+            let groups = routes.flat_map(|id| self.groups_of_id(id));
+            self.changed.extend(groups.collect::<Vec<_>>());
         }
     }
 
     /// A Service has changed, which may be a parent or a backend.
     pub(super) fn set_service(&mut self, key: &Key) {
-        if self.of_parent.contains_key(key) {
-            self.changed.insert(key.clone());
-        }
+        let namespaces = self
+            .attachments
+            .get(key)
+            .into_iter()
+            .flat_map(BTreeMap::keys);
+        let groups = namespaces.map(|namespace| (key.clone(), namespace.clone()));
+        self.changed.extend(groups);
         let routes = self.of_backend.get(key).into_iter().flatten();
-        let parents = routes.flat_map(|id| self.parents_of_id(id));
-        self.changed.extend(parents.collect::<Vec<_>>());
+        let groups = routes.flat_map(|id| self.groups_of_id(id));
+        self.changed.extend(groups.collect::<Vec<_>>());
     }
 
-    /// Merges the routes of changed parents. Returns the Services with other routes than before, if
+    /// Merges the changed groups. Returns the Services with other routes than before, if
     /// there are changes.
     pub(super) fn settle(&mut self, services: &Store<Service>) -> Option<Vec<Key>> {
         if self.changed.is_empty() {
             return None;
         }
         let mut affected = Vec::new();
-        for parent in std::mem::take(&mut self.changed) {
-            let ids = self.of_parent.get(&parent).into_iter().flatten();
-            let routes: Vec<&Route> = ids
-                .filter_map(|(kind, key)| self.of_kind(*kind).get(key))
-                .collect();
-            let next = match routes.is_empty() {
-                true => None,
-                false => {
-                    let resolve = |route: &Route, reference: &Reference| {
-                        self.resolve(services, &parent, route, reference)
-                    };
-                    Some(attach(&parent, services.get(&parent), routes, resolve))
-                }
-            };
+        for group in std::mem::take(&mut self.changed) {
+            let next = self.of_group.get(&group).map(|ids| {
+                let routes = ids.iter();
+                let routes = routes.filter_map(|(kind, key)| self.of_kind(*kind).get(key));
+                let parent = &group.0;
+                let resolve = |route: &Route, reference: &Reference| {
+                    self.resolve(services, parent, route, reference)
+                };
+                attach(parent, services.get(parent), routes.collect(), resolve)
+            });
+            let (parent, namespace) = group;
             let tables = next.as_ref().map(|next| next.tables.clone());
+            let of_parent = self.attachments.entry(parent.clone()).or_default();
             let before = match next {
-                Some(next) => self.attachments.insert(parent.clone(), next),
-                None => self.attachments.remove(&parent),
+                Some(next) => of_parent.insert(namespace, next),
+                None => of_parent.remove(&namespace),
             };
+            if of_parent.is_empty() {
+                self.attachments.remove(&parent);
+            }
             let before = before.map(|before| before.tables).unwrap_or_default();
             if before != tables.unwrap_or_default() {
                 affected.push(parent);
@@ -195,7 +220,8 @@ impl Routes {
         let id = (route.kind, route.key.clone());
         let parents = route.parents.iter().enumerate();
         let parents = parents.filter_map(|(position, parent)| {
-            let attachment = self.attachments.get(&parent.key(&route.key))?;
+            let of_parent = self.attachments.get(&parent.key(&route.key))?;
+            let attachment = of_parent.get(&route.key.namespace)?;
             Some(ParentStatus {
                 parent: parent.clone(),
                 conditions: attachment.conditions.get(&id)?.get(&position)?.clone(),
@@ -209,21 +235,23 @@ impl Routes {
         }
     }
 
-    fn parents_of_id(&self, (kind, key): &RouteId) -> impl Iterator<Item = Key> {
-        self.of_kind(*kind)
-            .get(key)
-            .into_iter()
-            .flat_map(parents_of)
+    fn groups_of_id(&self, (kind, key): &RouteId) -> impl Iterator<Item = Group> {
+        let route = self.of_kind(*kind).get(key);
+        route.into_iter().flat_map(groups_of)
     }
 
     /// The number of references between objects.
     #[cfg(test)]
     pub(super) fn links(&self) -> usize {
-        let routes = self.of_parent.len() + self.of_backend.len() + self.attachments.len();
+        let routes = self.of_group.len() + self.of_backend.len() + self.attachments.len();
         routes + self.into_namespace.len() + self.grants_of.len()
     }
 }
 
-fn parents_of(route: &Route) -> impl Iterator<Item = Key> {
-    route.parents.iter().map(|parent| parent.key(&route.key))
+fn groups_of(route: &Route) -> impl Iterator<Item = Group> {
+    let parents = route.parents.iter();
+    parents.map(|parent| (parent.key(&route.key), route.key.namespace.clone()))
 }
+
+#[cfg(test)]
+mod tests;

@@ -14,15 +14,15 @@ use super::*;
 use crate::routes::model::{Grant, Route};
 use crate::routes::parse::{self, Meta};
 
-fn key(name: &str) -> Key {
+pub(crate) fn key(name: &str) -> Key {
     Key::new("shop", name)
 }
 
-fn ip(text: &str) -> IpAddr {
+pub(crate) fn ip(text: &str) -> IpAddr {
     text.parse().unwrap()
 }
 
-fn service(name: &str, ips: &[&str]) -> Service {
+pub(crate) fn service(name: &str, ips: &[&str]) -> Service {
     let port = |name: &str, port, protocol| ServicePort {
         name: name.into(),
         port,
@@ -65,7 +65,7 @@ pub(crate) fn api_service(uid: &str) -> Object {
     })
 }
 
-fn slice(name: &str, service: &str, port: u16, endpoints: Vec<SliceEndpoint>) -> Slice {
+pub(crate) fn slice(name: &str, service: &str, port: u16, endpoints: Vec<SliceEndpoint>) -> Slice {
     let ports = vec![
         SlicePort {
             name: "http".into(),
@@ -91,7 +91,7 @@ fn slice(name: &str, service: &str, port: u16, endpoints: Vec<SliceEndpoint>) ->
     }
 }
 
-fn endpoint(address: &str, pod: &str) -> SliceEndpoint {
+pub(crate) fn endpoint(address: &str, pod: &str) -> SliceEndpoint {
     let pod = (!pod.is_empty()).then(|| PodReference {
         key: key(pod),
         uid: "".into(),
@@ -109,7 +109,7 @@ fn endpoint(address: &str, pod: &str) -> SliceEndpoint {
     }
 }
 
-fn pod(name: &str, addresses: &[&str]) -> Pod {
+pub(crate) fn pod(name: &str, addresses: &[&str]) -> Pod {
     Pod {
         key: key(name),
         uid: "".into(),
@@ -155,7 +155,7 @@ fn location(node: &str, zone: &str) -> Location {
     }
 }
 
-fn index(objects: impl IntoIterator<Item = Object>) -> Index {
+pub(crate) fn index(objects: impl IntoIterator<Item = Object>) -> Index {
     let mut index = Index::default();
     for object in objects {
         index.apply(

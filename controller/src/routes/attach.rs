@@ -1,11 +1,7 @@
-//! The routes of one Service: which apply to which port and for which clients, in which order, and
-//! what their authors are told. Pure.
-//!
-//! Routes of the Service's own namespace (producer routes) are for all clients. Routes of another
-//! namespace (consumer routes) are for the clients of that namespace, in place of the former. So
-//! no namespace changes the traffic between two others.
+//! The routes of one Service that are of one namespace: which apply to which port, in which order,
+//! and what their authors are told. Pure.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use super::matches;
@@ -15,6 +11,7 @@ use crate::index::object::{Key, Kind, Service, ServicePort, Transport};
 use crate::index::version::{self, Version};
 
 /// The limits of a Service port for the clients of one namespace. The oldest routes come first.
+const MAX_ROUTES: usize = 1024;
 const MAX_MATCHES: usize = 4096;
 const MAX_PATTERNS: usize = 256;
 /// Of the encoded routes, a part of the largest message that proxies accept.
@@ -44,29 +41,11 @@ impl PartialEq for Table {
     }
 }
 
-/// The tables of a Service port.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct PortTables {
-    /// For clients of all other namespaces.
-    producer: Option<Arc<Table>>,
-    /// For clients of these namespaces.
-    consumers: BTreeMap<Arc<str>, Arc<Table>>,
-    /// Their namespaces.
-    pub namespaces: Option<Arc<BTreeSet<Arc<str>>>>,
-}
-
-impl PortTables {
-    /// The table for the clients of a namespace.
-    pub fn of_client(&self, namespace: &str) -> Option<&Arc<Table>> {
-        self.consumers.get(namespace).or(self.producer.as_ref())
-    }
-}
-
-/// The routes of a Service.
+/// The routes of a Service that are of one namespace.
 #[derive(Debug, Default)]
 pub struct Attachment {
     /// By the port of the Service.
-    pub tables: BTreeMap<u16, PortTables>,
+    pub tables: BTreeMap<u16, Arc<Table>>,
     /// The conditions of each route, by the position of the parent in the route.
     pub conditions: HashMap<RouteId, BTreeMap<usize, Vec<Condition>>>,
 }
@@ -83,6 +62,8 @@ pub struct Unresolved {
 /// A route with the backends that it has at this Service.
 struct Candidate<'a> {
     route: &'a Route,
+    /// Too many routes are older.
+    is_surplus: bool,
     rules: Vec<Arc<Rule<String>>>,
     problems: Vec<Unresolved>,
     /// Whether the route applies, by port.
@@ -96,7 +77,8 @@ enum Verdict {
     TooLarge,
 }
 
-/// Attaches routes to a Service, which may not exist. `resolve` returns the name of a backend.
+/// Attaches the routes of one namespace to a Service, which may not exist. `resolve` returns the
+/// name of a backend.
 pub fn attach(
     key: &Key,
     service: Option<&Service>,
@@ -104,18 +86,27 @@ pub fn attach(
     resolve: impl Fn(&Route, &Reference) -> Result<String, Unresolved>,
 ) -> Attachment {
     routes.sort_by_key(|route| (route.created, &route.key, route.kind));
-    let candidates = routes.into_iter();
-    let mut candidates: Vec<Candidate<'_>> =
-        candidates.map(|route| candidate(route, &resolve)).collect();
-    let is_external = |service: &&Service| !service.external_name.is_empty();
-    let parent = service.filter(|service| !is_external(service));
+    let candidates = routes.into_iter().enumerate();
+    let candidates = candidates.map(|(age, route)| candidate(route, age >= MAX_ROUTES, &resolve));
+    let mut candidates: Vec<Candidate<'_>> = candidates.collect();
+    let parent = service.filter(|service| service.external_name.is_empty());
     let ports = parent.into_iter().flat_map(|service| &service.ports);
-    let ports = ports.filter(|port| port.protocol == Transport::Tcp);
-    let mut tables = BTreeMap::new();
-    for port in ports {
-        let of_port = attach_port(key, port, &mut candidates);
-        if of_port != PortTables::default() {
-            tables.insert(port.port, of_port);
+    let (mut tables, mut merged) = (BTreeMap::new(), HashMap::new());
+    for port in ports.filter(|port| port.protocol == Transport::Tcp) {
+        let all = candidates.iter().enumerate();
+        let selected = all.filter(|(_, candidate)| candidate.selects(key, port));
+        let selected: Vec<usize> = selected.map(|(position, _)| position).collect();
+        if selected.is_empty() {
+            continue;
+        }
+        // Ports with the same routes share their table.
+        let of_port = merged.entry(selected);
+        let of_port = of_port.or_insert_with_key(|selected| merge(&candidates, selected));
+        let (table, verdicts): &(Arc<Table>, Vec<(usize, Verdict)>) = of_port;
+        tables.insert(port.port, table.clone());
+        for (position, verdict) in verdicts {
+            let candidate = &mut candidates[*position];
+            candidate.verdicts.insert(port.port, *verdict);
         }
     }
     let conditions = candidates.iter().map(|candidate| {
@@ -134,11 +125,12 @@ pub fn attach(
 
 fn candidate<'a>(
     route: &'a Route,
+    is_surplus: bool,
     resolve: &impl Fn(&Route, &Reference) -> Result<String, Unresolved>,
 ) -> Candidate<'a> {
     let mut problems = Vec::new();
-    let mut rules = Vec::new();
-    for parsed in route.rules.iter().flatten() {
+    let parsed = route.rules.iter().flatten().filter(|_| !is_surplus);
+    let rules = parsed.map(|parsed| {
         let mut rule = parsed.rule.map(|reference| {
             let resolved = resolve(route, reference);
             resolved.map_err(|problem| problems.push(problem)).ok()
@@ -151,57 +143,34 @@ fn candidate<'a>(
                 message: format!("{message}; requests of the rule fail"),
             });
         }
-        rules.push(Arc::new(rule));
-    }
+        Arc::new(rule)
+    });
     Candidate {
+        rules: rules.collect(),
         route,
-        rules,
+        is_surplus,
         problems,
         verdicts: BTreeMap::new(),
     }
 }
 
-/// Merges the routes of a port, separately for each namespace that they are of.
-fn attach_port(key: &Key, port: &ServicePort, candidates: &mut [Candidate<'_>]) -> PortTables {
-    let mut of_namespace: BTreeMap<Arc<str>, Vec<&mut Candidate<'_>>> = BTreeMap::new();
-    for candidate in candidates {
-        let route = candidate.route;
-        let mut parents = route.parents.iter();
-        let selects =
-            |parent: &ParentReference| parent.key(&route.key) == *key && parent.selects(port);
-        if route.rules.is_ok() && parents.any(selects) {
-            let namespace = route.key.namespace.clone();
-            of_namespace.entry(namespace).or_default().push(candidate);
-        }
-    }
-    let mut consumers: BTreeMap<Arc<str>, Arc<Table>> = BTreeMap::new();
-    for (namespace, mut candidates) in of_namespace {
-        let table = Arc::new(merge(port.port, &mut candidates));
-        consumers.insert(namespace, table);
-    }
-    let producer = consumers.remove(&key.namespace);
-    let namespaces: BTreeSet<Arc<str>> = consumers.keys().cloned().collect();
-    PortTables {
-        producer,
-        consumers,
-        namespaces: (!namespaces.is_empty()).then(|| Arc::new(namespaces)),
-    }
-}
-
-/// Merges routes in the order of their precedence. If there are GRPCRoutes, HTTPRoutes do not apply.
-fn merge(port: u16, candidates: &mut [&mut Candidate<'_>]) -> Table {
-    let is_grpc = |candidate: &Candidate<'_>| candidate.route.kind == Kind::GrpcRoute;
-    let grpc = candidates.iter().any(|candidate| is_grpc(candidate));
-    let (mut matches, mut rules) = (Vec::new(), Vec::new());
+/// Merges the routes at these positions, in the order of their precedence. If there are GRPCRoutes,
+/// HTTPRoutes do not apply.
+fn merge(candidates: &[Candidate<'_>], selected: &[usize]) -> (Arc<Table>, Vec<(usize, Verdict)>) {
+    let is_grpc = |position: &usize| candidates[*position].route.kind == Kind::GrpcRoute;
+    let grpc = selected.iter().any(is_grpc);
+    let (mut matches, mut rules, mut verdicts) = (Vec::new(), Vec::new(), Vec::new());
     let (mut patterns, mut bytes) = (0, 0);
-    for candidate in candidates {
+    for position in selected {
+        let candidate = &candidates[*position];
         let parsed = candidate.route.rules.iter().flatten();
         let own = parsed.clone().flat_map(|parsed| &parsed.matches);
         let own_matches = own.clone().count();
         let own_patterns: usize = own.map(|one| matches::patterns(one)).sum();
-        let verdict = if is_grpc(candidate) != grpc {
+        let verdict = if is_grpc(position) != grpc {
             Verdict::Conflicted
-        } else if matches.len() + own_matches > MAX_MATCHES
+        } else if candidate.is_surplus
+            || matches.len() + own_matches > MAX_MATCHES
             || patterns + own_patterns > MAX_PATTERNS
             || bytes + candidate.route.bytes > MAX_BYTES
         {
@@ -209,7 +178,7 @@ fn merge(port: u16, candidates: &mut [&mut Candidate<'_>]) -> Table {
         } else {
             Verdict::Accepted
         };
-        candidate.verdicts.insert(port, verdict);
+        verdicts.push((*position, verdict));
         if verdict != Verdict::Accepted {
             continue;
         }
@@ -223,15 +192,23 @@ fn merge(port: u16, candidates: &mut [&mut Candidate<'_>]) -> Table {
     }
     // Stable: of equal ranks, the oldest route and the first rule come first.
     matches.sort_by_key(|(_, one): &(u32, Arc<Match>)| one.rank);
-    Table {
+    let table = Table {
         version: version::of("routes", &(&matches, &rules, grpc)),
         matches,
         rules,
         grpc,
-    }
+    };
+    (Arc::new(table), verdicts)
 }
 
 impl Candidate<'_> {
+    fn selects(&self, key: &Key, port: &ServicePort) -> bool {
+        let mut parents = self.route.parents.iter();
+        let selects =
+            |parent: &ParentReference| parent.key(&self.route.key) == *key && parent.selects(port);
+        self.route.rules.is_ok() && parents.any(selects)
+    }
+
     fn conditions(
         &self,
         key: &Key,
@@ -239,9 +216,9 @@ impl Candidate<'_> {
         parent: &ParentReference,
     ) -> Vec<Condition> {
         let accepted = self.accepted(key, service, parent);
-        match &self.route.rules {
-            Err(_) => vec![accepted],
-            Ok(_) => vec![accepted, self.resolved_refs()],
+        match self.route.rules.is_ok() && !self.is_surplus {
+            true => vec![accepted, self.resolved_refs()],
+            false => vec![accepted],
         }
     }
 
@@ -293,8 +270,8 @@ impl Candidate<'_> {
             }
             Some(_) => {
                 let message = format!(
-                    "with older routes, {key} would have more than {MAX_MATCHES} matches, \
-                     {MAX_PATTERNS} regular expressions or {MAX_BYTES} bytes of routes"
+                    "with older routes, {key} would have more than {MAX_ROUTES} routes, \
+                     {MAX_MATCHES} matches, {MAX_PATTERNS} regular expressions or {MAX_BYTES} bytes"
                 );
                 rejected(UNSUPPORTED_VALUE, message)
             }

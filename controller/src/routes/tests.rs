@@ -75,8 +75,7 @@ fn attach_all(routes: &[Route]) -> Attachment {
 
 fn table(routes: &[Route]) -> std::sync::Arc<Table> {
     let attachment = attach_all(routes);
-    let table = attachment.tables[&80].of_client("elsewhere");
-    table.expect("producer routes").clone()
+    attachment.tables[&80].clone()
 }
 
 /// The rules of the matches in their order, each as the name of its first backend.
@@ -247,49 +246,22 @@ fn grpc_matches_are_paths_in_the_order_of_the_specification() {
 }
 
 #[test]
-fn routes_of_a_namespace_are_for_its_clients_and_those_of_the_service_for_all_others() {
-    let producer = route("p", 0, json!([rule("p", json!([]))]));
-    let consumer = route_of(Kind::HttpRoute, "c", "r", 0, json!([rule("c", json!([]))]));
-    let attachment = attach_all(&[producer, consumer]);
-    let tables = &attachment.tables[&80];
-    for (client, expected) in [
-        ("c", "c/c"),
-        ("shop", "shop/p"),
-        ("x", "shop/p"),
-        ("", "shop/p"),
-    ] {
-        let backend = &tables.of_client(client).unwrap().rules[0].backends[0];
-        assert_eq!(backend.target, expected, "{client}");
-    }
-    let namespaces = tables.namespaces.as_deref().unwrap();
-    assert_eq!(
-        namespaces.iter().map(|name| &**name).collect::<Vec<_>>(),
-        ["c"]
-    );
-}
-
-#[test]
 fn grpc_routes_exclude_http_routes_of_the_same_port_and_namespace() {
-    let kinds = |grpc_namespace: &str, grpc_rules: Value| {
-        let grpc = route_of(Kind::GrpcRoute, grpc_namespace, "g", 9, grpc_rules);
+    let kinds = |grpc_rules: Value| {
+        let grpc = route_of(Kind::GrpcRoute, "shop", "g", 9, grpc_rules);
         attach_all(&[grpc, route("h", 0, json!([rule("h", json!([]))]))])
     };
     let http = |attachment: &Attachment| conditions(attachment, Kind::HttpRoute, "shop", "h");
-    let same = kinds("shop", json!([{}]));
+    let same = kinds(json!([{}]));
     assert_eq!(
         http(&same),
         ["not Accepted Conflicted", "ResolvedRefs ResolvedRefs"]
     );
-    assert!(same.tables[&80].of_client("").unwrap().grpc);
+    assert!(same.tables[&80].grpc);
     let accepted = ["Accepted Accepted", "ResolvedRefs ResolvedRefs"];
-    assert_eq!(
-        http(&kinds("other", json!([{}]))),
-        accepted,
-        "of another namespace"
-    );
     let invalid = json!([{"matches": [{"method": {}}]}]);
     assert_eq!(
-        http(&kinds("shop", invalid)),
+        http(&kinds(invalid)),
         accepted,
         "an invalid one excludes nothing"
     );
@@ -298,10 +270,7 @@ fn grpc_routes_exclude_http_routes_of_the_same_port_and_namespace() {
     grpc.parents[0].port = Some(90);
     let both = attach_all(&[grpc, route("h", 0, json!([rule("h", json!([]))]))]);
     assert_eq!(http(&both), accepted);
-    assert!(
-        both.tables[&90].of_client("").unwrap().grpc
-            && !both.tables[&80].of_client("").unwrap().grpc
-    );
+    assert!(both.tables[&90].grpc && !both.tables[&80].grpc);
 }
 
 #[test]
@@ -627,7 +596,7 @@ fn invalid_references_are_reported_and_leave_a_backend_without_a_name() {
         routes.iter().collect(),
         resolve,
     );
-    let table = attachment.tables[&80].of_client("").unwrap();
+    let table = &attachment.tables[&80];
     let backends = table.rules[0].backends.iter();
     let backends: Vec<(&str, u32)> = backends.map(|one| (&*one.target, one.weight)).collect();
     assert_eq!(backends, [("shop/a:80", 9), ("", 1)]);

@@ -11,7 +11,7 @@ use k8s_openapi::{
     api::{
         admissionregistration::v1::MutatingWebhookConfiguration,
         apps::v1::Deployment,
-        core::v1::{ConfigMap, Namespace, Node, Pod, Secret},
+        core::v1::{ConfigMap, Namespace, Node, Pod, Secret, Service},
     },
     apimachinery::pkg::version::Info,
 };
@@ -56,6 +56,8 @@ pub struct Facts {
     pub pods: Fact<Vec<Pod>>,
     /// The responses of proxies that are not ready to `/ready`, by `namespace/name` of the pod.
     pub ready_pages: BTreeMap<String, String>,
+    /// The Services of all namespaces.
+    pub services: Fact<Vec<Service>>,
     /// The controllers of pods in all namespaces.
     pub workloads: Fact<Vec<Workload>>,
     /// The Deployments in the namespace of the mesh.
@@ -108,6 +110,7 @@ impl Facts {
             nodes,
             namespaces,
             pods,
+            services,
             deployments,
             roots,
             webhook,
@@ -119,6 +122,7 @@ impl Facts {
             gateway_api,
             routes,
         ) = join!(
+            list(Api::all(client.clone()), &all),
             list(Api::all(client.clone()), &all),
             list(Api::all(client.clone()), &all),
             list(Api::all(client.clone()), &all),
@@ -147,6 +151,7 @@ impl Facts {
             namespaces,
             pods,
             ready_pages,
+            services,
             workloads,
             deployments,
             webhook,
@@ -283,6 +288,7 @@ pub(super) mod testing {
             namespaces: unknown(),
             pods: unknown(),
             ready_pages: BTreeMap::new(),
+            services: unknown(),
             workloads: unknown(),
             deployments: unknown(),
             webhook: unknown(),
@@ -293,6 +299,16 @@ pub(super) mod testing {
             gateway_api: unknown(),
             routes: unknown(),
             dry_run: unknown(),
+        }
+    }
+
+    /// These pods, and the namespace `shop` with these labels.
+    pub(crate) fn facts(pods: Vec<Pod>, labels: Value) -> Facts {
+        let namespace = json!({"metadata": {"name": "shop", "labels": labels}});
+        Facts {
+            pods: Ok(pods),
+            namespaces: Ok(vec![object(namespace)]),
+            ..unknown_facts()
         }
     }
 
@@ -329,7 +345,7 @@ pub(super) mod testing {
     pub(crate) fn deployment(name: &str, available: i32, env: Value) -> Deployment {
         object(json!({
             "metadata": {"name": name},
-            "spec": {"replicas": 2, "selector": {}, "template": {"spec": {"containers": [
+            "spec": {"replicas": 2, "selector": {}, "template": {"metadata": {"labels": {"app": name}}, "spec": {"containers": [
                 {"name": name, "image": format!("diy-sm-{name}:1.0"), "env": env}]}}},
             "status": {"availableReplicas": available},
         }))

@@ -17,9 +17,8 @@ const OPTIONAL_FIELDS: [&str; 2] = ["retry", "sessionPersistence"];
 
 /// The definitions of the Gateway API are complete and current, or not installed at all.
 pub(super) fn definitions(facts: &Facts) -> Vec<Finding> {
-    const CHECK: &str = "gateway-api";
     let definitions = match &facts.gateway_api {
-        Err(reason) => return vec![Finding::unknown(CHECK, reason)],
+        Err(reason) => return vec![Finding::unknown(reason)],
         Ok(definitions) => definitions,
     };
     let kind = |definition: &Value| definition["spec"]["names"]["kind"].clone();
@@ -31,11 +30,11 @@ pub(super) fn definitions(facts: &Facts) -> Vec<Finding> {
     if missing.len() == REQUIRED.len() {
         let text =
             "not installed: the cluster has no HTTPRoutes and GRPCRoutes, and the mesh needs none";
-        return vec![Finding::ok(CHECK, text)];
+        return vec![Finding::ok(text)];
     }
     if !missing.is_empty() {
         let text = format!("{} is not installed", missing.join(", "));
-        return vec![Finding::warning(CHECK, text, INSTALL_ADVICE)];
+        return vec![Finding::warning(text, INSTALL_ADVICE)];
     }
     let annotations = |name: &str| -> BTreeSet<String> {
         let read = |one: &Value| {
@@ -54,11 +53,11 @@ pub(super) fn definitions(facts: &Facts) -> Vec<Finding> {
     if versions.len() > 1 || channels.len() > 1 {
         let text = format!("{text}: the definitions are of different releases");
         let advice = "install all definitions of one release and channel";
-        return vec![Finding::warning(CHECK, text, advice)];
+        return vec![Finding::warning(text, advice)];
     }
     if versions.iter().any(|version| is_old(version)) {
         let text = format!("{text}: too old");
-        return vec![Finding::warning(CHECK, text, INSTALL_ADVICE)];
+        return vec![Finding::warning(text, INSTALL_ADVICE)];
     }
     let lacks = |name: &str| {
         let fields = find(name).map(rule_fields).unwrap_or_default();
@@ -72,7 +71,7 @@ pub(super) fn definitions(facts: &Facts) -> Vec<Finding> {
         true => String::new(),
         false => format!("; {}", lacking.join(", ")),
     };
-    vec![Finding::ok(CHECK, text + &suffix)]
+    vec![Finding::ok(text + &suffix)]
 }
 
 /// The fields of rules in the schema of a definition.
@@ -99,9 +98,8 @@ fn is_old(version: &str) -> bool {
 
 /// The mesh has accepted the routes, and all of their references resolve.
 pub(super) fn routes(facts: &Facts) -> Vec<Finding> {
-    const CHECK: &str = "routes";
     let routes = match &facts.routes {
-        Err(reason) => return vec![Finding::unknown(CHECK, reason)],
+        Err(reason) => return vec![Finding::unknown(reason)],
         Ok(routes) if routes.is_empty() => return Vec::new(),
         Ok(routes) => routes,
     };
@@ -127,7 +125,7 @@ pub(super) fn routes(facts: &Facts) -> Vec<Finding> {
     if !invalid.is_empty() {
         let text = "routes with errors: requests that they match fail, or the route has no effect";
         let advice = "correct the routes; mesh routes lists all conditions";
-        findings.push(Finding::problem(CHECK, text, advice).with_details(invalid));
+        findings.push(Finding::problem(text, advice).with_details(invalid));
     }
     if !pending.is_empty() {
         let text =
@@ -136,11 +134,11 @@ pub(super) fn routes(facts: &Facts) -> Vec<Finding> {
             "if this persists, see the log of the controllers: kubectl logs -n {} -l app=controller",
             facts.namespace
         );
-        findings.push(Finding::warning(CHECK, text, advice).with_details(pending));
+        findings.push(Finding::warning(text, advice).with_details(pending));
     }
     if findings.is_empty() {
         let text = format!("{} accepted", count(routes.len(), "route is", "routes are"));
-        findings.push(Finding::ok(CHECK, text));
+        findings.push(Finding::ok(text));
     }
     findings
 }

@@ -3,6 +3,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use k8s_openapi::api::core::v1::ConfigMap;
+
 use super::{
     Finding, certificates, count,
     facts::{Facts, ROOTS},
@@ -21,9 +23,8 @@ const CLOCK_SKEW_WARNING_MS: i64 = 30 * 1000;
 
 /// A certificate authority exists and does not expire soon.
 pub(super) fn authority(facts: &Facts) -> Vec<Finding> {
-    const CHECK: &str = "authority";
     let mesh = match &facts.identity {
-        Err(reason) => return vec![Finding::unknown(CHECK, reason)],
+        Err(reason) => return vec![Finding::unknown(reason)],
         Ok(mesh) => mesh,
     };
     let mut findings = Vec::new();
@@ -31,7 +32,7 @@ pub(super) fn authority(facts: &Facts) -> Vec<Finding> {
         let advice = "the last valid state stays in effect, but certificates may not be issued: correct the reported error";
         let text = "the certificate authority cannot be read or used";
         findings.push(
-            Finding::problem(CHECK, text, advice).with_details(
+            Finding::problem(text, advice).with_details(
                 mesh.problems
                     .iter()
                     .map(|(name, problem)| format!("{name}: {problem}")),
@@ -45,7 +46,6 @@ pub(super) fn authority(facts: &Facts) -> Vec<Finding> {
             .map(|(name, error)| format!("{name}: {error}"));
         findings.push(
             Finding::warning(
-                CHECK,
                 "some controllers do not respond",
                 "check that they are ready: kubectl get pods",
             )
@@ -55,7 +55,6 @@ pub(super) fn authority(facts: &Facts) -> Vec<Finding> {
     match &mesh.issuer {
         None if mesh.problems.is_empty() => {
             findings.push(Finding::problem(
-                CHECK,
                 "the mesh has no certificate authority",
                 "the controller creates it at startup: see its log",
             ));
@@ -77,7 +76,7 @@ pub(super) fn authority(facts: &Facts) -> Vec<Finding> {
                     mesh.trust_domain,
                     format_duration(remaining)
                 );
-                findings.push(Finding::ok(CHECK, text));
+                findings.push(Finding::ok(text));
             }
         }
     }
@@ -85,7 +84,6 @@ pub(super) fn authority(facts: &Facts) -> Vec<Finding> {
 }
 
 fn expires_soon(name: &str, authority: &Authority, now: u64) -> Option<Finding> {
-    const CHECK: &str = "authority";
     let (lifetime, remaining) = (
         authority.not_after.saturating_sub(issued_at(authority)),
         authority.not_after.saturating_sub(now),
@@ -97,7 +95,6 @@ fn expires_soon(name: &str, authority: &Authority, now: u64) -> Option<Finding> 
     };
     match remaining {
         0 => Some(Finding::problem(
-            CHECK,
             format!(
                 "{name} ({}) has expired: all certificates of the mesh are invalid",
                 authority.subject
@@ -105,7 +102,6 @@ fn expires_soon(name: &str, authority: &Authority, now: u64) -> Option<Finding> 
             advice,
         )),
         _ if remaining < lifetime / 3 => Some(Finding::warning(
-            CHECK,
             format!(
                 "{name} ({}) expires in {}",
                 authority.subject,
@@ -119,7 +115,6 @@ fn expires_soon(name: &str, authority: &Authority, now: u64) -> Option<Finding> 
 
 /// A root rotation makes progress.
 pub(super) fn rotation(facts: &Facts) -> Vec<Finding> {
-    const CHECK: &str = "rotation";
     let Ok(mesh) = &facts.identity else {
         return Vec::new();
     };
@@ -128,7 +123,7 @@ pub(super) fn rotation(facts: &Facts) -> Vec<Finding> {
         return Vec::new();
     }
     if is_steady(rotation) {
-        return vec![Finding::ok(CHECK, describe_phase(rotation))];
+        return vec![Finding::ok(describe_phase(rotation))];
     }
     let elapsed = facts.now.saturating_sub(rotation.since);
     let text = format!(
@@ -138,50 +133,42 @@ pub(super) fn rotation(facts: &Facts) -> Vec<Finding> {
         describe_phase(rotation)
     );
     if elapsed < MAX_PHASE_DURATION || rotation.waiting.is_empty() {
-        return vec![Finding::ok(CHECK, text)];
+        return vec![Finding::ok(text)];
     }
     let advice = "see the logs of the listed pods (kubectl logs -c proxy), or return to the previous root with `mesh rotate-root --abandon`";
     let waiting = rotation
         .waiting
         .iter()
         .map(|item| format!("waiting for {item}"));
-    vec![Finding::warning(CHECK, text, advice).with_details(waiting)]
+    vec![Finding::warning(text, advice).with_details(waiting)]
 }
 
 /// Every namespace with meshed pods contains the current trust roots.
 pub(super) fn roots(facts: &Facts) -> Vec<Finding> {
-    const CHECK: &str = "roots";
     let (pods, maps) = match (&facts.pods, &facts.roots) {
         (Ok(pods), Ok(maps)) => (pods, maps),
-        (Err(reason), _) | (_, Err(reason)) => return vec![Finding::unknown(CHECK, reason)],
+        (Err(reason), _) | (_, Err(reason)) => return vec![Finding::unknown(reason)],
     };
-    let published: BTreeMap<&str, &str> = maps
+    let published: BTreeMap<&str, &ConfigMap> = maps
         .iter()
-        .filter_map(|map| {
-            Some((
-                map.metadata.namespace.as_deref()?,
-                map.data.as_ref()?.get("roots.pem")?.as_str(),
-            ))
-        })
+        .filter_map(|map| Some((map.metadata.namespace.as_deref()?, map)))
         .collect();
-    // The controller writes the ConfigMap of a namespace after its first meshed pod.
-    let needed: BTreeSet<&str> = pods::meshed(pods)
-        .filter(|pod| pods::age(pod, facts.now) > pods::READY_TIMEOUT)
-        .filter_map(|pod| pod.metadata.namespace.as_deref())
-        .collect();
+    let mut needed: BTreeMap<&str, u64> = BTreeMap::new();
+    for pod in pods::meshed(pods) {
+        let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
+        let age = needed.entry(namespace).or_default();
+        *age = pods::age(pod, facts.now).max(*age);
+    }
     let (mut missing, mut outdated) = (Vec::new(), Vec::new());
-    for namespace in &needed {
-        match published.get(namespace) {
-            None => missing.push((*namespace).to_owned()),
-            Some(pem)
-                if facts
-                    .identity
-                    .as_ref()
-                    .is_ok_and(|mesh| lacks_current_root(pem, mesh)) =>
-            {
-                outdated.push((*namespace).to_owned())
+    for (namespace, age) in &needed {
+        match (published.get(namespace), &facts.identity) {
+            // The controller writes the ConfigMap of a namespace after its first meshed pod.
+            (None, _) if *age <= pods::READY_TIMEOUT => {}
+            (None, _) => missing.push((*namespace).to_owned()),
+            (Some(map), Ok(mesh)) if lacks_current_root(map, mesh) => {
+                outdated.push(describe_outdated(namespace, map))
             }
-            Some(_) => {}
+            (Some(_), _) => {}
         }
     }
     let mut findings = Vec::new();
@@ -191,27 +178,41 @@ pub(super) fn roots(facts: &Facts) -> Vec<Finding> {
             "{} without ConfigMap {ROOTS}: new meshed pods do not start there",
             count(missing.len(), "namespace", "namespaces")
         );
-        findings.push(Finding::problem(CHECK, text, advice).with_details(missing));
+        findings.push(Finding::problem(text, advice).with_details(missing));
     }
     if !outdated.is_empty() {
         let text = format!(
-            "{} whose ConfigMap {ROOTS} lacks a current root",
+            "{} whose ConfigMap {ROOTS} lacks a current root: new meshed pods do not start there",
             count(outdated.len(), "namespace", "namespaces")
         );
-        findings.push(Finding::problem(CHECK, text, advice).with_details(outdated));
+        findings.push(Finding::problem(text, advice).with_details(outdated));
+    }
+    if let (Err(reason), true) = (&facts.identity, findings.is_empty()) {
+        findings.push(Finding::unknown(reason));
     }
     if findings.is_empty() {
         let text = format!(
             "{} with meshed pods, all with the current roots",
             count(needed.len(), "namespace", "namespaces")
         );
-        findings.push(Finding::ok(CHECK, text));
+        findings.push(Finding::ok(text));
     }
     findings
 }
 
-fn lacks_current_root(pem: &str, mesh: &Mesh) -> bool {
-    let fingerprints = certificates::fingerprints(pem.as_bytes());
+fn describe_outdated(namespace: &str, map: &ConfigMap) -> String {
+    match map.immutable {
+        Some(true) => format!(
+            "{namespace}: it is immutable, so the controller cannot correct it: delete it (kubectl delete configmap -n {namespace} {ROOTS}), \
+             then scale the meshed workloads of the namespace to 0 and back: kubelets keep an immutable ConfigMap while a pod uses it"
+        ),
+        _ => namespace.to_owned(),
+    }
+}
+
+fn lacks_current_root(map: &ConfigMap, mesh: &Mesh) -> bool {
+    let pem = map.data.as_ref().and_then(|data| data.get("roots.pem"));
+    let fingerprints = certificates::fingerprints(pem.map_or(b"", |pem| pem.as_bytes()));
     mesh.roots.iter().any(|root| {
         !fingerprints
             .iter()
@@ -229,7 +230,6 @@ fn is_untrusted(mesh: &Mesh, issuer: &str) -> bool {
 
 /// Every ready proxy is connected to a controller and has a valid certificate of a trusted root.
 pub(super) fn workloads(facts: &Facts) -> Vec<Finding> {
-    const CHECK: &str = "certificates";
     let Ok(mesh) = &facts.identity else {
         return Vec::new();
     };
@@ -261,7 +261,7 @@ pub(super) fn workloads(facts: &Facts) -> Vec<Finding> {
             "{} expired: other proxies reject their connections",
             count(expired.len(), "certificate has", "certificates have")
         );
-        findings.push(Finding::problem(CHECK, text, advice).with_details(expired));
+        findings.push(Finding::problem(text, advice).with_details(expired));
     }
     if !untrusted.is_empty() {
         let text = format!(
@@ -270,14 +270,14 @@ pub(super) fn workloads(facts: &Facts) -> Vec<Finding> {
         );
         let advice = "the CA was replaced without a rotation (see `mesh identity`). A connected proxy gets a new certificate within a minute; \
                       if it does not, see its log: kubectl logs -n NAMESPACE POD -c proxy";
-        findings.push(Finding::problem(CHECK, text, advice).with_details(untrusted));
+        findings.push(Finding::problem(text, advice).with_details(untrusted));
     }
     if !overdue.is_empty() {
         let text = format!(
             "{} not been renewed in time",
             count(overdue.len(), "certificate has", "certificates have")
         );
-        findings.push(Finding::warning(CHECK, text, advice).with_details(overdue));
+        findings.push(Finding::warning(text, advice).with_details(overdue));
     }
     if let Ok(pods) = &facts.pods {
         let connected: BTreeSet<String> = mesh
@@ -295,7 +295,7 @@ pub(super) fn workloads(facts: &Facts) -> Vec<Finding> {
                 count(disconnected.len(), "proxy is", "proxies are")
             );
             let advice = "check the NetworkPolicies and the logs of the proxies: kubectl logs -n NAMESPACE POD -c proxy";
-            findings.push(Finding::warning(CHECK, text, advice).with_details(disconnected));
+            findings.push(Finding::warning(text, advice).with_details(disconnected));
         }
     }
     if findings.is_empty() {
@@ -305,24 +305,20 @@ pub(super) fn workloads(facts: &Facts) -> Vec<Finding> {
             format!(", {} pending", pending.len())
         };
         let valid = mesh.workloads.len() - pending.len();
-        findings.push(Finding::ok(
-            CHECK,
-            format!(
-                "{} valid{suffix}",
-                count(
-                    valid,
-                    "workload's certificate is",
-                    "workloads' certificates are"
-                )
-            ),
-        ));
+        findings.push(Finding::ok(format!(
+            "{} valid{suffix}",
+            count(
+                valid,
+                "workload's certificate is",
+                "workloads' certificates are"
+            )
+        )));
     }
     findings
 }
 
 /// The clocks of proxies and controllers are synchronized.
 pub(super) fn clocks(facts: &Facts) -> Vec<Finding> {
-    const CHECK: &str = "clocks";
     let Ok(mesh) = &facts.identity else {
         return Vec::new();
     };
@@ -333,7 +329,6 @@ pub(super) fn clocks(facts: &Facts) -> Vec<Finding> {
         .collect();
     if skewed.is_empty() {
         return vec![Finding::ok(
-            CHECK,
             "the clocks of proxies and controllers are synchronized",
         )];
     }
@@ -362,9 +357,9 @@ pub(super) fn clocks(facts: &Facts) -> Vec<Finding> {
         .iter()
         .any(|workload| workload.clock_skew_ms.abs() > MAX_CLOCK_SKEW_MS);
     let finding = if exceeds_limit {
-        Finding::problem(CHECK, text, advice)
+        Finding::problem(text, advice)
     } else {
-        Finding::warning(CHECK, text, advice)
+        Finding::warning(text, advice)
     };
     vec![finding.with_details(details)]
 }
@@ -538,12 +533,22 @@ mod tests {
         // 30 s after 2020-01-01, the creation of the pods.
         young.now = 1_577_836_830;
         assert_eq!(roots_finding(&young).level, Level::Ok);
+        young.identity = Err("no controller".into());
+        assert_eq!(roots_finding(&young).level, Level::Warning);
         let (level, text, _) = with(
             json!([{"metadata": {"namespace": "shop", "name": ROOTS}, "data": {"roots.pem": ""}}]),
         );
         assert!(
             level == Level::Problem && text.contains("lacks a current root"),
             "{text}"
+        );
+        let (_, text, details) = with(
+            json!([{"metadata": {"namespace": "shop", "name": ROOTS}, "immutable": true, "data": {"other": ""}}]),
+        );
+        assert!(
+            text.contains("lacks a current root")
+                && details[0].starts_with("shop: it is immutable"),
+            "{text} {details:?}"
         );
     }
 

@@ -8,6 +8,7 @@ mod identity;
 mod permissions;
 mod platform;
 mod pods;
+mod services;
 mod settings;
 mod webhook;
 mod workloads;
@@ -31,7 +32,7 @@ pub enum Level {
 /// The result of a check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// The name of the check.
+    /// The name of the check. [`run`] sets it.
     pub check: &'static str,
     /// The severity.
     pub level: Level,
@@ -49,9 +50,9 @@ pub struct Finding {
 const MAX_DETAILS: usize = 10;
 
 impl Finding {
-    fn ok(check: &'static str, text: impl Into<String>) -> Self {
+    fn ok(text: impl Into<String>) -> Self {
         Self {
-            check,
+            check: "",
             level: Level::Ok,
             text: text.into(),
             details: Vec::new(),
@@ -59,24 +60,24 @@ impl Finding {
         }
     }
 
-    fn warning(check: &'static str, text: impl Into<String>, advice: impl Into<String>) -> Self {
+    fn warning(text: impl Into<String>, advice: impl Into<String>) -> Self {
         Self {
             level: Level::Warning,
             advice: advice.into(),
-            ..Self::ok(check, text)
+            ..Self::ok(text)
         }
     }
 
-    fn problem(check: &'static str, text: impl Into<String>, advice: impl Into<String>) -> Self {
+    fn problem(text: impl Into<String>, advice: impl Into<String>) -> Self {
         Self {
             level: Level::Problem,
-            ..Self::warning(check, text, advice)
+            ..Self::warning(text, advice)
         }
     }
 
     /// A fact could not be read.
-    fn unknown(check: &'static str, reason: &str) -> Self {
-        Self::warning(check, format!("cannot be checked: {reason}"), "")
+    fn unknown(reason: &str) -> Self {
+        Self::warning(format!("cannot be checked: {reason}"), "")
     }
 
     fn with_details(mut self, details: impl IntoIterator<Item = String>) -> Self {
@@ -89,30 +90,38 @@ impl Finding {
     }
 }
 
+type Check = fn(&Facts) -> Vec<Finding>;
+
 /// Runs all checks.
 pub fn run(facts: &Facts) -> Vec<Finding> {
-    let checks: [fn(&Facts) -> Vec<Finding>; 19] = [
-        platform::kubernetes,
-        platform::components,
-        platform::versions,
-        permissions::permissions,
-        webhook::configuration,
-        webhook::ca_bundle,
-        webhook::injection,
-        identity::authority,
-        identity::rotation,
-        identity::roots,
-        settings::labels_and_annotations,
-        settings::strict,
-        workloads::workloads,
-        gateway::definitions,
-        gateway::routes,
-        pods::injected,
-        pods::proxies,
-        identity::workloads,
-        identity::clocks,
+    let checks: [(&str, Check); 21] = [
+        ("kubernetes", platform::kubernetes),
+        ("controller", platform::controller),
+        ("injector", platform::injector),
+        ("versions", platform::versions),
+        ("services", services::services),
+        ("rights", permissions::permissions),
+        ("webhook", webhook::configuration),
+        ("caBundle", webhook::ca_bundle),
+        ("injection", webhook::injection),
+        ("authority", identity::authority),
+        ("rotation", identity::rotation),
+        ("roots", identity::roots),
+        ("wishes", settings::labels_and_annotations),
+        ("strict", settings::strict),
+        ("workloads", workloads::workloads),
+        ("gateway-api", gateway::definitions),
+        ("routes", gateway::routes),
+        ("pods", pods::injected),
+        ("proxies", pods::proxies),
+        ("certificates", identity::workloads),
+        ("clocks", identity::clocks),
     ];
-    checks.into_iter().flat_map(|check| check(facts)).collect()
+    let findings = checks.map(|(check, find)| {
+        let findings = find(facts).into_iter();
+        findings.map(move |finding| Finding { check, ..finding })
+    });
+    findings.into_iter().flatten().collect()
 }
 
 /// `1 pod`, `2 pods`.
@@ -127,7 +136,7 @@ mod tests {
     #[test]
     fn limits_the_number_of_details() {
         let finding =
-            Finding::problem("x", "y", "z").with_details((0..13).map(|number| number.to_string()));
+            Finding::problem("y", "z").with_details((0..13).map(|number| number.to_string()));
         assert_eq!(
             (finding.details.len(), finding.details[10].as_str()),
             (11, "and 3 more")

@@ -63,9 +63,8 @@ impl std::fmt::Display for Permission {
 
 /// The service accounts of the mesh have the permissions that they need.
 pub(super) fn permissions(facts: &Facts) -> Vec<Finding> {
-    const CHECK: &str = "rights";
     vec![match &facts.permissions {
-        Err(reason) => Finding::unknown(CHECK, reason),
+        Err(reason) => Finding::unknown(reason),
         Ok(permissions) => {
             let missing: Vec<String> = permissions
                 .iter()
@@ -73,20 +72,17 @@ pub(super) fn permissions(facts: &Facts) -> Vec<Finding> {
                 .map(|(permission, _)| permission.to_string())
                 .collect();
             if missing.is_empty() {
-                Finding::ok(
-                    CHECK,
-                    format!(
-                        "the service accounts of the mesh have {}",
-                        count(permissions.len(), "permission", "permissions")
-                    ),
-                )
+                Finding::ok(format!(
+                    "the service accounts of the mesh have {}",
+                    count(permissions.len(), "permission", "permissions")
+                ))
             } else {
                 let text = format!(
                     "the service accounts of the mesh lack {}",
                     count(missing.len(), "permission", "permissions")
                 );
                 let advice = "restore the roles of manifests/controller.yaml and manifests/injector.yaml: kubectl apply -k manifests";
-                Finding::problem(CHECK, text, advice).with_details(missing)
+                Finding::problem(text, advice).with_details(missing)
             }
         }
     }]

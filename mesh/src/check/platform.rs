@@ -16,12 +16,10 @@ const UPGRADE_ADVICE: &str = "upgrade to Kubernetes 1.29 or newer: the proxies a
 
 /// The API server and the kubelets support native sidecars.
 pub(super) fn kubernetes(facts: &Facts) -> Vec<Finding> {
-    const CHECK: &str = "kubernetes";
     let server = &facts.version.git_version;
     let mut findings = Vec::new();
     if is_old(&format!("{}.{}", facts.version.major, facts.version.minor)) {
         findings.push(Finding::problem(
-            CHECK,
             format!("the version of the API server, {server}, is too old"),
             UPGRADE_ADVICE,
         ));
@@ -41,7 +39,7 @@ pub(super) fn kubernetes(facts: &Facts) -> Vec<Finding> {
         nodes.iter().filter_map(version).collect::<Vec<_>>()
     });
     match versions {
-        Err(reason) => findings.push(Finding::unknown("kubelets", reason)),
+        Err(reason) => findings.push(Finding::unknown(&format!("kubelets: {reason}"))),
         Ok(nodes) => {
             let old: Vec<String> = nodes
                 .iter()
@@ -53,15 +51,12 @@ pub(super) fn kubernetes(facts: &Facts) -> Vec<Finding> {
                     "{} with a kubelet that is too old",
                     count(old.len(), "node", "nodes")
                 );
-                findings.push(Finding::problem(CHECK, text, UPGRADE_ADVICE).with_details(old));
+                findings.push(Finding::problem(text, UPGRADE_ADVICE).with_details(old));
             } else if findings.is_empty() {
-                return vec![Finding::ok(
-                    CHECK,
-                    format!(
-                        "Kubernetes {server}, {}",
-                        count(nodes.len(), "node", "nodes")
-                    ),
-                )];
+                return vec![Finding::ok(format!(
+                    "Kubernetes {server}, {}",
+                    count(nodes.len(), "node", "nodes")
+                ))];
             }
         }
     }
@@ -78,48 +73,49 @@ fn is_old(version: &str) -> bool {
     matches!((numbers.next().flatten(), numbers.next().flatten()), (Some(major), Some(minor)) if (major, minor) < MIN_VERSION)
 }
 
-/// The controller and the injector are available.
-pub(super) fn components(facts: &Facts) -> Vec<Finding> {
+/// The controller is available.
+pub(super) fn controller(facts: &Facts) -> Vec<Finding> {
+    let effect = "proxies receive no certificates and no endpoint changes; they continue with the last known state";
+    vec![component(facts, "controller", effect)]
+}
+
+/// The injector is available.
+pub(super) fn injector(facts: &Facts) -> Vec<Finding> {
+    let effect = "pods that request injection cannot be created";
+    vec![component(facts, "injector", effect)]
+}
+
+fn component(facts: &Facts, name: &str, effect: &str) -> Finding {
     let deployments = match &facts.deployments {
         Ok(deployments) => deployments,
-        Err(reason) => return vec![Finding::unknown("parts", reason)],
+        Err(reason) => return Finding::unknown(reason),
     };
     let namespace = &facts.namespace;
-    let component = |check: &'static str, effect: &str| {
-        let Some(deployment) = find(deployments, check) else {
-            return Finding::problem(
-                check,
-                format!("Deployment {namespace}/{check} not found"),
-                "install the mesh (kubectl apply -k manifests), or set its namespace with --namespace",
-            );
-        };
-        let desired = deployment
-            .spec
-            .as_ref()
-            .and_then(|spec| spec.replicas)
-            .unwrap_or(1);
-        let available = deployment
-            .status
-            .as_ref()
-            .and_then(|status| status.available_replicas)
-            .unwrap_or(0);
-        let text = format!("{available} of {desired} replicas are available");
-        let advice = format!(
-            "kubectl describe -n {namespace} deployment/{check}; kubectl logs -n {namespace} deployment/{check}"
+    let Some(deployment) = find(deployments, name) else {
+        return Finding::problem(
+            format!("Deployment {namespace}/{name} not found"),
+            "install the mesh (kubectl apply -k manifests), or set its namespace with --namespace",
         );
-        match available {
-            0 => Finding::problem(check, format!("{text}: {effect}"), advice),
-            _ if available < desired => Finding::warning(check, text, advice),
-            _ => Finding::ok(check, text),
-        }
     };
-    vec![
-        component(
-            "controller",
-            "proxies receive no certificates and no endpoint changes; they continue with the last known state",
-        ),
-        component("injector", "pods that request injection cannot be created"),
-    ]
+    let spec = deployment.spec.as_ref();
+    let desired = spec.and_then(|spec| spec.replicas).unwrap_or(1);
+    let status = deployment.status.as_ref();
+    let available = status.and_then(|status| status.available_replicas);
+    let available = available.unwrap_or(0);
+    if desired == 0 {
+        let text = format!("Deployment {namespace}/{name} is scaled to 0 replicas: {effect}");
+        let advice = format!("kubectl scale -n {namespace} deployment/{name} --replicas=2");
+        return Finding::problem(text, advice);
+    }
+    let text = format!("{available} of {desired} replicas are available");
+    let advice = format!(
+        "kubectl describe -n {namespace} deployment/{name}; kubectl logs -n {namespace} deployment/{name}"
+    );
+    match available {
+        0 => Finding::problem(format!("{text}: {effect}"), advice),
+        _ if available < desired => Finding::warning(text, advice),
+        _ => Finding::ok(text),
+    }
 }
 
 fn find<'a>(deployments: &'a [Deployment], name: &str) -> Option<&'a Deployment> {
@@ -130,7 +126,6 @@ fn find<'a>(deployments: &'a [Deployment], name: &str) -> Option<&'a Deployment>
 
 /// All components have one version, and running proxies have the image that new pods receive.
 pub(super) fn versions(facts: &Facts) -> Vec<Finding> {
-    const CHECK: &str = "versions";
     let Ok(deployments) = &facts.deployments else {
         return Vec::new();
     };
@@ -160,7 +155,6 @@ pub(super) fn versions(facts: &Facts) -> Vec<Finding> {
         let text = "controller, injector and the proxies of new pods have different versions";
         findings.push(
             Finding::warning(
-                CHECK,
                 text,
                 "complete the upgrade: apply the manifests of one version",
             )
@@ -168,7 +162,7 @@ pub(super) fn versions(facts: &Facts) -> Vec<Finding> {
         );
     }
     match &facts.pods {
-        Err(reason) => findings.push(Finding::unknown(CHECK, reason)),
+        Err(reason) => findings.push(Finding::unknown(reason)),
         Ok(pods) => findings.extend(outdated_proxies(pods, proxy)),
     }
     if let Ok(mesh) = &facts.identity {
@@ -186,7 +180,6 @@ pub(super) fn versions(facts: &Facts) -> Vec<Finding> {
             let text = "the running proxies have different versions";
             findings.push(
                 Finding::warning(
-                    CHECK,
                     text,
                     "restart the workloads with older proxies: kubectl rollout restart",
                 )
@@ -195,10 +188,10 @@ pub(super) fn versions(facts: &Facts) -> Vec<Finding> {
         }
     }
     if findings.is_empty() {
-        findings.push(Finding::ok(
-            CHECK,
-            format!("all components have one version ({})", tag(images[0])),
-        ));
+        findings.push(Finding::ok(format!(
+            "all components have one version ({})",
+            tag(images[0])
+        )));
     }
     findings
 }
@@ -215,7 +208,6 @@ fn outdated_proxies(pods: &[Pod], expected: &str) -> Option<Finding> {
             count(others.len(), "pod", "pods")
         );
         Finding::warning(
-            "versions",
             text,
             "a pod keeps its proxy image: restart its workload with kubectl rollout restart",
         )
@@ -300,16 +292,14 @@ mod tests {
             nodes: Ok(vec![node("a", "v1.34.0")]),
             ..unknown_facts()
         });
-        assert_eq!(
-            findings,
-            [Finding::ok("kubernetes", "Kubernetes v1.34.1, 1 node")]
-        );
+        assert_eq!(findings, [Finding::ok("Kubernetes v1.34.1, 1 node")]);
     }
 
     #[test]
     fn reports_unavailable_components() {
         let levels = |facts: &Facts| {
-            components(facts)
+            let findings = [controller(facts), injector(facts)].concat();
+            findings
                 .iter()
                 .map(|finding| finding.level)
                 .collect::<Vec<_>>()
@@ -317,7 +307,15 @@ mod tests {
         assert_eq!(levels(&with_components(2, "")), [Level::Ok, Level::Ok]);
         assert_eq!(levels(&with_components(1, "")), [Level::Warning, Level::Ok]);
         assert_eq!(levels(&with_components(0, "")), [Level::Problem, Level::Ok]);
-        let missing = components(&Facts {
+        let mut facts = with_components(0, "");
+        let deployment = &mut facts.deployments.as_mut().unwrap()[0];
+        deployment.spec.as_mut().unwrap().replicas = Some(0);
+        let scaled = &controller(&facts)[0];
+        assert!(
+            scaled.level == Level::Problem && scaled.text.contains("is scaled to 0 replicas"),
+            "{scaled:?}"
+        );
+        let missing = controller(&Facts {
             deployments: Ok(Vec::new()),
             ..unknown_facts()
         });

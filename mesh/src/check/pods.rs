@@ -89,10 +89,9 @@ pub(super) fn enabled(namespaces: &[Namespace]) -> BTreeSet<String> {
 
 /// Pods that request injection have a proxy.
 pub(super) fn injected(facts: &Facts) -> Vec<Finding> {
-    const CHECK: &str = "pods";
     let (pods, namespaces) = match (&facts.pods, &facts.namespaces) {
         (Ok(pods), Ok(namespaces)) => (pods, namespaces),
-        (Err(reason), _) | (_, Err(reason)) => return vec![Finding::unknown(CHECK, reason)],
+        (Err(reason), _) | (_, Err(reason)) => return vec![Finding::unknown(reason)],
     };
     let enabled = enabled(namespaces);
     let (mut missing, mut unsupported) = (Vec::new(), Vec::new());
@@ -132,7 +131,7 @@ pub(super) fn injected(facts: &Facts) -> Vec<Finding> {
             "the request or the webhook is newer than the pod"
         );
         let advice = "recreate them: kubectl rollout restart (delete and create single pods)";
-        findings.push(Finding::problem(CHECK, text, advice).with_details(missing));
+        findings.push(Finding::problem(text, advice).with_details(missing));
     }
     if !unsupported.is_empty() {
         let text = format!(
@@ -140,18 +139,15 @@ pub(super) fn injected(facts: &Facts) -> Vec<Finding> {
             count(unsupported.len(), "pod requests", "pods request")
         );
         findings.push(
-            Finding::warning(CHECK, text, format!("remove the annotation {INJECT}"))
+            Finding::warning(text, format!("remove the annotation {INJECT}"))
                 .with_details(unsupported),
         );
     }
     if findings.is_empty() {
-        findings.push(Finding::ok(
-            CHECK,
-            format!(
-                "{} a proxy, and no other pod requests one",
-                count(meshed(pods).count(), "pod has", "pods have")
-            ),
-        ));
+        findings.push(Finding::ok(format!(
+            "{} a proxy, and no other pod requests one",
+            count(meshed(pods).count(), "pod has", "pods have")
+        )));
     }
     findings
 }
@@ -172,7 +168,6 @@ fn injection_obstacle(pod: &Pod) -> Option<&'static str> {
 
 /// Proxies are ready, and have not restarted.
 pub(super) fn proxies(facts: &Facts) -> Vec<Finding> {
-    const CHECK: &str = "proxies";
     let Ok(pods) = &facts.pods else {
         return Vec::new();
     };
@@ -191,14 +186,14 @@ pub(super) fn proxies(facts: &Facts) -> Vec<Finding> {
     let mut findings = Vec::new();
     if not_ready.is_empty() {
         let text = format!("{} ready", count(ready, "proxy is", "proxies are"));
-        findings.push(Finding::ok(CHECK, text));
+        findings.push(Finding::ok(text));
     } else {
         let text = format!(
             "{} not ready",
             count(not_ready.len(), "proxy is", "proxies are")
         );
         let advice = "see the log of the proxy (kubectl logs -n NAMESPACE POD -c proxy) and the events of the pod (kubectl describe)";
-        findings.push(Finding::problem(CHECK, text, advice).with_details(not_ready));
+        findings.push(Finding::problem(text, advice).with_details(not_ready));
     }
     let restarted: Vec<String> = meshed(pods)
         .filter_map(|pod| Some(format!("{}: {}", name(pod), restarts(pod, facts.now)?)))
@@ -210,7 +205,7 @@ pub(super) fn proxies(facts: &Facts) -> Vec<Finding> {
             format_duration(RESTART_PERIOD)
         );
         let advice = "see the log before the restart: kubectl logs -n NAMESPACE POD -c proxy --previous; OOMKilled: increase diy-service-mesh/proxy-memory-limit";
-        findings.push(Finding::warning(CHECK, text, advice).with_details(restarted));
+        findings.push(Finding::warning(text, advice).with_details(restarted));
     }
     findings
 }
@@ -294,19 +289,9 @@ mod tests {
 
     use super::super::{
         Level,
-        facts::testing::{NOW, meshed as meshed_pod, object, pod, ready, unknown_facts},
+        facts::testing::{NOW, facts, meshed as meshed_pod, pod, ready},
     };
     use super::*;
-
-    fn facts(pods: Vec<Pod>, labels: Value) -> Facts {
-        Facts {
-            pods: Ok(pods),
-            namespaces: Ok(vec![object(
-                json!({"metadata": {"name": "shop", "labels": labels}}),
-            )]),
-            ..unknown_facts()
-        }
-    }
 
     #[test]
     fn reports_pods_without_the_requested_proxy() {

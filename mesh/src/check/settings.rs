@@ -13,8 +13,6 @@ use super::{
     },
 };
 
-const CHECK: &str = "wishes";
-
 /// The labels of namespaces and the annotations of pods are known, valid and in effect.
 pub(super) fn labels_and_annotations(facts: &Facts) -> Vec<Finding> {
     let mut findings = Vec::new();
@@ -57,7 +55,7 @@ fn invalid_labels(namespaces: &[Namespace]) -> Option<Finding> {
         let advice = format!(
             "valid labels are {INJECT}: enabled or disabled, and {INBOUND}: strict or permissive"
         );
-        Finding::problem(CHECK, text, advice).with_details(invalid)
+        Finding::problem(text, advice).with_details(invalid)
     })
 }
 
@@ -119,7 +117,7 @@ fn warning(details: impl Iterator<Item = String>, what: &str, advice: &str) -> O
     let details: Vec<String> = details.collect();
     (!details.is_empty()).then(|| {
         let text = format!("{} {what}", count(details.len(), "pod", "pods"));
-        Finding::warning(CHECK, text, advice).with_details(details)
+        Finding::warning(text, advice).with_details(details)
     })
 }
 
@@ -137,7 +135,7 @@ pub(super) fn strict(facts: &Facts) -> Vec<Finding> {
         count(strict.len(), "strict pod rejects", "strict pods reject")
     );
     let exemptions = strict.into_iter().filter_map(exemptions);
-    vec![Finding::ok("strict", text).with_details(exemptions)]
+    vec![Finding::ok(text).with_details(exemptions)]
 }
 
 fn is_strict(pod: &Pod) -> bool {
@@ -169,19 +167,9 @@ mod tests {
 
     use super::super::{
         Level,
-        facts::testing::{meshed as meshed_pod, object, pod, ready, unknown_facts},
+        facts::testing::{facts, meshed as meshed_pod, object, pod, ready},
     };
     use super::*;
-
-    fn facts(pods: Vec<Pod>, labels: Value) -> Facts {
-        Facts {
-            pods: Ok(pods),
-            namespaces: Ok(vec![object(
-                json!({"metadata": {"name": "shop", "labels": labels}}),
-            )]),
-            ..unknown_facts()
-        }
-    }
 
     #[test]
     fn reports_invalid_labels_and_annotations() {

@@ -12,14 +12,13 @@ const CA_BUNDLE_ADVICE: &str = "the injector repairs it within a minute; otherwi
 
 /// The webhook configuration exists and matches the embedded manifests.
 pub(super) fn configuration(facts: &Facts) -> Vec<Finding> {
-    const CHECK: &str = "webhook";
     let webhooks = match &facts.webhook {
-        Err(reason) => return vec![Finding::unknown(CHECK, reason)],
+        Err(reason) => return vec![Finding::unknown(reason)],
         Ok(None) => {
             let text = format!(
                 "MutatingWebhookConfiguration {WEBHOOK} not found: new pods receive no proxy"
             );
-            return vec![Finding::problem(CHECK, text, "kubectl apply -k manifests")];
+            return vec![Finding::problem(text, "kubectl apply -k manifests")];
         }
         Ok(Some(configuration)) => configuration.webhooks.as_deref().unwrap_or_default(),
     };
@@ -41,16 +40,15 @@ pub(super) fn configuration(facts: &Facts) -> Vec<Finding> {
         }
     }
     vec![if differences.is_empty() {
-        Finding::ok(
-            CHECK,
-            format!("{} in {WEBHOOK}", count(webhooks.len(), "entry", "entries")),
-        )
+        Finding::ok(format!(
+            "{} in {WEBHOOK}",
+            count(webhooks.len(), "entry", "entries")
+        ))
     } else {
         let text = format!(
             "{WEBHOOK} differs from the manifests of this version: injection can differ from the documentation"
         );
         Finding::warning(
-            CHECK,
             text,
             "apply the manifests of the running version: kubectl apply -k manifests",
         )
@@ -104,7 +102,6 @@ fn significant_fields(webhook: &MutatingWebhook, namespace: &str) -> String {
 
 /// The API server can verify the serving certificate of the injector.
 pub(super) fn ca_bundle(facts: &Facts) -> Vec<Finding> {
-    const CHECK: &str = "caBundle";
     let Ok(Some(configuration)) = &facts.webhook else {
         return Vec::new();
     };
@@ -127,17 +124,16 @@ pub(super) fn ca_bundle(facts: &Facts) -> Vec<Finding> {
     let empty = invalid(&|bundle| certificates::read(bundle).is_empty());
     if !empty.is_empty() {
         let text = "caBundle contains no certificate: the API server cannot verify the injector";
-        return vec![Finding::problem(CHECK, text, CA_BUNDLE_ADVICE).with_details(empty)];
+        return vec![Finding::problem(text, CA_BUNDLE_ADVICE).with_details(empty)];
     }
     let serving = match &facts.serving {
-        Err(reason) => return vec![Finding::unknown(CHECK, reason)],
+        Err(reason) => return vec![Finding::unknown(reason)],
         Ok(None) => {
             let text = format!(
                 "Secret {}/diy-service-mesh-injector-tls with the serving certificate of the injector not found",
                 facts.namespace
             );
             return vec![Finding::problem(
-                CHECK,
                 text,
                 "the injector creates it at startup: see its log",
             )];
@@ -147,7 +143,7 @@ pub(super) fn ca_bundle(facts: &Facts) -> Vec<Finding> {
     let mismatched = invalid(&|bundle| !certificates::signed_by(serving, bundle));
     if !mismatched.is_empty() {
         let text = "caBundle does not match the serving certificate of the injector: pods that request injection cannot be created";
-        return vec![Finding::problem(CHECK, text, CA_BUNDLE_ADVICE).with_details(mismatched)];
+        return vec![Finding::problem(text, CA_BUNDLE_ADVICE).with_details(mismatched)];
     }
     let lifetime_and_remaining = certificates::validity(serving).map(|(not_before, not_after)| {
         (
@@ -157,7 +153,6 @@ pub(super) fn ca_bundle(facts: &Facts) -> Vec<Finding> {
     });
     vec![match lifetime_and_remaining {
         Some((_, 0)) => Finding::problem(
-            CHECK,
             "the serving certificate of the injector has expired",
             "the injector renews it while it runs: see its log",
         ),
@@ -166,17 +161,13 @@ pub(super) fn ca_bundle(facts: &Facts) -> Vec<Finding> {
                 "the serving certificate of the injector expires in {} and its renewal is overdue",
                 format_duration(remaining)
             );
-            Finding::warning(CHECK, text, "see the log of the injector")
+            Finding::warning(text, "see the log of the injector")
         }
-        Some((_, remaining)) => Finding::ok(
-            CHECK,
-            format!(
-                "matches the serving certificate of the injector, which expires in {}",
-                format_duration(remaining)
-            ),
-        ),
+        Some((_, remaining)) => Finding::ok(format!(
+            "matches the serving certificate of the injector, which expires in {}",
+            format_duration(remaining)
+        )),
         None => Finding::problem(
-            CHECK,
             "the serving certificate of the injector cannot be parsed",
             "delete Secret diy-service-mesh-injector-tls: the injector creates it again",
         ),
@@ -185,20 +176,16 @@ pub(super) fn ca_bundle(facts: &Facts) -> Vec<Finding> {
 
 /// A pod that requests injection receives a proxy in a dry run.
 pub(super) fn injection(facts: &Facts) -> Vec<Finding> {
-    const CHECK: &str = "injection";
     vec![match &facts.dry_run {
-        Err(reason) => Finding::unknown(CHECK, reason),
-        Ok(DryRun::Injected) => Finding::ok(
-            CHECK,
-            "a pod that requests injection receives a proxy (dry run)",
-        ),
+        Err(reason) => Finding::unknown(reason),
+        Ok(DryRun::Injected) => {
+            Finding::ok("a pod that requests injection receives a proxy (dry run)")
+        }
         Ok(DryRun::NotInjected) => Finding::problem(
-            CHECK,
             "a pod that requests injection receives no proxy (dry run)",
             "see the webhook check; restore the webhook with kubectl apply -k manifests",
         ),
         Ok(DryRun::Failed(message)) => Finding::problem(
-            CHECK,
             format!(
                 "the API server failed to call the injector, so pods that request injection cannot be created: {message}"
             ),

@@ -1,5 +1,5 @@
-//! The workloads of the cluster: Deployments, StatefulSets and DaemonSets. Their failures to create
-//! pods, and settings of the mesh in the wrong place.
+//! The workloads of the cluster: Deployments, StatefulSets, DaemonSets and Jobs. Their failures to
+//! create pods, and settings of the mesh in the wrong place.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,6 +7,7 @@ use diy_mesh_injector::annotations::{INJECT, PREFIX};
 use k8s_openapi::{
     api::{
         apps::v1::{DaemonSet, Deployment, StatefulSet},
+        batch::v1::Job,
         core::v1::{Event, PodTemplateSpec},
     },
     apimachinery::pkg::apis::meta::v1::ObjectMeta,
@@ -24,12 +25,14 @@ use crate::cluster::Cluster;
 #[derive(Clone, Debug)]
 pub struct Workload {
     kind: &'static str,
-    namespace: String,
+    pub(super) namespace: String,
     name: String,
     /// The annotations and labels of the workload itself.
     own: BTreeMap<String, String>,
     /// The annotations of its pods.
     template: BTreeMap<String, String>,
+    /// The labels of its pods.
+    pub(super) labels: BTreeMap<String, String>,
     /// The error that prevents the creation of pods.
     failure: Option<String>,
 }
@@ -39,20 +42,22 @@ pub(super) async fn list(cluster: &Cluster) -> Fact<Vec<Workload>> {
     let client = &cluster.client;
     let all = ListParams::default();
     let failures = ListParams::default().fields("reason=FailedCreate");
-    let (deployments, stateful_sets, daemon_sets, events) = tokio::try_join!(
+    let (deployments, stateful_sets, daemon_sets, jobs, events) = tokio::try_join!(
         facts::list::<Deployment>(Api::all(client.clone()), &all),
         facts::list::<StatefulSet>(Api::all(client.clone()), &all),
         facts::list::<DaemonSet>(Api::all(client.clone()), &all),
+        facts::list::<Job>(Api::all(client.clone()), &all),
         facts::list::<Event>(Api::all(client.clone()), &failures),
     )?;
     let deployments = deployments.iter().map(deployment);
     let stateful_sets = stateful_sets.iter().map(|set| stateful_set(set, &events));
     let daemon_sets = daemon_sets.iter().map(|set| daemon_set(set, &events));
+    let jobs = jobs.iter().map(|item| job(item, &events));
     let workloads = deployments.chain(stateful_sets).chain(daemon_sets);
-    Ok(workloads.flatten().collect())
+    Ok(workloads.chain(jobs).flatten().collect())
 }
 
-fn deployment(deployment: &Deployment) -> Option<Workload> {
+pub(super) fn deployment(deployment: &Deployment) -> Option<Workload> {
     let conditions = deployment
         .status
         .iter()
@@ -96,8 +101,26 @@ fn daemon_set(set: &DaemonSet, events: &[Event]) -> Option<Workload> {
     )
 }
 
-/// The last `FailedCreate` event of a workload. Unlike Deployments, StatefulSets and DaemonSets
-/// have no condition for it.
+/// `None` for a Job that has finished.
+fn job(job: &Job, events: &[Event]) -> Option<Workload> {
+    let (spec, status) = (job.spec.as_ref()?, job.status.clone().unwrap_or_default());
+    let mut conditions = status.conditions.iter().flatten();
+    if conditions.any(|condition| {
+        matches!(condition.type_.as_str(), "Complete" | "Failed") && condition.status == "True"
+    }) {
+        return None;
+    }
+    let parallelism = spec.parallelism.unwrap_or(1);
+    let left = spec.completions.unwrap_or(parallelism) - status.succeeded.unwrap_or(0);
+    let is_incomplete =
+        spec.suspend != Some(true) && status.active.unwrap_or(0) < parallelism.min(left);
+    let failure = is_incomplete
+        .then(|| last_failure("Job", &job.metadata, events))
+        .flatten();
+    workload("Job", &job.metadata, &spec.template, failure)
+}
+
+/// The last `FailedCreate` event of a workload. Only Deployments have a condition for it.
 fn last_failure(kind: &str, metadata: &ObjectMeta, events: &[Event]) -> Option<String> {
     let is_own = |event: &&Event| {
         let object = &event.involved_object;
@@ -123,16 +146,14 @@ fn workload(
     let own = own
         .flatten()
         .map(|(name, value)| (name.clone(), value.clone()));
-    let template = template
-        .metadata
-        .as_ref()
-        .and_then(|metadata| metadata.annotations.clone());
+    let template = template.metadata.clone().unwrap_or_default();
     Some(Workload {
         kind,
         namespace: metadata.namespace.clone()?,
         name: metadata.name.clone()?,
         own: own.collect(),
-        template: template.unwrap_or_default(),
+        template: template.annotations.unwrap_or_default(),
+        labels: template.labels.unwrap_or_default(),
         failure,
     })
 }
@@ -153,10 +174,9 @@ impl Workload {
 /// Workloads that request injection can create their pods, and their own metadata contains no
 /// settings of pods.
 pub(super) fn workloads(facts: &Facts) -> Vec<Finding> {
-    const CHECK: &str = "workloads";
     let workloads = match &facts.workloads {
         Ok(workloads) => workloads,
-        Err(reason) => return vec![Finding::unknown(CHECK, reason)],
+        Err(reason) => return vec![Finding::unknown(reason)],
     };
     let enabled = facts
         .namespaces
@@ -182,7 +202,7 @@ pub(super) fn workloads(facts: &Facts) -> Vec<Finding> {
             count(failed.len(), "workload requests", "workloads request")
         );
         let advice = "remove the cause in the message; Kubernetes then retries";
-        findings.push(Finding::problem(CHECK, text, advice).with_details(failed));
+        findings.push(Finding::problem(text, advice).with_details(failed));
     }
     if !misplaced.is_empty() {
         let text = format!(
@@ -190,7 +210,7 @@ pub(super) fn workloads(facts: &Facts) -> Vec<Finding> {
             count(misplaced.len(), "workload has", "workloads have")
         );
         let advice = "move it to spec.template.metadata.annotations";
-        findings.push(Finding::warning(CHECK, text, advice).with_details(misplaced));
+        findings.push(Finding::warning(text, advice).with_details(misplaced));
     }
     if findings.is_empty() {
         let requested = workloads
@@ -201,7 +221,7 @@ pub(super) fn workloads(facts: &Facts) -> Vec<Finding> {
             "{} injection, and can create pods",
             count(requested, "workload requests", "workloads request")
         );
-        findings.push(Finding::ok(CHECK, text));
+        findings.push(Finding::ok(text));
     }
     findings
 }
@@ -287,6 +307,39 @@ mod tests {
             findings[0].details,
             ["DaemonSet shop/db: FailedCreate: denied"]
         );
+    }
+
+    #[test]
+    fn reports_jobs_that_cannot_create_pods() {
+        let event = object(json!({
+            "metadata": {}, "reason": "FailedCreate", "message": QUOTA,
+            "involvedObject": {"kind": "Job", "namespace": "shop", "name": "db"},
+        }));
+        let db = |status: Value| {
+            let job = json!({
+                "metadata": {"namespace": "shop", "name": "db"},
+                "spec": {"parallelism": 2, "completions": 3, "template": template("true")},
+                "status": status,
+            });
+            job_findings(&object(job), &event)
+        };
+        let expected = [format!("Job shop/db: FailedCreate: {QUOTA}")];
+        assert_eq!(db(json!({}))[0].details, expected);
+        assert_eq!(
+            db(json!({"active": 1, "succeeded": 1}))[0].details,
+            expected
+        );
+        let created = json!({"active": 1, "succeeded": 2});
+        assert_eq!(db(created)[0].level, Level::Ok, "the event is old");
+        let finished = json!({"conditions": [{"type": "Failed", "status": "True"}]});
+        assert_eq!(db(finished)[0].level, Level::Ok);
+    }
+
+    fn job_findings(item: &Job, event: &Event) -> Vec<Finding> {
+        workloads(&Facts {
+            workloads: Ok(job(item, std::slice::from_ref(event)).into_iter().collect()),
+            ..unknown_facts()
+        })
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::{collections::BTreeMap, time::Duration};
 
 use bytes::Bytes;
 use clap::Args;
+use diy_mesh_runtime::error_chain;
 use http_body_util::{BodyExt, Empty, Limited};
 use hyper::{Request, Uri};
 use hyper_util::{
@@ -191,7 +192,7 @@ async fn get(client: &HttpClient<HttpConnector, Empty<Bytes>>, url: Uri) -> Resu
             Err(error) if is_incomplete(&error) => client.get(url).await,
             response => response,
         };
-        let response = response.map_err(|error| cluster::error_chain(&error))?;
+        let response = response.map_err(|error| error_chain(&error))?;
         let status = response.status();
         let body = Limited::new(response.into_body(), MAX_BODY_SIZE)
             .collect()

@@ -60,10 +60,10 @@ struct State {
     members: Vec<Member>,
     /// The endpoint that requests keep.
     affinity: Option<Arc<Affinity>>,
-    routes: Option<Arc<Routes>>,
-    is_pod: bool,
     /// Until then, some endpoints get a growing share of the requests.
     slow_start_until: Option<Instant>,
+    routes: Option<Arc<Routes>>,
+    is_pod: bool,
 }
 
 struct Member {

@@ -15,6 +15,7 @@ use http::Request;
 use tokio::sync::Mutex;
 use tokio::task::AbortHandle;
 
+use super::queue::Queue;
 use super::{Dialer, Remote};
 use crate::batched::Batched;
 use crate::error::Failure;
@@ -33,9 +34,6 @@ pub const MAX_SEND_BUFFER: usize = 64 * 1024;
 /// The maximum number of streams that the proxy has reset and whose late frames it ignores.
 pub const MAX_LOCAL_RESETS: usize = 200;
 
-/// The maximum number of connections to one endpoint. If all have no free slot, the proxy rejects
-/// requests.
-const MAX_CONNECTIONS: usize = 64;
 /// The maximum number of concurrent streams until the peer's SETTINGS frame arrives.
 const INITIAL_MAX_STREAMS: usize = 100;
 /// How long a connection without streams stays open.
@@ -45,8 +43,11 @@ const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 const READ_IDLE_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A worker's HTTP/2 connections to one endpoint.
-#[derive(Default)]
 pub struct Connections {
+    /// The maximum number of open connections.
+    limit: usize,
+    /// Requests that wait for a slot.
+    queue: Rc<Queue>,
     open: RefCell<Vec<Rc<Connection>>>,
     closed: Cell<bool>,
     /// Serializes dialing: concurrent requests share the connection, or the failure.
@@ -60,6 +61,8 @@ pub(super) struct Connection {
     sender: RefCell<SendRequest<Bytes>>,
     is_secured: bool,
     streams: Cell<usize>,
+    /// Requests that wait for a slot.
+    queue: Rc<Queue>,
     /// A stream on the connection has ended. The peer may have closed the connection since.
     reused: Cell<bool>,
     health: RefCell<Health>,
@@ -87,7 +90,20 @@ pub struct Lease {
 }
 
 impl Connections {
-    /// Acquires a slot for a stream. Opens a connection if no open one has a free slot.
+    pub(super) fn new(limit: usize, queue: Rc<Queue>) -> Self {
+        Self {
+            limit,
+            queue,
+            open: RefCell::default(),
+            closed: Cell::new(false),
+            dialing: Mutex::default(),
+            dials: Cell::new(0),
+            last_failure: RefCell::default(),
+        }
+    }
+
+    /// Acquires a slot for a stream. Opens a connection if no open one has a free slot, and waits
+    /// if there are as many as the endpoint may have.
     pub(super) async fn lease(
         &self,
         remote: &Remote,
@@ -98,17 +114,27 @@ impl Connections {
             return Ok(lease);
         }
         let dials = self.dials.get();
-        let _guard = self.dialing.lock().await;
+        let guard = self.dialing.lock().await;
         if let Some(lease) = self.find() {
             return Ok(lease);
+        }
+        if self.is_full() {
+            drop(guard);
+            // Closed connections make space for new ones.
+            let take = || match self.find() {
+                Some(lease) => Some(Some(lease)),
+                None => (!self.is_full()).then_some(None),
+            };
+            let waiting = self.queue.wait(remote.address, dialer.deadline(), take);
+            return match waiting.await? {
+                Some(lease) => Ok(lease),
+                None => Box::pin(self.lease(remote, dialer, expiry)).await,
+            };
         }
         if let (true, Some(failure)) = (self.dials.get() != dials, &*self.last_failure.borrow()) {
             return Err(failure.clone());
         }
-        if self.open.borrow().len() >= MAX_CONNECTIONS {
-            return Err(Failure::Overloaded("too many streams to one endpoint"));
-        }
-        let dialed = open(remote, dialer, expiry).await;
+        let dialed = open(remote, dialer, expiry, &self.queue).await;
         self.dials.set(self.dials.get() + 1);
         self.last_failure.replace(dialed.as_ref().err().cloned());
         let connection = dialed?;
@@ -140,6 +166,10 @@ impl Connections {
     /// Whether no connection is open.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    fn is_full(&self) -> bool {
+        self.len() >= self.limit
     }
 
     /// A slot on the first connection that has one, so that the later ones become idle. Drops
@@ -279,6 +309,7 @@ impl Drop for Lease {
             .streams
             .set(self.connection.streams.get() - 1);
         self.connection.reused.set(true);
+        self.connection.queue.release();
         if self.connection.streams.get() == 0 {
             self.connection.health.borrow_mut().last_used = Instant::now();
         }
@@ -290,6 +321,7 @@ async fn open(
     remote: &Remote,
     dialer: Dialer<'_>,
     expiry: impl FnOnce(&Io) -> Expiry,
+    queue: &Rc<Queue>,
 ) -> Result<Rc<Connection>, Failure> {
     let address = remote.address;
     let io = dialer.dial(remote, Alpn::Http2).await?;
@@ -338,6 +370,7 @@ async fn open(
         sender: RefCell::new(sender),
         is_secured,
         streams: Cell::new(0),
+        queue: queue.clone(),
         reused: Cell::new(false),
         health: RefCell::new(health),
         lifetime,

@@ -3,6 +3,7 @@
 //! pool. When the last backend has removed an endpoint, its pool is closed and keeps no connection.
 
 pub mod http2;
+mod queue;
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -23,6 +24,8 @@ use crate::error::Failure;
 use crate::io::Io;
 use crate::lifetime::Expiry;
 use crate::tls::{Alpn, Tls};
+pub use queue::Limits;
+use queue::Queue;
 
 /// The maximum number of idle HTTP/1 connections per endpoint and worker.
 const MAX_IDLE: usize = 256;
@@ -85,6 +88,10 @@ pub struct Pool {
     pub remote: Remote,
     /// Idle HTTP/1 connections, the most recently used last.
     http1: RefCell<Vec<Idle>>,
+    /// The number of HTTP/1 connections with an exchange.
+    http1_in_use: Cell<usize>,
+    limits: Limits,
+    queue: Rc<Queue>,
     /// HTTP/2 connections.
     pub http2: Connections,
     closed: Cell<bool>,
@@ -96,6 +103,17 @@ pub struct Upstream {
     pub io: Io,
     /// It was idle in the pool, and the peer may have closed it.
     pub reused: bool,
+    _slot: Slot,
+}
+
+/// One of the HTTP/1 connections that an endpoint may have. Released on drop.
+struct Slot(Rc<Pool>);
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        self.0.http1_in_use.set(self.0.http1_in_use.get() - 1);
+        self.0.queue.release();
+    }
 }
 
 struct Idle {
@@ -106,23 +124,54 @@ struct Idle {
 impl Pool {
     /// An empty pool.
     pub fn new(remote: Remote) -> Self {
+        Self::with_limits(remote, Limits::default())
+    }
+
+    fn with_limits(remote: Remote, limits: Limits) -> Self {
+        let queue = Rc::new(Queue::new(limits.waiting));
         Self {
             remote,
             http1: RefCell::default(),
-            http2: Connections::default(),
+            http1_in_use: Cell::new(0),
+            http2: Connections::new(limits.http2_connections, queue.clone()),
+            limits,
+            queue,
             closed: Cell::new(false),
         }
     }
 
-    /// An HTTP/1 connection: an idle one if there is one, else a new one.
-    pub async fn http1(&self, dialer: Dialer<'_>, now: Instant) -> Result<Upstream, Failure> {
-        match self.checkout_http1(now) {
-            Some(io) => Ok(Upstream { io, reused: true }),
+    /// An HTTP/1 connection: an idle one if there is one, else a new one. Waits while all
+    /// connections that the endpoint may have are in use.
+    pub async fn http1(
+        self: &Rc<Self>,
+        dialer: Dialer<'_>,
+        now: Instant,
+    ) -> Result<Upstream, Failure> {
+        let slot = match self.http1_slot() {
+            Some(slot) => slot,
             None => {
-                let io = dialer.dial(&self.remote, Alpn::Http1).await?;
-                Ok(Upstream { io, reused: false })
+                let (address, deadline) = (self.remote.address, dialer.deadline());
+                let slot = self.queue.wait(address, deadline, || self.http1_slot());
+                slot.await?
             }
-        }
+        };
+        let (io, reused) = match self.checkout_http1(now) {
+            Some(io) => (io, true),
+            None => (dialer.dial(&self.remote, Alpn::Http1).await?, false),
+        };
+        Ok(Upstream {
+            io,
+            reused,
+            _slot: slot,
+        })
+    }
+
+    fn http1_slot(self: &Rc<Self>) -> Option<Slot> {
+        let in_use = self.http1_in_use.get();
+        (in_use < self.limits.http1_connections).then(|| {
+            self.http1_in_use.set(in_use + 1);
+            Slot(self.clone())
+        })
     }
 
     /// A slot for a stream on an HTTP/2 connection: on an open one if there is one with a free slot,
@@ -219,6 +268,11 @@ pub struct Dialer<'a> {
 }
 
 impl Dialer<'_> {
+    /// The end of the time for a connection that is requested now.
+    fn deadline(&self) -> tokio::time::Instant {
+        tokio::time::Instant::now() + self.timeout
+    }
+
     /// Opens a connection: with mutual TLS if the remote is meshed, never in plaintext then.
     pub async fn dial(&self, remote: &Remote, alpn: Alpn) -> Result<Io, Failure> {
         let Self { tls, timeout } = *self;
@@ -402,6 +456,42 @@ mod tests {
         assert_eq!(pool.idle_http1(), 0);
         checkin();
         assert!(pool.is_closed() && pool.checkout_http1(Instant::now()).is_none());
+    }
+
+    #[tokio::test]
+    async fn exchange_waits_for_a_connection_of_a_saturated_endpoint() {
+        let worker = crate::worker::Worker::new(crate::worker::WorkerContext::for_a_test(""));
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("loopback");
+        let address = listener.local_addr().expect("bound");
+        let remote = Remote::from(&EndpointInfo::bare(address));
+        let limits = Limits {
+            http1_connections: 2,
+            waiting: 1,
+            ..Limits::default()
+        };
+        let pool = Rc::new(Pool::with_limits(remote, limits));
+        let connect = |seconds| {
+            let dialer = Dialer {
+                tls: &worker.tls,
+                timeout: Duration::from_secs(seconds),
+            };
+            pool.http1(dialer, Instant::now())
+        };
+        let first = connect(5).await.expect("one of two");
+        let _second = connect(5).await.expect("two of two");
+        let (third, fourth, ()) = tokio::join!(connect(60), connect(60), async {
+            tokio::task::yield_now().await;
+            let end = |upstream: Upstream| pool.checkin_http1(upstream.io, Instant::now());
+            end(first);
+        });
+        let third = third.expect("it waited");
+        assert!(third.reused, "the connection of the first exchange");
+        assert_eq!(
+            fourth.err().map(|failure| failure.code()),
+            Some("upstream-overloaded")
+        );
+        drop(third);
+        assert_eq!(pool.http1_in_use.get(), 1);
     }
 
     #[tokio::test]

@@ -271,7 +271,7 @@ async fn does_not_wait_for_an_unavailable_controller() {
     let proxy = Running::start(address, timing());
     let mut receiver = soon(proxy.watch(CART)).await.expect("a response");
     assert_eq!(**receiver.borrow(), Target::Unknown);
-    assert!(proxy.discovery.unready().borrow().is_some());
+    unready(&proxy, "failed to connect to the controller at").await;
     let mut controller = FakeController::start_at(address).await;
     let mut stream = controller.stream().await;
     assert_eq!(stream.request().await, format!("+{CART}@"));
@@ -500,7 +500,7 @@ async fn each_attempt_sends_the_current_token() {
         }
     })
     .await;
-    assert!(proxy.discovery.unready().borrow().is_some());
+    unready(&proxy, "request rejected by the controller").await;
     for token in ["first", "second"] {
         // Atomically, as the kubelet does.
         let next = path.with_extension("next");

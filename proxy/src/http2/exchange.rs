@@ -12,7 +12,7 @@ use bytes::Bytes;
 use h2::client::ResponseFuture;
 use h2::server::SendResponse;
 use h2::{Reason, RecvStream, SendStream};
-use http::header::{EXPECT, HeaderName, HeaderValue};
+use http::header::{EXPECT, HeaderName};
 use http::request::Parts;
 use http::{Method, Request, Response};
 
@@ -21,7 +21,6 @@ use super::head;
 use super::relay::{Message, Relay, RelayError, reset_code};
 use crate::balance::Endpoint;
 use crate::connect::http2::Lease;
-use crate::deadline::{self, Deadline, Limit};
 use crate::dump::Direction;
 use crate::error::Failure;
 use crate::flow::Flow;
@@ -38,9 +37,6 @@ use crate::record::ExchangeRecord;
 use crate::route::Answer;
 use crate::tls::Acceptance;
 
-/// The time that a gRPC client waits for the end of the call.
-const GRPC_TIMEOUT: &str = "grpc-timeout";
-
 /// Forwards one request to an endpoint, and the response to the client.
 pub(super) async fn carry(
     request: Request<RecvStream>,
@@ -55,11 +51,7 @@ pub(super) async fn carry(
     memory.set(head_size);
     let mut record = ExchangeRecord::new(&client.flow, Protocol::Http2);
     record.attempts.previous = client.flow.previous_attempts(&parts.headers);
-    let is_grpc = head::is_grpc(&parts.headers);
-    if is_grpc && let Some(timeout) = parts.headers.get(GRPC_TIMEOUT) {
-        let timeout = deadline::parse_grpc_timeout(timeout.as_bytes());
-        record.attempts.exchange_deadline = Deadline::after(timeout, Limit::Caller);
-    }
+    let deadline = head::deadline(&parts);
     let mut ready = admitted.map_err(Answer::from);
     if let (Ok(()), Some(reason)) = (&ready, malformed) {
         ready = Err(Failure::BadRequest(reason).into());
@@ -68,6 +60,8 @@ pub(super) async fn carry(
         // 5. Route. Boxed: most destinations have none.
         ready = Box::pin(record.route(&routes, &head::view(&parts))).await;
     }
+    // The route has set its own one.
+    record.attempts.exchange_deadline = deadline.earlier(record.attempts.exchange_deadline);
     let own = client.flow.request_edits();
     match record.route.clone() {
         None => head::prepare(&mut parts, Edits::of(&own)),
@@ -89,7 +83,7 @@ pub(super) async fn carry(
         respond,
         upload: Relay::new(body, Message::Request),
         record,
-        is_grpc,
+        is_grpc: head::is_grpc(&parts.headers),
         to_client: None,
         expects_interim: parts.headers.contains_key(EXPECT),
         client,
@@ -450,13 +444,7 @@ impl Forward for Exchange {
             let name = HeaderName::from_static(PREVIOUS_ATTEMPTS);
             parts.headers.insert(name, previous.into());
         }
-        let deadline = self.record.attempts.exchange_deadline;
-        if let Some(field) = parts.headers.get_mut(GRPC_TIMEOUT)
-            && let Some(left) = deadline.grpc_timeout(field.as_bytes())
-            && let Ok(left) = HeaderValue::try_from(left)
-        {
-            *field = left;
-        }
+        head::set_deadline(&mut parts, self.record.attempts.exchange_deadline);
         let request = Request::from_parts(parts, ());
         let (response, to_upstream) = match lease.send(request, self.upload.is_done()) {
             Ok(stream) => stream,

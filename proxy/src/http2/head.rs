@@ -7,8 +7,12 @@ use http::uri::{Authority, PathAndQuery};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri, Version};
 
 use crate::authority;
+use crate::deadline::{Deadline, Limit, parse_grpc_timeout};
 use crate::http::edits::Edits;
 use crate::http::view::RequestView;
+
+/// The time that a gRPC client waits for the end of the call.
+const GRPC_TIMEOUT: &str = "grpc-timeout";
 
 /// The reason why the request is malformed (RFC 9113), or ambiguous for the next hop.
 pub(super) fn malformed(parts: &Parts) -> Option<&'static str> {
@@ -114,6 +118,24 @@ pub(super) fn is_grpc(headers: &HeaderMap) -> bool {
         .unwrap_or_default();
     kind.strip_prefix(b"application/grpc")
         .is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
+}
+
+/// The deadline of the caller of a gRPC call, if it has one.
+pub(super) fn deadline(parts: &Parts) -> Deadline {
+    let timeout = parts.headers.get(GRPC_TIMEOUT);
+    let timeout = timeout.filter(|_| is_grpc(&parts.headers));
+    let timeout = timeout.and_then(|timeout| parse_grpc_timeout(timeout.as_bytes()));
+    Deadline::after(timeout, Limit::Caller)
+}
+
+/// Reduces the `grpc-timeout` of an attempt to the time that is left.
+pub(super) fn set_deadline(parts: &mut Parts, deadline: Deadline) {
+    if let Some(field) = parts.headers.get_mut(GRPC_TIMEOUT)
+        && let Some(left) = deadline.grpc_timeout(field.as_bytes())
+        && let Ok(left) = HeaderValue::try_from(left)
+    {
+        *field = left;
+    }
 }
 
 /// The size of a request's head, counted as in RFC 9113, section 6.5.2.

@@ -1,5 +1,5 @@
-//! grpc-client: each second calls Echo and sends a message on a long-lived bidirectional stream,
-//! both over one channel. Prints the responses and errors; retries after a second.
+//! grpc-client: each interval calls Echo and sends a message on a long-lived bidirectional stream,
+//! both over one channel. Prints the responses and errors; retries after an interval.
 
 use std::error::Error;
 use std::iter::successors;
@@ -13,7 +13,7 @@ use diy_mesh_proto::echo::v1::{EchoRequest, EchoResponse};
 use diy_mesh_sample_apps::config::ClientConfig;
 use diy_mesh_sample_apps::{dump, process};
 use tokio::sync::mpsc;
-use tokio::time::{Interval, MissedTickBehavior, interval, timeout};
+use tokio::time::{Interval, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::metadata::MetadataMap;
@@ -22,10 +22,9 @@ use tonic::{Request, Status, Streaming};
 
 const NAME: &str = "grpc-client";
 const ABOUT: &str =
-    "Calls Echo each second, as unary calls and on a stream, and prints the responses";
+    "Calls Echo each interval, as unary calls and on a stream, and prints the responses";
 const DEFAULT_ENDPOINT: &str = "http://grpc-server.grpc-server.svc.cluster.local.:80";
 const USER_AGENT: &str = concat!("diy-grpc-client/", env!("CARGO_PKG_VERSION"));
-const REQUEST_INTERVAL: Duration = Duration::from_secs(1);
 /// Limit for one response, including the connection setup.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Limit for the server to close the stream after this program has closed its side.
@@ -37,7 +36,7 @@ fn main() -> ExitCode {
 }
 
 async fn run(config: ClientConfig, stop: CancellationToken) -> anyhow::Result<()> {
-    let channel = Endpoint::from(config.endpoint)
+    let channel = Endpoint::from(config.endpoint.clone())
         .user_agent(USER_AGENT)?
         .connect_timeout(RESPONSE_TIMEOUT)
         // Detects a peer that disappears without closing the connection.
@@ -48,6 +47,7 @@ async fn run(config: ClientConfig, stop: CancellationToken) -> anyhow::Result<()
     let client = Client {
         echo: EchoServiceClient::new(channel),
         responses: AtomicU64::new(0),
+        config,
     };
     tokio::select! {
         result = client.run_unary_calls() => result,
@@ -58,12 +58,13 @@ async fn run(config: ClientConfig, stop: CancellationToken) -> anyhow::Result<()
 struct Client {
     echo: EchoServiceClient<Channel>,
     responses: AtomicU64,
+    config: ClientConfig,
 }
 
 impl Client {
     async fn run_unary_calls(&self) -> anyhow::Result<()> {
         let mut echo = self.echo.clone();
-        let mut ticks = request_interval();
+        let mut ticks = self.config.interval();
         for number in 1_u64.. {
             ticks.tick().await;
             let mut request = Request::new(EchoRequest {
@@ -83,7 +84,7 @@ impl Client {
 
     /// Opens a stream, uses it until it fails, and opens the next one.
     async fn run_streams(&self, stop: &CancellationToken) -> anyhow::Result<()> {
-        let mut ticks = request_interval();
+        let mut ticks = self.config.interval();
         while stop.run_until_cancelled(ticks.tick()).await.is_some() {
             match stop.run_until_cancelled(self.open_stream()).await {
                 None => break,
@@ -221,12 +222,6 @@ fn stream_message(number: u64) -> EchoRequest {
     EchoRequest {
         message: format!("Hello #{number} of this stream"),
     }
-}
-
-fn request_interval() -> Interval {
-    let mut ticks = interval(REQUEST_INTERVAL);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
-    ticks
 }
 
 fn print_failure(method: &str, status: &Status) -> anyhow::Result<()> {

@@ -1,4 +1,4 @@
-//! http-client: sends a GET request each second and prints the response or the error. Keeps its
+//! http-client: sends a GET request each interval and prints the response or the error. Keeps its
 //! connection alive.
 
 use std::process::ExitCode;
@@ -14,13 +14,12 @@ use hyper::{Request, Uri};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
-use tokio::time::{MissedTickBehavior, interval, timeout};
+use tokio::time::timeout;
 
 const NAME: &str = "http-client";
-const ABOUT: &str = "Requests a URL each second and prints the responses";
+const ABOUT: &str = "Requests a URL each interval and prints the responses";
 const DEFAULT_ENDPOINT: &str = "http://http-server.http-server.svc.cluster.local./hello";
 const USER_AGENT_VALUE: &str = concat!("diy-http-client/", env!("CARGO_PKG_VERSION"));
-const REQUEST_INTERVAL: Duration = Duration::from_secs(1);
 /// Limit from the name lookup to the last byte of the response.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 /// Limit of a response body, which is buffered for printing.
@@ -29,12 +28,12 @@ const MAX_BODY_BYTES: usize = 1024 * 1024;
 fn main() -> ExitCode {
     let config = ClientConfig::read(NAME, ABOUT, DEFAULT_ENDPOINT);
     process::run(NAME, |stop| async move {
-        let requests = send_requests(config.endpoint);
+        let requests = send_requests(config);
         stop.run_until_cancelled(requests).await.unwrap_or(Ok(()))
     })
 }
 
-async fn send_requests(endpoint: Uri) -> anyhow::Result<()> {
+async fn send_requests(config: ClientConfig) -> anyhow::Result<()> {
     let mut tcp = HttpConnector::new();
     tcp.set_nodelay(true);
     tcp.set_connect_timeout(Some(REQUEST_TIMEOUT));
@@ -43,12 +42,11 @@ async fn send_requests(endpoint: Uri) -> anyhow::Result<()> {
         .pool_timer(TokioTimer::new())
         .build(tcp);
 
-    let mut ticks = interval(REQUEST_INTERVAL);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
+    let (endpoint, mut ticks) = (&config.endpoint, config.interval());
     let mut responses = 0_u64;
     loop {
         ticks.tick().await;
-        let block = match timeout(REQUEST_TIMEOUT, send_request(&client, &endpoint)).await {
+        let block = match timeout(REQUEST_TIMEOUT, send_request(&client, endpoint)).await {
             Ok(Ok(dump)) => {
                 responses += 1;
                 format!("Response #{responses}\n{dump}")

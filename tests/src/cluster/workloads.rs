@@ -2,6 +2,9 @@
 
 use serde_json::{Value, json};
 
+const ECHO: &str = "/echo.v1.EchoService/Echo";
+const ECHO_STREAM_FAILED: &str = "Request failed: /echo.v1.EchoService/EchoStream:";
+
 /// Deployment or Job with one of the sample programs.
 #[derive(Clone, Copy)]
 pub struct App<'a> {
@@ -15,6 +18,8 @@ pub struct App<'a> {
     pub replicas: u32,
     /// Endpoint of a client; unused by servers.
     pub endpoint: &'a str,
+    /// Milliseconds between two requests of a client; empty for its default.
+    pub interval_ms: &'a str,
 }
 
 impl App<'_> {
@@ -26,6 +31,7 @@ impl App<'_> {
             inject: Some("true"),
             replicas: 1,
             endpoint: "",
+            interval_ms: "",
         }
     }
 
@@ -37,6 +43,7 @@ impl App<'_> {
             inject: Some("true"),
             replicas: 1,
             endpoint: "http://server/hello",
+            interval_ms: "",
         }
     }
 
@@ -83,7 +90,7 @@ impl App<'_> {
             "name": self.program,
             "image": format!("diy-sm-{}:dev", self.program),
             "imagePullPolicy": "IfNotPresent",
-            "env": [{"name": "ENDPOINT", "value": self.endpoint}],
+            "env": [{"name": "ENDPOINT", "value": self.endpoint}, {"name": "INTERVAL_MS", "value": self.interval_ms}],
             "securityContext": {"allowPrivilegeEscalation": false, "readOnlyRootFilesystem": true, "capabilities": {"drop": ["ALL"]}},
         });
         if self.program.ends_with("server") {
@@ -110,23 +117,40 @@ impl App<'_> {
 pub struct Responses {
     /// Responses with status 200.
     pub good: usize,
-    /// Log lines of other responses and errors.
+    /// Other responses and errors, each in one line.
     pub bad: Vec<String>,
+    /// The last lines belong to a failure.
+    in_failure: bool,
 }
 
 impl Responses {
     /// Parses logs of http-clients.
     pub fn count(logs: &str) -> Self {
         let mut responses = Self::default();
-        for line in logs.lines() {
-            match line.strip_prefix("HTTP/1.1 ") {
-                Some(status) if status.starts_with("200") => responses.good += 1,
-                Some(_) => responses.bad.push(line.to_owned()),
-                None if line.starts_with("Request failed") => responses.bad.push(line.to_owned()),
-                None => {}
-            }
-        }
+        logs.lines().for_each(|line| responses.add(line));
         responses
+    }
+
+    /// Parses the next line of a log. A failure lasts until the next response or error.
+    pub fn add(&mut self, line: &str) {
+        let status = line.strip_prefix("HTTP/1.1 ");
+        let is_failed_call = line.starts_with("Request failed");
+        if line.starts_with("Response #") || line.starts_with(ECHO_STREAM_FAILED) {
+            // A stream ends with its server.
+            self.in_failure = false;
+        } else if line == ECHO || status.is_some_and(|status| status.starts_with("200")) {
+            self.good += 1;
+        } else if status.is_some() || is_failed_call {
+            self.in_failure = true;
+            self.bad.push(line.to_owned());
+        } else if let Some(last) = self
+            .bad
+            .last_mut()
+            .filter(|_| self.in_failure && !line.is_empty())
+        {
+            *last += ", ";
+            *last += line;
+        }
     }
 }
 
@@ -154,14 +178,15 @@ mod tests {
     #[test]
     fn counts_other_status_codes_and_errors_as_failures() {
         let logs = "Response #1\nHTTP/1.1 200 OK\ncontent-length: 2\n\nhi\nRequest failed: http://server/hello: refused\n\
-                    Response #2\nHTTP/1.1 503 Service Unavailable\n";
+                    Response #2\nHTTP/1.1 503 Service Unavailable\nX-Mesh-Error: no-endpoint\n\nno endpoint\n\
+                    Response #3\n/echo.v1.EchoService/Echo\n";
         let responses = Responses::count(logs);
-        assert_eq!(responses.good, 1);
+        assert_eq!(responses.good, 2);
         assert_eq!(
             responses.bad,
             [
                 "Request failed: http://server/hello: refused",
-                "HTTP/1.1 503 Service Unavailable"
+                "HTTP/1.1 503 Service Unavailable, X-Mesh-Error: no-endpoint, no endpoint"
             ]
         );
     }

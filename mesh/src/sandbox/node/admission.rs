@@ -2,13 +2,10 @@
 //! HTTPS, verifies them with their own certificate authority, and applies the returned JSON
 //! patches.
 
-use std::{collections::BTreeMap, net::Ipv4Addr, path::PathBuf, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, net::Ipv4Addr, path::PathBuf, time::Duration};
 
 use anyhow::{Context, Result, anyhow, ensure};
-use bytes::Bytes;
-use http_body_util::{BodyExt, Full, Limited};
-use hyper::{Request, client::conn::http1, header};
-use hyper_util::rt::TokioIo;
+use hyper::{Request, header};
 use k8s_openapi::{
     ByteString,
     api::{
@@ -16,16 +13,13 @@ use k8s_openapi::{
     },
     apimachinery::pkg::apis::meta::v1::LabelSelector,
 };
-use kube::core::{Selector, SelectorExt};
-use serde_json::{Value, json};
-use tokio::{net::TcpStream, time};
-use tokio_rustls::{
-    TlsConnector,
-    rustls::{
-        ClientConfig, RootCertStore,
-        pki_types::{CertificateDer, ServerName, pem::PemObject},
-    },
+use kube::{
+    Client, Config,
+    core::{Selector, SelectorExt},
 };
+use serde_json::{Value, json};
+use tokio::time;
+use tokio_rustls::rustls::pki_types::{CertificateDer, pem::PemObject};
 
 use super::{cel, objects::Objects, services};
 
@@ -46,7 +40,6 @@ struct Backend {
 }
 
 const DEFAULT_WEBHOOK_TIMEOUT: u64 = 10;
-const MAX_RESPONSE_SIZE: usize = 4 << 20;
 
 /// The current webhooks. `ca_file` returns the certificate authority file of a pod by uid.
 pub(super) fn webhooks(
@@ -229,32 +222,13 @@ async fn review(
             "object": object, "oldObject": null, "dryRun": false, "options": {"apiVersion": "meta.k8s.io/v1", "kind": "CreateOptions"},
         },
     });
-    let connector = connector(backend).await?;
-    let stream = TcpStream::connect((backend.ip, backend.port)).await?;
-    let stream = connector
-        .connect(ServerName::try_from(name.to_owned())?, stream)
-        .await?;
-    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
-    let driver = tokio::spawn(connection);
+    let mut config = Config::new(format!("https://{}:{}", backend.ip, backend.port).parse()?);
+    config.tls_server_name = Some(name.to_owned());
+    config.root_cert = Some(authority(backend).await?);
     let request = Request::post(format!("{path}?timeout={}s", timeout.as_secs()))
-        .header(header::HOST, name)
         .header(header::CONTENT_TYPE, "application/json")
-        .body(Full::new(Bytes::from(serde_json::to_vec(&review)?)))?;
-    let response = sender.send_request(request).await?;
-    let status = response.status();
-    let body = Limited::new(response.into_body(), MAX_RESPONSE_SIZE)
-        .collect()
-        .await
-        .map_err(|error| anyhow!(error))?
-        .to_bytes();
-    driver.abort();
-    ensure!(
-        status.is_success(),
-        "status {status}: {}",
-        String::from_utf8_lossy(&body)
-    );
-    let mut review: Value =
-        serde_json::from_slice(&body).context("the response is not valid JSON")?;
+        .body(serde_json::to_vec(&review)?)?;
+    let mut review: Value = Client::try_from(config)?.request(request).await?;
     ensure!(
         review["response"]["uid"] == uid,
         "the response has uid {}, expected {uid}",
@@ -263,18 +237,14 @@ async fn review(
     Ok(review["response"].take())
 }
 
-async fn connector(backend: &Backend) -> Result<TlsConnector> {
+/// The certificate authority of an endpoint.
+async fn authority(backend: &Backend) -> Result<Vec<Vec<u8>>> {
     let pem = tokio::fs::read(&backend.ca_file)
         .await
         .context("the injector has not published its certificate authority")?;
-    let mut roots = RootCertStore::empty();
-    for certificate in CertificateDer::pem_slice_iter(&pem) {
-        roots.add(certificate?)?;
-    }
-    let config = ClientConfig::builder()
-        .with_root_certificates(roots)
-        .with_no_client_auth();
-    Ok(TlsConnector::from(Arc::new(config)))
+    CertificateDer::pem_slice_iter(&pem)
+        .map(|certificate| Ok(certificate?.to_vec()))
+        .collect()
 }
 
 fn apply(object: &mut Value, response: &Value) -> Result<()> {

@@ -27,12 +27,19 @@ impl Contents {
         name: Option<&String>,
         object: &T,
     ) -> anyhow::Result<()> {
-        let file = format!(
-            "{}.{}.{}.yaml",
-            T::KIND.to_lowercase(),
-            namespace.map_or("", String::as_str),
-            name.map_or("", String::as_str)
-        );
+        let namespace = namespace.map_or("", String::as_str);
+        self.add_as(T::KIND, namespace, name.map_or("", String::as_str), object)
+    }
+
+    /// Adds an object of this kind.
+    pub(super) fn add_as(
+        &mut self,
+        kind: &str,
+        namespace: &str,
+        name: &str,
+        object: &impl Serialize,
+    ) -> anyhow::Result<()> {
+        let file = format!("{}.{namespace}.{name}.yaml", kind.to_lowercase());
         self.0.insert(file, serde_yaml_ng::to_string(object)?);
         Ok(())
     }

@@ -11,8 +11,10 @@ use k8s_openapi::api::{
     core::v1::{ConfigMap, Namespace, Pod, Service},
     discovery::v1::EndpointSlice,
 };
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use k8s_openapi::jiff::Timestamp;
 use serde::de::DeserializeOwned;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::{
     services::ClusterIps,
@@ -33,6 +35,8 @@ pub(super) struct Objects {
     pub(super) config_maps: BTreeMap<Key, ConfigMap>,
     pub(super) webhooks: BTreeMap<String, MutatingWebhookConfiguration>,
     pub(super) workloads: BTreeMap<(Kind, Key), Workload>,
+    /// HTTPRoutes, GRPCRoutes and ReferenceGrants, by kind and key.
+    pub(super) routes: BTreeMap<(String, Key), Value>,
     ips: ClusterIps,
 }
 
@@ -83,12 +87,30 @@ impl Objects {
             "Deployment" => self.add(Workload::deployment(parse::<Deployment>(value)?, &key)?),
             "Job" => self.add(Workload::job(parse::<Job>(value)?, &key)?),
             "Pod" => self.add(Workload::pod(parse::<Pod>(value)?, &key)?),
+            "HTTPRoute" | "GRPCRoute" | "ReferenceGrant" => self.add_route(kind, key, value),
             "DaemonSet" | "ReplicaSet" | "ReplicationController" | "StatefulSet" | "CronJob" => {
                 bail!("unsupported kind: the sandbox supports Pods, Deployments and Jobs")
             }
             _ => {}
         }
         Ok(())
+    }
+
+    /// Stores an object of the Gateway API with the metadata that an API server sets.
+    fn add_route(&mut self, kind: &str, key: Key, mut value: Value) {
+        let id = (kind.to_owned(), key);
+        let before = self.routes.get(&id);
+        let kept = |field: &str| before.map(|before| before["metadata"][field].clone());
+        let is_changed = before.is_none_or(|before| before["spec"] != value["spec"]);
+        let generation = kept("generation").and_then(|generation| generation.as_i64());
+        let generation = generation.unwrap_or(0) + i64::from(is_changed);
+        let created = kept("creationTimestamp");
+        let created = created.unwrap_or_else(|| json!(Time(Timestamp::now())));
+        let metadata = &mut value["metadata"];
+        metadata["namespace"] = json!(id.1.0);
+        metadata["generation"] = json!(generation);
+        metadata["creationTimestamp"] = created;
+        self.routes.insert(id, value);
     }
 
     fn add(&mut self, workload: Workload) {
@@ -108,6 +130,10 @@ impl Objects {
             "Deployment" => delete_workload(Kind::Deployment),
             "Job" => delete_workload(Kind::Job),
             "Pod" => delete_workload(Kind::Pod),
+            "HTTPRoute" | "GRPCRoute" | "ReferenceGrant" => {
+                let id = (kind.to_owned(), key.clone());
+                self.routes.remove(&id).is_some()
+            }
             _ => bail!("unsupported kind {kind}: the sandbox cannot delete it"),
         };
         if !found {
@@ -164,6 +190,29 @@ mod tests {
                 .cluster_ip
                 .is_some())
         );
+    }
+
+    #[test]
+    fn routes_have_a_generation_and_keep_their_age() {
+        let mut objects = Objects::default();
+        let route = |port: u16| {
+            format!(
+                "{{apiVersion: gateway.networking.k8s.io/v1, kind: HTTPRoute, \
+                 metadata: {{name: web, namespace: a}}, spec: {{port: {port}}}}}"
+            )
+        };
+        let id = ("HTTPRoute".to_owned(), ("a".to_owned(), "web".to_owned()));
+        apply(&mut objects, &route(80)).unwrap();
+        let created = objects.routes[&id]["metadata"]["creationTimestamp"].clone();
+        assert!(created.is_string());
+        for (port, generation) in [(80, 1), (81, 2)] {
+            apply(&mut objects, &route(port)).unwrap();
+            let metadata = &objects.routes[&id]["metadata"];
+            assert_eq!(metadata["generation"], generation);
+            assert_eq!(metadata["creationTimestamp"], created);
+        }
+        objects.delete("HTTPRoute", &id.1).unwrap();
+        assert!(objects.routes.is_empty());
     }
 
     #[test]

@@ -391,6 +391,9 @@ impl State {
         for ((namespace, name), service) in &objects.services {
             contents.add(Some(namespace), Some(name), service)?;
         }
+        for ((kind, (namespace, name)), route) in &objects.routes {
+            contents.add_as(kind, namespace, name, route)?;
+        }
         for slice in slices {
             contents.add(
                 slice.metadata.namespace.as_ref(),

@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 use super::super::{SLOW_START, State};
 use super::*;
 use crate::connect::Pools;
-use crate::discovery::Resource;
 
 /// A Service with these endpoints.
 fn shop(endpoints: &[EndpointInfo]) -> Target {
@@ -39,8 +38,8 @@ fn new_endpoint_starts_with_a_small_share_unless_many_are_new() {
         hosts.map(endpoint).collect()
     };
     let (pools, siblings) = (Pools::default(), Rc::default());
-    let resource = Resource::from(SocketAddr::from(([10, 96, 0, 7], 80)));
-    let state = |before, target: &Target| State::new(target, &resource, before, &pools, &siblings);
+    let address = SocketAddr::from(([10, 96, 0, 7], 80)).into();
+    let state = |before, target: &Target| State::new(target, &address, before, &pools, &siblings);
     let is_even = |shares: &[f64]| {
         let even = 1.0 / shares.len() as f64;
         shares.iter().all(|share| (share - even).abs() < 0.02)
@@ -74,6 +73,54 @@ fn new_endpoint_starts_with_a_small_share_unless_many_are_new() {
         "{:?}",
         shares(&doubled, now)
     );
+}
+
+#[test]
+fn stream_of_a_removed_endpoint_completes_and_its_connections_close() {
+    on_worker(async {
+        let (go, open) = (Rc::new(Cell::new(false)), Rc::new(Cell::new(0)));
+        let (answer, opened) = (go.clone(), open.clone());
+        let removed = listening(async move |stream| {
+            opened.set(opened.get() + 1);
+            let mut connection = h2::server::handshake(stream).await.expect("a preface");
+            while let Some(Ok((_, mut respond))) = connection.accept().await {
+                let answer = answer.clone();
+                tokio::task::spawn_local(async move {
+                    while !answer.get() {
+                        tokio::task::yield_now().await;
+                    }
+                    let body = respond.send_response(Response::new(()), false);
+                    body.expect("an open stream").send_data("late".into(), true)
+                });
+            }
+            opened.set(opened.get() - 1);
+        })
+        .await;
+        let remaining = EndpointInfo::bare(http2_app(Response::default).await);
+        let authority = Authority::new("root");
+        let service = Service::with(&authority, vec![EndpointInfo::bare(removed)]).await;
+        let stream = service.caller.connect(&service.destination).await;
+        let (mut client, connection) = h2::client::handshake(stream).await.expect("a preface");
+        tokio::task::spawn_local(async move { drop(connection.await) });
+        let get = || Request::get("http://cart/").body(()).expect("valid");
+        let (response, _) = client.send_request(get(), true).expect("it is ready");
+        while open.get() == 0 {
+            tokio::task::yield_now().await;
+        }
+        service.updates.send_replace(Arc::new(shop(&[remaining])));
+        assert_eq!(
+            http2_failures(&service).await,
+            0,
+            "the other one gets new requests"
+        );
+        go.set(true);
+        let response = response.await.expect("a response");
+        let data = response.into_body().data().await;
+        assert_eq!(data.expect("a body").expect("complete"), "late");
+        while open.get() > 0 {
+            tokio::task::yield_now().await;
+        }
+    });
 }
 
 /// A meshed endpoint that accepts the TLS handshake when `go` is set, and never answers a request.

@@ -84,6 +84,31 @@ fn opens_connection_at_max_concurrent_streams() {
 }
 
 #[test]
+fn stream_waits_for_a_slot_of_a_saturated_endpoint() {
+    on_worker(async {
+        let go = Rc::new(Cell::new(false));
+        let (address, arrived) = waiting_app(1, go.clone()).await;
+        let mesh = Mesh::new();
+        let destination = Rc::new(Destination::fixed(address));
+        let endpoint = destination.backend().endpoint(address).unwrap();
+        let mut client = mesh.client(&destination).await;
+        let mut responses = Vec::new();
+        // The endpoint gets 64 connections with one stream each.
+        for count in 1..=64 {
+            responses.push(client.send_request(get("/"), true).unwrap().0);
+            until(|| arrived.get() == count).await;
+        }
+        responses.extend((0..37).map(|_| client.send_request(get("/"), true).unwrap().0));
+        until(|| endpoint.in_flight() == 101).await;
+        go.set(true);
+        for response in responses {
+            assert_eq!(response.await.unwrap().status(), 200);
+        }
+        assert_eq!(arrived.get(), 101);
+    });
+}
+
+#[test]
 fn concurrent_streams_dial_once() {
     on_worker(async {
         let go = Rc::new(Cell::new(true));

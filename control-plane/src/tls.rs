@@ -12,6 +12,9 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use diy_mesh_runtime::listen::Acceptor;
+use diy_mesh_runtime::max_open_files;
+use diy_mesh_runtime::shares::{Share, Shares};
 use rustls::ServerConfig;
 use rustls::server::{Accepted, Acceptor as HelloReader};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -21,9 +24,6 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_rustls::StartHandshake;
 use tokio_rustls::server::TlsStream;
-
-use crate::listen::Acceptor;
-use crate::shares::{Share, Shares};
 
 /// Time for the ClientHello and for a slot.
 pub const CLIENT_HELLO_TIMEOUT: Duration = Duration::from_secs(10);
@@ -39,11 +39,13 @@ pub const MAX_WAITING: usize = 8192;
 pub const MAX_CLIENT_HELLO_BYTES: usize = 16 * 1024;
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 const READ_BYTES: u64 = 4096;
+/// Open files that are not connections of clients.
+const OTHER_FILES: usize = 128;
 
 /// The limits of a server.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Open connections.
+    /// Open connections. The limit of open files may allow fewer.
     pub connections: usize,
     /// Connections that have sent a ClientHello and have not authenticated.
     pub slots: usize,
@@ -70,15 +72,18 @@ pub type Connection = (TlsStream<TcpStream>, Arc<Client>);
 impl TlsServer {
     /// A server of a bound listener.
     pub fn new(listener: TcpListener, config: Arc<ServerConfig>, limits: Limits) -> Self {
+        let files = usize::try_from(max_open_files()).unwrap_or(usize::MAX);
+        let connections = files.saturating_sub(OTHER_FILES).max(1);
+        let connections = connections.min(limits.connections);
         Self {
             acceptor: Acceptor::new(listener),
             config,
             idle: limits.idle,
-            connections: Arc::new(Semaphore::new(limits.connections)),
+            connections: Arc::new(Semaphore::new(connections)),
             slots: Shares::new(limits.slots, limits.slots / 2),
             handshakes: JoinSet::new(),
             newest: VecDeque::new(),
-            max_waiting: MAX_WAITING.min(limits.connections / 2),
+            max_waiting: MAX_WAITING.min(connections / 2),
         }
     }
 

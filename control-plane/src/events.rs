@@ -1,5 +1,4 @@
-//! Kubernetes Events about pods that are rejected or not injected, which the creators of their
-//! pods, such as ReplicaSets, do not show otherwise. Best effort: the log has all messages.
+//! Kubernetes Events. Best effort: the log has all messages.
 
 use std::time::Duration;
 
@@ -31,36 +30,52 @@ impl Events {
         (Self(sender), queue)
     }
 
-    /// Queues a warning about an object.
-    pub fn warn(&self, object: ObjectReference, reason: &str, note: &str) {
+    /// Queues a warning about an object. `action` is what failed.
+    pub fn warn(&self, object: ObjectReference, reason: &str, action: &str, note: &str) {
         let event = Event {
             type_: EventType::Warning,
             reason: reason.into(),
             note: Some(note[..note.floor_char_boundary(MAX_NOTE_BYTES)].into()),
-            action: "Inject".into(),
+            action: action.into(),
             secondary: None,
         };
         let _ = self.0.try_send((object, event));
     }
 }
 
-/// Publishes queued events until all senders are dropped.
-pub async fn publish(client: Client, mut queue: Queue) {
+/// Publishes the queued events of a component until all senders are dropped.
+pub async fn publish(client: Client, component: &str, mut queue: Queue) {
     let reporter = Reporter {
-        controller: "diy-service-mesh.dev/injector".into(),
+        controller: format!("diy-service-mesh.dev/{component}"),
         instance: None,
     };
     let recorder = Recorder::new(client, reporter);
     while let Some((object, event)) = queue.recv().await {
         match timeout(API_TIMEOUT, recorder.publish(&event, &object)).await {
             Ok(Ok(())) => {}
-            Ok(Err(error)) => {
-                tracing::debug!(error = error_chain(&error), "cannot publish an event")
-            }
+            Ok(Err(error)) => tracing::debug!("cannot publish an event: {}", error_chain(&error)),
             Err(_) => {
                 tracing::debug!("cannot publish an event: the Kubernetes API does not respond")
             }
         }
         sleep(PUBLISH_INTERVAL).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shortens_notes_at_a_character_boundary() {
+        let (events, mut queue) = Events::new();
+        events.warn(
+            ObjectReference::default(),
+            "Refused",
+            "Sign",
+            &"é".repeat(1000),
+        );
+        let (_, event) = queue.try_recv().expect("an event");
+        assert_eq!(event.note.map(|note| note.len()), Some(MAX_NOTE_BYTES));
     }
 }

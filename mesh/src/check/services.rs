@@ -1,0 +1,231 @@
+//! Checks of Services: their selectors match pods. Pure.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use k8s_openapi::api::core::v1::{Pod, Service};
+use kube::ResourceExt;
+
+use super::{Finding, count, facts::Facts, pods, workloads::Workload};
+
+type Labels = BTreeMap<String, String>;
+
+/// The Services of the mesh select its components, and Services in namespaces with meshed pods
+/// select pods or the template of a workload, which may be scaled to zero.
+pub(super) fn services(facts: &Facts) -> Vec<Finding> {
+    let (services, pods, workloads) = match (&facts.services, &facts.pods, &facts.workloads) {
+        (Ok(services), Ok(pods), Ok(workloads)) => (services, pods, workloads),
+        (Err(reason), _, _) | (_, Err(reason), _) | (_, _, Err(reason)) => {
+            return vec![Finding::unknown(reason)];
+        }
+    };
+    let mut findings = Vec::new();
+    let broken = broken_components(facts, services);
+    if !broken.is_empty() {
+        let text = format!(
+            "{} not select the pods of its Deployment: proxies and the API server cannot connect to it; connected proxies stay connected",
+            count(
+                broken.len(),
+                "Service of the mesh does",
+                "Services of the mesh do"
+            )
+        );
+        let advice = "kubectl apply -k manifests";
+        findings.push(Finding::problem(text, advice).with_details(broken));
+    }
+    let meshed: BTreeSet<String> = pods::meshed(pods)
+        .filter_map(ResourceExt::namespace)
+        .collect();
+    let in_meshed = services
+        .iter()
+        .filter(|service| meshed.contains(&service.namespace().unwrap_or_default()));
+    let (mut unmatched, mut number) = (Vec::new(), 0);
+    for service in in_meshed {
+        number += 1;
+        if let Some(selector) = selector(service)
+            && !is_matched(&service.namespace(), selector, pods, workloads)
+        {
+            unmatched.push(describe(service, selector));
+        }
+    }
+    if !unmatched.is_empty() {
+        let text = format!(
+            "{} no pod and no workload: requests fail with no-endpoint",
+            count(unmatched.len(), "Service selects", "Services select")
+        );
+        let advice = "correct spec.selector of the Service, or the labels of the pods";
+        findings.push(Finding::problem(text, advice).with_details(unmatched));
+    }
+    if findings.is_empty() {
+        let text = format!(
+            "{} in namespaces with meshed pods, no selector without a match",
+            count(number, "Service", "Services")
+        );
+        findings.push(Finding::ok(text));
+    }
+    findings
+}
+
+/// The Services of controller and injector that do not exist or select other pods.
+fn broken_components(facts: &Facts, services: &[Service]) -> Vec<String> {
+    let deployments = facts.deployments.iter().flatten();
+    let components = deployments.filter_map(|deployment| {
+        let name = deployment.name_any();
+        let template = &deployment.spec.as_ref()?.template;
+        let labels = template.metadata.as_ref()?.labels.as_ref()?;
+        ["controller", "injector"]
+            .contains(&name.as_str())
+            .then_some((name, labels))
+    });
+    let broken = components.filter_map(|(name, labels)| {
+        let service = services.iter().find(|service| {
+            service.name_any() == name && service.namespace().as_ref() == Some(&facts.namespace)
+        });
+        match service.map(|service| (service, selector(service))) {
+            None => Some(format!("{}/{name} does not exist", facts.namespace)),
+            Some((service, None)) => Some(describe(service, &Labels::new())),
+            Some((service, Some(selector))) => {
+                (!matches(selector, labels)).then(|| describe(service, selector))
+            }
+        }
+    });
+    broken.collect()
+}
+
+/// `None` if other clients maintain the endpoints of the Service.
+fn selector(service: &Service) -> Option<&Labels> {
+    let selector = service.spec.as_ref()?.selector.as_ref()?;
+    (!selector.is_empty()).then_some(selector)
+}
+
+fn is_matched(
+    namespace: &Option<String>,
+    selector: &Labels,
+    pods: &[Pod],
+    workloads: &[Workload],
+) -> bool {
+    let mut pods = pods.iter().filter(|pod| pod.namespace() == *namespace);
+    let mut workloads = workloads
+        .iter()
+        .filter(|workload| Some(&workload.namespace) == namespace.as_ref());
+    pods.any(|pod| matches(selector, pod.labels()))
+        || workloads.any(|workload| matches(selector, &workload.labels))
+}
+
+fn matches(selector: &Labels, labels: &Labels) -> bool {
+    selector
+        .iter()
+        .all(|(name, value)| labels.get(name) == Some(value))
+}
+
+fn describe(service: &Service, selector: &Labels) -> String {
+    let selector = selector
+        .iter()
+        .map(|(name, value)| format!("{name}={value}"))
+        .collect::<Vec<_>>()
+        .join(",");
+    let namespace = service.namespace().unwrap_or_default();
+    format!("{namespace}/{}: selector {selector:?}", service.name_any())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::super::{
+        Level,
+        facts::testing::{deployment, meshed, object, ready, unknown_facts},
+    };
+    use super::*;
+
+    fn service(namespace: &str, name: &str, selector: Value) -> Service {
+        object(json!({
+            "metadata": {"namespace": namespace, "name": name},
+            "spec": {"selector": selector},
+        }))
+    }
+
+    fn facts(services: Vec<Service>) -> Facts {
+        let mut till = meshed("till", ready());
+        till.metadata.labels = Some([("app".to_owned(), "till".to_owned())].into());
+        let component = |name: &str| deployment(name, 2, json!([]));
+        Facts {
+            services: Ok(services),
+            pods: Ok(vec![till]),
+            workloads: Ok(Vec::new()),
+            deployments: Ok(vec![component("controller"), component("injector")]),
+            ..unknown_facts()
+        }
+    }
+
+    fn own(app: &str) -> Vec<Service> {
+        let own = |name: &str, app: &str| service("service-mesh", name, json!({"app": app}));
+        vec![own("controller", app), own("injector", "injector")]
+    }
+
+    #[test]
+    fn reports_services_of_the_mesh_that_do_not_select_their_component() {
+        let finding = |services| services_of(&facts(services));
+        assert_eq!(finding(own("controller"))[0].level, Level::Ok);
+        // It has endpoints, but those of another component.
+        let broken = finding(own("injector"));
+        assert_eq!(
+            (broken[0].level, broken[0].details.as_slice()),
+            (
+                Level::Problem,
+                &["service-mesh/controller: selector \"app=injector\"".to_owned()][..]
+            )
+        );
+        let missing = finding(own("controller")[..1].to_vec());
+        assert_eq!(missing[0].details, ["service-mesh/injector does not exist"]);
+    }
+
+    #[test]
+    fn reports_services_that_select_no_pod() {
+        let with = |service: Service| {
+            let mut services = own("controller");
+            services.push(service);
+            facts(services)
+        };
+        let level = |facts: &Facts| services_of(facts)[0].level;
+        assert_eq!(
+            level(&with(service("shop", "till", json!({"app": "till"})))),
+            Level::Ok
+        );
+        let broken = with(service("shop", "till", json!({"app": "till", "tier": "x"})));
+        assert_eq!(
+            services_of(&broken)[0].details,
+            ["shop/till: selector \"app=till,tier=x\""]
+        );
+        // Without a selector, another client maintains the endpoints.
+        assert_eq!(
+            level(&with(service("shop", "till", json!(null)))),
+            Level::Ok
+        );
+        assert_eq!(
+            level(&with(service("other", "till", json!({"app": "nothing"})))),
+            Level::Ok,
+            "no meshed pod is there"
+        );
+    }
+
+    #[test]
+    fn accepts_services_of_workloads_without_pods() {
+        let mut services = own("controller");
+        services.push(service("shop", "web", json!({"app": "web"})));
+        let mut facts = facts(services);
+        assert_eq!(services_of(&facts)[0].level, Level::Problem);
+        let web = json!({
+            "metadata": {"namespace": "shop", "name": "web"},
+            "spec": {"replicas": 0, "selector": {}, "template": {
+                "metadata": {"labels": {"app": "web"}}, "spec": {"containers": []}}},
+        });
+        facts.workloads = Ok(vec![
+            super::super::workloads::deployment(&object(web)).expect("complete"),
+        ]);
+        assert_eq!(services_of(&facts)[0].level, Level::Ok);
+    }
+
+    fn services_of(facts: &Facts) -> Vec<Finding> {
+        super::services(facts)
+    }
+}

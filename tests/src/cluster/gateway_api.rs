@@ -1,0 +1,119 @@
+//! The definitions of the Gateway API on a cluster, from its Go module. They are never part of this
+//! repository.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+
+use super::{Namespace, kubectl, wait_for};
+use crate::repository::root;
+
+/// Prevents the installation of the experimental channel.
+const SAFE_UPGRADES: &str = "safe-upgrades.gateway.networking.k8s.io";
+/// The definitions that differ between the channels, and that the mesh reads.
+const EXPERIMENTAL: [&str; 3] = ["httproutes", "grpcroutes", "tcproutes"];
+
+/// Installs the standard channel if the cluster has no HTTPRoutes.
+pub fn install() -> Result<()> {
+    let installed = kubectl(&["get", "crd", "httproutes.gateway.networking.k8s.io"]);
+    if installed.is_err() {
+        apply(&definitions("standard")?)?;
+    }
+    Ok(())
+}
+
+/// The experimental channel, until it is dropped.
+pub struct Experimental(());
+
+impl Experimental {
+    /// Replaces the standard channel.
+    pub fn install() -> Result<Self> {
+        let folder = definitions("experimental")?;
+        let this = Self(());
+        let names = [SAFE_UPGRADES, "--ignore-not-found"];
+        for kind in [
+            "validatingadmissionpolicybinding",
+            "validatingadmissionpolicy",
+        ] {
+            kubectl(&[&["delete", kind], &names[..]].concat())?;
+        }
+        for name in EXPERIMENTAL {
+            let file = folder.join(format!("gateway.networking.k8s.io_{name}.yaml"));
+            // The policy has an effect for some seconds after its deletion.
+            wait_for("the experimental channel is installed", || {
+                apply(&file).map(Some)
+            })?;
+        }
+        Ok(this)
+    }
+}
+
+impl Drop for Experimental {
+    fn drop(&mut self) {
+        let definition = "tcproutes.gateway.networking.k8s.io";
+        let deleted = kubectl(&["delete", "crd", definition, "--ignore-not-found"]);
+        let restored = definitions("standard").and_then(|folder| apply(&folder));
+        for result in [deleted.map(drop), restored] {
+            if let Err(error) = result {
+                eprintln!("cannot restore the standard channel of the Gateway API: {error:#}");
+            }
+        }
+    }
+}
+
+/// The folder with the definitions of a channel, in the version of the conformance tests.
+fn definitions(channel: &str) -> Result<PathBuf> {
+    let output = Command::new("go")
+        .args(["mod", "download", "-json", "sigs.k8s.io/gateway-api"])
+        .current_dir(root().join("tests/conformance"))
+        .output()
+        .context("cannot start go, which downloads the definitions of the Gateway API")?;
+    let error = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "go mod download: {error}");
+    let module: Value = serde_json::from_slice(&output.stdout)?;
+    let folder = module["Dir"].as_str().context("the module has a folder")?;
+    Ok(PathBuf::from(folder).join("config/crd").join(channel))
+}
+
+fn apply(path: &std::path::Path) -> Result<()> {
+    let path = path.to_str().context("the path is UTF-8")?;
+    let apply = ["apply", "--server-side", "--force-conflicts", "-f", path];
+    kubectl(&apply).map(drop)
+}
+
+/// A route of a namespace as the API server has it.
+pub fn route(namespace: &Namespace, kind: &str, name: &str) -> Result<Value> {
+    let json = namespace.kubectl(&["get", kind, name, "-o", "json"])?;
+    serde_json::from_str(&json).context("kubectl prints JSON")
+}
+
+/// Waits until the mesh has written this status and this reason of a condition, for the current
+/// generation of a route, and returns the route.
+pub fn wait_for_condition(
+    namespace: &Namespace,
+    kind: &str,
+    name: &str,
+    condition: [&str; 3],
+) -> Result<Value> {
+    let what = format!("{kind} {name} has the condition {condition:?}");
+    wait_for(&what, || {
+        let route = route(namespace, kind, name)?;
+        let parents = route["status"]["parents"].as_array();
+        let conditions = parents
+            .into_iter()
+            .flatten()
+            .filter(|entry| entry["controllerName"] == "diy-service-mesh.dev/controller")
+            .flat_map(|entry| entry["conditions"].as_array().into_iter().flatten());
+        let is_it = |one: &Value| {
+            [&one["type"], &one["status"], &one["reason"]] == condition
+                && one["observedGeneration"] == route["metadata"]["generation"]
+        };
+        if conditions.clone().any(is_it) {
+            Ok(Some(route.clone()))
+        } else {
+            Err(anyhow::anyhow!("status: {:#}", route["status"]))
+        }
+    })
+}

@@ -1,0 +1,93 @@
+//! Objects of the tests of routes, in the sandbox and on a cluster. Pure values.
+
+/// Service `web`, whose pods are version 1.0, and the Services `web-v1` and `web-v2` of one version
+/// each, with their Deployments.
+pub fn servers(namespace: &str) -> String {
+    let one = |name: &str, version: &str| {
+        format!(
+            "---
+apiVersion: v1
+kind: Service
+metadata: {{name: {name}, namespace: {namespace}}}
+spec: {{selector: {{app: {name}}}, ports: [{{name: http, port: 80, targetPort: 8080}}]}}
+---
+apiVersion: apps/v1
+kind: Deployment
+metadata: {{name: {name}, namespace: {namespace}}}
+spec:
+  selector: {{matchLabels: {{app: {name}}}}}
+  template:
+    metadata:
+      labels: {{app: {name}}}
+      annotations: {{diy-service-mesh/inject: 'true'}}
+    spec:
+      containers:
+        - name: http-server
+          image: diy-sm-http-server:dev
+          imagePullPolicy: IfNotPresent
+          env: [{{name: VERSION, value: '{version}'}}]
+          startupProbe: {{tcpSocket: {{port: 8080}}, periodSeconds: 1, failureThreshold: 60}}
+"
+        )
+    };
+    let web = format!(
+        "
+apiVersion: v1
+kind: Service
+metadata: {{name: web, namespace: {namespace}}}
+spec: {{selector: {{app: web-v1}}, ports: [{{name: http, port: 80, targetPort: 8080}}]}}
+"
+    );
+    web + &one("web-v1", "1.0") + &one("web-v2", "2.0")
+}
+
+/// An HTTPRoute of Service `web` in namespace `parent` with these rules, a YAML list.
+pub fn http_route(namespace: &str, name: &str, parent: &str, rules: &str) -> String {
+    format!(
+        "
+apiVersion: gateway.networking.k8s.io/v1
+kind: HTTPRoute
+metadata: {{name: {name}, namespace: {namespace}}}
+spec:
+  parentRefs: [{{group: '', kind: Service, name: web, namespace: {parent}, port: 80}}]
+  rules: {rules}
+"
+    )
+}
+
+/// A rule for `GET /hello` that sends this percentage to version 2.0.
+pub fn canary(percentage: u32) -> String {
+    format!(
+        "{{matches: [{{path: {{type: Exact, value: /hello}}}}], backendRefs: [\
+         {{name: web-v1, port: 80, weight: {}}}, {{name: web-v2, port: 80, weight: {percentage}}}]}}",
+        100 - percentage
+    )
+}
+
+/// A rule for requests that match, a YAML value, with one backend, a YAML value.
+pub fn rule(matches: &str, backend: &str) -> String {
+    format!("{{matches: [{matches}], backendRefs: [{backend}]}}")
+}
+
+/// A permission for HTTPRoutes of namespace `from` to use the Services of a namespace.
+pub fn grant(namespace: &str, from: &str) -> String {
+    format!(
+        "
+apiVersion: gateway.networking.k8s.io/v1beta1
+kind: ReferenceGrant
+metadata: {{name: routes, namespace: {namespace}}}
+spec:
+  from: [{{group: gateway.networking.k8s.io, kind: HTTPRoute, namespace: {from}}}]
+  to: [{{group: '', kind: Service}}]
+"
+    )
+}
+
+/// The number of successes of a binomial distribution that a correct implementation stays within,
+/// except once in a billion runs: six standard deviations.
+pub fn binomial_bounds(number: usize, probability: f64) -> std::ops::RangeInclusive<usize> {
+    let (n, p) = (number as f64, probability);
+    let (mean, deviation) = (n * p, (n * p * (1.0 - p)).sqrt());
+    let first = (mean - 6.0 * deviation).max(0.0).floor() as usize;
+    first..=((mean + 6.0 * deviation).ceil() as usize).min(number)
+}
