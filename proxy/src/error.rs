@@ -96,6 +96,14 @@ pub enum Failure {
     /// The endpoint takes no more requests at present.
     #[error("{0} is overloaded")]
     UpstreamOverloaded(SocketAddr),
+    /// The endpoint responded with a status that the route retries.
+    #[error("{address} responded with {status}, and the next attempt failed")]
+    RetriedStatus {
+        /// The endpoint.
+        address: SocketAddr,
+        /// The status.
+        status: u16,
+    },
     /// The endpoint requires mutual TLS, and the proxy has no valid certificate.
     #[error("{0} requires mutual TLS, and this proxy has no valid certificate")]
     NoCertificate(SocketAddr),
@@ -176,6 +184,7 @@ impl Failure {
             Self::Connect { .. }
             | Self::UpstreamClosed { .. }
             | Self::UpstreamMalformed { .. }
+            | Self::RetriedStatus { .. }
             | Self::Handshake { .. }
             | Self::Loop(_) => StatusCode::BAD_GATEWAY,
             Self::NoRoute(_) => StatusCode::NOT_FOUND,
@@ -260,6 +269,7 @@ impl Failure {
             Self::RequestTimeout => "request-timeout",
             Self::Overloaded(_) => "overloaded",
             Self::UpstreamOverloaded(_) => "upstream-overloaded",
+            Self::RetriedStatus { .. } => "retried-status",
             Self::NoCertificate(_) => "no-certificate",
             Self::Handshake { .. } => "handshake-failed",
             Self::MtlsRequired => "mtls-required",

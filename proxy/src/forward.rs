@@ -17,6 +17,7 @@ use crate::dump::Direction;
 use crate::error::Failure;
 use crate::flow::Flow;
 use crate::http::verdict::{Overload, Retryable, Verdict};
+use crate::route::RetryPolicy;
 use crate::tls::{Acceptance, Tls};
 
 /// Endpoints that one request is sent to at most.
@@ -146,7 +147,7 @@ pub(crate) async fn forward<F: Forward>(
         let ended = within(deadline, pin!(request.attempt(&endpoint))).await;
         let AttemptError { failure, retry } = match ended {
             Ok(outcome) => return Ok(outcome),
-            Err(error) => error,
+            Err(error) => request.attempts().apply_policy(error),
         };
         request.attempts().fail(&failure, retry);
         let begun = std::mem::replace(&mut now, tokio::time::Instant::now());
@@ -162,6 +163,11 @@ pub(crate) async fn forward<F: Forward>(
         }
         tracing::debug!(destination = %backend.name(), "retrying: {failure}");
         failures.push(failure);
+        if let Some(backoff) = request.attempts().backoff() {
+            // Boxed: only routes set one.
+            Box::pin(tokio::time::sleep(backoff)).await;
+            now = tokio::time::Instant::now();
+        }
     }
 }
 
@@ -217,6 +223,8 @@ pub struct Attempts {
     pub exchange_deadline: Deadline,
     /// The time for each attempt.
     pub attempt_timeout: Option<Duration>,
+    /// What the route asks for.
+    pub policy: Option<Arc<RetryPolicy>>,
     backend: Option<Rc<Backend>>,
     /// The endpoints that further attempts avoid.
     tried: Vec<SocketAddr>,
@@ -234,6 +242,8 @@ pub struct Replayable {
     pub is_kept: bool,
     /// Sending it twice has the effect of sending it once.
     pub is_idempotent: bool,
+    /// The status of its response.
+    pub status: u16,
 }
 
 impl Replayable {
@@ -241,6 +251,7 @@ impl Replayable {
     pub const ONCE: Self = Self {
         is_kept: false,
         is_idempotent: false,
+        status: 0,
     };
 }
 
@@ -248,7 +259,7 @@ impl Attempts {
     /// An attempt begins. It gets an equal share of the time to connect, so that there is time for
     /// the other endpoints.
     fn begin(&mut self, endpoint: &Rc<Endpoint>, time_to_connect: Duration, endpoints: usize) {
-        let attempts_left = MAX_ATTEMPTS - self.count;
+        let attempts_left = self.max_attempts().saturating_sub(self.count).max(1);
         let attempts_left = u32::try_from(endpoints)
             .map_or(attempts_left, |endpoints| endpoints.clamp(1, attempts_left));
         self.connect_timeout = time_to_connect / attempts_left;
@@ -272,7 +283,7 @@ impl Attempts {
         if backend.contains(endpoint) {
             return Ok(());
         }
-        self.is_granted = self.count < MAX_ATTEMPTS && backend.endpoints_len() > 0;
+        self.is_granted = self.count < self.max_attempts() && backend.endpoints_len() > 0;
         let failure = Failure::NoEndpoint(backend.name().to_string());
         let retry = Retry::OtherEndpoint;
         Err(AttemptError { failure, retry })
@@ -350,7 +361,62 @@ impl Attempts {
                 return Err(AttemptError { failure, retry });
             }
         }
+        let is_outbound = flow.direction == Direction::Outbound;
+        if is_outbound && request.is_kept && self.retries_status(request.status, flow) {
+            let (address, status) = (self.address(), request.status);
+            let failure = Failure::RetriedStatus { address, status };
+            let retry = Retry::AnyEndpoint;
+            return Err(AttemptError { failure, retry });
+        }
         Ok(now)
+    }
+
+    /// Whether the route asks for another attempt after this status, which then begins: on another
+    /// endpoint while there is one that was not tried.
+    fn retries_status(&mut self, status: u16, flow: &Flow) -> bool {
+        let Some(policy) = self.policy.clone() else {
+            return false;
+        };
+        if !policy.statuses.contains(&status) {
+            return false;
+        }
+        self.exclude(self.address());
+        let has_untried = |all: &Rc<Backend>| all.has_untried(&self.tried);
+        if !self.backend.as_ref().is_some_and(has_untried) {
+            self.tried.clear();
+        }
+        self.is_granted = self.start_retry(flow);
+        self.is_granted
+    }
+
+    /// Attempts of the request at most.
+    fn max_attempts(&self) -> u32 {
+        let policy = self.policy.as_ref();
+        policy.map_or(MAX_ATTEMPTS, |policy| policy.attempts + 1)
+    }
+
+    /// With a policy, a route asks for retries after closed connections and timeouts of attempts,
+    /// whatever the request does.
+    fn apply_policy(&self, error: AttemptError) -> AttemptError {
+        let is_covered = matches!(
+            error.failure,
+            Failure::UpstreamClosed { .. } | Failure::Timeout(Limit::Attempt)
+        );
+        match self.policy {
+            Some(_) if is_covered => AttemptError {
+                retry: Retry::AnyEndpoint,
+                ..error
+            },
+            _ => error,
+        }
+    }
+
+    /// The time until the next attempt. The exchange may end before.
+    fn backoff(&self) -> Option<Duration> {
+        let backoff = self.policy.as_ref()?.backoff;
+        let remaining = self.exchange_deadline.remaining();
+        Some(remaining.map_or(backoff, |remaining| remaining.min(backoff)))
+            .filter(|backoff| !backoff.is_zero())
     }
 
     /// Whether a request whose response has arrived is sent to another endpoint. Those that want no
@@ -385,7 +451,7 @@ impl Attempts {
         let Some(backend) = &self.backend else {
             return false;
         };
-        if self.count >= MAX_ATTEMPTS || !backend.has_untried(&self.tried) {
+        if self.count >= self.max_attempts() || !backend.has_untried(&self.tried) {
             return false;
         }
         let now = tokio::time::Instant::now().into_std();
@@ -429,7 +495,7 @@ impl Attempts {
             // Without a certificate of its own, the proxy does not connect.
             Retry::OtherEndpoint if failure.is_upstream_failure() => in_flight.refused(),
             // A closed pooled connection says nothing about the endpoint, nor does a bad request.
-            Retry::AnyEndpoint if self.count < MAX_ATTEMPTS => in_flight.discard(),
+            Retry::AnyEndpoint if self.count < self.max_attempts() => in_flight.discard(),
             _ if failure.is_upstream_failure() => in_flight.failed(),
             // It has no response yet: its latency is at least the time until now.
             _ if matches!(failure, Failure::Timeout(_)) => drop(in_flight),

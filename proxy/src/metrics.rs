@@ -24,7 +24,7 @@ use crate::mirror::MirrorResult;
 use crate::timeouts::TimeoutKind;
 
 /// Values of the label `code`: those of `Failure::code`, and one for codes missing here.
-const FAILURE_CODES: [&str; 22] = [
+const FAILURE_CODES: [&str; 23] = [
     "no-endpoint",
     "unknown-port",
     "no-route",
@@ -40,6 +40,7 @@ const FAILURE_CODES: [&str; 22] = [
     "request-timeout",
     "overloaded",
     "upstream-overloaded",
+    "retried-status",
     "no-certificate",
     "handshake-failed",
     "mtls-required",
@@ -558,6 +559,10 @@ mod tests {
             Failure::RequestTimeout,
             Failure::Overloaded(""),
             Failure::UpstreamOverloaded(address),
+            Failure::RetriedStatus {
+                address,
+                status: 503,
+            },
             Failure::NoCertificate(address),
             Failure::Handshake {
                 address,

@@ -68,6 +68,7 @@ impl ExchangeRecord {
         let earlier = self.attempts.exchange_deadline;
         self.attempts.exchange_deadline = earlier.earlier(route.deadline());
         self.attempts.attempt_timeout = route.attempt_timeout();
+        self.attempts.policy = route.retry_policy().cloned();
         self.route = Some(route);
         Ok(())
     }

@@ -646,3 +646,30 @@ async fn fixed_destination_is_its_own_endpoint_and_shared() {
         address("10.0.0.1:80")
     );
 }
+
+#[tokio::test]
+async fn shares_backends_of_routes_by_name_until_they_are_idle() {
+    let (discovery, mut questions) = Discovery::by_hand();
+    let destinations = Destinations::new(discovery);
+    let name: Arc<str> = "shop/cart:80".into();
+    let asked = async {
+        let (resource, answer) = questions.next().await;
+        assert_eq!(resource, Resource::Backend("shop/cart:80".into()));
+        answer(service(&[info("10.0.0.1:80")]))
+    };
+    let (one, two, _sender) = tokio::join!(
+        destinations.backend(&name),
+        destinations.backend(&name),
+        asked
+    );
+    assert!(Rc::ptr_eq(&one, &two) && one.pick(&[], &mut rng()).is_ok());
+    let now = Instant::now();
+    let after = |seconds: u32| now + seconds * SECOND;
+    destinations.evict_idle(after(0));
+    destinations.evict_idle(after(100));
+    assert_eq!(destinations.backends.entries.borrow().len(), 1, "in use");
+    drop((one, two));
+    destinations.evict_idle(after(110));
+    destinations.evict_idle(after(170));
+    assert_eq!(destinations.backends.entries.borrow().len(), 0);
+}

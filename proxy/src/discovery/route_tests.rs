@@ -936,3 +936,114 @@ fn hostile_routes_are_rejected_with_a_reason() {
     }
     assert_eq!(rejection(many(10_000)), "");
 }
+
+/// An HTTP/1 application whose first responses have status 503.
+async fn failing_app(failures: usize) -> (SocketAddr, Rc<RefCell<usize>>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let requests = Rc::new(RefCell::new(0));
+    let count = requests.clone();
+    tokio::task::spawn_local(async move {
+        loop {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let mut head = Vec::new();
+            while let Ok(byte) = stream.read_u8().await {
+                head.push(byte);
+                if head.ends_with(b"\r\n\r\n") {
+                    *count.borrow_mut() += 1;
+                    let status = if *count.borrow() <= failures {
+                        "503 No"
+                    } else {
+                        "200 OK"
+                    };
+                    let response = format!(
+                        "HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+                    );
+                    stream.write_all(response.as_bytes()).await.unwrap();
+                    break;
+                }
+            }
+        }
+    });
+    (address, requests)
+}
+
+#[test]
+fn rules_retry_the_statuses_that_they_name() {
+    on_worker(async {
+        for (statuses, attempts, failures, expected, requests) in [
+            (&[503][..], 2, 2, "HTTP/1.1 200 ", 3),
+            (&[503], 2, 5, "HTTP/1.1 503 ", 3),
+            (&[500], 2, 1, "HTTP/1.1 503 ", 1),
+            (&[503], 0, 1, "HTTP/1.1 503 ", 1),
+        ] {
+            let retry = proto::RouteRetry {
+                statuses: statuses.to_vec(),
+                attempts,
+                backoff: 1,
+            };
+            let rule = proto::RouteRule {
+                retry: Some(retry),
+                ..to(&[(V1, 1)])
+            };
+            let (app, count) = failing_app(failures).await;
+            let mesh = Mesh::new(one(rule), &[(V1, app)]).await;
+            let response = mesh.http1("POST / HTTP/1.1").await;
+            assert!(response.starts_with(expected), "{response}");
+            assert_eq!(*count.borrow(), requests, "{statuses:?} {attempts}");
+        }
+    });
+}
+
+#[test]
+fn pod_of_a_headless_service_stays_the_backend() {
+    on_worker(async {
+        let ((pod, seen), (other, _)) = (app("pod").await, app("other").await);
+        let modifier = proto::HeaderModifier {
+            set: vec![field("X-Route", "1")],
+            ..proto::HeaderModifier::default()
+        };
+        let rule = proto::RouteRule {
+            filters: vec![filter(route_filter::Kind::RequestHeaders(modifier))],
+            ..to(&[(V1, 1)])
+        };
+        let mesh = Mesh::new(
+            routes(vec![prefix("/a", 0)], vec![rule.clone()]),
+            &[(V1, other)],
+        )
+        .await;
+        let endpoint = proto::Endpoint {
+            address: pod.to_string(),
+            ..proto::Endpoint::default()
+        };
+        let target = proto::Snapshot {
+            kind: proto::snapshot::Kind::Pod.into(),
+            namespace: "shop".to_owned(),
+            name: "web-0".to_owned(),
+            endpoints: vec![endpoint],
+            ..proto::Snapshot::default()
+        };
+        let resource = Resource::from(pod);
+        let target =
+            super::target::from_snapshot(&resource, target, &mut |error| panic!("{error}"));
+        let parsed = super::routes::parse(routes(vec![prefix("/a", 0)], vec![rule]));
+        let target = target.unwrap().with_routes(Some(parsed), &Target::Unknown);
+        let (discovery, mut questions) = Discovery::by_hand();
+        let worker = Worker::new(WorkerContext {
+            discovery,
+            ..WorkerContext::for_a_test("")
+        });
+        let (destination, ()) = tokio::join!(worker.destinations.get_or_watch(pod), async {
+            drop(questions.next().await.1(Arc::new(target)));
+        });
+        let mesh = Mesh {
+            worker,
+            destination,
+            ..mesh
+        };
+        assert_eq!(body(&mesh.http1("GET /a HTTP/1.1").await), "pod");
+        assert!(seen.borrow()[0].contains("X-Route: 1\r\n"), "{seen:?}");
+        let response = mesh.http1("GET /b HTTP/1.1").await;
+        assert!(response.starts_with("HTTP/1.1 404 "), "{response}");
+    });
+}

@@ -13,13 +13,17 @@ use super::resource::Resource;
 use crate::route::fields::FieldEdit;
 use crate::route::matching::{FieldMatch, Match, PathMatch, Pattern, ValueMatch};
 use crate::route::url::{PathChange, Redirect, Rewrite};
-use crate::route::{Changes, Cors, Mirror, Origin, REDIRECTS, RouteBackend, Routes, Rule};
+use crate::route::{
+    Changes, Cors, Mirror, Origin, REDIRECTS, RetryPolicy, RouteBackend, Routes, Rule,
+};
 
 /// Maximum number of matches and of rules of a destination.
 const MAX_MATCHES: usize = 10_000;
 /// Maximum number of regular expressions of a destination.
 const MAX_PATTERNS: usize = 1000;
 
+/// Maximum number of attempts after the first one: more never help.
+const MAX_RETRIES: u32 = 10;
 /// Maximum length of the reason of a rejection, in characters.
 const MAX_REASON: usize = 500;
 
@@ -114,6 +118,7 @@ fn parse_rule(rule: proto::RouteRule, selects_by_prefix: bool) -> Result<Rule, S
         name: rule.name,
         request_timeout: timeout(rule.request_timeout),
         backend_request_timeout: timeout(rule.backend_request_timeout),
+        retry: rule.retry.map(parse_retry).transpose()?,
         ..Rule::default()
     };
     let mut changes = Changes::default();
@@ -149,6 +154,24 @@ fn parse_rule(rule: proto::RouteRule, selects_by_prefix: bool) -> Result<Rule, S
         return Err("a prefix is replaced, and not all matches have a prefix".to_owned());
     }
     Ok(parsed)
+}
+
+fn parse_retry(retry: proto::RouteRetry) -> Result<Arc<RetryPolicy>, String> {
+    let status = |status: u32| {
+        let known = u16::try_from(status)
+            .ok()
+            .filter(|known| (400..=599).contains(known));
+        known.ok_or_else(|| format!("retry of the status {status}, expected 400 to 599"))
+    };
+    Ok(Arc::new(RetryPolicy {
+        statuses: retry
+            .statuses
+            .into_iter()
+            .map(status)
+            .collect::<Result<_, _>>()?,
+        attempts: retry.attempts.min(MAX_RETRIES),
+        backoff: Duration::from_millis(retry.backoff),
+    }))
 }
 
 fn timeout(milliseconds: u64) -> Option<Duration> {

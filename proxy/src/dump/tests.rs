@@ -214,6 +214,21 @@ fn renders_failure_before_its_response() {
 }
 
 #[test]
+fn names_the_route_and_its_backend() {
+    let routed = |dump: &mut ExchangeDump| {
+        request(dump, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
+        dump.route("HTTPRoute shop/web", Some("shop/web-v2:80"));
+    };
+    let text = written(Mode::Full, Format::Text, Direction::Outbound, routed);
+    let line = "Outbound connection to 10.0.0.9:8080 by HTTPRoute shop/web to shop/web-v2:80\n";
+    assert!(text.starts_with(line), "{text}");
+    let json = written(Mode::Full, Format::Json, Direction::Outbound, routed);
+    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(json["route"], "HTTPRoute shop/web");
+    assert_eq!(json["backend"], "shop/web-v2:80");
+}
+
+#[test]
 fn truncates_large_headers() {
     let text = written(Mode::Full, Format::Text, Direction::Inbound, |dump| {
         let value = "v".repeat(1000);

@@ -71,6 +71,7 @@ impl Forward for Exchange<'_> {
         let request = Replayable {
             is_kept: self.upload.can_rewind(),
             is_idempotent: self.request.view().is_idempotent(),
+            status: head.status,
         };
         let answered_at = self.record.attempts.answered(verdict, request, &flow)?;
         self.upload.discard_replay();

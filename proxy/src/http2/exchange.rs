@@ -486,6 +486,7 @@ impl Forward for Exchange {
         let request = Replayable {
             is_kept: self.upload.can_rewind(),
             is_idempotent: self.parts.method.is_idempotent(),
+            status: parts.status.as_u16(),
         };
         let flow = &self.record.flow;
         self.record.attempts.answered(verdict, request, flow)?;

@@ -63,6 +63,19 @@ pub struct Rule {
     pub request_timeout: Option<Duration>,
     /// The time for each attempt.
     pub backend_request_timeout: Option<Duration>,
+    /// None: the proxy retries what is safe.
+    pub retry: Option<Arc<RetryPolicy>>,
+}
+
+/// The retries that a rule asks for. The budget of the backend limits them too.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RetryPolicy {
+    /// Statuses that are retried, besides closed connections and timeouts of attempts.
+    pub statuses: Vec<u16>,
+    /// Attempts after the first one.
+    pub attempts: u32,
+    /// Time between two attempts.
+    pub backoff: Duration,
 }
 
 /// A backend of a rule.
@@ -301,6 +314,11 @@ impl Route {
     /// The end of an exchange that begins now.
     pub fn deadline(&self) -> Deadline {
         Deadline::after(self.plan.rule.request_timeout, Limit::Exchange)
+    }
+
+    /// The retries that the rule asks for.
+    pub fn retry_policy(&self) -> Option<&Arc<RetryPolicy>> {
+        self.plan.rule.retry.as_ref()
     }
 
     /// The time for each attempt.
