@@ -119,6 +119,14 @@ impl Backend {
         self.state.borrow().members.len()
     }
 
+    /// Whether there is an endpoint other than this one, which may have been removed.
+    pub fn has_other(&self, address: SocketAddr) -> bool {
+        self.apply_updates();
+        let state = self.state.borrow();
+        let mut members = state.members.iter();
+        members.any(|member| member.info.address != address)
+    }
+
     /// The endpoint with this address.
     #[cfg(test)]
     pub fn endpoint(&self, address: SocketAddr) -> Option<Rc<Endpoint>> {

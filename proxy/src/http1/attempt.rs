@@ -60,7 +60,7 @@ impl Forward for Exchange<'_> {
             upstream.io.reset_on_drop();
             return Ok(Outcome::After(After::Closed));
         };
-        if self.was_not_delivered(&head, &upstream.io) {
+        if self.was_not_delivered(&head, &upstream.io, endpoint) {
             return Err(AttemptError::not_delivered(endpoint.address));
         }
         self.upload.discard_replay();
@@ -218,7 +218,7 @@ impl Exchange<'_> {
 
     /// The peer's proxy replied that its application accepts no connection, and there is another
     /// endpoint.
-    fn was_not_delivered(&self, head: &ResponseHead, upstream: &Io) -> bool {
+    fn was_not_delivered(&self, head: &ResponseHead, upstream: &Io, endpoint: &Endpoint) -> bool {
         let flow = &self.record.flow;
         let code = |(name, value): (&[u8], &[u8])| {
             name.eq_ignore_ascii_case(b"x-mesh-error") && value == b"connect-failed"
@@ -228,7 +228,7 @@ impl Exchange<'_> {
             && upstream.is_secured()
             && self.upload.can_rewind()
             && head.fields().any(code)
-            && flow.destination.backend().endpoints_len() > 1
+            && flow.destination.backend().has_other(endpoint.address)
     }
 
     /// Relays the response, and pools the upstream's connection if it can carry another exchange.

@@ -3,6 +3,7 @@
 //! on it.
 
 use std::future::{Future, poll_fn};
+use std::net::SocketAddr;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::task::{Context, Poll};
@@ -135,12 +136,17 @@ impl Exchange {
 
     /// Whether to retry: the peer's proxy replied that its application accepts no connection, there
     /// is another endpoint, and the request can be sent again.
-    fn was_not_delivered(&self, response: &http::response::Parts, is_peer: bool) -> bool {
+    fn was_not_delivered(
+        &self,
+        response: &http::response::Parts,
+        is_peer: bool,
+        address: SocketAddr,
+    ) -> bool {
         let flow = &self.record.flow;
         flow.direction == Direction::Outbound
             && is_peer
             && head::says_not_delivered(response)
-            && flow.destination.backend().endpoints_len() > 1
+            && flow.destination.backend().has_other(address)
             && self.upload.can_rewind()
     }
 
@@ -416,7 +422,7 @@ impl Forward for Exchange {
         if !is_peer {
             head::remove(&mut parts.headers, is_mesh_error);
         }
-        if self.was_not_delivered(&parts, is_peer) {
+        if self.was_not_delivered(&parts, is_peer, address) {
             return Err(AttemptError::not_delivered(address));
         }
         self.record.attempts.answered(head::is_failure(&parts));
