@@ -339,7 +339,8 @@ impl Attempts {
         request: Replayable,
         flow: &Flow,
     ) -> Result<Instant, AttemptError> {
-        let others = |backend: &Rc<Backend>| backend.endpoints_len() > 1;
+        let address = self.address();
+        let others = |backend: &Rc<Backend>| backend.has_other(address);
         let has_others =
             flow.direction == Direction::Outbound && self.backend.as_ref().is_some_and(others);
         if verdict == Verdict::NotDelivered && request.is_kept && has_others {

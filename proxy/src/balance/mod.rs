@@ -166,6 +166,12 @@ impl Backend {
         at.is_ok_and(|at| Rc::ptr_eq(&members[at].endpoint, endpoint))
     }
 
+    /// Whether there is an endpoint other than this one, which may have been removed.
+    pub fn has_other(&self, address: SocketAddr) -> bool {
+        self.apply_updates();
+        self.has_untried(&[address])
+    }
+
     /// Whether there is an endpoint that is not in `tried`.
     pub fn has_untried(&self, tried: &[SocketAddr]) -> bool {
         self.has_untried_that(tried, |_| true)

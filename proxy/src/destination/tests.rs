@@ -70,6 +70,18 @@ fn find(destination: &Destination, text: &str) -> Rc<Endpoint> {
 }
 
 #[test]
+fn other_endpoints_exclude_only_the_given_one() {
+    let (sender, destination) = watched_destination(service(&[info("10.0.0.1:80")]));
+    let has_other = |text: &str| destination.backend().has_other(address(text));
+    assert!(!has_other("10.0.0.1:80"));
+    // A request is in flight to an endpoint that discovery replaces.
+    sender
+        .send(service(&[info("10.0.0.2:80")]))
+        .expect("the destination watches");
+    assert!(has_other("10.0.0.1:80") && !has_other("10.0.0.2:80"));
+}
+
+#[test]
 fn distributes_requests_evenly() {
     let (_sender, destination) = watched_destination(service(&[
         info("10.0.0.1:80"),
