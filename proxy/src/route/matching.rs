@@ -5,12 +5,9 @@
 use std::borrow::Cow;
 use std::collections::{BTreeSet, HashMap};
 
-use regex_lite::{Regex, RegexBuilder};
+use diy_mesh_proto::pattern;
 
 use crate::http::view::RequestView;
-
-/// The maximum size of a compiled regular expression, in bytes.
-const MAX_REGEX_SIZE: usize = 32 * 1024;
 
 /// Conditions on a request, all of which hold.
 #[derive(Debug, Default)]
@@ -58,7 +55,7 @@ pub enum ValueMatch {
 
 /// A regular expression for whole values, which takes linear time.
 #[derive(Debug)]
-pub struct Pattern(Regex);
+pub struct Pattern(pattern::Pattern);
 
 impl PathMatch {
     /// A prefix of elements: "/a" and "/a/" are the same.
@@ -70,14 +67,7 @@ impl PathMatch {
 impl Pattern {
     /// Compiles an expression.
     pub fn new(expression: &str) -> Result<Self, String> {
-        let compile = |expression: &str| {
-            RegexBuilder::new(expression)
-                .size_limit(MAX_REGEX_SIZE)
-                .build()
-        };
-        // Alone first: "a)|(b" is valid only within parentheses.
-        compile(expression)
-            .and_then(|_| compile(&format!("^(?:{expression})$")))
+        pattern::Pattern::parse(expression)
             .map(Self)
             .map_err(|error| {
                 let shown: String = expression.chars().take(100).collect();
@@ -86,7 +76,7 @@ impl Pattern {
     }
 
     fn is_match(&self, value: &[u8]) -> bool {
-        std::str::from_utf8(value).is_ok_and(|value| self.0.is_match(value))
+        std::str::from_utf8(value).is_ok_and(|value| self.0.matches(value))
     }
 }
 
