@@ -6,12 +6,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use diy_mesh_proto::mesh::v1 as proto;
+use diy_mesh_proto::pattern::Pattern;
 use http::{Method, StatusCode};
 use proto::{field_match, path_match, path_modifier, route_filter::Kind};
 
 use super::resource::Resource;
 use crate::route::fields::FieldEdit;
-use crate::route::matching::{FieldMatch, Match, PathMatch, Pattern, ValueMatch};
+use crate::route::matching::{FieldMatch, Match, PathMatch, ValueMatch};
 use crate::route::url::{PathChange, Redirect, Rewrite};
 use crate::route::{
     Changes, Cors, Mirror, Origin, REDIRECTS, RetryPolicy, RouteBackend, Routes, Rule,
@@ -69,7 +70,10 @@ fn parse_match(
         *patterns = patterns
             .checked_sub(1)
             .ok_or_else(|| format!("more than {MAX_PATTERNS} regular expressions"))?;
-        Pattern::new(expression)
+        Pattern::parse(expression).map_err(|error| {
+            let shown: String = expression.chars().take(100).collect();
+            format!("regular expression {shown:?}: {error}")
+        })
     };
     let path = match one.path {
         None => None,

@@ -6,14 +6,13 @@ use crate::http::edits::Edit;
 use crate::policy::{is_mesh_error, is_reserved_in_requests};
 
 /// Fields that no route changes: they frame a message, belong to one connection, or name the host.
-const RESERVED: [&str; 12] = [
+const RESERVED: [&str; 11] = [
     "connection",
     "content-length",
+    "expect",
     "host",
     "http2-settings",
     "keep-alive",
-    "proxy-authenticate",
-    "proxy-authorization",
     "proxy-connection",
     "te",
     "trailer",

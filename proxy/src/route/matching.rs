@@ -5,7 +5,7 @@
 use std::borrow::Cow;
 use std::collections::{BTreeSet, HashMap};
 
-use diy_mesh_proto::pattern;
+use diy_mesh_proto::pattern::Pattern;
 
 use crate::http::view::RequestView;
 
@@ -53,10 +53,6 @@ pub enum ValueMatch {
     Regex(Pattern),
 }
 
-/// A regular expression for whole values, which takes linear time.
-#[derive(Debug)]
-pub struct Pattern(pattern::Pattern);
-
 impl PathMatch {
     /// A prefix of elements: "/a" and "/a/" are the same.
     pub fn prefix(prefix: &str) -> Self {
@@ -64,27 +60,16 @@ impl PathMatch {
     }
 }
 
-impl Pattern {
-    /// Compiles an expression.
-    pub fn new(expression: &str) -> Result<Self, String> {
-        pattern::Pattern::parse(expression)
-            .map(Self)
-            .map_err(|error| {
-                let shown: String = expression.chars().take(100).collect();
-                format!("regular expression {shown:?}: {error}")
-            })
-    }
-
-    fn is_match(&self, value: &[u8]) -> bool {
-        std::str::from_utf8(value).is_ok_and(|value| self.0.matches(value))
-    }
+/// Whether an expression matches a whole value, which has to be text.
+fn matches(pattern: &Pattern, value: &[u8]) -> bool {
+    std::str::from_utf8(value).is_ok_and(|value| pattern.matches(value))
 }
 
 impl ValueMatch {
     fn is_match(&self, value: &[u8]) -> bool {
         match self {
             Self::Exact(exact) => exact.as_bytes() == value,
-            Self::Regex(pattern) => pattern.is_match(value),
+            Self::Regex(pattern) => matches(pattern, value),
         }
     }
 }
@@ -102,7 +87,7 @@ impl Match {
     /// Whether the conditions hold, given that an exact path or a prefix does.
     fn holds(&self, request: &RequestView<'_>, path: &[u8]) -> bool {
         let has_path = match &self.path {
-            Some(PathMatch::Regex(pattern)) => pattern.is_match(path),
+            Some(PathMatch::Regex(pattern)) => matches(pattern, path),
             _ => true,
         };
         let has_method = |method: &String| method.as_bytes() == request.method;
