@@ -385,6 +385,7 @@ impl Attempts {
         let has_untried = |all: &Rc<Backend>| all.has_untried(&self.tried);
         if !self.backend.as_ref().is_some_and(has_untried) {
             self.tried.clear();
+            self.exclude_refusing(Instant::now());
         }
         self.is_granted = self.start_retry(flow);
         self.is_granted
@@ -425,14 +426,19 @@ impl Attempts {
     fn grant_retry(&mut self, now: Instant, flow: &Flow) -> bool {
         let before = self.tried.len();
         self.exclude(self.address());
-        let refusing = self.backend.as_ref().map(|all| all.refuse_retries(now));
-        let refusing = refusing.unwrap_or_default();
-        refusing.iter().for_each(|address| self.exclude(*address));
+        self.exclude_refusing(now);
         self.is_granted = self.start_retry(flow);
         if !self.is_granted {
             self.tried.truncate(before);
         }
         self.is_granted
+    }
+
+    /// Further attempts avoid the endpoints that want no retries at this time.
+    fn exclude_refusing(&mut self, now: Instant) {
+        let refusing = self.backend.as_ref().map(|all| all.refuse_retries(now));
+        let refusing = refusing.unwrap_or_default();
+        refusing.iter().for_each(|address| self.exclude(*address));
     }
 
     /// Further attempts avoid this endpoint.
