@@ -78,7 +78,7 @@ conformance-image: ## build the image for make conformance with Go (DOCKER_BUILD
 conformance: ## run the Gateway API's conformance tests for meshes on the cluster of KUBECONFIG, which needs the images (ARGS='-run-test MeshSplit')
 	@kubectl apply -k manifests >/dev/null
 	@for part in controller injector; do kubectl rollout status -n service-mesh "deployment/$$part" --timeout=180s; done
-	@cd tests/conformance && go test -count=1 -timeout 30m . -args $(ARGS)
+	@cd tests/conformance && go test -count=1 -timeout 30m -v . -args $(ARGS)
 
 tilt-ci: ## deploy with Tilt to a local cluster, wait until all workloads are healthy, clean up (ARGS=--network=host)
 	@tilt ci -- $(ARGS)

@@ -2,9 +2,9 @@
 package conformance
 
 import (
-	"bytes"
 	"io/fs"
 	"regexp"
+	"slices"
 	"testing"
 	"testing/fstest"
 
@@ -30,22 +30,28 @@ func TestConformance(t *testing.T) {
 			options.SupportedFeatures.Insert(feature.Name)
 		}
 	}
-	manifests, err := withImage()
-	if err != nil {
-		t.Fatal(err)
-	}
-	options.ManifestFS = []fs.FS{manifests, &conformance.Manifests}
+	options.ManifestFS = []fs.FS{manifests{}}
 	conformance.RunConformanceWithOptions(t, options)
 }
 
-// withImage returns the suite's own manifests of the applications, with our image in place of the published one.
-func withImage() (fs.FS, error) {
-	const path = "mesh/manifests.yaml"
-	published, err := conformance.Manifests.ReadFile(path)
+// manifests are those of the suite, with our image in place of the published one of the applications. The suite's test of status 307
+// names the route of status 303, and gets both.
+type manifests struct{}
+
+func (manifests) Open(name string) (fs.File, error) {
+	content, err := conformance.Manifests.ReadFile(name)
 	if err != nil {
 		return nil, err
 	}
-	line := regexp.MustCompile(`(?m)^(\s*image:).*$`)
-	ours := line.ReplaceAll(published, []byte("${1} "+image))
-	return fstest.MapFS{path: &fstest.MapFile{Data: bytes.TrimSpace(ours)}}, nil
+	switch name {
+	case "mesh/manifests.yaml":
+		content = regexp.MustCompile(`(?m)^(\s*image:).*$`).ReplaceAll(content, []byte("${1} "+image))
+	case "tests/mesh/httproute-303-redirect.yaml":
+		other, err := conformance.Manifests.ReadFile("tests/mesh/httproute-307-redirect.yaml")
+		if err != nil {
+			return nil, err
+		}
+		content = slices.Concat(content, []byte("\n---\n"), other)
+	}
+	return fstest.MapFS{name: &fstest.MapFile{Data: content}}.Open(name)
 }

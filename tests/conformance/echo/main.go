@@ -1,7 +1,7 @@
 // Command client is the application of the conformance tests: a server that reports the requests it receives, and a client
 // that a test executes in the same container. The names of the fields are those that the tests parse.
 //
-//	client --port=8080 --port=8443 --grpc=7070     serves until it is killed; other flags are ignored
+//	client [--port=8080]... [--grpc=7070]     serves until it is killed; without flags on port 8080. Other flags are ignored
 //	client URL [--method=M] [-H NAME:VALUE]... [--count=N]
 package main
 
@@ -43,6 +43,9 @@ func main() {
 
 func serve(arguments []string) error {
 	failed := make(chan error)
+	if len(arguments) == 0 {
+		arguments = []string{"--port=8080"}
+	}
 	for _, argument := range arguments {
 		name, port, _ := strings.Cut(argument, "=")
 		var start func(net.Listener, string) error
