@@ -241,6 +241,27 @@ fn no_banned_words() {
 }
 
 #[test]
+fn markdown_wraps_at_100_columns() {
+    let mut violations = Vec::new();
+    for path in text_files() {
+        if path.extension().is_none_or(|extension| extension != "md") {
+            continue;
+        }
+        let text = read(&path);
+        // Inside of code, which each fence begins or ends.
+        let mut is_code = false;
+        for (line, number) in text.lines().zip(1..) {
+            is_code ^= line.trim_start().starts_with("```");
+            let is_exempt = is_code || line.starts_with('|') || line.starts_with("    ");
+            if !is_exempt && line.chars().count() > 100 {
+                violations.push(format!("{}:{number}", path.display()));
+            }
+        }
+    }
+    assert_none("lines over 100 columns", violations);
+}
+
+#[test]
 fn banned_words_match_whole_words() {
     for (line, word, expected) in [
         ("const PATIENCE: Duration", "PATIENCE", true),
