@@ -1,7 +1,7 @@
 //! The writer of `status.parents`. It writes on the replica that holds the Lease.
 //!
 //! Level-triggered: after each change it writes the routes whose conditions differ from those that
-//! it has written. At its start and every [`RESYNC_INTERVAL`] it compares all routes of the
+//! it has written. At its start and every `RESYNC_INTERVAL` it compares all routes of the
 //! cluster. Each write is based on the resource version of the route that it has read.
 
 use std::collections::{BTreeMap, BTreeSet};
