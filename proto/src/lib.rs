@@ -17,6 +17,7 @@ pub mod echo {
     }
 }
 
+pub mod field;
 pub mod identity;
 pub mod pattern;
 pub mod status;

@@ -4,9 +4,10 @@
 use std::rc::Rc;
 
 use diy_mesh_proto::Identity;
+pub use diy_mesh_proto::field::PREVIOUS_ATTEMPTS;
+use diy_mesh_proto::field::{CALLED_BY, MESH_ERROR, is_same_name};
 
 use crate::error::Failure;
-use crate::http::edits::is_same_name;
 use crate::http::view::RequestView;
 use crate::ports::PortSet;
 
@@ -68,11 +69,8 @@ impl Policy {
 
 /// Whether some server reads this field as `X-Called-By`, which only the proxy may set.
 pub fn is_called_by(name: &[u8]) -> bool {
-    is_same_name(name, b"x-called-by")
+    is_same_name(name, CALLED_BY.as_bytes())
 }
-
-/// The field in which a proxy tells the next one how often the request was sent before.
-pub const PREVIOUS_ATTEMPTS: &str = "x-mesh-previous-attempts";
 
 /// Whether some server reads this field of a request as one that only the proxy may set.
 pub fn is_reserved_in_requests(name: &[u8]) -> bool {
@@ -81,7 +79,7 @@ pub fn is_reserved_in_requests(name: &[u8]) -> bool {
 
 /// Whether some server reads this field as `x-mesh-error`, which only a proxy may set.
 pub fn is_mesh_error(name: &[u8]) -> bool {
-    is_same_name(name, b"x-mesh-error")
+    is_same_name(name, MESH_ERROR.as_bytes())
 }
 
 #[cfg(test)]

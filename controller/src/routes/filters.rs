@@ -5,6 +5,8 @@
 
 use std::sync::Arc;
 
+use diy_mesh_proto::field::is_reserved;
+
 use super::model::{
     Cors, Filter, HeaderModifier, Match, PathMatch, PathModifier, Redirect, Reference, Rejection,
 };
@@ -19,26 +21,6 @@ const MAX_PATH_BYTES: usize = 1024;
 const MAX_CORS_ITEMS: usize = 64;
 /// The default of the specification, in seconds.
 const DEFAULT_CORS_MAX_AGE: u32 = 5;
-/// Headers of the connection, of the framing and of the target, which filters cannot change. Proxies
-/// reject all routes of a destination that do.
-const RESERVED_HEADERS: [&str; 13] = [
-    "connection",
-    "content-length",
-    "expect",
-    "host",
-    "http2-settings",
-    "keep-alive",
-    "proxy-authenticate",
-    "proxy-authorization",
-    "proxy-connection",
-    "te",
-    "trailer",
-    "transfer-encoding",
-    "upgrade",
-];
-/// Headers between proxies, in every spelling that a server reads as these.
-const MESH_HEADERS: [&str; 3] = ["x-called-by", "x-mesh-error", "x-mesh-previous-attempts"];
-
 /// The rule of a filter.
 pub(super) struct Context<'a> {
     pub meta: &'a Meta,
@@ -190,10 +172,8 @@ fn headers(specs: Vec<spec::Header>, at: &str) -> Result<Vec<(String, String)>, 
 
 /// The name of a header that filters may change.
 fn modified(field: &str, name: &str) -> Result<String, Rejection> {
-    let lower = header_name(field, name)?;
-    let folded = lower.replace(|byte: char| !byte.is_ascii_alphanumeric(), "-");
-    let is_reserved = RESERVED_HEADERS.contains(&&*lower) || MESH_HEADERS.contains(&&*folded);
-    match is_reserved {
+    header_name(field, name)?;
+    match is_reserved(name) {
         true => Err(unsupported(field, name, "a header that filters may change")),
         false => Ok(name.to_owned()),
     }

@@ -18,6 +18,8 @@ pub mod status;
 mod testing;
 pub mod writer;
 
+use serde::Deserialize;
+
 use crate::index::object::{Key, Kind, ServicePort};
 
 /// The reasons of conditions that do not hold, as the specification names them.
@@ -55,7 +57,8 @@ pub struct ParentStatus {
 }
 
 /// A parent of a route, with the fields that its author wrote.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
 pub struct ParentReference {
     /// The API group, "" for Service.
     pub group: Option<String>,

@@ -69,13 +69,13 @@ pub(super) fn bounded<T>(field: &str, list: &[T], max: usize) -> Result<(), Reje
 pub fn route(meta: Meta, spec: &Value) -> Result<Route, String> {
     let parsed: RouteSpec =
         serde_json::from_value(spec.clone()).map_err(|error| format!("spec: {error}"))?;
-    let is_service = |parent: &spec::ParentRef| {
+    let is_service = |parent: &ParentReference| {
         // The documentation of the Gateway API spells the core group in both ways.
         matches!(parent.group.as_deref(), Some("" | "core"))
             && parent.kind.as_deref() == Some("Service")
     };
     let parents = parsed.parent_refs.into_iter().filter(is_service);
-    let parents: Vec<ParentReference> = parents.take(MAX_PARENTS).map(parent).collect();
+    let parents: Vec<ParentReference> = parents.take(MAX_PARENTS).collect();
     let mut ignored = Vec::new();
     if !parsed.hostnames.is_empty() {
         ignored.push("spec.hostnames");
@@ -104,17 +104,6 @@ pub fn route(meta: Meta, spec: &Value) -> Result<Route, String> {
     let own = spec.to_string().len();
     route.bytes = own + rules * RULE_BYTES + route.references().count() * REFERENCE_BYTES;
     Ok(route)
-}
-
-fn parent(parent: spec::ParentRef) -> ParentReference {
-    ParentReference {
-        group: parent.group,
-        kind: parent.kind,
-        namespace: parent.namespace,
-        name: parent.name,
-        section_name: parent.section_name,
-        port: parent.port,
-    }
 }
 
 fn rules<M: MatchSpec + DeserializeOwned>(

@@ -6,25 +6,16 @@
 use serde::Deserialize;
 use serde_json::Value;
 
+use super::ParentReference;
+
 /// The parents and the rules of a route.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub struct RouteSpec {
-    pub parent_refs: Vec<ParentRef>,
+    pub parent_refs: Vec<ParentReference>,
     pub hostnames: Vec<String>,
     /// Each is parsed on its own, for the position in errors. Absent: the default of the kind.
     pub rules: Option<Vec<Value>>,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(default, rename_all = "camelCase")]
-pub struct ParentRef {
-    pub group: Option<String>,
-    pub kind: Option<String>,
-    pub namespace: Option<String>,
-    pub name: String,
-    pub section_name: Option<String>,
-    pub port: Option<u16>,
 }
 
 /// A rule of either kind of route, whose matches differ.

@@ -1,6 +1,7 @@
 //! Changes that the proxy makes to a head on its way: an overlay, which both versions of HTTP apply
 //! when they write the head. In HTTP/1 the other fields keep their case and order.
 
+pub use diy_mesh_proto::field::is_same_name;
 use http::header::HOST;
 use http::{HeaderMap, HeaderName, HeaderValue};
 
@@ -100,20 +101,6 @@ impl<'a> Edits<'a> {
             }
         }
     }
-}
-
-/// Compares names as CGI does (RFC 3875, section 4.1.18), and servers that follow it: without case,
-/// and every byte that is neither a letter nor a digit counts as an underscore.
-pub fn is_same_name(one: &[u8], other: &[u8]) -> bool {
-    let fold = |byte: &u8| match byte {
-        byte if byte.is_ascii_alphanumeric() => byte.to_ascii_lowercase(),
-        _ => b'_',
-    };
-    one.len() == other.len()
-        && one
-            .iter()
-            .zip(other)
-            .all(|(one, other)| fold(one) == fold(other))
 }
 
 #[cfg(test)]

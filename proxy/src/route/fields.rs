@@ -1,24 +1,9 @@
 //! Changes of header fields that routes ask for, validated. Pure.
 
+use diy_mesh_proto::field::is_reserved;
 use http::{HeaderName, HeaderValue};
 
 use crate::http::edits::Edit;
-use crate::policy::{is_mesh_error, is_reserved_in_requests};
-
-/// Fields that no route changes: they frame a message, belong to one connection, or name the host.
-const RESERVED: [&str; 11] = [
-    "connection",
-    "content-length",
-    "expect",
-    "host",
-    "http2-settings",
-    "keep-alive",
-    "proxy-connection",
-    "te",
-    "trailer",
-    "transfer-encoding",
-    "upgrade",
-];
 
 /// A change of one field.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -80,8 +65,7 @@ fn check(name: &str) -> Result<(), String> {
     if HeaderName::from_bytes(name.as_bytes()).is_err() {
         return Err(format!("header {name:?}: expected the name of a field"));
     }
-    let is_reserved = RESERVED.iter().any(|one| name.eq_ignore_ascii_case(one));
-    if is_reserved || is_reserved_in_requests(name.as_bytes()) || is_mesh_error(name.as_bytes()) {
+    if is_reserved(name) {
         return Err(format!(
             "header {name:?}: routes must not change this field"
         ));
