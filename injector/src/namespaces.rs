@@ -1,14 +1,16 @@
 //! The labels of the namespaces of new pods. Each is read when a pod needs it, and never cached: a
 //! label applies to the next pod, and an error rejects the pod.
 
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use diy_mesh_runtime::error_chain;
+use diy_mesh_runtime::shares::Shares;
 use k8s_openapi::api::core::v1::Namespace;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::{Api, Client};
-use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 use crate::annotations::{INBOUND, INJECT, STRICT};
@@ -19,14 +21,14 @@ use crate::publish;
 
 /// Timeout of a read, well below the timeout of a review.
 const READ_TIMEOUT: Duration = Duration::from_secs(2);
-/// Maximum number of reads at a time. Bounds the connections to the Kubernetes API.
+/// Maximum number of reads at a time. Bounds the connections to the Kubernetes API. While more than
+/// half are in use, the client of one address has at most a quarter: anyone may send reviews.
 const MAX_READS: usize = 64;
 
 /// The namespaces of the cluster.
-#[derive(Debug)]
 pub struct Namespaces {
     source: Source,
-    reads: Semaphore,
+    reads: Arc<Shares<IpAddr>>,
 }
 
 /// The source of namespaces.
@@ -56,13 +58,13 @@ impl Namespaces {
 
     /// The namespaces of a source.
     pub fn new(source: Source) -> Self {
-        let reads = Semaphore::new(MAX_READS);
+        let reads = Shares::new(MAX_READS, MAX_READS / 2);
         Self { source, reads }
     }
 
-    /// Reads the labels of a namespace, or returns the reason for a rejection.
-    pub async fn labels(&self, name: &str) -> Result<NamespaceLabels, String> {
-        let read = timeout(READ_TIMEOUT, self.read(name)).await;
+    /// Reads the labels of a namespace for a client, or returns the reason for a rejection.
+    pub async fn labels(&self, name: &str, client: IpAddr) -> Result<NamespaceLabels, String> {
+        let read = timeout(READ_TIMEOUT, self.read(name, client)).await;
         let timed_out = || format!("no response within {} seconds", READ_TIMEOUT.as_secs());
         let metadata = read.unwrap_or_else(|_| Err(timed_out())).map_err(|reason| {
             format!("cannot read the labels of namespace {name:?}, which decide about injection and strictness: {reason}; create the pod again, as its controller does, and run `mesh check` if it fails again")
@@ -75,9 +77,9 @@ impl Namespaces {
         })
     }
 
-    async fn read(&self, name: &str) -> Result<ObjectMeta, String> {
+    async fn read(&self, name: &str, client: IpAddr) -> Result<ObjectMeta, String> {
         config::namespace(name)?;
-        let _permit = self.reads.acquire().await;
+        let _slot = self.reads.acquire(client).await;
         match &self.source {
             // A read without a resource version is never older than the label that the API server
             // has confirmed.
@@ -108,6 +110,8 @@ mod tests {
     use kube::client::Body;
     use serde_json::{Value, json};
 
+    const CLIENT: IpAddr = IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
+
     /// The namespaces of an API server that gives all requests the same response.
     fn api(status: u16, response: Value) -> Namespaces {
         let service = tower::service_fn(move |request: Request<Body>| {
@@ -133,7 +137,7 @@ mod tests {
                 "apiVersion": "meta.k8s.io/v1", "kind": "PartialObjectMetadata",
                 "metadata": {"name": "shop", "labels": labels},
             });
-            let labels = api(200, namespace).labels("shop").await;
+            let labels = api(200, namespace).labels("shop", CLIENT).await;
             assert_eq!(labels, Ok(NamespaceLabels { enabled, strict }));
         }
     }
@@ -145,13 +149,13 @@ mod tests {
             "message": "namespaces \"shop\" is forbidden",
         });
         let error = api(403, status)
-            .labels("shop")
+            .labels("shop", CLIENT)
             .await
             .expect_err("forbidden");
         for part in ["namespace \"shop\"", "is forbidden", "create the pod again"] {
             assert!(error.contains(part), "{error}");
         }
-        let error = api(200, json!({})).labels("../shop").await;
+        let error = api(200, json!({})).labels("../shop", CLIENT).await;
         assert!(error.is_err_and(|error| error.contains("expected a namespace")));
     }
 
@@ -162,7 +166,41 @@ mod tests {
         });
         let source = Source::kubernetes(Client::new(service, "default"));
         let namespaces = Namespaces::new(source);
-        let error = namespaces.labels("shop").await.expect_err("no response");
+        let error = namespaces
+            .labels("shop", CLIENT)
+            .await
+            .expect_err("no response");
         assert!(error.contains("no response within 2 seconds"), "{error}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn reads_of_one_client_leave_room_for_others() {
+        // Never responds about one namespace.
+        let service = tower::service_fn(async |request: Request<Body>| {
+            if request.uri().path().ends_with("/slow") {
+                pending::<()>().await;
+            }
+            let namespace = json!({
+                "apiVersion": "meta.k8s.io/v1", "kind": "PartialObjectMetadata",
+                "metadata": {"name": "shop"},
+            });
+            let body = Body::from(namespace.to_string().into_bytes());
+            Ok::<_, std::convert::Infallible>(Response::new(body))
+        });
+        let source = Source::kubernetes(Client::new(service, "default"));
+        let namespaces = Arc::new(Namespaces::new(source));
+        let flood: Vec<_> = (0..10_000)
+            .map(|_| {
+                let namespaces = namespaces.clone();
+                let hostile = IpAddr::from([10, 0, 0, 66]);
+                tokio::spawn(async move { namespaces.labels("slow", hostile).await })
+            })
+            .collect();
+        tokio::task::yield_now().await;
+        let labels = namespaces.labels("shop", CLIENT).await;
+        assert_eq!(labels, Ok(NamespaceLabels::default()));
+        for read in flood {
+            read.await.unwrap().expect_err("no response");
+        }
     }
 }

@@ -5,6 +5,7 @@
 
 use std::convert::Infallible;
 use std::future::Future;
+use std::net::{IpAddr, Ipv6Addr};
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -76,6 +77,17 @@ pub async fn serve<H, F>(
     .await;
 }
 
+/// The address of the client, as an extension of each request. Clients of unknown addresses count as
+/// one.
+#[derive(Clone, Copy, Debug)]
+pub struct ClientAddress(pub IpAddr);
+
+impl Default for ClientAddress {
+    fn default() -> Self {
+        Self(Ipv6Addr::UNSPECIFIED.into())
+    }
+}
+
 type ConnectionError = Box<dyn std::error::Error + Send + Sync>;
 
 async fn requests<H, F>(
@@ -103,7 +115,13 @@ where
         .keep_alive_interval(KEEP_ALIVE_INTERVAL)
         .keep_alive_timeout(KEEP_ALIVE_TIMEOUT);
     let calling = client.clone();
-    let service = service_fn(move |request| {
+    let address = stream.get_ref().0.peer_addr();
+    let address = address.map_or_else(
+        |_| ClientAddress::default(),
+        |peer| ClientAddress(peer.ip()),
+    );
+    let service = service_fn(move |mut request: Request<Incoming>| {
+        request.extensions_mut().insert(address);
         calling.serve();
         let (response, call) = (handler(request), calling.call());
         async move {

@@ -4,6 +4,7 @@
 //! Limits the size of a body, the number of JSON values in it, the size of all bodies in memory,
 //! and the time of a review.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -21,6 +22,7 @@ use crate::metrics::Metrics;
 use crate::namespaces::Namespaces;
 use crate::patch::NamespaceLabels;
 use crate::review::{self, Outcome};
+use crate::server::ClientAddress;
 
 /// The path. Earlier releases, which read the labels of the namespace from the path, respond to it
 /// with 404: no pod of a strict namespace gets a permissive proxy during an upgrade.
@@ -40,7 +42,6 @@ const MAX_VALUES: usize = 100_000;
 const REVIEW_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// The state that all requests share.
-#[derive(Debug)]
 pub struct Webhook {
     settings: Settings,
     namespaces: Namespaces,
@@ -89,7 +90,9 @@ impl Webhook {
             return response;
         }
         let started = Instant::now();
-        let reviewed = timeout(REVIEW_TIMEOUT, self.review(request.into_body()))
+        let client = request.extensions().get().copied();
+        let ClientAddress(client) = client.unwrap_or_default();
+        let reviewed = timeout(REVIEW_TIMEOUT, self.review(request.into_body(), client))
             .await
             .unwrap_or(Err(Error::Timeout));
         self.metrics.duration(started.elapsed());
@@ -100,14 +103,14 @@ impl Webhook {
         })
     }
 
-    async fn review<B>(&self, body: B) -> Result<Response<Full<Bytes>>, Error>
+    async fn review<B>(&self, body: B, client: IpAddr) -> Result<Response<Full<Bytes>>, Error>
     where
         B: Body<Data = Bytes, Error: Into<Box<dyn std::error::Error + Send + Sync>>>,
     {
         let (body, _permit) = self.read(body).await?;
         let request = review::decode(&body)?;
         let labels = match request.namespace_of_new_pod() {
-            Some(namespace) => self.namespaces.labels(namespace).await,
+            Some(namespace) => self.namespaces.labels(namespace, client).await,
             None => Ok(NamespaceLabels::default()),
         };
         let reviewed = review::review(&self.settings, request, labels)?;
