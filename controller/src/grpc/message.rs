@@ -56,6 +56,7 @@ pub(super) fn whole(state: &State) -> Update {
         draining: with_draining(&target.endpoints, true),
         session_affinity_seconds: target.session_affinity,
         routes: target.routes.as_deref().map(routes::routes),
+        policy: None,
     })
 }
 
@@ -82,6 +83,7 @@ fn workload(inbound: &Inbound) -> proto::Workload {
                 protocol: port.protocol.name().to_owned(),
             })
             .collect(),
+        ..proto::Workload::default()
     }
 }
 

@@ -16,6 +16,7 @@ pub(super) fn routes(table: &Table) -> proto::Routes {
         matches: matches.map(|(rule, one)| route_match(*rule, one)).collect(),
         rules: table.rules.iter().map(|one| rule(one)).collect(),
         grpc: table.grpc,
+        ..proto::Routes::default()
     }
 }
 
@@ -59,6 +60,7 @@ fn rule(rule: &Rule<String>) -> proto::RouteRule {
         request_timeout: rule.request_timeout,
         backend_request_timeout: rule.backend_request_timeout,
         retry: rule.retry.as_ref().map(retry),
+        ..proto::RouteRule::default()
     }
 }
 

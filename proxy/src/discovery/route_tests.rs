@@ -326,6 +326,7 @@ fn routes(matches: Vec<proto::RouteMatch>, rules: Vec<proto::RouteRule>) -> prot
         matches,
         rules,
         grpc: false,
+        ..proto::Routes::default()
     }
 }
 
