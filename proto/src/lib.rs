@@ -44,3 +44,5 @@ pub const CAPABILITY_BACKEND: &str = "backend";
 pub const CAPABILITY_CHUNKS: &str = "chunks";
 /// The proxy applies the routes of destinations.
 pub const CAPABILITY_ROUTES: &str = "routes";
+/// The proxy applies policies, faults and rate limits.
+pub const CAPABILITY_POLICY: &str = "policy";
