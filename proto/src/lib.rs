@@ -20,6 +20,7 @@ pub mod echo {
 pub mod field;
 pub mod identity;
 pub mod pattern;
+pub mod policy;
 pub mod status;
 
 pub use identity::Identity;
