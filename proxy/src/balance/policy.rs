@@ -54,7 +54,7 @@ pub enum Algorithm {
 /// What of a request is hashed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HashKey {
-    /// The value of a header field with this name, in lower case.
+    /// The value of a header field with this name, without case.
     Header(String),
     /// The value of a cookie with this name.
     Cookie(String),

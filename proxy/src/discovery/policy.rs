@@ -4,70 +4,47 @@
 use std::time::Duration;
 
 use diy_mesh_proto::mesh::v1 as proto;
-use http::HeaderName;
+use diy_mesh_proto::policy::check_backend;
 use proto::{balancing, hash_key};
 
 use super::routes::MAX_REASON;
 use crate::balance::policy::{Algorithm, BackendPolicy, Balancing, HashKey};
 
-/// Converts a policy. Fails with the first thing that is invalid or unknown.
+/// Converts a policy. Fails with the first value that is invalid or unknown.
 pub(super) fn parse(policy: proto::BackendPolicy) -> Result<BackendPolicy, String> {
-    let name = policy.name.clone();
-    convert(policy).map_err(|reason| {
-        let reason = format!("policy ({name}): {reason}");
-        reason.chars().take(MAX_REASON).collect()
-    })
-}
-
-fn convert(policy: proto::BackendPolicy) -> Result<BackendPolicy, String> {
-    let proto::BackendPolicy {
-        name, balancing, ..
-    } = policy;
-    let balancing = balancing.map(parse_balancing).transpose();
+    check_backend(&policy).map_err(|violation| {
+        let reason = format!("policy ({}): {violation}", policy.name);
+        reason.chars().take(MAX_REASON).collect::<String>()
+    })?;
     Ok(BackendPolicy {
-        name,
-        balancing: balancing
-            .map_err(|error| format!("load balancing: {error}"))?
-            .unwrap_or_default(),
+        name: policy.name,
+        balancing: policy.balancing.map(Balancing::from).unwrap_or_default(),
     })
 }
 
-fn parse_balancing(balancing: proto::Balancing) -> Result<Balancing, String> {
-    let default = Balancing::default();
-    let hash_key = balancing.hash_key.map(parse_hash_key).transpose()?;
-    let algorithm = match balancing::Algorithm::try_from(balancing.algorithm) {
-        Ok(balancing::Algorithm::Unspecified) => default.algorithm,
-        Ok(balancing::Algorithm::PeakEwma) => Algorithm::PeakEwma,
-        Ok(balancing::Algorithm::LeastRequest) => Algorithm::LeastRequest,
-        Ok(balancing::Algorithm::RoundRobin) => Algorithm::RoundRobin,
-        Ok(balancing::Algorithm::ConsistentHash) => {
-            Algorithm::ConsistentHash(hash_key.ok_or("a consistent hash without a key")?)
+/// Of a message that was checked.
+impl From<proto::Balancing> for Balancing {
+    fn from(message: proto::Balancing) -> Self {
+        let default = Self::default();
+        let hash_key = message.hash_key.as_ref().and_then(|key| key.kind.clone());
+        let algorithm = match (message.algorithm(), hash_key) {
+            (balancing::Algorithm::LeastRequest, _) => Algorithm::LeastRequest,
+            (balancing::Algorithm::RoundRobin, _) => Algorithm::RoundRobin,
+            (balancing::Algorithm::ConsistentHash, Some(key)) => {
+                Algorithm::ConsistentHash(match key {
+                    hash_key::Kind::Header(name) => HashKey::Header(name),
+                    hash_key::Kind::Cookie(name) => HashKey::Cookie(name),
+                    hash_key::Kind::Source(_) => HashKey::Source,
+                })
+            }
+            _ => Algorithm::PeakEwma,
+        };
+        let slow_start = message.slow_start.map(Duration::from_millis);
+        Self {
+            algorithm,
+            prefer_zone: message.prefer_zone,
+            slow_start: slow_start.unwrap_or(default.slow_start),
         }
-        Err(_) => return Err(format!("unknown algorithm {}", balancing.algorithm)),
-    };
-    Ok(Balancing {
-        algorithm,
-        prefer_zone: balancing.prefer_zone,
-        slow_start: balancing
-            .slow_start
-            .map_or(default.slow_start, Duration::from_millis),
-    })
-}
-
-fn parse_hash_key(key: proto::HashKey) -> Result<HashKey, String> {
-    match key.kind {
-        Some(hash_key::Kind::Header(name)) => {
-            let header = HeaderName::from_bytes(name.as_bytes());
-            let header = header.map_err(|_| format!("{name:?} is no name of a header field"))?;
-            Ok(HashKey::Header(header.as_str().to_owned()))
-        }
-        // The name of a cookie is a token too (RFC 6265, section 4.1.1), with case.
-        Some(hash_key::Kind::Cookie(name)) => match HeaderName::from_bytes(name.as_bytes()) {
-            Ok(_) => Ok(HashKey::Cookie(name)),
-            Err(_) => Err(format!("{name:?} is no name of a cookie")),
-        },
-        Some(hash_key::Kind::Source(_)) => Ok(HashKey::Source),
-        None => Err("unknown kind of hash key".to_owned()),
     }
 }
 
@@ -143,7 +120,10 @@ mod tests {
         let (algorithm, rejection) = apply("1", "web", unknown.clone());
         assert_eq!(algorithm, Algorithm::PeakEwma, "the default");
         let reason = rejection.expect("acknowledged");
-        assert!(reason.contains("unknown algorithm 77"), "{reason}");
+        assert!(
+            reason.contains("\"77\" is not a known algorithm"),
+            "{reason}"
+        );
         assert_eq!(
             apply("2", "web", Some(balancing(3, None))),
             valid(Algorithm::RoundRobin)
@@ -162,13 +142,13 @@ mod tests {
         let header = |name: &str| key(hash_key::Kind::Header(name.to_owned()));
         let cookie = |name: &str| key(hash_key::Kind::Cookie(name.to_owned()));
         let hash = |key| Ok(Algorithm::ConsistentHash(key));
-        assert_eq!(header("X-User"), hash(HashKey::Header("x-user".into())));
+        assert_eq!(header("X-User"), hash(HashKey::Header("X-User".into())));
         assert_eq!(cookie("User"), hash(HashKey::Cookie("User".into())));
         let source = hash_key::Kind::Source(hash_key::Source::default());
         assert_eq!(key(source), hash(HashKey::Source));
         for invalid in [header("x user"), header(""), cookie("a=b"), cookie("")] {
             let reason = invalid.expect_err("invalid");
-            let starts = "policy (TrafficPolicy shop/web): load balancing: \"";
+            let starts = "policy (TrafficPolicy shop/web): loadBalancing.hash.";
             assert!(reason.starts_with(starts), "{reason}");
         }
     }
@@ -179,9 +159,9 @@ mod tests {
         let mut other_key = balancing(4, None);
         other_key.balancing.as_mut().expect("set").hash_key = Some(unknown_key);
         for (policy, expected) in [
-            (balancing(4, None), "without a key"),
-            (balancing(5, None), "unknown algorithm 5"),
-            (other_key, "unknown kind of hash key"),
+            (balancing(4, None), "ConsistentHash requires"),
+            (balancing(5, None), "\"5\" is not a known algorithm"),
+            (other_key, "one of header, cookie and source"),
         ] {
             let reason = parse(policy).expect_err("unknown");
             assert!(reason.contains(expected), "{reason}");
