@@ -29,7 +29,7 @@ const MAX_PATTERNS: usize = 1000;
 /// Maximum number of attempts after the first one: more never help.
 const MAX_RETRIES: u32 = 10;
 /// Maximum length of the reason of a rejection, in characters.
-const MAX_REASON: usize = 500;
+pub(super) const MAX_REASON: usize = 500;
 
 /// Converts routes. Fails with the first thing that is invalid or unknown.
 pub(super) fn parse(routes: proto::Routes) -> Result<Routes, String> {
@@ -190,6 +190,7 @@ fn parse_rule(rule: proto::RouteRule, selects_by_prefix: bool) -> Result<Rule, S
         request_timeout: timeout(rule.request_timeout),
         backend_request_timeout: timeout(rule.backend_request_timeout),
         retry: rule.retry.map(parse_retry).transpose()?,
+        to_destination: rule.to_destination,
         ..Rule::default()
     };
     let mut changes = Changes::default();

@@ -56,6 +56,8 @@ pub struct Rule {
     pub name: String,
     /// Chosen by weight.
     pub backends: Vec<RouteBackend>,
+    /// The destination is the backend.
+    pub to_destination: bool,
     /// The changes of all requests of the rule.
     pub changes: Arc<Changes>,
     /// The rule responds with a redirect.
@@ -208,7 +210,7 @@ impl Routes {
                 &location,
             )?));
         }
-        let backend = match service.is_pod {
+        let backend = match service.is_pod || rule.to_destination {
             true => None,
             false => Some(rule.choose(rng)?),
         };
