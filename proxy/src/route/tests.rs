@@ -359,4 +359,14 @@ fn requests_without_a_way_fail() {
         .unwrap();
     assert_eq!(plan.backend(), None);
     assert_eq!(fail(&routes, pod, "/b").0, "no-route");
+    // A rule of a policy leaves requests where they are.
+    let rule = Rule {
+        to_destination: true,
+        backends: backends(&[("", 1)]),
+        ..Rule::default()
+    };
+    let matches = vec![prefix("/")];
+    let to_destination = Routes::new(matches, vec![Arc::new(rule)]);
+    let plan = to_destination.plan(&request("GET", "/"), &service(), &mut rng());
+    assert_eq!(plan.expect("a way").backend(), None);
 }
