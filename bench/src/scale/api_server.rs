@@ -1,6 +1,7 @@
 //! Fake Kubernetes API server over HTTP: LIST in pages and WATCH of any collection, with resource
-//! versions, timeouts and bookmarks, GET of cluster-scoped objects, and TokenReview. It
-//! authenticates nobody and ignores selectors. A change between two pages may be in neither.
+//! versions, timeouts and bookmarks, GET of cluster-scoped objects (404 for others), and
+//! TokenReview. It authenticates nobody and ignores selectors. A change between two pages may be
+//! in neither.
 
 use std::{
     collections::BTreeMap,
@@ -15,7 +16,7 @@ use axum::{
     Json, Router,
     body::Body,
     extract::State,
-    http::Uri,
+    http::{StatusCode, Uri},
     response::{IntoResponse, Response},
     routing::post,
 };
@@ -140,6 +141,13 @@ async fn collection(State(store): State<Arc<Mutex<Store>>>, uri: Uri) -> Respons
     if let Some((_, object)) = siblings.find(|(_, object)| object["metadata"]["name"] == name) {
         return Json(object).into_response();
     }
+    if is_object(uri.path()) {
+        let status = json!({
+            "apiVersion": "v1", "kind": "Status", "status": "Failure", "metadata": {},
+            "code": 404, "reason": "NotFound", "message": "the object does not exist",
+        });
+        return (StatusCode::NOT_FOUND, Json(status)).into_response();
+    }
     let options = uri.query().unwrap_or_default();
     let number = |name: &str| -> Option<u64> {
         let mut options = options
@@ -177,6 +185,13 @@ async fn collection(State(store): State<Arc<Mutex<Store>>>, uri: Uri) -> Respons
         lines,
     });
     Body::from_stream(UnboundedReceiverStream::new(stream)).into_response()
+}
+
+/// Whether a path ends with the name of an object: KIND/NAME or namespaces/NAMESPACE/KIND/NAME
+/// after the version of the API.
+fn is_object(path: &str) -> bool {
+    let version = if path.starts_with("/apis/") { 4 } else { 3 };
+    path.split('/').skip(version).count() % 2 == 0
 }
 
 async fn send_bookmarks(store: Arc<Mutex<Store>>) {
