@@ -3,13 +3,13 @@
 use std::cmp::Reverse;
 use std::sync::Arc;
 
-use super::ParentReference;
+use super::{Condition, ParentReference};
 use crate::index::object::{Key, Kind};
 
-/// An HTTPRoute or a GRPCRoute with parents that are Services.
+/// An HTTPRoute or a GRPCRoute with parents that are Services, or what has the same effect.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Route {
-    /// HTTPRoute or GRPCRoute.
+    /// HTTPRoute or GRPCRoute. Service: the canaries of the Service with this key.
     pub kind: Kind,
     /// Namespace and name.
     pub key: Key,
@@ -231,6 +231,12 @@ pub struct Grant {
 }
 
 impl Route {
+    /// Whether the route is only a split of requests: its backends have the port of its parent, and
+    /// get no requests where they have no such port.
+    pub fn is_split(&self) -> bool {
+        self.kind == Kind::Service
+    }
+
     /// All references to backends, also of mirrors.
     pub fn references(&self) -> impl Iterator<Item = &Reference> {
         let rules = self.rules.iter().flatten();
@@ -244,6 +250,18 @@ impl Route {
             });
             backends.map(|backend| &backend.target).chain(mirrors)
         })
+    }
+}
+
+impl Rejection {
+    /// The condition of the route.
+    pub fn condition(&self) -> Condition {
+        Condition {
+            kind: "Accepted",
+            holds: false,
+            reason: self.reason,
+            message: self.message.clone(),
+        }
     }
 }
 
