@@ -4,11 +4,15 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
+use diy_mesh_proto::mesh::v1::Fault;
+use prost::Message;
+
 use super::matches;
 use super::model::{Match, ParsedRule, Reference, Route, Rule};
 use super::{Condition, ParentReference, UNSUPPORTED_VALUE};
 use crate::index::object::{Key, Kind, Service, ServicePort, Transport};
 use crate::index::version::{self, Version};
+use crate::policy::Requests;
 
 /// The limits of a Service port for the clients of one namespace. The oldest routes come first.
 const MAX_ROUTES: usize = 1024;
@@ -31,8 +35,30 @@ pub struct Table {
     pub rules: Vec<Arc<Rule<String>>>,
     /// GRPCRoutes, not HTTPRoutes.
     pub grpc: bool,
+    /// The faults of the policy of the Service.
+    pub faults: Arc<[Fault]>,
     /// The digest of all of this.
     pub version: Version,
+}
+
+impl Table {
+    /// The table of these rules, with the faults of a policy.
+    pub fn new(
+        matches: Vec<(u32, Arc<Match>)>,
+        rules: Vec<Arc<Rule<String>>>,
+        grpc: bool,
+        requests: &Requests,
+    ) -> Table {
+        let faults = requests.faults.clone().unwrap_or_default();
+        let encoded: Vec<Vec<u8>> = faults.iter().map(Message::encode_to_vec).collect();
+        Table {
+            version: version::of("routes", &(&matches, &rules, grpc, encoded)),
+            matches,
+            rules,
+            grpc,
+            faults,
+        }
+    }
 }
 
 impl PartialEq for Table {
@@ -79,12 +105,13 @@ enum Verdict {
     TooLarge,
 }
 
-/// Attaches the routes of one namespace to a Service, which may not exist. `resolve` returns the
-/// name of a backend.
+/// Attaches the routes of one namespace to a Service, which may not exist. `requests` are the
+/// settings of its policy. `resolve` returns the name of a backend.
 pub fn attach(
     key: &Key,
     service: Option<&Service>,
     mut routes: Vec<&Route>,
+    requests: Option<&Requests>,
     resolve: impl Fn(&Route, &Reference) -> Result<String, Unresolved>,
 ) -> Attachment {
     routes.sort_by_key(|route| (route.created, &route.key, route.kind));
@@ -96,7 +123,9 @@ pub fn attach(
     let candidates =
         candidates.map(|(age, route)| candidate(route, age >= MAX_ROUTES, key, &numbers, &resolve));
     let mut candidates: Vec<Candidate<'_>> = candidates.collect();
-    let (mut tables, mut merged) = (BTreeMap::new(), HashMap::new());
+    let (none, mut merged) = (Requests::default(), HashMap::new());
+    let requests = requests.unwrap_or(&none);
+    let mut tables = BTreeMap::new();
     for port in ports {
         let all = candidates.iter().enumerate();
         let selected = all.filter(|(_, candidate)| candidate.selects(key, service, port));
@@ -108,8 +137,8 @@ pub fn attach(
         }
         // Ports with the same routes share their table, unless their backends have these ports.
         let of_port = merged.entry((selected, splits.contains(&true).then_some(port.port)));
-        let of_port =
-            of_port.or_insert_with_key(|(selected, _)| merge(&candidates, selected, port.port));
+        let of_port = of_port
+            .or_insert_with_key(|(selected, _)| merge(&candidates, selected, port.port, requests));
         let (table, verdicts): &(Arc<Table>, Vec<(usize, Verdict)>) = of_port;
         tables.insert(port.port, table.clone());
         for (position, verdict) in verdicts {
@@ -212,6 +241,7 @@ fn merge(
     candidates: &[Candidate<'_>],
     selected: &[usize],
     port: u16,
+    requests: &Requests,
 ) -> (Arc<Table>, Vec<(usize, Verdict)>) {
     let kinds = selected.iter().map(|one| candidates[*one].route.kind);
     let kind = kinds.max_by_key(|kind| precedence(*kind));
@@ -243,19 +273,13 @@ fn merge(
         bytes += candidate.route.bytes;
         for (parsed, rule) in parsed.zip(candidate.rules_at(port)) {
             let position = u32::try_from(rules.len()).expect("a route has few rules");
-            rules.push(rule.clone());
+            rules.push(requests.complete(rule));
             matches.extend(parsed.matches.iter().map(|one| (position, one.clone())));
         }
     }
     // Stable: of equal ranks, the oldest route and the first rule come first.
     matches.sort_by_key(|(_, one): &(u32, Arc<Match>)| one.rank);
-    let grpc = kind == Kind::GrpcRoute;
-    let table = Table {
-        version: version::of("routes", &(&matches, &rules, grpc)),
-        matches,
-        rules,
-        grpc,
-    };
+    let table = Table::new(matches, rules, kind == Kind::GrpcRoute, requests);
     (Arc::new(table), verdicts)
 }
 

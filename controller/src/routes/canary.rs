@@ -54,14 +54,10 @@ impl Canaries {
         let backends = [(key, ALL_PERCENT - sum)].into_iter().chain(canaries);
         let rule = ParsedRule {
             matches: vec![Arc::new(Match::default())],
-            rule: Rule {
-                name: format!("canaries of {key}"),
-                backends: backends.map(backend).collect(),
-                filters: Vec::new(),
-                request_timeout: 0,
-                backend_request_timeout: 0,
-                retry: None,
-            },
+            rule: Rule::new(
+                format!("canaries of {key}"),
+                backends.map(backend).collect(),
+            ),
             unknown_filter: None,
         };
         (!self.accepted.is_empty()).then(|| Route {
