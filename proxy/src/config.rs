@@ -232,6 +232,7 @@ impl Config {
                 strict: raw.inbound == InboundMode::Strict,
                 opaque_ports: raw.opaque_ports,
                 allow_connect: raw.allow_connect,
+                ..Policy::default()
             },
             has_exempt_probes: !raw.exempt_probes.is_empty(),
             kubelet_probes: raw.pod_ip.map(|ip| {
