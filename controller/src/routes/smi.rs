@@ -135,8 +135,10 @@ fn rule(meta: &Meta, spec: &SplitSpec) -> Result<ParsedRule, Rejection> {
     }
     let name = format!("{} {}", meta.kind, meta.key);
     // After the matches of groups, and before requests that no split concerns.
-    let mut everything = Match::default();
-    everything.rank = Reverse([0, 0, 0, 0, 1]);
+    let everything = Match {
+        rank: Reverse([0, 0, 0, 0, 1]),
+        ..Match::default()
+    };
     Ok(rule_of(vec![Arc::new(everything)], name, backends))
 }
 
