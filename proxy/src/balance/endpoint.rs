@@ -1,9 +1,10 @@
 //! The state of one endpoint of a backend: its pool, in-flight requests, latency and quarantine.
 //! It survives updates of the other endpoints. In-flight requests keep it alive after its removal.
 
-use std::cell::{Cell, RefCell};
+use std::cell::{Cell, OnceCell, RefCell};
 use std::net::SocketAddr;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::MIN_SHARE;
@@ -11,12 +12,17 @@ use super::health::Health;
 use super::latency::Latency;
 use super::quarantine::{Cause, Quarantine};
 use crate::connect::Pool;
+use crate::discovery::EndpointInfo;
 use crate::http::verdict::{Overload, Verdict};
+use crate::route::session::{Tag, tag};
 
 /// An endpoint of a backend.
 pub struct Endpoint {
     /// Its address.
     pub address: SocketAddr,
+    /// What discovery announced.
+    pub info: Arc<EndpointInfo>,
+    tag: OnceCell<Tag>,
     pool: RefCell<Rc<Pool>>,
     /// Whether its proxy parses HTTP. Else its application gets all bytes.
     pub is_opaque: bool,
@@ -46,14 +52,16 @@ pub struct InFlight {
 impl Endpoint {
     pub(super) fn new(
         pool: &Rc<Pool>,
-        is_opaque: bool,
+        info: &Arc<EndpointInfo>,
         joined_at: Option<Instant>,
         health: &Rc<Health>,
     ) -> Self {
         Self {
             address: pool.remote.address,
             pool: RefCell::new(pool.clone()),
-            is_opaque,
+            is_opaque: info.opaque,
+            info: info.clone(),
+            tag: OnceCell::new(),
             joined_at,
             in_flight: Cell::new(0),
             latency: Latency::default(),
@@ -61,6 +69,12 @@ impl Endpoint {
             health: health.clone(),
             no_retry_until: Cell::new(None),
         }
+    }
+
+    /// What the tokens of sessions contain: another pod with the address has another one.
+    pub fn tag(&self) -> Tag {
+        let tag = || tag(&[&self.address.to_string(), &self.info.pod]);
+        *self.tag.get_or_init(tag)
     }
 
     /// Counts a request that starts now.
@@ -323,7 +337,6 @@ impl Drop for InFlight {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::Arc;
 
     use crate::connect::{Limits, Remote};
     use crate::discovery::EndpointInfo;
@@ -331,10 +344,11 @@ mod tests {
     const SECOND: Duration = Duration::from_secs(1);
 
     fn endpoint() -> Rc<Endpoint> {
-        let remote = Remote::from(&EndpointInfo::bare(([127, 0, 0, 1], 80).into()));
+        let info = Arc::new(EndpointInfo::bare(([127, 0, 0, 1], 80).into()));
+        let remote = Remote::from(&*info);
         {
             let pool = Rc::new(Pool::new(remote, Limits::default(), Arc::default()));
-            Rc::new(Endpoint::new(&pool, false, None, &Rc::default()))
+            Rc::new(Endpoint::new(&pool, &info, None, &Rc::default()))
         }
     }
 

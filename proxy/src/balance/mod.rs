@@ -429,7 +429,7 @@ fn merge(
                     replaced.endpoint.remove();
                 }
                 let pool = pools.open(Remote::from(&*info), limits);
-                let endpoint = Rc::new(Endpoint::new(pool.pool(), info.opaque, joined_at, health));
+                let endpoint = Rc::new(Endpoint::new(pool.pool(), &info, joined_at, health));
                 Member {
                     info,
                     endpoint,
