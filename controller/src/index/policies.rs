@@ -157,6 +157,7 @@ impl Policies {
             .map(|policy| RouteStatus {
                 kind: Kind::TrafficPolicy,
                 key: policy.key.clone(),
+                uid: "".into(),
                 generation: policy.generation,
                 parents: self.conditions(policy, services),
             })
