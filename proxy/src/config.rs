@@ -395,7 +395,7 @@ mod tests {
                 "spiffe://",
             ),
             ("log", "--log=a=b=c", "a=b=c"),
-            ("log-format", "--log-format=xml", "text or json"),
+            ("log-format", "--log-format=xml", "text, json"),
         ] {
             let report = with(name, &[value]).unwrap_err();
             assert!(

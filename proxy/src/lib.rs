@@ -136,7 +136,7 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
         let serve = move |worker| connection::serve(worker, listeners);
         workers.push(worker::spawn(number, context, serve)?);
     }
-    listening.met();
+    listening.send_replace(None);
     tokio::spawn(meet_once(discovery.unready(), Option::clone, discovering));
     tracing::info!(
         pod = config.pod,
@@ -230,11 +230,9 @@ async fn meet_once<T>(
 ) {
     loop {
         let reason = reason(&value.borrow_and_update());
-        match reason {
-            Some(reason) => condition.unmet(reason),
-            None => return condition.met(),
-        }
-        if value.changed().await.is_err() {
+        let is_met = reason.is_none();
+        condition.send_replace(reason);
+        if is_met || value.changed().await.is_err() {
             return;
         }
     }
