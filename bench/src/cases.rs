@@ -66,6 +66,38 @@ pub struct Traffic {
     pub connections: usize,
     /// Requests in flight on each connection (1 for HTTP/1.1).
     pub streams: usize,
+    /// Routes of the Service port.
+    pub routes: Routes,
+}
+
+/// The routes of a Service port. Only our controller has them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Routes {
+    /// None, as in all other cases.
+    None,
+    /// HTTPRoutes with a path each. The last one matches all requests of the benchmark.
+    Paths(u16),
+    /// One HTTPRoute that retries statuses that the server never sends, with timeouts.
+    Retries,
+}
+
+impl Routes {
+    /// Those with a Service port of their own.
+    pub const ALL: [Routes; 4] = [
+        Routes::Paths(10),
+        Routes::Paths(100),
+        Routes::Paths(1000),
+        Routes::Retries,
+    ];
+
+    /// The Service port.
+    pub fn port(self) -> u16 {
+        match self {
+            Routes::None => 80,
+            Routes::Paths(number) => 10_000 + number,
+            Routes::Retries => 10_000,
+        }
+    }
 }
 
 /// The bytes of a connection that is not HTTP.
@@ -127,6 +159,11 @@ impl Kind {
     /// Whether the case measures no proxies. Such a case has no sides, and its goals are absolute.
     pub fn is_standalone(self) -> bool {
         matches!(self, Kind::Certificates { .. } | Kind::Records(_))
+    }
+
+    /// Whether only our proxies without dumps can carry the traffic.
+    pub fn is_mesh_only(self) -> bool {
+        matches!(self, Kind::Closed(traffic) if traffic.routes != Routes::None)
     }
 }
 
@@ -272,6 +309,16 @@ const fn closed(protocol: Protocol, connections: usize, streams: usize) -> Kind 
         protocol,
         connections,
         streams,
+        routes: Routes::None,
+    })
+}
+
+const fn routed(routes: Routes) -> Kind {
+    Kind::Closed(Traffic {
+        protocol: Protocol::Http1,
+        connections: 32,
+        streams: 1,
+        routes,
     })
 }
 
@@ -330,6 +377,30 @@ pub const CASES: &[Case] = &[
         title: "gRPC unary, 1 connection x 100 calls",
         kind: closed(Protocol::Grpc, 1, 100),
         goals: &[(Metric::Cpu, 9.5 / 21.9)],
+    },
+    Case {
+        name: "routes-10",
+        title: "HTTP/1.1, 32 connections, 10 routes",
+        kind: routed(Routes::Paths(10)),
+        goals: &[],
+    },
+    Case {
+        name: "routes-100",
+        title: "HTTP/1.1, 32 connections, 100 routes",
+        kind: routed(Routes::Paths(100)),
+        goals: &[],
+    },
+    Case {
+        name: "routes-1000",
+        title: "HTTP/1.1, 32 connections, 1,000 routes",
+        kind: routed(Routes::Paths(1000)),
+        goals: &[],
+    },
+    Case {
+        name: "routes-retries",
+        title: "HTTP/1.1, 32 connections, retries and timeouts",
+        kind: routed(Routes::Retries),
+        goals: &[],
     },
     Case {
         name: "latency",

@@ -312,6 +312,10 @@ impl Testbed {
         let sides = match (case.kind, &self.certificates) {
             (Kind::Records(_), _) | (Kind::Certificates { .. }, Some(_)) => vec![Side::Mesh],
             (Kind::Certificates { .. }, None) => Vec::new(),
+            (kind, _) if kind.is_mesh_only() => {
+                let sides = self.running.iter().map(|running| running.side);
+                sides.filter(|side| *side == Side::Mesh).collect()
+            }
             _ => self.running.iter().map(|running| running.side).collect(),
         };
         (0..repeats)

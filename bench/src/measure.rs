@@ -79,7 +79,12 @@ fn start(running: &mut Running, connections: usize) -> Result<Numbers> {
 }
 
 fn requests(case: &Case, running: &Running, window: Window) -> Result<Numbers> {
-    let (target, meters) = (running.http(), running.meters());
+    let (mut target, meters) = (running.http(), running.meters());
+    if let Kind::Closed(traffic) = case.kind
+        && case.kind.is_mesh_only()
+    {
+        target.set_port(traffic.routes.port());
+    }
     let probe = || {
         Ok((
             cpu(&meters)?,

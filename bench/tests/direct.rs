@@ -45,7 +45,8 @@ fn direct_loads(namespaces: &NamespaceSet) -> Result<()> {
     let mut direct = Running::start(Side::Direct, &Programs::default(), namespaces, None)?;
     let loads = CASES
         .iter()
-        .filter(|case| !matches!(case.kind, Kind::Start { .. }) && !case.kind.is_standalone());
+        .filter(|case| !matches!(case.kind, Kind::Start { .. }) && !case.kind.is_standalone())
+        .filter(|case| !case.kind.is_mesh_only());
     for case in loads {
         let numbers = measure(case, &mut direct, WINDOW)?;
         let expected = main_metric(case);

@@ -20,6 +20,7 @@ pub mod echo {
 pub mod field;
 pub mod identity;
 pub mod pattern;
+pub mod policy;
 pub mod status;
 
 pub use identity::Identity;
@@ -44,3 +45,5 @@ pub const CAPABILITY_BACKEND: &str = "backend";
 pub const CAPABILITY_CHUNKS: &str = "chunks";
 /// The proxy applies the routes of destinations.
 pub const CAPABILITY_ROUTES: &str = "routes";
+/// The proxy applies policies, faults and rate limits.
+pub const CAPABILITY_POLICY: &str = "policy";

@@ -15,7 +15,8 @@ use diy_mesh_proto::mesh::v1::{
     DiscoverRequest, DiscoverResponse, SignCertificateRequest, SignCertificateResponse,
 };
 use diy_mesh_proto::{
-    CAPABILITIES_METADATA, CAPABILITY_CHUNKS, CAPABILITY_ROUTES, CAPABILITY_SELF, announces,
+    CAPABILITIES_METADATA, CAPABILITY_CHUNKS, CAPABILITY_POLICY, CAPABILITY_ROUTES,
+    CAPABILITY_SELF, announces,
 };
 use diy_mesh_runtime::error_chain;
 use http::Uri;
@@ -183,7 +184,7 @@ impl Control {
     ) -> Result<DiscoveryStream, ControlError> {
         self.with_timeout(OPEN_TIMEOUT, async {
             let mut request = Request::new(requests);
-            let capabilities = format!("{CAPABILITY_CHUNKS}, {CAPABILITY_ROUTES}");
+            let capabilities = [CAPABILITY_CHUNKS, CAPABILITY_ROUTES, CAPABILITY_POLICY].join(", ");
             let capabilities = capabilities.parse().expect("the names are words");
             request
                 .metadata_mut()

@@ -6,6 +6,7 @@
 
 mod affinity;
 mod own_pod;
+mod policy;
 mod position;
 mod resource;
 #[cfg(test)]

@@ -22,6 +22,14 @@ pub enum Failure {
     /// A rule has no backend for the request.
     #[error("{0} has no valid backend for the request")]
     InvalidBackend(String),
+    /// A fault in place of a response.
+    #[error("fault of {name}")]
+    FaultInjected {
+        /// The object that it comes from.
+        name: Arc<str>,
+        /// The status.
+        status: StatusCode,
+    },
     /// The proxy rejected the routes of the Service.
     #[error("the routes of service {service} are invalid for this proxy: {reason}")]
     InvalidRoutes {
@@ -175,6 +183,7 @@ impl Failure {
     pub fn status(&self) -> StatusCode {
         match self {
             Self::NoneAccepts { last, .. } => last.status(),
+            Self::FaultInjected { status, .. } => *status,
             Self::NoEndpoint(_)
             | Self::UnknownPort { .. }
             | Self::Withheld(_)
@@ -205,6 +214,7 @@ impl Failure {
     pub fn grpc_status(&self) -> u8 {
         match self {
             Self::NoneAccepts { last, .. } => last.grpc_status(),
+            Self::FaultInjected { status, .. } => grpc_status(*status),
             // DEADLINE_EXCEEDED
             Self::ConnectTimeout(_) | Self::RequestTimeout | Self::Timeout(_) => 4,
             Self::MtlsRequired => 7,   // PERMISSION_DENIED
@@ -258,6 +268,7 @@ impl Failure {
             Self::NoRoute(_) => "no-route",
             Self::InvalidBackend(_) => "invalid-backend",
             Self::InvalidRoutes { .. } => "invalid-routes",
+            Self::FaultInjected { .. } => "fault-injected",
             Self::UnknownPort { .. } => "unknown-port",
             Self::Withheld(_) => "withheld",
             Self::Connect { .. } => "connect-failed",
@@ -277,6 +288,19 @@ impl Failure {
             Self::Timeout(_) => "timeout",
             Self::Loop(_) => "loop",
         }
+    }
+}
+
+/// The status of a gRPC call whose response has this HTTP status (`http-grpc-status-mapping.md` in
+/// the gRPC documentation).
+fn grpc_status(status: StatusCode) -> u8 {
+    match status.as_u16() {
+        400 => 13,                   // INTERNAL
+        401 => 16,                   // UNAUTHENTICATED
+        403 => 7,                    // PERMISSION_DENIED
+        404 => 12,                   // UNIMPLEMENTED
+        429 | 502 | 503 | 504 => 14, // UNAVAILABLE
+        _ => 2,                      // UNKNOWN
     }
 }
 

@@ -1,8 +1,9 @@
 //! Counters and gauges of the proxy, exposed in the OpenMetrics text format. The handle of each
 //! time series is looked up once, at the start: counting a request is one relaxed atomic addition.
 
-use std::sync::Arc;
+use std::collections::HashSet;
 use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use diy_mesh_runtime::metrics::{
@@ -21,15 +22,17 @@ use crate::dump::Direction;
 use crate::error::Failure;
 use crate::forward::RetryDenial;
 use crate::mirror::MirrorResult;
+use crate::route::fault::FaultKind;
 use crate::timeouts::TimeoutKind;
 
 /// Values of the label `code`: those of `Failure::code`, and one for codes missing here.
-const FAILURE_CODES: [&str; 23] = [
+const FAILURE_CODES: [&str; 24] = [
     "no-endpoint",
     "unknown-port",
     "no-route",
     "invalid-backend",
     "invalid-routes",
+    "fault-injected",
     "withheld",
     "connect-failed",
     "connect-timeout",
@@ -49,6 +52,10 @@ const FAILURE_CODES: [&str; 23] = [
     "loop",
     "other",
 ];
+/// Names of objects that have counters of their own.
+const MAX_NAMES: usize = 100;
+/// The name of all others.
+const OTHER: &str = "other";
 const CLASSES: [&str; 5] = ["1xx", "2xx", "3xx", "4xx", "5xx"];
 
 /// The HTTP version of a request.
@@ -68,6 +75,7 @@ pub struct Metrics {
     outbound: Flows,
     /// By [`MirrorResult`].
     mirrors: [Counter; MirrorResult::NAMES.len()],
+    faults: NamedCounters,
     /// Exchanges not dumped because the budget was exhausted.
     pub dumps_suppressed: Counter,
     /// Dumps dropped because the writer's queue was full.
@@ -142,6 +150,11 @@ impl Metrics {
             "result",
             MirrorResult::NAMES,
         );
+        let faults = NamedCounters::register(
+            r,
+            "faults",
+            "Faults that were injected into requests, by kind and policy",
+        );
         let dumps_suppressed = register(
             r,
             "dumps_suppressed",
@@ -164,6 +177,7 @@ impl Metrics {
             inbound,
             outbound,
             mirrors,
+            faults,
             dumps_suppressed,
             dumps_dropped,
             discovery,
@@ -211,6 +225,11 @@ impl Metrics {
     /// Counts a copy of a request.
     pub fn mirror(&self, result: MirrorResult) {
         self.mirrors[result as usize].inc();
+    }
+
+    /// Counts an injected fault of the policy with this name.
+    pub fn fault(&self, kind: FaultKind, name: &str) {
+        self.faults.get(("kind", kind.name()), name).inc();
     }
 
     /// Counts a connection that ended, or whose protocol was decided, by a timeout.
@@ -304,6 +323,34 @@ impl Flows {
                     .get_or_create_owned(&[direction, ("way", "received")]),
             }
         })
+    }
+}
+
+/// Counters by the names of objects, which are others than [`OTHER`] only for the first
+/// [`MAX_NAMES`] names.
+#[derive(Debug)]
+struct NamedCounters {
+    counters: Family<[(&'static str, String); 2], Counter>,
+    names: Mutex<HashSet<String>>,
+}
+
+impl NamedCounters {
+    fn register(registry: &mut Registry, name: &str, help: &str) -> Self {
+        Self {
+            counters: register(registry, name, help),
+            names: Mutex::default(),
+        }
+    }
+
+    /// The counter of a name with another label.
+    fn get(&self, (label, value): (&'static str, &str), name: &str) -> Counter {
+        let is_known = {
+            let mut names = self.names.lock().unwrap_or_else(PoisonError::into_inner);
+            names.contains(name) || names.len() < MAX_NAMES && names.insert(name.to_owned())
+        };
+        let name = if is_known { name } else { OTHER };
+        let labels = [(label, value.to_owned()), ("policy", name.to_owned())];
+        self.counters.get_or_create_owned(&labels)
     }
 }
 
@@ -540,6 +587,10 @@ mod tests {
                 service: String::new(),
                 reason: String::new(),
             },
+            Failure::FaultInjected {
+                name: "".into(),
+                status: StatusCode::SERVICE_UNAVAILABLE,
+            },
             Failure::Withheld(String::new()),
             Failure::Connect {
                 address,
@@ -577,5 +628,25 @@ mod tests {
             failures.each_ref().map(Failure::code),
             FAILURE_CODES[..FAILURE_CODES.len() - 1]
         );
+    }
+
+    #[test]
+    fn names_of_policies_are_bounded() {
+        let metrics = Metrics::new();
+        for number in 0..2 * MAX_NAMES {
+            let name = format!("TrafficPolicy shop/{number}");
+            metrics.fault(FaultKind::Abort, &name);
+            metrics.fault(FaultKind::Abort, "TrafficPolicy shop/0");
+        }
+        let text = metrics.render();
+        let sample = |policy: &str, count: usize| {
+            let labels = format!("{{kind=\"abort\",policy=\"{policy}\"}}");
+            let line = format!("diy_mesh_proxy_faults_total{labels} {count}\n");
+            assert!(text.contains(&line), "{line}: {text}");
+        };
+        sample("TrafficPolicy shop/0", 2 * MAX_NAMES + 1);
+        sample("TrafficPolicy shop/99", 1);
+        sample(OTHER, MAX_NAMES);
+        assert!(!text.contains("shop/100"), "{text}");
     }
 }

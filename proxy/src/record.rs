@@ -2,7 +2,11 @@
 //! metrics, dumps and the log take what they need. No protocol calls these itself, and no exit path
 //! forgets them.
 
+use std::future::{Future, poll_fn};
+use std::pin::pin;
 use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Instant;
 
 use diy_mesh_proto::Identity;
@@ -19,6 +23,7 @@ use crate::http::reply::LocalReply;
 use crate::http::view::{Fields, RequestView};
 use crate::metrics::Protocol;
 use crate::mirror::{self, Mirror};
+use crate::route::fault::{FaultKind, Injection};
 use crate::route::{Answer, Route, Routes};
 
 /// One request and its response.
@@ -37,6 +42,8 @@ pub struct ExchangeRecord {
     sent: u64,
     received: u64,
     failure: Option<&'static str>,
+    /// The policy of the latest fault.
+    fault: Option<Arc<str>>,
     dump: Option<ExchangeDump>,
 }
 
@@ -54,23 +61,72 @@ impl ExchangeRecord {
             sent: 0,
             received: 0,
             failure: None,
+            fault: None,
             dump: flow.worker.dumps.exchange(&flow.info()),
         }
     }
 
-    /// Step 5. The deadlines of the route begin.
+    /// Step 5. The deadlines of the route begin, then the faults take place. None if the client
+    /// leaves in the meantime: `poll_gone` is ready then.
     pub async fn route(
         &mut self,
         routes: &Routes,
         request: &RequestView<'_>,
-    ) -> Result<(), Answer> {
-        let route = Rc::new(self.flow.route(routes, request).await?);
-        let earlier = self.attempts.exchange_deadline;
-        self.attempts.exchange_deadline = earlier.earlier(route.deadline());
-        self.attempts.attempt_timeout = route.attempt_timeout();
-        self.attempts.policy = route.retry_policy().cloned();
-        self.route = Some(route);
-        Ok(())
+        poll_gone: impl FnMut(&mut Context<'_>) -> Poll<()>,
+    ) -> Option<Result<(), Answer>> {
+        let faults = routes.faults(request, &mut self.flow.worker.rng.borrow_mut());
+        let routed = self.flow.route(routes, request).await;
+        if let Ok(route) = &routed {
+            let earlier = self.attempts.exchange_deadline;
+            self.attempts.exchange_deadline = earlier.earlier(route.deadline());
+            self.attempts.attempt_timeout = route.attempt_timeout();
+            self.attempts.policy = route.retry_policy().cloned();
+        }
+        if let Err(failure) = self.inject(faults, poll_gone).await? {
+            return Some(Err(failure.into()));
+        }
+        Some(routed.map(|route| self.route = Some(Rc::new(route))))
+    }
+
+    /// Delays the request until its deadline at most, and fails in place of a backend. None if the
+    /// client leaves.
+    async fn inject(
+        &mut self,
+        faults: Vec<Injection>,
+        mut poll_gone: impl FnMut(&mut Context<'_>) -> Poll<()>,
+    ) -> Option<Result<(), Failure>> {
+        for Injection { name, delay, abort } in faults {
+            let flow = self.flow.clone();
+            let count = |kind| flow.worker.metrics.fault(kind, &name);
+            self.fault = Some(name.clone());
+            self.dump(|dump| dump.fault(&name, delay));
+            if let Some(delay) = delay {
+                count(FaultKind::Delay);
+                let mut timer = self.attempts.exchange_deadline.timer();
+                let mut sleep = pin!(tokio::time::sleep(delay));
+                let delayed = poll_fn(|cx| {
+                    if sleep.as_mut().poll(cx).is_ready() {
+                        return Poll::Ready(Some(Ok(())));
+                    }
+                    match timer.poll(cx) {
+                        Poll::Ready(limit) => Poll::Ready(Some(Err(Failure::Timeout(limit)))),
+                        Poll::Pending => poll_gone(cx).map(|()| None),
+                    }
+                });
+                let delayed = delayed.await;
+                if delayed.is_none() {
+                    self.cut_off("the client closed");
+                }
+                if let Err(timeout) = delayed? {
+                    return Some(Err(timeout));
+                }
+            }
+            if let Some(status) = abort {
+                count(FaultKind::Abort);
+                return Some(Err(Failure::FaultInjected { name, status }));
+            }
+        }
+        Some(Ok(()))
     }
 
     /// The endpoints of the request.
@@ -248,6 +304,7 @@ impl Drop for ExchangeRecord {
             attempts = self.attempts.count,
             status = self.status.map(|status| status.as_u16()),
             failure = self.failure,
+            fault = self.fault.as_deref(),
             sent = self.sent,
             received = self.received,
             duration = ?self.started.elapsed(),

@@ -8,6 +8,9 @@ use clap::{ArgMatches, Command, CommandFactory, FromArgMatches, Parser, value_pa
 use hyper::Uri;
 use tokio::time::{Interval, MissedTickBehavior, interval};
 
+/// Limit of the delay of a server's responses.
+pub const MAX_DELAY_MS: u64 = 60_000;
+
 /// Configuration of both servers.
 #[derive(Debug, Clone, PartialEq, Eq, Parser)]
 pub struct ServerConfig {
@@ -17,6 +20,9 @@ pub struct ServerConfig {
     /// Percentage of requests to fail
     #[arg(long, env = "FAIL_RATE", value_name = "PERCENT", default_value_t = 0, value_parser = value_parser!(u8).range(..=100))]
     pub fail_rate: u8,
+    /// Milliseconds before each response
+    #[arg(long, env = "DELAY_MS", value_name = "MS", default_value_t = 0, value_parser = value_parser!(u64).range(..=MAX_DELAY_MS))]
+    pub delay_ms: u64,
     /// Hostname in responses
     #[arg(long, env = "HOSTNAME", value_name = "NAME", default_value_t = system_hostname())]
     pub hostname: String,
@@ -124,12 +130,14 @@ mod tests {
         let config = server(&[
             "--listen-port=65535",
             "--fail-rate=100",
+            "--delay-ms=60000",
             "--hostname=h",
             "--app-version=2.0",
         ]);
         let expected = ServerConfig {
             listen_port: 65535,
             fail_rate: 100,
+            delay_ms: 60_000,
             hostname: "h".to_owned(),
             version: "2.0".to_owned(),
         };
@@ -141,6 +149,7 @@ mod tests {
         for (arg, expected) in [
             ("--listen-port=65536", "'65536' for '--listen-port"),
             ("--fail-rate=101", "'101' for '--fail-rate"),
+            ("--delay-ms=60001", "'60001' for '--delay-ms"),
         ] {
             let report = server(&[arg]).expect_err(arg);
             assert!(report.contains(expected), "{report}");

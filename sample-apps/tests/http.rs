@@ -114,6 +114,37 @@ fn fail_rate_fails_requests() {
 }
 
 #[test]
+fn responses_have_a_delay_that_requests_change() {
+    let (server, port) = Process::start_server(HTTP_SERVER, &[("DELAY_MS", "60000")]);
+    let mut delayed = connect("127.0.0.1", port);
+    delayed
+        .write_all(b"GET /hello HTTP/1.1\r\nHost: a\r\n\r\n")
+        .expect("sent");
+    server.wait_for("Request #1");
+    let post = |body: &str| {
+        let length = body.len();
+        let head = "POST /delay HTTP/1.1\r\nHost: a\r\nConnection: close";
+        let message = format!("{head}\r\nContent-Length: {length}\r\n\r\n{body}");
+        exchange("127.0.0.1", port, &message)
+    };
+    for invalid in ["", "-1", "60001", "1 s"] {
+        let response = post(invalid);
+        assert!(response.starts_with("HTTP/1.1 400 "), "{response}");
+    }
+    let response = post("0\n");
+    assert!(response.ends_with("Delay: 0 ms\n"), "{response}");
+    let response = exchange(
+        "127.0.0.1",
+        port,
+        "GET /hello HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n",
+    );
+    assert!(response.starts_with("HTTP/1.1 200 OK\r\n"), "{response}");
+    delayed.set_nonblocking(true).expect("a socket");
+    let unanswered = delayed.read(&mut [0; 1]).expect_err("no response yet");
+    assert_eq!(unanswered.kind(), std::io::ErrorKind::WouldBlock);
+}
+
+#[test]
 fn shutdown_completes_requests_in_flight() {
     let (mut server, port) = Process::start_server(HTTP_SERVER, &[]);
     let mut idle = connect("127.0.0.1", port);

@@ -2,9 +2,12 @@
 package conformance
 
 import (
+	"fmt"
 	"io/fs"
+	"os"
 	"regexp"
 	"slices"
+	"strings"
 	"testing"
 	"testing/fstest"
 
@@ -17,16 +20,34 @@ import (
 // The image of echo/, as `make conformance-image` builds it.
 const image = "diy-sm-conformance:dev"
 
+// supported are the features that docs/gateway-api.md lists.
+var supported = []sets.Set[features.Feature]{
+	features.MeshCoreFeatures, features.MeshExtendedFeatures,
+	features.HTTPRouteCoreFeatures, features.HTTPRouteExtendedFeatures,
+	features.GRPCRouteCoreFeatures, features.GRPCRouteExtendedFeatures,
+}
+
+func TestFeaturesAreDocumented(t *testing.T) {
+	document, err := os.ReadFile("../../docs/gateway-api.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, set := range supported {
+		for feature := range set {
+			if !strings.Contains(string(document), fmt.Sprintf("\n| `%s` | supported", feature.Name)) {
+				t.Errorf("docs/gateway-api.md has no row for %s", feature.Name)
+			}
+		}
+	}
+}
+
 func TestConformance(t *testing.T) {
 	options := conformance.DefaultOptions(t)
 	options.ConformanceProfiles = sets.New(suite.MeshHTTPConformanceProfileName, suite.MeshGRPCConformanceProfileName)
 	options.NamespaceLabels = map[string]string{"diy-service-mesh/inject": "enabled"}
 	options.SupportedFeatures = suite.FeaturesSet{}
-	for _, supported := range []sets.Set[features.Feature]{
-		features.MeshCoreFeatures, features.MeshExtendedFeatures,
-		features.HTTPRouteCoreFeatures, features.HTTPRouteExtendedFeatures, features.GRPCRouteCoreFeatures,
-	} {
-		for feature := range supported {
+	for _, set := range supported {
+		for feature := range set {
 			options.SupportedFeatures.Insert(feature.Name)
 		}
 	}

@@ -136,6 +136,13 @@ fn kubernetes_fields_name_existing_tests() {
     assert!(tests > 20, "cannot parse docs/reference.md: {tests} tests");
 }
 
+#[test]
+fn gateway_api_features_name_existing_tests() {
+    let document = "docs/gateway-api.md";
+    let tests = tests_named_in(document, "## Features", "## Decisions", "feature");
+    assert!(tests > 40, "cannot parse {document}: {tests} tests");
+}
+
 /// Checks that each row of the tables between two headings names tests in its last column, and that
 /// they exist. Returns their number. `header` begins the first row of each table.
 fn tests_named_in(document: &str, from: &str, to: &str, header: &str) -> usize {

@@ -216,3 +216,206 @@ spec:
         line.contains("unimplemented") || line.contains("not implemented")
     });
 }
+
+/// A rule with one filter, in YAML.
+fn filtered(kind: &str, field: &str, value: &str) -> String {
+    let backends = match kind {
+        "RequestRedirect" => "backendRefs: []",
+        _ => BACKENDS,
+    };
+    format!("{{filters: [{{type: {kind}, {field}: {value}}}], {backends}}}")
+}
+
+const BACKENDS: &str = "backendRefs: [{name: web-v2, port: 80}]";
+
+/// Rules that a tenant may write to break the proxies of the Service's clients: valid ones, ones
+/// that only the controller might accept, and nonsense.
+fn hostile_rules() -> Vec<String> {
+    let set = |name: &str, value: &str| {
+        let header = format!("{{set: [{{name: {name}, value: {value}}}]}}");
+        filtered("RequestHeaderModifier", "requestHeaderModifier", &header)
+    };
+    let rewrite = |value: &str| filtered("URLRewrite", "urlRewrite", value);
+    let redirect = |value: &str| filtered("RequestRedirect", "requestRedirect", value);
+    let cors = |value: &str| filtered("CORS", "cors", value);
+    let mirror = |value: &str| {
+        let value = format!("{{backendRef: {{name: web-v2, port: 80}}, {value}}}");
+        filtered("RequestMirror", "requestMirror", &value)
+    };
+    let path = |kind: &str, value: &str| {
+        format!("{{matches: [{{path: {{type: {kind}, value: {value}}}}}], {BACKENDS}}}")
+    };
+    let header = |value: &str| format!("{{matches: [{{headers: [{value}]}}], {BACKENDS}}}");
+    let with = |field: &str| format!("{{{field}, {BACKENDS}}}");
+    let long = "a".repeat(254);
+    let names = [
+        "x_called.by",
+        "X-Mesh-Previous-Attempts",
+        "x-mesh_error",
+        "Proxy-Authorization",
+        "grpc-timeout",
+        "':path'",
+        "'a b'",
+        "''",
+    ];
+    let values = [
+        "\"a\\r\\nX-Called-By: b\"",
+        "\"\\0\"",
+        "é",
+        "' a '",
+        "''",
+        "\"a\\tb\"",
+    ];
+    let expressions = [
+        "'(a*)*b'",
+        "'('",
+        "'(((a{100}){100}){100}){100}'",
+        "'\\p{Greek}'",
+        "'(?i)x'",
+        "'(?-u)\\xff'",
+        "'a**'",
+        "''",
+        "é",
+    ];
+    let paths = [
+        "'/a b'", "/a%zz", "//", "/a/../b", "/é", "'/a?b'", "'/a#b'", "a", "''",
+    ];
+    let hosts = [
+        "a..b", "-a", "a_b", "'*.a'", "'a:80'", "'[::1]'", "a.", "A.b",
+    ];
+    let origins = [
+        "'*.a'",
+        "'null'",
+        "'http://a:99999'",
+        "'https://*'",
+        "'https://*.a'",
+        "'http://a/b'",
+        "'http://é'",
+        "'ftp://a'",
+    ];
+    let mut rules: Vec<String> = names.map(|name| set(name, "a")).into();
+    rules.extend(values.map(|value| set("x-own", value)));
+    rules.extend(expressions.map(|text| path("RegularExpression", text)));
+    let regex = |text| {
+        header(&format!(
+            "{{name: a, type: RegularExpression, value: {text}}}"
+        ))
+    };
+    rules.extend(expressions.map(regex));
+    rules.extend(paths.map(|text| path("Exact", text)));
+    rules.extend(paths.map(|text| path("PathPrefix", text)));
+    rules.extend(names.map(|name| header(&format!("{{name: {name}, value: a}}"))));
+    for host in hosts.into_iter().chain([&*long]) {
+        rules.push(rewrite(&format!("{{hostname: {host}}}")));
+        rules.push(redirect(&format!("{{hostname: {host}}}")));
+    }
+    for text in paths {
+        let full = format!("{{path: {{type: ReplaceFullPath, replaceFullPath: {text}}}}}");
+        let prefix = format!("{{path: {{type: ReplacePrefixMatch, replacePrefixMatch: {text}}}}}");
+        rules.extend([
+            rewrite(&full),
+            redirect(&full),
+            rewrite(&prefix),
+            redirect(&prefix),
+        ]);
+    }
+    rules.extend(
+        ["port: 0", "port: 65536", "scheme: ftp", "statusCode: 300"]
+            .map(|field| redirect(&format!("{{{field}}}"))),
+    );
+    rules.extend(origins.map(|origin| cors(&format!("{{allowOrigins: [{origin}]}}"))));
+    rules.extend(
+        [
+            "{allowOrigins: ['*'], allowCredentials: true, allowMethods: ['*']}",
+            "{allowOrigins: ['*'], allowMethods: ['G ET']}",
+            "{allowOrigins: ['*'], allowHeaders: ['a b']}",
+            "{allowOrigins: ['*'], exposeHeaders: [é]}",
+            "{allowOrigins: ['*'], maxAge: -1}",
+            "{}",
+        ]
+        .map(cors),
+    );
+    rules.extend(
+        [
+            "percent: 101",
+            "percent: 0",
+            "fraction: {numerator: 1, denominator: 0}",
+            "fraction: {numerator: 2000000000, denominator: 2000000000}",
+        ]
+        .map(mirror),
+    );
+    rules.extend(
+        [
+            "timeouts: {request: 99999h99999h}",
+            "timeouts: {request: 99999h}",
+            "timeouts: {request: 0s, backendRequest: 1s}",
+            "timeouts: {request: 1s, backendRequest: 2s}",
+            "retry: {codes: [399]}",
+            "retry: {codes: [500], attempts: 10, backoff: 99999h}",
+            "retry: {attempts: 0}",
+            "retry: {codes: [500, 500, 503]}",
+            "matches: [{method: get}]",
+            "matches: [{method: 'A B'}]",
+            "matches: [{queryParams: [{name: 'a b', value: 'c&d'}]}]",
+            "name: 'é'",
+        ]
+        .map(with),
+    );
+    rules
+}
+
+/// The same for matches of gRPC.
+fn hostile_calls() -> Vec<String> {
+    let long = "a".repeat(1024);
+    let calls = [
+        format!("{{method: {long}}}"),
+        format!("{{service: {long}}}"),
+        format!("{{service: {long}, method: {long}}}"),
+        format!("{{type: RegularExpression, method: {long}}}"),
+        format!("{{type: RegularExpression, service: {long}, method: {long}}}"),
+        "{type: RegularExpression, service: 'a)|(b'}".to_owned(),
+        "{type: RegularExpression, method: '(?i)a|b'}".to_owned(),
+        "{type: RegularExpression, method: '(a{99}){99}'}".to_owned(),
+        "{service: 'a..b'}".to_owned(),
+        "{method: 'a/b'}".to_owned(),
+        "{service: é}".to_owned(),
+    ];
+    let rule = |call: String| format!("{{matches: [{{method: {call}}}], {BACKENDS}}}");
+    calls.into_iter().map(rule).collect()
+}
+
+/// The rules, each in a route of its own, so that an invalid one does not hide the others.
+fn one_route_each(rules: &[String]) -> String {
+    let routes = rules.iter().zip(0..).map(|(rule, number)| {
+        let name = format!("hostile-{number}");
+        http_route("shop", &name, "shop", &format!("[{rule}]"))
+    });
+    Vec::from_iter(routes).join("---")
+}
+
+#[test]
+fn proxies_accept_all_routes_that_the_controller_accepts() {
+    let Some(sandbox) = with_mesh(&format!("{}---{}", servers("shop"), shell(MESHED))) else {
+        return;
+    };
+    let client = single_pod(&sandbox, "clients", "shell");
+    until(&sandbox, &client, "/hello", "", "200 Version: 1.0");
+    sandbox.apply(&one_route_each(&hostile_rules())).unwrap();
+    // Rejected as a whole, the routes would not bring the response header of this one.
+    let marker = |matches: &str, value: &str| {
+        let header = format!("{{set: [{{name: x-marker, value: {value}}}]}}");
+        let filter = format!("type: ResponseHeaderModifier, responseHeaderModifier: {header}");
+        let rule = format!("{{matches: [{matches}], filters: [{{{filter}}}], {BACKENDS}}}");
+        http_route("shop", "web", "shop", &format!("[{rule}]"))
+    };
+    let http = marker("{path: {type: Exact, value: /m.S/M}}", "http");
+    sandbox.apply(&http).unwrap();
+    until(&sandbox, &client, "/m.S/M", "", "404 x-marker: http");
+    // GRPCRoutes exclude the HTTPRoutes.
+    let grpc = |routes: &str| routes.replace("HTTPRoute", "GRPCRoute");
+    let calls = grpc(&one_route_each(&hostile_calls()));
+    sandbox.apply(&calls).unwrap();
+    let call = marker("{method: {service: m.S, method: M}}", "grpc");
+    sandbox.apply(&grpc(&call)).unwrap();
+    until(&sandbox, &client, "/m.S/M", "", "404 x-marker: grpc");
+}

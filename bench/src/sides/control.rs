@@ -1,5 +1,5 @@
-//! The real controller for the mesh sides. Its catalog has one Service with one endpoint; its keys
-//! are generated for the run.
+//! The real controller for the mesh sides. Its catalog has one Service with one endpoint, and ports
+//! with routes; its keys are generated for the run.
 
 use std::{
     fs,
@@ -13,6 +13,7 @@ use serde_json::json;
 
 use super::{copy_for_proxy_user, write_readable};
 use crate::{
+    cases::Routes,
     config::Programs,
     network::{CLIENT, CLUSTER, ControlNetwork, NamespaceSet, Pair, SERVER},
     process::{Meter, Process, Program},
@@ -148,7 +149,14 @@ fn tokens(state: &Path) -> Result<String> {
 
 /// The Service, its EndpointSlice and the pods.
 fn objects() -> String {
-    let ports = [("http", 80, HTTP_PORT), ("bytes", SINK_PORT, SINK_PORT)];
+    let mut ports = vec![
+        ("http".to_string(), Routes::None.port(), HTTP_PORT),
+        ("bytes".to_string(), SINK_PORT, SINK_PORT),
+    ];
+    ports.extend(Routes::ALL.map(|routes| {
+        let port = routes.port();
+        (format!("http-{port}"), port, HTTP_PORT)
+    }));
     let mut items: Vec<_> = Workload::BOTH
         .iter()
         .map(|&workload| pod(workload))
@@ -158,7 +166,7 @@ fn objects() -> String {
         "spec": {
             "type": "ClusterIP", "clusterIP": CLUSTER, "clusterIPs": [CLUSTER], "ipFamilies": ["IPv4"],
             "selector": { "app": "http-server" },
-            "ports": ports.map(|(name, port, target)| json!({ "name": name, "port": port, "targetPort": target, "protocol": "TCP" })),
+            "ports": ports.iter().map(|(name, port, target)| json!({ "name": name, "port": port, "targetPort": target, "protocol": "TCP" })).collect::<Vec<_>>(),
         },
     }));
     items.push(json!({
@@ -170,10 +178,47 @@ fn objects() -> String {
             "addresses": [SERVER], "conditions": { "ready": true, "serving": true, "terminating": false },
             "targetRef": { "kind": "Pod", "name": "http-server", "namespace": "http-server" },
         }],
-        "ports": ports.map(|(name, _, target)| json!({ "name": name, "port": target, "protocol": "TCP" })),
+        "ports": ports.iter().map(|(name, _, target)| json!({ "name": name, "port": target, "protocol": "TCP" })).collect::<Vec<_>>(),
     }));
+    items.extend(Routes::ALL.into_iter().flat_map(http_routes));
     let documents: Vec<_> = items.iter().map(ToString::to_string).collect();
     documents.join("\n---\n")
+}
+
+/// The HTTPRoutes of a Service port. The requests of the benchmark match the last one.
+fn http_routes(routes: Routes) -> Vec<serde_json::Value> {
+    let port = routes.port();
+    let route = |number: u16, mut rule: serde_json::Value| {
+        rule["backendRefs"] = json!([{ "name": "http-server", "port": port }]);
+        json!({
+            "apiVersion": "gateway.networking.k8s.io/v1", "kind": "HTTPRoute",
+            "metadata": { "name": format!("bench-{port}-{number}"), "namespace": "http-server" },
+            "spec": {
+                "parentRefs": [{ "group": "", "kind": "Service", "name": "http-server", "port": port }],
+                "rules": [rule],
+            },
+        })
+    };
+    match routes {
+        Routes::None => Vec::new(),
+        Routes::Paths(number) => (1..=number)
+            .map(|at| {
+                let path = match at == number {
+                    true => "/".to_string(),
+                    false => format!("/bench/page-{at}"),
+                };
+                let path = json!({ "type": "PathPrefix", "value": path });
+                route(at, json!({ "matches": [{ "path": path }] }))
+            })
+            .collect(),
+        Routes::Retries => vec![route(
+            1,
+            json!({
+                "retry": { "codes": [503], "attempts": 2, "backoff": "25ms" },
+                "timeouts": { "request": "10s", "backendRequest": "2s" },
+            }),
+        )],
+    }
 }
 
 fn pod(workload: Workload) -> serde_json::Value {

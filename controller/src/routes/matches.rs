@@ -101,6 +101,10 @@ fn grpc_path(
             (service, "") => PathMatch::Prefix(format!("/{service}")),
             (service, name) => PathMatch::Exact(format!("/{service}/{name}")),
         };
+        if let PathMatch::Regex(path) = &path {
+            // A long name alone may exceed what proxies compile.
+            pattern(&format!("{at}.method"), path)?;
+        }
         return Ok((Some(path), lengths));
     }
     let part = |pattern: &str| match pattern {

@@ -6,9 +6,9 @@ use std::net::SocketAddr;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
+use super::MIN_SHARE;
 use super::latency::Latency;
 use super::quarantine::{Cause, Quarantine, Siblings};
-use super::{MIN_SHARE, SLOW_START};
 use crate::connect::Pool;
 use crate::http::verdict::{Overload, Verdict};
 
@@ -20,8 +20,8 @@ pub struct Endpoint {
     pub pool: Rc<Pool>,
     /// Whether its proxy parses HTTP. Else its application gets all bytes.
     pub is_opaque: bool,
-    /// Until then, the endpoint is new and gets a growing share of the requests.
-    pub(super) slow_start_until: Option<Instant>,
+    /// When discovery announced it. None: this proxy is not older.
+    pub(super) joined_at: Option<Instant>,
     in_flight: Cell<u32>,
     latency: Latency,
     quarantine: Quarantine,
@@ -41,18 +41,17 @@ pub struct InFlight {
 }
 
 impl Endpoint {
-    /// `slow_start_until`: the end of the time in which the endpoint counts as new.
     pub(super) fn new(
         pool: &Rc<Pool>,
         is_opaque: bool,
-        slow_start_until: Option<Instant>,
+        joined_at: Option<Instant>,
         siblings: &Rc<Siblings>,
     ) -> Self {
         Self {
             address: pool.remote.address,
             pool: pool.clone(),
             is_opaque,
-            slow_start_until,
+            joined_at,
             in_flight: Cell::new(0),
             latency: Latency::default(),
             quarantine: Quarantine::new(siblings),
@@ -82,12 +81,15 @@ impl Endpoint {
         self.quarantine.is_active(now)
     }
 
-    /// The share of the requests that the endpoint gets, from nearly 0 to 1.
-    pub(super) fn share(&self, now: Instant) -> f64 {
-        let left = self
-            .slow_start_until
-            .map_or(Duration::ZERO, |until| until.saturating_duration_since(now));
-        (1.0 - left.as_secs_f64() / SLOW_START.as_secs_f64()).max(MIN_SHARE)
+    /// The share of the requests that the endpoint gets, from nearly 0 to 1 after `slow_start`,
+    /// which is not 0.
+    pub(super) fn share(&self, slow_start: Duration, now: Instant) -> f64 {
+        let age = |since| {
+            now.saturating_duration_since(since)
+                .div_duration_f64(slow_start)
+        };
+        self.joined_at
+            .map_or(1.0, |since| age(since).clamp(MIN_SHARE, 1.0))
     }
 
     /// Whether the endpoint usually answers within this time. True if its latency is unknown.

@@ -6,6 +6,7 @@ mod budget;
 mod endpoint;
 mod latency;
 mod p2c;
+pub mod policy;
 mod quarantine;
 #[cfg(test)]
 mod simulation;
@@ -27,11 +28,9 @@ use crate::error::Failure;
 use crate::route::Routes;
 pub use budget::{BudgetSettings, RetryBudget};
 pub use endpoint::{Endpoint, InFlight};
+use policy::BackendPolicy;
 use quarantine::Siblings;
 
-/// How long a new endpoint gets a growing share of the requests: caches are empty, code is not
-/// compiled yet.
-const SLOW_START: Duration = Duration::from_secs(10);
 /// The first share of a new endpoint, of that of the others.
 const MIN_SHARE: f64 = 0.1;
 /// A slow start takes place if at most this fraction of the endpoints is new: one third. The others
@@ -60,8 +59,9 @@ struct State {
     members: Vec<Member>,
     /// The endpoint that requests keep.
     affinity: Option<Arc<Affinity>>,
-    /// Until then, some endpoints get a growing share of the requests.
-    slow_start_until: Option<Instant>,
+    policy: Arc<BackendPolicy>,
+    /// When the latest of the endpoints joined that get a growing share of the requests.
+    slow_start_since: Option<Instant>,
     routes: Option<Arc<Routes>>,
     is_pod: bool,
 }
@@ -277,11 +277,13 @@ impl State {
             app_protocol
         };
         let members = merge(before, endpoints, pools, siblings);
+        let policy = target.policy();
         Self {
             name: name.into(),
             app_protocol,
             unavailable,
-            slow_start_until: slow_start(&members),
+            slow_start_since: slow_start(&members, policy.balancing.slow_start),
+            policy,
             members,
             affinity: match target {
                 Target::Service(service) => service.affinity.clone(),
@@ -326,9 +328,11 @@ impl State {
         let is_cheaper = |one, other| at(one).is_cheaper(at(other), now);
         let healthy = |index| untried(at(index)) && !at(index).is_quarantined(now);
         let count = self.members.len();
-        if self.slow_start_until.is_some_and(|until| now < until) {
+        let slow_start = self.policy.balancing.slow_start;
+        let is_recent = |since| now.saturating_duration_since(since) < slow_start;
+        if self.slow_start_since.is_some_and(is_recent) {
             let drawn = rng.f64();
-            let takes_part = |index| healthy(index) && at(index).share(now) > drawn;
+            let takes_part = |index| healthy(index) && at(index).share(slow_start, now) > drawn;
             if let Some(picked) = p2c::choose(count, rng, takes_part, is_cheaper) {
                 return Some(at(picked));
             }
@@ -339,17 +343,18 @@ impl State {
     }
 }
 
-/// The end of the slow start of new endpoints. None if there are none, or if so many are new that
+/// When the latest of the new endpoints joined. None if there are none, or if so many are new that
 /// the others would get much more load.
-fn slow_start(members: &[Member]) -> Option<Instant> {
+fn slow_start(members: &[Member], slow_start: Duration) -> Option<Instant> {
     let now = Instant::now();
-    let ends = members
+    let is_recent = |since: &Instant| now.saturating_duration_since(*since) < slow_start;
+    let joined = members
         .iter()
-        .filter_map(|member| member.endpoint.slow_start_until);
-    let (count, last) = ends
-        .filter(|end| now < *end)
-        .fold((0, None), |(count, last), end| {
-            (count + 1, last.max(Some(end)))
+        .filter_map(|member| member.endpoint.joined_at);
+    let (count, last) = joined
+        .filter(is_recent)
+        .fold((0, None), |(count, last), since| {
+            (count + 1, last.max(Some(since)))
         });
     last.filter(|_| count * SLOW_START_FRACTION <= members.len())
 }
@@ -363,7 +368,7 @@ fn merge(
     siblings: &Rc<Siblings>,
 ) -> Vec<Member> {
     // The first endpoints are new to this proxy only.
-    let slow_start_until = (!before.is_empty()).then(|| Instant::now() + SLOW_START);
+    let joined_at = (!before.is_empty()).then(Instant::now);
     let mut before = before.into_iter().peekable();
     let mut members = Vec::with_capacity(after.len());
     siblings.set_count(after.len());
@@ -384,12 +389,8 @@ fn merge(
                     replaced.endpoint.remove();
                 }
                 let pool = pools.open(Remote::from(&*info));
-                let endpoint = Rc::new(Endpoint::new(
-                    pool.pool(),
-                    info.opaque,
-                    slow_start_until,
-                    siblings,
-                ));
+                let endpoint =
+                    Rc::new(Endpoint::new(pool.pool(), info.opaque, joined_at, siblings));
                 Member {
                     info,
                     endpoint,

@@ -393,6 +393,7 @@ fn unknown_destinations_and_pods_use_the_original_address() {
         app_protocol: AppProtocol::Opaque,
         endpoint: info("10.96.0.7:80"),
         routes: None,
+        policy: Arc::default(),
     };
     sender.send_replace(Arc::new(Target::Pod(pod)));
     assert_eq!(

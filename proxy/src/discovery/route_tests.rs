@@ -1,6 +1,8 @@
 //! Tests of routes from the controller's message to the response: a fake controller, a worker, and
 //! clients and applications over sockets, in both versions of HTTP.
 
+mod faults;
+
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::future::Future;

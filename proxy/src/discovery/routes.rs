@@ -2,17 +2,20 @@
 //! completely. Pure.
 
 use std::collections::HashSet;
+use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::pattern::Pattern;
+use diy_mesh_proto::policy::{MAX_ITEMS, check_fault};
 use http::{Method, StatusCode};
 use proto::{field_match, path_match, path_modifier, route_filter::Kind};
 
 use super::resource::Resource;
+use crate::route::fault::{Fault, Share};
 use crate::route::fields::FieldEdit;
-use crate::route::matching::{FieldMatch, Match, PathMatch, ValueMatch};
+use crate::route::matching::{FieldMatch, Match, Matches, PathMatch, ValueMatch};
 use crate::route::url::{PathChange, Redirect, Rewrite};
 use crate::route::{
     Changes, Cors, Mirror, Origin, REDIRECTS, RetryPolicy, RouteBackend, Routes, Rule,
@@ -26,7 +29,7 @@ const MAX_PATTERNS: usize = 1000;
 /// Maximum number of attempts after the first one: more never help.
 const MAX_RETRIES: u32 = 10;
 /// Maximum length of the reason of a rejection, in characters.
-const MAX_REASON: usize = 500;
+pub(super) const MAX_REASON: usize = 500;
 
 /// Converts routes. Fails with the first thing that is invalid or unknown.
 pub(super) fn parse(routes: proto::Routes) -> Result<Routes, String> {
@@ -34,13 +37,30 @@ pub(super) fn parse(routes: proto::Routes) -> Result<Routes, String> {
 }
 
 fn convert(routes: proto::Routes) -> Result<Routes, String> {
-    let proto::Routes { matches, rules, .. } = routes;
-    for (count, what) in [(matches.len(), "matches"), (rules.len(), "rules")] {
-        if count > MAX_MATCHES {
-            return Err(format!("{count} {what}: at most {MAX_MATCHES} are allowed"));
+    let proto::Routes {
+        matches,
+        rules,
+        faults,
+        ..
+    } = routes;
+    let of_faults: usize = faults.iter().map(|fault| fault.matches.len()).sum();
+    for (count, max, what) in [
+        (matches.len() + of_faults, MAX_MATCHES, "matches"),
+        (rules.len(), MAX_MATCHES, "rules"),
+        (faults.len(), MAX_ITEMS, "faults"),
+    ] {
+        if count > max {
+            return Err(format!("{count} {what}: at most {max} are allowed"));
         }
     }
     let mut patterns = MAX_PATTERNS;
+    let in_fault = |(index, fault): (usize, proto::Fault)| {
+        let name = fault.name.clone();
+        let fault = parse_fault(fault, &mut patterns);
+        fault.map_err(|error| format!("fault {index} ({name}): {error}"))
+    };
+    let faults: Result<_, _> = faults.into_iter().enumerate().map(in_fault).collect();
+    let faults = faults?;
     let mut parsed = Vec::with_capacity(matches.len());
     for (index, one) in matches.into_iter().enumerate() {
         let one = parse_match(one, rules.len(), &mut patterns);
@@ -56,7 +76,54 @@ fn convert(routes: proto::Routes) -> Result<Routes, String> {
             .map_err(|error| format!("rule {index} ({name}): {error}"))
     };
     let rules: Result<_, _> = rules.into_iter().enumerate().map(in_rule).collect();
-    Ok(Routes::new(parsed, rules?))
+    Ok(Routes::new(parsed, rules?).with_faults(faults))
+}
+
+fn parse_fault(fault: proto::Fault, patterns: &mut usize) -> Result<Fault, String> {
+    check_fault(&fault).map_err(|violation| violation.to_string())?;
+    let abort = match fault.abort_status {
+        0 => None,
+        status => Some(parse_status(status, "abort with")?),
+    };
+    Ok(Fault {
+        name: fault.name.into(),
+        matches: parse_matches(fault.matches, patterns)?,
+        delay: timeout(fault.delay).zip(parse_share(fault.delayed)),
+        abort: abort.zip(parse_share(fault.aborted)),
+    })
+}
+
+/// A share that was checked before. None: there is none.
+fn parse_share(share: Option<proto::Share>) -> Option<Share> {
+    let proto::Share {
+        numerator,
+        denominator,
+    } = share?;
+    let denominator = NonZeroU32::new(denominator)?;
+    Some(Share {
+        numerator,
+        denominator,
+    })
+}
+
+/// Matches that select no rule.
+pub(super) fn parse_matches(
+    matches: Vec<proto::RouteMatch>,
+    patterns: &mut usize,
+) -> Result<Matches, String> {
+    let parse = |(index, one): (usize, proto::RouteMatch)| {
+        let one = parse_match(proto::RouteMatch { rule: 0, ..one }, 1, patterns);
+        one.map_err(|error| format!("match {index}: {error}"))
+    };
+    let matches: Result<_, _> = matches.into_iter().enumerate().map(parse).collect();
+    Ok(Matches::new(matches?))
+}
+
+fn parse_status(status: u32, what: &str) -> Result<StatusCode, String> {
+    let known = u16::try_from(status).ok();
+    let known = known.filter(|known| (400..=599).contains(known));
+    let known = known.and_then(|known| StatusCode::from_u16(known).ok());
+    known.ok_or_else(|| format!("{what} the status {status}, expected 400 to 599"))
 }
 
 fn parse_match(
@@ -123,6 +190,7 @@ fn parse_rule(rule: proto::RouteRule, selects_by_prefix: bool) -> Result<Rule, S
         request_timeout: timeout(rule.request_timeout),
         backend_request_timeout: timeout(rule.backend_request_timeout),
         retry: rule.retry.map(parse_retry).transpose()?,
+        to_destination: rule.to_destination,
         ..Rule::default()
     };
     let mut changes = Changes::default();
@@ -161,12 +229,7 @@ fn parse_rule(rule: proto::RouteRule, selects_by_prefix: bool) -> Result<Rule, S
 }
 
 fn parse_retry(retry: proto::RouteRetry) -> Result<Arc<RetryPolicy>, String> {
-    let status = |status: u32| {
-        let known = u16::try_from(status)
-            .ok()
-            .filter(|known| (400..=599).contains(known));
-        known.ok_or_else(|| format!("retry of the status {status}, expected 400 to 599"))
-    };
+    let status = |status| parse_status(status, "retry of").map(|status| status.as_u16());
     Ok(Arc::new(RetryPolicy {
         statuses: retry
             .statuses

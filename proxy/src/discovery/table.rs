@@ -15,6 +15,7 @@ use diy_mesh_proto::mesh::v1::{
 use tokio::sync::watch;
 use tokio::time::Instant;
 
+use super::policy;
 use super::position::Position;
 use super::resource::Resource;
 use super::routes;
@@ -72,8 +73,8 @@ struct Entry {
     settled: bool,
     /// Whether the latest target with endpoints was meshed.
     meshed: bool,
-    /// The routes of the latest snapshot are invalid: earlier ones stay in force.
-    routes_rejected: bool,
+    /// The routes or the policy of the latest snapshot are invalid: earlier ones stay in force.
+    is_rejected: bool,
     unused_since: Option<Instant>,
 }
 
@@ -160,7 +161,7 @@ impl Table {
             partial: None,
             settled: false,
             meshed,
-            routes_rejected: false,
+            is_rejected: false,
             unused_since: None,
         };
         requests.push(subscribe(&resource, &entry));
@@ -304,7 +305,7 @@ impl Table {
 pub(super) struct Applied {
     /// The state on the stream is older than the known one, which stays.
     pub is_older: bool,
-    /// Of the routes.
+    /// Of the routes and the policy.
     pub acknowledgement: Option<Acknowledgement>,
 }
 
@@ -354,18 +355,22 @@ impl Entry {
                     return None;
                 }
                 let routes = snapshot.routes.take().map(routes::parse);
-                acknowledgement = routes.as_ref().map(|routes| Acknowledgement {
-                    r#type: resource.kind().into(),
-                    name: resource.to_string(),
-                    version: version.clone(),
-                    rejection: routes.as_ref().err().cloned().unwrap_or_default(),
-                });
-                self.routes_rejected = matches!(routes, Some(Err(_)));
+                let policy = snapshot.policy.take().map(policy::parse);
+                let results = [
+                    routes.as_ref().map(|routes| routes.as_ref().err()),
+                    policy.as_ref().map(|policy| policy.as_ref().err()),
+                ];
+                acknowledgement = acknowledge(resource, &version, results);
+                self.is_rejected = results.into_iter().flatten().any(|one| one.is_some());
                 let is_meshed = |endpoint: &Endpoint| !endpoint.identity.is_empty();
                 let mut endpoints = snapshot.endpoints.iter().chain(&snapshot.draining);
                 names_identity = endpoints.any(is_meshed);
                 let target = target::from_snapshot(resource, snapshot, &mut report_part);
-                target.map(|target| target.with_routes(routes, &self.sender.borrow()))
+                target.map(|target| {
+                    let before = self.sender.borrow();
+                    let target = target.with_routes(routes, &before);
+                    target.with_policy(policy, &before)
+                })
             }
             // The replica may lag behind.
             Some(Update::Unknown(_)) if self.meshed => Ok(Target::Withheld),
@@ -403,7 +408,7 @@ impl Entry {
         if let Some(Acknowledgement { rejection, .. }) = &acknowledgement
             && !rejection.is_empty()
         {
-            report(format!("routes rejected: {rejection}"));
+            report(format!("rejected: {rejection}"));
         }
         match next {
             Ok(target) => self.accept(target, version, position, now),
@@ -455,7 +460,7 @@ impl Entry {
         }
         self.sender.send_replace(Arc::new(target));
         // The next stream reports a rejection again.
-        self.version = if self.routes_rejected {
+        self.version = if self.is_rejected {
             String::new()
         } else {
             version
@@ -481,6 +486,30 @@ impl Entry {
         self.unused_since
             .is_some_and(|since| now.saturating_duration_since(since) >= idle)
     }
+}
+
+/// The acknowledgement of a snapshot's routes and policy, if it has any. Each result is the reason of
+/// a rejection.
+fn acknowledge(
+    resource: &Resource,
+    version: &str,
+    results: [Option<Option<&String>>; 2],
+) -> Option<Acknowledgement> {
+    if results.iter().all(Option::is_none) {
+        return None;
+    }
+    let reasons: Vec<&str> = results
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|reason| &**reason)
+        .collect();
+    Some(Acknowledgement {
+        r#type: resource.kind().into(),
+        name: resource.to_string(),
+        version: version.to_owned(),
+        rejection: reasons.join("; "),
+    })
 }
 
 fn subscribe(resource: &Resource, entry: &Entry) -> DiscoverRequest {

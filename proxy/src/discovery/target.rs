@@ -10,6 +10,7 @@ use diy_mesh_proto::mesh::v1::{Delta, Endpoint, Snapshot};
 
 use super::affinity::Affinity;
 use super::resource::Resource;
+use crate::balance::policy::BackendPolicy;
 use crate::route::Routes;
 
 /// Target of a destination: where its connections may go.
@@ -61,6 +62,8 @@ pub struct ServiceTarget {
     pub affinity: Option<Arc<Affinity>>,
     /// The routes of HTTP requests, if there are any.
     pub routes: Option<Arc<Routes>>,
+    /// How the endpoints are used.
+    pub policy: Arc<BackendPolicy>,
 }
 
 /// Endpoints in the order of their addresses.
@@ -100,6 +103,8 @@ pub struct PodTarget {
     pub endpoint: Arc<EndpointInfo>,
     /// The routes of HTTP requests to a headless Service of the pod. The pod stays the backend.
     pub routes: Option<Arc<Routes>>,
+    /// How the pod is used: the policy of the headless Service.
+    pub policy: Arc<BackendPolicy>,
 }
 
 /// Application protocol of a port, declared by its Service.
@@ -164,6 +169,34 @@ impl Target {
             _ => {}
         }
         self
+    }
+
+    /// The target with the policy of a snapshot. If it is invalid, that of `before` stays in force.
+    pub(super) fn with_policy(
+        mut self,
+        policy: Option<Result<BackendPolicy, String>>,
+        before: &Self,
+    ) -> Self {
+        let policy = match policy {
+            Some(Ok(policy)) => Arc::new(policy),
+            Some(Err(_)) if self.name() == before.name() => before.policy(),
+            Some(Err(_)) | None => Arc::default(),
+        };
+        match &mut self {
+            Self::Service(service) => service.policy = policy,
+            Self::Pod(pod) => pod.policy = policy,
+            _ => {}
+        }
+        self
+    }
+
+    /// How the endpoints are used.
+    pub fn policy(&self) -> Arc<BackendPolicy> {
+        match self {
+            Self::Service(service) => service.policy.clone(),
+            Self::Pod(pod) => pod.policy.clone(),
+            _ => Arc::default(),
+        }
     }
 
     /// The routes of HTTP requests.
@@ -241,8 +274,8 @@ impl AppProtocol {
     }
 }
 
-/// Converts a snapshot of `resource`, without its routes. Reports and skips invalid endpoints. Fails if the snapshot
-/// is unusable.
+/// Converts a snapshot of `resource`, without its routes and its policy. Reports and skips
+/// invalid endpoints. Fails if the snapshot is unusable.
 pub(super) fn from_snapshot(
     resource: &Resource,
     snapshot: Snapshot,
@@ -283,6 +316,7 @@ pub(super) fn from_snapshot(
                     Arc::new(Affinity::new(timeout))
                 }),
                 routes: None,
+                policy: Arc::default(),
             }))
         }
         Kind::Pod => {
@@ -304,6 +338,7 @@ pub(super) fn from_snapshot(
                 app_protocol,
                 endpoint,
                 routes: None,
+                policy: Arc::default(),
             }))
         }
         Kind::Unspecified => Err("snapshot of neither a service nor a pod".to_owned()),

@@ -38,6 +38,8 @@ pub(super) struct Record {
     pub endpoint: Option<SocketAddr>,
     /// The route, and its backend if it chose one.
     pub route: Option<(String, Option<String>)>,
+    /// The policy of a fault, and the delay.
+    pub fault: Option<(String, Option<Duration>)>,
     /// Identity of the caller or of the endpoint. `None` without mutual TLS.
     pub identity: Option<String>,
     /// It came by HTTP/2, not HTTP/1.
@@ -88,6 +90,7 @@ impl ExchangeDump {
             connection,
             endpoint: None,
             route: None,
+            fault: None,
             identity: None,
             http2: false,
             request: part(),
@@ -201,6 +204,11 @@ impl ExchangeDump {
         self.fill(|record| {
             record.route = Some((route.to_owned(), backend.map(str::to_owned)));
         });
+    }
+
+    /// Records the policy of a fault that is injected into the request, and the delay.
+    pub fn fault(&mut self, policy: &str, delay: Option<Duration>) {
+        self.fill(|record| record.fault = Some((policy.to_owned(), delay)));
     }
 
     /// Records the error that causes a response of the proxy itself.

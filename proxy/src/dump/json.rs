@@ -2,6 +2,8 @@
 //!
 //! - `time` (start, RFC 3339), `direction` (`inbound`, `outbound`), `peer`, `destination` (address and port),
 //!   `endpoint` (outbound), `identity` (of the caller or the endpoint, if mutual TLS), `protocol` (`http1`, `http2`, `tcp`), `duration_ms`
+//! - `route` and `backend`, if a route selected the backend; `fault`: `policy` and `delay_ms` (`null` without one) of an injected
+//!   fault
 //! - `request`, `response`: `start_line`, `headers` (pairs of name and value, in order), `headers_omitted`, `body` (text, where it
 //!   is text), `body_kind` (`text`, `binary`, `gzip`, ...), `body_bytes` (total length), `messages` (gRPC), `trailers`; `null`
 //!   if absent
@@ -31,6 +33,10 @@ pub(super) fn exchange(record: &Record) -> String {
     if let Some((route, backend)) = &record.route {
         object["route"] = route.as_str().into();
         object["backend"] = backend.as_deref().into();
+    }
+    if let Some((policy, delay)) = &record.fault {
+        let delay = delay.map(milliseconds);
+        object["fault"] = json!({ "policy": policy, "delay_ms": delay });
     }
     if let Some(identity) = &record.identity {
         object["identity"] = identity.as_str().into();

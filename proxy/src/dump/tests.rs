@@ -229,6 +229,33 @@ fn names_the_route_and_its_backend() {
 }
 
 #[test]
+fn names_the_policy_of_a_fault() {
+    for (delay, line, milliseconds) in [
+        (
+            Some(Duration::from_millis(100)),
+            "[fault of TrafficPolicy shop/web, delayed by 100ms]\n",
+            serde_json::json!(100.0),
+        ),
+        (
+            None,
+            "[fault of TrafficPolicy shop/web]\n",
+            serde_json::Value::Null,
+        ),
+    ] {
+        let faulty = |dump: &mut ExchangeDump| {
+            request(dump, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
+            dump.fault("TrafficPolicy shop/web", delay);
+        };
+        let text = written(Mode::Full, Format::Text, Direction::Outbound, faulty);
+        assert!(text.contains(line), "{text}");
+        let json = written(Mode::Full, Format::Json, Direction::Outbound, faulty);
+        let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+        assert_eq!(json["fault"]["policy"], "TrafficPolicy shop/web");
+        assert_eq!(json["fault"]["delay_ms"], milliseconds);
+    }
+}
+
+#[test]
 fn truncates_large_headers() {
     let text = written(Mode::Full, Format::Text, Direction::Inbound, |dump| {
         let value = "v".repeat(1000);

@@ -23,6 +23,12 @@ pub(super) fn exchange(record: &Record) -> String {
     if !record.request.start_line.is_empty() {
         part(&record.request, &mut out);
     }
+    if let Some((policy, delay)) = &record.fault {
+        let delay = delay.map_or_else(String::new, |delay| format!(", delayed by {delay:?}"));
+        out.push_str("[fault of ");
+        mask::line(format!("{policy}{delay}").as_bytes(), &mut out);
+        out.push_str("]\n");
+    }
     if let Some((code, text)) = &record.failure {
         out.push_str("[answered by the proxy: ");
         mask::line(format!("{code}: {text}").as_bytes(), &mut out);

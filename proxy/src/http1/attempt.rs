@@ -13,7 +13,7 @@ use tokio::io::{AsyncWrite, AsyncWriteExt};
 
 use super::body::{BodyError, Relay};
 use super::head::{Framing, Refused, ResponseHead, Version, find_end};
-use super::{After, Exchange};
+use super::{After, Exchange, MAX_PIPELINED};
 use crate::balance::Endpoint;
 use crate::connect::Upstream;
 use crate::error::Failure;
@@ -23,9 +23,6 @@ use crate::http::edits::{Edit, Edits};
 use crate::http::verdict::Verdict;
 use crate::io::Io;
 use crate::policy::PREVIOUS_ATTEMPTS;
-
-/// Bytes of further requests from which the end of the client's connection is no longer watched.
-const MAX_PIPELINED: usize = 16 * 1024;
 
 /// How an attempt ends that needs no other one.
 pub(super) enum Outcome {

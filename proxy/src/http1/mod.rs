@@ -12,7 +12,7 @@ pub mod mirror;
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::rc::Rc;
-use std::task::{Poll, ready};
+use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
@@ -41,6 +41,8 @@ use crate::timeouts::{IdleTimer, TimeoutKind};
 /// ones only together.
 const MAX_SMALL_HEAD: usize = 4 * 1024;
 const LARGE_HEAD: usize = 36 * 1024;
+/// Bytes of further requests from which the end of the client's connection is no longer watched.
+const MAX_PIPELINED: usize = 16 * 1024;
 /// Bytes that are read from a client after the last response, so that it is not lost to a reset.
 const MAX_LINGER: usize = 256 * 1024;
 /// How long they are read.
@@ -219,10 +221,18 @@ impl<'a> Exchange<'a> {
         if let Some(routes) = flow.destination.routes() {
             // 5. Route. Boxed: most destinations have none.
             let view = self.request.view();
-            let routing = Box::pin(self.record.route(&routes, &view));
-            if let Err(answer) = routing.await {
-                self.write_head(Edits::of(&own));
-                return self.reply(answer).await;
+            let gone = |cx: &mut Context<'_>| poll_gone(self.client, self.memory, cx);
+            match Box::pin(self.record.route(&routes, &view, gone)).await {
+                Some(Ok(())) => {}
+                Some(Err(answer)) => {
+                    self.write_head(Edits::of(&own));
+                    return self.reply(answer).await;
+                }
+                None => {
+                    self.write_head(Edits::of(&own));
+                    self.client.reset_on_drop();
+                    return After::Closed;
+                }
             }
         }
         match self.record.route.clone() {
@@ -296,6 +306,20 @@ impl<'a> Exchange<'a> {
             After::Close
         }
     }
+}
+
+/// Ready when the client leaves, before its request is forwarded. A half-close counts: no
+/// application can decide yet what it means.
+fn poll_gone(client: &mut Io, memory: &mut Charge, cx: &mut Context<'_>) -> Poll<()> {
+    while client.unread().len() < MAX_PIPELINED {
+        match client.poll_fill(cx) {
+            Poll::Ready(Ok(read)) if read > 0 => {}
+            Poll::Ready(_) => return Poll::Ready(()),
+            Poll::Pending => break,
+        }
+    }
+    memory.set(client.buffered());
+    Poll::Pending
 }
 
 /// Sends the proxy's own response.

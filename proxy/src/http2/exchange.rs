@@ -40,7 +40,7 @@ use crate::tls::Acceptance;
 /// Forwards one request to an endpoint, and the response to the client.
 pub(super) async fn carry(
     request: Request<RecvStream>,
-    respond: SendResponse<Bytes>,
+    mut respond: SendResponse<Bytes>,
     client: Stream,
 ) {
     let (mut parts, body) = request.into_parts();
@@ -51,17 +51,16 @@ pub(super) async fn carry(
     memory.set(head_size);
     let mut record = ExchangeRecord::new(&client.flow, Protocol::Http2);
     record.attempts.previous = client.flow.previous_attempts(&parts.headers);
-    let deadline = head::deadline(&parts);
-    let mut ready = admitted.map_err(Answer::from);
-    if let (Ok(()), Some(reason)) = (&ready, malformed) {
-        ready = Err(Failure::BadRequest(reason).into());
+    record.attempts.exchange_deadline = head::deadline(&parts);
+    let mut ready = Some(admitted.map_err(Answer::from));
+    if let (Some(Ok(())), Some(reason)) = (&ready, malformed) {
+        ready = Some(Err(Failure::BadRequest(reason).into()));
     }
-    if let (Ok(()), Some(routes)) = (&ready, client.flow.destination.routes()) {
+    if let (Some(Ok(())), Some(routes)) = (&ready, client.flow.destination.routes()) {
         // 5. Route. Boxed: most destinations have none.
-        ready = Box::pin(record.route(&routes, &head::view(&parts))).await;
+        let gone = |cx: &mut Context<'_>| respond.poll_reset(cx).map(drop);
+        ready = Box::pin(record.route(&routes, &head::view(&parts), gone)).await;
     }
-    // The route has set its own one.
-    record.attempts.exchange_deadline = deadline.earlier(record.attempts.exchange_deadline);
     let own = client.flow.request_edits();
     match record.route.clone() {
         None => head::prepare(&mut parts, Edits::of(&own)),
@@ -75,7 +74,7 @@ pub(super) async fn carry(
         }
     }
     record.request(&head::view(&parts), Edits::default());
-    if ready.is_ok() {
+    if let Some(Ok(())) = ready {
         let copied = || Copied::Http2(Box::new(parts.clone()));
         record.mirror(&head::view(&parts), copied);
     }
@@ -91,8 +90,9 @@ pub(super) async fn carry(
         _memory: memory,
     };
     match ready {
-        Ok(()) => exchange.run().await,
-        Err(answer) => exchange.reply(answer),
+        Some(Ok(())) => exchange.run().await,
+        Some(Err(answer)) => exchange.reply(answer),
+        None => exchange.client.record_reset(),
     }
 }
 

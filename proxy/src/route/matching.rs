@@ -143,6 +143,26 @@ fn parameter<'a>(request: &RequestView<'a>, name: &str) -> Option<&'a [u8]> {
     Some(value)
 }
 
+/// The requests that one of several matches selects. Without matches, these are all.
+#[derive(Debug, Default)]
+pub struct Matches {
+    matches: Vec<Match>,
+    index: Index,
+}
+
+impl Matches {
+    /// Indexes matches.
+    pub fn new(matches: Vec<Match>) -> Self {
+        let index = Index::new(&matches);
+        Self { matches, index }
+    }
+
+    /// Whether they select a request.
+    pub fn holds(&self, request: &RequestView<'_>) -> bool {
+        self.matches.is_empty() || self.index.select(&self.matches, request).is_some()
+    }
+}
+
 /// Matches by path, so that the cost of a selection does not grow with their number.
 #[derive(Debug, Default)]
 pub struct Index {

@@ -3,6 +3,7 @@
 //! the way. Pure: `discovery/routes.rs` makes these values, `flow.rs` resolves the backends.
 
 mod cors;
+pub mod fault;
 pub mod fields;
 pub mod matching;
 #[cfg(test)]
@@ -22,6 +23,7 @@ use crate::http::edits::Edit;
 use crate::http::reply::LocalReply;
 use crate::http::view::RequestView;
 pub use cors::{Cors, Origin};
+use fault::{Fault, Injection};
 use fields::FieldEdit;
 use matching::{Index, Match};
 use url::{Redirect, Rewrite};
@@ -33,6 +35,7 @@ pub struct Routes {
     matches: Vec<Match>,
     index: Index,
     rules: Vec<Arc<Rule>>,
+    faults: Vec<Fault>,
     /// Why there are none: the controller sent routes that this proxy rejected.
     rejection: Option<String>,
 }
@@ -53,6 +56,8 @@ pub struct Rule {
     pub name: String,
     /// Chosen by weight.
     pub backends: Vec<RouteBackend>,
+    /// The destination is the backend.
+    pub to_destination: bool,
     /// The changes of all requests of the rule.
     pub changes: Arc<Changes>,
     /// The rule responds with a redirect.
@@ -150,8 +155,13 @@ impl Routes {
             index: Index::new(&matches),
             matches,
             rules,
-            rejection: None,
+            ..Self::default()
         }
+    }
+
+    /// These routes, with faults.
+    pub fn with_faults(self, faults: Vec<Fault>) -> Self {
+        Self { faults, ..self }
     }
 
     /// Routes that this proxy cannot apply.
@@ -160,6 +170,11 @@ impl Routes {
             rejection: Some(reason),
             ..Self::default()
         }
+    }
+
+    /// The faults of a request.
+    pub fn faults(&self, request: &RequestView<'_>, rng: &mut fastrand::Rng) -> Vec<Injection> {
+        fault::draw(&self.faults, request, rng)
     }
 
     /// Whether requests fail.
@@ -195,7 +210,7 @@ impl Routes {
                 &location,
             )?));
         }
-        let backend = match service.is_pod {
+        let backend = match service.is_pod || rule.to_destination {
             true => None,
             false => Some(rule.choose(rng)?),
         };

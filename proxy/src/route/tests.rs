@@ -284,6 +284,45 @@ fn backends_get_their_share_of_requests() {
 }
 
 #[test]
+fn mirrors_are_drawn_by_their_shares() {
+    let mirror = |name: &str, numerator, denominator| Mirror {
+        backend: Arc::from(name),
+        numerator,
+        denominator,
+    };
+    let changes = Changes {
+        mirrors: vec![
+            mirror("all", 1, 1),
+            mirror("some", 20, 100),
+            mirror("none", 0, 100),
+        ],
+        ..Changes::default()
+    };
+    let backend = RouteBackend {
+        changes: Arc::new(changes),
+        ..backends(&[("shop/v1:80", 1)]).remove(0)
+    };
+    let rule = Rule {
+        backends: vec![backend],
+        ..Rule::default()
+    };
+    let routes = Routes::new(vec![Match::default()], vec![Arc::new(rule)]);
+    let mut rng = fastrand::Rng::with_seed(7);
+    let mut copies = BTreeMap::new();
+    for _ in 0..10_000 {
+        let plan = routes.plan(&request("GET", "/"), &service(), &mut rng);
+        for name in plan.unwrap().mirrors {
+            *copies.entry(name.to_string()).or_default() += 1;
+        }
+    }
+    assert_eq!(copies.remove("all"), Some(10_000));
+    // 10,000 draws: within four standard deviations of 2,000.
+    let some = copies.remove("some").unwrap_or(0);
+    assert!((1840..=2160).contains(&some), "{some}");
+    assert!(copies.is_empty(), "{copies:?}");
+}
+
+#[test]
 fn requests_without_a_way_fail() {
     let rng = || fastrand::Rng::with_seed(7);
     let rule = || Arc::new(Rule::default());
@@ -320,4 +359,14 @@ fn requests_without_a_way_fail() {
         .unwrap();
     assert_eq!(plan.backend(), None);
     assert_eq!(fail(&routes, pod, "/b").0, "no-route");
+    // A rule of a policy leaves requests where they are.
+    let rule = Rule {
+        to_destination: true,
+        backends: backends(&[("", 1)]),
+        ..Rule::default()
+    };
+    let matches = vec![prefix("/")];
+    let to_destination = Routes::new(matches, vec![Arc::new(rule)]);
+    let plan = to_destination.plan(&request("GET", "/"), &service(), &mut rng());
+    assert_eq!(plan.expect("a way").backend(), None);
 }

@@ -218,6 +218,7 @@ impl Pair {
             app_protocol: AppProtocol::Detect,
             endpoint: Arc::new(endpoint),
             routes: None,
+            policy: Arc::default(),
         };
         let (destination, ()) = tokio::join!(
             outbound.worker.destinations.get_or_watch(wire_address),
@@ -1175,6 +1176,7 @@ fn connections_of_a_pod_to_itself_use_no_tls() {
             app_protocol: AppProtocol::Detect,
             endpoint,
             routes: None,
+            policy: Arc::default(),
         };
         let (destination, ()) =
             tokio::join!(side.worker.destinations.get_or_watch(address), async {

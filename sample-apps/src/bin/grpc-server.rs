@@ -94,6 +94,7 @@ impl EchoService for Echo {
         let (metadata, _, EchoRequest { message }) = request.into_parts();
         self.0
             .respond("Echo", &metadata, message)
+            .await
             .map(Response::new)
     }
 
@@ -119,7 +120,7 @@ async fn echo_messages(
     while let Some(Ok(Some(EchoRequest { message }))) =
         shared.stop.run_until_cancelled(messages.message()).await
     {
-        let response = shared.respond("EchoStream", &metadata, message);
+        let response = shared.respond("EchoStream", &metadata, message).await;
         let failed = response.is_err();
         if responses.send(response).await.is_err() || failed {
             return;
@@ -128,8 +129,8 @@ async fn echo_messages(
 }
 
 impl Shared {
-    /// Prints one message and returns its response, or the configured failure.
-    fn respond(
+    /// Prints one message and, after the delay, returns its response or the configured failure.
+    async fn respond(
         &self,
         method: &str,
         metadata: &MetadataMap,
@@ -146,6 +147,7 @@ impl Shared {
         let block = dump::grpc_message(&path, &metadata.clone().into_headers(), &message);
         // A closed standard output does not stop the server.
         process::print(&format!("Request #{number}\n{block}---\n{outcome}")).ok();
+        tokio::time::sleep(Duration::from_millis(self.config.delay_ms)).await;
         match fails {
             true => Err(Status::internal("Internal server error")),
             false => Ok(EchoResponse {

@@ -1,5 +1,5 @@
 //! http-server: answers `/hello` with its hostname and version, prints each request, and fails a
-//! configured share of requests.
+//! configured share of requests. `POST /delay` changes the delay of its responses.
 //!
 //! Serves HTTP/1.1, and HTTP/2 with prior knowledge.
 
@@ -11,13 +11,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use diy_mesh_sample_apps::config::ServerConfig;
+use diy_mesh_sample_apps::config::{MAX_DELAY_MS, ServerConfig};
 use diy_mesh_sample_apps::{dump, listen, process};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use hyper::header::{CONTENT_TYPE, HeaderValue};
 use hyper::service::service_fn;
-use hyper::{Request, Response, StatusCode};
+use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use tokio::net::TcpStream;
@@ -52,6 +52,7 @@ async fn serve(config: ServerConfig, stop: CancellationToken) -> anyhow::Result<
     http.http1().timer(TokioTimer::new()).half_close(true);
     http.http2().timer(TokioTimer::new());
     let server = Arc::new(Server {
+        delay_ms: AtomicU64::new(config.delay_ms),
         config,
         requests: AtomicU64::new(0),
     });
@@ -97,6 +98,7 @@ async fn serve_connection(
 
 struct Server {
     config: ServerConfig,
+    delay_ms: AtomicU64,
     requests: AtomicU64,
 }
 
@@ -104,7 +106,9 @@ async fn respond(
     server: Arc<Server>,
     request: Request<Incoming>,
 ) -> Result<Response<Full<Bytes>>, Infallible> {
-    if request.uri().path() != "/hello" {
+    let path = request.uri().path();
+    let is_delay = path == "/delay" && request.method() == Method::POST;
+    if path != "/hello" && !is_delay {
         return Ok(text(
             StatusCode::NOT_FOUND,
             "Not found: this server answers /hello\n",
@@ -127,6 +131,9 @@ async fn respond(
             ));
         }
     };
+    if is_delay {
+        return Ok(server.set_delay(&body));
+    }
 
     let fails = fastrand::u8(0..100) < server.config.fail_rate;
     let number = server.requests.fetch_add(1, Ordering::Relaxed) + 1;
@@ -141,6 +148,10 @@ async fn respond(
         dump::request(&parts, &body)
     ))
     .ok();
+    tokio::time::sleep(Duration::from_millis(
+        server.delay_ms.load(Ordering::Relaxed),
+    ))
+    .await;
 
     let ServerConfig {
         hostname, version, ..
@@ -152,6 +163,24 @@ async fn respond(
             format!("Hello from the http-server service! Hostname: {hostname} Version: {version}"),
         ),
     })
+}
+
+impl Server {
+    /// Changes the delay of later responses to the milliseconds in a body.
+    fn set_delay(&self, body: &[u8]) -> Response<Full<Bytes>> {
+        let value = String::from_utf8_lossy(body);
+        match value.trim().parse() {
+            Ok(delay_ms) if delay_ms <= MAX_DELAY_MS => {
+                self.delay_ms.store(delay_ms, Ordering::Relaxed);
+                process::print(&format!("Delay: {delay_ms} ms\n")).ok();
+                text(StatusCode::OK, format!("Delay: {delay_ms} ms\n"))
+            }
+            _ => text(
+                StatusCode::BAD_REQUEST,
+                format!("Expected 0 to {MAX_DELAY_MS} milliseconds\n"),
+            ),
+        }
+    }
 }
 
 fn text(status: StatusCode, body: impl Into<Bytes>) -> Response<Full<Bytes>> {

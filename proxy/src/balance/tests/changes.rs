@@ -2,7 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use super::super::{SLOW_START, State};
+use super::super::State;
+use super::super::policy::{BackendPolicy, Balancing};
 use super::*;
 use crate::connect::Pools;
 
@@ -54,9 +55,10 @@ fn new_endpoint_starts_with_a_small_share_unless_many_are_new() {
     let grown = state(first.members, &shop(&hosts(1..5)));
     let now = Instant::now();
     for (seconds, least, most) in [(0, 0.01, 0.06), (5, 0.09, 0.16), (10, 0.23, 0.27)] {
+        let slow_start = Balancing::default().slow_start;
         let shares = shares(
             &grown,
-            now + Duration::from_secs(seconds) + SLOW_START / 100,
+            now + Duration::from_secs(seconds) + slow_start / 100,
         );
         assert!(
             (least..most).contains(&shares[3]),
@@ -74,6 +76,36 @@ fn new_endpoint_starts_with_a_small_share_unless_many_are_new() {
         "{:?}",
         shares(&doubled, now)
     );
+}
+
+#[test]
+fn policy_sets_the_time_of_the_slow_start() {
+    let (pools, siblings) = (Pools::default(), Rc::default());
+    let address = SocketAddr::from(([10, 96, 0, 7], 80)).into();
+    let state = |before, target: &Target| State::new(target, &address, before, &pools, &siblings);
+    let with = |count: u8, slow_start| {
+        let endpoint = |host| EndpointInfo::bare(([10, 0, 0, host], 80).into());
+        let Target::Service(mut service) = shop(&(1..=count).map(endpoint).collect::<Vec<_>>())
+        else {
+            unreachable!("a Service")
+        };
+        service.policy = Arc::new(BackendPolicy {
+            balancing: Balancing {
+                slow_start: Duration::from_secs(slow_start),
+                ..Balancing::default()
+            },
+            ..BackendPolicy::default()
+        });
+        Target::Service(service)
+    };
+    let grown = state(state(Vec::new(), &with(3, 0)).members, &with(4, 100));
+    let later = Instant::now() + Duration::from_secs(50);
+    let share = shares(&grown, later)[3];
+    assert!((0.09..0.16).contains(&share), "{share} after the half");
+    // A change of the policy counts for endpoints that started under another one.
+    let none = state(grown.members, &with(4, 0));
+    let share = shares(&none, Instant::now())[3];
+    assert!((0.23..0.27).contains(&share), "{share} without slow start");
 }
 
 #[test]

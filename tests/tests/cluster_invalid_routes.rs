@@ -1,0 +1,290 @@
+//! Invalid routes on a cluster: those that the API server stores get a condition that names the
+//! field, and do not disturb a valid route of the same Service.
+
+use anyhow::{Context, Result, ensure};
+use diy_mesh_tests::cluster::gateway_api::{install, wait_for_condition};
+use diy_mesh_tests::cluster::load::Load;
+use diy_mesh_tests::cluster::workloads::App;
+use diy_mesh_tests::cluster::{Namespace, in_namespace, wait_for};
+use diy_mesh_tests::routes::{canary, http_route, servers};
+use serde_json::{Value, json};
+
+/// Kind, parent and rule of an invalid route, then type, reason and a part of the message of its
+/// condition.
+type Case = (&'static str, Value, Value, [&'static str; 3]);
+
+const HTTP: &str = "HTTPRoute";
+const GRPC: &str = "GRPCRoute";
+const UNSUPPORTED: &str = "UnsupportedValue";
+
+/// Routes that do not apply at all.
+fn rejected() -> Vec<Case> {
+    let web = || json!({"name": "web"});
+    let http = |rule: Value, reason, field| (HTTP, web(), rule, ["Accepted", reason, field]);
+    let grpc = |rule: Value, field| (GRPC, web(), rule, ["Accepted", UNSUPPORTED, field]);
+    let one_match = |one: Value| json!({"matches": [one]});
+    let regex = |value: &str| json!({"type": "RegularExpression", "name": "a", "value": value});
+    let path = |value: &str| json!({"path": {"type": "RegularExpression", "value": value}});
+    let filter = |kind: &str, field: &str, value: Value| json!({"type": kind, field: value});
+    let request = |value| filter("RequestHeaderModifier", "requestHeaderModifier", value);
+    let set = |name: &str| request(json!({"set": [{"name": name, "value": "x"}]}));
+    let response = filter(
+        "ResponseHeaderModifier",
+        "responseHeaderModifier",
+        json!({"set": [{"name": "x-mesh-error", "value": "x"}]}),
+    );
+    let rewrite = json!({"path": {"type": "ReplaceFullPath", "replaceFullPath": "/a b"}});
+    let rewrite = filter("URLRewrite", "urlRewrite", rewrite);
+    let line_end = json!({"set": [{"name": "a", "value": "x\r\ny: z"}]});
+    let redirect = json!({"type": "RequestRedirect", "requestRedirect": {"statusCode": 301}});
+    let of_backend =
+        json!({"backendRefs": [{"name": "web-v1", "port": 80, "filters": [redirect]}]});
+    let of_rule = |filter: Value| json!({"filters": [filter]});
+    let method = |part: Value| one_match(json!({"method": part}));
+    let service = json!({"type": "RegularExpression", "service": "["});
+    vec![
+        http(
+            one_match(path("(")),
+            UNSUPPORTED,
+            "spec.rules[0].matches[0].path.value: \"(\"",
+        ),
+        http(
+            one_match(path("/(a{1,500}){1,500}")),
+            UNSUPPORTED,
+            "spec.rules[0].matches[0].path.value",
+        ),
+        http(
+            one_match(json!({"headers": [regex("[")]})),
+            UNSUPPORTED,
+            "spec.rules[0].matches[0].headers[0].value: \"[\"",
+        ),
+        http(
+            one_match(json!({"queryParams": [regex("*")]})),
+            UNSUPPORTED,
+            "spec.rules[0].matches[0].queryParams[0].value: \"*\"",
+        ),
+        http(
+            of_rule(set("Transfer-Encoding")),
+            UNSUPPORTED,
+            "spec.rules[0].filters[0].requestHeaderModifier.set",
+        ),
+        http(
+            of_rule(set("Host")),
+            UNSUPPORTED,
+            "spec.rules[0].filters[0].requestHeaderModifier.set",
+        ),
+        http(
+            of_rule(set("X-Called-By")),
+            UNSUPPORTED,
+            "spec.rules[0].filters[0].requestHeaderModifier.set",
+        ),
+        http(
+            of_rule(request(json!({"remove": ["Connection"]}))),
+            UNSUPPORTED,
+            "spec.rules[0].filters[0].requestHeaderModifier.remove",
+        ),
+        http(
+            of_rule(request(line_end)),
+            UNSUPPORTED,
+            "spec.rules[0].filters[0].requestHeaderModifier.set",
+        ),
+        http(
+            of_rule(response),
+            UNSUPPORTED,
+            "spec.rules[0].filters[0].responseHeaderModifier.set",
+        ),
+        http(
+            of_rule(rewrite),
+            UNSUPPORTED,
+            "spec.rules[0].filters[0].urlRewrite.path.replaceFullPath",
+        ),
+        http(
+            of_backend,
+            "IncompatibleFilters",
+            "spec.rules[0].backendRefs[0].filters",
+        ),
+        grpc(method(service), "spec.rules[0].matches[0].method"),
+        grpc(
+            one_match(json!({"headers": [regex("(?=a)")]})),
+            "spec.rules[0].matches[0].headers[0].value",
+        ),
+        grpc(
+            of_rule(set("content-length")),
+            "spec.rules[0].filters[0].requestHeaderModifier.set",
+        ),
+        (
+            HTTP,
+            json!({"name": "none"}),
+            json!({}),
+            ["Accepted", "NoMatchingParent", "none does not exist"],
+        ),
+        (
+            HTTP,
+            json!({"name": "web", "port": 81}),
+            json!({}),
+            ["Accepted", "NoMatchingParent", "no such TCP port"],
+        ),
+        (
+            GRPC,
+            json!({"name": "external"}),
+            json!({}),
+            ["Accepted", UNSUPPORTED, "external is an ExternalName"],
+        ),
+    ]
+}
+
+/// Routes whose requests fail, because they refer to what does not exist.
+fn unresolved() -> Vec<Case> {
+    let case = |kind, parent: &str, rule, reason, field| {
+        (
+            kind,
+            json!({"name": parent}),
+            rule,
+            ["ResolvedRefs", reason, field],
+        )
+    };
+    let backend = |reference: Value| json!({"backendRefs": [reference]});
+    let http = |rule: Value, reason, field| {
+        let mut rule = rule;
+        rule["matches"] = json!([{"path": {"type": "Exact", "value": "/invalid"}}]);
+        case(HTTP, "web", rule, reason, field)
+    };
+    let extension = json!({"type": "ExtensionRef", "extensionRef": {"group": "a.example", "kind": "B", "name": "c"}});
+    let mirror = json!({"type": "RequestMirror", "requestMirror": {"backendRef": {"name": "none", "port": 80}}});
+    vec![
+        http(
+            backend(json!({"name": "none", "port": 80})),
+            "BackendNotFound",
+            "spec.rules[0].backendRefs[0]",
+        ),
+        http(
+            backend(json!({"name": "web-v1", "port": 81})),
+            "BackendNotFound",
+            "spec.rules[0].backendRefs[0]",
+        ),
+        http(
+            backend(json!({"name": "web-v1", "namespace": "default", "port": 80})),
+            "RefNotPermitted",
+            "spec.rules[0].backendRefs[0]",
+        ),
+        http(
+            backend(json!({"name": "a", "group": "a.example", "kind": "B"})),
+            "InvalidKind",
+            "spec.rules[0].backendRefs[0]",
+        ),
+        http(
+            json!({"filters": [extension]}),
+            "InvalidKind",
+            "spec.rules[0].filters[0]",
+        ),
+        http(
+            json!({"filters": [mirror], "backendRefs": [{"name": "web-v1", "port": 80}]}),
+            "BackendNotFound",
+            "spec.rules[0].filters[0].requestMirror.backendRef",
+        ),
+        // A GRPCRoute of `web` would exclude the valid route.
+        case(
+            GRPC,
+            "web-v1",
+            backend(json!({"name": "none", "port": 80})),
+            "BackendNotFound",
+            "spec.rules[0].backendRefs[0]",
+        ),
+    ]
+}
+
+#[test]
+fn invalid_routes_get_a_condition_and_the_valid_one_stays_in_force() -> Result<()> {
+    in_namespace("invalid-routes", |namespace| {
+        install()?;
+        namespace.apply(&servers(&namespace.name))?;
+        namespace.rolled_out("web-v1")?;
+        namespace.rolled_out("web-v2")?;
+        let name = &namespace.name;
+        namespace.apply(&http_route(
+            name,
+            "web",
+            name,
+            &format!("[{}]", canary(100)),
+        ))?;
+        wait_for_condition(
+            namespace,
+            "httproute",
+            "web",
+            ["Accepted", "True", "Accepted"],
+        )?;
+        let client = App {
+            endpoint: "http://web/hello",
+            interval_ms: "50",
+            ..App::http_client()
+        };
+        let load = Load::start(namespace, client)?;
+        wait_for("version 2.0", || {
+            let logs = namespace.logs(client.name, client.program)?;
+            Ok(logs.contains("Version: 2.0").then_some(()))
+        })?;
+        let first_version = |namespace: &Namespace| -> Result<usize> {
+            let logs = namespace.logs(client.name, client.program)?;
+            Ok(logs.matches("Version: 1.0").count())
+        };
+        let before = first_version(namespace)?;
+
+        let cases = [rejected(), unresolved()].concat();
+        ensure!(cases.len() >= 20, "{} cases", cases.len());
+        namespace.apply(&objects(&cases).to_string())?;
+        wait_for("conditions of all routes", || {
+            check(namespace, &cases).map(Some)
+        })?;
+        load.expect_no_failure()?;
+        ensure!(
+            before == first_version(namespace)?,
+            "the valid route is in force"
+        );
+        Ok(())
+    })
+}
+
+/// The routes of all cases, and the ExternalName that one of them names.
+fn objects(cases: &[Case]) -> Value {
+    let external = json!({"apiVersion": "v1", "kind": "Service", "metadata": {"name": "external"},
+        "spec": {"type": "ExternalName", "externalName": "a.example"}});
+    let routes = cases
+        .iter()
+        .enumerate()
+        .map(|(number, (kind, parent, rule, _))| {
+            let mut parent = parent.clone();
+            parent["group"] = json!("");
+            parent["kind"] = json!("Service");
+            json!({"apiVersion": "gateway.networking.k8s.io/v1", "kind": kind,
+            "metadata": {"name": format!("invalid-{number}")},
+            "spec": {"parentRefs": [parent], "rules": [rule]}})
+        });
+    let items: Vec<Value> = std::iter::once(external).chain(routes).collect();
+    json!({"apiVersion": "v1", "kind": "List", "items": items})
+}
+
+/// Fails unless each route has its condition.
+fn check(namespace: &Namespace, cases: &[Case]) -> Result<()> {
+    let json = namespace.kubectl(&["get", "httproutes,grpcroutes", "-o", "json"])?;
+    let routes: Value = serde_json::from_str(&json)?;
+    let routes = routes["items"].as_array().context("a list")?;
+    for (number, (_, _, rule, [kind, reason, field])) in cases.iter().enumerate() {
+        let name = format!("invalid-{number}");
+        let mut routes = routes.iter();
+        let route = routes.find(|one| one["metadata"]["name"] == json!(name));
+        let status = &route.context(name)?["status"]["parents"][0]["conditions"];
+        let mut conditions = status.as_array().into_iter().flatten();
+        let is_it = |one: &Value| {
+            let message = one["message"].as_str().unwrap_or_default();
+            one["type"] == *kind
+                && one["status"] == "False"
+                && one["reason"] == *reason
+                && message.contains(field)
+        };
+        ensure!(
+            conditions.any(is_it),
+            "{rule}: expected {kind} {reason} {field}, got {status:#}"
+        );
+    }
+    Ok(())
+}

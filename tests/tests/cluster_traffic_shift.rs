@@ -1,0 +1,175 @@
+//! Traffic that moves between versions and replicas on a cluster: canaries under load, and a slow
+//! replica.
+
+use anyhow::{Context, Result, ensure};
+use diy_mesh_tests::cluster::gateway_api::{install, wait_for_condition};
+use diy_mesh_tests::cluster::load::Load;
+use diy_mesh_tests::cluster::workloads::App;
+use diy_mesh_tests::cluster::{Namespace, in_namespace, kubectl_with_input, wait_for};
+use diy_mesh_tests::routes::{binomial_bounds, canary, http_route, servers};
+use serde_json::json;
+
+const ACCEPTED: [&str; 3] = ["Accepted", "True", "Accepted"];
+/// Requests that decide on a share. The bounds of 10% are then 60 and six standard deviations: 16
+/// to 104.
+const MIN_REQUESTS: usize = 600;
+/// Time in which a slow replica loses its share.
+const SLOW_SECONDS: f64 = 2.0;
+/// Time in which the share of a slow replica is measured.
+const MEASURED_SECONDS: f64 = 5.0;
+
+#[test]
+fn canary_is_shifted_under_load_without_a_failed_request() -> Result<()> {
+    in_namespace("shift", |namespace| {
+        install()?;
+        namespace.apply(&servers(&namespace.name))?;
+        namespace.rolled_out("web-v1")?;
+        namespace.rolled_out("web-v2")?;
+        shift(namespace, 10)?;
+        let clients = App {
+            name: "clients",
+            replicas: 3,
+            endpoint: "http://web/hello",
+            interval_ms: "20",
+            ..App::http_client()
+        };
+        let load = Load::start(namespace, clients)?;
+        for percentage in [10, 50, 100] {
+            shift(namespace, percentage)?;
+            let bounds = |number| binomial_bounds(number, f64::from(percentage) / 100.0);
+            let mut before = versions(namespace)?;
+            wait_for(&format!("{percentage}% of the requests"), || {
+                let now = versions(namespace)?;
+                let [v1, v2] = [now[0] - before[0], now[1] - before[1]];
+                if v1 + v2 < MIN_REQUESTS {
+                    return Ok(None);
+                }
+                if bounds(v1 + v2).contains(&v2) {
+                    return Ok(Some(()));
+                }
+                // The weight reaches the proxies with a delay: the next requests decide.
+                before = now;
+                let bounds = bounds(v1 + v2);
+                anyhow::bail!("{v2} of {} requests, expected {bounds:?}", v1 + v2)
+            })?;
+            load.expect_no_failure()?;
+        }
+        // All requests reach the canary, and stay there.
+        let before = versions(namespace)?;
+        load.expect_no_failure()?;
+        let after = versions(namespace)?;
+        ensure!(
+            before[0] == after[0] && before[1] < after[1],
+            "{before:?} {after:?}"
+        );
+        Ok(())
+    })
+}
+
+/// Gives version 2.0 a share.
+fn shift(namespace: &Namespace, percentage: u32) -> Result<()> {
+    let name = &namespace.name;
+    let rules = format!("[{}]", canary(percentage));
+    namespace.apply(&http_route(name, "web", name, &rules))?;
+    wait_for_condition(namespace, "httproute", "web", ACCEPTED).map(drop)
+}
+
+/// The responses of each version.
+fn versions(namespace: &Namespace) -> Result<[usize; 2]> {
+    let logs = namespace.logs("clients", "http-client")?;
+    Ok(["1.0", "2.0"].map(|version| logs.matches(&format!("Version: {version}")).count()))
+}
+
+#[test]
+fn slow_replica_loses_its_share_and_gets_it_back() -> Result<()> {
+    in_namespace("slow", |namespace| {
+        let server = App {
+            replicas: 3,
+            ..App::http_server()
+        };
+        namespace.apply(&server.service())?;
+        namespace.apply(&server.deployment())?;
+        namespace.rolled_out(server.name)?;
+        let clients = App {
+            replicas: 2,
+            interval_ms: "20",
+            ..App::http_client()
+        };
+        let load = Load::start(namespace, clients)?;
+        let replicas = namespace.pods(server.name)?;
+        let slow = &replicas[0];
+        set_delay(namespace, slow, 200)?;
+        let [all, share] = wait_for("requests after the delay", || {
+            let logs = server_logs(namespace, &replicas)?;
+            let from = *logs[0].delays.first().context("the delay is logged")? + SLOW_SECONDS;
+            let to = from + MEASURED_SECONDS;
+            let is_over = logs.iter().any(|log| log.requests.last() > Some(&to));
+            let count = |log: &ServerLog| log.requests_between(from, to);
+            Ok(is_over.then(|| [logs.iter().map(count).sum(), count(&logs[0])]))
+        })?;
+        // A third is fair.
+        ensure!(
+            all >= 100 && share * 20 <= all,
+            "{share} of {all} requests reach the slow replica"
+        );
+        set_delay(namespace, slow, 0)?;
+        wait_for("the replica has at least half of its share", || {
+            let before = server_logs(namespace, &replicas)?;
+            load.wait_for_responses()?;
+            let after = server_logs(namespace, &replicas)?;
+            let more = |at: usize| after[at].requests.len() - before[at].requests.len();
+            let all: usize = (0..replicas.len()).map(more).sum();
+            ensure!(more(0) * 6 >= all, "{} of {all} requests", more(0));
+            Ok(Some(()))
+        })?;
+        load.expect_no_failure()
+    })
+}
+
+/// Delays the responses of a server.
+fn set_delay(namespace: &Namespace, pod: &str, milliseconds: u32) -> Result<()> {
+    let name = &namespace.name;
+    let path = format!("/api/v1/namespaces/{name}/pods/{pod}:8080/proxy/delay");
+    let arguments = ["create", "--raw", &path, "-f", "-"];
+    kubectl_with_input(&arguments, &json!(milliseconds).to_string()).map(drop)
+}
+
+/// The times of a server's log, in seconds.
+struct ServerLog {
+    requests: Vec<f64>,
+    delays: Vec<f64>,
+}
+
+impl ServerLog {
+    fn requests_between(&self, from: f64, to: f64) -> usize {
+        let is_between = |time: &&f64| (from..to).contains(*time);
+        self.requests.iter().filter(is_between).count()
+    }
+}
+
+fn server_logs(namespace: &Namespace, pods: &[String]) -> Result<Vec<ServerLog>> {
+    let log = |pod: &String| {
+        let log = namespace.kubectl(&["logs", "--timestamps", pod, "-c", "http-server"])?;
+        let times = |text: &str| -> Result<Vec<f64>> {
+            let lines = log.lines().filter_map(|line| line.split_once(' '));
+            let lines = lines.filter(|(_, line)| line.starts_with(text));
+            lines.map(|(time, _)| seconds(time)).collect()
+        };
+        Ok(ServerLog {
+            requests: times("Request #")?,
+            delays: times("Delay: ")?,
+        })
+    };
+    pods.iter().map(log).collect()
+}
+
+/// Seconds of the day, of a time as in `2026-01-31T13:59:58.123456789Z`.
+fn seconds(time: &str) -> Result<f64> {
+    let clock = time.split_once('T').map(|(_, clock)| clock);
+    let mut parts = clock.context("a time")?.trim_end_matches('Z').split(':');
+    let mut part = || -> Result<f64> {
+        let part = parts.next().with_context(|| time.to_owned())?;
+        part.parse().with_context(|| time.to_owned())
+    };
+    Ok(part()? * 3600.0 + part()? * 60.0 + part()?)
+}
