@@ -20,6 +20,7 @@ pub mod grpc;
 pub mod hub;
 pub mod index;
 pub mod metrics;
+pub mod policy;
 pub mod proxies;
 pub mod quota;
 pub mod routes;
@@ -54,7 +55,7 @@ use routes::writer::{self, Statuses, Writer};
 use serving::{Names, Serving};
 
 /// The kinds whose status the controller writes.
-const ROUTES: [Kind; 2] = [Kind::HttpRoute, Kind::GrpcRoute];
+const WITH_STATUS: [Kind; 3] = [Kind::HttpRoute, Kind::GrpcRoute, Kind::TrafficPolicy];
 /// The catalog pauses while more changes wait for the index.
 const MAX_QUEUED_CHANGES: usize = 1024;
 
@@ -210,7 +211,7 @@ impl Controller {
         let is_cluster = config.catalog == config::Storage::Kubernetes;
         let election = self.client.clone().filter(|_| is_cluster).map(|client| {
             let (replica, timing) = (authority.status().replica, lease::Timing::default());
-            let writer = Writer::new(client.clone(), &ROUTES, metrics.clone());
+            let writer = Writer::new(client.clone(), &WITH_STATUS, metrics.clone());
             let election = Election::new(client, &config.pod_namespace, replica, timing);
             (election, writer)
         });

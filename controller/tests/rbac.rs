@@ -95,6 +95,10 @@ async fn controller_makes_the_calls_that_the_manifests_permit() {
         // The GRPCRoute excludes the HTTPRoute, whose backends exist all the same.
         assert_eq!(entry["conditions"][1]["status"], "True", "{entry:#}");
     }
+    let policy = objects.get("diy-service-mesh.dev", "trafficpolicies", "web");
+    let entry = &policy.unwrap()["status"]["ancestors"][0];
+    assert_eq!(entry["ancestorRef"]["name"], "web");
+    assert_eq!(entry["conditions"][0]["status"], "True", "{entry:#}");
     assert_eq!(lease.unwrap()["spec"]["holderIdentity"], "", "released");
 }
 
@@ -262,6 +266,16 @@ impl Api {
             });
             state.store(key, route);
         }
+        let key = ["diy-service-mesh.dev", "trafficpolicies", "shop", "web"].map(String::from);
+        let policy = json!({
+            "apiVersion": "diy-service-mesh.dev/v1alpha1", "kind": "TrafficPolicy",
+            "metadata": {"generation": 1},
+            "spec": {
+                "targetRefs": [{"group": "", "kind": "Service", "name": "web"}],
+                "connections": {"maxRequests": 100},
+            },
+        });
+        state.store(key, policy);
         let role = "diy-service-mesh-controller";
         let role = ["rbac.authorization.k8s.io", "clusterroles", "", role].map(String::from);
         state.store(role, json!({"metadata": {"uid": "1"}, "rules": []}));

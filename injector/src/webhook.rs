@@ -5,16 +5,17 @@
 //! and the time of a review.
 
 use std::net::IpAddr;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use diy_mesh_control_plane::events::Events;
+use diy_mesh_runtime::shares::{Share, Shares};
 use http::header::{ALLOW, CONTENT_TYPE};
 use http::{HeaderValue, Method, Request, Response, StatusCode};
-use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
+use http_body_util::{BodyExt, Full};
 use hyper::body::{Body, Incoming};
-use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 use crate::config::Settings;
@@ -33,8 +34,13 @@ const EARLIER_PATHS: &str = "/inject";
 /// Maximum size of a body. The API server accepts objects of up to 3 MiB, and a review contains
 /// one.
 pub const MAX_BODY_BYTES: usize = 4 * 1024 * 1024;
-/// Maximum size of all bodies in memory. Further requests wait.
-const MAX_BUFFERED_KIB: usize = 16 * 1024;
+/// Memory for bodies is shared in blocks of this size, which a body takes as its bytes arrive.
+const BLOCK_BYTES: usize = 64 * 1024;
+/// Maximum number of blocks. Further bytes wait. While more than half are in use, the client of one
+/// address has at most a quarter: anyone may send reviews.
+const MAX_BLOCKS: usize = 256;
+/// Time in which a body arrives, its wait for blocks included. The API server sends it at once.
+const BODY_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum number of JSON values in a body. A parsed value takes up to a hundred times the memory
 /// of its text; a large pod has some thousand values.
 const MAX_VALUES: usize = 100_000;
@@ -47,7 +53,7 @@ pub struct Webhook {
     namespaces: Namespaces,
     metrics: Arc<Metrics>,
     events: Events,
-    buffer_kib: Semaphore,
+    blocks: Arc<Shares<IpAddr>>,
 }
 
 impl Webhook {
@@ -63,7 +69,7 @@ impl Webhook {
             namespaces,
             metrics,
             events,
-            buffer_kib: Semaphore::new(MAX_BUFFERED_KIB),
+            blocks: Shares::new(MAX_BLOCKS, MAX_BLOCKS / 2),
         }
     }
 
@@ -107,7 +113,8 @@ impl Webhook {
     where
         B: Body<Data = Bytes, Error: Into<Box<dyn std::error::Error + Send + Sync>>>,
     {
-        let (body, _permit) = self.read(body).await?;
+        let read = timeout(BODY_TIMEOUT, self.read(body, client)).await;
+        let (body, _blocks) = read.unwrap_or(Err(Error::SlowBody))?;
         let request = review::decode(&body)?;
         let labels = match request.namespace_of_new_pod() {
             Some(namespace) => self.namespaces.labels(namespace, client).await,
@@ -136,42 +143,36 @@ impl Webhook {
         Ok(response)
     }
 
-    /// Reads a body when enough buffer space is free. The permit holds that space.
-    async fn read<B>(&self, body: B) -> Result<(Bytes, tokio::sync::SemaphorePermit<'_>), Error>
+    /// Reads a body, and returns the blocks of memory that it takes.
+    async fn read<B>(&self, body: B, client: IpAddr) -> Result<(Vec<u8>, Blocks), Error>
     where
         B: Body<Data = Bytes, Error: Into<Box<dyn std::error::Error + Send + Sync>>>,
     {
-        let max_size = body.size_hint().upper().map_or(MAX_BODY_BYTES, |size| {
-            usize::try_from(size).unwrap_or(usize::MAX)
-        });
-        if max_size > MAX_BODY_BYTES {
+        if body.size_hint().lower() > MAX_BODY_BYTES as u64 {
             return Err(Error::BodyTooLarge);
         }
-        let kibibytes = u32::try_from(max_size / 1024 + 1).expect("MAX_BODY_BYTES fits");
-        let permit = self
-            .buffer_kib
-            .acquire_many(kibibytes)
-            .await
-            .expect("the semaphore is never closed");
-        let body = Limited::new(body, MAX_BODY_BYTES)
-            .collect()
-            .await
-            .map_err(|error| match error.downcast::<LengthLimitError>() {
-                Ok(_) => Error::BodyTooLarge,
-                Err(error) => Error::IncompleteBody(error.to_string()),
-            })?;
-        let body = body.to_bytes();
-        if body
-            .iter()
-            .filter(|byte| matches!(byte, b',' | b'[' | b'{'))
-            .count()
-            > MAX_VALUES
-        {
+        let (mut body, mut bytes, mut blocks) = (pin!(body), Vec::new(), Vec::new());
+        while let Some(frame) = body.frame().await {
+            let frame = frame.map_err(|error| Error::IncompleteBody(error.into().to_string()))?;
+            let data = frame.into_data().unwrap_or_default();
+            let size = bytes.len() + data.len();
+            if size > MAX_BODY_BYTES {
+                return Err(Error::BodyTooLarge);
+            }
+            while blocks.len() < size.div_ceil(BLOCK_BYTES) {
+                blocks.push(self.blocks.acquire(client).await);
+            }
+            bytes.extend_from_slice(&data);
+        }
+        let is_separator = |byte: &&u8| matches!(byte, b',' | b'[' | b'{');
+        if bytes.iter().filter(is_separator).count() > MAX_VALUES {
             return Err(Error::TooManyValues);
         }
-        Ok((body, permit))
+        Ok((bytes, blocks))
     }
 }
+
+type Blocks = Vec<Share<IpAddr>>;
 
 /// The webhook as a handler for the HTTP server.
 pub fn handler(webhook: Arc<Webhook>) -> impl Fn(Request<Incoming>) -> HandlerFuture + Clone {
@@ -193,6 +194,8 @@ enum Error {
     TooManyValues,
     #[error("the body ended early: {0}")]
     IncompleteBody(String),
+    #[error("the body did not arrive within {} seconds", BODY_TIMEOUT.as_secs())]
+    SlowBody,
     #[error("the review took longer than {} seconds", REVIEW_TIMEOUT.as_secs())]
     Timeout,
     #[error(transparent)]
@@ -204,7 +207,7 @@ impl Error {
         match self {
             Self::BodyTooLarge | Self::TooManyValues => StatusCode::PAYLOAD_TOO_LARGE,
             Self::IncompleteBody(_) | Self::Malformed(_) => StatusCode::BAD_REQUEST,
-            Self::Timeout => StatusCode::SERVICE_UNAVAILABLE,
+            Self::SlowBody | Self::Timeout => StatusCode::SERVICE_UNAVAILABLE,
         }
     }
 }
@@ -415,10 +418,50 @@ mod tests {
         for response in futures::future::join_all(silent).await {
             assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
         }
-        assert_eq!(webhook.buffer_kib.available_permits(), MAX_BUFFERED_KIB);
+        assert_eq!(webhook.blocks.in_use(), 0);
         assert_eq!(
             webhook.handle(post(Full::from("{}"))).await.status(),
             StatusCode::BAD_REQUEST
         );
+    }
+
+    /// A body that sends a megabyte and then stalls.
+    struct Stalled(bool);
+
+    impl Body for Stalled {
+        type Data = Bytes;
+        type Error = Infallible;
+
+        fn poll_frame(
+            mut self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+            let data = || Ok(Frame::data(Bytes::from(vec![b' '; 1024 * 1024])));
+            match std::mem::replace(&mut self.0, true) {
+                true => Poll::Pending,
+                false => Poll::Ready(Some(data())),
+            }
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn stalled_bodies_of_one_client_leave_memory_to_others() {
+        let webhook = webhook();
+        let stalled = (0..100).map(|_| webhook.handle(post(Stalled(false))));
+        let honest = async {
+            tokio::task::yield_now().await;
+            let begun = tokio::time::Instant::now();
+            let mut review = post(Full::from("{}"));
+            let other = ClientAddress([10, 0, 0, 1].into());
+            review.extensions_mut().insert(other);
+            let status = webhook.handle(review).await.status();
+            (status, begun.elapsed())
+        };
+        let (stalled, honest) = tokio::join!(futures::future::join_all(stalled), honest);
+        assert_eq!(honest, (StatusCode::BAD_REQUEST, Duration::ZERO));
+        let expected = "the body did not arrive within 2 seconds\n";
+        for response in stalled {
+            assert_eq!(text(response).await, expected);
+        }
     }
 }

@@ -185,6 +185,7 @@ impl Config {
             strict: self.inbound == InboundMode::Strict,
             opaque_ports: self.opaque_ports.clone(),
             allow_connect: self.allow_connect,
+            ..Policy::default()
         };
         Ok(self)
     }

@@ -4,11 +4,13 @@
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use http::StatusCode;
 use thiserror::Error;
 
 use crate::deadline::Limit;
+use crate::limit::Exceeded;
 
 /// Why the proxy did not forward a request or a connection, or could not complete it.
 #[derive(Clone, Debug, Error)]
@@ -89,6 +91,9 @@ pub enum Failure {
         /// The violation.
         reason: String,
     },
+    /// The client sends more requests than the pod accepts.
+    #[error("rate limit {}: the next request is possible in {:?}", .0.name, .0.retry_after)]
+    RateLimited(Exceeded),
     /// The client's request violates RFC 9112 or RFC 9113.
     #[error("malformed request: {0}")]
     BadRequest(&'static str),
@@ -137,6 +142,12 @@ pub enum Failure {
     /// The destination is the proxy itself.
     #[error("{0} is an address of the proxy: forwarding would loop")]
     Loop(SocketAddr),
+}
+
+impl From<Exceeded> for Failure {
+    fn from(exceeded: Exceeded) -> Self {
+        Self::RateLimited(exceeded)
+    }
 }
 
 impl Failure {
@@ -203,6 +214,7 @@ impl Failure {
             Self::MtlsRequired => StatusCode::FORBIDDEN,
             Self::ConnectNotAllowed => StatusCode::METHOD_NOT_ALLOWED,
             Self::ConnectTimeout(_) | Self::Timeout(_) => StatusCode::GATEWAY_TIMEOUT,
+            Self::RateLimited(_) => StatusCode::TOO_MANY_REQUESTS,
             Self::BadRequest(_) => StatusCode::BAD_REQUEST,
             Self::HeadersTooLarge(_) => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
             Self::RequestTimeout => StatusCode::REQUEST_TIMEOUT,
@@ -220,7 +232,10 @@ impl Failure {
             Self::MtlsRequired => 7,   // PERMISSION_DENIED
             Self::BadRequest(_) => 13, // INTERNAL, as gRPC maps HTTP 400
             // RESOURCE_EXHAUSTED
-            Self::HeadersTooLarge(_) | Self::Overloaded(_) | Self::UpstreamOverloaded(_) => 8,
+            Self::HeadersTooLarge(_)
+            | Self::Overloaded(_)
+            | Self::UpstreamOverloaded(_)
+            | Self::RateLimited(_) => 8,
             Self::ConnectNotAllowed | Self::NoRoute(_) => 12, // UNIMPLEMENTED
             _ => 14,                                          // UNAVAILABLE
         }
@@ -230,6 +245,14 @@ impl Failure {
     pub fn allow(&self) -> Option<&'static str> {
         matches!(self, Self::ConnectNotAllowed)
             .then_some("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS, TRACE")
+    }
+
+    /// The time until the request may be sent again, if the proxy knows it.
+    pub fn retry_after(&self) -> Option<Duration> {
+        match self {
+            Self::RateLimited(exceeded) => Some(exceeded.retry_after),
+            _ => None,
+        }
     }
 
     /// The client's connection ends with the answer: what follows on it would be of a tunnel, or
@@ -275,6 +298,7 @@ impl Failure {
             Self::ConnectTimeout(_) => "connect-timeout",
             Self::UpstreamClosed { .. } => "upstream-closed",
             Self::UpstreamMalformed { .. } => "upstream-malformed",
+            Self::RateLimited(_) => "rate-limited",
             Self::BadRequest(_) => "bad-request",
             Self::HeadersTooLarge(_) => "headers-too-large",
             Self::RequestTimeout => "request-timeout",

@@ -6,6 +6,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::Poll;
+use std::time::Instant;
 
 use diy_mesh_proto::Identity;
 
@@ -121,10 +122,21 @@ impl Flow {
         self.worker.policy().authorize_connection(&self.caller)
     }
 
-    /// Whether this request may be forwarded.
+    /// Whether this request may be forwarded. If so, it takes tokens of the rate limits.
     pub fn authorize_request(&self, request: &RequestView<'_>) -> Result<(), Failure> {
         let policy = self.worker.policy();
-        policy.authorize_request(&self.caller, request)
+        policy.authorize_request(&self.caller, request)?;
+        if policy.rate_limits.0.is_empty() {
+            return Ok(());
+        }
+        let (port, caller) = (self.destination.address.port(), self.caller.identity());
+        let taken = policy
+            .rate_limits
+            .take(port, caller, request, Instant::now());
+        taken.map_err(|exceeded| {
+            self.worker.metrics.rate_limited(&exceeded);
+            exceeded.into()
+        })
     }
 
     /// Step 5, the route: the way of a request to this destination, which has `routes`. Waits for

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use crate::balance::{Backend, Endpoint, InFlight};
+use crate::balance::{Backend, Endpoint, InFlight, Preference};
 use crate::connect::Dialer;
 use crate::deadline::{Deadline, Limit};
 use crate::dump::Direction;
@@ -132,8 +132,9 @@ pub(crate) async fn forward<F: Forward>(
         |failures| Failure::of_attempts(failures, &backend.name(), backend.endpoints_len());
     loop {
         // 6. Balance.
+        let preference = request.attempts().preference;
         let tried = &request.attempts().tried;
-        let picked = backend.pick(tried, &mut flow.worker.rng.borrow_mut());
+        let picked = backend.pick_for(preference, tried, &mut flow.worker.rng.borrow_mut());
         let endpoints_left = backend.endpoints_len().saturating_sub(tried.len());
         let endpoint = match picked {
             Ok(endpoint) => endpoint,
@@ -223,6 +224,8 @@ pub struct Attempts {
     pub exchange_deadline: Deadline,
     /// The time for each attempt.
     pub attempt_timeout: Option<Duration>,
+    /// The endpoint that it prefers.
+    pub preference: Preference,
     /// What the route asks for.
     pub policy: Option<Arc<RetryPolicy>>,
     backend: Option<Rc<Backend>>,

@@ -33,6 +33,7 @@ pub mod http2;
 pub mod identity;
 pub mod io;
 pub mod lifetime;
+pub mod limit;
 pub mod listener;
 pub mod memory;
 pub mod metrics;

@@ -21,12 +21,13 @@ use tokio::sync::watch;
 use crate::dump::Direction;
 use crate::error::Failure;
 use crate::forward::RetryDenial;
+use crate::limit::Exceeded;
 use crate::mirror::MirrorResult;
 use crate::route::fault::FaultKind;
 use crate::timeouts::TimeoutKind;
 
 /// Values of the label `code`: those of `Failure::code`, and one for codes missing here.
-const FAILURE_CODES: [&str; 24] = [
+const FAILURE_CODES: [&str; 25] = [
     "no-endpoint",
     "unknown-port",
     "no-route",
@@ -38,6 +39,7 @@ const FAILURE_CODES: [&str; 24] = [
     "connect-timeout",
     "upstream-closed",
     "upstream-malformed",
+    "rate-limited",
     "bad-request",
     "headers-too-large",
     "request-timeout",
@@ -76,6 +78,7 @@ pub struct Metrics {
     /// By [`MirrorResult`].
     mirrors: [Counter; MirrorResult::NAMES.len()],
     faults: NamedCounters,
+    rate_limited: NamedCounters,
     /// Exchanges not dumped because the budget was exhausted.
     pub dumps_suppressed: Counter,
     /// Dumps dropped because the writer's queue was full.
@@ -155,6 +158,11 @@ impl Metrics {
             "faults",
             "Faults that were injected into requests, by kind and policy",
         );
+        let rate_limited = NamedCounters::register(
+            r,
+            "rate_limited",
+            "Requests that exceeded a rate limit, by its scope and policy",
+        );
         let dumps_suppressed = register(
             r,
             "dumps_suppressed",
@@ -178,6 +186,7 @@ impl Metrics {
             outbound,
             mirrors,
             faults,
+            rate_limited,
             dumps_suppressed,
             dumps_dropped,
             discovery,
@@ -230,6 +239,12 @@ impl Metrics {
     /// Counts an injected fault of the policy with this name.
     pub fn fault(&self, kind: FaultKind, name: &str) {
         self.faults.get(("kind", kind.name()), name).inc();
+    }
+
+    /// Counts a request that exceeded a rate limit.
+    pub fn rate_limited(&self, exceeded: &Exceeded) {
+        let scope = ("per", exceeded.scope.name());
+        self.rate_limited.get(scope, &exceeded.name).inc();
     }
 
     /// Counts a connection that ended, or whose protocol was decided, by a timeout.
@@ -605,6 +620,11 @@ mod tests {
                 address,
                 reason: String::new(),
             },
+            Failure::RateLimited(Exceeded {
+                name: "".into(),
+                scope: crate::limit::Scope::Service,
+                retry_after: Duration::ZERO,
+            }),
             Failure::BadRequest(""),
             Failure::HeadersTooLarge(0),
             Failure::RequestTimeout,

@@ -66,12 +66,14 @@ pub async fn serve(
 
 /// Connects to one of the destination's endpoints.
 pub async fn dial(flow: &Flow, alpn: Alpn) -> Result<Dialed, Failure> {
+    let backend = flow.destination.backend();
     let mut dial = Dial {
         alpn,
         tls: &flow.worker.tls,
         attempts: Attempts::default(),
     };
-    let upstream = forward(&mut dial, flow, flow.destination.backend()).await?;
+    dial.attempts.preference = backend.preference(None, flow.peer);
+    let upstream = forward(&mut dial, flow, backend).await?;
     Ok(Dialed {
         upstream,
         attempts: dial.attempts,

@@ -9,6 +9,7 @@ use diy_mesh_proto::field::{CALLED_BY, MESH_ERROR, is_same_name};
 
 use crate::error::Failure;
 use crate::http::view::RequestView;
+use crate::limit::RateLimits;
 use crate::ports::PortSet;
 
 /// The client of a connection, as far as it has authenticated.
@@ -41,6 +42,8 @@ pub struct Policy {
     pub opaque_ports: PortSet,
     /// The application accepts CONNECT requests.
     pub allow_connect: bool,
+    /// The limits of its requests.
+    pub rate_limits: RateLimits,
 }
 
 impl Policy {

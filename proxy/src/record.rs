@@ -137,6 +137,12 @@ impl ExchangeRecord {
         }
     }
 
+    /// Reads what the endpoint depends on, from the head as the client sent it.
+    pub fn set_preference(&mut self, request: &RequestView<'_>) {
+        let preference = self.backend().preference(Some(request), self.flow.peer);
+        self.attempts.preference = preference;
+    }
+
     fn dump(&mut self, fill: impl FnOnce(&mut ExchangeDump)) {
         if let Some(dump) = &mut self.dump {
             fill(dump);

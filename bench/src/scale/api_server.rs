@@ -1,13 +1,14 @@
-//! Fake Kubernetes API server over HTTP: LIST and WATCH of any collection, with resource versions
-//! and bookmarks, GET of cluster-scoped objects, and TokenReview. It authenticates nobody and
-//! ignores selectors.
+//! Fake Kubernetes API server over HTTP: LIST in pages and WATCH of any collection, with resource
+//! versions, timeouts and bookmarks, GET of cluster-scoped objects (404 for others), and
+//! TokenReview. It authenticates nobody and ignores selectors. A change between two pages may be
+//! in neither.
 
 use std::{
     collections::BTreeMap,
     convert::Infallible,
     net::SocketAddr,
     sync::{Arc, Mutex, MutexGuard},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use anyhow::Result;
@@ -15,7 +16,7 @@ use axum::{
     Json, Router,
     body::Body,
     extract::State,
-    http::Uri,
+    http::{StatusCode, Uri},
     response::{IntoResponse, Response},
     routing::post,
 };
@@ -53,6 +54,8 @@ struct Event {
 
 struct Watch {
     collection: String,
+    /// The client wants the watch to end then.
+    until: Option<Instant>,
     lines: mpsc::UnboundedSender<Result<Bytes, Infallible>>,
 }
 
@@ -138,29 +141,57 @@ async fn collection(State(store): State<Arc<Mutex<Store>>>, uri: Uri) -> Respons
     if let Some((_, object)) = siblings.find(|(_, object)| object["metadata"]["name"] == name) {
         return Json(object).into_response();
     }
-    let mut options = uri.query().unwrap_or_default().split('&');
-    if !options.clone().any(|option| option == "watch=true") {
+    if is_object(uri.path()) {
+        let status = json!({
+            "apiVersion": "v1", "kind": "Status", "status": "Failure", "metadata": {},
+            "code": 404, "reason": "NotFound", "message": "the object does not exist",
+        });
+        return (StatusCode::NOT_FOUND, Json(status)).into_response();
+    }
+    let options = uri.query().unwrap_or_default();
+    let number = |name: &str| -> Option<u64> {
+        let mut options = options
+            .split('&')
+            .filter_map(|option| option.split_once('='));
+        options.find(|(option, _)| *option == name)?.1.parse().ok()
+    };
+    if !options.split('&').any(|option| option == "watch=true") {
         let objects = store.collections.get(uri.path());
-        let items: Vec<_> = objects.into_iter().flat_map(BTreeMap::values).collect();
+        let position = number("continue").unwrap_or(0) as usize;
+        let limit = number("limit").map_or(usize::MAX, |limit| limit as usize);
+        let mut rest = objects
+            .into_iter()
+            .flat_map(BTreeMap::values)
+            .skip(position);
+        let items: Vec<_> = rest.by_ref().take(limit).collect();
+        let next = rest.next().map(|_| (position + limit).to_string());
         return Json(json!({
             "apiVersion": "v1", "kind": "List", "items": items,
-            "metadata": { "resourceVersion": store.version.to_string() },
+            "metadata": { "resourceVersion": store.version.to_string(), "continue": next },
         }))
         .into_response();
     }
-    let since = options.find_map(|option| option.strip_prefix("resourceVersion="));
-    let since: u64 = since.and_then(|version| version.parse().ok()).unwrap_or(0);
+    let since = number("resourceVersion").unwrap_or(0);
     let (lines, stream) = mpsc::unbounded_channel();
     for event in &store.events {
         if event.collection == uri.path() && event.version > since {
             let _ = lines.send(Ok(event.line.clone()));
         }
     }
+    let timeout = number("timeoutSeconds").map(Duration::from_secs);
     store.watches.push(Watch {
         collection: uri.path().to_owned(),
+        until: timeout.map(|timeout| Instant::now() + timeout),
         lines,
     });
     Body::from_stream(UnboundedReceiverStream::new(stream)).into_response()
+}
+
+/// Whether a path ends with the name of an object: KIND/NAME or namespaces/NAMESPACE/KIND/NAME
+/// after the version of the API.
+fn is_object(path: &str) -> bool {
+    let version = if path.starts_with("/apis/") { 4 } else { 3 };
+    path.split('/').skip(version).count() % 2 == 0
 }
 
 async fn send_bookmarks(store: Arc<Mutex<Store>>) {
@@ -180,7 +211,8 @@ async fn send_bookmarks(store: Arc<Mutex<Store>>) {
             let bookmark = json!({ "type": "BOOKMARK", "object": {
                 "apiVersion": group, "kind": kind, "metadata": { "resourceVersion": version },
             }});
-            watch.lines.send(Ok(line(&bookmark))).is_ok()
+            let is_over = watch.until.is_some_and(|until| until <= Instant::now());
+            !is_over && watch.lines.send(Ok(line(&bookmark))).is_ok()
         });
     }
 }

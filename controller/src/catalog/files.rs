@@ -1,5 +1,5 @@
-//! The catalog of a folder: Services, EndpointSlices, Pods, Nodes, routes and grants in *.yaml,
-//! *.yml and *.json files.
+//! The catalog of a folder: Services, EndpointSlices, Pods, Nodes, routes, grants and policies in
+//! *.yaml, *.yml and *.json files.
 //!
 //! Polls the folder; an unchanged file costs one `stat`. Logs an invalid file once and keeps its
 //! previous content. Never writes, and ignores subfolders.
@@ -241,7 +241,8 @@ mod tests {
                 "reset Node 0",
                 "reset HTTPRoute 0",
                 "reset GRPCRoute 0",
-                "reset ReferenceGrant 0"
+                "reset ReferenceGrant 0",
+                "reset TrafficPolicy 0"
             ]
         );
         assert_eq!(say(files.scan()), [""; 0]);

@@ -1,4 +1,4 @@
-//! HTTPRoutes, GRPCRoutes and ReferenceGrants as objects of Kubernetes.
+//! HTTPRoutes, GRPCRoutes, ReferenceGrants and TrafficPolicies as objects of Kubernetes.
 //!
 //! The crate `gateway-api` is for an earlier version of `kube`, and its types reject the whole list
 //! of objects if one has a value of a later release. So `spec` is parsed per object, in
@@ -14,12 +14,13 @@ use serde_json::Value;
 
 use super::convert::{CatalogObject, ConvertError, key};
 use crate::index::object::{Kind, Object};
+use crate::policy;
 use crate::routes::model::Grant;
 use crate::routes::{parse, spec};
 
 pub(super) const GROUP: &str = "gateway.networking.k8s.io";
 
-/// An object of a kind of the Gateway API.
+/// An object of a kind of the Gateway API, or of the mesh.
 #[derive(Clone, Debug, Deserialize)]
 pub(super) struct GatewayObject<K> {
     metadata: ObjectMeta,
@@ -29,8 +30,9 @@ pub(super) struct GatewayObject<K> {
     kind: PhantomData<K>,
 }
 
-/// A kind of the Gateway API.
+/// A kind of the Gateway API, or of the mesh.
 pub(super) trait GatewayKind: Clone + std::fmt::Debug + Send + Sync + 'static {
+    const GROUP: &'static str = GROUP;
     const KIND: Kind;
     const PLURAL: &'static str;
     /// The versions that have all fields that are read, the preferred one first.
@@ -47,6 +49,9 @@ pub(super) struct GrpcRoute;
 
 #[derive(Clone, Debug)]
 pub(super) struct ReferenceGrant;
+
+#[derive(Clone, Debug)]
+pub(super) struct TrafficPolicy;
 
 impl GatewayKind for HttpRoute {
     const KIND: Kind = Kind::HttpRoute;
@@ -95,13 +100,31 @@ impl GatewayKind for ReferenceGrant {
     }
 }
 
-fn route(kind: Kind, metadata: &ObjectMeta, spec: &Value) -> Result<Object, ConvertError> {
+impl GatewayKind for TrafficPolicy {
+    const GROUP: &'static str = policy::GROUP;
+    const KIND: Kind = Kind::TrafficPolicy;
+    const PLURAL: &'static str = "trafficpolicies";
+    const VERSIONS: &'static [&'static str] = &[policy::VERSION];
+
+    fn convert(metadata: &ObjectMeta, spec: &Value) -> Result<Object, ConvertError> {
+        let generation = metadata.generation.unwrap_or_default();
+        let policy = policy::parse::policy(key(metadata)?, generation, created(metadata), spec);
+        policy.map(Object::Policy).map_err(ConvertError)
+    }
+}
+
+/// The creation time in seconds since 1970, or 0.
+fn created(metadata: &ObjectMeta) -> i64 {
     let created = metadata.creation_timestamp.as_ref();
+    created.map_or(0, |time| time.0.as_second())
+}
+
+fn route(kind: Kind, metadata: &ObjectMeta, spec: &Value) -> Result<Object, ConvertError> {
     let meta = parse::Meta {
         kind,
         key: key(metadata)?,
         generation: metadata.generation.unwrap_or_default(),
-        created: created.map_or(0, |time| time.0.as_second()),
+        created: created(metadata),
     };
     parse::route(meta, spec)
         .map(Object::Route)
@@ -126,7 +149,7 @@ impl<K: GatewayKind> Resource for GatewayObject<K> {
     }
 
     fn group(_: &Self::DynamicType) -> Cow<'_, str> {
-        GROUP.into()
+        K::GROUP.into()
     }
 
     fn version(version: &Self::DynamicType) -> Cow<'_, str> {

@@ -1,5 +1,5 @@
 //! The catalog of a Kubernetes cluster: watches of all Services, EndpointSlices, Pods and Nodes,
-//! and of the routes and grants of the Gateway API, where it is installed.
+//! of the routes and grants of the Gateway API, and of TrafficPolicies, where they are installed.
 //!
 //! Each kind has its own watch (`watch.rs`). After an error, the watch logs the cause
 //! and the required permissions and retries with back-off. Only the fields that the index needs are
@@ -11,7 +11,7 @@ use kube::{Api, Client};
 use tokio::sync::mpsc;
 
 use super::freshness::Freshness;
-use super::gateway::{GatewayObject, GrpcRoute, HttpRoute, ReferenceGrant};
+use super::gateway::{GatewayObject, GrpcRoute, HttpRoute, ReferenceGrant, TrafficPolicy};
 use super::watch::{Context, Timing, watch};
 use crate::index::object::Event;
 
@@ -46,5 +46,6 @@ pub async fn run(
             None,
             context
         ),
+        watch(GatewayObject::<TrafficPolicy>::apis(&client), None, context),
     );
 }

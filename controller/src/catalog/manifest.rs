@@ -8,8 +8,9 @@ use serde::{Deserialize, Deserializer};
 use serde_yaml_ng::{Error, Value};
 
 use super::convert::CatalogObject;
-use super::gateway::{self, GatewayObject, GrpcRoute, HttpRoute, ReferenceGrant};
+use super::gateway::{self, GatewayObject, GrpcRoute, HttpRoute, ReferenceGrant, TrafficPolicy};
 use crate::index::object::Object;
+use crate::policy;
 
 /// An error in a file, with its position.
 #[derive(Debug, PartialEq, thiserror::Error)]
@@ -130,6 +131,9 @@ fn object<'a>(
         (version, kind) => {
             let (group, _) = version.split_once('/')?;
             match kind {
+                "TrafficPolicy" if group == policy::GROUP => {
+                    Some(read::<GatewayObject<TrafficPolicy>>(document, trust_domain))
+                }
                 _ if group != gateway::GROUP => None,
                 "HTTPRoute" => Some(read::<GatewayObject<HttpRoute>>(document, trust_domain)),
                 "GRPCRoute" => Some(read::<GatewayObject<GrpcRoute>>(document, trust_domain)),

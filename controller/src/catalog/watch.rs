@@ -348,6 +348,7 @@ fn explain_status(kind: &Kind, status: &Status) -> String {
         Kind::HttpRoute => ("httproutes", gateway::GROUP),
         Kind::GrpcRoute => ("grpcroutes", gateway::GROUP),
         Kind::Grant => ("referencegrants", gateway::GROUP),
+        Kind::TrafficPolicy => ("trafficpolicies", crate::policy::GROUP),
     };
     format!(
         "{}; the controller's ServiceAccount needs the verbs list and watch on {resource} of {group}, in all namespaces",

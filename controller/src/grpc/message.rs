@@ -56,7 +56,7 @@ pub(super) fn whole(state: &State) -> Update {
         draining: with_draining(&target.endpoints, true),
         session_affinity_seconds: target.session_affinity,
         routes: target.routes.as_deref().map(routes::routes),
-        policy: None,
+        policy: target.policy.as_deref().cloned(),
     })
 }
 

@@ -7,7 +7,7 @@ mod discover;
 mod frames;
 mod message;
 mod name;
-mod routes;
+pub(crate) mod routes;
 mod server;
 mod sign;
 mod subscriptions;

@@ -16,11 +16,13 @@ pub(super) fn routes(table: &Table) -> proto::Routes {
         matches: matches.map(|(rule, one)| route_match(*rule, one)).collect(),
         rules: table.rules.iter().map(|one| rule(one)).collect(),
         grpc: table.grpc,
+        faults: table.faults.to_vec(),
         ..proto::Routes::default()
     }
 }
 
-fn route_match(rule: u32, one: &Match) -> proto::RouteMatch {
+/// A match of the rule at this index.
+pub(crate) fn route_match(rule: u32, one: &Match) -> proto::RouteMatch {
     let path = one.path.clone().map(|path| proto::PathMatch {
         kind: Some(match path {
             PathMatch::Exact(path) => path_match::Kind::Exact(path),
@@ -57,10 +59,11 @@ fn rule(rule: &Rule<String>) -> proto::RouteRule {
         name: rule.name.clone(),
         backends: rule.backends.iter().map(backend).collect(),
         filters: rule.filters.iter().map(filter).collect(),
-        request_timeout: rule.request_timeout,
-        backend_request_timeout: rule.backend_request_timeout,
+        request_timeout: rule.request_timeout.unwrap_or_default(),
+        backend_request_timeout: rule.backend_request_timeout.unwrap_or_default(),
         retry: rule.retry.as_ref().map(retry),
-        ..proto::RouteRule::default()
+        to_destination: rule.to_destination,
+        session_persistence: rule.session.clone(),
     }
 }
 

@@ -128,6 +128,7 @@ mod tests {
             session_affinity: 0,
             endpoints: (1..=endpoints).map(endpoint).collect(),
             routes: None,
+            policy: None,
         }))
     }
 

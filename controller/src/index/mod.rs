@@ -6,6 +6,7 @@
 
 pub mod locality;
 pub mod object;
+mod policies;
 pub mod position;
 mod resolve;
 mod routes;
@@ -20,6 +21,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use object::{Change, Event, Key, Kind, Node, Object, Pod, PodReference, Service, Slice, Source};
+use policies::Policies;
 use position::{History, Position};
 use routes::Routes;
 use store::{Replaced, Store};
@@ -35,6 +37,7 @@ pub struct Index {
     pods: Store<Pod>,
     nodes: Store<Node>,
     routes: Routes,
+    policies: Policies,
     slices_of_service: HashMap<Key, BTreeSet<Key>>,
     slices_of_pod: HashMap<Key, BTreeSet<Key>>,
     /// The slices with an endpoint at an address that names no pod.
@@ -111,13 +114,19 @@ impl Index {
         }
     }
 
-    /// Completes changes: merges the routes that they concern. Returns whether the status of a
-    /// route may have changed.
+    /// Completes changes: computes the policies and merges the routes that they concern. Returns
+    /// whether the status of a route or of a policy may have changed.
     pub fn settle(&mut self, touched: &mut Touched) -> bool {
-        let Some(affected) = self.routes.settle(&self.services) else {
-            return false;
-        };
-        for key in affected {
+        let policies = self.policies.settle(&self.services);
+        let with_policies: Vec<Key> = policies.iter().flatten().cloned().collect();
+        with_policies
+            .iter()
+            .for_each(|key| self.routes.set_policy(key));
+        // Clients use the endpoints of these Services as backends too.
+        touched.services.extend(with_policies.iter().cloned());
+        let routes = self.routes.settle(&self.services, &self.policies);
+        let is_settled = policies.is_none() && routes.is_none();
+        for key in routes.into_iter().flatten().chain(with_policies) {
             if let Some(service) = self.services.get(&key) {
                 touch_addresses(service, touched);
                 if service.is_headless {
@@ -126,12 +135,14 @@ impl Index {
                 }
             }
         }
-        true
+        !is_settled
     }
 
-    /// What the authors of routes are told.
+    /// What the authors of routes and policies are told.
     pub fn route_statuses(&self) -> Vec<RouteStatus> {
-        self.routes.statuses()
+        let mut statuses = self.routes.statuses();
+        statuses.extend(self.policies.statuses(&self.services));
+        statuses
     }
 
     /// A Service with all endpoints.
@@ -181,6 +192,7 @@ impl Index {
             Kind::Node => self.nodes.len(),
             Kind::HttpRoute | Kind::GrpcRoute => self.routes.of_kind(kind).len(),
             Kind::Grant => self.routes.grants.len(),
+            Kind::TrafficPolicy => self.policies.objects.len(),
         }
     }
 
@@ -192,6 +204,7 @@ impl Index {
             Kind::Node => self.nodes.keys_of(source),
             Kind::HttpRoute | Kind::GrpcRoute => self.routes.of_kind(kind).keys_of(source),
             Kind::Grant => self.routes.grants.keys_of(source),
+            Kind::TrafficPolicy => self.policies.objects.keys_of(source),
         }
     }
 
@@ -206,6 +219,7 @@ impl Index {
                 self.routes.set_route(source, route.kind, &key, Some(route));
             }
             Object::Grant(grant) => self.routes.set_grant(source, &key, Some(grant)),
+            Object::Policy(policy) => self.policies.set(source, &key, Some(policy)),
         }
     }
 
@@ -217,6 +231,7 @@ impl Index {
             Kind::Node => self.set_node(source, key, None, touched),
             Kind::HttpRoute | Kind::GrpcRoute => self.routes.set_route(source, kind, key, None),
             Kind::Grant => self.routes.set_grant(source, key, None),
+            Kind::TrafficPolicy => self.policies.set(source, key, None),
         }
     }
 
@@ -248,6 +263,7 @@ impl Index {
         }
         touched.services.insert(key.clone());
         self.routes.set_service(key);
+        self.policies.set_service(key, new.is_some());
         let is_headless = |service: Option<&Service>| service.is_some_and(|one| one.is_headless);
         if is_headless(old.as_ref()) || is_headless(new) {
             self.slices_of(key)

@@ -7,6 +7,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
+use crate::policy::Policy;
 use crate::routes::model::{Grant, Route};
 
 /// The kinds of objects in the catalog.
@@ -26,11 +27,13 @@ pub enum Kind {
     GrpcRoute,
     /// A ReferenceGrant.
     Grant,
+    /// A TrafficPolicy.
+    TrafficPolicy,
 }
 
 impl Kind {
     /// All kinds. The catalog is synced when all were listed, or are unavailable.
-    pub const ALL: [Kind; 7] = [
+    pub const ALL: [Kind; 8] = [
         Kind::Service,
         Kind::Slice,
         Kind::Pod,
@@ -38,6 +41,7 @@ impl Kind {
         Kind::HttpRoute,
         Kind::GrpcRoute,
         Kind::Grant,
+        Kind::TrafficPolicy,
     ];
 
     /// Whether the mesh works without objects of this kind.
@@ -55,6 +59,7 @@ impl Kind {
             Kind::HttpRoute => "HTTPRoute",
             Kind::GrpcRoute => "GRPCRoute",
             Kind::Grant => "ReferenceGrant",
+            Kind::TrafficPolicy => "TrafficPolicy",
         }
     }
 }
@@ -163,6 +168,8 @@ pub enum Object {
     Route(Route),
     /// A ReferenceGrant.
     Grant(Grant),
+    /// A TrafficPolicy.
+    Policy(Policy),
 }
 
 impl Object {
@@ -175,6 +182,7 @@ impl Object {
             Object::Node(_) => Kind::Node,
             Object::Route(route) => route.kind,
             Object::Grant(_) => Kind::Grant,
+            Object::Policy(_) => Kind::TrafficPolicy,
         }
     }
 
@@ -187,6 +195,7 @@ impl Object {
             Object::Node(node) => &node.key,
             Object::Route(route) => &route.key,
             Object::Grant(grant) => &grant.key,
+            Object::Policy(policy) => &policy.key,
         }
     }
 }

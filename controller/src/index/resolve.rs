@@ -128,7 +128,7 @@ impl Index {
             area,
             namespaces: None,
         };
-        Some((scope, target))
+        Some((scope, self.with_policy(&service.key, target)))
     }
 
     fn service_port(
@@ -143,7 +143,14 @@ impl Index {
         (area, service_target(service, port, endpoints))
     }
 
-    /// Adds the routes of a Service port for the client.
+    /// Adds the policy of a Service.
+    fn with_policy(&self, service: &Key, target: Target) -> Target {
+        let policy = self.policies.of_service(service);
+        let policy = policy.and_then(|policy| policy.backend.clone());
+        Target { policy, ..target }
+    }
+
+    /// Adds the routes of a Service port for the client, and the policy of the Service.
     fn with_routes(
         &self,
         service: &Key,
@@ -152,11 +159,14 @@ impl Index {
         client: &Location,
     ) -> (Scope, Target) {
         let routes = self.routes.of_client(service, port, &client.namespace);
-        let routes = routes.cloned();
+        let routes = routes
+            .or_else(|| self.policies.table(service, port))
+            .cloned();
         let scope = Scope {
             area,
             namespaces: self.routes.consumers(service, port),
         };
+        let target = self.with_policy(service, target);
         (scope, Target { routes, ..target })
     }
 
@@ -170,6 +180,7 @@ impl Index {
             session_affinity: 0,
             endpoints: Vec::new(),
             routes: None,
+            policy: None,
         })
     }
 
@@ -188,6 +199,7 @@ impl Index {
             session_affinity: 0,
             endpoints: Vec::new(),
             routes: None,
+            policy: None,
         })
     }
 
@@ -202,6 +214,7 @@ impl Index {
             app_protocol: headless_protocol(&headless),
             session_affinity: 0,
             routes: None,
+            policy: None,
             endpoints: vec![Endpoint {
                 address: destination,
                 zone: pod.zone.clone(),
@@ -339,6 +352,7 @@ fn service_target(service: &Service, port: &ServicePort, endpoints: Vec<Endpoint
         session_affinity: service.session_affinity,
         endpoints,
         routes: None,
+        policy: None,
     }
 }
 

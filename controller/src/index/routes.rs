@@ -11,6 +11,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use super::object::{Key, Kind, Service, Source};
+use super::policies::Policies;
 use super::store::{Replaced, Store};
 use super::{link, unlink};
 use crate::routes::attach::{Attachment, RouteId, Table, Unresolved, attach};
@@ -108,21 +109,27 @@ impl Routes {
 
     /// A Service has changed, which may be a parent or a backend.
     pub(super) fn set_service(&mut self, key: &Key) {
-        let namespaces = self
-            .attachments
-            .get(key)
-            .into_iter()
-            .flat_map(BTreeMap::keys);
-        let groups = namespaces.map(|namespace| (key.clone(), namespace.clone()));
-        self.changed.extend(groups);
+        self.set_policy(key);
         let routes = self.of_backend.get(key).into_iter().flatten();
         let groups = routes.flat_map(|id| self.groups_of_id(id));
         self.changed.extend(groups.collect::<Vec<_>>());
     }
 
+    /// The policy of a Service has changed, which completes its rules.
+    pub(super) fn set_policy(&mut self, key: &Key) {
+        let attachments = self.attachments.get(key).into_iter();
+        let namespaces = attachments.flat_map(BTreeMap::keys);
+        let groups = namespaces.map(|namespace| (key.clone(), namespace.clone()));
+        self.changed.extend(groups);
+    }
+
     /// Merges the changed groups. Returns the Services with other routes than before, if
     /// there are changes.
-    pub(super) fn settle(&mut self, services: &Store<Service>) -> Option<Vec<Key>> {
+    pub(super) fn settle(
+        &mut self,
+        services: &Store<Service>,
+        policies: &Policies,
+    ) -> Option<Vec<Key>> {
         if self.changed.is_empty() {
             return None;
         }
@@ -135,7 +142,9 @@ impl Routes {
                 let resolve = |route: &Route, reference: &Reference| {
                     self.resolve(services, parent, route, reference)
                 };
-                attach(parent, services.get(parent), routes.collect(), resolve)
+                let requests = policies.requests(parent);
+                let service = services.get(parent);
+                attach(parent, service, routes.collect(), requests, resolve)
             });
             let (parent, namespace) = group;
             let tables = next.as_ref().map(|next| next.tables.clone());

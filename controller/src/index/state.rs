@@ -4,9 +4,11 @@ use std::cmp::Ordering;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use diy_mesh_proto::mesh::v1::BackendPolicy;
+
 use super::object::{Inbound, Key};
 use super::position::Position;
-use super::version::{Digest, Version};
+use super::version::{self, Digest, Version};
 use crate::routes::attach::Table;
 
 /// The state of a resource.
@@ -36,6 +38,8 @@ pub struct Target {
     pub endpoints: Vec<Endpoint>,
     /// The routes for the client, if there are any. Only destinations have routes.
     pub routes: Option<Arc<Table>>,
+    /// How clients use the endpoints of the Service.
+    pub policy: Option<Arc<BackendPolicy>>,
 }
 
 /// The kind of a target.
@@ -100,7 +104,7 @@ impl State {
     pub fn new(target: Option<Target>) -> State {
         State {
             position: None,
-            version: version(target.as_ref()),
+            version: version_of(target.as_ref()),
             target,
         }
     }
@@ -114,7 +118,8 @@ impl State {
             (Some(old), Some(new))
                 if (&old.kind, &old.key, &old.app_protocol, old.session_affinity)
                     == (&new.kind, &new.key, &new.app_protocol, new.session_affinity)
-                    && old.routes == new.routes =>
+                    && old.routes == new.routes
+                    && old.policy == new.policy =>
             {
                 Update::Difference(difference(&old.endpoints, &new.endpoints))
             }
@@ -144,7 +149,7 @@ fn difference(old: &[Endpoint], new: &[Endpoint]) -> Delta {
     }
 }
 
-fn version(target: Option<&Target>) -> Version {
+fn version_of(target: Option<&Target>) -> Version {
     let Some(target) = target else {
         return Digest::new("unknown").finish();
     };
@@ -167,6 +172,9 @@ fn version(target: Option<&Target>) -> Version {
     digest.number(target.session_affinity.into());
     if let Some(routes) = &target.routes {
         digest.text(&routes.version.to_string());
+    }
+    if let Some(policy) = &target.policy {
+        digest.text(&version::of("policy", policy).to_string());
     }
     for endpoint in &target.endpoints {
         digest.address(endpoint.address.ip());
@@ -218,6 +226,7 @@ mod tests {
             session_affinity: 0,
             endpoints,
             routes: None,
+            policy: None,
         }))
     }
 
@@ -315,6 +324,16 @@ mod tests {
         let sticky = State::new(Some(sticky));
         assert_eq!(sticky.since(&state("web", vec![])), Update::Whole);
         versions.push(sticky.version);
+        for name in ["a", "b"] {
+            let mut target = state("web", vec![]).target.unwrap();
+            target.policy = Some(Arc::new(BackendPolicy {
+                name: name.to_owned(),
+                ..BackendPolicy::default()
+            }));
+            let with_policy = State::new(Some(target));
+            assert_eq!(with_policy.since(&state("web", vec![])), Update::Whole);
+            versions.push(with_policy.version);
+        }
         for ports in [vec![], vec![80], vec![80, 443]] {
             let target = Target {
                 kind: TargetKind::UnknownPort(ports),
@@ -323,6 +342,7 @@ mod tests {
                 session_affinity: 0,
                 endpoints: vec![],
                 routes: None,
+                policy: None,
             };
             versions.push(State::new(Some(target)).version);
         }

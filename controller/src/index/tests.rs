@@ -11,6 +11,7 @@ use super::object::{
 };
 use super::state::{Delta, Endpoint, State, Update};
 use super::*;
+use crate::policy::{self, Policy};
 use crate::routes::model::{Grant, Route};
 use crate::routes::parse::{self, Meta};
 
@@ -946,7 +947,36 @@ impl Chance {
                 from: vec![(Kind::HttpRoute, self.one(&Self::NAMESPACES).into())],
                 to: vec![self.0.bool().then(|| self.one(&Self::SERVICES).into())],
             }),
+            Kind::TrafficPolicy => Object::Policy(self.policy()),
         }
+    }
+
+    /// A policy of either namespace, some of them invalid.
+    fn policy(&mut self) -> Policy {
+        let namespace = self.one(&Self::NAMESPACES);
+        let targets = (0..2).map(|_| match self.0.u8(..4) {
+            0 => json!({"kind": "Namespace", "name": namespace}),
+            _ => json!({"kind": "Service", "name": self.one(&Self::SERVICES)}),
+        });
+        let mut spec = json!({"targetRefs": targets.collect::<Vec<_>>()});
+        for (section, value) in [
+            ("connections", json!({"maxRequests": self.0.u32(..3)})),
+            ("timeouts", json!({"request": self.one(&["1s", "2s"])})),
+            (
+                "retry",
+                json!({"attempts": self.0.u32(..3), "budget": {"percent": 1}}),
+            ),
+            (
+                "faults",
+                json!([{"abort": {"status": 500 + self.0.u32(..2)}}]),
+            ),
+        ] {
+            if self.0.bool() {
+                spec[section] = value;
+            }
+        }
+        let key = Key::new(namespace, self.one(&["p1", "p2"]));
+        policy::parse::policy(key, self.0.i64(..3), self.0.i64(..2), &spec).unwrap()
     }
 
     /// A route of either namespace, with parents and backends in `shop`.
@@ -1119,7 +1149,7 @@ fn states_and_versions_are_independent_of_the_history() {
             lived.services_at.len(),
             lived.services_outside.len() + lived.services_on_nodes.len(),
             lived.pods_at.len() + lived.nodes_at.len(),
-            lived.routes.links(),
+            lived.routes.links() + lived.policies.links(),
         );
         assert_eq!(
             links,

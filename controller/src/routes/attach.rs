@@ -4,11 +4,15 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
+use diy_mesh_proto::mesh::v1::Fault;
+use prost::Message;
+
 use super::matches;
 use super::model::{Match, Reference, Route, Rule};
 use super::{Condition, ParentReference, UNSUPPORTED_VALUE};
 use crate::index::object::{Key, Kind, Service, ServicePort, Transport};
 use crate::index::version::{self, Version};
+use crate::policy::Requests;
 
 /// The limits of a Service port for the clients of one namespace. The oldest routes come first.
 const MAX_ROUTES: usize = 1024;
@@ -31,8 +35,30 @@ pub struct Table {
     pub rules: Vec<Arc<Rule<String>>>,
     /// GRPCRoutes, not HTTPRoutes.
     pub grpc: bool,
+    /// The faults of the policy of the Service.
+    pub faults: Arc<[Fault]>,
     /// The digest of all of this.
     pub version: Version,
+}
+
+impl Table {
+    /// The table of these rules, with the faults of a policy.
+    pub fn new(
+        matches: Vec<(u32, Arc<Match>)>,
+        rules: Vec<Arc<Rule<String>>>,
+        grpc: bool,
+        requests: &Requests,
+    ) -> Table {
+        let faults = requests.faults.clone().unwrap_or_default();
+        let encoded: Vec<Vec<u8>> = faults.iter().map(Message::encode_to_vec).collect();
+        Table {
+            version: version::of("routes", &(&matches, &rules, grpc, encoded)),
+            matches,
+            rules,
+            grpc,
+            faults,
+        }
+    }
 }
 
 impl PartialEq for Table {
@@ -77,21 +103,24 @@ enum Verdict {
     TooLarge,
 }
 
-/// Attaches the routes of one namespace to a Service, which may not exist. `resolve` returns the
-/// name of a backend.
+/// Attaches the routes of one namespace to a Service, which may not exist. `requests` are the
+/// settings of its policy. `resolve` returns the name of a backend.
 pub fn attach(
     key: &Key,
     service: Option<&Service>,
     mut routes: Vec<&Route>,
+    requests: Option<&Requests>,
     resolve: impl Fn(&Route, &Reference) -> Result<String, Unresolved>,
 ) -> Attachment {
     routes.sort_by_key(|route| (route.created, &route.key, route.kind));
     let candidates = routes.into_iter().enumerate();
     let candidates = candidates.map(|(age, route)| candidate(route, age >= MAX_ROUTES, &resolve));
     let mut candidates: Vec<Candidate<'_>> = candidates.collect();
+    let (none, mut merged) = (Requests::default(), HashMap::new());
+    let requests = requests.unwrap_or(&none);
     let parent = service.filter(|service| service.external_name.is_empty());
     let ports = parent.into_iter().flat_map(|service| &service.ports);
-    let (mut tables, mut merged) = (BTreeMap::new(), HashMap::new());
+    let mut tables = BTreeMap::new();
     for port in ports.filter(|port| port.protocol == Transport::Tcp) {
         let all = candidates.iter().enumerate();
         let selected = all.filter(|(_, candidate)| candidate.selects(key, port));
@@ -101,7 +130,7 @@ pub fn attach(
         }
         // Ports with the same routes share their table.
         let of_port = merged.entry(selected);
-        let of_port = of_port.or_insert_with_key(|selected| merge(&candidates, selected));
+        let of_port = of_port.or_insert_with_key(|selected| merge(&candidates, selected, requests));
         let (table, verdicts): &(Arc<Table>, Vec<(usize, Verdict)>) = of_port;
         tables.insert(port.port, table.clone());
         for (position, verdict) in verdicts {
@@ -156,7 +185,11 @@ fn candidate<'a>(
 
 /// Merges the routes at these positions, in the order of their precedence. If there are GRPCRoutes,
 /// HTTPRoutes do not apply.
-fn merge(candidates: &[Candidate<'_>], selected: &[usize]) -> (Arc<Table>, Vec<(usize, Verdict)>) {
+fn merge(
+    candidates: &[Candidate<'_>],
+    selected: &[usize],
+    requests: &Requests,
+) -> (Arc<Table>, Vec<(usize, Verdict)>) {
     let is_grpc = |position: &usize| candidates[*position].route.kind == Kind::GrpcRoute;
     let grpc = selected.iter().any(is_grpc);
     let (mut matches, mut rules, mut verdicts) = (Vec::new(), Vec::new(), Vec::new());
@@ -186,18 +219,13 @@ fn merge(candidates: &[Candidate<'_>], selected: &[usize]) -> (Arc<Table>, Vec<(
         bytes += candidate.route.bytes;
         for (parsed, rule) in parsed.zip(&candidate.rules) {
             let position = u32::try_from(rules.len()).expect("a route has few rules");
-            rules.push(rule.clone());
+            rules.push(requests.complete(rule));
             matches.extend(parsed.matches.iter().map(|one| (position, one.clone())));
         }
     }
     // Stable: of equal ranks, the oldest route and the first rule come first.
     matches.sort_by_key(|(_, one): &(u32, Arc<Match>)| one.rank);
-    let table = Table {
-        version: version::of("routes", &(&matches, &rules, grpc)),
-        matches,
-        rules,
-        grpc,
-    };
+    let table = Table::new(matches, rules, grpc, requests);
     (Arc::new(table), verdicts)
 }
 

@@ -179,14 +179,15 @@ fn modified(field: &str, name: &str) -> Result<String, Rejection> {
     }
 }
 
-fn mirror(
-    spec: spec::Mirror,
+/// The numerator and the denominator of a share, which is all by default.
+pub(crate) fn share(
+    percent: Option<u32>,
+    fraction: Option<&spec::Fraction>,
     at: &str,
-    context: &Context<'_>,
-) -> Result<Filter<Reference>, Rejection> {
-    let (numerator, denominator) = match (&spec.percent, &spec.fraction) {
+) -> Result<(u32, u32), Rejection> {
+    let (numerator, denominator) = match (percent, fraction) {
         (None, None) => (100, 100),
-        (Some(percent), None) => (*percent, 100),
+        (Some(percent), None) => (percent, 100),
         (None, Some(fraction)) => (fraction.numerator, fraction.denominator.unwrap_or(100)),
         (Some(_), Some(_)) => return Err(unsupported(at, "", "one of percent and fraction")),
     };
@@ -194,6 +195,15 @@ fn mirror(
         let share = format!("{numerator}/{denominator}");
         return Err(unsupported(at, &share, "a share of at most 1"));
     }
+    Ok((numerator, denominator))
+}
+
+fn mirror(
+    spec: spec::Mirror,
+    at: &str,
+    context: &Context<'_>,
+) -> Result<Filter<Reference>, Rejection> {
+    let (numerator, denominator) = share(spec.percent, spec.fraction.as_ref(), at)?;
     let field = format!("{at}.backendRef");
     Ok(Filter::Mirror {
         target: reference(spec.backend_ref, &context.meta.key, field),
@@ -334,7 +344,7 @@ fn hostname(hostname: &Option<String>, at: &str) -> Result<String, Rejection> {
 }
 
 /// A name of DNS labels in lower case.
-pub(super) fn is_hostname(name: &str) -> bool {
+pub(crate) fn is_hostname(name: &str) -> bool {
     let is_label = |label: &str| {
         let is_valid =
             |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';

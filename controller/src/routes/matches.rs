@@ -16,7 +16,7 @@ const METHODS: [&str; 9] = [
 ];
 
 /// A match in its object. The default matches every request.
-pub(super) trait MatchSpec: Default {
+pub(crate) trait MatchSpec: Default {
     /// Parses the match in the field `at`.
     fn parse(&self, at: &str) -> Result<Match, Rejection>;
 }
@@ -124,7 +124,7 @@ fn is_identifier(name: &str) -> bool {
 }
 
 /// The number of regular expressions in a match.
-pub(super) fn patterns(one: &Match) -> usize {
+pub(crate) fn patterns(one: &Match) -> usize {
     let values = one.headers.iter().chain(&one.query);
     let values = values.filter(|(_, value)| matches!(value, ValueMatch::Regex(_)));
     values.count() + usize::from(matches!(one.path, Some(PathMatch::Regex(_))))

@@ -5,9 +5,9 @@
 //! This file is what the mesh reports about each route to its author. Plain values.
 
 pub mod attach;
-mod filters;
+pub(crate) mod filters;
 pub mod lease;
-mod matches;
+pub(crate) mod matches;
 pub mod model;
 pub mod parse;
 pub mod report;
@@ -23,7 +23,7 @@ use serde::Deserialize;
 use crate::index::object::{Key, Kind, ServicePort};
 
 /// The reasons of conditions that do not hold, as the specification names them.
-const UNSUPPORTED_VALUE: &str = "UnsupportedValue";
+pub(crate) const UNSUPPORTED_VALUE: &str = "UnsupportedValue";
 const INCOMPATIBLE_FILTERS: &str = "IncompatibleFilters";
 const NO_MATCHING_PARENT: &str = "NoMatchingParent";
 const CONFLICTED: &str = "Conflicted";

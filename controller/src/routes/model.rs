@@ -3,6 +3,8 @@
 use std::cmp::Reverse;
 use std::sync::Arc;
 
+use diy_mesh_proto::mesh::v1::SessionPersistence;
+
 use super::ParentReference;
 use crate::index::object::{Key, Kind};
 
@@ -87,7 +89,7 @@ pub enum ValueMatch {
 }
 
 /// The actions of a rule. Backends are references, or names of resources.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Rule<B> {
     /// For logs and metrics.
     pub name: String,
@@ -95,12 +97,16 @@ pub struct Rule<B> {
     pub backends: Vec<Backend<B>>,
     /// The filters in their order.
     pub filters: Vec<Filter<B>>,
-    /// The timeout of a request in milliseconds. 0: none.
-    pub request_timeout: u64,
-    /// The timeout of one attempt in milliseconds. 0: none.
-    pub backend_request_timeout: u64,
+    /// The timeout of a request in milliseconds. 0: none, whatever the policy.
+    pub request_timeout: Option<u64>,
+    /// The timeout of one attempt in milliseconds. 0: none, whatever the policy.
+    pub backend_request_timeout: Option<u64>,
     /// The conditions of retries.
     pub retry: Option<Retry>,
+    /// The session of the requests.
+    pub session: Option<SessionPersistence>,
+    /// Requests go to the endpoints of the destination.
+    pub to_destination: bool,
 }
 
 /// A backend of a rule.
@@ -265,6 +271,8 @@ impl<B> Rule<B> {
             request_timeout: self.request_timeout,
             backend_request_timeout: self.backend_request_timeout,
             retry: self.retry.clone(),
+            session: self.session.clone(),
+            to_destination: self.to_destination,
         }
     }
 }

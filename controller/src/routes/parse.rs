@@ -5,6 +5,8 @@
 
 use std::sync::Arc;
 
+use diy_mesh_proto::mesh::v1::SessionPersistence;
+use diy_mesh_proto::policy::{self, Violation};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
@@ -27,6 +29,8 @@ const MAX_WEIGHT: u32 = 1_000_000;
 const MAX_RETRY_ATTEMPTS: u32 = 10;
 /// The default of Envoy.
 const DEFAULT_RETRY_ATTEMPTS: u32 = 1;
+const DEFAULT_SESSION_COOKIE: &str = "mesh-session";
+const DEFAULT_SESSION_HEADER: &str = "x-mesh-session";
 /// The length of a value in an error.
 const MAX_SHOWN_CHARS: usize = 64;
 /// At least the length of the parts of a rule and of a reference that its object does not contain.
@@ -46,7 +50,7 @@ pub struct Meta {
 }
 
 /// A rejection that names the field, its value and the expected value.
-pub(super) fn unsupported(field: &str, value: &str, expected: &str) -> Rejection {
+pub(crate) fn unsupported(field: &str, value: &str, expected: &str) -> Rejection {
     let shown: String = value.chars().take(MAX_SHOWN_CHARS).collect();
     Rejection {
         reason: UNSUPPORTED_VALUE,
@@ -55,7 +59,7 @@ pub(super) fn unsupported(field: &str, value: &str, expected: &str) -> Rejection
 }
 
 /// Rejects lists that are longer than Kubernetes permits.
-pub(super) fn bounded<T>(field: &str, list: &[T], max: usize) -> Result<(), Rejection> {
+pub(crate) fn bounded<T>(field: &str, list: &[T], max: usize) -> Result<(), Rejection> {
     match list.len() <= max {
         true => Ok(()),
         false => Err(Rejection {
@@ -76,18 +80,16 @@ pub fn route(meta: Meta, spec: &Value) -> Result<Route, String> {
     };
     let parents = parsed.parent_refs.into_iter().filter(is_service);
     let parents: Vec<ParentReference> = parents.take(MAX_PARENTS).collect();
-    let mut ignored = Vec::new();
-    if !parsed.hostnames.is_empty() {
-        ignored.push("spec.hostnames");
-    }
+    let has_hostnames = !parsed.hostnames.is_empty();
+    let ignored = has_hostnames.then_some("spec.hostnames");
     // A route for Gateways only is none of the mesh's.
     let values = parsed.rules.as_deref().filter(|_| !parents.is_empty());
     let rules = match meta.kind {
-        Kind::GrpcRoute => rules::<GrpcMatch>(&meta, values.unwrap_or_default(), &mut ignored),
+        Kind::GrpcRoute => rules::<GrpcMatch>(&meta, values.unwrap_or_default()),
         _ => {
             let default = [Value::Object(serde_json::Map::new())];
             let values = values.filter(|values| !values.is_empty());
-            rules::<HttpMatch>(&meta, values.unwrap_or(&default), &mut ignored)
+            rules::<HttpMatch>(&meta, values.unwrap_or(&default))
         }
     };
     let mut route = Route {
@@ -97,7 +99,7 @@ pub fn route(meta: Meta, spec: &Value) -> Result<Route, String> {
         created: meta.created,
         parents,
         rules,
-        ignored,
+        ignored: ignored.into_iter().collect(),
         bytes: 0,
     };
     let rules = route.rules.iter().flatten().count();
@@ -109,7 +111,6 @@ pub fn route(meta: Meta, spec: &Value) -> Result<Route, String> {
 fn rules<M: MatchSpec + DeserializeOwned>(
     meta: &Meta,
     values: &[Value],
-    ignored: &mut Vec<&'static str>,
 ) -> Result<Vec<Arc<ParsedRule>>, Rejection> {
     bounded("spec.rules", values, MAX_ITEMS)?;
     let mut rules = Vec::new();
@@ -120,9 +121,6 @@ fn rules<M: MatchSpec + DeserializeOwned>(
             reason: UNSUPPORTED_VALUE,
             message: format!("{at}: {error}"),
         })?;
-        if parsed.session_persistence.is_some() {
-            ignored.push("sessionPersistence");
-        }
         rules.push(Arc::new(rule(meta, parsed, &at)?));
     }
     let all = rules.iter().flat_map(|rule| &rule.matches);
@@ -172,8 +170,12 @@ fn rule<M: MatchSpec>(meta: &Meta, rule: spec::Rule<M>, at: &str) -> Result<Pars
         let at = format!("{at}.backendRefs[{position}]");
         backends.push(backend(backend_ref, &at, &context, &mut unknown_filter)?);
     }
-    let (request_timeout, backend_request_timeout) = timeouts(&rule.timeouts, at)?;
+    let [request_timeout, backend_request_timeout] = timeouts(&rule.timeouts, at)?;
     let retry = rule.retry.map(|spec| retry(spec, at)).transpose()?;
+    let session = rule.session_persistence;
+    let session = session
+        .map(|spec| session_persistence(spec, at))
+        .transpose()?;
     Ok(ParsedRule {
         rule: Rule {
             name: name(meta, rule.name.as_deref(), at)?,
@@ -182,6 +184,8 @@ fn rule<M: MatchSpec>(meta: &Meta, rule: spec::Rule<M>, at: &str) -> Result<Pars
             request_timeout,
             backend_request_timeout,
             retry,
+            session,
+            to_destination: false,
         },
         matches,
         unknown_filter,
@@ -250,22 +254,23 @@ pub(super) fn reference(object: ObjectRef, from: &Key, field: String) -> Referen
     }
 }
 
-fn timeouts(timeouts: &Timeouts, at: &str) -> Result<(u64, u64), Rejection> {
+/// The timeouts of a request and of an attempt, in milliseconds. 0: none.
+pub(crate) fn timeouts(timeouts: &Timeouts, at: &str) -> Result<[Option<u64>; 2], Rejection> {
     let parse = |name: &str, value: &Option<String>| match value {
-        None => Ok(0),
-        Some(value) => duration(&format!("{at}.timeouts.{name}"), value),
+        None => Ok(None),
+        Some(value) => duration(&format!("{at}.timeouts.{name}"), value).map(Some),
     };
     let request = parse("request", &timeouts.request)?;
     let backend_request = parse("backendRequest", &timeouts.backend_request)?;
-    if request > 0 && backend_request > request {
+    if request > Some(0) && backend_request > request {
         let field = format!("{at}.timeouts.backendRequest");
         let value = timeouts.backend_request.as_deref().unwrap_or_default();
         return Err(unsupported(&field, value, "at most the request timeout"));
     }
-    Ok((request, backend_request))
+    Ok([request, backend_request])
 }
 
-fn retry(retry: spec::Retry, at: &str) -> Result<Retry, Rejection> {
+pub(crate) fn retry(retry: spec::Retry, at: &str) -> Result<Retry, Rejection> {
     bounded(&format!("{at}.retry.codes"), &retry.codes, MAX_MATCHES)?;
     if let Some(code) = retry.codes.iter().find(|code| !(400..600).contains(*code)) {
         let field = format!("{at}.retry.codes");
@@ -291,8 +296,58 @@ fn retry(retry: spec::Retry, at: &str) -> Result<Retry, Rejection> {
     })
 }
 
+/// The session of a rule (GEP-1619).
+pub(crate) fn session_persistence(
+    spec: spec::SessionPersistence,
+    at: &str,
+) -> Result<SessionPersistence, Rejection> {
+    let at = format!("{at}.sessionPersistence");
+    let timeout = |name: &str, value: &Option<String>| match value {
+        None => Ok(0),
+        Some(value) => duration(&format!("{at}.{name}"), value),
+    };
+    let lifetime = spec.cookie_config.and_then(|config| config.lifetime_type);
+    let permanent = match lifetime.as_deref() {
+        None | Some("Session") => false,
+        Some("Permanent") => true,
+        Some(other) => {
+            let field = format!("{at}.cookieConfig.lifetimeType");
+            return Err(unsupported(&field, other, "Session or Permanent"));
+        }
+    };
+    let name = |default: &str| spec.session_name.clone().unwrap_or(default.to_owned());
+    let (cookie, header) = match spec.kind.as_deref() {
+        None | Some("Cookie") => (name(DEFAULT_SESSION_COOKIE), String::new()),
+        Some("Header") => (String::new(), name(DEFAULT_SESSION_HEADER)),
+        Some(other) => {
+            return Err(unsupported(
+                &format!("{at}.type"),
+                other,
+                "Cookie or Header",
+            ));
+        }
+    };
+    let session = SessionPersistence {
+        absolute_timeout: timeout("absoluteTimeout", &spec.absolute_timeout)?,
+        idle_timeout: timeout("idleTimeout", &spec.idle_timeout)?,
+        cookie,
+        header,
+        permanent,
+    };
+    match policy::check_session(&session) {
+        Ok(()) => Ok(session),
+        Err(violation) => Err(violates(&at, &violation)),
+    }
+}
+
+/// The rejection of a value that proxies would reject.
+pub(crate) fn violates(at: &str, violation: &Violation) -> Rejection {
+    let field = format!("{at}.{}", violation.field);
+    unsupported(&field, &violation.value, &violation.expected)
+}
+
 /// A duration in milliseconds, as GEP-2257 defines its text.
-fn duration(field: &str, text: &str) -> Result<u64, Rejection> {
+pub(crate) fn duration(field: &str, text: &str) -> Result<u64, Rejection> {
     let expected = "a duration, for example \"1m30s\" or \"500ms\"";
     let invalid = || unsupported(field, text, expected);
     let (mut rest, mut total, mut components) = (text, 0, 0);

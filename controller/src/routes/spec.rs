@@ -28,7 +28,7 @@ pub struct Rule<M> {
     pub backend_refs: Vec<BackendRef>,
     pub timeouts: Timeouts,
     pub retry: Option<Retry>,
-    pub session_persistence: Option<Value>,
+    pub session_persistence: Option<SessionPersistence>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -79,6 +79,23 @@ pub struct Retry {
     pub codes: Vec<u32>,
     pub attempts: Option<u32>,
     pub backoff: Option<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct SessionPersistence {
+    #[serde(rename = "type")]
+    pub kind: Option<String>,
+    pub session_name: Option<String>,
+    pub absolute_timeout: Option<String>,
+    pub idle_timeout: Option<String>,
+    pub cookie_config: Option<CookieConfig>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct CookieConfig {
+    pub lifetime_type: Option<String>,
 }
 
 /// A reference to a backend, its weight and its filters.

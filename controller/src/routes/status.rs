@@ -1,5 +1,6 @@
-//! The entries of the mesh in `status.parents` of a route. Pure: from the object in the cluster and
-//! the conditions that the mesh computes to the status to write.
+//! The entries of the mesh in `status.parents` of a route, or in `status.ancestors` of a policy.
+//! Pure: from the object in the cluster and the conditions that the mesh computes to the status to
+//! write.
 //!
 //! The list is atomic, and other controllers have entries in it. Their entries, and what the mesh
 //! does not know in its own, stay as they are.
@@ -8,20 +9,52 @@ use kube::core::DynamicObject;
 use serde_json::{Map, Value, json};
 
 use super::{Condition, ParentReference, ParentStatus, RouteStatus};
+use crate::index::object::Kind;
 
 /// The `controllerName` of the mesh.
 pub const CONTROLLER_NAME: &str = "diy-service-mesh.dev/controller";
-/// The API server rejects more.
-const MAX_PARENTS: usize = 32;
 /// The API server accepts 32 KiB.
 const MAX_MESSAGE_BYTES: usize = 2048;
 
-/// The status of a route with the entries that the mesh computes; without `desired`, without those
-/// whose parents the route no longer has. `None` if there is nothing to change. `now` is the time
+/// The fields of a kind with its references, and with the entries of its status.
+struct Fields {
+    references: &'static str,
+    entries: &'static str,
+    reference: &'static str,
+    /// The API server rejects more entries.
+    max_entries: usize,
+}
+
+const ROUTE: Fields = Fields {
+    references: "parentRefs",
+    entries: "parents",
+    reference: "parentRef",
+    max_entries: 32,
+};
+
+/// GEP-713, PolicyStatus.
+const POLICY: Fields = Fields {
+    references: "targetRefs",
+    entries: "ancestors",
+    reference: "ancestorRef",
+    max_entries: 16,
+};
+
+/// The status of a route or of a policy with the entries that the mesh computes; without `desired`, without those
+/// whose parents the object no longer has. `None` if there is nothing to change. `now` is the time
 /// of transitions.
-pub fn merge(object: &DynamicObject, desired: Option<&RouteStatus>, now: &str) -> Option<Value> {
+pub fn merge(
+    kind: Kind,
+    object: &DynamicObject,
+    desired: Option<&RouteStatus>,
+    now: &str,
+) -> Option<Value> {
+    let fields = match kind {
+        Kind::TrafficPolicy => POLICY,
+        _ => ROUTE,
+    };
     let namespace = object.metadata.namespace.as_deref().unwrap_or_default();
-    let before = object.data["status"]["parents"].as_array();
+    let before = object.data["status"][fields.entries].as_array();
     let before = before.map(Vec::as_slice).unwrap_or_default();
     let mut missing: Vec<&ParentStatus> = desired.iter().flat_map(|one| &one.parents).collect();
     let mut parents = Vec::new();
@@ -30,9 +63,9 @@ pub fn merge(object: &DynamicObject, desired: Option<&RouteStatus>, now: &str) -
             parents.push(entry.clone());
             continue;
         }
-        let reference = &entry["parentRef"];
+        let reference = &entry[fields.reference];
         let Some(desired) = desired else {
-            let current = object.data["spec"]["parentRefs"].as_array();
+            let current = object.data["spec"][fields.references].as_array();
             let is_current = |parent: &Value| normalized(parent, namespace);
             let mut current = current.into_iter().flatten().map(is_current);
             if current.any(|parent| parent == normalized(reference, namespace)) {
@@ -52,12 +85,12 @@ pub fn merge(object: &DynamicObject, desired: Option<&RouteStatus>, now: &str) -
     }
     for status in missing {
         let entry = json!({
-            "parentRef": to_json(&status.parent), "controllerName": CONTROLLER_NAME,
+            fields.reference: to_json(&status.parent), "controllerName": CONTROLLER_NAME,
         });
         let generation = desired.map_or(0, |desired| desired.generation);
         parents.push(updated(&entry, status, generation, now));
     }
-    parents.truncate(MAX_PARENTS);
+    parents.truncate(fields.max_entries);
     if parents == before {
         return None;
     }
@@ -65,7 +98,7 @@ pub fn merge(object: &DynamicObject, desired: Option<&RouteStatus>, now: &str) -
         Value::Object(status) => status.clone(),
         _ => Map::new(),
     };
-    status.insert("parents".into(), parents.into());
+    status.insert(fields.entries.into(), parents.into());
     Some(status.into())
 }
 
@@ -150,7 +183,7 @@ mod tests {
     use kube::core::ApiResource;
 
     use super::*;
-    use crate::routes::testing::{accepted, service, status};
+    use crate::routes::testing::{KIND, accepted, service, status};
 
     const NOW: &str = "2026-11-22T09:00:00Z";
     const LATER: &str = "2026-11-22T10:00:00Z";
@@ -182,7 +215,7 @@ mod tests {
         let mut object = route(json!([gateway()]));
         object.data["status"]["other"] = json!("stays");
         let desired = status(2, vec![service("web", Some(80), vec![accepted(true)])]);
-        let merged = merge(&object, Some(&desired), NOW).unwrap();
+        let merged = merge(KIND, &object, Some(&desired), NOW).unwrap();
         assert_eq!(merged["other"], "stays");
         let [first, second] = &entries(&merged)[..] else {
             panic!("{merged}")
@@ -196,7 +229,7 @@ mod tests {
         });
         assert_eq!(*second, expected);
         object.data["status"] = merged;
-        assert_eq!(merge(&object, Some(&desired), LATER), None);
+        assert_eq!(merge(KIND, &object, Some(&desired), LATER), None);
     }
 
     #[test]
@@ -209,7 +242,7 @@ mod tests {
         };
         let mut object = route(json!([]));
         let mut merged_at = |generation, holds, now| {
-            let merged = merge(&object, Some(&desired(generation, holds)), now).unwrap();
+            let merged = merge(KIND, &object, Some(&desired(generation, holds)), now).unwrap();
             object.data["status"] = merged.clone();
             merged["parents"][0]["conditions"][0].clone()
         };
@@ -235,18 +268,19 @@ mod tests {
             ours("web", json!(80)),
         ];
         let object = route(json!([old[0], gateway(), old[1], old[2]]));
-        let merged = merge(&object, Some(&desired), NOW).unwrap();
+        let merged = merge(KIND, &object, Some(&desired), NOW).unwrap();
         let names: Vec<&Value> = entries(&merged)
             .iter()
             .map(|entry| &entry["parentRef"]["name"])
             .collect();
         assert_eq!(names, ["edge", "web"]);
         // Without computed conditions, only the route itself says that a parent is gone.
-        let merged = merge(&object, None, NOW).unwrap();
+        let merged = merge(KIND, &object, None, NOW).unwrap();
         assert_eq!(entries(&merged).len(), 3);
-        assert_eq!(merge(&route(json!([gateway()])), None, NOW), None);
+        assert_eq!(merge(KIND, &route(json!([gateway()])), None, NOW), None);
         assert_eq!(
             merge(
+                KIND,
                 &DynamicObject::new("web", &ApiResource::erase::<Pod>(&())),
                 None,
                 NOW
@@ -260,13 +294,13 @@ mod tests {
         let mut parent = service("web", Some(80), vec![accepted(true)]);
         parent.parent.namespace = Some("shop".into());
         let object = route(json!([]));
-        let merged = merge(&object, Some(&status(2, vec![parent])), NOW).unwrap();
+        let merged = merge(KIND, &object, Some(&status(2, vec![parent])), NOW).unwrap();
         let mut object = route(merged["parents"].clone());
         let desired = status(2, vec![service("web", Some(80), vec![accepted(true)])]);
-        assert_eq!(merge(&object, Some(&desired), NOW), None);
+        assert_eq!(merge(KIND, &object, Some(&desired), NOW), None);
         // Another port is another parent.
         object.data["status"]["parents"][0]["parentRef"]["port"] = json!(81);
-        let merged = merge(&object, Some(&desired), NOW).unwrap();
+        let merged = merge(KIND, &object, Some(&desired), NOW).unwrap();
         assert_eq!(merged["parents"][0]["parentRef"]["port"], 80);
         assert_eq!(entries(&merged).len(), 1);
     }
@@ -282,7 +316,7 @@ mod tests {
             ],
         }]));
         let desired = status(2, vec![service("web", None, vec![accepted(false)])]);
-        let merged = merge(&object, Some(&desired), NOW).unwrap();
+        let merged = merge(KIND, &object, Some(&desired), NOW).unwrap();
         let conditions = merged["parents"][0]["conditions"].as_array().unwrap();
         let kinds: Vec<&Value> = conditions.iter().map(|one| &one["type"]).collect();
         assert_eq!(kinds, ["example.net/Audited", "Accepted"]);
@@ -301,8 +335,8 @@ mod tests {
                 vec![service("web", None, vec![accepted(false)])],
             )
         };
-        assert_eq!(merge(&object, Some(&desired(6)), NOW), None);
-        assert!(merge(&object, Some(&desired(7)), NOW).is_some());
+        assert_eq!(merge(KIND, &object, Some(&desired(6)), NOW), None);
+        assert!(merge(KIND, &object, Some(&desired(7)), NOW).is_some());
     }
 
     #[test]
@@ -312,12 +346,47 @@ mod tests {
         let parents: Vec<_> = (0..40)
             .map(|number| service(&format!("web-{number}"), None, vec![condition.clone()]))
             .collect();
-        let merged = merge(&route(json!([gateway()])), Some(&status(2, parents)), NOW).unwrap();
-        assert_eq!(entries(&merged).len(), MAX_PARENTS);
+        let merged = merge(
+            KIND,
+            &route(json!([gateway()])),
+            Some(&status(2, parents)),
+            NOW,
+        )
+        .unwrap();
+        assert_eq!(entries(&merged).len(), 32);
         assert_eq!(merged["parents"][0], gateway());
         let message = merged["parents"][1]["conditions"][0]["message"]
             .as_str()
             .unwrap();
         assert_eq!(message.len(), MAX_MESSAGE_BYTES);
+    }
+
+    #[test]
+    fn policies_have_entries_for_their_targets() {
+        let target = json!({"group": "", "kind": "Service", "name": "web"});
+        let policy = json!({
+            "metadata": {"namespace": "shop", "name": "web", "generation": 2},
+            "spec": {"targetRefs": [target]},
+        });
+        let mut object: DynamicObject = serde_json::from_value(policy).unwrap();
+        let kind = Kind::TrafficPolicy;
+        let desired = status(2, vec![service("web", None, vec![accepted(true)])]);
+        let merged = merge(kind, &object, Some(&desired), NOW).unwrap();
+        let [entry] = &merged["ancestors"].as_array().unwrap()[..] else {
+            panic!("{merged}")
+        };
+        assert_eq!(entry["ancestorRef"], target);
+        assert_eq!(entry["controllerName"], CONTROLLER_NAME);
+        assert_eq!(entry["conditions"][0]["observedGeneration"], 2);
+        object.data["status"] = merged;
+        assert_eq!(merge(kind, &object, Some(&desired), LATER), None);
+        assert_eq!(
+            merge(kind, &object, None, LATER),
+            None,
+            "the target remains"
+        );
+        object.data["spec"]["targetRefs"] = json!([]);
+        let merged = merge(kind, &object, None, LATER).unwrap();
+        assert_eq!(merged["ancestors"], json!([]));
     }
 }

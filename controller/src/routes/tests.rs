@@ -69,6 +69,7 @@ fn attach_all(routes: &[Route]) -> Attachment {
         &service.key,
         Some(&service),
         routes.iter().collect(),
+        None,
         resolve,
     )
 }
@@ -307,14 +308,20 @@ fn parents_that_are_missing_or_external_accept_no_route() {
     let routes = [route("r", 0, json!([rule("b", json!([]))]))];
     let resolve = |_: &Route, reference: &Reference| Ok(reference.key.to_string());
     let key = Key::new("shop", "web");
-    let missing = attach(&key, None, routes.iter().collect(), resolve);
+    let missing = attach(&key, None, routes.iter().collect(), None, resolve);
     let first = |attachment| conditions(&attachment, Kind::HttpRoute, "shop", "r").remove(0);
     assert_eq!(first(missing), "not Accepted NoMatchingParent");
     let external = Service {
         external_name: "example.com".into(),
         ..web()
     };
-    let external = attach(&key, Some(&external), routes.iter().collect(), resolve);
+    let external = attach(
+        &key,
+        Some(&external),
+        routes.iter().collect(),
+        None,
+        resolve,
+    );
     assert!(external.tables.is_empty());
     assert_eq!(first(external), "not Accepted UnsupportedValue");
 }
@@ -592,7 +599,7 @@ fn durations_are_those_of_gep_2257() {
         ("100ms200ms300ms", 600),
         ("00060m", 3_600_000),
     ] {
-        assert_eq!(request(text), Some(milliseconds), "{text}");
+        assert_eq!(request(text), Some(Some(milliseconds)), "{text}");
     }
     for text in [
         "",
@@ -630,6 +637,7 @@ fn invalid_references_are_reported_and_leave_a_backend_without_a_name() {
         &service.key,
         Some(&service),
         routes.iter().collect(),
+        None,
         resolve,
     );
     let table = &attachment.tables[&80];

@@ -23,6 +23,7 @@ use super::lease::{Election, LEASE};
 use super::{RouteStatus, status};
 use crate::index::object::{Key, Kind};
 use crate::metrics::Metrics;
+use crate::policy;
 
 /// Time between two comparisons of all routes with the cluster.
 const RESYNC_INTERVAL: Duration = Duration::from_secs(600);
@@ -242,7 +243,7 @@ impl Writer {
                 }
             };
             let now = Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string();
-            let Some(changed) = status::merge(&current, desired, &now) else {
+            let Some(changed) = status::merge(*kind, &current, desired, &now) else {
                 return Ok(());
             };
             let mut current = current;
@@ -337,10 +338,13 @@ async fn request<T>(work: impl Future<Output = Result<T, kube::Error>>) -> Resul
     }
 }
 
-/// The resource of a kind of routes, in the version that the mesh reads.
+/// The resource of a kind, in the version that the mesh reads.
 fn resource(kind: Kind) -> ApiResource {
-    let kind = GroupVersionKind::gvk("gateway.networking.k8s.io", "v1", kind.name());
-    ApiResource::from_gvk(&kind)
+    let (group, version) = match kind {
+        Kind::TrafficPolicy => (policy::GROUP, policy::VERSION),
+        _ => ("gateway.networking.k8s.io", "v1"),
+    };
+    ApiResource::from_gvk(&GroupVersionKind::gvk(group, version, kind.name()))
 }
 
 #[cfg(test)]

@@ -5,9 +5,11 @@
 mod budget;
 mod endpoint;
 mod latency;
+pub mod maglev;
 mod p2c;
 pub mod policy;
 mod quarantine;
+mod select;
 #[cfg(test)]
 mod simulation;
 #[cfg(test)]
@@ -28,8 +30,11 @@ use crate::error::Failure;
 use crate::route::Routes;
 pub use budget::{BudgetSettings, RetryBudget};
 pub use endpoint::{Endpoint, InFlight};
+use maglev::LazyTable;
 use policy::BackendPolicy;
 use quarantine::Siblings;
+pub use select::Preference;
+use select::Turn;
 
 /// The first share of a new endpoint, of that of the others.
 const MIN_SHARE: f64 = 0.1;
@@ -46,6 +51,7 @@ pub struct Backend {
     state: RefCell<State>,
     pools: Rc<Pools>,
     siblings: Rc<Siblings>,
+    turn: Turn,
     /// The budget for retries of its requests.
     pub retries: RetryBudget,
 }
@@ -60,6 +66,8 @@ struct State {
     /// The endpoint that requests keep.
     affinity: Option<Arc<Affinity>>,
     policy: Arc<BackendPolicy>,
+    /// Of the members, for consistent hashes.
+    table: Arc<LazyTable>,
     /// When the latest of the endpoints joined that get a growing share of the requests.
     slow_start_since: Option<Instant>,
     routes: Option<Arc<Routes>>,
@@ -104,6 +112,7 @@ impl Backend {
             state: RefCell::new(state),
             pools: pools.clone(),
             siblings,
+            turn: Turn::default(),
             retries: RetryBudget::new(BudgetSettings::default(), Instant::now()),
         }
     }
@@ -130,18 +139,29 @@ impl Backend {
         self.state.borrow().is_pod
     }
 
-    /// Selects the endpoint for the next request: the better of two random ones, without those in
+    /// Selects the endpoint for the next request as the policy of the Service says, without those in
     /// `tried`, or the previous one if the Service has session affinity. Selects a quarantined one
     /// only if all are quarantined. Fails if no endpoint is left.
-    pub fn pick(
+    pub fn pick_for(
         &self,
+        preference: Preference,
         tried: &[SocketAddr],
         rng: &mut fastrand::Rng,
     ) -> Result<Rc<Endpoint>, Failure> {
         self.apply_updates();
         let state = self.state.borrow();
-        let picked = state.pick(tried, rng).cloned();
+        let picked = state.pick(preference, tried, rng, &self.turn).cloned();
         picked.ok_or_else(|| state.unavailable.clone())
+    }
+
+    /// Selects the endpoint for a request without a preference.
+    #[cfg(test)]
+    pub fn pick(
+        &self,
+        tried: &[SocketAddr],
+        rng: &mut fastrand::Rng,
+    ) -> Result<Rc<Endpoint>, Failure> {
+        self.pick_for(Preference::default(), tried, rng)
     }
 
     /// The number of endpoints.
@@ -289,57 +309,13 @@ impl State {
                 Target::Service(service) => service.affinity.clone(),
                 _ => None,
             },
+            table: match target {
+                Target::Service(service) => service.table.clone(),
+                _ => Arc::default(),
+            },
             routes: target.routes().cloned(),
             is_pod: matches!(target, Target::Pod(_)),
         }
-    }
-
-    fn pick(&self, tried: &[SocketAddr], rng: &mut fastrand::Rng) -> Option<&Rc<Endpoint>> {
-        let now = Instant::now();
-        let Some(affinity) = &self.affinity else {
-            return self.balance(tried, rng, now);
-        };
-        let is_usable = |endpoint: &Endpoint| {
-            !tried.contains(&endpoint.address) && !endpoint.is_quarantined(now)
-        };
-        let kept = |address| {
-            let member = |member: &Member| member.info.address.cmp(&address);
-            let at = self.members.binary_search_by(member).ok()?;
-            Some(&self.members[at].endpoint).filter(|endpoint| is_usable(endpoint))
-        };
-        let pick = || {
-            let endpoint = self.balance(tried, rng, now)?;
-            Some((endpoint.address, endpoint))
-        };
-        affinity.select(now, kept, pick)
-    }
-
-    fn balance(
-        &self,
-        tried: &[SocketAddr],
-        rng: &mut fastrand::Rng,
-        now: Instant,
-    ) -> Option<&Rc<Endpoint>> {
-        let untried = |endpoint: &Endpoint| !tried.contains(&endpoint.address);
-        if let [only] = self.members.as_slice() {
-            return untried(&only.endpoint).then_some(&only.endpoint);
-        }
-        let at = |index: usize| &self.members[index].endpoint;
-        let is_cheaper = |one, other| at(one).is_cheaper(at(other), now);
-        let healthy = |index| untried(at(index)) && !at(index).is_quarantined(now);
-        let count = self.members.len();
-        let slow_start = self.policy.balancing.slow_start;
-        let is_recent = |since| now.saturating_duration_since(since) < slow_start;
-        if self.slow_start_since.is_some_and(is_recent) {
-            let drawn = rng.f64();
-            let takes_part = |index| healthy(index) && at(index).share(slow_start, now) > drawn;
-            if let Some(picked) = p2c::choose(count, rng, takes_part, is_cheaper) {
-                return Some(at(picked));
-            }
-        }
-        p2c::choose(count, rng, healthy, is_cheaper)
-            .or_else(|| p2c::choose(count, rng, |index| untried(at(index)), is_cheaper))
-            .map(at)
     }
 }
 

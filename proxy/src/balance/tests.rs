@@ -1,6 +1,7 @@
 //! Services of several endpoints, through the proxies of a caller and of each endpoint: which
 //! endpoints get requests, and what a caller reads if none does.
 
+mod algorithms;
 mod changes;
 mod hops;
 mod overload;

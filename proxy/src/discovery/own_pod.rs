@@ -3,6 +3,7 @@
 //! the arguments of the proxy apply, which contain the same values.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use diy_mesh_proto::mesh::v1::discover_request::Action;
 use diy_mesh_proto::mesh::v1::workload::InboundMode;
@@ -12,6 +13,7 @@ use diy_mesh_proto::mesh::v1::{
 use tokio::sync::watch;
 use tracing::{info, warn};
 
+use super::limits;
 use crate::policy::Policy;
 use crate::ports::PortSet;
 
@@ -19,6 +21,8 @@ use crate::ports::PortSet;
 #[derive(Debug)]
 pub(super) struct OwnPod {
     policy: watch::Sender<Option<Arc<Policy>>>,
+    /// What was logged of it.
+    logged: String,
     /// Version of the policy; empty if there is none.
     version: String,
 }
@@ -27,6 +31,7 @@ impl OwnPod {
     pub fn new(policy: watch::Sender<Option<Arc<Policy>>>) -> Self {
         Self {
             policy,
+            logged: String::new(),
             version: String::new(),
         }
     }
@@ -48,6 +53,19 @@ impl OwnPod {
         }
     }
 
+    /// Logs a configuration, unless only its rates have changed: replicas come and go.
+    fn log(&mut self, policy: &Policy) {
+        let limits: Vec<&str> = policy.rate_limits.0.iter().map(|one| &*one.name).collect();
+        let logged = format!(
+            "strict={} allow_connect={} opaque_ports={} rate_limits={limits:?}",
+            policy.strict, policy.allow_connect, policy.opaque_ports
+        );
+        if self.logged != logged {
+            info!("inbound configuration of this pod: {logged}");
+            self.logged = logged;
+        }
+    }
+
     /// Applies a valid configuration; an invalid one leaves the previous one in force. Returns the
     /// acknowledgement, and why the configuration is rejected.
     pub fn apply(
@@ -55,14 +73,10 @@ impl OwnPod {
         workload: Workload,
         version: String,
     ) -> (DiscoverRequest, Option<String>) {
-        let rejection = match policy(&workload) {
+        let earlier = self.policy.borrow().clone().unwrap_or_default();
+        let rejection = match policy(&workload, &earlier, Instant::now()) {
             Ok(policy) => {
-                info!(
-                    strict = policy.strict,
-                    allow_connect = policy.allow_connect,
-                    opaque_ports = %policy.opaque_ports,
-                    "inbound configuration of this pod"
-                );
+                self.log(&policy);
                 self.policy.send_replace(Some(Arc::new(policy)));
                 self.version = version.clone();
                 None
@@ -85,8 +99,9 @@ impl OwnPod {
     }
 }
 
-/// Converts a configuration. Fails if a part is unknown to this proxy: it cannot enforce it.
-fn policy(workload: &Workload) -> Result<Policy, String> {
+/// Converts a configuration. Fails if a part is unknown to this proxy: it cannot enforce it. The
+/// rate limits keep the fill of `earlier` ones.
+fn policy(workload: &Workload, earlier: &Policy, now: Instant) -> Result<Policy, String> {
     let strict = match InboundMode::try_from(workload.inbound_mode) {
         Ok(InboundMode::Strict) => true,
         Ok(InboundMode::Permissive) => false,
@@ -110,6 +125,7 @@ fn policy(workload: &Workload) -> Result<Policy, String> {
         strict,
         opaque_ports: ranges.collect::<Result<PortSet, _>>()?,
         allow_connect: workload.allow_connect,
+        rate_limits: limits::parse(&workload.rate_limits, &earlier.rate_limits, now)?,
     })
 }
 

@@ -2,6 +2,7 @@
 //! clients and applications over sockets, in both versions of HTTP.
 
 mod faults;
+mod limits;
 
 use std::cell::RefCell;
 use std::collections::HashMap;

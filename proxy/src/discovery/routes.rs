@@ -22,9 +22,9 @@ use crate::route::{
 };
 
 /// Maximum number of matches and of rules of a destination.
-const MAX_MATCHES: usize = 10_000;
+pub(super) const MAX_MATCHES: usize = 10_000;
 /// Maximum number of regular expressions of a destination.
-const MAX_PATTERNS: usize = 1000;
+pub(super) const MAX_PATTERNS: usize = 1000;
 
 /// Maximum number of attempts after the first one: more never help.
 const MAX_RETRIES: u32 = 10;

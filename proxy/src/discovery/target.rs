@@ -10,6 +10,7 @@ use diy_mesh_proto::mesh::v1::{Delta, Endpoint, Snapshot};
 
 use super::affinity::Affinity;
 use super::resource::Resource;
+use crate::balance::maglev::LazyTable;
 use crate::balance::policy::BackendPolicy;
 use crate::route::Routes;
 
@@ -64,6 +65,8 @@ pub struct ServiceTarget {
     pub routes: Option<Arc<Routes>>,
     /// How the endpoints are used.
     pub policy: Arc<BackendPolicy>,
+    /// Of the usable endpoints, for consistent hashes.
+    pub table: Arc<LazyTable>,
 }
 
 /// Endpoints in the order of their addresses.
@@ -317,6 +320,7 @@ pub(super) fn from_snapshot(
                 }),
                 routes: None,
                 policy: Arc::default(),
+                table: Arc::default(),
             }))
         }
         Kind::Pod => {
@@ -354,7 +358,10 @@ pub(super) fn with_delta(
 ) -> Result<Target, String> {
     match before {
         Target::Service(service) => {
-            let mut service = service.clone();
+            let mut service = ServiceTarget {
+                table: Arc::default(),
+                ..service.clone()
+            };
             for address in delta.removed {
                 match address.parse::<SocketAddr>() {
                     // An unknown endpoint is already removed.

@@ -2,9 +2,10 @@
 //! one maker of them. Nothing here sends one.
 
 use std::borrow::Cow;
+use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{ALLOW, CONTENT_LENGTH, CONTENT_TYPE, LOCATION};
+use http::header::{ALLOW, CONTENT_LENGTH, CONTENT_TYPE, LOCATION, RETRY_AFTER};
 use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
 
 use crate::error::Failure;
@@ -14,6 +15,8 @@ pub const X_MESH_ERROR: HeaderName = HeaderName::from_static("x-mesh-error");
 /// The status of a gRPC call.
 pub const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 const GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
+/// gRPC proposal A6.
+const GRPC_PUSHBACK: HeaderName = HeaderName::from_static("grpc-retry-pushback-ms");
 
 /// A response of the proxy's own.
 #[derive(Debug)]
@@ -26,6 +29,8 @@ pub struct LocalReply {
     pub message: Cow<'static, str>,
     /// The status of a gRPC call, which has HTTP status 200 then.
     pub grpc_status: u8,
+    /// The time after which a gRPC call may be sent again.
+    pub grpc_pushback: Option<Duration>,
 }
 
 impl From<&Failure> for LocalReply {
@@ -34,9 +39,17 @@ impl From<&Failure> for LocalReply {
         let allow = failure
             .allow()
             .map(|methods| (ALLOW, HeaderValue::from_static(methods)));
+        let retry_after = failure.retry_after().map(|time| {
+            let seconds = time.as_secs() + u64::from(time.subsec_nanos() > 0);
+            (RETRY_AFTER, HeaderValue::from(seconds.max(1)))
+        });
         Self {
             status: failure.status(),
-            headers: std::iter::once(code).chain(allow).collect(),
+            headers: std::iter::once(code)
+                .chain(allow)
+                .chain(retry_after)
+                .collect(),
+            grpc_pushback: failure.retry_after(),
             message: failure.to_string().into(),
             grpc_status: failure.grpc_status(),
         }
@@ -51,6 +64,7 @@ impl LocalReply {
             headers,
             message: "".into(),
             grpc_status: 0,
+            grpc_pushback: None,
         }
     }
 
@@ -117,6 +131,11 @@ impl LocalReply {
         if let Ok(message) = HeaderValue::try_from(percent_encoded(&self.message)) {
             fields.insert(GRPC_MESSAGE, message);
         }
+        if let Some(pushback) = self.grpc_pushback {
+            let milliseconds = pushback.as_nanos().div_ceil(1_000_000);
+            let milliseconds = u64::try_from(milliseconds).unwrap_or(u64::MAX);
+            fields.insert(GRPC_PUSHBACK, milliseconds.into());
+        }
         fields.extend(self.headers.iter().cloned());
         fields
     }
@@ -163,6 +182,30 @@ mod tests {
                 .to_str()
                 .is_ok_and(|methods| methods.contains("GET, "))
         );
+    }
+
+    #[test]
+    fn rate_limit_names_the_time_in_whole_seconds_and_in_milliseconds_for_grpc() {
+        for (nanos, seconds, milliseconds) in [
+            (1, "1", "1"),
+            (1_000_000_000, "1", "1000"),
+            (1_000_000_001, "2", "1001"),
+            (1_999_000_000, "2", "1999"),
+        ] {
+            let exceeded = crate::limit::Exceeded {
+                name: "TrafficPolicy shop/web/all".into(),
+                scope: crate::limit::Scope::Service,
+                retry_after: Duration::from_nanos(nanos),
+            };
+            let reply = LocalReply::from(&Failure::from(exceeded));
+            let (head, _) = reply.http2(false);
+            assert_eq!(head.status(), StatusCode::TOO_MANY_REQUESTS);
+            assert_eq!(head.headers()[RETRY_AFTER], seconds);
+            assert!(!head.headers().contains_key(GRPC_PUSHBACK));
+            let trailers = reply.grpc_trailers();
+            assert_eq!(trailers[GRPC_STATUS], "8");
+            assert_eq!(trailers[GRPC_PUSHBACK], milliseconds);
+        }
     }
 
     #[test]

@@ -64,7 +64,7 @@ impl Verdict {
             (502, _, Some(b"connect-failed")) | (_, Some(_), Some(b"connect-failed")) => {
                 Self::NotDelivered
             }
-            (_, _, Some(b"overloaded" | b"upstream-overloaded")) => rejected(),
+            (_, _, Some(b"overloaded" | b"upstream-overloaded" | b"rate-limited")) => rejected(),
             // Another limit of its proxy, such as that of the header.
             (_, Some(RESOURCE_EXHAUSTED), Some(_)) => Self::Success,
             // RFC 6585, section 4; the retry throttling of gRPC (proposal A6).
@@ -221,6 +221,14 @@ mod tests {
         assert_eq!(judge(502, &refused, false), Failure);
         assert_eq!(judge(503, &refused, true), Failure);
         assert_eq!(judge(503, &overload, true), overloaded(All, 0));
+        let limited = [
+            ("grpc-status", "8"),
+            ("grpc-retry-pushback-ms", "250"),
+            error("rate-limited"),
+        ];
+        assert_eq!(judge(200, &limited, true), overloaded(All, 250));
+        let limited = [("retry-after", "2"), error("rate-limited")];
+        assert_eq!(judge(429, &limited, true), overloaded(All, 2000));
         let full = [error("upstream-overloaded")];
         assert_eq!(judge(503, &full, true), overloaded(All, 0));
         for (code, expected) in [

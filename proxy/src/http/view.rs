@@ -94,6 +94,19 @@ impl<'a> RequestView<'a> {
         self.head.field(name)
     }
 
+    /// The value of the first cookie with this name (RFC 6265, section 4.2.1).
+    pub fn cookie(&self, name: &str) -> Option<&'a [u8]> {
+        let mut found = None;
+        self.head.visit(&mut |field, value| {
+            if found.is_none() && field.eq_ignore_ascii_case(b"cookie") {
+                let pairs = value.split(|byte| *byte == b';').map(<[u8]>::trim_ascii);
+                let mut values = pairs.filter_map(|pair| pair.strip_prefix(name.as_bytes()));
+                found = values.find_map(|value| value.strip_prefix(b"="));
+            }
+        });
+        found
+    }
+
     /// Sending it twice has the effect of sending it once (RFC 9110, section 9.2.2).
     pub fn is_idempotent(&self) -> bool {
         matches!(
@@ -191,5 +204,28 @@ mod tests {
             ..view
         };
         assert_eq!(view.authority(), Some(&b"target:1"[..]));
+    }
+
+    #[test]
+    fn cookies_are_found_in_all_fields_by_their_whole_name() {
+        let head = http::Request::get("/")
+            .header("cookie", "sid=1; user=a=b;last=")
+            .header("Cookie", "other=\"x\"; sid=2");
+        let head = head.body(()).expect("a request").into_parts().0;
+        let view = RequestView {
+            head: &head,
+            ..request("GET", "/")
+        };
+        let cookie = |name| view.cookie(name).map(String::from_utf8_lossy);
+        for (name, expected) in [
+            ("sid", Some("1")),
+            ("user", Some("a=b")),
+            ("last", Some("")),
+            ("other", Some("\"x\"")),
+            ("SID", None),
+            ("si", None),
+        ] {
+            assert_eq!(cookie(name).as_deref(), expected, "{name}");
+        }
     }
 }

@@ -235,6 +235,7 @@ impl<'a> Exchange<'a> {
                 }
             }
         }
+        self.record.set_preference(&self.request.view());
         match self.record.route.clone() {
             None => self.write_head(Edits::of(&own)),
             Some(route) => self.write_head(Edits {

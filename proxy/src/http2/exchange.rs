@@ -61,6 +61,7 @@ pub(super) async fn carry(
         let gone = |cx: &mut Context<'_>| respond.poll_reset(cx).map(drop);
         ready = Box::pin(record.route(&routes, &head::view(&parts), gone)).await;
     }
+    record.set_preference(&head::view(&parts));
     let own = client.flow.request_edits();
     match record.route.clone() {
         None => head::prepare(&mut parts, Edits::of(&own)),

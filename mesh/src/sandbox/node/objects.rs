@@ -35,7 +35,7 @@ pub(super) struct Objects {
     pub(super) config_maps: BTreeMap<Key, ConfigMap>,
     pub(super) webhooks: BTreeMap<String, MutatingWebhookConfiguration>,
     pub(super) workloads: BTreeMap<(Kind, Key), Workload>,
-    /// HTTPRoutes, GRPCRoutes and ReferenceGrants, by kind and key.
+    /// HTTPRoutes, GRPCRoutes, ReferenceGrants and TrafficPolicies, by kind and key.
     pub(super) routes: BTreeMap<(String, Key), Value>,
     ips: ClusterIps,
 }
@@ -87,7 +87,9 @@ impl Objects {
             "Deployment" => self.add(Workload::deployment(parse::<Deployment>(value)?, &key)?),
             "Job" => self.add(Workload::job(parse::<Job>(value)?, &key)?),
             "Pod" => self.add(Workload::pod(parse::<Pod>(value)?, &key)?),
-            "HTTPRoute" | "GRPCRoute" | "ReferenceGrant" => self.add_route(kind, key, value),
+            "HTTPRoute" | "GRPCRoute" | "ReferenceGrant" | "TrafficPolicy" => {
+                self.add_route(kind, key, value)
+            }
             "DaemonSet" | "ReplicaSet" | "ReplicationController" | "StatefulSet" | "CronJob" => {
                 bail!("unsupported kind: the sandbox supports Pods, Deployments and Jobs")
             }
@@ -96,7 +98,8 @@ impl Objects {
         Ok(())
     }
 
-    /// Stores an object of the Gateway API with the metadata that an API server sets.
+    /// Stores an object of the Gateway API or a TrafficPolicy, with the metadata that an API server
+    /// sets.
     fn add_route(&mut self, kind: &str, key: Key, mut value: Value) {
         let id = (kind.to_owned(), key);
         let before = self.routes.get(&id);
@@ -130,7 +133,7 @@ impl Objects {
             "Deployment" => delete_workload(Kind::Deployment),
             "Job" => delete_workload(Kind::Job),
             "Pod" => delete_workload(Kind::Pod),
-            "HTTPRoute" | "GRPCRoute" | "ReferenceGrant" => {
+            "HTTPRoute" | "GRPCRoute" | "ReferenceGrant" | "TrafficPolicy" => {
                 let id = (kind.to_owned(), key.clone());
                 self.routes.remove(&id).is_some()
             }

@@ -1,0 +1,277 @@
+//! TrafficPolicies: how clients use a Service, and what its requests may do. Pure.
+//!
+//! A policy is for Services of its own namespace, or for all of them. `parse.rs` reads objects, and
+//! `crate::index::policies` applies them to the catalog. Sections are messages of the contract with
+//! the proxies, whose values `diy_mesh_proto::policy` checks for both sides.
+
+pub mod parse;
+#[allow(missing_docs)]
+pub mod spec;
+
+use std::fmt;
+use std::sync::Arc;
+
+use diy_mesh_proto::mesh::v1 as proto;
+
+use crate::index::object::{Key, ServicePort};
+use crate::routes::attach::Table;
+use crate::routes::model::{Backend, Match, Rejection, Retry, Rule};
+use crate::routes::{Condition, ParentReference};
+
+/// The API group.
+pub const GROUP: &str = "diy-service-mesh.dev";
+/// Its version.
+pub const VERSION: &str = "v1alpha1";
+
+/// The reasons of conditions that do not hold (GEP-713).
+const INVALID: &str = "Invalid";
+const CONFLICTED: &str = "Conflicted";
+const TARGET_NOT_FOUND: &str = "TargetNotFound";
+
+/// A TrafficPolicy.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Policy {
+    /// Namespace and name.
+    pub key: Key,
+    /// The generation, for conditions.
+    pub generation: i64,
+    /// The creation time in seconds since 1970, or 0.
+    pub created: i64,
+    /// The targets as the policy has them.
+    pub targets: Vec<ParentReference>,
+    /// The sections, or why the policy is not accepted.
+    pub settings: Result<Arc<Settings>, Rejection>,
+}
+
+/// What a policy applies to.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Target {
+    /// A Service.
+    Service(Key),
+    /// All Services of a namespace.
+    Namespace(Arc<str>),
+}
+
+/// The sections of a policy. Those of a Service replace those of its namespace, one by one.
+#[derive(Debug, Default, PartialEq)]
+pub struct Settings {
+    /// "TrafficPolicy NAMESPACE/NAME", for logs and metrics.
+    pub name: String,
+    /// `loadBalancing`
+    pub balancing: Option<proto::Balancing>,
+    /// `connections`
+    pub connections: Option<proto::ConnectionLimits>,
+    /// `outlierDetection`
+    pub outlier_detection: Option<proto::OutlierDetection>,
+    /// `circuitBreaker`
+    pub circuit_breaker: Option<proto::CircuitBreaker>,
+    /// `retry`
+    pub retry: Option<RetrySettings>,
+    /// `timeouts`: of a request and of an attempt, in milliseconds.
+    pub timeouts: Option<[Option<u64>; 2]>,
+    /// `sessionPersistence`
+    pub session: Option<proto::SessionPersistence>,
+    /// `rateLimits`, without ports and replicas.
+    pub rate_limits: Option<Arc<[proto::RateLimit]>>,
+    /// `faults`
+    pub faults: Option<Arc<[proto::Fault]>>,
+}
+
+/// The section `retry`.
+#[derive(Debug, Default, PartialEq)]
+pub struct RetrySettings {
+    /// What is retried. `None`: the default of the proxy.
+    pub retry: Option<Retry>,
+    /// The share of retries.
+    pub budget: Option<proto::RetryBudget>,
+}
+
+/// The policy of a Service, from its own sections and those of its namespace.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Effective {
+    /// How clients use its endpoints.
+    pub backend: Option<Arc<proto::BackendPolicy>>,
+    /// What its routes do not say about its requests.
+    pub requests: Requests,
+    /// Limits of the requests to its pods, without ports and replicas.
+    pub rate_limits: Option<Arc<[proto::RateLimit]>>,
+}
+
+/// The settings of requests, for rules without their own.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Requests {
+    /// The name of the rule for requests that no route concerns.
+    name: String,
+    timeouts: [Option<u64>; 2],
+    retry: Option<Retry>,
+    session: Option<proto::SessionPersistence>,
+    /// Injected before rules apply.
+    pub faults: Option<Arc<[proto::Fault]>>,
+}
+
+impl Policy {
+    /// The targets, with their references. `None`: something else, or of another namespace.
+    pub fn targets(&self) -> impl Iterator<Item = (&ParentReference, Option<Target>)> {
+        let namespace = &self.key.namespace;
+        self.targets.iter().map(move |one| {
+            let is_core = matches!(one.group.as_deref(), None | Some("" | "core"));
+            let target = match one.kind.as_deref().filter(|_| is_core) {
+                Some("Service") => Some(Target::Service(Key::new(namespace, &one.name))),
+                Some("Namespace") if *one.name == **namespace => {
+                    Some(Target::Namespace(namespace.clone()))
+                }
+                _ => None,
+            };
+            (one, target)
+        })
+    }
+
+    /// What the author is told about a target that the policy `applied` has.
+    pub fn condition(&self, target: Option<&Target>, exists: bool, applied: &Key) -> Condition {
+        let (reason, message) = match (&self.settings, target) {
+            (Err(rejection), _) => (INVALID, rejection.message.clone()),
+            (Ok(_), None) => (INVALID, "it is no Service of the namespace".to_owned()),
+            (Ok(_), Some(target)) if !exists => (
+                TARGET_NOT_FOUND,
+                format!("the {target} does not exist, or is an ExternalName"),
+            ),
+            (Ok(_), Some(target)) if *applied != self.key => (
+                CONFLICTED,
+                format!("TrafficPolicy {applied}, which is older, applies to the {target}"),
+            ),
+            (Ok(_), Some(target)) => ("Accepted", format!("the policy applies to the {target}")),
+        };
+        Condition {
+            kind: "Accepted",
+            holds: reason == "Accepted",
+            reason,
+            message,
+        }
+    }
+}
+
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Target::Service(key) => write!(f, "Service {key}"),
+            Target::Namespace(name) => write!(f, "namespace {name}"),
+        }
+    }
+}
+
+impl Effective {
+    /// Merges the sections of a Service and of its namespace. `None` without any.
+    pub fn of(own: Option<&Settings>, inherited: Option<&Settings>) -> Option<Effective> {
+        let layers = [own, inherited].into_iter().flatten();
+        let effective = Effective {
+            backend: backend(layers.clone()).map(Arc::new),
+            requests: requests(layers.clone()),
+            rate_limits: first(layers, |one| &one.rate_limits).cloned(),
+        };
+        (effective != Effective::default()).then_some(effective)
+    }
+}
+
+/// A section of the first policy that has it.
+fn first<'a, T>(
+    mut layers: impl Iterator<Item = &'a Settings>,
+    section: fn(&Settings) -> &Option<T>,
+) -> Option<&'a T> {
+    layers.find_map(|one| section(one).as_ref())
+}
+
+fn backend<'a>(layers: impl Iterator<Item = &'a Settings> + Clone) -> Option<proto::BackendPolicy> {
+    let has_section = |one: &&Settings| {
+        one.balancing.is_some()
+            || one.connections.is_some()
+            || one.outlier_detection.is_some()
+            || one.circuit_breaker.is_some()
+            || one
+                .retry
+                .as_ref()
+                .is_some_and(|retry| retry.budget.is_some())
+    };
+    let names = layers.clone().filter(has_section);
+    let names: Vec<&str> = names.map(|one| &*one.name).collect();
+    let retry = first(layers.clone(), |one| &one.retry);
+    let policy = proto::BackendPolicy {
+        name: names.join(", "),
+        balancing: first(layers.clone(), |one| &one.balancing).cloned(),
+        connections: first(layers.clone(), |one| &one.connections).cloned(),
+        outlier_detection: first(layers.clone(), |one| &one.outlier_detection).cloned(),
+        circuit_breaker: first(layers, |one| &one.circuit_breaker).cloned(),
+        retry_budget: retry.and_then(|retry| retry.budget),
+    };
+    (!names.is_empty()).then_some(policy)
+}
+
+fn requests<'a>(layers: impl Iterator<Item = &'a Settings> + Clone) -> Requests {
+    let has_section = |one: &&Settings| {
+        one.retry
+            .as_ref()
+            .is_some_and(|retry| retry.retry.is_some())
+            || one.timeouts.is_some()
+            || one.session.is_some()
+            || one.faults.is_some()
+    };
+    let name = layers.clone().find(has_section).map(|one| one.name.clone());
+    Requests {
+        name: name.unwrap_or_default(),
+        timeouts: first(layers.clone(), |one| &one.timeouts)
+            .copied()
+            .unwrap_or_default(),
+        retry: first(layers.clone(), |one| &one.retry).and_then(|one| one.retry.clone()),
+        session: first(layers.clone(), |one| &one.session).cloned(),
+        faults: first(layers, |one| &one.faults)
+            .filter(|faults| !faults.is_empty())
+            .cloned(),
+    }
+}
+
+impl Requests {
+    /// A rule with the settings that it does not have itself.
+    pub fn complete(&self, rule: &Arc<Rule<String>>) -> Arc<Rule<String>> {
+        let [request, attempt] = self.timeouts;
+        let request_timeout = rule.request_timeout.or(request);
+        let longest = request_timeout.filter(|timeout| *timeout > 0);
+        let attempt = attempt.map(|one| longest.map_or(one, |longest| one.min(longest)));
+        let completed = Rule {
+            request_timeout,
+            backend_request_timeout: rule.backend_request_timeout.or(attempt),
+            retry: rule.retry.clone().or_else(|| self.retry.clone()),
+            session: rule.session.clone().or_else(|| self.session.clone()),
+            ..(**rule).clone()
+        };
+        match completed == **rule {
+            true => rule.clone(),
+            false => Arc::new(completed),
+        }
+    }
+
+    /// The table of a Service port without routes. `None`: no settings.
+    pub fn table(&self, service: &Key, port: &ServicePort) -> Option<Table> {
+        let unnamed = Requests {
+            name: String::new(),
+            ..self.clone()
+        };
+        if unnamed == Requests::default() {
+            return None;
+        }
+        let rule = Arc::new(Rule {
+            name: self.name.clone(),
+            backends: vec![Backend {
+                target: format!("{service}:{}", port.port),
+                weight: 1,
+                filters: vec![],
+            }],
+            to_destination: true,
+            ..Rule::default()
+        });
+        let everything = Arc::new(Match::default());
+        let rules = vec![self.complete(&rule)];
+        Some(Table::new(vec![(0, everything)], rules, false, self))
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests;

@@ -1,0 +1,394 @@
+//! TrafficPolicies from the content of their objects. Pure.
+//!
+//! Nothing relies on the validation of the API server: objects from files have none. Each invalid
+//! field is named, with its value and the expected value.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use diy_mesh_proto::mesh::v1 as proto;
+use diy_mesh_proto::policy::{self, MAX_ITEMS};
+use prost::Message;
+use proto::balancing::Algorithm;
+use proto::hash_key::Kind as HashKind;
+use proto::rate_limit::Scope;
+use serde::Deserialize;
+use serde_json::{Map, Value};
+
+use super::spec::{self, TargetRef, TrafficPolicySpec};
+use super::{Policy, RetrySettings, Settings};
+use crate::grpc::routes::route_match;
+use crate::index::object::Key;
+use crate::routes::filters::{is_hostname, share};
+use crate::routes::matches::{self, MatchSpec};
+use crate::routes::model::Rejection;
+use crate::routes::parse::{
+    bounded, duration, retry, session_persistence, timeouts, unsupported, violates,
+};
+use crate::routes::spec::{Fraction, HttpMatch, Retry};
+use crate::routes::{ParentReference, UNSUPPORTED_VALUE};
+
+const MAX_TARGETS: usize = 16;
+/// Of all faults, and of all rate limits, which proxies evaluate for each request.
+const MAX_MATCHES: usize = 128;
+const MAX_PATTERNS: usize = 64;
+/// Of the encoded faults or rate limits.
+const MAX_BYTES: usize = 64 * 1024;
+const MAX_MESSAGE_CHARS: usize = 500;
+const DEFAULT_WINDOW: &str = "1s";
+
+/// Parses a policy. An error: its targets are unknown, so that it has no status.
+pub fn policy(key: Key, generation: i64, created: i64, spec: &Value) -> Result<Policy, String> {
+    let targets = match spec.get("targetRefs") {
+        None => Vec::new(),
+        Some(value) => Vec::<TargetRef>::deserialize(value)
+            .map_err(|error| format!("spec.targetRefs: {error}"))?,
+    };
+    let mut references: Vec<ParentReference> = Vec::new();
+    for target in targets.iter().take(MAX_TARGETS) {
+        let reference = ParentReference {
+            group: Some(target.group.clone()),
+            kind: Some(target.kind.clone()),
+            name: target.name.clone(),
+            ..ParentReference::default()
+        };
+        if !references.contains(&reference) {
+            references.push(reference);
+        }
+    }
+    let mut policy = Policy {
+        settings: settings(&key, spec).map(Arc::new),
+        targets: references,
+        key,
+        generation,
+        created,
+    };
+    if let Err(rejection) = check_targets(&policy, &targets) {
+        policy.settings = Err(rejection);
+    }
+    Ok(policy)
+}
+
+fn check_targets(policy: &Policy, written: &[TargetRef]) -> Result<(), Rejection> {
+    let field = "spec.targetRefs";
+    bounded(field, written, MAX_TARGETS)?;
+    if written.is_empty() {
+        return Err(unsupported(field, "", "a list of 1 to 16 targets"));
+    }
+    for (position, (reference, target)) in policy.targets().enumerate() {
+        if target.is_none() {
+            let namespace = &policy.key.namespace;
+            return Err(unsupported(
+                &format!("{field}[{position}]"),
+                &reference.to_string(),
+                &format!("a Service of the namespace, or Namespace {namespace}"),
+            ));
+        }
+    }
+    match policy.targets.len() == written.len() {
+        true => Ok(()),
+        false => Err(unsupported(field, "", "a list without duplicates")),
+    }
+}
+
+fn settings(key: &Key, spec: &Value) -> Result<Settings, Rejection> {
+    let spec = read(spec)?;
+    let name = format!("TrafficPolicy {key}");
+    let backend = proto::BackendPolicy {
+        balancing: spec.load_balancing.map(balancing).transpose()?,
+        connections: spec.connections.map(connections).transpose()?,
+        outlier_detection: spec.outlier_detection.map(outlier_detection).transpose()?,
+        circuit_breaker: spec.circuit_breaker.map(circuit_breaker).transpose()?,
+        retry_budget: spec
+            .retry
+            .as_ref()
+            .and_then(|retry| retry.budget.as_ref())
+            .map(budget),
+        ..proto::BackendPolicy::default()
+    };
+    policy::check_backend(&backend).map_err(|violation| violates("spec", &violation))?;
+    let session = spec.session_persistence;
+    Ok(Settings {
+        balancing: backend.balancing,
+        connections: backend.connections,
+        outlier_detection: backend.outlier_detection,
+        circuit_breaker: backend.circuit_breaker,
+        retry: spec
+            .retry
+            .map(|spec| retry_settings(spec, backend.retry_budget))
+            .transpose()?,
+        timeouts: spec
+            .timeouts
+            .map(|spec| timeouts(&spec, "spec"))
+            .transpose()?,
+        session: session
+            .map(|spec| session_persistence(spec, "spec"))
+            .transpose()?,
+        rate_limits: spec
+            .rate_limits
+            .map(|limits| rate_limits(limits, &name))
+            .transpose()?,
+        faults: spec.faults.map(|all| faults(all, &name)).transpose()?,
+        name,
+    })
+}
+
+/// Reads the fields. Errors of types name the section.
+fn read(spec: &Value) -> Result<TrafficPolicySpec, Rejection> {
+    TrafficPolicySpec::deserialize(spec).map_err(|error| {
+        let sections = spec.as_object().into_iter().flatten();
+        let mut errors = sections.filter_map(|(name, value)| {
+            let section: Map<_, _> = [(name.clone(), value.clone())].into_iter().collect();
+            let error = TrafficPolicySpec::deserialize(Value::Object(section)).err()?;
+            Some(format!("spec.{name}: {error}"))
+        });
+        let message = errors.next().unwrap_or_else(|| format!("spec: {error}"));
+        Rejection {
+            reason: UNSUPPORTED_VALUE,
+            message: message.chars().take(MAX_MESSAGE_CHARS).collect(),
+        }
+    })
+}
+
+/// A duration in milliseconds, if there is one.
+fn milliseconds(field: &str, text: Option<&String>) -> Result<Option<u64>, Rejection> {
+    text.map(|text| duration(&format!("spec.{field}"), text))
+        .transpose()
+}
+
+fn balancing(spec: spec::LoadBalancing) -> Result<proto::Balancing, Rejection> {
+    let algorithm = match spec.algorithm.as_deref() {
+        None => Algorithm::Unspecified,
+        Some("PeakEwma") => Algorithm::PeakEwma,
+        Some("LeastRequest") => Algorithm::LeastRequest,
+        Some("RoundRobin") => Algorithm::RoundRobin,
+        Some("ConsistentHash") => Algorithm::ConsistentHash,
+        Some(other) => {
+            let expected = "PeakEwma, LeastRequest, RoundRobin or ConsistentHash";
+            return Err(unsupported("spec.loadBalancing.algorithm", other, expected));
+        }
+    };
+    let prefer_zone = match spec.zone_preference.as_deref() {
+        None | Some("None") => false,
+        Some("Prefer") => true,
+        Some(other) => {
+            let field = "spec.loadBalancing.zonePreference";
+            return Err(unsupported(field, other, "None or Prefer"));
+        }
+    };
+    Ok(proto::Balancing {
+        algorithm: algorithm.into(),
+        hash_key: spec.hash.map(hash_key).transpose()?,
+        prefer_zone,
+        slow_start: milliseconds("loadBalancing.slowStart", spec.slow_start.as_ref())?,
+    })
+}
+
+fn hash_key(spec: spec::Hash) -> Result<proto::HashKey, Rejection> {
+    let kind = match (spec.header, spec.cookie, spec.source) {
+        (Some(name), None, None) => HashKind::Header(name.to_ascii_lowercase()),
+        (None, Some(name), None) => HashKind::Cookie(name),
+        (None, None, Some(_)) => HashKind::Source(proto::hash_key::Source {}),
+        _ => {
+            let expected = "exactly one of header, cookie and source";
+            return Err(unsupported("spec.loadBalancing.hash", "", expected));
+        }
+    };
+    Ok(proto::HashKey { kind: Some(kind) })
+}
+
+fn connections(spec: spec::Connections) -> Result<proto::ConnectionLimits, Rejection> {
+    let connect_timeout = spec.connect_timeout.as_ref();
+    Ok(proto::ConnectionLimits {
+        max_connections: spec.max_connections,
+        max_http2_connections: spec.max_http2_connections,
+        max_requests: spec.max_requests,
+        max_waiting: spec.max_waiting,
+        connect_timeout: milliseconds("connections.connectTimeout", connect_timeout)?,
+    })
+}
+
+fn outlier_detection(spec: spec::OutlierDetection) -> Result<proto::OutlierDetection, Rejection> {
+    let time = |name: &str, text: &Option<String>| {
+        milliseconds(&format!("outlierDetection.{name}"), text.as_ref())
+    };
+    Ok(proto::OutlierDetection {
+        consecutive_failures: spec.consecutive_failures,
+        failure_percent: spec.failure_percent,
+        min_requests: spec.min_requests,
+        interval: time("interval", &spec.interval)?,
+        latency_percent: spec.latency_percent,
+        ejection_time: time("ejectionTime", &spec.ejection_time)?,
+        max_ejection_time: time("maxEjectionTime", &spec.max_ejection_time)?,
+        max_ejected_percent: spec.max_ejected_percent,
+    })
+}
+
+fn circuit_breaker(spec: spec::CircuitBreaker) -> Result<proto::CircuitBreaker, Rejection> {
+    Ok(proto::CircuitBreaker {
+        failure_percent: spec.failure_percent,
+        min_requests: spec.min_requests,
+        interval: milliseconds("circuitBreaker.interval", spec.interval.as_ref())?,
+        open_time: milliseconds("circuitBreaker.openTime", spec.open_time.as_ref())?,
+    })
+}
+
+fn budget(spec: &spec::Budget) -> proto::RetryBudget {
+    proto::RetryBudget {
+        percent: spec.percent,
+        min_per_second: spec.min_per_second,
+    }
+}
+
+fn retry_settings(
+    spec: spec::Retry,
+    budget: Option<proto::RetryBudget>,
+) -> Result<RetrySettings, Rejection> {
+    let is_set = spec.codes.is_some() || spec.attempts.is_some() || spec.backoff.is_some();
+    let of_route = Retry {
+        codes: spec.codes.unwrap_or_default(),
+        attempts: spec.attempts,
+        backoff: spec.backoff,
+    };
+    let retry = is_set.then(|| retry(of_route, "spec")).transpose()?;
+    Ok(RetrySettings { retry, budget })
+}
+
+fn rate_limits(
+    specs: Vec<spec::RateLimit>,
+    policy: &str,
+) -> Result<Arc<[proto::RateLimit]>, Rejection> {
+    let field = "spec.rateLimits";
+    bounded(field, &specs, MAX_ITEMS)?;
+    let (mut limits, mut names, mut total) = (Vec::new(), BTreeSet::new(), Total::default());
+    for (position, spec) in specs.into_iter().enumerate() {
+        let at = format!("{field}[{position}]");
+        if !is_hostname(&spec.name) || !names.insert(spec.name.clone()) {
+            let expected = "a name in lower case, which no other limit of the policy has";
+            return Err(unsupported(&format!("{at}.name"), &spec.name, expected));
+        }
+        let scope = match spec.per.as_deref() {
+            None | Some("Service") => Scope::Service,
+            Some("Caller") => Scope::Caller,
+            Some(other) => {
+                return Err(unsupported(
+                    &format!("{at}.per"),
+                    other,
+                    "Service or Caller",
+                ));
+            }
+        };
+        let window = spec.window.as_deref().unwrap_or(DEFAULT_WINDOW);
+        let limit = proto::RateLimit {
+            name: format!("{policy}/{}", spec.name),
+            matches: total.matches(&spec.matches, &at)?,
+            scope: scope.into(),
+            requests: spec.requests,
+            window: duration(&format!("{at}.window"), window)?,
+            burst: spec.burst.unwrap_or_default(),
+            ..proto::RateLimit::default()
+        };
+        policy::check_rate_limit(&limit).map_err(|violation| violates(&at, &violation))?;
+        total.add(field, &limit)?;
+        limits.push(limit);
+    }
+    Ok(limits.into())
+}
+
+fn faults(specs: Vec<spec::Fault>, policy: &str) -> Result<Arc<[proto::Fault]>, Rejection> {
+    let field = "spec.faults";
+    bounded(field, &specs, MAX_ITEMS)?;
+    let (mut faults, mut total) = (Vec::new(), Total::default());
+    for (position, spec) in specs.into_iter().enumerate() {
+        let at = format!("{field}[{position}]");
+        let mut fault = proto::Fault {
+            name: policy.to_owned(),
+            matches: total.matches(&spec.matches, &at)?,
+            ..proto::Fault::default()
+        };
+        if let Some(delay) = spec.delay {
+            let at = format!("{at}.delay");
+            fault.delay = duration(&format!("{at}.duration"), &delay.duration)?;
+            if fault.delay == 0 {
+                let expected = "at least 1ms";
+                return Err(unsupported(
+                    &format!("{at}.duration"),
+                    &delay.duration,
+                    expected,
+                ));
+            }
+            fault.delayed = Some(part(delay.percent, delay.fraction.as_ref(), &at)?);
+        }
+        if let Some(abort) = spec.abort {
+            let at = format!("{at}.abort");
+            if abort.status == 0 {
+                return Err(unsupported(
+                    &format!("{at}.status"),
+                    "0",
+                    "a status from 400 to 599",
+                ));
+            }
+            fault.abort_status = abort.status;
+            fault.aborted = Some(part(abort.percent, abort.fraction.as_ref(), &at)?);
+        }
+        policy::check_fault(&fault).map_err(|violation| violates(&at, &violation))?;
+        total.add(field, &fault)?;
+        faults.push(fault);
+    }
+    Ok(faults.into())
+}
+
+fn part(
+    percent: Option<u32>,
+    fraction: Option<&Fraction>,
+    at: &str,
+) -> Result<proto::Share, Rejection> {
+    let (numerator, denominator) = share(percent, fraction, at)?;
+    Ok(proto::Share {
+        numerator,
+        denominator,
+    })
+}
+
+/// What the faults or the rate limits of a policy have so far.
+#[derive(Default)]
+struct Total {
+    matches: usize,
+    patterns: usize,
+    bytes: usize,
+}
+
+impl Total {
+    fn matches(
+        &mut self,
+        specs: &[HttpMatch],
+        at: &str,
+    ) -> Result<Vec<proto::RouteMatch>, Rejection> {
+        let field = format!("{at}.matches");
+        self.matches += specs.len();
+        within(&field, "matches", self.matches, MAX_MATCHES)?;
+        let mut parsed = Vec::with_capacity(specs.len());
+        for (position, spec) in specs.iter().enumerate() {
+            let one = spec.parse(&format!("{field}[{position}]"))?;
+            self.patterns += matches::patterns(&one);
+            within(&field, "regular expressions", self.patterns, MAX_PATTERNS)?;
+            parsed.push(route_match(0, &one));
+        }
+        Ok(parsed)
+    }
+
+    fn add(&mut self, field: &str, message: &impl Message) -> Result<(), Rejection> {
+        self.bytes += message.encoded_len();
+        within(field, "encoded bytes", self.bytes, MAX_BYTES)
+    }
+}
+
+fn within(field: &str, what: &str, count: usize, max: usize) -> Result<(), Rejection> {
+    match count <= max {
+        true => Ok(()),
+        false => Err(Rejection {
+            reason: UNSUPPORTED_VALUE,
+            message: format!("{field}: {count} {what} in the policy are more than {max}"),
+        }),
+    }
+}

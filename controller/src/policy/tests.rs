@@ -1,0 +1,366 @@
+//! Tables of policies: parsing, defaults of fields, merging of sections and of rules.
+
+use serde_json::{Value, json};
+
+use super::*;
+
+/// A policy in `shop` for the Service `web`.
+pub(crate) fn policy(name: &str, created: i64, sections: Value) -> Policy {
+    let targets = json!([{"group": "", "kind": "Service", "name": "web"}]);
+    policy_for(name, created, targets, sections)
+}
+
+pub(crate) fn policy_for(name: &str, created: i64, targets: Value, sections: Value) -> Policy {
+    let mut spec = json!({"targetRefs": targets});
+    let sections = sections.as_object().unwrap().clone();
+    spec.as_object_mut().unwrap().extend(sections);
+    parse::policy(Key::new("shop", name), 7, created, &spec).unwrap()
+}
+
+fn settings(sections: Value) -> Arc<Settings> {
+    policy("p", 0, sections).settings.unwrap()
+}
+
+fn rejection(sections: Value) -> String {
+    let settings = policy("p", 0, sections).settings;
+    settings.map_or_else(|rejection| rejection.message, |_| "valid".into())
+}
+
+#[test]
+fn every_section_is_parsed() {
+    let all = settings(json!({
+        "loadBalancing": {"algorithm": "ConsistentHash", "hash": {"header": "X-User"},
+            "zonePreference": "Prefer", "slowStart": "10s"},
+        "connections": {"maxConnections": 1, "maxHttp2Connections": 2, "maxRequests": 3,
+            "maxWaiting": 0, "connectTimeout": "5s"},
+        "outlierDetection": {"consecutiveFailures": 0, "failurePercent": 50, "minRequests": 20,
+            "interval": "10s", "latencyPercent": 400, "ejectionTime": "10s",
+            "maxEjectionTime": "300s", "maxEjectedPercent": 50},
+        "circuitBreaker": {"failurePercent": 50, "openTime": "5s"},
+        "retry": {"codes": [503], "attempts": 2, "backoff": "25ms",
+            "budget": {"percent": 20, "minPerSecond": 1}},
+        "timeouts": {"request": "10s", "backendRequest": "2s"},
+        "sessionPersistence": {"sessionName": "s", "absoluteTimeout": "1h", "idleTimeout": "10m"},
+        "rateLimits": [{"name": "per-caller", "matches": [{"method": "GET"}], "requests": 100,
+            "burst": 200, "per": "Caller"}],
+        "faults": [{"delay": {"duration": "100ms", "percent": 10},
+            "abort": {"status": 503, "fraction": {"numerator": 1, "denominator": 1000}}}],
+    }));
+    let balancing = all.balancing.as_ref().unwrap();
+    let header = proto::hash_key::Kind::Header("x-user".into());
+    assert_eq!(balancing.hash_key.as_ref().unwrap().kind, Some(header));
+    assert_eq!(
+        (balancing.prefer_zone, balancing.slow_start),
+        (true, Some(10_000))
+    );
+    assert_eq!(all.connections.unwrap().connect_timeout, Some(5_000));
+    assert_eq!(all.connections.unwrap().max_waiting, Some(0));
+    let outlier = all.outlier_detection.unwrap();
+    assert_eq!(
+        (outlier.consecutive_failures, outlier.latency_percent),
+        (Some(0), Some(400))
+    );
+    assert_eq!(outlier.max_ejection_time, Some(300_000));
+    let breaker = all.circuit_breaker.unwrap();
+    assert_eq!((breaker.failure_percent, breaker.interval), (50, None));
+    let retry = all.retry.as_ref().unwrap();
+    assert_eq!(retry.retry.as_ref().unwrap().backoff, 25);
+    assert_eq!(retry.budget.unwrap().percent, Some(20));
+    assert_eq!(all.timeouts, Some([Some(10_000), Some(2_000)]));
+    let session = all.session.as_ref().unwrap();
+    assert_eq!((&*session.cookie, session.idle_timeout), ("s", 600_000));
+    let [limit] = &**all.rate_limits.as_ref().unwrap() else {
+        panic!("one limit")
+    };
+    assert_eq!(limit.name, "TrafficPolicy shop/p/per-caller");
+    assert_eq!(
+        (limit.window, limit.burst, limit.matches.len()),
+        (1_000, 200, 1)
+    );
+    assert_eq!(limit.scope(), proto::rate_limit::Scope::Caller);
+    let [fault] = &**all.faults.as_ref().unwrap() else {
+        panic!("one fault")
+    };
+    let share = |numerator, denominator| {
+        Some(proto::Share {
+            numerator,
+            denominator,
+        })
+    };
+    assert_eq!((fault.delay, fault.delayed), (100, share(10, 100)));
+    assert_eq!((fault.abort_status, fault.aborted), (503, share(1, 1000)));
+}
+
+#[test]
+fn invalid_fields_are_named_with_their_value_and_the_expected_one() {
+    let many = |count: usize, one: Value| vec![one; count];
+    let big = many(16, json!({"name": "h", "value": "x".repeat(4096)}));
+    let regex = json!({"path": {"type": "RegularExpression", "value": "a"}});
+    let abort = json!({"status": 503});
+    for (sections, expected) in [
+        (json!({}), "valid"),
+        (
+            json!({"unknown": 1}),
+            "spec.unknown: unknown field `unknown`",
+        ),
+        (
+            json!({"connections": {"maxRequest": 1}}),
+            "spec.connections: unknown field `maxRequest`",
+        ),
+        (
+            json!({"connections": {"maxRequests": "1"}}),
+            "spec.connections: invalid type",
+        ),
+        (
+            json!({"connections": {"maxRequests": -1}}),
+            "spec.connections: invalid value",
+        ),
+        (
+            json!({"connections": {"maxRequests": 0}}),
+            "spec.connections.maxRequests: \"0\" is not from 1 to 1000000",
+        ),
+        (
+            json!({"connections": {"connectTimeout": "0s"}}),
+            "spec.connections.connectTimeout: \"0ms\" is not from 1ms to 24h",
+        ),
+        (
+            json!({"connections": {"connectTimeout": "99999h99999h99999h99999h"}}),
+            "spec.connections.connectTimeout: \"1439985600000ms\" is not from 1ms to 24h",
+        ),
+        (
+            json!({"connections": {"connectTimeout": "18446744073709551616ms"}}),
+            "spec.connections.connectTimeout: \"18446744073709551616ms\" is not a duration",
+        ),
+        (
+            json!({"outlierDetection": {"failurePercent": 101}}),
+            "spec.outlierDetection.failurePercent: \"101\" is not from 0 to 100",
+        ),
+        (
+            json!({"circuitBreaker": {}}),
+            "spec.circuitBreaker.failurePercent: \"0\" is not from 1 to 100",
+        ),
+        (
+            json!({"loadBalancing": {"algorithm": "Magic"}}),
+            "spec.loadBalancing.algorithm: \"Magic\" is not PeakEwma, LeastRequest",
+        ),
+        (
+            json!({"loadBalancing": {"algorithm": "ConsistentHash"}}),
+            "spec.loadBalancing.hash: \"\" is not set, which ConsistentHash requires",
+        ),
+        (
+            json!({"loadBalancing": {"hash": {"source": {}, "header": "a"}}}),
+            "spec.loadBalancing.hash: \"\" is not exactly one of",
+        ),
+        (
+            json!({"retry": {"budget": {"percent": 101}}}),
+            "spec.retry.budget.percent: \"101\" is not from 0 to 100",
+        ),
+        (
+            json!({"retry": {"attempts": 11}}),
+            "spec.retry.attempts: \"11\" is not at most 10",
+        ),
+        (
+            json!({"timeouts": {"request": "1"}}),
+            "spec.timeouts.request: \"1\" is not a duration",
+        ),
+        (
+            json!({"sessionPersistence": {"cookieConfig": {"lifetimeType": "Permanent"}}}),
+            "spec.sessionPersistence.absoluteTimeout: \"\" is not set, for a permanent cookie",
+        ),
+        (
+            json!({"sessionPersistence": {"type": "Header", "sessionName": "Host"}}),
+            "spec.sessionPersistence.sessionName: \"Host\" is not a header that routes may set",
+        ),
+        (
+            json!({"rateLimits": [{"name": "a", "requests": 1}, {"name": "a", "requests": 1}]}),
+            "spec.rateLimits[1].name: \"a\" is not a name",
+        ),
+        (
+            json!({"rateLimits": [{"name": "a"}]}),
+            "spec.rateLimits[0].requests: \"0\" is not from 1 to 1000000000",
+        ),
+        (
+            json!({"rateLimits": many(17, json!({"name": "a", "requests": 1}))}),
+            "spec.rateLimits: 17 entries are more than 16",
+        ),
+        (
+            json!({"faults": [{}]}),
+            "spec.faults[0].delay: \"\" is not set, or abort",
+        ),
+        (
+            json!({"faults": [{"abort": {"status": 503, "percent": 101}}]}),
+            "spec.faults[0].abort: \"101/100\" is not a share of at most 1",
+        ),
+        (
+            json!({"faults": [{"abort": {"status": 200}}]}),
+            "spec.faults[0].abort.status: \"200\" is not from 400 to 599",
+        ),
+        (
+            json!({"faults": [{"delay": {"duration": "25h"}}]}),
+            "spec.faults[0].delay.duration: \"90000000ms\" is not from 1ms to 24h",
+        ),
+        (
+            json!({"faults": [{"abort": abort, "matches": [{"method": "get"}]}]}),
+            "spec.faults[0].matches[0].method: \"get\" is not a method",
+        ),
+        (
+            json!({"faults": [{"abort": abort, "matches": many(129, json!({}))}]}),
+            "spec.faults[0].matches: 129 matches in the policy are more than 128",
+        ),
+        (
+            json!({"faults": [{"abort": abort, "matches": many(65, regex)}]}),
+            "spec.faults[0].matches: 65 regular expressions in the policy are more than 64",
+        ),
+        (
+            json!({"faults": [{"abort": abort, "matches": [
+                {"headers": [{"name": "a", "value": "x".repeat(4097)}]}]}]}),
+            "spec.faults[0].matches[0].headers[0].value: \"xxxx",
+        ),
+        (
+            json!({"faults": [{"abort": abort, "matches": many(1, json!({"headers": big}))}]}),
+            "valid",
+        ),
+    ] {
+        let message = rejection(sections);
+        assert!(
+            message.starts_with(expected),
+            "{message}\nexpected {expected}"
+        );
+    }
+}
+
+#[test]
+fn large_policies_are_rejected_whatever_their_parts_are() {
+    let headers: Vec<Value> = (0..16)
+        .map(|number| json!({"name": format!("h{number}"), "value": "x".repeat(4096)}))
+        .collect();
+    let one = json!({"headers": headers});
+    let faults = json!([{"abort": {"status": 503}, "matches": [one, one]}]);
+    let message = rejection(json!({"faults": faults}));
+    assert!(
+        message.contains("encoded bytes in the policy are more than 65536"),
+        "{message}"
+    );
+}
+
+#[test]
+fn targets_are_services_of_the_namespace_or_the_namespace() {
+    let of = |targets: Value| {
+        let policy = policy_for("p", 0, targets, json!({}));
+        let message = policy.settings.err().map(|rejection| rejection.message);
+        (policy.targets.len(), message.unwrap_or_default())
+    };
+    let service = |name: &str| json!({"group": "", "kind": "Service", "name": name});
+    let namespace = |name: &str| json!({"group": "", "kind": "Namespace", "name": name});
+    assert_eq!(
+        of(json!([service("web"), namespace("shop")])),
+        (2, String::new())
+    );
+    for (targets, count, expected) in [
+        (
+            json!([]),
+            0,
+            "spec.targetRefs: \"\" is not a list of 1 to 16 targets",
+        ),
+        (
+            json!([service("web"), namespace("bank")]),
+            2,
+            "spec.targetRefs[1]: \"Namespace bank\" is not a Service of the namespace, or \
+             Namespace shop",
+        ),
+        (
+            json!([{"group": "apps", "kind": "Service", "name": "web"}]),
+            1,
+            "spec.targetRefs[0]: \"Service web\" is not a Service of the namespace, or \
+             Namespace shop",
+        ),
+        (
+            json!([service("web"), service("web")]),
+            1,
+            "spec.targetRefs: \"\" is not a list without duplicates",
+        ),
+        (
+            json!(vec![service("web"); 17]),
+            1,
+            "spec.targetRefs: 17 entries are more than 16",
+        ),
+    ] {
+        assert_eq!(of(targets), (count, expected.to_owned()));
+    }
+    let key = || Key::new("shop", "p");
+    let foreign = json!({"targetRefs": [{"kind": "Service", "name": "web", "namespace": "bank"}]});
+    let error = parse::policy(key(), 1, 0, &foreign).unwrap_err();
+    assert!(error.contains("unknown field `namespace`"), "{error}");
+}
+
+#[test]
+fn sections_of_a_service_replace_those_of_its_namespace() {
+    let own = settings(json!({
+        "connections": {"maxRequests": 1}, "timeouts": {"request": "1s"}, "faults": [],
+    }));
+    let inherited = settings(json!({
+        "connections": {"maxWaiting": 5},
+        "circuitBreaker": {"failurePercent": 50},
+        "timeouts": {"backendRequest": "5s"},
+        "faults": [{"abort": {"status": 503}}],
+        "rateLimits": [{"name": "a", "requests": 1}],
+    }));
+    let effective = Effective::of(Some(&own), Some(&inherited)).unwrap();
+    let backend = effective.backend.unwrap();
+    assert_eq!(backend.name, "TrafficPolicy shop/p, TrafficPolicy shop/p");
+    assert_eq!(backend.connections.unwrap().max_waiting, None);
+    assert_eq!(backend.circuit_breaker.unwrap().failure_percent, 50);
+    assert_eq!(effective.requests.timeouts, [Some(1_000), None]);
+    assert_eq!(
+        effective.requests.faults, None,
+        "an empty list replaces them too"
+    );
+    assert_eq!(effective.rate_limits.unwrap().len(), 1);
+    assert_eq!(Effective::of(None, None), None);
+    let only_retries = settings(json!({"retry": {"attempts": 1}}));
+    let effective = Effective::of(Some(&only_retries), None).unwrap();
+    assert_eq!(effective.backend, None, "retries are settings of requests");
+}
+
+#[test]
+fn rules_keep_what_they_have_and_get_the_rest_from_the_policy() {
+    let policy = settings(json!({
+        "retry": {"codes": [503]},
+        "timeouts": {"request": "10s", "backendRequest": "2s"},
+        "sessionPersistence": {},
+    }));
+    let requests = Effective::of(Some(&policy), None).unwrap().requests;
+    let complete = |rule: Rule<String>| requests.complete(&Arc::new(rule));
+    let completed = complete(Rule::default());
+    let timeouts = |rule: &Rule<String>| (rule.request_timeout, rule.backend_request_timeout);
+    assert_eq!(timeouts(&completed), (Some(10_000), Some(2_000)));
+    assert_eq!(completed.retry.as_ref().unwrap().statuses, [503]);
+    assert_eq!(completed.session.as_ref().unwrap().cookie, "mesh-session");
+    let own = Rule {
+        request_timeout: Some(1_000),
+        retry: Some(Retry {
+            statuses: vec![],
+            attempts: 0,
+            backoff: 0,
+        }),
+        ..Rule::default()
+    };
+    let completed = complete(own.clone());
+    assert_eq!(
+        timeouts(&completed),
+        (Some(1_000), Some(1_000)),
+        "at most that of the request"
+    );
+    assert_eq!(completed.retry, own.retry);
+    let none = complete(Rule {
+        request_timeout: Some(0),
+        ..Rule::default()
+    });
+    assert_eq!(
+        timeouts(&none),
+        (Some(0), Some(2_000)),
+        "the rule has none on purpose"
+    );
+    let rule = Arc::new(Rule::default());
+    assert!(Arc::ptr_eq(&Requests::default().complete(&rule), &rule));
+}

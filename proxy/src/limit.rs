@@ -1,0 +1,455 @@
+//! Rate limits of the requests to the pod: token buckets, counted as in the generic cell rate
+//! algorithm (ITU-T I.371). All workers share a bucket, and a new version of a limit keeps its
+//! fill. Pure: the caller passes the time. A request takes a lock for writing only if it is the
+//! first one of its caller.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+
+use diy_mesh_proto::Identity;
+
+use crate::http::view::RequestView;
+use crate::ports::PortSet;
+use crate::route::matching::Matches;
+
+/// Callers of a limit that have buckets of their own. Further ones share a bucket.
+const MAX_CALLERS: usize = 4096;
+/// How often callers whose buckets are full are removed while there are [`MAX_CALLERS`].
+const SWEEP_INTERVAL: u64 = 1_000_000_000;
+/// The longest time of a rate, in nanoseconds: a century. Sums of three fit the type.
+const MAX_NANOS: u64 = 100 * 365 * 86_400 * 1_000_000_000;
+
+/// All limits of the pod.
+#[derive(Clone, Debug, Default)]
+pub struct RateLimits(pub Vec<Arc<RateLimit>>);
+
+/// Only the same limits are equal: expressions cannot be compared.
+impl PartialEq for RateLimits {
+    fn eq(&self, other: &Self) -> bool {
+        let mut pairs = self.0.iter().zip(&other.0);
+        self.0.len() == other.0.len() && pairs.all(|(one, two)| Arc::ptr_eq(one, two))
+    }
+}
+
+impl Eq for RateLimits {}
+
+/// A limit.
+#[derive(Debug)]
+pub struct RateLimit {
+    /// The object that it comes from, and its name there.
+    pub name: Arc<str>,
+    /// Whom it counts together.
+    pub scope: Scope,
+    /// The ports of the application.
+    pub ports: PortSet,
+    /// The requests.
+    pub matches: Matches,
+    /// How fast requests may arrive.
+    pub rate: Rate,
+    /// How many have arrived.
+    pub buckets: Arc<Buckets>,
+}
+
+/// Whose requests share a bucket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scope {
+    /// Those of all callers.
+    Service,
+    /// Those of one identity, and those of all clients without one.
+    Caller,
+}
+
+impl Scope {
+    /// The value of the label `per`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Service => "service",
+            Self::Caller => "caller",
+        }
+    }
+}
+
+/// A request exceeds a limit.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Exceeded {
+    /// The limit.
+    pub name: Arc<str>,
+    /// Whom it counts together.
+    pub scope: Scope,
+    /// The time until the next token.
+    pub retry_after: Duration,
+}
+
+impl RateLimits {
+    /// Takes a token of every limit for a request to `port`, or of none.
+    pub fn take(
+        &self,
+        port: u16,
+        caller: Option<&Identity>,
+        request: &RequestView<'_>,
+        now: Instant,
+    ) -> Result<(), Exceeded> {
+        let concerns =
+            |limit: &&Arc<RateLimit>| limit.ports.contains(port) && limit.matches.holds(request);
+        for (index, limit) in self.0.iter().enumerate() {
+            if !concerns(&limit) {
+                continue;
+            }
+            let RateLimit { scope, rate, .. } = **limit;
+            if let Err(retry_after) = limit.buckets.take(scope, caller, rate, now) {
+                for taken in self.0[..index].iter().filter(concerns) {
+                    taken.buckets.put_back(taken.scope, caller, taken.rate);
+                }
+                let name = limit.name.clone();
+                return Err(Exceeded {
+                    name,
+                    scope,
+                    retry_after,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// The buckets of an earlier version of a limit, the `nth` one of this name, or new ones.
+    pub fn buckets(&self, name: &str, scope: Scope, nth: usize, now: Instant) -> Arc<Buckets> {
+        let mut earlier = self.0.iter();
+        let earlier = earlier
+            .by_ref()
+            .filter(|limit| *limit.name == *name && limit.scope == scope)
+            .nth(nth);
+        let new = || Arc::new(Buckets::new(now));
+        earlier.map_or_else(new, |limit| limit.buckets.clone())
+    }
+}
+
+/// How fast requests may arrive, in nanoseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rate {
+    /// The time in which a bucket gains a token.
+    interval: u64,
+    /// The time in which an empty bucket fills: at least one interval.
+    capacity: u64,
+}
+
+impl Rate {
+    /// The part of one of `replicas` of `requests` in `window`, `burst` of them at once.
+    pub fn new(requests: u64, window: Duration, burst: u64, replicas: u32) -> Self {
+        let requests = u128::from(requests.max(1));
+        let nanos = |tokens: u128| {
+            let nanos = window.as_nanos().saturating_mul(tokens) / requests;
+            u64::try_from(nanos).map_or(MAX_NANOS, |nanos| nanos.clamp(1, MAX_NANOS))
+        };
+        let interval = nanos(replicas.into());
+        Self {
+            interval,
+            capacity: nanos(burst.into()).max(interval),
+        }
+    }
+}
+
+/// The time, in nanoseconds, at which a bucket is full again.
+#[derive(Debug, Default)]
+struct Bucket(AtomicU64);
+
+impl Bucket {
+    /// Takes a token, or returns the time until there is one.
+    fn take(&self, rate: Rate, now: u64) -> Result<(), Duration> {
+        // A bucket of an earlier version may have had a larger capacity.
+        let next = |full_at: u64| full_at.clamp(now, now + rate.capacity) + rate.interval;
+        let limit = now + rate.capacity;
+        let taken = self
+            .0
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |full_at| {
+                Some(next(full_at)).filter(|next| *next <= limit)
+            });
+        let waits = |full_at| Duration::from_nanos(next(full_at) - limit);
+        taken.map(drop).map_err(waits)
+    }
+
+    fn put_back(&self, rate: Rate) {
+        let before = |full_at: u64| Some(full_at.saturating_sub(rate.interval));
+        let _ = self
+            .0
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, before);
+    }
+
+    fn is_full(&self, now: u64) -> bool {
+        self.0.load(Ordering::Relaxed) <= now
+    }
+}
+
+/// The buckets of a limit.
+#[derive(Debug)]
+pub struct Buckets {
+    epoch: Instant,
+    /// Of all callers, or of the clients without identity.
+    shared: Bucket,
+    callers: RwLock<HashMap<Identity, Bucket>>,
+    /// Of the callers above [`MAX_CALLERS`].
+    others: Bucket,
+    /// Until then, all of [`MAX_CALLERS`] have tokens to gain.
+    crowded_until: AtomicU64,
+}
+
+impl Buckets {
+    /// Full buckets.
+    pub fn new(now: Instant) -> Self {
+        Self {
+            epoch: now,
+            shared: Bucket::default(),
+            callers: RwLock::default(),
+            others: Bucket::default(),
+            crowded_until: AtomicU64::default(),
+        }
+    }
+
+    fn take(
+        &self,
+        scope: Scope,
+        caller: Option<&Identity>,
+        rate: Rate,
+        now: Instant,
+    ) -> Result<(), Duration> {
+        let now = now.saturating_duration_since(self.epoch).as_nanos();
+        let now = u64::try_from(now).map_or(MAX_NANOS, |now| now.min(MAX_NANOS));
+        let (Scope::Caller, Some(caller)) = (scope, caller) else {
+            return self.shared.take(rate, now);
+        };
+        let known = self.callers.read().unwrap_or_else(PoisonError::into_inner);
+        if let Some(bucket) = known.get(caller) {
+            return bucket.take(rate, now);
+        }
+        drop(known);
+        if now < self.crowded_until.load(Ordering::Relaxed) {
+            return self.others.take(rate, now);
+        }
+        let mut callers = self.callers.write().unwrap_or_else(PoisonError::into_inner);
+        if callers.len() >= MAX_CALLERS && !callers.contains_key(caller) {
+            // Only full buckets: a caller that comes back gets no more tokens than before.
+            callers.retain(|_, bucket| !bucket.is_full(now));
+            if callers.len() >= MAX_CALLERS {
+                let until = now + SWEEP_INTERVAL;
+                self.crowded_until.store(until, Ordering::Relaxed);
+                return self.others.take(rate, now);
+            }
+        }
+        callers.entry(caller.clone()).or_default().take(rate, now)
+    }
+
+    fn put_back(&self, scope: Scope, caller: Option<&Identity>, rate: Rate) {
+        let (Scope::Caller, Some(caller)) = (scope, caller) else {
+            return self.shared.put_back(rate);
+        };
+        let callers = self.callers.read().unwrap_or_else(PoisonError::into_inner);
+        callers.get(caller).unwrap_or(&self.others).put_back(rate);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::http::view::testing::request;
+    use crate::route::matching::{Match, PathMatch};
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn limit(name: &str, scope: Scope, rate: Rate, earlier: &RateLimits) -> Arc<RateLimit> {
+        Arc::new(RateLimit {
+            name: name.into(),
+            scope,
+            ports: "80-81".parse().unwrap(),
+            matches: Matches::default(),
+            rate,
+            buckets: earlier.buckets(name, scope, 0, Instant::now()),
+        })
+    }
+
+    fn one(scope: Scope, rate: Rate) -> RateLimits {
+        RateLimits(vec![limit("a", scope, rate, &RateLimits::default())])
+    }
+
+    fn caller(number: usize) -> Identity {
+        Identity::new("cluster.local", "shop", &format!("web-{number}")).unwrap()
+    }
+
+    /// Requests until one is refused, and the time that it has to wait.
+    fn drain(limits: &RateLimits, caller: Option<&Identity>, now: Instant) -> (usize, Duration) {
+        let get = request("GET", "/");
+        let mut taken = 0;
+        loop {
+            match limits.take(80, caller, &get, now) {
+                Ok(()) => taken += 1,
+                Err(exceeded) => return (taken, exceeded.retry_after),
+            }
+        }
+    }
+
+    #[test]
+    fn burst_then_rate_and_each_replica_has_its_part() {
+        for (requests, window, burst, replicas, at_once, wait) in [
+            (100, SECOND, 200, 1, 200, Duration::from_millis(10)),
+            (100, SECOND, 200, 4, 50, Duration::from_millis(40)),
+            (1, SECOND, 1, 1, 1, SECOND),
+            // Less than one request: one at once, and the rate stays.
+            (10, SECOND, 10, 100, 1, 10 * SECOND),
+            (3, SECOND, 3, 1, 3, Duration::from_nanos(333_333_332)),
+        ] {
+            let rate = Rate::new(requests, window, burst, replicas);
+            let limits = one(Scope::Service, rate);
+            let start = Instant::now();
+            assert_eq!(drain(&limits, None, start), (at_once, wait));
+            let almost = start + wait - Duration::from_nanos(1);
+            assert_eq!(drain(&limits, None, almost).0, 0);
+            assert_eq!(drain(&limits, None, start + wait).0, 1);
+            // In ten times the window, ten times the requests pass.
+            let mut passed = 0;
+            for step in 0..1000 {
+                let now = start + wait + window.mul_f64(f64::from(step) / 100.0);
+                passed += drain(&limits, None, now).0;
+            }
+            let expected = usize::try_from(10 * requests / u64::from(replicas)).unwrap();
+            assert!(passed.abs_diff(expected) <= 1, "{passed} of {expected}");
+            // A long pause fills no more than the burst.
+            assert_eq!(drain(&limits, None, start + 3600 * SECOND).0, at_once);
+        }
+    }
+
+    #[test]
+    fn extreme_rates_do_not_overflow() {
+        let start = Instant::now();
+        let day = Duration::from_secs(86_400);
+        for (requests, window, burst, replicas) in [
+            (1, day, 1_000_000_000, u32::MAX),
+            (1_000_000_000, Duration::from_millis(1), 1, 1),
+        ] {
+            let limits = one(Scope::Service, Rate::new(requests, window, burst, replicas));
+            for now in [start, start + 1000 * day] {
+                let get = request("GET", "/");
+                let _ = limits.take(80, None, &get, now);
+            }
+        }
+    }
+
+    #[test]
+    fn callers_have_buckets_of_their_own_and_clients_without_identity_share_one() {
+        let limits = one(Scope::Caller, Rate::new(5, SECOND, 5, 1));
+        let now = Instant::now();
+        for number in 0..3 {
+            assert_eq!(drain(&limits, Some(&caller(number)), now).0, 5);
+        }
+        assert_eq!(drain(&limits, None, now).0, 5);
+        for who in [Some(&caller(1)), None] {
+            assert_eq!(drain(&limits, who, now).0, 0);
+        }
+    }
+
+    #[test]
+    fn rotation_of_identities_resets_no_bucket() {
+        let limits = one(Scope::Caller, Rate::new(2, 10 * SECOND, 2, 1));
+        let start = Instant::now();
+        let get = request("GET", "/");
+        assert_eq!(drain(&limits, Some(&caller(0)), start).0, 2);
+        for number in 1..2 * MAX_CALLERS {
+            let _ = limits.take(80, Some(&caller(number)), &get, start);
+        }
+        let len = || limits.0[0].buckets.callers.read().unwrap().len();
+        assert_eq!(len(), MAX_CALLERS);
+        assert_eq!(drain(&limits, Some(&caller(0)), start).0, 0);
+        // Those above the bound share a bucket, which is empty by now.
+        assert_eq!(drain(&limits, Some(&caller(MAX_CALLERS)), start).0, 0);
+        // The buckets of the others are full after half of the time, that of the first one is not.
+        let later = start + 6 * SECOND;
+        assert!(
+            limits
+                .take(80, Some(&caller(5 * MAX_CALLERS)), &get, later)
+                .is_ok()
+        );
+        assert_eq!(len(), 2);
+        assert_eq!(drain(&limits, Some(&caller(0)), later).0, 1);
+    }
+
+    #[test]
+    fn new_version_keeps_the_fill() {
+        let before = one(Scope::Caller, Rate::new(10, SECOND, 10, 1));
+        let start = Instant::now();
+        let web = caller(0);
+        assert_eq!(drain(&before, Some(&web), start).0, 10);
+        let limits = RateLimits(vec![limit(
+            "a",
+            Scope::Caller,
+            Rate::new(10, SECOND, 10, 5),
+            &before,
+        )]);
+        assert_eq!(drain(&limits, Some(&web), start).0, 0);
+        assert_eq!(drain(&limits, Some(&web), start + SECOND / 2).0, 1);
+        // A smaller bucket is empty, not more than that.
+        let smaller = RateLimits(vec![limit(
+            "a",
+            Scope::Caller,
+            Rate::new(1000, SECOND, 1, 1),
+            &before,
+        )]);
+        let (taken, wait) = drain(&smaller, Some(&web), start);
+        assert_eq!((taken, wait), (0, SECOND / 1000));
+        for (name, scope) in [("b", Scope::Caller), ("a", Scope::Service)] {
+            let other = limit(name, scope, Rate::new(1, SECOND, 1, 1), &before);
+            assert_eq!(drain(&RateLimits(vec![other]), Some(&web), start).0, 1);
+        }
+    }
+
+    #[test]
+    fn refused_request_takes_no_token_of_other_limits() {
+        let none = RateLimits::default();
+        let rate = |requests| Rate::new(requests, SECOND, requests, 1);
+        let mut limits = RateLimits(vec![
+            limit("a", Scope::Caller, rate(3), &none),
+            limit("b", Scope::Service, rate(1), &none),
+        ]);
+        let now = Instant::now();
+        let (web, get) = (caller(0), request("GET", "/"));
+        assert!(limits.take(80, Some(&web), &get, now).is_ok());
+        for _ in 0..10 {
+            let exceeded = limits.take(80, Some(&web), &get, now).unwrap_err();
+            assert_eq!((&*exceeded.name, exceeded.scope), ("b", Scope::Service));
+        }
+        limits.0.pop();
+        assert_eq!(drain(&limits, Some(&web), now).0, 2);
+    }
+
+    #[test]
+    fn other_ports_and_requests_are_not_limited() {
+        let only = Match {
+            path: Some(PathMatch::prefix("/a")),
+            ..Match::default()
+        };
+        let limits = RateLimits(vec![Arc::new(RateLimit {
+            matches: Matches::new(vec![only]),
+            ..Arc::try_unwrap(limit(
+                "a",
+                Scope::Service,
+                Rate::new(1, SECOND, 1, 1),
+                &RateLimits::default(),
+            ))
+            .unwrap()
+        })]);
+        let now = Instant::now();
+        let take = |port, path| limits.take(port, None, &request("GET", path), now).is_ok();
+        assert!(take(80, "/a/b") && !take(81, "/a"));
+        assert!(take(82, "/a") && take(80, "/b"));
+    }
+
+    #[test]
+    fn threads_share_a_bucket() {
+        let limits = one(Scope::Caller, Rate::new(1000, 3600 * SECOND, 1000, 1));
+        let now = Instant::now();
+        let taken: usize = std::thread::scope(|scope| {
+            let drain = || drain(&limits, Some(&caller(0)), now).0;
+            let threads: Vec<_> = (0..4).map(|_| scope.spawn(drain)).collect();
+            threads.into_iter().map(|one| one.join().unwrap()).sum()
+        });
+        assert_eq!(taken, 1000);
+    }
+}
